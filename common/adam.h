@@ -65,36 +65,50 @@ JAXFP8_HD float Sum(float x, float y) {
 #endif
 }
 
-// Terms below 2^-102 are zeros: differences and sums of others are multiples of 2^-125.
-JAXFP8_HD float FlushTerm(float x) { return __builtin_fabsf(x) < 0x1p-102f ? 0.0f : x; }
+// The arithmetic of a step. CUDA has another of the same results, for numbers of which it flushes none.
+struct AdamMath {
+  // Subnormal numbers count as zero.
+  static JAXFP8_HD float Input(float x) { return __builtin_fabsf(x) < 0x1p-126f ? 0.0f : x; }
 
-// Of squares, which have no sign, no sum is subnormal if no term is; a platform may flush a term below 2^-126.
-JAXFP8_HD float FlushSquare(float x) { return x < 0x1p-125f ? 0.0f : x; }
+  // Terms below 2^-102 are zeros: differences and sums of others are multiples of 2^-125.
+  static JAXFP8_HD float Term(float x) { return __builtin_fabsf(x) < 0x1p-102f ? 0.0f : x; }
+  static JAXFP8_HD float Term(float x, float y) { return Term(Product(x, y)); }
 
-// Subnormal numbers count as zero.
-JAXFP8_HD float FlushInput(float x) { return __builtin_fabsf(x) < 0x1p-126f ? 0.0f : x; }
+  // Of squares, which have no sign, no sum is subnormal if no term is; a platform may flush a term below 2^-126.
+  static JAXFP8_HD float Square(float x, float y) {
+    const float product = Product(x, y);
+    return product < 0x1p-125f ? 0.0f : product;
+  }
 
+  static JAXFP8_HD float SquareRoot(float x) { return Root(x); }
+  static JAXFP8_HD float Quotient(float x, float y) { return Term(Divide(x, y)); }
+};
+
+template <class Math = AdamMath>
 JAXFP8_HD float AdamGrad(const AdamHyper& hyper, float grad) {
-  return FlushTerm(Product(FlushInput(grad), hyper.factor));
+  return Math::Term(Math::Input(grad), hyper.factor);
 }
 
 // The moments after the step, of AdamGrad and the moments before.
+template <class Math = AdamMath>
 JAXFP8_HD float NextMu(const AdamHyper& hyper, float mu, float grad) {
-  return Sum(FlushTerm(Product(hyper.a1, grad)), FlushTerm(Product(hyper.b1, mu)));
+  return Sum(Math::Term(hyper.a1, grad), Math::Term(hyper.b1, mu));
 }
+template <class Math = AdamMath>
 JAXFP8_HD float NextNu(const AdamHyper& hyper, float nu, float grad) {
-  const float square = FlushSquare(Product(grad, grad));
-  return Sum(FlushSquare(Product(hyper.a2, square)), FlushSquare(Product(hyper.b2, __builtin_fabsf(nu))));
+  return Sum(Math::Square(hyper.a2, Math::Square(grad, grad)), Math::Square(hyper.b2, __builtin_fabsf(nu)));
 }
 
+template <class Math = AdamMath>
 JAXFP8_HD float AdamUpdate(const AdamHyper& hyper, float mu, float nu) {
-  const float root = Root(Sum(Product(nu, hyper.c2), hyper.eps_root));
-  return FlushTerm(Divide(Product(mu, hyper.c1), Sum(root, hyper.eps)));
+  const float root = Math::SquareRoot(Sum(Product(nu, hyper.c2), hyper.eps_root));
+  return Math::Quotient(Product(mu, hyper.c1), Sum(root, hyper.eps));
 }
 
+template <class Math = AdamMath>
 JAXFP8_HD float AdamApply(const AdamHyper& hyper, float update, float param) {
-  const float decayed = Sum(update, FlushTerm(Product(hyper.decay, param)));
-  return Sum(param, -FlushTerm(Product(hyper.rate, decayed)));
+  const float x = Math::Input(param), decayed = Sum(update, Math::Term(hyper.decay, x));
+  return Sum(x, -Math::Term(hyper.rate, decayed));
 }
 
 // What stands for a mu or a nu that is not finite: a NaN whose code depends on no platform. With a sign it stands for an

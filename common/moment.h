@@ -103,15 +103,25 @@ JAXFP8_HD int32_t RoundSquare(float y, int exponent, uint32_t random) {
   return code + ((probability + static_cast<int32_t>(random >> (32 - kDropped))) >> kDropped);
 }
 
-// A neighbour of y = 448 u^k: the one above, if there is one, with a probability that keeps the mean of u.
-// `decode(code)` is the fraction that a code stands for.
-template <class Decode>
-JAXFP8_HD int32_t RoundSigned(float u, float y, uint32_t random, const Decode& decode) {
+// The fraction that a code stands for, and 2^-24 of the way to the next. Above the largest code is none: no fraction is
+// above that.
+struct CodeStep {
+  float below, part;
+};
+JAXFP8_HD CodeStep DecodeStep(uint32_t code, int exponent) {
+  const float below = DecodeFraction(code, exponent), above = DecodeFraction(code + 1, exponent);
+  return {code < E4M3::kMaxCode ? below : 2.0f, Product(above - below, 0x1p-24f)};
+}
+
+// A neighbour of y = 448 u^k: the one above, if there is one, with a probability that keeps the mean of u. `step(code)`
+// is a DecodeStep.
+template <class Step>
+JAXFP8_HD int32_t RoundSigned(float u, float y, uint32_t random, const Step& step) {
   const int32_t code = FixedPoint(y) >> kDropped;
-  const float below = decode(code), above = decode(code + 1);
-  const float draw = Product(static_cast<float>(static_cast<int32_t>(random >> 8)), 0x1p-24f);
-  const int32_t next = code + (Product(draw, above - below) < u - below ? 1 : 0);
-  return next < E4M3::kMaxCode ? next : E4M3::kMaxCode;
+  const CodeStep of_code = step(code);
+  const float draw = Product(static_cast<float>(static_cast<int32_t>(random >> 8)), of_code.part);
+  // Below 0, by its sign, where the draw is less than the place between the codes.
+  return code + static_cast<int32_t>(FloatToBits(draw - (u - of_code.below)) >> 31);
 }
 
 }  // namespace jaxfp8

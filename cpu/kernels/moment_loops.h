@@ -68,8 +68,8 @@ void EncodeElements(const float* x, float unit, float inverse, uint32_t key, uin
     int32_t code;
     if constexpr (kRandom) {
       const uint32_t random = random_bits[static_cast<uint32_t>(i)];
-      const auto decode = [](int32_t code) { return DecodeFraction(code, kExponent); };
-      code = kSquared ? RoundSquare(y, kExponent, random) : RoundSigned(u, y, random, decode);
+      const auto step = [](int32_t code) { return DecodeStep(code, kExponent); };
+      code = kSquared ? RoundSquare(y, kExponent, random) : RoundSigned(u, y, random, step);
     } else {
       code = RoundToNearest(y);
     }
@@ -111,7 +111,7 @@ void AdamElements(const AdamHyper& hyper, const float* grads, const float* param
     const float grad = AdamGrad(hyper, grads[i]);
     const float next_mu = NextMu(hyper, mu[i], grad), next_nu = NextNu(hyper, nu[i], grad);
     const float update = AdamUpdate(hyper, next_mu, next_nu);
-    out[i] = kApply ? AdamApply(hyper, update, FlushInput(params[i])) : update;
+    out[i] = kApply ? AdamApply(hyper, update, params[i]) : update;
     mu[i] = EncodedMu(next_mu);
     nu[i] = EncodedNu(next_nu);
   }

@@ -14,6 +14,7 @@
 #include "common/moment.h"
 #include "common/scale.h"
 #include "cuda/common/memory.h"
+#include "cuda/common/ptx.h"
 #include "cuda/common/stream_plan.h"
 
 namespace jaxfp8::cuda {
@@ -45,10 +46,29 @@ struct Factor {
   }
 };
 
+// Plain numbers are zeros and those of which no product of a step or of an encoding is subnormal, flushed or infinite:
+// from 2^-76 to 2^30. Nearly all blocks have no others, and take half of the instructions.
+constexpr uint32_t kLeastPlainBits = (127u - 76) << 23, kMostPlainBits = (127u + 30) << 23;
+
+// As Root of 0 and of what is above 2^-96, but 2^-63 of 0: what ptxas makes of sqrt.rn, without a branch for others.
+__device__ __forceinline__ float PlainRoot(float x) {
+  x = fmaxf(x, 0x1p-126f);
+  const float reciprocal = ReciprocalRoot(x), root = __fmul_rn(x, reciprocal), half = __fmul_rn(reciprocal, 0.5f);
+  return __fmaf_rn(__fmaf_rn(-root, root, x), half, root);
+}
+
+// As Divide of numbers whose quotient is far from the ends of the range: what ptxas makes of div.rn.
+__device__ __forceinline__ float PlainQuotient(float x, float y) {
+  const float approximate = Reciprocal(y);
+  const float reciprocal = __fmaf_rn(approximate, __fmaf_rn(-y, approximate, 1.0f), approximate);
+  const float quotient = __fmul_rn(x, reciprocal);
+  return __fmaf_rn(reciprocal, __fmaf_rn(-y, quotient, x), quotient);
+}
+
 // What the codes stand for, by the exponent: a root, a fraction, a square; or NaN. There are 128 codes, or 256: with a
-// sign.
+// sign. The numbers of an exponent lie at a multiple of their size.
 template <int kCodes>
-class Fractions {
+class alignas(4 * kCodes) Fractions {
  public:
   __device__ __forceinline__ void Fill() {
 #pragma unroll 1
@@ -66,11 +86,34 @@ class Fractions {
   float fractions_[3 * kCodes];
 };
 
+// For each exponent, how codes are rounded.
+class CodeSteps {
+ public:
+  __device__ __forceinline__ void Fill() {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 3 * 128; i += kBlockSize) steps_[i] = DecodeStep(i % 128, i / 128 - 1);
+  }
+  __device__ __forceinline__ const CodeStep* Of(int exponent) const {
+    return steps_ + (exponent > 0 ? 2 : exponent < 0 ? 0 : 1) * 128;
+  }
+
+ private:
+  CodeStep steps_[3 * 128];
+};
+
+// Whether something is so for a lane of the warp.
+__device__ __forceinline__ bool IsAny(bool is_so) { return __reduce_max_sync(kAllLanes, is_so ? 1u : 0u) != 0; }
+
 // The largest of the lanes of a block.
 __device__ __forceinline__ uint32_t OverBlock(uint32_t x) {
 #pragma unroll
   for (int lanes = 1; lanes < kLanes; lanes *= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, lanes));
   return x;
+}
+
+// What the first of the lanes of a block has.
+__device__ __forceinline__ uint32_t OfFirst(uint32_t x) {
+  return __shfl_sync(kAllLanes, x, threadIdx.x % kWarpSize / kLanes * kLanes);
 }
 
 // The codes of a lane, which it or no lane writes. From element `count` on, counted from the first of the lane, there are
@@ -102,82 +145,102 @@ __device__ __forceinline__ void WriteCodes(uint8_t* data, int count, const Codes
   }
 }
 
-// The code of a magnitude of a block; `inverse` is that of the amax. Without kRoots the exponent is not negative.
-template <bool kRoots, bool kRandom, bool kSquared>
-__device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inverse, int exponent, const float* fractions,
+// The code of a magnitude of a block; `inverse` is that of the amax. Without kRoots the exponent is not negative. With
+// kPlain the numbers of the block are plain.
+template <bool kPlain, bool kRoots, bool kRandom, bool kSquared>
+__device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inverse, int exponent, const CodeStep* steps,
                                                     uint32_t random) {
-  const float quotient = inverse * x;
-  const float u = quotient < 1.0f ? quotient : 1.0f;
+  float u;
+  if constexpr (kPlain) {
+    u = ProductUpToOne(fabsf(x), inverse.lifted);
+  } else {
+    const float quotient = inverse * x;
+    u = quotient < 1.0f ? quotient : 1.0f;
+  }
   float power = exponent > 0 ? __fmul_rn(u, u) : u;
-  if constexpr (kRoots) power = exponent < 0 ? Root(u) : power;
+  // A plain root of 0 is below the smallest code.
+  if constexpr (kRoots) power = exponent < 0 ? (kPlain ? PlainRoot(u) : Root(u)) : power;
   const float y = __fmul_rn(kMomentMax, power);
   uint32_t code;
   if constexpr (kRandom) {
-    const auto decode = [&](int32_t code) { return fractions[code]; };
-    code = kSquared ? RoundSquare(y, exponent, random) : RoundSigned(u, y, random, decode);
+    code = kSquared ? RoundSquare(y, exponent, random) : RoundSigned(u, y, random, [&](int32_t i) { return steps[i]; });
   } else {
     code = Encode<E4M3>(y);
   }
-  if (kSquared && fabsf(x) >= 0x1p-126f) code = max(code, 1u);
-  return fabsf(x) < BitsToFloat(kInfBits) ? code : E4M3::kNanCode;
+  // With another exponent all codes of squares are those of normal numbers.
+  if (kSquared && (kRoots || !kPlain) && fabsf(x) >= 0x1p-126f) code = max(code, 1u);
+  return kPlain || fabsf(x) < BitsToFloat(kInfBits) ? code : E4M3::kNanCode;
 }
 
 // The codes of four elements of a lane, of which the first is element `first`.
-template <bool kRoots, bool kRandom, bool kSquared>
+template <bool kPlain, bool kRoots, bool kRandom, bool kSquared>
 __device__ __forceinline__ uint32_t EncodeVector(const uint32_t (&x)[kVector], const Factor& inverse, int exponent,
-                                                 const float* fractions, const RandomBits& random_bits, int first) {
-  uint32_t codes = 0;
+                                                 const CodeStep* steps, const RandomBits& random_bits, int first) {
+  uint32_t codes[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const uint32_t code = EncodeMagnitude<kRoots, kRandom, kSquared>(BitsToFloat(x[i]), inverse, exponent, fractions,
-                                                                     random_bits[first + i]);
-    codes |= code << (8 * i);
+    codes[i] = EncodeMagnitude<kPlain, kRoots, kRandom, kSquared>(BitsToFloat(x[i]), inverse, exponent, steps,
+                                                                  random_bits[first + i]);
   }
-  const uint32_t signs = __byte_perm(__byte_perm(x[0], x[1], 0x73), __byte_perm(x[2], x[3], 0x73), 0x5410);
-  return codes | (signs & 0x80808080u);
+  const auto bytes = [](const uint32_t (&of)[kVector], uint32_t pair) {
+    return __byte_perm(__byte_perm(of[0], of[1], pair), __byte_perm(of[2], of[3], pair), 0x5410);
+  };
+  // Plain squares have no sign.
+  return bytes(codes, 0x40) | (kPlain && kSquared ? 0 : bytes(x, 0x73) & 0x80808080u);
 }
 
 // A block as it is encoded: its amax and its exponent, which all lanes of a warp find together, and then the codes.
-template <bool kRandom, bool kSquared>
+template <bool kPlain, bool kRandom, bool kSquared>
 struct MomentEncoder {
   float top;
   int exponent;
-  bool any_roots;  // in the warp
+  bool is_plain;
 
-  __device__ __forceinline__ explicit MomentEncoder(const Floats& x) {
+  __device__ __forceinline__ void Find(const Floats& x) {
     // Less the bits of infinity, those of finite numbers wrap around and are the largest. Less those of the smallest
-    // normal number, those of zeros and subnormal numbers are.
-    uint32_t largest = kSmallestNormalBits - 1 - kInfBits, smallest = kInfBits - kSmallestNormalBits;
+    // normal number, those of zeros and subnormal numbers are. Plain numbers are less than infinity and more than 0,
+    // and their bits are doubled for their sign.
+    constexpr uint32_t from_top = kPlain ? 0 : kInfBits, from_bottom = kPlain ? 1 : kSmallestNormalBits;
+    constexpr int shift = kPlain && !kSquared ? 1 : 0;
+    uint32_t largest = kPlain ? 0 : kSmallestNormalBits - 1 - from_top;
+    uint32_t smallest = kPlain ? ~0u : kInfBits - from_bottom;
 #pragma unroll
     for (const Bytes<4 * kVector>& vector : x) {
 #pragma unroll
       for (const uint32_t bits : vector.words) {
-        largest = max(largest, (bits & kAbsMask) - kInfBits);
-        smallest = min(smallest, (bits & kAbsMask) - kSmallestNormalBits);
+        const uint32_t magnitude = kPlain ? bits << shift : bits & kAbsMask;
+        largest = max(largest, magnitude - from_top);
+        smallest = min(smallest, magnitude - from_bottom);
       }
     }
-    largest = OverBlock(largest) + kInfBits;
+    largest = (OverBlock(largest) >> shift) + from_top;
+    smallest = ~OverBlock(~smallest) >> shift;
+    is_plain = kPlain && smallest >= kLeastPlainBits - from_bottom && largest <= kMostPlainBits;
     top = largest < kSmallestNormalBits ? 0.0f : BitsToFloat(largest);
-    const float bottom = BitsToFloat(~OverBlock(~smallest) + kSmallestNormalBits);
-    exponent = ExponentOfSpan<kSquared>(top, bottom);
-    any_roots = __reduce_max_sync(kAllLanes, exponent < 0 ? 1u : 0u) != 0;
+    // In a plain block of zeros it is 0 or -0.
+    exponent = ExponentOfSpan<kSquared>(top, BitsToFloat(smallest + from_bottom));
   }
 
-  // `key` is that of the block; `fractions` are those of the exponent.
-  __device__ __forceinline__ void Encode(const Floats& x, const float* fractions, uint32_t key, Codes& codes) const {
+  // Whether a block of the warp has roots.
+  __device__ __forceinline__ bool AnyRoots() const { return IsAny(exponent < 0); }
+
+  // `key` is that of the block; `steps` are those of the exponent.
+  __device__ __forceinline__ void Encode(const Floats& x, const CodeStep* steps, uint32_t key, bool any_roots,
+                                         Codes& codes) const {
     RandomBits random_bits(key);
     random_bits.Skip(threadIdx.x % kLanes * kVector);
     // 1. The inverse of the amax: of one above 1, of the amax times 2^-32, since that of the largest is subnormal. CPUs
     // multiply elements by 2^-32 too, and flush those below 2^-94.
-    const bool large = top > 1.0f;
-    const float divided = Divide(1.0f, fmaxf(__fmul_rn(top, large ? 0x1p-32f : 1.0f), 0x1p-126f));
+    const bool large = !kPlain && top > 1.0f;
+    const float divisor = fmaxf(__fmul_rn(top, large ? 0x1p-32f : 1.0f), 0x1p-126f);
+    const float divided = kPlain ? PlainQuotient(1.0f, divisor) : Divide(1.0f, divisor);
     const Factor inverse(__fmul_rn(divided, large ? 0x1p32f : 1.0f), large, large ? 0x1p-94f : 0x1p-126f);
     // 2. Round.
     const auto encode = [&](auto roots) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        codes[v] = EncodeVector<decltype(roots)::value, kRandom, kSquared>(x[v].words, inverse, exponent, fractions,
-                                                                           random_bits, v * kSpan);
+        codes[v] = EncodeVector<kPlain, decltype(roots)::value, kRandom, kSquared>(x[v].words, inverse, exponent, steps,
+                                                                                   random_bits, v * kSpan);
       }
     };
     if (any_roots) {

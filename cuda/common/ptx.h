@@ -121,6 +121,20 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return quotient;
 }
 
+// 1 / sqrt(x), off by 2^-22.9 of it at most. Of subnormal x it is infinity.
+__device__ __forceinline__ float ReciprocalRoot(float x) {
+  float result;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// A product rounded once, and then brought into [0, 1].
+__device__ __forceinline__ float ProductUpToOne(float x, float y) {
+  float product;
+  asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
+  return product;
+}
+
 __device__ __forceinline__ void ReadGlobal16(const void* address, uint32_t (&words)[4]) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -156,6 +170,13 @@ __device__ __forceinline__ void StoreShared16(void* address, uint32_t w0, uint32
                :
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(w0), "r"(w1), "r"(w2), "r"(w3)
                : "memory");
+}
+
+// Of `table`, which lies at a multiple of 1024 in shared memory, the float at an offset of fewer bytes.
+__device__ __forceinline__ float LoadSharedAt(const float* table, uint32_t bytes) {
+  float value;
+  asm("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(table)) | bytes));
+  return value;
 }
 
 // The shared memory that LaunchWithShared gives a block, from a multiple of 1024 on.

@@ -52,7 +52,9 @@ struct Elements {
 template <bool kRandom, bool kSquared, bool kWide>
 __global__ void __launch_bounds__(kBlockSize, kWide ? 4 : 3) EncodeMomentKernel(EncodeMomentParams params, int64_t across) {
   __shared__ Fractions<128> fractions;
+  __shared__ CodeSteps steps;
   fractions.Fill();
+  steps.Fill();
   __syncthreads();
   const int lane = threadIdx.x % kLanes;
   const int64_t blocks = params.rows * across;
@@ -74,8 +76,8 @@ __global__ void __launch_bounds__(kBlockSize, kWide ? 4 : 3) EncodeMomentKernel(
     int8_t exponent = is_first ? params.exponent[block] : int8_t{0};
 
     // 1. Compare with what the moment decodes to. Most blocks differ in one of the first elements of lanes.
-    const float old_amax = BitsToFloat(OverBlock(FloatToBits(amax) & kAbsMask));
-    const int old_exponent = static_cast<int>(OverBlock(is_first ? exponent + 128u : 0u)) - 128;
+    const float old_amax = BitsToFloat(OfFirst(FloatToBits(amax) & kAbsMask));
+    const int old_exponent = static_cast<int>(OfFirst(static_cast<uint32_t>(exponent)));
     const bool small = old_amax < 1.0f;
     const Factor decode(old_amax < 0x1p-126f ? 0.0f : __fmul_rn(old_amax, small ? 0x1p64f : 1.0f), small, 0.0f);
     const float* old_fractions = fractions.Of(old_exponent);
@@ -90,10 +92,12 @@ __global__ void __launch_bounds__(kBlockSize, kWide ? 4 : 3) EncodeMomentKernel(
     }
 
     // 2. Encode.
-    const MomentEncoder<kRandom, kSquared> encoder(elements.after);
+    MomentEncoder<false, kRandom, kSquared> encoder;
+    encoder.Find(elements.after);
+    const bool any_roots = encoder.AnyRoots();
     if (differs != 0) {
       const uint32_t key = kRandom ? Load<4>(params.keys + block).words[0] : 0;
-      encoder.Encode(elements.after, fractions.Of(encoder.exponent), key, elements.codes);
+      encoder.Encode(elements.after, steps.Of(encoder.exponent), key, any_roots, elements.codes);
       amax = encoder.top;
       exponent = static_cast<int8_t>(encoder.exponent);
     }

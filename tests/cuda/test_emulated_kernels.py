@@ -281,13 +281,13 @@ ADAM_LEAVES = {
 }
 
 
-def adam_update(kernels, leaves, applies, seed=0, **options):
-    """Take a step on leaves of any numbers and codes, and compare with the oracle."""
+def adam_update(kernels, leaves, applies, seed=0, make=test_op_adam.make_leaf, **options):
+    """Take a step on leaves of numbers and codes of `make`, and compare with the oracle."""
     rng = np.random.default_rng(seed)
     operands = []
     for shape, rows in leaves:
-        leaf = test_op_adam.make_leaf(rng, shape, applies)
-        numbers = test_op_adam.step_numbers(rng, rows)
+        leaf = make(rng, shape, applies)
+        numbers = test_op_adam.step_numbers(rng, rows, leaf.numbers[6])
         operands.append((leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers))
     got = kernels.adam_update(operands, **options)
     for i, (result, leaf) in enumerate(zip(got, operands, strict=True)):
@@ -295,7 +295,8 @@ def adam_update(kernels, leaves, applies, seed=0, **options):
 
 
 @pytest.mark.parametrize("applies", [False, True], ids=["update", "apply"])
+@test_op_adam.LEAVES
 @pytest.mark.parametrize("name", ADAM_LEAVES)
-def test_adam_update(kernels, name, applies):
+def test_adam_update(kernels, name, make, applies):
     for shift, in_place in ((0, False), (0, True), (4, True)):
-        adam_update(kernels, ADAM_LEAVES[name], applies, shift=shift, in_place=in_place)
+        adam_update(kernels, ADAM_LEAVES[name], applies, make=make, shift=shift, in_place=in_place)

@@ -25,6 +25,7 @@ BUDGETS = {
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
+    "^sm_120 .*AdamUpdateKernel": 128,  # 2 blocks
     "AdamUpdateKernel": 80,  # 3 blocks: two moments in registers
     "EncodeMomentKernel.*Lb0EEE": 80,  # 3 blocks: element by element
     "AmaxToScaleKernel": 32,  # 8 blocks

@@ -30,8 +30,8 @@ KERNELS = {
     "blocks of 1x32": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)1, true>", 64, 11.1),
     "blocks of 1x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)2, true>", 64, 8.6),
     "blocks of 128x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)3, true>", 64, 8.8),
-    "Adam": (r"AdamUpdateKernel<false>", 16, 165.5),
-    "Adam, with parameters": (r"AdamUpdateKernel<true>", 16, 179.0),
+    "Adam": (r"AdamUpdateKernel<false>", 16, 98.0),
+    "Adam, with parameters": (r"AdamUpdateKernel<true>", 16, 105.0),
     "dequantize": (r"DequantizeKernel<E4M3, BF16, 8>", 32, 10.2),
 }
 

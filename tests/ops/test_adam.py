@@ -35,6 +35,37 @@ def make_leaf(rng, shape, applies):
     return _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, step_numbers(rng)[0])
 
 
+def plain_leaf(rng, shape, applies):
+    """A leaf of which most rows need no care on a GPU, and others are near that; with zeros of both signs."""
+    rows = (shape[0], 1)
+    size = np.exp2(np.float32(rng.choice([-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31], rows)))
+
+    def normal():
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def zeros():
+        return rng.random(shape) < 0.05
+
+    blocks = shape[0], -(-shape[1] // 128)
+    codes = rng.integers(0, 127, shape, np.uint8)
+    codes, nu = (np.where(zeros(), 0, x).astype(np.uint8) for x in (codes, rng.integers(0, 127, shape)))
+    signed = codes | rng.choice([0, 0x80], shape).astype(np.uint8)
+    exponents = (rng.integers(-1, 2, blocks).astype(np.int8) for _ in range(2))
+    mu, nu = (
+        (x.view(moments.E4M3), amax * rng.uniform(0.5, 1, blocks).astype(np.float32), next(exponents))
+        for x, amax in ((signed, size), (nu, np.where(size < 2.0**-50, np.float32(0), size * size)))
+    )
+    keys = rng.integers(0, 2**32, (2, *blocks), np.uint32)
+    grads = np.where(zeros(), np.copysign(np.float32(0), normal()), normal() * size).astype(np.float32)
+    params = normal() * rng.choice(np.float32([1, 1, 2.0**-60, 2.0**-100]), rows)
+    eps_root = rng.choice([0, 1e-12])
+    numbers = step_numbers(rng, eps_root=eps_root)[0]
+    return _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, numbers)
+
+
+LEAVES = pytest.mark.parametrize("make", [make_leaf, plain_leaf], ids=["of all sizes", "plain"])
+
+
 def expected(leaf, numbers=None):
     numbers = leaf.numbers[None] if numbers is None else numbers
     return adam.step(leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers)
@@ -50,11 +81,12 @@ def assert_same(got, right, what=""):
 
 
 @APPLIES
+@LEAVES
 @pytest.mark.parametrize("shape", moments.SHAPES, ids=str)
-def test_values(implementation, shape, applies):
+def test_values(implementation, shape, make, applies):
     rng = np.random.default_rng(shape[1])
     for _ in range(3):
-        leaf = make_leaf(rng, shape, applies)
+        leaf = make(rng, shape, applies)
         assert_same(jax.jit(lambda x: _moments.adam_update([x], [1]))(leaf)[0], expected(leaf))
 
 

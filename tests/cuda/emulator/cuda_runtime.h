@@ -51,6 +51,7 @@ unsigned int __reduce_max_sync(unsigned int mask, unsigned int value);
 unsigned int __reduce_add_sync(unsigned int mask, unsigned int value);
 float __shfl_xor_sync(unsigned int mask, float value, int lanes);
 unsigned int __shfl_xor_sync(unsigned int mask, unsigned int value, int lanes);
+unsigned int __shfl_sync(unsigned int mask, unsigned int value, int lane);
 
 // What each lane brought, once all have; they go on together after WarpSync.
 void WarpShare(const void* mine, const void* (&all)[32]);

@@ -167,6 +167,8 @@ unsigned int __shfl_xor_sync(unsigned int, unsigned int value, int lanes) {
   return Exchange(value, current % kWarpSize ^ lanes);
 }
 
+unsigned int __shfl_sync(unsigned int, unsigned int value, int lane) { return Exchange(value, lane); }
+
 float __shfl_xor_sync(unsigned int mask, float value, int lanes) {
   unsigned int bits;
   std::memcpy(&bits, &value, sizeof(bits));

@@ -95,6 +95,12 @@ u64 MaxFloat(u64 a, u64 b, u64) { return AsBits(Larger(AsFloat(a), AsFloat(b), f
 u64 MaxFloatOrNan(u64 a, u64 b, u64) { return AsBits(Larger(AsFloat(a), AsFloat(b), true)); }
 u64 Exp2(u64 a, u64, u64) { return AsBits(ApproximateExp2(AsFloat(a))); }
 u64 Reciprocal(u64 a, u64, u64) { return AsBits(ApproximateReciprocal(AsFloat(a))); }
+u64 ReciprocalRoot(u64 a, u64, u64) { return AsBits(ApproximateReciprocalRoot(AsFloat(a))); }
+// 9.7.3.5, .sat: NaN becomes 0.
+u64 MulFloatUpToOne(u64 a, u64 b, u64) {
+  const float product = AsFloat(a) * AsFloat(b);
+  return AsBits(product > 0 ? std::min(product, 1.0f) : 0.0f);
+}
 // 9.7.3.2: the sign of a, the magnitude of b.
 u64 CopySign(u64 a, u64 b, u64) { return (a & 0x80000000) | (b & 0x7fffffff); }
 u64 UndefinedOfCopySign(const Operands&, const Operands& undefined) {
@@ -217,13 +223,14 @@ const std::unordered_map<std::string, Action> kActions = {
     {"bfe.u32", Each<ExtractField, Whole<u32>>},
     {"add.f32", Each<AddFloat, Whole<u32>>}, {"add.rn.f32", Each<AddFloat, Whole<u32>>},
     {"sub.f32", Each<SubFloat, Whole<u32>>}, {"sub.rn.f32", Each<SubFloat, Whole<u32>>},
-    {"mul.rz.f32", Each<MulFloatTowardsZero, Whole<u32>>},
+    {"mul.rz.f32", Each<MulFloatTowardsZero, Whole<u32>>}, {"mul.rn.sat.f32", Each<MulFloatUpToOne, Whole<u32>>},
     {"mul.f32", Each<MulFloat, Whole<u32>>}, {"mul.rn.f32", Each<MulFloat, Whole<u32>>},
     {"fma.rn.f32", Each<FmaFloat, Whole<u32>>}, {"div.rn.f32", Each<DivFloat, Whole<u32>>},
     {"sqrt.rn.f32", Each<SqrtFloat, Whole<u32>>}, {"abs.f32", Each<AbsFloat, Whole<u32>>},
     {"neg.f32", Each<NegFloat, Whole<u32>>}, {"min.f32", Each<MinFloat, Whole<u32>>},
     {"max.f32", Each<MaxFloat, Whole<u32>>}, {"max.NaN.f32", Each<MaxFloatOrNan, Whole<u32>>},
     {"ex2.approx.ftz.f32", Each<Exp2, Whole<u32>>}, {"rcp.approx.ftz.f32", Each<Reciprocal, Whole<u32>>},
+    {"rsqrt.approx.ftz.f32", Each<ReciprocalRoot, Whole<u32>>},
     {"copysign.f32", Each<CopySign, UndefinedOfCopySign>},
     {"fma.rn.f16x2", Each<FmaPair<kF16>, OfHalves>}, {"fma.rn.bf16x2", Each<FmaPair<kBF16>, OfHalves>},
     {"max.NaN.xorsign.abs.f16x2", Each<LargerMagnitudePair<kF16>, OfHalves>},

@@ -29,14 +29,16 @@ void Reduce(Warp& warp, const Instruction& in, uint32_t lanes) {
   ForLanes(lanes, [&](int lane) { warp.at(in.to[0]).Set(lane, total, undefined ? 0xffffffff : 0); });
 }
 
-// 9.7.9.6, shfl.sync.bfly: the value of the lane whose number differs in the bits of the second operand.
-void ExchangeButterfly(Warp& warp, const Instruction& in, uint32_t lanes) {
+// 9.7.9.6, shfl.sync: the value of the lane whose number differs in the bits of the second operand, or is that operand.
+template <bool kButterfly>
+void Exchange(Warp& warp, const Instruction& in, uint32_t lanes) {
   const Register before = warp.at(in.from[1]);
   ForLanes(lanes, [&](int lane) {
     warp.Locate(lane);
     const uint64_t clamp = warp.at(in.from[3]).value[lane];
     if ((clamp & 0x1f1f) != 0x1f) Refuse("unknown", "shfl over a part of a warp");
-    const int source = lane ^ static_cast<int>(warp.at(in.from[2]).value[lane] & 31);
+    const int operand = static_cast<int>(warp.at(in.from[2]).value[lane] & 31);
+    const int source = kButterfly ? lane ^ operand : operand;
     if (!(lanes >> source & 1)) Refuse("warp", "shfl reads lane " + std::to_string(source) + ", not in its mask");
     warp.at(in.to[0]).Set(lane, before.value[source], before.Undefined(source));
     if (in.to[1] >= 0) warp.at(in.to[1]).Set(lane, 1);
@@ -173,8 +175,8 @@ bool DecodeCollective(Parser& parser, const std::string& opcode, const std::vect
     in->to[0] = parser.Result(operands.at(0));
     in->from[0] = parser.Source(operands.at(2));
     in->from[1] = parser.Source(operands.at(1));
-  } else if (opcode == "shfl.sync.bfly.b32") {
-    in->action = ExchangeButterfly;
+  } else if (opcode == "shfl.sync.bfly.b32" || opcode == "shfl.sync.idx.b32") {
+    in->action = opcode == "shfl.sync.bfly.b32" ? Exchange<true> : Exchange<false>;
     const size_t bar = operands.at(0).find('|');  // the value, and whether it came from another lane
     in->to[0] = parser.Result(operands[0].substr(0, bar));
     if (bar != std::string::npos) in->to[1] = parser.Result(operands[0].substr(bar + 1));

@@ -132,6 +132,13 @@ inline float ApproximateReciprocal(float x) {
   return Off(1.0 / static_cast<double>(x), x, 1, -approximation_error);
 }
 
+// 9.7.3.17, rsqrt.approx.ftz.f32: to 2^-22.9 of the result, which is 2 ulp and a seventh.
+inline float ApproximateReciprocalRoot(float x) {
+  if (x != x || x <= -std::numeric_limits<float>::min()) return std::numeric_limits<float>::quiet_NaN();
+  if (Flushed(x) == 0) return std::copysign(std::numeric_limits<float>::infinity(), x);
+  return Off(1.0 / std::sqrt(static_cast<double>(x)), x, 2, approximation_error);
+}
+
 }  // namespace ptx
 
 #endif  // JAXFP8_TESTS_CUDA_PTX_NUMBERS_H_

@@ -104,6 +104,23 @@ inline float Exp2(float x) {
 // The other way than Exp2, so that 1 / (1 + exp(-z)) is at its ends.
 inline float Reciprocal(float x) { return Off(1.0f / x, x, 1, -ErrorOfExp2()); }
 
+// 2^-22.9 is 2 units in the last place, and a seventh.
+inline float ReciprocalRoot(float x) {
+  return Off(static_cast<float>(1.0 / std::sqrt(static_cast<double>(Flushed(x)))), x, 2, ErrorOfExp2());
+}
+
+// NaN becomes 0.
+inline float ProductUpToOne(float x, float y) {
+  const float product = x * y;
+  return product > 0 ? std::min(product, 1.0f) : 0.0f;
+}
+
+// The real one has an address of 1024 times a number, and adds by bits.
+inline float LoadSharedAt(const float* table, uint32_t bytes) {
+  if (bytes % 4 != 0 || bytes >= 1024) CountMisaligned();
+  return table[bytes / 4];
+}
+
 inline void ReadGlobal16(const void* address, uint32_t (&words)[4]) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) CountMisaligned();
   std::memcpy(words, address, sizeof(words));
