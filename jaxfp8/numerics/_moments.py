@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _scaling
+from . import _scaling, _tpu
 from ._codec import E4M3, rounded
+from ._tpu import BLOCK
 
-BLOCK = 128
 _MAX = np.float32(E4M3.max)
 _MAX_INV = np.float32(1 / E4M3.max)
 NAN_CODE = 0x7F
@@ -47,20 +47,25 @@ def decoded(codes, amax, exponent):
     """Return the numbers that codes stand for, with NaN of one bit pattern, and zeros for those that are subnormal.
 
     CPUs flush a product that is below 2**-126 once it is rounded to 24 bits. GPUs round it as a subnormal number, so
-    the product times 2**24, which is none, tells what to flush.
+    the product times 2**24, which is none, tells what to flush. TPUs have no subnormal numbers.
 
     Every operation has an operand that differs between the elements of a block: XLA computes what has none in launches
     of its own. So exponents are compared with the sign of a magnitude, which is 0. `codes` are u8, because GPUs do not
     keep the sign of a NaN that they convert.
     """
     magnitudes = codes & np.uint8(0x7F)
-    exponent = lax.broadcast_in_dim(exponent, codes.shape, range(codes.ndim))
-    zero = lax.bitcast_convert_type(magnitudes >> 7, jnp.int8)
-    fraction = _decoded_fraction(_numbers(magnitudes), exponent, zero)
-    times_2_24 = _scaling.from_bits(_scaling.to_bits(fraction) + (24 << 23)) * amax
-    bits = _scaling.to_bits(jnp.where(times_2_24 < np.float32(2.0**-102), 0, fraction * amax))
+    sign = (codes & np.uint8(0x80)).astype(jnp.int32) << 24
+    if _tpu.is_target():
+        product = _decoded_fraction(_numbers(magnitudes), exponent) * amax
+    else:
+        exponent = lax.broadcast_in_dim(exponent, codes.shape, range(codes.ndim))
+        zero = lax.bitcast_convert_type(magnitudes >> 7, jnp.int8)
+        fraction = _decoded_fraction(_numbers(magnitudes), exponent, zero)
+        times_2_24 = _scaling.from_bits(_scaling.to_bits(fraction) + (24 << 23)) * amax
+        product = jnp.where(times_2_24 < np.float32(2.0**-102), 0, fraction * amax)
+    bits = _scaling.to_bits(product)
     bits = jnp.where(magnitudes == NAN_CODE, _NAN_BITS, bits)
-    return _scaling.from_bits(bits | (codes & np.uint8(0x80)).astype(jnp.int32) << 24)
+    return _scaling.from_bits(bits | sign)
 
 
 def _numbers(codes):
@@ -75,7 +80,10 @@ def _decoded_fraction(codes, exponent, zero=0):
 
 def changes_and_span(codes, amax, exponent, blocks, axis):
     """Return of each block, by one reduction: whether it decodes to its bits, its largest and its smallest number."""
-    changed = _scaling.to_bits(decoded(codes, amax, exponent)) ^ _scaling.to_bits(blocks)
+    before = decoded(codes, each_amax(amax, axis), each(exponent, axis))
+    changed = _scaling.to_bits(before) ^ _scaling.to_bits(blocks)
+    if _tpu.is_target():
+        return _tpu.all_zero(changed, axis), *_tpu.span(blocks, axis)
     # The numbers above the largest finite one and below the smallest normal one wrap around, as `span` says.
     changed, top, bottom = lax.reduce(
         (changed, *_from_inf_and_from_normal(blocks)),
@@ -83,7 +91,7 @@ def changes_and_span(codes, amax, exponent, blocks, axis):
         lambda x, y: (x[0] | y[0], *_further(x[1:], y[1:])),
         (blocks.ndim + axis,),
     )
-    return jnp.expand_dims(changed == 0, axis), *_to_span(top, bottom, axis)
+    return changed == 0, *_to_span(top, bottom)
 
 
 def span(blocks, axis):
@@ -93,7 +101,9 @@ def span(blocks, axis):
     larger than Inf and NaN, which the max so skips; less the bits of the smallest normal number, zeros and subnormal
     numbers wrap around, which the min so skips.
     """
-    return _to_span(*lax.reduce(_from_inf_and_from_normal(blocks), _FIRST, _further, (blocks.ndim + axis,)), axis)
+    if _tpu.is_target():
+        return _tpu.span(blocks, axis)
+    return _to_span(*lax.reduce(_from_inf_and_from_normal(blocks), _FIRST, _further, (blocks.ndim + axis,)))
 
 
 _FIRST = np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS
@@ -108,9 +118,9 @@ def _further(x, y):
     return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
 
 
-def _to_span(top, bottom, axis):
+def _to_span(top, bottom):
     top, bottom = (lax.bitcast_convert_type(x, jnp.float32) for x in (top + _INF_BITS, bottom + _MIN_NORMAL_BITS))
-    return tuple(jnp.expand_dims(x, axis) for x in (_magnitude(top), bottom))
+    return _magnitude(top), bottom
 
 
 def encoded(blocks, top, bottom, keys, squared, axis):
@@ -124,21 +134,22 @@ def encoded(blocks, top, bottom, keys, squared, axis):
     """
     # 1. Find k of each block, divide by the amax and take the power.
     of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
-    power = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
+    exponent = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
+    power, random_bits = _exponent_and_random_bits(exponent, keys, blocks, axis)
     magnitude = _magnitude(blocks)
-    u = _fraction(magnitude, top)
+    u = _fraction(magnitude, top, axis)
     y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
 
     # 2. Round. Squares that are not zero have at least the smallest code.
     if keys is None:
         codes = rounded(y, E4M3.dtype)
     elif squared:
-        codes = _round_square(y, power, _random_bits(keys, blocks, axis))
+        codes = _round_square(y, power, random_bits)
     else:
-        codes = _round_signed(u, y, power, _random_bits(keys, blocks, axis))
+        codes = _round_signed(u, y, power, random_bits)
     if squared:
         codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
-    return jnp.where(magnitude < np.inf, codes, NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0), power
+    return jnp.where(magnitude < np.inf, codes, NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0), exponent
 
 
 def _magnitude(blocks):
@@ -152,44 +163,75 @@ def _magnitude(blocks):
 
 
 def split(x, axis):
-    """Split an axis, counted from the end, into blocks and their elements, with zeros to fill the last block up."""
+    """Split an axis, counted from the end, into blocks and their elements, with zeros to fill the last block up.
+
+    In programs for TPUs the axis stays one, of whole blocks.
+    """
     size, place = x.shape[axis], x.ndim + axis
-    width = min(max(size, 1), BLOCK)
+    width = BLOCK if _tpu.is_target() else min(max(size, 1), BLOCK)
     count = -(-size // width)
     if missing := count * width - size:
         x = jnp.pad(x, [(0, missing if i == place else 0) for i in range(x.ndim)])
-    return x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
+    return x if _tpu.is_target() else x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
 
 
 def join(blocks, axis, shape):
     """Undo `split` of an array of `shape`."""
     place = len(shape) + axis
-    size = blocks.shape[place] * blocks.shape[place + 1]
-    return lax.slice_in_dim(blocks.reshape(*shape[:place], size, *shape[place + 1 :]), 0, shape[place], axis=place)
+    if not _tpu.is_target():
+        size = blocks.shape[place] * blocks.shape[place + 1]
+        blocks = blocks.reshape(*shape[:place], size, *shape[place + 1 :])
+    return lax.slice_in_dim(blocks, 0, shape[place], axis=place)
 
 
-def _random_bits(keys, blocks, axis):
-    """Return u32 for each element of a block: a polynomial in its number i, whose coefficients are random.
+def each(numbers, axis):
+    """Give each element the number of its block: an array that broadcasts to the blocks of `split`."""
+    return _tpu.each(numbers, axis) if _tpu.is_target() else jnp.expand_dims(numbers, axis)
+
+
+def each_amax(amax, axis):
+    """Give each element the amax of its block."""
+    if not _tpu.is_target():
+        return each(amax, axis)
+    # The last bits of a small amax are below 2**-126. Its sign tells that it is larger.
+    amax = each(jnp.where(amax < np.float32(2.0**-64), amax * np.float32(-(2.0**64)), amax), axis)
+    return jnp.where(amax < 0, amax * np.float32(-(2.0**-64)), amax)
+
+
+def _exponent_and_random_bits(exponent, keys, blocks, axis):
+    """Give each element the exponent of its block, and u32: a polynomial in its number i with random coefficients.
 
         keys + i mix(keys) + i**2 mix(mix(keys))
 
     Of three elements the high bits are independent. In a progression, without the square, those of two are, and one
     block in a hundred is rounded as a whole: its fourth moments are 80 to 400 times a coin's, in place of 3 to 4.
+    Without keys there are no random bits.
     """
-    elements = [1] * blocks.ndim
-    elements[axis] = blocks.shape[axis]
-    i = lax.broadcasted_iota(jnp.uint32, elements, blocks.ndim + axis)
+    if keys is None:
+        return each(exponent, axis), None
+    if _tpu.is_target():
+        # Two numbers of 24 bits: half of a key, and the other half with an exponent.
+        high = keys >> 16 | (exponent + 1).astype(jnp.uint32) << 16
+        words = [_tpu.each(x.astype(jnp.int32), axis) for x in (keys & 0xFFFF, high)]
+        low, high = lax.optimization_barrier(words)
+        keys, exponent = (high << 16 | low).astype(jnp.uint32), (high >> 16) - 1
+    else:
+        keys, exponent = each(keys, axis), each(exponent, axis)
+    shape = [size if i == blocks.ndim + axis else 1 for i, size in enumerate(blocks.shape)]
+    i = lax.broadcasted_iota(jnp.uint32, shape, blocks.ndim + axis) % np.uint32(BLOCK)
     linear = mix(keys)
-    start, linear, square = (jnp.expand_dims(x, axis) for x in (keys, linear, mix(linear)))
-    return start + i * (linear + i * square)
+    return exponent, keys + i * (linear + i * mix(linear))
 
 
-def _fraction(magnitude, amax):
+def _fraction(magnitude, amax, axis):
     """Divide by the amax: u in [0, 1], with an error of at most 1.5 ulp."""
-    # The inverse of an amax above 2**126 would be subnormal.
-    unit = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(1))
-    inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax * unit, np.float32(2.0**-126)))
-    return jnp.minimum(magnitude * unit * inverse, 1)
+    # The inverse of an amax above 2**126 would be subnormal. A sign tells that an inverse is 2**32 times as large.
+    is_large = amax > 1
+    amax = jnp.where(is_large, amax * np.float32(2.0**-32), amax)
+    inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax, np.float32(2.0**-126)))
+    inverse = each(jnp.where(is_large, -inverse, inverse), axis)
+    unit = jnp.where(inverse < 0, np.float32(2.0**-32), np.float32(1))
+    return jnp.minimum(magnitude * unit * jnp.abs(inverse), 1)
 
 
 def _fixed_point(y):
@@ -208,8 +250,9 @@ def _round_signed(u, y, exponent, random_bits):
     No product is added to anything here: compilers would round the two at once on some platforms.
     """
     code = _fixed_point(y) >> _DROPPED_BITS
-    # Above the largest code is NaN, which is never taken.
-    below, above = (_decoded_fraction(_numbers(c.astype(jnp.uint8)), exponent) for c in (code, code + 1))
+    # Above the largest code is NaN; a u of 1 is not above the largest.
+    codes = code, jnp.minimum(code + 1, NAN_CODE - 1)
+    below, above = (_decoded_fraction(_numbers(c.astype(jnp.uint8)), exponent) for c in codes)
     draw = (random_bits >> 8).astype(jnp.int32).astype(u.dtype) * np.float32(2.0**-24)
     return code + (draw * (above - below) < u - below).astype(jnp.int32)
 
@@ -246,34 +289,43 @@ def adam_step(grads, *operands, axis, vmap_dims):
     """Take the step of one leaf, as `jaxfp8.ops._moments.adam_update` says.
 
     It reads its operands twice: for the numbers of blocks, and for the codes. The barriers keep XLA from storing what
-    both have in common, which would be more bytes than the moments. Between a product and a sum is always a selection:
-    compilers would round the two at once on some platforms.
+    both have in common, which would be more bytes than the moments. TPUs store it: their memory moves more bytes while
+    they decode. Between a product and a sum is always a selection: compilers would round the two at once on some
+    platforms.
     """
     *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, keys, numbers = operands
     keys = jnp.moveaxis(keys, vmap_dims, 0)
-    broadcast = (*numbers.shape[:vmap_dims], *[1] * (grads.ndim + 1 - vmap_dims), 11)
+    block_dims = grads.ndim + (not _tpu.is_target())
+    broadcast = (*numbers.shape[:vmap_dims], *[1] * (block_dims - vmap_dims), 11)
     b1, one_less_b1, b2, one_less_b2, c1, c2, eps_root, eps, rate, decay, factor = jnp.unstack(
         numbers.reshape(broadcast), axis=-1
     )
-    scales = [jnp.expand_dims(x, axis) for x in (mu_amax, mu_exponent, nu_amax, nu_exponent)]
+    mu_scales, nu_scales = (
+        (each_amax(amax, axis), each(exponent, axis))
+        for amax, exponent in ((mu_amax, mu_exponent), (nu_amax, nu_exponent))
+    )
     mu, nu = (lax.bitcast_convert_type(x, jnp.uint8) for x in (mu, nu))
 
     def moments(grads, mu, nu):
         grads, mu_codes, nu_codes = (split(x, axis) for x in (grads, mu, nu))
         g = _above(_above(grads, _SMALLEST) * factor)
-        before = decoded(nu_codes, *scales[2:])
+        before = decoded(nu_codes, *nu_scales)
         before = jnp.where(nu_codes == np.uint8(_INF_CODE), np.float32(np.inf), before)
-        mean = _above(one_less_b1 * g) + _above(b1 * decoded(mu_codes, *scales[:2]))
+        mean = _above(one_less_b1 * g) + _above(b1 * decoded(mu_codes, *mu_scales))
         square = _above(g * g, _LEAST_SQUARE)
         return mean, _above(one_less_b2 * square, _LEAST_SQUARE) + _above(b2 * jnp.abs(before), _LEAST_SQUARE)
 
     # 1. Find the largest and the smallest number of each block.
-    once = lax.optimization_barrier((grads, mu, nu))
-    spans = [span(x, axis) for x in moments(*once)]
-    twice, spans = lax.optimization_barrier((once, spans))
+    if _tpu.is_target():
+        both = moments(grads, mu, nu)
+        (m, v), spans = lax.optimization_barrier((both, [span(x, axis) for x in both]))
+    else:
+        once = lax.optimization_barrier((grads, mu, nu))
+        spans = [span(x, axis) for x in moments(*once)]
+        twice, spans = lax.optimization_barrier((once, spans))
+        m, v = moments(*twice)
 
     # 2. Compute the update and the codes.
-    m, v = moments(*twice)
     out = _above(m * c1 / (jnp.sqrt(_above(v * c2, _LEAST_SQUARE) + eps_root) + eps))
     if params:
         p = _above(split(params[0], axis), _SMALLEST)
@@ -284,7 +336,7 @@ def adam_step(grads, *operands, axis, vmap_dims):
         codes = jnp.where(jnp.abs(x) < np.inf, codes, NAN_CODE)
         codes = jnp.where(x == np.inf, _INF_CODE, codes) if squared else codes
         data = lax.bitcast_convert_type(codes.astype(jnp.uint8), E4M3.dtype)
-        results += [join(data, axis, grads.shape), *(jnp.squeeze(number, axis) for number in (top, exponent))]
+        results += [join(data, axis, grads.shape), top, exponent]
     return results
 
 

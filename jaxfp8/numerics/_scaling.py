@@ -114,19 +114,18 @@ def round_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def round_sqrt(x: jax.Array) -> jax.Array:
-    """Compute the square root, correctly rounded, of an f32 x that is 0 or positive and normal.
+    """Compute the square root, correctly rounded, of an f32 x that is 0 or positive and normal; no NaN of a NaN.
 
     `jnp.sqrt` is off by an ulp on some platforms. The root q of the significand is an integer of 24 bits, and the
-    nearest one leaves a remainder in `(-q, q]`; as in `round_quotient`, 32 bits hold it.
+    nearest one leaves a remainder in `(-q, q]`; as in `round_quotient`, 32 bits hold it. That of 0 is 0 as well.
     """
-    bits = to_bits(x)
-    q_bits = to_bits(jnp.sqrt(x))
-    is_odd = (bits >> 23) & 1 ^ 1  # the exponent, whose bias is odd
-    square = ((bits & _MANTISSA_BITS) | _HIDDEN_BIT) << (23 + is_odd)  # wraps around
+    bits, q_bits = to_bits(x), to_bits(jnp.sqrt(x))
+    # The significand as an even power of two has it; the bias of exponents is odd. Its upper bits wrap around.
+    square = bits << (24 - (bits >> 23 & 1))
     q = (q_bits & _MANTISSA_BITS) | _HIDDEN_BIT
     remainder = square - q * q
     step = (remainder > q).astype(jnp.int32) - (remainder <= -q).astype(jnp.int32)
-    return jnp.where(x > 0, from_bits(q_bits + step), x)
+    return from_bits(q_bits + step)
 
 
 def scale_numerator(fp8_max: float, margin: float) -> np.float32:

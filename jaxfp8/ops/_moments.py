@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from .._jax import _compat
-from ..numerics._moments import BLOCK, adam_step, changes_and_span, decoded, encoded, join, split
+from ..numerics._moments import BLOCK, adam_step, changes_and_span, decoded, each, each_amax, encoded, join, split
 from . import _blocks, _ffi
 from ._partition import WHOLE
 from ._primitive import Op, OpOfUnits, dims
@@ -185,7 +185,7 @@ class _DecodeMoment(_Moment):
     def reference(self, data, amax, exponent, vmap_dims, spec):
         axis = spec.axis
         codes = split(lax.bitcast_convert_type(data, jnp.uint8), axis)
-        values = decoded(codes, *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
+        values = decoded(codes, each_amax(amax, axis), each(exponent, axis))
         return (join(values, axis, data.shape),)
 
     def cpu(self, data, amax, exponent, vmap_dims, spec):
@@ -211,18 +211,15 @@ class _EncodeMoment(_Moment):
         # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from storing what its decoding, this
         # step and the next have in common, which would be more bytes than the moment.
         codes, after = lax.optimization_barrier((lax.bitcast_convert_type(data, jnp.uint8), after))
-        old_amax, old_exponent = jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
-        blocks = split(after, axis)
-        keep, top, bottom = changes_and_span(split(codes, axis), old_amax, old_exponent, blocks, axis)
+        keep, top, bottom = changes_and_span(split(codes, axis), amax, exponent, split(after, axis), axis)
         old, after, keep, top, bottom = lax.optimization_barrier((codes, after, keep, top, bottom))
 
         # 2. Encode all blocks, and keep the bits of those that are the same. Select bytes: XLA's CPU compiler may move
         # FP8 through float16.
         codes, power = encoded(split(after, axis), top, bottom, keys[0] if keys else None, squared, axis)
-        codes = jnp.where(keep, split(old, axis), codes.astype(jnp.uint8))
+        codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
         data = lax.bitcast_convert_type(join(codes, axis, data.shape), data.dtype)
-        new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
-        return data, *(jnp.squeeze(x, axis) for x in new)
+        return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
 
     def cpu(self, *operands, vmap_dims, spec):
         rows = [_to_rows(x, spec.axis) for x in operands]

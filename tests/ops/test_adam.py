@@ -11,6 +11,9 @@ from oracle import adam
 from jaxfp8.ops import _moments
 
 from . import test_moments as moments
+from .conftest import ALL
+
+IMPLEMENTATIONS = *ALL, pytest.param("tpu", marks=pytest.mark.ci)
 
 APPLIES = pytest.mark.parametrize("applies", [False, True], ids=["update", "apply"])
 

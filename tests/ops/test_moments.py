@@ -10,6 +10,9 @@ from oracle import moments as oracle_moments
 
 from jaxfp8.ops import _moments
 
+from .conftest import ALL
+
+IMPLEMENTATIONS = *ALL, pytest.param("tpu", marks=pytest.mark.ci)
 E4M3 = oracle.E4M3.dtype
 # One block, blocks and a part of one, many rows, more elements than one thread takes.
 SHAPES = ((1, 64), (3, 100), (7, 300), (65, 128), (9, 16384))

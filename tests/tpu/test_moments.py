@@ -1,0 +1,59 @@
+"""Optimizers with moments in FP8 on TPUs: bits of odd shapes and on meshes, and cycles beside float32's.
+
+`tests/ops` runs the ops as TPUs compute them for the other shapes, along all axes, under vmap and in one call.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from ops import test_adam as adam
+
+from jaxfp8 import ops as jaxfp8_ops
+from jaxfp8.ops import _moments
+
+from . import compiler
+
+
+def step(leaf, axis):
+    with jaxfp8_ops.implementation("tpu"):
+        return jax.jit(lambda x: _moments.adam_update([x], [axis])[0])(leaf)
+
+
+def test_a_leaf_of_one_dimension():
+    row = adam.make_leaf(np.random.default_rng(0), (1, 300), True)
+    flat = jax.tree.map(lambda x: x.reshape(-1), row)._replace(keys=row.keys[:, 0])
+    got = step(flat, 0)
+    adam.assert_same(jax.tree.map(lambda x: x[None], got), adam.expected(row))
+
+
+@pytest.mark.parametrize("spec", [("x", None), (None, "x"), (("x", "y"), None)], ids=str)
+@pytest.mark.parametrize("n, kind", [(1024, AxisType.Auto), (1024, AxisType.Explicit), (200, AxisType.Auto)])
+def test_meshes(n, kind, spec):
+    """The bits of one device, however XLA cuts the program."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    leaf = adam.make_leaf(np.random.default_rng(n), (16, n), True)
+
+    def put(x, spec=spec):
+        shards = [np.prod([mesh.shape[name] for name in axes or ()], dtype=int) for axes in spec]
+        entries = [axes if size % n == 0 else None for size, axes, n in zip(x.shape, spec, shards, strict=False)]
+        return jax.device_put(x, NamedSharding(mesh, P(*entries)))
+
+    with jax.set_mesh(mesh):
+        got = step(jax.tree.map(put, leaf)._replace(keys=put(leaf.keys, (None, *spec))), 1)
+    adam.assert_same(got, adam.expected(leaf))
+
+
+def test_cycles():
+    """XLA's estimates, beside those of float32's update, which waits for memory."""
+    if reason := compiler.missing():
+        pytest.skip(reason)
+    rows = json.loads(compiler.run("optimizers", "float32", "quantized", "apply", "--size", "2048"))
+    float32, quantized, apply = (rows[name]["cycles"] for name in ("float32", "quantized", "apply"))
+    assert 0 < apply <= 7.5 * float32
+    assert 0 < quantized <= 10 * float32
+    assert all(row["without_estimate"] == 0 for row in rows.values())
+    # Averages in float32, and numbers of blocks for each element. The sum is smaller, as memory is used again.
+    assert rows["apply"]["temporary_bytes_per_parameter"] <= 28
