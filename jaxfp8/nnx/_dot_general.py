@@ -82,43 +82,49 @@ class _Fp8Product(nnx.Module):
             if isinstance(value, OverwriteWithGradient):
                 setattr(self, name, value)
 
-    def frozen_arrays(self) -> dict[str, jax.Array] | None:
-        """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not frozen."""
-        names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]
-        return {name: getattr(self, name).get_value() for name in names} or None
-
     def _operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
         """Get the recipe and the state of this object, or the codes of `jaxfp8.freeze`, for a product."""
         _mistakes.refuse_linen_layer(type(self).__name__)
-        recipe, frozen = self.current_recipe(), self.frozen_arrays()
+        recipe, frozen = current_recipe(self), frozen_arrays(self)
         if frozen is None:
-            state = self.read_state(recipe)
+            state = read_state(self, recipe)
             return _frozen.Operands(kernel, dimension_numbers, recipe, state, preferred_element_type)
         return _frozen.operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_type)
 
-    def current_recipe(self) -> Recipe | None:
-        """Get the recipe of the product, here in the program; None where `autocast` turned FP8 off."""
 
-        def default():
-            return self.recipe
+# Functions, because nnx.tabulate traces each public method of a module that runs.
 
-        return resolve(self.recipe if self.names_recipe else None, default)
 
-    def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
-        """Read the state of the product; None without a recipe, where `autocast` turned FP8 off."""
-        if recipe is None:
-            return None
+def frozen_arrays(product: _Fp8Product) -> dict[str, jax.Array] | None:
+    """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not frozen."""
+    names = [name for name, value in vars(product).items() if isinstance(value, nnx.Param)]
+    return {name: getattr(product, name).get_value() for name in names} or None
 
-        def read(name, first):
-            if not hasattr(self, name):
-                raise ValueError(
-                    f"{type(self).__name__}: {recipe!r} has state {name!r}, which this layer lacks: the layer was made "
-                    f"for {self.recipe!r}; make the model in the region of jaxfp8.autocast that it is used in, or "
-                    "change its recipe with jaxfp8.nnx.quantize"
-                )
-            return getattr(self, name).get_value()
 
-        return map_variables(recipe, read)
+def current_recipe(product: _Fp8Product) -> Recipe | None:
+    """Get the recipe of the product, here in the program; None where `autocast` turned FP8 off."""
+
+    def default():
+        return product.recipe
+
+    return resolve(product.recipe if product.names_recipe else None, default)
+
+
+def read_state(product: _Fp8Product, recipe: Recipe | None) -> DotGeneralState | None:
+    """Read the state of the product; None without a recipe, where `autocast` turned FP8 off."""
+    if recipe is None:
+        return None
+
+    def read(name, first):
+        if not hasattr(product, name):
+            raise ValueError(
+                f"{type(product).__name__}: {recipe!r} has state {name!r}, which this layer lacks: the layer was made "
+                f"for {product.recipe!r}; make the model in the region of jaxfp8.autocast that it is used in, or "
+                "change its recipe with jaxfp8.nnx.quantize"
+            )
+        return getattr(product, name).get_value()
+
+    return map_variables(recipe, read)
 
 
 class Fp8DotGeneral(_Fp8Product):

@@ -13,6 +13,7 @@ from .._jax._primitives import inner_jaxprs
 from .._jax._trees import split_arrays
 from ..dot import _frozen, dot_general, einsum_by
 from ..recipes import QuantizerState
+from ._dot_general import current_recipe, frozen_arrays, read_state
 from ._quantize import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the number of the product.
@@ -186,10 +187,10 @@ def _codes(path, layer, call: Call):
     The result is None for a product that is frozen already, or that stays in high precision.
     """
     fp8_product = product(layer)
-    recipe = fp8_product.current_recipe() if fp8_product.frozen_arrays() is None else None
+    recipe = current_recipe(fp8_product) if frozen_arrays(fp8_product) is None else None
     if recipe is None:
         return None
-    state = fp8_product.read_state(recipe)
+    state = read_state(fp8_product, recipe)
     for name in ("input", "kernel"):
         quantizer = getattr(state, name)
         if isinstance(quantizer, QuantizerState) and not isinstance(quantizer.scale, jax.core.Tracer):

@@ -17,7 +17,7 @@ from ..recipes import (
     some,
     warn_of_idle_rules,
 )
-from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, _Fp8Product
+from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, _Fp8Product, frozen_arrays
 from ._layers import Linear
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
@@ -187,7 +187,7 @@ def _name(path) -> str:
 
 def _refuse_frozen(path, layer) -> None:
     fp8_product = product(layer)
-    if fp8_product is not None and fp8_product.frozen_arrays() is not None:
+    if fp8_product is not None and frozen_arrays(fp8_product) is not None:
         raise ValueError(
             f"nnx.quantize: {_name(path)}: jaxfp8.freeze left codes of its kernel alone; give a model its rules before "
             "it is frozen"

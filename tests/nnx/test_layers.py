@@ -143,3 +143,24 @@ def test_einsum_out_sharding():
     np.testing.assert_array_equal(y, wanted)
     with pytest.raises(TypeError, match="einsum: out_sharding: expected a PartitionSpec or NamedSharding, got 'data'"):
         layer(jnp.asarray(x), out_sharding="data")
+
+
+RECIPES = [jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling(), jaxfp8.MXFP8BlockScaling()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda rngs: nnx.Linear(32, 32, rngs=rngs),
+        lambda rngs: nnx.Einsum("bi,io->bo", (32, 32), rngs=rngs),
+        lambda rngs: nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs),
+        lambda rngs: jaxfp8.nnx.Linear(32, 32, rngs=rngs),
+    ],
+    ids=["Linear", "Einsum", "MultiHeadAttention", "jaxfp8 Linear"],
+)
+def test_tabulate(layer, recipe):
+    """Flax traces each public method of a module that runs, and prints its arguments, but no recipe."""
+    model = jaxfp8.quantize(layer(nnx.Rngs(0)), [(".*", recipe)])
+    table = nnx.tabulate(model, jnp.ones((32, 32)), console_kwargs={"width": 200})
+    assert f"{type(model).__name__} Summary" in table and "float32" in table
