@@ -121,7 +121,9 @@ def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array
             tuple(axis - leaf.grads.ndim for leaf, axis in zip(call, axes[start:], strict=False)),
             call[0].params is not None,
         )
-        flat = _adam(*(operand for leaf in call for operand in jax.tree.leaves(leaf)), spec=spec)
+        # Gradients come last: where XLA would cut them along another axis, results are cut as what they replace.
+        operands = [x for grads, *rest in map(jax.tree.leaves, call) for x in (*rest, grads)]
+        flat = _adam(*operands, spec=spec)
         results += [(out, tuple(both[:3]), tuple(both[3:])) for out, *both in _batched(flat, _ADAM_RESULTS)]
     return results
 
@@ -266,13 +268,13 @@ class _AdamUpdate(OpOfUnits):
         for i, axis in enumerate(spec.axes):
             elements, blocks = _names(ranks[spec.operands * i], axis, f"leaf{i}_")
             moment = [elements, blocks, blocks]
-            operands += [elements] * (1 + spec.applies) + 2 * moment
-            operands += [(f"{WHOLE}_moment{i}", *blocks), (f"{WHOLE}_numbers{i}",)]
+            operands += [elements] * spec.applies + 2 * moment
+            operands += [(f"{WHOLE}_moment{i}", *blocks), (f"{WHOLE}_numbers{i}",), elements]
             results += [elements, *moment, *moment]
         return operands, results
 
     def dtypes(self, *operands, spec):
-        f32, moment = np.dtype(np.float32), [x.dtype for x in operands[1 + spec.applies :][:3]]
+        f32, moment = np.dtype(np.float32), [x.dtype for x in operands[spec.applies :][:3]]
         return [f32, *moment, *moment] * len(spec.axes)
 
     def align(self, axes, sizes, mesh_shape, spec):
@@ -294,24 +296,24 @@ class _AdamUpdate(OpOfUnits):
 
     def reference(self, *operands, vmap_dims, spec):
         leaves = zip(spec.axes, _batched(operands, spec.operands), strict=True)
-        return [x for axis, leaf in leaves for x in adam_step(*leaf, axis=axis, vmap_dims=vmap_dims)]
+        return [x for axis, (*leaf, grads) in leaves for x in adam_step(grads, *leaf, axis=axis, vmap_dims=vmap_dims)]
 
     def cpu(self, *operands, vmap_dims, spec):
         leaves = list(zip(spec.axes, _batched(operands, spec.operands), strict=True))
         rows, keys, results, aliases = [], [], [], {}
-        for i, (axis, (*leaf, keys_of_both, numbers)) in enumerate(leaves):
+        for i, (axis, (*leaf, keys_of_both, numbers, grads)) in enumerate(leaves):
             # The parameters, or else the gradients, and both moments are written over.
             first = len(rows) + spec.applies
             # The keys of all leaves are one operand: XLA computes them in one launch.
             keys.append(_to_rows(jnp.moveaxis(keys_of_both, vmap_dims, 0), axis).reshape(-1))
-            rows += [_to_rows(x, axis) for x in leaf]
+            rows += [_to_rows(x, axis) for x in (grads, *leaf)]
             places = range(first, first + _ADAM_RESULTS)
             results += [(rows[place].shape, rows[place].dtype) for place in places]
             aliases |= dict(zip(places, range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)), strict=True))
             rows.append(numbers.reshape(-1, ADAM_NUMBERS))
         operands = *rows, jnp.concatenate(keys)
         new = _ffi.call("adam_update", results, *operands, aliases=aliases, apply=spec.applies)
-        shapes = [x.shape for _, leaf in leaves for x in (leaf[0], *leaf[1 + spec.applies : -2])]
+        shapes = [x.shape for _, leaf in leaves for x in (leaf[0], *leaf[spec.applies : -3])]
         axes = [axis for axis in spec.axes for _ in range(_ADAM_RESULTS)]
         return list(map(_from_rows, new, axes, shapes))
 

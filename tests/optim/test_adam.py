@@ -203,6 +203,31 @@ def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
     assert got[1].inner.mu["a"].data.sharding.spec[0] == "d"
 
 
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parameters_and_moments_stay_where_they_are(axis, apply):
+    """XLA cuts gradients as products leave them; without out_shardings the next step would find its state moved."""
+    mesh, cuts = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), [P("d", None), P(None, "d")]
+    here, there = (NamedSharding(mesh, cut) for cut in (cuts[axis], cuts[1 - axis]))
+    params, tx = jax.device_put(jnp.ones((256, 1024)), here), optim.adamw(1e-2)
+    state = jax.jit(tx.init, out_shardings=optim.shardings(jax.eval_shape(tx.init, params), params))(params)
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.lax.with_sharding_constraint(2 * params, there)
+        if apply:
+            return tx.apply(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    after, after_state = step(params, state)
+    kept = jax.tree.map(
+        lambda old, new: new.sharding.is_equivalent_to(old.sharding, old.ndim),
+        *((x, y.inner.mu.data, y.inner.nu.data) for x, y in ((params, state), (after, after_state))),
+    )
+    assert kept == (True, True, True)
+
+
 def test_compilation_of_many_leaves():
     """XLA's CPU compiler makes a module of each fusion: beside the op a leaf has one, of the keys of both moments."""
     tx, params = optim.adamw(1e-2), {str(i): jnp.zeros((64 + 8 * i, 128)) for i in range(12)}
