@@ -237,7 +237,8 @@ class Optimizer(nnx.Optimizer):
         """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through.
 
         Returns:
-            The updates; None where `tx` writes the next parameters itself, as `jaxfp8.optim.adamw` does.
+            The updates; None where `tx` writes the next parameters itself, as `jaxfp8.optim.adamw` does without
+            arguments by name. `optax.chain(tx)` gives updates.
         """
         # Flax applies updates in the dtype of a leaf, so that state which was cast would stay so.
         state = nnx.state(model, OverwriteWithGradient, graph=self.graph)
