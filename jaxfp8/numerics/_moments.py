@@ -204,7 +204,7 @@ def _exponent_and_random_bits(exponent, keys, blocks, axis):
         keys + i mix(keys) + i**2 mix(mix(keys))
 
     Of three elements the high bits are independent. In a progression, without the square, those of two are, and one
-    block in a hundred is rounded as a whole: its fourth moments are 80 to 400 times a coin's, in place of 3 to 4.
+    block in a hundred is rounded as a whole: the fourth moments of its sums are 80 to 200, where a coin's are 3.
     Without keys there are no random bits.
     """
     if keys is None:
