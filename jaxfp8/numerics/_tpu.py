@@ -113,21 +113,28 @@ def _row_major(x):
 # elements, and more for integers of 8 bits; the matrix unit takes three.
 
 BLOCK = 128
+_MAX_BLOCKS = 1024  # of a row, in one product
 
 
 def each(numbers: jax.Array, axis: int) -> jax.Array:
     """Give each element the number of its block, an f32 or an integer below 2**24; no bit is below 2**-126.
 
-    It is the sum of three parts of 8 significant bits, which products with ones and zeros keep.
+    It is the sum of three parts of 8 significant bits, which products with ones and zeros keep. Ones and zeros are as
+    many as the square of the blocks: of a row with very many, each part has a product of its own.
     """
-    rest, parts = jnp.moveaxis(numbers.astype(jnp.float32), axis, -1), []
+    numbers = jnp.moveaxis(numbers, axis, -1)
+    *leading, count = numbers.shape
+    if count > _MAX_BLOCKS:
+        parts = jnp.pad(numbers, [(0, 0)] * len(leading) + [(0, -count % BLOCK)]).reshape(*leading, -1, BLOCK)
+        elements = each(parts, -1).reshape(*leading, -1)[..., : count * BLOCK]
+        return jnp.moveaxis(elements, -1, axis)
+    rest, parts = numbers.astype(jnp.float32), []
     for _ in range(3):
         upper_bits = lax.bitcast_convert_type(rest, jnp.int32) & -0x10000
         parts.append(lax.bitcast_convert_type(upper_bits, jnp.float32))
         rest = rest - parts[-1]
-    blocks = rest.shape[-1]
-    part, element = (lax.broadcasted_iota(jnp.int32, (3 * blocks, BLOCK * blocks), i) for i in range(2))
-    is_in_block = (part % max(blocks, 1) == element // BLOCK).astype(jnp.bfloat16)
+    part, element = (lax.broadcasted_iota(jnp.int32, (3 * count, BLOCK * count), i) for i in range(2))
+    is_in_block = (part % max(count, 1) == element // BLOCK).astype(jnp.bfloat16)
     parts = jnp.concatenate(parts, axis=-1).astype(jnp.bfloat16)
     elements = jnp.matmul(parts, is_in_block, preferred_element_type=jnp.float32)
     return jnp.moveaxis(elements, -1, axis).astype(numbers.dtype)

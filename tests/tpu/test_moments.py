@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from ops import test_adam as adam
 
 from jaxfp8 import ops as jaxfp8_ops
+from jaxfp8.numerics import _tpu
 from jaxfp8.ops import _moments
 
 from . import compiler
@@ -22,11 +24,20 @@ def step(leaf, axis):
         return jax.jit(lambda x: _moments.adam_update([x], [axis])[0])(leaf)
 
 
-def test_a_leaf_of_one_dimension():
-    row = adam.make_leaf(np.random.default_rng(0), (1, 300), True)
+@pytest.mark.parametrize("n", [300, 128 * 1024 + 300])
+def test_a_leaf_of_one_dimension(n):
+    row = adam.make_leaf(np.random.default_rng(0), (1, n), True)
     flat = jax.tree.map(lambda x: x.reshape(-1), row)._replace(keys=row.keys[:, 0])
     got = step(flat, 0)
     adam.assert_same(jax.tree.map(lambda x: x[None], got), adam.expected(row))
+
+
+@pytest.mark.parametrize("shape", [(2**17,), (2, 1500), (64, 1024)], ids=str)
+def test_no_array_is_much_larger_than_a_leaf(shape):
+    """One matrix of ones and zeros for all blocks of 16 million elements would be terabytes."""
+    text = jax.jit(lambda x: _tpu.each(x, -1)).lower(jax.ShapeDtypeStruct(shape, np.float32)).as_text()
+    sizes = [np.prod([int(n) for n in found.split("x")]) for found in re.findall(r"tensor<([\dx]+)x[a-z]", text)]
+    assert max(sizes) <= max(128 * np.prod(shape), 3 * 128 * 1024**2)
 
 
 @pytest.mark.parametrize("spec", [("x", None), (None, "x"), (("x", "y"), None)], ids=str)
