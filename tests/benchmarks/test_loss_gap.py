@@ -109,8 +109,8 @@ def test_the_docs_have_the_figures(program):
     assert json.loads(json.dumps(again)) == results
 
 
-def test_results_name_no_folder_of_the_machine(program, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["benchmarks/loss_gap.py", "--runs", "/home/me/runs", "--seeds", "2"])
+def test_results_name_no_folder_of_the_machine(program, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["benchmarks/loss_gap.py", "--runs", str(tmp_path / "runs"), "--seeds", "2"])
     assert program.environment()["command"] == "python benchmarks/loss_gap.py --runs runs --seeds 2"
 
 
