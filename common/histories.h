@@ -36,7 +36,7 @@ struct DelayedScalesParams {
   bool most_recent;  // the amax is slot 0 and not the largest
 };
 
-// A reading says six numbers of each quantizer of a product; in what a step records two of them count.
+// A reading says six numbers of each quantizer of a product; in what a step records three of them count.
 constexpr int64_t kReadingNumbers = 6;
 
 struct ReadHistoriesQuantizer {
@@ -56,8 +56,8 @@ struct ReadHistoriesParams {
 
 struct WriteHistoriesQuantizer {
   const float* history;    // [groups, length]
-  const float* amax;       // [groups, stride], of which the first of each row counts
-  const float* scale_inv;  // [groups, stride], as well
+  const float* amax;       // [groups, stride], of which the first of each row counts; in readings the third too
+  const float* scale_inv;  // [groups, stride], as well, the first
   float* next_history;     // [groups, length]; may be `history`
   float* next_scale;       // [groups]
   int64_t length;          // at least 1
@@ -103,6 +103,15 @@ JAXFP8_HD void WriteReading(uint32_t largest, float newest, float stored, float 
 
 // Whether a step used the quantizer: without a use its scale_inv is a zero, of either sign.
 JAXFP8_HD bool IsUsed(float scale_inv) { return (FloatToBits(scale_inv) & kAbsMask) != 0; }
+
+// Whether the history stays where it is: the third number that was recorded of its quantizer is not zero. `amax` points
+// to the first; without readings (a stride of 1) there is no third.
+JAXFP8_HD bool Stays(const float* amax, int64_t stride) {
+  return stride > 1 && (FloatToBits(amax[2]) & kAbsMask) != 0;
+}
+
+// An entry of a history that stays: what is below zero stays visible.
+JAXFP8_HD uint32_t StayingBits(float x) { return IsBelowZero(FloatToBits(x)) ? FloatToBits(x) : CleanBits(x); }
 
 }  // namespace jaxfp8
 

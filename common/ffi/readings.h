@@ -1,5 +1,5 @@
 // jaxfp8_read_histories_v3: k histories f32 [g, H], k stored f32 [g] -> a reading f32 [g, 6 q] of each product.
-// jaxfp8_write_histories_v4: k histories f32 [g, H], what is recorded: f32 [g, 6 q] of each product, or k amaxes and k
+// jaxfp8_write_histories_v5: k histories f32 [g, H], what is recorded: f32 [g, 6 q] of each product, or k amaxes and k
 //     scale_invs f32 [g] -> k histories f32 [g, H], k scales f32 [g]; the histories in place where XLA aliases them.
 //
 // The k quantizers are those of the products, in order: q of each, which the shapes say. Histories [H] are those of one

@@ -97,7 +97,7 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_split_reading_v1, (kSerial<SplitReadingOp, S
                              SplitReadingOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
                              TransposeBlocksOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v4, (kSerial<WriteHistoriesOp, WriteHistories>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v5, (kSerial<WriteHistoriesOp, WriteHistories>),
                              WriteHistoriesOp::Bind(OnThread()));
 
 }  // namespace jaxfp8::cpu

@@ -11,7 +11,7 @@ void WriteHistories(const WriteHistoriesParams& params) {
     const int64_t length = quantizer.length;
     for (int64_t group = 0; group < params.groups; ++group) {
       const float* history = quantizer.history + group * length;
-      const float amax = quantizer.amax[group * quantizer.stride];
+      const float* amax = quantizer.amax + group * quantizer.stride;
       const float scale_inv = quantizer.scale_inv[group * quantizer.stride];
       float* next_history = quantizer.next_history + group * length;
       quantizer.next_scale[group] = scale_inv;
@@ -19,11 +19,16 @@ void WriteHistories(const WriteHistoriesParams& params) {
         std::fill(next_history, next_history + length, 0.0f);
         continue;
       }
+      if (Stays(amax, quantizer.stride)) {
+        for (int64_t slot = 1; slot < length; ++slot) next_history[slot] = BitsToFloat(StayingBits(history[slot]));
+        next_history[0] = BitsToFloat(StayingBits(*amax));
+        continue;
+      }
       // Upwards, because the two histories may be one; slot 0 goes to the end, and its new amax takes its place.
       const float newest = BitsToFloat(CleanBits(history[0]));
       for (int64_t slot = 2; slot < length; ++slot) next_history[slot - 1] = BitsToFloat(CleanBits(history[slot]));
       next_history[length - 1] = newest;
-      next_history[0] = BitsToFloat(CleanBits(amax));
+      next_history[0] = BitsToFloat(CleanBits(*amax));
     }
   }
 }

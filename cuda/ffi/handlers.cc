@@ -54,6 +54,6 @@ JAXFP8_ON_STREAM(jaxfp8_quantize_v3, QuantizeOp, LaunchQuantize);
 JAXFP8_ON_STREAM(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, LaunchQuantizeTranspose);
 JAXFP8_ON_STREAM(jaxfp8_read_histories_v3, ReadHistoriesOp, LaunchReadHistories);
 JAXFP8_ON_STREAM(jaxfp8_transpose_blocks_v1, TransposeBlocksOp, LaunchTransposeBlocks);
-JAXFP8_ON_STREAM(jaxfp8_write_histories_v4, WriteHistoriesOp, LaunchWriteHistories);
+JAXFP8_ON_STREAM(jaxfp8_write_histories_v5, WriteHistoriesOp, LaunchWriteHistories);
 
 }  // namespace jaxfp8::cuda

@@ -6,7 +6,7 @@ bounds that their docstrings give.
 Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """
 
-from ._amax import amax as amax, amax_to_scale, delayed_scales
+from ._amax import MAX_QUANTIZERS, amax as amax, amax_to_scale, delayed_scales
 from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
 from ._ffi import custom_call_targets as custom_call_targets
 from ._quantize import (

@@ -34,7 +34,7 @@ _ON_BOTH = {
     "quantize_transpose": 3,
     "read_histories": 3,
     "transpose_blocks": 1,
-    "write_histories": 4,
+    "write_histories": 5,
 }
 _CUDA_ONLY = {
     "block_scaled_matmul": 1,

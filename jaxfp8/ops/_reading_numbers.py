@@ -34,7 +34,7 @@ def split_reading(reading: jax.Array) -> list[list[jax.Array]]:
 
 
 def join_recorded(recorded: Pairs) -> jax.Array:
-    """Put together what a product recorded: f32 `[6 * k]`, with 0 for the numbers that `write_histories` does not read.
+    """Put together what a product recorded: f32 `[6 * k]`, with 0 for the others, so that no history stays.
 
     Args:
         recorded: for each quantizer an amax and a scale_inv, f32 `(1,)`.

@@ -66,14 +66,17 @@ def write_histories(
 
         history = jnp.where((history > 0) & (history < inf), history, 0)
         next_history = jnp.roll(history, -1).at[0].set(jnp.where((amax > 0) & (amax < inf), amax, 0))
+        staying = jnp.where((history < 0) | ((history > 0) & (history < inf)), history, 0).at[0].set(amax)
+        next_history = jnp.where(stays == 0, next_history, staying)
         next_history = jnp.where(scale_inv == 0, 0, next_history)
         next_scale = scale_inv
 
     Args:
         products: the same argument as for `read_histories`.
-        recorded: for each product f32 `[*batch, 6 * k]`: for each quantizer the amax, the scale_inv and four numbers
-            that are not read; or, for a single product, its k pairs of an amax and a scale_inv, f32 `[*batch, 1]`. A
-            scale_inv of 0 marks a quantizer that was not used: its results are zeros.
+        recorded: for each product f32 `[*batch, 6 * k]`: for each quantizer the amax, the scale_inv, `stays` and three
+            numbers that are not read; or, for a single product, its k pairs of an amax and a scale_inv, f32
+            `[*batch, 1]`, where `stays` is 0. A scale_inv of 0 marks a quantizer that was not used: its results are
+            zeros. A step records a 0 for `stays`; `update_state` sets it where a history has no new entry.
 
     Returns:
         For each product its k pairs of a history and a scale, in the shapes of the arguments.
@@ -186,11 +189,20 @@ class _WriteSpec(NamedTuple):
         return _WriteSpec(tuple(self.counts[i] for i in indices), self.by_quantizer)
 
 
-def _next_history(history, amax, scale_inv):
-    """Drop slot 1, the oldest, and record the amax in slot 0; all arrays are bits of f32."""
+def _next_history(history, amax, scale_inv, stays=None):
+    """Drop slot 1, the oldest, and record the amax in slot 0; all arrays are bits of f32.
+
+    With `stays`, whether each row stays: there the amax takes slot 0 and no other slot moves.
+    """
     moved = lax.concatenate([amax, history[..., 2:], history[..., :1]], history.ndim - 1)[..., : history.shape[-1]]
-    is_positive_finite = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
-    return jnp.where(is_positive_finite & (scale_inv << 1 != 0), moved, jnp.uint32(0))
+    is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
+    if stays is not None:
+        stays = stays << 1 != 0
+        moved = jnp.where(stays, lax.concatenate([amax, history[..., 1:]], history.ndim - 1), moved)
+        is_below_zero = moved - jnp.uint32(0x80000001) < jnp.uint32(0x7F800000)
+        is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)
+        is_entry |= stays & is_below_zero
+    return jnp.where(is_entry & (scale_inv << 1 != 0), moved, jnp.uint32(0))
 
 
 class _ReadHistories(OpOfUnits):
@@ -244,11 +256,12 @@ class _WriteHistories(OpOfUnits):
         histories, numbers = bits[: sum(spec.counts)], bits[sum(spec.counts) :]
         if spec.by_quantizer:
             amaxes, scales = halves(numbers)
+            written = map(_next_history, histories, amaxes, scales)
         else:
             columns = [reading[..., i : i + 1] for reading in numbers for i in range(reading.shape[-1])]
-            amaxes, scales = columns[::READING_NUMBERS], columns[1::READING_NUMBERS]
-        written = [*map(_next_history, histories, amaxes, scales), *scales]
-        return [lax.bitcast_convert_type(x, jnp.float32) for x in written]
+            amaxes, scales, stays = (columns[i::READING_NUMBERS] for i in range(3))
+            written = map(_next_history, histories, amaxes, scales, stays)
+        return [lax.bitcast_convert_type(x, jnp.float32) for x in (*written, *scales)]
 
     def cpu(self, *operands, vmap_dims, spec):
         histories, recorded = operands[: sum(spec.counts)], operands[sum(spec.counts) :]

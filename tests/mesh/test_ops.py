@@ -138,8 +138,8 @@ def test_histories_are_written_by_xla_on_a_mesh():
     with ops.implementation("ffi"):
         cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
         alone = jax.jit(step).lower(history, amax).compile().as_text()
-    assert [f"jaxfp8_{op}" in cut for op in ("delayed_scales_v3", "write_histories_v4")] == [True, False]
-    assert [f"jaxfp8_{op}" in alone for op in ("delayed_scales_v3", "write_histories_v4")] == [True, True]
+    assert [f"jaxfp8_{op}" in cut for op in ("delayed_scales_v3", "write_histories_v5")] == [True, False]
+    assert [f"jaxfp8_{op}" in alone for op in ("delayed_scales_v3", "write_histories_v5")] == [True, True]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -196,5 +196,5 @@ def test_state_of_layers(spec):
                 assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
     text = compiled.as_text()
     assert text.count('custom_call_target="jaxfp8_read_histories_v3"') == 2  # one for each batch
-    assert text.count('custom_call_target="jaxfp8_write_histories_v4"') == 2
+    assert text.count('custom_call_target="jaxfp8_write_histories_v5"') == 2
     assert is_cut or not hlo.collectives(text)

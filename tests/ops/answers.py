@@ -151,7 +151,7 @@ def _write_histories(*operands, results):
     each = recorded.shape[1] // k
     written, scales = [history.copy() for history in histories], np.empty((k, g), F32)
     for q, i in np.ndindex(k, g):
-        written[q][i], scales[q, i] = oracle.write_history(histories[q][i], recorded[i, each * q :])
+        written[q][i], scales[q, i] = oracle.write_history(histories[q][i], recorded[i, each * q : each * (q + 1)])
     return [*written, *scales]
 
 

@@ -45,7 +45,7 @@ TARGETS = {
     "read_histories": "jaxfp8_read_histories_v3",
     "split_reading": "jaxfp8_split_reading_v1",
     "transpose_blocks": "jaxfp8_transpose_blocks_v1",
-    "write_histories": "jaxfp8_write_histories_v4",
+    "write_histories": "jaxfp8_write_histories_v5",
 }
 CPU_ONLY = ("decode_moment", "join_recorded", "split_reading")
 CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} | {

@@ -17,6 +17,7 @@ from .test_delayed_scales import LENGTHS, history
 
 BELOW_ZERO = np.float32([-1, -np.inf, -(2.0**-149)])
 AMAXES = np.float32([0, 1, 2.0**-149, 2.0**-126, np.finfo(np.float32).max, np.inf, np.nan, -0.0, -1, -np.inf])
+STAYS = np.float32([0, 0, -0.0, 1, 2.0**-149, np.nan, -1])
 SCALE_INVS = np.float32([0, -0.0, 1, 2.0**-126, 2.0**126, np.nan, 2.0**-149, -1, np.inf])
 
 
@@ -39,7 +40,7 @@ def product(batch, lengths, seed=0):
 def record(pairs, seed=0):
     """What a step may give for these, the numbers that do not count included."""
     rng, batch = np.random.default_rng(seed), pairs[0][0].shape[:-1]
-    kinds = AMAXES, SCALE_INVS, *(BELOW_ZERO, AMAXES) * 2
+    kinds = AMAXES, SCALE_INVS, STAYS, *(BELOW_ZERO, AMAXES, AMAXES)
     numbers = [[rng.choice(values, batch) for values in kinds] for _ in pairs]
     return np.stack(list(itertools.chain(*numbers)), -1).astype(np.float32)
 

@@ -111,10 +111,16 @@ def reading(history, stored, numerator=448.0) -> np.ndarray:
 
 
 def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
-    """(next history, next scale) from the amax and the scale_inv of a step; zeros where the latter is 0."""
-    amax, scale_inv = recorded[:2]
+    """(next history, next scale) from the amax and the scale_inv of a step; zeros where the latter is 0.
+
+    A third number that is not 0 keeps all slots but the first where they are, and numbers below zero as they are.
+    """
+    amax, scale_inv, *rest = recorded[:3]
     if scale_inv == 0:
         return np.zeros_like(history), scale_inv
+    if rest and rest[0] != 0:
+        entries = np.concatenate([[F32(amax)], history[1:]]).astype(F32)
+        return np.where(entries < 0, entries, clean_history(entries)), scale_inv
     entries = clean_history(history)
     return np.concatenate([clean_history([amax]), entries[2:], entries[:1]])[: len(history)], scale_inv
 
