@@ -5,8 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._jax import _warnings
 from ..numerics import _scaling
-from ..recipes import _state_tree
+from ..recipes import FP8StateWarning, _below_zero, _state_tree
 from . import _tree
 from ._tree import OVERWRITE_WITH_GRADIENT
 
@@ -146,6 +147,7 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
 
     Raises:
         ValueError: the tree has no state of delayed scaling.
+        FP8StateWarning: quantizers are below zero: their names, and why. Not inside of `jit`.
     """
     flat = _state_tree.flatten(tree)
     if not flat.quantizers:
@@ -153,6 +155,8 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
             "reset_state: tree: expected amax_history and scale side by side, got a tree without them; pass the "
             "variables, or the state of delayed scaling"
         )
+    if found := _below_zero.found(flat):
+        _warnings.warn(f"reset_state: tree: {found}", FP8StateWarning)
     values = {}
     for quantizer in flat.quantizers:
         positions = quantizer.positions()

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._jax._table import aligned, member
 from ..numerics import FP8_DTYPES, fp8_max
-from ..recipes import _state_tree
+from ..recipes import _below_zero, _state_tree
 
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
@@ -22,6 +22,8 @@ _SCREEN = 40
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
     """The quantizers of a model; `str` and `repr` are a table of them.
+
+    Below the table, quantizers whose state is below zero are named, with the causes: their products are NaN.
 
     The table of more than 40 quantizers has a line for each group of quantizers whose names differ in numbers alone,
     with the worst quantizer of the group: `block_*/up/Fp8DotGeneral_*/input x32`.
@@ -42,6 +44,7 @@ class Summary:
               just left a full window), `"unit"` (scale 1, no entry before), `"below zero"` (an optimizer has stepped on
               the state, so the scale is NaN). None where the scale comes from no entry of this window: it is that of a
               custom algorithm, or something else wrote the state.
+            - `least`: the smallest number of the state, history and scale.
             - `steps_since_change`: for how many steps the scale has not changed; 0 if it changed in the step just run.
               None where the scale does not follow the maximum of the window.
     """
@@ -53,7 +56,9 @@ class Summary:
         for row in self.rows if len(self.rows) <= _SCREEN else _groups(self.rows):
             cells = row | {"filled": f"{row['filled']}/{row['length']}"}
             lines.append(tuple(_text(key, cells[key]) for key in _COLUMNS))
-        return aligned(lines, right=1)
+        below_zero = {row["name"]: row["least"] for row in self.rows if row["least"] < 0}
+        table = aligned(lines, right=1)
+        return f"{table}\n\n{_below_zero.message(below_zero)}{_below_zero.REPAIR}" if below_zero else table
 
 
 def summary(variables: Any, *, worst: int | None = None) -> Summary:
@@ -132,6 +137,7 @@ def _row(name, history, scale_inv) -> dict[str, Any]:
         "peak": None if newest is None or scale is None else newest * scale,
         "growth": float(history[0] / before) if is_recorded[0] and before else None,
         "follows": follows,
+        "least": float(min(np.nan_to_num(history).min(), np.nan_to_num(scale_inv))),
         "steps_since_change": steps,
     }
 

@@ -1,6 +1,7 @@
 """optimizer: wraps an optax transformation so that a bare optax loop overwrites quantizer state, exactly."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, Self
@@ -72,6 +73,11 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         It can `apply` where `tx` can (`jaxfp8.optim.adamw`): `variables, opt_state = tx.apply(grads, opt_state,
         variables)` writes the next parameters and the next FP8 state.
     """
+    return _wrapped(tx)
+
+
+@functools.lru_cache(maxsize=128)  # equal arguments, equal results: jit's cache and NNX's graphs compare them
+def _wrapped(tx):
     if isinstance(tx, optax.MultiSteps):
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     tx = optax.with_extra_args_support(tx)
@@ -120,7 +126,7 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     def update(grads, opt_state, params=None, **extra_args):
         updates, state, opt_state = step("update", grads, opt_state, params, extra_args)
-        return _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by), opt_state
+        return _with_state(updates, state, NeedsJaxfp8ApplyUpdates), opt_state
 
     def apply(grads, opt_state, params):
         parameters, state, opt_state = step("apply", grads, opt_state, params, {})
@@ -181,47 +187,57 @@ class _InVariables:
     paths: frozenset = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_pytree_node_class
 class NeedsJaxfp8ApplyUpdates:
-    """An update that replaces: `leaf + by(value)` is `value`, where `leaf + (value - leaf)` would round.
+    """An update that replaces: `leaf + update` is a value, where `leaf + (value - leaf)` would round.
 
     The name of the class is an instruction: JAX's error shows the name where Equinox's `apply_updates` meets an update.
     Zeroed updates, from `MultiSteps` and code that skips steps, leave the leaf as it is. Any other arithmetic on an
-    update is found: floats change the dtype of `bits`; integers make `bits` and `check` differ, so that the leaf is -1.
+    update is found: floats change the dtype of the bits; integers make the two arrays of bits differ, so that the leaf
+    is -1. Only what takes the node apart can do arithmetic on it, so the arrays are made there: a step that applies its
+    updates as they come has no operation for them.
 
-    Attributes:
-        bits: the value's bits as unsigned integers.
-        check: the bits of `bits`, with a fixed pattern of them flipped.
-        dtype: the dtype of the value.
+    Args:
+        value: the value.
     """
-
-    bits: jax.Array
-    check: jax.Array
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     # NumPy arrays leave `array + update` to this class.
     __array_ufunc__ = None
 
+    def __init__(self, value):
+        """Make the update that replaces a leaf by `value`."""
+        self.value = jnp.asarray(value)
+        self._bits = None
+
+    def tree_flatten(self):
+        """Return the bits of the value as unsigned integers, the same with a fixed pattern flipped, and the dtype."""
+        if self._bits is not None:
+            return self._bits, self._dtype
+        bits = lax.bitcast_convert_type(self.value, _unsigned(self.value.dtype))
+        return (bits, _checked(bits)), self.value.dtype
+
     @classmethod
-    def by(cls, value) -> "NeedsJaxfp8ApplyUpdates":
-        """Return the update that replaces a leaf by `value`."""
-        value = jnp.asarray(value)
-        bits = lax.bitcast_convert_type(value, _unsigned(value.dtype))
-        return cls(bits, _checked(bits), value.dtype)
+    def tree_unflatten(cls, dtype, bits) -> "NeedsJaxfp8ApplyUpdates":
+        """Make an update of what `tree_flatten` gave, after whatever was done to it."""
+        update = object.__new__(cls)
+        update._bits, update._dtype = tuple(bits), dtype
+        return update
 
     def __radd__(self, leaf):
         leaf = jnp.asarray(leaf)
-        if self.bits.dtype != _unsigned(self.dtype) or self.bits.shape != leaf.shape:
+        if self._bits is None and self.value.shape == leaf.shape:
+            return self.value
+        (bits, check), dtype = self.tree_flatten()
+        if bits.dtype != _unsigned(dtype) or bits.shape != leaf.shape:
             raise TypeError(
                 "jaxfp8.train.optimizer: the update of FP8 state was changed by a transformation around the optimizer; "
                 "wrap last: jaxfp8.train.optimizer(optax.chain(...))"
             )
         # The value keeps its dtype: a leaf that a cast of the whole tree made narrow is float32 again.
-        value = lax.bitcast_convert_type(self.bits, self.dtype)
+        value = lax.bitcast_convert_type(bits, dtype)
         # State below zero makes the next step loud, also under jit.
-        value = jnp.where(self.check == _checked(self.bits), value, jnp.asarray(-1, self.dtype))
-        return jnp.where((self.bits == 0) & (self.check == 0), leaf.astype(self.dtype), value)
+        value = jnp.where(check == _checked(bits), value, jnp.asarray(-1, dtype))
+        return jnp.where((bits == 0) & (check == 0), leaf.astype(dtype), value)
 
     __add__ = __radd__
 

@@ -4,21 +4,25 @@ Only one number per quantizer is new in a step, the amax in slot 0. The rest of 
 a factor on the cotangent (from a sum over uses, a mean, clipping, unscaling) shows there.
 """
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
+from jax import lax
 
+from .. import ops
 from .._jax._trees import Tree
 from ..numerics import _scaling
-from ..recipes import _state_tree
+from ..recipes import _below_zero, _state_tree
 
 # A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were summed change it by 100 %.
 _TOLERANCE = 0.01
-_EXACT = 1e-4  # the tolerance of a quotient of two floats, or its logarithm, with room for fast approximations
+_EXACT = 5e-5  # the tolerance of a quotient of two floats, with room for fast approximations
+_ROOT = float(np.sqrt(2))
 _TINY = float(np.finfo(np.float32).tiny)
+_INF_BITS = np.int32(0x7F800000)
 
 
 def update_state(old: Tree, new: Any) -> Tree:
@@ -45,9 +49,9 @@ def update_state(old: Tree, new: Any) -> Tree:
         any other c                  the scale becomes negative, so that the next product is NaN
 
     because any other factor, such as that of a clip or of an average over fewer than all, has changed the gradients of
-    the parameters too. `jax.experimental.checkify.checkify` around the step reports each factor with the message of the
-    error. While a history is empty, the scale shows the factor. A history of length 1 has no tail and cannot be checked
-    once it holds an amax.
+    the parameters too. Nobody is told the cause there: the next call outside of `jit`, `jaxfp8.inspect.summary` and
+    `jaxfp8.convert.reset_state` name the quantizers. While a history is empty, the scale shows the factor. A history of
+    length 1 has no tail and cannot be checked once it holds an amax.
 
     Changes that keep the tail are not found: clips by value and `sign` from the first step on, averages of
     microbatches that include the state. Add microbatches by `accumulate_gradients`, and wrap the optimizer in
@@ -68,7 +72,7 @@ def update_state(old: Tree, new: Any) -> Tree:
     before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
     expect_state(before, gradient)
     # 1. Collect the quantizers whose leaves have the same types: each group is one call.
-    alike, values, factors, old_least, new_least = {}, {}, {}, {}, {}
+    alike, values, factors, least = {}, {}, {}, {}
     for q in before.quantizers:
         positions = q.positions()
         if any(gradient.get(before.paths[i]) is None for i in positions):
@@ -82,10 +86,10 @@ def update_state(old: Tree, new: Any) -> Tree:
         alike.setdefault(kind, []).append((q.name, positions, now + then))
     # 2. Compute the next state of each group, and the factors by which the gradients were multiplied on their way.
     for group in alike.values():
-        results = _next_quantizers([leaves for *_, leaves in group])
-        for (name, positions, _), (*leaves, factor, least) in zip(group, results, strict=True):
+        histories, scales, of_group = _next_quantizers([leaves for *_, leaves in group])
+        for (_, positions, _), *leaves in zip(group, histories, scales, strict=True):
             values |= dict(zip(positions, leaves, strict=True))
-            factors[name], old_least[name] = factor, least
+        factors[tuple(name for name, *_ in group)] = of_group
     # 3. Overwrite the state of users' own quantizers.
     for i in before.unpaired:
         leaf = gradient.get(before.paths[i])
@@ -93,11 +97,18 @@ def update_state(old: Tree, new: Any) -> Tree:
             _check_shapes(before.name(i), [before.leaves[i]], [leaf])
             old_leaf, leaf = before.leaves[i].astype(jnp.float32), leaf.astype(jnp.float32)
             values[i] = _next_user_state(old_leaf, leaf)
-            new_least[before.name(i)] = jnp.minimum(jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0))
-    # 4. Report factors on the state, and numbers below zero.
-    _check_not_negative(old_least, _STEPPED_ON)
+            if not isinstance(leaf, jax.core.Tracer):
+                least[before.name(i)] = jnp.minimum(jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0))
+    # 4. Outside of jit, report factors on the state and numbers below zero.
+    factors = {
+        name: rows
+        for names, of_group in _on_host(factors).items()
+        for name, rows in zip(names, of_group, strict=True)
+    }
+    if any(np.isnan(rows).any() for rows in factors.values()):
+        raise ValueError(f"update_state: old: {_below_zero.found(before)}{_below_zero.REPAIR}")
     _check_factors(factors)
-    _check_not_negative(new_least, _NEGATIVE)
+    _check_not_negative(_on_host(least))
     return before.replace(values)
 
 
@@ -130,85 +141,138 @@ def _check_shapes(name, old, new):
 
 @jax.jit
 def _next_quantizers(quantizers):
-    """Return the results of `_next_quantizer` for each quantizer; all quantizers have leaves of the same types.
+    """Return the next histories and scales of quantizers whose leaves have the same types, and their factors.
 
-    The quantizers are stacked, so that the arithmetic on a whole model's state takes the launches of one quantizer.
+    The quantizers are stacked, so that the arithmetic on a whole model's state takes the launches of one quantizer. The
+    histories themselves are not: `write_histories` takes each from where it is.
 
     Args:
         quantizers: for each its old leaves, in the order of `QuantizerState`, then its new leaves.
-    """
-    if len(quantizers) == 1:
-        return [_next_quantizer(*quantizers[0])]
-    stacked = _next_quantizer(*map(jnp.stack, zip(*quantizers, strict=True)))
-    return list(zip(*map(jnp.unstack, stacked), strict=True))
-
-
-def _next_quantizer(old_history, old_scale, new_history, new_scale):
-    """Return the next state of all rows of one quantizer.
 
     Returns:
-        `(history, scale, factors, lowest)`. `factors` holds for each row the factor on its cotangent, `lowest` the
-        smallest number of the row's old state.
+        `(histories, scales, factors)`: two lists of leaves, and f32 `[quantizers, *batch, 1]`, the factor on the
+        cotangent of each row; NaN where the row's old state is below zero.
     """
-    # 1. Move the slots of history and scale to the last axis, clean the old state and roll it. A row with a number
-    # below zero keeps it, so that it stays visible. The state's scale is the scale_inv of the last step.
-    axis = _state_tree.slot_axis("update_state", old_history, old_scale)
-    rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
-    history, old_scale, new_history, new_scale = rows  # [..., H] and [..., 1]
-    history = jnp.where(_scaling.below_zero(history), history, _scaling.clean(history))
+    # 1. Move the slots to the last axis. The state's scale is the scale_inv of the last step.
+    axis = _state_tree.slot_axis("update_state", *quantizers[0][:2])
+    columns = [[jnp.moveaxis(x, axis, -1).astype(jnp.float32) for x in leaves] for leaves in zip(*quantizers, strict=True)]
+    # 2. Find the numbers to write, six of each row as `write_histories` takes them.
+    *numbers, factors = _next_numbers(*map(_stacked, columns))
+    numbers += [jnp.zeros_like(factors)] * (ops.READING_NUMBERS - len(numbers))
+    recorded = jnp.moveaxis(jnp.concatenate(numbers, axis=-1), 0, -2)
+    # 3. Write the histories and scales, as those of products that one call takes.
+    pairs = list(zip(*columns[:2], strict=True))
+    calls = [slice(start, start + ops.MAX_QUANTIZERS) for start in range(0, len(pairs), ops.MAX_QUANTIZERS)]
+    rows = [recorded[..., call, :] for call in calls]
+    rows = [row.reshape(*row.shape[:-2], -1) for row in rows]
+    written = ops.write_histories([pairs[call] for call in calls], rows)
+    histories, scales = zip(*itertools.chain.from_iterable(written), strict=True)
+    return *([jnp.moveaxis(x, -1, axis) for x in leaves] for leaves in (histories, scales)), factors
+
+
+def _stacked(leaves):
+    if leaves[0].ndim > 1:
+        return jnp.stack(leaves)  # a concatenation along the rows would move those that devices share out
+    return lax.concatenate(leaves, 0).reshape(len(leaves), -1)  # without an operation for each leaf
+
+
+def _next_numbers(history, old_scale, new_history, new_scale):
+    """Return what `write_histories` writes of each row, and the factor on its cotangent.
+
+    Args:
+        history, new_history: f32 `[..., H]`, before and after the step.
+        old_scale, new_scale: f32 `[..., 1]`.
+
+    Returns:
+        `(amax, scale, stays, factor)`, f32 `[..., 1]`. `stays` is 1 where the row has no new entry.
+    """
+    # 1. Clean the old state as a step reads it. What is below zero stays.
+    keeps = _scaling.positive_finite(history) | _scaling.below_zero(history)
+    history = jnp.where(keeps, history, jnp.float32(0))
     is_scale = _scaling.positive_finite(old_scale) | _scaling.below_zero(old_scale)
     old_scale = jnp.where(is_scale, old_scale, jnp.float32(1))
-    lowest = jnp.minimum(jnp.min(history, axis=-1, keepdims=True), old_scale)
-    rolled = jnp.roll(history, -1, axis=-1)
-    amax = new_history[..., :1]
+    newest, oldest, amax = history[..., :1], history[..., 1:2], new_history[..., :1]
 
-    # 2. Find the factor of each row: from the tail of the history, which must be the old history rolled, or while the
-    # history is empty from the scale. The two reductions have one shape; all else fuses into one kernel.
-    expected, tail = (_scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
-    touched = jnp.isfinite(tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
-    touched &= ~_scaling.below_zero(lowest)
+    # 2. Reduce the old tail and the new one, `new_history[..., 1:]`, which must be `[h[2], ..., h[H - 1], h[0]]`. The
+    # last slot is on its own, so that nothing is rolled; and a history of length 1 has no tail.
+    between = _compared(history[..., 2:], history[..., 1:-1], new_history[..., 1:-1])
+    last = _compared(newest, history[..., -1:], new_history[..., -1:])
+    tails = _max(between)
+    if history.shape[-1] > 1:
+        tails = map(jnp.maximum, tails, last)
+    else:
+        oldest = newest
+    expected, seen, from_old, from_rolled = tails
+    oldest = _entry_bits(oldest)
+    is_below_zero = (jnp.maximum(expected, oldest) == _INF_BITS) | _scaling.below_zero(old_scale)
+    is_empty = jnp.maximum(expected, oldest) == 0
+    expected, seen = _scaling.from_bits(expected), _scaling.from_bits(seen)
+    touched = jnp.isfinite(seen) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0) & ~is_below_zero
     amax = _scaling.clean(amax)
     # A second optimizer, or a second gradient at one point, finds the step stored: tail and scale equal those of old.
-    from_old, from_rolled = (_difference(h[..., 1:], new_history[..., 1:]) for h in (history, rolled))
     is_done = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
     touched &= ~is_done
-    is_empty = ~_scaling.positive_finite(expected) & ~_scaling.positive_finite(rolled[..., :1])
+
+    # 3. Find the factor of each row: from the tail of the history, or while the history is empty from the scale.
     by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
-    by_tail = jnp.sign(new_scale) * tail / jnp.maximum(expected, _TINY)
+    by_tail = jnp.sign(new_scale) * seen / jnp.maximum(expected, _TINY)
     factor = jnp.where(touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1))
 
-    # 3. Undo a factor that loss scales and sums make, in amax and scale. Without one nothing is divided: a division by
+    # 4. Undo a factor that loss scales and sums make, in amax and scale. Without one nothing is divided: a division by
     # 1 may flush a subnormal.
     is_unscaled = jnp.abs(factor - 1) <= _TOLERANCE
     usable = touched & (is_unscaled | _is_power_of_two_or_sum(factor))
     divisor = jnp.where(usable & ~is_unscaled, factor, jnp.float32(1))
     # A sum of amaxes is already above each of them.
     bound = jnp.minimum(amax / jnp.minimum(divisor, 1), float(np.finfo(np.float32).max))
-    amax = jnp.where(is_unscaled, amax, bound)
+    recorded = jnp.where(is_unscaled, amax, bound)
     scale = jnp.where(is_unscaled, new_scale, new_scale / divisor)
     scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
     # Any other factor has changed the parameters' step too: a scale below zero makes the next product NaN.
     scale = jnp.where(touched & ~usable, -jnp.abs(old_scale), scale)
 
-    # 4. Keep the old state of a row that was not touched or cannot be used; a stored step takes the larger amax.
-    newest = history[..., :1]
-    larger = jnp.maximum(newest, _scaling.clean(new_history[..., :1]))
-    kept = history.at[..., :1].set(jnp.where(is_done, larger, newest))
-    history = jnp.where(usable, rolled.at[..., :1].set(amax), kept)
-    return jnp.moveaxis(history, -1, axis), jnp.moveaxis(scale, -1, axis), factor, lowest
+    # 5. A row that was not touched or cannot be used keeps its history; a stored step takes the larger amax.
+    kept = jnp.where(is_done, jnp.maximum(newest, amax), newest)
+    recorded = jnp.where(usable, recorded, kept)
+    factor = jnp.where(is_below_zero, jnp.float32(jnp.nan), factor)
+    return recorded, scale, (~usable).astype(jnp.float32), factor
+
+
+def _compared(rolled, same, tail):
+    """Return what counts of slots of the tail, int32: the old entry, the new one, and how the new one differs.
+
+    Args:
+        rolled, same: the entries of the old history that a step moves to these slots, and those that are there.
+        tail: the new entries.
+    """
+    seen = jnp.minimum(_scaling.to_bits(tail) & 0x7FFFFFFF, _INF_BITS)
+    return _entry_bits(rolled), seen, _difference(same, tail), _difference(rolled, tail)
+
+
+def _entry_bits(entries):
+    """Return the bits of clean entries; infinity for one below zero, as no entry is infinite."""
+    return jnp.where(_scaling.below_zero(entries), _INF_BITS, _scaling.to_bits(entries))
+
+
+def _max(columns):
+    """Return the maximum of each of several int32 arrays along the last axis, which stays with a size of 1.
+
+    One reduction of several operands is one kernel, and XLA moves none of it into what reads the results.
+    """
+    zeros = (np.int32(0),) * len(columns)
+    reduced = lax.reduce(columns, zeros, lambda a, b: list(map(jnp.maximum, a, b)), (columns[0].ndim - 1,))
+    return [x[..., None] for x in reduced]
 
 
 def _difference(a, b):
-    """Return for each row 0 if a and b are equal, 1 if a cast to bfloat16 may explain their difference, else 2."""
-    difference = jnp.where(jnp.abs(a - b) > _TOLERANCE * a, 2, (a != b).astype(jnp.int32))
-    return jnp.max(difference, axis=-1, keepdims=True, initial=0)
+    """Return for each element 0 if a and b are equal, 1 if a cast to bfloat16 may explain their difference, else 2."""
+    return jnp.where(jnp.abs(a - b) > _TOLERANCE * a, 2, (a != b).astype(jnp.int32))
 
 
 def _is_power_of_two_or_sum(factor):
     """Tell whether loss scaling, by a power of two, or a sum over uses, by a whole number, makes this factor."""
-    doublings = jnp.log2(jnp.where(factor > 0, factor, 1))
-    is_power = (factor > 0) & (jnp.abs(doublings - jnp.round(doublings)) <= np.log2(1 + _TOLERANCE))
-    return is_power | ((factor > 1.5) & (jnp.abs(factor - jnp.round(factor)) <= _TOLERANCE * factor))
+    is_sum = (factor > 1.5) & (jnp.abs(factor - jnp.round(factor)) <= _TOLERANCE * factor)
+    return is_sum | _is_power_of_two(factor, _TOLERANCE)
 
 
 def _factor_of_scale(old, new, amax):
@@ -218,9 +282,17 @@ def _factor_of_scale(old, new, amax):
     the scale is that of the tensor instead: `amax / new` is `FP8_MAX / 2**margin`, 7 times a power of two, or with a
     margin of halves 7 times the root of one; or `new` is the smallest scale there is.
     """
-    halves = 2 * jnp.log2(amax / (7 * jnp.abs(new)))
-    is_current = (jnp.abs(halves - jnp.round(halves)) < _EXACT) | (jnp.abs(new) <= _scaling.MIN_SCALE)
+    ratio = amax / (7 * jnp.abs(new))
+    is_current = _is_power_of_two(ratio, _EXACT) | _is_power_of_two(_ROOT * ratio, _EXACT)
+    is_current |= jnp.abs(new) <= _scaling.MIN_SCALE
     return jnp.where(is_current, jnp.float32(1), new / old)
+
+
+def _is_power_of_two(x, tolerance):
+    """Tell whether a float is positive, normal and a power of two, up to a relative tolerance."""
+    significand = _scaling.from_bits(_scaling.to_bits(x) & 0x007FFFFF | 0x3F800000)  # in [1, 2)
+    is_near = (significand <= 1 + tolerance) | (significand >= 2 / (1 + tolerance))
+    return is_near & (x >= _TINY) & jnp.isfinite(x)
 
 
 def _next_user_state(old, new):
@@ -239,8 +311,10 @@ def _on_host(values):
     return jax.device_get(concrete)
 
 
-_FACTOR = "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}. "
-_OR_STALE = ", or comes from the gradient of another step"
+_FACTOR = (
+    "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}, or "
+    "comes from the gradient of another step. "
+)
 _REMEDIES = (
     "Pass the gradient with respect to `old`. Uses of one state must combine by max: take the gradient with "
     "jaxfp8.value_and_grad, or cast the state with jaxfp8.max_grad at the top of the loss, and add microbatches with "
@@ -251,50 +325,28 @@ _REMEDIES = (
 
 
 def _check_factors(factors):
-    """Raise for a factor that is not 1; under a trace, leave a check for checkify.
+    """Raise for a factor that is not 1.
 
     Args:
-        factors: for each quantizer's name the factors of its rows.
+        factors: for each quantizer's name the factors of its rows, on the host.
     """
     for name, factor in factors.items():
-        if isinstance(factor, jax.core.Tracer):
-            most, least = jnp.max(factor), jnp.min(factor)
-            worst = jnp.where(most > 1 + _TOLERANCE, most, least)  # a sum is reported before any other factor
-            cause = "summed over uses or devices (more than 1), or averaged, clipped or unscaled (less than 1)"
-            message = _FACTOR.format(name=name, factor="{factor}", cause=cause + _OR_STALE) + _REMEDIES
-            checkify.debug_check(jnp.abs(worst - 1) <= _TOLERANCE, message, factor=worst)
-    for name, factor in _on_host(factors).items():
         bad = ~(np.abs(factor - 1) <= _TOLERANCE)
         if bad.any():
             worst = factor[bad][0]
             row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}" if factor.size > 1 else ""
-            cause = ("summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled") + _OR_STALE
+            cause = "summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled"
             raise ValueError(_FACTOR.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)
 
 
-_STEPPED_ON = (
-    "update_state: old: {name}: expected a state that is not negative, got {least}: an optimizer has stepped on it, or "
-    "under jit the whole gradient was clipped or averaged, and its scale is NaN from then on. Keep the state out of "
-    "the optimizer, as jaxfp8.train.optimizer and jaxfp8.linen.TrainState do, and out of norms, clips and averages, "
-    "which are of grads['params']; repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
-)
 _NEGATIVE = (
     "update_state: {name}: expected a state that is not negative, as uses combine by max and 0 is unused; got {least}. "
     "Keep an offset, or the parts above and below zero; and keep the state out of code that changes gradients"
 )
 
 
-def _check_not_negative(least, message):
-    """Raise for state with negative numbers; under a trace, leave a check for checkify.
-
-    Args:
-        least: for each name the smallest number of the state, or the smallest number of each row.
-        message: the text of the error, with the fields `{name}` and `{least}`.
-    """
+def _check_not_negative(least):
+    """Raise for state of users' own quantizers that is below zero; `least` is the smallest number by name."""
     for name, value in least.items():
-        if isinstance(value, jax.core.Tracer):
-            value = jnp.min(value)
-            checkify.debug_check(~(value < 0), message.format(name=name, least="{least}"), least=value)
-    for name, value in _on_host(least).items():
-        if np.min(value) < 0:
-            raise ValueError(message.format(name=name, least=f"{np.min(value):.4g}"))
+        if value < 0:
+            raise ValueError(_NEGATIVE.format(name=name, least=f"{value:.4g}"))

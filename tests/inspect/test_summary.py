@@ -44,6 +44,7 @@ def test_a_window_by_hand():
         "peak": 14.0 / float(scale_inv),
         "growth": 2.0,
         "follows": "max",
+        "least": 0.0,
         "steps_since_change": 1,  # 7 first acted in the step before
     }
     assert row["peak"] == 2 * 448
@@ -100,7 +101,9 @@ def test_a_large_model_takes_a_screen():
     for i in range(9):
         layers[f"part{i}"] = {"w_2": state([4], 1)[OWG]}
     found = inspect.summary({OWG: layers})
-    lines = [line.split()[:5] for line in str(found).split("\n")]
+    table, _, told = str(found).partition("\n\n")
+    assert told.startswith("head/layer/input: expected a state that is not negative, got -1: an optimizer has stepped")
+    lines = [line.split()[:5] for line in table.split("\n")]
     assert len(found.rows) == 41 and [line[:2] for line in lines[1:3]] == [["block_*/layer/input", "x30"], lines[2][:2]]
     assert lines[1][3] == "3" and repr(found) == str(found) and len(lines) == 1 + 4
     worst = inspect.summary({OWG: layers}, worst=3)

@@ -82,7 +82,7 @@ def test_overwrite_is_exact():
     values = np.float32([0, 1e-45, 1e-8, 3e38, 1, np.inf])
     leaf = np.float32([1e8, np.nan, 1e8, -1e8, np.inf, 0])
     for wrap in (jnp.asarray, np.asarray):
-        update = train._optimizer.NeedsJaxfp8ApplyUpdates.by(values)
+        update = train._optimizer.NeedsJaxfp8ApplyUpdates(values)
         oracle.assert_bitwise(wrap(leaf) + update, values, "array + update")
         oracle.assert_bitwise(update + wrap(leaf), values, "update + array")
         oracle.assert_bitwise(jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced")

@@ -1,7 +1,5 @@
 """update_state against numpy: the overwrite is exact, and what happened to state on its way is seen and undone."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +7,6 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
-from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8
@@ -224,8 +221,6 @@ def test_old_state_below_zero(history, scale):
     message = "update_state: old: Dense_0/kernel: expected a state that is not negative, got -.*reset_state"
     with pytest.raises(ValueError, match=message):
         update_state(old, new)
-    error, _ = checkify.checkify(jax.jit(update_state))(old, new)
-    assert re.search(message, error.get())
     after = jax.jit(update_state)(old, new)["Dense_0"]
     assert_same_bits({name: after[name] for name in bad}, bad)
     assert_same_bits({name: after[name] for name in good}, made(good))
@@ -240,19 +235,40 @@ def test_state_that_was_lost():
     assert is_loud(jax.jit(update_state)(old, new))
 
 
-def test_checkify_reports_under_jit():
-    """The same message, without host callbacks in programs that do not ask for it."""
-    old = in_layer(old_state())
-    good = {"block": {"Dense_0": made(old_state()), "Dense_1": made(old_state())}}
-    checked = jax.jit(checkify.checkify(update_state))
-    error, got = checked(old, good)
-    assert error.get() is None
-    assert_same_bits(got["block"]["Dense_0"], made(old_state()))
-    good["block"]["Dense_0"] = times(3, good["block"]["Dense_0"])
-    error, _ = checked(old, good)
-    assert "update_state: block/Dense_0/input: the new state is 3" in error.get() and "max_grad" in error.get()
-    text = jax.jit(update_state).lower(old, good).as_text()
-    assert "callback" not in text and "custom_call" not in text.replace("@Sharding", "")
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_subnormal_numbers(update, slots):
+    """Amaxes of 2**-149 pass to the bit, and a state that is that far below zero is below zero."""
+    tiny = F32(2.0**-149)
+    old = pair(tiny * F32(range(slots)), 2.0**-126)
+    new = pair(np.roll(old["input_amax_history"], -1), 2.0**-126)
+    new["input_amax_history"][0] = 7 * tiny
+    assert_same_bits(update(old, new), new)
+    old["input_amax_history"][-1] = -tiny
+    assert_same_bits(jax.jit(update_state)(old, new), old)
+    with pytest.raises(ValueError, match="input: expected a state that is not negative, got -1.4"):
+        update_state(old, new)
+
+
+def test_all_quantizers_below_zero_are_named():
+    """Some names and a count, where an optimizer stepped on the state of a whole model."""
+    old = {f"Dense_{i}": times(-1, old_state()) for i in range(9)}
+    with pytest.raises(ValueError, match=r"old: Dense_0/input, Dense_1/input, .*Dense_3/input and 5 more: .*got -2.5"):
+        update_state(old, {name: made(old_state()) for name in old})
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 130])
+def test_a_model_is_one_computation(count):
+    """No effects and no callbacks. The arithmetic does not grow with the model: what grows is reshapes."""
+    old = {f"Dense_{i}": old_state() for i in range(count)}
+    new = {name: made(old_state(), 1 + i) for i, name in enumerate(old)}
+    traced = jax.jit(update_state).trace(old, new)
+    assert not traced.jaxpr.effects
+    assert_same_bits(jax.jit(update_state)(old, new), new)
+    text = traced.lower().as_text()
+    assert "callback" not in text
+    assert text.count("stablehlo.reduce(") == 1 and text.count("stablehlo.divide") < 10
+    if jaxfp8.ops._ffi.has_cpu_kernels:
+        assert text.count("@jaxfp8_write_histories_v5(") == -(-count // 64)
 
 
 def test_casts_of_the_tree_pass():

@@ -1,0 +1,43 @@
+"""State below zero, which no training step makes: which quantizers have it, and why."""
+
+import jax
+import numpy as np
+
+from . import _state_tree
+
+_NAMED = 4
+_MESSAGE = (
+    "{names}: expected a state that is not negative, got {least}: an optimizer has stepped on it, or under jit the whole "
+    "gradient was clipped or averaged. Its scale is NaN from then on, and so are its products. Keep the state out of the "
+    "optimizer, as jaxfp8.train.optimizer and jaxfp8.linen.TrainState do, and out of norms, clips and averages, which "
+    "are of grads['params']"
+)
+REPAIR = "; repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
+
+
+def message(least: dict[str, float]) -> str:
+    """Return a message about quantizers below zero, given the smallest number of each by name."""
+    names = list(least)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return _MESSAGE.format(names=", ".join(names[:_NAMED]) + more, least=f"{min(least.values()):.4g}")
+
+
+def found(flat: _state_tree.StateTree) -> str:
+    """Return the message about the quantizers of a tree that are below zero; empty where none is.
+
+    Quantizers that are traced, or that this process cannot see, are left out: one process must not act alone.
+    """
+    least = {}
+    for quantizer in flat.quantizers:
+        leaves = [flat.leaves[i] for i in quantizer.positions()]
+        if all(map(_is_visible, leaves)):
+            smallest = min(float(np.min(np.nan_to_num(leaf, nan=0.0), initial=0)) for leaf in jax.device_get(leaves))
+            if smallest < 0:
+                least[quantizer.name] = smallest
+    return message(least) if least else ""
+
+
+def _is_visible(leaf) -> bool:
+    if isinstance(leaf, jax.core.Tracer):
+        return False
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
