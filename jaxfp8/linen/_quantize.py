@@ -25,7 +25,7 @@ from flax import core, linen as nn
 from .._jax import _warnings
 from .._jax._trees import Tree
 from ..dot import _contexts
-from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, layer_names
+from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, keeps_state, kind, layer_names
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
@@ -88,6 +88,12 @@ def warn_of_drop(function: str) -> None:
         f"these rules. Keep the result: model = jaxfp8.{function}(model, rules)",
         FP8StateWarning,
     )
+
+
+def keeps_state_by_rules(model) -> bool:
+    """Tell whether `model` is a quantized model, and one of its rules has a recipe that keeps state."""
+    rules = model._fp8_rules if isinstance(model, _Quantized) else ()
+    return any(rule.recipe is not None and keeps_state(rule.layer_recipe) for rule in rules)
 
 
 class Decision(NamedTuple):

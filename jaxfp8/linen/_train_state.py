@@ -1,15 +1,17 @@
 """TrainState for whole variables dicts, and a scan over layers that reads their state before the loop."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import optax
-from flax import core, linen as nn
+from flax import core, linen as nn, nnx
 from flax.training import train_state
 
-from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
+from .._jax import _warnings
+from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, without_max
 from ..train import _steps, apply_with_max_grad, max_grad
+from ._quantize import keeps_state_by_rules
 
 
 class TrainState(train_state.TrainState):
@@ -20,9 +22,9 @@ class TrainState(train_state.TrainState):
         grads = jax.grad(lambda variables: loss(train.apply_fn(variables, x)))(train.params)
         train = train.apply_gradients(grads=grads)
 
-    `params` is the parameters alone, as in Flax, or a whole variables dict: `params`, `_overwrite_with_gradient` and
-    other collections. Of a variables dict `tx` sees the collection `params` only, and `opt_state` is that of Flax;
-    quantizer state becomes `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With
+    `params` is the parameters alone, as in Flax, or a variables dict, which has a collection `params` and may have
+    `_overwrite_with_gradient` and others. Of a variables dict `tx` sees the collection `params` only, so that
+    `opt_state` is that of Flax, and stays valid when the model's recipe changes; quantizer state becomes `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With
     `optax.MultiSteps` in `tx` the state of the mini-steps combines by max, is kept in `opt_state` and stored in the
     step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was. A `tx` that can
     write the next parameters itself, such as `jaxfp8.optim.adamw`, does so.
@@ -50,7 +52,8 @@ class TrainState(train_state.TrainState):
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
         params_gradient = grads["params"] if "params" in grads else grads
         params = self.params["params"]
-        inner = _steps.inner(self.opt_state)
+        before = _steps.begin(self.opt_state, self.params)
+        inner = _steps.inner(before)
         advice = "Make it by jaxfp8.linen.TrainState.create, or by tx.init(variables['params'])"
         with _steps.naming_state("linen.TrainState: apply_gradients", self.tx, params, inner, advice):
             if hasattr(self.tx, "apply"):
@@ -61,10 +64,10 @@ class TrainState(train_state.TrainState):
         changed = {"params": params}
         if OVERWRITE_WITH_GRADIENT in self.params and OVERWRITE_WITH_GRADIENT in grads:
             old, new = ({OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]} for tree in (self.params, grads))
-            state, opt_state = _steps.finish(old, new, self.opt_state, opt_state, updates)
+            state, opt_state = _steps.finish(old, new, before, opt_state, updates)
             changed |= state
         else:
-            opt_state = _steps.keep(self.opt_state, opt_state)
+            opt_state = _steps.keep(before, opt_state)
         fields = {field.name for field in dataclasses.fields(self)}
         changed |= {name: kwargs.pop(name) for name in list(kwargs) if name in self.params and name not in fields}
         variables = core.copy(self.params, changed)
@@ -79,8 +82,23 @@ class TrainState(train_state.TrainState):
         The `apply_fn` of the result reads the state of stacked layers before the loops over them, also for `jax.grad`.
 
         Raises:
+            TypeError: `params` is an NNX module.
             ValueError: masks or labels in `tx` have another tree than the parameters.
+            FP8StateWarning: `apply_fn` is that of a model of `jaxfp8.quantize` whose recipes keep state, and `params`
+                is its parameters alone.
         """
+        if isinstance(params, nnx.Module):
+            raise TypeError(
+                "linen.TrainState: create: params: expected the variables of a Linen model, got the NNX module "
+                f"{type(params).__name__}; train it with jaxfp8.nnx.Optimizer(model, tx)"
+            )
+        if not _is_variables(params) and keeps_state_by_rules(getattr(apply_fn, "__self__", None)):
+            _warnings.warn(
+                "linen.TrainState: create: params: expected all variables of a model whose recipes keep state, got "
+                "parameters alone: layers without their state take every scale from the tensor at hand. Pass what init "
+                "returned, params=variables, and call apply_fn(params, x)",
+                FP8StateWarning,
+            )
         if _is_variables(params) and apply_fn is not None:
             apply_fn = _ApplyWithMaxGrad(apply_fn)
         parameters = params["params"] if _is_variables(params) else params
@@ -101,8 +119,8 @@ class _ApplyWithMaxGrad:
 
 
 def _is_variables(params) -> bool:
-    """Tell whether `params` is a variables dict: more than the collection `params`."""
-    return isinstance(params, (dict, core.FrozenDict)) and "params" in params and len(params) > 1
+    """Tell whether `params` is a variables dict: it has a collection `params`."""
+    return isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)
 
 
 def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options: Any) -> Callable[..., Any]:

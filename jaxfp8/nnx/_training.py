@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,8 @@ from flax import nnx, traverse_util
 
 from .._jax import _compat, _warnings
 from ..mixed_precision import select
-from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, without_max
-from ..train import max_grad as _max_grad, named_errors, optimizer, update_state as _update_state
+from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, _state_tree, without_max
+from ..train import _steps, max_grad as _max_grad, named_errors, update_state as _update_state
 from ._dot_general import OverwriteWithGradient, paths_in, trainable
 
 
@@ -220,36 +221,90 @@ class Optimizer(nnx.Optimizer):
 
         optimizer = jaxfp8.nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
-    It equals `nnx.Optimizer(model, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable)`; see
-    `jaxfp8.train.optimizer` for steps that `tx` skips or accumulates. `update` needs the gradients of parameters and
-    state that `jaxfp8.nnx.value_and_grad` returns.
+    `tx` and `opt_state` are those of Flax's optimizer of the parameters, so that `opt_state` stays valid when the
+    model's recipe changes. Steps that `tx` skips or accumulates do so to FP8 state too, as in `jaxfp8.train.optimizer`.
+    `update` needs the gradients of parameters and state that `jaxfp8.nnx.value_and_grad` returns.
 
     Args:
         model, tx, wrt, graph: as in `nnx.Optimizer`; the filter `wrt` chooses the parameters that train.
+
+    Attributes:
+        mini_steps: with `optax.MultiSteps` in `tx`, the max of each state over the mini-steps so far, by its path.
     """
 
     def __init__(
         self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, graph: bool | None = None
     ):
-        super().__init__(model, optimizer(tx), wrt=nnx.Any(wrt, OverwriteWithGradient), graph=graph)
+        # A filter such as `trainable` may include the state.
+        super().__init__(model, tx, wrt=nnx.All(wrt, nnx.Not(OverwriteWithGradient)), graph=graph)
+        self.mini_steps = nnx.data({})
+        state = nnx.state(model, OverwriteWithGradient, graph=graph)
+        self._keep_mini_steps(_steps.begin(nnx.as_pure(self.opt_state), state), state)
 
     def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates | None:
         """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through.
 
         Returns:
-            The updates; None where `tx` writes the next parameters itself, as `jaxfp8.optim.adamw` does without
-            arguments by name. `optax.chain(tx)` gives updates.
+            The updates of the parameters; None where `tx` writes the next parameters itself, as `jaxfp8.optim.adamw`
+            does without arguments by name. `optax.chain(tx)` gives updates.
+
+        Raises:
+            ValueError: `grads` hold no state, or state that was summed, averaged, clipped or unscaled; see
+                `jaxfp8.update_state`.
         """
-        # Flax applies updates in the dtype of a leaf, so that state which was cast would stay so.
-        state = nnx.state(model, OverwriteWithGradient, graph=self.graph)
-        if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(state)):
-            nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
-        if not hasattr(self.tx, "apply") or len(grads) != 1 or kwargs:
+        if len(grads) != 1:
             return super().update(model, *grads, **kwargs)
+        # 1. Let `tx` see parameters alone.
         variables = (nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads))
-        params, gradients, opt_state = map(nnx.as_pure, (*variables, self.opt_state))
-        params, opt_state = self.tx.apply(gradients, opt_state, params)
+        kwargs = {name: self._of_parameters(x) for name, x in kwargs.items()}
+        params, gradients, opt_state, extra = map(nnx.as_pure, (*variables, self.opt_state, kwargs))
+        if hasattr(self.tx, "apply") and not kwargs:
+            updates, (params, after) = None, self.tx.apply(gradients, opt_state, params)
+        else:
+            updates, after = self.tx.update(gradients, opt_state, params, **extra)
+            params = optax.apply_updates(params, updates)
+        # 2. Take the next state where `tx` has made a step.
+        old, new = (nnx.state(tree, OverwriteWithGradient, graph=self.graph) for tree in (model, *grads))
+        if jax.tree.leaves(old):
+            state, kept = _steps.finish(old, new, self._with_mini_steps(opt_state, old), after, updates)
+            nnx.update(model, state)
+            self._keep_mini_steps(kept, old)
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
+        nnx.update(self.opt_state, nnx.state(after, graph=self.graph))
         self.step[...] += 1
-        return None
+        return updates
+
+    def _of_parameters(self, argument):
+        """Return an argument for `tx` as Flax's optimizer gets it: a tree, or a function of parameters."""
+        if not callable(argument):
+            return nnx.state(argument, self.wrt) if _is_state(argument) else argument
+
+        def function(*args, **kwargs):
+            # `tx` differentiates by parameters alone on purpose, so the warning about that would mislead.
+            with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
+                return argument(*args, **kwargs)
+
+        return function
+
+    def _with_mini_steps(self, opt_state, state):
+        """Return `opt_state` with the state of the mini-steps so far; zeros where `state` is of another recipe."""
+        paths, opt_state = _paths(state), _steps.begin(opt_state, state)
+        if not isinstance(opt_state, _steps.Accumulating) or set(self.mini_steps) != set(paths):
+            return opt_state
+        kept = tuple(self.mini_steps[path].get_value() for path in paths)
+        return _steps.begin(opt_state._replace(state=kept), state)
+
+    def _keep_mini_steps(self, opt_state, state):
+        if not isinstance(opt_state, _steps.Accumulating):
+            return
+        mini_steps = dict(zip(_paths(state), opt_state.state, strict=True))
+        if set(mini_steps) != set(self.mini_steps):
+            self.mini_steps = nnx.data({path: nnx.OptState(value) for path, value in mini_steps.items()})
+        for path, value in mini_steps.items():
+            self.mini_steps[path].set_value(value)
+
+
+def _paths(state) -> list[str]:
+    """Return the names of all leaves of state."""
+    flat = _state_tree.flatten(state)
+    return [flat.name(i) for i in flat.positions()]

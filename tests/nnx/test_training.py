@@ -106,6 +106,91 @@ def test_microbatches_make_one_entry(how):
         assert not np.array_equal(kernel, layer.kernel.get_value())
 
 
+def stepped(model, optimizer, loss):
+    optimizer.update(model, jaxfp8.nnx.grad(loss)(model))
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)], ids=["adam", "MultiSteps"])
+def test_optimizer_state_outlives_the_recipe(tx):
+    """From delayed to current scaling, to none and back: `nnx.update` gives the moments to the new optimizer."""
+    recipes = (jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling(), None)
+    model, saved = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), None
+    x = jnp.ones((4, 8))
+    for i, recipe in enumerate((*recipes, recipes[0])):
+        model = jaxfp8.quantize(model, [(".*", recipe)])
+        optimizer = jaxfp8.nnx.Optimizer(model, tx)
+        if saved is not None:
+            saved.pop("mini_steps", None)  # of the other recipe
+            nnx.update(optimizer, saved)
+        for _ in range(2):
+            stepped(model, optimizer, lambda model: jnp.sum(model(x) ** 2))
+        saved = nnx.to_pure_dict(nnx.state(optimizer))
+        assert optimizer.step[...] == 2 * (i + 1)
+        assert set(nnx.to_pure_dict(nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)))) <= set(saved)
+    flax = nnx.Optimizer(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    assert jax.tree.structure(nnx.as_pure(flax.opt_state)) == jax.tree.structure(nnx.as_pure(optimizer.opt_state))
+
+
+def test_an_optimizer_made_anew_is_not_traced_anew():
+    """As Flax's own: equal arguments make an equal graph."""
+    tx, x, traces = optax.adam(0.1), jnp.ones((4, K)), []
+
+    @nnx.jit
+    def step(model, optimizer):
+        traces.append(1)
+        stepped(model, optimizer, lambda model: jnp.sum(model(x) ** 2))
+
+    for make in (
+        lambda layer: jaxfp8.nnx.Optimizer(layer, tx),
+        lambda layer: nnx.Optimizer(layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable),
+    ):
+        before = len(traces)
+        for _ in range(3):
+            layer = linear(0)
+            step(layer, make(layer))
+        assert len(traces) == before + 1
+
+
+@pytest.mark.parametrize("how", ["two groups", "two losses"])
+def test_a_second_gradient_of_one_point(how):
+    """The state that the first one stored is found: one history entry, the larger amax."""
+    layer, state = linear(0), oracle.LayerState.init(H)
+    if how == "two groups":
+        optimizers = [jaxfp8.nnx.Optimizer(layer, optax.sgd(1e-3), wrt=nnx.PathContains(p)) for p in ("kernel", "bias")]
+    else:
+        optimizers = [jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0))] * 2
+    for i in range(3):
+        xs, grads = operands(i, 2)
+        kernel = np.asarray(layer.kernel.get_value())
+        gradients = [jaxfp8.nnx.grad(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True)]
+        for optimizer, gradient in zip(optimizers, gradients, strict=True):
+            optimizer.update(layer, gradient)
+        state = expected_state([(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state)
+        assert_state(layer.dot_general, state, f"step {i}")
+
+
+def test_masks_and_lbfgs_are_those_of_parameters():
+    """Written as for Flax's own optimizer with `wrt=nnx.Param`."""
+    layer, x = linear(0), jnp.ones((4, K))
+    loss = lambda layer: jnp.sum((layer(x) - 1) ** 2)  # noqa: E731
+    params = nnx.as_pure(nnx.state(layer, nnx.Param))
+    masked = jaxfp8.nnx.Optimizer(layer, optax.masked(optax.adam(0.1), jax.tree.map(lambda _: True, params)))
+    stepped(layer, masked, loss)
+
+    lbfgs = jaxfp8.nnx.Optimizer(layer, optax.lbfgs())
+    graphdef, _, rest = nnx.split(layer, nnx.Param, ...)
+
+    def value_fn(params):
+        return loss(nnx.merge(graphdef, params, rest))
+
+    losses = []
+    for _ in range(4):
+        value, gradients = jaxfp8.nnx.value_and_grad(loss)(layer)
+        lbfgs.update(layer, gradients, grad=gradients, value=value, value_fn=value_fn)
+        losses.append(float(value))
+    assert losses[-1] < losses[0]
+
+
 def test_argnums():
     """Ints and DiffStates, several of them, among arrays."""
     first, second = linear(0), linear(1)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from flax import nnx
 from flax.core import freeze
 from flax.training import train_state
 
@@ -100,12 +101,129 @@ def test_gradients_of_parameters_alone():
 
 
 def test_without_state_it_is_flax():
+    """Parameters alone are Flax's; of variables, `tx` sees the parameters, as it does with FP8 state."""
     layer = nn.Dense(3)
-    for params in (lambda v: v, lambda v: v["params"]):
-        variables = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
-        results = []
-        for cls in (TrainState, train_state.TrainState):
-            train = cls.create(apply_fn=layer.apply, params=params(variables), tx=optax.adam(0.1))
-            train = train.apply_gradients(grads=jax.tree.map(jnp.ones_like, train.params))
-            results.append((train.params, train.opt_state))
-        jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), *results)
+    variables = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
+    results = []
+    for cls, params in ((TrainState, variables), (TrainState, variables["params"]), (train_state.TrainState, None)):
+        params = variables["params"] if params is None else params
+        train = cls.create(apply_fn=layer.apply, params=params, tx=optax.adam(0.1))
+        train = train.apply_gradients(grads=jax.tree.map(jnp.ones_like, train.params))
+        results.append((train.params["params"] if "params" in train.params else train.params, train.opt_state))
+    for ours in results[:-1]:
+        jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), ours, results[-1])
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(x)))
+
+
+DELAYED = [(".*", jaxfp8.DelayedScaling(amax_history_len=4))]
+RULES = {"delayed": DELAYED, "current": [(".*", jaxfp8.Float8CurrentScaling())], "bf16": []}
+
+
+def labels_of(params):
+    return jax.tree.map(lambda _: "trains", params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(0.1),
+        optax.MultiSteps(optax.adam(0.1), 2),
+        optax.multi_transform({"trains": optax.adam(0.1)}, labels_of),
+    ],
+    ids=["adam", "MultiSteps", "multi_transform"],
+)
+def test_optimizer_state_outlives_the_recipe(tx):
+    """From delayed to current scaling, to bf16 and back: the moments and counts go on."""
+    x = np.ones((4, 8), np.float32)
+    models = {name: jaxfp8.quantize(Block(), rules) if rules else Block() for name, rules in RULES.items()}
+    variables = models["delayed"].init(jax.random.key(0), x)
+    opt_state, steps = None, 0
+    for name in ("delayed", "current", "bf16", "delayed", "delayed"):
+        fresh = models[name].init(jax.random.key(0), x)
+        variables = {**fresh, "params": variables["params"]}
+        train = TrainState.create(apply_fn=models[name].apply, params=variables, tx=tx)
+        assert set(train.params) == set(variables)
+        train = train if opt_state is None else train.replace(opt_state=opt_state)
+
+        @jax.jit
+        def step(train):
+            return train.apply_gradients(grads=jax.grad(lambda v: jnp.sum(train.apply_fn(v, x) ** 2))(train.params))
+
+        for _ in range(2):
+            train, steps = step(train), steps + 1
+        counts = [int(leaf) for leaf in jax.tree.leaves(train.opt_state) if leaf.dtype == np.int32]
+        assert steps // (2 if isinstance(tx, optax.MultiSteps) else 1) in counts
+        variables, opt_state = train.params, train.opt_state
+
+
+def test_variables_of_a_stateless_recipe_are_variables():
+    """Labels of the parameters fit, whatever the recipe."""
+    for name, rules in RULES.items():
+        model = jaxfp8.quantize(Block(), rules) if rules else Block()
+        variables = model.init(jax.random.key(0), np.ones((4, 8), np.float32))
+        tx = optax.multi_transform({"trains": optax.adam(0.1)}, labels_of(variables["params"]))
+        train = TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+        grads = jax.grad(lambda v: jnp.sum(train.apply_fn(v, np.ones((4, 8), np.float32))))(train.params)
+        assert train.apply_gradients(grads=grads).step == 1, name
+
+
+def test_parameters_alone_of_a_model_with_state_are_said():
+    model = jaxfp8.quantize(Block(), DELAYED)
+    params = model.init(jax.random.key(0), np.ones((4, 8), np.float32))["params"]
+    with pytest.warns(jaxfp8.FP8StateWarning, match=r"create: params: expected all variables.*params=variables"):
+        create_of(model, params)
+    create_of(jaxfp8.quantize(Block(), RULES["current"]), params)  # warnings are errors here
+    create_of(Block(), params)
+    with pytest.raises(TypeError, match=r"create: params: .*NNX module Linear; .*jaxfp8.nnx.Optimizer"):
+        create_of(model, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+def create_of(model, params):
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+
+
+def test_two_losses_of_one_point():
+    """Two gradients at one state, stored one after the other: one history entry, the larger amax."""
+    train = create(tx=optax.sgd(0.0))
+    for i in range(2):  # also from a history that is not empty
+        batches, before = BATCHES[2 * i : 2 * i + 2], train
+        expected = replay.step(
+            oracle.LayerState.init(replay.HISTORY) if i == 0 else state, replay.kernel_of(before.params), batches
+        )
+        first = jax.jit(lambda t, g: t.apply_gradients(grads=g))
+        gradients = [replay.gradient(before.params, *batch) for batch in batches]
+        for gradient in gradients:
+            train = first(train, gradient)
+        replay.assert_state(train.params, expected, f"step {i}")
+        state = expected
+
+
+@pytest.mark.parametrize("how", ["TrainState", "train.optimizer"])
+def test_a_step_has_no_effects(how):
+    """An effect in the program turns off the fast path of jit, and jax.export refuses it."""
+    pytest.importorskip("flatbuffers")
+    tx = optax.adam(0.1)
+    if how == "TrainState":
+        step, state = advance, create(tx=tx)
+    else:
+        ours = jaxfp8.train.optimizer(tx)
+        state = replay.variables(), ours.init(replay.variables())
+
+        @jax.jit
+        def step(state, x, grad):
+            variables, opt_state = state
+            updates, opt_state = ours.update(jax.grad(replay.loss)(variables, x, grad), opt_state, variables)
+            return optax.apply_updates(variables, updates), opt_state
+
+    assert not step.trace(state, *BATCHES[0]).jaxpr.effects
+    leaves, treedef = jax.tree.flatten(state)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
+    flat = jax.jit(lambda leaves, x, grad: jax.tree.leaves(step(treedef.unflatten(leaves), x, grad)))
+    exported = jax.export.export(flat, disabled_checks=checks)(leaves, *BATCHES[0])
+    got = jax.export.deserialize(exported.serialize()).call(leaves, *BATCHES[0])
+    jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), got, flat(leaves, *BATCHES[0]))
