@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from ..ops import _moments as ops
 from ..train import AppliedTransformation
 from ._moments import block_axis
-from ._quantized import MOMENTS, QuantizedState, block_keys, check, is_moment, leaf_key, quantize_state, to_seed
+from ._quantized import MOMENTS, QuantizedState, block_keys, check, is_moment, leaf_key, quantize_state, refuse_state, to_seed
 
 # Leaves of up to this number of elements share a launch.
 _SMALL = 2**20
@@ -48,7 +48,7 @@ def adamw(
 
     Averages of moments in FP8 are f32 whatever the dtype of a parameter, with 0 in place of products below 2**-102, of
     squares below 2**-125. Moments of less than `min_size` elements stay as optax keeps them, and are stepped by optax.
-    Nothing differentiates through a step; `quantized(optax.adamw(...))` has derivatives.
+    Nothing differentiates through a step.
 
     Args:
         learning_rate, b1, b2, eps, eps_root, weight_decay: as in `optax.adamw`. The learning rate and the weight decay
@@ -66,18 +66,20 @@ def adamw(
 
     Raises:
         TypeError: `seed` is no int.
-        ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than the parameters. In `apply` and
+        ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than the parameters, or these hold FP8
+            state: wrap the transformation in `jaxfp8.train.optimizer`. In `apply` and
             `update`, the state is of another transformation, a gradient has another shape than its parameter, or
             `params` is None; of `update` it may be if `weight_decay` is the number 0 and there is no mask.
     """
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
     seed = to_seed("optim.adamw", seed)
 
-    if isinstance(max_norm, (int, float)) and not max_norm > 0:
+    if not (max_norm is None or isinstance(max_norm, jax.core.Tracer) or np.all(np.asarray(max_norm) > 0)):
         raise ValueError(f"optim.adamw: max_norm: expected a positive number, got {max_norm}")
     is_decayed = mask is not None or not (isinstance(weight_decay, (int, float)) and weight_decay == 0)
 
     def init(params):
+        refuse_state("optim.adamw", params)
         if mask is not None:
             jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
         return quantize_state(small.init(params), min_size=min_size)

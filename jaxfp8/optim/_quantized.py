@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import _warnings
 from ..numerics import E4M3, _moments
+from ..recipes import _state_tree
 from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, block_axis, decode, encode, encode_changes
 
 Table = Mapping[type, Mapping[str, type[Moment]]]
@@ -87,6 +88,7 @@ def quantized(
     seed = to_seed("optim.quantized", seed)
 
     def init(params):
+        refuse_state("optim.quantized", params)
         return quantize_state(tx.init(params), min_size=min_size, moments=moments)
 
     def update(grads, state, params=None, **extra_args):
@@ -113,6 +115,17 @@ def quantized(
         return updates, QuantizedState(optax.safe_increment(state.update_count), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def refuse_state(where: str, params) -> None:
+    """Raise for FP8 state among the parameters: the optimizer would step on it."""
+    flat = _state_tree.flatten(params)
+    if positions := flat.positions():
+        raise ValueError(
+            f"{where}: init: params: expected parameters alone, got FP8 state among them, {flat.name(positions[0])}; an "
+            "optimizer must not step on it: wrap this one, jaxfp8.train.optimizer(tx), or take jaxfp8.linen.TrainState "
+            "or jaxfp8.nnx.Optimizer"
+        )
 
 
 def to_seed(function: str, seed: Any) -> int:
