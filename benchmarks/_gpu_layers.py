@@ -13,6 +13,8 @@ from _gpu_timing import Candidate, attempt, measure, program
 from _hlo_gemms import gemms
 from flax.training.train_state import TrainState
 
+import jaxfp8
+
 
 def _layer(options, make, names, m, k, n, sets):
     """Time forward and backward of `make(name)`, a module with x `[m, k]` and y `[m, n]`, for each of `names`."""
@@ -120,7 +122,8 @@ def transformer_layer(options):
     def build(name, suffix, compiler, attention):
         model = models.TransformerLayer(name, heads, key_heads, hidden, attention)
         variables = jax.jit(model.init)(jax.random.key(2), x)
-        state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-4))
+        cls = jaxfp8.linen.TrainState if name in (models.OWN, models.DROP_IN) else TrainState
+        state = cls.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-4))
         step = jax.jit(train_step, donate_argnums=0).lower(state, x, target).compile(compiler_options=compiler)
         facts = {"gemms": gemms(step.as_text()), "memory_mib": memory_mib(step), "attention": attention or "xla"}
         holder = [state]

@@ -110,7 +110,8 @@ def main():
     if not chosen:
         sys.exit(f"gpu.py: --only: no case begins with {args.only}; there are {', '.join(CASES)}")
     child = ["--turns", str(args.turns), "--platform", args.platform, *["--peers-once"] * args.peers_once]
-    cases = {}
+    # Whatever ends this program early, each case that was asked for has a row or an error in the record.
+    cases = {name: {"rows": {}, "errors": {name: "not started"}} for name in chosen}
     for name in chosen:
         case, left = CASES[name], args.budget - (time.monotonic() - started)
         parts = [part for part in case.parts if not args.parts or any(part.startswith(begin) for begin in args.parts)]
@@ -120,6 +121,8 @@ def main():
             cases[name] = run_case(name, case, options, parts)
         else:
             cases[name] = run_in_a_process(name, case.xla_flags, parts, child, min(case.seconds, left + 30))
+        if not cases[name]["rows"] and not cases[name]["errors"]:
+            cases[name]["errors"][name] = "the case gave no rows"
         show(name, cases[name])
         lines = goals(cases, described["dry_run"])
         record = {

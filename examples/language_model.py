@@ -1,8 +1,9 @@
 """Trains a small character-level transformer on real text: in bf16, in FP8 with jaxfp8 and in FP8 with Flax.
 
 Switching to FP8 is one argument of `nn.Dense`, `dot_general_cls` (see `Block`); model, optimizer and training step stay
-as they were. The scales live in a variable collection of their own, and their gradient *is* their next value. Flax's
-`TrainState` stores that value, and shows the optimizer, its clipping and its weight decay, the parameters only.
+as they were. The scales live in a variable collection of their own, and their gradient *is* their next value.
+`jaxfp8.linen.TrainState` stores that value, and shows the optimizer, its clipping and its weight decay, the parameters
+only. The other arms have Flax's `TrainState`.
 
 All arms of a seed start from the same weights, see the same batches and take turns step by step, so differences in loss
 are due to the arithmetic alone and a busy machine slows all arms alike.
@@ -114,7 +115,9 @@ def init(model, seed):
 
 
 def create_state(model, seed, optimizer):
-    return TrainState.create(apply_fn=model.apply, params=init(model, seed), tx=optimizer)
+    is_flax = model.dot_general_cls in (None, nn.Fp8DotGeneral, nn.Fp8DirectDotGeneralOp)
+    cls = TrainState if is_flax else jaxfp8.linen.TrainState
+    return cls.create(apply_fn=model.apply, params=init(model, seed), tx=optimizer)
 
 
 def train(models, optimizer, seed, batches, validation, steps, bar):
@@ -143,10 +146,10 @@ def train(models, optimizer, seed, batches, validation, steps, bar):
 def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="By default one seed and a shortened run (500 steps), to end within minutes on two CPU cores. "
+        epilog="By default one seed and a shortened run (150 steps), to end within minutes on two CPU cores. "
         "The full proof is: --steps 1000 --seeds 3 --control",
     )
-    parser.add_argument("--steps", type=int, default=500, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="training steps (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="paired repetitions (default: %(default)s)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
     parser.add_argument("--batch", type=int, default=16, help=f"windows of {LENGTH} characters a step (default: 16)")

@@ -127,8 +127,9 @@ case $call in
     step gpu-tests-slow 120 "${pytest[@]}" -m "gpu and slow"
     ;;
   bench)
-    step benchmarks "$budget" "$python" benchmarks/gpu.py --budget "$((budget - SECONDS - 45))" --json "$out/gpu.json" --only \
-      ceilings gemm dense small_dense quantize launches gated_mlp transformer_layer torch_linear
+    step benchmarks "$budget" "$python" benchmarks/gpu.py --budget "$((budget - SECONDS - 105))" --json "$out/gpu.json" --only \
+      ceilings gemm dense small_dense quantize launches gated_mlp transformer_layer torch_linear adamw
+    step trainers 60 env JAX_PLATFORMS=cuda "$python" benchmarks/trainers.py --turns 50 --json "$out/trainers.json"
     ;;
   sanitize)
     for tool in memcheck racecheck initcheck synccheck; do

@@ -11,11 +11,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = {
     "test": ["machine", "install", "selftest", "compile", "kernels", "gpu-tests", "gpu-tests-alone", "gpu-tests-slow"],
-    "bench": ["machine", "install", "benchmarks"],
+    "bench": ["machine", "install", "benchmarks", "trainers"],
     "sanitize": ["machine", "install", "memcheck", "racecheck", "initcheck", "synccheck"],
 }
 # What a call leaves, beside steps.txt and logs.tar.gz.
-JSON = {"test": {"selftest.json", "kernels.json"}, "bench": {"gpu.json"}, "sanitize": set()}
+JSON = {"test": {"selftest.json", "kernels.json"}, "bench": {"gpu.json", "trainers.json"}, "sanitize": set()}
 # Says what it was asked, as a pip that installs jaxfp8 and as programs that write JSON and a table. `$json` is the
 # argument of --json, `$target` that of --target.
 PYTHON = """#!/bin/sh

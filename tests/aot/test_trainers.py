@@ -1,0 +1,15 @@
+"""What a whole training step costs on an H200, the update of parameters and FP8 state included."""
+
+PROGRAM = "trainers"
+
+
+def test_launches_of_a_step(report):
+    """No more than with Flax's TrainState, which overwrites the state without a look at it.
+
+    The state of all layers is one reduction and one kernel that writes: 64 quantizers share a call.
+    """
+    for layers in (4, 12):
+        assert report[f"jaxfp8, {layers}"]["launches"] <= report[f"flax, {layers}"]["launches"], layers
+        assert report[f"jaxfp8, {layers}"]["write_histories"] == report[f"flax, {layers}"]["write_histories"] + 1
+    per_layer = (report["jaxfp8, 12"]["launches"] - report["jaxfp8, 4"]["launches"]) / 8
+    assert per_layer <= 11

@@ -1,0 +1,62 @@
+"""Whole training steps compiled for an H200, by each trainer, for `COUNTS` layers; prints as JSON what `count` finds.
+
+    python -m aot.trainers
+
+The state of a step is updated in place, as a trainer does that gives it away.
+"""
+
+import functools
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+
+import jaxfp8
+from jaxfp8.ops import _ffi
+
+from . import count, programs
+
+COUNTS, WIDTH = (4, 12), 1024
+TX = optax.adam(1e-3)
+
+
+class Layers(nn.Module):
+    """Dense layers of one width."""
+
+    count: int
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.count):
+            x = nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16)(x)
+        return x
+
+
+def report(cls, layers) -> dict:
+    """What is in the program of one step."""
+    model = jaxfp8.quantize(Layers(layers), [(".*", jaxfp8.DelayedScaling())])
+    x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    state = jax.eval_shape(
+        lambda: cls.create(apply_fn=model.apply, params=model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)), tx=TX)
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, x):
+        def loss_fn(params):
+            return jnp.mean(state.apply_fn(params, x).astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    text = step.lower(*programs.on_one((state, x))).compile().as_text()
+    found = count.summary(text)
+    return {"launches": found["launches"], "write_histories": text.count('custom_call_target="jaxfp8_write_histories')}
+
+
+if __name__ == "__main__":
+    _ffi.cuda_architectures = list  # nothing runs here: the build may have code for one GPU alone
+    classes = {"flax": train_state.TrainState, "jaxfp8": jaxfp8.linen.TrainState}
+    print(json.dumps({f"{name}, {n}": report(cls, n) for name, cls in classes.items() for n in COUNTS}))
