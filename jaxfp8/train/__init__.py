@@ -1,5 +1,6 @@
 """Carry state from step to step: uses combine by max, optimizers do not see state, `update_state` checks and stores."""
 
+from ._average import average as average
 from ._optimizer import (
     AppliedTransformation as AppliedTransformation,
     apply_updates as apply_updates,
@@ -8,4 +9,4 @@ from ._optimizer import (
 from ._quantize_params import quantize_params
 from ._sharing import apply_with_max_grad, fork, grad, max_grad, named_errors, value_and_grad
 from ._steps import accumulate_gradients as accumulate_gradients
-from ._update import update_state as update_state
+from ._update import expect_state, update_state as update_state
