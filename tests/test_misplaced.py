@@ -36,13 +36,6 @@ def linen_attention(einsum):
     linen(nn.MultiHeadDotProductAttention, 2, **fields)
 
 
-def optimizer_before_quantize():
-    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    optimizer = jaxfp8.nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    jaxfp8.quantize(model, [(".*", RECIPE)])
-    optimizer.update(model, nnx.state(model, jaxfp8.nnx.trainable))
-
-
 def plain_gradient():
     model = nnx_model()
     with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
@@ -163,7 +156,6 @@ CASES = {
         r"x: expected .*\[\]",
     ),
     "gradient of nnx.grad": (plain_gradient, "jaxfp8.nnx.grad"),
-    "optimizer before quantize": (optimizer_before_quantize, OTHER_STATE),
     "state of plain optax, parameters": (lambda: updates(ADAM.init(PARAMS)), OTHER_STATE),
     "state of plain optax, variables": (lambda: updates(ADAM.init(VARIABLES)), OTHER_STATE),
     "mask": (lambda: begins(optax.masked(ADAM, {"kernel": True, "bias": False})), OTHER_TREE),

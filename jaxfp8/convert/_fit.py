@@ -155,8 +155,8 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
             "reset_state: tree: expected amax_history and scale side by side, got a tree without them; pass the "
             "variables, or the state of delayed scaling"
         )
-    if found := _below_zero.found(flat):
-        _warnings.warn(f"reset_state: tree: {found}", FP8StateWarning)
+    if below_zero := _below_zero.describe(flat):
+        _warnings.warn(f"reset_state: tree: {below_zero}", FP8StateWarning)
     values = {}
     for quantizer in flat.quantizers:
         positions = quantizer.positions()

@@ -15,7 +15,7 @@ from flax import nnx, traverse_util
 from .._jax import _compat, _warnings
 from ..mixed_precision import select
 from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, _state_tree, without_max
-from ..train import _steps, max_grad as _max_grad, named_errors, update_state as _update_state
+from ..train import _steps, expect_state, max_grad as _max_grad, named_errors, update_state as _update_state
 from ._dot_general import OverwriteWithGradient, paths_in, trainable
 
 
@@ -254,6 +254,8 @@ class Optimizer(nnx.Optimizer):
         """
         if len(grads) != 1:
             return super().update(model, *grads, **kwargs)
+        old, new = (nnx.state(tree, OverwriteWithGradient, graph=self.graph) for tree in (model, *grads))
+        expect_state(_state_tree.flatten(old), _state_tree.flatten(new).by_path())
         # 1. Let `tx` see parameters alone.
         variables = (nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads))
         kwargs = {name: self._of_parameters(x) for name, x in kwargs.items()}
@@ -264,7 +266,6 @@ class Optimizer(nnx.Optimizer):
             updates, after = self.tx.update(gradients, opt_state, params, **extra)
             params = optax.apply_updates(params, updates)
         # 2. Take the next state where `tx` has made a step.
-        old, new = (nnx.state(tree, OverwriteWithGradient, graph=self.graph) for tree in (model, *grads))
         if jax.tree.leaves(old):
             state, kept = _steps.finish(old, new, self._with_mini_steps(opt_state, old), after, updates)
             nnx.update(model, state)

@@ -22,7 +22,7 @@ def message(least: dict[str, float]) -> str:
     return _MESSAGE.format(names=", ".join(names[:_NAMED]) + more, least=f"{min(least.values()):.4g}")
 
 
-def found(flat: _state_tree.StateTree) -> str:
+def describe(flat: _state_tree.StateTree) -> str:
     """Return the message about the quantizers of a tree that are below zero; empty where none is.
 
     Quantizers that are traced, or that this process cannot see, are left out: one process must not act alone.

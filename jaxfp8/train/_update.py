@@ -106,7 +106,7 @@ def update_state(old: Tree, new: Any) -> Tree:
         for name, rows in zip(names, of_group, strict=True)
     }
     if any(np.isnan(rows).any() for rows in factors.values()):
-        raise ValueError(f"update_state: old: {_below_zero.found(before)}{_below_zero.REPAIR}")
+        raise ValueError(f"update_state: old: {_below_zero.describe(before)}{_below_zero.REPAIR}")
     _check_factors(factors)
     _check_not_negative(_on_host(least))
     return before.replace(values)
@@ -202,12 +202,12 @@ def _next_numbers(history, old_scale, new_history, new_scale):
         tails = map(jnp.maximum, tails, last)
     else:
         oldest = newest
-    expected, seen, from_old, from_rolled = tails
+    expected, new_tail, from_old, from_rolled = tails
     oldest = _entry_bits(oldest)
     is_below_zero = (jnp.maximum(expected, oldest) == _INF_BITS) | _scaling.below_zero(old_scale)
     is_empty = jnp.maximum(expected, oldest) == 0
-    expected, seen = _scaling.from_bits(expected), _scaling.from_bits(seen)
-    touched = jnp.isfinite(seen) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0) & ~is_below_zero
+    expected, new_tail = _scaling.from_bits(expected), _scaling.from_bits(new_tail)
+    touched = jnp.isfinite(new_tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0) & ~is_below_zero
     amax = _scaling.clean(amax)
     # A second optimizer, or a second gradient at one point, finds the step stored: tail and scale equal those of old.
     is_done = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
@@ -215,7 +215,7 @@ def _next_numbers(history, old_scale, new_history, new_scale):
 
     # 3. Find the factor of each row: from the tail of the history, or while the history is empty from the scale.
     by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
-    by_tail = jnp.sign(new_scale) * seen / jnp.maximum(expected, _TINY)
+    by_tail = jnp.sign(new_scale) * new_tail / jnp.maximum(expected, _TINY)
     factor = jnp.where(touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1))
 
     # 4. Undo a factor that loss scales and sums make, in amax and scale. Without one nothing is divided: a division by
@@ -245,8 +245,8 @@ def _compared(rolled, same, tail):
         rolled, same: the entries of the old history that a step moves to these slots, and those that are there.
         tail: the new entries.
     """
-    seen = jnp.minimum(_scaling.to_bits(tail) & 0x7FFFFFFF, _INF_BITS)
-    return _entry_bits(rolled), seen, _difference(same, tail), _difference(rolled, tail)
+    bits = jnp.minimum(_scaling.to_bits(tail) & 0x7FFFFFFF, _INF_BITS)
+    return _entry_bits(rolled), bits, _difference(same, tail), _difference(rolled, tail)
 
 
 def _entry_bits(entries):

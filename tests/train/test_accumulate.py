@@ -121,3 +121,15 @@ def test_changes_that_keep_the_tail_are_not_found(change):
         right = optax.apply_updates(right, tx.update(acc, tx.init(right), right)[0])
         stored, expected = (replay.state_of(v)["input_amax_history"][0] for v in (variables, right))
         assert stored != expected and expected == max(np.abs(x).max() for x, _ in batches)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_weights_multiply_in_float32(dtype):
+    """Three thirds are one, and a product that the narrow dtype does not hold is kept in a float32 sum."""
+    ones, total = {"w": jnp.ones(2, dtype)}, None
+    for _ in range(3):
+        total = accumulate_gradients(total, ones, weight=1 / 3)
+    assert total["w"].dtype == dtype and total["w"].tolist() == [1, 1]
+    small = {"w": jnp.full(2, 1e-7, dtype)}
+    total = accumulate_gradients({"w": jnp.zeros(2, jnp.float32)}, small, weight=1 / 16)
+    np.testing.assert_allclose(total["w"], np.float32(small["w"]) / 16, rtol=1e-6)
