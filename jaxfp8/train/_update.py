@@ -158,8 +158,10 @@ def _next_quantizers(quantizers):
     columns = [[jnp.moveaxis(x, axis, -1).astype(jnp.float32) for x in leaves] for leaves in zip(*quantizers, strict=True)]
     # 2. Find the numbers to write, six of each row as `write_histories` takes them.
     *numbers, factors = _next_numbers(*map(_stacked, columns))
-    numbers += [jnp.zeros_like(factors)] * (ops.READING_NUMBERS - len(numbers))
-    recorded = jnp.moveaxis(jnp.concatenate(numbers, axis=-1), 0, -2)
+    recorded = jnp.concatenate(numbers, axis=-1)
+    unread = ops.READING_NUMBERS - len(numbers)
+    recorded = lax.pad(recorded, np.float32(0), [(0, 0, 0)] * (recorded.ndim - 1) + [(0, unread, 0)])
+    recorded = jnp.moveaxis(recorded, 0, -2)
     # 3. Write the histories and scales, as those of products that one call takes.
     pairs = list(zip(*columns[:2], strict=True))
     calls = [slice(start, start + ops.MAX_QUANTIZERS) for start in range(0, len(pairs), ops.MAX_QUANTIZERS)]
