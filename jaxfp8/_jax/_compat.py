@@ -289,9 +289,9 @@ def _nothing():
     return None
 
 
-_from_max_p = _Cast("from_max", lambda ctx, x, dtype: [x], lambda ct, x, dtype: [to_max(ct, x.aval.dtype)])
+_from_max_p = _Cast("jaxfp8_from_max", lambda ctx, x, dtype: [x], lambda ct, x, dtype: [to_max(ct, x.aval.dtype)])
 _to_max_p = _MemoizedCast(
-    "to_max",
+    "jaxfp8_to_max",
     # Trainers may have cast the tree: state in a narrower dtype is read as f32.
     mlir.lower_fun(lambda x, dtype: x.astype(jnp.float32), multiple_results=False),
     lambda ct, x, dtype: [from_max(ct).astype(x.aval.dtype)],

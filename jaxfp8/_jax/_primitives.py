@@ -14,6 +14,10 @@ _FIRST_DERIVATIVES_ONLY = (
     "second one (the gradient of a gradient, a Hessian) or forward mode (jax.jvp, jax.jacfwd) would be silently wrong; "
     "if no second one is meant, take jax.lax.stop_gradient of the inner gradient, or of its arguments"
 )
+_NOT_FINITE = (
+    "invalid value (a NaN, or with jax_debug_infs an Inf) encountered in the result of {op}: an operand has a NaN or "
+    "an Inf, which becomes a NaN in FP8, or a sum overflows; look for the first such value before this operation"
+)
 
 
 def compiled(op: Primitive) -> Callable:
@@ -21,7 +25,13 @@ def compiled(op: Primitive) -> Callable:
 
     @functools.lru_cache(maxsize=1024)
     def jitted(params):
-        return jax.jit(functools.partial(op.bind, **dict(params)))
+        def bind(*operands):
+            # Where a result is not finite, `jax_debug_nans` and `jax_debug_infs` call this function outside of jit.
+            if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
+                raise FloatingPointError(_NOT_FINITE.format(op=op.name))
+            return op.bind(*operands, **dict(params))
+
+        return jax.jit(bind)
 
     def run(*operands, **params):
         # Where `jit` is disabled, the function would bind the op outside of jit, and so call itself without end.
@@ -74,7 +84,7 @@ def _transpose(cotangents, *tangents, avals, op):
     return [None] * len(tangents)
 
 
-_undefined_p = Primitive("undefined_derivative")
+_undefined_p = Primitive("jaxfp8_undefined_derivative")
 _undefined_p.multiple_results = True
 _undefined_p.def_abstract_eval(lambda *tangents, avals, op: list(avals))
 _undefined_p.def_impl(refuse_derivative)
@@ -100,7 +110,7 @@ def without_numpy(x: Any) -> Any:
     return _identity_p.bind(x) if isinstance(x, jax.core.Tracer) else x
 
 
-_identity_p = Primitive("identity")
+_identity_p = Primitive("jaxfp8_identity")
 _identity_p.def_abstract_eval(lambda x: x)
 _identity_p.def_impl(lambda x: x)
 ad.deflinear2(_identity_p, lambda cotangent, x: [cotangent])

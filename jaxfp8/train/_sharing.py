@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pathlib
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -138,10 +139,11 @@ def named_errors(function: str):
                 "'params'])`, inner gradients by jaxfp8.grad, rows of stacked state by jnp.unstack, and "
                 "jaxfp8.Fp8DotGeneral in layers with Flax's own FP8"
             ) from error
-        if isinstance(error, AssertionError) and _raised_in(error).startswith("equinox."):
+        if isinstance(error, AssertionError) and _is_of_equinox(error):
             raise TypeError(
-                f"{function}: loss_fn: expected FP8 state outside of Equinox's checkpointed loops, which add up its "
-                "gradients; carry it through the loop with jaxfp8.fork and take jax.grad, or use kind='bounded'"
+                f"{function}: loss_fn: expected FP8 state outside of Equinox's checkpointed loops and of diffrax's "
+                "adjoints, which add up its gradients; in diffrax pass adjoint=diffrax.DirectAdjoint(), in a loop of "
+                "your own kind='bounded'; or carry the state through the loop with jaxfp8.fork and take jax.grad"
             ) from error
         raise
 
@@ -149,6 +151,14 @@ def named_errors(function: str):
 def _raised_in(error) -> str:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "")
+
+
+def _is_of_equinox(error) -> bool:
+    """Tell whether an error arose in Equinox or diffrax, or in a derivative of an operation of theirs."""
+    # A `jit` takes the frames of libraries off the traceback; JAX gives the line of the operation as the cause.
+    last_frames = (list(traceback.walk_tb(e.__traceback__))[-1:] for e in (error, error.__cause__) if e is not None)
+    files = (pathlib.Path(frame.f_code.co_filename) for [(frame, _)] in filter(None, last_frames))
+    return any(not {"equinox", "diffrax"}.isdisjoint(file.parts) for file in files)
 
 
 def grad(

@@ -1,5 +1,6 @@
 """Each recipe's product against the oracle: what its GEMMs read to the bit, what they give within a derived bound."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -290,6 +291,7 @@ def test_the_oracle_tells_recipes_apart(mutant):
 def test_debug_nans(recipe, zeros):
     """No operation makes a NaN or an Inf of good numbers, as docs/mixed_precision.md says; a bad one stops."""
     x, kernel, state = jnp.ones((32, 64)).at[:zeros].set(0), jnp.ones((64, 16)), jaxfp8.init_state(recipe)
+    bad = [x.at[0, 0].set(value) for value in (np.nan, np.inf)]
 
     @jaxfp8.grad
     def gradient(kernel, x):
@@ -297,6 +299,27 @@ def test_debug_nans(recipe, zeros):
 
     with jax.debug_nans(True), jax.debug_infs(True):
         jax.jit(gradient)(kernel, x)
-        for bad in (np.nan, np.inf):
-            with pytest.raises(FloatingPointError):
-                jax.jit(gradient)(kernel, x.at[0, 0].set(bad))
+        for bad_x in bad:
+            with pytest.raises(FloatingPointError, match="invalid value"):
+                jax.jit(gradient)(kernel, bad_x)
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, jax.disable_jit], ids=["jit", "disable_jit"])
+@pytest.mark.parametrize("program", ["product", "gradient", "jit of product", "jit of gradient"])
+@pytest.mark.parametrize(
+    "recipe", [jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling()], ids=lambda r: type(r).__name__
+)
+def test_debug_nans_names_the_operation(recipe, program, context):
+    """`jax_debug_nans` runs a program again, operation by operation, to find which one makes a NaN of an Inf."""
+    x, kernel, state = jnp.ones((32, 64)).at[0, 0].set(np.inf), jnp.ones((64, 16)), jaxfp8.init_state(recipe)
+
+    def run(kernel, x):
+        return jnp.sum(jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state))
+
+    run = jaxfp8.grad(run) if "gradient" in program else run
+    with (
+        jax.debug_nans(True),
+        context(),
+        pytest.raises(FloatingPointError, match="invalid value .* result of (jax)?fp8_"),
+    ):
+        (jax.jit(run) if "jit" in program else run)(kernel, x)
