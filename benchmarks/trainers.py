@@ -10,6 +10,7 @@ compared before anything is timed. `--check` fails where a goal is missed.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -203,7 +204,8 @@ def program_of(step, arguments) -> dict:
     starts.append(time.process_time())
     lowered.compile()
     starts.append(time.process_time())
-    parts = dict(zip(("trace_ms", "lower_ms", "compile_ms"), (b - a for a, b in zip(starts, starts[1:])), strict=True))
+    seconds = [end - start for start, end in itertools.pairwise(starts)]
+    parts = dict(zip(("trace_ms", "lower_ms", "compile_ms"), seconds, strict=True))
     text = lowered.as_text()
     traced = getattr(traced, "traced", traced)  # of nnx.jit's
     return {
@@ -213,7 +215,7 @@ def program_of(step, arguments) -> dict:
 
 
 class Run:
-    """A training run: each call takes a step and returns the seconds until the call returned, and until all was done."""
+    """A run: each call takes a step, and returns the seconds until the call returned and until all was done."""
 
     def __init__(self, step, arguments):
         self.step, (self.state, self.x) = step, arguments
@@ -287,7 +289,9 @@ def program_of_lowering(layers):
 
 
 def line(row) -> str:
-    numbers = "  ".join(f"{key} {row[key]:8.2f}" for key in ("trace_ms", "lower_ms", "compile_ms", "host_ms", "step_ms"))
+    numbers = "  ".join(
+        f"{key} {row[key]:8.2f}" for key in ("trace_ms", "lower_ms", "compile_ms", "host_ms", "step_ms")
+    )
     ratios = "  ".join(f"{value:.2f}" for value in row["of_flax"].values())
     missed = f"  MISSED {', '.join(row['missed'])}" if row["missed"] else ""
     return (

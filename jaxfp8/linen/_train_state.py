@@ -24,10 +24,11 @@ class TrainState(train_state.TrainState):
 
     `params` is the parameters alone, as in Flax, or a variables dict, which has a collection `params` and may have
     `_overwrite_with_gradient` and others. Of a variables dict `tx` sees the collection `params` only, so that
-    `opt_state` is that of Flax, and stays valid when the model's recipe changes; quantizer state becomes `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With
-    `optax.MultiSteps` in `tx` the state of the mini-steps combines by max, is kept in `opt_state` and stored in the
-    step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was. A `tx` that can
-    write the next parameters itself, such as `jaxfp8.optim.adamw`, does so.
+    `opt_state` is that of Flax, and stays valid when the model's recipe changes. Quantizer state becomes
+    `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With `optax.MultiSteps` in `tx` the
+    state of the mini-steps combines by max, is kept in `opt_state` and stored in the step that MultiSteps takes. A step
+    that `optax.apply_if_finite` rejects leaves the state as it was. A `tx` that can write the next parameters itself,
+    such as `jaxfp8.optim.adamw`, does so.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:

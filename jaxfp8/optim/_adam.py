@@ -12,7 +12,17 @@ from jax.typing import ArrayLike
 from ..ops import _moments as ops
 from ..train import AppliedTransformation
 from ._moments import block_axis
-from ._quantized import MOMENTS, QuantizedState, block_keys, check, is_moment, leaf_key, quantize_state, refuse_state, to_seed
+from ._quantized import (
+    MOMENTS,
+    QuantizedState,
+    block_keys,
+    check,
+    is_moment,
+    leaf_key,
+    quantize_state,
+    refuse_state,
+    to_seed,
+)
 
 # Leaves of up to this number of elements share a launch.
 _SMALL = 2**20
@@ -66,10 +76,10 @@ def adamw(
 
     Raises:
         TypeError: `seed` is no int.
-        ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than the parameters, or these hold FP8
-            state: wrap the transformation in `jaxfp8.train.optimizer`. In `apply` and
-            `update`, the state is of another transformation, a gradient has another shape than its parameter, or
-            `params` is None; of `update` it may be if `weight_decay` is the number 0 and there is no mask.
+        ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than the parameters, or these hold
+            FP8 state: wrap the transformation in `jaxfp8.train.optimizer`. In `apply` and `update`, the state is of
+            another transformation, a gradient has another shape than its parameter, or `params` is None; of `update` it
+            may be if `weight_decay` is the number 0 and there is no mask.
     """
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
     seed = to_seed("optim.adamw", seed)

@@ -122,9 +122,9 @@ def refuse_state(where: str, params) -> None:
     flat = _state_tree.flatten(params)
     if positions := flat.positions():
         raise ValueError(
-            f"{where}: init: params: expected parameters alone, got FP8 state among them, {flat.name(positions[0])}; an "
-            "optimizer must not step on it: wrap this one, jaxfp8.train.optimizer(tx), or take jaxfp8.linen.TrainState "
-            "or jaxfp8.nnx.Optimizer"
+            f"{where}: init: params: expected parameters alone, got FP8 state among them, {flat.name(positions[0])}; "
+            "an optimizer must not step on it: wrap this one, jaxfp8.train.optimizer(tx), or take "
+            "jaxfp8.linen.TrainState or jaxfp8.nnx.Optimizer"
         )
 
 

@@ -101,9 +101,7 @@ def update_state(old: Tree, new: Any) -> Tree:
                 least[before.name(i)] = jnp.minimum(jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0))
     # 4. Outside of jit, report factors on the state and numbers below zero.
     factors = {
-        name: rows
-        for names, of_group in _on_host(factors).items()
-        for name, rows in zip(names, of_group, strict=True)
+        name: rows for names, of_group in _on_host(factors).items() for name, rows in zip(names, of_group, strict=True)
     }
     if any(np.isnan(rows).any() for rows in factors.values()):
         raise ValueError(f"update_state: old: {_below_zero.describe(before)}{_below_zero.REPAIR}")
@@ -155,7 +153,9 @@ def _next_quantizers(quantizers):
     """
     # 1. Move the slots to the last axis. The state's scale is the scale_inv of the last step.
     axis = _state_tree.slot_axis("update_state", *quantizers[0][:2])
-    columns = [[jnp.moveaxis(x, axis, -1).astype(jnp.float32) for x in leaves] for leaves in zip(*quantizers, strict=True)]
+    columns = [
+        [jnp.moveaxis(x, axis, -1).astype(jnp.float32) for x in leaves] for leaves in zip(*quantizers, strict=True)
+    ]
     # 2. Find the numbers to write, six of each row as `write_histories` takes them.
     *numbers, factors = _next_numbers(*map(_stacked, columns))
     recorded = jnp.concatenate(numbers, axis=-1)

@@ -40,7 +40,9 @@ def report(cls, layers) -> dict:
     model = jaxfp8.quantize(Layers(layers), [(".*", jaxfp8.DelayedScaling())])
     x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
     state = jax.eval_shape(
-        lambda: cls.create(apply_fn=model.apply, params=model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)), tx=TX)
+        lambda: cls.create(
+            apply_fn=model.apply, params=model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)), tx=TX
+        )
     )
 
     @functools.partial(jax.jit, donate_argnums=0)

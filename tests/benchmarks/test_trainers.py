@@ -1,4 +1,4 @@
-"""What a step by our trainers has in its program beside Flax's trainers on the same model, by benchmarks/trainers.py."""
+"""What is in a step by our trainers, beside Flax's on the same model: the cases of benchmarks/trainers.py."""
 
 import re
 

@@ -396,3 +396,20 @@ def test_errors():
         mask = jax.tree.map(lambda x: True, {"params": params, "other": params})
         variables = {"params": params, "other": params}
         jaxfp8.linen.TrainState.create(apply_fn=None, params=variables, tx=optim.adamw(1e-3, mask=mask))
+
+
+@pytest.mark.parametrize(
+    "make", [optim.adamw, lambda rate: optim.quantized(optax.adamw(rate))], ids=["adamw", "quantized"]
+)
+def test_state_among_parameters_is_refused(make):
+    """An optimizer would step on it; inside of `train.optimizer` it sees parameters alone."""
+    variables = {
+        "params": {"w": jnp.ones((4, 4))},
+        "layer": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2)),
+    }
+    with pytest.raises(ValueError, match=r"init: params: .*got FP8 state among them, layer/.*train.optimizer\(tx\)"):
+        make(1e-3).init(variables)
+    jaxfp8.train.optimizer(make(1e-3)).init(variables)
+    for bad in (np.float32(-1), jnp.float32(0), -1, 0.0, np.nan):
+        with pytest.raises(ValueError, match="max_norm: expected a positive number"):
+            optim.adamw(1e-3, max_norm=bad)

@@ -161,6 +161,10 @@ def test_optimizer_state_outlives_the_recipe(tx):
         variables, opt_state = train.params, train.opt_state
 
 
+def summed(apply_fn, variables):
+    return jnp.sum(apply_fn(variables, np.ones((4, 8), np.float32)))
+
+
 def test_variables_of_a_stateless_recipe_are_variables():
     """Labels of the parameters fit, whatever the recipe."""
     for name, rules in RULES.items():
@@ -168,7 +172,7 @@ def test_variables_of_a_stateless_recipe_are_variables():
         variables = model.init(jax.random.key(0), np.ones((4, 8), np.float32))
         tx = optax.multi_transform({"trains": optax.adam(0.1)}, labels_of(variables["params"]))
         train = TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
-        grads = jax.grad(lambda v: jnp.sum(train.apply_fn(v, np.ones((4, 8), np.float32))))(train.params)
+        grads = jax.grad(functools.partial(summed, train.apply_fn))(train.params)
         assert train.apply_gradients(grads=grads).step == 1, name
 
 
@@ -189,18 +193,14 @@ def create_of(model, params):
 
 def test_two_losses_of_one_point():
     """Two gradients at one state, stored one after the other: one history entry, the larger amax."""
-    train = create(tx=optax.sgd(0.0))
+    train, state = create(tx=optax.sgd(0.0)), oracle.LayerState.init(replay.HISTORY)
+    step = jax.jit(lambda train, grads: train.apply_gradients(grads=grads))
     for i in range(2):  # also from a history that is not empty
-        batches, before = BATCHES[2 * i : 2 * i + 2], train
-        expected = replay.step(
-            oracle.LayerState.init(replay.HISTORY) if i == 0 else state, replay.kernel_of(before.params), batches
-        )
-        first = jax.jit(lambda t, g: t.apply_gradients(grads=g))
-        gradients = [replay.gradient(before.params, *batch) for batch in batches]
-        for gradient in gradients:
-            train = first(train, gradient)
-        replay.assert_state(train.params, expected, f"step {i}")
-        state = expected
+        batches, variables = BATCHES[2 * i : 2 * i + 2], train.params
+        state = replay.step(state, replay.kernel_of(variables), batches)
+        for batch in batches:
+            train = step(train, replay.gradient(variables, *batch))
+        replay.assert_state(train.params, state, f"step {i}")
 
 
 @pytest.mark.parametrize("how", ["TrainState", "train.optimizer"])
