@@ -287,7 +287,7 @@ def _forward(both, x, state: DotGeneralState, has_backward):
     reading = reading_of(state)
     # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
     states = state.input, None, state.output_grad if has_backward else None
-    use, _, grad_use = read_states(both.quantizers, states, reading)
+    use, _, grad_use = read_states(both.quantizers, states, reading, has_backward)
     source, codes, q = both.move(both.collective.send, both.quantizers[0], x, use, x.dtype)
     histories = histories_of([state.input, None, state.output_grad]) if reading is None else reading
     return (source, checkpoint_name(codes, RESIDUAL_NAME)), (q, grad_use, histories)

@@ -178,7 +178,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
     if differentiated is None:
         states[2] = states[4] = None
         states[5:] = [None] * 3  # those of second products
-    uses = recipes.read_states(product.quantizers, states, reading)
+    uses = recipes.read_states(product.quantizers, states, reading, has_backward=differentiated is not None)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
     operands, residuals, again = [], [], []

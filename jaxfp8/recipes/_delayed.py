@@ -35,6 +35,9 @@ class DelayedScaling(Recipe):
     so that the amax of step t first acts at step t + 1, and an amax that is not finite never enters the window. A
     negative number in h or s makes sf NaN: only an optimizer that stepped on the state leaves such numbers.
 
+    A product without a backward, such as that of a copy that never trains, takes the tensor's own amax for a while h is
+    empty and sf would be 1.
+
     Attributes:
         margin: headroom in powers of two.
         amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
@@ -44,7 +47,7 @@ class DelayedScaling(Recipe):
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1, as in Flax and TransformerEngine; `"current"`
             is the scale of the tensor's own amax. It costs one more read of the tensor in these steps, and a
-            conditional in all steps.
+            conditional in all steps. Without a backward both are that of the tensor's own amax.
         reduce_amax: keyword-only, an option of TransformerEngine's recipe. Only True is legal: an amax is always that
             of the whole tensor, on all devices.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
@@ -166,13 +169,20 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         return None if amax is None else use.after(amax)
 
 
-def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading: jax.Array | None = None) -> list[Any]:
+def read_states(
+    quantizers: Sequence[Quantizer],
+    states: Sequence[Any],
+    reading: jax.Array | None = None,
+    has_backward: bool = True,
+) -> list[Any]:
     """Read the states of quantizers that run in one product; one op reads the states of equal delayed scaling.
 
     Args:
         quantizers: the quantizers of the product, of any kind.
         states: a state for each quantizer; None for a quantizer without state. A StateUse has been read already.
         reading: the reading `[6 * k]` of the product, where its state was read before a loop; else None.
+        has_backward: whether the product is differentiated. In one that is not, a scale of 1 that no amax chose gives
+            way to that of the tensor's own amax: a copy that never trains would keep it for ever.
 
     Returns:
         For each quantizer the `use` of its `quantize_operand`: a StateUse for delayed scaling, else the state.
@@ -181,7 +191,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
         TypeError: there is a reading, and a quantizer that it covers is not of delayed scaling.
     """
     if reading is not None:
-        states = _read_again(quantizers, states, reading)
+        states = _read_again(quantizers, states, reading, has_backward)
     uses = list(states)
     alike = {}
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
@@ -199,20 +209,19 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
         )
         for i, read in zip(positions, scales, strict=True):
             quantizer, state = quantizers[i], states[i]
-            scale, scale_inv, is_empty = read.scale, read.scale_inv, None
-            if quantizer.first_step == "current":
-                is_empty = _is_empty(state)
+            scale, scale_inv = read.scale, read.scale_inv
             if not is_named:
                 window = _window(algo, state.amax_history)
                 window = jnp.where(_is_below_zero(state), jnp.float32(-1), window)
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
+            is_empty = _takes_own_amax(quantizer, state, scale, has_backward)
             uses[i] = StateUse(read.amax, scale, scale_inv, is_empty)
     return uses
 
 
-def _read_again(quantizers, states, reading):
+def _read_again(quantizers, states, reading, has_backward):
     """Return the uses of states that were read before a loop, whose scales the reading has.
 
     For a quantizer with other options this is a state instead, which the loop reads: of the reading's two amaxes.
@@ -229,7 +238,7 @@ def _read_again(quantizers, states, reading):
         if states[i] is not None:
             read[i] = state = QuantizerState(states[i].amax_history if callable(algo) else history, old_scale)
             if algo == "max" and quantizer.margin == 0 and fp8_max(quantizer.fp8_dtype) == _reading.FP8_MAX[i]:
-                is_empty = _is_empty(state) if quantizer.first_step == "current" else None
+                is_empty = _takes_own_amax(quantizer, state, scale, has_backward)
                 read[i] = StateUse(amax, scale, scale_inv, is_empty)
     return read
 
@@ -249,9 +258,16 @@ def _window(algo, history) -> jax.Array:
     return jnp.where(jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window))
 
 
-def _is_empty(state):
+def _takes_own_amax(quantizer, state, scale, has_backward) -> jax.Array | None:
+    """Return bool[], whether the scale is that of the tensor's own amax; None where it is that of the state."""
     # The scale of a state below zero is NaN, whatever the tensor is.
-    return ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~_is_below_zero(state)
+    if quantizer.first_step == "current":
+        return _is_empty(state) & ~_is_below_zero(state)
+    return None if has_backward else _is_empty(state) & (scale.reshape(()) == 1)
+
+
+def _is_empty(state):
+    return ~jnp.any(_scaling.positive_finite(state.amax_history))
 
 
 def _is_below_zero(state):

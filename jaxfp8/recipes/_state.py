@@ -33,8 +33,8 @@ class StateUse:
     Attributes:
         amax: f32 `(1,)`; 0 before the tensor is quantized; None where the scale is fixed, so that nothing is recorded.
         scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the QTensor has the scale_inv.
-        is_empty: bool[], whether the history was empty; None where `first_step="unit"`, and after the tensor is
-            quantized.
+        is_empty: bool[], whether the history was empty, so that the tensor's own amax gives its scale; None where it
+            never does, and after the tensor is quantized.
     """
 
     amax: jax.Array | None

@@ -73,7 +73,8 @@ def launches(module: hlo.Module) -> list[Launch]:
     """Of the whole program.
 
     Raises:
-        ValueError: a loop has no known trip count, or there is a conditional: what runs is not known.
+        ValueError: a loop has no known trip count, or there is a conditional and the module does not say which branch
+            is taken: what runs is not known.
     """
     found = []
 
@@ -87,7 +88,10 @@ def launches(module: hlo.Module) -> list[Launch]:
                 (body,) = instruction.called("body")
                 visit(module.computations[body], times * int(trips[1]), True)
             elif opcode == "conditional":
-                raise ValueError(f"{instruction.name}: which branch runs is not known")
+                if module.taken is None:
+                    raise ValueError(f"{instruction.name}: which branch runs is not known")
+                (branch,) = instruction.called("true_computation" if module.taken else "false_computation")
+                visit(module.computations[branch], times, in_loop)
             elif opcode in ("call", "async-start"):
                 (called,) = instruction.called("to_apply", "calls")
                 visit(module.computations[called], times, in_loop)
@@ -263,9 +267,12 @@ def collectives(module: hlo.Module) -> list[Collective]:
     return found
 
 
-def summary(text: str, tensors=()) -> dict:
-    """The counts of a program as JSON holds them; `tensors` are the arguments whose reads count."""
-    module = hlo.parse(text)
+def summary(text: str, tensors=(), taken: bool | None = None) -> dict:
+    """The counts of a program as JSON holds them.
+
+    `tensors` are the arguments whose reads count, `taken` is that of the module.
+    """
+    module = dataclasses.replace(hlo.parse(text), taken=taken)
     launched = launches(module)
     gemms = [launch for launch in launched if launch.is_gemm]
 

@@ -91,8 +91,11 @@ class Computation:
 
 @dataclasses.dataclass
 class Module:
+    """A program; `taken` says which branch of each conditional runs, that of True or of False, where that is known."""
+
     computations: dict[str, Computation]
     entry: Computation
+    taken: bool | None = None
 
 
 def parse(text: str) -> Module:

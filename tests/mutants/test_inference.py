@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import pytest
 from equality import assert_same_bits
-from inference import models, test_calibrate
+from inference import models, test_calibrate, test_copies
 from inference.models import X
 
 import jaxfp8
 from jaxfp8.dot import _frozen
 from jaxfp8.inference import _calibrate
+from jaxfp8.recipes import _delayed
 
 
 def compare(change=lambda frozen: frozen):
@@ -33,8 +34,8 @@ def test_the_scale_before_the_last_batch(monkeypatch):
     """Stored scales lag behind the history by a step."""
     read_states = _frozen.recipes.read_states
 
-    def lagging(quantizers, states, *reading):
-        uses = read_states(quantizers, states, *reading)
+    def lagging(quantizers, states, *reading, **options):
+        uses = read_states(quantizers, states, *reading, **options)
         if reading:  # a product, and not freeze
             return uses
         return [dataclasses.replace(step, scale=1 / s.scale) for step, s in zip(uses, states, strict=True)]
@@ -82,3 +83,41 @@ def test_histories_that_do_not_move(monkeypatch):
     monkeypatch.setattr(_calibrate, "update_state", lambda old, new: old)
     with pytest.raises(AssertionError, match="differ"):
         test_calibrate.test_linen()
+
+
+def of_training(quantizer, state, scale, has_backward):
+    """A copy keeps the scale 1."""
+    return None
+
+
+def whatever_the_scale(quantizer, state, scale, has_backward):
+    """A stored scale without a history gives way too."""
+    return None if has_backward else _delayed._is_empty(state)
+
+
+def whatever_the_history(quantizer, state, scale, has_backward):
+    """An amax of 448, whose scale is 1, gives way too."""
+    return None if has_backward else scale.reshape(()) == 1
+
+
+def in_training(quantizer, state, scale, has_backward):
+    """The first step of training takes the scale of the tensor too."""
+    return _delayed._is_empty(state) & (scale.reshape(()) == 1)
+
+
+COPIES = {
+    of_training: lambda: test_copies.test_functions("dot_general", False, "small kernel"),
+    whatever_the_scale: lambda: test_copies.test_a_touched_state_gives_the_bits_of_training([0] * 4, 0.25),
+    whatever_the_history: lambda: test_copies.test_a_touched_state_gives_the_bits_of_training([0, 0, 0, 448.0], 2.0),
+    in_training: lambda: test_copies.test_functions("dot_general", False, "small kernel"),
+}
+
+
+@pytest.mark.parametrize("mutant", COPIES)
+def test_a_mutant_of_copies_is_caught(mutant, monkeypatch):
+    COPIES[mutant]()
+    jax.clear_caches()
+    monkeypatch.setattr(_delayed, "_takes_own_amax", mutant)
+    with pytest.raises(AssertionError):
+        COPIES[mutant]()
+    jax.clear_caches()

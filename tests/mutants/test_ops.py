@@ -56,8 +56,8 @@ def read_mutant(change):
     """Change what is read of states: `change(step, state) -> step`."""
 
     def install(monkeypatch):
-        def mutant(quantizers, states, reading, original=recipes.read_states):
-            steps = zip(original(quantizers, states, reading), states, strict=True)
+        def mutant(quantizers, states, reading, original=recipes.read_states, **options):
+            steps = zip(original(quantizers, states, reading, **options), states, strict=True)
             return [None if step is None else change(step, state) for step, state in steps]
 
         monkeypatch.setattr(recipes, "read_states", mutant)

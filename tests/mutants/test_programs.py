@@ -145,8 +145,8 @@ def not_finite_amaxes_count(monkeypatch):
 def another_kernels_scale(monkeypatch):
     """The scale that the backward computes again is that of x for the kernel, too."""
 
-    def mutant(quantizers, states, reading, original=recipes.read_states):
-        steps = original(quantizers, states, reading)
+    def mutant(quantizers, states, reading, original=recipes.read_states, **options):
+        steps = original(quantizers, states, reading, **options)
         return [steps[0], steps[0], *steps[2:]] if reading is not None and len(steps) == 3 else steps
 
     monkeypatch.setattr(recipes, "read_states", mutant)

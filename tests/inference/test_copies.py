@@ -1,0 +1,310 @@
+"""Copies that never train (a reference policy, a teacher, a target network) are as accurate as trained models.
+
+A copy that is made before the first step has empty histories. Its products have no backward, so they take the scale of
+each tensor's own amax where the state would give 1.
+"""
+
+import contextlib
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aot import hlo
+from flax import nnx
+from jax import lax
+
+import jaxfp8
+import jaxfp8.nnx
+
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
+DIMS = (((1,), (0,)), ((), ()))
+M, K = 32, 64
+# e4m3 rounds a number by at most 2**-4 of it. The error of both operands is independent, and at most uniform.
+BOUND = np.sqrt(2 / 3) / 16
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((M, K)).astype(np.float32)
+# One tensor that loses its small numbers at scale 1, and one that saturates.
+KERNELS = {"small kernel": 0.002, "large channel": 0.05}
+INPUTS = {"small kernel": X, "large channel": X * np.where(np.arange(K) == 3, 2000, 1).astype(np.float32)}
+CASES = pytest.mark.parametrize("case", KERNELS)
+
+
+def kernels(case, *leading):
+    return (KERNELS[case] * np.random.default_rng(1).standard_normal((*leading, K, K))).astype(np.float32)
+
+
+def error(y, exact) -> float:
+    y, exact = (np.asarray(a, np.float64) for a in (y, exact))
+    return np.linalg.norm(y - exact) / np.linalg.norm(exact)
+
+
+def product(x, kernel, state, recipe=RECIPE):
+    return jaxfp8.dot_general(x, kernel, DIMS, recipe=recipe, state=state)
+
+
+def differentiated(function, *arguments):
+    """The value of a function in the program of its gradient: it trains, at scale 1."""
+    return jax.vjp(function, *arguments)[0]
+
+
+def empty(*leading):
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*leading, *leaf.shape)), jaxfp8.init_state(RECIPE))
+
+
+# ------------------------------------------------------------------------------------------------------- functions
+
+
+def members(x, kernel, state):
+    return jax.vmap(product, in_axes=(None, 0, 0))(x, kernel, state)
+
+
+def rows(x, kernel, state):
+    return jax.vmap(product, in_axes=(0, None, None))(x[:, None], kernel, state)[:, 0]
+
+
+def layers(x, kernel, state):
+    """Layers whose activations keep their size."""
+
+    def layer(x, kernel_and_state):
+        y = product(x, *kernel_and_state)
+        return x + y, y
+
+    return lax.scan(layer, x, (kernel, state))[1]
+
+
+def layers_in_float32(x, kernel):
+    ys = []
+    for each in kernel:
+        ys.append(x @ each)
+        x = x + ys[-1]
+    return np.stack(ys)
+
+
+def einsum(x, kernel, state):
+    return jaxfp8.einsum("mk,kn->nm", x, kernel, recipe=RECIPE, state=state)
+
+
+def ragged(x, kernel, state):
+    return jaxfp8.ragged_dot(x, kernel, np.int32([10, M - 10]), recipe=RECIPE, state=state)
+
+
+def ragged_in_float32(x, kernel):
+    return np.concatenate([x[:10] @ kernel[0], x[10:] @ kernel[1]])
+
+
+def activated(x, kernel, state):
+    return jaxfp8.dot_general(jaxfp8.activated(x, "relu"), kernel, DIMS, recipe=RECIPE, state=state)
+
+
+def activates(x, kernel, state):
+    return jaxfp8.dot_general(x, kernel, DIMS, recipe=RECIPE, state=state, activation="relu").value
+
+
+def in_max_grad(x, kernel, state):
+    """A stack whose state is read before the loop."""
+    return layers(x, kernel, jaxfp8.max_grad(state))
+
+
+def algorithm(x, kernel, state):
+    return product(x, kernel, state, jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo=lambda h: h[0]))
+
+
+def by_product(x, kernel, state):
+    return product(x, kernel, state, jaxfp8.ByProduct(fprop=RECIPE, dgrad=RECIPE, wgrad=RECIPE))
+
+
+# Each as (FP8, float32, leading dimensions of kernels, leading dimensions of the state).
+FUNCTIONS = {
+    "dot_general": (product, np.matmul, (), ()),
+    "vmap over members": (members, np.matmul, (3,), (3,)),
+    "vmap over rows": (rows, np.matmul, (), ()),
+    "scan over layers": (layers, layers_in_float32, (3,), (3,)),
+    "scan of a reading": (in_max_grad, layers_in_float32, (3,), (3,)),
+    "einsum": (einsum, lambda x, kernel: (x @ kernel).T, (), ()),
+    "ragged_dot": (ragged, ragged_in_float32, (2,), ()),
+    "activated": (activated, lambda x, kernel: np.maximum(x, 0) @ kernel, (), ()),
+    "activation": (activates, lambda x, kernel: np.maximum(x @ kernel, 0), (), ()),
+    "algorithm": (algorithm, np.matmul, (), ()),
+    "by product": (by_product, np.matmul, (), ()),
+    "checkpoint": (jax.checkpoint(product), np.matmul, (), ()),
+}
+
+
+@CASES
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, jit, case):
+    fp8, float32, of_kernel, of_state = FUNCTIONS[name]
+    x, kernel, state = INPUTS[case], kernels(case, *of_kernel), empty(*of_state)
+    exact = float32(x.astype(np.float64), kernel.astype(np.float64))
+    y = (jax.jit(fp8) if jit else fp8)(x, kernel, state)
+    assert error(y, exact) < BOUND
+    # The control: the same products with a backward.
+    assert error(differentiated(jax.jit(fp8) if jit else fp8, x, kernel, state), exact) > 4 * BOUND
+
+
+@pytest.mark.parametrize("touched", ["input", "kernel"])
+def test_each_tensor_by_itself(touched):
+    """A tensor that has an amax keeps the scale of its history, bit for bit; the other takes its own."""
+    x, kernel = INPUTS["large channel"], kernels("small kernel")
+    used = jaxfp8.recipes.QuantizerState(jnp.array([0, 0, 3.0, 0]), jnp.ones(1))
+    state = jaxfp8.init_state(RECIPE)
+    fields = {"input": state.input, "kernel": state.kernel, "output_grad": state.output_grad}
+    got = product(x, kernel, jaxfp8.DotGeneralState(**fields | {touched: used}))
+    amaxes = {"input": np.abs(x).max(), "kernel": np.abs(kernel).max(), touched: 3.0}
+    known = {
+        name: jaxfp8.recipes.QuantizerState(jnp.full(4, amax, jnp.float32), jnp.ones(1))
+        for name, amax in amaxes.items()
+    }
+    expected = differentiated(product, x, kernel, jaxfp8.DotGeneralState(**fields | known))
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "history, scale",
+    [
+        ([0, 0, 0, 3.0], 1.0),
+        ([0, 0, 0, 448.0], 2.0),  # whose scale is 1
+        ([0, 0, 0, 0], 0.25),
+        ([np.inf, 0, 0, 2.0], 1.0),
+        ([0, 0, -1.0, 0], 1.0),
+        ([0, 0, 0, 0], -1.0),
+    ],
+)
+def test_a_touched_state_gives_the_bits_of_training(history, scale):
+    """A state with an amax or a scale; below zero it is NaN."""
+    state = jaxfp8.recipes.QuantizerState(jnp.array(history, jnp.float32), jnp.full(1, scale))
+    arguments = X, kernels("small kernel"), jaxfp8.DotGeneralState(state, state, state)
+    np.testing.assert_array_equal(product(*arguments), differentiated(product, *arguments))
+
+
+@pytest.mark.parametrize("operand", [0, 1, 2], ids=["x", "kernel", "state"])
+def test_a_gradient_of_one_operand_trains(operand):
+    """Whatever the gradient is taken of, the product is that of training."""
+    arguments = [INPUTS["large channel"], kernels("large channel"), jaxfp8.init_state(RECIPE)]
+
+    def of_one(value):
+        return product(*arguments[:operand], value, *arguments[operand + 1 :])
+
+    expected = differentiated(product, *arguments)
+    with pytest.warns(jaxfp8.FP8StateWarning) if operand == 1 else contextlib.nullcontext():
+        np.testing.assert_array_equal(differentiated(of_one, arguments[operand]), expected)
+
+
+def test_a_teacher_in_a_loss():
+    """`stop_gradient` of the variables, and of all that reaches the teacher: it is not differentiated."""
+    x, kernel, state = X, kernels("small kernel"), jaxfp8.init_state(RECIPE)
+    exact = x.astype(np.float64) @ kernel
+
+    def loss(kernel, state):
+        student = product(x, kernel, state)
+        teacher = product(x, *lax.stop_gradient((kernel, state)))
+        return jnp.sum((student - teacher) ** 2), (student, teacher)
+
+    for step in (loss, jax.jit(loss), jax.checkpoint(loss)):
+        _, (student, teacher) = jax.value_and_grad(step, argnums=(0, 1), has_aux=True)(kernel, state)[0]
+        assert error(teacher, exact) < BOUND < error(student, exact) / 4
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+class Stack(nn.Module):
+    """Layers in a loop."""
+
+    scan: object = nn.scan
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return dense()(x), None
+
+        axes = {"params": 0, OWG: 0}
+        return self.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()(x, None)[0]
+
+
+def dense(layer=None, case="small kernel"):
+    options = {"kernel_init": nn.initializers.normal(KERNELS[case]), "use_bias": False}
+    layer = functools.partial(nn.Dense, dot_general_cls=fp8) if layer is None else layer
+    return layer(K, **options)
+
+
+def fp8(**options):
+    return jaxfp8.Fp8DotGeneral(recipe=RECIPE, **options)
+
+
+LINEN = {
+    "drop-in": dense,
+    "own": lambda: dense(functools.partial(jaxfp8.linen.Dense, recipe=RECIPE)),
+    "quantize": lambda: jaxfp8.linen.quantize(dense(nn.Dense), [(".*", RECIPE)]),
+    "nn.scan": Stack,
+    "jaxfp8.linen.scan": lambda: Stack(jaxfp8.linen.scan),
+}
+
+
+@CASES
+@pytest.mark.parametrize("name", LINEN)
+def test_linen(name, case):
+    """A copy of the variables of `init`; layers after the first get smaller inputs than scale 1 holds."""
+    model, x = LINEN[name](), INPUTS[case]
+    copy = model.init(jax.random.key(0), x)
+    (kernel,) = jax.tree.leaves(copy["params"])
+    exact = x.astype(np.float64)
+    for each in kernel.reshape(-1, K, K):
+        exact = exact @ each
+    count = kernel.size // K**2
+    assert error(jax.jit(model.apply)(copy, x), exact) < np.sqrt(count) * BOUND
+    trained, _ = jax.vjp(lambda variables: model.apply(variables, x), copy)
+    assert error(trained, exact) > 4 * BOUND
+
+
+@CASES
+@pytest.mark.parametrize("rules", [False, True], ids=["drop-in", "quantize"])
+def test_nnx(rules, case):
+    options = {"kernel_init": nnx.initializers.normal(KERNELS[case]), "use_bias": False, "rngs": nnx.Rngs(0)}
+    if rules:
+        model = jaxfp8.nnx.quantize(nnx.Linear(K, K, **options), [(".*", RECIPE)])
+    else:
+        model = nnx.Linear(K, K, **options, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE))
+    copy, x = nnx.clone(model), INPUTS[case]
+    exact = x.astype(np.float64) @ np.asarray(copy.kernel[...], np.float64)
+    assert error(nnx.jit(lambda model, x: model(x))(copy, x), exact) < BOUND
+    y, _ = jaxfp8.nnx.value_and_grad(lambda model: (lambda y: (jnp.sum(y), y))(model(x)), has_aux=True)(model)
+    assert error(y[1], exact) > 4 * BOUND
+
+
+# ---------------------------------------------------------------------------------------------------------- structure
+
+
+STEPS = {
+    "gradient": lambda f: jax.value_and_grad(f, argnums=(0, 1, 2)),
+    "jaxfp8.grad": lambda f: jaxfp8.grad(f, argnums=(0, 1, 2)),
+    "of the kernel": lambda f: jax.grad(f, argnums=(1, 2)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f), argnums=(0, 1, 2)),
+    "vmap": lambda f: jax.vmap(jax.grad(f, argnums=(0, 1, 2)), in_axes=(None, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("name", ["dot_general", "scan over layers", "scan of a reading", "activation"])
+def test_programs_of_training_have_no_conditional(name, step):
+    fp8, _, of_kernel, of_state = FUNCTIONS[name]
+    more = (2,) if step is STEPS["vmap"] else ()
+    arguments = X, kernels("small kernel", *more, *of_kernel), empty(*more, *of_state)
+    loss = step(lambda *arguments: jnp.sum(fp8(*arguments)))
+    assert "stablehlo.case" not in jax.jit(loss).lower(*arguments).as_text()
+
+
+def test_programs_of_inference_stay_on_the_device():
+    """A conditional for each tensor; no callback and no transfer."""
+    arguments = X, kernels("small kernel"), jaxfp8.init_state(RECIPE)
+    text = jax.jit(product).lower(*arguments).compile().as_text()
+    found = [i for c in hlo.parse(text).computations.values() for i in c.instructions.values()]
+    assert [i.opcode for i in found].count("conditional") == 2
+    assert not any(i.opcode in ("infeed", "outfeed", "send", "recv") or "callback" in i.rest for i in found)
