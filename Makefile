@@ -64,7 +64,7 @@ bench:
 	@if nvidia-smi >/dev/null 2>&1; then \
 	  $(PYTHON) benchmarks/gpu.py $(ARGS); \
 	else \
-	  $(PYTHON) benchmarks/programs.py && $(PYTHON) benchmarks/meshes.py && $(PYTHON) benchmarks/train_step.py && \
+	  $(PYTHON) benchmarks/trainers.py && $(PYTHON) benchmarks/programs.py && $(PYTHON) benchmarks/meshes.py && $(PYTHON) benchmarks/train_step.py && \
 	  $(PYTHON) benchmarks/ops.py $(ARGS); \
 	fi
 
