@@ -1,5 +1,10 @@
-"""Each line of docs/state.md's list of mistakes: what is loud, what is undone or bounded, and what is silent."""
+"""Each line of docs/state.md's list of mistakes: what is loud, what is undone or bounded, and what is silent.
 
+A mistake is a function of `jit`, `jax.jit` or one that changes nothing. It returns the variables after the mistake, and
+those of the same steps without it.
+"""
+
+import functools
 import pathlib
 import re
 
@@ -12,109 +17,162 @@ import pytest
 
 import jaxfp8
 
-OWG = "_overwrite_with_gradient"
-LAYER = nn.Dense(4, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=jaxfp8.DelayedScaling(amax_history_len=4)))
-SHORT = nn.Dense(4, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=jaxfp8.DelayedScaling(amax_history_len=1)))
+OWG, STATE = "_overwrite_with_gradient", "Fp8DotGeneral_0"
 X = jax.random.normal(jax.random.key(0), (8, 16)) * 3
-STATE = "Fp8DotGeneral_0"
+SPIKE = (100.0, 1.0, 1.0, 1.0)  # sizes of four microbatches
 
 pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 
 
-def gradient(variables, x=X, layer=LAYER):
-    return jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2)))(variables)
+def layer_of(history):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=history)
+    return nn.Dense(4, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe))
 
 
-def trained(layer=LAYER, steps=3, spoil=lambda grads: grads):
-    variables = layer.init(jax.random.key(1), X)
-    for i in range(steps):
-        variables = jax.jit(jaxfp8.update_state)(variables, spoil(gradient(variables, X * (1 + i), layer)))
+LAYER, SHORT = layer_of(4), layer_of(1)
+
+
+@functools.cache
+def gradient_of(layer):
+    return jax.jit(jax.grad(lambda variables, x: jnp.sum(layer.apply(variables, x) ** 2)))
+
+
+def gradient(variables, size=1.0, layer=LAYER):
+    return gradient_of(layer)(variables, X * size)
+
+
+def kept(grads):
+    return grads
+
+
+@functools.cache
+def fresh(layer=LAYER):
+    return layer.init(jax.random.key(1), X)
+
+
+def train(jit, variables, sizes=(1.0,), spoil=kept, layer=LAYER):
+    """Steps that store the state and leave the parameters as they are."""
+    for size in sizes:
+        variables = jit(jaxfp8.update_state)(variables, spoil(gradient(variables, size, layer)))
     return variables
 
 
-def times(factor, grads):
-    return jax.tree.map(lambda leaf: leaf * jnp.float32(factor), grads)
+@functools.cache
+def trained(steps=3, layer=LAYER):
+    return train(jax.jit, fresh(layer), range(1, steps + 1), layer=layer)
 
 
-def stepped_on(variables):
-    updates, _ = optax.adam(10.0).update(gradient(variables), optax.adam(10.0).init(variables))
-    return optax.apply_updates(variables, updates), gradient(variables)
+def once(spoil, steps=3, layer=LAYER):
+    """The gradient of one step after some is spoiled."""
+    return lambda jit: [train(jit, trained(steps, layer), spoil=each, layer=layer) for each in (spoil, kept)]
 
 
-def microbatches(variables):
-    """Of one large batch and three small ones, the mean."""
-    grads = [gradient(variables, X * size) for size in (100.0, 1.0, 1.0, 1.0)]
-    return variables, jax.tree.map(lambda *leaves: sum(leaves) / 4, *grads)
+def always(spoil):
+    """The gradients of all steps are spoiled."""
+    return lambda jit: [train(jit, fresh(), (1, 2, 3), spoil) for spoil in (spoil, kept)]
 
 
-def of_another_step(variables):
-    return variables, gradient(trained(steps=1))
+def by(tx, steps, right, sizes=SPIKE):
+    """Optax's own loop over all variables and one more step; `right` has the sizes of the steps that are right."""
+
+    def mistake(jit):
+        start = variables = trained(steps) if steps else fresh()
+        opt_state = jit(tx.init)(variables)
+        for size in sizes:
+            updates, opt_state = jit(tx.update)(gradient(variables, size), opt_state, variables)
+            variables = optax.apply_updates(variables, updates)
+        return train(jit, variables), train(jit, start, (*right, 1.0))
+
+    return mistake
+
+
+def microbatches(jit):
+    """The mean of one large batch and three small ones."""
+    start = trained()
+    grads = jax.tree.map(lambda *leaves: sum(leaves) / 4, *(gradient(start, size) for size in SPIKE))
+    return jit(jaxfp8.update_state)(start, grads), train(jit, start, SPIKE[:1])
+
+
+def average(jit):
+    """Not even the step after the average finds it."""
+    averaged = jax.tree.map(lambda a, b: 0.99 * a + 0.01 * b, fresh(), trained())
+    return train(jit, averaged), train(jit, trained())
+
+
+def each(f):
+    return lambda grads: jax.tree.map(f, grads)
+
+
+def times(factor):
+    return each(lambda leaf: leaf * jnp.float32(factor))
+
+
+def noisy(grads):
+    """Noise of 1e-4; the scales are 6e-4 and more."""
+    leaves, tree = jax.tree.flatten(grads)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    noise = [1e-4 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, [leaf + part for leaf, part in zip(leaves, noise, strict=True)])
 
 
 LOUD, UNDONE, BOUNDED, SILENT = "loud", "undone", "bounded", "silent"
-# The first words of a line of the page -> what follows, and a function from variables to what `update_state` gets.
+STEP = jaxfp8.train.optimizer(optax.sgd(1e-6))
+# Lines of the page, up to the colon: what follows, and the mistake.
 MISTAKES = {
-    "clipped as a whole": (LOUD, lambda v: (v, optax.clip_by_global_norm(0.37).update(gradient(v), None)[0])),
-    "averaged over fewer than all": (LOUD, lambda v: (v, times(1 / 3, gradient(v)))),
-    "of another step": (LOUD, of_another_step),
-    "stepped by an optimizer": (LOUD, stepped_on),
-    "multiplied by a power of two": (UNDONE, lambda v: (v, times(2.0**-7, gradient(v)))),
-    "summed over 2, 3, … uses or devices": (BOUNDED, lambda v: (v, times(3, gradient(v)))),
-    "clipped by value": (SILENT, None),
+    "clipped as a whole": (LOUD, once(lambda grads: optax.clip_by_global_norm(0.37).update(grads, None)[0])),
+    "averaged over fewer than all": (LOUD, once(times(1 / 3))),
+    "of another step": (LOUD, once(lambda _: gradient(trained(1)))),
+    "averaged over steps": (LOUD, by(optax.chain(optax.ema(0.9), STEP), 0, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0))),
+    "stepped by an optimizer from the first step on": (LOUD, by(optax.adam(1e-3), 0, (1.0,), (1.0,))),
+    "divided by a power of two": (UNDONE, once(times(2.0**-15))),
+    "summed over 2, 3, … uses or devices": (BOUNDED, once(times(3))),
+    "multiplied by a power of two": (BOUNDED, once(times(2.0**15))),
+    "clipped by value from the first step on": (SILENT, always(each(lambda leaf: jnp.clip(leaf, -1, 1)))),
+    "replaced by its sign from the first step on": (SILENT, always(each(jnp.sign))),
+    "noise smaller than the scales": (SILENT, once(noisy)),
     "microbatches averaged by hand": (SILENT, microbatches),
-    "all variables averaged over steps": (SILENT, None),
-    "multiplied, with a history of length 1": (SILENT, None),
+    "microbatches averaged by optax": (SILENT, by(optax.MultiSteps(STEP, 4), 3, SPIKE[:1])),
+    "all variables averaged over steps": (SILENT, average),
+    "stepped by an optimizer that adds": (SILENT, by(optax.scale(1e-3), 3, SPIKE)),
+    "stepped by SGD once histories are full": (SILENT, by(optax.sgd(1e-6), 6, SPIKE)),
+    "multiplied, with a history of length 1": (SILENT, once(times(1 / 3), layer=SHORT)),
 }
 
 
-def newest(variables):
-    return float(variables[OWG][STATE]["input_amax_history"][0])
-
-
-@pytest.mark.parametrize("mistake", [name for name, (_, make) in MISTAKES.items() if make])
-def test_a_mistake(mistake):
+@pytest.mark.parametrize("jit", [jax.jit, kept], ids=["jit", "eager"])
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_a_mistake(mistake, jit):
     kind, make = MISTAKES[mistake]
-    variables = trained()
-    old, grads = make(variables)
-    after = jax.jit(jaxfp8.update_state)(old, grads)
-    right = jaxfp8.update_state(variables, gradient(variables))
-    if kind == SILENT:
-        assert newest(jaxfp8.update_state(old, grads)) < 0.5 * float(jnp.max(jnp.abs(X * 100)))
-        assert jnp.isfinite(LAYER.apply(after, X)).all()
+    if kind != SILENT and jit is not jax.jit:
+        with pytest.raises(ValueError, match=f"update_state: .*{STATE}"):
+            make(jit)
         return
-    with pytest.raises(ValueError, match=f"update_state: .*{STATE}"):
-        jaxfp8.update_state(old, grads)
-    assert bool(jnp.isnan(LAYER.apply(after, X)).any()) == (kind == LOUD)
-    if kind == LOUD:
-        assert "an optimizer has stepped on it, or under jit" in str(jaxfp8.inspect.summary(after))
+    after, right = make(jit)
+    layer = SHORT if after[OWG][STATE]["input_amax_history"].shape == (1,) else LAYER
+    assert bool(jnp.isfinite(layer.apply(after, X)).all()) == (kind != LOUD)
+    assert ("an optimizer has stepped on it, or under jit" in str(jaxfp8.inspect.summary(after))) == (kind == LOUD)
+    state = {name: (np.asarray(leaf), np.asarray(right[OWG][STATE][name])) for name, leaf in after[OWG][STATE].items()}
     if kind == UNDONE:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-20), after[OWG], right[OWG])
+        for leaves in state.values():
+            np.testing.assert_array_equal(*leaves)
     if kind == BOUNDED:
-        assert newest(after) >= newest(right)
+        for name, (leaf, true) in state.items():
+            slot_0 = int(name.endswith("history"))
+            np.testing.assert_array_equal(leaf[slot_0:], true[slot_0:])
+            assert leaf[0] >= true[0]
+    if kind == SILENT:
+        assert any(np.abs(leaf - true).max() > 0.05 * np.abs(true).max() for leaf, true in state.values())
 
 
-def test_clips_by_value_from_the_first_step_on():
-    variables = trained(spoil=lambda grads: jax.tree.map(lambda leaf: jnp.clip(leaf, -1, 1), grads))
-    assert newest(variables) == 1 < jnp.max(jnp.abs(X)) and jnp.isfinite(LAYER.apply(variables, X)).all()
-
-
-def test_an_average_of_all_variables():
-    old = LAYER.init(jax.random.key(1), X)
-    average = jax.tree.map(lambda a, b: 0.99 * a + 0.01 * b, old, trained())
-    assert newest(jaxfp8.update_state(average, gradient(average))) > 0  # not even the next step finds it
-    assert newest(average) < 0.1 * jnp.max(jnp.abs(X))
-
-
-def test_a_history_of_length_1():
-    variables = trained(SHORT)
-    after = jaxfp8.update_state(variables, times(1 / 3, gradient(variables, layer=SHORT)))
-    assert newest(after) < 0.5 * jnp.max(jnp.abs(X)) and jnp.isfinite(SHORT.apply(after, X)).all()
+def test_amaxes_that_the_page_has():
+    after, right = (variables[OWG][STATE]["input_amax_history"][0] for variables in microbatches(jax.jit))
+    assert (f"{right:.1f}", f"{after:.1f}") == ("792.7", "204.1")
 
 
 def test_the_page_has_this_list():
     """A line for each mistake, in this order, with what follows."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "state.md").read_text()
-    table = page.split("| what happened to the gradient or the state | what follows |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| ([^|]*) \| (\w+)", table, re.MULTILINE)
-    assert [kind for _, kind in rows] == [kind for kind, _ in MISTAKES.values()]
-    assert all(line.startswith(name) for (line, _), name in zip(rows, MISTAKES, strict=True))
+    table = page.split("| what happened to the gradient or the state | what follows |\n|---|---|\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([^|:]*)[^|]* \| (\w+)", table, re.MULTILINE)
+    assert len(rows) == len(table.splitlines())
+    assert [(name.strip(), kind) for name, kind in rows] == [(name, kind) for name, (kind, _) in MISTAKES.items()]
