@@ -171,7 +171,7 @@ try:
         @staticmethod
         def add(dtype, x, y):
             # Autodiff calls this to add cotangents: the sum of the uses of a state is their max.
-            return to_max(dtype.combine(from_max(x), from_max(y)), dtype)
+            return combined(x, y)
 
         @staticmethod
         def zero(dtype):
@@ -310,6 +310,11 @@ def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
 def is_max(x) -> bool:
     """Return whether `x` is an array of the max dtype, or of another dtype that `max_dtype` made."""
     return MAX_DTYPE is not None and isinstance(getattr(x, "dtype", None), type(MAX_DTYPE))
+
+
+def combined(x, y):
+    """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
+    return to_max(x.dtype.combine(from_max(x), from_max(y)), x.dtype)
 
 
 def is_foreign_max(x) -> bool:

@@ -11,9 +11,9 @@ import jax
 import optax
 from flax import nnx, traverse_util
 
-from .._jax import _compat, _warnings
+from .._jax import _warnings
 from ..mixed_precision import select
-from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, _state_tree, without_max
+from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, _state_tree, holds_max, without_max
 from ..train import _steps, expect_state, max_grad as _max_grad, named_errors, update_state as _update_state
 from ._dot_general import OverwriteWithGradient, paths_in, trainable
 
@@ -56,13 +56,18 @@ def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> C
 
 def _differentiated(transform, f, argnums, has_aux, gradients_of):
     """Return `transform` of `f` with a watch on the gradients, which `gradients_of` takes out of the result."""
-    differentiate = transform(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    f, options = _with_max_grad(f), {"argnums": _with_state(argnums), "has_aux": has_aux}
+    differentiate = transform(f, **options)
+    # JAX takes gradients by the dtype of cast state where it takes them by integers.
+    of_cast_state = transform(f, **options, allow_int=True)
     positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     positions = [getattr(position, "argnum", position) for position in positions]
 
     @functools.wraps(differentiate)
     def watched(*args, **kwargs):
-        out = differentiate(*args, **kwargs)
+        is_cast = any(holds_max(args[i]) for i in positions)
+        with named_errors("nnx.value_and_grad"):
+            out = (of_cast_state if is_cast else differentiate)(*args, **kwargs)
         if nnx.set_graph_mode.current_value():
             _watch([args[i] for i in positions], gradients_of(out))
         return out
@@ -142,7 +147,7 @@ def max_grad(*tree):
         for path, value in values.items():
             variables[path].set_value(value)
         for variable in _variables(tree, nnx.Variable):  # the loss may have logged a scale
-            if any(map(_compat.is_max, jax.tree.leaves(variable.get_value()))):
+            if holds_max(variable.get_value()):
                 variable.set_value(without_max(variable.get_value()))
 
 
@@ -156,10 +161,10 @@ def _with_max_grad(f):
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
-        with named_errors("nnx.value_and_grad"), max_grad(*args, *kwargs.values()):
+        with max_grad(*args, *kwargs.values()):
             out = f(*args, **kwargs)
         # The result may hold state. Only then is the tree made anew: maps exchange NNX objects for copies.
-        return without_max(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out
+        return without_max(out) if holds_max(out) else out
 
     return wrapped
 

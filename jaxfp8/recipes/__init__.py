@@ -17,7 +17,7 @@ from ._by_product import ByProduct, all_quantizers, second, shares_codes, with_s
 from ._custom import ROLES, CustomRecipe
 from ._delayed import DelayedScaling, DelayedScalingQuantizer, histories_of, next_states, read_states, reading_suffices
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
-from ._reading import is_reading, largest, reading_of, without_max
+from ._reading import holds_max, is_reading, largest, reading_of, without_max
 from ._recipe import HighPrecision, HighPrecisionQuantizer, Recipe, checked
 from ._rules import Rule, Rules, checked_rules, first_match, kind, layer_names, relative, some, warn_of_idle_rules
 from ._state import DotGeneralState, QuantizerState, StateUse, init_state, keeps_state, map_variables

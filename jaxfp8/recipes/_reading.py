@@ -64,6 +64,11 @@ def without_max(tree: Any) -> Any:
     return jax.tree.map(plain, tree)
 
 
+def holds_max(tree: Any) -> bool:
+    """Tell whether any leaf of `tree` has the max dtype, or is a reading."""
+    return any(map(_compat.is_max, jax.tree.leaves(tree)))
+
+
 def largest(ct: jax.Array) -> jax.Array:
     """Combine the cotangents of a state, or of a reading, along the first axis."""
     if is_reading(ct):

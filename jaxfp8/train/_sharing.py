@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._jax import _compat
 from .._jax._trees import Tree
 from ..dot import shared
-from ..recipes import _reading, _state_tree, without_max
+from ..recipes import _reading, _state_tree, holds_max, without_max
 
 
 def max_grad(tree: Tree) -> Tree:
@@ -89,29 +89,33 @@ def value_and_grad(
 
     Returns:
         A function of the same arguments that returns `(value, gradients)`. The gradient of FP8 state is its next state,
-        in float32.
+        in float32. In the backward of a `custom_vjp` inside of another such loss, the gradient of state has the dtype
+        of the state, as `custom_vjp` wants it: return it, or combine it by `accumulate_gradients`.
 
     Raises:
         TypeError: when called, `loss_fn` computes with FP8 state outside of products.
         NotImplementedError: when called, this JAX version lacks the dtype hook; see `max_grad`.
     """
 
-    def at_argnums(function, args):
-        positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-        positions = {n % len(args) for n in positions}
-        return [function(arg) if i in positions else arg for i, arg in enumerate(args)]
+    def positions(args):
+        numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+        return {number % len(args) for number in numbers}
 
     @functools.wraps(loss_fn)
     def loss_with_shared_state(*args, **kwargs):
-        return without_max(loss_fn(*at_argnums(max_grad, args), **kwargs))
+        casts = positions(args)
+        args = [max_grad(arg) if i in casts else arg for i, arg in enumerate(args)]
+        return without_max(loss_fn(*args, **kwargs))
 
     differentiated = jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
+    # JAX takes gradients by the dtype of cast state where it takes them by integers.
+    of_cast_state = jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=True)
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
         with named_errors("value_and_grad"):
-            # JAX takes no gradient with respect to state that the loss around this one has cast.
-            return differentiated(*at_argnums(without_max, args), **kwargs)
+            is_cast = any(holds_max(args[i]) for i in positions(args))
+            return (of_cast_state if is_cast else differentiated)(*args, **kwargs)
 
     return value_and_gradients
 
@@ -124,15 +128,23 @@ def named_errors(function: str):
     except Exception as error:
         # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know. It
         # differentiates with respect to floats alone.
-        if str(error).startswith(("grad requires", "value_and_grad requires")) and str(_compat.MAX_DTYPE) in str(error):
+        is_about_cast = str(_compat.MAX_DTYPE) in str(error)
+        if is_about_cast and str(error).startswith(("grad requires", "value_and_grad requires")):
             raise TypeError(
                 f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got one by jax.grad with respect to "
                 "variables whose FP8 state the gradient around it has cast; in place of jax.grad(loss)(variables) "
-                "write jax.lax.stop_gradient(jaxfp8.grad(loss)(variables))"
+                "write jax.lax.stop_gradient(jaxfp8.grad(loss)(variables)), and in a custom_vjp "
+                "jaxfp8.grad(loss)(variables)"
+            ) from error
+        if is_about_cast and isinstance(error, jax.errors.UnexpectedTracerError):
+            raise TypeError(
+                f"{function}: loss_fn: expected FP8 state to enter a custom derivative as its argument, got a function "
+                "that closes over it; in flax.linen.custom_vjp pass grad_vars=['params', '_overwrite_with_gradient'], "
+                "and the same as vjp_variables of flax.linen.vjp"
             ) from error
         # Outside of jit its arrays of such a dtype have no methods.
         is_abstract = isinstance(error, NotImplementedError) and _raised_in(error) in _compat.METHODS_OF_ARRAYS
-        if str(_compat.MAX_DTYPE) in str(error) or is_abstract:
+        if is_about_cast or is_abstract:
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
                 f"with it ({error}); take norms and decay of the parameters, as in `optax.global_norm(variables["

@@ -10,6 +10,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from .._jax import _compat
 from .._jax._trees import Tree
 from ..ops import _checks
 from ..recipes import _state_tree
@@ -218,6 +219,8 @@ def maximum(acc, grad):
     Floats are compared by their bits, because XLA's CPU threads flush subnormal floats. A sum with the distance of
     infinity from the largest integer wraps around for infinity and NaN: then all that does not count is smallest.
     """
+    if _compat.is_max(grad):  # in the backward of a custom_vjp
+        return _compat.combined(acc, grad)
     if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
         return jnp.maximum(acc, grad)
     distance = np.int32(0x00800000)
