@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.interpreters import ad, batching, mlir
 
 _FIRST_DERIVATIVES_ONLY = (
@@ -121,29 +120,3 @@ mlir.register_lowering(_identity_p, lambda ctx, x: [x])
 def is_differentiated(operands: Iterable[Any]) -> bool:
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have a tangent."""
     return any(isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent") for operand in operands)
-
-
-def names_within(jaxpr: Any) -> set[str]:
-    """Return the names of the primitives of a jaxpr and of the jaxprs inside."""
-    inner = (names_within(each) for eqn in jaxpr.eqns for each in inner_jaxprs(eqn.params))
-    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*inner)
-
-
-@functools.cache
-def hear(heard: Callable[[Primitive, tuple, dict[str, Any]], None]) -> None:
-    """Call `heard(primitive, operands, params)` for all that is traced, or runs outside of jit, and may be a product.
-
-    These are each `lax.dot_general`, and each function that may hold some which JAX has traced before: `jax.jit`,
-    `lax.scan`, `jax.checkpoint`. From now on, in all threads. JAX has no hook for that. The primitives get a `bind` of
-    their own, which adds nothing to a program.
-    """
-    for primitive in (dot_general_p, jit_p, remat_p, scan_p):
-        primitive.bind = _heard_bind(primitive, primitive.bind, heard)
-
-
-def _heard_bind(primitive, bind, heard):
-    def heard_bind(*operands, **params):
-        heard(primitive, operands, params)
-        return bind(*operands, **params)
-
-    return heard_bind

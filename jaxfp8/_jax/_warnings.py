@@ -1,6 +1,5 @@
 """Warnings that point at the line of the user's program."""
 
-import dis
 import inspect
 import traceback
 import warnings
@@ -26,13 +25,6 @@ def user_line() -> Line:
             break
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     return Line(frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry)
-
-
-def is_result_dropped() -> bool:
-    """Tell whether the caller of the function that calls this one is a statement that drops the function's result."""
-    frame = inspect.currentframe().f_back.f_back
-    instructions = (i.opname for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti)
-    return next((name for name in instructions if name not in ("CACHE", "EXTENDED_ARG")), None) == "POP_TOP"
 
 
 def warn(message: str, category: type[Warning], line: Line | None = None) -> None:

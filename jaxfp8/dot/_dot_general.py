@@ -203,7 +203,6 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
     Raises:
         TypeError, ValueError: `state` is not a state of this recipe.
     """
-    recipes.layer_asks()
     quantizers = recipes.all_quantizers(recipes.checked(f"{op}: recipe", recipe))
     if state is None:
         if recipes.keeps_state(recipe):

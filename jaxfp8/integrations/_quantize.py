@@ -3,9 +3,7 @@
 from flax import linen as nn, nnx
 
 from .. import linen, nnx as jaxfp8_nnx
-from .._jax import _warnings
 from .._jax._trees import Tree
-from ..linen._quantize import warn_of_drop
 from ..recipes import Rules, kind
 
 
@@ -27,8 +25,6 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         TypeError, ValueError: see `linen.quantize` and `nnx.quantize`.
     """
     if isinstance(model, nn.Module):
-        if _warnings.is_result_dropped():
-            warn_of_drop("quantize")
         return linen.quantize(model, rules)
     if isinstance(model, nnx.Module):
         return jaxfp8_nnx.quantize(model, rules)

@@ -22,10 +22,9 @@ from typing import NamedTuple
 import jax
 from flax import core, linen as nn
 
-from .._jax import _warnings
 from .._jax._trees import Tree
 from ..dot import _contexts
-from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, keeps_state, kind, layer_names
+from ..recipes import Rule, Rules, checked_rules, first_match, keeps_state, kind, layer_names
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
@@ -57,7 +56,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
     Raises:
         TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
-        FP8StateWarning: the result is thrown away; or, while `apply` is traced, no rule gives a layer of the model FP8,
+        FP8StateWarning: while `apply` is traced, no rule gives a layer of the model FP8,
             or a rule matches no layer of the model.
         ValueError: `model` is bound, or a regex does not compile. While tracing: a block in `nn.jit` is in a field of a
             module in another transform, which hides the path of the block.
@@ -73,21 +72,10 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             f"linen.quantize: model: expected an unbound module, got a {type(model).__name__} with variables; call "
             "quantize outside of apply and of modules' methods, or make the module with parent=None"
         )
-    if _warnings.is_result_dropped():
-        warn_of_drop("linen.quantize")
     plain = model.clone()
     if isinstance(model, _Quantized):
         rules, plain = rules + model._fp8_rules, _plain(plain)
     return _with_rules(plain, rules) if rules else plain
-
-
-def warn_of_drop(function: str) -> None:
-    """Warn that a statement drops the quantized model that `function` returns."""
-    _warnings.warn(
-        f"{function}: the quantized model was thrown away, and a Linen model is not changed in place: it runs without "
-        f"these rules. Keep the result: model = jaxfp8.{function}(model, rules)",
-        FP8StateWarning,
-    )
 
 
 def keeps_state_by_rules(model) -> bool:

@@ -30,4 +30,4 @@ from ._tensorwise import (
     StaticScalingQuantizer,
     TensorwiseQuantizer,
 )
-from ._warning import FP8StateWarning, layer_asks
+from ._warning import FP8StateWarning

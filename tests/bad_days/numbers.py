@@ -1,10 +1,6 @@
 """Numbers, arguments and programs that came from outside: what was silently wrong, hung, or had no message."""
 
-import asyncio
-import warnings
-
 import another_process
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,41 +101,6 @@ def symbolic_batch(library):
                 for a, e in zip(got, expected, strict=True):
                     limit = (size + 4) * 2.0**-23 * 40 * np.abs(e).max()
                     tally(np.abs(np.asarray(a) - np.asarray(e)).max() <= limit, f"{name}, a batch of {size}")
-    return tally.verdict()
-
-
-@row("autocast in tasks of asyncio that overlap: right, a warning or an error", peer="Flax has no autocast")
-def overlapping_tasks(library):
-    del library
-    tally, (x, kernel, _) = Tally(), operands(M, K, N)
-    layer = nn.Dense(N, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
-    run = jax.jit(lambda x: layer.apply({"params": {"kernel": kernel}}, x))
-    expected = [np.asarray(jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe)) for recipe in RECIPES]
-
-    async def task(i, awaits):
-        with jaxfp8.autocast(RECIPES[i]):
-            if awaits:
-                await asyncio.sleep(0.001 * (1 + i))
-            got = np.asarray(run(x))
-        if not awaits:
-            await asyncio.sleep(0.001)
-        return got
-
-    async def all_tasks(awaits):
-        return await asyncio.gather(*(task(i, awaits) for i in range(3)), return_exceptions=True)
-
-    for awaits in (False, True):
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            results = asyncio.run(all_tasks(awaits))
-        said = [w for w in caught if "awaits" in str(w.message)]
-        tally(bool(said) == awaits, f"awaiting inside {awaits}: {len(said)} warnings")
-        tally(all(w.filename == __file__ for w in said), f"the warning points at {[w.filename for w in said]}")
-        for i, got in enumerate(results):
-            is_error = isinstance(got, RuntimeError) and "asyncio" in str(got)
-            good = is_error if awaits and i else not isinstance(got, Exception) and (got == expected[i]).all()
-            tally(good, f"task {i}, awaiting inside {awaits}: {str(got)[:60]}")
-        with jaxfp8.autocast(RECIPES[3]):  # no region is left over
-            tally((np.asarray(run(x)) == expected[3]).all(), f"after tasks that await inside {awaits}")
     return tally.verdict()
 
 

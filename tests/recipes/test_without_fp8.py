@@ -1,4 +1,4 @@
-"""FP8 that is asked for and reaches no product: one FP8StateWarning, and none where there is nothing to say."""
+"""Rules that reach no product: one FP8StateWarning, and none where there is nothing to say."""
 
 import warnings
 
@@ -11,7 +11,6 @@ from flax import nnx
 import jaxfp8
 import jaxfp8.linen
 import jaxfp8.nnx
-from jaxfp8.recipes import _warning
 
 CURRENT, DELAYED = jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling(amax_history_len=3)
 ALL = [(".*", DELAYED)]
@@ -25,15 +24,6 @@ def said(function) -> list[str]:
         function()
     assert all(w.filename == __file__ for w in found), "a warning points at the line of the user"
     return [str(w.message) for w in found if w.category is jaxfp8.FP8StateWarning]
-
-
-class OwnProduct(nn.Module):
-    """A layer that calls lax.dot_general itself, as those of FlaxGPT2 do."""
-
-    @nn.compact
-    def __call__(self, x):
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
-        return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())))
 
 
 class Block(nn.Module):
@@ -53,128 +43,6 @@ class Model(nn.Module):
 
     def decode(self, x):
         return self.head(x)
-
-
-@pytest.fixture(autouse=True)
-def _recipes_that_reached_no_layer(monkeypatch):
-    monkeypatch.setattr(_warning, "_reached", set())
-
-
-def in_region(function, *args, **kwargs):
-    def run():
-        with jaxfp8.autocast(*args, **kwargs):
-            return function()
-
-    return run
-
-
-PARAMS = OwnProduct().init(jax.random.key(0), X)
-FP8 = nn.Dense(8, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
-
-
-def plain():
-    return OwnProduct().apply(PARAMS, X)
-
-
-def test_a_region_without_fp8():
-    step = jax.jit(lambda params: OwnProduct().apply(params, X + 1))
-    (text,) = said(in_region(lambda: step(PARAMS)))
-    assert text.startswith("autocast: no product in this region is in FP8")
-    assert said(in_region(lambda: step(PARAMS))) == []  # compiled: nothing is traced
-    assert len(said(in_region(plain, CURRENT))) == 1
-    assert len(said(in_region(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))(X), CURRENT))) == 1
-
-
-def raises():
-    plain()
-    raise KeyError
-
-
-def test_regions_that_say_nothing():
-    def trains():
-        FP8.init(jax.random.key(0), X)
-
-    def own_recipe():
-        dimension_numbers = (((1,), (0,)), ((), ()))
-        return plain(), jaxfp8.dot_general(X, jnp.ones((8, 8)), dimension_numbers, recipe=CURRENT)
-
-    def builds():
-        return plain(), jaxfp8.nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-
-    def nested():
-        return plain(), in_region(own_recipe, DELAYED)()
-
-    assert said(plain) == said(in_region(plain, enabled=False)) == []
-    assert said(in_region(plain, jaxfp8.HighPrecision())) == []
-    assert said(in_region(in_region(plain, enabled=False), CURRENT)) == []
-    assert said(in_region(lambda: jnp.sum(X), CURRENT)) == []
-    for function in (own_recipe, builds, nested, trains):
-        _warning._reached.clear()
-        assert said(in_region(function, CURRENT)) == [], function
-    assert said(in_region(plain, CURRENT)) == []  # as beside a call of a compiled function with layers
-    with pytest.raises(KeyError):
-        assert said(in_region(raises, jaxfp8.MXFP8BlockScaling())) == []
-
-
-RAW = {"w": jnp.eye(8)}
-GRADIENTS = {
-    "dot_general": lambda p: jnp.sum(jax.lax.dot_general(X, p["w"], (((1,), (0,)), ((), ())))),
-    "matmul": lambda p: jnp.sum(X @ p["w"]),  # a jitted function of JAX, whose trace is kept
-    "vmap": lambda p: jnp.sum(jax.vmap(lambda x: x @ p["w"])(X)),
-    "scan": lambda p: jax.lax.scan(_scanned, X, jnp.stack([p["w"]] * 2))[0].sum(),
-    "checkpoint": lambda p: jnp.sum(jax.checkpoint(jnp.matmul)(X, p["w"])),
-}
-
-
-def _scanned(x, w):
-    return x @ w, None
-
-
-def _fp8(params, x):
-    return jnp.sum(FP8.apply(params, x))
-
-
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("loss", GRADIENTS)
-def test_a_second_model_without_fp8(loss, jit):
-    """Its recipe has reached layers before, and JAX may know its functions: a gradient tells a model from a metric."""
-    variables = FP8.init(jax.random.key(0), X)
-    assert said(in_region(lambda: jax.grad(_fp8)(variables, X), CURRENT)) == []
-    for _ in range(2):
-        step = jit(jax.grad(lambda p: GRADIENTS[loss](p)))
-        (text,) = said(in_region(lambda step=step: step(RAW), CURRENT))
-        assert text.startswith("autocast: no product in this region is in FP8") and "enabled=False" in text
-
-
-def test_beside_a_model_with_fp8():
-    """Programs with products of their own, in regions of a recipe that has reached the model before."""
-    variables, kernel = FP8.init(jax.random.key(0), X), jnp.eye(8)
-    blocks = {"jit": jax.jit(_fp8), "checkpoint": jax.checkpoint(_fp8)}
-
-    def scanned(variables, x):
-        return jax.lax.scan(_step, variables, x[None])[1].sum()
-
-    def train(block):
-        return jax.grad(lambda kernel, variables: block(variables, X @ kernel), argnums=(0, 1))(kernel, variables)
-
-    def evaluate():
-        return FP8.apply(variables, X) @ kernel
-
-    def orthogonalize():  # an optimizer with products, as muon
-        return kernel @ kernel.T @ kernel
-
-    for block in (*blocks.values(), scanned):
-        for _ in range(3):  # JAX has kept the trace of the block, and the layer in it is not heard again
-            assert said(in_region(lambda block=block: train(block), CURRENT)) == []
-            assert said(in_region(lambda block=block: jax.jit(lambda: train(block))(), CURRENT)) == []
-    for function in (evaluate, orthogonalize, jax.jit(evaluate), jax.jit(orthogonalize)):
-        assert said(in_region(function, CURRENT)) == []
-    generate = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x @ kernel, x))
-    assert said(in_region(lambda: generate(X), CURRENT)) == []
-
-
-def _step(variables, x):
-    return variables, _fp8(variables, x)
 
 
 def test_rules_that_match_nothing():
@@ -206,22 +74,6 @@ def test_rules_that_say_nothing(block):
     assert said(lambda: model.bind(variables).head(X)) == []
     off = jaxfp8.quantize(Model(block), [(".*", None)])
     assert said(lambda: off.apply(variables, X)) == []
-
-
-@pytest.mark.parametrize("quantize", [jaxfp8.quantize, jaxfp8.linen.quantize], ids=["quantize", "linen.quantize"])
-def test_a_quantized_model_that_is_thrown_away(quantize):
-    rules = [("head", DELAYED)]
-
-    def dropped():
-        quantize(Model(), rules)
-
-    def kept():
-        model = quantize(Model(), rules)
-        return model, quantize(model, rules), [quantize(Model(), rules)]
-
-    (text,) = said(dropped)
-    assert "the quantized model was thrown away" in text
-    assert said(kept) == said(lambda: quantize(Model(), rules)) == []
 
 
 def test_one_rule_of_a_list_matches_nothing():
