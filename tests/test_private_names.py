@@ -1,19 +1,20 @@
 """Every private name of JAX and Flax that the package and its tests need: named here, and in this JAX and Flax.
 
-A name that a new version drops goes red here before anything else does; without a name of JAX the package itself then
-runs by what is left (`tests/test_fallback.py`).
+A name that a new version drops goes red here before anything else does; a JAX without it is refused at import.
 """
 
 import ast
-import importlib
+import importlib.util
 import pathlib
 import pkgutil
+import sys
 
+import another_process
 import flax
 import jax
 import pytest
-
-from jaxfp8._jax import _compat
+from jax._src import ad_util
+from jax._src.lax import lax as lax_module
 
 ROOT = pathlib.Path(__file__).parents[1]
 NEEDED = {
@@ -23,14 +24,15 @@ NEEDED = {
         "jax._src.interpreters.ad.primitive_linearizations",
         "jax._src.ad_util.raw_jaxval_adders",
         "jax._src.ad_util.stop_gradient_p",
-        "jax._src.core.ShapedArray",
         "jax._src.core.physical_aval",
         "jax._src.dtypes.ExtendedDType",
         "jax._src.earray.EArray",
         "jax._src.interpreters.pxla.global_result_handlers",
+        "jax._src.lax.lax",
         "jax._src.lax.lax._stop_gradient",
     },
     "tests/compile_cache.py": {"jax._src.compiler._get_cache_key"},
+    "tests/test_private_names.py": {"jax._src.ad_util.raw_jaxval_adders", "jax._src.lax.lax._stop_gradient"},
 }
 # Flax has no public names for what these files need.
 NEEDED_OF_FLAX = {
@@ -63,7 +65,9 @@ def private_names(source: str) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names if alias.name.startswith("jax._src")}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_hook":
+            names.add(ast.literal_eval(node.args[0]))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             names.add(f"{modules[node.value.id]}.{node.attr}")
     return names
 
@@ -74,15 +78,30 @@ def test_names_are_in_the_table():
     assert {path: names for path, names in found.items() if names} == NEEDED
 
 
-@pytest.mark.parametrize("name", sorted(set().union(*NEEDED.values())))
-def test_jax_has_it(name):
+def without(monkeypatch, name):
+    """Take a private name out of JAX."""
     module, _, attribute = name.rpartition(".")
-    assert hasattr(importlib.import_module(module), attribute), f"JAX {jax.__version__} has no {name}"
+    monkeypatch.delattr(importlib.import_module(module), attribute)
+    monkeypatch.setitem(sys.modules, name, None)
 
 
-def test_what_the_names_are_for():
-    """With them, state combines by max by itself, and products linearize without a detour."""
-    assert _compat.MAX_DTYPE is not None and _compat._linearizations and _compat._need_devices
+@pytest.mark.parametrize("name", sorted(NEEDED["jaxfp8/_jax/_compat.py"]))
+def test_a_jax_without_a_hook_is_refused(name, monkeypatch):
+    """The hook and the version are named, and JAX stays as it is: state would be summed in silence otherwise."""
+    path = ROOT / "jaxfp8" / "_jax" / "_compat.py"
+    spec = importlib.util.spec_from_file_location("jaxfp8._jax.another_compat", path)
+    adders, stop_gradient = dict(ad_util.raw_jaxval_adders), lax_module._stop_gradient
+    with monkeypatch.context() as changes:
+        without(changes, name)
+        with pytest.raises(ImportError, match=rf"jaxfp8 needs {name}, which JAX {jax.__version__} lacks.*pip install"):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert (ad_util.raw_jaxval_adders, lax_module._stop_gradient) == (adders, stop_gradient)
+
+
+def test_the_package_is_refused_as_a_whole():
+    script = "import sys, jax; del jax._src.earray; sys.modules['jax._src.earray'] = None; import jaxfp8"
+    error = another_process.python("-c", script, code=1).stderr
+    assert "ImportError: jaxfp8 needs jax._src.earray.EArray, which JAX" in error
 
 
 def test_another_name_is_seen():

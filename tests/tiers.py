@@ -24,7 +24,7 @@ CI = {
     *("oracle/test_accumulation.py", "oracle/test_vectors.py"),
     *("programs/test_compiled_step.py", "programs/test_nestings.py", "programs/test_readings.py"),
     *("recipes/test_custom.py", "recipes/test_custom_state.py", "recipes/test_min_size.py"),
-    *("test_fallback.py", "test_messages.py", "train/test_train_state.py"),
+    *("test_messages.py", "train/test_train_state.py"),
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {

@@ -1,11 +1,12 @@
 """The only place that touches private JAX names, above all for a float32 that autodiff adds by max.
 
 Autodiff adds the cotangents of a value that is used more than once by a rule of the value's dtype.
-`jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of their own. Where a JAX version has dropped or
-changed this hook, `MAX_DTYPE` is None and `shared` gives plain float32.
+`jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of their own. Without a hook autodiff would sum FP8
+state in silence, so a JAX that lacks one is refused at import.
 """
 
 import dataclasses
+import pkgutil
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,21 +19,37 @@ from jax.interpreters import ad, batching, mlir
 
 from ._primitives import compiled
 
-try:
-    from jax._src import dispatch
 
-    _need_devices = dispatch.prim_requires_devices_during_lowering
-except (ImportError, AttributeError):
-    _need_devices = set()
+def _hook(name: str) -> Any:
+    """Return a private object of JAX by its whole name.
+
+    Raises:
+        ImportError: this JAX has no object of this name.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"jaxfp8 needs {name}, which JAX {jax.__version__} lacks: without it FP8 state would be summed in silence. "
+            "Install a JAX that jaxfp8 was tried with: pip install 'jax>=0.10.2,<0.13'"
+        ) from error
 
 
-try:
-    from jax._src.interpreters.ad import LinearizeTrace, primitive_linearizations as _linearizations
-
-    # Newer versions of JAX have structured residuals beside the residuals.
-    _has_structured = "structured_residuals" in LinearizeTrace.__init__.__code__.co_names
-except (ImportError, AttributeError):
-    _linearizations, _has_structured = {}, False
+# All hooks are here before the first of them is used: JAX stays as it is where one is missing.
+_need_devices = _hook("jax._src.dispatch.prim_requires_devices_during_lowering")
+_linearizations = _hook("jax._src.interpreters.ad.primitive_linearizations")
+_LinearizeTrace = _hook("jax._src.interpreters.ad.LinearizeTrace")
+_ExtendedDType = _hook("jax._src.dtypes.ExtendedDType")
+_EArray = _hook("jax._src.earray.EArray")
+_physical_aval = _hook("jax._src.core.physical_aval")
+_result_handlers = _hook("jax._src.interpreters.pxla.global_result_handlers")
+_adders = _hook("jax._src.ad_util.raw_jaxval_adders")
+_stop_gradient_p = _hook("jax._src.ad_util.stop_gradient_p")
+_lax_module = _hook("jax._src.lax.lax")
+_stop_others = _hook("jax._src.lax.lax._stop_gradient")
+_transpose_broadcast = ad.primitive_transposes[lax.broadcast_in_dim_p]
+# Newer versions of JAX have structured residuals beside the residuals.
+_has_structured = "structured_residuals" in _LinearizeTrace.__init__.__code__.co_names
 
 
 def linearizes_by(op: Primitive, rule) -> None:
@@ -147,95 +164,93 @@ def gpus_of(ctx) -> list:
     return [device for device in devices if device.platform == "gpu"]
 
 
-try:
-    from jax._src import ad_util, core, dtypes, earray
-    from jax._src.interpreters import pxla
-    from jax._src.lax import lax as lax_internal
+class _MaxType(jax.dtypes.extended):
+    """The kind of the dtype, for `jax.dtypes.issubdtype`."""
 
-    class _MaxType(jax.dtypes.extended):
-        """The kind of the dtype, for `jax.dtypes.issubdtype`."""
 
-    class _MaxRules:
-        """The rules that JAX asks of an extended dtype. Values are stored as float32."""
+class _MaxRules:
+    """The rules that JAX asks of an extended dtype. Values are stored as float32."""
 
-        allow_conversion = False
+    allow_conversion = False
 
-        @staticmethod
-        def physical_element_aval(dtype):
-            return jax.ShapeDtypeStruct((), jnp.float32)
+    @staticmethod
+    def physical_element_aval(dtype):
+        return jax.ShapeDtypeStruct((), jnp.float32)
 
-        @staticmethod
-        def tangent_dtype(dtype):
-            return dtype
+    @staticmethod
+    def tangent_dtype(dtype):
+        return dtype
 
-        @staticmethod
-        def add(dtype, x, y):
-            # Autodiff calls this to add cotangents: the sum of the uses of a state is their max.
-            return combined(x, y)
+    @staticmethod
+    def add(dtype, x, y):
+        # Autodiff calls this to add cotangents: the sum of the uses of a state is their max.
+        return combined(x, y)
 
-        @staticmethod
-        def zero(dtype):
-            # State is not negative, so 0 is neutral in a max too.
-            return to_max(jnp.float32(0), dtype)
+    @staticmethod
+    def zero(dtype):
+        # State is not negative, so 0 is neutral in a max too.
+        return to_max(jnp.float32(0), dtype)
 
-        @staticmethod
-        def full(shape, fill_value, dtype):
-            return to_max(lax.full(shape, fill_value, jnp.float32), dtype)
+    @staticmethod
+    def full(shape, fill_value, dtype):
+        return to_max(lax.full(shape, fill_value, jnp.float32), dtype)
 
-        @staticmethod
-        def global_sharded_result_handler(aval, out_sharding, committed):
-            # A jitted function that returns this dtype gives a float32 array in the wrapper that JAX has for extended
-            # dtypes.
-            physical = core.physical_aval(aval)
-            handler = pxla.global_result_handlers[core.ShapedArray](physical, out_sharding, committed)
-            return handler.wrap(lambda x: earray.EArray(aval, x))
+    @staticmethod
+    def global_sharded_result_handler(aval, out_sharding, committed):
+        # A jitted function that returns this dtype gives a float32 array in the wrapper that JAX has for extended
+        # dtypes.
+        physical = _physical_aval(aval)
+        handler = _result_handlers[jax.core.ShapedArray](physical, out_sharding, committed)
+        return handler.wrap(lambda x: _EArray(aval, x))
 
-    @dataclasses.dataclass(frozen=True)
-    class _MaxDtype(dtypes.ExtendedDType):
-        name: str
-        combine: Callable[..., Any]
-        _rules: type = _MaxRules
-        type: type = _MaxType
-        itemsize: int = 4
 
-        def __repr__(self) -> str:
-            return self.name
+@dataclasses.dataclass(frozen=True)
+class _MaxDtype(_ExtendedDType):
+    name: str
+    combine: Callable[..., Any]
+    _rules: type = _MaxRules
+    type: type = _MaxType
+    itemsize: int = 4
 
-    MAX_DTYPE = _MaxDtype("float32_max", lax.max)
+    def __repr__(self) -> str:
+        return self.name
 
-    def _add_concrete(x, y):
-        return x.dtype._rules.add(x.dtype, x, y) if is_max(x) or is_foreign_max(x) else _other_adder(x, y)
 
-    # jax.debug_nans reads this attribute.
-    earray.EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
-    # Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
-    _other_adder = ad_util.raw_jaxval_adders.get(earray.EArray)
-    ad_util.raw_jaxval_adders[earray.EArray] = _add_concrete
+MAX_DTYPE = _MaxDtype("float32_max", lax.max)
 
-    _transpose_broadcast = ad.primitive_transposes[lax.broadcast_in_dim_p]
 
-    def _refuse_broadcast_of_state(ct, *args, **params):
-        """Raise where JAX would sum the cotangents of a state that it repeated for the examples of a `vmap`."""
-        if not is_max(ct):
-            return _transpose_broadcast(ct, *args, **params)
-        raise TypeError(
-            "jaxfp8: one FP8 state was repeated for each example of a vmap, as JAX does with a cond or switch whose "
-            "predicate differs between the examples: both branches would run, on all of them. Use jax.lax.map or "
-            "jax.lax.scan over the examples in place of vmap, or call the layer outside of the cond and choose between "
-            "results with jnp.where"
-        )
+def _add_concrete(x, y):
+    return x.dtype._rules.add(x.dtype, x, y) if is_max(x) or is_foreign_max(x) else _other_adder(x, y)
 
-    ad.primitive_transposes[lax.broadcast_in_dim_p] = _refuse_broadcast_of_state
 
-    _stop_others = lax_internal._stop_gradient
+# jax.debug_nans reads this attribute.
+_EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
+# Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
+_other_adder = _adders.get(_EArray)
+_adders[_EArray] = _add_concrete
 
-    def _stop_gradient(x):
-        """Stop the gradient of state too: `lax.stop_gradient` returns arrays of an extended dtype as they are."""
-        return ad_util.stop_gradient_p.bind(x) if is_max(x) else _stop_others(x)
 
-    lax_internal._stop_gradient = _stop_gradient
-except (ImportError, AttributeError):
-    MAX_DTYPE = None
+def _refuse_broadcast_of_state(ct, *args, **params):
+    """Raise where JAX would sum the cotangents of a state that it repeated for the examples of a `vmap`."""
+    if not is_max(ct):
+        return _transpose_broadcast(ct, *args, **params)
+    raise TypeError(
+        "jaxfp8: one FP8 state was repeated for each example of a vmap, as JAX does with a cond or switch whose "
+        "predicate differs between the examples: both branches would run, on all of them. Use jax.lax.map or "
+        "jax.lax.scan over the examples in place of vmap, or call the layer outside of the cond and choose between "
+        "results with jnp.where"
+    )
+
+
+ad.primitive_transposes[lax.broadcast_in_dim_p] = _refuse_broadcast_of_state
+
+
+def _stop_gradient(x):
+    """Stop the gradient of state too: `lax.stop_gradient` returns arrays of an extended dtype as they are."""
+    return _stop_gradient_p.bind(x) if is_max(x) else _stop_others(x)
+
+
+_lax_module._stop_gradient = _stop_gradient
 
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -303,13 +318,13 @@ METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
 def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
-    """Return a dtype called `name` whose cotangents, as float32, meet in `combine`; None where JAX lacks the hook."""
-    return None if MAX_DTYPE is None else type(MAX_DTYPE)(name, combine)
+    """Return a dtype called `name` whose cotangents, as float32, meet in `combine`."""
+    return _MaxDtype(name, combine)
 
 
 def is_max(x) -> bool:
     """Return whether `x` is an array of the max dtype, or of another dtype that `max_dtype` made."""
-    return MAX_DTYPE is not None and isinstance(getattr(x, "dtype", None), type(MAX_DTYPE))
+    return isinstance(getattr(x, "dtype", None), _MaxDtype)
 
 
 def combined(x, y):

@@ -46,7 +46,7 @@ def shared(state):
             return _from_foreign_max(leaf, leaf.dtype)
         if _compat.is_max(leaf):
             return _compat.from_max(leaf)
-        if _compat.MAX_DTYPE is not None and isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.core.Tracer):
             return _compat.from_max(_compat.to_max(leaf))
         return jnp.asarray(leaf).astype(jnp.float32)
 

@@ -129,9 +129,6 @@ def max_grad(*tree):
     Args:
         *tree: modules, or pytrees that hold modules. On leaving the context their state is the plain f32 state from
             before.
-
-    Raises:
-        NotImplementedError: this JAX version lacks the dtype hook; see `jaxfp8.max_grad`.
     """
     nodes = nnx.iter_graph(tree)
     variables = {tuple(map(str, path)): node for path, node in nodes if isinstance(node, OverwriteWithGradient)}

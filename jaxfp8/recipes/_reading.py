@@ -44,7 +44,7 @@ READING = _compat.max_dtype("float32_max_reading", _combine)
 
 def is_reading(x: Any) -> bool:
     """Tell whether `x` is a reading."""
-    return READING is not None and getattr(x, "dtype", None) == READING
+    return getattr(x, "dtype", None) == READING
 
 
 def reading_of(state: DotGeneralState) -> jax.Array | None:

@@ -40,15 +40,7 @@ def max_grad(tree: Tree) -> Tree:
 
     Returns:
         `tree`, with the leaves of differentiated state cast.
-
-    Raises:
-        NotImplementedError: this JAX version lacks the dtype hook; use `jaxfp8.fork` and the carry.
     """
-    if _compat.MAX_DTYPE is None:
-        raise NotImplementedError(
-            f"max_grad: JAX {jax.__version__} has no extended dtypes of the kind jaxfp8 knows; thread the state "
-            "through the carry of your loops with jaxfp8.fork, and please report the version"
-        )
 
     # 1. Cast all state. A second cast of a leaf gives the same array, so that all its uses meet there.
     def cast(leaf):
@@ -69,9 +61,8 @@ def max_grad(tree: Tree) -> Tree:
 
 
 def apply_with_max_grad(apply: Callable[..., Any], variables: Tree, *args: Any, **options: Any) -> Any:
-    """Call the `apply` of a Flax model with state as `max_grad` leaves it, where JAX has the dtype hook."""
-    shared_variables = variables if _compat.MAX_DTYPE is None else max_grad(variables)
-    return without_max(apply(shared_variables, *args, **options))
+    """Call the `apply` of a Flax model with state as `max_grad` leaves it."""
+    return without_max(apply(max_grad(variables), *args, **options))
 
 
 def value_and_grad(
@@ -94,7 +85,6 @@ def value_and_grad(
 
     Raises:
         TypeError: when called, `loss_fn` computes with FP8 state outside of products.
-        NotImplementedError: when called, this JAX version lacks the dtype hook; see `max_grad`.
     """
 
     def positions(args):
@@ -196,7 +186,7 @@ def fork(state: Any) -> Any:
             return (state, total + f(x, used)), None
 
     Loops with a backward of their own, such as Equinox's `while_loop(kind="checkpointed")`, need `fork`, together with
-    `jax.grad`. `fork` needs only public JAX, so it also works where `max_grad` raises NotImplementedError.
+    `jax.grad`.
 
     Args:
         state: a tree of float arrays.
