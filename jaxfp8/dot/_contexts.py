@@ -50,11 +50,22 @@ def current_layer() -> str | None:
 
 
 _HIGH_PRECISION = "high precision: "
+_GEMM = "gemm: "
 
 
 def high_precision(reason: str):
     """Return a context for products that are in high precision for this reason, a clause without a slash."""
     return jax.named_scope(_HIGH_PRECISION + reason)
+
+
+def gemm(name: str):
+    """Return a context for one of the three products of a layer: `"fprop"`, `"dgrad"` or `"wgrad"`."""
+    return jax.named_scope(_GEMM + name)
+
+
+def gemm_of(scope: str) -> str | None:
+    """Return the product in the name of a scope; None for other scopes."""
+    return scope.removeprefix(_GEMM) if scope.startswith(_GEMM) else None
 
 
 def reason(scope: str) -> str | None:

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import ops, recipes
 from ..ops._support import is_for_tpu
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
+from . import _contexts
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, quantize_fused, quantize_gradient
 from ._high_precision import is_blockwise, is_tensorwise, multiply_by, multiply_dequantized
 from ._layout import Layout, both_layouts, layouts
@@ -210,7 +211,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
     if bias is not None:
         batch = [x.shape[d] for d in product.dimension_numbers[1][0]]
         bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
-    y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias, group_sizes=group_sizes)
+    with _contexts.gemm(GEMMType.FPROP):
+        y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias, group_sizes=group_sizes)
     y, output = product.requantize(3, y, uses[3], len(layouts_of_both[1].free))
     if reading is not None and recipes.reading_suffices(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them from the residuals.
@@ -286,13 +288,15 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if needs_dx:
         swap = x_layout.contract_first
         kernel_read = kernel if kernel_again is None else kernel_again
-        dx = product.gemm(GEMMType.DGRAD, grad, kernel_read, product.x_dtype, swap, group_sizes=group_sizes)
+        with _contexts.gemm(GEMMType.DGRAD):
+            dx = product.gemm(GEMMType.DGRAD, grad, kernel_read, product.x_dtype, swap, group_sizes=group_sizes)
         dx, input_grad = product.requantize(4, dx, input_grad_use, len(x_layout.free if swap else x_layout.contract))
         dx = x_layout.restored(dx)
     if needs_dkernel:
         swap = not kernel_layout.contract_first
         x_read = x if x_again is None else x_again
-        dkernel = product.gemm(GEMMType.WGRAD, x_read, grad_t, product.kernel_dtype, swap, group_sizes=group_sizes)
+        with _contexts.gemm(GEMMType.WGRAD):
+            dkernel = product.gemm(GEMMType.WGRAD, x_read, grad_t, product.kernel_dtype, swap, group_sizes=group_sizes)
         dkernel = kernel_layout.restored(dkernel)
     if dbias is not None:
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))

@@ -9,15 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn, nnx
 
-from .._jax import _compat
+from .._jax import _compat, _warnings
 from .._jax._table import aligned
 from ..dot import _gemms
 from ..nnx._inspect import function_of_arrays
 from ..ops._support import using
-from ..recipes import no_reduction
+from ..recipes import GEMMType, no_reduction
 from ._programs import GEMM_OPS, Place, Target, are_fp8, equations, traced
 
+_PASSES = ("forward", "backward", *GEMMType)
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")
 _PLAIN = {
     "dot_general": "no product of jaxfp8: no recipe reaches it",
@@ -33,9 +35,11 @@ class Gemms:
     """The matrix products of a program; `str` is a table of them.
 
     Attributes:
-        rows: a dict for each different product: `layer` (the path of its module, or the scopes around it), `pass`
-            (`"forward"` or `"backward"`), `product` (dtypes and shapes), `times` (how often the program has it), `line`
-            (its source line), `fp8` (whether it runs in FP8) and `why` (why it does not run in FP8, else None).
+        rows: a dict for each different product: `layer` (the path of its module as in `jaxfp8.report`, or the scopes
+            around it, and the equation of an einsum), `pass` (`"forward"` or `"backward"`), `gemm` (`"fprop"`,
+            `"dgrad"` or `"wgrad"` of a product of jaxfp8, else None), `product` (dtypes and shapes), `times` (how often
+            the program has it), `line` (its source line), `fp8` (whether it runs in FP8) and `why` (why it does not run
+            in FP8, else None).
         platform: the platform that `fp8` and `why` are for.
     """
 
@@ -43,10 +47,13 @@ class Gemms:
     platform: str
 
     def __str__(self) -> str:
-        lines = [_COLUMNS] + [
-            tuple(str(row[column] or ("FP8" if column == "why" else "-")) for column in _COLUMNS) for row in self.rows
-        ]
-        return aligned(lines)
+        return aligned([_COLUMNS, *map(_cells, self.rows)])
+
+
+def _cells(row) -> tuple[str, ...]:
+    is_named = row["pass"] == "backward" and row["gemm"]
+    values = row | {"pass": row["gemm"] if is_named else row["pass"], "why": row["why"] or "FP8"}
+    return tuple(str(values[column] or "-") for column in _COLUMNS)
 
 
 def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Gemms:
@@ -58,7 +65,7 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
     takes gradients lists the products of its backward too. A product in a loop is listed once.
 
     Args:
-        fn: any function: a training step, a loss, a model's `apply`.
+        fn: any function: a training step, a loss, a Linen model's `apply`; or an NNX model.
         args, kwargs: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`, NNX modules and optimizers.
         platform: see `assert_fp8`.
 
@@ -70,13 +77,24 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
         ValueError: `platform` is unknown.
     """
     target = Target.parse(platform)
+    if isinstance(fn, nn.Module) and fn.scope is None:
+        raise TypeError(
+            f"gemms: fn: expected a function, got a {type(fn).__name__}, a Linen model without variables; pass its "
+            "apply, as in gemms(model.apply, variables, x)"
+        )
     if not callable(fn):
         got = type(fn).__name__
         raise TypeError(f"gemms: fn: expected a function, as in gemms(step, state, batch), got a {got}")
+    if isinstance(fn, nnx.Module):
+        args, fn = (fn, *args), _call
     program = traced(*function_of_arrays(fn, args, kwargs))
     # A Counter keeps the order in which rows first appear, which is that of the program.
     counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
     return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
+
+
+def _call(model, *args, **kwargs):
+    return model(*args, **kwargs)
 
 
 def assert_fp8(
@@ -96,7 +114,9 @@ def assert_fp8(
             FP8 GEMM, so every product is reported. None is the backend of this process; on a CPU, where models are
             only developed, None is `"cuda"`.
         allow: regexes, or a string, which is one regex. A product is not reported where a regex is found (`re.search`)
-            in its layer or in its source line: `"attention"`, `"head$"`, `r"model\\.py:57"`.
+            in its layer, with the equation of an einsum or without, or in its source line: `"attention"`, `"head$"`,
+            `r"model\\.py:57"`. A pass alone, or before a colon, allows that pass: `"wgrad"`, `"wgrad:.*head"`. Passes
+            are `forward` and `backward`, and `fprop`, `dgrad` and `wgrad` of products of jaxfp8.
 
     Raises:
         AssertionError: products would not run in FP8; the message has layer, pass, shapes, dtypes, source line and
@@ -105,18 +125,33 @@ def assert_fp8(
         ValueError: `platform` is unknown.
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
-    allowed = [re.compile(pattern) for pattern in ([allow] if isinstance(allow, str) else allow)]
-    plain, keys = [row for row in products.rows if not row["fp8"]], ("layer", "line")
-    missed = [row for row in plain if not any(regex.search(row[key]) for regex in allowed for key in keys)]
-    name = getattr(fn, "__name__", repr(fn))
+    patterns = [allow] if isinstance(allow, str) else list(allow)
+    missed = [row for row in products.rows if not row["fp8"] and not any(_allows(p, row) for p in patterns)]
+    idle = [pattern for pattern in patterns if not any(_allows(pattern, row) for row in products.rows)]
+    name = type(fn).__name__ if isinstance(fn, nnx.Module) else getattr(fn, "__name__", repr(fn))
     # A function without any product is hardly the function that the caller meant, so it does not pass.
     if not products.rows:
         raise AssertionError(f"assert_fp8: {name} has no matrix product with these arguments")
+    said = f"allow: no product of {name} matches {', '.join(map(repr, idle))}"
     if missed:
         total, count = (sum(row["times"] for row in rows) for rows in (products.rows, missed))
         table = Gemms(missed, products.platform)
         head = f"assert_fp8: {count} of {total} matrix products of {name} would not run in FP8 on {table.platform}"
-        raise AssertionError(f"{head}:\n{table}")
+        raise AssertionError(f"{head}:\n{table}" + (f"\n{said}" if idle else ""))
+    if idle:
+        _warnings.warn(f"assert_fp8: {said}; is the path spelled as in jaxfp8.inspect.gemms?", UserWarning)
+
+
+def _allows(pattern: str, row: dict) -> bool:
+    """Tell whether a pattern of `allow` is for a product: a regex, or a pass, or a pass, a colon and a regex."""
+    gemm, colon, rest = pattern.partition(":")
+    if gemm in _PASSES:
+        if gemm not in (row["pass"], row["gemm"]):
+            return False
+        pattern = rest
+    module, _, equation = row["layer"].rpartition("/")
+    names = [row["layer"], row["line"], *([module] if "->" in equation else [])]
+    return any(re.search(pattern, name) for name in names)
 
 
 def _rows(eqn, place: Place, target: Target) -> list[tuple]:
@@ -124,7 +159,10 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
     name = eqn.primitive.name
     # A product that is not differentiated is one equation: look at the equations of its forward.
     if name == "fp8_product":
-        inner = [(inner_eqn, place._replace(reason=inside.reason)) for inner_eqn, inside in equations(_forward(eqn))]
+        inner = [
+            (inner_eqn, place._replace(gemm=inside.gemm, reason=inside.reason))
+            for inner_eqn, inside in equations(_forward(eqn))
+        ]
         return [row for inner_eqn, inner_place in inner for row in _rows(inner_eqn, inner_place, target)]
     if name in GEMM_OPS:
         why = target.why_not(eqn)
@@ -134,7 +172,7 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
         return []
     product = " x ".join(_text(var.aval) for var in eqn.invars[:2])
     direction = "backward" if place.is_backward else "forward"
-    values = {"layer": place.layer, "pass": direction, "product": product, "line": place.line}
+    values = {"layer": place.layer, "pass": direction, "gemm": place.gemm, "product": product, "line": place.line}
     return [tuple((values | {"fp8": why is None, "why": why}).items())]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+from flax import linen as nn
 
 from .._jax._primitives import inner_jaxprs
 from ..dot import _contexts
@@ -29,12 +30,14 @@ class Place(NamedTuple):
     Attributes:
         layer: the scopes around the equation, joined by `/`: the path of the module, where the library names scopes.
         is_backward: whether the equation belongs to a gradient.
+        gemm: `"fprop"`, `"dgrad"` or `"wgrad"` of a product of jaxfp8; else None.
         reason: why jaxfp8 keeps the equation in high precision; None where jaxfp8 left no reason.
         line: `file.py:12`, the innermost source line outside of libraries; "" where there is none.
     """
 
     layer: str
     is_backward: bool
+    gemm: str | None
     reason: str | None
     line: str
 
@@ -54,13 +57,18 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
 def _place(stack, eqn) -> Place:
     scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
     is_backward = any(type(item).__name__ == "Transform" and item.name == "transpose" for item in stack)
-    reasons = [reason for scope in scopes if (reason := _contexts.reason(scope))]
-    scopes = [scope for scope in scopes if scope not in _SCOPES_OF_TRANSFORMS and not _contexts.reason(scope)]
-    return Place(_joined(scopes), is_backward, reasons[0] if reasons else None, _line(eqn.source_info.traceback))
+    reason = next(filter(None, map(_contexts.reason, scopes)), None)
+    gemm = next(filter(None, map(_contexts.gemm_of, scopes)), None)
+    ours = [scope for scope in scopes if _contexts.reason(scope) or _contexts.gemm_of(scope)]
+    scopes = [scope for scope in scopes if scope not in (*_SCOPES_OF_TRANSFORMS, *ours)]
+    return Place(_joined(scopes), is_backward, gemm, reason, _line(eqn.source_info.traceback))
 
 
 def _joined(scopes) -> str:
-    """Join scopes to one path, without the scopes that nested transforms repeat; NNX scopes are whole paths."""
+    """Join scopes to the path of a module, as rules and `report` have it.
+
+    Nested transforms repeat scopes, NNX scopes are whole paths, and Linen's begin with the class of the model.
+    """
     path = []
     for scope in scopes:
         parts = [scope] if "->" in scope else scope.split("/")  # an equation is one name
@@ -71,7 +79,13 @@ def _joined(scopes) -> str:
             path = path[size:]
     while len(path) > 1 and path[-1].startswith(_SCOPES_OF_PRODUCTS):
         path = path[:-1]
+    if len(path) > 1 and path[0].partition(".")[0] in _names_of_linen_classes(nn.Module):
+        path = path[1:]
     return "/".join(path)
+
+
+def _names_of_linen_classes(base) -> set[str]:
+    return {base.__name__}.union(*map(_names_of_linen_classes, base.__subclasses__()))
 
 
 def _line(traceback) -> str:

@@ -34,6 +34,8 @@ _NO_PRODUCT = {
     nnx.bridge.ToNNX: "a Linen module; give it its rules with linen.quantize, before the bridge",
 }
 
+_OWN_ARRAYS = "its code multiplies its arrays; jaxfp8.dot_general or jaxfp8.einsum there is FP8"
+
 # This context is part of jit's cache key, so that blocks in nn.jit are traced anew for each report; the methods of a
 # cached block would not run.
 _report = jax.make_user_context(None)
@@ -115,14 +117,16 @@ class _Rows:
         row = (path, type(module).__name__, input, kernel, recipe, why)
         self.by_path[path] = dict(zip(_COLUMNS, row, strict=True))
 
-    def add_skipped(self, path: str, module, decided, lacks: str, input, kernel) -> None:
-        """Add a module without an FP8 product where a rule matches the module in vain."""
+    def add_skipped(self, path: str, module, decided, input, kernel) -> None:
+        """Add a module without an FP8 product: where a rule matches it in vain, and where it multiplies arrays."""
         reasons = (reason for classes, reason in _NO_PRODUCT.items() if isinstance(module, classes))
-        reason = next(reasons, lacks if kernel else None)
-        if decided is not None and reason is not None:
+        reason = next(reasons, None)
+        if decided is not None and (reason or kernel):
             rule = self.use(decided)
-            why = rule if decided.rule.recipe is None else f"skipped: {reason} ({rule})"
+            why = rule if decided.rule.recipe is None else f"skipped: {reason or _OWN_ARRAYS} ({rule})"
             self.add(path, module, None, why, input, kernel)
+        elif kernel and not reason:
+            self.add(path, module, None, f"no rule; {_OWN_ARRAYS}", input, kernel)
 
     def use(self, decided: Decision) -> str:
         """Record that a rule decides about a layer, and return its text."""
@@ -211,7 +215,7 @@ class _Recorder(_Rows):
             why = _own_product(module) if decided is None else self.use(decided)
             self.add(path, module, None, why, x, kernel)
         else:
-            self.add_skipped(path, module, decided, "takes no dot_general_cls", x, kernel)
+            self.add_skipped(path, module, decided, x, kernel)
 
 
 def _nnx_rows(model, args, kwargs) -> _Rows:
@@ -240,7 +244,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
     for path, module in nnx.iter_modules(model):
         if id(module) not in known and not isinstance(module, _Fp8Product):
             decided, path = decide(path, module), "/".join(map(str, path))
-            rows.add_skipped(path, module, decided, "has no attribute dot_general", None, _kernel(module))
+            rows.add_skipped(path, module, decided, None, _kernel(module))
     return rows
 
 

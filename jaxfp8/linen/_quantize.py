@@ -56,8 +56,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
     Raises:
         TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
-        FP8StateWarning: while `apply` is traced, no rule gives a layer of the model FP8,
-            or a rule matches no layer of the model.
+        FP8StateWarning: while `apply` is traced, no rule gives a layer of the model FP8, a rule matches no layer of the
+            model, or a module that a rule matches multiplies its parameters itself.
         ValueError: `model` is bound, or a regex does not compile. While tracing: a block in `nn.jit` is in a field of a
             module in another transform, which hides the path of the block.
     """
@@ -106,6 +106,11 @@ def decision(module) -> Decision | None:
 def is_layer(module) -> bool:
     """Tell whether rules can change the products of a module."""
     return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(module, "dot_general_cls")
+
+
+def _is_foreign(module) -> bool:
+    """Tell whether the class of a module is neither Flax's nor ours."""
+    return type(module).__module__.partition(".")[0] not in ("flax", "jaxfp8")
 
 
 def _has_field(module, name: str) -> bool:
@@ -243,16 +248,18 @@ def _intercepting(model):
     if _is_intercepting.value:
         yield
         return
-    ran = {}
+    ran, own = {}, set()
 
     def intercept(next_method, args, kwargs, context):
+        if not is_layer(context.module) and _is_foreign(context.module):
+            own.add(context.module.path)
         return _interceptor(ran, next_method, args, kwargs, context)
 
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield
     # A submodule that was handed out has the rules of a model that does not run here.
     if model._fp8_rules and model.scope is not None and ran:
-        check_rules(model, ran)
+        check_rules(model, ran, own)
 
 
 def _interceptor(ran, next_method, args, kwargs, context):

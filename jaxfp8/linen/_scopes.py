@@ -12,7 +12,7 @@ from flax import core
 from flax.traverse_util import flatten_dict
 
 from .._jax import _warnings
-from ..recipes import FP8StateWarning, Rule, relative, some, warn_of_idle_rules
+from ..recipes import FP8StateWarning, Rule, relative, some, warn_of_idle_rules, warn_of_own_arrays
 
 _FLAG = "jaxfp8_rules"
 
@@ -69,8 +69,14 @@ def _ruled(scope, scope_regions) -> _RuledScope:
     return alias
 
 
-def check_rules(model, ran) -> None:
-    """Warn of rules of a bound model that give no FP8, or match no layer, among modules that may not have run too."""
+def check_rules(model, ran, own) -> None:
+    """Warn of rules of a bound model that give no FP8, or match no layer, among modules that may not have run too.
+
+    Args:
+        model: the model.
+        ran: the modules that ran, by their paths: whether a rule gives a layer FP8, None for other modules.
+        own: the paths of modules without a product that are none of Flax's.
+    """
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A method may run some of these
     #    only, and a block that nn.jit has kept runs unseen.
     leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
@@ -94,7 +100,13 @@ def check_rules(model, ran) -> None:
     elif leaves and not model.is_initializing() and not type(model)._fp8_has_checked:
         type(model)._fp8_has_checked = True
         names = {name: [name] for name in _names([*layers, *rest], model.path)}
-        warn_of_idle_rules("linen.quantize", type(model).__name__, model._fp8_rules, names)
+        params = flatten_dict(model.variables.get("params", {}))
+        # An embedding or a norm is in high precision, as a rule may say.
+        others = _names({(*model.path, *path[:-1]) for path in params} - set(layers), model.path)
+        to_layers = [r for r in model._fp8_rules if r.recipe is not None or not r.matches(others, "dot_general")]
+        warn_of_idle_rules("linen.quantize", type(model).__name__, to_layers, names)
+        arrays = {path: leaf.shape for path, leaf in params.items() if (*model.path, *path[:-1]) in own}
+        warn_of_own_arrays("linen.quantize", model._fp8_rules, arrays)
 
 
 def _names(paths, root: tuple[str, ...] = ()) -> list[str]:

@@ -16,6 +16,7 @@ from ..recipes import (
     layer_names,
     some,
     warn_of_idle_rules,
+    warn_of_own_arrays,
 )
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, _Fp8Product, frozen_arrays
 from ._layers import Linear
@@ -53,7 +54,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         TypeError: `model` is not an NNX module, or `rules` are not pairs of a string and a recipe.
         ValueError: a regex does not compile, or a layer is stacked along another axis than the first, or is frozen.
             The model is not changed then, nor where a recipe raises.
-        FP8StateWarning: rules ask for FP8, and none gives it to a layer; or a rule matches no layer.
+        FP8StateWarning: rules ask for FP8, and none gives it to a layer; a rule matches no layer; or a module that a
+            rule matches multiplies its parameters itself.
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
@@ -73,12 +75,15 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         _warn_of_rules(model, fp8_paths, model_layers)
     else:
         names = {"/".join(map(str, path)): layer_names(path, name is None) for path, _, name in model_layers}
-        # An embedding or a norm is in high precision, as a rule may say; a block of layers is not.
+        # An embedding or a norm is in high precision, as a rule may say; a block of layers alone is not.
+        own_arrays = dict(_own_arrays(model))
         around = {path[:i] for path, *_ in model_layers for i in range(len(path))}
+        around -= {path[:-1] for path in own_arrays}
         modules = [path for path, module in nnx.iter_modules(model) if not isinstance(module, _Fp8Product)]
         rest = ["/".join(map(str, path)) for path in modules if path not in around]
         to_layers = [rule for rule in rules if rule.recipe is not None or not rule.matches(rest, "dot_general")]
         warn_of_idle_rules("nnx.quantize", type(model).__name__, to_layers, names)
+        warn_of_own_arrays("nnx.quantize", rules, own_arrays)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
@@ -97,6 +102,15 @@ def layers(model):
             held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
     products = [(path, module) for path, module in modules if isinstance(module, _Fp8Product)]
     return model_layers + [(path, product, None) for path, product in products if id(product) not in held]
+
+
+def _own_arrays(model):
+    """Yield the path and the shape of each parameter of a module that is none of Flax's and has no product."""
+    for path, module in nnx.iter_modules(model):
+        if _operation(module) is None and type(module).__module__.partition(".")[0] not in ("flax", "jaxfp8"):
+            for name, value in vars(module).items():
+                if isinstance(value, nnx.Param):
+                    yield (*path, name), value.get_value().shape
 
 
 def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:

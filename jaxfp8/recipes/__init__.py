@@ -19,7 +19,18 @@ from ._delayed import DelayedScaling, DelayedScalingQuantizer, histories_of, nex
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._reading import holds_max, is_reading, largest, reading_of, without_max
 from ._recipe import HighPrecision, HighPrecisionQuantizer, Recipe, checked
-from ._rules import Rule, Rules, checked_rules, first_match, kind, layer_names, relative, some, warn_of_idle_rules
+from ._rules import (
+    Rule,
+    Rules,
+    checked_rules,
+    first_match,
+    kind,
+    layer_names,
+    relative,
+    some,
+    warn_of_idle_rules,
+    warn_of_own_arrays,
+)
 from ._state import DotGeneralState, QuantizerState, StateUse, init_state, keeps_state, map_variables
 from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
 from ._tensor import Block, QTensor, as_bytes, as_codes, dequantized, value_of

@@ -1,5 +1,6 @@
 """Rules by layer: which recipe a layer runs, by the path of the layer. Linen and NNX read the same lists."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -95,6 +96,33 @@ def warn_of_idle_rules(where: str, model: str, rules: Sequence[Rule], layers: di
         _warnings.warn(
             f"{where}: rules: no layer of {model} matches {some(idle)}: a regex has to match the whole path of a "
             f"layer, as '.*Dense_0' does. The layers are {some(list(layers)) or 'none'}; see jaxfp8.report",
+            FP8StateWarning,
+        )
+
+
+def warn_of_own_arrays(where: str, rules: Sequence[Rule], arrays: dict[tuple, tuple[int, ...]]) -> None:
+    """Warn of matrices that rules ask FP8 for, and that the code of a module multiplies itself.
+
+    Args:
+        where: the function that the rules were given to.
+        rules: the rules.
+        arrays: the shapes of parameters that belong to modules without a product, by their paths.
+    """
+    shapes = {}
+    for path, shape in arrays.items():
+        index = first_match(rules, layer_names(path[:-1], False), None)
+        is_asked_for = index is not None and rules[index].recipe is not None
+        name = "/".join(map(str, path))
+        # An embedding is looked up, or added to.
+        if is_asked_for and len(shape) > 1 and 1 not in shape and "emb" not in name:
+            shapes[name] = shape
+    if shapes:
+        largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
+        names = some([f"{name} {'x'.join(map(str, shapes[name]))}" for name in largest], 4)
+        _warnings.warn(
+            f"{where}: rules: no rule reaches the products that a module's own code makes, as with {names}: where "
+            "these are multiplied, call jaxfp8.dot_general or jaxfp8.einsum, or give their modules the recipe None; "
+            "see jaxfp8.report",
             FP8StateWarning,
         )
 

@@ -79,18 +79,98 @@ def test_the_message_names_layer_shapes_line_and_reason():
     assert first == "assert_fp8: 3 of 5 matrix products of step would not run in FP8 on cuda:"  # up: no gradient of x
     cells = [re.split(r" {2,}", line) for line in lines]
     assert [cell[:3] for cell in cells] == [
-        ["Model/head", "forward", "bfloat16[32,64] x bfloat16[64,16]"],
-        ["Model/head", "backward", "bfloat16[32,16] x bfloat16[32,64]"],
-        ["Model/head", "backward", "bfloat16[32,16] x bfloat16[64,16]"],
+        ["head", "forward", "bfloat16[32,64] x bfloat16[64,16]"],
+        ["head", "backward", "bfloat16[32,16] x bfloat16[32,64]"],
+        ["head", "backward", "bfloat16[32,16] x bfloat16[64,16]"],
     ]
     assert all(cell[3] == "1" and cell[5].startswith("no product of jaxfp8") for cell in cells)
     assert all(re.fullmatch(r"test_gemms\.py:\d+", cell[4]) for cell in cells)
     source = pathlib.Path(__file__).read_text().splitlines()
     assert "# this line" in source[int(cells[0][4].partition(":")[2]) - 1]
     inspect.assert_fp8(step, variables, X, allow="head$")
-    inspect.assert_fp8(step, variables, X, allow=["nothing", r"test_gemms\.py"])
+    inspect.assert_fp8(step, variables, X, allow=["up", r"test_gemms\.py"])
+    assert {row["layer"] for row in inspect.gemms(step, variables, X).rows} == by_layer(jaxfp8.report(model, X))
     with pytest.raises(AssertionError, match="3 of 5"):
-        inspect.assert_fp8(step, variables, X, allow=["^head", "up"])
+        inspect.assert_fp8(step, variables, X, allow=["Model/head", "up"])
+
+
+def by_layer(report) -> set[str]:
+    return {row["layer"] for row in report.rows}
+
+
+class OwnProduct(nnx.Module):
+    """A layer that multiplies its parameter itself, as tunix's Einsum."""
+
+    def __init__(self, eqn, shape):
+        self.eqn, self.w = eqn, nnx.Param(jnp.ones(shape))
+
+    def __call__(self, x):
+        return jnp.einsum(self.eqn, x, self.w.get_value())
+
+
+class ForeignModel(nnx.Module):
+    def __init__(self):
+        self.block = nnx.Dict(q_proj=OwnProduct("BD,DNH->BNH", (64, 4, 16)))
+        self.up = jaxfp8.nnx.Linear(64, 64, recipe=CURRENT, rngs=nnx.Rngs(0))
+        self.lm_head = OwnProduct("BNH,NHV->BV", (4, 16, 32))
+
+    def __call__(self, x):
+        return self.lm_head(self.block.q_proj(self.up(x)))
+
+
+def test_names_of_a_report_are_patterns():
+    """An einsum has its equation behind the name; a model may be the function itself."""
+    model, names = ForeignModel(), ["block/q_proj", "lm_head", "up"]
+    assert sorted(by_layer(jaxfp8.report(model))) == names
+    rows = inspect.gemms(model, X).rows
+    assert sorted(row["layer"] for row in rows) == ["block/q_proj/BD,DNH->BNH", "lm_head/BNH,NHV->BV", "up"]
+    inspect.assert_fp8(model, X, allow=["^block/q_proj$", "^lm_head$"])
+    inspect.assert_fp8(model, X, allow=["DNH->BNH", "NHV"])
+    with pytest.raises(AssertionError, match="2 of 3 matrix products of ForeignModel would"):
+        inspect.assert_fp8(model, X)
+
+
+def test_passes_that_may_stay():
+    """The wgrad of a ByProduct; a pass and a layer; forward and backward of products that are not ours."""
+    recipe = jaxfp8.ByProduct(fprop=CURRENT, dgrad=CURRENT)
+
+    def step(x, kernel, head):
+        def loss(x, kernel, head):
+            with jax.named_scope("up"):
+                x = fp8(x, kernel, recipe)
+            with jax.named_scope("head"):
+                return jnp.sum(plain(x, head) ** 2)
+
+        return jax.grad(loss, (0, 1, 2))(x, kernel, head)
+
+    args = X, K, jax.ShapeDtypeStruct((128, 8), jnp.float32)
+    rows = inspect.gemms(step, *args).rows
+    assert [(row["layer"], row["pass"], row["gemm"], row["fp8"]) for row in rows] == [
+        ("up", "forward", "fprop", True),
+        ("head", "forward", None, False),
+        ("head", "backward", None, False),
+        ("head", "backward", None, False),
+        ("up", "backward", "dgrad", True),
+        ("up", "backward", "wgrad", False),
+    ]
+    assert re.search(r"up +wgrad ", str(inspect.gemms(step, *args)))
+    for allow in (["wgrad", "head"], ["wgrad:^up", "forward:head", "backward:head"], ["forward", "backward"]):
+        inspect.assert_fp8(step, *args, allow=allow)
+    for allow, left in {("dgrad", "head"): 1, ("wgrad:^head$", "head"): 1, ("wgrad", "backward:head"): 1}.items():
+        with pytest.raises(AssertionError, match=f"{left} of 6"):
+            inspect.assert_fp8(step, *args, allow=allow)
+
+
+def test_a_pattern_that_matches_nothing_is_said():
+    with pytest.warns(UserWarning, match=r"allow: no product of plain matches 'haed'; is the path"):
+        inspect.assert_fp8(plain, X, K, allow=["", "haed"])
+    with pytest.raises(AssertionError, match=r"allow: no product of plain matches 'haed', 'wgrad:x'"):
+        inspect.assert_fp8(plain, X, K, allow=["haed", "wgrad:x"])
+
+
+def test_a_linen_model_is_no_function():
+    with pytest.raises(TypeError, match=r"expected a function, got a Dense, .* gemms\(model.apply, variables, x\)"):
+        inspect.assert_fp8(nn.Dense(4), X)
 
 
 def in_recipe(recipe):
@@ -279,16 +359,16 @@ def test_layers_of_linen():
     rows = inspect.gemms(jax.grad(lambda v, x: jnp.sum(model.apply(v, x))), variables, X).rows
     layers = {row["layer"]: row["fp8"] for row in rows}
     assert layers == {
-        "Model/stack/mix": True,
-        "Model/last": True,
-        "Model/attention/query": True,
-        "Model/attention/key": True,
-        "Model/attention/value": True,
-        "Model/attention/...qhd,...khd->...hqk": False,
-        "Model/attention/...hqk,...khd->...qhd": False,
-        "Model/attention/out": False,
+        "stack/mix": True,
+        "last": True,
+        "attention/query": True,
+        "attention/key": True,
+        "attention/value": True,
+        "attention/...qhd,...khd->...hqk": False,
+        "attention/...hqk,...khd->...qhd": False,
+        "attention/out": False,
     }
-    of_last = [(row["pass"], row["times"]) for row in rows if row["layer"] == "Model/last"]
+    of_last = [(row["pass"], row["times"]) for row in rows if row["layer"] == "last"]
     assert sorted(of_last) == [("backward", 1), ("backward", 1), ("forward", 1)]
 
 

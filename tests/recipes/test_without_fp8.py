@@ -126,3 +126,43 @@ def test_lists_whose_rules_all_match_something(block):
     variables = model.init(jax.random.key(0), X)
     assert said(lambda: [model.apply(variables, X) for _ in range(2)]) == []
     assert said(lambda: jax.jit(jaxfp8.quantize(Mixed(), rules).apply)(variables, X)) == []
+
+
+class OwnProducts(nn.Module):
+    """A model whose code multiplies its parameters, and adds one of them."""
+
+    is_embedding: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.normal()
+        x = nn.Conv(8, (3,))(x) + self.param("position", init, (1, 8))
+        if not self.is_embedding:
+            x = x @ self.param("small", init, (8, 8)) @ self.param("large", init, (8, 16))
+        return nn.Dense(8)(x + self.param("pos_embedding", init, (4, x.shape[-1])))
+
+
+class OwnProductsNnx(nnx.Module):
+    def __init__(self):
+        self.w, self.bias = nnx.Param(jnp.ones((8, 8))), nnx.Param(jnp.ones(8))
+        self.conv = nnx.Conv(8, 8, (3,), rngs=nnx.Rngs(0))
+        self.embed = nnx.Embed(8, 8, rngs=nnx.Rngs(0))
+        self.out = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+def test_products_of_a_modules_own_code():
+    """Named once, the largest first; convolutions, embeddings and what is kept in high precision are not."""
+
+    def runs(model):
+        return lambda: model.apply(model.init(jax.random.key(0), X), X)
+
+    (text,) = said(runs(jaxfp8.quantize(OwnProducts(), ALL)))
+    assert "as with 'large 8x16', 'small 8x8': where these are multiplied" in text
+    assert said(runs(jaxfp8.quantize(OwnProducts(), [("", None), *ALL]))) == []
+    assert said(runs(jaxfp8.quantize(OwnProducts(is_embedding=True), ALL))) == []
+    (text,) = said(lambda: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), ALL))
+    assert "as with '0/w 8x8': where" in text
+    for rules in ([("0/out", DELAYED)], [("0", None), *ALL]):
+        assert said(lambda rules=rules: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), rules)) == []
+    for path in ("Conv_0", "Conv_0|Other"):  # what has no product may be said to stay as it is
+        assert said(runs(jaxfp8.quantize(OwnProducts(True), [(path, None), *ALL]))) == []
