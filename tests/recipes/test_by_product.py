@@ -274,9 +274,15 @@ def test_ragged_products_in_high_precision_under_vmap():
 
 
 WRONG = {
+    "nothing": ((), ValueError, r"ByProduct: expected a recipe with FP8 .*got None or .*recipe HighPrecision\(\)"),
+    "high precision": ((None, jaxfp8.HighPrecision()), ValueError, "ByProduct: expected a recipe with FP8"),
     "string": (("mx",), TypeError, r"ByProduct: fprop .*: expected a recipe, .*got 'mx'"),
     "class": ((None, jaxfp8.MXFP8BlockScaling), TypeError, "ByProduct: dgrad .*call the class"),
-    "nested": ((None, None, jaxfp8.ByProduct()), TypeError, "ByProduct: wgrad: expected the recipe of one product"),
+    "nested": (
+        (None, None, jaxfp8.ByProduct(DELAYED)),
+        TypeError,
+        "ByProduct: wgrad: expected the recipe of one product",
+    ),
     "min_size": (
         (jaxfp8.DelayedScaling(min_size=64),),
         ValueError,
