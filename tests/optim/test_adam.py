@@ -375,6 +375,13 @@ def test_train_state_of_parameters_alone():
 def test_errors():
     with pytest.raises(TypeError, match=r"optim.adamw: seed: expected an int, got '0'.*static_args"):
         optim.adamw(1e-3, seed="0")
+    for make in (optim.adamw, lambda rate, **options: optim.quantized(optax.adam(rate), **options)):
+        with pytest.raises(TypeError, match="optim.*: min_size: expected an int, got 'a'"):
+            make(1e-3, min_size="a")
+    for name in ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "max_norm"):
+        for bad, error, needed in (("a", TypeError, "a number"), (10**400, ValueError, "a number that is finite in f")):
+            with pytest.raises(error, match=f"optim.adamw: {name}: expected {needed}.*, got "):
+                optim.adamw(**({"learning_rate": 1e-3} | {name: bad}))
     for norm in (0, -1.0):
         with pytest.raises(ValueError, match=f"optim.adamw: max_norm: expected a positive number, got {norm}"):
             optim.adamw(1e-3, max_norm=norm)
