@@ -67,6 +67,9 @@ def quantized(
     on every mesh, and for all members of an ensemble under `jax.vmap`. Inside of `jax.shard_map` each shard has blocks
     of its own.
 
+    The updates have a derivative by the gradients, that of `tx`, in reverse mode. The state has none: a gradient
+    through it, as that of a loss after two steps, raises a TypeError.
+
     Args:
         tx: an optax transformation, such as a chain. Other transformations (`optax.masked`, `optax.multi_transform`,
             `jaxfp8.train.optimizer`) may wrap the result, or be part of `tx`.
