@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from flax import traverse_util
 
 from .._jax import _warnings
+from ..linen._freeze import PARAMS
 from ..numerics import _scaling
 from ..recipes import FP8StateWarning, _below_zero, _state_tree
 from . import _tree
@@ -80,7 +82,8 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
 
     Raises:
         ValueError: the checkpoint has state for a module that the model does not have in FP8, or that it stacks
-            differently; or a tree is that of an NNX model.
+            differently; a history without its scale, or a scale without its history; a parameter in another shape than
+            the model's; or a tree is that of an NNX model.
         TypeError: an argument is not a dict, or a leaf is not a floating array.
     """
     where = "merge_state"
@@ -93,10 +96,16 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
                 "beside the parameters, as NNX keeps it; there call nnx.update(model, restored), after "
                 "resize_history(restored, amax_history_len) if histories have another length"
             )
+    _check_widths(where, variables, restored)
     # Begin with the state of the model, and put the checkpoint's state in its place, module by module.
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
     for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
         for name, leaf in sorted(module.items()):
+            if (missing := _other_half(name)) in merged.get(path, {}) and missing not in module:
+                raise ValueError(
+                    f"{where}: restored: {_tree.at(path, name)}: expected {missing} beside it, got {sorted(module)}; a "
+                    "scale belongs to its history: restore both, or drop both to begin with the model's"
+                )
             if name in merged.get(path, {}):
                 merged[path][name] = _fit(where, _tree.at(path, name), merged[path][name], leaf)
             # Counters, which releases until 0.2 had, are left out; any other state without a place is an error.
@@ -109,6 +118,24 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
     # The checkpoint's collections replace those of the model; state was merged above and replaces both.
     return {**variables, **restored, **state}
+
+
+def _check_widths(where, variables, restored):
+    """Raise a ValueError for a parameter of the checkpoint that the model has in another shape."""
+    needed, given = (traverse_util.flatten_dict(dict(tree.get(PARAMS, {}))) for tree in (variables, restored))
+    for path, leaf in given.items():
+        shapes = [getattr(x, "shape", None) for x in (needed.get(path), leaf)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{where}: restored: {PARAMS}/{_tree.at(path)}: expected the model's shape {tuple(shapes[0])}, got "
+                f"{tuple(shapes[1])}; give the variables of a model as wide as that of the checkpoint"
+            )
+
+
+def _other_half(name):
+    """Return the name of the scale of a history, or of the history of a scale."""
+    prefix = name.removesuffix(_HISTORY)
+    return f"{prefix}scale" if prefix != name else f"{name.removesuffix('scale')}{_HISTORY}"
 
 
 def _fit(where, name, initial, leaf):

@@ -13,7 +13,7 @@ from flax.core import meta
 
 from ..dot import _frozen
 from ..linen._freeze import PARAMS
-from ..recipes import some
+from ..recipes import _state_tree, some
 from ._frozen_kernels import PLACEHOLDERS, parameters
 from ._read_safetensors import Name, Names, StoredTensor, Template, filled, read_safetensors
 from ._tree import Path, at
@@ -43,15 +43,17 @@ def from_safetensors(
         path: a file that `read_safetensors` reads, or several files.
         names: as for `to_safetensors`: a dict of expressions and names in the file, or None; or a function that takes a
             path of the model, joined by `/`, and returns what that dict holds for it. A parameter with the name None
-            stays as it is. Tensors of the file that have no parameter are left out.
+            stays as it is, so it has to be an array. Tensors of the file that have no parameter are left out.
 
     Returns:
-        New variables; for an NNX model the same object, changed in place. FP8 state stays as it is.
+        New variables of arrays; for an NNX model the same object, changed in place. FP8 state stays as it is; that of
+        `jax.eval_shape` becomes that of `init`, empty histories and scale 1.
 
     Raises:
         ValueError: the file lacks a tensor, its scales or the fixed scale of an input, or has it in another shape, as
             integers, or, for codes, in another format or with scales of other blocks; a path has no name, or an
-            expression matches no parameter. The message has the tensor's name. Nothing is changed then. Also what
+            expression matches no parameter; or a leaf that the file does not fill is a `jax.ShapeDtypeStruct`, and no
+            state of delayed scaling. The message has the tensor's name. Nothing is changed then. Also what
             `read_safetensors` raises.
         TypeError: `variables` is neither a dict of variables nor an NNX model.
     """
@@ -72,7 +74,7 @@ def from_safetensors(
         if not isinstance(leaf, PLACEHOLDERS) and (templates := find(path_)):
             filled_leaves[path_] = _master(path_, templates, leaf, tensors)
     find.check_used()
-    return _with_leaves(variables, filled_leaves)
+    return _with_leaves(_with_fresh_state(variables, set(filled_leaves)), filled_leaves)
 
 
 def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.Array:
@@ -184,6 +186,43 @@ def _placed(array: np.ndarray, leaf) -> jax.Array:
     """Return `array` where `leaf` lies, if it was put somewhere."""
     is_placed = getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct))
     return jax.device_put(array, leaf.sharding if is_placed else None) if is_placed else jnp.asarray(array)
+
+
+def _with_fresh_state(variables, filled: set[Path]):
+    """Return `variables` with the FP8 state of `init` in the place of shapes, where only shapes of it are given.
+
+    Args:
+        variables: those of the model.
+        filled: paths, as `parameters` names them, whose shapes get arrays of the file.
+
+    Raises:
+        ValueError: another leaf is a shape.
+    """
+    is_module = isinstance(variables, nnx.Module)
+    flat = _state_tree.flatten(nnx.state(variables) if is_module else dict(core.unfreeze(variables)))
+    shapes = {i for i, leaf in enumerate(flat.leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+    fresh = {}
+    for quantizer in flat.quantizers:
+        for i, value in zip(quantizer.positions(), (0, 1), strict=True):
+            if i in shapes:
+                leaf = flat.leaves[i]
+                fresh[i] = _placed(np.full(leaf.shape, value, leaf.dtype), leaf)
+    left = [
+        flat.name(i)
+        for i in sorted(shapes - set(fresh))
+        if (path := flat.paths[i]) not in filled and (path[0] != PARAMS or path[1:] not in filled)
+    ]
+    if left:
+        raise ValueError(
+            f"from_safetensors: variables: {some(left, 4)}: expected arrays where no tensor of the file is read, got "
+            "jax.ShapeDtypeStruct; put arrays there first, for example those of init"
+        )
+    if not fresh:
+        return variables
+    if is_module:
+        nnx.update(variables, flat.replace(fresh))
+        return variables
+    return flat.replace(fresh)
 
 
 def _with_leaves(variables, leaves: dict[Path, jax.Array]):

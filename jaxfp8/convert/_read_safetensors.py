@@ -30,6 +30,10 @@ _WEIGHTS = ("kernel", "embedding", "scale")
 # A name: the texts between the places of an index.
 Template = tuple[str, ...]
 Name = str | tuple[str, ...] | None
+# A tensor in the header of a file: its name, dtype and shape.
+Entry = tuple[str, str, list[int]]
+# How often a file is read while others replace it.
+_TRIES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +91,9 @@ def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> d
 
     Raises:
         ValueError: the file is not in the safetensors format (tensors overlap, gaps, names that are there twice), or is
-            cut off; a dtype is unknown; scales fit none of the layouts above; or two files have a tensor of one name.
-            The message has the file's name, and the tensor's where it is about one.
+            cut off, or is replaced again and again while it is read; a dtype is unknown; scales fit none of the layouts
+            above; or two files have a tensor of one name. The message has the file's name, and the tensor's where it is
+            about one.
         ImportError: the package safetensors is not installed.
 
     References:
@@ -112,17 +117,59 @@ def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> d
 
 def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTensor]:
     """Return the tensors of one file, scales among them; safetensors has checked that they fill it without gaps."""
+    for _ in range(_TRIES):
+        entries = _checked_entries(where, path)
+        # safetensors makes no numpy arrays of FP8 dtypes, so the data is mapped here. By now another file may have the
+        # path: its header has to be the one that was checked.
+        try:
+            data = np.asarray(np.memmap(path, np.uint8, "r"))
+        except ValueError:  # it is empty by now
+            continue
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        pairs = _header_pairs(data[8:begin].tobytes())
+        if _is_header(pairs, entries, data.size - begin):
+            _check_twice(where, [name for name, _ in pairs])
+            return _views(where, data, begin, entries)
+    raise ValueError(f"{where}: expected a file that stays as it is, got one that is being replaced; read it later")
+
+
+def _checked_entries(where: str, path: str | os.PathLike) -> list[Entry]:
+    """Return the entries of a file that safetensors has checked, in the order of their data."""
     safetensors = package("read_safetensors")
     try:
         with safetensors.safe_open(path, "numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            entries = [(name, part.get_dtype(), part.get_shape()) for name, part in slices]
+            return [(name, part.get_dtype(), part.get_shape()) for name, part in slices]
     except safetensors.SafetensorError as error:
         raise ValueError(f"{where}: expected a safetensors file that is whole; {error}") from error
-    # safetensors makes no numpy arrays of FP8 dtypes, so the data is mapped here.
-    data = np.asarray(np.memmap(path, np.uint8, "r"))
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    _check_twice(where, data[8:begin].tobytes())
+
+
+def _header_pairs(header: bytes) -> list:
+    """Return the names of a header, twice where they are there twice, and their entries; nothing if it is no header."""
+    try:
+        return json.loads(header, object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        return []
+
+
+def _is_header(pairs: list, entries: list[Entry], size: int) -> bool:
+    """Tell whether a header has these entries, in the order of their data of `size` bytes."""
+    try:
+        tensors = {name: dict(entry) for name, entry in pairs if name != "__metadata__"}
+        of_header = [(*entry["data_offsets"], name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
+        # Tensors without elements lie between any others: they may come in another order.
+        in_order = [entry for entry in sorted(of_header) if entry[0] < entry[1]]
+        return (
+            [list(entry[2:]) for entry in in_order] == [list(entry) for entry in entries if 0 not in entry[2]]
+            and sorted(entry[2:] for entry in of_header) == sorted(map(tuple, entries))
+            and size == max((entry[1] for entry in of_header), default=0)
+        )
+    except (ValueError, TypeError, KeyError, IndexError):
+        return False  # the header of no safetensors file
+
+
+def _views(where: str, data: np.ndarray, begin: int, entries: list[Entry]) -> dict[str, StoredTensor]:
+    """Return the tensors of a mapped file whose data begins at `begin`."""
     tensors = {}
     for name, dtype, shape in entries:
         if dtype not in DTYPES:
@@ -138,9 +185,8 @@ def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTen
     return tensors
 
 
-def _check_twice(where: str, header: bytes) -> None:
+def _check_twice(where: str, names: list[str]) -> None:
     """Raise a ValueError for a name that is there twice; safetensors takes the last."""
-    names = json.loads(header, object_pairs_hook=lambda pairs: [name for name, _ in pairs])
     if len(set(names)) < len(names):
         raise ValueError(f"{where}: {next(name for name in names if names.count(name) > 1)} is there twice")
 

@@ -66,7 +66,8 @@ def ragged_dot(
         rhs: the `kernel`, bfloat16, float16 or float32 `[g, k, n]`; a float32 kernel gets its gradient in float32. Or a
             QTensor, as `jaxfp8.quantize_params` gives it: the product does not quantize it, and its `source` gets the
             gradient.
-        group_sizes: int32 `[g]`, of sum at most m. The sizes are read on the device, and the host does not wait.
+        group_sizes: int32 `[g]`, of sum at most m; a negative size counts as 0. The sizes are read on the device, and
+            the host does not wait.
         recipe: for example `DelayedScaling()` or `Float8BlockScaling()`; None is not allowed. A product that a
             `ByProduct` has None for is that of `jax.lax.ragged_dot`.
         state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
@@ -148,7 +149,7 @@ def _float32(lhs, rhs, group_sizes, state, codes):
     """Multiply the operands as they are, in float32."""
     del state
     lhs, rhs = (value_of(x, lax.stop_gradient(q), jnp.float32) for x, q in zip((lhs, rhs), codes, strict=True))
-    return lax.ragged_dot(lhs, rhs, group_sizes, precision=lax.Precision.HIGHEST)
+    return lax.ragged_dot(lhs, rhs, _in_bounds(group_sizes, lhs.shape[0]), precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +207,7 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
     contracting = (((1,), (1,)), ((), ())) if is_wgrad else (((1,), (2,)), ((), ()))
     numbers = lax.RaggedDotDimensionNumbers(contracting, [int(is_wgrad)], [] if is_wgrad else [0])
     wide = promoted(dtype, jnp.float32)
+    group_sizes = _in_bounds(group_sizes, a.shape[int(is_wgrad)])
 
     # JAX has no batching rule for most batches of this product: the examples run one after the other.
     @jax.custom_batching.sequential_vmap
@@ -218,6 +220,11 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
 
 def in_a_group(x, group_sizes):
     """Set the rows of x beyond the last group to zero, so that an amax does not include their values."""
-    rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]), dtype=jnp.int32)
+    rows = jnp.sum(_in_bounds(group_sizes, x.shape[0]), dtype=jnp.int32)
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows
     return jnp.where(_mesh.placed_as(jax.typeof(x), inside), x, lax.full_like(x, 0))
+
+
+def _in_bounds(group_sizes, rows):
+    """Return sizes of which none is below 0: all products, in FP8 or not, read the same rows."""
+    return jnp.clip(group_sizes, 0, rows)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +51,7 @@ class DynamicLossScale:
 
     Raises:
         ValueError: an argument is out of its range.
+        TypeError: an argument is not a number.
     """
 
     init_scale: dataclasses.InitVar[float] = 2.0**16
@@ -64,15 +65,20 @@ class DynamicLossScale:
         # JAX unflattens pytrees through this method, with tracers or placeholders as values: only the `init_scale` of a
         # user is checked and converted.
         if self.value is _UNSET:
+            _check_number("init_scale", init_scale)
             in_range = _scaling.MIN_SCALE <= init_scale <= _scaling.MAX_SCALE
             _check(in_range, "init_scale", "a number from 2**-126 to 2**126", init_scale)
             object.__setattr__(self, "value", jnp.asarray(np.float32(init_scale)))
         if self.good_steps is _UNSET:
             object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
         growth, backoff, interval = self.growth_factor, self.backoff_factor, self.growth_interval
-        _check(1 < growth < math.inf, "growth_factor", "a number above 1", growth)
-        _check(0 < backoff < 1, "backoff_factor", "a number between 0 and 1", backoff)
-        _check(interval >= 1 and interval == int(interval), "growth_interval", "a positive integer", interval)
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            _check_number(name, getattr(self, name))
+        grows, shrinks = 1 < _scaling.to_float32(growth) < np.inf, 0 < _scaling.to_float32(backoff) < 1
+        _check(grows, "growth_factor", "a number above 1, and finite, in float32", growth)
+        _check(shrinks, "backoff_factor", "a number between 0 and 1 in float32", backoff)
+        is_count = 1 <= interval < 2**31 and interval == int(interval)
+        _check(is_count, "growth_interval", "a positive integer below 2**31", interval)
 
     def scale(self, tree: Any) -> Any:
         """Multiply `tree` by `value`, in f32 or wider: for the loss, before the gradient is taken.
@@ -166,6 +172,11 @@ def value_and_grad(
         return out, loss_scale.unscale(gradients)
 
     return value_and_gradients
+
+
+def _check_number(name, value):
+    if not (isinstance(value, numbers.Real) or jnp.issubdtype(getattr(value, "dtype", bool), np.number)):
+        raise TypeError(f"DynamicLossScale: {name}: expected a number, got {value!r}")
 
 
 def _check(holds, name, expected, got):

@@ -1,6 +1,8 @@
 """adamw: AdamW whose step on moments in FP8 is one op, and can be one pass over the parameters."""
 
 import functools
+import math
+import numbers
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from ..numerics import _scaling
 from ..ops import _moments as ops
 from ..train import AppliedTransformation
 from ._moments import block_axis
@@ -17,6 +20,7 @@ from ._quantized import (
     QuantizedState,
     block_keys,
     check,
+    check_min_size,
     is_moment,
     leaf_key,
     quantize_state,
@@ -75,14 +79,19 @@ def adamw(
         The transformation; its state is the `QuantizedState` of an `optax.ScaleByAdamState`.
 
     Raises:
-        TypeError: `seed` is no int.
-        ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than the parameters, or these hold
-            FP8 state: wrap the transformation in `jaxfp8.train.optimizer`. In `apply` and `update`, the state is of
-            another transformation, a gradient has another shape than its parameter, or `params` is None; of `update` it
-            may be if `weight_decay` is the number 0 and there is no mask.
+        TypeError: `seed` or `min_size` is no int, or another option no number.
+        ValueError: `max_norm` is not positive, or a number is finite and in float32 is not. In `init`, `mask` has
+            another tree than the parameters, or these hold FP8 state: wrap the transformation in
+            `jaxfp8.train.optimizer`. In `apply` and `update`, the state is of another transformation, a gradient has
+            another shape than its parameter, or `params` is None; of `update` it may be if `weight_decay` is the number
+            0 and there is no mask.
     """
-    small = optax.scale_by_adam(b1, b2, eps, eps_root)
     seed = to_seed("optim.adamw", seed)
+    check_min_size("optim.adamw", min_size)
+    options = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
+    for name, value in (options | {"weight_decay": weight_decay, "max_norm": max_norm}).items():
+        _check_number(name, value)
+    small = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     if not (max_norm is None or isinstance(max_norm, jax.core.Tracer) or np.all(np.asarray(max_norm) > 0)):
         raise ValueError(f"optim.adamw: max_norm: expected a positive number, got {max_norm}")
@@ -176,6 +185,16 @@ def adamw(
         return step("apply", grads, state, params)
 
     return AppliedTransformation(init, update, apply)
+
+
+def _check_number(name, value):
+    """Raise unless an option is a number that float32 can hold, an array or a schedule; `max_norm` may be None."""
+    if callable(value) or hasattr(value, "dtype") or (name == "max_norm" and value is None):
+        return
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"optim.adamw: {name}: expected a number, got {value!r}")
+    if np.isinf(_scaling.to_float32(value)) and abs(value) != math.inf:
+        raise ValueError(f"optim.adamw: {name}: expected a number that is finite in float32, got {value!r}")
 
 
 def _decays(mask, treedef, params, weight_decay):

@@ -67,6 +67,9 @@ def quantized(
     on every mesh, and for all members of an ensemble under `jax.vmap`. Inside of `jax.shard_map` each shard has blocks
     of its own.
 
+    The updates have a derivative by the gradients, that of `tx`, in reverse mode. The state has none: a gradient
+    through it, as that of a loss after two steps, raises a TypeError.
+
     Args:
         tx: an optax transformation, such as a chain. Other transformations (`optax.masked`, `optax.multi_transform`,
             `jaxfp8.train.optimizer`) may wrap the result, or be part of `tx`.
@@ -79,13 +82,14 @@ def quantized(
         The transformation; its state is a `QuantizedState`.
 
     Raises:
-        TypeError: `seed` is no int.
+        TypeError: `seed` or `min_size` is no int.
         ValueError: in `init`, `tx` has no state whose moments are known, or already has moments in FP8; in `update`,
             the state is not that of this transformation.
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
     seed = to_seed("optim.quantized", seed)
+    check_min_size("optim.quantized", min_size)
 
     def init(params):
         refuse_state("optim.quantized", params)
@@ -126,6 +130,17 @@ def refuse_state(where: str, params) -> None:
             "an optimizer must not step on it: wrap this one, jaxfp8.train.optimizer(tx), or take "
             "jaxfp8.linen.TrainState or jaxfp8.nnx.Optimizer"
         )
+
+
+def check_min_size(function: str, min_size: Any) -> None:
+    """Raise a TypeError in the name of `function` if `min_size` is no int."""
+    try:
+        operator.index(min_size)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: min_size: expected an int, got {min_size!r}; pass the number of elements from which on a "
+            'moment is quantized, and to optax.inject_hyperparams static_args=("min_size", "seed")'
+        ) from error
 
 
 def to_seed(function: str, seed: Any) -> int:

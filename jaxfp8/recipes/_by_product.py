@@ -40,8 +40,8 @@ class ByProduct(Recipe):
 
     Raises:
         TypeError: the recipe of a product is neither a Recipe nor None, or is a ByProduct itself.
-        ValueError: the recipe of a product sets an option that belongs to all three; or an option has a value it cannot
-            have.
+        ValueError: no product has FP8; the recipe of a product sets an option that belongs to all three; or an option
+            has a value it cannot have.
     """
 
     fprop: Recipe | None = None
@@ -62,6 +62,11 @@ class ByProduct(Recipe):
                             f"ByProduct: {product}: expected a recipe that leaves {name} as it is, got "
                             f"{getattr(recipe, name)!r}; give {name}= to ByProduct, for all three products"
                         )
+        if all(isinstance(getattr(self, product) or HighPrecision(), HighPrecision) for product in PRODUCTS):
+            raise ValueError(
+                "ByProduct: expected a recipe with FP8 for fprop, dgrad or wgrad, got None or HighPrecision() for all "
+                "three; a layer without FP8 has the recipe HighPrecision()"
+            )
         super().__post_init__()
 
     def quantizers(self) -> tuple[Quantizer, ...]:

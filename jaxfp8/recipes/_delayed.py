@@ -76,7 +76,7 @@ class DelayedScaling(Recipe):
         self.expect(-64 <= self.margin <= 64, "margin", "a number of powers of two between -64 and 64")
         is_length = isinstance(self.amax_history_len, (int, np.integer)) and not isinstance(self.amax_history_len, bool)
         self.expect(is_length, "amax_history_len", "an int", TypeError)
-        self.expect(self.amax_history_len >= 1, "amax_history_len", "at least 1")
+        self.expect(1 <= self.amax_history_len < 2**31, "amax_history_len", "at least 1, and below 2**31")
         is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
         self.expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
         self.expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')

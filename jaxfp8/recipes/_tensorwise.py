@@ -153,8 +153,8 @@ class StaticScaling(Recipe):
             if bound is not None:
                 is_number = isinstance(bound, (int, float, np.integer, np.floating)) and not isinstance(bound, bool)
                 self.expect(is_number, name, "a number, or None for the tensor's own amax", TypeError)
-                with np.errstate(over="ignore"):
-                    self.expect(0 < np.float32(bound) < np.inf, name, "a bound above 0 and finite in float32")
+                in_range = 0 < _scaling.to_float32(bound) < np.inf
+                self.expect(in_range, name, "a bound above 0 and finite in float32")
         super().__post_init__()
 
     def quantizers(self) -> tuple[Quantizer, ...]:

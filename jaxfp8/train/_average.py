@@ -1,5 +1,7 @@
 """average: an average of models over steps, whose FP8 state is that of the newest one."""
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +30,10 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
         are those of `new`.
 
     Raises:
-        ValueError: the trees differ in structure.
+        ValueError: the trees differ in structure; `decay` has a shape, or is a number outside of 0 to 1.
+        TypeError: `decay` is not a number.
     """
+    _check_decay(decay)
     before, after = _state_tree.flatten(old), _state_tree.flatten(new)
     if before.paths != after.paths:
         odd = sorted({"/".join(path) for path in set(before.paths) ^ set(after.paths)})
@@ -40,6 +44,16 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
     state = set(after.positions())
     pairs = enumerate(zip(before.leaves, after.leaves, strict=True))
     return before.replace({i: y if i in state else _average(x, y, decay) for i, (x, y) in pairs})
+
+
+def _check_decay(decay):
+    is_array = not isinstance(decay, numbers.Real)
+    if is_array and not jnp.issubdtype(getattr(decay, "dtype", bool), np.number):
+        raise TypeError(f"train.average: decay: expected a number from 0 to 1, got {decay!r}")
+    # The host does not wait for the value of an array.
+    if np.shape(decay) or not (is_array or 0 <= decay <= 1):
+        got = f"shape {np.shape(decay)}" if np.shape(decay) else repr(decay)
+        raise ValueError(f"train.average: decay: expected one number from 0 to 1, got {got}")
 
 
 def _average(old, new, decay):

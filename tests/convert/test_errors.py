@@ -16,6 +16,8 @@ from .test_transformer_engine import replays, te_leaves
 
 STATE, TE, PLAIN = state_leaves(5), te_leaves(replays(3)), {"input_amax_history": np.zeros(3)}
 NEW = cases.model_variables()
+HALF = {OWG: {"Dense_0": {"Fp8DotGeneral_0": {"input_amax_history": STATE["input_amax_history"]}}}}
+WIDER = {"params": {"Dense_0": {"kernel": np.zeros((2, 4), np.float32)}}}
 TWO_NAMES = {"Fp8DotGeneralOp_0": STATE, "Fp8DirectDotGeneralOp_0": STATE}
 
 
@@ -107,6 +109,8 @@ ERRORS = {
     "merged, unknown": merge(ValueError, "the model has no such state", NEW, cases.model_variables(layers=["Dense_0"])),
     "merged, stacked": merge(ValueError, r"\(4,\) up to .*, got \(2, 4\)", cases.model_variables(lead=(2,))),
     "merged, scale": merge(ValueError, r"kernel_scale: .* \(1,\), got \(2,\)", scale_of(np.ones(2, np.float32))),
+    "merged, half": merge(ValueError, "amax_history: expected input_scale beside it, got", HALF),
+    "merged, width": merge(ValueError, r"params/Dense_0/kernel: expected .* \(2, 2\), got \(2, 4\)", WIDER),
     "merged, dtype": merge(
         TypeError, "kernel_scale: expected a floating dtype, got int8", scale_of(np.ones(1, np.int8))
     ),

@@ -12,7 +12,10 @@ import safetensors.numpy
 from flax import nnx
 
 import jaxfp8
+import jaxfp8.nnx
 from jaxfp8.convert import from_safetensors, read_safetensors
+
+from .cases import OWG, assert_same_tree
 
 PUBLISHED = pathlib.Path(__file__).parent / "published"
 # file of `published/write.py` -> (block, recipe whose kernels have such scales)
@@ -47,11 +50,9 @@ def test_published_weights(name):
     oracle.assert_bitwise(weight[::17], tensors["expected"].data, name)
     # The master copy, in the dtype of the model; other parameters stay.
     for dtype in (jnp.float32, jnp.bfloat16):
-        shapes = {
-            name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in (("kernel", weight.T.shape), ("bias", (3,)))
-        }
-        params = from_safetensors({"params": shapes}, path_of(name), NAMES)["params"]
-        assert params["bias"] is shapes["bias"]
+        leaves = {"kernel": jax.ShapeDtypeStruct(weight.T.shape, dtype), "bias": jnp.ones(3)}
+        params = from_safetensors({"params": leaves}, path_of(name), NAMES)["params"]
+        assert params["bias"] is leaves["bias"]
         oracle.assert_bitwise(np.asarray(params["kernel"]), weight.T.astype(dtype), name)
 
 
@@ -117,6 +118,47 @@ def test_nnx():
     assert from_safetensors(layer, path_of("channel"), WEIGHT) is layer
     weight = read_safetensors(path_of("channel"))["up.weight"].decode()
     oracle.assert_bitwise(np.asarray(layer.kernel[...]), np.ascontiguousarray(weight.T), "kernel")
+
+
+@pytest.mark.parametrize("kind", ["linen", "stacked", "nnx"])
+def test_state_of_shapes(kind):
+    """The state of a model that `eval_shape` gave is that of `init`; state of arrays stays."""
+    first = jaxfp8.init_state(jaxfp8.DelayedScaling())
+    if kind == "nnx":
+
+        def make():
+            product = jaxfp8.nnx.Fp8DotGeneral()
+            return nnx.Linear(64, 6, use_bias=False, rngs=nnx.Rngs(0), dot_general=product)
+
+        model = from_safetensors(nnx.eval_shape(make), path_of("channel"), WEIGHT)
+        got, expected = nnx.state(model.dot_general), nnx.state(make().dot_general)
+    else:
+        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3) if kind == "stacked" else leaf, first)
+        variables = {"params": {"kernel": jnp.zeros((64, 6))}, OWG: {"dot": state}}
+        expected = variables[OWG]
+        got = from_safetensors(jax.eval_shape(lambda: variables), path_of("channel"), WEIGHT)[OWG]
+        trained = variables | {OWG: jax.tree.map(lambda leaf: leaf + 2, expected)}
+        kept = from_safetensors(trained, path_of("channel"), WEIGHT)[OWG]
+        assert_same_tree(kept, trained[OWG], "trained state")
+    assert_same_tree(got, expected, kind)
+
+
+def test_shapes_without_values():
+    """A shape that no tensor fills is an error, which names it, and changes nothing."""
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((64, 6), jnp.float32)
+    for variables, left in (
+        ({"params": {"kernel": kernel, "bias": shape}}, "params/bias"),
+        ({"params": {"kernel": kernel}, OWG: {"dot": {"input_state": shape}}}, f"{OWG}/dot/input_state"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^from_safetensors: variables: {left!r}: expected arrays where no tensor"
+        ):
+            from_safetensors(variables, path_of("channel"), NAMES if "params/bias" == left else WEIGHT)
+    model = nnx.eval_shape(lambda: nnx.Linear(64, 6, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="^from_safetensors: variables: 'bias': expected arrays"):
+        from_safetensors(model, path_of("channel"), NAMES)
+    assert isinstance(model.kernel.get_value(), jax.ShapeDtypeStruct)
 
 
 CODES, SCALE = np.zeros((6, 4), oracle.E4M3), np.ones(1, np.float32)

@@ -318,6 +318,39 @@ def test_a_whole_file_is_read(tmp_path):
     np.testing.assert_array_equal(read["c"].decode(), np.frombuffer(b"2121", np.float32))
 
 
+NAMED_C = file_with(("c", "U8", [2], [2, 4]), A, data=b"1234")
+# Files that have the path one after the other, a new one after each check -> what is read of a
+REPLACED = {
+    "other order": ([WHOLE, file_with(("b", "U8", [2], [0, 2]), ("a", "U8", [2], [2, 4]), data=b"5678")], "78"),
+    "other values": ([WHOLE, file_with(A, B, data=b"5678")], "56"),
+    "again and again": ([WHOLE, NAMED_C] * 9, "expected .* stays as it is, got one that is being replaced"),
+    "by nothing": ([WHOLE, b""], "expected .* whole.*header too small"),
+    "by less data": ([WHOLE, WHOLE[:-1]], "expected .* whole.*not fully covered"),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_file_that_is_replaced_while_it_is_read(name, tmp_path, monkeypatch):
+    """Names, shapes and data are those of one file, whole."""
+    (first, *others), expected = REPLACED[name]
+    path, files, safe_open = tmp_path / "file", iter(others), safetensors.safe_open
+    path.write_bytes(first)
+
+    def opened(*args):
+        file = safe_open(*args)
+        if (new := next(files, None)) is not None:
+            (tmp_path / "new").write_bytes(new)
+            (tmp_path / "new").replace(path)
+        return file
+
+    monkeypatch.setattr(safetensors, "safe_open", opened)
+    if expected.startswith("expected"):
+        with pytest.raises(ValueError, match=f"^read_safetensors: {path}: {expected}"):
+            read_safetensors(path)
+    else:
+        assert read_safetensors(path)["a"].data.tobytes().decode() == expected
+
+
 CODES = np.zeros((200, 160), oracle.E4M3)
 # name -> (tensors beside x.weight, message)
 REFUSED = {

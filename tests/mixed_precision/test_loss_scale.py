@@ -140,16 +140,23 @@ def test_msgpack():
 # ------------------------------------------------------------------------------------------------------------- errors
 
 BAD = {
-    "init_scale": [0, -1, np.inf, np.nan, 2.0**127],
-    "growth_factor": [1, 0.5, np.inf, np.nan],
-    "backoff_factor": [0, 1, -0.5, np.nan],
-    "growth_interval": [0, -1, 2.5],
+    "init_scale": [0, -1, np.inf, np.nan, 2.0**127, 10**400],
+    "growth_factor": [1, 0.5, np.inf, np.nan, 10**400, 1e300, 1 + 1e-12],
+    "backoff_factor": [0, 1, -0.5, np.nan, 1 - 1e-12],
+    "growth_interval": [0, -1, 2.5, 2**40, 10**400, np.inf],
 }
 
 
 @pytest.mark.parametrize("name, got", [(name, got) for name, all_bad in BAD.items() for got in all_bad])
 def test_bad_options_are_named(name, got):
     with pytest.raises(ValueError, match=f"DynamicLossScale: {name}: expected a .*got "):
+        DynamicLossScale(**{name: got})
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("got", ["a", None, 2j])
+def test_options_that_are_no_numbers(name, got):
+    with pytest.raises(TypeError, match=f"DynamicLossScale: {name}: expected a number, got "):
         DynamicLossScale(**{name: got})
 
 

@@ -372,9 +372,39 @@ def test_train_state_of_parameters_alone():
     assert after.step == 1
 
 
+def test_a_loss_that_contains_a_step():
+    """Reverse mode through the updates of one step of `quantized` is that of optax; all else names the optimizer."""
+    p, moved = jnp.ones((64, 64)), jnp.linspace(-1, 1, 4096).reshape(64, 64)
+
+    def loss(tx, steps, state=lambda state: state):
+        def of_gradients(grads):
+            updates, after = tx.update(grads, tx.init(p), p)
+            return jnp.sum((tx.update(grads, state(after), p)[0] if steps == 2 else updates) * moved)
+
+        return of_gradients
+
+    adamw, quantized, plain = optim.adamw(1e-3), optim.quantized(optax.adamw(1e-3)), optax.adamw(1e-3)
+    for steps in (1, 2):
+        with pytest.raises(TypeError, match=r"^jaxfp8.optim.adamw has no derivative: a step rounds.* optax.adamw"):
+            jax.grad(loss(adamw, steps))(moved)
+    with pytest.raises(TypeError, match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward"):
+        jax.grad(loss(quantized, 2))(moved)
+    with pytest.raises(TypeError, match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward"):
+        jax.jvp(loss(quantized, 1), (moved,), (moved,))
+    np.testing.assert_allclose(*(jax.grad(loss(tx, 1))(moved) for tx in (quantized, plain)), rtol=1e-5)
+    assert np.all(np.isfinite(jax.grad(loss(quantized, 2, jax.lax.stop_gradient))(moved)))
+
+
 def test_errors():
     with pytest.raises(TypeError, match=r"optim.adamw: seed: expected an int, got '0'.*static_args"):
         optim.adamw(1e-3, seed="0")
+    for make in (optim.adamw, lambda rate, **options: optim.quantized(optax.adam(rate), **options)):
+        with pytest.raises(TypeError, match="optim.*: min_size: expected an int, got 'a'"):
+            make(1e-3, min_size="a")
+    for name in ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "max_norm"):
+        for bad, error, needed in (("a", TypeError, "a number"), (10**400, ValueError, "a number that is finite in f")):
+            with pytest.raises(error, match=f"optim.adamw: {name}: expected {needed}.*, got "):
+                optim.adamw(**({"learning_rate": 1e-3} | {name: bad}))
     for norm in (0, -1.0):
         with pytest.raises(ValueError, match=f"optim.adamw: max_norm: expected a positive number, got {norm}"):
             optim.adamw(1e-3, max_norm=norm)

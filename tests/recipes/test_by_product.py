@@ -254,6 +254,23 @@ def test_a_ragged_product_in_bfloat16():
     assert state.input.amax_history[0] == oracle.amax(np.asarray(lhs))
 
 
+@pytest.mark.parametrize("plain", ("fprop", "dgrad", "wgrad"))
+def test_negative_group_sizes(plain):
+    """All products read the rows of sizes with 0 in place of a negative size, whichever stays in high precision."""
+    recipe = jaxfp8.ByProduct(
+        **(dict.fromkeys(("fprop", "dgrad", "wgrad"), jaxfp8.Float8CurrentScaling()) | {plain: None})
+    )
+    rng = np.random.default_rng(0)
+    lhs, rhs, grad = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (3, 6, 5), (12, 5)))
+
+    def results(*sizes):
+        y, vjp = jax.vjp(lambda *x: jaxfp8.ragged_dot(*x, np.int32(sizes), recipe=recipe), lhs, rhs)
+        return [y, *vjp(grad)]
+
+    for got, expected in zip(results(5, -3, 6), results(5, 0, 6), strict=True):
+        oracle.assert_bitwise(np.asarray(got), np.asarray(expected), plain)
+
+
 def test_ragged_products_in_high_precision_under_vmap():
     current, sizes = jaxfp8.Float8CurrentScaling(), np.int32([[5, 7], [8, 4], [0, 12]])
     weights = np.linspace(-1, 1, 60, dtype=np.float32).reshape(12, 5)
@@ -274,9 +291,15 @@ def test_ragged_products_in_high_precision_under_vmap():
 
 
 WRONG = {
+    "nothing": ((), ValueError, r"ByProduct: expected a recipe with FP8 .*got None or .*recipe HighPrecision\(\)"),
+    "high precision": ((None, jaxfp8.HighPrecision()), ValueError, "ByProduct: expected a recipe with FP8"),
     "string": (("mx",), TypeError, r"ByProduct: fprop .*: expected a recipe, .*got 'mx'"),
     "class": ((None, jaxfp8.MXFP8BlockScaling), TypeError, "ByProduct: dgrad .*call the class"),
-    "nested": ((None, None, jaxfp8.ByProduct()), TypeError, "ByProduct: wgrad: expected the recipe of one product"),
+    "nested": (
+        (None, None, jaxfp8.ByProduct(DELAYED)),
+        TypeError,
+        "ByProduct: wgrad: expected the recipe of one product",
+    ),
     "min_size": (
         (jaxfp8.DelayedScaling(min_size=64),),
         ValueError,

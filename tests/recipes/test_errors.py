@@ -74,12 +74,15 @@ OPTIONS = [
     (STATELESS[3:4], "rounding", VALUE, ["nearest", None]),
     ([DELAYED], "amax_compute_algo", VALUE, ["mean", None, 3]),
     ([DELAYED], "first_step", VALUE, ["none", None]),
-    ([DELAYED], "amax_history_len", (TYPE, VALUE), [0, -1, 2.5, "8"]),
+    ([DELAYED], "amax_history_len", (TYPE, VALUE), [0, -1, 2.5, "8", 2**31, 10**400]),
     ([DELAYED], "margin", (TYPE, VALUE), ["1", None, np.nan, np.inf]),
     ([DELAYED], "reduce_amax", VALUE, [False, None, "yes"]),
     ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
     *[(STATELESS[4:], name, TYPE, ["224", True]) for name in ("input", "kernel", "grad")],
-    *[(STATELESS[4:], name, VALUE, [0, -1.0, np.nan, np.inf, 1e39, 1e-50]) for name in ("input", "kernel", "grad")],
+    *[
+        (STATELESS[4:], name, VALUE, [0, -1.0, np.nan, np.inf, 1e39, 1e-50, 10**400])
+        for name in ("input", "kernel", "grad")
+    ],
     # HYBRID is two: a quantizer has one.
     (QUANTIZERS, "fp8_dtype", TYPE, [jnp.float16, "e4m3", jaxfp8.HYBRID, jnp.float8_e4m3b11fnuz, None, 3]),
 ]

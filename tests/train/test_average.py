@@ -61,6 +61,21 @@ def test_nnx_and_plain_trees():
     assert_same_bits(got["state"], new["state"])
 
 
+def test_decays_that_are_no_share():
+    for bad, error in (
+        (2, ValueError),
+        (-0.5, ValueError),
+        (np.nan, ValueError),
+        (10**400, ValueError),
+        (np.ones(3), ValueError),
+        ("a", TypeError),
+        (None, TypeError),
+    ):
+        with pytest.raises(error, match="train.average: decay: expected .*number from 0 to 1, got "):
+            jaxfp8.train.average({"a": 1.0}, {"a": 2.0}, bad)
+    assert float(jax.jit(jaxfp8.train.average)({"a": 1.0}, {"a": 2.0}, 0.5)["a"]) == 1.5
+
+
 def test_trees_that_differ():
     with pytest.raises(ValueError, match="train.average: new: expected the structure of old, .*'b'"):
         jaxfp8.train.average({"a": 1.0}, {"a": 1.0, "b": 2.0}, 0.9)
