@@ -94,6 +94,14 @@ def is_of_one_array(tangent) -> bool:
     return len(getattr(frame, "invars", ())) == 1
 
 
+def outermost_trace(tangent):
+    """Return the outermost trace around a tangent: that of the `jit` around a gradient, or that of the gradient."""
+    trace = getattr(tangent, "_trace", None)
+    while type(outer := getattr(trace, "parent_trace", None)).__name__ not in ("NoneType", "EvalTrace"):
+        trace = outer
+    return trace
+
+
 def lower_jitted(ctx, jitted, avals, operands):
     """Lower a jitted function into the program of a lowering rule, from the jaxpr that JAX keeps of the function.
 

@@ -3,7 +3,8 @@
 import inspect
 import traceback
 import warnings
-from typing import NamedTuple
+import weakref
+from typing import Any, NamedTuple
 
 # Frames of these libraries lie between the user's line and the warning. Python 3.11 has no `skip_file_prefixes`.
 _LIBRARIES = {"jaxfp8", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools"}
@@ -25,6 +26,25 @@ def user_line() -> Line:
             break
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     return Line(frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry)
+
+
+# What was said, by the trace or the scope in which it was: both are alive while their program is traced.
+_said = weakref.WeakKeyDictionary()
+
+
+def warn_once(where: Any, layer: str | None, message: str, category: type[Warning]) -> None:
+    """Warn about the first layer alone of all that have one fault.
+
+    Args:
+        where: the program that is traced, as its trace or its scope; None warns always.
+        layer: the path of the layer; None for a function.
+        message: the text, equal for all layers.
+        category: the class of the warning.
+    """
+    said = set() if where is None else _said.setdefault(where, set())
+    if message not in said:
+        said.add(message)
+        warn(f"{layer}: {message}. Other layers like this one are not named" if layer else message, category)
 
 
 def warn(message: str, category: type[Warning], line: Line | None = None) -> None:

@@ -133,13 +133,14 @@ batching.primitive_batchers[_vmapped_state_p] = _batch
 mlir.register_lowering(_vmapped_state_p, lambda ctx, *operands, count: operands[:count])
 
 
-def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
+def warn_of_state(quantizers, is_updated, layer: str | None = None, where: Any = None) -> None:
     """Warn where a gradient leaves out the state of a product, or a layer lacks the state that its recipe keeps.
 
     Args:
         quantizers: the quantizers of the product.
         is_updated: for each leaf of the state, whether the gradient is taken with respect to that leaf.
         layer: the path of the layer; None for a function, whose state is an argument.
+        where: the trace of the gradient, in which the first layer alone is named.
     """
     message = None
     if is_updated and not any(is_updated):
@@ -147,7 +148,7 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
     elif layer is not None and not is_updated and any(jax.tree.leaves(quantizer.init()) for quantizer in quantizers):
         message = _NO_STATE
     if message:
-        _warnings.warn(f"{layer}: {message}" if layer else message, FP8StateWarning)
+        _warnings.warn_once(where, layer, message, FP8StateWarning)
 
 
 @jax.custom_jvp

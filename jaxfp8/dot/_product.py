@@ -223,7 +223,8 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
         # A gradient of one array that is no kernel, such as a saliency map, is no step of training.
         is_of_input = differentiated == ["x"] and _compat.is_of_one_array(tangents[0])
         if is_left_out and not is_of_input:
-            warn_of_state(product.quantizers, is_updated, product.layer)
+            where = _compat.outermost_trace(tangents[0])
+            warn_of_state(product.quantizers, is_updated, product.layer, where)
         return _linear_p.bind(
             *tangents,
             *residuals,

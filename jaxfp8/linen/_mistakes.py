@@ -89,9 +89,9 @@ def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> Non
     for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
         converter = next((to for to, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)
         if converter is not None:
-            _warnings.warn(
-                f"{'/'.join(path)}: the variables have state {name!r} of another library, which this "
-                f"layer does not read; convert them once: variables = jaxfp8.convert.{converter}(variables)",
-                FP8StateWarning,
+            message = (
+                f"the variables have state {name!r} of another library, which this layer does not read; convert them "
+                f"once: variables = jaxfp8.convert.{converter}(variables)"
             )
+            _warnings.warn_once(layer.scope.root, "/".join(path), message, FP8StateWarning)
             return
