@@ -26,6 +26,17 @@ CI = {
     *("recipes/test_custom.py", "recipes/test_custom_state.py", "recipes/test_min_size.py"),
     *("test_messages.py", "train/test_train_state.py"),
 }
+# What takes a minute or more and only `make test-all` runs. CI has `make sanitize` for native, and `make train`.
+MINUTES = {
+    "native/test_native.py",
+    *("benchmarks/test_broken_runs.py", "benchmarks/test_compare.py::test_arms_train", "benchmarks/test_loss_gap.py"),
+    *("benchmarks/test_dry_run.py::test_cpu_goals", "benchmarks/test_dry_run.py::test_peers_compiled_in_two_ways"),
+    *("docs/test_example_custom_recipes.py::test_prints_a_table", "docs/test_example_tables.py::test_pipeline"),
+    "docs/test_example_language_model.py::test_language_model_prints_a_table_and_writes_picture_and_json",
+    *("docs/test_example_tables.py::test_experts", "ops/test_adam.py::test_leaves_share_a_call[tpu"),
+    *("tpu/test_moments.py::test_cycles", "tpu/test_pairs.py::test_gated_layers_take_no_more_cycles_than_flax"),
+    "tpu/test_programs.py::test_drop_ins_in_a_scan_take_no_more_cycles_than_flax",
+}
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {
     *("bad_days/test_bad_days.py", "mesh", "ops/test_block_scaled_matmul.py", "ops/test_produced.py"),
@@ -66,6 +77,8 @@ def mark(items, tests: pathlib.Path) -> None:
             in_nightly = _differences(case, position) > 1 and not (on_diagonal and path.parts[0] == DIAGONAL_IN_CI)
             if _is_interpreted(case):
                 in_nightly = not on_diagonal
+            if _takes_minutes(case, path):
+                case.add_marker("slow")
             if not in_fast:
                 case.add_marker("slow" if in_nightly else "ci")
 
@@ -73,6 +86,11 @@ def mark(items, tests: pathlib.Path) -> None:
 def is_in_ci(path: pathlib.Path) -> bool:
     """Whether `make test` leaves a module, or a folder, below `tests` to CI."""
     return bool(CI & _where(path))
+
+
+def _takes_minutes(case, path: pathlib.Path) -> bool:
+    name = f"{path.as_posix()}::{case.name}"
+    return any(name.startswith(prefix) for prefix in MINUTES)
 
 
 def _where(path: pathlib.Path) -> set[str]:
