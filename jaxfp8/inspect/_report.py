@@ -34,7 +34,7 @@ _NO_PRODUCT = {
     nnx.bridge.ToNNX: "a Linen module; give it its rules with linen.quantize, before the bridge",
 }
 
-_OWN_ARRAYS = "its code multiplies its arrays; jaxfp8.dot_general or jaxfp8.einsum there is FP8"
+_OWN_ARRAYS = "products of its own code are FP8 by jaxfp8.dot_general or jaxfp8.einsum"
 
 # This context is part of jit's cache key, so that blocks in nn.jit are traced anew for each report; the methods of a
 # cached block would not run.
