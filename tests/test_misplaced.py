@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from flax.linen import fp8_ops
 
 import jaxfp8
 import jaxfp8.nnx
@@ -93,7 +94,17 @@ FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
 NO_ARRAY = r"frozen kernel: expected an array, got the placeholder .* give the input to that product"
 FROZEN = r"Dense.*: params: expected the kernel of a layer in high precision, got variables of jaxfp8\.freeze"
 CODES = r"QTensor \[8, 8\]: expected a product of jaxfp8, got an operation on arrays"
+
+
+def in_flax_max_dtype():
+    state = jax.tree.map(lambda leaf: leaf.astype(fp8_ops.fp32_max_grad), STATE)
+    return DENSE.apply({"params": PARAMS, jaxfp8.OVERWRITE_WITH_GRADIENT: state}, X)
+
+
+FLAX_MAX = r"got Flax's fp8_ops.fp32_max_grad; pass the state as it is, and take jaxfp8.grad or jaxfp8.value_and_grad"
 CASES = {
+    "state in Flax's max dtype": (in_flax_max_dtype, FLAX_MAX),
+    "the same in jit": (lambda: jax.jit(in_flax_max_dtype)(), FLAX_MAX),
     "instance in nnx.Linear": (lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral()), UNBOUND),
     "class in nnx.Linear": (lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral), "jaxfp8.nnx.Fp8DotGeneral"),
     "recipe in nnx.Linear": (lambda: nnx_linear(dot_general=RECIPE), r"nnx.Fp8DotGeneral\(DelayedScaling"),

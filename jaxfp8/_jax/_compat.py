@@ -228,7 +228,7 @@ MAX_DTYPE = _MaxDtype("float32_max", lax.max)
 
 
 def _add_concrete(x, y):
-    return x.dtype._rules.add(x.dtype, x, y) if is_max(x) or is_foreign_max(x) else _other_adder(x, y)
+    return x.dtype._rules.add(x.dtype, x, y) if is_max(x) else _other_adder(x, y)
 
 
 # jax.debug_nans reads this attribute.
@@ -338,11 +338,6 @@ def is_max(x) -> bool:
 def combined(x, y):
     """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
     return to_max(x.dtype.combine(from_max(x), from_max(y)), x.dtype)
-
-
-def is_foreign_max(x) -> bool:
-    """Return whether `x` is an array of Flax's dtype for the same purpose, `fp8_ops.fp32_max_grad`."""
-    return getattr(getattr(x, "dtype", None), "name", None) == "fp8_meta32"
 
 
 def to_max(x, dtype=MAX_DTYPE):

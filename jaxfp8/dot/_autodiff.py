@@ -5,7 +5,6 @@ examples share, which is right for a kernel and wrong for a state.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -42,8 +41,6 @@ def shared(state):
     def use(leaf):
         if is_reading(leaf):
             return leaf
-        if _compat.is_foreign_max(leaf):
-            return _from_foreign_max(leaf, leaf.dtype)
         if _compat.is_max(leaf):
             return _compat.from_max(leaf)
         if isinstance(leaf, jax.core.Tracer):
@@ -51,23 +48,6 @@ def shared(state):
         return jnp.asarray(leaf).astype(jnp.float32)
 
     return jax.tree.map(use, state)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _from_foreign_max(leaf, dtype):
-    """Convert Flax's dtype to float32; JAX's conversion from that dtype has no transpose."""
-    return jax.lax.convert_element_type(leaf, jnp.float32)
-
-
-def _from_foreign_max_fwd(leaf, dtype):
-    return _from_foreign_max(leaf, dtype), None
-
-
-def _from_foreign_max_bwd(dtype, residuals, ct):
-    return (jax.lax.convert_element_type(ct, dtype),)
-
-
-_from_foreign_max.defvjp(_from_foreign_max_fwd, _from_foreign_max_bwd)
 
 
 @jax.tree_util.register_static

@@ -59,8 +59,8 @@ def _place(stack, eqn) -> Place:
     is_backward = any(type(item).__name__ == "Transform" and item.name == "transpose" for item in stack)
     reason = next(filter(None, map(_contexts.reason, scopes)), None)
     gemm = next(filter(None, map(_contexts.gemm_of, scopes)), None)
-    ours = [scope for scope in scopes if _contexts.reason(scope) or _contexts.gemm_of(scope)]
-    scopes = [scope for scope in scopes if scope not in (*_SCOPES_OF_TRANSFORMS, *ours)]
+    no_layer = [scope for scope in scopes if _contexts.reason(scope) or _contexts.gemm_of(scope)]
+    scopes = [scope for scope in scopes if scope not in (*_SCOPES_OF_TRANSFORMS, *no_layer)]
     return Place(_joined(scopes), is_backward, gemm, reason, _line(eqn.source_info.traceback))
 
 

@@ -248,18 +248,18 @@ def _intercepting(model):
     if _is_intercepting.value:
         yield
         return
-    ran, own = {}, set()
+    ran, foreign = {}, set()
 
     def intercept(next_method, args, kwargs, context):
         if not is_layer(context.module) and _is_foreign(context.module):
-            own.add(context.module.path)
+            foreign.add(context.module.path)
         return _interceptor(ran, next_method, args, kwargs, context)
 
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield
     # A submodule that was handed out has the rules of a model that does not run here.
     if model._fp8_rules and model.scope is not None and ran:
-        check_rules(model, ran, own)
+        check_rules(model, ran, foreign)
 
 
 def _interceptor(ran, next_method, args, kwargs, context):

@@ -69,13 +69,13 @@ def _ruled(scope, scope_regions) -> _RuledScope:
     return alias
 
 
-def check_rules(model, ran, own) -> None:
+def check_rules(model, ran, foreign) -> None:
     """Warn of rules of a bound model that give no FP8, or match no layer, among modules that may not have run too.
 
     Args:
         model: the model.
         ran: the modules that ran, by their paths: whether a rule gives a layer FP8, None for other modules.
-        own: the paths of modules without a product that are none of Flax's.
+        foreign: the paths of modules without a product that are none of Flax's.
     """
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A method may run some of these
     #    only, and a block that nn.jit has kept runs unseen.
@@ -102,10 +102,12 @@ def check_rules(model, ran, own) -> None:
         names = {name: [name] for name in _names([*layers, *rest], model.path)}
         params = flatten_dict(model.variables.get("params", {}))
         # An embedding or a norm is in high precision, as a rule may say.
-        others = _names({(*model.path, *path[:-1]) for path in params} - set(layers), model.path)
-        to_layers = [r for r in model._fp8_rules if r.recipe is not None or not r.matches(others, "dot_general")]
+        without_product = _names({(*model.path, *path[:-1]) for path in params} - set(layers), model.path)
+        to_layers = [
+            r for r in model._fp8_rules if r.recipe is not None or not r.matches(without_product, "dot_general")
+        ]
         warn_of_idle_rules("linen.quantize", type(model).__name__, to_layers, names)
-        arrays = {path: leaf.shape for path, leaf in params.items() if (*model.path, *path[:-1]) in own}
+        arrays = {path: leaf.shape for path, leaf in params.items() if (*model.path, *path[:-1]) in foreign}
         warn_of_own_arrays("linen.quantize", model._fp8_rules, arrays)
 
 

@@ -122,7 +122,12 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
             raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
         for leaf in leaves:
-            is_float = _compat.is_max(leaf) or _compat.is_foreign_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
+            if getattr(leaf.dtype, "name", None) == "fp8_meta32":
+                raise TypeError(
+                    f"{name}: expected float32 leaves, got Flax's fp8_ops.fp32_max_grad; pass the state as it is, and "
+                    "take jaxfp8.grad or jaxfp8.value_and_grad, in which its uses combine by max"
+                )
+            is_float = _compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         # The shapes tell what has most likely happened: state of a stack, or of another history length.

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.linen import fp8_ops
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxfp8
 
-from .libraries import HISTORY, OPERANDS, OWG
+from .libraries import HISTORY, OWG
 from .steps import same_bits, tally_amaxes
 from .trainers import K, N, create, kernel_of, loss, operands
 from .verdict import Tally, row
@@ -270,26 +269,3 @@ def logged_scale(library):
     gradient = jaxfp8.grad(lambda tree: tree["w"] * 2.0, allow_int=True)({"w": 3.0, "n": 4})
     tally(gradient["w"] == 2 and gradient["n"].dtype == jax.dtypes.float0, "allow_int")
     return tally.verdict()
-
-
-@row("the max dtype", "Flax's own")
-def flax_max_dtype(library):
-    """State in Flax's `fp32_max_grad`, as its multi-use programs cast it: uses combine by max, in a scan as well."""
-    layer, tally, kernel = library.dense(N), Tally(), operands(0)[1]
-    xs, grads = (np.stack([operands(i)[j] for i in range(3)]) for j in (0, 2))
-
-    def loss(variables):
-        state = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(fp8_ops.fp32_max_grad), variables[OWG])
-
-        def use(total, operands):
-            x, grad = operands
-            return total + jnp.vdot(layer.apply({**variables, OWG: state}, x), grad), None
-
-        return jax.lax.scan(use, jnp.float32(0), (xs, grads))[0]
-
-    for wrap in (lambda f: f, jax.jit):
-        gradient = wrap(jax.grad(loss))(library.variables(kernel))
-        for name, values in zip(OPERANDS, (xs, kernel, grads), strict=True):
-            got, amax = library.history(gradient, name)[0], np.abs(values).max()
-            tally(got == amax, f"{name}: {got}, not {amax}")
-    return tally.verdict("the largest amax")
