@@ -28,7 +28,6 @@ def about() -> dict[str, Any]:
         "driver": _try(_support.driver),
         "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
         "cublaslt": _try(cublaslt),
-        "selftest": _try(lambda: _machine.selftest(_support.backend())),
         "ops": _try(lambda: _machine.active_ops(_support.backend())),
         "recipes": _try(lambda: _machine.active_recipes(_support.backend())),
     }
@@ -67,7 +66,6 @@ def text(machine: dict[str, Any]) -> str:
     if machine["platform"] in ("cpu", "tpu") and "error" in cublaslt:
         version = f"not needed on a {machine['platform'].upper()} ({version})"
     lines += [f"cuBLASLt   {version}"]
-    lines += [f"selftest   {_selftest(machine['selftest'])}"] * bool(machine["selftest"])
     lines += [f"kernels    {_kernels(machine)}"]
     lines += [f"ops on {_or_error(machine['platform'])}"]
     lines += _rows(machine["ops"], lambda row: (row["name"], _runs(row)))
@@ -96,13 +94,6 @@ def _library(row) -> str:
     if row["error"]:
         return row["error"] + (f" ({row['path']})" if row["path"] else "")
     return f"loaded, {'in use' if row['platform'] == 'cpu' else 'built for'}: {row['built_for']} ({row['path']})"
-
-
-def _selftest(record) -> str:
-    if "date" not in record:
-        return record.get("error") or "not yet tested on this device: python -m jaxfp8.selftest"
-    failed = ", ".join(record["failed"])
-    return f"tested here on {record['date']}, {f'FAILED: {failed}' if failed else 'passed'}"
 
 
 def _kernels(machine) -> str:

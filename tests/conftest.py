@@ -7,8 +7,6 @@ import sys
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
-# A record of the selftest on this machine must not switch kernels off that are tested: a set variable takes its place.
-os.environ.setdefault("JAXFP8_DISABLE", "")
 # `import oracle` works from every folder of tests and under every pytest import mode.
 TESTS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(TESTS))

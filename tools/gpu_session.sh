@@ -45,7 +45,6 @@ out=$(cd "$out" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/logs"
-export JAXFP8_DISABLE="${JAXFP8_DISABLE-}" # where it is set, a record of the selftest switches nothing off
 printf '%s of %s%s\n' "$call" "$commit" "${JAXFP8_DISABLE:+, without $JAXFP8_DISABLE}" >"$out/steps.txt"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
 status=0

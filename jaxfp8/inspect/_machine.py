@@ -50,17 +50,6 @@ def devices() -> list[dict[str, Any]]:
     return [dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()]
 
 
-def selftest(platform: str) -> dict[str, Any]:
-    """Return the record of the selftest on the first GPU, which it checks: `key`, and `date` and `failed` of a run.
-
-    Only GPUs with a CUDA module have one, else the answer is `{}`: the CPU's kernels ran in the tests of the package.
-    """
-    if platform != "cuda" or not _ffi.has_cuda_kernels():
-        return {}
-    kind = _support.local_gpus()[0].device_kind
-    return {"key": _support.record_key(kind), **_support.read_record(kind)}
-
-
 def settings() -> dict[str, str]:
     """Return the environment variables that JAX and XLA read."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "XLA_", "JAXFP8_"))}

@@ -33,7 +33,7 @@ def dims(name: str, count: int) -> tuple[str, ...]:
 def not_on(primitive: Primitive, gpus, *types, spec) -> str | None:
     """Return why no kernel of the CUDA library runs an equation of an op on these GPUs."""
     op, capabilities = OPS[primitive], set(map(_support.capability, gpus)) - {()}
-    return _support.why_disabled(op.custom_call or op.name, gpus) or op.not_on(capabilities, *types, spec=spec)
+    return _support.why_disabled(op.custom_call or op.name) or op.not_on(capabilities, *types, spec=spec)
 
 
 class Op:
@@ -248,7 +248,7 @@ class Op:
             return self.reference, spec
         # The native library serves this platform. Find the reason why its kernel cannot run: it is switched off, ...
         gpus = _support.gpus(ctx) if platform == "cuda" else []
-        lacks, native_spec = _support.missing_by_choice(self.custom_call or self.name, gpus), spec
+        lacks, native_spec = _support.missing_by_choice(self.custom_call or self.name), spec
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
             lacks = _support.missing_on(gpus, cublaslt=self.by_xla is not None)

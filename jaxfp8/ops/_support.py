@@ -1,16 +1,9 @@
 """Which implementation of an op runs: the user's choice, custom calls that are switched off, and the check of GPUs.
 
-A program uses the CUDA library only if the GPUs that it is lowered for can run the library, and leaves out the ops that
-failed there in `python -m jaxfp8.selftest`: the record of a run is a file in the user's cache folder. Each kind of GPU,
-driver and set of versions has a file, so that processes that write at once take nothing away.
+A program uses the CUDA library only if the GPUs that it is lowered for can run the library.
 """
 
 import contextlib
-import datetime
-import functools
-import hashlib
-import importlib.metadata
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -19,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from .._jax import _compat, _files, _warnings
+from .._jax import _compat, _warnings
 from . import _ffi
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
@@ -103,37 +96,17 @@ def parsed(value: str) -> frozenset[str]:
 
 # The environment is read once: programs that jit has cached would not follow a later change.
 _disabled = parsed(os.environ.get(VARIABLE, ""))
-_is_set = VARIABLE in os.environ  # a user who has set the variable, even to nothing, has chosen for every op
 
 
-def why_disabled(op: str, gpus=()) -> str | None:
-    """Return the reason if the custom call of `op` is switched off, a clause; else None.
-
-    The user switches ops off by JAXFP8_DISABLE. Where it is not set, the record of the selftest on these GPUs does.
-    """
-    if op in _disabled:
-        return f"{VARIABLE} names {op}"
-    clause = why_failed(op, gpus)
-    # Processes whose machines have different records would lower different programs for one mesh.
-    return clause if clause and jax.process_count() == 1 else None
+def why_disabled(op: str) -> str | None:
+    """Return the reason if the custom call of `op` is switched off, a clause; else None."""
+    return f"{VARIABLE} names {op}" if op in _disabled else None
 
 
-def why_failed(op: str, gpus) -> str | None:
-    """Return the reason if `op` failed in the selftest on GPUs of one of these kinds, a clause; else None."""
-    for kind in () if _is_set else dict.fromkeys(gpu.device_kind for gpu in gpus):
-        record = read_record(kind)
-        if any(check.endswith(f":{op}") for check in record.get("failed", ())):
-            message = f"{op} failed python -m jaxfp8.selftest on {kind}, {record['date']} (an empty {VARIABLE} runs it)"
-            return message
-    return None
-
-
-def missing_by_choice(op: str, gpus=()) -> Missing | None:
-    """Return `why_disabled` as a `Missing`, for lowering rules; warn of a failed op that runs in several processes."""
-    if clause := why_disabled(op, gpus):
+def missing_by_choice(op: str) -> Missing | None:
+    """Return `why_disabled` as a `Missing`, for lowering rules."""
+    if clause := why_disabled(op):
         return Missing(clause, True, "the jnp reference runs: same results within their bounds, slower")
-    if clause := why_failed(op, gpus):
-        warn(clause, f"it runs in a program of several processes: set {VARIABLE}={op} in each of them")
     return None
 
 
@@ -226,62 +199,3 @@ def driver() -> str:
     version = Path("/proc/driver/nvidia/version")
     match = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")
     return match.group() if match else ""
-
-
-def record_key(kind: str) -> dict[str, str]:
-    """Return the kind of a GPU, its driver, and the versions of the software that ran: a record is valid for these.
-
-    Raises:
-        OSError: the CUDA module's file cannot be read.
-        RuntimeError: cuBLASLt cannot be opened.
-    """
-    # A module that was built again has the same version, so its bytes count.
-    with open(_ffi.module_path("_cuda") or "_cuda", "rb") as file:
-        module = hashlib.file_digest(file, "sha256").hexdigest()
-    return {
-        "device": kind,
-        "driver": driver(),
-        "jaxfp8": importlib.metadata.version("jaxfp8"),
-        "jax": jax.__version__,
-        "cublaslt": str(_ffi.cublaslt_version()),
-        "module": module,
-    }
-
-
-def record_path(key: dict[str, str]) -> Path:
-    """Return the file of a key, in the user's cache folder; RuntimeError where the system names no home folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = cache if cache.is_absolute() else Path.home() / ".cache"
-    return cache / "jaxfp8" / f"selftest-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
-
-
-@functools.cache
-def read_record(kind: str) -> dict:
-    """Return the record of a kind of GPU with this driver and these versions; `{}` where there is no valid one.
-
-    Returns:
-        `date`, the day of the run; `failed`, the names of the checks that failed, such as `"values:amax"`.
-    """
-    try:
-        expected = record_key(kind)
-        file = record_path(expected)
-        # Opening a pipe would wait for its writer.
-        record = json.loads(file.read_text()) if file.is_file() else {}
-        is_valid = record["key"] == expected
-        return {"date": str(record["date"]), "failed": list(map(str, record["failed"]))} if is_valid else {}
-    except Exception:  # whatever the file has, or stands in its place: programs run as without it
-        return {}
-
-
-def write_record(key: dict[str, str], failed: list[str]) -> Path:
-    """Record a run of today in which these checks failed, and return the file.
-
-    Raises:
-        OSError: the file cannot be written.
-        RuntimeError: the system names no home folder.
-    """
-    file = record_path(key)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with _files.replaced(file, "w") as opened:
-        json.dump({"key": key, "date": datetime.date.today().isoformat(), "failed": failed}, opened, indent=1)
-    return file

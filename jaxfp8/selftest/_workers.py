@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..ops import _support
 from . import _checks
 
 # The command that starts a worker.
@@ -68,7 +67,6 @@ def _start(names, limit, options):
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # many processes share a GPU, and each needs one
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-        _support.VARIABLE: os.environ.get(_support.VARIABLE, ""),  # where it is set, ops that failed before run again
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # XLA dumps no thunks of a program from the cache
     }
     command, limit_of_all = [*COMMAND, *options, "--worker", *names], limit * len(names) + _START

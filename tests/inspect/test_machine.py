@@ -158,40 +158,6 @@ def test_which_cublaslt(version, shown, machine, few_programs, monkeypatch):
     assert f"\ncuBLASLt   {shown}\n" in command.text(command.about())
 
 
-@pytest.mark.parametrize(
-    "record, line",
-    [
-        ({}, "not yet tested on this device: python -m jaxfp8.selftest"),
-        ({"date": "2026-11-27", "failed": []}, "tested here on 2026-11-27, passed"),
-        (
-            {"date": "2026-11-27", "failed": ["values:amax", "training"]},
-            "tested here on 2026-11-27, FAILED: values:amax, training",
-        ),
-    ],
-)
-def test_whether_the_selftest_ran(record, line, machine, few_programs, monkeypatch):
-    """The first GPU counts, which the selftest checks."""
-    machine(gpu("9.0", "H200"), gpu("10.0", "B200"), disabled=None)
-    monkeypatch.setattr(_support, "record_key", lambda kind: {"device": kind})
-    monkeypatch.setattr(_support, "read_record", lambda kind: record if kind == "H200" else 1 / 0)
-    monkeypatch.setattr(_support, "backend", lambda: "cuda")
-    about = command.about()
-    assert about["selftest"] == {"key": {"device": "H200"}, **record}
-    assert f"\nselftest   {line}\n" in command.text(about)
-
-
-def test_a_selftest_without_a_record(machine, few_programs, monkeypatch):
-    """A CPU has none, and its report says nothing of it; where a part is broken, the line says so."""
-    machine(gpu("9.0"))
-    about = command.about()
-    assert about["selftest"] == {} and "\nselftest" not in command.text(about)
-    monkeypatch.setattr(_support, "backend", lambda: "cuda")
-    monkeypatch.setattr(_support, "record_key", lambda kind: 1 / 0)
-    assert "\nselftest   ZeroDivisionError: " in command.text(command.about())
-    monkeypatch.setattr(_ffi, "_has_cuda_kernels", False)
-    assert command.about()["selftest"] == {}
-
-
 def test_asking_takes_no_warning_away(machine):
     """A program lowered later warns as if nobody had asked."""
     machine(gpu("8.0"))

@@ -45,8 +45,7 @@ def machine(monkeypatch, cuda_custom_calls):
         gpus_of_program = list(lowered_for)
         monkeypatch.setattr(_compat, "gpus_of", lambda ctx: gpus_of_program)
         monkeypatch.setattr(_ffi, "cublaslt_version", check)
-        monkeypatch.setattr(_support, "_disabled", _support.parsed(disabled or ""))
-        monkeypatch.setattr(_support, "_is_set", disabled is not None)
+        monkeypatch.setattr(_support, "_disabled", _support.parsed(disabled))
         jax.clear_caches()
 
     return has
@@ -210,103 +209,3 @@ def test_the_environment_is_read(value, printed):
     environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": another_process.PATH, "JAX_PLATFORMS": "cpu"}
     done = another_process.python("-c", program, code=int(value != "amax"), **environment)
     assert printed in done.stdout + done.stderr
-
-
-# ------------------------------------------------------------------------------------------- the record of the selftest
-
-H200, B200 = gpu("9.0", "NVIDIA H200"), gpu("10.0", "NVIDIA B200")
-
-
-@pytest.fixture
-def record(monkeypatch, tmp_path):
-    """The record of an H200: two ops failed, and a check that names none. Gives the kinds that were read."""
-    kinds = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_support, "record_key", lambda kind: kinds.append(kind) or {"device": kind})
-    _support.write_record({"device": H200.device_kind}, ["values:quantize", "speed:scaled_matmul", "training"])
-    _support.read_record.cache_clear()
-    yield kinds
-    _support.read_record.cache_clear()
-
-
-def failure(op):
-    date = _support.read_record("NVIDIA H200")["date"]
-    return f"{op} failed python -m jaxfp8.selftest on NVIDIA H200, {date} (an empty JAXFP8_DISABLE runs it)"
-
-
-def test_ops_that_failed_are_left_to_the_reference(machine, record):
-    """After one warning for each; other ops, and those whose name begins alike, keep theirs. The file is read once."""
-    machine(H200, disabled=None)
-    with pytest.warns(RuntimeWarning) as warned:
-        calls = [set(lowered(op)) for op in ON_GPUS if op != "block_scaled_matmul" for _ in range(2)]
-    assert set().union(*calls) == {*ON_GPUS} - {"block_scaled_matmul", "quantize", "scaled_matmul"}
-    instead = f"the jnp reference runs: {SLOWER}"
-    assert {str(w.message) for w in warned} == {
-        f"jaxfp8: {failure(op)}; {instead}" for op in ("quantize", "scaled_matmul")
-    }
-    assert len(warned) == 2 and record == ["NVIDIA H200"]
-    with ops.implementation("ffi"), pytest.raises(RuntimeError, match="ops.quantize: .*quantize failed python -m"):
-        lowered("quantize")
-
-
-@pytest.mark.parametrize("disabled", ["", "amax"])
-def test_the_users_choice_wins(disabled, machine, record):
-    """Also where it is nothing, and where it names other ops: the record is not read."""
-    machine(H200, disabled=disabled)
-    with warnings.catch_warnings(action="error"):
-        assert lowered("quantize") == {"quantize": 1} and lowered("scaled_matmul") == {"scaled_matmul": 1}
-    assert record == []
-
-
-def test_the_gpus_of_the_program_count(machine, record):
-    """Those of the machine do not, where a program is for others; a CPU's program asks for none."""
-    machine(H200, disabled=None, lowered_for=[B200])
-    with warnings.catch_warnings(action="error"):
-        assert lowered("quantize") == {"quantize": 1}
-        machine(disabled=None)
-        assert lowered("quantize") == {"quantize": 1}
-        jax.jit(lambda x: ops.quantize(x, np.float32(2), jnp.float8_e4m3fn)).lower(np.ones((3, 4), np.float32))
-    assert set(record) == {"NVIDIA B200"}
-    machine(B200, disabled=None, lowered_for=[B200, H200])
-    with pytest.warns(RuntimeWarning, match="quantize failed"):
-        assert lowered("quantize") == {}
-
-
-def test_several_processes_run_what_failed_on_one(machine, record, monkeypatch):
-    """A process with a record must not lower another program than one without; it warns, and names the remedy."""
-    machine(H200, disabled=None)
-    monkeypatch.setattr(jax, "process_count", lambda *_: 2)
-    with pytest.warns(RuntimeWarning) as warned:
-        assert lowered("quantize") == {"quantize": 1} and lowered("amax") == {"amax": 1}
-    assert [str(w.message) for w in warned] == [
-        f"jaxfp8: {failure('quantize')}; it runs in a program of several processes: "
-        "set JAXFP8_DISABLE=quantize in each of them"
-    ]
-    assert _support.why_disabled("quantize", [H200]) is None
-
-
-def test_what_says_that_an_op_failed(machine, record):
-    """`python -m jaxfp8` and `assert_fp8`; the latter does not for a GPU that is known by its capability alone."""
-
-    def product(x, kernel):
-        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling())
-
-    operands = [np.ones((32, 32), oracle.BF16)] * 2
-    machine(H200, disabled=None)
-    why = {row["name"]: row["why"] for row in _machine.active_ops("cuda")}
-    assert {name for name, text in why.items() if "failed" in text} == {"quantize", "scaled_matmul"}
-    with pytest.raises(AssertionError, match="scaled_matmul failed python -m jaxfp8.selftest on NVIDIA H200"):
-        inspect.assert_fp8(product, *operands, platform="cuda")
-    inspect.assert_fp8(product, *operands, platform="sm_90")
-
-
-@pytest.mark.parametrize("value, is_set", [(None, False), ("", True)])
-def test_no_record_is_read_at_import(value, is_set):
-    """Nor for a program of a CPU."""
-    program = (
-        "import jax, jaxfp8; from jaxfp8.ops import _support, quantize\n"
-        "jax.jit(lambda x: quantize(x, jax.numpy.float32(2), jax.numpy.float8_e4m3fn))(jax.numpy.ones((3, 4)))\n"
-        "print(_support._is_set, _support.read_record.cache_info().misses)"
-    )
-    environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": another_process.PATH, "JAX_PLATFORMS": "cpu"}
-    assert another_process.python("-c", program, **environment).stdout.split() == [str(is_set), "0"]
