@@ -78,6 +78,16 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     assert not found["passed"] and found["environment"] == {"platform": "cuda"}
 
 
+def test_times_of_a_busy_device_switch_nothing_off(rows, monkeypatch, capsys):
+    monkeypatch.delenv("JAXFP8_DISABLE", raising=False)
+    rows["speed:quantize"] = {"status": "failed", "detail": "timed out"}
+    command.main([])
+    assert "JAXFP8_DISABLE=quantize\n" in capsys.readouterr().out
+    rows["speed:copy"] = {"status": "failed", "detail": "timed out"}
+    command.main([])
+    assert "JAXFP8_DISABLE" not in capsys.readouterr().out
+
+
 def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     """Parts of what `python -m jaxfp8` says are errors; the rest of it counts."""
     broken = {"error": "RuntimeError: no CUDA"}
