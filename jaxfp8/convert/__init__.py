@@ -12,7 +12,3 @@ from ._qtensor import (
 )
 from ._read_safetensors import StoredTensor as StoredTensor, read_safetensors as read_safetensors
 from ._to_safetensors import to_safetensors as to_safetensors
-from ._transformer_engine import (
-    from_transformer_engine as from_transformer_engine,
-    to_transformer_engine as to_transformer_engine,
-)

@@ -8,6 +8,7 @@ from flax import traverse_util
 
 from .._jax import _warnings
 from ..linen._freeze import PARAMS
+from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
 from ..numerics import _scaling
 from ..recipes import FP8StateWarning, _below_zero, _state_tree
 from . import _tree
@@ -110,10 +111,14 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
                 merged[path][name] = _fit(where, _tree.at(path, name), merged[path][name], leaf)
             # Counters, which releases until 0.2 had, are left out; any other state without a place is an error.
             elif not _tree.is_counters(name, module):
+                is_transformer_engine = any(part.startswith("TEWrapper_dot_general_") for part in path)
+                way_out = (
+                    TRANSFORMER_ENGINE_BY_HAND if is_transformer_engine else "state of Flax goes through from_flax"
+                )
                 raise ValueError(
                     f"{where}: restored: {_tree.at(path, name)}: the model has no such state, it has "
-                    f"{sorted(map(_tree.at, merged))}. State of other libraries goes through from_flax or "
-                    "from_transformer_engine; drop from the checkpoint modules that the model no longer has in FP8"
+                    f"{sorted(map(_tree.at, merged))}; {way_out}; drop from the checkpoint modules that the model no "
+                    "longer has in FP8"
                 )
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
     # The checkpoint's collections replace those of the model; state was merged above and replaces both.

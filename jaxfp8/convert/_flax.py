@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _tree
-from ._tree import OVERWRITE_WITH_GRADIENT
 
 _MODULE = "Fp8DotGeneral"
 _FLAX = ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")
@@ -94,7 +93,7 @@ def _convert(where, variables, classes, swapped):
             paths = sorted(map(_tree.at, modules))
             raise ValueError(f"{where}: swapped: {sorted(unused)} match no module; there are {paths}")
 
-    return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), OVERWRITE_WITH_GRADIENT, convert)
+    return _tree.convert_state(where, variables, convert)
 
 
 def _renamed(where, path: _tree.Path, classes) -> _tree.Path:

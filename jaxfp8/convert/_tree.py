@@ -21,13 +21,13 @@ Path = tuple[str, ...]
 Modules = dict[Path, dict[str, object]]
 
 
-def convert_state(where: str, variables: Mapping, sources: Iterable[str], target: str, convert: Callable) -> dict:
-    """Replace the collections `sources` of `variables` by `target`, to which `convert` gives the modules.
+def convert_state(where: str, variables: Mapping, convert: Callable) -> dict:
+    """Replace the modules of the state's collection of `variables` by those that `convert` makes of them.
 
     `convert(modules)` yields `(path, leaves by name)` for the modules of the result; the leaves of a module may come in
     parts.
 
-    Other collections stay as they are. Variables with none of `sources` are taken as the bare collection itself, and
+    Other collections stay as they are. Variables without that collection are taken as the bare collection itself, and
     the result is a bare collection too.
 
     Raises:
@@ -39,25 +39,18 @@ def convert_state(where: str, variables: Mapping, sources: Iterable[str], target
             f"{where}: variables: expected a dict of variables or of one collection, got {type(variables).__name__}; "
             "of a TrainState pass `.params`"
         )
-    # 1. Gather the modules of all sources: state of TransformerEngine may lie in two collections.
-    present = [name for name in sources if name in variables]
-    modules: Modules = {} if present else modules_of(where, variables)
-    for name in present:
-        for path, module in modules_of(where, variables[name]).items():
-            insert(where, modules, path, module)
-    # 2. Convert, and refuse a tree in which there was nothing to convert.
+    is_bare = OVERWRITE_WITH_GRADIENT not in variables
+    # 1. Convert, and refuse a tree in which there was nothing to convert.
     converted: Modules = {}
-    for path, leaves in convert(modules):
+    for path, leaves in convert(modules_of(where, variables if is_bare else variables[OVERWRITE_WITH_GRADIENT])):
         insert(where, converted, path, leaves)
     if not converted:
-        collections = " or ".join(map(repr, sources))
         raise ValueError(
-            f"{where}: variables: expected a collection {collections} with FP8 state, or such a collection itself, got "
-            f"{sorted(variables)}"
+            f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} with FP8 state, or such a "
+            f"collection itself, got {sorted(variables)}"
         )
-    # 3. Put the result where the sources were; a bare collection comes back bare.
-    rest = {name: collection for name, collection in variables.items() if name not in present}
-    return {**rest, target: nested(converted)} if present else nested(converted)
+    # 2. Put the result where the state was; a bare collection comes back bare.
+    return nested(converted) if is_bare else {**variables, OVERWRITE_WITH_GRADIENT: nested(converted)}
 
 
 def modules_of(where: str, collection: Mapping) -> Modules:

@@ -1,3 +1,3 @@
 """Integrations: run jaxfp8 through the configuration of other libraries, which are imported only when used."""
 
-from . import maxtext as maxtext, qwix as qwix
+from . import maxtext as maxtext

@@ -9,10 +9,19 @@ from flax import linen as nn
 from .._jax import _warnings
 from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning
 
-# The beginnings of names of modules and collections with state of other libraries, by the function that converts it.
+# How the user gets from TransformerEngine's state to that of a product.
+TRANSFORMER_ENGINE_BY_HAND = (
+    "convert TransformerEngine's state by hand, once (docs/checkpoints.md): scale = 1 / its scale, and amax_history = "
+    "jnp.roll(its amax_history, 1, axis=-1), which moves its newest amax from the last slot to slot 0, and its empty "
+    "slot 0 to slot 1, the oldest"
+)
+# The beginnings of names of modules and collections with state of other libraries, by how to convert it.
 _CONVERTERS = {
-    "from_flax": ("Fp8DirectDotGeneralOp_", "Fp8DotGeneralOp_"),
-    "from_transformer_engine": ("TEWrapper_dot_general_", "fp8_metas"),
+    "convert them once: variables = jaxfp8.convert.from_flax(variables)": (
+        "Fp8DirectDotGeneralOp_",
+        "Fp8DotGeneralOp_",
+    ),
+    TRANSFORMER_ENGINE_BY_HAND: ("TEWrapper_dot_general_", "fp8_metas"),
 }
 
 
@@ -87,11 +96,8 @@ def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> Non
     """Warn where the layer at `path` has the state of another library's product, which jaxfp8 does not read."""
     collections = getattr(layer, "variables", {})
     for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
-        converter = next((to for to, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)
-        if converter is not None:
-            message = (
-                f"the variables have state {name!r} of another library, which this layer does not read; convert them "
-                f"once: variables = jaxfp8.convert.{converter}(variables)"
-            )
+        way_out = next((way for way, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)
+        if way_out is not None:
+            message = f"the variables have state {name!r} of another library, which this layer does not read; {way_out}"
             _warnings.warn_once(layer.scope.root, "/".join(path), message, FP8StateWarning)
             return

@@ -244,7 +244,7 @@ def foreign(tally, library):
         load = lambda saved=saved: flax.serialization.from_bytes(variables, flax.serialization.to_bytes(saved))  # noqa: E731
         refused(load, tally, f"{name}, by Flax's loader", names)
         if jax.tree.leaves(saved.get(OWG)):
-            names = "merge_state: restored: .*(from_flax|from_transformer_engine|no such state)"
+            names = "merge_state: restored: .*(from_flax|TransformerEngine|no such state)"
             refused(lambda saved=saved: convert.merge_state(variables, saved), tally, f"{name}, merged", names)
         else:
             tally(same_bits(convert.merge_state(variables, saved), variables), f"{name}: merged")

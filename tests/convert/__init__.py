@@ -1,1 +1,1 @@
-"""Tests of jaxfp8.convert: Flax's state, TransformerEngine's, and state for a changed model."""
+"""Tests of jaxfp8.convert: Flax's state, and state for a changed model."""

@@ -12,9 +12,8 @@ from jaxfp8 import convert
 
 from . import cases
 from .cases import E4M3, OWG, QArray, qtensor, state_leaves
-from .test_transformer_engine import replays, te_leaves
 
-STATE, TE, PLAIN = state_leaves(5), te_leaves(replays(3)), {"input_amax_history": np.zeros(3)}
+STATE, PLAIN = state_leaves(5), {"input_amax_history": np.zeros(3)}
 NEW = cases.model_variables()
 HALF = {OWG: {"Dense_0": {"Fp8DotGeneral_0": {"input_amax_history": STATE["input_amax_history"]}}}}
 WIDER = {"params": {"Dense_0": {"kernel": np.zeros((2, 4), np.float32)}}}
@@ -27,14 +26,6 @@ def without(leaves, name):
 
 def flax(error, match, variables, **options):
     return lambda: convert.from_flax(variables, **options), error, f"from_flax: .*{match}"
-
-
-def te(error, match, variables, recipe=None):
-    return lambda: convert.from_transformer_engine(variables, recipe), error, f"from_transformer_engine: .*{match}"
-
-
-def to_te(match, variables, **options):
-    return lambda: convert.to_transformer_engine(variables, **options), ValueError, f"to_transformer_engine: .*{match}"
 
 
 def resize(error, match, tree, length):
@@ -90,22 +81,15 @@ ERRORS = {
         lambda: convert.to_flax({"Fp8DotGeneral_0": STATE}, name="Fp8Einsum"),
         *(ValueError, "to_flax: name: .*Fp8Einsum"),
     ),
-    "TE, no state": te(ValueError, "fp8_metas", {}),
-    "TE, not a dict": te(TypeError, "variables.*int", 3),
-    "TE, old names": te(ValueError, "layer/amax_x", {"layer": {"amax_x": np.zeros(3, np.float32)}}),
-    "TE, our own": te(ValueError, "Fp8DotGeneral_0/input_amax_history", {"layer": {"Fp8DotGeneral_0": STATE}}),
-    "TE, incomplete": te(ValueError, "grad_scale: missing", without(TE, "grad_scale")),
-    "TE, not rotated": te(ValueError, "x_amax_history.*slot 0.*5", {**TE, "x_amax_history": np.float32([5, 2, 3])}),
-    "TE, scale": te(ValueError, r"x_scale.*\(1,\).*\(\)", {**TE, "x_scale": np.float32(1)}),
-    "TE, recipe": te(TypeError, "recipe.*str", TE, "delayed"),
-    "TE, two names": te(ValueError, "Fp8DotGeneral_0", {**TE, **te_leaves(replays(3), "_0")}),
-    "to TE, names": to_te("layer/Fp8Einsum_0: expected modules named", {"layer": {"Fp8Einsum_0": STATE}}),
-    "to TE, collection": to_te("collection: .*'te'", {"layer": {"Fp8DotGeneral_0": STATE}}, collection="te"),
-    "to TE, nothing": to_te(OWG, {}),
     "history of 0": resize(ValueError, "at least 1, got 0", PLAIN, 0),
     "history of 2.0": resize(TypeError, "expected an int", PLAIN, 2.0),
     "no history": resize(ValueError, "without any", {"kernel": np.zeros(3)}, 2),
     "merged, Flax's": merge(ValueError, "Dense_0/Fp8DirectDotGeneralOp_0/.*from_flax", convert.to_flax(NEW)),
+    "merged, TransformerEngine's": merge(
+        ValueError,
+        r"TEWrapper_dot_general_0/.*1 / its scale.*roll\(its amax_history, 1, axis=-1\)",
+        {OWG: {"Dense_0": {"TEWrapper_dot_general_0": {"x_amax_history": np.zeros(3, np.float32)}}}},
+    ),
     "merged, unknown": merge(ValueError, "the model has no such state", NEW, cases.model_variables(layers=["Dense_0"])),
     "merged, stacked": merge(ValueError, r"\(4,\) up to .*, got \(2, 4\)", cases.model_variables(lead=(2,))),
     "merged, scale": merge(ValueError, r"kernel_scale: .* \(1,\), got \(2,\)", scale_of(np.ones(2, np.float32))),

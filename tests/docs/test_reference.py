@@ -34,7 +34,7 @@ def test_every_public_method_is_described(module):
 
 def test_reference_has_the_names_that_packages_export():
     names = {name for module in MODULES for name in reference.public_names(module)}
-    assert {"jaxfp8", "jaxfp8.linen", "jaxfp8.ops", "jaxfp8.integrations.qwix"} <= set(MODULES)
+    assert {"jaxfp8", "jaxfp8.linen", "jaxfp8.ops", "jaxfp8.integrations.maxtext"} <= set(MODULES)
     assert {"dot_general", "E4M3", "Dense", "scaled_matmul", "save_gemm_outputs", "RESIDUAL_NAME"} <= names
     # What Python itself calls public, found in another way.
     exported = {name for name in vars(jaxfp8) if not name.startswith("_") and not inspect.ismodule(vars(jaxfp8)[name])}

@@ -9,6 +9,7 @@ from flax import nnx
 import jaxfp8
 import jaxfp8.nnx
 from jaxfp8 import linen
+from jaxfp8.recipes import Rule
 
 A = jaxfp8.DelayedScaling(amax_history_len=3)
 CURRENT = jaxfp8.Float8CurrentScaling()
@@ -180,6 +181,15 @@ def test_a_product_that_two_layers_share():
     product = jaxfp8.nnx.Fp8DotGeneral(A)
     layers = nnx.List([nnx.Linear(8, 8, dot_general=product, rngs=nnx.Rngs(0)) for _ in range(2)])
     assert ["shares" in row["why"] for row in jaxfp8.report(layers).rows] == [False, True]
+
+
+def test_rules_for_one_kind_of_product():
+    dense = ("dot_general",)
+    rules = [Rule(".*", A, ("einsum",)), Rule("mix", None, dense), Rule("own|mix", CURRENT, dense)]
+    for model, args in ((linen.quantize(Linen(), rules), [X]), (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), [])):
+        with pytest.warns(UserWarning, match="rules that decide nothing: rule 1 'mix' dot_general"):
+            rows = by_layer(jaxfp8.report(model, *args))
+        assert (rows["mix"]["recipe"], rows["own"]["recipe"]) == (A, CURRENT)
 
 
 def test_unused_rules():
