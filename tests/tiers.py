@@ -1,7 +1,8 @@
 """The three tiers of tests: `make test` (minutes), CI, and `make test-all`, from marks and the table below.
 
 `slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few tests carry either by hand. Of a
-product of parameters `make test` runs a diagonal, and CI the cases that differ from the first values in one place.
+product of parameters `make test` runs a diagonal, and CI the cases that differ from the first values in one place, or
+of the longest products the diagonal too.
 """
 
 import collections
@@ -34,7 +35,9 @@ MINUTES = {
     *("benchmarks/test_dry_run.py::test_cpu_goals", "benchmarks/test_dry_run.py::test_peers_compiled_in_two_ways"),
     *("docs/test_example_custom_recipes.py::test_prints_a_table", "docs/test_example_tables.py::test_pipeline"),
     "docs/test_example_language_model.py::test_language_model_prints_a_table_and_writes_picture_and_json",
-    *("docs/test_example_tables.py::test_experts", "ops/test_adam.py::test_leaves_share_a_call[tpu"),
+    *("docs/test_example_tables.py::test_experts", "docs/test_example_fsdp.py::test_resumes_bitwise"),
+    *("ops/test_adam.py::test_leaves_share_a_call[tpu", "ops/test_adam.py::test_leaves_share_a_call[reference-update"),
+    *("benchmarks/test_compare_fairness.py", "docs/test_example_tables.py::test_one_device[equinox"),
     *("tpu/test_moments.py::test_cycles", "tpu/test_pairs.py::test_gated_layers_take_no_more_cycles_than_flax"),
     "tpu/test_programs.py::test_drop_ins_in_a_scan_take_no_more_cycles_than_flax",
 }
@@ -46,6 +49,12 @@ ONE_CASE = {
 }
 # Where CI runs the diagonal too: the custom calls and the jnp reference of an op are programs of their own.
 DIAGONAL_IN_CI = "ops"
+# Where CI runs nothing but the diagonal: long products of parameters, of which `make test-all` runs every case.
+DIAGONAL_ALONE = {
+    *("cuda/test_emulated_kernels.py", "cuda/test_emulated_ragged.py", "mesh/test_odd_shards.py"),
+    *("ops/test_produced.py", "ops/test_quantize_blocks.py", "ops/test_raw_targets.py", "ops/test_transforms.py"),
+    *("optim/test_quantized.py", "programs/test_custom_vjp.py", "recipes/test_meshes.py"),
+}
 # Whole files go to workers, in this order and then by name: the longest first, so that none is left for one core.
 LONGEST = (
     *("docs/test_docs.py", "programs/test_programs.py", "ops/test_transforms.py", "bad_days/test_rows.py"),
@@ -76,7 +85,7 @@ def mark(items, tests: pathlib.Path) -> None:
             on_diagonal = _is_diagonal(position, sizes)
             in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
             in_nightly = _differences(case, position) > 1 and not (on_diagonal and path.parts[0] == DIAGONAL_IN_CI)
-            if _is_interpreted(case):
+            if _is_interpreted(case) or DIAGONAL_ALONE & _where(path):
                 in_nightly = not on_diagonal
             if _takes_minutes(case, path):
                 case.add_marker("slow")
