@@ -3,10 +3,12 @@
 import os
 import pathlib
 import sys
+import time
 
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+START = time.monotonic()
 # `import oracle` works from every folder of tests and under every pytest import mode.
 TESTS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(TESTS))
@@ -88,6 +90,9 @@ def pytest_addoption(parser):
         first, count = text.split(":")
         return int(first), int(count)
 
+    parser.addoption(
+        "--ci-seconds", metavar="SECONDS", type=int, help="skip what `make test` does not run after so many seconds"
+    )
     parser.addoption("--fuzz", metavar="FIRST:COUNT", type=seeds, default="0:40", help="seeds of bad_days/fuzz")
 
 
@@ -111,5 +116,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
+    seconds = item.config.option.ci_seconds
+    if seconds is not None and item.get_closest_marker("ci") and time.monotonic() - START > seconds:
+        pytest.skip(f"{seconds} seconds of CI are over: `make test-all` runs this")
     if item.get_closest_marker("gpu") and not gpu_devices():
         pytest.skip(f"needs an NVIDIA GPU; JAX sees only {jax.default_backend()}")
