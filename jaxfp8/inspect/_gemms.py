@@ -172,8 +172,24 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
         return []
     product = " x ".join(_text(var.aval) for var in eqn.invars[:2])
     direction = "backward" if place.is_backward else "forward"
-    values = {"layer": place.layer, "pass": direction, "gemm": place.gemm, "product": product, "line": place.line}
+    values = {
+        "layer": _below_model(place.layer),
+        "pass": direction,
+        "gemm": place.gemm,
+        "product": product,
+        "line": place.line,
+    }
     return [tuple((values | {"fp8": why is None, "why": why}).items())]
+
+
+def _below_model(scopes: str) -> str:
+    """Return the path of a layer as rules and `report` have it: Linen's scopes begin with the class of the model."""
+    root, _, path = scopes.partition("/")
+    return path if path and root.partition(".")[0] in _names_of_classes(nn.Module) else scopes
+
+
+def _names_of_classes(base: type) -> set[str]:
+    return {base.__name__}.union(*map(_names_of_classes, base.__subclasses__()))
 
 
 def _why_plain(eqn, place, target) -> str | None:

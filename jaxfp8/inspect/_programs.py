@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-from flax import linen as nn
 
 from .._jax._primitives import inner_jaxprs
 from ..dot import _contexts
@@ -65,10 +64,7 @@ def _place(stack, eqn) -> Place:
 
 
 def _joined(scopes) -> str:
-    """Join scopes to the path of a module, as rules and `report` have it.
-
-    Nested transforms repeat scopes, NNX scopes are whole paths, and Linen's begin with the class of the model.
-    """
+    """Join scopes to one path, without the scopes that nested transforms repeat; NNX scopes are whole paths."""
     path = []
     for scope in scopes:
         parts = [scope] if "->" in scope else scope.split("/")  # an equation is one name
@@ -79,13 +75,7 @@ def _joined(scopes) -> str:
             path = path[size:]
     while len(path) > 1 and path[-1].startswith(_SCOPES_OF_PRODUCTS):
         path = path[:-1]
-    if len(path) > 1 and path[0].partition(".")[0] in _names_of_linen_classes(nn.Module):
-        path = path[1:]
     return "/".join(path)
-
-
-def _names_of_linen_classes(base) -> set[str]:
-    return {base.__name__}.union(*map(_names_of_linen_classes, base.__subclasses__()))
 
 
 def _line(traceback) -> str:

@@ -24,7 +24,7 @@ from flax import core, linen as nn
 
 from .._jax._trees import Tree
 from ..dot import _contexts
-from ..recipes import Rule, Rules, checked_rules, first_match, keeps_state, kind, layer_names
+from ..recipes import Rule, Rules, checked_rules, first_match, is_foreign, keeps_state, kind, layer_names
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
@@ -106,11 +106,6 @@ def decision(module) -> Decision | None:
 def is_layer(module) -> bool:
     """Tell whether rules can change the products of a module."""
     return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(module, "dot_general_cls")
-
-
-def _is_foreign(module) -> bool:
-    """Tell whether the class of a module is neither Flax's nor ours."""
-    return type(module).__module__.partition(".")[0] not in ("flax", "jaxfp8")
 
 
 def _has_field(module, name: str) -> bool:
@@ -251,7 +246,7 @@ def _intercepting(model):
     ran, foreign = {}, set()
 
     def intercept(next_method, args, kwargs, context):
-        if not is_layer(context.module) and _is_foreign(context.module):
+        if not is_layer(context.module) and is_foreign(context.module):
             foreign.add(context.module.path)
         return _interceptor(ran, next_method, args, kwargs, context)
 

@@ -99,16 +99,27 @@ def check_rules(model, ran, foreign) -> None:
     # 3. See whether each rule matches, once for equal rules of models of one class; `init` may make a part of a model.
     elif leaves and not model.is_initializing() and not type(model)._fp8_has_checked:
         type(model)._fp8_has_checked = True
-        names = {name: [name] for name in _names([*layers, *rest], model.path)}
-        params = flatten_dict(model.variables.get("params", {}))
-        # An embedding or a norm is in high precision, as a rule may say.
-        without_product = _names({(*model.path, *path[:-1]) for path in params} - set(layers), model.path)
-        to_layers = [
-            r for r in model._fp8_rules if r.recipe is not None or not r.matches(without_product, "dot_general")
-        ]
-        warn_of_idle_rules("linen.quantize", type(model).__name__, to_layers, names)
-        arrays = {path: leaf.shape for path, leaf in params.items() if (*model.path, *path[:-1]) in foreign}
-        warn_of_own_arrays("linen.quantize", model._fp8_rules, arrays)
+        _check_each_rule(model, layers, rest, foreign)
+
+
+def _check_each_rule(model, layers, rest, foreign) -> None:
+    """Warn of rules that match no layer, and of products that no rule reaches.
+
+    Args:
+        model: the model, bound.
+        layers: the paths of layers that ran.
+        rest: the paths of modules that did not run.
+        foreign: see `check_rules`.
+    """
+    names = {name: [name] for name in _names([*layers, *rest], model.path)}
+    params = flatten_dict(model.variables.get("params", {}))
+    shapes = {(*model.path, *path): leaf.shape for path, leaf in params.items()}
+    # An embedding or a norm is in high precision, as a rule may say.
+    without_product = _names({path[:-1] for path in shapes} - set(layers), model.path)
+    to_layers = [r for r in model._fp8_rules if r.recipe is not None or not r.matches(without_product, "dot_general")]
+    warn_of_idle_rules("linen.quantize", type(model).__name__, to_layers, names)
+    arrays = {path[len(model.path) :]: shape for path, shape in shapes.items() if path[:-1] in foreign}
+    warn_of_own_arrays("linen.quantize", model._fp8_rules, arrays)
 
 
 def _names(paths, root: tuple[str, ...] = ()) -> list[str]:

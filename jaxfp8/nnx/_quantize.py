@@ -12,6 +12,7 @@ from ..recipes import (
     Rules,
     checked_rules,
     first_match,
+    is_foreign,
     kind,
     layer_names,
     some,
@@ -107,7 +108,7 @@ def layers(model):
 def _own_arrays(model):
     """Yield the path and the shape of each parameter of a module that is none of Flax's and has no product."""
     for path, module in nnx.iter_modules(model):
-        if _operation(module) is None and type(module).__module__.partition(".")[0] not in ("flax", "jaxfp8"):
+        if _operation(module) is None and is_foreign(module):
             for name, value in vars(module).items():
                 if isinstance(value, nnx.Param):
                     yield (*path, name), value.get_value().shape

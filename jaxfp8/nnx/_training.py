@@ -65,7 +65,7 @@ def _differentiated(transform, f, argnums, has_aux, gradients_of):
 
     @functools.wraps(differentiate)
     def watched(*args, **kwargs):
-        is_cast = any(holds_max(args[i]) for i in positions)
+        is_cast = any(holds_max(variable.get_value()) for variable in _variables(args, OverwriteWithGradient))
         with named_errors("nnx.value_and_grad"):
             out = (of_cast_state if is_cast else differentiate)(*args, **kwargs)
         if nnx.set_graph_mode.current_value():

@@ -24,6 +24,7 @@ from ._rules import (
     Rules,
     checked_rules,
     first_match,
+    is_foreign,
     kind,
     layer_names,
     relative,

@@ -100,6 +100,11 @@ def warn_of_idle_rules(where: str, model: str, rules: Sequence[Rule], layers: di
         )
 
 
+def is_foreign(module: Any) -> bool:
+    """Tell whether the class of a module is neither Flax's nor ours."""
+    return type(module).__module__.partition(".")[0] not in ("flax", "jaxfp8")
+
+
 def warn_of_own_arrays(where: str, rules: Sequence[Rule], arrays: dict[tuple, tuple[int, ...]]) -> None:
     """Warn of matrices that rules ask FP8 for, and that the code of a module multiplies itself.
 
