@@ -8,7 +8,7 @@ one block, with the recipes of that block, for every equal block.
 
 from typing import NamedTuple
 
-from flax import core
+from flax import core, linen as nn
 from flax.traverse_util import flatten_dict
 
 from .._jax import _warnings
@@ -112,8 +112,8 @@ def _check_each_rule(model, layers, rest, foreign) -> None:
         foreign: see `check_rules`.
     """
     names = {name: [name] for name in _names([*layers, *rest], model.path)}
-    params = flatten_dict(model.variables.get("params", {}))
-    shapes = {(*model.path, *path): leaf.shape for path, leaf in params.items()}
+    params = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
+    shapes = {(*model.path, *path): getattr(leaf, "shape", ()) for path, leaf in params.items()}
     # An embedding or a norm is in high precision, as a rule may say.
     without_product = _names({path[:-1] for path in shapes} - set(layers), model.path)
     to_layers = [r for r in model._fp8_rules if r.recipe is not None or not r.matches(without_product, "dot_general")]

@@ -111,7 +111,7 @@ def _own_arrays(model):
         if _operation(module) is None and is_foreign(module):
             for name, value in vars(module).items():
                 if isinstance(value, nnx.Param):
-                    yield (*path, name), value.get_value().shape
+                    yield (*path, name), getattr(value.get_value(), "shape", ())
 
 
 def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:

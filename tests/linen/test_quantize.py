@@ -4,6 +4,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -189,6 +190,27 @@ class Experts(nn.Module):
 
 def test_products_that_modules_hold():
     compare_programs(quantize(Experts(), [("down", B), ("", A)]), Experts(A, B), x())
+
+
+class Parameters(nn.Module):
+    """Parameters that are no plain arrays: in boxes, a pair, a Python number, None."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))
+        kernel = self.param("kernel", init, (D, D))
+        left, right = self.param("pair", lambda key: (jnp.ones(()), jnp.ones((D, D))))
+        number = self.param("number", lambda key: 1.0)
+        self.param("nothing", lambda key: None)
+        return nn.Dense(D, kernel_init=init)(x @ kernel * left @ right * number)
+
+
+def test_parameters_that_are_no_arrays():
+    """Boxed matrices are named by their shapes; nothing else is in the way."""
+    quantized = quantize(Parameters(), [(".*", A)])
+    variables = quantized.init(jax.random.key(0), x())
+    with pytest.warns(jaxfp8.FP8StateWarning, match="as with 'kernel 8x8': where"):
+        quantized.apply(variables, x())
 
 
 class OldLayer(nn.Module, kw_only=True):

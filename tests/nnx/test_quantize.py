@@ -114,6 +114,22 @@ def test_products_that_modules_hold():
     assert_same(state_of(quantize(quantized, [("experts/down", B), ("experts", A)])), state_of(hand))
 
 
+class Parameters(nnx.Module):
+    """Parameters that are no plain arrays: sharded by name, a pair, a Python number, None."""
+
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+        self.kernel = nnx.Param(init(rngs(), (D, D)), eager_sharding=False)
+        self.pair = nnx.Param((jnp.ones(D), jnp.ones((D, D))))
+        self.number, self.nothing = nnx.Param(1.0), nnx.Param(None)
+        self.mlp = nnx.Linear(D, D, rngs=rngs)
+
+
+def test_parameters_that_are_no_arrays():
+    with pytest.warns(jaxfp8.FP8StateWarning, match="as with 'kernel 8x8': where"):
+        quantize(Parameters(nnx.Rngs(0)), [(".*", A)])
+
+
 def test_attention_that_shares_a_product():
     """Its layers get their own; the shared one is not kept, nor its state."""
     shared = nnx.MultiHeadAttention(2, D, decode=False, qkv_dot_general=Fp8DotGeneral(B), rngs=nnx.Rngs(0))
