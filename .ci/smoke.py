@@ -1,4 +1,5 @@
-"""An installed jaxfp8, seen from outside its checkout: `python smoke.py native|reference [cpu|cuda]`.
+"""An installed jaxfp8, seen from outside its checkout:
+`python smoke.py native|reference [cpu|cuda]`.
 
 The last argument says which modules there are to be.
 """

@@ -14,11 +14,14 @@ class Arm(NamedTuple):
     """One way to train the model.
 
     Attributes:
-        dtype: the compute dtype of all layers; FP8 products take their operands in this dtype.
+        dtype: the compute dtype of all layers; FP8 products take their operands in this
+            dtype.
         color: the color in the picture.
         recipe: the recipe of the FP8 products; None for an arm without FP8.
-        precision: the precision of float32 products on GPUs, a value of `jax.default_matmul_precision`.
-        loss_scaled: whether the loss is scaled dynamically, and steps with gradients that are not finite are skipped.
+        precision: the precision of float32 products on GPUs, a value of
+            `jax.default_matmul_precision`.
+        loss_scaled: whether the loss is scaled dynamically, and steps with gradients
+            that are not finite are skipped.
     """
 
     dtype: Any
@@ -29,14 +32,18 @@ class Arm(NamedTuple):
 
     @contextlib.contextmanager
     def region(self):
-        """Select the recipe for the code inside: initialization, differentiation and evaluation of the model."""
+        """Select the recipe for the code inside: initialization, differentiation and
+        evaluation of the model.
+        """
         precision = jax.default_matmul_precision(self.precision)
         with recipes.autocast(self.recipe, enabled=self.recipe is not None), precision:
             yield
 
 
 def current_and_mx(role):
-    """Return a quantizer with one scale forward, and with MX blocks for the gradient, as only custom recipes can."""
+    """Return a quantizer with one scale forward, and with MX blocks for the gradient,
+    as only custom recipes can.
+    """
     if role in ("linear_input", "linear_weight"):
         return recipes.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
     return recipes.MXFP8Quantizer() if role == "linear_grad_output" else None

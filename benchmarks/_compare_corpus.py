@@ -1,4 +1,6 @@
-"""A real text that needs no download: Python's own reference manual, as `pydoc` ships it."""
+"""A real text that needs no download: Python's own reference manual, as `pydoc` ships
+it.
+"""
 
 from pydoc_data.topics import topics
 
@@ -8,10 +10,11 @@ VALIDATION_FRACTION = 0.1
 
 
 class Corpus:
-    """Characters as int32 codes, the first 90 % to train on and the last 10 % to validate on.
+    """Characters as int32 codes, the first 90 % to train on and the last 10 % to
+    validate on.
 
-    The manual differs between Python versions (465k characters in 3.11, 511k in 3.13), so only losses of one version
-    can be compared.
+    The manual differs between Python versions (465k characters in 3.11, 511k in 3.13),
+    so only losses of one version can be compared.
 
     Args:
         text: the text; None is the manual.
@@ -26,7 +29,8 @@ class Corpus:
         self.train, self.validation = self.codes[:cut], self.codes[cut:]
 
     def random_batches(self, seed, steps, batch, length):
-        """Yield `steps` int32 arrays `(batch, length + 1)`, which hold inputs and, shifted by one, targets.
+        """Yield `steps` int32 arrays `(batch, length + 1)`, which hold inputs and,
+        shifted by one, targets.
 
         Equal seeds give equal arrays.
         """
@@ -36,7 +40,8 @@ class Corpus:
             yield self.train[starts[:, None] + np.arange(length + 1)]
 
     def validation_batches(self, batch, length, limit=None):
-        """Return the validation text in order, int32 `(batches, batch, length + 1)`, without a last incomplete batch.
+        """Return the validation text in order, int32 `(batches, batch, length + 1)`,
+        without a last incomplete batch.
 
         Args:
             batch: the number of windows in a batch.

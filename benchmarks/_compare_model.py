@@ -15,9 +15,11 @@ DENSE = functools.partial(nn.Dense, dot_general_cls=Fp8DotGeneral)
 
 
 def attend(query, key, value):
-    """Compute causal attention, `[batch, length, heads, HEAD]`; scores and softmax in float32.
+    """Compute causal attention, `[batch, length, heads, HEAD]`; scores and softmax in
+    float32.
 
-    `jax.nn.dot_product_attention` cannot be used here, because it has no float16 on CPUs.
+    `jax.nn.dot_product_attention` cannot be used here, because it has no float16 on
+    CPUs.
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * HEAD**-0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -53,7 +55,8 @@ class LanguageModel(nn.Module):
         dtype: the compute dtype of all layers.
         width: the width of the model, a multiple of `HEAD`.
         layers: the number of blocks.
-        dense: a function that makes a projection of a block; the default takes the recipe of `autocast`.
+        dense: a function that makes a projection of a block; the default takes the
+            recipe of `autocast`.
     """
 
     vocabulary: int
@@ -65,7 +68,9 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        """Return logits, f32 `[batch, length, vocabulary]`, of the characters after int32 `[batch, length]`."""
+        """Return logits, f32 `[batch, length, vocabulary]`, of the characters after
+        int32 `[batch, length]`.
+        """
         embed = functools.partial(nn.Embed, features=self.width, dtype=self.dtype)
         x = embed(self.vocabulary, name="embed")(tokens)
         x = x + embed(self.length, name="position")(jnp.arange(tokens.shape[1]))

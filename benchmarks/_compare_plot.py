@@ -1,4 +1,6 @@
-"""The picture of a comparison: losses, differences to the reference, time and memory. Needs matplotlib."""
+"""The picture of a comparison: losses, differences to the reference, time and memory.
+Needs matplotlib.
+"""
 
 import matplotlib
 import numpy as np
@@ -9,7 +11,8 @@ from matplotlib.figure import Figure
 
 
 def plot(path, title: str, results: dict, seeds: list) -> None:
-    """Plot bars of time and memory, and above them the curves of losses if the arms were trained.
+    """Plot bars of time and memory, and above them the curves of losses if the arms
+    were trained.
 
     Args:
         path: the file of the picture.
@@ -51,7 +54,8 @@ def _plot_differences(ax, seeds):
     for name in seeds[0]:
         if name != reference:
             steps, validation = validation_of(seeds, name)
-            # Seeds are paired, so differences are averaged: the part of a seed that all arms share cancels.
+            # Seeds are paired, so differences are averaged: the part of a seed that all
+            # arms share cancels.
             difference = (validation - of_reference).mean(axis=0)
             ax.plot(steps, difference, "o-", markersize=3, color=ARMS[name].color, label=name)
     ax.set(title=f"Validation loss minus {reference}, same weights and batches", xlabel="step", ylabel="nat")

@@ -1,4 +1,6 @@
-"""Compile the training step of an arm, and read its memory and how its FP8 products run."""
+"""Compile the training step of an arm, and read its memory and how its FP8 products
+run.
+"""
 
 import collections
 import math
@@ -20,11 +22,13 @@ class Program(NamedTuple):
 
     Attributes:
         step: `(state, batch) -> (state, loss, made)`.
-        memory: the bytes of arguments, outputs, outputs that reuse an argument (`aliased`), and temporaries, from XLA's
-            memory analysis; None where a platform has no such analysis.
-        kept_bytes: the bytes that `jax.vjp` of the loss holds until the backward, weights included, before XLA
-            optimizes the program.
-        fp8: the numbers of FP8 products and quantizations in the program, and of those that run as custom calls.
+        memory: the bytes of arguments, outputs, outputs that reuse an argument
+            (`aliased`), and temporaries, from XLA's memory analysis; None where a
+            platform has no such analysis.
+        kept_bytes: the bytes that `jax.vjp` of the loss holds until the backward,
+            weights included, before XLA optimizes the program.
+        fp8: the numbers of FP8 products and quantizations in the program, and of those
+            that run as custom calls.
     """
 
     step: Callable
@@ -34,19 +38,25 @@ class Program(NamedTuple):
 
     @property
     def peak_bytes(self) -> int | None:
-        """The bytes that the step needs: arguments, outputs that reuse no argument, temporaries."""
+        """The bytes that the step needs: arguments, outputs that reuse no argument,
+        temporaries.
+        """
         if self.memory is None:
             return None
-        # The sum holds the aliased bytes twice, as themselves and in the outputs. Neither needs memory of its own.
+        # The sum holds the aliased bytes twice, as themselves and in the outputs.
+        # Neither needs memory of its own.
         return sum(self.memory.values()) - 2 * self.memory["aliased"]
 
     def how(self) -> str:
-        """Describe how the FP8 products and quantizers of the program run on this backend."""
+        """Describe how the FP8 products and quantizers of the program run on this
+        backend.
+        """
         fp8, platform = self.fp8, f"XLA:{jax.default_backend().upper()}"
         if not fp8["products"]:
             return "no FP8"
         kernels = fp8["products_by_kernel"], fp8["products_by_xla"]
-        # XLA may copy a call, so the HLO may have more calls than the jaxpr: let no count fall below zero.
+        # XLA may copy a call, so the HLO may have more calls than the jaxpr: let no
+        # count fall below zero.
         emulated = max(0, fp8["products"] - sum(kernels))
         products = (
             (kernels[0], "products by custom calls (cuBLASLt)"),
@@ -68,7 +78,8 @@ def compile_step(arm: Arm, state: TrainState, batch) -> Program:
     with arm.region():
         traced = train_step.trace(state, batch)
         compiled = traced.lower().compile()
-        # The function that `jax.vjp` returns is a pytree of the arrays that it keeps, so its shapes tell the bytes.
+        # The function that `jax.vjp` returns is a pytree of the arrays that it keeps,
+        # so its shapes tell the bytes.
         _, vjp = jax.eval_shape(lambda v: jax.vjp(lambda v: loss_fn(v, state.apply_fn, batch), v), state.params)
     kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
     return Program(compiled, _memory(compiled.memory_analysis()), kept, _fp8(traced.jaxpr.jaxpr, compiled.as_text()))
@@ -84,7 +95,8 @@ def _memory(analysis) -> dict[str, int] | None:
 
 
 def _fp8(jaxpr, hlo: str) -> dict[str, int]:
-    # The jaxpr has the ops that the program asks for, the compiled HLO the custom calls that run.
+    # The jaxpr has the ops that the program asks for, the compiled HLO the custom calls
+    # that run.
     ops = collections.Counter(eqn.primitive.name for eqn, _ in _programs.equations(jaxpr))
     calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', hlo))
 

@@ -1,4 +1,6 @@
-"""The table of a comparison, the verdict of the proof and the JSON record, with the machine that it holds for."""
+"""The table of a comparison, the verdict of the proof and the JSON record, with the
+machine that it holds for.
+"""
 
 import json
 import pathlib
@@ -12,12 +14,15 @@ from jaxfp8._jax import _files
 from jaxfp8._jax._table import aligned
 from jaxfp8.inspect._machine import processor, versions
 
-MAX_LOSS = 0.02  # the largest mean of paired differences to bf16 that passes, in nat of validation loss
+# the largest mean of paired differences to bf16 that passes, in nat of validation loss
+MAX_LOSS = 0.02
 PROOF_STEPS, PROOF_SEEDS = 1000, 3
 
 
 def environment() -> dict:
-    """Return the processor, the devices and the versions that times and losses depend on."""
+    """Return the processor, the devices and the versions that times and losses depend
+    on.
+    """
     machine = {"cpu": processor(), "devices": [str(device) for device in jax.devices()]}
     return {"machine": machine, "versions": versions(("jax", "jaxlib", "flax", "optax", "numpy"))}
 
@@ -29,12 +34,16 @@ def device_name() -> str:
 
 
 def reference_of(names) -> str | None:
-    """Return the arm that others are compared with: bf16 if it is among `names`, else f32; or None."""
+    """Return the arm that others are compared with: bf16 if it is among `names`, else
+    f32; or None.
+    """
     return next((name for name in ("bf16", "f32") if name in names), None)
 
 
 def results_of(seeds, programs) -> dict[str, dict]:
-    """Return for each arm the results of `summarize` and `Program.record`, and the steps that each seed skipped."""
+    """Return for each arm the results of `summarize` and `Program.record`, and the
+    steps that each seed skipped.
+    """
     results = summarize(seeds, reference_of(seeds[0]))
     for name, row in results.items():
         row |= programs[name].record() | {"skipped": [runs[name].skipped for runs in seeds]}
@@ -42,7 +51,9 @@ def results_of(seeds, programs) -> dict[str, dict]:
 
 
 def timed_results(times, programs) -> dict[str, dict]:
-    """Return for each arm its times and their median, in ms, and the result of `Program.record`."""
+    """Return for each arm its times and their median, in ms, and the result of
+    `Program.record`.
+    """
     medians = {name: {"median_ms_per_step": float(np.median(ms))} for name, ms in times.items()}
     steps = {name: {"step_ms": [round(t, 3) for t in ms]} for name, ms in times.items()}
     return {name: medians[name] | steps[name] | programs[name].record() for name in times}
@@ -50,7 +61,8 @@ def timed_results(times, programs) -> dict[str, dict]:
 
 def table(results) -> str:
     """Return a table with a line for each arm."""
-    # Columns without figures are left out: those of a reference that did not run, and of losses without a training.
+    # Columns without figures are left out: those of a reference that did not run, and
+    # of losses without a training.
     reference, lines = reference_of(results), []
     for name, row in results.items():
         ms = row["median_ms_per_step"]
@@ -73,7 +85,9 @@ def table(results) -> str:
 
 
 def notes(programs) -> str:
-    """Describe on which device the programs ran, and how the FP8 products of each arm ran there."""
+    """Describe on which device the programs ran, and how the FP8 products of each arm
+    ran there.
+    """
     lines = [f"device: {device_name()}", "how FP8 ran there, in one step:"]
     lines += [f"  {name:8} {programs[name].how()}" for name in programs if name in FP8_ARMS]
     if len(lines) == 2:
@@ -89,7 +103,9 @@ def is_proof(steps: int, seeds: int, names) -> bool:
 
 
 def judge(results) -> tuple[bool, str]:
-    """Return `(passed, one line)`; an arm whose loss is NaN does not pass, because no comparison with NaN holds."""
+    """Return `(passed, one line)`; an arm whose loss is NaN does not pass, because no
+    comparison with NaN holds.
+    """
     differences = {name: results[name]["mean_minus_bf16"] for name in FP8_ARMS}
     passed = all(difference <= MAX_LOSS for difference in differences.values())
     each = ", ".join(f"{name} {difference:+.4f}" for name, difference in differences.items())

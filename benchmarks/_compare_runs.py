@@ -23,7 +23,9 @@ class Run:
 
     @property
     def median_step_ms(self) -> float:
-        """The median time of a step, without the first step of a run, which may compile and touches new memory."""
+        """The median time of a step, without the first step of a run, which may compile
+        and touches new memory.
+        """
         return float(np.median(self.step_ms[1:]))
 
     def record(self) -> dict:
@@ -34,9 +36,11 @@ class Run:
 
 
 def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
-    """Return for each arm its last validation losses, their mean and the median ms of a step.
+    """Return for each arm its last validation losses, their mean and the median ms of a
+    step.
 
-    If `reference` is one of the arms, the result also has the differences to its losses, their mean and the interval.
+    If `reference` is one of the arms, the result also has the differences to its
+    losses, their mean and the interval.
 
     Args:
         seeds: for each seed a dict name -> Run.
@@ -48,7 +52,8 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
         results[name] = {"validation_losses": losses, "mean_validation_loss": float(np.mean(losses))}
         results[name]["median_ms_per_step"] = float(np.median([runs[name].median_step_ms for runs in seeds]))
         if reference in seeds[0]:
-            # Arms of one seed have the same weights and the same text, so losses are compared seed by seed.
+            # Arms of one seed have the same weights and the same text, so losses are
+            # compared seed by seed.
             differences = np.subtract(losses, [runs[reference].validation[-1][1] for runs in seeds])
             results[name][f"minus_{reference}"] = differences.tolist()
             results[name][f"mean_minus_{reference}"] = float(np.mean(differences))
@@ -59,7 +64,8 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
 def student_t(degrees: int) -> float:
     """Return the two-sided 95 % quantile of Student's t: `P(|T| <= quantile) = 0.95`.
 
-    With `t = sqrt(degrees) tan(angle)` the density of the angle is `cos(angle)**(degrees - 1)`, up to a factor.
+    With `t = sqrt(degrees) tan(angle)` the density of the angle is
+    `cos(angle)**(degrees - 1)`, up to a factor.
     """
     edges = np.linspace(0, np.pi / 2, 20_001)
     mass = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (degrees - 1))
@@ -67,8 +73,11 @@ def student_t(degrees: int) -> float:
 
 
 def interval(differences) -> dict:
-    """Return the mean of paired differences and its 95 % confidence interval; with one seed the bounds are None."""
-    # Seeds are independent of each other, but arms of one seed are not: the variance is that of the differences.
+    """Return the mean of paired differences and its 95 % confidence interval; with one
+    seed the bounds are None.
+    """
+    # Seeds are independent of each other, but arms of one seed are not: the variance is
+    # that of the differences.
     count, mean = len(differences), float(np.mean(differences))
     if count == 1:
         return {"mean": mean, "low": None, "high": None, "seeds": 1}
@@ -82,9 +91,11 @@ def record(seeds: list[dict[str, Run]]) -> list[dict]:
 
 
 def smooth(losses, blocks: int = 100):
-    """Average losses over stretches of equal length; return `(steps in the middle, means)`, both f64 `(n,)`.
+    """Average losses over stretches of equal length; return
+    `(steps in the middle, means)`, both f64 `(n,)`.
 
-    n is the number of losses where that is less than `blocks`, else from `blocks` to `2 * blocks - 1`.
+    n is the number of losses where that is less than `blocks`, else from `blocks` to
+    `2 * blocks - 1`.
     """
     size = max(1, len(losses) // blocks)
     count = len(losses) // size
@@ -92,6 +103,8 @@ def smooth(losses, blocks: int = 100):
 
 
 def validation_of(seeds, name):
-    """Return `(steps, losses)` of an arm's validations: a list of n steps, and an array `(seeds, n)`."""
+    """Return `(steps, losses)` of an arm's validations: a list of n steps, and an array
+    `(seeds, n)`.
+    """
     steps = [step for step, _ in seeds[0][name].validation]
     return steps, np.array([[loss for _, loss in runs[name].validation] for runs in seeds])

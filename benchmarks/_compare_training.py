@@ -18,20 +18,25 @@ PEAK_LEARNING_RATE = 3e-3
 
 
 class TrainState(train_state.TrainState):
-    """Flax's TrainState with the loss scale of float16, which is None in the other arms."""
+    """Flax's TrainState with the loss scale of float16, which is None in the other
+    arms.
+    """
 
     loss_scale: Any = None
 
 
 def loss_fn(variables, apply_fn, batch):
-    """Return the mean cross entropy of the next character, in nat; `batch` is int32 `[batch, length + 1]`."""
+    """Return the mean cross entropy of the next character, in nat; `batch` is int32
+    `[batch, length + 1]`.
+    """
     logits = apply_fn(variables, batch[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch):
-    """Take one step; return `(state, loss, made)`, where made is False for a step that was skipped.
+    """Take one step; return `(state, loss, made)`, where made is False for a step that
+    was skipped.
 
     A step is skipped if scaled gradients overflow.
     """
@@ -48,18 +53,24 @@ def train_step(state: TrainState, batch):
 
 @jax.jit
 def mean_loss(state: TrainState, batches):
-    """Return the mean loss of `[batches, batch, length + 1]`; one batch at a time, to keep the memory small."""
+    """Return the mean loss of `[batches, batch, length + 1]`; one batch at a time, to
+    keep the memory small.
+    """
     return jax.lax.map(functools.partial(loss_fn, state.params, state.apply_fn), batches).mean()
 
 
 def make_optimizer(steps: int):
-    """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine to a tenth of the peak."""
+    """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine
+    to a tenth of the peak.
+    """
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
 
 
 def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainState:
-    """Create the first state: the same parameters in every arm, and the FP8 state of the arm's recipe."""
+    """Create the first state: the same parameters in every arm, and the FP8 state of
+    the arm's recipe.
+    """
     # A layer gets the state of the recipe that is selected while it is initialized.
     with arm.region():
         variables = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, model.length), jnp.int32))
@@ -68,7 +79,8 @@ def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainS
 
 
 def train(arms, steps, states, batches, validation, count, on_step=lambda runs: None):
-    """Train all arms in turns, a step of each, so that a busy machine slows all arms alike.
+    """Train all arms in turns, a step of each, so that a busy machine slows all arms
+    alike.
 
     Args:
         arms: a dict name -> Arm.
@@ -86,7 +98,8 @@ def train(arms, steps, states, batches, validation, count, on_step=lambda runs: 
     for i, batch in enumerate(batches, start=1):
         for name, run in runs.items():
             start = time.perf_counter()
-            # Wait for each step: otherwise the time of one arm would hold the work of another.
+            # Wait for each step: otherwise the time of one arm would hold the work of
+            # another.
             states[name], loss, made = jax.block_until_ready(steps[name](states[name], batch))
             run.step_ms.append(1e3 * (time.perf_counter() - start))
             run.train_losses.append(float(loss))

@@ -15,10 +15,14 @@ def _commit() -> str:
 
 
 def environment(**more) -> dict:
-    """Return the command, the machine, the versions and the commit of a result, and `more`."""
-    # A copy of a checkout on another machine may have no history: JAXFP8_COMMIT names the commit there.
+    """Return the command, the machine, the versions and the commit of a result, and
+    `more`.
+    """
+    # A copy of a checkout on another machine may have no history: JAXFP8_COMMIT names
+    # the commit there.
     commit = os.environ.get("JAXFP8_COMMIT") or _commit()
-    # A result names no folder of the machine: the last part of an absolute path is kept.
+    # A result names no folder of the machine: the last part of an absolute path is
+    # kept.
     words = [pathlib.Path(word).name if os.path.isabs(word) else word for word in sys.argv]
     return {
         "command": " ".join(["python", *words]),

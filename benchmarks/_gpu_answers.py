@@ -1,6 +1,8 @@
-"""Checks of whole answers before they are timed: each costs one pass on the device, and NaN never passes.
+"""Checks of whole answers before they are timed: each costs one pass on the device, and
+NaN never passes.
 
-The checks tell a right program from a wrong program, in every element or row; only the tests compare bits.
+The checks tell a right program from a wrong program, in every element or row; only the
+tests compare bits.
 """
 
 import functools
@@ -9,11 +11,13 @@ import jax
 import jax.numpy as jnp
 
 F32 = jnp.float32
-# Largest error of a product's rows, see `expect_product`. Simulated Hopper tensor cores (terms cut to 13 bits below the
-# largest of 32 products and the accumulator; K = 8192, normal numbers) are off by 2.0e-3 of the answer in the Euclidean
-# norm with fast accumulation, by 1.3e-4 where f32 takes over every 128 products. Rounding to bfloat16 adds
-# 2**-9 / sqrt(3) = 1.1e-3. The largest error of thousands of rows is some four times as much: 9e-3 and 5e-3. A wrong
-# scale gives more than 1, a lost tile of 128 columns of 8192 at least sqrt(1 / 64) = 0.125.
+# Largest error of a product's rows, see `expect_product`. Simulated Hopper tensor cores
+# (terms cut to 13 bits below the largest of 32 products and the accumulator; K = 8192,
+# normal numbers) are off by 2.0e-3 of the answer in the Euclidean norm with fast
+# accumulation, by 1.3e-4 where f32 takes over every 128 products. Rounding to bfloat16
+# adds 2**-9 / sqrt(3) = 1.1e-3. The largest error of thousands of rows is some four
+# times as much: 9e-3 and 5e-3. A wrong scale gives more than 1, a lost tile of 128
+# columns of 8192 at least sqrt(1 / 64) = 0.125.
 PRODUCT_LIMITS = {"fast": 5e-2, "precise": 2e-2}
 
 
@@ -24,7 +28,9 @@ def expect(name: str, answer) -> None:
 
 
 def expect_close(name, got, want, bound):
-    """Raise an AssertionError unless `|got - want| < bound * |want|` in the Euclidean norm."""
+    """Raise an AssertionError unless `|got - want| < bound * |want|` in the Euclidean
+    norm.
+    """
     error = float(_distance(got, want))
     if not error < bound:
         raise AssertionError(f"{name}: off by {error:.2e} of the answer, expected less than {bound:.0e}")
@@ -37,10 +43,12 @@ def _distance(got, want):
 
 
 def expect_product(name, got, a, b, limit, a_scale_inv=1.0, b_scale_inv=1.0):
-    """Raise an AssertionError unless `got` is `(a * a_scale_inv) @ (b * b_scale_inv).T`, by Freivalds' check.
+    """Raise an AssertionError unless `got` is
+    `(a * a_scale_inv) @ (b * b_scale_inv).T`, by Freivalds' check.
 
-    Both sides are multiplied by one random vector of signs, which takes two passes over a and b in f32 in place of a
-    second product. The largest error of a row has to be less than `limit`, in units of the root mean square of rows.
+    Both sides are multiplied by one random vector of signs, which takes two passes over
+    a and b in f32 in place of a second product. The largest error of a row has to be
+    less than `limit`, in units of the root mean square of rows.
     """
     error = float(_product_error(got, a, b, a_scale_inv, b_scale_inv))
     if not error < limit:
@@ -58,21 +66,27 @@ def _product_error(got, a, b, a_scale_inv, b_scale_inv):
 
 
 def expect_codes(name, data, scale_inv, values):
-    """Raise an AssertionError unless every e4m3 code, times its `scale_inv`, is one rounding away from its value."""
+    """Raise an AssertionError unless every e4m3 code, times its `scale_inv`, is one
+    rounding away from its value.
+    """
     expect(f"{name}: codes", _is_rounded(data, scale_inv, values))
 
 
 @jax.jit
 def _is_rounded(data, scale_inv, values):
-    # Half a unit of the last place is 2**-4 of a normal number, and 2**-10 of the scale_inv for subnormal codes. 2**-14
-    # covers the f32 errors of the scale, of its inverse, and of the values that a fused producer computes.
+    # Half a unit of the last place is 2**-4 of a normal number, and 2**-10 of the
+    # scale_inv for subnormal codes. 2**-14 covers the f32 errors of the scale, of its
+    # inverse, and of the values that a fused producer computes.
     values = values.astype(F32)
-    error = jnp.abs(data.astype(F32) * scale_inv - values) - 2.0**-10 * scale_inv  # NaN where the scale is not finite
+    # NaN where the scale is not finite
+    error = jnp.abs(data.astype(F32) * scale_inv - values) - 2.0**-10 * scale_inv
     return jnp.all(error <= (2.0**-4 + 2.0**-14) * jnp.abs(values))
 
 
 def expect_transposed(name, data, data_t):
-    """Raise an AssertionError unless `data_t` has the bits of the transpose of `data`."""
+    """Raise an AssertionError unless `data_t` has the bits of the transpose of
+    `data`.
+    """
     expect(f"{name}: data_t", _are_transposes(data, data_t))
 
 
@@ -83,7 +97,9 @@ def _are_transposes(data, data_t):
 
 
 def expect_amax(name, amax, values):
-    """Raise an AssertionError unless `amax` is that of `values`, up to the error of f32 in computing them."""
+    """Raise an AssertionError unless `amax` is that of `values`, up to the error of f32
+    in computing them.
+    """
     expect(f"{name}: amax", _is_amax(amax, values))
 
 

@@ -1,7 +1,8 @@
 """The cases of the GPU benchmark.
 
-A case takes `Options` and returns `(rows, errors)`: a row for each candidate by name, with `us` and the figures that
-the goals (_gpu_goals.py) read; and for each missing peer the reason.
+A case takes `Options` and returns `(rows, errors)`: a row for each candidate by name,
+with `us` and the figures that the goals (_gpu_goals.py) read; and for each missing peer
+the reason.
 """
 
 import dataclasses
@@ -21,11 +22,12 @@ class Case:
     """Candidates that are built, checked and timed together, in a process of their own.
 
     Attributes:
-        run: `(options) -> (rows, errors)`; with parts `(options, part) -> (rows, errors)`.
+        run: `(options) -> (rows, errors)`; with parts
+            `(options, part) -> (rows, errors)`.
         seconds: the seconds that the case may take on a GPU.
         xla_flags: XLA's flags of the process.
-        parts: the names of the parts, for each of which `run` is called; after a part that fails, a new process goes
-            on with the rest.
+        parts: the names of the parts, for each of which `run` is called; after a part
+            that fails, a new process goes on with the rest.
     """
 
     run: Callable

@@ -1,4 +1,6 @@
-"""Rates of the device, by products and copies without jaxfp8, and the cost of launches."""
+"""Rates of the device, by products and copies without jaxfp8, and the cost of
+launches.
+"""
 
 import jax.numpy as jnp
 from _gpu_inputs import normal
@@ -9,7 +11,9 @@ from jaxfp8 import ops
 
 
 def ceilings(options):
-    """Measure the rates of the day: a bfloat16 product of 8192^3, and copies of gigabytes on the device."""
+    """Measure the rates of the day: a bfloat16 product of 8192^3, and copies of
+    gigabytes on the device.
+    """
     n = options.size(8192)
     pairs = [(normal(i, (n, n)), normal(10 + i, (n, n))) for i in range(2)]
     candidates, errors = {}, {}
@@ -31,7 +35,9 @@ def ceilings(options):
 
 
 def launches(options):
-    """Measure the cost of a launch in a program of many small kernels: XLA's fusions, and jaxfp8's custom calls."""
+    """Measure the cost of a launch in a program of many small kernels: XLA's fusions,
+    and jaxfp8's custom calls.
+    """
     count = options.size(200, 4)
 
     def chain(step):

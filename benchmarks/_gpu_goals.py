@@ -5,7 +5,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """One line of the table; `value` is None where a row that it needs was not measured, and `why` names the row."""
+    """One line of the table; `value` is None where a row that it needs was not
+    measured, and `why` names the row.
+    """
 
     what: str
     case: str
@@ -27,7 +29,9 @@ class Missing(Exception):
 
 
 class Results:
-    """Rows of cases, by name: `{case: {"rows": {candidate: row}, "errors": {candidate: reason}}}`."""
+    """Rows of cases, by name: `{case: {"rows": {candidate: row}, "errors": {candidate:
+    reason}}}`.
+    """
 
     def __init__(self, cases: dict, dry_run: bool):
         self._cases, self._dry_run = cases, dry_run
@@ -48,7 +52,9 @@ class Results:
         return min(values) if key in ("us", "memory_mib") else max(values)
 
     def worst(self, case: str, prefix: str, key: str) -> float:
-        """Return the lowest rate of the rows whose names begin with `prefix`, which holds at every shape."""
+        """Return the lowest rate of the rows whose names begin with `prefix`, which
+        holds at every shape.
+        """
         rows = self._cases.get(case, {}).get("rows", {})
         values = [row[key] for name, row in rows.items() if name.startswith(prefix) and key in row]
         if not values:
@@ -65,7 +71,9 @@ FAST_GEMM = (1300, 1400)  # TFLOP/s
 
 
 def kernel_goal(kernel: str) -> str:
-    """Return the goal of one line of the case `kernels`, for a table; "" for a kernel without a goal."""
+    """Return the goal of one line of the case `kernels`, for a table; "" for a kernel
+    without a goal.
+    """
     op, *variant = kernel.split()
     if kernel == "scaled_matmul fast":
         return f"{FAST_GEMM[0]} TFLOP/s"
@@ -85,7 +93,8 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
         return of(what, case, "x", goal, stretch, lambda: results.faster(case, *names, **options))
 
     def of_copy(case):
-        # Compare with the faster of two copies: that of as many bytes in this case, and that of gigabytes.
+        # Compare with the faster of two copies: that of as many bytes in this case, and
+        # that of gigabytes.
         copies = [results.best(case, "copy", "gb_s")]
         if "ceilings" in cases:
             copies.append(results.best("ceilings", "copy", "gb_s"))

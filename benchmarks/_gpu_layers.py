@@ -1,4 +1,6 @@
-"""Layers, forward and backward, and the training step of a layer: jaxfp8, Flax's FP8, bfloat16, PyTorch."""
+"""Layers, forward and backward, and the training step of a layer: jaxfp8, Flax's FP8,
+bfloat16, PyTorch.
+"""
 
 import functools
 
@@ -17,7 +19,9 @@ import jaxfp8
 
 
 def _layer(options, make, names, m, k, n, sets):
-    """Time forward and backward of `make(name)`, a module with x `[m, k]` and y `[m, n]`, for each of `names`."""
+    """Time forward and backward of `make(name)`, a module with x `[m, k]` and y
+    `[m, n]`, for each of `names`.
+    """
     inputs = [(normal(2 * i, (m, k)), normal(2 * i + 1, (m, n))) for i in range(sets)]
     candidates, errors, gradients = {}, {}, {}
 
@@ -34,13 +38,16 @@ def _layer(options, make, names, m, k, n, sets):
             attempt(candidates, errors, name + suffix, functools.partial(build, name, suffix, compiler))
 
     def check(name):
-        """Raise an AssertionError unless the gradient of x is finite and, with equal parameters, near bfloat16's."""
+        """Raise an AssertionError unless the gradient of x is finite and, with equal
+        parameters, near bfloat16's.
+        """
         dx = gradients[name]
         if dx.shape != inputs[0][0].shape or not bool(jnp.all(jnp.isfinite(dx))):
             raise AssertionError(f"{name}: the gradient of x is not finite")
         if _same_parameters(make, name.split(",")[0], k):
-            # e5m2 keeps two bits of the gradient, e4m3 three: errors of up to 2**-3 and 2**-4 of an element, a third of
-            # these in the root mean square. An MLP has several products in a row.
+            # e5m2 keeps two bits of the gradient, e4m3 three: errors of up to 2**-3 and
+            # 2**-4 of an element, a third of these in the root mean square. An MLP has
+            # several products in a row.
             expect_close(f"{name}: gradient of x", dx, gradients[models.BF16], 0.25)
 
     _drop_wrong(candidates, errors, check)
@@ -70,7 +77,9 @@ LAYERS = (models.OWN, models.DROP_IN, models.FLAX, models.BF16)
 
 
 def dense(options):
-    """Time a Dense layer of 8192 x 8192 on 8192 rows, forward and backward, with delayed scaling."""
+    """Time a Dense layer of 8192 x 8192 on 8192 rows, forward and backward, with
+    delayed scaling.
+    """
     n = options.size(8192)
     rows, errors = _layer(options, lambda name: models.dense(name, n), LAYERS, n, n, n, sets=2)
     for row in rows.values():
@@ -79,7 +88,9 @@ def dense(options):
 
 
 def small_dense(options):
-    """Time a Dense layer of 1024 x 1024 on 2048 rows, where the cost of launches decides."""
+    """Time a Dense layer of 1024 x 1024 on 2048 rows, where the cost of launches
+    decides.
+    """
     m, n = options.size(2048), options.size(1024)
     return _layer(options, lambda name: models.dense(name, n), LAYERS, m, n, n, sets=options.size(8, 2))
 
@@ -94,7 +105,9 @@ def gated_mlp(options):
 
 
 def torch_linear(options):
-    """Time the Dense layer beside torch.compile's linear layer in FP8 and in bfloat16."""
+    """Time the Dense layer beside torch.compile's linear layer in FP8 and in
+    bfloat16.
+    """
     n = options.size(8192)
     rows, errors = _layer(options, lambda name: models.dense(name, n), (models.OWN, models.BF16), n, n, n, sets=1)
     if not _gpu_torch.is_there():
@@ -106,7 +119,9 @@ def torch_linear(options):
 
 
 def transformer_layer(options):
-    """Time a training step of a layer of Llama 8B with Adam, on two sequences of 4096."""
+    """Time a training step of a layer of Llama 8B with Adam, on two sequences
+    of 4096.
+    """
     length, width = options.size(4096), options.size(4096)
     heads, key_heads, hidden = options.size(32, 4), options.size(8, 2), options.size(14336, 128)
     x, target = normal(0, (2, length, width)), normal(1, (2, length, width))
@@ -146,20 +161,24 @@ def transformer_layer(options):
                     break
 
     def check(name):
-        # Both the target and the residual stream have variance 1 or more; the first losses differ by rounding.
+        # Both the target and the residual stream have variance 1 or more; the first
+        # losses differ by rounding.
         if not abs(losses[name] - losses[models.BF16]) < 0.1 * losses[models.BF16]:
             raise AssertionError(f"{name}: loss {losses[name]}, bf16 {losses[models.BF16]}")
 
     _drop_wrong(candidates, errors, check)
     rows = measure(candidates, options.turns)
     stats = jax.devices()[0].memory_stats() or {}
-    for row in rows.values():  # the peak is that of all candidates together; `memory_mib` is that of one candidate
+    # the peak is that of all candidates together; `memory_mib` is that of one candidate
+    for row in rows.values():
         row["peak_of_the_process_mib"] = stats.get("peak_bytes_in_use", 0) / 2**20
     return rows, errors
 
 
 def memory_mib(compiled) -> float:
-    """Return the MiB that the program needs at once: arguments, results that reuse no argument, temporaries."""
+    """Return the MiB that the program needs at once: arguments, results that reuse no
+    argument, temporaries.
+    """
     memory = compiled.memory_analysis()
     names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
     return (sum(getattr(memory, name) for name in names) - memory.alias_size_in_bytes) / 2**20

@@ -1,4 +1,6 @@
-"""The layers that the GPU benchmark times, each of jaxfp8, with Flax's FP8 class, and in bfloat16."""
+"""The layers that the GPU benchmark times, each of jaxfp8, with Flax's FP8 class, and
+in bfloat16.
+"""
 
 import functools
 from typing import Any
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 
 import jaxfp8
 
-# Peers are compiled as XLA chooses, and without Triton's GEMMs, which are slower for some shapes; the faster counts.
+# Peers are compiled as XLA chooses, and without Triton's GEMMs, which are slower for
+# some shapes; the faster counts.
 COMPILERS = {"": None, ", no triton": {"xla_gpu_enable_triton_gemm": False}}
 # The names of candidates; peers also get the suffixes of `COMPILERS`.
 DROP_IN, FLAX, BF16 = "jaxfp8 drop-in", "flax", "bf16"
@@ -47,7 +50,9 @@ def gated_mlp(name: str, hidden: int) -> nn.Module:
 
 
 class TransformerLayer(nn.Module):
-    """A layer of Llama: RMSNorm, grouped-query attention, SwiGLU; without positions, which need no GEMM."""
+    """A layer of Llama: RMSNorm, grouped-query attention, SwiGLU; without positions,
+    which need no GEMM.
+    """
 
     name_of_dense: str
     heads: int

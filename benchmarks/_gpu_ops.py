@@ -52,7 +52,9 @@ def gemm(options):
 
 
 def quantize(options, op="quantize", dtype=BF16):
-    """Time an op that is bound by memory, beside a copy and beside XLA's programs of the same in jnp."""
+    """Time an op that is bound by memory, beside a copy and beside XLA's programs of
+    the same in jnp.
+    """
     n = options.size(8192)
     scale = jnp.float32(448 / 6.3)
     arrays = [(normal(i, (n, n), dtype), scale) for i in range(4)]

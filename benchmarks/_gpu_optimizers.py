@@ -16,7 +16,9 @@ OPTAX, FP8 = "optax, moments in float32", "jaxfp8, moments in FP8"
 
 
 def adamw(options):
-    """Time a step of AdamW on a kernel of 8192 x 8192 in float32; state and parameters are updated in place."""
+    """Time a step of AdamW on a kernel of 8192 x 8192 in float32; state and parameters
+    are updated in place.
+    """
     n = options.size(8192, 128)
     transformations = {OPTAX: optax.adamw(1e-3), FP8: jaxfp8.optim.quantized(optax.adamw(1e-3))}
     candidates, errors, moved = {}, {}, {}
@@ -47,7 +49,8 @@ def adamw(options):
     for name, tx in transformations.items():
         attempt(candidates, errors, name, functools.partial(build, name, tx))
     if FP8 in candidates:
-        # The first step is exact. In the second, moments are off by at most a spacing of codes, 2**-3 of an element.
+        # The first step is exact. In the second, moments are off by at most a spacing
+        # of codes, 2**-3 of an element.
         expect_close(f"{FP8}: two steps", moved[FP8], moved[OPTAX], 2.0**-3)
     moved.clear()
     rows = measure(candidates, options.turns)

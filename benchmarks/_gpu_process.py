@@ -1,7 +1,8 @@
-"""A case of the GPU benchmark in a process of its own: a kernel that fails ends only its case, or its part.
+"""A case of the GPU benchmark in a process of its own: a kernel that fails ends only
+its case, or its part.
 
-After each part the process writes its rows, its errors, and the parts that are done or running. After a part that
-breaks the process, another process goes on with the rest.
+After each part the process writes its rows, its errors, and the parts that are done or
+running. After a part that breaks the process, another process goes on with the rest.
 """
 
 import faulthandler
@@ -19,14 +20,16 @@ INTERRUPTED = "interrupted"
 
 
 def run_case(name: str, case, options, parts: list[str], path: pathlib.Path | None = None) -> dict:
-    """Run one case in this process; return its rows, its errors, its seconds and its parts.
+    """Run one case in this process; return its rows, its errors, its seconds and its
+    parts.
 
     Args:
         name: the name of the case.
         case: the `Case`.
         options: the `Options`.
         parts: the parts to run, for a case that has parts.
-        path: the file to write after each part, or None. With a path the run ends once the device may be lost.
+        path: the file to write after each part, or None. With a path the run ends once
+            the device may be lost.
     """
     import jax
 
@@ -62,7 +65,9 @@ def run_case(name: str, case, options, parts: list[str], path: pathlib.Path | No
 
 
 def run_in_a_process(name: str, xla_flags: str, parts: list[str], arguments: list[str], seconds: float) -> dict:
-    """Run one case in processes with `xla_flags`, for at most `seconds`; `arguments` are further ones of gpu.py."""
+    """Run one case in processes with `xla_flags`, for at most `seconds`; `arguments`
+    are further ones of gpu.py.
+    """
     deadline = time.monotonic() + seconds
     environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()}
     joined = {"rows": {}, "errors": {}, "seconds": 0.0}

@@ -1,11 +1,14 @@
-"""Timing on a device: programs of several repetitions, dispatched many times without waiting, waited for once.
+"""Timing on a device: programs of several repetitions, dispatched many times without
+waiting, waited for once.
 
-A program holds `repetitions` of a step, each on inputs of its own, so that all inputs are larger than the L2 cache.
-Barriers chain the repetitions: each waits for the results of the one before, and all results are returned, so that XLA
-shares none, runs no two side by side, and drops none. Results are written over those of the call before, as those of a
-training step are: XLA updates its graph where a buffer has moved, which takes long for custom calls. Dispatching
-several programs before waiting keeps the host out of the time, unless dispatch itself is slower than the device, which
-a user would see as well. Candidates take turns (_timing.py).
+A program holds `repetitions` of a step, each on inputs of its own, so that all inputs
+are larger than the L2 cache. Barriers chain the repetitions: each waits for the results
+of the one before, and all results are returned, so that XLA shares none, runs no two
+side by side, and drops none. Results are written over those of the call before, as
+those of a training step are: XLA updates its graph where a buffer has moved, which
+takes long for custom calls. Dispatching several programs before waiting keeps the host
+out of the time, unless dispatch itself is slower than the device, which a user would
+see as well. Candidates take turns (_timing.py).
 """
 
 import dataclasses
@@ -31,7 +34,8 @@ class Candidate:
     Attributes:
         call: a function that starts the steps.
         repetitions: the number of steps in one call.
-        facts: facts for the row beside the time: GEMMs by kind, jaxfp8's custom calls, memory, options.
+        facts: facts for the row beside the time: GEMMs by kind, jaxfp8's custom calls,
+            memory, options.
         wait: a function that waits for a result of `call`, and so for all calls before.
     """
 
@@ -113,7 +117,9 @@ def measure(candidates: dict[str, Candidate], turns: int, turn_seconds: float = 
 
 
 def attempt(candidates: dict, errors: dict, name: str, make) -> None:
-    """Add a candidate, or its error: a peer that does not run must not end the benchmark."""
+    """Add a candidate, or its error: a peer that does not run must not end the
+    benchmark.
+    """
     try:
         candidates[name] = make()
     except Exception as error:  # a peer may raise anything

@@ -1,7 +1,8 @@
-"""PyTorch's peers: `torch._scaled_mm`, and a compiled linear layer in FP8 with current scaling.
+"""PyTorch's peers: `torch._scaled_mm`, and a compiled linear layer in FP8 with current
+scaling.
 
-PyTorch runs in the same process and in the same turns, on its own memory. Where it is not installed, or sees no GPU,
-there are no such peers.
+PyTorch runs in the same process and in the same turns, on its own memory. Where it is
+not installed, or sees no GPU, there are no such peers.
 """
 
 import importlib.util
@@ -36,7 +37,8 @@ def _codes(array):
 
 
 def scaled_mm(pairs, scale_a, scale_b, fast: bool):
-    """Make the candidate of `a @ b.T` for pairs of FP8 matrices, both K-major, to bfloat16.
+    """Make the candidate of `a @ b.T` for pairs of FP8 matrices, both K-major, to
+    bfloat16.
 
     Returns:
         The candidate, and its first result as a numpy array.
@@ -55,9 +57,11 @@ def scaled_mm(pairs, scale_a, scale_b, fast: bool):
 
 
 def linear(m: int, k: int, n: int, fp8: bool) -> Candidate:
-    """Make the candidate of forward and backward of `y = x @ w.T` through torch.compile.
+    """Make the candidate of forward and backward of `y = x @ w.T` through
+    torch.compile.
 
-    The weight is f32, x is bfloat16, and with `fp8` each tensor has one scale, from its own amax.
+    The weight is f32, x is bfloat16, and with `fp8` each tensor has one scale, from its
+    own amax.
     """
     import torch
 

@@ -11,7 +11,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 
 
 def gemms(text: str, repetitions: int = 1) -> dict[str, float]:
-    """Return the GEMMs of one repetition, such as `{"fp8 cublaslt": 1, "bf16 triton": 2}`.
+    """Return the GEMMs of one repetition, such as
+    `{"fp8 cublaslt": 1, "bf16 triton": 2}`.
 
     A dot whose operands were converted from FP8 to a wider dtype is not an FP8 GEMM.
     """
@@ -54,7 +55,9 @@ def _of_custom_call(target, found, types):
 
 
 def _dtype(found, types) -> str:
-    """Return the dtype of the operands, "fp8" if both are FP8; the wider dtype where they differ."""
+    """Return the dtype of the operands, "fp8" if both are FP8; the wider dtype where
+    they differ.
+    """
     # Operands may be written with their types in front.
     written = re.findall(r"([a-z0-9]+)\[[^\]]*\](?:\{[^}]*\})? %?[\w.-]+", found["operands"])[:2]
     names = re.findall(r"%?([\w.-]+)(?:,|$)", found["operands"])[:2]

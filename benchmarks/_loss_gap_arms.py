@@ -1,4 +1,6 @@
-"""The arms of `loss_gap.py`: recipes, Flax's FP8, and the ablation of delayed scaling."""
+"""The arms of `loss_gap.py`: recipes, Flax's FP8, and the ablation of delayed
+scaling.
+"""
 
 import dataclasses
 import functools
@@ -23,12 +25,14 @@ class Arm(NamedTuple):
 
     Attributes:
         title: the row of a table.
-        recipe: of the projections that are `Fp8DotGeneral` or jaxfp8's own layer; None has no FP8 of jaxfp8.
+        recipe: of the projections that are `Fp8DotGeneral` or jaxfp8's own layer; None
+            has no FP8 of jaxfp8.
         dense: the layer.
         dtype: of everything that is not FP8.
         rules: of `jaxfp8.linen.quantize`, for layers that differ from the others.
         reference: the arm whose loss is subtracted.
-        evaluated_in: the arm whose precision the validation loss is computed in; the empty one is this arm.
+        evaluated_in: the arm whose precision the validation loss is computed in; the
+            empty one is this arm.
     """
 
     title: str
@@ -50,9 +54,11 @@ class Arm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StochasticQuantizer(jaxfp8.Quantizer):
-    """Current scaling that rounds up or down at random, so that codes are right on average; e5m2.
+    """Current scaling that rounds up or down at random, so that codes are right on
+    average; e5m2.
 
-    The state counts the steps: each has random numbers of its own. The amax tells layers apart.
+    The state counts the steps: each has random numbers of its own. The amax tells
+    layers apart.
     """
 
     def init(self):
@@ -64,7 +70,8 @@ class StochasticQuantizer(jaxfp8.Quantizer):
         scaled = x.astype(jnp.float32) / scale_inv
         key = jax.random.fold_in(jax.random.key(0), state["steps"][0].astype(jnp.uint32))
         key = jax.random.fold_in(key, lax.bitcast_convert_type(amax, jnp.uint32))
-        # e5m2 has two bits of mantissa below the leading one, and -14 is the exponent of its subnormals.
+        # e5m2 has two bits of mantissa below the leading one, and -14 is the exponent
+        # of its subnormals.
         exponent = jnp.maximum(jnp.frexp(scaled)[1] - 1, -14)
         ulp = jnp.ldexp(jnp.ones_like(scaled), exponent - 2)
         codes = jnp.floor(scaled / ulp + jax.random.uniform(key, x.shape)) * ulp
@@ -74,7 +81,9 @@ class StochasticQuantizer(jaxfp8.Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class InputQuantizer(jaxfp8.Quantizer):
-    """Current scaling in e4m3 for the one product that is named; the other one reads the input as it is."""
+    """Current scaling in e4m3 for the one product that is named; the other one reads
+    the input as it is.
+    """
 
     product: str
 
@@ -88,9 +97,11 @@ class InputQuantizer(jaxfp8.Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class MantissaQuantizer(jaxfp8.Quantizer):
-    """Rounding to as many bits of mantissa, with the exponents of bfloat16: nothing saturates, nothing is flushed.
+    """Rounding to as many bits of mantissa, with the exponents of bfloat16: nothing
+    saturates, nothing is flushed.
 
-    It needs no scale, so that no recipe of scales can be better than it with as many bits.
+    It needs no scale, so that no recipe of scales can be better than it with as many
+    bits.
     """
 
     bits: int
@@ -101,7 +112,9 @@ class MantissaQuantizer(jaxfp8.Quantizer):
 
 
 def mantissa(bits: int) -> jaxfp8.CustomRecipe:
-    """Make the recipe that rounds input and kernel to `bits` of mantissa, and the gradient to one less, as e5m2 has."""
+    """Make the recipe that rounds input and kernel to `bits` of mantissa, and the
+    gradient to one less, as e5m2 has.
+    """
     counts = dict(zip(OPERANDS, (bits, bits, bits - 1), strict=True))
     return jaxfp8.CustomRecipe(lambda role: MantissaQuantizer(counts[role]) if role in counts else None)
 
@@ -133,7 +146,8 @@ RECIPES = {
     "flax": Arm(
         "Flax, `Fp8DirectDotGeneralOp`", dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     ),
-    # Flax's other FP8 product: it dequantizes before the product, where "flax" multiplies codes.
+    # Flax's other FP8 product: it dequantizes before the product, where "flax"
+    # multiplies codes.
     "flax_dequantized": Arm(
         "Flax, `Fp8DotGeneralOp`", dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DotGeneralOp)
     ),
@@ -146,10 +160,11 @@ RECIPES = {
     "fprop_bf16": Arm("delayed scaling, fprop in bf16", jaxfp8.ByProduct(None, delayed, delayed)),
 }
 
-# One change to "delayed" each. Precise accumulation is none of them: it changes nothing where products accumulate in
-# float32 anyway, as on CPUs.
+# One change to "delayed" each. Precise accumulation is none of them: it changes nothing
+# where products accumulate in float32 anyway, as on CPUs.
 ABLATION = {
-    # The path of custom recipes without a quantizer: what a change of the program alone does to the loss.
+    # The path of custom recipes without a quantizer: what a change of the program alone
+    # does to the loss.
     "no_quantizer": Arm("no tensor in FP8 (control)", jaxfp8.CustomRecipe(lambda role: None)),
     "only_input": Arm("the input alone in FP8", only("linear_input", jaxfp8.DelayedScalingQuantizer(E4M3))),
     "input_in_fprop": Arm("the input alone, of fprop", only("linear_input", InputQuantizer("fprop"))),
@@ -166,7 +181,8 @@ ABLATION = {
     # Without bfloat16, neither before the quantizers nor after the products.
     "f32": Arm("float32", dtype=jnp.float32, reference="f32"),
     "delayed_f32": Arm("float32 around FP8, above float32", delayed, dtype=jnp.float32, reference="f32"),
-    # Rounding alone, without the limits of FP8's exponents; e4m3 has 3 bits, and no FP8 of GPUs has 4.
+    # Rounding alone, without the limits of FP8's exponents; e4m3 has 3 bits, and no FP8
+    # of GPUs has 4.
     "mantissa_3": Arm("3 bits of mantissa, any exponent", mantissa(3)),
     "mantissa_4": Arm("4 bits of mantissa, any exponent", mantissa(4)),
     # The weights that FP8 trained, in a bf16 model; and bf16's weights in an FP8 model.

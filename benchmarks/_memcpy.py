@@ -1,4 +1,6 @@
-"""The ceiling of an operation that only moves bytes: the C library's memcpy, on all CPUs at once."""
+"""The ceiling of an operation that only moves bytes: the C library's memcpy, on all
+CPUs at once.
+"""
 
 import concurrent.futures
 import ctypes
@@ -6,7 +8,8 @@ import os
 
 import numpy as np
 
-_memcpy = ctypes.CDLL(None).memcpy  # ctypes lets go of the interpreter lock, so threads copy at the same time
+# ctypes lets go of the interpreter lock, so threads copy at the same time
+_memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = ctypes.c_void_p
 
@@ -14,7 +17,8 @@ _memcpy.restype = ctypes.c_void_p
 class Memcpy:
     """Moves `total` bytes: reads half of them and writes half of them.
 
-    Each CPU copies one contiguous slice, between buffers whose pages were touched before, so without page faults.
+    Each CPU copies one contiguous slice, between buffers whose pages were touched
+    before, so without page faults.
     """
 
     def __init__(self, total: int):

@@ -1,4 +1,6 @@
-"""Paired training runs: the texts, and one file with a line of JSON a run, where what is there is not run again."""
+"""Paired training runs: the texts, and one file with a line of JSON a run, where what
+is there is not run again.
+"""
 
 import json
 import pathlib

@@ -1,10 +1,13 @@
-"""The timing protocol of every benchmark: candidates take turns, and a time is a median over the turns.
+"""The timing protocol of every benchmark: candidates take turns, and a time is a median
+over the turns.
 
-Turns make drift of the machine (clock, neighbours) hit all candidates alike, so ratios of one run can be trusted where
-times of two runs cannot. A turn is two calls, of which the second is timed: XLA gives a program's temporary memory back
-only after its results are ready, and that should slow only the candidate itself. A call is timed until its results are
-ready. The results are freed before the next call, so that the allocator can hand out the same pages again ("warm
-heap"). Above 32 MiB glibc returns pages to the system instead, and every call pays for fresh pages.
+Turns make drift of the machine (clock, neighbours) hit all candidates alike, so ratios
+of one run can be trusted where times of two runs cannot. A turn is two calls, of which
+the second is timed: XLA gives a program's temporary memory back only after its results
+are ready, and that should slow only the candidate itself. A call is timed until its
+results are ready. The results are freed before the next call, so that the allocator can
+hand out the same pages again ("warm heap"). Above 32 MiB glibc returns pages to the
+system instead, and every call pays for fresh pages.
 """
 
 import dataclasses
@@ -16,7 +19,9 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of the calls of one candidate: elapsed, and CPU time of all threads, which neighbours disturb less."""
+    """Seconds of the calls of one candidate: elapsed, and CPU time of all threads,
+    which neighbours disturb less.
+    """
 
     seconds: tuple[float, ...]
     cpu_seconds: tuple[float, ...] = ()
@@ -32,7 +37,9 @@ class Timing:
         return (high - low) / self.median
 
     def times_faster(self, peer: "Timing") -> float:
-        """Return the median over turns of the peer's time divided by this candidate's time in the same turn."""
+        """Return the median over turns of the peer's time divided by this candidate's
+        time in the same turn.
+        """
         return statistics.median(theirs / ours for theirs, ours in zip(peer.seconds, self.seconds, strict=True))
 
 
@@ -47,9 +54,11 @@ def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, T
     """Time candidates in turns.
 
     Args:
-        candidates: a dict name -> function without arguments, whose result is waited for.
+        candidates: a dict name -> function without arguments, whose result is waited
+            for.
         turns: the number of timed calls of each candidate.
-        warmups: the number of calls of each before the first timed call (compilation, first touch of pages).
+        warmups: the number of calls of each before the first timed call (compilation,
+            first touch of pages).
 
     Returns:
         A dict name -> Timing.
@@ -65,10 +74,12 @@ def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, T
 
 
 def shortlist(candidates, *, keep: int, turns: int = 3):
-    """Time candidates in a short first round, so that the long round spends no time on slow candidates.
+    """Time candidates in a short first round, so that the long round spends no time on
+    slow candidates.
 
     Returns:
-        The `keep` fastest candidates, and a dict name -> seconds of the best turn, of all candidates.
+        The `keep` fastest candidates, and a dict name -> seconds of the best turn, of
+        all candidates.
     """
     timings = interleaved(candidates, turns=turns, warmups=1)
     best = {name: min(timing.seconds) for name, timing in timings.items()}

@@ -1,8 +1,10 @@
-"""The peers of the ops benchmark: each op in jnp, written in several ways, of which the fastest in the run counts.
+"""The peers of the ops benchmark: each op in jnp, written in several ways, of which the
+fastest in the run counts.
 
-Every function has the signature of its op. Functions in `EXACT` give the bits of the op on finite input. Functions in
-`INEXACT` round once more on the way, which gives other codes near ties; some are faster, so the table shows them, but
-no ratio is taken to a function with another answer.
+Every function has the signature of its op. Functions in `EXACT` give the bits of the op
+on finite input. Functions in `INEXACT` round once more on the way, which gives other
+codes near ties; some are faster, so the table shows them, but no ratio is taken to a
+function with another answer.
 """
 
 import jax
@@ -32,7 +34,8 @@ def _quantize_minmax_amax(x, scale, dtype):
 
 
 def _quantize_barrier(x, scale, dtype):
-    # Two loops instead of one: XLA vectorises the reduction only when the cast is not in it.
+    # Two loops instead of one: XLA vectorises the reduction only when the cast is not
+    # in it.
     x, y = lax.optimization_barrier((x, x))
     return _clip(y.astype(F32) * scale, dtype).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
 
@@ -152,5 +155,7 @@ INEXACT = {
 
 
 def jitted(functions, *dtype):
-    """Return a dict name -> jitted function of arrays; `dtype` is the op's static last argument, if it has one."""
+    """Return a dict name -> jitted function of arrays; `dtype` is the op's static last
+    argument, if it has one.
+    """
     return {name: jax.jit(lambda *arrays, run=run: run(*arrays, *dtype)) for name, run in functions.items()}

@@ -1,11 +1,13 @@
-"""Counts what is in the programs that XLA compiles for an H200: bf16, Flax's FP8 and jaxfp8. No GPU is needed.
+"""Counts what is in the programs that XLA compiles for an H200: bf16, Flax's FP8 and
+jaxfp8. No GPU is needed.
 
     python benchmarks/aot.py [--groups dense recipes layers sharded] [--json FILE]
 
-The programs are in `tests/aot/programs.py`, the rules of counting in `tests/aot/count.py`. The tables have counts and
-bytes, but no times of programs, because no program runs and none is autotuned. The time of compilation is a multiple of
-bf16's, from one run of each, so a rough number. Residuals are those of all devices together, all other numbers are
-those of one device.
+The programs are in `tests/aot/programs.py`, the rules of counting in
+`tests/aot/count.py`. The tables have counts and bytes, but no times of programs,
+because no program runs and none is autotuned. The time of compilation is a multiple of
+bf16's, from one run of each, so a rough number. Residuals are those of all devices
+together, all other numbers are those of one device.
 """
 
 import argparse
@@ -28,7 +30,9 @@ HEADER = (
 
 
 def collectives_of(found) -> str:
-    """Return a text such as `"3 all-gather f8e4m3fn, 168 MiB"` for each kind and dtype of collective."""
+    """Return a text such as `"3 all-gather f8e4m3fn, 168 MiB"` for each kind and dtype
+    of collective.
+    """
     sums = {}
     for c in found["collectives"]:
         name = "amax all-reduce" if c["reducer"] == "maximum" else c["kind"]

@@ -1,17 +1,23 @@
-"""Figures before a run fails: clean runs of delayed scaling beside runs that are broken on purpose.
+"""Figures before a run fails: clean runs of delayed scaling beside runs that are broken
+on purpose.
 
     python benchmarks/broken_runs.py [--breaks NAME ...] [--seeds N] [--json PATH] [--picture PATH]     runs and writes
     python benchmarks/broken_runs.py --report [--json PATH] [--picture PATH]                            runs nothing
 
-A clean run trains the character-level transformer of `compare.py`. A broken run goes on from its state in mid-run,
-with the same batches and one thing broken. After every step the figures of `jaxfp8.inspect.measure` and `count` are
-reduced over all quantizers: the largest `saturated`, `flushed`, `growth` and `scale_lag`, and the smallest `scale_lag`.
+A clean run trains the character-level transformer of `compare.py`. A broken run goes on
+from its state in mid-run, with the same batches and one thing broken. After every step
+the figures of `jaxfp8.inspect.measure` and `count` are reduced over all quantizers: the
+largest `saturated`, `flushed`, `growth` and `scale_lag`, and the smallest `scale_lag`.
 The norm of the gradient, which needs no FP8, is there to compare with.
 
-- range: of a figure, from its smallest to its largest value in all clean runs, at the steps where the broken runs run.
-- rise: the first step whose loss is more than 0.1 nat above that of the clean run on the same batch.
-- lead: how many steps before the rise the figure first leaves its range; 0 is the step of the rise, negative is later.
-- left by others: how many clean runs leave the range of the other clean runs. With few seeds a range is a guess.
+- range: of a figure, from its smallest to its largest value in all clean runs, at the
+  steps where the broken runs run.
+- rise: the first step whose loss is more than 0.1 nat above that of the clean run on
+  the same batch.
+- lead: how many steps before the rise the figure first leaves its range; 0 is the step
+  of the rise, negative is later.
+- left by others: how many clean runs leave the range of the other clean runs. With few
+  seeds a range is a guess.
 
 Each break is made in bf16 too, without FP8, to see whether FP8 is what fails.
 """
@@ -48,7 +54,9 @@ SHOWN = ("rate_grows", "weights", "inputs_grow", "gradients_40", "outlier_20")
 
 
 def always(since: int) -> float:
-    """The factor of a break that leaves something as it is; `since` counts the steps after the break."""
+    """The factor of a break that leaves something as it is; `since` counts the steps
+    after the break.
+    """
     return 1.0
 
 
@@ -57,17 +65,20 @@ def at_first(factor: float) -> Callable[[int], float]:
 
 
 class Break(NamedTuple):
-    """One way to break a run. Factors are functions of the number of steps since the break.
+    """One way to break a run. Factors are functions of the number of steps since the
+    break.
 
     Attributes:
         text: says it in a table.
         parameter: the path of the parameter that is multiplied.
         factor: by which it is multiplied before a step.
         rate: multiplies what the optimizer adds to the parameters.
-        loss_scale: multiplies the loss; the gradients are divided by it before the optimizer.
+        loss_scale: multiplies the loss; the gradients are divided by it before the
+            optimizer.
         random_text: whether the characters of batches are random.
-        is_skipped: whether the first broken step is skipped: parameters and optimizer are those before it, and its loss
-            does not count. FP8 state stays, and so does the outlier in it.
+        is_skipped: whether the first broken step is skipped: parameters and optimizer
+            are those before it, and its loss does not count. FP8 state stays, and so
+            does the outlier in it.
     """
 
     text: str
@@ -79,7 +90,8 @@ class Break(NamedTuple):
     is_skipped: bool = False
 
 
-NORM = ("block0", "RMSNorm_0", "scale")  # in front of the product of queries, keys and values
+# in front of the product of queries, keys and values
+NORM = ("block0", "RMSNorm_0", "scale")
 BREAKS = {
     "rate": Break("learning rate x 30", rate=lambda since: 30.0),
     "rate_grows": Break("learning rate x 1.05 every step", rate=lambda since: 1.05**since),
@@ -96,7 +108,9 @@ BREAKS = {
 
 @jax.jit
 def train_step(state, batch, rate, loss_scale):
-    """Return `(state, loss, figures of all quantizers or None, norm of the gradient)`."""
+    """Return `(state, loss, figures of all quantizers or None, norm of the
+    gradient)`.
+    """
     scale = mixed_precision.DynamicLossScale(value=loss_scale, good_steps=jnp.int32(0))
     loss, grads = mixed_precision.value_and_grad(loss_fn, scale)(state.params, state.apply_fn, batch)
     new = state.apply_gradients(grads=grads)
@@ -116,7 +130,9 @@ def multiplied(tree, path, factor: float):
 
 
 def reduced(measured, norm, rows) -> list[float]:
-    """The figures of a step in the order of `FIGURES`, the worst of all quantizers; NaN where none has a figure."""
+    """The figures of a step in the order of `FIGURES`, the worst of all quantizers; NaN
+    where none has a figure.
+    """
     values = {name: [row[name] for row in rows] for name in ("saturated", "flushed") if rows}
     for name, value in jaxfp8.inspect.scalars(measured).items():
         if not math.isnan(value):
@@ -133,7 +149,9 @@ class Training:
         self.optimizer, self.models = make_optimizer(steps), {}
 
     def run(self, arm: str, seed: int, breaks) -> dict[str, dict]:
-        """Train a clean run, and broken ones from its middle; return name -> loss and figures of each step."""
+        """Train a clean run, and broken ones from its middle; return name -> loss and
+        figures of each step.
+        """
         model = self.models.setdefault(arm, LanguageModel(len(self.corpus.vocabulary), LENGTH, DTYPE, WIDTH, LAYERS))
         batches = list(self.corpus.random_batches(seed, self.steps, BATCH, LENGTH))
         state = create_state(ARMS[arm], model, seed, self.optimizer)
@@ -143,7 +161,9 @@ class Training:
             return {name: self.train(middle, batches[self.start :], fault)[1] for name, fault in faults.items()}
 
     def train(self, state, batches, fault: Break) -> tuple:
-        """Train on `batches`, broken by `fault`; return the last state, and loss and figures of each step."""
+        """Train on `batches`, broken by `fault`; return the last state, and loss and
+        figures of each step.
+        """
         rng, run = np.random.default_rng(0), {"loss": [], "figures": []}
         for since, batch in enumerate(batches):
             if fault.random_text:
@@ -174,7 +194,9 @@ def first(condition) -> int | None:
 
 
 def rise(run: dict, clean: dict) -> int | None:
-    """The first step whose loss is more than `RISE` above the clean run's, or is no number; not a skipped step."""
+    """The first step whose loss is more than `RISE` above the clean run's, or is no
+    number; not a skipped step.
+    """
     pairs = zip(run["loss"], clean["loss"], strict=True)
     return first([loss is not None and not loss - reference <= RISE for loss, reference in pairs])
 
@@ -186,14 +208,18 @@ def limits(runs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def leaves(run: dict, low, high, every: int = 1) -> list[int | None]:
-    """The first step at which each figure is outside of its range, where every so many steps are looked at."""
+    """The first step at which each figure is outside of its range, where every so many
+    steps are looked at.
+    """
     values = np.array(run["figures"])
     is_seen = (np.arange(len(values)) % every == every - 1)[:, None]
     return [first(column) for column in (((values < low) | (values > high)) & is_seen).T]
 
 
 def results(runs: dict) -> dict:
-    """Return what the tables show of all runs: ranges, and of each break its rises, extremes and exits of ranges."""
+    """Return what the tables show of all runs: ranges, and of each break its rises,
+    extremes and exits of ranges.
+    """
     clean = [found["clean"] for found in runs["delayed"].values()]
     low, high = limits(clean)
     exits = [leaves(run, *limits([other for other in clean if other is not run])) for run in clean if len(clean) > 1]
@@ -213,7 +239,9 @@ def results(runs: dict) -> dict:
 
 
 def span(steps) -> str:
-    """Steps of several seeds: from the first to the last, and in how many there is no such step."""
+    """Steps of several seeds: from the first to the last, and in how many there is no
+    such step.
+    """
     found = [step for step in steps if step is not None]
     if not found:
         return "no"
@@ -222,7 +250,9 @@ def span(steps) -> str:
 
 
 def lead(rises, steps) -> str:
-    """The lead of one figure in all seeds; where no loss rises, whether it left its range."""
+    """The lead of one figure in all seeds; where no loss rises, whether it left its
+    range.
+    """
     if any(step is not None for step in rises):
         pairs = [(a, b) for a, b in zip(rises, steps, strict=True) if a is not None]
         return span([None if b is None else a - b for a, b in pairs])
@@ -231,7 +261,9 @@ def lead(rises, steps) -> str:
 
 
 def tables(summary: dict) -> str:
-    """Three tables: the extremes of each figure, its leads, and its leads where every tenth step is logged."""
+    """Three tables: the extremes of each figure, its leads, and its leads where every
+    tenth step is logged.
+    """
     low, high = summary["range"]
     heads = "|".join(f" {figure} " for figure in FIGURES)
     lines = [f"| run |{heads}|", "|---" * (len(FIGURES) + 1) + "|"]
@@ -253,7 +285,9 @@ def tables(summary: dict) -> str:
 
 
 def plot(path: pathlib.Path, record: dict) -> None:
-    """Draw loss and figures of the runs that are kept: a row for each, a column for each break."""
+    """Draw loss and figures of the runs that are kept: a row for each, a column for
+    each break.
+    """
     from matplotlib.figure import Figure
 
     names, bounds = [name for name in record["runs"] if name != "clean"], np.transpose(record["summary"]["range"])

@@ -1,7 +1,8 @@
-"""Train or time one small language model in every precision: time, memory and loss of each.
+"""Train or time one small language model in every precision: time, memory and loss of
+each.
 
-All arms start from the same weights, see the same text and take turns step by step. All arms train one model: an arm is
-a dtype, and a recipe that `jaxfp8.autocast` selects.
+All arms start from the same weights, see the same text and take turns step by step. All
+arms train one model: an arm is a dtype, and a recipe that `jaxfp8.autocast` selects.
 """
 
 import argparse
@@ -19,13 +20,16 @@ from _compare_programs import Program, compile_step
 from _compare_training import create_state, make_optimizer, time_steps, train
 
 CHECK_STEPS = 5  # the steps whose losses are compared before times are taken
-MAX_CHECK_DIFFERENCE = 0.1  # nat, between losses after these steps; a first loss is log(103) = 4.6
+# nat, between losses after these steps; a first loss is log(103) = 4.6
+MAX_CHECK_DIFFERENCE = 0.1
 
 TINY = {"steps": 4, "batch": 2, "width": HEAD, "layers": 1, "length": 32}
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    """Read the command line; an option that makes no sense ends the program with a message."""
+    """Read the command line; an option that makes no sense ends the program with a
+    message.
+    """
     parser = argparse.ArgumentParser(
         prog="python benchmarks/compare.py",
         description=__doc__.split("\n\n")[0],
@@ -71,7 +75,8 @@ class Comparison:
     def __init__(self, args, corpus: Corpus):
         self.args, self.corpus = args, corpus
         self.arms: dict[str, Arm] = {name: ARMS[name] for name in args.arms}
-        # Where only times are measured, any length of the schedule will do: take that of the proof.
+        # Where only times are measured, any length of the schedule will do: take that
+        # of the proof.
         self.optimizer = make_optimizer(_compare_report.PROOF_STEPS if args.time_only else args.steps)
         count, size = len(corpus.vocabulary), {"width": args.width, "layers": args.layers}
         self.models = {name: LanguageModel(count, args.length, arm.dtype, **size) for name, arm in self.arms.items()}
@@ -87,7 +92,9 @@ class Comparison:
         return {name: create_state(arm, self.models[name], seed, self.optimizer) for name, arm in self.arms.items()}
 
     def batches(self, seed: int, steps: int):
-        """Yield the batches of a seed, int32 `[batch, length + 1]`, which are the same for all arms."""
+        """Yield the batches of a seed, int32 `[batch, length + 1]`, which are the same
+        for all arms.
+        """
         for windows in self.corpus.random_batches(seed, steps, self.args.batch, self.args.length):
             yield jnp.asarray(windows)
 
@@ -115,10 +122,12 @@ class Comparison:
         """Return the ms of each timed step, by arm; compare losses first.
 
         Raises:
-            AssertionError: the loss of an arm is not finite, or more than MAX_CHECK_DIFFERENCE off the reference.
+            AssertionError: the loss of an arm is not finite, or more than
+                MAX_CHECK_DIFFERENCE off the reference.
         """
         states, runs = train(self.arms, self.steps, self.states(0), self.batches(0, CHECK_STEPS), None, CHECK_STEPS)
-        # An arm may be fast because it computes something else: do not time such an arm.
+        # An arm may be fast because it computes something else: do not time such an
+        # arm.
         losses = {name: run.train_losses[-1] for name, run in runs.items()}
         expected = losses[_compare_report.reference_of(losses) or self.args.arms[0]]
         for name, loss in losses.items():
@@ -129,7 +138,9 @@ class Comparison:
 
 @contextlib.contextmanager
 def progress(total: int):
-    """Yield a function of the runs that shows one more turn and its losses on a bar of tqdm, if tqdm is installed."""
+    """Yield a function of the runs that shows one more turn and its losses on a bar of
+    tqdm, if tqdm is installed.
+    """
     if not importlib.util.find_spec("tqdm"):
         yield lambda runs: None
         return

@@ -1,18 +1,24 @@
-"""Compares the custom recipe of examples/, rotated 8-bit integers rounded without bias, with every stock recipe.
+"""Compares the custom recipe of examples/, rotated 8-bit integers rounded without bias,
+with every stock recipe.
 
     python benchmarks/custom_recipe.py [--json PATH] [--seeds N] [--only products ...]
 
-Three cases, each with paired seeds: all recipes of a seed see the same tensors, weights and batches.
+Three cases, each with paired seeds: all recipes of a seed see the same tensors, weights
+and batches.
 
-- products: the three products of a layer on known tensors, beside the same products in f64. The figures are the dB of
-  one product, and of the mean of 16 steps on the same tensors, which is the error that is left after averaging.
-- gradients: the gradient of the weights of a language model that was trained a little, on batches of text. The
-  reference is the same model in bf16; the figures are the dB of a batch, and of the mean over batches.
-- regression: a linear map learned from examples without noise. The figure is the dB of the final f32 weights beside
-  the true weights: a recipe cannot learn differences that it rounds away.
+- products: the three products of a layer on known tensors, beside the same products in
+  f64. The figures are the dB of one product, and of the mean of 16 steps on the same
+  tensors, which is the error that is left after averaging.
+- gradients: the gradient of the weights of a language model that was trained a little,
+  on batches of text. The reference is the same model in bf16; the figures are the dB of
+  a batch, and of the mean over batches.
+- regression: a linear map learned from examples without noise. The figure is the dB of
+  the final f32 weights beside the true weights: a recipe cannot learn differences that
+  it rounds away.
 
-"Better by" is the custom recipe less the best stock recipe, which is chosen for each case by its results, with the 95 %
-confidence interval of the paired difference over seeds (Student's t).
+"Better by" is the custom recipe less the best stock recipe, which is chosen for each
+case by its results, with the 95 % confidence interval of the paired difference over
+seeds (Student's t).
 """
 
 import argparse
@@ -54,16 +60,21 @@ def decibel(exact, got) -> float:
 
 
 def halves(outs) -> dict:
-    """Return the dB of the last step, and of the mean over the second half of steps; `outs` are pairs (exact, got)."""
+    """Return the dB of the last step, and of the mean over the second half of steps;
+    `outs` are pairs (exact, got).
+    """
     exact, got = (np.stack(arrays[len(arrays) // 2 :]) for arrays in zip(*outs, strict=True))
     return {"one": decibel(exact[-1], got[-1]), "mean": decibel(exact.mean(0), got.mean(0))}
 
 
-# Products of known tensors --------------------------------------------------------------------------------------------
+# Products of known
+# tensors --------------------------------------------------------------------------------------------
 
 
 def tensors(kind, seed, m, k, n):
-    """Return x `[m, k]`, kernel `[k, n]` and grad `[m, n]` in f32: normal numbers, changed as `kind` says."""
+    """Return x `[m, k]`, kernel `[k, n]` and grad `[m, n]` in f32: normal numbers,
+    changed as `kind` says.
+    """
     rng = np.random.default_rng(seed)
     x, kernel, grad = (rng.standard_normal(shape) for shape in ((m, k), (k, n), (m, n)))
     if kind == "outlier channels":  # 1 % of the columns of x are 100 times larger
@@ -74,7 +85,8 @@ def tensors(kind, seed, m, k, n):
         grad *= np.exp(2 * rng.standard_normal(grad.shape))
     if kind == "log-normal rows":  # some tokens matter far more than others
         grad *= np.exp(2 * rng.standard_normal((m, 1)))
-    if kind == "log-normal rows of both":  # wgrad contracts the rows, so no scale of a row of x.T can follow them
+    # wgrad contracts the rows, so no scale of a row of x.T can follow them
+    if kind == "log-normal rows of both":
         x, grad = (a * np.exp(2 * rng.standard_normal((m, 1))) for a in (x, grad))
     return [a.astype(np.float32) for a in (x, kernel, grad)]
 
@@ -103,7 +115,9 @@ def next_state(state, gradient):
 
 
 def products(seed, tiny):
-    """Return the dB of products as `{kind: {product: {recipe: {"one": ..., "mean": ...}}}}`."""
+    """Return the dB of products as
+    `{kind: {product: {recipe: {"one": ..., "mean": ...}}}}`.
+    """
     sizes = (64, 128, 32) if tiny else (512, 1024, 256)
     found = {}
     for kind in KINDS:
@@ -122,7 +136,8 @@ def products(seed, tiny):
     return found
 
 
-# The gradient of a language model -------------------------------------------------------------------------------------
+# The gradient of a language
+# model -------------------------------------------------------------------------------------
 
 
 def model_of(recipe, vocabulary):
@@ -136,7 +151,9 @@ def gradient_step(model, variables, windows):
 
 
 def gradients(seed, tiny):
-    """Return the dB of gradients as `{"language model": {"weights": {recipe: {"one": ..., "mean": ...}}}}`."""
+    """Return the dB of gradients as `{"language model": {"weights": {recipe: {"one":
+    ..., "mean": ...}}}}`.
+    """
     steps, count, batch = (4, 2, 2) if tiny else (100, 16, 4)
     corpus = Corpus()
     optimizer = language_model.make_optimizer(max(steps, 10))
@@ -147,7 +164,9 @@ def gradients(seed, tiny):
     batches = list(corpus.random_batches(1000 + seed, count, batch, language_model.LENGTH))
 
     def of_kernels(recipe):
-        """Yield for each batch one array with the gradients of all kernels in FP8 layers."""
+        """Yield for each batch one array with the gradients of all kernels in FP8
+        layers.
+        """
         model = model_of(recipe, len(corpus.vocabulary))
         variables = {**language_model.init(model, 0), "params": params}
         for windows in batches:
@@ -163,12 +182,15 @@ def gradients(seed, tiny):
     return {"language model": {"weights": rows}}
 
 
-# Learning a linear map ------------------------------------------------------------------------------------------------
+# Learning a linear
+# map ------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def learned(recipe, goal, x, rates):
-    """Return the kernel after a step of SGD on each batch of x `[steps, batch, width]`."""
+    """Return the kernel after a step of SGD on each batch of x
+    `[steps, batch, width]`.
+    """
 
     def loss(kernel, state, x):
         y = jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
@@ -184,7 +206,9 @@ def learned(recipe, goal, x, rates):
 
 
 def regression(seed, tiny):
-    """Return the dB of trained weights beside the truth as `{"linear map": {"weights": {recipe: {"one": ...}}}}`."""
+    """Return the dB of trained weights beside the truth as
+    `{"linear map": {"weights": {recipe: {"one": ...}}}}`.
+    """
     width, batch, steps = (32, 64, 20) if tiny else (128, 256, 500)
     rng = np.random.default_rng(seed)
     truth = (rng.standard_normal((width, width)) / np.sqrt(width)).astype(np.float32)
@@ -200,7 +224,9 @@ CASES = {"products": products, "gradients": gradients, "regression": regression}
 
 
 def summarize(case, seeds) -> list[dict]:
-    """Return a row for each tensor, product and figure: means over seeds, and `OURS` less the best stock recipe."""
+    """Return a row for each tensor, product and figure: means over seeds, and `OURS`
+    less the best stock recipe.
+    """
     rows = []
     for kind in seeds[0]:
         for gemm, of_recipes in seeds[0][kind].items():

@@ -4,8 +4,9 @@
                              [--peers-once]
     python benchmarks/gpu.py --tiny --platform cpu          every case at a small size: does it run at all?
 
-Every answer is checked before it is timed, by the protocol in _gpu_timing.py. Each case has a process of its own
-(_gpu_process.py), also because XLA's flags are per process. The JSON is written after each case.
+Every answer is checked before it is timed, by the protocol in _gpu_timing.py. Each case
+has a process of its own (_gpu_process.py), also because XLA's flags are per process.
+The JSON is written after each case.
 """
 
 import argparse
@@ -37,7 +38,9 @@ def parse_arguments():
 
 
 def describe(args) -> dict:
-    """Return the machine and the versions; a child asks the device, so that this process holds none of its memory."""
+    """Return the machine and the versions; a child asks the device, so that this
+    process holds none of its memory.
+    """
     script = "import jax; d = jax.devices()[0]; print(d.device_kind); print(getattr(d.client, 'platform_version', ''))"
     asked = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     if asked.returncode != 0:
@@ -105,12 +108,14 @@ def main():
     for key, value in described.items():
         print(f"{key}: {value}")
     chosen = [name for name in CASES if not args.only or any(name.startswith(only) for only in args.only)]
-    if args.tiny:  # one process cannot have the XLA flags of these cases, so they would repeat others
+    # one process cannot have the XLA flags of these cases, so they would repeat others
+    if args.tiny:
         chosen = [name for name in chosen if not CASES[name].xla_flags]
     if not chosen:
         sys.exit(f"gpu.py: --only: no case begins with {args.only}; there are {', '.join(CASES)}")
     child = ["--turns", str(args.turns), "--platform", args.platform, *["--peers-once"] * args.peers_once]
-    # Whatever ends this program early, each case that was asked for has a row or an error in the record.
+    # Whatever ends this program early, each case that was asked for has a row or an
+    # error in the record.
     cases = {name: {"rows": {}, "errors": {name: "not started"}} for name in chosen}
     for name in chosen:
         case, left = CASES[name], args.budget - (time.monotonic() - started)

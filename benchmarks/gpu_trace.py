@@ -1,9 +1,11 @@
-"""The kernels of layers on a GPU, one by one, by JAX's profiler: how often, how long, and in which order.
+"""The kernels of layers on a GPU, one by one, by JAX's profiler: how often, how long,
+and in which order.
 
     python benchmarks/gpu_trace.py [--calls N]
 
-Prints for each program the launches of a call, the time from the first to the last, the time that the device worked,
-and the kernels by their share of it. An earlier form of this program printed `results/h200_trace.txt` on an H200.
+Prints for each program the launches of a call, the time from the first to the last, the
+time that the device worked, and the kernels by their share of it. An earlier form of
+this program printed `results/h200_trace.txt` on an H200.
 """
 
 import argparse
@@ -23,7 +25,9 @@ MOST_KERNELS, MOST_IN_ORDER = 14, 40
 
 
 def events_of(calls: int, run, *arguments) -> dict[str, list]:
-    """Run a program a few times; return its kernels by stream, each as `(start, duration, name)` in ns."""
+    """Run a program a few times; return its kernels by stream, each as
+    `(start, duration, name)` in ns.
+    """
     compiled = jax.jit(run).lower(*arguments).compile()
     for _ in range(3):
         jax.block_until_ready(compiled(*arguments))

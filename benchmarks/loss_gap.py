@@ -1,20 +1,26 @@
-"""The gap of FP8's validation loss to bf16's, and what makes it: paired runs on two texts.
+"""The gap of FP8's validation loss to bf16's, and what makes it: paired runs on two
+texts.
 
     python benchmarks/loss_gap.py [--arms ARM ...] [--texts manual source] [--seeds N] [--runs PATH] [--report]
 
-All arms of a seed start from the same weights and see the same batches. A run is one line of JSON in `--runs`; what
-is there is not run again, and `--report` runs nothing. Bits differ from processor to processor, so that two runs are a
-pair where one kind of processor made both. The figures of an arm are means over its pairs, with 95 % confidence
-intervals (Student's t):
+All arms of a seed start from the same weights and see the same batches. A run is one
+line of JSON in `--runs`; what is there is not run again, and `--report` runs nothing.
+Bits differ from processor to processor, so that two runs are a pair where one kind of
+processor made both. The figures of an arm are means over its pairs, with 95 %
+confidence intervals (Student's t):
 
-- nat above bf16: its loss at the end less that of its reference, which is "f32" in float32 and else "bf16".
+- nat above bf16: its loss at the end less that of its reference, which is "f32" in
+  float32 and else "bf16".
 - less delayed: its loss less that of delayed scaling's run, the same way.
-- lag: how many steps earlier the reference was where the arm is at its end, as a fraction of the run: its validation
-  curve, between its points a straight line, first gets down to the arm's final loss there. Where the arm ends below its
-  reference, roles are exchanged and the lag is negative. It is defined for runs that end above, and it is no measure
-  of longer runs: the learning rate falls, so the last steps of a run gain other amounts than more steps would.
+- lag: how many steps earlier the reference was where the arm is at its end, as a
+  fraction of the run: its validation curve, between its points a straight line, first
+  gets down to the arm's final loss there. Where the arm ends below its reference, roles
+  are exchanged and the lag is negative. It is defined for runs that end above, and it
+  is no measure of longer runs: the learning rate falls, so the last steps of a run gain
+  other amounts than more steps would.
 
-The model is a character-level transformer; embeddings and logits are bf16 in all FP8 arms.
+The model is a character-level transformer; embeddings and logits are bf16 in all FP8
+arms.
 """
 
 import argparse
@@ -47,7 +53,9 @@ class Training:
         self.optimizer = make_optimizer(steps)
 
     def run(self, text: str, arm: str, seed: int) -> dict:
-        """Train; return the final loss, the validation curve `[step, loss]` and the time that it took."""
+        """Train; return the final loss, the validation curve `[step, loss]` and the
+        time that it took.
+        """
         corpus, start = self.corpora[text], time.perf_counter()
         model = self.models.setdefault((text, arm), ARMS[arm].model(len(corpus.vocabulary), LENGTH, WIDTH, LAYERS))
         validation, curve = jnp.asarray(corpus.validation_batches(BATCH, LENGTH)), []
@@ -74,7 +82,8 @@ def first_step(curve, loss: float) -> float:
 
 
 def lag(curve, reference) -> float:
-    """The steps that an arm is behind its reference at its end, as a fraction of the run; negative where it is ahead.
+    """The steps that an arm is behind its reference at its end, as a fraction of the
+    run; negative where it is ahead.
 
     NaN where a curve is not finite.
     """
@@ -91,14 +100,18 @@ def processor(run: dict) -> str:
 
 
 def pairs(found: dict, text: str, name: str, other: str) -> dict:
-    """Return `(run, run of the other arm)` by seed, of the seeds that both have from one kind of processor."""
+    """Return `(run, run of the other arm)` by seed, of the seeds that both have from
+    one kind of processor.
+    """
     exact = {seed: run for (t, arm, seed), run in sorted(found.items()) if (t, arm) == (text, other)}
     runs = {seed: found[text, name, seed] for seed in exact if (text, name, seed) in found}
     return {seed: (run, exact[seed]) for seed, run in runs.items() if processor(run) == processor(exact[seed])}
 
 
 def figures(found: dict) -> dict:
-    """Return for each text and arm the figures over the pairs of the arm and its reference."""
+    """Return for each text and arm the figures over the pairs of the arm and its
+    reference.
+    """
     results = {}
     for text, name in itertools.product(TEXTS, ARMS):
         reference = ARMS[name].reference

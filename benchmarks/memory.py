@@ -1,11 +1,13 @@
-"""Prints what a training step holds on an H200 at its peak, by kind: bf16, Flax's FP8 and jaxfp8. No GPU is needed.
+"""Prints what a training step holds on an H200 at its peak, by kind: bf16, Flax's FP8
+and jaxfp8. No GPU is needed.
 
     python benchmarks/memory.py [--models llama experts] [--json FILE]
 
-The models are in `tests/aot/memory.py`. XLA compiles each program ahead of time; its buffer assignment says which
-temporaries are alive together. Nothing runs. "peak" is the memory that XLA reserves for temporaries, and the columns
-after it are its parts at the worst moment, in MiB. Parameters, their gradients and the state are arguments and results,
-and beside them.
+The models are in `tests/aot/memory.py`. XLA compiles each program ahead of time; its
+buffer assignment says which temporaries are alive together. Nothing runs. "peak" is the
+memory that XLA reserves for temporaries, and the columns after it are its parts at the
+worst moment, in MiB. Parameters, their gradients and the state are arguments and
+results, and beside them.
 """
 
 import argparse

@@ -1,13 +1,16 @@
-"""Counts what the devices of a mesh send each other in a training step: the collectives of the compiled program.
+"""Counts what the devices of a mesh send each other in a training step: the collectives
+of the compiled program.
 
     python benchmarks/meshes.py [--kinds fsdp tp] [--json FILE]
 
-Four transformer blocks (2048 tokens, width 256) on eight CPU devices, forward, backward and update, on meshes of each
-kind: in bf16, with Flax's `nn.Fp8DirectDotGeneralOp` and with jaxfp8. Programs are compiled and read, not run.
+Four transformer blocks (2048 tokens, width 256) on eight CPU devices, forward, backward
+and update, on meshes of each kind: in bf16, with Flax's `nn.Fp8DirectDotGeneralOp` and
+with jaxfp8. Programs are compiled and read, not run.
 
-Bytes are those of a collective's results on one device, for a reduce-scatter those of its operands. Dtypes are those of
-the compiled program. XLA's CPU compiler widens before a collective, bf16 to f32 and FP8 to f16, and has no
-reduce-scatter: of widened arrays a GPU moves half the bytes.
+Bytes are those of a collective's results on one device, for a reduce-scatter those of
+its operands. Dtypes are those of the compiled program. XLA's CPU compiler widens before
+a collective, bf16 to f32 and FP8 to f16, and has no reduce-scatter: of widened arrays a
+GPU moves half the bytes.
 """
 
 import argparse
@@ -36,7 +39,9 @@ CANDIDATES = {"bf16": None, "flax": nn.Fp8DirectDotGeneralOp, "jaxfp8": jaxfp8.F
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays are cut: tokens x `[b, s, d]` and hidden values `[b, s, f]`, kernels `[d, f]` up and `[f, d]` down."""
+    """How arrays are cut: tokens x `[b, s, d]` and hidden values `[b, s, f]`, kernels
+    `[d, f]` up and `[f, d]` down.
+    """
 
     mesh: tuple
     x: P
@@ -116,7 +121,9 @@ def compiled_step(dot_general_cls, layout) -> str:
 
 
 def collectives(program) -> list:
-    """List `(kind, dtype, bytes)` for each collective and dtype of a program; an all-reduce by maximum is "amax"."""
+    """List `(kind, dtype, bytes)` for each collective and dtype of a program; an
+    all-reduce by maximum is "amax".
+    """
     program = re.sub(r"/\*.*?\*/", "", program)
     maxima = set(
         re.findall(r"^%?([\w.\-]+) \([^\n]*\{\n(?:  [^\n]*\n)*?  ROOT \S+ = \S+ maximum\(", program, re.MULTILINE)

@@ -1,9 +1,11 @@
-"""Times the quantization ops on this machine's CPU, beside the fastest program in jnp and beside memcpy.
+"""Times the quantization ops on this machine's CPU, beside the fastest program in jnp
+and beside memcpy.
 
     python benchmarks/ops.py [--json PATH] [--heap warm] [--sizes 1024x1024 4096x4096 4096x14336] [--ops quantize ...]
 
-Each answer is checked, bit for bit, before it is timed. Each row comes from a process of its own, because the cost of a
-malloc depends on all that was freed before. README.md says how to read the table.
+Each answer is checked, bit for bit, before it is timed. Each row comes from a process
+of its own, because the cost of a malloc depends on all that was freed before. README.md
+says how to read the table.
 """
 
 import argparse
@@ -28,16 +30,21 @@ from _memcpy import Memcpy  # noqa: E402
 from jaxfp8 import ops  # noqa: E402
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# With these settings glibc takes all memory from its heap and returns none of it, so results reuse touched pages.
+# With these settings glibc takes all memory from its heap and returns none of it, so
+# results reuse touched pages.
 WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 SIZES = ("1024x1024", "4096x4096", "4096x14336")
-SMALL = 2**21  # elements; for smaller arrays the start of threads takes a part of the time, and goals are lower
+# elements; for smaller arrays the start of threads takes a part of the time, and goals
+# are lower
+SMALL = 2**21
 SCALE = np.float32(448 / 6.3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of the table. `dtype` is the high-precision side, `format` the FP8 side ("" for amax)."""
+    """One row of the table. `dtype` is the high-precision side, `format` the FP8 side
+    ("" for amax).
+    """
 
     op: str
     dtype: str
@@ -63,7 +70,9 @@ CASES = [
 
 
 def inputs(case: Case, m: int, n: int):
-    """Make arrays for the op: normal numbers, of which the largest reach the format's limit."""
+    """Make arrays for the op: normal numbers, of which the largest reach the format's
+    limit.
+    """
     x = np.random.default_rng(0).standard_normal((m, n), np.float32)
     if case.op == "amax":
         return (jnp.asarray(x, DTYPES[case.dtype]),)
@@ -102,7 +111,9 @@ def check(name: str, got, want):
 
 
 def measure(case: Case, m: int, n: int, turns: int) -> dict:
-    """Measure one row: check, then time the op, the fastest peers and memcpy in turns."""
+    """Measure one row: check, then time the op, the fastest peers and memcpy in
+    turns.
+    """
     arrays = inputs(case, m, n)
     run, dtype = ours(case)
     want = expected(case, arrays)
@@ -178,7 +189,8 @@ def main():
         print(f"{key}: {value}")
     print(HEADER)
     if args.heap == "warm":
-        os.environ.update(WARM_HEAP)  # read by the processes of the rows when they start
+        # read by the processes of the rows when they start
+        os.environ.update(WARM_HEAP)
     rows = []
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:

@@ -1,19 +1,21 @@
-"""Compares optimizers with moments in FP8 to float32: losses over paired seeds, sizes of updates, bytes, time.
+"""Compares optimizers with moments in FP8 to float32: losses over paired seeds, sizes
+of updates, bytes, time.
 
     python benchmarks/optimizer_states.py [--only losses updates memory time] [--arms ARM ...] [--seeds N]
         [--runs PATH] [--json PATH]
 
-- losses: a character-level transformer in float32 on two texts, Python's manual and the source code of optax, with
-  AdamW, and with Lion and SGD with momentum 0.9, whose moments are signed. All arms of a seed start from the same
-  weights and see the same batches. A run is a line of JSON in `--runs`; what is there is not run again. The figure is
-  the validation loss less that of the same optimizer in float32: the mean over seeds with its 95 %
-  confidence interval (Student's t).
-- updates: 2000 steps on gradients `mean + noise` whose noise is the same within a block ("alike") or lognormal with
-  sigma 2 ("mixed"). The mean size of the last update over float32 Adam's, and the norm of their difference over the
-  norm of float32 Adam's.
+- losses: a character-level transformer in float32 on two texts, Python's manual and the
+  source code of optax, with AdamW, and with Lion and SGD with momentum 0.9, whose
+  moments are signed. All arms of a seed start from the same weights and see the same
+  batches. A run is a line of JSON in `--runs`; what is there is not run again. The
+  figure is the validation loss less that of the same optimizer in float32: the mean
+  over seeds with its 95 % confidence interval (Student's t).
+- updates: 2000 steps on gradients `mean + noise` whose noise is the same within a block
+  ("alike") or lognormal with sigma 2 ("mixed"). The mean size of the last update over
+  float32 Adam's, and the norm of their difference over the norm of float32 Adam's.
 - memory: bytes a parameter of the arrays that the transformer's optimizer holds.
-- time: one AdamW update of four kernels of 1024 x 1024, in turns with float32 AdamW's: `quantized(optax.adamw)`, and
-  `optim.adamw` by `update` and by `apply`.
+- time: one AdamW update of four kernels of 1024 x 1024, in turns with float32 AdamW's:
+  `quantized(optax.adamw)`, and `optim.adamw` by `update` and by `apply`.
 
 The control keeps both moments in e4m3 linearly, in the same blocks: it has to fail.
 """
@@ -42,12 +44,15 @@ from _runs import TEXTS, corpora, run_missing  # noqa: E402
 from _timing import interleaved  # noqa: E402
 
 STEPS, BATCH, LENGTH, WIDTH, LAYERS = 600, 16, 64, 64, 2
-# The limits of the verdict: the interval of losses in nat, the size of updates less 1, their error, bytes a parameter.
+# The limits of the verdict: the interval of losses in nat, the size of updates less 1,
+# their error, bytes a parameter.
 LIMITS = {"loss": 0.003, "size": 0.08, "error": 0.3, "bytes": 2.2}
 
 
 def linear(tx):
-    """The control: both moments in e4m3, as multiples of 1 / 448 of the amax of 128 elements, rounded to nearest."""
+    """The control: both moments in e4m3, as multiples of 1 / 448 of the amax of 128
+    elements, rounded to nearest.
+    """
 
     def rounded(x):
         if x.size < 4096:
@@ -70,7 +75,9 @@ def linear(tx):
 
 
 def make_optimizer(steps: int, name: str = "adam"):
-    """Make an optimizer with clipped gradients; warm-up over a tenth, then a cosine to a tenth of the peak."""
+    """Make an optimizer with clipped gradients; warm-up over a tenth, then a cosine to
+    a tenth of the peak.
+    """
     make, factor = OPTIMIZERS[name]
     peak = factor * PEAK_LEARNING_RATE
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, peak / 10)
@@ -118,7 +125,8 @@ class Losses:
         return jax.lax.map(functools.partial(loss_fn, variables, self.model.apply), batches).mean()
 
     def init(self, seed: int):
-        with jaxfp8.autocast(enabled=False):  # the layers of the model have FP8 products, which here run in float32
+        # the layers of the model have FP8 products, which here run in float32
+        with jaxfp8.autocast(enabled=False):
             return jax.jit(self.model.init)(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
 
     def run(self, arm: str, seed: int) -> dict:
@@ -134,7 +142,9 @@ class Losses:
 
 
 def measure_losses(names: list[str], arms: list[str], seeds: int, path: pathlib.Path, steps: int) -> dict:
-    """Run the runs that `path` lacks, seed by seed; return the figures of all runs in `path`."""
+    """Run the runs that `path` lacks, seed by seed; return the figures of all runs in
+    `path`.
+    """
     texts = {name: Losses(corpus, steps) for name, corpus in corpora().items() if name in names}
     keys = [(text, arm, seed) for seed in range(seeds) for text in texts for arm in arms]
     found = run_missing(path, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed))
@@ -152,7 +162,9 @@ def measure_losses(names: list[str], arms: list[str], seeds: int, path: pathlib.
 
 
 def measure_updates(steps: int = 2000, shape=(128, 1024)) -> dict:
-    """Measure size and error of the update after `steps` steps, by distribution of the gradients and arm."""
+    """Measure size and error of the update after `steps` steps, by distribution of the
+    gradients and arm.
+    """
     results = {}
     for name, sigma in {"alike": 0.0, "mixed": 2.0}.items():
         scale_key, mean_key, noise_key = jax.random.split(jax.random.key(0), 3)
@@ -194,11 +206,14 @@ def measure_memory() -> dict:
 
 
 def measure_time(turns: int = 15) -> dict:
-    """Measure the median ms of an update in place, and the paired ratios to float32's."""
+    """Measure the median ms of an update in place, and the paired ratios to
+    float32's.
+    """
     params = {f"kernel{i}": jax.random.normal(jax.random.key(i), (1024, 1024)) for i in range(4)}
 
     def candidate(tx, applies=False):
-        # Arguments have the order of results, by which JAX decides which array is written over which.
+        # Arguments have the order of results, by which JAX decides which array is
+        # written over which.
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, opt_state, grads):
             if applies:
@@ -229,7 +244,9 @@ def measure_time(turns: int = 15) -> dict:
 
 
 def verdicts(results: dict) -> dict[str, bool]:
-    """Return for each limit whether the results keep it, for the figures that were measured."""
+    """Return for each limit whether the results keep it, for the figures that were
+    measured.
+    """
     found = {}
     for text, arms in results.get("losses", {}).items():
         for arm, row in arms.items():

@@ -1,4 +1,5 @@
-"""Draws the results of gpu.py: ratios against their goals, and GEMMs under the roofline of the day.
+"""Draws the results of gpu.py: ratios against their goals, and GEMMs under the roofline
+of the day.
 
 python benchmarks/plot.py benchmarks/results/gpu.json [--out docs/images/gpu.png]
 """
@@ -14,13 +15,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen first)
 
 OURS, PEER, LIMIT = "#0b6fd6", "#999999", "#c4262e"
-# Operations for each byte of the cases whose rows have a rate: a product of n^3 reads two operands and writes one.
+# Operations for each byte of the cases whose rows have a rate: a product of n^3 reads
+# two operands and writes one.
 GEMM_SIDE = 8192
 INTENSITY = {"fp8": 2 * GEMM_SIDE / (1 + 1 + 2), "bf16": 2 * GEMM_SIDE / (2 + 2 + 2)}
 
 
 def bars(axes, goals):
-    """Draw the value of every measured goal relative to the goal: the line is the goal, the tick the stretch goal."""
+    """Draw the value of every measured goal relative to the goal: the line is the goal,
+    the tick the stretch goal.
+    """
     measured = [goal for goal in goals if goal["value"] is not None][::-1]
     for y, goal in enumerate(measured):
         part = goal["value"] / goal["goal"]
@@ -35,7 +39,9 @@ def bars(axes, goals):
 
 
 def roofline(axes, cases):
-    """Draw TFLOP/s over operations a byte: the slope of the copy, the roof of the fastest product, and the GEMMs."""
+    """Draw TFLOP/s over operations a byte: the slope of the copy, the roof of the
+    fastest product, and the GEMMs.
+    """
     ceilings = cases["ceilings"]["rows"].values()
     terabytes = max(row["gb_s"] for row in ceilings if "gb_s" in row) * 1e-3
     points = {name: row["tflops"] for name, row in cases.get("gemm", {}).get("rows", {}).items()}

@@ -1,11 +1,13 @@
-"""Measures the cost of a model of FP8 layers: operations, tracing, lowering, compilation, a step.
+"""Measures the cost of a model of FP8 layers: operations, tracing, lowering,
+compilation, a step.
 
     python benchmarks/programs.py [--json FILE]
 
-The forward and backward of 1 Dense layer, of 8 and of a scan over 8, in bfloat16: jaxfp8's drop-in product, its own
-layer, Flax's FP8 class and bfloat16. Candidates take turns. Tracing, lowering and compilation are CPU time of this
-process, so that neighbours do not count; every turn has a new function, so that no cache answers. Before steps are
-timed their gradients are compared.
+The forward and backward of 1 Dense layer, of 8 and of a scan over 8, in bfloat16:
+jaxfp8's drop-in product, its own layer, Flax's FP8 class and bfloat16. Candidates take
+turns. Tracing, lowering and compilation are CPU time of this process, so that
+neighbours do not count; every turn has a new function, so that no cache answers. Before
+steps are timed their gradients are compared.
 """
 
 import argparse
@@ -67,7 +69,9 @@ class Scan(Layers):
 
 
 def step_of(model):
-    """Return forward and backward of the model as a new function, of which JAX has cached nothing."""
+    """Return forward and backward of the model as a new function, of which JAX has
+    cached nothing.
+    """
 
     def step(variables, x, grad):
         y, vjp = jax.vjp(model.apply, variables, x)
@@ -125,8 +129,9 @@ def steps(kind: type[Layers], layers: int, width: int, turns: int) -> dict:
         calls[name] = lambda operands=operands, step=step: step(*operands)
     kernels = {name: np.asarray(jax.tree.leaves(call()[1][0]["params"])[0]) for name, call in calls.items()}
     for name, kernel in kernels.items():
-        # e5m2 keeps two bits of the gradient, e4m3 three of the input: errors of up to 2**-3 and 2**-4 of an element,
-        # a third of these in the root mean square; those of layers are independent.
+        # e5m2 keeps two bits of the gradient, e4m3 three of the input: errors of up to
+        # 2**-3 and 2**-4 of an element, a third of these in the root mean square; those
+        # of layers are independent.
         error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(kernels["bf16"])
         assert error < 0.1 * math.sqrt(layers), f"{name}: the kernel's gradient is off by {error:.3f}"
     timings = _timing.interleaved(calls, turns=turns)

@@ -1,12 +1,14 @@
-"""Measures the error of quantizing a tensor, and of a product: SQNR of every recipe on the same tensors.
+"""Measures the error of quantizing a tensor, and of a product: SQNR of every recipe on
+the same tensors.
 
     python benchmarks/sqnr.py [--json PATH]
 
     SQNR = 10 log10(sum x**2 / sum (x - q(x))**2) dB, against float64
 
-Each recipe has three numbers: for the tensor itself, quantized along its rows; for the half of its elements that are
-the smallest, which hardly count in the first number; and for `y = x @ kernel` with K = 1024 and a normal kernel,
-quantized by the same recipe. Codes are the same on every platform, and so are these numbers.
+Each recipe has three numbers: for the tensor itself, quantized along its rows; for the
+half of its elements that are the smallest, which hardly count in the first number; and
+for `y = x @ kernel` with K = 1024 and a normal kernel, quantized by the same recipe.
+Codes are the same on every platform, and so are these numbers.
 """
 
 import argparse
@@ -50,7 +52,8 @@ def tensors() -> dict:
 def recipes(fp8_format) -> dict:
     """Return a dict name -> `(recipe, staleness)`.
 
-    The history of delayed scaling holds the amax of the tensor, times the staleness, which is None for other recipes.
+    The history of delayed scaling holds the amax of the tensor, times the staleness,
+    which is None for other recipes.
     """
     delayed = jaxfp8.DelayedScaling(amax_history_len=1, fp8_format=fp8_format)
     current = jaxfp8.Float8CurrentScaling(fp8_format)
@@ -70,7 +73,9 @@ def recipes(fp8_format) -> dict:
 
 
 def state_of(recipe, staleness, *arrays):
-    """Return the state of a product whose histories hold the amaxes of `arrays`, times the staleness."""
+    """Return the state of a product whose histories hold the amaxes of `arrays`, times
+    the staleness.
+    """
     if staleness is None:
         return None
 
@@ -89,7 +94,9 @@ def sqnr(exact, got) -> float | None:
 
 
 def quantized(recipe, staleness, x):
-    """Return x, f32, after quantizing and dequantizing by the recipe's quantizer of x."""
+    """Return x, f32, after quantizing and dequantizing by the recipe's quantizer of
+    x.
+    """
     quantizer = recipe.quantizers()[0]
     if staleness is None:
         return quantizer.quantize(x, quantizer.init())[0].dequantize(jnp.float32)
@@ -105,7 +112,9 @@ def smallest(x):
 
 
 def measure(names=None, formats=("e4m3", "e5m2")) -> list[dict]:
-    """Return a row for each format, recipe and tensor, of the tensors `names`, or of all where it is None."""
+    """Return a row for each format, recipe and tensor, of the tensors `names`, or of
+    all where it is None.
+    """
     kernel = np.random.default_rng(1).standard_normal((K, COLS)).astype(np.float32) / np.float32(K**0.5)
     rows = []
     chosen = {name: x for name, x in tensors().items() if names is None or name in names}
@@ -139,7 +148,9 @@ def decibels(value) -> str:
 
 
 def table(rows) -> str:
-    """Return Markdown with a table for each format: recipes by tensors, `tensor / its small half / product` in dB."""
+    """Return Markdown with a table for each format: recipes by tensors,
+    `tensor / its small half / product` in dB.
+    """
     parts = []
     for format_name in dict.fromkeys(row["format"] for row in rows):
         mine = [row for row in rows if row["format"] == format_name]

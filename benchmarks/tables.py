@@ -2,9 +2,11 @@
 
     python benchmarks/tables.py [FOLDER ...]
 
-Each FOLDER is the output of a call of tools/gpu_session.sh. Its JSON becomes `results/DEVICE_NAME.json`, for example
-`results/h200_kernels.json`. Cases that an earlier call measured with the same commit and versions stay beside the new
-cases. Then the tables of the docs are written again from `results`; without a FOLDER only this is done.
+Each FOLDER is the output of a call of tools/gpu_session.sh. Its JSON becomes
+`results/DEVICE_NAME.json`, for example `results/h200_kernels.json`. Cases that an
+earlier call measured with the same commit and versions stay beside the new cases. Then
+the tables of the docs are written again from `results`; without a FOLDER only this is
+done.
 """
 
 import argparse
@@ -30,7 +32,8 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> list[pathlib.
     """Copy the JSON of one call to `results`; return the paths that were written.
 
     Raises:
-        NoResult: the folder has no JSON of a GPU, or that of a dry run, or of no commit.
+        NoResult: the folder has no JSON of a GPU, or that of a dry run, or of no
+            commit.
     """
     records = {name: json.loads(path.read_text()) for name in NAMES if (path := folder / f"{name}.json").exists()}
     measured = [record["environment"] for record in records.values() if "cases" in record]
@@ -43,7 +46,8 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> list[pathlib.
     for name, record in records.items():
         path = results / f"{_slug(measured[0]['device'])}_{name}.json"
         if "cases" not in record:
-            record["session"] = measured[0]  # the self-test, which describes the machine its own way
+            # the self-test, which describes the machine its own way
+            record["session"] = measured[0]
         elif path.exists():
             record = _join(json.loads(path.read_text()), record)
         path.write_text(json.dumps(record, indent=1) + "\n")
@@ -56,7 +60,9 @@ def _slug(device: str) -> str:
 
 
 def _join(old: dict, new: dict) -> dict:
-    """Return the new record, with further cases and rows of the old record if commit, versions and device are equal."""
+    """Return the new record, with further cases and rows of the old record if commit,
+    versions and device are equal.
+    """
 
     def but_the_call(record):
         return {key: value for key, value in record["environment"].items() if key != "command"}
@@ -77,7 +83,9 @@ def _join_case(old: dict | None, new: dict) -> dict:
 
 
 def _has_row(name, rows, new) -> bool:
-    """Tell whether `name`, a candidate or a kernel, has rows and did not fail in the new record."""
+    """Tell whether `name`, a candidate or a kernel, has rows and did not fail in the
+    new record.
+    """
     return name not in new["errors"] and any(row == name or row.startswith(f"{name}, ") for row in rows)
 
 
@@ -93,7 +101,9 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def kernels_table(record: dict) -> str:
-    """Return a table with a line for each kernel and shape; the line of a kernel that failed has the error."""
+    """Return a table with a line for each kernel and shape; the line of a kernel that
+    failed has the error.
+    """
     case, rows = record["cases"]["kernels"], []
     for name, row in case["rows"].items():
         kernel, shape = name.rsplit(", ", 1)
@@ -124,7 +134,9 @@ TABLES = {"kernels": kernels_table, "gpu": goals_table}
 
 
 def section(name: str, results: pathlib.Path = RESULTS) -> str:
-    """Return the text for the docs between the markers of `name`: a table for each device."""
+    """Return the text for the docs between the markers of `name`: a table for each
+    device.
+    """
     parts = []
     for path in sorted(results.glob(f"*_{name}.json")):
         record = json.loads(path.read_text())

@@ -1,10 +1,12 @@
-"""Times a Dense layer and a training step of a language model on a CPU, against bfloat16 and Flax's FP8 class.
+"""Times a Dense layer and a training step of a language model on a CPU, against
+bfloat16 and Flax's FP8 class.
 
     python benchmarks/train_step.py [--json PATH] [--turns N] [--only dense512 ...]
 
-The model is the one of examples/language_model.py, four layers of width 256, with AdamW after clipping. Peers are the
-same model in bfloat16 and with Flax's FP8 class. A ratio is the median over turns of two calls side by side, so that a
-busy machine slows both. Before anything is timed, losses and gradients are compared.
+The model is the one of examples/language_model.py, four layers of width 256, with AdamW
+after clipping. Peers are the same model in bfloat16 and with Flax's FP8 class. A ratio
+is the median over turns of two calls side by side, so that a busy machine slows both.
+Before anything is timed, losses and gradients are compared.
 """
 
 import argparse
@@ -45,7 +47,9 @@ def dense_layers(width):
 
 
 def dense(width):
-    """Return for each candidate a function that runs forward and backward; its gradients were checked."""
+    """Return for each candidate a function that runs forward and backward; its
+    gradients were checked.
+    """
     x, grad = (jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) for i in range(2))
 
     def call_of(layer):
@@ -61,7 +65,8 @@ def dense(width):
     calls = {name: call_of(layer) for name, layer in dense_layers(width).items()}
     kernels = {name: np.asarray(call()[1][0]["params"]["kernel"], np.float32) for name, call in calls.items()}
     for name, kernel in kernels.items():
-        # e5m2 rounds by up to 2**-3 and e4m3 by up to 2**-4 of an element, a third of these in the root mean square.
+        # e5m2 rounds by up to 2**-3 and e4m3 by up to 2**-4 of an element, a third of
+        # these in the root mean square.
         error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(kernels["bf16"])
         if not error < 0.1:
             raise AssertionError(f"dense{width}, {name}: the kernel's gradient is off by {error:.3f}")
@@ -69,7 +74,9 @@ def dense(width):
 
 
 class ScannedLanguageModel(nn.Module):
-    """The language model with a scan over its layers; jaxfp8's scan reads their state outside of the loop."""
+    """The language model with a scan over its layers; jaxfp8's scan reads their state
+    outside of the loop.
+    """
 
     vocabulary: int
     dot_general_cls: Any
@@ -86,7 +93,9 @@ class ScannedLanguageModel(nn.Module):
 
 
 def language_model_steps(width, layers, batch, check_steps, model=language_model.LanguageModel):
-    """Return for each arm a function that takes the next training step, after `check_steps` steps were compared."""
+    """Return for each arm a function that takes the next training step, after
+    `check_steps` steps were compared.
+    """
     language_model.WIDTH, language_model.LAYERS = width, layers
     corpus = language_model.Corpus()
     optimizer = language_model.make_optimizer(1000)
@@ -99,8 +108,8 @@ def language_model_steps(width, layers, batch, check_steps, model=language_model
             state, loss = language_model.train_step(state, windows)
         states[name], losses[name] = state, float(loss)
     for name, loss in losses.items():
-        # All arms have the same weights and text. The runs of examples/ stay within 0.02 nat of each other; a first
-        # loss is log(103) = 4.6.
+        # All arms have the same weights and text. The runs of examples/ stay within
+        # 0.02 nat of each other; a first loss is log(103) = 4.6.
         if not (math.isfinite(loss) and abs(loss - losses["bf16"]) < 0.1):
             raise AssertionError(f"language model, {name}: loss {loss}, bf16 {losses['bf16']}")
 
@@ -114,7 +123,8 @@ def language_model_steps(width, layers, batch, check_steps, model=language_model
     return {name: call_of(name) for name in states}
 
 
-# Smaller sizes than those of the goals show where FP8 starts to pay, to choose `DelayedScaling(min_size=)`.
+# Smaller sizes than those of the goals show where FP8 starts to pay, to choose
+# `DelayedScaling(min_size=)`.
 CASES = {
     "dense64": lambda tiny: dense(64),
     "dense128": lambda tiny: dense(64 if tiny else 128),

@@ -1,11 +1,13 @@
-"""Measures a whole training step by every trainer: effects, operations, compilation, and milliseconds on the host.
+"""Measures a whole training step by every trainer: effects, operations, compilation,
+and milliseconds on the host.
 
     python benchmarks/trainers.py [--json FILE] [--turns N] [--only CASE ...] [--check]
 
-A step is README's own: gradient, optimizer, next FP8 state. All candidates have one model, batch and optimizer, and
-take turns in one run. `flax` is Flax's TrainState, or `flax.nnx.Optimizer`, on jaxfp8's model: what FP8 costs there is
-in it, so a ratio to it is the cost of our trainer. Peers are the model in bfloat16 and with Flax's own FP8. Losses are
-compared before anything is timed. `--check` fails where a goal is missed.
+A step is README's own: gradient, optimizer, next FP8 state. All candidates have one
+model, batch and optimizer, and take turns in one run. `flax` is Flax's TrainState, or
+`flax.nnx.Optimizer`, on jaxfp8's model: what FP8 costs there is in it, so a ratio to it
+is the cost of our trainer. Peers are the model in bfloat16 and with Flax's own FP8.
+Losses are compared before anything is timed. `--check` fails where a goal is missed.
 """
 
 import argparse
@@ -75,7 +77,9 @@ def batch(features):
 
 
 def squared(y):
-    """The loss: of a target that no layer gives at once, so that losses of five steps can be compared."""
+    """The loss: of a target that no layer gives at once, so that losses of five steps
+    can be compared.
+    """
     return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
 
 
@@ -96,7 +100,8 @@ def with_train_state(model, cls, x):
 
 
 def with_optimizer(model, x, accumulate=None):
-    """Return the same step by `jaxfp8.train.optimizer` and `optax.apply_updates`, and its first arguments.
+    """Return the same step by `jaxfp8.train.optimizer` and `optax.apply_updates`, and
+    its first arguments.
 
     `accumulate(acc, grads)` adds the gradients of `MICROBATCHES` batches.
     """
@@ -172,7 +177,9 @@ def accumulation(widths):
     model = jaxfp8.quantize(MLP(widths), RULES)
 
     def by_tree_map(acc, grads):
-        """Add up the state too: a wrong program, whose cost is that of the sum alone."""
+        """Add up the state too: a wrong program, whose cost is that of the sum
+        alone.
+        """
         return jax.tree.map(jnp.add, acc, grads)
 
     return {
@@ -215,7 +222,9 @@ def program_of(step, arguments) -> dict:
 
 
 class Run:
-    """A run: each call takes a step, and returns the seconds until the call returned and until all was done."""
+    """A run: each call takes a step, and returns the seconds until the call returned
+    and until all was done.
+    """
 
     def __init__(self, step, arguments):
         self.step, (self.state, self.x) = step, arguments
@@ -271,7 +280,9 @@ def measure(case, turns) -> list[dict]:
 
 
 def lowering() -> dict:
-    """Return CPU seconds to trace and lower a step of 25 layers and of 100, by `linen.TrainState`."""
+    """Return CPU seconds to trace and lower a step of 25 layers and of 100, by
+    `linen.TrainState`.
+    """
     seconds = {}
     for layers in (25, 100):
         programs = [program_of_lowering(layers) for _ in range(3)]

@@ -1,4 +1,6 @@
-"""Compare an FP8 library with the vectors of this folder, in numpy: `python conformance/check.py adapter.py`."""
+"""Compare an FP8 library with the vectors of this folder, in numpy:
+`python conformance/check.py adapter.py`.
+"""
 
 import argparse
 import importlib.util
@@ -24,7 +26,9 @@ def cases(path: pathlib.Path):
 
 
 def difference(got, expected: np.ndarray, bound: np.ndarray | None) -> str | None:
-    """Return what is wrong with an array, or None. Without a bound every bit counts, except which NaN a float is."""
+    """Return what is wrong with an array, or None. Without a bound every bit counts,
+    except which NaN a float is.
+    """
     got = np.asarray(got)
     if got.shape != expected.shape or (bound is None and got.dtype != expected.dtype):
         return f"expected {expected.dtype}{list(expected.shape)}, got {got.dtype}{list(got.shape)}"

@@ -1,4 +1,6 @@
-"""Write the vectors of this folder, by tests/oracle: `python conformance/generate.py`."""
+"""Write the vectors of this folder, by tests/oracle:
+`python conformance/generate.py`.
+"""
 
 import json
 import pathlib
@@ -23,7 +25,9 @@ BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "rows": (1,
 
 
 def hard_numbers() -> np.ndarray:
-    """Return numbers that rounding to FP8 can get wrong, infinities, NaNs and subnormals."""
+    """Return numbers that rounding to FP8 can get wrong, infinities, NaNs and
+    subnormals.
+    """
     probes = [oracle.rounding_probes(fmt) for fmt in FORMATS.values()]
     return np.concatenate([*probes, oracle.f32_corner_cases()[:512]])
 
@@ -44,7 +48,9 @@ def dequantize():
 
 
 def delayed_scaling():
-    """Each case is a step: the state before it and a tensor; codes and the state after it."""
+    """Each case is a step: the state before it and a tensor; codes and the state after
+    it.
+    """
     rng = np.random.default_rng(0)
     bad = {2: np.inf, 4: np.nan}
     for name, fmt in FORMATS.items():
@@ -67,7 +73,8 @@ def delayed_scaling():
 
 def quantize_blocks():
     rng = np.random.default_rng(1)
-    # A block of zeros in either layout, a NaN, an infinity, and blocks that are cut off at both edges.
+    # A block of zeros in either layout, a NaN, an infinity, and blocks that are cut off
+    # at both edges.
     whole = (rng.standard_normal((130, 264)) * 2.0 ** rng.integers(-12, 12, (130, 1))).astype(oracle.BF16).astype(F32)
     whole[:128, :128], whole[128, 130], whole[129, 260] = 0, np.nan, np.inf
     for name, fmt in FORMATS.items():
@@ -97,7 +104,9 @@ def scaled_matmul():
 
 
 def train_step():
-    """y = x @ kernel and its gradients, three steps from an empty state; e4m3 forward, e5m2 for the gradient."""
+    """y = x @ kernel and its gradients, three steps from an empty state; e4m3 forward,
+    e5m2 for the gradient.
+    """
     rng, state = np.random.default_rng(4), LayerState.init(4)
     kernel = (rng.standard_normal((32, 16)) / 6).astype(F32)
     for step in range(3):
@@ -121,7 +130,9 @@ OPS = (quantize, dequantize, delayed_scaling, quantize_blocks, scaled_matmul, tr
 
 
 def arrays(op) -> dict[str, np.ndarray]:
-    """Return the file of an op: `<case>/options` in JSON, and arrays `<case>/in`, `out` and `bound` `/<name>`."""
+    """Return the file of an op: `<case>/options` in JSON, and arrays `<case>/in`, `out`
+    and `bound` `/<name>`.
+    """
     file = {}
     for case, options, inputs, answer in op():
         file[f"{case}/options"] = np.array(json.dumps(options))

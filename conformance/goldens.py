@@ -1,7 +1,8 @@
-"""Write what later versions must load: `python conformance/goldens.py`, once a release; a folder that is there stays.
+"""Write what later versions must load: `python conformance/goldens.py`, once a release;
+a folder that is there stays.
 
-A Dense layer whose numbers are small integers and whose scales are powers of two: every sum is exact, in any order, so
-its answers are the same bits on every machine.
+A Dense layer whose numbers are small integers and whose scales are powers of two: every
+sum is exact, in any order, so its answers are the same bits on every machine.
 """
 
 import pathlib
@@ -32,13 +33,17 @@ def inputs() -> tuple:
 
 
 def train_step(variables, x, grad):
-    """Return the output and the gradients of the variables, of which those of the state are its next value."""
+    """Return the output and the gradients of the variables, of which those of the state
+    are its next value.
+    """
     y, backward = jax.vjp(lambda variables: MODEL.apply(variables, x), variables)
     return y, backward(grad)[0]
 
 
 def exported(function, *arguments, implementation: str) -> bytes:
-    """Serialize a program for CPUs; "reference" needs nothing of jaxfp8 where it runs, "ffi" its custom calls."""
+    """Serialize a program for CPUs; "reference" needs nothing of jaxfp8 where it runs,
+    "ffi" its custom calls.
+    """
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
     with jaxfp8.ops.implementation(implementation):
         program = jax.export.export(jax.jit(function), platforms=["cpu"], disabled_checks=checks)(*arguments)
@@ -62,7 +67,8 @@ def files() -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    # Programs say where each operation was written: the file, without the folders of this machine.
+    # Programs say where each operation was written: the file, without the folders of
+    # this machine.
     jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())
     folder = HERE / project["project"]["version"]

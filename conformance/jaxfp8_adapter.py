@@ -1,4 +1,6 @@
-"""jaxfp8 as check.py calls it: every function takes numpy arrays and returns numpy arrays by name."""
+"""jaxfp8 as check.py calls it: every function takes numpy arrays and returns numpy
+arrays by name.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""Sphinx: pages in Markdown, and the reference from docstrings. `make docs` builds it, with warnings as errors."""
+"""Sphinx: pages in Markdown, and the reference from docstrings. `make docs` builds it,
+with warnings as errors.
+"""
 
 import inspect
 import pathlib
@@ -22,7 +24,8 @@ html_theme = "furo"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-# Without a repository in `[project.urls]` the site has no link to it, and no "edit" and "view" of its pages.
+# Without a repository in `[project.urls]` the site has no link to it, and no "edit" and
+# "view" of its pages.
 if repository := PROJECT.get("urls", {}).get("Repository"):
     html_theme_options = {
         "source_repository": repository,
@@ -37,7 +40,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 nitpicky = True
-# Types in signatures are those of other projects, and aliases such as ArrayLike that have no page.
+# Types in signatures are those of other projects, and aliases such as ArrayLike that
+# have no page.
 nitpick_ignore_regex = [("py:.*", r"(?!jaxfp8\.).*"), ("py:.*", r"jaxfp8\..*\._.*")]
 # Where a link in a page to a heading goes.
 myst_heading_anchors = 3
@@ -60,7 +64,9 @@ python_maximum_signature_line_length = 88
 
 
 def links_out_of_docs(app, name, source):
-    """Pages link to files of the repository; of those in Markdown the site has the name alone."""
+    """Pages link to files of the repository; of those in Markdown the site has the name
+    alone.
+    """
     link = re.compile(r"\[([^\]]+)\]\(\.\./([\w./]+\.md)(?:#[\w-]+)?\)")
     source[0] = link.sub(
         lambda m: f"`{m[2]}`" if m[1] == m[2] else f"{m[1]} (`{m[2]}`)", source[0]
@@ -68,7 +74,9 @@ def links_out_of_docs(app, name, source):
 
 
 def skip_fields(app, what, name, value, skip, options):
-    """Of the members of a class methods and properties: the docstring of the class has its fields."""
+    """Of the members of a class methods and properties: the docstring of the class has
+    its fields.
+    """
     return skip or not (inspect.isroutine(value) or isinstance(value, property))
 
 

@@ -1,4 +1,6 @@
-"""Docstrings for Sphinx: they are Markdown with Google's sections, and it reads reStructuredText."""
+"""Docstrings for Sphinx: they are Markdown with Google's sections, and it reads
+reStructuredText.
+"""
 
 import re
 
@@ -11,7 +13,9 @@ _SPECIAL = re.compile(r"^\s*\*{1,2}\w+:|[*|]|_\b", re.MULTILINE)
 
 
 def to_rst(app, what, name, obj, options, lines: list[str]) -> None:
-    """Rewrites the lines of a docstring in place; a listener of Sphinx's `autodoc-process-docstring`."""
+    """Rewrites the lines of a docstring in place; a listener of Sphinx's
+    `autodoc-process-docstring`.
+    """
     paragraphs = re.split(r"\n[ ]*\n", "\n".join(lines))
     lines[:] = "\n\n".join(_paragraphs(paragraphs)).splitlines()
 

@@ -1,4 +1,6 @@
-"""The page of all errors and warnings, which is read from the sources: nothing lists messages by hand."""
+"""The page of all errors and warnings, which is read from the sources: nothing lists
+messages by hand.
+"""
 
 import ast
 import pathlib
@@ -20,7 +22,9 @@ Every message of jaxfp8, by package: search this page for a few words of yours t
 
 
 def messages() -> list[tuple[str, str, str]]:
-    """`(package, kind, text)` of each message that the package raises, warns or logs, with … for what it formats."""
+    """`(package, kind, text)` of each message that the package raises, warns or logs,
+    with … for what it formats.
+    """
     rows = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -47,7 +51,9 @@ def messages() -> list[tuple[str, str, str]]:
 
 
 def _templates(tree: ast.Module):
-    """Sentences that a module keeps in constants, such as `_REMEDIES`, are parts of its messages."""
+    """Sentences that a module keeps in constants, such as `_REMEDIES`, are parts of its
+    messages.
+    """
     for node in tree.body:
         if isinstance(node, ast.Assign) and re.fullmatch(
             "_[A-Z_]+", ast.unparse(node.targets[0])

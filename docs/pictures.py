@@ -1,4 +1,5 @@
-"""Draws pictures of docs/images/: FP8's numbers, a scale, launches and bytes beside peers, gaps with intervals.
+"""Draws pictures of docs/images/: FP8's numbers, a scale, launches and bytes beside
+peers, gaps with intervals.
 
 python docs/pictures.py    # reads benchmarks/results/, needs matplotlib; the same input gives the same files
 """
@@ -30,7 +31,9 @@ LABELS = {
 
 
 def formats():
-    """All positive numbers of both formats, and the step from one number to the next."""
+    """All positive numbers of both formats, and the step from one number to the
+    next.
+    """
     figure, axes = plt.subplots(2, 1, figsize=(8, 4), sharex=True, layout="constrained")
     for (name, dtype), color in zip(FORMATS.items(), (OURS, BF16), strict=True):
         numbers = np.arange(1, 128, dtype=np.uint8).view(dtype).astype(np.float64)
@@ -50,7 +53,9 @@ def formats():
 
 
 def scale():
-    """A histogram of small gradients, before and after its scale, over the range of E5M2."""
+    """A histogram of small gradients, before and after its scale, over the range of
+    E5M2.
+    """
     x = np.abs(1e-6 * np.random.default_rng(0).standard_normal(20000))
     factor = 57344 / x.max()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
@@ -99,7 +104,9 @@ def launches():
 
 
 def gaps():
-    """Validation loss above bfloat16, a panel a text: of each arm the pairs as points, their mean and its interval."""
+    """Validation loss above bfloat16, a panel a text: of each arm the pairs as points,
+    their mean and its interval.
+    """
     texts = json.loads((RESULTS / "loss_gap.json").read_text())["results"]
     arms = {name: arm.title for name, arm in ARMS.items() if arm.reference != name}
     figure, axes = plt.subplots(

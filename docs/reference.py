@@ -1,7 +1,8 @@
-"""The API reference: which names are public, and the pages that Sphinx reads for them. Nothing lists names by hand.
+"""The API reference: which names are public, and the pages that Sphinx reads for them.
+Nothing lists names by hand.
 
-A module says what is public as type checkers read it: `from ._x import name as name`, or, where it is not the
-`__init__.py` of a package, a definition without an underscore.
+A module says what is public as type checkers read it: `from ._x import name as name`,
+or, where it is not the `__init__.py` of a package, a definition without an underscore.
 """
 
 import ast
@@ -19,7 +20,9 @@ SHARED = {"jaxfp8.dot", "jaxfp8.numerics", "jaxfp8.recipes"}
 
 
 def public_modules() -> list[str]:
-    """`jaxfp8`, its modules, and every one below it without an underscore, in the order of the alphabet."""
+    """`jaxfp8`, its modules, and every one below it without an underscore, in the order
+    of the alphabet.
+    """
     found, packages = ["jaxfp8"], ["jaxfp8"]
     while packages:
         package = packages.pop()
@@ -48,7 +51,9 @@ def public_modules() -> list[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """The public names of a module, but for those that are modules themselves, in the order of the alphabet."""
+    """The public names of a module, but for those that are modules themselves, in the
+    order of the alphabet.
+    """
     names = {
         name
         for name, (_, alias) in _imported(module).items()
@@ -60,7 +65,9 @@ def public_names(module: str) -> list[str]:
 
 
 def homes() -> dict[str, str]:
-    """Each public name, as `module.name`, and the name under which it is described: the first of the same object."""
+    """Each public name, as `module.name`, and the name under which it is described: the
+    first of the same object.
+    """
     found, first = {}, {}
     for module in public_modules():
         for name in public_names(module):
@@ -70,7 +77,9 @@ def homes() -> dict[str, str]:
 
 
 def description(module: str, name: str) -> str:
-    """The docstring of a function or class; of anything else the comment above its definition. Empty where none is."""
+    """The docstring of a function or class; of anything else the comment above its
+    definition. Empty where none is.
+    """
     node = _definition(module, name)
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return ast.get_docstring(node) or ""
@@ -82,7 +91,9 @@ def description(module: str, name: str) -> str:
 
 
 def write_pages(folder: pathlib.Path) -> None:
-    """`folder/<module>.rst` for each public module. Pages that stay what they are are not touched."""
+    """`folder/<module>.rst` for each public module. Pages that stay what they are are
+    not touched.
+    """
     folder.mkdir(exist_ok=True)
     described = homes()
     pages = {
@@ -121,7 +132,7 @@ def _page(module: str, described: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------- what a source file says
+# -------------------------------------------------------------- what a source file says
 
 
 def _value(module: str, name: str):

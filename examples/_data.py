@@ -1,4 +1,6 @@
-"""The text of `benchmarks/compare.py`, which needs no download: Python's own reference manual."""
+"""The text of `benchmarks/compare.py`, which needs no download: Python's own reference
+manual.
+"""
 
 import pathlib
 import sys

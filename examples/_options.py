@@ -4,7 +4,9 @@ import argparse
 
 
 def parse(description, arms, *, steps, batch, tiny_batch, length):
-    """Read the options of a comparison of `arms`; options that make no sense end the program with a message."""
+    """Read the options of a comparison of `arms`; options that make no sense end the
+    program with a message.
+    """
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
     parser.add_argument(

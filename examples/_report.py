@@ -1,4 +1,6 @@
-"""Report a training comparison: scales over time, the table, the picture, the verdict and the JSON record."""
+"""Report a training comparison: scales over time, the table, the picture, the verdict
+and the JSON record.
+"""
 
 import dataclasses
 import json
@@ -18,11 +20,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen first)
 
 COLORS = {"bf16": "#444444", "jaxfp8": "#0b6fd6", "flax": "#e07b00", "control": "#c4262e"}
-COLORS |= {"mixed": "#0b6fd6", "int6": "#e07b00", "rotated": "#2a9d58"}  # the arms of custom_recipes.py
+# the arms of custom_recipes.py
+COLORS |= {"mixed": "#0b6fd6", "int6": "#e07b00", "rotated": "#2a9d58"}
 OPERANDS = {"input": "input", "kernel": "kernel", "output_grad": "gradient of the output"}
 
-# The criteria of the proof, in nat of validation loss. The control loses more than a nat; ten times the tolerance is
-# enough to show that the measurement can tell a broken recipe from a working one.
+# The criteria of the proof, in nat of validation loss. The control loses more than a
+# nat; ten times the tolerance is enough to show that the measurement can tell a broken
+# recipe from a working one.
 MAX_LOSS_TO_BF16 = 0.02
 MAX_LOSS_TO_FLAX = 0.005
 MIN_CONTROL_LOSS = 0.2
@@ -32,10 +36,13 @@ MIN_CONTROL_LOSS = 0.2
 class Run(_compare_runs.Run):
     """The curves, times and scales of one arm with one seed."""
 
-    scales: list = dataclasses.field(default_factory=list)  # (step, {(layer, operand): scale})
+    # (step, {(layer, operand): scale})
+    scales: list = dataclasses.field(default_factory=list)
 
     def record_scales(self, step, fp8_state):
-        """Record every scale of a state collection, which stores `amax / FP8_MAX`, the inverse of the scale."""
+        """Record every scale of a state collection, which stores `amax / FP8_MAX`, the
+        inverse of the scale.
+        """
         leaves = jax.tree_util.tree_flatten_with_path(jax.device_get(fp8_state))[0]
         scales = {}
         for path, leaf in leaves:
@@ -57,7 +64,9 @@ def table(results):
 
 
 def judge(results):
-    """Return the verdict `(passed, one line)`; a NaN loss does not pass, because no comparison with NaN holds."""
+    """Return the verdict `(passed, one line)`; a NaN loss does not pass, because no
+    comparison with NaN holds.
+    """
     to_bf16 = results["jaxfp8"]["mean_minus_bf16"]
     to_flax = to_bf16 - results["flax"]["mean_minus_bf16"]
     control = results["control"]["mean_minus_bf16"]
@@ -70,7 +79,9 @@ def judge(results):
 
 
 def plot(seeds, path):
-    """Plot losses and their differences to bf16, means over the seeds, and the jaxfp8 scales of the first seed."""
+    """Plot losses and their differences to bf16, means over the seeds, and the jaxfp8
+    scales of the first seed.
+    """
     plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False})
     rows = 2 if "jaxfp8" in seeds[0] else 1
     figure = plt.figure(figsize=(14, 4.25 * rows), layout="constrained")
@@ -92,7 +103,8 @@ def _plot_losses(ax, seeds):
         train = smooth(np.mean([runs[name].train_losses for runs in seeds], axis=0))
         steps, validation = validation_of(seeds, name)
         ax.plot(*train, color=COLORS[name], alpha=0.35, linewidth=1)
-        # The lines of arms that agree overlap: bf16 is a wide band below, Flax a dashed line above.
+        # The lines of arms that agree overlap: bf16 is a wide band below, Flax a dashed
+        # line above.
         style = {"bf16": {"linewidth": 7, "alpha": 0.35}, "flax": {"linestyle": "--"}}.get(name, {})
         ax.plot(steps, validation.mean(axis=0), marker="o", markersize=4, color=COLORS[name], label=name, **style)
     ax.set(title="Validation loss (thin: training loss)", xlabel="step", ylabel="cross entropy (nat per character)")

@@ -1,7 +1,9 @@
-"""Trains the language model with custom recipes: stock quantizers mixed, 6-bit integers, rotated 8-bit integers.
+"""Trains the language model with custom recipes: stock quantizers mixed, 6-bit
+integers, rotated 8-bit integers.
 
-A recipe says for each tensor of a product how it becomes codes; a quantizer may bring its own product. Model, weights
-and batches are those of language_model.py: the arms differ only in their recipe.
+A recipe says for each tensor of a product how it becomes codes; a quantizer may bring
+its own product. Model, weights and batches are those of language_model.py: the arms
+differ only in their recipe.
 """
 
 import dataclasses
@@ -19,7 +21,8 @@ from tqdm import tqdm
 
 import jaxfp8
 
-# 1. Mix stock quantizers: FP8 with one scale forward, MXFP8 for gradients. --------------------------------------------
+# 1. Mix stock quantizers: FP8 with one scale forward, MXFP8 for
+#    gradients. --------------------------------------------
 
 
 def current_forward_mx_backward(role):
@@ -27,20 +30,26 @@ def current_forward_mx_backward(role):
         return jaxfp8.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
     if role == "linear_grad_output":
         return jaxfp8.MXFP8Quantizer(fp8_dtype=jnp.float8_e5m2)
-    return None  # linear_output and linear_grad_input stay in the dtype that the products return
+    # linear_output and linear_grad_input stay in the dtype that the products return
+    return None
 
 
-# 2. Define a format and a product: integers of 6 bits, each row with its own scale. -----------------------------------
+# 2. Define a format and a product: integers of 6 bits, each row with its own
+#    scale. -----------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Integers(jaxfp8.Quantizer):
-    """Integers of `bits` bits, stored in int8. The rows of x.T are not those of x, so x is quantized twice."""
+    """Integers of `bits` bits, stored in int8. The rows of x.T are not those of x, so x
+    is quantized twice.
+    """
 
     bits: int = 6
 
     def codes(self, x, up=0.5):
-        """Return int8 codes, and scale_inv f32 `[rows, 1]`; 0.5 rounds to nearest, a random `up` without bias."""
+        """Return int8 codes, and scale_inv f32 `[rows, 1]`; 0.5 rounds to nearest, a
+        random `up` without bias.
+        """
         largest = 2 ** (self.bits - 1) - 1
         scale_inv = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), 1e-30) / largest
         return jnp.clip(jnp.floor(x / scale_inv + up), -largest, largest).astype(jnp.int8), scale_inv
@@ -50,7 +59,8 @@ class Integers(jaxfp8.Quantizer):
         return jaxfp8.QTensor(*self.codes(x), *self.codes(x.T), block=(1, None)), state
 
     def qgemm(self, qx, qw, *, sx, sw, out_dtype, **others):
-        sums = lax.dot_general(qx, qw, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)  # exact
+        # exact
+        sums = lax.dot_general(qx, qw, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
         return (sums.astype(jnp.float32) * sx * sw.T).astype(out_dtype)
 
 
@@ -61,18 +71,22 @@ def int6(role):
     return Integers(6) if role in OPERANDS else None
 
 
-# 3. Go further: integers of 8 bits in a rotated basis, rounded without bias; the state counts steps. ------------------
+# 3. Go further: integers of 8 bits in a rotated basis, rounded without bias; the state
+#    counts steps. ------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class RotatedIntegers(Integers):
-    """Integers of both operands after one rotation R, with the same product: `(x R) @ (w R).T = x @ w.T`.
+    """Integers of both operands after one rotation R, with the same product:
+    `(x R) @ (w R).T = x @ w.T`.
 
-    A rotation spreads outliers over many elements. The rotated numbers are close to normal, and evenly spaced codes
-    with a scale for each row fit such numbers better than FP8, whose codes lie dense around zero.
+    A rotation spreads outliers over many elements. The rotated numbers are close to
+    normal, and evenly spaced codes with a scale for each row fit such numbers better
+    than FP8, whose codes lie dense around zero.
 
-    Numbers are rounded up or down at random, so that the mean of the codes is the number: errors average out over
-    steps. The counter gives each step its own random bits, and the amax gives each tensor of a step its own.
+    Numbers are rounded up or down at random, so that the mean of the codes is the
+    number: errors average out over steps. The counter gives each step its own random
+    bits, and the amax gives each tensor of a step its own.
     """
 
     bits: int = 8
@@ -90,8 +104,11 @@ class RotatedIntegers(Integers):
 
 
 def rotated(x):
-    """Multiply the rows of x `[rows, n]` by an orthogonal matrix: random signs, then Hadamard matrices of up to 128."""
-    size = min(x.shape[1] & -x.shape[1], 128)  # the largest power of two that divides the columns
+    """Multiply the rows of x `[rows, n]` by an orthogonal matrix: random signs, then
+    Hadamard matrices of up to 128.
+    """
+    # the largest power of two that divides the columns
+    size = min(x.shape[1] & -x.shape[1], 128)
     index = jnp.arange(size)
     hadamard = 1 - 2 * (lax.population_count(index[:, None] & index[None]) & 1).astype(x.dtype)
     signs = jax.random.rademacher(jax.random.key(x.shape[1]), (1, x.shape[1]), x.dtype)

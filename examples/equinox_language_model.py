@@ -1,9 +1,11 @@
-"""The language model in Equinox: the same small transformer on the same text, trained in bf16 and in FP8.
+"""The language model in Equinox: the same small transformer on the same text, trained
+in bf16 and in FP8.
 
-jaxfp8 has no Equinox layer and needs none: `Linear` below holds its FP8 state in a field, next to the kernel. The
-gradient then holds the next state, `jaxfp8.train.optimizer` keeps optax away from the state, and
-`jaxfp8.train.apply_updates` stores it. Layers see one vector, as usual in Equinox; under `jax.vmap` a layer is still
-one matrix product.
+jaxfp8 has no Equinox layer and needs none: `Linear` below holds its FP8 state in a
+field, next to the kernel. The gradient then holds the next state,
+`jaxfp8.train.optimizer` keeps optax away from the state, and
+`jaxfp8.train.apply_updates` stores it. Layers see one vector, as usual in Equinox;
+under `jax.vmap` a layer is still one matrix product.
 """
 
 import time
@@ -26,7 +28,8 @@ WIDTH, HEADS, LAYERS = 128, 4, 2
 class Linear(eqx.Module):
     """`x @ kernel` for a vector x; in FP8 if there is a recipe, else in the dtype of x.
 
-    FP8 quantizes the f32 kernel itself, without a bf16 copy, and gives the kernel's gradient in f32.
+    FP8 quantizes the f32 kernel itself, without a bf16 copy, and gives the kernel's
+    gradient in f32.
     """
 
     kernel: jax.Array  # f32 (inputs, outputs)
@@ -75,7 +78,9 @@ class Block(eqx.Module):
 
 
 class LanguageModel(eqx.Module):
-    """A small transformer. Embedding, norms and logits stay in bf16, as usual in FP8 training."""
+    """A small transformer. Embedding, norms and logits stay in bf16, as usual in FP8
+    training.
+    """
 
     embed: jax.Array
     position: jax.Array
@@ -120,7 +125,9 @@ def mean_loss(model, batches):
 
 
 def make_optimizer(steps):
-    """Make AdamW after clipping; the wrapper shows parameters only to optax, and overwrites the FP8 state."""
+    """Make AdamW after clipping; the wrapper shows parameters only to optax, and
+    overwrites the FP8 state.
+    """
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps, 3e-4)
     return jaxfp8.train.optimizer(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))

@@ -1,8 +1,10 @@
-"""The language model on a mesh: weights, gradients and optimizer state cut over all devices (FSDP), in bf16 and in FP8.
+"""The language model on a mesh: weights, gradients and optimizer state cut over all
+devices (FSDP), in bf16 and in FP8.
 
-FP8 needs no code of its own on a mesh: the code says where arrays lie (`sharding`, and one line of `LanguageModel`),
-and XLA cuts the program. An FP8 layer quantizes its shard of a kernel and sends the codes; its scales are the same on
-every device. A checkpoint restores onto any mesh, with its FP8 state.
+FP8 needs no code of its own on a mesh: the code says where arrays lie (`sharding`, and
+one line of `LanguageModel`), and XLA cuts the program. An FP8 layer quantizes its shard
+of a kernel and sends the codes; its scales are the same on every device. A checkpoint
+restores onto any mesh, with its FP8 state.
 
 On a CPU the program makes eight devices; with GPUs it uses all GPUs.
 """
@@ -35,7 +37,9 @@ ARMS = {"bf16": None, "jaxfp8": jaxfp8.Fp8DotGeneral}
 
 
 class LanguageModel(nn.Module):
-    """The model of language_model.py, with one more line, which cuts activations along the batch."""
+    """The model of language_model.py, with one more line, which cuts activations along
+    the batch.
+    """
 
     vocabulary: int
     dot_general_cls: Any
@@ -46,7 +50,8 @@ class LanguageModel(nn.Module):
         embed = functools.partial(nn.Embed, features=WIDTH, dtype=jnp.bfloat16)
         x = embed(self.vocabulary, name="embed")(tokens)
         x = x + embed(LENGTH, name="position")(jnp.arange(tokens.shape[1]))
-        # Cut activations along the batch. Without this line XLA may cut them like the embedding, along the features.
+        # Cut activations along the batch. Without this line XLA may cut them like the
+        # embedding, along the features.
         x = jax.lax.with_sharding_constraint(x, self.batch_sharding)
         for i in range(LAYERS):
             x = Block(self.dot_general_cls, name=f"block{i}")(x)
@@ -55,7 +60,9 @@ class LanguageModel(nn.Module):
 
 
 def make_mesh(shape):
-    """Make a mesh: copies of the model along `data`, each cut along `fsdp`; by default one copy on all devices."""
+    """Make a mesh: copies of the model along `data`, each cut along `fsdp`; by default
+    one copy on all devices.
+    """
     return jax.make_mesh(shape or (1, jax.device_count()), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -64,7 +71,9 @@ def batch_sharding(mesh):
 
 
 def sharding(mesh, x):
-    """Cut an array along its largest dimension that `fsdp` divides; copy small arrays, such as all FP8 state."""
+    """Cut an array along its largest dimension that `fsdp` divides; copy small arrays,
+    such as all FP8 state.
+    """
     spec = [None] * x.ndim
     divisible = [d for d in range(x.ndim) if x.shape[d] % mesh.shape["fsdp"] == 0]
     if x.size >= 2**14 and divisible:
@@ -73,13 +82,16 @@ def sharding(mesh, x):
 
 
 def create(arm, vocabulary, seed, steps, mesh):
-    """Make a training state in the shardings of `sharding`; parameters are the same for every arm and mesh."""
+    """Make a training state in the shardings of `sharding`; parameters are the same for
+    every arm and mesh.
+    """
     model, optimizer = LanguageModel(vocabulary, ARMS[arm], batch_sharding(mesh)), make_optimizer(steps)
 
     def init():
         variables = model.init(jax.random.key(seed), jnp.zeros((mesh.size, LENGTH), jnp.int32))
         train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer)
-        return train.replace(step=jnp.int32(0))  # Flax starts with a Python int, which no device holds
+        # Flax starts with a Python int, which no device holds
+        return train.replace(step=jnp.int32(0))
 
     shardings = jax.tree.map(functools.partial(sharding, mesh), jax.eval_shape(init))
     return jax.jit(init, out_shardings=shardings)()
@@ -108,7 +120,9 @@ def save(checkpointer, folder, trains):
 
 
 def restore(checkpointer, folder, trains):
-    """Restore the saved states, which may be from another mesh, to the shardings of `trains`."""
+    """Restore the saved states, which may be from another mesh, to the shardings of
+    `trains`.
+    """
     return {
         name: checkpointer.restore(folder / name, jax.tree.map(ocp.utils.to_shape_dtype_struct, train))
         for name, train in trains.items()
@@ -128,7 +142,9 @@ def show(what, trains):
 
 
 def collectives(program):
-    """Count the bytes that the collectives of a compiled program give to each device, by kind and dtype."""
+    """Count the bytes that the collectives of a compiled program give to each device,
+    by kind and dtype.
+    """
     moved = collections.Counter()
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     for types, kind in re.findall(rf" = (\S+|\(.*?\)) ({kinds})(?:-done)?\(", re.sub(r"/\*.*?\*/", "", program)):

@@ -1,12 +1,15 @@
-"""Trains a small character-level transformer on real text: in bf16, in FP8 with jaxfp8 and in FP8 with Flax.
+"""Trains a small character-level transformer on real text: in bf16, in FP8 with jaxfp8
+and in FP8 with Flax.
 
-Switching to FP8 is one argument of `nn.Dense`, `dot_general_cls` (see `Block`); model, optimizer and training step stay
-as they were. The scales live in a variable collection of their own, and their gradient *is* their next value.
-`jaxfp8.linen.TrainState` stores that value, and shows the optimizer, its clipping and its weight decay, the parameters
+Switching to FP8 is one argument of `nn.Dense`, `dot_general_cls` (see `Block`); model,
+optimizer and training step stay as they were. The scales live in a variable collection
+of their own, and their gradient *is* their next value. `jaxfp8.linen.TrainState` stores
+that value, and shows the optimizer, its clipping and its weight decay, the parameters
 only. The other arms have Flax's `TrainState`.
 
-All arms of a seed start from the same weights, see the same batches and take turns step by step, so differences in loss
-are due to the arithmetic alone and a busy machine slows all arms alike.
+All arms of a seed start from the same weights, see the same batches and take turns step
+by step, so differences in loss are due to the arithmetic alone and a busy machine slows
+all arms alike.
 """
 
 import argparse
@@ -33,7 +36,9 @@ PEAK_LEARNING_RATE = 3e-3
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. The four projections take `dot_general_cls`; attention scores stay in bf16."""
+    """Pre-norm attention and MLP. The four projections take `dot_general_cls`;
+    attention scores stay in bf16.
+    """
 
     dot_general_cls: Any
 
@@ -53,7 +58,9 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A small transformer. Embedding, norms and logits stay in bf16 in every arm, as usual in FP8 training."""
+    """A small transformer. Embedding, norms and logits stay in bf16 in every arm, as
+    usual in FP8 training.
+    """
 
     vocabulary: int
     dot_general_cls: Any = None
@@ -70,12 +77,15 @@ class LanguageModel(nn.Module):
 
 
 class UnscaledFp8DotGeneral(nn.Module):
-    """The control: FP8 products whose scales are 1 and stay 1. The control has to fail, or the proof proves nothing."""
+    """The control: FP8 products whose scales are 1 and stay 1. The control has to fail,
+    or the proof proves nothing.
+    """
 
     @nn.compact
     def __call__(self, x, kernel, dimension_numbers, precision=None):
         del precision
-        recipe = jaxfp8.StaticScaling(input=448.0, kernel=448.0, grad=57344.0)  # the largest values of the formats
+        # the largest values of the formats
+        recipe = jaxfp8.StaticScaling(input=448.0, kernel=448.0, grad=57344.0)
         return jaxfp8.dot_general(x, kernel, dimension_numbers, recipe=recipe)
 
 
@@ -97,19 +107,25 @@ def train_step(state, batch):
 
 @jax.jit
 def mean_loss(state, batches):
-    """Return the mean loss of batches `(batches, batch, length + 1)`; one batch at a time, to keep the memory small."""
+    """Return the mean loss of batches `(batches, batch, length + 1)`; one batch at a
+    time, to keep the memory small.
+    """
     return jax.lax.map(functools.partial(loss_fn, state.params, state.apply_fn), batches).mean()
 
 
 def make_optimizer(steps):
-    """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine down to a tenth of the peak."""
+    """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine
+    down to a tenth of the peak.
+    """
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def init(model, seed):
-    """Make the parameters, the same in every arm, and in FP8 arms the collection of scales and amax histories."""
+    """Make the parameters, the same in every arm, and in FP8 arms the collection of
+    scales and amax histories.
+    """
     return model.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
 
 
@@ -120,7 +136,9 @@ def create_state(model, seed, optimizer):
 
 
 def train(models, optimizer, seed, batches, validation, steps, bar):
-    """Train all arms on the same batches, turn by turn; return a `_report.Run` for each arm."""
+    """Train all arms on the same batches, turn by turn; return a `_report.Run` for each
+    arm.
+    """
     states = {name: create_state(model, seed, optimizer) for name, model in models.items()}
     runs = {name: _report.Run() for name in models}
     for i, batch in enumerate(batches, start=1):

@@ -1,10 +1,13 @@
-"""A mixture of experts on eight devices, two experts on each: in bf16, and in FP8 from dispatch to combine.
+"""A mixture of experts on eight devices, two experts on each: in bf16, and in FP8 from
+dispatch to combine.
 
-A router sends each token to one expert. In FP8 the tokens cross the network as codes, the experts multiply these codes,
-and the gradients go back in the same way: only the lines of `experts` that have a recipe differ. Attention, router,
-embedding and logits stay in bf16.
+A router sends each token to one expert. In FP8 the tokens cross the network as codes,
+the experts multiply these codes, and the gradients go back in the same way: only the
+lines of `experts` that have a recipe differ. Attention, router, embedding and logits
+stay in bf16.
 
-On a CPU the program makes eight devices, between which XLA sends bf16 as f32; with GPUs it uses all GPUs.
+On a CPU the program makes eight devices, between which XLA sends bf16 as f32; with GPUs
+it uses all GPUs.
 """
 
 import functools
@@ -28,7 +31,9 @@ import jaxfp8
 LENGTH = 64  # characters of context
 WIDTH, HEADS, LAYERS = 128, 4, 2
 EXPERTS, HIDDEN = 16, 256
-SPARE = 2  # an expert has room for twice the mean number of tokens of an expert; further tokens are dropped
+# an expert has room for twice the mean number of tokens of an expert; further tokens
+# are dropped
+SPARE = 2
 BALANCE = 0.01  # the weight of the loss that keeps the experts equally busy
 AXIS = "expert"
 PICTURE = "moe_language_model.png"
@@ -42,7 +47,8 @@ def _gradient_alone(role):
     )
 
 
-# The results of experts are added up, so they travel in bf16; their gradients travel as codes.
+# The results of experts are added up, so they travel in bf16; their gradients travel as
+# codes.
 COMBINE = jaxfp8.CustomRecipe(_gradient_alone)
 RECIPES = {"dispatch": RECIPE, "up": RECIPE, "down": RECIPE, "combine": COMBINE}
 ARMS = {"bf16": dict.fromkeys(RECIPES), "jaxfp8": RECIPES}
@@ -77,7 +83,9 @@ def init_state(recipes):
 
 
 def specs(params):
-    """Return the specs of parameters: kernels of experts are cut over devices, all others are copied."""
+    """Return the specs of parameters: kernels of experts are cut over devices, all
+    others are copied.
+    """
     of_experts = ("up", "down")
     return jax.tree.map_with_path(
         lambda path, _: PartitionSpec(AXIS) if path[-1].key in of_experts else PartitionSpec(), params
@@ -103,7 +111,9 @@ def send(x, split, concat, recipe, state):
 
 
 def product(x, kernel, recipe, state):
-    """Multiply the slots `[expert, slot, k]` with the matrices of the experts that this device has."""
+    """Multiply the slots `[expert, slot, k]` with the matrices of the experts that this
+    device has.
+    """
     numbers = (((2,), (1,)), ((0,), (0,)))
     if recipe is None:
         return lax.dot_general(x, kernel.astype(x.dtype), numbers)
@@ -112,15 +122,19 @@ def product(x, kernel, recipe, state):
 
 
 def experts(params, state, recipes, x):
-    """Send tokens `[tokens, WIDTH]` to their experts; return the experts' weighted results, and the loss of balance."""
-    # 1. Choose an expert for each token, and a slot of the expert; tokens that find no slot are left out.
+    """Send tokens `[tokens, WIDTH]` to their experts; return the experts' weighted
+    results, and the loss of balance.
+    """
+    # 1. Choose an expert for each token, and a slot of the expert; tokens that find no
+    #    slot are left out.
     probabilities = jax.nn.softmax((x @ params["router"].astype(x.dtype)).astype(jnp.float32))
     expert, weight = jnp.argmax(probabilities, axis=-1), jnp.max(probabilities, axis=-1)
     chosen = jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32)
     position = jnp.sum((jnp.cumsum(chosen, axis=0) - 1) * chosen, axis=-1)
     slots = x.shape[0] * SPARE // EXPERTS
     place = jnp.where(position < slots, expert * slots + position, EXPERTS * slots)
-    # 2. Dispatch: `[expert, slot, WIDTH]` becomes `[expert of this device, slot of every device, WIDTH]`.
+    # 2. Dispatch: `[expert, slot, WIDTH]` becomes
+    #    `[expert of this device, slot of every device, WIDTH]`.
     sent = jnp.zeros((EXPERTS * slots, WIDTH), x.dtype).at[place].set(x, mode="drop").reshape(EXPERTS, slots, WIDTH)
     arrived = send(sent, 0, 1, recipes["dispatch"], state["dispatch"])
     # 3. Compute both products of the experts.
@@ -136,7 +150,9 @@ def experts(params, state, recipes, x):
 
 
 def loss_fn(params, state, recipes, batch):
-    """Return the mean cross entropy of the next character over all devices, in nat, and the loss of balance."""
+    """Return the mean cross entropy of the next character over all devices, in nat, and
+    the loss of balance.
+    """
     x = (params["embed"][batch[:, :-1]] + params["position"]).astype(jnp.bfloat16)
     balance = 0
     for name, block in params.items():
@@ -150,7 +166,9 @@ def loss_fn(params, state, recipes, batch):
 
 
 def make_step(recipes, params, optimizer, mesh):
-    """Return the training step, and a function for the mean loss of batches; a batch is cut over all devices."""
+    """Return the training step, and a function for the mean loss of batches; a batch is
+    cut over all devices.
+    """
     cut, everywhere = PartitionSpec(AXIS), PartitionSpec()
     places = specs(params)
 
@@ -176,10 +194,13 @@ def make_step(recipes, params, optimizer, mesh):
 
 
 def plot(runs, moved, path):
-    """Plot training losses, and beside them the bytes that one step sends between devices."""
+    """Plot training losses, and beside them the bytes that one step sends between
+    devices.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.25), layout="constrained")
     for name, run in runs.items():
-        style = {"linewidth": 7, "alpha": 0.35} if name == "bf16" else {}  # the lines of arms that agree overlap
+        # the lines of arms that agree overlap
+        style = {"linewidth": 7, "alpha": 0.35} if name == "bf16" else {}
         left.plot(*_report.smooth(run.train_losses), color=_report.COLORS[name], label=name, **style)
     left.set(title="Training loss", xlabel="step", ylabel="cross entropy (nat per character)")
     left.legend(frameon=False)

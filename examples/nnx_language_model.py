@@ -1,8 +1,10 @@
-"""The language model in Flax NNX: the same small transformer on the same text, trained in bf16 and in FP8.
+"""The language model in Flax NNX: the same small transformer on the same text, trained
+in bf16 and in FP8.
 
-Switching to FP8 is one argument of `nnx.Linear`, `dot_general` (see `Block`). The training step is the same for both:
-`jaxfp8.nnx.value_and_grad` differentiates parameters and FP8 state, and `jaxfp8.nnx.Optimizer` gives the parameters to
-optax and stores the state.
+Switching to FP8 is one argument of `nnx.Linear`, `dot_general` (see `Block`). The
+training step is the same for both: `jaxfp8.nnx.value_and_grad` differentiates
+parameters and FP8 state, and `jaxfp8.nnx.Optimizer` gives the parameters to optax and
+stores the state.
 """
 
 import time
@@ -27,7 +29,8 @@ class Block(nnx.Module):
 
     def __init__(self, make_dot_general, rngs):
         def linear(inputs, outputs):
-            # The one argument: jax.lax.dot_general is bf16, a jaxfp8.nnx.Fp8DotGeneral() of its own is FP8.
+            # The one argument: jax.lax.dot_general is bf16, a
+            # jaxfp8.nnx.Fp8DotGeneral() of its own is FP8.
             dot_general = make_dot_general()
             return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.bfloat16, dot_general=dot_general, rngs=rngs)
 
@@ -48,7 +51,9 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """A small transformer. Embedding, norms and logits stay in bf16, as usual in FP8 training."""
+    """A small transformer. Embedding, norms and logits stay in bf16, as usual in FP8
+    training.
+    """
 
     def __init__(self, vocabulary, make_dot_general, rngs):
         self.embed = nnx.Embed(vocabulary, WIDTH, dtype=jnp.bfloat16, rngs=rngs)

@@ -1,9 +1,11 @@
-"""The language model as a pipeline: four stages of one block each, on different devices, in bf16 and in FP8.
+"""The language model as a pipeline: four stages of one block each, on different
+devices, in bf16 and in FP8.
 
-A batch is cut into microbatches. In each tick all stages work at once, each on another microbatch (`jax.vmap` over
-stages, whose weights lie on different devices), and then hand their results to the next stage. FP8 needs no code of its
-own: weights are stacked, so the FP8 state is stacked too, and each stage has its own state, with the largest amaxes of
-all microbatches.
+A batch is cut into microbatches. In each tick all stages work at once, each on another
+microbatch (`jax.vmap` over stages, whose weights lie on different devices), and then
+hand their results to the next stage. FP8 needs no code of its own: weights are stacked,
+so the FP8 state is stacked too, and each stage has its own state, with the largest
+amaxes of all microbatches.
 
 On a CPU the program makes eight devices; with GPUs it uses all GPUs.
 """
@@ -31,7 +33,9 @@ STATE = jaxfp8.OVERWRITE_WITH_GRADIENT
 
 
 class LanguageModel(nn.Module):
-    """The model of language_model.py with blocks as stages; without a mesh stages run in order, on whole batches."""
+    """The model of language_model.py with blocks as stages; without a mesh stages run
+    in order, on whole batches.
+    """
 
     vocabulary: int
     dot_general_cls: Any
@@ -56,13 +60,14 @@ class LanguageModel(nn.Module):
         stages = nn.vmap(Block, **stacked)(self.dot_general_cls, name="stages")
 
         def tick(stages, held, entering):
-            held = jnp.roll(held, 1, axis=0).at[0].set(entering)  # each stage takes the result of the stage before
+            # each stage takes the result of the stage before
+            held = jnp.roll(held, 1, axis=0).at[0].set(entering)
             held = jax.lax.with_sharding_constraint(held, NamedSharding(self.mesh, PartitionSpec("stage", "data")))
             held = stages(held)
             return held, held[-1]
 
-        # Each device cuts its own rows. Stages without a microbatch compute on zeros: a block without biases gives
-        # zeros, which do not change amaxes.
+        # Each device cuts its own rows. Stages without a microbatch compute on zeros: a
+        # block without biases gives zeros, which do not change amaxes.
         rows = x.reshape(-1, MICROBATCHES, *x.shape[1:]).swapaxes(0, 1)
         entering = jnp.concatenate([rows, jnp.zeros_like(rows[: STAGES - 1])])
         ticks = nn.scan(tick, variable_broadcast=("params", STATE), split_rngs={"params": False})
@@ -79,13 +84,17 @@ def make_mesh():
 
 
 def sharding(mesh, path, x):
-    """Cut weights, moments and FP8 state of stages along their first dimension, and copy all other arrays."""
+    """Cut weights, moments and FP8 state of stages along their first dimension, and
+    copy all other arrays.
+    """
     of_stages = any(getattr(key, "key", None) == "stages" for key in path)
     return NamedSharding(mesh, PartitionSpec("stage") if of_stages else PartitionSpec())
 
 
 def create(arm, vocabulary, seed, steps, mesh):
-    """Make a training state in the shardings of `sharding`; parameters are the same in every arm."""
+    """Make a training state in the shardings of `sharding`; parameters are the same in
+    every arm.
+    """
     pipeline, in_order = (LanguageModel(vocabulary, ARMS[arm], where) for where in (mesh, None))
 
     def init():

@@ -2,8 +2,8 @@
 
     nn.Dense(features, dot_general_cls=jaxfp8.Fp8DotGeneral)
 
-`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize. The state of a quantizer stores
-`scale_inv`, under the name `scale`, which Flax gave it.
+`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize. The
+state of a quantizer stores `scale_inv`, under the name `scale`, which Flax gave it.
 """
 
 import sys as _sys
@@ -73,5 +73,6 @@ from .train import (
 
 __version__ = "0.2.0"
 
-# `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not public.
+# `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not
+# public.
 _sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies

@@ -16,7 +16,9 @@ from .ops import _ffi, _support
 
 
 def about() -> dict[str, Any]:
-    """Return all parts that the command prints, as JSON values; a part that fails is `{"error": reason}`."""
+    """Return all parts that the command prints, as JSON values; a part that fails is
+    `{"error": reason}`.
+    """
     # Each part fails by itself: a broken driver must not hide the versions.
     return {
         "versions": _try(_machine.versions),
@@ -34,7 +36,9 @@ def about() -> dict[str, Any]:
 
 
 def cublaslt() -> dict[str, str]:
-    """Return `library` and `version` of the cuBLASLt that products run on, or `{"error": reason}`."""
+    """Return `library` and `version` of the cuBLASLt that products run on, or
+    `{"error": reason}`.
+    """
     if not _ffi.has_cuda_kernels():
         return {"error": "not looked for, as there is no CUDA library"}
     try:
@@ -48,13 +52,15 @@ def cublaslt() -> dict[str, str]:
 def _try(part: Callable[[], Any]) -> Any:
     try:
         return part()
-    except Exception as error:  # a broken installation may raise anything, and the report has to show it
+    # a broken installation may raise anything, and the report has to show it
+    except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def text(machine: dict[str, Any]) -> str:
     """Write the result of `about` for people."""
-    # Any part may be an error in place of its value; `_rows` and `_or_error` then write the error.
+    # Any part may be an error in place of its value; `_rows` and `_or_error` then write
+    # the error.
     cublaslt = machine["cublaslt"]
     lines = ["versions", *_rows(machine["versions"], lambda item: item)]
     lines += [f"system     {machine['system']}", f"processor  {_or_error(machine['processor'])}"]
@@ -79,7 +85,9 @@ def _or_error(part) -> str:
 
 
 def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
-    """Return a line of two cells for each row or item of a part; for a part that failed, its error."""
+    """Return a line of two cells for each row or item of a part; for a part that
+    failed, its error.
+    """
     if "error" in part:
         return [f"  {part['error']}"]
     rows = [("", *cells(row)) for row in (part.items() if isinstance(part, dict) else part)]
@@ -110,7 +118,9 @@ def _kernels(machine) -> str:
 
 
 def _is_intended(row) -> bool:
-    """Return whether a row lacks a kernel because none was written for the platform: nothing is missing then."""
+    """Return whether a row lacks a kernel because none was written for the platform:
+    nothing is missing then.
+    """
     return row["why"].startswith(_machine.NO_KERNEL)
 
 
@@ -127,7 +137,9 @@ def _runs(row) -> str:
 
 
 def _recipe(row) -> str:
-    """Write a cell: the precision that multiplies the codes of the three products, and the custom calls."""
+    """Write a cell: the precision that multiplies the codes of the three products, and
+    the custom calls.
+    """
     calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items()) or "none"
     if row["why"].startswith(_machine.REFUSED):
         return row["why"]

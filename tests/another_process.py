@@ -50,7 +50,8 @@ assert ("jaxfp8" in sys.modules) == ("jaxfp8" in "{imports}")
 
 
 def call_exported(program, arguments, imports="import jaxfp8", **environment):
-    """Call an exported program in a process that imports no more; return its leaves, or what its error says.
+    """Call an exported program in a process that imports no more; return its leaves, or
+    what its error says.
 
     arguments: `(args, kwargs)`, a tree as that of `program`; leaves are no scalars.
     """
@@ -74,7 +75,9 @@ def export(function, *arguments):
 
 
 def run(code: str, payload: bytes):
-    """Run `code` and return the object that it pickles to stdout; `payload` is its stdin."""
+    """Run `code` and return the object that it pickles to stdout; `payload` is its
+    stdin.
+    """
     command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": PATH}
     process = subprocess.run(command, input=payload, capture_output=True, env=environment)
     assert process.returncode == 0, process.stderr.decode()

@@ -13,7 +13,9 @@ SOURCES = [*sorted((ROOT / "jaxfp8" / "ops").glob("*.py")), *sorted((ROOT / "jax
 
 
 def enable() -> None:
-    """Keep compiled programs in a folder for this JAX and these sources; remove the folders of other sources."""
+    """Keep compiled programs in a folder for this JAX and these sources; remove the
+    folders of other sources.
+    """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
     folder = ROOT / "build" / "programs" / f"jax-{jax.__version__}-{digest}"
     for other in folder.parent.glob(f"jax-{jax.__version__}-*"):
@@ -26,7 +28,9 @@ def enable() -> None:
 
 
 def _only_whole_programs(get_cache_key):
-    """Keep programs with `custom_partitioning` out: they name a rule by its address, which may be another's."""
+    """Keep programs with `custom_partitioning` out: they name a rule by its address,
+    which may be another's.
+    """
 
     def cache_key(options, backend, computation, *args, **kwargs):
         is_whole = backend.platform == "cpu" and "CustomSPMDPartitioning" not in str(computation)

@@ -1,4 +1,6 @@
-"""Test session set-up: eight CPU devices and strict promotion, before JAX is imported."""
+"""Test session set-up: eight CPU devices and strict promotion, before JAX is
+imported.
+"""
 
 import os
 import pathlib
@@ -34,16 +36,21 @@ def gpu_devices() -> list:
 
 @pytest.fixture(autouse=True)
 def code_for_every_gpu(monkeypatch):
-    """Lower for GPUs that the CUDA module of this build has no code for: `make test` builds it for Hopper alone."""
+    """Lower for GPUs that the CUDA module of this build has no code for: `make test`
+    builds it for Hopper alone.
+    """
     from jaxfp8.ops import _ffi
 
     if not gpu_devices():
-        monkeypatch.setattr(_ffi, "cuda_architectures", list)  # an empty list: not known, so nothing is missing
+        # an empty list: not known, so nothing is missing
+        monkeypatch.setattr(_ffi, "cuda_architectures", list)
 
 
 @pytest.fixture
 def cuda_custom_calls(monkeypatch):
-    """Lower as where the CUDA module is installed; forget what was traced before and after."""
+    """Lower as where the CUDA module is installed; forget what was traced before and
+    after.
+    """
     from jaxfp8.ops import _ffi
 
     if not _ffi.has_cuda_kernels():
@@ -79,7 +86,9 @@ def reads(monkeypatch):
 
 @pytest.fixture
 def nothing_stays_traced():
-    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
+    """A mutant is not to be hidden by a program traced before it, nor to live on in one
+    traced during it.
+    """
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -97,14 +106,18 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Do not import what `make test` leaves to CI: each of its processes would take seconds for it."""
+    """Do not import what `make test` leaves to CI: each of its processes would take
+    seconds for it.
+    """
     path = collection_path.relative_to(TESTS) if collection_path.is_relative_to(TESTS) else None
     is_left_out = "not ci" in config.option.markexpr and path and path.parts and tiers.is_in_ci(path)
     return True if is_left_out else None
 
 
 def pytest_configure(config):
-    """Workers take files in the order of tests: xdist would put those with the most tests first, not the longest."""
+    """Workers take files in the order of tests: xdist would put those with the most
+    tests first, not the longest.
+    """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

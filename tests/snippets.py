@@ -1,4 +1,6 @@
-"""The Python of a page of docs: its blocks, or the cells of a notebook, run one after the other as one program."""
+"""The Python of a page of docs: its blocks, or the cells of a notebook, run one after
+the other as one program.
+"""
 
 import json
 import pathlib
@@ -39,7 +41,8 @@ def text_of(page: str) -> str:
 
 
 def run(page: str, names: dict | None = None) -> dict:
-    """Runs every block of a page, with JAX as a user has it; returns its names. Tracebacks say the line of the page.
+    """Runs every block of a page, with JAX as a user has it; returns its names.
+    Tracebacks say the line of the page.
 
     Args:
         names: those of an earlier run, for a second one in the same process.

@@ -1,4 +1,6 @@
-"""The packages of jaxfp8 have floors: imports go down, and not between packages of one floor; no module lies loose."""
+"""The packages of jaxfp8 have floors: imports go down, and not between packages of one
+floor; no module lies loose.
+"""
 
 import ast
 import graphlib
@@ -33,7 +35,9 @@ def module_of(path: pathlib.Path) -> str:
 
 
 def imports(folder: pathlib.Path) -> dict[str, set[str]]:
-    """The modules that each module of the package in `folder` imports of that package, also inside of functions."""
+    """The modules that each module of the package in `folder` imports of that package,
+    also inside of functions.
+    """
     paths = {module_of(path.relative_to(folder)): path for path in sorted(folder.rglob("*.py"))}
     return {module: set(_imported(paths, module)) - {module} for module in paths}
 

@@ -1,4 +1,6 @@
-"""docs/glossary.md: its terms are in use, and pronouns and metaphors name nothing in the package."""
+"""docs/glossary.md: its terms are in use, and pronouns and metaphors name nothing in
+the package.
+"""
 
 import ast
 import re
@@ -19,7 +21,9 @@ PUBLIC = {("ops/_amax.py", "stored")}
 
 
 def definitions(source: str) -> set[str]:
-    """The identifiers that a program defines: variables, arguments, attributes, functions, classes."""
+    """The identifiers that a program defines: variables, arguments, attributes,
+    functions, classes.
+    """
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):

@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md quotes the messages that the package has, and every warning of it."""
+"""docs/troubleshooting.md quotes the messages that the package has, and every warning
+of it.
+"""
 
 import re
 import sys
@@ -29,7 +31,9 @@ def test_every_warning_is_quoted():
 
 
 def test_the_sources_are_read_as_messages():
-    """A mutant of the reader that knew literals alone would lose these: an f-string, a sum, a constant, a reason."""
+    """A mutant of the reader that knew literals alone would lose these: an f-string, a
+    sum, a constant, a reason.
+    """
     texts = [text for *_, text in MESSAGES]
     assert len(texts) > 200
     for part in ("amax_history_len=…, the state", "it was …, or comes from", "has compute capability …, FP8 needs"):

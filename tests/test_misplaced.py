@@ -1,4 +1,6 @@
-"""Products, codes, optimizers and trees in a wrong place: an error of ours, with the argument and what to do."""
+"""Products, codes, optimizers and trees in a wrong place: an error of ours, with the
+argument and what to do.
+"""
 
 import warnings
 

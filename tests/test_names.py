@@ -26,7 +26,9 @@ def test_version_and_formats():
 
 
 def test_a_recipe_as_dot_general_cls():
-    """Equal recipes give one object, so that layers are equal; the layer is the one with the recipe by name."""
+    """Equal recipes give one object, so that layers are equal; the layer is the one
+    with the recipe by name.
+    """
     cls = jaxfp8.make_dot_general_cls(RECIPE)
     assert cls is jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling(amax_history_len=4))
     x, layers = jnp.ones((4, 8)), (cls, lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))

@@ -1,6 +1,8 @@
-"""Every private name of JAX and Flax that the package and its tests need: named here, and in this JAX and Flax.
+"""Every private name of JAX and Flax that the package and its tests need: named here,
+and in this JAX and Flax.
 
-A name that a new version drops goes red here before anything else does; a JAX without it is refused at import.
+A name that a new version drops goes red here before anything else does; a JAX without
+it is refused at import.
 """
 
 import ast
@@ -50,7 +52,9 @@ NEEDED_OF_FLAX = {
 
 
 def private_names(source: str) -> set[str]:
-    """The names from `jax._src` that a program imports, and the attributes that it reads of such modules."""
+    """The names from `jax._src` that a program imports, and the attributes that it
+    reads of such modules.
+    """
     modules, names = {}, set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -87,7 +91,9 @@ def without(monkeypatch, name):
 
 @pytest.mark.parametrize("name", sorted(NEEDED["jaxfp8/_jax/_compat.py"]))
 def test_a_jax_without_a_hook_is_refused(name, monkeypatch):
-    """The hook and the version are named, and JAX stays as it is: state would be summed in silence otherwise."""
+    """The hook and the version are named, and JAX stays as it is: state would be summed
+    in silence otherwise.
+    """
     path = ROOT / "jaxfp8" / "_jax" / "_compat.py"
     spec = importlib.util.spec_from_file_location("jaxfp8._jax.another_compat", path)
     adders, stop_gradient = dict(ad_util.raw_jaxval_adders), lax_module._stop_gradient
@@ -110,14 +116,18 @@ def test_another_name_is_seen():
 
 
 def underscored(source: str, defined: set[str]) -> set[str]:
-    """The attributes with an underscore that a program reads, of other names than `defined` or of a superclass."""
+    """The attributes with an underscore that a program reads, of other names than
+    `defined` or of a superclass.
+    """
     reads = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     private = [node for node in reads if node.attr.startswith("_") and not node.attr.startswith("__")]
     return {node.attr for node in private if node.attr not in defined or ast.unparse(node.value) == "super()"}
 
 
 def defined_in(source: str) -> set[str]:
-    """The names of functions, classes, variables and modules of a program, and the attributes that it sets."""
+    """The names of functions, classes, variables and modules of a program, and the
+    attributes that it sets.
+    """
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias)):
@@ -128,7 +138,9 @@ def defined_in(source: str) -> set[str]:
 
 
 def test_names_of_flax_are_in_the_table():
-    """JAX's private attributes are in `_jax`; those of NamedTuples, and of MaxText's configuration, are public."""
+    """JAX's private attributes are in `_jax`; those of NamedTuples, and of MaxText's
+    configuration, are public.
+    """
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "jaxfp8").rglob("*.py")}
     defined = {"_asdict", "_replace", "_config"}.union(*map(defined_in, sources.values()))
     outside = {path: underscored(source, defined) for path, source in sources.items() if "/_jax/" not in path}

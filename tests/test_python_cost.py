@@ -1,4 +1,6 @@
-"""How much Python and how much program a Dense layer's training step is, beside Flax's own FP8 class."""
+"""How much Python and how much program a Dense layer's training step is, beside Flax's
+own FP8 class.
+"""
 
 import pathlib
 import re
@@ -38,7 +40,9 @@ def step_of(layers: int, dot_general_cls):
 
 
 def operations(traced, platform) -> int:
-    """StableHLO operations and calls in the lowered program, constants and shape changes included."""
+    """StableHLO operations and calls in the lowered program, constants and shape
+    changes included.
+    """
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     return len(re.findall(r"^\s+%\S+ = ", text, re.MULTILINE))
 
@@ -50,7 +54,8 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
     if platform == "cpu" and not ops._ffi.has_cpu_kernels:
         pytest.skip("needs the CPU library: the reference writes the codec out")
     ours, flax = (operations(step_of(1, cls), platform) for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral))
-    # Four are bytes of codes kept for the backward. On a CPU the products are written out, and the factors of scales.
+    # Four are bytes of codes kept for the backward. On a CPU the products are written
+    # out, and the factors of scales.
     assert ours <= (55 if platform == "cpu" else 14)
     assert ours < 0.45 * flax  # 132 with JAX 0.12
 
@@ -60,7 +65,8 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
     [(jaxfp8.DelayedScaling(), 6), (jaxfp8.MXFP8BlockScaling(), 6), (jaxfp8.Float8CurrentScaling(), 7)],
 )
 def test_frames_from_a_layer_to_an_op(recipe, most):
-    """What a reader of a traceback goes through, the layer's and the op's frames included.
+    """What a reader of a traceback goes through, the layer's and the op's frames
+    included.
 
     Current scaling has one frame more: its quantizer chooses the scale by two ops.
     """

@@ -1,4 +1,6 @@
-"""The arithmetic of scales: division to the bit where the platform's own is not, absent values, histories."""
+"""The arithmetic of scales: division to the bit where the platform's own is not, absent
+values, histories.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,9 @@ from jaxfp8.numerics import _scaling
 
 
 def _normal_pairs(rng, n=500_000):
-    """Positive floats whose quotient is normal, with equal, neighbouring and power-of-two significands among them."""
+    """Positive floats whose quotient is normal, with equal, neighbouring and
+    power-of-two significands among them.
+    """
     significands = rng.integers(1 << 23, 1 << 24, (2, n)).astype(np.float32)
     x, y = significands * np.float32(2) ** rng.integers(-60, 13, (2, n)).astype(np.float32)
     x[:1000], x[1000:2000], x[2000:3000] = 448, 57344, 1

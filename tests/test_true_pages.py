@@ -1,4 +1,6 @@
-"""CONTRIBUTING and the pages for developers name what exists: every name in backticks, every package in the drawing."""
+"""CONTRIBUTING and the pages for developers name what exists: every name in backticks,
+every package in the drawing.
+"""
 
 import re
 
@@ -14,20 +16,26 @@ FILE = r"[\w./{},]*(/|\.(py|md|h|cc|cu|txt|toml))[\w./{},]*"
 
 
 def words() -> set[str]:
-    """Every word of the sources: a name that is defined or imported there is one of them."""
+    """Every word of the sources: a name that is defined or imported there is one of
+    them.
+    """
     paths = (path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".md")
     return set(re.findall(r"\w+", " ".join(path.read_text(errors="ignore") for path in paths)))
 
 
 def files(name: str) -> list[str]:
-    """The files that a name with `{op}`, `{h,cc}` or `.h,.cc` stands for, as patterns."""
+    """The files that a name with `{op}`, `{h,cc}` or `.h,.cc` stands for, as
+    patterns.
+    """
     name = re.sub(r"\.(\w+),\.(\w+)$", r".{\1,\2}", name.rstrip("/")).replace("{op}", "*")
     stem, brace, ends = name.partition("{")
     return [stem + end for end in ends.rstrip("}").split(",")] if brace else [name]
 
 
 def missing(text: str, known: set[str]) -> list[str]:
-    """The code in backticks that names a file, a target of make or a word that does not exist."""
+    """The code in backticks that names a file, a target of make or a word that does not
+    exist.
+    """
     prose = " ".join(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
     return [code for code in dict.fromkeys(re.findall(r"`([^`]+)`", prose)) if not _exists(code, known)]
 
@@ -81,7 +89,9 @@ def test_the_drawing_has_every_package_on_its_floor():
 
 
 def test_every_package_and_every_folder_of_tests_is_in_their_table():
-    """`tests/README.md` answers "I changed this: which tests?", and what it names exists."""
+    """`tests/README.md` answers "I changed this: which tests?", and what it names
+    exists.
+    """
     text = (ROOT / "tests" / "README.md").read_text()
     tables = [[line.split("|")[1:-1] for line in part.splitlines() if line[:2] == "| "] for part in text.split("\n## ")]
     changed, folders = ([[re.findall(r"`([\w./]+)`", cell) for cell in row] for row in tables[i]] for i in (1, 2))
@@ -101,7 +111,9 @@ LOOP, STEP = re.compile(r"^ *for \w+ in ", re.MULTILINE), re.compile(r"\b(apply_
 
 @pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks()])
 def test_a_page_with_a_training_loop_tells_of_averages(page):
-    """jaxfp8 cannot detect an average of microbatches by hand, so a reader learns it beside the loop."""
+    """jaxfp8 cannot detect an average of microbatches by hand, so a reader learns it
+    beside the loop.
+    """
     text = snippets.text_of(page)
     code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)

@@ -1,15 +1,17 @@
-"""The three tiers of tests: `make test` (minutes), CI, and `make test-all`, from marks and the table below.
+"""The three tiers of tests: `make test` (minutes), CI, and `make test-all`, from marks
+and the table below.
 
-`slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few tests carry either by hand. Of a
-product of parameters `make test` runs a diagonal, and CI the cases that differ from the first values in one place, or
-of the longest products the diagonal too.
+`slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few
+tests carry either by hand. Of a product of parameters `make test` runs a diagonal, and
+CI the cases that differ from the first values in one place, or of the longest products
+the diagonal too.
 """
 
 import collections
 import pathlib
 
-# Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages, other libraries, what is built on
-# training, and what a step on a mesh is beside right.
+# Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages,
+# other libraries, what is built on training, and what a step on a mesh is beside right.
 CI = {
     *("aot", "bad_days/fuzz", "bad_days/soak", "benchmarks", "convert", "cuda", "docs", "inference", "inspect"),
     *("integrations", "mixed_precision", "mutants", "native", "selftest", "tpu"),
@@ -28,7 +30,8 @@ CI = {
     *("recipes/test_custom.py", "recipes/test_custom_state.py", "recipes/test_min_size.py"),
     *("test_messages.py", "train/test_train_state.py"),
 }
-# What takes a minute or more and only `make test-all` runs. CI has `make sanitize` for native, and `make train`.
+# What takes a minute or more and only `make test-all` runs. CI has `make sanitize` for
+# native, and `make train`.
 MINUTES = {
     "native/test_native.py",
     *("benchmarks/test_broken_runs.py", "benchmarks/test_compare.py::test_arms_train", "benchmarks/test_loss_gap.py"),
@@ -41,21 +44,25 @@ MINUTES = {
     *("tpu/test_moments.py::test_cycles", "tpu/test_pairs.py::test_gated_layers_take_no_more_cycles_than_flax"),
     "tpu/test_programs.py::test_drop_ins_in_a_scan_take_no_more_cycles_than_flax",
 }
-# Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
+# Where `make test` runs one case of each test; elsewhere it runs every value of every
+# parameter once.
 ONE_CASE = {
     *("bad_days/test_bad_days.py", "mesh", "ops/test_block_scaled_matmul.py", "ops/test_produced.py"),
     *("ops/test_quantize_blocks_transpose.py", "recipes/test_meshes.py", "dot/test_einsum.py"),
     *("linen/test_fused_layers.py", "ops/test_transpose_blocks.py"),
 }
-# Where CI runs the diagonal too: the custom calls and the jnp reference of an op are programs of their own.
+# Where CI runs the diagonal too: the custom calls and the jnp reference of an op are
+# programs of their own.
 DIAGONAL_IN_CI = "ops"
-# Where CI runs nothing but the diagonal: long products of parameters, of which `make test-all` runs every case.
+# Where CI runs nothing but the diagonal: long products of parameters, of which
+# `make test-all` runs every case.
 DIAGONAL_ALONE = {
     *("cuda/test_emulated_kernels.py", "cuda/test_emulated_ragged.py", "mesh/test_odd_shards.py"),
     *("ops/test_produced.py", "ops/test_quantize_blocks.py", "ops/test_raw_targets.py", "ops/test_transforms.py"),
     *("optim/test_quantized.py", "programs/test_custom_vjp.py", "recipes/test_meshes.py"),
 }
-# Whole files go to workers, in this order and then by name: the longest first, so that none is left for one core.
+# Whole files go to workers, in this order and then by name: the longest first, so that
+# none is left for one core.
 LONGEST = (
     *("docs/test_docs.py", "programs/test_programs.py", "ops/test_transforms.py", "bad_days/test_rows.py"),
     *("benchmarks/test_loss_gap.py", "mesh/test_shard_map.py", "ops/test_raw_targets.py", "mesh/test_odd_shards.py"),
@@ -108,22 +115,27 @@ def _where(path: pathlib.Path) -> set[str]:
 
 
 def _positions(case, values) -> dict:
-    """The position of what each `parametrize` mark, and each fixture with parameters, gives a case.
+    """The position of what each `parametrize` mark, and each fixture with parameters,
+    gives a case.
 
     Args:
-        values: parameter names -> their values so far -> position; grows by those of `case`.
+        values: parameter names -> their values so far -> position; grows by those of
+            `case`.
     """
     if not hasattr(case, "callspec"):
         return {}
     marks = [_names(mark.args[0]) for mark in case.iter_markers("parametrize")]
-    known = [*marks, ("launchers",)]  # CI runs one diagonal of the other parameters for each kind of launchers
+    # CI runs one diagonal of the other parameters for each kind of launchers
+    known = [*marks, ("launchers",)]
     fixtures = [(name,) for name in case.callspec.params if not any(name in names for names in known)]
     keys = {names: tuple(id(case.callspec.params[name]) for name in names) for names in marks + fixtures}
     return {names: values[names].setdefault(key, len(values[names])) for names, key in keys.items()}
 
 
 def _differences(case, position) -> int:
-    """How many `parametrize` marks do not give their first value; the jnp reference and emulation are too."""
+    """How many `parametrize` marks do not give their first value; the jnp reference and
+    emulation are too.
+    """
     if not hasattr(case, "callspec"):
         return 0
     others = sum(bool(position[_names(mark.args[0])]) for mark in case.iter_markers("parametrize"))
@@ -131,7 +143,9 @@ def _differences(case, position) -> int:
 
 
 def _is_interpreted(case) -> bool:
-    """Whether a case runs PTX thread by thread, in seconds: CI runs the diagonal of the other parameters."""
+    """Whether a case runs PTX thread by thread, in seconds: CI runs the diagonal of the
+    other parameters.
+    """
     return hasattr(case, "callspec") and case.callspec.params.get("launchers", "").startswith("ptx")
 
 
@@ -141,6 +155,8 @@ def _names(argument) -> tuple:
 
 
 def _is_diagonal(position, sizes) -> bool:
-    """Whether a case lies on the diagonal of a product of parameters: so many cases that each value occurs."""
+    """Whether a case lies on the diagonal of a product of parameters: so many cases
+    that each value occurs.
+    """
     steps = range(max(sizes.values(), default=1))
     return any(all(i == step % sizes[names] for names, i in position.items()) for step in steps)

@@ -1,7 +1,9 @@
-"""Checks types as users of the package see them: `python tools/check_types.py`, in an environment with basedpyright.
+"""Checks types as users of the package see them: `python tools/check_types.py`, in an
+environment with basedpyright.
 
-Every public function has annotations (`--verifytypes`), and tests/docs/usage.py type-checks but where it must not.
-What types hold of JAX and Flax is theirs: that some of those are not known is no error here.
+Every public function has annotations (`--verifytypes`), and tests/docs/usage.py
+type-checks but where it must not. What types hold of JAX and Flax is theirs: that some
+of those are not known is no error here.
 """
 
 import json

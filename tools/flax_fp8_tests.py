@@ -3,8 +3,9 @@
     git clone --depth 1 https://github.com/google/flax
     python tools/flax_fp8_tests.py flax
 
-Runs the case `Fp8Test` of the checkout's tests/linen/linen_test.py against the installed Flax. Each line says which
-class of ours ran in that test. `nn.NANOOFp8DotGeneralOp` stays Flax's, because AMD's fnuz formats are not ours, and
+Runs the case `Fp8Test` of the checkout's tests/linen/linen_test.py against the
+installed Flax. Each line says which class of ours ran in that test.
+`nn.NANOOFp8DotGeneralOp` stays Flax's, because AMD's fnuz formats are not ours, and
 some tests are of Flax's private functions alone. Exit status 0 where all pass.
 """
 

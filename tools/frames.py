@@ -1,8 +1,10 @@
-"""Count the frames of jaxfp8 on the stack between `Fp8DotGeneral.__call__` and the entry of each op of a Dense step.
+"""Count the frames of jaxfp8 on the stack between `Fp8DotGeneral.__call__` and the
+entry of each op of a Dense step.
 
     python tools/frames.py
 
-JAX's and Flax's own frames do not count. The depth is what a reader of a traceback has to go through.
+JAX's and Flax's own frames do not count. The depth is what a reader of a traceback has
+to go through.
 """
 
 import functools
@@ -22,7 +24,9 @@ CHECKS = ("_checks.py", "_support.py")  # of arguments and contexts, no ops
 
 
 def frames(recipe) -> dict[str, list[str]]:
-    """Return, for each op that the forward of a Dense layer enters, the frames of ours above it, outermost first."""
+    """Return, for each op that the forward of a Dense layer enters, the frames of ours
+    above it, outermost first.
+    """
     product = functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
     layer = nn.Dense(64, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=product)
     x = jnp.ones((32, 32), jnp.bfloat16)

@@ -1,13 +1,17 @@
-"""Counts the instructions of the built CUDA kernels: `python tools/sass.py LIBRARY [PATTERN] [ARCHITECTURE]`.
+"""Counts the instructions of the built CUDA kernels:
+`python tools/sass.py LIBRARY [PATTERN] [ARCHITECTURE]`.
 
-A kernel that streams memory is limited by bandwidth only while it issues few instructions an element, and that can be
-read without a GPU. The disassembler comes with the extra `toolkit`. For each kernel whose demangled name matches
-PATTERN the program prints its loops: the instructions that a thread executes in one pass of the loop's fast path, and
-the bytes that it moves. tests/cuda/test_sass.py asserts the figures of the kernels that matter.
+A kernel that streams memory is limited by bandwidth only while it issues few
+instructions an element, and that can be read without a GPU. The disassembler comes with
+the extra `toolkit`. For each kernel whose demangled name matches PATTERN the program
+prints its loops: the instructions that a thread executes in one pass of the loop's fast
+path, and the bytes that it moves. tests/cuda/test_sass.py asserts the figures of the
+kernels that matter.
 
-The fast path of a loop is the path from its head back to its head that moves the most bytes by unconditional loads,
-then the most bytes, both by wide accesses, and of those paths the one with the fewest instructions: whole tiles, no
-special cases. An inner loop counts once in the loop around it; `trips` says how often it really runs.
+The fast path of a loop is the path from its head back to its head that moves the most
+bytes by unconditional loads, then the most bytes, both by wide accesses, and of those
+paths the one with the fewest instructions: whole tiles, no special cases. An inner loop
+counts once in the loop around it; `trips` says how often it really runs.
 """
 
 import dataclasses
@@ -62,8 +66,9 @@ class Cost:
     """What one pass over a path costs a thread.
 
     Attributes:
-        loaded: bytes of global memory by wide loads that always execute. Wide are loads of 16 bytes and stores of at
-            least 8: less is a parameter, or a special case.
+        loaded: bytes of global memory by wide loads that always execute. Wide are loads
+            of 16 bytes and stores of at least 8: less is a parameter, or a special
+            case.
         moved: bytes of global memory by all wide loads and stores.
         instructions: of the path.
     """
@@ -82,7 +87,9 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop of a kernel: the addresses of its head and of its last branch, its depth from 1, its fast path's cost."""
+    """A loop of a kernel: the addresses of its head and of its last branch, its depth
+    from 1, its fast path's cost.
+    """
 
     head: int
     end: int
@@ -91,18 +98,23 @@ class Loop:
 
 
 def find_tool(name: str) -> str | None:
-    """Returns the path of a program of the CUDA toolkit: of the wheels beside this Python, else of the machine."""
+    """Returns the path of a program of the CUDA toolkit: of the wheels beside this
+    Python, else of the machine.
+    """
     wheel = pathlib.Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", name)
     return str(wheel) if wheel.exists() else shutil.which(name)
 
 
 def disassemble(library: str, names: list[str] | None = None, architecture: str = "sm_90a") -> dict[str, list]:
-    """Returns the instructions of kernels by mangled name; of all kernels of the library without `names`."""
+    """Returns the instructions of kernels by mangled name; of all kernels of the
+    library without `names`.
+    """
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
     if not (cuobjdump and nvdisasm):
         raise FileNotFoundError("cuobjdump and nvdisasm are needed: pip install 'jaxfp8[toolkit]'")
     command = [cuobjdump, "-sass", "-arch", architecture, *(["-fun", ",".join(names)] if names else []), library]
-    # cuobjdump looks for nvdisasm on the path. It warns about each object that lacks one of the names.
+    # cuobjdump looks for nvdisasm on the path. It warns about each object that lacks
+    # one of the names.
     environment = {"PATH": str(pathlib.Path(nvdisasm).parent)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
@@ -118,8 +130,11 @@ def disassemble(library: str, names: list[str] | None = None, architecture: str 
 
 
 def _blocks(instructions: list[Instruction]) -> tuple[dict[int, list], dict[int, list[int]]]:
-    """Returns the basic blocks by their first address, and the first addresses of the blocks that follow each."""
-    joins: dict[str, set[int]] = {}  # barrier register -> where threads that wait on it go on
+    """Returns the basic blocks by their first address, and the first addresses of the
+    blocks that follow each.
+    """
+    # barrier register -> where threads that wait on it go on
+    joins: dict[str, set[int]] = {}
     for instruction in instructions:
         if instruction.base == "BSSY":
             joins.setdefault(instruction.operands.split(",")[0], set()).add(instruction.target)
@@ -168,12 +183,14 @@ def loops(instructions: list[Instruction], trips: int = 1) -> list[Loop]:
 
     Args:
         instructions: of the kernel, from `disassemble`.
-        trips: how often a loop that holds no other runs in one pass of the loop around it.
+        trips: how often a loop that holds no other runs in one pass of the loop around
+            it.
     """
     blocks, edges = _blocks(instructions)
     costs = {head: _cost(block) for head, block in blocks.items()}
-    # The compiler lays loops out in order: an edge that goes back, or stays, closes a loop. What jumps back from behind
-    # the code without reaching itself again, an out-of-line piece that returns, is no loop.
+    # The compiler lays loops out in order: an edge that goes back, or stays, closes a
+    # loop. What jumps back from behind the code without reaching itself again, an
+    # out-of-line piece that returns, is no loop.
     ends: dict[int, int] = {}
     for head, following in edges.items():
         for target in following:
@@ -189,7 +206,9 @@ def loops(instructions: list[Instruction], trips: int = 1) -> list[Loop]:
 
         @functools.cache
         def best(block, head=head, end=end, inner=tuple(inner)):
-            """The cost of the fast path from a block to the end of the loop; None where no path leads there."""
+            """The cost of the fast path from a block to the end of the loop; None where
+            no path leads there.
+            """
             repeats = trips if any(block in bodies[h] for h in inner) else 1
             own = costs[block]
             own = Cost(*(repeats * value for value in dataclasses.astuple(own)))
@@ -201,13 +220,16 @@ def loops(instructions: list[Instruction], trips: int = 1) -> list[Loop]:
 
         depth = sum(head in body for body in bodies.values())
         cost = best(head)
-        if cost is not None and cost.instructions > 1:  # behind every kernel stands a branch to itself
+        # behind every kernel stands a branch to itself
+        if cost is not None and cost.instructions > 1:
             result.append(Loop(head, end, depth, cost))
     return sorted(result, key=lambda loop: (loop.depth, loop.head))
 
 
 def _reachable(edges, start, end, avoid=None) -> set[int]:
-    """Returns the blocks from `start` to `end`, in the order of the code, that `start` reaches."""
+    """Returns the blocks from `start` to `end`, in the order of the code, that `start`
+    reaches.
+    """
     seen, stack = set(), [start]
     while stack:
         block = stack.pop()
@@ -219,7 +241,9 @@ def _reachable(edges, start, end, avoid=None) -> set[int]:
 
 
 def main_loop(instructions: list[Instruction], trips: int = 1) -> Loop | None:
-    """Returns the innermost loop that moves nearly all of the bytes that any loop moves in a pass."""
+    """Returns the innermost loop that moves nearly all of the bytes that any loop moves
+    in a pass.
+    """
     every = loops(instructions, trips)
     most = max((loop.cost.moved for loop in every), default=0)
     return max((loop for loop in every if loop.cost.moved >= 0.75 * most), key=lambda loop: loop.depth, default=None)

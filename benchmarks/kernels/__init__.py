@@ -1,7 +1,9 @@
-"""The case `kernels`: every kernel by itself, at two shapes, beside a copy of as many bytes.
+"""The case `kernels`: every kernel by itself, at two shapes, beside a copy of as many
+bytes.
 
-A part of the case is one kernel. Its answer is checked. Then it is timed in turns with the driver's copy of as many
-bytes as it reads and writes; or, where a launch is all it costs, as a chain of launches that wait for each other.
+A part of the case is one kernel. Its answer is checked. Then it is timed in turns with
+the driver's copy of as many bytes as it reads and writes; or, where a launch is all it
+costs, as a chain of launches that wait for each other.
 """
 
 import functools
@@ -21,12 +23,15 @@ KERNELS = {
 }
 # 32 kernels, two shapes, two candidates: some 10 s in all.
 TURN_SECONDS = 6e-3
-# Bytes of one program: a few times the L2 cache, and longer on the device than the program's dispatch takes.
+# Bytes of one program: a few times the L2 cache, and longer on the device than the
+# program's dispatch takes.
 PROGRAM_BYTES = 800e6
 
 
 def kernels(options, part):
-    """Check and time one kernel at its shapes; return `(rows, errors)`, as every case does."""
+    """Check and time one kernel at its shapes; return `(rows, errors)`, as every case
+    does.
+    """
     make, shapes = KERNELS[part]
     if options.tiny and shapes is SHAPES:
         shapes = TINY_SHAPES
@@ -69,7 +74,9 @@ def _chain(work, launches, *arguments):
 
 
 def _traffic(work, arguments) -> int:
-    """Bytes that the kernel reads and writes: its arguments as often as it reads them, its results once."""
+    """Bytes that the kernel reads and writes: its arguments as often as it reads them,
+    its results once.
+    """
 
     def size(tree):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

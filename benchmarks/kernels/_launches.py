@@ -1,4 +1,6 @@
-"""Kernels of a few numbers, which cost a launch: the scales and histories of delayed scaling."""
+"""Kernels of a few numbers, which cost a launch: the scales and histories of delayed
+scaling.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,9 @@ def delayed_scales(quantizers, length):
 
 
 def histories(quantizers, length):
-    """Read the state of eight layers, and write it: the numbers that are read are recorded, and no history stays."""
+    """Read the state of eight layers, and write it: the numbers that are read are
+    recorded, and no history stays.
+    """
 
     def step(pairs):
         (reading,) = ops.read_histories([pairs])

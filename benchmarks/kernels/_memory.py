@@ -1,4 +1,6 @@
-"""Kernels whose time is their memory traffic: elementwise ones, with a transpose, fused producers, blocks, moments."""
+"""Kernels whose time is their memory traffic: elementwise ones, with a transpose, fused
+producers, blocks, moments.
+"""
 
 import functools
 
@@ -48,7 +50,8 @@ def quantize_transpose(m, n, dtype, sums):
 
 @jax.jit
 def _are_sums(result, x):
-    # m additions in f32 in some order, ours and XLA's: each result is off by at most m * 2**-24 of the magnitudes' sum.
+    # m additions in f32 in some order, ours and XLA's: each result is off by at most
+    # m * 2**-24 of the magnitudes' sum.
     x = x.astype(F32)
     return jnp.all(jnp.abs(result - jnp.sum(x, axis=0)) <= len(x) * 2.0**-23 * jnp.sum(jnp.abs(x), axis=0))
 
@@ -150,7 +153,9 @@ def transpose_blocks(m, n):
 
 
 def encode_moment(m, n, squared):
-    """A step of a moment, in which every block changes; the answer is that of jnp, to the bit."""
+    """A step of a moment, in which every block changes; the answer is that of jnp, to
+    the bit.
+    """
 
     def arguments(seed):
         blocks = m, -(-n // _moments.BLOCK)
@@ -172,7 +177,9 @@ def encode_moment(m, n, squared):
 
 
 def adam_update(m, n, applies):
-    """A step of Adam on one leaf; moments are those of jnp to the bit, and the rest but for its division and root."""
+    """A step of Adam on one leaf; moments are those of jnp to the bit, and the rest but
+    for its division and root.
+    """
 
     def arguments(seed):
         blocks = m, -(-n // _moments.BLOCK)
@@ -190,7 +197,8 @@ def adam_update(m, n, applies):
     def check(results, *leaf):
         with ops.implementation("reference"):
             out, *moments = jax.jit(lambda *x: step(*x))(*leaf)
-        # A sum of terms below 16 is off by a few units of their last place where it cancels.
+        # A sum of terms below 16 is off by a few units of their last place where it
+        # cancels.
         expect("adam_update", jnp.all(jnp.abs(results[0] - out) <= 1e-5 * jnp.maximum(jnp.abs(out), 0.1)))
         for result, reference in zip(results[1:], moments, strict=True):
             expect("adam_update", jnp.all(result == reference))

@@ -10,7 +10,8 @@ from _gpu_inputs import E4M3, normal
 from jaxfp8 import ops
 
 F32 = jnp.float32
-# Normal numbers times SCALE stay below 448; products of two of them times PRODUCT_SCALE too.
+# Normal numbers times SCALE stay below 448; products of two of them times PRODUCT_SCALE
+# too.
 SCALE, PRODUCT_SCALE = np.float32(448 / 6.3), np.float32(448 / 40)
 
 
@@ -23,8 +24,10 @@ class Work:
         arguments: seed -> arrays for `step`.
         check: `(results, *arguments)`; raises for a wrong answer.
         reads: how often the first argument is read.
-        operations: the number of operations of a product, for its TFLOP/s; None for other kernels.
-        chain: `(results, arguments)` -> arguments of the next launch, where a launch is all that a kernel costs.
+        operations: the number of operations of a product, for its TFLOP/s; None for
+            other kernels.
+        chain: `(results, arguments)` -> arguments of the next launch, where a launch is
+            all that a kernel costs.
     """
 
     step: Callable

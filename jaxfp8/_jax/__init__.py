@@ -1,1 +1,3 @@
-"""Additions to JAX: the max dtype, types on a mesh, helpers for primitives. Private JAX names appear only here."""
+"""Additions to JAX: the max dtype, types on a mesh, helpers for primitives. Private JAX
+names appear only here.
+"""

@@ -1,8 +1,10 @@
-"""The only place that touches private JAX names, above all for a float32 that autodiff adds by max.
+"""The only place that touches private JAX names, above all for a float32 that autodiff
+adds by max.
 
-Autodiff adds the cotangents of a value that is used more than once by a rule of the value's dtype.
-`jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of their own. Without a hook autodiff would sum FP8
-state in silence, so a JAX that lacks one is refused at import.
+Autodiff adds the cotangents of a value that is used more than once by a rule of the
+value's dtype. `jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of
+their own. Without a hook autodiff would sum FP8 state in silence, so a JAX that lacks
+one is refused at import.
 """
 
 import dataclasses
@@ -35,7 +37,8 @@ def _hook(name: str) -> Any:
         ) from error
 
 
-# All hooks are here before the first of them is used: JAX stays as it is where one is missing.
+# All hooks are here before the first of them is used: JAX stays as it is where one is
+# missing.
 _need_devices = _hook("jax._src.dispatch.prim_requires_devices_during_lowering")
 _linearizations = _hook("jax._src.interpreters.ad.primitive_linearizations")
 _LinearizeTrace = _hook("jax._src.interpreters.ad.LinearizeTrace")
@@ -55,14 +58,16 @@ _has_structured = "structured_residuals" in _LinearizeTrace.__init__.__code__.co
 def linearizes_by(op: Primitive, rule) -> None:
     """Have JAX linearize `op` by a rule.
 
-    JAX versions that have not been tried get no rule: they derive one from the jvp at each use.
+    JAX versions that have not been tried get no rule: they derive one from the jvp at
+    each use.
 
     Args:
         op: a primitive that has a jvp as well.
-        rule: `(is_vjp, is_linear, *primals, **params) -> linearized(...)`. `is_linear` says which operands have
-            tangents.
+        rule: `(is_vjp, is_linear, *primals, **params) -> linearized(...)`. `is_linear`
+            says which operands have tangents.
     """
-    # The form of the rule is private. In a version that has changed it, every gradient would fail.
+    # The form of the rule is private. In a version that has changed it, every gradient
+    # would fail.
     if jax.__version_info__ < (0, 13):
         _linearizations[op] = rule
 
@@ -73,8 +78,8 @@ def linearized(results, residuals, function) -> tuple:
     Args:
         results: the result of the op, or the list of its results.
         residuals: a pytree of arrays.
-        function: `(residuals, *tangents) -> tangents of the results`, which is linear and takes the tangents of all
-            operands.
+        function: `(residuals, *tangents) -> tangents of the results`, which is linear
+            and takes the tangents of all operands.
     """
     # Every result has a tangent: JAX calls no rule where no operand has a tangent.
     has_tangent = [True] * len(results) if isinstance(results, list) else True
@@ -88,14 +93,19 @@ def linearized(results, residuals, function) -> tuple:
 
 
 def is_of_one_array(tangent) -> bool:
-    """Tell whether the gradient that this tangent belongs to is of one array; False inside of `jax.checkpoint`."""
-    # The trace of a tangent is that of the linear function, whose inputs are the arrays of the gradient.
+    """Tell whether the gradient that this tangent belongs to is of one array; False
+    inside of `jax.checkpoint`.
+    """
+    # The trace of a tangent is that of the linear function, whose inputs are the arrays
+    # of the gradient.
     frame = getattr(getattr(tangent, "_trace", None), "frame", None)
     return len(getattr(frame, "invars", ())) == 1
 
 
 def outermost_trace(tangent):
-    """Return the outermost trace around a tangent: that of the `jit` around a gradient, or that of the gradient."""
+    """Return the outermost trace around a tangent: that of the `jit` around a gradient,
+    or that of the gradient.
+    """
     trace = getattr(tangent, "_trace", None)
     while type(outer := getattr(trace, "parent_trace", None)).__name__ not in ("NoneType", "EvalTrace"):
         trace = outer
@@ -103,9 +113,11 @@ def outermost_trace(tangent):
 
 
 def lower_jitted(ctx, jitted, avals, operands):
-    """Lower a jitted function into the program of a lowering rule, from the jaxpr that JAX keeps of the function.
+    """Lower a jitted function into the program of a lowering rule, from the jaxpr that
+    JAX keeps of the function.
 
-    `mlir.lower_fun` traces at each use. In a version of JAX that has not been tried it traces here too.
+    `mlir.lower_fun` traces at each use. In a version of JAX that has not been tried it
+    traces here too.
     """
     if jax.__version_info__ >= (0, 13):
         rule = mlir.lower_fun(lambda *operands: list(jitted(*operands)), multiple_results=True)
@@ -128,19 +140,23 @@ def lower_jitted(ctx, jitted, avals, operands):
 
 
 def needs_devices(op: Primitive) -> None:
-    """Make JAX lower programs with `op` for the devices they will run on: _partition.py asks for them."""
+    """Make JAX lower programs with `op` for the devices they will run on: _partition.py
+    asks for them.
+    """
     _need_devices.add(op)
 
 
 def devices_of(ctx) -> str:
-    """Return the target of a lowering: `"one"` device, a `"shard"` of a `shard_map`, a `"mesh"`; or `"unknown"`.
+    """Return the target of a lowering: `"one"` device, a `"shard"` of a `shard_map`, a
+    `"mesh"`; or `"unknown"`.
 
-    Two kinds of programs are `"unknown"` too: programs of the older partitioner, which takes no rules by name, and
-    programs to be exported, because the callback of `custom_partitioning` cannot be written out.
+    Two kinds of programs are `"unknown"` too: programs of the older partitioner, which
+    takes no rules by name, and programs to be exported, because the callback of
+    `custom_partitioning` cannot be written out.
     """
     context = ctx.module_context.axis_context
-    # A `shard_map` over some of the axes leaves the others to XLA: its program is neither that of one device nor that
-    # of the whole mesh.
+    # A `shard_map` over some of the axes leaves the others to XLA: its program is
+    # neither that of one device nor that of the whole mesh.
     if hasattr(context, "manual_axes"):
         return "shard" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
     if getattr(context, "num_devices", None) == 1:
@@ -152,7 +168,8 @@ def devices_of(ctx) -> str:
 
 
 def with_mesh(ctx, mesh):
-    """Return a lowering context whose devices are those of `ctx`, in the same order, as another mesh.
+    """Return a lowering context whose devices are those of `ctx`, in the same order, as
+    another mesh.
 
     `devices_of` says `"mesh"` only where the context has this form.
     """
@@ -162,9 +179,12 @@ def with_mesh(ctx, mesh):
 
 
 def gpus_of(ctx) -> list:
-    """Return the GPUs that a program is lowered for; empty where JAX does not name them."""
+    """Return the GPUs that a program is lowered for; empty where JAX does not name
+    them.
+    """
     context = ctx.module_context.axis_context
-    # The context of a `shard_map` has a mesh and no assignment; an abstract mesh names no devices.
+    # The context of a `shard_map` has a mesh and no assignment; an abstract mesh names
+    # no devices.
     mesh = getattr(context, "mesh", None)
     devices = getattr(context, "device_assignment", None) or (
         mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
@@ -191,7 +211,8 @@ class _MaxRules:
 
     @staticmethod
     def add(dtype, x, y):
-        # Autodiff calls this to add cotangents: the sum of the uses of a state is their max.
+        # Autodiff calls this to add cotangents: the sum of the uses of a state is their
+        # max.
         return combined(x, y)
 
     @staticmethod
@@ -205,8 +226,8 @@ class _MaxRules:
 
     @staticmethod
     def global_sharded_result_handler(aval, out_sharding, committed):
-        # A jitted function that returns this dtype gives a float32 array in the wrapper that JAX has for extended
-        # dtypes.
+        # A jitted function that returns this dtype gives a float32 array in the wrapper
+        # that JAX has for extended dtypes.
         physical = _physical_aval(aval)
         handler = _result_handlers[jax.core.ShapedArray](physical, out_sharding, committed)
         return handler.wrap(lambda x: _EArray(aval, x))
@@ -233,13 +254,16 @@ def _add_concrete(x, y):
 
 # jax.debug_nans reads this attribute.
 _EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
-# Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
+# Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no
+# adder for their type.
 _other_adder = _adders.get(_EArray)
 _adders[_EArray] = _add_concrete
 
 
 def _refuse_broadcast_of_state(ct, *args, **params):
-    """Raise where JAX would sum the cotangents of a state that it repeated for the examples of a `vmap`."""
+    """Raise where JAX would sum the cotangents of a state that it repeated for the
+    examples of a `vmap`.
+    """
     if not is_max(ct):
         return _transpose_broadcast(ct, *args, **params)
     raise TypeError(
@@ -254,7 +278,9 @@ ad.primitive_transposes[lax.broadcast_in_dim_p] = _refuse_broadcast_of_state
 
 
 def _stop_gradient(x):
-    """Stop the gradient of state too: `lax.stop_gradient` returns arrays of an extended dtype as they are."""
+    """Stop the gradient of state too: `lax.stop_gradient` returns arrays of an extended
+    dtype as they are.
+    """
     return _stop_gradient_p.bind(x) if is_max(x) else _stop_others(x)
 
 
@@ -265,7 +291,9 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class _Cast(Primitive):
-    """A linear change of dtype. JAX's own conversion of extended dtypes has no working transpose."""
+    """A linear change of dtype. JAX's own conversion of extended dtypes has no working
+    transpose.
+    """
 
     def __init__(self, name, lower, transpose):
         super().__init__(name)
@@ -285,13 +313,16 @@ class _Cast(Primitive):
 
 
 class _MemoizedCast(_Cast):
-    """A cast that gives one value the same result wherever it is used, so that all cotangents meet there.
+    """A cast that gives one value the same result wherever it is used, so that all
+    cotangents meet there.
 
-    Casting an outer value inside a loop body, a branch or a rematerialized function happens outside, where the value
-    is from. Traces hold their tracers weakly and so does this memo: a result that died was not used.
+    Casting an outer value inside a loop body, a branch or a rematerialized function
+    happens outside, where the value is from. Traces hold their tracers weakly and so
+    does this memo: a result that died was not used.
     """
 
-    _memo = weakref.WeakKeyDictionary()  # of traces: {id(x): (weakref(x), weakref(result))}
+    # of traces: {id(x): (weakref(x), weakref(result))}
+    _memo = weakref.WeakKeyDictionary()
 
     def bind_with_trace(self, trace, args, *rest):
         (x,) = args
@@ -331,7 +362,9 @@ def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
 
 
 def is_max(x) -> bool:
-    """Return whether `x` is an array of the max dtype, or of another dtype that `max_dtype` made."""
+    """Return whether `x` is an array of the max dtype, or of another dtype that
+    `max_dtype` made.
+    """
     return isinstance(getattr(x, "dtype", None), _MaxDtype)
 
 
@@ -341,10 +374,14 @@ def combined(x, y):
 
 
 def to_max(x, dtype=MAX_DTYPE):
-    """Convert a float array to the max dtype, or to another dtype that `max_dtype` made."""
+    """Convert a float array to the max dtype, or to another dtype that `max_dtype`
+    made.
+    """
     return _to_max_p.bind(x, dtype=dtype)
 
 
 def from_max(x):
-    """Convert an array of the max dtype, or of another dtype that `max_dtype` made, to float32."""
+    """Convert an array of the max dtype, or of another dtype that `max_dtype` made, to
+    float32.
+    """
     return _from_max_p.bind(x, dtype=_FLOAT32)

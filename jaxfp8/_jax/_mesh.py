@@ -1,7 +1,9 @@
-"""The mesh in the types of values: the axes they vary over inside `shard_map`, their sharding outside.
+"""The mesh in the types of values: the axes they vary over inside `shard_map`, their
+sharding outside.
 
-Where XLA cuts the arrays of a program (`jit`), there is nothing to do: values are those of the whole mesh. Inside
-`shard_map` values are those of one device, and amaxes and the cotangents of replicated operands have to be combined.
+Where XLA cuts the arrays of a program (`jit`), there is nothing to do: values are those
+of the whole mesh. Inside `shard_map` values are those of one device, and amaxes and the
+cotangents of replicated operands have to be combined.
 """
 
 import math
@@ -13,7 +15,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 
 def varying(*values) -> frozenset:
-    """Return the manual mesh axes over which any value, or type, varies; empty with `check_vma=False`."""
+    """Return the manual mesh axes over which any value, or type, varies; empty with
+    `check_vma=False`.
+    """
     avals = (x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in values)
     return frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
 
@@ -26,9 +30,10 @@ def plain(aval):
 def split(mesh, sizes) -> AbstractMesh:
     """Return a mesh of the same devices in the same order, whose axes have prime sizes.
 
-    XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh itself can say: 12 heads over 4
-    of 8 devices. These are the first devices of the axis, as many as divide the dimension. So an axis of 6 is 2 by 3 if
-    more of `sizes`, those of all dimensions, can be cut over 2 but not 6 devices than over 3 but not 6.
+    XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh
+    itself can say: 12 heads over 4 of 8 devices. These are the first devices of the
+    axis, as many as divide the dimension. So an axis of 6 is 2 by 3 if more of `sizes`,
+    those of all dimensions, can be cut over 2 but not 6 devices than over 3 but not 6.
     """
     parts = []
     for axis in mesh.axis_sizes:
@@ -42,7 +47,8 @@ def split(mesh, sizes) -> AbstractMesh:
 
 
 def names_cuts(mesh, split_mesh, size: int) -> bool:
-    """Return whether a mesh from `split` names each cut of a dimension of this size over an axis of `mesh`.
+    """Return whether a mesh from `split` names each cut of a dimension of this size
+    over an axis of `mesh`.
 
     An axis of 6 as 3 by 2 names cuts over 3 and over 6 devices, and none over 2.
     """
@@ -57,11 +63,13 @@ def names_cuts(mesh, split_mesh, size: int) -> bool:
 
 
 def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
-    """Return the types of an op's results, from sizes and shardings by the names of dimensions.
+    """Return the types of an op's results, from sizes and shardings by the names of
+    dimensions.
 
     Args:
         operands: the types of the operands.
-        operand_names, result_names: the names of the dimensions of each operand and each result.
+        operand_names, result_names: the names of the dimensions of each operand and
+            each result.
         dtypes: the dtypes of the results.
         new_sizes: `{name: size}` of the dimensions that only results have.
     """
@@ -72,10 +80,12 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
         # An op without a scale may have an amax, whose dimension no operand names.
         sizes.setdefault("one", 1)
         for name, axis in zip(named, operand.sharding.spec, strict=True):
-            # Operands may be cut differently along a dimension: the first that is cut decides.
+            # Operands may be cut differently along a dimension: the first that is cut
+            # decides.
             axes[name] = axes.get(name) or axis
     # 2. Write them into the types of the results.
-    first = next((x for x in operands if not x.sharding.mesh.empty), operands[0])  # constants know no mesh
+    # constants know no mesh
+    first = next((x for x in operands if not x.sharding.mesh.empty), operands[0])
     manual = first.manual_axis_type.update(varying=varying(*operands))
     return [
         first.update(
@@ -90,7 +100,9 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
 
 
 def _once(entries):
-    """Yield the entries of a PartitionSpec without mesh axes that an earlier entry has."""
+    """Yield the entries of a PartitionSpec without mesh axes that an earlier entry
+    has.
+    """
     used = set()
     for entry in entries:
         axes = entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
@@ -113,16 +125,20 @@ def placed_as(aval, x):
 
 
 def without_reduced(x):
-    """Give `x` a type without `reduced` axes, which no op takes; its gradient becomes `unreduced` over them."""
+    """Give `x` a type without `reduced` axes, which no op takes; its gradient becomes
+    `unreduced` over them.
+    """
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, PartitionSpec(*spec.partitions)) if spec.reduced else x
 
 
 def cotangent_of(aval, ct):
-    """Turn `ct` into a cotangent of type `aval`: sum it over the axes over which that type does not vary.
+    """Turn `ct` into a cotangent of type `aval`: sum it over the axes over which that
+    type does not vary.
 
-    On a mesh with explicit axes XLA is told the sharding also where types agree: where the cotangent becomes
-    `unreduced`, XLA would take the sums of our products for the parts of one device, and add them up again.
+    On a mesh with explicit axes XLA is told the sharding also where types agree: where
+    the cotangent becomes `unreduced`, XLA would take the sums of our products for the
+    parts of one device, and add them up again.
     """
     axes = varying(ct) - varying(aval)
     ct = lax.psum(ct, tuple(sorted(axes))) if axes else ct

@@ -1,4 +1,6 @@
-"""What all primitives share: a run outside of jit, a derivative that nothing may use, the jaxprs of an equation."""
+"""What all primitives share: a run outside of jit, a derivative that nothing may use,
+the jaxprs of an equation.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +33,15 @@ _NOT_FINITE = (
 
 
 def compiled(op: Primitive) -> Callable:
-    """Return the function that runs a primitive outside of jit and in `jax.disable_jit()`: a jitted call per params."""
+    """Return the function that runs a primitive outside of jit and in
+    `jax.disable_jit()`: a jitted call per params.
+    """
 
     @functools.lru_cache(maxsize=1024)
     def jitted(params):
         def bind(*operands):
-            # Where a result is not finite, `jax_debug_nans` and `jax_debug_infs` call this function outside of jit.
+            # Where a result is not finite, `jax_debug_nans` and `jax_debug_infs` call
+            # this function outside of jit.
             if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
                 raise FloatingPointError(_NOT_FINITE.format(op=op.name))
             return op.bind(*operands, **dict(params))
@@ -44,7 +49,8 @@ def compiled(op: Primitive) -> Callable:
         return jax.jit(bind)
 
     def run(*operands, **params):
-        # Where `jit` is disabled, the function would bind the op outside of jit, and so call itself without end.
+        # Where `jit` is disabled, the function would bind the op outside of jit, and so
+        # call itself without end.
         with jax.disable_jit(False):
             return jitted(tuple(params.items()))(*operands)
 
@@ -52,7 +58,9 @@ def compiled(op: Primitive) -> Callable:
 
 
 def refuse_derivative(*args, op: str | None = None, **params):
-    """Raise the error of a second derivative and of forward mode; `op` names an op, which has no derivative at all."""
+    """Raise the error of a second derivative and of forward mode; `op` names an op,
+    which has no derivative at all.
+    """
     del args, params
     if op is None:
         raise TypeError(_FIRST_DERIVATIVES_ONLY)
@@ -65,15 +73,18 @@ def refuse_derivative(*args, op: str | None = None, **params):
 
 
 def undefined_tangents(results, tangents, op: str | None = None) -> list:
-    """Return tangents for `results` whose use raises, where a derivative does not exist.
+    """Return tangents for `results` whose use raises, where a derivative does not
+    exist.
 
-    JAX differentiates an inner gradient together with the loss around it, and `lax.stop_gradient` comes after. So an
-    error here would also refuse programs that want first derivatives alone. Reverse mode raises where a cotangent
-    reaches these tangents, forward mode where it computes them.
+    JAX differentiates an inner gradient together with the loss around it, and
+    `lax.stop_gradient` comes after. So an error here would also refuse programs that
+    want first derivatives alone. Reverse mode raises where a cotangent reaches these
+    tangents, forward mode where it computes them.
 
     Args:
         results: arrays.
-        tangents: those of the arrays that the results depend on; at least one is not an `ad.Zero`.
+        tangents: those of the arrays that the results depend on; at least one is not an
+            `ad.Zero`.
         op: see `refuse_derivative`.
     """
     types = [jax.typeof(result).to_tangent_aval() for result in results]
@@ -84,7 +95,9 @@ def undefined_tangents(results, tangents, op: str | None = None) -> list:
 
 
 def not_differentiable(op: Primitive, name: str, primals, tangents, **params):
-    """Compute an op; the derivative of a rounding, which is zero almost everywhere, is undefined."""
+    """Compute an op; the derivative of a rounding, which is zero almost everywhere, is
+    undefined.
+    """
     results = op.bind(*primals, **params)
     undefined = undefined_tangents(results if op.multiple_results else [results], tangents, name)
     return results, undefined if op.multiple_results else undefined[0]
@@ -106,7 +119,9 @@ mlir.register_lowering(_undefined_p, refuse_derivative)
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the jaxprs among the parameters of a primitive; closed jaxprs are opened."""
+    """Yield the jaxprs among the parameters of a primitive; closed jaxprs are
+    opened.
+    """
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             item = getattr(item, "jaxpr", item)  # opens a closed jaxpr
@@ -115,9 +130,11 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def without_numpy(x: Any) -> Any:
-    """Return a traced x without the array of numpy that `vmap` leaves inside, which JAX's custom derivatives refuse.
+    """Return a traced x without the array of numpy that `vmap` leaves inside, which
+    JAX's custom derivatives refuse.
 
-    JAX takes such arrays for operands of primitives alone; this one adds no operation to a program.
+    JAX takes such arrays for operands of primitives alone; this one adds no operation
+    to a program.
     """
     return _identity_p.bind(x) if isinstance(x, jax.core.Tracer) else x
 
@@ -131,5 +148,7 @@ mlir.register_lowering(_identity_p, lambda ctx, x: [x])
 
 
 def is_differentiated(operands: Iterable[Any]) -> bool:
-    """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have a tangent."""
+    """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have
+    a tangent.
+    """
     return any(isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent") for operand in operands)

@@ -1,4 +1,6 @@
-"""Tables of text: cells in aligned columns, the order of their lines, and the names of the runs of a layer."""
+"""Tables of text: cells in aligned columns, the order of their lines, and the names of
+the runs of a layer.
+"""
 
 import re
 from collections import Counter
@@ -11,7 +13,8 @@ def aligned(lines, right: int | None = None) -> str:
 
     Args:
         lines: sequences of strings, all of one length.
-        right: index of the first column that is aligned to the right; None aligns all columns to the left.
+        right: index of the first column that is aligned to the right; None aligns all
+            columns to the left.
     """
     count = len(lines[0])
     right = count if right is None else right
@@ -33,7 +36,9 @@ def natural(path: str):
 
 
 def member(index: tuple[int, ...]) -> str:
-    """Return `"[2,0]"`, the suffix of a layer's name for one layer of a stack; "" without a stack."""
+    """Return `"[2,0]"`, the suffix of a layer's name for one layer of a stack; ""
+    without a stack.
+    """
     return f"[{','.join(map(str, index))}]" if index else ""
 
 
@@ -41,11 +46,13 @@ def labelled_runs(products: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tup
     """Yield `(label, iteration, run)` for each run of the products of a traced program.
 
     Args:
-        products: in the order of the program, the layer of each product and its runs in the backward. A backward runs
-            the iterations of a loop in reverse order, so that the last iteration comes first.
+        products: in the order of the program, the layer of each product and its runs in
+            the backward. A backward runs the iterations of a loop in reverse order, so
+            that the last iteration comes first.
 
     Yields:
-        `label` is the layer, with ` (call 1)` for its second product; `iteration` is `(i,)` in a loop, else `()`.
+        `label` is the layer, with ` (call 1)` for its second product; `iteration` is
+        `(i,)` in a loop, else `()`.
     """
     products_of_layer, calls = Counter(layer for layer, _ in products), Counter()
     for layer, runs in products:

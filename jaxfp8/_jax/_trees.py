@@ -1,4 +1,6 @@
-"""Pytrees: the type of a tree, and its arrays apart from leaves that tracing cannot take, as flags and functions."""
+"""Pytrees: the type of a tree, and its arrays apart from leaves that tracing cannot
+take, as flags and functions.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -7,12 +9,16 @@ import jax
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf has what tracing needs, a shape and a dtype: `jax.ShapeDtypeStruct` counts as an array."""
+    """Tell whether a leaf has what tracing needs, a shape and a dtype:
+    `jax.ShapeDtypeStruct` counts as an array.
+    """
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def split_arrays(tree: Any, is_split: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Any], Any]]:
-    """Return `(arrays, joined)`: the leaves where `is_split` is true, and the function that puts arrays back."""
+    """Return `(arrays, joined)`: the leaves where `is_split` is true, and the function
+    that puts arrays back.
+    """
     leaves, treedef = jax.tree.flatten(tree)
 
     def joined(arrays):

@@ -6,7 +6,8 @@ import warnings
 import weakref
 from typing import Any, NamedTuple
 
-# Frames of these libraries lie between the user's line and the warning. Python 3.11 has no `skip_file_prefixes`.
+# Frames of these libraries lie between the user's line and the warning. Python 3.11 has
+# no `skip_file_prefixes`.
 _LIBRARIES = {"jaxfp8", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools"}
 
 
@@ -28,7 +29,8 @@ def user_line() -> Line:
     return Line(frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry)
 
 
-# What was said, by the trace or the scope in which it was: both are alive while their program is traced.
+# What was said, by the trace or the scope in which it was: both are alive while their
+# program is traced.
 _said = weakref.WeakKeyDictionary()
 
 
@@ -48,10 +50,12 @@ def warn_once(where: Any, layer: str | None, message: str, category: type[Warnin
 
 
 def warn(message: str, category: type[Warning], line: Line | None = None) -> None:
-    """Warn at `line`, or at the user's line; Python's filters show a message once for each line.
+    """Warn at `line`, or at the user's line; Python's filters show a message once for
+    each line.
 
     Args:
-        message: the text. A message about a layer names the layer, so that each layer has its own warning.
+        message: the text. A message about a layer names the layer, so that each layer
+            has its own warning.
         category: the class of the warning.
         line: an earlier result of `user_line`.
     """

@@ -1,4 +1,6 @@
-"""The collectives all_to_all, all_gather and ppermute, which send FP8 codes, and the codes of a cotangent back."""
+"""The collectives all_to_all, all_gather and ppermute, which send FP8 codes, and the
+codes of a cotangent back.
+"""
 
 import dataclasses
 import functools
@@ -47,36 +49,43 @@ def all_to_all(
 
         y = jax.lax.all_to_all(q(x), axis_name, split_axis, concat_axis, tiled=tiled)
 
-    where `q` quantizes and dequantizes by the quantizer `input` of the recipe. Codes travel as bytes, and scales of
-    rows and blocks travel beside them. A recipe with one scale for the tensor has the same scale on all devices, which
-    does not travel. NaN and Inf arrive as NaN. The gradient passes straight through `q`: the cotangent of y travels
-    back as codes of the quantizer `output_grad`, with scales of its own. **The cotangent of `state` is the next
-    state**: overwrite the state with it, never add it. The cotangent of `state.kernel` is zero, with which
-    `jaxfp8.update_state` keeps the old value.
+    where `q` quantizes and dequantizes by the quantizer `input` of the recipe. Codes
+    travel as bytes, and scales of rows and blocks travel beside them. A recipe with one
+    scale for the tensor has the same scale on all devices, which does not travel. NaN
+    and Inf arrive as NaN. The gradient passes straight through `q`: the cotangent of y
+    travels back as codes of the quantizer `output_grad`, with scales of its own. **The
+    cotangent of `state` is the next state**: overwrite the state with it, never add it.
+    The cotangent of `state.kernel` is zero, with which `jaxfp8.update_state` keeps the
+    old value.
 
     Args:
         x: bfloat16, float16 or float32, with at least one dimension.
         axis_name: a mesh axis of the `shard_map`, or several.
-        split_axis, concat_axis: see `jax.lax.all_to_all`; with scales of rows or blocks neither may be the last
-            dimension.
-        recipe: for example `Float8CurrentScaling()`. None sends x and its cotangent in high precision. A `CustomRecipe`
-            without a quantizer for x, or for its cotangent, sends that tensor in high precision.
-        state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
-            `DotGeneralState(None, None, None)` takes every scale from the tensor at hand. Under `vmap` each example has
-            its own scales; the next values of a state that the examples share combine by max.
+        split_axis, concat_axis: see `jax.lax.all_to_all`; with scales of rows or blocks
+            neither may be the last dimension.
+        recipe: for example `Float8CurrentScaling()`. None sends x and its cotangent in
+            high precision. A `CustomRecipe` without a quantizer for x, or for its
+            cotangent, sends that tensor in high precision.
+        state: `init_state(recipe)`, or the state that the last step returned; None
+            where the recipe keeps no state. `DotGeneralState(None, None, None)` takes
+            every scale from the tensor at hand. Under `vmap` each example has its own
+            scales; the next values of a state that the examples share combine by max.
         tiled: see `jax.lax.all_to_all`.
 
     Returns:
-        A QTensor of the shape of y. `dot_general` and `ragged_dot` multiply its codes; `dequantize(dtype)` gives y. Its
-        `source`, which gets the gradient, is y in the dtype of x; XLA drops a `source` that no code reads. In high
-        precision the QTensor has no scale, and its `data` is y.
+        A QTensor of the shape of y. `dot_general` and `ragged_dot` multiply its codes;
+        `dequantize(dtype)` gives y. Its `source`, which gets the gradient, is y in the
+        dtype of x; XLA drops a `source` that no code reads. In high precision the
+        QTensor has no scale, and its `data` is y.
 
     Raises:
-        TypeError: x has another dtype; `recipe` is not a Recipe, or `state` not a DotGeneralState; or JAX takes a
-            second derivative, or differentiates in forward mode.
-        ValueError: the `shard_map` has no axis `axis_name`; x has no dimension `split_axis` or `concat_axis`; the state
-            is missing, or has another shape or history length; or the collective cuts or joins the last dimension,
-            along which elements share scales.
+        TypeError: x has another dtype; `recipe` is not a Recipe, or `state` not a
+            DotGeneralState; or JAX takes a second derivative, or differentiates in
+            forward mode.
+        ValueError: the `shard_map` has no axis `axis_name`; x has no dimension
+            `split_axis` or `concat_axis`; the state is missing, or has another shape or
+            history length; or the collective cuts or joins the last dimension, along
+            which elements share scales.
     """
     op = "all_to_all"
     split_axis, concat_axis = _axis(op, "split_axis", split_axis, x), _axis(op, "concat_axis", concat_axis, x)
@@ -101,12 +110,14 @@ def all_gather(
 
         y = jax.lax.all_gather(q(x), axis_name, axis=axis, tiled=tiled)
 
-    See `all_to_all` for codes, scales and state. The gradient differs: it is a sum over devices, the
-    `jax.lax.psum_scatter` of the cotangent in the dtype of x, and the cotangent of `state.output_grad` is zero.
+    See `all_to_all` for codes, scales and state. The gradient differs: it is a sum over
+    devices, the `jax.lax.psum_scatter` of the cotangent in the dtype of x, and the
+    cotangent of `state.output_grad` is zero.
 
     Args:
         x, axis_name, recipe, state, tiled: see `all_to_all`.
-        axis: see `jax.lax.all_gather`; with scales of rows or blocks not the last dimension of y.
+        axis: see `jax.lax.all_gather`; with scales of rows or blocks not the last
+            dimension of y.
 
     Returns:
         A QTensor of the shape of y; see `all_to_all`.
@@ -133,12 +144,13 @@ def ppermute(
 
         y = jax.lax.ppermute(q(x), axis_name, perm)
 
-    See `all_to_all` for codes, scales, state and gradient. Between stages of a pipeline that have states of their own,
-    one scale travels too.
+    See `all_to_all` for codes, scales, state and gradient. Between stages of a pipeline
+    that have states of their own, one scale travels too.
 
     Args:
         x, axis_name, recipe, state: see `all_to_all`.
-        perm: pairs of `(source, destination)`, see `jax.lax.ppermute`. A device that is no destination gets zeros.
+        perm: pairs of `(source, destination)`, see `jax.lax.ppermute`. A device that is
+            no destination gets zeros.
 
     Returns:
         A QTensor of the shape of y; see `all_to_all`.
@@ -154,7 +166,9 @@ def ppermute(
 
 @functools.cache
 def _call(function, **arguments) -> Callable:
-    """Return a partial, the same object for equal arguments: JAX caches programs by it."""
+    """Return a partial, the same object for equal arguments: JAX caches programs by
+    it.
+    """
     return functools.partial(function, **arguments)
 
 
@@ -164,7 +178,9 @@ def _names(axis_name) -> tuple[str, ...]:
 
 
 def _axis(op: str, name: str, axis: int, x: ArrayLike, more: int = 0) -> int:
-    """Return a dimension of x, or of a result with `more` dimensions, counted from the front."""
+    """Return a dimension of x, or of a result with `more` dimensions, counted from the
+    front.
+    """
     ndim = np.ndim(x) + more
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: {name}: expected a dimension out of {ndim}, got {axis}")
@@ -182,7 +198,8 @@ class Collective:
         send_back: the function that moves the cotangent of `send`'s result.
         axes: the dimensions of the result that the collective cuts or joins.
         has_one_sender: whether each device receives from one device.
-        sums_back: whether `send_back` adds the arrays of several devices, so that it cannot take codes.
+        sums_back: whether `send_back` adds the arrays of several devices, so that it
+            cannot take codes.
     """
 
     name: str
@@ -211,8 +228,8 @@ def transfer(
     if x.size == 0:  # an array without elements leaves the state as it is
         quantizers, state = HighPrecision().quantizers(), DotGeneralState(None, None, None)
     both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), _support.selected())
-    # `shared` and `vmapped_state` combine the cotangents of a state's uses, and of examples that share it, by max; JAX
-    # would add them up.
+    # `shared` and `vmapped_state` combine the cotangents of a state's uses, and of
+    # examples that share it, by max; JAX would add them up.
     source, codes = _compiled(both, x, vmapped_state(shared(state), x))
     # Codes have no derivative: the gradient goes to the source.
     return QTensor(source, None) if codes is None else dataclasses.replace(lax.stop_gradient(codes), source=source)
@@ -224,7 +241,8 @@ class _Transfer:
 
     Attributes:
         collective: the collective, forward and back.
-        quantizers: the quantizers of x, of the kernel, which a transfer does not use, and of the cotangent.
+        quantizers: the quantizers of x, of the kernel, which a transfer does not use,
+            and of the cotangent.
         reduce: `(amax, state) -> amax`, over the mesh.
         implementation: the implementation of the ops, in the forward and the backward.
     """
@@ -235,7 +253,8 @@ class _Transfer:
     implementation: str | None
 
     def move(self, send, quantizer: Quantizer, x, use, dtype) -> tuple[jax.Array, QTensor | None, QTensor]:
-        """Send the codes of x by `send`; return their values in `dtype`, the codes, and the QTensor for the next state.
+        """Send the codes of x by `send`; return their values in `dtype`, the codes, and
+        the QTensor for the next state.
 
         In high precision, without a scale, x travels as it is, and the codes are None.
         """
@@ -250,7 +269,8 @@ class _Transfer:
 
     def send_scales(self, send, q: QTensor, data, quantizer: Quantizer):
         """Return the scales of the codes `data` that arrived, and their block."""
-        # 1. Send no scale where all devices have the same scale: types tell, or the reduction of amaxes tells.
+        # 1. Send no scale where all devices have the same scale: types tell, or the
+        #    reduction of amaxes tells.
         axes, agreed = set(self.collective.axis_names), self.reduce.axes
         if q.has_one_scale:
             if agreed is None:
@@ -261,7 +281,8 @@ class _Transfer:
                 return q.scale_inv, None
             if self.collective.has_one_sender:
                 return send(q.scale_inv), None
-        # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one scale is repeated for each row.
+        # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one
+        #    scale is repeated for each row.
         rows, is_one = q.shape[:-1], q.has_one_scale
         scales = jnp.broadcast_to(q.scale_inv, (math.prod(rows), 1)) if is_one else q.scale_inv
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
@@ -276,16 +297,21 @@ class _Transfer:
 
 
 def _as_bytes(send, x):
-    """Send x, with dtypes of one byte as uint8, because XLA widens float8 numbers where it cannot send them."""
+    """Send x, with dtypes of one byte as uint8, because XLA widens float8 numbers where
+    it cannot send them.
+    """
     if x.dtype.itemsize > 1:
         return send(x)
     return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
 def _forward(both, x, state: DotGeneralState, has_backward):
-    """Return the results of `_transfer`, and the residuals `(q, use of the gradient, histories)`."""
+    """Return the results of `_transfer`, and the residuals
+    `(q, use of the gradient, histories)`.
+    """
     reading = reading_of(state)
-    # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
+    # Without a backward nothing quantizes a gradient, so the state of its quantizer is
+    # not read.
     states = state.input, None, state.output_grad if has_backward else None
     use, _, grad_use = read_states(both.quantizers, states, reading, has_backward)
     source, codes, q = both.move(both.collective.send, both.quantizers[0], x, use, x.dtype)
@@ -295,13 +321,16 @@ def _forward(both, x, state: DotGeneralState, has_backward):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _transfer(both, x, state):
-    """Return the values that arrive, in the dtype of x, and their codes; XLA drops values that no code reads."""
+    """Return the values that arrive, in the dtype of x, and their codes; XLA drops
+    values that no code reads.
+    """
     with _support.using(both.implementation):
         return _forward(both, x, state, False)[0]
 
 
 def _transfer_fwd(both, x, state):
-    # Warn of a gradient that leaves out the state: its scales would stay the same in all of training.
+    # Warn of a gradient that leaves out the state: its scales would stay the same in
+    # all of training.
     warn_of_state(both.quantizers, [leaf.perturbed for leaf in jax.tree.leaves(state)])
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
     with _support.using(both.implementation):
@@ -310,10 +339,13 @@ def _transfer_fwd(both, x, state):
 
 
 def _transfer_bwd(both, residuals, cotangents):
-    """Send the cotangent back as codes of `output_grad`; where devices add cotangents, in its own dtype."""
+    """Send the cotangent back as codes of `output_grad`; where devices add cotangents,
+    in its own dtype.
+    """
     (q, grad_use, histories), x = residuals
     ct, _ = cotangents
-    # A cotangent of zeros is quantized all the same: x has run, so its state has a next value.
+    # A cotangent of zeros is quantized all the same: x has run, so its state has a next
+    # value.
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]

@@ -1,4 +1,6 @@
-"""Convert state and weights from and for other libraries, and fit state to a changed model."""
+"""Convert state and weights from and for other libraries, and fit state to a changed
+model.
+"""
 
 from . import _tree as _tree
 from ._fit import merge_state as merge_state, reset_state as reset_state, resize_history as resize_history

@@ -1,4 +1,6 @@
-"""Fit state to a changed model: another history length, layers that are new in FP8; or reset the state."""
+"""Fit state to a changed model: another history length, layers that are new in FP8; or
+reset the state.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,28 +22,33 @@ _HISTORY = "amax_history"
 def resize_history(tree: Any, amax_history_len: int) -> Any:
     """Resize every amax history of `tree`; the newest entries are kept.
 
-    Slot 0 is the newest entry, slot 1 the oldest and the last slot the second newest. So `[5, 2, 3, 4]` becomes
-    `[5, 4]` with two slots and `[5, 0, 0, 2, 3, 4]` with six: new slots count as older than the oldest entry, and hold
-    0, which means that nothing was recorded.
+    Slot 0 is the newest entry, slot 1 the oldest and the last slot the second newest.
+    So `[5, 2, 3, 4]` becomes `[5, 4]` with two slots and `[5, 0, 0, 2, 3, 4]` with six:
+    new slots count as older than the oldest entry, and hold 0, which means that nothing
+    was recorded.
 
     Args:
-        tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a variables dict, one collection of
-            it, a `DotGeneralState`, a whole TrainState. Arrays of other names stay as they are. Beside its scale, a
-            history may have its slots on another axis, as transforms that stack layers leave it.
+        tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a
+            variables dict, one collection of it, a `DotGeneralState`, a whole
+            TrainState. Arrays of other names stay as they are. Beside its scale, a
+            history may have its slots on another axis, as transforms that stack layers
+            leave it.
         amax_history_len: the new length, at least 1, which the recipe has to have too.
 
     Returns:
         `tree` with histories `[..., amax_history_len]`.
 
     Raises:
-        ValueError: the length is below 1, the tree has no history, or a history and its scale do not fit.
+        ValueError: the length is below 1, the tree has no history, or a history and its
+            scale do not fit.
         TypeError: the length is not an int.
     """
     if not isinstance(amax_history_len, int) or isinstance(amax_history_len, bool):
         raise TypeError(f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}")
     if amax_history_len < 1:
         raise ValueError(f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}")
-    # Without this check a tree without histories would come back unchanged, and the error would come from the model.
+    # Without this check a tree without histories would come back unchanged, and the
+    # error would come from the model.
     flat = _state_tree.flatten(tree)
     histories = [i for i, path in enumerate(flat.paths) if path and path[-1].endswith(_HISTORY)]
     if not histories:
@@ -69,10 +76,11 @@ def _resize(history, length, axis=-1):
 def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a checkpoint's variables with FP8 state that fits the model as it is now.
 
-    All other collections come from the checkpoint, where it has them. A module whose state the checkpoint lacks (a
-    bfloat16 checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is
-    resized. Counters, which releases until 0.2 had, are left out. Numbers that are not finite are kept: a step reads
-    them as if nothing was recorded.
+    All other collections come from the checkpoint, where it has them. A module whose
+    state the checkpoint lacks (a bfloat16 checkpoint, a layer that is new in FP8) keeps
+    its initial state, and a history of another length is resized. Counters, which
+    releases until 0.2 had, are left out. Numbers that are not finite are kept: a step
+    reads them as if nothing was recorded.
 
     Args:
         variables: the variables of the model as it is now, from `model.init(...)`.
@@ -82,9 +90,10 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
         Nested dicts; state is float32.
 
     Raises:
-        ValueError: the checkpoint has state for a module that the model does not have in FP8, or that it stacks
-            differently; a history without its scale, or a scale without its history; a parameter in another shape than
-            the model's; or a tree is that of an NNX model.
+        ValueError: the checkpoint has state for a module that the model does not have
+            in FP8, or that it stacks differently; a history without its scale, or a
+            scale without its history; a parameter in another shape than the model's; or
+            a tree is that of an NNX model.
         TypeError: an argument is not a dict, or a leaf is not a floating array.
     """
     where = "merge_state"
@@ -98,7 +107,8 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
                 "resize_history(restored, amax_history_len) if histories have another length"
             )
     _check_widths(where, variables, restored)
-    # Begin with the state of the model, and put the checkpoint's state in its place, module by module.
+    # Begin with the state of the model, and put the checkpoint's state in its place,
+    # module by module.
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
     for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
         for name, leaf in sorted(module.items()):
@@ -109,7 +119,8 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
                 )
             if name in merged.get(path, {}):
                 merged[path][name] = _fit(where, _tree.at(path, name), merged[path][name], leaf)
-            # Counters, which releases until 0.2 had, are left out; any other state without a place is an error.
+            # Counters, which releases until 0.2 had, are left out; any other state
+            # without a place is an error.
             elif not _tree.is_counters(name, module):
                 is_transformer_engine = any(part.startswith("TEWrapper_dot_general_") for part in path)
                 way_out = (
@@ -121,12 +132,15 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
                     "longer has in FP8"
                 )
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
-    # The checkpoint's collections replace those of the model; state was merged above and replaces both.
+    # The checkpoint's collections replace those of the model; state was merged above
+    # and replaces both.
     return {**variables, **restored, **state}
 
 
 def _check_widths(where, variables, restored):
-    """Raise a ValueError for a parameter of the checkpoint that the model has in another shape."""
+    """Raise a ValueError for a parameter of the checkpoint that the model has in
+    another shape.
+    """
     needed, given = (traverse_util.flatten_dict(dict(tree.get(PARAMS, {}))) for tree in (variables, restored))
     for path, leaf in given.items():
         shapes = [getattr(x, "shape", None) for x in (needed.get(path), leaf)]
@@ -161,25 +175,30 @@ def _fit(where, name, initial, leaf):
 
 
 def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
-    """Reset the state of delayed scaling to what `init` makes: empty histories, scale 1.
+    """Reset the state of delayed scaling to what `init` makes: empty histories,
+    scale 1.
 
         variables = jaxfp8.convert.reset_state(variables, only_bad=True)
         nnx.update(model, jaxfp8.convert.reset_state(nnx.state(model), only_bad=True))
 
-    An optimizer that steps on state makes numbers below zero, which a step of delayed scaling never makes; the scale of
-    such a quantizer is NaN (docs/numerics.md). Repair the training loop first, and the parameters if they are NaN.
+    An optimizer that steps on state makes numbers below zero, which a step of delayed
+    scaling never makes; the scale of such a quantizer is NaN (docs/numerics.md). Repair
+    the training loop first, and the parameters if they are NaN.
 
     Args:
-        tree: any tree with history f32 `(..., H)` and scale f32 `(..., 1)` side by side: a variables dict, a
-            TrainState, an NNX state, a `DotGeneralState`. States of users' own quantizers stay as they are.
-        only_bad: reset only the rows (a quantizer, or one layer of a stack) with an entry or a scale below zero.
+        tree: any tree with history f32 `(..., H)` and scale f32 `(..., 1)` side by
+            side: a variables dict, a TrainState, an NNX state, a `DotGeneralState`.
+            States of users' own quantizers stay as they are.
+        only_bad: reset only the rows (a quantizer, or one layer of a stack) with an
+            entry or a scale below zero.
 
     Returns:
         `tree` with state that was reset; other leaves are those of `tree`.
 
     Raises:
         ValueError: the tree has no state of delayed scaling.
-        FP8StateWarning: quantizers are below zero: their names, and why. Not inside of `jit`.
+        FP8StateWarning: quantizers are below zero: their names, and why. Not inside of
+            `jit`.
     """
     flat = _state_tree.flatten(tree)
     if not flat.quantizers:
@@ -196,7 +215,8 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
         # Transforms stack state along any axis, so the slots need not be last.
         axis = _state_tree.slot_axis(f"reset_state: tree: {quantizer.name}", *leaves)
         history, scale = leaves
-        # One slot below zero gives its whole row a NaN scale, so the row is reset as a whole.
+        # One slot below zero gives its whole row a NaN scale, so the row is reset as a
+        # whole.
         is_bad = jnp.any(_scaling.below_zero(history), axis, keepdims=True) | _scaling.below_zero(scale)
         for position, leaf, initial in zip(positions, leaves, (0, 1), strict=True):
             value = jnp.full_like(leaf, initial)

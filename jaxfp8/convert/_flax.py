@@ -12,33 +12,38 @@ _FNUZ_MODULE = "NANOOFp8DotGeneralOp"
 
 
 def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> dict[str, Any]:
-    """Convert state of Flax's `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and `nn.Fp8Einsum` for jaxfp8's classes.
+    """Convert state of Flax's `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and
+    `nn.Fp8Einsum` for jaxfp8's classes.
 
-    Flax and jaxfp8 store the same six arrays with the same meaning; histories and scales are kept to the bit. Only the
-    names of modules differ:
+    Flax and jaxfp8 store the same six arrays with the same meaning; histories and
+    scales are kept to the bit. Only the names of modules differ:
 
         Flax                                                       jaxfp8
         <layer>/Fp8DirectDotGeneralOp_0 (nn.Fp8DotGeneral)         <layer>/Fp8DotGeneral_0
         <layer>/Fp8DotGeneralOp_0                                  <layer>/Fp8DotGeneral_0
         <layer>/Fp8Einsum_0, and any name the user has given       the same
 
-    **Einsum.** `nn.Fp8Einsum` stores the kernel's amaxes as `input_…` and those of x as `kernel_…` wherever
-    `jnp.einsum` exchanges the operands: when the output has the kernel's own dimensions before those of x, as in
-    `"bsd,edf->ebsf"`. jaxfp8 keeps x in `input_…` whatever the equation. The tree does not tell the equation, so name
+    **Einsum.** `nn.Fp8Einsum` stores the kernel's amaxes as `input_…` and those of x as
+    `kernel_…` wherever `jnp.einsum` exchanges the operands: when the output has the
+    kernel's own dimensions before those of x, as in `"bsd,edf->ebsf"`. jaxfp8 keeps x
+    in `input_…` whatever the equation. The tree does not tell the equation, so name
     these modules in `swapped`.
 
     Args:
-        variables: all variables of a model (other collections are kept as they are), or its
-            `_overwrite_with_gradient` collection alone. Leaves may be stacked (`nn.scan`, `nn.vmap`).
-        swapped: regular expressions; modules whose "/"-joined path one of them matches in full have `input` and
-            `kernel` exchanged.
+        variables: all variables of a model (other collections are kept as they are), or
+            its `_overwrite_with_gradient` collection alone. Leaves may be stacked
+            (`nn.scan`, `nn.vmap`).
+        swapped: regular expressions; modules whose "/"-joined path one of them matches
+            in full have `input` and `kernel` exchanged.
 
     Returns:
-        Nested dicts with state in float32 (a tree that was cast to bfloat16 is widened).
+        Nested dicts with state in float32 (a tree that was cast to bfloat16 is
+        widened).
 
     Raises:
-        ValueError: the tree has no FP8 state, an incomplete module, two modules that would get one name, or NANOO
-            state, whose scales refer to the fnuz formats of AMD; or a pattern matches no module.
+        ValueError: the tree has no FP8 state, an incomplete module, two modules that
+            would get one name, or NANOO state, whose scales refer to the fnuz formats
+            of AMD; or a pattern matches no module.
         TypeError: `variables` is not a dict, or a leaf is not a floating array.
     """
 
@@ -51,16 +56,18 @@ def to_flax(
     """Convert jaxfp8's state for Flax's classes, the inverse of `from_flax`.
 
     Args:
-        variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
-        name: the class that Flax's model uses: `"Fp8DirectDotGeneralOp"`, which is `nn.Fp8DotGeneral`, or the older
-            `"Fp8DotGeneralOp"`.
+        variables: all variables of a model, or its `_overwrite_with_gradient`
+            collection alone.
+        name: the class that Flax's model uses: `"Fp8DirectDotGeneralOp"`, which is
+            `nn.Fp8DotGeneral`, or the older `"Fp8DotGeneralOp"`.
         swapped: as for `from_flax`; regular expressions for paths of `variables`.
 
     Returns:
         Nested dicts with state in float32.
 
     Raises:
-        ValueError, TypeError: as `from_flax`; also a ValueError if `name` is neither of the two.
+        ValueError, TypeError: as `from_flax`; also a ValueError if `name` is neither of
+            the two.
     """
     if name not in _FLAX:
         raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")
@@ -68,7 +75,9 @@ def to_flax(
 
 
 def _convert(where, variables, classes, swapped):
-    """Convert state whose modules are named after a class in `classes`, which gives the class of the result."""
+    """Convert state whose modules are named after a class in `classes`, which gives the
+    class of the result.
+    """
     if isinstance(swapped, str):
         raise TypeError(f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}")
 
@@ -88,7 +97,8 @@ def _convert(where, variables, classes, swapped):
             for operand, name in zip(operands, _tree.OPERANDS, strict=True):
                 state = _tree.named(operand, *_tree.quantizer(where, path, module, name))
                 yield _renamed(where, path, classes), state
-        # A pattern that matches nothing is a typo: x and the kernel of that einsum would have each other's state.
+        # A pattern that matches nothing is a typo: x and the kernel of that einsum
+        # would have each other's state.
         if unused:
             paths = sorted(map(_tree.at, modules))
             raise ValueError(f"{where}: swapped: {sorted(unused)} match no module; there are {paths}")
@@ -97,7 +107,8 @@ def _convert(where, variables, classes, swapped):
 
 
 def _renamed(where, path: _tree.Path, classes) -> _tree.Path:
-    # Flax names a module after its class unless the user has; names of users are the same in both libraries.
+    # Flax names a module after its class unless the user has; names of users are the
+    # same in both libraries.
     if not path:
         return path
     name, number = re.fullmatch(r"(.*?)(_\d+)?", path[-1]).groups(default="")

@@ -1,4 +1,6 @@
-"""Fill a model with the weights of safetensors files, to train on from them or to freeze them."""
+"""Fill a model with the weights of safetensors files, to train on from them or to
+freeze them.
+"""
 
 import math
 import os
@@ -27,34 +29,41 @@ def from_safetensors(
     path: str | os.PathLike | Sequence[str | os.PathLike],
     names: Mapping[str, Name] | Callable[[str], Name] | None = None,
 ) -> Any:
-    """Fill the parameters of a model with weights of safetensors files; the inverse of `to_safetensors`.
+    """Fill the parameters of a model with weights of safetensors files; the inverse of
+    `to_safetensors`.
 
         variables = model.init(key, x)
         variables = jaxfp8.convert.from_safetensors(variables, "model.safetensors", names)
 
-    The model decides what becomes of FP8 weights. A parameter becomes a master copy in its own dtype: codes times
-    scales, rounded to float32 and, where it is narrower, to its dtype. The kernels of a model that `jaxfp8.freeze` gave
-    become the codes and scales of the file as they are, so that adapters train beside them.
+    The model decides what becomes of FP8 weights. A parameter becomes a master copy in
+    its own dtype: codes times scales, rounded to float32 and, where it is narrower, to
+    its dtype. The kernels of a model that `jaxfp8.freeze` gave become the codes and
+    scales of the file as they are, so that adapters train beside them.
 
     Args:
-        variables: the variables of a Linen model or an NNX model, frozen or not, whose shapes and dtypes stay.
-            The leaves may be `jax.ShapeDtypeStruct` too, from `jax.eval_shape` or `nnx.eval_shape`. Where a leaf has a
-            sharding, the result is put there.
+        variables: the variables of a Linen model or an NNX model, frozen or not, whose
+            shapes and dtypes stay. The leaves may be `jax.ShapeDtypeStruct` too, from
+            `jax.eval_shape` or `nnx.eval_shape`. Where a leaf has a sharding, the
+            result is put there.
         path: a file that `read_safetensors` reads, or several files.
-        names: as for `to_safetensors`: a dict of expressions and names in the file, or None; or a function that takes a
-            path of the model, joined by `/`, and returns what that dict holds for it. A parameter with the name None
-            stays as it is, so it has to be an array. Tensors of the file that have no parameter are left out.
+        names: as for `to_safetensors`: a dict of expressions and names in the file, or
+            None; or a function that takes a path of the model, joined by `/`, and
+            returns what that dict holds for it. A parameter with the name None stays as
+            it is, so it has to be an array. Tensors of the file that have no parameter
+            are left out.
 
     Returns:
-        New variables of arrays; for an NNX model the same object, changed in place. FP8 state stays as it is; that of
-        `jax.eval_shape` becomes that of `init`, empty histories and scale 1.
+        New variables of arrays; for an NNX model the same object, changed in place. FP8
+        state stays as it is; that of `jax.eval_shape` becomes that of `init`, empty
+        histories and scale 1.
 
     Raises:
-        ValueError: the file lacks a tensor, its scales or the fixed scale of an input, or has it in another shape, as
-            integers, or, for codes, in another format or with scales of other blocks; a path has no name, or an
-            expression matches no parameter; or a leaf that the file does not fill is a `jax.ShapeDtypeStruct`, and no
-            state of delayed scaling. The message has the tensor's name. Nothing is changed then. Also what
-            `read_safetensors` raises.
+        ValueError: the file lacks a tensor, its scales or the fixed scale of an input,
+            or has it in another shape, as integers, or, for codes, in another format or
+            with scales of other blocks; a path has no name, or an expression matches no
+            parameter; or a leaf that the file does not fill is a
+            `jax.ShapeDtypeStruct`, and no state of delayed scaling. The message has the
+            tensor's name. Nothing is changed then. Also what `read_safetensors` raises.
         TypeError: `variables` is neither a dict of variables nor an NNX model.
     """
     where = "from_safetensors"
@@ -78,7 +87,9 @@ def from_safetensors(
 
 
 def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.Array:
-    """Return a parameter in the dtype of `leaf`: matrices `[out, in]` become kernels `[*in, *out]`."""
+    """Return a parameter in the dtype of `leaf`: matrices `[out, in]` become kernels
+    `[*in, *out]`.
+    """
     stacked = len(templates[0]) - 1
     _check_stacked(path, templates, leaf.shape)
     values = np.empty(leaf.shape, np.float32)
@@ -99,7 +110,9 @@ def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.A
 
 
 def _frozen_kernel(path: Path, templates: tuple[Template, ...], old: dict, tensors) -> dict[str, jax.Array]:
-    """Return the arrays of a frozen product by name: codes of the file as `[*stacked, *out, *in]`, and scales."""
+    """Return the arrays of a frozen product by name: codes of the file as
+    `[*stacked, *out, *in]`, and scales.
+    """
     if not templates:
         return {}
     codes, scale_inv, has_input = (
@@ -132,7 +145,9 @@ def _frozen_kernel(path: Path, templates: tuple[Template, ...], old: dict, tenso
 
 
 def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
-    """Return the scales of the parts of a frozen kernel, in the shape and the dtype that the model has."""
+    """Return the scales of the parts of a frozen kernel, in the shape and the dtype
+    that the model has.
+    """
     scales = np.concatenate([part.scale_inv for part in parts])
     if scales.shape != shape and all(part.block is None for part in parts) and len(np.unique(scales)) == 1:
         scales = scales[:1]  # parts that have one scale for all
@@ -160,7 +175,9 @@ def _tensor(path: Path, name: str, tensors: dict[str, StoredTensor]) -> StoredTe
 
 
 def _fits(array, shape) -> bool:
-    """Tell whether a matrix is an array of this shape with its first and its last dimensions merged."""
+    """Tell whether a matrix is an array of this shape with its first and its last
+    dimensions merged.
+    """
     splits = range(len(shape) + 1)
     return array.ndim == 2 and any(array.shape == (math.prod(shape[:i]), math.prod(shape[i:])) for i in splits)
 
@@ -189,7 +206,8 @@ def _placed(array: np.ndarray, leaf) -> jax.Array:
 
 
 def _with_fresh_state(variables, filled: set[Path]):
-    """Return `variables` with the FP8 state of `init` in the place of shapes, where only shapes of it are given.
+    """Return `variables` with the FP8 state of `init` in the place of shapes, where
+    only shapes of it are given.
 
     Args:
         variables: those of the model.
@@ -226,7 +244,9 @@ def _with_fresh_state(variables, filled: set[Path]):
 
 
 def _with_leaves(variables, leaves: dict[Path, jax.Array]):
-    """Return `variables` with other leaves at these paths, as `parameters` names them."""
+    """Return `variables` with other leaves at these paths, as `parameters` names
+    them.
+    """
     if isinstance(variables, nnx.Module):
         for path, variable in nnx.to_flat_state(nnx.state(variables, (nnx.Param, nnx.BatchStat))):
             if (key := tuple(map(str, path))) in leaves:

@@ -1,6 +1,8 @@
-"""Read the parameters of a frozen model by path, and its FP8 kernels as matrices `[out, in]` with their scales.
+"""Read the parameters of a frozen model by path, and its FP8 kernels as matrices
+`[out, in]` with their scales.
 
-Loaders of FP8 weights expect scales under names and in shapes of their own, and a config that tells them so.
+Loaders of FP8 weights expect scales under names and in shapes of their own, and a
+config that tells them so.
 """
 
 import dataclasses
@@ -65,12 +67,14 @@ def quantization_config(layout: str, ignored: list[str], is_static: bool) -> dic
         is_static: whether inputs have fixed scales.
 
     References:
-        DeepSeek-V3's `config.json`, which transformers' `FineGrainedFP8Config` and vLLM's `Fp8Config` read;
-        `QuantizationConfig` and the presets FP8 and MXFP8 of compressed-tensors 0.20.
+        DeepSeek-V3's `config.json`, which transformers' `FineGrainedFP8Config` and
+        vLLM's `Fp8Config` read; `QuantizationConfig` and the presets FP8 and MXFP8 of
+        compressed-tensors 0.20.
     """
     if layout == "block128":
         config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        # Transformers reads `modules_to_not_convert`, older versions of vLLM read `ignored_layers`.
+        # Transformers reads `modules_to_not_convert`, older versions of vLLM read
+        # `ignored_layers`.
         return config | {"modules_to_not_convert": ignored, "ignored_layers": ignored}
     scales = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
     if layout == "mxfp8":
@@ -86,10 +90,12 @@ def quantization_config(layout: str, ignored: list[str], is_static: bool) -> dic
 
 
 def parameters(where: str, frozen: Any) -> dict[Path, Any]:
-    """Return the parameters and the placeholders of kernels, by path, of a Linen model's variables or an NNX model.
+    """Return the parameters and the placeholders of kernels, by path, of a Linen
+    model's variables or an NNX model.
 
-    `where` names the function and its argument, for messages. A path in another collection of Linen than `params`
-    begins with the collection's name. State of quantizers is left out.
+    `where` names the function and its argument, for messages. A path in another
+    collection of Linen than `params` begins with the collection's name. State of
+    quantizers is left out.
 
     Raises:
         TypeError: `frozen` is neither a dict of variables nor an NNX module.
@@ -117,12 +123,13 @@ class FP8Kernel:
     """An FP8 kernel of a frozen model; the kernels of stacked layers are one FP8Kernel.
 
     Attributes:
-        path: the path of the layer, then "kernel"; the path of the product, then "kernel", where the layer has no
-            placeholder.
+        path: the path of the layer, then "kernel"; the path of the product, then
+            "kernel", where the layer has no placeholder.
         placeholder: the placeholder of the kernel, or None where the kernel was kept.
         codes: the codes of the kernel `[*stacked, *out, *in]`.
         scale_inv: their scales.
-        input_scale_inv: the fixed scale of the input; None for an input that is scaled when it arrives.
+        input_scale_inv: the fixed scale of the input; None for an input that is scaled
+            when it arrives.
     """
 
     path: Path
@@ -132,7 +139,8 @@ class FP8Kernel:
     input_scale_inv: np.ndarray | None
 
     def matrices(self, layout: str, stacked: int, parts: int) -> Iterator[tuple]:
-        """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each stacked kernel and part of its rows.
+        """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each
+        stacked kernel and part of its rows.
 
         Args:
             layout: the layout in `LAYOUTS` that the scales must have.
@@ -146,7 +154,8 @@ class FP8Kernel:
         n, k = self._matrix_shape(stacked)
         self._check_layout(stacked, n, k, layout)
         block = LAYOUTS[layout].block
-        is_divided = block is not None and n > block[0]  # otherwise one row of scales holds for all parts
+        # otherwise one row of scales holds for all parts
+        is_divided = block is not None and n > block[0]
         if n % parts or (is_divided and parts > 1 and (n // parts) % block[0]):
             raise self._error(
                 f"rows that divide into {parts} parts, of whole blocks {block}", f"{n} rows", "write it under one name"
@@ -183,7 +192,9 @@ class FP8Kernel:
         return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
 
     def _check_layout(self, stacked, n, k, layout) -> None:
-        """Raise a ValueError unless scales, codes and k are as the layout needs them."""
+        """Raise a ValueError unless scales, codes and k are as the layout needs
+        them.
+        """
         codes, scale = self.codes, self.scale_inv
 
         def fits(layout):
@@ -208,7 +219,9 @@ class FP8Kernel:
             raise self._error("inputs that are a multiple of 32", f"{k}", "loaders take no part of a block")
 
     def _check_numbers(self) -> None:
-        """Raise a ValueError for NaN codes, and for scales that are not positive and finite."""
+        """Raise a ValueError for NaN codes, and for scales that are not positive and
+        finite.
+        """
         scales = [a.astype(np.float32) for a in (self.scale_inv, self.input_scale_inv) if a is not None]
         if np.any(self.codes.view(np.uint8) & 127 == 127) or not all(np.all(np.isfinite(a) & (a > 0)) for a in scales):
             raise self._error("finite codes and scales", "NaN", "repair the parameters, and freeze again")

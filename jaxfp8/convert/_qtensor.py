@@ -1,4 +1,6 @@
-"""Convert QTensors to and from qwix's QArray and the operands of `jax.nn.scaled_matmul`; codes are not copied."""
+"""Convert QTensors to and from qwix's QArray and the operands of
+`jax.nn.scaled_matmul`; codes are not copied.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +18,17 @@ _E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
 def to_qarray(q: QTensor) -> Any:
     """Return the codes and scales of a QTensor as a `qwix.QArray`.
 
-    The codes are the same array. The scales are reshaped to the rank of the codes. Scales in E8M0, which qwix does not
-    have, become float32, exactly. `data_t` and `source` are left out.
+    The codes are the same array. The scales are reshaped to the rank of the codes.
+    Scales in E8M0, which qwix does not have, become float32, exactly. `data_t` and
+    `source` are left out.
 
     Args:
         q: a QTensor with FP8 codes, whose blocks divide the dimensions of the codes.
 
     Raises:
         ImportError: qwix is not installed.
-        ValueError: `q` is in high precision; or a block is cut off at an edge, or lies across dimensions of the codes:
-            qwix has tiles that divide every dimension.
+        ValueError: `q` is in high precision; or a block is cut off at an edge, or lies
+            across dimensions of the codes: qwix has tiles that divide every dimension.
 
     References:
         qwix 0.1.8, `QArray` and `validate_qarray`.
@@ -46,18 +49,21 @@ def to_qarray(q: QTensor) -> Any:
 
 
 def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
-    """Return the codes and scales of a `qwix.QArray` as a QTensor, whose columns are the last dimension.
+    """Return the codes and scales of a `qwix.QArray` as a QTensor, whose columns are
+    the last dimension.
 
     The codes are the same array. The scales become float32, f32[1] for one scale, else
     `[*batch, rows / r, cols / c]`.
 
     Args:
-        array: a `qwix.QArray`, or an object with its attributes `qvalue`, `scale` and `zero_point`, with FP8 codes and
-            no zero point.
-        batch: the number of leading dimensions that count matrices with scales of their own.
+        array: a `qwix.QArray`, or an object with its attributes `qvalue`, `scale` and
+            `zero_point`, with FP8 codes and no zero point.
+        batch: the number of leading dimensions that count matrices with scales of their
+            own.
 
     Raises:
-        ValueError: the codes are not FP8; there is a zero point; or no block `(r, c)` describes the tiles.
+        ValueError: the codes are not FP8; there is a zero point; or no block `(r, c)`
+            describes the tiles.
     """
     codes, scale = array.qvalue, array.scale
     if codes.dtype not in FP8_DTYPES or array.zero_point is not None:
@@ -83,22 +89,25 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
 
 
 def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
-    """Return `(codes [B, M, K], scales [B, M, blocks])`, an operand of `jax.nn.scaled_matmul`.
+    """Return `(codes [B, M, K], scales [B, M, blocks])`, an operand of
+    `jax.nn.scaled_matmul`.
 
         a, a_scales = to_scaled_matmul(x)
         b, b_scales = to_scaled_matmul(kernel)
         y = jax.nn.scaled_matmul(a, b, a_scales, b_scales)
 
-    Codes and scales are only reshaped, and keep their dtypes. B counts the batch dimensions, M the rows and K the
-    columns. On NVIDIA GPUs cuDNN multiplies E8M0 blocks of 32; JAX has no such product on CPUs.
+    Codes and scales are only reshaped, and keep their dtypes. B counts the batch
+    dimensions, M the rows and K the columns. On NVIDIA GPUs cuDNN multiplies E8M0
+    blocks of 32; JAX has no such product on CPUs.
 
     Args:
-        q: a QTensor with blocks `(1, c)`, which lie along its columns alone: from `MXFP8BlockScaling` or
-            `Float8RowwiseScaling`, or x of `Float8BlockScaling`.
+        q: a QTensor with blocks `(1, c)`, which lie along its columns alone: from
+            `MXFP8BlockScaling` or `Float8RowwiseScaling`, or x of `Float8BlockScaling`.
 
     Raises:
-        ValueError: `q` is in high precision; `q` has one scale, or scales for several rows, which `scaled_matmul` would
-            need repeated for each row; or the last block is cut off.
+        ValueError: `q` is in high precision; `q` has one scale, or scales for several
+            rows, which `scaled_matmul` would need repeated for each row; or the last
+            block is cut off.
     """
     scale_inv, block = _scales_and_block("to_scaled_matmul", q)
     batch = scale_inv.ndim - 2
@@ -112,7 +121,8 @@ def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
 
 
 def from_scaled_matmul(codes: jax.Array, scales: jax.Array) -> QTensor:
-    """Return an operand of `jax.nn.scaled_matmul` as a QTensor, which holds the same two arrays.
+    """Return an operand of `jax.nn.scaled_matmul` as a QTensor, which holds the same
+    two arrays.
 
     Args:
         codes: FP8 `[B, M, K]`.
@@ -137,7 +147,9 @@ def from_scaled_matmul(codes: jax.Array, scales: jax.Array) -> QTensor:
 
 
 def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
-    """Return the scales of FP8 codes and their block; the block of one scale is None."""
+    """Return the scales of FP8 codes and their block; the block of one scale is
+    None.
+    """
     if not q.is_fp8:
         raise ValueError(f"{where}: q: expected FP8 codes with scales, got {q.data.dtype} without; quantize it first")
     if q.has_one_scale:
@@ -150,7 +162,9 @@ def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
 
 
 def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ...]:
-    """Return for each of several merged dimensions how many blocks of `step` elements lie along the dimension."""
+    """Return for each of several merged dimensions how many blocks of `step` elements
+    lie along the dimension.
+    """
     counts = []
     step = math.prod(sizes) if step is None else min(step, math.prod(sizes))
     for size in reversed(sizes):
@@ -165,7 +179,8 @@ def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ..
 
 
 def _merged(pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Return how many elements of merged dimensions share a scale; None where that is not one number.
+    """Return how many elements of merged dimensions share a scale; None where that is
+    not one number.
 
     Args:
         pairs: for each dimension its size and its number of scales.

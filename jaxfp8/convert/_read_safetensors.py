@@ -1,4 +1,6 @@
-"""Read FP8 weights and their scales from safetensors files; the names that the parameters of a model have there."""
+"""Read FP8 weights and their scales from safetensors files; the names that the
+parameters of a model have there.
+"""
 
 import dataclasses
 import json
@@ -38,14 +40,17 @@ _TRIES = 5
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, in the file's dtype, with the scales that belong to the tensor.
+    """A tensor of a safetensors file, in the file's dtype, with the scales that belong
+    to the tensor.
 
     Attributes:
         data: the tensor, mapped from the file.
-        dtype: the name that safetensors gives to the dtype: `"F8_E4M3"`, `"BF16"`, `"F32"`, ...
-        scale_inv: f32[1], or f32 `[rows / r, cols / c]`, rounded up, a scale for each block; None without scales.
-        block: `(r, c)`, the rows and columns that share a scale, c = None for all columns; None for one scale, and
-            without scales.
+        dtype: the name that safetensors gives to the dtype: `"F8_E4M3"`, `"BF16"`,
+            `"F32"`, ...
+        scale_inv: f32[1], or f32 `[rows / r, cols / c]`, rounded up, a scale for each
+            block; None without scales.
+        block: `(r, c)`, the rows and columns that share a scale, c = None for all
+            columns; None for one scale, and without scales.
         input_scale_inv: f32[1], the fixed scale_inv of the layer's input; or None.
     """
 
@@ -68,7 +73,8 @@ class StoredTensor:
 
 
 def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[str, StoredTensor]:
-    """Read a safetensors file, or the files that a model is divided into; each FP8 weight gets its scales.
+    """Read a safetensors file, or the files that a model is divided into; each FP8
+    weight gets its scales.
 
     The names, dtypes and shapes of scales in the file tell their block:
 
@@ -82,18 +88,19 @@ def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> d
     | `x.input_scale` or `x.activation_scale`, with one element | `input_scale_inv`, the scale of the layer's input |
 
     Args:
-        path: a file of `to_safetensors`, or of another writer of these layouts; or several files, in which a weight and
-            its scales may be apart.
+        path: a file of `to_safetensors`, or of another writer of these layouts; or
+            several files, in which a weight and its scales may be apart.
 
     Returns:
-        The tensors by name; scales are in the tensor to which they belong, and have no entry of their own. `data` is
-        mapped from the file, and read when it is used.
+        The tensors by name; scales are in the tensor to which they belong, and have no
+        entry of their own. `data` is mapped from the file, and read when it is used.
 
     Raises:
-        ValueError: the file is not in the safetensors format (tensors overlap, gaps, names that are there twice), or is
-            cut off, or is replaced again and again while it is read; a dtype is unknown; scales fit none of the layouts
-            above; or two files have a tensor of one name. The message has the file's name, and the tensor's where it is
-            about one.
+        ValueError: the file is not in the safetensors format (tensors overlap, gaps,
+            names that are there twice), or is cut off, or is replaced again and again
+            while it is read; a dtype is unknown; scales fit none of the layouts above;
+            or two files have a tensor of one name. The message has the file's name, and
+            the tensor's where it is about one.
         ImportError: the package safetensors is not installed.
 
     References:
@@ -116,11 +123,14 @@ def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> d
 
 
 def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return the tensors of one file, scales among them; safetensors has checked that they fill it without gaps."""
+    """Return the tensors of one file, scales among them; safetensors has checked that
+    they fill it without gaps.
+    """
     for _ in range(_TRIES):
         entries = _checked_entries(where, path)
-        # safetensors makes no numpy arrays of FP8 dtypes, so the data is mapped here. By now another file may have the
-        # path: its header has to be the one that was checked.
+        # safetensors makes no numpy arrays of FP8 dtypes, so the data is mapped here.
+        # By now another file may have the path: its header has to be the one that was
+        # checked.
         try:
             data = np.asarray(np.memmap(path, np.uint8, "r"))
         except ValueError:  # it is empty by now
@@ -134,7 +144,9 @@ def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTen
 
 
 def _checked_entries(where: str, path: str | os.PathLike) -> list[Entry]:
-    """Return the entries of a file that safetensors has checked, in the order of their data."""
+    """Return the entries of a file that safetensors has checked, in the order of their
+    data.
+    """
     safetensors = package("read_safetensors")
     try:
         with safetensors.safe_open(path, "numpy") as file:
@@ -145,7 +157,9 @@ def _checked_entries(where: str, path: str | os.PathLike) -> list[Entry]:
 
 
 def _header_pairs(header: bytes) -> list:
-    """Return the names of a header, twice where they are there twice, and their entries; nothing if it is no header."""
+    """Return the names of a header, twice where they are there twice, and their
+    entries; nothing if it is no header.
+    """
     try:
         return json.loads(header, object_pairs_hook=list)
     except (ValueError, RecursionError):
@@ -153,11 +167,14 @@ def _header_pairs(header: bytes) -> list:
 
 
 def _is_header(pairs: list, entries: list[Entry], size: int) -> bool:
-    """Tell whether a header has these entries, in the order of their data of `size` bytes."""
+    """Tell whether a header has these entries, in the order of their data of `size`
+    bytes.
+    """
     try:
         tensors = {name: dict(entry) for name, entry in pairs if name != "__metadata__"}
         of_header = [(*entry["data_offsets"], name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
-        # Tensors without elements lie between any others: they may come in another order.
+        # Tensors without elements lie between any others: they may come in another
+        # order.
         in_order = [entry for entry in sorted(of_header) if entry[0] < entry[1]]
         return (
             [list(entry[2:]) for entry in in_order] == [list(entry) for entry in entries if 0 not in entry[2]]
@@ -177,7 +194,8 @@ def _views(where: str, data: np.ndarray, begin: int, entries: list[Entry]) -> di
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
         try:
             if begin == end:
-                np.empty(shape, np.float64)  # as `decode` makes it: numpy limits also the shapes of nothing
+                # as `decode` makes it: numpy limits also the shapes of nothing
+                np.empty(shape, np.float64)
             tensors[name] = StoredTensor(data[begin:end].view(DTYPES[dtype]).reshape(shape), dtype)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{where}: {name}: expected a shape that numpy has, got {shape}: {error}") from error
@@ -261,7 +279,8 @@ class Names:
 
     Attributes:
         where: the function, for messages.
-        names: its argument `names`: a dict of expressions, a function of a path, or None; see `to_safetensors`.
+        names: its argument `names`: a dict of expressions, a function of a path, or
+            None; see `to_safetensors`.
         unused: the expressions that have decided about no parameter so far.
     """
 
@@ -270,7 +289,9 @@ class Names:
         self.unused = {} if names is None or callable(names) else dict.fromkeys(names)
 
     def __call__(self, path: Path) -> tuple[Template, ...]:
-        """Return a template for each part of a parameter's rows; an empty tuple where `names` leaves it out."""
+        """Return a template for each part of a parameter's rows; an empty tuple where
+        `names` leaves it out.
+        """
         if self.names is None:
             return ((".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),),)
         if callable(self.names):
@@ -278,7 +299,8 @@ class Names:
         for pattern, name in self.names.items():
             if match := re.fullmatch(pattern, at(path)):
                 self.unused.pop(pattern, None)
-                # Groups are names of the model: braces in them are no places of an index.
+                # Groups are names of the model: braces in them are no places of an
+                # index.
                 return self._templates(path, name, match.expand)
         raise ValueError(f"{self.where}: names: {at(path)} matches no expression; map it to None to leave it out")
 

@@ -22,7 +22,8 @@ def to_safetensors(
     *,
     layout: str,
 ) -> dict[str, Any]:
-    r"""Write a frozen model to a safetensors file, with the codes and the scales of training.
+    r"""Write a frozen model to a safetensors file, with the codes and the scales of
+    training.
 
         config["quantization_config"] = jaxfp8.convert.to_safetensors(frozen, path, names, layout="block128")
 
@@ -32,30 +33,36 @@ def to_safetensors(
     | `"block128"` | `Float8BlockScaling` | `x.weight_scale_inv` f32 `[out / 128, in / 128]`, rounded up |
     | `"mxfp8"` | `MXFP8BlockScaling` | `x.weight_scale` uint8 `[out, in / 32]`, the codes of E8M0 |
 
-    A weight is its codes times their scale: every scale in the file is a scale_inv. FP8 kernels become matrices, whose
-    rows are the outputs. Other parameters keep their dtype; kernels are transposed, and biases have one dimension.
+    A weight is its codes times their scale: every scale in the file is a scale_inv. FP8
+    kernels become matrices, whose rows are the outputs. Other parameters keep their
+    dtype; kernels are transposed, and biases have one dimension.
 
-    `names` maps regular expressions to names in the file. The first expression that matches a whole parameter path
-    (`re.fullmatch`), such as `"layers_3/mlp/up/kernel"`, decides. In a name `\1` is a group of the expression, and each
-    `{}` the index along a leading dimension of stacked parameters (`nn.scan`, experts). A tuple of names divides the
-    rows into equal parts; the name None leaves the parameter out.
+    `names` maps regular expressions to names in the file. The first expression that
+    matches a whole parameter path (`re.fullmatch`), such as `"layers_3/mlp/up/kernel"`,
+    decides. In a name `\1` is a group of the expression, and each `{}` the index along
+    a leading dimension of stacked parameters (`nn.scan`, experts). A tuple of names
+    divides the rows into equal parts; the name None leaves the parameter out.
 
     Args:
-        frozen: the result of `jaxfp8.freeze`: the variables of a Linen model, or the NNX model.
+        frozen: the result of `jaxfp8.freeze`: the variables of a Linen model, or the
+            NNX model.
         path: the file to write.
-        names: the mapping above; None gives each parameter its path joined by `.`, with `weight` in place of a last
-            part `kernel`, `embedding` or `scale`.
-        layout: `"tensor"`, `"block128"` or `"mxfp8"`, for all FP8 kernels. No kernel is quantized again to fit it.
+        names: the mapping above; None gives each parameter its path joined by `.`, with
+            `weight` in place of a last part `kernel`, `embedding` or `scale`.
+        layout: `"tensor"`, `"block128"` or `"mxfp8"`, for all FP8 kernels. No kernel is
+            quantized again to fit it.
 
     Returns:
         The `quantization_config` of the model's `config.json`.
 
     Raises:
-        ValueError: `frozen` holds no frozen product; the scales of a layer's recipe fit another layout, or no layout;
-            some layers have fixed scales for their inputs and others not; codes are not float8_e4m3fn, or are NaN; a
-            parameter has no name, or two have the same name; an expression matches no parameter; a kernel is not a
-            matrix, or cannot be divided. No file is written then.
-        TypeError: `frozen` is neither variables nor an NNX model; or a parameter has a dtype that the format lacks.
+        ValueError: `frozen` holds no frozen product; the scales of a layer's recipe fit
+            another layout, or no layout; some layers have fixed scales for their inputs
+            and others not; codes are not float8_e4m3fn, or are NaN; a parameter has no
+            name, or two have the same name; an expression matches no parameter; a
+            kernel is not a matrix, or cannot be divided. No file is written then.
+        TypeError: `frozen` is neither variables nor an NNX model; or a parameter has a
+            dtype that the format lacks.
         ImportError: the package safetensors is not installed.
     """
     if layout not in LAYOUTS:
@@ -74,7 +81,8 @@ def to_safetensors(
             raise TypeError(
                 f"to_safetensors: {name}: expected a dtype of {[*map(str, DTYPES.values())]}, got {array.dtype}"
             )
-        tensors[name] = np.ascontiguousarray(array).reshape(array.shape)  # safetensors reads its memory as it lies
+        # safetensors reads its memory as it lies
+        tensors[name] = np.ascontiguousarray(array).reshape(array.shape)
 
     # 1. FP8 kernels and their scales.
     for kernel in kernels:

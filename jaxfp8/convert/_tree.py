@@ -1,6 +1,8 @@
-"""Read the quantizer state of a tree of variables: modules by path, and the leaves of a module by name.
+"""Read the quantizer state of a tree of variables: modules by path, and the leaves of a
+module by name.
 
-A module is `{leaf name: array}`; all modules of a collection are `{path: module}`, where a path is a tuple of names.
+A module is `{leaf name: array}`; all modules of a collection are `{path: module}`,
+where a path is a tuple of names.
 """
 
 import dataclasses
@@ -22,17 +24,19 @@ Modules = dict[Path, dict[str, object]]
 
 
 def convert_state(where: str, variables: Mapping, convert: Callable) -> dict:
-    """Replace the modules of the state's collection of `variables` by those that `convert` makes of them.
+    """Replace the modules of the state's collection of `variables` by those that
+    `convert` makes of them.
 
-    `convert(modules)` yields `(path, leaves by name)` for the modules of the result; the leaves of a module may come in
-    parts.
+    `convert(modules)` yields `(path, leaves by name)` for the modules of the result;
+    the leaves of a module may come in parts.
 
-    Other collections stay as they are. Variables without that collection are taken as the bare collection itself, and
-    the result is a bare collection too.
+    Other collections stay as they are. Variables without that collection are taken as
+    the bare collection itself, and the result is a bare collection too.
 
     Raises:
         TypeError: `variables` is not a dict.
-        ValueError: the modules hold no FP8 state, so `convert` yields nothing; or two leaves get the same name.
+        ValueError: the modules hold no FP8 state, so `convert` yields nothing; or two
+            leaves get the same name.
     """
     if not isinstance(variables, Mapping):
         raise TypeError(
@@ -74,13 +78,17 @@ def nested(modules: Modules) -> dict:
 
 
 def is_counters(name: str, module: Iterable[str]) -> bool:
-    """Tell whether `name` is the counters of a quantizer in a module with these leaf names."""
+    """Tell whether `name` is the counters of a quantizer in a module with these leaf
+    names.
+    """
     prefix = name.removesuffix("_counters")
     return prefix != name and f"{prefix}_amax_history" in module
 
 
 def insert(where: str, modules: Modules, path: Path, module: dict) -> None:
-    """Add leaves to the module at `path`; raise a ValueError where a name is there already."""
+    """Add leaves to the module at `path`; raise a ValueError where a name is there
+    already.
+    """
     leaves = modules.setdefault(path, {})
     for name in module:
         if name in leaves:
@@ -129,7 +137,9 @@ def _leaf(where, path, module, name):
 
 
 def at(path: Path, name: str = "") -> str:
-    """Join a path, and the name of a leaf, by `/`, as messages and patterns have paths."""
+    """Join a path, and the name of a leaf, by `/`, as messages and patterns have
+    paths.
+    """
     return "/".join((*path, name) if name else path)
 
 

@@ -1,4 +1,6 @@
-"""One FP8 product: dot_general, einsum, ragged_dot; the primitive; fprop, dgrad and wgrad; fused inputs."""
+"""One FP8 product: dot_general, einsum, ragged_dot; the primitive; fprop, dgrad and
+wgrad; fused inputs.
+"""
 
 from ._autodiff import Static, shared, vmapped_state, warn_of_state
 from ._compute_dtype import check_gate, check_norm, linear, norm_of_layer, promoted, sizes

@@ -1,7 +1,9 @@
-"""Products and transfers in autodiff: the cotangents of a state meet in a max, and gradients have state and sources.
+"""Products and transfers in autodiff: the cotangents of a state meet in a max, and
+gradients have state and sources.
 
-`vmapped_state` is for transfers, which are a `custom_vjp`: under `vmap` JAX sums the cotangents of an argument that the
-examples share, which is right for a kernel and wrong for a state.
+`vmapped_state` is for transfers, which are a `custom_vjp`: under `vmap` JAX sums the
+cotangents of an argument that the examples share, which is right for a kernel and wrong
+for a state.
 """
 
 import dataclasses
@@ -33,9 +35,11 @@ _NO_STATE = (
 
 
 def shared(state):
-    """Return `state` as f32, such that the cotangents of all uses of its leaves meet in a max.
+    """Return `state` as f32, such that the cotangents of all uses of its leaves meet in
+    a max.
 
-    A reading stays as it is: a loop keeps its inputs for the backward anyway, and a conversion would be a copy.
+    A reading stays as it is: a loop keeps its inputs for the backward anyway, and a
+    conversion would be a copy.
     """
 
     def use(leaf):
@@ -53,13 +57,17 @@ def shared(state):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Hashable data among the residuals of a `custom_vjp`, which are arrays otherwise."""
+    """Hashable data among the residuals of a `custom_vjp`, which are arrays
+    otherwise.
+    """
 
     value: Any
 
 
 def repeat(batch, x):
-    """Repeat `x` for each example of a batch, given as its size and the mesh axis that cuts it."""
+    """Repeat `x` for each example of a batch, given as its size and the mesh axis that
+    cuts it.
+    """
     (size, axis), sharding = batch, jax.typeof(x).sharding
     out = None if sharding.mesh.empty else NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
     return lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out)
@@ -81,7 +89,9 @@ repeat_state.defvjp(_repeat_state_fwd, _repeat_state_bwd)
 
 
 def vmapped_state(state, *operands):
-    """Return `state`; under a `vmap` that batches any operand, each of its leaves gets a batch dimension too."""
+    """Return `state`; under a `vmap` that batches any operand, each of its leaves gets
+    a batch dimension too.
+    """
     leaves, tree = jax.tree.flatten(state)
     return tree.unflatten(_vmapped_state_p.bind(*leaves, *operands, count=len(leaves)) if leaves else leaves)
 
@@ -95,12 +105,14 @@ def _batch(args, dims, *, count):
         repeat_state((size, axis), leaf) if d is None else jnp.moveaxis(leaf, d, 0)
         for leaf, d in zip(args[:count], dims[:count], strict=True)
     ]
-    # The operands go along so that an outer `vmap` sees them; the place of their batch dimension no longer matters.
+    # The operands go along so that an outer `vmap` sees them; the place of their batch
+    # dimension no longer matters.
     return _vmapped_state_p.bind(*leaves, *args[count:], count=count), [0] * count
 
 
 def _jvp(primals, tangents, *, count):
-    # Each result is a leaf of the state and has the tangent of that leaf. The results do not depend on the operands.
+    # Each result is a leaf of the state and has the tangent of that leaf. The results
+    # do not depend on the operands.
     return _vmapped_state_p.bind(*primals, count=count), list(tangents[:count])
 
 
@@ -114,11 +126,13 @@ mlir.register_lowering(_vmapped_state_p, lambda ctx, *operands, count: operands[
 
 
 def warn_of_state(quantizers, is_updated, layer: str | None = None, where: Any = None) -> None:
-    """Warn where a gradient leaves out the state of a product, or a layer lacks the state that its recipe keeps.
+    """Warn where a gradient leaves out the state of a product, or a layer lacks the
+    state that its recipe keeps.
 
     Args:
         quantizers: the quantizers of the product.
-        is_updated: for each leaf of the state, whether the gradient is taken with respect to that leaf.
+        is_updated: for each leaf of the state, whether the gradient is taken with
+            respect to that leaf.
         layer: the path of the layer; None for a function, whose state is an argument.
         where: the trace of the gradient, in which the first layer alone is named.
     """
@@ -133,7 +147,9 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None, where: Any =
 
 @jax.custom_jvp
 def differentiated_once(codes, source):
-    """Return `codes`. A derivative of this function with respect to `source`, a second one of the product, raises."""
+    """Return `codes`. A derivative of this function with respect to `source`, a second
+    one of the product, raises.
+    """
     del source
     return codes
 
@@ -146,7 +162,9 @@ def _(primals, tangents):
 
 
 def state_is_left_out(state) -> bool:
-    """Tell whether no gradient around a product can be with respect to its state: it is an array, and not fixed."""
+    """Tell whether no gradient around a product can be with respect to its state: it is
+    an array, and not fixed.
+    """
     # No step updates a fixed scale, in inference.
     return not isinstance(state.input, StateUse) and not is_differentiated(jax.tree.leaves(state))
 
@@ -159,8 +177,10 @@ def checked_codes(product: Product, operands, codes, differentiated) -> list[QTe
     Args:
         product: the static part.
         operands: x and kernel, or the sources of their codes.
-        codes: `(x, kernel)`: the QTensor of an operand, or for x a fused input; else None.
-        differentiated: for each operand, whether the gradient is taken with respect to that operand.
+        codes: `(x, kernel)`: the QTensor of an operand, or for x a fused input; else
+            None.
+        differentiated: for each operand, whether the gradient is taken with respect to
+            that operand.
 
     Raises:
         TypeError: the gradient is taken with respect to a QTensor without a source.

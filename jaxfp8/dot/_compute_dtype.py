@@ -1,4 +1,6 @@
-"""What the layers of Linen and NNX share: the product in the compute dtype, norms, and checks of their arguments."""
+"""What the layers of Linen and NNX share: the product in the compute dtype, norms, and
+checks of their arguments.
+"""
 
 import operator
 
@@ -10,19 +12,25 @@ from ._fused_input import FusedInput, Normalized, normalized
 
 
 def promoted(*operands):
-    """Return the dtype that arrays or dtypes promote to by JAX's standard rules, also where promotion is strict."""
+    """Return the dtype that arrays or dtypes promote to by JAX's standard rules, also
+    where promotion is strict.
+    """
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*operands)
 
 
 def not_wider(dtype, *operands):
-    """Return `dtype`, or the dtype that the operands, arrays or dtypes, promote to where `dtype` is wider."""
+    """Return `dtype`, or the dtype that the operands, arrays or dtypes, promote to
+    where `dtype` is wider.
+    """
     widest = promoted(*operands)
     return dtype if promoted(widest, dtype) == widest else widest
 
 
 def compute_dtype(*arrays, dtype=None):
-    """Return `dtype`, or the float dtype that the arrays promote to; a QTensor counts as its source."""
+    """Return `dtype`, or the float dtype that the arrays promote to; a QTensor counts
+    as its source.
+    """
     if dtype is not None:
         return jnp.dtype(dtype)
     sources = (a.source if isinstance(a, QTensor) else a for a in arrays)
@@ -31,7 +39,9 @@ def compute_dtype(*arrays, dtype=None):
 
 
 def to_compute(x, dtype):
-    """Convert `x` to the compute dtype, but do not widen it: the quantizer makes the same codes of narrow floats."""
+    """Convert `x` to the compute dtype, but do not widen it: the quantizer makes the
+    same codes of narrow floats.
+    """
     with jax.numpy_dtype_promotion("standard"):
         if jnp.issubdtype(x.dtype, jnp.floating) and jnp.promote_types(x.dtype, dtype) == dtype:
             return x
@@ -63,7 +73,9 @@ def linear(product, x, kernel, bias, *, dtype, precision, out_sharding, activati
 
 
 def sizes(name: str, features) -> tuple[int, ...]:
-    """Return one or several sizes as a tuple of ints; `name` names the argument in the message."""
+    """Return one or several sizes as a tuple of ints; `name` names the argument in the
+    message.
+    """
     try:
         return tuple(map(operator.index, features if isinstance(features, (tuple, list)) else (features,)))
     except TypeError:
@@ -71,7 +83,9 @@ def sizes(name: str, features) -> tuple[int, ...]:
 
 
 def norm_of_layer(x, scale, bias, *, kind: str, epsilon: float, dtype) -> Normalized:
-    """Normalize the x of a layer whose dtype is `dtype`, see `jaxfp8.normalized`; scale and bias are parameters."""
+    """Normalize the x of a layer whose dtype is `dtype`, see `jaxfp8.normalized`; scale
+    and bias are parameters.
+    """
     return normalized(to_compute(x, compute_dtype(x, scale, dtype=dtype)), scale, bias, kind=kind, epsilon=epsilon)
 
 
@@ -82,7 +96,9 @@ def check_gate(layer: str, activation: str) -> None:
 
 
 def check_norm(layer: str, argument: str, kind: str | None, is_optional: bool) -> None:
-    """Raise a ValueError unless `kind`, the argument of a layer, is a norm, or None where the norm is optional."""
+    """Raise a ValueError unless `kind`, the argument of a layer, is a norm, or None
+    where the norm is optional.
+    """
     if kind not in ("rms", "layer") and not (is_optional and kind is None):
         needed = '"rms", "layer" or None' if is_optional else '"rms" or "layer"'
         raise ValueError(f"{layer}: {argument}: expected {needed}, got {kind!r}")

@@ -1,4 +1,6 @@
-"""Contexts of products that are traced: the layer, a wrapper around the product, the reason of high precision."""
+"""Contexts of products that are traced: the layer, a wrapper around the product, the
+reason of high precision.
+"""
 
 import contextlib
 import contextvars
@@ -14,12 +16,14 @@ _layer = contextvars.ContextVar("layer", default=None)
 
 
 def wrapping(wrapper: Callable | None):
-    """Return a context in which a wrapper stands for each product; None leaves products alone.
+    """Return a context in which a wrapper stands for each product; None leaves products
+    alone.
 
     Args:
-        wrapper: a hashable function, called as `wrapper(product, fp8, f32, *operands)`. `product` is the static part,
-            which has the quantizers. `fp8` and `f32` are functions of `*operands`: the FP8 product, and the float32
-            product of the values that the operands stand for.
+        wrapper: a hashable function, called as `wrapper(product, fp8, f32, *operands)`.
+            `product` is the static part, which has the quantizers. `fp8` and `f32` are
+            functions of `*operands`: the FP8 product, and the float32 product of the
+            values that the operands stand for.
     """
     return _wrapper(wrapper)
 
@@ -45,7 +49,9 @@ def layer(name: str):
 
 
 def current_layer() -> str | None:
-    """Return the name of the innermost layer, "" for a model that is one layer; None outside of any layer."""
+    """Return the name of the innermost layer, "" for a model that is one layer; None
+    outside of any layer.
+    """
     return _layer.get()
 
 
@@ -54,12 +60,16 @@ _GEMM = "gemm: "
 
 
 def high_precision(reason: str):
-    """Return a context for products that are in high precision for this reason, a clause without a slash."""
+    """Return a context for products that are in high precision for this reason, a
+    clause without a slash.
+    """
     return jax.named_scope(_HIGH_PRECISION + reason)
 
 
 def gemm(name: str):
-    """Return a context for one of the three products of a layer: `"fprop"`, `"dgrad"` or `"wgrad"`."""
+    """Return a context for one of the three products of a layer: `"fprop"`, `"dgrad"`
+    or `"wgrad"`.
+    """
     return jax.named_scope(_GEMM + name)
 
 

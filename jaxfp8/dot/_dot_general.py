@@ -41,49 +41,65 @@ def dot_general(
     out_sharding: Any = None,
     activation: str | None = None,
 ) -> jax.Array:
-    """Compute `jax.lax.dot_general` with both operands, and the gradient of the output, in FP8.
+    """Compute `jax.lax.dot_general` with both operands, and the gradient of the output,
+    in FP8.
 
-    It equals `lax.dot_general(q(x), q(kernel), dimension_numbers)`, where `q` quantizes and dequantizes with the scale
-    that the recipe takes from the state; products are exact and accumulate in f32. Gradients pass straight
-    through `q` (saturated elements still get theirs) and are products of FP8 operands as well. **The cotangent of
+    It equals `lax.dot_general(q(x), q(kernel), dimension_numbers)`, where `q` quantizes
+    and dequantizes with the scale that the recipe takes from the state; products are
+    exact and accumulate in f32. Gradients pass straight through `q` (saturated elements
+    still get theirs) and are products of FP8 operands as well. **The cotangent of
     `state` is the next state**: overwrite with it, never add it.
 
     Args:
-        x: the `input`, bfloat16, float16 or float32 of any shape; or the result of `jaxfp8.activated` or
-            `jaxfp8.normalized`; or a QTensor, as for kernel.
-        kernel: bfloat16, float16 or float32 of any shape; a float32 kernel gets its gradient in float32. Or a QTensor,
-            as `jaxfp8.quantize_params` gives it: the product does not quantize it, and its `source` gets the gradient.
-        dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`, as for `jax.lax.dot_general`.
-        recipe: for example `DelayedScaling()`. None computes in high precision and does not touch the state.
-        state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
-            With `DotGeneralState(None, None, None)` delayed scaling keeps no state, and takes every scale from the
-            amax of the tensor at hand, which reads the tensor once more. Under `vmap` over kernels each product then
-            has its own scales; under `vmap` over x alone, one scale of x serves the whole batch.
-        bias: bfloat16, float16 or float32, shaped like the free dimensions of kernel. The bias is rounded to the
-            result's dtype and added in float32, before the only rounding of the result. Its gradient is summed in
-            float32, in the pass that quantizes the gradient of the output.
-        precision: None or DEFAULT leaves accumulation to the recipe, whatever `jax.default_matmul_precision` says; HIGH
-            or HIGHEST makes all three products precise.
-        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The default is
-            `jnp.result_type(x, kernel)`, where a QTensor counts as its source; bfloat16 if both lack a source.
-        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes, as for
-            `jax.lax.dot_general`.
-        activation: a name of `jaxfp8.activated`. The result is then `jaxfp8.activated(y, activation)` of the product y,
-            as the x of the next product: the pass that computes the gradient of y, from the gradient of the activated
-            values, also quantizes it.
+        x: the `input`, bfloat16, float16 or float32 of any shape; or the result of
+            `jaxfp8.activated` or `jaxfp8.normalized`; or a QTensor, as for kernel.
+        kernel: bfloat16, float16 or float32 of any shape; a float32 kernel gets its
+            gradient in float32. Or a QTensor, as `jaxfp8.quantize_params` gives it: the
+            product does not quantize it, and its `source` gets the gradient.
+        dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`,
+            as for `jax.lax.dot_general`.
+        recipe: for example `DelayedScaling()`. None computes in high precision and does
+            not touch the state.
+        state: `init_state(recipe)`, or the state that the last step returned; None
+            where the recipe keeps no state. With `DotGeneralState(None, None, None)`
+            delayed scaling keeps no state, and takes every scale from the amax of the
+            tensor at hand, which reads the tensor once more. Under `vmap` over kernels
+            each product then has its own scales; under `vmap` over x alone, one scale
+            of x serves the whole batch.
+        bias: bfloat16, float16 or float32, shaped like the free dimensions of kernel.
+            The bias is rounded to the result's dtype and added in float32, before the
+            only rounding of the result. Its gradient is summed in float32, in the pass
+            that quantizes the gradient of the output.
+        precision: None or DEFAULT leaves accumulation to the recipe, whatever
+            `jax.default_matmul_precision` says; HIGH or HIGHEST makes all three
+            products precise.
+        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The
+            default is `jnp.result_type(x, kernel)`, where a QTensor counts as its
+            source; bfloat16 if both lack a source.
+        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with
+            explicit axes, as for `jax.lax.dot_general`.
+        activation: a name of `jaxfp8.activated`. The result is then
+            `jaxfp8.activated(y, activation)` of the product y, as the x of the next
+            product: the pass that computes the gradient of y, from the gradient of the
+            activated values, also quantizes it.
 
     Returns:
-        The product: the batch dimensions, then the free dimensions of x, then those of kernel. With `activation` the
-        product is an `Activated`, which type checkers take for an array too.
+        The product: the batch dimensions, then the free dimensions of x, then those of
+        kernel. With `activation` the product is an `Activated`, which type checkers
+        take for an array too.
 
     Raises:
-        TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; `state` is not a
-            DotGeneralState, `recipe` not a Recipe, `out_sharding` no sharding, or `dimension_numbers` are not pairs of
-            ints; the gradient of a QTensor without a source; second derivatives and forward mode.
-        ValueError: shapes do not fit; the recipe's state is missing, or has another shape or history length;
-            `precision` is not listed above; `activation` is unknown, or gated and the product is not `[..., 2, n]`.
+        TypeError: an operand's or the result's dtype is not bfloat16, float16 or
+            float32; `state` is not a DotGeneralState, `recipe` not a Recipe,
+            `out_sharding` no sharding, or `dimension_numbers` are not pairs of ints;
+            the gradient of a QTensor without a source; second derivatives and forward
+            mode.
+        ValueError: shapes do not fit; the recipe's state is missing, or has another
+            shape or history length; `precision` is not listed above; `activation` is
+            unknown, or gated and the product is not `[..., 2, n]`.
     """
-    # 1. Check the operands: shapes come first, because a missing state is often the state of another layer.
+    # 1. Check the operands: shapes come first, because a missing state is often the
+    #    state of another layer.
     fused = x if isinstance(x, FusedInput) else None
     x, x_codes = operand("dot_general: x", x)
     kernel, kernel_codes = operand("dot_general: kernel", kernel)
@@ -104,8 +120,10 @@ def dot_general(
     def finished(y):
         return y if activation is None else activated(y, activation)
 
-    # 2. Leave to JAX what does not run in FP8: empty, high precision, and small products.
-    if 0 in x.shape or 0 in kernel.shape:  # there is no element: gradients are zero, the state is not touched
+    # 2. Leave to JAX what does not run in FP8: empty, high precision, and small
+    #    products.
+    # there is no element: gradients are zero, the state is not touched
+    if 0 in x.shape or 0 in kernel.shape:
         return finished(plus(jnp.zeros(out_shape(*both), jnp.float32), bias, 0, out_dtype))
     if recipe is None or is_small(recipe, *both):
         dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
@@ -121,7 +139,8 @@ def dot_general(
             )
         return finished(plus(y, bias, 0, out_dtype))
 
-    # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
+    # 3. Describe the product as hashable data, by which JAX caches its programs, and
+    #    bind the primitive.
     if fused is not None and recipe.fp8_residuals:
         x = fused.values(fp8_residual=True)
     is_fused = fused is not None and quantizers[0].has_one_scale and recipes.shares_codes(quantizers, 0)
@@ -136,7 +155,8 @@ def dot_general(
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
         reduce=recipes.AmaxReduction.for_recipe(recipe),
-        activation=None if is_wrapping() else activation,  # a wrapper compares products of one result
+        # a wrapper compares products of one result
+        activation=None if is_wrapping() else activation,
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
@@ -154,7 +174,8 @@ def dot_general(
 
 
 def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
-    """Return `(array, codes)`: an array and None; of a QTensor its source (without a source its data) and the QTensor.
+    """Return `(array, codes)`: an array and None; of a QTensor its source (without a
+    source its data) and the QTensor.
 
     Args:
         name: the op and the argument, for messages.
@@ -167,12 +188,16 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
 
 
 def without_source(codes: QTensor | FusedInput | None) -> QTensor | FusedInput | None:
-    """Return the codes of an operand without their source, which is an operand of the product itself."""
+    """Return the codes of an operand without their source, which is an operand of the
+    product itself.
+    """
     return dataclasses.replace(codes, source=None) if isinstance(codes, QTensor) else codes
 
 
 def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
-    """Return the dtype of a result: the preferred one, else that of the operands in high precision, else bfloat16."""
+    """Return the dtype of a result: the preferred one, else that of the operands in
+    high precision, else bfloat16.
+    """
     if preferred_element_type is None:
         dtypes = _high_precision_dtypes(operands, codes)
         preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
@@ -180,13 +205,17 @@ def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
 
 
 def is_small(recipe, x, kernel) -> bool:
-    """Tell whether the product of operands with these layouts is below the recipe's `min_size`."""
+    """Tell whether the product of operands with these layouts is below the recipe's
+    `min_size`.
+    """
     size = math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
     return size < recipe.min_size**3
 
 
 def _high_precision_dtypes(operands, codes) -> list:
-    """Return the dtypes of the operands without codes, and of the sources of QTensors."""
+    """Return the dtypes of the operands without codes, and of the sources of
+    QTensors.
+    """
     return [x.dtype for x, q in zip(operands, codes, strict=True) if q is None or not q.is_all_of(x)]
 
 
@@ -198,7 +227,8 @@ def _why(recipe) -> str:
 
 
 def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
-    """Return the quantizers of a recipe, one for each field of a state, and `state`, an argument of `op`.
+    """Return the quantizers of a recipe, one for each field of a state, and `state`, an
+    argument of `op`.
 
     Raises:
         TypeError, ValueError: `state` is not a state of this recipe.

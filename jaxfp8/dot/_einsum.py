@@ -1,7 +1,8 @@
-"""einsum in FP8: an equation of two operands becomes one dot_general, and `x` stays the input whatever its order.
+"""einsum in FP8: an equation of two operands becomes one dot_general, and `x` stays the
+input whatever its order.
 
-`jnp.einsum` may swap its operands before it calls its `_dot_general` hook; then the kernel would be quantized with the
-input's state. So this module reads the equation.
+`jnp.einsum` may swap its operands before it calls its `_dot_general` hook; then the
+kernel would be quantized with the input's state. So this module reads the equation.
 """
 
 import jax
@@ -27,32 +28,40 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Compute `jnp.einsum(eqn, x, kernel)` by one `dot_general` with operands and output gradient in FP8.
+    """Compute `jnp.einsum(eqn, x, kernel)` by one `dot_general` with operands and
+    output gradient in FP8.
 
-    Equations mean what they mean to `jnp.einsum`: ellipses, an implicit output, any order of the output, repeated
-    labels (a diagonal) and dimensions of size 1 that broadcast.
+    Equations mean what they mean to `jnp.einsum`: ellipses, an implicit output, any
+    order of the output, repeated labels (a diagonal) and dimensions of size 1 that
+    broadcast.
 
-    A label that only one operand has and that the output lacks is summed over before that operand is quantized, in f32
-    and without rounding the sum to the operand's dtype. The amax recorded is that of the sum.
+    A label that only one operand has and that the output lacks is summed over before
+    that operand is quantized, in f32 and without rounding the sum to the operand's
+    dtype. The amax recorded is that of the sum.
 
     Args:
         eqn: the equation, for example `"bqd,dhk->bqhk"`; labels are letters.
         x: the `input`, bfloat16, float16 or float32: the first operand of the equation.
-        kernel: bfloat16, float16 or float32: the second operand. A float32 kernel gets its gradient in float32.
-        recipe: for example `DelayedScaling()`. None computes in high precision and does not touch the state.
-        state: `init_state(recipe)`, or the state that the last step returned; its cotangent is the next state. None
-            where the recipe keeps no state.
+        kernel: bfloat16, float16 or float32: the second operand. A float32 kernel gets
+            its gradient in float32.
+        recipe: for example `DelayedScaling()`. None computes in high precision and does
+            not touch the state.
+        state: `init_state(recipe)`, or the state that the last step returned; its
+            cotangent is the next state. None where the recipe keeps no state.
         precision: as for `dot_general`.
-        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The default is
-            `jnp.result_type(x, kernel)`.
-        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes, as for `jnp.einsum`.
+        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The
+            default is `jnp.result_type(x, kernel)`.
+        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with
+            explicit axes, as for `jnp.einsum`.
 
     Returns:
         The product, with its dimensions in the order of the output's labels.
 
     Raises:
-        TypeError: `eqn` is not a string, an operand is not an array; and the cases of `dot_general`.
-        ValueError: the equation is malformed or does not fit the shapes; and the cases of `dot_general`.
+        TypeError: `eqn` is not a string, an operand is not an array; and the cases of
+            `dot_general`.
+        ValueError: the equation is malformed or does not fit the shapes; and the cases
+            of `dot_general`.
     """
 
     def operands(x, kernel, dimension_numbers, preferred_element_type):
@@ -74,7 +83,8 @@ def einsum_by(operands, eqn, x, kernel, *, precision, preferred_element_type, ou
     """Compute `einsum` by one product, for which `operands` is called.
 
     Args:
-        operands: `(x, kernel, dimension_numbers, preferred_element_type) -> Operands` of the module.
+        operands: `(x, kernel, dimension_numbers, preferred_element_type) -> Operands`
+            of the module.
         eqn, x, kernel, precision, preferred_element_type, out_sharding: see `einsum`.
     """
     x = _checks.high_precision("einsum", "x", x)
@@ -84,22 +94,28 @@ def einsum_by(operands, eqn, x, kernel, *, precision, preferred_element_type, ou
     x_labels, kernel_labels, out_labels = _parse(eqn, x.ndim, kernel.ndim)
     is_empty = 0 in x.shape or 0 in kernel.shape
 
-    # 1. Take diagonals, so that an operand has each label once, and find the sizes after broadcasting.
+    # 1. Take diagonals, so that an operand has each label once, and find the sizes
+    #    after broadcasting.
     x, x_labels = _diagonals(eqn, "x", x, x_labels)
     kernel, kernel_labels = _diagonals(eqn, "kernel", kernel, kernel_labels)
     x_sizes = dict(zip(x_labels, x.shape, strict=True))
     kernel_sizes = dict(zip(kernel_labels, kernel.shape, strict=True))
     sizes = _broadcast_sizes(eqn, x_sizes, kernel_sizes)
-    if is_empty:  # A sum over no element would be zeros, whose amax counts: return first, so that the state stays.
+    # A sum over no element would be zeros, whose amax counts: return first, so that the
+    # state stays.
+    if is_empty:
         dtype = _checks.dtype("einsum", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
         return jnp.zeros([sizes[label] for label in out_labels], dtype, out_sharding=spec_of("einsum", out_sharding))
-    # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels that are summed alone.
-    # A dimension of size 1 that broadcasts is dropped: its label then belongs to one operand.
+    # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels
+    #    that are summed alone.
+    # A dimension of size 1 that broadcasts is dropped: its label then belongs to one
+    # operand.
     shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
     x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
     kernel, kernel_labels = _reduce(kernel, kernel_labels, sizes, {*shared, *out_labels})
 
-    # 3. A shared label of the output is a batch dimension, any other is contracted. The product has the batch first,
+    # 3. A shared label of the output is a batch dimension, any other is contracted. The
+    #    product has the batch first,
     # then what is left of x and of the kernel; the output may have another order.
     batch = [label for label in shared if label in out_labels]
     contract = [label for label in shared if label not in out_labels]
@@ -123,11 +139,14 @@ def einsum_by(operands, eqn, x, kernel, *, precision, preferred_element_type, ou
 
 
 def _permuted(out_sharding, out_labels, y_labels) -> PartitionSpec | None:
-    """Return the sharding of the product, whose dimensions are in the order of `y_labels`."""
+    """Return the sharding of the product, whose dimensions are in the order of
+    `y_labels`.
+    """
     spec = spec_of("einsum", out_sharding)
     if spec is None:
         return None
-    axes = dict(zip(out_labels, spec, strict=False))  # a short spec leaves the last dimensions uncut
+    # a short spec leaves the last dimensions uncut
+    axes = dict(zip(out_labels, spec, strict=False))
     return PartitionSpec(*(axes.get(label) for label in y_labels))
 
 
@@ -136,21 +155,25 @@ def _error(eqn, message):
 
 
 def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], list[str]]:
-    """Return the labels of x, kernel and the output; an ellipsis has the labels `...1`, `...2` from its end."""
+    """Return the labels of x, kernel and the output; an ellipsis has the labels `...1`,
+    `...2` from its end.
+    """
     if not isinstance(eqn, str):
         raise TypeError(f"einsum: eqn: expected a string such as 'bk,kn->bn', got {type(eqn).__name__}")
     inputs, arrow, output = eqn.replace(" ", "").partition("->")
     operands = inputs.split(",")
     if len(operands) != 2 or "," in output:
         raise _error(eqn, "expected two operands, separated by one comma, and one output")
-    # An ellipsis may have fewer dimensions in one operand. Its labels count from the end, so that they broadcast.
+    # An ellipsis may have fewer dimensions in one operand. Its labels count from the
+    # end, so that they broadcast.
     ranks = zip(("x", "kernel"), operands, (x_ndim, kernel_ndim), strict=True)
     ellipses = [_ellipsis(eqn, name, term, ndim) for name, term, ndim in ranks]
     x_labels, kernel_labels = (_expand(eqn, term, dims) for term, dims in zip(operands, ellipses, strict=True))
     longest = max(ellipses, key=len)
     labels = x_labels + kernel_labels
     if not arrow:
-        # The implicit output is NumPy's: the ellipsis, then the letters that appear once, in alphabetic order.
+        # The implicit output is NumPy's: the ellipsis, then the letters that appear
+        # once, in alphabetic order.
         letters = sorted(label for label in labels if labels.count(label) == 1 and label not in longest)
         return x_labels, kernel_labels, longest + letters
     out_labels = _expand(eqn, output, longest)
@@ -187,7 +210,8 @@ def _diagonals(eqn, name, value, labels):
             raise _error(
                 eqn, f"expected one size for {repeated[0]!r}, {name} has {value.shape[first]} and {value.shape[second]}"
             )
-        # The diagonal becomes the last dimension. A label that appears three times takes another turn of the loop.
+        # The diagonal becomes the last dimension. A label that appears three times
+        # takes another turn of the loop.
         value = jnp.diagonal(value, axis1=first, axis2=second)
         labels = [label for d, label in enumerate(labels) if d not in (first, second)] + [repeated[0]]
     return value, labels
@@ -205,7 +229,9 @@ def _broadcast_sizes(eqn, x_sizes: dict[str, int], kernel_sizes: dict[str, int])
 
 
 def _reduce(value, labels, sizes, kept):
-    """Remove the dimensions that broadcast, and sum `value` in f32 over the labels that are not `kept`."""
+    """Remove the dimensions that broadcast, and sum `value` in f32 over the labels that
+    are not `kept`.
+    """
     broadcast = [d for d, label in enumerate(labels) if value.shape[d] < sizes[label]]
     value = jnp.squeeze(value, axis=tuple(broadcast))
     labels = [label for d, label in enumerate(labels) if d not in broadcast]

@@ -1,7 +1,9 @@
-"""Frozen products: a kernel that is stored as codes and, with delayed scaling, an input with a fixed scale.
+"""Frozen products: a kernel that is stored as codes and, with delayed scaling, an input
+with a fixed scale.
 
-`freeze_operands` turns a kernel and a state into the arrays that inference needs; `operands` gives them to
-`jaxfp8.dot_general`, which multiplies by the same codes and scales as with that kernel and that state.
+`freeze_operands` turns a kernel and a state into the arrays that inference needs;
+`operands` gives them to `jaxfp8.dot_general`, which multiplies by the same codes and
+scales as with that kernel and that state.
 """
 
 import dataclasses
@@ -19,19 +21,23 @@ from ._layout import layouts
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
-# Name of the flag that a product, while it is being frozen, was called with a second kernel.
+# Name of the flag that a product, while it is being frozen, was called with a second
+# kernel.
 HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
 INPUT_SCALE_INV = "input_scale_inv"
 
 ANOTHER_KERNEL = "freeze: model: expected one kernel for each FP8 product, got a product with several kernels"
 
-# Whether products are being frozen: layers then keep the arrays of `freeze_operands`. Part of jit's cache key.
+# Whether products are being frozen: layers then keep the arrays of `freeze_operands`.
+# Part of jit's cache key.
 _freezing = jax.make_user_context(default_value=False)
 
 
 def freezing():
-    """Return a context in which layers store the arrays that inference needs of their products."""
+    """Return a context in which layers store the arrays that inference needs of their
+    products.
+    """
     return _freezing(True)
 
 
@@ -44,22 +50,25 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     """Return the arrays that inference needs of a product's kernel and state.
 
     Args:
-        x_shape: the shape of x. The recipe's `min_size` decides by this shape whether the product is frozen; a frozen
-            product is FP8 for x of any size.
+        x_shape: the shape of x. The recipe's `min_size` decides by this shape whether
+            the product is frozen; a frozen product is FP8 for x of any size.
         kernel: bfloat16, float16 or float32, as the product gets it.
         dimension_numbers, recipe, state: see `jaxfp8.dot_general`.
 
     Returns:
-        A dict, or None where the product or its kernel is in high precision. `kernel`: the codes with the contracting
-        dimensions last, as GEMMs read them, `[*batch, *free, *contract]`. `kernel_scale_inv`: f32 `(1,)`, or the scale
-        of each block, f32 or float8_e8m0fnu. `input_scale` and `input_scale_inv`: f32 `(1,)`, with delayed scaling that
-        has state.
+        A dict, or None where the product or its kernel is in high precision. `kernel`:
+        the codes with the contracting dimensions last, as GEMMs read them,
+        `[*batch, *free, *contract]`. `kernel_scale_inv`: f32 `(1,)`, or the scale of
+        each block, f32 or float8_e8m0fnu. `input_scale` and `input_scale_inv`: f32
+        `(1,)`, with delayed scaling that has state.
 
     Raises:
-        ValueError: x, the output or the kernel has a quantizer with state, other than delayed scaling of x and kernel.
+        ValueError: x, the output or the kernel has a quantizer with state, other than
+            delayed scaling of x and kernel.
     """
     kernel = _checks.high_precision("freeze", "kernel", kernel)
-    # 1. Read the state. A model with rules applies `max_grad` itself; frozen scales are plain float32.
+    # 1. Read the state. A model with rules applies `max_grad` itself; frozen scales are
+    #    plain float32.
     quantizers, state = _dot_general.checked_quantizers("freeze", recipe, recipes.without_max(state))
     both = layouts(x_shape, kernel.shape, dimension_numbers)
     if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
@@ -73,7 +82,8 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
         return None
     # 3. Fix the scales of the input and the kernel.
     fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", input_use)
-    quantizers[1].fixed_scale("freeze: recipe: for the kernel", kernel_use)  # the codes keep that scale
+    # the codes keep that scale
+    quantizers[1].fixed_scale("freeze: recipe: for the kernel", kernel_use)
     frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
     if fixed is not None:
         frozen |= {INPUT_SCALE: fixed.scale, INPUT_SCALE_INV: fixed.scale_inv}
@@ -81,7 +91,8 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
 
 
 def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
-    """Return bool[]: whether `freeze_operands` gives this kernel other codes or scales than `frozen` holds.
+    """Return bool[]: whether `freeze_operands` gives this kernel other codes or scales
+    than `frozen` holds.
 
     Raises:
         ValueError: the codes or scales in `frozen` have another shape or dtype.
@@ -103,7 +114,8 @@ def _quantized(kernel, quantizer, layout, use, reduce) -> recipes.QTensor:
 
 
 class Operands(NamedTuple):
-    """The arguments of `jaxfp8.dot_general` that depend on the module that holds a product.
+    """The arguments of `jaxfp8.dot_general` that depend on the module that holds a
+    product.
 
     A frozen product has codes as its kernel, and a state of fixed scales.
     """
@@ -121,15 +133,19 @@ def operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_typ
     Args:
         frozen: the result of `freeze_operands` for the kernel.
         x: the input.
-        kernel: an array of the shape and the dtype that the kernel had; its values are not read.
+        kernel: an array of the shape and the dtype that the kernel had; its values are
+            not read.
         dimension_numbers: those of the product of x and that kernel.
         recipe: the recipe of the product; None dequantizes the codes.
-        preferred_element_type: the dtype of the result; None is the dtype that x and that kernel promote to.
+        preferred_element_type: the dtype of the result; None is the dtype that x and
+            that kernel promote to.
 
     Raises:
-        ValueError: `frozen` was made with another recipe, or from a kernel of another shape.
+        ValueError: `frozen` was made with another recipe, or from a kernel of another
+            shape.
     """
-    # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's own order.
+    # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's
+    #    own order.
     x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract)
@@ -150,7 +166,9 @@ def operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_typ
 
 
 def _checked_scaling(frozen, kernel, layout, recipe):
-    """Check that `frozen` fits this recipe and kernel; return the shapes of the QTensor that the recipe makes of it."""
+    """Check that `frozen` fits this recipe and kernel; return the shapes of the QTensor
+    that the recipe makes of it.
+    """
     types = {name: (leaf.shape, leaf.dtype) for name, leaf in frozen.items() if name.startswith(KERNEL)}
 
     def quantized(kernel):
@@ -175,12 +193,16 @@ def _checked_scaling(frozen, kernel, layout, recipe):
 
 
 def stand_in(shape, dtype):
-    """Return the placeholder of a removed kernel: NaN, so that any read outside of the frozen product shows."""
+    """Return the placeholder of a removed kernel: NaN, so that any read outside of the
+    frozen product shows.
+    """
     return jnp.full(shape, jnp.nan, dtype)
 
 
 def no_array() -> ValueError:
-    """Make the error of a computation with the placeholder itself, which has no numbers."""
+    """Make the error of a computation with the placeholder itself, which has no
+    numbers.
+    """
     return ValueError(
         "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze leaves of a kernel whose codes are "
         "in its FP8 product; give the input to that product or layer, or take the variables from before freeze"
@@ -196,7 +218,9 @@ def nothing_to_freeze() -> ValueError:
 
 
 def refuse_untouched(name: str, history, scale_inv) -> None:
-    """Raise for the state of a quantizer, called `name`, that has no amax and no scale."""
+    """Raise for the state of a quantizer, called `name`, that has no amax and no
+    scale.
+    """
     if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale_inv) == 1):
         raise ValueError(
             f"freeze: {name}: no amax was recorded, so its scale would be 1 for ever; run jaxfp8.calibrate on a few "

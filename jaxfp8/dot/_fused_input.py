@@ -1,11 +1,14 @@
-"""Operands that become FP8 in the pass that computes them: activations and norms, and gradients of activations.
+"""Operands that become FP8 in the pass that computes them: activations and norms, and
+gradients of activations.
 
-A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a product would be written in
-bfloat16 and read again; a fused input writes and reads its codes alone. The gradient is that of the plain computation;
-its backward may keep the input of the activation or norm in FP8, one byte an element in place of two or four.
+A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a
+product would be written in bfloat16 and read again; a fused input writes and reads its
+codes alone. The gradient is that of the plain computation; its backward may keep the
+input of the activation or norm in FP8, one byte an element in place of two or four.
 
-In the same way the backward of `activation(y)` would write the gradient of y in bfloat16, and the product that made y
-would read it again. So that product takes y and the gradient of the activation's values in its place.
+In the same way the backward of `activation(y)` would write the gradient of y in
+bfloat16, and the product that made y would read it again. So that product takes y and
+the gradient of the activation's values in its place.
 """
 
 import dataclasses
@@ -30,7 +33,9 @@ RESIDUAL_NAME = "jaxfp8_residual"
 
 
 class FusedInput:
-    """The base of values that are not computed yet: a pytree whose first leaf is `x`, the array to compute them of."""
+    """The base of values that are not computed yet: a pytree whose first leaf is `x`,
+    the array to compute them of.
+    """
 
     x: jax.Array
 
@@ -45,19 +50,23 @@ class FusedInput:
         return self.values()
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
-        """Return the values; `fp8_residual` says whether their backward reads codes of x."""
+        """Return the values; `fp8_residual` says whether their backward reads codes of
+        x.
+        """
         raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activated(FusedInput):
-    """`activation(x)`, not computed yet: the result of `jaxfp8.activated`, or of a product with an `activation`.
+    """`activation(x)`, not computed yet: the result of `jaxfp8.activated`, or of a
+    product with an `activation`.
 
     Attributes:
         x: the input of the activation.
         activation: a name that `jaxfp8.activated` takes.
-        source: the values as a result of the product that made x, which takes their gradient to x; else None.
+        source: the values as a result of the product that made x, which takes their
+            gradient to x; else None.
     """
 
     x: jax.Array
@@ -94,7 +103,9 @@ class Activated(FusedInput):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalized(FusedInput):
-    """A norm of x over its last dimension, not computed yet: the result of `jaxfp8.normalized`."""
+    """A norm of x over its last dimension, not computed yet: the result of
+    `jaxfp8.normalized`.
+    """
 
     x: jax.Array
     scale: jax.Array
@@ -135,7 +146,8 @@ class Normalized(FusedInput):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ActivationGradient:
-    """The gradient of y, not computed yet: the gradient of `activation(y)` times the derivative of the activation.
+    """The gradient of y, not computed yet: the gradient of `activation(y)` times the
+    derivative of the activation.
 
     Attributes:
         y: the result of a product, `[..., n]`; gated `[..., 2, n]`.
@@ -157,22 +169,27 @@ def activated(x: ArrayLike, activation: str) -> Activated:
     """Activate the x of a product in the pass that quantizes it.
 
         h = jaxfp8.activated(jaxfp8.dot_general(x, wi, ...), "silu_gated")  # wi [k, 2, n]
-        y = jaxfp8.dot_general(h, wo, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+        y = jaxfp8.dot_general(h, wo, (((1,), (0,)), ((), ())), recipe=recipe,
+        state=state)
 
-    The activation is computed in float32 and rounded once, to FP8. Its backward keeps x alone, or the codes of x where
-    the recipe has `fp8_residuals`.
+    The activation is computed in float32 and rounded once, to FP8. Its backward keeps x
+    alone, or the codes of x where the recipe has `fp8_residuals`.
 
     Args:
-        x: bfloat16, float16 or float32 `[..., n]`; for a gated activation `[..., 2, n]`, gate first.
-        activation: `"relu"`, `"silu"`, `"gelu"` (its tanh form), or `"silu_gated"`, `"gelu_gated"`: the activation of
-            the gate times the other half. `jaxfp8.ops.activate` has the formulas.
+        x: bfloat16, float16 or float32 `[..., n]`; for a gated activation
+            `[..., 2, n]`, gate first.
+        activation: `"relu"`, `"silu"`, `"gelu"` (its tanh form), or `"silu_gated"`,
+            `"gelu_gated"`: the activation of the gate times the other half.
+            `jaxfp8.ops.activate` has the formulas.
 
     Returns:
-        An x for `jaxfp8.dot_general`, of shape `[..., n]` and the dtype of x; its `value` is the array.
+        An x for `jaxfp8.dot_general`, of shape `[..., n]` and the dtype of x; its
+        `value` is the array.
 
     Raises:
         TypeError: x has another dtype.
-        ValueError: `activation` is unknown, or x is not `[..., 2, n]` for a gated activation.
+        ValueError: `activation` is unknown, or x is not `[..., 2, n]` for a gated
+            activation.
     """
     x = without_numpy(_checks.high_precision("activated", "x", x))
     _quantize_activation.check("activated", x, activation)
@@ -182,25 +199,29 @@ def activated(x: ArrayLike, activation: str) -> Activated:
 def normalized(
     x: ArrayLike, scale: ArrayLike, bias: ArrayLike | None = None, *, kind: str, epsilon: float = 1e-6
 ) -> Normalized:
-    """Normalize the x of a product over its last dimension in the pass that quantizes it.
+    """Normalize the x of a product over its last dimension in the pass that quantizes
+    it.
 
-    The norm is computed in float32 and rounded once, to FP8. Its backward keeps x (or the codes of x where the recipe
-    has `fp8_residuals`), scale and bias.
+    The norm is computed in float32 and rounded once, to FP8. Its backward keeps x (or
+    the codes of x where the recipe has `fp8_residuals`), scale and bias.
 
     Args:
         x: bfloat16, float16 or float32 `[..., n]`.
         scale: bfloat16, float16 or float32 `[n]`, the factor of the normalized values.
-        bias: bfloat16, float16 or float32 `[n]`, added last; or None. `"rms"` takes no bias.
-        kind: `"rms"`: `x / sqrt(mean(x**2) + epsilon)`; `"layer"`: the same formula on `x - mean(x)`.
+        bias: bfloat16, float16 or float32 `[n]`, added last; or None. `"rms"` takes no
+            bias.
+        kind: `"rms"`: `x / sqrt(mean(x**2) + epsilon)`; `"layer"`: the same formula on
+            `x - mean(x)`.
         epsilon: a finite number of at least 0, in the formula above.
 
     Returns:
-        An x for `jaxfp8.dot_general`, of the shape and dtype of x; its `value` is the array.
+        An x for `jaxfp8.dot_general`, of the shape and dtype of x; its `value` is the
+        array.
 
     Raises:
         TypeError: an operand has another dtype.
-        ValueError: `kind` is unknown, an operand has another shape, `"rms"` comes with a bias, or `epsilon` is
-            negative or not finite.
+        ValueError: `kind` is unknown, an operand has another shape, `"rms"` comes with
+            a bias, or `epsilon` is negative or not finite.
     """
     names = ("scale", "bias")
     x, scale, bias, epsilon = _quantize_norm.checked("normalized", x, scale, bias, kind, epsilon, names)
@@ -213,7 +234,8 @@ def quantize_fused(fused: FusedInput, quantizer: Any, use: Any, reduce: Any) -> 
     Args:
         fused: the input.
         quantizer: the quantizer of x, which has one scale for the whole tensor.
-        use: the result of `read_states` for this quantizer, or None where there is no state.
+        use: the result of `read_states` for this quantizer, or None where there is no
+            state.
         reduce: the AmaxReduction of the product.
     """
 
@@ -229,8 +251,8 @@ def quantize_gradient(
 ) -> Quantized:
     """Quantize the gradient of a product's result; see `Quantizer.quantize_operand`.
 
-    With one scale for the whole tensor, the gradient of an activation stays in f32 until it is rounded to FP8. Other
-    quantizers take the gradient in the dtype of y.
+    With one scale for the whole tensor, the gradient of an activation stays in f32
+    until it is rounded to FP8. Other quantizers take the gradient in the dtype of y.
     """
     if not isinstance(grad, ActivationGradient):
         return quantizer.quantize_operand(grad, use, options)
@@ -245,7 +267,8 @@ def quantize_gradient(
         return quantizer.quantize_operand(values(), use, options)
 
     def current_amax():
-        # Reduce in jnp: XLA then computes the values where it reduces them; a custom call would read them from memory.
+        # Reduce in jnp: XLA then computes the values where it reduces them; a custom
+        # call would read them from memory.
         with using("reference"):
             return ops.amax(values())
 
@@ -270,10 +293,12 @@ def quantize_gradient(
 
 
 def _quantize_by(quantize, quantizer, use, options, current_amax) -> tuple:
-    """Choose the scale, quantize by an op that computes the tensor, and record its amax.
+    """Choose the scale, quantize by an op that computes the tensor, and record its
+    amax.
 
     Args:
-        quantize: `(scale, dtype, amax so far or None) -> (data, data_t, amax, *column sums)`.
+        quantize: `(scale, dtype, amax so far or None) -> (data, data_t, amax, *column
+            sums)`.
         quantizer: has one scale for the whole tensor.
         use, options: see `Quantizer.quantize_operand`.
         current_amax: returns the amax of the tensor, see `TensorwiseQuantizer`.
@@ -288,9 +313,11 @@ def _quantize_by(quantize, quantizer, use, options, current_amax) -> tuple:
 
 
 def compressed(x: jax.Array) -> QTensor:
-    """Quantize x to e4m3, as bytes, with a power of two as the scale, from the amax of x and without state.
+    """Quantize x to e4m3, as bytes, with a power of two as the scale, from the amax of
+    x and without state.
 
-    Inside `shard_map` each device has a scale of its own, because the codes never leave the device.
+    Inside `shard_map` each device has a scale of its own, because the codes never leave
+    the device.
     """
     quantizer = Float8CurrentScalingQuantizer(E4M3.dtype, power_2_scale=True)
     q, _ = quantizer.quantize_operand(x, None, OperandOptions(rows=x.ndim - 1, columnwise=False))
@@ -299,9 +326,11 @@ def compressed(x: jax.Array) -> QTensor:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _value(function, fp8_residual, *operands):
-    """Compute `function(*operands)`; the backward computes the function again and keeps nothing but the operands.
+    """Compute `function(*operands)`; the backward computes the function again and keeps
+    nothing but the operands.
 
-    With `fp8_residual` the backward keeps codes of the first operand in place of that operand.
+    With `fp8_residual` the backward keeps codes of the first operand in place of that
+    operand.
     """
     del fp8_residual
     return function(*operands)

@@ -1,4 +1,5 @@
-"""The three products of a layer as FP8 GEMMs: the operands that each product quantizes, reads and keeps.
+"""The three products of a layer as FP8 GEMMs: the operands that each product quantizes,
+reads and keeps.
 
 fprop   y       = x      @ kernel
 dgrad   dx      = grad   @ kernel.T
@@ -27,20 +28,24 @@ class Product:
     """The static part of one product.
 
     Attributes:
-        quantizers: the quantizers of x, kernel, grad, y and the gradient of x; then those of the second product that
-            reads x, kernel and grad (`recipes.second`), which are equal to the first but in a `ByProduct`.
-        dimension_numbers: as `lax.dot_general` takes them, without the vmapped dimensions.
+        quantizers: the quantizers of x, kernel, grad, y and the gradient of x; then
+            those of the second product that reads x, kernel and grad
+            (`recipes.second`), which are equal to the first but in a `ByProduct`.
+        dimension_numbers: as `lax.dot_general` takes them, without the vmapped
+            dimensions.
         x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
         out_dtype: dtype of the result.
-        precise: names, out of fprop, dgrad and wgrad, of the products that accumulate precisely.
+        precise: names, out of fprop, dgrad and wgrad, of the products that accumulate
+            precisely.
         reduce: reduces an amax over the devices that share the state.
-        vmap_dims: number of leading dimensions of x, kernel and every leaf of the state that enumerate independent
-            products.
-        out_sharding: PartitionSpec of the result on a mesh with explicit axes, without the vmapped dimensions; None
-            leaves it to JAX.
+        vmap_dims: number of leading dimensions of x, kernel and every leaf of the state
+            that enumerate independent products.
+        out_sharding: PartitionSpec of the result on a mesh with explicit axes, without
+            the vmapped dimensions; None leaves it to JAX.
         activation: the name of the activation that the result goes through, or None.
         fp8_residual: whether the backward of the activation reads codes of the result.
-        layer: the path of the layer, for warnings, or None; equal products of two layers are one product.
+        layer: the path of the layer, for warnings, or None; equal products of two
+            layers are one product.
     """
 
     quantizers: tuple
@@ -58,7 +63,8 @@ class Product:
 
     # Names of the operands in messages.
     names = ("dot_general: x", "dot_general: kernel")
-    # Dimensions of x, kernel and y of a product in groups, which no dimension numbers describe.
+    # Dimensions of x, kernel and y of a product in groups, which no dimension numbers
+    # describe.
     dims = None
 
     @property
@@ -67,7 +73,9 @@ class Product:
         return len(self.dimension_numbers[1][0])
 
     def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
-        """Return the layouts of operands of these shapes, without vmapped dimensions."""
+        """Return the layouts of operands of these shapes, without vmapped
+        dimensions.
+        """
         return layouts(x_shape, kernel_shape, self.dimension_numbers)
 
     def with_vmap_dims(self, more: int) -> "Product":
@@ -75,7 +83,9 @@ class Product:
         return dataclasses.replace(self, vmap_dims=self.vmap_dims + more)
 
     def in_groups(self, x, group_sizes):
-        """Return x `[m, ...]`; a RaggedProduct sets the rows beyond its last group to zero."""
+        """Return x `[m, ...]`; a RaggedProduct sets the rows beyond its last group to
+        zero.
+        """
         return x
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
@@ -83,8 +93,8 @@ class Product:
 
         Args:
             gemm_type: the GEMMType: fprop, dgrad or wgrad.
-            a: a QTensor `[*batch, *m, *k]`, whose columns are k. `a.data_t`, if any, is a layout that another product
-                reads as well.
+            a: a QTensor `[*batch, *m, *k]`, whose columns are k. `a.data_t`, if any, is
+                a layout that another product reads as well.
             b: a QTensor `[*batch, *n, *k]`.
             out_dtype: bfloat16, float16 or float32.
             swap: whether to return the transpose.
@@ -104,11 +114,13 @@ class Product:
         qgemm = pairs[gemm_type][0].qgemm or pairs[gemm_type][1].qgemm
         if qgemm is not None:
             return multiply_by(qgemm, a, b, gemm_type, out_dtype, self.batch, bias, swap)
-        # The transpose of a product is the product of the operands exchanged: no kernel has to transpose its result.
+        # The transpose of a product is the product of the operands exchanged: no kernel
+        # has to transpose its result.
         if swap:
             a, b = b, a
-        # Take the fastest kernel that reads both operands. Beside an operand with blocks, a tensor with one scale is a
-        # matrix of one block; operands that no kernel reads are dequantized.
+        # Take the fastest kernel that reads both operands. Beside an operand with
+        # blocks, a tensor with one scale is a matrix of one block; operands that no
+        # kernel reads are dequantized.
         if is_tensorwise(a) and is_tensorwise(b):
             return ops.scaled_matmul(
                 a.data,
@@ -142,7 +154,9 @@ class Product:
         return multiply_dequantized(a, b, out_dtype, self.batch, bias)
 
     def requantize(self, i, y, use, cols):
-        """Quantize and dequantize the result y by quantizer `i`; return y and the QTensor for the next state."""
+        """Quantize and dequantize the result y by quantizer `i`; return y and the
+        QTensor for the next state.
+        """
         options = OperandOptions(y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce)
         q, _ = self.quantizers[i].quantize_operand(y, use, options)
         return q.dequantize(y.dtype), q.for_next_state()
@@ -156,23 +170,26 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
         x, kernel: the operands, or the data of QTensors without a source.
         bias: shaped like the free dimensions of kernel; or None.
         state: the state of the product; its leaves are f32.
-        codes: `(x, kernel)`: the QTensor of an operand that is already quantized; for x also the fused input, without
-            gradient, that x is the value of; else None.
+        codes: `(x, kernel)`: the QTensor of an operand that is already quantized; for x
+            also the fused input, without gradient, that x is the value of; else None.
         group_sizes: see `Product.gemm`.
-        differentiated: the operands, out of `"x"`, `"kernel"` and `"bias"`, that get a gradient; None where there is no
-            backward. The gradient of one operand reads the other: a layout that no product reads is not written.
+        differentiated: the operands, out of `"x"`, `"kernel"` and `"bias"`, that get a
+            gradient; None where there is no backward. The gradient of one operand reads
+            the other: a layout that no product reads is not written.
 
     Returns:
-        `(y, (residuals, histories))`. The residuals are named for remat. They hold the amaxes of x and kernel too: a
-        remat policy that keeps the codes then has no reason to quantize again. The histories, or the reading made of
-        them, have no name: a loop that runs over them keeps no copy.
+        `(y, (residuals, histories))`. The residuals are named for remat. They hold the
+        amaxes of x and kernel too: a remat policy that keeps the codes then has no
+        reason to quantize again. The histories, or the reading made of them, have no
+        name: a loop that runs over them keeps no copy.
     """
     if product.vmap_dims:
         each = functools.partial(forward, product.with_vmap_dims(-1), differentiated=differentiated)
         return jax.vmap(each)(x, kernel, bias, state, codes, group_sizes)
     x = x if codes[0] is not None else product.in_groups(x, group_sizes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
-    # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
+    # 1. Read the states. A pre-quantized operand has consumed its state; without a
+    #    backward no gradient needs a scale.
     states, reading = state.by_quantizer(), recipes.reading_of(state)
     histories = recipes.histories_of(states) if reading is None else reading
     states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
@@ -181,7 +198,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
         states[5:] = [None] * 3  # those of second products
     uses = recipes.read_states(product.quantizers, states, reading, has_backward=differentiated is not None)
 
-    # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
+    # 2. Quantize both operands: fprop reads each with the contracting dimensions last,
+    #    the backward with them first.
     operands, residuals, again = [], [], []
     for i, (operand, layout, partner) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
         q = codes[i]
@@ -202,7 +220,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
         if is_kept and _is_turned_late(q):
             last, residual = dataclasses.replace(last, data_t=None), dataclasses.replace(q, data_t=None)
         operands.append(last)
-        # Codes from outside of the product stay as they are: a loop that runs over them keeps no copy.
+        # Codes from outside of the product stay as they are: a loop that runs over them
+        # keeps no copy.
         residuals.append(residual if isinstance(codes[i], QTensor) else recipes.as_bytes(residual))
         is_quantized_again = is_read_again and not is_kept
         again.append(_quantized_again(product, i, operand, layout, uses) if is_quantized_again else None)
@@ -215,7 +234,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
         y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias, group_sizes=group_sizes)
     y, output = product.requantize(3, y, uses[3], len(layouts_of_both[1].free))
     if reading is not None and recipes.reading_suffices(product.quantizers):
-        # The backward of a loop computes the scales from the reading again: drop them from the residuals.
+        # The backward of a loop computes the scales from the reading again: drop them
+        # from the residuals.
         pairs = zip(residuals, codes, strict=True)
         residuals = [q if isinstance(given, QTensor) else dataclasses.replace(q, scale_inv=None) for q, given in pairs]
         uses[2] = None
@@ -229,7 +249,9 @@ def _is_all_of(codes, operand) -> bool:
 
 
 def _quantized_again(product, i, operand, layout, uses) -> QTensor:
-    """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it, its contraction last."""
+    """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it,
+    its contraction last.
+    """
     first = layout.contract_first
     options = layout.options(columnwise=not first, reduce=product.reduce)
     quantizer, use = recipes.second(product.quantizers, i), recipes.second(uses, i)
@@ -238,14 +260,16 @@ def _quantized_again(product, i, operand, layout, uses) -> QTensor:
 
 
 def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad, group_sizes):
-    """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand that is not differentiated.
+    """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand
+    that is not differentiated.
 
     Args:
         product: the static part.
         x_shape, kernel_shape: shapes of the operands, with the vmapped dimensions.
         differentiated: as in `forward`.
         residuals: `(residuals, histories)` of `forward`.
-        grad: the gradient of y, or an ActivationGradient, which is computed and quantized in one pass.
+        grad: the gradient of y, or an ActivationGradient, which is computed and
+            quantized in one pass.
         group_sizes: see `Product.gemm`.
     """
     if product.vmap_dims:
@@ -307,7 +331,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
 
 
 def _is_turned_late(q: QTensor) -> bool:
-    """Tell whether codes are kept as the first product reads them: on TPUs a transpose is part of the product.
+    """Tell whether codes are kept as the first product reads them: on TPUs a transpose
+    is part of the product.
 
     A loop would store transposed codes, which takes a copy of the operand in each step.
     """
@@ -315,7 +340,9 @@ def _is_turned_late(q: QTensor) -> bool:
 
 
 def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTensor:
-    """Return a QTensor that was made outside of the product, in the order of the product's dimensions."""
+    """Return a QTensor that was made outside of the product, in the order of the
+    product's dimensions.
+    """
     data, data_t, cols = layout.ordered(q.data), q.data_t, layout.cols
     batch = data.ndim - layout.rows - cols
     if not q.has_one_scale:
@@ -333,10 +360,12 @@ def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTenso
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:
-    """Give codes of x, whose blocks lie along the columns that fprop contracts, a layout with blocks along the rows.
+    """Give codes of x, whose blocks lie along the columns that fprop contracts, a
+    layout with blocks along the rows.
 
-    wgrad contracts the rows. Scales that are powers of two change by shifts of exponents; other codes are dequantized
-    and quantized once more. Where the product's quantizer makes other scales than q has, wgrad dequantizes q.
+    wgrad contracts the rows. Scales that are powers of two change by shifts of
+    exponents; other codes are dequantized and quantized once more. Where the product's
+    quantizer makes other scales than q has, wgrad dequantizes q.
     """
     if q.power_2_scale and q.block is not None and q.block[0] == 1 and q.block[1] is not None:
         data_t, scale_inv_t = ops.transpose_blocks(

@@ -1,4 +1,6 @@
-"""Products of QTensors that no FP8 kernel multiplies: by a user's own function, or dequantized in high precision."""
+"""Products of QTensors that no FP8 kernel multiplies: by a user's own function, or
+dequantized in high precision.
+"""
 
 import dataclasses
 import math
@@ -21,12 +23,15 @@ def is_tensorwise(q: QTensor) -> bool:
 
 
 def is_blockwise(q: QTensor) -> bool:
-    """Tell whether q is FP8 with a scale for each block; a tensor with one scale is one block."""
+    """Tell whether q is FP8 with a scale for each block; a tensor with one scale is one
+    block.
+    """
     return is_tensorwise(q) or (q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES)
 
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):
-    """Multiply in float32, or two operands without codes in the dtype of the result where theirs is not narrower.
+    """Multiply in float32, or two operands without codes in the dtype of the result
+    where theirs is not narrower.
 
     Codes, and an operand beside codes, are widened to float32.
     """
@@ -69,17 +74,21 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
         return y
 
     def axes(q):
-        """Return `in_axes` of an operand: 0 for each array that has the batch dimensions."""
+        """Return `in_axes` of an operand: 0 for each array that has the batch
+        dimensions.
+        """
         has_batch = q.scale_inv is not None and q.scale_inv.ndim > 1
         return dataclasses.replace(q, data=0, scale_inv=0 if has_batch else None)
 
-    # A user's product multiplies matrices: batch dimensions are vmapped over it, and over the scales that have them.
+    # A user's product multiplies matrices: batch dimensions are vmapped over it, and
+    # over the scales that have them.
     a, b = (_matrices(q, batch) for q in (a, b))
     for _ in range(batch):
         multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
     with _contexts.high_precision("the recipe's qgemm multiplies something else than FP8"):
         y = multiply(a, b)
-    # `qgemm` takes operands in the order of their roles, whatever `swap` is: transpose the result.
+    # `qgemm` takes operands in the order of their roles, whatever `swap` is: transpose
+    # the result.
     y = y.mT if swap else y
     first, second = reversed(rows) if swap else rows
     return plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
@@ -93,7 +102,9 @@ def _matrices(q, batch: int) -> QTensor:
 
 
 def plus(y, bias, batch, out_dtype):
-    """Add a bias of y's batch and last dimensions, or None, to y in float32, and round once to `out_dtype`."""
+    """Add a bias of y's batch and last dimensions, or None, to y in float32, and round
+    once to `out_dtype`.
+    """
     if bias is not None:
         rows = (1,) * (y.ndim - bias.ndim)
         bias = bias.astype(jnp.float32).reshape(*bias.shape[:batch], *rows, *bias.shape[batch:])

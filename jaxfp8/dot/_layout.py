@@ -1,4 +1,5 @@
-"""Any dot_general as matrix products: which dimensions of an operand are batch, rows and columns.
+"""Any dot_general as matrix products: which dimensions of an operand are batch, rows
+and columns.
 
 Dimensions are put in order and never merged: on a mesh each keeps its own sharding.
 """
@@ -16,12 +17,13 @@ from ..recipes import OperandOptions, QTensor
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an operand becomes `[*batch, *rows, *cols]`: as it is where its dimensions allow, else by a transpose.
+    """How an operand becomes `[*batch, *rows, *cols]`: as it is where its dimensions
+    allow, else by a transpose.
 
     Attributes:
         shape: the shape of the operand.
-        batch, free, contract: the operand's dimensions by their part in the product. `contract` lists them in the same
-            order as in the other operand's layout.
+        batch, free, contract: the operand's dimensions by their part in the product.
+            `contract` lists them in the same order as in the other operand's layout.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +38,9 @@ class Layout:
 
     @property
     def is_rows_by_last(self) -> bool:
-        """Tell whether the last dimension alone is contracted, and all others are rows."""
+        """Tell whether the last dimension alone is contracted, and all others are
+        rows.
+        """
         return not self.batch and self.contract == (len(self.shape) - 1,) and len(self.shape) > 1
 
     @property
@@ -101,7 +105,8 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
                 f"dot_general: dimension_numbers: {name} dimensions {tuple(x_dims)} of x{tuple(x_shape)} and "
                 f"{tuple(kernel_dims)} of kernel{tuple(kernel_shape)} must exist and agree in size"
             )
-    # Sort contracting dimensions as x holds them: with the usual kernels no operand then needs a transpose.
+    # Sort contracting dimensions as x holds them: with the usual kernels no operand
+    # then needs a transpose.
     pairs = sorted(zip(x_contract, kernel_contract, strict=True))
     return (
         _layout("x", x_shape, x_batch, [p[0] for p in pairs]),
@@ -110,7 +115,9 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
 
 
 def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
-    """Return the shape of the result: batch dimensions, then those of x, then those of kernel."""
+    """Return the shape of the result: batch dimensions, then those of x, then those of
+    kernel.
+    """
     return tuple(layout.shape[d] for layout, dims in ((x, x.batch + x.free), (kernel, kernel.free)) for d in dims)
 
 
@@ -123,13 +130,16 @@ def _layout(name, shape, batch, contract) -> Layout:
 
 
 def both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:
-    """Return the operand of the first product, contracting dimensions last, and the QTensor that is kept.
+    """Return the operand of the first product, contracting dimensions last, and the
+    QTensor that is kept.
 
-    With `is_kept` the second QTensor is the operand of the second product; else it serves the next state alone.
+    With `is_kept` the second QTensor is the operand of the second product; else it
+    serves the next state alone.
     """
     last = q.transposed(batch) if contract_first else q
     if not is_kept:
         return dataclasses.replace(last, data_t=None), q.for_next_state()
     first = q if contract_first else q.transposed(batch)
-    # On a mesh the first product may gather the layout that the second one reads, once for both.
+    # On a mesh the first product may gather the layout that the second one reads, once
+    # for both.
     return dataclasses.replace(last, data_t=first.data), dataclasses.replace(first, data_t=None, scale_inv_t=None)

@@ -1,8 +1,10 @@
-"""The FP8 product as a JAX primitive: straight-through gradients, the next state as the state's cotangent.
+"""The FP8 product as a JAX primitive: straight-through gradients, the next state as the
+state's cotangent.
 
-It is a primitive, because `vmap` is then a change of dimension numbers, as for `lax.dot_general`: a batch that shares
-its state is one larger product with one amax for each operand, also in the backward. `custom_vjp` would compute and sum
-a kernel gradient for every example.
+It is a primitive, because `vmap` is then a change of dimension numbers, as for
+`lax.dot_general`: a batch that shares its state is one larger product with one amax for
+each operand, also in the backward. `custom_vjp` would compute and sum a kernel gradient
+for every example.
 """
 
 import dataclasses
@@ -31,13 +33,17 @@ OUTPUT_NAME = "jaxfp8_gemm_output"
 
 
 def wrapped_product(product, x, kernel, bias, state, codes):
-    """Multiply by the wrapper of `_contexts.wrapping`, which gets the FP8 product and the float32 product."""
+    """Multiply by the wrapper of `_contexts.wrapping`, which gets the FP8 product and
+    the float32 product.
+    """
     both = functools.partial(fp8, product), functools.partial(_float32, product)
     return wrapped(product, *both)(x, kernel, bias, state, codes)
 
 
 def fp8(product, x, kernel, bias, state, codes, group_sizes=None):
-    """Multiply by the primitive, without an activation; the arguments are those of `forward`."""
+    """Multiply by the primitive, without an activation; the arguments are those of
+    `forward`.
+    """
     leaves, tree = jax.tree.flatten((bias, state, codes, group_sizes))
     return product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())[0]
 
@@ -64,16 +70,21 @@ def _primal(x, kernel, *leaves, product, tree, implementation):
 
 
 def _results(product, y) -> list:
-    """Return the results of the primitive: y, and with an activation the activated values."""
+    """Return the results of the primitive: y, and with an activation the activated
+    values.
+    """
     if product.activation is None:
         return [y]
-    # Name y before the activation: a policy that saves y then saves the array that the backward reads.
+    # Name y before the activation: a policy that saves y then saves the array that the
+    # backward reads.
     y = checkpoint_name(y, OUTPUT_NAME)
     return [y, ops.activate(y, product.activation)]
 
 
 def _abstract(x, kernel, *leaves, product, tree, implementation):
-    """Type results as `lax.dot_general` does; a result varies over every mesh axis over which an operand varies."""
+    """Type results as `lax.dot_general` does; a result varies over every mesh axis over
+    which an operand varies.
+    """
     del tree, implementation
     vmapped = tuple(range(product.vmap_dims))
     varying = _mesh.varying(x, kernel, *leaves)
@@ -103,9 +114,11 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
 
 
 def _batch(args, dims, *, product, tree, implementation):
-    """Batch: examples that share a state are one larger product; states with a batch are a batch of products.
+    """Batch: examples that share a state are one larger product; states with a batch
+    are a batch of products.
 
-    A batch of kernels without state is a batch of products too: as in a loop, each kernel has its own scale.
+    A batch of kernels without state is a batch of products too: as in a loop, each
+    kernel has its own scale.
     """
     params = {"tree": tree, "implementation": implementation}
     if _batch_size(args, dims) == 0:  # nothing to multiply
@@ -134,10 +147,13 @@ def _batch_size(args, dims) -> int:
 
 
 def _batched(args, dims, product, tree):
-    """Return the operands of the product for a batch, that product, and the batch dimension of its results."""
+    """Return the operands of the product for a batch, that product, and the batch
+    dimension of its results.
+    """
     x, kernel, *leaves = args
     x_dim, kernel_dim, *leaf_dims = dims
-    # 1. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
+    # 1. A fused input with a batch of its own x alone is more rows: move this batch as
+    #    that of x.
     bias, state, _, group_sizes = jax.tree.unflatten(tree, leaves)
     *_, (x_codes, _), _ = jax.tree.unflatten(tree, range(len(leaves)))
     is_ragged = group_sizes is not None
@@ -146,22 +162,26 @@ def _batched(args, dims, product, tree):
         leaves[x_codes.x] = jnp.moveaxis(leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims)
         leaf_dims = []
 
-    # 2. States with a batch, kernels that are scaled each by itself, rows in groups: put the batch in front of every
+    # 2. States with a batch, kernels that are scaled each by itself, rows in groups:
+    #    put the batch in front of every
     # operand. A bias belongs to a kernel: both have a batch, or neither has.
     has_own_scales = bias is not None or None in (state.input, state.kernel, state.output_grad)
     if is_ragged or any(d is not None for d in leaf_dims) or (kernel_dim is not None and has_own_scales):
-        # A state that the examples share is still one state: its cotangents combine by max.
+        # A state that the examples share is still one state: its cotangents combine by
+        # max.
         plain = 2 + (bias is not None)
         repeats = [repeat] * plain + [repeat_state] * (len(args) - plain - is_ragged) + [repeat] * is_ragged
         specs = (jax.typeof(a).sharding.spec[d] for a, d in zip(args, dims, strict=True) if d is not None)
-        axis = next((spec for spec in specs if spec is not None), None)  # the mesh axis that cuts the batch
+        # the mesh axis that cuts the batch
+        axis = next((spec for spec in specs if spec is not None), None)
         leading = [
             repeated((_batch_size(args, dims), axis), a) if d is None else jnp.moveaxis(a, d, 0)
             for repeated, a, d in zip(repeats, args, dims, strict=True)
         ]
         return leading, product.with_vmap_dims(1), 0
 
-    # 3. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
+    # 3. One larger product: put the batch first among the dimensions of x and kernel,
+    #    and count it as a batch dimension
     # of both, or as a free dimension of the only operand that has it.
     first, operands, (contract, batch) = product.vmap_dims, [x, kernel], map(list, product.dimension_numbers)
     cut = [i for i, d in enumerate((x_dim, kernel_dim)) if d is not None]
@@ -187,13 +207,15 @@ def _without(x, dim):
 
 
 def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
-    """Compute the forward now; return the results, the residuals, and a function that binds a primitive of them.
+    """Compute the forward now; return the results, the residuals, and a function that
+    binds a primitive of them.
 
     The residuals hold y for the backward of an activation.
     """
     # 1. Check that the gradient has sources and state.
     x, kernel, *leaves = primals
-    # The first operands are x, the kernel and maybe a bias; the state follows, whose gradient is its next value.
+    # The first operands are x, the kernel and maybe a bias; the state follows, whose
+    # gradient is its next value.
     bias, state, codes, group_sizes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
@@ -201,7 +223,8 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     is_left_out = state_is_left_out(state)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     differentiated = _differentiated(is_linear, plain)
-    # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
+    # 2. Name the codes for remat: if a policy saves them, the computation of their
+    #    source does not run again.
     codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
     # 3. Compute the results and the residuals.
     with using(implementation):
@@ -209,10 +232,13 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
         results = _results(product, _mesh.placed_as(outs[0], y))
         y = None if product.activation is None else compressed(results[0]) if product.fp8_residual else results[0]
     residuals = residuals, y, group_sizes
-    # 4. Make the results differentiable: a loss around this gradient may take its value, and differentiates that value
-    # for the first time. The ops that compute it have no derivative; the derivative of the product is what is meant.
+    # 4. Make the results differentiable: a loss around this gradient may take its
+    #    value, and differentiates that value
+    # for the first time. The ops that compute it have no derivative; the derivative of
+    # the product is what is meant.
     results = _value_p.bind(*results, *primals, product=product, tree=tree, implementation=implementation)
-    # 5. Put everything else that the backward needs into static params, so that remat and scan keep arrays alone.
+    # 5. Put everything else that the backward needs into static params, so that remat
+    #    and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
     operands = tuple(jax.typeof(operand) for operand in primals[:plain])
     state_leaves = tuple(len(jax.tree.leaves(old)) for old in state.by_quantizer())
@@ -220,7 +246,8 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = [t for t, linear in zip(tangents, is_linear, strict=True) if linear]
-        # A gradient of one array that is no kernel, such as a saliency map, is no step of training.
+        # A gradient of one array that is no kernel, such as a saliency map, is no step
+        # of training.
         is_of_input = differentiated == ["x"] and _compat.is_of_one_array(tangents[0])
         if is_left_out and not is_of_input:
             where = _compat.outermost_trace(tangents[0])
@@ -264,7 +291,9 @@ def _first_results(*args, product, tree, implementation):
 
 
 def _differentiated(is_linear, plain) -> list[str]:
-    """Return the operands that get a gradient; the first `plain` linear inputs are not state."""
+    """Return the operands that get a gradient; the first `plain` linear inputs are not
+    state.
+    """
     return [name for name, linear in zip(("x", "kernel", "bias")[:plain], is_linear, strict=False) if linear]
 
 
@@ -281,17 +310,20 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
     x, kernel = operands[:2]
     with using(implementation):
         *gradients, next_state = backward(product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes)
-    # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of the cotangents of all devices.
+    # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of
+    #    the cotangents of all devices.
     cotangents = [
         None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
         for aval, ct in zip(operands, gradients, strict=False)
     ]
     for count, state in zip(state_leaves, next_state.by_quantizer(), strict=True):
-        # A quantizer without a use, such as that of a pre-quantized operand, gives no cotangent: its state stays. The
-        # cotangent of a reading stands for those of the histories.
+        # A quantizer without a use, such as that of a pre-quantized operand, gives no
+        # cotangent: its state stays. The cotangent of a reading stands for those of the
+        # histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
         cotangents += [None] * count if state is None else leaves[:count]
-    cotangents += [None] * (len(is_linear) - len(cotangents))  # codes have no cotangents
+    # codes have no cotangents
+    cotangents += [None] * (len(is_linear) - len(cotangents))
     # 4. Give cotangents to the operands that are linear.
     linear = [ct for ct, linear in zip(cotangents, is_linear, strict=True) if linear]
     return linear + [None] * (len(args) - len(linear))
@@ -302,7 +334,9 @@ def _abstract_linear(*args, outs, **params):
 
 
 def _gradient(product, y, ct, ct_activated=None):
-    """Return the gradient of y from the cotangents of y and of its activation; None where both are zero."""
+    """Return the gradient of y from the cotangents of y and of its activation; None
+    where both are zero.
+    """
     parts = [] if type(ct) is ad.Zero else [ct]
     if ct_activated is not None and type(ct_activated) is not ad.Zero:
         parts.append(ActivationGradient(y, ct_activated, product.activation))
@@ -321,7 +355,8 @@ batching.primitive_batchers[product_p] = _batch
 ad.primitive_jvps[product_p] = _jvp
 _compat.linearizes_by(product_p, _linearize)
 
-# The results of a product, computed elsewhere, as a function of its operands for autodiff.
+# The results of a product, computed elsewhere, as a function of its operands for
+# autodiff.
 _value_p = Primitive("fp8_product_value")
 _value_p.multiple_results = True
 _value_p.def_abstract_eval(_first_results)

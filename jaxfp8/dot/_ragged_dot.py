@@ -1,4 +1,6 @@
-"""ragged_dot in FP8: `jax.lax.ragged_dot` with a recipe and a state, for mixtures of experts."""
+"""ragged_dot in FP8: `jax.lax.ragged_dot` with a recipe and a state, for mixtures of
+experts.
+"""
 
 import dataclasses
 import functools
@@ -45,53 +47,64 @@ def ragged_dot(
     state: DotGeneralState | None = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """Compute `jax.lax.ragged_dot` with both operands, and the gradient of the output, in FP8.
+    """Compute `jax.lax.ragged_dot` with both operands, and the gradient of the output,
+    in FP8.
 
-    The rows of `lhs` are cut into consecutive groups, and each is multiplied with a matrix of its own:
+    The rows of `lhs` are cut into consecutive groups, and each is multiplied with a
+    matrix of its own:
 
         y[begin:end] = q(lhs)[begin:end] @ q(rhs)[e]     for group e, of group_sizes[e] rows
 
-    Rows beyond the last group give zeros and get no gradient. Their values do not matter: lhs and the gradient of the
-    output have these rows set to zero before an amax is computed. Scales, straight-through gradients and
-    state are those of `jaxfp8.dot_general`: one scale for lhs, one for all of rhs, one for the gradient of the output,
-    or a scale for each block of them. **The cotangent of `state` is the next state**: overwrite with it, never add it.
+    Rows beyond the last group give zeros and get no gradient. Their values do not
+    matter: lhs and the gradient of the output have these rows set to zero before an
+    amax is computed. Scales, straight-through gradients and state are those of
+    `jaxfp8.dot_general`: one scale for lhs, one for all of rhs, one for the gradient of
+    the output, or a scale for each block of them. **The cotangent of `state` is the
+    next state**: overwrite with it, never add it.
 
-    Blocks of lhs and of the gradient are counted from the first row, whatever the groups. The gradient of rhs contracts
-    rows. There a block of 128 rows may have rows of several groups, which share its scale; each group reads its own
-    rows. Where group sizes are multiples of 128, a block has rows of one group.
+    Blocks of lhs and of the gradient are counted from the first row, whatever the
+    groups. The gradient of rhs contracts rows. There a block of 128 rows may have rows
+    of several groups, which share its scale; each group reads its own rows. Where group
+    sizes are multiples of 128, a block has rows of one group.
 
     Args:
-        lhs: the `input`, bfloat16, float16 or float32 `[m, k]`; or the result of `jaxfp8.activated` or
-            `jaxfp8.normalized`; or a QTensor, as for rhs.
-        rhs: the `kernel`, bfloat16, float16 or float32 `[g, k, n]`; a float32 kernel gets its gradient in float32. Or a
-            QTensor, as `jaxfp8.quantize_params` gives it: the product does not quantize it, and its `source` gets the
+        lhs: the `input`, bfloat16, float16 or float32 `[m, k]`; or the result of
+            `jaxfp8.activated` or `jaxfp8.normalized`; or a QTensor, as for rhs.
+        rhs: the `kernel`, bfloat16, float16 or float32 `[g, k, n]`; a float32 kernel
+            gets its gradient in float32. Or a QTensor, as `jaxfp8.quantize_params`
+            gives it: the product does not quantize it, and its `source` gets the
             gradient.
-        group_sizes: int32 `[g]`, of sum at most m; a negative size counts as 0. The sizes are read on the device, and
-            the host does not wait.
-        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`; None is not allowed. A product that a
-            `ByProduct` has None for is that of `jax.lax.ragged_dot`.
-        state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
-            With `DotGeneralState(None, None, None)` delayed scaling keeps no state. Under `vmap` each example has its
-            own scales; the next states of examples that share a state combine by max, and an lhs or rhs that the
-            examples share is copied for each of them.
-        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The default is
-            `jnp.result_type(lhs, rhs)`, where a QTensor counts as its source; bfloat16 if both lack a source.
+        group_sizes: int32 `[g]`, of sum at most m; a negative size counts as 0. The
+            sizes are read on the device, and the host does not wait.
+        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`; None is not
+            allowed. A product that a `ByProduct` has None for is that of
+            `jax.lax.ragged_dot`.
+        state: `init_state(recipe)`, or the state that the last step returned; None
+            where the recipe keeps no state. With `DotGeneralState(None, None, None)`
+            delayed scaling keeps no state. Under `vmap` each example has its own
+            scales; the next states of examples that share a state combine by max, and
+            an lhs or rhs that the examples share is copied for each of them.
+        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The
+            default is `jnp.result_type(lhs, rhs)`, where a QTensor counts as its
+            source; bfloat16 if both lack a source.
 
     Returns:
         The product `[m, n]`, of `preferred_element_type`.
 
     Raises:
-        TypeError: an operand, `group_sizes` or the result has a dtype that is not listed above; `state` is not a
-            DotGeneralState or `recipe` not a Recipe; the gradient of a QTensor without a source; second derivatives and
-            forward mode.
-        ValueError: shapes do not fit; the state is missing, or has another shape or history length; the recipe has no
-            FP8; or the recipe or a QTensor has scales other than one for the tensor or one for each block.
+        TypeError: an operand, `group_sizes` or the result has a dtype that is not
+            listed above; `state` is not a DotGeneralState or `recipe` not a Recipe; the
+            gradient of a QTensor without a source; second derivatives and forward mode.
+        ValueError: shapes do not fit; the state is missing, or has another shape or
+            history length; the recipe has no FP8; or the recipe or a QTensor has scales
+            other than one for the tensor or one for each block.
     """
     # 1. Check the operands.
     op = "ragged_dot"
     group_sizes = _checks.group_sizes(op, group_sizes)
     fused = lhs if isinstance(lhs, FusedInput) else None
-    if fused is not None:  # the gradient of a fused input, and the amax of its residual, read x
+    # the gradient of a fused input, and the amax of its residual, read x
+    if fused is not None:
         lhs = fused = dataclasses.replace(fused, x=in_a_group(fused.x, group_sizes))
     lhs, lhs_codes = operand("ragged_dot: lhs", lhs)
     rhs, rhs_codes = operand("ragged_dot: rhs", rhs)
@@ -115,10 +128,12 @@ def ragged_dot(
     if all(is_plain) or not all(map(operator.or_, is_plain, has_codes)):
         raise ValueError(f"{op}: recipe: expected FP8 with one scale, or one for each block, got {recipe!r}")
     out_dtype = result_dtype(op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes))
-    if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
+    # there is no element: gradients are zero, the state is not touched
+    if 0 in lhs.shape or 0 in rhs.shape:
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    # 2. Fuse the input, unless rows beyond the last group would not be zeros: a norm adds its bias to them.
+    # 2. Fuse the input, unless rows beyond the last group would not be zeros: a norm
+    #    adds its bias to them.
     if fused is not None and recipe.fp8_residuals:
         lhs = fused.values(fp8_residual=True)
     is_fused = fused is not None and quantizers[0].has_one_scale and shares_codes(quantizers, 0)
@@ -154,13 +169,17 @@ def _float32(lhs, rhs, group_sizes, state, codes):
 
 @dataclasses.dataclass(frozen=True)
 class RaggedProduct(Product):
-    """The static part of one product whose rows are cut into groups; x is lhs, the kernel is rhs."""
+    """The static part of one product whose rows are cut into groups; x is lhs, the
+    kernel is rhs.
+    """
 
     names = ("ragged_dot: lhs", "ragged_dot: rhs")
     dims = ("m", "k"), ("g", "k", "n"), ("m", "n")
 
     def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
-        """Return the layouts of operands of these shapes; the matrices of rhs are a batch."""
+        """Return the layouts of operands of these shapes; the matrices of rhs are a
+        batch.
+        """
         return Layout(x_shape, (), (0,), (1,)), Layout(kernel_shape, (0,), (2,), (1,))
 
     def in_groups(self, x, group_sizes):
@@ -168,7 +187,9 @@ class RaggedProduct(Product):
         return in_a_group(x, group_sizes)
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
-        """Return the product of two QTensors, which have the contracting dimension last."""
+        """Return the product of two QTensors, which have the contracting dimension
+        last.
+        """
         del swap, bias  # ragged_dot has no bias, and its layouts need no transpose
         is_wgrad = gemm_type == GEMMType.WGRAD
         if a.scale_inv is None or b.scale_inv is None:
@@ -189,17 +210,20 @@ class RaggedProduct(Product):
 
 
 def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
-    """Multiply by `jax.lax.ragged_dot_general`: in the dtype of the result where that of the operands is not narrower.
+    """Multiply by `jax.lax.ragged_dot_general`: in the dtype of the result where that
+    of the operands is not narrower.
 
     Args:
-        a, b: QTensors with the contracting dimension last, `[m, k]` and `[g, n, k]`, for wgrad `[k, m]` and `[n, m]`.
-            Codes beside an operand in high precision are widened to float32.
+        a, b: QTensors with the contracting dimension last, `[m, k]` and `[g, n, k]`,
+            for wgrad `[k, m]` and `[n, m]`. Codes beside an operand in high precision
+            are widened to float32.
         group_sizes: int32 `[g]`.
         is_wgrad: whether the groups are runs of the contracting dimension.
         out_dtype: bfloat16, float16 or float32.
 
     Returns:
-        `[m, n]`, for wgrad `[g, k, n]`, of `out_dtype`; rows beyond the last group are zeros.
+        `[m, n]`, for wgrad `[g, k, n]`, of `out_dtype`; rows beyond the last group are
+        zeros.
     """
     plain = [q.data.dtype for q in (a, b) if q.scale_inv is None]
     dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
@@ -209,7 +233,8 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
     wide = promoted(dtype, jnp.float32)
     group_sizes = _in_bounds(group_sizes, a.shape[int(is_wgrad)])
 
-    # JAX has no batching rule for most batches of this product: the examples run one after the other.
+    # JAX has no batching rule for most batches of this product: the examples run one
+    # after the other.
     @jax.custom_batching.sequential_vmap
     def multiply(a, b, group_sizes):
         return lax.ragged_dot_general(a, b, group_sizes, numbers, preferred_element_type=wide)
@@ -219,12 +244,16 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
 
 
 def in_a_group(x, group_sizes):
-    """Set the rows of x beyond the last group to zero, so that an amax does not include their values."""
+    """Set the rows of x beyond the last group to zero, so that an amax does not include
+    their values.
+    """
     rows = jnp.sum(_in_bounds(group_sizes, x.shape[0]), dtype=jnp.int32)
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows
     return jnp.where(_mesh.placed_as(jax.typeof(x), inside), x, lax.full_like(x, 0))
 
 
 def _in_bounds(group_sizes, rows):
-    """Return sizes of which none is below 0: all products, in FP8 or not, read the same rows."""
+    """Return sizes of which none is below 0: all products, in FP8 or not, read the same
+    rows.
+    """
     return jnp.clip(group_sizes, 0, rows)

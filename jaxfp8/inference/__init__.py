@@ -1,3 +1,5 @@
-"""Inference: `calibrate` fills histories without training, `freeze` leaves FP8 codes and fixed scales."""
+"""Inference: `calibrate` fills histories without training, `freeze` leaves FP8 codes
+and fixed scales.
+"""
 
 from ._calibrate import calibrate as calibrate, freeze as freeze

@@ -14,7 +14,8 @@ from ..nnx import OverwriteWithGradient, _freeze as nnx_freeze
 from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
 from ..train import max_grad, update_state
 
-# Variables, and fields of DotGeneralState, of the quantizers that only a backward pass runs.
+# Variables, and fields of DotGeneralState, of the quantizers that only a backward pass
+# runs.
 _BACKWARD = ("output_grad", "input_grad", "linear_grad_output", "linear_grad_input")
 _BACKWARD += ("wgrad_input", "dgrad_kernel", "wgrad_output_grad")
 
@@ -25,34 +26,43 @@ def calibrate(
     loss_fn: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Fill amax histories from batches, as training on these batches would, and change nothing else.
+    """Fill amax histories from batches, as training on these batches would, and change
+    nothing else.
 
         variables = jaxfp8.calibrate(model, variables, batches)  # Linen
         jaxfp8.calibrate(model, batches)  # NNX: in place
         variables = jaxfp8.calibrate(function, variables, batches)  # function(variables, *batch)
 
-    Each batch is one step: histories move by one, and slot 0 is the amax of the whole batch, over all devices and all
-    uses of a layer. The amaxes of the last batch act in the next forward pass. A quantizer with an empty history has
-    scale 1, so in the first batch deeper layers get inputs that were quantized with scale 1: pass a few batches.
+    Each batch is one step: histories move by one, and slot 0 is the amax of the whole
+    batch, over all devices and all uses of a layer. The amaxes of the last batch act in
+    the next forward pass. A quantizer with an empty history has scale 1, so in the
+    first batch deeper layers get inputs that were quantized with scale 1: pass a few
+    batches.
 
-    Without `loss_fn` the quantizers of inputs and kernels (and of outputs, in a `CustomRecipe`) are filled, and no
-    gradient of a parameter is computed. A layer on which no result of the model depends, such as a layer behind
-    `stop_gradient`, records nothing, as in training.
+    Without `loss_fn` the quantizers of inputs and kernels (and of outputs, in a
+    `CustomRecipe`) are filled, and no gradient of a parameter is computed. A layer on
+    which no result of the model depends, such as a layer behind `stop_gradient`,
+    records nothing, as in training.
 
     Args:
         model: a Linen module, an NNX module, or a function of variables and a batch.
-        *variables_and_batches: `variables, batches`; for an NNX module `batches` alone. `variables` holds `params`, the
-            state (which a Linen model makes where it is missing) and other collections. `batches` is an iterable; each
-            batch is a tuple of arguments, or one argument; arguments are pytrees of arrays.
-        loss_fn: `loss_fn(variables, *batch) -> f32[]`, for NNX `loss_fn(model, *batch)`, which runs in place of the
-            model. With a loss the quantizers of gradients are filled too.
-        **kwargs: further arguments of the model, such as `deterministic=True`; not traced.
+        *variables_and_batches: `variables, batches`; for an NNX module `batches` alone.
+            `variables` holds `params`, the state (which a Linen model makes where it is
+            missing) and other collections. `batches` is an iterable; each batch is a
+            tuple of arguments, or one argument; arguments are pytrees of arrays.
+        loss_fn: `loss_fn(variables, *batch) -> f32[]`, for NNX
+            `loss_fn(model, *batch)`, which runs in place of the model. With a loss the
+            quantizers of gradients are filled too.
+        **kwargs: further arguments of the model, such as `deterministic=True`; not
+            traced.
 
     Returns:
-        The variables with their next state; all other leaves are the same arrays. For NNX `model`.
+        The variables with their next state; all other leaves are the same arrays. For
+        NNX `model`.
 
     Raises:
-        TypeError: the arguments do not fit the kind of model, or the model returns no floating-point array.
+        TypeError: the arguments do not fit the kind of model, or the model returns no
+            floating-point array.
         ValueError: there is no batch, or no state to fill.
     """
     # 1. Check how the arguments fit the kind of model.
@@ -67,7 +77,8 @@ def calibrate(
     if hasattr(batches, "shape"):
         got = f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
         raise TypeError(f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]")
-    # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple of arguments.
+    # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple
+    # of arguments.
     batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
     first = next(batches, None)
     if first is None:
@@ -82,7 +93,8 @@ def calibrate(
     def run(variables, *batch, **changes):
         return apply(variables, *batch, **kwargs | changes)
 
-    # 3. Let a Linen model make the state that it lacks, from the shapes of the first batch.
+    # 3. Let a Linen model make the state that it lacks, from the shapes of the first
+    #    batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
 
         @jax.jit
@@ -106,7 +118,9 @@ def _calibrate_nnx(model, batches, loss_fn, kwargs):
 
 
 def _filled(function, variables, batches, is_loss: bool):
-    """Return `variables` after a step of `function` for each batch; `is_loss` says that `function` is a `loss_fn`."""
+    """Return `variables` after a step of `function` for each batch; `is_loss` says that
+    `function` is a `loss_fn`.
+    """
     where = _state_tree.flatten(variables)
     positions = [i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])]
     if not positions:
@@ -119,7 +133,8 @@ def _filled(function, variables, batches, is_loss: bool):
     def next_state(variables, batch):
         leaves, tree = jax.tree.flatten(variables)
 
-        # The cotangent of the state is its next value, whatever the gradient of the outputs.
+        # The cotangent of the state is its next value, whatever the gradient of the
+        # outputs.
         def total(state):
             by_position = dict(zip(positions, state, strict=True))
             changed = tree.unflatten([by_position.get(i, leaf) for i, leaf in enumerate(leaves)])
@@ -137,12 +152,16 @@ def _filled(function, variables, batches, is_loss: bool):
 
 
 def _is_of_backward(path) -> bool:
-    """Tell whether a leaf belongs to a quantizer of the backward, by its name or a field above it in its path."""
+    """Tell whether a leaf belongs to a quantizer of the backward, by its name or a
+    field above it in its path.
+    """
     return not set(_BACKWARD).isdisjoint(path) or path[-1].startswith(tuple(f"{name}_" for name in _BACKWARD))
 
 
 def _total(outputs, is_loss: bool):
-    """Return the loss, or else a number that depends on every result of the model, whose value does not matter."""
+    """Return the loss, or else a number that depends on every result of the model,
+    whose value does not matter.
+    """
     if is_loss:
         return outputs
     leaves = [leaf for leaf in split_arrays(outputs)[0] if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -155,41 +174,47 @@ def _total(outputs, is_loss: bool):
 
 
 def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    """Freeze a model for inference: kernels become FP8 codes and inputs get fixed scales, with the values of training.
+    """Freeze a model for inference: kernels become FP8 codes and inputs get fixed
+    scales, with the values of training.
 
         frozen = jaxfp8.freeze(model, variables, x)  # Linen: model.apply(frozen, x)
         jaxfp8.freeze(model, x)  # NNX: in place
 
-    The code of the model does not change. The arguments after model and variables are an example of a call, which is
-    traced to find the operands of each product.
+    The code of the model does not change. The arguments after model and variables are
+    an example of a call, which is traced to find the operands of each product.
 
-    - The kernel of each FP8 product becomes codes, a byte each, with the contracting dimensions last, as GEMMs read
-      them, and scales. Codes and scales are parameters of the product; a placeholder without an array replaces the
-      kernel.
-    - With delayed scaling the input keeps the scale that its history gives now, and all histories are dropped. Inputs
-      of other recipes are scaled when they arrive, as before.
-    - Products in high precision keep their kernels. In Linen a kernel also stays if anything but FP8 products reads it;
-      in NNX such a reader gets NaN.
-    - A frozen model does not train: the gradient of a frozen kernel raises. Gradients of inputs and of other
-      parameters are as before.
+    - The kernel of each FP8 product becomes codes, a byte each, with the contracting
+      dimensions last, as GEMMs read them, and scales. Codes and scales are parameters
+      of the product; a placeholder without an array replaces the kernel.
+    - With delayed scaling the input keeps the scale that its history gives now, and all
+      histories are dropped. Inputs of other recipes are scaled when they arrive, as
+      before.
+    - Products in high precision keep their kernels. In Linen a kernel also stays if
+      anything but FP8 products reads it; in NNX such a reader gets NaN.
+    - A frozen model does not train: the gradient of a frozen kernel raises. Gradients
+      of inputs and of other parameters are as before.
 
-    Products that the example does not reach stay as they are. The `min_size` of a recipe is applied to the sizes of the
-    example, once.
+    Products that the example does not reach stay as they are. The `min_size` of a
+    recipe is applied to the sizes of the example, once.
 
     Args:
         model: a Linen or an NNX module.
-        *args: for a Linen model its variables, then the arguments of `model.apply`; for an NNX model its arguments.
-            Arrays or `jax.ShapeDtypeStruct`; other values are static.
-        **kwargs: keyword arguments of that call; for a Linen model also `method`, `rngs` and `mutable`.
+        *args: for a Linen model its variables, then the arguments of `model.apply`; for
+            an NNX model its arguments. Arrays or `jax.ShapeDtypeStruct`; other values
+            are static.
+        **kwargs: keyword arguments of that call; for a Linen model also `method`,
+            `rngs` and `mutable`.
 
     Returns:
-        The frozen variables; for NNX `model`, changed in place. `jax.eval_shape` of this function gives the target for
-        restoring a checkpoint.
+        The frozen variables; for NNX `model`, changed in place. `jax.eval_shape` of
+        this function gives the target for restoring a checkpoint.
 
     Raises:
-        TypeError: `model` is neither a Linen nor an NNX module, or a Linen model comes without variables.
-        ValueError: there is no product to freeze; a product has an empty history, or a custom quantizer with state; a
-            Linen product is called with several kernels, or in a branch of `nn.cond`; an NNX layer computes its kernel.
+        TypeError: `model` is neither a Linen nor an NNX module, or a Linen model comes
+            without variables.
+        ValueError: there is no product to freeze; a product has an empty history, or a
+            custom quantizer with state; a Linen product is called with several kernels,
+            or in a branch of `nn.cond`; an NNX layer computes its kernel.
     """
     if isinstance(model, nn.Module):
         if not args:

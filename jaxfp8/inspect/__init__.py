@@ -1,6 +1,8 @@
-"""Diagnostics: list the products that do not run in FP8 and why, measure errors and saturation, and read scales.
+"""Diagnostics: list the products that do not run in FP8 and why, measure errors and
+saturation, and read scales.
 
-`_machine` has the parts of this machine and its active kernels, which `python -m jaxfp8` prints.
+`_machine` has the parts of this machine and its active kernels, which
+`python -m jaxfp8` prints.
 """
 
 from ._compare import Comparison as Comparison, compare as compare

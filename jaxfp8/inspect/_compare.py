@@ -30,16 +30,21 @@ class Comparison:
         SQNR = 10 log10(sum x**2 / sum (x - x_fp8)**2) dB, x in float32
 
     Attributes:
-        rows: a dict for each product: `layer` and six figures in dB. inf means no error; -inf that FP8 is not finite,
-            or that all of the tensor is lost; nan that float32 is not finite; None that there is no such gradient, as
-            of frozen kernels. `layer` is the path of the module; ` (call 1)` after the path is the second call, `[i]`
-            an iteration of a loop or a member of a batch.
+        rows: a dict for each product: `layer` and six figures in dB. inf means no
+            error; -inf that FP8 is not finite, or that all of the tensor is lost; nan
+            that float32 is not finite; None that there is no such gradient, as of
+            frozen kernels. `layer` is the path of the module; ` (call 1)` after the
+            path is the second call, `[i]` an iteration of a loop or a member of a
+            batch.
 
-            - `output`, `input_grad`, `kernel_grad` are figures **of the product by itself**: input, kernel and the
-              gradient of the output are those of the float32 run, so errors of other layers do not count.
-            - `model_output`, `model_input_grad`, `model_kernel_grad` are figures **of the whole model**, all of whose
-              products run in FP8: errors of the layers before add up, and in gradients those of the layers after.
-        unreached: the layers that no gradient of the loss passes through, which were not compared.
+            - `output`, `input_grad`, `kernel_grad` are figures **of the product by
+              itself**: input, kernel and the gradient of the output are those of the
+              float32 run, so errors of other layers do not count.
+            - `model_output`, `model_input_grad`, `model_kernel_grad` are figures **of
+              the whole model**, all of whose products run in FP8: errors of the layers
+              before add up, and in gradients those of the layers after.
+        unreached: the layers that no gradient of the loss passes through, which were
+            not compared.
     """
 
     rows: list[dict[str, Any]]
@@ -53,29 +58,34 @@ class Comparison:
 def compare(
     model: Any, batch: Any, variables: Any = None, *, loss: Callable[..., Any] | None = None, **kwargs: Any
 ) -> Comparison:
-    """Run a model with its products in float32 and in FP8, forward and backward, and compare layer by layer.
+    """Run a model with its products in float32 and in FP8, forward and backward, and
+    compare layer by layer.
 
         print(jaxfp8.inspect.compare(model, batch, variables))
 
-    Both runs have the same weights, batch and FP8 state, and update nothing. Only the FP8 products differ between the
-    runs. The outputs and gradients of all products go to the host, as float32, so take a small batch. In a frozen
-    model (`jaxfp8.freeze`) the float32 kernels are the dequantized codes, so the error of quantizing kernels does not
-    show.
+    Both runs have the same weights, batch and FP8 state, and update nothing. Only the
+    FP8 products differ between the runs. The outputs and gradients of all products go
+    to the host, as float32, so take a small batch. In a frozen model (`jaxfp8.freeze`)
+    the float32 kernels are the dequantized codes, so the error of quantizing kernels
+    does not show.
 
     Args:
-        model: a Linen module, an NNX module, or any function of arrays that runs FP8 products.
+        model: a Linen module, an NNX module, or any function of arrays that runs FP8
+            products.
         batch: the arguments of the model: a tuple, or a single argument.
-        variables: the variables of a Linen model, with its FP8 state; None takes those of
-            `model.init(jax.random.key(0), ...)`, whose scales are 1.
-        loss: a function of the model's output that returns a scalar; None is the mean of squares of the output.
-        kwargs: keyword arguments of the model, for a Linen model those of `apply` (`rngs`, `train`, ...).
+        variables: the variables of a Linen model, with its FP8 state; None takes those
+            of `model.init(jax.random.key(0), ...)`, whose scales are 1.
+        loss: a function of the model's output that returns a scalar; None is the mean
+            of squares of the output.
+        kwargs: keyword arguments of the model, for a Linen model those of `apply`
+            (`rngs`, `train`, ...).
 
     Returns:
         The `Comparison`.
 
     Raises:
-        TypeError: the model cannot be called, or returns no floating-point array and there is no `loss`; or there are
-            variables for a model that is not Linen's.
+        TypeError: the model cannot be called, or returns no floating-point array and
+            there is no `loss`; or there are variables for a model that is not Linen's.
         ValueError: there is no FP8 product, or no gradient reaches one.
     """
     fn, arrays = _function(model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs)
@@ -111,7 +121,9 @@ def _function(model, args, variables, kwargs):
 
 
 def _run(fn, arrays, loss, recorder) -> None:
-    """Run one step forward and backward, in which `recorder` stands for each product and records its tensors."""
+    """Run one step forward and backward, in which `recorder` stands for each product
+    and records its tensors.
+    """
     arrays = jax.tree.map(_as_array, arrays)
     floats, joined = split_arrays(arrays, _is_float)
 
@@ -142,13 +154,16 @@ def _mean_of_squares(output):
 
 
 class _Recorder:
-    """Wraps each product in one run, with a backward that hands the product's tensors to the host.
+    """Wraps each product in one run, with a backward that hands the product's tensors
+    to the host.
 
     Attributes:
-        runs_fp8: whether the model runs its products in FP8; else the model runs them in float32, and each FP8 product
-            is computed beside them, from the same operands.
+        runs_fp8: whether the model runs its products in FP8; else the model runs them
+            in float32, and each FP8 product is computed beside them, from the same
+            operands.
         names: the names of the layers of all products, in the order of tracing.
-        runs: for each position in `names` that the backward reached, the tensors of each run, the last run first.
+        runs: for each position in `names` that the backward reached, the tensors of
+            each run, the last run first.
     """
 
     def __init__(self, runs_fp8: bool):
@@ -158,7 +173,8 @@ class _Recorder:
         del product  # its static part
         site = len(self.names)
         self.names.append(_contexts.current_layer() or "product")
-        # `custom_vjp` takes arrays; group sizes and codes among them are integers, which have no gradient.
+        # `custom_vjp` takes arrays; group sizes and codes among them are integers,
+        # which have no gradient.
         leaves, tree = jax.tree.flatten(operands)
 
         def result(function, leaves):
@@ -185,7 +201,8 @@ class _Recorder:
             return run(*leaves), leaves
 
         def backward(leaves, grad):
-            # Both precisions run on the same operands and the same gradient, so errors of other layers do not count.
+            # Both precisions run on the same operands and the same gradient, so errors
+            # of other layers do not count.
             runs = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
             tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])] for y, cts in runs]
 
@@ -193,7 +210,8 @@ class _Recorder:
                 return self._record(site, grad.ndim, tensors)
 
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
-            # The gradients depend on a zero from the callback, without which XLA would drop the callback.
+            # The gradients depend on a zero from the callback, without which XLA would
+            # drop the callback.
             zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
             # Only x and the kernel have a gradient.
             cotangents = [*runs[0][1][:2], *[None] * len(leaves[2:])]
@@ -203,7 +221,9 @@ class _Recorder:
         return run(*leaves)
 
     def _record(self, site, rank, tensors):
-        """Record `[[output, gradient of x, gradient of kernel], ...]`; leading dimensions beyond `rank` are a batch."""
+        """Record `[[output, gradient of x, gradient of kernel], ...]`; leading
+        dimensions beyond `rank` are a batch.
+        """
         tensors = [[None if x is None else np.asarray(x) for x in run] for run in tensors]
         y = tensors[0][0]
         batch = y.shape[: y.ndim - rank]
@@ -212,7 +232,9 @@ class _Recorder:
 
 
 def _cotangent(leaf, ct, zero):
-    """Return `ct` for a leaf, after the host has recorded it; state and codes get zeros."""
+    """Return `ct` for a leaf, after the host has recorded it; state and codes get
+    zeros.
+    """
     if _compat.is_max(leaf):  # the reading of a loop over layers
         return _compat.to_max(jnp.zeros(leaf.shape, jnp.float32), leaf.dtype)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):

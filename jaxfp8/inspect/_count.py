@@ -1,4 +1,6 @@
-"""count: run a step, and count the elements of every quantized tensor that saturate and that become zero."""
+"""count: run a step, and count the elements of every quantized tensor that saturate and
+that become zero.
+"""
 
 import dataclasses
 import itertools
@@ -20,15 +22,19 @@ _COLUMNS = ("layer", "tensor", "saturated", "flushed")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Counts:
-    """The fractions of elements that saturated and that became zero, in one step; `str` is a table, the worst first.
+    """The fractions of elements that saturated and that became zero, in one step; `str`
+    is a table, the worst first.
 
     Attributes:
-        rows: a dict for each tensor that was quantized with one scale: `layer`, the path of the module; `tensor`,
-            `"input"`, `"kernel"` or `"output_grad"`, and for codes that a `ByProduct` makes for the second product of a
-            tensor `"wgrad_input"`, `"dgrad_kernel"` or `"wgrad_output_grad"`; `saturated`, the fraction of elements
-            with `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN does not); and `flushed`, the fraction of elements
-            that are not zero but have the code of zero. ` (call 1)` after the path is the second call of the layer,
-            `[i]` an iteration of a loop, a member of a batch, or a device of `shard_map`.
+        rows: a dict for each tensor that was quantized with one scale: `layer`, the
+            path of the module; `tensor`, `"input"`, `"kernel"` or `"output_grad"`, and
+            for codes that a `ByProduct` makes for the second product of a tensor
+            `"wgrad_input"`, `"dgrad_kernel"` or `"wgrad_output_grad"`; `saturated`, the
+            fraction of elements with `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN
+            does not); and `flushed`, the fraction of elements that are not zero but
+            have the code of zero. ` (call 1)` after the path is the second call of the
+            layer, `[i]` an iteration of a loop, a member of a batch, or a device of
+            `shard_map`.
     """
 
     rows: list[dict[str, Any]]
@@ -43,19 +49,22 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
 
         (train, loss), counts = jaxfp8.inspect.count(train_step, train, batch)
 
-    The step computes what it computes otherwise, and nothing is counted in other steps. The first call compiles a
-    jitted step once more. Counting reads each tensor once more, and on a mesh adds reductions over the devices, because
-    the fractions are those of the whole tensor. The host gets two numbers for each tensor. The gradient of a product
-    with an `activation` is rounded to the dtype of the product before it becomes FP8.
+    The step computes what it computes otherwise, and nothing is counted in other steps.
+    The first call compiles a jitted step once more. Counting reads each tensor once
+    more, and on a mesh adds reductions over the devices, because the fractions are
+    those of the whole tensor. The host gets two numbers for each tensor. The gradient
+    of a product with an `activation` is rounded to the dtype of the product before it
+    becomes FP8.
 
     Args:
-        step: a function that takes gradients through FP8 products, such as a training step, or `jax.grad` of a loss;
-            jitted or not. Products are counted in their backward.
+        step: a function that takes gradients through FP8 products, such as a training
+            step, or `jax.grad` of a loss; jitted or not. Products are counted in their
+            backward.
         args, kwargs: the arguments of the step.
 
     Returns:
-        `(the result of the step, the Counts)`. A kernel that is codes without a source, and a tensor with a scale for
-        each block, have no row.
+        `(the result of the step, the Counts)`. A kernel that is codes without a source,
+        and a tensor with a scale for each block, have no row.
 
     Raises:
         ValueError: the step ran the backward of no FP8 product.
@@ -92,14 +101,17 @@ class _Site:
 
 
 _numbers = itertools.count()
-# What the products of the running step have counted: pairs of a site and an array [*batch, 6, 2].
+# What the products of the running step have counted: pairs of a site and an array
+# [*batch, 6, 2].
 _runs: list[tuple[_Site, np.ndarray]] = []
 
 
 def _counted(product, fp8, f32, *operands):
-    """Run the FP8 product, whose backward also counts the elements of its three tensors.
+    """Run the FP8 product, whose backward also counts the elements of its three
+    tensors.
 
-    This is one function for all steps, so that JAX compiles a step that is counted once.
+    This is one function for all steps, so that JAX compiles a step that is counted
+    once.
     """
     del f32
     x, kernel, rest, *_ = operands
@@ -131,7 +143,8 @@ def _counted(product, fp8, f32, *operands):
         fractions = jnp.stack([*firsts, *seconds])
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
-        # The gradient depends on a zero from the callback, without which XLA would drop the callback.
+        # The gradient depends on a zero from the callback, without which XLA would drop
+        # the callback.
         return jnp.where(zero == 0, grad, jnp.nan), *[None] * len(residuals)
 
     watched.defvjp(lambda y, *residuals: (y, residuals), backward)
@@ -139,10 +152,11 @@ def _counted(product, fp8, f32, *operands):
 
 
 def _fractions(product, i, values, uses, states) -> list[jax.Array]:
-    """Return the fractions of a tensor's elements that saturate and that become zero, f32 `[2]`, for both its products.
+    """Return the fractions of a tensor's elements that saturate and that become zero,
+    f32 `[2]`, for both its products.
 
-    They are NaN where the tensor has no scale for the whole of it, and where the second product reads the codes of the
-    first.
+    They are NaN where the tensor has no scale for the whole of it, and where the second
+    product reads the codes of the first.
 
     Args:
         product: the static part.
@@ -172,7 +186,9 @@ def _fractions_of_quantizer(product, values, quantizer, use, state):
 
 
 def _values(operand, codes):
-    """Return the values that a product quantizes, without gradient; None for codes without a source."""
+    """Return the values that a product quantizes, without gradient; None for codes
+    without a source.
+    """
     if isinstance(codes, FusedInput):  # in f32, as the op computes them
         return dataclasses.replace(codes, x=codes.x.astype(jnp.float32)).value
     if codes is not None and codes.is_all_of(operand):

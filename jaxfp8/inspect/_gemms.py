@@ -1,4 +1,6 @@
-"""gemms and assert_fp8: list the matrix products of a program, and say why a product does not run in FP8."""
+"""gemms and assert_fp8: list the matrix products of a program, and say why a product
+does not run in FP8.
+"""
 
 import dataclasses
 import re
@@ -35,11 +37,12 @@ class Gemms:
     """The matrix products of a program; `str` is a table of them.
 
     Attributes:
-        rows: a dict for each different product: `layer` (the path of its module as in `jaxfp8.report`, or the scopes
-            around it, and the equation of an einsum), `pass` (`"forward"` or `"backward"`), `gemm` (`"fprop"`,
-            `"dgrad"` or `"wgrad"` of a product of jaxfp8, else None), `product` (dtypes and shapes), `times` (how often
-            the program has it), `line` (its source line), `fp8` (whether it runs in FP8) and `why` (why it does not run
-            in FP8, else None).
+        rows: a dict for each different product: `layer` (the path of its module as in
+            `jaxfp8.report`, or the scopes around it, and the equation of an einsum),
+            `pass` (`"forward"` or `"backward"`), `gemm` (`"fprop"`, `"dgrad"` or
+            `"wgrad"` of a product of jaxfp8, else None), `product` (dtypes and shapes),
+            `times` (how often the program has it), `line` (its source line), `fp8`
+            (whether it runs in FP8) and `why` (why it does not run in FP8, else None).
         platform: the platform that `fp8` and `why` are for.
     """
 
@@ -57,16 +60,20 @@ def _cells(row) -> tuple[str, ...]:
 
 
 def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Gemms:
-    """List the matrix products of `fn(*args, **kwargs)`, which is traced and neither compiled nor run.
+    """List the matrix products of `fn(*args, **kwargs)`, which is traced and neither
+    compiled nor run.
 
         print(jaxfp8.inspect.gemms(train_step, state, batch))
 
-    Products in loops, branches, rematerialized functions, `shard_map` and jitted calls are listed; a function that
-    takes gradients lists the products of its backward too. A product in a loop is listed once.
+    Products in loops, branches, rematerialized functions, `shard_map` and jitted calls
+    are listed; a function that takes gradients lists the products of its backward too.
+    A product in a loop is listed once.
 
     Args:
-        fn: any function: a training step, a loss, a Linen model's `apply`; or an NNX model.
-        args, kwargs: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`, NNX modules and optimizers.
+        fn: any function: a training step, a loss, a Linen model's `apply`; or an NNX
+            model.
+        args, kwargs: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`, NNX modules
+            and optimizers.
         platform: see `assert_fp8`.
 
     Returns:
@@ -88,7 +95,8 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
     if isinstance(fn, nnx.Module):
         args, fn = (fn, *args), _call
     program = traced(*function_of_arrays(fn, args, kwargs))
-    # A Counter keeps the order in which rows first appear, which is that of the program.
+    # A Counter keeps the order in which rows first appear, which is that of the
+    # program.
     counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
     return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
 
@@ -100,27 +108,32 @@ def _call(model, *args, **kwargs):
 def assert_fp8(
     fn: Callable[..., Any], *args: Any, platform: str | None = None, allow: str | Iterable[str] = (), **kwargs: Any
 ) -> None:
-    """Raise where a matrix product of `fn(*args, **kwargs)` would not run in FP8, with its layer, line and reason.
+    """Raise where a matrix product of `fn(*args, **kwargs)` would not run in FP8, with
+    its layer, line and reason.
 
         jaxfp8.inspect.assert_fp8(train_step, state, batch, allow=("attention", "logits"))
 
-    The function is traced, neither compiled nor run: forward, and backward where `fn` takes gradients. Every
-    `lax.dot_general`, convolution and ragged product counts.
+    The function is traced, neither compiled nor run: forward, and backward where `fn`
+    takes gradients. Every `lax.dot_general`, convolution and ragged product counts.
 
     Args:
         fn, args, kwargs: see `gemms`.
-        platform: the platform to judge for. `"cuda"` is this machine's NVIDIA GPUs, or without any a GPU with all FP8
-            GEMMs; a compute capability such as `"sm_90"` is GPUs of that kind; `"cpu"`, `"tpu"` and `"rocm"` have no
-            FP8 GEMM, so every product is reported. None is the backend of this process; on a CPU, where models are
-            only developed, None is `"cuda"`.
-        allow: regexes, or a string, which is one regex. A product is not reported where a regex is found (`re.search`)
-            in its layer, with the equation of an einsum or without, or in its source line: `"attention"`, `"head$"`,
-            `r"model\\.py:57"`. A pass alone, or before a colon, allows that pass: `"wgrad"`, `"wgrad:.*head"`. Passes
-            are `forward` and `backward`, and `fprop`, `dgrad` and `wgrad` of products of jaxfp8.
+        platform: the platform to judge for. `"cuda"` is this machine's NVIDIA GPUs, or
+            without any a GPU with all FP8 GEMMs; a compute capability such as `"sm_90"`
+            is GPUs of that kind; `"cpu"`, `"tpu"` and `"rocm"` have no FP8 GEMM, so
+            every product is reported. None is the backend of this process; on a CPU,
+            where models are only developed, None is `"cuda"`.
+        allow: regexes, or a string, which is one regex. A product is not reported where
+            a regex is found (`re.search`) in its layer, with the equation of an einsum
+            or without, or in its source line: `"attention"`, `"head$"`,
+            `r"model\\.py:57"`. A pass alone, or before a colon, allows that pass:
+            `"wgrad"`, `"wgrad:.*head"`. Passes are `forward` and `backward`, and
+            `fprop`, `dgrad` and `wgrad` of products of jaxfp8.
 
     Raises:
-        AssertionError: products would not run in FP8; the message has layer, pass, shapes, dtypes, source line and
-            reason of each. Or `fn` has no matrix product at all.
+        AssertionError: products would not run in FP8; the message has layer, pass,
+            shapes, dtypes, source line and reason of each. Or `fn` has no matrix
+            product at all.
         TypeError: `fn` is not a function.
         ValueError: `platform` is unknown.
     """
@@ -129,7 +142,8 @@ def assert_fp8(
     missed = [row for row in products.rows if not row["fp8"] and not any(_allows(p, row) for p in patterns)]
     idle = [pattern for pattern in patterns if not any(_allows(pattern, row) for row in products.rows)]
     name = type(fn).__name__ if isinstance(fn, nnx.Module) else getattr(fn, "__name__", repr(fn))
-    # A function without any product is hardly the function that the caller meant, so it does not pass.
+    # A function without any product is hardly the function that the caller meant, so it
+    # does not pass.
     if not products.rows:
         raise AssertionError(f"assert_fp8: {name} has no matrix product with these arguments")
     said = f"allow: no product of {name} matches {', '.join(map(repr, idle))}"
@@ -143,7 +157,9 @@ def assert_fp8(
 
 
 def _allows(pattern: str, row: dict) -> bool:
-    """Tell whether a pattern of `allow` is for a product: a regex, or a pass, or a pass, a colon and a regex."""
+    """Tell whether a pattern of `allow` is for a product: a regex, or a pass, or a
+    pass, a colon and a regex.
+    """
     gemm, colon, rest = pattern.partition(":")
     if gemm in _PASSES:
         if gemm not in (row["pass"], row["gemm"]):
@@ -157,7 +173,8 @@ def _allows(pattern: str, row: dict) -> bool:
 def _rows(eqn, place: Place, target: Target) -> list[tuple]:
     """Return the products of one equation, each as items of a row."""
     name = eqn.primitive.name
-    # A product that is not differentiated is one equation: look at the equations of its forward.
+    # A product that is not differentiated is one equation: look at the equations of its
+    # forward.
     if name == "fp8_product":
         inner = [
             (inner_eqn, place._replace(gemm=inside.gemm, reason=inside.reason))
@@ -183,7 +200,9 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
 
 
 def _below_model(scopes: str) -> str:
-    """Return the path of a layer as rules and `report` have it: Linen's scopes begin with the class of the model."""
+    """Return the path of a layer as rules and `report` have it: Linen's scopes begin
+    with the class of the model.
+    """
     root, _, path = scopes.partition("/")
     return path if path and root.partition(".")[0] in _names_of_classes(nn.Module) else scopes
 
@@ -205,9 +224,12 @@ def _why_plain(eqn, place, target) -> str | None:
 
 
 def _forward(eqn):
-    """Trace the forward of a product that is not differentiated, whose primitive is still one equation."""
+    """Trace the forward of a product that is not differentiated, whose primitive is
+    still one equation.
+    """
     params = eqn.params
-    product = dataclasses.replace(params["product"], reduce=no_reduction, out_sharding=None)  # on one device
+    # on one device
+    product = dataclasses.replace(params["product"], reduce=no_reduction, out_sharding=None)
 
     def run(operands):
         x, kernel, *leaves = operands

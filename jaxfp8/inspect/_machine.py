@@ -1,4 +1,6 @@
-"""The machine that programs run on, and which implementation of every op and recipe it runs, and why."""
+"""The machine that programs run on, and which implementation of every op and recipe it
+runs, and why.
+"""
 
 import importlib.metadata
 import os
@@ -25,7 +27,9 @@ PACKAGES = (
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of the installed packages of `packages`, by name."""
+    """Return the versions of Python and of the installed packages of `packages`, by
+    name.
+    """
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -44,7 +48,9 @@ def processor() -> str:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the devices of JAX, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
+    """Return the devices of JAX, a dict for each kind: `platform`, `kind`, `capability`
+    (of a GPU) and `count`.
+    """
     kinds = Counter((d.platform, d.device_kind, ".".join(map(str, _support.capability(d)))) for d in jax.devices())
     names = ("platform", "kind", "capability", "count")
     return [dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()]
@@ -65,7 +71,8 @@ RECIPES = (
     recipes.Float8BlockScaling(),
     recipes.MXFP8BlockScaling(),
 )
-# The reason of an op that runs in jnp because no kernel of it exists for the platform: nothing is broken or missing.
+# The reason of an op that runs in jnp because no kernel of it exists for the platform:
+# nothing is broken or missing.
 NO_KERNEL = "no kernel for"
 # The reason of a program that is refused: its platform has no such product.
 REFUSED = "refused: "
@@ -79,20 +86,23 @@ def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
     return _op_calls.call(op, _op_calls.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index))[:2]
 
 
-# `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases call both ops in turn.
+# `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases
+# call both ops in turn.
 OPS = {op: _example(op) for op in _op_calls.OPS} | {"quantize_blocks": _example("quantize_blocks_transpose", 1)}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
     """Return a row for each op on a platform: `name`, `custom_call`, `calls` and `why`.
 
-    `custom_call` says whether the op runs as its custom call, `calls` counts the custom calls in its program by name,
-    and `why` is a clause that says why the op does not run as its custom call, else "".
+    `custom_call` says whether the op runs as its custom call, `calls` counts the custom
+    calls in its program by name, and `why` is a clause that says why the op does not
+    run as its custom call, else "".
     """
     rows = []
     for name, (function, arguments) in OPS.items():
         calls, reasons, _ = _lowered(platform, function, arguments)
-        # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`, which needs half of its results.
+        # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`,
+        # which needs half of its results.
         target = _SHARED_CALL.get(name, name)
         why = "" if target in calls else "; ".join(reasons) or _why_not(platform, target)
         rows.append({"name": name, "custom_call": target in calls, "calls": calls, "why": why})
@@ -100,11 +110,12 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
 
 
 def active_recipes(platform: str) -> list[dict[str, Any]]:
-    """Return a row for each recipe, from forward and backward of a layer: `name`, `fp8_products`, `calls` and `why`.
+    """Return a row for each recipe, from forward and backward of a layer: `name`,
+    `fp8_products`, `calls` and `why`.
 
-    `fp8_products` counts the products, of 3, that run as FP8 kernels (on TPUs the products of FP8 operands that XLA
-    compiles), `calls` counts custom calls by name, and `why` is a clause that says why fewer than 3 products run so,
-    else "".
+    `fp8_products` counts the products, of 3, that run as FP8 kernels (on TPUs the
+    products of FP8 operands that XLA compiles), `calls` counts custom calls by name,
+    and `why` is a clause that says why fewer than 3 products run so, else "".
     """
     rows = []
     for recipe in RECIPES:
@@ -112,7 +123,8 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
         def loss(x, kernel, state, recipe=recipe):
             return dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state).sum()
 
-        # Types are enough: programs are lowered and never run, also for platforms that this machine lacks.
+        # Types are enough: programs are lowered and never run, also for platforms that
+        # this machine lacks.
         state = jax.eval_shape(lambda recipe=recipe: recipes.init_state(recipe))
         step = jax.value_and_grad(loss, argnums=(0, 1, 2))
         calls, reasons, products = _lowered(platform, step, (_X, _KERNEL, state))
@@ -124,13 +136,15 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
 
 
 def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str], int]:
-    """Return what a program has: the number of each custom call, warnings of its lowering, products of FP8 operands.
+    """Return what a program has: the number of each custom call, warnings of its
+    lowering, products of FP8 operands.
 
     A program that its platform refuses has the refusal as its only warning.
     """
     try:
         with _support.listening() as reasons:
-            # Make a new function for each call: JAX does not lower the same function twice.
+            # Make a new function for each call: JAX does not lower the same function
+            # twice.
             traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
     except NotImplementedError as error:
@@ -140,7 +154,9 @@ def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str], 
 
 
 def _why_not(platform: str, target: str) -> str:
-    """Return why the custom call is not in a program whose lowering gives no warning; "" where no reason is known."""
+    """Return why the custom call is not in a program whose lowering gives no warning;
+    "" where no reason is known.
+    """
     library = next((row for row in _ffi.libraries() if row.platform == platform), None)
     if platform == "tpu":  # XLA compiles the jnp programs
         return f"{NO_KERNEL} {platform}"

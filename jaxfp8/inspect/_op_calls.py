@@ -1,4 +1,6 @@
-"""A call of each op in the variants of its options, on numbers of many octaves, with NaN and infinities among them."""
+"""A call of each op in the variants of its options, on numbers of many octaves, with
+NaN and infinities among them.
+"""
 
 import itertools
 from typing import Any, NamedTuple
@@ -26,7 +28,9 @@ _PERIOD = 999_983
 
 
 def numbers(rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0) -> np.ndarray:
-    """Return normal numbers times powers of two; `hard` puts NaN, infinities, subnormals and large numbers in."""
+    """Return normal numbers times powers of two; `hard` puts NaN, infinities,
+    subnormals and large numbers in.
+    """
     size = int(np.prod(shape))
     spread = 2.0 ** (octaves * rng.standard_normal(min(size, _PERIOD)))
     values = np.resize((rng.standard_normal(spread.size) * spread).astype(np.float32), size)
@@ -37,7 +41,9 @@ def numbers(rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0) -> n
 
 
 def codes(rng, shape, form, *, hard: bool = False) -> np.ndarray:
-    """Return FP8 codes of normal numbers that use the range of the format; `hard` puts a NaN in."""
+    """Return FP8 codes of normal numbers that use the range of the format; `hard` puts
+    a NaN in.
+    """
     values = numbers(rng, min(int(np.prod(shape)), _PERIOD), np.float32, octaves=1) * np.float32(form.max / 16)
     if hard:
         values[values.size // 3] = np.nan
@@ -77,10 +83,12 @@ class Kind(NamedTuple):
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
-    """Return `(function, arguments)`, and for a product `terms`, which give the exact product.
+    """Return `(function, arguments)`, and for a product `terms`, which give the exact
+    product.
 
-    `terms(*arguments)` is `(pieces, added)`: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled, whose products
-    are stacked by rows, and arrays `[..., 1 or m, n]` that are added.
+    `terms(*arguments)` is `(pieces, added)`: pairs `(a [..., m, k], b [..., n, k])` in
+    float64, scaled, whose products are stacked by rows, and arrays `[..., 1 or m, n]`
+    that are added.
     """
     return OPS[op](kind, np.random.default_rng([kind.index, group]))
 
@@ -90,7 +98,8 @@ def _amax(kind, rng):
 
 
 def _quantize(kind, rng, op=ops.quantize):
-    # The amax starts from 0, is raised from a given amax, or is no result: the custom call has a form for each.
+    # The amax starts from 0, is raised from a given amax, or is no result: the custom
+    # call has a form for each.
     options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
 
     def function(x, scale, least):
@@ -229,7 +238,8 @@ def _join_recorded(kind, rng):
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
-    # Add one summand at a time: with both a bias and an accumulator the kernel itself adds neither.
+    # Add one summand at a time: with both a bias and an accumulator the kernel itself
+    # adds neither.
     summands = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
 
     def function(a, b, a_scale, b_scale, *added):
@@ -246,7 +256,8 @@ def _scaled_matmul(kind, rng):
 def _block_scaled_matmul(kind, rng):
     (m, n, k), blocks = kind.shape, kind.turn(_MULTIPLIED_BLOCKS)
     scales = _scales(kind, rng, *(_blocks.count(block, size, k) for block, size in zip(blocks, (m, n), strict=True)))
-    # MX scales are powers of two. Round them here, so that the exact product has the same scales.
+    # MX scales are powers of two. Round them here, so that the exact product has the
+    # same scales.
     if blocks[0] == _MX:
         scales = [np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0) for scale in scales]
 
@@ -257,7 +268,8 @@ def _block_scaled_matmul(kind, rng):
     def terms(a, b, *scales):
         sides = []
         for codes, scale, block in zip((a, b), scales, blocks, strict=True):
-            # Blocks at the edges are smaller: repeat scales for whole blocks, and cut off the part outside the matrix.
+            # Blocks at the edges are smaller: repeat scales for whole blocks, and cut
+            # off the part outside the matrix.
             rows, cols = _blocks.shape(block, *codes.shape[-2:])
             spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
             sides.append(_wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]]))
@@ -295,7 +307,9 @@ def _history(kind, rng):
 
 
 def _operands(kind, rng, *shapes):
-    """Return codes of a and b; b is in E4M3, because no tensor core multiplies E5M2 by E5M2."""
+    """Return codes of a and b; b is in E4M3, because no tensor core multiplies E5M2 by
+    E5M2.
+    """
     forms = kind.form, E4M3
     return [codes(rng, shape, form, hard=kind.hard) for shape, form in zip(shapes, forms, strict=True)]
 

@@ -1,4 +1,6 @@
-"""The equations of a traced program with the place of each, and the FP8 GEMMs of the platform that it runs on."""
+"""The equations of a traced program with the place of each, and the FP8 GEMMs of the
+platform that it runs on.
+"""
 
 import os
 import re
@@ -27,11 +29,14 @@ class Place(NamedTuple):
     """The place from which an equation came.
 
     Attributes:
-        layer: the scopes around the equation, joined by `/`: the path of the module, where the library names scopes.
+        layer: the scopes around the equation, joined by `/`: the path of the module,
+            where the library names scopes.
         is_backward: whether the equation belongs to a gradient.
         gemm: `"fprop"`, `"dgrad"` or `"wgrad"` of a product of jaxfp8; else None.
-        reason: why jaxfp8 keeps the equation in high precision; None where jaxfp8 left no reason.
-        line: `file.py:12`, the innermost source line outside of libraries; "" where there is none.
+        reason: why jaxfp8 keeps the equation in high precision; None where jaxfp8 left
+            no reason.
+        line: `file.py:12`, the innermost source line outside of libraries; "" where
+            there is none.
     """
 
     layer: str
@@ -42,7 +47,9 @@ class Place(NamedTuple):
 
 
 def equations(jaxpr, outer=()) -> Iterator[tuple]:
-    """Yield `(equation, Place)` for every equation of a jaxpr that holds no other equation."""
+    """Yield `(equation, Place)` for every equation of a jaxpr that holds no other
+    equation.
+    """
     for eqn in jaxpr.eqns:
         stack = (*outer, *eqn.source_info.name_stack.stack)
         inner = list(inner_jaxprs(eqn.params))
@@ -64,12 +71,16 @@ def _place(stack, eqn) -> Place:
 
 
 def _joined(scopes) -> str:
-    """Join scopes to one path, without the scopes that nested transforms repeat; NNX scopes are whole paths."""
+    """Join scopes to one path, without the scopes that nested transforms repeat; NNX
+    scopes are whole paths.
+    """
     path = []
     for scope in scopes:
-        parts = [scope] if "->" in scope else scope.split("/")  # an equation is one name
+        # an equation is one name
+        parts = [scope] if "->" in scope else scope.split("/")
         path = parts if parts[: len(path)] == path else path + parts
-    # Drop a repeated prefix, and the names that jaxfp8's products add to the layer that holds them.
+    # Drop a repeated prefix, and the names that jaxfp8's products add to the layer that
+    # holds them.
     for size in range(len(path) // 2, 0, -1):
         if path[:size] == path[size : 2 * size]:
             path = path[size:]
@@ -90,7 +101,8 @@ def _line(traceback) -> str:
 def traced(fn, arrays):
     """Return the jaxpr of `fn(arrays)`; `fn` may return any object."""
 
-    # JAX would refuse a result that is not an array. Without results all equations still stay in the jaxpr.
+    # JAX would refuse a result that is not an array. Without results all equations
+    # still stay in the jaxpr.
     def without_result(arrays):
         fn(arrays)
 
@@ -124,7 +136,8 @@ class Target(NamedTuple):
 
     @staticmethod
     def parse(platform: str | None) -> "Target":
-        """Return the target that an argument `platform` of `gemms` and `assert_fp8` names.
+        """Return the target that an argument `platform` of `gemms` and `assert_fp8`
+        names.
 
         Raises:
             ValueError: `platform` is unknown.
@@ -139,7 +152,8 @@ class Target(NamedTuple):
         if capability:
             return Target(platform, (_Gpu(platform, ".".join(capability.groups())),))
         if platform in ("cuda", "gpu"):
-            # Local GPUs need the CUDA library of this installation. For GPUs elsewhere the library is assumed.
+            # Local GPUs need the CUDA library of this installation. For GPUs elsewhere
+            # the library is assumed.
             missing = local and not _ffi.has_cuda_kernels()
             return Target("cuda", local, "jaxfp8 was installed without its CUDA library" if missing else None)
         if platform in _WITHOUT_FP8_GEMMS:
@@ -152,11 +166,13 @@ class Target(NamedTuple):
     def why_not(self, eqn) -> str | None:
         """Return why an equation does not run in FP8; None where it does.
 
-        The equation is one of `GEMM_OPS`, or a plain product of two FP8 operands, which is left to XLA.
+        The equation is one of `GEMM_OPS`, or a plain product of two FP8 operands, which
+        is left to XLA.
         """
         name = eqn.primitive.name.removeprefix("jaxfp8_")
         types, implementation = [var.aval for var in eqn.invars], eqn.params.get("implementation", "xla")
-        # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no cuBLASLt.
+        # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no
+        #    cuBLASLt.
         if self.lacks:
             return self.lacks
         missing = _support.missing_on(self.gpus, cublaslt=name in ("scaled_matmul", "block_scaled_matmul"))

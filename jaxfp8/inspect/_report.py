@@ -1,7 +1,7 @@
 """report: list the layers of a model, with the recipe of each and the reason.
 
-The layers of a Linen model are recorded while `init` or `apply` is traced for shapes; those of an NNX model are read,
-and with arguments their calls are recorded too.
+The layers of a Linen model are recorded while `init` or `apply` is traced for shapes;
+those of an NNX model are read, and with arguments their calls are recorded too.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ _NO_PRODUCT = {
 
 _OWN_ARRAYS = "products of its own code are FP8 by jaxfp8.dot_general or jaxfp8.einsum"
 
-# This context is part of jit's cache key, so that blocks in nn.jit are traced anew for each report; the methods of a
-# cached block would not run.
+# This context is part of jit's cache key, so that blocks in nn.jit are traced anew for
+# each report; the methods of a cached block would not run.
 _report = jax.make_user_context(None)
 
 
@@ -46,10 +46,11 @@ class Report:
     """The layers of a model; `str` and `repr` are a table of them.
 
     Attributes:
-        rows: a dict for each layer: `layer` (its path), `kind` (its class), `input` and `kernel` (their shapes, None
-            where not known), `recipe` (a recipe, or None for high precision) and `why`. `why` begins with `rule`, `own`
-            (the layer's code decides), `autocast`, `default`, `no rule`, or `skipped` (a rule asks for FP8, but the
-            module has no FP8 product).
+        rows: a dict for each layer: `layer` (its path), `kind` (its class), `input` and
+            `kernel` (their shapes, None where not known), `recipe` (a recipe, or None
+            for high precision) and `why`. `why` begins with `rule`, `own` (the layer's
+            code decides), `autocast`, `default`, `no rule`, or `skipped` (a rule asks
+            for FP8, but the module has no FP8 product).
         unused: the rules that decide about no layer, as text.
     """
 
@@ -63,29 +64,36 @@ class Report:
 
 
 def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any) -> Report:
-    """Return a table of a model's layers, with the recipe of each and the reason; the model may have rules or not.
+    """Return a table of a model's layers, with the recipe of each and the reason; the
+    model may have rules or not.
 
         print(jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32)))
 
-    A Linen model has its layers only when it runs, so `init`, and `apply` after it, are traced with the arguments, for
-    shapes alone; layers that the arguments do not reach are not in the report. An NNX model is read without arguments;
-    with them it is traced as well, for the shapes of inputs. `why` says `not called` of a layer whose product the model
-    passes by, such as `x @ self.qkv.kernel[...]`, in Linen where `init` alone calls the layer. Called in an `autocast`
-    region, the report gives the recipes of that region.
+    A Linen model has its layers only when it runs, so `init`, and `apply` after it, are
+    traced with the arguments, for shapes alone; layers that the arguments do not reach
+    are not in the report. An NNX model is read without arguments; with them it is
+    traced as well, for the shapes of inputs. `why` says `not called` of a layer whose
+    product the model passes by, such as `x @ self.qkv.kernel[...]`, in Linen where
+    `init` alone calls the layer. Called in an `autocast` region, the report gives the
+    recipes of that region.
 
     Args:
         model: a Linen or NNX module.
-        args, kwargs: the arguments of `model.init` after the keys, with which `model.apply` runs too, or of an NNX
-            model; arrays or `jax.ShapeDtypeStruct`.
-        variables: the variables of a Linen model, or None. With variables `model.apply(variables, ...)` is traced, and
-            `why` names layers whose state the variables lack.
-        strict: whether a rule that decides about no layer is an error; else it is a warning.
+        args, kwargs: the arguments of `model.init` after the keys, with which
+            `model.apply` runs too, or of an NNX model; arrays or
+            `jax.ShapeDtypeStruct`.
+        variables: the variables of a Linen model, or None. With variables
+            `model.apply(variables, ...)` is traced, and `why` names layers whose state
+            the variables lack.
+        strict: whether a rule that decides about no layer is an error; else it is a
+            warning.
 
     Returns:
         The `Report`.
 
     Raises:
-        TypeError: `model` is neither a Linen nor an NNX module, or there are variables for an NNX module.
+        TypeError: `model` is neither a Linen nor an NNX module, or there are variables
+            for an NNX module.
         ValueError: with `strict`, a rule decides about no layer.
     """
     if not isinstance(model, (nn.Module, nnx.Module)):
@@ -107,7 +115,9 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
 
 
 class _Rows:
-    """The rows of a report by the paths of the layers, and the rules that decided about them."""
+    """The rows of a report by the paths of the layers, and the rules that decided about
+    them.
+    """
 
     def __init__(self):
         self.by_path, self.regions, self.used = {}, [], set()
@@ -118,7 +128,9 @@ class _Rows:
         self.by_path[path] = dict(zip(_COLUMNS, row, strict=True))
 
     def add_skipped(self, path: str, module, decided, input, kernel) -> None:
-        """Add a module without an FP8 product: where a rule matches it in vain, and where it multiplies arrays."""
+        """Add a module without an FP8 product: where a rule matches it in vain, and
+        where it multiplies arrays.
+        """
         reasons = (reason for classes, reason in _NO_PRODUCT.items() if isinstance(module, classes))
         reason = next(reasons, None)
         if decided is not None and (reason or kernel):
@@ -151,8 +163,9 @@ def _linen_rows(model, variables, args, kwargs) -> _Rows:
         _, args, kwargs = joined(arrays)
         with nn.intercept_methods(rows.record):
             variables = model.init(key, *args, **kwargs)
-        # `init` may call layers that no step calls, for their parameters alone. A model whose `apply` takes other
-        # arguments, as a decoder does after the first call, does not tell which.
+        # `init` may call layers that no step calls, for their parameters alone. A model
+        # whose `apply` takes other arguments, as a decoder does after the first call,
+        # does not tell which.
         with nn.intercept_methods(called.record), contextlib.suppress(Exception):
             model.apply(variables, *args, rngs=key, mutable=True, **kwargs)
             for path, row in rows.by_path.items():
@@ -172,7 +185,9 @@ class _Recorder(_Rows):
         self.owners = {}
 
     def record(self, next_method, args, kwargs, context):
-        """Run a method in Flax's place, and record the layer or product that it belongs to."""
+        """Run a method in Flax's place, and record the layer or product that it belongs
+        to.
+        """
         module = context.module
         self.regions += [region for region in regions(module.scope) if region not in self.regions]
         result = next_method(*args, **kwargs)
@@ -184,9 +199,12 @@ class _Recorder(_Rows):
         return result
 
     def _product(self, product, args) -> None:
-        """Record an FP8 product in the name of the layer that holds it, unless the code gave the product a name."""
+        """Record an FP8 product in the name of the layer that holds it, unless the code
+        gave the product a name.
+        """
         owner = "/".join(product.path[:-1])
-        # 1. Find the path to report. A scan calls its body more than once, so a product may be recorded again.
+        # 1. Find the path to report. A scan calls its body more than once, so a product
+        #    may be recorded again.
         first = self.owners.setdefault(owner, product.path)
         is_named = not product.path or product.path[-1] != f"{type(product).__name__}_0"
         path = "/".join(product.path) if is_named or first != product.path else owner
@@ -203,7 +221,9 @@ class _Recorder(_Rows):
         self.add(path, product, recipe, why, *(tuple(array.shape) for array in arrays[:2]))
 
     def _module(self, module, args) -> None:
-        """Record any other module: a layer, or a module whose parameters have no FP8 product."""
+        """Record any other module: a layer, or a module whose parameters have no FP8
+        product.
+        """
         path = "/".join(module.path)
         if path in self.owners:
             if path in self.by_path:
@@ -249,7 +269,9 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
 
 
 def _nnx_calls(model, args, kwargs) -> dict:
-    """Return, by path, the call of each layer with an FP8 product of its own; None for a layer without a call."""
+    """Return, by path, the call of each layer with an FP8 product of its own; None for
+    a layer without a call.
+    """
     copy = nnx.merge(*nnx.split(model))  # the recorders take the place of products
     layers = [
         layer for layer in nnx_rules.layers(copy) if layer[2] is not None and nnx_rules.product(layer[1]) is not None
@@ -259,7 +281,9 @@ def _nnx_calls(model, args, kwargs) -> dict:
 
 
 def _nnx_recipe_and_reason(layer, product, decided, rule: str | None):
-    """Return `(recipe, why)` of a layer; `decided` is the rule that matches it; code may have overridden the rule."""
+    """Return `(recipe, why)` of a layer; `decided` is the rule that matches it; code
+    may have overridden the rule.
+    """
     if product is None:
         return None, rule if rule and decided.rule.recipe is None else _own_product(layer)
     named = product.recipe if product.names_recipe else None
@@ -273,7 +297,9 @@ def _nnx_recipe_and_reason(layer, product, decided, rule: str | None):
 
 
 def _kernel(module):
-    """Return the shape of an NNX module's kernel, or else of its first parameter with two or more dimensions."""
+    """Return the shape of an NNX module's kernel, or else of its first parameter with
+    two or more dimensions.
+    """
     frozen = getattr(module, "kernel", None)
     if isinstance(frozen, FrozenKernel):
         return frozen.shape
@@ -282,13 +308,17 @@ def _kernel(module):
 
 
 def _rule_text(index: int, rule) -> str:
-    """Return the name of a rule in a report: its index, its regex and its operations."""
+    """Return the name of a rule in a report: its index, its regex and its
+    operations.
+    """
     ops = f" {'/'.join(rule.op_names)}" if rule.op_names else ""
     return f"rule {index} {rule.path!r}{ops}"
 
 
 def _own_product(layer) -> str:
-    """Return why a layer that no rule decides about has no FP8 product: its code may name another product."""
+    """Return why a layer that no rule decides about has no FP8 product: its code may
+    name another product.
+    """
     named = (getattr(layer, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op"))
     product = next((value for value in named if value is not None), None)
     is_plain = product in (None, jax.lax.dot_general, jnp.einsum)
@@ -296,7 +326,9 @@ def _own_product(layer) -> str:
 
 
 def _first_matrix(params) -> tuple[int, ...] | None:
-    """Return the shape of a module's kernel, or else of its first parameter with two or more dimensions; or None."""
+    """Return the shape of a module's kernel, or else of its first parameter with two or
+    more dimensions; or None.
+    """
     shapes = {name: tuple(value.shape) for name, value in params.items() if len(getattr(value, "shape", ())) > 1}
     return shapes.get("kernel", next(iter(shapes.values()), None))
 
@@ -306,8 +338,8 @@ def _recipe_and_reason(named, default, rule: str | None):
 
     Args:
         named: the recipe from a rule, or from the code; or None.
-        default: a function without arguments; it returns the recipe of a product that names none, outside of
-            `autocast`.
+        default: a function without arguments; it returns the recipe of a product that
+            names none, outside of `autocast`.
         rule: the text of the rule, where a rule decides; else None.
     """
     # With a recipe given, only `autocast(enabled=False)` makes `resolve` return None.
@@ -318,7 +350,8 @@ def _recipe_and_reason(named, default, rule: str | None):
         return recipe, rule
     if named is not None:
         return recipe, "own recipe"
-    # `resolve` returns the default itself unless an `autocast` decides, so a marker tells which it was.
+    # `resolve` returns the default itself unless an `autocast` decides, so a marker
+    # tells which it was.
     marker = DelayedScaling(amax_history_len=1)
 
     def default_marker():
@@ -328,7 +361,9 @@ def _recipe_and_reason(named, default, rule: str | None):
 
 
 def _text(value) -> str:
-    """Return a cell of the table; for a recipe its name and the fields that differ from the defaults."""
+    """Return a cell of the table; for a recipe its name and the fields that differ from
+    the defaults.
+    """
     if value is None:
         return "-"
     if dataclasses.is_dataclass(value):

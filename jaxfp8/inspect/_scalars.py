@@ -1,4 +1,6 @@
-"""scalars, the state of all quantizers as a flat dict of numbers, and plot, which draws them over a run."""
+"""scalars, the state of all quantizers as a flat dict of numbers, and plot, which draws
+them over a run.
+"""
 
 import dataclasses
 import os
@@ -37,12 +39,13 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
         state = state.apply_gradients(grads=grads)
         return state, loss, jaxfp8.inspect.measure(state)
 
-    The cost is a few reductions over the amax windows. The host waits for the array only when it calls `scalars` on the
-    result, for example every 100 steps.
+    The cost is a few reductions over the amax windows. The host waits for the array
+    only when it calls `scalars` on the result, for example every 100 steps.
 
     Args:
         variables: see `jaxfp8.inspect.summary`.
-        fp8_format: the recipe's format. State does not record it, and `scale_lag` needs its largest numbers.
+        fp8_format: the recipe's format. State does not record it, and `scale_lag` needs
+            its largest numbers.
 
     Returns:
         The `Measured`, a pytree of one array.
@@ -54,7 +57,8 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
     for arrays in quantizers("measure: variables", variables):
         history = jnp.asarray(arrays.amax_history).astype(jnp.float32)
         scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
-        # Numbers below zero make the scale NaN. Look for them before `clean`, which replaces them.
+        # Numbers below zero make the scale NaN. Look for them before `clean`, which
+        # replaces them.
         is_bad = jnp.any(_scaling.below_zero(history), axis=-1) | _scaling.below_zero(scale_inv)
         history = _scaling.clean(history)
         scale, newest = jnp.where(is_bad, jnp.nan, 1 / scale_inv), history[..., 0]
@@ -64,14 +68,16 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
         growth = jnp.where((newest > 0) & (before > 0), newest / before, jnp.nan)
         scale_lag = jnp.where(newest > 0, jnp.log2(newest * scale / largest), jnp.nan)
         figures = [scale, newest, jnp.max(history, axis=-1), newest * scale, growth, scale_lag]
-        # The names have the order of the flat figures: layer by layer of the stack, the figures of a layer together.
+        # The names have the order of the flat figures: layer by layer of the stack, the
+        # figures of a layer together.
         names += [f"{arrays.name}{member(index)}/{label}" for index in np.ndindex(arrays.stack) for label in _FIGURES]
         values.append(jnp.stack(figures, axis=-1).reshape(-1))
     return Measured(jnp.concatenate(values), tuple(names))
 
 
 def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
-    """Return a flat dict name -> float, which clu, tensorboard, wandb and other writers of metrics take.
+    """Return a flat dict name -> float, which clu, tensorboard, wandb and other writers
+    of metrics take.
 
         writer.write_scalars(step, jaxfp8.inspect.scalars(measured))
 
@@ -80,14 +86,18 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
     - `scale`: the factor that quantizes; NaN where the state is below zero.
     - `amax`: that of the step just run. `amax_max`: the largest one in the window.
     - `peak`: `amax * scale`; above 448 in e4m3, or 57344 in e5m2, the tensor saturated.
-    - `growth`: `amax` over the largest of the other entries of the window; NaN where either was not recorded.
-    - `scale_lag`: `log2(peak / FP8_MAX)`, by how many powers of two the scale is too large for the tensor. Above 0 the
-      step saturated; `-n` leaves the largest n powers of two of the format unused. NaN where no amax was recorded.
+    - `growth`: `amax` over the largest of the other entries of the window; NaN where
+      either was not recorded.
+    - `scale_lag`: `log2(peak / FP8_MAX)`, by how many powers of two the scale is too
+      large for the tensor. Above 0 the step saturated; `-n` leaves the largest n powers
+      of two of the format unused. NaN where no amax was recorded.
 
-    A name is `{prefix}/Dense_0/Fp8DotGeneral_0/input/scale`. The function waits for the device.
+    A name is `{prefix}/Dense_0/Fp8DotGeneral_0/input/scale`. The function waits for the
+    device.
 
     Args:
-        variables: the result of `measure`, or variables as `jaxfp8.inspect.summary` takes them.
+        variables: the result of `measure`, or variables as `jaxfp8.inspect.summary`
+            takes them.
         prefix: the beginning of all names; an empty string adds none.
 
     Raises:
@@ -110,13 +120,15 @@ _OPERANDS = ("input", "kernel", "output_grad")
 
 
 def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any:
-    """Plot amaxes and scales over steps; one row of axes for inputs, kernels and gradients each.
+    """Plot amaxes and scales over steps; one row of axes for inputs, kernels and
+    gradients each.
 
         figure = jaxfp8.inspect.plot([state0, state1, state2], "fp8.png")
 
     Args:
-        histories: a list of variable trees, one for each step, as `jaxfp8.inspect.summary` takes them; the plot has the
-            newest amax and the scale of each quantizer.
+        histories: a list of variable trees, one for each step, as
+            `jaxfp8.inspect.summary` takes them; the plot has the newest amax and the
+            scale of each quantizer.
         path: the file for `figure.savefig`; None writes no file.
 
     Returns:
@@ -138,7 +150,8 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
     axes = dict(zip(groups, figure.subplots(len(groups), 2, squeeze=False, sharex=True), strict=True))
     colors = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(name for _, _, name, _ in lines))}
     for group, is_scale, name, values in lines:
-        drawn = np.where(values > 0, values, np.nan)  # 0 means that nothing was recorded; a log scale has no 0
+        # 0 means that nothing was recorded; a log scale has no 0
+        drawn = np.where(values > 0, values, np.nan)
         axes[group][int(is_scale)].plot(drawn, color=colors[name], linewidth=1, label=name)
     for group, pair in axes.items():
         for axis, title in zip(pair, ("amax", "scale"), strict=True):
@@ -154,7 +167,9 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
 
 
 def _lines(trees) -> list[tuple]:
-    """Return a tuple `(group, whether a scale, name, values (steps,))` for each line."""
+    """Return a tuple `(group, whether a scale, name, values (steps,))` for each
+    line.
+    """
     if not isinstance(trees, (list, tuple)):
         raise TypeError(
             f"plot: histories: expected a list of variable trees, got {type(trees).__name__}; one tree alone has one "
@@ -163,13 +178,15 @@ def _lines(trees) -> list[tuple]:
     steps = [rows_of(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
     if not steps:
         raise ValueError("plot: histories: expected at least one tree, got an empty list")
-    # A line follows one quantizer over the steps, so all trees need the same quantizers in one order.
+    # A line follows one quantizer over the steps, so all trees need the same quantizers
+    # in one order.
     names = [[row["name"] for row in rows] for rows in steps]
     if any(step_names != names[0] for step_names in names):
         raise ValueError("plot: histories: expected trees with the same quantizers, got others after the first")
     lines = []
     for name, *rows in zip(names[0], *steps, strict=True):
-        # An operand has a row of axes; a quantizer of another name goes to the row without a title.
+        # An operand has a row of axes; a quantizer of another name goes to the row
+        # without a title.
         named = re.fullmatch(rf"(?:(.*)/)?({'|'.join(_OPERANDS)})(\[.*\])?", name)
         layer, group, index = named.groups(default="") if named else (name, "", "")
         for is_scale, figure in enumerate(("newest", "scale")):

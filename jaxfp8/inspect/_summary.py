@@ -14,7 +14,8 @@ from ..recipes import _below_zero, _state_tree
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
 _COLUMNS = ("name", "scale", "newest", "max", "min", "filled", "peak", "follows", "steps_since_change")
-_HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}  # other heads are the columns' names
+# other heads are the columns' names
+_HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}
 # A table of more rows than a screen holds has a line for each group.
 _SCREEN = 40
 
@@ -23,30 +24,40 @@ _SCREEN = 40
 class Summary:
     """The quantizers of a model; `str` and `repr` are a table of them.
 
-    Below the table, quantizers whose state is below zero are named, with the causes: their products are NaN.
+    Below the table, quantizers whose state is below zero are named, with the causes:
+    their products are NaN.
 
-    The table of more than 40 quantizers has a line for each group of quantizers whose names differ in numbers alone,
-    with the worst quantizer of the group: `block_*/up/Fp8DotGeneral_*/input x32`.
+    The table of more than 40 quantizers has a line for each group of quantizers whose
+    names differ in numbers alone, with the worst quantizer of the group:
+    `block_*/up/Fp8DotGeneral_*/input x32`.
 
     Attributes:
         rows: a dict for each quantizer, and for each layer of a stack:
 
-            - `name`: `Dense_0/Fp8DotGeneral_0/input`; `[i]` after the name is the layer of a stack.
-            - `scale`, `scale_inv`: the factors of the step just run; `scale` quantizes, `scale_inv` dequantizes.
-            - `newest`, `max`, `min`, `filled`, `length`: the amax window: its newest entry, the largest and the
-              smallest of the `filled` entries, and the number of slots. Amaxes are None where nothing was recorded.
-            - `peak`: `newest * scale`, the largest magnitude before rounding. Above the largest number of the format
-              (448 for e4m3, 57344 for e5m2) the tensor saturated; far below, small numbers were flushed. None where
-              `newest` or `scale` is None.
-            - `growth`: `newest` over the largest other entry. Above 1 the step saturated, if the scale follows the
-              maximum without a margin. None where there is no other entry.
-            - `follows`: the entry that the scale comes from: `"max"`, `"most_recent"`, `"dropped"` (an entry that has
-              just left a full window), `"unit"` (scale 1, no entry before), `"below zero"` (an optimizer has stepped on
-              the state, so the scale is NaN). None where the scale comes from no entry of this window: it is that of a
-              custom algorithm, or something else wrote the state.
+            - `name`: `Dense_0/Fp8DotGeneral_0/input`; `[i]` after the name is the layer
+              of a stack.
+            - `scale`, `scale_inv`: the factors of the step just run; `scale` quantizes,
+              `scale_inv` dequantizes.
+            - `newest`, `max`, `min`, `filled`, `length`: the amax window: its newest
+              entry, the largest and the smallest of the `filled` entries, and the
+              number of slots. Amaxes are None where nothing was recorded.
+            - `peak`: `newest * scale`, the largest magnitude before rounding. Above the
+              largest number of the format (448 for e4m3, 57344 for e5m2) the tensor
+              saturated; far below, small numbers were flushed. None where `newest` or
+              `scale` is None.
+            - `growth`: `newest` over the largest other entry. Above 1 the step
+              saturated, if the scale follows the maximum without a margin. None where
+              there is no other entry.
+            - `follows`: the entry that the scale comes from: `"max"`, `"most_recent"`,
+              `"dropped"` (an entry that has just left a full window), `"unit"` (scale
+              1, no entry before), `"below zero"` (an optimizer has stepped on the
+              state, so the scale is NaN). None where the scale comes from no entry of
+              this window: it is that of a custom algorithm, or something else wrote the
+              state.
             - `least`: the smallest number of the state, history and scale.
-            - `steps_since_change`: for how many steps the scale has not changed; 0 if it changed in the step just run.
-              None where the scale does not follow the maximum of the window.
+            - `steps_since_change`: for how many steps the scale has not changed; 0 if
+              it changed in the step just run. None where the scale does not follow the
+              maximum of the window.
     """
 
     rows: list[dict[str, Any]]
@@ -67,28 +78,33 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
         print(jaxfp8.inspect.summary(state))
         print(jaxfp8.inspect.summary(state, worst=10))
 
-    `summary` only reads the state, so it adds nothing to a training step. `jaxfp8.inspect.count` counts the elements
-    that saturate and that become zero.
+    `summary` only reads the state, so it adds nothing to a training step.
+    `jaxfp8.inspect.count` counts the elements that saturate and that become zero.
 
     Args:
-        variables: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these
-            inside; concrete arrays. The state of an optimizer is left out.
-        worst: the number of quantizers to keep, the worst first: scales that are not positive and quantizers that have
-            recorded nothing, whose scale says nothing; then the largest growth. None keeps all.
+        variables: Linen variables, a TrainState, an NNX model or state, a
+            DotGeneralState, or any tree with these inside; concrete arrays. The state
+            of an optimizer is left out.
+        worst: the number of quantizers to keep, the worst first: scales that are not
+            positive and quantizers that have recorded nothing, whose scale says
+            nothing; then the largest growth. None keeps all.
 
     Returns:
         The `Summary`, in the order of the tree, or the worst first.
 
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
-        TypeError: the function is called inside of jit, where `jaxfp8.inspect.measure` works.
+        TypeError: the function is called inside of jit, where `jaxfp8.inspect.measure`
+            works.
     """
     rows = rows_of("summary: variables", variables)
     return Summary(rows if worst is None else sorted(rows, key=_badness, reverse=True)[:worst])
 
 
 def rows_of(where: str, variables) -> list[dict[str, Any]]:
-    """Return the rows of a `Summary`; `where` names the function and the argument, for messages."""
+    """Return the rows of a `Summary`; `where` names the function and the argument, for
+    messages.
+    """
     states = quantizers(where, variables)
     if any(isinstance(leaf, jax.core.Tracer) for arrays in states for leaf in (arrays.amax_history, arrays.scale_inv)):
         raise TypeError(f"{where}: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure")
@@ -108,7 +124,9 @@ def _badness(row) -> tuple:
 
 
 def _groups(rows) -> list[dict[str, Any]]:
-    """Return the worst row of each group of names that differ in numbers alone, under the name of the group."""
+    """Return the worst row of each group of names that differ in numbers alone, under
+    the name of the group.
+    """
     groups = {}
     for row in rows:
         groups.setdefault(re.sub(r"\d+", "*", row["name"]), []).append(row)
@@ -143,11 +161,14 @@ def _row(name, history, scale_inv) -> dict[str, Any]:
 
 
 def _origin(history, scale_inv) -> tuple[str | None, int | None]:
-    """Return `(follows, steps since the scale changed)` of a scale and the window after its step.
+    """Return `(follows, steps since the scale changed)` of a scale and the window after
+    its step.
 
-    The step just run wrote slot 0 and took its scale from the other slots: `by_age[0]` is the amax of the step before.
+    The step just run wrote slot 0 and took its scale from the other slots: `by_age[0]`
+    is the amax of the step before.
     """
-    # A scale_inv that is amax / FP8_MAX of an entry follows that entry: the largest, or the newest before this step.
+    # A scale_inv that is amax / FP8_MAX of an entry follows that entry: the largest, or
+    # the newest before this step.
     by_age = np.where(np.isfinite(history) & (history > 0), history, 0)[:0:-1]
     largest = by_age.max(initial=0)
     if largest == 0:
@@ -165,7 +186,9 @@ def _origin(history, scale_inv) -> tuple[str | None, int | None]:
 
 
 def _is_scale_of(amax, scale_inv) -> bool:
-    """Return whether `scale_inv` is `amax / FP8_MAX * 2**margin` of one of the formats, for a whole margin."""
+    """Return whether `scale_inv` is `amax / FP8_MAX * 2**margin` of one of the formats,
+    for a whole margin.
+    """
     if amax == 0:
         return False
     ratios = [scale_inv * fp8_max(dtype) / amax for dtype in FP8_DTYPES]
@@ -179,11 +202,13 @@ def _text(key: str, value) -> str:
 
 
 class Arrays(NamedTuple):
-    """The state of one quantizer, or of a stack of quantizers, with the slots moved to the last axis.
+    """The state of one quantizer, or of a stack of quantizers, with the slots moved to
+    the last axis.
 
     Attributes:
         name: the path below the state collection: `Dense_0/Fp8DotGeneral_0/input`.
-        amax_history: `[..., H]`, slot 0 newest, slot 1 oldest; 0 means nothing was recorded.
+        amax_history: `[..., H]`, slot 0 newest, slot 1 oldest; 0 means nothing was
+            recorded.
         scale_inv: `[..., 1]`.
     """
 
@@ -198,19 +223,23 @@ class Arrays(NamedTuple):
 
 
 def quantizers(where: str, tree) -> list[Arrays]:
-    """Return the quantizers of a tree with FP8 state, in the order of the tree, without those in an optimizer's state.
+    """Return the quantizers of a tree with FP8 state, in the order of the tree, without
+    those in an optimizer's state.
 
     Args:
         where: the function and the argument, for messages.
-        tree: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these inside.
+        tree: Linen variables, a TrainState, an NNX model or state, a DotGeneralState,
+            or any tree with these inside.
 
     Raises:
-        ValueError: the tree has no quantizer, or the shapes of a history and its scale do not fit.
+        ValueError: the tree has no quantizer, or the shapes of a history and its scale
+            do not fit.
     """
     flat = _state_tree.flatten(tree)
     arrays = []
     for quantizer in flat.quantizers:
-        # Moments that an optimizer keeps for state have the names of state too, but are not quantizers.
+        # Moments that an optimizer keeps for state have the names of state too, but are
+        # not quantizers.
         if "opt_state" in flat.paths[quantizer.amax_history]:
             continue
         leaves = [flat.leaves[i] for i in quantizer.positions()]

@@ -1,3 +1,5 @@
-"""Integrations: run jaxfp8 through the configuration of other libraries, which are imported only when used."""
+"""Integrations: run jaxfp8 through the configuration of other libraries, which are
+imported only when used.
+"""
 
 from . import maxtext as maxtext

@@ -1,6 +1,8 @@
-"""MaxText's gradient accumulation with FP8 state: all microbatches of a step run on one state, and combine by max.
+"""MaxText's gradient accumulation with FP8 state: all microbatches of a step run on one
+state, and combine by max.
 
-MaxText itself adds up gradients of parameters, and carries all other variables from one microbatch to the next.
+MaxText itself adds up gradients of parameters, and carries all other variables from one
+microbatch to the next.
 """
 
 import jax
@@ -17,13 +19,17 @@ class _NextState(nnx.Variable):
 
 
 def _state(tree) -> dict:
-    """Return the FP8 state of an NNX model, or of gradients, as a state collection of arrays."""
+    """Return the FP8 state of an NNX model, or of gradients, as a state collection of
+    arrays.
+    """
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
     return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.filter_state(state, OverwriteWithGradient))}
 
 
 def accumulate_with_state(module, original):
-    """Wrap MaxText's accumulation, which adds up gradients of parameters, and keep the state beside them."""
+    """Wrap MaxText's accumulation, which adds up gradients of parameters, and keep the
+    state beside them.
+    """
 
     def accumulate(loss_fn, config, model, *args, **options):
         is_nnx = isinstance(model, nnx.Module)
@@ -38,7 +44,8 @@ def accumulate_with_state(module, original):
         if not jax.tree.leaves(old):
             return original(loss_fn, config, model, *args, **options)
         model.fp8_next_state = _NextState(jax.tree.map(jnp.zeros_like, old))
-        # MaxText's function looks up `nnx` in its module while it is traced, so the change can end with the call.
+        # MaxText's function looks up `nnx` in its module while it is traced, so the
+        # change can end with the call.
         module.nnx = _NnxWithState()
         try:
             result = original(loss_fn, config, model, *args, **options)
@@ -61,7 +68,8 @@ def _put(model, state: dict) -> None:
 class _NnxWithState:
     """`flax.nnx` for MaxText's accumulation.
 
-    `value_and_grad` gives the gradients of parameters to MaxText, and those of the state to `model.fp8_next_state`.
+    `value_and_grad` gives the gradients of parameters to MaxText, and those of the
+    state to `model.fp8_next_state`.
     """
 
     def __getattr__(self, name):
@@ -77,7 +85,8 @@ class _NnxWithState:
             # Every microbatch reads the state that the step began with.
             _put(model, old)
             model.fp8_next_state.set_value(accumulate_gradients(model.fp8_next_state.get_value(), _state(gradients)))
-            # MaxText adds up all gradients that it gets, so it gets those of parameters only.
+            # MaxText adds up all gradients that it gets, so it gets those of parameters
+            # only.
             return out, nnx.filter_state(gradients, nnx.Param)
 
         return step

@@ -8,14 +8,16 @@ from ..recipes import Rules, kind
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:
-    """Put the layers of a model in FP8 as the rules say, by `linen.quantize` or `nnx.quantize`.
+    """Put the layers of a model in FP8 as the rules say, by `linen.quantize` or
+    `nnx.quantize`.
 
         model = jaxfp8.quantize(model, [("head", None), (r".*mlp/.*", jaxfp8.DelayedScaling())])
 
     Args:
-        model: a Linen module, which is not changed, or an NNX module, which is changed in place.
-        rules: pairs `(path_regex, recipe or None)`; the first rule whose regex matches the whole path of a layer
-            decides, and the recipe None is high precision.
+        model: a Linen module, which is not changed, or an NNX module, which is changed
+            in place.
+        rules: pairs `(path_regex, recipe or None)`; the first rule whose regex matches
+            the whole path of a layer decides, and the recipe None is high precision.
 
     Returns:
         For Linen a quantized module; for NNX `model`.

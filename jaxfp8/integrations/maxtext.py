@@ -1,12 +1,13 @@
-"""MaxText: run its flags of FP8 with the products of jaxfp8, also under gradient accumulation.
+"""MaxText: run its flags of FP8 with the products of jaxfp8, also under gradient
+accumulation.
 
     from jaxfp8.integrations import maxtext
 
     maxtext.install()  # then train as before; or: python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
 
-This module was written after MaxText 0.2.5, which makes all products from one object of `layers/quantizations.py`.
-`install` first looks up all attributes that it changes. It refuses a MaxText that lacks one of them, and changes
-nothing then.
+This module was written after MaxText 0.2.5, which makes all products from one object of
+`layers/quantizations.py`. `install` first looks up all attributes that it changes. It
+refuses a MaxText that lacks one of them, and changes nothing then.
 """
 
 import contextlib
@@ -69,7 +70,8 @@ _installed = contextlib.ExitStack()
 
 
 def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
-    """Give MaxText's flags of FP8 the products of jaxfp8, in models that are made after this call.
+    """Give MaxText's flags of FP8 the products of jaxfp8, in models that are made after
+    this call.
 
     | `quantization=` | recipe |
     |---|---|
@@ -78,28 +80,34 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     | `te_fp8_blockscaling`, a name that MaxText itself lacks | `Float8BlockScaling()` |
     | `te_mxfp8` | `MXFP8BlockScaling()` |
 
-    Under `te_fp8_currentscaling` MaxText's `act_quantization_calibration_method`, `weight_…` and `bwd_…` count too:
-    with `fixed,-224,224` the operand has the constant scale of that bound, see `StaticScaling`; with `absmax`, their
-    default, it has the scale of its own amax.
+    Under `te_fp8_currentscaling` MaxText's `act_quantization_calibration_method`,
+    `weight_…` and `bwd_…` count too: with `fixed,-224,224` the operand has the constant
+    scale of that bound, see `StaticScaling`; with `absmax`, their default, it has the
+    scale of its own amax.
 
-    TransformerEngine need not be installed. Dense layers get an `Fp8DotGeneral` and the experts' einsums an
-    `Fp8Einsum`. State has the names and places that Flax's classes give it under `fp8`, so a run can go on with
-    checkpoints of Flax's FP8. `gradient_accumulation_steps` may be more than 1: all microbatches of a step run on the
-    same state, and their next states combine by max. In the loss all uses of one state combine by max too, as under
-    `jaxfp8.value_and_grad`. `remat_policy=minimal_with_quantization` keeps FP8 codes.
+    TransformerEngine need not be installed. Dense layers get an `Fp8DotGeneral` and the
+    experts' einsums an `Fp8Einsum`. State has the names and places that Flax's classes
+    give it under `fp8`, so a run can go on with checkpoints of Flax's FP8.
+    `gradient_accumulation_steps` may be more than 1: all microbatches of a step run on
+    the same state, and their next states combine by max. In the loss all uses of one
+    state combine by max too, as under `jaxfp8.value_and_grad`.
+    `remat_policy=minimal_with_quantization` keeps FP8 codes.
 
     Args:
-        recipe: how operands become FP8 under every one of the flags, in place of the table; None is the table.
+        recipe: how operands become FP8 under every one of the flags, in place of the
+            table; None is the table.
 
     Returns:
-        A context that undoes the call: by `close()`, or at the end of a `with` block. A second `install` undoes the
-        first before it makes its own changes.
+        A context that undoes the call: by `close()`, or at the end of a `with` block. A
+        second `install` undoes the first before it makes its own changes.
 
     Raises:
-        ImportError: MaxText is missing, or lacks something that `install` changes; the message names it.
+        ImportError: MaxText is missing, or lacks something that `install` changes; the
+            message names it.
         TypeError: `recipe` is not a Recipe.
 
-    A model that is made later raises a ValueError for another calibration method than these two.
+    A model that is made later raises a ValueError for another calibration method than
+    these two.
     """
     global _installed
     recipes = _RECIPES
@@ -155,26 +163,33 @@ def _require(module, hook: str) -> None:
 
 
 def _importers(name: str, value) -> list:
-    """Return MaxText's modules that have `value` as their `name`: the defining one, and those that import it."""
+    """Return MaxText's modules that have `value` as their `name`: the defining one, and
+    those that import it.
+    """
     modules = [module for key, module in sys.modules.items() if key.partition(".")[0] == "maxtext"]
     return [module for module in modules if vars(module).get(name) is value]
 
 
 def _set(undo: contextlib.ExitStack, owner, name: str, value) -> None:
-    # `vars` gives the stored object: `getattr` would unwrap a static or class method, and undoing would store that.
+    # `vars` gives the stored object: `getattr` would unwrap a static or class method,
+    # and undoing would store that.
     undo.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
 
 
-# ------------------------------------------------------------------------------------------------------ products
+# ----------------------------------------------------------------------------- products
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneral):
-    """`Fp8DotGeneral` under the name of Flax's class, by which MaxText and its checkpoints name the state."""
+    """`Fp8DotGeneral` under the name of Flax's class, by which MaxText and its
+    checkpoints name the state.
+    """
 
 
 class _Fp8Einsum(nn.Module):
-    """An einsum with a result in MaxText's compute dtype, whose state has the path of Flax's einsum in MaxText."""
+    """An einsum with a result in MaxText's compute dtype, whose state has the path of
+    Flax's einsum in MaxText.
+    """
 
     recipe: Any
     dtype: Any
@@ -189,12 +204,17 @@ class _Fp8Einsum(nn.Module):
 
 
 def _configure(module, original, recipes):
-    """Wrap MaxText's choice of a quantization: all flags in `recipes` get jaxfp8's where `fp8` would get Flax's."""
+    """Wrap MaxText's choice of a quantization: all flags in `recipes` get jaxfp8's
+    where `fp8` would get Flax's.
+    """
 
     @dataclasses.dataclass
-    class Quantization(module.Fp8Quantization):  # MaxText's experts check for this class: its einsums keep state
+    # MaxText's experts check for this class: its einsums keep state
+    class Quantization(module.Fp8Quantization):
         recipe: Any
-        quantize_dtype: Any = None  # the dtype of grouped products, which MaxText quantizes itself, under `fp8` only
+        # the dtype of grouped products, which MaxText quantizes itself, under `fp8`
+        # only
+        quantize_dtype: Any = None
 
         def dot_general_cls(self, mesh_axes=()):
             del mesh_axes
@@ -218,7 +238,9 @@ def _configure(module, original, recipes):
 
 
 def _calibrated(config) -> Recipe:
-    """Return current scaling, with constant scales for the operands that MaxText's flags give a fixed range."""
+    """Return current scaling, with constant scales for the operands that MaxText's
+    flags give a fixed range.
+    """
     bounds = {option: _bound(flag, getattr(config, flag, "absmax")) for option, flag in _CALIBRATIONS.items()}
     return _RECIPES[_CURRENT] if set(bounds.values()) == {None} else StaticScaling(**bounds)
 
@@ -246,7 +268,9 @@ def _bound(flag: str, method: str) -> float | None:
 
 
 def _keep_codes(decoder, original):
-    """Wrap MaxText's policy of rematerialization: `with_quantization` then keeps jaxfp8's FP8 residuals too."""
+    """Wrap MaxText's policy of rematerialization: `with_quantization` then keeps
+    jaxfp8's FP8 residuals too.
+    """
 
     def minimal_policy(self, with_context=False, with_quantization=False):
         policy = original(self, with_context, with_quantization)
@@ -267,11 +291,13 @@ def _share_state(module, original):
     return loss_fn
 
 
-# ---------------------------------------------------------------------------------------------------- its checks
+# --------------------------------------------------------------------------- its checks
 
 
 def _parse(module, original):
-    """Wrap MaxText's parser of its configuration: it knows block scaling, and FP8 with gradient accumulation."""
+    """Wrap MaxText's parser of its configuration: it knows block scaling, and FP8 with
+    gradient accumulation.
+    """
 
     def parse(argv=None, config_class=module.types.MaxTextConfig, **options):
         return original(argv, config_class=_config_class(config_class), **options)
@@ -307,7 +333,9 @@ def _config_class(base):
 
 
 def _check(module, original):
-    """Wrap MaxText's check of a training configuration, which asserts that FP8 does not accumulate."""
+    """Wrap MaxText's check of a training configuration, which asserts that FP8 does not
+    accumulate.
+    """
 
     def check(config):
         accumulates = config.quantization in _RECIPES
@@ -329,7 +357,8 @@ class _With:
 if __name__ == "__main__":
     from absl import app
 
-    from jaxfp8.integrations import maxtext  # `__main__` is a second copy of this module, which must not hold state
+    # `__main__` is a second copy of this module, which must not hold state
+    from jaxfp8.integrations import maxtext
 
     maxtext.install()
     app.run(_module(_TRAIN).main)

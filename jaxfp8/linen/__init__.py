@@ -1,4 +1,6 @@
-"""Flax Linen: layers whose quantizer state is in the collection `_overwrite_with_gradient`."""
+"""Flax Linen: layers whose quantizer state is in the collection
+`_overwrite_with_gradient`.
+"""
 
 from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from ._dot_general import (

@@ -1,4 +1,6 @@
-"""Fp8DotGeneral, the `dot_general_cls` of Linen layers, and Fp8Einsum: products that hold their own state."""
+"""Fp8DotGeneral, the `dot_general_cls` of Linen layers, and Fp8Einsum: products that
+hold their own state.
+"""
 
 import contextlib
 import functools
@@ -18,7 +20,9 @@ from . import _mistakes
 
 
 class Fp8Module(nn.Module):
-    """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents state and fields."""
+    """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents
+    state and fields.
+    """
 
     recipe: Any = None
     amax_history_length: int = 1024
@@ -37,18 +41,24 @@ class Fp8Module(nn.Module):
 
     @nn.nowrap
     def layer_path(self) -> tuple[str, ...]:
-        """Get the path of the layer: the module that holds this product, unless the code named the product."""
+        """Get the path of the layer: the module that holds this product, unless the
+        code named the product.
+        """
         path = self.path
         return path[:-1] if path and path[-1] == f"{type(self).__name__}_0" else path
 
     @nn.nowrap
     def naming(self) -> contextlib.AbstractContextManager:
-        """Return a context in which the product has the path of its layer, for warnings and `inspect.compare`."""
+        """Return a context in which the product has the path of its layer, for warnings
+        and `inspect.compare`.
+        """
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
     def _operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
-        """Get the recipe and the state of this module, or the codes of `jaxfp8.freeze`, for a product."""
+        """Get the recipe and the state of this module, or the codes of `jaxfp8.freeze`,
+        for a product.
+        """
         recipe, frozen = self._recipe(), self._frozen_arrays()
         state = self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
         if _frozen.is_freezing() and recipe is not None:
@@ -59,14 +69,18 @@ class Fp8Module(nn.Module):
 
     @nn.nowrap
     def _frozen_arrays(self) -> dict[str, jax.Array] | None:
-        """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not frozen."""
+        """Get the codes and scales that `jaxfp8.freeze` made; None where the product is
+        not frozen.
+        """
         if not self.has_variable("params", _frozen.KERNEL):
             return None
         return {name: self.get_variable("params", name) for name in self.variables["params"]}
 
     @nn.nowrap
     def _freeze(self, frozen, x_shape, kernel, dimension_numbers, recipe, state) -> None:
-        """Store the codes of the kernel; a later call stores whether it has another kernel."""
+        """Store the codes of the kernel; a later call stores whether it has another
+        kernel.
+        """
         if frozen is None:
             arrays = _frozen.freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) or {}
         else:
@@ -77,12 +91,15 @@ class Fp8Module(nn.Module):
 
     @nn.nowrap
     def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
-        """Read the state of the product; None without a recipe, where `autocast` turned FP8 off.
+        """Read the state of the product; None without a recipe, where `autocast` turned
+        FP8 off.
 
-        With variables that have no state, for inference, scales come from the tensors at hand.
+        With variables that have no state, for inference, scales come from the tensors
+        at hand.
 
         Raises:
-            ValueError: `init` cannot write the state; the model would silently train without state.
+            ValueError: `init` cannot write the state; the model would silently train
+                without state.
         """
         if recipe is None:
             return None
@@ -99,14 +116,17 @@ class Fp8Module(nn.Module):
         state = recipes.map_variables(recipe, variable)
         if missing and self.is_initializing() and not is_mutable:
             _mistakes.refuse_immutable_state(self, recipe)
-        # A model that was initialized elsewhere may carry the state of another library, which is not read here.
+        # A model that was initialized elsewhere may carry the state of another library,
+        # which is not read here.
         if missing and not self.is_initializing():
             _mistakes.warn_of_foreign_state(self.parent, self.layer_path())
         return DotGeneralState(None, None, None) if missing and not is_mutable else state
 
     @nn.nowrap
     def named_recipe(self) -> Any:
-        """Get the recipe that the code names, by `recipe` or by Flax's fields; None where the code names no recipe."""
+        """Get the recipe that the code names, by `recipe` or by Flax's fields; None
+        where the code names no recipe.
+        """
         recipe = self._recipe_of_fields() if self.recipe is None else self.recipe
         return None if self.recipe is None and recipe == DelayedScaling() else recipe
 
@@ -127,26 +147,32 @@ class Fp8Module(nn.Module):
 
 
 class Fp8DotGeneral(Fp8Module):
-    """FP8 products for any Linen layer that takes a `dot_general_cls`; a plain swap for `nn.Fp8DotGeneral`.
+    """FP8 products for any Linen layer that takes a `dot_general_cls`; a plain swap for
+    `nn.Fp8DotGeneral`.
 
         nn.Dense(features, dot_general_cls=jaxfp8.Fp8DotGeneral)
         nn.Dense(features, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
 
-    State is in the collection `_overwrite_with_gradient`, under Flax's names: for each of `input`, `kernel` and
-    `output_grad` an `{name}_amax_history` f32 `(H,)`, slot 0 newest, and a `{name}_scale` f32 `(1,)`,
-    `amax / FP8_MAX`. The gradient with respect to the collection is its next value; Flax's `TrainState` stores it.
-    Applied to variables without the collection, the module takes its scales from the tensors at hand.
+    State is in the collection `_overwrite_with_gradient`, under Flax's names: for each
+    of `input`, `kernel` and `output_grad` an `{name}_amax_history` f32 `(H,)`, slot 0
+    newest, and a `{name}_scale` f32 `(1,)`, `amax / FP8_MAX`. The gradient with respect
+    to the collection is its next value; Flax's `TrainState` stores it. Applied to
+    variables without the collection, the module takes its scales from the tensors at
+    hand.
 
     Attributes:
-        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it
-            `DelayedScaling(amax_history_len=amax_history_length)` in the format that the two dtypes name.
-        amax_history_length, e4m3_dtype, e5m2_dtype: the fields of Flax's class, for use without a recipe. A layer that
-            sets one of these fields has a recipe of its own, which `jaxfp8.autocast` does not replace.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`,
+            outside of it `DelayedScaling(amax_history_len=amax_history_length)` in the
+            format that the two dtypes name.
+        amax_history_length, e4m3_dtype, e5m2_dtype: the fields of Flax's class, for use
+            without a recipe. A layer that sets one of these fields has a recipe of its
+            own, which `jaxfp8.autocast` does not replace.
 
     Raises:
         TypeError: a layer was given an instance as its `dot_general_cls`.
-        ValueError: no `jaxfp8.Format` has the forward `e4m3_dtype` and the backward `e5m2_dtype`; or `init` makes state
-            inside an `nn.scan` or `nn.vmap` that does not carry the collection of state.
+        ValueError: no `jaxfp8.Format` has the forward `e4m3_dtype` and the backward
+            `e5m2_dtype`; or `init` makes state inside an `nn.scan` or `nn.vmap` that
+            does not carry the collection of state.
     """
 
     @nn.compact
@@ -184,8 +210,9 @@ class Fp8Einsum(Fp8Module):
 
         y = jaxfp8.linen.Fp8Einsum(recipe=recipe)("gecm,emh->gech", x, kernel)
 
-    The first operand is always the input and the second always the kernel. Unlike Flax's class it does not round the
-    input to the kernel's dtype: the result has `jnp.result_type(x, kernel)`, or `preferred_element_type`.
+    The first operand is always the input and the second always the kernel. Unlike
+    Flax's class it does not round the input to the kernel's dtype: the result has
+    `jnp.result_type(x, kernel)`, or `preferred_element_type`.
 
     State and fields are those of `Fp8DotGeneral`.
     """
@@ -200,7 +227,9 @@ class Fp8Einsum(Fp8Module):
         preferred_element_type: DTypeLike | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
+        """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the
+        kernel; see `jaxfp8.einsum`.
+        """
         with self.naming():
             return einsum_by(
                 self._operands,
@@ -214,11 +243,13 @@ class Fp8Einsum(Fp8Module):
 
 
 def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:
-    """Return `Fp8DotGeneral` with a recipe, as a `dot_general_cls`; equal recipes give the same object.
+    """Return `Fp8DotGeneral` with a recipe, as a `dot_general_cls`; equal recipes give
+    the same object.
 
         nn.Dense(features, dot_general_cls=jaxfp8.make_dot_general_cls(jaxfp8.MXFP8BlockScaling()))
 
-    An NNX layer takes an object instead: `dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe)`.
+    An NNX layer takes an object instead:
+    `dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe)`.
 
     Raises:
         TypeError: `recipe` is not a Recipe.
@@ -228,5 +259,6 @@ def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:
 
 @functools.cache
 def _cached_cls(recipe):
-    # One object for equal recipes: `partial` compares by identity, and layers are compared when programs are cached.
+    # One object for equal recipes: `partial` compares by identity, and layers are
+    # compared when programs are cached.
     return functools.partial(Fp8DotGeneral, recipe=recipe)

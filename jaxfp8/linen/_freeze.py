@@ -1,8 +1,10 @@
-"""`jaxfp8.freeze` for the variables of a Linen model: its products put their codes beside the parameters.
+"""`jaxfp8.freeze` for the variables of a Linen model: its products put their codes
+beside the parameters.
 
-The model runs once, for the codes alone. Each product gets its kernel in the compute dtype of its layer, and stores
-the arrays that `_frozen` makes of the kernel as parameters of its own, so that a scan stacks them like kernels.
-Parameters that codes were made of, and that nothing else reads, are then replaced by placeholders.
+The model runs once, for the codes alone. Each product gets its kernel in the compute
+dtype of its layer, and stores the arrays that `_frozen` makes of the kernel as
+parameters of its own, so that a scan stacks them like kernels. Parameters that codes
+were made of, and that nothing else reads, are then replaced by placeholders.
 """
 
 import dataclasses
@@ -27,9 +29,11 @@ PARAMS = "params"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenKernel(meta.AxisMetadata):
-    """Placeholder for a kernel whose codes are in its product: shape and dtype, no array.
+    """Placeholder for a kernel whose codes are in its product: shape and dtype, no
+    array.
 
-    Layers get NaNs in place of the kernel. Their product does not read the NaNs, so compiled programs do not hold them.
+    Layers get NaNs in place of the kernel. Their product does not read the NaNs, so
+    compiled programs do not hold them.
 
     Attributes:
         shape: the shape of the kernel.
@@ -52,7 +56,8 @@ class FrozenKernel(meta.AxisMetadata):
 
     @property
     def __jax_array__(self):
-        raise _frozen.no_array()  # JAX asks for this attribute wherever it expects an array
+        # JAX asks for this attribute wherever it expects an array
+        raise _frozen.no_array()
 
     def replace_boxed(self, val):
         """Return `val`: the box holds nothing."""
@@ -134,7 +139,8 @@ def freeze(model: nn.Module, variables, args, kwargs):
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
     for product, differs in several.items():
-        # A product that was frozen before reads a placeholder, which is no other kernel.
+        # A product that was frozen before reads a placeholder, which is no other
+        # kernel.
         if product in products and not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
             raise ValueError(f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own")
     state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
@@ -155,7 +161,9 @@ def _variables(params, collections):
 
 
 def _read(function, params: dict[Any, Any], *collections) -> set:
-    """Find the parameters that the results of `function(params, *collections)` depend on."""
+    """Find the parameters that the results of `function(params, *collections)` depend
+    on.
+    """
 
     def results(*args):  # a text among them depends on nothing
         return split_arrays(function(*args), _is_no_text)[0]
@@ -172,10 +180,13 @@ def _is_no_text(leaf) -> bool:
 
 
 def _refuse_untouched(products, state) -> None:
-    """Raise a ValueError where a history is empty: the fixed scale would be 1, not that of any tensor."""
+    """Raise a ValueError where a history is empty: the fixed scale would be 1, not that
+    of any tensor.
+    """
     for product in sorted(products):
         for operand in ("input", "kernel", "linear_input", "linear_weight"):
             history = state.get((*product, f"{operand}_amax_history"))
-            scale_inv = state.get((*product, f"{operand}_scale"))  # the state's scale is the scale_inv of the last step
+            # the state's scale is the scale_inv of the last step
+            scale_inv = state.get((*product, f"{operand}_scale"))
             if history is not None and scale_inv is not None and not isinstance(history, jax.core.Tracer):
                 _frozen.refuse_untouched("/".join((*product, operand)), history, scale_inv)

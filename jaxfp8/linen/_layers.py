@@ -1,4 +1,6 @@
-"""Dense, whose kernel is quantized in `param_dtype`; NormDense and GatedMLP, which keep inner values as codes."""
+"""Dense, whose kernel is quantized in `param_dtype`; NormDense and GatedMLP, which keep
+inner values as codes.
+"""
 
 import math
 from typing import Any
@@ -19,26 +21,32 @@ class Dense(nn.Module):
 
         jaxfp8.linen.Dense(features, recipe=recipe, dtype=jnp.bfloat16)
 
-    Parameters, their names and their first values are those of `nn.Dense`; state is under `Fp8DotGeneral_0`, as in
-    `nn.Dense(features, dot_general_cls=Fp8DotGeneral)`. The differences to that layer:
+    Parameters, their names and their first values are those of `nn.Dense`; state is
+    under `Fp8DotGeneral_0`, as in `nn.Dense(features, dot_general_cls=Fp8DotGeneral)`.
+    The differences to that layer:
 
-    - The kernel goes to the quantizer in `param_dtype`. A float32 kernel is rounded once, to FP8; there is no bfloat16
-      copy of it, and its gradient comes from the product in float32.
-    - The kernel may be a QTensor of `jaxfp8.quantize_params`, quantized once for all microbatches.
-    - The bias is added in the product, in float32, before its only rounding; the gradient of the bias is summed in
-      float32, in the pass that quantizes the gradient of y.
+    - The kernel goes to the quantizer in `param_dtype`. A float32 kernel is rounded
+      once, to FP8; there is no bfloat16 copy of it, and its gradient comes from the
+      product in float32.
+    - The kernel may be a QTensor of `jaxfp8.quantize_params`, quantized once for all
+      microbatches.
+    - The bias is added in the product, in float32, before its only rounding; the
+      gradient of the bias is summed in float32, in the pass that quantizes the gradient
+      of y.
     - x may be the result of `jaxfp8.activated` or `jaxfp8.normalized`.
 
     Attributes:
-        features: the size of the output's last dimension, or the sizes of its last dimensions, for which the kernel is
-            initialized as for one dimension.
-        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it `DelayedScaling()`.
+        features: the size of the output's last dimension, or the sizes of its last
+            dimensions, for which the kernel is initialized as for one dimension.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`,
+            outside of it `DelayedScaling()`.
         use_bias: whether to add a bias.
-        dtype: the compute dtype, in which x arrives at the quantizer and y leaves; None is the dtype that x and the
-            parameters promote to.
+        dtype: the compute dtype, in which x arrives at the quantizer and y leaves; None
+            is the dtype that x and the parameters promote to.
         param_dtype: the dtype of the parameters.
         precision: as in `jaxfp8.dot_general`.
-        kernel_init, bias_init: initializers of the kernel `[k, *features]` and the bias `[*features]`.
+        kernel_init, bias_init: initializers of the kernel `[k, *features]` and the bias
+            `[*features]`.
     """
 
     features: int | tuple[int, ...]
@@ -57,7 +65,8 @@ class Dense(nn.Module):
         out_sharding: NamedSharding | PartitionSpec | None = None,
         activation: str | None = None,
     ) -> jax.Array:
-        """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` and `activation` as in `jaxfp8.dot_general`.
+        """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` and `activation`
+        as in `jaxfp8.dot_general`.
 
         Raises:
             ValueError: x has no dimension.
@@ -69,12 +78,14 @@ class Dense(nn.Module):
 
         def kernel_init(key, shape, dtype):
             kernel = self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype)
-            if isinstance(kernel, meta.AxisMetadata):  # the box names the dimensions of the kernel, not of the matrix
+            # the box names the dimensions of the kernel, not of the matrix
+            if isinstance(kernel, meta.AxisMetadata):
                 (value,) = jax.tree.leaves(kernel)
                 return kernel.replace_boxed(jnp.reshape(value, shape))
             return jnp.reshape(kernel, shape)
 
-        # An initializer takes fan-in and fan-out from a matrix: the dimensions of features are initialized as one.
+        # An initializer takes fan-in and fan-out from a matrix: the dimensions of
+        # features are initialized as one.
         init = self.kernel_init if len(features) == 1 else kernel_init
         kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
         bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
@@ -106,18 +117,21 @@ def _dense(module: nn.Module, features: int | tuple[int, ...], kernel_init: Any,
 
 
 class NormDense(nn.Module):
-    """`Dense(norm(x))` in FP8: the norm is computed in float32, in the pass that quantizes its result.
+    """`Dense(norm(x))` in FP8: the norm is computed in float32, in the pass that
+    quantizes its result.
 
         jaxfp8.linen.NormDense((3, heads, head_dim), recipe=recipe, dtype=jnp.bfloat16)  # queries, keys and values
 
-    The parameters of the norm are `scale` `[k]` and, with `kind="layer"`, `norm_bias` `[k]`; the `Dense` layer `dense`
-    holds kernel, bias and state. The backward of the norm keeps x, and no other array of that size.
+    The parameters of the norm are `scale` `[k]` and, with `kind="layer"`, `norm_bias`
+    `[k]`; the `Dense` layer `dense` holds kernel, bias and state. The backward of the
+    norm keeps x, and no other array of that size.
 
     Attributes:
         features: the size or sizes of the output, see `Dense`.
         kind: `"rms"` (nn.RMSNorm) or `"layer"` (nn.LayerNorm).
         epsilon: the number that the norm adds to the mean square, or to the variance.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `Dense`.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see
+            `Dense`.
         scale_init, norm_bias_init: initializers of `scale` and `norm_bias`.
 
     Raises:
@@ -139,14 +153,18 @@ class NormDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
-        """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` is that of y, as in `jaxfp8.dot_general`."""
+        """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` is that of y, as
+        in `jaxfp8.dot_general`.
+        """
         check_norm("NormDense", "kind", self.kind, is_optional=False)
         dense = _dense(self, self.features, self.kernel_init, self.bias_init, "dense")
         return dense(_normalized_by(self, self.kind, x), out_sharding)
 
 
 def _normalized_by(module: nn.Module, kind: str, x: ArrayLike) -> Normalized:
-    """Normalize the x of a product by parameters of `module`, which has the fields of NormDense."""
+    """Normalize the x of a product by parameters of `module`, which has the fields of
+    NormDense.
+    """
     x = jnp.asarray(x)
     size = x.shape[-1:]
     scale = module.param("scale", module.scale_init, size, module.param_dtype)
@@ -157,25 +175,32 @@ def _normalized_by(module: nn.Module, kind: str, x: ArrayLike) -> Normalized:
 
 
 class GatedMLP(nn.Module):
-    """The gated feed-forward block of a transformer, in FP8: `(activation(x @ wi[:, 0]) * (x @ wi[:, 1])) @ wo`.
+    """The gated feed-forward block of a transformer, in FP8:
+    `(activation(x @ wi[:, 0]) * (x @ wi[:, 1])) @ wo`.
 
         jaxfp8.linen.GatedMLP(hidden_features=14336, recipe=recipe, dtype=jnp.bfloat16)  # SwiGLU
 
-    Gate and up projection are one product, with one state for x, one for the kernel and one for the gradient. The
-    activation is computed in float32 in the pass that quantizes its result, and the backward keeps the activation's
-    input. Two `Dense` layers, `wi` with a kernel `[k, 2, hidden_features]`, gate first, and `wo`
-    `[hidden_features, features]`, hold parameters and state. With `norm`, x is normalized in the pass that quantizes
-    it, as in `NormDense`; the parameters of the norm, `scale` `[k]` and, for `"layer"`, `norm_bias` `[k]`, belong to
-    the GatedMLP itself.
+    Gate and up projection are one product, with one state for x, one for the kernel and
+    one for the gradient. The activation is computed in float32 in the pass that
+    quantizes its result, and the backward keeps the activation's input. Two `Dense`
+    layers, `wi` with a kernel `[k, 2, hidden_features]`, gate first, and `wo`
+    `[hidden_features, features]`, hold parameters and state. With `norm`, x is
+    normalized in the pass that quantizes it, as in `NormDense`; the parameters of the
+    norm, `scale` `[k]` and, for `"layer"`, `norm_bias` `[k]`, belong to the GatedMLP
+    itself.
 
     Attributes:
         hidden_features: the size between the products.
-        features: the size of the output's last dimension; None is the size of the last dimension of x.
-        activation: the activation of the gate, `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form).
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `Dense`; they hold for both layers.
-            A `kernel_init` of `nn.with_partitioning` names the mesh axes of `[k, hidden_features]`; the dimension of 2
-            in the kernel of `wi` gets no axis.
-        norm: the norm of x, `"rms"` (nn.RMSNorm) or `"layer"` (nn.LayerNorm); None for no norm.
+        features: the size of the output's last dimension; None is the size of the last
+            dimension of x.
+        activation: the activation of the gate, `"silu"` (SwiGLU) or `"gelu"` (GEGLU,
+            the tanh form).
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see
+            `Dense`; they hold for both layers. A `kernel_init` of
+            `nn.with_partitioning` names the mesh axes of `[k, hidden_features]`; the
+            dimension of 2 in the kernel of `wi` gets no axis.
+        norm: the norm of x, `"rms"` (nn.RMSNorm) or `"layer"` (nn.LayerNorm); None for
+            no norm.
         epsilon, scale_init, norm_bias_init: fields of the norm, see `NormDense`.
 
     Raises:
@@ -199,7 +224,9 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` is that of y, as in `jaxfp8.dot_general`."""
+        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` is that of y, as
+        in `jaxfp8.dot_general`.
+        """
         check_gate("GatedMLP", self.activation)
         check_norm("GatedMLP", "norm", self.norm, is_optional=True)
         x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
@@ -211,7 +238,9 @@ class GatedMLP(nn.Module):
 
 
 def _with_gate(init, axis: int):
-    """Return `init` for arrays with a gate dimension at `axis`; a box with mesh axis names gets None for it."""
+    """Return `init` for arrays with a gate dimension at `axis`; a box with mesh axis
+    names gets None for it.
+    """
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)

@@ -1,4 +1,6 @@
-"""Products of Linen in a wrong place, and state that they do not read: messages that say where it belongs."""
+"""Products of Linen in a wrong place, and state that they do not read: messages that
+say where it belongs.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,8 @@ TRANSFORMER_ENGINE_BY_HAND = (
     "jnp.roll(its amax_history, 1, axis=-1), which moves its newest amax from the last slot to slot 0, and its empty "
     "slot 0 to slot 1, the oldest"
 )
-# The beginnings of names of modules and collections with state of other libraries, by how to convert it.
+# The beginnings of names of modules and collections with state of other libraries, by
+# how to convert it.
 _CONVERTERS = {
     "convert them once: variables = jaxfp8.convert.from_flax(variables)": (
         "Fp8DirectDotGeneralOp_",
@@ -26,7 +29,9 @@ _CONVERTERS = {
 
 
 def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
-    """Refuse the call of a layer that has the class in its field `dot_general`, and calls it as a product."""
+    """Refuse the call of a layer that has the class in its field `dot_general`, and
+    calls it as a product.
+    """
     if "precision" in keywords:
         raise TypeError(
             f"{cls.__name__}: a layer was given the class as its product; pass it as dot_general_cls to a layer of "
@@ -35,7 +40,9 @@ def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
 
 
 def refuse_unbound(product: nn.Module, method: Callable[..., Any]) -> None:
-    """Refuse the call of a product that no Linen module holds, as a layer of NNX makes it."""
+    """Refuse the call of a product that no Linen module holds, as a layer of NNX makes
+    it.
+    """
     if product.scope is None and method.__name__ == "__call__":
         name = type(product).__name__
         raise TypeError(
@@ -46,7 +53,8 @@ def refuse_unbound(product: nn.Module, method: Callable[..., Any]) -> None:
 
 
 def refuse_instance_as_cls(product: nn.Module, operands: tuple[Any, ...]) -> None:
-    """Refuse an instance in a field such as `dot_general_cls`, which a layer calls without operands, for a product.
+    """Refuse an instance in a field such as `dot_general_cls`, which a layer calls
+    without operands, for a product.
 
     Flax makes a module in a field a submodule named like the field.
     """
@@ -60,7 +68,9 @@ def refuse_instance_as_cls(product: nn.Module, operands: tuple[Any, ...]) -> Non
 
 
 def refuse_immutable_state(product: nn.Module, recipe: Any) -> None:
-    """Refuse an `init` that cannot write the state: the model would silently train without state."""
+    """Refuse an `init` that cannot write the state: the model would silently train
+    without state.
+    """
     raise ValueError(
         f"{'/'.join(product.path)}: {type(recipe).__name__} keeps state, and the collection "
         f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: treat it as the parameters. Where an "
@@ -76,7 +86,8 @@ def running_module() -> nn.Module | None:
 
 
 def refuse_frozen_kernel(layer: nn.Module | None, has_rule: bool) -> None:
-    """Refuse the read of a frozen kernel by a layer of Flax without an FP8 product, which would compute NaN.
+    """Refuse the read of a frozen kernel by a layer of Flax without an FP8 product,
+    which would compute NaN.
 
     Args:
         layer: the module that reads the kernel; None outside of modules.
@@ -93,7 +104,9 @@ def refuse_frozen_kernel(layer: nn.Module | None, has_rule: bool) -> None:
 
 
 def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> None:
-    """Warn where the layer at `path` has the state of another library's product, which jaxfp8 does not read."""
+    """Warn where the layer at `path` has the state of another library's product, which
+    jaxfp8 does not read.
+    """
     collections = getattr(layer, "variables", {})
     for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
         way_out = next((way for way, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)

@@ -1,14 +1,17 @@
-"""quantize: a Linen model whose layers take their recipes from rules, without an edit of its code.
+"""quantize: a Linen model whose layers take their recipes from rules, without an edit
+of its code.
 
-The quantized model is an instance of a subclass of the model's class, with the same name and fields. `isinstance`,
-`method=Model.encode` and lifted transforms need the class of the model, and Flax makes every module anew from its class
-and its fields. So the rules are stored in the class: an attribute would be lost, and transforms would hand a field to
-the class of the model. There is one subclass for each class and rules, so that equal models are equal. Pickle cannot
-find the subclass by its name, so a quantized model is pickled and copied as the plain model and its rules.
+The quantized model is an instance of a subclass of the model's class, with the same
+name and fields. `isinstance`, `method=Model.encode` and lifted transforms need the
+class of the model, and Flax makes every module anew from its class and its fields. So
+the rules are stored in the class: an attribute would be lost, and transforms would hand
+a field to the class of the model. There is one subclass for each class and rules, so
+that equal models are equal. Pickle cannot find the subclass by its name, so a quantized
+model is pickled and copied as the plain model and its rules.
 
-While a method of the model runs, Flax's method interceptor hands each layer the `dot_general_cls` that its rule asks
-for, and takes it back afterwards. So layers that transforms, `setup` or other modules make get their rules where they
-run.
+While a method of the model runs, Flax's method interceptor hands each layer the
+`dot_general_cls` that its rule asks for, and takes it back afterwards. So layers that
+transforms, `setup` or other modules make get their rules where they run.
 """
 
 import contextlib
@@ -31,35 +34,44 @@ from ._scopes import Region, add_rules, check_rules, regions, restore_path
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:
-    """Run the layers of a model in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
+    """Run the layers of a model in FP8 as the rules say: `rules` are pairs
+    `(path_regex, recipe or None)`.
 
         model = jaxfp8.linen.quantize(model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
-    The first rule whose regex matches the whole path of a layer decides (`re.fullmatch`; the path as in `params`,
-    joined by `/`, from this model on). The recipe None is high precision, also for a layer whose code asks for FP8:
-    state that the layer has is left alone. A layer that no rule matches runs as its code says.
+    The first rule whose regex matches the whole path of a layer decides
+    (`re.fullmatch`; the path as in `params`, joined by `/`, from this model on). The
+    recipe None is high precision, also for a layer whose code asks for FP8: state that
+    the layer has is left alone. A layer that no rule matches runs as its code says.
 
-    Layers are the modules with a field `dot_general_cls` (`nn.Dense`, `nn.DenseGeneral` and the layers inside
-    attention), `nn.Einsum`, and modules that hold a `jaxfp8.linen.Fp8DotGeneral` or `Fp8Einsum`, such as
-    `jaxfp8.linen.Dense`: a rule may name the module or its product. A rule takes the place of the `dot_general` and
-    `dot_general_cls` in the code. Parameters and state have the names that `dot_general_cls=Fp8DotGeneral` gives them,
-    so checkpoints interchange; the state of an `nn.Einsum` is under `Fp8Einsum_0`. Convolutions, attention scores and
-    `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that a rule matches.
+    Layers are the modules with a field `dot_general_cls` (`nn.Dense`, `nn.DenseGeneral`
+    and the layers inside attention), `nn.Einsum`, and modules that hold a
+    `jaxfp8.linen.Fp8DotGeneral` or `Fp8Einsum`, such as `jaxfp8.linen.Dense`: a rule
+    may name the module or its product. A rule takes the place of the `dot_general` and
+    `dot_general_cls` in the code. Parameters and state have the names that
+    `dot_general_cls=Fp8DotGeneral` gives them, so checkpoints interchange; the state of
+    an `nn.Einsum` is under `Fp8Einsum_0`. Convolutions, attention scores and
+    `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that a
+    rule matches.
 
     Args:
-        model: an unbound Linen module; it is not changed. If it has rules already, the new rules come first.
+        model: an unbound Linen module; it is not changed. If it has rules already, the
+            new rules come first.
         rules: the list of pairs.
 
     Returns:
-        A module of the same name and fields. Equal models with equal rules give equal modules. The result can be
-        pickled, copied and hashed if `model` can.
+        A module of the same name and fields. Equal models with equal rules give equal
+        modules. The result can be pickled, copied and hashed if `model` can.
 
     Raises:
-        TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
-        FP8StateWarning: while `apply` is traced, no rule gives a layer of the model FP8, a rule matches no layer of the
-            model, or a module that a rule matches multiplies its parameters itself.
-        ValueError: `model` is bound, or a regex does not compile. While tracing: a block in `nn.jit` is in a field of a
-            module in another transform, which hides the path of the block.
+        TypeError: `model` is not a Linen module, or `rules` are not pairs of a string
+            and a recipe.
+        FP8StateWarning: while `apply` is traced, no rule gives a layer of the model
+            FP8, a rule matches no layer of the model, or a module that a rule matches
+            multiplies its parameters itself.
+        ValueError: `model` is bound, or a regex does not compile. While tracing: a
+            block in `nn.jit` is in a field of a module in another transform, which
+            hides the path of the block.
     """
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):
@@ -79,13 +91,17 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
 
 def keeps_state_by_rules(model) -> bool:
-    """Tell whether `model` is a quantized model, and one of its rules has a recipe that keeps state."""
+    """Tell whether `model` is a quantized model, and one of its rules has a recipe that
+    keeps state.
+    """
     rules = model._fp8_rules if isinstance(model, _Quantized) else ()
     return any(rule.recipe is not None and keeps_state(rule.layer_recipe) for rule in rules)
 
 
 class Decision(NamedTuple):
-    """A rule that decides about a layer, the index of the rule in its region, and the region."""
+    """A rule that decides about a layer, the index of the rule in its region, and the
+    region.
+    """
 
     rule: Rule
     index: int
@@ -93,7 +109,9 @@ class Decision(NamedTuple):
 
 
 def decision(module) -> Decision | None:
-    """Find the first rule that matches a bound module, in the outermost region first; None where no rule matches."""
+    """Find the first rule that matches a bound module, in the outermost region first;
+    None where no rule matches.
+    """
     op = "einsum" if isinstance(module, (nn.Einsum, Fp8Einsum)) else "dot_general" if is_layer(module) else None
     for region in regions(module.scope):
         names = layer_names(module.path, isinstance(module, Fp8Module), region.root)
@@ -113,10 +131,12 @@ def _has_field(module, name: str) -> bool:
 
 
 class _Quantized:
-    """Mixin for a model's class: puts the rules into the scope of the model, and runs its methods intercepted.
+    """Mixin for a model's class: puts the rules into the scope of the model, and runs
+    its methods intercepted.
 
-    A submodule of a bound model that is used outside of the model's methods (`model.bind(variables).encoder`) is handed
-    out as an instance of such a class without rules: the scope of the submodule has the rules of the model.
+    A submodule of a bound model that is used outside of the model's methods
+    (`model.bind(variables).encoder`) is handed out as an instance of such a class
+    without rules: the scope of the submodule has the rules of the model.
 
     Attributes:
         _fp8_rules: the rules of the model; empty for a submodule that was handed out.
@@ -128,16 +148,21 @@ class _Quantized:
     _fp8_rules: tuple[Rule, ...]
     _fp8_class: type[nn.Module]
 
-    def _call_wrapped_method(self, fun, args, kwargs):  # Flax calls a method of the plain class by this alone
+    # Flax calls a method of the plain class by this alone
+    def _call_wrapped_method(self, fun, args, kwargs):
         with _intercepting(self):
             return super()._call_wrapped_method(fun, args, kwargs)
 
     def apply(self, variables, *args, **options):
-        """Apply as Flax does, with the state of stacked layers read outside of the loops over them."""
+        """Apply as Flax does, with the state of stacked layers read outside of the
+        loops over them.
+        """
         return apply_with_max_grad(super().apply, variables, *args, **options)
 
     def clone(self, *, parent=None, **options):
-        """Clone as Flax does; without a parent, a submodule that was handed out gets its plain class again."""
+        """Clone as Flax does; without a parent, a submodule that was handed out gets
+        its plain class again.
+        """
         module = super().clone(parent=parent, **options)
         return module if parent is not None or self._fp8_rules else _plain(module)
 
@@ -147,8 +172,8 @@ class _Quantized:
     def __reduce_ex__(self, protocol):  # pickle and deepcopy
         return _with_rules, (_plain(self), self._fp8_rules)
 
-    # Python calls `__getattr__` for names that `__getattribute__` does not find. Before `setup` has run these are its
-    # submodules, and Flax's `__getattr__` runs `setup`.
+    # Python calls `__getattr__` for names that `__getattribute__` does not find. Before
+    # `setup` has run these are its submodules, and Flax's `__getattr__` runs `setup`.
     def __getattribute__(self, name):
         return _hand_out(self, name, super().__getattribute__(name))
 
@@ -157,7 +182,9 @@ class _Quantized:
 
 
 class _Scope:
-    """The attribute `scope` of a quantized model: each scope that Flax sets gets the rules before submodules bind."""
+    """The attribute `scope` of a quantized model: each scope that Flax sets gets the
+    rules before submodules bind.
+    """
 
     def __get__(self, module, owner):
         return None if module is None else vars(module).get("scope")
@@ -172,7 +199,9 @@ _classes_lock = threading.Lock()
 
 
 def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
-    """Get the subclass for a class and rules: the same object in all threads, as long as a model has this class."""
+    """Get the subclass for a class and rules: the same object in all threads, as long
+    as a model has this class.
+    """
     with _classes_lock:
         quantized = _classes.get((plain_class, rules))
         if quantized is None:
@@ -182,7 +211,8 @@ def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
             namespace |= {name: _method(getattr(plain_class, name)) for name in names if name != "setup"}
             namespace |= {"_fp8_rules": rules, "_fp8_class": plain_class, "_fp8_has_checked": False}
             quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
-            quantized.scope = _Scope()  # each module class has a `scope` of its own from Flax
+            # each module class has a `scope` of its own from Flax
+            quantized.scope = _Scope()
             _classes[plain_class, rules] = quantized
         return quantized
 
@@ -191,7 +221,9 @@ _WRAPPED = "method_handler_wrapped"  # Flax's mark of the methods that it manage
 
 
 def _method(method):
-    """Wrap a method in the interceptor; the method may be that of a transformed class (`nn.remat(Block)`)."""
+    """Wrap a method in the interceptor; the method may be that of a transformed class
+    (`nn.remat(Block)`).
+    """
 
     @functools.wraps(method)
     def wrapped(self, *args, **kwargs):
@@ -217,7 +249,9 @@ def _with_class(cls, module):
 
 
 def _hand_out(model, name: str, value):
-    """Return an attribute of a model to code outside of the model's methods: bound modules in it run with the rules."""
+    """Return an attribute of a model to code outside of the model's methods: bound
+    modules in it run with the rules.
+    """
     if name.startswith("_") or name == "parent" or _is_intercepting.value or vars(model).get("scope") is None:
         return value
     if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
@@ -229,17 +263,21 @@ def _with_interceptor(leaf):
     if not isinstance(leaf, nn.Module) or leaf.scope is None or isinstance(leaf, _Quantized):
         return leaf
     fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
-    # `setup` runs again in the new module, and the rewound scope has the names free that `setup` took before.
+    # `setup` runs again in the new module, and the rewound scope has the names free
+    # that `setup` took before.
     return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
 
 
-# Whether the interceptor is active. Each thread has its own stack of Flax interceptors, and its own JAX context.
+# Whether the interceptor is active. Each thread has its own stack of Flax interceptors,
+# and its own JAX context.
 _is_intercepting = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def _intercepting(model):
-    """Enter a context in which layers get the recipes of their rules; warn if it was no layer of the model."""
+    """Enter a context in which layers get the recipes of their rules; warn if it was no
+    layer of the model.
+    """
     if _is_intercepting.value:
         yield
         return
@@ -258,13 +296,15 @@ def _intercepting(model):
 
 
 def _interceptor(ran, next_method, args, kwargs, context):
-    """Run a method of any module while a quantized model runs; Flax calls the interceptor in place of the method.
+    """Run a method of any module while a quantized model runs; Flax calls the
+    interceptor in place of the method.
 
-    `ran` collects by path what ran: whether a rule gives the layer FP8, and None for other modules. A module that holds
-    a product is a layer too.
+    `ran` collects by path what ran: whether a rule gives the layer FP8, and None for
+    other modules. A module that holds a product is a layer too.
     """
     module = context.module
-    # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that this module makes need it.
+    # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that
+    #    this module makes need it.
     object.__setattr__(module, "scope", restore_path(module.scope))
     # 2. Find the rule of a layer, and note whether it gives the layer FP8.
     ran.setdefault(module.path, None)
@@ -273,7 +313,8 @@ def _interceptor(ran, next_method, args, kwargs, context):
     if is_layer(module):
         for path in (module.path, module.path[:-1]) if isinstance(module, Fp8Module) else (module.path,):
             ran[path] = ran.get(path) or recipe is not None
-    # 3. Run the module: as it is, or with the fields that give it the recipe of its rule.
+    # 3. Run the module: as it is, or with the fields that give it the recipe of its
+    #    rule.
     is_flax_einsum = getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
     if is_flax_einsum and recipe is not None:
         return _einsum_layer(module, recipe, *args, **kwargs)
@@ -286,7 +327,9 @@ def _interceptor(ran, next_method, args, kwargs, context):
 
 
 def _fields_of_rule(layer, rule: Rule) -> dict:
-    """Return the fields that give a layer the recipe of its rule; the recipe None is high precision."""
+    """Return the fields that give a layer the recipe of its rule; the recipe None is
+    high precision.
+    """
     if isinstance(layer, Fp8Module):
         return {"recipe": rule.layer_recipe}
     if rule.recipe is None:
@@ -296,7 +339,9 @@ def _fields_of_rule(layer, rule: Rule) -> dict:
 
 @contextlib.contextmanager
 def _changed(module, fields):
-    """Change fields of a bound module for a while; Flax made the module for this call of `apply`."""
+    """Change fields of a bound module for a while; Flax made the module for this call
+    of `apply`.
+    """
     fields = {name: value for name, value in fields.items() if _has_field(module, name)}
     before = {name: getattr(module, name) for name in fields}
     try:
@@ -309,7 +354,9 @@ def _changed(module, fields):
 
 
 def _einsum_layer(layer, recipe, inputs, einsum_str=None):
-    """Compute `nn.Einsum.__call__` in FP8, here because `nn.Einsum` has no field for its product."""
+    """Compute `nn.Einsum.__call__` in FP8, here because `nn.Einsum` has no field for
+    its product.
+    """
     eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     if "->" not in eqn or eqn.count(",") != 1:
         raise ValueError(f"nn.Einsum: einsum_str: expected two operands and an explicit output, got {eqn!r}")

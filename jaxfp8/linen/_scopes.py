@@ -1,9 +1,11 @@
-"""The rules of `linen.quantize` while a model runs, which are stored in the flags of Flax's scopes.
+"""The rules of `linen.quantize` while a model runs, which are stored in the flags of
+Flax's scopes.
 
-A quantized model puts its rules into the flags of its scope. Flax hands flags on to the scopes of submodules and to
-those that lifted transforms make, so every layer below the model reads the rules from its own scope. The flags also
-hold the path of the scope: `nn.jit` keys its programs by the flags, and without the path it would run the program of
-one block, with the recipes of that block, for every equal block.
+A quantized model puts its rules into the flags of its scope. Flax hands flags on to the
+scopes of submodules and to those that lifted transforms make, so every layer below the
+model reads the rules from its own scope. The flags also hold the path of the scope:
+`nn.jit` keys its programs by the flags, and without the path it would run the program
+of one block, with the recipes of that block, for every equal block.
 """
 
 from typing import NamedTuple
@@ -46,7 +48,9 @@ def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
 
 
 def restore_path(scope: core.Scope | None) -> core.Scope | None:
-    """Return a scope below rules with its own path in the flags, where a lifted transform left another path."""
+    """Return a scope below rules with its own path in the flags, where a lifted
+    transform left another path.
+    """
     return _ruled(scope, regions(scope)) if regions(scope) and not isinstance(scope, _RuledScope) else scope
 
 
@@ -54,7 +58,8 @@ def _ruled(scope, scope_regions) -> _RuledScope:
     """Return an alias of the scope: the same variables and counters, and other flags.
 
     Raises:
-        ValueError: the scope belongs to a block in `nn.jit`, and the key of the block's program has another path.
+        ValueError: the scope belongs to a block in `nn.jit`, and the key of the block's
+            program has another path.
     """
     _, path = scope.flags.get(_FLAG, ((), scope.path))
     if path != scope.path and "jit(" in "".join(scope.debug_path[-1:]):
@@ -70,15 +75,18 @@ def _ruled(scope, scope_regions) -> _RuledScope:
 
 
 def check_rules(model, ran, foreign) -> None:
-    """Warn of rules of a bound model that give no FP8, or match no layer, among modules that may not have run too.
+    """Warn of rules of a bound model that give no FP8, or match no layer, among modules
+    that may not have run too.
 
     Args:
         model: the model.
-        ran: the modules that ran, by their paths: whether a rule gives a layer FP8, None for other modules.
+        ran: the modules that ran, by their paths: whether a rule gives a layer FP8,
+            None for other modules.
         foreign: the paths of modules without a product that are none of Flax's.
     """
-    # 1. Find what a rule may match: layers that ran, and modules that hold variables. A method may run some of these
-    #    only, and a block that nn.jit has kept runs unseen.
+    # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
+    #    method may run some of these only, and a block that nn.jit has kept runs
+    #    unseen.
     leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
     rest = {path[:i] for path in leaves for i in range(len(model.path), len(path))} - set(ran)
     layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
@@ -96,7 +104,8 @@ def check_rules(model, ran, foreign) -> None:
             f"{some(_names(layers)) or 'none'}; see jaxfp8.report(model, x)",
             FP8StateWarning,
         )
-    # 3. See whether each rule matches, once for equal rules of models of one class; `init` may make a part of a model.
+    # 3. See whether each rule matches, once for equal rules of models of one class;
+    #    `init` may make a part of a model.
     elif leaves and not model.is_initializing() and not type(model)._fp8_has_checked:
         type(model)._fp8_has_checked = True
         _check_each_rule(model, layers, rest, foreign)

@@ -1,4 +1,6 @@
-"""TrainState for whole variables dicts, and a scan over layers that reads their state before the loop."""
+"""TrainState for whole variables dicts, and a scan over layers that reads their state
+before the loop.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -22,29 +24,34 @@ class TrainState(train_state.TrainState):
         grads = jax.grad(lambda variables: loss(train.apply_fn(variables, x)))(train.params)
         train = train.apply_gradients(grads=grads)
 
-    `params` is the parameters alone, as in Flax, or a variables dict, which has a collection `params` and may have
-    `_overwrite_with_gradient` and others. Of a variables dict `tx` sees the collection `params` only, so that
-    `opt_state` is that of Flax, and stays valid when the model's recipe changes. Quantizer state becomes
-    `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With `optax.MultiSteps` in `tx` the
-    state of the mini-steps combines by max, is kept in `opt_state` and stored in the step that MultiSteps takes. A step
-    that `optax.apply_if_finite` rejects leaves the state as it was. A `tx` that can write the next parameters itself,
-    such as `jaxfp8.optim.adamw`, does so.
+    `params` is the parameters alone, as in Flax, or a variables dict, which has a
+    collection `params` and may have `_overwrite_with_gradient` and others. Of a
+    variables dict `tx` sees the collection `params` only, so that `opt_state` is that
+    of Flax, and stays valid when the model's recipe changes. Quantizer state becomes
+    `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With
+    `optax.MultiSteps` in `tx` the state of the mini-steps combines by max, is kept in
+    `opt_state` and stored in the step that MultiSteps takes. A step that
+    `optax.apply_if_finite` rejects leaves the state as it was. A `tx` that can write
+    the next parameters itself, such as `jaxfp8.optim.adamw`, does so.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
         """Take one step.
 
         Args:
-            grads: the gradient with respect to `params`, to some of its collections, or to the parameters alone.
-                Gradients of collections other than `params` and `_overwrite_with_gradient` are ignored.
-            **kwargs: new values of fields, or of collections, such as `batch_stats=updated["batch_stats"]`.
+            grads: the gradient with respect to `params`, to some of its collections, or
+                to the parameters alone. Gradients of collections other than `params`
+                and `_overwrite_with_gradient` are ignored.
+            **kwargs: new values of fields, or of collections, such as
+                `batch_stats=updated["batch_stats"]`.
 
         Returns:
             The next TrainState.
 
         Raises:
-            ValueError: the state in `grads` was summed, averaged, clipped or unscaled (outside of `jit`); or
-                `opt_state` is not that of `tx` and the parameters.
+            ValueError: the state in `grads` was summed, averaged, clipped or unscaled
+                (outside of `jit`); or `opt_state` is not that of `tx` and the
+                parameters.
         """
         if not _is_variables(self.params):
             if not hasattr(self.tx, "apply"):
@@ -78,15 +85,17 @@ class TrainState(train_state.TrainState):
     def create(
         cls, *, apply_fn: Callable[..., Any], params: Any, tx: optax.GradientTransformation, **kwargs: Any
     ) -> Self:
-        """Make a TrainState at step 0 with the optimizer state that `tx` makes of the parameters.
+        """Make a TrainState at step 0 with the optimizer state that `tx` makes of the
+        parameters.
 
-        The `apply_fn` of the result reads the state of stacked layers before the loops over them, also for `jax.grad`.
+        The `apply_fn` of the result reads the state of stacked layers before the loops
+        over them, also for `jax.grad`.
 
         Raises:
             TypeError: `params` is an NNX module.
             ValueError: masks or labels in `tx` have another tree than the parameters.
-            FP8StateWarning: `apply_fn` is that of a model of `jaxfp8.quantize` whose recipes keep state, and `params`
-                is its parameters alone.
+            FP8StateWarning: `apply_fn` is that of a model of `jaxfp8.quantize` whose
+                recipes keep state, and `params` is its parameters alone.
         """
         if isinstance(params, nnx.Module):
             raise TypeError(
@@ -111,7 +120,9 @@ class TrainState(train_state.TrainState):
 
 @dataclasses.dataclass(frozen=True)
 class _ApplyWithMaxGrad:
-    """An `apply_fn` that calls `apply_with_max_grad`. jit's cache compares it: equal functions give equal objects."""
+    """An `apply_fn` that calls `apply_with_max_grad`. jit's cache compares it: equal
+    functions give equal objects.
+    """
 
     apply_fn: Callable[..., Any]
 
@@ -125,7 +136,8 @@ def _is_variables(params) -> bool:
 
 
 def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options: Any) -> Callable[..., Any]:
-    """Scan over layers as `nn.scan` does, with the same arguments, parameters and state.
+    """Scan over layers as `nn.scan` does, with the same arguments, parameters and
+    state.
 
         layers = jaxfp8.linen.scan(
             Block,
@@ -134,8 +146,9 @@ def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options:
             length=32,
         )
 
-    With `jax.grad`, `nn.scan` slices and writes the history of a layer in each iteration. This loop runs over a few
-    numbers of each layer, and all histories move once, after the loop. `jaxfp8.grad` does the same with `nn.scan`.
+    With `jax.grad`, `nn.scan` slices and writes the history of a layer in each
+    iteration. This loop runs over a few numbers of each layer, and all histories move
+    once, after the loop. `jaxfp8.grad` does the same with `nn.scan`.
     """
     scanned = nn.scan(target, *args, methods=methods, **options)
     mapped = nn.map_variables(
@@ -143,7 +156,8 @@ def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options:
         OVERWRITE_WITH_GRADIENT,
         trans_in_fn=max_grad,
         trans_out_fn=without_max,
-        mutable=True,  # the collection is mutable where the surrounding scope has it mutable
+        # the collection is mutable where the surrounding scope has it mutable
+        mutable=True,
         methods=methods,
     )
     mapped.__name__ = scanned.__name__  # Flax names a layer after this

@@ -1,4 +1,6 @@
-"""Mixed precision: dtypes by operation, loss scaling for float16, and the search for gradients that are not finite."""
+"""Mixed precision: dtypes by operation, loss scaling for float16, and the search for
+gradients that are not finite.
+"""
 
 from ._floats import (
     all_finite as all_finite,

@@ -1,4 +1,6 @@
-"""The floats of a tree that mixed precision may cast, which FP8 state and codes are not; whether all are finite."""
+"""The floats of a tree that mixed precision may cast, which FP8 state and codes are
+not; whether all are finite.
+"""
 
 import dataclasses
 from typing import Any
@@ -23,16 +25,20 @@ def is_float(leaf) -> bool:
 
 
 def is_inexact(leaf) -> bool:
-    """Return whether `leaf` is a Python float, or an array of floats or complex numbers."""
+    """Return whether `leaf` is a Python float, or an array of floats or complex
+    numbers.
+    """
     return isinstance(leaf, (float, complex)) or is_float(leaf) or getattr(leaf, "dtype", None) in _COMPLEX
 
 
 def outside_state(tree):
-    """Return the tree with True for leaves that are neither FP8 state nor codes: parameters, `source` of QTensors.
+    """Return the tree with True for leaves that are neither FP8 state nor codes:
+    parameters, `source` of QTensors.
 
     The codes and scales of frozen products get False too.
     """
-    # 1. Find FP8 state, and the leaves of frozen products, which lie beside a `kernel_scale_inv`.
+    # 1. Find FP8 state, and the leaves of frozen products, which lie beside a
+    #    `kernel_scale_inv`.
     flat = _state_tree.flatten(tree)
     frozen = {path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
     state = set(flat.positions())
@@ -54,7 +60,9 @@ def _is_qtensor(x) -> bool:
 
 
 def map_outside_state(function, tree):
-    """Apply `function` to all leaves that are neither FP8 state nor codes; state and codes stay as they are."""
+    """Apply `function` to all leaves that are neither FP8 state nor codes; state and
+    codes stay as they are.
+    """
 
     def visit(leaf, is_outside):
         return function(leaf) if is_outside else leaf
@@ -65,12 +73,14 @@ def map_outside_state(function, tree):
 def all_finite(tree: Any) -> jax.Array:
     """Return whether all gradients are free of Inf and NaN.
 
-    Only the gradients of parameters count. FP8 state does not: an amax that was not finite is recorded as 0, but the
-    gradients still hold the Inf or NaN that a quantizer met.
+    Only the gradients of parameters count. FP8 state does not: an amax that was not
+    finite is recorded as 0, but the gradients still hold the Inf or NaN that a
+    quantizer met.
 
-    The answer is the same on all devices. In `jit` on a mesh it is the answer for the whole arrays. Inside `shard_map`
-    it is combined over every mesh axis on which gradients differ, pipeline stages included, and with
-    `check_vma=False` over all axes. So all devices must call this function.
+    The answer is the same on all devices. In `jit` on a mesh it is the answer for the
+    whole arrays. Inside `shard_map` it is combined over every mesh axis on which
+    gradients differ, pipeline stages included, and with `check_vma=False` over all
+    axes. So all devices must call this function.
 
     Args:
         tree: gradients, in float16 or wider: a variables dict, an NNX state, any tree.
@@ -84,8 +94,8 @@ def all_finite(tree: Any) -> jax.Array:
 def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
     """Return `new` if `finite`, else `old`, to keep or drop a whole step.
 
-    Pass all arrays that a step changes, so that no part of a skipped step stays: parameters, optimizer state and FP8
-    state together, or a whole TrainState.
+    Pass all arrays that a step changes, so that no part of a skipped step stays:
+    parameters, optimizer state and FP8 state together, or a whole TrainState.
 
     Args:
         finite: bool[].
@@ -96,14 +106,16 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
         `new` or `old`, to the bit.
 
     Raises:
-        ValueError: the trees differ in structure, or two leaves in shape or dtype; or both trees hold the same arrays,
-            like two `nnx.state` of one module (use `jaxfp8.nnx.step_if`).
+        ValueError: the trees differ in structure, or two leaves in shape or dtype; or
+            both trees hold the same arrays, like two `nnx.state` of one module (use
+            `jaxfp8.nnx.step_if`).
     """
     expected, got = jax.tree.structure(old), jax.tree.structure(new)
     if got != expected:
         raise ValueError(f"select: new: expected the structure of old, {expected}, got {got}")
     pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-    # `nnx.state` gives references: after an in-place step both trees hold the new arrays.
+    # `nnx.state` gives references: after an in-place step both trees hold the new
+    # arrays.
     if pairs and all(isinstance(a, jax.Array) and a is b for a, b in pairs):
         raise ValueError(
             "select: old: expected the arrays from before the step, got those of new; nnx.state is no copy, use "
@@ -124,14 +136,17 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
 
 
 def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
-    """Return the paths of the leaves that `all_finite` reads, in the order of `first_nonfinite_index`.
+    """Return the paths of the leaves that `all_finite` reads, in the order of
+    `first_nonfinite_index`.
 
     Args:
         tree: gradients.
-        order: parts of paths that name layers, in the order of the forward pass: `["embed", "layers/0", "layers/1",
-            "head"]`. The result is then in the reverse of this order, in which the backward pass meets the layers:
-            the layer nearest to the loss first, leaves of no layer in `order` last. None keeps the order of the tree,
-            which for dicts is alphabetical and not that of the model.
+        order: parts of paths that name layers, in the order of the forward pass:
+            `["embed", "layers/0", "layers/1", "head"]`. The result is then in the
+            reverse of this order, in which the backward pass meets the layers: the
+            layer nearest to the loss first, leaves of no layer in `order` last. None
+            keeps the order of the tree, which for dicts is alphabetical and not that of
+            the model.
 
     Raises:
         ValueError: `order` names a layer that the tree does not have.
@@ -140,7 +155,8 @@ def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
 
 
 def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
-    """Find the first gradient with an Inf or NaN under `jit`: an index into `leaf_names(tree, order)`, or -1.
+    """Find the first gradient with an Inf or NaN under `jit`: an index into
+    `leaf_names(tree, order)`, or -1.
 
     Args:
         tree: gradients.
@@ -155,20 +171,24 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
     names, positions = _ordered(tree, order)
     if not names:
         return jnp.asarray(np.int32(-1))
-    # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell that case apart.
+    # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell
+    # that case apart.
     bad = _nonfinite(tree)[np.array(positions)]
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
 
 
 def first_nonfinite(tree: Any, order: Any = None) -> str | None:
-    """Return the path of the first gradient that holds an Inf or NaN, or None; outside of `jit`.
+    """Return the path of the first gradient that holds an Inf or NaN, or None; outside
+    of `jit`.
 
-    A NaN that arises in the backward of one layer reaches the gradients of all layers before that layer, and no layer
-    after it. So look at the layer nearest to the loss, and pass `order` to find that layer: without `order` the answer
-    is the first leaf in the tree.
+    A NaN that arises in the backward of one layer reaches the gradients of all layers
+    before that layer, and no layer after it. So look at the layer nearest to the loss,
+    and pass `order` to find that layer: without `order` the answer is the first leaf in
+    the tree.
 
     Args:
-        tree: gradients: a variables dict, an NNX state, any tree. FP8 state in the tree does not count.
+        tree: gradients: a variables dict, an NNX state, any tree. FP8 state in the tree
+            does not count.
         order: as in `leaf_names`.
 
     Raises:
@@ -180,7 +200,9 @@ def first_nonfinite(tree: Any, order: Any = None) -> str | None:
 
 
 def _nonfinite(tree):
-    """Return bool[n]: for each float leaf that is not state, whether it holds an Inf or NaN on any device."""
+    """Return bool[n]: for each float leaf that is not state, whether it holds an Inf or
+    NaN on any device.
+    """
     # One flag for each leaf, combined over the devices in one reduction.
     leaves = _gradients(tree)[1]
     bad = [jnp.logical_not(jnp.all(jnp.isfinite(leaf))) for leaf in leaves]
@@ -205,7 +227,9 @@ def _gradients(tree) -> tuple[list[str], list]:
 
 
 def _ordered(tree, order) -> tuple[list[str], list[int]]:
-    """Return the names of gradients in the order of `leaf_names`, and their positions in the tree."""
+    """Return the names of gradients in the order of `leaf_names`, and their positions
+    in the tree.
+    """
     names = _gradients(tree)[0]
     layers = list(order or ())
     unknown = [layer for layer in layers if not any(_is_below(name, layer) for name in names)]
@@ -215,11 +239,14 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
     def depth(position):
         return max((i for i, layer in enumerate(layers) if _is_below(names[position], layer)), default=-1)
 
-    # The layer nearest to the loss comes first; leaves of no layer in `order` come last. Sorting is stable.
+    # The layer nearest to the loss comes first; leaves of no layer in `order` come
+    # last. Sorting is stable.
     positions = sorted(range(len(names)), key=depth, reverse=True)
     return [names[i] for i in positions], positions
 
 
 def _is_below(name, layer) -> bool:
-    """Return whether the path `name` has the parts of `layer` side by side: `Dense_0` in `params/Dense_0/kernel`."""
+    """Return whether the path `name` has the parts of `layer` side by side: `Dense_0`
+    in `params/Dense_0/kernel`.
+    """
     return f"/{layer.strip('/')}/" in f"/{name}/"

@@ -1,4 +1,6 @@
-"""DynamicLossScale: the factor that keeps the gradients of a float16 backward pass above zero and below infinity."""
+"""DynamicLossScale: the factor that keeps the gradients of a float16 backward pass
+above zero and below infinity.
+"""
 
 import dataclasses
 import functools
@@ -21,29 +23,33 @@ _UNSET = object()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that grows after a number of finite steps and shrinks when a gradient is not finite.
+    """A loss scale that grows after a number of finite steps and shrinks when a
+    gradient is not finite.
 
         loss, grads = mixed_precision.value_and_grad(loss_fn, loss_scale)(variables, batch)
         finite = mixed_precision.all_finite(grads)
         train = mixed_precision.select(finite, train.apply_gradients(grads=grads), train)
         loss_scale = loss_scale.adjust(finite)
 
-    `adjust` returns the loss scale of the next step; call it once for each step of the optimizer:
+    `adjust` returns the loss scale of the next step; call it once for each step of the
+    optimizer:
 
         finite:      good_steps + 1; at growth_interval value *= growth_factor and good_steps = 0
         not finite:  value *= backoff_factor, good_steps = 0
 
-    `value` stays within [2**-126, 2**126], so that neither `value` nor its inverse is ever 0 or infinite. With powers
-    of two, such as the defaults, scaling and unscaling do not round.
+    `value` stays within [2**-126, 2**126], so that neither `value` nor its inverse is
+    ever 0 or infinite. With powers of two, such as the defaults, scaling and unscaling
+    do not round.
 
-    A DynamicLossScale is a pytree of the arrays `value` and `good_steps`; its other fields are static. No method
-    changes the object.
+    A DynamicLossScale is a pytree of the arrays `value` and `good_steps`; its other
+    fields are static. No method changes the object.
 
     Args:
         init_scale: the first `value`, from 2**-126 to 2**126.
         growth_factor: the factor by which the value grows, above 1.
         backoff_factor: the factor by which the value shrinks, between 0 and 1.
-        growth_interval: the number of finite steps in a row after which the value grows.
+        growth_interval: the number of finite steps in a row after which the value
+            grows.
 
     Attributes:
         value: f32[], the factor on the loss.
@@ -62,8 +68,8 @@ class DynamicLossScale:
     good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
 
     def __post_init__(self, init_scale: float) -> None:
-        # JAX unflattens pytrees through this method, with tracers or placeholders as values: only the `init_scale` of a
-        # user is checked and converted.
+        # JAX unflattens pytrees through this method, with tracers or placeholders as
+        # values: only the `init_scale` of a user is checked and converted.
         if self.value is _UNSET:
             _check_number("init_scale", init_scale)
             in_range = _scaling.MIN_SCALE <= init_scale <= _scaling.MAX_SCALE
@@ -81,10 +87,12 @@ class DynamicLossScale:
         _check(is_count, "growth_interval", "a positive integer below 2**31", interval)
 
     def scale(self, tree: Any) -> Any:
-        """Multiply `tree` by `value`, in f32 or wider: for the loss, before the gradient is taken.
+        """Multiply `tree` by `value`, in f32 or wider: for the loss, before the
+        gradient is taken.
 
-        Compute the loss itself in f32 too (`Policy.op`): the gradient of a float16 loss starts as `value` in float16,
-        which is infinite from 65520 on. FP8 state, and leaves that are not floats, are returned as they are.
+        Compute the loss itself in f32 too (`Policy.op`): the gradient of a float16 loss
+        starts as `value` in float16, which is infinite from 65520 on. FP8 state, and
+        leaves that are not floats, are returned as they are.
 
         Args:
             tree: a loss, or any tree.
@@ -92,14 +100,16 @@ class DynamicLossScale:
         return self._times(self.value, tree)
 
     def unscale(self, tree: Any) -> Any:
-        """Divide `tree` by `value`, in f32 or wider: for gradients, before clipping and the optimizer.
+        """Divide `tree` by `value`, in f32 or wider: for gradients, before clipping and
+        the optimizer.
 
-        The result is `leaf * round(1 / value)`, with the inverse rounded to f32. It is not in float16, in which small
-        gradients would become 0 again. FP8 state, which is not a gradient, and leaves that are not floats are returned
-        as they are.
+        The result is `leaf * round(1 / value)`, with the inverse rounded to f32. It is
+        not in float16, in which small gradients would become 0 again. FP8 state, which
+        is not a gradient, and leaves that are not floats are returned as they are.
 
         Args:
-            tree: gradients of a loss that `scale` scaled: a variables dict, an NNX state, any tree.
+            tree: gradients of a loss that `scale` scaled: a variables dict, an NNX
+                state, any tree.
         """
         value = jnp.asarray(self.value, jnp.float32)
         return self._times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
@@ -120,7 +130,8 @@ class DynamicLossScale:
                 f"DynamicLossScale.adjust: finite: expected a boolean, got {jnp.result_type(finite)}; pass "
                 "mixed_precision.all_finite(gradients)"
             )
-        # Grow after enough good steps, shrink at once; keep the value and its inverse normal floats.
+        # Grow after enough good steps, shrink at once; keep the value and its inverse
+        # normal floats.
         value, good_steps = jnp.asarray(self.value, jnp.float32), jnp.asarray(self.good_steps, jnp.int32) + 1
         grows = good_steps >= self.growth_interval
         grown = jnp.minimum(value * np.float32(self.growth_factor), np.float32(_scaling.MAX_SCALE))
@@ -135,7 +146,8 @@ class DynamicLossScale:
             if not is_inexact(leaf):
                 return leaf
             leaf = jnp.asarray(leaf)
-            # In float16 the product would overflow, and the quotient would flush to zero again.
+            # In float16 the product would overflow, and the quotient would flush to
+            # zero again.
             dtype = promoted(leaf.dtype, jnp.float32)
             return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
 
@@ -145,7 +157,8 @@ class DynamicLossScale:
 def value_and_grad(
     loss_fn: Callable[..., Any], loss_scale: DynamicLossScale, argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Differentiate as `jaxfp8.value_and_grad` does, scaling the loss and unscaling the gradients.
+    """Differentiate as `jaxfp8.value_and_grad` does, scaling the loss and unscaling the
+    gradients.
 
     Args:
         loss_fn: returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -154,14 +167,16 @@ def value_and_grad(
         has_aux: as in `jax.value_and_grad`.
 
     Returns:
-        A function of the same arguments that returns `(loss, gradients)`, with aux `((loss, aux), gradients)`. The loss
-        is that of `loss_fn`, without the scale. Gradients are unscaled, in f32 or wider; the next FP8 state among them
-        is not scaled at all.
+        A function of the same arguments that returns `(loss, gradients)`, with aux
+        `((loss, aux), gradients)`. The loss is that of `loss_fn`, without the scale.
+        Gradients are unscaled, in f32 or wider; the next FP8 state among them is not
+        scaled at all.
     """
 
     def scaled(*args, **kwargs):
         out = loss_fn(*args, **kwargs)
-        # Return the unscaled loss as well: dividing the scaled loss would give infinity where only scaling overflows.
+        # Return the unscaled loss as well: dividing the scaled loss would give infinity
+        # where only scaling overflows.
         return loss_scale.scale(out[0] if has_aux else out), out
 
     scaled_and_gradients = _sharing.value_and_grad(scaled, argnums, has_aux=True)

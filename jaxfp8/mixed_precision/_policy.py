@@ -1,4 +1,6 @@
-"""Policy: the dtypes of parameters, computation and results, and which operations stay in float32."""
+"""Policy: the dtypes of parameters, computation and results, and which operations stay
+in float32.
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,8 @@ from ._floats import is_float, map_outside_state
 
 _COMPUTE, _FLOAT32, _WIDEST = "compute", "float32", "widest"
 
-# Operations by their names in jax, flax and optax, and in PyTorch where these differ (cat, mul, linear, ...).
+# Operations by their names in jax, flax and optax, and in PyTorch where these differ
+# (cat, mul, linear, ...).
 OPERATIONS = {
     _COMPUTE: (
         "matmul dot tensordot einsum dot_general ragged_dot bmm addmm baddbmm "
@@ -46,14 +49,17 @@ class Policy:
         nn.LayerNorm(dtype=policy.dtype_of("layer_norm"), param_dtype=policy.param_dtype)
         weights = policy.op(jax.nn.softmax)(scores)  # in float32, whatever the dtype of scores is
 
-    A policy is data and changes nothing by itself: code in other dtypes uses another policy. `Policy()` is float32
-    everywhere. Casts change arrays of float16, bfloat16, float32 and float64. They leave alone FP8 state, FP8 codes and
-    their scales (of a QTensor they cast the `source`), integers, booleans, complex numbers, PRNG keys and Python
-    numbers.
+    A policy is data and changes nothing by itself: code in other dtypes uses another
+    policy. `Policy()` is float32 everywhere. Casts change arrays of float16, bfloat16,
+    float32 and float64. They leave alone FP8 state, FP8 codes and their scales (of a
+    QTensor they cast the `source`), integers, booleans, complex numbers, PRNG keys and
+    Python numbers.
 
     Attributes:
-        param_dtype: the dtype in which parameters are stored, and updated by the optimizer.
-        compute_dtype: the dtype in which matrix products and convolutions read their operands.
+        param_dtype: the dtype in which parameters are stored, and updated by the
+            optimizer.
+        compute_dtype: the dtype in which matrix products and convolutions read their
+            operands.
         output_dtype: the dtype of the model's results.
 
     Raises:
@@ -85,7 +91,8 @@ class Policy:
         where = f"Policy.parse: {text!r}"
         if "=" not in text:
             return cls(*3 * [_float_dtype(where, text.strip())])
-        # Each name may appear once. Without a dtype of its own, compute is params, and output is compute.
+        # Each name may appear once. Without a dtype of its own, compute is params, and
+        # output is compute.
         given = {}
         for part in text.split(","):
             key, _, dtype = (piece.strip() for piece in part.partition("="))
@@ -123,8 +130,8 @@ class Policy:
         None means the same as `dtype=None` in Flax's layers.
 
         Args:
-            operation: the name of an operation, such as `"softmax"` or `"matmul"`; `LayerNorm` is the same as
-                `layer_norm`, `RMSNorm` as `rms_norm`.
+            operation: the name of an operation, such as `"softmax"` or `"matmul"`;
+                `LayerNorm` is the same as `layer_norm`, `RMSNorm` as `rms_norm`.
 
         Raises:
             ValueError: the table has no such operation.
@@ -144,18 +151,21 @@ class Policy:
             policy.op(jnp.add)(half, full)                   # in float32, the widest dtype of the arguments
             policy.op(my_loss, like="loss")(logits, labels)  # in float32
 
-        Floats among the arguments are cast. Operations other than products and convolutions leave arguments of a wider
-        dtype as they are. Results have the dtypes that `function` gives them.
+        Floats among the arguments are cast. Operations other than products and
+        convolutions leave arguments of a wider dtype as they are. Results have the
+        dtypes that `function` gives them.
 
         Args:
             function: any function of arrays.
-            like: the operation of `dtype_of` that `function` counts as; None is the name of `function`.
+            like: the operation of `dtype_of` that `function` counts as; None is the
+                name of `function`.
 
         Raises:
             ValueError: the table has no such operation.
         """
         name = like or getattr(function, "__name__", repr(function))
-        # Only products and convolutions narrow their inputs: elsewhere wider floats stay.
+        # Only products and convolutions narrow their inputs: elsewhere wider floats
+        # stay.
         dtype, narrows = self.dtype_of(name), _kind_of(name) == _COMPUTE
 
         @functools.wraps(function)
@@ -198,7 +208,8 @@ def _float_dtype(where, dtype) -> np.dtype:
         name = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
         name = None
-    # `jnp.dtype(None)` is float64, but None, which Flax's layers take as a dtype, is no choice here.
+    # `jnp.dtype(None)` is float64, but None, which Flax's layers take as a dtype, is no
+    # choice here.
     if dtype is None or name not in _DTYPES.values():
         raise ValueError(f"{where}: expected float16, bfloat16, float32 or float64, got {dtype!r}")
     return jnp.dtype(name)

@@ -1,4 +1,6 @@
-"""Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and optimizers that store it."""
+"""Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and
+optimizers that store it.
+"""
 
 from ._dot_general import (
     Fp8DotGeneral as Fp8DotGeneral,

@@ -1,4 +1,6 @@
-"""Fp8DotGeneral and Fp8Einsum for NNX layers, and the variables of their state, whose gradient is the next value."""
+"""Fp8DotGeneral and Fp8Einsum for NNX layers, and the variables of their state, whose
+gradient is the next value.
+"""
 
 import contextlib
 import contextvars
@@ -22,13 +24,16 @@ from ..recipes import (
 )
 from . import _mistakes
 
-# The paths of the products by id, while a gradient is taken: an NNX module does not know its own path.
+# The paths of the products by id, while a gradient is taken: an NNX module does not
+# know its own path.
 _paths = contextvars.ContextVar("paths", default=None)
 
 
 @contextlib.contextmanager
 def paths_in(trees: tuple):
-    """Name the products in `trees` by their layers, for warnings, while the context lasts."""
+    """Name the products in `trees` by their layers, for warnings, while the context
+    lasts.
+    """
     products = [(path[1:], node) for path, node in nnx.iter_graph(trees) if isinstance(node, _Fp8Product)]
     token = _paths.set({id(node): "/".join(map(str, _layer_path(path))) for path, node in products})
     try:
@@ -38,12 +43,16 @@ def paths_in(trees: tuple):
 
 
 def _layer_path(path: tuple) -> tuple:
-    """Return the path of the layer that holds the product at `path`, or `path` where the code named the product."""
+    """Return the path of the layer that holds the product at `path`, or `path` where
+    the code named the product.
+    """
     return path[:-1] if path and path[-1] in ("dot_general", "einsum_op") else path
 
 
 class _Fp8Product(nnx.Module):
-    """The state of one product: for each operand `{name}_amax_history` and `{name}_scale`, as Linen names them."""
+    """The state of one product: for each operand `{name}_amax_history` and
+    `{name}_scale`, as Linen names them.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _mistakes.refuse_class_as_product(cls, kwargs)
@@ -60,7 +69,9 @@ class _Fp8Product(nnx.Module):
         map_variables(self.recipe, create)
 
     def _naming(self, kernel) -> contextlib.AbstractContextManager:
-        """Return a context in which warnings name the layer by its path, or by its kernel where the path is unknown."""
+        """Return a context in which warnings name the layer by its path, or by its
+        kernel where the path is unknown.
+        """
         path = _contexts.current_layer()
         if path is None:
             path = (_paths.get() or {}).get(id(self))
@@ -83,7 +94,9 @@ class _Fp8Product(nnx.Module):
                 setattr(self, name, value)
 
     def _operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
-        """Get the recipe and the state of this object, or the codes of `jaxfp8.freeze`, for a product."""
+        """Get the recipe and the state of this object, or the codes of `jaxfp8.freeze`,
+        for a product.
+        """
         _mistakes.refuse_linen_layer(type(self).__name__)
         recipe, frozen = current_recipe(self), frozen_arrays(self)
         if frozen is None:
@@ -96,13 +109,17 @@ class _Fp8Product(nnx.Module):
 
 
 def frozen_arrays(product: _Fp8Product) -> dict[str, jax.Array] | None:
-    """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not frozen."""
+    """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not
+    frozen.
+    """
     names = [name for name, value in vars(product).items() if isinstance(value, nnx.Param)]
     return {name: getattr(product, name).get_value() for name in names} or None
 
 
 def current_recipe(product: _Fp8Product) -> Recipe | None:
-    """Get the recipe of the product, here in the program; None where `autocast` turned FP8 off."""
+    """Get the recipe of the product, here in the program; None where `autocast` turned
+    FP8 off.
+    """
 
     def default():
         return product.recipe
@@ -111,7 +128,9 @@ def current_recipe(product: _Fp8Product) -> Recipe | None:
 
 
 def read_state(product: _Fp8Product, recipe: Recipe | None) -> DotGeneralState | None:
-    """Read the state of the product; None without a recipe, where `autocast` turned FP8 off."""
+    """Read the state of the product; None without a recipe, where `autocast` turned FP8
+    off.
+    """
     if recipe is None:
         return None
 
@@ -133,20 +152,24 @@ class Fp8DotGeneral(_Fp8Product):
         nnx.Linear(64, 256, dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe), rngs=rngs)
         nnx.MultiHeadAttention(..., qkv_dot_general=Fp8DotGeneral(), out_dot_general=Fp8DotGeneral(), rngs=rngs)
 
-    An instance holds the state of one product. Layers that share an instance share its scales: each amax is the
-    maximum over all these layers. Pass an instance as `dot_general`, not the class as `dot_general_cls`: NNX calls a
-    `dot_general_cls` anew in every forward pass, so that its state would be lost. The state is in
-    `OverwriteWithGradient` variables, which the forward pass only reads and the training step overwrites with their
-    gradients (`jaxfp8.nnx.update_state`).
+    An instance holds the state of one product. Layers that share an instance share its
+    scales: each amax is the maximum over all these layers. Pass an instance as
+    `dot_general`, not the class as `dot_general_cls`: NNX calls a `dot_general_cls`
+    anew in every forward pass, so that its state would be lost. The state is in
+    `OverwriteWithGradient` variables, which the forward pass only reads and the
+    training step overwrites with their gradients (`jaxfp8.nnx.update_state`).
 
     Args:
-        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it
-            `jaxfp8.DelayedScaling()`. The constructor makes state for the recipe that holds where it is called.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`,
+            outside of it `jaxfp8.DelayedScaling()`. The constructor makes state for the
+            recipe that holds where it is called.
 
     Raises:
-        TypeError: a layer makes the object in its forward pass (`dot_general_cls=`), or a layer was given the class.
-            When called: a Linen layer was given the object.
-        ValueError: when called, in another region of `jaxfp8.autocast`, whose recipe has state that the object lacks.
+        TypeError: a layer makes the object in its forward pass (`dot_general_cls=`), or
+            a layer was given the class. When called: a Linen layer was given the
+            object.
+        ValueError: when called, in another region of `jaxfp8.autocast`, whose recipe
+            has state that the object lacks.
     """
 
     @_mistakes.with_operands
@@ -180,7 +203,8 @@ class Fp8DotGeneral(_Fp8Product):
 
 
 class Fp8Einsum(_Fp8Product):
-    """FP8 products for `nnx.Einsum`, and for any code that calls an einsum of two operands.
+    """FP8 products for `nnx.Einsum`, and for any code that calls an einsum of two
+    operands.
 
         nnx.Einsum("bld,dhk->blhk", (64, 4, 16), einsum_op=jaxfp8.nnx.Fp8Einsum(recipe), rngs=rngs)
 
@@ -212,16 +236,21 @@ class Fp8Einsum(_Fp8Product):
 
 
 class OverwriteWithGradient(nnx.Variable):
-    """Quantizer state: one amax history f32 `(H,)` or one scale f32 `(1,)`. The forward pass only reads it.
+    """Quantizer state: one amax history f32 `(H,)` or one scale f32 `(1,)`. The forward
+    pass only reads it.
 
-    `nnx.bridge` translates these variables to Linen's collection `_overwrite_with_gradient`, and back.
+    `nnx.bridge` translates these variables to Linen's collection
+    `_overwrite_with_gradient`, and back.
     """
 
 
-# Flax names the types that it makes for collections after them, and trainers (MaxText) look for that name.
+# Flax names the types that it makes for collections after them, and trainers (MaxText)
+# look for that name.
 OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
-# overwrite: a Linen model that was bridged before this import has made a type of its own for the collection.
+# overwrite: a Linen model that was bridged before this import has made a type of its
+# own for the collection.
 nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
 
-# The filter of the variables that a training step changes: `nnx.DiffState(0, jaxfp8.nnx.trainable)`.
+# The filter of the variables that a training step changes:
+# `nnx.DiffState(0, jaxfp8.nnx.trainable)`.
 trainable = nnx.Any(nnx.Param, OverwriteWithGradient)

@@ -1,4 +1,6 @@
-"""`jaxfp8.freeze` for NNX models: products get the codes of their layers' kernels, placeholders replace the kernels."""
+"""`jaxfp8.freeze` for NNX models: products get the codes of their layers' kernels,
+placeholders replace the kernels.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,16 +18,18 @@ from ..recipes import QuantizerState
 from ._dot_general import current_recipe, frozen_arrays, read_state
 from ._quantize import _forget_unused, _stacked, layers, product
 
-# The name of the kernel of a product while a model is traced, with the number of the product.
+# The name of the kernel of a product while a model is traced, with the number of the
+# product.
 _KERNEL_NAME = "jaxfp8_kernel_of_"
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenKernel:
-    """Placeholder for the kernel of a layer whose codes are in its product: shape and dtype, no array.
+    """Placeholder for the kernel of a layer whose codes are in its product: shape and
+    dtype, no array.
 
-    The layer reads NaNs in place of the kernel. Its product does not read the NaNs, so compiled programs do not hold
-    them.
+    The layer reads NaNs in place of the kernel. Its product does not read the NaNs, so
+    compiled programs do not hold them.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +44,8 @@ class FrozenKernel:
 
     @property
     def __jax_array__(self):
-        raise _frozen.no_array()  # JAX asks for this attribute wherever it expects an array
+        # JAX asks for this attribute wherever it expects an array
+        raise _frozen.no_array()
 
 
 def freeze(model, args, kwargs):
@@ -59,7 +64,8 @@ def freeze(model, args, kwargs):
     ]
     if not frozen:
         raise _frozen.nothing_to_freeze()
-    # All codes exist before the first layer changes: an error above leaves the model as it was.
+    # All codes exist before the first layer changes: an error above leaves the model as
+    # it was.
     for layer, attribute, call, codes in frozen:
         new = nnx.clone(product(layer))  # other layers may hold the old product
         new.drop_state()
@@ -67,20 +73,25 @@ def freeze(model, args, kwargs):
             setattr(new, name, nnx.Param(leaf))
         dtype = layer.kernel.get_value().dtype
         setattr(layer, attribute, nnx.data(new))
-        # Layers read the shape and the dtype of their kernel; the array itself would be kept twice.
+        # Layers read the shape and the dtype of their kernel; the array itself would be
+        # kept twice.
         layer.kernel = nnx.static(FrozenKernel(call.kernel.shape, dtype))
     _forget_unused(model)
     return model
 
 
 def _has_kernel(layer, attribute) -> bool:
-    """Tell whether a layer holds an FP8 product, and the kernel that the product reads."""
+    """Tell whether a layer holds an FP8 product, and the kernel that the product
+    reads.
+    """
     has_product = attribute is not None and product(layer) is not None
     return has_product and isinstance(getattr(layer, "kernel", None), nnx.Param)
 
 
 class Call(NamedTuple):
-    """The call of a product: the shape of x, the type of the kernel, and the dimension numbers."""
+    """The call of a product: the shape of x, the type of the kernel, and the dimension
+    numbers.
+    """
 
     x_shape: tuple[int, ...]
     kernel: jax.ShapeDtypeStruct
@@ -88,7 +99,9 @@ class Call(NamedTuple):
 
 
 class _Recorder(NamedTuple):
-    """The product of layer `i` while a model is traced in high precision; records the first call among `calls`."""
+    """The product of layer `i` while a model is traced in high precision; records the
+    first call among `calls`.
+    """
 
     i: int
     calls: list[Call | None]
@@ -136,15 +149,18 @@ class _Recorder(NamedTuple):
 
 
 def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], Any]:
-    """Record how layers call their products, by a trace in high precision; the model is as before afterwards.
+    """Record how layers call their products, by a trace in high precision; the model is
+    as before afterwards.
 
     Args:
         model: the NNX module.
-        candidates: `(path, layer, attribute)` of each layer, with the attribute that holds its product.
+        candidates: `(path, layer, attribute)` of each layer, with the attribute that
+            holds its product.
         args, kwargs: the arguments of the model.
 
     Returns:
-        `(calls, program)`: the first call of each layer, None for a layer without a call; and the jaxpr of the model.
+        `(calls, program)`: the first call of each layer, None for a layer without a
+        call; and the jaxpr of the model.
     """
     calls, before = [None] * len(candidates), [getattr(layer, attribute) for _, layer, attribute in candidates]
 
@@ -167,7 +183,9 @@ def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], 
 
 
 def _computed(jaxpr) -> Iterator[int]:
-    """Yield the recorders whose kernel is the result of an equation other than a change of dtype."""
+    """Yield the recorders whose kernel is the result of an equation other than a change
+    of dtype.
+    """
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
         name = str(eqn.params.get("name", ""))
@@ -184,7 +202,8 @@ def _computed(jaxpr) -> Iterator[int]:
 def _codes(path, layer, call: Call):
     """Compute the codes and scales of a layer's product, stacked like its kernel.
 
-    The result is None for a product that is frozen already, or that stays in high precision.
+    The result is None for a product that is frozen already, or that stays in high
+    precision.
     """
     fp8_product = product(layer)
     recipe = current_recipe(fp8_product) if frozen_arrays(fp8_product) is None else None
@@ -194,7 +213,8 @@ def _codes(path, layer, call: Call):
     for name in ("input", "kernel"):
         quantizer = getattr(state, name)
         if isinstance(quantizer, QuantizerState) and not isinstance(quantizer.scale, jax.core.Tracer):
-            scale_inv = quantizer.scale  # the state's scale is the scale_inv of the last step
+            # the state's scale is the scale_inv of the last step
+            scale_inv = quantizer.scale
             _frozen.refuse_untouched("/".join(map(str, (*path, name))), quantizer.amax_history, scale_inv)
 
     def codes_of_kernel(kernel, state):

@@ -1,4 +1,6 @@
-"""NNX for jaxfp8.inspect: turn functions of modules into functions of arrays, and name the layers in programs."""
+"""NNX for jaxfp8.inspect: turn functions of modules into functions of arrays, and name
+the layers in programs.
+"""
 
 import contextlib
 import dataclasses
@@ -14,10 +16,13 @@ from ._quantize import RULES, decision, layers, product
 
 
 def function_of_arrays(fn, args, kwargs):
-    """Turn `fn(*args, **kwargs)` into `(function of a tree of arrays, the tree)`, whose modules name their programs."""
+    """Turn `fn(*args, **kwargs)` into `(function of a tree of arrays, the tree)`, whose
+    modules name their programs.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
     graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))
-    # nnx.merge makes the modules anew, from these classes, whose calls put the path of the module into the program.
+    # nnx.merge makes the modules anew, from these classes, whose calls put the path of
+    # the module into the program.
     graphdef = dataclasses.replace(graphdef, nodes=list(map(_with_named_class, graphdef.nodes)))
     arrays, joined = split_arrays([leaf for leaf in leaves if not _is_object(leaf)])
 
@@ -39,7 +44,9 @@ def _is_object(x) -> bool:
 
 
 def _with_named_class(node):
-    """Exchange the class of a module in an `nnx.GraphDef` for that of `_named`; other nodes stay."""
+    """Exchange the class of a module in an `nnx.GraphDef` for that of `_named`; other
+    nodes stay.
+    """
     cls = getattr(node, "type", None)
     is_module = isinstance(cls, type) and issubclass(cls, nnx.Module)
     if not is_module or not any("__call__" in vars(base) for base in cls.__mro__):
@@ -49,7 +56,9 @@ def _with_named_class(node):
 
 @functools.cache
 def _named(base):
-    """Return a subclass of a module class; its `__call__` runs in scopes with the path and rule of the instance."""
+    """Return a subclass of a module class; its `__call__` runs in scopes with the path
+    and rule of the instance.
+    """
 
     def __call__(self, *args, **kwargs):
         path, rule = getattr(self, "inspected_path", None), getattr(self, "inspected_rule", None)
@@ -66,7 +75,9 @@ def _named(base):
 
 
 def _set_names(top) -> None:
-    """Set the path of each module; a product that a layer holds gets none, so that it has the name of the layer."""
+    """Set the path of each module; a product that a layer holds gets none, so that it
+    has the name of the layer.
+    """
     held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
     for path, module in list(nnx.iter_modules(top)):
         if path and callable(module) and (not isinstance(module, _Fp8Product) or id(module) in held):

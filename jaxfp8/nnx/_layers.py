@@ -1,4 +1,6 @@
-"""Linear, whose kernel is quantized in `param_dtype`; GatedMLP and NormDense, which keep inner values as codes."""
+"""Linear, whose kernel is quantized in `param_dtype`; GatedMLP and NormDense, which
+keep inner values as codes.
+"""
 
 import math
 from typing import Any
@@ -18,19 +20,22 @@ _SCALE_INIT = nnx.initializers.ones_init()
 
 
 class Linear(nnx.Module):
-    """A linear layer over the last dimension, in FP8; parameters and arithmetic of `jaxfp8.linen.Dense`.
+    """A linear layer over the last dimension, in FP8; parameters and arithmetic of
+    `jaxfp8.linen.Dense`.
 
         jaxfp8.nnx.Linear(512, 2048, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
 
-    Parameters are named as those of `nnx.Linear`; state is in `dot_general`, a `jaxfp8.nnx.Fp8DotGeneral`.
+    Parameters are named as those of `nnx.Linear`; state is in `dot_general`, a
+    `jaxfp8.nnx.Fp8DotGeneral`.
 
     Args:
         in_features: the size of the last dimension of x.
-        out_features: the size of the output's last dimension, or the sizes of its last dimensions, for which the kernel
-            is initialized as for one dimension.
-        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it
-            `jaxfp8.DelayedScaling()`.
-        use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `nnx.Linear`.
+        out_features: the size of the output's last dimension, or the sizes of its last
+            dimensions, for which the kernel is initialized as for one dimension.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`,
+            outside of it `jaxfp8.DelayedScaling()`.
+        use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see
+            `nnx.Linear`.
         rngs: keys; the stream `params` initializes kernel and bias.
     """
 
@@ -51,7 +56,8 @@ class Linear(nnx.Module):
         in_features = sizes("Linear: in_features", (in_features,))[0]
         features = sizes("Linear: out_features", out_features)
         kernel = kernel_init(rngs.params(), (in_features, math.prod(features)), param_dtype)
-        if isinstance(kernel, nnx.VariableMetadata):  # the box names the dimensions of the kernel, not of the matrix
+        # the box names the dimensions of the kernel, not of the matrix
+        if isinstance(kernel, nnx.VariableMetadata):
             kernel.raw_value = kernel.raw_value.reshape(in_features, *features)
         else:
             kernel = kernel.reshape(in_features, *features)
@@ -67,7 +73,9 @@ class Linear(nnx.Module):
         out_sharding: jax.NamedSharding | jax.P | None = None,
         activation: str | None = None,
     ) -> jax.Array:
-        """Compute y `[..., *out_features]` of x `[..., in_features]`; other arguments as in `jaxfp8.dot_general`."""
+        """Compute y `[..., *out_features]` of x `[..., in_features]`; other arguments
+        as in `jaxfp8.dot_general`.
+        """
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias.get_value()
         return linear(
@@ -83,7 +91,9 @@ class Linear(nnx.Module):
 
 
 class _Normalizing(nnx.Module):
-    """Base of layers with a norm before their first product: `norm` is None, `"rms"` or `"layer"`; see `GatedMLP`."""
+    """Base of layers with a norm before their first product: `norm` is None, `"rms"` or
+    `"layer"`; see `GatedMLP`.
+    """
 
     def __init__(
         self,
@@ -105,7 +115,9 @@ class _Normalizing(nnx.Module):
         self.norm_bias = parameter(norm_bias_init, norm == "layer")
 
     def _normalized(self, x: ArrayLike) -> jax.Array | Normalized:
-        """Return the input of the first product: x `[..., in_features]`, normalized if the layer has a norm."""
+        """Return the input of the first product: x `[..., in_features]`, normalized if
+        the layer has a norm.
+        """
         x = jnp.asarray(x)
         if self.norm is None:
             return x
@@ -114,19 +126,23 @@ class _Normalizing(nnx.Module):
 
 
 class GatedMLP(_Normalizing):
-    """The gated feed-forward block of a transformer, in FP8; parameters and arithmetic of `jaxfp8.linen.GatedMLP`.
+    """The gated feed-forward block of a transformer, in FP8; parameters and arithmetic
+    of `jaxfp8.linen.GatedMLP`.
 
         jaxfp8.nnx.GatedMLP(4096, 14336, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)  # SwiGLU
 
-    Two `Linear` layers, `wi` with a kernel `[in_features, 2, hidden_features]`, gate first, and `wo`
-    `[hidden_features, out_features]`, hold parameters and state. A layer with a norm also has the parameter `scale`
-    `[in_features]` and, for `"layer"`, `norm_bias` `[in_features]`.
+    Two `Linear` layers, `wi` with a kernel `[in_features, 2, hidden_features]`, gate
+    first, and `wo` `[hidden_features, out_features]`, hold parameters and state. A
+    layer with a norm also has the parameter `scale` `[in_features]` and, for `"layer"`,
+    `norm_bias` `[in_features]`.
 
     Args:
-        in_features, hidden_features, out_features: the sizes of x, of the activation and of y; `out_features=None` is
-            `in_features`.
-        activation, norm, epsilon, scale_init, norm_bias_init: the fields of `jaxfp8.linen.GatedMLP`.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: the fields of `jaxfp8.linen.GatedMLP`.
+        in_features, hidden_features, out_features: the sizes of x, of the activation
+            and of y; `out_features=None` is `in_features`.
+        activation, norm, epsilon, scale_init, norm_bias_init: the fields of
+            `jaxfp8.linen.GatedMLP`.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: the
+            fields of `jaxfp8.linen.GatedMLP`.
         rngs: keys; the stream `params` initializes the parameters.
 
     Raises:
@@ -178,12 +194,16 @@ class GatedMLP(_Normalizing):
         self.wo = linear_layer(hidden_features, out_features, kernel_init, bias_init)
 
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
-        """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
+        """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as
+        in `jaxfp8.dot_general`.
+        """
         return self.wo(self.wi(self._normalized(x), activation=f"{self.activation}_gated"), out_sharding)
 
 
 def _with_gate(init, axis: int):
-    """Return `init` for arrays with a gate dimension at `axis`; a box with mesh axis names gets None for it."""
+    """Return `init` for arrays with a gate dimension at `axis`; a box with mesh axis
+    names gets None for it.
+    """
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
@@ -200,13 +220,16 @@ class NormDense(_Normalizing):
 
         jaxfp8.nnx.NormDense(4096, (3, 32, 128), recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
 
-    The parameters of the norm are `scale` `[in_features]` and, with `kind="layer"`, `norm_bias` `[in_features]`; the
-    `Linear` layer `dense` holds kernel, bias and state.
+    The parameters of the norm are `scale` `[in_features]` and, with `kind="layer"`,
+    `norm_bias` `[in_features]`; the `Linear` layer `dense` holds kernel, bias and
+    state.
 
     Args:
         in_features, out_features, rngs: see `Linear`.
-        kind, epsilon, scale_init, norm_bias_init: the fields of `jaxfp8.linen.NormDense`.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `Linear`.
+        kind, epsilon, scale_init, norm_bias_init: the fields of
+            `jaxfp8.linen.NormDense`.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see
+            `Linear`.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -251,5 +274,7 @@ class NormDense(_Normalizing):
         return self.norm
 
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
-        """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
+        """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as
+        in `jaxfp8.dot_general`.
+        """
         return self.dense(self._normalized(x), out_sharding)

@@ -12,7 +12,9 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def with_operands(call: _Call) -> _Call:
-    """Wrap the `__call__` of a product: a layer calls its `dot_general_cls` without operands, for a product."""
+    """Wrap the `__call__` of a product: a layer calls its `dot_general_cls` without
+    operands, for a product.
+    """
 
     @functools.wraps(call)
     def checked(self, *operands, **options):
@@ -30,7 +32,9 @@ def with_operands(call: _Call) -> _Call:
 
 
 def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
-    """Refuse the call of a layer that was given the class, and calls it as a product."""
+    """Refuse the call of a layer that was given the class, and calls it as a
+    product.
+    """
     if "precision" in keywords:
         raise TypeError(
             f"{cls.__name__}: a layer was given the class, which has no state; give it an instance, "
@@ -48,10 +52,12 @@ def refuse_linen_layer(name: str) -> None:
 
 
 def refuse_inside_a_call(name: str) -> None:
-    """Refuse `dot_general_cls=Fp8DotGeneral` in layers of NNX or Linen, which would train with scale 1 for ever.
+    """Refuse `dot_general_cls=Fp8DotGeneral` in layers of NNX or Linen, which would
+    train with scale 1 for ever.
 
-    Such a layer makes the object while it runs, and no argument says so. Linen records the module that runs. NNX does
-    not, so the stack of Python is searched for `nnx.LinearGeneral.__call__`.
+    Such a layer makes the object while it runs, and no argument says so. Linen records
+    the module that runs. NNX does not, so the stack of Python is searched for
+    `nnx.LinearGeneral.__call__`.
     """
     if (module := _linen_module()) is not None:
         raise TypeError(
@@ -67,7 +73,11 @@ def refuse_inside_a_call(name: str) -> None:
 
 
 def _linen_module() -> nn.Module | None:
-    """Get the Linen module whose method runs; None in a bridge, which keeps the state of the modules that it makes."""
-    module = nn.module._context.module_stack[-1]  # the bridge of Flax reads it too: no public name tells the module
-    is_bridge = any(cls.__name__ == "ToLinen" for cls in type(module).__mro__)  # Flax's or MaxText's
+    """Get the Linen module whose method runs; None in a bridge, which keeps the state
+    of the modules that it makes.
+    """
+    # the bridge of Flax reads it too: no public name tells the module
+    module = nn.module._context.module_stack[-1]
+    # Flax's or MaxText's
+    is_bridge = any(cls.__name__ == "ToLinen" for cls in type(module).__mro__)
     return None if is_bridge else module

@@ -1,4 +1,6 @@
-"""quantize: an NNX model whose layers take their recipes from rules, changed in place."""
+"""quantize: an NNX model whose layers take their recipes from rules, changed in
+place.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,36 +29,42 @@ RULES = "fp8_rules"
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:
-    """Put the layers of a model in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
+    """Put the layers of a model in FP8 as the rules say: `rules` are pairs
+    `(path_regex, recipe or None)`.
 
         jaxfp8.nnx.quantize(model, [("head", None), (r"blocks/\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
-    The first rule whose regex matches the whole path of a layer decides (`re.fullmatch`; the path is the attributes
-    that lead to the layer from this model on, joined by `/`). The recipe None is high precision; a layer that runs FP8
-    then loses its state. A layer that no rule matches stays as it is. A layer that is shared has only the first path
-    that `nnx.iter_modules` gives.
+    The first rule whose regex matches the whole path of a layer decides
+    (`re.fullmatch`; the path is the attributes that lead to the layer from this model
+    on, joined by `/`). The recipe None is high precision; a layer that runs FP8 then
+    loses its state. A layer that no rule matches stays as it is. A layer that is shared
+    has only the first path that `nnx.iter_modules` gives.
 
-    Layers are the modules with an attribute `dot_general` (`nnx.Linear`, `nnx.LinearGeneral`, the layers inside
-    attention, `jaxfp8.nnx.Linear`) or `einsum_op` (`nnx.Einsum`): each gets an `Fp8DotGeneral` or `Fp8Einsum` of its
-    own, with new state. A rule may name an `Fp8DotGeneral` or `Fp8Einsum` that another module holds by its own path or
-    by that of the module. Layers that `nnx.vmap` has stacked along the first axis get stacked state. Convolutions,
-    attention scores, LoRA and `nnx.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that a rule
-    matches.
+    Layers are the modules with an attribute `dot_general` (`nnx.Linear`,
+    `nnx.LinearGeneral`, the layers inside attention, `jaxfp8.nnx.Linear`) or
+    `einsum_op` (`nnx.Einsum`): each gets an `Fp8DotGeneral` or `Fp8Einsum` of its own,
+    with new state. A rule may name an `Fp8DotGeneral` or `Fp8Einsum` that another
+    module holds by its own path or by that of the module. Layers that `nnx.vmap` has
+    stacked along the first axis get stacked state. Convolutions, attention scores, LoRA
+    and `nnx.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that
+    a rule matches.
 
     Args:
-        model: an NNX module, changed in place. If the model has rules already, `jaxfp8.report` reads the new rules
-            first; only the new rules change layers.
+        model: an NNX module, changed in place. If the model has rules already,
+            `jaxfp8.report` reads the new rules first; only the new rules change layers.
         rules: the list of pairs.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: `model` is not an NNX module, or `rules` are not pairs of a string and a recipe.
-        ValueError: a regex does not compile, or a layer is stacked along another axis than the first, or is frozen.
-            The model is not changed then, nor where a recipe raises.
-        FP8StateWarning: rules ask for FP8, and none gives it to a layer; a rule matches no layer; or a module that a
-            rule matches multiplies its parameters itself.
+        TypeError: `model` is not an NNX module, or `rules` are not pairs of a string
+            and a recipe.
+        ValueError: a regex does not compile, or a layer is stacked along another axis
+            than the first, or is frozen. The model is not changed then, nor where a
+            recipe raises.
+        FP8StateWarning: rules ask for FP8, and none gives it to a layer; a rule matches
+            no layer; or a module that a rule matches multiplies its parameters itself.
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
@@ -68,7 +76,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             _refuse_frozen(path, layer)
             stacked = _stacked("nnx.quantize", path, layer)
             changes.append((layer, attribute, rules[index], _new_product(layer, attribute, rules[index], stacked)))
-    # All products exist before the first layer changes: an error above leaves the model as it was.
+    # All products exist before the first layer changes: an error above leaves the model
+    # as it was.
     for layer, attribute, _, new_product in changes:
         _change(layer, attribute, new_product)
     fp8_paths = [rule.path for rule in rules if rule.recipe is not None]
@@ -76,7 +85,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         _warn_of_rules(model, fp8_paths, model_layers)
     else:
         names = {"/".join(map(str, path)): layer_names(path, name is None) for path, _, name in model_layers}
-        # An embedding or a norm is in high precision, as a rule may say; a block of layers alone is not.
+        # An embedding or a norm is in high precision, as a rule may say; a block of
+        # layers alone is not.
         own_arrays = dict(_own_arrays(model))
         around = {path[:i] for path, *_ in model_layers for i in range(len(path))}
         around -= {path[:-1] for path in own_arrays}
@@ -91,7 +101,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
 
 def layers(model):
-    """List `(path, layer, attribute)` of all layers; `attribute` is None where the layer itself is the product."""
+    """List `(path, layer, attribute)` of all layers; `attribute` is None where the
+    layer itself is the product.
+    """
     modules = [(path, module) for path, module in nnx.iter_modules(model)]
     held, model_layers = set(), []
     for path, module in modules:
@@ -99,14 +111,17 @@ def layers(model):
         if attribute is not None:
             model_layers.append((path, module, attribute))
             held.add(id(getattr(module, attribute)))
-        elif isinstance(module, nnx.MultiHeadAttention):  # attention keeps the products that it gave to its layers
+        # attention keeps the products that it gave to its layers
+        elif isinstance(module, nnx.MultiHeadAttention):
             held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
     products = [(path, module) for path, module in modules if isinstance(module, _Fp8Product)]
     return model_layers + [(path, product, None) for path, product in products if id(product) not in held]
 
 
 def _own_arrays(model):
-    """Yield the path and the shape of each parameter of a module that is none of Flax's and has no product."""
+    """Yield the path and the shape of each parameter of a module that is none of Flax's
+    and has no product.
+    """
     for path, module in nnx.iter_modules(model):
         if _operation(module) is None and is_foreign(module):
             for name, value in vars(module).items():
@@ -120,7 +135,9 @@ def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:
 
 
 def _operation(module) -> str | None:
-    """Return the `op_names` word for a layer, `"einsum"` or `"dot_general"`; None for a module without a product."""
+    """Return the `op_names` word for a layer, `"einsum"` or `"dot_general"`; None for a
+    module without a product.
+    """
     if isinstance(module, Fp8Einsum) or "einsum_op" in vars(module):
         return "einsum"
     return "dot_general" if isinstance(module, _Fp8Product) or "dot_general" in vars(module) else None
@@ -131,7 +148,8 @@ def product(layer):
     if isinstance(layer, _Fp8Product):
         return layer
     value = vars(layer).get("dot_general", vars(layer).get("einsum_op"))
-    has_class = getattr(layer, "dot_general_cls", None) is not None  # the layer then ignores its dot_general
+    # the layer then ignores its dot_general
+    has_class = getattr(layer, "dot_general_cls", None) is not None
     return value if isinstance(value, _Fp8Product) and not has_class else None
 
 
@@ -176,7 +194,8 @@ def _new_product(layer, attribute, rule: Rule, stacked):
 
 
 def _change(layer, attribute, new_product) -> None:
-    if attribute is None:  # the product changes in place, because a list or several modules may hold it
+    # the product changes in place, because a list or several modules may hold it
+    if attribute is None:
         layer.become(new_product)
         return
     # NNX has the attribute as static where it held a function.
@@ -219,7 +238,9 @@ def _stack(product, shape) -> None:
 
 
 def _forget_unused(model) -> None:
-    """Remove from attention the products that none of its layers runs any more, whose state it would keep."""
+    """Remove from attention the products that none of its layers runs any more, whose
+    state it would keep.
+    """
     for attention in [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.MultiHeadAttention)]:
         for attribute, users in (("qkv_dot_general", ("query", "key", "value")), ("out_dot_general", ("out",))):
             shared, holders = getattr(attention, attribute), [getattr(attention, name) for name in users]

@@ -1,4 +1,6 @@
-"""Training NNX models: gradients in which shared state combines by max, and steps that store or drop the next state."""
+"""Training NNX models: gradients in which shared state combines by max, and steps that
+store or drop the next state.
+"""
 
 import contextlib
 import functools
@@ -19,21 +21,25 @@ from ._dot_general import OverwriteWithGradient, paths_in, trainable
 
 
 def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Differentiate as `nnx.value_and_grad`, by parameters and FP8 state; shared state combines by max.
+    """Differentiate as `nnx.value_and_grad`, by parameters and FP8 state; shared state
+    combines by max.
 
         loss, grads = jaxfp8.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)  # a jaxfp8.nnx.Optimizer
 
     Args:
-        f: a function of NNX modules, states and arrays that returns a loss f32[], or `(loss, aux)`.
-        argnums: the arguments to differentiate: an int, or a tuple, of which an int stands for the parameters and the
-            FP8 state of a module; or `nnx.DiffState(argnum, filter)`, whose filter should include
+        f: a function of NNX modules, states and arrays that returns a loss f32[], or
+            `(loss, aux)`.
+        argnums: the arguments to differentiate: an int, or a tuple, of which an int
+            stands for the parameters and the FP8 state of a module; or
+            `nnx.DiffState(argnum, filter)`, whose filter should include
             `OverwriteWithGradient`.
         has_aux: whether `f` returns `(loss, aux)`.
 
     Returns:
-        A function of f's arguments that returns the value and the gradients, as `nnx.value_and_grad` does. The
-        gradient of an `OverwriteWithGradient` variable is its next value.
+        A function of f's arguments that returns the value and the gradients, as
+        `nnx.value_and_grad` does. The gradient of an `OverwriteWithGradient` variable
+        is its next value.
 
     Raises:
         TypeError: when called, `f` computes with FP8 state outside of products.
@@ -46,7 +52,9 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Differentiate as `value_and_grad` does, and return the gradients without the value."""
+    """Differentiate as `value_and_grad` does, and return the gradients without the
+    value.
+    """
 
     def gradients_of(out):
         return out[0] if has_aux else out
@@ -55,7 +63,9 @@ def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> C
 
 
 def _differentiated(transform, f, argnums, has_aux, gradients_of):
-    """Return `transform` of `f` with a watch on the gradients, which `gradients_of` takes out of the result."""
+    """Return `transform` of `f` with a watch on the gradients, which `gradients_of`
+    takes out of the result.
+    """
     f, options = _with_max_grad(f), {"argnums": _with_state(argnums), "has_aux": has_aux}
     differentiate = transform(f, **options)
     # JAX takes gradients by the dtype of cast state where it takes them by integers.
@@ -76,10 +86,12 @@ def _differentiated(transform, f, argnums, has_aux, gradients_of):
 
 
 def _watch(tree, gradients) -> None:
-    """Warn when `gradients` die, if the parameters of `tree` have changed by then and its FP8 state has not.
+    """Warn when `gradients` die, if the parameters of `tree` have changed by then and
+    its FP8 state has not.
 
-    No hook sees that `nnx.Optimizer(wrt=nnx.Param)` leaves state out, and `update_state` may come before or after the
-    optimizer: only the end of the gradients' life shows that their state was not stored. Objects live and die alike
+    No hook sees that `nnx.Optimizer(wrt=nnx.Param)` leaves state out, and
+    `update_state` may come before or after the optimizer: only the end of the
+    gradients' life shows that their state was not stored. Objects live and die alike
     while a step is traced.
 
     Args:
@@ -89,8 +101,9 @@ def _watch(tree, gradients) -> None:
     state = [(v, v.get_raw_value()) for v in _variables(tree, OverwriteWithGradient)]
     # Keep the id of an old parameter only: the array must be free to die.
     params = [(v, id(v.get_raw_value())) for v in _variables(tree, nnx.Param)]
-    # Flax's optimizer takes the parameters out of this very object, so that its death is the end of the step.
-    # The finalizer belongs to the object: it is gone as soon as it has run.
+    # Flax's optimizer takes the parameters out of this very object, so that its death
+    # is the end of the step. The finalizer belongs to the object: it is gone as soon as
+    # it has run.
     for gradient in jax.tree.leaves(gradients, is_leaf=_is_state):
         if state and _is_state(gradient) and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient)):
             weakref.finalize(gradient, _check_stored, params, state, _warnings.user_line()).atexit = False
@@ -115,20 +128,22 @@ def _check_stored(params, state, line) -> None:
 
 @contextlib.contextmanager
 def max_grad(*tree):
-    """Enter a context in which all uses of the FP8 state in `tree` combine by max; for the top of a loss.
+    """Enter a context in which all uses of the FP8 state in `tree` combine by max; for
+    the top of a loss.
 
-    `value_and_grad` and `grad` of this module enter the context by themselves. Other gradients need it for state that
-    enters an inner `nnx.remat`, `nnx.jit`, `nnx.cond` or `nnx.scan` with its module and is used again outside or in
-    another call: JAX would add up the cotangents of the calls. A layer that is called twice without these transforms
-    does not need it.
+    `value_and_grad` and `grad` of this module enter the context by themselves. Other
+    gradients need it for state that enters an inner `nnx.remat`, `nnx.jit`, `nnx.cond`
+    or `nnx.scan` with its module and is used again outside or in another call: JAX
+    would add up the cotangents of the calls. A layer that is called twice without these
+    transforms does not need it.
 
         def loss_fn(model, x):
             with jaxfp8.nnx.max_grad(model):
                 return jnp.mean(model(x) ** 2)
 
     Args:
-        *tree: modules, or pytrees that hold modules. On leaving the context their state is the plain f32 state from
-            before.
+        *tree: modules, or pytrees that hold modules. On leaving the context their state
+            is the plain f32 state from before.
     """
     nodes = nnx.iter_graph(tree)
     variables = {tuple(map(str, path)): node for path, node in nodes if isinstance(node, OverwriteWithGradient)}
@@ -143,7 +158,8 @@ def max_grad(*tree):
     finally:
         for path, value in values.items():
             variables[path].set_value(value)
-        for variable in _variables(tree, nnx.Variable):  # the loss may have logged a scale
+        # the loss may have logged a scale
+        for variable in _variables(tree, nnx.Variable):
             if holds_max(variable.get_value()):
                 variable.set_value(without_max(variable.get_value()))
 
@@ -154,40 +170,48 @@ def _variables(tree, kind):
 
 def _with_max_grad(f):
     if isinstance(getattr(f, "__self__", None), nnx.Module):
-        return f  # NNX refuses a bound method with a message; wrapped, the module of the method would be a constant
+        # NNX refuses a bound method with a message; wrapped, the module of the method
+        # would be a constant
+        return f
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         with max_grad(*args, *kwargs.values()):
             out = f(*args, **kwargs)
-        # The result may hold state. Only then is the tree made anew: maps exchange NNX objects for copies.
+        # The result may hold state. Only then is the tree made anew: maps exchange NNX
+        # objects for copies.
         return without_max(out) if holds_max(out) else out
 
     return wrapped
 
 
 def _with_state(argnums):
-    """Replace ints in `argnums`, which mean parameters in NNX, by filters of parameters and FP8 state."""
+    """Replace ints in `argnums`, which mean parameters in NNX, by filters of parameters
+    and FP8 state.
+    """
     if not (nnx.set_graph_mode.current_value() and nnx.set_graph_updates.current_value()):
-        return argnums  # in tree mode modules are pytrees, of which all leaves are differentiated
+        # in tree mode modules are pytrees, of which all leaves are differentiated
+        return argnums
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, trainable)
     return argnums if isinstance(argnums, nnx.DiffState) else tuple(map(_with_state, argnums))
 
 
 def update_state(model: Any, grads: Any) -> None:
-    """Store the next FP8 state in the model, as `jaxfp8.update_state` does for trees of arrays.
+    """Store the next FP8 state in the model, as `jaxfp8.update_state` does for trees of
+    arrays.
 
-    State that was not used in this step, or whose gradient is not finite, stays as it is. Parameters are left alone,
-    so call this function beside any optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, grads)`.
+    State that was not used in this step, or whose gradient is not finite, stays as it
+    is. Parameters are left alone, so call this function beside any optimizer:
+    `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, grads)`.
 
     Args:
         model: an NNX module; changed in place.
         grads: the gradients that `value_and_grad` returned for `model`.
 
     Raises:
-        ValueError: `grads` holds no state, or state that was summed, averaged, clipped or unscaled; see
-            `jaxfp8.update_state`.
+        ValueError: `grads` holds no state, or state that was summed, averaged, clipped
+            or unscaled; see `jaxfp8.update_state`.
     """
     old, new = (nnx.state(tree, OverwriteWithGradient) for tree in (model, grads))
     nnx.update(model, _update_state(old, new))
@@ -195,14 +219,16 @@ def update_state(model: Any, grads: Any) -> None:
 
 @contextlib.contextmanager
 def step_if(finite, *tree):
-    """Undo the step in the `with` block unless `finite`: parameters, optimizer state and FP8 state keep their values.
+    """Undo the step in the `with` block unless `finite`: parameters, optimizer state
+    and FP8 state keep their values.
 
         finite = jaxfp8.mixed_precision.all_finite(grads)
         with jaxfp8.nnx.step_if(finite, model, optimizer):
             optimizer.update(model, grads)
 
-    To do the same by hand, apply `mixed_precision.select` to `nnx.as_pure(nnx.state(...))` from before and after the
-    step; `nnx.state` alone is no copy, so a step changes it.
+    To do the same by hand, apply `mixed_precision.select` to
+    `nnx.as_pure(nnx.state(...))` from before and after the step; `nnx.state` alone is
+    no copy, so a step changes it.
 
     Args:
         finite: bool[]; whether to keep the step.
@@ -218,19 +244,23 @@ def step_if(finite, *tree):
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` that also stores the next FP8 state; the transformation sees parameters only.
+    """`nnx.Optimizer` that also stores the next FP8 state; the transformation sees
+    parameters only.
 
         optimizer = jaxfp8.nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
-    `tx` and `opt_state` are those of Flax's optimizer of the parameters, so that `opt_state` stays valid when the
-    model's recipe changes. Steps that `tx` skips or accumulates do so to FP8 state too, as in `jaxfp8.train.optimizer`.
-    `update` needs the gradients of parameters and state that `jaxfp8.nnx.value_and_grad` returns.
+    `tx` and `opt_state` are those of Flax's optimizer of the parameters, so that
+    `opt_state` stays valid when the model's recipe changes. Steps that `tx` skips or
+    accumulates do so to FP8 state too, as in `jaxfp8.train.optimizer`. `update` needs
+    the gradients of parameters and state that `jaxfp8.nnx.value_and_grad` returns.
 
     Args:
-        model, tx, wrt, graph: as in `nnx.Optimizer`; the filter `wrt` chooses the parameters that train.
+        model, tx, wrt, graph: as in `nnx.Optimizer`; the filter `wrt` chooses the
+            parameters that train.
 
     Attributes:
-        mini_steps: with `optax.MultiSteps` in `tx`, the max of each state over the mini-steps so far, by its path.
+        mini_steps: with `optax.MultiSteps` in `tx`, the max of each state over the
+            mini-steps so far, by its path.
     """
 
     def __init__(
@@ -243,15 +273,17 @@ class Optimizer(nnx.Optimizer):
         self._keep_mini_steps(_steps.begin(nnx.as_pure(self.opt_state), state), state)
 
     def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates | None:
-        """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through.
+        """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever
+        cast the model went through.
 
         Returns:
-            The updates of the parameters; None where `tx` writes the next parameters itself, as `jaxfp8.optim.adamw`
-            does without arguments by name. `optax.chain(tx)` gives updates.
+            The updates of the parameters; None where `tx` writes the next parameters
+            itself, as `jaxfp8.optim.adamw` does without arguments by name.
+            `optax.chain(tx)` gives updates.
 
         Raises:
-            ValueError: `grads` hold no state, or state that was summed, averaged, clipped or unscaled; see
-                `jaxfp8.update_state`.
+            ValueError: `grads` hold no state, or state that was summed, averaged,
+                clipped or unscaled; see `jaxfp8.update_state`.
         """
         if len(grads) != 1:
             return super().update(model, *grads, **kwargs)
@@ -277,19 +309,24 @@ class Optimizer(nnx.Optimizer):
         return updates
 
     def _of_parameters(self, argument):
-        """Return an argument for `tx` as Flax's optimizer gets it: a tree, or a function of parameters."""
+        """Return an argument for `tx` as Flax's optimizer gets it: a tree, or a
+        function of parameters.
+        """
         if not callable(argument):
             return nnx.state(argument, self.wrt) if _is_state(argument) else argument
 
         def function(*args, **kwargs):
-            # `tx` differentiates by parameters alone on purpose, so the warning about that would mislead.
+            # `tx` differentiates by parameters alone on purpose, so the warning about
+            # that would mislead.
             with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
                 return argument(*args, **kwargs)
 
         return function
 
     def _with_mini_steps(self, opt_state, state):
-        """Return `opt_state` with the state of the mini-steps so far; zeros where `state` is of another recipe."""
+        """Return `opt_state` with the state of the mini-steps so far; zeros where
+        `state` is of another recipe.
+        """
         paths, opt_state = _paths(state), _steps.begin(opt_state, state)
         if not isinstance(opt_state, _steps.Accumulating) or set(self.mini_steps) != set(paths):
             return opt_state

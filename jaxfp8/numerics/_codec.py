@@ -1,7 +1,8 @@
 """FP8 formats, and the codec in jnp: encode and decode FP8 by integer arithmetic.
 
-The results are right on every platform, whatever its casts and flush-to-zero modes do. XLA's casts to FP8 go through
-float16 on some platforms (two roundings), and XLA's CPU threads read and write subnormal floats as zero.
+The results are right on every platform, whatever its casts and flush-to-zero modes do.
+XLA's casts to FP8 go through float16 on some platforms (two roundings), and XLA's CPU
+threads read and write subnormal floats as zero.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ class Format:
         dtype: the FP8 dtype of the operands `x` and `kernel`.
         backward_dtype: the FP8 dtype of `grad`, the gradient of the output.
 
-    `Format.E4M3`, `Format.E5M2` and `Format.HYBRID` are the formats of those names. Source: Micikevicius et al., "FP8
-    Formats for Deep Learning", arXiv:2209.05433.
+    `Format.E4M3`, `Format.E5M2` and `Format.HYBRID` are the formats of those names.
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
 
     name: str
@@ -45,7 +46,9 @@ class Format:
 
     @property
     def max(self) -> float:
-        """Return the largest finite value of `dtype`: 448 for float8_e4m3fn, 57344 for float8_e5m2."""
+        """Return the largest finite value of `dtype`: 448 for float8_e4m3fn, 57344 for
+        float8_e5m2.
+        """
         return fp8_max(self.dtype)
 
     def __repr__(self) -> str:
@@ -60,7 +63,8 @@ FP8_DTYPES = (_E4M3_DTYPE, _E5M2_DTYPE)
 E4M3 = Format("E4M3", _E4M3_DTYPE, _E4M3_DTYPE)
 # float8_e5m2 forward and backward: 2 bits of fraction, largest value 57344.
 E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
-# float8_e4m3fn for `x` and `kernel`, float8_e5m2 for `grad`, because gradients span a wider range.
+# float8_e4m3fn for `x` and `kernel`, float8_e5m2 for `grad`, because gradients span a
+# wider range.
 HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
 Format.E4M3, Format.E5M2, Format.HYBRID = E4M3, E5M2, HYBRID
 
@@ -70,23 +74,29 @@ def fp8_max(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-# The codec ------------------------------------------------------------------------------------------------------------
+# The
+# codec ------------------------------------------------------------------------------------------------------------
 
 
 def _normalize(magnitude_bits):
-    """Return `(m, e)` with `|v| == m * 2**e`, where m is not subnormal, so that flush-to-zero does not change it.
+    """Return `(m, e)` with `|v| == m * 2**e`, where m is not subnormal, so that
+    flush-to-zero does not change it.
 
-    A subnormal v is an integer below 2**23 times 2**-149. m is that integer times 2**-64, so that a product with any
-    other m overflows only where the true product does.
+    A subnormal v is an integer below 2**23 times 2**-149. m is that integer times
+    2**-64, so that a product with any other m overflows only where the true product
+    does.
     """
     is_subnormal = magnitude_bits < _MIN_NORMAL_BITS
     integer = magnitude_bits.astype(jnp.float32) * jnp.float32(2.0**-64)
-    exponent = jnp.where(is_subnormal, jnp.int32(-85), jnp.int32(0))  # int32, also with `jax_enable_x64`
+    # int32, also with `jax_enable_x64`
+    exponent = jnp.where(is_subnormal, jnp.int32(-85), jnp.int32(0))
     return jnp.where(is_subnormal, integer, from_bits(magnitude_bits)), exponent
 
 
 def _round_shift(x, shift):
-    """Round `x / 2**shift` to the nearest integer, ties to even, for 0 <= x < 2**30 and 0 <= shift <= 31."""
+    """Round `x / 2**shift` to the nearest integer, ties to even, for 0 <= x < 2**30 and
+    0 <= shift <= 31.
+    """
     rest = x & ((1 << shift) - 1)
     half = jnp.where(shift > 0, 1 << (shift - 1), 1)
     quotient = x >> shift
@@ -104,19 +114,22 @@ def _abs_product(x_bits, scale_bits):
 def is_saturated_or_flushed(x, scale, dtype):
     """Return `(saturated, flushed)`, bool arrays of the shape of x.
 
-    An element is saturated where `|x * scale|` is above the largest number of `dtype`, and flushed where x is not zero
-    and the code of `x * scale` is. NaN is neither.
+    An element is saturated where `|x * scale|` is above the largest number of `dtype`,
+    and flushed where x is not zero and the code of `x * scale` is. NaN is neither.
     """
     info = jnp.finfo(dtype)
     x_bits = to_bits(x.astype(jnp.float32))
     product = _abs_product(x_bits, to_bits(scale))
-    # Half of the smallest subnormal number is a tie, which rounds to 0, the even neighbour. NaN compares as false.
+    # Half of the smallest subnormal number is a tie, which rounds to 0, the even
+    # neighbour. NaN compares as false.
     is_small = product <= jnp.float32(float(info.smallest_subnormal) / 2)
     return product > jnp.float32(info.max), is_small & (x_bits & _ABS_MASK != 0)
 
 
 def encode(x, scale, dtype):
-    """Compute the FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
+    """Compute the FP8 codes of `x * scale`; NaN, without sign, where the product is NaN
+    or x is Inf.
+    """
     if _tpu.is_target():
         return _tpu.encode(x, scale, dtype)
     info = jnp.finfo(dtype)
@@ -136,24 +149,30 @@ def encode(x, scale, dtype):
 
 
 def rounded(magnitude, dtype):
-    """Return the code, int32, of the number of `dtype` that is nearest to a magnitude; ties to even.
+    """Return the code, int32, of the number of `dtype` that is nearest to a magnitude;
+    ties to even.
 
     The magnitude is f32, from 0 to the largest number of `dtype`.
     """
     info, bits = jnp.finfo(dtype), to_bits(magnitude)
     shift = 23 - info.nmant
-    bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
-    # Normal codes: round the float's bits to nearest even, then move the exponent's bias.
+    # between the exponent biases of f32 and the format
+    bias_shift = 126 + int(info.minexp)
+    # Normal codes: round the float's bits to nearest even, then move the exponent's
+    # bias.
     odd = (bits >> shift) & 1
     normal = ((bits + ((1 << (shift - 1)) - 1) + odd) >> shift) - (bias_shift << info.nmant)
-    # Subnormal codes: one ulp of `magic` is the smallest subnormal, so the addition rounds to a multiple of it.
+    # Subnormal codes: one ulp of `magic` is the smallest subnormal, so the addition
+    # rounds to a multiple of it.
     magic = jnp.float32(float(info.smallest_subnormal) * 2.0**23)
     subnormal = to_bits(magnitude + magic) - to_bits(magic)
     return jnp.where(magnitude < jnp.float32(info.smallest_normal), subnormal, normal)
 
 
 def decode(data, scale_inv, dtype):
-    """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the quiet NaN without sign."""
+    """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the
+    quiet NaN without sign.
+    """
     if _tpu.is_target():
         return _tpu.decode(data, scale_inv, dtype)
     # 1. Multiply in f32, which is exact but for one rounding; a cast from FP8 is exact.
@@ -161,8 +180,10 @@ def decode(data, scale_inv, dtype):
     product = _abs_product(value_bits, scale_bits)
     is_nan, bits = jnp.isnan(product), to_bits(product)
 
-    # 2. Platforms may flush results around the smallest normal float. Compute those as integers: the exact product (4
-    # by 24 significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that integer is also the float's bits.
+    # 2. Platforms may flush results around the smallest normal float. Compute those as
+    #    integers: the exact product (4
+    # by 24 significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that
+    # integer is also the float's bits.
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
     significand = ((value_bits & 0x007FFFFF) | _MIN_NORMAL_BITS) >> 20
     significand = significand * ((to_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)

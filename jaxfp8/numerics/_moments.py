@@ -1,6 +1,8 @@
-"""The arithmetic of moments in FP8, in which blocks of elements share an amax and an exponent; and a step of Adam.
+"""The arithmetic of moments in FP8, in which blocks of elements share an amax and an
+exponent; and a step of Adam.
 
-`jaxfp8/ops/_moments.py` says what a moment is. Here an axis of elements is two axes: blocks, and the elements of one.
+`jaxfp8/ops/_moments.py` says what a moment is. Here an axis of elements is two axes:
+blocks, and the elements of one.
 """
 
 import jax
@@ -16,7 +18,8 @@ _MAX = np.float32(E4M3.max)
 _MAX_INV = np.float32(1 / E4M3.max)
 NAN_CODE = 0x7F
 _INF_CODE = 0xFF  # of squares: a NaN with a sign
-# The smallest normal number; the smallest terms in a step of Adam, of which no difference or sum is subnormal.
+# The smallest normal number; the smallest terms in a step of Adam, of which no
+# difference or sum is subnormal.
 _SMALLEST, _LEAST, _LEAST_SQUARE = np.float32(2.0**-126), np.float32(2.0**-102), np.float32(2.0**-125)
 _NAN_BITS = np.int32(0x7FC00000)
 _MIN_NORMAL_BITS = np.uint32(0x00800000)
@@ -25,17 +28,20 @@ _DROPPED_BITS = 20  # of the significand of an f32, in e4m3
 _FRACTION = (1 << _DROPPED_BITS) - 1
 _BIAS = 120  # of the exponents of f32, less that of e4m3
 _SMALLEST_NORMAL = np.float32(2.0**-6)
-# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code: rounding to
-# nearest flushes nothing, and stochastic rounding makes an element at most 2**(1/k) times what it was. Of squares,
-# whose roots divide, it is a normal number, with an error of 2**-4 at most.
+# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of
+# the smallest code: rounding to nearest flushes nothing, and stochastic rounding makes
+# an element at most 2**(1/k) times what it was. Of squares, whose roots divide, it is a
+# normal number, with an error of 2**-4 at most.
 _SIGNED_SPANS = (np.float32(2.0**-9.4), np.float32(2.0**-18.8))
 _SQUARED_SPANS = (np.float32(2.0**-7.4), np.float32(2.0**-14.8))
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """Mix the bits of a u32: a bijection in which each bit of x changes half of the bits of the result.
+    """Mix the bits of a u32: a bijection in which each bit of x changes half of the
+    bits of the result.
 
-    The finalizer of MurmurHash3 (Appleby, public domain), from a number that is not its fixed point 0.
+    The finalizer of MurmurHash3 (Appleby, public domain), from a number that is not its
+    fixed point 0.
     """
     x = x + np.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
@@ -44,14 +50,17 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def decoded(codes, amax, exponent):
-    """Return the numbers that codes stand for, with NaN of one bit pattern, and zeros for those that are subnormal.
+    """Return the numbers that codes stand for, with NaN of one bit pattern, and zeros
+    for those that are subnormal.
 
-    CPUs flush a product that is below 2**-126 once it is rounded to 24 bits. GPUs round it as a subnormal number, so
-    the product times 2**24, which is none, tells what to flush. TPUs have no subnormal numbers.
+    CPUs flush a product that is below 2**-126 once it is rounded to 24 bits. GPUs round
+    it as a subnormal number, so the product times 2**24, which is none, tells what to
+    flush. TPUs have no subnormal numbers.
 
-    Every operation has an operand that differs between the elements of a block: XLA computes what has none in launches
-    of its own. So exponents are compared with the sign of a magnitude, which is 0. `codes` are u8, because GPUs do not
-    keep the sign of a NaN that they convert.
+    Every operation has an operand that differs between the elements of a block: XLA
+    computes what has none in launches of its own. So exponents are compared with the
+    sign of a magnitude, which is 0. `codes` are u8, because GPUs do not keep the sign
+    of a NaN that they convert.
     """
     magnitudes = codes & np.uint8(0x7F)
     sign = (codes & np.uint8(0x80)).astype(jnp.int32) << 24
@@ -79,12 +88,15 @@ def _decoded_fraction(codes, exponent, zero=0):
 
 
 def changes_and_span(codes, amax, exponent, blocks, axis):
-    """Return of each block, by one reduction: whether it decodes to its bits, its largest and its smallest number."""
+    """Return of each block, by one reduction: whether it decodes to its bits, its
+    largest and its smallest number.
+    """
     before = decoded(codes, each_amax(amax, axis), each(exponent, axis))
     changed = _scaling.to_bits(before) ^ _scaling.to_bits(blocks)
     if _tpu.is_target():
         return _tpu.all_zero(changed, axis), *_tpu.span(blocks, axis)
-    # The numbers above the largest finite one and below the smallest normal one wrap around, as `span` says.
+    # The numbers above the largest finite one and below the smallest normal one wrap
+    # around, as `span` says.
     changed, top, bottom = lax.reduce(
         (changed, *_from_inf_and_from_normal(blocks)),
         (np.int32(0), *_FIRST),
@@ -95,11 +107,13 @@ def changes_and_span(codes, amax, exponent, blocks, axis):
 
 
 def span(blocks, axis):
-    """Return the largest and the smallest number of each block, by one reduction; 0 and infinity of a block of zeros.
+    """Return the largest and the smallest number of each block, by one reduction; 0 and
+    infinity of a block of zeros.
 
-    Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite numbers wrap around and are
-    larger than Inf and NaN, which the max so skips; less the bits of the smallest normal number, zeros and subnormal
-    numbers wrap around, which the min so skips.
+    Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite
+    numbers wrap around and are larger than Inf and NaN, which the max so skips; less
+    the bits of the smallest normal number, zeros and subnormal numbers wrap around,
+    which the min so skips.
     """
     if _tpu.is_target():
         return _tpu.span(blocks, axis)
@@ -155,15 +169,16 @@ def encoded(blocks, top, bottom, keys, squared, axis):
 def _magnitude(blocks):
     """Return |x|, with 0 for subnormal numbers.
 
-    The comparison is one of integers: XLA's CPU compiler turns float comparisons with 0 and Inf into tests of bits,
-    which do not flush subnormal numbers.
+    The comparison is one of integers: XLA's CPU compiler turns float comparisons with 0
+    and Inf into tests of bits, which do not flush subnormal numbers.
     """
     bits = _scaling.to_bits(blocks) & 0x7FFFFFFF
     return lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32)
 
 
 def split(x, axis):
-    """Split an axis, counted from the end, into blocks and their elements, with zeros to fill the last block up.
+    """Split an axis, counted from the end, into blocks and their elements, with zeros
+    to fill the last block up.
 
     In programs for TPUs the axis stays one, of whole blocks.
     """
@@ -185,7 +200,9 @@ def join(blocks, axis, shape):
 
 
 def each(numbers, axis):
-    """Give each element the number of its block: an array that broadcasts to the blocks of `split`."""
+    """Give each element the number of its block: an array that broadcasts to the blocks
+    of `split`.
+    """
     return _tpu.each(numbers, axis) if _tpu.is_target() else jnp.expand_dims(numbers, axis)
 
 
@@ -199,13 +216,15 @@ def each_amax(amax, axis):
 
 
 def _exponent_and_random_bits(exponent, keys, blocks, axis):
-    """Give each element the exponent of its block, and u32: a polynomial in its number i with random coefficients.
+    """Give each element the exponent of its block, and u32: a polynomial in its number
+    i with random coefficients.
 
         keys + i mix(keys) + i**2 mix(mix(keys))
 
-    Of three elements the high bits are independent. In a progression, without the square, those of two are, and one
-    block in a hundred is rounded as a whole: the fourth moments of its sums are 80 to 200, where a coin's are 3.
-    Without keys there are no random bits.
+    Of three elements the high bits are independent. In a progression, without the
+    square, those of two are, and one block in a hundred is rounded as a whole: the
+    fourth moments of its sums are 80 to 200, where a coin's are 3. Without keys there
+    are no random bits.
     """
     if keys is None:
         return each(exponent, axis), None
@@ -225,7 +244,8 @@ def _exponent_and_random_bits(exponent, keys, blocks, axis):
 
 def _fraction(magnitude, amax, axis):
     """Divide by the amax: u in [0, 1], with an error of at most 1.5 ulp."""
-    # The inverse of an amax above 2**126 would be subnormal. A sign tells that an inverse is 2**32 times as large.
+    # The inverse of an amax above 2**126 would be subnormal. A sign tells that an
+    # inverse is 2**32 times as large.
     is_large = amax > 1
     amax = jnp.where(is_large, amax * np.float32(2.0**-32), amax)
     inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax, np.float32(2.0**-126)))
@@ -235,19 +255,24 @@ def _fraction(magnitude, amax, axis):
 
 
 def _fixed_point(y):
-    """Return the code of y in [0, 448] in e4m3, as an integer with 20 bits after the point."""
+    """Return the code of y in [0, 448] in e4m3, as an integer with 20 bits after the
+    point.
+    """
     multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
     return jnp.where(y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23))
 
 
 def _round_signed(u, y, exponent, random_bits):
-    """Return the code, as an integer, of a neighbour of y = 448 u**k in e4m3, so that u keeps its mean.
+    """Return the code, as an integer, of a neighbour of y = 448 u**k in e4m3, so that u
+    keeps its mean.
 
-    With the fractions that the neighbours decode to, the probability of the code above is
+    With the fractions that the neighbours decode to, the probability of the code above
+    is
 
         (u - below) / (above - below)
 
-    No product is added to anything here: compilers would round the two at once on some platforms.
+    No product is added to anything here: compilers would round the two at once on some
+    platforms.
     """
     code = _fixed_point(y) >> _DROPPED_BITS
     # Above the largest code is NaN; a u of 1 is not above the largest.
@@ -258,22 +283,27 @@ def _round_signed(u, y, exponent, random_bits):
 
 
 def _round_square(y, exponent, random_bits):
-    """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that x**(1/4) keeps its mean.
+    """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that
+    x**(1/4) keeps its mean.
 
-    With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
-    three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. The gap is 1 / (8 + m) of y, for
-    which (15 - m) / 120 stands. To second order in it x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with
+    With f of the gap below y, the probability of the code above is f + f (1 - f) c
+    (15 - m) / 2**15, where m are the three bits of the code's significand and c is 68,
+    102 or 119 for k = 1/2, 1 or 2. The gap is 1 / (8 + m) of y, for which (15 - m) /
+    120 stands. To second order in it x**(1/4), a power a = 1 / (4 k) of y, keeps its
+    mean with
 
         f + f (1 - f) (1 - a) / (2 (8 + m))
 
-    The moving average adds up what rounding changes. Where x**p keeps its mean, an error of relative variance s in the
-    root of x makes the mean of its inverse, and so the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
+    The moving average adds up what rounding changes. Where x**p keeps its mean, an
+    error of relative variance s in the root of x makes the mean of its inverse, and so
+    the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
     """
     # 1. Write y as a code with 20 bits after the point.
     fixed_point = _fixed_point(y)
     code, fraction = fixed_point >> _DROPPED_BITS, fixed_point & _FRACTION
 
-    # 2. Find the probability of the code above, in 20 bits: the product of fractions has 40.
+    # 2. Find the probability of the code above, in 20 bits: the product of fractions
+    #    has 40.
     product = (fraction * ((_FRACTION + 1 - fraction) >> 9)) >> 11
     c = jnp.where(exponent > 0, 119, jnp.where(exponent < 0, 68, 102))
     probability = fraction + ((product * (15 - (code & 7)) * c) >> 15)
@@ -282,16 +312,18 @@ def _round_square(y, exponent, random_bits):
     return code + ((probability + (random_bits >> (32 - _DROPPED_BITS)).astype(jnp.int32)) >> _DROPPED_BITS)
 
 
-# A step of Adam -------------------------------------------------------------------------------------------------------
+# A step of
+# Adam -------------------------------------------------------------------------------------------------------
 
 
 def adam_step(grads, *operands, axis, vmap_dims):
     """Take the step of one leaf, as `jaxfp8.ops._moments.adam_update` says.
 
-    It reads its operands twice: for the numbers of blocks, and for the codes. The barriers keep XLA from storing what
-    both have in common, which would be more bytes than the moments. TPUs store it: their memory moves more bytes while
-    they decode. Between a product and a sum is always a selection: compilers would round the two at once on some
-    platforms.
+    It reads its operands twice: for the numbers of blocks, and for the codes. The
+    barriers keep XLA from storing what both have in common, which would be more bytes
+    than the moments. TPUs store it: their memory moves more bytes while they decode.
+    Between a product and a sum is always a selection: compilers would round the two at
+    once on some platforms.
     """
     *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, keys, numbers = operands
     keys = jnp.moveaxis(keys, vmap_dims, 0)

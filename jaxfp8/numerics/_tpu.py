@@ -1,8 +1,10 @@
-"""Codec, amax and pairs of programs for TPUs: float arithmetic and casts, which XLA fuses with what is around them.
+"""Codec, amax and pairs of programs for TPUs: float arithmetic and casts, which XLA
+fuses with what is around them.
 
-A TPU casts to FP8 with one rounding, and XLA's reductions there keep what is compared before them. So the integer steps
-of _codec.py and _scaling.py are left out. The results are the same, unless an input is below 2**-126: a TPU reads it as
-zero. The product of an input and its scale may be below that: FP8 rounds it to zero anyway.
+A TPU casts to FP8 with one rounding, and XLA's reductions there keep what is compared
+before them. So the integer steps of _codec.py and _scaling.py are left out. The results
+are the same, unless an input is below 2**-126: a TPU reads it as zero. The product of
+an input and its scale may be below that: FP8 rounds it to zero anyway.
 """
 
 import functools
@@ -17,8 +19,9 @@ _PARTS = 8  # of an amax; with 16 the estimate falls by half a percent of a Dens
 # Programs of one device: on a mesh XLA may cut any dimension.
 ONE_DEVICE = ("one", "shard")
 
-# The devices of the TPU program that is traced, as `_compat.devices_of` names them: "one", "mesh", "shard", "unknown";
-# None where the program is for another platform. The context is part of jit's cache key.
+# The devices of the TPU program that is traced, as `_compat.devices_of` names them:
+# "one", "mesh", "shard", "unknown"; None where the program is for another platform. The
+# context is part of jit's cache key.
 devices = jax.make_user_context(default_value=None)
 
 
@@ -28,12 +31,15 @@ def is_target() -> bool:
 
 
 def encode(x, scale, dtype):
-    """Compute the FP8 codes of `x * scale`; NaN where the product is NaN or x is Inf."""
+    """Compute the FP8 codes of `x * scale`; NaN where the product is NaN or x is
+    Inf.
+    """
     x, largest = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
     saturated = jnp.clip(x * scale, -largest, largest)
     codes = jnp.where(jnp.abs(x) < jnp.inf, saturated, jnp.float32(jnp.nan)).astype(dtype)
     if x.ndim > 2 and x.shape[-2] == 2 and devices.value in ONE_DEVICE:
-        # Each half of a pair in its own tiles: tiles of 2 rows would take four times the steps.
+        # Each half of a pair in its own tiles: tiles of 2 rows would take four times
+        # the steps.
         codes = with_layout_constraint(codes, Layout((x.ndim - 2, *range(x.ndim - 2), x.ndim - 1)))
     return codes
 
@@ -45,23 +51,28 @@ def decode(data, scale_inv, dtype):
 
 def abs_max(x, axis):
     """Compute the max of |x| as f32, where NaN counts as +inf; 0 for an empty array."""
-    # Not in bfloat16: XLA fuses the reduction with the quantization of x where both begin with the same conversion.
-    # `is_finite` is not the comparison in `encode`: if both were one, XLA would quantize the slices of stacked kernels
-    # twice, in two shapes, and with no |x| in common it would read float32 kernels twice.
+    # Not in bfloat16: XLA fuses the reduction with the quantization of x where both
+    # begin with the same conversion. `is_finite` is not the comparison in `encode`: if
+    # both were one, XLA would quantize the slices of stacked kernels twice, in two
+    # shapes, and with no |x| in common it would read float32 kernels twice.
     x = x.astype(jnp.float32)
     return jnp.max(jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)), axis=axis, initial=0)
 
 
 def larger(x, y):
-    """Compute the larger magnitude of each element of two f32 arrays; NaN counts as infinite."""
+    """Compute the larger magnitude of each element of two f32 arrays; NaN counts as
+    infinite.
+    """
     return jnp.maximum(*(jnp.where(lax.is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y)))
 
 
 def abs_max_by_parts(x):
-    """Compute `abs_max` over all axes of an x whose amax no pass over x computes along with codes.
+    """Compute `abs_max` over all axes of an x whose amax no pass over x computes along
+    with codes.
 
-    XLA estimates a fixed cost for each step of a reduction, so each step takes the largest of eight parts of x. A part
-    is whole tiles of 8 or 16 rows. On a mesh the parts may lie on other devices: there x is reduced as it is.
+    XLA estimates a fixed cost for each step of a reduction, so each step takes the
+    largest of eight parts of x. A part is whole tiles of 8 or 16 rows. On a mesh the
+    parts may lie on other devices: there x is reduced as it is.
     """
     if devices.value not in ONE_DEVICE or x.ndim < 2 or x.shape[0] % (16 * _PARTS):
         return abs_max(x, None)
@@ -69,13 +80,16 @@ def abs_max_by_parts(x):
     return jnp.max(functools.reduce(jnp.maximum, magnitudes), initial=0).astype(jnp.float32)
 
 
-# Pairs: arrays `[..., 2, n]`, such as the kernels of gate and up side by side. JAX lays a parameter `[k, 2, n]` and its
-# gradient out in tiles of 2 rows by 128 columns, which XLA computes in registers of 8 rows. So codes lie half by half
-# (`encode`), products give halves, and what reads the result of a product takes its halves from there.
+# Pairs: arrays `[..., 2, n]`, such as the kernels of gate and up side by side. JAX lays
+# a parameter `[k, 2, n]` and its gradient out in tiles of 2 rows by 128 columns, which
+# XLA computes in registers of 8 rows. So codes lie half by half (`encode`), products
+# give halves, and what reads the result of a product takes its halves from there.
 
 
 def are_apart(shape: tuple[int, ...], on: str) -> bool:
-    """Tell whether a product with columns of this shape is one with each half, on such `devices`."""
+    """Tell whether a product with columns of this shape is one with each half, on such
+    `devices`.
+    """
     return len(shape) == 2 and shape[0] == 2 and on in ONE_DEVICE
 
 
@@ -85,11 +99,13 @@ def halves(x: jax.Array, axis: int = -2) -> list[jax.Array]:
 
 
 def joined(parts: list[jax.Array], is_gradient: bool = False) -> jax.Array:
-    """Stack halves `[..., n]` to `[..., 2, n]`: XLA drops the stack where halves alone are read.
+    """Stack halves `[..., n]` to `[..., 2, n]`: XLA drops the stack where halves alone
+    are read.
 
-    The gradient of a parameter is read outside of the program, in tiles of 2 by 128. These are the bytes of
-    `[k, n / 128, 2, 128]`, and so those of `[k, n / 64, 128]` in tiles of 8 by 128, which take XLA a third of the
-    cycles. Without the constraints it chooses tiles of 2 rows for the copies too.
+    The gradient of a parameter is read outside of the program, in tiles of 2 by 128.
+    These are the bytes of `[k, n / 128, 2, 128]`, and so those of `[k, n / 64, 128]` in
+    tiles of 8 by 128, which take XLA a third of the cycles. Without the constraints it
+    chooses tiles of 2 rows for the copies too.
     """
     if not is_gradient or parts[0].ndim != 2 or parts[0].dtype != jnp.float32:
         return jnp.stack(parts, axis=-2)
@@ -108,19 +124,22 @@ def _row_major(x):
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# Blocks of 128 elements along an axis, such as those of moments, each with a number of its own. Where the axis is the
-# last, a block is a row of lanes. To spread a number to lanes XLA takes some eight cycles for a register of 8 x 128
-# elements, and more for integers of 8 bits; the matrix unit takes three.
+# Blocks of 128 elements along an axis, such as those of moments, each with a number of
+# its own. Where the axis is the last, a block is a row of lanes. To spread a number to
+# lanes XLA takes some eight cycles for a register of 8 x 128 elements, and more for
+# integers of 8 bits; the matrix unit takes three.
 
 BLOCK = 128
 _MAX_BLOCKS = 1024  # of a row, in one product
 
 
 def each(numbers: jax.Array, axis: int) -> jax.Array:
-    """Give each element the number of its block, an f32 or an integer below 2**24; no bit is below 2**-126.
+    """Give each element the number of its block, an f32 or an integer below 2**24; no
+    bit is below 2**-126.
 
-    It is the sum of three parts of 8 significant bits, which products with ones and zeros keep. Ones and zeros are as
-    many as the square of the blocks: of a row with very many, each part has a product of its own.
+    It is the sum of three parts of 8 significant bits, which products with ones and
+    zeros keep. Ones and zeros are as many as the square of the blocks: of a row with
+    very many, each part has a product of its own.
     """
     numbers = jnp.moveaxis(numbers, axis, -1)
     *leading, count = numbers.shape
@@ -141,7 +160,9 @@ def each(numbers: jax.Array, axis: int) -> jax.Array:
 
 
 def span(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return the largest and the smallest normal magnitude of each block; 0 and infinity where it has none."""
+    """Return the largest and the smallest normal magnitude of each block; 0 and
+    infinity where it has none.
+    """
     magnitudes = jnp.abs(x)
     is_normal = (magnitudes >= jnp.finfo(jnp.float32).tiny) & (magnitudes < jnp.inf)
     top = _reduce(jnp.max, jnp.where(is_normal, magnitudes, 0), axis)
@@ -154,7 +175,9 @@ def all_zero(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _reduce(function, x, axis):
-    """Reduce blocks, as rows of tiles of 8 rows by 128 columns, which are how x is in memory: nothing moves."""
+    """Reduce blocks, as rows of tiles of 8 rows by 128 columns, which are how x is in
+    memory: nothing moves.
+    """
     x = jnp.moveaxis(x, axis, -1)
     *leading, columns = x.shape
     rows = leading[-1] if leading else 1

@@ -1,7 +1,8 @@
-"""FP8 operations: custom calls on NVIDIA GPUs and CPUs, each beside its definition in jnp, the reference.
+"""FP8 operations: custom calls on NVIDIA GPUs and CPUs, each beside its definition in
+jnp, the reference.
 
-Codes, scales and histories of all implementations have the same bits. Products, activations and norms agree within the
-bounds that their docstrings give.
+Codes, scales and histories of all implementations have the same bits. Products,
+activations and norms agree within the bounds that their docstrings give.
 
 Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """

@@ -1,4 +1,6 @@
-"""amax, the largest magnitude of an array; amax_to_scale and delayed_scales: scales from one amax or from histories."""
+"""amax, the largest magnitude of an array; amax_to_scale and delayed_scales: scales
+from one amax or from histories.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +22,8 @@ MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
 def amax(x: ArrayLike) -> jax.Array:
     """Compute the largest magnitude, the max of `|x|`.
 
-    Equivalent to `jnp.max(jnp.abs(x.astype(f32)), initial=0)`, with NaN counted as +inf before the reduction.
+    Equivalent to `jnp.max(jnp.abs(x.astype(f32)), initial=0)`, with NaN counted as +inf
+    before the reduction.
 
     Args:
         x: bfloat16, float16 or float32, any shape.
@@ -63,7 +66,8 @@ def amax_to_scale(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
 
-    Equivalent to, in f32, each division rounded correctly and the scale clamped to [2**-126, 2**126]:
+    Equivalent to, in f32, each division rounded correctly and the scale clamped to
+    [2**-126, 2**126]:
 
         scale = NaN                            if amax < 0 or stored < 0
                 fp8_max / amax / 2**margin     else if 0 < amax < inf
@@ -73,7 +77,8 @@ def amax_to_scale(
 
     Args:
         amax: f32[] or f32[1].
-        stored: f32[] or f32[1], the last `scale_inv`; its inverse is the scale where `amax` is 0 or not finite.
+        stored: f32[] or f32[1], the last `scale_inv`; its inverse is the scale where
+            `amax` is 0 or not finite.
         fp8_max: largest value of the FP8 format, 448 or 57344.
         margin: headroom in powers of two, -64 to 64.
 
@@ -137,12 +142,13 @@ def delayed_scales(
         amax = jnp.max(history)                      # history[0] with "most_recent"; -1 if an entry was below zero
         scale, scale_inv = amax_to_scale(amax, stored, fp8_max=fp8_max, margin=margin)
 
-    `write_histories` gives the next histories. Slot 0 of a history is the newest entry, slot 1 the oldest.
+    `write_histories` gives the next histories. Slot 0 of a history is the newest entry,
+    slot 1 the oldest.
 
     Args:
         histories: k arrays f32 `[H]`, k from 1 to 64; H may differ.
-        stored: k arrays f32[] or f32[1]: the `scale_inv`s of the last step; their inverses are the scales of histories
-            without an amax.
+        stored: k arrays f32[] or f32[1]: the `scale_inv`s of the last step; their
+            inverses are the scales of histories without an amax.
         fp8_max: k numbers, the largest values of the FP8 formats, 448 or 57344.
         margin: headroom in powers of two, -64 to 64.
         algo: `"max"` or `"most_recent"`.
@@ -160,7 +166,9 @@ def delayed_scales(
 
 
 class _Quantizers(NamedTuple):
-    """The static part: the numerator of each scale, `fp8_max / 2**margin`, and whether the newest amax counts alone."""
+    """The static part: the numerator of each scale, `fp8_max / 2**margin`, and whether
+    the newest amax counts alone.
+    """
 
     numerators: tuple[float, ...]
     most_recent: bool
@@ -184,7 +192,8 @@ class _DelayedScales(OpOfUnits):
     def reference(self, *operands, vmap_dims, spec):
         results = []
         for history, stored, numerator in zip(*halves(operands), spec.numerators, strict=True):
-            # An entry below zero counts as infinite, so that one reduction finds it and the largest entry.
+            # An entry below zero counts as infinite, so that one reduction finds it and
+            # the largest entry.
             is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
             newest = history[..., :1]
             marked = lax.select(is_below_zero, np.full(history.shape, np.inf, np.float32), history)

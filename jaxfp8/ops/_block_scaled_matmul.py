@@ -33,47 +33,59 @@ def block_scaled_matmul(
 ) -> jax.Array:
     """Multiply two FP8 matrices and scale each back block by block.
 
-    Equivalent to, in f32 and rounded once at the end, where each element has the scale of its block:
+    Equivalent to, in f32 and rounded once at the end, where each element has the scale
+    of its block:
 
         ((a * a_scales) @ (b * b_scales).mT + bias).astype(out_dtype)
 
-    On NVIDIA GPUs cuBLASLt multiplies in FP8 where it reads the scales. On compute capability 9.0 these are float32
-    scales of `(1, None)` by `(1, None)`, `(1, 128)` by `(1, 128)`, and `(1, 128)` by `(128, 128)` in either order. From
-    10.0 on these are E8M0 scales of `(1, 32)` by `(1, 32)`, and with `power_2_scale` the float32 scales of 9.0, which
-    are converted to E8M0 exactly. cuBLASLt does not multiply two float8_e5m2. For other operands the reference runs,
-    after one warning on a GPU with FP8; `implementation("ffi")` raises there.
+    On NVIDIA GPUs cuBLASLt multiplies in FP8 where it reads the scales. On compute
+    capability 9.0 these are float32 scales of `(1, None)` by `(1, None)`, `(1, 128)` by
+    `(1, 128)`, and `(1, 128)` by `(128, 128)` in either order. From 10.0 on these are
+    E8M0 scales of `(1, 32)` by `(1, 32)`, and with `power_2_scale` the float32 scales
+    of 9.0, which are converted to E8M0 exactly. cuBLASLt does not multiply two
+    float8_e5m2. For other operands the reference runs, after one warning on a GPU with
+    FP8; `implementation("ffi")` raises there.
 
-    The reference multiplies codes by scales before one product with f32 accumulation: in bfloat16, where that is exact
-    (E8M0 scales), else in f32. Scales that are one number along the whole contraction, `(r, None)` or None, multiply
-    the product. Against the exact product of dequantized numbers, with `S = sum(|a_k b_k|)`:
-    `|error| <= (K + 5) * 2**-24 * S` before the last rounding; numbers below 2**-126 may be lost. On a GPU the sum is
-    that of its tensor cores, as for `scaled_matmul`; where scales differ along k, each block is a sum of its own.
+    The reference multiplies codes by scales before one product with f32 accumulation:
+    in bfloat16, where that is exact (E8M0 scales), else in f32. Scales that are one
+    number along the whole contraction, `(r, None)` or None, multiply the product.
+    Against the exact product of dequantized numbers, with `S = sum(|a_k b_k|)`:
+    `|error| <= (K + 5) * 2**-24 * S` before the last rounding; numbers below 2**-126
+    may be lost. On a GPU the sum is that of its tensor cores, as for `scaled_matmul`;
+    where scales differ along k, each block is a sum of its own.
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
         b: float8_e4m3fn or float8_e5m2 `[..., n, k]`.
-        a_scale_inv: with `a_block=(r, c)` float32 or float8_e8m0fnu `[..., ceil(m / r), ceil(k / c)]`, as
-            `quantize_blocks` gives it; without `a_block` f32[] or f32[1].
+        a_scale_inv: with `a_block=(r, c)` float32 or float8_e8m0fnu
+            `[..., ceil(m / r), ceil(k / c)]`, as `quantize_blocks` gives it; without
+            `a_block` f32[] or f32[1].
         b_scale_inv: the same for b, with n in place of m.
-        a_block, b_block: `(rows, columns)` of a block, where None in the pair stands for all rows or columns. The
-            default None means one scale for the operand.
+        a_block, b_block: `(rows, columns)` of a block, where None in the pair stands
+            for all rows or columns. The default None means one scale for the operand.
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
         out_dtype: bfloat16, float16 or float32.
-        precise: turns fast accumulation off, as in `scaled_matmul`; products with scales along k never have it.
-        power_2_scale: whether float32 scales of blocks are powers of two, as `quantize_blocks` makes them with the
-            same option. A GPU that converts them to E8M0 takes any other scale as NaN.
-        batch: the number of leading dimensions that a and b share. m and n are then any numbers of dimensions, and
-            blocks cut the merged matrix; by default m and n are one dimension each.
+        precise: turns fast accumulation off, as in `scaled_matmul`; products with
+            scales along k never have it.
+        power_2_scale: whether float32 scales of blocks are powers of two, as
+            `quantize_blocks` makes them with the same option. A GPU that converts them
+            to E8M0 takes any other scale as NaN.
+        batch: the number of leading dimensions that a and b share. m and n are then any
+            numbers of dimensions, and blocks cut the merged matrix; by default m and n
+            are one dimension each.
         contracting: the number of dimensions that k stands for.
 
     Returns:
         `[..., m, n]` of `out_dtype`.
 
     Raises:
-        NotImplementedError: the program is for TPUs, and scales change along the contraction.
-        RuntimeError: `implementation("ffi")` asks for a custom call that a GPU of the program does not have.
+        NotImplementedError: the program is for TPUs, and scales change along the
+            contraction.
+        RuntimeError: `implementation("ffi")` asks for a custom call that a GPU of the
+            program does not have.
         TypeError: an argument has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, or a block is not a pair of positive ints or Nones.
+        ValueError: an argument has another shape, or a block is not a pair of positive
+            ints or Nones.
     """
     op = "block_scaled_matmul"
     a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
@@ -96,12 +108,15 @@ def block_scaled_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Spec(ProductSpec):
-    """The static part of one product; the operands are a, b, a_scale_inv, b_scale_inv, and bias if `has_bias`.
+    """The static part of one product; the operands are a, b, a_scale_inv, b_scale_inv,
+    and bias if `has_bias`.
 
     Attributes:
         power_2_scale: whether float32 scales of blocks are powers of two.
-        a_block, b_block: `(rows, columns)` of a block; None for an operand with one scale.
-        as_mx: whether the GPUs multiply float32 scales as E8M0; this is known when a program is lowered.
+        a_block, b_block: `(rows, columns)` of a block; None for an operand with one
+            scale.
+        as_mx: whether the GPUs multiply float32 scales as E8M0; this is known when a
+            program is lowered.
     """
 
     power_2_scale: bool
@@ -112,7 +127,9 @@ class _Spec(ProductSpec):
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One operand of a product in jnp: codes `[*leading, *rows, *k]`, their scales and the block of a scale."""
+    """One operand of a product in jnp: codes `[*leading, *rows, *k]`, their scales and
+    the block of a scale.
+    """
 
     codes: object
     scales: object
@@ -140,12 +157,16 @@ class _Side:
         return self.scales.dtype == _blocks.E8M0
 
     def widened(self, dtype):
-        """Widen the codes, and multiply them by their scales unless the scales multiply the product."""
+        """Widen the codes, and multiply them by their scales unless the scales multiply
+        the product.
+        """
         values = self.codes.astype(dtype)
         return values if self.scales_rows else _blocks.scaled(values, self.scales, self.block, *self.matrix)
 
     def row_scales(self):
-        """Return the scale of each row, f32 `[*leading, *rows]` or `[*leading, 1, ...]`; None if `widened` uses it."""
+        """Return the scale of each row, f32 `[*leading, *rows]` or
+        `[*leading, 1, ...]`; None if `widened` uses it.
+        """
         rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
         if not self.scales_rows:
             return None
@@ -153,13 +174,16 @@ class _Side:
             vmapped = self.scales.shape[:-1]
             return self.scales.reshape(*vmapped, *[1] * (self.leading - len(vmapped) + len(rows)))
         spread = _blocks.spread(self.scales, (self.block[0], 1), self.matrix[0], self.scales.shape[-1])
-        # Without any column the contraction is empty, and its sum is zero whatever the scale.
+        # Without any column the contraction is empty, and its sum is zero whatever the
+        # scale.
         spread = spread[..., 0] if spread.shape[-1] else jnp.ones(spread.shape[:-1], jnp.float32)
         return spread.reshape(*self.codes.shape[: self.leading], *rows)
 
 
 def _modes(a_scale_inv, b_scale_inv, spec):
-    """Return cuBLASLt's modes for the scales of both operands; None where it has no mode."""
+    """Return cuBLASLt's modes for the scales of both operands; None where it has no
+    mode.
+    """
     pairs = (a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block)
     return tuple(_blocks.mode(block, scale.dtype) for scale, block in pairs)
 
@@ -202,13 +226,15 @@ class _BlockScaledMatmul(Op):
             return spec.dot(*operands, vmap_dims, dtype, precision)
 
         def in_f32(*operands):
-            # XLA:CPU has no product of transposed bfloat16 with an f32 result; the barrier keeps transposes out of it.
+            # XLA:CPU has no product of transposed bfloat16 with an f32 result; the
+            # barrier keeps transposes out of it.
             plain = functools.partial(product, dtype=jnp.float32)
             on_cpu = lambda *operands: plain(*lax.optimization_barrier(operands))  # noqa: E731
             return lax.platform_dependent(*operands, cpu=on_cpu, default=plain)
 
         if exact and not spec.has_bias and not any(side.scales_rows for side in sides):
-            # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read them again.
+            # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read
+            # them again.
             rounded = functools.partial(product, dtype=spec.out_dtype)
             in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
             return (lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),)
@@ -230,7 +256,9 @@ class _BlockScaledMatmul(Op):
     cpu = by_xla = reference
 
     def cuda(self, a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
-        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
+        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
+        bias.
+        """
         # 1. Merge the dimensions to groups of matrices.
         modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
         *codes, shape = spec.groups(a, b, vmap_dims)
@@ -241,7 +269,8 @@ class _BlockScaledMatmul(Op):
         if spec.as_mx:
             blocks = spec.a_block, spec.b_block
             scales = [_blocks.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
-        # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt reads them.
+        # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt
+        #    reads them.
         depth = -k % max(map(_blocks.depth, modes))
         codes = [_shapes.pad(x, -x.shape[-2] % ALIGNMENT, depth) for x in codes]
         rows = [x.shape[-2] for x in codes]
@@ -264,7 +293,9 @@ class _BlockScaledMatmul(Op):
         return (out.astype(spec.out_dtype),)
 
     def not_on(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
-        """Return why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
+        """Return why cuBLASLt cannot multiply these operands on GPUs of these compute
+        capabilities; or None.
+        """
         if a.dtype == b.dtype == E5M2:
             return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
         reason = _blocks.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)

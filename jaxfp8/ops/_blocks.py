@@ -1,14 +1,17 @@
-"""Blocks of a matrix that have a scale each: how they cut the matrix, and the arithmetic of E8M0 scales.
+"""Blocks of a matrix that have a scale each: how they cut the matrix, and the
+arithmetic of E8M0 scales.
 
-A block `(r, c)` is r rows by c columns of a matrix `[..., m, n]`; None stands for all rows or all columns. The last
-block of a dimension may be smaller. Scales are `[..., ceil(m / r), ceil(n / c)]`, float32 or float8_e8m0fnu.
+A block `(r, c)` is r rows by c columns of a matrix `[..., m, n]`; None stands for all
+rows or all columns. The last block of a dimension may be smaller. Scales are
+`[..., ceil(m / r), ceil(n / c)]`, float32 or float8_e8m0fnu.
 
-An E8M0 code means `2**(code - 127)`, or NaN where it is 255. Code 0 is a subnormal float, which XLA's CPU threads read
-as zero: codes are made and read as integers.
+An E8M0 code means `2**(code - 127)`, or NaN where it is 255. Code 0 is a subnormal
+float, which XLA's CPU threads read as zero: codes are made and read as integers.
 
-cuBLASLt reads scales in the layouts of cuda/kernels/scale_mode.h, on groups: a matrix `[g, rows, k]` with scales
-`[g, R, C]`. The custom call that quantizes writes them, and `by_block` orders them by blocks; `to_stored` orders them
-again for the custom call that multiplies. In a program with both and with sizes of whole tiles, XLA cancels the two
+cuBLASLt reads scales in the layouts of cuda/kernels/scale_mode.h, on groups: a matrix
+`[g, rows, k]` with scales `[g, R, C]`. The custom call that quantizes writes them, and
+`by_block` orders them by blocks; `to_stored` orders them again for the custom call that
+multiplies. In a program with both and with sizes of whole tiles, XLA cancels the two
 reorderings.
 """
 
@@ -29,7 +32,8 @@ _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
 # Blocks by their names in the attributes of custom calls.
 NAMES = {(1, None): "rows", (1, 32): "1x32", (1, 128): "1x128", (128, 128): "128x128"}
-# The pairs that cuBLASLt multiplies, by GPU: compute capability 9.0 alone, or from 10.0 on.
+# The pairs that cuBLASLt multiplies, by GPU: compute capability 9.0 alone, or from 10.0
+# on.
 _ON_HOPPER = {("rows", "rows"), ("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128")}
 _ON_BLACKWELL = {("1x32", "1x32")}
 
@@ -43,7 +47,8 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
 
 
 def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
-    """Return the inverse scale of an operand `[*leading, *rows, *cols]`, one or one for each block, and the block.
+    """Return the inverse scale of an operand `[*leading, *rows, *cols]`, one or one for
+    each block, and the block.
 
     `prefix` is that of the arguments `scale_inv` and `block` in messages.
     """
@@ -63,12 +68,15 @@ def shape(block, m: int, n: int) -> tuple[int, int]:
 
 def count(block, m: int, n: int) -> tuple[int, int]:
     """Return how many blocks a matrix `[m, n]` has along its rows and columns."""
-    # No float arithmetic and no comparison by order: a size of a program to be exported may be symbolic.
+    # No float arithmetic and no comparison by order: a size of a program to be exported
+    # may be symbolic.
     return tuple(int(size != 0) if b is None else -(-size // b) for b, size in zip(block, (m, n), strict=True))
 
 
 def cut(x, block):
-    """Cut `[..., m, n]` into `[..., R, r, C, c]`; zeros fill up the last block of a dimension."""
+    """Cut `[..., m, n]` into `[..., R, r, C, c]`; zeros fill up the last block of a
+    dimension.
+    """
     *leading, m, n = x.shape
     (r, c), (rows, cols) = shape(block, m, n), count(block, m, n)
     # Zeros do not change the amax of a block, and `uncut` removes them.
@@ -91,7 +99,9 @@ def spread(scales, block, m: int, n: int):
 
 
 def scaled(values, scales, block, m: int, n: int):
-    """Multiply each value of matrices `[m, n]`, given in any shape, by the scale of its block, in the values' dtype."""
+    """Multiply each value of matrices `[m, n]`, given in any shape, by the scale of its
+    block, in the values' dtype.
+    """
     for factor in e8m0_factors(scales, values.dtype) if scales.dtype == E8M0 else [scales.astype(values.dtype)]:
         values = values * spread(factor, block, m, n).reshape(values.shape)
     return values
@@ -109,13 +119,16 @@ def power_of_two(exponent, is_nan):
 
 
 def exponent_codes(scales):
-    """Return E8M0 scales, or float32 powers of two from 2**-126 to 2**127, as E8M0 codes, uint8; else NAN_CODE."""
+    """Return E8M0 scales, or float32 powers of two from 2**-126 to 2**127, as E8M0
+    codes, uint8; else NAN_CODE.
+    """
     if scales.dtype == E8M0:
         return lax.bitcast_convert_type(scales, jnp.uint8)
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
     exponent = bits >> 23
-    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor 255 (Inf, NaN); the sign bit of a
-    # negative number, which is shifted in with the exponent, makes it larger than 254.
+    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor
+    # 255 (Inf, NaN); the sign bit of a negative number, which is shifted in with the
+    # exponent, makes it larger than 254.
     is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
     return jnp.where(is_power, exponent, NAN_CODE).astype(jnp.uint8)
 
@@ -128,11 +141,13 @@ def scales_of_codes(codes, dtype):
 
 
 def e8m0_factors(scales, dtype):
-    """Return two normal numbers of `dtype` whose product is the scale: each is about its square root."""
+    """Return two normal numbers of `dtype` whose product is the scale: each is about
+    its square root.
+    """
     codes = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     exponent, is_nan = codes - _BIAS, codes == NAN_CODE
-    # A single factor is not enough: 2**-127 is subnormal, which XLA's CPU threads read as zero. Its parts, 2**-64 and
-    # 2**-63, are normal.
+    # A single factor is not enough: 2**-127 is subnormal, which XLA's CPU threads read
+    # as zero. Its parts, 2**-64 and 2**-63, are normal.
     first = exponent >> 1
     return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]
 
@@ -146,9 +161,10 @@ def f32_scales(amax, dtype, power_2_scale):
 def e8m0_scales(amax, dtype, rounding):
     """Return `(scale, scale_inv)` of each block: f32 `2**-e`, and `2**e` as E8M0.
 
-    FP8_MAX is 1.75 times a power of two in both formats, so the exponent of `amax / FP8_MAX`, rounded up, is the
-    difference of their exponents, and one more where the significand of amax is above 1.75. The exponent of a subnormal
-    amax is read as -127, which does not matter: e is -127 for every subnormal amax.
+    FP8_MAX is 1.75 times a power of two in both formats, so the exponent of
+    `amax / FP8_MAX`, rounded up, is the difference of their exponents, and one more
+    where the significand of amax is above 1.75. The exponent of a subnormal amax is
+    read as -127, which does not matter: e is -127 for every subnormal amax.
     """
     largest = np.float32(fp8_max(dtype)).view(np.int32)
     bits = lax.bitcast_convert_type(amax, jnp.int32)
@@ -162,13 +178,16 @@ def e8m0_scales(amax, dtype, rounding):
 def aligned(axes, sizes, mesh_shape, followers):
     """Cut scales as their blocks are cut: the `align` of an `Op` with scales of blocks.
 
-    A matrix is cut over as many devices as have whole blocks: 28 blocks that come from 8 devices over 4 of them, in
-    pairs that hold the same. Scales count merged dimensions, so only the first dimension is cut.
+    A matrix is cut over as many devices as have whole blocks: 28 blocks that come from
+    8 devices over 4 of them, in pairs that hold the same. Scales count merged
+    dimensions, so only the first dimension is cut.
 
     Args:
-        axes, sizes, mesh_shape: by the names of dimensions and of mesh axes, as `align` gets them.
-        followers: for each kind of dimensions of a matrix, such as "row" of "row0" and "row1", the dimensions of scales
-            that count its blocks, and the size of a block; None means one block, which has no cut. An op may lack some.
+        axes, sizes, mesh_shape: by the names of dimensions and of mesh axes, as `align`
+            gets them.
+        followers: for each kind of dimensions of a matrix, such as "row" of "row0" and
+            "row1", the dimensions of scales that count its blocks, and the size of a
+            block; None means one block, which has no cut. An op may lack some.
     """
     # 1. Forget how the scales are cut: they follow the matrix.
     counts = {name for sizes_of_blocks in followers.values() for name in sizes_of_blocks}
@@ -193,76 +212,97 @@ def _is_cut_into_whole(size, entry, mesh_shape, block) -> bool:
 
 
 def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
-    """Return the names of the dimensions of codes, their scales, transposed codes and their scales."""
-    # The transpose has other names for the numbers of blocks, which differ unless blocks are square.
+    """Return the names of the dimensions of codes, their scales, transposed codes and
+    their scales.
+    """
+    # The transpose has other names for the numbers of blocks, which differ unless
+    # blocks are square.
     leading, row, col = dims("batch", rank - rows - cols), dims("row", rows), dims("col", cols)
     scales, scales_t = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
     return [leading + row + col, scales, leading + col + row, scales_t]
 
 
 def sizes_of_layouts(codes, block, rows, cols) -> dict[str, int]:
-    """Return the numbers of blocks, by the names of `layouts`: the `sizes` of an `Op`."""
+    """Return the numbers of blocks, by the names of `layouts`: the `sizes` of an
+    `Op`.
+    """
     m, n = _shapes.merged(codes[len(codes) - rows - cols :], rows)
     names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
     return dict(zip(names, count(block, m, n) + count(block, n, m), strict=True))
 
 
 def aligned_layouts(axes, sizes, mesh_shape, block):
-    """Cut the scales of each layout together with its blocks: the `align` of an `Op`."""
+    """Cut the scales of each layout together with its blocks: the `align` of an
+    `Op`.
+    """
     down, across = block
     rows, cols = {"row_blocks": down, "row_blocks_t": across}, {"col_blocks": across, "col_blocks_t": down}
     return aligned(axes, sizes, mesh_shape, {"row": rows, "col": cols})
 
 
-# The layouts of cuBLASLt ----------------------------------------------------------------------------------------------
+# The layouts of
+# cuBLASLt ----------------------------------------------------------------------------------------------
 
 
 def mode(block, dtype) -> str | None:
-    """Return the name of cuBLASLt's mode for scales of these blocks; None where it has no mode."""
+    """Return the name of cuBLASLt's mode for scales of these blocks; None where it has
+    no mode.
+    """
     is_e8m0 = np.dtype(dtype) == E8M0
     return NAMES.get(block) if is_e8m0 == (block == (1, 32)) else None
 
 
 def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
-    """Return why cuBLASLt has no product of operands with these two modes on all of these GPUs; or None.
+    """Return why cuBLASLt has no product of operands with these two modes on all of
+    these GPUs; or None.
 
     Args:
         modes: the results of `mode` for a and b.
-        capabilities: `(major, minor)` of the GPUs; if empty, GPUs that have the product are assumed.
+        capabilities: `(major, minor)` of the GPUs; if empty, GPUs that have the product
+            are assumed.
         power_2_scale: whether all scales are powers of two.
     """
-    # Blackwell has no product with float32 scales, but powers of two convert to E8M0 scales: see `as_mx`.
+    # Blackwell has no product with float32 scales, but powers of two convert to E8M0
+    # scales: see `as_mx`.
     if runs_as_mx(modes, capabilities, power_2_scale):
         return None
     hopper, blackwell = modes in _ON_HOPPER, modes in _ON_BLACKWELL
     if not (hopper or blackwell):
         return "cuBLASLt has no product of operands with these scales"
-    # A program for GPUs of several kinds runs its kernel on all of them, or the reference on all of them.
+    # A program for GPUs of several kinds runs its kernel on all of them, or the
+    # reference on all of them.
     for capability in capabilities:
         if capability != (9, 0) if hopper else capability < (10, 0):
             have, need = ".".join(map(str, capability)), "9.0" if hopper else "10.0 or newer"
             scales = " by ".join(modes)
             reason = f"cuBLASLt multiplies scales of {scales} on compute capability {need}, this GPU has {have}"
-            # One option of the recipe would give these GPUs an FP8 product, so the reason names it.
+            # One option of the recipe would give these GPUs an FP8 product, so the
+            # reason names it.
             as_mx = hopper and capability >= (10, 0) and not power_2_scale
             return reason + ", which multiplies those of a recipe with power_2_scale=True" * as_mx
     return None
 
 
 def runs_as_mx(modes, capabilities, power_2_scale: bool) -> bool:
-    """Return whether a product with float32 scales runs as a product with E8M0 scales on these GPUs; see `as_mx`."""
+    """Return whether a product with float32 scales runs as a product with E8M0 scales
+    on these GPUs; see `as_mx`.
+    """
     return power_2_scale and modes in _ON_HOPPER and bool(capabilities) and min(capabilities) >= (10, 0)
 
 
 def depth(mode: str) -> int:
-    """Return the multiple to which k is padded, so that blocks along it are whole and rows are 16-byte pieces."""
+    """Return the multiple to which k is padded, so that blocks along it are whole and
+    rows are 16-byte pieces.
+    """
     return {"rows": 16, "1x32": 32}.get(mode, 128)
 
 
 def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
-    """Return the shape of the scales of one matrix `[rows, k]` as custom calls write and read them.
+    """Return the shape of the scales of one matrix `[rows, k]` as custom calls write
+    and read them.
 
-    The scales lie in tiles of 128 by 128 elements. The part of a tile beyond the matrix has scales too.
+    The scales lie in tiles of 128 by 128 elements. The part of a tile beyond the matrix
+    has scales too.
     """
     row_tiles, tiles = -(-rows // 128), -(-k // 128)
     return {
@@ -274,11 +314,14 @@ def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
 
 
 def by_block(scales, block, rows: int, k: int):
-    """Order scales `[g, *stored_shape]` as blocks, `[g, R, C]`; if nothing is cut off, XLA cancels `to_stored`."""
+    """Order scales `[g, *stored_shape]` as blocks, `[g, R, C]`; if nothing is cut off,
+    XLA cancels `to_stored`.
+    """
     if block == (1, 128):
         return jnp.swapaxes(scales, 1, 2)
     if block == (1, 32):
-        # In a tile of 128 rows by 4 blocks, row r and block b are at [r % 32, r // 32, b].
+        # In a tile of 128 rows by 4 blocks, row r and block b are at [r % 32, r // 32,
+        # b].
         g, row_tiles, tiles, _ = scales.shape
         scales = scales.reshape(g, row_tiles, tiles, 32, 4, 4).transpose(0, 1, 4, 3, 2, 5)
         scales = scales.reshape(g, row_tiles * 128, tiles * 4)
@@ -287,7 +330,9 @@ def by_block(scales, block, rows: int, k: int):
 
 
 def to_stored(scales, mode: str, rows: int):
-    """Order scales `[g, R, C]` as custom calls read them; a matrix padded to `rows` has scales of 0 in the padding."""
+    """Order scales `[g, R, C]` as custom calls read them; a matrix padded to `rows` has
+    scales of 0 in the padding.
+    """
     missing_rows = rows - scales.shape[1] if mode in ("rows", "1x128") else 0
     if mode == "rows":
         return _shapes.pad(scales[:, :, 0], missing_rows)
@@ -296,7 +341,8 @@ def to_stored(scales, mode: str, rows: int):
         return jnp.swapaxes(_shapes.pad(scales, missing_rows, 0), 1, 2)
     if mode == "128x128":
         return _shapes.pad(scales, -scales.shape[2] % 4)
-    # E8M0 has no zero to pad with, so its scales are padded and moved as bytes, in the order that `by_block` undoes.
+    # E8M0 has no zero to pad with, so its scales are padded and moved as bytes, in the
+    # order that `by_block` undoes.
     codes = lax.bitcast_convert_type(scales, jnp.uint8)
     codes = _shapes.pad(codes, -codes.shape[1] % 128, -codes.shape[2] % 4)
     g, m, n = codes.shape
@@ -305,14 +351,17 @@ def to_stored(scales, mode: str, rows: int):
 
 
 def as_mx(scales, block, rows: int, k: int):
-    """Convert scales of large blocks, powers of two, to E8M0 scales of blocks of 32, `[g, rows, ceil(k / 32)]`.
+    """Convert scales of large blocks, powers of two, to E8M0 scales of blocks of 32,
+    `[g, rows, ceil(k / 32)]`.
 
-    Every block of 32 lies in one block of `block`, whose columns are a multiple of 32 or all of them, and takes its
-    scale. The codes stay. The conversion is exact: an E8M0 code is the biased exponent of a float32, so a power of two
-    from 2**-126 to 2**127 is the same number in both, and `quantize_blocks` makes no other scales. Its factor is
-    `FP8_MAX / amax` rounded down to a power of two, at most 2**126, at least 2**-120 (the amax is below 2**128, FP8_MAX
-    is 448 or more), and 1 where the amax is 0 or not finite; scales are the inverse. Any other float32 becomes NaN, so
-    that a product of scales that are no powers of two is not silently wrong.
+    Every block of 32 lies in one block of `block`, whose columns are a multiple of 32
+    or all of them, and takes its scale. The codes stay. The conversion is exact: an
+    E8M0 code is the biased exponent of a float32, so a power of two from 2**-126 to
+    2**127 is the same number in both, and `quantize_blocks` makes no other scales. Its
+    factor is `FP8_MAX / amax` rounded down to a power of two, at most 2**126, at least
+    2**-120 (the amax is below 2**128, FP8_MAX is 448 or more), and 1 where the amax is
+    0 or not finite; scales are the inverse. Any other float32 becomes NaN, so that a
+    product of scales that are no powers of two is not silently wrong.
     """
     # One scale of a row now stands for 32 columns: `block` has c // 32 of them.
     r, c = block

@@ -1,4 +1,6 @@
-"""Checks of the ops' arguments: a message names the op and the argument, what was needed, what came and what to do."""
+"""Checks of the ops' arguments: a message names the op and the argument, what was
+needed, what came and what to do.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,8 @@ def high_precision(op: str, name: str, x):
     """Return an array of bfloat16, float16 or float32."""
     fix = "cast it, for example with .astype(jnp.float32)"
     if hasattr(x, "dtype") and x.dtype == np.float64:
-        # Before asarray, which would round to f32 without a word: codes must come from one rounding.
+        # Before asarray, which would round to f32 without a word: codes must come from
+        # one rounding.
         raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}")
     x = array(op, name, x)
     if x.dtype in FP8_DTYPES:
@@ -107,23 +110,27 @@ def dtype(op: str, name: str, value, allowed) -> np.dtype:
 
 
 def product(op: str, a, b, batch: int | None, contracting: int):
-    """Check a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, and return `(a, b, batch, m, n, k)`.
+    """Check a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, and return
+    `(a, b, batch, m, n, k)`.
 
     a and b are FP8 arrays; batch, m, n and k are tuples of sizes.
 
     Args:
         op: the op, for messages.
         a, b: the operands.
-        batch: the number of leading dimensions that a and b share; None where m and n are one dimension each.
+        batch: the number of leading dimensions that a and b share; None where m and n
+            are one dimension each.
         contracting: the number of dimensions that k stands for.
     """
-    # Where m and n are one dimension each, the rank of a tells how many dimensions are left for the batch.
+    # Where m and n are one dimension each, the rank of a tells how many dimensions are
+    # left for the batch.
     a, is_matrix = fp8(op, "a", a), batch is None
     batch = a.ndim - 1 - contracting if is_matrix else batch
     a = rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
     b = fp8(op, "b", b)
     leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
-    # The operands agree in front (batch) and at the end (k); m and n, in between, are free.
+    # The operands agree in front (batch) and at the end (k); m and n, in between, are
+    # free.
     matches = b.ndim >= batch + contracting and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
     if not matches or (is_matrix and b.ndim != a.ndim):
         needed = ", ".join(map(str, (*leading, "n", *k)))

@@ -1,10 +1,12 @@
-"""The compiled modules `_cpu` and `_cuda`, and their custom calls: names, registration and calls.
+"""The compiled modules `_cpu` and `_cuda`, and their custom calls: names, registration
+and calls.
 
-The only code that sees these modules. Importing this file registers every custom-call target, so that exported programs
-and compile caches load after `import jaxfp8` alone.
+The only code that sees these modules. Importing this file registers every custom-call
+target, so that exported programs and compile caches load after `import jaxfp8` alone.
 
-A build puts the modules into `jaxfp8`, and `_modules.txt` beside them: each line says how a module was built, or why it
-was not. A package index has `_cuda` in projects of its own, one for each version of CUDA.
+A build puts the modules into `jaxfp8`, and `_modules.txt` beside them: each line says
+how a module was built, or why it was not. A package index has `_cuda` in projects of
+its own, one for each version of CUDA.
 """
 
 import importlib.metadata
@@ -20,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Versions of custom calls, by the platforms that have a handler. A version goes up when the handler's contract changes.
+# Versions of custom calls, by the platforms that have a handler. A version goes up when
+# the handler's contract changes.
 _ON_BOTH = {
     "adam_update": 1,
     "amax": 1,
@@ -50,9 +53,11 @@ _loaded = {}  # platform -> module
 _errors = {}  # platform -> why its module is not loaded
 _log = logging.getLogger("jaxfp8")
 _PACKAGE = __package__.split(".")[0]
-# Which packages may hold a module, the first one first. JAX too prefers its plugin for CUDA 13.
+# Which packages may hold a module, the first one first. JAX too prefers its plugin for
+# CUDA 13.
 _PACKAGES = (_PACKAGE, "jaxfp8_cuda13", "jaxfp8_cuda12")
-# This file lies beside the sources, which a Python that is started in a checkout imports.
+# This file lies beside the sources, which a Python that is started in a checkout
+# imports.
 _SOURCES = Path(__file__).parents[2] / "CMakeLists.txt"
 
 
@@ -63,7 +68,8 @@ class Library(NamedTuple):
         platform: `"cpu"` or `"cuda"`.
         path: the module's file; None where this installation has no such file.
         error: why the module is not loaded, a clause; empty where the module is loaded.
-        built_for: the CPU's instruction set in use, or the GPU architectures with code; empty if not loaded.
+        built_for: the CPU's instruction set in use, or the GPU architectures with code;
+            empty if not loaded.
         ops: the ops that have a custom call on this platform.
     """
 
@@ -80,7 +86,9 @@ def target_name(op: str) -> str:
 
 
 def custom_call_targets() -> tuple[str, ...]:
-    """Return the names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
+    """Return the names of all custom calls, for
+    `jax.export.DisabledSafetyCheck.custom_call`.
+    """
     return tuple(map(target_name, OPS))
 
 
@@ -95,7 +103,9 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 def module_path(name: str) -> str | None:
-    """Return the file of the module `name`, such as `"_cpu"`; None if there is no file for this Python."""
+    """Return the file of the module `name`, such as `"_cpu"`; None if there is no file
+    for this Python.
+    """
     spec = _find(name)
     return None if spec is None else spec.origin
 
@@ -104,7 +114,8 @@ def _load_module(name: str) -> ModuleType:
     """Import the module `name`.
 
     Raises:
-        Unavailable: the module is not there, of another version, or refused by the system's loader.
+        Unavailable: the module is not there, of another version, or refused by the
+            system's loader.
     """
     spec = _find(name)
     if spec is None:
@@ -128,7 +139,8 @@ def _why_missing(name: str) -> str:
     built = _build_report().get(name.removeprefix("_"), "")
     if built.startswith("not built: "):
         return built
-    # Python imports from the folder that it is started in, where sources hide an installed package.
+    # Python imports from the folder that it is started in, where sources hide an
+    # installed package.
     if not built and _SOURCES.exists():
         return f"not in {_SOURCES.parent}, which are the sources: run from another folder, or install jaxfp8"
     report = f" ({built})" if built else ""
@@ -136,30 +148,36 @@ def _why_missing(name: str) -> str:
 
 
 def _build_report() -> dict[str, str]:
-    """Return `{module: line of the build}`. An editable install has two folders: the sources and the built modules."""
+    """Return `{module: line of the build}`. An editable install has two folders: the
+    sources and the built modules.
+    """
     files = (Path(folder) / "_modules.txt" for folder in sys.modules[_PACKAGE].__path__)
     lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
 def _load(platform: str) -> bool:
-    """Register the targets of one platform; False where its module is missing or does not load."""
+    """Register the targets of one platform; False where its module is missing or does
+    not load.
+    """
     name = f"_{platform.lower()}"
     try:
         module = _load_module(name)
         registrations = module.registrations()
         targets = {target: registrations.get(target) for target in map(target_name, _TARGETS[platform])}
-        # A module of an older build lacks a target, or has it under another version. Its contract differs, so nothing
-        # of this module may be called.
+        # A module of an older build lacks a target, or has it under another version.
+        # Its contract differs, so nothing of this module may be called.
         if lacking := [target for target, handler in targets.items() if handler is None]:
             raise Unavailable(f"does not load: built from other sources, without {', '.join(lacking)}")
     except Unavailable as error:
         _errors[platform] = str(error)
-        # An installation for CPUs has no CUDA module, which is no news. A file that cannot be used is a fault.
+        # An installation for CPUs has no CUDA module, which is no news. A file that
+        # cannot be used is a fault.
         if path := module_path(name):
             _log.warning("jaxfp8: ignoring %s, which %s", path, error)
         return False
-    # Targets are registered all together or not at all, so that no program meets half of a library.
+    # Targets are registered all together or not at all, so that no program meets half
+    # of a library.
     for target, handler in targets.items():
         jax.ffi.register_ffi_target(target, handler, platform=platform)
     _loaded[platform] = module
@@ -188,7 +206,9 @@ def _built_for(platform: str) -> str:
 
 
 def cuda_architectures() -> list[str]:
-    """Return the GPU architectures that the CUDA module has code for, such as `"sm_90a"`; empty if it is not loaded."""
+    """Return the GPU architectures that the CUDA module has code for, such as
+    `"sm_90a"`; empty if it is not loaded.
+    """
     return _built_for("CUDA").split()
 
 
@@ -201,7 +221,9 @@ if not (has_cpu_kernels or _has_cuda_kernels or module_path("_cpu")):
 
 
 def has_cuda_kernels() -> bool:
-    """Tell whether the CUDA module is built and loadable (a GPU need not be present)."""
+    """Tell whether the CUDA module is built and loadable (a GPU need not be
+    present).
+    """
     return _has_cuda_kernels
 
 
@@ -212,8 +234,10 @@ def call(op: str, results, *operands, aliases=None, **attributes):
         op: the name of the custom call, without prefix and version.
         results: `(shape, dtype)` of each result.
         *operands: arrays in the canonical form of common/README.md.
-        aliases: `{index of an operand: index of a result}` of buffers that are updated in place.
-        **attributes: Python bools and strings, NumPy scalars or arrays of one dimension, whose dtypes handlers check.
+        aliases: `{index of an operand: index of a result}` of buffers that are updated
+            in place.
+        **attributes: Python bools and strings, NumPy scalars or arrays of one
+            dimension, whose dtypes handlers check.
     """
     return jax.ffi.ffi_call(
         target_name(op),
@@ -223,5 +247,7 @@ def call(op: str, results, *operands, aliases=None, **attributes):
 
 
 def cublaslt_version() -> int:
-    """Return the version of cuBLASLt; raise a RuntimeError that says why it cannot be opened, or what it lacks."""
+    """Return the version of cuBLASLt; raise a RuntimeError that says why it cannot be
+    opened, or what it lacks.
+    """
     return _loaded["CUDA"].cublaslt_version()

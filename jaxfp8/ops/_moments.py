@@ -1,13 +1,17 @@
-"""Ops on the moments of an optimizer in FP8, with an amax and an exponent for each block; and a whole step of Adam.
+"""Ops on the moments of an optimizer in FP8, with an amax and an exponent for each
+block; and a whole step of Adam.
 
-A moment is `(data, amax, exponent)`: float8_e4m3fn codes in its shape; and for each block of 128 elements along an axis
-the largest finite magnitude a, f32, and the binary logarithm of k, int8. The codes are of `sign(x) 448 u**k`, where
-`u = |x| / a`. This range expansion (COAT, arXiv:2410.19313) spends the format's range on the numbers of the block: a
-block of half the span in octaves can have twice the k, which halves its errors. Each block has the largest k of 2, 1
-and 1/2 that its smallest element allows. These powers are products and square roots, which all platforms round alike.
+A moment is `(data, amax, exponent)`: float8_e4m3fn codes in its shape; and for each
+block of 128 elements along an axis the largest finite magnitude a, f32, and the binary
+logarithm of k, int8. The codes are of `sign(x) 448 u**k`, where `u = |x| / a`. This
+range expansion (COAT, arXiv:2410.19313) spends the format's range on the numbers of the
+block: a block of half the span in octaves can have twice the k, which halves its
+errors. Each block has the largest k of 2, 1 and 1/2 that its smallest element allows.
+These powers are products and square roots, which all platforms round alike.
 
-An element that is not finite has the code of NaN and does not count in the amax, so that it spoils no other element. A
-subnormal element counts as zero, because XLA's CPU threads compute with subnormals as if they were zero.
+An element that is not finite has the code of NaN and does not count in the amax, so
+that it spoils no other element. A subnormal element counts as zero, because XLA's CPU
+threads compute with subnormals as if they were zero.
 """
 
 import math
@@ -24,7 +28,8 @@ from . import _blocks, _ffi
 from ._partition import WHOLE
 from ._primitive import Op, OpOfUnits, dims
 
-# The largest number of leaves in one call of `adam_update`, and how many numbers a step of a leaf has.
+# The largest number of leaves in one call of `adam_update`, and how many numbers a step
+# of a leaf has.
 MAX_LEAVES = 16
 ADAM_NUMBERS = 11
 
@@ -53,16 +58,18 @@ def encode_moment(
     squared: bool,
     axis: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantize `after` where a block differs from what the moment decodes to; keep the bits of other blocks.
+    """Quantize `after` where a block differs from what the moment decodes to; keep the
+    bits of other blocks.
 
     Args:
         data, amax, exponent, axis: the moment, as in `decode_moment`.
         after: f32 in the shape of `data`.
-        keys: random u32 in the shape of `amax`: rounds stochastically by the high bits of
-            `keys + i mix(keys) + i**2 mix(mix(keys))`, where i is the number of an element in its block. None rounds to
-            nearest.
-        squared: whether the elements are squares. Stochastic rounding keeps the mean of their fourth roots, of other
-            elements that of the elements. Squares round to zero only where they are zero, and k depends on other spans.
+        keys: random u32 in the shape of `amax`: rounds stochastically by the high bits
+            of `keys + i mix(keys) + i**2 mix(mix(keys))`, where i is the number of an
+            element in its block. None rounds to nearest.
+        squared: whether the elements are squares. Stochastic rounding keeps the mean of
+            their fourth roots, of other elements that of the elements. Squares round to
+            zero only where they are zero, and k depends on other spans.
 
     Returns:
         `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
@@ -76,12 +83,14 @@ class AdamLeaf(NamedTuple):
 
     Attributes:
         grads: f32, of any shape.
-        params: f32 in that shape; None where the update is the result, and not the next parameters.
+        params: f32 in that shape; None where the update is the result, and not the next
+            parameters.
         mu, nu: the moments, each `(data, amax, exponent)`.
-        keys: u32 `[2, ...]`, for mu and for nu in the shape of its amaxes, for the random bits of rounding, as in
-            `encode_moment`.
-        numbers: f32 `[11]`: b1, 1 - b1, b2, 1 - b2, the inverses of 1 - b1**t and 1 - b2**t, eps_root, eps, the
-            learning rate, the weight decay, and a factor on the gradient, by which it is clipped.
+        keys: u32 `[2, ...]`, for mu and for nu in the shape of its amaxes, for the
+            random bits of rounding, as in `encode_moment`.
+        numbers: f32 `[11]`: b1, 1 - b1, b2, 1 - b2, the inverses of 1 - b1**t and 1 -
+            b2**t, eps_root, eps, the learning rate, the weight decay, and a factor on
+            the gradient, by which it is clipped.
     """
 
     grads: jax.Array
@@ -93,7 +102,8 @@ class AdamLeaf(NamedTuple):
 
 
 def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array, tuple, tuple]]:
-    """Take a step of Adam: decode the moments of leaves, average, compute the updates and encode the moments, at once.
+    """Take a step of Adam: decode the moments of leaves, average, compute the updates
+    and encode the moments, at once.
 
         g = factor grads
         m = (1 - b1) g + b1 m
@@ -101,18 +111,19 @@ def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array
         u = m c1 / (sqrt(v c2 + eps_root) + eps)
         p = p - rate (u + decay p)
 
-    in f32, each operation rounded to nearest once, with 0 in place of products below 2**-102 (of squares 2**-125), so
-    that no platform meets subnormal numbers. Moments are encoded as `encode_moment` does, but for two things: blocks
-    that do not change are encoded too, and NaN and infinite elements have codes without their signs. Squares that
-    overflow stay infinite.
+    in f32, each operation rounded to nearest once, with 0 in place of products below
+    2**-102 (of squares 2**-125), so that no platform meets subnormal numbers. Moments
+    are encoded as `encode_moment` does, but for two things: blocks that do not change
+    are encoded too, and NaN and infinite elements have codes without their signs.
+    Squares that overflow stay infinite.
 
     Args:
         leaves: all with params or all without.
         axes: for each leaf the axis that blocks cut.
 
     Returns:
-        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`. In place, where XLA finds that it can: p in params, u
-        in grads.
+        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`. In place, where XLA
+        finds that it can: p in params, u in grads.
     """
     results = []
     for start in range(0, len(leaves), MAX_LEAVES):
@@ -121,14 +132,15 @@ def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array
             tuple(axis - leaf.grads.ndim for leaf, axis in zip(call, axes[start:], strict=False)),
             call[0].params is not None,
         )
-        # Gradients come last: where XLA would cut them along another axis, results are cut as what they replace.
+        # Gradients come last: where XLA would cut them along another axis, results are
+        # cut as what they replace.
         operands = [x for grads, *rest in map(jax.tree.leaves, call) for x in (*rest, grads)]
         flat = _adam(*operands, spec=spec)
         results += [(out, tuple(both[:3]), tuple(both[3:])) for out, *both in _batched(flat, _ADAM_RESULTS)]
     return results
 
 
-# ------------------------------------------------------------------------------------------------ the custom calls
+# --------------------------------------------------------------------- the custom calls
 
 
 def _to_rows(x, axis):
@@ -143,7 +155,7 @@ def _from_rows(rows, axis, shape):
     return jnp.moveaxis(rows.reshape(*sizes, shape[axis]), -1, axis)
 
 
-# ------------------------------------------------------------------------------------------------ the primitives
+# ----------------------------------------------------------------------- the primitives
 
 
 def _names(rank, axis, leaf=""):
@@ -156,14 +168,17 @@ def _names(rank, axis, leaf=""):
 def _aligned(axes, sizes, mesh_shape, leaf=""):
     """Cut amaxes and exponents where the codes are cut, and these between blocks."""
     blocks, column = f"{leaf}blocks", f"{leaf}col0"
-    # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
+    # More operands count blocks than elements: a mesh axis that cuts both has been
+    # given to the blocks.
     if blocks in axes and column not in axes:
         axes = axes | {column: axes[blocks]}
     return _blocks.aligned(axes, sizes, mesh_shape, {f"{leaf}col": {blocks: BLOCK}})
 
 
 class _Spec(NamedTuple):
-    """The static part: the axis that blocks cut, counted from the end, and whether the elements are squares."""
+    """The static part: the axis that blocks cut, counted from the end, and whether the
+    elements are squares.
+    """
 
     axis: int
     squared: bool = False
@@ -173,7 +188,9 @@ class _Moment(Op):
     """An op of moments."""
 
     def align(self, axes, sizes, mesh_shape, spec):
-        """Cut amaxes and exponents where the codes are cut, and these between blocks."""
+        """Cut amaxes and exponents where the codes are cut, and these between
+        blocks.
+        """
         return _aligned(axes, sizes, mesh_shape)
 
 
@@ -195,7 +212,8 @@ class _DecodeMoment(_Moment):
         (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
         return (_from_rows(out, spec.axis, data.shape),)
 
-    cuda = reference  # XLA fuses it into the update, so that decoded moments are not read from memory
+    # XLA fuses it into the update, so that decoded moments are not read from memory
+    cuda = reference
 
 
 class _EncodeMoment(_Moment):
@@ -210,13 +228,15 @@ class _EncodeMoment(_Moment):
 
     def reference(self, data, amax, exponent, after, *keys, vmap_dims, spec):
         axis, squared = spec
-        # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from storing what its decoding, this
+        # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
+        #    storing what its decoding, this
         # step and the next have in common, which would be more bytes than the moment.
         codes, after = lax.optimization_barrier((lax.bitcast_convert_type(data, jnp.uint8), after))
         keep, top, bottom = changes_and_span(split(codes, axis), amax, exponent, split(after, axis), axis)
         old, after, keep, top, bottom = lax.optimization_barrier((codes, after, keep, top, bottom))
 
-        # 2. Encode all blocks, and keep the bits of those that are the same. Select bytes: XLA's CPU compiler may move
+        # 2. Encode all blocks, and keep the bits of those that are the same. Select
+        #    bytes: XLA's CPU compiler may move
         # FP8 through float16.
         codes, power = encoded(split(after, axis), top, bottom, keys[0] if keys else None, squared, axis)
         codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
@@ -239,7 +259,9 @@ def _batched(items, count):
 
 
 class _AdamSpec(NamedTuple):
-    """The static part: the axes that blocks cut, counted from the end, and whether parameters are given and stepped."""
+    """The static part: the axes that blocks cut, counted from the end, and whether
+    parameters are given and stepped.
+    """
 
     axes: tuple[int, ...]
     applies: bool

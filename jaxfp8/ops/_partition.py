@@ -1,8 +1,10 @@
-"""Partition an op on a mesh: each device works on its shards, whatever dimensions the mesh cuts.
+"""Partition an op on a mesh: each device works on its shards, whatever dimensions the
+mesh cuts.
 
-XLA knows nothing of a custom call and would gather its operands. `custom_partitioning` tells it two things: which
-dimensions belong together (a Shardy rule, from their names), and the program of one device. A dimension that a result
-lacks was reduced: over its shards the results combine by max (amaxes) or by sum (products, sums of columns). A
+XLA knows nothing of a custom call and would gather its operands. `custom_partitioning`
+tells it two things: which dimensions belong together (a Shardy rule, from their names),
+and the program of one device. A dimension that a result lacks was reduced: over its
+shards the results combine by max (amaxes) or by sum (products, sums of columns). A
 dimension whose name begins with `WHOLE` is never cut.
 """
 
@@ -23,19 +25,23 @@ from .._jax import _compat, _mesh
 from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
-ONE = ("one",)  # the dimensions of a scale or an amax: f32[1] for each index of the vmapped dimensions
+# the dimensions of a scale or an amax: f32[1] for each index of the vmapped dimensions
+ONE = ("one",)
 
 
 class Dimensions(NamedTuple):
-    """How the dimensions of an op's operands and results belong together; `Op` explains each part.
+    """How the dimensions of an op's operands and results belong together; `Op` explains
+    each part.
 
     Attributes:
         operands, results: the names of the dimensions of each tensor.
-        second_layouts: `{position of an operand: position of the same tensor in another order}`; second layouts are
-            the last operands.
+        second_layouts: `{position of an operand: position of the same tensor in another
+            order}`; second layouts are the last operands.
         added: positions of the operands that are added to the first result.
-        align: `(axes, sizes, mesh_shape) -> axes`, by the names of dimensions and of mesh axes.
-        on_shards: `(operands, cut) -> operands` of one device, which may be more; or None.
+        align: `(axes, sizes, mesh_shape) -> axes`, by the names of dimensions and of
+            mesh axes.
+        on_shards: `(operands, cut) -> operands` of one device, which may be more; or
+            None.
     """
 
     operands: tuple
@@ -47,25 +53,31 @@ class Dimensions(NamedTuple):
 
 
 def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_bytes, ctx, operands):
-    """Lower an op for the devices of its program: one device, a mesh, or one device of a `shard_map`.
+    """Lower an op for the devices of its program: one device, a mesh, or one device of
+    a `shard_map`.
 
     Args:
         run: the program of the op on the operands of one device.
         jnp_program: the op in jnp, which XLA can partition by itself.
         dimensions: the `Dimensions` of the op.
-        on_one_device_only: whether `jnp_program` takes the place of `run` on a mesh and in a `shard_map`.
-        as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather FP8 as float16. With
-            other compilers FP8 stays FP8, and XLA gathers a tensor once for several ops.
+        on_one_device_only: whether `jnp_program` takes the place of `run` on a mesh and
+            in a `shard_map`.
+        as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would
+            gather FP8 as float16. With other compilers FP8 stays FP8, and XLA gathers a
+            tensor once for several ops.
         ctx, operands: the arguments of the lowering rule.
     """
-    # The inside of an op has types without mesh axes: the types of the op itself say where its results are.
+    # The inside of an op has types without mesh axes: the types of the op itself say
+    # where its results are.
     plain = list(map(_mesh.plain, ctx.avals_in))
     devices, count = _compat.devices_of(ctx), len(operands) - len(dimensions.second_layouts)
-    # XLA partitions jnp code by itself. It would cut a custom call only by the rule below, which needs a known mesh.
+    # XLA partitions jnp code by itself. It would cut a custom call only by the rule
+    # below, which needs a known mesh.
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
     elif devices == "mesh" and (run.func != jnp_program.func or dimensions.on_shards is not None):
-        # The rule below has to name each part of a mesh axis over which XLA may cut a dimension.
+        # The rule below has to name each part of a mesh axis over which XLA may cut a
+        # dimension.
         abstract_mesh = ctx.module_context.axis_context.abstract_mesh
         mesh = _mesh.split(abstract_mesh, [size for aval in (*plain, *ctx.avals_out) for size in aval.shape])
         is_whole = functools.partial(_is_whole, abstract_mesh, mesh, dimensions.on_shards is not None)
@@ -79,38 +91,48 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
             _uncut(ctx, list(map(is_whole, names, aval.shape)), _mesh.plain(aval), result)
             for names, aval, result in zip(dimensions.results, ctx.avals_out, results, strict=True)
         ]
-    # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: leave out the second layouts.
+    # On one device, and in jnp code that XLA cuts, nothing chooses between layouts:
+    # leave out the second layouts.
     jitted = _jitted(run.func, tuple(run.keywords.items()))
     with use_abstract_mesh(AbstractMesh((), ())):
         return _compat.lower_jitted(ctx, jitted, plain[:count], operands[:count])
 
 
 def _lower_untyped(ctx, function, plain, operands):
-    """Lower a function of operands whose types are `plain`, without mesh axes: it is traced without a mesh."""
+    """Lower a function of operands whose types are `plain`, without mesh axes: it is
+    traced without a mesh.
+    """
     with use_abstract_mesh(AbstractMesh((), ())):
         return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(run, static):
-    """Return `run` with its static arguments as a function whose jaxpr JAX keeps, so that equal ops are traced once."""
+    """Return `run` with its static arguments as a function whose jaxpr JAX keeps, so
+    that equal ops are traced once.
+    """
     return jax.jit(functools.partial(run, **dict(static)))
 
 
 def combine_of(names) -> Callable:
-    """Return the function that combines the shards of a result: max for amaxes, sum for products and column sums."""
+    """Return the function that combines the shards of a result: max for amaxes, sum for
+    products and column sums.
+    """
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
 def _is_whole(abstract_mesh, split_mesh, has_whole, name, size) -> bool:
-    """Return whether a dimension must not be cut: its name says so, or the parts of a mesh axis cannot say the cut."""
+    """Return whether a dimension must not be cut: its name says so, or the parts of a
+    mesh axis cannot say the cut.
+    """
     return (has_whole and name.startswith(WHOLE)) or not _mesh.names_cuts(abstract_mesh, split_mesh, size)
 
 
 def _uncut(ctx, is_whole, aval, value):
     """Return a lowered operand or result that is not cut along these dimensions.
 
-    XLA may cut blocks along a part of a mesh axis, which `custom_partitioning` cannot say.
+    XLA may cut blocks along a part of a mesh axis, which `custom_partitioning` cannot
+    say.
     """
     if not any(is_whole):
         return value
@@ -136,13 +158,15 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
             return list(map(raw, typed(*operands[:count])))
 
         def partition(mesh, operands, results):
-            # 1. Give each dimension its mesh axes: those that most tensors have there already, ...
+            # 1. Give each dimension its mesh axes: those that most tensors have there
+            #    already, ...
             tensors = list(zip((*operands[:count], *results), operand_names[:count] + result_names, strict=True))
             axes = _assign(mesh, [(x.shape, x.sharding.spec, names) for x, names in tensors])
             # ... where the op can be cut there.
             sizes = {name: size for x, names in tensors for name, size in zip(names, x.shape, strict=True)}
             axes = align(axes, sizes, mesh.shape)
-            # 2. Gather one layout, for all products that read the tensor; transpose it locally to get the first.
+            # 2. Gather one layout, for all products that read the tensor; transpose it
+            #    locally to get the first.
             gathered = {
                 i: j
                 for i, j in second_layouts.items()
@@ -153,13 +177,15 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
 
             def on_one_device(*shards):
                 shards = list(shards)
-                # In the program of one device all axes are manual, so that collectives and `axis_index` can name them.
+                # In the program of one device all axes are manual, so that collectives
+                # and `axis_index` can name them.
                 with use_abstract_mesh(_manual(mesh)):
                     for i, j in gathered.items():
                         order = [operand_names[j].index(name) for name in operand_names[i]]
                         shards[i] = lax.transpose(shards[j], order)
                     if reduced[0]:
-                        # The first result is a sum over devices: one device adds the bias to its part of it.
+                        # The first result is a sum over devices: one device adds the
+                        # bias to its part of it.
                         for i in added:
                             is_first = lax.axis_index(reduced[0]) == 0
                             shards[i] = jnp.where(is_first, shards[i], jnp.zeros_like(shards[i]))
@@ -173,7 +199,8 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
                 specs = (PartitionSpec(*(axes.get(name) for name in names)) for names in tensors)
                 return [NamedSharding(mesh, spec) for spec in specs]
 
-            # 4. Ask for operands with these axes. The layout that is not read stays where it is.
+            # 4. Ask for operands with these axes. The layout that is not read stays
+            #    where it is.
             operand_shardings = shardings(operand_names)
             for i, j in second_layouts.items():
                 unread = i if i in gathered else j
@@ -191,7 +218,8 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
             reduction_factors=tuple(name for name in factors if name not in kept),
             need_replication_factors=uncut,
         )
-        # Results leave as bytes too, so their dtypes are read from the op on typed operands.
+        # Results leave as bytes too, so their dtypes are read from the op on typed
+        # operands.
         out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands[:count])]
         return list(map(lax.bitcast_convert_type, on_all_devices(*map(raw, operands)), out_dtypes))
 
@@ -199,7 +227,9 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
 
 
 def _cut(mesh, axes, name: str) -> tuple[jax.Array | int, int]:
-    """Return the index of this device's shard of a dimension, and how many shards that has."""
+    """Return the index of this device's shard of a dimension, and how many shards that
+    has.
+    """
     entry = axes.get(name, ())
     return (lax.axis_index(entry), _shards(mesh, entry)) if entry else (0, 1)
 
@@ -214,7 +244,9 @@ def _entry_axes(entry) -> tuple[str, ...]:
 
 
 def _is_gathered(spec, names, axes) -> bool:
-    """Return whether a tensor with the sharding `spec` has to be gathered along a dimension to have `axes`."""
+    """Return whether a tensor with the sharding `spec` has to be gathered along a
+    dimension to have `axes`.
+    """
     return any(set(_entry_axes(entry)) - set(axes.get(name, ())) for entry, name in zip(spec, names, strict=False))
 
 
@@ -225,9 +257,10 @@ def _as_bytes(x):
 def _assign(mesh, tensors) -> dict:
     """Return the mesh axes of each dimension.
 
-    A mesh axis that cuts several dimensions serves the dimension that it cuts in most tensors. So a product keeps the
-    shards of a contracted dimension if both operands are cut along it, and gathers the FP8 codes of a kernel that is
-    cut along another dimension than the activations.
+    A mesh axis that cuts several dimensions serves the dimension that it cuts in most
+    tensors. So a product keeps the shards of a contracted dimension if both operands
+    are cut along it, and gathers the FP8 codes of a kernel that is cut along another
+    dimension than the activations.
 
     Args:
         mesh: the mesh.
@@ -240,7 +273,8 @@ def _assign(mesh, tensors) -> dict:
         for entry, name in zip(spec, names, strict=False):
             if entry is not None and not name.startswith(WHOLE):
                 votes[name, _entry_axes(entry)] += 1
-    # 2. Serve the dimensions by their votes, and in the order of `tensors` where votes are equal.
+    # 2. Serve the dimensions by their votes, and in the order of `tensors` where votes
+    #    are equal.
     axes, used = {}, set()
     for (name, entry), _ in votes.most_common():
         shards = _shards(mesh, entry)
@@ -252,10 +286,11 @@ def _assign(mesh, tensors) -> dict:
 
 
 def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
-    """Return the mesh axes over which a result is combined: those of the dimensions that the result lacks.
+    """Return the mesh axes over which a result is combined: those of the dimensions
+    that the result lacks.
 
-    A max combines over all axes but those of the result's own dimensions: more devices do not change a max, and
-    reductions over the same devices become one collective.
+    A max combines over all axes but those of the result's own dimensions: more devices
+    do not change a max, and reductions over the same devices become one collective.
     """
     kept = {axis for name in names for axis in axes.get(name, ())}
     lost = list(dict.fromkeys(axis for entry in axes.values() for axis in entry if axis not in kept))

@@ -1,11 +1,14 @@
-"""Ops as JAX primitives: a subclass of `Op` is one op, and all ops share one set of rules.
+"""Ops as JAX primitives: a subclass of `Op` is one op, and all ops share one set of
+rules.
 
-An op names the dimensions of its operands and results. The names give the batching rule, the types of results on a
-mesh, and the partitioning of the op (_partition.py). `vmap` adds vmapped dimensions: leading dimensions of every
-operand and result, each index with its own scale and amax.
+An op names the dimensions of its operands and results. The names give the batching
+rule, the types of results on a mesh, and the partitioning of the op (_partition.py).
+`vmap` adds vmapped dimensions: leading dimensions of every operand and result, each
+index with its own scale and amax.
 
-The lowering rule chooses by platform: a custom call where a native library is loaded and the user has not disabled the
-call, the jnp reference elsewhere; for TPUs the reference as they compute it.
+The lowering rule chooses by platform: a custom call where a native library is loaded
+and the user has not disabled the call, the jnp reference elsewhere; for TPUs the
+reference as they compute it.
 """
 
 import functools
@@ -31,27 +34,33 @@ def dims(name: str, count: int) -> tuple[str, ...]:
 
 
 def not_on(primitive: Primitive, gpus, *types, spec) -> str | None:
-    """Return why no kernel of the CUDA library runs an equation of an op on these GPUs."""
+    """Return why no kernel of the CUDA library runs an equation of an op on these
+    GPUs.
+    """
     op, capabilities = OPS[primitive], set(map(_support.capability, gpus)) - {()}
     return _support.why_disabled(op.custom_call or op.name) or op.not_on(capabilities, *types, spec=spec)
 
 
 class Op:
-    """An op. Its one instance is called, `op(*operands, vmap_dims=0, spec=None)`, and returns a list of arrays.
+    """An op. Its one instance is called, `op(*operands, vmap_dims=0, spec=None)`, and
+    returns a list of arrays.
 
-    A subclass defines `name`, `names`, `reference` and `cpu`, and of the rest what differs. `vmap_dims` counts the
-    vmapped dimensions; `spec` is the static part of a call, a hashable value such as a dtype or a NamedTuple.
+    A subclass defines `name`, `names`, `reference` and `cpu`, and of the rest what
+    differs. `vmap_dims` counts the vmapped dimensions; `spec` is the static part of a
+    call, a hashable value such as a dtype or a NamedTuple.
 
     Attributes:
         name: the op's name in messages and programs.
-        custom_call: the custom call that `cpu` and `cuda` make; None for that of `name`.
-        by_xla: a program like `reference` that XLA's GPU compiler rewrites to calls of cuBLASLt. It runs under
-            `implementation("xla")`, and on a GPU with FP8 where `cuda` finds no cuBLASLt. None where `cuda` needs no
-            cuBLASLt.
-        on_shards: `(operands, cut, *, vmap_dims, spec) -> operands`: the last change to the operands of one device of
-            a mesh, for an op whose part depends on the device's place; the device's program may take more operands.
-            `cut(name)` returns the index of the device's shard of a dimension, and the number of shards. XLA does not
-            cut the reference of such an op.
+        custom_call: the custom call that `cpu` and `cuda` make; None for that of
+            `name`.
+        by_xla: a program like `reference` that XLA's GPU compiler rewrites to calls of
+            cuBLASLt. It runs under `implementation("xla")`, and on a GPU with FP8 where
+            `cuda` finds no cuBLASLt. None where `cuda` needs no cuBLASLt.
+        on_shards: `(operands, cut, *, vmap_dims, spec) -> operands`: the last change to
+            the operands of one device of a mesh, for an op whose part depends on the
+            device's place; the device's program may take more operands. `cut(name)`
+            returns the index of the device's shard of a dimension, and the number of
+            shards. XLA does not cut the reference of such an op.
     """
 
     name: str
@@ -59,13 +68,15 @@ class Op:
     by_xla = None
     on_shards = None
 
-    # The definition of an op ------------------------------------------------------------------------------------------
+    # The definition of an
+    # op ------------------------------------------------------------------------------------------
 
     def names(self, *ranks, spec) -> tuple[Sequence, Sequence]:
-        """Return the names of the dimensions of each operand and of each result, without vmapped dimensions.
+        """Return the names of the dimensions of each operand and of each result,
+        without vmapped dimensions.
 
-        A name stands for one size. A dimension that a result lacks was reduced: by max for a result named `ONE` (an
-        amax), by sum for any other result.
+        A name stands for one size. A dimension that a result lacks was reduced: by max
+        for a result named `ONE` (an amax), by sum for any other result.
         """
         raise NotImplementedError
 
@@ -78,11 +89,14 @@ class Op:
         raise NotImplementedError
 
     def cuda(self, *operands, vmap_dims, spec) -> Sequence:
-        """Compute the results on NVIDIA GPUs, by default with the custom call of `cpu`."""
+        """Compute the results on NVIDIA GPUs, by default with the custom call of
+        `cpu`.
+        """
         return self.cpu(*operands, vmap_dims=vmap_dims, spec=spec)
 
     def tpu(self, *operands, vmap_dims, spec, devices) -> Sequence:
-        """Compute the results by `reference`, with the float arithmetic and the products of codes that a TPU has.
+        """Compute the results by `reference`, with the float arithmetic and the
+        products of codes that a TPU has.
 
         `devices` are those of the program, as `_compat.devices_of` names them.
         """
@@ -94,20 +108,25 @@ class Op:
         return None
 
     def sizes(self, *shapes, spec) -> dict[str, int]:
-        """Return the sizes of names that only results have, from the operands' shapes without vmapped dimensions."""
+        """Return the sizes of names that only results have, from the operands' shapes
+        without vmapped dimensions.
+        """
         return {}
 
     def batch_first(self, run, operands, batch_dims, vmap_dims, spec) -> tuple | None:
-        """Batch by a rule of the op's own, to `(results, dims)`; None where the rule of all ops applies.
+        """Batch by a rule of the op's own, to `(results, dims)`; None where the rule of
+        all ops applies.
 
         `run(*operands, vmap_dims=..., spec=...)` binds the op.
         """
         return None
 
     def second_layouts(self, spec) -> dict[int, int]:
-        """Return positions of operands, and of the trailing operands that hold the same tensors in another order.
+        """Return positions of operands, and of the trailing operands that hold the same
+        tensors in another order.
 
-        A mesh may gather the second layout in place of the first; no implementation reads it.
+        A mesh may gather the second layout in place of the first; no implementation
+        reads it.
         """
         return {}
 
@@ -119,11 +138,15 @@ class Op:
         return ()
 
     def on_one_device_only(self, spec) -> bool:
-        """Return whether custom calls run on one device only: on a mesh and in a `shard_map` the reference runs."""
+        """Return whether custom calls run on one device only: on a mesh and in a
+        `shard_map` the reference runs.
+        """
         return False
 
     def not_on(self, capabilities, *types, spec) -> str | None:
-        """Return why `cuda` cannot take these operands on GPUs of these compute capabilities; None where it can."""
+        """Return why `cuda` cannot take these operands on GPUs of these compute
+        capabilities; None where it can.
+        """
         return None
 
     def for_gpus(self, capabilities, *types, spec):
@@ -131,13 +154,15 @@ class Op:
         return spec
 
     def align(self, axes, sizes, mesh_shape, spec) -> dict:
-        """Change the mesh axes of each dimension, `axes`, for an op that some cuts would break.
+        """Change the mesh axes of each dimension, `axes`, for an op that some cuts
+        would break.
 
         All arguments are by the names of dimensions and of mesh axes.
         """
         return axes
 
-    # The rules of all ops ---------------------------------------------------------------------------------------------
+    # The rules of all
+    # ops ---------------------------------------------------------------------------------------------
 
     def __init__(self):
         """Make the primitive and register its rules."""
@@ -147,7 +172,8 @@ class Op:
         self.primitive.def_impl(compiled(self.primitive))
         ad.primitive_jvps[self.primitive] = functools.partial(not_differentiable, self.primitive, self.name)
         batching.primitive_batchers[self.primitive] = self.batch
-        # The rule without a platform is the default: platforms without a native library lower to the reference.
+        # The rule without a platform is the default: platforms without a native library
+        # lower to the reference.
         mlir.register_lowering(self.primitive, self.lower_reference)
         mlir.register_lowering(self.primitive, self.lower_tpu, platform="tpu")
         mlir.register_lowering(self.primitive, self.lower_cpu, platform="cpu")
@@ -162,13 +188,16 @@ class Op:
     def abstract(self, *operands, implementation, vmap_dims, spec):
         """Return the types of the results."""
         operand_names, result_names = self.all_names(operands, vmap_dims, spec)
-        # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
+        # A result has the size and the mesh axes of each dimension that an operand has
+        # too; other sizes are computed.
         new = self.sizes(*(x.shape[vmap_dims:] for x in operands), spec=spec)
         dtypes = self.dtypes(*operands, spec=spec) or [jnp.float32] * len(result_names)
         return _mesh.types(operands, operand_names, result_names, dtypes, new)
 
     def all_names(self, operands, vmap_dims, spec):
-        """Return `names` with the vmapped dimensions, which lead in every operand and result."""
+        """Return `names` with the vmapped dimensions, which lead in every operand and
+        result.
+        """
         leading = dims("vmapped", vmap_dims)
         sides = self.names(*(x.ndim - vmap_dims for x in operands), spec=spec)
         return tuple(tuple(leading + tuple(tensor) for tensor in side) for side in sides)
@@ -176,17 +205,20 @@ class Op:
     def batch(self, operands, batch_dims, *, implementation, vmap_dims, spec):
         """Batch the op."""
         run = functools.partial(self.primitive.bind, implementation=implementation)
-        # 1. Try the op's own rule: it may make one larger product of a batch, without a vmapped dimension.
+        # 1. Try the op's own rule: it may make one larger product of a batch, without a
+        #    vmapped dimension.
         results = self.batch_first(run, operands, batch_dims, vmap_dims, spec)
         if results is not None:
             return results
-        # 2. Move the batch dimension of every operand to the front; repeat an operand that has none.
+        # 2. Move the batch dimension of every operand to the front; repeat an operand
+        #    that has none.
         size = next(x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None)
         operands = [
             jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(operands, batch_dims, strict=True)
         ]
-        # 3. Bind the same op with one vmapped dimension more, which every result has in front.
+        # 3. Bind the same op with one vmapped dimension more, which every result has in
+        #    front.
         outputs = run(*operands, vmap_dims=vmap_dims + 1, spec=spec)
         return outputs, [0] * len(outputs)
 
@@ -207,14 +239,18 @@ class Op:
         return self.lower(ctx, operands, "cuda", self.cuda, _ffi.has_cuda_kernels(), implementation, vmap_dims, spec)
 
     def lower(self, ctx, operands, platform, native, is_loaded, implementation, vmap_dims, spec):
-        """Lower to the implementation that runs: `native`, if the library of the platform is loaded, or another."""
-        # The names and the reference use `spec`: `for_gpus` changes how a kernel runs, and not the op's results.
+        """Lower to the implementation that runs: `native`, if the library of the
+        platform is loaded, or another.
+        """
+        # The names and the reference use `spec`: `for_gpus` changes how a kernel runs,
+        # and not the op's results.
         run, run_spec = self.choose(ctx, platform, native, is_loaded, implementation, spec)
         program = functools.partial(run, vmap_dims=vmap_dims, spec=run_spec)
         in_jnp = functools.partial(self.reference, vmap_dims=vmap_dims, spec=spec)
         if implementation == "tpu" or (platform == "tpu" and implementation != "reference"):
             devices = _compat.devices_of(ctx)
-            if devices == "mesh" and self.on_shards is not None:  # JAX registers no custom partitioning for TPUs
+            # JAX registers no custom partitioning for TPUs
+            if devices == "mesh" and self.on_shards is not None:
                 raise NotImplementedError(
                     f"jaxfp8.ops.{self.name}: expected operands of one device, got a mesh of TPUs, where XLA cannot "
                     "cut this op; call it inside of jax.shard_map, each device with its own rows or groups"
@@ -246,7 +282,8 @@ class Op:
         # In an op without `by_xla` the implementation "xla" is the reference.
         if implementation not in (None, "ffi") or not is_loaded:
             return self.reference, spec
-        # The native library serves this platform. Find the reason why its kernel cannot run: it is switched off, ...
+        # The native library serves this platform. Find the reason why its kernel cannot
+        # run: it is switched off, ...
         gpus = _support.gpus(ctx) if platform == "cuda" else []
         lacks, native_spec = _support.missing_by_choice(self.custom_call or self.name), spec
         if lacks is None and platform == "cuda":
@@ -260,26 +297,32 @@ class Op:
             return native, native_spec
         if implementation == "ffi":
             raise RuntimeError(f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}')
-        # Without FP8 hardware only the reference is left. Where just cuBLASLt is missing, XLA may still call its own.
+        # Without FP8 hardware only the reference is left. Where just cuBLASLt is
+        # missing, XLA may still call its own.
         _support.warn(lacks.reason, lacks.instead)
         return self.reference if lacks.hardware else self.by_xla, native_spec
 
 
 class OpOfUnits(Op):
-    """An op that computes several independent units, such as the quantizers of a product.
+    """An op that computes several independent units, such as the quantizers of a
+    product.
 
-    Its `spec` has two methods. `units(operand_count)` returns the positions of the operands and of the results of each
-    unit, in order; `chosen(indices)` returns the `spec` of some of the units.
+    Its `spec` has two methods. `units(operand_count)` returns the positions of the
+    operands and of the results of each unit, in order; `chosen(indices)` returns the
+    `spec` of some of the units.
     """
 
     def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
-        """Make one call for the batched units and one for the rest, whose state stays one state."""
+        """Make one call for the batched units and one for the rest, whose state stays
+        one state.
+        """
         # 1. Find the units that are batched.
         units = spec.units(len(operands))
         is_batched = [any(batch_dims[i] is not None for i in positions) for positions, _ in units]
         if all(is_batched):
             return None  # the rule of all ops applies
-        # 2. Make one call for the units that are not batched, and one under `vmap` for those that are.
+        # 2. Make one call for the units that are not batched, and one under `vmap` for
+        #    those that are.
         results = {}
         for batched in (False, True):
             chosen = [i for i, is_one in enumerate(is_batched) if is_one == batched]
@@ -290,11 +333,14 @@ class OpOfUnits(Op):
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
             for position, output in zip(outs, call(*(operands[i] for i in ins)), strict=True):
                 results[position] = output, 0 if batched else None
-        # 3. Put the results, and their batch dimensions, in the order of the whole call.
+        # 3. Put the results, and their batch dimensions, in the order of the whole
+        #    call.
         return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
 
 
 def halves(arrays: Sequence) -> tuple[Sequence, Sequence]:
-    """Return the first half of the arrays, such as the histories of all units, and the second, such as their scales."""
+    """Return the first half of the arrays, such as the histories of all units, and the
+    second, such as their scales.
+    """
     count = len(arrays) // 2
     return arrays[:count], arrays[count:]

@@ -1,4 +1,5 @@
-"""quantize: FP8 codes at a given scale, and the amax, in one read; dequantize: the values of codes.
+"""quantize: FP8 codes at a given scale, and the amax, in one read; dequantize: the
+values of codes.
 
 count_saturated_and_flushed: how many elements quantize loses.
 """
@@ -29,23 +30,26 @@ def quantize(
         data = jnp.clip(y, -FP8_MAX, FP8_MAX).astype(dtype)        # NaN where x is not finite
         amax = jnp.maximum(amax, jnp.max(jnp.abs(x)))              # NaN counts as inf
 
-    y is rounded once, to nearest, ties to even. Finite values saturate at FP8_MAX (448 for float8_e4m3fn,
-    57344 for float8_e5m2), also when the product overflows; an Inf or NaN in `x` gives a NaN code in both formats.
+    y is rounded once, to nearest, ties to even. Finite values saturate at FP8_MAX (448
+    for float8_e4m3fn, 57344 for float8_e5m2), also when the product overflows; an Inf
+    or NaN in `x` gives a NaN code in both formats.
 
     Args:
         x: bfloat16, float16 or float32, any shape.
         scale: f32[] or f32[1], the factor of x.
         dtype: float8_e4m3fn or float8_e5m2.
-        amax: f32[] or f32[1], not negative: the amax so far; 0 by default. The op raises it in place, so that with a
-            zero out of another op, such as `ops.delayed_scales`, the quantization is a single launch on a GPU.
+        amax: f32[] or f32[1], not negative: the amax so far; 0 by default. The op
+            raises it in place, so that with a zero out of another op, such as
+            `ops.delayed_scales`, the quantization is a single launch on a GPU.
         with_amax: whether to compute the amax.
 
     Returns:
-        `(data, amax)`: data of `dtype` with the shape of x; amax f32, of the shape of the argument `amax`, else f32[],
-        or None without `with_amax`.
+        `(data, amax)`: data of `dtype` with the shape of x; amax f32, of the shape of
+        the argument `amax`, else f32[], or None without `with_amax`.
 
     Raises:
-        TypeError: x, scale, amax or dtype has another dtype; or the op is differentiated.
+        TypeError: x, scale, amax or dtype has another dtype; or the op is
+            differentiated.
         ValueError: scale or amax has another shape.
     """
     x = _checks.high_precision("quantize", "x", x)
@@ -56,12 +60,16 @@ def quantize(
 
 
 def returned_amax(amax, raised=None):
-    """Return a raised amax, f32[1], in the shape of the argument `amax`, f32[] by default; None where there is none."""
+    """Return a raised amax, f32[1], in the shape of the argument `amax`, f32[] by
+    default; None where there is none.
+    """
     return None if raised is None else raised.reshape(() if amax is None else jnp.shape(amax))
 
 
 def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=False, rows=0, cols=0, column_sums=False):
-    """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are not asked for."""
+    """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are not
+    asked for.
+    """
     results = [encode(x, _shapes.stretch(scale, x), dtype)]
     if transpose:
         results.append(_shapes.transpose(results[0], rows, cols))
@@ -74,13 +82,15 @@ def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=Fal
 
 
 def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, after=(), batch=1, attributes=None):
-    """Make one custom call that quantizes groups `[g, ...]`, or one group without g, and raises amaxes in place.
+    """Make one custom call that quantizes groups `[g, ...]`, or one group without g,
+    and raises amaxes in place.
 
     Args:
         name: the name of the custom call.
         groups: the tensor in canonical form.
         scale: f32 `[*vmapped, 1]`.
-        amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where there is none.
+        amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where
+            there is none.
         *more: further operands of the custom call.
         vmapped: the sizes of the vmapped dimensions.
         with_amax: whether the amax is a result.
@@ -89,13 +99,16 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
         attributes: the attributes of the custom call.
 
     Returns:
-        `(data, amax, after)`, lists of results: the amax f32 `[*vmapped, 1]`, if `with_amax`.
+        `(data, amax, after)`, lists of results: the amax f32 `[*vmapped, 1]`, if
+        `with_amax`.
     """
-    # In the canonical form f32 [0] stands for the amax that is no operand, or no result.
+    # In the canonical form f32 [0] stands for the amax that is no operand, or no
+    # result.
     operand = _shapes.group_amaxes(*amax_so_far, batch) if amax_so_far else jnp.zeros((0,), jnp.float32)
     result = ((batch * math.prod(vmapped) if with_amax else 0,), jnp.float32)
     operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
-    # The amax is raised in the operand's buffer. Another buffer would need a copy first, one more launch on a GPU.
+    # The amax is raised in the operand's buffer. Another buffer would need a copy
+    # first, one more launch on a GPU.
     aliases = {2: len(data)} if amax_so_far else None
     results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **(attributes or {}))
     amaxes = [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)] if with_amax else []
@@ -105,7 +118,9 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
 
 
 class QuantizeSpec(NamedTuple):
-    """The static part of `quantize`: the dtype of the codes, and whether the amax is a result."""
+    """The static part of `quantize`: the dtype of the codes, and whether the amax is a
+    result.
+    """
 
     dtype: np.dtype
     with_amax: bool
@@ -143,7 +158,8 @@ quantize_op = _Quantize()
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Compute the values of FP8 codes.
 
-    Equivalent to `(data.astype(f32) * scale_inv).astype(dtype)`. A NaN result is the quiet NaN without sign.
+    Equivalent to `(data.astype(f32) * scale_inv).astype(dtype)`. A NaN result is the
+    quiet NaN without sign.
 
     Args:
         data: float8_e4m3fn or float8_e5m2, any shape.
@@ -154,7 +170,8 @@ def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.A
         An array of `dtype` with the shape of `data`.
 
     Raises:
-        TypeError: data, scale_inv or dtype has another dtype; or the op is differentiated.
+        TypeError: data, scale_inv or dtype has another dtype; or the op is
+            differentiated.
         ValueError: scale_inv has another shape.
     """
     data = _checks.fp8("dequantize", "data", data)
@@ -178,7 +195,8 @@ class _Dequantize(Op):
         return (decode(data, _shapes.stretch(scale_inv, data), spec),)
 
     def cpu(self, data, scale_inv, vmap_dims, spec):
-        # Without vmapped dimensions one scale serves all groups, so the first dimension may count as groups.
+        # Without vmapped dimensions one scale serves all groups, so the first dimension
+        # may count as groups.
         groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data
         (out,) = _ffi.call("dequantize", [(groups.shape, spec)], groups, _shapes.group_scales(scale_inv, vmap_dims))
         return (out.reshape(data.shape),)
@@ -188,7 +206,8 @@ _dequantize = _Dequantize()
 
 
 def widening_on_cpu():
-    """Return a conversion of codes to bfloat16 by one custom call, for the programs of other ops on CPUs.
+    """Return a conversion of codes to bfloat16 by one custom call, for the programs of
+    other ops on CPUs.
 
     bfloat16 has half of f32's bytes, and newer processors multiply it natively.
     """
@@ -200,10 +219,12 @@ def widening_on_cpu():
 
 
 def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Count the elements of `x * scale` that saturate in `dtype`, and those that become zero.
+    """Count the elements of `x * scale` that saturate in `dtype`, and those that become
+    zero.
 
-    With `y = x.astype(f32) * scale` an element is saturated where `abs(y) > FP8_MAX`: an Inf is saturated, a NaN is
-    not. An element is flushed where x is not zero and its code, as of `quantize`, is zero.
+    With `y = x.astype(f32) * scale` an element is saturated where `abs(y) > FP8_MAX`:
+    an Inf is saturated, a NaN is not. An element is flushed where x is not zero and its
+    code, as of `quantize`, is zero.
 
     XLA computes the counts on every platform, in one read of `x`.
 
@@ -213,8 +234,8 @@ def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-        f32[2], the numbers of saturated and of flushed elements, exact up to 2**24. A device counts at most 2**32
-        elements.
+        f32[2], the numbers of saturated and of flushed elements, exact up to 2**24. A
+        device counts at most 2**32 elements.
 
     Raises:
         TypeError: x, scale or dtype has another dtype; or the op is differentiated.
@@ -249,16 +270,18 @@ class _Count(Op):
 
     def reference(self, x, scale, vmap_dims, spec):
         saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), spec)
-        # Two sums in one: a sum for each count would be two reductions, for which XLA writes the product of every
-        # element to memory first. A row adds up both counts as the halves of one word.
+        # Two sums in one: a sum for each count would be two reductions, for which XLA
+        # writes the product of every element to memory first. A row adds up both counts
+        # as the halves of one word.
         words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
         rows = _shapes.merge(_row_sums(words if x.ndim > vmap_dims else words[..., None]), *[1] * vmap_dims)
         counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
         return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
 
     def cpu(self, x, scale, vmap_dims, spec):
-        # This is not `reference` itself, though it computes the same: XLA would cut the reference on a mesh by itself,
-        # and add up the counts of all devices in 32 bits, which hold the counts of one.
+        # This is not `reference` itself, though it computes the same: XLA would cut the
+        # reference on a mesh by itself, and add up the counts of all devices in 32
+        # bits, which hold the counts of one.
         return self.reference(x, scale, vmap_dims, spec)
 
 

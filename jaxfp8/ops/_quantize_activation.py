@@ -1,4 +1,6 @@
-"""quantize_activation and quantize_activation_grad: an activation, or its gradient, quantized in one pass."""
+"""quantize_activation and quantize_activation_grad: an activation, or its gradient,
+quantized in one pass.
+"""
 
 import functools
 import math
@@ -17,7 +19,8 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 def _gelu(x):
-    # 0.5 * (1 + tanh(z / 2)) is the logistic function of z. The sum would cancel where z is far below zero.
+    # 0.5 * (1 + tanh(z / 2)) is the logistic function of z. The sum would cancel where
+    # z is far below zero.
     return x * lax.logistic(x * (_full(x, _GELU) + _full(x, _GELU * 0.044715) * (x * x)))
 
 
@@ -40,14 +43,18 @@ ACTIVATIONS = tuple(_FUNCTIONS)
 
 
 def is_gated(activation: str) -> bool:
-    """Return whether the x of an activation holds a gate and the values that the gate multiplies, `[..., 2, n]`."""
+    """Return whether the x of an activation holds a gate and the values that the gate
+    multiplies, `[..., 2, n]`.
+    """
     return activation.endswith("_gated")
 
 
 def activate(x: ArrayLike, activation: str) -> jax.Array:
-    """Apply an activation function of `quantize_activation`, in f32 and rounded once to x's dtype; differentiable.
+    """Apply an activation function of `quantize_activation`, in f32 and rounded once to
+    x's dtype; differentiable.
 
-    With `s(z) = 1 / (1 + exp(-z))` and `z(x) = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)`:
+    With `s(z) = 1 / (1 + exp(-z))` and
+    `z(x) = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)`:
 
         "silu"        x * s(x)
         "gelu"        x * s(z(x)), which is jax.nn.gelu(x, approximate=True) without its cancellation for x < 0
@@ -57,7 +64,8 @@ def activate(x: ArrayLike, activation: str) -> jax.Array:
 
     Sources: GELU is arXiv:1606.08415, SwiGLU and GEGLU are arXiv:2002.05202.
 
-    NaN stays NaN and +inf gives inf; silu(-inf) and gelu(-inf) are products of infinity and 0 in f32, which give NaN.
+    NaN stays NaN and +inf gives inf; silu(-inf) and gelu(-inf) are products of infinity
+    and 0 in f32, which give NaN.
 
     Args:
         x: bfloat16, float16 or float32 `[...]`; for a gated activation `[..., 2, n]`.
@@ -68,7 +76,8 @@ def activate(x: ArrayLike, activation: str) -> jax.Array:
 
     Raises:
         TypeError: x has another dtype.
-        ValueError: `activation` is not one of the names, or x is not `[..., 2, n]` for a gated activation.
+        ValueError: `activation` is not one of the names, or x is not `[..., 2, n]` for
+            a gated activation.
     """
     x = _checks.high_precision("activate", "x", x)
     check("activate", x, activation)
@@ -77,7 +86,9 @@ def activate(x: ArrayLike, activation: str) -> jax.Array:
 
 def _activate(x, activation):
     if not _tpu.is_target():
-        x = x.astype(jnp.float32)  # a TPU widens the halves: XLA finds them in a product where nothing widens the pair
+        # a TPU widens the halves: XLA finds them in a product where nothing widens the
+        # pair
+        x = x.astype(jnp.float32)
     return _gate(activation, *_halves(x)) if is_gated(activation) else _FUNCTIONS[activation](x.astype(jnp.float32))
 
 
@@ -107,21 +118,25 @@ def quantize_activation(
         h = activate(x.astype(f32), activation)
         data, data_t, amax = quantize_transpose(h, scale, dtype, rows=rows)
 
-    up to the rounding errors of h: about 6 units in the last place of h, and about |z| units in the tails where h goes
-    to zero. Where such an error decides between two codes, implementations may differ by one code. An h that is not
-    finite gives a NaN code and an infinite amax.
+    up to the rounding errors of h: about 6 units in the last place of h, and about |z|
+    units in the tails where h goes to zero. Where such an error decides between two
+    codes, implementations may differ by one code. An h that is not finite gives a NaN
+    code and an infinite amax.
 
     Args:
-        x: bfloat16, float16 or float32 `[..., m, n]`; for a gated activation `[..., m, 2, n]`.
+        x: bfloat16, float16 or float32 `[..., m, n]`; for a gated activation
+            `[..., m, 2, n]`.
         scale: f32[] or f32[1], the factor of h.
         dtype: float8_e4m3fn or float8_e5m2.
-        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see `activate`.
+        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see
+            `activate`.
         transpose: whether to return data_t.
         amax, with_amax: see `quantize`.
         rows: the number of dimensions that m stands for.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, the amax of h.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of
+        `dtype`, the amax of h.
 
     Raises:
         TypeError: scale, dtype or amax has another dtype; or the op is differentiated.
@@ -133,7 +148,9 @@ def quantize_activation(
 
 
 def check(op, x, activation, name="x"):
-    """Raise unless `activation` is known and x, the argument `name`, has a shape for that activation."""
+    """Raise unless `activation` is known and x, the argument `name`, has a shape for
+    that activation.
+    """
     if activation not in _FUNCTIONS:
         raise ValueError(f"{op}: activation: expected one of {ACTIVATIONS}, got {activation!r}")
     if is_gated(activation) and _checks.rank(op, name, x, 2).shape[-2] != 2:
@@ -152,7 +169,8 @@ class _QuantizeActivation(Producer):
         return _activate(x, option)
 
     def canonical(self, x, vmap_dims, rows, option):
-        # The pair is a dimension of its own, of size 1 without a gate, so that one kernel serves both.
+        # The pair is a dimension of its own, of size 1 without a gate, so that one
+        # kernel serves both.
         pair = int(is_gated(option))
         return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {"activation": option}
 
@@ -161,9 +179,11 @@ _quantize_activation = _QuantizeActivation()
 
 
 def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array:
-    """Compute the gradient of `activate` with respect to x, in f32 and not rounded to the dtype of x.
+    """Compute the gradient of `activate` with respect to x, in f32 and not rounded to
+    the dtype of x.
 
-    With the gradient `g` of `activate(x, activation)`, `f` its function and `f'` the derivative of `f`:
+    With the gradient `g` of `activate(x, activation)`, `f` its function and `f'` the
+    derivative of `f`:
 
         "silu", "gelu", "relu"       g * f'(x)
         "silu_gated", "gelu_gated"   g * x[..., 1, :] * f'(x[..., 0, :]) and g * f(x[..., 0, :]), stacked as x is
@@ -192,31 +212,35 @@ def quantize_activation_grad(
     rows: int = 1,
     column_sums: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """Quantize the gradient of `activate` with respect to x, kept in f32, with one read of `x` and `grad`.
+    """Quantize the gradient of `activate` with respect to x, kept in f32, with one read
+    of `x` and `grad`.
 
     Equivalent to, without a rounding in between:
 
         dx = jax.vjp(lambda x: activate(x, activation), x.astype(f32))[1](grad.astype(f32))[0]
         data, data_t, amax = quantize_transpose(dx, scale, dtype, rows=rows, cols=2 if gated else 1)
 
-    up to the rounding errors of dx, as for `quantize_activation`. A dx that is not finite gives a NaN code and an
-    infinite amax.
+    up to the rounding errors of dx, as for `quantize_activation`. A dx that is not
+    finite gives a NaN code and an infinite amax.
 
     Args:
-        x: bfloat16, float16 or float32 `[..., m, n]`; for a gated activation `[..., m, 2, n]`. The x of `activate`.
+        x: bfloat16, float16 or float32 `[..., m, n]`; for a gated activation
+            `[..., m, 2, n]`. The x of `activate`.
         grad: the gradient of `activate(x, activation)`, of x's dtype, `[..., m, n]`.
         scale: f32[] or f32[1], the factor of dx.
         dtype: float8_e4m3fn or float8_e5m2.
-        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see `activate`.
+        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see
+            `activate`.
         transpose: whether to return data_t.
         amax, with_amax: see `quantize`.
         rows: the number of dimensions that m stands for.
-        column_sums: whether to return the sums of dx over its rows too: the gradient of a bias that was added to x.
-            The sums need `transpose`.
+        column_sums: whether to return the sums of dx over its rows too: the gradient of
+            a bias that was added to x. The sums need `transpose`.
 
     Returns:
-        `(data, data_t, amax)`: data of the shape of x and data_t `[..., n, m]`, gated `[..., 2, n, m]` (or None), of
-        `dtype`, the amax of dx. With `column_sums` also the sums, f32 `[..., n]`, gated `[..., 2, n]`.
+        `(data, data_t, amax)`: data of the shape of x and data_t `[..., n, m]`, gated
+        `[..., 2, n, m]` (or None), of `dtype`, the amax of dx. With `column_sums` also
+        the sums, f32 `[..., n]`, gated `[..., 2, n]`.
 
     Raises:
         TypeError: scale, dtype or amax has another dtype; or the op is differentiated.

@@ -1,4 +1,6 @@
-"""FP8 codes with a scale for each block: quantize_blocks, quantize_blocks_transpose and transpose_blocks."""
+"""FP8 codes with a scale for each block: quantize_blocks, quantize_blocks_transpose and
+transpose_blocks.
+"""
 
 from typing import NamedTuple
 
@@ -32,36 +34,44 @@ def quantize_blocks(
     For each block, where amax is the largest `|x|` of the block:
 
         scale="f32"     sf = min(FP8_MAX / amax, 2**126), or 1 where amax is 0 or not finite; with power_2_scale
-                        rounded down to a power of two. data = quantize(x, sf), scale_inv = 1 / sf
+                        rounded down to a power of two. data = quantize(x, sf),
+                        scale_inv = 1 / sf
         scale="e8m0"    e = ceil(log2(amax / FP8_MAX)), or floor(log2(amax)) - floor(log2(FP8_MAX)) for
-                        rounding="floor"; at least -127. data = quantize(x, 2**-e), scale_inv = 2**e
+                        rounding="floor"; at least -127. data = quantize(x, 2**-e),
+                        scale_inv = 2**e
 
-    "ceil" is the smallest power of two with which nothing saturates. "floor" is the rule of the OCP Microscaling
-    Formats (MX) specification, version 1.0: the largest values of a block saturate where amax is above 1.75 times a
-    power of two. A block of zeros has the smallest E8M0 scale, 2**-127.
+    "ceil" is the smallest power of two with which nothing saturates. "floor" is the
+    rule of the OCP Microscaling Formats (MX) specification, version 1.0: the largest
+    values of a block saturate where amax is above 1.75 times a power of two. A block of
+    zeros has the smallest E8M0 scale, 2**-127.
 
-    With E8M0 scales an Inf or NaN makes the scale and all codes of its block NaN: no power of two fits, and a product
-    contracts over the block, so that it loses the same results as by that element alone. With f32 scales the element
-    alone becomes a NaN code, and the block has scale 1, as a whole tensor has in current scaling.
+    With E8M0 scales an Inf or NaN makes the scale and all codes of its block NaN: no
+    power of two fits, and a product contracts over the block, so that it loses the same
+    results as by that element alone. With f32 scales the element alone becomes a NaN
+    code, and the block has scale 1, as a whole tensor has in current scaling.
 
     Args:
         x: bfloat16, float16 or float32 `[..., *m, *n]`.
         dtype: float8_e4m3fn or float8_e5m2.
-        block: `(r, c)`: rows and columns of a block, None for all of them. (1, 32) is MX, (1, 128) and (128, 128)
-            are block scaling, (1, None) is row-wise scaling. The last block of a dimension may be smaller.
+        block: `(r, c)`: rows and columns of a block, None for all of them. (1, 32) is
+            MX, (1, 128) and (128, 128) are block scaling, (1, None) is row-wise
+            scaling. The last block of a dimension may be smaller.
         scale: "f32" or "e8m0", the kind of the scales.
         rounding: "ceil" or "floor", of E8M0 exponents.
         power_2_scale: whether f32 scales are rounded down to powers of two.
-        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the merged matrix.
+        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the
+            merged matrix.
 
     Returns:
-        `(data, scale_inv)`: data of `dtype` with the shape of x; scale_inv float32 or float8_e8m0fnu
-        `[..., ceil(m / r), ceil(n / c)]`.
+        `(data, scale_inv)`: data of `dtype` with the shape of x; scale_inv float32 or
+        float8_e8m0fnu `[..., ceil(m / r), ceil(n / c)]`.
 
     Raises:
-        TypeError: x or dtype has another dtype, power_2_scale is no bool; or the op is differentiated.
-        ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is not listed above; or
-            power_2_scale comes with E8M0 scales, or rounding="floor" with f32 scales.
+        TypeError: x or dtype has another dtype, power_2_scale is no bool; or the op is
+            differentiated.
+        ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding
+            is not listed above; or power_2_scale comes with E8M0 scales, or
+            rounding="floor" with f32 scales.
     """
     x, spec = _checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
     return tuple(_quantize_blocks(x, spec=spec))
@@ -78,24 +88,28 @@ def quantize_blocks_transpose(
     rows: int = 1,
     cols: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantize the blocks of `x` and those of its transpose, for the product that contracts the other dimension.
+    """Quantize the blocks of `x` and those of its transpose, for the product that
+    contracts the other dimension.
 
     Equivalent to, with one read of `x` (two where blocks are whole rows):
 
         data, scale_inv = quantize_blocks(x, dtype, block=block, ...)
         data_t, scale_inv_t = quantize_blocks(x.mT, dtype, block=block, ...)
 
-    In both layouts blocks lie along the last dimension, so data_t has other codes than data unless blocks are square.
+    In both layouts blocks lie along the last dimension, so data_t has other codes than
+    data unless blocks are square.
 
     Args:
         x: bfloat16, float16 or float32 `[..., *m, *n]`.
         dtype: float8_e4m3fn or float8_e5m2.
         block, scale, rounding, power_2_scale: see `quantize_blocks`.
-        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the merged matrix.
+        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the
+            merged matrix.
 
     Returns:
-        `(data, scale_inv, data_t, scale_inv_t)`: data `[..., *m, *n]` and data_t `[..., *n, *m]` of `dtype`; scale_inv
-        `[..., ceil(m / r), ceil(n / c)]` and scale_inv_t `[..., ceil(n / r), ceil(m / c)]`, float32 or float8_e8m0fnu.
+        `(data, scale_inv, data_t, scale_inv_t)`: data `[..., *m, *n]` and data_t
+        `[..., *n, *m]` of `dtype`; scale_inv `[..., ceil(m / r), ceil(n / c)]` and
+        scale_inv_t `[..., ceil(n / r), ceil(m / c)]`, float32 or float8_e8m0fnu.
 
     Raises:
         TypeError, ValueError: see `quantize_blocks`.
@@ -146,26 +160,31 @@ def _reference(x, vmap_dims, spec):
         factor, scale_inv = _blocks.e8m0_scales(amax, spec.dtype, spec.rounding)
     else:
         factor, scale_inv = _blocks.f32_scales(amax, spec.dtype, spec.power_2_scale)
-    # 2. Quantize each block, and put the matrix together again. Move the codes as bytes: XLA's CPU
+    # 2. Quantize each block, and put the matrix together again. Move the codes as
+    #    bytes: XLA's CPU
     # compiler may move FP8 through float16, which changes the bits of NaNs.
     data = lax.bitcast_convert_type(encode(blocks, factor[..., :, None, :, None], spec.dtype), jnp.uint8)
     return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), spec.dtype), scale_inv
 
 
 def _custom_call(x, platform, transpose, spec):
-    """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
+    """Make one custom call: `[data, scale_inv]`, and with `transpose` also
+    `[data_t, scale_inv_t]`.
+    """
     # 1. Merge the dimensions to groups of matrices.
     block, is_e8m0 = spec.block, spec.scale == "e8m0"
     leading, row, col = _shapes.parts(x.shape, spec.rows, spec.cols)
     groups = _shapes.merge(x, len(leading), spec.rows)
     g, m, n = groups.shape
-    # 2. CPUs take any block and order scales by block. GPUs take the blocks of cuBLASLt, and order scales as it does.
+    # 2. CPUs take any block and order scales by block. GPUs take the blocks of
+    #    cuBLASLt, and order scales as it does.
     on_cpu, lines = platform == "cpu", 0
     if None in block:
         lines = m + n if transpose else m
     scales_shape = _blocks.count if on_cpu else _blocks.stored_shape
     attribute = np.int64([b or 0 for b in block]) if on_cpu else _blocks.NAMES[block]
-    # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with scratch for amaxes of lines between them.
+    # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with scratch
+    #    for amaxes of lines between them.
     scales_dtype = jnp.uint8 if is_e8m0 else jnp.float32
     kind = f"e8m0_{spec.rounding}" if is_e8m0 else "f32_power_2" if spec.power_2_scale else "f32"
     matrices = [(m, n), (n, m)][: 1 + transpose]
@@ -183,7 +202,9 @@ def _custom_call(x, platform, transpose, spec):
 
 
 class _QuantizeBlocks(Op):
-    """Quantize blocks, without or with `transpose` also those of the transpose, by the same custom call."""
+    """Quantize blocks, without or with `transpose` also those of the transpose, by the
+    same custom call.
+    """
 
     name = "quantize_blocks"
     custom_call = "quantize_blocks_transpose"
@@ -205,14 +226,16 @@ class _QuantizeBlocks(Op):
         return _custom_call(x, "cpu", self.transpose, spec)
 
     def cuda(self, x, vmap_dims, spec):
-        # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
+        # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in
+        # jnp.
         if spec.block not in _blocks.NAMES:
             return self.reference(x, vmap_dims, spec)
         return _custom_call(x, "cuda", self.transpose, spec)
 
     def on_one_device_only(self, spec):
-        # On a mesh that cuts blocks as long as the matrix, devices have to reduce their amaxes, which XLA does with the
-        # reference. Other blocks lie on one device each, which quantizes them by itself.
+        # On a mesh that cuts blocks as long as the matrix, devices have to reduce their
+        # amaxes, which XLA does with the reference. Other blocks lie on one device
+        # each, which quantizes them by itself.
         return None in spec.block
 
     def align(self, axes, sizes, mesh_shape, spec):
@@ -225,8 +248,8 @@ class _QuantizeBlocksTranspose(_QuantizeBlocks):
 
     def reference(self, x, vmap_dims, spec):
         rowwise = columnwise = _reference(x, vmap_dims, spec)
-        # Blocks of the transpose lie down the columns of x. Transpose codes and not x: they have half the bytes, or
-        # less.
+        # Blocks of the transpose lie down the columns of x. Transpose codes and not x:
+        # they have half the bytes, or less.
         if spec.block[0] != spec.block[1]:
             columnwise = _reference(x, vmap_dims, spec._replace(block=spec.block[::-1]))
         return *rowwise, _shapes.transpose(columnwise[0], spec.rows, spec.cols), columnwise[1].mT
@@ -239,33 +262,42 @@ _quantize_blocks_transpose = _QuantizeBlocksTranspose()
 def transpose_blocks(
     data: ArrayLike, scale_inv: ArrayLike, *, block: tuple[int, int], rows: int = 1, cols: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Transpose codes whose scales are powers of two, such that blocks lie along the rows again.
+    """Transpose codes whose scales are powers of two, such that blocks lie along the
+    rows again.
 
-    The c rows of a new block cross one block each, and its scale is the largest of their scales:
+    The c rows of a new block cross one block each, and its scale is the largest of
+    their scales:
 
         scale_inv_t[j, i] = max(scale_inv[i * c : (i + 1) * c, j // c])
         data_t[j, i] = round(data[i, j] * (scale_inv[i, j // c] / scale_inv_t[j, i // c]))
 
-    The ratio is a power of two, at most 1. The product is rounded to the nearest FP8 number, ties to even: it is exact
-    unless it is below the smallest normal number (2**-6 in E4M3, 2**-14 in E5M2), where it loses bits, down to a zero
-    with the sign of the code. Codes of NaN and Inf stay. If a new block crosses a scale that is NaN or not a power of
-    two, the scale and all codes of the new block are NaN, as `quantize_blocks` makes them.
+    The ratio is a power of two, at most 1. The product is rounded to the nearest FP8
+    number, ties to even: it is exact unless it is below the smallest normal number
+    (2**-6 in E4M3, 2**-14 in E5M2), where it loses bits, down to a zero with the sign
+    of the code. Codes of NaN and Inf stay. If a new block crosses a scale that is NaN
+    or not a power of two, the scale and all codes of the new block are NaN, as
+    `quantize_blocks` makes them.
 
-    The result differs from `quantize_blocks(x.mT)` in three ways. A scale comes from all columns of an old block, and
-    may be larger than the amax of its own column needs. A number is rounded twice if the product is subnormal; all
-    other codes are those of x divided by the larger scale. A number that the first scale saturated stays saturated
-    (with rounding="floor", or with float32 scales beside an Inf or NaN in the block).
+    The result differs from `quantize_blocks(x.mT)` in three ways. A scale comes from
+    all columns of an old block, and may be larger than the amax of its own column
+    needs. A number is rounded twice if the product is subnormal; all other codes are
+    those of x divided by the larger scale. A number that the first scale saturated
+    stays saturated (with rounding="floor", or with float32 scales beside an Inf or NaN
+    in the block).
 
     Args:
         data: float8_e4m3fn or float8_e5m2 `[..., *m, *n]`.
-        scale_inv: float8_e8m0fnu, or float32 powers of two from 2**-126 to 2**127, `[..., m, ceil(n / c)]`: as
-            `quantize_blocks` gives it with scale="e8m0" or power_2_scale=True.
-        block: `(1, c)`, the block of data and of data_t. The last block of a row may be smaller.
-        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the merged matrix.
+        scale_inv: float8_e8m0fnu, or float32 powers of two from 2**-126 to 2**127,
+            `[..., m, ceil(n / c)]`: as `quantize_blocks` gives it with scale="e8m0" or
+            power_2_scale=True.
+        block: `(1, c)`, the block of data and of data_t. The last block of a row may be
+            smaller.
+        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the
+            merged matrix.
 
     Returns:
-        `(data_t, scale_inv_t)`: data_t `[..., *n, *m]` with the dtype of data; scale_inv_t `[..., n, ceil(m / c)]` with
-        that of scale_inv.
+        `(data_t, scale_inv_t)`: data_t `[..., *n, *m]` with the dtype of data;
+        scale_inv_t `[..., n, ceil(m / c)]` with that of scale_inv.
 
     Raises:
         TypeError: scale_inv has another dtype, or the op is differentiated.
@@ -278,7 +310,9 @@ def transpose_blocks(
 
 
 def _shift_down(data, shift):
-    """Return the codes of `data / 2**shift`, for int32 shifts of at least 0; codes of NaN and Inf stay."""
+    """Return the codes of `data / 2**shift`, for int32 shifts of at least 0; codes of
+    NaN and Inf stay.
+    """
     codes = lax.bitcast_convert_type(data, jnp.uint8)
     # A larger shift gives the same zeros, and its factor would not be a normal number.
     factor = _blocks.power_of_two(-jnp.minimum(shift, 64), False)
@@ -313,11 +347,13 @@ class _TransposeBlocks(Op):
         first, size = data.ndim - spec.rows - spec.cols, spec.block[1]
         matrix = _shapes.merge(data, *[1] * first, spec.rows)
         m, n = matrix.shape[-2:]
-        # 1. Find the scale of each new block; all columns of an old block have the same new scale.
+        # 1. Find the scale of each new block; all columns of an old block have the same
+        #    new scale.
         codes = _blocks.exponent_codes(scale_inv).astype(jnp.int32)
         largest = jnp.max(_blocks.cut(codes, (size, 1)), axis=(-3, -1), initial=0)
         of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
-        # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may move FP8 through float16.
+        # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may
+        #    move FP8 through float16.
         shift, of_elements = (_blocks.spread(x, spec.block, m, n) for x in (of_rows - codes, of_rows))
         nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
         shifted = jnp.where(of_elements == _blocks.NAN_CODE, jnp.uint8(nan_code), _shift_down(matrix, shift))

@@ -1,4 +1,6 @@
-"""quantize_norm: RMSNorm or LayerNorm and its quantization in one pass, without the norm's result in memory."""
+"""quantize_norm: RMSNorm or LayerNorm and its quantization in one pass, without the
+norm's result in memory.
+"""
 
 import math
 
@@ -15,14 +17,16 @@ KINDS = ("rms", "layer")
 
 
 def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str, epsilon: float) -> jax.Array:
-    """Normalize the last dimension by RMSNorm or LayerNorm, in f32 and rounded once to x's dtype; differentiable.
+    """Normalize the last dimension by RMSNorm or LayerNorm, in f32 and rounded once to
+    x's dtype; differentiable.
 
         "rms"     x * (rsqrt(mean(x**2) + epsilon) * gamma)
         "layer"   (x - mean(x)) * (rsqrt(mean((x - mean(x))**2) + epsilon) * gamma) + beta
 
-    These are RMSNorm (arXiv:1910.07467) and LayerNorm (arXiv:1607.06450) as in Flax's nn.RMSNorm and nn.LayerNorm. The
-    variance is that of the centered values, as with `use_fast_variance=False`; Flax's default,
-    `max(0, mean(x**2) - mean(x)**2)`, is the same number with a larger rounding error where the mean is large.
+    These are RMSNorm (arXiv:1910.07467) and LayerNorm (arXiv:1607.06450) as in Flax's
+    nn.RMSNorm and nn.LayerNorm. The variance is that of the centered values, as with
+    `use_fast_variance=False`; Flax's default, `max(0, mean(x**2) - mean(x)**2)`, is the
+    same number with a larger rounding error where the mean is large.
 
     Args:
         x: bfloat16, float16 or float32 `[..., n]`.
@@ -36,8 +40,8 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
 
     Raises:
         TypeError: x, gamma or beta has another dtype.
-        ValueError: an argument has another shape, `kind` is not one of these, beta is given with "rms", or epsilon is
-            negative or not finite.
+        ValueError: an argument has another shape, `kind` is not one of these, beta is
+            given with "rms", or epsilon is negative or not finite.
     """
     x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon)
     shape = (1,) * (x.ndim - 1) + gamma.shape
@@ -46,7 +50,9 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
 
 
 def _statistics(x, kind, epsilon):
-    """Return `(rstd, mean)` of each row, f32 `[..., 1]`; None in place of the mean for "rms"."""
+    """Return `(rstd, mean)` of each row, f32 `[..., 1]`; None in place of the mean for
+    "rms".
+    """
     x, mean = x.astype(jnp.float32), None
     if kind == "layer":
         mean = _mean(x)
@@ -81,17 +87,18 @@ def quantize_norm(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Quantize `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
 
-    On a GPU XLA computes the statistics of the rows of x, if possible in the pass that writes x. The kernel then reads
-    x once.
+    On a GPU XLA computes the statistics of the rows of x, if possible in the pass that
+    writes x. The kernel then reads x once.
 
     Equivalent to, without a rounding in between:
 
         y = normalize(x.astype(f32), gamma, beta, kind, epsilon)
         data, data_t, amax = quantize_transpose(y, scale, dtype, rows=rows)
 
-    up to the rounding errors of y, mostly those of the sums over n. Where such an error decides between two codes,
-    implementations may differ by one code. A y that is not finite gives a NaN code and an infinite amax. A NaN in x
-    makes all y of its row NaN, and so does an Inf for "layer"; for "rms" an Inf makes its own y NaN and the rest of
+    up to the rounding errors of y, mostly those of the sums over n. Where such an error
+    decides between two codes, implementations may differ by one code. A y that is not
+    finite gives a NaN code and an infinite amax. A NaN in x makes all y of its row NaN,
+    and so does an Inf for "layer"; for "rms" an Inf makes its own y NaN and the rest of
     its row 0, as in Flax.
 
     Args:
@@ -107,14 +114,16 @@ def quantize_norm(
         rows: the number of dimensions that m stands for.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, the amax of y.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of
+        `dtype`, the amax of y.
 
     Raises:
         TypeError: scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: scale or amax has another shape.
     """
-    # The statistics of a row are known only after the whole row was read. XLA computes them, if possible in the pass
-    # that writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
+    # The statistics of a row are known only after the whole row was read. XLA computes
+    # them, if possible in the pass that writes x. Statistics and parameters are small:
+    # in f32 the kernel needs no variant for each dtype.
     statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
     more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
     return _quantize_norm.quantize(
@@ -123,7 +132,9 @@ def quantize_norm(
 
 
 def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
-    """Check the arguments: arrays, and an epsilon of f32. `names` are those of gamma and beta in messages."""
+    """Check the arguments: arrays, and an epsilon of f32. `names` are those of gamma
+    and beta in messages.
+    """
     if kind not in KINDS:
         raise ValueError(f"{op}: kind: expected one of {KINDS}, got {kind!r}")
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), 1)
@@ -148,13 +159,17 @@ class _QuantizeNorm(Producer):
 
     def produce(self, x, statistics, *parameters, vmap_dims, option):
         rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
-        # Parameters have the vmapped dimensions and n. They broadcast over the batch and the rows in between.
+        # Parameters have the vmapped dimensions and n. They broadcast over the batch
+        # and the rows in between.
         gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
         return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 
     def canonical(self, x, statistics, *parameters, vmap_dims, rows, option):
-        """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for all; a beta of `[0]` is none."""
-        # Parameters are vmapped, never batched: each is repeated for the groups of its vmapped index.
+        """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for
+        all; a beta of `[0]` is none.
+        """
+        # Parameters are vmapped, never batched: each is repeated for the groups of its
+        # vmapped index.
         leading = x.ndim - rows - 1
         batch = math.prod(x.shape[vmap_dims:leading])
         parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]

@@ -1,4 +1,6 @@
-"""quantize_transpose: FP8 codes in both layouts, and the amax, in one read; and `Producer`, which computes x too."""
+"""quantize_transpose: FP8 codes in both layouts, and the amax, in one read; and
+`Producer`, which computes x too.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -12,7 +14,8 @@ from ..numerics import FP8_DTYPES
 from . import _checks, _quantize, _shapes
 from ._primitive import ONE, Op, dims
 
-# The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA adds the sums up.
+# The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA
+# adds the sums up.
 _SUMMED_ROWS = 128
 
 
@@ -27,9 +30,11 @@ def quantize_transpose(
     with_amax: bool = True,
     column_sums: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """Quantize `x` in both layouts: FP8 GEMMs on Hopper and Ada read both operands along the contraction.
+    """Quantize `x` in both layouts: FP8 GEMMs on Hopper and Ada read both operands
+    along the contraction.
 
-    Equivalent to `data, amax = quantize(x, scale, dtype, amax=amax); data_t = data.mT` with one read of `x`.
+    Equivalent to `data, amax = quantize(x, scale, dtype, amax=amax); data_t = data.mT`
+    with one read of `x`.
 
     Args:
         x: bfloat16, float16 or float32 `[..., m, n]`.
@@ -37,17 +42,19 @@ def quantize_transpose(
         dtype: float8_e4m3fn or float8_e5m2.
         rows, cols: the numbers of dimensions that m and n stand for.
         amax, with_amax: see `quantize`.
-        column_sums: whether to return `jnp.sum(x.astype(f32), axis=-2)` too: the gradient of a bias, if x is the
-            gradient of an output.
+        column_sums: whether to return `jnp.sum(x.astype(f32), axis=-2)` too: the
+            gradient of a bias, if x is the gradient of an output.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` of `dtype`; amax as from `quantize`. With
-        `column_sums` also the sums, f32 `[..., n]`, which a NaN or Inf enters as any sum; every run gives the same
-        bytes.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` of `dtype`;
+        amax as from `quantize`. With `column_sums` also the sums, f32 `[..., n]`, which
+        a NaN or Inf enters as any sum; every run gives the same bytes.
 
     Raises:
-        TypeError: x, scale, amax or dtype has another dtype; column_sums is no bool; or the op is differentiated.
-        ValueError: x has fewer dimensions than `rows + cols`, or scale or amax has another shape.
+        TypeError: x, scale, amax or dtype has another dtype; column_sums is no bool; or
+            the op is differentiated.
+        ValueError: x has fewer dimensions than `rows + cols`, or scale or amax has
+            another shape.
     """
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
@@ -72,7 +79,8 @@ class ProducerSpec(NamedTuple):
         dtype: the dtype of the codes.
         transpose, with_amax, column_sums: whether these are results.
         rows: the number of dimensions that m stands for.
-        option: the static argument of the producer itself, such as the name of an activation.
+        option: the static argument of the producer itself, such as the name of an
+            activation.
     """
 
     dtype: np.dtype
@@ -84,15 +92,17 @@ class ProducerSpec(NamedTuple):
 
 
 class Producer(Op):
-    """An op that quantizes what it computes from x and `more`, in both layouts; its spec is a `ProducerSpec`.
+    """An op that quantizes what it computes from x and `more`, in both layouts; its
+    spec is a `ProducerSpec`.
 
-    The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t if `transpose`; the amax if
-    `with_amax`, at least `amax_so_far` where that is given; and the sums over rows if `column_sums`, which needs
-    `transpose`. `m` stands for `rows` dimensions, `n` for those of `columns`. The custom call takes and returns the
+    The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t
+    if `transpose`; the amax if `with_amax`, at least `amax_so_far` where that is given;
+    and the sums over rows if `column_sums`, which needs `transpose`. `m` stands for
+    `rows` dimensions, `n` for those of `columns`. The custom call takes and returns the
     same arrays in its canonical form.
 
-    A producer is a function in jnp, from the operands to f32 `[..., m, *n]`: where no kernel fuses producer and
-    quantization, this function runs before the quantization.
+    A producer is a function in jnp, from the operands to f32 `[..., m, *n]`: where no
+    kernel fuses producer and quantization, this function runs before the quantization.
 
     Attributes:
         is_fused: whether the custom call computes the values too.
@@ -101,11 +111,15 @@ class Producer(Op):
     is_fused = True
 
     def columns(self, option) -> tuple[str, ...]:
-        """Return the names of the columns of the result, which are the last dimensions of x."""
+        """Return the names of the columns of the result, which are the last dimensions
+        of x.
+        """
         return dims("col", 1)
 
     def operand_names(self, batch, row, col, option) -> list:
-        """Return the names of x and `more`, given those of the result; `batch` are dimensions of x beyond them."""
+        """Return the names of x and `more`, given those of the result; `batch` are
+        dimensions of x beyond them.
+        """
         raise NotImplementedError
 
     def produce(self, x, *more, vmap_dims, option):
@@ -120,8 +134,9 @@ class Producer(Op):
         """Check the arguments that all producers take, and bind the primitive.
 
         Returns:
-            `(data, data_t, amax)`, the amax in the shape of the argument; None for data_t without `transpose` and for
-            the amax without `with_amax`. With `column_sums` also the sums.
+            `(data, data_t, amax)`, the amax in the shape of the argument; None for
+            data_t without `transpose` and for the amax without `with_amax`. With
+            `column_sums` also the sums.
         """
         scale, *amax_so_far = _checks.quantizer_operands(self.name, scale, amax)
         dtype = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES)
@@ -132,13 +147,14 @@ class Producer(Op):
 
     def names(self, x, *ranks, spec):
         col, row = self.columns(spec.option), dims("row", spec.rows)
-        # x may have dimensions that the result lacks, such as the pair of a gated activation. So its rank is compared
-        # with that of its names.
+        # x may have dimensions that the result lacks, such as the pair of a gated
+        # activation. So its rank is compared with that of its names.
         batch = dims("batch", x - len(self._names_without_batch(spec)[0]))
         x_names, *more_names = self.operand_names(batch, row, col, spec.option)
         _, amax_so_far = self._split(ranks[1:], spec)
         results = [batch + row + col, *[batch + col + row] * spec.transpose, *[ONE] * spec.with_amax]
-        # The sums lack the rows, so a mesh that cuts rows adds up the sums of its devices.
+        # The sums lack the rows, so a mesh that cuts rows adds up the sums of its
+        # devices.
         results += [batch + col] * spec.column_sums
         return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
 
@@ -155,7 +171,8 @@ class Producer(Op):
 
     def reference(self, x, scale, *rest, vmap_dims, spec):
         more, amax_so_far = self._split(rest, spec)
-        # The values stay in f32, as in the kernel: another rounding would give other codes.
+        # The values stay in f32, as in the kernel: another rounding would give other
+        # codes.
         return _quantize.reference(
             self.produce(x, *more, vmap_dims=vmap_dims, option=spec.option),
             scale,
@@ -188,9 +205,11 @@ class Producer(Op):
         col = x.shape[x.ndim - len(self.columns(spec.option)) :]
         m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
         (x, *more), attributes = self.canonical(x, *more, vmap_dims=vmap_dims, rows=spec.rows, option=spec.option)
-        # A single matrix needs no group dimension, but the fused producers have one always.
+        # A single matrix needs no group dimension, but the fused producers have one
+        # always.
         groups = x.shape[:1] if self.is_fused or leading else ()
-        # Results that may be left out come after the amax: the sums, and data_t of a producer.
+        # Results that may be left out come after the amax: the sums, and data_t of a
+        # producer.
         layouts = [((*groups, m, n), spec.dtype), *[((*groups, n, m), spec.dtype)] * spec.transpose]
         count = 1 if self.is_fused else len(layouts)
         before, amax, after = _quantize.call(

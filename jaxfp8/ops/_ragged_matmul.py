@@ -1,4 +1,6 @@
-"""ragged_matmul: the FP8 GEMMs of several groups in one call. Only the device knows the sizes of the groups."""
+"""ragged_matmul: the FP8 GEMMs of several groups in one call. Only the device knows the
+sizes of the groups.
+"""
 
 import dataclasses
 import math
@@ -17,7 +19,8 @@ from ._quantize import widening_on_cpu
 from ._scaled_matmul import to_f32
 from ._shapes import rescaled
 
-# The numbers of rows that the jnp program multiplies at once lie between these: about the rows of a group.
+# The numbers of rows that the jnp program multiplies at once lie between these: about
+# the rows of a group.
 _FEWEST_ROWS, _MOST_ROWS = 32, 512
 
 
@@ -37,47 +40,54 @@ def ragged_matmul(
 ) -> jax.Array:
     """Multiply consecutive groups of rows, each by its own matrix, and scale back.
 
-    Group e has the rows from `begin` to `end`; the first group begins at row 0. Equivalent to, in f32 and rounded once
-    at the end:
+    Group e has the rows from `begin` to `end`; the first group begins at row 0.
+    Equivalent to, in f32 and rounded once at the end:
 
         out[begin:end] = a[begin:end] @ b[e].T * (a_scale_inv * b_scale_inv)             # ragged="rows"
         out[e] = a[:, begin:end] @ b[:, begin:end].T * (a_scale_inv * b_scale_inv)       # ragged="contraction"
 
-    Rows of a beyond the last group give zeros ("rows") or enter no sum ("contraction"), whatever their values, NaN
-    included. No group reads the rows of another. `group_sizes` are read on the device: no shape depends on them, and
-    the host does not wait. A size below 0 counts as 0, and groups end at the last row.
+    Rows of a beyond the last group give zeros ("rows") or enter no sum ("contraction"),
+    whatever their values, NaN included. No group reads the rows of another.
+    `group_sizes` are read on the device: no shape depends on them, and the host does
+    not wait. A size below 0 counts as 0, and groups end at the last row.
 
-    With `a_block` or `b_block` each element of a or b is multiplied by the scale of its block. Blocks are those of the
-    whole of a, and of each matrix of b: a group may begin and end inside of a block, and reads only its own elements.
+    With `a_block` or `b_block` each element of a or b is multiplied by the scale of its
+    block. Blocks are those of the whole of a, and of each matrix of b: a group may
+    begin and end inside of a block, and reads only its own elements.
 
-    On NVIDIA GPUs one kernel multiplies operands with one scale on the FP8 tensor cores. For other operands, and on
-    other platforms, a loop over groups multiplies a few hundred rows at a time, so that neither work nor memory grow
-    with the number of groups. A mesh may cut m and g: a device multiplies its rows by its matrices.
+    On NVIDIA GPUs one kernel multiplies operands with one scale on the FP8 tensor
+    cores. For other operands, and on other platforms, a loop over groups multiplies a
+    few hundred rows at a time, so that neither work nor memory grow with the number of
+    groups. A mesh may cut m and g: a device multiplies its rows by its matrices.
 
     Args:
         a: float8_e4m3fn or float8_e5m2; `[m, k]`, or `[p, m]` for "contraction".
         b: float8_e4m3fn or float8_e5m2; `[g, n, k]`, or `[n, m]` for "contraction".
-        a_scale_inv: f32[] or f32[1]; with `a_block=(r, c)` float32 or float8_e8m0fnu `[ceil(m / r), ceil(k / c)]`, with
-            p and m in place of m and k for "contraction".
-        b_scale_inv: f32[] or f32[1], one for all groups; with `b_block=(r, c)` float32 or float8_e8m0fnu
-            `[g, ceil(n / r), ceil(k / c)]`, or `[ceil(n / r), ceil(m / c)]`.
+        a_scale_inv: f32[] or f32[1]; with `a_block=(r, c)` float32 or float8_e8m0fnu
+            `[ceil(m / r), ceil(k / c)]`, with p and m in place of m and k for
+            "contraction".
+        b_scale_inv: f32[] or f32[1], one for all groups; with `b_block=(r, c)` float32
+            or float8_e8m0fnu `[g, ceil(n / r), ceil(k / c)]`, or
+            `[ceil(n / r), ceil(m / c)]`.
         group_sizes: int32 `[g]`, of sum at most m.
-        ragged: the dimension m that the groups cut: the `"rows"` of a, or the `"contraction"`.
+        ragged: the dimension m that the groups cut: the `"rows"` of a, or the
+            `"contraction"`.
         out_dtype: bfloat16, float16 or float32.
-        precise: adds every 128 products to an f32 sum, on Ada every 32. It matters on Ada and Hopper, whose tensor
-            cores keep 13 bits; Blackwell's keep those of f32.
-        a_block, b_block: `(rows, columns)` of a block, where None in the pair stands for all rows or columns. The
-            default None means one scale for the operand.
-        b_t: b as `[g, k, n]`, or `[m, n]` for "contraction", if another product reads b in that layout; as `b_t` of
-            `scaled_matmul`.
+        precise: adds every 128 products to an f32 sum, on Ada every 32. It matters on
+            Ada and Hopper, whose tensor cores keep 13 bits; Blackwell's keep those of
+            f32.
+        a_block, b_block: `(rows, columns)` of a block, where None in the pair stands
+            for all rows or columns. The default None means one scale for the operand.
+        b_t: b as `[g, k, n]`, or `[m, n]` for "contraction", if another product reads b
+            in that layout; as `b_t` of `scaled_matmul`.
 
     Returns:
         `[m, n]` of `out_dtype`, or `[g, p, n]` for "contraction".
 
     Raises:
         TypeError: a scale has another dtype, or the op is differentiated.
-        ValueError: scales have another shape, or a block is not a pair of positive ints or Nones. `ragged_dot` has
-            checked all else.
+        ValueError: scales have another shape, or a block is not a pair of positive ints
+            or Nones. `ragged_dot` has checked all else.
     """
     op = "ragged_matmul"
     leading = () if ragged == "contraction" else (group_sizes.size,)
@@ -100,7 +110,8 @@ def ragged_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """The static part of a product; the operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if `has_b_t`.
+    """The static part of a product; the operands are a, b, a_scale_inv, b_scale_inv,
+    group_sizes, and b_t if `has_b_t`.
 
     Attributes:
         by_rows: whether the groups cut the rows of a; else they cut the contraction.
@@ -126,7 +137,9 @@ class _Spec:
 
 
 def _moved(x, shifts, axis: int):
-    """Move the matrices `[count, ...]` along an axis, round the end, each by its own shift."""
+    """Move the matrices `[count, ...]` along an axis, round the end, each by its own
+    shift.
+    """
     return jax.vmap(lambda x, shift: jnp.roll(x, shift, axis))(x, shifts)
 
 
@@ -138,8 +151,8 @@ def _dims(spec):
 def _scales(operand: str, dims, block) -> tuple[str, ...]:
     """Return the names of the dimensions of scales.
 
-    Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA, cuts other scales as it cuts
-    their matrix.
+    Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA,
+    cuts other scales as it cuts their matrix.
     """
     if block is None:
         return ONE
@@ -166,17 +179,21 @@ class _RaggedMatmul(Op):
         return {1: 5} if spec.has_b_t else {}
 
     def reference(self, a, b, a_scale_inv, b_scale_inv, group_sizes, first=None, *, vmap_dims, spec, widen=to_f32):
-        """Widen the codes, which is exact, and multiply with f32 accumulation in a loop.
+        """Widen the codes, which is exact, and multiply with f32 accumulation in a
+        loop.
 
-        `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is row 0.
+        `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is
+        row 0.
         """
         shape = spec.shape(a, b, group_sizes, vmap_dims)
         if 0 in a.shape or 0 in b.shape:
             return (lax.full(shape, 0, spec.out_dtype),)
         first = lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
-        # 1. Widen the codes. Scales of blocks multiply the codes: they are then no factor of the product.
+        # 1. Widen the codes. Scales of blocks multiply the codes: they are then no
+        #    factor of the product.
         one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
-        if spec.has_blocks:  # these f32 have all their bits: GPUs must not cut them to TF32
+        # these f32 have all their bits: GPUs must not cut them to TF32
+        if spec.has_blocks:
             widen, precision = to_f32, lax.Precision.HIGHEST
         a, b = widen(a), widen(b)
         if spec.a_block is not None:
@@ -188,7 +205,8 @@ class _RaggedMatmul(Op):
         if vmap_dims == 0:
             out = product(a, b, group_sizes, first, precision)
         else:
-            # Run the loops one after the other: as a batch, each step would touch the product of every vmapped index.
+            # Run the loops one after the other: as a batch, each step would touch the
+            # product of every vmapped index.
             flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first))
             out = lax.map(lambda operands: product(*operands, precision), tuple(flat)).reshape(shape)
         # 3. Apply the scales of whole operands.
@@ -205,7 +223,8 @@ class _RaggedMatmul(Op):
         a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
         scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
         result = (count, *shape[vmap_dims:]), spec.out_dtype
-        # The kernel takes the first group at row 0: move the rows there, and the rows of the result back.
+        # The kernel takes the first group at row 0: move the rows there, and the rows
+        # of the result back.
         if first is not None:
             first = first.reshape(count)
             a = _moved(a, -first, 0 if spec.by_rows else 1)
@@ -224,12 +243,15 @@ class _RaggedMatmul(Op):
         return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
     def on_shards(self, operands, cut, *, vmap_dims, spec):
-        """Give a device the sizes of its groups in its rows, and the row at which the first of them begins."""
+        """Give a device the sizes of its groups in its rows, and the row at which the
+        first of them begins.
+        """
         (row, row_shards), (group, group_shards) = cut("m0"), cut("g0")
         if row_shards == group_shards == 1:
             return operands
         *matrices, group_sizes = operands
-        # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
+        # 1. Find where each group of the whole matrix begins and ends, as a row of this
+        #    device.
         rows, groups = operands[0].shape[-2 if spec.by_rows else -1], group_sizes.shape[-1] // group_shards
         ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
         bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
@@ -246,20 +268,27 @@ class _RaggedMatmul(Op):
 _ragged_matmul = _RaggedMatmul()
 
 
-# The jnp program loops over chunks of groups, so that neither work nor memory grow with their number.
+# The jnp program loops over chunks of groups, so that neither work nor memory grow with
+# their number.
 def ends_of_groups(group_sizes, m: int):
-    """Return the row after the last one of each group. Sizes below 0 count as 0, and groups end at the last row."""
+    """Return the row after the last one of each group. Sizes below 0 count as 0, and
+    groups end at the last row.
+    """
     return jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, m), axis=-1, dtype=jnp.int32), m)
 
 
 class Chunks(NamedTuple):
-    """Groups of rows, cut into chunks of at most `rows` for the loops. No chunk has rows of two groups.
+    """Groups of rows, cut into chunks of at most `rows` for the loops. No chunk has
+    rows of two groups.
 
     Attributes:
-        rows: the largest number of rows of a chunk; the same for all chunks, so that the loops' shapes are static.
+        rows: the largest number of rows of a chunk; the same for all chunks, so that
+            the loops' shapes are static.
         m: the number of all rows.
-        sizes, ends: i32 `[g]`, the number of rows of each group, and the row after its last row.
-        chunks: i32 `[g]`, the number of chunks of all groups up to and including each group.
+        sizes, ends: i32 `[g]`, the number of rows of each group, and the row after its
+            last row.
+        chunks: i32 `[g]`, the number of chunks of all groups up to and including each
+            group.
     """
 
     rows: int
@@ -270,7 +299,9 @@ class Chunks(NamedTuple):
 
     @staticmethod
     def cut(group_sizes, m: int, first) -> "Chunks":
-        """Cut groups of these sizes, of `m` rows in all; the first group begins at row `first`."""
+        """Cut groups of these sizes, of `m` rows in all; the first group begins at row
+        `first`.
+        """
         groups = group_sizes.shape[0]
         # A chunk has about as many rows as a group has on average, a power of two.
         average = max(m // groups, 1)
@@ -284,8 +315,9 @@ class Chunks(NamedTuple):
     def loop(self, body, out):
         """Run `out = body(out, group, begin, inside)` for every chunk.
 
-        The window of a chunk is the `rows` rows from `begin` on. Near the end the window moves up so as not to reach
-        beyond the last row; `inside`, bool `[rows]`, says which rows of the window belong to the chunk.
+        The window of a chunk is the `rows` rows from `begin` on. Near the end the
+        window moves up so as not to reach beyond the last row; `inside`, bool `[rows]`,
+        says which rows of the window belong to the chunk.
         """
 
         def step(i, out):
@@ -293,7 +325,8 @@ class Chunks(NamedTuple):
             group = jnp.sum((self.chunks <= i).astype(jnp.int32))
             end = self.ends[group]
             first = end - self.sizes[group] + (i - (self.chunks[group] - self._count(group))) * self.rows
-            # 2. Keep the window inside the matrix, and mask its rows that are not of the chunk.
+            # 2. Keep the window inside the matrix, and mask its rows that are not of
+            #    the chunk.
             begin = jnp.minimum(first, self.m - self.rows)
             row = begin + lax.iota(jnp.int32, self.rows)
             return body(out, group, begin, (row >= first) & (row < jnp.minimum(first + self.rows, end)))

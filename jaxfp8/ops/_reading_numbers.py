@@ -1,4 +1,6 @@
-"""split_reading and join_recorded: the numbers of a reading as arrays, and what a step records as one."""
+"""split_reading and join_recorded: the numbers of a reading as arrays, and what a step
+records as one.
+"""
 
 import itertools
 import math
@@ -12,7 +14,8 @@ from ._partition import WHOLE
 from ._primitive import ONE, Op, dims, halves
 from ._readings import READING_NUMBERS, Pairs
 
-_PARTS = (2, 1, 1, 1, 1)  # the numbers in each part of a quantizer's reading: both amaxes are one part
+# the numbers in each part of a quantizer's reading: both amaxes are one part
+_PARTS = (2, 1, 1, 1, 1)
 
 
 def split_reading(reading: jax.Array) -> list[list[jax.Array]]:
@@ -22,8 +25,9 @@ def split_reading(reading: jax.Array) -> list[list[jax.Array]]:
         reading: f32 `[6 * k]`, of a product in one iteration of a loop.
 
     Returns:
-        For each quantizer a history `(2,)`, the newest and the largest entry; and stored, a zero, scale and scale_inv,
-        `(1,)`. The history gives the scale and the emptiness of the whole.
+        For each quantizer a history `(2,)`, the newest and the largest entry; and
+        stored, a zero, scale and scale_inv, `(1,)`. The history gives the scale and the
+        emptiness of the whole.
 
     Raises:
         TypeError: the op is differentiated.
@@ -34,7 +38,8 @@ def split_reading(reading: jax.Array) -> list[list[jax.Array]]:
 
 
 def join_recorded(recorded: Pairs) -> jax.Array:
-    """Put together what a product recorded: f32 `[6 * k]`, with 0 for the others, so that no history stays.
+    """Put together what a product recorded: f32 `[6 * k]`, with 0 for the others, so
+    that no history stays.
 
     Args:
         recorded: for each quantizer an amax and a scale_inv, f32 `(1,)`.
@@ -48,8 +53,9 @@ def join_recorded(recorded: Pairs) -> jax.Array:
 class _OfOneProduct(Op):
     """An op of the numbers of one product; the spec is the number of its quantizers.
 
-    Only on CPUs, where each slice is a program to compile, it is one call. XLA fuses slices elsewhere, and on a mesh
-    moves reductions of amaxes through slices and updates.
+    Only on CPUs, where each slice is a program to compile, it is one call. XLA fuses
+    slices elsewhere, and on a mesh moves reductions of amaxes through slices and
+    updates.
     """
 
     def on_one_device_only(self, spec):
@@ -71,7 +77,8 @@ class _SplitReading(_OfOneProduct):
         return {f"{WHOLE}_pair": _PARTS[0]}
 
     def reference(self, reading, vmap_dims, spec):
-        # Columns of the parts of one quantizer, from which those of the next are six numbers away.
+        # Columns of the parts of one quantizer, from which those of the next are six
+        # numbers away.
         ends = list(itertools.pairwise(itertools.accumulate(_PARTS, initial=0)))
         firsts = range(0, READING_NUMBERS * spec, READING_NUMBERS)
         return [reading[..., first + start : first + end] for start, end in ends for first in firsts]
@@ -105,8 +112,9 @@ class _JoinRecorded(_OfOneProduct):
         rest = jnp.zeros((*amax.shape[:-1], READING_NUMBERS - 2), jnp.float32)
         pairs = zip((*amaxes, jnp.zeros_like(amax)), scale_invs, strict=True)
         row = lax.concatenate([x for pair in pairs for x in (*pair, rest)], axis)
-        # The amax of the gradient comes last: XLA moves the all-reduce of an amax out of a loop where nothing but
-        # updates of slices is between it and the result of the loop.
+        # The amax of the gradient comes last: XLA moves the all-reduce of an amax out
+        # of a loop where nothing but updates of slices is between it and the result of
+        # the loop.
         return (lax.dynamic_update_slice_in_dim(row, amax, READING_NUMBERS * (spec - 1), axis),)
 
     def cpu(self, *operands, vmap_dims, spec):

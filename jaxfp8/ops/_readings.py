@@ -1,8 +1,9 @@
-"""read_histories and write_histories: the state of delayed scaling, read before a loop over layers, and written.
+"""read_histories and write_histories: the state of delayed scaling, read before a loop
+over layers, and written.
 
-The state may be that of many layers. Of this state a step needs only a reading, six numbers for each quantizer, and
-records as many. A product that is not in a loop reads its state by `delayed_scales`, and writes it by the same
-`write_histories`.
+The state may be that of many layers. Of this state a step needs only a reading, six
+numbers for each quantizer, and records as many. A product that is not in a loop reads
+its state by `delayed_scales`, and writes it by the same `write_histories`.
 """
 
 import itertools
@@ -30,18 +31,22 @@ Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 def read_histories(products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[float]] | None = None) -> list[jax.Array]:
     """Read the amax histories and the scales of products, each of k quantizers.
 
-    For each quantizer the reading has six numbers: the newest entry of its history, the largest entry, the scale, a 0
-    that kernels raise in place, and the scale and scale_inv that `delayed_scales` gives for the largest entry. Entries
-    that are not finite count as 0. Where an entry or the scale is below zero, which no training step makes, both amaxes
-    of the reading are -1, and the results of `delayed_scales` NaN.
+    For each quantizer the reading has six numbers: the newest entry of its history, the
+    largest entry, the scale, a 0 that kernels raise in place, and the scale and
+    scale_inv that `delayed_scales` gives for the largest entry. Entries that are not
+    finite count as 0. Where an entry or the scale is below zero, which no training step
+    makes, both amaxes of the reading are -1, and the results of `delayed_scales` NaN.
 
-    Products with equal batch dimensions are read by one custom call, up to 64 quantizers.
+    Products with equal batch dimensions are read by one custom call, up to 64
+    quantizers.
 
     Args:
-        products: for each product k pairs of a history, f32 `[*batch, H]`, and a scale, f32 `[*batch, 1]`, which is
-            the `scale_inv` of the last step. k is 1 to 64; the batch dimensions, k and H may differ; slot 0 of a
-            history is the newest entry.
-        fp8_max: for each product k numbers, the largest values of the FP8 formats; 448 for all by default.
+        products: for each product k pairs of a history, f32 `[*batch, H]`, and a scale,
+            f32 `[*batch, 1]`, which is the `scale_inv` of the last step. k is 1 to 64;
+            the batch dimensions, k and H may differ; slot 0 of a history is the newest
+            entry.
+        fp8_max: for each product k numbers, the largest values of the FP8 formats; 448
+            for all by default.
 
     Returns:
         For each product f32 `[*batch, 6 * k]`.
@@ -73,13 +78,16 @@ def write_histories(
 
     Args:
         products: the same argument as for `read_histories`.
-        recorded: for each product f32 `[*batch, 6 * k]`: for each quantizer the amax, the scale_inv, `stays` and three
-            numbers that are not read; or, for a single product, its k pairs of an amax and a scale_inv, f32
-            `[*batch, 1]`, where `stays` is 0. A scale_inv of 0 marks a quantizer that was not used: its results are
-            zeros. A step records a 0 for `stays`; `update_state` sets it where a history has no new entry.
+        recorded: for each product f32 `[*batch, 6 * k]`: for each quantizer the amax,
+            the scale_inv, `stays` and three numbers that are not read; or, for a single
+            product, its k pairs of an amax and a scale_inv, f32 `[*batch, 1]`, where
+            `stays` is 0. A scale_inv of 0 marks a quantizer that was not used: its
+            results are zeros. A step records a 0 for `stays`; `update_state` sets it
+            where a history has no new entry.
 
     Returns:
-        For each product its k pairs of a history and a scale, in the shapes of the arguments.
+        For each product its k pairs of a history and a scale, in the shapes of the
+        arguments.
 
     Raises:
         TypeError: the op is differentiated.
@@ -97,7 +105,9 @@ def write_histories(
 
 
 def _write_by_quantizer(pairs, recorded):
-    """Write the state of one product, of whose quantizers the amaxes and scales are arrays of their own."""
+    """Write the state of one product, of whose quantizers the amaxes and scales are
+    arrays of their own.
+    """
     numbers = [pair[side] for side in (0, 1) for pair in recorded]
     histories = [history for history, _ in pairs]
     results = _write(*histories, *numbers, spec=_WriteSpec((1,) * len(pairs), by_quantizer=True))
@@ -107,7 +117,8 @@ def _write_by_quantizer(pairs, recorded):
 def _calls(products) -> Iterable[list[int]]:
     """Divide the products, given by their positions, among custom calls.
 
-    The products of one call have the same batch dimensions, so that a mesh can cut all of them alike.
+    The products of one call have the same batch dimensions, so that a mesh can cut all
+    of them alike.
     """
     calls = {}
     for i, pairs in enumerate(products):
@@ -130,8 +141,11 @@ def _slices(counts):
 
 
 def _names(ranks, counts):
-    """Name the dimensions of the histories, the scales, and the readings of products (or the recorded numbers)."""
-    # A batch may be cut, by layers or experts; a window and the numbers of a product stay together.
+    """Name the dimensions of the histories, the scales, and the readings of products
+    (or the recorded numbers).
+    """
+    # A batch may be cut, by layers or experts; a window and the numbers of a product
+    # stay together.
     batch = dims("batch", ranks[0] - 1)
     histories, readings = (
         [(*batch, f"{WHOLE}_{kind}{i}") for i in range(count)]
@@ -145,7 +159,9 @@ def _groups(histories):
 
 
 class _ReadSpec(NamedTuple):
-    """The static part of `read_histories`: the numerators of the scales of each product's quantizers."""
+    """The static part of `read_histories`: the numerators of the scales of each
+    product's quantizers.
+    """
 
     numerators: tuple[tuple[float, ...], ...]
 
@@ -170,9 +186,11 @@ def _amaxes(history, scale):
 
 
 class _WriteSpec(NamedTuple):
-    """The static part of `write_histories`: the number of quantizers of each product, and the form of `recorded`.
+    """The static part of `write_histories`: the number of quantizers of each product,
+    and the form of `recorded`.
 
-    With `by_quantizer` the recorded numbers are an array for each amax and each scale_inv.
+    With `by_quantizer` the recorded numbers are an array for each amax and each
+    scale_inv.
     """
 
     counts: tuple[int, ...]
@@ -190,9 +208,11 @@ class _WriteSpec(NamedTuple):
 
 
 def _next_history(history, amax, scale_inv, stays=None):
-    """Drop slot 1, the oldest, and record the amax in slot 0; all arrays are bits of f32.
+    """Drop slot 1, the oldest, and record the amax in slot 0; all arrays are bits of
+    f32.
 
-    With `stays`, whether each row stays: there the amax takes slot 0 and no other slot moves.
+    With `stays`, whether each row stays: there the amax takes slot 0 and no other slot
+    moves.
     """
     moved = lax.concatenate([amax, history[..., 2:], history[..., :1]], history.ndim - 1)[..., : history.shape[-1]]
     is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
@@ -217,7 +237,8 @@ class _ReadHistories(OpOfUnits):
 
     def reference(self, *operands, vmap_dims, spec):
         histories, scales = halves(operands)
-        # The numbers of all quantizers are vectors, so that their scales are computed once.
+        # The numbers of all quantizers are vectors, so that their scales are computed
+        # once.
         amaxes = map(_amaxes, histories, scales)
         newest, largest, scale = (jnp.concatenate(x, axis=-1) for x in (*zip(*amaxes, strict=True), scales))
         numerators = np.array(sum(spec.numerators, ()), np.float32)
@@ -247,11 +268,13 @@ class _WriteHistories(OpOfUnits):
         return [*histories, *(scales * 2 if spec.by_quantizer else readings)], [*histories, *scales]
 
     def on_one_device_only(self, spec):
-        # On a mesh in jnp, which XLA fuses and moves together with the reductions of the amaxes.
+        # On a mesh in jnp, which XLA fuses and moves together with the reductions of
+        # the amaxes.
         return spec.by_quantizer
 
     def reference(self, *operands, vmap_dims, spec):
-        # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices and concatenations.
+        # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices
+        # and concatenations.
         bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
         histories, numbers = bits[: sum(spec.counts)], bits[sum(spec.counts) :]
         if spec.by_quantizer:
@@ -268,7 +291,8 @@ class _WriteHistories(OpOfUnits):
         batch, groups = histories[0].shape[:-1], _groups(histories)
         scales = [((math.prod(batch),), jnp.float32)] * len(groups)
         results = [(h.shape, jnp.float32) for h in groups] + scales
-        # The histories of a product that is not in a loop are mostly arguments of the program: XLA would copy them.
+        # The histories of a product that is not in a loop are mostly arguments of the
+        # program: XLA would copy them.
         aliases = {} if spec.by_quantizer else {i: i for i in range(len(groups))}
         numbers = [x.reshape(-1) if spec.by_quantizer else _shapes.merge(x, x.ndim - 1) for x in recorded]
         written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)

@@ -16,8 +16,8 @@ from ._primitive import ONE, Op
 from ._quantize import widening_on_cpu
 from ._shapes import ProductSpec, bias_operands, rescaled
 
-# The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs. XLA lends the memory to other
-# steps of the program.
+# The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs.
+# XLA lends the memory to other steps of the program.
 WORKSPACE_BYTES = 32 * 2**20
 # cuBLASLt wants 16-byte rows in FP8.
 ALIGNMENT = 16
@@ -47,12 +47,14 @@ def scaled_matmul(
 
         ((a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
 
-    Where `a_scale_inv * b_scale_inv` is not a normal number, the scales multiply one after the other:
-    `(a @ b.mT) * a_scale_inv * b_scale_inv`.
+    Where `a_scale_inv * b_scale_inv` is not a normal number, the scales multiply one
+    after the other: `(a @ b.mT) * a_scale_inv * b_scale_inv`.
 
-    On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is exact, and multiplied with f32
-    accumulation: with `K` products, `|error| <= K * 2**-24 * sum(|a_k b_k|)` before the last rounding. The tensor cores
-    of Ada and Hopper add with 13 bits, in steps of 16 and 32 products (docs/numerics.md has the bound).
+    On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is
+    exact, and multiplied with f32 accumulation: with `K` products,
+    `|error| <= K * 2**-24 * sum(|a_k b_k|)` before the last rounding. The tensor cores
+    of Ada and Hopper add with 13 bits, in steps of 16 and 32 products (docs/numerics.md
+    has the bound).
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
@@ -60,19 +62,23 @@ def scaled_matmul(
         a_scale_inv: f32[] or f32[1].
         b_scale_inv: f32[] or f32[1].
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
-        accumulator: f32 `[..., m, n]`, added; with `out_dtype` float32 the GPU may add in place.
+        accumulator: f32 `[..., m, n]`, added; with `out_dtype` float32 the GPU may add
+            in place.
         out_dtype: bfloat16, float16 or float32.
-        precise: turns fast accumulation off. On Ada and Hopper the tensor cores then hand their sums to f32 at
-            intervals, in place of once at the end; bits that a step drops stay lost. Elsewhere it changes nothing.
-        batch: the number of leading dimensions that a and b share. m and n are then any numbers of dimensions; by
-            default m and n are one dimension each.
+        precise: turns fast accumulation off. On Ada and Hopper the tensor cores then
+            hand their sums to f32 at intervals, in place of once at the end; bits that
+            a step drops stay lost. Elsewhere it changes nothing.
+        batch: the number of leading dimensions that a and b share. m and n are then any
+            numbers of dimensions; by default m and n are one dimension each.
         contracting: the number of dimensions that k stands for.
-        narrow_sums: adds the parts of the result that the TPUs of a mesh have in `out_dtype`, where they hold parts of
-            k: half of the bytes between devices for bfloat16, and a second rounding. By default TPUs add in f32;
-            other devices add in `out_dtype` anyway.
-        a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, if another product reads the operands in that layout. On
-            one device a_t and b_t are not read. On a mesh, if a or b has to be gathered, a_t or b_t is gathered in its
-            place, so that only one layout crosses devices.
+        narrow_sums: adds the parts of the result that the TPUs of a mesh have in
+            `out_dtype`, where they hold parts of k: half of the bytes between devices
+            for bfloat16, and a second rounding. By default TPUs add in f32; other
+            devices add in `out_dtype` anyway.
+        a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, if another product reads
+            the operands in that layout. On one device a_t and b_t are not read. On a
+            mesh, if a or b has to be gathered, a_t or b_t is gathered in its place, so
+            that only one layout crosses devices.
 
     Returns:
         `[..., m, n]` of `out_dtype`.
@@ -107,7 +113,8 @@ def scaled_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Spec(ProductSpec):
-    """The static part of one product: which of the operands bias, accumulator, a_t and b_t follow the first four.
+    """The static part of one product: which of the operands bias, accumulator, a_t and
+    b_t follow the first four.
 
     `narrow_sums` says in what dtype TPUs add their parts of the result.
     """
@@ -118,7 +125,9 @@ class _Spec(ProductSpec):
     narrow_sums: bool
 
     def split(self, operands):
-        """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or None)`."""
+        """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or
+        None)`.
+        """
         rest = list(operands[4:])
         bias = rest.pop(0) if self.has_bias else None
         accumulator = rest.pop(0) if self.has_accumulator else None
@@ -126,7 +135,8 @@ class _Spec(ProductSpec):
 
 
 def to_f32(codes):
-    """Widen by a cast to f32, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16.
+    """Widen by a cast to f32, which XLA fuses on most platforms. XLA:CPU has no
+    transposed products of bfloat16.
 
     Programs for TPUs multiply the codes as they are.
     """
@@ -134,18 +144,24 @@ def to_f32(codes):
 
 
 def _spaced(scale):
-    """Space scales `[s]` as `[s, 4]`: cuBLASLt reads each at 16 bytes. `[1]` stays: XLA aligns buffers."""
+    """Space scales `[s]` as `[s, 4]`: cuBLASLt reads each at 16 bytes. `[1]` stays: XLA
+    aligns buffers.
+    """
     return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
 
 
 def _finish(spec, out, bias, accumulator, vmap_dims):
-    """Add the bias and the accumulator to a scaled product of whole tensors, and round it to `out_dtype`."""
+    """Add the bias and the accumulator to a scaled product of whole tensors, and round
+    it to `out_dtype`.
+    """
     out = spec.add_bias(out, bias, vmap_dims)
     return ((out if accumulator is None else out + accumulator).astype(spec.out_dtype),)
 
 
 def _is_rewritten(a, b, vmap_dims) -> bool:
-    """Return whether XLA has an FP8 product of these operands: one pair of scales, and not E5M2 twice."""
+    """Return whether XLA has an FP8 product of these operands: one pair of scales, and
+    not E5M2 twice.
+    """
     return vmap_dims == 0 and not a.dtype == b.dtype == E5M2
 
 
@@ -160,7 +176,8 @@ def _pattern(*operands, vmap_dims, spec, dtype):
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
     out = spec.dot(*wide, vmap_dims, dtype, precision)
     if not scales_inside:
-        # Multiply by one factor: two would be two launches, and XLA's products have no rule for scales that flush.
+        # Multiply by one factor: two would be two launches, and XLA's products have no
+        # rule for scales that flush.
         out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
     return _finish(spec, out, bias, accumulator, vmap_dims)
 
@@ -168,9 +185,9 @@ def _pattern(*operands, vmap_dims, spec, dtype):
 def _scalar(scale, dtype):
     """Convert an f32[1] scale as XLA needs it in the pattern.
 
-    If the conversion to bfloat16 here meets XLA's conversion back to f32, XLA drops both and hands cuBLASLt the f32
-    scale, not rounded (`xla_allow_excess_precision`, which is on by default). The barrier keeps a reshape from coming
-    between them.
+    If the conversion to bfloat16 here meets XLA's conversion back to f32, XLA drops
+    both and hands cuBLASLt the f32 scale, not rounded (`xla_allow_excess_precision`,
+    which is on by default). The barrier keeps a reshape from coming between them.
     """
     return lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
@@ -197,7 +214,9 @@ class _ScaledMatmul(Op):
         return {position: first + i for i, position in enumerate(positions)}
 
     def reference(self, *operands, vmap_dims, spec, widen=to_f32):
-        """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
+        """Widen the codes, which is exact, and multiply whole tensors with f32
+        accumulation.
+        """
         a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
         # XLA adds the parts of a product that a mesh has in the dtype of the dot.
         is_narrow = spec.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
@@ -207,7 +226,9 @@ class _ScaledMatmul(Op):
         return _finish(spec, out, bias, accumulator, vmap_dims)
 
     def tpu(self, *operands, vmap_dims, spec, devices):
-        """Multiply by both halves of a pair apart, such as the kernels of gate and up."""
+        """Multiply by both halves of a pair apart, such as the kernels of gate and
+        up.
+        """
         multiply = functools.partial(super().tpu, vmap_dims=vmap_dims, devices=devices)
         a, b, *scales, bias, accumulator = spec.split(operands)
         leading = vmap_dims + spec.batch
@@ -228,13 +249,18 @@ class _ScaledMatmul(Op):
         return multiply(*operands, spec=spec)
 
     def cpu(self, *operands, vmap_dims, spec):
-        """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply it natively."""
+        """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply
+        it natively.
+        """
         return self.reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu())
 
     def cuda(self, *operands, vmap_dims, spec):
-        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the terms that cuBLASLt does not."""
+        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
+        terms that cuBLASLt does not.
+        """
         a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-        # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses
+        # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2
+        #    by E5M2, and cuBLASLt refuses
         # empty operands: leave both to XLA.
         a, b, shape = spec.groups(a, b, vmap_dims)
         (*groups, m, k), n = a.shape, b.shape[-2]
@@ -242,8 +268,10 @@ class _ScaledMatmul(Op):
         if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
             return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
 
-        # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32), and an f32
-        # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
+        # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16
+        #    for float32), and an f32
+        # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA
+        # fuses the rest into one pass.
         bias_dtype = jnp.float16 if spec.out_dtype == np.float16 else jnp.bfloat16
         bias_inside = bias is not None and g == 1 and bias.dtype == bias_dtype and accumulator is None
         accumulator_inside = accumulator is not None and bias is None and spec.out_dtype == np.float32
@@ -257,7 +285,8 @@ class _ScaledMatmul(Op):
             call_operands.append(_shapes.pad(bias.reshape(n), pad_n))
         if accumulator_inside:
             call_operands.append(_shapes.pad(accumulator.reshape(*groups, m, n), pad_m, pad_n))
-        # 4. Multiply, cut off the padding and add the terms that the epilogue did not take.
+        # 4. Multiply, cut off the padding and add the terms that the epilogue did not
+        #    take.
         dtype, aliases = spec.out_dtype if finished else jnp.float32, {4: 0} if accumulator_inside else None
         results = [((*groups, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
         out, _ = _ffi.call(
@@ -273,11 +302,13 @@ class _ScaledMatmul(Op):
         return (out,) if finished else _finish(spec, out, bias, accumulator, vmap_dims)
 
     def by_xla(self, *operands, vmap_dims, spec):
-        """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert, multiply by the scale, dot.
+        """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert,
+        multiply by the scale, dot.
 
-        XLA rewrites the product in the dtype of its operands. With float32 operands a bfloat16 result would take
-        another pass for its conversion and the bias; so on GPUs the pattern has the dtype bfloat16 if the result has.
-        On other platforms bfloat16 operands would be rounded, so the pattern stays in float32.
+        XLA rewrites the product in the dtype of its operands. With float32 operands a
+        bfloat16 result would take another pass for its conversion and the bias; so on
+        GPUs the pattern has the dtype bfloat16 if the result has. On other platforms
+        bfloat16 operands would be rounded, so the pattern stays in float32.
         """
         in_f32 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32)
         narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
@@ -287,12 +318,15 @@ class _ScaledMatmul(Op):
         return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
 
     def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
-        """Merge a batch of a alone, or of b alone, into its rows; make a batch with shared scales a batch dimension."""
+        """Merge a batch of a alone, or of b alone, into its rows; make a batch with
+        shared scales a batch dimension.
+        """
         # 1. Find the only operand that is batched, alone or with its second layout.
         batched = {i for i, d in enumerate(batch_dims) if d is not None}
         second = self.second_layouts(spec)
         position = next((i for i in (0, 1) if batched == {i} | ({second[i]} if i in second else set())), None)
-        # 2. Terms that are added have no room for more rows. Batched scales need the rule of all ops.
+        # 2. Terms that are added have no room for more rows. Batched scales need the
+        #    rule of all ops.
         if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
             return None if batched & {2, 3} else self._share_scales(run, operands, batch_dims, vmap_dims, spec)
         # 3. Make the batch the first dimension of m, or of n, in both layouts.
@@ -307,7 +341,9 @@ class _ScaledMatmul(Op):
         return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading + (spec.rows if position == 1 else 0)]
 
     def _share_scales(self, run, operands, batch_dims, vmap_dims, spec):
-        """Make the batch a batch dimension of a, b and the operands that are added; all examples share the scales."""
+        """Make the batch a batch dimension of a, b and the operands that are added; all
+        examples share the scales.
+        """
         (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
 
         def batched(x, d):

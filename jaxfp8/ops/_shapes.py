@@ -1,4 +1,5 @@
-"""Reshape between an op's dimensions and the canonical form of custom calls, groups `[g, ...]` (common/README.md).
+"""Reshape between an op's dimensions and the canonical form of custom calls, groups
+`[g, ...]` (common/README.md).
 
 Below are the dimensions and the scales of products.
 """
@@ -19,7 +20,8 @@ from ._primitive import dims
 
 
 def merge(x, *counts):
-    """Merge consecutive dimensions of `x`: each count merges that many; the last dimension gets the rest.
+    """Merge consecutive dimensions of `x`: each count merges that many; the last
+    dimension gets the rest.
 
     `merge(x, 2, 1)` of shape (a, b, c, d, e) has shape (a * b, c, d * e).
     """
@@ -27,10 +29,11 @@ def merge(x, *counts):
 
 
 def merge_groups(x, leading, *counts):
-    """Merge the leading dimensions of `x` to a group dimension, and the others as `merge` does.
+    """Merge the leading dimensions of `x` to a group dimension, and the others as
+    `merge` does.
 
-    Without leading dimensions there is one group, and no dimension for it: a custom call whose operands may lack it
-    needs no reshapes.
+    Without leading dimensions there is one group, and no dimension for it: a custom
+    call whose operands may lack it needs no reshapes.
     """
     return merge(x, leading, *counts) if leading else merge(x, *counts)
 
@@ -45,7 +48,9 @@ def merged(shape, *counts):
 
 
 def parts(shape, rows, cols):
-    """Return the leading dimensions of a shape, those of the rows, and those of the columns, which come last."""
+    """Return the leading dimensions of a shape, those of the rows, and those of the
+    columns, which come last.
+    """
     first = len(shape) - rows - cols
     return shape[:first], shape[first : first + rows], shape[first + rows :]
 
@@ -57,13 +62,16 @@ def pad(x, *widths):
 
 
 def transpose(x, rows, cols):
-    """Move the last `cols` dimensions of `x` before the `rows` dimensions in front of them."""
+    """Move the last `cols` dimensions of `x` before the `rows` dimensions in front of
+    them.
+    """
     first = x.ndim - rows - cols
     return jnp.transpose(x, (*range(first), *range(first + rows, x.ndim), *range(first, first + rows)))
 
 
 def group_scales(scale, vmap_dims, batch=1):
-    """Return the scale of each group: f32 `[*vmapped, 1]` as `[1]`, one for all groups, or as `[g]`.
+    """Return the scale of each group: f32 `[*vmapped, 1]` as `[1]`, one for all groups,
+    or as `[g]`.
 
     Args:
         scale: f32 `[*vmapped, 1]`, a scale for each index of the vmapped dimensions.
@@ -75,13 +83,17 @@ def group_scales(scale, vmap_dims, batch=1):
 
 
 def group_amaxes(amax, batch):
-    """Return the amax so far of each group: f32 `[*vmapped, 1]` as `[g]`, `batch` groups for each index."""
+    """Return the amax so far of each group: f32 `[*vmapped, 1]` as `[g]`, `batch`
+    groups for each index.
+    """
     amax = amax.reshape(-1)
     return amax if batch == 1 else jnp.repeat(amax, batch)
 
 
 def vmapped_amaxes(amaxes, vmapped, batch=1):
-    """Return the amax of each vmapped index: f32 `[g]`, `batch` groups an index, as `[*vmapped, 1]`."""
+    """Return the amax of each vmapped index: f32 `[g]`, `batch` groups an index, as
+    `[*vmapped, 1]`.
+    """
     # The groups of a batch have one amax together.
     if batch != 1:
         amaxes = _scaling.abs_max(amaxes.reshape(math.prod(vmapped), batch), axis=1)
@@ -95,18 +107,24 @@ def abs_max(x, vmap_dims):
 
 
 def raise_amax(amax, *amax_so_far):
-    """Return the largest of non-negative f32 arrays, compared as integers: XLA's CPU threads flush subnormal floats."""
+    """Return the largest of non-negative f32 arrays, compared as integers: XLA's CPU
+    threads flush subnormal floats.
+    """
     bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (amax, *amax_so_far))
     return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
 
 def stretch(scale, x):
-    """Reshape a scale of each vmapped index, f32 `[*vmapped, 1]`, to the rank of `x`."""
+    """Reshape a scale of each vmapped index, f32 `[*vmapped, 1]`, to the rank of
+    `x`.
+    """
     return scale.reshape(*scale.shape[:-1], *[1] * (x.ndim - scale.ndim + 1))
 
 
 def spread(scale, shape):
-    """Repeat a scale of each vmapped index, f32 `[*vmapped, 1]`, for each element of `shape`."""
+    """Repeat a scale of each vmapped index, f32 `[*vmapped, 1]`, for each element of
+    `shape`.
+    """
     if scale.ndim > len(shape):
         return scale.reshape(shape)
     return lax.broadcast_in_dim(scale, shape, tuple(range(scale.ndim)))
@@ -117,13 +135,15 @@ def spread(scale, shape):
 
 @dataclasses.dataclass(frozen=True)
 class ProductSpec:
-    """The static part of a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, kept as `[*batch, *m, *n]`.
+    """The static part of a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`,
+    kept as `[*batch, *m, *n]`.
 
     Attributes:
         out_dtype: dtype of the result.
         precise: whether fast accumulation is off.
         has_bias: whether a bias `[*batch, *n]` is added.
-        batch, rows, contracting: the numbers of dimensions of a that are batch, m and k.
+        batch, rows, contracting: the numbers of dimensions of a that are batch, m and
+            k.
     """
 
     out_dtype: np.dtype
@@ -146,7 +166,8 @@ class ProductSpec:
         return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
 
     def groups(self, a, b, vmap_dims):
-        """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their product before the merge.
+        """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their
+        product before the merge.
 
         Without leading dimensions there is no g.
         """
@@ -167,10 +188,12 @@ class ProductSpec:
 def rescaled(
     sums: jax.Array, a_scale_inv: jax.Array, b_scale_inv: jax.Array, spread: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h does.
+    """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h
+    does.
 
-    The product of the scales is one factor where that is a normal number. Where the factor flushes or overflows, the
-    result need not: there the scales multiply one after the other.
+    The product of the scales is one factor where that is a normal number. Where the
+    factor flushes or overflows, the result need not: there the scales multiply one
+    after the other.
 
     Args:
         sums: f32.
@@ -183,12 +206,15 @@ def rescaled(
 
 @jax.jit
 def _factors(a_scale_inv, b_scale_inv):
-    """Return the two factors of `rescaled`; jitted, so that all products of a program share this function."""
+    """Return the two factors of `rescaled`; jitted, so that all products of a program
+    share this function.
+    """
     product, limits = a_scale_inv * b_scale_inv, np.finfo(np.float32)
     a_scale_inv, b_scale_inv = (jnp.broadcast_to(scale, product.shape) for scale in (a_scale_inv, b_scale_inv))
     size = jnp.abs(product)
     is_normal = lax.clamp(limits.tiny, size, limits.max) == size
-    # The 1 comes first: XLA may contract the last factor with a following addition, such as a bias, as with one factor.
+    # The 1 comes first: XLA may contract the last factor with a following addition,
+    # such as a bias, as with one factor.
     unit = is_normal.astype(product.dtype)
     return lax.select(is_normal, unit, a_scale_inv), lax.select(is_normal, product, b_scale_inv)
 

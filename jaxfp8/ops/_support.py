@@ -1,6 +1,8 @@
-"""Which implementation of an op runs: the user's choice, custom calls that are switched off, and the check of GPUs.
+"""Which implementation of an op runs: the user's choice, custom calls that are switched
+off, and the check of GPUs.
 
-A program uses the CUDA library only if the GPUs that it is lowered for can run the library.
+A program uses the CUDA library only if the GPUs that it is lowered for can run the
+library.
 """
 
 import contextlib
@@ -21,7 +23,8 @@ _WITHOUT = "running without FP8 custom calls: same results within their bounds, 
 _warned = set()
 _listeners = []
 
-VARIABLE = "JAXFP8_DISABLE"  # custom calls that a user has switched off, so that one bad kernel does not end a run
+# custom calls that a user has switched off, so that one bad kernel does not end a run
+VARIABLE = "JAXFP8_DISABLE"
 _CHOICES = ("ffi", "reference", "xla", "tpu")
 # The context is part of jit's cache key: a change of the implementation retraces.
 _context = jax.make_user_context(default_value=None)
@@ -45,13 +48,16 @@ class Missing(NamedTuple):
 def implementation(name: str):
     """Select the implementation of `jaxfp8.ops` for what is traced inside.
 
-    Outside of this context custom calls run where a native library serves the platform, the jnp reference elsewhere.
+    Outside of this context custom calls run where a native library serves the platform,
+    the jnp reference elsewhere.
 
     Args:
-        name: `"ffi"` runs custom calls only, and raises on platforms without them. `"reference"` runs plain jnp.
-            `"xla"` runs the reference too, but with the GEMM as the convert-multiply-dot pattern that XLA's compiler
-            for GPUs rewrites to FP8 (docs/xla.md). `"tpu"` runs what TPUs run, plain jnp too, on every platform; it is
-            needed only to compile for TPUs on a machine without one (docs/tpu.md).
+        name: `"ffi"` runs custom calls only, and raises on platforms without them.
+            `"reference"` runs plain jnp. `"xla"` runs the reference too, but with the
+            GEMM as the convert-multiply-dot pattern that XLA's compiler for GPUs
+            rewrites to FP8 (docs/xla.md). `"tpu"` runs what TPUs run, plain jnp too, on
+            every platform; it is needed only to compile for TPUs on a machine without
+            one (docs/tpu.md).
 
     Raises:
         ValueError: unknown `name`.
@@ -59,7 +65,8 @@ def implementation(name: str):
     """
     if name not in _CHOICES:
         raise ValueError(f"implementation: name: expected one of {_CHOICES}, got {name!r}")
-    # Refuse what no platform of this process can do. For one platform of several the lowering rule refuses.
+    # Refuse what no platform of this process can do. For one platform of several the
+    # lowering rule refuses.
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
         raise RuntimeError(f'implementation("ffi"): no compiled module is loaded; for CPUs: {_ffi.error("cpu")}')
     with using(name):
@@ -67,12 +74,16 @@ def implementation(name: str):
 
 
 def using(name: str | None):
-    """Return a context in which `selected()` is `name`: for a program that is lowered later than it was traced."""
+    """Return a context in which `selected()` is `name`: for a program that is lowered
+    later than it was traced.
+    """
     return _context(name)
 
 
 def is_for_tpu() -> bool:
-    """Tell whether a program is traced for TPUs: where JAX's default backend is one, or by `implementation("tpu")`."""
+    """Tell whether a program is traced for TPUs: where JAX's default backend is one, or
+    by `implementation("tpu")`.
+    """
     return selected() == "tpu" or (selected() is None and jax.default_backend() == "tpu")
 
 
@@ -85,7 +96,8 @@ def parsed(value: str) -> frozenset[str]:
     """Return the ops that a value of JAXFP8_DISABLE names, separated by commas.
 
     Raises:
-        ValueError: a name is not that of an op: with a typo the bad kernel would stay on.
+        ValueError: a name is not that of an op: with a typo the bad kernel would stay
+            on.
     """
     names = frozenset(name.strip() for name in value.split(",")) - {""}
     if unknown := ", ".join(sorted(names - set(_ffi.OPS))):
@@ -94,12 +106,15 @@ def parsed(value: str) -> frozenset[str]:
     return names
 
 
-# The environment is read once: programs that jit has cached would not follow a later change.
+# The environment is read once: programs that jit has cached would not follow a later
+# change.
 _disabled = parsed(os.environ.get(VARIABLE, ""))
 
 
 def why_disabled(op: str) -> str | None:
-    """Return the reason if the custom call of `op` is switched off, a clause; else None."""
+    """Return the reason if the custom call of `op` is switched off, a clause; else
+    None.
+    """
     return f"{VARIABLE} names {op}" if op in _disabled else None
 
 
@@ -119,7 +134,9 @@ def local_gpus() -> list:
 
 
 def backend() -> str:
-    """Return the platform of this process, as programs are lowered for it: JAX calls both CUDA and ROCm "gpu"."""
+    """Return the platform of this process, as programs are lowered for it: JAX calls
+    both CUDA and ROCm "gpu".
+    """
     name = jax.default_backend()
     if name != "gpu":
         return name
@@ -127,12 +144,16 @@ def backend() -> str:
 
 
 def gpus(ctx) -> list:
-    """Return the GPUs that the program of a lowering rule is for, else those of this machine."""
+    """Return the GPUs that the program of a lowering rule is for, else those of this
+    machine.
+    """
     return _compat.gpus_of(ctx) or local_gpus()
 
 
 def capability(gpu) -> tuple[int, ...]:
-    """Return `(major, minor)` of an NVIDIA GPU; `()` for another GPU, such as AMD's "gfx942", or an unknown one."""
+    """Return `(major, minor)` of an NVIDIA GPU; `()` for another GPU, such as AMD's
+    "gfx942", or an unknown one.
+    """
     match = re.fullmatch(r"(\d+)\.(\d+)", getattr(gpu, "compute_capability", ""))
     return () if match is None else tuple(map(int, match.groups()))
 
@@ -140,7 +161,8 @@ def capability(gpu) -> tuple[int, ...]:
 def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
     """Return what keeps a CUDA custom call from running on these GPUs.
 
-    Without a GPU a program is compiled ahead of time, for GPUs that are assumed to have everything.
+    Without a GPU a program is compiled ahead of time, for GPUs that are assumed to have
+    everything.
 
     Args:
         gpus: anything with a `device_kind` and a `compute_capability`.
@@ -167,7 +189,9 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
 
 
 def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
-    """Tell whether code such as `sm_89` runs: on its generation from its version on, with an `a` on its version."""
+    """Tell whether code such as `sm_89` runs: on its generation from its version on,
+    with an `a` on its version.
+    """
     number, is_specific = architecture.removeprefix("sm_").rstrip("af"), architecture.endswith("a")
     major, minor = int(number[:-1]), int(number[-1])
     return capability[0] == major and (capability[1] == minor if is_specific else capability[1] >= minor)
@@ -184,7 +208,9 @@ def warn(reason: str, instead: str = _WITHOUT) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect the reasons that programs lowered inside would warn of, each once, in place of the warnings."""
+    """Collect the reasons that programs lowered inside would warn of, each once, in
+    place of the warnings.
+    """
     reasons = []
     _listeners.append(reasons)
     try:

@@ -1,4 +1,6 @@
-"""Optimizer states in FP8: the moments of any optax transformation, at a quarter of their bytes."""
+"""Optimizer states in FP8: the moments of any optax transformation, at a quarter of
+their bytes.
+"""
 
 from ..train import AppliedTransformation as AppliedTransformation
 from ._adam import adamw as adamw

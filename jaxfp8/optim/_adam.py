@@ -1,4 +1,6 @@
-"""adamw: AdamW whose step on moments in FP8 is one op, and can be one pass over the parameters."""
+"""adamw: AdamW whose step on moments in FP8 is one op, and can be one pass over the
+parameters.
+"""
 
 import functools
 import math
@@ -45,46 +47,54 @@ def adamw(
     min_size: int = 4096,
     seed: int = 0,
 ) -> AppliedTransformation:
-    """Make AdamW with moments in FP8: `quantized(optax.adamw(...))` with one op that does all of a step.
+    """Make AdamW with moments in FP8: `quantized(optax.adamw(...))` with one op that
+    does all of a step.
 
         tx = jaxfp8.optim.adamw(1e-3, max_norm=1.0)
         opt_state = tx.init(params)
         params, opt_state = tx.apply(grads, opt_state, params)
 
-    For a large leaf, or for several small ones, one op decodes moments, averages, divides and encodes: no moment is in
-    memory in f32, but on TPUs. `apply` also writes the next parameters, so that a step moves 16.3 bytes a parameter;
-    float32 Adam moves 28, and `update` with `optax.apply_updates` 24.3. `update` is that of any transformation, for
-    `optax.chain` and everything that takes one.
+    For a large leaf, or for several small ones, one op decodes moments, averages,
+    divides and encodes: no moment is in memory in f32, but on TPUs. `apply` also writes
+    the next parameters, so that a step moves 16.3 bytes a parameter; float32 Adam moves
+    28, and `update` with `optax.apply_updates` 24.3. `update` is that of any
+    transformation, for `optax.chain` and everything that takes one.
 
         m = (1 - b1) g + b1 m
         v = (1 - b2) g**2 + b2 v
         p = p - learning_rate (m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps) + weight_decay p)
 
-    Averages of moments in FP8 are f32 whatever the dtype of a parameter, with 0 in place of products below 2**-102, of
-    squares below 2**-125. Moments of less than `min_size` elements stay as optax keeps them, and are stepped by optax.
-    Nothing differentiates through a step.
+    Averages of moments in FP8 are f32 whatever the dtype of a parameter, with 0 in
+    place of products below 2**-102, of squares below 2**-125. Moments of less than
+    `min_size` elements stay as optax keeps them, and are stepped by optax. Nothing
+    differentiates through a step.
 
     Args:
-        learning_rate, b1, b2, eps, eps_root, weight_decay: as in `optax.adamw`. The learning rate and the weight decay
-            may be functions of the number of steps so far. `eps` and `eps_root` are 0 or normal f32 numbers.
-        mask: a tree of bools, or a function from parameters to one, which says what `weight_decay` decays.
-        max_norm: gradients whose global norm is larger are scaled to this norm first, as by
-            `optax.clip_by_global_norm`, in the same pass; in a chain, clipped gradients would be written and read.
-            Inside of `jax.shard_map` it is the norm of the shards of one device.
+        learning_rate, b1, b2, eps, eps_root, weight_decay: as in `optax.adamw`. The
+            learning rate and the weight decay may be functions of the number of steps
+            so far. `eps` and `eps_root` are 0 or normal f32 numbers.
+        mask: a tree of bools, or a function from parameters to one, which says what
+            `weight_decay` decays.
+        max_norm: gradients whose global norm is larger are scaled to this norm first,
+            as by `optax.clip_by_global_norm`, in the same pass; in a chain, clipped
+            gradients would be written and read. Inside of `jax.shard_map` it is the
+            norm of the shards of one device.
         min_size: the number of elements from which on a moment is quantized.
-        seed: an int, modulo 2**32 the seed of the random bits that round moments. In `optax.inject_hyperparams` name
-            it, as `static_args=("min_size", "seed")`.
+        seed: an int, modulo 2**32 the seed of the random bits that round moments. In
+            `optax.inject_hyperparams` name it, as `static_args=("min_size", "seed")`.
 
     Returns:
-        The transformation; its state is the `QuantizedState` of an `optax.ScaleByAdamState`.
+        The transformation; its state is the `QuantizedState` of an
+        `optax.ScaleByAdamState`.
 
     Raises:
         TypeError: `seed` or `min_size` is no int, or another option no number.
-        ValueError: `max_norm` is not positive, or a number is finite and in float32 is not. In `init`, `mask` has
-            another tree than the parameters, or these hold FP8 state: wrap the transformation in
-            `jaxfp8.train.optimizer`. In `apply` and `update`, the state is of another transformation, a gradient has
-            another shape than its parameter, or `params` is None; of `update` it may be if `weight_decay` is the number
-            0 and there is no mask.
+        ValueError: `max_norm` is not positive, or a number is finite and in float32 is
+            not. In `init`, `mask` has another tree than the parameters, or these hold
+            FP8 state: wrap the transformation in `jaxfp8.train.optimizer`. In `apply`
+            and `update`, the state is of another transformation, a gradient has another
+            shape than its parameter, or `params` is None; of `update` it may be if
+            `weight_decay` is the number 0 and there is no mask.
     """
     seed = to_seed("optim.adamw", seed)
     check_min_size("optim.adamw", min_size)
@@ -104,7 +114,9 @@ def adamw(
         return quantize_state(small.init(params), min_size=min_size)
 
     def numbers(count, rate, decay, factor):
-        """Return the numbers of a step as `ops.adam_update` takes them; `count` is that of this step."""
+        """Return the numbers of a step as `ops.adam_update` takes them; `count` is that
+        of this step.
+        """
         one, t = jnp.float32(1), count.astype(jnp.float32)
         averages = (x for b in (b1, b2) for x in (b, 1 - b))
         unbias = (one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2))
@@ -146,7 +158,8 @@ def adamw(
         updates, plain_state = small.update(clipped, plain_state)
         results = dict(zip(plain, zip(updates, plain_state.mu, plain_state.nu, strict=True), strict=True))
 
-        # 3. Step the others by one op for a large leaf, or for several small ones; of float32 parameters up to the end.
+        # 3. Step the others by one op for a large leaf, or for several small ones; of
+        #    float32 parameters up to the end.
         written = {i for i in range(len(grads)) if applies and i not in results and params[i].dtype == jnp.float32}
         for group in _groups([i for i in range(len(grads)) if i not in results], grads, written):
             leaves = []
@@ -163,7 +176,8 @@ def adamw(
                 kinds = (jax.tree.structure(tree[i]) for tree in moments)
                 results[i] = out, *(kind.unflatten(x) for kind, x in zip(kinds, new, strict=True))
 
-        # 4. Decay and scale what is an update yet, in the dtype in which optax adds a parameter and its update.
+        # 4. Decay and scale what is an update yet, in the dtype in which optax adds a
+        #    parameter and its update.
         outs, mu, nu = ([results[i][part] for i in range(len(grads))] for part in range(3))
         for i in set(range(len(grads))) - written:
             if params[i] is None:
@@ -188,7 +202,9 @@ def adamw(
 
 
 def _check_number(name, value):
-    """Raise unless an option is a number that float32 can hold, an array or a schedule; `max_norm` may be None."""
+    """Raise unless an option is a number that float32 can hold, an array or a schedule;
+    `max_norm` may be None.
+    """
     if callable(value) or hasattr(value, "dtype") or (name == "max_norm" and value is None):
         return
     if not isinstance(value, numbers.Real):
@@ -204,7 +220,9 @@ def _decays(mask, treedef, params, weight_decay):
 
 
 def _clip_factor(grads, max_norm):
-    """Return the factor that brings the global norm of the gradients down to `max_norm`."""
+    """Return the factor that brings the global norm of the gradients down to
+    `max_norm`.
+    """
     if max_norm is None:
         return jnp.float32(1)
     norm = optax.tree.norm([grad.astype(jnp.float32) for grad in grads])
@@ -212,7 +230,9 @@ def _clip_factor(grads, max_norm):
 
 
 def _groups(indices, grads, written):
-    """Divide leaves among calls of the op: a large leaf alone, and small leaves of a kind together."""
+    """Divide leaves among calls of the op: a large leaf alone, and small leaves of a
+    kind together.
+    """
     groups = {}
     for i in indices:
         groups.setdefault((i in written, i if grads[i].size > _SMALL else None), []).append(i)

@@ -1,7 +1,9 @@
-"""The moments of an optimizer in FP8: classes of its state, and functions that encode and decode moments.
+"""The moments of an optimizer in FP8: classes of its state, and functions that encode
+and decode moments.
 
-A moment has blocks of 128 elements along one axis, of which the last may be smaller. The shape of a moment tells the
-axis, so a moment needs no static field: checkpoints, `jax.vmap` and shardings see a tuple of arrays.
+A moment has blocks of 128 elements along one axis, of which the last may be smaller.
+The shape of a moment tells the axis, so a moment needs no static field: checkpoints,
+`jax.vmap` and shardings see a tuple of arrays.
 """
 
 import functools
@@ -23,9 +25,11 @@ _INF_BITS, _NEGATIVE_NAN_BITS = np.uint32(0x7F800000), np.uint32(0xFFC00000)
 
 
 def block_axis(shape: tuple[int, ...]) -> int:
-    """Return the axis along which blocks lie: the last axis with at least 64 elements, else the last largest axis.
+    """Return the axis along which blocks lie: the last axis with at least 64 elements,
+    else the last largest axis.
 
-    The last axis of a kernel or an embedding has the features of one input or one token, whose moments are similar.
+    The last axis of a kernel or an embedding has the features of one input or one
+    token, whose moments are similar.
     """
     wide = [axis for axis, size in enumerate(shape) if size >= _NARROWEST]
     return wide[-1] if wide else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
@@ -55,12 +59,15 @@ def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedShar
 
 
 class Moment(NamedTuple):
-    """A moment in FP8, in one of two subclasses, which say how updates round the moment.
+    """A moment in FP8, in one of two subclasses, which say how updates round the
+    moment.
 
     Attributes:
         data: float8_e4m3fn codes, in the shape of the moment.
-        amax: f32, the largest finite magnitude of each block of 128 elements along one axis; 0 for a block of zeros.
-        exponent: int8, the binary logarithm of k for each block: 1, 0 or -1; see `jaxfp8.ops.encode_moment`.
+        amax: f32, the largest finite magnitude of each block of 128 elements along one
+            axis; 0 for a block of zeros.
+        exponent: int8, the binary logarithm of k for each block: 1, 0 or -1; see
+            `jaxfp8.ops.encode_moment`.
     """
 
     data: jax.Array
@@ -69,24 +76,30 @@ class Moment(NamedTuple):
 
 
 class SignedMoment(Moment):
-    """A moment of both signs, such as Adam's first moment. An update rounds stochastically, and keeps the mean.
+    """A moment of both signs, such as Adam's first moment. An update rounds
+    stochastically, and keeps the mean.
 
-    To nearest, a moment would not follow a gradient that turns round: the steps of an average can be smaller than half
-    of the spacing of codes.
+    To nearest, a moment would not follow a gradient that turns round: the steps of an
+    average can be smaller than half of the spacing of codes.
     """
 
 
 class SquaredMoment(Moment):
-    """A moment of squares, such as Adam's second moment. An update rounds stochastically, and only 0 becomes 0.
+    """A moment of squares, such as Adam's second moment. An update rounds
+    stochastically, and only 0 becomes 0.
 
-    The steps of a slow average are smaller than half of the spacing of codes, so rounding to nearest would lose them.
-    An optimizer divides by the root of the moment, so a small number that became 0 would make an update without bounds.
+    The steps of a slow average are smaller than half of the spacing of codes, so
+    rounding to nearest would lose them. An optimizer divides by the root of the moment,
+    so a small number that became 0 would make an update without bounds.
     """
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)  # which has a mesh of type Explicit, without `jax.set_mesh`
+# which has a mesh of type Explicit, without `jax.set_mesh`
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def encode(kind: type[Moment], x: jax.Array) -> Moment:
-    """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round to nearest."""
+    """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round
+    to nearest.
+    """
     sharding = jax.typeof(x).sharding
     blocks_sharding = block_sharding(sharding, amax_shape(x.shape))
 
@@ -102,9 +115,11 @@ def encode(kind: type[Moment], x: jax.Array) -> Moment:
 
 
 def decode(moment: Moment) -> jax.Array:
-    """Compute the f32 elements of a moment, also of a stack of moments that `jax.vmap` made.
+    """Compute the f32 elements of a moment, also of a stack of moments that `jax.vmap`
+    made.
 
-    Blocks are along the axis on which there are fewer blocks than elements; if there is none, all axes do.
+    Blocks are along the axis on which there are fewer blocks than elements; if there is
+    none, all axes do.
     """
     sizes = zip(moment.data.shape, moment.amax.shape, strict=True)
     axis = next((i for i, (elements, blocks) in enumerate(sizes) if elements != blocks), None)
@@ -116,20 +131,23 @@ def decode(moment: Moment) -> jax.Array:
 
 
 def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> Moment:
-    """Quantize the blocks of `after` that differ from the decoded `moment`; keep the codes of the other blocks.
+    """Quantize the blocks of `after` that differ from the decoded `moment`; keep the
+    codes of the other blocks.
 
-    So a step of `optax.MultiSteps` or `optax.apply_if_finite` that leaves the moment alone changes no bit of it.
+    So a step of `optax.MultiSteps` or `optax.apply_if_finite` that leaves the moment
+    alone changes no bit of it.
 
     Args:
         moment: the moment of the step before.
         after: the next moment, in any float dtype; it is cast to f32.
-        keys: the result of `block_keys`, to round stochastically; None rounds to nearest.
+        keys: the result of `block_keys`, to round stochastically; None rounds to
+            nearest.
     """
     squared, axis = isinstance(moment, SquaredMoment), block_axis(after.shape)
     after = after.astype(jnp.float32)
     if squared:
-        # The sum of squares that overflows is Inf, by which a parameter does not move. Codes have no Inf, squares no
-        # sign: a NaN with a sign stands for it.
+        # The sum of squares that overflows is Inf, by which a parameter does not move.
+        # Codes have no Inf, squares no sign: a NaN with a sign stands for it.
         bits = lax.bitcast_convert_type(after, jnp.uint32)
         after = lax.bitcast_convert_type(jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits), jnp.float32)
     return type(moment)(*ops.encode_moment(*moment, after, keys, squared=squared, axis=axis))

@@ -1,6 +1,8 @@
-"""quantized: wraps an optax transformation to keep its moments in FP8; its state, and conversions of that state.
+"""quantized: wraps an optax transformation to keep its moments in FP8; its state, and
+conversions of that state.
 
-Random bits are made by counting: a function of the seed, the step, the leaf and the element, on every mesh.
+Random bits are made by counting: a function of the seed, the step, the leaf and the
+element, on every mesh.
 """
 
 import itertools
@@ -22,8 +24,9 @@ from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, block_axi
 
 Table = Mapping[type, Mapping[str, type[Moment]]]
 
-# The moments that optax keeps. ScaleByRStdDevState is not here: a variance is a difference of moments, which rounding
-# can make negative. Of AMSGrad, neither `nu` nor its maximum is: the maximum of what is rounded at random climbs.
+# The moments that optax keeps. ScaleByRStdDevState is not here: a variance is a
+# difference of moments, which rounding can make negative. Of AMSGrad, neither `nu` nor
+# its maximum is: the maximum of what is rounded at random climbs.
 MOMENTS: Table = {
     optax.ScaleByAdamState: {"mu": SignedMoment, "nu": SquaredMoment},
     optax.ScaleByAmsgradState: {"mu": SignedMoment},
@@ -31,7 +34,8 @@ MOMENTS: Table = {
     optax.ScaleByLionState: {"mu": SignedMoment},
     optax.ScaleByNovogradState: {"mu": SignedMoment},
     optax.ScaleByRmsState: {"nu": SquaredMoment},
-    # The class of this state has no public name. `eval_shape` computes nothing: an import must start no backend of JAX.
+    # The class of this state has no public name. `eval_shape` computes nothing: an
+    # import must start no backend of JAX.
     type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): {"nu": SquaredMoment},
     optax.ScaleByRssState: {"sum_of_squares": SquaredMoment},
     optax.TraceState: {"trace": SignedMoment},
@@ -42,7 +46,8 @@ class QuantizedState(NamedTuple):
     """The state of `quantized(tx)`.
 
     Attributes:
-        update_count: i32[], the number of updates so far, on which the random bits of the next update depend.
+        update_count: i32[], the number of updates so far, on which the random bits of
+            the next update depend.
         inner: the state of `tx`, with a Moment in the place of each large moment.
     """
 
@@ -53,29 +58,35 @@ class QuantizedState(NamedTuple):
 def quantized(
     tx: optax.GradientTransformation, *, min_size: int = 4096, moments: Table | None = None, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep the moments of `tx` in FP8: 2.1 bytes a parameter for Adam's, which take 8 in float32.
+    """Keep the moments of `tx` in FP8: 2.1 bytes a parameter for Adam's, which take 8
+    in float32.
 
         tx = jaxfp8.optim.quantized(optax.adamw(1e-3))
         opt_state = tx.init(params)
         updates, opt_state = tx.update(grads, opt_state, params)
 
-    `tx` sees its moments in the dtypes that its `init` gives them. After the update each block of 128 elements is
-    quantized with an amax of its own; a block that the update did not change keeps its bits. The rest of the state, and
-    moments of less than `min_size` elements, stay as they are. A warning of `init` names large leaves that stay.
+    `tx` sees its moments in the dtypes that its `init` gives them. After the update
+    each block of 128 elements is quantized with an amax of its own; a block that the
+    update did not change keeps its bits. The rest of the state, and moments of less
+    than `min_size` elements, stay as they are. A warning of `init` names large leaves
+    that stay.
 
-    Blocks lie along the last axis with at least 64 elements, or else along the largest axis. Random bits are the same
-    on every mesh, and for all members of an ensemble under `jax.vmap`. Inside of `jax.shard_map` each shard has blocks
-    of its own.
+    Blocks lie along the last axis with at least 64 elements, or else along the largest
+    axis. Random bits are the same on every mesh, and for all members of an ensemble
+    under `jax.vmap`. Inside of `jax.shard_map` each shard has blocks of its own.
 
-    The updates have a derivative by the gradients, that of `tx`, in reverse mode. The state has none: a gradient
-    through it, as that of a loss after two steps, raises a TypeError.
+    The updates have a derivative by the gradients, that of `tx`, in reverse mode. The
+    state has none: a gradient through it, as that of a loss after two steps, raises a
+    TypeError.
 
     Args:
-        tx: an optax transformation, such as a chain. Other transformations (`optax.masked`, `optax.multi_transform`,
-            `jaxfp8.train.optimizer`) may wrap the result, or be part of `tx`.
+        tx: an optax transformation, such as a chain. Other transformations
+            (`optax.masked`, `optax.multi_transform`, `jaxfp8.train.optimizer`) may wrap
+            the result, or be part of `tx`.
         min_size: the number of elements from which on a moment is quantized.
-        moments: the moments in states of your own, besides those of optax: for each NamedTuple class a dict from its
-            fields to `SignedMoment` or `SquaredMoment`: `{MyState: {"momentum": jaxfp8.optim.SignedMoment}}`.
+        moments: the moments in states of your own, besides those of optax: for each
+            NamedTuple class a dict from its fields to `SignedMoment` or
+            `SquaredMoment`: `{MyState: {"momentum": jaxfp8.optim.SignedMoment}}`.
         seed: an int, modulo 2**32 the seed of the random bits that round moments.
 
     Returns:
@@ -83,8 +94,8 @@ def quantized(
 
     Raises:
         TypeError: `seed` or `min_size` is no int.
-        ValueError: in `init`, `tx` has no state whose moments are known, or already has moments in FP8; in `update`,
-            the state is not that of this transformation.
+        ValueError: in `init`, `tx` has no state whose moments are known, or already has
+            moments in FP8; in `update`, the state is not that of this transformation.
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
@@ -96,7 +107,8 @@ def quantized(
         return quantize_state(tx.init(params), min_size=min_size, moments=moments)
 
     def update(grads, state, params=None, **extra_args):
-        # 1. Update with the moments that the transformation would have: `init` tells their dtypes.
+        # 1. Update with the moments that the transformation would have: `init` tells
+        #    their dtypes.
         check("optim.quantized: update", state, table, min_size)
         like = jax.eval_shape(tx.init, grads if params is None else params)
 
@@ -106,7 +118,8 @@ def quantized(
         before = jax.tree.map(decode_like, state.inner, like, is_leaf=is_moment)
         updates, after = tx.update(grads, before, params, **extra_args)
 
-        # 2. Quantize the moments that have changed. Each leaf has a number, and with it random bits of its own.
+        # 2. Quantize the moments that have changed. Each leaf has a number, and with it
+        #    random bits of its own.
         numbers = itertools.count()
 
         def requantize(old, new):
@@ -144,7 +157,9 @@ def check_min_size(function: str, min_size: Any) -> None:
 
 
 def to_seed(function: str, seed: Any) -> int:
-    """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it is no int."""
+    """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it is
+    no int.
+    """
     try:
         return operator.index(seed) % 2**32
     except TypeError as error:
@@ -155,21 +170,24 @@ def to_seed(function: str, seed: Any) -> int:
 
 
 def leaf_key(seed: int, step: jax.Array, leaf: int | np.ndarray) -> jax.Array:
-    """Return the key u32, in the shape of `leaf`, from which the random bits of a moment in one update are made.
+    """Return the key u32, in the shape of `leaf`, from which the random bits of a
+    moment in one update are made.
 
         key = mix(mix(mix(seed) ^ step) ^ leaf)
 
     Args:
         seed: the seed of the transformation.
         step: i32 [], the number of updates before this one.
-        leaf: the number of the moment, or of several, among the leaves of the optimizer's state.
+        leaf: the number of the moment, or of several, among the leaves of the
+            optimizer's state.
     """
     mix = _moments.mix
     return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))
 
 
 def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return a key for each block of a moment of `shape`, u32 in the shape of its amaxes.
+    """Return a key for each block of a moment of `shape`, u32 in the shape of its
+    amaxes.
 
         keys = mix(key ^ block)
 
@@ -183,7 +201,8 @@ def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | None = None) -> QuantizedState:
-    """Convert the float32 state of an optax transformation `tx` to the state of `quantized(tx)`.
+    """Convert the float32 state of an optax transformation `tx` to the state of
+    `quantized(tx)`.
 
     Args:
         opt_state: the state of `tx`.
@@ -191,10 +210,12 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         moments: the `moments` of `quantized`.
 
     Returns:
-        The state of `quantized(tx)`, with a count of 0. All of its moments are rounded to nearest.
+        The state of `quantized(tx)`, with a count of 0. All of its moments are rounded
+        to nearest.
 
     Raises:
-        ValueError: no part of the state is of a class whose moments are known, or a moment is in FP8 already.
+        ValueError: no part of the state is of a class whose moments are known, or a
+            moment is in FP8 already.
     """
     table = MOMENTS | dict(moments or {})
     if any(map(is_moment, leaves(opt_state))):
@@ -211,12 +232,15 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         )
 
     def quantize(kind, leaf):
-        arrays = jax.tree.leaves(leaf)  # none in a Variable that `optax.masked` left out
+        # none in a Variable that `optax.masked` left out
+        arrays = jax.tree.leaves(leaf)
         if not (arrays and is_large(*arrays, min_size)):
             return leaf
-        # Moments of `init` are constants, whose codes XLA would compute, slowly, while it compiles.
+        # Moments of `init` are constants, whose codes XLA would compute, slowly, while
+        # it compiles.
         moment = encode(kind, lax.optimization_barrier(*arrays))
-        # Box each array in a Variable of its own: `nnx.Optimizer` would take apart a moment in a single Variable.
+        # Box each array in a Variable of its own: `nnx.Optimizer` would take apart a
+        # moment in a single Variable.
         structure = jax.tree.structure(leaf)
         data, *of_blocks = (structure.unflatten([part]) for part in moment)
         if _is_variable(leaf):
@@ -243,13 +267,16 @@ def dequantize_state(opt_state: Any) -> Any:
     """Convert the state of `quantized(tx)` to the float32 state of `tx`.
 
     Args:
-        opt_state: a QuantizedState, or a tree with QuantizedStates inside, such as the state of a chain.
+        opt_state: a QuantizedState, or a tree with QuantizedStates inside, such as the
+            state of a chain.
 
     Returns:
-        The tree, with the state of `tx` in the place of each QuantizedState. Its moments are float32.
+        The tree, with the state of `tx` in the place of each QuantizedState. Its
+        moments are float32.
     """
 
-    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in FP8.
+    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in
+    # FP8.
     def dequantize(node):
         return dequantize_moments(node.inner) if _is_quantized_state(node) else node
 
@@ -270,7 +297,9 @@ def dequantize_moments(tree: Any) -> Any:
 
 
 def map_moments(function, tree, table: Table) -> Any:
-    """Apply `function(kind, leaf)` to the leaves of the fields that the table names; a Moment is one leaf."""
+    """Apply `function(kind, leaf)` to the leaves of the fields that the table names; a
+    Moment is one leaf.
+    """
 
     def map_field(kind, value):
         leaves, structure = jax.tree.flatten(value, is_leaf=_is_leaf)
@@ -288,10 +317,11 @@ def map_moments(function, tree, table: Table) -> Any:
 
 
 def check(function: str, state: Any, table: Table, min_size: int, inner: type | None = None) -> None:
-    """Raise a ValueError in the name of `function` unless `state` is a QuantizedState with this table and `min_size`.
+    """Raise a ValueError in the name of `function` unless `state` is a QuantizedState
+    with this table and `min_size`.
 
-    A state that was restored from the checkpoint of another transformation fails here. The state in it is of the class
-    `inner`; None is any class.
+    A state that was restored from the checkpoint of another transformation fails here.
+    The state in it is of the class `inner`; None is any class.
     """
     kinds = [type(state)] + ([type(state.inner)] if isinstance(state, QuantizedState) and inner else [])
     expected = [QuantizedState, inner][: len(kinds)]
@@ -337,7 +367,9 @@ def _is_variable(node) -> bool:
 
 
 def _keep_whole(variable, axis) -> None:
-    """Take the mesh axes of `axis` out of a Variable's annotations, which it has from a parameter of another shape."""
+    """Take the mesh axes of `axis` out of a Variable's annotations, which it has from a
+    parameter of another shape.
+    """
 
     def whole(sharding):
         if isinstance(sharding, NamedSharding):

@@ -1,4 +1,6 @@
-"""shardings and memory: where the state of an optimizer lies on a mesh, and how many bytes it takes."""
+"""shardings and memory: where the state of an optimizer lies on a mesh, and how many
+bytes it takes.
+"""
 
 import dataclasses
 import math
@@ -19,21 +21,25 @@ def shardings(opt_state: Any, params: Any) -> Any:
         shapes = jax.eval_shape(tx.init, params)
         opt_state = jax.jit(tx.init, out_shardings=jaxfp8.optim.shardings(shapes, params))(params)
 
-    A leaf of the state gets the sharding of the parameter that has the same shape and whose path is the end of the
-    leaf's path. Amaxes and exponents of a moment in FP8 get the sharding of its codes, without axes of the mesh that do
-    not divide the number of blocks. All other leaves are replicated.
+    A leaf of the state gets the sharding of the parameter that has the same shape and
+    whose path is the end of the leaf's path. Amaxes and exponents of a moment in FP8
+    get the sharding of its codes, without axes of the mesh that do not divide the
+    number of blocks. All other leaves are replicated.
 
     Args:
         opt_state: the state of any optax transformation, or its shapes.
-        params: the parameters, arrays on one mesh with a `NamedSharding` each; or their shapes with such shardings.
+        params: the parameters, arrays on one mesh with a `NamedSharding` each; or their
+            shapes with such shardings.
 
     Returns:
-        A tree in the structure of `opt_state`, for `out_shardings`, `jax.device_put` and checkpoints.
+        A tree in the structure of `opt_state`, for `out_shardings`, `jax.device_put`
+        and checkpoints.
 
     Raises:
         ValueError: a parameter has no NamedSharding, or there are no parameters.
     """
-    # 1. Collect the parameters by their paths; the path of a leaf of state ends with that of its parameter.
+    # 1. Collect the parameters by their paths; the path of a leaf of state ends with
+    #    that of its parameter.
     by_path = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
@@ -42,13 +48,15 @@ def shardings(opt_state: Any, params: Any) -> Any:
                 f"{getattr(leaf, 'sharding', None)} of params{jax.tree_util.keystr(path)}; put them on a mesh first"
             )
         names = _names(path)
-        # `jaxfp8.train.optimizer` gives optax the collection "params" of the variables of Linen.
+        # `jaxfp8.train.optimizer` gives optax the collection "params" of the variables
+        # of Linen.
         by_path[names[1:] if names[:1] == ("params",) else names] = leaf
     if not by_path:
         raise ValueError("jaxfp8.optim.shardings: params: expected arrays on a mesh, got none")
     mesh = next(iter(by_path.values())).sharding.mesh
 
-    # 2. Give each leaf the sharding of its parameter; amaxes and exponents get the mesh axes that divide their shape.
+    # 2. Give each leaf the sharding of its parameter; amaxes and exponents get the mesh
+    #    axes that divide their shape.
     def sharding(path, leaf):
         names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
         owners = (by_path[names[i:]] for i in range(len(names) + 1) if names[i:] in by_path)
@@ -64,7 +72,9 @@ def shardings(opt_state: Any, params: Any) -> Any:
 
 
 def _names(path) -> tuple[str, ...]:
-    """Return a path without the kinds of its keys, which differ in a state that was restored, and without boxes."""
+    """Return a path without the kinds of its keys, which differ in a state that was
+    restored, and without boxes.
+    """
     box = jax.tree_util.GetAttrKey("value")  # of flax.linen.Partitioned
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path if key != box)
 
@@ -74,8 +84,9 @@ class Memory:
     """The bytes of an optimizer's state; `str` and `repr` give a table of `rows`.
 
     Attributes:
-        rows: a dict for each kind of leaf, the largest kind first, then a dict for all leaves. `kind` is a class of
-            moments in FP8 or a dtype; `leaves`, `elements` and `bytes` are counts; `bytes_per_parameter` is a float.
+        rows: a dict for each kind of leaf, the largest kind first, then a dict for all
+            leaves. `kind` is a class of moments in FP8 or a dtype; `leaves`, `elements`
+            and `bytes` are counts; `bytes_per_parameter` is a float.
     """
 
     rows: list[dict[str, Any]]
@@ -92,8 +103,9 @@ def memory(opt_state: Any, params: Any) -> Memory:
         print(jaxfp8.optim.memory(opt_state, params))
 
     Args:
-        opt_state: the state of any optax transformation: arrays, or the shapes and dtypes that `jax.eval_shape`
-            returns. The bytes are those of whole arrays, over all devices.
+        opt_state: the state of any optax transformation: arrays, or the shapes and
+            dtypes that `jax.eval_shape` returns. The bytes are those of whole arrays,
+            over all devices.
         params: the parameters of the optimizer, whose elements are counted.
 
     Returns:

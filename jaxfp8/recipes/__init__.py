@@ -1,4 +1,5 @@
-"""Recipes, their quantizers and state; QTensor; `autocast` and rules, which choose the recipe of a layer.
+"""Recipes, their quantizers and state; QTensor; `autocast` and rules, which choose the
+recipe of a layer.
 
 A recipe is data; its quantizers are pure functions.
 """

@@ -1,4 +1,6 @@
-"""Reduce an amax over the devices of a `shard_map` that share a state: types tell them, or `recipe.pipeline_axes`."""
+"""Reduce an amax over the devices of a `shard_map` that share a state: types tell them,
+or `recipe.pipeline_axes`.
+"""
 
 import dataclasses
 
@@ -17,9 +19,11 @@ class AmaxReduction:
     """The reduction of an amax over the devices of a `shard_map` that share a state.
 
     Attributes:
-        axes: the mesh axes to reduce over with `check_vma=False`, where types do not tell them; else None: the call
-            finds the axes over which the amax varies and its state does not.
-        pipeline_axes: `recipe.pipeline_axes`, the axes along which each stage keeps its own state; `()` for None.
+        axes: the mesh axes to reduce over with `check_vma=False`, where types do not
+            tell them; else None: the call finds the axes over which the amax varies and
+            its state does not.
+        pipeline_axes: `recipe.pipeline_axes`, the axes along which each stage keeps its
+            own state; `()` for None.
     """
 
     axes: tuple[str, ...] | None
@@ -30,7 +34,8 @@ class AmaxReduction:
         """Return the reduction for products of a recipe, at this place in a program.
 
         Raises:
-            ValueError: with `check_vma=False`, `pipeline_axes` names an axis that the `shard_map` or `pmap` lacks.
+            ValueError: with `check_vma=False`, `pipeline_axes` names an axis that the
+                `shard_map` or `pmap` lacks.
         """
         stages, manual = recipe.pipeline_axes or (), jax.sharding.get_abstract_mesh().manual_axes
         if not manual or varying(lax.axis_index(manual[0])):
@@ -52,12 +57,14 @@ class AmaxReduction:
     def __call__(self, amax, state, combine=lax.pmax):
         """Reduce `amax` by `combine` over the devices that share `state`.
 
-        A reduction goes over all devices that share the state, also over axes along which `amax` does not vary: a
-        maximum stays the same, and reductions over the same devices become one collective. Without a state
-        (`state=None`) the reduction goes over the devices that hold parts of one tensor.
+        A reduction goes over all devices that share the state, also over axes along
+        which `amax` does not vary: a maximum stays the same, and reductions over the
+        same devices become one collective. Without a state (`state=None`) the reduction
+        goes over the devices that hold parts of one tensor.
 
         Raises:
-            ValueError: the state is the same for all stages along a pipeline axis over which `amax` varies.
+            ValueError: the state is the same for all stages along a pipeline axis over
+                which `amax` varies.
         """
         if self.axes is not None:
             return combine(amax, self.axes) if self.axes else amax

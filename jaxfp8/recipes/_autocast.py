@@ -15,7 +15,8 @@ class _Region(NamedTuple):
     enabled: bool
 
 
-# This context is part of jit's cache key: another recipe is another program. Each thread has its own region.
+# This context is part of jit's cache key: another recipe is another program. Each
+# thread has its own region.
 _region = jax.make_user_context(default_value=None)
 
 
@@ -44,26 +45,31 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | None = None, enabled: bool = True):
-    """Set the recipe of layers that name no recipe, for everything that is traced inside.
+    """Set the recipe of layers that name no recipe, for everything that is traced
+    inside.
 
         with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
             loss, grads = train_step(state, batch)  # jitted: traced anew for another recipe
 
-    Regions nest, the innermost wins; each thread has its own. The backward of a product has the recipe of its forward,
-    also where the backward runs after the region. Initialize a model in the region in which it is used, because a
-    layer has the state of its recipe.
+    Regions nest, the innermost wins; each thread has its own. The backward of a product
+    has the recipe of its forward, also where the backward runs after the region.
+    Initialize a model in the region in which it is used, because a layer has the state
+    of its recipe.
 
-    Do not await inside of a region: jit's cache tells threads apart, but not tasks, and another task of the thread
-    runs with this region's recipe. Leave the region before each await, or give each task its thread
-    (`asyncio.to_thread`).
+    Do not await inside of a region: jit's cache tells threads apart, but not tasks, and
+    another task of the thread runs with this region's recipe. Leave the region before
+    each await, or give each task its thread (`asyncio.to_thread`).
 
-    A call of a function that jit has compiled in an equal region traces nothing: it runs the recipe that it was traced
-    with. A region in which no layer takes a recipe has no effect; `jaxfp8.inspect.assert_fp8` is the guard.
+    A call of a function that jit has compiled in an equal region traces nothing: it
+    runs the recipe that it was traced with. A region in which no layer takes a recipe
+    has no effect; `jaxfp8.inspect.assert_fp8` is the guard.
 
     Args:
-        recipe: the recipe of layers that name no recipe; None is `DelayedScaling()`, the default outside of regions.
-        enabled: False computes in high precision all that is traced inside, layers with a recipe of their own too.
-            These layers create no state, and state that they have is left alone.
+        recipe: the recipe of layers that name no recipe; None is `DelayedScaling()`,
+            the default outside of regions.
+        enabled: False computes in high precision all that is traced inside, layers with
+            a recipe of their own too. These layers create no state, and state that they
+            have is left alone.
 
     Raises:
         TypeError: `recipe` is neither a Recipe nor None, or `enabled` is not a bool.
@@ -85,8 +91,9 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
 def _leave_ended() -> None:
     """Leave the innermost regions of this thread that have ended.
 
-    A region may end while one inside of it is open, as those of two generators do. JAX's contexts are left in the
-    reverse order alone, so such a region waits for the one inside, which wins until then.
+    A region may end while one inside of it is open, as those of two generators do.
+    JAX's contexts are left in the reverse order alone, so such a region waits for the
+    one inside, which wins until then.
     """
     regions = _thread.regions
     while regions and regions[-1].has_ended:
@@ -94,7 +101,9 @@ def _leave_ended() -> None:
 
 
 def is_off() -> bool:
-    """Tell whether what is traced here computes in high precision whatever its recipe."""
+    """Tell whether what is traced here computes in high precision whatever its
+    recipe.
+    """
     region = _region.value
     return region is not None and not region.enabled
 
@@ -104,7 +113,8 @@ def resolve(recipe: Recipe | None, default) -> Recipe | None:
 
     Args:
         recipe: the recipe that the layer names, or None.
-        default: a function without arguments; it returns the recipe of a layer that names none, outside of `autocast`.
+        default: a function without arguments; it returns the recipe of a layer that
+            names none, outside of `autocast`.
 
     Raises:
         TypeError: `recipe`, or the result of `default`, is not a Recipe.

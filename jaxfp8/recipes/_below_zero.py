@@ -16,16 +16,20 @@ REPAIR = "; repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
 
 
 def message(least: dict[str, float]) -> str:
-    """Return a message about quantizers below zero, given the smallest number of each by name."""
+    """Return a message about quantizers below zero, given the smallest number of each
+    by name.
+    """
     names = list(least)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return _MESSAGE.format(names=", ".join(names[:_NAMED]) + more, least=f"{min(least.values()):.4g}")
 
 
 def describe(flat: _state_tree.StateTree) -> str:
-    """Return the message about the quantizers of a tree that are below zero; empty where none is.
+    """Return the message about the quantizers of a tree that are below zero; empty
+    where none is.
 
-    Quantizers that are traced, or that this process cannot see, are left out: one process must not act alone.
+    Quantizers that are traced, or that this process cannot see, are left out: one
+    process must not act alone.
     """
     least = {}
     for quantizer in flat.quantizers:

@@ -23,26 +23,32 @@ class CustomRecipe(Recipe):
 
         recipe = jaxfp8.CustomRecipe(qfactory)
 
-    An FP8 kernel multiplies two operands where one exists for their dtypes and scales; a quantizer may bring its own
-    product (`Quantizer.qgemm`); otherwise operands are dequantized to float32 and multiplied.
+    An FP8 kernel multiplies two operands where one exists for their dtypes and scales;
+    a quantizer may bring its own product (`Quantizer.qgemm`); otherwise operands are
+    dequantized to float32 and multiplied.
 
-    The state of a quantizer is in the variables `<role>_<name of the leaf>` of the collection
-    `_overwrite_with_gradient`; delayed scaling of x has `linear_input_amax_history` and `linear_input_scale`.
+    The state of a quantizer is in the variables `<role>_<name of the leaf>` of the
+    collection `_overwrite_with_gradient`; delayed scaling of x has
+    `linear_input_amax_history` and `linear_input_scale`.
 
     Source: TransformerEngine's custom recipes, which exist in PyTorch only.
 
     Attributes:
-        qfactory: a pure function `role -> Quantizer or None`, called once for each role. Roles: `linear_input` (x),
-            `linear_weight` (kernel), `linear_grad_output` (the gradient of y); and `linear_output` (y) and
-            `linear_grad_input` (the gradient of x), which are dequantized at once, because no product reads their
-            codes. A tensor whose role gets None stays in high precision.
+        qfactory: a pure function `role -> Quantizer or None`, called once for each
+            role. Roles: `linear_input` (x), `linear_weight` (kernel),
+            `linear_grad_output` (the gradient of y); and `linear_output` (y) and
+            `linear_grad_input` (the gradient of x), which are dequantized at once,
+            because no product reads their codes. A tensor whose role gets None stays in
+            high precision.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
         ValueError: an option has a value it cannot have.
-        TypeError: an option has a type it cannot have; qfactory is not a function that hashes.
+        TypeError: an option has a type it cannot have; qfactory is not a function that
+            hashes.
 
-    `quantizers()` raises a TypeError where qfactory returns something else than a Quantizer that hashes, or None.
+    `quantizers()` raises a TypeError where qfactory returns something else than a
+    Quantizer that hashes, or None.
     """
 
     qfactory: Callable[[str], Quantizer | None]
@@ -50,7 +56,8 @@ class CustomRecipe(Recipe):
     operands = ROLES
 
     def __post_init__(self) -> None:
-        # A class is callable too: a quantizer's class would take the role as its first field.
+        # A class is callable too: a quantizer's class would take the role as its first
+        # field.
         is_function = callable(self.qfactory) and not isinstance(self.qfactory, (type, Recipe))
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
         self.expect(_hashes(self.qfactory), "qfactory", "a function that hashes; make its class frozen", TypeError)
@@ -63,7 +70,9 @@ class CustomRecipe(Recipe):
 
 @functools.lru_cache(maxsize=256)
 def _quantizers(qfactory) -> tuple:
-    """Call the factory once for each role and cache the answers, so that equal recipes hit jit's cache."""
+    """Call the factory once for each role and cache the answers, so that equal recipes
+    hit jit's cache.
+    """
     quantizers = []
     for role in ROLES:
         quantizer = qfactory(role)

@@ -1,6 +1,8 @@
-"""Delayed scaling: the scale comes from the amaxes of past steps, so that a tensor is read once.
+"""Delayed scaling: the scale comes from the amaxes of past steps, so that a tensor is
+read once.
 
-Source: TransformerEngine's FP8 delayed scaling recipe. The stored history is its picture *before rotation*.
+Source: TransformerEngine's FP8 delayed scaling recipe. The stored history is its
+picture *before rotation*.
 """
 
 import dataclasses
@@ -32,24 +34,28 @@ class DelayedScaling(Recipe):
         sf = FP8_MAX / a / 2**margin                   # 1 / s while h is empty; at most 2**126
         q  = quantize(x, sf);  s' = 1 / sf;  h' = roll(h, -1) with h'[0] = amax(x), or 0 if that is not finite
 
-    so that the amax of step t first acts at step t + 1, and an amax that is not finite never enters the window. A
-    negative number in h or s makes sf NaN: only an optimizer that stepped on the state leaves such numbers.
+    so that the amax of step t first acts at step t + 1, and an amax that is not finite
+    never enters the window. A negative number in h or s makes sf NaN: only an optimizer
+    that stepped on the state leaves such numbers.
 
-    A product without a backward, such as that of a copy that never trains, takes the tensor's own amax for a while h is
-    empty and sf would be 1.
+    A product without a backward, such as that of a copy that never trains, takes the
+    tensor's own amax for a while h is empty and sf would be 1.
 
     Attributes:
         margin: headroom in powers of two.
-        amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
-        amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of the history f32 `(H,)` that
-            returns an amax f32[]. Entries that were not finite arrive as 0. The function may close over constants,
-            not over traced values. A lower bound in the function acts once the history holds an amax.
+        amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster
+            than 1024.
+        amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of
+            the history f32 `(H,)` that returns an amax f32[]. Entries that were not
+            finite arrive as 0. The function may close over constants, not over traced
+            values. A lower bound in the function acts once the history holds an amax.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
-        first_step: the scale while the history is empty: `"unit"` is 1, as in Flax and TransformerEngine; `"current"`
-            is the scale of the tensor's own amax. It costs one more read of the tensor in these steps, and a
-            conditional in all steps. Without a backward both are that of the tensor's own amax.
-        reduce_amax: keyword-only, an option of TransformerEngine's recipe. Only True is legal: an amax is always that
-            of the whole tensor, on all devices.
+        first_step: the scale while the history is empty: `"unit"` is 1, as in Flax and
+            TransformerEngine; `"current"` is the scale of the tensor's own amax. It
+            costs one more read of the tensor in these steps, and a conditional in all
+            steps. Without a backward both are that of the tensor's own amax.
+        reduce_amax: keyword-only, an option of TransformerEngine's recipe. Only True is
+            legal: an amax is always that of the whole tensor, on all devices.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
@@ -80,7 +86,8 @@ class DelayedScaling(Recipe):
         is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
         self.expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
         self.expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
-        # update_state tells a first scale of the tensor at hand from a factor on the state by its 7 * 2**(n / 2).
+        # update_state tells a first scale of the tensor at hand from a factor on the
+        # state by its 7 * 2**(n / 2).
         is_told = self.first_step == "unit" or 2 * self.margin == round(2 * self.margin)
         self.expect(is_told, "margin", 'a multiple of 1/2 with first_step="current"')
         super().__post_init__()
@@ -93,7 +100,9 @@ class DelayedScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScalingQuantizer(TensorwiseQuantizer):
-    """Quantize one tensor by delayed scaling; the attributes are those of `DelayedScaling`."""
+    """Quantize one tensor by delayed scaling; the attributes are those of
+    `DelayedScaling`.
+    """
 
     fp8_dtype: np.dtype = E4M3.dtype
     margin: float = 0
@@ -108,7 +117,8 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         )
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raise unless `state` is None or one of this quantizer; `name` names the argument in the message.
+        """Raise unless `state` is None or one of this quantizer; `name` names the
+        argument in the message.
 
         A StateUse of `fixed_scale` is a state too, which no step updates.
 
@@ -130,7 +140,8 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             is_float = _compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
-        # The shapes tell what has most likely happened: state of a stack, or of another history length.
+        # The shapes tell what has most likely happened: state of a stack, or of another
+        # history length.
         history, scale = leaves
         if history.ndim != 1 or (scale.shape != (1,) and not _reading.is_reading(scale)):
             raise ValueError(
@@ -152,11 +163,15 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         return q, state
 
     def fixed_scale(self, name: str, use: StateUse | None) -> StateUse | None:
-        """Return the scale of the state, for `jaxfp8.freeze`; see `Quantizer.fixed_scale`."""
+        """Return the scale of the state, for `jaxfp8.freeze`; see
+        `Quantizer.fixed_scale`.
+        """
         return None if use is None else StateUse.fixed(use.scale, use.scale_inv)
 
     def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return the scale of the state, or without a state the scale of the tensor's own amax."""
+        """Return the scale of the state, or without a state the scale of the tensor's
+        own amax.
+        """
         if use is None:
             return super().choose_scale(current_amax, use, reduce)
         scales = use.scale, use.scale_inv
@@ -170,7 +185,9 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         return (*scales, use.amax)
 
     def record(self, use: Any, amax: jax.Array | None) -> Any:
-        """Record the amax of the tensor, unless the scale is fixed; see `TensorwiseQuantizer.record`."""
+        """Record the amax of the tensor, unless the scale is fixed; see
+        `TensorwiseQuantizer.record`.
+        """
         return None if amax is None else use.after(amax)
 
 
@@ -180,20 +197,26 @@ def read_states(
     reading: jax.Array | None = None,
     has_backward: bool = True,
 ) -> list[Any]:
-    """Read the states of quantizers that run in one product; one op reads the states of equal delayed scaling.
+    """Read the states of quantizers that run in one product; one op reads the states of
+    equal delayed scaling.
 
     Args:
         quantizers: the quantizers of the product, of any kind.
-        states: a state for each quantizer; None for a quantizer without state. A StateUse has been read already.
-        reading: the reading `[6 * k]` of the product, where its state was read before a loop; else None.
-        has_backward: whether the product is differentiated. In one that is not, a scale of 1 that no amax chose gives
-            way to that of the tensor's own amax: a copy that never trains would keep it for ever.
+        states: a state for each quantizer; None for a quantizer without state. A
+            StateUse has been read already.
+        reading: the reading `[6 * k]` of the product, where its state was read before a
+            loop; else None.
+        has_backward: whether the product is differentiated. In one that is not, a scale
+            of 1 that no amax chose gives way to that of the tensor's own amax: a copy
+            that never trains would keep it for ever.
 
     Returns:
-        For each quantizer the `use` of its `quantize_operand`: a StateUse for delayed scaling, else the state.
+        For each quantizer the `use` of its `quantize_operand`: a StateUse for delayed
+        scaling, else the state.
 
     Raises:
-        TypeError: there is a reading, and a quantizer that it covers is not of delayed scaling.
+        TypeError: there is a reading, and a quantizer that it covers is not of delayed
+            scaling.
     """
     if reading is not None:
         states = _read_again(quantizers, states, reading, has_backward)
@@ -227,9 +250,11 @@ def read_states(
 
 
 def _read_again(quantizers, states, reading, has_backward):
-    """Return the uses of states that were read before a loop, whose scales the reading has.
+    """Return the uses of states that were read before a loop, whose scales the reading
+    has.
 
-    For a quantizer with other options this is a state instead, which the loop reads: of the reading's two amaxes.
+    For a quantizer with other options this is a state instead, which the loop reads: of
+    the reading's two amaxes.
     """
     numbers = _reading.by_quantizer(reading)
     if not all(isinstance(quantizer, DelayedScalingQuantizer) for quantizer in quantizers[: len(numbers)]):
@@ -249,14 +274,17 @@ def _read_again(quantizers, states, reading, has_backward):
 
 
 def reading_suffices(quantizers: Sequence[Quantizer]) -> bool:
-    """Tell whether the reading of a product suffices for its scales: no quantizer needs a history or the tensor."""
+    """Tell whether the reading of a product suffices for its scales: no quantizer needs
+    a history or the tensor.
+    """
     return all(isinstance(q.amax_compute_algo, str) and q.first_step == "unit" for q in quantizers[:3])
 
 
 def _window(algo, history) -> jax.Array:
     """Call a user's function for the amax of a window, f32 `(1,)`.
 
-    An empty history gives 0, so that the stored scale counts also where the function has a lower bound.
+    An empty history gives 0, so that the stored scale counts also where the function
+    has a lower bound.
     """
     history = _scaling.clean(history)
     window = jnp.asarray(algo(history), jnp.float32).reshape(1)
@@ -264,7 +292,9 @@ def _window(algo, history) -> jax.Array:
 
 
 def _takes_own_amax(quantizer, state, scale, has_backward) -> jax.Array | None:
-    """Return bool[], whether the scale is that of the tensor's own amax; None where it is that of the state."""
+    """Return bool[], whether the scale is that of the tensor's own amax; None where it
+    is that of the state.
+    """
     # The scale of a state below zero is NaN, whatever the tensor is.
     if quantizer.first_step == "current":
         return _is_empty(state) & ~_is_below_zero(state)
@@ -280,7 +310,9 @@ def _is_below_zero(state):
 
 
 def histories_of(states: Sequence[Any]) -> list[QuantizerState | None]:
-    """Return the states that `next_states` writes: those of delayed scaling, None for any other."""
+    """Return the states that `next_states` writes: those of delayed scaling, None for
+    any other.
+    """
     return [state if isinstance(state, QuantizerState) else None for state in states]
 
 
@@ -289,13 +321,15 @@ def next_states(
     histories: Sequence[QuantizerState | None] | jax.Array,
     reduce: Callable[..., Any] = no_reduction,
 ) -> list[Any]:
-    """Return the next state of each quantizer, from the tensor that it quantized; None where there is no state.
+    """Return the next state of each quantizer, from the tensor that it quantized; None
+    where there is no state.
 
     Args:
-        quantized: QTensors with the uses of their quantizers' states; None for a tensor that was not quantized.
-        histories: the states that the step read, as `histories_of` gives them; or the reading of the product. With a
-            reading the states of input and kernel are None, and the scale of `output_grad` holds the cotangent of the
-            reading.
+        quantized: QTensors with the uses of their quantizers' states; None for a tensor
+            that was not quantized.
+        histories: the states that the step read, as `histories_of` gives them; or the
+            reading of the product. With a reading the states of input and kernel are
+            None, and the scale of `output_grad` holds the cotangent of the reading.
         reduce: see `OperandOptions.reduce`.
     """
     states = [None if q is None else q.use for q in quantized]

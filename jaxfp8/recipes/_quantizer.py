@@ -1,4 +1,6 @@
-"""Quantizer, the base class of all quantizers, those of users included: turns one tensor of a product into codes."""
+"""Quantizer, the base class of all quantizers, those of users included: turns one
+tensor of a product into codes.
+"""
 
 import dataclasses
 import enum
@@ -15,7 +17,9 @@ from ._tensor import QTensor
 
 
 class GEMMType(enum.StrEnum):
-    """The three products of a layer: `y = x @ kernel`, `dx = grad @ kernel.T`, `dkernel = x.T @ grad`."""
+    """The three products of a layer: `y = x @ kernel`, `dx = grad @ kernel.T`,
+    `dkernel = x.T @ grad`.
+    """
 
     FPROP = "fprop"
     DGRAD = "dgrad"
@@ -31,11 +35,15 @@ class OperandOptions(NamedTuple):
     """The use of one operand by its products, for `Quantizer.quantize_operand`.
 
     Attributes:
-        rows, cols: how many dimensions of the operand are rows, and how many are columns.
+        rows, cols: how many dimensions of the operand are rows, and how many are
+            columns.
         columnwise: whether a product reads `data_t`.
-        column_sums: whether `quantize_operand` also returns the sums over rows, f32 `[*batch, *cols]`.
-        reduce: `(amax, state leaf or None, combine=lax.pmax) -> amax`, over the devices that share the state.
-        contract_first: whether the first product contracts the rows, so that it reads `data_t`.
+        column_sums: whether `quantize_operand` also returns the sums over rows, f32
+            `[*batch, *cols]`.
+        reduce: `(amax, state leaf or None, combine=lax.pmax) -> amax`, over the devices
+            that share the state.
+        contract_first: whether the first product contracts the rows, so that it reads
+            `data_t`.
     """
 
     rows: int = 1
@@ -46,7 +54,9 @@ class OperandOptions(NamedTuple):
     contract_first: bool = False
 
     def sum_rows(self, x: jax.typing.ArrayLike) -> jax.Array | None:
-        """Sum x `[*batch, *rows, *cols]` over its rows, to f32 `[*batch, *cols]`; None unless `column_sums` is set."""
+        """Sum x `[*batch, *rows, *cols]` over its rows, to f32 `[*batch, *cols]`; None
+        unless `column_sums` is set.
+        """
         if not self.column_sums:
             return None
         first = x.ndim - self.rows - self.cols
@@ -55,12 +65,14 @@ class OperandOptions(NamedTuple):
 
 DEFAULT = OperandOptions()
 
-# The result of `quantize_operand`: the QTensor, and with `column_sums` the sums over rows, else None.
+# The result of `quantize_operand`: the QTensor, and with `column_sums` the sums over
+# rows, else None.
 Quantized = tuple[QTensor, jax.Array | None]
 
 
 class Quantizer:
-    """Base class: turns one tensor of a product into codes. It is pure and hashable: equal quantizers do the same.
+    """Base class: turns one tensor of a product into codes. It is pure and hashable:
+    equal quantizers do the same.
 
         class Int8(jaxfp8.Quantizer):
             def quantize(self, x, state):
@@ -69,39 +81,48 @@ class Quantizer:
 
         recipe = jaxfp8.CustomRecipe(lambda role: Int8())
 
-    A product quantizes its operands as matrices, `x` `[m, k]`, `kernel` `[n, k]` and `grad` `[m, n]`, and multiplies
-    twice with each: once along the last dimension, with `data`, and once along the first, with `data_t`:
+    A product quantizes its operands as matrices, `x` `[m, k]`, `kernel` `[n, k]` and
+    `grad` `[m, n]`, and multiplies twice with each: once along the last dimension, with
+    `data`, and once along the first, with `data_t`:
 
         fprop   y       = x.data      by kernel.data        contracts k
         dgrad   dx      = grad.data   by kernel.data_t      contracts n
         wgrad   dkernel = x.data_t    by grad.data_t        contracts m
 
-    Products transpose `data` where a quantizer returns no `data_t`. XLA drops a layout that no product reads.
+    Products transpose `data` where a quantizer returns no `data_t`. XLA drops a layout
+    that no product reads.
     """
 
-    # Whether one scale is that of the whole tensor, so that both layouts hold the same codes.
+    # Whether one scale is that of the whole tensor, so that both layouts hold the same
+    # codes.
     has_one_scale = False
-    # Whether the scale of a quantizer without state is chosen by an amax over all devices that hold parts of a tensor.
+    # Whether the scale of a quantizer without state is chosen by an amax over all
+    # devices that hold parts of a tensor.
     reduces_amax = False
-    # The rows and columns that share a scale, where a quantizer of FP8 has a scale for each block.
+    # The rows and columns that share a scale, where a quantizer of FP8 has a scale for
+    # each block.
     block = None
     # A quantizer that brings its own product defines this method:
     #
     #     def qgemm(self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w): ...
     #
-    # `qx` codes `[m, k]` and `qw` codes `[n, k]`, both with the contracting dimension last; `sx`, `sw` their scale_inv
-    # (None for an operand in high precision); `gemm_type` a GEMMType, so also `"fprop"`, `"dgrad"`, `"wgrad"`;
-    # `qresult_x`, `qresult_w` the whole QTensors. qgemm returns `[m, n]` of `out_dtype`; a bias is added afterwards.
-    # fprop and wgrad call the qgemm of the quantizer of x, dgrad calls the qgemm of the quantizer of grad; where that
-    # quantizer has no qgemm, they call the qgemm of the other operand's quantizer.
+    # `qx` codes `[m, k]` and `qw` codes `[n, k]`, both with the contracting dimension
+    # last; `sx`, `sw` their scale_inv (None for an operand in high precision);
+    # `gemm_type` a GEMMType, so also `"fprop"`, `"dgrad"`, `"wgrad"`; `qresult_x`,
+    # `qresult_w` the whole QTensors. qgemm returns `[m, n]` of `out_dtype`; a bias is
+    # added afterwards. fprop and wgrad call the qgemm of the quantizer of x, dgrad
+    # calls the qgemm of the quantizer of grad; where that quantizer has no qgemm, they
+    # call the qgemm of the other operand's quantizer.
     qgemm = None
 
     def init(self) -> Any:
-        """Return the first state, a pytree of float32 arrays, or None for a quantizer without state.
+        """Return the first state, a pytree of float32 arrays, or None for a quantizer
+        without state.
 
-        Numbers in a state are finite and not negative. The uses of one state (two calls of a layer, microbatches,
-        devices) combine by the elementwise maximum, in which 0 means that the quantizer did not run. So a state can
-        hold an amax, or a counter that only counts up.
+        Numbers in a state are finite and not negative. The uses of one state (two calls
+        of a layer, microbatches, devices) combine by the elementwise maximum, in which
+        0 means that the quantizer did not run. So a state can hold an amax, or a
+        counter that only counts up.
         """
         return None
 
@@ -109,8 +130,8 @@ class Quantizer:
         """Quantize a matrix; return `(QTensor, next state)`.
 
         Args:
-            x: bfloat16, float16 or float32 `[rows, cols]`; on a mesh in `jit` the whole tensor, inside `shard_map` the
-                part of one device.
+            x: bfloat16, float16 or float32 `[rows, cols]`; on a mesh in `jit` the whole
+                tensor, inside `shard_map` the part of one device.
             state: the result of `init`, or the next state of the last step.
 
         Raises:
@@ -118,7 +139,8 @@ class Quantizer:
         """
         raise NotImplementedError(f"{type(self).__name__}: quantize(x, state) -> (QTensor, state)")
 
-    # Products call the methods below. --------------------------------------------------------------------------------
+    # Products call the methods
+    # below. --------------------------------------------------------------------------------
 
     def check_init(self) -> None:
         """Raise unless `init` returns a legal state.
@@ -140,7 +162,8 @@ class Quantizer:
                     )
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raise unless `state` is None or one of this quantizer; `name` names the argument in the message.
+        """Raise unless `state` is None or one of this quantizer; `name` names the
+        argument in the message.
 
         Raises:
             TypeError: `state` has another structure than the result of `init`.
@@ -156,11 +179,12 @@ class Quantizer:
                 raise ValueError(f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}")
 
     def fixed_scale(self, name: str, use: Any) -> Any:
-        """Return the StateUse that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
+        """Return the StateUse that `jaxfp8.freeze` keeps in place of the state; None
+        where there is no state.
 
         Raises:
-            ValueError: `use` has leaves: only the author of this quantizer knows which scale its state stands for.
-                `name` names the quantizer in the message.
+            ValueError: `use` has leaves: only the author of this quantizer knows which
+                scale its state stands for. `name` names the quantizer in the message.
         """
         if jax.tree.leaves(use):
             raise ValueError(f"{name}: expected delayed scaling, or a quantizer without state, got {self!r}")
@@ -170,20 +194,23 @@ class Quantizer:
 
         Args:
             x: bfloat16, float16 or float32 `[*batch, *rows, *cols]`.
-            use: the result of `read_states` for this quantizer, or None where there is no state.
+            use: the result of `read_states` for this quantizer, or None where there is
+                no state.
             options: the part of the operand in its product.
 
         Returns:
-            `(q, column sums f32 [*batch, *cols] or None)`; `q.use` is the use after x, from which `next_states`
-            makes the next state.
+            `(q, column sums f32 [*batch, *cols] or None)`; `q.use` is the use after x,
+            from which `next_states` makes the next state.
 
         Raises:
-            TypeError, ValueError: a user's `quantize` returned no `(QTensor, state)` for the matrix that it got.
+            TypeError, ValueError: a user's `quantize` returned no `(QTensor, state)`
+                for the matrix that it got.
         """
         rows, cols, contract_first = options.rows, options.cols, options.contract_first
         batch = x.ndim - rows - cols
         state = self.init() if use is None else use
-        # A user's `quantize` knows matrices alone: rows and columns are merged, batch dimensions are vmapped.
+        # A user's `quantize` knows matrices alone: rows and columns are merged, batch
+        # dimensions are vmapped.
         matrices = _shapes.merge(x, *[1] * batch, rows)
 
         def of_matrix(matrix):
@@ -219,7 +246,8 @@ class Quantizer:
 
 
 class FP8Quantizer(Quantizer):
-    """Base of the quantizers of this package that make FP8 codes; subclasses define `quantize_operand`.
+    """Base of the quantizers of this package that make FP8 codes; subclasses define
+    `quantize_operand`.
 
     Attributes:
         fp8_dtype: the dtype of the codes, float8_e4m3fn or float8_e5m2.
@@ -237,7 +265,8 @@ class FP8Quantizer(Quantizer):
 
 
 def _fp8_dtype(where: str, dtype) -> np.dtype:
-    """Return the FP8 dtype that `dtype` stands for: a dtype itself, or `jaxfp8.E4M3` or `E5M2`.
+    """Return the FP8 dtype that `dtype` stands for: a dtype itself, or `jaxfp8.E4M3` or
+    `E5M2`.
 
     Raises:
         TypeError: `dtype` is something else; `where` begins the message.
@@ -255,7 +284,9 @@ def _fp8_dtype(where: str, dtype) -> np.dtype:
 
 
 def _checked(quantizer, result, shape, state) -> tuple:
-    """Check the result of `quantize` for a matrix of this shape and a state; return it, with scales f32[] as f32[1]."""
+    """Check the result of `quantize` for a matrix of this shape and a state; return it,
+    with scales f32[] as f32[1].
+    """
     where = f"{type(quantizer).__name__}.quantize"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{where}: expected (QTensor, state), got {type(result).__name__}")

@@ -1,12 +1,14 @@
 """The state of stacked layers, read before the loop over them and written after it.
 
-A loop slices its inputs and writes its results in each iteration, one launch for each leaf. A quantizer needs a few
-numbers of its state and records two. So `max_grad` makes a *reading* of the histories and scales of all layers, the
-loop runs over the reading, and the histories are written once, in the backward of `read`. The reading of a product is
-stored in place of the scale of its last quantizer, `output_grad`.
+A loop slices its inputs and writes its results in each iteration, one launch for each
+leaf. A quantizer needs a few numbers of its state and records two. So `max_grad` makes
+a *reading* of the histories and scales of all layers, the loop runs over the reading,
+and the histories are written once, in the backward of `read`. The reading of a product
+is stored in place of the scale of its last quantizer, `output_grad`.
 
-A reading has the scales of `DelayedScaling()` too: the arithmetic of a scale is many operations, which XLA would
-compile once for each product and pass. Other options of the recipe take their scales in the loop, from the amaxes.
+A reading has the scales of `DelayedScaling()` too: the arithmetic of a scale is many
+operations, which XLA would compile once for each product and pass. Other options of the
+recipe take their scales in the loop, from the amaxes.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,9 @@ FP8_MAX = tuple(map(fp8_max, (HYBRID.dtype, HYBRID.dtype, HYBRID.backward_dtype)
 
 
 def _usable(ct):
-    """Return a cotangent with 0 in place of amaxes that are not finite, so that the amaxes of other uses count."""
+    """Return a cotangent with 0 in place of amaxes that are not finite, so that the
+    amaxes of other uses count.
+    """
     is_amax = lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % ops.READING_NUMBERS == 0
     return jnp.where(is_amax, _scaling.clean(ct), ct)
 
@@ -37,8 +41,8 @@ def _combine(a, b):
     return jnp.maximum(_usable(a), _usable(b))
 
 
-# A cotangent of this dtype holds the amax that each quantizer recorded, finite or not, and its scale_inv; zeros for a
-# quantizer that did not run.
+# A cotangent of this dtype holds the amax that each quantizer recorded, finite or not,
+# and its scale_inv; zeros for a quantizer that did not run.
 READING = _compat.max_dtype("float32_max_reading", _combine)
 
 
@@ -48,13 +52,17 @@ def is_reading(x: Any) -> bool:
 
 
 def reading_of(state: DotGeneralState) -> jax.Array | None:
-    """Get the reading of the state of a product, `[..., 18]`; None where no reading was made of the state."""
+    """Get the reading of the state of a product, `[..., 18]`; None where no reading was
+    made of the state.
+    """
     scale = getattr(state.output_grad, "scale", None)
     return scale if is_reading(scale) else None
 
 
 def without_max(tree: Any) -> Any:
-    """Return `tree` with plain float32 state: each reading becomes the stored scale, the max dtype float32."""
+    """Return `tree` with plain float32 state: each reading becomes the stored scale,
+    the max dtype float32.
+    """
 
     def plain(leaf):
         if is_reading(leaf):
@@ -77,7 +85,8 @@ def largest(ct: jax.Array) -> jax.Array:
 
 
 def stacked_products(flat: StateTree) -> list[list]:
-    """Find the products in a tree whose state is stacked over layers; return the three quantizers of each.
+    """Find the products in a tree whose state is stacked over layers; return the three
+    quantizers of each.
 
     Products that have other quantizers with a history than these three are left out.
     """
@@ -95,7 +104,8 @@ def _is_stacked(flat, quantizers) -> bool:
     for leaf in sum(pairs, ()):
         if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim < 2:
             return False
-    # A loop over another axis than the leading ones may have moved the slots from the last axis.
+    # A loop over another axis than the leading ones may have moved the slots from the
+    # last axis.
     axes = {slot_axis("max_grad: tree", *pair) % pair[0].ndim - pair[0].ndim for pair in pairs}
     return axes == {-1} and len({history.shape[:-1] for history, _ in pairs}) == 1
 
@@ -105,11 +115,12 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
     """Read the state of products, each of k quantizers.
 
     Args:
-        products: for each product, k pairs of a history `[..., H]` and a scale `[..., 1]`, in the max dtype. H may
-            differ between pairs.
+        products: for each product, k pairs of a history `[..., H]` and a scale
+            `[..., 1]`, in the max dtype. H may differ between pairs.
 
     Returns:
-        For each product its reading `[..., 6 * k]`. The backward turns cotangents of readings into next states.
+        For each product its reading `[..., 6 * k]`. The backward turns cotangents of
+        readings into next states.
     """
     plain = jax.tree.map(_compat.from_max, products)
     readings = ops.read_histories(plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain])
@@ -121,7 +132,9 @@ def _read_forward(products):
 
 
 def _read_backward(products, cotangents):
-    """Return the next histories and scales; zeros for a quantizer that recorded nothing, which keeps its state."""
+    """Return the next histories and scales; zeros for a quantizer that recorded
+    nothing, which keeps its state.
+    """
     plain, recorded = (jax.tree.map(_compat.from_max, tree) for tree in (products, cotangents))
     written = map(_compat.to_max, jax.tree.leaves(ops.write_histories(plain, recorded)))
     return (jax.tree.unflatten(jax.tree.structure(products), written),)
@@ -131,7 +144,9 @@ read.defvjp(_read_forward, _read_backward)
 
 
 def by_quantizer(reading: jax.Array) -> list[list[jax.Array]]:
-    """Return of each quantizer of a reading the parts that `ops.split_reading` gives."""
+    """Return of each quantizer of a reading the parts that `ops.split_reading`
+    gives.
+    """
     return ops.split_reading(lax.stop_gradient(_compat.from_max(reading)))
 
 
@@ -139,7 +154,8 @@ def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array)
     """Return the cotangent of a reading `[6 * k]`.
 
     Args:
-        recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None for a quantizer that did not run.
+        recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None for a
+            quantizer that did not run.
         reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
         reading: the reading, in whose dtype the cotangent is.
     """

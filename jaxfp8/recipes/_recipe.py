@@ -1,4 +1,6 @@
-"""Recipe: the options and checks that all recipes share; HighPrecision, whose tensors stay as they are."""
+"""Recipe: the options and checks that all recipes share; HighPrecision, whose tensors
+stay as they are.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -16,28 +18,35 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Base class: says how the operands of a product become FP8. Recipes are frozen dataclasses that hash and compare.
+    """Base class: says how the operands of a product become FP8. Recipes are frozen
+    dataclasses that hash and compare.
 
-    In a pytree a recipe is a static node without leaves: another recipe is another structure.
+    In a pytree a recipe is a static node without leaves: another recipe is another
+    structure.
 
     These options belong to every recipe and are given by keyword.
 
     Attributes:
-        precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. On Ada and Hopper the
-            others stay in accumulators of 13 bits along their whole contraction: ten times as far off with 4096 terms
-            of mixed signs, a hundred times where all signs are alike (docs/numerics.md). Elsewhere `precise` changes
-            nothing.
-        min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high precision: below some size the
-            launches of quantization cost more than FP8 saves (docs/performance.md). With 0 no product is too small.
-            Small products leave their state as it is. Sizes are those of one call: of one example under `vmap`, of
-            one device in `shard_map`.
-        pipeline_axes: mesh axes along which the stages of a pipeline lie; amaxes are not reduced over these axes. Only
-            `shard_map(check_vma=False)` and `pmap` need this option: elsewhere types tell over which axes a state
-            varies. Where it is needed and None, amaxes are reduced over all axes, with a warning; `()` says that
-            there are no such axes.
-        fp8_residuals: whether the input of an activation or norm that a product is fused with (`GatedMLP`, `NormDense`,
-            `jaxfp8.activated`, `normalized`) is kept for the backward in FP8, a byte an element, with a power of two
-            for the whole tensor as its scale. The forward gives the same values; gradients are a few percent off.
+        precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate
+            precisely. On Ada and Hopper the others stay in accumulators of 13 bits
+            along their whole contraction: ten times as far off with 4096 terms of mixed
+            signs, a hundred times where all signs are alike (docs/numerics.md).
+            Elsewhere `precise` changes nothing.
+        min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high
+            precision: below some size the launches of quantization cost more than FP8
+            saves (docs/performance.md). With 0 no product is too small. Small products
+            leave their state as it is. Sizes are those of one call: of one example
+            under `vmap`, of one device in `shard_map`.
+        pipeline_axes: mesh axes along which the stages of a pipeline lie; amaxes are
+            not reduced over these axes. Only `shard_map(check_vma=False)` and `pmap`
+            need this option: elsewhere types tell over which axes a state varies. Where
+            it is needed and None, amaxes are reduced over all axes, with a warning;
+            `()` says that there are no such axes.
+        fp8_residuals: whether the input of an activation or norm that a product is
+            fused with (`GatedMLP`, `NormDense`, `jaxfp8.activated`, `normalized`) is
+            kept for the backward in FP8, a byte an element, with a power of two for the
+            whole tensor as its scale. The forward gives the same values; gradients are
+            a few percent off.
     """
 
     precise: tuple[str, ...] = ("dgrad", "wgrad")
@@ -46,7 +55,9 @@ class Recipe:
     fp8_residuals: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make recipes static nodes of pytrees, so that `jax.jit` takes one as an argument."""
+        """Make recipes static nodes of pytrees, so that `jax.jit` takes one as an
+        argument.
+        """
         super().__init_subclass__(**kwargs)
         jax.tree_util.register_static(cls)
 
@@ -61,7 +72,8 @@ class Recipe:
         return super().__new__(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to be the product of a layer: a layer calls the object in its field `dot_general`.
+        """Refuse to be the product of a layer: a layer calls the object in its field
+        `dot_general`.
 
         Raises:
             TypeError: always.
@@ -72,7 +84,8 @@ class Recipe:
     operands = ("input", "kernel", "output_grad")
 
     def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of x, kernel and grad; a `CustomRecipe` adds those of y and of the gradient of x.
+        """Return the quantizers of x, kernel and grad; a `CustomRecipe` adds those of y
+        and of the gradient of x.
 
         Raises:
             NotImplementedError: the subclass does not define `quantizers`.
@@ -80,17 +93,22 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__}: quantizers")
 
     def for_formats(self, quantizer: Callable[[np.dtype], Quantizer]) -> tuple[Quantizer, ...]:
-        """Return `quantizer(dtype)` for x, kernel and grad, in the dtypes of `fp8_format`."""
+        """Return `quantizer(dtype)` for x, kernel and grad, in the dtypes of
+        `fp8_format`.
+        """
         forward = quantizer(self.fp8_format.dtype)
         return forward, forward, quantizer(self.fp8_format.backward_dtype)
 
     def expect(self, condition: bool, name: str, needed: str, error: type[Exception] = ValueError) -> None:
-        """Raise `error` unless the condition on the option `name` holds; `needed` says what the option has to be."""
+        """Raise `error` unless the condition on the option `name` holds; `needed` says
+        what the option has to be.
+        """
         if not condition:
             raise error(f"{type(self).__name__}: {name}: expected {needed}, got {getattr(self, name)!r}")
 
     def __post_init__(self) -> None:
-        """Check the options that all recipes share, and turn iterables of names into tuples.
+        """Check the options that all recipes share, and turn iterables of names into
+        tuples.
 
         Raises:
             ValueError, TypeError: an option has a value it cannot have.
@@ -140,7 +158,9 @@ class HighPrecisionQuantizer(Quantizer):
     """Keep a tensor as it is: `data` is the tensor, and there is no scale."""
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raise a ValueError unless `state` is None; `name` names the argument in the message."""
+        """Raise a ValueError unless `state` is None; `name` names the argument in the
+        message.
+        """
         if jax.tree.leaves(state):
             raise ValueError(f"{name}: expected no state, as the recipe keeps this tensor unquantized, got {state!r}")
 
@@ -155,9 +175,11 @@ class HighPrecisionQuantizer(Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision(Recipe):
-    """Compute without FP8: a layer with this recipe computes as without jaxfp8, also in `autocast`; it has no state.
+    """Compute without FP8: a layer with this recipe computes as without jaxfp8, also in
+    `autocast`; it has no state.
 
-    None in a rule (`jaxfp8.linen.quantize`) means this recipe; a layer whose own recipe is None has the default one.
+    None in a rule (`jaxfp8.linen.quantize`) means this recipe; a layer whose own recipe
+    is None has the default one.
     """
 
     def quantizers(self) -> tuple[Quantizer, ...]:

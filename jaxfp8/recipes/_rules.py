@@ -1,4 +1,6 @@
-"""Rules by layer: which recipe a layer runs, by the path of the layer. Linen and NNX read the same lists."""
+"""Rules by layer: which recipe a layer runs, by the path of the layer. Linen and NNX
+read the same lists.
+"""
 
 import math
 import re
@@ -14,9 +16,11 @@ class Rule(NamedTuple):
     """A rule: layers whose path the regex matches as a whole run `recipe`.
 
     Attributes:
-        path: a regex for `re.fullmatch` on the path of a layer, its parts joined by `/`.
+        path: a regex for `re.fullmatch` on the path of a layer, its parts joined by
+            `/`.
         recipe: how operands become FP8; None for high precision.
-        op_names: the products that the rule is for, of `"dot_general"`, `"einsum"`; an empty tuple means all.
+        op_names: the products that the rule is for, of `"dot_general"`, `"einsum"`; an
+            empty tuple means all.
     """
 
     path: str
@@ -24,12 +28,16 @@ class Rule(NamedTuple):
     op_names: tuple[str, ...] = ()
 
     def matches(self, paths, op: str) -> bool:
-        """Tell whether the rule is for products `op` and matches one of `paths`, all names of one layer."""
+        """Tell whether the rule is for products `op` and matches one of `paths`, all
+        names of one layer.
+        """
         return (not self.op_names or op in self.op_names) and any(re.fullmatch(self.path, path) for path in paths)
 
     @property
     def layer_recipe(self):
-        """The recipe for the field of a layer, in which `HighPrecision()` stands for None."""
+        """The recipe for the field of a layer, in which `HighPrecision()` stands for
+        None.
+        """
         return HighPrecision() if self.recipe is None else self.recipe
 
 
@@ -38,10 +46,12 @@ Rules = Sequence[Rule | tuple[str, Recipe | None]]
 
 
 def checked_rules(op: str, rules) -> tuple[Rule, ...]:
-    """Return the rules of a list of `(path_regex, recipe or None)`, the argument `rules` of the function `op`.
+    """Return the rules of a list of `(path_regex, recipe or None)`, the argument
+    `rules` of the function `op`.
 
     Raises:
-        TypeError: `rules` is not a list of pairs, a path is not a string, or a recipe is not a Recipe or does not hash.
+        TypeError: `rules` is not a list of pairs, a path is not a string, or a recipe
+            is not a Recipe or does not hash.
         ValueError: a regex does not compile.
     """
     if isinstance(rules, (str, dict)) or not hasattr(rules, "__iter__"):
@@ -56,7 +66,8 @@ def _checked(where: str, rule) -> Rule:
         rule = Rule(*rule)
     if not isinstance(rule.path, str):
         raise TypeError(f"{where}: path_regex: expected a string such as 'block0/.*', got {rule.path!r}")
-    # Compile the regex now: otherwise it would raise while a model is traced, far from the list that it stands in.
+    # Compile the regex now: otherwise it would raise while a model is traced, far from
+    # the list that it stands in.
     try:
         re.compile(rule.path)
     except re.error as error:
@@ -71,12 +82,16 @@ def _checked(where: str, rule) -> Rule:
 
 
 def kind(value) -> str:
-    """Describe a value in a message; it may be a whole model, whose repr is pages long."""
+    """Describe a value in a message; it may be a whole model, whose repr is pages
+    long.
+    """
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
 def some(names: list[str], most: int = 8) -> str:
-    """Return the first of some names for a message, and how many there are beside them."""
+    """Return the first of some names for a message, and how many there are beside
+    them.
+    """
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + rest
 
@@ -106,12 +121,14 @@ def is_foreign(module: Any) -> bool:
 
 
 def warn_of_own_arrays(where: str, rules: Sequence[Rule], arrays: dict[tuple, tuple[int, ...]]) -> None:
-    """Warn of matrices that rules ask FP8 for, and that the code of a module multiplies itself.
+    """Warn of matrices that rules ask FP8 for, and that the code of a module multiplies
+    itself.
 
     Args:
         where: the function that the rules were given to.
         rules: the rules.
-        arrays: the shapes of parameters that belong to modules without a product, by their paths.
+        arrays: the shapes of parameters that belong to modules without a product, by
+            their paths.
     """
     shapes = {}
     for path, shape in arrays.items():
@@ -133,12 +150,15 @@ def warn_of_own_arrays(where: str, rules: Sequence[Rule], arrays: dict[tuple, tu
 
 
 def first_match(rules, paths, op: str) -> int | None:
-    """Return the index of the first rule that matches one of `paths`, all names of one layer."""
+    """Return the index of the first rule that matches one of `paths`, all names of one
+    layer.
+    """
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
 
 
 def layer_names(path: tuple, is_product: bool, root: tuple = ()) -> list[str]:
-    """Return the names that rules have for the layer at `path`, in a model at `root`; empty outside of the model.
+    """Return the names that rules have for the layer at `path`, in a model at `root`;
+    empty outside of the model.
 
     A product also answers to the path of the layer around it.
     """
@@ -147,5 +167,7 @@ def layer_names(path: tuple, is_product: bool, root: tuple = ()) -> list[str]:
 
 
 def relative(path: tuple, root: tuple) -> str | None:
-    """Return the part of `path` below `root`, joined by `/`, as rules see it; None where `path` is not below `root`."""
+    """Return the part of `path` below `root`, joined by `/`, as rules see it; None
+    where `path` is not below `root`.
+    """
     return "/".join(map(str, path[len(root) :])) if path[: len(root)] == root else None

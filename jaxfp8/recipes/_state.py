@@ -17,8 +17,10 @@ class QuantizerState:
     """The state of delayed scaling for one tensor.
 
     Attributes:
-        amax_history: f32 `(H,)`; slot 0 newest, slot 1 oldest; 0 means nothing was recorded.
-        scale: f32 `(1,)`, in Flax's sense: `amax / FP8_MAX`, the `scale_inv` of the step that ran last.
+        amax_history: f32 `(H,)`; slot 0 newest, slot 1 oldest; 0 means nothing was
+            recorded.
+        scale: f32 `(1,)`, in Flax's sense: `amax / FP8_MAX`, the `scale_inv` of the
+            step that ran last.
     """
 
     amax_history: jax.Array
@@ -28,13 +30,17 @@ class QuantizerState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateUse:
-    """One use of a state of delayed scaling: the scale that the state gives, then the amax of the tensor.
+    """One use of a state of delayed scaling: the scale that the state gives, then the
+    amax of the tensor.
 
     Attributes:
-        amax: f32 `(1,)`; 0 before the tensor is quantized; None where the scale is fixed, so that nothing is recorded.
-        scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the QTensor has the scale_inv.
-        is_empty: bool[], whether the history was empty, so that the tensor's own amax gives its scale; None where it
-            never does, and after the tensor is quantized.
+        amax: f32 `(1,)`; 0 before the tensor is quantized; None where the scale is
+            fixed, so that nothing is recorded.
+        scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the
+            QTensor has the scale_inv.
+        is_empty: bool[], whether the history was empty, so that the tensor's own amax
+            gives its scale; None where it never does, and after the tensor is
+            quantized.
     """
 
     amax: jax.Array | None
@@ -46,7 +52,8 @@ class StateUse:
     def fixed(scale: jax.Array, scale_inv: jax.Array) -> "StateUse":
         """Return the use of a tensor in inference, whose scale is fixed.
 
-        The inverse is given because 1 / (1 / scale) may be another number than the scale.
+        The inverse is given because 1 / (1 / scale) may be another number than the
+        scale.
         """
         return StateUse(None, scale, scale_inv)
 
@@ -61,11 +68,14 @@ class DotGeneralState:
     """The state of one FP8 product, by quantizer; None for a quantizer without state.
 
     Attributes:
-        input, kernel, output_grad: the states of the quantizers of x, the kernel and the gradient of the output: a
-            QuantizerState for delayed scaling, the result of `init` for a user's quantizer.
-        output, input_grad: the states for the output and for the gradient of x, which only a `CustomRecipe` quantizes.
-        wgrad_input, dgrad_kernel, wgrad_output_grad: the states for x, kernel and gradient of the second product that
-            reads each, where a `ByProduct` gives that product codes of its own.
+        input, kernel, output_grad: the states of the quantizers of x, the kernel and
+            the gradient of the output: a QuantizerState for delayed scaling, the result
+            of `init` for a user's quantizer.
+        output, input_grad: the states for the output and for the gradient of x, which
+            only a `CustomRecipe` quantizes.
+        wgrad_input, dgrad_kernel, wgrad_output_grad: the states for x, kernel and
+            gradient of the second product that reads each, where a `ByProduct` gives
+            that product codes of its own.
     """
 
     input: Any
@@ -84,12 +94,14 @@ class DotGeneralState:
 
 for _cls in (QuantizerState, DotGeneralState):
     # Programs that take or return state can be saved: jax.export.Exported.serialize.
-    _auxdata = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: ()}  # there is none
+    # there is none
+    _auxdata = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: ()}
     jax.export.register_pytree_node_serialization(_cls, serialized_name=f"jaxfp8.{_cls.__name__}", **_auxdata)
 
 
 def init_state(recipe: Recipe) -> DotGeneralState:
-    """Return the state of a product that has not run: for delayed scaling empty histories and scale 1.
+    """Return the state of a product that has not run: for delayed scaling empty
+    histories and scale 1.
 
     The state of a recipe that keeps no state has no leaves.
 
@@ -103,11 +115,13 @@ def init_state(recipe: Recipe) -> DotGeneralState:
 def map_variables(recipe: Recipe, function: Callable[..., Any]) -> DotGeneralState:
     """Return the state of a product with `function(name, first)` in place of each leaf.
 
-    `name` is that of a Flax variable, and `first()` gives the leaf of `init_state(recipe)`. The name begins with the
-    role in `recipe.operands`: `input_amax_history`, in a custom recipe `linear_input_amax_history`. A state that is an
-    array itself is called `input_state`.
+    `name` is that of a Flax variable, and `first()` gives the leaf of
+    `init_state(recipe)`. The name begins with the role in `recipe.operands`:
+    `input_amax_history`, in a custom recipe `linear_input_amax_history`. A state that
+    is an array itself is called `input_state`.
     """
-    # Most calls only read variables: make arrays where a variable is new, and no sooner.
+    # Most calls only read variables: make arrays where a variable is new, and no
+    # sooner.
     first_leaves = functools.cache(lambda: dict(jax.tree_util.tree_leaves_with_path(init_state(recipe))))
 
     def leaf(path, _):

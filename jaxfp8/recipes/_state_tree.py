@@ -1,10 +1,12 @@
-"""Find the leaves of a tree that are quantizer state, in dicts, Flax and NNX variables, or dataclasses.
+"""Find the leaves of a tree that are quantizer state, in dicts, Flax and NNX variables,
+or dataclasses.
 
-A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
-(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike.
-A `scale` on its own, which normalization layers have, is a parameter. All other leaves below the key
-`_overwrite_with_gradient`, in an NNX variable of that name, or in a `DotGeneralState`, are state of a user's own
-quantizer. In a plain dict of arrays no type tells such state from parameters: `marked` marks it there.
+A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`:
+Flax's variables (`input_amax_history`, `input_scale`) and the fields of
+`QuantizerState` alike. A `scale` on its own, which normalization layers have, is a
+parameter. All other leaves below the key `_overwrite_with_gradient`, in an NNX variable
+of that name, or in a `DotGeneralState`, are state of a user's own quantizer. In a plain
+dict of arrays no type tells such state from parameters: `marked` marks it there.
 """
 
 import dataclasses
@@ -14,7 +16,8 @@ import jax
 
 from ._state import DotGeneralState
 
-# The collection of variables whose gradient is their next value. Flax's TrainState knows it by this name.
+# The collection of variables whose gradient is their next value. Flax's TrainState
+# knows it by this name.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _HISTORY, _SCALE = "amax_history", "scale"
 
@@ -42,11 +45,12 @@ class StateTree(NamedTuple):
     Attributes:
         treedef: the structure of the whole tree.
         leaves: all leaves, parameters included, in the order of `jax.tree.leaves`.
-        paths: a tuple of strings for each leaf, the same whether NNX variables are boxed or pure.
+        paths: a tuple of strings for each leaf, the same whether NNX variables are
+            boxed or pure.
         quantizers: all quantizers, in the order of their histories in `leaves`.
         unpaired: positions of the state leaves that belong to none of `quantizers`.
-        in_variables: paths of those unpaired leaves that only the type of their NNX variable tells to be state; the
-            argument `paths` of `marked`.
+        in_variables: paths of those unpaired leaves that only the type of their NNX
+            variable tells to be state; the argument `paths` of `marked`.
     """
 
     treedef: Any
@@ -77,8 +81,8 @@ def flatten(tree) -> StateTree:
     """Flatten any pytree and find its quantizer state.
 
     Args:
-        tree: a state collection, a variables dict, an NNX state or module, a `DotGeneralState`, or a pytree that mixes
-            parameters with any of these.
+        tree: a state collection, a variables dict, an NNX state or module, a
+            `DotGeneralState`, or a pytree that mixes parameters with any of these.
 
     Raises:
         ValueError: `nn.WeightNorm` has made a parameter of quantizer state.
@@ -103,7 +107,9 @@ def flatten(tree) -> StateTree:
 
 
 def prefix_of(name: str) -> str | None:
-    """Return the prefix `{p}` of a name `{p}amax_history`; None if `name` is not the name of a history."""
+    """Return the prefix `{p}` of a name `{p}amax_history`; None if `name` is not the
+    name of a history.
+    """
     prefix = name.removesuffix(_HISTORY)
     return None if prefix == name or (prefix and not prefix.endswith("_")) else prefix
 
@@ -120,7 +126,8 @@ def slot_axis(where: str, history, scale) -> int:
     """
     if len(history.shape) == len(scale.shape) > 0:
         differ = [i for i, (h, s) in enumerate(zip(history.shape, scale.shape, strict=True)) if h != s]
-        # The scale has one element along the slots. With H = 1 the history has no other shape than the scale.
+        # The scale has one element along the slots. With H = 1 the history has no other
+        # shape than the scale.
         slots = [i for i in (differ or range(len(scale.shape))) if scale.shape[i] == 1]
         if slots and len(differ) <= 1:
             return slots[-1]
@@ -135,14 +142,17 @@ class _Marked:
     """A leaf of state in a tree of plain dicts.
 
     Attributes:
-        value: the leaf. `_names` leaves `value` out of paths, like the name in the box of an NNX variable.
+        value: the leaf. `_names` leaves `value` out of paths, like the name in the box
+            of an NNX variable.
     """
 
     value: Any
 
 
 def marked(tree, paths):
-    """Return `tree` with the leaves at `paths` marked as state; `unmarked` undoes it."""
+    """Return `tree` with the leaves at `paths` marked as state; `unmarked` undoes
+    it.
+    """
     if not paths:
         return tree
     flat = flatten(tree)
@@ -163,7 +173,9 @@ def _is_marked(leaf) -> bool:
 
 
 def is_variable(x) -> bool:
-    """Tell whether `x` is an NNX variable of state: recipes know no NNX, but its class has the collection's name."""
+    """Tell whether `x` is an NNX variable of state: recipes know no NNX, but its class
+    has the collection's name.
+    """
     return type(x).__name__ == OVERWRITE_WITH_GRADIENT
 
 
@@ -175,7 +187,8 @@ def _is_state(x) -> bool:
 def _names(path) -> tuple[str, ...]:
     names = [jax.tree_util.keystr((key,), simple=True) for key in path]
     if names[-1:] == ["value"]:
-        # The box of an NNX variable, which a checkpoint that is restored without a target has as a dict.
+        # The box of an NNX variable, which a checkpoint that is restored without a
+        # target has as a dict.
         if isinstance(path[-1], jax.tree_util.GetAttrKey) or names[-2:-1] and names[-2].endswith((_HISTORY, _SCALE)):
             names.pop()
     return tuple(names)

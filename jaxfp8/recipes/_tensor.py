@@ -21,24 +21,31 @@ Block = tuple[int | None, int | None]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """A quantized tensor; a pytree. Quantizers make it, products multiply it, and the backward keeps it.
+    """A quantized tensor; a pytree. Quantizers make it, products multiply it, and the
+    backward keeps it.
 
     Attributes:
-        data: codes `[*batch, *rows, *cols]`: FP8, or any dtype that a user's quantizer chooses; or the tensor itself,
-            in high precision.
-        scale_inv: f32[1], or a scale for each block, f32 or float8_e8m0fnu `[*batch, rows / r, cols / c]`, rounded up;
-            `data * scale_inv` approximates the original. None in high precision.
-        data_t: codes of the same tensor as `[*batch, *cols, *rows]`, or None. GEMMs that contract the rows read it.
-        scale_inv_t: the scales of `data_t`, where it has its own: blocks along the rows are other blocks. Without
-            them `data_t` holds the codes of `data`.
-        source: the tensor that was quantized, which gets the gradient; or None. `jaxfp8.quantize_params` sets it.
-        use: the use of the quantizer's state, from which a product makes the next state; or None.
-        block: `(r, c)`, the rows and columns that share a scale, in `data` and, with `scale_inv_t`, in `data_t`; None
-            in place of r or c means all rows or columns. Without `block` the tensor has one scale f32[1], or the
-            scales `[R, C]` divide the codes evenly.
-        power_2_scale: whether scales for blocks are powers of two, whatever their dtype.
-        cols: how many of the last dimensions of `data` are its columns; all dimensions between them and the batch
-            dimensions are its rows.
+        data: codes `[*batch, *rows, *cols]`: FP8, or any dtype that a user's quantizer
+            chooses; or the tensor itself, in high precision.
+        scale_inv: f32[1], or a scale for each block, f32 or float8_e8m0fnu
+            `[*batch, rows / r, cols / c]`, rounded up; `data * scale_inv` approximates
+            the original. None in high precision.
+        data_t: codes of the same tensor as `[*batch, *cols, *rows]`, or None. GEMMs
+            that contract the rows read it.
+        scale_inv_t: the scales of `data_t`, where it has its own: blocks along the rows
+            are other blocks. Without them `data_t` holds the codes of `data`.
+        source: the tensor that was quantized, which gets the gradient; or None.
+            `jaxfp8.quantize_params` sets it.
+        use: the use of the quantizer's state, from which a product makes the next
+            state; or None.
+        block: `(r, c)`, the rows and columns that share a scale, in `data` and, with
+            `scale_inv_t`, in `data_t`; None in place of r or c means all rows or
+            columns. Without `block` the tensor has one scale f32[1], or the scales
+            `[R, C]` divide the codes evenly.
+        power_2_scale: whether scales for blocks are powers of two, whatever their
+            dtype.
+        cols: how many of the last dimensions of `data` are its columns; all dimensions
+            between them and the batch dimensions are its rows.
     """
 
     data: jax.Array
@@ -52,7 +59,9 @@ class QTensor:
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __jax_array__(self):
-        """Refuse to be an array: a layer that does not know codes would print them in its error, or round them."""
+        """Refuse to be an array: a layer that does not know codes would print them in
+        its error, or round them.
+        """
         raise TypeError(
             f"QTensor {list(self.shape)}: expected a product of jaxfp8, got an operation on arrays. Layers of jaxfp8 "
             "take codes as their kernels, such as jaxfp8.linen.Dense, and so does jaxfp8.dot_general; nn.Dense does "
@@ -60,7 +69,9 @@ class QTensor:
         )
 
     def is_all_of(self, operand: jax.Array) -> bool:
-        """Tell whether `operand`, the array that a product took from this QTensor, is its codes and not its source."""
+        """Tell whether `operand`, the array that a product took from this QTensor, is
+        its codes and not its source.
+        """
         return self.source is None and self.data is not None and self.data.dtype == operand.dtype
 
     @property
@@ -80,7 +91,9 @@ class QTensor:
 
     @property
     def has_one_code(self) -> bool:
-        """Tell whether both layouts hold the same codes: with one scale, or a scale for each square block."""
+        """Tell whether both layouts hold the same codes: with one scale, or a scale for
+        each square block.
+        """
         return self.has_one_scale or (self.block is not None and self.block[0] == self.block[1])
 
     @property
@@ -103,16 +116,20 @@ class QTensor:
         return dataclasses.replace(turned, scale_inv=self.scale_inv.mT, block=block)
 
     def for_next_state(self) -> "QTensor":
-        """Return the QTensor without codes: `next_states` needs the use and, for one scale, the `scale_inv`."""
+        """Return the QTensor without codes: `next_states` needs the use and, for one
+        scale, the `scale_inv`.
+        """
         scale_inv = self.scale_inv if self.has_one_scale and self.use is not None else None
         return QTensor(None, scale_inv, use=self.use, cols=self.cols)
 
     def reshape(self, shape: tuple[int, ...], batch: int, cols: int) -> "QTensor":
-        """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay as they are.
+        """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay
+        as they are.
 
         Args:
             shape: the whole shape, `(*batch, *rows, *cols)`.
-            batch, cols: how many dimensions come before the rows, and how many after the rows.
+            batch, cols: how many dimensions come before the rows, and how many after
+                the rows.
         """
         shape_t = (*shape[:batch], *shape[len(shape) - cols :], *shape[batch : len(shape) - cols])
         data_t = None if self.data_t is None else self.data_t.reshape(shape_t)
@@ -120,27 +137,33 @@ class QTensor:
         return dataclasses.replace(self, data=self.data.reshape(shape), data_t=data_t, source=source, cols=cols)
 
     def map_scales(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
-        """Return the QTensor with `function(scale)` in place of each array of scales."""
+        """Return the QTensor with `function(scale)` in place of each array of
+        scales.
+        """
         scale_inv_t = None if self.scale_inv_t is None else function(self.scale_inv_t)
         return dataclasses.replace(self, scale_inv=function(self.scale_inv), scale_inv_t=scale_inv_t)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
-        """Rearrange the codes and the source by `function`: an `all_gather`, a slice, a transpose.
+        """Rearrange the codes and the source by `function`: an `all_gather`, a slice, a
+        transpose.
 
-        Inside `shard_map`, codes then cross devices instead of kernels. The gradient goes back through `function`:
+        Inside `shard_map`, codes then cross devices instead of kernels. The gradient
+        goes back through `function`:
 
             kernel.map(lambda a: jax.lax.all_gather(a, "fsdp", axis=0, tiled=True))  # gradient: reduce-scattered
 
         Args:
-            function: array -> array; called with the codes as uint8, and with the source. The function may move
-                elements, not change them. Scales of square blocks go through it too, so it has to move whole blocks.
+            function: array -> array; called with the codes as uint8, and with the
+                source. The function may move elements, not change them. Scales of
+                square blocks go through it too, so it has to move whole blocks.
 
         Returns:
             A QTensor without `data_t`.
 
         Raises:
-            ValueError: the tensor has a scale for each block, and the blocks are not square, so that `data_t` has
-                codes of its own; or `function` gives codes and scales whose shapes do not fit.
+            ValueError: the tensor has a scale for each block, and the blocks are not
+                square, so that `data_t` has codes of its own; or `function` gives codes
+                and scales whose shapes do not fit.
         """
         scale_inv = self.scale_inv
         if not self.has_one_code:
@@ -164,7 +187,8 @@ class QTensor:
         )
 
     def dequantize(self, dtype: Any) -> jax.Array:
-        """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding.
+        """Return `data * scale_inv` in `dtype`: one multiplication in f32, one
+        rounding.
 
         The gradient of the result is, unchanged, the gradient of `source`.
 
@@ -206,13 +230,16 @@ def _(primals, tangents):
 
 
 def value_of(operand: jax.Array, codes: Any, dtype: Any) -> jax.Array:
-    """Return an operand of a product in `dtype`, dequantized where the operand is codes without a source."""
+    """Return an operand of a product in `dtype`, dequantized where the operand is codes
+    without a source.
+    """
     is_codes = isinstance(codes, QTensor) and codes.is_all_of(operand)
     return codes.dequantize(dtype) if is_codes else operand.astype(dtype)
 
 
 def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1) -> jax.Array:
-    """Return `data * scale_inv` in f32; the last `cols` dimensions of data are its columns.
+    """Return `data * scale_inv` in f32; the last `cols` dimensions of data are its
+    columns.
 
     Raises:
         ValueError: the shape of `scale_inv` is not one scale for each block of `data`.
@@ -244,9 +271,10 @@ class _Bytes:
 def as_bytes(q: QTensor) -> QTensor:
     """Return a QTensor with bytes in place of FP8, as the backward keeps it.
 
-    A loop stacks what its backward keeps, and XLA's CPU compiler has no stacks of FP8: each iteration would convert the
-    whole stack to float16 and back. Programs for other platforms keep FP8: on a mesh XLA gathers a kernel's codes once
-    for both products that read them, where codes and bytes would be gathered each.
+    A loop stacks what its backward keeps, and XLA's CPU compiler has no stacks of FP8:
+    each iteration would convert the whole stack to float16 and back. Programs for other
+    platforms keep FP8: on a mesh XLA gathers a kernel's codes once for both products
+    that read them, where codes and bytes would be gathered each.
     """
 
     def convert(x):

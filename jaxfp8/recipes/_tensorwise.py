@@ -1,4 +1,6 @@
-"""Quantizers with one scale for the whole tensor: from its amax in current scaling, from a bound in static scaling."""
+"""Quantizers with one scale for the whole tensor: from its amax in current scaling,
+from a bound in static scaling.
+"""
 
 import dataclasses
 import functools
@@ -16,12 +18,14 @@ from ._tensor import QTensor
 
 
 class TensorwiseQuantizer(FP8Quantizer):
-    """Quantize with one scale for the whole tensor; one pass writes the codes in both layouts.
+    """Quantize with one scale for the whole tensor; one pass writes the codes in both
+    layouts.
 
     Attributes:
         fp8_dtype: the dtype of the codes, float8_e4m3fn or float8_e5m2.
         margin: headroom in powers of two.
-        power_2_scale: whether the scale of the tensor at hand is rounded down to a power of two.
+        power_2_scale: whether the scale of the tensor at hand is rounded down to a
+            power of two.
     """
 
     has_one_scale = True
@@ -30,10 +34,12 @@ class TensorwiseQuantizer(FP8Quantizer):
 
     def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the scale from the state, and an
+        # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the
+        #    scale from the state, and an
         # amax so far, which the next pass raises.
         scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), use, options.reduce)
-        # 2. Quantize: one pass over x writes all layouts that products read, and raises the amax.
+        # 2. Quantize: one pass over x writes all layouts that products read, and raises
+        #    the amax.
         if options.columnwise:
             data, data_t, amax, *sums = ops.quantize_transpose(
                 x,
@@ -53,17 +59,20 @@ class TensorwiseQuantizer(FP8Quantizer):
         return QTensor(data, scale_inv, data_t, use=use, cols=options.cols), *(sums or [None])
 
     def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where the step records no amax.
+        """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where
+        the step records no amax.
 
         Args:
-            current_amax: returns the amax of the tensor, f32[]. A quantizer calls it only where the scale may depend on
-                the amax, and then inside a conditional if the state decides.
+            current_amax: returns the amax of the tensor, f32[]. A quantizer calls it
+                only where the scale may depend on the amax, and then inside a
+                conditional if the state decides.
             use: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
         amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
         scale, scale_inv = ops.amax_to_scale(amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
-        # Without a state nothing records the amax, so the pass that quantizes need not find it again.
+        # Without a state nothing records the amax, so the pass that quantizes need not
+        # find it again.
         return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
 
     def record(self, use: Any, amax: jax.Array | None) -> Any:
@@ -83,14 +92,16 @@ class Float8CurrentScaling(Recipe):
         sf = FP8_MAX / amax(x)           # at most 2**126; 1 for a tensor of zeros, or one that is not finite
         q  = quantize(x, sf)
 
-    On a mesh the amax is that of the whole tensor, so each product waits for a reduction of its amax; delayed scaling
-    reduces amaxes once a step. `ops.amax` reads the tensor once more.
+    On a mesh the amax is that of the whole tensor, so each product waits for a
+    reduction of its amax; delayed scaling reduces amaxes once a step. `ops.amax` reads
+    the tensor once more.
 
     Source: TransformerEngine's FP8 current scaling.
 
     Attributes:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
-        power_2_scale: round scales down to a power of two, so that scaling itself does not round.
+        power_2_scale: round scales down to a power of two, so that scaling itself does
+            not round.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
@@ -120,26 +131,31 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
 
 @dataclasses.dataclass(frozen=True)
 class StaticScaling(Recipe):
-    """One constant scale for each operand, from a bound on its largest magnitude; no state and no amax.
+    """One constant scale for each operand, from a bound on its largest magnitude; no
+    state and no amax.
 
         sf = FP8_MAX / bound             # f32, in [2**-126, 2**126]
         q  = quantize(x, sf)             # larger magnitudes saturate: they count as the bound
 
-    A product reads each operand once, and on a mesh waits for no reduction. Nothing adapts: an operand beyond its bound
-    saturates, and one far below it loses precision, then becomes zero. Take a bound for activations and kernels whose
-    range training keeps (after a norm, or with weight decay), and None for gradients, whose range moves.
+    A product reads each operand once, and on a mesh waits for no reduction. Nothing
+    adapts: an operand beyond its bound saturates, and one far below it loses precision,
+    then becomes zero. Take a bound for activations and kernels whose range training
+    keeps (after a norm, or with weight decay), and None for gradients, whose range
+    moves.
 
-    Source: the constant bounds of x and kernel, with current scales of gradients, of published training runs on TPU v7.
+    Source: the constant bounds of x and kernel, with current scales of gradients, of
+    published training runs on TPU v7.
 
     Attributes:
-        input, kernel, grad: the bound of x, the kernel and the gradient of the output, in their own units; None takes
-            the operand's own amax, as `Float8CurrentScaling` does.
+        input, kernel, grad: the bound of x, the kernel and the gradient of the output,
+            in their own units; None takes the operand's own amax, as
+            `Float8CurrentScaling` does.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
-        ValueError, TypeError: a bound is no number, or as float32 not above 0 and finite; another option has a value it
-            cannot have.
+        ValueError, TypeError: a bound is no number, or as float32 not above 0 and
+            finite; another option has a value it cannot have.
     """
 
     input: float | None = 224.0

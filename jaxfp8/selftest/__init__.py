@@ -1,1 +1,3 @@
-"""`python -m jaxfp8.selftest`, which checks every op on this machine against the reference, and measures it."""
+"""`python -m jaxfp8.selftest`, which checks every op on this machine against the
+reference, and measures it.
+"""

@@ -1,7 +1,8 @@
-"""Check every op on this machine against the reference, and measure it; write a file to attach to a bug report.
+"""Check every op on this machine against the reference, and measure it; write a file to
+attach to a bug report.
 
-Every check runs in a process that may crash. Where an op fails, the command prints the value of JAXFP8_DISABLE that
-switches it off. Nothing is kept for later programs.
+Every check runs in a process that may crash. Where an op fails, the command prints the
+value of JAXFP8_DISABLE that switches it off. Nothing is kept for later programs.
 """
 
 import argparse
@@ -21,7 +22,9 @@ _COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of c
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    """Read the command line; an option that makes no sense ends the program with a message."""
+    """Read the command line; an option that makes no sense ends the program with a
+    message.
+    """
     parser = argparse.ArgumentParser(prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", metavar="PATH", help="write everything here")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
@@ -38,8 +41,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 def environment() -> dict:
     """Return the output of `python -m jaxfp8 --json`, or `{"error": reason}`."""
-    # This needs a process of its own: the GPU would stay in use while workers need it, and a driver that crashes would
-    # end the command.
+    # This needs a process of its own: the GPU would stay in use while workers need it,
+    # and a driver that crashes would end the command.
     done = subprocess.run([sys.executable, "-m", "jaxfp8", "--json"], capture_output=True, text=True)
     return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-4000:] or str(done.returncode)}
 
@@ -61,18 +64,21 @@ def machine(about: dict) -> dict:
 def checks(ops: list[str], platform: str | None) -> tuple[list[list[str]], list[str]]:
     """Return the jobs that may run side by side, and the checks that must run alone.
 
-    On a GPU each check has a process of its own, so that its launch is the first in the process. A TPU serves one
-    process at a time.
+    On a GPU each check has a process of its own, so that its launch is the first in the
+    process. A TPU serves one process at a time.
     """
     on_gpu = platform == "cuda"
     names = ["library", "training", *[f"graph:{op}" for op in ops if on_gpu], *[f"values:{op}" for op in ops]]
-    # On a CPU two processes share the checks; a process that dies fails one check only (`_workers.finish`).
+    # On a CPU two processes share the checks; a process that dies fails one check only
+    # (`_workers.finish`).
     jobs = [[name] for name in names] if on_gpu else [names] if platform == "tpu" else [names[::2], names[1::2]]
     return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
 
 
 def table(rows: list[dict]) -> str:
-    """Return the rows as a table for people: a line for each op, then the checks of the machine and the failures."""
+    """Return the rows as a table for people: a line for each op, then the checks of the
+    machine and the failures.
+    """
     by_name = {row["check"]: row for row in rows}
 
     def status(name):
@@ -80,7 +86,8 @@ def table(rows: list[dict]) -> str:
 
     def figures(op):
         row = by_name.get(f"speed:{op}", {})
-        # A product is compared with a product in bfloat16, every other op with the copy of an array.
+        # A product is compared with a product in bfloat16, every other op with the copy
+        # of an array.
         key, bound = ("tflops", "bf16 product") if "tflops" in row else ("gb_per_s", "copy")
         ratio = f"{row[key] / best:.0%}" if (best := by_name.get(f"speed:{bound}", {}).get(key)) and key in row else "-"
         return [*(f"{row[name]:.4g}" if name in row else "-" for name in ("us", "gb_per_s", "tflops")), ratio]
@@ -105,9 +112,12 @@ def ops_in(checks: list[str]) -> list[str]:
 
 
 def remedy(rows: list[dict]) -> str:
-    """Return the setting that switches off the ops that failed and those that are off; "" where it would not help."""
+    """Return the setting that switches off the ops that failed and those that are off;
+    "" where it would not help.
+    """
     failed = [row["check"] for row in rows if row["status"] == "failed"]
-    # Without a device or a library no op runs, so switching off some of them would not help.
+    # Without a device or a library no op runs, so switching off some of them would not
+    # help.
     if "machine" in failed or "library" in failed:
         return ""
     # On a device that others keep busy every time is too long.

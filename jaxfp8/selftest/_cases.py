@@ -1,7 +1,8 @@
-"""The cases of ops, at several shapes, dtypes and formats, and comparisons of results: each has a control.
+"""The cases of ops, at several shapes, dtypes and formats, and comparisons of results:
+each has a control.
 
-A control is a wrong answer that is made from a right answer. A comparison that does not refuse its control proves
-nothing.
+A control is a wrong answer that is made from a right answer. A comparison that does not
+refuse its control proves nothing.
 """
 
 import itertools
@@ -16,13 +17,14 @@ from ..inspect._op_calls import PRODUCTS, Kind, call
 from ..numerics import E4M3, E5M2
 
 _PAIRS = tuple(itertools.product((np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)), (E4M3, E5M2)))
-# The shapes are tiny, odd, empty, aligned, in groups by vmap, or of many tiles. Their number, 7, is prime to that of
-# _PAIRS, 6, so that every shape meets every pair.
+# The shapes are tiny, odd, empty, aligned, in groups by vmap, or of many tiles. Their
+# number, 7, is prime to that of _PAIRS, 6, so that every shape meets every pair.
 _MATRICES = ((1, 1), (7, 129), (217, 41), (0, 5), (256, 512), (3, 33, 65), (2048, 4096))
 _PRODUCTS = ((1, 1, 1), (7, 5, 33), (48, 80, 112), (0, 5, 16), (256, 384, 512), (3, 33, 17, 65), (512, 512, 1024))
 # The ops that compute values themselves, with rounding errors of their own.
 COMPUTED = ("quantize_activation", "quantize_activation_grad", "quantize_norm")
-# For values whose last bits are free: the fraction of codes that may differ, and the relative error of the amax.
+# For values whose last bits are free: the fraction of codes that may differ, and the
+# relative error of the amax.
 _DIFFERENT, _AMAX = 0.01, 2.0**-11
 _STEP = 16  # the products that a tensor core adds at once; a larger step loses less
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
@@ -33,8 +35,10 @@ class Comparison(NamedTuple):
     """One way to compare.
 
     Attributes:
-        problem: `(results, expected) -> clause`, or None where the results are right; both are lists of numpy arrays.
-        control: `results -> wrong results`, or None where no result can be wrong, as in an empty array.
+        problem: `(results, expected) -> clause`, or None where the results are right;
+            both are lists of numpy arrays.
+        control: `results -> wrong results`, or None where no result can be wrong, as in
+            an empty array.
         has_reference: whether `problem` reads `expected`.
     """
 
@@ -80,7 +84,8 @@ BITS = Comparison(_bit_problem, lambda results: _changed(results, _flip_a_bit))
 
 
 def _number_problem(results, expected):
-    # XLA's compilers for CPUs and GPUs make different NaNs of the same code, signaling ones too.
+    # XLA's compilers for CPUs and GPUs make different NaNs of the same code, signaling
+    # ones too.
     with np.errstate(invalid="ignore"):
         both = ([np.where(np.isnan(x), x.dtype.type(np.nan), x) for x in xs] for xs in (results, expected))
         return _bit_problem(*both)
@@ -95,8 +100,9 @@ NUMBERS = Comparison(_number_problem, lambda results: _changed(results, _flip_al
 
 
 def _step_problem(results, expected):
-    # Two updates or parameters, then two moments of each. A GPU's jnp divides and takes roots with errors of 2 ulp, of
-    # a number below 4 where a parameter's sum cancels. Moments are sums of products, which all platforms round alike.
+    # Two updates or parameters, then two moments of each. A GPU's jnp divides and takes
+    # roots with errors of 2 ulp, of a number below 4 where a parameter's sum cancels.
+    # Moments are sums of products, which all platforms round alike.
     for i, (got, right) in enumerate(zip(results[:2], expected[:2], strict=True)):
         with np.errstate(invalid="ignore"):
             near = np.abs(got - right) <= 8 * 2.0**-23 * np.maximum(np.abs(right), 1)
@@ -121,7 +127,8 @@ def _order(codes):
 
 def _code_problem(results, expected):
     (data, data_t, amax), (right, right_t, right_amax) = results, expected
-    # Rounding may give a neighbour of a number. It never turns a number into a NaN, or a NaN into another code.
+    # Rounding may give a neighbour of a number. It never turns a number into a NaN, or
+    # a NaN into another code.
     is_nan = np.isnan(right.astype(np.float32))
     distance = np.abs(_order(data) - _order(right))
     good = np.where(is_nan, distance == 0, (distance <= 1) & ~np.isnan(data.astype(np.float32)))
@@ -130,8 +137,8 @@ def _code_problem(results, expected):
     # Only a few values lie so near the middle of two codes that their last bits decide.
     if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
         return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
-    # The other layout must have the same codes, rows last. With a gated activation gate and up are both columns, so
-    # the reference tells which dimension is the rows.
+    # The other layout must have the same codes, rows last. With a gated activation gate
+    # and up are both columns, so the reference tells which dimension is the rows.
     dims = range(data.ndim - 1)
     rows = next((d for d in dims if _bit_problem([np.moveaxis(right, d, -1)], [right_t]) is None), 0)
     if problem := _bit_problem([data_t], [np.moveaxis(data, rows, -1)]):
@@ -142,36 +149,43 @@ def _code_problem(results, expected):
 
 
 def _move_by_two_codes(bits, middle):
-    # Near the largest code, two codes up would be an infinity or a NaN, so there the change goes down.
+    # Near the largest code, two codes up would be an infinity or a NaN, so there the
+    # change goes down.
     code = int(bits[middle])
     bits[middle] = code + 2 if code & 0x7F < 0x70 else code - 2
 
 
-# For ops that compute the values they quantize, so that last bits decide between neighbouring codes: n additions are
-# off by n units of 2**-24, for rows of 4096 by 2**-12. A code spans 2**-4 of its value, so 2**-7 of codes may differ.
+# For ops that compute the values they quantize, so that last bits decide between
+# neighbouring codes: n additions are off by n units of 2**-24, for rows of 4096 by
+# 2**-12. A code spans 2**-4 of its value, so 2**-7 of codes may differ.
 CODES = Comparison(_code_problem, lambda results: _changed(results, _move_by_two_codes))
 
 
 def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
     """Return the Comparison with the exact product, whose bound is derived here.
 
-    A tensor core aligns the products of a step and the sum so far to the largest of these 17 numbers, and cuts each of
-    them, and the new sum, after 13 bits: a step may lose 18 times 2**-13 of the largest number. However a kernel cuts
-    k, the sum so far is a sum of consecutive terms. Without tensor cores sums are f32, and lose up to k times 2**-24 of
-    the sum of magnitudes. Scales, each added term and the result are rounded once more.
+    A tensor core aligns the products of a step and the sum so far to the largest of
+    these 17 numbers, and cuts each of them, and the new sum, after 13 bits: a step may
+    lose 18 times 2**-13 of the largest number. However a kernel cuts k, the sum so far
+    is a sum of consecutive terms. Without tensor cores sums are f32, and lose up to k
+    times 2**-24 of the sum of magnitudes. Scales, each added term and the result are
+    rounded once more.
 
     Args:
-        pieces: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled; the result stacks their products by rows.
+        pieces: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled; the result
+            stacks their products by rows.
         added: `[..., 1 or m, n]` arrays in float64, which are added to the product.
         out_dtype: the dtype of the result.
         tensor_cores: whether tensor cores multiply.
     """
     out_dtype = np.dtype(out_dtype).name
     with np.errstate(invalid="ignore", over="ignore"):
-        # 1. Compute the exact product, the error that its sum may have, and the terms of its last step.
+        # 1. Compute the exact product, the error that its sum may have, and the terms
+        #    of its last step.
         parts = zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
         exact, bound, last = (np.concatenate(part, axis=-2) for part in parts)
-        # 2. Add the errors of rounding scales and added terms in f32, and the result to its dtype. `_SMALLEST` covers
+        # 2. Add the errors of rounding scales and added terms in f32, and the result to
+        #    its dtype. `_SMALLEST` covers
         # subnormal results; 1 + 2**-10 covers products of these errors.
         bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
         exact = sum(added, exact)
@@ -186,7 +200,9 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
         return None if good.all() else _first(good, got, exact)
 
     def without_a_step(results):
-        """Leave the last step's terms out of the element in which they are largest beside the bound."""
+        """Leave the last step's terms out of the element in which they are largest
+        beside the bound.
+        """
         if not np.any(last):
             return None
         place = np.unravel_index(np.argmax(np.nan_to_num(np.abs(last) / bound)), exact.shape)
@@ -198,14 +214,17 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
 
 
 def _piece(a, b, tensor_cores):
-    """Return the exact product, the error that the sum may have, and the terms that the last step adds."""
+    """Return the exact product, the error that the sum may have, and the terms that the
+    last step adds.
+    """
     k = a.shape[-1]
     steps = [a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2) for i in range(0, max(k, 1), _STEP)]
     # However a kernel cuts k, its sum so far is the difference of two of these sums.
     sums = np.cumsum(steps, axis=0)
     if not tensor_cores:
         return sums[-1], k * 2.0**-24 * (np.abs(a) @ np.swapaxes(np.abs(b), -1, -2)), steps[-1]
-    # The largest number that a step aligns to: a product of two elements, or a sum so far.
+    # The largest number that a step aligns to: a product of two elements, or a sum so
+    # far.
     largest = np.abs(a).max(-1, initial=0)[..., :, None] * np.abs(b).max(-1, initial=0)[..., None, :]
     largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
     growth = len(steps) * (_STEP + 2) * 2.0**-13
@@ -219,7 +238,8 @@ class Case(NamedTuple):
         name: the name of the case, for people.
         function: the function to call.
         arguments: its arguments, numpy arrays, for all groups.
-        comparison: a function of whether tensor cores multiply, which returns the Comparison.
+        comparison: a function of whether tensor cores multiply, which returns the
+            Comparison.
     """
 
     name: str
@@ -233,7 +253,9 @@ class Case(NamedTuple):
 
 
 def cases(op: str, quick: bool = False) -> Iterator[Case]:
-    """Yield the cases of an op, which take shapes, and pairs of dtype and format, in turn; with `quick` five fewer."""
+    """Yield the cases of an op, which take shapes, and pairs of dtype and format, in
+    turn; with `quick` five fewer.
+    """
     shapes = _PRODUCTS if op in PRODUCTS else _MATRICES
     count = len(shapes) + (0 if quick else 5)
     turns = zip(itertools.cycle(shapes), itertools.cycle(_PAIRS), range(count), strict=False)
@@ -242,7 +264,9 @@ def cases(op: str, quick: bool = False) -> Iterator[Case]:
 
 
 def case(op: str, kind: Kind) -> Case:
-    """Return one case; an additional leading dimension counts groups, each with arguments of its own."""
+    """Return one case; an additional leading dimension counts groups, each with
+    arguments of its own.
+    """
     rank = 3 if op in PRODUCTS else 2
     groups = kind.shape[:-rank]
     each = [call(op, kind._replace(shape=kind.shape[-rank:]), group) for group in range(*groups or (1,))]
@@ -262,7 +286,9 @@ def case(op: str, kind: Kind) -> Case:
 
 
 def on_tpu(x: np.ndarray) -> np.ndarray:
-    """Return x as a TPU may read it: in float32 and bfloat16 numbers below 2**-126 are zeros, and NaNs have no sign."""
+    """Return x as a TPU may read it: in float32 and bfloat16 numbers below 2**-126 are
+    zeros, and NaNs have no sign.
+    """
     if x.dtype not in (np.float32, jnp.bfloat16):
         return x
     zero, nan = np.zeros_like(x), np.full_like(x, np.nan)

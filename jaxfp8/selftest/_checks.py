@@ -1,4 +1,6 @@
-"""The checks: the native library, a few training steps, and for each op values, a recorded launch and speed."""
+"""The checks: the native library, a few training steps, and for each op values, a
+recorded launch and speed.
+"""
 
 import pathlib
 import re
@@ -19,15 +21,19 @@ from ..ops import _ffi, _support
 from ..recipes import DelayedScaling, init_state
 from . import _cases
 
-# With these options XLA records custom calls that allow it into CUDA graphs, also a single custom call.
+# With these options XLA records custom calls that allow it into CUDA graphs, also a
+# single custom call.
 _GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 _BF16 = np.dtype(jnp.bfloat16)
-# The bounds of the speed of ops: a function, how many arguments it has, and their dtype.
+# The bounds of the speed of ops: a function, how many arguments it has, and their
+# dtype.
 BASELINES = {"copy": (jnp.invert, 1, np.uint32), "bf16 product": (jnp.matmul, 2, jnp.bfloat16)}
 
 
 def library() -> dict[str, Any]:
-    """Check that the native library of this platform is loaded and has code for its devices."""
+    """Check that the native library of this platform is loaded and has code for its
+    devices.
+    """
     platform = _support.backend()
     library = next((row for row in _ffi.libraries() if row.platform == platform), None)
     missing = _support.missing_on(_support.local_gpus(), cublaslt=True) if platform == "cuda" else None
@@ -37,9 +43,11 @@ def library() -> dict[str, Any]:
 
 
 def values(op: str, *, quick: bool = False) -> dict[str, Any]:
-    """Check every case of an op against the reference, or a product against the exact one.
+    """Check every case of an op against the reference, or a product against the exact
+    one.
 
-    On a TPU numbers below 2**-126 count as zeros, in operands and results, and a product that is refused has no check.
+    On a TPU numbers below 2**-126 count as zeros, in operands and results, and a
+    product that is refused has no check.
     """
     problems, reasons, count, calls, refused, without = [], [], 0, 0, 0, 0
     on_tpu = _support.backend() == "tpu"
@@ -54,7 +62,8 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
             without += 1
             continue
         calls, reasons, count = calls + _has_call(lowered, op), reasons + why, count + 1
-        # After the results are right, the comparison must refuse a wrong answer that is made from them.
+        # After the results are right, the comparison must refuse a wrong answer that is
+        # made from them.
         got, comparison = _numpy(lowered.compile()(*case.arguments)), case.comparison(_on_tensor_cores())
         expected = _reference(case, comparison)
         if on_tpu:
@@ -71,13 +80,16 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
 
 
 def graph(op: str) -> dict[str, Any]:
-    """Check that an op's first launch in this process can be recorded into a graph, which replays it."""
+    """Check that an op's first launch in this process can be recorded into a graph,
+    which replays it.
+    """
     index = _with_kernel(op)
     if index is None:
         return _row(None, "no kernel to record")
     case = _cases.case(op, _kind(op, 256, index))
     compiled, recorded = record(case.function, case.arguments)
-    runs = [compiled(*case.arguments) for _ in range(3)]  # each run has its own buffers, which update the graph
+    # each run has its own buffers, which update the graph
+    runs = [compiled(*case.arguments) for _ in range(3)]
     comparison = case.comparison(_on_tensor_cores())
     expected = _reference(case, comparison)
     problems = [problem for got in runs if (problem := comparison.problem(_numpy(got), expected))]
@@ -85,7 +97,8 @@ def graph(op: str) -> dict[str, Any]:
 
 
 def record(function, arguments):
-    """Return the function compiled with graphs, and whether every custom call is in a graph.
+    """Return the function compiled with graphs, and whether every custom call is in a
+    graph.
 
     The thunks that XLA dumps tell the second.
     """
@@ -97,7 +110,9 @@ def record(function, arguments):
 
 
 def training() -> dict[str, Any]:
-    """Check that the state of a layer after six steps equals the reference's state to the bit."""
+    """Check that the state of a layer after six steps equals the reference's state to
+    the bit.
+    """
 
     def run():
         @jax.jit
@@ -108,7 +123,8 @@ def training() -> dict[str, Any]:
             out, vjp = jax.vjp(product, x, kernel, state)
             return out, vjp(grad)[2]
 
-        # Operands grow and gradients shrink, so scales change; there are more steps than slots, so amaxes drop out.
+        # Operands grow and gradients shrink, so scales change; there are more steps
+        # than slots, so amaxes drop out.
         state = init_state(recipe)
         for i in range(6):
             out, state = step(x * 2**i, kernel, grad / 3**i, state)
@@ -119,24 +135,29 @@ def training() -> dict[str, Any]:
     out, state = run()
     with ops.implementation("reference"):
         right, expected = run()
-    # A product may add up in another order than the reference. State is made of maxima and has to be equal.
+    # A product may add up in another order than the reference. State is made of maxima
+    # and has to be equal.
     error = float(jnp.linalg.norm((out - right).astype(jnp.float32)) / jnp.linalg.norm(right.astype(jnp.float32)))
     problem = _cases.BITS.problem(state, expected)
     return _row(problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None), "state equal to the bit")
 
 
 def speed(op: str) -> dict[str, Any]:
-    """Measure an op on large arrays, or for "copy" and "bf16 product" the bound of the machine."""
+    """Measure an op on large arrays, or for "copy" and "bf16 product" the bound of the
+    machine.
+    """
     n = 1024 if _support.backend() == "cpu" else 8192
     if op in BASELINES:
         function, count, dtype = BASELINES[op]
         arguments = [np.ones((n, n), dtype)] * count
     else:
         function, arguments, *_ = _op_calls.call(op, _kind(op, n, _with_kernel(op) or 0))
-    sets = [jax.device_put(list(arguments)) for _ in range(4)]  # more than a cache holds
+    # more than a cache holds
+    sets = [jax.device_put(list(arguments)) for _ in range(4)]
     run = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
     seconds = _seconds(run, sets) / len(sets)
-    # The bytes that any kernel moves at least: each operand is read once, each result is written once.
+    # The bytes that any kernel moves at least: each operand is read once, each result
+    # is written once.
     arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
     nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
     row = _row(None, f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
@@ -144,7 +165,9 @@ def speed(op: str) -> dict[str, Any]:
 
 
 def _seconds(run, sets) -> float:
-    """Return the seconds of a call: the median of five rounds of calls that do not wait for each other."""
+    """Return the seconds of a call: the median of five rounds of calls that do not wait
+    for each other.
+    """
 
     def seconds(count):
         start = time.perf_counter()
@@ -159,7 +182,9 @@ def _seconds(run, sets) -> float:
 
 
 def _with_kernel(op) -> int | None:
-    """Return the index of the first options of an op with which its custom call runs here."""
+    """Return the index of the first options of an op with which its custom call runs
+    here.
+    """
     for index in range(_op_calls.MOST_OPTIONS):
         function, arguments, *_ = _op_calls.call(op, _kind(op, 256, index))
         if _has_call(jax.jit(function).lower(*arguments), op):

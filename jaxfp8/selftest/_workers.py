@@ -1,4 +1,6 @@
-"""Run checks in processes of their own: a check that crashes, hangs or breaks a GPU's context fails alone."""
+"""Run checks in processes of their own: a check that crashes, hangs or breaks a GPU's
+context fails alone.
+"""
 
 import json
 import os
@@ -19,9 +21,10 @@ _START = 60  # seconds until a process has imported everything
 def work(names: list[str], limit: int, quick: bool) -> None:
     """Run checks in this process and print a row of JSON for each.
 
-    A check named "values:amax" is `_checks.values("amax")`. A check that takes longer than `limit` seconds ends the
-    process, by SIGALRM, wherever it hangs. A check that raises ends the process too, after its row: a failed launch on
-    a GPU would fail every later check in the process.
+    A check named "values:amax" is `_checks.values("amax")`. A check that takes longer
+    than `limit` seconds ends the process, by SIGALRM, wherever it hangs. A check that
+    raises ends the process too, after its row: a failed launch on a GPU would fail
+    every later check in the process.
     """
     for name in names:
         start = time.perf_counter()
@@ -43,7 +46,9 @@ def _run(name, quick):
 
 
 def finish(jobs: list[list[str]], limit: int, quick: bool, at_once: int) -> list[dict[str, Any]]:
-    """Return a row for every check of `jobs`; the checks of one job run in one process for as long as it lives."""
+    """Return a row for every check of `jobs`; the checks of one job run in one process
+    for as long as it lives.
+    """
     options = ["--timeout", str(limit), *["--quick"] * quick]
     with ThreadPoolExecutor(at_once) as pool:
         return [row for rows in pool.map(lambda names: _finish(names, limit, options), jobs) for row in rows]
@@ -52,7 +57,8 @@ def finish(jobs: list[list[str]], limit: int, quick: bool, at_once: int) -> list
 def _finish(names, limit, options):
     rows = []
     while len(rows) < len(names):
-        # A process that died leaves checks undone: blame the first of them, and start another for the rest.
+        # A process that died leaves checks undone: blame the first of them, and start
+        # another for the rest.
         new, died = _start(names[len(rows) :], limit, options)
         rows += new
         if died and len(rows) == len(names):
@@ -63,11 +69,15 @@ def _finish(names, limit, options):
 
 
 def _start(names, limit, options):
-    """Return the rows of one process, and why the process died; "" or 0 for a process that ended well."""
+    """Return the rows of one process, and why the process died; "" or 0 for a process
+    that ended well.
+    """
     environment = os.environ | {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # many processes share a GPU, and each needs one
+        # many processes share a GPU, and each needs one
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # XLA dumps no thunks of a program from the cache
+        # XLA dumps no thunks of a program from the cache
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     command, limit_of_all = [*COMMAND, *options, "--worker", *names], limit * len(names) + _START
     try:

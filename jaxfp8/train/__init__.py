@@ -1,4 +1,6 @@
-"""Carry state from step to step: uses combine by max, optimizers do not see state, `update_state` checks and stores."""
+"""Carry state from step to step: uses combine by max, optimizers do not see state,
+`update_state` checks and stores.
+"""
 
 from ._average import average as average
 from ._optimizer import (

@@ -1,4 +1,6 @@
-"""average: an average of models over steps, whose FP8 state is that of the newest one."""
+"""average: an average of models over steps, whose FP8 state is that of the newest
+one.
+"""
 
 import numbers
 
@@ -12,25 +14,29 @@ from ..recipes import _state_tree
 
 
 def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
-    """Average a model over steps: `decay * old + (1 - decay) * new`, with the FP8 state of `new`.
+    """Average a model over steps: `decay * old + (1 - decay) * new`, with the FP8 state
+    of `new`.
 
         ema = jaxfp8.train.average(ema, train.params, 0.999)
         nnx.update(ema, jaxfp8.train.average(nnx.state(ema), nnx.state(model), 0.999))
 
-    An average of amaxes and scales is none of any step: after a spike it saturates for thousands of steps, and no
-    product can tell. The parameters of an average are close to the newest ones, and so are their scales.
+    An average of amaxes and scales is none of any step: after a spike it saturates for
+    thousands of steps, and no product can tell. The parameters of an average are close
+    to the newest ones, and so are their scales.
 
     Args:
-        old: the average so far: variables, an NNX state, any tree that mixes parameters with FP8 state.
+        old: the average so far: variables, an NNX state, any tree that mixes parameters
+            with FP8 state.
         new: the same tree after a step.
         decay: a number, or scalar array, from 0 to 1.
 
     Returns:
-        The average, in the structure and dtypes of `old`, computed in float32 at least. FP8 state, integers and bools
-        are those of `new`.
+        The average, in the structure and dtypes of `old`, computed in float32 at least.
+        FP8 state, integers and bools are those of `new`.
 
     Raises:
-        ValueError: the trees differ in structure; `decay` has a shape, or is a number outside of 0 to 1.
+        ValueError: the trees differ in structure; `decay` has a shape, or is a number
+            outside of 0 to 1.
         TypeError: `decay` is not a number.
     """
     _check_decay(decay)

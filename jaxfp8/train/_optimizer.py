@@ -1,4 +1,6 @@
-"""optimizer: wraps an optax transformation so that a bare optax loop overwrites quantizer state, exactly."""
+"""optimizer: wraps an optax transformation so that a bare optax loop overwrites
+quantizer state, exactly.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +25,8 @@ class AppliedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also write the next parameters itself.
 
     Attributes:
-        apply: `(grads, state, params) -> (params, state)`: `update` and `optax.apply_updates` in one pass.
+        apply: `(grads, state, params) -> (params, state)`: `update` and
+            `optax.apply_updates` in one pass.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -47,36 +50,43 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         updates, opt_state = tx.update(grads, opt_state, variables)
         variables = optax.apply_updates(variables, updates)
 
-    `tx` sees the parameters alone: norms, weight decay and moments leave FP8 state out, and the optimizer state has no
-    entries for FP8 state. `optax.apply_updates`, and any `params + update`, puts `update_state(params, grads)` in place
-    of the FP8 state, exact to the bit. With `optax.MultiSteps` in `tx` the state of the mini-steps combines by max and
-    is stored in the step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
+    `tx` sees the parameters alone: norms, weight decay and moments leave FP8 state out,
+    and the optimizer state has no entries for FP8 state. `optax.apply_updates`, and any
+    `params + update`, puts `update_state(params, grads)` in place of the FP8 state,
+    exact to the bit. With `optax.MultiSteps` in `tx` the state of the mini-steps
+    combines by max and is stored in the step that MultiSteps takes. A step that
+    `optax.apply_if_finite` rejects leaves the state as it was.
 
-    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` finds and
-    undoes a factor that a transformation before this one puts on state, as `clip_by_global_norm` does; it cannot see
-    `clip`, `sign`, or an average over other steps (`ema`, `trace`, `MultiSteps(optimizer(tx))`). A transformation after
-    this one must not change the updates of state: `apply_updates` raises where one did. Where updates of two optimizers
-    were added up it makes the state negative, and the next `update_state` raises. An update of all zeros leaves the
-    state as it was. Log norms of `updates["params"]`.
+    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the
+    state. `update_state` finds and undoes a factor that a transformation before this
+    one puts on state, as `clip_by_global_norm` does; it cannot see `clip`, `sign`, or
+    an average over other steps (`ema`, `trace`, `MultiSteps(optimizer(tx))`). A
+    transformation after this one must not change the updates of state: `apply_updates`
+    raises where one did. Where updates of two optimizers were added up it makes the
+    state negative, and the next `update_state` raises. An update of all zeros leaves
+    the state as it was. Log norms of `updates["params"]`.
 
-    Extra arguments that `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an opaque
-    `optax.contrib.sam`) reach `tx` as trees, or functions of trees, without state. `tx` keeps no gradient of state, so
-    `optax.value_and_grad_from_state` cannot be used. With `optax.lookahead` both the fast and the slow parameters get
-    the next state of the fast parameters.
+    Extra arguments that `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`,
+    `grad_fn` of an opaque `optax.contrib.sam`) reach `tx` as trees, or functions of
+    trees, without state. `tx` keeps no gradient of state, so
+    `optax.value_and_grad_from_state` cannot be used. With `optax.lookahead` both the
+    fast and the slow parameters get the next state of the fast parameters.
 
     Args:
         tx: an optax transformation or an `optax.MultiSteps` object.
 
     Returns:
-        A transformation for any tree that mixes parameters with state: variables dicts, NNX states, pytrees with
-        `DotGeneralState`. Its `update` raises a ValueError without `params`, and where `grads` holds none of the state.
-        It can `apply` where `tx` can (`jaxfp8.optim.adamw`): `variables, opt_state = tx.apply(grads, opt_state,
-        variables)` writes the next parameters and the next FP8 state.
+        A transformation for any tree that mixes parameters with state: variables dicts,
+        NNX states, pytrees with `DotGeneralState`. Its `update` raises a ValueError
+        without `params`, and where `grads` holds none of the state. It can `apply`
+        where `tx` can (`jaxfp8.optim.adamw`): `variables, opt_state = tx.apply(grads,
+        opt_state, variables)` writes the next parameters and the next FP8 state.
     """
     return _wrapped(tx)
 
 
-@functools.lru_cache(maxsize=128)  # equal arguments, equal results: jit's cache and NNX's graphs compare them
+# equal arguments, equal results: jit's cache and NNX's graphs compare them
+@functools.lru_cache(maxsize=128)
 def _wrapped(tx):
     if isinstance(tx, optax.MultiSteps):
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -94,13 +104,16 @@ def _wrapped(tx):
         return _InVariables(opt_state, paths) if paths else opt_state
 
     def step(name, grads, opt_state, params, extra_args):
-        """Return the result of `tx.update` or `tx.apply`, without state; the tree with the next state; `opt_state`."""
+        """Return the result of `tx.update` or `tx.apply`, without state; the tree with
+        the next state; `opt_state`.
+        """
         if params is None:
             raise ValueError(
                 f"jaxfp8.train.optimizer: {name}: params: expected the parameters with their FP8 state, got None; call "
                 f"{name}(grads, opt_state, params)"
             )
-        # 1. Restore what only the types of NNX variables said at `init`: Flax gives arrays to the optimizer.
+        # 1. Restore what only the types of NNX variables said at `init`: Flax gives
+        #    arrays to the optimizer.
         paths = opt_state.paths if isinstance(opt_state, _InVariables) else None
         if paths:
             params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
@@ -138,7 +151,9 @@ def _wrapped(tx):
 
 
 def _warn_of_cast_state(before: _state_tree.StateTree) -> None:
-    """Warn where a cast of the whole tree took the FP8 state along: `optax.apply_updates` keeps the dtype of a leaf."""
+    """Warn where a cast of the whole tree took the FP8 state along:
+    `optax.apply_updates` keeps the dtype of a leaf.
+    """
     cast = [i for i in before.positions() if before.leaves[i].dtype != jnp.float32]
     if cast:
         _warnings.warn(
@@ -150,13 +165,16 @@ def _warn_of_cast_state(before: _state_tree.StateTree) -> None:
 
 
 def apply_updates(params: Tree, updates: Any) -> Tree:
-    """Apply updates as `optax.apply_updates` does, also to Equinox modules: an update of None changes nothing.
+    """Apply updates as `optax.apply_updates` does, also to Equinox modules: an update
+    of None changes nothing.
 
-    Use this function in place of `eqx.apply_updates`, which cannot overwrite state and raises.
+    Use this function in place of `eqx.apply_updates`, which cannot overwrite state and
+    raises.
 
     Args:
         params: any tree; leaves whose update is None need not be arrays.
-        updates: the updates that `optimizer(tx).update` returned, None where `params` does not train.
+        updates: the updates that `optimizer(tx).update` returned, None where `params`
+            does not train.
 
     Returns:
         `params + updates`, in the dtypes of `params`; FP8 state in float32.
@@ -176,7 +194,8 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _InVariables:
-    """Optimizer state that remembers which leaves were state in NNX variables: `update` gets plain arrays.
+    """Optimizer state that remembers which leaves were state in NNX variables: `update`
+    gets plain arrays.
 
     Attributes:
         inner: the optimizer state.
@@ -189,13 +208,16 @@ class _InVariables:
 
 @jax.tree_util.register_pytree_node_class
 class NeedsJaxfp8ApplyUpdates:
-    """An update that replaces: `leaf + update` is a value, where `leaf + (value - leaf)` would round.
+    """An update that replaces: `leaf + update` is a value, where
+    `leaf + (value - leaf)` would round.
 
-    The name of the class is an instruction: JAX's error shows the name where Equinox's `apply_updates` meets an update.
-    Zeroed updates, from `MultiSteps` and code that skips steps, leave the leaf as it is. Any other arithmetic on an
-    update is found: floats change the dtype of the bits; integers make the two arrays of bits differ, so that the leaf
-    is -1. Only what takes the node apart can do arithmetic on it, so the arrays are made there: a step that applies its
-    updates as they come has no operation for them.
+    The name of the class is an instruction: JAX's error shows the name where Equinox's
+    `apply_updates` meets an update. Zeroed updates, from `MultiSteps` and code that
+    skips steps, leave the leaf as it is. Any other arithmetic on an update is found:
+    floats change the dtype of the bits; integers make the two arrays of bits differ, so
+    that the leaf is -1. Only what takes the node apart can do arithmetic on it, so the
+    arrays are made there: a step that applies its updates as they come has no operation
+    for them.
 
     Args:
         value: the value.
@@ -210,7 +232,9 @@ class NeedsJaxfp8ApplyUpdates:
         self._bits = None
 
     def tree_flatten(self):
-        """Return the bits of the value as unsigned integers, the same with a fixed pattern flipped, and the dtype."""
+        """Return the bits of the value as unsigned integers, the same with a fixed
+        pattern flipped, and the dtype.
+        """
         if self._bits is not None:
             return self._bits, self._dtype
         bits = lax.bitcast_convert_type(self.value, _unsigned(self.value.dtype))
@@ -233,7 +257,8 @@ class NeedsJaxfp8ApplyUpdates:
                 "jaxfp8.train.optimizer: the update of FP8 state was changed by a transformation around the optimizer; "
                 "wrap last: jaxfp8.train.optimizer(optax.chain(...))"
             )
-        # The value keeps its dtype: a leaf that a cast of the whole tree made narrow is float32 again.
+        # The value keeps its dtype: a leaf that a cast of the whole tree made narrow is
+        # float32 again.
         value = lax.bitcast_convert_type(bits, dtype)
         # State below zero makes the next step loud, also under jit.
         value = jnp.where(check == _checked(bits), value, jnp.asarray(-1, dtype))
@@ -252,15 +277,18 @@ def _checked(bits):
 
 
 def _trained(params):
-    """Return the parameters of which gradients are taken: the fast ones of `optax.lookahead`, else all."""
+    """Return the parameters of which gradients are taken: the fast ones of
+    `optax.lookahead`, else all.
+    """
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 class NoState(optax.MaskedNode):
     """The place of a leaf of state in the trees that `tx` sees: a node without leaves.
 
-    `(y - (1 - b) * NoState()) / b` is y, so that `optax.contrib.schedule_free_eval_params`, which computes this
-    average for all leaves, returns state as it is.
+    `(y - (1 - b) * NoState()) / b` is y, so that
+    `optax.contrib.schedule_free_eval_params`, which computes this average for all
+    leaves, returns state as it is.
     """
 
     __array_ufunc__ = None
@@ -283,9 +311,11 @@ class _Average:
 
 
 def _without_state(tree) -> Any:
-    """Return `tree` with an empty node in the place of each leaf of state, and of its NNX variable.
+    """Return `tree` with an empty node in the place of each leaf of state, and of its
+    NNX variable.
 
-    Flax saves a variable without leaves as None, and would put that None back from a checkpoint.
+    Flax saves a variable without leaves as None, and would put that None back from a
+    checkpoint.
     """
     flat = _state_tree.flatten(tree)
     tree = _state_tree.unmarked(flat.replace({i: NoState() for i in flat.positions()}))
@@ -297,7 +327,9 @@ def _without_state(tree) -> Any:
 
 
 def _with_state(tree, source, function) -> Any:
-    """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the empty node of that leaf."""
+    """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the
+    empty node of that leaf.
+    """
     flat = _state_tree.flatten(source)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_masked)
     # A leaf in an NNX variable comes with the variable.
@@ -312,11 +344,14 @@ def _is_masked(node) -> bool:
 
 
 def _argument_without_state(argument, params):
-    """Return an extra argument of `update` for `tx`: a tree, or a function of parameters, without state.
+    """Return an extra argument of `update` for `tx`: a tree, or a function of
+    parameters, without state.
 
-    A function is called with the parameters from `tx` and the state of `params`, through which no gradient goes.
+    A function is called with the parameters from `tx` and the state of `params`,
+    through which no gradient goes.
     """
-    if not callable(argument) or _state_tree.flatten(argument).positions():  # Equinox modules are trees and callable
+    # Equinox modules are trees and callable
+    if not callable(argument) or _state_tree.flatten(argument).positions():
         return _without_state(argument)
     structure = jax.tree.structure(_without_state(params))
 
@@ -324,7 +359,8 @@ def _argument_without_state(argument, params):
         return _with_state(arg, params, lax.stop_gradient) if jax.tree.structure(arg) == structure else arg
 
     def function(*args, **kwargs):
-        # `tx` differentiates by parameters alone on purpose, so the warning about that would mislead.
+        # `tx` differentiates by parameters alone on purpose, so the warning about that
+        # would mislead.
         with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
             return _without_state(argument(*map(filled, args), **kwargs))
 

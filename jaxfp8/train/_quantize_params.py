@@ -1,4 +1,6 @@
-"""quantize_params: quantize kernels once a step, for every microbatch, remat and pipeline tick that uses them."""
+"""quantize_params: quantize kernels once a step, for every microbatch, remat and
+pipeline tick that uses them.
+"""
 
 import dataclasses
 import re
@@ -13,11 +15,12 @@ from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree
 
 
 def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = None) -> Any:
-    """Quantize the kernels of `params` once; `dot_general`, `ragged_dot` and the layers of jaxfp8 reuse the codes.
+    """Quantize the kernels of `params` once; `dot_general`, `ragged_dot` and the layers
+    of jaxfp8 reuse the codes.
 
-    A kernel that is used by several microbatches, again in a rematerialized block, or in every tick of a pipeline, is
-    quantized once. The gradient still belongs to the kernel, in its own dtype, and the cotangent of the state is still
-    the next state:
+    A kernel that is used by several microbatches, again in a rematerialized block, or
+    in every tick of a pipeline, is quantized once. The gradient still belongs to the
+    kernel, in its own dtype, and the cotangent of the state is still the next state:
 
         def loss(variables, microbatches):
             params = jaxfp8.quantize_params(variables["params"], variables["_overwrite_with_gradient"], recipe)
@@ -27,31 +30,37 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
 
         params = jaxfp8.quantize_params(params, None, Float8BlockScaling(), where=".*/(up|down)")
 
-    Each leaf has one scale, or a scale for each of its blocks. A leaf that stacks the kernels of several layers needs a
-    scale for each layer: `vmap` the call.
+    Each leaf has one scale, or a scale for each of its blocks. A leaf that stacks the
+    kernels of several layers needs a scale for each layer: `vmap` the call.
 
-    Differentiate with respect to the parameters, as in the first example, or with respect to the result: that gradient
-    is a tree of QTensors in which `source` is the gradient of the kernel.
+    Differentiate with respect to the parameters, as in the first example, or with
+    respect to the result: that gradient is a tree of QTensors in which `source` is the
+    gradient of the kernel.
 
     Args:
         params: a pytree of parameters.
-        state: the state of the products that use the kernels: a `_overwrite_with_gradient` collection, a tree of
-            `DotGeneralState` with the structure of params, or a module that holds parameters and state. None where the
-            recipe keeps no state; delayed scaling then takes the scale of each kernel from its current amax.
+        state: the state of the products that use the kernels: a
+            `_overwrite_with_gradient` collection, a tree of `DotGeneralState` with the
+            structure of params, or a module that holds parameters and state. None where
+            the recipe keeps no state; delayed scaling then takes the scale of each
+            kernel from its current amax.
         recipe: the recipe of these products.
-        where: a regex for `re.fullmatch` on the path of a kernel in params, its parts joined by `/`. With state `where`
-            may be None: the kernels are then the parameters that state belongs to.
+        where: a regex for `re.fullmatch` on the path of a kernel in params, its parts
+            joined by `/`. With state `where` may be None: the kernels are then the
+            parameters that state belongs to.
 
     Returns:
-        `params` with a QTensor for each kernel: codes `[..., k, n]`, for a matrix and for blocks also `[..., n, k]`,
-        and `source`, the kernel. The kernel of a state at `path` is the leaf `path`, `path/kernel`, or the `kernel`
-        beside it; other parameters stay as they are. With a scale for each block, the dimensions before the last two
-        count matrices, as the experts of `ragged_dot`.
+        `params` with a QTensor for each kernel: codes `[..., k, n]`, for a matrix and
+        for blocks also `[..., n, k]`, and `source`, the kernel. The kernel of a state
+        at `path` is the leaf `path`, `path/kernel`, or the `kernel` beside it; other
+        parameters stay as they are. With a scale for each block, the dimensions before
+        the last two count matrices, as the experts of `ragged_dot`.
 
     Raises:
         TypeError: `recipe` is not a Recipe.
-        ValueError: no kernel of `params` matches `where`, or none has state; a state does not fit the recipe; `state`
-            and `where` are both None; the recipe keeps kernels in high precision.
+        ValueError: no kernel of `params` matches `where`, or none has state; a state
+            does not fit the recipe; `state` and `where` are both None; the recipe keeps
+            kernels in high precision.
     """
     tree, recipe = _state_tree.flatten(params), checked("quantize_params: recipe", recipe)
     quantizer, reduce = recipe.quantizers()[1], AmaxReduction.for_recipe(recipe)
@@ -95,11 +104,13 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
 
 def _quantized(quantizer, kernel, state, reduce):
     """Return the QTensor of a kernel, with its source."""
-    # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
+    # Codes have no derivative: the gradient of the product goes to `source`, the next
+    # state to the product's state.
     kernel = _mesh.without_reduced(without_numpy(kernel))
     x, state = jax.lax.stop_gradient((kernel, shared(state)))
     (step,) = read_states([quantizer], [state])
-    # One scale holds for the whole kernel, whose columns may be several dimensions; blocks lie in matrices.
+    # One scale holds for the whole kernel, whose columns may be several dimensions;
+    # blocks lie in matrices.
     options = OperandOptions(reduce=reduce)
     if quantizer.has_one_scale:
         options = options._replace(cols=x.ndim - 1, columnwise=x.ndim == 2)
@@ -108,7 +119,9 @@ def _quantized(quantizer, kernel, state, reduce):
 
 
 def _states_of_kernels(tree, state, quantizer):
-    """Yield the position of each kernel in the tree that has state, and its QuantizerState."""
+    """Yield the position of each kernel in the tree that has state, and its
+    QuantizerState.
+    """
     states, positions = _state_tree.flatten(state), {path: i for i, path in enumerate(tree.paths)}
     for pair in states.quantizers:
         paths = _kernel_paths(states.paths[pair.amax_history])
@@ -120,7 +133,9 @@ def _states_of_kernels(tree, state, quantizer):
 
 
 def _kernel_paths(history_path):
-    """Yield the paths where the kernel of a history may be, best first; for other operands' histories, no path."""
+    """Yield the paths where the kernel of a history may be, best first; for other
+    operands' histories, no path.
+    """
     *parent, leaf = history_path
     if leaf == "amax_history":  # a field of a QuantizerState
         if not parent or parent.pop() != "kernel":

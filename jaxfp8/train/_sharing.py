@@ -1,4 +1,6 @@
-"""Combine the uses of one state by max: its cotangents form a monoid with max as addition and 0 as neutral element."""
+"""Combine the uses of one state by max: its cotangents form a monoid with max as
+addition and 0 as neutral element.
+"""
 
 import contextlib
 import functools
@@ -17,32 +19,39 @@ from ..recipes import _reading, _state_tree, holds_max, without_max
 
 
 def max_grad(tree: Tree) -> Tree:
-    """Cast FP8 state so that autodiff combines its cotangents by max, not by sum; for the top of a loss function.
+    """Cast FP8 state so that autodiff combines its cotangents by max, not by sum; for
+    the top of a loss function.
 
-    `dot_general` does this by itself for values that a scan, a branch or a rematerialized function closes over. The
-    cast at the top also covers state that goes through function boundaries as an argument, where autodiff would add
-    what comes back: `jax.checkpoint(f)(state, x)`, a jitted function called twice, the carry of a scan.
+    `dot_general` does this by itself for values that a scan, a branch or a
+    rematerialized function closes over. The cast at the top also covers state that goes
+    through function boundaries as an argument, where autodiff would add what comes
+    back: `jax.checkpoint(f)(state, x)`, a jitted function called twice, the carry of a
+    scan.
 
         def loss(variables, batch):
             variables = jaxfp8.max_grad(variables)
             ...
 
-    The state of stacked layers, whose leaves have a leading dimension, is read here, once: a loop over the layers runs
-    over a few numbers of each, and their histories move after it.
+    The state of stacked layers, whose leaves have a leading dimension, is read here,
+    once: a loop over the layers runs over a few numbers of each, and their histories
+    move after it.
 
-    Leaves that are cast have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32. JAX
-    cannot differentiate all of its own functions in such a dtype: take the rows of stacked state with `jnp.unstack` or
+    Leaves that are cast have an internal dtype that only jaxfp8 reads; the gradient
+    comes out as plain float32. JAX cannot differentiate all of its own functions in
+    such a dtype: take the rows of stacked state with `jnp.unstack` or
     `lax.dynamic_index_in_dim`, because a slice raises.
 
     Args:
-        tree: a variables dict, an `_overwrite_with_gradient` collection, a DotGeneralState, or any tree with these
-            inside. Other leaves, and state that is not being differentiated, stay as they are.
+        tree: a variables dict, an `_overwrite_with_gradient` collection, a
+            DotGeneralState, or any tree with these inside. Other leaves, and state that
+            is not being differentiated, stay as they are.
 
     Returns:
         `tree`, with the leaves of differentiated state cast.
     """
 
-    # 1. Cast all state. A second cast of a leaf gives the same array, so that all its uses meet there.
+    # 1. Cast all state. A second cast of a leaf gives the same array, so that all its
+    #    uses meet there.
     def cast(leaf):
         if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf  # not differentiated, or already cast
@@ -51,7 +60,8 @@ def max_grad(tree: Tree) -> Tree:
     flat = _state_tree.flatten(tree)
     state = {i: cast(flat.leaves[i]) for i in flat.positions()}
 
-    # 2. Read the state of stacked layers: a loop over them needs the readings alone, and these get its gradients.
+    # 2. Read the state of stacked layers: a loop over them needs the readings alone,
+    #    and these get its gradients.
     products = _reading.stacked_products(flat)
     positions = [[q.positions() for q in quantizers] for quantizers in products]
     readings = _reading.read(jax.tree.map(state.get, positions)) if products else []
@@ -70,8 +80,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiate as `jax.value_and_grad` does, with right FP8 state in any loop.
 
-    Inside the loss, state is as `max_grad` leaves it. Products that read state through `jax.lax.stop_gradient` (a
-    target network, a teacher) record nothing.
+    Inside the loss, state is as `max_grad` leaves it. Products that read state through
+    `jax.lax.stop_gradient` (a target network, a teacher) record nothing.
 
     Args:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
@@ -79,9 +89,10 @@ def value_and_grad(
         has_aux, allow_int: as JAX's.
 
     Returns:
-        A function of the same arguments that returns `(value, gradients)`. The gradient of FP8 state is its next state,
-        in float32. In the backward of a `custom_vjp` inside of another such loss, the gradient of state has the dtype
-        of the state, as `custom_vjp` wants it: return it, or combine it by `accumulate_gradients`.
+        A function of the same arguments that returns `(value, gradients)`. The gradient
+        of FP8 state is its next state, in float32. In the backward of a `custom_vjp`
+        inside of another such loss, the gradient of state has the dtype of the state,
+        as `custom_vjp` wants it: return it, or combine it by `accumulate_gradients`.
 
     Raises:
         TypeError: when called, `loss_fn` computes with FP8 state outside of products.
@@ -112,12 +123,14 @@ def value_and_grad(
 
 @contextlib.contextmanager
 def named_errors(function: str):
-    """Explain errors about the dtype of FP8 state in a loss that `function` differentiates, as a TypeError."""
+    """Explain errors about the dtype of FP8 state in a loss that `function`
+    differentiates, as a TypeError.
+    """
     try:
         yield
     except Exception as error:
-        # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know. It
-        # differentiates with respect to floats alone.
+        # No type tells these errors from others: JAX raises many for a dtype that its
+        # arithmetic does not know. It differentiates with respect to floats alone.
         is_about_cast = str(_compat.MAX_DTYPE) in str(error)
         if is_about_cast and str(error).startswith(("grad requires", "value_and_grad requires")):
             raise TypeError(
@@ -156,8 +169,11 @@ def _raised_in(error) -> str:
 
 
 def _is_of_equinox(error) -> bool:
-    """Tell whether an error arose in Equinox or diffrax, or in a derivative of an operation of theirs."""
-    # A `jit` takes the frames of libraries off the traceback; JAX gives the line of the operation as the cause.
+    """Tell whether an error arose in Equinox or diffrax, or in a derivative of an
+    operation of theirs.
+    """
+    # A `jit` takes the frames of libraries off the traceback; JAX gives the line of the
+    # operation as the cause.
     last_frames = (list(traceback.walk_tb(e.__traceback__))[-1:] for e in (error, error.__cause__) if e is not None)
     files = (pathlib.Path(frame.f_code.co_filename) for [(frame, _)] in filter(None, last_frames))
     return any(not {"equinox", "diffrax"}.isdisjoint(file.parts) for file in files)
@@ -166,7 +182,9 @@ def _is_of_equinox(error) -> bool:
 def grad(
     loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, *, allow_int: bool = False
 ) -> Callable[..., Any]:
-    """Differentiate as `jax.grad` does, with right FP8 state in any loop; see `jaxfp8.value_and_grad`."""
+    """Differentiate as `jax.grad` does, with right FP8 state in any loop; see
+    `jaxfp8.value_and_grad`.
+    """
     value_and_gradients = value_and_grad(loss_fn, argnums, has_aux, allow_int=allow_int)
 
     @functools.wraps(loss_fn)
@@ -178,15 +196,16 @@ def grad(
 
 
 def fork(state: Any) -> Any:
-    """Return two handles of one state whose cotangents combine by max; for programs that thread state by hand.
+    """Return two handles of one state whose cotangents combine by max; for programs
+    that thread state by hand.
 
         def body(carry, x):
             state, total = carry
             state, used = jaxfp8.fork(state)
             return (state, total + f(x, used)), None
 
-    Loops with a backward of their own, such as Equinox's `while_loop(kind="checkpointed")`, need `fork`, together with
-    `jax.grad`.
+    Loops with a backward of their own, such as Equinox's
+    `while_loop(kind="checkpointed")`, need `fork`, together with `jax.grad`.
 
     Args:
         state: a tree of float arrays.

@@ -1,4 +1,6 @@
-"""Follow the wrapped optimizer: store, skip or accumulate FP8 state in the steps in which it does so to parameters."""
+"""Follow the wrapped optimizer: store, skip or accumulate FP8 state in the steps in
+which it does so to parameters.
+"""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -22,7 +24,8 @@ class Accumulating(NamedTuple):
 
     Attributes:
         inner: the state of the wrapped transformation.
-        state: for each leaf of quantizer state, in the order of the tree, the max over the mini-steps so far.
+        state: for each leaf of quantizer state, in the order of the tree, the max over
+            the mini-steps so far.
     """
 
     inner: Any
@@ -31,7 +34,9 @@ class Accumulating(NamedTuple):
 
 @contextlib.contextmanager
 def naming_masks(where: str, tree: str, advice: str):
-    """Put our words before JAX's error about masks and labels in an optimizer that do not have the tree it sees."""
+    """Put our words before JAX's error about masks and labels in an optimizer that do
+    not have the tree it sees.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -45,7 +50,9 @@ def naming_masks(where: str, tree: str, advice: str):
 
 @contextlib.contextmanager
 def naming_state(where: str, tx, params, opt_state, advice: str):
-    """Put our words before an error of `tx` that comes of optimizer state of another tree than `params`."""
+    """Put our words before an error of `tx` that comes of optimizer state of another
+    tree than `params`.
+    """
     try:
         yield
     except (ValueError, TypeError, AttributeError) as error:
@@ -58,9 +65,11 @@ def naming_state(where: str, tx, params, opt_state, advice: str):
 
 
 def begin(opt_state, tree):
-    """Return `opt_state`, with room for the state of mini-steps in `tree` where it holds a `MultiStepsState`.
+    """Return `opt_state`, with room for the state of mini-steps in `tree` where it
+    holds a `MultiStepsState`.
 
-    The mini-steps of a model with other FP8 state, before a change of its recipe, are left out.
+    The mini-steps of a model with other FP8 state, before a change of its recipe, are
+    left out.
     """
     flat = _state_tree.flatten(tree)
     state = [flat.leaves[i] for i in flat.positions()]
@@ -79,7 +88,9 @@ def inner(opt_state):
 
 
 def keep(before, after):
-    """Return the optimizer state to keep after a step that had no gradient of the state."""
+    """Return the optimizer state to keep after a step that had no gradient of the
+    state.
+    """
     return before._replace(inner=after) if isinstance(before, Accumulating) else after
 
 
@@ -87,7 +98,8 @@ def finish(old, grads, before, after, updates):
     """Return the next quantizer state after one step of the wrapped optimizer.
 
     Args:
-        old: the tree that holds the state of this step; parameters in it are left alone.
+        old: the tree that holds the state of this step; parameters in it are left
+            alone.
         grads: the gradient with respect to `old`.
         before: the optimizer state before the step, as `begin` or `finish` gave it.
         after: the state of the wrapped transformation after the step.
@@ -96,7 +108,8 @@ def finish(old, grads, before, after, updates):
     Returns:
         `old` with the next state, and the optimizer state to keep.
     """
-    # 1. See whether the wrapped optimizer rejected the step. Without MultiSteps, every other step stores its state.
+    # 1. See whether the wrapped optimizer rejected the step. Without MultiSteps, every
+    #    other step stores its state.
     was, now = (_all(optax.ApplyIfFiniteState, opt_state) for opt_state in (inner(before), after))
     rejected = _rejected(was, now, updates) if was else None
     tree = _state_tree.flatten(old)
@@ -104,7 +117,8 @@ def finish(old, grads, before, after, updates):
         state = update_state(old, grads)
         return (state if rejected is None else _where(~rejected, tree, state)), after
 
-    # 2. See whether MultiSteps counted this mini-step, and whether it emitted an update.
+    # 2. See whether MultiSteps counted this mini-step, and whether it emitted an
+    #    update.
     was, now = _all(optax.MultiStepsState, inner(before)), _all(optax.MultiStepsState, after)
     emitted = _any_differs("gradient_step", was, now)
     counted = emitted | _any_differs("mini_step", was, now)
@@ -115,7 +129,8 @@ def finish(old, grads, before, after, updates):
     positions, gradient = tree.positions(), _state_tree.flatten(grads).by_path()
     pairs = zip(positions, before.state, strict=True)
     totals = [maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far))) for i, so_far in pairs]
-    # 4. Store the max in a step that emits an update; else carry the max on, without a step that did not count.
+    # 4. Store the max in a step that emits an update; else carry the max on, without a
+    #    step that did not count.
     new = tree.replace(dict(zip(positions, totals, strict=True)))
     state = _where(is_stored, tree, update_state(old, new))
     pending = (
@@ -126,9 +141,11 @@ def finish(old, grads, before, after, updates):
 
 
 def _rejected(was, now, updates):
-    """Return whether `optax.apply_if_finite` met gradients that are not finite and dropped the step.
+    """Return whether `optax.apply_if_finite` met gradients that are not finite and
+    dropped the step.
 
-    After some rejections in a row `apply_if_finite` lets such gradients through: then the updates are not finite.
+    After some rejections in a row `apply_if_finite` lets such gradients through: then
+    the updates are not finite.
     """
     all_finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)], bool))
     return _any_differs("total_notfinite", was, now) & all_finite
@@ -156,24 +173,31 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
         acc = jaxfp8.accumulate_gradients(acc, grads)                # acc is None or zeros at the start
         acc = jaxfp8.accumulate_gradients(acc, grads, weight=1 / n)  # the mean of n microbatches
 
-    Gradients of parameters add. State combines by the elementwise maximum, in which 0 is neutral. All microbatches run
-    on the same old state, so the result is one step of that state, with the largest amax of all microbatches. Never
-    divide the sum as a whole, which would divide the state too: `weight` multiplies the gradients of parameters alone.
+    Gradients of parameters add. State combines by the elementwise maximum, in which 0
+    is neutral. All microbatches run on the same old state, so the result is one step of
+    that state, with the largest amax of all microbatches. Never divide the sum as a
+    whole, which would divide the state too: `weight` multiplies the gradients of
+    parameters alone.
 
     Args:
-        acc: the sum so far, in the structure of `grads`; at the start None, or zeros (`jax.tree.map(jnp.zeros_like,
+        acc: the sum so far, in the structure of `grads`; at the start None, or zeros
+            (`jax.tree.map(jnp.zeros_like,
             ...)`) to carry through `lax.scan`. The sum keeps the dtypes of `acc`.
-        grads: gradients of one microbatch: a dict with `params` and `_overwrite_with_gradient`, an NNX state, or any
-            tree that mixes parameters with `DotGeneralState`. State entries that are negative or not finite count as 0.
-        weight: a real number or scalar array, the factor of parameter gradients; None means 1. Product and sum are in
-            float32 at least, and take the dtype of `acc` then: sum narrow gradients in float32 zeros.
+        grads: gradients of one microbatch: a dict with `params` and
+            `_overwrite_with_gradient`, an NNX state, or any tree that mixes parameters
+            with `DotGeneralState`. State entries that are negative or not finite count
+            as 0.
+        weight: a real number or scalar array, the factor of parameter gradients; None
+            means 1. Product and sum are in float32 at least, and take the dtype of
+            `acc` then: sum narrow gradients in float32 zeros.
 
     Returns:
         The sum, in the structure of `grads`.
 
     Raises:
         TypeError: `weight` is not a real number.
-        ValueError: the structures of `acc` and `grads` differ, or `weight` has a dimension.
+        ValueError: the structures of `acc` and `grads` differ, or `weight` has a
+            dimension.
     """
     if weight is not None:
         weight = _checks.array("accumulate_gradients", "weight", weight)
@@ -205,7 +229,8 @@ def _add(acc, grad, weight):
     acc, grad = jnp.asarray(acc), jnp.asarray(grad)
     if weight is None:
         return acc + grad.astype(acc.dtype)
-    # In float32 at least: a third in bfloat16 is off by 0.2 %, and a small product is 0 in float16.
+    # In float32 at least: a third in bfloat16 is off by 0.2 %, and a small product is 0
+    # in float16.
     wide = np.promote_types(
         np.promote_types(acc.dtype, grad.dtype), np.float32
     )  # jnp's raises where promotion is strict
@@ -216,8 +241,9 @@ def _add(acc, grad, weight):
 def maximum(acc, grad):
     """Return the elementwise max of state, with 0 for what is negative or not finite.
 
-    Floats are compared by their bits, because XLA's CPU threads flush subnormal floats. A sum with the distance of
-    infinity from the largest integer wraps around for infinity and NaN: then all that does not count is smallest.
+    Floats are compared by their bits, because XLA's CPU threads flush subnormal floats.
+    A sum with the distance of infinity from the largest integer wraps around for
+    infinity and NaN: then all that does not count is smallest.
     """
     if _compat.is_max(grad):  # in the backward of a custom_vjp
         return _compat.combined(acc, grad)

@@ -1,6 +1,7 @@
 """The compilers for H200s: JAX's plugins for CUDA 13 and CUDA 12.
 
-Each is in a folder of its own, because JAX on a CPU would complain about it, and takes one of both only.
+Each is in a folder of its own, because JAX on a CPU would complain about it, and takes
+one of both only.
 """
 
 import os
@@ -26,7 +27,9 @@ def missing(cuda: int = 13) -> str | None:
 
 
 def run(module: str, *arguments: str, cuda: int = 13) -> str:
-    """Runs a module of this folder as a program where `cuda` topologies can be made; returns what it prints."""
+    """Runs a module of this folder as a program where `cuda` topologies can be made;
+    returns what it prints.
+    """
     path = f"{_folder(cuda)}{os.pathsep}{another_process.PATH}"
     environment = {"XLA_FLAGS": None, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     return another_process.python("-m", f"aot.{module}", *arguments, **environment).stdout

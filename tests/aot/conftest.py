@@ -21,12 +21,16 @@ def compiler_of(cuda: int):
 
 @pytest.fixture(scope="module")
 def counts(on_h200, request):
-    """`counts[case][candidate]`: what `programs` prints for the `GROUP` that the module names, on its `GPU`."""
+    """`counts[case][candidate]`: what `programs` prints for the `GROUP` that the module
+    names, on its `GPU`.
+    """
     gpu = getattr(request.module, "GPU", "h200")
     return json.loads(on_h200("programs", "--quickly", "--gpu", gpu, request.module.GROUP))
 
 
 @pytest.fixture(scope="module")
 def report(on_h200, request):
-    """What the module of this folder that a test's module names, as its `PROGRAM`, prints."""
+    """What the module of this folder that a test's module names, as its `PROGRAM`,
+    prints.
+    """
     return json.loads(on_h200(request.module.PROGRAM))

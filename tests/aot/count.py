@@ -1,18 +1,25 @@
-"""Counts what a compiled H200 program does: launches, bytes, GEMMs, copies, reads, collectives. Nothing runs.
+"""Counts what a compiled H200 program does: launches, bytes, GEMMs, copies, reads,
+collectives. Nothing runs.
 
 Rules:
 
-- **A launch** is whatever becomes a kernel, memcpy, memset or library call: a fusion, a custom call, a copy, a
-  collective, any operation by itself. Parameters, constants, tuples, bitcasts and what else only names memory is none.
-  A pair `x-start`, `x-done` is one. What a `while` does counts as often as its trip count says (XLA then evaluates no
-  condition), what a `call` does, once.
-- A custom call is one launch, although its handler may start several kernels or a memset: the program does not say.
-- **A GEMM** is a cuBLAS(Lt) call, a `jaxfp8_scaled_matmul` or a fusion with a `dot`. It is **FP8** if both factors are.
-- **Bytes** of a launch: those of its operands and results. A fusion that slices an operand reads the slice, one that
-  updates an operand in place writes the update. GEMMs have none here, and collectives their own count.
-- **A copy** is a launch that only moves a tensor of at least `TENSOR` elements: copy, transpose, slice, update, ...
-- **A read** of an argument is a launch, no GEMM, that takes all of it, in whatever dtype and layout it then is: the
-  argument, or what a launch made of it with as many elements and of nothing else that large.
+- **A launch** is whatever becomes a kernel, memcpy, memset or library call: a fusion, a
+  custom call, a copy, a collective, any operation by itself. Parameters, constants,
+  tuples, bitcasts and what else only names memory is none. A pair `x-start`, `x-done`
+  is one. What a `while` does counts as often as its trip count says (XLA then evaluates
+  no condition), what a `call` does, once.
+- A custom call is one launch, although its handler may start several kernels or a
+  memset: the program does not say.
+- **A GEMM** is a cuBLAS(Lt) call, a `jaxfp8_scaled_matmul` or a fusion with a `dot`. It
+  is **FP8** if both factors are.
+- **Bytes** of a launch: those of its operands and results. A fusion that slices an
+  operand reads the slice, one that updates an operand in place writes the update. GEMMs
+  have none here, and collectives their own count.
+- **A copy** is a launch that only moves a tensor of at least `TENSOR` elements: copy,
+  transpose, slice, update, ...
+- **A read** of an argument is a launch, no GEMM, that takes all of it, in whatever
+  dtype and layout it then is: the argument, or what a launch made of it with as many
+  elements and of nothing else that large.
 """
 
 import dataclasses
@@ -73,8 +80,8 @@ def launches(module: hlo.Module) -> list[Launch]:
     """Of the whole program.
 
     Raises:
-        ValueError: a loop has no known trip count, or there is a conditional and the module does not say which branch
-            is taken: what runs is not known.
+        ValueError: a loop has no known trip count, or there is a conditional and the
+            module does not say which branch is taken: what runs is not known.
     """
     found = []
 
@@ -146,7 +153,9 @@ def _only_moves(computation, instruction, kind, body) -> bool:
 
 
 def results(computation, instruction) -> tuple[hlo.Array, ...]:
-    """The arrays that a launch writes; the type of `x-start` has operands as well, that of its `x-done` has not."""
+    """The arrays that a launch writes; the type of `x-start` has operands as well, that
+    of its `x-done` has not.
+    """
     while not instruction.opcode.endswith("-done") and instruction.opcode.endswith(("-start", "-update")):
         instruction = next(i for i in computation.users[instruction.name] if i.opcode.endswith(("-done", "-update")))
     return instruction.arrays
@@ -199,7 +208,8 @@ def _is_parameter(body, name) -> bool:
 
 
 def reads(module: hlo.Module, argument: str) -> int:
-    """How often the step reads all of one argument outside of GEMMs, in the entry computation.
+    """How often the step reads all of one argument outside of GEMMs, in the entry
+    computation.
 
     Args:
         module: the program.
@@ -235,7 +245,9 @@ def reads(module: hlo.Module, argument: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of a step: `bytes` of its results on one device (of its operands, for a reduce-scatter)."""
+    """A collective of a step: `bytes` of its results on one device (of its operands,
+    for a reduce-scatter).
+    """
 
     kind: str
     dtypes: tuple[str, ...]
@@ -298,6 +310,8 @@ def stablehlo_operations(text: str) -> int:
 
 
 def residual_bytes(function, *arguments) -> int:
-    """What `jax.vjp` of a function holds until the backward, at JAX level: nothing runs."""
+    """What `jax.vjp` of a function holds until the backward, at JAX level: nothing
+    runs.
+    """
     _, vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a), *arguments)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))

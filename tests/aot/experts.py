@@ -1,4 +1,6 @@
-"""Compiles the gradients of a mixture of experts' product for an H200 and prints, as JSON, what is in the program."""
+"""Compiles the gradients of a mixture of experts' product for an H200 and prints, as
+JSON, what is in the program.
+"""
 
 import json
 import math
@@ -19,7 +21,9 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
 
 
 def compiled(fp8, place):
-    """The program of both gradients; `place(*axes)` is the sharding of an operand, None for one that is whole."""
+    """The program of both gradients; `place(*axes)` is the sharding of an operand, None
+    for one that is whole.
+    """
 
     def of_shape(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place(*axes))

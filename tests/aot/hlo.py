@@ -1,4 +1,6 @@
-"""The text of a compiled program as data: computations, their instructions, shapes and bytes."""
+"""The text of a compiled program as data: computations, their instructions, shapes and
+bytes.
+"""
 
 import dataclasses
 import functools
@@ -52,7 +54,9 @@ class Instruction:
         return arrays(self.type)
 
     def attribute(self, name: str) -> str | None:
-        """The value of `name=value` or of `"name":"value"`, without a leading % or quotes."""
+        """The value of `name=value` or of `"name":"value"`, without a leading % or
+        quotes.
+        """
         found = re.search(rf'(?:\b{name}=|"{name}":)%?"?([\w.\-$]+)', self.rest)
         return found[1] if found else None
 
@@ -91,7 +95,9 @@ class Computation:
 
 @dataclasses.dataclass
 class Module:
-    """A program; `taken` says which branch of each conditional runs, that of True or of False, where that is known."""
+    """A program; `taken` says which branch of each conditional runs, that of True or of
+    False, where that is known.
+    """
 
     computations: dict[str, Computation]
     entry: Computation

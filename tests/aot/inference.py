@@ -1,10 +1,12 @@
-"""Forward passes for inference compiled for an H200: in bf16, in FP8, frozen; prints as JSON what `count` finds.
+"""Forward passes for inference compiled for an H200: in bf16, in FP8, frozen; prints as
+JSON what `count` finds.
 
     python -m aot.inference
 
-Each is a Dense layer of 8192 by 8192 on 2048 rows in bfloat16. `bf16` has its kernel in bfloat16, as models are served;
-`fp8` is a trained layer as it is, with a float32 kernel and state; `frozen` what `jaxfp8.freeze` makes of it.
-`drop-in` is an `nn.Dense`, the others are `jaxfp8.linen.Dense`; `frozen <recipe>` have other recipes; `frozen mlp` is a
+Each is a Dense layer of 8192 by 8192 on 2048 rows in bfloat16. `bf16` has its kernel in
+bfloat16, as models are served; `fp8` is a trained layer as it is, with a float32 kernel
+and state; `frozen` what `jaxfp8.freeze` makes of it. `drop-in` is an `nn.Dense`, the
+others are `jaxfp8.linen.Dense`; `frozen <recipe>` have other recipes; `frozen mlp` is a
 GatedMLP. `quantize` and `quantize_transpose` are the ops by themselves.
 """
 
@@ -57,7 +59,8 @@ def report(model, make) -> dict:
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))
     lowered = jax.jit(model.apply).lower(*programs.on_one((variables, x)))
     compiled = lowered.compile(programs.LIBRARY_GEMMS | programs.QUICKLY)
-    # A conditional takes the amax of a tensor whose history is empty, which that of a trained model is not.
+    # A conditional takes the amax of a tensor whose history is empty, which that of a
+    # trained model is not.
     text = compiled.as_text()
     return count.summary(text, taken=False) | {"weights": weights, "conditionals": text.count(" conditional(")}
 

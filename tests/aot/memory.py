@@ -1,10 +1,12 @@
-"""What a training step holds on an H200 at its peak, by kind; prints as JSON what `held` finds for each program.
+"""What a training step holds on an H200 at its peak, by kind; prints as JSON what
+`held` finds for each program.
 
     python -m aot.memory [--quickly] [MODEL...]
 
-Two models, forward and backward, all gradients and the next state: `llama`, a scan over 8 blocks of Llama's sizes
-(norms, the projections of attention without attention itself, and the gated MLP), which computes norms again in the
-backward and nothing else; and `experts`, a gated MLP of 16 experts over sorted rows. XLA's own buffer assignment says
+Two models, forward and backward, all gradients and the next state: `llama`, a scan over
+8 blocks of Llama's sizes (norms, the projections of attention without attention itself,
+and the gated MLP), which computes norms again in the backward and nothing else; and
+`experts`, a gated MLP of 16 experts over sorted rows. XLA's own buffer assignment says
 what is alive when.
 """
 
@@ -103,7 +105,9 @@ MODELS = {
 
 
 def compiled(model, quickly, folder):
-    """The program of forward and backward, whose buffer assignment XLA writes to `folder`."""
+    """The program of forward and backward, whose buffer assignment XLA writes to
+    `folder`.
+    """
     where = NamedSharding(gpus("h200", (1, 1)), P())
     placed = functools.partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where))
     x = placed(jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16))
@@ -125,7 +129,9 @@ def compiled(model, quickly, folder):
 
 
 def kind(shape: str) -> str:
-    """The kind of an array, given as XLA prints its shape; an array with the tokens last is transposed."""
+    """The kind of an array, given as XLA prints its shape; an array with the tokens
+    last is transposed.
+    """
     dtype, dimensions = re.match(r"(\w+)\[([\d,]*)\]", shape).groups()
     sizes = [int(size) for size in dimensions.split(",") if size]
     if not dtype.startswith("f8"):
@@ -136,11 +142,14 @@ def kind(shape: str) -> str:
 
 
 def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
-    """The bytes of temporaries that are alive at their peak, by kind, from two dumps of XLA and the program's text."""
+    """The bytes of temporaries that are alive at their peak, by kind, from two dumps of
+    XLA and the program's text.
+    """
     ranges = {
         name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S+\{[\d,]*\}):(\d+)-(\d+)", live_range, re.M)
     }
-    # What a loop returns is the buffer that its last iteration wrote, and has a range of its own from there on.
+    # What a loop returns is the buffer that its last iteration wrote, and has a range
+    # of its own from there on.
     ends = defaultdict(list)
     for name, results in re.findall(r"%(while[\w.]*) = \((.*?)\) while\(", program):
         for i, shape in enumerate(re.findall(r"\w+\[[\d,]*\]", results)):
@@ -184,7 +193,8 @@ def main():
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--quickly", action="store_true")
     args = parser.parse_args()
-    _ffi.cuda_architectures = list  # nothing runs here: the build may have code for one GPU alone
+    # nothing runs here: the build may have code for one GPU alone
+    _ffi.cuda_architectures = list
     print(json.dumps({m: {c: report(m, c, args.quickly) for c in MODELS[m][1]} for m in args.models}))
 
 

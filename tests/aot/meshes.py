@@ -1,4 +1,5 @@
-"""Compiles a two-layer MLP for eight H200s and prints, as JSON, the collectives and custom calls of each layout.
+"""Compiles a two-layer MLP for eight H200s and prints, as JSON, the collectives and
+custom calls of each layout.
 
 Of a scan over layers it prints how often each all-reduce of amaxes runs in a step.
 """
@@ -40,7 +41,9 @@ def dot(fp8, x, kernel, state):
 
 
 def compiled(mesh, fp8, x, w1, w2, h) -> str:
-    """The gradients of both kernels and of the state, with each kernel's gradient where the kernel is."""
+    """The gradients of both kernels and of the state, with each kernel's gradient where
+    the kernel is.
+    """
 
     def of_shape(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -64,7 +67,9 @@ def compiled(mesh, fp8, x, w1, w2, h) -> str:
 
 
 def scanned(mesh, in_shard_map, policy) -> str:
-    """Return the compiled gradient of a scan over eight layers with FSDP, whose bodies `jax.checkpoint` wraps."""
+    """Return the compiled gradient of a scan over eight layers with FSDP, whose bodies
+    `jax.checkpoint` wraps.
+    """
     layers, specs = 8, (P(None, AXES), P(), P(AXES))
 
     def loss(kernels, states, x):

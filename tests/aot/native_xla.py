@@ -1,4 +1,5 @@
-"""Training programs compiled for H200s under `implementation("xla")`; prints as JSON what is in them.
+"""Training programs compiled for H200s under `implementation("xla")`; prints as JSON
+what is in them.
 
 A step is forward and backward: all gradients and the next state.
 """
@@ -95,7 +96,8 @@ def compiled(function, arguments, result, devices=1) -> str:
 
     def step(arguments, grad):
         y, vjp = jax.vjp(function, *arguments)
-        # As where a loss is between them: otherwise XLA fuses parts of the backward into the forward.
+        # As where a loss is between them: otherwise XLA fuses parts of the backward
+        # into the forward.
         y, grad = jax.lax.optimization_barrier((y, grad))
         return y, vjp(grad)
 
@@ -107,7 +109,9 @@ def compiled(function, arguments, result, devices=1) -> str:
 
 
 def report(text) -> dict:
-    """What `count` finds; and of every FP8 product of XLA's the result's dtype, the epilogue and the precision."""
+    """What `count` finds; and of every FP8 product of XLA's the result's dtype, the
+    epilogue and the precision.
+    """
     module, products = hlo.parse(text), []
     for launch in count.launches(module):
         instruction = launch.instruction

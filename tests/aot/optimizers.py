@@ -1,4 +1,5 @@
-"""Updates of AdamW and Lion compiled for an H200, with float32 and FP8 moments; prints as JSON what `count` finds.
+"""Updates of AdamW and Lion compiled for an H200, with float32 and FP8 moments; prints
+as JSON what `count` finds.
 
     python -m aot.optimizers
 
@@ -19,7 +20,8 @@ from . import count, programs
 
 ONE, FOUR, SMALL = [(8192, 8192)], [(4096, 4096)] * 3 + [(2048, 8192)], [(512, 1024)] * 32
 ADAMW, LION, FUSED = optax.adamw(1e-3), optax.lion(1e-3), optim.adamw(1e-3)
-# name -> the transformation, the shapes of the kernels. `apply` writes the parameters of those that can.
+# name -> the transformation, the shapes of the kernels. `apply` writes the parameters
+# of those that can.
 PROGRAMS = {
     "float32": (ADAMW, ONE),
     "fp8": (optim.quantized(ADAMW), ONE),
@@ -37,7 +39,9 @@ PROGRAMS = {
 
 
 def report(name, tx, shapes) -> dict:
-    """What is in the program of one update. Gradients are temporary in a step, so they may be written over."""
+    """What is in the program of one update. Gradients are temporary in a step, so they
+    may be written over.
+    """
 
     def update(params, opt_state, grads):
         if "apply" in name:
@@ -58,5 +62,6 @@ def report(name, tx, shapes) -> dict:
 
 
 if __name__ == "__main__":
-    _ffi.cuda_architectures = list  # nothing runs here: the build may have code for one GPU alone
+    # nothing runs here: the build may have code for one GPU alone
+    _ffi.cuda_architectures = list
     print(json.dumps({name: report(name, *program) for name, program in PROGRAMS.items()}))

@@ -1,4 +1,5 @@
-"""Prints, as JSON, what eight H200s multiply: the custom calls of FP8 products and of block-scaled products.
+"""Prints, as JSON, what eight H200s multiply: the custom calls of FP8 products and of
+block-scaled products.
 
 Of each device's shards; and the devices that ops ask about.
 """

@@ -1,15 +1,19 @@
-"""Training programs compiled for H200s, in bf16, with Flax's FP8 and with ours; prints as JSON what `count` finds.
+"""Training programs compiled for H200s, in bf16, with Flax's FP8 and with ours; prints
+as JSON what `count` finds.
 
     python -m aot.programs [--quickly] [--gpu b200] GROUP...
 
-A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with `nn.Fp8DirectDotGeneralOp`), `drop-in`
-(`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`); or the name
-of the recipe of a `jaxfp8.linen.Dense`.
+A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with
+`nn.Fp8DirectDotGeneralOp`), `drop-in` (`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own`
+(`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`); or the name of the recipe of
+a `jaxfp8.linen.Dense`.
 
-GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no autotuning without a GPU, and
-XLA's default would be Triton kernels with tiles that nobody would run. `bf16, Triton` and `flax, Triton` show what that
-default changes. `own, xla` is `own` under `implementation("xla")`. Gradients are as `jaxfp8.grad` takes them, those of
-`own, bare` as `jax.grad`. `--quickly` leaves machine code unoptimized: the same counts in less time.
+GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no
+autotuning without a GPU, and XLA's default would be Triton kernels with tiles that
+nobody would run. `bf16, Triton` and `flax, Triton` show what that default changes.
+`own, xla` is `own` under `implementation("xla")`. Gradients are as `jaxfp8.grad` takes
+them, those of `own, bare` as `jax.grad`. `--quickly` leaves machine code unoptimized:
+the same counts in less time.
 """
 
 import argparse
@@ -63,7 +67,9 @@ STATE = "_overwrite_with_gradient"
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` of separate layers; the candidate `fused` is one layer."""
+    """`down(silu(gate(x)) * up(x))` of separate layers; the candidate `fused` is one
+    layer.
+    """
 
     candidate: str
     hidden: NamedSharding | None = None  # where hidden activations lie
@@ -108,7 +114,8 @@ class Case:
         candidates: whose programs there are.
         mesh: the sizes of the axes "fsdp" and "tp".
         kernels: name of a layer -> PartitionSpec of its kernel.
-        hidden: PartitionSpec of a GatedMLP's hidden activations, where it needs to be said.
+        hidden: PartitionSpec of a GatedMLP's hidden activations, where it needs to be
+            said.
         reads: the arguments whose reads are counted.
     """
 
@@ -132,7 +139,9 @@ def of_recipe(candidate):
 
 
 def layers(theirs=None, ours=None):
-    """Layers whose remat has one policy where products are `dot_general`s, another where they are ours; or no remat."""
+    """Layers whose remat has one policy where products are `dot_general`s, another
+    where they are ours; or no remat.
+    """
     return lambda candidate: Layers(candidate, theirs if candidate in ("bf16", "flax") else ours)
 
 
@@ -199,7 +208,9 @@ def on_one(tree):
 
 
 def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
-    """What is in the program: forward and backward of the model, all gradients and the next state."""
+    """What is in the program: forward and backward of the model, all gradients and the
+    next state.
+    """
     if candidate.endswith(XLA):
         with jaxfp8.ops.implementation("xla"):
             return report(case, candidate.removesuffix(XLA), quickly, gpu)
@@ -216,7 +227,8 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     def of_variable(path, leaf):
         names = [key.key for key in path]
         spec = case.kernels(names[-2]) if names[-1] == "kernel" and len(names) > 2 else P()
-        # Of a layer's own dimensions: a loop's kernels are stacked, that of GatedMLP's `wi` is [k, 2, n].
+        # Of a layer's own dimensions: a loop's kernels are stacked, that of GatedMLP's
+        # `wi` is [k, 2, n].
         return (
             placed(P(*(None,) * (leaf.ndim - (3 if names[-2] == "wi" else 2)), *spec), leaf)
             if spec
@@ -228,7 +240,8 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
 
     def step(variables, x, grad):
         y, vjp = jax.vjp(forward, variables, x)
-        # As where a loss is between them: otherwise XLA fuses parts of the backward into the forward.
+        # As where a loss is between them: otherwise XLA fuses parts of the backward
+        # into the forward.
         y, grad = jax.lax.optimization_barrier((y, grad))
         return y, vjp(grad)
 
@@ -256,8 +269,10 @@ def main():
     parser.add_argument("--quickly", action="store_true")
     parser.add_argument("--gpu", choices=("h200", "b200"), default="h200")
     args = parser.parse_args()
-    _ffi.cuda_architectures = list  # nothing runs here: the build may have code for one GPU alone
-    report(GROUPS["dense"]["small dense"], "bf16", True, args.gpu)  # starts the compiler, so that no case pays for it
+    # nothing runs here: the build may have code for one GPU alone
+    _ffi.cuda_architectures = list
+    # starts the compiler, so that no case pays for it
+    report(GROUPS["dense"]["small dense"], "bf16", True, args.gpu)
     found = {}
     for group in args.groups:
         for name, case in GROUPS[group].items():

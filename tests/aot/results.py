@@ -1,4 +1,6 @@
-"""The counts that are committed, and the test that programs compiled now have them, for modules with such a `GROUP`."""
+"""The counts that are committed, and the test that programs compiled now have them, for
+modules with such a `GROUP`.
+"""
 
 import json
 import pathlib

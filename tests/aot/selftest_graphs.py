@@ -1,4 +1,6 @@
-"""The programs in which the selftest launches each op first, compiled for an H200; prints whether it is in a graph."""
+"""The programs in which the selftest launches each op first, compiled for an H200;
+prints whether it is in a graph.
+"""
 
 from jaxfp8.inspect import _op_calls
 from jaxfp8.selftest import _checks

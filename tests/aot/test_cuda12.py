@@ -1,4 +1,6 @@
-"""JAX's plugin for CUDA 12 compiles the same programs: products here, and at night all of this folder."""
+"""JAX's plugin for CUDA 12 compiles the same programs: products here, and at night all
+of this folder.
+"""
 
 import pytest
 

@@ -1,7 +1,8 @@
-"""Forward and backward of single layers on an H200: launches, bytes, reads, operations, beside bf16 and Flax's FP8.
+"""Forward and backward of single layers on an H200: launches, bytes, reads, operations,
+beside bf16 and Flax's FP8.
 
-The goals are those of issue 5. A floor for bytes: an FP8 Dense has to read x, kernel and grad once and write the codes
-of each twice, for the two GEMMs that read it.
+The goals are those of issue 5. A floor for bytes: an FP8 Dense has to read x, kernel
+and grad once and write the codes of each twice, for the two GEMMs that read it.
 """
 
 import pytest
@@ -16,9 +17,12 @@ DENSES = ("dense", "dense with bias", "small dense")
 
 @pytest.mark.slow
 def test_the_counts_of_others_are_known(counts):
-    """What was counted by hand in their programs; a counter that is wrong would be wrong here."""
+    """What was counted by hand in their programs; a counter that is wrong would be
+    wrong here.
+    """
     bf16, flax = counts["dense"]["bf16"], counts["dense"]["flax"]
-    # Two conversions of 8192^2 numbers, of the kernel to bf16 and of its gradient to f32: 2 * (4 + 2) bytes each.
+    # Two conversions of 8192^2 numbers, of the kernel to bf16 and of its gradient to
+    # f32: 2 * (4 + 2) bytes each.
     assert (bf16["launches"], bf16["bytes"], bf16["copies"]) == (5, 768 * MIB, 0)
     assert bf16["reads"] == [0, 1, 0] and bf16["fp8_gemms"] == 0
     assert (flax["launches"], flax["bytes"] // MIB, flax["copies"]) == (30, 1920, 2)
@@ -43,7 +47,9 @@ def test_no_tensor_is_copied_or_transposed_by_itself(counts, case):
 @pytest.mark.parametrize("case", ("dense", "small dense"))
 @pytest.mark.parametrize("name, launches", [("own", 8), ("drop-in", 12)])
 def test_launches(counts, case, name, launches):
-    """Scales, three quantizers, three GEMMs, new state; a drop-in's layer converts the kernel and its gradient."""
+    """Scales, three quantizers, three GEMMs, new state; a drop-in's layer converts the
+    kernel and its gradient.
+    """
     found = counts[case][name]
     assert found["launches"] <= launches, found["kinds"]
 
@@ -52,7 +58,8 @@ def test_launches(counts, case, name, launches):
 def test_bytes(counts, name, mib):
     assert counts["dense"][name]["bytes"] <= mib * MIB
     assert counts["dense"][name]["bytes"] < counts["dense"]["flax"]["bytes"]
-    # The floor, for a count that misses something: bf16 x and grad, kernel in f32, two codes of each.
+    # The floor, for a count that misses something: bf16 x and grad, kernel in f32, two
+    # codes of each.
     floor = 8192**2 * (2 + 2 + 4 + 3 * 2)
     assert counts["dense"][name]["bytes"] >= floor
 
@@ -60,7 +67,9 @@ def test_bytes(counts, name, mib):
 @pytest.mark.parametrize("case", ("dense", "small dense"))
 @pytest.mark.parametrize("name, reads", [("own", [1, 1, 1]), ("drop-in", [1, 2, 1])])
 def test_reads(counts, case, name, reads):
-    """Of x, kernel and grad outside of GEMMs; a drop-in's kernel is converted to bf16 first, by the layer around it."""
+    """Of x, kernel and grad outside of GEMMs; a drop-in's kernel is converted to bf16
+    first, by the layer around it.
+    """
     assert counts[case][name]["reads"] == reads
 
 
@@ -79,7 +88,9 @@ def test_residuals_are_the_codes(counts, case):
 
 
 def test_gated_mlp(counts):
-    """The gradient of gate and up, `[8192, 2, 14336]` in bf16, would be written and read: 896 MiB more."""
+    """The gradient of gate and up, `[8192, 2, 14336]` in bf16, would be written and
+    read: 896 MiB more.
+    """
     found = counts["gated mlp"]["fused"]
     assert found["launches"] <= 17, found["kinds"]
     assert found["bytes"] <= 3060 * MIB

@@ -1,4 +1,6 @@
-"""A mixture of experts' product on an H200: three custom calls, nothing of the size of all experts times all rows."""
+"""A mixture of experts' product on an H200: three custom calls, nothing of the size of
+all experts times all rows.
+"""
 
 from .experts import EXPERTS, HIDDEN, ROWS, WIDTH
 
@@ -13,18 +15,23 @@ def test_three_products_and_three_quantizations(report):
 
 
 def test_nothing_is_dense_in_groups(report):
-    """XLA's own ragged product copies the rows for each group; ours has no array larger than an operand."""
+    """XLA's own ragged product copies the rows for each group; ours has no array larger
+    than an operand.
+    """
     dense = EXPERTS * ROWS * WIDTH
     assert report["bf16"]["largest"] >= dense
     assert report["fp8"]["largest"] == max(EXPERTS * WIDTH * HIDDEN, ROWS * HIDDEN) < dense
-    # Codes of all operands in both layouts, the masked copies of x and of the gradient in bf16, and scales.
+    # Codes of all operands in both layouts, the masked copies of x and of the gradient
+    # in bf16, and scales.
     codes = 2 * (ROWS * WIDTH + EXPERTS * WIDTH * HIDDEN + ROWS * HIDDEN)
     masked = 2 * (ROWS * WIDTH + ROWS * HIDDEN)
     assert report["fp8"]["temporary_bytes"] <= codes + masked + 2**20, report
 
 
 def test_one_gather_of_codes(report):
-    """FSDP over rows and kernels: one gather of codes for y and dlhs, half of bfloat16's bytes, and nothing of rows."""
+    """FSDP over rows and kernels: one gather of codes for y and dlhs, half of
+    bfloat16's bytes, and nothing of rows.
+    """
     sent = [c for c in report["fsdp"] if c["bytes"] > 1024]
     kinds = sorted(c["kind"] for c in sent)
     assert kinds in (["all-gather", "all-reduce"], ["all-gather", "reduce-scatter"]), sent

@@ -1,4 +1,5 @@
-"""The forward pass of a frozen Dense on an H200: one FP8 GEMM, x quantized, and nothing done to a kernel.
+"""The forward pass of a frozen Dense on an H200: one FP8 GEMM, x quantized, and nothing
+done to a kernel.
 
 A floor for bytes outside of the GEMM: x is read and its codes are written, 32 + 16 MiB.
 """
@@ -13,15 +14,18 @@ MIB = 2**20
 
 
 def test_the_counts_of_others_are_known(report):
-    """bf16 is its GEMM. A layer as it was trained reads scales, quantizes x and a float32 kernel, and multiplies.
+    """bf16 is its GEMM. A layer as it was trained reads scales, quantizes x and a
+    float32 kernel, and multiplies.
 
-    For x and the kernel each two launches find out that there is an amax, and two copy a scale out of the conditional.
+    For x and the kernel each two launches find out that there is an amax, and two copy
+    a scale out of the conditional.
     """
     bf16, trained = report["bf16"], report["fp8"]
     assert (bf16["launches"], bf16["bytes"], bf16["fp8_gemms"], bf16["weights"]) == (1, 0, 0, 128 * MIB)
     assert trained["launches"] == 4 + 2 * 4 and trained["fp8_gemms"] == 1
     assert trained["kinds"]["custom-call"] == 4 and trained["conditionals"] == 2
-    # The kernel: 256 MiB in, and 64 out in both layouts, of which the forward pass reads one.
+    # The kernel: 256 MiB in, and 64 out in both layouts, of which the forward pass
+    # reads one.
     assert trained["bytes"] // MIB == 48 + 256 + 2 * 64
 
 
@@ -45,12 +49,16 @@ def test_frozen(report, name, launches, mib):
 
 @pytest.mark.parametrize("op", ["quantize", "quantize_transpose"])
 def test_an_op_alone(report, op):
-    """Nothing comes before the custom call, such as a copy of a constant zero for the amax so far."""
+    """Nothing comes before the custom call, such as a copy of a constant zero for the
+    amax so far.
+    """
     assert report[op]["kinds"] == {"custom-call": 1}
 
 
 def test_gated_mlp(report):
-    """Gate and up are one product; their results are read once, for the codes of the hidden activations."""
+    """Gate and up are one product; their results are read once, for the codes of the
+    hidden activations.
+    """
     found, hidden = report["frozen mlp"], 2048 * 14336
     assert found["gemms"] == found["fp8_gemms"] == 2 and found["launches"] <= 6
     # The fused kernel writes both layouts, of which one is read.

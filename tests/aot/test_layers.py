@@ -1,4 +1,6 @@
-"""A scan over eight gated MLPs on an H200, with and without remat: GEMMs, bytes, what is held for the backward."""
+"""A scan over eight gated MLPs on an H200, with and without remat: GEMMs, bytes, what
+is held for the backward.
+"""
 
 import jax
 import pytest
@@ -7,11 +9,13 @@ from .results import test_the_counts_are_those_of_the_programs as test_the_count
 
 GROUP = "layers"
 LAYERS = 8
-PRODUCTS = {"fused": 2, "fused, FP8 kept": 2}  # of an MLP: gate and up are one there; 3 elsewhere
+# of an MLP: gate and up are one there; 3 elsewhere
+PRODUCTS = {"fused": 2, "fused, FP8 kept": 2}
 CASES = ("scan", "scan, nothing saved", "scan, products saved")
 
 
-# The most launches, on JAX 0.10 and on JAX 0.12. XLA's part of a program differs: it copies more in the older one.
+# The most launches, on JAX 0.10 and on JAX 0.12. XLA's part of a program differs: it
+# copies more in the older one.
 LAUNCHES = {
     "scan": {"own": (526, 382), "fused": (349, 253), "drop-in": (526, 430)},
     "scan, products saved": {"own": (None, 398)},
@@ -24,7 +28,9 @@ def ours(counts, case) -> dict:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_gemm_is_fp8(counts, case):
-    """Also those that remat runs again: gate and up, at least, for the nonlinearity after them."""
+    """Also those that remat runs again: gate and up, at least, for the nonlinearity
+    after them.
+    """
     for name, found in ours(counts, case).items():
         assert found["fp8_gemms"] == found["gemms"], name
         products = LAYERS * PRODUCTS.get(name, 3)
@@ -54,7 +60,9 @@ def test_remat_saves_what_it_saves_in_bf16(counts):
 
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_launches(counts, case):
-    """The state of all layers is read before the loop and written after it; with `jax.grad` it is not."""
+    """The state of all layers is read before the loop and written after it; with
+    `jax.grad` it is not.
+    """
     is_new = jax.__version_info__ >= (0, 12)
     for name, limits in LAUNCHES[case].items():
         limit = limits[is_new]

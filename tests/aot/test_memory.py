@@ -1,4 +1,6 @@
-"""What a step holds at its peak: how XLA's dumps are read, and the committed bytes and the page that quotes them."""
+"""What a step holds at its peak: how XLA's dumps are read, and the committed bytes and
+the page that quotes them.
+"""
 
 import json
 
@@ -39,13 +41,17 @@ PROGRAM = """
 
 
 def test_the_peak():
-    """At 5 codes, their transposes, float32, codes of a kernel and a loop's stack are alive; bf16 is not any more."""
+    """At 5 codes, their transposes, float32, codes of a kernel and a loop's stack are
+    alive; bf16 is not any more.
+    """
     kinds = {"codes": 1000, "transposed codes": 4300, "f32": 700, "codes of kernels": 20}
     assert memory.held(ASSIGNMENT, LIVE, PROGRAM) == kinds
 
 
 def test_committed_bytes():
-    """Kinds are a peak but for gaps. Experts hold less than in bf16, GatedMLP with FP8 kept less than half of it."""
+    """Kinds are a peak but for gaps. Experts hold less than in bf16, GatedMLP with FP8
+    kept less than half of it.
+    """
     models = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["models"]
     page = (ROOT / "docs" / "performance.md").read_text()
     for model, candidates in models.items():

@@ -1,4 +1,6 @@
-"""The products of a mesh are those of each device's shards, with the scales of their blocks."""
+"""The products of a mesh are those of each device's shards, with the scales of their
+blocks.
+"""
 
 import pytest
 
@@ -33,7 +35,9 @@ def test_ops_ask_the_devices_of_the_program(report):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scaling", ["blocks", "rows"])
 def test_block_scaled_products_of_shards(report, scaling, layout):
-    """With scales in cuBLASLt's layouts. No tensor core of Hopper's reads those of MX."""
+    """With scales in cuBLASLt's layouts. No tensor core of Hopper's reads those of
+    MX.
+    """
     (m, n, k), blocks = SHARDS[layout], SHARDS[layout][2] // 128
     scales = ((1, m), (1, n)) if scaling == "rows" else ((1, blocks, m), (1, n // 128, -(-blocks // 4) * 4))
     shapes, dtypes = [(m, k), (n, k), *scales], ["f8e4m3fn", "f8e4m3fn", "f32", "f32"]
@@ -43,6 +47,8 @@ def test_block_scaled_products_of_shards(report, scaling, layout):
 
 
 def test_blocks_that_some_devices_divide(report):
-    """Four pairs of devices have whole blocks of the contraction: no device multiplies all of it."""
+    """Four pairs of devices have whole blocks of the contraction: no device multiplies
+    all of it.
+    """
     ((a, b, *_),) = report["few"]["operands"]
     assert (a, b) == (["f8e4m3fn", [M, FEW_K // 4]], ["f8e4m3fn", [N, FEW_K // 4]])

@@ -1,4 +1,6 @@
-"""The counts that are committed are on the pages that quote them; `results.py` compares them with the programs."""
+"""The counts that are committed are on the pages that quote them; `results.py` compares
+them with the programs.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A gated MLP on eight H200s, FSDP and data x tensor parallel, one and a scan over eight: collectives, bytes, GEMMs."""
+"""A gated MLP on eight H200s, FSDP and data x tensor parallel, one and a scan over
+eight: collectives, bytes, GEMMs.
+"""
 
 import jax
 import pytest
@@ -9,11 +11,14 @@ GROUP = "sharded"
 MIB = 2**20
 CASES = ("fsdp-8", "dp x tp", "fsdp-8 scan")
 KERNELS = 3 * 4096 * 14336  # elements of gate, up and down
-GATHERED = {"fsdp-8": 1, "fsdp-8 scan": 2 * 8}  # in a loop again for the backward: shards are kept until then
-# MiB that ours move beyond Flax's. Separate layers write silu(gate) * up in bf16 and read it again (448), and add two
-# gradients of x, which Flax's GEMM does (192); they do not read the gradient of y for its amax (-64). All of ours
-# write both layouts of a kernel on its shard (21); own layers do not convert their gradients (-126),
-# drop-ins make copies in bf16 (84). In a loop JAX 0.10 also copies kernels and residuals out of stacks.
+# in a loop again for the backward: shards are kept until then
+GATHERED = {"fsdp-8": 1, "fsdp-8 scan": 2 * 8}
+# MiB that ours move beyond Flax's. Separate layers write silu(gate) * up in bf16 and
+# read it again (448), and add two gradients of x, which Flax's GEMM does (192); they do
+# not read the gradient of y for its amax (-64). All of ours write both layouts of a
+# kernel on its shard (21); own layers do not convert their gradients (-126), drop-ins
+# make copies in bf16 (84). In a loop JAX 0.10 also copies kernels and residuals out of
+# stacks.
 OVER_FLAX = {
     "fsdp-8": {"own": 448 + 192 - 64 + 21 - 126, "drop-in": 448 + 192 - 64 + 21 + 84, "fused": -297},
     "fsdp-8 scan": {"own": 8 * 983, "drop-in": 8 * 857, "fused": -8 * 2505},
@@ -59,9 +64,11 @@ def test_no_other_kind_of_collective(counts, case):
 
 @pytest.mark.parametrize("case, limit", [("fsdp-8", 1), ("dp x tp", 3), ("fsdp-8 scan", 2)])
 def test_amax_all_reduces(counts, case, limit):
-    """Of a step. In a loop each counts as often as it runs: XLA moves those of readings out of it.
+    """Of a step. In a loop each counts as often as it runs: XLA moves those of readings
+    out of it.
 
-    The amaxes of x and the kernel are known in the forward, that of the gradient in the backward.
+    The amaxes of x and the kernel are known in the forward, that of the gradient in the
+    backward.
     """
     for name, found in ours(counts, case).items():
         if not name.endswith("bare"):
@@ -79,14 +86,18 @@ def test_launches_of_a_scan(counts, name):
 
 @pytest.mark.parametrize("case", OVER_FLAX)
 def test_bytes_of_fsdp(counts, case):
-    """Each of ours against Flax's, all of whose quantizers XLA fuses with what is before them."""
+    """Each of ours against Flax's, all of whose quantizers XLA fuses with what is
+    before them.
+    """
     for name, limit in OVER_FLAX[case].items():
         more = (counts[case][name]["bytes"] - counts[case]["flax"]["bytes"]) / MIB
         assert more <= limit, (name, more)
 
 
 def test_gradients_are_reduced_as_elsewhere(counts):
-    """The kernel's gradient: of a drop-in in bf16, as Flax's; of our own layers in f32, as their kernels are."""
+    """The kernel's gradient: of a drop-in in bf16, as Flax's; of our own layers in f32,
+    as their kernels are.
+    """
     sizes = {
         name: sum(c["times"] * c["bytes"] for c in of_kind(found, "reduce-scatter"))
         for name, found in counts["fsdp-8"].items()

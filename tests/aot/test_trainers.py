@@ -1,12 +1,16 @@
-"""What a whole training step costs on an H200, the update of parameters and FP8 state included."""
+"""What a whole training step costs on an H200, the update of parameters and FP8 state
+included.
+"""
 
 PROGRAM = "trainers"
 
 
 def test_launches_of_a_step(report):
-    """No more than with Flax's TrainState, which overwrites the state without a look at it.
+    """No more than with Flax's TrainState, which overwrites the state without a look at
+    it.
 
-    The state of all layers is one reduction and one kernel that writes: 64 quantizers share a call.
+    The state of all layers is one reduction and one kernel that writes: 64 quantizers
+    share a call.
     """
     for layers in (4, 12):
         assert report[f"jaxfp8, {layers}"]["launches"] <= report[f"flax, {layers}"]["launches"], layers

@@ -1,4 +1,6 @@
-"""implementation("xla") on H200s: every product is one that XLA rewrote to cuBLASLt's FP8, with unrounded scales."""
+"""implementation("xla") on H200s: every product is one that XLA rewrote to cuBLASLt's
+FP8, with unrounded scales.
+"""
 
 import pytest
 
@@ -15,22 +17,29 @@ def test_three_fp8_products_and_nothing_else(report, case):
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_scales_are_not_rounded(report, case):
-    """Although the pattern is in bfloat16, where XLA of itself rounds them, as in Flax's program."""
+    """Although the pattern is in bfloat16, where XLA of itself rounds them, as in
+    Flax's program.
+    """
     assert not any(any(product["rounded_scales"]) for product in report[case]["products"])
     assert all(any(product["rounded_scales"]) for product in report["flax"]["products"])
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_accumulation(report, case):
-    """fprop is fast, dgrad and wgrad are precise, as the recipe has it; in XLA's words: DEFAULT and HIGHEST."""
+    """fprop is fast, dgrad and wgrad are precise, as the recipe has it; in XLA's words:
+    DEFAULT and HIGHEST.
+    """
     assert sorted(product["precision"] for product in report[case]["products"]) == ["DEFAULT", "HIGHEST", "HIGHEST"]
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_results_have_their_dtypes(report, case):
-    """No product is written in f32 to be converted: but for members, whose scales XLA does not take."""
+    """No product is written in f32 to be converted: but for members, whose scales XLA
+    does not take.
+    """
     in_f32 = {"dot_general in f32": 3, "members": 3}
-    expected = in_f32.get(case, 1 if case.startswith(("Dense", "FSDP Dense")) else 0)  # an f32 kernel's gradient
+    # an f32 kernel's gradient
+    expected = in_f32.get(case, 1 if case.startswith(("Dense", "FSDP Dense")) else 0)
     assert [product["out"] for product in report[case]["products"]].count("f32") == expected
 
 
@@ -52,10 +61,13 @@ def test_kernels_are_gathered_as_codes(report, case):
 def test_what_it_costs(report, case):
     """More launches and bytes than custom calls, no more bytes than Flax's layer."""
     ours, flax, default = report[case], report["flax"], report[f"default {case}"]
-    assert default["launches"] < ours["launches"] <= flax["launches"] + 8  # a state below zero is looked for
+    # a state below zero is looked for
+    assert default["launches"] < ours["launches"] <= flax["launches"] + 8
     assert default["bytes"] < ours["bytes"] <= flax["bytes"]
 
 
 def test_members(report):
-    """A scale for each kernel: one product of all of them, which the scales then multiply in f32."""
+    """A scale for each kernel: one product of all of them, which the scales then
+    multiply in f32.
+    """
     assert report["members"]["gemms"] == 3 < GROUPS

@@ -1,4 +1,5 @@
-"""Whole training steps compiled for an H200, by each trainer, for `COUNTS` layers; prints as JSON what `count` finds.
+"""Whole training steps compiled for an H200, by each trainer, for `COUNTS` layers;
+prints as JSON what `count` finds.
 
     python -m aot.trainers
 
@@ -59,6 +60,7 @@ def report(cls, layers) -> dict:
 
 
 if __name__ == "__main__":
-    _ffi.cuda_architectures = list  # nothing runs here: the build may have code for one GPU alone
+    # nothing runs here: the build may have code for one GPU alone
+    _ffi.cuda_architectures = list
     classes = {"flax": train_state.TrainState, "jaxfp8": jaxfp8.linen.TrainState}
     print(json.dumps({f"{name}, {n}": report(cls, n) for name, cls in classes.items() for n in COUNTS}))

@@ -1,7 +1,9 @@
-"""`python -m tests.bad_days`: every bad day for jaxfp8 and for Flax's own FP8, side by side.
+"""`python -m tests.bad_days`: every bad day for jaxfp8 and for Flax's own FP8, side by
+side.
 
-Each library runs in a process of its own; where that dies or hangs, the row is a crash and the next one goes on in a
-new process. The exit status is 1 if a row of jaxfp8 is not right.
+Each library runs in a process of its own; where that dies or hangs, the row is a crash
+and the next one goes on in a new process. The exit status is 1 if a row of jaxfp8 is
+not right.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""State that no step can make: an optimizer has stepped on it, and the loss must say so."""
+"""State that no step can make: an optimizer has stepped on it, and the loss must say
+so.
+"""
 
 import dataclasses
 
@@ -23,7 +25,9 @@ def loss_at(library, i):
 
 
 def stepped_on(library, tx):
-    """Variables after one step of a tutorial's loop: the optimizer steps on all variables."""
+    """Variables after one step of a tutorial's loop: the optimizer steps on all
+    variables.
+    """
     variables = variables_of(library)
     gradient = jax.jit(library.grad(loss_at(library, 0)))(variables)
     updates, _ = tx.update(gradient, tx.init(variables), variables)

@@ -1,4 +1,6 @@
-"""Checkpoints: saved and restored, fitted to changed models, with state that is missing, foreign or bad."""
+"""Checkpoints: saved and restored, fitted to changed models, with state that is
+missing, foreign or bad.
+"""
 
 import pathlib
 import tempfile
@@ -82,8 +84,9 @@ FORMATS = {"orbax": through_orbax, "msgpack": through_msgpack, "numpy": through_
 
 @row("save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run")
 def restored(library):
-    """Ours also within an accumulation of three mini-steps, and in NNX: the amaxes of steps 3 and 4, which are the
-    largest of theirs, are in the window at step 10 and not when it is saved."""
+    """Ours also within an accumulation of three mini-steps, and in NNX: the amaxes of
+    steps 3 and 4, which are the largest of theirs, are in the window at step 10 and not
+    when it is saved."""
     tally = Tally()
     runs = [(start(library), advance)]
     if library.is_ours:
@@ -148,7 +151,9 @@ def nnx_model():
 
 
 def restore(library, template, saved):
-    """A saved tree into the variables of a model, in the way that the library has for it."""
+    """A saved tree into the variables of a model, in the way that the library has for
+    it.
+    """
     if library.is_ours:
         return convert.merge_state(template, saved)
     return flax.serialization.from_bytes(template, flax.serialization.to_bytes(saved))
@@ -194,7 +199,9 @@ def changed_length(library):
 
 @row("changed recipe", peer="Flax has one recipe")
 def changed_recipe(library):
-    """Saved with one margin, restored with another: the next products are right by the window that was saved."""
+    """Saved with one margin, restored with another: the next products are right by the
+    window that was saved.
+    """
     tally, operands = Tally(), steps.operands(M, K, N, 100.0)
     x, kernel, grad = operands
     saved = step_of(library, N)(library.variables(kernel), x, grad).variables
@@ -228,8 +235,9 @@ FOREIGN = {
 
 
 def foreign(tally, library):
-    """State that nobody converted is never misread: Flax's own loader says which module it misses, `merge_state` what
-    to call; applied as it is, products take their scales from the tensors at hand, and nothing is written into it."""
+    """State that nobody converted is never misread: Flax's own loader says which module
+    it misses, `merge_state` what to call; applied as it is, products take their scales
+    from the tensors at hand, and nothing is written into it."""
     operands = x, kernel, grad = steps.operands(M, K, N, 1e4, 1e-7)
     variables = library.variables(kernel)
 

@@ -1,10 +1,13 @@
-"""What happens to the tensors of a step: the events of the soak, and the bad numbers of the rows."""
+"""What happens to the tensors of a step: the events of the soak, and the bad numbers of
+the rows.
+"""
 
 import numpy as np
 
 SPIKE = np.float32(2.0**13)  # 8192; a power of two keeps the soak's sums exact
 BAD_NUMBERS = (np.nan, np.inf, -np.inf)
-# Name -> by what x and the gradient are multiplied, and which numbers one element of either becomes.
+# Name -> by what x and the gradient are multiplied, and which numbers one element of
+# either becomes.
 EVENTS = {
     "ordinary": (1, 1, ()),
     "spike in x": (SPIKE, 1, ()),

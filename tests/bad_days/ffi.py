@@ -44,7 +44,9 @@ def reload_without(library):
 
 @row("a persistent compile cache from another version: an error that names the call, process alive", peer=NONE)
 def cache(library):
-    """Compiled where the calls are, run where they are not: the program comes from the cache."""
+    """Compiled where the calls are, run where they are not: the program comes from the
+    cache.
+    """
     tally, (program, arguments, here) = Tally(), exported(library)
     with tempfile.TemporaryDirectory() as folder:
         options = {

@@ -1,4 +1,6 @@
-"""Layers from outside: what people pass to layers, optimizers and transforms, and what was silent about it."""
+"""Layers from outside: what people pass to layers, optimizers and transforms, and what
+was silent about it.
+"""
 
 import functools
 import warnings
@@ -51,8 +53,8 @@ def nnx_loss(layer, x, grad):
 
 @row("a gradient through a layer without its state")
 def no_state(library):
-    """Flax's usual TrainState holds `params` alone: that trains with other scales, and has to be said, with the
-    layer's path; and by the report."""
+    """Flax's usual TrainState holds `params` alone: that trains with other scales, and
+    has to be said, with the layer's path; and by the report."""
     model, tally = nn.Sequential([library.dense(N)]), Tally()
     x, kernel, grad = operands(0)
     params = {"layers_0": {"kernel": kernel}}
@@ -75,7 +77,9 @@ def no_state(library):
 
 @row("a gradient through a layer without its state", "NNX, of parameters alone", peer=OURS_ALONE)
 def left_out_state(library):
-    """The first layer is named: by its path where the gradient is ours; else by its kernel, for NNX knows no paths."""
+    """The first layer is named: by its path where the gradient is ours; else by its
+    kernel, for NNX knows no paths.
+    """
     del library
     tally, (x, _, grad), by_kernel = Tally(), operands(0), f"Fp8DotGeneral with a kernel [{K}, {N}]: "
     for gradient, names in ((jaxfp8.nnx.grad, ["0: "]), (nnx.grad, [by_kernel])):
@@ -96,7 +100,9 @@ def left_out_state(library):
 
 @row("variables with another library's state", peer="Flax reads no other state")
 def foreign_state(library):
-    """Flax's or TransformerEngine's state beside a layer that does not read it: the warning says how to convert it."""
+    """Flax's or TransformerEngine's state beside a layer that does not read it: the
+    warning says how to convert it.
+    """
     model, tally = nn.Sequential([library.dense(N)]), Tally()
     x, kernel, _ = operands(0)
     theirs = nn.Sequential([nn.Dense(N, use_bias=False, dot_general_cls=nn.Fp8DotGeneral)])
@@ -111,7 +117,9 @@ def foreign_state(library):
 
 @row("an optimizer of parameters alone drops the state", peer=OURS_ALONE)
 def dropped_state(library):
-    """Flax's nnx.Optimizer of parameters drops the next state without a word; beside update_state it is right."""
+    """Flax's nnx.Optimizer of parameters drops the next state without a word; beside
+    update_state it is right.
+    """
     del library
     tally, (x, _, grad) = Tally(), operands(0)
 
@@ -138,7 +146,9 @@ def dropped_state(library):
 
 @row("two gradients of one point are stored", "two apply_gradients")
 def two_gradients(library):
-    """Two losses at the same parameters, one after the other stored: one step, whose amaxes are the larger ones."""
+    """Two losses at the same parameters, one after the other stored: one step, whose
+    amaxes are the larger ones.
+    """
     train, tally, before = create(library, optax.sgd(1e-3)), Tally(), 0
 
     @jax.jit
@@ -162,7 +172,9 @@ def two_gradients(library):
 
 @row("two gradients of one point are stored", "two NNX optimizers", peer=OURS_ALONE)
 def two_optimizers(library):
-    """Groups of parameters with an optimizer each: the run of one optimizer, but for the order of f32 sums."""
+    """Groups of parameters with an optimizer each: the run of one optimizer, but for
+    the order of f32 sums.
+    """
     del library
     tally = Tally()
 
@@ -198,7 +210,9 @@ def two_optimizers(library):
 
 @row("initializers with names of mesh axes", peer=OURS_ALONE)
 def named_initializers(library):
-    """The layers of ours with `with_partitioning`: the numbers of the plain layer, and the names where they belong."""
+    """The layers of ours with `with_partitioning`: the numbers of the plain layer, and
+    the names where they belong.
+    """
     del library
     tally, x, key, init = Tally(), operands(0)[0], jax.random.key(0), nn.initializers.lecun_normal()
     linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of((2,), ("m",), AxisType.Auto)
@@ -230,7 +244,9 @@ def named_initializers(library):
 
 @row("out_sharding", peer=OURS_ALONE)
 def out_sharding(library):
-    """On a mesh with explicit axes the caller says where the result of a layer lies; its numbers are one device's."""
+    """On a mesh with explicit axes the caller says where the result of a layer lies;
+    its numbers are one device's.
+    """
     del library
     tally, mesh, x = Tally(), mesh_of((2, 2), ("d", "m"), AxisType.Explicit), operands(0)[0]
     linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
@@ -244,14 +260,17 @@ def out_sharding(library):
             placed = jax.device_put((variables, x), NamedSharding(mesh, P()))
             y = jax.jit(functools.partial(apply, out_sharding=spec))(*placed)
             tally(y.sharding.spec == spec, f"layer {i}: {y.sharding}")
-            # f32 sums of K terms in another order: below K 2**-24 = 1.5e-6 of a sum of magnitudes that is below 10
+            # f32 sums of K terms in another order: below K 2**-24 = 1.5e-6 of a sum of
+            # magnitudes that is below 10
             tally(np.allclose(y, expected, rtol=1e-5, atol=1.5e-5), f"layer {i}: other numbers")
     return tally.verdict()
 
 
 @row("the max dtype", "a scale that the loss logs in a variable", peer=OURS_ALONE)
 def logged_scale(library):
-    """A scale that a module keeps is float32 afterwards: the internal dtype would break its checkpoint."""
+    """A scale that a module keeps is float32 afterwards: the internal dtype would break
+    its checkpoint.
+    """
     del library
     tally, (x, _, grad) = Tally(), operands(0)
 

@@ -1,4 +1,6 @@
-"""The libraries side by side: jaxfp8's layers and Flax, as their users write them; the rows know nothing else."""
+"""The libraries side by side: jaxfp8's layers and Flax, as their users write them; the
+rows know nothing else.
+"""
 
 import dataclasses
 import functools
@@ -27,14 +29,17 @@ class Library:
 
     Attributes:
         name: as printed.
-        dot_general_cls: `amax_history_length -> ` what `nn.Dense(dot_general_cls=)` takes.
+        dot_general_cls: `amax_history_length -> ` what `nn.Dense(dot_general_cls=)`
+            takes.
         einsum: the module for equations.
         module: the name of the layer's FP8 module in the variables.
-        grad: `loss of variables -> gradient` in the way that the documentation gives for shared state.
+        grad: `loss of variables -> gradient` in the way that the documentation gives
+            for shared state.
         update: `(variables, gradient) -> variables`, the FP8 state alone overwritten.
         train_state: Flax's class or its counterpart.
         quantize: `(x, scale, oracle.Format) -> codes`, `scale` multiplies.
-        layer: another layer than `nn.Dense`: `(features, dtype, dot_general_cls) ->` what has Linen's `apply`.
+        layer: another layer than `nn.Dense`: `(features, dtype, dot_general_cls) ->`
+            what has Linen's `apply`.
         big: whether rows that take many GiB are run.
     """
 
@@ -101,7 +106,8 @@ class _Nnx:
 def _flax(cls):
     def with_history(history=HISTORY):
         def make(**options):
-            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of Fp8DotGeneralOp
+            # of Fp8DotGeneralOp
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 return cls(amax_history_length=history, **options)
 
         return make
@@ -110,7 +116,9 @@ def _flax(cls):
 
 
 def _flax_grad(loss):
-    """State as Flax's `fp32_max_grad`, whose cotangents combine by max; back to f32 for the optimizer."""
+    """State as Flax's `fp32_max_grad`, whose cotangents combine by max; back to f32 for
+    the optimizer.
+    """
 
     def cast(variables, dtype):
         return {**variables, OWG: jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), variables[OWG])}
@@ -154,12 +162,15 @@ OURS = Library(
     quantize=lambda x, scale, fmt: jaxfp8.ops.quantize(jnp.asarray(x), jnp.float32(scale), fmt.dtype)[0],
     is_ours=True,
 )
-# The same rows through our other layer; programs/functional.py has jaxfp8.dot_general, which both call.
+# The same rows through our other layer; programs/functional.py has jaxfp8.dot_general,
+# which both call.
 LAYERS = {"Linen": OURS, "NNX": dataclasses.replace(OURS, name="jaxfp8 in NNX", layer=_Nnx)}
 
 
 def calibrated_first_step(library: Library) -> Library:
-    """jaxfp8 with `first_step="current"`; Flax has no such option, its first step is what it is."""
+    """jaxfp8 with `first_step="current"`; Flax has no such option, its first step is
+    what it is.
+    """
     if not library.is_ours:
         return library
     return dataclasses.replace(library, dot_general_cls=functools.partial(_ours, first_step="current"))

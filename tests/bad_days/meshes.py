@@ -56,7 +56,8 @@ def with_shard_map(library):
     x, kernel, grad = operands
     for checked in (True, False):
         with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
-            warnings.simplefilter("ignore")  # ours says that check_vma=False needs to be told about pipelines
+            # ours says that check_vma=False needs to be told about pipelines
+            warnings.simplefilter("ignore")
             step = in_shard_map(library, gradient_of(library), checked)
             state = step(library.variables(kernel), x, grad)
             for name, true in amaxes(*operands).items():
@@ -67,7 +68,9 @@ def with_shard_map(library):
 
 
 def run_together(commands, seconds, **options):
-    """Run commands at the same time; when one fails, or time is up, kill all of them."""
+    """Run commands at the same time; when one fails, or time is up, kill all of
+    them.
+    """
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) for command in commands]
     try:
         for process in running:
@@ -80,7 +83,9 @@ def run_together(commands, seconds, **options):
 
 @row("processes over Gloo: as one")
 def processes(library):
-    """Two processes with half of the batch each, a step with a NaN on the second: both have one device's state."""
+    """Two processes with half of the batch each, a step with a NaN on the second: both
+    have one device's state.
+    """
     tally, root = Tally(), pathlib.Path(__file__).parents[2]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

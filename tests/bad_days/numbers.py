@@ -1,4 +1,6 @@
-"""Numbers, arguments and programs that came from outside: what was silently wrong, hung, or had no message."""
+"""Numbers, arguments and programs that came from outside: what was silently wrong,
+hung, or had no message.
+"""
 
 import another_process
 import jax
@@ -29,7 +31,9 @@ def with_amaxes(library, x, kernel, grad):
 
 @row("gradients of 1e-30: the product of the scales is no normal number, the result is", any_layer=True)
 def tiny_gradients(library):
-    """dx of a kernel of 1e-5 and a gradient of 1e-30 is 1e-35, the product of their scales 4e-43."""
+    """dx of a kernel of 1e-5 and a gradient of 1e-30 is 1e-35, the product of their
+    scales 4e-43.
+    """
     tally, given = Tally(), operands(M, K, N, grads=1e-30, kernel=1e-5)
     step = step_of(library, N)(with_amaxes(library, *given), given[0], given[2])
     worst = tally_products(tally, step, given, "gradients of 1e-30")
@@ -97,7 +101,8 @@ def symbolic_batch(library):
             run = exported(both)
             for size in (1, 40) if name == "the layer" else (40,):
                 got, expected = run(x[:size], grad[:size]), jax.jit(both)(x[:size], grad[:size])
-                # A contraction of any size adds in another order: two roundings a term, and the sum.
+                # A contraction of any size adds in another order: two roundings a term,
+                # and the sum.
                 for a, e in zip(got, expected, strict=True):
                     limit = (size + 4) * 2.0**-23 * 40 * np.abs(e).max()
                     tally(np.abs(np.asarray(a) - np.asarray(e)).max() <= limit, f"{name}, a batch of {size}")

@@ -1,4 +1,6 @@
-"""Optimizers and trainers from outside: optax that needs more than gradients, Equinox, pmap, mistakes in losses."""
+"""Optimizers and trainers from outside: optax that needs more than gradients, Equinox,
+pmap, mistakes in losses.
+"""
 
 import importlib
 import warnings
@@ -23,11 +25,14 @@ NO_WRAPPER = "Flax gives optax the parameters alone, in a TrainState that has no
 def train(
     library, tx, tally, what, count=4, params_of=lambda p: p, start=lambda v: v, extra=lambda value, grads, f: {}
 ):
-    """Train by a bare optax loop: state is numpy's to the bit, and parameters are those of `tx` alone.
+    """Train by a bare optax loop: state is numpy's to the bit, and parameters are those
+    of `tx` alone.
 
     Args:
-        params_of: the parameters that gradients are of, among those that `tx` updates; `start` is its inverse.
-        extra: what `tx` needs by name, from the loss, its gradient and the loss as a function.
+        params_of: the parameters that gradients are of, among those that `tx` updates;
+            `start` is its inverse.
+        extra: what `tx` needs by name, from the loss, its gradient and the loss as a
+            function.
     """
     kernel = operands(0)[1]
     wrapped = jaxfp8.train.optimizer(tx)
@@ -64,8 +69,9 @@ def _kernels(params):
 
 @row("optimizers that need more than gradients", "lookahead, opaque SAM, L-BFGS", peer=NO_WRAPPER)
 def more_than_gradients(library):
-    """Two sets of parameters, functions and gradients by name: state is stored once a step, parameters are optax's;
-    what an optimizer computes for itself is no warning."""
+    """Two sets of parameters, functions and gradients by name: state is stored once a
+    step, parameters are optax's; what an optimizer computes for itself is no warning.
+    """
     tally = Tally()
     with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         ahead = optax.lookahead(optax.sgd(1e-2), 3, 0.5)
@@ -88,7 +94,9 @@ def more_than_gradients(library):
 
 @row("optimizers that need more than gradients", "parameters to evaluate, of schedule-free", peer=NO_WRAPPER)
 def schedule_free(library):
-    """`schedule_free_eval_params` of all variables: parameters are averaged, state is as it is."""
+    """`schedule_free_eval_params` of all variables: parameters are averaged, state is
+    as it is.
+    """
     tally = Tally()
     opt_state, params = train(library, optax.contrib.schedule_free_sgd(1e-2), tally, "schedule-free")
     evaluated = optax.contrib.schedule_free_eval_params(opt_state, params)
@@ -105,8 +113,8 @@ USES = 3
 
 @row("Equinox's checkpointed while loop: state in the carry, or an error that says so", peer=NO_FUNCTIONS)
 def checkpointed_loop(library):
-    """The loop's own backward adds cotangents up. With `fork` in its carry the true amax, as its bounded kind has by
-    itself; state that it closes over is refused."""
+    """The loop's own backward adds cotangents up. With `fork` in its carry the true
+    amax, as its bounded kind has by itself; state that it closes over is refused."""
     try:
         while_loop = importlib.import_module("equinox.internal").while_loop
     except ImportError:
@@ -131,7 +139,8 @@ def checkpointed_loop(library):
         options = {"checkpointed": {"checkpoints": 2}, "bounded": {}}
         return jax.jit(grad(objective))((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
 
-    # The amaxes of x and its successors: exact products, since a first step has scale 1 and rounds as the oracle does.
+    # The amaxes of x and its successors: exact products, since a first step has scale 1
+    # and rounds as the oracle does.
     largest, y = [], x
     for _ in range(USES):
         largest.append(np.abs(y).max())
@@ -151,8 +160,8 @@ def checkpointed_loop(library):
 
 @row("a norm of all variables in the loss", any_layer=True)
 def norm_of_all(library):
-    """State is no part of a norm: an error that says so, where gradients of state combine by max; of the parameters
-    alone it is right."""
+    """State is no part of a norm: an error that says so, where gradients of state
+    combine by max; of the parameters alone it is right."""
     tally, (x, kernel, grad) = Tally(), operands(0)
     variables = variables_of(library)
     for name, norm in (
@@ -169,7 +178,9 @@ def norm_of_all(library):
 
 @row("the gradient of an earlier step", any_layer=True)
 def stale_gradient(library):
-    """State that is stored from a gradient which was taken of the state before the last: an error that names it."""
+    """State that is stored from a gradient which was taken of the state before the
+    last: an error that names it.
+    """
     tally, variables, grads = Tally(), variables_of(library), []
     for i in range(4):
         x, _, grad = operands(i)
@@ -181,7 +192,9 @@ def stale_gradient(library):
 
 @row("`pmap` over devices, gradients averaged")
 def pmapped(library):
-    """Eight devices with data of their own: the largest amax of all on each; what is said of it names pmap."""
+    """Eight devices with data of their own: the largest amax of all on each; what is
+    said of it names pmap.
+    """
     tally, (_, kernel, _) = Tally(), operands(0)
     variables = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (8, *np.shape(leaf))), library.variables(kernel))
 

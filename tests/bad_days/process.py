@@ -1,6 +1,8 @@
-"""One of two processes that train a layer together: `python -m tests.bad_days.process LIBRARY RANK PORT FILE`.
+"""One of two processes that train a layer together:
+`python -m tests.bad_days.process LIBRARY RANK PORT FILE`.
 
-The file (npz) gets this process's state after a good step and after one with a NaN in the second half of the batch.
+The file (npz) gets this process's state after a good step and after one with a NaN in
+the second half of the batch.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Proof of training, small: characters of Python's own manual by a perceptron of their neighbours, three seeds."""
+"""Proof of training, small: characters of Python's own manual by a perceptron of their
+neighbours, three seeds.
+"""
 
 import functools
 import pydoc_data.topics
@@ -13,7 +15,8 @@ import jaxfp8
 from .verdict import Tally, row
 
 CONTEXT, WIDTH, BATCH, STEPS = 8, 128, 256, 200
-SHARE = 1 / 128  # of a batch that 128 such make together: gradients as small as those of real batches
+# of a batch that 128 such make together: gradients as small as those of real batches
+SHARE = 1 / 128
 
 
 @functools.cache
@@ -25,7 +28,9 @@ def text() -> np.ndarray:
 
 
 class Model(nn.Module):
-    """The next character from the last eight; the three large products in the FP8 of `cls`."""
+    """The next character from the last eight; the three large products in the FP8 of
+    `cls`.
+    """
 
     cls: object = None
 
@@ -48,7 +53,9 @@ def loss_of(model, variables, tokens, target):
 
 
 def train(library, seed, cls=None, frozen=False) -> float:
-    """Validation loss after 200 steps; `frozen` throws the next state away, so that scales stay at 1."""
+    """Validation loss after 200 steps; `frozen` throws the next state away, so that
+    scales stay at 1.
+    """
     model, cut = Model(cls), len(text()) * 9 // 10
     variables = model.init(jax.random.key(seed), windows(0, 0, cut)[0])
     make = library.train_state if cls else jaxfp8.linen.TrainState
@@ -71,7 +78,8 @@ def train(library, seed, cls=None, frozen=False) -> float:
 
 @row("proof of training: as f32, and a control with all scales fixed at 1 is not")
 def proof(library):
-    """The mean difference to f32 over three seeds is at most 0.02 nat; the control shows that the model needs scales.
+    """The mean difference to f32 over three seeds is at most 0.02 nat; the control
+    shows that the model needs scales.
 
     The full proof is `make train ARGS='--steps 1000 --seeds 3 --control'`.
     """

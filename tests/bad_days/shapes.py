@@ -1,4 +1,6 @@
-"""Shapes and types: nothing to see, odd sizes, strange memory, operands that are no floats."""
+"""Shapes and types: nothing to see, odd sizes, strange memory, operands that are no
+floats.
+"""
 
 import itertools
 
@@ -23,7 +25,8 @@ def empty(library, *sizes):
     n, tally = 5, Tally()
     for (m, k), dtype in itertools.product(sizes, DTYPES[: 2 if library.is_ours else 1]):
         variables = library.variables(normal(0, (k, n)), used_state())
-        step = step_of(library, n, dtype=dtype, kernel_init=nn.initializers.zeros)  # the default divides by K
+        # the default divides by K
+        step = step_of(library, n, dtype=dtype, kernel_init=nn.initializers.zeros)
         got = step(variables, np.ones((m, k), np.float32), np.ones((m, n), np.float32))
         for product, shape, kind in ((got.y, (m, n), dtype), (got.dx, (m, k), None), (got.dkernel, (k, n), None)):
             is_right = product.shape == shape and product.dtype == (kind or np.float32) and not np.any(product)
@@ -48,7 +51,9 @@ def empty_contraction(library):
 
 @row("empty expert", any_layer=True)
 def empty_expert(library):
-    """Of three experts the second got no tokens: its state stays, and those of the others move."""
+    """Of three experts the second got no tokens: its state stays, and those of the
+    others move.
+    """
     layer, loads, x, grad = library.dense(5), (6, 0, 3), normal(0, (9, 8)), normal(1, (9, 5))
     kernels = [normal(2 + i, (8, 5)) for i in range(3)]
     variables = {i: library.variables(kernels[i], used_state()) for i in range(3)}
@@ -91,9 +96,11 @@ def empty_shard(library):
 
 @row("more than 2^31 elements")
 def large(library):
-    """The last values of an operand that 32-bit indices do not reach (with `--big`: 10 GiB).
+    """The last values of an operand that 32-bit indices do not reach (with `--big`: 10
+    GiB).
 
-    Ours, where the first step measures the tensor, 448 / 3.5 = 128: an amax that misses the end shows in every code.
+    Ours, where the first step measures the tensor, 448 / 3.5 = 128: an amax that misses
+    the end shows in every code.
     """
     if not library.big:
         raise NotRun("needs --big and 12 GiB")
@@ -130,7 +137,8 @@ def products(library):
 
 @row("int, bool, complex, fp8 operands: TypeError")
 def not_floats(library):
-    """Refused with a name for the operand or its dtype, or else the product of the values; scale 1 loses none.
+    """Refused with a name for the operand or its dtype, or else the product of the
+    values; scale 1 loses none.
 
     Ours names both: a quiet cast of int or FP8 codes would be a wrong number.
     """

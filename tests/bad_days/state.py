@@ -1,4 +1,6 @@
-"""State: uses that share one, layers that did not run, the same bits from every way to run, accumulation."""
+"""State: uses that share one, layers that did not run, the same bits from every way to
+run, accumulation.
+"""
 
 import concurrent.futures
 import functools
@@ -19,7 +21,9 @@ from .verdict import Tally, row
 
 
 def train(tally, library, loss, grad, steps, what):
-    """Slot 0 of every step over the true amax of all uses: the largest ratio; ours has the oracle's bits."""
+    """Slot 0 of every step over the true amax of all uses: the largest ratio; ours has
+    the oracle's bits.
+    """
     variables = start = library.variables(normal(9, (K, N)))
     state, worst = library.state(variables), 1.0
     step = jax.jit(lambda v, x, g: grad(lambda v: loss(library, v, x, g))(v))
@@ -64,7 +68,9 @@ def vmap_over_examples(library):
 
 
 def two_hundred_steps(library, grad):
-    """The largest entry of the window is that of the data of its steps. A sum doubles it each step: inf after 128."""
+    """The largest entry of the window is that of the data of its steps. A sum doubles
+    it each step: inf after 128.
+    """
     tally = Tally()
     true = max(np.abs(data(i % 8)[0]).max() for i in range(200 - HISTORY, 200))
     for name, loss in SHARED.items():
@@ -86,7 +92,9 @@ def plain_gradient(library):
 
 
 def unused(library, loss):
-    """Two steps in which the layer does not run, then one in which it does: state as it was, products right."""
+    """Two steps in which the layer does not run, then one in which it does: state as it
+    was, products right.
+    """
     variables = start = library.variables(normal(1, (K, N)), used_state())
     step, tally = jax.jit(jax.grad(loss)), Tally()
     variables = library.update(variables, step(variables))
@@ -158,8 +166,9 @@ def donated_loop(tally, library):
 
 @row("two threads call one jitted function", any_layer=True)
 def two_threads(library):
-    """Each trains on its own data and ends in the bits of a run alone, also where both trace at once, where each has
-    a function of its own, and where state is given away."""
+    """Each trains on its own data and ends in the bits of a run alone, also where both
+    trace at once, where each has a function of its own, and where state is given away.
+    """
     tally, steps = Tally(), 12
 
     def run(step, thread, barrier=None):

@@ -1,4 +1,6 @@
-"""A step of one layer in any library, and whether its products and its state are right: what the rows share."""
+"""A step of one layer in any library, and whether its products and its state are right:
+what the rows share.
+"""
 
 from typing import NamedTuple
 
@@ -9,7 +11,8 @@ import oracle
 
 from .libraries import OPERANDS, OWG
 
-# Rounding to a normal e4m3 number moves a value by 2**-4 of it at most, to e5m2 by 2**-3 (3 and 2 bits of fraction).
+# Rounding to a normal e4m3 number moves a value by 2**-4 of it at most, to e5m2 by
+# 2**-3 (3 and 2 bits of fraction).
 ROUND = {"input": 2.0**-4, "kernel": 2.0**-4, "output_grad": 2.0**-3}
 FORMATS = {"input": oracle.E4M3, "kernel": oracle.E4M3, "output_grad": oracle.E5M2}
 UNIT = {np.dtype(np.float32): 2.0**-24, oracle.BF16: 2.0**-8, oracle.F16: 2.0**-11}
@@ -34,7 +37,9 @@ class Step(NamedTuple):
 
 
 def step_of(library, features, donate=False, **options):
-    """A jitted `(variables, x, grad) -> Step` of `library.dense(features, **options)`."""
+    """A jitted `(variables, x, grad) -> Step` of
+    `library.dense(features, **options)`.
+    """
     layer = library.dense(features, **options)
 
     def step(variables, x, grad):
@@ -46,11 +51,13 @@ def step_of(library, features, donate=False, **options):
 
 
 def excess(product, a, b, round_a, round_b) -> float:
-    """How far `product` is off from `a @ b` (f64), in units of what rounding both to FP8 may cost: right up to 1.
+    """How far `product` is off from `a @ b` (f64), in units of what rounding both to
+    FP8 may cost: right up to 1.
 
-    Every term is off by (1 + round_a) (1 + round_b) - 1 of its magnitude at most. A f32 sum of K terms adds less than
-    K 2**-24 of the sum of magnitudes, scales and the rounding of the result less than three more units of its dtype,
-    and float16 half of its smallest subnormal.
+    Every term is off by (1 + round_a) (1 + round_b) - 1 of its magnitude at most. A f32
+    sum of K terms adds less than K 2**-24 of the sum of magnitudes, scales and the
+    rounding of the result less than three more units of its dtype, and float16 half of
+    its smallest subnormal.
     """
     product = np.asarray(product)
     unit, tiny = UNIT[product.dtype], 2.0**-25 if product.dtype == np.float16 else 0
@@ -81,7 +88,9 @@ def tally_products(tally, step, operands, what: str) -> float:
 
 
 def next_state(state: oracle.LayerState, *uses) -> oracle.LayerState:
-    """By the oracle, after a step with these `(x, kernel, grad)`s: slot 0 is the largest of their amaxes."""
+    """By the oracle, after a step with these `(x, kernel, grad)`s: slot 0 is the
+    largest of their amaxes.
+    """
     parts = {}
     for i, name in enumerate(OPERANDS):
         each = [oracle.step(operands[i], getattr(state, name), FORMATS[name])[2] for operands in uses]
@@ -136,7 +145,9 @@ def normal(seed, shape, size=1.0, dtype=np.float32):
 
 
 def in_two_octaves(seed, shape, largest):
-    """Magnitudes from a quarter of `largest` up to it: all normal in FP8 once the scale fits. Signs at random."""
+    """Magnitudes from a quarter of `largest` up to it: all normal in FP8 once the scale
+    fits. Signs at random.
+    """
     rng = np.random.default_rng(seed)
     magnitude = largest * 2.0 ** -rng.uniform(0, 2, shape)
     return (magnitude * rng.choice([-1, 1], shape)).astype(np.float32)

@@ -1,4 +1,6 @@
-"""The scoreboard: its verdicts see what is wrong, its page has every row. The rows themselves: `test_rows.py`."""
+"""The scoreboard: its verdicts see what is wrong, its page has every row. The rows
+themselves: `test_rows.py`.
+"""
 
 import dataclasses
 import json

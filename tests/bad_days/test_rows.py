@@ -1,4 +1,6 @@
-"""Every row of README.md for jaxfp8, through each kind of layer that it can be asked of; and that the table is true."""
+"""Every row of README.md for jaxfp8, through each kind of layer that it can be asked
+of; and that the table is true.
+"""
 
 import ast
 import dataclasses
@@ -20,7 +22,8 @@ README = (FOLDER / "README.md").read_text()
 TABLE = [line.split(" | ") for line in README.splitlines() if line.startswith("| ") and not line.startswith("| row | ")]
 # Rows that other tests show are of the scoreboard, and nightly.
 ELSEWHERE = {cells[0].removeprefix("| ") for cells in TABLE if "::test_" in cells[1]}
-# One of each kind is what `make test` shows. Those that start processes, need 12 GiB or train are slow.
+# One of each kind is what `make test` shows. Those that start processes, need 12 GiB or
+# train are slow.
 SHOWN = {
     "bad_value_in_x",
     "empty_batch",
@@ -30,7 +33,8 @@ SHOWN = {
     "under_jit",
 }
 SLOW = {"large", "processes", "reload", "reload_without", "cache", "proof"}
-# Where neither optax nor Flax's own classes promote dtypes, the session's strict rules hold.
+# Where neither optax nor Flax's own classes promote dtypes, the session's strict rules
+# hold.
 STRICT = ("values", "shapes", "meshes", "ffi")
 
 
@@ -51,7 +55,7 @@ def test_row(row, layer):
     assert verdict.outcome is Outcome.RIGHT, verdict
 
 
-# ------------------------------------------------------------------------------------------ what nobody can tell
+# ----------------------------------------------------------------- what nobody can tell
 
 
 UNSEEN = pytest.mark.xfail(
@@ -62,7 +66,9 @@ UNSEEN = pytest.mark.xfail(
 @pytest.mark.ci
 @pytest.mark.parametrize("cls", [OURS.train_state, pytest.param(FLAX.train_state, marks=UNSEEN)], ids=["ours", "Flax"])
 def test_products_after_a_hundred_steps(cls):
-    """With our TrainState the products are right. Flax's stores what DynamicScale has divided, and nobody says so."""
+    """With our TrainState the products are right. Flax's stores what DynamicScale has
+    divided, and nobody says so.
+    """
     library, scaler = dataclasses.replace(OURS, train_state=cls), dynamic_scale.DynamicScale(scale=65536.0)
     x, _, _ = trainers.operands(0)
     grad = normal(1, (trainers.M, trainers.N), 1e-4)
@@ -80,7 +86,7 @@ def test_products_after_a_hundred_steps(cls):
     assert excesses(got, x, trainers.kernel_of(train), grad)["y"] <= 1
 
 
-# ------------------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------------- the table
 
 NAMED = set(re.findall(r"`([\w/]+\.py::test_\w+)`", README))
 
@@ -98,11 +104,14 @@ def test_every_test_named_exists():
     assert len(files) > 15, "the table was read"
     missing = NAMED - set().union(*(names_in(FOLDER.parent / file) for file in files))
     assert not missing, sorted(missing)
-    # Nothing that looks like a test escapes the check because it is written in another way.
+    # Nothing that looks like a test escapes the check because it is written in another
+    # way.
     assert README.count("::test_") == len(re.findall(r"`[\w/]+\.py::test_\w+`", README))
 
 
 def test_every_row_of_the_table_is_shown():
-    """A row is a program here, or names the tests that show it: where Flax passes it too, or has no part in it."""
+    """A row is a program here, or names the tests that show it: where Flax passes it
+    too, or has no part in it.
+    """
     table, judges = {cells[0].removeprefix("| ") for cells in TABLE}, {row.of for row in rows.IN_ORDER}
     assert len(table) == len(TABLE) > 60 and table - ELSEWHERE <= judges <= table, table ^ judges

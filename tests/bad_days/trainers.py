@@ -1,4 +1,6 @@
-"""Trainers: loss scales, clipping, decay, means over devices, casts, skipped steps; what they do to state."""
+"""Trainers: loss scales, clipping, decay, means over devices, casts, skipped steps;
+what they do to state.
+"""
 
 import warnings
 
@@ -60,9 +62,11 @@ def tally_next(tally, library, variables, what, i=1):
 
 
 def scaled_steps(tally, library, gradient, factor):
-    """Three steps in the library's TrainState; what is stored must be the state of the gradients that the layer saw.
+    """Three steps in the library's TrainState; what is stored must be the state of the
+    gradients that the layer saw.
 
-    gradient: `(train, x, grad) -> gradients`, of the loss times `factor`, divided by it as the trainer divides.
+    gradient: `(train, x, grad) -> gradients`, of the loss times `factor`, divided by it
+    as the trainer divides.
     """
     train = create(library, optax.sgd(1e-3))
     step = jax.jit(lambda train, x, grad: train.apply_gradients(grads=gradient(train, x, grad)))
@@ -88,7 +92,9 @@ def flax_dynamic_scale(library):
 
 @row("the whole gradient clipped by hand under jit: the next loss is not finite")
 def clipped_by_hand(library):
-    """The norm holds the state's entries, so that the parameters' step is far too small: a healthy loss would lie."""
+    """The norm holds the state's entries, so that the parameters' step is far too
+    small: a healthy loss would lie.
+    """
     tally = Tally()
 
     @jax.jit
@@ -105,15 +111,18 @@ def clipped_by_hand(library):
     return tally.verdict("NaN in the next loss")
 
 
-# Seven additions and a division round 2**-24 each; a scale is the mean of what comes from entries that are off by that.
+# Seven additions and a division round 2**-24 each; a scale is the mean of what comes
+# from entries that are off by that.
 MEAN = 8 * 2.0**-24
 
 
 @row("`pmean` of gradients", any_layer=True)
 def mean_over_devices(library):
-    """Eight devices with data of their own in `shard_map`; the whole tree of gradients goes through `pmean`.
+    """Eight devices with data of their own in `shard_map`; the whole tree of gradients
+    goes through `pmean`.
 
-    Checked or not, devices must end with the largest amax of all; ours with the state of one device in each step.
+    Checked or not, devices must end with the largest amax of all; ours with the state
+    of one device in each step.
     """
     mesh, tally = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), Tally()
     layer, kernel = library.dense(N), operands(0)[1]
@@ -124,7 +133,8 @@ def mean_over_devices(library):
 
     for checked in (True, False):
         with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
-            warnings.simplefilter("ignore")  # ours says that check_vma=False needs to be told about pipelines
+            # ours says that check_vma=False needs to be told about pipelines
+            warnings.simplefilter("ignore")
             specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "check_vma": checked}
             run, variables, state = jax.jit(jax.shard_map(step, mesh=mesh, **specs)), library.variables(kernel), None
             for i in range(3 if library.is_ours else 1):
@@ -143,7 +153,9 @@ def mean_over_devices(library):
 
 @row("`apply_if_finite`")
 def apply_if_finite(library):
-    """A step with an Inf is rejected; state is clean and the next products are right."""
+    """A step with an Inf is rejected; state is clean and the next products are
+    right.
+    """
     train, tally = create(library, optax.apply_if_finite(optax.sgd(1e-3), 5)), Tally()
     x, _, grad = operands(0)
     train = advance(train, x, grad)
@@ -158,7 +170,9 @@ def apply_if_finite(library):
 
 @row("casts of the tree to bf16")
 def cast_gradients(library):
-    """Gradients cast as a whole: stored state stays float32 (a run is not traced again), products are right."""
+    """Gradients cast as a whole: stored state stays float32 (a run is not traced
+    again), products are right.
+    """
     train, tally = create(library, optax.sgd(1e-3)), Tally()
 
     @jax.jit
@@ -175,8 +189,8 @@ def cast_gradients(library):
     return tally.verdict()
 
 
-# What trainers do to a tree of gradients or variables, done to state that was right; below_zero.py has what makes it
-# negative.
+# What trainers do to a tree of gradients or variables, done to state that was right;
+# below_zero.py has what makes it negative.
 SLIPPED = {
     "unscaled by 65536": lambda leaf: leaf / 65536,
     "clipped": lambda leaf: leaf * 0.0317,
@@ -193,7 +207,9 @@ SLIPPED = {
 
 @row("what slips through never gives garbage", any_layer=True)
 def slipped(library):
-    """State after what trainers do to whole trees: the next step has no NaN, the one after it has right products."""
+    """State after what trainers do to whole trees: the next step has no NaN, the one
+    after it has right products.
+    """
     tally, step = Tally(), step_of(library, N)
     for name, slip in SLIPPED.items():
         # Ours also with data of 1e5 and gradients of 1e-7.
@@ -218,8 +234,8 @@ def slipped(library):
 
 @row("gradient w.r.t. params only: works, warns once", any_layer=True)
 def parameters_alone(library):
-    """Without the gradient of the state nothing updates it, and scales stay at 1: that must be said, once for all
-    layers, traces and calls; inference is no mistake."""
+    """Without the gradient of the state nothing updates it, and scales stay at 1: that
+    must be said, once for all layers, traces and calls; inference is no mistake."""
     layer, tally = library.dense(N), Tally()
     x, kernel, grad = operands(0)
     variables = library.variables(kernel)

@@ -17,15 +17,18 @@ BAD_VALUE = (
     "one Inf or NaN in x, kernel or grad at sizes 8, 4095, 4096, 1M: visible in the output, not in the history, scale "
     "right on the next good step"
 )
-# XLA's own float max loses a NaN from 4096 elements on; 4095 is no multiple of any vector width; 1M runs in threads.
+# XLA's own float max loses a NaN from 4096 elements on; 4095 is no multiple of any
+# vector width; 1M runs in threads.
 SIZES = {8: (2, 4), 4095: (63, 65), 4096: (64, 64), 2**20: (1024, 1024)}
 SMALL = 4
 
 
 def bad_value(library, spoilt) -> Verdict:
-    """The row or column of the bad value is not finite in the two products that see it, and all else is.
+    """The row or column of the bad value is not finite in the two products that see it,
+    and all else is.
 
-    Peers record the Inf and freeze the scale for a whole window, or saturate it to 448 and show nothing.
+    Peers record the Inf and freeze the scale for a whole window, or saturate it to 448
+    and show nothing.
     """
     tally, which = Tally(), OPERANDS.index(spoilt)
     for size, (rows, cols) in SIZES.items():
@@ -73,7 +76,9 @@ def bad_value_in_grad(library):
 
 @row("NaN on one device: same outcome on all", any_layer=True)
 def nan_on_one_device(library):
-    """With the batch over eight devices: a finite state, that of one device, on all; ours also in `shard_map`."""
+    """With the batch over eight devices: a finite state, that of one device, on all;
+    ours also in `shard_map`.
+    """
     layer, x, kernel, tally = library.dense(5), normal(0, (16, 6)), normal(1, (6, 5)), Tally()
     x[5, 3] = np.nan
     variables = library.variables(kernel)
@@ -84,7 +89,8 @@ def nan_on_one_device(library):
         """`state`: of each leaf, what every device has."""
         for leaf, other in zip(state, jax.tree.leaves(alone[OWG]), strict=True):
             tally(all(same_bits(each, leaf[0]) for each in leaf), f"{what}: ranks differ")
-            # A few roundings of gradients in f32, none of ours; equal infinities and NaNs.
+            # A few roundings of gradients in f32, none of ours; equal infinities and
+            # NaNs.
             near = same_bits(leaf[0], other) if library.is_ours else np.allclose(leaf[0], other, 1e-5, 0, True)
             tally(near, f"{what}: the state is not that of one device: {other[:2]}")
 
@@ -97,7 +103,8 @@ def nan_on_one_device(library):
         tally(is_clean(together), f"the history is {library.history(together, 'input')[:2]}")
         tally(np.isnan(together["params"]["kernel"]).any(), "the NaN is hidden")
     for check_vma in (True, False) if library.is_ours else ():
-        cls = library.dot_general_cls(pipeline_axes=())  # said, so that check_vma=False has nothing to warn of
+        # said, so that check_vma=False has nothing to warn of
+        cls = library.dot_general_cls(pipeline_axes=())
         layer = library.dense(5, cls=cls)
         told = jax.grad(lambda v, x, layer=layer: (layer.apply(v, x) ** 2).sum())
         step = lambda v, x, told=told: jax.tree.map(lambda leaf: leaf[None], told(v, x)[OWG])  # noqa: E731
@@ -112,7 +119,9 @@ FIRST_DATA = {"data of 1e4": (1e4, 1.0), "grads of 1e-7": (1.0, 1e-7), "both": (
 
 
 def first_steps(library, right_from, steps) -> Verdict:
-    """The products of some steps on the same data are right from step `right_from` on."""
+    """The products of some steps on the same data are right from step `right_from`
+    on.
+    """
     tally, worst = Tally(), 0.0
     for what, sizes in FIRST_DATA.items():
         x, kernel, grad = given = operands(16, 24, 8, *sizes)
@@ -142,7 +151,9 @@ def first_step_unit(library):
 
 @row("amax below 5e-36: scale 2**126, no NaN", any_layer=True)
 def tiny_amax(library):
-    """448 / 2**126 is 5.3e-36, 57344 / 2**126 is 6.7e-34: below, FP8_MAX / amax has no normal inverse."""
+    """448 / 2**126 is 5.3e-36, 57344 / 2**126 is 6.7e-34: below, FP8_MAX / amax has no
+    normal inverse.
+    """
     tally, step = Tally(), step_of(library, 5)
     for size in (4e-36, 1e-37, 1e-40):
         for tiny in (*OPERANDS, "all"):
@@ -167,9 +178,11 @@ def tiny_amax(library):
 
 @row("subnormals", any_layer=True)
 def subnormals(library):
-    """The window knows the amax of subnormal data to the bit, and products of it at scale 1 are exact zeros.
+    """The window knows the amax of subnormal data to the bit, and products of it at
+    scale 1 are exact zeros.
 
-    XLA's CPU threads read subnormals as zeros: an amax taken with float comparisons records 0.
+    XLA's CPU threads read subnormals as zeros: an amax taken with float comparisons
+    records 0.
     """
     tally = Tally()
     for dtype in (np.dtype(np.float32), oracle.BF16, oracle.F16):
@@ -187,7 +200,9 @@ def subnormals(library):
 
 @row("zero tensors: exact zeros", any_layer=True)
 def zero_tensors(library):
-    """Whatever was before: 0 / 0 has no place here. The window records 0 and keeps its scale."""
+    """Whatever was before: 0 / 0 has no place here. The window records 0 and keeps its
+    scale.
+    """
     tally = Tally()
     for start in (library, libraries.calibrated_first_step(library)):
         step = step_of(start, 5)
@@ -226,8 +241,9 @@ def zero_blocks(library):
     return tally.verdict()
 
 
-# Rounding errors are spread over half a unit in the last place: relative to a value at the start of its octave, where
-# they weigh most, their root mean square is 2**-4 / sqrt(3) for e4m3 and 2**-3 / sqrt(3) for e5m2.
+# Rounding errors are spread over half a unit in the last place: relative to a value at
+# the start of its octave, where they weigh most, their root mean square is 2**-4 /
+# sqrt(3) for e4m3 and 2**-3 / sqrt(3) for e5m2.
 RMS = {name: rounding / 3**0.5 for name, rounding in (("e4m3", 2.0**-4), ("e5m2", 2.0**-3))}
 
 
@@ -235,11 +251,13 @@ RMS = {name: rounding / 3**0.5 for name, rounding in (("e4m3", 2.0**-4), ("e5m2"
 def float16(library):
     """Off by 5.1 % (y) and 8.1 % (gradients) at most.
 
-    Errors of the terms are independent, so the norm of the error relative to that of a product of independent values is
-    the root of the sum of squares of both operands' relative errors. Those are means; the bounds count every value at
-    the start of its octave, where for values spread over octaves the mean square is 0.54 of it, a margin of 26 % that
-    128 elements do not use up. float16 itself adds 2**-11, but half of 2**-24 where a result is subnormal: its root
-    mean square is counted too. A kernel that casts before it scales overflows at 65504.
+    Errors of the terms are independent, so the norm of the error relative to that of a
+    product of independent values is the root of the sum of squares of both operands'
+    relative errors. Those are means; the bounds count every value at the start of its
+    octave, where for values spread over octaves the mean square is 0.54 of it, a margin
+    of 26 % that 128 elements do not use up. float16 itself adds 2**-11, but half of
+    2**-24 where a result is subnormal: its root mean square is counted too. A kernel
+    that casts before it scales overflows at 65504.
     """
     k, dtype, tally, worst = 4096, oracle.F16, Tally(), 0.0
     of_y, of_gradients = (np.hypot(RMS["e4m3"], RMS[name]) for name in ("e4m3", "e5m2"))
@@ -250,7 +268,8 @@ def float16(library):
     for i, size in enumerate((1e-1, 1e-2, 1e-3, 1e-4, 1e-5)):
         grad = normal(2 + i, (8, 16), size, dtype)
         wide = grad.astype(np.float64)
-        for _ in range(4):  # a window of 4, so that the larger gradients before have left it
+        # a window of 4, so that the larger gradients before have left it
+        for _ in range(4):
             got = step(variables, x, grad)
             variables = got.variables
         exact = {
@@ -274,10 +293,12 @@ def gain(product, exact) -> float:
 
 @row("bf16 gain error below 0.35 %", any_layer=True)
 def bfloat16_gain(library):
-    """In least squares against the codes dequantized in f64, at 32 scales; the largest of the errors.
+    """In least squares against the codes dequantized in f64, at 32 scales; the largest
+    of the errors.
 
-    What is left is the rounding of results to bf16, at most 2**-8 of each and as often up as down: 2**-8 / 64 = 0.006 %
-    of the whole of 64 x 64. Scales that are rounded to bf16 cost up to 2**-8 each, 0.78 % in a product (Flax).
+    What is left is the rounding of results to bf16, at most 2**-8 of each and as often
+    up as down: 2**-8 / 64 = 0.006 % of the whole of 64 x 64. Scales that are rounded to
+    bf16 cost up to 2**-8 each, 0.78 % in a product (Flax).
     """
     n, worst = 64, 0.0
     step = step_of(library, n, dtype=oracle.BF16)
@@ -300,7 +321,8 @@ def bfloat16_gain(library):
 
 
 def codes(library, values, scales) -> Verdict:
-    """Codes against the oracle at powers of two, where `x * scale` and `x / scale_inv` are the same rule.
+    """Codes against the oracle at powers of two, where `x * scale` and `x / scale_inv`
+    are the same rule.
 
     Infinite x is left out: that it stays visible is a row of its own.
     """

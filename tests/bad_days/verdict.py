@@ -12,7 +12,8 @@ import jax
 class Outcome(enum.Enum):
     RIGHT = "right"
     WRONG = "silently wrong"
-    NAMED = "named error"  # an error that names an operand or the state, where an answer was wanted
+    # an error that names an operand or the state, where an answer was wanted
+    NAMED = "named error"
     ERROR = "error"
     CRASH = "crash"
     NOT_APPLICABLE = "not applicable"
@@ -43,7 +44,8 @@ class Row:
         case: which case, where there are several; else "".
         judge: `library -> Verdict`. It may raise what the library raises.
         peer: why it does not apply to Flax, or None.
-        any_layer: whether NNX has it as well; not where it knows Linen, or is about the numbers of operands alone.
+        any_layer: whether NNX has it as well; not where it knows Linen, or is about the
+            numbers of operands alone.
     """
 
     of: str
@@ -76,7 +78,9 @@ def row(of: str, case: str = "", *, peer: str | None = None, any_layer: bool = F
 
 
 class Tally:
-    """Counts the cases of a row; one wrong case makes the row wrong, silently unless all of them raised."""
+    """Counts the cases of a row; one wrong case makes the row wrong, silently unless
+    all of them raised.
+    """
 
     def __init__(self):
         self.count, self.wrong, self.silent = 0, [], False
@@ -97,7 +101,9 @@ class Tally:
             self(False, f"{what}: {message(error)}", silent=False)
 
     def verdict(self, measured: str = "") -> Verdict:
-        """`measured` is said where all is right; else how many are wrong, and the first of them."""
+        """`measured` is said where all is right; else how many are wrong, and the first
+        of them.
+        """
         if not self.count:
             raise AssertionError("a row without cases proves nothing")
         if not self.wrong:
@@ -123,7 +129,9 @@ def is_named(error: BaseException, names: str = _NAMES) -> bool:
 
 
 def refused(call: Callable, tally: Tally, what: str, names: str, accepted=lambda got: False) -> None:
-    """One case: `call` must raise an error that names what `names` matches, or give what is `accepted` as right."""
+    """One case: `call` must raise an error that names what `names` matches, or give
+    what is `accepted` as right.
+    """
     try:
         got = jax.block_until_ready(call())
     except Exception as error:  # whatever a library raises is judged by what it says

@@ -1,4 +1,6 @@
-"""The program of broken runs: its figures by hand, its breaks, a tiny run of all, and the docs' tables."""
+"""The program of broken runs: its figures by hand, its breaks, a tiny run of all, and
+the docs' tables.
+"""
 
 import json
 import math
@@ -24,7 +26,8 @@ def test_the_rise_of_a_loss(program):
     clean = run(2.0, 2.0, 2.0, 2.0)
     assert program.rise(run(2.0, 2.09, 2.11, 3.0), clean) == 2
     assert program.rise(run(2.0, 1.0, 2.0, 2.05), clean) is None
-    assert program.rise(run(None, 2.0, 2.0, 2.2), clean) == 3  # the loss of a skipped step does not count
+    # the loss of a skipped step does not count
+    assert program.rise(run(None, 2.0, 2.0, 2.2), clean) == 3
     assert program.rise(run(2.0, math.nan, 2.0, 2.0), clean) == 1
     assert program.rise(run(2.0, math.inf, 2.0, 2.0), clean) == 1
 
@@ -35,13 +38,15 @@ def test_exits_from_the_range(program):
     assert (low.tolist(), high.tolist()) == ([0.0, 1.0], [0.2, 1.5])
     broken = run(figures=[[0.2, 1.5], [0.3, 1.0], [0.0, 0.5], [0.3, math.nan]])
     assert program.leaves(broken, low, high) == [1, 2]
-    assert program.leaves(broken, low, high, every=2) == [1, None]  # steps 1 and 3 alone
+    # steps 1 and 3 alone
+    assert program.leaves(broken, low, high, every=2) == [1, None]
 
 
 def test_leads_of_seeds(program):
     assert program.lead([5, 9], [2, 9]) == "+0 to +3"
     assert program.lead([5, 5], [7, None]) == "-2 (1 of 2)"
-    assert program.lead([5, None], [None, 2]) == "no"  # a range that was left in the other seed announces nothing
+    # a range that was left in the other seed announces nothing
+    assert program.lead([5, None], [None, 2]) == "no"
     assert program.lead([None, None], [3, None]) == "left (1 of 2)"
     assert program.lead([None, None], [3, 0]) == "left"
     assert program.span([None, None]) == "no" and program.span([4, 4]) == "+4"
@@ -89,13 +94,15 @@ def test_breaks_do_what_they_say(program, tmp_path, capsys):
     def largest(name, figure):
         return rows[name]["largest"][program.FIGURES.index(figure)]
 
-    # A factor of the tensor is one of its amax: of the kernel, and within a doubling of the products behind it.
+    # A factor of the tensor is one of its amax: of the kernel, and within a doubling of
+    # the products behind it.
     assert 64 <= largest("weights", "growth") < 128 and largest("weights", "saturated") > 0.5
     for name, power in (("outlier_14", 14), ("outlier_20", 20)):
         assert abs(largest(name, "largest scale_lag") - power) < 1.5
     shown = {name: np.array(found["figures"]) for name, found in runs.items()}
     lag = program.FIGURES.index("smallest scale_lag")
-    # The loss that is divided gives gradients that are: their amax falls by as much, before any weight differs.
+    # The loss that is divided gives gradients that are: their amax falls by as much,
+    # before any weight differs.
     assert abs(shown["gradients_40"][0, lag] + 40 - shown["clean"][0, lag]) < 4
     assert shown["gradients_40"][:, program.FIGURES.index("flushed")].min() > 0.99
     # A skipped step leaves its amax in the window, and nothing else.

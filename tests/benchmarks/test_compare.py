@@ -38,7 +38,8 @@ def test_arms_train(tmp_path, arms):
         assert float(ms) == pytest.approx(row["median_ms_per_step"], abs=0.06) and float(ms) > 0
         bf16 = results["bf16"]
         assert float(ratio) == pytest.approx(row["median_ms_per_step"] / bf16["median_ms_per_step"], abs=0.006)
-        # Four steps from the same weights, log(103 characters) = 4.6: the arms agree, and no two of them to the bit.
+        # Four steps from the same weights, log(103 characters) = 4.6: the arms agree,
+        # and no two of them to the bit.
         assert float(loss) == pytest.approx(row["mean_validation_loss"], abs=1e-4) and 4 < float(loss) < 5
         assert abs(row["mean_minus_bf16"]) < 0.1 and (difference == "-") == (name == "bf16")
         assert skipped == (str(sum(row["skipped"])) if name == "f16" else "-")
@@ -47,13 +48,15 @@ def test_arms_train(tmp_path, arms):
         assert row["peak_bytes"] == needed and float(peak) == pytest.approx(needed / 2**20, abs=0.06)
         assert memory["aliased"] > 0.9 * memory["outputs"], "the state is donated"
         assert float(kept) == pytest.approx(row["kept_bytes"] / 2**20, abs=0.06)
-        # Four layers: three products each, and three tensors, each quantized once for both layouts.
+        # Four layers: three products each, and three tensors, each quantized once for
+        # both layouts.
         assert row["fp8"]["products"] == row["fp8"]["quantizers"] == (12 if name in FP8_ARMS else 0)
         assert row["fp8"]["products_by_kernel"] == 0, "a CPU has no FP8 units"
     assert len({row["mean_validation_loss"] for row in results.values()}) == len(arms)
     assert {results[name]["fp8"]["quantizers_by_kernel"] for name in {"current", "mxfp8"} & set(arms)} == {12}
     assert "12 products of widened codes by XLA:CPU" in done.stdout and "not the speed of FP8 units" in done.stdout
-    assert "PASS" not in done.stdout and "FAIL" not in done.stdout  # four steps prove nothing
+    # four steps prove nothing
+    assert "PASS" not in done.stdout and "FAIL" not in done.stdout
     assert written["settings"]["steps"] == 4 and written["machine"]["devices"]
     assert set(written["seeds"][0]) == set(arms)
     picture = (tmp_path / "all.png").read_bytes()

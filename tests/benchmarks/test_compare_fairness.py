@@ -33,7 +33,8 @@ def test_arms_start_from_the_same_weights():
     for name in ARMS:
         state = state_of(name)
         chex.assert_trees_all_equal(state.params["params"], reference.params["params"])
-        # The optimizer, its clipping and its weight decay see the parameters and nothing else.
+        # The optimizer, its clipping and its weight decay see the parameters and
+        # nothing else.
         assert len(jax.tree.leaves(state.opt_state)) == len(jax.tree.leaves(reference.opt_state)), name
         assert (jaxfp8.OVERWRITE_WITH_GRADIENT in state.params) == (name == "delayed")
         assert (state.loss_scale is not None) == (name == "f16")

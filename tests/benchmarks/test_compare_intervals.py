@@ -1,4 +1,6 @@
-"""Intervals of paired differences: Student's t by its printed table, and what `benchmarks/compare.py` prints."""
+"""Intervals of paired differences: Student's t by its printed table, and what
+`benchmarks/compare.py` prints.
+"""
 
 import math
 import pathlib
@@ -11,7 +13,8 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import _compare_report  # noqa: E402
 from _compare_runs import Run, interval, student_t, summarize  # noqa: E402
 
-# Two-sided 95 %, as statistical tables print it: three decimals, so within half of the last one.
+# Two-sided 95 %, as statistical tables print it: three decimals, so within half of the
+# last one.
 PRINTED = {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 7: 2.365, 15: 2.131, 30: 2.042, 1000: 1.962}
 
 
@@ -23,7 +26,8 @@ def test_student_t(degrees):
 def test_interval():
     differences = [0.004, 0.009, -0.001, 0.006]
     found = interval(differences)
-    half = PRINTED[3] * statistics.stdev(differences) / math.sqrt(4)  # the table's digits: half of 0.001 in 3.182
+    # the table's digits: half of 0.001 in 3.182
+    half = PRINTED[3] * statistics.stdev(differences) / math.sqrt(4)
     assert found["mean"] == pytest.approx(statistics.fmean(differences)) and found["seeds"] == 4
     assert found["high"] - found["mean"] == pytest.approx(half, rel=0.0005 / 3.182)
     assert found["mean"] - found["low"] == pytest.approx(half, rel=0.0005 / 3.182)

@@ -1,4 +1,6 @@
-"""The GPU benchmark's cases at small sizes on a CPU, its JSON and its picture; the CPU goals' program likewise."""
+"""The GPU benchmark's cases at small sizes on a CPU, its JSON and its picture; the CPU
+goals' program likewise.
+"""
 
 import json
 from pathlib import Path
@@ -104,7 +106,9 @@ def test_peers_compiled_in_two_ways(options, monkeypatch, case):
 
 
 def test_kernels_of_a_trace(options, monkeypatch, capsys):
-    """Two calls of two kernels: how often, how long, and the gap between; a CPU's trace has no kernels of a GPU."""
+    """Two calls of two kernels: how often, how long, and the gap between; a CPU's trace
+    has no kernels of a GPU.
+    """
     import gpu_trace
 
     assert gpu_trace.events_of(2, jnp.add, jnp.ones(3), jnp.ones(3)) == {}

@@ -1,4 +1,6 @@
-"""tools/gpu_session.sh as a whole, in a small checkout and with a Python that only acts: calls, failures, limits."""
+"""tools/gpu_session.sh as a whole, in a small checkout and with a Python that only
+acts: calls, failures, limits.
+"""
 
 import os
 import pathlib
@@ -16,8 +18,8 @@ STEPS = {
 }
 # What a call leaves, beside steps.txt and logs.tar.gz.
 JSON = {"test": {"selftest.json", "kernels.json"}, "bench": {"gpu.json", "trainers.json"}, "sanitize": set()}
-# Says what it was asked, as a pip that installs jaxfp8 and as programs that write JSON and a table. `$json` is the
-# argument of --json, `$target` that of --target.
+# Says what it was asked, as a pip that installs jaxfp8 and as programs that write JSON
+# and a table. `$json` is the argument of --json, `$target` that of --target.
 PYTHON = """#!/bin/sh
 echo "$PWD: $* (commit $JAXFP8_COMMIT)"
 call="$*"
@@ -70,7 +72,9 @@ def write_built(root):
 
 
 def session(root, call="test", cases="", budget=100, **environment):
-    """Runs one call; returns the process, name -> line of steps.txt, and name -> log."""
+    """Runs one call; returns the process, name -> line of steps.txt, and name ->
+    log.
+    """
     python = root.parent / "bin" / "python"
     python.write_text(PYTHON.format(cases=cases))
     python.chmod(0o755)
@@ -103,7 +107,8 @@ def test_a_whole_call(checkout, call):
     out = checkout.parent / f"out-{call}"
     assert {path.name for path in out.iterdir()} == {"steps.txt", "logs.tar.gz"} | JSON[call]
     assert "NVIDIA H200" in logs["machine"]
-    # Only the last 12,000 characters are sent back: tables, summaries and all steps have to be in them.
+    # Only the last 12,000 characters are sent back: tables, summaries and all steps
+    # have to be in them.
     report = done.stdout.split("(at most")[-1]
     assert len(report) < 12_000 and report.endswith("".join(f"{line}\n" for line in steps.values()))
     if call == "test":
@@ -131,7 +136,9 @@ def test_a_failure_stops_nothing_else(checkout):
 
 
 def test_wheels_of_other_modules_are_left(checkout):
-    """The sources are compiled instead, and what is not ours comes from the wheelhouse all the same."""
+    """The sources are compiled instead, and what is not ours comes from the wheelhouse
+    all the same.
+    """
     (checkout / "cuda" / "file.cc").write_text("newer")
     done, _, logs = session(checkout, STEPS="install")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""The benchmark of kernels: which answers it refuses, what a kernel that fails takes along, the traffic it counts."""
+"""The benchmark of kernels: which answers it refuses, what a kernel that fails takes
+along, the traffic it counts.
+"""
 
 import json
 import sys
@@ -39,7 +41,9 @@ def wrong(leaf, is_product):
 
 @pytest.mark.parametrize("name", kernels.KERNELS)
 def test_no_wrong_answer_is_timed(name):
-    """Whatever an element of a result should be, another one is refused: no result is left unchecked."""
+    """Whatever an element of a result should be, another one is refused: no result is
+    left unchecked.
+    """
     make, shapes = kernels.KERNELS[name]
     work = make(*(kernels.TINY_SHAPES[-1] if shapes is kernels.SHAPES else shapes[0]))
     arguments = work.arguments(0)
@@ -86,7 +90,9 @@ def test_every_custom_call(cuda_custom_calls):
     ],
 )
 def test_traffic(name, bytes_an_element):
-    """Bytes of arguments and results are those of cuda/README.md, but for vectors and single numbers."""
+    """Bytes of arguments and results are those of cuda/README.md, but for vectors and
+    single numbers.
+    """
     make, _ = kernels.KERNELS[name]
     m, n = 256, 512
     work = make(m, n)

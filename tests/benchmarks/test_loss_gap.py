@@ -1,4 +1,6 @@
-"""The program of the loss gap: its runs and their files, its figures by hand, its own quantizer."""
+"""The program of the loss gap: its runs and their files, its figures by hand, its own
+quantizer.
+"""
 
 import json
 import math
@@ -77,9 +79,12 @@ def test_arms_start_from_the_same_weights(program):
         (1.0, 0.0),  # where the reference ends
         (1.25, 0.125),  # half way down its last stretch, from 75 to 100 steps
         (1.5, 0.375),  # the first time that it is there, at 62.5 steps
-        (2.25, 0.4375),  # half way from 3 to 1.5, and from 50 to 62.5 steps is 56.25: 43.75 steps behind
+        # half way from 3 to 1.5, and from 50 to 62.5 steps is 56.25: 43.75 steps behind
+        (2.25, 0.4375),
         (9.0, 0.5),  # above its first point, at 50 steps
-        (0.75, -0.125),  # ahead: half way down its own last stretch, from 1.25 to 0.75, it is where the reference ends
+        # ahead: half way down its own last stretch, from 1.25 to 0.75, it is where the
+        # reference ends
+        (0.75, -0.125),
         (math.nan, math.nan),
         (math.inf, math.nan),
     ],
@@ -117,7 +122,8 @@ def test_results_name_no_folder_of_the_machine(program, monkeypatch, tmp_path):
 def test_stochastic_rounding_is_right_on_average(program):
     from _loss_gap_arms import StochasticQuantizer
 
-    # One value a column; largest first, which sets the scale to 1. Subnormals of e5m2 are below 2**-14.
+    # One value a column; largest first, which sets the scale to 1. Subnormals of e5m2
+    # are below 2**-14.
     values = np.array([57344.0, 1.1, -3.3, 0.3, 2.0**-16, 1.3 * 2.0**-15, 0.0, 1e-7, 1.0, -1.75], np.float32)
     rows = 4096
     quantize = jax.jit(StochasticQuantizer().quantize)
@@ -130,12 +136,15 @@ def test_stochastic_rounding_is_right_on_average(program):
     for column, value in zip(codes.T, values.astype(np.float64), strict=True):
         low, high = grid[grid <= value].max(), grid[grid >= value].min()
         assert set(column) <= {low, high}
-        # A mean of draws from two values has a standard deviation of at most half their distance / sqrt(rows): six.
+        # A mean of draws from two values has a standard deviation of at most half their
+        # distance / sqrt(rows): six.
         assert abs(column.mean() - value) <= 6 * (high - low) / 2 / math.sqrt(rows)
 
 
 def test_each_arm_quantizes_what_it_says(program):
-    """Of y, the gradient of x and that of the kernel: those that a quantizer alone leaves as they are, to the bit."""
+    """Of y, the gradient of x and that of the kernel: those that a quantizer alone
+    leaves as they are, to the bit.
+    """
     x, grad = (jax.random.normal(jax.random.key(i), (32, 32), jnp.bfloat16) for i in (0, 1))
 
     def results(name):

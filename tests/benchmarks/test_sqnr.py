@@ -1,4 +1,6 @@
-"""SQNR figures: what must hold between recipes, that they come out again, and that the docs have them."""
+"""SQNR figures: what must hold between recipes, that they come out again, and that the
+docs have them.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,9 @@ def test_the_docs_have_the_table(program):
 
 
 def test_measured_again(program):
-    """Codes are the same everywhere, so are the figures; a product's last bits are not."""
+    """Codes are the same everywhere, so are the figures; a product's last bits are
+    not.
+    """
     kept = [row for row in rows(program) if row["format"] == "e4m3" and row["tensor"] in ("columns x10000", "constant")]
     again = program.measure(("columns x10000", "constant"), ("e4m3",))
     assert len(again) == len(kept)

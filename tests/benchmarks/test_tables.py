@@ -1,4 +1,6 @@
-"""Results of GPUs in the docs: the tables that are there, those of a made-up session, and what is no result."""
+"""Results of GPUs in the docs: the tables that are there, those of a made-up session,
+and what is no result.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What is in a step by our trainers, beside Flax's on the same model: the cases of benchmarks/trainers.py."""
+"""What is in a step by our trainers, beside Flax's on the same model: the cases of
+benchmarks/trainers.py.
+"""
 
 import re
 

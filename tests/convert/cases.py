@@ -1,4 +1,6 @@
-"""What the tests of converters share: random state, QTensors and variables, and the comparison of trees."""
+"""What the tests of converters share: random state, QTensors and variables, and the
+comparison of trees.
+"""
 
 import dataclasses
 from typing import Any
@@ -27,7 +29,9 @@ def assert_same_tree(got, expected, what: str):
 
 
 def state_leaves(seed, length=4, lead=()):
-    """Random state of one product under the stored names; numpy, so that nothing of JAX can round it."""
+    """Random state of one product under the stored names; numpy, so that nothing of JAX
+    can round it.
+    """
     rng = np.random.default_rng(seed)
     state = {}
     for operand in OPERANDS:

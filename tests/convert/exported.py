@@ -1,4 +1,6 @@
-"""Trained and frozen models that tests export: two FP8 layers, a norm, and a head in high precision."""
+"""Trained and frozen models that tests export: two FP8 layers, a norm, and a head in
+high precision.
+"""
 
 import functools
 

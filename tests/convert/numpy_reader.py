@@ -1,4 +1,6 @@
-"""A reader of safetensors files in numpy alone, written from the format's description; it shares no code with ours."""
+"""A reader of safetensors files in numpy alone, written from the format's description;
+it shares no code with ours.
+"""
 
 import json
 import struct
@@ -9,7 +11,9 @@ WIDTH = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I32": np.int32}
 
 
 def e4m3(code: int) -> float:
-    """Sign, four bits of exponent, three of mantissa; no infinity, and one NaN of each sign."""
+    """Sign, four bits of exponent, three of mantissa; no infinity, and one NaN of each
+    sign.
+    """
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
@@ -21,7 +25,9 @@ E4M3 = np.array([e4m3(code) for code in range(256)])
 
 
 def read(path) -> dict[str, np.ndarray]:
-    """The tensors of a file: codes of e4m3 as uint8, bfloat16 as float32, others as they are."""
+    """The tensors of a file: codes of e4m3 as uint8, bfloat16 as float32, others as
+    they are.
+    """
     raw = open(path, "rb").read()
     (size,) = struct.unpack("<Q", raw[:8])
     header, data, end, tensors = json.loads(raw[8 : 8 + size]), raw[8 + size :], 0, {}

@@ -1,4 +1,6 @@
-"""What converters refuse: each error names the function, the leaf, what was expected, and often what to call."""
+"""What converters refuse: each error names the function, the leaf, what was expected,
+and often what to call.
+"""
 
 import sys
 import types

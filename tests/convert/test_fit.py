@@ -1,4 +1,6 @@
-"""State that has to fit a changed model: another history length, layers that the checkpoint lacks."""
+"""State that has to fit a changed model: another history length, layers that the
+checkpoint lacks.
+"""
 
 import jax
 import numpy as np
@@ -33,8 +35,9 @@ def resized(history, length):
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 @pytest.mark.parametrize("new_length", [1, 2, 3, 8, 13])
 def test_resized_as_if_the_run_had_had_that_length(length, new_length):
-    """At every step: shorter, it is the history of the short run. Longer, it is that of the long run until the first
-    amax is dropped, and from then on its newest `length` entries; once the zeros have left, the long run's again."""
+    """At every step: shorter, it is the history of the short run. Longer, it is that of
+    the long run until the first amax is dropped, and from then on its newest `length`
+    entries; once the zeros have left, the long run's again."""
     amaxes = np.arange(1, 31, dtype=np.float32)
     runs = {n: histories(n, amaxes) for n in (length, new_length)}
     for t, (old, new) in enumerate(zip(runs[length], runs[new_length], strict=True)):
@@ -51,7 +54,7 @@ def test_resized_as_if_the_run_had_had_that_length(length, new_length):
             oracle.assert_bitwise(state.amax_history, runs[new_length][t + new_length], f"{new_length} steps later")
 
 
-# ------------------------------------------------------------------------------------------------------- changed models
+# ----------------------------------------------------------------------- changed models
 
 
 def test_merge_keeps_what_the_checkpoint_has():
@@ -78,7 +81,9 @@ def test_merge_fits_length_and_dtype():
 
 
 def nnx_trees(length):
-    """What holds the state of an NNX model: pure arrays, variables, and a restored checkpoint of variables."""
+    """What holds the state of an NNX model: pure arrays, variables, and a restored
+    checkpoint of variables.
+    """
     recipe = jaxfp8.DelayedScaling(amax_history_len=length)
     layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe))
     pure = nnx.to_pure_dict(nnx.state(layer))
@@ -87,7 +92,9 @@ def nnx_trees(length):
 
 @pytest.mark.parametrize("kind", range(3), ids=["pure", "variables", "restored"])
 def test_trees_of_nnx(kind):
-    """merge_state is for collections: it refuses NNX's trees, in which it would merge nothing."""
+    """merge_state is for collections: it refuses NNX's trees, in which it would merge
+    nothing.
+    """
     tree = nnx_trees(4)[kind]
     lengths = {leaf.shape[0] for leaf in jax.tree.leaves(convert.resize_history(tree, 6)["dot_general"])}
     assert lengths == {6, 1}

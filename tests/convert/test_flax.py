@@ -17,7 +17,9 @@ from .cases import OWG, assert_same_tree, state_leaves
 
 
 class Model(nn.Module):
-    """Products in every place where Flax's layers have them; `direct` and `einsum` are classes."""
+    """Products in every place where Flax's layers have them; `direct` and `einsum` are
+    classes.
+    """
 
     direct: type
     einsum: type
@@ -78,7 +80,9 @@ def test_flax_tree_becomes_ours_and_returns_bitwise(name):
 
 
 def test_einsum_whose_operands_flax_exchanges():
-    """`edf` before `bsd` in the output: Flax stores the kernel's amaxes as the input's."""
+    """`edf` before `bsd` in the output: Flax stores the kernel's amaxes as the
+    input's.
+    """
     rng = np.random.default_rng(3)
     x, kernel = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 3, 4), (2, 4, 5)))
 

@@ -1,4 +1,6 @@
-"""Models that train on from files of others: master copies, frozen codes, names; and what a file lacks."""
+"""Models that train on from files of others: master copies, frozen codes, names; and
+what a file lacks.
+"""
 
 import pathlib
 
@@ -35,7 +37,9 @@ def path_of(name):
 
 
 def frozen_shapes(name, recipe):
-    """A layer that fits the weight of a file, and the shapes of its variables once it is frozen."""
+    """A layer that fits the weight of a file, and the shapes of its variables once it
+    is frozen.
+    """
     n, k = read_safetensors(path_of(name))["up.weight"].data.shape
     layer, x = nn.Dense(n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False), jnp.ones((2, k))
     return layer, jax.eval_shape(lambda: jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x))
@@ -58,7 +62,9 @@ def test_published_weights(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_frozen_codes(name):
-    """A frozen model takes the codes and scales of the file as they are; gradients go through them to what trains."""
+    """A frozen model takes the codes and scales of the file as they are; gradients go
+    through them to what trains.
+    """
     layer, shapes = frozen_shapes(name, FILES[name][1])
     frozen, stored = from_safetensors(shapes, path_of(name), WEIGHT), read_safetensors(path_of(name))["up.weight"]
     product = frozen["params"]["Fp8DotGeneral_0"]
@@ -81,7 +87,9 @@ def matrix(rows, columns, seed=0):
 
 
 def test_names_and_shapes(tmp_path):
-    """Stacked layers, several weights in one kernel, dimensions that are merged, functions, and several files."""
+    """Stacked layers, several weights in one kernel, dimensions that are merged,
+    functions, and several files.
+    """
     weights = {f"l.{i}.{part}.weight": matrix(3, 4, seed=10 * i + j) for i in range(2) for j, part in enumerate("gu")}
     one, bias, head = np.ones(1, np.float32), np.arange(6, dtype=np.float32), matrix(4, 6, seed=99)
     files = [
@@ -122,7 +130,9 @@ def test_nnx():
 
 @pytest.mark.parametrize("kind", ["linen", "stacked", "nnx"])
 def test_state_of_shapes(kind):
-    """The state of a model that `eval_shape` gave is that of `init`; state of arrays stays."""
+    """The state of a model that `eval_shape` gave is that of `init`; state of arrays
+    stays.
+    """
     first = jaxfp8.init_state(jaxfp8.DelayedScaling())
     if kind == "nnx":
 
@@ -205,7 +215,9 @@ def test_damaged_files(tmp_path):
 
 
 def test_frozen_models_of_other_recipes():
-    """Codes are taken as they are, so their scales have to be those of the model's recipe."""
+    """Codes are taken as they are, so their scales have to be those of the model's
+    recipe.
+    """
     current, mx, e5m2 = (
         jaxfp8.Float8CurrentScaling(),
         jaxfp8.MXFP8BlockScaling(),

@@ -1,4 +1,6 @@
-"""What earlier versions wrote, a folder each in conformance/goldens: checkpoints and exported programs, to the bit."""
+"""What earlier versions wrote, a folder each in conformance/goldens: checkpoints and
+exported programs, to the bit.
+"""
 
 import another_process
 import jax

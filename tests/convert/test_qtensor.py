@@ -1,4 +1,6 @@
-"""QTensors as qwix and jax.nn.scaled_matmul have them: the same buffers, and the numbers that those libraries read."""
+"""QTensors as qwix and jax.nn.scaled_matmul have them: the same buffers, and the
+numbers that those libraries read.
+"""
 
 import dataclasses
 import sys
@@ -79,7 +81,8 @@ def test_nothing_is_computed(dequantize):
         return back.data, back.scale_inv, *operand
 
     jaxpr = jax.make_jaxpr(there_and_back)(q.data, q.scale_inv).jaxpr
-    assert {eqn.primitive.name for eqn in jaxpr.eqns} == {"reshape", "broadcast_in_dim"}  # the ones
+    # the ones
+    assert {eqn.primitive.name for eqn in jaxpr.eqns} == {"reshape", "broadcast_in_dim"}
     assert jaxpr.outvars[0] is jaxpr.invars[0]
 
 
@@ -90,14 +93,17 @@ def test_qarrays_of_qwix(axis, scale):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)), jnp.bfloat16)
     tiles = {} if axis is None else {axis: x.shape[axis] // scale[axis]}
     array = qwix.quantize(x, E4M3, channelwise_axes=[] if axis is None else [1 - axis], tiled_axes=tiles)
-    assert array.scale.shape == scale and array.scale.dtype == jnp.bfloat16  # exact in float32
+    # exact in float32
+    assert array.scale.shape == scale and array.scale.dtype == jnp.bfloat16
     got = from_qarray(array)
     wide = dataclasses.replace(array, scale=array.scale.astype(jnp.float32))
     np.testing.assert_array_equal(got.dequantize(jnp.float32), qwix.dequantize(wide))
 
 
 def scaled_matmul(a, b, a_scales, b_scales):
-    """`jax.nn.scaled_matmul` by its documentation, in float64; JAX has it on GPUs alone."""
+    """`jax.nn.scaled_matmul` by its documentation, in float64; JAX has it on GPUs
+    alone.
+    """
     assert jax.eval_shape(jax.nn.scaled_matmul, a, b, a_scales, b_scales).shape == (len(a), a.shape[1], b.shape[1])
     a, b, a_scales, b_scales = (np.asarray(v).astype(np.float64) for v in (a, b, a_scales, b_scales))
     a, b = (v * np.repeat(s, v.shape[-1] // s.shape[-1], -1) for v, s in ((a, a_scales), (b, b_scales)))

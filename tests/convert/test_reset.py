@@ -17,14 +17,18 @@ INITIAL = jaxfp8.QuantizerState(np.zeros((3, 4), np.float32), np.ones((3, 1), np
 
 
 def told(names, is_told=True):
-    """Expect the warning that names quantizers and causes; under jit nothing is known."""
+    """Expect the warning that names quantizers and causes; under jit nothing is
+    known.
+    """
     if not is_told:
         return contextlib.nullcontext()
     return pytest.warns(jaxfp8.FP8StateWarning, match=f"reset_state: tree: .*{names}: .*an optimizer has stepped on it")
 
 
 def stack(rows, **spoilt):
-    """Three layers of a state that has been in use, on the axis that nn.scan stacks along."""
+    """Three layers of a state that has been in use, on the axis that nn.scan stacks
+    along.
+    """
     state = jaxfp8.QuantizerState(np.full((3, 4), 2, np.float32), np.full((3, 1), 0.5, np.float32))
     for name, value in spoilt.items():
         getattr(state, name)[rows, 0] = value
@@ -34,7 +38,9 @@ def stack(rows, **spoilt):
 @pytest.mark.parametrize("spoilt", [{"amax_history": -1e-45}, {"amax_history": -np.inf}, {"scale": -1}], ids=str)
 @pytest.mark.parametrize("convert", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_reset(spoilt, convert):
-    """NaN, infinity and -0 are read as nothing; a parameter below zero is a parameter."""
+    """NaN, infinity and -0 are read as nothing; a parameter below zero is a
+    parameter.
+    """
     honest = stack([0], amax_history=np.nan) if "scale" in spoilt else stack([0], scale=-0.0)
     tree = {"bad": stack([1], **spoilt), "honest": honest, "params": {"scale": np.full(2, -1, np.float32)}}
     with told("bad", convert is not jax.jit):
@@ -47,7 +53,9 @@ def test_reset(spoilt, convert):
 
 
 def test_models():
-    """An NNX state goes back into its model; Linen's variables are as `init` made them."""
+    """An NNX state goes back into its model; Linen's variables are as `init` made
+    them.
+    """
     x = jnp.ones((2, 8))
     variables = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral).init(jax.random.key(0), x)
     spoilt = {name: jax.tree.map(lambda leaf: leaf - 2, tree) for name, tree in variables.items()}

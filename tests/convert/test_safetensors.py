@@ -1,4 +1,6 @@
-"""Exported weights: those of the next training step, to the bit, as another reader finds them; and what is refused."""
+"""Exported weights: those of the next training step, to the bit, as another reader
+finds them; and what is refused.
+"""
 
 import functools
 import json
@@ -72,7 +74,9 @@ def test_codes_and_scales_are_those_of_training(layout, tmp_path):
 
 
 def test_configs(tmp_path):
-    """As transformers, vLLM and compressed-tensors have them; kernels in high precision are not Linear of FP8."""
+    """As transformers, vLLM and compressed-tensors have them; kernels in high precision
+    are not Linear of FP8.
+    """
     config = {layout: to_safetensors(trained(layout)[2], tmp_path / "f", NAMES, layout=layout) for layout in LAYOUTS}
     assert config["block128"] == {
         "quant_method": "fp8",
@@ -112,14 +116,17 @@ def kernel_matrix(kernel, inputs: int, stacked: int = 0):
 
 
 def assert_near(got, matrix):
-    """e4m3 rounds by 2**-4 of a number, or by half of its smallest, 2**-10; bfloat16 before it by 2**-8."""
+    """e4m3 rounds by 2**-4 of a number, or by half of its smallest, 2**-10; bfloat16
+    before it by 2**-8.
+    """
     smallest = 2.0**-10 * got.scale_inv.max()
     assert got.data.shape == matrix.shape and np.abs(matrix).max() > 100 * smallest
     assert (np.abs(got.decode() - matrix) <= (2.0**-4 + 2.0**-8) * np.abs(matrix) + smallest).all()
 
 
 CASES = {
-    # name of the model: (layout, names, {name in the file: (path of the kernel, inputs, index of the stack, rows)})
+    # name of the model: (layout, names, {name in the file: (path of the kernel, inputs,
+    # index of the stack, rows)})
     "GatedMLP": (
         "tensor",
         {"wi/kernel": ("gate.weight", "up.weight"), "wo/kernel": "down.weight"},
@@ -148,7 +155,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_become_matrices(name, tmp_path):
-    """Weights are near the kernel they are of: rows are outputs, stacked kernels have an index, parts their rows."""
+    """Weights are near the kernel they are of: rows are outputs, stacked kernels have
+    an index, parts their rows.
+    """
     layout, names, expected = CASES[name]
     _, variables, frozen = models.linen(name)
     to_safetensors(frozen, tmp_path / "file", names, layout=layout)
@@ -167,7 +176,9 @@ def test_kernels_become_matrices(name, tmp_path):
 
 
 class Others(nn.Module):
-    """Boxed parameters, a scalar, statistics, and a product that `freeze` is not shown."""
+    """Boxed parameters, a scalar, statistics, and a product that `freeze` is not
+    shown.
+    """
 
     @nn.compact
     def __call__(self, x, with_second=True):
@@ -229,7 +240,9 @@ def test_the_reader_decodes_every_code(tmp_path):
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
-    """Who has mapped the old file reads on in it; where the disk is full it stays. Links and permissions stay."""
+    """Who has mapped the old file reads on in it; where the disk is full it stays.
+    Links and permissions stay.
+    """
     frozen, file, link = trained("tensor")[2], tmp_path / "file", tmp_path / "link"
     to_safetensors(frozen, file, NAMES, layout="tensor")
     file.chmod(0o640)
@@ -319,7 +332,8 @@ def test_a_whole_file_is_read(tmp_path):
 
 
 NAMED_C = file_with(("c", "U8", [2], [2, 4]), A, data=b"1234")
-# Files that have the path one after the other, a new one after each check -> what is read of a
+# Files that have the path one after the other, a new one after each check -> what is
+# read of a
 REPLACED = {
     "other order": ([WHOLE, file_with(("b", "U8", [2], [0, 2]), ("a", "U8", [2], [2, 4]), data=b"5678")], "78"),
     "other values": ([WHOLE, file_with(A, B, data=b"5678")], "56"),

@@ -1,4 +1,6 @@
-"""What to_safetensors refuses: each error names the layer, what was needed and what to do, and no file is left."""
+"""What to_safetensors refuses: each error names the layer, what was needed and what to
+do, and no file is left.
+"""
 
 import flax.linen as nn
 import jax
@@ -38,7 +40,9 @@ def convolution():
 
 
 def frozen(name):
-    """The frozen variables of a layout of `convert/exported.py`, or of a model of `inference/models.py`."""
+    """The frozen variables of a layout of `convert/exported.py`, or of a model of
+    `inference/models.py`.
+    """
     return trained(name)[2] if name in RECIPES else models.linen(name)[2]
 
 

@@ -1,4 +1,6 @@
-"""transformers and compressed-tensors load exported weights, where they are installed (tried: 5.23.0 and 0.20.0)."""
+"""transformers and compressed-tensors load exported weights, where they are installed
+(tried: 5.23.0 and 0.20.0).
+"""
 
 import json
 
@@ -57,7 +59,9 @@ class Llama(nn.Module):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_llama(layout, tmp_path):
-    """No tensor is missing, none is unknown; dequantized by transformers, weights have the bits of `decode`."""
+    """No tensor is missing, none is unknown; dequantized by transformers, weights have
+    the bits of `decode`.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     tokens = jnp.arange(24).reshape(2, 12)
@@ -79,7 +83,8 @@ def test_llama(layout, tmp_path):
     assert set(state) == set(ours)
     for name, tensor in ours.items():
         np.testing.assert_array_equal(state[name].numpy(), tensor.decode(), name)
-    if layout != "block128":  # and kept in FP8, by compressed-tensors, every byte is that of the file
+    # and kept in FP8, by compressed-tensors, every byte is that of the file
+    if layout != "block128":
         kept, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         import torch

@@ -1,4 +1,6 @@
-"""Buffers of the emulated launchers: between guard bytes, poisoned, and off alignment where a test wants it."""
+"""Buffers of the emulated launchers: between guard bytes, poisoned, and off alignment
+where a test wants it.
+"""
 
 import ctypes
 import weakref
@@ -61,7 +63,8 @@ class Tiles:
         columns: of the results; by default n.
         scale, fmt: as for the oracle; one scale, or one for each group.
         transpose: whether data_t is wanted.
-        shift: bytes off alignment of x, data and, unless `data_t_shift` is given, data_t.
+        shift: bytes off alignment of x, data and, unless `data_t_shift` is given,
+            data_t.
     """
 
     def __init__(self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None, columns=None):
@@ -117,7 +120,8 @@ class Leaves:
     Args:
         leaves: for each the arguments of the oracle; either all have params or none.
         in_place: whether results are in the place of operands.
-        shift: bytes off alignment of elements in f32, a multiple of 4; codes are a fourth of it off.
+        shift: bytes off alignment of elements in f32, a multiple of 4; codes are a
+            fourth of it off.
     """
 
     def __init__(self, leaves, *, in_place=False, shift=0):

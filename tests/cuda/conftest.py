@@ -20,7 +20,9 @@ OTHER_ARCHITECTURES = [pytest.param(f"ptx-{name}", marks=pytest.mark.slow) for n
 
 @pytest.fixture(scope="session", params=["emulated", "ptx-90a", *OTHER_ARCHITECTURES])
 def launchers(request):
-    """The launchers over the emulated kernels, and over the PTX that nvcc makes of them for an architecture."""
+    """The launchers over the emulated kernels, and over the PTX that nvcc makes of them
+    for an architecture.
+    """
     if request.param == "emulated":
         return request.getfixturevalue("emulated_library")
     if reason := machine.why_not():
@@ -30,8 +32,8 @@ def launchers(request):
 
 @pytest.fixture(params=[(132, False, -1), (1, True, 1), (2, False, 0)], ids=["132", "1-backwards", "2"])
 def kernels(launchers, request):
-    """The kernels on devices of several sizes, so that grids loop; threads in either order; approximations at either
-    end of their error."""
+    """The kernels on devices of several sizes, so that grids loop; threads in either
+    order; approximations at either end of their error."""
     launchers.configure(*request.param)
     yield launchers
     launchers.configure()

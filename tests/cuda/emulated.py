@@ -1,7 +1,9 @@
-"""The kernels of cuda/ compiled for the host (emulator/), and their launchers on numpy arrays.
+"""The kernels of cuda/ compiled for the host (emulator/), and their launchers on numpy
+arrays.
 
-Every output lies between guard bytes and is poisoned first, so that a write outside or a missing write shows. Buffers
-can be shifted off their alignment. The launchers take canonical forms: a leading group dimension.
+Every output lies between guard bytes and is poisoned first, so that a write outside or
+a missing write shows. Buffers can be shifted off their alignment. The launchers take
+canonical forms: a leading group dimension.
 """
 
 import contextlib
@@ -29,7 +31,8 @@ KERNELS = (
     "quantize_transpose", "ragged_matmul", "read_histories", "transpose_blocks", "write_histories",
 )  # fmt: skip
 FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
-# What is compiled is kept here, named by what it was compiled from: for other workers, Pythons and runs.
+# What is compiled is kept here, named by what it was compiled from: for other workers,
+# Pythons and runs.
 CACHE = ROOT / "build" / "emulated"
 
 # The order of jaxfp8::cuda::Activation.
@@ -65,12 +68,15 @@ def sources() -> bytes:
 
 
 def _cached(name: str, *arguments, headers: tuple[Path, ...] = ()) -> Path:
-    """What the compiler makes of `arguments`, which include files of ours and of `headers`."""
+    """What the compiler makes of `arguments`, which include files of ours and of
+    `headers`.
+    """
     key = "\0".join(map(str, (shutil.which(compiler()), *arguments))).encode() + sources() + _digest(*headers)
     result = CACHE / f"{hashlib.sha256(key).hexdigest()[:16]}-{name}"
     if not result.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder:  # two workers may be here: the last one wins
+        # two workers may be here: the last one wins
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             command = [compiler(), *FLAGS.split(), f"-I{EMULATOR}", f"-I{ROOT}", *map(str, arguments), "-o", name]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
@@ -101,7 +107,8 @@ def build() -> ctypes.CDLL:
 def handler_objects(ffi_include: str) -> list:
     """Objects of the FFI handlers of cuda/, as custom calls that run on the CPU."""
     headers = (Path(ffi_include) / "xla" / "ffi",)
-    # Not optimized: a handler runs once a call. XLA's headers are most of what is compiled: once for all handlers.
+    # Not optimized: a handler runs once a call. XLA's headers are most of what is
+    # compiled: once for all handlers.
     options = ["-O0", "-fvisibility=default", "-isystem", ffi_include]
     stream = _cached("stream.h.gch", *options, "-x", "c++-header", EMULATOR / "ffi" / "stream.h", headers=headers)
     options += ["-include", stream.with_suffix(""), "-c"]
@@ -117,7 +124,9 @@ def build_handlers(ffi_include: str) -> ctypes.CDLL:
 
 @functools.cache
 def register_handlers() -> ctypes.CDLL:
-    """Register the handlers as custom calls of the CPU, and lower ops to them inside of `ops`."""
+    """Register the handlers as custom calls of the CPU, and lower ops to them inside of
+    `ops`.
+    """
     if compiler() is None:
         pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
     library = build_handlers(jax.ffi.include_dir())
@@ -129,7 +138,8 @@ def register(machine: str, library: ctypes.CDLL, prefix: str) -> None:
     """Register handlers of a library as custom calls `<machine>_cuda_<op>` of the CPU.
 
     Args:
-        machine: the name of the implementation for which ops are lowered to these calls.
+        machine: the name of the implementation for which ops are lowered to these
+            calls.
         prefix: what comes before the name of a handler in the library.
     """
     from jax.interpreters import mlir
@@ -151,7 +161,9 @@ def _lower(op, ctx, *operands, implementation, **static):
 
 @contextlib.contextmanager
 def lowered_to(machine: str):
-    """Ops on a CPU as on a GPU, over the handlers that were registered for a machine."""
+    """Ops on a CPU as on a GPU, over the handlers that were registered for a
+    machine.
+    """
     from jaxfp8.ops import _ffi, _support
 
     with pytest.MonkeyPatch.context() as patch, _support.using(machine):
@@ -185,8 +197,9 @@ class Emulated:
         self.configure()
 
     def configure(self, multiprocessors: int = 132, backwards: bool = False, error_of_exp2: int = 0) -> None:
-        """How many multiprocessors launchers see, in which order the threads of a block run, and whether ex2.approx is
-        too large (1), too small (-1), or one of them for each x; rcp.approx is off the other way."""
+        """How many multiprocessors launchers see, in which order the threads of a block
+        run, and whether ex2.approx is too large (1), too small (-1), or one of them for
+        each x; rcp.approx is off the other way."""
         self.library.emulator_configure(multiprocessors, int(backwards))
         self.library.emulator_approximate(error_of_exp2)
 
@@ -265,7 +278,9 @@ class Emulated:
         return tiles.results()
 
     def quantize_activation_grad(self, x, grad, scale, fmt, activation, *, sums=False, shift=0, **options):
-        """x `[g, m, 1 or 2, n]`, grad `[g, m, n]`; results have as many columns as x has elements in a row."""
+        """x `[g, m, 1 or 2, n]`, grad `[g, m, n]`; results have as many columns as x
+        has elements in a row.
+        """
         g, m, parts, n = x.shape
         tiles = Tiles(x, scale, fmt, columns=parts * n, shift=shift, **options)
         of_grad = Buffer(grad.shape, grad.dtype, shift, grad)
@@ -277,7 +292,9 @@ class Emulated:
         return (*tiles.results(), column_sums.result("column_sums")) if sums else tiles.results()
 
     def quantize_norm(self, x, statistics, gamma, beta, scale, fmt, *, parameter_shift=0, **options):
-        """x `[g, m, n]`, statistics `[g, m, 1 or 2]`, gamma and beta `[1 or g, n]`; beta may be None."""
+        """x `[g, m, n]`, statistics `[g, m, 1 or 2]`, gamma and beta `[1 or g, n]`;
+        beta may be None.
+        """
         tiles = Tiles(x, scale, fmt, **options)
         of_rows, gamma_buffer = (
             Buffer(p.shape, np.float32, shift, p) for p, shift in ((statistics, 0), (gamma, parameter_shift))
@@ -313,7 +330,9 @@ class Emulated:
         return [buffer.result("moment") for buffer in results]
 
     def ragged_matmul(self, a, b, a_scale, b_scale, sizes, *, out_dtype=np.float32, precise=False, shift=0):
-        """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b `[v, n, m]`."""
+        """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b
+        `[v, n, m]`.
+        """
         a_scale, b_scale = (np.atleast_1d(np.float32(scale)) for scale in (a_scale, b_scale))
         contraction = b.ndim == 3
         (members, rows, length), columns, groups = a.shape, b.shape[-2], sizes.shape[1]

@@ -1,7 +1,9 @@
-"""Runs every kernel at small odd sizes under compute-sanitizer: `python tests/cuda/sanitize.py [memcheck ...]`.
+"""Runs every kernel at small odd sizes under compute-sanitizer:
+`python tests/cuda/sanitize.py [memcheck ...]`.
 
-memcheck finds accesses outside of allocations, racecheck hazards in shared memory, initcheck reads of memory nobody
-wrote, synccheck wrong barriers. What is run is in `sanitizer_cases.py`.
+memcheck finds accesses outside of allocations, racecheck hazards in shared memory,
+initcheck reads of memory nobody wrote, synccheck wrong barriers. What is run is in
+`sanitizer_cases.py`.
 """
 
 import os
@@ -12,18 +14,22 @@ from pathlib import Path
 
 # Shared memory and barriers: of our kernels alone.
 OWN_KERNELS = ["--kernel-name", "kns=jaxfp8"]
-# Tool -> its options, and those of the cases. initcheck has no filter: of kernels that it does not look at, XLA's that
-# fill a buffer for example, it does not know the writes, and every read of them would be an error. So it gets no
-# product of cuBLASLt, whose kernels are not under test. memcheck looks at those as well, because sizes are ours.
+# Tool -> its options, and those of the cases. initcheck has no filter: of kernels that
+# it does not look at, XLA's that fill a buffer for example, it does not know the
+# writes, and every read of them would be an error. So it gets no product of cuBLASLt,
+# whose kernels are not under test. memcheck looks at those as well, because sizes are
+# ours.
 TOOLS = {
-    # XLA asks CUDA questions whose answer is an error; ours are exceptions of the programs.
+    # XLA asks CUDA questions whose answer is an error; ours are exceptions of the
+    # programs.
     "memcheck": (["--report-api-errors", "no"], []),
     "racecheck": (OWN_KERNELS, ["--own"]),
     "initcheck": ([], ["--own"]),
     "synccheck": (OWN_KERNELS, ["--own"]),
 }
 ENVIRONMENT = {
-    # An allocation a buffer, so that no neighbour hides an overrun, and none holds what another one wrote.
+    # An allocation a buffer, so that no neighbour hides an overrun, and none holds what
+    # another one wrote.
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     # Kernels one by one, and none to choose an algorithm.
@@ -43,7 +49,8 @@ def main() -> int:
     for tool in sys.argv[1:] or TOOLS:
         options, case_options = TOOLS[tool]
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-        # Symbols of the host are XLA's and take long to find. The cases after one that fails are still checked.
+        # Symbols of the host are XLA's and take long to find. The cases after one that
+        # fails are still checked.
         command += ["--show-backtrace", "device", "--destroy-on-device-error", "kernel", *options]
         command += [sys.executable, str(CASES), *case_options]
         print(f"compute-sanitizer --tool {tool}", flush=True)

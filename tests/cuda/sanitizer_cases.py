@@ -1,8 +1,10 @@
-"""Every kernel once or twice, at small odd sizes: what `sanitize.py` runs under compute-sanitizer.
+"""Every kernel once or twice, at small odd sizes: what `sanitize.py` runs under
+compute-sanitizer.
 
     python tests/cuda/sanitizer_cases.py [--own]     --own: without cuBLASLt's products
 
-A program is one op and what XLA puts around it; its inputs come from the host. Its answer is not looked at.
+A program is one op and what XLA puts around it; its inputs come from the host. Its
+answer is not looked at.
 """
 
 import argparse
@@ -16,8 +18,10 @@ from jaxfp8.inspect._op_calls import OPS, PRODUCTS, Kind
 from jaxfp8.numerics import E4M3, E5M2
 from jaxfp8.selftest import _cases
 
-ODD, BLOCKS, GROUPS, LONG = (217, 41), (130, 264), (3, 33, 65), (17, 16392)  # no shared memory holds a row of LONG
-# op -> its kinds: a shape, and the number of its options (inspect/_op_calls.py). Others have one kind.
+# no shared memory holds a row of LONG
+ODD, BLOCKS, GROUPS, LONG = (217, 41), (130, 264), (3, 33, 65), (17, 16392)
+# op -> its kinds: a shape, and the number of its options (inspect/_op_calls.py). Others
+# have one kind.
 KINDS = dict.fromkeys(OPS, ((ODD, 0),)) | {
     "read_histories": ((ODD, 0), (BLOCKS, 1)),
     "write_histories": ((ODD, 0), (BLOCKS, 1)),
@@ -45,7 +49,9 @@ def _cases_of(op):
 
 
 def _with_sums(name, *shapes, **options):
-    """A call that also sums columns, whose last bits are free: no case of the selftest."""
+    """A call that also sums columns, whose last bits are free: no case of the
+    selftest.
+    """
     arrays = [np.random.default_rng(0).standard_normal(shape).astype(jnp.bfloat16) for shape in shapes]
     op, scale = getattr(ops, name), np.float32(1)
     return lambda *arrays: op(*arrays, scale, E5M2.dtype, column_sums=True, **options), *arrays

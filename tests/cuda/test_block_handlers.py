@@ -1,4 +1,6 @@
-"""Ops on blocks as on a GPU, over the emulated handlers: padding, layouts of scales, groups, meshes."""
+"""Ops on blocks as on a GPU, over the emulated handlers: padding, layouts of scales,
+groups, meshes.
+"""
 
 import math
 
@@ -27,7 +29,9 @@ BLOCK_KINDS = {
 @pytest.mark.parametrize("options", BLOCK_KINDS.values(), ids=BLOCK_KINDS)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(("x", "y"))], ids=str)
 def test_quantized_blocks_on_a_mesh(options, spec):
-    """Each device quantizes its blocks; where a block is on several, fewer devices cut, or the reference runs."""
+    """Each device quantizes its blocks; where a block is on several, fewer devices cut,
+    or the reference runs.
+    """
     rng = np.random.default_rng(0)
     x = F32.type(rng.standard_normal((512, 256)) * 2.0 ** rng.uniform(-9, 9, (512, 256)))
     put = jax.device_put(x, NamedSharding(jax.make_mesh((4, 2), ("x", "y")), spec))
@@ -37,7 +41,8 @@ def test_quantized_blocks_on_a_mesh(options, spec):
         oracle.assert_bitwise(np.asarray(value), wanted, f"{options}, result {i}")
     of_lines, text = None in options["block"], compiled.as_text()
     assert ("emulated_cuda_quantize_blocks_transpose" in text) == (not of_lines)
-    # Cut over the most devices that have whole blocks: 512 rows on 8 devices are 4 blocks of 128, on every other one.
+    # Cut over the most devices that have whole blocks: 512 rows on 8 devices are 4
+    # blocks of 128, on every other one.
     size = 128 if 128 in options["block"] else 32
     shards = zip(x.shape, put.sharding.shard_shape(x.shape), strict=True)
     cut = [whole // math.gcd(whole // here, whole // size) for whole, here in shards]
@@ -68,7 +73,9 @@ def scaled_operands(m, n, k, blocks, seed=0, power_2_scale=False):
 @pytest.mark.parametrize("pair", ["1x128 by 128x128", "128x128 by 1x128", "1x128 by 1x128", "rows by rows"])
 @pytest.mark.parametrize("m, n, k", [(16, 32, 256), (130, 140, 1158)])
 def test_powers_of_two_as_mx(monkeypatch, pair, m, n, k):
-    """float32 scales as on a GPU that multiplies E8M0: the product's oracle is that of float32."""
+    """float32 scales as on a GPU that multiplies E8M0: the product's oracle is that of
+    float32.
+    """
 
     class OnBlackwell(_block_scaled_matmul._BlockScaledMatmul):
         def cpu(self, *operands, vmap_dims, spec):
@@ -96,7 +103,9 @@ MESH_SPECS = (
 @PAIRS
 @pytest.mark.parametrize("specs", MESH_SPECS, ids=str)
 def test_block_scaled_products_on_a_mesh(blocks, specs):
-    """Each device multiplies its shards, with the scales of their blocks; the bias is added once."""
+    """Each device multiplies its shards, with the scales of their blocks; the bias is
+    added once.
+    """
     args = scaled_operands(32, 256, 512, blocks)
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     options = {"a_block": blocks[0], "b_block": blocks[1]}

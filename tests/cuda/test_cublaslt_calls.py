@@ -1,4 +1,6 @@
-"""scaled_matmul's use of cuBLASLt, with a stand-in for it: layouts, scales, plans, errors (fake_cublaslt/)."""
+"""scaled_matmul's use of cuBLASLt, with a stand-in for it: layouts, scales, plans,
+errors (fake_cublaslt/).
+"""
 
 import importlib.util
 import os
@@ -18,7 +20,9 @@ CHECKS = """products groups plans first_algorithm block_scales block_scale_plans
 
 
 def include_folders() -> list[Path]:
-    """Folders that together hold cublasLt.h and cuda_runtime_api.h: wheels, CUDA_HOME, the toolkit of nvcc."""
+    """Folders that together hold cublasLt.h and cuda_runtime_api.h: wheels, CUDA_HOME,
+    the toolkit of nvcc.
+    """
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(root, "cu13") for root in (spec.submodule_search_locations if spec else [])]
     roots += [Path(os.environ[name]) for name in ("JAXFP8_CUDA_ROOT", "CUDA_HOME") if os.environ.get(name)]
@@ -34,7 +38,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cuda_12(tmp_path_factory):
-    """The same of headers that say they are of CUDA 12: it is they that name the library."""
+    """The same of headers that say they are of CUDA 12: it is they that name the
+    library.
+    """
     folder = tmp_path_factory.mktemp("fake_cublaslt")
     headers = folder / "include"
     headers.mkdir()
@@ -48,7 +54,9 @@ def cuda_12(tmp_path_factory):
 
 
 def build(folder, includes, cuda) -> Path:
-    """Build the stand-ins in `folder`: libcublasLt.so.13 or 12, an old/ one without a function, and libgemm.so."""
+    """Build the stand-ins in `folder`: libcublasLt.so.13 or 12, an old/ one without a
+    function, and libgemm.so.
+    """
     if not all(any((i / header).exists() for i in includes) for header in ("cublasLt.h", "cuda_runtime_api.h")):
         pytest.skip("needs the headers of cuBLAS and of the CUDA runtime (pip install 'jaxfp8[toolkit]')")
     if emulated.compiler() is None:
@@ -94,7 +102,9 @@ def test_the_library_of_another_cuda(cuda_12, folder):
 
 
 def test_sizes_of_attributes(folder):
-    """The stand-in takes attributes as NVIDIA's library does, which answers that without a GPU."""
+    """The stand-in takes attributes as NVIDIA's library does, which answers that
+    without a GPU.
+    """
     libraries = [include.parent / "lib" / "libcublasLt.so.13" for include in include_folders()]
     library = next(filter(Path.exists, libraries), None)
     if library is None:

@@ -1,8 +1,9 @@
-"""The launchers of the CUDA kernels, run on the host by emulator/, against the oracle: what tests/ops, which runs over
-the emulated handlers too, does not reach: buffers off alignment and between guards, and small devices.
+"""The launchers of the CUDA kernels, run on the host by emulator/, against the oracle:
+what tests/ops, which runs over the emulated handlers too, does not reach: buffers off
+alignment and between guards, and small devices.
 
-The emulated exponential and reciprocal are off by as much as NVIDIA's manual allows. The hardware's side of ptx.h's
-contract is for a GPU to show.
+The emulated exponential and reciprocal are off by as much as NVIDIA's manual allows.
+The hardware's side of ptx.h's contract is for a GPU to show.
 """
 
 import functools
@@ -34,7 +35,8 @@ def each_group(function, x, scale, *rest):
     return [np.stack(parts) for parts in zip(*groups, strict=True)]
 
 
-# Around a vector (4, 8), a warp's tile (512, 1024), a block's (4096, 8192); and more than a small device's grid.
+# Around a vector (4, 8), a warp's tile (512, 1024), a block's (4096, 8192); and more
+# than a small device's grid.
 @pytest.mark.parametrize("size", [1, 3, 7, 8, 9, 31, 511, 512, 513, 1023, 1025, 8191, 8192, 8197, 150_000])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_sizes(kernels, size, dtype):
@@ -57,7 +59,7 @@ def test_groups(kernels, groups, size):
     oracle.assert_bitwise(kernels.amax(x), top, "amax")
 
 
-# ------------------------------------------------------------------------------------------------------------- tiles
+# -------------------------------------------------------------------------------- tiles
 # By op: `(x [g, m, n]) -> (a call of the launcher, a check of its results)`.
 
 
@@ -198,7 +200,9 @@ def test_tiles(kernels, g, m, n, dtype, op):
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "gelu_gated", "silu_gated"])
 def test_gradients_far_below_zero(kernels, name):
-    """They are 0 where x is so large that g x z' of a nearly vanished sigmoid is not."""
+    """They are 0 where x is so large that g x z' of a nearly vanished sigmoid is
+    not.
+    """
     x = np.repeat(-(10.0 ** np.arange(1, 18, dtype=np.float32)), 8).reshape(1, -1, 1, 8)
     x = np.concatenate([x, np.ones_like(x)], 2) if name.endswith("_gated") else x
     for row in range(x.shape[1]):  # an amax alone shows what has no code
@@ -226,7 +230,9 @@ def test_transposed_blocks(kernels, g, m, n, block):
 
 @pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
 def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(launchers, m, n):
-    """Neither a beta, which here is what the values add up to 0 with, nor the statistics of the next group."""
+    """Neither a beta, which here is what the values add up to 0 with, nor the
+    statistics of the next group.
+    """
     x, statistics = np.zeros((2, m, n), np.float32), np.empty((2, m, 2), np.float32)
     statistics[:] = np.float32([[[1, 2]], [[1, 0]]])
     gamma, beta = np.full((2, 1, n), 50, np.float32) * np.float32([[[1]], [[2]]])
@@ -242,20 +248,24 @@ BAD_ELEMENTS = {"rstd": (1, (0, 18, 0)), "mean": (1, (0, 18, 1)), "gamma": (2, (
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
 @pytest.mark.parametrize("n", [128, 40])
 def test_norm_of_bad_parameters(launchers, where, bad, n):
-    """Codes of what is not finite, and of what is not any more, are NaN; in a whole tile, and at an edge."""
+    """Codes of what is not finite, and of what is not any more, are NaN; in a whole
+    tile, and at an edge.
+    """
     inputs = random_values((1, 128, n), np.float32), *norm_operands(1, 128, n)
     operand, element = BAD_ELEMENTS[where]
     inputs[operand][element] = bad
     check_norm(launchers.quantize_norm(*inputs, 2.0**100, E4M3), inputs, 2.0**100, E4M3)
 
 
-# ----------------------------------------------------------------------------------------------------------- moments
+# ------------------------------------------------------------------------------ moments
 # A part of a block, one, blocks and a part of one that is and is not whole vectors, more than a small device's grid.
 MOMENTS = [(1, 1), (1, 128), (3, 100), (5, 301), (130, 260), (700, 5), (3, 20_000)]
 
 
 def encode_moment(kernels, shape, squared, stochastic, **options):
-    """Encode numbers of all sizes, in rows of which every third stays, and compare with the oracle."""
+    """Encode numbers of all sizes, in rows of which every third stays, and compare with
+    the oracle.
+    """
     rng = np.random.default_rng(shape[1])
     old = test_op_moments.moment(rng, shape)
     after, keys = test_op_moments.changed(rng, old, squared)
@@ -272,7 +282,8 @@ def test_moments(kernels, shape, squared, stochastic):
         encode_moment(kernels, shape, squared, stochastic, **options)
 
 
-# Leaves of one call, and how many rows of numbers each has: one tile and several, blocks in part, empty ones.
+# Leaves of one call, and how many rows of numbers each has: one tile and several,
+# blocks in part, empty ones.
 ADAM_LEAVES = {
     "one element": [((1, 1), 1)],
     "one leaf": [((3, 20_000), 3)],
@@ -282,7 +293,9 @@ ADAM_LEAVES = {
 
 
 def adam_update(kernels, leaves, applies, seed=0, make=test_op_adam.make_leaf, **options):
-    """Take a step on leaves of numbers and codes of `make`, and compare with the oracle."""
+    """Take a step on leaves of numbers and codes of `make`, and compare with the
+    oracle.
+    """
     rng = np.random.default_rng(seed)
     operands = []
     for shape, rows in leaves:

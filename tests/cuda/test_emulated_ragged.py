@@ -1,6 +1,8 @@
-"""The ragged product's own source on the host, against the oracle; its tiles and its shared memory.
+"""The ragged product's own source on the host, against the oracle; its tiles and its
+shared memory.
 
-Warps multiply as on Ada, warpgroups as on Hopper; their tensor cores are the least precise there are.
+Warps multiply as on Ada, warpgroups as on Hopper; their tensor cores are the least
+precise there are.
 """
 
 import numpy as np
@@ -20,7 +22,9 @@ A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
 
 @pytest.fixture(scope="module", params=["emulated-warps", "emulated-warpgroups", "ptx-warps", "ptx-90a", *OTHERS])
 def launchers(request):
-    """The launchers as the other kernels have them, and for the emulated ones both ways to multiply."""
+    """The launchers as the other kernels have them, and for the emulated ones both ways
+    to multiply.
+    """
     kind, name = request.param.split("-")
     if kind == "ptx":
         if reason := machine.why_not():
@@ -55,7 +59,8 @@ def check(kernels, a, b, sizes, a_scale=A_INV, b_scale=B_INV, *, precise=True, o
         expected.check(got[i], f"{sizes} {what}")
 
 
-# Groups around chunks, slices and tiles; a contraction shorter and longer than the stages of shared memory.
+# Groups around chunks, slices and tiles; a contraction shorter and longer than the
+# stages of shared memory.
 @pytest.mark.parametrize(
     "sizes, m, k, n",
     [
@@ -81,9 +86,12 @@ def test_sizes(kernels, contraction, sizes, m, k, n):
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("b_fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_sums_are_those_of_the_model(launchers, b_fmt, precise):
-    """To the bit: which products an addition takes, and when it begins at zero, do not depend on chance."""
+    """To the bit: which products an addition takes, and when it begins at zero, do not
+    depend on chance.
+    """
     a, b = operands(False, 1, 40, 320, 24, b_fmt=b_fmt)
-    a[0, :16] = np.resize(oracle.all_codes(oracle.E4M3)[:9], (16, 320))  # subnormal codes, and zeros, alone
+    # subnormal codes, and zeros, alone
+    a[0, :16] = np.resize(oracle.all_codes(oracle.E4M3)[:9], (16, 320))
     got = launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=precise)
     promotion = launchers.promotion if precise else None
     expected = oracle_accumulation.tensor_core_matmul(a[0], b[0, 0], **launchers.additions, promotion=promotion)
@@ -91,7 +99,9 @@ def test_sums_are_those_of_the_model(launchers, b_fmt, precise):
 
 
 def test_fast_is_not_precise(launchers):
-    """Sums of one sign lose bits of one sign: the bound of `precise` is one that a kernel can miss."""
+    """Sums of one sign lose bits of one sign: the bound of `precise` is one that a
+    kernel can miss.
+    """
     a, b = (np.abs(x.astype(np.float32)).astype(x.dtype) for x in operands(False, 1, 40, 2048, 24))
     precise = oracle.ragged_matmul(a[0], b[0], 1, 1, [40], accumulation="precise", device=launchers.device)
     precise.check(launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0])
@@ -101,7 +111,9 @@ def test_fast_is_not_precise(launchers):
 
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
 def test_scales_without_a_normal_product(kernels, contraction):
-    """Products of scales that flush, overflow (where sums are zero) and are subnormal, one for each member."""
+    """Products of scales that flush, overflow (where sums are zero) and are subnormal,
+    one for each member.
+    """
     a, b = operands(contraction, 2, 160, 32, 24, members=3)
     extremes = np.float32([1.7e-35, 1e25, 2.0**-100]), np.float32([1.1e-5, 1e20, 2.0**-30])
     check(kernels, a, b, [[100, 20], [0, 0], [3, 157]], *extremes)
@@ -110,7 +122,9 @@ def test_scales_without_a_normal_product(kernels, contraction):
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
 @pytest.mark.parametrize("columns", [1, 300])
 def test_tiles_cover_the_output(emulated_library, contraction, columns):
-    """Every element of every group exactly once, in no more tiles than the grid is made for."""
+    """Every element of every group exactly once, in no more tiles than the grid is made
+    for.
+    """
     sizes = np.int32([[0, 200, 0, 129, 1], [5, 0, 300, 7, 128]])
     rows, length = (300, 500) if contraction else (500, 300)
     plan = (int(contraction), 2, 5, rows, columns, length)
@@ -148,7 +162,9 @@ def test_tiles_beyond_2_to_the_31(emulated_library):
 
 
 def test_no_bank_conflicts(emulated_library):
-    """Chunks tile the slice; eight rows of one chunk are in different banks, and so are the chunks of two rows."""
+    """Chunks tile the slice; eight rows of one chunk are in different banks, and so are
+    the chunks of two rows.
+    """
     offset = emulated_library.library.ragged_offset
     places = {(row, chunk): offset(row, chunk) for row in range(TILE) for chunk in range(SLICE // CHUNK)}
     assert sorted(places.values()) == list(range(0, TILE * SLICE, CHUNK))

@@ -1,5 +1,6 @@
-"""The CUDA kernels on a GPU beside tests/ops, which runs there too: many groups, repeatability, graph capture, streams,
-and sizes above 2**31. Products are in test_gpu_products.py.
+"""The CUDA kernels on a GPU beside tests/ops, which runs there too: many groups,
+repeatability, graph capture, streams, and sizes above 2**31. Products are in
+test_gpu_products.py.
 """
 
 import concurrent.futures
@@ -70,7 +71,9 @@ def chain_inputs():
 
 
 def test_same_bytes_every_time():
-    """Repeated runs of one program, as XLA schedules them: with and without command buffers."""
+    """Repeated runs of one program, as XLA schedules them: with and without command
+    buffers.
+    """
     inputs = chain_inputs()
     plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
     graph = jax.jit(chain, compiler_options=GRAPHS)
@@ -95,7 +98,9 @@ def test_first_call_inside_a_graph():
 
 @pytest.mark.alone
 def test_first_launches_in_graphs(tmp_path):
-    """Every op's first launch in a process falls into the capture of a graph: checks of the selftest."""
+    """Every op's first launch in a process falls into the capture of a graph: checks of
+    the selftest.
+    """
     command = [sys.executable, "-m", "jaxfp8.selftest", "--quick", "--no-speed", "--json", str(tmp_path / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     rows = {row["check"]: row["status"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]}

@@ -1,4 +1,6 @@
-"""Products on a GPU, cuBLASLt's and our own, within the bound of the device's tensor cores."""
+"""Products on a GPU, cuBLASLt's and our own, within the bound of the device's tensor
+cores.
+"""
 
 import functools
 
@@ -32,13 +34,16 @@ def test_accumulation_in_place():
 
     exact = oracle.scaled_matmul(a, b, one, one, **cases.accumulation("cuda", precise=True))
     error = np.abs(np.asarray(four_times(jnp.zeros((64, 96), jnp.float32)), np.float64) - 4 * exact.exact)
-    # Four products, each with the bound of one, and four additions of partial sums of at most four products.
+    # Four products, each with the bound of one, and four additions of partial sums of
+    # at most four products.
     assert (error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)).all()
 
 
 @pytest.mark.parametrize("a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)])
 def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
-    """cuBLASLt does not say in which order it multiplies: what it does is recorded, and no wrong number is accepted."""
+    """cuBLASLt does not say in which order it multiplies: what it does is recorded, and
+    no wrong number is accepted.
+    """
     a, b = np.full((16, 32), 16, oracle.E4M3.dtype), np.full((16, 32), 16, oracle.E4M3.dtype)
     a[0] = 0
     got = np.asarray(ops.scaled_matmul(a, b, np.float32(a_scale), np.float32(b_scale), out_dtype=jnp.float32))
@@ -49,7 +54,8 @@ def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
     assert got[1, 0] == 0 or not np.isfinite(got[1, 0]) or abs(got[1, 0] / right - 1) < 2.0**-9
 
 
-# What cuBLASLt multiplies, by the compute capabilities that have it: powers of two on 10 and 12 as blocks of 32.
+# What cuBLASLt multiplies, by the compute capabilities that have it: powers of two on
+# 10 and 12 as blocks of 32.
 OF_HOPPER = (((1, None), (1, None)), ((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
 SCALED_BLOCKS = {
     **{(blocks, False): ("9.0",) for blocks in OF_HOPPER},
@@ -61,7 +67,9 @@ SCALED_BLOCKS = {
 @pytest.mark.parametrize("blocks, power_2_scale", SCALED_BLOCKS, ids=str)
 @pytest.mark.parametrize("m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (512, 256, 2048)])
 def test_block_scaled(blocks, power_2_scale, m, n, k):
-    """Scales that differ by powers of two from block to block show where cuBLASLt reads each."""
+    """Scales that differ by powers of two from block to block show where cuBLASLt reads
+    each.
+    """
     capability = jax.devices("gpu")[0].compute_capability
     capabilities = SCALED_BLOCKS[blocks, power_2_scale]
     if not capability.startswith(capabilities):
@@ -93,7 +101,9 @@ def test_large_ragged_products(sizes, m, k, n, ragged):
 
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])
 def test_ragged_neighbours(ragged):
-    """NaN of other groups, and of rows of none, enters nothing; sizes that change replay one program, and one graph."""
+    """NaN of other groups, and of rows of none, enters nothing; sizes that change
+    replay one program, and one graph.
+    """
     m, k, n = 304, 96, 64
     a = random_codes((m, k) if ragged == "rows" else (k, m), oracle.E4M3, 1)
     b = random_codes((3, n, k) if ragged == "rows" else (n, m), oracle.E5M2, 2)

@@ -1,5 +1,5 @@
-"""The FFI handlers of the CUDA library, run by XLA on the CPU over emulated kernels: what tests/ops/test_raw_targets.py
-has no table for.
+"""The FFI handlers of the CUDA library, run by XLA on the CPU over emulated kernels:
+what tests/ops/test_raw_targets.py has no table for.
 """
 
 import jax
@@ -89,7 +89,9 @@ def test_matmul_scales_of_other_groups_are_named():
 
 
 def test_initialize(handlers):
-    """The stage before execution, which XLA does not have on CPUs, prepares each time and reads no buffer."""
+    """The stage before execution, which XLA does not have on CPUs, prepares each time
+    and reads no buffer.
+    """
     assert handlers.initialize_scaled_matmul() == 1
     assert handlers.initialize_scaled_matmul() == 2
 

@@ -1,4 +1,6 @@
-"""What each op puts on the stream, by the emulated handlers: kernels, memsets, copies."""
+"""What each op puts on the stream, by the emulated handlers: kernels, memsets,
+copies.
+"""
 
 import jax
 import numpy as np
@@ -12,12 +14,14 @@ from jaxfp8.ops import _ffi
 from . import emulated
 
 ONE_KERNEL = dict.fromkeys(_machine.OPS, (1, 0, 0))
-# An amax is a maximum into zeros, where none is raised in place; row-wise blocks are in the last test.
+# An amax is a maximum into zeros, where none is raised in place; row-wise blocks are in
+# the last test.
 LAUNCHES = ONE_KERNEL | dict.fromkeys(
     ("amax", "quantize", "quantize_transpose", "quantize_activation", "quantize_activation_grad", "quantize_norm"),
     (1, 1, 0),
 )
-LAUNCHES["transpose_blocks"] = (2, 0, 0)  # the scales of whole blocks come before the codes
+# the scales of whole blocks come before the codes
+LAUNCHES["transpose_blocks"] = (2, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,9 @@ def test_launches(op, handlers, over_handlers):
 
 @pytest.mark.parametrize("op", [op for op in LAUNCHES if LAUNCHES[op] == (1, 1, 0) and op != "amax"])
 def test_an_amax_is_raised_in_place(op, handlers, over_handlers):
-    """One that another op made, as delayed_scales makes zeros: nothing but two kernels."""
+    """One that another op made, as delayed_scales makes zeros: nothing but two
+    kernels.
+    """
     x, one = np.ones((3, 5), oracle.BF16), np.ones(1, np.float32)
     options = {
         "quantize_activation": {"activation": "gelu"},

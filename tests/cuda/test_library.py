@@ -1,4 +1,6 @@
-"""The built CUDA module: it loads without a driver or cuBLAS, registers, and exports nothing but its initialization."""
+"""The built CUDA module: it loads without a driver or cuBLAS, registers, and exports
+nothing but its initialization.
+"""
 
 import re
 import shutil
@@ -19,7 +21,8 @@ ARCHITECTURES = next(library.built_for for library in _ffi.libraries() if librar
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the CUDA module was not built")
 
-# In a process of its own, where JAX has not loaded CUDA, with no CUDA_HOME or LD_LIBRARY_PATH.
+# In a process of its own, where JAX has not loaded CUDA, with no CUDA_HOME or
+# LD_LIBRARY_PATH.
 LOAD = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_cuda", sys.argv[1])
@@ -61,7 +64,9 @@ def test_exports():
 
 
 def test_needs_no_cuda_library():
-    """cuBLASLt is opened at first use and the runtime is inside, which opens the driver at first use."""
+    """cuBLASLt is opened at first use and the runtime is inside, which opens the driver
+    at first use.
+    """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output("readelf", "-d"))
     assert needed and not [name for name in needed if re.search("cublas|cuda|nvidia|python", name)], needed
     undefined = output("nm", "-D", "--undefined-only")

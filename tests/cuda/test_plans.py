@@ -1,4 +1,6 @@
-"""The index arithmetic of the CUDA kernels, at sizes that no test can allocate, and the shared-memory swizzle."""
+"""The index arithmetic of the CUDA kernels, at sizes that no test can allocate, and the
+shared-memory swizzle.
+"""
 
 import pytest
 
@@ -19,7 +21,8 @@ def test_stream_plan(emulated_library, groups, size, vector, multiprocessors):
     vectors, tiles, workers, slots, blocks, one_group = plan
     assert vectors == size // vector
     assert tiles * TILE_VECTORS >= vectors and (tiles - 1) * TILE_VECTORS < max(vectors, 1)
-    # Worker i takes tiles i, i + workers, ...; slot j groups j, j + slots, ...: together, all.
+    # Worker i takes tiles i, i + workers, ...; slot j groups j, j + slots, ...:
+    # together, all.
     assert 1 <= workers and 1 <= slots <= groups
     assert workers <= max(tiles + WARPS - 1, WARPS)
     assert blocks == -(-workers * slots // WARPS)
@@ -46,7 +49,9 @@ def test_transpose_plan(emulated_library, groups, m, n):
 
 @pytest.mark.parametrize("vector", [4, 8])
 def test_swizzle(emulated_library, vector):
-    """Slots of 8 codes tile shared memory; half-warps write and quarter-warps read without bank conflicts."""
+    """Slots of 8 codes tile shared memory; half-warps write and quarter-warps read
+    without bank conflicts.
+    """
     slot_offset, pair_offset = emulated_library.library.slot_offset, emulated_library.library.pair_offset
     places = [slot_offset(c, s, c // vector) for c in range(SIDE) for s in range(16)]
     assert sorted(places) == list(range(0, SIDE * SIDE, 8))

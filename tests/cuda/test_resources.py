@@ -1,7 +1,8 @@
-"""Registers, spills and stack of every CUDA kernel, as ptxas reported them when the library was built.
+"""Registers, spills and stack of every CUDA kernel, as ptxas reported them when the
+library was built.
 
-A spill or a stack frame is traffic that no budget of bytes counts; registers decide how many blocks are resident on a
-multiprocessor and so how many loads are in flight.
+A spill or a stack frame is traffic that no budget of bytes counts; registers decide how
+many blocks are resident on a multiprocessor and so how many loads are in flight.
 """
 
 import dataclasses
@@ -11,8 +12,10 @@ import pytest
 
 from .test_library import ARCHITECTURES, REPORTS
 
-# Registers a thread, and with them the blocks that fit on a multiprocessor: 65536 registers, given to warps in steps of
-# 256. The first pattern found in "architecture mangled_name" decides; other kernels have the default.
+# Registers a thread, and with them the blocks that fit on a multiprocessor: 65536
+# registers, given to warps in steps of
+# 256. The first pattern found in "architecture mangled_name" decides; other kernels
+#      have the default.
 BLOCK_SIZE = 256
 DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
 BUDGETS = {
@@ -22,8 +25,10 @@ BUDGETS = {
     "RaggedMatmulKernel.*WarpgroupTile": 255,  # 1 block of 256 threads
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
     "^sm_120 .*(TileKernel|(Amax|Quantize)KernelI)": 80,  # 3 blocks
-    "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
-    "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
+    # 1 block: element by element
+    "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,
+    # 2 blocks: 64 registers hold a thread's share of a tile
+    "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
     "^sm_120 .*AdamUpdateKernel": 128,  # 2 blocks
     "AdamUpdateKernel": 80,  # 3 blocks: two moments in registers

@@ -1,8 +1,10 @@
-"""Instructions an element of the kernels that stream memory, read from the SASS of sm_90a (tools/sass.py).
+"""Instructions an element of the kernels that stream memory, read from the SASS of
+sm_90a (tools/sass.py).
 
-An H200 issues 132 * 4 * 32 instructions of a lane a cycle at 1.98 GHz: 33 T/s. At 4.3 TB/s and 4 bytes an element
-quantize_transpose meets 1.07 T elements a second, so 31 instructions an element would take as long as the memory; half
-of that leaves room for latencies. A budget is today's figure: it may fall, and a test that sees it rise fails.
+An H200 issues 132 * 4 * 32 instructions of a lane a cycle at 1.98 GHz: 33 T/s. At 4.3
+TB/s and 4 bytes an element quantize_transpose meets 1.07 T elements a second, so 31
+instructions an element would take as long as the memory; half of that leaves room for
+latencies. A budget is today's figure: it may fall, and a test that sees it rise fails.
 """
 
 import pathlib
@@ -16,7 +18,8 @@ from .test_library import ARCHITECTURES, MODULE, REPORTS
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
 import sass  # noqa: E402
 
-# kernel -> (its demangled name, elements that a thread handles in one pass of the main loop, instructions an element)
+# kernel -> (its demangled name, elements that a thread handles in one pass of the main
+# loop, instructions an element)
 KERNELS = {
     "amax": (r"AmaxKernel<BF16, 8>", 32, 2.4),
     "quantize": (r"QuantizeKernel<BF16, E4M3, 8>", 32, 7.5),

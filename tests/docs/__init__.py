@@ -1,1 +1,3 @@
-"""What a user reads and runs: pages, examples, the reference. `make types` checks `usage.py`."""
+"""What a user reads and runs: pages, examples, the reference. `make types` checks
+`usage.py`.
+"""

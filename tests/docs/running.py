@@ -11,7 +11,9 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 def run(folder, name, *options):
-    """The finished process of an example, in a folder; devices are those that a user has."""
+    """The finished process of an example, in a folder; devices are those that a user
+    has.
+    """
     return another_process.python(EXAMPLES / f"{name}.py", *options, cwd=folder, XLA_FLAGS=None)
 
 
@@ -29,7 +31,9 @@ def rows(lines) -> dict[str, list[str]]:
 
 
 def assert_table(lines):
-    """The table of two arms after a tiny run: a loss, its difference to bf16, a time."""
+    """The table of two arms after a tiny run: a loss, its difference to bf16, a
+    time.
+    """
     table = rows(lines)
     assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
     for arm in ("bf16", "jaxfp8"):

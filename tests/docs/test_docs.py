@@ -1,4 +1,6 @@
-"""The Python of README.md and of every page under docs/ runs as it is printed; other blocks say why not."""
+"""The Python of README.md and of every page under docs/ runs as it is printed; other
+blocks say why not.
+"""
 
 import re
 import sys
@@ -48,7 +50,9 @@ NOTEBOOKS = [pytest.param(page, marks=pytest.mark.slow) for page in snippets.not
 @pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["", "again"])
 @pytest.mark.parametrize("page", [*filter(snippets.has_program, snippets.pages()), *NOTEBOOKS])
 def test_programs(page, runs, tmp_path, monkeypatch, capsys):
-    """A page runs, and again in one process and folder: a second run finds the names and the files of the first."""
+    """A page runs, and again in one process and folder: a second run finds the names
+    and the files of the first.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     names = None
@@ -60,18 +64,24 @@ def test_programs(page, runs, tmp_path, monkeypatch, capsys):
 
 
 def outputs(page) -> list[str]:
-    """The parts of a page that its programs print: ```text fences, without the lines that "..." stands for."""
+    """The parts of a page that its programs print: ```text fences, without the lines
+    that "..." stands for.
+    """
     fences = re.findall(r"^```text\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
     return [part for fence in fences for part in fence.split("...\n") if part]
 
 
 def without_numbers(text) -> str:
-    """The text with one sign for a number and one space between words: names and columns stay, digits and widths go."""
+    """The text with one sign for a number and one space between words: names and
+    columns stay, digits and widths go.
+    """
     return re.sub(r"-?\b\d[\d.]*(e[+-]?\d+)?\b", "#", " ".join(text.split()))
 
 
 def test_the_lines_that_change():
-    """README and the index show the same ones, and README's program without FP8 runs with the old ones."""
+    """README and the index show the same ones, and README's program without FP8 runs
+    with the old ones.
+    """
     pages = (snippets.text_of(page) for page in ("README.md", "docs/index.md"))
     shown, again = (re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines() for page in pages)
     assert shown == again
@@ -89,19 +99,24 @@ def test_the_lines_that_change():
 
 @pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks()])
 def test_code_fits_the_page(page):
-    """88 columns are what the site shows without a scroll bar; docs/ruff.toml formats Python so."""
+    """88 columns are what the site shows without a scroll bar; docs/ruff.toml formats
+    Python so.
+    """
     fences = re.findall(r"^```(?:python|py|sh)\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
     assert [line for body in fences for line in body.splitlines() if len(line) > 88] == []
 
 
 def test_pictures_are_drawn_and_shown(tmp_path):
-    """Every picture of docs/pictures.py is committed and on a page; their bytes follow the version of matplotlib."""
+    """Every picture of docs/pictures.py is committed and on a page; their bytes follow
+    the version of matplotlib.
+    """
     sys.path.insert(0, str(snippets.ROOT / "docs"))
     pictures = pytest.importorskip("pictures")
     pictures.main(tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(drawn) == 4 and all("</svg>" in text for text in drawn.values())
-    assert all(f"<!-- {label} -->" in drawn["launches.svg"] for label in (30, 1920, 3056))  # as in performance.md
+    # as in performance.md
+    assert all(f"<!-- {label} -->" in drawn["launches.svg"] for label in (30, 1920, 3056))
     shown = "".join((snippets.ROOT / page).read_text() for page in snippets.pages())
     for name in drawn:
         assert (snippets.ROOT / "docs" / "images" / name).exists() and f"images/{name})" in shown
@@ -119,11 +134,14 @@ OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/R
 
 @pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks(), *OTHERS])
 def test_links_within_the_repository(page):
-    """A file that is linked is there, and a page has the heading; Sphinx sees what is under docs/ alone."""
+    """A file that is linked is there, and a page has the heading; Sphinx sees what is
+    under docs/ alone.
+    """
     prose = re.sub("```.*?```|`[^`]*`", "", snippets.text_of(page), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         path, _, heading = link.partition("#")
-        if "://" in link or path.startswith("api/") or heading.startswith("jaxfp8."):  # made when the site is built
+        # made when the site is built
+        if "://" in link or path.startswith("api/") or heading.startswith("jaxfp8."):
             continue
         target = (snippets.ROOT / page).parent / path if path else snippets.ROOT / page
         assert target.exists(), link
@@ -134,7 +152,9 @@ def test_links_within_the_repository(page):
 
 @pytest.mark.parametrize("page", snippets.pages())
 def test_python_is_marked_as_such(page):
-    """Other fences hold no Python, but for one expression that stands for a place in a program: ```py."""
+    """Other fences hold no Python, but for one expression that stands for a place in a
+    program: ```py.
+    """
     text = (snippets.ROOT / page).read_text()
     fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(fences), "a fence is not closed, or it is indented"

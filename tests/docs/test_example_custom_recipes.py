@@ -1,4 +1,6 @@
-"""examples/custom_recipes.py: its table and picture, and what its recipes say of themselves."""
+"""examples/custom_recipes.py: its table and picture, and what its recipes say of
+themselves.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +42,9 @@ def decibel(exact, got):
     return 10 * np.log10(np.sum(np.square(exact)) / np.sum(np.square(got - exact)))
 
 
-# A step of rows of normal numbers is their amax, about 2.6 deviations, over 31 or 127; the error of rounding to the
-# nearest is step**2 / 12, at random step**2 / 6; two operands have it. FP8's best is 28.7 dB.
+# A step of rows of normal numbers is their amax, about 2.6 deviations, over 31 or 127;
+# the error of rounding to the nearest is step**2 / 12, at random step**2 / 6; two
+# operands have it. FP8's best is 28.7 dB.
 @pytest.mark.parametrize(("name", "least", "most"), [("int6", 24, 31), ("rotated", 33.5, 40)])
 def test_precision(example, name, least, most):
     exact, got, _ = products(example.RECIPES[name])

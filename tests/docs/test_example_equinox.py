@@ -11,7 +11,9 @@ NAME = "equinox_language_model"
 
 
 def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):
-    """Parameters and optimizer state are the same arrays; in the FP8 arm every quantizer moves in every step."""
+    """Parameters and optimizer state are the same arrays; in the FP8 arm every
+    quantizer moves in every step.
+    """
     monkeypatch.setattr(example, "LAYERS", 1)
     tx = example.make_optimizer(steps=4)
     arms = {name: example.create(recipe, 50, 3, tx) for name, recipe in example.RECIPES.items()}
@@ -35,7 +37,9 @@ def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):
 
 
 def test_a_layer_is_one_product(example):
-    """The example's Linear sees vectors, under two `vmap`s; what runs is one product of all of them."""
+    """The example's Linear sees vectors, under two `vmap`s; what runs is one product of
+    all of them.
+    """
     layer = example.Linear(8, 5, jaxfp8.DelayedScaling(), jax.random.key(0))
     x = np.ones((2, 3, 8), oracle.BF16)
 

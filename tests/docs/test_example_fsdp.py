@@ -39,7 +39,8 @@ def test_prints_collectives_and_a_table(straight):
     assert set(moved) == {"bf16", "jaxfp8"}
     if jax.default_backend() == "cpu":
         assert "8 devices" in lines[0] and "u8" not in moved["bf16"]
-        # All that is gathered is codes: of the kernels' 0.375 Mi elements, at most for both layouts.
+        # All that is gathered is codes: of the kernels' 0.375 Mi elements, at most for
+        # both layouts.
         (codes,) = re.findall(r"all-gather (\S+) (\S+) MiB", moved["jaxfp8"])
         assert codes[0] == "u8" and 0.37 < float(codes[1]) <= 0.75
     running.assert_table(lines[-3:])
@@ -47,7 +48,9 @@ def test_prints_collectives_and_a_table(straight):
 
 @pytest.mark.parametrize("mesh", ["1x8", "4x2"])
 def test_resumes_bitwise(straight, folder, mesh):
-    """From the checkpoint on, a run ends in the bits of one that was never interrupted; elsewhere it starts in them."""
+    """From the checkpoint on, a run ends in the bits of one that was never interrupted;
+    elsewhere it starts in them.
+    """
     resumed = run(folder, "--resume", "--arms", "jaxfp8", "--mesh", mesh)
     saved, trained = (digests(straight, what)["jaxfp8"] for what in ("saved", "trained"))
     assert digests(resumed, "restored")["jaxfp8"] == saved != trained

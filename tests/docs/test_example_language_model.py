@@ -1,4 +1,6 @@
-"""examples/language_model.py: its table, picture and proof, and what makes its comparison fair."""
+"""examples/language_model.py: its table, picture and proof, and what makes its
+comparison fair.
+"""
 
 import importlib
 import json
@@ -21,7 +23,8 @@ def language_model(monkeypatch):
 
 def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     run = running.run(tmp_path, "language_model", "--tiny", "--control", "--seeds", "2", "--json", "out.json")
-    assert "8/8" in run.stderr and "jaxfp8=" in run.stderr  # the progress bar, with losses
+    # the progress bar, with losses
+    assert "8/8" in run.stderr and "jaxfp8=" in run.stderr
 
     lines = run.stdout.splitlines()
     table = running.rows(lines)
@@ -31,10 +34,12 @@ def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     for arm, result in results.items():
         mean, difference, ms, *seeds = table[arm]
         assert math.isclose(float(mean), np.mean([float(loss) for loss in seeds]), abs_tol=1e-4)
-        assert len(seeds) == 2 and all(0 < float(loss) < 5 for loss in seeds)  # log(103 characters) is 4.6
+        # log(103 characters) is 4.6
+        assert len(seeds) == 2 and all(0 < float(loss) < 5 for loss in seeds)
         assert (difference == "-") == (arm == "bf16")
         assert float(ms) == pytest.approx(result["median_ms_per_step"], abs=0.06) and float(ms) > 0
-    assert "PASS" not in run.stdout and "FAIL" not in run.stdout  # four steps prove nothing
+    # four steps prove nothing
+    assert "PASS" not in run.stdout and "FAIL" not in run.stdout
 
     picture = (tmp_path / "language_model.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
@@ -49,7 +54,8 @@ def test_arms_start_from_the_same_weights_and_batches(language_model):
     }
     for name, state in states.items():
         chex.assert_trees_all_equal(state.params["params"], states["bf16"].params["params"])
-        # The optimizer, its clipping and its weight decay see the parameters and nothing else.
+        # The optimizer, its clipping and its weight decay see the parameters and
+        # nothing else.
         assert len(jax.tree.leaves(state.opt_state)) == len(jax.tree.leaves(states["bf16"].opt_state)), name
 
     first, again = (list(language_model.Corpus().random_batches(3, 4, 2, 8)) for _ in range(2))
@@ -59,7 +65,9 @@ def test_arms_start_from_the_same_weights_and_batches(language_model):
 
 
 def test_control_is_fp8_with_scale_one(language_model):
-    """Values that e4m3 holds pass unchanged, larger ones saturate at 448: nothing was scaled."""
+    """Values that e4m3 holds pass unchanged, larger ones saturate at 448: nothing was
+    scaled.
+    """
     x = np.array([[0.5, 1000.0]], np.float32)
     kernel = np.eye(2, dtype=np.float32)
     module = language_model.UnscaledFp8DotGeneral()

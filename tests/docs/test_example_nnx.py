@@ -11,7 +11,9 @@ NAME = "nnx_language_model"
 
 
 def test_arms_start_from_the_same_weights_and_train(example):
-    """Parameters and optimizer state are the same trees; in the FP8 arm every quantizer moves in every step."""
+    """Parameters and optimizer state are the same trees; in the FP8 arm every quantizer
+    moves in every step.
+    """
     arms = {name: example.create(make, 50, seed=3, steps=4) for name, make in example.ARMS.items()}
     params = {name: nnx.to_pure_dict(nnx.state(model, nnx.Param)) for name, (model, _) in arms.items()}
     chex.assert_trees_all_equal(params["bf16"], params["jaxfp8"])

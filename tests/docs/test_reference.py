@@ -43,7 +43,9 @@ def test_reference_has_the_names_that_packages_export():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_show_their_own_names(module):
-    """No `jax`, `np` or `Any` among what `dir` and `import *` give; an `__all__` has what the reference has."""
+    """No `jax`, `np` or `Any` among what `dir` and `import *` give; an `__all__` has
+    what the reference has.
+    """
     namespace = vars(importlib.import_module(module))
     if "__all__" in namespace:
         assert namespace["__all__"] == reference.public_names(module)

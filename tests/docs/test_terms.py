@@ -1,4 +1,6 @@
-"""Readers who come from PyTorch's AMP, TransformerEngine or XLA's guide to FP8 find the terms of their documents."""
+"""Readers who come from PyTorch's AMP, TransformerEngine or XLA's guide to FP8 find the
+terms of their documents.
+"""
 
 import pytest
 import snippets

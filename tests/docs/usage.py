@@ -1,6 +1,8 @@
-"""User code for a type checker: nothing runs it. Lines with an ignore comment must be errors, all others must not.
+"""User code for a type checker: nothing runs it. Lines with an ignore comment must be
+errors, all others must not.
 
-`make types` checks this file with basedpyright, for which an ignore comment that is not needed is an error.
+`make types` checks this file with basedpyright, for which an ignore comment that is not
+needed is an error.
 """
 
 from typing import Any, assert_type

@@ -1,7 +1,9 @@
-"""Fused inputs in float64: what a product of an activation or a norm gives, forward and backward, and how far f32 is.
+"""Fused inputs in float64: what a product of an activation or a norm gives, forward and
+backward, and how far f32 is.
 
-Formulas and derivatives are written from their definitions. Codes are only used where every f32 value within its bound
-has the same one, so that the products of the oracle apply.
+Formulas and derivatives are written from their definitions. Codes are only used where
+every f32 value within its bound has the same one, so that the products of the oracle
+apply.
 """
 
 import dataclasses
@@ -35,7 +37,8 @@ class Case:
     Attributes:
         fuse: operands -> what `dot_general` takes.
         values: numpy operands -> oracle.Values.
-        gradients: `(operands, Product of the gradient of the values) -> (exact, bound) of each operand`.
+        gradients: `(operands, Product of the gradient of the values) -> (exact, bound)
+            of each operand`.
         shapes: of the operands but for the rows of the first.
     """
 
@@ -51,11 +54,13 @@ def _activation_gradients(name, operands, cotangent):
 
 
 def _norm_gradients(kind, operands, cotangent):
-    """With r = 1 / sqrt(mean(c^2) + epsilon), t = gamma dh: dc = r t - c r^3 mean(c t); for "layer" dx = dc - mean(dc).
+    """With r = 1 / sqrt(mean(c^2) + epsilon), t = gamma dh: dc = r t - c r^3 mean(c t);
+    for "layer" dx = dc - mean(dc).
 
-    The bound: each number is a sum of at most three parts, themselves products of at most seven factors with relative
-    errors of no more than (n + 4) u each, of magnitudes in which |c| counts as |x| + mean|x|. Sums over rows add as
-    many roundings as there are rows.
+    The bound: each number is a sum of at most three parts, themselves products of at
+    most seven factors with relative errors of no more than (n + 4) u each, of
+    magnitudes in which |c| counts as |x| + mean|x|. Sums over rows add as many
+    roundings as there are rows.
     """
     x, gamma = (oracle.widen(operand, np.float64) for operand in operands[:2])
     n = x.shape[-1]
@@ -144,12 +149,15 @@ def step(case, operands, kernel, grad, state):
 
 
 def sure_codes(values, scale, fmt):
-    """The codes of all f32 values within the bounds, in and after a product with `scale`, which must agree."""
+    """The codes of all f32 values within the bounds, in and after a product with
+    `scale`, which must agree.
+    """
     ends = []
     for sign in (-1, 1):
         end = (values.exact + sign * values.bound).astype(F32) * scale
         end = oracle.encode(np.nextafter(end, F32.type(sign * np.inf)), fmt)
-        ends.append(np.where(oracle.widen(end) == 0, fmt.dtype.type(0), end))  # of either sign
+        # of either sign
+        ends.append(np.where(oracle.widen(end) == 0, fmt.dtype.type(0), end))
     oracle.assert_bitwise(ends[0], ends[1], "codes that a rounding decides: take another seed")
     return ends[0]
 

@@ -1,4 +1,6 @@
-"""Operands, sizes of groups and training steps of ragged_dot, compared with the oracle."""
+"""Operands, sizes of groups and training steps of ragged_dot, compared with the
+oracle.
+"""
 
 import jax
 import numpy as np
@@ -30,7 +32,9 @@ def operands(groups, dtype=np.float32, seed=0, shape=()):
 
 
 def training_step(recipe=RECIPE, wrap=lambda f: f):
-    """One jitted step: (lhs, rhs, grad, sizes, state) -> (y, dlhs, drhs, next state)."""
+    """One jitted step: (lhs, rhs, grad, sizes, state) -> (y, dlhs, drhs, next
+    state).
+    """
 
     @jax.jit
     def step(lhs, rhs, grad, sizes, state):

@@ -1,4 +1,6 @@
-"""jaxfp8.dot_general as a function: its options, when it warns, what JAX can do with it and what it must refuse."""
+"""jaxfp8.dot_general as a function: its options, when it warns, what JAX can do with it
+and what it must refuse.
+"""
 
 import warnings
 
@@ -27,7 +29,7 @@ def loss(x, kernel, state):
     return jnp.sum(product(x, kernel, state) * GRAD)
 
 
-# ------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------ options
 
 HIGHEST, DEFAULT = lax.Precision.HIGHEST, lax.Precision.DEFAULT
 LEFT_TO_THE_RECIPE = [None, DEFAULT, "default", "fastest", (DEFAULT, DEFAULT)]
@@ -38,7 +40,9 @@ PRECISE = [HIGHEST, "high", "highest", "float32", (HIGHEST, HIGHEST)]
     "precision, precise", [*((p, 2) for p in LEFT_TO_THE_RECIPE), *((p, 3) for p in PRECISE)], ids=str
 )
 def test_precision_reaches_the_handlers(precision, precise, cuda_custom_calls):
-    """The recipe accumulates dgrad and wgrad precisely; fprop is fast unless the caller asks."""
+    """The recipe accumulates dgrad and wgrad precisely; fprop is fast unless the caller
+    asks.
+    """
 
     def step(x, kernel, state):
         y, vjp = jax.vjp(lambda *operands: product(*operands, precision=precision), x, kernel, state)
@@ -49,7 +53,7 @@ def test_precision_reaches_the_handlers(precision, precise, cuda_custom_calls):
     assert len(lines) == 3 and sum("precise = true" in line for line in lines) == precise
 
 
-# ------------------------------------------------------------------------------------------------------------ warnings
+# ----------------------------------------------------------------------------- warnings
 
 
 def warned(function, *arguments) -> int:
@@ -93,7 +97,9 @@ def test_no_warning(run):
 
 
 def test_once_in_a_process():
-    """With the filters that Python starts with, whatever the number of layers, steps and compilations."""
+    """With the filters that Python starts with, whatever the number of layers, steps
+    and compilations.
+    """
     program = """
 import jax, jax.numpy as jnp, jaxfp8
 recipe = jaxfp8.DelayedScaling(amax_history_len=2)
@@ -110,11 +116,13 @@ for size in (2, 3, 3):
     assert done.stderr.count("FP8StateWarning: ") == 1, done.stderr
 
 
-# --------------------------------------------------------------------------------------------------- what JAX can do
+# ---------------------------------------------------------------------- what JAX can do
 
 
 def test_a_vjp_called_twice():
-    """Each call is the backward of one forward: the same codes of x and kernel, each grad its own amax."""
+    """Each call is the backward of one forward: the same codes of x and kernel, each
+    grad its own amax.
+    """
     _, vjp = jax.vjp(product, X, KERNEL, PACKED)
     for size in (1, 4, 1):
         grad = GRAD * np.float32(size)
@@ -124,7 +132,7 @@ def test_a_vjp_called_twice():
         expected.check(dgrad=dx, wgrad=dkernel)
 
 
-# ------------------------------------------------------------------------------------------------- what it must refuse
+# ------------------------------------------------------------------ what it must refuse
 
 REFUSED = {
     "jvp": lambda: jax.jvp(lambda x: product(x, KERNEL, PACKED), (X,), (X,)),

@@ -1,7 +1,9 @@
-"""einsum: equations as numpy reads them, states bitwise, products and gradients in their bound, one product each.
+"""einsum: equations as numpy reads them, states bitwise, products and gradients in
+their bound, one product each.
 
-A case whose operand is summed or takes a diagonal first says so itself (`x_first`, `kernel_first`), in letters alone,
-so that the oracle reads no equation the way the package does.
+A case whose operand is summed or takes a diagonal first says so itself (`x_first`,
+`kernel_first`), in letters alone, so that the oracle reads no equation the way the
+package does.
 """
 
 import dataclasses
@@ -21,7 +23,9 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An equation, and the same in numpy: `product` of the operands after `x_first` and `kernel_first`."""
+    """An equation, and the same in numpy: `product` of the operands after `x_first` and
+    `kernel_first`.
+    """
 
     eqn: str
     x: tuple
@@ -36,7 +40,8 @@ CASES = [
     Case("mk,kn", (5, 7), (7, 3), "mk,kn->mn"),
     Case("mk,nk->mn", (5, 7), (3, 7)),
     Case("mk,kn->nm", (5, 7), (7, 3)),
-    Case("zk,ka", (5, 7), (7, 3), "zk,ka->az"),  # implicit output: in alphabetical order
+    # implicit output: in alphabetical order
+    Case("zk,ka", (5, 7), (7, 3), "zk,ka->az"),
     Case(" mk , kn -> mn ", (5, 7), (7, 3), "mk,kn->mn"),
     Case("k,kn->n", (7,), (7, 3)),
     Case("k,k->", (7,), (7,)),
@@ -51,7 +56,8 @@ CASES = [
     Case("bthk,khd->btd", (2, 3, 4, 5), (5, 4, 8)),
     Case("hkd,bthk->btd", (4, 5, 8), (2, 3, 4, 5)),
     Case("gecm,emh->gech", (2, 3, 4, 5), (3, 5, 6)),
-    Case("emh,gecm->gech", (3, 5, 6), (2, 3, 4, 5)),  # jnp.einsum swaps this one's operands
+    # jnp.einsum swaps this one's operands
+    Case("emh,gecm->gech", (3, 5, 6), (2, 3, 4, 5)),
     Case("bqhd,bkhd->bhqk", (2, 3, 4, 5), (2, 6, 4, 5)),
     Case("bhqk,bkhd->bqhd", (2, 4, 3, 6), (2, 6, 4, 5)),
     Case("ijkl,klij->", (2, 3, 2, 4), (2, 4, 2, 3)),
@@ -85,7 +91,9 @@ def label_sizes(eqn, *shapes):
 
 
 def product(eqn, a, b, a_inv, b_inv) -> oracle.Product:
-    """np.einsum of codes in f64 and its bound: as oracle.scaled_matmul derives it, K the labels that are summed."""
+    """np.einsum of codes in f64 and its bound: as oracle.scaled_matmul derives it, K
+    the labels that are summed.
+    """
     inputs, out = eqn.split("->")
     k = np.prod([n for label, n in label_sizes(eqn, a.shape, b.shape).items() if label not in out] or [1])
     a64, b64 = a.astype(np.float64), b.astype(np.float64)
@@ -103,7 +111,9 @@ def apply_first(eqn, value):
 
 
 def transpose_first(eqn, shape, wanted: oracle.Product) -> oracle.Product:
-    """The gradient through `apply_first`: each element of the operand has a part in one element of its result."""
+    """The gradient through `apply_first`: each element of the operand has a part in one
+    element of its result.
+    """
     if not eqn:
         return wanted
     size = int(np.prod(shape))
@@ -113,7 +123,9 @@ def transpose_first(eqn, shape, wanted: oracle.Product) -> oracle.Product:
 
 
 def fractions(rng, shape, step):
-    """f32 multiples of `step` of at most 7 bits: every sum of them here is exact, in any order."""
+    """f32 multiples of `step` of at most 7 bits: every sum of them here is exact, in
+    any order.
+    """
     return (rng.integers(-127, 128, shape) * step).astype(np.float32)
 
 
@@ -160,7 +172,9 @@ def test_equations(case):
 
 
 def test_swapped_operands_would_be_seen(monkeypatch):
-    """The error of a hook under jnp.einsum: where JAX swaps, the kernel is quantized with the input's state."""
+    """The error of a hook under jnp.einsum: where JAX swaps, the kernel is quantized
+    with the input's state.
+    """
 
     def hooked(eqn, x, kernel, *, recipe, state):
         def hook(a, b, dims, *options, **more):
@@ -185,7 +199,9 @@ def test_swapped_operands_would_be_seen(monkeypatch):
 
 
 def test_sums_are_not_rounded_to_the_operand():
-    """256 + 1 is no bf16 number: a sum in bf16 would record 256, and in f16 60000 + 60000 would be infinite."""
+    """256 + 1 is no bf16 number: a sum in bf16 would record 256, and in f16 60000 +
+    60000 would be infinite.
+    """
     for dtype, terms, total in ((oracle.BF16, (256, 1), 257), (oracle.F16, (60000, 60000), 120000)):
         x = np.full((3, 2), terms, dtype)
 
@@ -198,7 +214,9 @@ def test_sums_are_not_rounded_to_the_operand():
 
 
 def test_nothing_to_see():
-    """A zero-size operand: zeros of the right shape, and no quantizer is touched; nor where the sum is over nothing."""
+    """A zero-size operand: zeros of the right shape, and no quantizer is touched; nor
+    where the sum is over nothing.
+    """
     for eqn, x, kernel, shape in (
         ("mk,kn->mn", (0, 7), (7, 3), (0, 3)),
         ("mk,kn->mn", (5, 0), (0, 3), (5, 3)),
@@ -216,7 +234,9 @@ def test_nothing_to_see():
 
 @pytest.mark.parametrize("eqn", ["bmk,bkn->bmn", "bmk,kn->bmn", "mk,bkn->bmn"])
 def test_vmap_is_a_batch_label(eqn):
-    """vmap with one state for all members is the equation with one more label: one amax over all of them."""
+    """vmap with one state for all members is the equation with one more label: one amax
+    over all of them.
+    """
     x_term, kernel_term = eqn.split("->")[0].split(",")
     in_axes = [0 if "b" in term else None for term in (x_term, kernel_term)]
     sizes = {"b": 4, "m": 5, "k": 7, "n": 3}

@@ -1,4 +1,6 @@
-"""`fp8_residuals`: the inputs of activations and norms are kept as e4m3 codes with a power of two as their scale."""
+"""`fp8_residuals`: the inputs of activations and norms are kept as e4m3 codes with a
+power of two as their scale.
+"""
 
 import flax.linen as nn
 import jax
@@ -16,7 +18,9 @@ ROWS, WIDTH, HIDDEN = 32, 16, 48
 
 
 class ReluMLP(nn.Module):
-    """A derivative without arithmetic, which XLA would round in another way beside that of a dequantized input."""
+    """A derivative without arithmetic, which XLA would round in another way beside that
+    of a dequantized input.
+    """
 
     recipe: jaxfp8.DelayedScaling
 
@@ -44,15 +48,18 @@ def results(layer, x, **options):
 
 @pytest.mark.parametrize("layer", [ReluMLP, LAYERS["norm"]], ids=["mlp", "norm"])
 def test_what_e4m3_holds_is_kept_exactly(layer):
-    """x of one element a row and kernels of signs make products that are e4m3 numbers: all bits are those without."""
+    """x of one element a row and kernels of signs make products that are e4m3 numbers:
+    all bits are those without.
+    """
     x = jnp.float32(np.where(np.arange(ROWS)[:, None] % WIDTH == np.arange(WIDTH), 3, 0))
     assert_same_bits(results(layer, x, fp8_residuals=True), results(layer, x))
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_only_gradients_differ_and_by_little(layer):
-    """e4m3 rounds by at most 2**-4 of an element: of the factor that multiplies the gradient, and of what the
-    derivative of silu or the norm is taken at, which passes on no more. So 2**-3 in all.
+    """e4m3 rounds by at most 2**-4 of an element: of the factor that multiplies the
+    gradient, and of what the derivative of silu or the norm is taken at, which passes
+    on no more. So 2**-3 in all.
     """
     x = jax.random.normal(jax.random.key(2), (ROWS, WIDTH))
     y, gradients = results(layer, x, fp8_residuals=True)
@@ -88,7 +95,9 @@ def test_a_byte_an_element_is_kept():
 
 
 def test_in_remat_and_scan():
-    """The codes have the name of the other residuals, and a loop keeps them for each layer."""
+    """The codes have the name of the other residuals, and a loop keeps them for each
+    layer.
+    """
 
     def gradients(is_fp8, policy):
         recipe = jaxfp8.DelayedScaling(first_step="current", fp8_residuals=is_fp8)

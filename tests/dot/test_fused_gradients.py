@@ -1,4 +1,5 @@
-"""Products that are told of the activation behind them: the gradient of their result goes straight to FP8.
+"""Products that are told of the activation behind them: the gradient of their result
+goes straight to FP8.
 
 In float32 nothing is rounded in between, so there every bit is that of the plain path.
 """
@@ -32,11 +33,13 @@ ACTIVATIONS = ("relu", "silu", "gelu", "silu_gated", "gelu_gated")
 MATMUL = (((1,), (0,)), ((), ()))
 
 
-# ------------------------------------------------------------------------------------------- one product, to the oracle
+# ----------------------------------------------------------- one product, to the oracle
 
 
 def exact_operands(name, dtype, seed):
-    """Integers and eighths, whose product is exact in every dtype; the gradient of the activation is not."""
+    """Integers and eighths, whose product is exact in every dtype; the gradient of the
+    activation is not.
+    """
     rng, features = np.random.default_rng(seed), (*(2,) * name.endswith("_gated"), HIDDEN)
     x = rng.integers(-2, 3, (ROWS, WIDTH)).astype(F32).astype(dtype)
     kernel, bias = (rng.integers(-4, 5, shape).astype(F32) / 8 for shape in ((WIDTH, *features), features))
@@ -53,7 +56,9 @@ def exact_state(seed):
 @pytest.mark.parametrize("dtype", [BF16, F32, F16], ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_steps(name, dtype):
-    """Codes, amax and the gradient of the bias are those of f32 values, whatever the compute dtype."""
+    """Codes, amax and the gradient of the bias are those of f32 values, whatever the
+    compute dtype.
+    """
     state = exact_state(1)
     for seed in range(2):
         x, kernel, bias, grad = exact_operands(name, dtype, seed)
@@ -89,7 +94,7 @@ def test_steps(name, dtype):
         state = exact_state(2)
 
 
-# ------------------------------------------------------------------------------------- two products, to the plain path
+# ------------------------------------------------------ two products, to the plain path
 
 
 def parameters(name, dtype=F32, seed=0, rows=(ROWS,)):
@@ -101,7 +106,9 @@ def parameters(name, dtype=F32, seed=0, rows=(ROWS,)):
 
 
 def mlp(x, wi, bias, wo, states, name, *, told, recipe=RECIPE, use=None):
-    """Two products; `told` says whether the first knows the activation. `use(h, y)` may use more of them."""
+    """Two products; `told` says whether the first knows the activation. `use(h, y)` may
+    use more of them.
+    """
     options = {"recipe": recipe, "preferred_element_type": x.dtype}
     numbers = (((x.ndim - 1,), (0,)), ((), ()))
     first = functools.partial(jaxfp8.dot_general, x, wi, numbers, state=states[0], bias=bias, **options)
@@ -159,7 +166,9 @@ def test_scales_of_the_tensor_at_hand(name):
 
 
 def test_an_activation_with_another_use():
-    """The result of the product has a cotangent of its own: one tensor holds the sum, in bf16 too."""
+    """The result of the product has a cotangent of its own: one tensor holds the sum,
+    in bf16 too.
+    """
     use = lambda h: jnp.sum(jnp.cos(h.x.astype(jnp.float32)))  # noqa: E731
     assert_same_bits(*both("silu_gated", parameters("silu_gated", BF16), states(), use=use), "used twice")
 
@@ -182,7 +191,8 @@ TRANSFORMATIONS = {
             0
         ]
     ),
-    # One product whose columns have the batch between the rows and the pair, and a batch of products.
+    # One product whose columns have the batch between the rows and the pair, and a
+    # batch of products.
     **{
         f"vmap over kernels{suffix}": lambda loss, has_bias=bool(suffix): (
             lambda x, wi, bias, *rest: jnp.sum(
@@ -221,7 +231,7 @@ def test_data_parallel(axis_type):
     assert_same_bits(told[1][4], both("silu_gated", operands, given)[0][1][4], "state of one device")
 
 
-# ------------------------------------------------------------------------------------------------- what is in programs
+# ------------------------------------------------------------------ what is in programs
 
 
 def shapes(rows, width, hidden):
@@ -240,7 +250,9 @@ def test_residuals():
 
 @pytest.mark.usefixtures("cuda_custom_calls")
 def test_custom_calls_on_cuda():
-    """The gradient of gate and up is in no call's operands: only codes of it are in memory."""
+    """The gradient of gate and up is in no call's operands: only codes of it are in
+    memory.
+    """
     found = calls(
         jax.grad(functools.partial(mlp, name="silu_gated", told=True), argnums=tuple(range(5))), *shapes(64, 32, 48)
     )

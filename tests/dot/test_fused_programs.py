@@ -1,4 +1,6 @@
-"""Fused inputs in programs: transformations, meshes, what is kept for the backward, what is lowered for CUDA."""
+"""Fused inputs in programs: transformations, meshes, what is kept for the backward,
+what is lowered for CUDA.
+"""
 
 import re
 from collections import Counter
@@ -31,16 +33,20 @@ def all_gradients(function):
 
 
 def uses(case, count=3):
-    """Operands of another size in each use, stacked; the parameters of a norm are those of all."""
+    """Operands of another size in each use, stacked; the parameters of a norm are those
+    of all.
+    """
     draws = [cases.operands(case, seed) for seed in range(count)]
     x = np.stack([operands[0] * np.float32(2.0) ** -i for i, operands in enumerate(draws)])
     return (x, *draws[0][1:]), np.stack([cases.kernel_and_grad(seed)[1] for seed in range(count)])
 
 
 def check_uses(case, operands, kernel, grads, expected_state, got):
-    """Uses of one state are those of all rows at once: codes do not depend on the grouping, and amaxes combine by max.
+    """Uses of one state are those of all rows at once: codes do not depend on the
+    grouping, and amaxes combine by max.
 
-    The gradients of parameters and kernel are sums of sums; the bound of all rows in one sum covers them.
+    The gradients of parameters and kernel are sums of sums; the bound of all rows in
+    one sum covers them.
     """
     x, *parameters = operands
     rows = (x.reshape(-1, *x.shape[2:]), *parameters)
@@ -70,7 +76,9 @@ def test_several_uses(name, way):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_examples_has_one_scale(name):
-    """They are more rows of one product, also where its scale is that of the tensor at hand."""
+    """They are more rows of one product, also where its scale is that of the tensor at
+    hand.
+    """
     case, (kernel, _), recipe = CASES[name], cases.kernel_and_grad(), jaxfp8.Float8CurrentScaling()
     (x, *parameters), _ = uses(case)
 
@@ -86,7 +94,9 @@ def test_a_batch_of_examples_has_one_scale(name):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):
-    """The rows over three devices: the state is that of all rows, and so are the gradients."""
+    """The rows over three devices: the state is that of all rows, and so are the
+    gradients.
+    """
     case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
     operands, grads = uses(case)
     by_hand = axis_type == "shard_map"
@@ -111,7 +121,9 @@ def test_data_parallel(name, axis_type):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_residuals(name):
-    """The activation's input, its parameters and codes: no values of it, in whatever dtype."""
+    """The activation's input, its parameters and codes: no values of it, in whatever
+    dtype.
+    """
     case, rows, inner, out = CASES[name], 512, 256, 128
     shapes = [jax.ShapeDtypeStruct((rows, *case.shapes[0][:-1], inner), BF16)]
     shapes += [jax.ShapeDtypeStruct((inner,), F32)] * (len(case.shapes) - 1)
@@ -140,7 +152,9 @@ def calls(function, *arguments):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("cuda_custom_calls")
 def test_one_custom_call_on_cuda(name):
-    """Of the values there are codes alone: no other call sees a tensor of their shape that is not FP8."""
+    """Of the values there are codes alone: no other call sees a tensor of their shape
+    that is not FP8.
+    """
     case, state = CASES[name], jaxfp8.init_state(RECIPE)
     operands, (kernel, grad) = cases.operands(case, 0, BF16), cases.kernel_and_grad(0, BF16)
     op = "quantize_norm" if name in ("rms", "layer with bias") else "quantize_activation"

@@ -1,4 +1,6 @@
-"""Products of fused inputs: values, gradients and state against formulas in float64; where they are not fused."""
+"""Products of fused inputs: values, gradients and state against formulas in float64;
+where they are not fused.
+"""
 
 import warnings
 
@@ -21,7 +23,9 @@ from .fused_cases import BF16, CASES, F16, F32, RECIPE
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_steps(name, dtype, implementation):
-    """Two steps after others: the second records what the first has seen one slot further."""
+    """Two steps after others: the second records what the first has seen one slot
+    further.
+    """
     case, expected = CASES[name], known_amax.used_state()
     state = cases.pack(expected)
     for i in range(2):
@@ -58,7 +62,9 @@ NOT_FUSED = {
 @pytest.mark.parametrize("rows, kernel_shape, dimension_numbers", NOT_FUSED.values(), ids=NOT_FUSED)
 @pytest.mark.parametrize("name", ["silu_gated", "layer with bias"])
 def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers):
-    """They take the value: the bits are those of the product of the value, in bf16 too."""
+    """They take the value: the bits are those of the product of the value, in bf16
+    too.
+    """
     operands = cases.operands(CASES[name], 0, BF16, rows)
     kernel = np.random.default_rng(1).standard_normal(kernel_shape).astype(F32)
     got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(RECIPE), dimension_numbers=dimension_numbers)
@@ -82,10 +88,13 @@ def test_small_products_stay_in_high_precision(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_scales_of_the_tensor_at_hand(name):
-    """Without state, and in the first step of "current": the scale is that of the value's amax, in f32 the same one."""
+    """Without state, and in the first step of "current": the scale is that of the
+    value's amax, in f32 the same one.
+    """
     operands, (kernel, _) = cases.operands(CASES[name]), cases.kernel_and_grad()
     stateless = jaxfp8.DotGeneralState(None, None, None)
-    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):  # there is nothing to update
+    # there is nothing to update
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         got, expected = both(CASES[name], operands, kernel, stateless)
     assert_same_bits(got, expected, "without state")
     recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, first_step="current")

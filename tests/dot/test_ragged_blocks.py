@@ -1,4 +1,6 @@
-"""ragged_dot with a scale for each block: codes of its three products to the bit, results within their bound."""
+"""ragged_dot with a scale for each block: codes of its three products to the bit,
+results within their bound.
+"""
 
 import functools
 
@@ -19,7 +21,9 @@ ROWS, M, K, N = sum(SIZES), 300, 150, 140
 
 
 def operands(dtype=np.float32):
-    """lhs, rhs and the gradient of y, whose sizes differ from row to row; NaN beyond the last group."""
+    """lhs, rhs and the gradient of y, whose sizes differ from row to row; NaN beyond
+    the last group.
+    """
     rng = np.random.default_rng(0)
     lhs, rhs, grad = (rng.standard_normal(shape) for shape in ((M, K), (len(SIZES), K, N), (M, N)))
     lhs, grad = (x * 2.0 ** rng.integers(-3, 4, (M, 1)) for x in (lhs, grad))
@@ -28,7 +32,9 @@ def operands(dtype=np.float32):
 
 
 def expected_products(rule, lhs, rhs, grad):
-    """`{name: ((a, b), product)}`, where a and b are the `recipes.cases.Codes` that it reads."""
+    """`{name: ((a, b), product)}`, where a and b are the `recipes.cases.Codes` that it
+    reads.
+    """
     lhs, grad = (np.where(np.arange(M)[:, None] < ROWS, x, np.zeros((), x.dtype)) for x in (lhs, grad))
     square, (of_lhs, of_rhs, of_grad) = rule.square or rule.tile, rule.bounds
     lhs_rows, lhs_cols = (rule.quantize(x[None], rule.tile, rule.forward, of_lhs) for x in (lhs, lhs.T))
@@ -45,7 +51,9 @@ def expected_products(rule, lhs, rhs, grad):
 
 
 def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: operands):
-    """One step against the oracle, of operands that `place` puts on a mesh; with `monkeypatch` what products read."""
+    """One step against the oracle, of operands that `place` puts on a mesh; with
+    `monkeypatch` what products read.
+    """
     recipe, rule = RECIPES[name]
     lhs, rhs, grad = operands(dtype)
     read, original = [], ops.ragged_matmul
@@ -74,7 +82,8 @@ def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: op
 
 
 FAST = ("current", "block", "rowwise", "mx", "static")
-NAMES = [name for name, (_, rule) in RECIPES.items() if isinstance(rule, Rule)]  # test_by_product.py has the others
+# test_by_product.py has the others
+NAMES = [name for name, (_, rule) in RECIPES.items() if isinstance(rule, Rule)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in NAMES])
@@ -108,7 +117,9 @@ def test_reference():
 
 
 def test_custom_call():
-    """No kernel has scales of blocks; who asks for one hears it, and `assert_fp8` says it."""
+    """No kernel has scales of blocks; who asks for one hears it, and `assert_fp8` says
+    it.
+    """
     lhs, rhs, _ = operands()
     product = functools.partial(jaxfp8.ragged_dot, group_sizes=np.int32(SIZES), recipe=jaxfp8.Float8BlockScaling())
     with pytest.raises(AssertionError, match=r"ragged_matmul: no kernel has scales for blocks \(\(1, 128\)"):
@@ -116,9 +127,12 @@ def test_custom_call():
 
 
 def test_nan_in_a_group():
-    """It is in the result of its row. A block of float32 scales that it shares with another group stays finite."""
+    """It is in the result of its row. A block of float32 scales that it shares with
+    another group stays finite.
+    """
     lhs, rhs, grad = operands()
-    lhs[90] = np.nan  # the second group with rows, 100 and on, begins in its block of 128 rows
+    # the second group with rows, 100 and on, begins in its block of 128 rows
+    lhs[90] = np.nan
 
     def product(lhs, rhs):
         return jaxfp8.ragged_dot(lhs, rhs, np.int32(SIZES), recipe=jaxfp8.Float8BlockScaling())

@@ -1,4 +1,6 @@
-"""ragged_dot against the oracle's loop over groups: products and gradients in their bound, state bit by bit."""
+"""ragged_dot against the oracle's loop over groups: products and gradients in their
+bound, state bit by bit.
+"""
 
 import warnings
 
@@ -33,7 +35,9 @@ def test_implementations(name):
 
 
 def test_without_state():
-    """Each scale from the tensor at hand, padding not in it: the same as a state whose history has its amax."""
+    """Each scale from the tensor at hand, padding not in it: the same as a state whose
+    history has its amax.
+    """
     lhs, rhs, grad = operands(3)
     sizes = SIZES["rows beyond"]
     lhs[50:] = 1e9
@@ -60,7 +64,7 @@ def test_no_elements(m, k, n, g):
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves((dlhs, drhs, state)))
 
 
-# --------------------------------------------------------------------------------------------------------------- vmap
+# --------------------------------------------------------------------------------- vmap
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,9 @@ def test_no_elements(m, k, n, g):
     + [pytest.param(share, marks=pytest.mark.slow) for share in ("state", "lhs and sizes", "all but sizes")],
 )
 def test_vmap(share):
-    """As many products as members; what they share gets the sum of their gradients, a state the merged."""
+    """As many products as members; what they share gets the sum of their gradients, a
+    state the merged.
+    """
     members = 2
     lhs, rhs, grad = operands(3, shape=(members,))
     lhs[1] *= 3
@@ -108,7 +114,8 @@ def test_vmap(share):
         products = [getattr(step, name) for step in steps]
         if axis is None:
             exact = sum(p.exact for p in products)
-            bound = sum(p.bound for p in products) + 2 * oracle.PRECISE * np.abs(exact)  # and one addition
+            # and one addition
+            bound = sum(p.bound for p in products) + 2 * oracle.PRECISE * np.abs(exact)
             assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all(), name
         else:
             for i, product in enumerate(products):
@@ -120,7 +127,7 @@ def test_vmap(share):
             assert_state(jax.tree.map(lambda x: x[i], next_state), step.state, f"member {i}")  # noqa: B023
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------- errors
 
 
 def _loss(lhs, state):

@@ -1,4 +1,6 @@
-"""Operands of ragged_dot that are codes already, or become codes where they are computed; layers in loops."""
+"""Operands of ragged_dot that are codes already, or become codes where they are
+computed; layers in loops.
+"""
 
 import dataclasses
 
@@ -37,7 +39,9 @@ def quantized(rhs, recipe):
 
 
 def gradients(recipe, prepare, lhs, rhs, grad, state):
-    """y, and the gradients of lhs, rhs and the state, with operands `prepare(lhs, rhs, state)`."""
+    """y, and the gradients of lhs, rhs and the state, with operands
+    `prepare(lhs, rhs, state)`.
+    """
 
     @jax.jit
     def step(lhs, rhs, state):
@@ -49,7 +53,9 @@ def gradients(recipe, prepare, lhs, rhs, grad, state):
 
 @pytest.mark.parametrize("recipe, state", RECIPES.values(), ids=RECIPES)
 def test_quantized_experts(recipe, state):
-    """Kernels that are quantized before the product give its bits, and so do their gradients and the state."""
+    """Kernels that are quantized before the product give its bits, and so do their
+    gradients and the state.
+    """
     args = *operands(len(EXPERTS)), state
     expected = gradients(recipe, lambda lhs, rhs, state: (lhs, rhs), *args)
 
@@ -63,7 +69,9 @@ def test_quantized_experts(recipe, state):
 
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_codes_on_both_sides(name):
-    """Sources get the gradients. A second layout that is missing is the transposed codes, where these are the same."""
+    """Sources get the gradients. A second layout that is missing is the transposed
+    codes, where these are the same.
+    """
     recipe, state = RECIPES[name]
     lhs, rhs, grad = operands(len(EXPERTS))
     lhs[sum(EXPERTS) :] = 0  # codes are taken as they are, and so is their amax
@@ -115,7 +123,7 @@ def test_codes_that_do_not_fit():
         ragged_dot(lhs, one_layout, recipe, None)
 
 
-# ------------------------------------------------------------------------------------------------------- fused inputs
+# ------------------------------------------------------------------------- fused inputs
 
 FUSED = {
     "silu_gated": lambda x: jaxfp8.activated(x, "silu_gated"),
@@ -130,8 +138,8 @@ FUSED = {
 def test_fused_inputs(fused, recipe):
     """They are what their values are, also where rows beyond the last group hold NaN.
 
-    Values differ by the rounding of float32 between two programs, so a code may be its neighbour: 2**-3 of a product at
-    most, and most are the same.
+    Values differ by the rounding of float32 between two programs, so a code may be its
+    neighbour: 2**-3 of a product at most, and most are the same.
     """
     lhs, rhs, grad = operands(len(EXPERTS))
     x = np.stack([lhs, 0.5 * lhs[::-1]], axis=1)
@@ -159,7 +167,9 @@ def test_fused_inputs(fused, recipe):
 @pytest.mark.parametrize("kind", ["silu_gated", "rms", "layer"])
 @pytest.mark.parametrize("recipe", [DELAYED, dataclasses.replace(DELAYED, fp8_residuals=True)], ids=["", "residuals"])
 def test_rows_beyond_the_last_group_reach_no_gradient_of_a_fused_input(recipe, kind, garbage):
-    """What they hold changes no bit: neither the scale of the residual, nor a sum over rows. They get zeros."""
+    """What they hold changes no bit: neither the scale of the residual, nor a sum over
+    rows. They get zeros.
+    """
     lhs, rhs, grad = operands(len(EXPERTS))
     inside = slice(0, sum(EXPERTS))
     scale = np.full(lhs.shape[-1], 1.5, np.float32)
@@ -198,7 +208,7 @@ def test_fused_input_is_quantized_where_it_is_computed(cuda_custom_calls):
         assert f"custom_call @jaxfp8_{op}" in text
 
 
-# -------------------------------------------------------------------------------------------------------------- loops
+# -------------------------------------------------------------------------------- loops
 
 LAYERS, ROWS, WIDTH = 3, 12, 16
 GROUPS = np.int32([5, 0, 4])
@@ -206,7 +216,9 @@ GROUPS = np.int32([5, 0, 4])
 
 @pytest.mark.parametrize("name", ["plain", "quantized in the loop", "quantized before the loop"])
 def test_layers_in_a_loop(name):
-    """Stacked kernels and state of layers in a scan, whose experts are quantized once or in it: the bits of a list."""
+    """Stacked kernels and state of layers in a scan, whose experts are quantized once
+    or in it: the bits of a list.
+    """
     kernels = jax.random.normal(jax.random.key(0), (LAYERS, len(GROUPS), WIDTH, WIDTH)) / 4
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(RECIPE))
 

@@ -1,4 +1,6 @@
-"""What a product keeps for its backward, and what rematerialization policies make run again."""
+"""What a product keeps for its backward, and what rematerialization policies make run
+again.
+"""
 
 import re
 from collections import Counter
@@ -28,18 +30,23 @@ def residual_bytes(dot_general_cls, m, k, n, **options) -> int:
 
 
 def test_residuals_are_the_codes():
-    """One byte for each element of input and kernel, and the state; bfloat16 keeps two, Flax's FP8 product three."""
+    """One byte for each element of input and kernel, and the state; bfloat16 keeps two,
+    Flax's FP8 product three.
+    """
     m, k, n = 8192, 4096, 14336
     codes = m * k + k * n
     assert codes == 88 * 2**20
     ours = residual_bytes(jaxfp8.Fp8DotGeneral, m, k, n)
-    assert 0 <= ours - codes < 3 * 4 * 1024 + 100  # three histories of 1024 and a few scales
+    # three histories of 1024 and a few scales
+    assert 0 <= ours - codes < 3 * 4 * 1024 + 100
     assert residual_bytes(None, m, k, n) == 2 * codes
     assert residual_bytes(nn.Fp8DotGeneral, m, k, n) > 2.9 * codes
 
 
 def gradient_calls(policy, after) -> Counter:
-    """The custom calls of a training step on CUDA, with `after` applied to the product, as lowered: no XLA yet."""
+    """The custom calls of a training step on CUDA, with `after` applied to the product,
+    as lowered: no XLA yet.
+    """
 
     def loss(x, kernel, state):
         return after(jaxfp8.dot_general(jnp.sin(x), kernel, MATMUL, recipe=RECIPE, state=state)).sum()

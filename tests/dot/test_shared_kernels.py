@@ -1,4 +1,6 @@
-"""One kernel in several layers, and kernels that do not train: whose gradient, whose state, how many products."""
+"""One kernel in several layers, and kernels that do not train: whose gradient, whose
+state, how many products.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ from programs.known_amax import merged, used_state
 
 import jaxfp8
 
-TRANSPOSED = (((1,), (1,)), ((), ()))  # of the layer that uses the same kernel the other way around
+# of the layer that uses the same kernel the other way around
+TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
 def inner(y, grad):
@@ -20,16 +23,20 @@ def inner(y, grad):
 
 
 def products(function, *arguments) -> int:
-    """How many FP8 products run, also without jit, which would drop those whose result nobody reads."""
+    """How many FP8 products run, also without jit, which would drop those whose result
+    nobody reads.
+    """
     return str(jax.make_jaxpr(function)(*arguments)).count("= jaxfp8_scaled_matmul[")
 
 
-# -------------------------------------------------------------------------------------------------------- weight tying
+# ------------------------------------------------------------------------- weight tying
 
 
 @pytest.mark.parametrize("states", ["each its own", "one for both"])
 def test_tied_kernel(states):
-    """x1 @ kernel and x2 @ kernel.T, as embedding and logits: gradients of the kernel add, amaxes do not."""
+    """x1 @ kernel and x2 @ kernel.T, as embedding and logits: gradients of the kernel
+    add, amaxes do not.
+    """
     x1, kernel, grad1 = cases.operands()
     x2, grad2 = 3 * grad1, 5 * x1  # of the shapes that kernel.T takes
     first = used_state(0)
@@ -55,7 +62,7 @@ def test_tied_kernel(states):
     oracle.Product(exact, bound).check(dkernel, "sum of both wgrads")
 
 
-# ------------------------------------------------------------------------------------------------------ frozen kernels
+# ----------------------------------------------------------------------- frozen kernels
 
 
 def frozen(how, kernel):
@@ -71,7 +78,9 @@ FROZEN = pytest.mark.parametrize("how", ["closed over", "stop_gradient"])
 @FROZEN
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_frozen_kernel(how, jit):
-    """fprop and dgrad, no wgrad, and fprop alone where x is data; the state moves as ever."""
+    """fprop and dgrad, no wgrad, and fprop alone where x is data; the state moves as
+    ever.
+    """
     x, kernel, grad = cases.operands()
     state = used_state()
 
@@ -96,7 +105,9 @@ def test_frozen_kernel(how, jit):
 
 @FROZEN
 def test_a_frozen_kernel_keeps_no_input(how):
-    """The codes of x are for wgrad alone. A loop would keep them for each step; it keeps the kernel's, once."""
+    """The codes of x are for wgrad alone. A loop would keep them for each step; it
+    keeps the kernel's, once.
+    """
     x, kernel, _ = cases.operands()
     packed = cases.pack(used_state())
 

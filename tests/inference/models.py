@@ -1,4 +1,6 @@
-"""Models with FP8 layers of every kind, and what they are called with; calibrated and frozen, once each."""
+"""Models with FP8 layers of every kind, and what they are called with; calibrated and
+frozen, once each.
+"""
 
 import functools
 
@@ -109,7 +111,9 @@ class NNXScanned(nnx.Module):
 
 
 def _nnx_attention(rngs):
-    """One object for three layers: they share state, and each kernel gets codes of its own."""
+    """One object for three layers: they share state, and each kernel gets codes of its
+    own.
+    """
     return nnx.MultiHeadAttention(
         4, K, qkv_dot_general=product(), out_dot_general=product(), decode=False, rngs=rngs, **BF16
     )

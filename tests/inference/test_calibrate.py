@@ -1,4 +1,6 @@
-"""calibrate: the histories that training on the same batches records, and nothing else changes."""
+"""calibrate: the histories that training on the same batches records, and nothing else
+changes.
+"""
 
 import collections
 import functools
@@ -54,7 +56,9 @@ def assert_state(variables, wanted, names, what):
 
 
 def test_linen():
-    """A window that moves once a batch; the quantizer of the gradient, and every other array, stays as it is."""
+    """A window that moves once a batch; the quantizer of the gradient, and every other
+    array, stays as it is.
+    """
     model = dense()
     variables = variables_of(model, BATCHES[0])
     calibrated = jaxfp8.calibrate(model, variables, iter(BATCHES))
@@ -72,7 +76,9 @@ def test_linen():
 
 
 def test_with_a_loss():
-    """The quantizer of the gradient as well: what steps of training record, in any model."""
+    """The quantizer of the gradient as well: what steps of training record, in any
+    model.
+    """
     model = dense()
     variables = variables_of(model, BATCHES[0])
 
@@ -85,7 +91,9 @@ def test_with_a_loss():
 
 
 class Shared(nn.Module):
-    """One layer called twice, inside a checkpointed function: autodiff alone would add up what they record."""
+    """One layer called twice, inside a checkpointed function: autodiff alone would add
+    up what they record.
+    """
 
     @nn.compact
     def __call__(self, x, y):

@@ -1,7 +1,8 @@
-"""Copies that never train (a reference policy, a teacher, a target network) are as accurate as trained models.
+"""Copies that never train (a reference policy, a teacher, a target network) are as
+accurate as trained models.
 
-A copy that is made before the first step has empty histories. Its products have no backward, so they take the scale of
-each tensor's own amax where the state would give 1.
+A copy that is made before the first step has empty histories. Its products have no
+backward, so they take the scale of each tensor's own amax where the state would give 1.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 DIMS = (((1,), (0,)), ((), ()))
 M, K = 32, 64
-# e4m3 rounds a number by at most 2**-4 of it. The error of both operands is independent, and at most uniform.
+# e4m3 rounds a number by at most 2**-4 of it. The error of both operands is
+# independent, and at most uniform.
 BOUND = np.sqrt(2 / 3) / 16
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((M, K)).astype(np.float32)
@@ -55,7 +57,7 @@ def empty(*leading):
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*leading, *leaf.shape)), jaxfp8.init_state(RECIPE))
 
 
-# ------------------------------------------------------------------------------------------------------- functions
+# ---------------------------------------------------------------------------- functions
 
 
 def members(x, kernel, state):
@@ -117,7 +119,8 @@ def by_product(x, kernel, state):
     return product(x, kernel, state, jaxfp8.ByProduct(fprop=RECIPE, dgrad=RECIPE, wgrad=RECIPE))
 
 
-# Each as (FP8, float32, leading dimensions of kernels, leading dimensions of the state).
+# Each as (FP8, float32, leading dimensions of kernels, leading dimensions of the
+# state).
 FUNCTIONS = {
     "dot_general": (product, np.matmul, (), ()),
     "vmap over members": (members, np.matmul, (3,), (3,)),
@@ -149,7 +152,9 @@ def test_functions(name, jit, case):
 
 @pytest.mark.parametrize("touched", ["input", "kernel"])
 def test_each_tensor_by_itself(touched):
-    """A tensor that has an amax keeps the scale of its history, bit for bit; the other takes its own."""
+    """A tensor that has an amax keeps the scale of its history, bit for bit; the other
+    takes its own.
+    """
     x, kernel = INPUTS["large channel"], kernels("small kernel")
     used = jaxfp8.recipes.QuantizerState(jnp.array([0, 0, 3.0, 0]), jnp.ones(1))
     state = jaxfp8.init_state(RECIPE)
@@ -196,7 +201,9 @@ def test_a_gradient_of_one_operand_trains(operand):
 
 
 def test_a_teacher_in_a_loss():
-    """`stop_gradient` of the variables, and of all that reaches the teacher: it is not differentiated."""
+    """`stop_gradient` of the variables, and of all that reaches the teacher: it is not
+    differentiated.
+    """
     x, kernel, state = X, kernels("small kernel"), jaxfp8.init_state(RECIPE)
     exact = x.astype(np.float64) @ kernel
 
@@ -210,7 +217,7 @@ def test_a_teacher_in_a_loss():
         assert error(teacher, exact) < BOUND < error(student, exact) / 4
 
 
-# ------------------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------- layers
 
 
 class Stack(nn.Module):
@@ -251,7 +258,9 @@ LINEN = {
 @CASES
 @pytest.mark.parametrize("name", LINEN)
 def test_linen(name, case):
-    """A copy of the variables of `init`; layers after the first get smaller inputs than scale 1 holds."""
+    """A copy of the variables of `init`; layers after the first get smaller inputs than
+    scale 1 holds.
+    """
     model, x = LINEN[name](), INPUTS[case]
     copy = model.init(jax.random.key(0), x)
     (kernel,) = jax.tree.leaves(copy["params"])
@@ -279,7 +288,7 @@ def test_nnx(rules, case):
     assert error(y[1], exact) > 4 * BOUND
 
 
-# ---------------------------------------------------------------------------------------------------------- structure
+# ---------------------------------------------------------------------------- structure
 
 
 STEPS = {

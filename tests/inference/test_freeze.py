@@ -1,4 +1,6 @@
-"""freeze: the outputs of the model it was, bit by bit, from codes and fixed scales alone."""
+"""freeze: the outputs of the model it was, bit by bit, from codes and fixed scales
+alone.
+"""
 
 import warnings
 
@@ -58,7 +60,9 @@ def test_nnx(name):
 
 @pytest.mark.slow
 def test_other_arguments_stay():
-    """Batch statistics, keywords, methods; products that the example does not reach keep kernel and state."""
+    """Batch statistics, keywords, methods; products that the example does not reach
+    keep kernel and state.
+    """
 
     class Model(nn.Module):
         def setup(self):
@@ -91,7 +95,9 @@ def test_other_arguments_stay():
 
 
 def test_on_a_mesh():
-    """Codes lie as their kernel does, so nothing is gathered; outputs are one device's where sums are exact."""
+    """Codes lie as their kernel does, so nothing is gathered; outputs are one device's
+    where sums are exact.
+    """
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     model, variables, _ = models.linen("Dense, bf16")
 
@@ -105,13 +111,16 @@ def test_on_a_mesh():
     codes = frozen["params"]["Fp8DotGeneral_0"]["kernel"]
     assert codes.sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 2)
     assert_same_bits(frozen, models.linen("Dense, bf16")[2], "codes")
-    assert_same_bits(models.run(model, frozen, x), models.run(model, variables), "outputs")  # each sum on one device
+    # each sum on one device
+    assert_same_bits(models.run(model, frozen, x), models.run(model, variables), "outputs")
     text = jax.jit(model.apply).lower(frozen, x).compile().as_text()
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
 def test_it_does_not_train():
-    """The gradient of a kernel raises; that of x, and of parameters that are not frozen, is there."""
+    """The gradient of a kernel raises; that of x, and of parameters that are not
+    frozen, is there.
+    """
     model, variables, frozen = models.linen("Dense, bf16")
 
     def loss(variables, x):
@@ -131,7 +140,8 @@ def test_it_does_not_train():
         got = jax.grad(loss, argnums=1)(frozen, X)
         bias = jax.grad(lambda bias: loss(frozen | {"params": frozen["params"] | {"bias": bias}}, X))
         assert np.asarray(bias(frozen["params"]["bias"])).shape == (N,)
-    # In the unfrozen model the gradient of y has the scale 1 of its empty history; frozen it has its own.
+    # In the unfrozen model the gradient of y has the scale 1 of its empty history;
+    # frozen it has its own.
     wanted = jax.grad(loss, argnums=(0, 1))(variables, X)[1]
     assert np.linalg.norm(got - wanted) < 0.2 * np.linalg.norm(wanted)
 
@@ -139,13 +149,16 @@ def test_it_does_not_train():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["row-wise", "MXFP8"])
 def test_gradients_of_x_through_blocks(name):
-    """One layout of the codes is there; the gradient of x multiplies with it the other way."""
+    """One layout of the codes is there; the gradient of x multiplies with it the other
+    way.
+    """
     model, variables, frozen = models.linen(name)
     got, wanted = (
         jax.grad(lambda x, of=of: jnp.sum(jnp.sin(model.apply(of, x).astype(jnp.float32))))(X)
         for of in (frozen, variables)
     )
-    # Two quantizations of the kernel and one of the gradient, each off by at most 2**-4 of an element.
+    # Two quantizations of the kernel and one of the gradient, each off by at most 2**-4
+    # of an element.
     assert np.linalg.norm(got - wanted) < 3 * 2.0**-4 * np.linalg.norm(wanted)
 
 
@@ -165,7 +178,9 @@ class OneProduct(nn.Module):
 
 @pytest.mark.parametrize("second", ["doubled", "narrower", "another", "the same"])
 def test_one_product_with_several_kernels(second):
-    """It has room for the codes of one. In NNX every layer has a product of its own after `freeze`."""
+    """It has room for the codes of one. In NNX every layer has a product of its own
+    after `freeze`.
+    """
     model = OneProduct(second)
     variables = model.init(jax.random.key(0), X)
     if second == "the same":
@@ -265,7 +280,9 @@ def test_errors():
 
 @pytest.mark.slow
 def test_a_use_that_freezing_did_not_see():
-    """What else reads the kernel shows: NaN, or an error; never a number that means nothing."""
+    """What else reads the kernel shows: NaN, or an error; never a number that means
+    nothing.
+    """
     model, _, frozen = models.linen("Dense, bf16")
     with pytest.raises(ValueError, match="expected the kernel of a layer in high precision"):
         nn.Dense(N).apply({"params": frozen["params"]}, X)
@@ -281,7 +298,9 @@ def test_a_use_that_freezing_did_not_see():
 
 @pytest.mark.slow
 def test_boxed_parameters():
-    """Partitioning metadata, as `nn.with_partitioning` gives it; variables in a FrozenDict."""
+    """Partitioning metadata, as `nn.with_partitioning` gives it; variables in a
+    FrozenDict.
+    """
     kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
     model = nn.Dense(N, dot_general_cls=models.fp8(), kernel_init=kernel_init, **BF16)
     variables = model.init(jax.random.key(0), X)

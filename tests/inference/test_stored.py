@@ -42,7 +42,9 @@ def test_export_with_weights_inside():
 
 @pytest.mark.slow
 def test_export_without_jaxfp8():
-    """The reference is plain StableHLO: a process with JAX alone runs it, to the same bits."""
+    """The reference is plain StableHLO: a process with JAX alone runs it, to the same
+    bits.
+    """
     model, variables, frozen = models.linen("own Dense")
     with jaxfp8.ops.implementation("reference"):
         program = another_process.export(lambda x: model.apply(frozen, x), X)
@@ -53,7 +55,9 @@ def test_export_without_jaxfp8():
 
 
 def test_what_is_in_a_program():
-    """One FP8 product and one quantization, of x; nothing of a kernel but its codes, and those as they lie."""
+    """One FP8 product and one quantization, of x; nothing of a kernel but its codes,
+    and those as they lie.
+    """
     model, _, frozen = models.linen("Dense, bf16")
     with jaxfp8.ops.implementation("ffi"):
         text = jax.jit(model.apply).lower(frozen, X).compile().as_text()

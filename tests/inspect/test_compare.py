@@ -1,4 +1,6 @@
-"""inspect.compare: its figures against numpy, from operands that numpy quantizes itself."""
+"""inspect.compare: its figures against numpy, from operands that numpy quantizes
+itself.
+"""
 
 import math
 
@@ -16,9 +18,10 @@ from jaxfp8 import inspect
 MATMUL = (((1,), (0,)), ((), ()))
 A = jaxfp8.DelayedScaling(amax_history_len=2)
 FIGURES = ("output", "input_grad", "kernel_grad")
-# f64 in numpy and f32 in JAX differ by 2**-20 of a tensor, which moves few codes to a neighbour. One of the 128 codes
-# or more that each tensor has, moved by a step of 2**-3, twice a rounding's worst error, changes the noise by
-# 2**2 / 128 at the very most: 10 log10(1 + 2**-5) dB.
+# f64 in numpy and f32 in JAX differ by 2**-20 of a tensor, which moves few codes to a
+# neighbour. One of the 128 codes or more that each tensor has, moved by a step of
+# 2**-3, twice a rounding's worst error, changes the noise by 2**2 / 128 at the very
+# most: 10 log10(1 + 2**-5) dB.
 DB = 10 * math.log10(1 + 2**-5)
 
 
@@ -43,7 +46,9 @@ def db(exact, got):
 
 
 def two_layers(scales):
-    """`y = relu(x @ k0) @ k1` and what numpy says of both products, alone and in the model; loss sum(y * w)."""
+    """`y = relu(x @ k0) @ k1` and what numpy says of both products, alone and in the
+    model; loss sum(y * w).
+    """
     rng = np.random.default_rng(0)
     x, k0, k1, w = (rng.standard_normal(shape) for shape in ((16, 32), (32, 24), (24, 8), (16, 8)))
     x, k0, k1, w = (array.astype(np.float32).astype(np.float64) for array in (x, k0, k1, w))
@@ -141,11 +146,14 @@ def test_nnx():
     assert comparison.unreached == ["unused"]
     assert str(comparison).endswith("not reached by the gradient: unused")
     after = nnx.state(model, nnx.Param, jaxfp8.nnx.OverwriteWithGradient)
-    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))  # nothing is updated
+    # nothing is updated
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
 
 
 def test_a_loop_that_reads_state_before_it_runs():
-    """`linen.scan` gives its products a reading in place of state; their rows are those of `nn.scan`."""
+    """`linen.scan` gives its products a reading in place of state; their rows are those
+    of `nn.scan`.
+    """
 
     class Block(nn.Module):
         @nn.compact
@@ -171,7 +179,8 @@ def test_what_is_lost_wholly_or_not_at_all():
         (row,) = inspect.compare(product, (x, kernel), loss=jnp.sum).rows
         return {figure: row[figure] for figure in FIGURES}
 
-    assert set(compared(448, 448, 57344).values()) == {math.inf}  # scales of 1, and codes of 1
+    # scales of 1, and codes of 1
+    assert set(compared(448, 448, 57344).values()) == {math.inf}
     # All of x is flushed to zero: what is lost of what needs it is all there was.
     assert compared(1e30, 448, 57344) == {"output": 0.0, "input_grad": math.inf, "kernel_grad": 0.0}
 

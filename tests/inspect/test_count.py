@@ -1,7 +1,9 @@
-"""inspect.count: the fractions of every product against numpy, of steps that compute what they compute otherwise.
+"""inspect.count: the fractions of every product against numpy, of steps that compute
+what they compute otherwise.
 
-`use` is `vdot(layer(x), grad)`, so that grad is, to the bit, what arrives at the output. Sizes are powers of two, so
-fractions are exact; of others XLA multiplies by a rounded 1 / size.
+`use` is `vdot(layer(x), grad)`, so that grad is, to the bit, what arrives at the
+output. Sizes are powers of two, so fractions are exact; of others XLA multiplies by a
+rounded 1 / size.
 """
 
 import dataclasses
@@ -25,7 +27,9 @@ ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
 
 def tensors(seed=0, uses=1):
-    """x, kernel and grad: in each some elements saturate at scale 1 or become zero, in other numbers in every use."""
+    """x, kernel and grad: in each some elements saturate at scale 1 or become zero, in
+    other numbers in every use.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
@@ -54,7 +58,9 @@ def assert_counts(counts, fractions, what, layer="product"):
 
 
 def test_steps():
-    """At scale 1, then at that of the amaxes; a counted step is compiled once, and gives the bits of any other."""
+    """At scale 1, then at that of the amaxes; a counted step is compiled once, and
+    gives the bits of any other.
+    """
     x, kernel, grad = tensors()
     traces = []
 
@@ -101,7 +107,9 @@ def test_recipes(recipe):
 
 
 def test_loops_batches_and_calls():
-    """A row for each iteration, each member of a batch and each call, in the order of the program."""
+    """A row for each iteration, each member of a batch and each call, in the order of
+    the program.
+    """
     x, kernel, grad = tensors(1, uses=3)
     state = jaxfp8.init_state(RECIPE)
 
@@ -147,10 +155,11 @@ def test_stacked_layers():
 
 
 def test_inputs_that_are_computed_on_the_way():
-    """In float32: 448 * (1 + 2**-12) saturates, and 2**-10 * (1 + 2**-12) does not become zero; in bfloat16 they are
-    448 and 2**-10.
+    """In float32: 448 * (1 + 2**-12) saturates, and 2**-10 * (1 + 2**-12) does not
+    become zero; in bfloat16 they are 448 and 2**-10.
 
-    The first four of 16 in a row are 2**row, so x / sqrt(mean(x**2)) is 2 for these, and 0 for the others.
+    The first four of 16 in a row are 2**row, so x / sqrt(mean(x**2)) is 2 for these,
+    and 0 for the others.
     """
     x = np.zeros((M, 16), oracle.BF16)
     x[:, :4], gamma = 2.0 ** np.arange(M)[:, None] / 16, np.ones(16, np.float32)
@@ -166,7 +175,9 @@ def test_inputs_that_are_computed_on_the_way():
 
 
 def test_experts_and_kernels_that_are_quantized_before():
-    """Rows beyond the last group do not count. A kernel of codes with a source counts as its source."""
+    """Rows beyond the last group do not count. A kernel of codes with a source counts
+    as its source.
+    """
     (x,), kernel, (grad,) = tensors(3)
     state = jaxfp8.init_state(RECIPE)
     kernels = np.stack([kernel, 2 * kernel])
@@ -188,7 +199,9 @@ def test_experts_and_kernels_that_are_quantized_before():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_meshes(kind):
-    """x, kernel and grad cut along different axes: the fractions of whole tensors, which are one device's bits."""
+    """x, kernel and grad cut along different axes: the fractions of whole tensors,
+    which are one device's bits.
+    """
     (x,), kernel, (grad,) = tensors(5)
     mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(kind,) * 2)
     place = lambda value, *spec: jax.device_put(value, NamedSharding(mesh, P(*spec)))  # noqa: E731
@@ -228,7 +241,9 @@ def test_a_step_without_products():
 
 
 def test_bounds():
-    """A static bound that is too small is not silent: the fraction that saturates is counted, operand by operand."""
+    """A static bound that is too small is not silent: the fraction that saturates is
+    counted, operand by operand.
+    """
     x, kernel, grad = (operand[0] if operand.ndim == 3 else operand for operand in tensors())
     bounds = (4.0, 1e6, 0.5)
     recipe = jaxfp8.StaticScaling(*bounds)
@@ -240,7 +255,9 @@ def test_bounds():
 
 
 def test_by_product():
-    """Codes that a second product has for itself have rows of their own; where products share codes there is one."""
+    """Codes that a second product has for itself have rows of their own; where products
+    share codes there is one.
+    """
     x, kernel, grad = (operand[0] if operand.ndim == 3 else operand for operand in tensors())
     recipe = jaxfp8.ByProduct(jaxfp8.StaticScaling(4.0, 1e6), None, jaxfp8.StaticScaling(9.0, 1e6, 0.5))
     _, counts = inspect.count(jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe)

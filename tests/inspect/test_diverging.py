@@ -1,4 +1,6 @@
-"""docs/inspect.md: its Python runs, and its procedure for a diverging loss finds what was broken on purpose."""
+"""docs/inspect.md: its Python runs, and its procedure for a diverging loss finds what
+was broken on purpose.
+"""
 
 import jax
 import pytest

@@ -1,4 +1,6 @@
-"""inspect.gemms and assert_fp8: every reason has a program that must be refused for it, and one that must pass."""
+"""inspect.gemms and assert_fp8: every reason has a program that must be refused for it,
+and one that must pass.
+"""
 
 import functools
 import pathlib
@@ -76,7 +78,8 @@ def test_the_message_names_layer_shapes_line_and_reason():
     with pytest.raises(AssertionError) as error:
         inspect.assert_fp8(step, variables, X)
     first, _, *lines = str(error.value).split("\n")
-    assert first == "assert_fp8: 3 of 5 matrix products of step would not run in FP8 on cuda:"  # up: no gradient of x
+    # up: no gradient of x
+    assert first == "assert_fp8: 3 of 5 matrix products of step would not run in FP8 on cuda:"
     cells = [re.split(r" {2,}", line) for line in lines]
     assert [cell[:3] for cell in cells] == [
         ["head", "forward", "bfloat16[32,64] x bfloat16[64,16]"],
@@ -119,7 +122,9 @@ class ForeignModel(nnx.Module):
 
 
 def test_names_of_a_report_are_patterns():
-    """An einsum has its equation behind the name; a model may be the function itself."""
+    """An einsum has its equation behind the name; a model may be the function
+    itself.
+    """
     model, names = ForeignModel(), ["block/q_proj", "lm_head", "up"]
     assert sorted(by_layer(jaxfp8.report(model))) == names
     rows = inspect.gemms(model, X).rows
@@ -131,7 +136,9 @@ def test_names_of_a_report_are_patterns():
 
 
 def test_passes_that_may_stay():
-    """The wgrad of a ByProduct; a pass and a layer; forward and backward of products that are not ours."""
+    """The wgrad of a ByProduct; a pass and a layer; forward and backward of products
+    that are not ours.
+    """
     recipe = jaxfp8.ByProduct(fprop=CURRENT, dgrad=CURRENT)
 
     def step(x, kernel, head):
@@ -272,7 +279,9 @@ def test_recipes_that_not_every_gpu_has(recipe, runs_on, not_on, reason):
 
 
 def test_this_machine(monkeypatch):
-    """What a machine with a GPU lacks counts; one without is taken to develop for one that has everything."""
+    """What a machine with a GPU lacks counts; one without is taken to develop for one
+    that has everything.
+    """
     gpu = type("Gpu", (), {"device_kind": "NVIDIA A100", "compute_capability": "8.0", "platform": "gpu"})()
     monkeypatch.setattr(_ffi, "_has_cuda_kernels", False)
     inspect.assert_fp8(fp8, X, K)

@@ -1,4 +1,6 @@
-"""`python -m jaxfp8`: what it says of ops, recipes and libraries, also where something is missing or broken."""
+"""`python -m jaxfp8`: what it says of ops, recipes and libraries, also where something
+is missing or broken.
+"""
 
 import os
 import re
@@ -33,7 +35,9 @@ def few_programs(monkeypatch):
 
 @pytest.fixture
 def no_libraries(monkeypatch, tmp_path):
-    """An installation without compiled modules, in a folder with what its build says."""
+    """An installation without compiled modules, in a folder with what its build
+    says.
+    """
     for name in ("_cpu", "_cuda"):
         monkeypatch.delitem(sys.modules, f"jaxfp8.{name}", raising=False)
     monkeypatch.setattr(jaxfp8, "__path__", [str(tmp_path)])
@@ -78,7 +82,9 @@ def test_recipes_on_cpu():
 
 
 def test_tpus():
-    """XLA multiplies FP8 there; products of blocks are refused, which takes no other row away."""
+    """XLA multiplies FP8 there; products of blocks are refused, which takes no other
+    row away.
+    """
     ops, rows = by_name(_machine.active_ops("tpu")), by_name(_machine.active_recipes("tpu"))
     assert {name for name, row in ops.items() if row["why"] != "no kernel for tpu"} == {"block_scaled_matmul"}
     assert {name: row["fp8_products"] for name, row in rows.items()} == {
@@ -105,7 +111,9 @@ def test_the_report_of_a_tpu(few_programs, monkeypatch):
 @NATIVE
 @pytest.mark.parametrize("disabled", [False, True])
 def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
-    """Products without an FP8 kernel are intended on a CPU; a kernel that is switched off is not."""
+    """Products without an FP8 kernel are intended on a CPU; a kernel that is switched
+    off is not.
+    """
     monkeypatch.setattr(_machine, "OPS", {name: _machine._example(name) for name in ("amax", "scaled_matmul")})
     if disabled:
         monkeypatch.setattr(_support, "_disabled", frozenset({"amax"}))
@@ -121,7 +129,9 @@ def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
     "capability, ops, recipes", [("9.0", [], ["MXFP8BlockScaling"]), ("10.0", ["block_scaled_matmul"], BLOCKS)]
 )
 def test_capable_gpus(machine, capability, ops, recipes):
-    """Which ops do not run there, and which recipes have fewer than three FP8 products."""
+    """Which ops do not run there, and which recipes have fewer than three FP8
+    products.
+    """
     machine(gpu(capability))
     assert [row["name"] for row in _machine.active_ops("cuda") if row["why"] or not row["custom_call"]] == [
         *cases.CPU_ONLY,
@@ -201,7 +211,9 @@ def test_a_broken_part_is_a_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
 def test_in_a_process_of_its_own(platform):
-    """As a user runs it. Where JAX is told to use GPUs and finds none, what it says is in the report."""
+    """As a user runs it. Where JAX is told to use GPUs and finds none, what it says is
+    in the report.
+    """
     if platform == "cuda" and _support.local_gpus():
         pytest.skip("there are GPUs")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA_"))}

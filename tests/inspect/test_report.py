@@ -82,7 +82,9 @@ def test_linen(capsys):
 
 
 def test_nnx_layers_that_are_not_called():
-    """A published model reads `qkv.kernel` by itself: with arguments the row says so, and has the shapes of inputs."""
+    """A published model reads `qkv.kernel` by itself: with arguments the row says so,
+    and has the shapes of inputs.
+    """
 
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -113,7 +115,9 @@ def test_nnx_layers_that_are_not_called():
     ids=["code", "remat", "rules", "jit"],
 )
 def test_linen_layers_that_init_alone_calls(block, rules):
-    """A model that makes parameters by a layer, and reads them by itself; blocks that nn.jit runs as one program."""
+    """A model that makes parameters by a layer, and reads them by itself; blocks that
+    nn.jit runs as one program.
+    """
 
     class Model(nn.Module):
         def setup(self):
@@ -204,7 +208,9 @@ def test_unused_rules():
 
 
 def test_blocks_in_nn_jit():
-    """Flax runs a block whose program it has no more, and no method of it is met; a report traces it anew."""
+    """Flax runs a block whose program it has no more, and no method of it is met; a
+    report traces it anew.
+    """
     block = nn.jit(nn.Dense)
 
     class Stack(nn.Module):

@@ -1,4 +1,6 @@
-"""inspect.summary and scalars: every number against numpy, from state that is written by hand."""
+"""inspect.summary and scalars: every number against numpy, from state that is written
+by hand.
+"""
 
 import flax.linen as nn
 import jax
@@ -29,7 +31,8 @@ def row_of(*args, **kwargs):
 
 
 def test_a_window_by_hand():
-    # The step before wrote 3 (the last slot), the ones before it 7 and 5; the step just run wrote 14, with 7's scale.
+    # The step before wrote 3 (the last slot), the ones before it 7 and 5; the step just
+    # run wrote 14, with 7's scale.
     scale_inv = np.float32(7) / np.float32(448)
     row = row_of([14, 0, 0, 5, 7, 3], scale_inv)
     assert row == {
@@ -55,10 +58,12 @@ def test_a_window_by_hand():
     [
         ([4, 0, 0, 2, 9, 3], 9 / 57344, "max", 1),  # e5m2
         ([4, 0, 0, 2, 9, 3], 9 / 448 * 8, "max", 1),  # margin 3
-        ([4, 0, 9, 2, 9, 3], 9 / 448, "max", 3),  # the scale did not change when the second 9 came
+        # the scale did not change when the second 9 came
+        ([4, 0, 9, 2, 9, 3], 9 / 448, "max", 3),
         ([4, 0, 0, 2, 9, 3], 3 / 448, "most_recent", None),
         ([4, 1, 2, 2, 2, 3], 9 / 448, "dropped", None),  # a 9 that has just left
-        ([4, 0, 0, 2, 9, 3], 10 / 448, None, None),  # the window is not full: nothing has left it
+        # the window is not full: nothing has left it
+        ([4, 0, 0, 2, 9, 3], 10 / 448, None, None),
         ([4, 1, 2, 2, 9, 3], 5 / 57344, None, None),  # smaller than what is there
         ([4, 0, 0, 0, 0, 0], 1, "unit", None),
         ([0, 0, 0, 0, 0, 0], 1, "unit", None),
@@ -95,7 +100,9 @@ def test_a_row_for_each_layer_of_a_stack():
 
 
 def test_a_large_model_takes_a_screen():
-    """Layers that differ in numbers alone share a line, that of the worst; `worst` keeps the worst rows."""
+    """Layers that differ in numbers alone share a line, that of the worst; `worst`
+    keeps the worst rows.
+    """
     layers = {f"block_{i}": state([2 + (i == 7), 2, 1], 2 / 448)[OWG] for i in range(30)}
     layers |= {"head": state([1, 1], -1)[OWG], "block_40": {"odd": state([9, 3], 3 / 448)[OWG]}}
     for i in range(9):
@@ -153,7 +160,9 @@ def test_measure_is_one_small_array_and_waits_for_nothing():
 
 
 def test_figures_by_hand():
-    """Each figure of a stack of three quantizers, and of a gradient in e5m2, against numpy in double precision."""
+    """Each figure of a stack of three quantizers, and of a gradient in e5m2, against
+    numpy in double precision.
+    """
     histories = np.array([[12, 0, 3, 6], [2, 0, 0, 0], [0, 5, 1, 2]], np.float32)
     scale_inv = np.array([6 / 448, 1, 5 / 448], np.float32)
     tree = state(histories, scale_inv)
@@ -170,7 +179,8 @@ def test_figures_by_hand():
     growth = np.float32(3) / np.float32(9)
     assert found["layer/output_grad/growth"] == growth
     np.testing.assert_allclose(found["layer/output_grad/scale_lag"], np.log2(growth), rtol=4 * 2**-24)
-    # State does not record its format: in e4m3 the same peak is 2**7 too large, as 57344 is 2**7 * 448.
+    # State does not record its format: in e4m3 the same peak is 2**7 too large, as
+    # 57344 is 2**7 * 448.
     forward = inspect.scalars(inspect.measure(tree, jaxfp8.E4M3), prefix="")
     difference = forward["layer/output_grad/scale_lag"] - found["layer/output_grad/scale_lag"]
     assert abs(difference - 7) < 1e-6 and forward["layer/input[0]/scale_lag"] == found["layer/input[0]/scale_lag"]

@@ -1,4 +1,6 @@
-"""Equinox: FP8 state is a field of a module, and every filtered transform treats it right."""
+"""Equinox: FP8 state is a field of a module, and every filtered transform treats it
+right.
+"""
 
 import equinox as eqx
 import jax
@@ -38,9 +40,11 @@ def loss_fn(model, x, grad):
 
 
 def test_updates_of_equinox_raise():
-    """`eqx.apply_updates` adds, and state must be overwritten: JAX's error names what does, by the type of a node.
+    """`eqx.apply_updates` adds, and state must be overwritten: JAX's error names what
+    does, by the type of a node.
 
-    The gradient of a module is a module: the next state in place of the state, None for what is no array.
+    The gradient of a module is a module: the next state in place of the state, None for
+    what is no array.
     """
     model, x, grad, state = setting()
     tx = jaxfp8.train.optimizer(optax.sgd(0.1))
@@ -60,7 +64,9 @@ def test_updates_of_equinox_raise():
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, eqx.filter_jit], ids=["no jit", "jax.jit", "eqx.filter_jit"])
 def test_a_checkpointed_loop_names_the_way_out(jit):
-    """Such as that of diffrax's default adjoint; a `jit` around the loop hides where Equinox's assertion is from."""
+    """Such as that of diffrax's default adjoint; a `jit` around the loop hides where
+    Equinox's assertion is from.
+    """
     recipe = jaxfp8.DelayedScaling(amax_history_len=2)
 
     @jit

@@ -1,4 +1,6 @@
-"""Haiku: FP8 state as an argument, as parameters and as Haiku state; three steps of each against the oracle."""
+"""Haiku: FP8 state as an argument, as parameters and as Haiku state; three steps of
+each against the oracle.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ def kernel_parameter(x):
 
 
 class WithParameters(hk.Module):
-    """State as parameters, by the names that Flax gives its variables; jaxfp8 finds such pairs in any tree."""
+    """State as parameters, by the names that Flax gives its variables; jaxfp8 finds
+    such pairs in any tree.
+    """
 
     def __call__(self, x):
         def quantizer(name):
@@ -35,7 +39,9 @@ class WithParameters(hk.Module):
 
 
 class WithHaikuState(hk.Module):
-    """State as Haiku state, which is differentiated like the parameters and never set."""
+    """State as Haiku state, which is differentiated like the parameters and never
+    set.
+    """
 
     def __call__(self, x):
         state = hk.get_state("fp8", (), jnp.float32, init=lambda *_: jaxfp8.init_state(cases.RECIPE))
@@ -52,7 +58,9 @@ def state_of(parameters):
 
 
 def as_argument(x):
-    """(variables, apply, kernel, state): the state is an argument of the transformed function."""
+    """(variables, apply, kernel, state): the state is an argument of the transformed
+    function.
+    """
     transformed = hk.without_apply_rng(hk.transform(lambda x, state: cases.product(x, kernel_parameter(x), state)))
     state = jaxfp8.init_state(cases.RECIPE)
     variables = transformed.init(jax.random.key(0), x, state), state

@@ -1,5 +1,5 @@
-"""Layers as Flax's lm1b has them, with what it puts around them: logical partitioning, dropout, `sow`, a shared
-embedding, and blocks in `nn.scan` of `nn.remat`.
+"""Layers as Flax's lm1b has them, with what it puts around them: logical partitioning,
+dropout, `sow`, a shared embedding, and blocks in `nn.scan` of `nn.remat`.
 """
 
 import chex
@@ -64,7 +64,9 @@ def init(model):
 
 
 def train(model, variables, steps=2):
-    """Losses, and the last variables, of steps that lm1b's `train_step` takes too: dropout by step, adam."""
+    """Losses, and the last variables, of steps that lm1b's `train_step` takes too:
+    dropout by step, adam.
+    """
     state = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
 
     @jax.jit
@@ -85,7 +87,9 @@ def train(model, variables, steps=2):
 
 
 def test_boxes_of_logical_partitioning():
-    """Parameters keep their boxes and get their shardings; state has none, so it is whole on every device."""
+    """Parameters keep their boxes and get their shardings; state has none, so it is
+    whole on every device.
+    """
     model = jaxfp8.linen.quantize(Model(), RULES)
     variables = init(model)
     specs = nn.logical_to_mesh(nn.get_partition_spec(variables), [("embed", None), ("mlp", "tensor"), ("kv", "tensor")])
@@ -99,7 +103,9 @@ def test_boxes_of_logical_partitioning():
 
 
 def test_scan_over_blocks():
-    """State is stacked, and each row is that of its block in the model without a scan."""
+    """State is stacked, and each row is that of its block in the model without a
+    scan.
+    """
     plain, scanned = (jaxfp8.linen.quantize(Model(is_scan), RULES) for is_scan in (False, True))
     variables, of_scan = init(plain), init(scanned)
     assert of_scan["params"]["blocks"]["up"]["kernel"].names == ("layers", "embed", "mlp")
@@ -118,7 +124,8 @@ def test_scan_over_blocks():
     (got, aside), (wanted, _) = state_of(scanned, stacked), state_of(plain, nn.meta.unbox(variables))
     assert aside["blocks"]["norm"][0].shape == (2,)
     for i in range(2):
-        for name in ("input", "kernel"):  # amaxes of bf16 values, which may round to either neighbour: 2**-8 each way
+        # amaxes of bf16 values, which may round to either neighbour: 2**-8 each way
+        for name in ("input", "kernel"):
             leaf = f"{name}_amax_history"
             of_block = wanted[f"block{i}"]["up"]["Fp8DotGeneral_0"][leaf]
             np.testing.assert_allclose(got["blocks"]["up"]["Fp8DotGeneral_0"][leaf][i], of_block, rtol=2**-7)

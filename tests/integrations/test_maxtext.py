@@ -1,4 +1,6 @@
-"""`jaxfp8.integrations.maxtext` on a stand-in with the names and contracts of MaxText 0.2.5."""
+"""`jaxfp8.integrations.maxtext` on a stand-in with the names and contracts of MaxText
+0.2.5.
+"""
 
 import dataclasses
 import enum
@@ -49,7 +51,9 @@ def nnx_decoders():
 
 
 def gradient_accumulation():
-    """One function: parameters are differentiated and added, all other variables go from microbatch to microbatch."""
+    """One function: parameters are differentiated and added, all other variables go
+    from microbatch to microbatch.
+    """
     module = types.ModuleType("maxtext.utils.gradient_accumulation")
     module.nnx = nnx
 
@@ -101,7 +105,9 @@ def create_model(name, *, __base__, __module__, __validators__, **fields):
 
 @pytest.fixture
 def standin(monkeypatch):
-    """The modules, and one that has imported the accumulation by name, as MaxText's `train` does."""
+    """The modules, and one that has imported the accumulation by name, as MaxText's
+    `train` does.
+    """
     pyconfig = types.SimpleNamespace(
         _initialize_pydantic=lambda argv, config_class=Config: config_class,
         types=types.SimpleNamespace(MaxTextConfig=Config),
@@ -157,7 +163,8 @@ class Model(nnx.Module):
 
     def __call__(self, x):
         y = self.product(x, self.kernel.get_value(), (((1,), (0,)), ((), ())))
-        for name, variable in list(vars(self.product).items()):  # MaxText's bridge stores anew what it has read
+        # MaxText's bridge stores anew what it has read
+        for name, variable in list(vars(self.product).items()):
             if isinstance(variable, jaxfp8.nnx.OverwriteWithGradient):
                 setattr(self.product, name, jaxfp8.nnx.OverwriteWithGradient(variable.get_value()))
         return y
@@ -170,7 +177,9 @@ def loss_fn(model, config, data, dropout_rng, params, is_train=True):
 
 
 def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
-    """Two steps of four microbatches against the oracle: each runs on the state from before the step."""
+    """Two steps of four microbatches against the oracle: each runs on the state from
+    before the step.
+    """
     with maxtext.install(RECIPE):
         model = Model(quantization(standin))
         accumulate = jax.jit(
@@ -181,7 +190,8 @@ def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
         kernel = np.asarray(model.kernel.get_value())
         for i in range(2):
             rng = np.random.default_rng(i)
-            sizes = np.roll([1.0, 8.0, 2.0, 4.0], i)[:, None, None]  # the largest is neither first nor last
+            # the largest is neither first nor last
+            sizes = np.roll([1.0, 8.0, 2.0, 4.0], i)[:, None, None]
             x, grad = ((rng.standard_normal((STEPS, 6, n)) * sizes).astype(np.float32) for n in (K, N))
             state, grads = accumulate(state, (x, grad))
             uses = list(zip(x, [kernel] * STEPS, grad, strict=True))
@@ -202,7 +212,9 @@ def step(accumulate, graphdef, state, data):
 
 
 def test_state_of_linen_is_not_added_up(standin):
-    """MaxText before 0.2.5 has Linen models, whose state is among the parameters that it sums."""
+    """MaxText before 0.2.5 has Linen models, whose state is among the parameters that
+    it sums.
+    """
     with maxtext.install(RECIPE):
         model = nn.Dense(N, dot_general_cls=quantization(standin).dot_general_cls())
         params = model.init(jax.random.key(0), jnp.ones((1, K)))
@@ -213,7 +225,9 @@ def test_state_of_linen_is_not_added_up(standin):
 
 
 def test_a_recipe_for_each_product(standin):
-    """Under the flag, fprop is that of the recipe and wgrad is exact; there is no state but that of fprop and dgrad."""
+    """Under the flag, fprop is that of the recipe and wgrad is exact; there is no state
+    but that of fprop and dgrad.
+    """
     recipe, x = jaxfp8.ByProduct(RECIPE, RECIPE), np.random.default_rng(0).standard_normal((6, K)).astype(np.float32)
     with maxtext.install(recipe):
         layer = nn.Dense(N, use_bias=False, dot_general_cls=quantization(standin).dot_general_cls())
@@ -238,14 +252,17 @@ def test_a_recipe_for_each_product(standin):
     ],
 )
 def test_flags(standin, flag, recipe):
-    """The name of the class is that of Flax's, which gives state its path, so that checkpoints interchange."""
+    """The name of the class is that of Flax's, which gives state its path, so that
+    checkpoints interchange.
+    """
     with maxtext.install():
         ours = quantization(standin, flag)
         product = ours.dot_general_cls(mesh_axes=("embed", "mlp"))()
         assert isinstance(ours, standin.quantizations.Fp8Quantization) and not ours.needs_apply_rngs
         assert isinstance(product, jaxfp8.Fp8DotGeneral) and type(product).__name__ == "Fp8DirectDotGeneralOp"
         assert product.recipe == ours.einsum().recipe == recipe
-        # TransformerEngine's flags leave MaxText's own grouped products in high precision.
+        # TransformerEngine's flags leave MaxText's own grouped products in high
+        # precision.
         assert ours.quantize_dtype == (jnp.float8_e4m3fn if flag == "fp8" else None)
         assert ours == quantization(standin, flag)
         assert (ours == quantization(standin, "te_mxfp8")) == (flag == "te_mxfp8")
@@ -308,7 +325,9 @@ def test_einsum(standin):
 
 
 def test_state_of_the_loss_combines_by_max(standin):
-    """State that a rematerialized function takes as an argument, twice: JAX alone would add up what comes back."""
+    """State that a rematerialized function takes as an argument, twice: JAX alone would
+    add up what comes back.
+    """
     layer = jaxfp8.nnx.Linear(K, N, recipe=RECIPE, use_bias=False, rngs=nnx.Rngs(0))
     graphdef, state, kernel = nnx.split(layer, jaxfp8.nnx.OverwriteWithGradient, ...)
 
@@ -328,7 +347,9 @@ def test_state_of_the_loss_combines_by_max(standin):
 
 @pytest.mark.parametrize("with_quantization", [False, True])
 def test_policy_of_codes(standin, with_quantization):
-    """The codes of a product are kept where MaxText keeps those of TransformerEngine."""
+    """The codes of a product are kept where MaxText keeps those of
+    TransformerEngine.
+    """
     maxtext.install(RECIPE)
     policy = standin.nnx_decoders.NNXDecoder().minimal_policy(with_quantization=with_quantization)
 
@@ -337,7 +358,8 @@ def test_policy_of_codes(standin, with_quantization):
         return jnp.sin(jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()))
 
     _, vjp = jax.eval_shape(lambda *a: jax.vjp(layer, *a), jnp.ones((6, K)), jnp.ones((K, N)))
-    codes = [leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.uint8]  # as bytes
+    # as bytes
+    codes = [leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.uint8]
     assert codes == ([(K, 6), (K, N)] if with_quantization else [])
 
 

@@ -1,1 +1,3 @@
-"""Tests of the Linen adapters: layers, and FP8 state under Flax's lifted transformations."""
+"""Tests of the Linen adapters: layers, and FP8 state under Flax's lifted
+transformations.
+"""

@@ -1,4 +1,6 @@
-"""Models with rules, and the same models edited by hand: every comparison of the two is bitwise."""
+"""Models with rules, and the same models edited by hand: every comparison of the two is
+bitwise.
+"""
 
 import functools
 import re
@@ -22,7 +24,9 @@ def fp8(recipe):
 
 
 class Block(nn.Module):
-    """Compact; with attention, whose projections are its own modules. `a` and `m` are the edit by hand."""
+    """Compact; with attention, whose projections are its own modules. `a` and `m` are
+    the edit by hand.
+    """
 
     a: object = None
     m: object = None
@@ -37,7 +41,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """setup; blocks in a list, the first under remat; a layer that comes from outside and runs twice."""
+    """setup; blocks in a list, the first under remat; a layer that comes from outside
+    and runs twice.
+    """
 
     a: object = None
     m: object = None
@@ -77,7 +83,9 @@ def x(seed=0):
 
 
 def step(module):
-    """`variables, x -> (y, gradients)`, jitted; gradients of state are the next state."""
+    """`variables, x -> (y, gradients)`, jitted; gradients of state are the next
+    state.
+    """
 
     @jax.jit
     def run(variables, *x):

@@ -1,4 +1,6 @@
-"""linen.Dense: nn.Dense's parameters, but the f32 kernel is quantized as it is and its gradient comes in f32."""
+"""linen.Dense: nn.Dense's parameters, but the f32 kernel is quantized as it is and its
+gradient comes in f32.
+"""
 
 import functools
 import re
@@ -30,7 +32,9 @@ def operands(seed, dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_steps(dtype):
-    """Five steps: the state says that the kernel was quantized from f32, the bounds that its gradient is f32."""
+    """Five steps: the state says that the kernel was quantized from f32, the bounds
+    that its gradient is f32.
+    """
     layer = Dense(N, recipe=RECIPE, dtype=dtype, bias_init=BIAS)
     x, grad = operands(0, dtype)
     variables = layer.init(jax.random.key(0), x)
@@ -65,13 +69,17 @@ def program(layer):
 
 
 def kernel_conversions(text):
-    """Conversions of an array of the kernel's shape, `(from, to)`, in a StableHLO program."""
+    """Conversions of an array of the kernel's shape, `(from, to)`, in a StableHLO
+    program.
+    """
     of_kernel = rf"stablehlo\.convert [^\n]*tensor<{K}x{N}x(\w+)>\) -> tensor<{K}x{N}x(\w+)>"
     return set(re.findall(of_kernel, text))
 
 
 def test_no_copy_of_the_kernel_in_the_compute_dtype():
-    """nn.Dense rounds the kernel to bf16 and its gradient as well; here no f32 of its shape is, only codes widen."""
+    """nn.Dense rounds the kernel to bf16 and its gradient as well; here no f32 of its
+    shape is, only codes widen.
+    """
     theirs = nn.Dense(N, dtype=BF16, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE))
     ours = Dense(N, recipe=RECIPE, dtype=BF16)
     assert kernel_conversions(program(theirs)) >= {("f32", "bf16"), ("bf16", "f32")}
@@ -107,6 +115,7 @@ def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
     assert state["input_amax_history"][0] == oracle.amax(arrives)
     codes, _ = oracle.quantize(arrives, 1, oracle.E4M3)
     kernel_codes, _ = oracle.quantize(np.asarray(variables["params"]["kernel"]), 1, oracle.E4M3)
-    # Without a backward the empty histories would give way to the amaxes of x and the kernel.
+    # Without a backward the empty histories would give way to the amaxes of x and the
+    # kernel.
     y, _ = jax.vjp(lambda v: layer.apply(v, x), variables)
     oracle.scaled_matmul(codes, kernel_codes.T, 1, 1, out_dtype=dtype or F32).check(y)

@@ -1,4 +1,6 @@
-"""linen.GatedMLP, NormDense and Dense of several dimensions: parameters, dtypes, and the products they are made of."""
+"""linen.GatedMLP, NormDense and Dense of several dimensions: parameters, dtypes, and
+the products they are made of.
+"""
 
 import functools
 
@@ -75,7 +77,9 @@ def written_out(layer, variables, x, dtype):
 @pytest.mark.parametrize("recipe, dtype", CASES, ids=str)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_values_and_gradients(layer, recipe, dtype):
-    """Those of the functions, which dot/test_fused_values.py compares with formulas; no state in some recipes."""
+    """Those of the functions, which dot/test_fused_values.py compares with formulas; no
+    state in some recipes.
+    """
     recipe = RECIPES[recipe].recipe
     layer, x = layer.clone(recipe=recipe, dtype=dtype), inputs(dtype)
     variables = init(layer, x)
@@ -114,7 +118,9 @@ def test_parameters(layer):
 
 
 def test_kernels_are_initialized_as_those_of_one_dimension():
-    """As nn.Dense and nn.DenseGeneral do for the same key; so the variance is that of the fan-in."""
+    """As nn.Dense and nn.DenseGeneral do for the same key; so the variance is that of
+    the fan-in.
+    """
     x, key, size = inputs(), jax.random.key(3), int(np.prod(FEATURES))
     ours = Dense(FEATURES, recipe=RECIPE).init(key, x)["params"]["kernel"]
     oracle.assert_bitwise(ours.reshape(WIDTH, size), nn.Dense(size).init(key, x)["params"]["kernel"], "nn.Dense")

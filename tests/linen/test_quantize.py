@@ -1,4 +1,6 @@
-"""linen.quantize: which layer runs which recipe; the model edited by hand is the reference, bit for bit."""
+"""linen.quantize: which layer runs which recipe; the model edited by hand is the
+reference, bit for bit.
+"""
 
 import functools
 
@@ -50,7 +52,8 @@ def test_bound_models():
     hand = by_hand().bind(variables)
     assert_same(by_rules().bind(variables)(x()), hand(x()))
     assert_same(by_rules().bind(variables).encode(x()), hand.encode(x()))
-    assert_same(by_rules().bind(variables).blocks[1](x()), hand.blocks[1](x()))  # before setup has run
+    # before setup has run
+    assert_same(by_rules().bind(variables).blocks[1](x()), hand.blocks[1](x()))
     assert_same(by_rules().bind(variables).shared(x()), hand.shared(x()))
     assert_same(nn.apply(Model.encode, by_rules())(variables, x()), hand.encode(x()))
     unbound, _ = by_rules().bind(variables).unbind()
@@ -102,11 +105,13 @@ def test_other_rules_are_traced_anew():
     assert not np.array_equal(outputs[0], outputs[1])
 
 
-# ------------------------------------------------------------------------------------------- which rule, and None
+# ----------------------------------------------------------------- which rule, and None
 
 
 def compare_which_rule():
-    """First match, as a whole, and None: raises AssertionError at the first difference."""
+    """First match, as a whole, and None: raises AssertionError at the first
+    difference.
+    """
     compare_programs(quantize(model(), [("head", A), ("head", B), (".*", None)]), model(h=A), x())
     compare_programs(
         quantize(model(), [("mlp", A), ("attn", A), ("blocks_0", A), ("ead", A), ("hea", A)]), model(), x()
@@ -119,7 +124,9 @@ def test_which_rule():
 
 
 def test_rules_on_rules():
-    """The later rules are asked first; a model in a model has its own paths, and the outer rules come first."""
+    """The later rules are asked first; a model in a model has its own paths, and the
+    outer rules come first.
+    """
     twice = quantize(quantize(model(), [("head", A), ("shared", A)]), [("head", B)])
     compare_programs(twice, model(h=B, shared=A), x())
     inner = quantize(model(), [("head", A), ("shared", A)])
@@ -127,7 +134,7 @@ def test_rules_on_rules():
     compare_programs(outer, nn.Sequential([model(h=B, shared=A)]), x())
 
 
-# ------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------- layers
 
 
 def test_own_layers():

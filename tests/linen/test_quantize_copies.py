@@ -1,4 +1,6 @@
-"""A model with rules is pickled, copied, hashed and used in threads whenever the plain model is."""
+"""A model with rules is pickled, copied, hashed and used in threads whenever the plain
+model is.
+"""
 
 import contextlib
 import copy
@@ -106,7 +108,9 @@ def outcome(function, *args):
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_copies(name, how):
-    """What the plain model can and what its rules can, the model with rules can; what is equal there is equal here."""
+    """What the plain model can and what its rules can, the model with rules can; what
+    is equal there is equal here.
+    """
     plain, rules = MODELS[name]
     quantized = quantize(plain, rules)
     plain_copy, quantized_copy = outcome(COPIES[how], plain), outcome(COPIES[how], quantized)
@@ -141,7 +145,9 @@ pickle.dump(list(map(np.asarray, jax.tree.leaves((variables, step(model)(variabl
 @pytest.mark.slow
 @pytest.mark.parametrize("pickler", [pickle, pytest.param(cloudpickle, marks=needs_cloudpickle)])
 def test_in_another_process(pickler):
-    """cloudpickle: of a class that only this function knows, and a recipe with a function of its own."""
+    """cloudpickle: of a class that only this function knows, and a recipe with a
+    function of its own.
+    """
 
     class Local(nn.Module):
         @nn.compact
@@ -165,7 +171,7 @@ def test_mutant_that_pickles_by_the_class_is_caught(monkeypatch):
         test_copies("setup", "pickle")
 
 
-# ------------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------------ threads
 
 
 def in_threads(*functions):

@@ -1,4 +1,6 @@
-"""linen.quantize and Flax's lifted transforms; the model edited by hand is the reference, bit for bit."""
+"""linen.quantize and Flax's lifted transforms; the model edited by hand is the
+reference, bit for bit.
+"""
 
 import functools
 
@@ -47,7 +49,9 @@ def test_scan_and_vmap():
 
 
 def test_scan_without_state():
-    """State that nothing carries is an error where it is made, with rules and without; some recipes have none."""
+    """State that nothing carries is an error where it is made, with rules and without;
+    some recipes have none.
+    """
     for model in (quantize(scanned(collections=("params",)), [("blocks/.*", A)]), scanned(A, ("params",))):
         with pytest.raises(ValueError, match=r"^blocks/dense/.*: DelayedScaling keeps state, .*variable_axes"):
             model.init(jax.random.key(0), x())
@@ -57,7 +61,9 @@ def test_scan_without_state():
 
 
 def test_rnn():
-    """State that is broadcast with the parameters: an amax is the largest of all time steps, and of any number."""
+    """State that is broadcast with the parameters: an amax is the largest of all time
+    steps, and of any number.
+    """
     with pytest.raises(ValueError, match=rf"nn.RNN does, pass variable_broadcast=\('params', '{OWG}'\)"):
         quantize(nn.RNN(nn.SimpleCell(D)), [(".*", A)]).init(jax.random.key(0), x())
     rnn = quantize(nn.RNN(nn.SimpleCell(D), variable_broadcast=("params", OWG)), [(".*", A)])
@@ -71,7 +77,7 @@ def test_rnn():
         assert cell["i"]["Fp8DotGeneral_0"]["input_amax_history"][0] == np.abs(batch).max()
 
 
-# ------------------------------------------------------------------------------------------------------- nn.jit
+# ------------------------------------------------------------------------------- nn.jit
 
 
 class Unit(nn.Module):
@@ -165,12 +171,15 @@ STACKS = {
 def test_blocks_in_nn_jit(stack):
     """The first block runs one recipe, the second another one, the last none."""
     plain, hand = STACKS[stack](), STACKS[stack](recipes=(A, B, None))
-    plain.init(jax.random.key(0), x())  # the program of all blocks that a cache could find
+    # the program of all blocks that a cache could find
+    plain.init(jax.random.key(0), x())
     compare_training(quantize(plain, STACK_RULES), hand, x(), steps=1)
 
 
 def test_blocks_in_nn_jit_outside_of_jit():
-    """Compiled block by block, and found in the caches in the second round, by an equal model; other rules are not."""
+    """Compiled block by block, and found in the caches in the second round, by an equal
+    model; other rules are not.
+    """
     hand = Compact(Jitted, (A, B, None))
     variables = hand.init(jax.random.key(0), x())
     wanted = [hand.apply(variables, x(seed)) for seed in (1, 2)]
@@ -184,7 +193,9 @@ def test_blocks_in_nn_jit_outside_of_jit():
 
 
 def test_path_that_nn_jit_cannot_see_is_refused():
-    """Blocks in a field of a module in nn.remat have the path of that module in their flags."""
+    """Blocks in a field of a module in nn.remat have the path of that module in their
+    flags.
+    """
     hidden = nn.remat(nn.Sequential)([Jitted(), Jitted()])
     hidden.init(jax.random.key(0), x())
     with pytest.raises(ValueError, match=r"layers_\d is in nn.jit, inside of another transform.*take nn.jit away"):

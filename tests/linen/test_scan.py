@@ -1,4 +1,6 @@
-"""Gradients that JAX takes, of layers whose state is read outside of the loop: bit for bit those of `nn.scan`."""
+"""Gradients that JAX takes, of layers whose state is read outside of the loop: bit for
+bit those of `nn.scan`.
+"""
 
 import functools
 
@@ -86,7 +88,9 @@ def test_entries(entry, reads):
 
 
 def test_two_entries_in_one_loss():
-    """Two readings of one state: their next states combine by max, where those of two scans would add."""
+    """Two readings of one state: their next states combine by max, where those of two
+    scans would add.
+    """
     model = Model(nn.scan)
     variables, _ = after_a_step(model)
     apply = entries(model, variables)

@@ -1,6 +1,8 @@
-"""Sums over devices for `shard_map(check_vma=False)`, where programs bring their own gradients.
+"""Sums over devices for `shard_map(check_vma=False)`, where programs bring their own
+gradients.
 
-There `psum` transposes to `psum`, and the gradient of what is replicated is not summed. Types make both unnecessary.
+There `psum` transposes to `psum`, and the gradient of what is replicated is not summed.
+Types make both unnecessary.
 """
 
 import jax

@@ -1,11 +1,14 @@
-"""A model whose arithmetic is exact in any order, so that training it on a mesh must give one device's bits.
+"""A model whose arithmetic is exact in any order, so that training it on a mesh must
+give one device's bits.
 
-Every tensor that is quantized has an amax of 7 times a power of two. FP8_MAX is that too, so all scales are powers of
-two, and all sums are of multiples of 2**-6 that stay below 2**18: f32 holds each partial sum exactly. Only rounding to
-FP8 is left, which is elementwise. `tests/mesh/test_jit_meshes.py` checks these properties.
+Every tensor that is quantized has an amax of 7 times a power of two. FP8_MAX is that
+too, so all scales are powers of two, and all sums are of multiples of 2**-6 that stay
+below 2**18: f32 holds each partial sum exactly. Only rounding to FP8 is left, which is
+elementwise. `tests/mesh/test_jit_meshes.py` checks these properties.
 
-In every tensor and step one small block is twice as large as the rest, and lies elsewhere in the next step: a device
-that knew its own shards only would scale differently.
+In every tensor and step one small block is twice as large as the rest, and lies
+elsewhere in the next step: a device that knew its own shards only would scale
+differently.
 """
 
 import dataclasses
@@ -27,7 +30,9 @@ ROWS_BY_COLUMNS = (((2,), (0,)), ((), ()))  # x [b, s, k], kernel [k, n]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the arrays of `mlp` are cut: x and y `[b, s, d]`, h `[b, s, f]`, w1 `[d, f]`, w2 `[f, d]`."""
+    """How the arrays of `mlp` are cut: x and y `[b, s, d]`, h `[b, s, f]`, w1 `[d, f]`,
+    w2 `[f, d]`.
+    """
 
     x: P
     w1: P
@@ -69,7 +74,9 @@ LAYOUTS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Batch:
-    """x and target `[b, s, d]`, and the sizes `[b, 1, f]` of the hidden layer's values and gradients."""
+    """x and target `[b, s, d]`, and the sizes `[b, 1, f]` of the hidden layer's values
+    and gradients.
+    """
 
     x: jax.Array
     target: jax.Array
@@ -79,7 +86,9 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Run:
-    """The end of a training: weights and state after the last step, the losses of all."""
+    """The end of a training: weights and state after the last step, the losses of
+    all.
+    """
 
     weights: dict
     state: dict
@@ -112,7 +121,9 @@ def stateless() -> dict:
 
 
 def tensor(rng, level):
-    """f32 `[b, s, d]`: multiples of 1/8 up to 3.5, twice that in half of a row, one 7; times 2**level; and the row."""
+    """f32 `[b, s, d]`: multiples of 1/8 up to 3.5, twice that in half of a row, one 7;
+    times 2**level; and the row.
+    """
     values = rng.integers(-28, 29, (BATCH, LENGTH, WIDTH)).astype(np.float32) / 8
     row, half = rng.integers(BATCH), rng.integers(2) * LENGTH // 2
     values[row, half : half + LENGTH // 2] *= 2
@@ -155,7 +166,9 @@ def dot(x, kernel, state, recipe=RECIPE, out_sharding=None):
 
 @jax.custom_vjp
 def activation(y, size):
-    """Multiples of 1/4 between 0 and 7, times `size`; the gradient passes through and is treated alike."""
+    """Multiples of 1/4 between 0 and 7, times `size`; the gradient passes through and
+    is treated alike.
+    """
     return jnp.clip(jnp.round(y * 4) / 4, 0, 7) * size
 
 
@@ -182,7 +195,9 @@ def loss(weights, state, batch, **options):
 
 
 def next_weights(weights, gradient):
-    """A step of 1/4s; the largest weight goes from 7/4 to 7/2 and back. Where g is not finite w stays. Elementwise."""
+    """A step of 1/4s; the largest weight goes from 7/4 to 7/2 and back. Where g is not
+    finite w stays. Elementwise.
+    """
 
     def step(w, g):
         new = jnp.where(jnp.abs(w) > 1, 5.25 - w, jnp.clip(w - jnp.round(g / 128) / 4, -0.75, 0.75))
@@ -247,7 +262,9 @@ def _bits(x) -> bytes:
 
 
 def step_on(mesh, layout, recipe=RECIPE, make_step=make_step):
-    """The step in a program whose arrays XLA cuts (auto axes) or types cut (explicit axes)."""
+    """The step in a program whose arrays XLA cuts (auto axes) or types cut (explicit
+    axes).
+    """
     is_explicit = mesh.axis_types[0] == AxisType.Explicit
 
     def named(name):

@@ -1,4 +1,6 @@
-"""Collectives in numpy, as a choice of elements; programs of several uses of one state, and what they must give."""
+"""Collectives in numpy, as a choice of elements; programs of several uses of one state,
+and what they must give.
+"""
 
 import dataclasses
 import functools
@@ -21,19 +23,21 @@ from jaxfp8 import collectives
 
 DEVICES, USES = 8, 2
 LOCAL = (8, 2, 160)  # of x on one device; 160 is no multiple of a block
-SHIFT = [(i, (i + 3) % DEVICES) for i in range(DEVICES - 1)]  # one device sends nothing, another gets nothing
+# one device sends nothing, another gets nothing
+SHIFT = [(i, (i + 3) % DEVICES) for i in range(DEVICES - 1)]
 
 
 def mesh():
     return jax.make_mesh((DEVICES,), ("e",), axis_types=(AxisType.Auto,))
 
 
-# -------------------------------------------------------------------------------------------------------- collectives
+# -------------------------------------------------------------------------- collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A collective: of the package without x, recipe and state; and in numpy, of `[DEVICES, *shard]`.
+    """A collective: of the package without x, recipe and state; and in numpy, of
+    `[DEVICES, *shard]`.
 
     Attributes:
         sums_back: whether cotangents are summed, in high precision.
@@ -84,7 +88,7 @@ CASES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------ recipes
+# ------------------------------------------------------------------------------ recipes
 
 
 def backward_only(recipe, **options):
@@ -104,7 +108,9 @@ RECIPES = {
 
 
 def quantized(name, x, state: oracle.State, is_grad: bool) -> np.ndarray:
-    """What a recipe makes of all shards `[DEVICES, ..., n]`: quantized and dequantized, in their dtype."""
+    """What a recipe makes of all shards `[DEVICES, ..., n]`: quantized and dequantized,
+    in their dtype.
+    """
     _, rule = RECIPES[name]
     if name == "none" or (name == "mx backward" and not is_grad):
         return x
@@ -117,7 +123,7 @@ def quantized(name, x, state: oracle.State, is_grad: bool) -> np.ndarray:
     return values.astype(F32).astype(x.dtype).reshape(x.shape)
 
 
-# ----------------------------------------------------------------------------------------------------------- programs
+# ----------------------------------------------------------------------------- programs
 
 
 def loop(use, xs, grads, state):
@@ -154,7 +160,9 @@ PROGRAMS = [loop, scan, vmap, remat, remat_in_scan, scan_of_vmap]
 
 
 def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):
-    """A jitted step `(xs, grads, state) -> (ys, gradient of xs, next state)`; arrays are `[USES, DEVICES, *shard]`."""
+    """A jitted step `(xs, grads, state) -> (ys, gradient of xs, next state)`; arrays
+    are `[USES, DEVICES, *shard]`.
+    """
 
     def use(x, grad, state):
         y = case.send(x, recipe=recipe, state=state).dequantize(x.dtype)
@@ -178,7 +186,9 @@ def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):
 
 
 def operands(case: Case, seed=0, dtype=BF16):
-    """xs and grads. The grads are integers times 2**-6 whose sums over devices bfloat16 holds."""
+    """xs and grads. The grads are integers times 2**-6 whose sums over devices bfloat16
+    holds.
+    """
     rng = np.random.default_rng(seed)
     xs = rng.standard_normal((USES, DEVICES, *LOCAL)) * 2.0 ** rng.integers(-3, 4, (USES, DEVICES, 1, 1, 1))
     shape = case.choose(np.zeros((DEVICES, *LOCAL))).shape
@@ -201,7 +211,9 @@ def results(case: Case, name, x, grad, state: oracle.LayerState):
 
 
 def next_state(case: Case, xs, grads, state: oracle.LayerState):
-    """The next state of delayed scaling: the largest amax of the uses that have one; zeros of what is not used."""
+    """The next state of delayed scaling: the largest amax of the uses that have one;
+    zeros of what is not used.
+    """
 
     def after(old, fmt, tensors):
         amaxes = [amax for amax in map(oracle.amax, tensors) if np.isfinite(amax)]

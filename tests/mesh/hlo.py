@@ -1,4 +1,6 @@
-"""What a compiled program sends and multiplies, with the shapes of one device; the text is read by `aot/hlo.py`."""
+"""What a compiled program sends and multiplies, with the shapes of one device; the text
+is read by `aot/hlo.py`.
+"""
 
 import dataclasses
 import math
@@ -7,7 +9,8 @@ import re
 import numpy as np
 from aot import count, hlo
 
-# Options of `compile` for programs that are only read: the machine code is not optimized, the program is.
+# Options of `compile` for programs that are only read: the machine code is not
+# optimized, the program is.
 QUICKLY = {"xla_backend_optimization_level": 0}
 
 _PART = r"'(\w+)'(?::\((\d+)\)(\d+))?"  # of a mesh axis
@@ -18,10 +21,12 @@ class Collective:
     """One collective operation.
 
     Attributes:
-        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or
+            "collective-permute".
         results: `(dtype, shape)` of each, in HLO's names: ("u8", (4, 8)).
         reducer: "maximum", "add", ... of the kinds that reduce; else None.
-        groups: the devices that take part, a frozenset for each group; empty for collective-permute.
+        groups: the devices that take part, a frozenset for each group; empty for
+            collective-permute.
     """
 
     kind: str
@@ -52,7 +57,9 @@ def _instructions(text: str):
 
 
 def collectives(text: str) -> list[Collective]:
-    """The collectives of a compiled program, `jax.jit(f).lower(...).compile().as_text()`."""
+    """The collectives of a compiled program,
+    `jax.jit(f).lower(...).compile().as_text()`.
+    """
     found = []
     for module, computation, instruction in _instructions(text):
         kind, applied = instruction.opcode.removesuffix("-start"), instruction.attribute("to_apply")
@@ -86,9 +93,10 @@ def multiplications(text: str) -> int:
 def _groups(attributes) -> tuple:
     """The groups of devices, in any of the ways to write them:
 
-    `{{0,1},{2,3}}`; `[2,4]<=[2,2,2]T(0,2,1)`: an iota, reshaped, transposed, in rows; `mesh['a'=2,'b'=4]` with
-    `device_ids=([2,2,2]T(0,2,1))` or none, `{'b'}`: rows of that iota as a mesh, along some of its axes; or
-    `{'b':(2)2}`, along a part of one, of size 2 after 2.
+    `{{0,1},{2,3}}`; `[2,4]<=[2,2,2]T(0,2,1)`: an iota, reshaped, transposed, in rows;
+    `mesh['a'=2,'b'=4]` with `device_ids=([2,2,2]T(0,2,1))` or none, `{'b'}`: rows of
+    that iota as a mesh, along some of its axes; or `{'b':(2)2}`, along a part of one,
+    of size 2 after 2.
     """
     if written := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}", attributes):
         return tuple(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written[1]))
@@ -98,7 +106,8 @@ def _groups(attributes) -> tuple:
         pattern = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
         mesh = re.search(pattern, attributes)
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        # Each axis is three: before, of and after the part that is named; an axis that is named whole has itself there.
+        # Each axis is three: before, of and after the part that is named; an axis that
+        # is named whole has itself there.
         parts = {name: (int(before or 1), size) for name, before, size in re.findall(_PART, mesh[4])}
         sizes = []
         for name, whole in axes.items():

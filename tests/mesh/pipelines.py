@@ -1,11 +1,15 @@
-"""Pipelines of four stages on (stage=4, data=2), as programs to be compared with the run without a pipeline.
+"""Pipelines of four stages on (stage=4, data=2), as programs to be compared with the
+run without a pipeline.
 
-A stage is one layer with its own kernel and state. Microbatches enter at stage 0, move on by one stage a tick and leave
-after the last; before and after there is nothing but zeros (bubbles), which leave no trace in an amax.
+A stage is one layer with its own kernel and state. Microbatches enter at stage 0, move
+on by one stage a tick and leave after the last; before and after there is nothing but
+zeros (bubbles), which leave no trace in an amax.
 
-Exact in any order, as mesh/cases.py: values are multiples of 1/4, and scales powers of two because the recipe says so.
+Exact in any order, as mesh/cases.py: values are multiples of 1/4, and scales powers of
+two because the recipe says so.
 
-`python -m mesh.pipelines FOLDER` runs all programs and writes a file for each, so that a test can stop one that hangs.
+`python -m mesh.pipelines FOLDER` runs all programs and writes a file for each, so that
+a test can stop one that hangs.
 """
 
 import dataclasses
@@ -40,12 +44,14 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo=next_power_
 STAGED = dataclasses.replace(RECIPE, pipeline_axes=("stage",))
 
 
-# ------------------------------------------------------------------------------------------------------------ the model
+# ---------------------------------------------------------------------------- the model
 
 
 @jax.custom_vjp
 def activation(y):
-    """Multiples of 1/4 from -8 to 8; the gradient passes through and is treated alike."""
+    """Multiples of 1/4 from -8 to 8; the gradient passes through and is treated
+    alike.
+    """
     return jnp.clip(jnp.round(y * 4) / 4, -8, 8)
 
 
@@ -66,7 +72,9 @@ def state():
 
 
 def batches():
-    """`(x, target)` of each step, `[microbatches, rows, width]`; the second microbatch has the largest values."""
+    """`(x, target)` of each step, `[microbatches, rows, width]`; the second microbatch
+    has the largest values.
+    """
     rng = np.random.default_rng(1)
 
     def tensor(size):
@@ -78,7 +86,9 @@ def batches():
 
 
 def make_step(value_and_grad):
-    """`(weights, state, batch) -> (weights, state, loss)` from `(weights, state, x, target) -> (loss, gradients)`."""
+    """`(weights, state, batch) -> (weights, state, loss)` from
+    `(weights, state, x, target) -> (loss, gradients)`.
+    """
 
     def step(weights, state, batch):
         loss, (of_weights, of_state) = value_and_grad(weights, state, *batch)
@@ -105,7 +115,7 @@ def reference() -> cases.Run:
     return jax.device_get(cases.train(jax.jit(make_step(differentiated(loss))), weights(), state(), batches()))
 
 
-# --------------------------------------------------------------------------------------------------------- the programs
+# ------------------------------------------------------------------------- the programs
 
 
 def mesh():
@@ -118,7 +128,9 @@ def with_bubbles(x):
 
 
 def rotated(stages):
-    """The loss of a program that keeps the inputs of all stages in one array, and runs `stages` on it in each tick."""
+    """The loss of a program that keeps the inputs of all stages in one array, and runs
+    `stages` on it in each tick.
+    """
 
     def loss(weights, state, x, target):
         def tick(held, x):
@@ -138,9 +150,11 @@ def by_vmap():
 
 
 def by_ppermute(checked, recipe=RECIPE, inside=True, manual=("stage", "data"), skipping=False):
-    """Each device runs its stage, and sends what it has to the device with the next one.
+    """Each device runs its stage, and sends what it has to the device with the next
+    one.
 
-    With `skipping` a stage does nothing where it has nothing to do: then not all devices take part in a reduction.
+    With `skipping` a stage does nothing where it has nothing to do: then not all
+    devices take part in a reduction.
     """
 
     def total(x, axes):

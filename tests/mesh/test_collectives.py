@@ -1,7 +1,8 @@
-"""What compiled programs for 8 devices send: FP8 codes where bf16 would send tensors, and one all-reduce of amaxes.
+"""What compiled programs for 8 devices send: FP8 codes where bf16 would send tensors,
+and one all-reduce of amaxes.
 
-Bytes of bf16 programs are counted as 2 a number: XLA's CPU compiler widens bf16, and FP8 that it sees, before it
-sends them.
+Bytes of bf16 programs are counted as 2 a number: XLA's CPU compiler widens bf16, and
+FP8 that it sees, before it sends them.
 """
 
 import math
@@ -40,7 +41,9 @@ def compiled_in_bf16(kind, name, monkeypatch) -> str:
 
 
 def quantized(layout) -> dict:
-    """The shape and the PartitionSpec of each tensor that a step of `cases.mlp` quantizes."""
+    """The shape and the PartitionSpec of each tensor that a step of `cases.mlp`
+    quantizes.
+    """
     inner = (cases.BATCH, cases.LENGTH, cases.WIDTH)
     hidden = (*inner[:2], cases.HIDDEN)
     return {
@@ -64,7 +67,9 @@ def cut_over(layout) -> set:
 
 
 def check_amaxes(text, name):
-    """One all-reduce a step, of one number for each tensor that is cut, over all devices."""
+    """One all-reduce a step, of one number for each tensor that is cut, over all
+    devices.
+    """
     (amaxes,) = (c for c in hlo.collectives(text) if c.is_amax)
     whole = [spec for _, spec in quantized(cases.LAYOUTS[name]).values() if not any(spec)]
     assert amaxes.results == (("f32", (1,)),) * (AMAXES - len(whole))
@@ -74,17 +79,22 @@ def check_amaxes(text, name):
 
 
 def check_work(text, name):
-    """Each device quantizes its shards and computes its part of the products, both once."""
+    """Each device quantizes its shards and computes its part of the products, both
+    once.
+    """
     mesh, layout = cases.mesh(), cases.LAYOUTS[name]
     sizes = sorted(shard_size(mesh, *tensor) for tensor in quantized(layout).values())
     operands = [math.prod(operands[0][1]) for operands in hlo.custom_calls(text, "jaxfp8_quantize")]
     assert sorted(operands) == sizes
-    products = 5 * cases.BATCH * cases.LENGTH * cases.WIDTH * cases.HIDDEN  # x needs no gradient
+    # x needs no gradient
+    products = 5 * cases.BATCH * cases.LENGTH * cases.WIDTH * cases.HIDDEN
     assert hlo.multiplications(text) == products // 2 ** len(cut_over(layout))
 
 
 def check_gathers(text, name):
-    """Only codes are gathered, and only of tensors that are cut along an axis that their product is not cut along."""
+    """Only codes are gathered, and only of tensors that are cut along an axis that
+    their product is not cut along.
+    """
     mesh, layout = cases.mesh(), cases.LAYOUTS[name]
     gathers = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
     assert {dtype for c in gathers for dtype, _ in c.results} <= {"u8"}
@@ -124,7 +134,8 @@ def test_a_step_of_the_model(kind, name, monkeypatch):
     assert {c.kind for c in ours} <= {c.kind for c in theirs}
     is_gather = lambda c: c.kind == "all-gather"  # noqa: E731
     assert sum(not is_gather(c) for c in ours) <= sum(not is_gather(c) for c in theirs)
-    # A tensor that two products read may be gathered twice, 1 byte a number, where bf16 gathers once.
+    # A tensor that two products read may be gathered twice, 1 byte a number, where bf16
+    # gathers once.
     assert sum(c.bytes for c in ours if is_gather(c)) <= sum(c.bytes // 2 for c in theirs if is_gather(c))
 
 
@@ -143,7 +154,9 @@ def test_operands_gathered_for_the_custom_calls_are_caught(name, monkeypatch):
 
 
 def test_separate_reductions_are_caught(monkeypatch):
-    """The control of `check_amaxes`: each amax over the axes that its tensor is cut over."""
+    """The control of `check_amaxes`: each amax over the axes that its tensor is cut
+    over.
+    """
     whole = _partition._reduced_over
 
     def lost_only(mesh, axes, named, combine):
@@ -185,13 +198,17 @@ def scanned(kind, in_shard_map, policy) -> str:
 
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable], ids=["all saved", "none saved"])
 def test_a_scan_in_a_shard_map(policy):
-    """Devices keep the amaxes of their shards until the backward: one all-reduce for those of a product."""
+    """Devices keep the amaxes of their shards until the backward: one all-reduce for
+    those of a product.
+    """
     (amaxes,) = (c for c in hlo.collectives(scanned("auto", True, policy)) if c.is_amax)
     assert amaxes.results == (("f32", (18,)),)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_scan_in_jit(kind):
-    """The control: what the loop of the forward gives to that of the backward is reduced before."""
+    """The control: what the loop of the forward gives to that of the backward is
+    reduced before.
+    """
     amaxes = [c for c in hlo.collectives(scanned(kind, False, None)) if c.is_amax]
     assert sorted(len(c.results) for c in amaxes) == ([1, 2] if kind == "auto" else [1, 1])

@@ -1,4 +1,6 @@
-"""all_to_all, all_gather and ppermute: values, gradients and next states are numpy's, to the bit."""
+"""all_to_all, all_gather and ppermute: values, gradients and next states are numpy's,
+to the bit.
+"""
 
 import dataclasses
 import functools
@@ -74,7 +76,9 @@ def test_nan_and_inf_arrive_as_nan(recipe):
 
 @pytest.mark.parametrize("case, check_vma", [("ppermute", True), ("all_to_all tiled", False)])
 def test_states_of_stages(case, check_vma):
-    """Each device has a state of its own: a scale travels with the codes, and no amax is reduced."""
+    """Each device has a state of its own: a scale travels with the codes, and no amax
+    is reduced.
+    """
     collective = cases.CASES[case]
     recipe = dataclasses.replace(cases.RECIPES["delayed"][0], pipeline_axes=("e",))
     xs, grads = cases.operands(collective)
@@ -98,7 +102,9 @@ def test_states_of_stages(case, check_vma):
 
 
 def test_two_uses_of_a_replicated_x():
-    """The gradient is the sum of what all devices send back: integers that are FP8 numbers. The state is the larger."""
+    """The gradient is the sum of what all devices send back: integers that are FP8
+    numbers. The state is the larger.
+    """
     recipe, x = jaxfp8.DelayedScaling(amax_history_len=4), np.float32([[1, -2, 3, 4]] * 8)
     state = jaxfp8.init_state(recipe)
 
@@ -117,7 +123,9 @@ def test_two_uses_of_a_replicated_x():
 
 
 def test_remat_keeps_the_codes():
-    """A policy that saves FP8 residuals saves what arrived: it is not sent once more."""
+    """A policy that saves FP8 residuals saves what arrived: it is not sent once
+    more.
+    """
     recipe = cases.RECIPES["delayed"][0]
 
     def sent(**options):
@@ -136,8 +144,8 @@ def test_remat_keeps_the_codes():
 
         specs = {"in_specs": (P("e"), P()), "out_specs": (P(), (P("e"), P()))}
         step = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))
-        # XLA drops what nothing needs: in a jaxpr, the value of a product needs its operands. On CPUs XLA would also
-        # join what remat computes twice.
+        # XLA drops what nothing needs: in a jaxpr, the value of a product needs its
+        # operands. On CPUs XLA would also join what remat computes twice.
         lowered = step.lower(jnp.ones((64, 16)), pack(used_state()))
         compiled = lowered.compile(compiler_options={"xla_disable_hlo_passes": "cse"})
         return compiled.as_text().count(" all-to-all(")
@@ -145,7 +153,7 @@ def test_remat_keeps_the_codes():
     assert (sent(), sent(policy=jaxfp8.checkpoint_policies.save_fp8_residuals)) == (3, 2)
 
 
-# ----------------------------------------------------------------------------------------------------------- products
+# ----------------------------------------------------------------------------- products
 
 
 @pytest.mark.parametrize(
@@ -159,7 +167,9 @@ def test_remat_keeps_the_codes():
     ],
 )
 def test_products_take_the_codes(recipe, batch):
-    """As they take the values in bfloat16, which are so close to codes times scales that they give these again."""
+    """As they take the values in bfloat16, which are so close to codes times scales
+    that they give these again.
+    """
     recipe, rule = cases.RECIPES[recipe]
     state = pack(used_state()) if rule is None else jaxfp8.init_state(recipe)
     rng = np.random.default_rng(0)
@@ -179,7 +189,8 @@ def test_products_take_the_codes(recipe, batch):
 
     specs = {"in_specs": (P("e"), P(), P()), "out_specs": [(P("e"), P("e"), P())] * 2}
     codes, values = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))(x, kernel, state)
-    if recipe == cases.RECIPES["mx"][0]:  # the gradient of the kernel reads other scales: below
+    # the gradient of the kernel reads other scales: below
+    if recipe == cases.RECIPES["mx"][0]:
         codes, values = codes[:2], values[:2]
     assert_same_bits(codes, values)
 
@@ -188,7 +199,9 @@ def test_products_take_the_codes(recipe, batch):
     jaxfp8.MXFP8BlockScaling(), jaxfp8.Float8BlockScaling(power_2_scale=True),
 ], ids=["mx", "block"])  # fmt: skip
 def test_wgrad_shifts_exponents(recipe):
-    """Codes that have one layout get the other one by powers of two; the oracle's gives the same gradient."""
+    """Codes that have one layout get the other one by powers of two; the oracle's gives
+    the same gradient.
+    """
     rng = np.random.default_rng(0)
     x = rng.standard_normal((160, 256)).astype(F32) * np.exp2(rng.integers(-12, 12, (160, 2)).repeat(128, axis=1))
     q, _ = recipe.quantizers()[0].quantize(jnp.asarray(x, jnp.float32), None)
@@ -227,7 +240,9 @@ def test_axis_of_a_vmap():
 
 
 def test_nothing_to_send():
-    """The state is not touched, and zeros come back; without a recipe the array is that of JAX."""
+    """The state is not touched, and zeros come back; without a recipe the array is that
+    of JAX.
+    """
     recipe = jaxfp8.DelayedScaling(amax_history_len=4)
 
     def shard(x, state):

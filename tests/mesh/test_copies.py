@@ -1,4 +1,6 @@
-"""Copies that never train on meshes: the scale of each tensor is that of the whole tensor, as on one device."""
+"""Copies that never train on meshes: the scale of each tensor is that of the whole
+tensor, as on one device.
+"""
 
 import jax
 import numpy as np
@@ -41,7 +43,9 @@ def placed(mesh, layout, x, kernel, state):
 
 
 def check(y, function, x, kernel, state):
-    """The error is that of rounding, and the codes are those of one device: sums may differ in order."""
+    """The error is that of rounding, and the codes are those of one device: sums may
+    differ in order.
+    """
     exact = FLOAT32[function](x.astype(np.float64), kernel.astype(np.float64))
     assert error(y, exact) < BOUND
     np.testing.assert_allclose(y, jax.jit(function)(x, kernel, state), rtol=1e-4, atol=1e-5 * np.abs(y).max())

@@ -1,4 +1,6 @@
-"""Training under jit on meshes of 2 x 2 x 2: every layout gives the bits of one device, on every device."""
+"""Training under jit on meshes of 2 x 2 x 2: every layout gives the bits of one device,
+on every device.
+"""
 
 import dataclasses
 import re
@@ -31,7 +33,9 @@ def test_ten_steps(kind, name):
 
 @pytest.mark.parametrize("kind, name", [("auto", "tp"), ("auto", "all"), ("explicit", "fsdp+tp")])
 def test_gradient_of_the_input(kind, name):
-    """Its sum crosses devices where the hidden layer is cut. In f32: partial sums in bf16 would be rounded."""
+    """Its sum crosses devices where the hidden layer is cut. In f32: partial sums in
+    bf16 would be rounded.
+    """
 
     def make_step(loss):
         def of_input(weights, state, batch):
@@ -49,7 +53,8 @@ def test_gradient_of_the_input(kind, name):
         cases.assert_same(step(weights, state, batches[0]), wanted, f"{kind} {name}")
 
 
-# Gradients of a kernel [32, 16]. x has small whole numbers, which FP8 and sums of any order keep.
+# Gradients of a kernel [32, 16]. x has small whole numbers, which FP8 and sums of any
+# order keep.
 REDUCED_RECIPES = {"delayed": jaxfp8.DelayedScaling(amax_history_len=4), "current": jaxfp8.Float8CurrentScaling()}
 
 
@@ -69,7 +74,9 @@ def _by_recipe(recipe, product, kernel, x):
 @pytest.mark.parametrize("recipe", REDUCED_RECIPES.values(), ids=REDUCED_RECIPES)
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_gradients_of_reduced_kernels(implementation, recipe, product):
-    """A kernel that is `reduced` over the data axes has an unreduced gradient, whose sum is that of a plain kernel."""
+    """A kernel that is `reduced` over the data axes has an unreduced gradient, whose
+    sum is that of a plain kernel.
+    """
     axes = set(cases.AXES)
     kernel = jax.random.randint(jax.random.key(0), (32, 16), -4, 5).astype(jnp.float32)
     x = jax.random.randint(jax.random.key(1), (64, 32), -4, 5).astype(jnp.float32)

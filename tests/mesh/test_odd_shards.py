@@ -1,4 +1,6 @@
-"""Shards of unequal size, empty ones, meshes that hardly are any, and all the ways to say where arrays lie."""
+"""Shards of unequal size, empty ones, meshes that hardly are any, and all the ways to
+say where arrays lie.
+"""
 
 import contextlib
 import functools
@@ -21,7 +23,9 @@ MATRICES = (((1,), (0,)), ((), ()))
 
 
 def numbers(seed, shape, largest=7):
-    """Multiples of 1/8 up to 3.5, and one that is the largest; as in `cases`, all sums of their products are exact."""
+    """Multiples of 1/8 up to 3.5, and one that is the largest; as in `cases`, all sums
+    of their products are exact.
+    """
     rng = np.random.default_rng(seed)
     values = rng.integers(-28, 29, shape).astype(np.float32) / 8
     if values.size:
@@ -75,7 +79,9 @@ def train_uneven(cut, shape):
 @pytest.mark.parametrize("shape", [(10, 12, 14), (3, 16, 7), (1, 1, 1)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_dimensions_that_the_devices_do_not_divide(cut, shape):
-    """Constraints on such dimensions are legal: XLA pads shards. The padding enters no product and no amax."""
+    """Constraints on such dimensions are legal: XLA pads shards. The padding enters no
+    product and no amax.
+    """
     train_uneven(cut, shape)
 
 
@@ -93,7 +99,9 @@ def test_padded_shards_are_caught(monkeypatch):
 
 @pytest.mark.parametrize("devices, heads", [(8, 12), (6, 4), (6, 9)])
 def test_heads_that_some_devices_divide(devices, heads):
-    """XLA cuts heads over a part of the mesh axis that cuts the features: 12 over 4 of 8 devices, then each over 2."""
+    """XLA cuts heads over a part of the mesh axis that cuts the features: 12 over 4 of
+    8 devices, then each over 2.
+    """
     features = 12 * heads
     x, kernel, target = numbers(0, (6, features)), numbers(1, (heads, 12, 4), 3.5), numbers(2, (6, 4))
 
@@ -115,7 +123,9 @@ def test_heads_that_some_devices_divide(devices, heads):
 
 @pytest.mark.parametrize("rows, kernel_spec", [(P("d", None), P()), (P("d", None), P("d", None)), (P(), P(None, "d"))])
 def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
-    """Of x `[192, 384]` two rows of blocks ask for 2 of 6 devices and three columns for 3: no parts of 6 name both."""
+    """Of x `[192, 384]` two rows of blocks ask for 2 of 6 devices and three columns for
+    3: no parts of 6 name both.
+    """
     x, kernel, target = numbers(0, (192, 384)), numbers(1, (384, 384), 3.5), numbers(2, (192, 384))
 
     @jax.jit
@@ -175,7 +185,9 @@ def test_outside_of_jit():
 @pytest.mark.parametrize("kind, spmd_axis_name", [("auto", None), ("auto", "data"), ("explicit", None)])
 @pytest.mark.parametrize("own", ["", "kernel", "state", "kernel, state"])
 def test_vmap(own, kind, spmd_axis_name):
-    """A batch over "data", of x and of what its members own; rows are cut over "fsdp", columns over "tp"."""
+    """A batch over "data", of x and of what its members own; rows are cut over "fsdp",
+    columns over "tp".
+    """
     mesh, members = cases.mesh(kind), 4
     in_axes = (0, 0 if "kernel" in own else None, 0 if "state" in own else None)
     state = jaxfp8.init_state(cases.RECIPE)
@@ -212,7 +224,9 @@ def test_vmap(own, kind, spmd_axis_name):
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own state", "shared state"])
 @pytest.mark.parametrize("kind, is_remat", [("auto", False), ("explicit", True)])
 def test_scan_over_stacked_layers(kind, is_remat, is_shared):
-    """Kernels `[layers, k, n]` cut over "fsdp" and "tp"; a state for each, or one for all."""
+    """Kernels `[layers, k, n]` cut over "fsdp" and "tp"; a state for each, or one for
+    all.
+    """
     mesh, layers = cases.mesh(kind), 4
     x, target, kernels = numbers(0, (8, 16, 32)), numbers(1, (8, 16, 32)), numbers(2, (layers, 32, 32), 3.5)
     state = jaxfp8.init_state(cases.RECIPE)

@@ -1,4 +1,6 @@
-"""The ops by themselves on a mesh: any dimension may be cut, results are those of one device."""
+"""The ops by themselves on a mesh: any dimension may be cut, results are those of one
+device.
+"""
 
 import itertools
 
@@ -47,7 +49,9 @@ def test_one_tensor(spec):
     "spec", [P("data", None, "fsdp"), P(("data", "fsdp"), "tp", None), P(None, "tp", "data")], ids=str
 )
 def test_producers(spec):
-    """Rows and columns may be cut, but not the two halves of a gated activation, nor a row that is normalised."""
+    """Rows and columns may be cut, but not the two halves of a gated activation, nor a
+    row that is normalised.
+    """
     x, scale = values(8, 2, 16), np.float32(3)
     for name, m, n in (("silu_gated", 8, 16), ("gelu", 16, 16)):
         operand = put(x, spec) if name == "silu_gated" else put(x.reshape(m, n), P(spec[0], spec[2]))
@@ -75,7 +79,9 @@ def test_producers(spec):
 @pytest.mark.parametrize("extra", ["", "bias", "accumulator", "bias accumulator"])
 @pytest.mark.parametrize("spec", [P("data", "tp"), P("tp", "data"), P(None, ("data", "tp")), P(("data", "fsdp"), None)])
 def test_product(spec, extra):
-    """A bias and an accumulator are added once, whatever is cut: also where each device has a part of the sum."""
+    """A bias and an accumulator are added once, whatever is cut: also where each device
+    has a part of the sum.
+    """
     m, n, k = 8, 4, 16
     a, b = codes(m, k, seed=1), codes(n, k, seed=2)
     scales = np.float32(2.0**-7), np.float32(0.3)
@@ -94,7 +100,9 @@ def test_product(spec, extra):
 
 @pytest.mark.parametrize("spec", [P(), *SPECS[:3], P(("data", "tp"), "fsdp")], ids=str)
 def test_counts(spec):
-    """Each device counts its shard; one sum over the devices makes them counts of the tensor."""
+    """Each device counts its shard; one sum over the devices makes them counts of the
+    tensor.
+    """
     x, scale = values(4, 6, 10) * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(np.float32), np.float32(3)
     cut = put(x, spec)
     with ops.implementation("ffi"):
@@ -128,7 +136,9 @@ def test_histories(spec, count):
 
 
 def test_histories_are_written_by_xla_on_a_mesh():
-    """As the reductions of the amaxes are, with which XLA can move them; delayed_scales is a custom call."""
+    """As the reductions of the amaxes are, with which XLA can move them; delayed_scales
+    is a custom call.
+    """
 
     def step(history, amax):
         (scale,) = ops.delayed_scales([history], [amax], fp8_max=[448.0])
@@ -162,7 +172,9 @@ def test_column_sums(spec):
     "spec", [P(), P("data"), P(("data", "tp")), P("fsdp", "data"), P(None, "tp"), "windows"], ids=str
 )
 def test_state_of_layers(spec):
-    """Layers and experts are cut as they lie, without a collective; a window that comes cut is still one window."""
+    """Layers and experts are cut as they lie, without a collective; a window that comes
+    cut is still one window.
+    """
     rng, leaves = np.random.default_rng(0), ((4, 2), (4, 2), (4,))
     products = [
         [
@@ -195,6 +207,7 @@ def test_state_of_layers(spec):
                 got = (np.asarray(x[j]) for x in written[i][q])
                 assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
     text = compiled.as_text()
-    assert text.count('custom_call_target="jaxfp8_read_histories_v3"') == 2  # one for each batch
+    # one for each batch
+    assert text.count('custom_call_target="jaxfp8_read_histories_v3"') == 2
     assert text.count('custom_call_target="jaxfp8_write_histories_v5"') == 2
     assert is_cut or not hlo.collectives(text)

@@ -1,4 +1,6 @@
-"""ragged_dot on meshes: rows and experts stay where they are, kernels cross devices as codes."""
+"""ragged_dot on meshes: rows and experts stay where they are, kernels cross devices as
+codes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from mesh import hlo
 
 
 def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
-    """One step, of operands that a mesh of 2 by 2 devices cuts; a group lies on both sides of a cut."""
+    """One step, of operands that a mesh of 2 by 2 devices cuts; a group lies on both
+    sides of a cut.
+    """
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
     lhs, rhs, grad = operands(4)
     sizes = [30, 7, 0, 40]
@@ -52,7 +56,9 @@ def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_meshes(lhs_spec, rhs_spec, axis_type):
-    """Rows, experts, k and n may be cut; a device finds its groups in the sizes of all."""
+    """Rows, experts, k and n may be cut; a device finds its groups in the sizes of
+    all.
+    """
     compare_on_mesh(lhs_spec, rhs_spec, axis_type)
 
 
@@ -62,7 +68,9 @@ FP8 = {"current": jaxfp8.Float8CurrentScaling(), "block": jaxfp8.Float8BlockScal
 
 
 def collectives_of(recipe, lhs_spec, rhs_spec, axes):
-    """The collectives of a gradient, of kernels that are quantized where they are; all operands keep their place."""
+    """The collectives of a gradient, of kernels that are quantized where they are; all
+    operands keep their place.
+    """
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     lhs_sharding, rhs_sharding = (NamedSharding(mesh, P(*spec)) for spec in (lhs_spec, rhs_spec))
 
@@ -80,7 +88,9 @@ def collectives_of(recipe, lhs_spec, rhs_spec, axes):
 
 @pytest.mark.parametrize("recipe", FP8.values(), ids=FP8)
 def test_rows_stay_and_kernels_are_gathered_as_codes(recipe):
-    """FSDP over rows and kernels: once for y and once for the gradient of lhs, as codes; no row crosses devices."""
+    """FSDP over rows and kernels: once for y and once for the gradient of lhs, as
+    codes; no row crosses devices.
+    """
     found = collectives_of(recipe, ("fsdp",), (None, "fsdp"), {"fsdp": 8})
     gathers = [c for c in found if c.kind == "all-gather"]
     assert {dtype for c in gathers for dtype, shape in c.results if np.prod(shape) >= G * WIDTH * HIDDEN} == {"u8"}
@@ -91,9 +101,11 @@ def test_rows_stay_and_kernels_are_gathered_as_codes(recipe):
 
 @pytest.mark.parametrize("recipe", FP8.values(), ids=FP8)
 def test_rows_and_experts_stay(recipe):
-    """Rows on one axis and experts on the other: results of rows are summed over the experts.
+    """Rows on one axis and experts on the other: results of rows are summed over the
+    experts.
 
-    Nothing is gathered but scales of blocks of rows, a float32 for 128 codes of lhs and of the gradient.
+    Nothing is gathered but scales of blocks of rows, a float32 for 128 codes of lhs and
+    of the gradient.
     """
     found = collectives_of(recipe, ("data",), ("expert",), {"data": 2, "expert": 4})
     scales = ROWS * (WIDTH + HIDDEN) * 4 // 128 if recipe is FP8["block"] else 0
@@ -104,7 +116,9 @@ def test_rows_and_experts_stay(recipe):
 
 @pytest.mark.parametrize("name", ["delayed", "block"])
 def test_codes_that_are_gathered_by_hand(name):
-    """FSDP in shard_map: one gather of codes, half the bytes of bfloat16; kernels' gradients come back scattered."""
+    """FSDP in shard_map: one gather of codes, half the bytes of bfloat16; kernels'
+    gradients come back scattered.
+    """
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     recipe = {"delayed": jaxfp8.DelayedScaling(amax_history_len=HISTORY), "block": FP8["block"]}[name]
     rng = np.random.default_rng(0)
@@ -141,7 +155,8 @@ def test_codes_that_are_gathered_by_hand(name):
         products = [jaxfp8.ragged_dot(part, rhs, sizes[0], recipe=recipe, state=WITHOUT) for part in parts]
         return sum(jnp.sum(y**2) for y in products)
 
-    if name == "block":  # the scales of blocks are those of one device's rows on both sides
+    # the scales of blocks are those of one device's rows on both sides
+    if name == "block":
         expected = jax.jit(jax.grad(whole, (0, 1)))(lhs, rhs)
         for got, wanted in zip(step(lhs, rhs, sizes), expected, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())

@@ -1,4 +1,6 @@
-"""Training in `shard_map`: collectives are written by hand, states are still those of one device, bit for bit."""
+"""Training in `shard_map`: collectives are written by hand, states are still those of
+one device, bit for bit.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,8 @@ import jaxfp8
 from mesh import cases, hlo
 from mesh.by_hand import replicated, summed
 
-RECIPE = dataclasses.replace(cases.RECIPE, pipeline_axes=())  # said, so that check_vma=False has nothing to warn of
+# said, so that check_vma=False has nothing to warn of
+RECIPE = dataclasses.replace(cases.RECIPE, pipeline_axes=())
 CURRENT = dataclasses.replace(RECIPE, first_step="current")
 CHECKED = pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
 # Where what differs without is tested elsewhere.
@@ -23,7 +26,7 @@ MOSTLY_CHECKED = pytest.mark.parametrize(
     "checked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["check_vma", "no check_vma"]
 )
 
-# ------------------------------------------------------------------------------------------ the program of one device
+# ------------------------------------------------------------ the program of one device
 
 
 def axes_of(*entries) -> tuple:
@@ -44,8 +47,9 @@ def restricted(layout, manual) -> cases.Layout:
 def local_loss(layout, checked, recipe=RECIPE):
     """The loss of the whole batch, from the shards of one device.
 
-    Kernels cut along axes of the batch are gathered (FSDP), the others multiplied as they are (TP): the second product
-    is then a sum over devices, which either all get or each gets its places of the sequence (SP).
+    Kernels cut along axes of the batch are gathered (FSDP), the others multiplied as
+    they are (TP): the second product is then a sum over devices, which either all get
+    or each gets its places of the sequence (SP).
     """
     of_batch, of_places = axes_of(layout.y[0]), axes_of(*layout.y[1:])
 
@@ -101,13 +105,15 @@ def train(step, mesh, layout, recipe=RECIPE, with_state=True, steps=cases.STEPS)
         return cases.train(jax.jit(step), weights, state, batches[:steps])
 
 
-# ----------------------------------------------------------------------------------------------------- ten steps
+# ---------------------------------------------------------------------------- ten steps
 
 
 @pytest.mark.parametrize("name", cases.LAYOUTS)
 @CHECKED
 def test_gradient_inside(name, checked):
-    """Ten steps; all amaxes of one, forward and backward, go in one all-reduce over all devices."""
+    """Ten steps; all amaxes of one, forward and backward, go in one all-reduce over all
+    devices.
+    """
     mesh, layout = cases.mesh(), cases.LAYOUTS[name]
     weights, state, batches = cases.arguments(mesh, layout)
     step = jax.jit(step_inside(mesh, layout, checked)).lower(weights, state, batches[0]).compile()
@@ -127,7 +133,8 @@ def test_gradient_outside(name):
 
 OTHERS = {
     "explicit mesh": ("explicit", RECIPE, True),
-    "first step current": ("auto", CURRENT, True),  # of the whole tensor, though devices see shards
+    # of the whole tensor, though devices see shards
+    "first step current": ("auto", CURRENT, True),
     "products without state": ("auto", RECIPE, False),
 }
 
@@ -141,7 +148,7 @@ def test_other_programs(name, checked):
     cases.assert_same(run, cases.reference(recipe, with_state), name)
 
 
-# ------------------------------------------------------------------------------------------------------ other programs
+# ----------------------------------------------------------------------- other programs
 
 
 def in_microbatches(loss, count=2):
@@ -169,7 +176,9 @@ def wrapped(wrap, loss):
 @pytest.mark.parametrize("constant", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("name", ["x", "kernel"])
 def test_constants_inside_of_the_map(name, constant):
-    """An operand that is closed over knows no mesh; it is as one that every device was given."""
+    """An operand that is closed over knows no mesh; it is as one that every device was
+    given.
+    """
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
     operands = {"x": rng.standard_normal((16, 16)).astype(np.float32), "kernel": np.eye(16, dtype=np.float32)}
@@ -226,12 +235,14 @@ def test_some_axes_manual(name, manual, checked):
     cases.assert_same(train(step, mesh, layout), cases.reference(), f"{name}, manual {manual}")
 
 
-# --------------------------------------------------------------------------------------------------- partial sums (TP)
+# -------------------------------------------------------------------- partial sums (TP)
 
 
 @pytest.mark.parametrize("program", ["auto", "explicit", "check_vma", "no check_vma"])
 def test_amax_of_partial_sums(program):
-    """A row-parallel product is a sum over devices: the next layer sees the sum, and not its much larger terms."""
+    """A row-parallel product is a sum over devices: the next layer sees the sum, and
+    not its much larger terms.
+    """
     rng = np.random.default_rng(0)
     x, half1, half2, w3 = (rng.integers(-1, 2, shape).astype(np.float32) for shape in ((4, 8), (8, 4), (4, 8), (8, 4)))
     weights = np.concatenate([half1, half1], axis=1), np.concatenate([half2, -half2]), w3
@@ -252,7 +263,8 @@ def test_amax_of_partial_sums(program):
 
     wanted = jax.device_get(jax.jit(next_states)(states, weights, x))
     term, y = x @ half1 @ half2, x @ weights[0] @ weights[1]
-    assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]  # small integers, exact at scale 1
+    # small integers, exact at scale 1
+    assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]
 
     on = cases.mesh("explicit" if program == "explicit" else "auto", shape=(2,), axes=("tp",))
     if program in ("auto", "explicit"):
@@ -267,15 +279,17 @@ def test_amax_of_partial_sums(program):
     cases.assert_same(got, wanted, program)
 
 
-# ------------------------------------------------------------------------------------------------ what cannot be right
+# ----------------------------------------------------------------- what cannot be right
 
 
 @pytest.mark.parametrize("steps_before", [0, 3], ids=["at once", "in training"])
 def test_unchecked_with_the_gradient_outside(steps_before):
-    """JAX adds the states of all devices, and nothing inside of the map can tell: `update_state` raises.
+    """JAX adds the states of all devices, and nothing inside of the map can tell:
+    `update_state` raises.
 
-    Of a first step only the scale tells, and not where an amax is FP8_MAX times a power of two: a current scale would
-    look like that. So all tensors of it are three times as large.
+    Of a first step only the scale tells, and not where an amax is FP8_MAX times a power
+    of two: a current scale would look like that. So all tensors of it are three times
+    as large.
     """
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
     state = cases.reference(steps=steps_before).state if steps_before else cases.state()

@@ -1,4 +1,6 @@
-"""Stages of a pipeline in `shard_map`: each has a state of its own, and `pipeline_axes` says along which axis."""
+"""Stages of a pipeline in `shard_map`: each has a state of its own, and `pipeline_axes`
+says along which axis.
+"""
 
 import dataclasses
 
@@ -24,9 +26,11 @@ STAGED = {
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", STAGED)
 def test_stages_scale_by_themselves(name, checked):
-    """All stages see the same x, each with a kernel of another size: each is as if it were alone.
+    """All stages see the same x, each with a kernel of another size: each is as if it
+    were alone.
 
-    All amaxes are 7 times a power of two and all sums exact. With a scale for all kernels the small ones would be 0.
+    All amaxes are 7 times a power of two and all sums exact. With a scale for all
+    kernels the small ones would be 0.
     """
     recipe, stages = STAGED[name], 4
     rng = np.random.default_rng(0)

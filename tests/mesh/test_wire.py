@@ -1,4 +1,6 @@
-"""What compiled programs send: codes and scales, no tensor; and what they do not compute."""
+"""What compiled programs send: codes and scales, no tensor; and what they do not
+compute.
+"""
 
 import re
 
@@ -19,7 +21,9 @@ RECIPES = {name: cases.RECIPES[name][0] for name in ("delayed", "current", "roww
 
 
 def experts(send_rows, send_results, recipe):
-    """The compiled step of one expert a device: rows are dispatched, multiplied, and combined."""
+    """The compiled step of one expert a device: rows are dispatched, multiplied, and
+    combined.
+    """
 
     def shard(x, kernel, states):
         def loss(x, kernel, states):
@@ -64,7 +68,8 @@ def compare(name) -> None:
     tensors = [c for c in sent if c.bytes == 4 * ROWS * HIDDEN and {dtype for dtype, _ in c.results} == {"f32"}]
     codes = [c for c in sent if c not in tensors]
     assert len(tensors) == 1
-    in_bf16 = 2 * ROWS * WIDTH * 2 + 2 * ROWS * HIDDEN  # dispatch both ways, and the combine's backward
+    # dispatch both ways, and the combine's backward
+    in_bf16 = 2 * ROWS * WIDTH * 2 + 2 * ROWS * HIDDEN
     assert 0.5 * in_bf16 <= sum(c.bytes for c in codes) <= 0.52 * in_bf16
     # The amaxes of delayed scaling are one all-reduce.
     assert sum(c.is_amax for c in hlo.collectives(text)) == 1 or name != "delayed"
@@ -76,7 +81,9 @@ def test_codes_and_scales_alone_are_sent(name):
 
 
 def test_the_source_is_not_computed():
-    """Beside what the products dequantize on a CPU there is the gradient that arrived, once."""
+    """Beside what the products dequantize on a CPU there is the gradient that arrived,
+    once.
+    """
     recipe = RECIPES["delayed"]
     rows, _ = sent_by(recipe)
     counts = [

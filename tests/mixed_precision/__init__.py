@@ -1,1 +1,3 @@
-"""jaxfp8.mixed_precision: policies, loss scaling, skipped steps, and the numbers of the formats."""
+"""jaxfp8.mixed_precision: policies, loss scaling, skipped steps, and the numbers of the
+formats.
+"""

@@ -1,4 +1,6 @@
-"""GradScaler in numpy, as its users know it: one f32 factor and a counter of good steps. The oracle of loss scaling."""
+"""GradScaler in numpy, as its users know it: one f32 factor and a counter of good
+steps. The oracle of loss scaling.
+"""
 
 import dataclasses
 

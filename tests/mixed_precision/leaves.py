@@ -26,7 +26,9 @@ def others():
 
 
 def assert_others_stay(change, tree):
-    """Of `others()`, a QTensor and `tree`; returns the rest, and the source of the QTensor."""
+    """Of `others()`, a QTensor and `tree`; returns the rest, and the source of the
+    QTensor.
+    """
     given = others() | {"q": QTENSOR} | tree
     got = change(given)
     assert jax.tree.structure(got) == jax.tree.structure(given)

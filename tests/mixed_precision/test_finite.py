@@ -1,4 +1,6 @@
-"""all_finite, select and first_nonfinite: which leaves count, and the same answer on all devices."""
+"""all_finite, select and first_nonfinite: which leaves count, and the same answer on
+all devices.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ def tree(spoil=(), value=np.nan, dtype=np.float32):
     }
 
 
-# --------------------------------------------------------------------------------------------------------- all_finite
+# --------------------------------------------------------------------------- all_finite
 
 
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
@@ -55,12 +57,14 @@ def test_nothing_to_look_at():
         assert all_finite(nothing) and first_nonfinite(nothing) is None
 
 
-# ------------------------------------------------------------------------------------------------------------- select
+# ------------------------------------------------------------------------------- select
 
 
 @pytest.mark.parametrize("finite", [True, False, np.bool_(True), np.bool_(False), jnp.bool_(True), jnp.bool_(False)])
 def test_select(finite):
-    """One of the two, to the bit, NaNs and negative zeros and all; no leaf is left out."""
+    """One of the two, to the bit, NaNs and negative zeros and all; no leaf is left
+    out.
+    """
 
     def draw(seed):
         bits = np.random.default_rng(seed).integers(0, 2**32, 64, np.uint32)
@@ -74,7 +78,8 @@ def test_select(finite):
             "opt_state": (np.int32(seed), bits > 2**31, None),
             OWG: {"Dense_0": state},
             "plain": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2)),
-            "codes": jnp.asarray(bits.view(np.uint8) & 0xFB).view(jnp.float8_e5m2),  # no NaN: XLA:CPU has but one
+            # no NaN: XLA:CPU has but one
+            "codes": jnp.asarray(bits.view(np.uint8) & 0xFB).view(jnp.float8_e5m2),
             "key": jax.random.key(seed),
         }
 
@@ -96,7 +101,7 @@ def test_trees_that_differ_are_named():
             select(True, {"opt": [np.ones(3, np.float32)]}, {"opt": [other]})
 
 
-# ---------------------------------------------------------------------------------------------------- first_nonfinite
+# ---------------------------------------------------------------------- first_nonfinite
 
 
 def layers(*bad):
@@ -113,7 +118,9 @@ ORDER = ["embed", *(f"layers/{i}" for i in range(10, 14)), "head"]
 
 
 def test_which_layer():
-    """The layer whose backward made the NaN is the one nearest to the loss; all before it have it too."""
+    """The layer whose backward made the NaN is the one nearest to the loss; all before
+    it have it too.
+    """
     assert first_nonfinite(layers()) is None and first_nonfinite(layers(), ORDER) is None
     bad = layers(*ORDER[:4])
     assert first_nonfinite(bad, ORDER) == "params/layers/12/kernel"
@@ -150,7 +157,7 @@ def test_an_order_of_another_model():
         first_nonfinite(layers(), ["embed", "decoder"])
 
 
-# ------------------------------------------------------------------------------------------------------------- meshes
+# ------------------------------------------------------------------------------- meshes
 
 
 def mesh_of(kind, *shape):
@@ -196,7 +203,9 @@ def in_shard_map(function, mesh, check_vma, **specs):
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4)])
 @pytest.mark.parametrize("bad", [True, False])
 def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
-    """FSDP, or pipeline stages: one device has the NaN, all skip. The answer has no axis left in its type."""
+    """FSDP, or pipeline stages: one device has the NaN, all skip. The answer has no
+    axis left in its type.
+    """
     mesh = mesh_of(AxisType.Auto, *shape)
     axes = tuple(mesh.axis_names)
 
@@ -216,7 +225,9 @@ def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
 
 
 def test_gradients_that_agree_need_no_collective():
-    """Summed over the devices already, as types say: one reduction a leaf, and no all-reduce."""
+    """Summed over the devices already, as types say: one reduction a leaf, and no
+    all-reduce.
+    """
     mesh = mesh_of(AxisType.Auto, DEVICES)
 
     def lowered(spec):

@@ -1,4 +1,6 @@
-"""DynamicLossScale against GradScaler in numpy, to the bit; the numbers people know it by; its life as a pytree."""
+"""DynamicLossScale against GradScaler in numpy, to the bit; the numbers people know it
+by; its life as a pytree.
+"""
 
 import dataclasses
 
@@ -23,11 +25,13 @@ def assert_agrees(loss_scale, scaler, what):
     oracle.assert_bitwise(loss_scale.good_steps, np.asarray(scaler.growth_tracker, np.int32), f"{what}: good steps")
 
 
-# ----------------------------------------------------------------------------------------------------------- dynamics
+# ----------------------------------------------------------------------------- dynamics
 
 
 def run(loss_scale, finite):
-    """The loss scales after each of these steps, in one program: value f32[n], good_steps i32[n]."""
+    """The loss scales after each of these steps, in one program: value f32[n],
+    good_steps i32[n].
+    """
 
     def body(loss_scale, ok):
         loss_scale = loss_scale.adjust(ok)
@@ -37,7 +41,9 @@ def run(loss_scale, finite):
 
 
 def test_the_worked_example():
-    """65536; 2000 good steps double it; an overflow in the next halves it back; the counter starts again."""
+    """65536; 2000 good steps double it; an overflow in the next halves it back; the
+    counter starts again.
+    """
     loss_scale = DynamicLossScale()
     assert (loss_scale.value, loss_scale.good_steps) == (65536, 0)
     value, good_steps = run(loss_scale, np.array([True] * 2000 + [False, True]))
@@ -59,7 +65,9 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("bad", [0.0, 0.0004, 0.05, 0.5, 1.0])
 def test_thousands_of_random_steps(options, bad):
-    """Bitwise; long enough to meet the bounds where overflows are as rare or as frequent as that."""
+    """Bitwise; long enough to meet the bounds where overflows are as rare or as
+    frequent as that.
+    """
     finite = np.random.default_rng(len(str(options))).random(9000) >= bad
     values, good_steps = map(np.asarray, run(DynamicLossScale(**options), finite))
     scaler = GradScaler(scale=np.float32(options.get("init_scale", 65536)))
@@ -73,7 +81,9 @@ def test_thousands_of_random_steps(options, bad):
 
 
 def test_never_zero_and_never_infinite():
-    """At both bounds the value and its inverse are normal floats, and unscaling undoes scaling."""
+    """At both bounds the value and its inverse are normal floats, and unscaling undoes
+    scaling.
+    """
     top, bottom = DynamicLossScale(2.0**125, growth_interval=1), DynamicLossScale(2.0**-125)
     for _ in range(5):
         top, bottom = adjust(top, True), adjust(bottom, False)
@@ -84,18 +94,22 @@ def test_never_zero_and_never_infinite():
 
 
 def test_an_interval_that_was_passed_long_ago():
-    """A run goes on with a shorter interval: it grows at the next good step, where `==` would never."""
+    """A run goes on with a shorter interval: it grows at the next good step, where `==`
+    would never.
+    """
     loss_scale = DynamicLossScale(growth_interval=10, good_steps=jnp.int32(50))
     assert adjust(loss_scale, True).value == 131072
 
 
-# --------------------------------------------------------------------------------------------------- scale and unscale
+# -------------------------------------------------------------------- scale and unscale
 
 
 @pytest.mark.parametrize("init_scale", [65536.0, 1.0, 2.0**-20, 1000.0, 3.3e7])
 @pytest.mark.parametrize("dtype", [np.float16, oracle.BF16, np.float32])
 def test_unscale_in_f32(dtype, init_scale):
-    """All bits of every float16 and bfloat16 gradient, and of many f32 ones, as numpy has them."""
+    """All bits of every float16 and bfloat16 gradient, and of many f32 ones, as numpy
+    has them.
+    """
     if dtype == np.float32:
         gradient = (np.random.default_rng(0).standard_normal(10000) * 2.0 ** np.arange(-40, 60).repeat(100)).astype(
             dtype
@@ -106,7 +120,8 @@ def test_unscale_in_f32(dtype, init_scale):
     assert got.dtype == np.float32
     expected = GradScaler(np.float32(init_scale)).unscale(gradient)
     tiny = np.finfo(np.float32).tiny
-    normal = ~(np.abs(gradient.astype(np.float32)) < tiny) & ~(np.abs(expected) < tiny)  # XLA:CPU flushes the others
+    # XLA:CPU flushes the others
+    normal = ~(np.abs(gradient.astype(np.float32)) < tiny) & ~(np.abs(expected) < tiny)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     normal &= ~np.isnan(expected)
     oracle.assert_bitwise(got[normal], expected[normal], "unscaled")
@@ -118,13 +133,14 @@ def test_what_is_no_gradient_stays():
     loss_scale = DynamicLossScale()
     for change, factor in ((loss_scale.scale, 65536), (loss_scale.unscale, 1 / 65536)):
         got, source = leaves.assert_others_stay(change, {"params": params})
-        # The scale of a norm is a parameter, and a source's gradient that of a kernel which was quantized before.
+        # The scale of a norm is a parameter, and a source's gradient that of a kernel
+        # which was quantized before.
         expected = {"kernel": [2 * factor, 4 * factor], "scale": [8 * factor], "complex": [1j * factor]}
         assert {name: leaf.tolist() for name, leaf in got["params"].items()} == expected
         assert source.tolist() == [[factor] * 2] * 2
 
 
-# ------------------------------------------------------------------------------------------------------- as a pytree
+# -------------------------------------------------------------------------- as a pytree
 
 
 def test_msgpack():
@@ -137,7 +153,7 @@ def test_msgpack():
     assert_agrees(adjust(got, True), GradScaler(np.float32(32768), growth_tracker=2), "restored")
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------- errors
 
 BAD = {
     "init_scale": [0, -1, np.inf, np.nan, 2.0**127, 10**400],

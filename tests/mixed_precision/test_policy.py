@@ -1,4 +1,6 @@
-"""Policy: what it casts and leaves alone, its grammar, and the table of what stays in float32."""
+"""Policy: what it casts and leaves alone, its grammar, and the table of what stays in
+float32.
+"""
 
 import functools
 
@@ -17,7 +19,7 @@ from . import leaves
 HALF = Policy.parse("params=float32,compute=float16,output=float32")
 FLOATS = [np.float16, oracle.BF16, np.float32, np.float64]
 
-# ------------------------------------------------------------------------------------------------------------- grammar
+# ------------------------------------------------------------------------------ grammar
 
 PARSED = {
     "params=float32,compute=bfloat16,output=float32": ("float32", "bfloat16", "float32"),
@@ -54,7 +56,7 @@ def test_bad_dtypes_are_named(field, dtype):
         Policy(**{field: dtype})
 
 
-# --------------------------------------------------------------------------------------------------------------- casts
+# -------------------------------------------------------------------------------- casts
 
 
 @pytest.mark.parametrize("to", ["param", "compute", "output"])
@@ -76,7 +78,7 @@ def test_all_else_stays(to):
     assert source.dtype == jnp.float16
 
 
-# --------------------------------------------------------------------------------------------------------------- table
+# -------------------------------------------------------------------------------- table
 
 
 def test_state_of_nnx_models():
@@ -97,7 +99,9 @@ IN_F32 = {
 
 @pytest.mark.parametrize("name", IN_F32)
 def test_f32_operations(name):
-    """Results of float16 inputs are f32, and the exact ones within 4096 roundings of f32, far below one of float16."""
+    """Results of float16 inputs are f32, and the exact ones within 4096 roundings of
+    f32, far below one of float16.
+    """
     function, exact = IN_F32[name]
     x = LOGITS.astype(np.float16)
     got = HALF.op(function, like=None if name in ("softmax", "log_softmax", "sum") else "loss")(x)

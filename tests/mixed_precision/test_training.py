@@ -1,4 +1,6 @@
-"""Training in float16 with loss scaling, with FP8 and without, in every trainer, against numpy's account of the run."""
+"""Training in float16 with loss scaling, with FP8 and without, in every trainer,
+against numpy's account of the run.
+"""
 
 import functools
 
@@ -28,11 +30,13 @@ everywhere = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------- runs
+# --------------------------------------------------------------------------------- runs
 
 
 def run(make, fp8, step=None):
-    """Fourteen steps, three of which overflow; the scale grows after three good ones."""
+    """Fourteen steps, three of which overflow; the scale grows after three good
+    ones.
+    """
     trainer, account = make(fp8, SGD), Account(growth_interval=3)
     train, loss_scale = trainer.train, DynamicLossScale(growth_interval=3)
     step = jax.jit(step or trainer.step)
@@ -57,7 +61,9 @@ def test_run(make, fp8):
 
 @pytest.mark.parametrize("init_scale", [2.0**10, 2.0**16, 2.0**20])
 def test_gradient_of_an_fp8_layer(init_scale):
-    """Scaled in, unscaled out: the product of the codes of the scaled gradient, within the bound of any product."""
+    """Scaled in, unscaled out: the product of the codes of the scaled gradient, within
+    the bound of any product.
+    """
     trainer, account = MAKERS["our TrainState"](True, SGD), Account()
     x, grad = batch(0, 2.0**-20)
     got = trainer.gradient(trainer.train, DynamicLossScale(init_scale), x, grad)["params"]["kernel"]
@@ -65,15 +71,18 @@ def test_gradient_of_an_fp8_layer(init_scale):
     operands = (a.astype(np.float16) for a in (x, account.kernel, grad * np.float32(init_scale)))
     expected = oracle.dense_step(*operands, account.state, wgrad_dtype=np.float16).wgrad
     expected.check((np.asarray(got) * np.float32(init_scale)).astype(np.float16), "kernel gradient")
-    np.testing.assert_allclose(got, x.T @ grad, rtol=2.0**-11)  # such numbers are exact in FP8: scales are 1
+    # such numbers are exact in FP8: scales are 1
+    np.testing.assert_allclose(got, x.T @ grad, rtol=2.0**-11)
 
 
-# ------------------------------------------------------------------------------------------------------- skipped steps
+# ------------------------------------------------------------------------ skipped steps
 
 
 @everywhere
 def test_a_skipped_step_leaves_everything(make, fp8):
-    """Parameters, both moments and the count of Adam, step, FP8 state; eager and jitted; then a good step moves all."""
+    """Parameters, both moments and the count of Adam, step, FP8 state; eager and
+    jitted; then a good step moves all.
+    """
     trainer = make(fp8, optax.adamw(0.1))
     step = jax.jit(trainer.step)
     train, loss_scale = step(trainer.train, DynamicLossScale(), *batch(0))
@@ -87,7 +96,9 @@ def test_a_skipped_step_leaves_everything(make, fp8):
 
 
 def test_nnx_states_are_no_copies():
-    """Two states of one module are one; `select` says so, and `as_pure` is the way out."""
+    """Two states of one module are one; `select` says so, and `as_pure` is the way
+    out.
+    """
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     before = nnx.state(model)
     model.kernel.set_value(model.kernel.get_value() + 1)
@@ -99,7 +110,7 @@ def test_nnx_states_are_no_copies():
     oracle.assert_bitwise(model.kernel.get_value(), np.asarray(before["kernel"]), "rolled back")
 
 
-# -------------------------------------------------------------------------------------------------------- accumulation
+# ------------------------------------------------------------------------- accumulation
 
 
 def in_a_loop(trainer, train, loss_scale, xs, grads):
@@ -123,7 +134,9 @@ def in_a_scan(trainer, train, loss_scale, xs, grads):
 
 
 def scaled_sums(trainer, train, loss_scale, xs, grads, adjust_inside=False):
-    """As GradScaler is used: what is summed is scaled, and unscaled once. The scale must not change on the way."""
+    """As GradScaler is used: what is summed is scaled, and unscaled once. The scale
+    must not change on the way.
+    """
     no_scale, now, total = DynamicLossScale(1.0), loss_scale, None
     for x, grad in zip(xs, grads, strict=True):
         # The gradient of the scaled loss: grad enters it linearly.
@@ -137,7 +150,9 @@ def scaled_sums(trainer, train, loss_scale, xs, grads, adjust_inside=False):
 
 
 def accumulate(make, fp8, form, steps=8):
-    """Four microbatches a step; in the third and the sixth step one of them overflows, and the step is skipped."""
+    """Four microbatches a step; in the third and the sixth step one of them overflows,
+    and the step is skipped.
+    """
     trainer, account = make(fp8, SGD), Account(growth_interval=2)
     train, loss_scale = trainer.train, DynamicLossScale(growth_interval=2)
     step = jax.jit(functools.partial(form, trainer))
@@ -157,7 +172,7 @@ def test_accumulation(make, fp8, form):
     accumulate(make, fp8, form)
 
 
-# ------------------------------------------------------------------------------------------------------- value_and_grad
+# ----------------------------------------------------------------------- value_and_grad
 
 
 def test_value_and_grad_is_jax_s():

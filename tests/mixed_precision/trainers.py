@@ -1,8 +1,9 @@
 """One float16 layer in every trainer, and numpy's account of its run.
 
-The loss is `vdot(y, grad)` with small integers in x and grad, so that the gradient of the kernel is known to the bit:
-`x.T @ grad`, in float16 as well as in float64, unless it under- or overflows. That it does without loss scaling:
-gradients are integers times 2**-28, and float16 ends at 2**-24.
+The loss is `vdot(y, grad)` with small integers in x and grad, so that the gradient of
+the kernel is known to the bit: `x.T @ grad`, in float16 as well as in float64, unless
+it under- or overflows. That it does without loss scaling: gradients are integers times
+2**-28, and float16 ends at 2**-24.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ from jaxfp8 import mixed_precision
 from .grad_scaler import GradScaler
 
 M, K, N = 6, 8, 5
-TINY, HUGE = 2.0**-28, 2.0**10  # sizes of gradients: 0 in float16, and infinite once scaled
+# sizes of gradients: 0 in float16, and infinite once scaled
+TINY, HUGE = 2.0**-28, 2.0**10
 LEARNING_RATE = 2.0**20
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
 KERNEL = np.random.default_rng(7).integers(-4, 5, (K, N)).astype(np.float32)
@@ -54,7 +56,8 @@ class Trainer:
         train: everything that a step changes, one pytree.
         gradient: `(train, loss_scale, x, grad) -> gradients`, unscaled.
         apply: `(train, gradients) -> train`.
-        apply_if: the same with `finite` and its own way of skipping, or None for `mixed_precision.select`.
+        apply_if: the same with `finite` and its own way of skipping, or None for
+            `mixed_precision.select`.
         kernel: `train -> kernel`.
         state: `train -> {leaf: array}` of the layer's FP8 state.
     """
@@ -176,7 +179,9 @@ class Account:
         return oracle.dense_step(*operands, self.state).state
 
     def check(self, trainer, train, loss_scale, fp8, what):
-        """Loss scale always; the kernel where products are exact; state where there is any."""
+        """Loss scale always; the kernel where products are exact; state where there is
+        any.
+        """
         oracle.assert_bitwise(loss_scale.value, np.asarray(self.scaler.scale), f"{what}: loss scale")
         oracle.assert_bitwise(loss_scale.good_steps, np.int32(self.scaler.growth_tracker), f"{what}: good steps")
         if not fp8:

@@ -1,1 +1,3 @@
-"""Negative controls: the suite's own checks, run against a package that is wrong on purpose."""
+"""Negative controls: the suite's own checks, run against a package that is wrong on
+purpose.
+"""

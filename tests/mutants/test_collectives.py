@@ -1,4 +1,6 @@
-"""Mutants of collectives must fail the comparisons of their tests, which the package as it is passes."""
+"""Mutants of collectives must fail the comparisons of their tests, which the package as
+it is passes.
+"""
 
 import dataclasses
 
@@ -27,7 +29,9 @@ def stages(case):
 
 
 def method(mutant):
-    """`mutant(original, self, *arguments)` in place of `move`, which quantizes and sends."""
+    """`mutant(original, self, *arguments)` in place of `move`, which quantizes and
+    sends.
+    """
 
     def install(monkeypatch):
         original = _collectives._Transfer.move
@@ -130,6 +134,7 @@ MUTANTS = {
 def test_mutant_is_caught(monkeypatch, name):
     install, compare = MUTANTS[name]
     install(monkeypatch)
-    # A state that is not one of each example is refused by XLA, in the conditional of what is not differentiated.
+    # A state that is not one of each example is refused by XLA, in the conditional of
+    # what is not differentiated.
     with pytest.raises((AssertionError, ValueError)):
         compare()

@@ -1,4 +1,6 @@
-"""Mutants of fused inputs and of gradients behind an activation must fail the comparisons of their tests."""
+"""Mutants of fused inputs and of gradients behind an activation must fail the
+comparisons of their tests.
+"""
 
 import dataclasses
 

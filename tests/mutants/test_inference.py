@@ -1,4 +1,6 @@
-"""Negative controls: the comparisons of this folder fail where calibrating or freezing is wrong on purpose."""
+"""Negative controls: the comparisons of this folder fail where calibrating or freezing
+is wrong on purpose.
+"""
 
 import dataclasses
 
@@ -58,7 +60,9 @@ def test_codes_that_are_not_transposed(monkeypatch):
 
 
 def test_the_kernel_in_its_own_dtype(monkeypatch):
-    """Not in the layer's: codes of a float32 kernel where the layer computes in bfloat16."""
+    """Not in the layer's: codes of a float32 kernel where the layer computes in
+    bfloat16.
+    """
     _, variables, _ = models.linen("Dense, bf16")
     freeze_operands = _frozen.freeze_operands
 
@@ -71,7 +75,9 @@ def test_the_kernel_in_its_own_dtype(monkeypatch):
 
 
 def test_histories_by_sum(monkeypatch):
-    """Without `max_grad` autodiff adds what the calls of a checkpointed layer return; and `update_state` says so."""
+    """Without `max_grad` autodiff adds what the calls of a checkpointed layer return;
+    and `update_state` says so.
+    """
     test_calibrate.test_a_layer_called_twice()
     jax.clear_caches()
     monkeypatch.setattr(_calibrate, "max_grad", lambda tree: tree)

@@ -1,4 +1,6 @@
-"""Loss scaling with the flaws that people's own has had: each must turn a test of this folder red."""
+"""Loss scaling with the flaws that people's own has had: each must turn a test of this
+folder red.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +22,7 @@ pytestmark = [
 OURS = trainers.MAKERS["our TrainState"]
 
 
-# ------------------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------- checks
 
 
 in_float16, in_fp8 = (functools.partial(test_training.run, OURS, fp8) for fp8 in (False, True))
@@ -35,11 +37,13 @@ infinities = functools.partial(test_finite.test_one_bad_value, np.inf, np.float3
 state_of_a_tree = test_loss_scale.test_what_is_no_gradient_stays
 
 
-# ------------------------------------------------------------------------------------------------------------ mutants
+# ------------------------------------------------------------------------------ mutants
 
 
 def adjusted(**change):
-    """`adjust` followed by a change to what it returns, computed from before and after."""
+    """`adjust` followed by a change to what it returns, computed from before and
+    after.
+    """
     right = DynamicLossScale.adjust
 
     def adjust(self, finite):
@@ -73,7 +77,9 @@ def nothing(self, tree):
 
 
 def params_alone(finite, new, old):
-    """What `jnp.where` over the parameters does: optimizer state, step and FP8 state are those of the bad step."""
+    """What `jnp.where` over the parameters does: optimizer state, step and FP8 state
+    are those of the bad step.
+    """
     keep = functools.partial(jax.tree.map, lambda a, b: lax.select(finite, a, b))
     return new.replace(params={**new.params, "params": keep(new.params["params"], old.params["params"])})
 

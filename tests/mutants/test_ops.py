@@ -1,7 +1,9 @@
-"""Every mutant of the package must make the oracle comparison fail; the package as it is must not.
+"""Every mutant of the package must make the oracle comparison fail; the package as it
+is must not.
 
-A mutant that survives here means that a check elsewhere proves nothing. Mutants replace a function of the package by
-one with a flaw that peers have had, then run the very comparisons of delayed_scaling and ops/cases.py.
+A mutant that survives here means that a check elsewhere proves nothing. Mutants replace
+a function of the package by one with a flaw that peers have had, then run the very
+comparisons of delayed_scaling and ops/cases.py.
 """
 
 import dataclasses
@@ -23,16 +25,20 @@ HISTORY = 4
 
 
 def compare_steps(recipe=None, options=None) -> None:
-    """A run with every event against the oracle: raises AssertionError at the first difference."""
+    """A run with every event against the oracle: raises AssertionError at the first
+    difference.
+    """
     recipe = recipe or jaxfp8.DelayedScaling(amax_history_len=HISTORY)
     compare_run(recipe, scripted_run(np.float32), options)
 
 
-# --------------------------------------------------------------------------------------------------- mutants of a step
+# -------------------------------------------------------------------- mutants of a step
 
 
 def matmul_mutant(change):
-    """scaled_matmul with its arguments changed: `change(index of the product, a_scale_inv, b_scale_inv)`."""
+    """scaled_matmul with its arguments changed:
+    `change(index of the product, a_scale_inv, b_scale_inv)`.
+    """
 
     def install(monkeypatch):
         original, count = ops.scaled_matmul, [0]
@@ -220,12 +226,14 @@ RECIPE_MUTANTS = {
 
 @pytest.mark.parametrize("keywords, options", RECIPE_MUTANTS.values(), ids=RECIPE_MUTANTS)
 def test_mutant_of_the_recipe_is_caught(keywords, options):
-    """The package runs another recipe than the oracle: no option may pass for another."""
+    """The package runs another recipe than the oracle: no option may pass for
+    another.
+    """
     with pytest.raises(AssertionError):
         compare_steps(jaxfp8.DelayedScaling(amax_history_len=HISTORY, **keywords), options)
 
 
-# ------------------------------------------------------------------------------------------------ mutants of quantize
+# ------------------------------------------------------------------ mutants of quantize
 
 
 def plain_cast(y, dtype):
@@ -276,7 +284,9 @@ CODE_MUTANTS = {
 
 @pytest.mark.parametrize("mutant", CODE_MUTANTS.values(), ids=CODE_MUTANTS)
 def test_mutant_of_quantize_is_caught(mutant):
-    """Each on inputs that are finite where that is not what the mutant is about, so that NaNs do not catch them all."""
+    """Each on inputs that are finite where that is not what the mutant is about, so
+    that NaNs do not catch them all.
+    """
     with pytest.raises(AssertionError):
         for fmt in cases.FORMATS:
             for x in (oracle.rounding_probes(fmt), *np.float32([[1, 1e30], [-5, 1], [1, np.inf], [1, np.nan]])):

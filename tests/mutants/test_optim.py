@@ -26,7 +26,8 @@ def exchanged(leaves, axes):
     return [(out, nu, mu) for out, mu, nu in step(leaves, axes)]
 
 
-# What is changed, and what must see it. Of 11 numbers 5 is the correction of squares, 9 the decay.
+# What is changed, and what must see it. Of 11 numbers 5 is the correction of squares, 9
+# the decay.
 MUTANTS = {
     "moments draw the same bits": (_adam, "leaf_key", lambda seed, count, leaf: key(seed, count, 0 * leaf + 1), oracle),
     "steps draw the same bits": (_adam, "leaf_key", lambda seed, count, leaf: key(seed, 0 * count, leaf), oracle),

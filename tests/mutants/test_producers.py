@@ -1,4 +1,6 @@
-"""Mutants of the fused producers must fail the comparisons of their tests; the package as it is must not."""
+"""Mutants of the fused producers must fail the comparisons of their tests; the package
+as it is must not.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ def compare_activations() -> None:
     rng = np.random.default_rng(0)
     for name in _quantize_activation.ACTIVATIONS:
         x = (3 * rng.standard_normal((64, 2, 128) if name.endswith("_gated") else (64, 128))).astype(np.float32)
-        for scale in np.float32([3.3, 2.0**24]):  # with the second the tails are what has codes
+        # with the second the tails are what has codes
+        for scale in np.float32([3.3, 2.0**24]):
             with ops.implementation("reference"):
                 got = ops.quantize_activation(x, scale, oracle.E4M3.dtype, activation=name)
             oracle.activation(x, name).check(*map(np.asarray, got), scale, oracle.E4M3, what=name)

@@ -1,4 +1,6 @@
-"""Mutants of how uses combine: each must make the comparison of `programs/` fail, on the program named."""
+"""Mutants of how uses combine: each must make the comparison of `programs/` fail, on
+the program named.
+"""
 
 import dataclasses
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
 class Raw(functional.Functional):
-    """`update_state` does not repair what comes back: the cotangent is the next state, zeros leave the old one."""
+    """`update_state` does not repair what comes back: the cotangent is the next state,
+    zeros leave the old one.
+    """
 
     def step(self, kernel, xs, grads):
         value, ((dkernel, state), dx) = self.run((kernel, self.packed), xs, grads)
@@ -55,14 +59,18 @@ def neutral_element(value):
 
 
 def rolled_again(x, y):
-    """A use pushes its amax onto the history that the last use left: a history entry for each microbatch."""
+    """A use pushes its amax onto the history that the last use left: a history entry
+    for each microbatch.
+    """
     if x.shape[-1] == 1:
         return jnp.maximum(x, y)
     return jnp.roll(x, -1, axis=-1).at[..., 0].set(y[..., 0])
 
 
 def cast_at_every_use(monkeypatch):
-    """The casts of two uses are two values, so that autodiff adds their cotangents in f32."""
+    """The casts of two uses are two values, so that autodiff adds their cotangents in
+    f32.
+    """
     monkeypatch.setattr(_compat._MemoizedCast, "bind_with_trace", _compat._Cast.bind_with_trace)
 
 

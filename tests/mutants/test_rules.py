@@ -1,4 +1,6 @@
-"""Negative controls of rules: both frameworks read one list, and see each wrong way to read it."""
+"""Negative controls of rules: both frameworks read one list, and see each wrong way to
+read it.
+"""
 
 import pytest
 from linen import test_quantize as of_linen

@@ -1,10 +1,12 @@
-"""Calls every CPU handler with good and with bad buffers; meant to run under sanitizers (tools/sanitize.sh).
+"""Calls every CPU handler with good and with bad buffers; meant to run under sanitizers
+(tools/sanitize.sh).
 
     python tests/native/handlers.py MODULE
 
-The calls are those of `tests/ops/targets.py` and `tests/bad_days/fuzz`: good ones are compared, bit for bit, with the
-oracle, bad ones must come back as INVALID_ARGUMENT. The module is given by path, so that an instrumented build can be
-tested beside the installed one; the package itself is not imported.
+The calls are those of `tests/ops/targets.py` and `tests/bad_days/fuzz`: good ones are
+compared, bit for bit, with the oracle, bad ones must come back as INVALID_ARGUMENT. The
+module is given by path, so that an instrumented build can be tested beside the
+installed one; the package itself is not imported.
 """
 
 import concurrent.futures
@@ -17,7 +19,8 @@ import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-sys.modules["jaxfp8"] = types.ModuleType("jaxfp8")  # which the fuzzer imports to register the installed module
+# which the fuzzer imports to register the installed module
+sys.modules["jaxfp8"] = types.ModuleType("jaxfp8")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -69,7 +72,9 @@ def large_calls():
 
 
 def concurrent_calls():
-    """Several handlers at once, each of which wants the thread pool: inside one program, and from several threads."""
+    """Several handlers at once, each of which wants the thread pool: inside one
+    program, and from several threads.
+    """
     x = np.random.default_rng(2).standard_normal((1, 400_000), F32)
     call = Call("quantize", [x, np.ones(1, F32), np.zeros(1, F32)], [(x.shape, E4M3), ((1,), F32)], {})
     expected = answers.answer(call)

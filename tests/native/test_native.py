@@ -1,4 +1,6 @@
-"""The C++ tests of the CPU kernels, built here, and every handler with good and bad buffers in a process of its own."""
+"""The C++ tests of the CPU kernels, built here, and every handler with good and bad
+buffers in a process of its own.
+"""
 
 import pathlib
 import shutil
@@ -27,7 +29,8 @@ def build(tmp_path_factory):
         pytest.skip("needs cmake and a C++ compiler")
     folder = tmp_path_factory.mktemp("native")
     options = ["-DJAXFP8_CUDA=OFF", "-DJAXFP8_NATIVE_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}"]
-    # The programs link no Python, so they are built where there is no Python.h, and no module is.
+    # The programs link no Python, so they are built where there is no Python.h, and no
+    # module is.
     run(CMAKE, "-S", ROOT, "-B", folder, *options, "-DPython_INCLUDE_DIR=/none")
     run(CMAKE, "--build", folder, "--parallel", "2")
     return folder
@@ -47,7 +50,9 @@ def test_nothing_else_is_exported():
 
 
 def test_instruction_sets_share_no_code(build):
-    """A function that the linker may take from any object must not come from one compiled for a newer processor."""
+    """A function that the linker may take from any object must not come from one
+    compiled for a newer processor.
+    """
     if not shutil.which("nm") or sys.platform == "darwin":
         pytest.skip("needs nm of GNU binutils")
     for path in build.rglob("blocks_avx*.o"):

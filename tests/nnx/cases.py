@@ -1,4 +1,6 @@
-"""What the tests of NNX layers share; programs whose every amax is known are in `programs/`."""
+"""What the tests of NNX layers share; programs whose every amax is known are in
+`programs/`.
+"""
 
 import functools
 
@@ -28,6 +30,8 @@ def expected_state(uses, state):
 
 
 def assert_state(product, expected, what):
-    """Compare the variables of a Fp8DotGeneral or Fp8Einsum with an oracle.LayerState."""
+    """Compare the variables of a Fp8DotGeneral or Fp8Einsum with an
+    oracle.LayerState.
+    """
     got = nnx.to_pure_dict(nnx.state(product, jaxfp8.nnx.OverwriteWithGradient))
     assert_same_bits(got, leaves(expected), what)

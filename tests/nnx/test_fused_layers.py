@@ -1,4 +1,6 @@
-"""nnx.GatedMLP, NormDense and Linear of several dimensions: the Linen layers' numbers, in NNX's own training."""
+"""nnx.GatedMLP, NormDense and Linear of several dimensions: the Linen layers' numbers,
+in NNX's own training.
+"""
 
 import dataclasses
 
@@ -26,7 +28,9 @@ def of_nnx(layer):
 
 
 def as_linen(model, kind):
-    """Variables of one kind as Linen nests them: the state of a Linear is in its `dot_general`."""
+    """Variables of one kind as Linen nests them: the state of a Linear is in its
+    `dot_general`.
+    """
     tree = nnx.to_pure_dict(nnx.state(model, kind))
 
     def rename(node):

@@ -1,4 +1,6 @@
-"""Fp8DotGeneral and Fp8Einsum in NNX's layers: shared instances, frozen kernels, copies, what is refused, sharding."""
+"""Fp8DotGeneral and Fp8Einsum in NNX's layers: shared instances, frozen kernels,
+copies, what is refused, sharding.
+"""
 
 import pickle
 
@@ -23,7 +25,9 @@ def state_variables(module):
 
 
 def test_the_type_is_registered():
-    """So that `nnx.bridge` makes such variables of the collection, and the other way round."""
+    """So that `nnx.bridge` makes such variables of the collection, and the other way
+    round.
+    """
     assert nnx.variable_type_from_name("_overwrite_with_gradient") is OverwriteWithGradient
     assert nnx.variable_name_from_type(OverwriteWithGradient) == jaxfp8.OVERWRITE_WITH_GRADIENT
 
@@ -53,7 +57,9 @@ def test_layers_that_share_an_instance():
 
 
 def test_frozen_kernel():
-    """LoRA: the gradient is of the low-rank part and of the FP8 state; the kernel stays, the state moves."""
+    """LoRA: the gradient is of the low-rank part and of the FP8 state; the kernel
+    stays, the state moves.
+    """
     layer = nnx.LoRALinear(K, N, lora_rank=2, use_bias=False, dot_general=Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0))
     (x,), (grad,) = operands(0, 1)
     kernel = np.asarray(layer.kernel.get_value())
@@ -64,7 +70,7 @@ def test_frozen_kernel():
     assert layer.lora.lora_b.get_value().any() and np.array_equal(layer.kernel.get_value(), kernel)
 
 
-# ------------------------------------------------------------------------------------------- the module protocol
+# ------------------------------------------------------------------ the module protocol
 
 
 def trained():
@@ -79,7 +85,9 @@ def merged(layer):
 
 
 def through_pure_dicts(layer):
-    """As a checkpoint would: numpy in nested dicts, into a module that was never initialized."""
+    """As a checkpoint would: numpy in nested dicts, into a module that was never
+    initialized.
+    """
     stored = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer)))
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: linear(0)))
     nnx.replace_by_pure_dict(abstract, stored)
@@ -105,12 +113,14 @@ def test_copies_go_on_bitwise(copy):
     jax.tree.map(lambda a, b: oracle.assert_bitwise(a, b, "copy"), first, second)
 
 
-# ------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("cls", [Fp8DotGeneral, lambda: Fp8DotGeneral(RECIPE)], ids=["class", "function"])
 def test_dot_general_cls_is_refused(cls):
-    """NNX calls it in each forward pass: the state would be new each time, and silently of no use."""
+    """NNX calls it in each forward pass: the state would be new each time, and silently
+    of no use.
+    """
     layer = nnx.LinearGeneral(K, N, dot_general_cls=cls, rngs=nnx.Rngs(0))
     for forward in (layer, nnx.jit(lambda x: layer(x)), jax.grad(lambda x: layer(x).sum())):
         with pytest.raises(TypeError, match="dot_general_cls.*dot_general=Fp8DotGeneral"):
@@ -128,7 +138,9 @@ def test_a_class_is_refused():
 
 
 def test_einsum_out_sharding():
-    """On a mesh with explicit axes, as Gemma asks for it: the kernel's labels come before and after x's."""
+    """On a mesh with explicit axes, as Gemma asks for it: the kernel's labels come
+    before and after x's.
+    """
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
     layer = nnx.Einsum("btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0))
@@ -160,7 +172,9 @@ RECIPES = [jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScalin
     ids=["Linear", "Einsum", "MultiHeadAttention", "jaxfp8 Linear"],
 )
 def test_tabulate(layer, recipe):
-    """Flax traces each public method of a module that runs, and prints its arguments, but no recipe."""
+    """Flax traces each public method of a module that runs, and prints its arguments,
+    but no recipe.
+    """
     model = jaxfp8.quantize(layer(nnx.Rngs(0)), [(".*", recipe)])
     table = nnx.tabulate(model, jnp.ones((32, 32)), console_kwargs={"width": 200})
     assert f"{type(model).__name__} Summary" in table and "float32" in table

@@ -1,4 +1,6 @@
-"""nnx.quantize: the model edited by hand is the reference, and every comparison with it is bitwise."""
+"""nnx.quantize: the model edited by hand is the reference, and every comparison with it
+is bitwise.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +81,9 @@ def compare(quantized, hand):
 
 
 def test_trains_as_the_model_edited_by_hand():
-    """`head` is the layer that `again` shares: which of the two names it has is nnx.iter_modules' choice, the first."""
+    """`head` is the layer that `again` shares: which of the two names it has is
+    nnx.iter_modules' choice, the first.
+    """
     model = Model()
     first = next("/".join(map(str, path)) for path, module in nnx.iter_modules(model) if module is model.head)
     assert first == "again"
@@ -89,7 +93,9 @@ def test_trains_as_the_model_edited_by_hand():
 
 
 def compare_which_rule():
-    """First match, as a whole, and None: raises AssertionError at the first difference."""
+    """First match, as a whole, and None: raises AssertionError at the first
+    difference.
+    """
     assert_same(state_of(quantize(Model(), [("again", A), ("again", B), (".*", None)])), state_of(Model(h=A)))
     assert_same(state_of(quantize(Model(), [("mlp", A), ("blocks/0", A), ("agai", A)])), state_of(Model()))
     quantized = quantize(Model(A, B, A, B), [("blocks/./mlp", None), (".*/mix", None)])
@@ -115,7 +121,9 @@ def test_products_that_modules_hold():
 
 
 class Parameters(nnx.Module):
-    """Parameters that are no plain arrays: sharded by name, a pair, a Python number, None."""
+    """Parameters that are no plain arrays: sharded by name, a pair, a Python number,
+    None.
+    """
 
     def __init__(self, rngs):
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))

@@ -1,4 +1,6 @@
-"""The training step: parameters go to optax, state is overwritten exactly, and what goes wrong says so."""
+"""The training step: parameters go to optax, state is overwritten exactly, and what
+goes wrong says so.
+"""
 
 import warnings
 
@@ -48,7 +50,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_five_steps(make):
-    """State is the oracle's; parameters get what optax gives them where there is no FP8 state at all."""
+    """State is the oracle's; parameters get what optax gives them where there is no FP8
+    state at all.
+    """
     layer, state = linear(0), oracle.LayerState.init(H)
     update = make(layer, HARSH)
     params = {"kernel": layer.kernel.get_value()}
@@ -66,7 +70,9 @@ def test_five_steps(make):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_state_is_float32_whatever_cast_the_model_went_through(dtype):
-    """The step after a cast of all variables makes the state float32, as `update_state` does beside any optimizer."""
+    """The step after a cast of all variables makes the state float32, as `update_state`
+    does beside any optimizer.
+    """
     (x,), (grad,) = operands(0, 1)
     cast = [linear(0), linear(0)]
     for layer, make in zip(cast, (OPTIMIZERS["jaxfp8.nnx.Optimizer"], by_hand), strict=True):
@@ -112,7 +118,9 @@ def stepped(model, optimizer, loss):
 
 @pytest.mark.parametrize("tx", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)], ids=["adam", "MultiSteps"])
 def test_optimizer_state_outlives_the_recipe(tx):
-    """From delayed to current scaling, to none and back: `nnx.update` gives the moments to the new optimizer."""
+    """From delayed to current scaling, to none and back: `nnx.update` gives the moments
+    to the new optimizer.
+    """
     recipes = (jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling(), None)
     model, saved = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), None
     x = jnp.ones((4, 8))
@@ -153,7 +161,9 @@ def test_an_optimizer_made_anew_is_not_traced_anew():
 
 @pytest.mark.parametrize("how", ["two groups", "two losses"])
 def test_a_second_gradient_of_one_point(how):
-    """The state that the first one stored is found: one history entry, the larger amax."""
+    """The state that the first one stored is found: one history entry, the larger
+    amax.
+    """
     layer, state = linear(0), oracle.LayerState.init(H)
     if how == "two groups":
         optimizers = [jaxfp8.nnx.Optimizer(layer, optax.sgd(1e-3), wrt=nnx.PathContains(p)) for p in ("kernel", "bias")]
@@ -219,7 +229,7 @@ def test_models_without_fp8():
     assert not np.array_equal(before, layer.kernel.get_value())
 
 
-# --------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------- errors
 
 
 def test_model_is_as_before_after_an_error_in_the_loss():
@@ -266,7 +276,9 @@ def test_bound_methods_are_refused_as_by_nnx():
 
 
 def test_summed_state_is_found():
-    """NNX's own grad adds what two rematerialized calls give; once there is a history, nothing goes in unnoticed."""
+    """NNX's own grad adds what two rematerialized calls give; once there is a history,
+    nothing goes in unnoticed.
+    """
     layer = linear(0)
     xs, grads = operands(0, 2)
     loss = lambda layer: sum(nnx.remat(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True))  # noqa: E731
@@ -278,7 +290,9 @@ def test_summed_state_is_found():
 
 @pytest.mark.ci
 def test_optimizer_state_restored_without_a_target(tmp_path):
-    """It has no entry for FP8 state, so that what Orbax makes of nodes without leaves does not matter."""
+    """It has no entry for FP8 state, so that what Orbax makes of nodes without leaves
+    does not matter.
+    """
     tx, x = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), jnp.ones((4, 8))
 
     def build():

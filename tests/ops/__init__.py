@@ -1,1 +1,3 @@
-"""Tests of the ops: numbers, transformations, errors, raw custom-call targets and structure."""
+"""Tests of the ops: numbers, transformations, errors, raw custom-call targets and
+structure.
+"""

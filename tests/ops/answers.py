@@ -1,4 +1,6 @@
-"""What the custom calls of the CPU give, by the oracle: codes, amaxes, scales and histories to the bit."""
+"""What the custom calls of the CPU give, by the oracle: codes, amaxes, scales and
+histories to the bit.
+"""
 
 import numpy as np
 import oracle
@@ -11,7 +13,9 @@ SUMMED_ROWS = 128
 
 
 def answer(call: Call) -> list | None:
-    """The results; None where the call must be refused. A result that is None may be anything."""
+    """The results; None where the call must be refused. A result that is None may be
+    anything.
+    """
     if fault(call) is not None or not _attributes_are_good(call):
         return None
     whole = with_groups(call)
@@ -26,7 +30,8 @@ def _attributes_are_good(call: Call) -> bool:
     if call.op == "amax_to_scale":
         return set(given) == {"numerator"} and _is_numerator(given["numerator"])
     if call.op in ATTRIBUTES and "block" in ATTRIBUTES[call.op]:
-        return repr(given) == repr(ATTRIBUTES[call.op])  # the table has the sizes of these alone
+        # the table has the sizes of these alone
+        return repr(given) == repr(ATTRIBUTES[call.op])
     if call.op == "encode_moment":
         return set(given) == {"squared"} and isinstance(given["squared"], np.bool_)
     if call.target == "adam_update":
@@ -46,7 +51,9 @@ def _is_numerator(value) -> bool:
 
 
 def _raised(x, so_far):
-    """None where a sign is set: an amax so far is not negative, and what comes of one that is says nobody."""
+    """None where a sign is set: an amax so far is not negative, and what comes of one
+    that is says nobody.
+    """
     if np.signbit(so_far).any():
         return None
     return np.float32([max(top, oracle.amax(row)) for row, top in zip(x, so_far, strict=True)])
@@ -104,7 +111,8 @@ def _dequantize(data, scale_inv, results):
 
 
 def _decode_moment(data, amax, exponent, results):
-    return [oracle_moments.decode(data, amax, exponent) if np.isfinite(amax).all() else None]  # as every amax is
+    # as every amax is
+    return [oracle_moments.decode(data, amax, exponent) if np.isfinite(amax).all() else None]
 
 
 def _encode_moment(data, amax, exponent, after, keys, results, squared):
@@ -118,10 +126,12 @@ def _adam_update(grads, *operands, results, apply):
     *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, hyper, keys = operands
     mu_keys, nu_keys = keys.reshape(2, *mu_amax.shape)
     mu, nu = (mu, mu_amax, mu_exponent), (nu, nu_amax, nu_exponent)
-    if not (np.isfinite(mu_amax).all() and np.isfinite(nu_amax).all()):  # as every amax is
+    # as every amax is
+    if not (np.isfinite(mu_amax).all() and np.isfinite(nu_amax).all()):
         return [None] * 7
     out, mu, nu = oracle_adam.step(grads, params[0] if params else None, mu, nu, mu_keys, nu_keys, hyper)
-    return [None if np.isnan(out).any() else out, *mu, *nu]  # a NaN has the bits of its platform
+    # a NaN has the bits of its platform
+    return [None if np.isnan(out).any() else out, *mu, *nu]
 
 
 def _amax_to_scale(amax, stored, results, numerator):
@@ -195,10 +205,12 @@ def assert_results(call: Call, got, expected) -> None:
         if call.op != "quantize_transpose" or i < 3:
             oracle.assert_bitwise(out, wanted, f"{call}: result {i}")
             continue
-        # A call without the side of its one group has neither sums nor rows with that side.
+        # A call without the side of its one group has neither sums nor rows with that
+        # side.
         for *group, part in np.ndindex(*out.shape[:-1]):
             rows = wanted[(*group, slice(part * SUMMED_ROWS, (part + 1) * SUMMED_ROWS))]
-            # Where magnitudes add up to more than f32 holds, some orders of additions overflow and others do not.
+            # Where magnitudes add up to more than f32 holds, some orders of additions
+            # overflow and others do not.
             with np.errstate(invalid="ignore"):
                 fits = np.abs(oracle.widen(rows, np.float64)).sum(axis=0) < np.finfo(F32).max
             oracle.assert_column_sums(np.asarray(out)[(*group, part)][fits], rows[:, fits], f"{call}: column sums")

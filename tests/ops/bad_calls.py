@@ -1,4 +1,6 @@
-"""Every way a custom call can be bad, as data: buffers that are not as in `targets`, their number, and attributes."""
+"""Every way a custom call can be bad, as data: buffers that are not as in `targets`,
+their number, and attributes.
+"""
 
 import dataclasses
 import itertools
@@ -11,7 +13,9 @@ STRANGE_DTYPES = (F32, BF16, E4M3, E5M2, S32, np.dtype(np.uint32), np.dtype(np.c
 
 
 def variants(call: Call, place: str, index: int):
-    """Another dtype of each kind, another rank, and each side longer or shorter by one."""
+    """Another dtype of each kind, another rank, and each side longer or shorter by
+    one.
+    """
     shape, dtype = getattr(call, place)[index]
     for other in STRANGE_DTYPES:
         yield call.changed(place, index, (shape, other))
@@ -37,8 +41,10 @@ def bad_buffers(op: str, name: str):
 
 # What the table does not say: `(op, buffer that is named) -> (place, index, buffer)`s.
 RELATED = {
-    ("quantize_norm", "beta"): [("operands", 3, ((2, 3, 1), F32))],  # there is a beta, and no mean
-    ("ragged_matmul", "b"): [("operands", 1, ((2, 3, 5, 6), E5M2))],  # as many experts as group sizes
+    # there is a beta, and no mean
+    ("quantize_norm", "beta"): [("operands", 3, ((2, 3, 1), F32))],
+    # as many experts as group sizes
+    ("ragged_matmul", "b"): [("operands", 1, ((2, 3, 5, 6), E5M2))],
 }
 
 
@@ -48,13 +54,15 @@ def bad_counts(op: str):
     for place, part in (("operands", call.operands), ("results", call.results)):
         for changed in ([*part, one], part[:-1]):
             bad = dataclasses.replace(call, **{place: changed})
-            if changed and fault(bad) == "":  # XLA removes a call without results before it can be refused
+            # XLA removes a call without results before it can be refused
+            if changed and fault(bad) == "":
                 yield bad
 
 
 BAD_NUMERATORS = np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
-# `(attributes, message)`: what the error says after the op's name, or None where it is XLA's own without one. Numbers
-# of another type are others than in good calls, because jit's cache takes 1.0 of one type for 1.0 of another.
+# `(attributes, message)`: what the error says after the op's name, or None where it is
+# XLA's own without one. Numbers of another type are others than in good calls, because
+# jit's cache takes 1.0 of one type for 1.0 of another.
 BAD_ATTRIBUTES = {
     "amax_to_scale": [
         *(({"numerator": value}, "numerator: expected a positive normal F32") for value in BAD_NUMERATORS),
@@ -106,7 +114,9 @@ BAD_ATTRIBUTES = {
 
 
 def bad_attributes(op: str):
-    """`(call, message)`, a pattern: values, each attribute missing, and one that nobody knows."""
+    """`(call, message)`, a pattern: values, each attribute missing, and one that nobody
+    knows.
+    """
     call = good(op)
     for change, message in [*BAD_ATTRIBUTES.get(op, []), ({"surprise": np.int32(1)}, "")]:
         message = "" if message is None else rf"\b{call.target}: {message}"

@@ -21,7 +21,8 @@ def _scales() -> np.ndarray:
 
 
 SCALES = _scales()  # every scale is a normal f32
-# Scales no recipe produces. Rules: finite x and infinite product saturate; 0 * inf and any NaN product give NaN.
+# Scales no recipe produces. Rules: finite x and infinite product saturate; 0 * inf and
+# any NaN product give NaN.
 STRANGE_SCALES = np.float32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
 SHAPES = ((), (1,), (7,), (1, 1), (7, 5, 3), (217, 41), (4, 1, 9), (2, 3, 1, 5, 2), (4097,), (64, 128))
 EMPTY_SHAPES = ((0,), (0, 5), (3, 0), (2, 0, 4))
@@ -67,7 +68,8 @@ def run_target(call, prefix: str = "", **options):
         return jax.block_until_ready(jax.ffi.ffi_call(name, shapes, **options)(*operands, **call.attributes))
 
 
-# Amaxes so far: none, one that counts, one that does not, and what a step that overflowed leaves behind.
+# Amaxes so far: none, one that counts, one that does not, and what a step that
+# overflowed leaves behind.
 AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e-3, 1e30, np.inf])
 
 
@@ -84,7 +86,9 @@ def assert_quantized(got, x, scale, fmt: oracle.Format, what: str = "quantize") 
 
 
 def accumulation(implementation: str, precise: bool = False) -> dict:
-    """The oracle's options for how an implementation adds up: the device's tensor cores, or f32."""
+    """The oracle's options for how an implementation adds up: the device's tensor
+    cores, or f32.
+    """
     if implementation not in ("cuda", "gpu"):
         return {}
     device = jax.devices("gpu")[0].compute_capability
@@ -92,7 +96,9 @@ def accumulation(implementation: str, precise: bool = False) -> dict:
 
 
 def random_values(shape, dtype, seed: int = 0, spread: float = 4.0) -> np.ndarray:
-    """Normal values times a log-normal of `spread` octaves: some saturate, some flush to zero, most do neither."""
+    """Normal values times a log-normal of `spread` octaves: some saturate, some flush
+    to zero, most do neither.
+    """
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape) * 2.0 ** (spread * rng.standard_normal(shape))
     with np.errstate(over="ignore"):  # float16: an infinity among the inputs is welcome
@@ -106,10 +112,12 @@ def random_codes(shape, fmt: oracle.Format, seed: int = 0) -> np.ndarray:
 
 
 def probes_for(scales, fmt: oracle.Format) -> np.ndarray:
-    """f32 `[scales, n]`: for every scale, x whose product with it lies on or next to a rounding boundary.
+    """f32 `[scales, n]`: for every scale, x whose product with it lies on or next to a
+    rounding boundary.
 
-    For a power of two the products are exactly the boundaries and their neighbours, wherever x is representable; for
-    the others x is the nearest f32 to boundary / scale and its two neighbours.
+    For a power of two the products are exactly the boundaries and their neighbours,
+    wherever x is representable; for the others x is the nearest f32 to boundary / scale
+    and its two neighbours.
     """
     boundaries = oracle.rounding_probes(fmt).astype(np.float64)
     rows = []

@@ -16,7 +16,9 @@ ALL = ("ffi", "reference", EMULATED, INTERPRETED, pytest.param("cuda", marks=pyt
 
 
 def pytest_generate_tests(metafunc):
-    """Run a test for all implementations or those that its module names: "cpu" and "gpu" are the defaults there."""
+    """Run a test for all implementations or those that its module names: "cpu" and
+    "gpu" are the defaults there.
+    """
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", getattr(metafunc.module, "IMPLEMENTATIONS", ALL), indirect=True)
 
@@ -25,7 +27,8 @@ def pytest_generate_tests(metafunc):
 def implementation(request):
     """Runs the test under one implementation of the ops.
 
-    "cuda" is the custom calls on the first GPU, "emulated" their source on the CPU, "ptx" what nvcc makes of it.
+    "cuda" is the custom calls on the first GPU, "emulated" their source on the CPU,
+    "ptx" what nvcc makes of it.
     """
     name = request.param
     device = jax.devices("gpu" if name in ("cuda", "gpu") else "cpu")[0]

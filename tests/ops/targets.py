@@ -1,6 +1,7 @@
 """The custom calls as data: the buffers and attributes of each, and good calls.
 
-CPU handlers, emulated CUDA handlers, the fuzzer and the sanitizers all read this table; numpy alone.
+CPU handlers, emulated CUDA handlers, the fuzzer and the sanitizers all read this table;
+numpy alone.
 """
 
 import dataclasses
@@ -18,10 +19,12 @@ HIGH, FP8 = (BF16, F16, F32), (E4M3, E5M2)
 KINDS = {"high": HIGH, "wide": HIGH[::-1], "half": HIGH[:2], "fp8": FP8, "f32": (F32,), "s32": (S32,), "u8": (U8,)}
 KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint32),)}
 
-# `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that of the buffer `data`; `1|g` is
-# one side or another and `0/g n` one shape or another, of which a good call has the last; an upper-case side is not 0;
-# `*` are any sides, `?` is any side, `g%` any divisor of g, `2*g` a product; a `g?` of 1 may be left out, in all
-# buffers of a call or in none; `name?` may be absent; buffers with `#` are there once for each of k quantizers.
+# `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that
+# of the buffer `data`; `1|g` is one side or another and `0/g n` one shape or another,
+# of which a good call has the last; an upper-case side is not 0; `*` are any sides, `?`
+# is any side, `g%` any divisor of g, `2*g` a product; a `g?` of 1 may be left out, in
+# all buffers of a call or in none; `name?` may be absent; buffers with `#` are there
+# once for each of k quantizers.
 _MOMENT = "{0} data 0 e4m3[g n], {0} amax 0 f32[g n/128], {0} exponent 0 s8[g n/128]"
 _MU, _NU, _NEXT_MU, _NEXT_NU = map(_MOMENT.format, ("mu", "nu", "next mu", "next nu"))
 _STEPPED = f"{_MU}, {_NU}, hyper 0 f32[g% 11], keys u32[2*g*n/128] -> out 0 f32[g n], {_NEXT_MU}, {_NEXT_NU}"
@@ -105,7 +108,9 @@ LARGEST_K |= {"split_reading": 64, "join_recorded": 64}
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A line of the table: `shapes` are alternatives, each a tuple of sides, each of those a tuple of alternatives."""
+    """A line of the table: `shapes` are alternatives, each a tuple of sides, each of
+    those a tuple of alternatives.
+    """
 
     name: str
     dtypes: str
@@ -120,7 +125,9 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One custom call: `(shape, dtype)` of operands and results, or operands that are arrays, and attributes."""
+    """One custom call: `(shape, dtype)` of operands and results, or operands that are
+    arrays, and attributes.
+    """
 
     op: str
     operands: list
@@ -182,7 +189,9 @@ def side_of(side: str, sizes: dict) -> int:
 
 
 def build(op: str, sizes: dict, k: int = 2, choose=lambda options, last=True: options[-1 if last else 0]) -> Call:
-    """A good call; `choose(options, last)` takes one of shapes or sides (the last), or of the dtypes (the first)."""
+    """A good call; `choose(options, last)` takes one of shapes or sides (the last), or
+    of the dtypes (the first).
+    """
     dtypes, (operands, results) = {}, table(op, k)
     # A call with one group may lack its side.
     lacks_g = sizes["g"] == 1 and any(b.may_lack_g for b in operands) and choose((True, False))
@@ -245,7 +254,9 @@ def filled(call: Call, values=np.ones) -> Call:
 
 
 def fault(call: Call) -> str | None:
-    """The first buffer that is not as in the table; "" where there is another number of them; None for a good call."""
+    """The first buffer that is not as in the table; "" where there is another number of
+    them; None for a good call.
+    """
     k = quantizers(call)
     if call.op in LARGEST_K and not 1 <= k <= LARGEST_K[call.op]:
         return ""
@@ -264,7 +275,9 @@ def fault(call: Call) -> str | None:
 
 
 def fits(shape, sides, sizes: dict) -> bool:
-    """Whether a shape is one of the table; sides that come for the first time are put into `sizes`."""
+    """Whether a shape is one of the table; sides that come for the first time are put
+    into `sizes`.
+    """
     if sides[:1] == (("g?",),):
         # The first of the buffers that may lack the side says whether all of them do.
         lacks_g = sizes.setdefault("g?", len(shape) + 1 == len(sides))

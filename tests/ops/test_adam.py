@@ -1,4 +1,6 @@
-"""adam_update: bitwise against the oracle, of several leaves, along any axis, under vmap and on meshes."""
+"""adam_update: bitwise against the oracle, of several leaves, along any axis, under
+vmap and on meshes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,9 @@ def step_numbers(rng, rows=1, eps_root=1e-12):
 
 
 def make_leaf(rng, shape, applies):
-    """A leaf of any numbers and codes; the blocks of a moment have one of three exponents."""
+    """A leaf of any numbers and codes; the blocks of a moment have one of three
+    exponents.
+    """
     mu, nu = moments.moment(rng, shape), moments.moment(rng, shape)
     # Most squares have no sign; a NaN with one is infinity.
     signed = oracle.bits(nu[0]) & np.where(rng.random(shape) < 0.1, 0xFF, 0x7F).astype(np.uint8)
@@ -39,7 +43,9 @@ def make_leaf(rng, shape, applies):
 
 
 def plain_leaf(rng, shape, applies):
-    """A leaf of which most rows need no care on a GPU, and others are near that; with zeros of both signs."""
+    """A leaf of which most rows need no care on a GPU, and others are near that; with
+    zeros of both signs.
+    """
     rows = (shape[0], 1)
     size = np.exp2(np.float32(rng.choice([-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31], rows)))
 
@@ -95,7 +101,9 @@ def test_values(implementation, shape, make, applies):
 
 @APPLIES
 def test_leaves_share_a_call(implementation, applies):
-    """More leaves than one call takes; each has numbers and keys of its own. One is empty."""
+    """More leaves than one call takes; each has numbers and keys of its own. One is
+    empty.
+    """
     rng = np.random.default_rng(2)
     shapes = [(int(rows), int(n)) for rows, n in rng.integers(1, 300, (_moments.MAX_LEAVES + 3, 2))] + [(0, 5)]
     leaves = [make_leaf(rng, shape, applies) for shape in shapes]
@@ -119,7 +127,9 @@ def test_in_place(implementation, applies):
 
 
 def test_axes_and_vmap(implementation):
-    """Blocks along any axis, and of each member of a batch, are those of rows; a batch may have numbers of its own."""
+    """Blocks along any axis, and of each member of a batch, are those of rows; a batch
+    may have numbers of its own.
+    """
     rng = np.random.default_rng(1)
     rows = make_leaf(rng, (12, 300), True)
     numbers = step_numbers(rng, 3)
@@ -154,7 +164,9 @@ def test_axes_and_vmap(implementation):
 @pytest.mark.parametrize("spec", moments.SPECS, ids=str)
 @pytest.mark.parametrize("n", [1024, 384, 200])
 def test_meshes(n, spec, kind):
-    """The bits of one device, also of a leaf in the same call that lies otherwise; whole blocks are not gathered."""
+    """The bits of one device, also of a leaf in the same call that lies otherwise;
+    whole blocks are not gathered.
+    """
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     rng = np.random.default_rng(n)
     leaves = [make_leaf(rng, (16, n), True), make_leaf(rng, (8, 256), True)]

@@ -1,4 +1,6 @@
-"""amax: bitwise against the oracle, for every 16-bit value and wherever a NaN may hide."""
+"""amax: bitwise against the oracle, for every 16-bit value and wherever a NaN may
+hide.
+"""
 
 import jax
 import numpy as np
@@ -36,8 +38,8 @@ def test_shapes(implementation, dtype):
         check(cases.random_values(shape, dtype, seed), f"amax of {shape}")
 
 
-# XLA:CPU's float max loses NaNs from 4096 elements on, and vector kernels have a body and a tail: every size class, and
-# the odd value first, in the middle, last.
+# XLA:CPU's float max loses NaNs from 4096 elements on, and vector kernels have a body
+# and a tail: every size class, and the odd value first, in the middle, last.
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf], ids=["nan", "-nan", "inf", "-inf"])
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 def test_one_bad_value_is_seen_wherever_it_stands(implementation, dtype, bad):

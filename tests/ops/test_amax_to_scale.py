@@ -1,4 +1,6 @@
-"""amax_to_scale: bitwise against the oracle, for every exponent of amax and stored scale, and whatever is absent."""
+"""amax_to_scale: bitwise against the oracle, for every exponent of amax and stored
+scale, and whatever is absent.
+"""
 
 import jax
 import numpy as np
@@ -29,7 +31,8 @@ def check(amax, stored, fp8_max=448.0, margin=0.0):
 @pytest.mark.parametrize("margin", [0, 1, -3, 8, 0.5, 64, -64])
 def test_every_magnitude(implementation, fp8_max, margin):
     rng = np.random.default_rng(1)
-    amax, stored = rng.integers(1, 0x7F800000, (2, 100_000), dtype=np.int32).view(np.float32)  # subnormals included
+    # subnormals included
+    amax, stored = rng.integers(1, 0x7F800000, (2, 100_000), dtype=np.int32).view(np.float32)
     amax[:4] = np.float32(2.0**-149), np.float32(2.0**-126), np.finfo(np.float32).max, 1
     check(amax, stored, fp8_max, margin)
     check(np.zeros_like(amax), stored, fp8_max, margin)
@@ -48,7 +51,9 @@ def test_absent_amaxes_and_scales(implementation):
 
 
 def test_below_zero(implementation):
-    """Only an optimizer's step on the state makes it: no scale, whatever the other number is."""
+    """Only an optimizer's step on the state makes it: no scale, whatever the other
+    number is.
+    """
     below = np.float32([-1, -np.inf, -(2.0**-149), -1e-38, -3e38, -448])
     for other in (np.full(6, 448, np.float32), ABSENT, below):
         for pair in ((below, other), (other, below)):

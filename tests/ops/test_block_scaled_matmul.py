@@ -1,4 +1,6 @@
-"""block_scaled_matmul: within the derived bound of the exact product of dequantized numbers (oracle/blocks.py)."""
+"""block_scaled_matmul: within the derived bound of the exact product of dequantized
+numbers (oracle/blocks.py).
+"""
 
 import itertools
 import warnings
@@ -52,7 +54,9 @@ IMPLEMENTATIONS = ("cpu", EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
 
 
 def operand(shape, scaling, fmt=oracle.E4M3, seed=0):
-    """(codes, scales) of random numbers as the oracle quantizes them; neighbouring blocks differ by up to 2**8."""
+    """(codes, scales) of random numbers as the oracle quantizes them; neighbouring
+    blocks differ by up to 2**8.
+    """
     block, scale = SCALINGS[scaling]
     x = cases.random_values(shape, F32, seed, spread=1.0)
     rows, cols = (2.0 ** (np.arange(size) // 32 % 5 * 2 - 4) for size in shape)
@@ -99,7 +103,8 @@ def test_formats_and_output_dtypes(implementation, formats, out_dtype):
         for options in ({}, {"bias": bias}, {"precise": True}):
             check(implementation, args, pair, out_dtype, **options)
         without = oracle_blocks.matmul(*args, **blocks_of(pair), out_dtype=out_dtype)
-        with pytest.raises(AssertionError, match="out of bound"):  # the control: the bias counts
+        # the control: the bias counts
+        with pytest.raises(AssertionError, match="out of bound"):
             without.check(ops.block_scaled_matmul(*args, **blocks_of(pair), bias=bias, out_dtype=out_dtype))
 
 
@@ -115,7 +120,9 @@ def test_empty_operands(implementation, out_dtype):
 
 @pytest.mark.parametrize("value, exponents", [(1, (-127, 127)), (1, (-127, 0)), (1, (-64, -62)), (256, (119, -127))])
 def test_extreme_powers_of_two(implementation, value, exponents):
-    """2**-127 is a subnormal float. Results are exact: all products are the same multiple of a power of two."""
+    """2**-127 is a subnormal float. Results are exact: all products are the same
+    multiple of a power of two.
+    """
     a = np.full((2, 64), 448, oracle.E4M3.dtype)
     b = np.full((3, 64), value, oracle.E4M3.dtype)
     scales = [np.full((rows, 2), e + 127, np.uint8).view(E8M0) for rows, e in zip((2, 3), exponents, strict=True)]
@@ -139,7 +146,7 @@ def test_bad_blocks_reach_their_rows_and_columns_only(implementation):
         np.testing.assert_array_equal(got, wanted)
 
 
-# -------------------------------------------------------------------------------------------------- shapes, transforms
+# ------------------------------------------------------------------- shapes, transforms
 
 
 @ALL_PAIRS
@@ -166,7 +173,7 @@ def test_dimensions_of_their_own(implementation, pair):
         expected.check(np.asarray(got[index]).reshape(m, n), f"{pair}, {index}")
 
 
-# ------------------------------------------------------------------------------------------------------------- mutants
+# ------------------------------------------------------------------------------ mutants
 
 
 def shifts_blocks(monkeypatch):
@@ -217,7 +224,7 @@ def test_mutants_are_caught(monkeypatch, mutant, run):
     jax.clear_caches()
 
 
-# ------------------------------------------------------------------------------------------------- what CUDA lowers to
+# ------------------------------------------------------------------ what CUDA lowers to
 
 ON_HOPPER = (("rows", "rows"), ("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128"))
 ON_BLACKWELL = (("MX", "MX"),)
@@ -254,7 +261,9 @@ def test_custom_call_where_all_gpus_have_the_mode(machine, capabilities):
 
 @pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("10.0", "12.0"), ("9.0", "10.0")], ids=str)
 def test_powers_of_two_are_mx_from_blackwell_on(machine, capabilities):
-    """As E8M0 in tiles of 128 by 128; on Hopper, and where no GPU is known, as float32."""
+    """As E8M0 in tiles of 128 by 128; on Hopper, and where no GPU is known, as
+    float32.
+    """
     machine(lowered_for=map(gpu, capabilities))
     for pair in ON_HOPPER:
         with warnings.catch_warnings(record=True, action="always") as caught:
@@ -271,7 +280,8 @@ def test_powers_of_two_are_mx_from_blackwell_on(machine, capabilities):
         assert ("tensor<1x1x2x512xui8>, tensor<1x1x2x512xui8>" in call) == is_mx
 
 
-# Numbers of all sizes, in blocks of one size: the smallest subnormal, the largest float, zeros, an Inf and a NaN too.
+# Numbers of all sizes, in blocks of one size: the smallest subnormal, the largest
+# float, zeros, an Inf and a NaN too.
 AMAXES = np.float32([1e-45, 2.0**-126, 3e-30, 1, 448, 449, 57344, 1e30, np.finfo(F32).max, 0, np.inf, np.nan])
 
 
@@ -311,7 +321,9 @@ def test_two_e5m2_have_no_custom_call(machine):
 
 
 def test_attributes_of_the_custom_call(machine):
-    """Fast accumulation for whole rows alone; what is padded; a bias is added by XLA, to f32."""
+    """Fast accumulation for whole rows alone; what is padded; a bias is added by XLA,
+    to f32.
+    """
     machine(lowered_for=[gpu("9.0")])
     rows, blocks = ON_HOPPER[0], ON_HOPPER[2]
     for precise, pair, expected in ((False, rows, "false"), (True, rows, "true"), (False, blocks, "true")):

@@ -27,7 +27,9 @@ def assert_counted(x, scale, fmt, what):
     "scales", [SCALES, SUBNORMAL_SCALES, cases.STRANGE_SCALES], ids=["scales", "subnormal", "strange"]
 )
 def test_every_value(implementation, dtype, fmt, scales):
-    """All 16-bit values, or f32 corner cases and the neighbours of the rounding boundaries at that scale."""
+    """All 16-bit values, or f32 corner cases and the neighbours of the rounding
+    boundaries at that scale.
+    """
     for i, scale in enumerate(scales):
         x = oracle.all_half_codes(dtype)
         if dtype.itemsize == 4:
@@ -38,7 +40,9 @@ def test_every_value(implementation, dtype, fmt, scales):
 
 @pytest.mark.parametrize("fmt, top, half", [(oracle.E4M3, 448, 2.0**-10), (oracle.E5M2, 57344, 2.0**-17)])
 def test_by_hand(implementation, fmt, top, half):
-    """On the boundaries: the largest number does not saturate, half of the smallest rounds to zero, zero is zero."""
+    """On the boundaries: the largest number does not saturate, half of the smallest
+    rounds to zero, zero is zero.
+    """
     up, down = (lambda y: np.nextafter(np.float32(y), np.float32(np.inf))), (lambda y: np.nextafter(np.float32(y), 0))
     saturating = [up(top), -up(top), np.inf, -np.inf, 3e38]
     becoming_zero = [half, -half, down(half), 2.0**-149]
@@ -55,7 +59,9 @@ def test_shapes(implementation, shape):
 
 
 def test_more_than_f32_can_count(implementation):
-    """Sums are of integers, here of 257 rows: a sum of ones in float32 would stop at 2**24."""
+    """Sums are of integers, here of 257 rows: a sum of ones in float32 would stop at
+    2**24.
+    """
     x = np.full((2**24 + 2**10,), 449, np.float16)
     found = jax.jit(lambda x: ops.count_saturated_and_flushed(x, np.float32(1), E4M3))(x)
     cases.assert_bitwise(found, np.float32([2**24 + 2**10, 0]), "all saturate")

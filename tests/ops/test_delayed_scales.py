@@ -1,4 +1,6 @@
-"""delayed_scales: bitwise against the oracle, for histories of any length and content."""
+"""delayed_scales: bitwise against the oracle, for histories of any length and
+content.
+"""
 
 import functools
 
@@ -15,7 +17,9 @@ LENGTHS = (1, 2, 3, 16, 31, 255, 256, 257, 1024, 3000)
 
 
 def history(length, seed, bad=(0, -0.0, np.inf, np.nan, -np.nan)):
-    """Amaxes of many magnitudes, subnormals included, and every kind of entry that counts as none."""
+    """Amaxes of many magnitudes, subnormals included, and every kind of entry that
+    counts as none.
+    """
     rng = np.random.default_rng(seed)
     values = rng.integers(1, 0x7F800000, length, dtype=np.int32).view(np.float32)
     return np.where(rng.random(length) < 0.3, rng.choice(np.float32(bad), length), values).astype(np.float32)
@@ -41,7 +45,9 @@ def check_scales(histories, stored, fp8_max, margin=0.0, algo="max"):
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 20, -64])
 def test_scales(implementation, algo, margin):
-    """Sixteen quantizers at once, each with a length, a format and a stored scale of its own."""
+    """Sixteen quantizers at once, each with a length, a format and a stored scale of
+    its own.
+    """
     for seed in range(4):
         histories = [history(length, 100 * seed + i) for i, length in enumerate((*LENGTHS, 4, 4, 5, 1, 1, 64))]
         stored = history(16, seed)

@@ -1,4 +1,6 @@
-"""dequantize: all 256 codes of both formats, bitwise against the oracle, over scales and output dtypes."""
+"""dequantize: all 256 codes of both formats, bitwise against the oracle, over scales
+and output dtypes.
+"""
 
 import jax
 import numpy as np
@@ -30,7 +32,9 @@ def test_every_code_at_every_scale(implementation, dtype, fmt):
 @FORMATS
 @DTYPES
 def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt):
-    """XLA:CPU runs with flush-to-zero: products that are subnormal in f32, bf16 or f16, and subnormal scales."""
+    """XLA:CPU runs with flush-to-zero: products that are subnormal in f32, bf16 or f16,
+    and subnormal scales.
+    """
     subnormal = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
     rng = np.random.default_rng(23)
     scales = np.concatenate([subnormal, np.float32(2.0 ** rng.uniform(-142, -110, 60)), np.float32([2.0**-24, 6e-9])])

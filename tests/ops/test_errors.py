@@ -1,4 +1,6 @@
-"""Bad arguments of the public ops: the right exception, naming the op and the argument; differentiation raises."""
+"""Bad arguments of the public ops: the right exception, naming the op and the argument;
+differentiation raises.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +177,9 @@ DIFFERENTIATED = [
 
 @pytest.mark.parametrize("op, argument, part", DIFFERENTIATED, ids=[f"{row[0]}-{row[1]}" for row in DIFFERENTIATED])
 def test_differentiating_an_op_raises(op, argument, part):
-    """The derivative of a rounding is zero almost everywhere: silently wrong, so it is refused."""
+    """The derivative of a rounding is zero almost everywhere: silently wrong, so it is
+    refused.
+    """
 
     def function(x):
         leaves = jax.tree.leaves(getattr(ops, op)(**GOOD[op] | {argument: part(x)}))

@@ -1,6 +1,8 @@
-"""Compiled modules that are no modules, foreign or missing: `import jaxfp8` names the reason and the reference runs.
+"""Compiled modules that are no modules, foreign or missing: `import jaxfp8` names the
+reason and the reference runs.
 
-Each import is in a process of its own, in an installation made of links to this package.
+Each import is in a process of its own, in an installation made of links to this
+package.
 """
 
 import importlib.metadata
@@ -51,7 +53,9 @@ def installation(tmp_path):
 
 
 def warning_in(installation) -> str:
-    """Import the package of that folder in a new process, which must warn once: the warning."""
+    """Import the package of that folder in a new process, which must warn once: the
+    warning.
+    """
     folder, environment = installation.parent, os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
     command = [sys.executable, "-c", SCRIPT, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=folder)
@@ -106,7 +110,9 @@ def test_a_module_that_is_not_there(installation, report, reason):
 
 @pytest.fixture(params=["jaxfp8_cuda13", "jaxfp8_cuda12"])
 def project(request, tmp_path, monkeypatch):
-    """An installed project with a module `_cuda` and one `_cpu`, of the version of this jaxfp8: its name."""
+    """An installed project with a module `_cuda` and one `_cpu`, of the version of this
+    jaxfp8: its name.
+    """
     for name in ("_cuda.py", "_cpu.py"):
         (tmp_path / request.param).mkdir(exist_ok=True)
         (tmp_path / request.param / name).write_text("# empty")
@@ -148,7 +154,9 @@ def test_a_project_of_another_version(project, monkeypatch, tmp_path, caplog):
 
 
 def test_projects_have_one_version_and_one_build():
-    """The extras ask for the module of this very version, which is built with what builds the package."""
+    """The extras ask for the module of this very version, which is built with what
+    builds the package.
+    """
     root = Path(__file__).parents[2]
     package, module = (tomllib.loads((root / name).read_text()) for name in ("pyproject.toml", "cuda/pyproject.toml"))
     version, extras = package["project"]["version"], package["project"]["optional-dependencies"]
@@ -163,7 +171,9 @@ def test_projects_have_one_version_and_one_build():
 
 
 def test_old_modules_are_not_registered(monkeypatch):
-    """A module that lacks a custom call of this version, as after an update without a build."""
+    """A module that lacks a custom call of this version, as after an update without a
+    build.
+    """
     monkeypatch.setattr(_ffi, "_errors", {})
     monkeypatch.setattr(_ffi, "_load_module", lambda name: types.SimpleNamespace(registrations=lambda: {}))
     assert not _ffi._load("cpu")

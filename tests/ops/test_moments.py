@@ -1,4 +1,6 @@
-"""decode_moment and encode_moment: bitwise against the oracle, along any axis, under vmap and on meshes."""
+"""decode_moment and encode_moment: bitwise against the oracle, along any axis, under
+vmap and on meshes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ KINDS = pytest.mark.parametrize("squared, stochastic", [(False, False), (True, F
 
 
 def numbers(rng, shape, squared=False):
-    """Rows of numbers of all sizes, of spans from 0 to 40 octaves, among them zeros, subnormals, NaNs and Infs."""
+    """Rows of numbers of all sizes, of spans from 0 to 40 octaves, among them zeros,
+    subnormals, NaNs and Infs.
+    """
     size, span = rng.integers(-140, 126, (shape[0], 1)), rng.choice([0, 4, 12, 40], (shape[0], 1))
     with np.errstate(over="ignore"):
         x = np.float32(rng.standard_normal(shape) * np.exp2(size - span * rng.random(shape)))
@@ -91,7 +95,9 @@ def test_in_place(implementation):
 
 
 def test_axes_and_vmap(implementation):
-    """Blocks along any axis, and of each member of a batch along any axis, are those of rows."""
+    """Blocks along any axis, and of each member of a batch along any axis, are those of
+    rows.
+    """
     rng = np.random.default_rng(1)
     old = moment(rng, (12, 300))
     after, keys = changed(rng, old, True)

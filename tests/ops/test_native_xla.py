@@ -1,4 +1,5 @@
-"""implementation("xla"): the values and the state are those of the other implementations.
+"""implementation("xla"): the values and the state are those of the other
+implementations.
 
 What XLA makes of the programs on an H200 is in `aot/test_xla.py`.
 """
@@ -37,7 +38,9 @@ def arguments(dtype, m=24, k=70, n=17):
 
 @DTYPES
 def test_three_steps(dtype):
-    """The state, bit for bit, is that of other implementations; products lie within the bound of the exact ones."""
+    """The state, bit for bit, is that of other implementations; products lie within the
+    bound of the exact ones.
+    """
     tensors = arguments(dtype)
     run = jax.jit(step)
     state = wanted = jaxfp8.init_state(RECIPE)
@@ -83,7 +86,9 @@ def test_products_on_gpus(dtype):
 
 
 def test_without_an_fp8_product():
-    """cuBLASLt does not multiply E5M2 by E5M2: the codes, which f32 and TF32 hold, are multiplied, then scaled."""
+    """cuBLASLt does not multiply E5M2 by E5M2: the codes, which f32 and TF32 hold, are
+    multiplied, then scaled.
+    """
     recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=jaxfp8.E5M2)
     tensors = arguments(oracle.BF16)
     text = cuda_text(functools.partial(step, recipe=recipe), *tensors, jaxfp8.init_state(recipe))

@@ -1,5 +1,6 @@
-"""quantize_activation, its gradient's op and quantize_norm: codes, amax and sums of f32 values within a derived bound
-of the oracle; `activate` and `normalize`, their twins of the gradient path."""
+"""quantize_activation, its gradient's op and quantize_norm: codes, amax and sums of f32
+values within a derived bound of the oracle; `activate` and `normalize`, their twins of
+the gradient path."""
 
 import re
 
@@ -15,7 +16,8 @@ from jaxfp8 import ops
 from . import cases
 
 ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
-NORMS = {"rms": ("rms", False), "layer": ("layer", False), "layer with beta": ("layer", True)}  # kind, has a beta
+# kind, has a beta
+NORMS = {"rms": ("rms", False), "layer": ("layer", False), "layer with beta": ("layer", True)}
 GRADIENTS = tuple(f"gradient of {name}" for name in ACTIVATIONS)
 DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 SCALE, EPSILON, E4M3, E5M2 = np.float32(3.3), 1e-6, oracle.E4M3.dtype, oracle.E5M2
@@ -36,7 +38,9 @@ def inputs(name, shape, dtype, seed=0):
 
 
 def parameters(name, shape, dtype=np.float32, seed=0):
-    """gamma and beta of a norm; the gradient of an activation's result; nothing of an activation."""
+    """gamma and beta of a norm; the gradient of an activation's result; nothing of an
+    activation.
+    """
     if name in ACTIVATIONS:
         return ()
     if name in GRADIENTS:
@@ -96,7 +100,9 @@ def test_values(implementation, fmt, dtype, name):
 @pytest.mark.parametrize("name", GRADIENTS)
 @DTYPES
 def test_gradient_of_every_magnitude(implementation, dtype, name):
-    """Tails on both sides, where nothing may cancel: from 2^-40 to 2^40 a derivative is between -0.2 and 1.2."""
+    """Tails on both sides, where nothing may cancel: from 2^-40 to 2^40 a derivative is
+    between -0.2 and 1.2.
+    """
     rng, shape = np.random.default_rng(5), (64, *(2,) * name.endswith("_gated"), 128)
     powers = 2.0 ** rng.uniform(-40, 15 if dtype == oracle.F16 else 40, shape) * rng.choice([-1, 1], shape)
     x, (grad,) = powers.astype(np.float32).astype(dtype), parameters(name, (64, 128), dtype)
@@ -110,7 +116,9 @@ def test_gradient_of_every_magnitude(implementation, dtype, name):
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
 @pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
 def test_activation_of_every_half_code(implementation, dtype, name):
-    """Tails, overflows, infinities and NaNs; a scale for which the tail is in range of the codes."""
+    """Tails, overflows, infinities and NaNs; a scale for which the tail is in range of
+    the codes.
+    """
     x = oracle.all_half_codes(dtype).reshape(256, 256)
     for scale in np.float32([1, 2.0**-8, 2.0**60]):
         got = run(name, x, scale=scale, dtype=E5M2.dtype)
@@ -128,14 +136,17 @@ def test_activation_of_corner_cases(implementation, name):
     assert np.isposinf(got[2])
 
 
-# x and what both silu and gelu give; then gates and factors whose product is not finite.
+# x and what both silu and gelu give; then gates and factors whose product is not
+# finite.
 EDGES = [(np.nan, np.nan), (np.inf, np.inf), (-np.inf, np.nan), (-1000, -0.0), (0, 0), (-0.0, -0.0), (1000, 1000)]
 GATED_EDGES = [(0, np.inf), (-1000, np.inf), (np.inf, 0), (-np.inf, 1), (1, np.nan), (1000, np.inf)]
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu"])
 def test_edges(implementation, name):
-    """What is said of infinities: NaN and infinities are the NaN code, and show in the amax."""
+    """What is said of infinities: NaN and infinities are the NaN code, and show in the
+    amax.
+    """
     for value, expected in EDGES:
         data, _, top = run(name, np.float32([[value, 0]]), scale=ONE)
         expected_code = np.clip(expected, -448, 448) if np.isfinite(expected) else np.nan
@@ -146,7 +157,8 @@ def test_edges(implementation, name):
         assert np.isnan(oracle.widen(data)[0, 0]) and np.isposinf(top), f"{name}({gate}) * {up}"
 
 
-# x and the gradient, one element; what is not finite is a NaN code and an infinite amax.
+# x and the gradient, one element; what is not finite is a NaN code and an infinite
+# amax.
 BAD = [("silu", np.nan, 1), ("silu", 1, np.nan), ("gelu", 1, np.inf), ("relu", np.nan, np.nan)]
 BAD += [("silu_gated", (np.nan, 1), 1), ("silu_gated", (1, np.inf), 1), ("gelu_gated", (1, 2), -np.inf)]
 
@@ -177,11 +189,13 @@ def test_epsilon(implementation, name):
 
 
 def test_a_large_mean(implementation):
-    """Variance by E[x^2] - E[x]^2 would lose all of it: 2^14 squared is 2^28, of which f32 keeps multiples of 16."""
+    """Variance by E[x^2] - E[x]^2 would lose all of it: 2^14 squared is 2^28, of which
+    f32 keeps multiples of 16.
+    """
     x = (2.0**14 + np.random.default_rng(1).integers(-3, 4, (8, 256))).astype(np.float32)
     params = parameters("layer", x.shape)
-    # Sums of 256 integers below 2^15 are exact in f32 in any order, and so is the mean: nothing but roundings of the
-    # distances and later is left, as for n = 8.
+    # Sums of 256 integers below 2^15 are exact in f32 in any order, and so is the mean:
+    # nothing but roundings of the distances and later is left, as for n = 8.
     exact = oracle.norm(x, *params, "layer", EPSILON, depth=8).exact
     tight = oracle.Values(exact, np.abs(exact) * 2.0**-8)
     tight.check(*map(np.asarray, run("layer", x, *params)), SCALE, oracle.E4M3)
@@ -208,7 +222,9 @@ def test_bad_values_stay_in_their_row(implementation, name, bad):
     "name", ["gelu", "silu_gated", "rms", "layer with beta", "gradient of gelu", "gradient of silu_gated"]
 )
 def test_options(implementation, name):
-    """Without the transpose; an amax to start from; rows of several dimensions and batches of matrices."""
+    """Without the transpose; an amax to start from; rows of several dimensions and
+    batches of matrices.
+    """
     x, is_gradient = inputs(name, (2, 3, 5, 24), oracle.BF16), name in GRADIENTS
     params = parameters(name, (2, 3, 5, 24), oracle.BF16)
     flat = [part.reshape(30, *part.shape[3:]) for part in ((x, *params) if is_gradient else (x,))]
@@ -248,7 +264,9 @@ def test_no_elements(implementation, name, shape):
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS])
 @DTYPES
 def test_activate_and_normalize(dtype, name):
-    """Within the same bound, and one rounding to x's dtype; gradients are in `dot/test_fused_gradients.py`."""
+    """Within the same bound, and one rounding to x's dtype; gradients are in
+    `dot/test_fused_gradients.py`.
+    """
     x, params = inputs(name, (40, 60), dtype, 6), parameters(name, (40, 60), dtype)
     is_activation = name in ACTIVATIONS
     got = ops.activate(x, name) if is_activation else ops.normalize(x, *params, NORMS[name][0], EPSILON)
@@ -293,7 +311,9 @@ OPTIONS += [(name, {"column_sums": True}) for name in LOWERED if name in GRADIEN
 
 @pytest.mark.parametrize("name, options", OPTIONS, ids=str)
 def test_what_it_lowers_to(name, options, cuda_custom_calls):
-    """For CUDA one custom call, and sums of a norm's rows or of parts of column sums; on a CPU jnp, then one."""
+    """For CUDA one custom call, and sums of a norm's rows or of parts of column sums;
+    on a CPU jnp, then one.
+    """
     x, params = inputs(name, (4, 8, 16), oracle.BF16), parameters(name, (4, 8, 16), oracle.BF16)
     traced = jax.jit(lambda x, *rest: run(name, x, *rest[:-1], amax=rest[-1], rows=2, **options)).trace(
         x, *params, SCALE

@@ -1,5 +1,6 @@
-"""quantize and quantize_transpose: codes and amax bitwise against the oracle, over every input code, rounding boundary
-and scale; the tiles' ragged edges, the amax so far, the column sums."""
+"""quantize and quantize_transpose: codes and amax bitwise against the oracle, over
+every input code, rounding boundary and scale; the tiles' ragged edges, the amax so far,
+the column sums."""
 
 import jax
 import numpy as np
@@ -18,7 +19,9 @@ TWO = np.float32(2)
 
 
 def check_rows(name, x, scales, fmt, what):
-    """One call for all scales: x is `[n]` for every scale, or `[scales, n]`; as a matrix for quantize_transpose."""
+    """One call for all scales: x is `[n]` for every scale, or `[scales, n]`; as a
+    matrix for quantize_transpose.
+    """
     if name == "quantize_transpose":
         rows = 31 if x.shape[-1] > 1000 else 7
         x = x[..., : x.shape[-1] // rows * rows].reshape(*x.shape[:-1], rows, -1)
@@ -45,7 +48,9 @@ def test_every_rounding_boundary_and_its_neighbours(implementation, fmt, name):
 @NAMES
 @FORMATS
 def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
-    """0, negative, infinite and NaN scales too: no recipe produces them; the rules still say what comes out."""
+    """0, negative, infinite and NaN scales too: no recipe produces them; the rules
+    still say what comes out.
+    """
     x = np.concatenate([oracle.f32_corner_cases(2), oracle.rounding_probes(fmt)])
     check_rows(name, x, np.concatenate([cases.SCALES, cases.STRANGE_SCALES]), fmt, "f32 corner case")
 
@@ -53,7 +58,9 @@ def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
 @NAMES
 @FORMATS
 def test_subnormal_scales(implementation, fmt, name):
-    """A scale below 2**-126 with x large enough to matter: the product is an ordinary number."""
+    """A scale below 2**-126 with x large enough to matter: the product is an ordinary
+    number.
+    """
     scales = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
     x = np.concatenate([oracle.f32_corner_cases(4), np.float32([2.0**127, 3e38, -3e38, 2.0**100])])
     check_rows(name, x, scales, fmt, "subnormal scale")
@@ -76,7 +83,9 @@ def test_shapes(implementation, fmt, name):
 @FORMATS
 @DTYPES
 def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
-    """Every size class of a vectorised kernel; the bad value's code is NaN, its neighbours keep theirs."""
+    """Every size class of a vectorised kernel; the bad value's code is NaN, its
+    neighbours keep theirs.
+    """
     for size in (8, 4095, 4096, 70001):
         x = cases.random_values((size,), dtype, size, spread=1)
         for position, bad in ((0, np.nan), (size // 2, -np.inf), (size - 1, np.inf)):
@@ -101,7 +110,9 @@ def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
 @FORMATS
 @DTYPES
 def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
-    """Views of a larger array, inside jit, where XLA may choose a column-major layout."""
+    """Views of a larger array, inside jit, where XLA may choose a column-major
+    layout.
+    """
     x = cases.random_values((66, 35), dtype, 11)
     views = {
         "transposed": lambda x: x.T,
@@ -128,19 +139,22 @@ def test_same_bytes_on_every_run(implementation, name):
 @pytest.mark.slow
 @FORMATS
 def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
-    rng, parts = np.random.default_rng(17), 1 if implementation in ("emulated", "ptx") else 32  # threads are slow there
+    # threads are slow there
+    rng, parts = np.random.default_rng(17), 1 if implementation in ("emulated", "ptx") else 32
     for dtype in (oracle.BF16, oracle.F16):
         for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[:parts]:
             check_rows("quantize", oracle.all_half_codes(dtype), scales, fmt, "every 16-bit code")
 
 
-# -------------------------------------------------------------------------------------------------------- amax so far
+# -------------------------------------------------------------------------- amax so far
 
 
 @NAMES
 @FORMATS
 def test_the_amax_is_raised(implementation, fmt, name):
-    """The codes do not know of it. Empty arrays leave it as it is. Its shape is that of the argument."""
+    """The codes do not know of it. Empty arrays leave it as it is. Its shape is that of
+    the argument.
+    """
     x = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1)
     own = oracle.amax(x)
     codes = oracle.quantize(x, TWO, fmt)[0]
@@ -174,7 +188,7 @@ def test_codes_alone(implementation, name):
             cases.assert_bitwise(member[i], want, f"member {i}")
 
 
-# -------------------------------------------------------------------------------------------------------- column sums
+# -------------------------------------------------------------------------- column sums
 
 # Around the 128 rows of a part, the 128 columns of a tile and the 64 of a block.
 SUM_SHAPES = ((1, 1), (1, 9), (9, 1), (127, 65), (128, 128), (129, 257), (400, 72), (1000, 520), (0, 5), (5, 0))
@@ -193,7 +207,9 @@ def test_column_sums(implementation, dtype):
 
 
 def test_column_sums_of_bad_values(implementation):
-    """As in any sum: infinities stay, opposite ones and NaN make NaN, other columns know of nothing."""
+    """As in any sum: infinities stay, opposite ones and NaN make NaN, other columns
+    know of nothing.
+    """
     x = np.ones((300, 70), np.float32)
     x[5, 0], x[299, 1], x[0, 2], x[200, 2], x[131, 69] = np.inf, -np.inf, np.inf, -np.inf, np.nan
     *_, sums = ops.quantize_transpose(x, np.float32(1), oracle.E5M2.dtype, column_sums=True)
@@ -203,7 +219,9 @@ def test_column_sums_of_bad_values(implementation):
 
 
 def test_column_sums_of_many_dimensions(implementation):
-    """Batches and members have sums of their own; rows and columns may be several dimensions."""
+    """Batches and members have sums of their own; rows and columns may be several
+    dimensions.
+    """
     x = cases.random_values((2, 3, 5, 40, 6), oracle.BF16, 3, spread=1)
 
     def sums(x, rows=2, cols=1):

@@ -1,4 +1,6 @@
-"""quantize_blocks: codes and scales bitwise against the oracle, and MX blocks against a table written by hand."""
+"""quantize_blocks: codes and scales bitwise against the oracle, and MX blocks against a
+table written by hand.
+"""
 
 import functools
 import itertools
@@ -18,7 +20,8 @@ from jaxfp8.ops import _blocks
 from . import cases
 from .conftest import EMULATED
 
-# The custom call of a CPU; the reference is what other platforms run, and meshes where blocks are long.
+# The custom call of a CPU; the reference is what other platforms run, and meshes where
+# blocks are long.
 IMPLEMENTATIONS = ("cpu", "reference", EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
 
 F32, F16, BF16 = np.dtype(np.float32), oracle.F16, oracle.BF16
@@ -47,15 +50,16 @@ def assert_blocks(got, x, fmt, block, what="", **options):
         oracle.assert_bitwise(value, wanted, f"{what} {fmt.name}, block {block}, {options}: {name}")
 
 
-# ------------------------------------------------------------------------------------------------- the contract for MX
+# ------------------------------------------------------------------ the contract for MX
 
 TINY, SMALLEST, INF, NAN = 2.0**-126, 2.0**-149, np.inf, np.nan
 F32_MAX, BF16_MAX, F16_MAX = (float(jnp.finfo(dtype).max) for dtype in (F32, BF16, F16))
 ABOVE_448, BELOW_2 = (float(np.nextafter(np.float32(v), np.float32(to))) for v, to in ((448, 449), (2, 0)))
 BAD = None  # the scale is NaN (code 255), and so are all codes of the block
 
-# The first elements of a block of 32, the rest is zeros. Then, for each format and rounding, the exponent e of the
-# scale and the elements' values before it: element * 2**e is the number that the block holds.
+# The first elements of a block of 32, the rest is zeros. Then, for each format and
+# rounding, the exponent e of the scale and the elements' values before it: element *
+# 2**e is the number that the block holds.
 CONTRACT = {
     # name: (x, dtype,  e4m3 ceil, e4m3 floor,  e5m2 ceil, e5m2 floor)
     "zero": ([0, -0.0], F32, (-127, [0, -0.0]), (-127, [0, -0.0]), (-127, [0, -0.0]), (-127, [0, -0.0])),
@@ -69,7 +73,8 @@ CONTRACT = {
     "just below it": ([BELOW_2], F32, (-7, [256]), (-8, [448]), (-14, [32768]), (-15, [57344])),
     "negative": ([1.5, -3], F32, (-7, [192, -384]), (-7, [192, -384]), (-14, [24576, -49152]), (-14, [24576, -49152])),
     "underflow": (
-        [1, 2.0**-18, -3 * 2.0**-19],  # in e4m3 half of the smallest number, a tie; and three quarters of it
+        # in e4m3 half of the smallest number, a tie; and three quarters of it
+        [1, 2.0**-18, -3 * 2.0**-19],
         F32,
         (-8, [256, 0, -(2.0**-9)]),
         (-8, [256, 0, -(2.0**-9)]),
@@ -104,14 +109,16 @@ def test_contract(implementation, name):
         cases.assert_bitwise(np.asarray(got[1]).view(np.uint8), np.uint8([[code]]), f"{name}: {fmt.name} {rounding}")
 
 
-# ------------------------------------------------------------------------------------------------------------- bitwise
+# ------------------------------------------------------------------------------ bitwise
 
 
 @FORMATS
 @ALL_KINDS
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_every_half_code(implementation, dtype, fmt, options):
-    """In blocks of neighbours, so that most are finite; and in blocks of anything, smaller numbers beside larger."""
+    """In blocks of neighbours, so that most are finite; and in blocks of anything,
+    smaller numbers beside larger.
+    """
     codes = oracle.all_half_codes(dtype).reshape(2048, 32)
     check(codes, fmt, (1, 32), "neighbours", **options)
     finite = np.where(np.isfinite(oracle.widen(codes)), codes, dtype.type(0))
@@ -122,7 +129,9 @@ def test_every_half_code(implementation, dtype, fmt, options):
 @FORMATS
 @ALL_KINDS
 def test_f32_corner_cases(implementation, fmt, options):
-    """Subnormals, the largest numbers, NaNs with payloads; blocks of one element have their own scale."""
+    """Subnormals, the largest numbers, NaNs with payloads; blocks of one element have
+    their own scale.
+    """
     x = oracle.f32_corner_cases(3)
     x = x[: x.size // 8 * 8]
     check(x.reshape(-1, 8), fmt, (1, 8), "corner cases", **options)
@@ -134,7 +143,9 @@ def test_f32_corner_cases(implementation, fmt, options):
 @FORMATS
 @ALL_KINDS
 def test_every_significand_next_to_the_boundary(implementation, fmt, options):
-    """The exponent steps where the significand of amax passes 1.75; f32 neighbours of that, at several exponents."""
+    """The exponent steps where the significand of amax passes 1.75; f32 neighbours of
+    that, at several exponents.
+    """
     near = (np.float32(1.75).view(np.int32) + np.arange(-4, 5, dtype=np.int32)).view(np.float32)
     x = np.concatenate([np.ldexp(near, e) for e in (-130, -120, -119, -118, -112, -111, 0, 1, 126, 127)])
     check(x.reshape(-1, 1), fmt, (1, 1), "1.75", **options)
@@ -167,12 +178,14 @@ def test_an_inf_leaves_other_blocks_alone(implementation):
         assert bad[1, 32:64].all() == is_mx and np.isnan(oracle.widen(scale_inv)).sum() == is_mx
 
 
-# ------------------------------------------------------------------------------------------------- shapes, transforms
+# ------------------------------------------------------------------- shapes, transforms
 
 
 @ALL_KINDS
 def test_merged_rows_and_columns(implementation, options):
-    """Blocks are those of the merged matrix; leading dimensions are matrices of their own."""
+    """Blocks are those of the merged matrix; leading dimensions are matrices of their
+    own.
+    """
     x = cases.random_values((2, 3, 4, 5, 6), F32, 3)
     for rows, cols in itertools.product((1, 2), (1, 2)):
         data, scale_inv = ops.quantize_blocks(x, oracle.E4M3.dtype, block=(3, 7), rows=rows, cols=cols, **options)
@@ -217,7 +230,7 @@ def test_shard_map_quantizes_its_own_shards():
     assert_blocks(run(x), x, oracle.E4M3, (1, 16), scale="e8m0")
 
 
-# ------------------------------------------------------------------------------------------------------------- mutants
+# ------------------------------------------------------------------------------ mutants
 
 
 def rounds_to_nearest(monkeypatch):

@@ -1,4 +1,6 @@
-"""quantize_blocks_transpose: codes and scales of both layouts, bitwise against the oracle of each."""
+"""quantize_blocks_transpose: codes and scales of both layouts, bitwise against the
+oracle of each.
+"""
 
 import functools
 import itertools

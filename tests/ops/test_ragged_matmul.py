@@ -59,7 +59,8 @@ def test_dtypes(implementation, kind):
     """Every pair of formats and output dtype, as one program."""
     sizes, b_inv = [40, 0, 70], np.float32(B_INV / 64)
     pairs = [operands(kind, 3, *formats) for formats in itertools.product(cases.FORMATS, repeat=2)]
-    on_tensor_cores = implementation in ("cuda", "emulated", "ptx")  # elsewhere `precise` changes nothing
+    # elsewhere `precise` changes nothing
+    on_tensor_cores = implementation in ("cuda", "emulated", "ptx")
     precise = (False, True) if on_tensor_cores else (True,)
     rows = list(itertools.product(range(len(pairs)), cases.INPUT_DTYPES, precise))
 
@@ -78,7 +79,9 @@ def test_dtypes(implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_stays_in_its_group(implementation, kind):
-    """In a row of another group, in another group's matrix, and beyond the last group: it enters nothing else."""
+    """In a row of another group, in another group's matrix, and beyond the last group:
+    it enters nothing else.
+    """
     sizes = [40, 30, 50]
     a, b = operands(kind, len(sizes))
     rows_of = a if kind == "rows" else a.T
@@ -92,7 +95,9 @@ def test_nan_stays_in_its_group(implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_that_cannot_be(implementation, kind):
-    """Below 0 counts as 0, and groups end at the last row: nothing outside is read or written."""
+    """Below 0 counts as 0, and groups end at the last row: nothing outside is read or
+    written.
+    """
     a, b = operands(kind, 4)
     got = ops.ragged_matmul(a, b, A_INV, B_INV, np.int32([-5, 100, 2**31 - 1, 7]), ragged=kind, out_dtype=jnp.float32)
     expected = oracle.ragged_matmul(a, b, A_INV, B_INV, [0, 100, 50, 0], **accumulation(implementation))
@@ -101,7 +106,9 @@ def test_sizes_that_cannot_be(implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards(implementation, kind):
-    """A device multiplies its rows by its groups, the first of which begins anywhere in them."""
+    """A device multiplies its rows by its groups, the first of which begins anywhere in
+    them.
+    """
     if implementation == "cuda":
         pytest.skip("needs four GPUs")
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -132,7 +139,8 @@ def test_no_elements(implementation, kind, m, k, n):
 @pytest.mark.parametrize("name", ["reference", "ffi"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_groups(name, kind):
-    """`lax.ragged_dot` on CPUs makes a copy of lhs for every group; here 64 groups take what 2 take.
+    """`lax.ragged_dot` on CPUs makes a copy of lhs for every group; here 64 groups take
+    what 2 take.
 
     Beside the operands of the loop in a wider dtype, of which only b grows.
     """
@@ -144,13 +152,14 @@ def test_memory_does_not_grow_with_groups(name, kind):
         sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
         with ops.implementation(name):
             run = jax.jit(lambda a, b, s: ops.ragged_matmul(a, b, 1.0, 1.0, s, ragged=kind)).lower(a, b, sizes)
-        own = groups * k * n * 4 * 3  # b, or the result: widened, and as a loop's initial value
+        # b, or the result: widened, and as a loop's initial value
+        own = groups * k * n * 4 * 3
         return run.compile().memory_analysis().temp_size_in_bytes - own
 
     assert temporaries(64) <= temporaries(2) + 2**20, (temporaries(2), temporaries(64))
 
 
-# ------------------------------------------------------------------------------------------------------------- mutants
+# ------------------------------------------------------------------------------ mutants
 
 
 def _no_offset(chunks):

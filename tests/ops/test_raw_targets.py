@@ -1,8 +1,10 @@
-"""Custom calls with bad buffers: a clean INVALID_ARGUMENT that names op and buffer, and a living process.
+"""Custom calls with bad buffers: a clean INVALID_ARGUMENT that names op and buffer, and
+a living process.
 
-Those of the CPU, and those of CUDA over emulated kernels. The Python layer never sends these; an exported program from
-another version, or a mistake of ours, may. Each case is followed by a good call whose answer is checked: a handler that
-wrote before it checked would have spoilt something.
+Those of the CPU, and those of CUDA over emulated kernels. The Python layer never sends
+these; an exported program from another version, or a mistake of ours, may. Each case is
+followed by a good call whose answer is checked: a handler that wrote before it checked
+would have spoilt something.
 """
 
 import dataclasses
@@ -23,8 +25,8 @@ OPS = pytest.mark.parametrize("op", targets.SPECS)
 EVERYWHERE = pytest.mark.parametrize(
     "op, prefix", [(op, "") for op in targets.SPECS] + [(op, CUDA) for op in targets.CUDA_SPECS]
 )
-# One template of common/ffi checks the buffers of both modules, and the CPU gets every bad call: two of each buffer
-# show that the handler of CUDA calls it.
+# One template of common/ffi checks the buffers of both modules, and the CPU gets every
+# bad call: two of each buffer show that the handler of CUDA calls it.
 IN_COMMON = {"amax", "amax_to_scale", "delayed_scales", "dequantize", "quantize", "quantize_transpose"}
 IN_COMMON |= {
     "adam_update",
@@ -34,8 +36,9 @@ IN_COMMON |= {
     "transpose_blocks",
     "write_histories",
 }
-# What ones give: 48 products of ones and two ones, 160 and 6 products; gelu(1) is 0.841, next to the code 0.8125, and
-# the amax so far is 1; the gradient of relu is 1, in each of 3 rows; a row of ones is 0 / 0 when it is centered.
+# What ones give: 48 products of ones and two ones, 160 and 6 products; gelu(1) is
+# 0.841, next to the code 0.8125, and the amax so far is 1; the gradient of relu is 1,
+# in each of 3 rows; a row of ones is 0 / 0 when it is centered.
 ANSWERS = {
     "scaled_matmul": [50],
     "block_scaled_matmul": [160],
@@ -43,14 +46,17 @@ ANSWERS = {
     "ragged_matmul, contraction": [1],
     "quantize_activation": [0.8125, 1, 0.8125],
     "quantize_activation_grad": [1, 1, 1, 3],
-    "quantize_blocks_transpose, stored": [448, np.float32(1 / 448), 0, 448, np.float32(1 / 448)],  # the third is empty
+    # the third is empty
+    "quantize_blocks_transpose, stored": [448, np.float32(1 / 448), 0, 448, np.float32(1 / 448)],
     "quantize_norm": [1, 1, 1],
 }
 
 
 @pytest.fixture(autouse=True)
 def custom_calls(request):
-    """The handlers under test are the CPU library's, and CUDA's; fails with a message where the former is not built."""
+    """The handlers under test are the CPU library's, and CUDA's; fails with a message
+    where the former is not built.
+    """
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("prefix"):
         emulated.register_handlers()
     with jax.default_device(jax.devices("cpu")[0]), ops.implementation("ffi"):
@@ -61,7 +67,8 @@ def assert_right(call: targets.Call, prefix="", **options) -> None:
     got = cases.run_target(call, prefix, **options)
     if call.op not in ANSWERS:
         return answers.assert_results(call, got, answers.answer(call))
-    for out, answer in zip(got, ANSWERS[call.op], strict=False):  # a workspace has no answer
+    # a workspace has no answer
+    for out, answer in zip(got, ANSWERS[call.op], strict=False):
         np.testing.assert_array_equal(oracle.widen(out), np.full(out.shape, answer, np.float32))
 
 
@@ -83,7 +90,9 @@ SIZES = ({}, {"g": 0}, {"g": 1}, {"g": 3}, {"m": 0, "*": (0, 4)}, {"n": 0, "*": 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @OPS
 def test_good_calls(op, sizes):
-    """Scales and amaxes of each group, of all, none; one group without a side; sides that are 0; the amax in place."""
+    """Scales and amaxes of each group, of all, none; one group without a side; sides
+    that are 0; the amax in place.
+    """
     rng = np.random.default_rng(0)
     for call in targets.every_choice(op, targets.SIZES | sizes):
         with np.errstate(invalid="ignore"):  # integers have no infinity
@@ -115,7 +124,9 @@ def test_wrong_number_of_operands_and_results(op, prefix):
 
 @EVERYWHERE
 def test_bad_attribute_is_refused(op, prefix):
-    """A program that asks for something this handler does not know must not get something else in silence."""
+    """A program that asks for something this handler does not know must not get
+    something else in silence.
+    """
     for call, message in bad_calls.bad_attributes(op):
         assert_refused(call, message, prefix)
     assert_alive(op, prefix)
@@ -131,7 +142,8 @@ def test_too_many_quantizers(op):
     assert_alive(op)
 
 
-# The sides of the numbers of products, which have three quantizers, and what the error names.
+# The sides of the numbers of products, which have three quantizers, and what the error
+# names.
 SPLITS = [((6, 12), None), ((12, 6), None), ((6, 6, 6), None), ((6, 6), "6 numbers"), ((6, 6, 6, 6), "{} 3")]
 SPLITS += [((18, 6), "{} 1"), ((12, 12), "{} 1"), ((9, 9), "{} 0"), ((0, 18), "{} 0")]
 
@@ -139,7 +151,9 @@ SPLITS += [((18, 6), "{} 1"), ((12, 12), "{} 1"), ((9, 9), "{} 0"), ((0, 18), "{
 @pytest.mark.parametrize("sides, named", SPLITS, ids=str)
 @pytest.mark.parametrize("prefix", ["", pytest.param(CUDA, marks=pytest.mark.ci)], ids=["cpu", "emulated"])
 def test_numbers_of_several_products(sides, named, prefix):
-    """The sides deal out the quantizers to products; no number is read or written twice, or outside."""
+    """The sides deal out the quantizers to products; no number is read or written
+    twice, or outside.
+    """
     rng, sizes = np.random.default_rng(0), targets.SIZES | {"H0": 3, "H1": 1, "H2": 5}
     for op, place, name in (("read_histories", "results", "reading"), ("write_histories", "operands", "recorded")):
         whole = targets.filled(targets.build(op, sizes, 3), lambda *x: abs(values.array(rng, *x)))
@@ -157,7 +171,9 @@ def test_numbers_of_several_products(sides, named, prefix):
 
 
 def test_errors_inside_jit_next_to_good_calls():
-    """One bad call of a program fails the program, not the process; the same jitted good function still works."""
+    """One bad call of a program fails the program, not the process; the same jitted
+    good function still works.
+    """
 
     def good(x):
         return ops.quantize(x, np.float32(2), targets.E4M3)

@@ -1,4 +1,6 @@
-"""read_histories and write_histories: bitwise against the oracle, for products of any batch, count and content."""
+"""read_histories and write_histories: bitwise against the oracle, for products of any
+batch, count and content.
+"""
 
 import functools
 import itertools
@@ -22,7 +24,9 @@ SCALE_INVS = np.float32([0, -0.0, 1, 2.0**-126, 2.0**126, np.nan, 2.0**-149, -1,
 
 
 def product(batch, lengths, seed=0):
-    """Pairs of a history and a scale; in some batches an entry or the scale is below zero."""
+    """Pairs of a history and a scale; in some batches an entry or the scale is below
+    zero.
+    """
     rng, groups, pairs = np.random.default_rng(seed), int(np.prod(batch)), []
     for i, length in enumerate(lengths):
         entries = history(groups * length, 10 * seed + i).reshape(groups, length)
@@ -94,7 +98,9 @@ def calls(function, *arguments):
 
 
 def test_scales_of_each_format(implementation):
-    """Each quantizer has the scale of its own format, also where a call has so many that no constant holds them."""
+    """Each quantizer has the scale of its own format, also where a call has so many
+    that no constant holds them.
+    """
     formats = [[448.0, 57344.0, 240.0], [57344.0, 448.0]]
     for batch in ((), (3,), (40,)):
         products = [product(batch, (4, 7, 1), 1), product(batch, (2, 5), 2)]
@@ -118,7 +124,9 @@ def test_one_call_has_room_for_64():
 
 
 def test_a_product_by_itself(implementation):
-    """Its quantizers record in arrays of their own; a scale of 0 says that one was not used."""
+    """Its quantizers record in arrays of their own; a scale of 0 says that one was not
+    used.
+    """
     for seed in range(3):
         pairs = product((), LENGTHS, seed)
         amaxes, scales = history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1)), history(len(LENGTHS), seed + 9, (0,))
@@ -130,7 +138,9 @@ def test_a_product_by_itself(implementation):
 
 
 def split_and_join(numbers):
-    """The parts of readings f32 `[6 k]`, and what a step records that has their first two numbers."""
+    """The parts of readings f32 `[6 k]`, and what a step records that has their first
+    two numbers.
+    """
     parts = ops.split_reading(numbers)
     return parts, ops.join_recorded([(pair[:1], pair[1:]) for pair, *_ in parts])
 
@@ -138,7 +148,9 @@ def split_and_join(numbers):
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("k", [1, 3, 64])
 def test_numbers_of_a_reading(implementation, batch, k):
-    """All bits pass as they are: of subnormal numbers, infinities and NaN with any payload."""
+    """All bits pass as they are: of subnormal numbers, infinities and NaN with any
+    payload.
+    """
     bits = np.random.default_rng(k).integers(0, 2**32, (*batch, k, 6), np.uint32)
     bits[..., ::2, :2] = np.uint32([1, 0xFFC12345])
     rows = bits.view(np.float32)
@@ -155,7 +167,9 @@ def test_numbers_of_a_reading(implementation, batch, k):
 
 
 def overwrite():
-    """Check a step whose histories may be overwritten, as those of a training step that gives its state away."""
+    """Check a step whose histories may be overwritten, as those of a training step that
+    gives its state away.
+    """
     (pairs,) = products = [product((3,), (1, 2, 3, 256, 257, 258, 1000))]
     recorded = [record(pairs)]
     given = jax.tree.map(lambda x: jax.numpy.array(x, copy=True), products)
@@ -170,7 +184,9 @@ def test_in_place(implementation):
 
 @pytest.mark.ci
 def test_in_place_by_threads_in_reverse():
-    """A thread writes where its neighbor reads: no order of the threads between barriers may matter."""
+    """A thread writes where its neighbor reads: no order of the threads between
+    barriers may matter.
+    """
     library = emulated.register_handlers()
     library.emulator_configure(132, 1)
     try:

@@ -1,4 +1,6 @@
-"""Products whose inverse scales have no normal product: both multiply the sum one after the other, to the bit."""
+"""Products whose inverse scales have no normal product: both multiply the sum one after
+the other, to the bit.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ import pytest
 from jaxfp8 import ops
 
 F32 = np.float32
-# The inverse scales of a and of b: products that flush to zero, are subnormal, overflow; and ordinary ones.
+# The inverse scales of a and of b: products that flush to zero, are subnormal,
+# overflow; and ordinary ones.
 SCALES = tuple(
     (F32(a), F32(b))
     for a, b in [
@@ -34,7 +37,9 @@ def without_cublaslt(request):
 
 
 def codes(*shape, largest, seed):
-    """Small integers, so that sums are exact; one is zero, which overflowing scales must leave."""
+    """Small integers, so that sums are exact; one is zero, which overflowing scales
+    must leave.
+    """
     values = np.random.default_rng(seed).integers(-largest, largest + 1, shape)
     values[..., 0, :] = 0
     return values.astype(oracle.E4M3.dtype)
@@ -50,7 +55,8 @@ def assert_same(got, sums, a_inv, b_inv):
     """Bitwise, but for results below the normal numbers, which may be flushed."""
     expected = oracle.rescaled(sums, a_inv, b_inv)
     np.testing.assert_array_equal(*(np.where(np.abs(x) < 2.0**-126, F32(0), x) for x in (np.asarray(got), expected)))
-    assert np.abs(expected[expected != 0]).max() >= 2.0**-126  # the control: something is left
+    # the control: something is left
+    assert np.abs(expected[expected != 0]).max() >= 2.0**-126
 
 
 def sums_of(a, b):

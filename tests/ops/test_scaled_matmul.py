@@ -1,4 +1,6 @@
-"""scaled_matmul: within the derived bound of the exact product of the codes; every shape, dtype and option."""
+"""scaled_matmul: within the derived bound of the exact product of the codes; every
+shape, dtype and option.
+"""
 
 import itertools
 
@@ -11,7 +13,8 @@ from jaxfp8 import ops
 
 from . import cases
 
-# (m, n, k): square, odd, single, tall, wide, long contraction; none a multiple of another's tile.
+# (m, n, k): square, odd, single, tall, wide, long contraction; none a multiple of
+# another's tile.
 SHAPES = ((1, 1, 1), (16, 16, 16), (17, 33, 49), (1, 65, 130), (129, 1, 7), (5, 3, 1000), (64, 48, 32))
 EMPTY_SHAPES = ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0))
 FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
@@ -24,7 +27,8 @@ ONE_PAIR = pytest.mark.parametrize(
     ids=PAIR_IDS,
 )
 OUT_DTYPES = pytest.mark.parametrize("out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
-# Scales of operands whose codes fill the format: products come out near 1, so that no dtype over- or underflows.
+# Scales of operands whose codes fill the format: products come out near 1, so that no
+# dtype over- or underflows.
 A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-3)
 
 
@@ -72,7 +76,8 @@ def test_bias_and_accumulator(implementation, precise, with_bias, with_accumulat
     if with_accumulator:
         terms["accumulator"] = cases.random_values((m, n), np.float32, 4, spread=1)
     got = check(implementation, a, b, A_INV, np.float32(B_INV / 64), precise=precise, out_dtype=out_dtype, **terms)
-    if terms:  # the control: the terms are large enough for their absence to be out of bound
+    # the control: the terms are large enough for their absence to be out of bound
+    if terms:
         without = oracle.scaled_matmul(a, b, A_INV, np.float32(B_INV / 64), out_dtype=out_dtype)
         with pytest.raises(AssertionError, match="out of bound"):
             without.check(got)
@@ -95,7 +100,9 @@ def test_empty_contraction_keeps_bias_and_accumulator(implementation):
 
 
 def test_scales_are_not_rounded(implementation):
-    """Scales in bf16 would be off by up to 2**-9; the f32 bound is 2**12 times tighter."""
+    """Scales in bf16 would be off by up to 2**-9; the f32 bound is 2**12 times
+    tighter.
+    """
     a, b = operands(16, 16, 32, oracle.E4M3, oracle.E4M3)
     a_inv, b_inv = np.float32(1 + 2.0**-9), np.float32(1 + 2.0**-9)
     check(implementation, a, b, a_inv, b_inv, precise=True, out_dtype=np.dtype(np.float32))
@@ -103,7 +110,9 @@ def test_scales_are_not_rounded(implementation):
 
 @pytest.mark.parametrize("k", [128, 4096])
 def test_float16_scales_before_it_casts(implementation, k):
-    """448 * 448 * 128 is 392 times float16's largest number; the scaled sum is an ordinary one."""
+    """448 * 448 * 128 is 392 times float16's largest number; the scaled sum is an
+    ordinary one.
+    """
     a = np.full((3, k), 448, oracle.E4M3.dtype)
     b = np.full((5, k), 448, oracle.E4M3.dtype)
     inv = np.float32(1 / 448)
@@ -113,7 +122,9 @@ def test_float16_scales_before_it_casts(implementation, k):
 
 @PAIRS
 def test_the_largest_and_smallest_codes(implementation, a_fmt, b_fmt):
-    """Rows of the largest, the smallest subnormal and mixed codes: products are exact, so f32 sums of two are too."""
+    """Rows of the largest, the smallest subnormal and mixed codes: products are exact,
+    so f32 sums of two are too.
+    """
     smallest = oracle.all_codes(a_fmt)[1], oracle.all_codes(b_fmt)[1]
     a = np.array([[a_fmt.max] * 2, [smallest[0]] * 2, [a_fmt.max, smallest[0]], [-a_fmt.max, a_fmt.max]], a_fmt.dtype)
     b = np.array([[b_fmt.max] * 2, [smallest[1]] * 2, [b_fmt.max, -smallest[1]]], b_fmt.dtype)
@@ -151,7 +162,9 @@ def test_sliced_and_transposed_operands(implementation):
 
 
 def test_the_bound_rejects_bf16_operand_scaling():
-    """Negative control: scaling the operands in bf16 before the product, as a dequantize-first GEMM would, is seen."""
+    """Negative control: scaling the operands in bf16 before the product, as a
+    dequantize-first GEMM would, is seen.
+    """
     a, b = operands(17, 33, 70, oracle.E4M3, oracle.E5M2)
     wide_a = oracle.dequantize(a, A_INV, oracle.BF16).astype(np.float32)
     wide_b = oracle.dequantize(b, np.float32(B_INV / 64), oracle.BF16).astype(np.float32)

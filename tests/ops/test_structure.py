@@ -1,6 +1,8 @@
-"""What the ops and a layer lower to: which custom calls, how many products, how many passes over each operand.
+"""What the ops and a layer lower to: which custom calls, how many products, how many
+passes over each operand.
 
-The CUDA half needs no CUDA library: lowering writes names into a program and loads nothing.
+The CUDA half needs no CUDA library: lowering writes names into a program and loads
+nothing.
 """
 
 import re
@@ -101,7 +103,9 @@ def test_the_choice_is_made_where_it_is_traced():
 
 
 def assert_one_pass_over_each_operand(text: str, operands) -> None:
-    """At most one quantizing call reads a tensor of each operand's size, and there are as many calls as operands."""
+    """At most one quantizing call reads a tensor of each operand's size, and there are
+    as many calls as operands.
+    """
     reads = Counter()
     for line in text.splitlines():
         if re.search(r"custom_call @jaxfp8_(quantize|quantize_transpose|amax)_v", line):
@@ -131,19 +135,23 @@ def test_dense_step_on_cuda(cuda_custom_calls):
     # Amaxes are raised in place, from the zeros that delayed_scales writes.
     quantizing = [line for line in text.splitlines() if "@jaxfp8_quantize_transpose" in line]
     assert all("output_operand_alias<" in line for line in quantizing)
-    # What leaves the layer in high precision is y, dx, dkernel; the operands of each product are FP8.
+    # What leaves the layer in high precision is y, dx, dkernel; the operands of each
+    # product are FP8.
     products = [line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line]
     formats = sorted(tuple(re.findall(r"f8E\dM\d(?:FN)?", line.split("->")[0].split(" : ")[-1])) for line in products)
     assert sorted(map(sorted, formats)) == [["f8E4M3FN", "f8E4M3FN"], ["f8E4M3FN", "f8E5M2"], ["f8E4M3FN", "f8E5M2"]]
 
 
-# What is differentiated: how many tensors are written in both layouts, how many products there are.
+# What is differentiated: how many tensors are written in both layouts, how many
+# products there are.
 FROZEN = {"x kernel": (3, 3), "x": (1, 2), "kernel": (3, 2), "": (1, 1)}
 
 
 @pytest.mark.parametrize("wanted", FROZEN)
 def test_layouts_that_nobody_reads_are_not_written(wanted, cuda_custom_calls):
-    """fprop reads x as it is and the kernel transposed, dgrad the kernel as it is, wgrad x and grad transposed."""
+    """fprop reads x as it is and the kernel transposed, dgrad the kernel as it is,
+    wgrad x and grad transposed.
+    """
     x, kernel, grad, state = dense_arguments()
     operands = {"x": x, "kernel": kernel}
 
@@ -162,7 +170,9 @@ def test_layouts_that_nobody_reads_are_not_written(wanted, cuda_custom_calls):
 
 
 def test_counting_is_no_custom_call(cuda_custom_calls):
-    """XLA counts, in one reduction of x: two would write the product of every element to memory."""
+    """XLA counts, in one reduction of x: two would write the product of every element
+    to memory.
+    """
     count = jax.jit(lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3))
     for text in (cuda_text(count, X, S), count.lower(X, S).as_text()):
         assert not custom_calls(text)
@@ -171,7 +181,9 @@ def test_counting_is_no_custom_call(cuda_custom_calls):
 
 @pytest.mark.parametrize("name, of_amax", [("quantize", 2), ("quantize_transpose", 3)])
 def test_an_amax_that_is_not_there_is_empty(name, of_amax, cuda_custom_calls):
-    """Nothing is copied for the amax so far, and nothing is written for one that a fixed scale does not need."""
+    """Nothing is copied for the amax so far, and nothing is written for one that a
+    fixed scale does not need.
+    """
     text = cuda_text(lambda x, s: getattr(ops, name)(x, s, E4M3), X, S)
     (call,) = (line for line in text.splitlines() if f"@jaxfp8_{name}_v" in line)
     operands, results = (re.findall(r"tensor<([^>]*)>", part) for part in call.split(" : ")[-1].split("->"))
@@ -206,5 +218,7 @@ def test_precise_reaches_the_handler(precise, cuda_custom_calls):
 
 
 def test_names_carry_a_version():
-    """Targets are named jaxfp8_<op>_v<N>, so that an old program never meets a handler with another contract."""
+    """Targets are named jaxfp8_<op>_v<N>, so that an old program never meets a handler
+    with another contract.
+    """
     assert set(ops.custom_call_targets()) == set((cases.TARGETS | cases.CUDA_TARGETS).values())

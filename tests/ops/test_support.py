@@ -1,4 +1,6 @@
-"""Where custom calls cannot run, or are switched off: programs run without them, after one warning."""
+"""Where custom calls cannot run, or are switched off: programs run without them, after
+one warning.
+"""
 
 import types
 import warnings
@@ -32,7 +34,9 @@ OLD = gpu("8.0", "NVIDIA A100-SXM4-80GB")
 
 @pytest.fixture
 def machine(monkeypatch, cuda_custom_calls):
-    """Sets GPUs, what is wrong with cuBLASLt, the devices a program is lowered for, and what the variable disables."""
+    """Sets GPUs, what is wrong with cuBLASLt, the devices a program is lowered for, and
+    what the variable disables.
+    """
     monkeypatch.setattr(_support, "_warned", set())
 
     def has(*gpus, cublaslt="", lowered_for=(), disabled=""):
@@ -59,7 +63,9 @@ def lowered(op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("is_disabled", [False, True], ids=["old GPU", "disabled"])
 def test_the_reference_runs_in_its_place(op, is_disabled, machine):
-    """As if it were selected, for this op alone where it is disabled; with one warning. "ffi" raises."""
+    """As if it were selected, for this op alone where it is disabled; with one warning.
+    "ffi" raises.
+    """
     machine(*([] if is_disabled else [OLD]), disabled=op * is_disabled)
     function, arguments = OPS[op]
     with ops.implementation("reference"):
@@ -97,7 +103,8 @@ def test_one_warning(machine):
 def test_capable_gpus(capability, machine):
     machine(gpu(capability))
     with warnings.catch_warnings(action="error"):
-        assert all(lowered(op) == {op: 1} for op in ON_GPUS if op != "block_scaled_matmul")  # which is by mode
+        # which is by mode
+        assert all(lowered(op) == {op: 1} for op in ON_GPUS if op != "block_scaled_matmul")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,9 @@ def test_capable_gpus(capability, machine):
     ],
 )
 def test_gpus_that_the_library_has_no_code_for(capability, built, runs, machine, monkeypatch):
-    """Machine code runs from its version on within its generation; `a` means that version alone."""
+    """Machine code runs from its version on within its generation; `a` means that
+    version alone.
+    """
     machine(gpu(capability))
     monkeypatch.setattr(_ffi, "cuda_architectures", built.split)
     if runs:
@@ -125,7 +134,9 @@ def test_gpus_that_the_library_has_no_code_for(capability, built, runs, machine,
 
 
 def test_ahead_of_time(machine):
-    """Without GPUs in the machine, those that the program is for count; without any, they are assumed to be capable."""
+    """Without GPUs in the machine, those that the program is for count; without any,
+    they are assumed to be capable.
+    """
     machine(cublaslt="not found")
     assert lowered("scaled_matmul") == {"scaled_matmul": 1}
     machine(OLD, lowered_for=[gpu("9.0")])
@@ -136,7 +147,9 @@ def test_ahead_of_time(machine):
 
 
 def test_missing_cublaslt(machine):
-    """The product becomes the pattern that XLA makes FP8 products of; the other ops stay."""
+    """The product becomes the pattern that XLA makes FP8 products of; the other ops
+    stay.
+    """
     machine(gpu("9.0"), cublaslt="cuBLASLt of CUDA 13 not found: libcublasLt.so.13: cannot open")
     function, arguments = OPS["scaled_matmul"]
     with pytest.warns(RuntimeWarning, match="jaxfp8: cuBLASLt of CUDA 13 not found") as warned:
@@ -152,7 +165,9 @@ def test_missing_cublaslt(machine):
 
 
 def test_others_do_not_ask(machine):
-    """Other implementations; a CPU program in a machine with an old GPU, which keeps its custom calls and runs."""
+    """Other implementations; a CPU program in a machine with an old GPU, which keeps
+    its custom calls and runs.
+    """
     machine(OLD, cublaslt="too old")
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     with warnings.catch_warnings(action="error"):
@@ -163,7 +178,7 @@ def test_others_do_not_ask(machine):
     oracle.assert_bitwise(data, oracle.quantize(x, np.float32(2), oracle.E4M3)[0], "data")
 
 
-# ------------------------------------------------------------------------------------------------------ JAXFP8_DISABLE
+# ----------------------------------------------------------------------- JAXFP8_DISABLE
 
 
 def test_what_says_that_an_op_is_disabled(machine):

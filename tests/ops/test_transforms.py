@@ -1,6 +1,8 @@
-"""Ops under jit, vmap, remat and donation: the same bits as the plain call, which other tests compare with the oracle.
+"""Ops under jit, vmap, remat and donation: the same bits as the plain call, which other
+tests compare with the oracle.
 
-All numbers are integers or powers of two, so that every product and sum is exact and the comparison bitwise.
+All numbers are integers or powers of two, so that every product and sum is exact and
+the comparison bitwise.
 """
 
 import concurrent.futures
@@ -51,7 +53,9 @@ X, S = cases.random_values((6, 10), oracle.BF16, 1), np.float32(3.3)
 
 
 def amaxes(*shape):
-    """Histories, and what else is not below zero; all of some members is zero, so that the stored scale counts."""
+    """Histories, and what else is not below zero; all of some members is zero, so that
+    the stored scale counts.
+    """
     return np.abs(integers(*shape)) * np.float32([[1, 0, 1], [0, 1, 1]]).reshape(OUTER, INNER, *(1,) * len(shape))
 
 
@@ -62,7 +66,8 @@ def as_products(*leaves):
 
 
 PRODUCTS = amaxes(4), powers(1), amaxes(7), 2 * powers(1), amaxes(3), 4 * powers(1)
-# The op as a function of what may be batched; each array has a value for every member of a batch of batches.
+# The op as a function of what may be batched; each array has a value for every member
+# of a batch of batches.
 CALLS = {
     "amax": (ops.amax, integers(6, 10)),
     "quantize": (lambda x, s, a: ops.quantize(x, s, E4M3, amax=a), integers(6, 10, dtype=oracle.BF16), powers(), AMAX),
@@ -147,7 +152,9 @@ OPS = pytest.mark.parametrize("op", CALLS)
 
 
 def check(function, arguments, outer, inner):
-    """Batch the arguments numbered `outer` in one vmap, and those numbered `inner` in another inside of it."""
+    """Batch the arguments numbered `outer` in one vmap, and those numbered `inner` in
+    another inside of it.
+    """
     axes = range(len(arguments))
     given = [x if i in outer and i in inner else x[:, 0] if i in outer else x[0] if i in inner else x[0, 0]
              for i, x in enumerate(arguments)]  # fmt: skip
@@ -205,7 +212,9 @@ def test_eager_equals_jit_equals_donated(implementation, op):
 
 @OPS
 def test_column_major_operands(implementation, op):
-    """An argument that lies transposed in memory: the canonical form is row-major, XLA has to copy."""
+    """An argument that lies transposed in memory: the canonical form is row-major, XLA
+    has to copy.
+    """
     function, *arguments = CALLS[op]
     first, *rest = (x[0, 0] for x in arguments)
     device = jax.devices("gpu" if implementation == "gpu" else "cpu")[0]
@@ -215,10 +224,11 @@ def test_column_major_operands(implementation, op):
 
 
 def test_handlers_that_run_at_once(implementation):
-    """Independent calls in one program, and that program in four threads: right, and nobody waits for ever.
+    """Independent calls in one program, and that program in four threads: right, and
+    nobody waits for ever.
 
-    A handler that waits for the pool it runs in can deadlock as soon as two of them run; 60 s are a thousand times what
-    this needs.
+    A handler that waits for the pool it runs in can deadlock as soon as two of them
+    run; 60 s are a thousand times what this needs.
     """
     x = cases.random_values((6, 256, 520), oracle.BF16, 7)
 
@@ -235,7 +245,9 @@ def test_handlers_that_run_at_once(implementation):
 
 
 def test_one_traced_function_under_each_implementation():
-    """A jitted function is traced again when the implementation changes: no stale program."""
+    """A jitted function is traced again when the implementation changes: no stale
+    program.
+    """
     quantize = jax.jit(lambda x, s: ops.quantize(x, s, E4M3))
     for name in ("reference", "ffi", "reference", "xla"):
         with ops.implementation(name):

@@ -40,7 +40,9 @@ def check(data, scale_inv, fmt, c, what=""):
 @FORMATS
 @KINDS
 def test_every_code_and_every_shift(implementation, fmt, kind):
-    """Column i has code i, in rows whose scales lie 0 to 39 places below the largest."""
+    """Column i has code i, in rows whose scales lie 0 to 39 places below the
+    largest.
+    """
     data = np.broadcast_to(np.arange(256, dtype=np.uint8), (40, 256)).view(fmt.dtype)
     exponents = np.broadcast_to(3 - np.arange(40)[:, None], (40, 4))
     scale_inv = np.ldexp(np.float32(1), exponents)
@@ -59,7 +61,9 @@ def test_blocks_and_ragged_edges(implementation, c, fmt, kind):
 @FORMATS
 @KINDS
 def test_extreme_and_bad_scales(implementation, fmt, kind):
-    """The smallest and the largest scale in one block, a NaN; float32 that is no power of two."""
+    """The smallest and the largest scale in one block, a NaN; float32 that is no power
+    of two.
+    """
     data = np.random.default_rng(1).integers(0, 256, (12, 9), np.uint8).view(fmt.dtype)
     scale_inv = random_scales((12, 3), kind, 1)
     if kind is MX:
@@ -73,7 +77,9 @@ def test_extreme_and_bad_scales(implementation, fmt, kind):
 @FORMATS
 @KINDS
 def test_beside_a_second_quantization(fmt, kind):
-    """Scales are equal or larger; by the larger ones x has the same codes wherever they are normal."""
+    """Scales are equal or larger; by the larger ones x has the same codes wherever they
+    are normal.
+    """
     x = cases.random_values((96, 160), np.float32, 3, spread=6)
     data, scale_inv = ops.quantize_blocks(x, fmt.dtype, block=(1, 32), **kind)
     data_t, scale_inv_t = ops.transpose_blocks(data, scale_inv, block=(1, 32))

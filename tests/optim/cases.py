@@ -1,4 +1,6 @@
-"""A transformation whose moment becomes its gradient, moments of every kind of number, and parameters to train."""
+"""A transformation whose moment becomes its gradient, moments of every kind of number,
+and parameters to train.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +12,8 @@ import optax
 from jaxfp8 import optim
 
 KINDS = {"signed": optim.SignedMoment, "squared": optim.SquaredMoment}
-# Shape, and the axis along which blocks have to lie: the last with 64 elements, or else the largest.
+# Shape, and the axis along which blocks have to lie: the last with 64 elements, or else
+# the largest.
 SHAPES = {(64, 256): 1, (3, 40, 300): 2, (5000,): 0, (128, 64): 1, (4, 96, 20): 1, (20, 30, 30): 2, (256, 3): 0}
 
 
@@ -33,7 +36,9 @@ def quantized_store(kind, **kwargs):
 
 
 def moment(kind, shape, seed=0):
-    """Blocks of one octave, of many, of all, with zeros, NaN, infinities and the largest and smallest numbers."""
+    """Blocks of one octave, of many, of all, with zeros, NaN, infinities and the
+    largest and smallest numbers.
+    """
     rng = np.random.default_rng(seed)
     axis = SHAPES.get(shape, len(shape) - 1)
     blocks = [-(-size // 128) if i == axis else size for i, size in enumerate(shape)]
@@ -46,7 +51,8 @@ def moment(kind, shape, seed=0):
     x = np.where(rng.random(shape) < 0.02, 0, x).astype(np.float32)
     if kind == "squared":
         x = np.square(x)
-        x[x < np.finfo(np.float32).tiny] = 0  # XLA's CPU threads take subnormal numbers for zeros
+        # XLA's CPU threads take subnormal numbers for zeros
+        x[x < np.finfo(np.float32).tiny] = 0
     flat = x.reshape(-1)
     flat[::97] = 0
     flat[5::1999] = np.nan
@@ -58,7 +64,9 @@ def moment(kind, shape, seed=0):
 
 
 def params(seed=0):
-    """Kernels whose sizes 128 divides and does not, a stack of layers, an embedding, and leaves that stay float32."""
+    """Kernels whose sizes 128 divides and does not, a stack of layers, an embedding,
+    and leaves that stay float32.
+    """
     shapes = {
         "dense": {"kernel": (64, 256), "bias": (256,)},
         "odd": {"kernel": (48, 200)},

@@ -1,11 +1,15 @@
-"""The oracle of moments of any shape: rows of blocks, and the keys of their random bits, for `oracle_moments`."""
+"""The oracle of moments of any shape: rows of blocks, and the keys of their random
+bits, for `oracle_moments`.
+"""
 
 import numpy as np
 from oracle import moments as oracle_moments
 
 
 def on_rows(function, axis, shape, *arrays):
-    """Call a function of matrices, in whose rows blocks lie, with arrays whose blocks lie along `axis`."""
+    """Call a function of matrices, in whose rows blocks lie, with arrays whose blocks
+    lie along `axis`.
+    """
     arrays = [x if x is None else np.moveaxis(x, axis, -1) for x in arrays]
     results = function(*(x if x is None else x.reshape(-1, x.shape[-1]) for x in arrays))
     others = [size for i, size in enumerate(shape) if i != axis]

@@ -1,4 +1,6 @@
-"""adamw: codes and parameters of its steps, beside the oracle, `quantized(optax.adamw)` and optax."""
+"""adamw: codes and parameters of its steps, beside the oracle, `quantized(optax.adamw)`
+and optax.
+"""
 
 import copy
 import functools
@@ -20,7 +22,8 @@ from jaxfp8 import optim
 
 from . import cases, oracle
 
-pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
+# optax raises a float to an integer power
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 DECAY = dict(weight_decay=0.1)
 
 
@@ -49,7 +52,9 @@ def of_oracle(shape, axis, grads, params, mu, nu, step, numbers, seed=0):
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_steps_are_those_of_the_oracle(shape):
-    """Parameters and moments to the bit, of gradients that are clipped: b1**t is 0.5**t, which is exact."""
+    """Parameters and moments to the bit, of gradients that are clipped: b1**t is
+    0.5**t, which is exact.
+    """
     axis, b1, b2 = cases.SHAPES[shape], 0.5, 0.75
     rng = np.random.default_rng(0)
     params = rng.normal(size=shape).astype(np.float32)
@@ -57,7 +62,8 @@ def test_steps_are_those_of_the_oracle(shape):
     state = tx.init(jnp.asarray(params))
     mu, nu = (tuple(map(np.asarray, moment)) for moment in (state.inner.mu, state.inner.nu))
     got = jnp.asarray(params)
-    # Half of the rows have gradients of one size, the others of all sizes: blocks have several exponents.
+    # Half of the rows have gradients of one size, the others of all sizes: blocks have
+    # several exponents.
     spread = np.expand_dims(np.arange(shape[0]) < shape[0] // 2, tuple(range(1, len(shape))))
     for t in range(1, 4):
         grads = rng.choice([-1, 1], shape) * np.float32(2.0) ** (spread * rng.uniform(-20, 20, shape))
@@ -73,7 +79,9 @@ def test_steps_are_those_of_the_oracle(shape):
 
 
 def test_apply_is_update_and_apply_updates():
-    """States are the same to the bit; a sum of two roundings is 2 ulp of the larger term from that of other two."""
+    """States are the same to the bit; a sum of two roundings is 2 ulp of the larger
+    term from that of other two.
+    """
     tx = optim.adamw(1e-2, **DECAY)
     (a, a_state), (b, b_state) = (steps(tx, cases.params(), 3, apply) for apply in (False, True))
     assert_same_bits(cases.moments(a_state), cases.moments(b_state))
@@ -83,7 +91,9 @@ def test_apply_is_update_and_apply_updates():
 
 
 def test_it_is_quantized_adamw():
-    """With its random bits. Products and sums in XLA may be rounded at once, by which few codes are others."""
+    """With its random bits. Products and sums in XLA may be rounded at once, by which
+    few codes are others.
+    """
     fused, whole = optim.adamw(1e-2, **DECAY), optim.quantized(optax.adamw(1e-2, **DECAY))
     (a, a_state), (b, b_state) = (steps(tx, cases.params(), 3, False) for tx in (fused, whole))
     pairs = list(zip(cases.moments(a_state), cases.moments(b_state), strict=True))
@@ -93,13 +103,16 @@ def test_it_is_quantized_adamw():
     pairs = zip(cases.moments(a_state), other, strict=True)
     assert min(np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)) for x, y in pairs) < 0.9
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)  # a step is 1e-2, of which a code's neighbour has 0.3
+        # a step is 1e-2, of which a code's neighbour has 0.3
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)
 
 
 @pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 def test_max_norm_clips_as_optax(max_norm, apply):
-    """By a factor in place of a quotient and a product: gradients differ by 2 ulp, their codes hardly."""
+    """By a factor in place of a quotient and a product: gradients differ by 2 ulp,
+    their codes hardly.
+    """
     clip, rest = optax.clip_by_global_norm(max_norm), optim.adamw(1e-2, **DECAY)
     a, a_state = steps(optax.chain(clip, rest), cases.params(), 2, False)
     b, b_state = steps(optim.adamw(1e-2, **DECAY, max_norm=max_norm), cases.params(), 2, apply)
@@ -114,7 +127,9 @@ def test_max_norm_clips_as_optax(max_norm, apply):
 
 
 def test_masks_schedules_and_traced_numbers():
-    """What decays is what `mask` says; a learning rate may be a schedule or a traced number."""
+    """What decays is what `mask` says; a learning rate may be a schedule or a traced
+    number.
+    """
     params = cases.params()
     masks = {"tree": lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)}
     masks |= {
@@ -131,7 +146,8 @@ def test_masks_schedules_and_traced_numbers():
             for make, apply in ((optim.adamw, True), (optax.adamw, False))
         )
         for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got[0]), jax.tree.leaves(expected[0]), strict=True):
-            # The decay moves a parameter of size 1 by 8e-3; an update is off by 3 parts in 10.
+            # The decay moves a parameter of size 1 by 8e-3; an update is off by 3 parts
+            # in 10.
             np.testing.assert_allclose(x, y, rtol=0, atol=5e-3, err_msg=f"{name}{jax.tree_util.keystr(path)}")
 
     @jax.jit
@@ -148,7 +164,9 @@ def test_masks_schedules_and_traced_numbers():
 
 
 def test_dtypes_of_parameters_and_gradients():
-    """Moments of bfloat16 parameters are averaged in float32: a step of b2 = 0.999 is not lost."""
+    """Moments of bfloat16 parameters are averaged in float32: a step of b2 = 0.999 is
+    not lost.
+    """
     params = {"a": jnp.ones((64, 128), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
     grads = jax.tree.map(lambda x: 0.5 * x, params)
     tx = optim.adamw(1e-2, **DECAY)
@@ -160,7 +178,8 @@ def test_dtypes_of_parameters_and_gradients():
         after, state = jax.jit(tx.apply)(grads, state, after)
     assert {x.dtype for x in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16)}
     nu = optim.dequantize_state(state).nu["a"]
-    # Each rounding keeps the mean of the fourth root, with an error of 3 % at most; 8192 elements are averaged.
+    # Each rounding keeps the mean of the fourth root, with an error of 3 % at most;
+    # 8192 elements are averaged.
     np.testing.assert_allclose(nu.mean(), 0.25 * (1 - 0.999**300), rtol=0.02)
 
 
@@ -206,7 +225,9 @@ def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
 @pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parameters_and_moments_stay_where_they_are(axis, apply):
-    """XLA cuts gradients as products leave them; without out_shardings the next step would find its state moved."""
+    """XLA cuts gradients as products leave them; without out_shardings the next step
+    would find its state moved.
+    """
     mesh, cuts = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), [P("d", None), P(None, "d")]
     here, there = (NamedSharding(mesh, cut) for cut in (cuts[axis], cuts[1 - axis]))
     params, tx = jax.device_put(jnp.ones((256, 1024)), here), optim.adamw(1e-2)
@@ -229,14 +250,18 @@ def test_parameters_and_moments_stay_where_they_are(axis, apply):
 
 
 def test_compilation_of_many_leaves():
-    """XLA's CPU compiler makes a module of each fusion: beside the op a leaf has one, of the keys of both moments."""
+    """XLA's CPU compiler makes a module of each fusion: beside the op a leaf has one,
+    of the keys of both moments.
+    """
     tx, params = optim.adamw(1e-2), {str(i): jnp.zeros((64 + 8 * i, 128)) for i in range(12)}
     program = jax.jit(tx.apply, donate_argnums=(1, 2)).lower(params, tx.init(params), params).compile().as_text()
     assert len(re.findall(r" fusion\(", program)) <= len(params) + 4
 
 
 def test_train_state_writes_parameters_in_one_pass():
-    """Of a model with FP8 layers: its state is stored, and no update is an array of the program."""
+    """Of a model with FP8 layers: its state is stored, and no update is an array of the
+    program.
+    """
     model = nn.Dense(256, dot_general_cls=jaxfp8.Fp8DotGeneral)
     x = jax.random.normal(jax.random.key(0), (16, 128))
     variables = model.init(jax.random.key(1), x)
@@ -263,7 +288,9 @@ def test_train_state_writes_parameters_in_one_pass():
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
 def test_nnx_optimizer_writes_parameters_in_one_pass(graph):
-    """Moments and FP8 state are those of `update`; state that a cast of the model made bf16 is f32 again."""
+    """Moments and FP8 state are those of `update`; state that a cast of the model made
+    bf16 is f32 again.
+    """
 
     def trained(tx):
         model = jaxfp8.nnx.quantize(nnx.Linear(128, 256, rngs=nnx.Rngs(0)), [("", jaxfp8.DelayedScaling())])
@@ -304,7 +331,9 @@ def test_optimizer_of_variables_writes_parameters_in_one_pass():
 
 
 def test_state_converts():
-    """A float32 state of optax becomes one in FP8 and goes on, as does one of `quantized(optax.adamw)`; the reverse."""
+    """A float32 state of optax becomes one in FP8 and goes on, as does one of
+    `quantized(optax.adamw)`; the reverse.
+    """
     params, tx = cases.params(), optim.adamw(1e-2)
     _, plain_state = cases.train(optax.adamw(1e-2), params, 1)
     state = optim.quantize_state(plain_state[0])
@@ -323,7 +352,9 @@ def test_state_converts():
 @pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16", "int32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_have_the_dtypes_of_optax(dtype, grad_dtype):
-    """Neither is rounded to the dtype of the gradient: float16 would lose a learning rate of 1e-8."""
+    """Neither is rounded to the dtype of the gradient: float16 would lose a learning
+    rate of 1e-8.
+    """
     params = {"large": jnp.ones((64, 128), dtype), "small": jnp.ones(8, dtype)}
     grads = jax.tree.map(lambda x: jnp.ones(x.shape, grad_dtype), params)
     tx, plain = optim.adamw(1e-8, weight_decay=0.0), optax.adamw(1e-8, weight_decay=0.0)
@@ -340,7 +371,9 @@ def test_updates_have_the_dtypes_of_optax(dtype, grad_dtype):
 @pytest.mark.parametrize("eps", [1e-8, 1e-15, 1e-20])
 @pytest.mark.parametrize("size", [1e-12, 1e-15, 1e-17])
 def test_gradients_that_are_small(size, eps):
-    """Squares have the range that they have in float32, whose smallest with b2 = 0.999 is that of 3.4e-18."""
+    """Squares have the range that they have in float32, whose smallest with b2 = 0.999
+    is that of 3.4e-18.
+    """
     params = {"a": jnp.zeros((64, 128))}
     grads = {"a": jnp.asarray(np.random.default_rng(0).uniform(0.5, 1, (64, 128)) * size, jnp.float32)}
     got, expected = (
@@ -373,7 +406,9 @@ def test_train_state_of_parameters_alone():
 
 
 def test_a_loss_that_contains_a_step():
-    """Reverse mode through the updates of one step of `quantized` is that of optax; all else names the optimizer."""
+    """Reverse mode through the updates of one step of `quantized` is that of optax; all
+    else names the optimizer.
+    """
     p, moved = jnp.ones((64, 64)), jnp.linspace(-1, 1, 4096).reshape(64, 64)
 
     def loss(tx, steps, state=lambda state: state):
@@ -432,7 +467,9 @@ def test_errors():
     "make", [optim.adamw, lambda rate: optim.quantized(optax.adamw(rate))], ids=["adamw", "quantized"]
 )
 def test_state_among_parameters_is_refused(make):
-    """An optimizer would step on it; inside of `train.optimizer` it sees parameters alone."""
+    """An optimizer would step on it; inside of `train.optimizer` it sees parameters
+    alone.
+    """
     variables = {
         "params": {"w": jnp.ones((4, 4))},
         "layer": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2)),

@@ -11,7 +11,8 @@ from jaxfp8 import optim
 
 from . import cases
 
-pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
+# optax raises a float to an integer power
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 
 
 @pytest.mark.parametrize("through", [through_orbax, through_msgpack])

@@ -1,4 +1,6 @@
-"""Optimizer states on meshes: the same bits on each, laid out as their parameters, with few collectives."""
+"""Optimizer states on meshes: the same bits on each, laid out as their parameters, with
+few collectives.
+"""
 
 import contextlib
 import re
@@ -15,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxfp8 import optim, train
 
-pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
+# optax raises a float to an integer power
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 # Shards of "odd" and "layers" are not multiples of 128; those of "wide" are.
 MESHES = {
     "one device": ((1,), ("d",), {}),
@@ -103,7 +106,9 @@ def test_shardings_of_a_tree_that_is_one_array():
 
 
 def test_shardings_of_the_variables_of_linen():
-    """FP8 layers have their state beside the parameters; optax has the parameters alone."""
+    """FP8 layers have their state beside the parameters; optax has the parameters
+    alone.
+    """
     variables = {"params": on("rows"), "_overwrite_with_gradient": {}}
     tx = optim.quantized(optax.adam(1e-2))
     states = [tx.init(variables["params"]), train.optimizer(tx).init(variables)]
@@ -115,7 +120,9 @@ def test_shardings_of_the_variables_of_linen():
 
 @pytest.mark.parametrize("are_boxed", [(True, True), (True, False), (False, True)])
 def test_shardings_of_boxed_parameters(are_boxed):
-    """Logical axes of Linen box a parameter; its shape with a sharding mostly comes without the box."""
+    """Logical axes of Linen box a parameter; its shape with a sharding mostly comes
+    without the box.
+    """
 
     def boxed(tree, is_boxed):
         return nn.LogicallyPartitioned(tree, names=("a", "b")) if is_boxed else tree
@@ -142,7 +149,9 @@ ANNOTATIONS = {
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("annotation", ANNOTATIONS)
 def test_annotations_of_nnx_parameters(annotation, kind):
-    """The 192 columns are 2 blocks, which 4 devices do not divide: annotations of a kernel do not fit its amaxes."""
+    """The 192 columns are 2 blocks, which 4 devices do not divide: annotations of a
+    kernel do not fit its amaxes.
+    """
     mesh = jax.make_mesh((2, 4), AXES, axis_types=(kind,) * 2)
     metadata = ANNOTATIONS[annotation](mesh)
     has_mesh = isinstance(metadata["out_sharding"], NamedSharding)
@@ -152,7 +161,8 @@ def test_annotations_of_nnx_parameters(annotation, kind):
         model = nnx.Dict(kernel=nnx.Param(jnp.asarray(kernel), **metadata))
         optimizer = nnx.Optimizer(model, optim.quantized(optax.adam(1e-2)), wrt=nnx.Param)
         for _ in range(2):
-            optimizer.update(model, nnx.clone(nnx.state(model)))  # the gradient of a sum of squares
+            # the gradient of a sum of squares
+            optimizer.update(model, nnx.clone(nnx.state(model)))
         return model, optimizer.opt_state.inner[0].mu["kernel"]
 
     expected, _ = trained({})

@@ -1,4 +1,6 @@
-"""Codes, amaxes, exponents and random bits of moments, to the bit, against the oracle."""
+"""Codes, amaxes, exponents and random bits of moments, to the bit, against the
+oracle.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from . import cases, oracle
 
 
 def updated(kind, x, seed=0, count=0):
-    """The state of `quantized_store` after an update in which the moment becomes `x`."""
+    """The state of `quantized_store` after an update in which the moment becomes
+    `x`.
+    """
     tx = cases.quantized_store(kind, seed=seed)
     state = tx.init(jax.tree.map(jnp.zeros_like, x))._replace(update_count=jnp.int32(count))
     return jax.jit(tx.update)(x, state)[1]
@@ -28,7 +32,8 @@ def test_codes_are_those_of_the_oracle(kind, shape):
     for leaf in range(2):
         keys = oracle.keys(seed, count, leaf, shape, axis)
         data, amax, exponent = oracle.encode(kind, x, axis, keys)
-        # The first eighth is zeros before and after: blocks of it keep what `init` wrote, the exponent of zeros.
+        # The first eighth is zeros before and after: blocks of it keep what `init`
+        # wrote, the exponent of zeros.
         assert_same_bits(state.inner.moment[leaf], cases.KINDS[kind](data, amax, exponent))
         assert {-1, 0, 1} >= set(np.unique(exponent)) and len(np.unique(exponent)) > 1
         decoded = oracle.decode(data, amax, exponent, axis)
@@ -41,10 +46,12 @@ def test_codes_are_those_of_the_oracle(kind, shape):
 
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_the_error_is_that_of_the_format(kind):
-    """A normal code is off by 2**-4 at most, which the root of k divides: |error| <= 2**-4 / k (1 + 2**-3).
+    """A normal code is off by 2**-4 at most, which the root of k divides: |error| <=
+    2**-4 / k (1 + 2**-3).
 
-    With 0 <= e <= 2**-4, (1 + e)**(1/k) <= 1 + e / k (1 + e (1/k - 1) / 2), and 1/k - 1 <= 1; the 1.5 ulp of u and
-    the roundings after it are below 2**-20. Codes may be rounded the other way, by twice as much.
+    With 0 <= e <= 2**-4, (1 + e)**(1/k) <= 1 + e / k (1 + e (1/k - 1) / 2), and 1/k -
+    1 <= 1; the 1.5 ulp of u and the roundings after it are below 2**-20. Codes may be
+    rounded the other way, by twice as much.
     """
     x = np.abs(cases.moment(kind, (64, 256), seed=1))
     x = np.where(np.isfinite(x) & (x < 1e37), x, 0)
@@ -71,10 +78,12 @@ SMALLEST = {0.5: 2.0**-20, 1: 2.0**-12, 2: 1.0}
 
 @pytest.mark.parametrize("k", SMALLEST)
 def test_the_mean_of_a_million_draws(k):
-    """Four standard errors, of the probability of the code above and of the mean of the fourth root.
+    """Four standard errors, of the probability of the code above and of the mean of the
+    fourth root.
 
-    The fourth root keeps its mean to second order in the gap: third-order terms are below (1/8)**2 / 8 of the gap, and
-    `(15 - m) / 120` is off by a tenth of `1 / (8 + m)`, of a correction below 1 / 4 / 2 / 8 of it: 2**-8 in all.
+    The fourth root keeps its mean to second order in the gap: third-order terms are
+    below (1/8)**2 / 8 of the gap, and `(15 - m) / 120` is off by a tenth of
+    `1 / (8 + m)`, of a correction below 1 / 4 / 2 / 8 of it: 2**-8 in all.
     """
     shape, y = (8192, 128), 300.0  # between 288 and 320
     x = np.full(shape, (y / 448) ** (1 / k), np.float32)
@@ -88,15 +97,18 @@ def test_the_mean_of_a_million_draws(k):
     assert abs(share - expected) < 4 * error
     low, exact, high = (value ** (1 / 4 / k) for value in (288, 300, 320))
     assert abs(low + (high - low) * share - exact) < (4 * error + 2.0**-8) * (high - low)
-    # The shares of rows vary as those of coins do, up to their own error of 1 / sqrt(2 rows) = 0.8 %, six times.
+    # The shares of rows vary as those of coins do, up to their own error of 1 / sqrt(2
+    # rows) = 0.8 %, six times.
     assert np.std((codes > 288).mean(axis=1)) == pytest.approx(error * np.sqrt(len(codes)), rel=0.05)
 
 
 def test_draws_are_like_coins():
-    """Of neighbours, of moments and of steps no draws are correlated, and sums over a block have the moments of coins.
+    """Of neighbours, of moments and of steps no draws are correlated, and sums over a
+    block have the moments of coins.
 
-    A correlation of n draws has an error of 1 / sqrt(n). A coin's fourth moment is 3 of its squared second; a
-    progression, the control, draws a block as a whole where its step is small.
+    A correlation of n draws has an error of 1 / sqrt(n). A coin's fourth moment is 3 of
+    its squared second; a progression, the control, draws a block as a whole where its
+    step is small.
     """
     shape = (4096, 128)
 
@@ -117,10 +129,11 @@ def test_draws_are_like_coins():
 
 
 def test_the_mean_step_is_that_of_float32():
-    """After 3000 steps the mean of 1 / sqrt(v) is off by less than 0.5 %, and by 1 % or more where y keeps its mean.
+    """After 3000 steps the mean of 1 / sqrt(v) is off by less than 0.5 %, and by 1 % or
+    more where y keeps its mean.
 
-    Rounding leaves sqrt(v) with a variance of 0.6 to 3 %. Its estimate from 16384 elements has an error of 0.14 %, of
-    which 0.5 % is more than three.
+    Rounding leaves sqrt(v) with a variance of 0.6 to 3 %. Its estimate from 16384
+    elements has an error of 0.14 %, of which 0.5 % is more than three.
     """
     shape, decay = (128, 128), np.float32(0.999)
     for sigma in (0.0, 2.0):
@@ -141,10 +154,11 @@ def test_the_mean_step_is_that_of_float32():
 
 @pytest.mark.parametrize("decay", [0.9, 0.98, 0.99, 0.999])
 def test_a_signed_moment_follows_a_gradient_that_turns_round(decay):
-    """In blocks of which one element is constant and one small: so k is 1/2 and the steps are below half a spacing.
+    """In blocks of which one element is constant and one small: so k is 1/2 and the
+    steps are below half a spacing.
 
-    The mean of 126 elements of 16 blocks has an error of 0.5 % at most, from draws with relative errors of up to 23 %
-    that share no bits.
+    The mean of 126 elements of 16 blocks has an error of 0.5 % at most, from draws with
+    relative errors of up to 23 % that share no bits.
     """
     shape, steps = (16, 128), int(8 / (1 - decay))
     tx, decay = cases.quantized_store("signed"), jnp.float32(decay)

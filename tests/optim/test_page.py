@@ -1,4 +1,6 @@
-"""The figures of docs/optimizer_states.md are those of the committed result, which keeps its promises."""
+"""The figures of docs/optimizer_states.md are those of the committed result, which
+keeps its promises.
+"""
 
 import json
 import pathlib

@@ -1,4 +1,6 @@
-"""quantized beside optax: with other transformations, wherever it stands; what stays float32; what is refused."""
+"""quantized beside optax: with other transformations, wherever it stands; what stays
+float32; what is refused.
+"""
 
 import warnings
 
@@ -16,7 +18,8 @@ from jaxfp8 import optim
 
 from . import cases
 
-pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
+# optax raises a float to an integer power
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 MASK = {"dense": True, "odd": False, "layers": True, "embedding": True}
 LABELS = {"dense": "a", "odd": "b", "layers": "a", "embedding": "a"}
 
@@ -55,9 +58,11 @@ PLACES = {name: lambda q, make=make: q(make()) for name, make in WHOLE.items()} 
 @pytest.mark.filterwarnings("ignore:jaxfp8.optim. these leaves")  # of AMSGrad
 @pytest.mark.parametrize("place", PLACES)
 def test_it_trains_as_without_fp8(place):
-    """Updates are near float32's: the roots of moments are off by 2**-3 at most, their quotient by 2**-2 and a little.
+    """Updates are near float32's: the roots of moments are off by 2**-3 at most, their
+    quotient by 2**-2 and a little.
 
-    A few steps with moments that are off by as much add up to no more: of each update the error is below a half.
+    A few steps with moments that are off by as much add up to no more: of each update
+    the error is below a half.
     """
     start, quantizers = cases.params(), (optim.quantized, lambda tx: tx)
     (got, state), (expected, plain_state) = (cases.train(PLACES[place](q), start, 4) for q in quantizers)
@@ -81,7 +86,8 @@ def test_what_is_small_or_no_moment_stays():
     assert kernel.dtype == jnp.float32
 
 
-@pytest.mark.filterwarnings("ignore:jaxfp8.optim. these leaves")  # accumulated gradients
+# accumulated gradients
+@pytest.mark.filterwarnings("ignore:jaxfp8.optim. these leaves")
 @pytest.mark.parametrize(
     "wrap, dtype",
     [
@@ -119,7 +125,9 @@ def test_a_gradient_that_is_nan_spoils_what_it_spoils_without_fp8():
 
 
 def test_a_square_that_overflows_stops_its_parameter():
-    """As without FP8: Inf stays Inf, by which no step is divided into a number other than 0."""
+    """As without FP8: Inf stays Inf, by which no step is divided into a number other
+    than 0.
+    """
     params = {"a": jnp.ones((64, 128))}
     for tx in (optim.quantized(adam()), adam()):
         state, after, step = tx.init(params), params, jax.jit(tx.update)
@@ -190,7 +198,9 @@ def test_what_is_large_and_stays_is_said():
 
 
 def test_an_ensemble():
-    """A stack of moments decodes along the axis of its members' blocks, and all members draw the same bits."""
+    """A stack of moments decodes along the axis of its members' blocks, and all members
+    draw the same bits.
+    """
     params = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(64, 2, 30)), jnp.float32)}
     tx = optim.quantized(adam(), seed=-1, min_size=1)
     _, state = jax.vmap(tx.update)(params, jax.vmap(tx.init)(params), params)
@@ -222,8 +232,9 @@ def test_donated_states_are_updated_in_place():
 def test_from_and_to_float32():
     """One rounding is between a float32 state and the one in FP8.
 
-    A normal code is off by 2**-4, and k = 1/2 doubles that: 2**-3 (1 + 2**-5) of the element. Smaller codes are off by
-    2**-10 / 448 of u**k: for k = 2 and u >= 2**-9.4 by 2**-10 / 448 / 2 / 2**-9.4 < 2**-10 of the amax, else by less.
+    A normal code is off by 2**-4, and k = 1/2 doubles that: 2**-3 (1 + 2**-5) of the
+    element. Smaller codes are off by 2**-10 / 448 of u**k: for k = 2 and u >= 2**-9.4
+    by 2**-10 / 448 / 2 / 2**-9.4 < 2**-10 of the amax, else by less.
     """
     params, plain = cases.train(adam(), cases.params(), 3)
     state = optim.quantize_state(plain)
@@ -253,7 +264,9 @@ def test_an_nnx_optimizer():
 
 
 def test_an_nnx_optimizer_of_fp8_layers():
-    """`train.optimizer` masks the state of the layers, which NNX keeps as a Variable without an array."""
+    """`train.optimizer` masks the state of the layers, which NNX keeps as a Variable
+    without an array.
+    """
     product = jaxfp8.nnx.Fp8DotGeneral(jaxfp8.DelayedScaling(amax_history_len=4))
     model = nnx.Linear(96, 128, dot_general=product, rngs=nnx.Rngs(0))
     x = jnp.ones((2, 96))
@@ -298,7 +311,8 @@ def test_what_is_refused():
         tx.update(params, adam().init(params), params)
     with pytest.raises(ValueError, match="expected a SignedMoment of float8_e4m3fn codes"):
         tx.update(params, optim.QuantizedState(state.update_count, adam().init(params)), params)
-    # Codes as another dtype, amaxes of other blocks, the other kind: checkpoints of others.
+    # Codes as another dtype, amaxes of other blocks, the other kind: checkpoints of
+    # others.
     adam_state = state.inner[0]
     kernel = adam_state.mu["odd"]["kernel"]
     wrong = [

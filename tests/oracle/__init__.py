@@ -1,11 +1,14 @@
-"""The oracle: what every op and one delayed-scaling step must give, in numpy and ml_dtypes alone.
+"""The oracle: what every op and one delayed-scaling step must give, in numpy and
+ml_dtypes alone.
 
-It shares no code with the package and imports nothing of JAX, so a wrong rule cannot be wrong in both places. The
-rules are those of docs/numerics.md; `test_formats.py` checks the oracle itself against a third, exact source (the
-midpoints of the 256 codes, rational quotients).
+It shares no code with the package and imports nothing of JAX, so a wrong rule cannot be
+wrong in both places. The rules are those of docs/numerics.md; `test_formats.py` checks
+the oracle itself against a third, exact source (the midpoints of the 256 codes,
+rational quotients).
 
-Convention: `scale` multiplies to quantize, `scale_inv = 1 / scale` to dequantize. A *stored* scale is a `scale_inv`.
-Numpy keeps f32 subnormals (no flush to zero), which is what the rules ask for.
+Convention: `scale` multiplies to quantize, `scale_inv = 1 / scale` to dequantize. A
+*stored* scale is a `scale_inv`. Numpy keeps f32 subnormals (no flush to zero), which is
+what the rules ask for.
 
 This is the namespace of all rules; each file has those of one subject.
 """

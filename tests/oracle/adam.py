@@ -1,4 +1,6 @@
-"""The oracle of a step of Adam on moments in FP8, `[g, n]`: numpy, each operation rounded once."""
+"""The oracle of a step of Adam on moments in FP8, `[g, n]`: numpy, each operation
+rounded once.
+"""
 
 import numpy as np
 
@@ -21,7 +23,9 @@ HYPER = (
 
 
 def flushed(x, least=LEAST):
-    """Zero where |x| is below `least`: no product here is a subnormal number on any platform."""
+    """Zero where |x| is below `least`: no product here is a subnormal number on any
+    platform.
+    """
     return np.where(np.abs(x) < F32(least), F32(0), x).astype(F32)
 
 
@@ -35,7 +39,9 @@ def decoded_square(data, amax, exponent):
 
 
 def encoded(x, keys, squared):
-    """As a moment is encoded, whatever the block was; NaN and infinite elements have codes without their signs."""
+    """As a moment is encoded, whatever the block was; NaN and infinite elements have
+    codes without their signs.
+    """
     data, amax, exponent = moments.encode_all(x, keys, squared)
     codes = np.where(np.isfinite(x), bits(data), 0x7F)
     if squared:
@@ -44,7 +50,8 @@ def encoded(x, keys, squared):
 
 
 def step(grads, params, mu, nu, mu_keys, nu_keys, hyper):
-    """`(out, mu, nu)`: the update, or the next parameters where there are some; moments are (data, amax, exponent).
+    """`(out, mu, nu)`: the update, or the next parameters where there are some; moments
+    are (data, amax, exponent).
 
     `hyper` is f32 `[h, 11]`, each row for `g / h` rows of the others.
     """

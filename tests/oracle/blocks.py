@@ -1,7 +1,9 @@
-"""The oracle for blocks with scales of their own, in numpy and ml_dtypes alone (see `__init__.py`).
+"""The oracle for blocks with scales of their own, in numpy and ml_dtypes alone (see
+`__init__.py`).
 
-A block is `(r, c)`, None for all rows or columns; the last block of a dimension may be smaller. Matrices are `[m, n]`.
-Exponents are found by comparing with all powers of two, in f64, which holds every f32 times them exactly.
+A block is `(r, c)`, None for all rows or columns; the last block of a dimension may be
+smaller. Matrices are `[m, n]`. Exponents are found by comparing with all powers of two,
+in f64, which holds every f32 times them exactly.
 """
 
 import ml_dtypes
@@ -12,7 +14,8 @@ from oracle import F32, PRECISE, Format, Product
 from oracle.accumulation import gemm_bound
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
-EXPONENTS = np.arange(-127, 128)  # of an E8M0 scale; its code is 127 more, and 255 is NaN
+# of an E8M0 scale; its code is 127 more, and 255 is NaN
+EXPONENTS = np.arange(-127, 128)
 SMALLEST_SCALE, NAN_SCALE = 0, 255
 
 
@@ -23,8 +26,8 @@ def bounds(size: int, block: int | None) -> list[tuple[int, int]]:
 
 
 def e8m0_exponent(amax: float, fmt: Format, rounding: str) -> int:
-    """ceil: the smallest 2**e with FP8_MAX * 2**e >= amax. floor: the largest with (the power of two in FP8_MAX) * 2**e
-    <= amax. Where there is none, -127."""
+    """ceil: the smallest 2**e with FP8_MAX * 2**e >= amax. floor: the largest with (the
+    power of two in FP8_MAX) * 2**e <= amax. Where there is none, -127."""
     powers = np.ldexp(1.0, EXPONENTS)
     if rounding == "ceil":
         return int(EXPONENTS[np.argmax(powers * fmt.max >= amax)])
@@ -42,7 +45,8 @@ def quantize_block(x, fmt: Format, scale: str, rounding: str, power_2_scale: boo
         e = e8m0_exponent(amax, fmt, rounding)
         # Exact, but for numbers that are far too small for FP8.
         return oracle.encode(np.ldexp(wide.astype(np.float64), -e).astype(F32), fmt), e + 127
-    # A quotient in f64 of two f32 rounds to f32 as the exact one does: 53 >= 2 * 24 + 2 bits.
+    # A quotient in f64 of two f32 rounds to f32 as the exact one does: 53 >= 2 * 24 + 2
+    # bits.
     sf = F32(min(fmt.max / amax, 2.0**126)) if 0 < amax < np.inf else F32(1)
     if power_2_scale:
         sf = F32(2.0 ** np.floor(np.log2(np.float64(sf)))) if sf != 1 else sf
@@ -51,7 +55,9 @@ def quantize_block(x, fmt: Format, scale: str, rounding: str, power_2_scale: boo
 
 
 def quantize(x, fmt: Format, block, *, scale="f32", rounding="ceil", power_2_scale=False):
-    """(codes `[m, n]`, scale_inv `[blocks of rows, blocks of columns]`), f32 or E8M0."""
+    """(codes `[m, n]`, scale_inv `[blocks of rows, blocks of columns]`), f32 or
+    E8M0.
+    """
     x = np.asarray(x)
     rows, cols = (bounds(size, b) for size, b in zip(x.shape, block, strict=True))
     codes = np.zeros(x.shape, fmt.dtype)
@@ -64,9 +70,11 @@ def quantize(x, fmt: Format, block, *, scale="f32", rounding="ceil", power_2_sca
 
 
 def transpose(codes, scales, fmt: Format, c: int):
-    """Blocks of c along the rows of `[m, n]` become blocks along its columns: (codes `[n, m]`, scales `[n, blocks]`).
+    """Blocks of c along the rows of `[m, n]` become blocks along its columns: (codes
+    `[n, m]`, scales `[n, blocks]`).
 
-    A number times a ratio of scales is exact in f64, and below 2**-126 it is far too small for FP8.
+    A number times a ratio of scales is exact in f64, and below 2**-126 it is far too
+    small for FP8.
     """
     values, wide = scale_values(scales), oracle.widen(codes).astype(np.float64)
     (m, n), raw = codes.shape, np.asarray(codes).view(np.uint8)
@@ -118,9 +126,11 @@ def dequantize(codes, scales, block) -> np.ndarray:
 def _sum_bound(a, b, a_scales, b_scales, a_block, b_block, accumulation, device) -> np.ndarray:
     """The bound of a sum on a GPU, of products with the scales of their elements.
 
-    From one end of a block along k to the next, the scales of a row are one number, which multiplies the bound of a
-    product of codes. These sums are then added in f32, or (MX on Blackwell) stay in an accumulator that drops 2**-25 of
-    its largest addend before an addition and 2**-23 of the sum after it: less than 2**-22 of S for each of them.
+    From one end of a block along k to the next, the scales of a row are one number,
+    which multiplies the bound of a product of codes. These sums are then added in f32,
+    or (MX on Blackwell) stay in an accumulator that drops 2**-25 of its largest addend
+    before an addition and 2**-23 of the sum after it: less than 2**-22 of S for each of
+    them.
     """
     k = a.shape[1]
     factors = [element_scales(s, block, x.shape) for x, s, block in ((a, a_scales, a_block), (b, b_scales, b_block))]
@@ -140,18 +150,23 @@ def _sum_bound(a, b, a_scales, b_scales, a_block, b_block, accumulation, device)
 def matmul(
     a, b, a_scales, b_scales, *, a_block=None, b_block=None, bias=None, out_dtype=F32, accumulation="exact", device=None
 ) -> Product:
-    """a `[m, k]`, b `[n, k]` codes with their scales -> Product of dequantized a @ b.T (+ bias).
+    """a `[m, k]`, b `[n, k]` codes with their scales -> Product of dequantized a @ b.T
+    (+ bias).
 
-    f64 rounds products of 8 by 48 bits and their sums with errors of 2**-53, far below every tolerance.
+    f64 rounds products of 8 by 48 bits and their sums with errors of 2**-53, far below
+    every tolerance.
 
     The bound, with u = 2**-24 and S = sum |a_k b_k| of dequantized numbers:
-      - a number times its f32 scale may be rounded to f32 (u each), and so may the product of two such (u); or a
-        product of codes is exact, that of the scales is rounded, and so is the product of both. Scales that apply to
-        whole rows come after the sum, with the same two roundings. At most 5u S together;
-      - the sum: "exact" in `oracle_accumulation.gemm_bound`, of dequantized numbers, or that of a GPU, `_sum_bound`;
-      - XLA's CPU threads flush what is below 2**-126: a number (then its product with the other is lost), a product, a
-        partial sum, a product of scales;
-      - a bias is one more f32 addition, the output one more rounding: as in oracle.scaled_matmul.
+      - a number times its f32 scale may be rounded to f32 (u each), and so may the
+        product of two such (u); or a product of codes is exact, that of the scales is
+        rounded, and so is the product of both. Scales that apply to whole rows come
+        after the sum, with the same two roundings. At most 5u S together;
+      - the sum: "exact" in `oracle_accumulation.gemm_bound`, of dequantized numbers, or
+        that of a GPU, `_sum_bound`;
+      - XLA's CPU threads flush what is below 2**-126: a number (then its product with
+        the other is lost), a product, a partial sum, a product of scales;
+      - a bias is one more f32 addition, the output one more rounding: as in
+        oracle.scaled_matmul.
     """
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -181,10 +196,11 @@ def matmul(
 
 
 def ragged_matmul(a, b, a_scales, b_scales, group_sizes, *, a_block=None, b_block=None, out_dtype=F32) -> Product:
-    """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`, cut along m, to `[g, p, n]`.
+    """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`,
+    cut along m, to `[g, p, n]`.
 
-    Blocks are those of all of a, and of each matrix of b. Products read numbers, each times the scale of its block:
-    the bound of `matmul` is that of such numbers too.
+    Blocks are those of all of a, and of each matrix of b. Products read numbers, each
+    times the scale of its block: the bound of `matmul` is that of such numbers too.
     """
     ranges, one = oracle.group_ranges(group_sizes), np.ones(1, F32)
     wide_a = dequantize(a, a_scales, a_block)
@@ -194,12 +210,14 @@ def ragged_matmul(a, b, a_scales, b_scales, group_sizes, *, a_block=None, b_bloc
         return Product(*(np.stack([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
     wide_b = [dequantize(*matrix, b_block) for matrix in zip(b, b_scales, strict=True)]
     parts = [matmul(wide_a[i:j], wide_b[e], one, one, out_dtype=out_dtype) for e, (i, j) in enumerate(ranges)]
-    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))  # exactly zero, whatever these rows hold
+    # exactly zero, whatever these rows hold
+    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
     return Product(*(np.concatenate([*(getattr(part, name) for part in parts), rest]) for name in ("exact", "bound")))
 
 
 def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
-    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one dimension; E8M0 as uint8 codes.
+    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one
+    dimension; E8M0 as uint8 codes.
 
     `fill`: what stands for rows and blocks of 32 that a tile has beyond the matrix.
     """

@@ -1,4 +1,6 @@
-"""The oracle for codes and ops (see `__init__.py`): formats, bits, and what each op gives."""
+"""The oracle for codes and ops (see `__init__.py`): formats, bits, and what each op
+gives.
+"""
 
 import dataclasses
 
@@ -34,7 +36,9 @@ def all_codes(fmt: Format) -> np.ndarray:
 
 
 def all_half_codes(dtype) -> np.ndarray:
-    """The 65,536 values of a 16-bit float dtype, NaNs and infinities included, in order of their bits."""
+    """The 65,536 values of a 16-bit float dtype, NaNs and infinities included, in order
+    of their bits.
+    """
     return np.arange(65536, dtype=np.uint16).view(dtype)
 
 
@@ -45,7 +49,9 @@ def bits(values) -> np.ndarray:
 
 
 def assert_bitwise(got, expected, what: str) -> None:
-    """Raises AssertionError unless shape, dtype and every byte agree; says where the first difference is."""
+    """Raises AssertionError unless shape, dtype and every byte agree; says where the
+    first difference is.
+    """
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
     assert got.dtype == expected.dtype, f"{what}: dtype {got.dtype}, expected {expected.dtype}"
@@ -85,7 +91,9 @@ def encode(y, fmt: Format) -> np.ndarray:
 
 
 def quantize(x, scale, fmt: Format) -> tuple[np.ndarray, np.float32]:
-    """(codes, amax): one f32 multiplication, one rounding. A non-finite x becomes the NaN code."""
+    """(codes, amax): one f32 multiplication, one rounding. A non-finite x becomes the
+    NaN code.
+    """
     wide = widen(x)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         y = wide * F32(scale)
@@ -94,7 +102,8 @@ def quantize(x, scale, fmt: Format) -> tuple[np.ndarray, np.float32]:
 
 
 def counts(x, scale, fmt: Format) -> np.ndarray:
-    """How many elements have |x * scale| above the largest value, and how many are not zero and get the code of zero.
+    """How many elements have |x * scale| above the largest value, and how many are not
+    zero and get the code of zero.
 
     An infinity is above it, a NaN is not. f32 `[2]`, so at most 2**24 elements.
     """
@@ -111,11 +120,13 @@ def quantize_transpose(x, scale, fmt: Format) -> tuple[np.ndarray, np.ndarray, n
 
 
 def assert_column_sums(got, x, what: str = "column sums") -> None:
-    """Raises AssertionError unless f32 `[n]` are the sums over the rows of x `[m, n]`, in any order of additions.
+    """Raises AssertionError unless f32 `[n]` are the sums over the rows of x `[m, n]`,
+    in any order of additions.
 
-    m - 1 additions in f32, each off by at most 2**-24 of a partial sum, which is at most S = sum|x|: the error is at
-    most (m - 1) 2**-24 S to first order (Higham, eq. 4.4), and 2**-126 an addition where XLA flushes subnormals. The
-    factor 1 + 2**-10 covers the higher orders for m below 2**13.
+    m - 1 additions in f32, each off by at most 2**-24 of a partial sum, which is at
+    most S = sum|x|: the error is at most (m - 1) 2**-24 S to first order (Higham, eq.
+    4.4), and 2**-126 an addition where XLA flushes subnormals. The factor 1 + 2**-10
+    covers the higher orders for m below 2**13.
     """
     with np.errstate(invalid="ignore"):
         wide = np.asarray(x).astype(np.float64)
@@ -128,7 +139,9 @@ def assert_column_sums(got, x, what: str = "column sums") -> None:
 
 
 def dequantize(codes, scale_inv, dtype) -> np.ndarray:
-    """codes * scale_inv in f32, rounded once to `dtype`; every NaN is the quiet positive one of `dtype`."""
+    """codes * scale_inv in f32, rounded once to `dtype`; every NaN is the quiet
+    positive one of `dtype`.
+    """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         wide = widen(codes) * F32(scale_inv)
         out = np.array(wide.astype(dtype))

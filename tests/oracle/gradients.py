@@ -1,5 +1,5 @@
-"""The gradients of activations in float64, and how far an f32 implementation may be from them; shares no code with the
-package.
+"""The gradients of activations in float64, and how far an f32 implementation may be
+from them; shares no code with the package.
 """
 
 import numpy as np
@@ -10,12 +10,15 @@ _U = 2.0**-24
 
 
 def activation(x, grad, name: str, grad_bound=0.0) -> Values:
-    """The gradient of `oracle.activation(x, name)` with respect to x, of its shape, from that of its result.
+    """The gradient of `oracle.activation(x, name)` with respect to x, of its shape,
+    from that of its result.
 
-    With a function a s(z), its derivative is s + a s (1 - s) z'. As in oracle.activation s is off by (5 |z| + 8) u of
-    itself, and so 1 - s by (5 |z| + 9) u absolutely; from z = 25 on 1 + exp(-z) is 1 in f32, s is 1 and 1 - s below
-    2^-36, whatever x and z' are. z' and the products add less than 16 u; an s that is flushed, below 2^-126, at most
-    2^-116 of the gradient: there x z' is below 2^9, and s falls faster than x z' grows.
+    With a function a s(z), its derivative is s + a s (1 - s) z'. As in
+    oracle.activation s is off by (5 |z| + 8) u of itself, and so 1 - s by (5 |z| + 9) u
+    absolutely; from z = 25 on 1 + exp(-z) is 1 in f32, s is 1 and 1 - s below 2^-36,
+    whatever x and z' are. z' and the products add less than 16 u; an s that is flushed,
+    below 2^-126, at most 2^-116 of the gradient: there x z' is below 2^9, and s falls
+    faster than x z' grows.
 
     Args:
         x: `[..., n]`, gated `[..., 2, n]`.
@@ -45,7 +48,9 @@ def activation(x, grad, name: str, grad_bound=0.0) -> Values:
 
 
 def _times(grad, grad_bound, factor, factor_bound):
-    """A gradient times a factor, both with errors, and some roundings: `(exact, bound)`."""
+    """A gradient times a factor, both with errors, and some roundings:
+    `(exact, bound)`.
+    """
     exact, size = grad * factor, np.abs(grad) + grad_bound
     bound = grad_bound * np.abs(factor) + size * factor_bound
     return exact, bound + 8 * _U * (np.abs(exact) + size * factor_bound) + 2.0**-116 * (1 + size)

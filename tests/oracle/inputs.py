@@ -8,8 +8,9 @@ from oracle.codec import F32, Format, all_codes, bits
 def rounding_probes(fmt: Format) -> np.ndarray:
     """f32 values at which rounding to `fmt` can go wrong, all exact.
 
-    Every finite code, the midpoint of every two neighbours and of the largest value and its would-be successor, each
-    with its f32 neighbours on both sides, in both signs; zeros.
+    Every finite code, the midpoint of every two neighbours and of the largest value and
+    its would-be successor, each with its f32 neighbours on both sides, in both signs;
+    zeros.
     """
     finite = all_codes(fmt).astype(np.float64)
     ladder = np.unique(np.abs(finite[np.isfinite(finite)]))
@@ -21,7 +22,9 @@ def rounding_probes(fmt: Format) -> np.ndarray:
 
 
 def f32_corner_cases(seed: int = 0) -> np.ndarray:
-    """Zeros, subnormals, the smallest and largest numbers, infinities, NaNs of several payloads, random bits."""
+    """Zeros, subnormals, the smallest and largest numbers, infinities, NaNs of several
+    payloads, random bits.
+    """
     fixed = [0x00000000, 0x00000001, 0x00000002, 0x003FFFFF, 0x00400000, 0x007FFFFF, 0x00800000, 0x00800001]
     fixed += [0x3F800000, 0x7F7FFFFF, 0x7F000000, 0x7F800000, 0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF]
     fixed = np.array(fixed, np.uint32)

@@ -1,4 +1,6 @@
-"""The oracle for a layer (see `__init__.py`): one step of its three products and of its state."""
+"""The oracle for a layer (see `__init__.py`): one step of its three products and of its
+state.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +27,9 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class DenseStep:
-    """All a Dense layer's step gives: codes, scales, the three products, the next state."""
+    """All a Dense layer's step gives: codes, scales, the three products, the next
+    state.
+    """
 
     codes: dict[str, np.ndarray]
     scales: dict[str, np.float32]
@@ -35,7 +39,9 @@ class DenseStep:
     state: LayerState
 
     def check(self, what: str = "step", **products) -> None:
-        """Raises AssertionError unless the products that are given, out of y, dgrad and wgrad, are within bounds."""
+        """Raises AssertionError unless the products that are given, out of y, dgrad and
+        wgrad, are within bounds.
+        """
         for name, got in products.items():
             getattr(self, name).check(got, f"{what}: {name}")
 
@@ -55,10 +61,12 @@ def dense_step(
     bias=None,
     multiply=scaled_matmul,
 ) -> DenseStep:
-    """One forward and backward of y = x @ kernel: fprop = x @ kernel, dgrad = grad @ kernel.T, wgrad = x.T @ grad.
+    """One forward and backward of y = x @ kernel: fprop = x @ kernel, dgrad = grad @
+    kernel.T, wgrad = x.T @ grad.
 
-    x `[m, k]`, kernel `[k, n]`, grad `[m, n]` in the dtypes in which they are quantized. bias `[n]` is added to y,
-    rounded to out_dtype. multiply: the product of codes and their scales.
+    x `[m, k]`, kernel `[k, n]`, grad `[m, n]` in the dtypes in which they are
+    quantized. bias `[n]` is added to y, rounded to out_dtype. multiply: the product of
+    codes and their scales.
     """
     x_codes, x_scale, x_state = step(x, state.input, forward, options)
     k_codes, k_scale, k_state = step(kernel, state.kernel, forward, options)
@@ -76,10 +84,11 @@ def dense_step(
 
 
 def ragged_step(lhs, rhs, group_sizes, grad, state: LayerState, options: Options = DEFAULTS, **dtypes) -> DenseStep:
-    """One forward and backward of rows of lhs `[m, k]` by the matrix of their group in rhs `[g, k, n]`.
+    """One forward and backward of rows of lhs `[m, k]` by the matrix of their group in
+    rhs `[g, k, n]`.
 
-    dgrad = grad @ rhs[e].T for the rows of group e, wgrad[e] = lhs.T @ grad over them. Rows of no group are as if lhs
-    and grad were zero there. dtypes: as of `dense_step`.
+    dgrad = grad @ rhs[e].T for the rows of group e, wgrad[e] = lhs.T @ grad over them.
+    Rows of no group are as if lhs and grad were zero there. dtypes: as of `dense_step`.
     """
     rows = group_ranges(group_sizes)[-1][1]
     lhs, grad = (np.where(np.arange(len(x))[:, None] < rows, x, np.zeros((), x.dtype)) for x in (lhs, grad))

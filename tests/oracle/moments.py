@@ -1,11 +1,14 @@
-"""The oracle of moments in FP8, on rows with blocks of 128: numpy and ml_dtypes, with subnormals flushed as on x86."""
+"""The oracle of moments in FP8, on rows with blocks of 128: numpy and ml_dtypes, with
+subnormals flushed as on x86.
+"""
 
 import numpy as np
 
 from oracle import E4M3, F32, bits
 
 BLOCK = 128
-SPANS = {False: F32([2.0**-9.4, 2.0**-18.8]), True: F32([2.0**-7.4, 2.0**-14.8])}  # by `squared`
+# by `squared`
+SPANS = {False: F32([2.0**-9.4, 2.0**-18.8]), True: F32([2.0**-7.4, 2.0**-14.8])}
 
 
 def flushed(x):
@@ -13,7 +16,9 @@ def flushed(x):
 
 
 def product(x, y):
-    """Rounded once; zero where it is still below the smallest normal number when it is rounded to 24 bits."""
+    """Rounded once; zero where it is still below the smallest normal number when it is
+    rounded to 24 bits.
+    """
     exact = np.multiply(flushed(x), flushed(y), dtype=np.float64)  # of 2 x 24 bits
     return np.where(np.abs(exact) < 2.0**-126 - 2.0**-151, np.copysign(0, exact), exact).astype(F32)
 
@@ -49,11 +54,14 @@ def random_bits(keys):
     return ((start + i * linear + (i * i * square) % 2**32) % 2**32).astype(np.uint32)
 
 
-VALUES = np.arange(127, dtype=np.uint8).view(E4M3.dtype).astype(np.float64)  # of codes without a sign
+# of codes without a sign
+VALUES = np.arange(127, dtype=np.uint8).view(E4M3.dtype).astype(np.float64)
 
 
 def probability_of_the_code_above(y, exponent):
-    """The code below y and, in units of 2**-20, the probability that keeps the mean of x**(1/4) to second order."""
+    """The code below y and, in units of 2**-20, the probability that keeps the mean of
+    x**(1/4) to second order.
+    """
     below = np.searchsorted(VALUES, np.asarray(y, np.float64), side="right") - 1
     gap = VALUES[np.minimum(below + 1, 126)] - VALUES[below]
     fraction = np.floor((y - VALUES[below]) / np.where(gap > 0, gap, 1) * 2**20).astype(np.int64)
@@ -63,7 +71,9 @@ def probability_of_the_code_above(y, exponent):
 
 
 def is_code_above(u, y, exponent, random):
-    """Whether `draw < (u - below) / (above - below)`, so that the mean of what codes decode to is u, in f32."""
+    """Whether `draw < (u - below) / (above - below)`, so that the mean of what codes
+    decode to is u, in f32.
+    """
     below = np.searchsorted(VALUES, np.asarray(y, np.float64), side="right") - 1
     low, high = (
         power(product(np.append(VALUES, np.nan).astype(F32)[code], F32(1 / 448)), -exponent)
@@ -83,7 +93,9 @@ def decode(data, amax, exponent):
 
 
 def encode(data, amax, exponent, after, keys, squared):
-    """`(data, amax, exponent)` of `after`, where a block is not what it was; `keys` is None or u32, one a block."""
+    """`(data, amax, exponent)` of `after`, where a block is not what it was; `keys` is
+    None or u32, one a block.
+    """
     n, old = data.shape[1], blocks(decode(data, amax, exponent))
     same = (bits(old) == bits(blocks(after))).all(-1)
     codes, new_amax, new_exponent = encode_all(after, keys, squared)

@@ -1,4 +1,6 @@
-"""The oracle for fused producers (see `__init__.py`): activations and norms in f64, with the bound of an f32 one."""
+"""The oracle for fused producers (see `__init__.py`): activations and norms in f64,
+with the bound of an f32 one.
+"""
 
 import dataclasses
 
@@ -9,16 +11,19 @@ from oracle.codec import F32, Format, amax, assert_bitwise, encode, widen
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What a producer quantizes: `exact` in f64, and the absolute error `bound` of an f32 implementation."""
+    """What a producer quantizes: `exact` in f64, and the absolute error `bound` of an
+    f32 implementation.
+    """
 
     exact: np.ndarray
     bound: np.ndarray
 
     def check(self, data, data_t, top, scale, fmt: Format, *, start=0.0, what: str = "codes") -> None:
-        """Raises AssertionError unless the codes are those of some f32 values within the bound, and so is the amax.
+        """Raises AssertionError unless the codes are those of some f32 values within
+        the bound, and so is the amax.
 
-        f64 values keep what an f32 one loses, so a value counts as infinite where it rounds to that in f32; one that is
-        within its bound of that may be either.
+        f64 values keep what an f32 one loses, so a value counts as infinite where it
+        rounds to that in f32; one that is within its bound of that may be either.
 
         Args:
             data: codes, of the shape of the values.
@@ -66,15 +71,17 @@ def _sigmoid(z):
 def activation(x, name: str) -> Values:
     """gelu (tanh), silu, relu of x; gated: of x[..., 0, :], times x[..., 1, :].
 
-    The bound, for x * s(z) with s(z) = 1 / (1 + exp(-z)), z = x or 2 sqrt(2/pi) (x + 0.044715 x^3). An exponent that is
-    off by 5u of itself (two constants, a square, a sum, a product) and an exp off by 4u make exp(-z) off by
-    (5 |z| + 4) u, of which 1 + exp(-z) has the share s(-z). Sum, quotient and product add at most u, 2u and u:
+    The bound, for x * s(z) with s(z) = 1 / (1 + exp(-z)), z = x or 2 sqrt(2/pi) (x +
+    0.044715 x^3). An exponent that is off by 5u of itself (two constants, a square, a
+    sum, a product) and an exp off by 4u make exp(-z) off by (5 |z| + 4) u, of which 1 +
+    exp(-z) has the share s(-z). Sum, quotient and product add at most u, 2u and u:
 
         |error| <= |result| (s(-z) (5 |z| + 4) + 4) u
 
-    The implementations may flush subnormals, or lose a result to an exp(-z) above the largest f32: at most 88 * 2^-126
-    is lost. A gate multiplies all this and rounds once more. A product of terms in u is below u^2 (5 * 88 + 8)^2 < u,
-    which one more u covers.
+    The implementations may flush subnormals, or lose a result to an exp(-z) above the
+    largest f32: at most 88 * 2^-126 is lost. A gate multiplies all this and rounds once
+    more. A product of terms in u is below u^2 (5 * 88 + 8)^2 < u, which one more u
+    covers.
     """
     x = widen(x, np.float64)
     gated = name.endswith("_gated")
@@ -88,7 +95,8 @@ def activation(x, name: str) -> Values:
         exact = gate * _sigmoid(z) * up
         relative = (share * (5 * np.minimum(np.abs(z), 88) + 4) + 4 + gated + 1) * _U
         bound = np.abs(exact) * relative + 88 * 2.0**-126 * np.maximum(1, np.abs(up))
-        # Next to the largest f32 the function of a gate may round to infinity before it is multiplied.
+        # Next to the largest f32 the function of a gate may round to infinity before it
+        # is multiplied.
         bound = np.where(gated & (np.abs(gate) >= 2.0**128 * (1 - 8 * _U)), np.inf, bound)
     return Values(exact, np.where(np.isfinite(exact), bound, 0))
 
@@ -96,14 +104,17 @@ def activation(x, name: str) -> Values:
 def norm(x, gamma, beta, kind: str, epsilon: float, depth: int | None = None) -> Values:
     """RMSNorm ("rms") or LayerNorm ("layer") over the last dimension.
 
-    The bound, for sums whose terms take part in at most `depth` additions (by default any order: n), to first order in
-    u; 1 + 2^-6 covers the products of the terms, each below 2^-8 for n <= 2^15:
+    The bound, for sums whose terms take part in at most `depth` additions (by default
+    any order: n), to first order in u; 1 + 2^-6 covers the products of the terms, each
+    below 2^-8 for n <= 2^15:
       - the mean: depth + 1 roundings of terms that sum up to mean|x|;
       - a centered value c: that, and one rounding of itself;
-      - the variance of computed c: for their squares depth + 3 relative, for their errors 2 mean(|c| |error|) and
-        mean(error^2);
-      - rsqrt: half of the relative error of variance + epsilon (one more rounding); itself up to 4u;
-      - the result: |c| and its error, times factor and its relative error of three more roundings; a sum with beta.
+      - the variance of computed c: for their squares depth + 3 relative, for their
+        errors 2 mean(|c| |error|) and mean(error^2);
+      - rsqrt: half of the relative error of variance + epsilon (one more rounding);
+        itself up to 4u;
+      - the result: |c| and its error, times factor and its relative error of three more
+        roundings; a sum with beta.
     Implementations may flush subnormals: 2^-126 in each.
     """
     x, gamma = widen(x, np.float64), widen(gamma, np.float64)
@@ -132,8 +143,9 @@ def norm(x, gamma, beta, kind: str, epsilon: float, depth: int | None = None) ->
 def multiply_add(x, y, z) -> np.ndarray:
     """x * y + z of f32, rounded once to f32.
 
-    In f64 the product is exact and the sum is not. Rounded to odd, its last bit tells that something was lost, so that
-    the second rounding, to 29 bits fewer, is that of the exact sum (Boldo and Melquiond, 2008).
+    In f64 the product is exact and the sum is not. Rounded to odd, its last bit tells
+    that something was lost, so that the second rounding, to 29 bits fewer, is that of
+    the exact sum (Boldo and Melquiond, 2008).
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         product, z = widen(x, np.float64) * widen(y, np.float64), widen(z, np.float64)
@@ -147,7 +159,8 @@ def multiply_add(x, y, z) -> np.ndarray:
 
 
 def affine(x, statistics, gamma, beta) -> np.ndarray:
-    """`(x - mean) * (rstd * gamma) + beta` of rows, in f32: three roundings. Without beta the product is the third.
+    """`(x - mean) * (rstd * gamma) + beta` of rows, in f32: three roundings. Without
+    beta the product is the third.
 
     statistics: `[m, 2]`, rstd and mean of each row; or `[m, 1]`, without a mean.
     """

@@ -1,4 +1,6 @@
-"""The oracle for GEMMs (see `__init__.py`): exact products of codes, with the bound of an implementation."""
+"""The oracle for GEMMs (see `__init__.py`): exact products of codes, with the bound of
+an implementation.
+"""
 
 import dataclasses
 
@@ -8,25 +10,31 @@ import numpy as np
 from oracle.accumulation import gemm_bound
 from oracle.codec import BF16, F16, F32, PRECISE
 
-# Unit roundoffs (half a unit in the last place) and half the smallest subnormal; f32 and bf16 results below 2**-126
-# may be flushed to zero by XLA:CPU, so their absolute term is that whole smallest normal.
+# Unit roundoffs (half a unit in the last place) and half the smallest subnormal; f32
+# and bf16 results below 2**-126 may be flushed to zero by XLA:CPU, so their absolute
+# term is that whole smallest normal.
 UNIT_ROUNDOFF = {np.dtype(F32): 2.0**-24, BF16: 2.0**-8, F16: 2.0**-11}
 ABSOLUTE = {np.dtype(F32): 2.0**-126, BF16: 2.0**-126, F16: 2.0**-25}
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """An exact product: `exact` in f64 (after scales, bias, accumulator) and the allowed absolute error `bound`."""
+    """An exact product: `exact` in f64 (after scales, bias, accumulator) and the
+    allowed absolute error `bound`.
+    """
 
     exact: np.ndarray
     bound: np.ndarray
 
     def check(self, got, what: str = "product") -> None:
-        """Raises AssertionError unless `got` is within the bound, NaN exactly where the exact product is NaN."""
+        """Raises AssertionError unless `got` is within the bound, NaN exactly where the
+        exact product is NaN.
+        """
         got = np.asarray(got)
         assert got.shape == self.exact.shape, f"{what}: shape {got.shape}, expected {self.exact.shape}"
         limit = float(ml_dtypes.finfo(got.dtype).max)
-        # Where a result may round past the largest value of its dtype, an infinity of that sign is right as well.
+        # Where a result may round past the largest value of its dtype, an infinity of
+        # that sign is right as well.
         may_overflow = np.abs(self.exact) + self.bound > limit
         wide = got.astype(np.float64)
         with np.errstate(invalid="ignore"):
@@ -42,7 +50,9 @@ class Product:
 
 
 def rescaled(sums, a_scale_inv, b_scale_inv) -> np.ndarray:
-    """f32 sums times both inverse scales: by the scales' product where that is a normal number, else one by one."""
+    """f32 sums times both inverse scales: by the scales' product where that is a normal
+    number, else one by one.
+    """
     sums, a_scale_inv, b_scale_inv = (np.asarray(x, F32) for x in (sums, a_scale_inv, b_scale_inv))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         product = a_scale_inv * b_scale_inv
@@ -54,19 +64,24 @@ def scaled_matmul(
     a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=F32, accumulation="exact", device=None,
     op="scaled_matmul",
 ):  # fmt: skip
-    """a `[m, k]`, b `[n, k]` codes -> Product of (a @ b.T) * a_scale_inv * b_scale_inv (+ bias) (+ accumulator).
+    """a `[m, k]`, b `[n, k]` codes -> Product of (a @ b.T) * a_scale_inv * b_scale_inv
+    (+ bias) (+ accumulator).
 
-    FP8 products have at most 8 significant bits; f64 sums them with errors of 2**-53, far below every tolerance.
+    FP8 products have at most 8 significant bits; f64 sums them with errors of 2**-53,
+    far below every tolerance.
 
     The bound, with u = 2**-24 and S = sum|a_k b_k|:
-      - the sum: `oracle_accumulation.gemm_bound`, which says what `accumulation`, `device` and `op` are;
-      - s = a_scale_inv * b_scale_inv is rounded once (u) and the multiplication by it once more (u), or both scales
-        multiply the sum one after the other (`rescaled`), which rounds twice as well: 2u |s| S;
-      - each of bias and accumulator is one more f32 addition: u times the magnitude of the partial result, at most
-        R = |s| S + |bias| + |accumulator|;
-      - a scale below 2**-126 may be flushed, and so may s where cuBLASLt multiplies: |s| S more;
-      - the final rounding to out_dtype: eps_out times the magnitude of the result (already in error by the above), plus
-        half the smallest subnormal.
+      - the sum: `oracle_accumulation.gemm_bound`, which says what `accumulation`,
+        `device` and `op` are;
+      - s = a_scale_inv * b_scale_inv is rounded once (u) and the multiplication by it
+        once more (u), or both scales multiply the sum one after the other (`rescaled`),
+        which rounds twice as well: 2u |s| S;
+      - each of bias and accumulator is one more f32 addition: u times the magnitude of
+        the partial result, at most R = |s| S + |bias| + |accumulator|;
+      - a scale below 2**-126 may be flushed, and so may s where cuBLASLt multiplies:
+        |s| S more;
+      - the final rounding to out_dtype: eps_out times the magnitude of the result
+        (already in error by the above), plus half the smallest subnormal.
     """
     a64, b64 = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
     s = float(np.asarray(a_scale_inv, np.float64).reshape(())) * float(np.asarray(b_scale_inv, np.float64).reshape(()))
@@ -86,7 +101,8 @@ def scaled_matmul(
                 bound = bound + PRECISE * magnitude
         out_dtype = np.dtype(out_dtype)
         eps_out = UNIT_ROUNDOFF[out_dtype]
-        # A factor 1 + 2**-10 covers the products of the small terms above, each below 2**-10 for K <= 2**12.
+        # A factor 1 + 2**-10 covers the products of the small terms above, each below
+        # 2**-10 for K <= 2**12.
         bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + ABSOLUTE[out_dtype]
     return Product(exact, bound)
 
@@ -98,13 +114,17 @@ def group_ranges(group_sizes) -> list[tuple[int, int]]:
 
 
 def _columns(x, begin: int, end: int, on_gpu: bool):
-    """x[:, begin:end]. The kernel adds from the last multiple of 16 on, with zeros up to the first column."""
+    """x[:, begin:end]. The kernel adds from the last multiple of 16 on, with zeros up
+    to the first column.
+    """
     first = begin // 16 * 16 if on_gpu else begin
     return np.where(np.arange(first, end) < begin, np.zeros((), x.dtype), x[:, first:end])
 
 
 def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Product:
-    """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`, cut along m, to `[g, p, n]`."""
+    """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`,
+    cut along m, to `[g, p, n]`.
+    """
     ranges, a, b = group_ranges(group_sizes), np.asarray(a), np.asarray(b)
     options["op"] = "ragged_matmul"
     if b.ndim == 2:
@@ -113,5 +133,6 @@ def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Pro
         parts = [scaled_matmul(*cut, a_scale_inv, b_scale_inv, **options) for cut in cuts]
         return Product(*(np.stack([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
     parts = [scaled_matmul(a[i:j], b[e], a_scale_inv, b_scale_inv, **options) for e, (i, j) in enumerate(ranges)]
-    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))  # exactly zero, whatever these rows hold
+    # exactly zero, whatever these rows hold
+    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
     return Product(*(np.concatenate([*(getattr(part, name) for part in parts), rest]) for name in ("exact", "bound")))

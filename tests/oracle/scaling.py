@@ -1,4 +1,6 @@
-"""The oracle for delayed scaling (see `__init__.py`): the state of a quantizer, step by step."""
+"""The oracle for delayed scaling (see `__init__.py`): the state of a quantizer, step by
+step.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +24,9 @@ DEFAULTS = Options()
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state of one quantizer: `amax_history` f32 (H,), slot 0 newest; `scale` f32 scalar, a scale_inv."""
+    """The state of one quantizer: `amax_history` f32 (H,), slot 0 newest; `scale` f32
+    scalar, a scale_inv.
+    """
 
     amax_history: np.ndarray
     scale: np.float32
@@ -33,13 +37,17 @@ class State:
 
 
 def is_below_zero(x) -> np.ndarray:
-    """Whether an optimizer has stepped on it: -inf <= x < 0, by the bits, which no flushing thread changes."""
+    """Whether an optimizer has stepped on it: -inf <= x < 0, by the bits, which no
+    flushing thread changes.
+    """
     bits = np.asarray(x, F32).view(np.uint32).astype(np.int64)
     return (bits > 0x80000000) & (bits <= 0xFF800000)
 
 
 def clean_history(history) -> np.ndarray:
-    """The history as it is read: f32, entries that are negative or not finite count as 0."""
+    """The history as it is read: f32, entries that are negative or not finite count
+    as 0.
+    """
     history = np.asarray(history).astype(F32)
     return np.where(np.isfinite(history) & (history > 0), history, F32(0)).astype(F32)
 
@@ -49,10 +57,12 @@ def _usable(value) -> bool:
 
 
 def scale_pair(amax, stored, numerator) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, scale_inv) of each amax: numerator / amax, else 1 / stored, else 1; correctly rounded. NaN below zero.
+    """(scale, scale_inv) of each amax: numerator / amax, else 1 / stored, else 1;
+    correctly rounded. NaN below zero.
 
-    The divisor is clamped, so that scale and scale_inv are in [2**-126, 2**126]; a subnormal amax counts as 2**-126.
-    The quotients are formed in f64: rounding one twice is harmless (53 >= 2 * 24 + 2 bits).
+    The divisor is clamped, so that scale and scale_inv are in [2**-126, 2**126]; a
+    subnormal amax counts as 2**-126. The quotients are formed in f64: rounding one
+    twice is harmless (53 >= 2 * 24 + 2 bits).
     """
     with np.errstate(invalid="ignore"):  # signalling NaNs
         is_state = ~(is_below_zero(amax) | is_below_zero(stored))
@@ -66,12 +76,16 @@ def scale_pair(amax, stored, numerator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def amax_to_scale(a, fmt: Format, margin: int = 0) -> np.float32:
-    """FP8_MAX / a / 2**margin, with an integer margin: dividing by 2**margin is exact, so the order is free."""
+    """FP8_MAX / a / 2**margin, with an integer margin: dividing by 2**margin is exact,
+    so the order is free.
+    """
     return F32(scale_pair(a, 1, fmt.max / 2.0**margin)[0])
 
 
 def select_scale(state: State, fmt: Format, options: Options = DEFAULTS, current_amax=None) -> np.float32:
-    """The scale of this step, from the stored history and scale (and the tensor in hand for first_step="current")."""
+    """The scale of this step, from the stored history and scale (and the tensor in hand
+    for first_step="current").
+    """
     if np.any(is_below_zero(np.asarray(state.amax_history).astype(F32))) or is_below_zero(state.scale).any():
         return F32(np.nan)
     history = clean_history(state.amax_history)
@@ -102,7 +116,9 @@ def delayed_scale(history, stored, numerator, most_recent=False):
 
 
 def reading(history, stored, numerator=448.0) -> np.ndarray:
-    """What a step needs of the state: f32 `[6]`, the newest amax, the window's, the scale, a 0, and two new scales."""
+    """What a step needs of the state: f32 `[6]`, the newest amax, the window's, the
+    scale, a 0, and two new scales.
+    """
     scales = np.ravel(delayed_scale(history, np.ravel(stored), numerator))
     if np.any(is_below_zero(history)) or np.any(is_below_zero(stored)):
         return np.concatenate([F32([-1, -1]), np.ravel(stored), F32([0]), scales])
@@ -111,9 +127,11 @@ def reading(history, stored, numerator=448.0) -> np.ndarray:
 
 
 def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
-    """(next history, next scale) from the amax and the scale_inv of a step; zeros where the latter is 0.
+    """(next history, next scale) from the amax and the scale_inv of a step; zeros where
+    the latter is 0.
 
-    A third number that is not 0 keeps all slots but the first where they are, and numbers below zero as they are.
+    A third number that is not 0 keeps all slots but the first where they are, and
+    numbers below zero as they are.
     """
     amax, scale_inv, *rest = recorded[:3]
     if scale_inv == 0:
@@ -126,7 +144,9 @@ def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
 
 
 def next_state(state: State, scale, amax_now) -> State:
-    """History rolled by -1, the oldest entry dropped, slot 0 the new amax (0 when it is not finite); s' = 1 / scale."""
+    """History rolled by -1, the oldest entry dropped, slot 0 the new amax (0 when it is
+    not finite); s' = 1 / scale.
+    """
     history = np.roll(clean_history(state.amax_history), -1)
     history[0] = amax_now if np.isfinite(amax_now) else F32(0)
     return State(history, F32(1) / F32(scale))

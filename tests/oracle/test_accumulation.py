@@ -1,6 +1,8 @@
-"""The bounds of products on GPUs: simulated tensor cores lie inside, products that are wrong do not.
+"""The bounds of products on GPUs: simulated tensor cores lie inside, products that are
+wrong do not.
 
-What is uncertain about the hardware is a parameter of the model (oracle/accumulation.py): all its values are here.
+What is uncertain about the hardware is a parameter of the model
+(oracle/accumulation.py): all its values are here.
 """
 
 import functools
@@ -45,7 +47,9 @@ def quantized(x, fmt=oracle.E4M3):
 
 
 def cancelling(m, n, k):
-    """One large product a step, of alternating sign, and others that a tensor core drops whole."""
+    """One large product a step, of alternating sign, and others that a tensor core
+    drops whole.
+    """
     a, b = np.full((m, k), 7.5), np.ones((n, k))
     a[:, ::32] = b[:, ::32] = 256
     a[:, ::64] *= -1
@@ -89,9 +93,11 @@ def test_additions_by_hand():
     # 2**16 is the largest power of two: addends are multiples of 2**3.
     assert tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1)) == 2.0**16 + 8
     assert tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1), rounding="floor") == 2.0**16 + 8 - 8
-    # The subnormal code 2**-9 counts as a multiple of 2**-6, so 7/8 is one of 2**2: addends are multiples of 2**-11.
+    # The subnormal code 2**-9 counts as a multiple of 2**-6, so 7/8 is one of 2**2:
+    # addends are multiples of 2**-11.
     assert tensor_core_matmul(row(2.0**-9, 2.0**-9), row(448, 1.125 * 2.0**-4)) == 0.875
-    # An accumulator of 2**18 makes them multiples of 2**5: of 225 and 49, 224 and 32 are left.
+    # An accumulator of 2**18 makes them multiples of 2**5: of 225 and 49, 224 and 32
+    # are left.
     a = np.concatenate([row(256, 256, 256, 256), row(15, 7)], axis=1)
     assert tensor_core_matmul(a, a) == 2.0**18 + 224 + 32
     assert tensor_core_matmul(a, a, promotion=32) == 2.0**18 + 225 + 49
@@ -118,7 +124,9 @@ def test_hard_cases_come_near_the_bound(accumulation, promotion):
 
 
 def test_errors_are_those_of_the_docs():
-    """docs/numerics.md: the root mean square error of sums of 4096 products, over that of the sums."""
+    """docs/numerics.md: the root mean square error of sums of 4096 products, over that
+    of the sums.
+    """
     modes = {"f32": {"bits": 25, "out_bits": 23}, "precise": {"promotion": 128}, "fast": {}}
     table = {"normal": (2e-7, 1.3e-4, 1.3e-3), "positive": (1.4e-6, 6.5e-4, 7e-2)}
     for kind, row in table.items():
@@ -138,7 +146,7 @@ def test_nan_and_infinity_stay_in_their_rows_and_columns():
         assert finite[np.arange(M) != 3][:, np.arange(N) != 5].all()
 
 
-# ------------------------------------------------------------------------------------------------------------- mutants
+# ------------------------------------------------------------------------------ mutants
 
 
 def tile_of_k_dropped(a, b, run):

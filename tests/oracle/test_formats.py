@@ -1,4 +1,6 @@
-"""The FP8 formats: the oracle against exact arithmetic over the 256 codes, and the package's constants against both."""
+"""The FP8 formats: the oracle against exact arithmetic over the 256 codes, and the
+package's constants against both.
+"""
 
 import fractions
 
@@ -8,12 +10,15 @@ import pytest
 import oracle
 
 FORMATS = pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
-# (exponent bits, mantissa bits, bias): OCP 8-bit floating point specification, tables 1 and 2.
+# (exponent bits, mantissa bits, bias): OCP 8-bit floating point specification, tables 1
+# and 2.
 LAYOUT = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}
 
 
 def decode_by_definition(fmt: oracle.Format) -> np.ndarray:
-    """The 256 values in f64, from sign, exponent and mantissa as the specification writes them."""
+    """The 256 values in f64, from sign, exponent and mantissa as the specification
+    writes them.
+    """
     exponent_bits, mantissa_bits, bias = LAYOUT[fmt.name]
     values = np.empty(256)
     for code in range(256):
@@ -32,12 +37,15 @@ def decode_by_definition(fmt: oracle.Format) -> np.ndarray:
 
 
 def encode_by_search(y: np.ndarray, fmt: oracle.Format) -> np.ndarray:
-    """Codes of f64 `y` by searching the midpoints: exact, because midpoints have at most five significant bits."""
+    """Codes of f64 `y` by searching the midpoints: exact, because midpoints have at
+    most five significant bits.
+    """
     values = decode_by_definition(fmt)[:128]
     ladder = values[np.isfinite(values)]
     midpoints = (ladder[:-1] + ladder[1:]) / 2
     magnitude = np.abs(y)
-    code = np.searchsorted(midpoints, magnitude, side="left")  # the number of midpoints below |y|
+    # the number of midpoints below |y|
+    code = np.searchsorted(midpoints, magnitude, side="left")
     tie = np.isin(magnitude, midpoints)
     code = np.where(tie & (code % 2 == 1), code + 1, code)
     code = code.astype(np.uint8) | (np.signbit(y).astype(np.uint8) << 7)
@@ -75,7 +83,8 @@ def test_oracle_saturates_the_finite_and_shows_the_rest(fmt):
         np.testing.assert_array_equal(codes[:3].astype(np.float32), np.float32([fmt.max, fmt.max, -fmt.max]))
         np.testing.assert_array_equal(codes[3:].view(np.uint8), [fmt.nan_code] * 4)
         assert top == np.inf
-    # The negative control: saturation after the cast, as a plain astype would do it, is not the same thing.
+    # The negative control: saturation after the cast, as a plain astype would do it, is
+    # not the same thing.
     with np.errstate(invalid="ignore"):
         assert not np.isfinite(x[1:2].astype(fmt.dtype).astype(np.float32)).any()
 
@@ -90,10 +99,13 @@ def test_probes_hit_every_interval_from_both_sides():
 
 
 def test_multiply_add_is_rounded_once():
-    """Against exact fractions; also where the product lies between two f32 and the sum decides."""
+    """Against exact fractions; also where the product lies between two f32 and the sum
+    decides.
+    """
     rng = np.random.default_rng(0)
     x, y, z = (rng.standard_normal((3, 300)) * 2.0 ** rng.integers(-70, 60, (3, 300))).astype(np.float32)
-    x[:100], y[:100] = 1 + 2.0**-12, 1 + 2.0**-12  # the product is a midpoint of two f32
+    # the product is a midpoint of two f32
+    x[:100], y[:100] = 1 + 2.0**-12, 1 + 2.0**-12
     z[:100] = np.resize(np.float32([2.0**-100, -(2.0**-100), 0, 2.0**-140]), 100)
     for got, terms in zip(oracle.multiply_add(x, y, z), zip(x, y, z, strict=True), strict=True):
         a, b, c = (fractions.Fraction(float(term)) for term in terms)
@@ -106,7 +118,9 @@ def test_multiply_add_is_rounded_once():
 
 @FORMATS
 def test_scale_of_an_amax(fmt):
-    """FP8_MAX / a in one f32 rounding (against rationals), its margin, its two clamps."""
+    """FP8_MAX / a in one f32 rounding (against rationals), its margin, its two
+    clamps.
+    """
     rng = np.random.default_rng(3)
     for a in np.float32(2.0 ** rng.uniform(-110, 110, 200)):
         scale = oracle.amax_to_scale(a, fmt)
@@ -120,7 +134,9 @@ def test_scale_of_an_amax(fmt):
 
 
 def test_product_bound_is_tight_enough_to_see_one_code():
-    """The bound accepts the f32 product and rejects one in which a single code moved by one step."""
+    """The bound accepts the f32 product and rejects one in which a single code moved by
+    one step.
+    """
     rng = np.random.default_rng(5)
     a, b = (oracle.encode(rng.standard_normal((9, 64)).astype(np.float32) * 50, oracle.E4M3) for _ in range(2))
     product = oracle.scaled_matmul(a, b, 0.25, 0.5, out_dtype=np.float32)

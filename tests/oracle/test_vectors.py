@@ -1,4 +1,6 @@
-"""The vectors of conformance/ are the oracle's; the checker accepts jaxfp8, and finds libraries that are wrong."""
+"""The vectors of conformance/ are the oracle's; the checker accepts jaxfp8, and finds
+libraries that are wrong.
+"""
 
 import types
 

@@ -1,4 +1,6 @@
-"""What the written tests share: one product, operands with a history behind them, the comparison with the oracle."""
+"""What the written tests share: one product, operands with a history behind them, the
+comparison with the oracle.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ def product(x, kernel, state):
 
 
 def operands(*batch, seed=0, dtype=np.float32, kernels=()):
-    """x `[*batch, ROWS, K]`, kernel `[*kernels, K, N]`, grad of the result; sizes differ from one batch to the next."""
+    """x `[*batch, ROWS, K]`, kernel `[*kernels, K, N]`, grad of the result; sizes
+    differ from one batch to the next.
+    """
     rng = np.random.default_rng(seed)
 
     def normal(leading, *shape):
@@ -32,7 +36,9 @@ def operands(*batch, seed=0, dtype=np.float32, kernels=()):
 
 
 def pack(states):
-    """LayerStates, nested in lists, as the package's pytree with as many leading axes."""
+    """LayerStates, nested in lists, as the package's pytree with as many leading
+    axes.
+    """
     if isinstance(states, list):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(pack(state) for state in states))
     parts = ((getattr(states, name).amax_history, getattr(states, name).scale.reshape(1)) for name in OPERANDS)
@@ -50,10 +56,12 @@ def assert_untouched(state):
 
 
 def one_product(x, kernel, grad, state) -> oracle.DenseStep:
-    """All rows of x at once: what uses of one kernel and one state give together, in whatever program they are.
+    """All rows of x at once: what uses of one kernel and one state give together, in
+    whatever program they are.
 
-    Scales are those of the state, so codes do not depend on the grouping; the amax of all rows is the max of the
-    groups' amaxes. The bound of the wgrad, of all rows in one sum, covers sums of partial sums.
+    Scales are those of the state, so codes do not depend on the grouping; the amax of
+    all rows is the max of the groups' amaxes. The bound of the wgrad, of all rows in
+    one sum, covers sums of partial sums.
     """
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     return oracle.dense_step(flat_x, kernel, flat_grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype)

@@ -130,7 +130,8 @@ def of_scan(transformation):
 
 
 def map_in_batches(use, layer, xs, grads):
-    return jnp.sum(lax.map(lambda xg: use(layer, *xg), (xs, grads), batch_size=3))  # one of the four is left over
+    # one of the four is left over
+    return jnp.sum(lax.map(lambda xg: use(layer, *xg), (xs, grads), batch_size=3))
 
 
 def fori_loop(use, layer, xs, grads):
@@ -170,7 +171,9 @@ def carried(use, layer, xs, grads):
 
 
 def stacked_copies(use, layer, xs, grads):
-    """Copies of the layer as the xs of a scan: their cotangents meet in the broadcast."""
+    """Copies of the layer as the xs of a scan: their cotangents meet in the
+    broadcast.
+    """
     copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(xs)), layer)
     return lax.scan(lambda total, at: (total + use(*at), None), jnp.float32(0), (copies, xs, grads))[0]
 
@@ -201,7 +204,9 @@ def layers_in_a_scan(use, layer, xs, grads):
 
 
 def shard_map(use, layer, xs, grads):
-    """Each device runs a part of the uses; what is replicated gets the gradients of all."""
+    """Each device runs a part of the uses; what is replicated gets the gradients of
+    all.
+    """
     mesh = jax.make_mesh((2,), ("uses",), axis_types=(AxisType.Auto,))
 
     def local(layer, xs, grads):

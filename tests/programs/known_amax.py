@@ -1,8 +1,10 @@
-"""One layer whose operands, and so its amaxes, are given at every step; and what the oracle says of any program of it.
+"""One layer whose operands, and so its amaxes, are given at every step; and what the
+oracle says of any program of it.
 
-A program adds `use(layer, x, grad) = <layer(x), grad>` over several uses. So `grad` is, to the bit, the gradient at the
-layer's output, whatever stands around it, and value, gradients and next state are known. Adapters (functional.py,
-linen.py, nnx.py) say what a layer is and how a framework differentiates a program of it:
+A program adds `use(layer, x, grad) = <layer(x), grad>` over several uses. So `grad` is,
+to the bit, the gradient at the layer's output, whatever stands around it, and value,
+gradients and next state are known. Adapters (functional.py, linen.py, nnx.py) say what
+a layer is and how a framework differentiates a program of it:
 
     Adapter(program, recipe, kernel, state, differentiate)
     .step(kernel, xs, grads) -> (value, gradient of the kernel, gradient of xs or None); advances the state
@@ -32,10 +34,13 @@ class Program:
         run: `(use, layer, xs, grads) -> total`, in the words of an adapter.
         own: what each use has for itself, stacked on axis 0: any of `OWN`.
         used: the uses that run; the state of others stays.
-        groups: uses whose rows are one product, because `jax.vmap` runs over x alone. A state gives all uses one scale;
-            of recipes without state each product has scales of its own.
-        across: uses that several devices run at once, whose tensors have one scale; None where one device runs all.
-        cast: whether the state crosses a boundary as an argument once a use, so that plain autodiff would add.
+        groups: uses whose rows are one product, because `jax.vmap` runs over x alone. A
+            state gives all uses one scale; of recipes without state each product has
+            scales of its own.
+        across: uses that several devices run at once, whose tensors have one scale;
+            None where one device runs all.
+        cast: whether the state crosses a boundary as an argument once a use, so that
+            plain autodiff would add.
     """
 
     run: Callable
@@ -48,7 +53,8 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe of the package, and the oracle's words for it: options of `oracle.dense_step`, or a rule.
+    """A recipe of the package, and the oracle's words for it: options of
+    `oracle.dense_step`, or a rule.
 
     With `is_wgrad_plain` wgrad multiplies x and grad as they are.
     """
@@ -82,11 +88,13 @@ BY_PRODUCT = {
 
 WITHOUT_STATE = Recipe(jaxfp8.DelayedScaling(), rule=cases.CURRENT)
 
-# ---------------------------------------------------------------------------------------------------------- the layer
+# ---------------------------------------------------------------------------- the layer
 
 
 def operands(step, own=(), dtype=np.float32):
-    """x `[USES, M, K]`, kernel `[K, N]` or `[USES, K, N]`, grad `[USES, M, N]`: the largest amaxes change places."""
+    """x `[USES, M, K]`, kernel `[K, N]` or `[USES, K, N]`, grad `[USES, M, N]`: the
+    largest amaxes change places.
+    """
     rng = np.random.default_rng(step)
     sizes = np.float32(2) ** rng.permutation(USES)[:, None, None]
     x = rng.standard_normal((USES, M, K)).astype(np.float32) * sizes
@@ -112,18 +120,22 @@ def leaves(state) -> dict:
     }
 
 
-# --------------------------------------------------------------------------------------------------------- the oracle
+# --------------------------------------------------------------------------- the oracle
 
 
 def sum_of(products) -> oracle.Product:
-    """The sum of gradients: the errors add, and each of the f32 additions rounds a partial sum once."""
+    """The sum of gradients: the errors add, and each of the f32 additions rounds a
+    partial sum once.
+    """
     total = sum(np.abs(p.exact) + p.bound for p in products)
     bound = sum(p.bound for p in products) + len(products) * oracle.PRECISE * total
     return oracle.Product(sum(p.exact for p in products), bound)
 
 
 def merged(states) -> oracle.LayerState:
-    """The state after several uses in one step: the same tail and scale, and the largest of the new amaxes."""
+    """The state after several uses in one step: the same tail and scale, and the
+    largest of the new amaxes.
+    """
 
     def largest(name):
         parts = [getattr(state, name) for state in states]
@@ -150,7 +162,9 @@ def _product(recipe: Recipe, x, kernel, grad, state):
 
 
 def check(adapter, program: Program, recipe: Recipe = RECIPES["delayed"], *, steps=2, dtype=np.float32, **options):
-    """Run some steps of a program; compare value, gradients and state with the oracle, the state bit by bit."""
+    """Run some steps of a program; compare value, gradients and state with the oracle,
+    the state bit by bit.
+    """
     has_own_state = "state" in program.own
     states = [used_state(i) for i in range(USES)] if has_own_state else [used_state()]
     is_delayed = recipe.rule is None
@@ -192,7 +206,9 @@ def check(adapter, program: Program, recipe: Recipe = RECIPES["delayed"], *, ste
 
 
 def _total(terms) -> oracle.Product:
-    """The sum of `<y, grad>`: its f32 additions and products round less often than there are terms, twice."""
+    """The sum of `<y, grad>`: its f32 additions and products round less often than
+    there are terms, twice.
+    """
     pairs = [(y.exact, y.bound, oracle.widen(grad, np.float64).reshape(-1, N)) for y, grad in terms]
     size = sum(np.sum((np.abs(exact) + bound) * np.abs(grad)) for exact, bound, grad in pairs)
     bound = sum(np.sum(bound * np.abs(grad)) for _, bound, grad in pairs)

@@ -1,7 +1,8 @@
 """Programs of Linen's lifted transformations.
 
-`run(use, total, uses)` is called in a module. `use` is a class of modules, `(total, (x, grad)) -> (total, None)`: the
-body of a scan. Without `cast` a program is right under `jax.grad` too.
+`run(use, total, uses)` is called in a module. `use` is a class of modules,
+`(total, (x, grad)) -> (total, None)`: the body of a scan. Without `cast` a program is
+right under `jax.grad` too.
 """
 
 import functools
@@ -95,7 +96,9 @@ class Einsum(Linen):
 
 
 class NNXInLinen(Linen):
-    """A layer is an `nnx.Linear` in `nnx.bridge.ToLinen`, which makes its module anew in every call."""
+    """A layer is an `nnx.Linear` in `nnx.bridge.ToLinen`, which makes its module anew
+    in every call.
+    """
 
     @staticmethod
     def make(recipe, name):
@@ -110,7 +113,7 @@ def _fill(tree, values):
     return jax.tree_util.tree_map_with_path(lambda path, _: jnp.asarray(values[path[-1].key]), tree)
 
 
-# ------------------------------------------------------------------------------------------------------- the programs
+# ------------------------------------------------------------------------- the programs
 
 
 def each(call, total, uses):
@@ -124,7 +127,9 @@ def pairs(uses):
 
 
 def lifted(*transformations, split=False):
-    """Transformations of the class, the innermost first; with `split` the outermost runs over pairs of uses."""
+    """Transformations of the class, the innermost first; with `split` the outermost
+    runs over pairs of uses.
+    """
 
     def run(use, total, uses):
         for transformation in transformations:
@@ -135,7 +140,9 @@ def lifted(*transformations, split=False):
 
 
 def called(transformation, wrap=lambda use: use):
-    """One module, called for each use; as a class of its own, so that it can be transformed again."""
+    """One module, called for each use; as a class of its own, so that it can be
+    transformed again.
+    """
 
     def make(use):
         class Called(nn.Module):
@@ -201,7 +208,9 @@ def shared_scope(use, total, uses):
 
 
 def applied(program):
-    """JAX's own transformations of `apply`, which closes over the variables: right under plain `jax.grad`."""
+    """JAX's own transformations of `apply`, which closes over the variables: right
+    under plain `jax.grad`.
+    """
 
     def run(use, total, uses):
         layer = use(name="use")

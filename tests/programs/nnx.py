@@ -1,4 +1,6 @@
-"""Programs of NNX's transformations; without `cast` a program is right under NNX's own gradient too."""
+"""Programs of NNX's transformations; without `cast` a program is right under NNX's own
+gradient too.
+"""
 
 import functools
 
@@ -23,7 +25,9 @@ def plain(loss):
 
 
 def max_grad(loss):
-    """The context manager by itself, for a loss that is differentiated by other means."""
+    """The context manager by itself, for a loss that is differentiated by other
+    means.
+    """
 
     def cast(layer, xs, grads):
         with jaxfp8.nnx.max_grad(layer):
@@ -44,7 +48,9 @@ def of_split_state(loss):
 
 
 class NNX:
-    """A layer is an `nnx.Linear`, or a stack of them; `product` is the name of what holds the state."""
+    """A layer is an `nnx.Linear`, or a stack of them; `product` is the name of what
+    holds the state.
+    """
 
     product = "dot_general"
 

@@ -33,7 +33,7 @@ def arguments():
     return kernel, cases.pack(used_state()), x, grad
 
 
-# --------------------------------------------------------------------------------------------------- compilation cache
+# -------------------------------------------------------------------- compilation cache
 
 COMPILE_AND_RUN = """
 from collections import Counter
@@ -48,7 +48,9 @@ print(events["cache_misses"], events["cache_hits"])
 
 
 def test_persistent_compilation_cache(tmp_path):
-    """A second process compiles nothing and gets the same bits: programs with our custom calls come back from disk."""
+    """A second process compiles nothing and gets the same bits: programs with our
+    custom calls come back from disk.
+    """
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -69,7 +71,9 @@ def test_persistent_compilation_cache(tmp_path):
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", ["branches in scan", "remat with arguments"])
 def test_checking_leaks(name, jit):
-    """The memo that lets all uses of a state meet holds no tracer alive, and no NaN is on the way of good data."""
+    """The memo that lets all uses of a state meet holds no tracer alive, and no NaN is
+    on the way of good data.
+    """
     with jax.checking_leaks(), jax.debug_nans(True):
         check(functional.Functional, functional.PROGRAMS[name], jit=jit)
 

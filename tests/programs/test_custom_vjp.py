@@ -1,4 +1,6 @@
-"""Losses whose backward takes gradients of FP8 layers itself, as chunked cross-entropy does (jax issue 35915)."""
+"""Losses whose backward takes gradients of FP8 layers itself, as chunked cross-entropy
+does (jax issue 35915).
+"""
 
 import flax.linen as nn
 import jax
@@ -68,7 +70,9 @@ FORMS = [at_once, gradients_of_chunks, gradients_in_scan, by_vjp]
 
 
 def with_own_backward(form, gradient, is_early=False):
-    """`plain`, whose backward is `form`; with `is_early` the forward computes the gradients and keeps them."""
+    """`plain`, whose backward is `form`; with `is_early` the forward computes the
+    gradients and keeps them.
+    """
 
     @jax.custom_vjp
     def loss(head, x):
@@ -86,7 +90,9 @@ def with_own_backward(form, gradient, is_early=False):
 
 
 def of_model(loss):
-    """The loss of both layers, whose head is used once more beside the function with its own backward."""
+    """The loss of both layers, whose head is used once more beside the function with
+    its own backward.
+    """
 
     def whole(variables):
         x = BODY.apply(variables["body"], X)
@@ -102,7 +108,8 @@ def expected():
 
 def assert_right(got, expected):
     state, wanted = (tree["head"]["_overwrite_with_gradient"] for tree in (got, expected))
-    # The head's gradient is a sum of chunks in another order, of which the body's output gradient is made.
+    # The head's gradient is a sum of chunks in another order, of which the body's
+    # output gradient is made.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
     assert_same_bits(state, wanted, "state of the head")
 
@@ -111,7 +118,9 @@ def assert_right(got, expected):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_gradients_by_ours(form, is_early, jit, expected):
-    """The state of the head is the max of both uses, and the gradient of the kernel their sum."""
+    """The state of the head is the max of both uses, and the gradient of the kernel
+    their sum.
+    """
     loss = with_own_backward(form, jaxfp8.grad, is_early)
     assert_right(jit(jaxfp8.grad(of_model(loss)))(VARIABLES), expected)
 
@@ -149,7 +158,9 @@ def test_stacked_state():
 
 
 def chunked_nnx(gradient):
-    """A loss of an NNX head with a backward of its own, by a gradient of NNX modules or of their state."""
+    """A loss of an NNX head with a backward of its own, by a gradient of NNX modules or
+    of their state.
+    """
 
     def of_head(head, x):
         return sum(cross_entropy(head(x), labels) for x, labels in chunks(x))
@@ -184,7 +195,9 @@ def test_nnx(gradient, jit):
 
 
 def test_advice():
-    """JAX's own gradient inside of ours, and a factor on all gradients: errors whose advice is in the tests above."""
+    """JAX's own gradient inside of ours, and a factor on all gradients: errors whose
+    advice is in the tests above.
+    """
     inner = of_model(with_own_backward(at_once, jax.grad))
     with pytest.raises(TypeError, match=r"in a custom_vjp jaxfp8.grad\(loss\)"):
         jaxfp8.grad(inner)(VARIABLES)
@@ -219,7 +232,9 @@ class Lifted(nn.Module):
 
 @pytest.mark.parametrize("gradient", [jax.grad, jaxfp8.grad], ids=["jax", "ours"])
 def test_lifted_custom_vjp(gradient):
-    """With the state among its variables the layer has the gradients of the same layer without it."""
+    """With the state among its variables the layer has the gradients of the same layer
+    without it.
+    """
     variables = Lifted().init(jax.random.key(1), X)
     layer = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral)
 

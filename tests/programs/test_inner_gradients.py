@@ -1,4 +1,6 @@
-"""Losses with a gradient inside: right where the loss takes it as a constant, refused where it is differentiated."""
+"""Losses with a gradient inside: right where the loss takes it as a constant, refused
+where it is differentiated.
+"""
 
 import warnings
 
@@ -26,7 +28,9 @@ def loss(layer, x):
 
 
 def gradient_of_rows(layer, x):
-    """A gradient for each row by itself, as vmap and scan give it; one state gives all rows one scale."""
+    """A gradient for each row by itself, as vmap and scan give it; one state gives all
+    rows one scale.
+    """
     return jax.vmap(jax.grad(loss, 1), (None, 0))(layer, x[:, None])[:, 0]
 
 
@@ -65,7 +69,9 @@ def in_jit(*args, **options):
 
 @pytest.mark.parametrize("differentiate, names", [(jax.grad, ["grad", "jit"]), (in_jit, OF_X)], ids=["eager", "jit"])
 def test_adversarial_inputs(differentiate, names):
-    """Several ways in one program. Each makes the same input, and the loss of it has its plain gradient and state."""
+    """Several ways in one program. Each makes the same input, and the loss of it has
+    its plain gradient and state.
+    """
     moved = X + 0.5 * np.sign(np.asarray(jax.grad(loss, 1)(LAYER, X)))
     expected, next_state = jax.jit(jax.grad(loss))(LAYER, moved)
 
@@ -82,7 +88,9 @@ def test_adversarial_inputs(differentiate, names):
 
 @pytest.mark.parametrize("inner", [of_kernel, of_all])
 def test_first_order_steps(inner):
-    """First-order MAML: the gradient at the kernel after an inner step, with respect to the kernel before it."""
+    """First-order MAML: the gradient at the kernel after an inner step, with respect to
+    the kernel before it.
+    """
 
     def outer(layer):
         return loss((layer[0] - lax.stop_gradient(inner(layer, X)), layer[1]), 2 * X)
@@ -95,7 +103,9 @@ def test_first_order_steps(inner):
 
 @pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad])
 def test_jax_grad_of_variables_inside_of_ours(transform):
-    """JAX takes no gradient by the state as jaxfp8.grad casts it: the error says what does."""
+    """JAX takes no gradient by the state as jaxfp8.grad casts it: the error says what
+    does.
+    """
 
     def outer(layer):
         return loss(jax.tree.map(jnp.subtract, layer, lax.stop_gradient(transform(loss)(layer, X))), X)
@@ -127,10 +137,13 @@ VALUES = {
     "differentiate", [jaxfp8.grad, in_jit, lambda f: jaxfp8.grad(jax.jit(f))], ids=["eager", "jit", "of jit"]
 )
 def test_the_value_of_an_inner_gradient(name, differentiate):
-    """A loss that takes the value alone has its plain gradient and next state: the value is differentiated once."""
+    """A loss that takes the value alone has its plain gradient and next state: the
+    value is differentiated once.
+    """
     gradient, state = differentiate(VALUES[name])(LAYER)
     expected, next_state = jax.jit(jax.grad(loss))(LAYER, X)
-    if name == "vmap of kernels":  # the gradient of each product is half of that of the loss
+    # the gradient of each product is half of that of the loss
+    if name == "vmap of kernels":
         half = jax.jit(jax.grad(lambda layer, x: loss(layer, x) / 2))(LAYER, X)
         expected, next_state = 2 * half[0], half[1]
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
@@ -164,7 +177,9 @@ def test_gelu_and_its_value():
 
 @pytest.mark.parametrize("differentiate", [jax.grad, jaxfp8.grad, in_jit], ids=["jax.grad", "jaxfp8.grad", "jit"])
 def test_the_gradient_around_updates_the_state(differentiate):
-    """Then an inner gradient with respect to x is no reason for a warning; without one around it is."""
+    """Then an inner gradient with respect to x is no reason for a warning; without one
+    around it is.
+    """
 
     def outer(layer):
         moved = X + 0.5 * jnp.sign(lax.stop_gradient(jax.grad(loss, 1)(layer, X)))
@@ -183,13 +198,17 @@ def squared(gradient):
 
 
 def of_codes(layer, x):
-    """The kernel as codes: the gradient of x reads them, and their source moves with the layer."""
+    """The kernel as codes: the gradient of x reads them, and their source moves with
+    the layer.
+    """
     codes = jaxfp8.quantize_params({"kernel": layer[0]}, {"kernel": layer[1]}, RECIPE)["kernel"]
     return jax.grad(lambda x: loss((codes, layer[1]), x))(x)
 
 
 def of_experts(layer, x):
-    """The gradient of the experts' kernels reads the codes of the activated input alone."""
+    """The gradient of the experts' kernels reads the codes of the activated input
+    alone.
+    """
     rows, sizes = jaxfp8.activated(layer[0], "silu"), jnp.int32([3, 5])
 
     def experts(kernels):

@@ -1,4 +1,6 @@
-"""Random nestings of loops and transformations over the uses of one layer: the oracle's value, gradients and state."""
+"""Random nestings of loops and transformations over the uses of one layer: the oracle's
+value, gradients and state.
+"""
 
 import functools
 
@@ -30,7 +32,9 @@ TRANSFORMATIONS = (jax.jit, jax.checkpoint, branch, not_taken, *functional.POLIC
 
 
 def closed(transformation):
-    """A transformation of a use that closes over its layer, so that plain `jax.grad` is right."""
+    """A transformation of a use that closes over its layer, so that plain `jax.grad` is
+    right.
+    """
     return lambda use: lambda layer, *args: transformation(functools.partial(use, layer))(*args)
 
 
@@ -41,7 +45,9 @@ def level(loop, transformations):
 
 @st.composite
 def programs(draw, depth=3):
-    """`(program, differentiate)`: levels of loops, whose halves are loops again; or layers with states of their own."""
+    """`(program, differentiate)`: levels of loops, whose halves are loops again; or
+    layers with states of their own.
+    """
     is_closed = draw(st.booleans())
     wrap = closed if is_closed else lambda transformation: transformation
 

@@ -1,4 +1,6 @@
-"""Every program of every adapter, and every recipe: value, gradients and state are the oracle's."""
+"""Every program of every adapter, and every recipe: value, gradients and state are the
+oracle's.
+"""
 
 import flax.nnx
 import jax
@@ -25,7 +27,9 @@ WITH_STATE = [name for name, recipe in RECIPES.items() if recipe.rule is None]
 
 
 def cases(programs, recipes):
-    """Every program with delayed scaling, a third of them in `make test`; every recipe once; nightly each with each."""
+    """Every program with delayed scaling, a third of them in `make test`; every recipe
+    once; nightly each with each.
+    """
     for place, program in enumerate(programs):
         for number, recipe in enumerate(recipes):
             is_shown = number == place or (number == 0 and place % 3 == 0)
@@ -44,7 +48,9 @@ def test_programs(program, recipe):
 
 @pytest.mark.parametrize("program, recipe", list(cases(functional.RAGGED, WITH_STATE)))
 def test_ragged_dot(program, recipe):
-    """Its recipes are those with a scale for a whole tensor; without a state each member has its own."""
+    """Its recipes are those with a scale for a whole tensor; without a state each
+    member has its own.
+    """
     check(functional.Ragged, functional.RAGGED[program], RECIPES[recipe])
 
 
@@ -67,7 +73,9 @@ def test_by_product(program, recipe):
     "program", [pytest.param(name, marks=[] if "jax, " in name else pytest.mark.slow) for name in PROGRAMS]
 )
 def test_plain_gradient(program):
-    """Without ours: right wherever all uses are seen at once, and a sum, which the comparison sees, elsewhere."""
+    """Without ours: right wherever all uses are seen at once, and a sum, which the
+    comparison sees, elsewhere.
+    """
     adapter, program, plain = PROGRAMS[program]
     if not program.cast:
         check(adapter, program, differentiate=plain, steps=1)
@@ -93,7 +101,9 @@ def test_max_grad_of_nnx():
 
 @pytest.mark.parametrize("program", ["vmap", "members", "experts of one state"])
 def test_without_state(program):
-    """Delayed scaling then has the scale of the tensor at hand: one for a batch of x, one for each kernel."""
+    """Delayed scaling then has the scale of the tensor at hand: one for a batch of x,
+    one for each kernel.
+    """
     check(functional.Functional, functional.PROGRAMS[program], WITHOUT_STATE)
 
 

@@ -1,6 +1,8 @@
-"""Layers in a loop, whose state is read before it, against the same layers one after the other: bit for bit.
+"""Layers in a loop, whose state is read before it, against the same layers one after
+the other: bit for bit.
 
-The layers one after the other have a state each, that nothing stacks; the oracle judges those everywhere else.
+The layers one after the other have a state each, that nothing stacks; the oracle judges
+those everywhere else.
 """
 
 import dataclasses
@@ -29,7 +31,9 @@ RECIPES = {
 
 
 def layer(recipe, x, kernel, state):
-    """Without a product beside an addition, which XLA may contract in one program and not in another."""
+    """Without a product beside an addition, which XLA may contract in one program and
+    not in another.
+    """
     return jnp.maximum(jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), 0) + getattr(x, "value", x)
 
 
@@ -56,7 +60,9 @@ def unstacked(use, x, kernels, states):
 
 
 def called_twice(use, x, kernels, states):
-    """The second call has its own amaxes; those of the first are not finite where x is not."""
+    """The second call has its own amaxes; those of the first are not finite where x is
+    not.
+    """
     return scan(use, x, kernels, states) + scan(use, jnp.where(jnp.isfinite(x), x / 2, 0), kernels, states)
 
 
@@ -70,7 +76,9 @@ LOOPS = {
 
 
 def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
-    """Compare five steps: one of them with a NaN, the last one with state below zero."""
+    """Compare five steps: one of them with a NaN, the last one with state below
+    zero.
+    """
     use = functools.partial(use, recipe)
     kernels = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / 4
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), init(recipe))
@@ -88,7 +96,8 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
             y = y + loop(use, jnp.where(jnp.isfinite(x), x / 2, 0), *trainable)
         return jnp.sum(y**2)
 
-    in_loop = jax.jit(functools.partial(jaxfp8.grad(loss, (0, 1)), loop=loop))  # x too: all layers have all products
+    # x too: all layers have all products
+    in_loop = jax.jit(functools.partial(jaxfp8.grad(loss, (0, 1)), loop=loop))
     one_by_one = jax.jit(functools.partial(jaxfp8.grad(loss, (0, 1)), loop=one_after_the_other))
     for step in range(5):
         x = jax.random.normal(jax.random.key(step), (ROWS, WIDTH)) * 2.0**step
@@ -101,12 +110,14 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
         expected = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) for layers in expected]
         compared = [next_states, expected[1]]
         if use.func is normalized:
-            # XLA contracts the sums of a norm's gradient in one program and not in another: then an amax differs in its
-            # last bit, and after the scale of that a code of e5m2 by 2^-2 of itself. Nothing else depends on it.
+            # XLA contracts the sums of a norm's gradient in one program and not in
+            # another: then an amax differs in its last bit, and after the scale of that
+            # a code of e5m2 by 2^-2 of itself. Nothing else depends on it.
             np.testing.assert_allclose(*(state.output_grad.amax_history for state in compared), rtol=0.25)
             compared = [dataclasses.replace(state, output_grad=None) for state in compared]
         assert_same_bits(*compared, f"state of step {step}")
-        if not again and use.func is not normalized:  # XLA adds gradients of two calls as it likes
+        # XLA adds gradients of two calls as it likes
+        if not again and use.func is not normalized:
             assert_same_bits(dkernels, expected[0], f"gradients of step {step}")
         states = next_states
     assert any(np.any(leaf) for leaf in jax.tree.leaves(states))
@@ -120,7 +131,9 @@ def test_recipes(recipe, reads):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_arithmetic_of_scales_is_not_in_the_program(recipe):
-    """Exact quotients are a hundred operations for each product and pass, which XLA compiles: ops compute them."""
+    """Exact quotients are a hundred operations for each product and pass, which XLA
+    compiles: ops compute them.
+    """
     kernels = jnp.ones((LAYERS, WIDTH, WIDTH))
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(recipe))
 

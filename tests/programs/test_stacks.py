@@ -1,4 +1,6 @@
-"""A loop stacks bytes for its backward, and no FP8, which XLA converts to float16 and back on a CPU."""
+"""A loop stacks bytes for its backward, and no FP8, which XLA converts to float16 and
+back on a CPU.
+"""
 
 import functools
 

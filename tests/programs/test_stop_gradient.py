@@ -1,4 +1,6 @@
-"""Products that read their layer through `stop_gradient` record nothing; the pass beside them records its amaxes."""
+"""Products that read their layer through `stop_gradient` record nothing; the pass
+beside them records its amaxes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,9 @@ def in_a_loop(x, kernels, states):
 
 
 def assert_student_alone(state):
-    """Slot 0 of each history is the amax of the student's operand: 3, 5, and 1 for the gradient of a sum."""
+    """Slot 0 of each history is the amax of the student's operand: 3, 5, and 1 for the
+    gradient of a sum.
+    """
     quantizers = (state.input, state.kernel, state.output_grad)
     newest = [np.asarray(quantizer.amax_history)[..., 0] for quantizer in quantizers]
     for amax, expected in zip(newest, (3, 5, 1), strict=True):
@@ -43,7 +47,9 @@ def assert_student_alone(state):
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("grad", [jax.grad, jaxfp8.grad], ids=["jax.grad", "jaxfp8.grad"])
 def test_teachers(grad, run):
-    """All ways in one program: the amax of a teacher that records tells which one it is."""
+    """All ways in one program: the amax of a teacher that records tells which one it
+    is.
+    """
 
     def loss(layer):
         teachers = ((2.0**i, stop(layer)) for i, stop in enumerate(STOPPED.values(), 1))
@@ -63,7 +69,9 @@ def test_stacked_layers():
 
 
 def test_state_alone():
-    """The kernel of the teacher has a gradient: the product says that its state stays."""
+    """The kernel of the teacher has a gradient: the product says that its state
+    stays.
+    """
 
     def loss(kernel, state):
         return use(X, kernel, state) + use(100 * X, kernel, lax.stop_gradient(state))

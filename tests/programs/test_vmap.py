@@ -1,4 +1,6 @@
-"""vmap: a shared state sees the whole batch as one product, a batched state is one state a member."""
+"""vmap: a shared state sees the whole batch as one product, a batched state is one
+state a member.
+"""
 
 import dataclasses
 import re
@@ -54,7 +56,9 @@ def test_batch_of_x(in_axis, out_axis, dtype):
 
 @DTYPES
 def test_gradients_per_example(dtype):
-    """vmap of grad is grad of each example, the state's gradient included: the caller takes the max over examples."""
+    """vmap of grad is grad of each example, the state's gradient included: the caller
+    takes the max over examples.
+    """
     x, kernel, grad = cases.operands(B, dtype=dtype)
     state = used_state()
     packed = cases.pack(state)
@@ -74,7 +78,9 @@ def test_gradients_per_example(dtype):
 
 @pytest.mark.parametrize("own", OPERANDS)
 def test_one_quantizer_of_its_own(own):
-    """Members with a state of their own for one quantizer share the others': the max over all members."""
+    """Members with a state of their own for one quantizer share the others': the max
+    over all members.
+    """
     x, kernels, grads = cases.operands(B, kernels=(B,))
     common, owned = used_state(), [used_state(seed) for seed in range(1, 1 + B)]
     states = [dataclasses.replace(common, **{own: getattr(state, own)}) for state in owned]
@@ -134,7 +140,9 @@ ENSEMBLES = {
 
 @pytest.mark.parametrize("name", ENSEMBLES)
 def test_ensembles(name):
-    """Each member has a state, and maybe a batch; the axis of the states comes back where it was."""
+    """Each member has a state, and maybe a batch; the axis of the states comes back
+    where it was.
+    """
     function, batch, axis, state_axis, out_axis = ENSEMBLES[name]
     x, kernel, grad = cases.operands(*batch)
     states = [used_state(seed) for seed in range(B)]
@@ -169,7 +177,7 @@ def test_a_bias_for_each_kernel(state_axis):
         oracle.dense_step(x[i], kernels[i], grad[i], state, bias=biases[i]).y.check(y[i], f"y {i}")
 
 
-# -------------------------------------------------------------------------------------------------------- structure
+# ---------------------------------------------------------------------------- structure
 
 
 def dots(function, *arguments) -> list[str]:
@@ -182,7 +190,9 @@ def dots(function, *arguments) -> list[str]:
 
 @pytest.mark.parametrize("vectors", [False, True], ids=["matrices", "vectors"])
 def test_a_batch_with_a_shared_state_is_three_products(vectors):
-    """fprop, dgrad and wgrad of all rows; the kernel's gradient is one matrix, not one for each member."""
+    """fprop, dgrad and wgrad of all rows; the kernel's gradient is one matrix, not one
+    for each member.
+    """
     x, kernel, grad = cases.operands(B)
     product = jax.vmap(cases.product, in_axes=(0, None, None))
     product = jax.vmap(product, in_axes=(0, None, None)) if vectors else product
@@ -230,9 +240,12 @@ def of_groups(x, kernel):
 @pytest.mark.parametrize("product", [of_activated, of_normalized, of_codes_once, of_groups])
 @pytest.mark.parametrize("transform", [lambda loss: loss, lambda loss: jax.grad(loss, (0, 1))], ids=["loss", "grad"])
 def test_arrays_of_numpy_in_a_vmap_in_jit(product, transform):
-    """JAX's custom derivatives refuse them ("non-canonical constant"); products take them as `jnp` arrays."""
+    """JAX's custom derivatives refuse them ("non-canonical constant"); products take
+    them as `jnp` arrays.
+    """
     x, kernel = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((2, 3, 8), (2, 8, 4)))
     each = jax.vmap(transform(lambda x, kernel: jnp.sum(product(x, kernel))))
-    # XLA computes constants as it compiles, and rounds activations and norms otherwise there.
+    # XLA computes constants as it compiles, and rounds activations and norms otherwise
+    # there.
     got, expected = jax.jit(lambda: each(x, kernel))(), jax.jit(each)(x, kernel)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)

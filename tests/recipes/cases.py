@@ -1,7 +1,9 @@
-"""Recipes and what each must give: a whole product, forward and backward, in numpy and ml_dtypes.
+"""Recipes and what each must give: a whole product, forward and backward, in numpy and
+ml_dtypes.
 
-A product is the matrices x `[m, k]`, kernel `[n, k]` and grad `[m, n]`. Each is quantized along what the product that
-reads it contracts, so twice, by a `Rule` that knows nothing of the package.
+A product is the matrices x `[m, k]`, kernel `[n, k]` and grad `[m, n]`. Each is
+quantized along what the product that reads it contracts, so twice, by a `Rule` that
+knows nothing of the package.
 """
 
 import dataclasses
@@ -19,7 +21,9 @@ MATMUL = (((1,), (0,)), ((), ()))
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How a recipe scales: `tile` for x and grad, `square` for the kernel if that has others; None is the tensor."""
+    """How a recipe scales: `tile` for x and grad, `square` for the kernel if that has
+    others; None is the tensor.
+    """
 
     tile: tuple | None = None
     square: tuple | None = None
@@ -28,12 +32,15 @@ class Rule:
     scale: str = "f32"
     rounding: str = "ceil"
     power_2_scale: bool = False
-    bounds: tuple = (None, None, None)  # of x, kernel and grad, in place of their amaxes
+    # of x, kernel and grad, in place of their amaxes
+    bounds: tuple = (None, None, None)
 
     is_plain: bool = False  # whether tensors stay as they are
 
     def quantize(self, x, block, fmt, bound=None):
-        """`Codes` of matrices `[batch, rows, cols]`; one scale for a whole tensor is that of all of them."""
+        """`Codes` of matrices `[batch, rows, cols]`; one scale for a whole tensor is
+        that of all of them.
+        """
         if self.is_plain:
             return Codes(x, None, None)
         if block is None:
@@ -67,7 +74,8 @@ class Codes:
     def by(self, other: "Codes", out_dtype, bias=None) -> oracle.Product:
         """`self @ other.T` of each pair of matrices."""
         if self.scales is None and other.scales is None:
-            # They multiply in the dtype of the result, but not in a wider one than theirs.
+            # They multiply in the dtype of the result, but not in a wider one than
+            # theirs.
             one, widest = np.ones((len(self.codes), 1), F32), np.promote_types(self.codes.dtype, other.codes.dtype)
             dtype = out_dtype if np.promote_types(widest, out_dtype) == widest else widest
             a, b = (Codes(matrices.codes.astype(dtype), one, None) for matrices in (self, other))
@@ -81,7 +89,9 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A whole product: the codes that each of its three GEMMs reads, `name -> (a, b)`, and the results."""
+    """A whole product: the codes that each of its three GEMMs reads, `name -> (a, b)`,
+    and the results.
+    """
 
     codes: dict[str, tuple[Codes, Codes]]
     y: oracle.Product
@@ -90,7 +100,9 @@ class Step:
 
 
 def step(rule: Rule, x, kernel, grad, *, bias=None, x_dtype=F32, kernel_dtype=F32) -> Step:
-    """`y = x @ kernel.T + bias` of x `[batch, m, k]`, kernel `[batch, n, k]`, grad `[batch, m, n]`, in grad's dtype."""
+    """`y = x @ kernel.T + bias` of x `[batch, m, k]`, kernel `[batch, n, k]`, grad
+    `[batch, m, n]`, in grad's dtype.
+    """
     if isinstance(rule, ByProduct):
         options = {"bias": bias, "x_dtype": x_dtype, "kernel_dtype": kernel_dtype}
         fprop, dgrad, wgrad = (step(part, x, kernel, grad, **options) for part in (rule.fprop, rule.dgrad, rule.wgrad))
@@ -125,7 +137,8 @@ RECIPES = {
     "current e4m3": (jaxfp8.Float8CurrentScaling(jaxfp8.E4M3), _with(CURRENT, **_E4M3)),
     "current power_2": (jaxfp8.Float8CurrentScaling(power_2_scale=True), _with(CURRENT, power_2_scale=True)),
     "static": (jaxfp8.StaticScaling(), _with(CURRENT, bounds=(224.0, 224.0, None))),
-    # Bounds that saturate, that are no powers of two, and one whose scale is the largest there is.
+    # Bounds that saturate, that are no powers of two, and one whose scale is the
+    # largest there is.
     "static e4m3": (
         jaxfp8.StaticScaling(1.3, 1e-37, 0.07, jaxfp8.E4M3),
         _with(CURRENT, bounds=(1.3, 1e-37, 0.07), **_E4M3),
@@ -146,7 +159,8 @@ RECIPES = {
     "mx e5m2 floor": (jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"), _with(MX, **_E5M2, rounding="floor")),
 }
 
-# name of the recipe of each product, None for one in high precision; each kind is once in each place
+# name of the recipe of each product, None for one in high precision; each kind is once
+# in each place
 BY_PRODUCT = [
     ("current", "block", None),
     ("block", "mx", "static"),
@@ -172,10 +186,12 @@ KINDS = ("current", "rowwise", "block", "mx")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shapes:
-    """A `lax.dot_general`, and how its operands become matrices: an einsum of single dimensions.
+    """A `lax.dot_general`, and how its operands become matrices: an einsum of single
+    dimensions.
 
-    `x`, `kernel` and `y` name the dimensions of the arrays, and b, m, k and n in `order` those that make the batch, the
-    rows of x, what is contracted and the columns, one after the other.
+    `x`, `kernel` and `y` name the dimensions of the arrays, and b, m, k and n in
+    `order` those that make the batch, the rows of x, what is contracted and the
+    columns, one after the other.
     """
 
     x: str
@@ -199,7 +215,9 @@ class Shapes:
         )
 
     def arrays(self, seed=0):
-        """x, kernel, grad of y, and bias or None; sizes differ by row and column, and some numbers are large."""
+        """x, kernel, grad of y, and bias or None; sizes differ by row and column, and
+        some numbers are large.
+        """
         rng = np.random.default_rng(seed)
 
         def array(names, dtype, size=1.0):
@@ -216,7 +234,9 @@ class Shapes:
         return array(self.x, self.x_dtype), array(self.kernel, self.kernel_dtype), array(self.y, out, 2.0**-6), bias
 
     def matrices(self, array, names, *kinds):
-        """An array with dimensions `names` as `[batch, ...]`, one dimension for each kind."""
+        """An array with dimensions `names` as `[batch, ...]`, one dimension for each
+        kind.
+        """
         dims = [self.order.get(kind, "") for kind in ("b", *kinds)]
         ordered = np.einsum(f"{names}->{''.join(dims)}", array.astype(np.float64)).astype(array.dtype)
         return ordered.reshape([int(np.prod([self.sizes[d] for d in part])) for part in dims])
@@ -236,7 +256,9 @@ class Shapes:
         )
 
     def check(self, wanted: Step, y, dx, dkernel, what=""):
-        """Raises AssertionError unless arrays are what the matrices of the oracle say, within its bounds."""
+        """Raises AssertionError unless arrays are what the matrices of the oracle say,
+        within its bounds.
+        """
         for name, got, names, kinds, dtype in (
             ("y", y, self.y, "mn", self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype)),
             ("dx", dx, self.x, "mk", self.x_dtype),
@@ -287,7 +309,9 @@ def _product(shapes, recipe, x, kernel, bias=None):
 
 @functools.cache
 def compiled(shapes, recipe):
-    """`(x, kernel, grad, bias or None) -> (y, dx, dkernel, dbias or None)`: one program for all values."""
+    """`(x, kernel, grad, bias or None) -> (y, dx, dkernel, dbias or None)`: one program
+    for all values.
+    """
 
     @jax.jit
     def both(x, kernel, grad, bias):

@@ -1,4 +1,6 @@
-"""Runs of delayed scaling, one step as a function, and comparisons with the oracle's state and products."""
+"""Runs of delayed scaling, one step as a function, and comparisons with the oracle's
+state and products.
+"""
 
 import jax
 import numpy as np
@@ -42,7 +44,9 @@ def assert_step(got, expected: oracle.DenseStep, what: str) -> None:
 
 
 def training_step(recipe):
-    """One jitted step of plain jaxfp8.dot_general: (x, kernel, grad, state) -> (y, dx, dkernel, next state)."""
+    """One jitted step of plain jaxfp8.dot_general: (x, kernel, grad, state) -> (y, dx,
+    dkernel, next state).
+    """
 
     @jax.jit
     def step(x, kernel, grad, state):
@@ -56,7 +60,8 @@ def training_step(recipe):
 
 
 def compare_run(recipe, run, options=None, **formats):
-    """Train one product on the operands of a run, in their dtype; raise AssertionError at the first difference.
+    """Train one product on the operands of a run, in their dtype; raise AssertionError
+    at the first difference.
 
     Returns the DenseStep of the oracle and what the package gave, for each step.
     """
@@ -79,7 +84,9 @@ def values(rng, shape, size, dtype):
 
 
 def random_run(seed: int, steps: int, dtype):
-    """(x, kernel, grad) of each step: ordinary values with drift, spikes, zeros, tiny amaxes, Infs and NaNs."""
+    """(x, kernel, grad) of each step: ordinary values with drift, spikes, zeros, tiny
+    amaxes, Infs and NaNs.
+    """
     rng = np.random.default_rng(seed)
     for i in range(steps):
         operands = [
@@ -104,7 +111,9 @@ def random_run(seed: int, steps: int, dtype):
 
 
 def scripted_run(dtype):
-    """Every event once, where it decides a scale of a window of 4: bad values, a spike, zeros, tiny amaxes."""
+    """Every event once, where it decides a scale of a window of 4: bad values, a spike,
+    zeros, tiny amaxes.
+    """
     rng = np.random.default_rng(0)
 
     def step(size=1.0, **changes):
@@ -123,7 +132,9 @@ def scripted_run(dtype):
     yield step(last=-np.inf, first=-0.0)
     yield step(last=3e4)
     yield from (step() for _ in range(5))  # the spike acts, then leaves the window
-    yield from (step(size=0.0) for _ in range(5))  # an empty window: the stored scale stays
+    # an empty window: the stored scale stays
+    yield from (step(size=0.0) for _ in range(5))
     yield step()
-    yield from (step(size=2.0**-128) for _ in range(5))  # subnormal in bf16 and f32, zero in float16
+    # subnormal in bf16 and f32, zero in float16
+    yield from (step(size=2.0**-128) for _ in range(5))
     yield from (step() for _ in range(3))

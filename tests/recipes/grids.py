@@ -1,7 +1,9 @@
-"""Quantizers that round to a grid of binary fractions, so that numpy knows every result of a product to the bit.
+"""Quantizers that round to a grid of binary fractions, so that numpy knows every result
+of a product to the bit.
 
-Operands are multiples of 1/64 below 4. Then products of up to 64 of them, rounded to grids or not, are binary fractions
-of less than 24 bits: float32 holds them and all their partial sums exactly.
+Operands are multiples of 1/64 below 4. Then products of up to 64 of them, rounded to
+grids or not, are binary fractions of less than 24 bits: float32 holds them and all
+their partial sums exactly.
 """
 
 import dataclasses
@@ -46,7 +48,9 @@ class TwoGrids(jaxfp8.Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class Counting(jaxfp8.Quantizer):
-    """The grid becomes finer with each step; the state counts them and remembers the last amax."""
+    """The grid becomes finer with each step; the state counts them and remembers the
+    last amax.
+    """
 
     steps: int = 1
 
@@ -65,7 +69,9 @@ def rounded(x, steps):
 
 
 def layer(x, kernel, grad, steps, steps_t=None):
-    """(y, dx, dkernel): `steps` by role; `steps_t` of what is read transposed, where that differs."""
+    """(y, dx, dkernel): `steps` by role; `steps_t` of what is read transposed, where
+    that differs.
+    """
     steps_t = {**steps, **(steps_t or {})}
     a, b, g = (
         [rounded(t, of.get(role)) for of in (steps, steps_t)]

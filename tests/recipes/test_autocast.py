@@ -1,4 +1,6 @@
-"""`jaxfp8.autocast`: which recipe a layer has, what state that makes, and when a program is traced anew."""
+"""`jaxfp8.autocast`: which recipe a layer has, what state that makes, and when a
+program is traced anew.
+"""
 
 import functools
 import threading
@@ -53,7 +55,9 @@ def assert_runs(recipe, model=None, variables=PARAMS):
 
 
 def test_regions():
-    """Nested regions: the innermost wins, and outside all is as before; an error leaves a region too."""
+    """Nested regions: the innermost wins, and outside all is as before; an error leaves
+    a region too.
+    """
     assert_runs(WITHOUT_STATE)
     with jaxfp8.autocast(MX):
         assert_runs(MX)
@@ -85,7 +89,9 @@ def test_an_error_inside_has_no_other_error_above_it():
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
 def test_regions_that_end_in_another_order(order):
-    """Regions of generators: the innermost that is open wins, and after all of them none is left."""
+    """Regions of generators: the innermost that is open wins, and after all of them
+    none is left.
+    """
     recipes = (MX, ROWWISE, CURRENT)
     generators = [region_of(recipe) for recipe in recipes]
     for generator in generators:
@@ -107,7 +113,9 @@ def flax_layer(recipe=None):
 
 @pytest.mark.parametrize("make", [layer, flax_layer], ids=["ours", "nn.Dense"])
 def test_layers_that_name_their_recipe(make):
-    """They keep it; only a region without FP8 wins over it. HighPrecision is a name too."""
+    """They keep it; only a region without FP8 wins over it. HighPrecision is a name
+    too.
+    """
     with jaxfp8.autocast(MX):
         assert_runs(ROWWISE, make(ROWWISE))
         assert_runs(MX, make())
@@ -131,7 +139,9 @@ def test_state_is_that_of_the_region():
 
 
 def test_disabled_leaves_state_alone():
-    """Not created, not read, not written: its cotangent is zero, which is "not touched"."""
+    """Not created, not read, not written: its cotangent is zero, which is "not
+    touched".
+    """
     model = layer(DELAYED)
     variables = model.init(jax.random.key(0), X)
 
@@ -149,7 +159,9 @@ def test_disabled_leaves_state_alone():
 
 
 def test_jit_caches():
-    """Another region is another program, the same one is not, and equal recipes are one."""
+    """Another region is another program, the same one is not, and equal recipes are
+    one.
+    """
     traces = []
 
     @jax.jit
@@ -200,7 +212,9 @@ def test_threads():
 
 
 def test_nnx():
-    """NNX layers make their state where they are made, and say so when a region wants other state."""
+    """NNX layers make their state where they are made, and say so when a region wants
+    other state.
+    """
 
     def linear(recipe=None):
         module = jaxfp8.nnx.Linear(K, N, use_bias=False, recipe=recipe, rngs=nnx.Rngs(0))

@@ -1,4 +1,6 @@
-"""ByProduct: the state of each quantizer, codes that products share, layers, codes made outside, and errors."""
+"""ByProduct: the state of each quantizer, codes that products share, layers, codes made
+outside, and errors.
+"""
 
 import functools
 import re
@@ -37,7 +39,9 @@ def run(recipe, arrays, state=None):
 
 
 def test_two_histories_of_one_operand():
-    """Where the products of x, and those of grad, have other quantizers; both of the kernel's have equal ones."""
+    """Where the products of x, and those of grad, have other quantizers; both of the
+    kernel's have equal ones.
+    """
     recipe = jaxfp8.ByProduct(DELAYED, jaxfp8.DelayedScaling(amax_history_len=3, fp8_format=jaxfp8.E4M3), SHORT)
     state = jaxfp8.init_state(recipe)
     has_state = {name: value is not None for name, value in vars(state).items()}
@@ -49,7 +53,8 @@ def test_two_histories_of_one_operand():
     for values in arrays:
         *results, new = run(recipe, values, states[-1])
         states.append(jaxfp8.update_state(states[-1], new))
-    # The second step has the scales of the first one's amaxes; that of wgrad has a margin of 1.
+    # The second step has the scales of the first one's amaxes; that of wgrad has a
+    # margin of 1.
     amaxes = [[oracle.amax(a) for a in values[:3]] for values in arrays]
     bounds = amaxes[0]
     rules = [dict(bounds=bounds, backward=fmt) for fmt in (oracle.E5M2, oracle.E4M3)]
@@ -63,7 +68,8 @@ def test_two_histories_of_one_operand():
         first, second = (step[operand] for step in amaxes)
         history = np.float32([second, 0, first] if slots == 3 else [second, first])
         oracle.assert_bitwise(np.asarray(getattr(states[-1], name).amax_history), history, name)
-    with pytest.raises(AssertionError, match="out of bound"):  # fprop's recipe and dgrad's exchanged
+    # fprop's recipe and dgrad's exchanged
+    with pytest.raises(AssertionError, match="out of bound"):
         exchanged = cases.ByProduct(cases.Rule(**rules[1]), cases.Rule(**rules[0]), twice)
         SHAPES.check(SHAPES.expected(exchanged, *arrays[1][:3]), *results)
 
@@ -94,7 +100,9 @@ def test_only_what_is_differentiated_is_quantized_again():
 
 
 def test_bias_and_activation():
-    """The bias's gradient is a sum of unquantized gradients; a fused activation is computed where products differ."""
+    """The bias's gradient is a sum of unquantized gradients; a fused activation is
+    computed where products differ.
+    """
     x, kernel, grad, _ = SHAPES.arrays()
     bias = np.linspace(-1, 1, 4, dtype=np.float32)
 
@@ -113,7 +121,9 @@ def test_bias_and_activation():
 
 
 def test_products_in_bfloat16():
-    """None multiplies in the layer's dtype, also where the kernel is float32, and accumulates in float32."""
+    """None multiplies in the layer's dtype, also where the kernel is float32, and
+    accumulates in float32.
+    """
     recipe = jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), None, None)
     x, kernel = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.float32)
     model = jaxfp8.linen.Dense(4, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
@@ -126,7 +136,9 @@ def test_products_in_bfloat16():
 
 
 def test_layers_and_rules():
-    """Linen, NNX, rules and autocast: state where a quantizer keeps it, under its own name."""
+    """Linen, NNX, rules and autocast: state where a quantizer keeps it, under its own
+    name.
+    """
     recipe, x = jaxfp8.ByProduct(DELAYED, None, SHORT), jnp.ones((8, 16))
     names = {"input", "kernel", "wgrad_input", "wgrad_output_grad"}
     wanted = {f"{name}_{leaf}" for name in names for leaf in ("amax_history", "scale")}
@@ -151,7 +163,9 @@ def test_layers_and_rules():
 
 
 def test_kernels_that_are_quantized_before():
-    """`quantize_params` makes the codes of fprop; dgrad quantizes the kernel itself where its recipe is another."""
+    """`quantize_params` makes the codes of fprop; dgrad quantizes the kernel itself
+    where its recipe is another.
+    """
     for names, rules in (
         ((jaxfp8.Float8CurrentScaling(), None, None), (CURRENT, PLAIN, PLAIN)),
         ((jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), None), (CURRENT, cases.BLOCK, PLAIN)),
@@ -177,7 +191,9 @@ def test_freeze():
 
 @pytest.mark.parametrize("plain", ["fprop", "dgrad", "wgrad"])
 def test_a_ragged_product_in_high_precision(plain):
-    """The product without a recipe is the groups' own, in float32; the other two have the bits of their recipe."""
+    """The product without a recipe is the groups' own, in float32; the other two have
+    the bits of their recipe.
+    """
     rng, current = np.random.default_rng(0), jaxfp8.Float8CurrentScaling()
     lhs, rhs, grad = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (3, 6, 5), (12, 5)))
     sizes = np.int32([5, 0, 4])  # the last three rows are in no group
@@ -191,7 +207,8 @@ def test_a_ragged_product_in_high_precision(plain):
         results(current),
     )
     exact = {"fprop": np.zeros((12, 5)), "dgrad": np.zeros((12, 6)), "wgrad": np.zeros((3, 6, 5))}
-    sums = {name: np.zeros_like(value) for name, value in exact.items()}  # of the magnitudes of the terms
+    # of the magnitudes of the terms
+    sums = {name: np.zeros_like(value) for name, value in exact.items()}
     for begin, end, group in ((0, 5, 0), (5, 9, 2)):
         rows = slice(begin, end)
         terms = {
@@ -203,7 +220,8 @@ def test_a_ragged_product_in_high_precision(plain):
             place = group if name == "wgrad" else rows
             exact[name][place] = a.astype(np.float64) @ b
             sums[name][place] = np.abs(a).astype(np.float64) @ np.abs(b)
-    # A sum of K products in float32, in any order, is off by at most K * 2**-24 times the sum of their magnitudes.
+    # A sum of K products in float32, in any order, is off by at most K * 2**-24 times
+    # the sum of their magnitudes.
     terms = {"fprop": 6, "dgrad": 5, "wgrad": 12}[plain]
     assert np.all(np.abs(got[plain] - exact[plain]) <= terms * 2.0**-24 * sums[plain])
     assert np.any(np.abs(in_fp8[plain] - exact[plain]) > terms * 2.0**-24 * sums[plain])
@@ -213,7 +231,9 @@ def test_a_ragged_product_in_high_precision(plain):
 
 @pytest.mark.parametrize("role", ["linear_input", "linear_weight"])
 def test_a_ragged_product_of_codes_and_numbers(role):
-    """One operand alone is FP8: all three products are those of its dequantized codes, in float32."""
+    """One operand alone is FP8: all three products are those of its dequantized codes,
+    in float32.
+    """
     rng, sizes = np.random.default_rng(0), np.int32([5, 7])
     lhs, rhs, grad = (rng.uniform(-1, 1, shape).astype(np.float32) for shape in ((12, 6), (2, 6, 5), (12, 5)))
     lhs[0, 0] = rhs[0, 0, 0] = 1.75  # the amax, of which the scale is 448 / 1.75 = 2**8
@@ -232,13 +252,16 @@ def test_a_ragged_product_of_codes_and_numbers(role):
             (dlhs[rows], grad[rows], rhs[group].T),
             (drhs[group], lhs[rows].T, grad[rows]),
         ):
-            # A sum of K products in float32, in any order, is off by at most K * 2**-24 times that of their magnitudes.
+            # A sum of K products in float32, in any order, is off by at most K * 2**-24
+            # times that of their magnitudes.
             bound = a.shape[1] * 2.0**-24 * (np.abs(a).astype(np.float64) @ np.abs(b))
             assert np.all(np.abs(got - a.astype(np.float64) @ b) <= bound)
 
 
 def test_a_ragged_product_in_bfloat16():
-    """The kernel's gradient is that of `jax.lax.ragged_dot` in bfloat16, and delayed scaling keeps its other states."""
+    """The kernel's gradient is that of `jax.lax.ragged_dot` in bfloat16, and delayed
+    scaling keeps its other states.
+    """
     recipe, sizes = jaxfp8.ByProduct(DELAYED, DELAYED, None), np.int32([5, 7])
     rng = np.random.default_rng(0)
     lhs, rhs, grad = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((12, 6), (2, 6, 5), (12, 5)))
@@ -256,7 +279,9 @@ def test_a_ragged_product_in_bfloat16():
 
 @pytest.mark.parametrize("plain", ("fprop", "dgrad", "wgrad"))
 def test_negative_group_sizes(plain):
-    """All products read the rows of sizes with 0 in place of a negative size, whichever stays in high precision."""
+    """All products read the rows of sizes with 0 in place of a negative size, whichever
+    stays in high precision.
+    """
     recipe = jaxfp8.ByProduct(
         **(dict.fromkeys(("fprop", "dgrad", "wgrad"), jaxfp8.Float8CurrentScaling()) | {plain: None})
     )
@@ -286,7 +311,8 @@ def test_ragged_products_in_high_precision_under_vmap():
         zip(*map(gradients, lhs, [rhs] * 3, sizes), strict=True),
         strict=True,
     ):
-        # Sums of at most 12 terms below 4 in float32, in two orders: 2 * 12 * 2**-24 * 12 * 4.
+        # Sums of at most 12 terms below 4 in float32, in two orders: 2 * 12 * 2**-24 *
+        # 12 * 4.
         np.testing.assert_allclose(got, np.stack(each), rtol=0, atol=1e-4)
 
 

@@ -1,4 +1,6 @@
-"""CustomRecipe: who is asked for what, which codes each product reads, stock quantizers by themselves and mixed."""
+"""CustomRecipe: who is asked for what, which codes each product reads, stock quantizers
+by themselves and mixed.
+"""
 
 import dataclasses
 import itertools
@@ -30,7 +32,8 @@ def run(recipe, x, kernel, grad, state=None, dimension_numbers=MATMUL, **options
 
 def assert_layer(got, expected):
     for name, g, e in zip(("y", "dx", "dkernel"), got, expected, strict=False):
-        oracle.assert_bitwise(np.asarray(g) + 0, np.asarray(e, np.asarray(g).dtype) + 0, name)  # zeros without a sign
+        # zeros without a sign
+        oracle.assert_bitwise(np.asarray(g) + 0, np.asarray(e, np.asarray(g).dtype) + 0, name)
 
 
 # Roles ----------------------------------------------------------------------------------------------------------------
@@ -77,7 +80,8 @@ def test_batches_are_matrices():
     assert_layer(jax.jit(jax.vmap(lambda *arrays: run(recipe, *arrays)[:3]))(x, kernel, grad), expected)
 
 
-# The quantizer's own product ------------------------------------------------------------------------------------------
+# The quantizer's own
+# product ------------------------------------------------------------------------------------------
 
 SEEN = []
 FACTORS = {"fprop": 1, "dgrad": 2, "wgrad": 4}
@@ -153,7 +157,8 @@ def test_qgemm_with_a_bias_and_a_batch():
     assert all(len(shape) == 2 for _, _, shapes, *_ in seen for shape in shapes)
 
 
-# Stock quantizers -----------------------------------------------------------------------------------------------------
+# Stock
+# quantizers -----------------------------------------------------------------------------------------------------
 
 STOCK = [
     jaxfp8.DelayedScaling(amax_history_len=3),

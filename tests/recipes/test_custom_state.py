@@ -1,6 +1,8 @@
-"""State of a user's own quantizers: its variables, its next value, and uses that combine by max wherever they are.
+"""State of a user's own quantizers: its variables, its next value, and uses that
+combine by max wherever they are.
 
-`grids.Counting` counts steps, remembers the amax, and quantizes to a grid that becomes finer with the count.
+`grids.Counting` counts steps, remembers the amax, and quantizes to a grid that becomes
+finer with the count.
 """
 
 import chex
@@ -35,7 +37,9 @@ def steps_of(count):
 
 
 def seen(x, kernel, grad, count, uses=None):
-    """{role: amax} of products that run in one step; with `uses`, x and grad have a leading axis of so many."""
+    """{role: amax} of products that run in one step; with `uses`, x and grad have a
+    leading axis of so many.
+    """
     each = [(x, kernel, grad)] if uses is None else [(x[i], kernel, grad[i]) for i in range(uses)]
     amaxes = {role: 0.0 for role in ROLES}
     for x_i, kernel_i, grad_i in each:
@@ -66,7 +70,9 @@ def loss(state, x, kernel, grad):
 
 
 def state_gradient(loss, state, x, *others, differentiate=jax.grad):
-    """The next state, where the gradient of x is wanted too: without it there is none to quantize."""
+    """The next state, where the gradient of x is wanted too: without it there is none
+    to quantize.
+    """
     return differentiate(loss, argnums=(0, 1))(state, x, *others)[0]
 
 
@@ -77,13 +83,16 @@ def uses_of(count=4):
     return x, kernel, grad
 
 
-# Uses of one state ----------------------------------------------------------------------------------------------------
+# Uses of one
+# state ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("program", ["loop", "remat in scan", "vmap"])
 @pytest.mark.parametrize("entry", [lambda tree: tree, jaxfp8.max_grad], ids=["grad", "max_grad"])
 def test_uses_combine_by_max(program, entry):
-    """Under vmap the uses are one larger product, so the amaxes of results are those of it."""
+    """Under vmap the uses are one larger product, so the amaxes of results are those of
+    it.
+    """
     x, kernel, grad = uses_of()
     state, run = jaxfp8.init_state(RECIPE), functional.PROGRAMS[program].run
 
@@ -181,7 +190,9 @@ def linen_steps(count):
 
 
 def nnx_optimizer_steps(count, make=lambda layer: jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0, momentum=0.9))):
-    """The same with an optimizer, whose `update` gets arrays alone; its parameters do not move."""
+    """The same with an optimizer, whose `update` gets arrays alone; its parameters do
+    not move.
+    """
     x, kernel, grad = grids.data()
     fp8 = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
     layer = nnx.Linear(grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0))
@@ -208,7 +219,9 @@ def test_variables_of_layers(run, steps):
 
 
 def test_a_name_alone_makes_no_state():
-    """A parameter may be called as a state is; collections and variables say what is one."""
+    """A parameter may be called as a state is; collections and variables say what is
+    one.
+    """
     one, leaf = jnp.float32(1), "linear_input_count"
     tree = {"params": {leaf: one}, OWG: {leaf: one}}
     nnx_tree = nnx.State({"a": {leaf: nnx.Param(one)}, "b": {leaf: jaxfp8.nnx.OverwriteWithGradient(one)}})

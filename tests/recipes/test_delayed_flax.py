@@ -15,7 +15,9 @@ from jaxfp8.linen import Fp8Einsum
 
 
 def test_variables_are_those_of_flax():
-    """Names, shapes, dtypes, first values and collection of nn.Fp8DotGeneral: checkpoints and trainers interchange."""
+    """Names, shapes, dtypes, first values and collection of nn.Fp8DotGeneral:
+    checkpoints and trainers interchange.
+    """
     classes, x = (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral), np.ones((2, 3), np.float32)
     ours, theirs = (nn.Dense(4, dot_general_cls=cls).init(jax.random.key(0), x) for cls in classes)
     assert set(ours) == {"params", "_overwrite_with_gradient"} and jaxfp8.OVERWRITE_WITH_GRADIENT in ours
@@ -24,7 +26,9 @@ def test_variables_are_those_of_flax():
 
 
 def test_fp8_einsum_is_that_of_flax():
-    """A plain swap: variables, arguments and fields; its products are in `programs/`."""
+    """A plain swap: variables, arguments and fields; its products are in
+    `programs/`.
+    """
     classes, operands = (Fp8Einsum, nn.Fp8Einsum), (np.ones((3, 5, 6), np.float32), np.ones((2, 3, 4, 5), np.float32))
     assert_same_bits(*(cls().init(jax.random.key(0), "emh,gecm->gech", *operands) for cls in classes))
     ours, theirs = (list(inspect.signature(cls.__call__).parameters) for cls in classes)
@@ -46,7 +50,8 @@ def test_flax_fields():
     variables = layer.init(jax.random.key(0), x)
     state = variables[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
     assert state["input_amax_history"].shape == (7,)
-    # 300 is no e5m2 number. Without a backward the empty histories would give way to the amaxes of x and the kernel.
+    # 300 is no e5m2 number. Without a backward the empty histories would give way to
+    # the amaxes of x and the kernel.
     y, _ = jax.vjp(lambda variables: layer.apply(variables, 300 * x), variables)
     x_codes, _ = oracle.quantize(300 * x, 1, oracle.E5M2)
     kernel_codes, _ = oracle.quantize(np.asarray(variables["params"]["kernel"]), 1, oracle.E5M2)

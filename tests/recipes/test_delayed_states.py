@@ -51,7 +51,9 @@ OPTIONS = {
 @pytest.mark.parametrize("history, scale", [*STATES.values(), *BELOW_ZERO.values()], ids=[*STATES, *BELOW_ZERO])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_states_that_a_trainer_may_leave(history, scale, options):
-    """Each quantizer in turn: the product of two scales of 2**126 would overflow f32, which is GEMM's business."""
+    """Each quantizer in turn: the product of two scales of 2**126 would overflow f32,
+    which is GEMM's business.
+    """
     clean = oracle.State(np.float32([2, 1, 1, 1]), np.float32(0.01))
     odd = oracle.State(np.float32(history), np.float32(scale))
     rng = np.random.default_rng(6)
@@ -65,7 +67,8 @@ def test_states_that_a_trainer_may_leave(history, scale, options):
         assert_step(got, expected, f"{name}, first step")
         for leaf in jax.tree.leaves(got[-1]):
             assert not np.any(np.asarray(leaf) < 0) and (is_bad or np.isfinite(leaf).all())
-        # x enters y and wgrad, the kernel y and dgrad, the gradient both products of the backward.
+        # x enters y and wgrad, the kernel y and dgrad, the gradient both products of
+        # the backward.
         spoilt = {"input": (0, 2), "kernel": (0, 1), "output_grad": (1, 2)}[name]
         assert all(np.isnan(got[i]).all() == (is_bad and i in spoilt) for i in range(3))
         # By the next step nothing of it is left but what the history says.
@@ -74,7 +77,9 @@ def test_states_that_a_trainer_may_leave(history, scale, options):
 
 
 def test_bf16_state_is_read_as_f32():
-    """Trainers cast trees; the arithmetic stays f32 and the cotangent has the leaf's dtype, as autodiff demands."""
+    """Trainers cast trees; the arithmetic stays f32 and the cotangent has the leaf's
+    dtype, as autodiff demands.
+    """
     rounded = np.float32(np.float32([3.3, 0.7, 1.1]).astype(oracle.BF16))
     part = oracle.State(rounded, np.float32(np.float32(0.013).astype(oracle.BF16)))
     state = oracle.LayerState(part, part, part)
@@ -88,7 +93,9 @@ def test_bf16_state_is_read_as_f32():
 
 @pytest.mark.parametrize("margin", [0, 1])
 def test_without_state(margin):
-    """Inference: a product is what delayed scaling gives when every history holds the tensor's own amax."""
+    """Inference: a product is what delayed scaling gives when every history holds the
+    tensor's own amax.
+    """
     operands = next(random_run(11, 1, np.float32))
     states = [oracle.State(np.full(4, oracle.amax(operand), np.float32), np.float32(1)) for operand in operands]
     expected = oracle.dense_step(*operands, oracle.LayerState(*states), oracle.Options(margin=margin))

@@ -1,6 +1,8 @@
-"""Step by step against the oracle: scales and histories bitwise, the three products in their bound.
+"""Step by step against the oracle: scales and histories bitwise, the three products in
+their bound.
 
-The cotangent of the state is the next state, so one `jax.vjp` is one training step; no test adds anything to it.
+The cotangent of the state is the next state, so one `jax.vjp` is one training step; no
+test adds anything to it.
 """
 
 import itertools
@@ -54,7 +56,9 @@ def test_history_lengths(length):
 
 @pytest.mark.parametrize("fmt, forward, backward", FORMATS.values(), ids=FORMATS)
 def test_formats_and_that_a_wrong_one_would_be_seen(fmt, forward, backward):
-    """Steps start at scale 1: then only codes differ, and already they are out of bound."""
+    """Steps start at scale 1: then only codes differ, and already they are out of
+    bound.
+    """
     recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=fmt)
     compare_run(recipe, random_run(4, 6, np.float32), forward=forward, backward=backward)
     for wrong in itertools.product((oracle.E4M3, oracle.E5M2), repeat=2):

@@ -8,7 +8,9 @@ PAGE = "docs/custom_recipes.md"
 
 
 def test_table_is_the_record():
-    """Each row of the table is in the record, and where ours is worse is in the table."""
+    """Each row of the table is in the record, and where ours is worse is in the
+    table.
+    """
     rows = json.loads((snippets.ROOT / "benchmarks/results/custom_recipe.json").read_text())["rows"]
     lines = [f"| {of(row)} |" for row in rows]
     text = (snippets.ROOT / PAGE).read_text().splitlines()

@@ -1,4 +1,6 @@
-"""Wrong recipes, options and operands: errors that name the argument and say what to do."""
+"""Wrong recipes, options and operands: errors that name the argument and say what to
+do.
+"""
 
 import copy
 import dataclasses
@@ -120,7 +122,9 @@ POSITIONAL = {
 
 @pytest.mark.parametrize("cls", POSITIONAL)
 def test_positions_of_options(cls):
-    """Options of a recipe keep their positions; those that all recipes share are given by keyword."""
+    """Options of a recipe keep their positions; those that all recipes share are given
+    by keyword.
+    """
     options = POSITIONAL[cls]
     recipe = cls(*options.values())
     assert {name: getattr(recipe, name) for name in options} == options
@@ -138,7 +142,7 @@ def test_what_quantizers_refuse(cls, dtype):
         cls(fp8_dtype=jnp.float8_e4m3fn).quantize(jnp.zeros((4, 4), dtype), None)
 
 
-# --------------------------------------------------------------------------------------------- arguments of products
+# ---------------------------------------------------------------- arguments of products
 
 RECIPE = DELAYED(amax_history_len=2)
 STATE, WITHOUT = jaxfp8.init_state(RECIPE), jaxfp8.DotGeneralState(None, None, None)
@@ -157,7 +161,8 @@ BATCHES = {
 }
 PAIR = np.ones((6, 2, 5), np.float32)
 NO_NUMBERS = [1, None, "ab", ((1,), (0,)), ((1, 0), ((), ())), (((1.0,), (0,)), ((), ()))]
-# The argument, its exception and values, and a pattern; a dict changes several arguments.
+# The argument, its exception and values, and a pattern; a dict changes several
+# arguments.
 ARGUMENTS = [
     ("dot_general", "x", TYPE, [X.astype(np.float64)], ""),
     ("dot_general", "", VALUE, [{"kernel": np.ones((5, 4), np.float32)}], "contracting"),
@@ -184,7 +189,8 @@ ARGUMENTS = [
     ("einsum", "eqn", VALUE, ["...m...,kn->mn"], "x"),
     ("einsum", "eqn", VALUE, ["m,kn->mn"], "dimensions of x"),
     ("einsum", "eqn", VALUE, ["mk,kno->mn"], "dimensions of kernel"),
-    ("einsum", "eqn", VALUE, ["mk,kn->mm", "mm,kn->mn"], "'m'"),  # twice in the output; no diagonal of a rectangle
+    # twice in the output; no diagonal of a rectangle
+    ("einsum", "eqn", VALUE, ["mk,kn->mm", "mm,kn->mn"], "'m'"),
     ("einsum", "eqn", VALUE, ["mk,kn->mo"], "'o'"),
     ("einsum", "eqn", VALUE, ["km,kn->mn"], "'k'"),  # of two sizes
     ("einsum", "x", TYPE, [X.astype(np.int32)], ""),
@@ -228,7 +234,7 @@ def test_options_of_layers(name, options, message):
         getattr(jaxfp8.nnx, name)(6, 7, **options, rngs=nnx.Rngs(0))
 
 
-# --------------------------------------------------------------------------------------------------- recipes as values
+# -------------------------------------------------------------------- recipes as values
 
 
 def test_recipes_are_values():
@@ -263,7 +269,9 @@ def test_recipes_are_no_leaves():
 
 
 def test_no_stages_and_nothing_said_are_two_recipes():
-    """A warning names `pipeline_axes=()` as its cure, so no cache may take the one recipe for the other."""
+    """A warning names `pipeline_axes=()` as its cure, so no cache may take the one
+    recipe for the other.
+    """
     unsaid, said = jaxfp8.DelayedScaling(), jaxfp8.DelayedScaling(pipeline_axes=())
     assert unsaid != said and unsaid == jaxfp8.DelayedScaling() and said == jaxfp8.DelayedScaling(pipeline_axes=[])
     assert jaxfp8.make_dot_general_cls(said) is not jaxfp8.make_dot_general_cls(unsaid)

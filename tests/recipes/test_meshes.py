@@ -1,4 +1,6 @@
-"""Recipes on meshes: in `jit` what one device gives, in `shard_map` what each device's shards give; within bounds."""
+"""Recipes on meshes: in `jit` what one device gives, in `shard_map` what each device's
+shards give; within bounds.
+"""
 
 import dataclasses
 
@@ -15,7 +17,8 @@ import jaxfp8
 from recipes import cases
 from recipes.cases import KINDS, RECIPES
 
-# name -> (kind of axes, how x, kernel and grad are cut); blocks lie on two devices in all of them.
+# name -> (kind of axes, how x, kernel and grad are cut); blocks lie on two devices in
+# all of them.
 PLACES = {
     "data": ("auto", P("data"), P(), P("data")),
     "FSDP": ("auto", P(("data", "tp")), P(("data", "tp")), P(("data", "tp"))),
@@ -32,9 +35,11 @@ BY_PRODUCT = [("current | block | None", "columns"), ("rowwise | current | mx", 
 
 @pytest.mark.parametrize("name, where", [*((name, where) for where in PLACES for name in KINDS), *BY_PRODUCT])
 def test_any_numbers(name, where):
-    """Scales that are no powers of two are those of one device: within its bounds. An amax of a shard would not be.
+    """Scales that are no powers of two are those of one device: within its bounds. An
+    amax of a shard would not be.
 
-    In float32: devices round their parts of a sum to its dtype before they add them, as those of `lax.dot_general`.
+    In float32: devices round their parts of a sum to its dtype before they add them, as
+    those of `lax.dot_general`.
     """
     recipe, rule = RECIPES[name]
     kind, *specs = PLACES[where]
@@ -46,7 +51,8 @@ def test_any_numbers(name, where):
     SHAPES.check(SHAPES.expected(rule, x, kernel, grad), *results, f"{name} {where}")
 
 
-# Numbers of blocks that some of the devices divide: XLA cuts scales over a part of a mesh axis.
+# Numbers of blocks that some of the devices divide: XLA cuts scales over a part of a
+# mesh axis.
 FEW = {"mx": cases.dense(64, 192, 128), "block": cases.dense(256, 768, 256)}
 # name -> (kind of axes, mesh, how x, kernel and grad are cut)
 HALVES = {
@@ -63,7 +69,9 @@ HALVES = {
 
 @pytest.mark.parametrize("where", HALVES)
 def test_blocks_that_some_devices_divide(where):
-    """MX has 2, 6 and 4 blocks, and blocks of 128 are 2, 6 and 2; the results are those of one device."""
+    """MX has 2, 6 and 4 blocks, and blocks of 128 are 2, 6 and 2; the results are those
+    of one device.
+    """
     kind, shape, *specs = HALVES[where]
     mesh = meshes.mesh(kind, shape, ("a", "b")[: len(shape)])
     arrays = {name: shapes.arrays()[:3] for name, shapes in FEW.items()}
@@ -83,7 +91,9 @@ def test_blocks_that_some_devices_divide(where):
 
 @pytest.mark.ci
 def test_layers_of_blocks_that_some_devices_divide():
-    """FSDP over 8 devices of 2 blocks of rows and 6 of columns: of whole numbers whose sums are exact, so every bit."""
+    """FSDP over 8 devices of 2 blocks of rows and 6 of columns: of whole numbers whose
+    sums are exact, so every bit.
+    """
     recipe, rng = RECIPES["mx"][0], np.random.default_rng(0)
     shapes = (64, 192), (192, 64), (2, 192, 64)
     x, kernel, experts = (rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes)
@@ -109,7 +119,9 @@ def test_layers_of_blocks_that_some_devices_divide():
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
 def test_shard_map(name, checked):
-    """Current scaling reduces its amax; blocks are those of the rows that a device has. Kernel gradients are sums."""
+    """Current scaling reduces its amax; blocks are those of the rows that a device has.
+    Kernel gradients are sums.
+    """
     recipe, rule = RECIPES[name]
     recipe = dataclasses.replace(recipe, pipeline_axes=())
     x, kernel, grad, _ = SHAPES.arrays()
@@ -135,13 +147,16 @@ def test_shard_map(name, checked):
     sum_of([part.dkernel for part in parts]).check(dkernel.T[None], "dkernel")
     if name == "mx":  # powers of two round alike in any block
         return
-    with pytest.raises(AssertionError, match="out of bound"):  # not the blocks of all rows
+    # not the blocks of all rows
+    with pytest.raises(AssertionError, match="out of bound"):
         whole.dkernel.check(dkernel.T[None])
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_recipes_send(name):
-    """On data-parallel devices tiles along rows of x need no collective in the forward; one scale does."""
+    """On data-parallel devices tiles along rows of x need no collective in the forward;
+    one scale does.
+    """
     x, kernel, *_ = SHAPES.arrays()
     mesh = meshes.mesh("auto", (8,), ("data",))
     put = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, P("data")), (kernel, P())))

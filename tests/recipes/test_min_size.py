@@ -1,4 +1,6 @@
-"""`DelayedScaling(min_size=)`: small products stay in high precision, and their state as it was."""
+"""`DelayedScaling(min_size=)`: small products stay in high precision, and their state
+as it was.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,8 @@ def test_the_rule(sizes, is_fp8):
     state = jaxfp8.init_state(RECIPE)
     dx, dkernel, next_state = step(x, kernel, RECIPE, state)
     plain = jax.grad(lambda x, kernel: jnp.sum((x @ kernel) ** 2), argnums=(0, 1))(x, kernel)
-    # Two sums of at most 64 products in any order err by 2 * 64 * 2^-24 of their absolute sums, here below 512; FP8 by
-    # 2^-4 of a product.
+    # Two sums of at most 64 products in any order err by 2 * 64 * 2^-24 of their
+    # absolute sums, here below 512; FP8 by 2^-4 of a product.
     is_plain = [np.max(np.abs(a - b)) <= 512 * 2**-17 for a, b in zip((dx, dkernel), plain, strict=True)]
     assert is_plain == [not is_fp8] * 2
     touched = [float(leaf.ravel()[0]) != 0 for leaf in jax.tree.leaves(next_state)]
@@ -42,7 +44,9 @@ def test_the_rule(sizes, is_fp8):
 
 
 def test_bias_and_codes():
-    """Codes that are there are used: they are what is known of the kernel where it has no source."""
+    """Codes that are there are used: they are what is known of the kernel where it has
+    no source.
+    """
     x, kernel = matrices(4, 4, 4)
     bias = np.float32([1, 2, 3, 4])
     state = jaxfp8.init_state(RECIPE)

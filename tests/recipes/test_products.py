@@ -1,4 +1,6 @@
-"""Each recipe's product against the oracle: what its GEMMs read to the bit, what they give within a derived bound."""
+"""Each recipe's product against the oracle: what its GEMMs read to the bit, what they
+give within a derived bound.
+"""
 
 import contextlib
 import dataclasses
@@ -20,9 +22,11 @@ X, KERNEL, GRAD, _ = SHAPES["ragged"].arrays()
 
 
 def operands_read(monkeypatch, run):
-    """`gemm -> (a, b)`: what the three products of `run` read, as matrices `[batch, rows, contract]`.
+    """`gemm -> (a, b)`: what the three products of `run` read, as matrices
+    `[batch, rows, contract]`.
 
-    The primitive is stepped into: forward and backward run one after the other, outside of any trace.
+    The primitive is stepped into: forward and backward run one after the other, outside
+    of any trace.
     """
     read = {}
 
@@ -69,7 +73,8 @@ def table(fast):
     ]
 
 
-# All kinds, and every option once, with one shape; what only the order of dimensions decides, for one kind each.
+# All kinds, and every option once, with one shape; what only the order of dimensions
+# decides, for one kind each.
 READ = {(name, "blocks") for name in (*KINDS, "rowwise e4m3 power_2", "mx e5m2 floor")} | {
     ("mx", "both transposed"),
     ("block", "batch"),
@@ -120,7 +125,9 @@ def test_other_blocks_are_seen(tile):
 
 @pytest.mark.parametrize("name, shapes", table(RESULTS))
 def test_results(name, shapes):
-    """y, both gradients and that of the bias, in the dtypes of what they are gradients of."""
+    """y, both gradients and that of the bias, in the dtypes of what they are gradients
+    of.
+    """
     (recipe, rule), shapes = RECIPES[name], SHAPES[shapes]
     x, kernel, grad, bias = shapes.arrays(seed=1)
     y, dx, dkernel, dbias = cases.run(shapes, recipe, x, kernel, grad, bias)
@@ -130,19 +137,22 @@ def test_results(name, shapes):
         assert len(sums) == 1 and dbias.dtype == bias.dtype and dbias.shape == bias.shape
         if bias.dtype == F32:
             oracle.assert_column_sums(np.asarray(dbias).reshape(-1), sums[0], "dbias")
-        else:  # a float32 sum, whose bound is far below half a unit of f16, and one rounding
+        # a float32 sum, whose bound is far below half a unit of f16, and one rounding
+        else:
             exact = sums[0].astype(np.float64).sum(0)
             np.testing.assert_allclose(dbias, exact, rtol=2**-10, atol=2**-20)
 
 
-# -------------------------------------------------------------------------------------------------------- hard values
+# -------------------------------------------------------------------------- hard values
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("where", ["x", "kernel", "grad"])
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["NaN", "Inf"])
 def test_one_value_that_is_not_finite(name, where, value):
-    """It is NaN in every result that needs it, and all others are as the oracle has them."""
+    """It is NaN in every result that needs it, and all others are as the oracle has
+    them.
+    """
     (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]
     arrays = dict(zip(("x", "kernel", "grad"), shapes.arrays()[:3], strict=True))
     arrays[where][1, 2] = value
@@ -157,7 +167,9 @@ def test_one_value_that_is_not_finite(name, where, value):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("size", [2.0**-120, 2.0**-140, 2.0**100], ids=["tiny", "subnormal", "huge"])
 def test_far_from_one(name, size):
-    """x of any size that float32 holds, subnormals too; the kernel brings the product back to ordinary numbers."""
+    """x of any size that float32 holds, subnormals too; the kernel brings the product
+    back to ordinary numbers.
+    """
     (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]
     x, kernel, grad, _ = shapes.arrays()
     x = (x.astype(np.float64) * size).astype(F32)
@@ -179,12 +191,14 @@ def test_nothing(name, m, k, n):
     np.testing.assert_allclose(dbias, grad.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------ options
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_state(name):
-    """Stateless recipes have states without leaves, and take None, theirs or the empty one."""
+    """Stateless recipes have states without leaves, and take None, theirs or the empty
+    one.
+    """
     recipe, _ = RECIPES[name]
     assert not jax.tree.leaves(jaxfp8.init_state(recipe))
     want = jaxfp8.dot_general(X, KERNEL, cases.MATMUL, recipe=recipe)
@@ -198,7 +212,9 @@ def test_no_state(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_quantized_kernels(name):
-    """A QTensor of the recipe's own quantizer, with its source, is the product without it."""
+    """A QTensor of the recipe's own quantizer, with its source, is the product without
+    it.
+    """
     recipe, rule = RECIPES[name]
     quantizer = recipe.quantizers()[1]
     q, _ = quantizer.quantize(jnp.asarray(KERNEL), quantizer.init())
@@ -227,7 +243,9 @@ def test_quantized_kernels_that_do_not_fit(name):
     "shape, dims", [((6, 3, 40), (((1, 2), (0, 1)), ((), ()))), ((6, 3, 40), (((1,), (0,)), ((), ())))]
 )
 def test_quantized_matrices_that_do_not_fit(shape, dims):
-    """`quantize_params` takes the dimensions before the last two for a batch, which this product has not."""
+    """`quantize_params` takes the dimensions before the last two for a batch, which
+    this product has not.
+    """
     recipe = jaxfp8.Float8BlockScaling()
     kernel = jaxfp8.quantize_params({"a": jnp.ones(shape, jnp.float32)}, None, recipe, where="a")["a"]
     x = jnp.ones((4, *shape[: len(dims[0][0])]), jnp.float32)
@@ -235,7 +253,7 @@ def test_quantized_matrices_that_do_not_fit(shape, dims):
         jaxfp8.dot_general(x, kernel, dims, recipe=recipe)
 
 
-# ------------------------------------------------------------------------------------------------ derivatives, mutants
+# ----------------------------------------------------------------- derivatives, mutants
 
 SMALL = cases.dense(5, 36, 4)
 
@@ -260,7 +278,8 @@ def check(name, **fields):
     SMALL.check(wanted, *cases.run(SMALL, recipe, *arrays)[:3])
 
 
-# Powers of two round alike in any block: that those of MX lie right, only codes and scales show.
+# Powers of two round alike in any block: that those of MX lie right, only codes and
+# scales show.
 MUTANTS = {
     "scale of a row, not of the tensor": ("current", {"tile": (1, None)}),
     "scale of the tensor, not of a row": ("rowwise", {"tile": None}),
@@ -289,7 +308,9 @@ def test_the_oracle_tells_recipes_apart(mutant):
 @pytest.mark.parametrize("zeros", [1, 32], ids=["a row of zeros", "zeros"])
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in RECIPES.values()], ids=RECIPES)
 def test_debug_nans(recipe, zeros):
-    """No operation makes a NaN or an Inf of good numbers, as docs/mixed_precision.md says; a bad one stops."""
+    """No operation makes a NaN or an Inf of good numbers, as docs/mixed_precision.md
+    says; a bad one stops.
+    """
     x, kernel, state = jnp.ones((32, 64)).at[:zeros].set(0), jnp.ones((64, 16)), jaxfp8.init_state(recipe)
     bad = [x.at[0, 0].set(value) for value in (np.nan, np.inf)]
 
@@ -310,7 +331,9 @@ def test_debug_nans(recipe, zeros):
     "recipe", [jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling()], ids=lambda r: type(r).__name__
 )
 def test_debug_nans_names_the_operation(recipe, program, context):
-    """`jax_debug_nans` runs a program again, operation by operation, to find which one makes a NaN of an Inf."""
+    """`jax_debug_nans` runs a program again, operation by operation, to find which one
+    makes a NaN of an Inf.
+    """
     x, kernel, state = jnp.ones((32, 64)).at[0, 0].set(np.inf), jnp.ones((64, 16)), jaxfp8.init_state(recipe)
 
     def run(kernel, x):

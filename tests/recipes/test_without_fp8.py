@@ -1,4 +1,6 @@
-"""Rules that reach no product: one FP8StateWarning, and none where there is nothing to say."""
+"""Rules that reach no product: one FP8StateWarning, and none where there is nothing to
+say.
+"""
 
 import warnings
 
@@ -65,7 +67,9 @@ def test_rules_that_match_nothing():
 
 @pytest.mark.parametrize("block", [Block, nn.jit(Block)], ids=["plain", "nn.jit"])
 def test_rules_that_say_nothing(block):
-    """A method that runs a part of the model; a block that nn.jit has kept, which runs unseen; a submodule."""
+    """A method that runs a part of the model; a block that nn.jit has kept, which runs
+    unseen; a submodule.
+    """
     variables = Model(block).init(jax.random.key(0), X)
     model = jaxfp8.quantize(Model(block), [("body/.*", DELAYED), ("head", None)])
     assert said(lambda: model.apply(variables, X, method="decode")) == []
@@ -77,7 +81,9 @@ def test_rules_that_say_nothing(block):
 
 
 def test_one_rule_of_a_list_matches_nothing():
-    """The rule is named once: in Linen where the whole model's variables are, in NNX by quantize."""
+    """The rule is named once: in Linen where the whole model's variables are, in NNX by
+    quantize.
+    """
     variables = Model().init(jax.random.key(0), X)
     model = jaxfp8.quantize(Model(), [("heda", None), ("body", DELAYED), ("head|body/.*", DELAYED)])
     assert said(lambda: model.init(jax.random.key(0), X)) == []
@@ -113,7 +119,9 @@ def test_rules_that_keep_what_has_no_product_in_high_precision(paths, idle):
 
 @pytest.mark.parametrize("block", [Block, nn.jit(Block), nn.remat(Block)], ids=["plain", "nn.jit", "nn.remat"])
 def test_lists_whose_rules_all_match_something(block):
-    """A rule that an earlier one shadows, a product by the path of its holder, and an einsum."""
+    """A rule that an earlier one shadows, a product by the path of its holder, and an
+    einsum.
+    """
 
     class Mixed(nn.Module):
         @nn.compact
@@ -151,7 +159,9 @@ class OwnProductsNnx(nnx.Module):
 
 
 def test_products_of_a_modules_own_code():
-    """Named once, the largest first; convolutions, embeddings and what is kept in high precision are not."""
+    """Named once, the largest first; convolutions, embeddings and what is kept in high
+    precision are not.
+    """
 
     def runs(model):
         return lambda: model.apply(model.init(jax.random.key(0), X), X)
@@ -164,5 +174,6 @@ def test_products_of_a_modules_own_code():
     assert "as with '0/w 8x8': where" in text
     for rules in ([("0/out", DELAYED)], [("0", None), *ALL]):
         assert said(lambda rules=rules: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), rules)) == []
-    for path in ("Conv_0", "Conv_0|Other"):  # what has no product may be said to stay as it is
+    # what has no product may be said to stay as it is
+    for path in ("Conv_0", "Conv_0|Other"):
         assert said(runs(jaxfp8.quantize(OwnProducts(True), [(path, None), *ALL]))) == []

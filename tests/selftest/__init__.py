@@ -1,1 +1,3 @@
-"""`python -m jaxfp8.selftest`: that it passes here, that it goes red for what is broken, and its programs for GPUs."""
+"""`python -m jaxfp8.selftest`: that it passes here, that it goes red for what is
+broken, and its programs for GPUs.
+"""

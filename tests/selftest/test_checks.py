@@ -1,4 +1,6 @@
-"""The checks go red: one wrong bit of a custom call, a wrong scale in a product, a comparison that accepts anything."""
+"""The checks go red: one wrong bit of a custom call, a wrong scale in a product, a
+comparison that accepts anything.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,8 @@ def test_one_wrong_bit(op, result, few_cases, monkeypatch):
             wrong = results[place]
             word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[wrong.dtype.itemsize]
             bits = lax.bitcast_convert_type(wrong, word).reshape(-1)
-            # The last bits of an update of Adam are free: GPUs divide by multiplications in jnp.
+            # The last bits of an update of Adam are free: GPUs divide by
+            # multiplications in jnp.
             flipped = jnp.asarray(2**8 if op == "adam_update" and place == 0 else 1, word)
             bits = bits.at[bits.size - 1].set(bits[-1] ^ flipped).reshape(wrong.shape)
             results[place] = lax.bitcast_convert_type(bits, wrong.dtype)
@@ -55,7 +58,8 @@ def test_one_wrong_bit(op, result, few_cases, monkeypatch):
 @pytest.mark.parametrize("op", _cases.COMPUTED)
 def test_a_wrong_scale_of_codes_that_are_compared_one_by_one(op, few_cases, monkeypatch):
     real = _shapes.group_scales
-    monkeypatch.setattr(_shapes, "group_scales", lambda *arguments: real(*arguments) * 1.07)  # about half a code
+    # about half a code
+    monkeypatch.setattr(_shapes, "group_scales", lambda *arguments: real(*arguments) * 1.07)
     row = _checks.values(op, quick=True)
     assert row["status"] == "failed" and "differ by one" in row["detail"]
 
@@ -69,7 +73,9 @@ def test_a_wrong_scale_of_products(op, few_cases, monkeypatch):
 
 @pytest.mark.parametrize("op", _op_calls.PRODUCTS)
 def test_a_product_without_its_last_terms(op, monkeypatch):
-    """The bound of tensor cores, which is far wider, refuses it as well; both accept the right product."""
+    """The bound of tensor cores, which is far wider, refuses it as well; both accept
+    the right product.
+    """
     monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[:6])
     for case in _cases.cases(op, quick=True):
         got = _checks._numpy(jax.jit(case.function)(*case.arguments))
@@ -89,7 +95,9 @@ def test_a_comparison_that_accepts_anything(few_cases, monkeypatch):
 
 
 def test_an_inaccurate_sum():
-    """13 bits in place of 24 are within the bound of tensor cores, and outside of that of f32."""
+    """13 bits in place of 24 are within the bound of tensor cores, and outside of that
+    of f32.
+    """
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 64, 256))
     sums = np.zeros((64, 64))
@@ -134,14 +142,17 @@ def test_cuda_kernels_that_are_emulated(op, monkeypatch):
     monkeypatch.setattr(_checks, "_has_call", lambda lowered, op: f"@emulated_cuda_{op}" in lowered.as_text())
     monkeypatch.setattr(_checks, "_on_tensor_cores", lambda: True)
     for sizes in ("_MATRICES", "_PRODUCTS"):
-        monkeypatch.setattr(_cases, sizes, getattr(_cases, sizes)[:-1])  # threads are slow here
+        # threads are slow here
+        monkeypatch.setattr(_cases, sizes, getattr(_cases, sizes)[:-1])
     with emulated.ops():
         row = _checks.values(op, quick=True)
     assert row["status"] == "passed" and row["custom_calls"] >= 5, row
 
 
 def test_first_launches_are_recorded():
-    """By XLA's compiler for H200s: its options are accepted, every custom call is in a graph; without them none is."""
+    """By XLA's compiler for H200s: its options are accepted, every custom call is in a
+    graph; without them none is.
+    """
     if reason := compiler.missing():
         pytest.skip(reason)
     printed = dict(line.split() for line in compiler.run("selftest_graphs").splitlines())

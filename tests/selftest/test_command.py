@@ -1,4 +1,6 @@
-"""The command as a user runs it: exit code, table, JSON, options, and the remedy for an op that failed."""
+"""The command as a user runs it: exit code, table, JSON, options, and the remedy for an
+op that failed.
+"""
 
 import json
 
@@ -62,7 +64,9 @@ def rows(monkeypatch):
 
 
 def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
-    """The table, the remedy beside what is disabled already, the exit code and the file say so."""
+    """The table, the remedy beside what is disabled already, the exit code and the file
+    say so.
+    """
     monkeypatch.setenv("JAXFP8_DISABLE", "write_histories,amax")
     rows["graph:quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
     rows["values:amax"] = {"status": "failed", "detail": "a bit"}

@@ -1,4 +1,6 @@
-"""Processes that crash, hang or end without a word: a row each, and the checks after them run."""
+"""Processes that crash, hang or end without a word: a row each, and the checks after
+them run.
+"""
 
 import json
 import signal

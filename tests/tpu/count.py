@@ -1,12 +1,15 @@
 """Counts what is in a program that XLA compiled for a TPU. Nothing runs.
 
-- **Cycles** are XLA's own estimates, one for each fusion and copy, times the trips of the loops around. They are no
-  time: only ratios of programs that one compiler compiled mean something. An operation without an estimate has 2^63 - 1
-  or no number; it counts as 0, and `without_estimate` counts such operations: those with 2^63 - 1, fusions, and
+- **Cycles** are XLA's own estimates, one for each fusion and copy, times the trips of
+  the loops around. They are no time: only ratios of programs that one compiler compiled
+  mean something. An operation without an estimate has 2^63 - 1 or no number; it counts
+  as 0, and `without_estimate` counts such operations: those with 2^63 - 1, fusions, and
   reshapes of data, which move it.
-- **A product** is a convolution or a dot, which TPU programs have in fusions. It is named by the dtypes of its factors,
-  in alphabetical order, such as "f8e4m3fn x f8e5m2".
-- **A collective** has the bytes of its results on one device, those of its operands for a reduce-scatter.
+- **A product** is a convolution or a dot, which TPU programs have in fusions. It is
+  named by the dtypes of its factors, in alphabetical order, such as "f8e4m3fn x
+  f8e5m2".
+- **A collective** has the bytes of its results on one device, those of its operands for
+  a reduce-scatter.
 """
 
 import collections
@@ -53,7 +56,9 @@ def count(text: str) -> dict:
 
 
 def _run(module):
-    """Every instruction outside of fusions, with its computation and how often it runs."""
+    """Every instruction outside of fusions, with its computation and how often it
+    runs.
+    """
 
     def visit(computation, times):
         for instruction in computation.instructions.values():
@@ -62,7 +67,8 @@ def _run(module):
                 condition, body = (module.computations[instruction.attribute(name)] for name in ("condition", "body"))
                 yield from visit(body, times * _trips(condition))
             elif instruction.opcode != "fusion" and instruction.opcode not in COLLECTIVES:
-                # A call, or a collective that runs beside other work: its opcode is in the computation that is named.
+                # A call, or a collective that runs beside other work: its opcode is in
+                # the computation that is named.
                 for name in re.findall(r"(?:calls=|to_apply=|called_computations=\{)%([\w.\-]+)", instruction.rest):
                     yield from visit(module.computations[name], times)
 
@@ -70,7 +76,9 @@ def _run(module):
 
 
 def _trips(condition) -> int:
-    """How often a loop runs: it counts from 0 to a constant of its condition; 1 where only the device knows."""
+    """How often a loop runs: it counts from 0 to a constant of its condition; 1 where
+    only the device knows.
+    """
     bounds = [condition.instructions[name] for name in condition.root.operands]
     bounds = [int(bound.text) for bound in bounds if bound.opcode == "constant"]
     return bounds[0] if condition.root.opcode == "compare" and len(bounds) == 1 else 1

@@ -1,4 +1,5 @@
-"""Updates of AdamW compiled for one TPU, with float32 and FP8 moments; prints as JSON what `count` finds.
+"""Updates of AdamW compiled for one TPU, with float32 and FP8 moments; prints as JSON
+what `count` finds.
 
     python -m tpu.optimizers [--size 4096] CANDIDATE...
 
@@ -27,7 +28,9 @@ TRANSFORMATIONS = {
 
 
 def report(candidate: str, size: int, topology: str) -> dict:
-    """What is in the program of one update of a `[size, size]` parameter, and its temporary memory."""
+    """What is in the program of one update of a `[size, size]` parameter, and its
+    temporary memory.
+    """
     tx = TRANSFORMATIONS[candidate]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = jax.sharding.Mesh(devices[:1], ("data",))

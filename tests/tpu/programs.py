@@ -1,9 +1,11 @@
-"""Training programs compiled for TPUs, in bf16, with Flax's FP8 and with ours; prints as JSON what `count` finds.
+"""Training programs compiled for TPUs, in bf16, with Flax's FP8 and with ours; prints
+as JSON what `count` finds.
 
     python -m tpu.programs [--size 2048] [--topology tpu7x:2x2x1] CASE...
 
-A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with `nn.Fp8DirectDotGeneralOp`), `drop-in`
-(`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), or an own layer by the name of its recipe.
+A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with
+`nn.Fp8DirectDotGeneralOp`), `drop-in` (`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own`
+(`jaxfp8.linen.Dense`), or an own layer by the name of its recipe.
 """
 
 import argparse
@@ -84,7 +86,9 @@ class Pair(nn.Module):
 
 
 class Experts(nn.Module):
-    """A ragged product of rows with the kernels of eight experts; `bf16` is `jax.lax.ragged_dot`."""
+    """A ragged product of rows with the kernels of eight experts; `bf16` is
+    `jax.lax.ragged_dot`.
+    """
 
     candidate: str
     features: int
@@ -99,7 +103,8 @@ class Experts(nn.Module):
         return jaxfp8.ragged_dot(x, kernel, sizes, recipe=recipe, preferred_element_type=x.dtype)
 
 
-# case -> (model of a candidate and a size, candidates, tokens and width of a size, PartitionSpec of kernels or None)
+# case -> (model of a candidate and a size, candidates, tokens and width of a size,
+# PartitionSpec of kernels or None)
 CASES = {
     "dense": (dense, (*FOUR, *RECIPES), lambda n: (n, n), None),
     "gated mlp": (lambda c, n: GatedMLP(c, 7 * n // 4), (*FOUR, "current", "fused"), lambda n: (n, n // 2), None),
@@ -111,7 +116,9 @@ CASES = {
 
 
 def report(case: str, candidate: str, size: int, topology: str) -> dict:
-    """What is in the program: forward and backward of the model, all gradients and the next state."""
+    """What is in the program: forward and backward of the model, all gradients and the
+    next state.
+    """
     make, _, shape, spec = CASES[case]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = jax.sharding.Mesh(devices[: 1 if spec is None else 8], ("data",))
@@ -125,7 +132,8 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
 
     def step(variables, x, grad):
         y, vjp = jax.vjp(forward, variables, x)
-        # As where a loss is between them: otherwise XLA fuses parts of the backward into the forward.
+        # As where a loss is between them: otherwise XLA fuses parts of the backward
+        # into the forward.
         y, grad = jax.lax.optimization_barrier((y, grad))
         return y, vjp(grad)
 
@@ -150,7 +158,8 @@ def main():
     parser.add_argument("--topology", default="tpu7x:2x2x1")
     parser.add_argument("--candidates", nargs="+", help="(default: all of the case)")
     args = parser.parse_args()
-    report("dense", "bf16", 256, args.topology)  # starts the compiler, so that no case pays for it
+    # starts the compiler, so that no case pays for it
+    report("dense", "bf16", 256, args.topology)
     found = {}
     for case in args.cases:
         candidates = args.candidates or CASES[case][1]

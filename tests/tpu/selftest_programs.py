@@ -1,4 +1,5 @@
-"""Programs of the selftest compiled for a TPU; prints as JSON, for each op, "compiled" or why it is refused.
+"""Programs of the selftest compiled for a TPU; prints as JSON, for each op, "compiled"
+or why it is refused.
 
 python -m tpu.selftest_programs
 """

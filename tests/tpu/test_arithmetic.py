@@ -1,6 +1,8 @@
-"""The arithmetic of programs for TPUs, run on the CPU of this machine: codes and amax of the oracle, to the bit.
+"""The arithmetic of programs for TPUs, run on the CPU of this machine: codes and amax
+of the oracle, to the bit.
 
-A TPU's own casts and flushes cannot be seen here. Inputs below 2**-126, which it reads as zero, are left out.
+A TPU's own casts and flushes cannot be seen here. Inputs below 2**-126, which it reads
+as zero, are left out.
 """
 
 import jax

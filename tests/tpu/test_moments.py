@@ -1,6 +1,8 @@
-"""Optimizers with moments in FP8 on TPUs: bits of odd shapes and on meshes, and cycles beside float32's.
+"""Optimizers with moments in FP8 on TPUs: bits of odd shapes and on meshes, and cycles
+beside float32's.
 
-`tests/ops` runs the ops as TPUs compute them for the other shapes, along all axes, under vmap and in one call.
+`tests/ops` runs the ops as TPUs compute them for the other shapes, along all axes,
+under vmap and in one call.
 """
 
 import json
@@ -34,7 +36,9 @@ def test_a_leaf_of_one_dimension(n):
 
 @pytest.mark.parametrize("shape", [(2**17,), (2, 1500), (64, 1024)], ids=str)
 def test_no_array_is_much_larger_than_a_leaf(shape):
-    """One matrix of ones and zeros for all blocks of 16 million elements would be terabytes."""
+    """One matrix of ones and zeros for all blocks of 16 million elements would be
+    terabytes.
+    """
     text = jax.jit(lambda x: _tpu.each(x, -1)).lower(jax.ShapeDtypeStruct(shape, np.float32)).as_text()
     sizes = [np.prod([int(n) for n in found.split("x")]) for found in re.findall(r"tensor<([\dx]+)x[a-z]", text)]
     assert max(sizes) <= max(128 * np.prod(shape), 3 * 128 * 1024**2)
@@ -66,5 +70,6 @@ def test_cycles():
     assert 0 < apply <= 7.5 * float32
     assert 0 < quantized <= 10 * float32
     assert all(row["without_estimate"] == 0 for row in rows.values())
-    # Averages in float32, and numbers of blocks for each element. The sum is smaller, as memory is used again.
+    # Averages in float32, and numbers of blocks for each element. The sum is smaller,
+    # as memory is used again.
     assert rows["apply"]["temporary_bytes_per_parameter"] <= 28

@@ -1,4 +1,6 @@
-"""Gate and up, `[..., 2, n]`, whose halves programs for TPUs compute apart: codes, products and a layer's step."""
+"""Gate and up, `[..., 2, n]`, whose halves programs for TPUs compute apart: codes,
+products and a layer's step.
+"""
 
 import json
 
@@ -41,7 +43,8 @@ def test_codes_of_a_pair_are_the_oracles(special):
         oracle.assert_bitwise(amax, np.maximum(oracle.amax(x), ONE), "amax")
 
 
-# The second shape is that of a gradient `[k, 2, n]` whose tiles of 2 rows are written as tiles of 8 rows.
+# The second shape is that of a gradient `[k, 2, n]` whose tiles of 2 rows are written
+# as tiles of 8 rows.
 @pytest.mark.parametrize("m, n", [(5, 24), (16, 512)])
 @pytest.mark.parametrize("out_dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("is_gradient", [False, True])
@@ -95,7 +98,8 @@ def test_gated_layers_take_no_more_cycles_than_flax():
     candidates = "flax", "drop-in", "fused"
     rows = json.loads(compiler.run("programs", "gated mlp", "--size", "2048", "--candidates", *candidates))
     flax, *layers = rows["gated mlp"].values()
-    limit = 1.0 if compiler.is_of_goals() else 1.01  # 1.024 where amax and codes share a test for Inf
+    # 1.024 where amax and codes share a test for Inf
+    limit = 1.0 if compiler.is_of_goals() else 1.01
     for layer in layers:
         assert layer["without_estimate"] == flax["without_estimate"] == 0
         assert 0 < layer["cycles"] <= limit * flax["cycles"]

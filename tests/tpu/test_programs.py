@@ -1,4 +1,6 @@
-"""A Dense on eight TPUs beside Flax's in one run, and the page that quotes the counts that are committed."""
+"""A Dense on eight TPUs beside Flax's in one run, and the page that quotes the counts
+that are committed.
+"""
 
 import json
 import pathlib
@@ -42,12 +44,15 @@ def test_drop_ins_in_a_scan_take_no_more_cycles_than_flax():
     if reason := compiler.missing():
         pytest.skip(reason)
     rows = json.loads(compiler.run("programs", "scan", "--size", "1024", "--candidates", "flax", "drop-in"))["scan"]
-    limit = 1.0 if compiler.is_of_goals() else 1.11  # 1.18 where amax and codes share a test for Inf
+    # 1.18 where amax and codes share a test for Inf
+    limit = 1.0 if compiler.is_of_goals() else 1.11
     assert 0 < rows["drop-in"]["cycles"] <= limit * rows["flax"]["cycles"]
 
 
 def cycles(case, name):
-    """Thousands of cycles, and their ratio to Flax's; "-" where the case has no such layer."""
+    """Thousands of cycles, and their ratio to Flax's; "-" where the case has no such
+    layer.
+    """
     if name not in CASES[case]:
         return "-"
     estimate = CASES[case][name]["cycles"]

@@ -1,4 +1,6 @@
-"""The selftest as a TPU runs it: its values on the CPU of this machine, its programs compiled for a TPU."""
+"""The selftest as a TPU runs it: its values on the CPU of this machine, its programs
+compiled for a TPU.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Steps as TPUs run them, on the CPU of this machine: the results of the jnp reference."""
+"""Steps as TPUs run them, on the CPU of this machine: the results of the jnp
+reference.
+"""
 
 import contextlib
 

@@ -1,4 +1,6 @@
-"""A Dense layer whose every training step numpy can replay: the loss is `sum(y * grad)`, so `grad` is known."""
+"""A Dense layer whose every training step numpy can replay: the loss is
+`sum(y * grad)`, so `grad` is known.
+"""
 
 import functools
 
@@ -24,7 +26,9 @@ def variables():
 
 
 def batch(seed: int, size: float = 1.0):
-    """(x, grad) of one microbatch; sizes vary, so that sums, means and maxima of amaxes differ."""
+    """(x, grad) of one microbatch; sizes vary, so that sums, means and maxima of amaxes
+    differ.
+    """
     rng = np.random.default_rng(seed)
     size = size * 2.0 ** rng.uniform(-3, 3)
     x, grad = rng.standard_normal((M, K)) * size, rng.standard_normal((M, N)) * size / 100
@@ -53,7 +57,9 @@ def first() -> oracle.LayerState:
 
 
 def step(state: oracle.LayerState, kernel, batches) -> oracle.LayerState:
-    """One optimizer step over microbatches: one roll, slot 0 the largest of their amaxes."""
+    """One optimizer step over microbatches: one roll, slot 0 the largest of their
+    amaxes.
+    """
     return merged([oracle.dense_step(x, kernel, grad, state).state for x, grad in batches])
 
 
@@ -63,7 +69,9 @@ def assert_state(got, expected: oracle.LayerState, what: str) -> None:
 
 
 def run(advance, train, variables_of, batches, steps: int = 6):
-    """Calls `train = advance(train, batch)` and compares the state after each with the replay."""
+    """Calls `train = advance(train, batch)` and compares the state after each with the
+    replay.
+    """
     state = first()
     for i in range(steps):
         kernel = kernel_of(variables_of(train))

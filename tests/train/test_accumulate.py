@@ -1,4 +1,6 @@
-"""Gradient accumulation: one history entry a step, the max over the microbatches, bitwise; parameters add."""
+"""Gradient accumulation: one history entry a step, the max over the microbatches,
+bitwise; parameters add.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +39,16 @@ def in_a_scan(variables, batches):
 
 @pytest.mark.parametrize("accumulate", [in_a_python_loop, in_a_scan])
 def test_training_with_microbatches(accumulate):
-    """Steps of SGD on sums of microbatch gradients end in the replayed state; sums of amaxes would be up to 3 times."""
+    """Steps of SGD on sums of microbatch gradients end in the replayed state; sums of
+    amaxes would be up to 3 times.
+    """
     variables, state = replay.variables(), replay.first()
     for i in range(STEPS):
         batches = microbatches(i)
         total = accumulate(variables, batches)
         kernel = replay.kernel_of(variables)
-        # Each gradient is within its product's bound; the sum of three rounds twice, partial sums being no larger than
-        # the sum of the magnitudes.
+        # Each gradient is within its product's bound; the sum of three rounds twice,
+        # partial sums being no larger than the sum of the magnitudes.
         products = [oracle.dense_step(x, kernel, grad, state).wgrad for x, grad in batches]
         exact, magnitude = sum(p.exact for p in products), sum(np.abs(p.exact) + p.bound for p in products)
         bound = sum(p.bound for p in products) + 2 * 2.0**-24 * magnitude * (1 + 2.0**-20)
@@ -82,7 +86,9 @@ def quantizer(history, scale):
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_max_is_clean(transform):
-    """Zero is neutral, subnormals count, and what is not finite or is negative never wins."""
+    """Zero is neutral, subnormals count, and what is not finite or is negative never
+    wins.
+    """
     accumulate = transform(accumulate_gradients)
     tiny = np.float32(1e-42)
     first = quantizer([1, 0, np.nan, tiny], 0.5)
@@ -97,10 +103,11 @@ def test_max_is_clean(transform):
     oracle.assert_bitwise(got["input_scale"], np.float32([0]), "negative scale")
 
 
-# ------------------------------------------------------------------------------------------------- what is not found
+# -------------------------------------------------------------------- what is not found
 
 CHANGES = {
-    "clip by value": lambda grads: jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads[0]),  # the first scale is 1
+    # the first scale is 1
+    "clip by value": lambda grads: jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads[0]),
     "sign": lambda grads: jax.tree.map(jnp.sign, grads[0]),
     "average of microbatches": lambda grads: jax.tree.map(lambda *g: sum(g) / len(g), *grads),
 }
@@ -109,7 +116,9 @@ CHANGES = {
 @pytest.mark.usefixtures("promotion_as_optax_wants")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changes_that_keep_the_tail_are_not_found(change):
-    """As docs/state.md says: nothing raises, and another amax is stored; the loop of that page stores the true one."""
+    """As docs/state.md says: nothing raises, and another amax is stored; the loop of
+    that page stores the true one.
+    """
     variables, right = replay.variables(), replay.variables()
     tx = optimizer(optax.sgd(0.1))
     for step in range(2):
@@ -125,7 +134,9 @@ def test_changes_that_keep_the_tail_are_not_found(change):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_weights_multiply_in_float32(dtype):
-    """Three thirds are one, and a product that the narrow dtype does not hold is kept in a float32 sum."""
+    """Three thirds are one, and a product that the narrow dtype does not hold is kept
+    in a float32 sum.
+    """
     ones, total = {"w": jnp.ones(2, dtype)}, None
     for _ in range(3):
         total = accumulate_gradients(total, ones, weight=1 / 3)

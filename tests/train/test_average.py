@@ -1,4 +1,6 @@
-"""average: parameters are averaged, the FP8 state is the newest, in Linen, NNX and plain trees."""
+"""average: parameters are averaged, the FP8 state is the newest, in Linen, NNX and
+plain trees.
+"""
 
 import flax.linen as nn
 import jax
@@ -33,7 +35,8 @@ def test_linen():
     for name in ("kernel", "bias"):
         expected = DECAY * np.float64(old["params"][name]) + (1 - DECAY) * np.float64(new["params"][name])
         np.testing.assert_allclose(got["params"][name], expected, rtol=2**-22, atol=2**-22)
-    # The average is as accurate as a trained model. A control with the averaged state of a step long ago is not.
+    # The average is as accurate as a trained model. A control with the averaged state
+    # of a step long ago is not.
     exact = nn.Dense(4).apply({"params": got["params"]}, X)
     long_ago = jax.tree.map(lambda leaf: leaf / 512, new["_overwrite_with_gradient"])
     errors = [
@@ -44,7 +47,9 @@ def test_linen():
 
 
 def test_nnx_and_plain_trees():
-    """NNX states, dataclasses of state beside parameters, integers and narrow dtypes."""
+    """NNX states, dataclasses of state beside parameters, integers and narrow
+    dtypes.
+    """
     layers = [jaxfp8.quantize(nnx.Linear(16, 4, rngs=nnx.Rngs(i)), [(".*", jaxfp8.DelayedScaling())]) for i in (0, 1)]
     ema, model = layers
     model.dot_general.input_amax_history[...] = model.dot_general.input_amax_history[...] + 3

@@ -1,7 +1,8 @@
-"""Each line of docs/state.md's list of mistakes: what is loud, what is undone or bounded, and what is silent.
+"""Each line of docs/state.md's list of mistakes: what is loud, what is undone or
+bounded, and what is silent.
 
-A mistake is a function of `jit`, `jax.jit` or one that changes nothing. It returns the variables after the mistake, and
-those of the same steps without it.
+A mistake is a function of `jit`, `jax.jit` or one that changes nothing. It returns the
+variables after the mistake, and those of the same steps without it.
 """
 
 import functools
@@ -73,7 +74,9 @@ def always(spoil):
 
 
 def by(tx, steps, right, sizes=SPIKE):
-    """Optax's own loop over all variables and one more step; `right` has the sizes of the steps that are right."""
+    """Optax's own loop over all variables and one more step; `right` has the sizes of
+    the steps that are right.
+    """
 
     def mistake(jit):
         start = variables = trained(steps) if steps else fresh()

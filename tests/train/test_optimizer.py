@@ -1,4 +1,6 @@
-"""A bare optax loop around `jaxfp8.train.optimizer`: parameters as optax trains them, state as numpy replays it."""
+"""A bare optax loop around `jaxfp8.train.optimizer`: parameters as optax trains them,
+state as numpy replays it.
+"""
 
 import functools
 
@@ -58,7 +60,9 @@ TRANSFORMATIONS = {
 
 @pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 def test_state_is_overwritten_and_out_of_reach(make):
-    """State bitwise as replayed; parameters bitwise as by the transformation alone; no slots for state."""
+    """State bitwise as replayed; parameters bitwise as by the transformation alone; no
+    slots for state.
+    """
     tx = train.optimizer(make())
     alone, alone_state = make(), None
     advance, state = bare_loop(tx), replay.first()
@@ -78,7 +82,9 @@ def test_state_is_overwritten_and_out_of_reach(make):
 
 
 def test_overwrite_is_exact():
-    """What a difference of floats cannot do: 1e8 to 1e-8, subnormals, zeros, NaN in the leaf that is replaced."""
+    """What a difference of floats cannot do: 1e8 to 1e-8, subnormals, zeros, NaN in the
+    leaf that is replaced.
+    """
     values = np.float32([0, 1e-45, 1e-8, 3e38, 1, np.inf])
     leaf = np.float32([1e8, np.nan, 1e8, -1e8, np.inf, 0])
     for wrap in (jnp.asarray, np.asarray):
@@ -95,7 +101,9 @@ def test_overwrite_is_exact():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_state_that_was_cast_with_the_parameters(dtype):
-    """optax keeps the dtype of a leaf, which is said; `jaxfp8.train.apply_updates` makes the state float32."""
+    """optax keeps the dtype of a leaf, which is said; `jaxfp8.train.apply_updates`
+    makes the state float32.
+    """
     tx = train.optimizer(optax.sgd(0.1))
     narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), start(tx)[0])
     grads = jax.grad(replay.loss)(narrow, *BATCHES[0])
@@ -131,7 +139,9 @@ def test_transformations_after_it_are_named(after):
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])
 def test_clipping_outside_is_loud(steps):
-    """`chain(clip, optimizer(...))` clips state too: an error outside of jit, under jit NaN in the next product."""
+    """`chain(clip, optimizer(...))` clips state too: an error outside of jit, under jit
+    NaN in the next product.
+    """
     good, tx = (
         train.optimizer(optax.sgd(0.1)),
         optax.chain(optax.clip_by_global_norm(0.1), train.optimizer(optax.sgd(0.1))),
@@ -146,7 +156,7 @@ def test_clipping_outside_is_loud(steps):
     assert np.isnan(replay.loss(variables, *BATCHES[steps + 1]))
 
 
-# -------------------------------------------------------------------------------------------------------- accumulation
+# ------------------------------------------------------------------------- accumulation
 
 MULTI_STEPS = {
     "alone": lambda k: optax.MultiSteps(optax.sgd(0.1), k),
@@ -160,7 +170,9 @@ MULTI_STEPS = {
 @pytest.mark.parametrize("make", MULTI_STEPS.values(), ids=MULTI_STEPS)
 @pytest.mark.parametrize("k", [1, 3])
 def test_multi_steps(make, k):
-    """One history entry for k mini-steps, their max; in between the state stays, bit by bit."""
+    """One history entry for k mini-steps, their max; in between the state stays, bit by
+    bit.
+    """
     tx = train.optimizer(make(k))
     advance, state, now = bare_loop(tx), replay.first(), start(tx)
     for i in range(3):
@@ -174,11 +186,13 @@ def test_multi_steps(make, k):
         assert not np.array_equal(kernel, replay.kernel_of(now[0]))
 
 
-# ------------------------------------------------------------------------------------------------------- skipped steps
+# ------------------------------------------------------------------------ skipped steps
 
 
 def test_multi_steps_that_skip():
-    """A mini-step that MultiSteps skips never happened: not in the count, not in the max."""
+    """A mini-step that MultiSteps skips never happened: not in the count, not in the
+    max.
+    """
     multi = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
     tx = train.optimizer(multi)
     advance, now = bare_loop(tx), start(tx)
@@ -206,7 +220,9 @@ GUARDS = {
 
 @pytest.mark.parametrize("make", GUARDS.values(), ids=GUARDS)
 def test_rejected_steps_roll_back(make):
-    """Parameters and state stay together, bitwise; the next good step goes on from there."""
+    """Parameters and state stay together, bitwise; the next good step goes on from
+    there.
+    """
     tx = train.optimizer(make())
     advance, now, state = bare_loop(tx), start(tx), replay.first()
     for i, batch in enumerate(BATCHES[:5]):
@@ -220,7 +236,9 @@ def test_rejected_steps_roll_back(make):
 
 
 def test_guard_that_gives_up():
-    """After too many rejections the update goes through; the state it brings is clean."""
+    """After too many rejections the update goes through; the state it brings is
+    clean.
+    """
     tx = train.optimizer(optax.apply_if_finite(optax.sgd(0.1), 1))
     advance, now = bare_loop(tx), start(tx)
     kernel = replay.kernel_of(now[0])
@@ -245,13 +263,16 @@ def test_guard_around_accumulation():
 
 
 def test_accumulation_around_a_guard():
-    """The sum of all mini-steps is rejected, and their state with it; a rejection long ago says nothing."""
+    """The sum of all mini-steps is rejected, and their state with it; a rejection long
+    ago says nothing.
+    """
     tx = train.optimizer(optax.MultiSteps(optax.apply_if_finite(optax.sgd(0.1), 5), 2))
     advance, now = bare_loop(tx), start(tx)
     kernel = replay.kernel_of(now[0])
     now = advance(advance(now, *BATCHES[0]), *spoil(BATCHES[1]))
     replay.assert_state(now[0], replay.first(), "rejected")
-    # Optax empties the spoiled sum by multiplying it by 0, which leaves the NaN in it; empty it for good.
+    # Optax empties the spoiled sum by multiplying it by 0, which leaves the NaN in it;
+    # empty it for good.
     multi = now[1].inner
     now = now[0], now[1]._replace(inner=multi._replace(acc_grads=jax.tree.map(jnp.zeros_like, multi.acc_grads)))
     now = advance(now, *BATCHES[2])
@@ -261,7 +282,9 @@ def test_accumulation_around_a_guard():
 
 
 def test_updates_zeroed_by_hand():
-    """`where(finite, update, 0)`, as skipping is often written, leaves the state as it was."""
+    """`where(finite, update, 0)`, as skipping is often written, leaves the state as it
+    was.
+    """
     tx = train.optimizer(optax.sgd(0.1))
     variables, opt_state = start(tx)
 
@@ -277,4 +300,4 @@ def test_updates_zeroed_by_hand():
     replay.assert_state(got, replay.step(replay.first(), replay.kernel_of(variables), BATCHES[:1]), "taken")
 
 
-# ---------------------------------------------------------------------------------------------------------- containers
+# --------------------------------------------------------------------------- containers

@@ -1,4 +1,6 @@
-"""quantize_params: kernels quantized once a step give the bits of kernels quantized in every product."""
+"""quantize_params: kernels quantized once a step give the bits of kernels quantized in
+every product.
+"""
 
 import re
 
@@ -57,7 +59,9 @@ def test_the_bits_of_products_that_quantize():
 
 
 def test_kernels_are_quantized_once():
-    """Not once in the loop over microbatches and again where remat runs a block again."""
+    """Not once in the loop over microbatches and again where remat runs a block
+    again.
+    """
 
     def quantized(function, kernel):
         jaxpr = str(jax.make_jaxpr(jax.jit(jax.grad(function, argnums=(0, 1))))(*two_layers()))
@@ -72,7 +76,9 @@ def test_kernels_are_quantized_once():
 @pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("ndim", [2, 3])
 def test_any_contraction(contract, ndim):
-    """Codes serve whatever dimension is contracted; where the second layout does not fit, it is made from them."""
+    """Codes serve whatever dimension is contracted; where the second layout does not
+    fit, it is made from them.
+    """
     rng = np.random.default_rng(1)
     kernel = rng.standard_normal((6, 6, 4)[:ndim]).astype(np.float32)
     x = rng.standard_normal((5, 6 if contract < 2 else 4)).astype(np.float32)
@@ -101,7 +107,9 @@ WITHOUT_STATE = {
 
 @pytest.mark.parametrize("recipe", WITHOUT_STATE.values(), ids=WITHOUT_STATE)
 def test_kernels_by_their_paths(recipe):
-    """Without state a regex names them; they give the bits of products that quantize."""
+    """Without state a regex names them; they give the bits of products that
+    quantize.
+    """
     params, _, xs, grads = two_layers()
     params = {"block": params}
 
@@ -127,7 +135,9 @@ def test_where_beside_state():
 
 
 def test_blocks_that_move():
-    """Scales of square blocks move with whole blocks of codes; blocks of a row cannot."""
+    """Scales of square blocks move with whole blocks of codes; blocks of a row
+    cannot.
+    """
     kernel = np.random.default_rng(0).standard_normal((2, 256, 130)).astype(np.float32)
     recipe = jaxfp8.Float8BlockScaling()
     q = jaxfp8.quantize_params({"a": kernel}, None, recipe, where="a")["a"]
@@ -190,13 +200,16 @@ def test_errors():
     layer = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
     variables = layer.init(jax.random.key(0), np.ones((2, 6), np.float32))
     params = jaxfp8.quantize_params(variables["params"], variables[OWG], jaxfp8.DelayedScaling())
-    with pytest.raises(TypeError, match="QTensor"):  # Flax casts kernels before it calls us: use linen.Dense
+    # Flax casts kernels before it calls us: use linen.Dense
+    with pytest.raises(TypeError, match="QTensor"):
         layer.apply(variables | {"params": params}, np.ones((2, 6), np.float32))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_codes_that_are_gathered(check_vma):
-    """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes back scattered."""
+    """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes
+    back scattered.
+    """
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, pipeline_axes=())
     x, kernel, grad = cases.operands()

@@ -1,4 +1,6 @@
-"""Which leaves count as quantizer state, in every container that people keep variables in."""
+"""Which leaves count as quantizer state, in every container that people keep variables
+in.
+"""
 
 import dataclasses
 
@@ -83,7 +85,9 @@ def test_quantizers_are_found(make, names, parameters):
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_layers_stacked_on_another_axis(length):
-    """Rows that are last give what rows that are first give: the slots are where the scale has one element."""
+    """Rows that are last give what rows that are first give: the slots are where the
+    scale has one element.
+    """
     state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=length))
     state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
     recorded = dataclasses.replace(state.input, amax_history=state.input.amax_history.at[:, 0].set(jnp.array([5.0, 7])))
@@ -100,14 +104,18 @@ def test_layers_stacked_on_another_axis(length):
 
 
 def test_leaves_are_in_the_order_of_jax():
-    """Positions are those of jax.tree.leaves, also where a DotGeneralState is in between."""
+    """Positions are those of jax.tree.leaves, also where a DotGeneralState is in
+    between.
+    """
     tree = {"b": jaxfp8.init_state(RECIPE), "a": 1.0, "c": [2.0, None, jaxfp8.init_state(RECIPE)]}
     for ours, theirs in zip(_state_tree.flatten(tree).leaves, jax.tree.leaves(tree), strict=True):
         assert ours is theirs
 
 
 def test_state_of_own_quantizers():
-    """What has no pair is state below the collection's key and inside a DotGeneralState, and nowhere else."""
+    """What has no pair is state below the collection's key and inside a
+    DotGeneralState, and nowhere else.
+    """
     tree = {replay.OWG: {"Dense_0": {"linear_input_count": np.zeros(2)}}, "params": {"linear_input_count": np.zeros(2)}}
     found = _state_tree.flatten(tree)
     assert [found.name(i) for i in found.positions()] == ["_overwrite_with_gradient/Dense_0/linear_input_count"]
@@ -117,7 +125,9 @@ def test_state_of_own_quantizers():
 
 
 def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
-    """Its filter of kernels matches the names of state too; the norm of a history would be its state."""
+    """Its filter of kernels matches the names of state too; the norm of a history would
+    be its state.
+    """
     dense, x = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((4, 16))
     variables = nn.WeightNorm(dense).init(jax.random.key(0), x)
     name = "layer_instance/Fp8DotGeneral_0/kernel_amax_history/scale: name the kernel alone"

@@ -1,4 +1,6 @@
-"""linen.TrainState, and Flax's own with our layers: five steps and the bad days, bitwise against the replay."""
+"""linen.TrainState, and Flax's own with our layers: five steps and the bad days,
+bitwise against the replay.
+"""
 
 import functools
 
@@ -36,7 +38,9 @@ def create(cls=TrainState, tx=None, params=None):
 
 @pytest.mark.parametrize("cls", [train_state.TrainState, TrainState])
 def test_five_steps(cls):
-    """Flax's class as it is, and ours: state as replayed, parameters trained, tx sees parameters only."""
+    """Flax's class as it is, and ours: state as replayed, parameters trained, tx sees
+    parameters only.
+    """
     train = replay.run(advance, create(cls), lambda t: t.params, BATCHES, 5)
     assert train.step == 5
     assert {leaf.shape for leaf in jax.tree.leaves(train.opt_state)} == {(), (replay.K, replay.N)}
@@ -50,7 +54,9 @@ def test_gradient_through_a_layer_of_flax_names_the_way_out():
 
 
 def test_interchange_with_flax():
-    """The same fields and the same optimizer state: checkpoints of one load into the other, and training agrees."""
+    """The same fields and the same optimizer state: checkpoints of one load into the
+    other, and training agrees.
+    """
     ours, theirs = create(), create(train_state.TrainState)
     for batch in BATCHES[:3]:
         ours, theirs = advance(ours, *batch), advance(theirs, *batch)
@@ -62,7 +68,9 @@ def test_interchange_with_flax():
 
 @pytest.mark.parametrize("wrap", [dict, freeze])
 def test_other_collections_stay(wrap):
-    """batch_stats and whatever else is there keeps its values, its place and its container."""
+    """batch_stats and whatever else is there keeps its values, its place and its
+    container.
+    """
     extra = {"batch_stats": {"mean": np.float32([1, 2])}, "cache": {"index": np.int32(3)}}
     train = create(params=wrap({**replay.variables(), **extra}))
     step = jax.jit(
@@ -101,7 +109,9 @@ def test_gradients_of_parameters_alone():
 
 
 def test_without_state_it_is_flax():
-    """Parameters alone are Flax's; of variables, `tx` sees the parameters, as it does with FP8 state."""
+    """Parameters alone are Flax's; of variables, `tx` sees the parameters, as it does
+    with FP8 state.
+    """
     layer = nn.Dense(3)
     variables = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
     results = []
@@ -138,7 +148,9 @@ def labels_of(params):
     ids=["adam", "MultiSteps", "multi_transform"],
 )
 def test_optimizer_state_outlives_the_recipe(tx):
-    """From delayed to current scaling, to bf16 and back: the moments and counts go on."""
+    """From delayed to current scaling, to bf16 and back: the moments and counts go
+    on.
+    """
     x = np.ones((4, 8), np.float32)
     models = {name: jaxfp8.quantize(Block(), rules) if rules else Block() for name, rules in RULES.items()}
     variables = models["delayed"].init(jax.random.key(0), x)
@@ -181,7 +193,8 @@ def test_parameters_alone_of_a_model_with_state_are_said():
     params = model.init(jax.random.key(0), np.ones((4, 8), np.float32))["params"]
     with pytest.warns(jaxfp8.FP8StateWarning, match=r"create: params: expected all variables.*params=variables"):
         create_of(model, params)
-    create_of(jaxfp8.quantize(Block(), RULES["current"]), params)  # warnings are errors here
+    # warnings are errors here
+    create_of(jaxfp8.quantize(Block(), RULES["current"]), params)
     create_of(Block(), params)
     with pytest.raises(TypeError, match=r"create: params: .*NNX module Linear; .*jaxfp8.nnx.Optimizer"):
         create_of(model, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
@@ -192,7 +205,9 @@ def create_of(model, params):
 
 
 def test_two_losses_of_one_point():
-    """Two gradients at one state, stored one after the other: one history entry, the larger amax."""
+    """Two gradients at one state, stored one after the other: one history entry, the
+    larger amax.
+    """
     train, state = create(tx=optax.sgd(0.0)), oracle.LayerState.init(replay.HISTORY)
     step = jax.jit(lambda train, grads: train.apply_gradients(grads=grads))
     for i in range(2):  # also from a history that is not empty
@@ -205,7 +220,9 @@ def test_two_losses_of_one_point():
 
 @pytest.mark.parametrize("how", ["TrainState", "train.optimizer"])
 def test_a_step_has_no_effects(how):
-    """An effect in the program turns off the fast path of jit, and jax.export refuses it."""
+    """An effect in the program turns off the fast path of jit, and jax.export refuses
+    it.
+    """
     pytest.importorskip("flatbuffers")
     tx = optax.adam(0.1)
     if how == "TrainState":

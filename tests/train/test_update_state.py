@@ -1,4 +1,6 @@
-"""update_state against numpy: the overwrite is exact, and what happened to state on its way is seen and undone."""
+"""update_state against numpy: the overwrite is exact, and what happened to state on its
+way is seen and undone.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,9 @@ def pair(history, scale):
 
 
 def old_state():
-    """A window that saw three steps; its largest entry is in the tail of the next one."""
+    """A window that saw three steps; its largest entry is in the tail of the next
+    one.
+    """
     return pair([2.5, 0, 1.75, 0.5], 2.5 / FP8_MAX)
 
 
@@ -45,11 +49,13 @@ def update(request):
     return jax.jit(update_state) if request.param else update_state
 
 
-# --------------------------------------------------------------------------------------------------------- overwriting
+# -------------------------------------------------------------------------- overwriting
 
 
 def test_rows_decide_for_themselves(update):
-    """Stacked state: rows that were not touched or are not finite keep the old value, the others take the new one."""
+    """Stacked state: rows that were not touched or are not finite keep the old value,
+    the others take the new one.
+    """
     rng = np.random.default_rng(1)
     old = pair(rng.lognormal(0, 2, (6, H)), np.ones(6))
     old["input_scale"] = old["input_scale"].reshape(6, 1)
@@ -71,7 +77,9 @@ def test_rows_decide_for_themselves(update):
 
 
 def test_untouched_by_the_scale_alone(update):
-    """The scale decides: a history of zeros with a scale is a step that saw nothing but zeros."""
+    """The scale decides: a history of zeros with a scale is a step that saw nothing but
+    zeros.
+    """
     old = pair([0, 2, 0, 0], 2 / FP8_MAX)
     assert_same_bits(update(old, pair([0, 0, 0, 0], 2 / FP8_MAX)), pair(np.zeros(H), 2 / FP8_MAX))
     assert_same_bits(update(old, pair(np.zeros(H), 0)), old)
@@ -79,7 +87,9 @@ def test_untouched_by_the_scale_alone(update):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.nan, -0.0, 0.0])
 def test_old_state_that_cannot_be(update, bad):
-    """It is read as dot_general reads it, and the state returned is clean, touched or not."""
+    """It is read as dot_general reads it, and the state returned is clean, touched or
+    not.
+    """
     old = pair([1.5, 7, bad, 0.25], bad)
     clean = pair(oracle.clean_history(old["input_amax_history"]), 1)
     new = made(clean)
@@ -88,7 +98,9 @@ def test_old_state_that_cannot_be(update, bad):
 
 
 def test_state_is_float32_whatever_cast_the_tree_went_through(update):
-    """Trainers cast whole trees: the next state is float32 again, touched or not, that of own quantizers too."""
+    """Trainers cast whole trees: the next state is float32 again, touched or not, that
+    of own quantizers too.
+    """
     for dtype in (ml_dtypes.bfloat16, np.float16):
         narrow = {k: v.astype(dtype) for k, v in old_state().items()}
         wide = {k: v.astype(F32) for k, v in narrow.items()}
@@ -119,7 +131,9 @@ def test_trees_that_do_not_fit():
 
 
 def test_a_state_for_each_example():
-    """The `vmap` of a gradient, also for the state of a user's quantizer, which would broadcast."""
+    """The `vmap` of a gradient, also for the state of a user's quantizer, which would
+    broadcast.
+    """
     example = made(old_state()) | {replay.OWG: {"count": np.float32([1, 2])}}
     old = old_state() | {replay.OWG: {"count": np.float32([3, 4])}}
     each = jax.tree.map(lambda a: np.stack([a, 0.5 * a, a]), example)
@@ -138,9 +152,10 @@ def test_layers_without_a_gradient_are_untouched():
     assert_same_bits(got["b"], old_state())
 
 
-# ----------------------------------------------------------------------------------------------------- what is detected
+# --------------------------------------------------------------------- what is detected
 
-# Sums over 2, 3, 90 uses, loss scales that were undone; then means over fewer uses than microbatches, clips, a step.
+# Sums over 2, 3, 90 uses, loss scales that were undone; then means over fewer uses than
+# microbatches, clips, a step.
 SUMS, SCALES, OTHERS = (2, 3, 90.24), (0.5, 2.0**-16), (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01)
 
 
@@ -184,7 +199,9 @@ def is_loud(state):
 @pytest.mark.parametrize("empty", [False, True], ids=["", "empty"])
 @pytest.mark.parametrize("factor", OTHERS)
 def test_other_factors_are_loud_under_jit(factor, empty):
-    """What changed the state so has changed the gradients of parameters: no repair of the state alone is right."""
+    """What changed the state so has changed the gradients of parameters: no repair of
+    the state alone is right.
+    """
     old = pair(np.zeros(H), 1) if empty else old_state()
     step = jax.jit(update_state)
     state = step(old, times(factor, made(old)))
@@ -198,10 +215,12 @@ def test_other_factors_are_loud_under_jit(factor, empty):
 
 @pytest.mark.parametrize("factor", [*SUMS, *SCALES])
 def test_safe_under_jit(factor):
-    """The tail is exact; slot 0 is no less than the amax and the sum is no more than it came; the scale is divided.
+    """The tail is exact; slot 0 is no less than the amax and the sum is no more than it
+    came; the scale is divided.
 
-    Rounding: factor * tail, factor * amax, their ratio and the quotient are four roundings of 2**-24 each, and the
-    reciprocal steps of a compiler two more: below 2**-21 in all.
+    Rounding: factor * tail, factor * amax, their ratio and the quotient are four
+    roundings of 2**-24 each, and the reciprocal steps of a compiler two more: below
+    2**-21 in all.
     """
     old, new = old_state(), made(old_state())
     got = jax.tree.map(np.asarray, jax.jit(update_state)(old, times(factor, new)))
@@ -213,7 +232,9 @@ def test_safe_under_jit(factor):
 
 @pytest.mark.parametrize("history, scale", [([-1e-3, 2, 1, 0], 0.5), ([1, 2, -np.inf, 0], 0.5), ([1, 2, 1, 0], -0.5)])
 def test_old_state_below_zero(history, scale):
-    """Only an optimizer that stepped on state makes it. It is not repaired and not cleaned; other quantizers go on."""
+    """Only an optimizer that stepped on state makes it. It is not repaired and not
+    cleaned; other quantizers go on.
+    """
     good = old_state()
     bad = {name.replace("input", "kernel"): leaf for name, leaf in pair(history, scale).items()}
     old = {"Dense_0": good | bad}
@@ -237,7 +258,9 @@ def test_state_that_was_lost():
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_subnormal_numbers(update, slots):
-    """Amaxes of 2**-149 pass to the bit, and a state that is that far below zero is below zero."""
+    """Amaxes of 2**-149 pass to the bit, and a state that is that far below zero is
+    below zero.
+    """
     tiny = F32(2.0**-149)
     old = pair(tiny * F32(range(slots)), 2.0**-126)
     new = pair(np.roll(old["input_amax_history"], -1), 2.0**-126)
@@ -250,7 +273,9 @@ def test_subnormal_numbers(update, slots):
 
 
 def test_all_quantizers_below_zero_are_named():
-    """Some names and a count, where an optimizer stepped on the state of a whole model."""
+    """Some names and a count, where an optimizer stepped on the state of a whole
+    model.
+    """
     old = {f"Dense_{i}": times(-1, old_state()) for i in range(9)}
     with pytest.raises(ValueError, match=r"old: Dense_0/input, Dense_1/input, .*Dense_3/input and 5 more: .*got -2.5"):
         update_state(old, {name: made(old_state()) for name in old})
@@ -258,7 +283,9 @@ def test_all_quantizers_below_zero_are_named():
 
 @pytest.mark.parametrize("count", [1, 64, 65, 130])
 def test_a_model_is_one_computation(count):
-    """No effects and no callbacks. The arithmetic does not grow with the model: what grows is reshapes."""
+    """No effects and no callbacks. The arithmetic does not grow with the model: what
+    grows is reshapes.
+    """
     old = {f"Dense_{i}": old_state() for i in range(count)}
     new = {name: made(old_state(), 1 + i) for i, name in enumerate(old)}
     traced = jax.jit(update_state).trace(old, new)
@@ -272,7 +299,9 @@ def test_a_model_is_one_computation(count):
 
 
 def test_casts_of_the_tree_pass():
-    """bf16 moves a number by 2**-9: the tail is the exact one again, slot 0 and the scale are rounded."""
+    """bf16 moves a number by 2**-9: the tail is the exact one again, slot 0 and the
+    scale are rounded.
+    """
     old = old_state()
     new = made(old, 3.257)
     rounded = {k: v.astype(ml_dtypes.bfloat16) for k, v in new.items()}
@@ -282,11 +311,13 @@ def test_casts_of_the_tree_pass():
     assert got["input_scale"][0] == F32(rounded["input_scale"][0])
 
 
-# ---------------------------------------------------------------------------------------------- programs that are fine
+# --------------------------------------------------------------- programs that are fine
 
 
 def floor(least):
-    """The largest amax, but no less; a step from one multiple of the least to another is no sum of uses."""
+    """The largest amax, but no less; a step from one multiple of the least to another
+    is no sum of uses.
+    """
     return lambda history: jnp.maximum(history.max(), least)
 
 
@@ -307,7 +338,9 @@ RECIPES = [
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[f"recipe{i}" for i in range(len(RECIPES))])
 def test_no_false_alarm(recipe):
-    """Steps as dot_general makes them pass bitwise, whatever the recipe and the size of the data."""
+    """Steps as dot_general makes them pass bitwise, whatever the recipe and the size of
+    the data.
+    """
 
     @jax.jit
     def gradient(state, x, kernel):
@@ -330,7 +363,7 @@ def test_no_false_alarm(recipe):
             state = got
 
 
-# ------------------------------------------------------------------------------------------------------------- devices
+# ------------------------------------------------------------------------------ devices
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

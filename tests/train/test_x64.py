@@ -1,4 +1,6 @@
-"""Programs of jax_enable_x64 with strict promotion: the step, the tools around it, and float64 beside FP8."""
+"""Programs of jax_enable_x64 with strict promotion: the step, the tools around it, and
+float64 beside FP8.
+"""
 
 import flax.linen as nn
 import jax
@@ -27,7 +29,9 @@ def model(recipe):
 
 @pytest.mark.parametrize("recipe", [jaxfp8.DelayedScaling(), jaxfp8.Float8CurrentScaling()], ids=["delayed", "current"])
 def test_linen(recipe, x):
-    """A step by update_state and by TrainState, eagerly and under jit; accumulation, calibration, the tools."""
+    """A step by update_state and by TrainState, eagerly and under jit; accumulation,
+    calibration, the tools.
+    """
     layer = model(recipe)
     variables = layer.init(jax.random.key(1), x)
 

@@ -1,4 +1,6 @@
-"""Random calls of the CPU custom calls, good and bad, as the table of `ops/targets.py` has them."""
+"""Random calls of the CPU custom calls, good and bad, as the table of `ops/targets.py`
+has them.
+"""
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ import jaxfp8 as jaxfp8  # registers the targets
 
 from . import values
 
-# ------------------------------------------------------------------------------------------------------- good calls
+# --------------------------------------------------------------------------- good calls
 
 
 def _pick(rng, options):
@@ -31,7 +33,8 @@ def _sizes(rng, op) -> tuple[dict, int]:
         "decode_moment": 2,
         "encode_moment": 2,
     }.get(op, 3 if "transpose" in op else 1)
-    g, *rest = values.dims(rng, rank, 2**12 if op in targets.ALL_OR_NONE else values.LARGEST)  # the oracle is slow
+    # the oracle is slow
+    g, *rest = values.dims(rng, rank, 2**12 if op in targets.ALL_OR_NONE else values.LARGEST)
     return {"g": g, "m": rest[0] if rest else 0, "n": rest[-1] if rest else 0, "*": rest}, 2
 
 
@@ -58,7 +61,7 @@ def good_call(rng, op: str) -> Call:
     return Call(op, operands, call.results, attributes)
 
 
-# -------------------------------------------------------------------------------------------------------- bad calls
+# ---------------------------------------------------------------------------- bad calls
 
 
 def _other_shape(rng, shape):
@@ -147,8 +150,8 @@ def check(seed: int) -> str:
     """Runs one random call: "right", "refused" or "nothing to see".
 
     Raises:
-        AssertionError: the answer is wrong, a bad call is accepted, a good one refused, or the error does not name
-            the op.
+        AssertionError: the answer is wrong, a bad call is accepted, a good one refused,
+            or the error does not name the op.
     """
     call = random_call(np.random.default_rng(seed))
     expected = answer(call)

@@ -1,8 +1,9 @@
 """Random calls of the CPU handlers, and that the checks see a handler that is wrong.
 
-A call must give the answer of the oracle or an error that names the op. The seeds are the same in every run;
-`make test-all` takes others, of the day: `--fuzz FIRST:COUNT`. Where a call ends its process, pytest-xdist (`-n`) names
-the seeds and goes on in another.
+A call must give the answer of the oracle or an error that names the op. The seeds are
+the same in every run; `make test-all` takes others, of the day: `--fuzz FIRST:COUNT`.
+Where a call ends its process, pytest-xdist (`-n`) names the seeds and goes on in
+another.
 """
 
 import numpy as np
@@ -14,7 +15,8 @@ from . import targets
 SEEDS = range(40)
 
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_traced")  # programs of random shapes are of no use later
+# programs of random shapes are of no use later
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
 def pytest_generate_tests(metafunc):

@@ -1,4 +1,6 @@
-"""Random arrays: any bits, ordinary numbers or hard ones, in shapes that are easy to get wrong."""
+"""Random arrays: any bits, ordinary numbers or hard ones, in shapes that are easy to
+get wrong.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +30,9 @@ def dims(rng, count: int, largest: int = LARGEST) -> tuple[int, ...]:
 
 
 def array(rng, shape, dtype) -> np.ndarray:
-    """Any bits; or normal numbers of one size; or zeros and ones; or hard f32 numbers, cast."""
+    """Any bits; or normal numbers of one size; or zeros and ones; or hard f32 numbers,
+    cast.
+    """
     dtype, size = np.dtype(dtype), int(np.prod(shape))
     kind = rng.integers(4)
     if dtype == np.bool_:

@@ -1,4 +1,6 @@
-"""`python -m tests.bad_days.soak --steps 500 --seed 0`: exit status 1 at the first bit that differs from numpy."""
+"""`python -m tests.bad_days.soak --steps 500 --seed 0`: exit status 1 at the first bit
+that differs from numpy.
+"""
 
 import argparse
 import sys

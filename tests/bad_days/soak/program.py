@@ -1,7 +1,8 @@
 """What happens in a run: random batches, trainers, restarts and meshes, step by step.
 
-As in `mesh/cases.py` every tensor that is quantized has an amax of 7 times a power of two, so that scales are powers of
-two and sums exact, spikes and all. What happens to a batch is an event of `bad_days/events.py`.
+As in `mesh/cases.py` every tensor that is quantized has an amax of 7 times a power of
+two, so that scales are powers of two and sums exact, spikes and all. What happens to a
+batch is an event of `bad_days/events.py`.
 """
 
 import dataclasses
@@ -20,10 +21,12 @@ class Event:
     """One step and what comes before it.
 
     Attributes:
-        before: "save", "restore" (the last checkpoint: the run goes back), "restart" (through a checkpoint), or "".
+        before: "save", "restore" (the last checkpoint: the run goes back), "restart"
+            (through a checkpoint), or "".
         mesh: where the step runs.
-        trainer: "guarded" (a weight without a finite gradient stays), "skipping" (a step that is not finite changes
-            nothing) or "accumulating" (two batches, guarded).
+        trainer: "guarded" (a weight without a finite gradient stays), "skipping" (a
+            step that is not finite changes nothing) or "accumulating" (two batches,
+            guarded).
         batches: `(x, target, size, pin)` of each microbatch; see `batch`.
         what: the kind of data, for the report.
     """
@@ -39,8 +42,9 @@ class Event:
 
 
 def batch(rng, what):
-    """`(x, target, size, pin)`: x bf16 and target f32 `[b, s, d]`; size f32 `[b, 1, f]` scales the hidden layer, and
-    pin bool `[b, s, f]` says which one of its values and gradients is 7 times that."""
+    """`(x, target, size, pin)`: x bf16 and target f32 `[b, s, d]`; size f32 `[b, 1, f]`
+    scales the hidden layer, and pin bool `[b, s, f]` says which one of its values and
+    gradients is 7 times that."""
     level = int(rng.integers(-1, 2))
     x, row = cases.tensor(rng, level)
     target, _ = cases.tensor(rng, -level)

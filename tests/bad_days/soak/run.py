@@ -1,4 +1,6 @@
-"""The run in JAX, with donated buffers, on meshes and through checkpoints; compared with numpy after every step."""
+"""The run in JAX, with donated buffers, on meshes and through checkpoints; compared
+with numpy after every step.
+"""
 
 import collections
 import functools
@@ -29,7 +31,9 @@ def _bounded(y, size, pin, low):
 
 @jax.custom_vjp
 def activation(y, size, pin):
-    """Multiples of 1/4 from 0 to 7, times `size`; the gradient passes through and is treated alike, from -7 on."""
+    """Multiples of 1/4 from 0 to 7, times `size`; the gradient passes through and is
+    treated alike, from -7 on.
+    """
     return _bounded(y, size, pin, 0)
 
 
@@ -100,7 +104,9 @@ class Place:
 
 
 class Checkpoints:
-    """The last checkpoint, in msgpack and orbax by turns, and the simulation at that time."""
+    """The last checkpoint, in msgpack and orbax by turns, and the simulation at that
+    time.
+    """
 
     def __init__(self, folder):
         self.folder, self.count, self.last = folder, 0, None
@@ -135,7 +141,8 @@ def soak(events, said=lambda step, counts: None) -> collections.Counter:
     """Runs the events of `program` and compares; how often everything happened.
 
     Raises:
-        AssertionError: at the first bit that differs, with the step, its event and the leaf.
+        AssertionError: at the first bit that differs, with the step, its event and the
+            leaf.
     """
     places, counts = {}, collections.Counter()
     simulated = simulation.Run.start(cases.weights())

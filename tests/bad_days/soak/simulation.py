@@ -1,4 +1,6 @@
-"""The run in numpy: weights and FP8 state after each step, from the oracle's quantization and exact sums."""
+"""The run in numpy: weights and FP8 state after each step, from the oracle's
+quantization and exact sums.
+"""
 
 import dataclasses
 
@@ -24,7 +26,9 @@ class Run:
 
 
 def unit(values) -> float:
-    """The largest power of two that divides all values; infinity where there are only zeros."""
+    """The largest power of two that divides all values; infinity where there are only
+    zeros.
+    """
     values = np.asarray(values, np.float64)
     mantissas, exponents = np.frexp(values[values != 0])
     integers = (mantissas * 2.0**53).astype(np.int64)
@@ -32,7 +36,8 @@ def unit(values) -> float:
 
 
 def product(a, b, a_inv, b_inv, dtype=np.float32):
-    """`(a @ b) * (a_inv * b_inv)` of codes, rounded to f32 and then to `dtype`. Rows and columns of a NaN are NaN.
+    """`(a @ b) * (a_inv * b_inv)` of codes, rounded to f32 and then to `dtype`. Rows
+    and columns of a NaN are NaN.
 
     Raises:
         AssertionError: some order of f32 additions could round.
@@ -48,13 +53,17 @@ def product(a, b, a_inv, b_inv, dtype=np.float32):
 
 
 def activation(y, size, pin, low):
-    """Multiples of 1/4 from `low` to 7, times `size`; 7 times `size` where it is pinned."""
+    """Multiples of 1/4 from `low` to 7, times `size`; 7 times `size` where it is
+    pinned.
+    """
     y = y.reshape(pin.shape)
     return (np.where(pin, np.float32(7), np.clip(np.rint(y * 4) / 4, low, 7)) * size).astype(np.float32)
 
 
 def gradient(run: Run, batch):
-    """`(gradients of weights, next states)` of one microbatch; as `soak.run.loss` has it."""
+    """`(gradients of weights, next states)` of one microbatch; as `soak.run.loss` has
+    it.
+    """
     x, target, size, pin = batch
     rows = x.reshape(-1, x.shape[-1])
     first, second = run.state["w1"], run.state["w2"]
@@ -78,7 +87,9 @@ def gradient(run: Run, batch):
 
 
 def next_weight(w, g):
-    """A step of 1/4s; the largest weight goes from 7/4 to 7/2 and back. Where g is not finite w stays."""
+    """A step of 1/4s; the largest weight goes from 7/4 to 7/2 and back. Where g is not
+    finite w stays.
+    """
     with np.errstate(invalid="ignore"):
         new = np.where(np.abs(w) > 1, np.float32(5.25) - w, np.clip(w - np.rint(g / 128) / 4, -0.75, 0.75))
     return np.where(np.isfinite(g), new, w).astype(np.float32)

@@ -27,7 +27,9 @@ def products(folder):
 
 
 def groups(folder):
-    """One strided batch of the groups that share their scales, one call for each of these batches."""
+    """One strided batch of the groups that share their scales, one call for each of
+    these batches.
+    """
     gemm = Gemm(folder)
     for scales, calls, batch in (((1, 1), 1, 6), ((6, 1), 6, 1), ((1, 6), 6, 1), ((6, 6), 6, 1), ((2, 1), 2, 3)):
         for extras in ({}, {"bias": True}, {"accumulator": "in place"}):
@@ -37,7 +39,8 @@ def groups(folder):
     assert gemm.counts()["copies"] == 0
 
 
-# By ScaleMode (cuda/kernels/scale_mode.h): what cuBLASLt multiplies, and what it does not.
+# By ScaleMode (cuda/kernels/scale_mode.h): what cuBLASLt multiplies, and what it does
+# not.
 ROWS, MX, ROW_BLOCKS, BLOCKS = 1, 2, 3, 4
 NAMES = {ROWS: "rows", MX: "1x32", ROW_BLOCKS: "1x128", BLOCKS: "128x128"}
 BLOCK_OF = {ROWS: (1, None), MX: (1, 32), ROW_BLOCKS: (1, 128), BLOCKS: (128, 128)}
@@ -89,7 +92,8 @@ def plans(folder):
     assert asked(1, 16, 48, 32, bias=True) == 1
     assert asked(1, 16, 48, 32, accumulator="apart") == 1
     assert asked(2, 16, 48, 32) == 1
-    # 16 x 48 codes a group: the second group's `a` starts 768 bytes in, its `b` at a multiple of 16 only.
+    # 16 x 48 codes a group: the second group's `a` starts 768 bytes in, its `b` at a
+    # multiple of 16 only.
     assert asked(2, 16, 17 * 16, 17 * 16, scales=(2, 1)) >= 1
     # Of the same model, and of another.
     gemm.set_device(1, 90)
@@ -106,7 +110,9 @@ def first_algorithm(folder):
 
 
 def block_scales(folder):
-    """Each mode where the manual says that it reads its scales; distinct sizes, several blocks and tiles, groups."""
+    """Each mode where the manual says that it reads its scales; distinct sizes, several
+    blocks and tiles, groups.
+    """
     gemm = Gemm(folder)
     for modes in PAIRS:
         for shape in ((1, 16, 48, 32), (1, 144, 272, 640), (3, 160, 16, 272)):
@@ -117,7 +123,9 @@ def block_scales(folder):
 
 
 def block_scale_plans(folder):
-    """Each pair of modes has plans of its own; what cuBLASLt has no product for is named."""
+    """Each pair of modes has plans of its own; what cuBLASLt has no product for is
+    named.
+    """
     gemm = Gemm(folder)
     gemm.check(1, 32, 48, 64)
     for modes in PAIRS:
@@ -146,7 +154,9 @@ def capabilities(folder):
 
 
 def unaligned_scales(folder):
-    """Scales that lie anywhere are copied, each once, to the end of the workspace; the others are read in place."""
+    """Scales that lie anywhere are copied, each once, to the end of the workspace; the
+    others are read in place.
+    """
     gemm = Gemm(folder)
     for shifts in ((4, 0), (0, 4), (12, 8), (16, 32)):
         for scales in ((1, 1), (3, 1), (3, 3)):
@@ -166,7 +176,9 @@ def unaligned_scales(folder):
 
 
 def unaligned_workspace(folder):
-    """cuBLASLt gets the part of the workspace from a multiple of 256 bytes on, which may be nothing."""
+    """cuBLASLt gets the part of the workspace from a multiple of 256 bytes on, which
+    may be nothing.
+    """
     gemm = Gemm(folder)
     for shift in (16, 128, 240):
         for workspace in (0, 100, 4096, 1 << 20):
@@ -197,7 +209,9 @@ def threads(folder):
 
 
 def capture(folder):
-    """What allocates on the device happens in the handler's first stage, before a capture; a new plan needs nothing."""
+    """What allocates on the device happens in the handler's first stage, before a
+    capture; a new plan needs nothing.
+    """
     gemm = Gemm(folder)
     reason = ctypes.create_string_buffer(4096)
     gemm.library.prepare(reason)

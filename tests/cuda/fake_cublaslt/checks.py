@@ -1,6 +1,8 @@
-"""Checks of the GEMM's calls to cuBLASLt, each in a process of its own: `python checks.py FOLDER CHECK`.
+"""Checks of the GEMM's calls to cuBLASLt, each in a process of its own:
+`python checks.py FOLDER CHECK`.
 
-A separate process, because the stand-in has the soname of the real library: JAX must never meet it.
+A separate process, because the stand-in has the soname of the real library: JAX must
+never meet it.
 """
 
 import importlib

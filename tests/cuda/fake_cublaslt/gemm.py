@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import oracle
 
-DTYPES = {dtype: code for code, dtype in enumerate((oracle.BF16, oracle.F16, np.dtype(np.float32)))}  # jaxfp8::Dtype
+# jaxfp8::Dtype
+DTYPES = {dtype: code for code, dtype in enumerate((oracle.BF16, oracle.F16, np.dtype(np.float32)))}
 DTYPES |= {oracle.E4M3.dtype: 3, oracle.E5M2.dtype: 4}
 COUNTS = ("heuristics", "matmuls", "handles", "alive", "alignment", "fast", "batch", "algorithm")
 WORKSPACE = 1 << 20
@@ -35,7 +36,9 @@ class Gemm:
         self, a, b, a_scale, b_scale, out, *, bias=None, accumulator=None, precise=False, workspace=WORKSPACE,
         workspace_shift=0, modes=(0, 0),
     ) -> str:  # fmt: skip
-        """The reason of a failure, or nothing. Scales: `[1]`, `[s, 4]`, or `[g, ...]` as `modes` has them."""
+        """The reason of a failure, or nothing. Scales: `[1]`, `[s, 4]`, or `[g, ...]`
+        as `modes` has them.
+        """
 
         def pointer(x):
             return ctypes.c_void_p(None if x is None else x.ctypes.data)
@@ -61,8 +64,8 @@ class Gemm:
     ):  # fmt: skip
         """One product of random codes, against the oracle.
 
-        `scales`: how many each operand has; `accumulator`: None, "apart" or "in place"; `shift`, `scale_shifts`: of a
-        and of both scales, in bytes off alignment.
+        `scales`: how many each operand has; `accumulator`: None, "apart" or "in place";
+        `shift`, `scale_shifts`: of a and of both scales, in bytes off alignment.
         """
         rng = np.random.default_rng(m * n)
         a, b = (
@@ -100,7 +103,9 @@ def aligned(x, shift=0) -> np.ndarray:
 
 
 def spaced(scales, shift=0) -> np.ndarray:
-    """Scales as the custom call has them: `[1]`, or `[s, 4]` with nothing to read behind the first of each four."""
+    """Scales as the custom call has them: `[1]`, or `[s, 4]` with nothing to read
+    behind the first of each four.
+    """
     if scales.size > 1:
         scales = np.stack([scales, *[np.full_like(scales, np.nan)] * 3], axis=1)
     return aligned(scales, shift)

@@ -4,13 +4,16 @@ import ctypes
 
 KINDS = {
     "MatmulDesc": (68, 0),  # CUBLAS_COMPUTE_32F, CUDA_R_32F
-    "MatrixLayout": (28, ctypes.c_uint64(32), ctypes.c_uint64(16), ctypes.c_int64(32)),  # CUDA_R_8F_E4M3
+    # CUDA_R_8F_E4M3
+    "MatrixLayout": (28, ctypes.c_uint64(32), ctypes.c_uint64(16), ctypes.c_int64(32)),
     "MatmulPreference": (),
 }
 
 
 def attribute_sizes(folder, path):
-    """The stand-in wants each attribute in as many bytes as the library in `path` does."""
+    """The stand-in wants each attribute in as many bytes as the library in `path`
+    does.
+    """
     fake, real = (_sizes(ctypes.CDLL(str(library))) for library in (folder / "libcublasLt.so.13", path))
     known = {attribute for attribute, sizes in fake.items() if sizes}
     assert len(known) == 18, known

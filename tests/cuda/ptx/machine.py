@@ -1,7 +1,8 @@
-"""The kernels of cuda/ as the PTX that nvcc makes of them, run by an interpreter: no GPU, nothing of the emulator's.
+"""The kernels of cuda/ as the PTX that nvcc makes of them, run by an interpreter: no
+GPU, nothing of the emulator's.
 
-The host code is nvcc's too. Its objects register and launch their kernels through the stand-in for the CUDA runtime, so
-grids, blocks and parameters are those of a GPU.
+The host code is nvcc's too. Its objects register and launch their kernels through the
+stand-in for the CUDA runtime, so grids, blocks and parameters are those of a GPU.
 """
 
 import contextlib
@@ -29,7 +30,9 @@ ARCHITECTURE = "90a"
 
 @functools.cache
 def nvcc() -> str | None:
-    """Return nvcc of CUDA 13: NVIDIA's wheel beside Python, else the one on the path; None without."""
+    """Return nvcc of CUDA 13: NVIDIA's wheel beside Python, else the one on the path;
+    None without.
+    """
     for path in (Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc"), shutil.which("nvcc")):
         if path and Path(path).exists():
             done = subprocess.run([path, "--version"], capture_output=True, text=True)
@@ -59,7 +62,9 @@ def _run(command, folder: Path) -> None:
 
 
 def _kept(name: str, key: bytes, make) -> Path:
-    """Return the folder that `make(folder)` has filled; it is made once for a key, by one process."""
+    """Return the folder that `make(folder)` has filled; it is made once for a key, by
+    one process.
+    """
     folder = CACHE / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / f"{folder.name}.lock", "w") as lock:
@@ -72,7 +77,9 @@ def _kept(name: str, key: bytes, make) -> Path:
 
 
 def compiled(architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = tuple(emulated.KERNELS)) -> Path:
-    """Return a folder with `<kernel>.o` and `<kernel>.ptx`, the text that the object was made of."""
+    """Return a folder with `<kernel>.o` and `<kernel>.ptx`, the text that the object
+    was made of.
+    """
     # No machine code: ptxas would take half of the time, and nothing runs it.
     flags = [f"-gencode=arch=compute_{architecture},code=compute_{architecture}", "-std=c++17", "-O3"]
     flags += [f"-I{emulated.ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden", "--keep", "--keep-dir=."]
@@ -91,7 +98,9 @@ def compiled(architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = tuple(
 
 
 def compiled_for_warps() -> Path:
-    """Return the folder of Hopper's kernels with the ragged product of Ada, which takes less time than all of Ada's."""
+    """Return the folder of Hopper's kernels with the ragged product of Ada, which takes
+    less time than all of Ada's.
+    """
     folders = compiled(), compiled("89", ("ragged_matmul",))
 
     def make(folder):
@@ -117,7 +126,9 @@ def interpreter() -> list[Path]:
 
 
 def _library(name: str, kernels: Path, capability: int, objects) -> ctypes.CDLL:
-    """Link the interpreter, the objects of a folder of kernels and more, and load the library."""
+    """Link the interpreter, the objects of a folder of kernels and more, and load the
+    library.
+    """
     objects = [*interpreter(), *sorted(kernels.glob("*.o")), *objects]
     # Symbolic: whatever CUDA runtime a process has, these launchers call the stand-in.
     command = [emulated.compiler(), "-shared", "-Wl,-Bsymbolic", *objects, "-o", "lib.so"]
@@ -138,13 +149,17 @@ def build(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
 
 @functools.cache
 def build_for_warps() -> ctypes.CDLL:
-    """Compile and load the launchers on a GPU whose ragged products are those of warps."""
+    """Compile and load the launchers on a GPU whose ragged products are those of
+    warps.
+    """
     return _library("launchers", compiled_for_warps(), 8, [emulated.entry_points()])
 
 
 @functools.cache
 def register_handlers(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
-    """Register the FFI handlers over the interpreter as custom calls `ptx_cuda_<op>` of the CPU."""
+    """Register the FFI handlers over the interpreter as custom calls `ptx_cuda_<op>` of
+    the CPU.
+    """
     if reason := why_not():
         pytest.skip(reason)
     include = jax.ffi.include_dir()
@@ -177,7 +192,9 @@ def take_fault(library: ctypes.CDLL) -> str:
 
 
 class Interpreted(emulated.Emulated):
-    """The launchers over interpreted PTX. Buffers of a call are all the memory that its kernels may touch."""
+    """The launchers over interpreted PTX. Buffers of a call are all the memory that its
+    kernels may touch.
+    """
 
     def _launch(self, op, *arguments):
         alive = [buffer for buffer in buffers.alive if buffer.array.nbytes]

@@ -1,4 +1,6 @@
-"""Negative controls: a kernel whose PTX is wrong in one place must be found out, by a fault or by its results."""
+"""Negative controls: a kernel whose PTX is wrong in one place must be found out, by a
+fault or by its results.
+"""
 
 import contextlib
 import re
@@ -31,7 +33,9 @@ def interpreted_warps(interpreted):
 
 @contextlib.contextmanager
 def edited(library, folder, kernel, pattern, replacement, *, original=machine.compiled):
-    """Kernels of one file as they are after an edit of their PTX, which has to change something."""
+    """Kernels of one file as they are after an edit of their PTX, which has to change
+    something.
+    """
     text = (original() / f"{kernel}.ptx").read_text()
     changed = re.sub(pattern, replacement, text)
     assert changed != text, f"{pattern} is not in {kernel}.ptx"
@@ -43,7 +47,7 @@ def edited(library, folder, kernel, pattern, replacement, *, original=machine.co
         library.ptx_use_folder(str(original()).encode())
 
 
-# ------------------------------------------------------------------------------------- calls with answers of the oracle
+# ----------------------------------------------------- calls with answers of the oracle
 
 
 def quantize(interpreted, size=1031):
@@ -105,7 +109,9 @@ def plain_adam(interpreted):
 
 
 class Control(NamedTuple):
-    """An edit of a kernel's PTX, a call that meets it, and the kind of fault that has to come."""
+    """An edit of a kernel's PTX, a call that meets it, and the kind of fault that has
+    to come.
+    """
 
     kernel: str
     pattern: str
@@ -294,9 +300,9 @@ def test_controls_of_custom_calls(op, pattern, replacement, kind, tmp_path):
     assert re.match(kind, machine.take_fault(library))
 
 
-# Of 16 elements, of each of two kernels: a root and a quotient, and for each moment the root of a fraction and the
-# inverse of an amax, two for a root and four for a quotient. And terms with +0, three for an update and two more to
-# apply it.
+# Of 16 elements, of each of two kernels: a root and a quotient, and for each moment the
+# root of a fraction and the inverse of an amax, two for a root and four for a quotient.
+# And terms with +0, three for an update and two more to apply it.
 FUSED = {"adam_update": 2 * (16 * (2 + 4) + 2 * (16 * 2 + 4)) + 16 * (3 + 5), "encode_moment": 0}
 
 

@@ -1,4 +1,5 @@
-"""The FFI handlers over interpreted kernels: the good calls of every op, between gaps, against the oracle.
+"""The FFI handlers over interpreted kernels: the good calls of every op, between gaps,
+against the oracle.
 
 `tests/ops` runs the numbers of all ops over them too, as `ptx`, in `make test-all`.
 """
@@ -11,7 +12,8 @@ from ops import answers, cases, targets
 
 from . import machine
 
-# Products have no kernels of ours. Ones are multiplied, activated and normalized by the tests of the launchers.
+# Products have no kernels of ours. Ones are multiplied, activated and normalized by the
+# tests of the launchers.
 WITHOUT_ANSWER = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul", "quantize_activation", "quantize_norm")
 OPS = [op for op in targets.CUDA_SPECS if not op.startswith((*WITHOUT_ANSWER, "quantize_blocks_transpose"))]
 # operand -> result
@@ -28,7 +30,9 @@ SIZES = [{}, {"g": 3}, {"m": 0, "*": (0, 4)}, {"n": 0, "*": (3, 0)}]
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_good_calls(op, sizes):
-    """Scales and amaxes of each group, of all, none; sides that are 0; results in the place of operands."""
+    """Scales and amaxes of each group, of all, none; sides that are 0; results in the
+    place of operands.
+    """
     library, rng = machine.register_handlers(), np.random.default_rng(0)
     for call in targets.every_choice(op, targets.SIZES | sizes):
         with np.errstate(invalid="ignore"):  # integers have no infinity
