@@ -7,7 +7,9 @@ The last argument says which modules there are to be.
 import subprocess
 import sys
 
-imported = subprocess.run([sys.executable, "-c", "import jaxfp8"], capture_output=True, text=True, check=True)
+imported = subprocess.run(
+    [sys.executable, "-c", "import jaxfp8"], capture_output=True, text=True, check=True
+)
 lines = (imported.stdout + imported.stderr).splitlines()
 assert len(lines) <= 1, lines
 
@@ -24,11 +26,15 @@ got = "native" if "jaxfp8_amax_v1" in text else "reference"
 assert got == wanted, f"expected the {wanted} implementation, got {got}"
 
 if len(sys.argv) > 2:
-    assert jaxfp8.has_cuda_kernels() == (sys.argv[2] == "cuda"), f"has_cuda_kernels() is {jaxfp8.has_cuda_kernels()}"
+    assert jaxfp8.has_cuda_kernels() == (sys.argv[2] == "cuda"), (
+        f"has_cuda_kernels() is {jaxfp8.has_cuda_kernels()}"
+    )
 
 x = np.linspace(-3, 3, 4096, dtype=np.float32)
 data, amax = jaxfp8.ops.quantize(x, jnp.float32(100), jnp.float8_e4m3fn)
-assert np.array_equal(np.asarray(data), np.clip(x * np.float32(100), -448, 448).astype(jnp.float8_e4m3fn))
+assert np.array_equal(
+    np.asarray(data), np.clip(x * np.float32(100), -448, 448).astype(jnp.float8_e4m3fn)
+)
 assert amax == 3
 
 layer = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
@@ -37,4 +43,6 @@ variables = layer.init(jax.random.key(1), inputs)
 grads = jax.jit(jax.grad(lambda v: (layer.apply(v, inputs) ** 2).sum()))(variables)
 state = grads[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
 assert state["input_amax_history"][0] == jnp.abs(inputs).max()
-print(f"smoke: jaxfp8 on Python {sys.version.split()[0]}, JAX {jax.__version__}: {got}, ok")
+print(
+    f"smoke: jaxfp8 on Python {sys.version.split()[0]}, JAX {jax.__version__}: {got}, ok"
+)

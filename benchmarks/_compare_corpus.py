@@ -21,7 +21,9 @@ class Corpus:
     """
 
     def __init__(self, text: str | None = None):
-        text = "".join(topics[name] for name in sorted(topics)) if text is None else text
+        text = (
+            "".join(topics[name] for name in sorted(topics)) if text is None else text
+        )
         self.vocabulary = sorted(set(text))
         code = {character: i for i, character in enumerate(self.vocabulary)}
         self.codes = np.array([code[character] for character in text], np.int32)
@@ -48,6 +50,8 @@ class Corpus:
             length: the number of characters in a window, without the last target.
             limit: the largest number of batches to return; None returns all.
         """
-        windows = np.lib.stride_tricks.sliding_window_view(self.validation, length + 1)[::length]
+        windows = np.lib.stride_tricks.sliding_window_view(self.validation, length + 1)[
+            ::length
+        ]
         count = len(windows) // batch
         return windows[: count * batch].reshape(count, batch, length + 1)[:limit]

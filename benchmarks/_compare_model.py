@@ -21,7 +21,10 @@ def attend(query, key, value):
     `jax.nn.dot_product_attention` cannot be used here, because it has no float16 on
     CPUs.
     """
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * HEAD**-0.5
+    scores = (
+        jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+        * HEAD**-0.5
+    )
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
@@ -39,7 +42,9 @@ class Block(nn.Module):
         norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
         batch, length, width = x.shape
 
-        qkv = dense(3 * width, name="qkv")(norm()(x)).reshape(batch, length, 3, width // HEAD, HEAD)
+        qkv = dense(3 * width, name="qkv")(norm()(x)).reshape(
+            batch, length, 3, width // HEAD, HEAD
+        )
         query, key, value = jnp.unstack(qkv, axis=2)
         x = x + dense(width, name="out")(attend(query, key, value).reshape(x.shape))
         hidden = nn.gelu(dense(4 * width, name="up")(norm()(x)))
@@ -77,4 +82,6 @@ class LanguageModel(nn.Module):
         for i in range(self.layers):
             x = Block(self.dtype, self.dense, name=f"block{i}")(x)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
-        return nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x).astype(jnp.float32)
+        return nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x).astype(
+            jnp.float32
+        )

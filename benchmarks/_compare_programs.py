@@ -64,12 +64,19 @@ class Program(NamedTuple):
             (emulated, f"products of widened codes by {platform}"),
         )
         in_jnp = max(0, fp8["quantizers"] - fp8["quantizers_by_kernel"])
-        quantizers = ((fp8["quantizers_by_kernel"], "quantizers by custom calls"), (in_jnp, "in jnp"))
+        quantizers = (
+            (fp8["quantizers_by_kernel"], "quantizers by custom calls"),
+            (in_jnp, "in jnp"),
+        )
         return f"{_parts(products)}; {_parts(quantizers)}"
 
     def record(self) -> dict:
         """Return memory and FP8 counts as a dict for JSON."""
-        memory = {"memory_bytes": self.memory, "peak_bytes": self.peak_bytes, "kept_bytes": self.kept_bytes}
+        memory = {
+            "memory_bytes": self.memory,
+            "peak_bytes": self.peak_bytes,
+            "kept_bytes": self.kept_bytes,
+        }
         return memory | {"fp8": self.fp8, "how": self.how()}
 
 
@@ -80,9 +87,19 @@ def compile_step(arm: Arm, state: TrainState, batch) -> Program:
         compiled = traced.lower().compile()
         # The function that `jax.vjp` returns is a pytree of the arrays that it keeps,
         # so its shapes tell the bytes.
-        _, vjp = jax.eval_shape(lambda v: jax.vjp(lambda v: loss_fn(v, state.apply_fn, batch), v), state.params)
-    kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
-    return Program(compiled, _memory(compiled.memory_analysis()), kept, _fp8(traced.jaxpr.jaxpr, compiled.as_text()))
+        _, vjp = jax.eval_shape(
+            lambda v: jax.vjp(lambda v: loss_fn(v, state.apply_fn, batch), v),
+            state.params,
+        )
+    kept = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp)
+    )
+    return Program(
+        compiled,
+        _memory(compiled.memory_analysis()),
+        kept,
+        _fp8(traced.jaxpr.jaxpr, compiled.as_text()),
+    )
 
 
 def _parts(counts) -> str:
@@ -90,18 +107,29 @@ def _parts(counts) -> str:
 
 
 def _memory(analysis) -> dict[str, int] | None:
-    parts = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporaries": "temp"}
-    return analysis and {name: getattr(analysis, f"{part}_size_in_bytes") for name, part in parts.items()}
+    parts = {
+        "arguments": "argument",
+        "outputs": "output",
+        "aliased": "alias",
+        "temporaries": "temp",
+    }
+    return analysis and {
+        name: getattr(analysis, f"{part}_size_in_bytes") for name, part in parts.items()
+    }
 
 
 def _fp8(jaxpr, hlo: str) -> dict[str, int]:
     # The jaxpr has the ops that the program asks for, the compiled HLO the custom calls
     # that run.
-    ops = collections.Counter(eqn.primitive.name for eqn, _ in _programs.equations(jaxpr))
+    ops = collections.Counter(
+        eqn.primitive.name for eqn, _ in _programs.equations(jaxpr)
+    )
     calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', hlo))
 
     def count(counts, *prefixes):
-        return sum(number for name, number in counts.items() if name.startswith(prefixes))
+        return sum(
+            number for name, number in counts.items() if name.startswith(prefixes)
+        )
 
     return {
         "products": count(ops, *_PRODUCTS),

@@ -24,13 +24,20 @@ def environment() -> dict:
     on.
     """
     machine = {"cpu": processor(), "devices": [str(device) for device in jax.devices()]}
-    return {"machine": machine, "versions": versions(("jax", "jaxlib", "flax", "optax", "numpy"))}
+    return {
+        "machine": machine,
+        "versions": versions(("jax", "jaxlib", "flax", "optax", "numpy")),
+    }
 
 
 def device_name() -> str:
     """Return the vendor's name of the device that programs run on."""
     device = jax.devices()[0]
-    return f"{processor()} (CPU)" if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
+    return (
+        f"{processor()} (CPU)"
+        if device.platform == "cpu"
+        else f"{device.device_kind} ({device.platform})"
+    )
 
 
 def reference_of(names) -> str | None:
@@ -46,7 +53,9 @@ def results_of(seeds, programs) -> dict[str, dict]:
     """
     results = summarize(seeds, reference_of(seeds[0]))
     for name, row in results.items():
-        row |= programs[name].record() | {"skipped": [runs[name].skipped for runs in seeds]}
+        row |= programs[name].record() | {
+            "skipped": [runs[name].skipped for runs in seeds]
+        }
     return results
 
 
@@ -54,9 +63,13 @@ def timed_results(times, programs) -> dict[str, dict]:
     """Return for each arm its times and their median, in ms, and the result of
     `Program.record`.
     """
-    medians = {name: {"median_ms_per_step": float(np.median(ms))} for name, ms in times.items()}
+    medians = {
+        name: {"median_ms_per_step": float(np.median(ms))} for name, ms in times.items()
+    }
     steps = {name: {"step_ms": [round(t, 3) for t in ms]} for name, ms in times.items()}
-    return {name: medians[name] | steps[name] | programs[name].record() for name in times}
+    return {
+        name: medians[name] | steps[name] | programs[name].record() for name in times
+    }
 
 
 def table(results) -> str:
@@ -68,8 +81,13 @@ def table(results) -> str:
         ms = row["median_ms_per_step"]
         cells = {"arm": name, "ms/step": f"{ms:.1f}"}
         if reference:
-            cells[f"x {reference}"] = f"{ms / results[reference]['median_ms_per_step']:.2f}"
-        cells |= {"peak MiB": _mib(row["peak_bytes"]), "kept MiB": _mib(row["kept_bytes"])}
+            cells[f"x {reference}"] = (
+                f"{ms / results[reference]['median_ms_per_step']:.2f}"
+            )
+        cells |= {
+            "peak MiB": _mib(row["peak_bytes"]),
+            "kept MiB": _mib(row["kept_bytes"]),
+        }
         if "mean_validation_loss" in row:
             cells["loss"] = f"{row['mean_validation_loss']:.4f}"
             if reference:
@@ -77,11 +95,15 @@ def table(results) -> str:
                 cells[f"minus {reference}"] = f"{bounds['mean']:+.4f}"
                 if bounds["low"] is not None:
                     cells["95 %"] = f"{bounds['low']:+.4f} to {bounds['high']:+.4f}"
-            cells["skipped"] = str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"
+            cells["skipped"] = (
+                str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"
+            )
         if name == reference:
             cells |= dict.fromkeys(cells.keys() & {f"minus {reference}", "95 %"}, "-")
         lines.append(cells)
-    return aligned([list(lines[0]), *(list(cells.values()) for cells in lines)], right=1)
+    return aligned(
+        [list(lines[0]), *(list(cells.values()) for cells in lines)], right=1
+    )
 
 
 def notes(programs) -> str:
@@ -89,17 +111,28 @@ def notes(programs) -> str:
     ran there.
     """
     lines = [f"device: {device_name()}", "how FP8 ran there, in one step:"]
-    lines += [f"  {name:8} {programs[name].how()}" for name in programs if name in FP8_ARMS]
+    lines += [
+        f"  {name:8} {programs[name].how()}" for name in programs if name in FP8_ARMS
+    ]
     if len(lines) == 2:
         return lines[0]
-    if any(p.fp8["products"] > p.fp8["products_by_kernel"] + p.fp8["products_by_xla"] for p in programs.values()):
-        lines.append("Widened codes are multiplied in bf16 or f32: these times are not the speed of FP8 units.")
+    if any(
+        p.fp8["products"] > p.fp8["products_by_kernel"] + p.fp8["products_by_xla"]
+        for p in programs.values()
+    ):
+        lines.append(
+            "Widened codes are multiplied in bf16 or f32: these times are not the speed of FP8 units."
+        )
     return "\n".join(lines)
 
 
 def is_proof(steps: int, seeds: int, names) -> bool:
     """Return whether a comparison is long and wide enough to judge every recipe."""
-    return steps >= PROOF_STEPS and seeds >= PROOF_SEEDS and {"bf16", *FP8_ARMS} <= set(names)
+    return (
+        steps >= PROOF_STEPS
+        and seeds >= PROOF_SEEDS
+        and {"bf16", *FP8_ARMS} <= set(names)
+    )
 
 
 def judge(results) -> tuple[bool, str]:
@@ -108,13 +141,22 @@ def judge(results) -> tuple[bool, str]:
     """
     differences = {name: results[name]["mean_minus_bf16"] for name in FP8_ARMS}
     passed = all(difference <= MAX_LOSS for difference in differences.values())
-    each = ", ".join(f"{name} {difference:+.4f}" for name, difference in differences.items())
-    return passed, f"{'PASS' if passed else 'FAIL'}: nat above bf16, at most {MAX_LOSS}: {each}"
+    each = ", ".join(
+        f"{name} {difference:+.4f}" for name, difference in differences.items()
+    )
+    return (
+        passed,
+        f"{'PASS' if passed else 'FAIL'}: nat above bf16, at most {MAX_LOSS}: {each}",
+    )
 
 
 def write_json(path, settings: dict, results: dict, seeds: list) -> None:
     """Write settings, the environment, results, and the curves of each seed."""
-    written = {"settings": settings} | environment() | {"results": results, "seeds": record(seeds)}
+    written = (
+        {"settings": settings}
+        | environment()
+        | {"results": results, "seeds": record(seeds)}
+    )
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _files.replaced(path, "w") as file:

@@ -32,10 +32,16 @@ class Run:
         """Return the median time and the curves as a dict for JSON."""
         validation = [[step, round(loss, 5)] for step, loss in self.validation]
         train = np.round(smooth(self.train_losses)[1], 4).tolist()
-        return {"median_ms_per_step": round(self.median_step_ms, 2), "validation": validation, "train": train}
+        return {
+            "median_ms_per_step": round(self.median_step_ms, 2),
+            "validation": validation,
+            "train": train,
+        }
 
 
-def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
+def summarize(
+    seeds: list[dict[str, Run]], reference: str | None = "bf16"
+) -> dict[str, dict]:
     """Return for each arm its last validation losses, their mean and the median ms of a
     step.
 
@@ -49,12 +55,19 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
     results = {}
     for name in seeds[0]:
         losses = [runs[name].validation[-1][1] for runs in seeds]
-        results[name] = {"validation_losses": losses, "mean_validation_loss": float(np.mean(losses))}
-        results[name]["median_ms_per_step"] = float(np.median([runs[name].median_step_ms for runs in seeds]))
+        results[name] = {
+            "validation_losses": losses,
+            "mean_validation_loss": float(np.mean(losses)),
+        }
+        results[name]["median_ms_per_step"] = float(
+            np.median([runs[name].median_step_ms for runs in seeds])
+        )
         if reference in seeds[0]:
             # Arms of one seed have the same weights and the same text, so losses are
             # compared seed by seed.
-            differences = np.subtract(losses, [runs[reference].validation[-1][1] for runs in seeds])
+            differences = np.subtract(
+                losses, [runs[reference].validation[-1][1] for runs in seeds]
+            )
             results[name][f"minus_{reference}"] = differences.tolist()
             results[name][f"mean_minus_{reference}"] = float(np.mean(differences))
             results[name][f"interval_minus_{reference}"] = interval(differences)
@@ -99,7 +112,9 @@ def smooth(losses, blocks: int = 100):
     """
     size = max(1, len(losses) // blocks)
     count = len(losses) // size
-    return (np.arange(count) + 0.5) * size, np.reshape(losses[: count * size], (count, size)).mean(axis=1)
+    return (np.arange(count) + 0.5) * size, np.reshape(
+        losses[: count * size], (count, size)
+    ).mean(axis=1)
 
 
 def validation_of(seeds, name):
@@ -107,4 +122,6 @@ def validation_of(seeds, name):
     `(seeds, n)`.
     """
     steps = [step for step, _ in seeds[0][name].validation]
-    return steps, np.array([[loss for _, loss in runs[name].validation] for runs in seeds])
+    return steps, np.array(
+        [[loss for _, loss in runs[name].validation] for runs in seeds]
+    )

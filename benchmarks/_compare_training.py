@@ -45,9 +45,13 @@ def train_step(state: TrainState, batch):
         loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
         return state.apply_gradients(grads=grads), loss, True
     # Scale the loss, and keep the old state where scaled gradients overflow.
-    loss, grads = mixed_precision.value_and_grad(loss_fn, scale)(state.params, state.apply_fn, batch)
+    loss, grads = mixed_precision.value_and_grad(loss_fn, scale)(
+        state.params, state.apply_fn, batch
+    )
     finite = mixed_precision.all_finite(grads)
-    next_state = mixed_precision.select(finite, state.apply_gradients(grads=grads), state)
+    next_state = mixed_precision.select(
+        finite, state.apply_gradients(grads=grads), state
+    )
     return next_state.replace(loss_scale=scale.adjust(finite)), loss, finite
 
 
@@ -56,15 +60,21 @@ def mean_loss(state: TrainState, batches):
     """Return the mean loss of `[batches, batch, length + 1]`; one batch at a time, to
     keep the memory small.
     """
-    return jax.lax.map(functools.partial(loss_fn, state.params, state.apply_fn), batches).mean()
+    return jax.lax.map(
+        functools.partial(loss_fn, state.params, state.apply_fn), batches
+    ).mean()
 
 
 def make_optimizer(steps: int):
     """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine
     to a tenth of the peak.
     """
-    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1)
+    )
 
 
 def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainState:
@@ -73,9 +83,13 @@ def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainS
     """
     # A layer gets the state of the recipe that is selected while it is initialized.
     with arm.region():
-        variables = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, model.length), jnp.int32))
+        variables = jax.jit(model.init)(
+            jax.random.key(seed), jnp.zeros((1, model.length), jnp.int32)
+        )
     scale = mixed_precision.DynamicLossScale() if arm.loss_scaled else None
-    return TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer, loss_scale=scale)
+    return TrainState.create(
+        apply_fn=model.apply, params=variables, tx=optimizer, loss_scale=scale
+    )
 
 
 def train(arms, steps, states, batches, validation, count, on_step=lambda runs: None):
@@ -100,7 +114,9 @@ def train(arms, steps, states, batches, validation, count, on_step=lambda runs: 
             start = time.perf_counter()
             # Wait for each step: otherwise the time of one arm would hold the work of
             # another.
-            states[name], loss, made = jax.block_until_ready(steps[name](states[name], batch))
+            states[name], loss, made = jax.block_until_ready(
+                steps[name](states[name], batch)
+            )
             run.step_ms.append(1e3 * (time.perf_counter() - start))
             run.train_losses.append(float(loss))
             run.skipped += not made
@@ -108,7 +124,9 @@ def train(arms, steps, states, batches, validation, count, on_step=lambda runs: 
         if validation is not None and (i % max(1, count // 10) == 0 or i == count):
             for name, run in runs.items():
                 with arms[name].region():
-                    run.validation.append((i, float(mean_loss(states[name], validation))))
+                    run.validation.append(
+                        (i, float(mean_loss(states[name], validation)))
+                    )
         on_step(runs)
     return states, runs
 

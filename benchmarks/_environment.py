@@ -11,7 +11,9 @@ from jaxfp8.inspect._machine import processor, versions
 
 def _commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parent).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parent
+    ).stdout.strip()
 
 
 def environment(**more) -> dict:
@@ -23,7 +25,9 @@ def environment(**more) -> dict:
     commit = os.environ.get("JAXFP8_COMMIT") or _commit()
     # A result names no folder of the machine: the last part of an absolute path is
     # kept.
-    words = [pathlib.Path(word).name if os.path.isabs(word) else word for word in sys.argv]
+    words = [
+        pathlib.Path(word).name if os.path.isabs(word) else word for word in sys.argv
+    ]
     return {
         "command": " ".join(["python", *words]),
         "cpu": processor(),

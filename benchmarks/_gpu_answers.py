@@ -33,7 +33,9 @@ def expect_close(name, got, want, bound):
     """
     error = float(_distance(got, want))
     if not error < bound:
-        raise AssertionError(f"{name}: off by {error:.2e} of the answer, expected less than {bound:.0e}")
+        raise AssertionError(
+            f"{name}: off by {error:.2e} of the answer, expected less than {bound:.0e}"
+        )
 
 
 @jax.jit
@@ -52,7 +54,9 @@ def expect_product(name, got, a, b, limit, a_scale_inv=1.0, b_scale_inv=1.0):
     """
     error = float(_product_error(got, a, b, a_scale_inv, b_scale_inv))
     if not error < limit:
-        raise AssertionError(f"{name}: a row is off by {error:.2e} of the rows, expected less than {limit:.0e}")
+        raise AssertionError(
+            f"{name}: a row is off by {error:.2e} of the rows, expected less than {limit:.0e}"
+        )
 
 
 @jax.jit
@@ -115,7 +119,9 @@ def stretch(scale_inv, block, shape):
     if (
         scale_inv.dtype == jnp.float8_e8m0fnu
     ):  # the exponent of an f32; 2**-127 becomes 0, as no block of these cases has
-        scale_inv = jax.lax.bitcast_convert_type(scale_inv, jnp.uint8).astype(jnp.uint32) << 23
+        scale_inv = (
+            jax.lax.bitcast_convert_type(scale_inv, jnp.uint8).astype(jnp.uint32) << 23
+        )
         scale_inv = jax.lax.bitcast_convert_type(scale_inv, F32)
     for axis, (size, whole) in enumerate(zip(block, shape, strict=True)):
         scale_inv = jnp.repeat(scale_inv, size or whole, axis=axis)

@@ -43,7 +43,9 @@ CASES = {
     "kernels": Case(kernels, 120, parts=tuple(KERNELS)),
     "gemm": Case(gemm),
     "quantize bf16": Case(quantize, 60),
-    "quantize_transpose bf16": Case(functools.partial(quantize, op="quantize_transpose"), 60),
+    "quantize_transpose bf16": Case(
+        functools.partial(quantize, op="quantize_transpose"), 60
+    ),
     "dense": Case(dense, 180),
     "small_dense": Case(small_dense, 180),
     "launches": Case(launches, 60),
@@ -51,7 +53,9 @@ CASES = {
     "gated_mlp": Case(gated_mlp, 180),
     "transformer_layer": Case(transformer_layer, 240),
     "quantize f32": Case(functools.partial(quantize, dtype=jnp.float32), 60),
-    "quantize_transpose f32": Case(functools.partial(quantize, op="quantize_transpose", dtype=jnp.float32), 60),
+    "quantize_transpose f32": Case(
+        functools.partial(quantize, op="quantize_transpose", dtype=jnp.float32), 60
+    ),
     "torch_linear": Case(torch_linear, 180),
     "adamw": Case(adamw, 60),
     "small_dense, no graphs": Case(small_dense, 120, NO_GRAPHS),

@@ -18,7 +18,12 @@ def ceilings(options):
     pairs = [(normal(i, (n, n)), normal(10 + i, (n, n))) for i in range(2)]
     candidates, errors = {}, {}
     for suffix, compiler in options.compilers().items():
-        attempt(candidates, errors, f"bf16 matmul{suffix}", lambda c=compiler: program(jnp.matmul, pairs, c))
+        attempt(
+            candidates,
+            errors,
+            f"bf16 matmul{suffix}",
+            lambda c=compiler: program(jnp.matmul, pairs, c),
+        )
     rows = measure(candidates, options.turns)
     for row in rows.values():
         row["tflops"] = 2 * n**3 / row["us"] * 1e-6
@@ -30,7 +35,9 @@ def ceilings(options):
             "copy by the driver": program(jnp.copy, source),
         }
         for name, row in measure(copies, options.turns).items():
-            rows[f"{name}, {gigabytes} GB"] = row | {"gb_s": 8 * words / row["us"] * 1e-3}
+            rows[f"{name}, {gigabytes} GB"] = row | {
+                "gb_s": 8 * words / row["us"] * 1e-3
+            }
     return rows, errors
 
 

@@ -21,7 +21,13 @@ class Goal:
     def met(self) -> str:
         if self.value is None:
             return f"not measured: {self.why}"
-        return "stretch" if self.value >= self.stretch else "met" if self.value >= self.goal else "MISSED"
+        return (
+            "stretch"
+            if self.value >= self.stretch
+            else "met"
+            if self.value >= self.goal
+            else "MISSED"
+        )
 
 
 class Missing(Exception):
@@ -42,10 +48,18 @@ class Results:
         With `fp8` only candidates that multiplied in FP8 count.
         """
         rows = self._cases.get(case, {}).get("rows", {})
-        named = [row for name, row in rows.items() if name.startswith(prefix) and key in row]
+        named = [
+            row for name, row in rows.items() if name.startswith(prefix) and key in row
+        ]
         if not named:
             raise Missing(f"{case}: {prefix}")
-        real = [row for row in named if not fp8 or self._dry_run or any(k.startswith("fp8") for k in row["gemms"])]
+        real = [
+            row
+            for row in named
+            if not fp8
+            or self._dry_run
+            or any(k.startswith("fp8") for k in row["gemms"])
+        ]
         if not real:
             raise Missing(f"{case}: {prefix} ran no FP8 GEMM, so it is no peer")
         values = [row[key] for row in real]
@@ -56,7 +70,11 @@ class Results:
         holds at every shape.
         """
         rows = self._cases.get(case, {}).get("rows", {})
-        values = [row[key] for name, row in rows.items() if name.startswith(prefix) and key in row]
+        values = [
+            row[key]
+            for name, row in rows.items()
+            if name.startswith(prefix) and key in row
+        ]
         if not values:
             raise Missing(f"{case}: {prefix}")
         return min(values)
@@ -90,7 +108,14 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
             return Goal(what, case, unit, goal, stretch, None, str(missing))
 
     def faster(what, goal, stretch, case, *names, **options):
-        return of(what, case, "x", goal, stretch, lambda: results.faster(case, *names, **options))
+        return of(
+            what,
+            case,
+            "x",
+            goal,
+            stretch,
+            lambda: results.faster(case, *names, **options),
+        )
 
     def of_copy(case):
         # Compare with the faster of two copies: that of as many bytes in this case, and
@@ -101,7 +126,11 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
         return 100 * results.best(case, "jaxfp8", "gb_s") / max(copies)
 
     bf16, flax, own, drop_in = "bf16", "flax", "jaxfp8 own", "jaxfp8 drop-in"
-    quantized = [(op, dtype, limits) for op, limits in OF_COPY.items() for dtype in ("bf16", "f32")]
+    quantized = [
+        (op, dtype, limits)
+        for op, limits in OF_COPY.items()
+        for dtype in ("bf16", "f32")
+    ]
     # These hold at both shapes; the comma ends the kernel's name.
     table = [
         of(
@@ -121,24 +150,61 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
             *FAST_GEMM,
             lambda: results.best("kernels", "scaled_matmul fast,", "tflops"),
         ),
-        faster("GEMM fast, to torch._scaled_mm", 1.0, 1.0, "gemm", "jaxfp8 fast", "torch._scaled_mm fast"),
+        faster(
+            "GEMM fast, to torch._scaled_mm",
+            1.0,
+            1.0,
+            "gemm",
+            "jaxfp8 fast",
+            "torch._scaled_mm fast",
+        ),
         faster("GEMM fast, to bf16", 1.65, 1.7, "gemm", "jaxfp8 fast", bf16),
-        of("GEMM fast", "gemm", "TFLOP/s", *FAST_GEMM, lambda: results.best("gemm", "jaxfp8 fast", "tflops")),
+        of(
+            "GEMM fast",
+            "gemm",
+            "TFLOP/s",
+            *FAST_GEMM,
+            lambda: results.best("gemm", "jaxfp8 fast", "tflops"),
+        ),
     ]
     for op, dtype, limits in quantized:
         case = f"{op} {dtype}"
-        table.append(of(f"{case}, of a copy", case, "%", *limits, lambda case=case: of_copy(case)))
+        table.append(
+            of(
+                f"{case}, of a copy",
+                case,
+                "%",
+                *limits,
+                lambda case=case: of_copy(case),
+            )
+        )
         if op == "quantize_transpose":
             table.append(faster(f"{case}, to XLA", 1.5, 1.8, case, "jaxfp8", "XLA"))
     table += [
         faster("Dense, own, to bf16", 1.5, 1.65, "dense", own, bf16),
         faster("Dense, own, to Flax", 1.12, 1.2, "dense", own, flax, fp8=True),
         faster("Dense, drop-in, to bf16", 1.4, 1.55, "dense", drop_in, bf16),
-        faster("Dense, own, to torch float8 linear", 1.0, 1.1, "torch_linear", own, "torch float8"),
+        faster(
+            "Dense, own, to torch float8 linear",
+            1.0,
+            1.1,
+            "torch_linear",
+            own,
+            "torch float8",
+        ),
         faster("small Dense, own, to bf16", 0.85, 1.0, "small_dense", own, bf16),
-        faster("small Dense, own, to Flax", 2.2, 2.6, "small_dense", own, flax, fp8=True),
+        faster(
+            "small Dense, own, to Flax", 2.2, 2.6, "small_dense", own, flax, fp8=True
+        ),
         faster("gated MLP, own, to bf16", 1.4, 1.55, "gated_mlp", own, bf16),
-        faster("Llama layer + Adam, own, to bf16", 1.35, 1.5, "transformer_layer", own, bf16),
+        faster(
+            "Llama layer + Adam, own, to bf16",
+            1.35,
+            1.5,
+            "transformer_layer",
+            own,
+            bf16,
+        ),
         of(
             "Llama layer, memory of bf16 over ours",
             "transformer_layer",
@@ -158,8 +224,19 @@ def table(lines: list[Goal], dry_run: bool) -> str:
     head = f"{'':40} {'value':>9} {'goal':>7} {'stretch':>7}  {'dry run, no GPU times' if dry_run else ''}".rstrip()
     rows = [head]
     for line in lines:
-        value = "-" if line.value is None else f"{line.value:.2f}" if line.unit == "x" else f"{line.value:.0f}"
-        limits = [f"{x:.2f}" if line.unit == "x" else f"{x:.0f}" for x in (line.goal, line.stretch)]
+        value = (
+            "-"
+            if line.value is None
+            else f"{line.value:.2f}"
+            if line.unit == "x"
+            else f"{line.value:.0f}"
+        )
+        limits = [
+            f"{x:.2f}" if line.unit == "x" else f"{x:.0f}"
+            for x in (line.goal, line.stretch)
+        ]
         met = "dry run" if dry_run and line.value is not None else line.met
-        rows.append(f"{line.what:40} {value:>9} {limits[0]:>7} {limits[1]:>7} {line.unit:7} {met}")
+        rows.append(
+            f"{line.what:40} {value:>9} {limits[0]:>7} {limits[1]:>7} {line.unit:7} {met}"
+        )
     return "\n".join(rows)

@@ -28,14 +28,21 @@ def _layer(options, make, names, m, k, n, sets):
     def build(name, suffix, compiler):
         model = make(name)
         init = jax.jit(model.init)
-        arguments = [(init(jax.random.key(i), x), x, grad) for i, (x, grad) in enumerate(inputs)]
+        arguments = [
+            (init(jax.random.key(i), x), x, grad) for i, (x, grad) in enumerate(inputs)
+        ]
         candidate = program(models.forward_and_backward(model), arguments, compiler)
         gradients[name + suffix] = candidate.call()[0][1][1]
         return candidate
 
     for name in names:
         for suffix, compiler in options.compilers(name).items():
-            attempt(candidates, errors, name + suffix, functools.partial(build, name, suffix, compiler))
+            attempt(
+                candidates,
+                errors,
+                name + suffix,
+                functools.partial(build, name, suffix, compiler),
+            )
 
     def check(name):
         """Raise an AssertionError unless the gradient of x is finite and, with equal
@@ -67,7 +74,9 @@ def _drop_wrong(candidates, errors, check):
 
 def _same_parameters(make, name, k) -> bool:
     def shapes(name):
-        variables = jax.eval_shape(make(name).init, jax.random.key(0), jax.ShapeDtypeStruct((16, k), BF16))
+        variables = jax.eval_shape(
+            make(name).init, jax.random.key(0), jax.ShapeDtypeStruct((16, k), BF16)
+        )
         return jax.tree.map(lambda leaf: leaf.shape, variables["params"])
 
     return shapes(name) == shapes(models.BF16)
@@ -81,7 +90,9 @@ def dense(options):
     delayed scaling.
     """
     n = options.size(8192)
-    rows, errors = _layer(options, lambda name: models.dense(name, n), LAYERS, n, n, n, sets=2)
+    rows, errors = _layer(
+        options, lambda name: models.dense(name, n), LAYERS, n, n, n, sets=2
+    )
     for row in rows.values():
         row["tflops"] = 6 * n**3 / row["us"] * 1e-6
     return rows, errors
@@ -92,13 +103,29 @@ def small_dense(options):
     decides.
     """
     m, n = options.size(2048), options.size(1024)
-    return _layer(options, lambda name: models.dense(name, n), LAYERS, m, n, n, sets=options.size(8, 2))
+    return _layer(
+        options,
+        lambda name: models.dense(name, n),
+        LAYERS,
+        m,
+        n,
+        n,
+        sets=options.size(8, 2),
+    )
 
 
 def gated_mlp(options):
     """Time SwiGLU of 4096 by 14336 on 8192 rows; "jaxfp8 own" is the fused layer."""
     m, width, hidden = options.size(8192), options.size(4096), options.size(14336, 128)
-    rows, errors = _layer(options, lambda name: models.gated_mlp(name, hidden), LAYERS, m, width, width, sets=1)
+    rows, errors = _layer(
+        options,
+        lambda name: models.gated_mlp(name, hidden),
+        LAYERS,
+        m,
+        width,
+        width,
+        sets=1,
+    )
     for row in rows.values():
         row["tflops"] = 18 * m * width * hidden / row["us"] * 1e-6
     return rows, errors
@@ -109,12 +136,22 @@ def torch_linear(options):
     bfloat16.
     """
     n = options.size(8192)
-    rows, errors = _layer(options, lambda name: models.dense(name, n), (models.OWN, models.BF16), n, n, n, sets=1)
+    rows, errors = _layer(
+        options,
+        lambda name: models.dense(name, n),
+        (models.OWN, models.BF16),
+        n,
+        n,
+        n,
+        sets=1,
+    )
     if not _gpu_torch.is_there():
         return rows, errors | {"torch": "not installed, or without a GPU"}
     candidates = {}
     for name, fp8 in (("torch float8 linear", True), ("torch bf16 linear", False)):
-        attempt(candidates, errors, name, functools.partial(_gpu_torch.linear, n, n, n, fp8))
+        attempt(
+            candidates, errors, name, functools.partial(_gpu_torch.linear, n, n, n, fp8)
+        )
     return rows | measure(candidates, options.turns), errors
 
 
@@ -123,7 +160,11 @@ def transformer_layer(options):
     of 4096.
     """
     length, width = options.size(4096), options.size(4096)
-    heads, key_heads, hidden = options.size(32, 4), options.size(8, 2), options.size(14336, 128)
+    heads, key_heads, hidden = (
+        options.size(32, 4),
+        options.size(8, 2),
+        options.size(14336, 128),
+    )
     x, target = normal(0, (2, length, width)), normal(1, (2, length, width))
     candidates, errors, losses = {}, {}, {}
 
@@ -131,16 +172,30 @@ def transformer_layer(options):
         return jnp.mean((apply_fn(variables, x) - target).astype(jnp.float32) ** 2)
 
     def train_step(state, x, target):
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, x, target)
+        loss, grads = jax.value_and_grad(loss_fn)(
+            state.params, state.apply_fn, x, target
+        )
         return state.apply_gradients(grads=grads), loss
 
     def build(name, suffix, compiler, attention):
         model = models.TransformerLayer(name, heads, key_heads, hidden, attention)
         variables = jax.jit(model.init)(jax.random.key(2), x)
-        cls = jaxfp8.linen.TrainState if name in (models.OWN, models.DROP_IN) else TrainState
+        cls = (
+            jaxfp8.linen.TrainState
+            if name in (models.OWN, models.DROP_IN)
+            else TrainState
+        )
         state = cls.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-4))
-        step = jax.jit(train_step, donate_argnums=0).lower(state, x, target).compile(compiler_options=compiler)
-        facts = {"gemms": gemms(step.as_text()), "memory_mib": memory_mib(step), "attention": attention or "xla"}
+        step = (
+            jax.jit(train_step, donate_argnums=0)
+            .lower(state, x, target)
+            .compile(compiler_options=compiler)
+        )
+        facts = {
+            "gemms": gemms(step.as_text()),
+            "memory_mib": memory_mib(step),
+            "attention": attention or "xla",
+        }
         holder = [state]
 
         def call():
@@ -164,7 +219,9 @@ def transformer_layer(options):
         # Both the target and the residual stream have variance 1 or more; the first
         # losses differ by rounding.
         if not abs(losses[name] - losses[models.BF16]) < 0.1 * losses[models.BF16]:
-            raise AssertionError(f"{name}: loss {losses[name]}, bf16 {losses[models.BF16]}")
+            raise AssertionError(
+                f"{name}: loss {losses[name]}, bf16 {losses[models.BF16]}"
+            )
 
     _drop_wrong(candidates, errors, check)
     rows = measure(candidates, options.turns)
@@ -181,4 +238,6 @@ def memory_mib(compiled) -> float:
     """
     memory = compiled.memory_analysis()
     names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
-    return (sum(getattr(memory, name) for name in names) - memory.alias_size_in_bytes) / 2**20
+    return (
+        sum(getattr(memory, name) for name in names) - memory.alias_size_in_bytes
+    ) / 2**20

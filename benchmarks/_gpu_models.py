@@ -27,7 +27,9 @@ def is_peer(name: str) -> bool:
 def dense(name: str, features: int) -> nn.Module:
     if name == OWN:
         return jaxfp8.linen.Dense(features, use_bias=False, dtype=jnp.bfloat16)
-    return nn.Dense(features, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=CLASSES[name])
+    return nn.Dense(
+        features, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=CLASSES[name]
+    )
 
 
 class UnfusedGatedMLP(nn.Module):
@@ -39,7 +41,9 @@ class UnfusedGatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         layer = functools.partial(dense, self.name_of_dense)
-        return layer(x.shape[-1])(nn.silu(layer(self.hidden)(x)) * layer(self.hidden)(x))
+        return layer(x.shape[-1])(
+            nn.silu(layer(self.hidden)(x)) * layer(self.hidden)(x)
+        )
 
 
 def gated_mlp(name: str, hidden: int) -> nn.Module:
@@ -62,13 +66,21 @@ class TransformerLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        layer, norm = functools.partial(dense, self.name_of_dense), functools.partial(nn.RMSNorm, dtype=jnp.bfloat16)
+        layer, norm = (
+            functools.partial(dense, self.name_of_dense),
+            functools.partial(nn.RMSNorm, dtype=jnp.bfloat16),
+        )
         batch, length, width = x.shape
         size = width // self.heads
         h = norm()(x)
         query = layer(width)(h).reshape(batch, length, self.heads, size)
-        key, value = (layer(self.key_heads * size)(h).reshape(batch, length, self.key_heads, size) for _ in range(2))
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=self.attention)
+        key, value = (
+            layer(self.key_heads * size)(h).reshape(batch, length, self.key_heads, size)
+            for _ in range(2)
+        )
+        attended = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=self.attention
+        )
         x = x + layer(width)(attended.reshape(x.shape))
         return x + gated_mlp(self.name_of_dense, self.hidden)(norm()(x))
 

@@ -20,7 +20,10 @@ def adamw(options):
     are updated in place.
     """
     n = options.size(8192, 128)
-    transformations = {OPTAX: optax.adamw(1e-3), FP8: jaxfp8.optim.quantized(optax.adamw(1e-3))}
+    transformations = {
+        OPTAX: optax.adamw(1e-3),
+        FP8: jaxfp8.optim.quantized(optax.adamw(1e-3)),
+    }
     candidates, errors, moved = {}, {}, {}
 
     def build(name, tx):
@@ -44,7 +47,11 @@ def adamw(options):
             call()
         moved[name] = holder[0][0]["kernel"] - normal(0, (n, n), jnp.float32)
         text = compiled.as_text()
-        return Candidate(call, 1, {"custom_calls": text.count("jaxfp8_"), "memory_mib": memory_mib(compiled)})
+        return Candidate(
+            call,
+            1,
+            {"custom_calls": text.count("jaxfp8_"), "memory_mib": memory_mib(compiled)},
+        )
 
     for name, tx in transformations.items():
         attempt(candidates, errors, name, functools.partial(build, name, tx))

@@ -19,7 +19,9 @@ PART_SECONDS = 30  # a part that takes longer hangs
 INTERRUPTED = "interrupted"
 
 
-def run_case(name: str, case, options, parts: list[str], path: pathlib.Path | None = None) -> dict:
+def run_case(
+    name: str, case, options, parts: list[str], path: pathlib.Path | None = None
+) -> dict:
     """Run one case in this process; return its rows, its errors, its seconds and its
     parts.
 
@@ -64,16 +66,25 @@ def run_case(name: str, case, options, parts: list[str], path: pathlib.Path | No
     return result
 
 
-def run_in_a_process(name: str, xla_flags: str, parts: list[str], arguments: list[str], seconds: float) -> dict:
+def run_in_a_process(
+    name: str, xla_flags: str, parts: list[str], arguments: list[str], seconds: float
+) -> dict:
     """Run one case in processes with `xla_flags`, for at most `seconds`; `arguments`
     are further ones of gpu.py.
     """
     deadline = time.monotonic() + seconds
-    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()}
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    }
     joined = {"rows": {}, "errors": {}, "seconds": 0.0}
     left = list(parts)
     while True:
-        record, failure = _run_once(name, [*arguments, *(["--parts", *left] if left else [])], environment, deadline)
+        record, failure = _run_once(
+            name,
+            [*arguments, *(["--parts", *left] if left else [])],
+            environment,
+            deadline,
+        )
         joined["rows"] |= record.get("rows", {})
         joined["errors"] |= record.get("errors", {})
         joined["seconds"] += record.get("seconds", 0.0)
@@ -82,7 +93,11 @@ def run_in_a_process(name: str, xla_flags: str, parts: list[str], arguments: lis
             joined["errors"][running or name] = failure
         if failure == INTERRUPTED:
             return joined
-        rest = [part for part in left if part not in record.get("done", ()) and part != running]
+        rest = [
+            part
+            for part in left
+            if part not in record.get("done", ()) and part != running
+        ]
         if not rest or rest == left:
             return joined
         left = rest
@@ -96,10 +111,20 @@ def _run_once(name, arguments, environment, deadline) -> tuple[dict, str]:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "case.json")
         program = pathlib.Path(__file__).with_name("gpu.py")
-        command = [sys.executable, str(program), "--child", name, "--json", str(out), *arguments]
+        command = [
+            sys.executable,
+            str(program),
+            "--child",
+            name,
+            "--json",
+            str(out),
+            *arguments,
+        ]
         seconds = max(1.0, deadline - time.monotonic())
         try:
-            done = subprocess.run(command, env=environment, timeout=seconds, stderr=subprocess.PIPE)
+            done = subprocess.run(
+                command, env=environment, timeout=seconds, stderr=subprocess.PIPE
+            )
             said, failed = done.stderr.decode(errors="replace"), done.returncode != 0
             failure = f"exit status {done.returncode}: {said[-1500:]}" if failed else ""
         except subprocess.TimeoutExpired as expired:

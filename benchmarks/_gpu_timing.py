@@ -59,7 +59,9 @@ def program(step, argument_sets, options=None) -> Candidate:
         results = []
         for arguments in argument_sets:
             if results:
-                arguments, results[-1] = lax.optimization_barrier((arguments, results[-1]))
+                arguments, results[-1] = lax.optimization_barrier(
+                    (arguments, results[-1])
+                )
             results.append(step(*arguments))
         return results
 
@@ -69,7 +71,10 @@ def program(step, argument_sets, options=None) -> Candidate:
     compiled = jitted.lower(argument_sets, before).compile(compiler_options=options)
     repetitions = len(argument_sets)
     text = compiled.as_text()
-    facts = {"gemms": gemms(text, repetitions), "custom_calls": text.count(_TARGET) / repetitions}
+    facts = {
+        "gemms": gemms(text, repetitions),
+        "custom_calls": text.count(_TARGET) / repetitions,
+    }
     facts |= {"options": options} if options else {}
 
     def call():
@@ -80,7 +85,9 @@ def program(step, argument_sets, options=None) -> Candidate:
     return Candidate(call, repetitions, facts)
 
 
-def measure(candidates: dict[str, Candidate], turns: int, turn_seconds: float = TURN_SECONDS) -> dict[str, dict]:
+def measure(
+    candidates: dict[str, Candidate], turns: int, turn_seconds: float = TURN_SECONDS
+) -> dict[str, dict]:
     """Time candidates in turns of about `turn_seconds`.
 
     Returns:
@@ -93,7 +100,9 @@ def measure(candidates: dict[str, Candidate], turns: int, turn_seconds: float = 
         start = time.perf_counter()
         candidate.wait(candidate.call())
         taken = time.perf_counter() - start
-        loops[name] = max(1, min(500, math.ceil(turn_seconds / taken))) if turns > 1 else 1
+        loops[name] = (
+            max(1, min(500, math.ceil(turn_seconds / taken))) if turns > 1 else 1
+        )
 
     def loop_of(name):
         def loop():
@@ -103,7 +112,9 @@ def measure(candidates: dict[str, Candidate], turns: int, turn_seconds: float = 
 
         return loop
 
-    timings = _timing.interleaved({name: loop_of(name) for name in candidates}, turns=max(turns, 2), warmups=0)
+    timings = _timing.interleaved(
+        {name: loop_of(name) for name in candidates}, turns=max(turns, 2), warmups=0
+    )
     rows = {}
     for name, timing in timings.items():
         steps = loops[name] * candidates[name].repetitions

@@ -46,14 +46,21 @@ def scaled_mm(pairs, scale_a, scale_b, fast: bool):
     import torch
 
     operands = [(_codes(a), _codes(b)) for a, b in pairs]
-    scales = [torch.tensor(float(s), device="cuda", dtype=torch.float32) for s in (scale_a, scale_b)]
+    scales = [
+        torch.tensor(float(s), device="cuda", dtype=torch.float32)
+        for s in (scale_a, scale_b)
+    ]
 
     def one(a, b):
-        return torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return torch._scaled_mm(
+            a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
 
     first = one(*operands[0]).float().cpu().numpy()
     facts = {"gemms": {"fp8 torch._scaled_mm": 1}}
-    return Candidate(lambda: [one(a, b) for a, b in operands], len(operands), facts, _wait), first
+    return Candidate(
+        lambda: [one(a, b) for a, b in operands], len(operands), facts, _wait
+    ), first
 
 
 def linear(m: int, k: int, n: int, fp8: bool) -> Candidate:
@@ -73,7 +80,14 @@ def linear(m: int, k: int, n: int, fp8: bool) -> Candidate:
 
     def product(a, b_t, fast):
         """Return `a @ b_t.T` of two pairs (codes, scale_inv), both K-major."""
-        return torch._scaled_mm(a[0], b_t[0].t(), a[1], b_t[1], out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return torch._scaled_mm(
+            a[0],
+            b_t[0].t(),
+            a[1],
+            b_t[1],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast,
+        )
 
     def turned(q):
         return q[0].t().contiguous(), q[1]
@@ -95,7 +109,11 @@ def linear(m: int, k: int, n: int, fp8: bool) -> Candidate:
             return dx, dweight.float()
 
     def forward(x, weight):
-        return Product.apply(x, weight) if fp8 else torch.nn.functional.linear(x, weight.to(torch.bfloat16))
+        return (
+            Product.apply(x, weight)
+            if fp8
+            else torch.nn.functional.linear(x, weight.to(torch.bfloat16))
+        )
 
     compiled = torch.compile(forward)
     torch.manual_seed(0)
@@ -109,5 +127,9 @@ def linear(m: int, k: int, n: int, fp8: bool) -> Candidate:
     exact = (grad.float().t() @ x.float()).detach()
     error = ((step()[1] - exact).norm() / exact.norm()).item()
     if not error < 0.1:
-        raise AssertionError(f"torch linear: the weight's gradient is off by {error:.3f}")
-    return Candidate(step, 1, {"gemms": {"fp8 torch._scaled_mm" if fp8 else "bf16 torch": 3}}, _wait)
+        raise AssertionError(
+            f"torch linear: the weight's gradient is off by {error:.3f}"
+        )
+    return Candidate(
+        step, 1, {"gemms": {"fp8 torch._scaled_mm" if fp8 else "bf16 torch": 3}}, _wait
+    )

@@ -22,7 +22,11 @@ def gemms(text: str, repetitions: int = 1) -> dict[str, float]:
         found = _INSTRUCTION.match(line)
         if found:
             types[found["name"]] = found["type"]
-        if found and found["op"] == "fusion" and ("__triton" in line or "__cudnn" in line):
+        if (
+            found
+            and found["op"] == "fusion"
+            and ("__triton" in line or "__cudnn" in line)
+        ):
             triton |= {
                 (name, "cudnn" if "__cudnn$fusion" in line else "triton")
                 for name in re.findall(r"calls=%?([\w.-]+)", line)
@@ -49,7 +53,11 @@ def _of_custom_call(target, found, types):
         return "fp8 jaxfp8"
     if "$f8" in name:
         return "fp8 cublaslt"
-    if re.match(r"__cublas.*(gemm|matmul)", name) or name.startswith("__cudnn$") and "matmul" in name:
+    if (
+        re.match(r"__cublas.*(gemm|matmul)", name)
+        or name.startswith("__cudnn$")
+        and "matmul" in name
+    ):
         return f"{_dtype(found, types)} {'cublaslt' if 'lt' in name else 'cublas'}"
     return None
 
@@ -59,8 +67,12 @@ def _dtype(found, types) -> str:
     they differ.
     """
     # Operands may be written with their types in front.
-    written = re.findall(r"([a-z0-9]+)\[[^\]]*\](?:\{[^}]*\})? %?[\w.-]+", found["operands"])[:2]
+    written = re.findall(
+        r"([a-z0-9]+)\[[^\]]*\](?:\{[^}]*\})? %?[\w.-]+", found["operands"]
+    )[:2]
     names = re.findall(r"%?([\w.-]+)(?:,|$)", found["operands"])[:2]
-    dtypes = written or [re.match(r"\(?([a-z0-9]+)", types.get(name, "unknown"))[1] for name in names]
+    dtypes = written or [
+        re.match(r"\(?([a-z0-9]+)", types.get(name, "unknown"))[1] for name in names
+    ]
     wider = [dtype for dtype in dtypes if not dtype.startswith("f8")]
     return wider[0] if wider else "fp8"

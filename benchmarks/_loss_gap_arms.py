@@ -68,7 +68,9 @@ class StochasticQuantizer(jaxfp8.Quantizer):
         amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
         scale_inv = jnp.where(amax > 0, amax, 1).reshape(1) / 57344  # the largest e5m2
         scaled = x.astype(jnp.float32) / scale_inv
-        key = jax.random.fold_in(jax.random.key(0), state["steps"][0].astype(jnp.uint32))
+        key = jax.random.fold_in(
+            jax.random.key(0), state["steps"][0].astype(jnp.uint32)
+        )
         key = jax.random.fold_in(key, lax.bitcast_convert_type(amax, jnp.uint32))
         # e5m2 has two bits of mantissa below the leading one, and -14 is the exponent
         # of its subnormals.
@@ -107,7 +109,10 @@ class MantissaQuantizer(jaxfp8.Quantizer):
     bits: int
 
     def quantize(self, x, state):
-        rounded, one = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=self.bits), jnp.ones((1,), jnp.float32)
+        rounded, one = (
+            lax.reduce_precision(x, exponent_bits=8, mantissa_bits=self.bits),
+            jnp.ones((1,), jnp.float32),
+        )
         return jaxfp8.QTensor(rounded, one, rounded.T, one), state
 
 
@@ -116,7 +121,9 @@ def mantissa(bits: int) -> jaxfp8.CustomRecipe:
     gradient to one less, as e5m2 has.
     """
     counts = dict(zip(OPERANDS, (bits, bits, bits - 1), strict=True))
-    return jaxfp8.CustomRecipe(lambda role: MantissaQuantizer(counts[role]) if role in counts else None)
+    return jaxfp8.CustomRecipe(
+        lambda role: MantissaQuantizer(counts[role]) if role in counts else None
+    )
 
 
 def only(role: str, quantizer: jaxfp8.Quantizer):
@@ -127,7 +134,11 @@ def only(role: str, quantizer: jaxfp8.Quantizer):
 def stochastic(role: str):
     if role == "linear_grad_output":
         return StochasticQuantizer()
-    return jaxfp8.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn) if role in OPERANDS else None
+    return (
+        jaxfp8.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
+        if role in OPERANDS
+        else None
+    )
 
 
 def kernel_and_grad(role: str):
@@ -144,20 +155,26 @@ RECIPES = {
     "delayed": Arm("delayed scaling, drop-in product", delayed),
     "own_layer": Arm("delayed scaling, `linen.Dense`", delayed, jaxfp8.linen.Dense),
     "flax": Arm(
-        "Flax, `Fp8DirectDotGeneralOp`", dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+        "Flax, `Fp8DirectDotGeneralOp`",
+        dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp),
     ),
     # Flax's other FP8 product: it dequantizes before the product, where "flax"
     # multiplies codes.
     "flax_dequantized": Arm(
-        "Flax, `Fp8DotGeneralOp`", dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DotGeneralOp)
+        "Flax, `Fp8DotGeneralOp`",
+        dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DotGeneralOp),
     ),
     "current": Arm("current scaling", jaxfp8.Float8CurrentScaling()),
     "rowwise": Arm("row-wise scaling", jaxfp8.Float8RowwiseScaling()),
     "block": Arm("block scaling", jaxfp8.Float8BlockScaling()),
     "mxfp8": Arm("MXFP8", jaxfp8.MXFP8BlockScaling()),
     "static": Arm("constant scales of x and kernel", jaxfp8.StaticScaling()),
-    "wgrad_bf16": Arm("delayed scaling, wgrad in bf16", jaxfp8.ByProduct(delayed, delayed, None)),
-    "fprop_bf16": Arm("delayed scaling, fprop in bf16", jaxfp8.ByProduct(None, delayed, delayed)),
+    "wgrad_bf16": Arm(
+        "delayed scaling, wgrad in bf16", jaxfp8.ByProduct(delayed, delayed, None)
+    ),
+    "fprop_bf16": Arm(
+        "delayed scaling, fprop in bf16", jaxfp8.ByProduct(None, delayed, delayed)
+    ),
 }
 
 # One change to "delayed" each. Precise accumulation is none of them: it changes nothing
@@ -165,28 +182,58 @@ RECIPES = {
 ABLATION = {
     # The path of custom recipes without a quantizer: what a change of the program alone
     # does to the loss.
-    "no_quantizer": Arm("no tensor in FP8 (control)", jaxfp8.CustomRecipe(lambda role: None)),
-    "only_input": Arm("the input alone in FP8", only("linear_input", jaxfp8.DelayedScalingQuantizer(E4M3))),
-    "input_in_fprop": Arm("the input alone, of fprop", only("linear_input", InputQuantizer("fprop"))),
-    "input_in_wgrad": Arm("the input alone, of wgrad", only("linear_input", InputQuantizer("wgrad"))),
-    "only_kernel": Arm("the kernel alone", only("linear_weight", jaxfp8.DelayedScalingQuantizer(E4M3))),
-    "only_grad": Arm("the output's gradient alone", only("linear_grad_output", jaxfp8.DelayedScalingQuantizer(E5M2))),
+    "no_quantizer": Arm(
+        "no tensor in FP8 (control)", jaxfp8.CustomRecipe(lambda role: None)
+    ),
+    "only_input": Arm(
+        "the input alone in FP8",
+        only("linear_input", jaxfp8.DelayedScalingQuantizer(E4M3)),
+    ),
+    "input_in_fprop": Arm(
+        "the input alone, of fprop", only("linear_input", InputQuantizer("fprop"))
+    ),
+    "input_in_wgrad": Arm(
+        "the input alone, of wgrad", only("linear_input", InputQuantizer("wgrad"))
+    ),
+    "only_kernel": Arm(
+        "the kernel alone", only("linear_weight", jaxfp8.DelayedScalingQuantizer(E4M3))
+    ),
+    "only_grad": Arm(
+        "the output's gradient alone",
+        only("linear_grad_output", jaxfp8.DelayedScalingQuantizer(E5M2)),
+    ),
     "all_but_input": Arm("kernel and gradient", jaxfp8.CustomRecipe(kernel_and_grad)),
-    "e4m3_grad": Arm("gradients in e4m3", jaxfp8.DelayedScaling(fp8_format=jaxfp8.E4M3)),
+    "e4m3_grad": Arm(
+        "gradients in e4m3", jaxfp8.DelayedScaling(fp8_format=jaxfp8.E4M3)
+    ),
     "history_1": Arm("a history of 1 step", jaxfp8.DelayedScaling(amax_history_len=1)),
-    "history_16": Arm("a history of 16 steps", jaxfp8.DelayedScaling(amax_history_len=16)),
-    "ends_in_bf16": Arm("first and last layer in bf16", delayed, rules=((r"block0/qkv", None), (r"block1/down", None))),
+    "history_16": Arm(
+        "a history of 16 steps", jaxfp8.DelayedScaling(amax_history_len=16)
+    ),
+    "ends_in_bf16": Arm(
+        "first and last layer in bf16",
+        delayed,
+        rules=((r"block0/qkv", None), (r"block1/down", None)),
+    ),
     # Beside "current", which rounds to nearest.
-    "stochastic_grad": Arm("current scaling, gradients rounded at random", jaxfp8.CustomRecipe(stochastic)),
+    "stochastic_grad": Arm(
+        "current scaling, gradients rounded at random", jaxfp8.CustomRecipe(stochastic)
+    ),
     # Without bfloat16, neither before the quantizers nor after the products.
     "f32": Arm("float32", dtype=jnp.float32, reference="f32"),
-    "delayed_f32": Arm("float32 around FP8, above float32", delayed, dtype=jnp.float32, reference="f32"),
+    "delayed_f32": Arm(
+        "float32 around FP8, above float32", delayed, dtype=jnp.float32, reference="f32"
+    ),
     # Rounding alone, without the limits of FP8's exponents; e4m3 has 3 bits, and no FP8
     # of GPUs has 4.
     "mantissa_3": Arm("3 bits of mantissa, any exponent", mantissa(3)),
     "mantissa_4": Arm("4 bits of mantissa, any exponent", mantissa(4)),
     # The weights that FP8 trained, in a bf16 model; and bf16's weights in an FP8 model.
-    "evaluated_in_bf16": Arm("trained in FP8, evaluated in bf16", delayed, evaluated_in="bf16"),
-    "evaluated_in_fp8": Arm("trained in bf16, evaluated in FP8", evaluated_in="current"),
+    "evaluated_in_bf16": Arm(
+        "trained in FP8, evaluated in bf16", delayed, evaluated_in="bf16"
+    ),
+    "evaluated_in_fp8": Arm(
+        "trained in bf16, evaluated in FP8", evaluated_in="current"
+    ),
 }
 ARMS = RECIPES | ABLATION

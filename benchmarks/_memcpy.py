@@ -22,7 +22,11 @@ class Memcpy:
     """
 
     def __init__(self, total: int):
-        self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._threads = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count()
+        )
         self._source = np.ones(total // 2, np.uint8)
         self._target = np.ones(total // 2, np.uint8)
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
@@ -33,7 +37,11 @@ class Memcpy:
         list(self._pool.map(self._slice, bounds[:-1], bounds[1:]))
 
     def _slice(self, begin, end):
-        _memcpy(self._target.ctypes.data + begin, self._source.ctypes.data + begin, end - begin)
+        _memcpy(
+            self._target.ctypes.data + begin,
+            self._source.ctypes.data + begin,
+            end - begin,
+        )
 
     def close(self):
         self._pool.shutdown()

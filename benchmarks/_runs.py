@@ -16,7 +16,11 @@ TEXTS = ("manual", "source")
 def corpora() -> dict[str, Corpus]:
     """The texts: one ships with Python, the other with optax (Apache License 2.0)."""
     files = sorted(pathlib.Path(optax.__file__).parent.rglob("*.py"))
-    source = "".join(file.read_text(encoding="utf-8") for file in files if not file.stem.endswith("_test"))
+    source = "".join(
+        file.read_text(encoding="utf-8")
+        for file in files
+        if not file.stem.endswith("_test")
+    )
     return dict(zip(TEXTS, (Corpus(), Corpus(source)), strict=True))
 
 
@@ -25,7 +29,11 @@ def found_runs(path: pathlib.Path, steps: int) -> dict:
     if not path.exists():
         return {}
     runs = map(json.loads, path.read_text().splitlines())
-    return {(run["text"], run["arm"], run["seed"]): run for run in runs if run["steps"] == steps}
+    return {
+        (run["text"], run["arm"], run["seed"]): run
+        for run in runs
+        if run["steps"] == steps
+    }
 
 
 def run_missing(path: pathlib.Path, keys, steps: int, run) -> dict:

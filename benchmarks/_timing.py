@@ -40,7 +40,10 @@ class Timing:
         """Return the median over turns of the peer's time divided by this candidate's
         time in the same turn.
         """
-        return statistics.median(theirs / ours for theirs, ours in zip(peer.seconds, self.seconds, strict=True))
+        return statistics.median(
+            theirs / ours
+            for theirs, ours in zip(peer.seconds, self.seconds, strict=True)
+        )
 
 
 def _turn(call) -> tuple[float, float]:

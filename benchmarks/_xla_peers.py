@@ -25,7 +25,9 @@ def _quantize_f32_amax(x, scale, dtype):
 
 
 def _quantize_input_amax(x, scale, dtype):
-    return _clip(x.astype(F32) * scale, dtype).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+    return _clip(x.astype(F32) * scale, dtype).astype(dtype), jnp.max(
+        jnp.abs(x)
+    ).astype(F32)
 
 
 def _quantize_minmax_amax(x, scale, dtype):
@@ -37,15 +39,21 @@ def _quantize_barrier(x, scale, dtype):
     # Two loops instead of one: XLA vectorises the reduction only when the cast is not
     # in it.
     x, y = lax.optimization_barrier((x, x))
-    return _clip(y.astype(F32) * scale, dtype).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+    return _clip(y.astype(F32) * scale, dtype).astype(dtype), jnp.max(
+        jnp.abs(x)
+    ).astype(F32)
 
 
 def _quantize_through_f16(x, scale, dtype):
-    return _clip(x.astype(F32) * scale, dtype).astype(jnp.float16).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+    return _clip(x.astype(F32) * scale, dtype).astype(jnp.float16).astype(
+        dtype
+    ), jnp.max(jnp.abs(x)).astype(F32)
 
 
 def _quantize_in_input_dtype(x, scale, dtype):
-    return _clip(x * scale.astype(x.dtype), dtype).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+    return _clip(x * scale.astype(x.dtype), dtype).astype(dtype), jnp.max(
+        jnp.abs(x)
+    ).astype(F32)
 
 
 _QUANTIZE = {
@@ -54,7 +62,10 @@ _QUANTIZE = {
     "clip, min and max": _quantize_minmax_amax,
     "clip, separate loops": _quantize_barrier,
 }
-_QUANTIZE_INEXACT = {"cast through f16": _quantize_through_f16, "scale in x.dtype": _quantize_in_input_dtype}
+_QUANTIZE_INEXACT = {
+    "cast through f16": _quantize_through_f16,
+    "scale in x.dtype": _quantize_in_input_dtype,
+}
 
 
 def _with_transpose(quantize):
@@ -68,7 +79,13 @@ def _with_transpose(quantize):
 def _transpose_bits(quantize):
     def run(x, scale, dtype):
         data, amax = quantize(x, scale, dtype)
-        return data, lax.bitcast_convert_type(lax.bitcast_convert_type(data, jnp.uint8).T, dtype), amax
+        return (
+            data,
+            lax.bitcast_convert_type(
+                lax.bitcast_convert_type(data, jnp.uint8).T, dtype
+            ),
+            amax,
+        )
 
     return run
 
@@ -82,7 +99,11 @@ def _transpose_input(quantize):
     return run
 
 
-_WAYS_TO_TRANSPOSE = {"data.T": _with_transpose, "bytes.T": _transpose_bits, "of x.T": _transpose_input}
+_WAYS_TO_TRANSPOSE = {
+    "data.T": _with_transpose,
+    "bytes.T": _transpose_bits,
+    "of x.T": _transpose_input,
+}
 
 
 def _transposed(functions):
@@ -107,7 +128,9 @@ def _dequantize_through_f16(data, scale_inv, dtype):
 
 def _dequantize_table(data, scale_inv, dtype):
     codes = lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), data.dtype)
-    return _dequantize_f32(codes, scale_inv, dtype)[lax.bitcast_convert_type(data, jnp.uint8)]
+    return _dequantize_f32(codes, scale_inv, dtype)[
+        lax.bitcast_convert_type(data, jnp.uint8)
+    ]
 
 
 def _dequantize_in_out_dtype(data, scale_inv, dtype):
@@ -135,13 +158,20 @@ def _amax_minmax(x):
 
 
 def _amax_bits(x):
-    unsigned, mask = (jnp.uint32, 0x7FFFFFFF) if x.dtype.itemsize == 4 else (jnp.uint16, 0x7FFF)
+    unsigned, mask = (
+        (jnp.uint32, 0x7FFFFFFF) if x.dtype.itemsize == 4 else (jnp.uint16, 0x7FFF)
+    )
     bits = lax.bitcast_convert_type(x, unsigned) & unsigned(mask)
     return lax.bitcast_convert_type(jnp.max(bits), x.dtype).astype(F32)
 
 
 EXACT = {
-    "amax": {"f32": _amax_f32, "x.dtype": _amax_input, "min and max": _amax_minmax, "integer max": _amax_bits},
+    "amax": {
+        "f32": _amax_f32,
+        "x.dtype": _amax_input,
+        "min and max": _amax_minmax,
+        "integer max": _amax_bits,
+    },
     "quantize": _QUANTIZE,
     "quantize_transpose": _transposed(_QUANTIZE),
     "dequantize": _DEQUANTIZE,
@@ -158,4 +188,7 @@ def jitted(functions, *dtype):
     """Return a dict name -> jitted function of arrays; `dtype` is the op's static last
     argument, if it has one.
     """
-    return {name: jax.jit(lambda *arrays, run=run: run(*arrays, *dtype)) for name, run in functions.items()}
+    return {
+        name: jax.jit(lambda *arrays, run=run: run(*arrays, *dtype))
+        for name, run in functions.items()
+    }

@@ -70,9 +70,21 @@ def table(case, candidates) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="(default: all)")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the counts and the environment")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        choices=GROUPS,
+        default=list(GROUPS),
+        help="(default: all)",
+    )
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        help="where to write the counts and the environment",
+    )
     args = parser.parse_args()
     if reason := compiler.missing():
         sys.exit(f"benchmarks/aot.py: {reason}")
@@ -87,7 +99,9 @@ def main():
             print(f"\n{table(case, candidates)}", flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": described, "cases": cases}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": described, "cases": cases}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -51,20 +51,37 @@ RECIPES = {
     OURS: custom_recipes.RECIPES[OURS],
 }
 # The two-sided 95 % quantiles of Student's t, by degrees of freedom.
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+T95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+}
 MATMUL = (((1,), (0,)), ((), ()))
 
 
 def decibel(exact, got) -> float:
-    return float(10 * np.log10(np.sum(np.square(exact)) / np.sum(np.square(got - exact))))
+    return float(
+        10 * np.log10(np.sum(np.square(exact)) / np.sum(np.square(got - exact)))
+    )
 
 
 def halves(outs) -> dict:
     """Return the dB of the last step, and of the mean over the second half of steps;
     `outs` are pairs (exact, got).
     """
-    exact, got = (np.stack(arrays[len(arrays) // 2 :]) for arrays in zip(*outs, strict=True))
-    return {"one": decibel(exact[-1], got[-1]), "mean": decibel(exact.mean(0), got.mean(0))}
+    exact, got = (
+        np.stack(arrays[len(arrays) // 2 :]) for arrays in zip(*outs, strict=True)
+    )
+    return {
+        "one": decibel(exact[-1], got[-1]),
+        "mean": decibel(exact.mean(0), got.mean(0)),
+    }
 
 
 # Products of known
@@ -132,7 +149,9 @@ def products(seed, tiny):
                 steps.append([np.asarray(result, np.float64) for result in results])
                 state = next_state(state, gradient)
             for i, gemm in enumerate(found[kind]):
-                found[kind][gemm][name] = halves([(exact[i], results[i]) for results in steps])
+                found[kind][gemm][name] = halves(
+                    [(exact[i], results[i]) for results in steps]
+                )
     return found
 
 
@@ -141,7 +160,11 @@ def products(seed, tiny):
 
 
 def model_of(recipe, vocabulary):
-    cls = None if recipe is None else functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    cls = (
+        None
+        if recipe is None
+        else functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    )
     return language_model.LanguageModel(vocabulary, cls)
 
 
@@ -157,11 +180,15 @@ def gradients(seed, tiny):
     steps, count, batch = (4, 2, 2) if tiny else (100, 16, 4)
     corpus = Corpus()
     optimizer = language_model.make_optimizer(max(steps, 10))
-    train = language_model.create_state(model_of(None, len(corpus.vocabulary)), seed, optimizer)
+    train = language_model.create_state(
+        model_of(None, len(corpus.vocabulary)), seed, optimizer
+    )
     for windows in corpus.random_batches(seed, steps, batch, language_model.LENGTH):
         train, _ = language_model.train_step(train, windows)
     params = train.params["params"]
-    batches = list(corpus.random_batches(1000 + seed, count, batch, language_model.LENGTH))
+    batches = list(
+        corpus.random_batches(1000 + seed, count, batch, language_model.LENGTH)
+    )
 
     def of_kernels(recipe):
         """Yield for each batch one array with the gradients of all kernels in FP8
@@ -174,11 +201,20 @@ def gradients(seed, tiny):
             if jaxfp8.OVERWRITE_WITH_GRADIENT in variables:
                 variables = jaxfp8.update_state(variables, gradient)
             leaves = jax.tree_util.tree_flatten_with_path(gradient["params"])[0]
-            kernels = [leaf for path, leaf in leaves if "block" in path[0].key and path[-1].key == "kernel"]
-            yield np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in kernels])
+            kernels = [
+                leaf
+                for path, leaf in leaves
+                if "block" in path[0].key and path[-1].key == "kernel"
+            ]
+            yield np.concatenate(
+                [np.ravel(np.asarray(leaf, np.float64)) for leaf in kernels]
+            )
 
     exact = list(of_kernels(None))
-    rows = {name: halves(zip(exact, of_kernels(recipe), strict=True)) for name, recipe in RECIPES.items()}
+    rows = {
+        name: halves(zip(exact, of_kernels(recipe), strict=True))
+        for name, recipe in RECIPES.items()
+    }
     return {"language model": {"weights": rows}}
 
 
@@ -214,8 +250,17 @@ def regression(seed, tiny):
     truth = (rng.standard_normal((width, width)) / np.sqrt(width)).astype(np.float32)
     x = rng.standard_normal((steps, batch, width)).astype(np.float32)
     rates = (0.3 * np.cos(np.pi / 2 * np.arange(steps) / steps) ** 2).astype(np.float32)
-    weights = {name: np.asarray(learned(recipe, truth, x, rates), np.float64) for name, recipe in RECIPES.items()}
-    return {"linear map": {"weights": {name: {"one": decibel(truth, got)} for name, got in weights.items()}}}
+    weights = {
+        name: np.asarray(learned(recipe, truth, x, rates), np.float64)
+        for name, recipe in RECIPES.items()
+    }
+    return {
+        "linear map": {
+            "weights": {
+                name: {"one": decibel(truth, got)} for name, got in weights.items()
+            }
+        }
+    }
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -231,20 +276,35 @@ def summarize(case, seeds) -> list[dict]:
     for kind in seeds[0]:
         for gemm, of_recipes in seeds[0][kind].items():
             for figure in of_recipes[OURS]:
-                each = {name: [found[kind][gemm][name][figure] for found in seeds] for name in of_recipes}
-                best = max((name for name in each if name != OURS), key=lambda name: np.mean(each[name]))
+                each = {
+                    name: [found[kind][gemm][name][figure] for found in seeds]
+                    for name in of_recipes
+                }
+                best = max(
+                    (name for name in each if name != OURS),
+                    key=lambda name: np.mean(each[name]),
+                )
                 differences = np.subtract(each[OURS], each[best])
-                half = T95[len(seeds) - 1] * differences.std(ddof=1) / np.sqrt(len(seeds)) if len(seeds) > 1 else np.nan
+                half = (
+                    T95[len(seeds) - 1] * differences.std(ddof=1) / np.sqrt(len(seeds))
+                    if len(seeds) > 1
+                    else np.nan
+                )
                 rows.append(
                     {
                         "case": case,
                         "tensors": kind,
                         "of": gemm,
                         "figure": figure,
-                        "dB": {name: round(float(np.mean(values)), 2) for name, values in each.items()},
+                        "dB": {
+                            name: round(float(np.mean(values)), 2)
+                            for name, values in each.items()
+                        },
                         "best_stock": best,
                         "better_by": round(float(differences.mean()), 2),
-                        "confidence_95": round(float(half), 2) if len(seeds) > 1 else None,
+                        "confidence_95": round(float(half), 2)
+                        if len(seeds) > 1
+                        else None,
                     }
                 )
     return rows
@@ -258,11 +318,24 @@ def line(row) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and the environment")
-    parser.add_argument("--seeds", type=int, default=5, help="paired repetitions, up to 10 (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run at all?")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="where to write the rows and the environment"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=5,
+        help="paired repetitions, up to 10 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes: does it run at all?"
+    )
     args = parser.parse_args()
     if not 1 <= args.seeds <= 10:
         parser.error("--seeds has to be 1 to 10")
@@ -274,7 +347,12 @@ def main():
         rows += of_case
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": described, "seeds": args.seeds, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(
+                {"environment": described, "seeds": args.seeds, "rows": rows}, indent=1
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -36,9 +36,19 @@ def events_of(calls: int, run, *arguments) -> dict[str, list]:
             jax.block_until_ready([compiled(*arguments) for _ in range(calls)][-1])
         (path,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-    lines = [line for plane in data.planes if plane.name.startswith("/device:GPU") for line in plane.lines]
-    streams = {line.name: sorted((e.start_ns, e.duration_ns, e.name) for e in line.events) for line in lines}
-    return {name: events for name, events in streams.items() if "Stream" in name and events}
+    lines = [
+        line
+        for plane in data.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+    ]
+    streams = {
+        line.name: sorted((e.start_ns, e.duration_ns, e.name) for e in line.events)
+        for line in lines
+    }
+    return {
+        name: events for name, events in streams.items() if "Stream" in name and events
+    }
 
 
 def show(name: str, calls: int, run, *arguments) -> None:
@@ -46,17 +56,29 @@ def show(name: str, calls: int, run, *arguments) -> None:
     for stream, events in events_of(calls, run, *arguments).items():
         span = (events[-1][0] + events[-1][1] - events[0][0]) / 1e3 / calls
         busy = sum(duration for _, duration, _ in events) / 1e3 / calls
-        print(f"{stream}: {len(events) / calls:.1f} launches a call, span {span:.1f} us, busy {busy:.1f} us")
+        print(
+            f"{stream}: {len(events) / calls:.1f} launches a call, span {span:.1f} us, busy {busy:.1f} us"
+        )
         durations = defaultdict(list)
         for _, duration, kernel in events:
             durations[kernel].append(duration / 1e3)
-        for kernel, each in sorted(durations.items(), key=lambda item: -sum(item[1]))[:MOST_KERNELS]:
-            print(f"   {len(each) / calls:6.1f} x {statistics.median(each):8.2f} us  {kernel[:150]}")
+        for kernel, each in sorted(durations.items(), key=lambda item: -sum(item[1]))[
+            :MOST_KERNELS
+        ]:
+            print(
+                f"   {len(each) / calls:6.1f} x {statistics.median(each):8.2f} us  {kernel[:150]}"
+            )
         count = len(events) // calls
         if count <= MOST_IN_ORDER:  # of a call in the middle, with the gaps before
             order = events[count - 1 : 2 * count]
-            gaps = [(b[0] - a[0] - a[1]) / 1e3 for a, b in zip(order, order[1:], strict=False)]
-            steps = [f"{e[2][:40]} {e[1] / 1e3:.1f} (+{gap:.1f})" for e, gap in zip(order[1:], gaps, strict=True)]
+            gaps = [
+                (b[0] - a[0] - a[1]) / 1e3
+                for a, b in zip(order, order[1:], strict=False)
+            ]
+            steps = [
+                f"{e[2][:40]} {e[1] / 1e3:.1f} (+{gap:.1f})"
+                for e, gap in zip(order[1:], gaps, strict=True)
+            ]
             print("   seq:", " | ".join(steps))
 
 
@@ -67,8 +89,12 @@ def layer(name: str, calls: int, model, m: int, k: int, n: int) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=3, help="calls that are traced (default: 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--calls", type=int, default=3, help="calls that are traced (default: 3)"
+    )
     calls = parser.parse_args().calls
     for name in LAYERS:
         layer(f"small dense {name}", calls, models.dense(name, 1024), 2048, 1024, 1024)

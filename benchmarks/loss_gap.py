@@ -57,18 +57,29 @@ class Training:
         time that it took.
         """
         corpus, start = self.corpora[text], time.perf_counter()
-        model = self.models.setdefault((text, arm), ARMS[arm].model(len(corpus.vocabulary), LENGTH, WIDTH, LAYERS))
+        model = self.models.setdefault(
+            (text, arm), ARMS[arm].model(len(corpus.vocabulary), LENGTH, WIDTH, LAYERS)
+        )
         validation, curve = jnp.asarray(corpus.validation_batches(BATCH, LENGTH)), []
         state = create_state(ARMS[arm].precision, model, seed, self.optimizer)
         evaluated = ARMS[ARMS[arm].evaluated_in or arm].precision
         with ARMS[arm].precision.region():
-            for i, batch in enumerate(corpus.random_batches(seed, self.steps, BATCH, LENGTH), start=1):
-                state, loss, _ = jax.block_until_ready(train_step(state, jnp.asarray(batch)))
+            for i, batch in enumerate(
+                corpus.random_batches(seed, self.steps, BATCH, LENGTH), start=1
+            ):
+                state, loss, _ = jax.block_until_ready(
+                    train_step(state, jnp.asarray(batch))
+                )
                 if i % max(1, self.steps // POINTS) == 0 or i == self.steps:
                     with evaluated.region():
                         curve.append([i, float(mean_loss(state, validation))])
         seconds = round(time.perf_counter() - start, 1)
-        return {"validation": curve[-1][1], "curve": curve, "train": float(loss), "seconds": seconds}
+        return {
+            "validation": curve[-1][1],
+            "curve": curve,
+            "train": float(loss),
+            "seconds": seconds,
+        }
 
 
 def first_step(curve, loss: float) -> float:
@@ -103,9 +114,19 @@ def pairs(found: dict, text: str, name: str, other: str) -> dict:
     """Return `(run, run of the other arm)` by seed, of the seeds that both have from
     one kind of processor.
     """
-    exact = {seed: run for (t, arm, seed), run in sorted(found.items()) if (t, arm) == (text, other)}
-    runs = {seed: found[text, name, seed] for seed in exact if (text, name, seed) in found}
-    return {seed: (run, exact[seed]) for seed, run in runs.items() if processor(run) == processor(exact[seed])}
+    exact = {
+        seed: run
+        for (t, arm, seed), run in sorted(found.items())
+        if (t, arm) == (text, other)
+    }
+    runs = {
+        seed: found[text, name, seed] for seed in exact if (text, name, seed) in found
+    }
+    return {
+        seed: (run, exact[seed])
+        for seed, run in runs.items()
+        if processor(run) == processor(exact[seed])
+    }
 
 
 def figures(found: dict) -> dict:
@@ -118,15 +139,24 @@ def figures(found: dict) -> dict:
         both = pairs(found, text, name, reference)
         if not both:
             continue
-        row = {"seeds": list(both), "validation": [run["validation"] for run, _ in both.values()]}
+        row = {
+            "seeds": list(both),
+            "validation": [run["validation"] for run, _ in both.values()],
+        }
         row |= {"reference": reference}
         if name != reference:
-            row["differences"] = [run["validation"] - exact["validation"] for run, exact in both.values()]
+            row["differences"] = [
+                run["validation"] - exact["validation"] for run, exact in both.values()
+            ]
             row["difference"] = interval(row["differences"])
-            row["lag"] = interval([lag(run["curve"], exact["curve"]) for run, exact in both.values()])
+            row["lag"] = interval(
+                [lag(run["curve"], exact["curve"]) for run, exact in both.values()]
+            )
         with_delayed = pairs(found, text, name, "delayed")
         if with_delayed and name not in ("delayed", reference):
-            row["to_delayed"] = interval([a["validation"] - b["validation"] for a, b in with_delayed.values()])
+            row["to_delayed"] = interval(
+                [a["validation"] - b["validation"] for a, b in with_delayed.values()]
+            )
         results.setdefault(text, {})[name] = row
     return results
 
@@ -140,7 +170,10 @@ def table(results: dict, arms=RECIPES) -> str:
         mean, high = row[name]["mean"], row[name]["high"]
         return f"{mean:+{form}}" + ("" if high is None else f"±{high - mean:{form}}")
 
-    columns = [("above bf16", "difference", ".4f"), ("less delayed", "to_delayed", ".4f")]
+    columns = [
+        ("above bf16", "difference", ".4f"),
+        ("less delayed", "to_delayed", ".4f"),
+    ]
     if arms is RECIPES:
         columns += [("lag", "lag", ".1%")]
     heads = [f"{head}: {text}" for head, _, _ in columns for text in results]
@@ -156,25 +189,58 @@ def table(results: dict, arms=RECIPES) -> str:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(RECIPES), metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        default=list(RECIPES),
+        metavar="ARM",
+        help=", ".join(ARMS),
+    )
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
-    parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
-    parser.add_argument("--first-seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
-    parser.add_argument("--runs", type=pathlib.Path, default=RUNS, help="(default: benchmarks/results/loss_gap.jsonl)")
-    parser.add_argument("--report", action="store_true", help="run nothing: figures of all runs that are there")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=8,
+        help="paired runs of each text and arm (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="of a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=pathlib.Path,
+        default=RUNS,
+        help="(default: benchmarks/results/loss_gap.jsonl)",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="run nothing: figures of all runs that are there",
+    )
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     args = parser.parse_args(argv)
     if args.report:
         found = found_runs(args.runs, args.steps)
     else:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        keys = [(text, arm, seed) for seed in seeds for text in args.texts for arm in args.arms]
+        keys = [
+            (text, arm, seed)
+            for seed in seeds
+            for text in args.texts
+            for arm in args.arms
+        ]
         found = run_missing(args.runs, keys, args.steps, Training(args.steps).run)
     results = figures(found)
     print(f"{table(results, RECIPES)}\n\n{table(results, ABLATION)}")
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": environment(), "results": results}, indent=1)
+            + "\n"
+        )
     return 0
 
 

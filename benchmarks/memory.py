@@ -32,16 +32,31 @@ def table(model, candidates) -> str:
     bf16 = candidates["bf16"]["temporary_bytes"]
     for name, found in candidates.items():
         parts = [found["held"].get(kind, 0) for kind in KINDS]
-        cells = [f"{found['temporary_bytes'] / MIB:.0f}", f"{found['temporary_bytes'] / bf16:.2f}"]
-        cells += [f"{size / MIB:.0f}" for size in parts] + [f"{found['state_bytes'] / 1024:.1f}"]
+        cells = [
+            f"{found['temporary_bytes'] / MIB:.0f}",
+            f"{found['temporary_bytes'] / bf16:.2f}",
+        ]
+        cells += [f"{size / MIB:.0f}" for size in parts] + [
+            f"{found['state_bytes'] / 1024:.1f}"
+        ]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines) + "\n"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the bytes and the environment")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="(default: all)",
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="where to write the bytes and the environment"
+    )
     args = parser.parse_args()
     if reason := compiler.missing():
         sys.exit(f"benchmarks/memory.py: {reason}")
@@ -50,7 +65,9 @@ def main():
     for model, candidates in models.items():
         print(f"\n{table(model, candidates)}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"environment": described, "models": models}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": described, "models": models}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

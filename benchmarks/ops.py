@@ -29,7 +29,12 @@ from _memcpy import Memcpy  # noqa: E402
 
 from jaxfp8 import ops  # noqa: E402
 
-DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+DTYPES = {
+    "bf16": jnp.bfloat16,
+    "f32": jnp.float32,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+}
 # With these settings glibc takes all memory from its heap and returns none of it, so
 # results reuse touched pages.
 WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -54,7 +59,9 @@ class Case:
     memcpy_goal: float  # part of memcpy's speed; for arrays of at least SMALL elements
 
     def bytes(self, size: int) -> int:
-        codes = {"amax": 0, "quantize": 1, "quantize_transpose": 2, "dequantize": 1}[self.op]
+        codes = {"amax": 0, "quantize": 1, "quantize_transpose": 2, "dequantize": 1}[
+            self.op
+        ]
         return size * (jnp.dtype(DTYPES[self.dtype]).itemsize + codes)
 
 
@@ -62,8 +69,14 @@ CASES = [
     *(Case("amax", dtype, "", 1, 1, 0.6) for dtype in ("bf16", "f32")),
     *(Case("quantize", "bf16", format, 6, 4, 0.6) for format in ("e4m3", "e5m2")),
     *(Case("quantize", "f32", format, 4, 3, 0.6) for format in ("e4m3", "e5m2")),
-    *(Case("quantize_transpose", "bf16", format, 4, 4, 0.35) for format in ("e4m3", "e5m2")),
-    *(Case("quantize_transpose", "f32", format, 3, 3, 0.35) for format in ("e4m3", "e5m2")),
+    *(
+        Case("quantize_transpose", "bf16", format, 4, 4, 0.35)
+        for format in ("e4m3", "e5m2")
+    ),
+    *(
+        Case("quantize_transpose", "f32", format, 3, 3, 0.35)
+        for format in ("e4m3", "e5m2")
+    ),
     *(Case("dequantize", "bf16", format, 3, 3, 0.6) for format in ("e4m3", "e5m2")),
     *(Case("dequantize", "f32", format, 1.3, 1.3, 0.6) for format in ("e4m3", "e5m2")),
 ]
@@ -77,7 +90,9 @@ def inputs(case: Case, m: int, n: int):
     if case.op == "amax":
         return (jnp.asarray(x, DTYPES[case.dtype]),)
     if case.op == "dequantize":
-        return jnp.asarray((x * SCALE).astype(DTYPES[case.format])), jnp.float32(1 / SCALE)
+        return jnp.asarray((x * SCALE).astype(DTYPES[case.format])), jnp.float32(
+            1 / SCALE
+        )
     return jnp.asarray(x, DTYPES[case.dtype]), jnp.float32(SCALE)
 
 
@@ -107,7 +122,9 @@ def check(name: str, got, want):
     for index, (g, w) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
         g, w = np.ascontiguousarray(g), np.ascontiguousarray(w)
         if g.dtype != w.dtype or not np.array_equal(g.view(np.uint8), w.view(np.uint8)):
-            raise AssertionError(f"{name}: result {index} is not bitwise the expected one")
+            raise AssertionError(
+                f"{name}: result {index} is not bitwise the expected one"
+            )
 
 
 def measure(case: Case, m: int, n: int, turns: int) -> dict:
@@ -125,20 +142,32 @@ def measure(case: Case, m: int, n: int, turns: int) -> dict:
     del want
 
     def bound(functions):
-        return {name: lambda call=call: call(*arrays) for name, call in functions.items()}
+        return {
+            name: lambda call=call: call(*arrays) for name, call in functions.items()
+        }
 
     candidates, first_round = _timing.shortlist(bound(exact), keep=2)
     others, other_round = _timing.shortlist(bound(inexact), keep=1)
     memcpy = Memcpy(case.bytes(m * n))
     timings = _timing.interleaved(
-        {"jaxfp8": lambda: run(*arrays), "memcpy": memcpy, **candidates, **others}, turns=turns
+        {"jaxfp8": lambda: run(*arrays), "memcpy": memcpy, **candidates, **others},
+        turns=turns,
     )
     memcpy.close()
     best = min(candidates, key=lambda name: timings[name].median)
-    seconds = {"jaxfp8": timings["jaxfp8"].median, "xla": timings[best].median, "memcpy": timings["memcpy"].median}
+    seconds = {
+        "jaxfp8": timings["jaxfp8"].median,
+        "xla": timings[best].median,
+        "memcpy": timings["memcpy"].median,
+    }
     small = m * n < SMALL
-    goal, memcpy_goal = (case.small_goal, 0.0) if small else (case.goal, case.memcpy_goal)
-    ratio, of_memcpy = seconds["xla"] / seconds["jaxfp8"], seconds["memcpy"] / seconds["jaxfp8"]
+    goal, memcpy_goal = (
+        (case.small_goal, 0.0) if small else (case.goal, case.memcpy_goal)
+    )
+    ratio, of_memcpy = (
+        seconds["xla"] / seconds["jaxfp8"],
+        seconds["memcpy"] / seconds["jaxfp8"],
+    )
     return {
         "op": case.op,
         "dtype": case.dtype,
@@ -148,8 +177,12 @@ def measure(case: Case, m: int, n: int, turns: int) -> dict:
         "jaxfp8_spread": timings["jaxfp8"].spread,
         "xla_ms": 1e3 * seconds["xla"],
         "xla_peer": best,
-        "xla_inexact_ms": min((1e3 * timings[name].median for name in others), default=None),
-        "first_round_ms": {name: 1e3 * best for name, best in (first_round | other_round).items()},
+        "xla_inexact_ms": min(
+            (1e3 * timings[name].median for name in others), default=None
+        ),
+        "first_round_ms": {
+            name: 1e3 * best for name, best in (first_round | other_round).items()
+        },
         "memcpy_ms": 1e3 * seconds["memcpy"],
         "ratio": ratio,
         "goal": goal,
@@ -167,7 +200,9 @@ HEADER = (
 
 def line(row: dict) -> str:
     memcpy_goal = f"{100 * row['memcpy_goal']:4.0f}%" if row["memcpy_goal"] else "    -"
-    inexact = f"{row['xla_inexact_ms']:14.3f}" if row["xla_inexact_ms"] else f"{'-':>14}"
+    inexact = (
+        f"{row['xla_inexact_ms']:14.3f}" if row["xla_inexact_ms"] else f"{'-':>14}"
+    )
     return (
         f"{row['op']:18} {row['dtype']:5} {row['format']:6} {row['shape']:>11} {row['jaxfp8_ms']:9.3f} "
         f"{row['xla_ms']:11.3f} {row['ratio']:6.2f} {row['goal']:5.1f} {100 * row['of_memcpy']:10.0f}% {memcpy_goal}  "
@@ -176,12 +211,25 @@ def line(row: dict) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and the environment")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="where to write the rows and the environment"
+    )
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="MxN")
-    parser.add_argument("--ops", nargs="+", default=sorted({case.op for case in CASES}), metavar="OP")
-    parser.add_argument("--heap", choices=("default", "warm"), default="default", help="warm: no fresh pages (glibc)")
-    parser.add_argument("--turns", type=int, default=15, help="timed calls of each candidate")
+    parser.add_argument(
+        "--ops", nargs="+", default=sorted({case.op for case in CASES}), metavar="OP"
+    )
+    parser.add_argument(
+        "--heap",
+        choices=("default", "warm"),
+        default="default",
+        help="warm: no fresh pages (glibc)",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=15, help="timed calls of each candidate"
+    )
     args = parser.parse_args()
 
     described = environment(heap=args.heap)
@@ -193,17 +241,23 @@ def main():
         os.environ.update(WARM_HEAP)
     rows = []
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
+    with concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=spawn, max_tasks_per_child=1
+    ) as processes:
         for size in args.sizes:
             m, n = map(int, size.split("x"))
             for case in CASES:
                 if case.op in args.ops:
-                    rows.append(processes.submit(measure, case, m, n, args.turns).result())
+                    rows.append(
+                        processes.submit(measure, case, m, n, args.turns).result()
+                    )
                     print(line(rows[-1]), flush=True)
     print(f"{sum(row['passed'] for row in rows)} of {len(rows)} rows reach their goals")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": described, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -60,16 +60,24 @@ def linear(tx):
         blocks = x.reshape(-1, math.gcd(x.size, 128))
         amax = jnp.max(jnp.abs(blocks), axis=1, keepdims=True)
         scale = jnp.where(amax > 0, 448 / amax, 1)
-        return ((blocks * scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) / scale).reshape(x.shape)
+        return (
+            (blocks * scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) / scale
+        ).reshape(x.shape)
 
     def round_adam(node):
         if not isinstance(node, optax.ScaleByAdamState):
             return node
-        return node._replace(mu=jax.tree.map(rounded, node.mu), nu=jax.tree.map(rounded, node.nu))
+        return node._replace(
+            mu=jax.tree.map(rounded, node.mu), nu=jax.tree.map(rounded, node.nu)
+        )
 
     def update(grads, state, params=None):
         updates, state = tx.update(grads, state, params)
-        return updates, jax.tree.map(round_adam, state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+        return updates, jax.tree.map(
+            round_adam,
+            state,
+            is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState),
+        )
 
     return optax.GradientTransformation(tx.init, update)
 
@@ -93,7 +101,9 @@ OPTIMIZERS = {
 ARMS = {"float32": lambda tx: tx, "fp8": optim.quantized, "linear": linear}
 # The arms of the losses: the optimizer, and one of ARMS.
 RUNS = {arm: ("adam", arm) for arm in ARMS} | {
-    f"{name}_{arm}": (name, arm) for name in ("lion", "momentum") for arm in ("float32", "fp8")
+    f"{name}_{arm}": (name, arm)
+    for name in ("lion", "momentum")
+    for arm in ("float32", "fp8")
 }
 
 
@@ -102,7 +112,9 @@ class Losses:
 
     def __init__(self, corpus: Corpus, steps: int):
         self.corpus, self.steps = corpus, steps
-        self.model = LanguageModel(len(corpus.vocabulary), LENGTH, jnp.float32, WIDTH, LAYERS)
+        self.model = LanguageModel(
+            len(corpus.vocabulary), LENGTH, jnp.float32, WIDTH, LAYERS
+        )
         self.programs = {}
 
     def program(self, arm: str):
@@ -113,7 +125,9 @@ class Losses:
 
             @functools.partial(jax.jit, donate_argnums=(0, 1))
             def step(variables, opt_state, batch):
-                loss, grads = jax.value_and_grad(loss_fn)(variables, self.model.apply, batch)
+                loss, grads = jax.value_and_grad(loss_fn)(
+                    variables, self.model.apply, batch
+                )
                 updates, opt_state = tx.update(grads, opt_state, variables)
                 return optax.apply_updates(variables, updates), opt_state, loss
 
@@ -122,12 +136,16 @@ class Losses:
 
     @functools.partial(jax.jit, static_argnums=0)
     def mean_loss(self, variables, batches):
-        return jax.lax.map(functools.partial(loss_fn, variables, self.model.apply), batches).mean()
+        return jax.lax.map(
+            functools.partial(loss_fn, variables, self.model.apply), batches
+        ).mean()
 
     def init(self, seed: int):
         # the layers of the model have FP8 products, which here run in float32
         with jaxfp8.autocast(enabled=False):
-            return jax.jit(self.model.init)(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
+            return jax.jit(self.model.init)(
+                jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32)
+            )
 
     def run(self, arm: str, seed: int) -> dict:
         tx, step = self.program(arm)
@@ -137,26 +155,46 @@ class Losses:
             for batch in self.corpus.random_batches(seed, self.steps, BATCH, LENGTH):
                 variables, opt_state, loss = step(variables, opt_state, batch)
                 losses.append(loss)
-            validation = self.mean_loss(variables, self.corpus.validation_batches(16, LENGTH))
-        return {"validation": float(validation), "train": [round(float(loss), 4) for loss in losses[::10]]}
+            validation = self.mean_loss(
+                variables, self.corpus.validation_batches(16, LENGTH)
+            )
+        return {
+            "validation": float(validation),
+            "train": [round(float(loss), 4) for loss in losses[::10]],
+        }
 
 
-def measure_losses(names: list[str], arms: list[str], seeds: int, path: pathlib.Path, steps: int) -> dict:
+def measure_losses(
+    names: list[str], arms: list[str], seeds: int, path: pathlib.Path, steps: int
+) -> dict:
     """Run the runs that `path` lacks, seed by seed; return the figures of all runs in
     `path`.
     """
-    texts = {name: Losses(corpus, steps) for name, corpus in corpora().items() if name in names}
-    keys = [(text, arm, seed) for seed in range(seeds) for text in texts for arm in arms]
-    found = run_missing(path, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed))
+    texts = {
+        name: Losses(corpus, steps)
+        for name, corpus in corpora().items()
+        if name in names
+    }
+    keys = [
+        (text, arm, seed) for seed in range(seeds) for text in texts for arm in arms
+    ]
+    found = run_missing(
+        path, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed)
+    )
     results = {}
     for text in texts:
-        losses = {arm: [found[text, arm, seed]["validation"] for seed in range(seeds)] for arm in arms}
+        losses = {
+            arm: [found[text, arm, seed]["validation"] for seed in range(seeds)]
+            for arm in arms
+        }
         results[text] = {arm: {"validation": values} for arm, values in losses.items()}
         for arm in arms:
             name, wrap = RUNS[arm]
             base = next(base for base in RUNS if RUNS[base] == (name, "float32"))
             if wrap != "float32" and base in losses:
-                differences = [a - b for a, b in zip(losses[arm], losses[base], strict=True)]
+                differences = [
+                    a - b for a, b in zip(losses[arm], losses[base], strict=True)
+                ]
                 results[text][arm]["difference"] = interval(differences)
     return results
 
@@ -173,13 +211,19 @@ def measure_updates(steps: int = 2000, shape=(128, 1024)) -> dict:
         txs = {arm: wrap(optax.scale_by_adam()) for arm, wrap in ARMS.items()}
 
         def step(states, i, txs=txs, scale=scale, mean=mean, key=noise_key):
-            grads = mean + scale * jax.random.normal(jax.random.fold_in(key, i), scale.shape)
+            grads = mean + scale * jax.random.normal(
+                jax.random.fold_in(key, i), scale.shape
+            )
             both = {arm: tx.update(grads, states[arm]) for arm, tx in txs.items()}
-            return {arm: state for arm, (_, state) in both.items()}, {arm: update for arm, (update, _) in both.items()}
+            return {arm: state for arm, (_, state) in both.items()}, {
+                arm: update for arm, (update, _) in both.items()
+            }
 
         def run(txs=txs, step=step):
             states = {arm: tx.init(jnp.zeros(shape)) for arm, tx in txs.items()}
-            states, _ = jax.lax.scan(lambda s, i: (step(s, i)[0], None), states, jnp.arange(steps - 1))
+            states, _ = jax.lax.scan(
+                lambda s, i: (step(s, i)[0], None), states, jnp.arange(steps - 1)
+            )
             return step(states, steps - 1)[1]
 
         updates = jax.jit(run)()
@@ -187,7 +231,9 @@ def measure_updates(steps: int = 2000, shape=(128, 1024)) -> dict:
         results[name] = {
             arm: {
                 "size": float(jnp.mean(jnp.abs(update)) / jnp.mean(jnp.abs(exact))),
-                "error": float(jnp.linalg.norm(update - exact) / jnp.linalg.norm(exact)),
+                "error": float(
+                    jnp.linalg.norm(update - exact) / jnp.linalg.norm(exact)
+                ),
             }
             for arm, update in updates.items()
         }
@@ -200,8 +246,12 @@ def measure_memory() -> dict:
     variables = runs.init(0)
     results = {}
     for arm in ("float32", "fp8"):
-        rows = optim.memory(jax.block_until_ready(runs.program(arm)[0].init(variables)), variables).rows
-        results[arm] = {row["kind"]: round(row["bytes_per_parameter"], 4) for row in rows}
+        rows = optim.memory(
+            jax.block_until_ready(runs.program(arm)[0].init(variables)), variables
+        ).rows
+        results[arm] = {
+            row["kind"]: round(row["bytes_per_parameter"], 4) for row in rows
+        }
     return results
 
 
@@ -209,7 +259,10 @@ def measure_time(turns: int = 15) -> dict:
     """Measure the median ms of an update in place, and the paired ratios to
     float32's.
     """
-    params = {f"kernel{i}": jax.random.normal(jax.random.key(i), (1024, 1024)) for i in range(4)}
+    params = {
+        f"kernel{i}": jax.random.normal(jax.random.key(i), (1024, 1024))
+        for i in range(4)
+    }
 
     def candidate(tx, applies=False):
         # Arguments have the order of results, by which JAX decides which array is
@@ -238,7 +291,10 @@ def measure_time(turns: int = 15) -> dict:
     }
     timings = interleaved(arms, turns=turns)
     return {
-        arm: {"ms": 1e3 * timing.median, "ratio": 1 / timing.times_faster(timings["float32"])}
+        arm: {
+            "ms": 1e3 * timing.median,
+            "ratio": 1 / timing.times_faster(timings["float32"]),
+        }
         for arm, timing in timings.items()
     }
 
@@ -252,14 +308,20 @@ def verdicts(results: dict) -> dict[str, bool]:
         for arm, row in arms.items():
             if "difference" in row and arm != "linear":
                 low, high = (row["difference"][end] for end in ("low", "high"))
-                is_within = low is not None and -LIMITS["loss"] <= low and high <= LIMITS["loss"]
+                is_within = (
+                    low is not None
+                    and -LIMITS["loss"] <= low
+                    and high <= LIMITS["loss"]
+                )
                 found[f"loss, {text}, {arm}: within"] = is_within
         if "difference" in arms.get("linear", {}):
             is_outside = not abs(arms["linear"]["difference"]["mean"]) <= LIMITS["loss"]
             found[f"loss, {text}: the control is outside"] = is_outside
     for name, arms in results.get("updates", {}).items():
         is_within = {
-            arm: abs(row["size"] - 1) <= LIMITS["size"] and row["error"] <= LIMITS["error"] for arm, row in arms.items()
+            arm: abs(row["size"] - 1) <= LIMITS["size"]
+            and row["error"] <= LIMITS["error"]
+            for arm, row in arms.items()
         }
         found[f"updates, {name}: within"] = is_within["fp8"]
         if name == "mixed":
@@ -272,16 +334,38 @@ def verdicts(results: dict) -> dict[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parts = ("losses", "updates", "memory", "time")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="(default: all)")
+    parser.add_argument(
+        "--only", nargs="+", choices=parts, default=parts, help="(default: all)"
+    )
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
-    parser.add_argument("--arms", nargs="+", choices=list(RUNS), default=list(RUNS), help="of the losses")
-    parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run (default: %(default)s)")
-    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs.jsonl"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=list(RUNS),
+        default=list(RUNS),
+        help="of the losses",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=8,
+        help="paired runs of each text and arm (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="steps of a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=pathlib.Path,
+        default=pathlib.Path("runs.jsonl"),
+        help="(default: %(default)s)",
+    )
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     args = parser.parse_args()
     measure = {
-        "losses": functools.partial(measure_losses, args.texts, args.arms, args.seeds, args.runs, args.steps),
+        "losses": functools.partial(
+            measure_losses, args.texts, args.arms, args.seeds, args.runs, args.steps
+        ),
         "updates": measure_updates,
         "memory": measure_memory,
         "time": measure_time,
@@ -292,7 +376,10 @@ def main() -> int:
     for name, holds in found.items():
         print(f"{'holds' if holds else 'DOES NOT HOLD'}: {name}")
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": environment(), "results": results}, indent=1)
+            + "\n"
+        )
     return 0 if all(found.values()) else 1
 
 

@@ -29,11 +29,24 @@ def bars(axes, goals):
     for y, goal in enumerate(measured):
         part = goal["value"] / goal["goal"]
         axes.barh(y, part, color=OURS if part >= 1 else PEER, height=0.7)
-        axes.plot([goal["stretch"] / goal["goal"]] * 2, [y - 0.35, y + 0.35], color="black", linewidth=1.5)
+        axes.plot(
+            [goal["stretch"] / goal["goal"]] * 2,
+            [y - 0.35, y + 0.35],
+            color="black",
+            linewidth=1.5,
+        )
         digits = 2 if goal["unit"] == "x" else 0
-        axes.text(part, y, f" {goal['value']:.{digits}f} {goal['unit']}", va="center", fontsize=8)
+        axes.text(
+            part,
+            y,
+            f" {goal['value']:.{digits}f} {goal['unit']}",
+            va="center",
+            fontsize=8,
+        )
     axes.axvline(1, color=LIMIT, linewidth=1)
-    axes.set_yticks(range(len(measured)), [goal["what"] for goal in measured], fontsize=8)
+    axes.set_yticks(
+        range(len(measured)), [goal["what"] for goal in measured], fontsize=8
+    )
     axes.set_xlabel("part of the goal (line: goal, tick: stretch)")
     axes.margins(x=0.15)
 
@@ -44,21 +57,39 @@ def roofline(axes, cases):
     """
     ceilings = cases["ceilings"]["rows"].values()
     terabytes = max(row["gb_s"] for row in ceilings if "gb_s" in row) * 1e-3
-    points = {name: row["tflops"] for name, row in cases.get("gemm", {}).get("rows", {}).items()}
-    roofs = {"bf16, measured": max(row["tflops"] for row in ceilings if "tflops" in row)}
+    points = {
+        name: row["tflops"]
+        for name, row in cases.get("gemm", {}).get("rows", {}).items()
+    }
+    roofs = {
+        "bf16, measured": max(row["tflops"] for row in ceilings if "tflops" in row)
+    }
     fp8 = [rate for name, rate in points.items() if not name.startswith("bf16")]
     if fp8:
         roofs["FP8, measured"] = max(fp8)
     intensities = [1.0, 2.0 * GEMM_SIDE]
     for label, roof in roofs.items():
         knee = roof / terabytes
-        corners = [x for x in (intensities[0], knee, intensities[1]) if x <= intensities[1]]
-        axes.plot(corners, [min(roof, terabytes * x) for x in corners], color=LIMIT, linewidth=1)
+        corners = [
+            x for x in (intensities[0], knee, intensities[1]) if x <= intensities[1]
+        ]
+        axes.plot(
+            corners,
+            [min(roof, terabytes * x) for x in corners],
+            color=LIMIT,
+            linewidth=1,
+        )
         axes.text(intensities[0], roof, label, fontsize=8, va="bottom", color=LIMIT)
     for name, rate in points.items():
         ours = name.startswith("jaxfp8")
         x = INTENSITY["bf16" if name.startswith("bf16") else "fp8"]
-        axes.plot(x, rate, "o" if ours else "s", color=OURS if ours else PEER, label=f"{name}: {rate:.3g}")
+        axes.plot(
+            x,
+            rate,
+            "o" if ours else "s",
+            color=OURS if ours else PEER,
+            label=f"{name}: {rate:.3g}",
+        )
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
     if points:
         axes.legend(fontsize=7, loc="lower right")
@@ -67,17 +98,23 @@ def roofline(axes, cases):
 def draw(record: dict):
     """Return the figure of one JSON of gpu.py."""
     environment, cases = record["environment"], record["cases"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2), layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, 5), width_ratios=(3, 2), layout="constrained"
+    )
     bars(left, record["goals"])
     if cases.get("ceilings", {}).get("rows"):
         roofline(right, cases)
-    title = f"{environment['device']}, JAX {environment['jax']}, {environment['commit']}"
+    title = (
+        f"{environment['device']}, JAX {environment['jax']}, {environment['commit']}"
+    )
     figure.suptitle(f"DRY RUN, no GPU: {title}" if environment["dry_run"] else title)
     return figure
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, help="default: beside the JSON")
     args = parser.parse_args()

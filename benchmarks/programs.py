@@ -108,12 +108,17 @@ def programs(kind: type[Layers], layers: int, width: int, turns: int) -> dict:
     costs = {name: [] for name in models}
     for turn in range(turns + 1):
         for name, model in models.items():
-            costs[name].append(cost_of_a_program(model, operands[name], compile_too=turn < 4))
+            costs[name].append(
+                cost_of_a_program(model, operands[name], compile_too=turn < 4)
+            )
     return {
         name: {
             "operations": runs[0]["operations"],
             **{
-                f"{part}_ms": 1e3 * statistics.median(r["seconds"][part] for r in runs[1:] if part in r["seconds"])
+                f"{part}_ms": 1e3
+                * statistics.median(
+                    r["seconds"][part] for r in runs[1:] if part in r["seconds"]
+                )
                 for part in ("trace", "lower", "compile")
             },
         }
@@ -127,20 +132,34 @@ def steps(kind: type[Layers], layers: int, width: int, turns: int) -> dict:
     for name, model in models.items():
         operands, step = arguments(model, width), jax.jit(step_of(model))
         calls[name] = lambda operands=operands, step=step: step(*operands)
-    kernels = {name: np.asarray(jax.tree.leaves(call()[1][0]["params"])[0]) for name, call in calls.items()}
+    kernels = {
+        name: np.asarray(jax.tree.leaves(call()[1][0]["params"])[0])
+        for name, call in calls.items()
+    }
     for name, kernel in kernels.items():
         # e5m2 keeps two bits of the gradient, e4m3 three of the input: errors of up to
         # 2**-3 and 2**-4 of an element, a third of these in the root mean square; those
         # of layers are independent.
-        error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(kernels["bf16"])
-        assert error < 0.1 * math.sqrt(layers), f"{name}: the kernel's gradient is off by {error:.3f}"
+        error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(
+            kernels["bf16"]
+        )
+        assert error < 0.1 * math.sqrt(layers), (
+            f"{name}: the kernel's gradient is off by {error:.3f}"
+        )
     timings = _timing.interleaved(calls, turns=turns)
-    return {name: {"step_ms": 1e3 * timing.median, "spread": timing.spread} for name, timing in timings.items()}
+    return {
+        name: {"step_ms": 1e3 * timing.median, "spread": timing.spread}
+        for name, timing in timings.items()
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and the environment")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="where to write the rows and the environment"
+    )
     parser.add_argument("--turns", type=int, default=15, help="turns of each candidate")
     args = parser.parse_args()
     described = environment()
@@ -157,12 +176,16 @@ def main():
     ):
         for name, values in results.items():
             print(
-                f"{title:20} {name:7} " + "  ".join(f"{key} {value:8.2f}" for key, value in values.items()), flush=True
+                f"{title:20} {name:7} "
+                + "  ".join(f"{key} {value:8.2f}" for key, value in values.items()),
+                flush=True,
             )
             rows.append({"case": title, "candidate": name, **values})
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": described, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

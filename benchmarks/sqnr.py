@@ -43,7 +43,9 @@ def tensors() -> dict:
         "student t, 3": rng.standard_t(3, shape),
         "columns x100": outliers,
         "columns x10000": massive,
-        "gradient": rng.choice([-1.0, 1.0], shape) * np.exp(3 * rng.standard_normal(shape)) * 1e-6,
+        "gradient": rng.choice([-1.0, 1.0], shape)
+        * np.exp(3 * rng.standard_normal(shape))
+        * 1e-6,
         "constant": np.full(shape, 0.3),
     }
     return {name: value.astype(np.float32) for name, value in made.items()}
@@ -57,7 +59,10 @@ def recipes(fp8_format) -> dict:
     """
     delayed = jaxfp8.DelayedScaling(amax_history_len=1, fp8_format=fp8_format)
     current = jaxfp8.Float8CurrentScaling(fp8_format)
-    block, mx = jaxfp8.Float8BlockScaling(fp8_format), jaxfp8.MXFP8BlockScaling(fp8_format)
+    block, mx = (
+        jaxfp8.Float8BlockScaling(fp8_format),
+        jaxfp8.MXFP8BlockScaling(fp8_format),
+    )
     return {
         "delayed, history matches": (delayed, 1),
         "delayed, history 4x too large": (delayed, 4),
@@ -81,7 +86,9 @@ def state_of(recipe, staleness, *arrays):
 
     def state(x):
         amax = np.abs(x).max().astype(np.float32) * np.float32(staleness)
-        return jaxfp8.QuantizerState(jnp.full((recipe.amax_history_len,), amax), jnp.ones((1,), jnp.float32))
+        return jaxfp8.QuantizerState(
+            jnp.full((recipe.amax_history_len,), amax), jnp.ones((1,), jnp.float32)
+        )
 
     return jaxfp8.DotGeneralState(*map(state, arrays), None)
 
@@ -90,7 +97,9 @@ def sqnr(exact, got) -> float | None:
     """Return the SQNR in dB, to a tenth; None where `got` is exact."""
     exact, got = np.asarray(exact, np.float64), np.asarray(got).astype(np.float64)
     noise = np.sum((exact - got) ** 2)
-    return None if noise == 0 else round(float(10 * np.log10(np.sum(exact**2) / noise)), 1)
+    return (
+        None if noise == 0 else round(float(10 * np.log10(np.sum(exact**2) / noise)), 1)
+    )
 
 
 def quantized(recipe, staleness, x):
@@ -115,9 +124,13 @@ def measure(names=None, formats=("e4m3", "e5m2")) -> list[dict]:
     """Return a row for each format, recipe and tensor, of the tensors `names`, or of
     all where it is None.
     """
-    kernel = np.random.default_rng(1).standard_normal((K, COLS)).astype(np.float32) / np.float32(K**0.5)
+    kernel = np.random.default_rng(1).standard_normal((K, COLS)).astype(
+        np.float32
+    ) / np.float32(K**0.5)
     rows = []
-    chosen = {name: x for name, x in tensors().items() if names is None or name in names}
+    chosen = {
+        name: x for name, x in tensors().items() if names is None or name in names
+    }
     for format_name in formats:
         for name, (recipe, staleness) in recipes(FORMATS[format_name]).items():
             product = jax.jit(
@@ -155,10 +168,16 @@ def table(rows) -> str:
     for format_name in dict.fromkeys(row["format"] for row in rows):
         mine = [row for row in rows if row["format"] == format_name]
         names = list(dict.fromkeys(row["tensor"] for row in mine))
-        lines = [f"| {format_name} | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        lines = [
+            f"| {format_name} | " + " | ".join(names) + " |",
+            "|---" * (len(names) + 1) + "|",
+        ]
         for recipe in dict.fromkeys(row["recipe"] for row in mine):
             cells = {row["tensor"]: row for row in mine if row["recipe"] == recipe}
-            values = (" / ".join(decibels(cells[name][key]) for key in FIGURES) for name in names)
+            values = (
+                " / ".join(decibels(cells[name][key]) for key in FIGURES)
+                for name in names
+            )
             lines.append(f"| {recipe} | " + " | ".join(values) + " |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
@@ -170,7 +189,9 @@ def main():
     path = parser.parse_args().json
     rows = measure()
     print(table(rows))
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

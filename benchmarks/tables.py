@@ -20,7 +20,10 @@ from _gpu_goals import goals, kernel_goal
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = ("kernels", "gpu", "selftest")
-PAGES = {"kernels": ROOT / "benchmarks" / "README.md", "gpu": ROOT / "docs" / "performance.md"}
+PAGES = {
+    "kernels": ROOT / "benchmarks" / "README.md",
+    "gpu": ROOT / "docs" / "performance.md",
+}
 NOT_MEASURED = "Not measured yet."
 
 
@@ -35,8 +38,14 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> list[pathlib.
         NoResult: the folder has no JSON of a GPU, or that of a dry run, or of no
             commit.
     """
-    records = {name: json.loads(path.read_text()) for name in NAMES if (path := folder / f"{name}.json").exists()}
-    measured = [record["environment"] for record in records.values() if "cases" in record]
+    records = {
+        name: json.loads(path.read_text())
+        for name in NAMES
+        if (path := folder / f"{name}.json").exists()
+    }
+    measured = [
+        record["environment"] for record in records.values() if "cases" in record
+    ]
     if not measured:
         raise NoResult(f"{folder}: no kernels.json or gpu.json")
     for environment in measured:
@@ -65,12 +74,22 @@ def _join(old: dict, new: dict) -> dict:
     """
 
     def but_the_call(record):
-        return {key: value for key, value in record["environment"].items() if key != "command"}
+        return {
+            key: value
+            for key, value in record["environment"].items()
+            if key != "command"
+        }
 
     if but_the_call(old) != but_the_call(new):
         return new
-    cases = old["cases"] | {name: _join_case(old["cases"].get(name), case) for name, case in new["cases"].items()}
-    lines = [dataclasses.asdict(goal) | {"met": goal.met} for goal in goals(cases, dry_run=False)]
+    cases = old["cases"] | {
+        name: _join_case(old["cases"].get(name), case)
+        for name, case in new["cases"].items()
+    }
+    lines = [
+        dataclasses.asdict(goal) | {"met": goal.met}
+        for goal in goals(cases, dry_run=False)
+    ]
     return new | {"cases": cases, "goals": lines}
 
 
@@ -78,7 +97,11 @@ def _join_case(old: dict | None, new: dict) -> dict:
     if old is None:
         return new
     rows = old["rows"] | new["rows"]
-    errors = {name: why for name, why in (old["errors"] | new["errors"]).items() if not _has_row(name, rows, new)}
+    errors = {
+        name: why
+        for name, why in (old["errors"] | new["errors"]).items()
+        if not _has_row(name, rows, new)
+    }
     return new | {"rows": rows, "errors": errors}
 
 
@@ -86,12 +109,16 @@ def _has_row(name, rows, new) -> bool:
     """Tell whether `name`, a candidate or a kernel, has rows and did not fail in the
     new record.
     """
-    return name not in new["errors"] and any(row == name or row.startswith(f"{name}, ") for row in rows)
+    return name not in new["errors"] and any(
+        row == name or row.startswith(f"{name}, ") for row in rows
+    )
 
 
 def _title(name, environment) -> str:
     versions = f"JAX {environment['jax']}, Python {environment['python']}"
-    device = f"{environment['device']}, driver {environment['driver'].split(',')[1].strip()}"
+    device = (
+        f"{environment['device']}, driver {environment['driver'].split(',')[1].strip()}"
+    )
     return f"{device}, {versions}, commit {environment['commit']}: `benchmarks/results/{name}.json`."
 
 
@@ -110,11 +137,20 @@ def kernels_table(record: dict) -> str:
         if "us_a_launch" in row:
             rows.append([kernel, shape, f"{row['us_a_launch']:.2f}", "", "", ""])
             continue
-        rate = f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['gb_s']:.0f} GB/s"
+        rate = (
+            f"{row['tflops']:.0f} TFLOP/s"
+            if "tflops" in row
+            else f"{row['gb_s']:.0f} GB/s"
+        )
         part = f"{row['of_copy']:.0f} %" if "of_copy" in row else ""
         rate += "" if row["custom_calls"] else ", the reference"
-        rows.append([kernel, shape, f"{row['us']:.1f}", rate, part, kernel_goal(kernel)])
-    rows += [[name, "", "failed", " ".join(why.split())[:80], "", ""] for name, why in case["errors"].items()]
+        rows.append(
+            [kernel, shape, f"{row['us']:.1f}", rate, part, kernel_goal(kernel)]
+        )
+    rows += [
+        [name, "", "failed", " ".join(why.split())[:80], "", ""]
+        for name, why in case["errors"].items()
+    ]
     return _markdown(["kernel", "shape", "us", "rate", "of a copy", "goal"], rows)
 
 
@@ -152,7 +188,9 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="*", type=pathlib.Path, metavar="FOLDER")
     for folder in parser.parse_args().folders:
         try:

@@ -40,8 +40,15 @@ def dense_layers(width):
     """Return the candidates of a Dense layer, by name."""
     return {
         OURS: jaxfp8.linen.Dense(width, use_bias=False, dtype=jnp.bfloat16),
-        "drop-in": nn.Dense(width, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=jaxfp8.Fp8DotGeneral),
-        "flax": nn.Dense(width, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=nn.Fp8DotGeneral),
+        "drop-in": nn.Dense(
+            width,
+            use_bias=False,
+            dtype=jnp.bfloat16,
+            dot_general_cls=jaxfp8.Fp8DotGeneral,
+        ),
+        "flax": nn.Dense(
+            width, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=nn.Fp8DotGeneral
+        ),
         "bf16": nn.Dense(width, use_bias=False, dtype=jnp.bfloat16),
     }
 
@@ -50,7 +57,10 @@ def dense(width):
     """Return for each candidate a function that runs forward and backward; its
     gradients were checked.
     """
-    x, grad = (jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) for i in range(2))
+    x, grad = (
+        jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16)
+        for i in range(2)
+    )
 
     def call_of(layer):
         variables = layer.init(jax.random.key(2), x)
@@ -63,13 +73,20 @@ def dense(width):
         return lambda: step(variables, x, grad)
 
     calls = {name: call_of(layer) for name, layer in dense_layers(width).items()}
-    kernels = {name: np.asarray(call()[1][0]["params"]["kernel"], np.float32) for name, call in calls.items()}
+    kernels = {
+        name: np.asarray(call()[1][0]["params"]["kernel"], np.float32)
+        for name, call in calls.items()
+    }
     for name, kernel in kernels.items():
         # e5m2 rounds by up to 2**-3 and e4m3 by up to 2**-4 of an element, a third of
         # these in the root mean square.
-        error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(kernels["bf16"])
+        error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(
+            kernels["bf16"]
+        )
         if not error < 0.1:
-            raise AssertionError(f"dense{width}, {name}: the kernel's gradient is off by {error:.3f}")
+            raise AssertionError(
+                f"dense{width}, {name}: the kernel's gradient is off by {error:.3f}"
+            )
     return calls
 
 
@@ -83,16 +100,28 @@ class ScannedLanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        scan = jaxfp8.linen.scan if self.dot_general_cls is jaxfp8.Fp8DotGeneral else nn.scan
+        scan = (
+            jaxfp8.linen.scan
+            if self.dot_general_cls is jaxfp8.Fp8DotGeneral
+            else nn.scan
+        )
         stacked = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
-        options = {"variable_axes": stacked, "split_rngs": {"params": True}, "length": language_model.LAYERS}
+        options = {
+            "variable_axes": stacked,
+            "split_rngs": {"params": True},
+            "length": language_model.LAYERS,
+        }
         x = nn.Embed(self.vocabulary, language_model.WIDTH, dtype=jnp.bfloat16)(tokens)
         block = language_model.Block(self.dot_general_cls, name="blocks")
         x, _ = scan(lambda block, x, _: (block(x), None), **options)(block, x, None)
-        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x)).astype(jnp.float32)
+        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16)(
+            nn.RMSNorm(dtype=jnp.bfloat16)(x)
+        ).astype(jnp.float32)
 
 
-def language_model_steps(width, layers, batch, check_steps, model=language_model.LanguageModel):
+def language_model_steps(
+    width, layers, batch, check_steps, model=language_model.LanguageModel
+):
     """Return for each arm a function that takes the next training step, after
     `check_steps` steps were compared.
     """
@@ -103,7 +132,9 @@ def language_model_steps(width, layers, batch, check_steps, model=language_model
     batches = [jnp.asarray(windows) for windows in batches]
     states, losses = {}, {}
     for name, cls in language_model.ARMS.items():
-        state = language_model.create_state(model(len(corpus.vocabulary), cls), 0, optimizer)
+        state = language_model.create_state(
+            model(len(corpus.vocabulary), cls), 0, optimizer
+        )
         for windows in batches:
             state, loss = language_model.train_step(state, windows)
         states[name], losses[name] = state, float(loss)
@@ -111,7 +142,9 @@ def language_model_steps(width, layers, batch, check_steps, model=language_model
         # All arms have the same weights and text. The runs of examples/ stay within
         # 0.02 nat of each other; a first loss is log(103) = 4.6.
         if not (math.isfinite(loss) and abs(loss - losses["bf16"]) < 0.1):
-            raise AssertionError(f"language model, {name}: loss {loss}, bf16 {losses['bf16']}")
+            raise AssertionError(
+                f"language model, {name}: loss {loss}, bf16 {losses['bf16']}"
+            )
 
     def call_of(name):
         def call():
@@ -147,8 +180,12 @@ CASES = {
 def measure(case: str, turns: int, tiny: bool) -> dict:
     timings = _timing.interleaved(CASES[case](tiny), turns=turns)
     ours = timings[OURS]
-    ratios = {peer: ours.times_faster(timings[peer]) for peer in timings if peer != OURS}
-    cpu = {name: float(np.median(timing.cpu_seconds)) for name, timing in timings.items()}
+    ratios = {
+        peer: ours.times_faster(timings[peer]) for peer in timings if peer != OURS
+    }
+    cpu = {
+        name: float(np.median(timing.cpu_seconds)) for name, timing in timings.items()
+    }
     goals = dict(zip(("flax", "bf16"), GOALS.get(case, (None, None)), strict=True))
     return {
         "case": case,
@@ -158,12 +195,16 @@ def measure(case: str, turns: int, tiny: bool) -> dict:
         "times_faster_than": ratios,
         "times_less_cpu_than": {peer: cpu[peer] / cpu[OURS] for peer in ratios},
         "goals": goals,
-        "met": all(goal is None or ratios[peer] >= goal for peer, goal in goals.items()),
+        "met": all(
+            goal is None or ratios[peer] >= goal for peer, goal in goals.items()
+        ),
     }
 
 
 def line(row: dict) -> str:
-    times = "  ".join(f"{name} {ms:.2f} ({row['cpu_ms'][name]:.2f})" for name, ms in row["ms"].items())
+    times = "  ".join(
+        f"{name} {ms:.2f} ({row['cpu_ms'][name]:.2f})" for name, ms in row["ms"].items()
+    )
     ratios = "  ".join(
         f"{row['times_faster_than'][peer]:.2f}x {peer} (goal {goal}, CPU time {row['times_less_cpu_than'][peer]:.2f}x)"
         for peer, goal in row["goals"].items()
@@ -172,11 +213,21 @@ def line(row: dict) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and the environment")
-    parser.add_argument("--turns", type=int, default=30, help="timed calls of each candidate")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run at all?")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="where to write the rows and the environment"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=30, help="timed calls of each candidate"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes: does it run at all?"
+    )
     args = parser.parse_args()
     described = environment()
     for key, value in described.items():
@@ -187,7 +238,9 @@ def main():
         print(line(rows[-1]), flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": described, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dense = functools.partial(nn.Dense, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)
+        dense = functools.partial(
+            nn.Dense, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls
+        )
         *hidden, last = self.widths
         for width in hidden:
             x = nn.gelu(dense(width)(x))
@@ -63,7 +65,9 @@ class NNXMLP(nnx.Module):
 
     def __init__(self, widths, rngs):
         pairs = zip((widths[-1], *widths), widths, strict=False)
-        self.layers = nnx.List([nnx.Linear(n, m, dtype=jnp.bfloat16, rngs=rngs) for n, m in pairs])
+        self.layers = nnx.List(
+            [nnx.Linear(n, m, dtype=jnp.bfloat16, rngs=rngs) for n, m in pairs]
+        )
 
     def __call__(self, x):
         *hidden, last = self.layers
@@ -167,7 +171,10 @@ def nnx_models(widths):
         "bf16": with_nnx(model(quantize=False), flax_optimizer, nnx.value_and_grad, x),
         "flax": with_nnx(model(), flax_optimizer, jaxfp8.nnx.value_and_grad, x),
         "nnx.Optimizer": with_nnx(
-            model(), functools.partial(jaxfp8.nnx.Optimizer, tx=TX), jaxfp8.nnx.value_and_grad, x
+            model(),
+            functools.partial(jaxfp8.nnx.Optimizer, tx=TX),
+            jaxfp8.nnx.value_and_grad,
+            x,
         ),
     }
 
@@ -238,7 +245,12 @@ class Run:
             self.state, self.loss = out
         else:
             self.loss = out  # NNX changes the model in place
-        jax.block_until_ready((nnx.state(self.state) if isinstance(out, jax.Array) else self.state, self.loss))
+        jax.block_until_ready(
+            (
+                nnx.state(self.state) if isinstance(out, jax.Array) else self.state,
+                self.loss,
+            )
+        )
         return returned - start, time.perf_counter() - start
 
 
@@ -255,7 +267,10 @@ def compare_losses(case, runs):
 
 def measure(case, turns) -> list[dict]:
     candidates = CASES[case]()
-    programs = {name: [program_of(*CASES[case]()[name]) for _ in range(3)] for name in candidates}
+    programs = {
+        name: [program_of(*CASES[case]()[name]) for _ in range(3)]
+        for name in candidates
+    }
     runs = {name: Run(*candidate) for name, candidate in candidates.items()}
     compare_losses(case, runs)
     taken = {name: [] for name in runs}
@@ -266,15 +281,27 @@ def measure(case, turns) -> list[dict]:
     for name, seconds in taken.items():
         host, step = zip(*seconds, strict=True)
         row = {"case": case, "candidate": name, **programs[name][0]}
-        row |= {key: statistics.median(p[key] for p in programs[name]) for key in row if key.endswith("_ms")}
-        rows.append(row | {"host_ms": 1e3 * statistics.median(host), "step_ms": 1e3 * statistics.median(step)})
+        row |= {
+            key: statistics.median(p[key] for p in programs[name])
+            for key in row
+            if key.endswith("_ms")
+        }
+        rows.append(
+            row
+            | {
+                "host_ms": 1e3 * statistics.median(host),
+                "step_ms": 1e3 * statistics.median(step),
+            }
+        )
     base = next(row for row in rows if row["candidate"] == "flax")
     goals = ACCUMULATION_GOALS if case == MICRO else GOALS
     for row in rows:
         row["of_flax"] = {key: row[key] / base[key] for key in goals}
         row["missed"] = []
         if is_ours(row["candidate"]):
-            row["missed"] = [key for key, goal in goals.items() if row["of_flax"][key] > goal]
+            row["missed"] = [
+                key for key, goal in goals.items() if row["of_flax"][key] > goal
+            ]
             row["missed"] += ["effects"] if row["effects"] else []
     return rows
 
@@ -292,7 +319,9 @@ def lowering() -> dict:
 
 def program_of_lowering(layers):
     step, arguments = with_train_state(
-        jaxfp8.quantize(MLP((WIDTH,) * layers), RULES), jaxfp8.linen.TrainState, batch(WIDTH)
+        jaxfp8.quantize(MLP((WIDTH,) * layers), RULES),
+        jaxfp8.linen.TrainState,
+        batch(WIDTH),
     )
     start = time.process_time()
     step.lower(*arguments)
@@ -301,7 +330,8 @@ def program_of_lowering(layers):
 
 def line(row) -> str:
     numbers = "  ".join(
-        f"{key} {row[key]:8.2f}" for key in ("trace_ms", "lower_ms", "compile_ms", "host_ms", "step_ms")
+        f"{key} {row[key]:8.2f}"
+        for key in ("trace_ms", "lower_ms", "compile_ms", "host_ms", "step_ms")
     )
     ratios = "  ".join(f"{value:.2f}" for value in row["of_flax"].values())
     missed = f"  MISSED {', '.join(row['missed'])}" if row["missed"] else ""
@@ -312,11 +342,25 @@ def line(row) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and the environment")
-    parser.add_argument("--turns", type=int, default=200, help="timed calls of each candidate")
-    parser.add_argument("--only", nargs="+", choices=[*CASES, "lowering"], default=[*CASES, "lowering"], metavar="CASE")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="where to write the rows and the environment"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=200, help="timed calls of each candidate"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*CASES, "lowering"],
+        default=[*CASES, "lowering"],
+        metavar="CASE",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 where a goal is missed"
+    )
     args = parser.parse_args()
     described = environment()
     for key, value in described.items():
@@ -326,7 +370,9 @@ def main():
         if case == "lowering":
             row = lowering()
             missed |= row["ratio"] > LOWERING_GOAL
-            print(f"lowering: {row['seconds']}: {row['ratio']:.2f} (goal {LOWERING_GOAL})")
+            print(
+                f"lowering: {row['seconds']}: {row['ratio']:.2f} (goal {LOWERING_GOAL})"
+            )
             rows.append(row)
             continue
         for row in measure(case, args.turns):
@@ -335,7 +381,9 @@ def main():
             rows.append(row)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": described, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
+        )
     if args.check and missed:
         sys.exit(1)
 

@@ -17,12 +17,24 @@ def cases(path: pathlib.Path):
     """Yield `(case, options, inputs, expected, bounds)` of a file, in its order."""
     with np.load(path) as file:
         values = {name: file[name] for name in file.files}
-    for case in [name.removesuffix("/options") for name in values if name.endswith("/options")]:
+    for case in [
+        name.removesuffix("/options") for name in values if name.endswith("/options")
+    ]:
         parts = {}
         for kind in ("in", "out", "bound"):
             start = f"{case}/{kind}/"
-            parts[kind] = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
-        yield case, json.loads(str(values[f"{case}/options"])), parts["in"], parts["out"], parts["bound"]
+            parts[kind] = {
+                name.removeprefix(start): value
+                for name, value in values.items()
+                if name.startswith(start)
+            }
+        yield (
+            case,
+            json.loads(str(values[f"{case}/options"])),
+            parts["in"],
+            parts["out"],
+            parts["bound"],
+        )
 
 
 def difference(got, expected: np.ndarray, bound: np.ndarray | None) -> str | None:
@@ -33,7 +45,9 @@ def difference(got, expected: np.ndarray, bound: np.ndarray | None) -> str | Non
     if got.shape != expected.shape or (bound is None and got.dtype != expected.dtype):
         return f"expected {expected.dtype}{list(expected.shape)}, got {got.dtype}{list(got.shape)}"
     if bound is None and expected.dtype == np.float32:
-        wrong = (got.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(got) & np.isnan(expected))
+        wrong = (got.view(np.uint32) != expected.view(np.uint32)) & ~(
+            np.isnan(got) & np.isnan(expected)
+        )
     elif bound is None:
         wrong = got != expected
     else:
@@ -44,7 +58,9 @@ def difference(got, expected: np.ndarray, bound: np.ndarray | None) -> str | Non
     return f"{wrong.sum()} of {wrong.size} differ; first at {first}: expected {expected[first]!r}, got {got[first]!r}"
 
 
-def check(adapter, factor: float = 1.0, vectors: pathlib.Path = VECTORS) -> tuple[dict[str, int], list[str]]:
+def check(
+    adapter, factor: float = 1.0, vectors: pathlib.Path = VECTORS
+) -> tuple[dict[str, int], list[str]]:
     """Return how many cases of each op ran, and what failed.
 
     Args:
@@ -61,7 +77,11 @@ def check(adapter, factor: float = 1.0, vectors: pathlib.Path = VECTORS) -> tupl
             result = function(**inputs, **options)
             for name, value in expected.items():
                 bound = factor * bounds[name] if name in bounds else None
-                wrong = "missing" if name not in result else difference(result[name], value, bound)
+                wrong = (
+                    "missing"
+                    if name not in result
+                    else difference(result[name], value, bound)
+                )
                 if wrong:
                     failures.append(f"{path.stem}, {case}: {name}: {wrong}")
     return ran, failures
@@ -69,8 +89,14 @@ def check(adapter, factor: float = 1.0, vectors: pathlib.Path = VECTORS) -> tupl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("adapter", type=pathlib.Path, help="a Python file with the functions that README.md lists")
-    parser.add_argument("--factor", type=float, default=1.0, help="by which the bounds of products grow")
+    parser.add_argument(
+        "adapter",
+        type=pathlib.Path,
+        help="a Python file with the functions that README.md lists",
+    )
+    parser.add_argument(
+        "--factor", type=float, default=1.0, help="by which the bounds of products grow"
+    )
     args = parser.parse_args()
     spec = importlib.util.spec_from_file_location("adapter", args.adapter)
     adapter = importlib.util.module_from_spec(spec)

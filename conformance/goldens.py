@@ -17,13 +17,21 @@ import jaxfp8
 
 HERE = pathlib.Path(__file__).parent / "goldens"
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
-MODEL = nn.Dense(16, dot_general_cls=jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling(amax_history_len=4)))
+MODEL = nn.Dense(
+    16,
+    dot_general_cls=jaxfp8.make_dot_general_cls(
+        jaxfp8.DelayedScaling(amax_history_len=4)
+    ),
+)
 
 
 def inputs() -> tuple:
     """`(variables, x, grad)`; the histories give the scales 256 and 8192."""
     rng = np.random.default_rng(0)
-    kernel, x, grad = (rng.integers(-3, 4, size).astype(np.float32) / 4 for size in ((32, 16), (8, 32), (8, 16)))
+    kernel, x, grad = (
+        rng.integers(-3, 4, size).astype(np.float32) / 4
+        for size in ((32, 16), (8, 32), (8, 16))
+    )
     state = {}
     for name, amax in (("input", 1.75), ("kernel", 1.75), ("output_grad", 7.0)):
         state[f"{name}_amax_history"] = np.array([0.5, amax, 0.25, 0], np.float32)
@@ -44,9 +52,14 @@ def exported(function, *arguments, implementation: str) -> bytes:
     """Serialize a program for CPUs; "reference" needs nothing of jaxfp8 where it runs,
     "ffi" its custom calls.
     """
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(name)
+        for name in jaxfp8.ops.custom_call_targets()
+    ]
     with jaxfp8.ops.implementation(implementation):
-        program = jax.export.export(jax.jit(function), platforms=["cpu"], disabled_checks=checks)(*arguments)
+        program = jax.export.export(
+            jax.jit(function), platforms=["cpu"], disabled_checks=checks
+        )(*arguments)
     return program.serialize(vjp_order=0)
 
 
@@ -54,15 +67,27 @@ def files() -> dict[str, bytes]:
     """Return the content of each file of this version."""
     variables, x, grad = inputs()
     frozen = jaxfp8.freeze(MODEL, variables, x)
-    content = {"variables.msgpack": serialization.to_bytes(variables), "frozen.msgpack": serialization.to_bytes(frozen)}
+    content = {
+        "variables.msgpack": serialization.to_bytes(variables),
+        "frozen.msgpack": serialization.to_bytes(frozen),
+    }
     for implementation in ("reference", "ffi"):
         content[f"train_step_{implementation}"] = exported(
             train_step, variables, x, grad, implementation=implementation
         )
-        content[f"frozen_{implementation}"] = exported(MODEL.apply, frozen, x, implementation=implementation)
-    answer = {"frozen_y": MODEL.apply(frozen, x), "y": train_step(variables, x, grad)[0]}
-    content["gradients.msgpack"] = serialization.to_bytes(train_step(variables, x, grad)[1])
-    content["outputs.msgpack"] = serialization.to_bytes(jax.tree.map(np.asarray, answer))
+        content[f"frozen_{implementation}"] = exported(
+            MODEL.apply, frozen, x, implementation=implementation
+        )
+    answer = {
+        "frozen_y": MODEL.apply(frozen, x),
+        "y": train_step(variables, x, grad)[0],
+    }
+    content["gradients.msgpack"] = serialization.to_bytes(
+        train_step(variables, x, grad)[1]
+    )
+    content["outputs.msgpack"] = serialization.to_bytes(
+        jax.tree.map(np.asarray, answer)
+    )
     return content
 
 

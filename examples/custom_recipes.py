@@ -51,8 +51,12 @@ class Integers(jaxfp8.Quantizer):
         random `up` without bias.
         """
         largest = 2 ** (self.bits - 1) - 1
-        scale_inv = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), 1e-30) / largest
-        return jnp.clip(jnp.floor(x / scale_inv + up), -largest, largest).astype(jnp.int8), scale_inv
+        scale_inv = (
+            jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), 1e-30) / largest
+        )
+        return jnp.clip(jnp.floor(x / scale_inv + up), -largest, largest).astype(
+            jnp.int8
+        ), scale_inv
 
     def quantize(self, x, state):
         x = x.astype(jnp.float32)
@@ -60,7 +64,9 @@ class Integers(jaxfp8.Quantizer):
 
     def qgemm(self, qx, qw, *, sx, sw, out_dtype, **others):
         # exact
-        sums = lax.dot_general(qx, qw, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        sums = lax.dot_general(
+            qx, qw, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+        )
         return (sums.astype(jnp.float32) * sx * sw.T).astype(out_dtype)
 
 
@@ -96,10 +102,21 @@ class RotatedIntegers(Integers):
 
     def quantize(self, x, state):
         rows, columns = rotated(x.astype(jnp.float32)), rotated(x.T.astype(jnp.float32))
-        key = jax.random.fold_in(jax.random.key(0), state["steps"][0].astype(jnp.uint32))
-        key = jax.random.fold_in(key, lax.bitcast_convert_type(jnp.max(jnp.abs(rows)), jnp.uint32))
-        ups = (jax.random.uniform(key, a.shape) for key, a in zip(jax.random.split(key), (rows, columns), strict=True))
-        codes = (part for a, up in zip((rows, columns), ups, strict=True) for part in self.codes(a, up))
+        key = jax.random.fold_in(
+            jax.random.key(0), state["steps"][0].astype(jnp.uint32)
+        )
+        key = jax.random.fold_in(
+            key, lax.bitcast_convert_type(jnp.max(jnp.abs(rows)), jnp.uint32)
+        )
+        ups = (
+            jax.random.uniform(key, a.shape)
+            for key, a in zip(jax.random.split(key), (rows, columns), strict=True)
+        )
+        codes = (
+            part
+            for a, up in zip((rows, columns), ups, strict=True)
+            for part in self.codes(a, up)
+        )
         return jaxfp8.QTensor(*codes, block=(1, None)), {"steps": state["steps"] + 1}
 
 
@@ -110,7 +127,9 @@ def rotated(x):
     # the largest power of two that divides the columns
     size = min(x.shape[1] & -x.shape[1], 128)
     index = jnp.arange(size)
-    hadamard = 1 - 2 * (lax.population_count(index[:, None] & index[None]) & 1).astype(x.dtype)
+    hadamard = 1 - 2 * (lax.population_count(index[:, None] & index[None]) & 1).astype(
+        x.dtype
+    )
     signs = jax.random.rademacher(jax.random.key(x.shape[1]), (1, x.shape[1]), x.dtype)
     return ((x * signs).reshape(-1, size) @ (hadamard * size**-0.5)).reshape(x.shape)
 
@@ -125,20 +144,34 @@ RECIPES = {
     "rotated": jaxfp8.CustomRecipe(rotated_int8),
 }
 ARMS = {"bf16": None} | {
-    name: functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe) for name, recipe in RECIPES.items()
+    name: functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    for name, recipe in RECIPES.items()
 }
 PICTURE = "custom_recipes.png"
 
 
 def main():
-    args = parse(__doc__, ARMS, steps=100, batch=8, tiny_batch=2, length=language_model.LENGTH)
+    args = parse(
+        __doc__, ARMS, steps=100, batch=8, tiny_batch=2, length=language_model.LENGTH
+    )
     corpus = Corpus()
-    models = {name: language_model.LanguageModel(len(corpus.vocabulary), ARMS[name]) for name in args.arms}
-    batches = corpus.random_batches(args.seed, args.steps, args.batch, language_model.LENGTH)
-    validation = corpus.validation_batches(16, language_model.LENGTH, limit=2 if args.tiny else 8)
-    with tqdm(total=args.steps, desc="compiling", unit="step", dynamic_ncols=True) as bar:
+    models = {
+        name: language_model.LanguageModel(len(corpus.vocabulary), ARMS[name])
+        for name in args.arms
+    }
+    batches = corpus.random_batches(
+        args.seed, args.steps, args.batch, language_model.LENGTH
+    )
+    validation = corpus.validation_batches(
+        16, language_model.LENGTH, limit=2 if args.tiny else 8
+    )
+    with tqdm(
+        total=args.steps, desc="compiling", unit="step", dynamic_ncols=True
+    ) as bar:
         optimizer = language_model.make_optimizer(args.steps)
-        runs = language_model.train(models, optimizer, args.seed, batches, validation, args.steps, bar)
+        runs = language_model.train(
+            models, optimizer, args.seed, batches, validation, args.steps, bar
+        )
     print(_report.table(_report.summarize([runs])))
     _report.plot([runs], PICTURE)
     print(f"picture: {PICTURE}")

@@ -46,7 +46,12 @@ class Linear(eqx.Module):
             return x @ self.kernel.astype(x.dtype)
         matmul = (((0,), (0,)), ((), ()))
         return jaxfp8.dot_general(
-            x, self.kernel, matmul, recipe=self.recipe, state=self.state, preferred_element_type=x.dtype
+            x,
+            self.kernel,
+            matmul,
+            recipe=self.recipe,
+            state=self.state,
+            preferred_element_type=x.dtype,
         )
 
 
@@ -62,7 +67,9 @@ class Block(eqx.Module):
 
     def __init__(self, recipe, key):
         keys = jax.random.split(key, 4)
-        self.norm1, self.norm2 = (eqx.nn.RMSNorm(WIDTH, use_bias=False) for _ in range(2))
+        self.norm1, self.norm2 = (
+            eqx.nn.RMSNorm(WIDTH, use_bias=False) for _ in range(2)
+        )
         self.qkv = Linear(WIDTH, 3 * WIDTH, recipe, keys[0])
         self.out = Linear(WIDTH, WIDTH, recipe, keys[1])
         self.up = Linear(WIDTH, 4 * WIDTH, recipe, keys[2])
@@ -70,11 +77,17 @@ class Block(eqx.Module):
 
     def __call__(self, x):
         """Compute the block of x, bf16 `(length, WIDTH)`."""
-        qkv = jax.vmap(self.qkv)(jax.vmap(self.norm1)(x)).reshape(len(x), 3, HEADS, WIDTH // HEADS)
+        qkv = jax.vmap(self.qkv)(jax.vmap(self.norm1)(x)).reshape(
+            len(x), 3, HEADS, WIDTH // HEADS
+        )
         query, key, value = jnp.unstack(qkv, axis=1)
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape)
+        attended = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True
+        ).reshape(x.shape)
         x = x + jax.vmap(self.out)(attended)
-        return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.norm2)(x))))
+        return x + jax.vmap(self.down)(
+            jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.norm2)(x)))
+        )
 
 
 class LanguageModel(eqx.Module):
@@ -109,7 +122,9 @@ RECIPES = {"bf16": None, "jaxfp8": jaxfp8.DelayedScaling()}
 
 def loss_fn(model, batch):
     """Return the mean cross entropy of the next character, in nat."""
-    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch[:, :-1]), batch[:, 1:]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        jax.vmap(model)(batch[:, :-1]), batch[:, 1:]
+    ).mean()
 
 
 @eqx.filter_jit(donate="all")
@@ -130,7 +145,9 @@ def make_optimizer(steps):
     """
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps, 3e-4)
     return jaxfp8.train.optimizer(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
+        optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1)
+        )
     )
 
 
@@ -140,9 +157,14 @@ def create(recipe, vocabulary, seed, tx):
 
 
 def main():
-    args = _options.parse(__doc__, RECIPES, steps=150, batch=16, tiny_batch=2, length=LENGTH)
+    args = _options.parse(
+        __doc__, RECIPES, steps=150, batch=16, tiny_batch=2, length=LENGTH
+    )
     corpus, tx = Corpus(), make_optimizer(args.steps)
-    arms = {name: create(RECIPES[name], len(corpus.vocabulary), args.seed, tx) for name in args.arms}
+    arms = {
+        name: create(RECIPES[name], len(corpus.vocabulary), args.seed, tx)
+        for name in args.arms
+    }
     runs = {name: _report.Run() for name in arms}
     batches = corpus.random_batches(args.seed, args.steps, args.batch, LENGTH)
     for batch in tqdm(batches, total=args.steps, unit="step", dynamic_ncols=True):
@@ -151,7 +173,9 @@ def main():
             *arms[name], loss = train_step(*arms[name], tx, jnp.asarray(batch))
             run.train_losses.append(float(loss))
             run.step_ms.append(1e3 * (time.perf_counter() - start))
-    validation = jnp.asarray(corpus.validation_batches(16, LENGTH, limit=2 if args.tiny else None))
+    validation = jnp.asarray(
+        corpus.validation_batches(16, LENGTH, limit=2 if args.tiny else None)
+    )
     for name, (model, _) in arms.items():
         runs[name].validation.append((args.steps, float(mean_loss(model, validation))))
     print(_report.table(_report.summarize([runs])))

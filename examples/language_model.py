@@ -45,13 +45,22 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         # The one argument: None is bf16, jaxfp8.Fp8DotGeneral is FP8.
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)
+        dense = functools.partial(
+            nn.Dense,
+            use_bias=False,
+            dtype=jnp.bfloat16,
+            dot_general_cls=self.dot_general_cls,
+        )
         norm = functools.partial(nn.RMSNorm, dtype=jnp.bfloat16)
         batch, length, width = x.shape
 
-        qkv = dense(3 * width, name="qkv")(norm()(x)).reshape(batch, length, 3, HEADS, width // HEADS)
+        qkv = dense(3 * width, name="qkv")(norm()(x)).reshape(
+            batch, length, 3, HEADS, width // HEADS
+        )
         query, key, value = jnp.unstack(qkv, axis=2)
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape)
+        attended = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True
+        ).reshape(x.shape)
         x = x + dense(width, name="out")(attended)
         hidden = nn.gelu(dense(4 * width, name="up")(norm()(x)))
         return x + dense(width, name="down")(hidden)
@@ -73,7 +82,9 @@ class LanguageModel(nn.Module):
         for i in range(LAYERS):
             x = Block(self.dot_general_cls, name=f"block{i}")(x)
         x = nn.RMSNorm(dtype=jnp.bfloat16, name="norm")(x)
-        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16, name="logits")(x).astype(jnp.float32)
+        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16, name="logits")(x).astype(
+            jnp.float32
+        )
 
 
 class UnscaledFp8DotGeneral(nn.Module):
@@ -110,15 +121,21 @@ def mean_loss(state, batches):
     """Return the mean loss of batches `(batches, batch, length + 1)`; one batch at a
     time, to keep the memory small.
     """
-    return jax.lax.map(functools.partial(loss_fn, state.params, state.apply_fn), batches).mean()
+    return jax.lax.map(
+        functools.partial(loss_fn, state.params, state.apply_fn), batches
+    ).mean()
 
 
 def make_optimizer(steps):
     """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine
     down to a tenth of the peak.
     """
-    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -130,7 +147,11 @@ def init(model, seed):
 
 
 def create_state(model, seed, optimizer):
-    is_flax = model.dot_general_cls in (None, nn.Fp8DotGeneral, nn.Fp8DirectDotGeneralOp)
+    is_flax = model.dot_general_cls in (
+        None,
+        nn.Fp8DotGeneral,
+        nn.Fp8DirectDotGeneralOp,
+    )
     cls = TrainState if is_flax else jaxfp8.linen.TrainState
     return cls.create(apply_fn=model.apply, params=init(model, seed), tx=optimizer)
 
@@ -139,7 +160,9 @@ def train(models, optimizer, seed, batches, validation, steps, bar):
     """Train all arms on the same batches, turn by turn; return a `_report.Run` for each
     arm.
     """
-    states = {name: create_state(model, seed, optimizer) for name, model in models.items()}
+    states = {
+        name: create_state(model, seed, optimizer) for name, model in models.items()
+    }
     runs = {name: _report.Run() for name in models}
     for i, batch in enumerate(batches, start=1):
         for name, run in runs.items():
@@ -148,12 +171,17 @@ def train(models, optimizer, seed, batches, validation, steps, bar):
             run.step_ms.append(1e3 * (time.perf_counter() - start))
             run.train_losses.append(float(loss))
         bar.set_description(f"seed {seed}", refresh=False)
-        bar.set_postfix({name: f"{run.train_losses[-1]:.3f}" for name, run in runs.items()}, refresh=False)
+        bar.set_postfix(
+            {name: f"{run.train_losses[-1]:.3f}" for name, run in runs.items()},
+            refresh=False,
+        )
         bar.update()
 
         if i % max(1, steps // 100) == 0:
             for name, run in runs.items():
-                run.record_scales(i, states[name].params.get(jaxfp8.OVERWRITE_WITH_GRADIENT, {}))
+                run.record_scales(
+                    i, states[name].params.get(jaxfp8.OVERWRITE_WITH_GRADIENT, {})
+                )
         if i % max(1, steps // 10) == 0 or i == steps:
             for name, run in runs.items():
                 run.validation.append((i, float(mean_loss(states[name], validation))))
@@ -166,19 +194,40 @@ def parse_arguments():
         epilog="By default one seed and a shortened run (150 steps), to end within minutes on two CPU cores. "
         "The full proof is: --steps 1000 --seeds 3 --control",
     )
-    parser.add_argument("--steps", type=int, default=150, help="training steps (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=1, help="paired repetitions (default: %(default)s)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
-    parser.add_argument("--batch", type=int, default=16, help=f"windows of {LENGTH} characters a step (default: 16)")
-    parser.add_argument("--control", action="store_true", help="add FP8 without scaling, which has to fail")
-    parser.add_argument("--out", default="language_model.png", help="picture (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=150, help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="paired repetitions (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=16,
+        help=f"windows of {LENGTH} characters a step (default: 16)",
+    )
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="add FP8 without scaling, which has to fail",
+    )
+    parser.add_argument(
+        "--out", default="language_model.png", help="picture (default: %(default)s)"
+    )
     parser.add_argument("--json", help="write settings, versions and results here")
-    parser.add_argument("--tiny", action="store_true", help="4 steps on 2 windows: does it run at all?")
+    parser.add_argument(
+        "--tiny", action="store_true", help="4 steps on 2 windows: does it run at all?"
+    )
     args = parser.parse_args()
     if args.tiny:
         args.steps, args.batch = 4, 2
     if args.steps < 2 or args.seeds < 1 or args.batch < 1:
-        parser.error("--steps has to be 2 or more (the first one compiles), --seeds and --batch 1 or more")
+        parser.error(
+            "--steps has to be 2 or more (the first one compiles), --seeds and --batch 1 or more"
+        )
     return args
 
 
@@ -188,14 +237,20 @@ def main():
     arms = {name: ARMS[name] for name in args.arms} | (CONTROL if args.control else {})
     if args.control:  # the control never updates its state, of which jaxfp8 warns
         warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
-    models = {name: LanguageModel(len(corpus.vocabulary), cls) for name, cls in arms.items()}
+    models = {
+        name: LanguageModel(len(corpus.vocabulary), cls) for name, cls in arms.items()
+    }
     optimizer = make_optimizer(args.steps)
     validation = corpus.validation_batches(16, LENGTH, limit=2 if args.tiny else None)
     seeds = []
-    with tqdm(total=args.steps * args.seeds, desc="compiling", unit="step", dynamic_ncols=True) as bar:
+    with tqdm(
+        total=args.steps * args.seeds, desc="compiling", unit="step", dynamic_ncols=True
+    ) as bar:
         for seed in range(args.seeds):
             batches = corpus.random_batches(seed, args.steps, args.batch, LENGTH)
-            seeds.append(train(models, optimizer, seed, batches, validation, args.steps, bar))
+            seeds.append(
+                train(models, optimizer, seed, batches, validation, args.steps, bar)
+            )
 
     results = _report.summarize(seeds)
     print(_report.table(results))
@@ -203,7 +258,11 @@ def main():
     print(f"picture: {args.out}")
     if args.json:
         _report.write_json(args.json, vars(args), corpus, seeds, results)
-    if args.steps < 1000 or args.seeds < 3 or not {"bf16", "jaxfp8", "flax", "control"} <= set(arms):
+    if (
+        args.steps < 1000
+        or args.seeds < 3
+        or not {"bf16", "jaxfp8", "flax", "control"} <= set(arms)
+    ):
         return 0
     passed, verdict = _report.judge(results)
     print(verdict)

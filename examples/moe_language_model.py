@@ -43,7 +43,9 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
 
 def _gradient_alone(role):
     return (
-        jaxfp8.DelayedScalingQuantizer(jnp.float8_e5m2, amax_history_len=16) if role == "linear_grad_output" else None
+        jaxfp8.DelayedScalingQuantizer(jnp.float8_e5m2, amax_history_len=16)
+        if role == "linear_grad_output"
+        else None
     )
 
 
@@ -58,10 +60,16 @@ def init(seed, vocabulary):
     """Make the parameters, which are the same in every arm."""
 
     def normal(name, *shape, fan_in=WIDTH):
-        key = jax.random.fold_in(jax.random.key(seed), sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31)
+        key = jax.random.fold_in(
+            jax.random.key(seed),
+            sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31,
+        )
         return jax.random.normal(key, shape) * fan_in**-0.5
 
-    params = {"embed": normal("embed", vocabulary, WIDTH, fan_in=1), "logits": normal("logits", WIDTH, vocabulary)}
+    params = {
+        "embed": normal("embed", vocabulary, WIDTH, fan_in=1),
+        "logits": normal("logits", WIDTH, vocabulary),
+    }
     params["position"] = normal("position", LENGTH, WIDTH, fan_in=16)
     for i in range(LAYERS):
         params[f"block{i}"] = {
@@ -77,7 +85,10 @@ def init(seed, vocabulary):
 def init_state(recipes):
     """Make the FP8 state of every block: of both transfers and both products."""
     return {
-        f"block{i}": {name: recipe and jaxfp8.init_state(recipe) for name, recipe in recipes.items()}
+        f"block{i}": {
+            name: recipe and jaxfp8.init_state(recipe)
+            for name, recipe in recipes.items()
+        }
         for i in range(LAYERS)
     }
 
@@ -88,17 +99,24 @@ def specs(params):
     """
     of_experts = ("up", "down")
     return jax.tree.map_with_path(
-        lambda path, _: PartitionSpec(AXIS) if path[-1].key in of_experts else PartitionSpec(), params
+        lambda path, _: (
+            PartitionSpec(AXIS) if path[-1].key in of_experts else PartitionSpec()
+        ),
+        params,
     )
 
 
 def norm(x):
-    return x * lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True) + 1e-6).astype(x.dtype)
+    return x * lax.rsqrt(
+        jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True) + 1e-6
+    ).astype(x.dtype)
 
 
 def attention(params, x):
     batch, length, _ = x.shape
-    qkv = (x @ params["qkv"].astype(x.dtype)).reshape(batch, length, 3, HEADS, WIDTH // HEADS)
+    qkv = (x @ params["qkv"].astype(x.dtype)).reshape(
+        batch, length, 3, HEADS, WIDTH // HEADS
+    )
     attended = jax.nn.dot_product_attention(*jnp.unstack(qkv, axis=2), is_causal=True)
     return attended.reshape(x.shape) @ params["out"].astype(x.dtype)
 
@@ -107,7 +125,9 @@ def send(x, split, concat, recipe, state):
     """Exchange the slots of experts for those of devices, or back."""
     if recipe is None:
         return lax.all_to_all(x, AXIS, split, concat, tiled=True)
-    return jaxfp8.collectives.all_to_all(x, AXIS, split, concat, recipe=recipe, state=state, tiled=True)
+    return jaxfp8.collectives.all_to_all(
+        x, AXIS, split, concat, recipe=recipe, state=state, tiled=True
+    )
 
 
 def product(x, kernel, recipe, state):
@@ -118,7 +138,14 @@ def product(x, kernel, recipe, state):
     if recipe is None:
         return lax.dot_general(x, kernel.astype(x.dtype), numbers)
     # x may be a QTensor with the codes that arrived.
-    return jaxfp8.dot_general(x, kernel, numbers, recipe=recipe, state=state, preferred_element_type=jnp.bfloat16)
+    return jaxfp8.dot_general(
+        x,
+        kernel,
+        numbers,
+        recipe=recipe,
+        state=state,
+        preferred_element_type=jnp.bfloat16,
+    )
 
 
 def experts(params, state, recipes, x):
@@ -127,7 +154,9 @@ def experts(params, state, recipes, x):
     """
     # 1. Choose an expert for each token, and a slot of the expert; tokens that find no
     #    slot are left out.
-    probabilities = jax.nn.softmax((x @ params["router"].astype(x.dtype)).astype(jnp.float32))
+    probabilities = jax.nn.softmax(
+        (x @ params["router"].astype(x.dtype)).astype(jnp.float32)
+    )
     expert, weight = jnp.argmax(probabilities, axis=-1), jnp.max(probabilities, axis=-1)
     chosen = jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32)
     position = jnp.sum((jnp.cumsum(chosen, axis=0) - 1) * chosen, axis=-1)
@@ -135,7 +164,12 @@ def experts(params, state, recipes, x):
     place = jnp.where(position < slots, expert * slots + position, EXPERTS * slots)
     # 2. Dispatch: `[expert, slot, WIDTH]` becomes
     #    `[expert of this device, slot of every device, WIDTH]`.
-    sent = jnp.zeros((EXPERTS * slots, WIDTH), x.dtype).at[place].set(x, mode="drop").reshape(EXPERTS, slots, WIDTH)
+    sent = (
+        jnp.zeros((EXPERTS * slots, WIDTH), x.dtype)
+        .at[place]
+        .set(x, mode="drop")
+        .reshape(EXPERTS, slots, WIDTH)
+    )
     arrived = send(sent, 0, 1, recipes["dispatch"], state["dispatch"])
     # 3. Compute both products of the experts.
     hidden = jax.nn.gelu(product(arrived, params["up"], recipes["up"], state["up"]))
@@ -176,19 +210,34 @@ def make_step(recipes, params, optimizer, mesh):
         loss, balance = loss_fn(params, state, recipes, batch)
         return loss + BALANCE * balance, loss
 
-    on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=(places, everywhere, cut))
+    on_mesh = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(places, everywhere, cut)
+    )
     # The gradient of the FP8 state is the next state, the same on every device.
-    gradients = on_mesh(jax.grad(total, argnums=(0, 1), has_aux=True), out_specs=((places, everywhere), everywhere))
+    gradients = on_mesh(
+        jax.grad(total, argnums=(0, 1), has_aux=True),
+        out_specs=((places, everywhere), everywhere),
+    )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params, state, opt_state, batch):
         (grads, new_state), loss = gradients(params, state, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), jaxfp8.update_state(state, new_state), opt_state, loss
+        return (
+            optax.apply_updates(params, updates),
+            jaxfp8.update_state(state, new_state),
+            opt_state,
+            loss,
+        )
 
-    loss_of = on_mesh(lambda params, state, batch: loss_fn(params, state, recipes, batch)[0], out_specs=everywhere)
+    loss_of = on_mesh(
+        lambda params, state, batch: loss_fn(params, state, recipes, batch)[0],
+        out_specs=everywhere,
+    )
     mean_loss = jax.jit(
-        lambda params, state, batches: lax.map(functools.partial(loss_of, params, state), batches).mean()
+        lambda params, state, batches: lax.map(
+            functools.partial(loss_of, params, state), batches
+        ).mean()
     )
     return step, mean_loss
 
@@ -201,45 +250,80 @@ def plot(runs, moved, path):
     for name, run in runs.items():
         # the lines of arms that agree overlap
         style = {"linewidth": 7, "alpha": 0.35} if name == "bf16" else {}
-        left.plot(*_report.smooth(run.train_losses), color=_report.COLORS[name], label=name, **style)
-    left.set(title="Training loss", xlabel="step", ylabel="cross entropy (nat per character)")
+        left.plot(
+            *_report.smooth(run.train_losses),
+            color=_report.COLORS[name],
+            label=name,
+            **style,
+        )
+    left.set(
+        title="Training loss", xlabel="step", ylabel="cross entropy (nat per character)"
+    )
     left.legend(frameon=False)
     kinds = sorted({kind for sizes in moved.values() for kind in sizes})
     for i, (name, sizes) in enumerate(moved.items()):
         places = [k + 0.4 * i for k in range(len(kinds))]
-        right.barh(places, [sizes[kind] / 2**20 for kind in kinds], 0.35, color=_report.COLORS[name], label=name)
-    right.set(title="One step, each device", xlabel="MiB", yticks=range(len(kinds)), yticklabels=kinds)
+        right.barh(
+            places,
+            [sizes[kind] / 2**20 for kind in kinds],
+            0.35,
+            color=_report.COLORS[name],
+            label=name,
+        )
+    right.set(
+        title="One step, each device",
+        xlabel="MiB",
+        yticks=range(len(kinds)),
+        yticklabels=kinds,
+    )
     right.legend(frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def main():
-    args = _options.parse(__doc__, ARMS, steps=200, batch=16, tiny_batch=8, length=LENGTH)
+    args = _options.parse(
+        __doc__, ARMS, steps=200, batch=16, tiny_batch=8, length=LENGTH
+    )
     jax.config.update("jax_num_cpu_devices", 8)
-    mesh, corpus = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)), Corpus()
+    mesh, corpus = (
+        jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)),
+        Corpus(),
+    )
     if args.batch % mesh.size or EXPERTS % mesh.size:
         raise SystemExit(
             f"--batch and the {EXPERTS} experts have to be multiples of {mesh.size}, the number of devices"
         )
     print(f"{mesh.size} devices, {EXPERTS // mesh.size} experts on each")
 
-    optimizer, trains, steps, mean_losses, moved = make_optimizer(args.steps), {}, {}, {}, {}
+    optimizer, trains, steps, mean_losses, moved = (
+        make_optimizer(args.steps),
+        {},
+        {},
+        {},
+        {},
+    )
     batches = [
         jax.device_put(batch, NamedSharding(mesh, PartitionSpec(AXIS)))
         for batch in corpus.random_batches(args.seed, args.steps, args.batch, LENGTH)
     ]
     for name in args.arms:
         params = init(args.seed, len(corpus.vocabulary))
-        params = jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(params)))
-        state = jax.device_put(init_state(ARMS[name]), NamedSharding(mesh, PartitionSpec()))
+        params = jax.device_put(
+            params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(params))
+        )
+        state = jax.device_put(
+            init_state(ARMS[name]), NamedSharding(mesh, PartitionSpec())
+        )
         trains[name] = (params, state, jax.jit(optimizer.init)(params))
         step, mean_losses[name] = make_step(ARMS[name], params, optimizer, mesh)
         steps[name] = step.lower(*trains[name], batches[0]).compile()
         moved[name] = collectives(steps[name].as_text())
         print(
             f"{name:8} one step moves",
-            ", ".join(f"{kind} {n / 2**20:.3f} MiB" for kind, n in sorted(moved[name].items())),
+            ", ".join(
+                f"{kind} {n / 2**20:.3f} MiB" for kind, n in sorted(moved[name].items())
+            ),
         )
 
     runs = {name: _report.Run() for name in args.arms}
@@ -250,10 +334,16 @@ def main():
             run.train_losses.append(float(loss))
             run.step_ms.append(1e3 * (time.perf_counter() - start))
 
-    validation = corpus.validation_batches(args.batch, LENGTH, limit=2 if args.tiny else 20)
-    validation = jax.device_put(validation, NamedSharding(mesh, PartitionSpec(None, AXIS)))
+    validation = corpus.validation_batches(
+        args.batch, LENGTH, limit=2 if args.tiny else 20
+    )
+    validation = jax.device_put(
+        validation, NamedSharding(mesh, PartitionSpec(None, AXIS))
+    )
     for name, (params, state, _) in trains.items():
-        runs[name].validation.append((args.steps, float(mean_losses[name](params, state, validation))))
+        runs[name].validation.append(
+            (args.steps, float(mean_losses[name](params, state, validation)))
+        )
     print(_report.table(_report.summarize([runs])))
     plot(runs, moved, PICTURE)
     print(f"picture: {PICTURE}")

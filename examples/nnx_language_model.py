@@ -32,7 +32,14 @@ class Block(nnx.Module):
             # The one argument: jax.lax.dot_general is bf16, a
             # jaxfp8.nnx.Fp8DotGeneral() of its own is FP8.
             dot_general = make_dot_general()
-            return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.bfloat16, dot_general=dot_general, rngs=rngs)
+            return nnx.Linear(
+                inputs,
+                outputs,
+                use_bias=False,
+                dtype=jnp.bfloat16,
+                dot_general=dot_general,
+                rngs=rngs,
+            )
 
         self.norm1 = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.qkv = linear(WIDTH, 3 * WIDTH)
@@ -45,7 +52,9 @@ class Block(nnx.Module):
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).reshape(batch, length, 3, HEADS, width // HEADS)
         query, key, value = jnp.unstack(qkv, axis=2)
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape)
+        attended = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True
+        ).reshape(x.shape)
         x = x + self.out(attended)
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
@@ -74,7 +83,9 @@ ARMS = {"bf16": lambda: jax.lax.dot_general, "jaxfp8": jaxfp8.nnx.Fp8DotGeneral}
 
 def loss_fn(model, batch):
     """Return the mean cross entropy of the next character, in nat."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch[:, :-1]), batch[:, 1:]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch[:, :-1]), batch[:, 1:]
+    ).mean()
 
 
 @nnx.jit
@@ -92,14 +103,21 @@ def mean_loss(model, batches):
 def create(make_dot_general, vocabulary, seed, steps):
     model = LanguageModel(vocabulary, make_dot_general, nnx.Rngs(seed))
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps, 3e-4)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1)
+    )
     return model, jaxfp8.nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 def main():
-    args = _options.parse(__doc__, ARMS, steps=150, batch=16, tiny_batch=2, length=LENGTH)
+    args = _options.parse(
+        __doc__, ARMS, steps=150, batch=16, tiny_batch=2, length=LENGTH
+    )
     corpus = Corpus()
-    arms = {name: create(ARMS[name], len(corpus.vocabulary), args.seed, args.steps) for name in args.arms}
+    arms = {
+        name: create(ARMS[name], len(corpus.vocabulary), args.seed, args.steps)
+        for name in args.arms
+    }
     runs = {name: _report.Run() for name in arms}
     batches = corpus.random_batches(args.seed, args.steps, args.batch, LENGTH)
     for batch in tqdm(batches, total=args.steps, unit="step", dynamic_ncols=True):

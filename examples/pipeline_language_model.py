@@ -48,21 +48,34 @@ class LanguageModel(nn.Module):
         x = x + embed(LENGTH, name="position")(jnp.arange(tokens.shape[1]))
         x = self.in_order(x) if self.mesh is None else self.in_a_pipeline(x)
         x = nn.RMSNorm(dtype=jnp.bfloat16, name="norm")(x)
-        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16, name="logits")(x).astype(jnp.float32)
+        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16, name="logits")(x).astype(
+            jnp.float32
+        )
 
     def in_order(self, x):
-        stacked = {"variable_axes": {"params": 0, STATE: 0}, "split_rngs": {"params": True}, "length": STAGES}
-        x, _ = nn.scan(lambda block, x: (block(x), None), **stacked)(Block(self.dot_general_cls, name="stages"), x)
+        stacked = {
+            "variable_axes": {"params": 0, STATE: 0},
+            "split_rngs": {"params": True},
+            "length": STAGES,
+        }
+        x, _ = nn.scan(lambda block, x: (block(x), None), **stacked)(
+            Block(self.dot_general_cls, name="stages"), x
+        )
         return x
 
     def in_a_pipeline(self, x):
-        stacked = {"variable_axes": {"params": 0, STATE: 0}, "split_rngs": {"params": True}}
+        stacked = {
+            "variable_axes": {"params": 0, STATE: 0},
+            "split_rngs": {"params": True},
+        }
         stages = nn.vmap(Block, **stacked)(self.dot_general_cls, name="stages")
 
         def tick(stages, held, entering):
             # each stage takes the result of the stage before
             held = jnp.roll(held, 1, axis=0).at[0].set(entering)
-            held = jax.lax.with_sharding_constraint(held, NamedSharding(self.mesh, PartitionSpec("stage", "data")))
+            held = jax.lax.with_sharding_constraint(
+                held, NamedSharding(self.mesh, PartitionSpec("stage", "data"))
+            )
             held = stages(held)
             return held, held[-1]
 
@@ -70,7 +83,9 @@ class LanguageModel(nn.Module):
         # block without biases gives zeros, which do not change amaxes.
         rows = x.reshape(-1, MICROBATCHES, *x.shape[1:]).swapaxes(0, 1)
         entering = jnp.concatenate([rows, jnp.zeros_like(rows[: STAGES - 1])])
-        ticks = nn.scan(tick, variable_broadcast=("params", STATE), split_rngs={"params": False})
+        ticks = nn.scan(
+            tick, variable_broadcast=("params", STATE), split_rngs={"params": False}
+        )
         _, left = ticks(stages, jnp.zeros((STAGES, *rows.shape[1:]), x.dtype), entering)
         return left[STAGES - 1 :].swapaxes(0, 1).reshape(x.shape)
 
@@ -79,7 +94,9 @@ def make_mesh():
     """Make a mesh: stages along one axis, copies of the pipeline along the other."""
     stages = math.gcd(STAGES, jax.device_count())
     return jax.make_mesh(
-        (stages, jax.device_count() // stages), ("stage", "data"), axis_types=(AxisType.Auto, AxisType.Auto)
+        (stages, jax.device_count() // stages),
+        ("stage", "data"),
+        axis_types=(AxisType.Auto, AxisType.Auto),
     )
 
 
@@ -95,13 +112,21 @@ def create(arm, vocabulary, seed, steps, mesh):
     """Make a training state in the shardings of `sharding`; parameters are the same in
     every arm.
     """
-    pipeline, in_order = (LanguageModel(vocabulary, ARMS[arm], where) for where in (mesh, None))
+    pipeline, in_order = (
+        LanguageModel(vocabulary, ARMS[arm], where) for where in (mesh, None)
+    )
 
     def init():
-        variables = in_order.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
-        return jaxfp8.linen.TrainState.create(apply_fn=pipeline.apply, params=variables, tx=make_optimizer(steps))
+        variables = in_order.init(
+            jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32)
+        )
+        return jaxfp8.linen.TrainState.create(
+            apply_fn=pipeline.apply, params=variables, tx=make_optimizer(steps)
+        )
 
-    shardings = jax.tree_util.tree_map_with_path(functools.partial(sharding, mesh), jax.eval_shape(init))
+    shardings = jax.tree_util.tree_map_with_path(
+        functools.partial(sharding, mesh), jax.eval_shape(init)
+    )
     return jax.jit(init, out_shardings=shardings)()
 
 
@@ -125,12 +150,19 @@ def main():
     jax.config.update("jax_num_cpu_devices", 8)
     mesh, corpus = make_mesh(), Corpus()
     stages, copies = mesh.devices.shape
-    print(f"{mesh.size} devices: {STAGES} stages on {stages} x {copies}, {MICROBATCHES} microbatches")
+    print(
+        f"{mesh.size} devices: {STAGES} stages on {stages} x {copies}, {MICROBATCHES} microbatches"
+    )
     if args.batch % (MICROBATCHES * copies):
-        raise SystemExit(f"--batch has to be a multiple of {MICROBATCHES * copies}: microbatches x copies")
+        raise SystemExit(
+            f"--batch has to be a multiple of {MICROBATCHES * copies}: microbatches x copies"
+        )
 
     vocabulary = len(corpus.vocabulary)
-    trains = {name: create(name, vocabulary, args.seed, args.steps, mesh) for name in args.arms}
+    trains = {
+        name: create(name, vocabulary, args.seed, args.steps, mesh)
+        for name in args.arms
+    }
     runs = {name: _report.Run() for name in args.arms}
     over_copies = NamedSharding(mesh, PartitionSpec("data"))
     batches = corpus.random_batches(args.seed, args.steps, args.batch, LENGTH)
@@ -142,14 +174,23 @@ def main():
             run.train_losses.append(float(loss))
             run.step_ms.append(1e3 * (time.perf_counter() - start))
 
-    validation = corpus.validation_batches(args.batch, LENGTH, limit=2 if args.tiny else 20)
+    validation = corpus.validation_batches(
+        args.batch, LENGTH, limit=2 if args.tiny else 20
+    )
     in_order = {}
     for name, train in trains.items():
-        runs[name].validation.append((args.steps, float(mean_loss(train.apply_fn, train.params, validation))))
+        runs[name].validation.append(
+            (args.steps, float(mean_loss(train.apply_fn, train.params, validation)))
+        )
         whole = LanguageModel(vocabulary, ARMS[name])
-        in_order[name] = float(mean_loss(whole.apply, jax.device_get(train.params), validation))
+        in_order[name] = float(
+            mean_loss(whole.apply, jax.device_get(train.params), validation)
+        )
     print(_report.table(_report.summarize([runs])))
-    print("without the pipeline:", ", ".join(f"{name} {loss:.4f}" for name, loss in in_order.items()))
+    print(
+        "without the pipeline:",
+        ", ".join(f"{name} {loss:.4f}" for name, loss in in_order.items()),
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ from .dot import (
 from .inference import calibrate as calibrate, freeze as freeze
 from .inspect._report import Report as Report, report as report
 from .integrations._quantize import quantize as quantize
-from .linen import Fp8DotGeneral as Fp8DotGeneral, make_dot_general_cls as make_dot_general_cls
+from .linen import (
+    Fp8DotGeneral as Fp8DotGeneral,
+    make_dot_general_cls as make_dot_general_cls,
+)
 from .numerics import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (

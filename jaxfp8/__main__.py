@@ -46,7 +46,10 @@ def cublaslt() -> dict[str, str]:
     except RuntimeError as error:
         return {"error": str(error)}
     major = version // 10000
-    return {"library": f"libcublasLt.so.{major}", "version": f"{major}.{version // 100 % 100}.{version % 100}"}
+    return {
+        "library": f"libcublasLt.so.{major}",
+        "version": f"{major}.{version // 100 % 100}.{version % 100}",
+    }
 
 
 def _try(part: Callable[[], Any]) -> Any:
@@ -63,11 +66,26 @@ def text(machine: dict[str, Any]) -> str:
     # the error.
     cublaslt = machine["cublaslt"]
     lines = ["versions", *_rows(machine["versions"], lambda item: item)]
-    lines += [f"system     {machine['system']}", f"processor  {_or_error(machine['processor'])}"]
-    lines += ["settings", *(_rows(machine["settings"], lambda item: item) or ["  none"])]
-    lines += ["devices", *_rows(machine["devices"], lambda row: (f"{row['count']} x {row['kind']}", _device(row)))]
+    lines += [
+        f"system     {machine['system']}",
+        f"processor  {_or_error(machine['processor'])}",
+    ]
+    lines += [
+        "settings",
+        *(_rows(machine["settings"], lambda item: item) or ["  none"]),
+    ]
+    lines += [
+        "devices",
+        *_rows(
+            machine["devices"],
+            lambda row: (f"{row['count']} x {row['kind']}", _device(row)),
+        ),
+    ]
     lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
-    lines += ["libraries", *_rows(machine["libraries"], lambda row: (row["platform"], _library(row)))]
+    lines += [
+        "libraries",
+        *_rows(machine["libraries"], lambda row: (row["platform"], _library(row))),
+    ]
     version = cublaslt.get("error") or f"{cublaslt['version']} ({cublaslt['library']})"
     if machine["platform"] in ("cpu", "tpu") and "error" in cublaslt:
         version = f"not needed on a {machine['platform'].upper()} ({version})"
@@ -90,7 +108,9 @@ def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
     """
     if "error" in part:
         return [f"  {part['error']}"]
-    rows = [("", *cells(row)) for row in (part.items() if isinstance(part, dict) else part)]
+    rows = [
+        ("", *cells(row)) for row in (part.items() if isinstance(part, dict) else part)
+    ]
     return aligned(rows).splitlines() if rows else []
 
 
@@ -111,7 +131,9 @@ def _kernels(machine) -> str:
         return "unknown, because a part of this report failed"
     if platform == "tpu":
         return "none for a TPU: XLA compiles all ops, and on TPU v7 multiplies FP8"
-    idle = [row["name"] for row in ops if not row["custom_call"] and not _is_intended(row)]
+    idle = [
+        row["name"] for row in ops if not row["custom_call"] and not _is_intended(row)
+    ]
     if idle:
         return f"{len(idle)} of {len(ops)} ops run without their kernel; the reasons are below"
     return f"all that exist for {platform} are active"
@@ -140,7 +162,9 @@ def _recipe(row) -> str:
     """Write a cell: the precision that multiplies the codes of the three products, and
     the custom calls.
     """
-    calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items()) or "none"
+    calls = (
+        ", ".join(f"{count} {name}" for name, count in row["calls"].items()) or "none"
+    )
     if row["why"].startswith(_machine.REFUSED):
         return row["why"]
     if row["fp8_products"] and not row["calls"]:
@@ -153,7 +177,9 @@ def _recipe(row) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m jaxfp8", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxfp8", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
     machine = about()

@@ -15,15 +15,25 @@ _TESTS = pathlib.Path(__file__).parent
 PATH = os.pathsep.join([str(_TESTS.parent), str(_TESTS), *filter(None, sys.path)])
 
 
-def python(*arguments, cwd=None, code: int = 0, **environment) -> subprocess.CompletedProcess:
+def python(
+    *arguments, cwd=None, code: int = 0, **environment
+) -> subprocess.CompletedProcess:
     """Run Python with these arguments; it must end with the exit status `code`.
 
     environment: variables, beside those of this process; None takes one away.
     """
-    variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
+    variables = {
+        name: value
+        for name, value in (os.environ | environment).items()
+        if value is not None
+    }
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=900)
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    done = subprocess.run(
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == code, (
+        f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
     return done
 
 
@@ -59,18 +69,28 @@ def call_exported(program, arguments, imports="import jaxfp8", **environment):
         (pathlib.Path(folder) / "program").write_bytes(program.serialize())
         np.savez(f"{folder}/in.npz", *jax.tree.leaves(arguments))
         code = _CALL.format(imports=imports)
-        said = python("-c", code, cwd=folder, PYTHONPATH=PATH, **environment).stdout.strip().splitlines()[-1]
+        said = (
+            python("-c", code, cwd=folder, PYTHONPATH=PATH, **environment)
+            .stdout.strip()
+            .splitlines()[-1]
+        )
         if said != "ran":
             return said
         with np.load(f"{folder}/out.npz") as file:
-            return [file[name].view(aval.dtype) for name, aval in zip(file.files, program.out_avals, strict=True)]
+            return [
+                file[name].view(aval.dtype)
+                for name, aval in zip(file.files, program.out_avals, strict=True)
+            ]
 
 
 def export(function, *arguments):
     """Export a function with the custom calls of jaxfp8."""
     from jaxfp8 import ops  # not where only processes are started
 
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ops.custom_call_targets()]
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(name)
+        for name in ops.custom_call_targets()
+    ]
     return jax.export.export(jax.jit(function), disabled_checks=checks)(*arguments)
 
 
@@ -78,7 +98,12 @@ def run(code: str, payload: bytes):
     """Run `code` and return the object that it pickles to stdout; `payload` is its
     stdin.
     """
-    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": PATH}
-    process = subprocess.run(command, input=payload, capture_output=True, env=environment)
+    command, environment = (
+        [sys.executable, "-c", code],
+        os.environ | {"PYTHONPATH": PATH},
+    )
+    process = subprocess.run(
+        command, input=payload, capture_output=True, env=environment
+    )
     assert process.returncode == 0, process.stderr.decode()
     return pickle.loads(process.stdout)

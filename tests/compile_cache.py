@@ -9,14 +9,19 @@ from jax._src import compiler
 
 ROOT = pathlib.Path(__file__).parents[1]
 # What acts while XLA compiles, after the key of a program is made.
-SOURCES = [*sorted((ROOT / "jaxfp8" / "ops").glob("*.py")), *sorted((ROOT / "jaxfp8" / "_jax").glob("*.py"))]
+SOURCES = [
+    *sorted((ROOT / "jaxfp8" / "ops").glob("*.py")),
+    *sorted((ROOT / "jaxfp8" / "_jax").glob("*.py")),
+]
 
 
 def enable() -> None:
     """Keep compiled programs in a folder for this JAX and these sources; remove the
     folders of other sources.
     """
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"".join(path.read_bytes() for path in SOURCES)
+    ).hexdigest()[:16]
     folder = ROOT / "build" / "programs" / f"jax-{jax.__version__}-{digest}"
     for other in folder.parent.glob(f"jax-{jax.__version__}-*"):
         if other != folder:
@@ -33,7 +38,13 @@ def _only_whole_programs(get_cache_key):
     """
 
     def cache_key(options, backend, computation, *args, **kwargs):
-        is_whole = backend.platform == "cpu" and "CustomSPMDPartitioning" not in str(computation)
-        return get_cache_key(options, backend, computation, *args, **kwargs) if is_whole else None
+        is_whole = backend.platform == "cpu" and "CustomSPMDPartitioning" not in str(
+            computation
+        )
+        return (
+            get_cache_key(options, backend, computation, *args, **kwargs)
+            if is_whole
+            else None
+        )
 
     return cache_key

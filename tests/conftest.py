@@ -80,7 +80,9 @@ def reads(monkeypatch):
     from jaxfp8.recipes import _reading
 
     found, read = [], _reading.read
-    monkeypatch.setattr(_reading, "read", lambda products: found.extend(products) or read(products))
+    monkeypatch.setattr(
+        _reading, "read", lambda products: found.extend(products) or read(products)
+    )
     return found
 
 
@@ -100,17 +102,35 @@ def pytest_addoption(parser):
         return int(first), int(count)
 
     parser.addoption(
-        "--ci-seconds", metavar="SECONDS", type=int, help="skip what `make test` does not run after so many seconds"
+        "--ci-seconds",
+        metavar="SECONDS",
+        type=int,
+        help="skip what `make test` does not run after so many seconds",
     )
-    parser.addoption("--fuzz", metavar="FIRST:COUNT", type=seeds, default="0:40", help="seeds of bad_days/fuzz")
+    parser.addoption(
+        "--fuzz",
+        metavar="FIRST:COUNT",
+        type=seeds,
+        default="0:40",
+        help="seeds of bad_days/fuzz",
+    )
 
 
 def pytest_ignore_collect(collection_path, config):
     """Do not import what `make test` leaves to CI: each of its processes would take
     seconds for it.
     """
-    path = collection_path.relative_to(TESTS) if collection_path.is_relative_to(TESTS) else None
-    is_left_out = "not ci" in config.option.markexpr and path and path.parts and tiers.is_in_ci(path)
+    path = (
+        collection_path.relative_to(TESTS)
+        if collection_path.is_relative_to(TESTS)
+        else None
+    )
+    is_left_out = (
+        "not ci" in config.option.markexpr
+        and path
+        and path.parts
+        and tiers.is_in_ci(path)
+    )
     return True if is_left_out else None
 
 
@@ -130,7 +150,11 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_setup(item):
     seconds = item.config.option.ci_seconds
-    if seconds is not None and item.get_closest_marker("ci") and time.monotonic() - START > seconds:
+    if (
+        seconds is not None
+        and item.get_closest_marker("ci")
+        and time.monotonic() - START > seconds
+    ):
         pytest.skip(f"{seconds} seconds of CI are over: `make test-all` runs this")
     if item.get_closest_marker("gpu") and not gpu_devices():
         pytest.skip(f"needs an NVIDIA GPU; JAX sees only {jax.default_backend()}")

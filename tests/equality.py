@@ -14,7 +14,10 @@ def assert_same_bits(got, expected, what="") -> None:
     """
     got, expected = (jax.tree.map(np.asarray, tree) for tree in (got, expected))
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected, custom_message=what)
-    chex.assert_trees_all_equal(*(jax.tree.map(oracle.bits, tree) for tree in (got, expected)), custom_message=what)
+    chex.assert_trees_all_equal(
+        *(jax.tree.map(oracle.bits, tree) for tree in (got, expected)),
+        custom_message=what,
+    )
 
 
 def assert_all_bitwise(got, expected, what="") -> None:

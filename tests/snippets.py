@@ -10,7 +10,10 @@ import jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A block that does not run has the reason in front of it, where readers see it.
-_BLOCK = re.compile(r"^(?P<excused>\*Not run here: [^*]+\*\n\n)?```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(?P<excused>\*Not run here: [^*]+\*\n\n)?```python\n(?P<code>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def pages() -> list[str]:
@@ -37,7 +40,9 @@ def text_of(page: str) -> str:
         return text
     fences = {"code": "```python\n{}\n```\n", "markdown": "{}\n"}
     cells = json.loads(text)["cells"]
-    return "\n".join(fences[cell["cell_type"]].format("".join(cell["source"])) for cell in cells)
+    return "\n".join(
+        fences[cell["cell_type"]].format("".join(cell["source"])) for cell in cells
+    )
 
 
 def run(page: str, names: dict | None = None) -> dict:

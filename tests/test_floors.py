@@ -38,21 +38,39 @@ def imports(folder: pathlib.Path) -> dict[str, set[str]]:
     """The modules that each module of the package in `folder` imports of that package,
     also inside of functions.
     """
-    paths = {module_of(path.relative_to(folder)): path for path in sorted(folder.rglob("*.py"))}
+    paths = {
+        module_of(path.relative_to(folder)): path
+        for path in sorted(folder.rglob("*.py"))
+    }
     return {module: set(_imported(paths, module)) - {module} for module in paths}
 
 
 def _imported(paths, module):
     is_package = paths[module].name == "__init__.py"
-    here = [] if module == "__init__" else module.split(".") if is_package else module.split(".")[:-1]
+    here = (
+        []
+        if module == "__init__"
+        else module.split(".")
+        if is_package
+        else module.split(".")[:-1]
+    )
     for node in ast.walk(ast.parse(paths[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = here[: len(here) - node.level + 1] + (node.module.split(".") if node.module else [])
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxfp8":
+            base = here[: len(here) - node.level + 1] + (
+                node.module.split(".") if node.module else []
+            )
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "jaxfp8"
+        ):
             base = node.module.split(".")[1:]
         elif isinstance(node, ast.Import):
             names = (alias.name.split(".") for alias in node.names)
-            yield from (".".join(name[1:]) or "__init__" for name in names if name[0] == "jaxfp8")
+            yield from (
+                ".".join(name[1:]) or "__init__"
+                for name in names
+                if name[0] == "jaxfp8"
+            )
             continue
         else:
             continue
@@ -63,7 +81,11 @@ def _imported(paths, module):
 
 def loose(folder: pathlib.Path) -> list[str]:
     """The modules that lie in no package."""
-    return sorted(path.stem for path in folder.glob("*.py") if path.stem not in ("__init__", "__main__"))
+    return sorted(
+        path.stem
+        for path in folder.glob("*.py")
+        if path.stem not in ("__init__", "__main__")
+    )
 
 
 def not_downward(folder: pathlib.Path) -> list[str]:
@@ -72,7 +94,9 @@ def not_downward(folder: pathlib.Path) -> list[str]:
     for module, others in imports(folder).items():
         for other in others:
             above, below = module.split(".")[0], other.split(".")[0]
-            if above != below and not FLOOR.get(above, -1) > FLOOR.get(below, len(FLOORS)):
+            if above != below and not FLOOR.get(above, -1) > FLOOR.get(
+                below, len(FLOORS)
+            ):
                 found.append(f"{module} imports {other}")
     return sorted(found)
 
@@ -102,15 +126,30 @@ def test_there_is_no_circle():
     "file, line, wrong",
     [
         ("ops/_a.py", "from ..recipes import x", ["ops._a imports recipes"]),
-        ("ops/_a.py", "def f():\n    from jaxfp8.dot._b import x", ["ops._a imports dot._b"]),
+        (
+            "ops/_a.py",
+            "def f():\n    from jaxfp8.dot._b import x",
+            ["ops._a imports dot._b"],
+        ),
         ("ops/_a.py", "import jaxfp8", ["ops._a imports __init__"]),
         ("linen/_a.py", "from .. import nnx", ["linen._a imports nnx"]),
         ("train/_a.py", "from .. import _loose", ["train._a imports _loose"]),
-        ("linen/_a.py", "from ..train._b import x\nfrom .. import ops, dot\nfrom . import _c", []),
+        (
+            "linen/_a.py",
+            "from ..train._b import x\nfrom .. import ops, dot\nfrom . import _c",
+            [],
+        ),
     ],
 )
 def test_wrong_imports_are_found(tmp_path, file, line, wrong):
-    for name in ("ops/_b.py", "recipes/__init__.py", "dot/_b.py", "nnx/__init__.py", "train/_b.py", "_loose.py"):
+    for name in (
+        "ops/_b.py",
+        "recipes/__init__.py",
+        "dot/_b.py",
+        "nnx/__init__.py",
+        "train/_b.py",
+        "_loose.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     for name in ("ops", "dot"):

@@ -13,7 +13,10 @@ sys.path.insert(0, str(snippets.ROOT / "docs"))
 import messages  # noqa: E402
 
 SECTION = (
-    (snippets.ROOT / "docs" / "troubleshooting.md").read_text().partition("## By error text")[2].partition("\n## ")[0]
+    (snippets.ROOT / "docs" / "troubleshooting.md")
+    .read_text()
+    .partition("## By error text")[2]
+    .partition("\n## ")[0]
 )
 QUOTES = re.findall(r"^\| `(.+?)` \|", SECTION, re.MULTILINE)
 MESSAGES = messages.messages()
@@ -27,7 +30,9 @@ def test_a_quoted_message_is_one_of_the_package(quote):
 def test_every_warning_is_quoted():
     warnings = [text for _, kind, text in MESSAGES if kind in messages.WARNINGS]
     assert len(QUOTES) > 40 and len(warnings) >= 5
-    assert [text for text in warnings if not any(quote in text for quote in QUOTES)] == []
+    assert [
+        text for text in warnings if not any(quote in text for quote in QUOTES)
+    ] == []
 
 
 def test_the_sources_are_read_as_messages():
@@ -36,5 +41,9 @@ def test_the_sources_are_read_as_messages():
     """
     texts = [text for *_, text in MESSAGES]
     assert len(texts) > 200
-    for part in ("amax_history_len=…, the state", "it was …, or comes from", "has compute capability …, FP8 needs"):
+    for part in (
+        "amax_history_len=…, the state",
+        "it was …, or comes from",
+        "has compute capability …, FP8 needs",
+    ):
         assert any(part in text for text in texts), part

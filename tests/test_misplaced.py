@@ -35,7 +35,10 @@ def linen(layer, *args, **fields):
 
 
 def linen_attention(einsum):
-    fields = {"qk_attn_weights_einsum_cls": einsum, "attn_weights_value_einsum_cls": einsum}
+    fields = {
+        "qk_attn_weights_einsum_cls": einsum,
+        "attn_weights_value_einsum_cls": einsum,
+    }
     linen(nn.MultiHeadDotProductAttention, 2, **fields)
 
 
@@ -55,12 +58,17 @@ def begins(tx):
 
 
 def train_state(tx, opt_state=None):
-    train = jaxfp8.linen.TrainState.create(apply_fn=DENSE.apply, params=VARIABLES, tx=tx)
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=DENSE.apply, params=VARIABLES, tx=tx
+    )
     if opt_state is not None:
         train.replace(opt_state=opt_state).apply_gradients(grads=VARIABLES)
 
 
-FILLED = {"params": PARAMS, jaxfp8.OVERWRITE_WITH_GRADIENT: jax.tree.map(jnp.ones_like, STATE)}
+FILLED = {
+    "params": PARAMS,
+    jaxfp8.OVERWRITE_WITH_GRADIENT: jax.tree.map(jnp.ones_like, STATE),
+}
 
 
 def runs_frozen(cast=lambda leaf: leaf, model=DENSE):
@@ -89,7 +97,9 @@ OTHER_STATE = r"update: opt_state: expected .* got the state of another tree\. M
 OTHER_TREE = "init: expected masks and labels in tx with the tree of all variables"
 PARAMETERS_ALONE = "linen.TrainState: create: expected masks and labels in tx with the tree of the parameters"
 NNX_INSTANCE = r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as dot_general="
-LINEN_INSTANCE = "{}: expected a class or a function that makes a product, got an instance; pass {}="
+LINEN_INSTANCE = (
+    "{}: expected a class or a function that makes a product, got an instance; pass {}="
+)
 SEED = "optim.quantized: seed: expected an int, got {}; pass a number of your choice, such as seed=0"
 EINSUM = nn.Einsum((8, 8), "abi,io->abo")
 FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
@@ -107,9 +117,18 @@ FLAX_MAX = r"got Flax's fp8_ops.fp32_max_grad; pass the state as it is, and take
 CASES = {
     "state in Flax's max dtype": (in_flax_max_dtype, FLAX_MAX),
     "the same in jit": (lambda: jax.jit(in_flax_max_dtype)(), FLAX_MAX),
-    "instance in nnx.Linear": (lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral()), UNBOUND),
-    "class in nnx.Linear": (lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral), "jaxfp8.nnx.Fp8DotGeneral"),
-    "recipe in nnx.Linear": (lambda: nnx_linear(dot_general=RECIPE), r"nnx.Fp8DotGeneral\(DelayedScaling"),
+    "instance in nnx.Linear": (
+        lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral()),
+        UNBOUND,
+    ),
+    "class in nnx.Linear": (
+        lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral),
+        "jaxfp8.nnx.Fp8DotGeneral",
+    ),
+    "recipe in nnx.Linear": (
+        lambda: nnx_linear(dot_general=RECIPE),
+        r"nnx.Fp8DotGeneral\(DelayedScaling",
+    ),
     "instance in attention": (lambda: attention(jaxfp8.Fp8DotGeneral()), UNBOUND),
     "class in attention": (lambda: attention(jaxfp8.Fp8DotGeneral), UNBOUND),
     "instance of NNX as a class in attention": (
@@ -121,7 +140,9 @@ CASES = {
         NNX_INSTANCE,
     ),
     "instance of NNX as a class in LinearGeneral": (
-        lambda: nnx.LinearGeneral(8, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))(X),
+        lambda: nnx.LinearGeneral(
+            8, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0)
+        )(X),
         NNX_INSTANCE,
     ),
     "instance of NNX as a class in nn.Dense": (
@@ -130,18 +151,25 @@ CASES = {
     ),
     "instance as a class in nn.Dense": (
         lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.Fp8DotGeneral()),
-        LINEN_INSTANCE.format("Dense: dot_general_cls", "dot_general_cls") + "jaxfp8.linen.Fp8DotGeneral",
+        LINEN_INSTANCE.format("Dense: dot_general_cls", "dot_general_cls")
+        + "jaxfp8.linen.Fp8DotGeneral",
     ),
     "instance as a class of scores": (
         lambda: linen_attention(jaxfp8.linen.Fp8Einsum()),
-        LINEN_INSTANCE.format("MultiHeadDotProductAttention: qk_attn_weights_einsum_cls", "qk_attn_weights_einsum_cls")
+        LINEN_INSTANCE.format(
+            "MultiHeadDotProductAttention: qk_attn_weights_einsum_cls",
+            "qk_attn_weights_einsum_cls",
+        )
         + "jaxfp8.linen.Fp8Einsum",
     ),
     "product as a class of scores": (
         lambda: linen_attention(jaxfp8.Fp8DotGeneral()),
         "qk_attn_weights_einsum_cls=jaxfp8.linen.Fp8Einsum",
     ),
-    "class as a product in nn.Dense": (lambda: linen(nn.Dense, 8, dot_general=jaxfp8.Fp8DotGeneral), "dot_general_cls"),
+    "class as a product in nn.Dense": (
+        lambda: linen(nn.Dense, 8, dot_general=jaxfp8.Fp8DotGeneral),
+        "dot_general_cls",
+    ),
     "class of NNX in nn.Dense": (
         lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral),
         "jaxfp8.linen.Fp8Dot",
@@ -150,7 +178,10 @@ CASES = {
         lambda: linen(nn.Dense, 8, dot_general=jaxfp8.nnx.Fp8DotGeneral()),
         "jaxfp8.linen.Fp8Dot",
     ),
-    "recipe in nn.Dense": (lambda: linen(nn.Dense, 8, dot_general_cls=RECIPE), "make_dot_general_cls"),
+    "recipe in nn.Dense": (
+        lambda: linen(nn.Dense, 8, dot_general_cls=RECIPE),
+        "make_dot_general_cls",
+    ),
     "class of a recipe as a class": (
         lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.DelayedScaling),
         "make_dot_general_cls|partial",
@@ -159,7 +190,10 @@ CASES = {
         lambda: linen(nn.Dense, 8, dot_general=jaxfp8.DelayedScaling),
         "DelayedScaling: a layer was given the recipe as its dot_general_cls or dot_general",
     ),
-    "features of 4.0": (lambda: linen(jaxfp8.linen.Dense, 4.0), "features: expected an int"),
+    "features of 4.0": (
+        lambda: linen(jaxfp8.linen.Dense, 4.0),
+        "features: expected an int",
+    ),
     "out_features of 4.0": (
         lambda: jaxfp8.nnx.Linear(8, 4.0, rngs=nnx.Rngs(0)),
         "out_features: expected an int",
@@ -169,16 +203,32 @@ CASES = {
         r"x: expected .*\[\]",
     ),
     "gradient of nnx.grad": (plain_gradient, "jaxfp8.nnx.grad"),
-    "state of plain optax, parameters": (lambda: updates(ADAM.init(PARAMS)), OTHER_STATE),
-    "state of plain optax, variables": (lambda: updates(ADAM.init(VARIABLES)), OTHER_STATE),
-    "mask": (lambda: begins(optax.masked(ADAM, {"kernel": True, "bias": False})), OTHER_TREE),
-    "labels": (lambda: begins(optax.partition({"a": ADAM}, {"kernel": "a", "bias": "a"})), OTHER_TREE),
+    "state of plain optax, parameters": (
+        lambda: updates(ADAM.init(PARAMS)),
+        OTHER_STATE,
+    ),
+    "state of plain optax, variables": (
+        lambda: updates(ADAM.init(VARIABLES)),
+        OTHER_STATE,
+    ),
+    "mask": (
+        lambda: begins(optax.masked(ADAM, {"kernel": True, "bias": False})),
+        OTHER_TREE,
+    ),
+    "labels": (
+        lambda: begins(optax.partition({"a": ADAM}, {"kernel": "a", "bias": "a"})),
+        OTHER_TREE,
+    ),
     "mask of all variables in a TrainState": (
-        lambda: train_state(optax.masked(ADAM, jax.tree.map(lambda leaf: leaf.ndim > 1, VARIABLES))),
+        lambda: train_state(
+            optax.masked(ADAM, jax.tree.map(lambda leaf: leaf.ndim > 1, VARIABLES))
+        ),
         PARAMETERS_ALONE,
     ),
     "labels of all variables in a TrainState": (
-        lambda: train_state(optax.partition({"a": ADAM}, jax.tree.map(lambda leaf: "a", VARIABLES))),
+        lambda: train_state(
+            optax.partition({"a": ADAM}, jax.tree.map(lambda leaf: "a", VARIABLES))
+        ),
         PARAMETERS_ALONE,
     ),
     "state of plain optax in a TrainState": (
@@ -188,9 +238,14 @@ CASES = {
     "seed 1.5": (lambda: jaxfp8.optim.quantized(ADAM, seed=1.5), SEED.format("1.5")),
     "seed a": (lambda: jaxfp8.optim.quantized(ADAM, seed="a"), SEED.format("'a'")),
     "seed None": (lambda: jaxfp8.optim.quantized(ADAM, seed=None), SEED.format("None")),
-    "seeds": (lambda: jaxfp8.optim.quantized(ADAM, seed=jnp.ones(2, jnp.int32)), SEED.format(".*")),
+    "seeds": (
+        lambda: jaxfp8.optim.quantized(ADAM, seed=jnp.ones(2, jnp.int32)),
+        SEED.format(".*"),
+    ),
     "codes in nn.Dense": (
-        lambda: nn.Dense(8).apply({"params": jaxfp8.quantize_params(PARAMS, STATE, RECIPE)}, X),
+        lambda: nn.Dense(8).apply(
+            {"params": jaxfp8.quantize_params(PARAMS, STATE, RECIPE)}, X
+        ),
         CODES,
     ),
     "where": (
@@ -198,13 +253,24 @@ CASES = {
         "quantize_params: where: no kernel with state matches 'ker' as a whole; kernels with state are 'kernel'",
     ),
     "frozen in nn.Dense": (lambda: runs_frozen(model=nn.Dense(8)), FROZEN),
-    "frozen in nn.DenseGeneral": (lambda: runs_frozen(model=nn.DenseGeneral(8)), FROZEN),
+    "frozen in nn.DenseGeneral": (
+        lambda: runs_frozen(model=nn.DenseGeneral(8)),
+        FROZEN,
+    ),
     "frozen in nn.Einsum": (
-        lambda: EINSUM.apply(jaxfp8.freeze(FP8_EINSUM, FP8_EINSUM.init(jax.random.key(0), X), X), X),
+        lambda: EINSUM.apply(
+            jaxfp8.freeze(FP8_EINSUM, FP8_EINSUM.init(jax.random.key(0), X), X), X
+        ),
         FROZEN.replace("Dense", "Einsum"),
     ),
-    "frozen kernel of Linen as an array": (lambda: jnp.dot(X, frozen_kernel()), NO_ARRAY),
-    "frozen kernel of NNX as an array": (lambda: X @ frozen_nnx_model().kernel, NO_ARRAY),
+    "frozen kernel of Linen as an array": (
+        lambda: jnp.dot(X, frozen_kernel()),
+        NO_ARRAY,
+    ),
+    "frozen kernel of NNX as an array": (
+        lambda: X @ frozen_nnx_model().kernel,
+        NO_ARRAY,
+    ),
     "frozen, and a rule says None": (
         lambda: runs_frozen(model=jaxfp8.quantize(DENSE, [(".*", None)])),
         FROZEN,
@@ -238,7 +304,9 @@ def test_frozen_variables_where_they_belong():
     """The same model, the model with equal rules, FP8 that is off, and a report."""
     y = runs_frozen()
     assert jnp.all(jnp.isfinite(y))
-    assert jnp.array_equal(runs_frozen(model=jaxfp8.quantize(nn.Dense(8), [(".*", RECIPE)])), y)
+    assert jnp.array_equal(
+        runs_frozen(model=jaxfp8.quantize(nn.Dense(8), [(".*", RECIPE)])), y
+    )
     frozen = jaxfp8.freeze(FP8_EINSUM, FP8_EINSUM.init(jax.random.key(0), X), X)
     assert jnp.all(jnp.isfinite(FP8_EINSUM.apply(frozen, X)))
     frozen = jaxfp8.freeze(DENSE, FILLED, X)
@@ -249,16 +317,27 @@ def test_frozen_variables_where_they_belong():
 
 def test_warning_names_the_functions_of_nnx():
     model = jaxfp8.nnx.Linear(8, 8, recipe=RECIPE, rngs=nnx.Rngs(0))
-    with pytest.warns(jaxfp8.FP8StateWarning, match=r"in NNX take jaxfp8.nnx.value_and_grad and jaxfp8.nnx.Optimizer"):
+    with pytest.warns(
+        jaxfp8.FP8StateWarning,
+        match=r"in NNX take jaxfp8.nnx.value_and_grad and jaxfp8.nnx.Optimizer",
+    ):
         nnx.grad(lambda model: jnp.sum(model(X)))(model)
 
 
 GRADIENTS_OF_INPUTS = {
     "linen": lambda: jax.grad(lambda x: jnp.sum(DENSE.apply(FILLED, x)))(X),
-    "linen in jit": lambda: jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(DENSE.apply(FILLED, x)))))(X),
-    "nnx": lambda: nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(nnx_model(), X),
-    "nnx in jit": lambda: nnx.jit(nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1))(nnx_model(), X),
-    "nnx, ours": lambda: jaxfp8.nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(nnx_model(), X),
+    "linen in jit": lambda: jax.jit(
+        jax.vmap(jax.grad(lambda x: jnp.sum(DENSE.apply(FILLED, x))))
+    )(X),
+    "nnx": lambda: nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(
+        nnx_model(), X
+    ),
+    "nnx in jit": lambda: nnx.jit(
+        nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)
+    )(nnx_model(), X),
+    "nnx, ours": lambda: jaxfp8.nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(
+        nnx_model(), X
+    ),
 }
 
 

@@ -18,11 +18,17 @@ RULES = [("up", RECIPE), (".*", None)]
 
 
 def test_version_and_formats():
-    pyproject = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())
+    pyproject = tomllib.loads(
+        (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
+    )
     assert jaxfp8.__version__ == pyproject["project"]["version"]
     for name in ("HYBRID", "E4M3", "E5M2"):
         fmt = getattr(jaxfp8.Format, name)
-        assert fmt is getattr(jaxfp8, name) and repr(fmt) == name and pickle.loads(pickle.dumps(fmt)) == fmt
+        assert (
+            fmt is getattr(jaxfp8, name)
+            and repr(fmt) == name
+            and pickle.loads(pickle.dumps(fmt)) == fmt
+        )
 
 
 def test_a_recipe_as_dot_general_cls():
@@ -32,10 +38,14 @@ def test_a_recipe_as_dot_general_cls():
     cls = jaxfp8.make_dot_general_cls(RECIPE)
     assert cls is jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling(amax_history_len=4))
     x, layers = jnp.ones((4, 8)), (cls, lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
-    given, by_hand = (nn.Dense(3, dot_general_cls=cls).init(jax.random.key(0), x) for cls in layers)
+    given, by_hand = (
+        nn.Dense(3, dot_general_cls=cls).init(jax.random.key(0), x) for cls in layers
+    )
     assert_same_bits(given, by_hand)
     for wrong in (jaxfp8.DelayedScaling, None, "delayed"):
-        with pytest.raises(TypeError, match="make_dot_general_cls: recipe: expected a recipe"):
+        with pytest.raises(
+            TypeError, match="make_dot_general_cls: recipe: expected a recipe"
+        ):
             jaxfp8.make_dot_general_cls(wrong)
 
 
@@ -50,8 +60,13 @@ def test_quantize_by_the_model():
             return nn.Dense(4, name="up")(x)
 
     model = Linear()
-    assert jaxfp8.quantize(model, RULES) is model and isinstance(model.up.dot_general, jaxfp8.nnx.Fp8DotGeneral)
+    assert jaxfp8.quantize(model, RULES) is model and isinstance(
+        model.up.dot_general, jaxfp8.nnx.Fp8DotGeneral
+    )
     assert jaxfp8.quantize(Dense(), RULES) == jaxfp8.linen.quantize(Dense(), RULES)
     for wrong in (Dense, Linear, None, {"params": 1}):
-        with pytest.raises(TypeError, match="quantize: model: expected an instance of a Linen or an NNX module, got"):
+        with pytest.raises(
+            TypeError,
+            match="quantize: model: expected an instance of a Linen or an NNX module, got",
+        ):
             jaxfp8.quantize(wrong, RULES)

@@ -34,7 +34,10 @@ NEEDED = {
         "jax._src.lax.lax._stop_gradient",
     },
     "tests/compile_cache.py": {"jax._src.compiler._get_cache_key"},
-    "tests/test_private_names.py": {"jax._src.ad_util.raw_jaxval_adders", "jax._src.lax.lax._stop_gradient"},
+    "tests/test_private_names.py": {
+        "jax._src.ad_util.raw_jaxval_adders",
+        "jax._src.lax.lax._stop_gradient",
+    },
 }
 # Flax has no public names for what these files need.
 NEEDED_OF_FLAX = {
@@ -58,7 +61,9 @@ def private_names(source: str) -> set[str]:
     modules, names = {}, set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "jax._src"
+        ):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 try:
@@ -67,18 +72,26 @@ def private_names(source: str) -> set[str]:
                 except ImportError:
                     names.add(name)
         elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names if alias.name.startswith("jax._src")}
+            names |= {
+                alias.name for alias in node.names if alias.name.startswith("jax._src")
+            }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_hook":
             names.add(ast.literal_eval(node.args[0]))
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ):
             names.add(f"{modules[node.value.id]}.{node.attr}")
     return names
 
 
 def test_names_are_in_the_table():
     files = [*(ROOT / "jaxfp8").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
-    found = {str(path.relative_to(ROOT)): private_names(path.read_text()) for path in files}
+    found = {
+        str(path.relative_to(ROOT)): private_names(path.read_text()) for path in files
+    }
     assert {path: names for path, names in found.items() if names} == NEEDED
 
 
@@ -99,9 +112,15 @@ def test_a_jax_without_a_hook_is_refused(name, monkeypatch):
     adders, stop_gradient = dict(ad_util.raw_jaxval_adders), lax_module._stop_gradient
     with monkeypatch.context() as changes:
         without(changes, name)
-        with pytest.raises(ImportError, match=rf"jaxfp8 needs {name}, which JAX {jax.__version__} lacks.*pip install"):
+        with pytest.raises(
+            ImportError,
+            match=rf"jaxfp8 needs {name}, which JAX {jax.__version__} lacks.*pip install",
+        ):
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert (ad_util.raw_jaxval_adders, lax_module._stop_gradient) == (adders, stop_gradient)
+    assert (ad_util.raw_jaxval_adders, lax_module._stop_gradient) == (
+        adders,
+        stop_gradient,
+    )
 
 
 def test_the_package_is_refused_as_a_whole():
@@ -111,7 +130,9 @@ def test_the_package_is_refused_as_a_whole():
 
 
 def test_another_name_is_seen():
-    source = "from jax._src import core as c\nfrom jax._src.core import Trace\nc.eval_jaxpr"
+    source = (
+        "from jax._src import core as c\nfrom jax._src.core import Trace\nc.eval_jaxpr"
+    )
     assert private_names(source) == {"jax._src.core.Trace", "jax._src.core.eval_jaxpr"}
 
 
@@ -119,9 +140,19 @@ def underscored(source: str, defined: set[str]) -> set[str]:
     """The attributes with an underscore that a program reads, of other names than
     `defined` or of a superclass.
     """
-    reads = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    private = [node for node in reads if node.attr.startswith("_") and not node.attr.startswith("__")]
-    return {node.attr for node in private if node.attr not in defined or ast.unparse(node.value) == "super()"}
+    reads = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
+    ]
+    private = [
+        node
+        for node in reads
+        if node.attr.startswith("_") and not node.attr.startswith("__")
+    ]
+    return {
+        node.attr
+        for node in private
+        if node.attr not in defined or ast.unparse(node.value) == "super()"
+    }
 
 
 def defined_in(source: str) -> set[str]:
@@ -132,7 +163,9 @@ def defined_in(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias)):
             names.add(node.name)
-        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(
+            node.ctx, ast.Store
+        ):
             names.add(node.id if isinstance(node, ast.Name) else node.attr)
     return names
 
@@ -141,14 +174,30 @@ def test_names_of_flax_are_in_the_table():
     """JAX's private attributes are in `_jax`; those of NamedTuples, and of MaxText's
     configuration, are public.
     """
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "jaxfp8").rglob("*.py")}
-    defined = {"_asdict", "_replace", "_config"}.union(*map(defined_in, sources.values()))
-    outside = {path: underscored(source, defined) for path, source in sources.items() if "/_jax/" not in path}
-    listed = {path: {name.rpartition(".")[2] for name in names} for path, names in NEEDED_OF_FLAX.items()}
-    assert {path: names - listed.get(path, set()) for path, names in outside.items() if names} == {
-        path: set() for path, names in outside.items() if names
+    sources = {
+        str(path.relative_to(ROOT)): path.read_text()
+        for path in (ROOT / "jaxfp8").rglob("*.py")
     }
-    assert all(name in sources[path] for path, names in listed.items() for name in names)
+    defined = {"_asdict", "_replace", "_config"}.union(
+        *map(defined_in, sources.values())
+    )
+    outside = {
+        path: underscored(source, defined)
+        for path, source in sources.items()
+        if "/_jax/" not in path
+    }
+    listed = {
+        path: {name.rpartition(".")[2] for name in names}
+        for path, names in NEEDED_OF_FLAX.items()
+    }
+    assert {
+        path: names - listed.get(path, set())
+        for path, names in outside.items()
+        if names
+    } == {path: set() for path, names in outside.items() if names}
+    assert all(
+        name in sources[path] for path, names in listed.items() for name in names
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set().union(*NEEDED_OF_FLAX.values())))

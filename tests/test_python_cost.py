@@ -26,7 +26,12 @@ def step_of(layers: int, dot_general_cls):
         @nn.compact
         def __call__(self, x):
             for _ in range(layers):
-                x = nn.Dense(256, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=dot_general_cls)(x)
+                x = nn.Dense(
+                    256,
+                    use_bias=False,
+                    dtype=jnp.bfloat16,
+                    dot_general_cls=dot_general_cls,
+                )(x)
             return x
 
     model = Model()
@@ -53,7 +58,10 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
         monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
     if platform == "cpu" and not ops._ffi.has_cpu_kernels:
         pytest.skip("needs the CPU library: the reference writes the codec out")
-    ours, flax = (operations(step_of(1, cls), platform) for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral))
+    ours, flax = (
+        operations(step_of(1, cls), platform)
+        for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral)
+    )
     # Four are bytes of codes kept for the backward. On a CPU the products are written
     # out, and the factors of scales.
     assert ours <= (55 if platform == "cpu" else 14)
@@ -62,7 +70,11 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
 
 @pytest.mark.parametrize(
     "recipe, most",
-    [(jaxfp8.DelayedScaling(), 6), (jaxfp8.MXFP8BlockScaling(), 6), (jaxfp8.Float8CurrentScaling(), 7)],
+    [
+        (jaxfp8.DelayedScaling(), 6),
+        (jaxfp8.MXFP8BlockScaling(), 6),
+        (jaxfp8.Float8CurrentScaling(), 7),
+    ],
 )
 def test_frames_from_a_layer_to_an_op(recipe, most):
     """What a reader of a traceback goes through, the layer's and the op's frames
@@ -71,6 +83,11 @@ def test_frames_from_a_layer_to_an_op(recipe, most):
     Current scaling has one frame more: its quantizer chooses the scale by two ops.
     """
     tool = pathlib.Path(__file__).parents[1] / "tools" / "frames.py"
-    depths = {op: len(names) for op, names in runpy.run_path(str(tool))["frames"](recipe).items()}
-    assert any("matmul" in op for op in depths) and any("quantize" in op for op in depths), depths
+    depths = {
+        op: len(names)
+        for op, names in runpy.run_path(str(tool))["frames"](recipe).items()
+    }
+    assert any("matmul" in op for op in depths) and any(
+        "quantize" in op for op in depths
+    ), depths
     assert 4 < max(depths.values()) <= most, depths

@@ -15,7 +15,9 @@ def _normal_pairs(rng, n=500_000):
     power-of-two significands among them.
     """
     significands = rng.integers(1 << 23, 1 << 24, (2, n)).astype(np.float32)
-    x, y = significands * np.float32(2) ** rng.integers(-60, 13, (2, n)).astype(np.float32)
+    x, y = significands * np.float32(2) ** rng.integers(-60, 13, (2, n)).astype(
+        np.float32
+    )
     x[:1000], x[1000:2000], x[2000:3000] = 448, 57344, 1
     y[3000:4000] = 2.0 ** rng.integers(-60, 30, 1000)
     y[4000:5000] = x[4000:5000]
@@ -25,7 +27,9 @@ def _normal_pairs(rng, n=500_000):
 
 
 @pytest.mark.parametrize("ulps", [-4, -2, -1, 0, 1, 2, 4])
-def test_quotient_is_correctly_rounded_whatever_the_platforms_division(monkeypatch, ulps):
+def test_quotient_is_correctly_rounded_whatever_the_platforms_division(
+    monkeypatch, ulps
+):
     # div.full.f32, which XLA emits on GPUs, is off by at most 2 ulp.
     def inexact(x, y):
         bits = jax.lax.bitcast_convert_type(x / y, jnp.int32) + ulps

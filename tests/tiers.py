@@ -13,42 +13,114 @@ import pathlib
 # Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages,
 # other libraries, what is built on training, and what a step on a mesh is beside right.
 CI = {
-    *("aot", "bad_days/fuzz", "bad_days/soak", "benchmarks", "convert", "cuda", "docs", "inference", "inspect"),
+    *(
+        "aot",
+        "bad_days/fuzz",
+        "bad_days/soak",
+        "benchmarks",
+        "convert",
+        "cuda",
+        "docs",
+        "inference",
+        "inspect",
+    ),
     *("integrations", "mixed_precision", "mutants", "native", "selftest", "tpu"),
-    *("dot/test_dot_general.py", "dot/test_fp8_residuals.py", "dot/test_fused_gradients.py"),
-    *("dot/test_fused_programs.py", "dot/test_fused_values.py", "dot/test_ragged_blocks.py", "dot/test_ragged_dot.py"),
+    *(
+        "dot/test_dot_general.py",
+        "dot/test_fp8_residuals.py",
+        "dot/test_fused_gradients.py",
+    ),
+    *(
+        "dot/test_fused_programs.py",
+        "dot/test_fused_values.py",
+        "dot/test_ragged_blocks.py",
+        "dot/test_ragged_dot.py",
+    ),
     *("dot/test_ragged_operands.py", "dot/test_shared_kernels.py"),
     *("linen/test_quantize_transforms.py", "linen/test_scan.py"),
-    *("mesh/test_collectives.py", "mesh/test_collectives_of_codes.py", "mesh/test_odd_shards.py"),
+    *(
+        "mesh/test_collectives.py",
+        "mesh/test_collectives_of_codes.py",
+        "mesh/test_odd_shards.py",
+    ),
     *("mesh/test_pipeline.py", "mesh/test_ragged.py", "mesh/test_wire.py"),
     *("nnx/test_fused_layers.py", "nnx/test_quantize.py"),
-    *("ops/test_moments.py", "ops/test_native_xla.py", "ops/test_ragged_matmul.py", "ops/test_raw_targets.py"),
-    *("ops/test_support.py", "optim/test_meshes.py", "optim/test_moments.py", "optim/test_quantized.py"),
+    *(
+        "ops/test_moments.py",
+        "ops/test_native_xla.py",
+        "ops/test_ragged_matmul.py",
+        "ops/test_raw_targets.py",
+    ),
+    *(
+        "ops/test_support.py",
+        "optim/test_meshes.py",
+        "optim/test_moments.py",
+        "optim/test_quantized.py",
+    ),
     *("oracle/test_accumulation.py", "oracle/test_vectors.py"),
-    *("programs/test_compiled_step.py", "programs/test_custom_vjp.py", "programs/test_nestings.py"),
+    *(
+        "programs/test_compiled_step.py",
+        "programs/test_custom_vjp.py",
+        "programs/test_nestings.py",
+    ),
     *("programs/test_readings.py", "train/test_x64.py"),
-    *("recipes/test_custom.py", "recipes/test_custom_state.py", "recipes/test_min_size.py"),
+    *(
+        "recipes/test_custom.py",
+        "recipes/test_custom_state.py",
+        "recipes/test_min_size.py",
+    ),
     *("test_messages.py", "train/test_train_state.py"),
 }
 # What takes a minute or more and only `make test-all` runs. CI has `make sanitize` for
 # native, and `make train`.
 MINUTES = {
     "native/test_native.py",
-    *("benchmarks/test_broken_runs.py", "benchmarks/test_compare.py::test_arms_train", "benchmarks/test_loss_gap.py"),
-    *("benchmarks/test_dry_run.py::test_cpu_goals", "benchmarks/test_dry_run.py::test_peers_compiled_in_two_ways"),
-    *("docs/test_example_custom_recipes.py::test_prints_a_table", "docs/test_example_tables.py::test_pipeline"),
+    *(
+        "benchmarks/test_broken_runs.py",
+        "benchmarks/test_compare.py::test_arms_train",
+        "benchmarks/test_loss_gap.py",
+    ),
+    *(
+        "benchmarks/test_dry_run.py::test_cpu_goals",
+        "benchmarks/test_dry_run.py::test_peers_compiled_in_two_ways",
+    ),
+    *(
+        "docs/test_example_custom_recipes.py::test_prints_a_table",
+        "docs/test_example_tables.py::test_pipeline",
+    ),
     "docs/test_example_language_model.py::test_language_model_prints_a_table_and_writes_picture_and_json",
-    *("docs/test_example_tables.py::test_experts", "docs/test_example_fsdp.py::test_resumes_bitwise"),
-    *("ops/test_adam.py::test_leaves_share_a_call[tpu", "ops/test_adam.py::test_leaves_share_a_call[reference-update"),
-    *("benchmarks/test_compare_fairness.py", "docs/test_example_tables.py::test_one_device[equinox"),
-    *("tpu/test_moments.py::test_cycles", "tpu/test_pairs.py::test_gated_layers_take_no_more_cycles_than_flax"),
+    *(
+        "docs/test_example_tables.py::test_experts",
+        "docs/test_example_fsdp.py::test_resumes_bitwise",
+    ),
+    *(
+        "ops/test_adam.py::test_leaves_share_a_call[tpu",
+        "ops/test_adam.py::test_leaves_share_a_call[reference-update",
+    ),
+    *(
+        "benchmarks/test_compare_fairness.py",
+        "docs/test_example_tables.py::test_one_device[equinox",
+    ),
+    *(
+        "tpu/test_moments.py::test_cycles",
+        "tpu/test_pairs.py::test_gated_layers_take_no_more_cycles_than_flax",
+    ),
     "tpu/test_programs.py::test_drop_ins_in_a_scan_take_no_more_cycles_than_flax",
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every
 # parameter once.
 ONE_CASE = {
-    *("bad_days/test_bad_days.py", "mesh", "ops/test_block_scaled_matmul.py", "ops/test_produced.py"),
-    *("ops/test_quantize_blocks_transpose.py", "recipes/test_meshes.py", "dot/test_einsum.py"),
+    *(
+        "bad_days/test_bad_days.py",
+        "mesh",
+        "ops/test_block_scaled_matmul.py",
+        "ops/test_produced.py",
+    ),
+    *(
+        "ops/test_quantize_blocks_transpose.py",
+        "recipes/test_meshes.py",
+        "dot/test_einsum.py",
+    ),
     *("linen/test_fused_layers.py", "ops/test_transpose_blocks.py"),
 }
 # Where CI runs the diagonal too: the custom calls and the jnp reference of an op are
@@ -57,24 +129,60 @@ DIAGONAL_IN_CI = "ops"
 # Where CI runs nothing but the diagonal: long products of parameters, of which
 # `make test-all` runs every case.
 DIAGONAL_ALONE = {
-    *("cuda/test_emulated_kernels.py", "cuda/test_emulated_ragged.py", "mesh/test_odd_shards.py"),
-    *("ops/test_produced.py", "ops/test_quantize_blocks.py", "ops/test_raw_targets.py", "ops/test_transforms.py"),
-    *("optim/test_quantized.py", "programs/test_custom_vjp.py", "recipes/test_meshes.py"),
+    *(
+        "cuda/test_emulated_kernels.py",
+        "cuda/test_emulated_ragged.py",
+        "mesh/test_odd_shards.py",
+    ),
+    *(
+        "ops/test_produced.py",
+        "ops/test_quantize_blocks.py",
+        "ops/test_raw_targets.py",
+        "ops/test_transforms.py",
+    ),
+    *(
+        "optim/test_quantized.py",
+        "programs/test_custom_vjp.py",
+        "recipes/test_meshes.py",
+    ),
 }
 # Whole files go to workers, in this order and then by name: the longest first, so that
 # none is left for one core.
 LONGEST = (
-    *("docs/test_docs.py", "programs/test_programs.py", "ops/test_transforms.py", "bad_days/test_rows.py"),
-    *("benchmarks/test_loss_gap.py", "mesh/test_shard_map.py", "ops/test_raw_targets.py", "mesh/test_odd_shards.py"),
-    *("dot/test_fused_gradients.py", "optim/test_quantized.py", "recipes/test_meshes.py", "ops/test_produced.py"),
-    *("cuda/test_emulated_kernels.py", "benchmarks/test_compare.py", "programs/test_readings.py"),
+    *(
+        "docs/test_docs.py",
+        "programs/test_programs.py",
+        "ops/test_transforms.py",
+        "bad_days/test_rows.py",
+    ),
+    *(
+        "benchmarks/test_loss_gap.py",
+        "mesh/test_shard_map.py",
+        "ops/test_raw_targets.py",
+        "mesh/test_odd_shards.py",
+    ),
+    *(
+        "dot/test_fused_gradients.py",
+        "optim/test_quantized.py",
+        "recipes/test_meshes.py",
+        "ops/test_produced.py",
+    ),
+    *(
+        "cuda/test_emulated_kernels.py",
+        "benchmarks/test_compare.py",
+        "programs/test_readings.py",
+    ),
 )
 
 
 def order(items, tests: pathlib.Path) -> None:
     """Put the tests of the longest files first; those of a file stay together."""
     places = {path: place for place, path in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.relative_to(tests).as_posix(), len(LONGEST)))
+    items.sort(
+        key=lambda item: places.get(
+            item.path.relative_to(tests).as_posix(), len(LONGEST)
+        )
+    )
 
 
 def mark(items, tests: pathlib.Path) -> None:
@@ -91,7 +199,9 @@ def mark(items, tests: pathlib.Path) -> None:
         for case, position in zip(cases, positions, strict=True):
             on_diagonal = _is_diagonal(position, sizes)
             in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
-            in_nightly = _differences(case, position) > 1 and not (on_diagonal and path.parts[0] == DIAGONAL_IN_CI)
+            in_nightly = _differences(case, position) > 1 and not (
+                on_diagonal and path.parts[0] == DIAGONAL_IN_CI
+            )
             if _is_interpreted(case) or DIAGONAL_ALONE & _where(path):
                 in_nightly = not on_diagonal
             if _takes_minutes(case, path):
@@ -127,9 +237,19 @@ def _positions(case, values) -> dict:
     marks = [_names(mark.args[0]) for mark in case.iter_markers("parametrize")]
     # CI runs one diagonal of the other parameters for each kind of launchers
     known = [*marks, ("launchers",)]
-    fixtures = [(name,) for name in case.callspec.params if not any(name in names for names in known)]
-    keys = {names: tuple(id(case.callspec.params[name]) for name in names) for names in marks + fixtures}
-    return {names: values[names].setdefault(key, len(values[names])) for names, key in keys.items()}
+    fixtures = [
+        (name,)
+        for name in case.callspec.params
+        if not any(name in names for names in known)
+    ]
+    keys = {
+        names: tuple(id(case.callspec.params[name]) for name in names)
+        for names in marks + fixtures
+    }
+    return {
+        names: values[names].setdefault(key, len(values[names]))
+        for names, key in keys.items()
+    }
 
 
 def _differences(case, position) -> int:
@@ -138,15 +258,22 @@ def _differences(case, position) -> int:
     """
     if not hasattr(case, "callspec"):
         return 0
-    others = sum(bool(position[_names(mark.args[0])]) for mark in case.iter_markers("parametrize"))
-    return others + (case.callspec.params.get("implementation") in ("reference", "emulated"))
+    others = sum(
+        bool(position[_names(mark.args[0])])
+        for mark in case.iter_markers("parametrize")
+    )
+    return others + (
+        case.callspec.params.get("implementation") in ("reference", "emulated")
+    )
 
 
 def _is_interpreted(case) -> bool:
     """Whether a case runs PTX thread by thread, in seconds: CI runs the diagonal of the
     other parameters.
     """
-    return hasattr(case, "callspec") and case.callspec.params.get("launchers", "").startswith("ptx")
+    return hasattr(case, "callspec") and case.callspec.params.get(
+        "launchers", ""
+    ).startswith("ptx")
 
 
 def _names(argument) -> tuple:
@@ -159,4 +286,6 @@ def _is_diagonal(position, sizes) -> bool:
     that each value occurs.
     """
     steps = range(max(sizes.values(), default=1))
-    return any(all(i == step % sizes[names] for names, i in position.items()) for step in steps)
+    return any(
+        all(i == step % sizes[names] for names, i in position.items()) for step in steps
+    )

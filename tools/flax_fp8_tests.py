@@ -63,7 +63,9 @@ def main() -> int:
     for name, ours in SWAPS.items():
         for module in (nn, fp8_ops):
             if not hasattr(module, name):
-                parser.error(f"{module.__name__} has no {name}: this Flax has renamed its classes")
+                parser.error(
+                    f"{module.__name__} has no {name}: this Flax has renamed its classes"
+                )
             setattr(module, name, ours)
     uses = count_uses()
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(load(path).Fp8Test)
@@ -73,12 +75,22 @@ def main() -> int:
         uses.clear()
         result = unittest.TestResult()
         test(result)
-        verdict = "skipped" if result.skipped else "pass" if result.wasSuccessful() else "FAIL"
+        verdict = (
+            "skipped"
+            if result.skipped
+            else "pass"
+            if result.wasSuccessful()
+            else "FAIL"
+        )
         all_pass &= verdict == "pass"
-        print(f"{verdict:8}{', '.join(sorted(set(uses))) or 'none of ours':16}{test.id().split('.', 1)[1]}")
+        print(
+            f"{verdict:8}{', '.join(sorted(set(uses))) or 'none of ours':16}{test.id().split('.', 1)[1]}"
+        )
         for _, trace in result.failures + result.errors:
             print(trace)
-    print(f"{suite.countTestCases()} tests, {'all pass' if all_pass else 'not all pass'}")
+    print(
+        f"{suite.countTestCases()} tests, {'all pass' if all_pass else 'not all pass'}"
+    )
     return 0 if all_pass else 1
 
 

@@ -41,7 +41,9 @@ def frames(recipe) -> dict[str, list[str]]:
         while caller is not None:
             path = Path(caller.f_code.co_filename)
             if path.is_relative_to(PACKAGE):
-                names.append(f"{path.relative_to(PACKAGE)}: {caller.f_code.co_qualname}")
+                names.append(
+                    f"{path.relative_to(PACKAGE)}: {caller.f_code.co_qualname}"
+                )
             caller = caller.f_back
         names = names[::-1]
         inside = [name for name in names if name.startswith("ops/")]

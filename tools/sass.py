@@ -58,7 +58,9 @@ class Instruction:
     @property
     def bytes(self) -> int:
         """How many bytes an access to memory moves."""
-        return next((_WIDTHS[part] for part in self.opcode.split(".") if part in _WIDTHS), 4)
+        return next(
+            (_WIDTHS[part] for part in self.opcode.split(".") if part in _WIDTHS), 4
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,11 @@ class Cost:
     instructions: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.loaded + other.loaded, self.moved + other.moved, self.instructions + other.instructions)
+        return Cost(
+            self.loaded + other.loaded,
+            self.moved + other.moved,
+            self.instructions + other.instructions,
+        )
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -105,14 +111,25 @@ def find_tool(name: str) -> str | None:
     return str(wheel) if wheel.exists() else shutil.which(name)
 
 
-def disassemble(library: str, names: list[str] | None = None, architecture: str = "sm_90a") -> dict[str, list]:
+def disassemble(
+    library: str, names: list[str] | None = None, architecture: str = "sm_90a"
+) -> dict[str, list]:
     """Returns the instructions of kernels by mangled name; of all kernels of the
     library without `names`.
     """
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
     if not (cuobjdump and nvdisasm):
-        raise FileNotFoundError("cuobjdump and nvdisasm are needed: pip install 'jaxfp8[toolkit]'")
-    command = [cuobjdump, "-sass", "-arch", architecture, *(["-fun", ",".join(names)] if names else []), library]
+        raise FileNotFoundError(
+            "cuobjdump and nvdisasm are needed: pip install 'jaxfp8[toolkit]'"
+        )
+    command = [
+        cuobjdump,
+        "-sass",
+        "-arch",
+        architecture,
+        *(["-fun", ",".join(names)] if names else []),
+        library,
+    ]
     # cuobjdump looks for nvdisasm on the path. It warns about each object that lacks
     # one of the names.
     environment = {"PATH": str(pathlib.Path(nvdisasm).parent)}
@@ -125,11 +142,15 @@ def disassemble(library: str, names: list[str] | None = None, architecture: str 
             instructions = kernels[line.split("Function : ")[1].strip()] = []
         elif match := _INSTRUCTION.match(line):
             guard, operands = match["guard"] or "", match["operands"].strip()
-            instructions.append(Instruction(int(match["address"], 16), guard, match["opcode"], operands))
+            instructions.append(
+                Instruction(int(match["address"], 16), guard, match["opcode"], operands)
+            )
     return kernels
 
 
-def _blocks(instructions: list[Instruction]) -> tuple[dict[int, list], dict[int, list[int]]]:
+def _blocks(
+    instructions: list[Instruction],
+) -> tuple[dict[int, list], dict[int, list[int]]]:
     """Returns the basic blocks by their first address, and the first addresses of the
     blocks that follow each.
     """
@@ -137,17 +158,25 @@ def _blocks(instructions: list[Instruction]) -> tuple[dict[int, list], dict[int,
     joins: dict[str, set[int]] = {}
     for instruction in instructions:
         if instruction.base == "BSSY":
-            joins.setdefault(instruction.operands.split(",")[0], set()).add(instruction.target)
+            joins.setdefault(instruction.operands.split(",")[0], set()).add(
+                instruction.target
+            )
 
     def jumps(instruction, following):
         if instruction.base in ("BRA", "JMP"):
-            always = not instruction.guard and "P" not in instruction.operands.split("0x")[0]
+            always = (
+                not instruction.guard and "P" not in instruction.operands.split("0x")[0]
+            )
             return [instruction.target] + ([] if always else [following])
         if instruction.base in ("EXIT", "RET"):
             return [following] if instruction.guard else []
         if instruction.base == "BSYNC":
             targets = joins.get(instruction.operands.strip(), set())
-            return [following] if following in targets or instruction.guard else sorted(targets)
+            return (
+                [following]
+                if following in targets or instruction.guard
+                else sorted(targets)
+            )
         return None
 
     leaders = {instructions[0].address}
@@ -167,14 +196,18 @@ def _blocks(instructions: list[Instruction]) -> tuple[dict[int, list], dict[int,
     edges = {}
     for head, following in zip(order, [*order[1:], None], strict=True):
         ends = successors[blocks[head][-1].address]
-        edges[head] = [a for a in ([following] if ends is None else ends) if a in blocks]
+        edges[head] = [
+            a for a in ([following] if ends is None else ends) if a in blocks
+        ]
     return blocks, edges
 
 
 def _cost(block: list[Instruction]) -> Cost:
     loads = [i for i in block if i.base == "LDG" and i.bytes == 16]
     loaded = sum(i.bytes for i in loads if not i.guard)
-    moved = sum(i.bytes for i in loads) + sum(i.bytes for i in block if i.base == "STG" and i.bytes >= 8)
+    moved = sum(i.bytes for i in loads) + sum(
+        i.bytes for i in block if i.base == "STG" and i.bytes >= 8
+    )
     return Cost(loaded, moved, sum(i.base != "NOP" for i in block))
 
 
@@ -197,12 +230,21 @@ def loops(instructions: list[Instruction], trips: int = 1) -> list[Loop]:
             if target <= head and head in _reachable(edges, target, head):
                 ends[target] = max(ends.get(target, 0), head)
     bodies = {
-        head: {b for b in _reachable(edges, head, end) if end in _reachable(edges, b, end, avoid=head)} | {head}
+        head: {
+            b
+            for b in _reachable(edges, head, end)
+            if end in _reachable(edges, b, end, avoid=head)
+        }
+        | {head}
         for head, end in ends.items()
     }
     result = []
     for head, end in ends.items():
-        inner = [h for h in bodies if h != head and h in bodies[head] and bodies[h] < bodies[head]]
+        inner = [
+            h
+            for h in bodies
+            if h != head and h in bodies[head] and bodies[h] < bodies[head]
+        ]
 
         @functools.cache
         def best(block, head=head, end=end, inner=tuple(inner)):
@@ -236,7 +278,11 @@ def _reachable(edges, start, end, avoid=None) -> set[int]:
         if block in seen:
             continue
         seen.add(block)
-        stack += [b for b in edges[block] if start <= b <= end and b != avoid] if block != end else []
+        stack += (
+            [b for b in edges[block] if start <= b <= end and b != avoid]
+            if block != end
+            else []
+        )
     return seen
 
 
@@ -246,22 +292,36 @@ def main_loop(instructions: list[Instruction], trips: int = 1) -> Loop | None:
     """
     every = loops(instructions, trips)
     most = max((loop.cost.moved for loop in every), default=0)
-    return max((loop for loop in every if loop.cost.moved >= 0.75 * most), key=lambda loop: loop.depth, default=None)
+    return max(
+        (loop for loop in every if loop.cost.moved >= 0.75 * most),
+        key=lambda loop: loop.depth,
+        default=None,
+    )
 
 
 def demangled(names: list[str]) -> list[str]:
     """Returns names as they stand in the source, where a demangler is at hand."""
     if not (tool := shutil.which("c++filt")):
         return names
-    lines = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
-    plain = (re.sub(r"jaxfp8::(cuda::)?|\(anonymous namespace\)::|^void ", "", line) for line in lines)
-    return [line.split(">(")[0] + ">" if ">(" in line else line.split("(")[0] for line in plain]
+    lines = subprocess.run(
+        [tool], input="\n".join(names), capture_output=True, text=True
+    ).stdout.splitlines()
+    plain = (
+        re.sub(r"jaxfp8::(cuda::)?|\(anonymous namespace\)::|^void ", "", line)
+        for line in lines
+    )
+    return [
+        line.split(">(")[0] + ">" if ">(" in line else line.split("(")[0]
+        for line in plain
+    ]
 
 
 def main(library: str, pattern: str = "", architecture: str = "sm_90a") -> None:
     """Prints the loops of every kernel whose name matches a regular expression."""
     kernels = disassemble(library, None, architecture)
-    for name, instructions in zip(demangled(list(kernels)), kernels.values(), strict=True):
+    for name, instructions in zip(
+        demangled(list(kernels)), kernels.values(), strict=True
+    ):
         if not re.search(pattern, name):
             continue
         print(f"{name}: {sum(i.base != 'NOP' for i in instructions)} instructions")

@@ -18,7 +18,10 @@ from . import _launches, _memory, _products
 # Tokens by the width of a Llama 8B layer, and the square of the goals.
 SHAPES, TINY_SHAPES = ((8192, 4096), (8192, 8192)), ((64, 128), (128, 256))
 KERNELS = {
-    **{name: (make, SHAPES) for name, make in (_memory.KERNELS | _products.KERNELS).items()},
+    **{
+        name: (make, SHAPES)
+        for name, make in (_memory.KERNELS | _products.KERNELS).items()
+    },
     **_launches.KERNELS,
 }
 # 32 kernels, two shapes, two candidates: some 10 s in all.
@@ -43,11 +46,17 @@ def kernels(options, part):
         work.check(jax.jit(work.step)(*arguments), *arguments)
         rows[name] = {"kernel": part}
         if work.chain:
-            candidates[name] = program(functools.partial(_chain, work, launches), [arguments])
+            candidates[name] = program(
+                functools.partial(_chain, work, launches), [arguments]
+            )
             continue
         traffic = _traffic(work, arguments)
-        count = 2 if options.tiny else max(2, min(8, math.ceil(PROGRAM_BYTES / traffic)))
-        candidates[name] = program(work.step, [arguments, *(work.arguments(seed) for seed in range(1, count))])
+        count = (
+            2 if options.tiny else max(2, min(8, math.ceil(PROGRAM_BYTES / traffic)))
+        )
+        candidates[name] = program(
+            work.step, [arguments, *(work.arguments(seed) for seed in range(1, count))]
+        )
         if work.operations:
             rows[name]["operations"] = work.operations
         else:
@@ -81,7 +90,11 @@ def _traffic(work, arguments) -> int:
     def size(tree):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
-    return size(arguments) + (work.reads - 1) * size(arguments[0]) + size(jax.eval_shape(work.step, *arguments))
+    return (
+        size(arguments)
+        + (work.reads - 1) * size(arguments[0])
+        + size(jax.eval_shape(work.step, *arguments))
+    )
 
 
 def _copy_of(name):
@@ -90,4 +103,6 @@ def _copy_of(name):
 
 def _copies(traffic, count):
     words = math.ceil(traffic / 8)  # half of the bytes are read, half are written
-    return program(jnp.copy, [(jnp.arange(i, i + words, dtype=jnp.int32),) for i in range(count)])
+    return program(
+        jnp.copy, [(jnp.arange(i, i + words, dtype=jnp.int32),) for i in range(count)]
+    )

@@ -23,7 +23,9 @@ def amax_to_scale(count):
     def check(results, amax, stored):
         del stored
         scale, scale_inv = (np.asarray(x) for x in results)
-        exact = np.array_equal(scale, FP8_MAX / np.asarray(amax)) and np.array_equal(scale_inv, np.float32(1) / scale)
+        exact = np.array_equal(scale, FP8_MAX / np.asarray(amax)) and np.array_equal(
+            scale_inv, np.float32(1) / scale
+        )
         expect("amax_to_scale", exact)
 
     return Work(
@@ -43,14 +45,24 @@ def delayed_scales(quantizers, length):
         del stored
         for result, history in zip(results, map(np.asarray, histories), strict=True):
             scale = FP8_MAX / np.max(history)
-            for got, want in zip(result, (scale, np.float32(1) / scale, 0), strict=True):
+            for got, want in zip(
+                result, (scale, np.float32(1) / scale, 0), strict=True
+            ):
                 expect("delayed_scales", np.array_equal(np.ravel(got), np.ravel(want)))
 
     return Work(
-        lambda histories, stored: ops.delayed_scales(histories, stored, fp8_max=[FP8_MAX] * quantizers),
-        lambda seed: (_histories(seed, quantizers, length), [jnp.ones((1,), F32)] * quantizers),
+        lambda histories, stored: ops.delayed_scales(
+            histories, stored, fp8_max=[FP8_MAX] * quantizers
+        ),
+        lambda seed: (
+            _histories(seed, quantizers, length),
+            [jnp.ones((1,), F32)] * quantizers,
+        ),
         check,
-        chain=lambda results, arguments: (arguments[0], [result.scale_inv for result in results]),
+        chain=lambda results, arguments: (
+            arguments[0],
+            [result.scale_inv for result in results],
+        ),
     )
 
 
@@ -65,17 +77,29 @@ def histories(quantizers, length):
         return ops.write_histories([pairs], [jnp.where(stays, 0, reading)])[0]
 
     def check(results, pairs):
-        for (next_history, next_scale), (history, _) in zip(results, pairs, strict=True):
+        for (next_history, next_scale), (history, _) in zip(
+            results, pairs, strict=True
+        ):
             history, moved = np.asarray(history), np.roll(history, -1, axis=1)
             moved[:, 0] = history[:, 0]
             largest = history.max(axis=1, keepdims=True)
-            expect("read_histories, write_histories", np.array_equal(next_history, moved))
-            expect("read_histories, write_histories", np.array_equal(next_scale, largest))
+            expect(
+                "read_histories, write_histories", np.array_equal(next_history, moved)
+            )
+            expect(
+                "read_histories, write_histories", np.array_equal(next_scale, largest)
+            )
 
     return Work(
         step,
         lambda seed: (
-            list(zip(_histories(seed, quantizers, 8, length), _histories(seed, quantizers, 8, 1), strict=True)),
+            list(
+                zip(
+                    _histories(seed, quantizers, 8, length),
+                    _histories(seed, quantizers, 8, 1),
+                    strict=True,
+                )
+            ),
         ),
         check,
         chain=lambda results, _: (results,),

@@ -16,11 +16,20 @@ from ._work import F32, PRODUCT_SCALE, SCALE, Work, codes, one_array
 
 NAMES = {BF16: "bf16", F32: "f32"}
 MOMENTS = "signed", "squared"
-BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "row-wise": (1, None)}
+BLOCKS = {
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+    "row-wise": (1, None),
+}
 
 
 def amax(m, n, dtype):
-    return Work(ops.amax, one_array((m, n), dtype), lambda result, x: expect_amax("amax", result, x))
+    return Work(
+        ops.amax,
+        one_array((m, n), dtype),
+        lambda result, x: expect_amax("amax", result, x),
+    )
 
 
 def quantize(m, n, dtype):
@@ -53,14 +62,23 @@ def _are_sums(result, x):
     # m additions in f32 in some order, ours and XLA's: each result is off by at most
     # m * 2**-24 of the magnitudes' sum.
     x = x.astype(F32)
-    return jnp.all(jnp.abs(result - jnp.sum(x, axis=0)) <= len(x) * 2.0**-23 * jnp.sum(jnp.abs(x), axis=0))
+    return jnp.all(
+        jnp.abs(result - jnp.sum(x, axis=0))
+        <= len(x) * 2.0**-23 * jnp.sum(jnp.abs(x), axis=0)
+    )
 
 
 def dequantize(m, n, dtype):
     def check(values, data):
-        expect("dequantize", jnp.all(values == (data.astype(F32) * SCALE).astype(dtype)))
+        expect(
+            "dequantize", jnp.all(values == (data.astype(F32) * SCALE).astype(dtype))
+        )
 
-    return Work(lambda data: ops.dequantize(data, SCALE, dtype), lambda seed: (codes(seed, (m, n)),), check)
+    return Work(
+        lambda data: ops.dequantize(data, SCALE, dtype),
+        lambda seed: (codes(seed, (m, n)),),
+        check,
+    )
 
 
 def _check_produced(name, values):
@@ -81,16 +99,22 @@ def quantize_activation(m, n, activation):
         return ops.quantize_activation(x, PRODUCT_SCALE, E4M3, activation=activation)
 
     shape = (m, 2, n) if ops.is_gated(activation) else (m, n)
-    check = _check_produced("quantize_activation", lambda x: ops.activate(x, activation))
+    check = _check_produced(
+        "quantize_activation", lambda x: ops.activate(x, activation)
+    )
     return Work(step, one_array(shape, BF16), check)
 
 
 def quantize_activation_grad(m, n, activation):
     def arguments(seed):
-        return normal(seed, (m, 2, n) if ops.is_gated(activation) else (m, n)), normal(seed + 1, (m, n))
+        return normal(seed, (m, 2, n) if ops.is_gated(activation) else (m, n)), normal(
+            seed + 1, (m, n)
+        )
 
     def values(x, grad):
-        return jax.vjp(lambda x: ops.activate(x, activation), x)[1](grad)[0].reshape(m, -1)
+        return jax.vjp(lambda x: ops.activate(x, activation), x)[1](grad)[0].reshape(
+            m, -1
+        )
 
     def check(results, x, grad):
         data, data_t, amax = results
@@ -98,21 +122,28 @@ def quantize_activation_grad(m, n, activation):
         _check_produced("quantize_activation_grad", values)(matrices, x, grad)
 
     def step(x, grad):
-        return ops.quantize_activation_grad(x, grad, PRODUCT_SCALE, E4M3, activation=activation)
+        return ops.quantize_activation_grad(
+            x, grad, PRODUCT_SCALE, E4M3, activation=activation
+        )
 
     return Work(step, arguments, check)
 
 
 def quantize_norm(m, n, kind):
     def arguments(seed):
-        vectors = (1 + 0.1 * normal(seed + i, (n,), F32) for i in range(2 if kind == "layer" else 1))
+        vectors = (
+            1 + 0.1 * normal(seed + i, (n,), F32)
+            for i in range(2 if kind == "layer" else 1)
+        )
         return normal(seed, (m, n)), *vectors
 
     def values(x, gamma, beta=None):
         return ops.normalize(x, gamma, beta, kind, 1e-6)
 
     def step(x, gamma, beta=None):
-        return ops.quantize_norm(x, gamma, beta, PRODUCT_SCALE, E4M3, kind=kind, epsilon=1e-6)
+        return ops.quantize_norm(
+            x, gamma, beta, PRODUCT_SCALE, E4M3, kind=kind, epsilon=1e-6
+        )
 
     return Work(step, arguments, _check_produced("quantize_norm", values))
 
@@ -133,7 +164,12 @@ def quantize_blocks(m, n, block, transpose):
         expect_codes(op.__name__, data, stretch(scale_inv, block, data.shape), x)
         if transposed:
             data, scale_inv = transposed
-            expect_codes(f"{op.__name__}, transposed", data, stretch(scale_inv, block, data.shape), x.T)
+            expect_codes(
+                f"{op.__name__}, transposed",
+                data,
+                stretch(scale_inv, block, data.shape),
+                x.T,
+            )
 
     # The amaxes of whole rows come first.
     return Work(step, one_array((m, n), BF16), check, reads=2 if None in block else 1)
@@ -143,10 +179,15 @@ def transpose_blocks(m, n):
     block, name = BLOCKS["1x32"], "transpose_blocks"
 
     def arguments(seed):
-        return ops.quantize_blocks(normal(seed, (m, n)), E4M3, block=block, **scale_kind(block))
+        return ops.quantize_blocks(
+            normal(seed, (m, n)), E4M3, block=block, **scale_kind(block)
+        )
 
     def check(results, data, scale_inv):
-        (data_t, scale_inv_t), x = results, data.astype(F32) * stretch(scale_inv, block, data.shape)
+        (data_t, scale_inv_t), x = (
+            results,
+            data.astype(F32) * stretch(scale_inv, block, data.shape),
+        )
         expect_codes(name, data_t, stretch(scale_inv_t, block, data_t.shape), x.T)
 
     return Work(lambda *x: ops.transpose_blocks(*x, block=block), arguments, check)
@@ -183,12 +224,24 @@ def adam_update(m, n, applies):
 
     def arguments(seed):
         blocks = m, -(-n // _moments.BLOCK)
-        mu, nu = codes(seed, (m, n)), jnp.abs(codes(seed + 1, (m, n)).astype(F32)).astype(E4M3)
+        mu, nu = (
+            codes(seed, (m, n)),
+            jnp.abs(codes(seed + 1, (m, n)).astype(F32)).astype(E4M3),
+        )
         scales = jnp.ones(blocks), jnp.ones(blocks, jnp.int8)
         keys = jax.random.bits(jax.random.key(seed), (2, *blocks), jnp.uint32)
         grads, params = (normal(seed + i, (m, n), F32) for i in (2, 3))
-        numbers = jnp.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
-        return grads, params if applies else None, (mu, *scales), (nu, *scales), keys, numbers
+        numbers = jnp.float32(
+            [0.9, 0.1, 0.99, 0.01, 1.6, 9, 1e-12, 1e-8, 1e-3, 0.1, 0.5]
+        )
+        return (
+            grads,
+            params if applies else None,
+            (mu, *scales),
+            (nu, *scales),
+            keys,
+            numbers,
+        )
 
     def step(*leaf):
         out, mu, nu = _moments.adam_update([_moments.AdamLeaf(*leaf)], [1])[0]
@@ -199,7 +252,10 @@ def adam_update(m, n, applies):
             out, *moments = jax.jit(lambda *x: step(*x))(*leaf)
         # A sum of terms below 16 is off by a few units of their last place where it
         # cancels.
-        expect("adam_update", jnp.all(jnp.abs(results[0] - out) <= 1e-5 * jnp.maximum(jnp.abs(out), 0.1)))
+        expect(
+            "adam_update",
+            jnp.all(jnp.abs(results[0] - out) <= 1e-5 * jnp.maximum(jnp.abs(out), 0.1)),
+        )
         for result, reference in zip(results[1:], moments, strict=True):
             expect("adam_update", jnp.all(result == reference))
 
@@ -207,8 +263,14 @@ def adam_update(m, n, applies):
 
 
 KERNELS = {
-    **{f"amax {name}": functools.partial(amax, dtype=dtype) for dtype, name in NAMES.items()},
-    **{f"quantize {name}": functools.partial(quantize, dtype=dtype) for dtype, name in NAMES.items()},
+    **{
+        f"amax {name}": functools.partial(amax, dtype=dtype)
+        for dtype, name in NAMES.items()
+    },
+    **{
+        f"quantize {name}": functools.partial(quantize, dtype=dtype)
+        for dtype, name in NAMES.items()
+    },
     **{
         f"quantize_transpose {name}{' with sums' if sums else ''}": functools.partial(
             quantize_transpose, dtype=dtype, sums=sums
@@ -217,22 +279,39 @@ KERNELS = {
         for sums in (False, True)
     },
     **{
-        f"quantize_activation {name}": functools.partial(quantize_activation, activation=name)
+        f"quantize_activation {name}": functools.partial(
+            quantize_activation, activation=name
+        )
         for name in ("gelu", "silu_gated")
     },
     **{
-        f"quantize_activation_grad {name}": functools.partial(quantize_activation_grad, activation=name)
+        f"quantize_activation_grad {name}": functools.partial(
+            quantize_activation_grad, activation=name
+        )
         for name in ("gelu", "silu_gated")
     },
-    **{f"quantize_norm {kind}": functools.partial(quantize_norm, kind=kind) for kind in ("rms", "layer")},
     **{
-        f"quantize_blocks{suffix} {name}": functools.partial(quantize_blocks, block=block, transpose=bool(suffix))
+        f"quantize_norm {kind}": functools.partial(quantize_norm, kind=kind)
+        for kind in ("rms", "layer")
+    },
+    **{
+        f"quantize_blocks{suffix} {name}": functools.partial(
+            quantize_blocks, block=block, transpose=bool(suffix)
+        )
         for suffix in ("", "_transpose")
         for name, block in BLOCKS.items()
     },
     "transpose_blocks 1x32": transpose_blocks,
-    **{f"encode_moment {name}": functools.partial(encode_moment, squared=name == "squared") for name in MOMENTS},
+    **{
+        f"encode_moment {name}": functools.partial(
+            encode_moment, squared=name == "squared"
+        )
+        for name in MOMENTS
+    },
     "adam_update": functools.partial(adam_update, applies=False),
     "adam_update, parameters": functools.partial(adam_update, applies=True),
-    **{f"dequantize to {name}": functools.partial(dequantize, dtype=dtype) for dtype, name in NAMES.items()},
+    **{
+        f"dequantize to {name}": functools.partial(dequantize, dtype=dtype)
+        for dtype, name in NAMES.items()
+    },
 }

@@ -26,7 +26,15 @@ def scaled_matmul(m, n, accumulation):
         return codes(2 * seed, (m, n)), codes(2 * seed + 1, (n, n))
 
     def check(result, a, b):
-        expect_product("scaled_matmul", result, a, b, PRODUCT_LIMITS[accumulation], SCALE_INV, SCALE_INV)
+        expect_product(
+            "scaled_matmul",
+            result,
+            a,
+            b,
+            PRODUCT_LIMITS[accumulation],
+            SCALE_INV,
+            SCALE_INV,
+        )
 
     return Work(step, arguments, check, operations=2 * m * n * n)
 
@@ -34,16 +42,25 @@ def scaled_matmul(m, n, accumulation):
 def block_scaled_matmul(m, n, a_block, b_block):
     def arguments(seed):
         def operand(i, shape, block):
-            return ops.quantize_blocks(normal(2 * seed + i, shape), E4M3, block=block, **scale_kind(block))
+            return ops.quantize_blocks(
+                normal(2 * seed + i, shape), E4M3, block=block, **scale_kind(block)
+            )
 
         return *operand(0, (m, n), a_block), *operand(1, (n, n), b_block)
 
     def step(a, a_scale_inv, b, b_scale_inv):
-        return ops.block_scaled_matmul(a, b, a_scale_inv, b_scale_inv, a_block=a_block, b_block=b_block)
+        return ops.block_scaled_matmul(
+            a, b, a_scale_inv, b_scale_inv, a_block=a_block, b_block=b_block
+        )
 
     def check(result, a, a_scale_inv, b, b_scale_inv):
-        scales = stretch(a_scale_inv, a_block, a.shape), stretch(b_scale_inv, b_block, b.shape)
-        expect_product("block_scaled_matmul", result, a, b, PRODUCT_LIMITS["fast"], *scales)
+        scales = (
+            stretch(a_scale_inv, a_block, a.shape),
+            stretch(b_scale_inv, b_block, b.shape),
+        )
+        expect_product(
+            "block_scaled_matmul", result, a, b, PRODUCT_LIMITS["fast"], *scales
+        )
 
     return Work(step, arguments, check, operations=2 * m * n * n)
 
@@ -61,19 +78,40 @@ def ragged_matmul(m, n, ragged):
     def check(result, a, b):
         for i in range(EXPERTS):
             group = slice(i * m // EXPERTS, (i + 1) * m // EXPERTS)
-            product = (result[group], a[group], b[i]) if ragged == "rows" else (result[i], a[:, group], b[:, group])
-            expect_product(f"ragged_matmul, group {i}", *product, PRODUCT_LIMITS["fast"], SCALE_INV, SCALE_INV)
+            product = (
+                (result[group], a[group], b[i])
+                if ragged == "rows"
+                else (result[i], a[:, group], b[:, group])
+            )
+            expect_product(
+                f"ragged_matmul, group {i}",
+                *product,
+                PRODUCT_LIMITS["fast"],
+                SCALE_INV,
+                SCALE_INV,
+            )
 
     return Work(step, arguments, check, operations=2 * m * n * n)
 
 
-_PAIRS = {"1x128 by 128x128": ((1, 128), (128, 128)), "row-wise": ((1, None), (1, None))}
+_PAIRS = {
+    "1x128 by 128x128": ((1, 128), (128, 128)),
+    "row-wise": ((1, None), (1, None)),
+}
 
 KERNELS = {
-    **{f"scaled_matmul {name}": functools.partial(scaled_matmul, accumulation=name) for name in PRODUCT_LIMITS},
     **{
-        f"block_scaled_matmul {name}": functools.partial(block_scaled_matmul, a_block=a_block, b_block=b_block)
+        f"scaled_matmul {name}": functools.partial(scaled_matmul, accumulation=name)
+        for name in PRODUCT_LIMITS
+    },
+    **{
+        f"block_scaled_matmul {name}": functools.partial(
+            block_scaled_matmul, a_block=a_block, b_block=b_block
+        )
         for name, (a_block, b_block) in _PAIRS.items()
     },
-    **{f"ragged_matmul {name}": functools.partial(ragged_matmul, ragged=name) for name in ("rows", "contraction")},
+    **{
+        f"ragged_matmul {name}": functools.partial(ragged_matmul, ragged=name)
+        for name in ("rows", "contraction")
+    },
 }

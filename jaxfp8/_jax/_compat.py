@@ -107,7 +107,10 @@ def outermost_trace(tangent):
     or that of the gradient.
     """
     trace = getattr(tangent, "_trace", None)
-    while type(outer := getattr(trace, "parent_trace", None)).__name__ not in ("NoneType", "EvalTrace"):
+    while type(outer := getattr(trace, "parent_trace", None)).__name__ not in (
+        "NoneType",
+        "EvalTrace",
+    ):
         trace = outer
     return trace
 
@@ -120,10 +123,16 @@ def lower_jitted(ctx, jitted, avals, operands):
     traces here too.
     """
     if jax.__version_info__ >= (0, 13):
-        rule = mlir.lower_fun(lambda *operands: list(jitted(*operands)), multiple_results=True)
+        rule = mlir.lower_fun(
+            lambda *operands: list(jitted(*operands)), multiple_results=True
+        )
         return rule(ctx.replace(avals_in=avals), *operands)
     closed = jitted.trace(*avals).jaxpr
-    module = ctx.module_context if ctx.platforms is None else ctx.module_context.replace(platforms=ctx.platforms)
+    module = (
+        ctx.module_context
+        if ctx.platforms is None
+        else ctx.module_context.replace(platforms=ctx.platforms)
+    )
     constants = [mlir.ir_constant(constant) for constant in closed.consts]
     results, _ = mlir.jaxpr_subcomp(
         module,
@@ -158,12 +167,18 @@ def devices_of(ctx) -> str:
     # A `shard_map` over some of the axes leaves the others to XLA: its program is
     # neither that of one device nor that of the whole mesh.
     if hasattr(context, "manual_axes"):
-        return "shard" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
+        return (
+            "shard"
+            if set(context.manual_axes) == set(context.mesh.axis_names)
+            else "unknown"
+        )
     if getattr(context, "num_devices", None) == 1:
         return "one"
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
-    known = getattr(context, "device_assignment", None) is not None and getattr(context, "abstract_mesh", None)
+    known = getattr(context, "device_assignment", None) is not None and getattr(
+        context, "abstract_mesh", None
+    )
     return "mesh" if shardy and not exported and known else "unknown"
 
 
@@ -229,7 +244,9 @@ class _MaxRules:
         # A jitted function that returns this dtype gives a float32 array in the wrapper
         # that JAX has for extended dtypes.
         physical = _physical_aval(aval)
-        handler = _result_handlers[jax.core.ShapedArray](physical, out_sharding, committed)
+        handler = _result_handlers[jax.core.ShapedArray](
+            physical, out_sharding, committed
+        )
         return handler.wrap(lambda x: _EArray(aval, x))
 
 
@@ -343,7 +360,11 @@ def _nothing():
     return None
 
 
-_from_max_p = _Cast("jaxfp8_from_max", lambda ctx, x, dtype: [x], lambda ct, x, dtype: [to_max(ct, x.aval.dtype)])
+_from_max_p = _Cast(
+    "jaxfp8_from_max",
+    lambda ctx, x, dtype: [x],
+    lambda ct, x, dtype: [to_max(ct, x.aval.dtype)],
+)
 _to_max_p = _MemoizedCast(
     "jaxfp8_to_max",
     # Trainers may have cast the tree: state in a narrower dtype is read as f32.

@@ -28,7 +28,9 @@ def replaced(path: str | os.PathLike, mode: str) -> Iterator[IO]:
         return
     # A folder beside the file is on the same disk. The file in it gets the permissions
     # that any new file gets.
-    with tempfile.TemporaryDirectory(prefix=".jaxfp8-", dir=os.path.dirname(path)) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix=".jaxfp8-", dir=os.path.dirname(path)
+    ) as folder:
         temporary = os.path.join(folder, os.path.basename(path))
         with open(temporary, mode) as file:
             yield file

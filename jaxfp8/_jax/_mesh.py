@@ -18,7 +18,9 @@ def varying(*values) -> frozenset:
     """Return the manual mesh axes over which any value, or type, varies; empty with
     `check_vma=False`.
     """
-    avals = (x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in values)
+    avals = (
+        x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in values
+    )
     return frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
 
 
@@ -37,10 +39,20 @@ def split(mesh, sizes) -> AbstractMesh:
     """
     parts = []
     for axis in mesh.axis_sizes:
-        divided, before = [math.gcd(size, axis) for size in set(sizes) if size % axis], 1
+        divided, before = (
+            [math.gcd(size, axis) for size in set(sizes) if size % axis],
+            1,
+        )
         while before < axis:
-            primes = [p for p in range(2, axis + 1) if axis // before % p == 0 and all(p % q for q in range(2, p))]
-            following = {p: sum(devices % (before * p) == 0 for devices in divided) for p in primes}
+            primes = [
+                p
+                for p in range(2, axis + 1)
+                if axis // before % p == 0 and all(p % q for q in range(2, p))
+            ]
+            following = {
+                p: sum(devices % (before * p) == 0 for devices in divided)
+                for p in primes
+            }
             parts.append(max((count, p) for p, count in following.items())[1])
             before *= parts[-1]
     return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
@@ -91,7 +103,10 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
         first.update(
             shape=tuple(sizes[name] for name in named),
             dtype=jnp.dtype(dtype),
-            sharding=NamedSharding(first.sharding.mesh, PartitionSpec(*_once(axes.get(name) for name in named))),
+            sharding=NamedSharding(
+                first.sharding.mesh,
+                PartitionSpec(*_once(axes.get(name) for name in named)),
+            ),
             manual_axis_type=manual,
             weak_type=False,
         )
@@ -105,7 +120,9 @@ def _once(entries):
     """
     used = set()
     for entry in entries:
-        axes = entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
+        axes = (
+            entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
+        )
         yield None if used & set(axes) else entry
         used |= set(axes)
 
@@ -113,8 +130,12 @@ def _once(entries):
 def with_varying(aval, axes):
     """Return a type that varies over these manual axes."""
     if aval.sharding.mesh.empty:  # the type of a constant
-        aval = aval.update(sharding=aval.sharding.update(mesh=jax.sharding.get_abstract_mesh()))
-    return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=frozenset(axes)))
+        aval = aval.update(
+            sharding=aval.sharding.update(mesh=jax.sharding.get_abstract_mesh())
+        )
+    return aval.update(
+        manual_axis_type=aval.manual_axis_type.update(varying=frozenset(axes))
+    )
 
 
 def placed_as(aval, x):
@@ -129,7 +150,9 @@ def without_reduced(x):
     `unreduced` over them.
     """
     spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, PartitionSpec(*spec.partitions)) if spec.reduced else x
+    return (
+        jax.sharding.reshard(x, PartitionSpec(*spec.partitions)) if spec.reduced else x
+    )
 
 
 def cotangent_of(aval, ct):
@@ -142,4 +165,8 @@ def cotangent_of(aval, ct):
     """
     axes = varying(ct) - varying(aval)
     ct = lax.psum(ct, tuple(sorted(axes))) if axes else ct
-    return jax.sharding.reshard(ct, aval.sharding) if aval.sharding.mesh.explicit_axes else placed_as(aval, ct)
+    return (
+        jax.sharding.reshard(ct, aval.sharding)
+        if aval.sharding.mesh.explicit_axes
+        else placed_as(aval, ct)
+    )

@@ -25,7 +25,11 @@ _NO_MOMENTS = (
     "if it is a constant of the loss"
 )
 # The ops that are the step of an optimizer; all others are part of a product.
-_OF_OPTIMIZERS = {"adam_update": _NO_STEPS, "encode_moment": _NO_MOMENTS, "decode_moment": _NO_MOMENTS}
+_OF_OPTIMIZERS = {
+    "adam_update": _NO_STEPS,
+    "encode_moment": _NO_MOMENTS,
+    "decode_moment": _NO_MOMENTS,
+}
 _NOT_FINITE = (
     "invalid value (a NaN, or with jax_debug_infs an Inf) encountered in the result of {op}: an operand has a NaN or "
     "an Inf, which becomes a NaN in FP8, or a sum overflows; look for the first such value before this operation"
@@ -89,9 +93,14 @@ def undefined_tangents(results, tangents, op: str | None = None) -> list:
     """
     types = [jax.typeof(result).to_tangent_aval() for result in results]
     avals = tuple(aval for aval in types if aval.dtype != jax.dtypes.float0)
-    nonzero = [t for t in tangents if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0]
+    nonzero = [
+        t for t in tangents if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0
+    ]
     undefined = iter(_undefined_p.bind(*nonzero, avals=avals, op=op))
-    return [ad.Zero(aval) if aval.dtype == jax.dtypes.float0 else next(undefined) for aval in types]
+    return [
+        ad.Zero(aval) if aval.dtype == jax.dtypes.float0 else next(undefined)
+        for aval in types
+    ]
 
 
 def not_differentiable(op: Primitive, name: str, primals, tangents, **params):
@@ -99,7 +108,9 @@ def not_differentiable(op: Primitive, name: str, primals, tangents, **params):
     undefined.
     """
     results = op.bind(*primals, **params)
-    undefined = undefined_tangents(results if op.multiple_results else [results], tangents, name)
+    undefined = undefined_tangents(
+        results if op.multiple_results else [results], tangents, name
+    )
     return results, undefined if op.multiple_results else undefined[0]
 
 
@@ -143,7 +154,10 @@ _identity_p = Primitive("jaxfp8_identity")
 _identity_p.def_abstract_eval(lambda x: x)
 _identity_p.def_impl(lambda x: x)
 ad.deflinear2(_identity_p, lambda cotangent, x: [cotangent])
-batching.primitive_batchers[_identity_p] = lambda args, dims: (_identity_p.bind(*args), *dims)
+batching.primitive_batchers[_identity_p] = lambda args, dims: (
+    _identity_p.bind(*args),
+    *dims,
+)
 mlir.register_lowering(_identity_p, lambda ctx, x: [x])
 
 
@@ -151,4 +165,7 @@ def is_differentiated(operands: Iterable[Any]) -> bool:
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have
     a tangent.
     """
-    return any(isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent") for operand in operands)
+    return any(
+        isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent")
+        for operand in operands
+    )

@@ -31,7 +31,8 @@ def aligned(lines, right: int | None = None) -> str:
 def natural(path: str):
     """Return a sorting key for paths in which `layers_2` is before `layers_10`."""
     return [
-        [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)] for part in path.split("/")
+        [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)]
+        for part in path.split("/")
     ]
 
 
@@ -42,7 +43,9 @@ def member(index: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, index))}]" if index else ""
 
 
-def labelled_runs(products: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+def labelled_runs(
+    products: Sequence[tuple[str, Sequence[Any]]],
+) -> Iterator[tuple[str, tuple[int, ...], Any]]:
     """Yield `(label, iteration, run)` for each run of the products of a traced program.
 
     Args:
@@ -56,7 +59,9 @@ def labelled_runs(products: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tup
     """
     products_of_layer, calls = Counter(layer for layer, _ in products), Counter()
     for layer, runs in products:
-        label = f"{layer} (call {calls[layer]})" if products_of_layer[layer] > 1 else layer
+        label = (
+            f"{layer} (call {calls[layer]})" if products_of_layer[layer] > 1 else layer
+        )
         calls[layer] += 1
         for i, run in enumerate(reversed(runs)):
             yield label, (i,) if len(runs) > 1 else (), run

@@ -15,7 +15,9 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def split_arrays(tree: Any, is_split: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Any], Any]]:
+def split_arrays(
+    tree: Any, is_split: Callable[[Any], bool] = is_array
+) -> tuple[list, Callable[[Any], Any]]:
     """Return `(arrays, joined)`: the leaves where `is_split` is true, and the function
     that puts arrays back.
     """
@@ -23,7 +25,9 @@ def split_arrays(tree: Any, is_split: Callable[[Any], bool] = is_array) -> tuple
 
     def joined(arrays):
         arrays = iter(arrays)
-        return treedef.unflatten([next(arrays) if is_split(leaf) else leaf for leaf in leaves])
+        return treedef.unflatten(
+            [next(arrays) if is_split(leaf) else leaf for leaf in leaves]
+        )
 
     return list(filter(is_split, leaves)), joined
 

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 # Frames of these libraries lie between the user's line and the warning. Python 3.11 has
 # no `skip_file_prefixes`.
-_LIBRARIES = {"jaxfp8", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools"}
+_LIBRARIES = {
+    "jaxfp8",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "equinox",
+    "contextlib",
+    "functools",
+}
 
 
 class Line(NamedTuple):
@@ -26,7 +35,9 @@ def user_line() -> Line:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
             break
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    return Line(frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry)
+    return Line(
+        frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry
+    )
 
 
 # What was said, by the trace or the scope in which it was: both are alive while their
@@ -34,7 +45,9 @@ def user_line() -> Line:
 _said = weakref.WeakKeyDictionary()
 
 
-def warn_once(where: Any, layer: str | None, message: str, category: type[Warning]) -> None:
+def warn_once(
+    where: Any, layer: str | None, message: str, category: type[Warning]
+) -> None:
     """Warn about the first layer alone of all that have one fault.
 
     Args:
@@ -46,7 +59,12 @@ def warn_once(where: Any, layer: str | None, message: str, category: type[Warnin
     said = set() if where is None else _said.setdefault(where, set())
     if message not in said:
         said.add(message)
-        warn(f"{layer}: {message}. Other layers like this one are not named" if layer else message, category)
+        warn(
+            f"{layer}: {message}. Other layers like this one are not named"
+            if layer
+            else message,
+            category,
+        )
 
 
 def warn(message: str, category: type[Warning], line: Line | None = None) -> None:

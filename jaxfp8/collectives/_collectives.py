@@ -88,13 +88,27 @@ def all_to_all(
             which elements share scales.
     """
     op = "all_to_all"
-    split_axis, concat_axis = _axis(op, "split_axis", split_axis, x), _axis(op, "concat_axis", concat_axis, x)
+    split_axis, concat_axis = (
+        _axis(op, "split_axis", split_axis, x),
+        _axis(op, "concat_axis", concat_axis, x),
+    )
     names = _names(axis_name)
     send, send_back = (
-        _call(lax.all_to_all, axis_name=names, split_axis=first, concat_axis=second, tiled=tiled)
+        _call(
+            lax.all_to_all,
+            axis_name=names,
+            split_axis=first,
+            concat_axis=second,
+            tiled=tiled,
+        )
         for first, second in ((split_axis, concat_axis), (concat_axis, split_axis))
     )
-    return transfer(Collective(op, names, send, send_back, (split_axis, concat_axis)), x, recipe, state)
+    return transfer(
+        Collective(op, names, send, send_back, (split_axis, concat_axis)),
+        x,
+        recipe,
+        state,
+    )
 
 
 def all_gather(
@@ -128,8 +142,15 @@ def all_gather(
     axis = _axis("all_gather", "axis", axis, x, more=0 if tiled else 1)
     names = _names(axis_name)
     send = _call(lax.all_gather, axis_name=names, axis=axis, tiled=tiled)
-    send_back = _call(lax.psum_scatter, axis_name=names, scatter_dimension=axis, tiled=tiled)
-    return transfer(Collective("all_gather", names, send, send_back, (axis,), sums_back=True), x, recipe, state)
+    send_back = _call(
+        lax.psum_scatter, axis_name=names, scatter_dimension=axis, tiled=tiled
+    )
+    return transfer(
+        Collective("all_gather", names, send, send_back, (axis,), sums_back=True),
+        x,
+        recipe,
+        state,
+    )
 
 
 def ppermute(
@@ -160,8 +181,15 @@ def ppermute(
     """
     names, perm = _names(axis_name), tuple(map(tuple, perm))
     send = _call(lax.ppermute, axis_name=names, perm=perm)
-    send_back = _call(lax.ppermute, axis_name=names, perm=tuple((end, start) for start, end in perm))
-    return transfer(Collective("ppermute", names, send, send_back, has_one_sender=True), x, recipe, state)
+    send_back = _call(
+        lax.ppermute, axis_name=names, perm=tuple((end, start) for start, end in perm)
+    )
+    return transfer(
+        Collective("ppermute", names, send, send_back, has_one_sender=True),
+        x,
+        recipe,
+        state,
+    )
 
 
 @functools.cache
@@ -183,7 +211,9 @@ def _axis(op: str, name: str, axis: int, x: ArrayLike, more: int = 0) -> int:
     """
     ndim = np.ndim(x) + more
     if not -ndim <= axis < ndim:
-        raise ValueError(f"{op}: {name}: expected a dimension out of {ndim}, got {axis}")
+        raise ValueError(
+            f"{op}: {name}: expected a dimension out of {ndim}, got {axis}"
+        )
     return axis % ndim
 
 
@@ -212,10 +242,15 @@ class Collective:
 
 
 def transfer(
-    collective: Collective, x: jax.typing.ArrayLike, recipe: Recipe | None, state: DotGeneralState | None
+    collective: Collective,
+    x: jax.typing.ArrayLike,
+    recipe: Recipe | None,
+    state: DotGeneralState | None,
 ) -> QTensor:
     """Quantize x, send its codes, and return the QTensor that arrives."""
-    x = _checks.rank(collective.name, "x", _checks.high_precision(collective.name, "x", x), 1)
+    x = _checks.rank(
+        collective.name, "x", _checks.high_precision(collective.name, "x", x), 1
+    )
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not set(collective.axis_names) <= set(manual):
         raise ValueError(
@@ -226,13 +261,25 @@ def transfer(
         recipe, state = HighPrecision(pipeline_axes=()), None
     quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # an array without elements leaves the state as it is
-        quantizers, state = HighPrecision().quantizers(), DotGeneralState(None, None, None)
-    both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), _support.selected())
+        quantizers, state = (
+            HighPrecision().quantizers(),
+            DotGeneralState(None, None, None),
+        )
+    both = _Transfer(
+        collective,
+        quantizers[:3],
+        AmaxReduction.for_recipe(recipe),
+        _support.selected(),
+    )
     # `shared` and `vmapped_state` combine the cotangents of a state's uses, and of
     # examples that share it, by max; JAX would add them up.
     source, codes = _compiled(both, x, vmapped_state(shared(state), x))
     # Codes have no derivative: the gradient goes to the source.
-    return QTensor(source, None) if codes is None else dataclasses.replace(lax.stop_gradient(codes), source=source)
+    return (
+        QTensor(source, None)
+        if codes is None
+        else dataclasses.replace(lax.stop_gradient(codes), source=source)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +299,9 @@ class _Transfer:
     reduce: AmaxReduction
     implementation: str | None
 
-    def move(self, send, quantizer: Quantizer, x, use, dtype) -> tuple[jax.Array, QTensor | None, QTensor]:
+    def move(
+        self, send, quantizer: Quantizer, x, use, dtype
+    ) -> tuple[jax.Array, QTensor | None, QTensor]:
         """Send the codes of x by `send`; return their values in `dtype`, the codes, and
         the QTensor for the next state.
 
@@ -284,7 +333,11 @@ class _Transfer:
         # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one
         #    scale is repeated for each row.
         rows, is_one = q.shape[:-1], q.has_one_scale
-        scales = jnp.broadcast_to(q.scale_inv, (math.prod(rows), 1)) if is_one else q.scale_inv
+        scales = (
+            jnp.broadcast_to(q.scale_inv, (math.prod(rows), 1))
+            if is_one
+            else q.scale_inv
+        )
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
             raise ValueError(
                 f"{self.collective.name}: recipe: expected one scale for the tensor on all devices, or whole rows that "
@@ -302,7 +355,9 @@ def _as_bytes(send, x):
     """
     if x.dtype.itemsize > 1:
         return send(x)
-    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+    return lax.bitcast_convert_type(
+        send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype
+    )
 
 
 def _forward(both, x, state: DotGeneralState, has_backward):
@@ -314,8 +369,14 @@ def _forward(both, x, state: DotGeneralState, has_backward):
     # not read.
     states = state.input, None, state.output_grad if has_backward else None
     use, _, grad_use = read_states(both.quantizers, states, reading, has_backward)
-    source, codes, q = both.move(both.collective.send, both.quantizers[0], x, use, x.dtype)
-    histories = histories_of([state.input, None, state.output_grad]) if reading is None else reading
+    source, codes, q = both.move(
+        both.collective.send, both.quantizers[0], x, use, x.dtype
+    )
+    histories = (
+        histories_of([state.input, None, state.output_grad])
+        if reading is None
+        else reading
+    )
     return (source, checkpoint_name(codes, RESIDUAL_NAME)), (q, grad_use, histories)
 
 
@@ -348,10 +409,16 @@ def _transfer_bwd(both, residuals, cotangents):
     # value.
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
-    quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
+    quantizer = (
+        HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
+    )
     with _support.using(both.implementation):
-        dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_use, x.value.dtype)
-        next_state = DotGeneralState(*next_states([q, None, grad], histories, both.reduce))
+        dx, _, grad = both.move(
+            both.collective.send_back, quantizer, ct, grad_use, x.value.dtype
+        )
+        next_state = DotGeneralState(
+            *next_states([q, None, grad], histories, both.reduce)
+        )
     # The cotangent of a replicated x is the sum over the devices.
     return _mesh.cotangent_of(x.value, dx), next_state
 

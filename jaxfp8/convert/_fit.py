@@ -44,13 +44,19 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
         TypeError: the length is not an int.
     """
     if not isinstance(amax_history_len, int) or isinstance(amax_history_len, bool):
-        raise TypeError(f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}")
+        raise TypeError(
+            f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}"
+        )
     if amax_history_len < 1:
-        raise ValueError(f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}")
+        raise ValueError(
+            f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}"
+        )
     # Without this check a tree without histories would come back unchanged, and the
     # error would come from the model.
     flat = _state_tree.flatten(tree)
-    histories = [i for i, path in enumerate(flat.paths) if path and path[-1].endswith(_HISTORY)]
+    histories = [
+        i for i, path in enumerate(flat.paths) if path and path[-1].endswith(_HISTORY)
+    ]
     if not histories:
         raise ValueError(
             "resize_history: tree: expected arrays named ..._amax_history or .amax_history, got a tree without any; "
@@ -59,8 +65,12 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     axes = dict.fromkeys(histories, -1)
     for quantizer in flat.quantizers:
         pair = flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale]
-        axes[quantizer.amax_history] = _state_tree.slot_axis(f"resize_history: tree: {quantizer.name}", *pair)
-    return flat.replace({i: _resize(flat.leaves[i], amax_history_len, axis) for i, axis in axes.items()})
+        axes[quantizer.amax_history] = _state_tree.slot_axis(
+            f"resize_history: tree: {quantizer.name}", *pair
+        )
+    return flat.replace(
+        {i: _resize(flat.leaves[i], amax_history_len, axis) for i, axis in axes.items()}
+    )
 
 
 def _resize(history, length, axis=-1):
@@ -73,7 +83,9 @@ def _resize(history, length, axis=-1):
     return jnp.moveaxis(jnp.concatenate([newest, gap, older], axis=-1), -1, axis)
 
 
-def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
+def merge_state(
+    variables: Mapping[str, Any], restored: Mapping[str, Any]
+) -> dict[str, Any]:
     """Merge a checkpoint's variables with FP8 state that fits the model as it is now.
 
     All other collections come from the checkpoint, where it has them. A module whose
@@ -99,8 +111,13 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
     where = "merge_state"
     for name, value in (("variables", variables), ("restored", restored)):
         if not isinstance(value, Mapping):
-            raise TypeError(f"{where}: {name}: expected a dict of variables, got {type(value).__name__}")
-        if OVERWRITE_WITH_GRADIENT not in value and _state_tree.flatten(value).quantizers:
+            raise TypeError(
+                f"{where}: {name}: expected a dict of variables, got {type(value).__name__}"
+            )
+        if (
+            OVERWRITE_WITH_GRADIENT not in value
+            and _state_tree.flatten(value).quantizers
+        ):
             raise ValueError(
                 f"{where}: {name}: expected FP8 state in the collection {OVERWRITE_WITH_GRADIENT} of Linen, got it "
                 "beside the parameters, as NNX keeps it; there call nnx.update(model, restored), after "
@@ -110,21 +127,31 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
     # Begin with the state of the model, and put the checkpoint's state in its place,
     # module by module.
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
-    for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
+    for path, module in _tree.modules_of(
+        where, restored.get(OVERWRITE_WITH_GRADIENT, {})
+    ).items():
         for name, leaf in sorted(module.items()):
-            if (missing := _other_half(name)) in merged.get(path, {}) and missing not in module:
+            if (missing := _other_half(name)) in merged.get(
+                path, {}
+            ) and missing not in module:
                 raise ValueError(
                     f"{where}: restored: {_tree.at(path, name)}: expected {missing} beside it, got {sorted(module)}; a "
                     "scale belongs to its history: restore both, or drop both to begin with the model's"
                 )
             if name in merged.get(path, {}):
-                merged[path][name] = _fit(where, _tree.at(path, name), merged[path][name], leaf)
+                merged[path][name] = _fit(
+                    where, _tree.at(path, name), merged[path][name], leaf
+                )
             # Counters, which releases until 0.2 had, are left out; any other state
             # without a place is an error.
             elif not _tree.is_counters(name, module):
-                is_transformer_engine = any(part.startswith("TEWrapper_dot_general_") for part in path)
+                is_transformer_engine = any(
+                    part.startswith("TEWrapper_dot_general_") for part in path
+                )
                 way_out = (
-                    TRANSFORMER_ENGINE_BY_HAND if is_transformer_engine else "state of Flax goes through from_flax"
+                    TRANSFORMER_ENGINE_BY_HAND
+                    if is_transformer_engine
+                    else "state of Flax goes through from_flax"
                 )
                 raise ValueError(
                     f"{where}: restored: {_tree.at(path, name)}: the model has no such state, it has "
@@ -141,7 +168,10 @@ def _check_widths(where, variables, restored):
     """Raise a ValueError for a parameter of the checkpoint that the model has in
     another shape.
     """
-    needed, given = (traverse_util.flatten_dict(dict(tree.get(PARAMS, {}))) for tree in (variables, restored))
+    needed, given = (
+        traverse_util.flatten_dict(dict(tree.get(PARAMS, {})))
+        for tree in (variables, restored)
+    )
     for path, leaf in given.items():
         shapes = [getattr(x, "shape", None) for x in (needed.get(path), leaf)]
         if None not in shapes and shapes[0] != shapes[1]:
@@ -154,13 +184,19 @@ def _check_widths(where, variables, restored):
 def _other_half(name):
     """Return the name of the scale of a history, or of the history of a scale."""
     prefix = name.removesuffix(_HISTORY)
-    return f"{prefix}scale" if prefix != name else f"{name.removesuffix('scale')}{_HISTORY}"
+    return (
+        f"{prefix}scale"
+        if prefix != name
+        else f"{name.removesuffix('scale')}{_HISTORY}"
+    )
 
 
 def _fit(where, name, initial, leaf):
     if leaf.dtype != initial.dtype:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"{where}: restored: {name}: expected a floating dtype, got {leaf.dtype}")
+            raise TypeError(
+                f"{where}: restored: {name}: expected a floating dtype, got {leaf.dtype}"
+            )
         leaf = leaf.astype(initial.dtype)
     # Only the length of a history may differ.
     is_history = name.endswith(_HISTORY)
@@ -217,7 +253,9 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
         history, scale = leaves
         # One slot below zero gives its whole row a NaN scale, so the row is reset as a
         # whole.
-        is_bad = jnp.any(_scaling.below_zero(history), axis, keepdims=True) | _scaling.below_zero(scale)
+        is_bad = jnp.any(
+            _scaling.below_zero(history), axis, keepdims=True
+        ) | _scaling.below_zero(scale)
         for position, leaf, initial in zip(positions, leaves, (0, 1), strict=True):
             value = jnp.full_like(leaf, initial)
             values[position] = jnp.where(is_bad, value, leaf) if only_bad else value

@@ -11,7 +11,9 @@ _FLAX = ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")
 _FNUZ_MODULE = "NANOOFp8DotGeneralOp"
 
 
-def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> dict[str, Any]:
+def from_flax(
+    variables: Mapping[str, Any], *, swapped: Iterable[str] = ()
+) -> dict[str, Any]:
     """Convert state of Flax's `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and
     `nn.Fp8Einsum` for jaxfp8's classes.
 
@@ -51,7 +53,10 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
 
 
 def to_flax(
-    variables: Mapping[str, Any], *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()
+    variables: Mapping[str, Any],
+    *,
+    name: str = "Fp8DirectDotGeneralOp",
+    swapped: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Convert jaxfp8's state for Flax's classes, the inverse of `from_flax`.
 
@@ -79,29 +84,48 @@ def _convert(where, variables, classes, swapped):
     class of the result.
     """
     if isinstance(swapped, str):
-        raise TypeError(f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}")
+        raise TypeError(
+            f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}"
+        )
 
     def convert(modules: _tree.Modules):
-        if not any(name in _tree.STATE for module in modules.values() for name in module):
+        if not any(
+            name in _tree.STATE for module in modules.values() for name in module
+        ):
             return
         unused = set(swapped)
         for path, module in modules.items():
             # Leaves that are no state stay where they are.
-            yield path, {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
+            yield (
+                path,
+                {
+                    name: leaf
+                    for name, leaf in module.items()
+                    if name not in _tree.STATE
+                },
+            )
             if set(_tree.STATE).isdisjoint(module):
                 continue
             # Modules whose einsum exchanges its operands have x and kernel exchanged.
-            matching = {pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))}
+            matching = {
+                pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))
+            }
             unused -= matching
-            operands = ("kernel", "input", "output_grad") if matching else _tree.OPERANDS
+            operands = (
+                ("kernel", "input", "output_grad") if matching else _tree.OPERANDS
+            )
             for operand, name in zip(operands, _tree.OPERANDS, strict=True):
-                state = _tree.named(operand, *_tree.quantizer(where, path, module, name))
+                state = _tree.named(
+                    operand, *_tree.quantizer(where, path, module, name)
+                )
                 yield _renamed(where, path, classes), state
         # A pattern that matches nothing is a typo: x and the kernel of that einsum
         # would have each other's state.
         if unused:
             paths = sorted(map(_tree.at, modules))
-            raise ValueError(f"{where}: swapped: {sorted(unused)} match no module; there are {paths}")
+            raise ValueError(
+                f"{where}: swapped: {sorted(unused)} match no module; there are {paths}"
+            )
 
     return _tree.convert_state(where, variables, convert)
 

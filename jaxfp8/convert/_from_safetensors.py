@@ -17,10 +17,22 @@ from ..dot import _frozen
 from ..linen._freeze import PARAMS
 from ..recipes import _state_tree, some
 from ._frozen_kernels import PLACEHOLDERS, parameters
-from ._read_safetensors import Name, Names, StoredTensor, Template, filled, read_safetensors
+from ._read_safetensors import (
+    Name,
+    Names,
+    StoredTensor,
+    Template,
+    filled,
+    read_safetensors,
+)
 from ._tree import Path, at
 
-_CODES = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE, _frozen.INPUT_SCALE_INV)
+_CODES = (
+    _frozen.KERNEL,
+    _frozen.KERNEL_SCALE_INV,
+    _frozen.INPUT_SCALE,
+    _frozen.INPUT_SCALE_INV,
+)
 _FLOATS = ("F8_E4M3", "F8_E5M2", "BF16", "F16", "F32", "F64")
 
 
@@ -71,7 +83,9 @@ def from_safetensors(
     tensors, find = read_safetensors(path), Names(where, names)
     filled_leaves = {}
     # 1. The codes of frozen kernels.
-    for product in [path_[:-1] for path_ in leaves if path_[-1] == _frozen.KERNEL_SCALE_INV]:
+    for product in [
+        path_[:-1] for path_ in leaves if path_[-1] == _frozen.KERNEL_SCALE_INV
+    ]:
         kernel = (*product[:-1], _frozen.KERNEL)
         if not isinstance(leaves.get(kernel), PLACEHOLDERS):
             kernel = (*product, _frozen.KERNEL)
@@ -94,22 +108,35 @@ def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.A
     _check_stacked(path, templates, leaf.shape)
     values = np.empty(leaf.shape, np.float32)
     for index in np.ndindex(leaf.shape[:stacked]):
-        parts = [_tensor(path, filled(template, index), tensors).decode() for template in templates]
+        parts = [
+            _tensor(path, filled(template, index), tensors).decode()
+            for template in templates
+        ]
         name, needed = filled(templates[0], index), leaf.shape[stacked:]
         whole = np.concatenate(parts) if parts[1:] else parts[0]
         if path[-1] == _frozen.KERNEL:
-            _check_shape(path, name, whole, needed[::-1] if len(needed) == 2 else "[out, in]", _fits(whole.T, needed))
+            _check_shape(
+                path,
+                name,
+                whole,
+                needed[::-1] if len(needed) == 2 else "[out, in]",
+                _fits(whole.T, needed),
+            )
             whole = whole.T
         else:
             is_right = whole.shape == needed or (
-                path[-1] == "bias" and whole.ndim == 1 and whole.size == math.prod(needed)
+                path[-1] == "bias"
+                and whole.ndim == 1
+                and whole.size == math.prod(needed)
             )
             _check_shape(path, name, whole, needed, is_right)
         values[index] = whole.reshape(needed)
     return _placed(values.astype(leaf.dtype), leaf)
 
 
-def _frozen_kernel(path: Path, templates: tuple[Template, ...], old: dict, tensors) -> dict[str, jax.Array]:
+def _frozen_kernel(
+    path: Path, templates: tuple[Template, ...], old: dict, tensors
+) -> dict[str, jax.Array]:
     """Return the arrays of a frozen product by name: codes of the file as
     `[*stacked, *out, *in]`, and scales.
     """
@@ -120,27 +147,49 @@ def _frozen_kernel(path: Path, templates: tuple[Template, ...], old: dict, tenso
         old[_frozen.KERNEL_SCALE_INV],
         old[_frozen.INPUT_SCALE] is not None,
     )
-    stacked, new = len(templates[0]) - 1, {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
+    stacked, new = (
+        len(templates[0]) - 1,
+        {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None},
+    )
     _check_stacked(path, templates, codes.shape)
     for index in np.ndindex(codes.shape[:stacked]):
         name = filled(templates[0], index)
-        parts = [_tensor(path, filled(template, index), tensors) for template in templates]
+        parts = [
+            _tensor(path, filled(template, index), tensors) for template in templates
+        ]
         for part in parts:
             if part.data.dtype != codes.dtype:
-                raise _error(path, name, f"codes in {codes.dtype.name}", part.dtype, "load a model that is not frozen")
+                raise _error(
+                    path,
+                    name,
+                    f"codes in {codes.dtype.name}",
+                    part.dtype,
+                    "load a model that is not frozen",
+                )
         data = np.concatenate([part.data for part in parts])
         _check_shape(path, name, data, "[out, in]", _fits(data, codes.shape[stacked:]))
         new[_frozen.KERNEL][index] = data.reshape(codes.shape[stacked:])
-        new[_frozen.KERNEL_SCALE_INV][index] = _scales(path, name, parts, scale_inv, scale_inv.shape[stacked:])
+        new[_frozen.KERNEL_SCALE_INV][index] = _scales(
+            path, name, parts, scale_inv, scale_inv.shape[stacked:]
+        )
         if has_input:
-            inputs = {None if part.input_scale_inv is None else float(part.input_scale_inv[0]) for part in parts}
+            inputs = {
+                None if part.input_scale_inv is None else float(part.input_scale_inv[0])
+                for part in parts
+            }
             if len(inputs) > 1 or None in inputs:
                 needed = "one fixed scale of the input, as the model has"
                 raise _error(
-                    path, name, needed, f"{sorted(map(str, inputs))}", "freeze a model with Float8CurrentScaling"
+                    path,
+                    name,
+                    needed,
+                    f"{sorted(map(str, inputs))}",
+                    "freeze a model with Float8CurrentScaling",
                 )
             new[_frozen.INPUT_SCALE_INV][index] = np.float32(inputs.pop())
-            new[_frozen.INPUT_SCALE][index] = np.float32(1) / new[_frozen.INPUT_SCALE_INV][index]
+            new[_frozen.INPUT_SCALE][index] = (
+                np.float32(1) / new[_frozen.INPUT_SCALE_INV][index]
+            )
     return {name: _placed(array, old[name]) for name, array in new.items()}
 
 
@@ -149,15 +198,27 @@ def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarr
     that the model has.
     """
     scales = np.concatenate([part.scale_inv for part in parts])
-    if scales.shape != shape and all(part.block is None for part in parts) and len(np.unique(scales)) == 1:
+    if (
+        scales.shape != shape
+        and all(part.block is None for part in parts)
+        and len(np.unique(scales)) == 1
+    ):
         scales = scales[:1]  # parts that have one scale for all
     with np.errstate(over="ignore"):
         rounded = scales.astype(scale_inv.dtype)
     if scales.shape != shape or not np.array_equal(rounded.astype(np.float32), scales):
         blocks = sorted({str(part.block or "the tensor") for part in parts})
         needed = f"scales {scale_inv.dtype}{list(shape)}, as the model's recipe has"
-        advice = "freeze a model with the recipe of the file, or load one that is not frozen"
-        raise _error(path, name, needed, f"{list(scales.shape)}, a scale for each of {', '.join(blocks)}", advice)
+        advice = (
+            "freeze a model with the recipe of the file, or load one that is not frozen"
+        )
+        raise _error(
+            path,
+            name,
+            needed,
+            f"{list(scales.shape)}, a scale for each of {', '.join(blocks)}",
+            advice,
+        )
     return rounded
 
 
@@ -165,12 +226,30 @@ def _tensor(path: Path, name: str, tensors: dict[str, StoredTensor]) -> StoredTe
     """Return a tensor of the file, with its scales where it is codes."""
     tensor = tensors.get(name)
     if tensor is None:
-        raise _error(path, name, "this tensor in the file", "none", f"the file has {some(sorted(tensors), 4)}")
+        raise _error(
+            path,
+            name,
+            "this tensor in the file",
+            "none",
+            f"the file has {some(sorted(tensors), 4)}",
+        )
     if tensor.dtype not in _FLOATS:
-        raise _error(path, name, f"a dtype of {_FLOATS}", tensor.dtype, "no other weights are read")
+        raise _error(
+            path,
+            name,
+            f"a dtype of {_FLOATS}",
+            tensor.dtype,
+            "no other weights are read",
+        )
     if tensor.dtype.startswith("F8") and tensor.scale_inv is None:
         needed = f"scales {name}_scale or {name}_scale_inv"
-        raise _error(path, name, needed, "none", "give all files of the model; scales may be in another one")
+        raise _error(
+            path,
+            name,
+            needed,
+            "none",
+            "give all files of the model; scales may be in another one",
+        )
     return tensor
 
 
@@ -179,30 +258,46 @@ def _fits(array, shape) -> bool:
     dimensions merged.
     """
     splits = range(len(shape) + 1)
-    return array.ndim == 2 and any(array.shape == (math.prod(shape[:i]), math.prod(shape[i:])) for i in splits)
+    return array.ndim == 2 and any(
+        array.shape == (math.prod(shape[:i]), math.prod(shape[i:])) for i in splits
+    )
 
 
 def _check_shape(path, name, array, needed, is_right: bool) -> None:
     if not is_right:
         needed = needed if isinstance(needed, str) else list(needed)
-        raise _error(path, name, f"shape {needed} for the model's", f"{list(array.shape)}", "check the model's sizes")
+        raise _error(
+            path,
+            name,
+            f"shape {needed} for the model's",
+            f"{list(array.shape)}",
+            "check the model's sizes",
+        )
 
 
 def _check_stacked(path, templates, shape) -> None:
     stacked = len(templates[0]) - 1
     if stacked > len(shape):
         needed = f"at least {stacked} dimensions, one for each {{}} of the name"
-        raise _error(path, "{}".join(templates[0]), needed, f"{list(shape)}", "write fewer {}")
+        raise _error(
+            path, "{}".join(templates[0]), needed, f"{list(shape)}", "write fewer {}"
+        )
 
 
 def _error(path: Path, name: str, needed: str, got: str, advice: str) -> ValueError:
-    return ValueError(f"from_safetensors: {name}, for {at(path)}: expected {needed}, got {got}; {advice}")
+    return ValueError(
+        f"from_safetensors: {name}, for {at(path)}: expected {needed}, got {got}; {advice}"
+    )
 
 
 def _placed(array: np.ndarray, leaf) -> jax.Array:
     """Return `array` where `leaf` lies, if it was put somewhere."""
     is_placed = getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct))
-    return jax.device_put(array, leaf.sharding if is_placed else None) if is_placed else jnp.asarray(array)
+    return (
+        jax.device_put(array, leaf.sharding if is_placed else None)
+        if is_placed
+        else jnp.asarray(array)
+    )
 
 
 def _with_fresh_state(variables, filled: set[Path]):
@@ -217,8 +312,14 @@ def _with_fresh_state(variables, filled: set[Path]):
         ValueError: another leaf is a shape.
     """
     is_module = isinstance(variables, nnx.Module)
-    flat = _state_tree.flatten(nnx.state(variables) if is_module else dict(core.unfreeze(variables)))
-    shapes = {i for i, leaf in enumerate(flat.leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+    flat = _state_tree.flatten(
+        nnx.state(variables) if is_module else dict(core.unfreeze(variables))
+    )
+    shapes = {
+        i
+        for i, leaf in enumerate(flat.leaves)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    }
     fresh = {}
     for quantizer in flat.quantizers:
         for i, value in zip(quantizer.positions(), (0, 1), strict=True):
@@ -228,7 +329,8 @@ def _with_fresh_state(variables, filled: set[Path]):
     left = [
         flat.name(i)
         for i in sorted(shapes - set(fresh))
-        if (path := flat.paths[i]) not in filled and (path[0] != PARAMS or path[1:] not in filled)
+        if (path := flat.paths[i]) not in filled
+        and (path[0] != PARAMS or path[1:] not in filled)
     ]
     if left:
         raise ValueError(
@@ -248,7 +350,9 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
     them.
     """
     if isinstance(variables, nnx.Module):
-        for path, variable in nnx.to_flat_state(nnx.state(variables, (nnx.Param, nnx.BatchStat))):
+        for path, variable in nnx.to_flat_state(
+            nnx.state(variables, (nnx.Param, nnx.BatchStat))
+        ):
             if (key := tuple(map(str, path))) in leaves:
                 variable.set_value(leaves.pop(key))
         return variables
@@ -256,5 +360,9 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
     for path, old in flat.items():
         key = path[1:] if path[0] == PARAMS else path
         if key in leaves:
-            flat[path] = old.replace_boxed(leaves[key]) if isinstance(old, meta.AxisMetadata) else leaves[key]
+            flat[path] = (
+                old.replace_boxed(leaves[key])
+                if isinstance(old, meta.AxisMetadata)
+                else leaves[key]
+            )
     return traverse_util.unflatten_dict(flat)

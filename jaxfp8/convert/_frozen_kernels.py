@@ -25,7 +25,12 @@ from ..recipes import OVERWRITE_WITH_GRADIENT
 from ._tree import Path, at
 
 PLACEHOLDERS = (linen_freeze.FrozenKernel, nnx_freeze.FrozenKernel)
-_ARRAYS = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE_INV, _frozen.INPUT_SCALE)
+_ARRAYS = (
+    _frozen.KERNEL,
+    _frozen.KERNEL_SCALE_INV,
+    _frozen.INPUT_SCALE_INV,
+    _frozen.INPUT_SCALE,
+)
 _NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
 
 
@@ -58,7 +63,9 @@ LAYOUTS = {
 }
 
 
-def quantization_config(layout: str, ignored: list[str], is_static: bool) -> dict[str, Any]:
+def quantization_config(
+    layout: str, ignored: list[str], is_static: bool
+) -> dict[str, Any]:
     """Return the `quantization_config` of a model's `config.json`.
 
     Args:
@@ -72,14 +79,27 @@ def quantization_config(layout: str, ignored: list[str], is_static: bool) -> dic
         compressed-tensors 0.20.
     """
     if layout == "block128":
-        config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        config = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
         # Transformers reads `modules_to_not_convert`, older versions of vLLM read
         # `ignored_layers`.
         return config | {"modules_to_not_convert": ignored, "ignored_layers": ignored}
     scales = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
     if layout == "mxfp8":
-        scales |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    group = {"weights": scales | {"dynamic": False}, "input_activations": scales | {"dynamic": not is_static}}
+        scales |= {
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+            "zp_dtype": "torch.uint8",
+        }
+    group = {
+        "weights": scales | {"dynamic": False},
+        "input_activations": scales | {"dynamic": not is_static},
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": "mxfp8-quantized" if layout == "mxfp8" else "float-quantized",
@@ -104,18 +124,39 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
     if isinstance(frozen, nnx.Module):
         state = nnx.to_flat_state(nnx.state(frozen, (nnx.Param, nnx.BatchStat)))
         leaves = {path: variable.get_value() for path, variable in state}
-        kernels = ((path, getattr(module, _frozen.KERNEL, None)) for path, module in nnx.iter_modules(frozen))
-        leaves |= {(*path, _frozen.KERNEL): kernel for path, kernel in kernels if isinstance(kernel, PLACEHOLDERS)}
+        kernels = (
+            (path, getattr(module, _frozen.KERNEL, None))
+            for path, module in nnx.iter_modules(frozen)
+        )
+        leaves |= {
+            (*path, _frozen.KERNEL): kernel
+            for path, kernel in kernels
+            if isinstance(kernel, PLACEHOLDERS)
+        }
         return {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
     if not isinstance(frozen, Mapping):
-        raise TypeError(f"{where}: expected variables, or an NNX model, got {type(frozen).__name__}")
+        raise TypeError(
+            f"{where}: expected variables, or an NNX model, got {type(frozen).__name__}"
+        )
     collections = dict(core.unfreeze(frozen))
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
     if linen_freeze.PARAMS not in collections:
-        raise ValueError(f"{where}: expected variables, got a dict without 'params': {sorted(frozen)}")
-    leaves = traverse_util.flatten_dict(collections.pop(linen_freeze.PARAMS)) | traverse_util.flatten_dict(collections)
-    boxes = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, meta.AxisMetadata)}
-    return leaves | {path: box.unbox() for path, box in boxes.items() if not isinstance(box, PLACEHOLDERS)}
+        raise ValueError(
+            f"{where}: expected variables, got a dict without 'params': {sorted(frozen)}"
+        )
+    leaves = traverse_util.flatten_dict(
+        collections.pop(linen_freeze.PARAMS)
+    ) | traverse_util.flatten_dict(collections)
+    boxes = {
+        path: leaf
+        for path, leaf in leaves.items()
+        if isinstance(leaf, meta.AxisMetadata)
+    }
+    return leaves | {
+        path: box.unbox()
+        for path, box in boxes.items()
+        if not isinstance(box, PLACEHOLDERS)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,17 +199,36 @@ class FP8Kernel:
         is_divided = block is not None and n > block[0]
         if n % parts or (is_divided and parts > 1 and (n // parts) % block[0]):
             raise self._error(
-                f"rows that divide into {parts} parts, of whole blocks {block}", f"{n} rows", "write it under one name"
+                f"rows that divide into {parts} parts, of whole blocks {block}",
+                f"{n} rows",
+                "write it under one name",
             )
         self._check_numbers()
         lead = scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))
         for index in np.ndindex(codes.shape[:stacked]):
             matrices = np.split(codes[index].reshape(n, k), parts)
-            kernel_scales, inputs = scale[index[:lead]], None if input_scale is None else input_scale[index[:lead]]
-            scales = np.split(kernel_scales, parts) if is_divided else [kernel_scales] * parts
-            for part, (matrix, row_scales) in enumerate(zip(matrices, scales, strict=True)):
+            kernel_scales, inputs = (
+                scale[index[:lead]],
+                None if input_scale is None else input_scale[index[:lead]],
+            )
+            scales = (
+                np.split(kernel_scales, parts)
+                if is_divided
+                else [kernel_scales] * parts
+            )
+            for part, (matrix, row_scales) in enumerate(
+                zip(matrices, scales, strict=True)
+            ):
                 # E8M0 is stored as its codes.
-                yield index, part, matrix, row_scales.view(np.uint8) if row_scales.itemsize == 1 else row_scales, inputs
+                yield (
+                    index,
+                    part,
+                    matrix,
+                    row_scales.view(np.uint8)
+                    if row_scales.itemsize == 1
+                    else row_scales,
+                    inputs,
+                )
 
     def _matrix_shape(self, stacked) -> tuple[int, int]:
         """Return `(rows, columns)` of each kernel: the sizes of outputs and inputs."""
@@ -200,34 +260,63 @@ class FP8Kernel:
         def fits(layout):
             shape = layout.scale_shape(n, k)
             leading = scale.ndim - len(shape)
-            is_stacked = leading == stacked or (layout.block is None and 0 <= leading < stacked)
-            return is_stacked and scale.dtype == layout.dtype and scale.shape == codes.shape[:leading] + shape
+            is_stacked = leading == stacked or (
+                layout.block is None and 0 <= leading < stacked
+            )
+            return (
+                is_stacked
+                and scale.dtype == layout.dtype
+                and scale.shape == codes.shape[:leading] + shape
+            )
 
         fitting = [name for name in LAYOUTS if fits(LAYOUTS[name])]
         if layout not in fitting:
-            recipes = " or ".join(LAYOUTS[name].recipes for name in fitting) or "Float8RowwiseScaling or a custom one"
+            recipes = (
+                " or ".join(LAYOUTS[name].recipes for name in fitting)
+                or "Float8RowwiseScaling or a custom one"
+            )
             raise self._error(
                 f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
                 f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}, those of the recipe {recipes}",
-                f"write layout {' or '.join(map(repr, fitting))}" if fitting else "no layout has such scales",
+                f"write layout {' or '.join(map(repr, fitting))}"
+                if fitting
+                else "no layout has such scales",
             )
         if codes.dtype != E4M3.dtype:
             raise self._error(
-                "codes in float8_e4m3fn", f"{codes.dtype}", "loaders take no other; train with E4M3 or HYBRID"
+                "codes in float8_e4m3fn",
+                f"{codes.dtype}",
+                "loaders take no other; train with E4M3 or HYBRID",
             )
         if layout == "mxfp8" and k % 32:
-            raise self._error("inputs that are a multiple of 32", f"{k}", "loaders take no part of a block")
+            raise self._error(
+                "inputs that are a multiple of 32",
+                f"{k}",
+                "loaders take no part of a block",
+            )
 
     def _check_numbers(self) -> None:
         """Raise a ValueError for NaN codes, and for scales that are not positive and
         finite.
         """
-        scales = [a.astype(np.float32) for a in (self.scale_inv, self.input_scale_inv) if a is not None]
-        if np.any(self.codes.view(np.uint8) & 127 == 127) or not all(np.all(np.isfinite(a) & (a > 0)) for a in scales):
-            raise self._error("finite codes and scales", "NaN", "repair the parameters, and freeze again")
+        scales = [
+            a.astype(np.float32)
+            for a in (self.scale_inv, self.input_scale_inv)
+            if a is not None
+        ]
+        if np.any(self.codes.view(np.uint8) & 127 == 127) or not all(
+            np.all(np.isfinite(a) & (a > 0)) for a in scales
+        ):
+            raise self._error(
+                "finite codes and scales",
+                "NaN",
+                "repair the parameters, and freeze again",
+            )
 
     def _error(self, needed: str, got: str, advice: str) -> ValueError:
-        return ValueError(f"to_safetensors: {at(self.path)}: expected {needed}, got {got}; {advice}")
+        return ValueError(
+            f"to_safetensors: {at(self.path)}: expected {needed}, got {got}; {advice}"
+        )
 
 
 def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
@@ -237,15 +326,21 @@ def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
         ValueError: the parameters hold no frozen product.
     """
     kernels = []
-    for product in [path[:-1] for path in leaves if path[-1] == _frozen.KERNEL_SCALE_INV]:
+    for product in [
+        path[:-1] for path in leaves if path[-1] == _frozen.KERNEL_SCALE_INV
+    ]:
         arrays = [leaves.pop((*product, name), None) for name in _ARRAYS]
-        codes, scale_inv, input_scale_inv, _ = (None if a is None else np.asarray(jax.device_get(a)) for a in arrays)
+        codes, scale_inv, input_scale_inv, _ = (
+            None if a is None else np.asarray(jax.device_get(a)) for a in arrays
+        )
         path = (*product[:-1], _frozen.KERNEL)
         placeholder = leaves.get(path)
         if not isinstance(placeholder, PLACEHOLDERS):
             path, placeholder = (*product, _frozen.KERNEL), None
         kernels.append(FP8Kernel(path, placeholder, codes, scale_inv, input_scale_inv))
-    for path in [path for path, leaf in leaves.items() if isinstance(leaf, PLACEHOLDERS)]:
+    for path in [
+        path for path, leaf in leaves.items() if isinstance(leaf, PLACEHOLDERS)
+    ]:
         del leaves[path]
     if not kernels:
         raise ValueError(f"{_NOT_FROZEN}, found no frozen product in it")

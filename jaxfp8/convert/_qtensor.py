@@ -41,9 +41,17 @@ def to_qarray(q: QTensor) -> Any:
     else:
         batch, first = scale_inv.ndim - 2, q.ndim - q.cols
         rows, cols = q.shape[batch:first], q.shape[first:]
-        shape = (*q.shape[:batch], *_spread(q, rows, block[0]), *_spread(q, cols, block[1]))
+        shape = (
+            *q.shape[:batch],
+            *_spread(q, rows, block[0]),
+            *_spread(q, cols, block[1]),
+        )
     # qwix says "mxfp8" for E4M3 in blocks of 32 whose scales are powers of two.
-    is_mx = scale_inv.dtype == _E8M0 and block == (1, 32) and q.data.dtype == jnp.float8_e4m3fn
+    is_mx = (
+        scale_inv.dtype == _E8M0
+        and block == (1, 32)
+        and q.data.dtype == jnp.float8_e4m3fn
+    )
     scale = scale_inv.astype(jnp.float32).reshape(shape)
     return QArray(q.data, scale, qtype="mxfp8" if is_mx else q.data.dtype)
 
@@ -111,7 +119,13 @@ def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
     """
     scale_inv, block = _scales_and_block("to_scaled_matmul", q)
     batch = scale_inv.ndim - 2
-    m, k = (math.prod(dims) for dims in (q.shape[max(batch, 0) : q.ndim - q.cols], q.shape[q.ndim - q.cols :]))
+    m, k = (
+        math.prod(dims)
+        for dims in (
+            q.shape[max(batch, 0) : q.ndim - q.cols],
+            q.shape[q.ndim - q.cols :],
+        )
+    )
     if block is None or block[0] != 1 or k % (block[1] or k):
         raise ValueError(
             f"to_scaled_matmul: q: expected blocks (1, c) that divide the {k} columns, got block={block}; "
@@ -151,14 +165,18 @@ def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
     None.
     """
     if not q.is_fp8:
-        raise ValueError(f"{where}: q: expected FP8 codes with scales, got {q.data.dtype} without; quantize it first")
+        raise ValueError(
+            f"{where}: q: expected FP8 codes with scales, got {q.data.dtype} without; quantize it first"
+        )
     if q.has_one_scale:
         return q.scale_inv, None
     if q.block is not None:
         return q.scale_inv, q.block
     first = q.ndim - q.cols
     sizes = math.prod(q.shape[q.scale_inv.ndim - 2 : first]), math.prod(q.shape[first:])
-    return q.scale_inv, tuple(size // count for size, count in zip(sizes, q.scale_inv.shape[-2:], strict=True))
+    return q.scale_inv, tuple(
+        size // count for size, count in zip(sizes, q.scale_inv.shape[-2:], strict=True)
+    )
 
 
 def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ...]:

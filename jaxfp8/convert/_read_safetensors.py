@@ -23,7 +23,11 @@ DTYPES = {
     "BOOL": np.dtype(bool),
 }
 DTYPES |= {f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)}
-DTYPES |= {f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "UI" for n in (1, 2, 4, 8)}
+DTYPES |= {
+    f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}")
+    for kind in "UI"
+    for n in (1, 2, 4, 8)
+}
 # Some writers have no E8M0, and store its codes as uint8.
 _E8M0 = ("F8_E8M0", "U8")
 _OF_SCALES = (*_E8M0, "BF16", "F16", "F32")
@@ -66,13 +70,19 @@ class StoredTensor:
         if self.scale_inv is not None:
             scales = self.scale_inv.astype(np.float64)
             if self.block is not None:
-                for axis, (size, step) in enumerate(zip(values.shape, self.block, strict=True)):
-                    scales = scales.take(np.arange(size) // (step or max(size, 1)), axis)
+                for axis, (size, step) in enumerate(
+                    zip(values.shape, self.block, strict=True)
+                ):
+                    scales = scales.take(
+                        np.arange(size) // (step or max(size, 1)), axis
+                    )
             values = values.astype(np.float64) * scales
         return values.astype(dtype)
 
 
-def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[str, StoredTensor]:
+def read_safetensors(
+    path: str | os.PathLike | Sequence[str | os.PathLike],
+) -> dict[str, StoredTensor]:
     """Read a safetensors file, or the files that a model is divided into; each FP8
     weight gets its scales.
 
@@ -112,12 +122,16 @@ def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> d
         where = f"read_safetensors: {file}"
         for name, tensor in _tensors_of_file(where, file).items():
             if name in tensors:
-                raise ValueError(f"{where}: {name}: expected one tensor of this name, got another in {where_of[name]}")
+                raise ValueError(
+                    f"{where}: {name}: expected one tensor of this name, got another in {where_of[name]}"
+                )
             tensors[name], where_of[name] = tensor, where
     scales = set()
     for name, tensor in list(tensors.items()):
         if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-            tensors[name], names = _with_scales(f"{where_of[name]}: {name}", name, tensor, tensors)
+            tensors[name], names = _with_scales(
+                f"{where_of[name]}: {name}", name, tensor, tensors
+            )
             scales.update(names)
     return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
@@ -140,7 +154,9 @@ def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTen
         if _is_header(pairs, entries, data.size - begin):
             _check_twice(where, [name for name, _ in pairs])
             return _views(where, data, begin, entries)
-    raise ValueError(f"{where}: expected a file that stays as it is, got one that is being replaced; read it later")
+    raise ValueError(
+        f"{where}: expected a file that stays as it is, got one that is being replaced; read it later"
+    )
 
 
 def _checked_entries(where: str, path: str | os.PathLike) -> list[Entry]:
@@ -153,7 +169,9 @@ def _checked_entries(where: str, path: str | os.PathLike) -> list[Entry]:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
             return [(name, part.get_dtype(), part.get_shape()) for name, part in slices]
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{where}: expected a safetensors file that is whole; {error}") from error
+        raise ValueError(
+            f"{where}: expected a safetensors file that is whole; {error}"
+        ) from error
 
 
 def _header_pairs(header: bytes) -> list:
@@ -172,12 +190,16 @@ def _is_header(pairs: list, entries: list[Entry], size: int) -> bool:
     """
     try:
         tensors = {name: dict(entry) for name, entry in pairs if name != "__metadata__"}
-        of_header = [(*entry["data_offsets"], name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()]
+        of_header = [
+            (*entry["data_offsets"], name, entry["dtype"], entry["shape"])
+            for name, entry in tensors.items()
+        ]
         # Tensors without elements lie between any others: they may come in another
         # order.
         in_order = [entry for entry in sorted(of_header) if entry[0] < entry[1]]
         return (
-            [list(entry[2:]) for entry in in_order] == [list(entry) for entry in entries if 0 not in entry[2]]
+            [list(entry[2:]) for entry in in_order]
+            == [list(entry) for entry in entries if 0 not in entry[2]]
             and sorted(entry[2:] for entry in of_header) == sorted(map(tuple, entries))
             and size == max((entry[1] for entry in of_header), default=0)
         )
@@ -185,20 +207,28 @@ def _is_header(pairs: list, entries: list[Entry], size: int) -> bool:
         return False  # the header of no safetensors file
 
 
-def _views(where: str, data: np.ndarray, begin: int, entries: list[Entry]) -> dict[str, StoredTensor]:
+def _views(
+    where: str, data: np.ndarray, begin: int, entries: list[Entry]
+) -> dict[str, StoredTensor]:
     """Return the tensors of a mapped file whose data begins at `begin`."""
     tensors = {}
     for name, dtype, shape in entries:
         if dtype not in DTYPES:
-            raise ValueError(f"{where}: {name}: expected a dtype of {sorted(DTYPES)}, got {dtype}")
+            raise ValueError(
+                f"{where}: {name}: expected a dtype of {sorted(DTYPES)}, got {dtype}"
+            )
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
         try:
             if begin == end:
                 # as `decode` makes it: numpy limits also the shapes of nothing
                 np.empty(shape, np.float64)
-            tensors[name] = StoredTensor(data[begin:end].view(DTYPES[dtype]).reshape(shape), dtype)
+            tensors[name] = StoredTensor(
+                data[begin:end].view(DTYPES[dtype]).reshape(shape), dtype
+            )
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"{where}: {name}: expected a shape that numpy has, got {shape}: {error}") from error
+            raise ValueError(
+                f"{where}: {name}: expected a shape that numpy has, got {shape}: {error}"
+            ) from error
         begin = end
     return tensors
 
@@ -206,7 +236,9 @@ def _views(where: str, data: np.ndarray, begin: int, entries: list[Entry]) -> di
 def _check_twice(where: str, names: list[str]) -> None:
     """Raise a ValueError for a name that is there twice; safetensors takes the last."""
     if len(set(names)) < len(names):
-        raise ValueError(f"{where}: {next(name for name in names if names.count(name) > 1)} is there twice")
+        raise ValueError(
+            f"{where}: {next(name for name in names if names.count(name) > 1)} is there twice"
+        )
 
 
 def package(function: str):
@@ -231,7 +263,9 @@ def _with_scales(where, name, weight, tensors):
     if fixed is not None:
         input_scale_inv = _scales(f"{where}: {names[1]}", fixed).reshape(-1)
         if input_scale_inv.shape != (1,):
-            raise ValueError(f"{where}: expected one scale of the input, got {list(fixed.data.shape)} of {names[1]}")
+            raise ValueError(
+                f"{where}: expected one scale of the input, got {list(fixed.data.shape)} of {names[1]}"
+            )
     if scale is not None:
         scale_inv = _scales(f"{where}: {names[0]}", scale)
         if names[0] == squares:
@@ -240,23 +274,36 @@ def _with_scales(where, name, weight, tensors):
             blocks = [(1, 32)]
         else:
             blocks = [(128, 128), (1, None)] if scale.data.size > 1 else []
-        shapes = [_count(block, weight.data.shape) for block in blocks if weight.data.ndim == 2]
+        shapes = [
+            _count(block, weight.data.shape)
+            for block in blocks
+            if weight.data.ndim == 2
+        ]
         if scale_inv.shape in shapes:
             block = blocks[shapes.index(scale_inv.shape)]
         else:
             scale_inv = scale_inv.reshape(-1)
             if scale_inv.shape != (1,):
-                needed = f"scales {' or '.join(map(str, shapes))}, or one," if shapes else "one scale"
+                needed = (
+                    f"scales {' or '.join(map(str, shapes))}, or one,"
+                    if shapes
+                    else "one scale"
+                )
                 raise ValueError(
                     f"{where}: expected {needed} for codes {weight.data.shape}, got {scale.data.shape} of {names[0]}"
                 )
-    scaled = dataclasses.replace(weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv)
+    scaled = dataclasses.replace(
+        weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv
+    )
     return scaled, filter(None, names)
 
 
 def _count(block, shape) -> tuple[int, ...]:
     """Return the numbers of blocks along the rows and the columns of a matrix."""
-    return tuple(-(-size // (step or max(size, 1))) for size, step in zip(shape, block, strict=True))
+    return tuple(
+        -(-size // (step or max(size, 1)))
+        for size, step in zip(shape, block, strict=True)
+    )
 
 
 def _only(where, tensors, names) -> str | None:
@@ -270,8 +317,12 @@ def _only(where, tensors, names) -> str | None:
 def _scales(where, scale: StoredTensor) -> np.ndarray:
     """Return stored scales in float32, exactly."""
     if scale.dtype not in _OF_SCALES:
-        raise ValueError(f"{where}: expected scales in {sorted(_OF_SCALES)}, got {scale.dtype}")
-    return (scale.data.view(DTYPES["F8_E8M0"]) if scale.dtype == "U8" else scale.data).astype(np.float32)
+        raise ValueError(
+            f"{where}: expected scales in {sorted(_OF_SCALES)}, got {scale.dtype}"
+        )
+    return (
+        scale.data.view(DTYPES["F8_E8M0"]) if scale.dtype == "U8" else scale.data
+    ).astype(np.float32)
 
 
 class Names:
@@ -284,7 +335,9 @@ class Names:
         unused: the expressions that have decided about no parameter so far.
     """
 
-    def __init__(self, where: str, names: Mapping[str, Name] | Callable[[str], Name] | None):
+    def __init__(
+        self, where: str, names: Mapping[str, Name] | Callable[[str], Name] | None
+    ):
         self.where, self.names = where, names
         self.unused = {} if names is None or callable(names) else dict.fromkeys(names)
 
@@ -293,7 +346,13 @@ class Names:
         `names` leaves it out.
         """
         if self.names is None:
-            return ((".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),),)
+            return (
+                (
+                    ".".join(
+                        (*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])
+                    ),
+                ),
+            )
         if callable(self.names):
             return self._templates(path, self.names(at(path)), str)
         for pattern, name in self.names.items():
@@ -302,13 +361,19 @@ class Names:
                 # Groups are names of the model: braces in them are no places of an
                 # index.
                 return self._templates(path, name, match.expand)
-        raise ValueError(f"{self.where}: names: {at(path)} matches no expression; map it to None to leave it out")
+        raise ValueError(
+            f"{self.where}: names: {at(path)} matches no expression; map it to None to leave it out"
+        )
 
     def _templates(self, path, name, expand) -> tuple[Template, ...]:
-        parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
+        parts = (
+            () if name is None else (name,) if isinstance(name, str) else tuple(name)
+        )
         templates = tuple(tuple(map(expand, part.split("{}"))) for part in parts)
         if len(set(map(len, templates))) > 1:
-            raise ValueError(f"{self.where}: names: {at(path)}: expected as many {{}} in each of {parts}")
+            raise ValueError(
+                f"{self.where}: names: {at(path)}: expected as many {{}} in each of {parts}"
+            )
         return templates
 
     def check_used(self) -> None:
@@ -321,4 +386,6 @@ class Names:
 
 def filled(template: Template, index: tuple[int, ...]) -> str:
     """Return the name of one of stacked parameters."""
-    return template[0] + "".join(f"{i}{text}" for i, text in zip(index, template[1:], strict=True))
+    return template[0] + "".join(
+        f"{i}{text}" for i, text in zip(index, template[1:], strict=True)
+    )

@@ -66,11 +66,18 @@ def to_safetensors(
         ImportError: the package safetensors is not installed.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"to_safetensors: layout: expected one of {sorted(LAYOUTS)}, got {layout!r}")
+        raise ValueError(
+            f"to_safetensors: layout: expected one of {sorted(LAYOUTS)}, got {layout!r}"
+        )
     safetensors = package("to_safetensors")
     leaves = parameters("to_safetensors: frozen", frozen)
     kernels = take_fp8_kernels(leaves)
-    find, tensors, ignored, fixed = Names("to_safetensors", names), {}, [], {True: [], False: []}
+    find, tensors, ignored, fixed = (
+        Names("to_safetensors", names),
+        {},
+        [],
+        {True: [], False: []},
+    )
 
     def add(name, array):
         if name in tensors or name == _METADATA:
@@ -89,7 +96,9 @@ def to_safetensors(
         templates = find(kernel.path)
         if templates:
             fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
-            matrices = kernel.matrices(layout, stacked=len(templates[0]) - 1, parts=len(templates))
+            matrices = kernel.matrices(
+                layout, stacked=len(templates[0]) - 1, parts=len(templates)
+            )
             for index, part, codes, scales, input_scale_inv in matrices:
                 name = filled(templates[part], index)
                 if name.rpartition(".")[2] != "weight":
@@ -117,7 +126,9 @@ def to_safetensors(
     return quantization_config(layout, ignored, bool(fixed[True]))
 
 
-def _arrays(path: Path, leaf: Any, templates: tuple[Template, ...]) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(
+    path: Path, leaf: Any, templates: tuple[Template, ...]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and arrays of a parameter in high precision."""
     if not templates:
         return
@@ -131,9 +142,17 @@ def _arrays(path: Path, leaf: Any, templates: tuple[Template, ...]) -> Iterator[
         )
     for index in np.ndindex(array.shape[:stacked]):
         one = array[index]
-        one = one.T if path[-1] == "kernel" else one.reshape(-1) if path[-1] == "bias" else one
+        one = (
+            one.T
+            if path[-1] == "kernel"
+            else one.reshape(-1)
+            if path[-1] == "bias"
+            else one
+        )
         if templates[1:] and len(one) % len(templates):
-            raise ValueError(f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, got {len(one)} rows")
+            raise ValueError(
+                f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, got {len(one)} rows"
+            )
         divided = np.split(one, len(templates)) if templates[1:] else [one]
         for template, part in zip(templates, divided, strict=True):
             yield filled(template, index), part

@@ -13,7 +13,11 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from ..mixed_precision import DynamicLossScale
-from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT, DotGeneralState, QuantizerState
+from ..recipes import (
+    OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT,
+    DotGeneralState,
+    QuantizerState,
+)
 
 OPERANDS = ("input", "kernel", "output_grad")
 LEAVES = ("amax_history", "scale")
@@ -46,7 +50,9 @@ def convert_state(where: str, variables: Mapping, convert: Callable) -> dict:
     is_bare = OVERWRITE_WITH_GRADIENT not in variables
     # 1. Convert, and refuse a tree in which there was nothing to convert.
     converted: Modules = {}
-    for path, leaves in convert(modules_of(where, variables if is_bare else variables[OVERWRITE_WITH_GRADIENT])):
+    for path, leaves in convert(
+        modules_of(where, variables if is_bare else variables[OVERWRITE_WITH_GRADIENT])
+    ):
         insert(where, converted, path, leaves)
     if not converted:
         raise ValueError(
@@ -54,7 +60,11 @@ def convert_state(where: str, variables: Mapping, convert: Callable) -> dict:
             f"collection itself, got {sorted(variables)}"
         )
     # 2. Put the result where the state was; a bare collection comes back bare.
-    return nested(converted) if is_bare else {**variables, OVERWRITE_WITH_GRADIENT: nested(converted)}
+    return (
+        nested(converted)
+        if is_bare
+        else {**variables, OVERWRITE_WITH_GRADIENT: nested(converted)}
+    )
 
 
 def modules_of(where: str, collection: Mapping) -> Modules:
@@ -66,14 +76,20 @@ def modules_of(where: str, collection: Mapping) -> Modules:
     modules: Modules = {}
     for (*path, name), leaf in traverse_util.flatten_dict(collection).items():
         if not hasattr(leaf, "dtype"):
-            raise TypeError(f"{where}: {at(tuple(path), name)}: expected an array, got {type(leaf).__name__}")
+            raise TypeError(
+                f"{where}: {at(tuple(path), name)}: expected an array, got {type(leaf).__name__}"
+            )
         modules.setdefault(tuple(path), {})[name] = leaf
     return modules
 
 
 def nested(modules: Modules) -> dict:
     """Nest modules to a tree, the inverse of `modules_of`."""
-    leaves = {(*path, name): leaf for path, module in modules.items() for name, leaf in module.items()}
+    leaves = {
+        (*path, name): leaf
+        for path, module in modules.items()
+        for name, leaf in module.items()
+    }
     return traverse_util.unflatten_dict(leaves)
 
 
@@ -92,7 +108,9 @@ def insert(where: str, modules: Modules, path: Path, module: dict) -> None:
     leaves = modules.setdefault(path, {})
     for name in module:
         if name in leaves:
-            raise ValueError(f"{where}: {at(path, name)}: two quantizers would get this name; rename one module first")
+            raise ValueError(
+                f"{where}: {at(path, name)}: two quantizers would get this name; rename one module first"
+            )
     leaves.update(module)
 
 
@@ -105,7 +123,9 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
     """
     history, scale = (_leaf(where, path, module, f"{prefix}_{leaf}") for leaf in LEAVES)
     if history.ndim < 1 or history.shape[-1] < 1:
-        raise ValueError(f"{where}: {at(path, prefix)}_amax_history: expected (..., H), H >= 1, got {history.shape}")
+        raise ValueError(
+            f"{where}: {at(path, prefix)}_amax_history: expected (..., H), H >= 1, got {history.shape}"
+        )
     # History and scale may be stacked, in the same way.
     expected = (*history.shape[:-1], 1)
     if tuple(scale.shape) != expected:
@@ -132,7 +152,9 @@ def _leaf(where, path, module, name):
     if leaf.dtype == np.float32:
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise TypeError(f"{where}: {at(path, name)}: expected a floating dtype, got {leaf.dtype}")
+        raise TypeError(
+            f"{where}: {at(path, name)}: expected a floating dtype, got {leaf.dtype}"
+        )
     return leaf.astype(np.float32)
 
 
@@ -147,11 +169,18 @@ _COUNTERS = "counters"  # of releases until 0.2
 
 
 def _names(state) -> list[str]:
-    return [field.name for field in dataclasses.fields(state) if not field.metadata.get("static")]
+    return [
+        field.name
+        for field in dataclasses.fields(state)
+        if not field.metadata.get("static")
+    ]
 
 
 def _to_state_dict(state) -> dict:
-    return {name: serialization.to_state_dict(getattr(state, name)) for name in _names(state)}
+    return {
+        name: serialization.to_state_dict(getattr(state, name))
+        for name in _names(state)
+    }
 
 
 def _from_state_dict(target, saved: dict):
@@ -161,9 +190,16 @@ def _from_state_dict(target, saved: dict):
             f"flax.serialization: {type(target).__name__}: expected the fields {names}, got {sorted(saved)}; this "
             "checkpoint holds something else"
         )
-    values = {name: serialization.from_state_dict(getattr(target, name), saved[name], name=name) for name in names}
+    values = {
+        name: serialization.from_state_dict(
+            getattr(target, name), saved[name], name=name
+        )
+        for name in names
+    }
     return dataclasses.replace(target, **values)
 
 
 for _cls in (DotGeneralState, QuantizerState, DynamicLossScale):
-    serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict, override=True)
+    serialization.register_serialization_state(
+        _cls, _to_state_dict, _from_state_dict, override=True
+    )

@@ -3,7 +3,14 @@ wgrad; fused inputs.
 """
 
 from ._autodiff import Static, shared, vmapped_state, warn_of_state
-from ._compute_dtype import check_gate, check_norm, linear, norm_of_layer, promoted, sizes
+from ._compute_dtype import (
+    check_gate,
+    check_norm,
+    linear,
+    norm_of_layer,
+    promoted,
+    sizes,
+)
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized

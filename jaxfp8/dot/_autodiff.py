@@ -69,8 +69,14 @@ def repeat(batch, x):
     cuts it.
     """
     (size, axis), sharding = batch, jax.typeof(x).sharding
-    out = None if sharding.mesh.empty else NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
-    return lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out)
+    out = (
+        None
+        if sharding.mesh.empty
+        else NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
+    )
+    return lax.broadcast_in_dim(
+        x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out
+    )
 
 
 # `repeat_state` is `repeat` for state: the next states of the examples combine by max.
@@ -93,13 +99,19 @@ def vmapped_state(state, *operands):
     a batch dimension too.
     """
     leaves, tree = jax.tree.flatten(state)
-    return tree.unflatten(_vmapped_state_p.bind(*leaves, *operands, count=len(leaves)) if leaves else leaves)
+    return tree.unflatten(
+        _vmapped_state_p.bind(*leaves, *operands, count=len(leaves))
+        if leaves
+        else leaves
+    )
 
 
 def _batch(args, dims, *, count):
     # A mesh axis may cut the batch; repeated leaves have to be cut by the same axis.
     size, axis = next(
-        (x.shape[d], jax.typeof(x).sharding.spec[d]) for x, d in zip(args, dims, strict=True) if d is not None
+        (x.shape[d], jax.typeof(x).sharding.spec[d])
+        for x, d in zip(args, dims, strict=True)
+        if d is not None
     )
     leaves = [
         repeat_state((size, axis), leaf) if d is None else jnp.moveaxis(leaf, d, 0)
@@ -125,7 +137,9 @@ batching.primitive_batchers[_vmapped_state_p] = _batch
 mlir.register_lowering(_vmapped_state_p, lambda ctx, *operands, count: operands[:count])
 
 
-def warn_of_state(quantizers, is_updated, layer: str | None = None, where: Any = None) -> None:
+def warn_of_state(
+    quantizers, is_updated, layer: str | None = None, where: Any = None
+) -> None:
     """Warn where a gradient leaves out the state of a product, or a layer lacks the
     state that its recipe keeps.
 
@@ -139,7 +153,11 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None, where: Any =
     message = None
     if is_updated and not any(is_updated):
         message = _NOT_UPDATED
-    elif layer is not None and not is_updated and any(jax.tree.leaves(quantizer.init()) for quantizer in quantizers):
+    elif (
+        layer is not None
+        and not is_updated
+        and any(jax.tree.leaves(quantizer.init()) for quantizer in quantizers)
+    ):
         message = _NO_STATE
     if message:
         _warnings.warn_once(where, layer, message, FP8StateWarning)
@@ -158,7 +176,9 @@ def differentiated_once(codes, source):
 def _(primals, tangents):
     leaves, tree = jax.tree.flatten(primals[0])
     undefined = undefined_tangents(leaves, jax.tree.leaves(tangents))
-    return differentiated_once(*primals), tree.unflatten(map(ad.instantiate_zeros, undefined))
+    return differentiated_once(*primals), tree.unflatten(
+        map(ad.instantiate_zeros, undefined)
+    )
 
 
 def state_is_left_out(state) -> bool:
@@ -166,10 +186,14 @@ def state_is_left_out(state) -> bool:
     an array, and not fixed.
     """
     # No step updates a fixed scale, in inference.
-    return not isinstance(state.input, StateUse) and not is_differentiated(jax.tree.leaves(state))
+    return not isinstance(state.input, StateUse) and not is_differentiated(
+        jax.tree.leaves(state)
+    )
 
 
-def checked_codes(product: Product, operands, codes, differentiated) -> list[QTensor | None]:
+def checked_codes(
+    product: Product, operands, codes, differentiated
+) -> list[QTensor | None]:
     """Check that a gradient has the sources of its codes; return the codes of operands.
 
     A second derivative of the returned codes, with respect to their source, raises.
@@ -185,11 +209,16 @@ def checked_codes(product: Product, operands, codes, differentiated) -> list[QTe
     Raises:
         TypeError: the gradient is taken with respect to a QTensor without a source.
     """
-    for name, operand, has_gradient in zip(product.names, operands, differentiated, strict=False):
+    for name, operand, has_gradient in zip(
+        product.names, operands, differentiated, strict=False
+    ):
         if operand.dtype in FP8_DTYPES and has_gradient:
             raise TypeError(
                 f"{name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. A model of "
                 "jaxfp8.freeze does not train: train the variables it was frozen from, or differentiate with respect "
                 "to other variables than its kernels"
             )
-    return [q and differentiated_once(q, operand) for q, operand in zip(codes, operands, strict=True)]
+    return [
+        q and differentiated_once(q, operand)
+        for q, operand in zip(codes, operands, strict=True)
+    ]

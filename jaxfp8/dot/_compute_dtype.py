@@ -35,7 +35,9 @@ def compute_dtype(*arrays, dtype=None):
         return jnp.dtype(dtype)
     sources = (a.source if isinstance(a, QTensor) else a for a in arrays)
     common = promoted(*(a.dtype for a in sources if a is not None))
-    return common if jnp.issubdtype(common, jnp.inexact) else promoted(common, jnp.float32)
+    return (
+        common if jnp.issubdtype(common, jnp.inexact) else promoted(common, jnp.float32)
+    )
 
 
 def to_compute(x, dtype):
@@ -43,7 +45,10 @@ def to_compute(x, dtype):
     same codes of narrow floats.
     """
     with jax.numpy_dtype_promotion("standard"):
-        if jnp.issubdtype(x.dtype, jnp.floating) and jnp.promote_types(x.dtype, dtype) == dtype:
+        if (
+            jnp.issubdtype(x.dtype, jnp.floating)
+            and jnp.promote_types(x.dtype, dtype) == dtype
+        ):
             return x
     return x.astype(dtype)
 
@@ -77,22 +82,37 @@ def sizes(name: str, features) -> tuple[int, ...]:
     message.
     """
     try:
-        return tuple(map(operator.index, features if isinstance(features, (tuple, list)) else (features,)))
+        return tuple(
+            map(
+                operator.index,
+                features if isinstance(features, (tuple, list)) else (features,),
+            )
+        )
     except TypeError:
-        raise TypeError(f"{name}: expected an int or a tuple of ints, got {features!r}") from None
+        raise TypeError(
+            f"{name}: expected an int or a tuple of ints, got {features!r}"
+        ) from None
 
 
 def norm_of_layer(x, scale, bias, *, kind: str, epsilon: float, dtype) -> Normalized:
     """Normalize the x of a layer whose dtype is `dtype`, see `jaxfp8.normalized`; scale
     and bias are parameters.
     """
-    return normalized(to_compute(x, compute_dtype(x, scale, dtype=dtype)), scale, bias, kind=kind, epsilon=epsilon)
+    return normalized(
+        to_compute(x, compute_dtype(x, scale, dtype=dtype)),
+        scale,
+        bias,
+        kind=kind,
+        epsilon=epsilon,
+    )
 
 
 def check_gate(layer: str, activation: str) -> None:
     """Raise a ValueError unless a gated layer can have the activation."""
     if activation not in ("silu", "gelu"):
-        raise ValueError(f'{layer}: activation: expected "silu" or "gelu", got {activation!r}')
+        raise ValueError(
+            f'{layer}: activation: expected "silu" or "gelu", got {activation!r}'
+        )
 
 
 def check_norm(layer: str, argument: str, kind: str | None, is_optional: bool) -> None:

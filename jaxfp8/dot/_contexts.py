@@ -35,7 +35,11 @@ def is_wrapping() -> bool:
 
 def wrapped(product: Any, fp8: Callable, f32: Callable) -> Callable:
     """Return `fp8`, or inside `wrapping` the wrapper of both functions."""
-    return fp8 if _wrapper.value is None else functools.partial(_wrapper.value, product, fp8, f32)
+    return (
+        fp8
+        if _wrapper.value is None
+        else functools.partial(_wrapper.value, product, fp8, f32)
+    )
 
 
 @contextlib.contextmanager
@@ -80,4 +84,8 @@ def gemm_of(scope: str) -> str | None:
 
 def reason(scope: str) -> str | None:
     """Return the reason in the name of a scope; None for other scopes."""
-    return scope.removeprefix(_HIGH_PRECISION) if scope.startswith(_HIGH_PRECISION) else None
+    return (
+        scope.removeprefix(_HIGH_PRECISION)
+        if scope.startswith(_HIGH_PRECISION)
+        else None
+    )

@@ -108,14 +108,20 @@ def dot_general(
         recipe = None
     if recipe is not None:
         quantizers, state = checked_quantizers("dot_general", recipe, state)
-    out_dtype = result_dtype("dot_general", preferred_element_type, (x, kernel), (x_codes, kernel_codes))
+    out_dtype = result_dtype(
+        "dot_general", preferred_element_type, (x, kernel), (x_codes, kernel_codes)
+    )
     if bias is not None:
         free = tuple(kernel.shape[d] for d in both[1].free)
-        bias = _mesh.without_reduced(_checks.high_precision("dot_general", "bias", bias))
+        bias = _mesh.without_reduced(
+            _checks.high_precision("dot_general", "bias", bias)
+        )
         bias = _checks.shape("dot_general", "bias", bias, free)
     if activation is not None:
         result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
-        _quantize_activation.check("dot_general", result, activation, name="activation: the product")
+        _quantize_activation.check(
+            "dot_general", result, activation, name="activation: the product"
+        )
 
     def finished(y):
         return y if activation is None else activated(y, activation)
@@ -124,7 +130,9 @@ def dot_general(
     #    products.
     # there is no element: gradients are zero, the state is not touched
     if 0 in x.shape or 0 in kernel.shape:
-        return finished(plus(jnp.zeros(out_shape(*both), jnp.float32), bias, 0, out_dtype))
+        return finished(
+            plus(jnp.zeros(out_shape(*both), jnp.float32), bias, 0, out_dtype)
+        )
     if recipe is None or is_small(recipe, *both):
         dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
         dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
@@ -143,7 +151,11 @@ def dot_general(
     #    bind the primitive.
     if fused is not None and recipe.fp8_residuals:
         x = fused.values(fp8_residual=True)
-    is_fused = fused is not None and quantizers[0].has_one_scale and recipes.shares_codes(quantizers, 0)
+    is_fused = (
+        fused is not None
+        and quantizers[0].has_one_scale
+        and recipes.shares_codes(quantizers, 0)
+    )
     if is_fused and both[0].is_rows_by_last:
         x_codes = fused.fixed
     product = Product(
@@ -161,12 +173,17 @@ def dot_general(
         layer=current_layer(),
     )
     # The primitive takes the sources as its operands, so that gradients reach them.
-    state, codes = shared(state), (without_source(x_codes), without_source(kernel_codes))
+    state, codes = (
+        shared(state),
+        (without_source(x_codes), without_source(kernel_codes)),
+    )
     if is_wrapping():
         results = [wrapped_product(product, x, kernel, bias, state, codes)]
     else:
         leaves, tree = jax.tree.flatten((bias, state, codes, None))
-        results = product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())
+        results = product_p.bind(
+            x, kernel, *leaves, product=product, tree=tree, implementation=selected()
+        )
     if product.activation is None:
         return finished(checkpoint_name(results[0], OUTPUT_NAME))
     y, values = results
@@ -182,7 +199,9 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
         value: the argument.
     """
     if isinstance(value, QTensor):
-        return _mesh.without_reduced(value.data if value.source is None else value.source), value
+        return _mesh.without_reduced(
+            value.data if value.source is None else value.source
+        ), value
     value = value.value if isinstance(value, FusedInput) else value
     return _mesh.without_reduced(_checks.high_precision(*name.split(": "), value)), None
 
@@ -191,7 +210,9 @@ def without_source(codes: QTensor | FusedInput | None) -> QTensor | FusedInput |
     """Return the codes of an operand without their source, which is an operand of the
     product itself.
     """
-    return dataclasses.replace(codes, source=None) if isinstance(codes, QTensor) else codes
+    return (
+        dataclasses.replace(codes, source=None) if isinstance(codes, QTensor) else codes
+    )
 
 
 def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
@@ -201,7 +222,9 @@ def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
     if preferred_element_type is None:
         dtypes = _high_precision_dtypes(operands, codes)
         preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
-    return _checks.dtype(op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
+    return _checks.dtype(
+        op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION
+    )
 
 
 def is_small(recipe, x, kernel) -> bool:
@@ -216,7 +239,11 @@ def _high_precision_dtypes(operands, codes) -> list:
     """Return the dtypes of the operands without codes, and of the sources of
     QTensors.
     """
-    return [x.dtype for x, q in zip(operands, codes, strict=True) if q is None or not q.is_all_of(x)]
+    return [
+        x.dtype
+        for x, q in zip(operands, codes, strict=True)
+        if q is None or not q.is_all_of(x)
+    ]
 
 
 def _why(recipe) -> str:
@@ -242,19 +269,29 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
             )
         state = DotGeneralState(None, None, None)
     if not isinstance(state, DotGeneralState):
-        raise TypeError(f"{op}: state: expected a DotGeneralState, got {type(state).__name__}")
-    for field, quantizer in zip(dataclasses.fields(DotGeneralState), recipes.with_state(quantizers), strict=True):
+        raise TypeError(
+            f"{op}: state: expected a DotGeneralState, got {type(state).__name__}"
+        )
+    for field, quantizer in zip(
+        dataclasses.fields(DotGeneralState), recipes.with_state(quantizers), strict=True
+    ):
         quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
     if any(jax.typeof(leaf).sharding.spec.reduced for leaf in jax.tree.leaves(state)):
-        raise ValueError(f"{op}: state: expected one without `reduced` axes, because uses of a state are not summed")
+        raise ValueError(
+            f"{op}: state: expected one without `reduced` axes, because uses of a state are not summed"
+        )
     return quantizers, state
 
 
 def spec_of(op: str, out_sharding) -> PartitionSpec | None:
     """Return the PartitionSpec of an argument `out_sharding` of `op`."""
-    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    spec = (
+        out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    )
     if not isinstance(spec, PartitionSpec | None):
-        raise TypeError(f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}")
+        raise TypeError(
+            f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}"
+        )
     if spec is not None and spec.unreduced:
         raise ValueError(
             f"{op}: out_sharding: expected one without `unreduced`, got {spec}; FP8 products are summed over devices"
@@ -265,7 +302,14 @@ def spec_of(op: str, out_sharding) -> PartitionSpec | None:
 def _precise(precision, recipe) -> frozenset:
     """Return the names of the products that accumulate precisely."""
     given = precision if isinstance(precision, (tuple, list)) else (precision,)
-    names = {"DEFAULT" if p is None else p.name if isinstance(p, lax.Precision) else str(p).upper() for p in given}
+    names = {
+        "DEFAULT"
+        if p is None
+        else p.name
+        if isinstance(p, lax.Precision)
+        else str(p).upper()
+        for p in given
+    }
     if names <= {"DEFAULT", "FASTEST"}:
         return frozenset(recipe.precise)
     if names <= {"HIGH", "HIGHEST", "FLOAT32"}:

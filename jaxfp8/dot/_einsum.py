@@ -66,7 +66,9 @@ def einsum(
 
     def operands(x, kernel, dimension_numbers, preferred_element_type):
         del x
-        return Operands(kernel, dimension_numbers, recipe, state, preferred_element_type)
+        return Operands(
+            kernel, dimension_numbers, recipe, state, preferred_element_type
+        )
 
     return einsum_by(
         operands,
@@ -79,7 +81,9 @@ def einsum(
     )
 
 
-def einsum_by(operands, eqn, x, kernel, *, precision, preferred_element_type, out_sharding):
+def einsum_by(
+    operands, eqn, x, kernel, *, precision, preferred_element_type, out_sharding
+):
     """Compute `einsum` by one product, for which `operands` is called.
 
     Args:
@@ -104,27 +108,44 @@ def einsum_by(operands, eqn, x, kernel, *, precision, preferred_element_type, ou
     # A sum over no element would be zeros, whose amax counts: return first, so that the
     # state stays.
     if is_empty:
-        dtype = _checks.dtype("einsum", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
-        return jnp.zeros([sizes[label] for label in out_labels], dtype, out_sharding=spec_of("einsum", out_sharding))
+        dtype = _checks.dtype(
+            "einsum",
+            "preferred_element_type",
+            preferred_element_type,
+            _checks.HIGH_PRECISION,
+        )
+        return jnp.zeros(
+            [sizes[label] for label in out_labels],
+            dtype,
+            out_sharding=spec_of("einsum", out_sharding),
+        )
     # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels
     #    that are summed alone.
     # A dimension of size 1 that broadcasts is dropped: its label then belongs to one
     # operand.
     shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
     x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
-    kernel, kernel_labels = _reduce(kernel, kernel_labels, sizes, {*shared, *out_labels})
+    kernel, kernel_labels = _reduce(
+        kernel, kernel_labels, sizes, {*shared, *out_labels}
+    )
 
     # 3. A shared label of the output is a batch dimension, any other is contracted. The
     #    product has the batch first,
     # then what is left of x and of the kernel; the output may have another order.
     batch = [label for label in shared if label in out_labels]
     contract = [label for label in shared if label not in out_labels]
-    y_labels = batch + [label for label in (*x_labels, *kernel_labels) if label not in shared]
+    y_labels = batch + [
+        label for label in (*x_labels, *kernel_labels) if label not in shared
+    ]
 
     def positions(labels):
-        return [x_labels.index(label) for label in labels], [kernel_labels.index(label) for label in labels]
+        return [x_labels.index(label) for label in labels], [
+            kernel_labels.index(label) for label in labels
+        ]
 
-    product = operands(x, kernel, (positions(contract), positions(batch)), preferred_element_type)
+    product = operands(
+        x, kernel, (positions(contract), positions(batch)), preferred_element_type
+    )
     y = dot_general(
         x,
         product.kernel,
@@ -154,34 +175,52 @@ def _error(eqn, message):
     return ValueError(f"einsum: eqn: {message}, got {eqn!r}")
 
 
-def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], list[str]]:
+def _parse(
+    eqn, x_ndim: int, kernel_ndim: int
+) -> tuple[list[str], list[str], list[str]]:
     """Return the labels of x, kernel and the output; an ellipsis has the labels `...1`,
     `...2` from its end.
     """
     if not isinstance(eqn, str):
-        raise TypeError(f"einsum: eqn: expected a string such as 'bk,kn->bn', got {type(eqn).__name__}")
+        raise TypeError(
+            f"einsum: eqn: expected a string such as 'bk,kn->bn', got {type(eqn).__name__}"
+        )
     inputs, arrow, output = eqn.replace(" ", "").partition("->")
     operands = inputs.split(",")
     if len(operands) != 2 or "," in output:
-        raise _error(eqn, "expected two operands, separated by one comma, and one output")
+        raise _error(
+            eqn, "expected two operands, separated by one comma, and one output"
+        )
     # An ellipsis may have fewer dimensions in one operand. Its labels count from the
     # end, so that they broadcast.
     ranks = zip(("x", "kernel"), operands, (x_ndim, kernel_ndim), strict=True)
     ellipses = [_ellipsis(eqn, name, term, ndim) for name, term, ndim in ranks]
-    x_labels, kernel_labels = (_expand(eqn, term, dims) for term, dims in zip(operands, ellipses, strict=True))
+    x_labels, kernel_labels = (
+        _expand(eqn, term, dims) for term, dims in zip(operands, ellipses, strict=True)
+    )
     longest = max(ellipses, key=len)
     labels = x_labels + kernel_labels
     if not arrow:
         # The implicit output is NumPy's: the ellipsis, then the letters that appear
         # once, in alphabetic order.
-        letters = sorted(label for label in labels if labels.count(label) == 1 and label not in longest)
+        letters = sorted(
+            label
+            for label in labels
+            if labels.count(label) == 1 and label not in longest
+        )
         return x_labels, kernel_labels, longest + letters
     out_labels = _expand(eqn, output, longest)
     for label in out_labels:
         if out_labels.count(label) > 1:
-            raise _error(eqn, f"expected each label of the output once, the output has {label!r} more often")
+            raise _error(
+                eqn,
+                f"expected each label of the output once, the output has {label!r} more often",
+            )
         if label not in labels:
-            raise _error(eqn, f"expected labels of the operands in the output, no operand has {label!r}")
+            raise _error(
+                eqn,
+                f"expected labels of the operands in the output, no operand has {label!r}",
+            )
     return x_labels, kernel_labels, out_labels
 
 
@@ -189,7 +228,10 @@ def _ellipsis(eqn, name, term, ndim) -> list[str]:
     """Return the labels that the ellipsis of `term` stands for."""
     letters = len(term.replace("...", "", 1))
     if letters > ndim or (letters < ndim and "..." not in term):
-        raise _error(eqn, f"expected a label for each of the {ndim} dimensions of {name}, {term!r} has {letters}")
+        raise _error(
+            eqn,
+            f"expected a label for each of the {ndim} dimensions of {name}, {term!r} has {letters}",
+        )
     return [f"...{i}" for i in range(ndim - letters, 0, -1)]
 
 
@@ -197,7 +239,10 @@ def _expand(eqn, term, ellipsis: list[str]) -> list[str]:
     before, dots, after = term.partition("...")
     for letter in before + after:
         if not letter.isalpha():
-            raise _error(eqn, f"expected letters and at most one '...' an operand, {term!r} has {letter!r}")
+            raise _error(
+                eqn,
+                f"expected letters and at most one '...' an operand, {term!r} has {letter!r}",
+            )
     return [*before, *(ellipsis if dots else ()), *after]
 
 
@@ -208,22 +253,30 @@ def _diagonals(eqn, name, value, labels):
         second = labels.index(repeated[0], first + 1)
         if value.shape[first] != value.shape[second]:
             raise _error(
-                eqn, f"expected one size for {repeated[0]!r}, {name} has {value.shape[first]} and {value.shape[second]}"
+                eqn,
+                f"expected one size for {repeated[0]!r}, {name} has {value.shape[first]} and {value.shape[second]}",
             )
         # The diagonal becomes the last dimension. A label that appears three times
         # takes another turn of the loop.
         value = jnp.diagonal(value, axis1=first, axis2=second)
-        labels = [label for d, label in enumerate(labels) if d not in (first, second)] + [repeated[0]]
+        labels = [
+            label for d, label in enumerate(labels) if d not in (first, second)
+        ] + [repeated[0]]
     return value, labels
 
 
-def _broadcast_sizes(eqn, x_sizes: dict[str, int], kernel_sizes: dict[str, int]) -> dict[str, int]:
+def _broadcast_sizes(
+    eqn, x_sizes: dict[str, int], kernel_sizes: dict[str, int]
+) -> dict[str, int]:
     """Return the size of each label, after broadcasting."""
     sizes = {**x_sizes, **kernel_sizes}
     for label in x_sizes.keys() & kernel_sizes.keys():
         pair = (x_sizes[label], kernel_sizes[label])
         if pair[0] != pair[1] and 1 not in pair:
-            raise _error(eqn, f"expected one size (or 1) for {label!r}, x has {pair[0]} and kernel {pair[1]}")
+            raise _error(
+                eqn,
+                f"expected one size (or 1) for {label!r}, x has {pair[0]} and kernel {pair[1]}",
+            )
         sizes[label] = pair[1] if pair[0] == 1 else pair[0]
     return sizes
 

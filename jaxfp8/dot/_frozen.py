@@ -46,7 +46,9 @@ def is_freezing() -> bool:
     return _freezing.value
 
 
-def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[str, jax.Array] | None:
+def freeze_operands(
+    x_shape, kernel, dimension_numbers, recipe, state
+) -> dict[str, jax.Array] | None:
     """Return the arrays that inference needs of a product's kernel and state.
 
     Args:
@@ -69,15 +71,27 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     kernel = _checks.high_precision("freeze", "kernel", kernel)
     # 1. Read the state. A model with rules applies `max_grad` itself; frozen scales are
     #    plain float32.
-    quantizers, state = _dot_general.checked_quantizers("freeze", recipe, recipes.without_max(state))
+    quantizers, state = _dot_general.checked_quantizers(
+        "freeze", recipe, recipes.without_max(state)
+    )
     both = layouts(x_shape, kernel.shape, dimension_numbers)
     if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
         return None
     if jax.tree.leaves(state.output):
-        raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
-    input_use, kernel_use = recipes.read_states(quantizers[:2], [state.input, state.kernel])
+        raise ValueError(
+            f"freeze: recipe: expected an output without state, got {quantizers[3]!r}"
+        )
+    input_use, kernel_use = recipes.read_states(
+        quantizers[:2], [state.input, state.kernel]
+    )
     # 2. Quantize the kernel.
-    q = _quantized(kernel, quantizers[1], both[1], kernel_use, recipes.AmaxReduction.for_recipe(recipe))
+    q = _quantized(
+        kernel,
+        quantizers[1],
+        both[1],
+        kernel_use,
+        recipes.AmaxReduction.for_recipe(recipe),
+    )
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     # 3. Fix the scales of the input and the kernel.
@@ -97,10 +111,22 @@ def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax
     Raises:
         ValueError: the codes or scales in `frozen` have another shape or dtype.
     """
-    new = freeze_operands(x_shape, kernel, dimension_numbers, dataclasses.replace(recipe, min_size=0), state)
-    pairs = [] if new is None else [(frozen[name], new[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
+    new = freeze_operands(
+        x_shape,
+        kernel,
+        dimension_numbers,
+        dataclasses.replace(recipe, min_size=0),
+        state,
+    )
+    pairs = (
+        []
+        if new is None
+        else [(frozen[name], new[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
+    )
     if not pairs or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
-        raise ValueError(f"{ANOTHER_KERNEL}: one of shape {kernel.shape}, after one of another shape")
+        raise ValueError(
+            f"{ANOTHER_KERNEL}: one of shape {kernel.shape}, after one of another shape"
+        )
     same = [jnp.all((a == b) | ((a != a) & (b != b))) for a, b in pairs]
     return jnp.logical_not(jnp.logical_and(*same))
 
@@ -108,7 +134,9 @@ def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax
 def _quantized(kernel, quantizer, layout, use, reduce) -> recipes.QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
-    options = recipes.OperandOptions(layout.rows, layout.cols, columnwise=first, contract_first=first, reduce=reduce)
+    options = recipes.OperandOptions(
+        layout.rows, layout.cols, columnwise=first, contract_first=first, reduce=reduce
+    )
     q, _ = quantizer.quantize_operand(layout.ordered(kernel), use, options)
     return q.transposed(len(layout.batch)) if first else q
 
@@ -127,7 +155,9 @@ class Operands(NamedTuple):
     preferred_element_type: Any
 
 
-def operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_type) -> Operands:
+def operands(
+    frozen, x, kernel, dimension_numbers, recipe, preferred_element_type
+) -> Operands:
     """Return the operands of a product with a frozen kernel.
 
     Args:
@@ -169,17 +199,27 @@ def _checked_scaling(frozen, kernel, layout, recipe):
     """Check that `frozen` fits this recipe and kernel; return the shapes of the QTensor
     that the recipe makes of it.
     """
-    types = {name: (leaf.shape, leaf.dtype) for name, leaf in frozen.items() if name.startswith(KERNEL)}
+    types = {
+        name: (leaf.shape, leaf.dtype)
+        for name, leaf in frozen.items()
+        if name.startswith(KERNEL)
+    }
 
     def quantized(kernel):
-        return _quantized(kernel, recipe.quantizers()[1], layout, None, recipes.no_reduction)
+        return _quantized(
+            kernel, recipe.quantizers()[1], layout, None, recipes.no_reduction
+        )
 
     q = jax.eval_shape(quantized, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
     expected = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
-    if q.scale_inv is not None and types == {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}:
+    if q.scale_inv is not None and types == {
+        name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()
+    }:
         return q
     shapes = {name: shape for name, (shape, _) in types.items()}
-    if q.scale_inv is not None and shapes == {name: leaf.shape for name, leaf in expected.items()}:
+    if q.scale_inv is not None and shapes == {
+        name: leaf.shape for name, leaf in expected.items()
+    }:
         got = {name: dtype.name for name, (_, dtype) in types.items()}
         needed = {name: leaf.dtype.name for name, leaf in expected.items()}
         raise ValueError(

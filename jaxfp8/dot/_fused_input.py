@@ -26,7 +26,14 @@ from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
 from ..ops._quantize_activation import activation_grad
 from ..ops._support import using
-from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized, as_bytes, as_codes
+from ..recipes import (
+    Float8CurrentScalingQuantizer,
+    OperandOptions,
+    QTensor,
+    Quantized,
+    as_bytes,
+    as_codes,
+)
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"
@@ -76,11 +83,19 @@ class Activated(FusedInput):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the values."""
-        return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
+        return (
+            self.x.shape[:-2] + self.x.shape[-1:]
+            if ops.is_gated(self.activation)
+            else self.x.shape
+        )
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; see `FusedInput.values`."""
-        return _value(_activate(self.activation), fp8_residual, self.x) if self.source is None else self.source
+        return (
+            _value(_activate(self.activation), fp8_residual, self.x)
+            if self.source is None
+            else self.source
+        )
 
     @property
     def fixed(self) -> "Activated":
@@ -120,7 +135,13 @@ class Normalized(FusedInput):
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; see `FusedInput.values`."""
-        return _value(_normalize(self.kind, self.epsilon), fp8_residual, self.x, self.scale, self.bias)
+        return _value(
+            _normalize(self.kind, self.epsilon),
+            fp8_residual,
+            self.x,
+            self.scale,
+            self.bias,
+        )
 
     @property
     def fixed(self) -> "Normalized":
@@ -197,7 +218,12 @@ def activated(x: ArrayLike, activation: str) -> Activated:
 
 
 def normalized(
-    x: ArrayLike, scale: ArrayLike, bias: ArrayLike | None = None, *, kind: str, epsilon: float = 1e-6
+    x: ArrayLike,
+    scale: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    kind: str,
+    epsilon: float = 1e-6,
 ) -> Normalized:
     """Normalize the x of a product over its last dimension in the pass that quantizes
     it.
@@ -224,7 +250,9 @@ def normalized(
             a bias, or `epsilon` is negative or not finite.
     """
     names = ("scale", "bias")
-    x, scale, bias, epsilon = _quantize_norm.checked("normalized", x, scale, bias, kind, epsilon, names)
+    x, scale, bias, epsilon = _quantize_norm.checked(
+        "normalized", x, scale, bias, kind, epsilon, names
+    )
     return Normalized(without_numpy(x), scale, bias, kind, epsilon)
 
 
@@ -247,7 +275,10 @@ def quantize_fused(fused: FusedInput, quantizer: Any, use: Any, reduce: Any) -> 
 
 
 def quantize_gradient(
-    quantizer: Any, grad: jax.Array | ActivationGradient, use: Any, options: OperandOptions
+    quantizer: Any,
+    grad: jax.Array | ActivationGradient,
+    use: Any,
+    options: OperandOptions,
 ) -> Quantized:
     """Quantize the gradient of a product's result; see `Quantizer.quantize_operand`.
 
@@ -289,7 +320,9 @@ def quantize_gradient(
         )
 
     q, *sums = _quantize_by(quantize, quantizer, use, options, current_amax)
-    return q, sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None
+    return q, sums[0] if has_sums else options.sum_rows(
+        values()
+    ) if options.column_sums else None
 
 
 def _quantize_by(quantize, quantizer, use, options, current_amax) -> tuple:
@@ -320,7 +353,9 @@ def compressed(x: jax.Array) -> QTensor:
     the device.
     """
     quantizer = Float8CurrentScalingQuantizer(E4M3.dtype, power_2_scale=True)
-    q, _ = quantizer.quantize_operand(x, None, OperandOptions(rows=x.ndim - 1, columnwise=False))
+    q, _ = quantizer.quantize_operand(
+        x, None, OperandOptions(rows=x.ndim - 1, columnwise=False)
+    )
     return checkpoint_name(as_bytes(q), RESIDUAL_NAME)
 
 
@@ -342,7 +377,9 @@ def _value_forward(function, fp8_residual, x, *operands):
 
 def _value_backward(function, fp8_residual, operands, ct):
     x, *operands = operands
-    return jax.vjp(function, as_codes(x).dequantize(ct.dtype) if fp8_residual else x, *operands)[1](ct)
+    return jax.vjp(
+        function, as_codes(x).dequantize(ct.dtype) if fp8_residual else x, *operands
+    )[1](ct)
 
 
 _value.defvjp(_value_forward, _value_backward)

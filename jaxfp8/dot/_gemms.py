@@ -18,8 +18,19 @@ from .. import ops, recipes
 from ..ops._support import is_for_tpu
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
 from . import _contexts
-from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, quantize_fused, quantize_gradient
-from ._high_precision import is_blockwise, is_tensorwise, multiply_by, multiply_dequantized
+from ._fused_input import (
+    RESIDUAL_NAME,
+    ActivationGradient,
+    FusedInput,
+    quantize_fused,
+    quantize_gradient,
+)
+from ._high_precision import (
+    is_blockwise,
+    is_tensorwise,
+    multiply_by,
+    multiply_dequantized,
+)
 from ._layout import Layout, both_layouts, layouts
 
 
@@ -105,7 +116,9 @@ class Product:
             `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
         """
         x, kernel, grad = self.quantizers[:3]
-        wgrad_x, dgrad_kernel, wgrad_grad = (recipes.second(self.quantizers, i) for i in range(3))
+        wgrad_x, dgrad_kernel, wgrad_grad = (
+            recipes.second(self.quantizers, i) for i in range(3)
+        )
         pairs = {
             GEMMType.FPROP: (x, kernel),
             GEMMType.DGRAD: (grad, dgrad_kernel),
@@ -113,7 +126,9 @@ class Product:
         }
         qgemm = pairs[gemm_type][0].qgemm or pairs[gemm_type][1].qgemm
         if qgemm is not None:
-            return multiply_by(qgemm, a, b, gemm_type, out_dtype, self.batch, bias, swap)
+            return multiply_by(
+                qgemm, a, b, gemm_type, out_dtype, self.batch, bias, swap
+            )
         # The transpose of a product is the product of the operands exchanged: no kernel
         # has to transpose its result.
         if swap:
@@ -157,12 +172,23 @@ class Product:
         """Quantize and dequantize the result y by quantizer `i`; return y and the
         QTensor for the next state.
         """
-        options = OperandOptions(y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce)
+        options = OperandOptions(
+            y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce
+        )
         q, _ = self.quantizers[i].quantize_operand(y, use, options)
         return q.dequantize(y.dtype), q.for_next_state()
 
 
-def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, group_sizes, differentiated):
+def forward(
+    product: Product,
+    x,
+    kernel,
+    bias,
+    state: DotGeneralState,
+    codes,
+    group_sizes,
+    differentiated,
+):
     """Compute y, and the residuals of the backward.
 
     Args:
@@ -184,7 +210,9 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
         name: a loop that runs over them keeps no copy.
     """
     if product.vmap_dims:
-        each = functools.partial(forward, product.with_vmap_dims(-1), differentiated=differentiated)
+        each = functools.partial(
+            forward, product.with_vmap_dims(-1), differentiated=differentiated
+        )
         return jax.vmap(each)(x, kernel, bias, state, codes, group_sizes)
     x = x if codes[0] is not None else product.in_groups(x, group_sizes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
@@ -192,55 +220,96 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
     #    backward no gradient needs a scale.
     states, reading = state.by_quantizer(), recipes.reading_of(state)
     histories = recipes.histories_of(states) if reading is None else reading
-    states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
+    states[:2] = (
+        None if isinstance(q, QTensor) else old
+        for old, q in zip(states, codes, strict=False)
+    )
     if differentiated is None:
         states[2] = states[4] = None
         states[5:] = [None] * 3  # those of second products
-    uses = recipes.read_states(product.quantizers, states, reading, has_backward=differentiated is not None)
+    uses = recipes.read_states(
+        product.quantizers, states, reading, has_backward=differentiated is not None
+    )
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last,
     #    the backward with them first.
     operands, residuals, again = [], [], []
-    for i, (operand, layout, partner) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
+    for i, (operand, layout, partner) in enumerate(
+        zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)
+    ):
         q = codes[i]
         is_read_again = partner in (differentiated or ())
-        is_kept = is_read_again and (recipes.shares_codes(product.quantizers, i) or _is_all_of(q, operand))
-        options = layout.options(columnwise=is_kept or layout.contract_first, reduce=product.reduce)
+        is_kept = is_read_again and (
+            recipes.shares_codes(product.quantizers, i) or _is_all_of(q, operand)
+        )
+        options = layout.options(
+            columnwise=is_kept or layout.contract_first, reduce=product.reduce
+        )
         if isinstance(q, FusedInput):
             # A policy that saves the codes has no reason to compute the input again.
-            q = checkpoint_name(quantize_fused(q, product.quantizers[i], uses[i], product.reduce), RESIDUAL_NAME)
+            q = checkpoint_name(
+                quantize_fused(q, product.quantizers[i], uses[i], product.reduce),
+                RESIDUAL_NAME,
+            )
         if q is None:
             options = options._replace(contract_first=layout.contract_first)
-            q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), uses[i], options)
+            q, _ = product.quantizers[i].quantize_operand(
+                layout.ordered(operand), uses[i], options
+            )
         else:
             q = _in_order(product.names[i], q, layout, options.columnwise)
             if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-                q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
-        last, residual = both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
+                q = _with_columnwise(
+                    q, product, OperandOptions(layout.rows, layout.cols)
+                )
+        last, residual = both_layouts(
+            q, len(layout.batch), layout.contract_first, is_kept
+        )
         if is_kept and _is_turned_late(q):
-            last, residual = dataclasses.replace(last, data_t=None), dataclasses.replace(q, data_t=None)
+            last, residual = (
+                dataclasses.replace(last, data_t=None),
+                dataclasses.replace(q, data_t=None),
+            )
         operands.append(last)
         # Codes from outside of the product stay as they are: a loop that runs over them
         # keeps no copy.
-        residuals.append(residual if isinstance(codes[i], QTensor) else recipes.as_bytes(residual))
+        residuals.append(
+            residual if isinstance(codes[i], QTensor) else recipes.as_bytes(residual)
+        )
         is_quantized_again = is_read_again and not is_kept
-        again.append(_quantized_again(product, i, operand, layout, uses) if is_quantized_again else None)
+        again.append(
+            _quantized_again(product, i, operand, layout, uses)
+            if is_quantized_again
+            else None
+        )
 
     # 3. Multiply.
     if bias is not None:
         batch = [x.shape[d] for d in product.dimension_numbers[1][0]]
         bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
     with _contexts.gemm(GEMMType.FPROP):
-        y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias, group_sizes=group_sizes)
+        y = product.gemm(
+            GEMMType.FPROP,
+            *operands,
+            product.out_dtype,
+            bias=bias,
+            group_sizes=group_sizes,
+        )
     y, output = product.requantize(3, y, uses[3], len(layouts_of_both[1].free))
     if reading is not None and recipes.reading_suffices(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them
         # from the residuals.
         pairs = zip(residuals, codes, strict=True)
-        residuals = [q if isinstance(given, QTensor) else dataclasses.replace(q, scale_inv=None) for q, given in pairs]
+        residuals = [
+            q if isinstance(given, QTensor) else dataclasses.replace(q, scale_inv=None)
+            for q, given in pairs
+        ]
         uses[2] = None
     grad_uses = uses[2], recipes.second(uses, 2), uses[4]
-    return y, (checkpoint_name((*residuals, *again, output, *grad_uses), RESIDUAL_NAME), histories)
+    return y, (
+        checkpoint_name((*residuals, *again, output, *grad_uses), RESIDUAL_NAME),
+        histories,
+    )
 
 
 def _is_all_of(codes, operand) -> bool:
@@ -259,7 +328,15 @@ def _quantized_again(product, i, operand, layout, uses) -> QTensor:
     return recipes.as_bytes(both_layouts(q, len(layout.batch), first, True)[1])
 
 
-def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad, group_sizes):
+def backward(
+    product: Product,
+    x_shape,
+    kernel_shape,
+    differentiated,
+    residuals,
+    grad,
+    group_sizes,
+):
     """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand
     that is not differentiated.
 
@@ -273,26 +350,51 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         group_sizes: see `Product.gemm`.
     """
     if product.vmap_dims:
-        each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
+        each = functools.partial(
+            backward,
+            product.with_vmap_dims(-1),
+            x_shape[1:],
+            kernel_shape[1:],
+            differentiated,
+        )
         return jax.vmap(each)(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
     kept, histories = residuals
-    x, kernel, x_again, kernel_again, output, *grad_uses, input_grad_use = recipes.as_codes(kept)
+    x, kernel, x_again, kernel_again, output, *grad_uses, input_grad_use = (
+        recipes.as_codes(kept)
+    )
     if recipes.is_reading(histories) and recipes.reading_suffices(product.quantizers):
-        *uses, grad_uses[0] = recipes.read_states(product.quantizers[:3], [histories] * 3, histories)
+        *uses, grad_uses[0] = recipes.read_states(
+            product.quantizers[:3], [histories] * 3, histories
+        )
         x, kernel = (
-            dataclasses.replace(q, scale_inv=use.scale_inv) if q.scale_inv is None else q
+            dataclasses.replace(q, scale_inv=use.scale_inv)
+            if q.scale_inv is None
+            else q
             for q, use in zip((x, kernel), uses, strict=True)
         )
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
     rows, cols = len(x_layout.free), len(kernel_layout.free)
-    if "kernel" in differentiated and _is_turned_late(x) and not x_layout.contract_first:
+    if (
+        "kernel" in differentiated
+        and _is_turned_late(x)
+        and not x_layout.contract_first
+    ):
         x = x.transposed(len(x_layout.batch))
-    if "x" in differentiated and _is_turned_late(kernel) and not kernel_layout.contract_first:
+    if (
+        "x" in differentiated
+        and _is_turned_late(kernel)
+        and not kernel_layout.contract_first
+    ):
         kernel = kernel.transposed(len(kernel_layout.batch))
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
-    needs_dx, needs_dkernel, needs_dbias = (name in differentiated for name in ("x", "kernel", "bias"))
-    quantizers, options = product.quantizers, OperandOptions(rows, cols, column_sums=needs_dbias, reduce=product.reduce)
+    needs_dx, needs_dkernel, needs_dbias = (
+        name in differentiated for name in ("x", "kernel", "bias")
+    )
+    quantizers, options = (
+        product.quantizers,
+        OperandOptions(rows, cols, column_sums=needs_dbias, reduce=product.reduce),
+    )
     q = grad_again = dbias = None
     if recipes.shares_codes(quantizers, 2):
         options = options._replace(columnwise=needs_dkernel)
@@ -301,26 +403,49 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     else:
         grad = grad.value if isinstance(grad, ActivationGradient) else grad
         if needs_dkernel:
-            grad_again, dbias = recipes.second(quantizers, 2).quantize_operand(grad, grad_uses[1], options)
+            grad_again, dbias = recipes.second(quantizers, 2).quantize_operand(
+                grad, grad_uses[1], options
+            )
             grad_t = both_layouts(grad_again, product.batch, False, True)[1]
         if needs_dx or not needs_dkernel:
-            options = options._replace(columnwise=False, column_sums=needs_dbias and not needs_dkernel)
+            options = options._replace(
+                columnwise=False, column_sums=needs_dbias and not needs_dkernel
+            )
             q, sums = quantizers[2].quantize_operand(grad, grad_uses[0], options)
-            grad, dbias = dataclasses.replace(q, data_t=None), sums if dbias is None else dbias
+            grad, dbias = (
+                dataclasses.replace(q, data_t=None),
+                sums if dbias is None else dbias,
+            )
     # 2. Multiply.
     dx = dkernel = input_grad = None
     if needs_dx:
         swap = x_layout.contract_first
         kernel_read = kernel if kernel_again is None else kernel_again
         with _contexts.gemm(GEMMType.DGRAD):
-            dx = product.gemm(GEMMType.DGRAD, grad, kernel_read, product.x_dtype, swap, group_sizes=group_sizes)
-        dx, input_grad = product.requantize(4, dx, input_grad_use, len(x_layout.free if swap else x_layout.contract))
+            dx = product.gemm(
+                GEMMType.DGRAD,
+                grad,
+                kernel_read,
+                product.x_dtype,
+                swap,
+                group_sizes=group_sizes,
+            )
+        dx, input_grad = product.requantize(
+            4, dx, input_grad_use, len(x_layout.free if swap else x_layout.contract)
+        )
         dx = x_layout.restored(dx)
     if needs_dkernel:
         swap = not kernel_layout.contract_first
         x_read = x if x_again is None else x_again
         with _contexts.gemm(GEMMType.WGRAD):
-            dkernel = product.gemm(GEMMType.WGRAD, x_read, grad_t, product.kernel_dtype, swap, group_sizes=group_sizes)
+            dkernel = product.gemm(
+                GEMMType.WGRAD,
+                x_read,
+                grad_t,
+                product.kernel_dtype,
+                swap,
+                group_sizes=group_sizes,
+            )
         dkernel = kernel_layout.restored(dkernel)
     if dbias is not None:
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
@@ -348,15 +473,29 @@ def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTenso
     if not q.has_one_scale:
         if batch and q.block is not None and q.block[0] == 1 and q.scale_inv.ndim == 2:
             # Scales that were made without the product count batch dimensions as rows.
-            q = q.map_scales(lambda scale: scale.reshape(*data.shape[:batch], -1, scale.shape[-1]))
-        is_other = data is not q.data or cols != q.cols or (q.scale_inv is not None and q.scale_inv.ndim != batch + 2)
-        if is_other or (data_t is None and layout.contract_first and not q.has_one_code):
+            q = q.map_scales(
+                lambda scale: scale.reshape(*data.shape[:batch], -1, scale.shape[-1])
+            )
+        is_other = (
+            data is not q.data
+            or cols != q.cols
+            or (q.scale_inv is not None and q.scale_inv.ndim != batch + 2)
+        )
+        if is_other or (
+            data_t is None and layout.contract_first and not q.has_one_code
+        ):
             raise ValueError(
                 f"{name}: a QTensor with a scale for each block of {q.block} fits products that contract its rows or "
                 f"its last {q.cols} dimensions; quantize it inside of the product"
             )
         return q
-    return QTensor(data, q.scale_inv, data_t if columnwise and data is q.data else None, use=q.use, cols=cols)
+    return QTensor(
+        data,
+        q.scale_inv,
+        data_t if columnwise and data is q.data else None,
+        use=q.use,
+        cols=cols,
+    )
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:
@@ -367,12 +506,19 @@ def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> Q
     exponents; other codes are dequantized and quantized once more. Where the product's
     quantizer makes other scales than q has, wgrad dequantizes q.
     """
-    if q.power_2_scale and q.block is not None and q.block[0] == 1 and q.block[1] is not None:
+    if (
+        q.power_2_scale
+        and q.block is not None
+        and q.block[0] == 1
+        and q.block[1] is not None
+    ):
         data_t, scale_inv_t = ops.transpose_blocks(
             q.data, q.scale_inv, block=q.block, rows=options.rows, cols=options.cols
         )
         return dataclasses.replace(q, data_t=data_t, scale_inv_t=scale_inv_t)
-    again, _ = product.quantizers[0].quantize_operand(q.dequantize(product.x_dtype), None, options)
+    again, _ = product.quantizers[0].quantize_operand(
+        q.dequantize(product.x_dtype), None, options
+    )
     if again.scale_inv_t is None or again.block != q.block:
         return q
     return dataclasses.replace(q, data_t=again.data_t, scale_inv_t=again.scale_inv_t)

@@ -26,7 +26,9 @@ def is_blockwise(q: QTensor) -> bool:
     """Tell whether q is FP8 with a scale for each block; a tensor with one scale is one
     block.
     """
-    return is_tensorwise(q) or (q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES)
+    return is_tensorwise(q) or (
+        q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES
+    )
 
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):
@@ -39,12 +41,23 @@ def multiply_dequantized(a, b, out_dtype, batch, bias):
     dtype = jnp.float32 if len(plain) < 2 else not_wider(out_dtype, *plain)
     leading = tuple(range(batch))
     contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
-    why = f"the recipe keeps an operand in {plain[0]}" if plain else "no FP8 product takes these codes and scales"
-    a, b = (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols) for q in (a, b))
+    why = (
+        f"the recipe keeps an operand in {plain[0]}"
+        if plain
+        else "no FP8 product takes these codes and scales"
+    )
+    a, b = (
+        q.data
+        if q.scale_inv is None
+        else dequantized(q.data, q.scale_inv, q.block, q.cols)
+        for q in (a, b)
+    )
     with _contexts.high_precision(why):
         numbers = contract, (leading, leading)
         wide = promoted(dtype, out_dtype if bias is None else jnp.float32)
-        y = lax.dot_general(a.astype(dtype), b.astype(dtype), numbers, preferred_element_type=wide)
+        y = lax.dot_general(
+            a.astype(dtype), b.astype(dtype), numbers, preferred_element_type=wide
+        )
     return plus(y, bias, batch, out_dtype)
 
 
@@ -70,7 +83,9 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
         # Check the result here, where the message can name the user's function.
         if getattr(y, "shape", None) != shape or y.dtype != dtype:
             result = f"{y.dtype}{y.shape}" if hasattr(y, "dtype") else repr(y)
-            raise TypeError(f"{qgemm.__qualname__}: {gemm_type}: expected {dtype.name}{shape}, got {result}")
+            raise TypeError(
+                f"{qgemm.__qualname__}: {gemm_type}: expected {dtype.name}{shape}, got {result}"
+            )
         return y
 
     def axes(q):
@@ -85,7 +100,9 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
     a, b = (_matrices(q, batch) for q in (a, b))
     for _ in range(batch):
         multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
-    with _contexts.high_precision("the recipe's qgemm multiplies something else than FP8"):
+    with _contexts.high_precision(
+        "the recipe's qgemm multiplies something else than FP8"
+    ):
         y = multiply(a, b)
     # `qgemm` takes operands in the order of their roles, whatever `swap` is: transpose
     # the result.
@@ -97,7 +114,11 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
 def _matrices(q, batch: int) -> QTensor:
     """Merge the rows and the columns of q to one dimension each."""
     first = q.ndim - q.cols
-    shape = (*q.shape[:batch], math.prod(q.shape[batch:first]), math.prod(q.shape[first:]))
+    shape = (
+        *q.shape[:batch],
+        math.prod(q.shape[batch:first]),
+        math.prod(q.shape[first:]),
+    )
     return QTensor(q.data.reshape(shape), q.scale_inv, block=q.block)
 
 
@@ -107,6 +128,8 @@ def plus(y, bias, batch, out_dtype):
     """
     if bias is not None:
         rows = (1,) * (y.ndim - bias.ndim)
-        bias = bias.astype(jnp.float32).reshape(*bias.shape[:batch], *rows, *bias.shape[batch:])
+        bias = bias.astype(jnp.float32).reshape(
+            *bias.shape[:batch], *rows, *bias.shape[batch:]
+        )
         y = y.astype(jnp.float32) + bias
     return y.astype(out_dtype)

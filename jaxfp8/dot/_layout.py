@@ -34,14 +34,20 @@ class Layout:
     @property
     def contract_first(self) -> bool:
         """Tell whether the contracting dimensions are the rows (else the columns)."""
-        return self.batch + self.contract + self.free == tuple(range(len(self.shape))) and bool(self.contract)
+        return self.batch + self.contract + self.free == tuple(
+            range(len(self.shape))
+        ) and bool(self.contract)
 
     @property
     def is_rows_by_last(self) -> bool:
         """Tell whether the last dimension alone is contracted, and all others are
         rows.
         """
-        return not self.batch and self.contract == (len(self.shape) - 1,) and len(self.shape) > 1
+        return (
+            not self.batch
+            and self.contract == (len(self.shape) - 1,)
+            and len(self.shape) > 1
+        )
 
     @property
     def rows(self) -> int:
@@ -53,13 +59,19 @@ class Layout:
         """Return the number of dimensions that are columns."""
         return len(self.free if self.contract_first else self.contract)
 
-    def options(self, columnwise: bool, reduce: Callable[..., jax.Array]) -> OperandOptions:
+    def options(
+        self, columnwise: bool, reduce: Callable[..., jax.Array]
+    ) -> OperandOptions:
         """Return the options of an operand `ordered`; see `OperandOptions`."""
         return OperandOptions(self.rows, self.cols, columnwise, reduce=reduce)
 
     @property
     def _order(self) -> tuple[int, ...]:
-        return self.batch + (self.contract + self.free if self.contract_first else self.free + self.contract)
+        return self.batch + (
+            self.contract + self.free
+            if self.contract_first
+            else self.free + self.contract
+        )
 
     def ordered(self, x):
         """Transpose `x` to `[*batch, *rows, *cols]`."""
@@ -79,7 +91,9 @@ def checked_numbers(dimension_numbers) -> tuple:
     try:
         (x_contract, kernel_contract), (x_batch, kernel_batch) = dimension_numbers
         pairs = (x_contract, kernel_contract), (x_batch, kernel_batch)
-        return tuple(tuple(tuple(map(operator.index, dims)) for dims in pair) for pair in pairs)
+        return tuple(
+            tuple(tuple(map(operator.index, dims)) for dims in pair) for pair in pairs
+        )
     except (TypeError, ValueError) as error:
         raise TypeError(
             "dot_general: dimension_numbers: expected ((x_contract, kernel_contract), (x_batch, kernel_batch)), each a "
@@ -94,13 +108,19 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
         TypeError: the dimension numbers are not two pairs of sequences of integers.
         ValueError: the dimension numbers do not fit the shapes.
     """
-    (x_contract, kernel_contract), (x_batch, kernel_batch) = checked_numbers(dimension_numbers)
+    (x_contract, kernel_contract), (x_batch, kernel_batch) = checked_numbers(
+        dimension_numbers
+    )
     for name, x_dims, kernel_dims in (
         ("contracting", x_contract, kernel_contract),
         ("batch", x_batch, kernel_batch),
     ):
-        in_range = all(0 <= d < len(x_shape) for d in x_dims) and all(0 <= d < len(kernel_shape) for d in kernel_dims)
-        if not in_range or [x_shape[d] for d in x_dims] != [kernel_shape[d] for d in kernel_dims]:
+        in_range = all(0 <= d < len(x_shape) for d in x_dims) and all(
+            0 <= d < len(kernel_shape) for d in kernel_dims
+        )
+        if not in_range or [x_shape[d] for d in x_dims] != [
+            kernel_shape[d] for d in kernel_dims
+        ]:
             raise ValueError(
                 f"dot_general: dimension_numbers: {name} dimensions {tuple(x_dims)} of x{tuple(x_shape)} and "
                 f"{tuple(kernel_dims)} of kernel{tuple(kernel_shape)} must exist and agree in size"
@@ -118,18 +138,26 @@ def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
     """Return the shape of the result: batch dimensions, then those of x, then those of
     kernel.
     """
-    return tuple(layout.shape[d] for layout, dims in ((x, x.batch + x.free), (kernel, kernel.free)) for d in dims)
+    return tuple(
+        layout.shape[d]
+        for layout, dims in ((x, x.batch + x.free), (kernel, kernel.free))
+        for d in dims
+    )
 
 
 def _layout(name, shape, batch, contract) -> Layout:
     used = (*batch, *contract)
     if len(set(used)) != len(used):
-        raise ValueError(f"dot_general: dimension_numbers: a dimension of {name}{tuple(shape)} is named twice: {used}")
+        raise ValueError(
+            f"dot_general: dimension_numbers: a dimension of {name}{tuple(shape)} is named twice: {used}"
+        )
     free = tuple(d for d in range(len(shape)) if d not in used)
     return Layout(tuple(shape), tuple(batch), free, tuple(contract))
 
 
-def both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:
+def both_layouts(
+    q: QTensor, batch: int, contract_first: bool, is_kept: bool
+) -> tuple[QTensor, QTensor]:
     """Return the operand of the first product, contracting dimensions last, and the
     QTensor that is kept.
 
@@ -142,4 +170,6 @@ def both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) ->
     first = q if contract_first else q.transposed(batch)
     # On a mesh the first product may gather the layout that the second one reads, once
     # for both.
-    return dataclasses.replace(last, data_t=first.data), dataclasses.replace(first, data_t=None, scale_inv_t=None)
+    return dataclasses.replace(last, data_t=first.data), dataclasses.replace(
+        first, data_t=None, scale_inv_t=None
+    )

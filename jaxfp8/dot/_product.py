@@ -23,7 +23,13 @@ from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, refuse_derivative
 from ..ops._support import selected, using
 from ..recipes import QTensor, as_codes, value_of
-from ._autodiff import checked_codes, repeat, repeat_state, state_is_left_out, warn_of_state
+from ._autodiff import (
+    checked_codes,
+    repeat,
+    repeat_state,
+    state_is_left_out,
+    warn_of_state,
+)
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
@@ -45,14 +51,17 @@ def fp8(product, x, kernel, bias, state, codes, group_sizes=None):
     `forward`.
     """
     leaves, tree = jax.tree.flatten((bias, state, codes, group_sizes))
-    return product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())[0]
+    return product_p.bind(
+        x, kernel, *leaves, product=product, tree=tree, implementation=selected()
+    )[0]
 
 
 def _float32(product, x, kernel, bias, state, codes):
     """Multiply the operands as they are, in float32."""
     del state
     x, kernel = (
-        value_of(operand, lax.stop_gradient(q), jnp.float32) for operand, q in zip((x, kernel), codes, strict=True)
+        value_of(operand, lax.stop_gradient(q), jnp.float32)
+        for operand, q in zip((x, kernel), codes, strict=True)
     )
     y = lax.dot_general(
         x,
@@ -61,12 +70,17 @@ def _float32(product, x, kernel, bias, state, codes):
         precision=lax.Precision.HIGHEST,
         out_sharding=product.out_sharding,
     )
-    return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    return (
+        y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    )
 
 
 def _primal(x, kernel, *leaves, product, tree, implementation):
     with using(implementation):
-        return _results(product, forward(product, x, kernel, *jax.tree.unflatten(tree, leaves), None)[0])
+        return _results(
+            product,
+            forward(product, x, kernel, *jax.tree.unflatten(tree, leaves), None)[0],
+        )
 
 
 def _results(product, y) -> list:
@@ -92,14 +106,20 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
         *names, result = ((*vmapped, *dims) for dims in product.dims)
         (y,) = _mesh.types([x, kernel], names, [result], [product.out_dtype], {})
         return [_mesh.with_varying(y, varying)]
-    contract, batch = ([tuple(d + len(vmapped) for d in dims) for dims in pair] for pair in product.dimension_numbers)
+    contract, batch = (
+        [tuple(d + len(vmapped) for d in dims) for dims in pair]
+        for pair in product.dimension_numbers
+    )
     dimension_numbers = (tuple(contract), tuple(vmapped + dims for dims in batch))
     out_sharding = product.out_sharding
     if out_sharding is not None:
         spec = PartitionSpec(*x.sharding.spec[: product.vmap_dims], *out_sharding)
         out_sharding = NamedSharding(x.sharding.mesh, spec)
     dot, _ = lax.dot_general_p.abstract_eval(
-        *(_mesh.with_varying(a.update(dtype=product.out_dtype), varying) for a in (x, kernel)),
+        *(
+            _mesh.with_varying(a.update(dtype=product.out_dtype), varying)
+            for a in (x, kernel)
+        ),
         dimension_numbers=dimension_numbers,
         precision=None,
         preferred_element_type=None,
@@ -110,7 +130,13 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
     if not ops.is_gated(product.activation):
         return [dot, dot]
     (*spec, _, last), (*shape, _, n) = dot.sharding.spec, dot.shape
-    return [dot, dot.update(shape=(*shape, n), sharding=dot.sharding.update(spec=PartitionSpec(*spec, last)))]
+    return [
+        dot,
+        dot.update(
+            shape=(*shape, n),
+            sharding=dot.sharding.update(spec=PartitionSpec(*spec, last)),
+        ),
+    ]
 
 
 def _batch(args, dims, *, product, tree, implementation):
@@ -138,7 +164,9 @@ def _batch_value(args, dims, *, product, tree, implementation):
         return results, dims[:count]
     operands, product, out_dim = _batched(operands, operand_dims, product, tree)
     results = [jnp.moveaxis(y, d, out_dim) for y, d in zip(results, dims, strict=False)]
-    results = _value_p.bind(*results, *operands, product=product, tree=tree, implementation=implementation)
+    results = _value_p.bind(
+        *results, *operands, product=product, tree=tree, implementation=implementation
+    )
     return results, [out_dim] * count
 
 
@@ -158,24 +186,49 @@ def _batched(args, dims, product, tree):
     *_, (x_codes, _), _ = jax.tree.unflatten(tree, range(len(leaves)))
     is_ragged = group_sizes is not None
     batched = [i for i, d in enumerate(leaf_dims) if d is not None]
-    if kernel_dim is None and isinstance(x_codes, FusedInput) and batched == [x_codes.x] and not is_ragged:
-        leaves[x_codes.x] = jnp.moveaxis(leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims)
+    if (
+        kernel_dim is None
+        and isinstance(x_codes, FusedInput)
+        and batched == [x_codes.x]
+        and not is_ragged
+    ):
+        leaves[x_codes.x] = jnp.moveaxis(
+            leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims
+        )
         leaf_dims = []
 
     # 2. States with a batch, kernels that are scaled each by itself, rows in groups:
     #    put the batch in front of every
     # operand. A bias belongs to a kernel: both have a batch, or neither has.
-    has_own_scales = bias is not None or None in (state.input, state.kernel, state.output_grad)
-    if is_ragged or any(d is not None for d in leaf_dims) or (kernel_dim is not None and has_own_scales):
+    has_own_scales = bias is not None or None in (
+        state.input,
+        state.kernel,
+        state.output_grad,
+    )
+    if (
+        is_ragged
+        or any(d is not None for d in leaf_dims)
+        or (kernel_dim is not None and has_own_scales)
+    ):
         # A state that the examples share is still one state: its cotangents combine by
         # max.
         plain = 2 + (bias is not None)
-        repeats = [repeat] * plain + [repeat_state] * (len(args) - plain - is_ragged) + [repeat] * is_ragged
-        specs = (jax.typeof(a).sharding.spec[d] for a, d in zip(args, dims, strict=True) if d is not None)
+        repeats = (
+            [repeat] * plain
+            + [repeat_state] * (len(args) - plain - is_ragged)
+            + [repeat] * is_ragged
+        )
+        specs = (
+            jax.typeof(a).sharding.spec[d]
+            for a, d in zip(args, dims, strict=True)
+            if d is not None
+        )
         # the mesh axis that cuts the batch
         axis = next((spec for spec in specs if spec is not None), None)
         leading = [
-            repeated((_batch_size(args, dims), axis), a) if d is None else jnp.moveaxis(a, d, 0)
+            repeated((_batch_size(args, dims), axis), a)
+            if d is None
+            else jnp.moveaxis(a, d, 0)
             for repeated, a, d in zip(repeats, args, dims, strict=True)
         ]
         return leading, product.with_vmap_dims(1), 0
@@ -183,11 +236,17 @@ def _batched(args, dims, product, tree):
     # 3. One larger product: put the batch first among the dimensions of x and kernel,
     #    and count it as a batch dimension
     # of both, or as a free dimension of the only operand that has it.
-    first, operands, (contract, batch) = product.vmap_dims, [x, kernel], map(list, product.dimension_numbers)
+    first, operands, (contract, batch) = (
+        product.vmap_dims,
+        [x, kernel],
+        map(list, product.dimension_numbers),
+    )
     cut = [i for i, d in enumerate((x_dim, kernel_dim)) if d is not None]
     for i in cut:
         operands[i] = jnp.moveaxis(operands[i], dims[i], first)
-        contract[i], batch[i] = (tuple(d + 1 for d in numbers[i]) for numbers in (contract, batch))
+        contract[i], batch[i] = (
+            tuple(d + 1 for d in numbers[i]) for numbers in (contract, batch)
+        )
     if len(cut) == 2:
         batch, out_dim = [(0, *numbers) for numbers in batch], 0
     else:  # the first free dimension of x, or of the kernel
@@ -195,8 +254,14 @@ def _batched(args, dims, product, tree):
     out_sharding = product.out_sharding
     if out_sharding is not None:
         axis = jax.typeof(operands[cut[0]]).sharding.spec[first]
-        out_sharding = PartitionSpec(*out_sharding[:out_dim], axis, *out_sharding[out_dim:])
-    product = dataclasses.replace(product, dimension_numbers=(tuple(contract), tuple(batch)), out_sharding=out_sharding)
+        out_sharding = PartitionSpec(
+            *out_sharding[:out_dim], axis, *out_sharding[out_dim:]
+        )
+    product = dataclasses.replace(
+        product,
+        dimension_numbers=(tuple(contract), tuple(batch)),
+        out_sharding=out_sharding,
+    )
     return [*operands, *leaves], product, first + out_dim
 
 
@@ -221,22 +286,40 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
     codes = checked_codes(product, (x, kernel), codes, is_linear)
     is_left_out = state_is_left_out(state)
-    outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
+    outs = _abstract(
+        *map(jax.typeof, primals),
+        product=product,
+        tree=tree,
+        implementation=implementation,
+    )
     differentiated = _differentiated(is_linear, plain)
     # 2. Name the codes for remat: if a policy saves them, the computation of their
     #    source does not run again.
-    codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
+    codes = [
+        checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q
+        for q in codes
+    ]
     # 3. Compute the results and the residuals.
     with using(implementation):
-        y, residuals = forward(product, x, kernel, bias, state, codes, group_sizes, differentiated)
+        y, residuals = forward(
+            product, x, kernel, bias, state, codes, group_sizes, differentiated
+        )
         results = _results(product, _mesh.placed_as(outs[0], y))
-        y = None if product.activation is None else compressed(results[0]) if product.fp8_residual else results[0]
+        y = (
+            None
+            if product.activation is None
+            else compressed(results[0])
+            if product.fp8_residual
+            else results[0]
+        )
     residuals = residuals, y, group_sizes
     # 4. Make the results differentiable: a loss around this gradient may take its
     #    value, and differentiates that value
     # for the first time. The ops that compute it have no derivative; the derivative of
     # the product is what is meant.
-    results = _value_p.bind(*results, *primals, product=product, tree=tree, implementation=implementation)
+    results = _value_p.bind(
+        *results, *primals, product=product, tree=tree, implementation=implementation
+    )
     # 5. Put everything else that the backward needs into static params, so that remat
     #    and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
@@ -264,13 +347,20 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
             outs=tuple(outs),
         )
 
-    return _compat.linearized(list(map(_mesh.placed_as, outs, results)), residuals, linear)
+    return _compat.linearized(
+        list(map(_mesh.placed_as, outs, results)), residuals, linear
+    )
 
 
 def _jvp(primals, tangents, *, product, tree, implementation):
     is_linear = [type(t) is not ad.Zero for t in tangents]
     results, _, *residuals, linear = _linearize(
-        False, is_linear, *primals, product=product, tree=tree, implementation=implementation
+        False,
+        is_linear,
+        *primals,
+        product=product,
+        tree=tree,
+        implementation=implementation,
     )
     return results, linear(*residuals, *tangents)
 
@@ -294,13 +384,31 @@ def _differentiated(is_linear, plain) -> list[str]:
     """Return the operands that get a gradient; the first `plain` linear inputs are not
     state.
     """
-    return [name for name, linear in zip(("x", "kernel", "bias")[:plain], is_linear, strict=False) if linear]
+    return [
+        name
+        for name, linear in zip(
+            ("x", "kernel", "bias")[:plain], is_linear, strict=False
+        )
+        if linear
+    ]
 
 
-def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, state_leaves, implementation, outs):
+def _transpose(
+    cotangents,
+    *args,
+    product,
+    is_linear,
+    residual_tree,
+    operands,
+    state_leaves,
+    implementation,
+    outs,
+):
     del outs
     # 1. Find the gradient of y.
-    residuals, y, group_sizes = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
+    residuals, y, group_sizes = jax.tree.unflatten(
+        residual_tree, args[sum(is_linear) :]
+    )
     y = as_codes(y).dequantize(product.out_dtype) if isinstance(y, QTensor) else y
     grad = _gradient(product, y, *cotangents)
     if grad is None:
@@ -309,7 +417,9 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
     differentiated = _differentiated(is_linear, len(operands))
     x, kernel = operands[:2]
     with using(implementation):
-        *gradients, next_state = backward(product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes)
+        *gradients, next_state = backward(
+            product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes
+        )
     # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of
     #    the cotangents of all devices.
     cotangents = [
@@ -363,7 +473,9 @@ _value_p.def_abstract_eval(_first_results)
 _value_p.def_impl(_first_results)
 mlir.register_lowering(
     _value_p,
-    lambda ctx, *args, product, **params: _first_results(*args, product=product, tree=None, implementation=None),
+    lambda ctx, *args, product, **params: _first_results(
+        *args, product=product, tree=None, implementation=None
+    ),
 )
 batching.primitive_batchers[_value_p] = _batch_value
 ad.primitive_jvps[_value_p] = _jvp_of_value

@@ -124,10 +124,16 @@ def ragged_dot(
     quantizers, state = checked_quantizers(op, recipe, state)
     operands = (*quantizers[:3], *(second(quantizers, i) for i in range(3)))
     is_plain = [isinstance(quantizer, HighPrecisionQuantizer) for quantizer in operands]
-    has_codes = (quantizer.has_one_scale or quantizer.block is not None for quantizer in operands)
+    has_codes = (
+        quantizer.has_one_scale or quantizer.block is not None for quantizer in operands
+    )
     if all(is_plain) or not all(map(operator.or_, is_plain, has_codes)):
-        raise ValueError(f"{op}: recipe: expected FP8 with one scale, or one for each block, got {recipe!r}")
-    out_dtype = result_dtype(op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes))
+        raise ValueError(
+            f"{op}: recipe: expected FP8 with one scale, or one for each block, got {recipe!r}"
+        )
+    out_dtype = result_dtype(
+        op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes)
+    )
     # there is no element: gradients are zero, the state is not touched
     if 0 in lhs.shape or 0 in rhs.shape:
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
@@ -136,7 +142,11 @@ def ragged_dot(
     #    adds its bias to them.
     if fused is not None and recipe.fp8_residuals:
         lhs = fused.values(fp8_residual=True)
-    is_fused = fused is not None and quantizers[0].has_one_scale and shares_codes(quantizers, 0)
+    is_fused = (
+        fused is not None
+        and quantizers[0].has_one_scale
+        and shares_codes(quantizers, 0)
+    )
     if is_fused and getattr(fused, "bias", None) is None:
         lhs_codes = fused.fixed
 
@@ -153,7 +163,9 @@ def ragged_dot(
     # The sources are operands, so that gradients reach them.
     codes = without_source(lhs_codes), without_source(rhs_codes)
     multiply = wrapped(product, functools.partial(_fp8, product), _float32)
-    return checkpoint_name(multiply(lhs, rhs, group_sizes, shared(state), codes), OUTPUT_NAME)
+    return checkpoint_name(
+        multiply(lhs, rhs, group_sizes, shared(state), codes), OUTPUT_NAME
+    )
 
 
 def _fp8(product, lhs, rhs, group_sizes, state, codes):
@@ -163,8 +175,13 @@ def _fp8(product, lhs, rhs, group_sizes, state, codes):
 def _float32(lhs, rhs, group_sizes, state, codes):
     """Multiply the operands as they are, in float32."""
     del state
-    lhs, rhs = (value_of(x, lax.stop_gradient(q), jnp.float32) for x, q in zip((lhs, rhs), codes, strict=True))
-    return lax.ragged_dot(lhs, rhs, _in_bounds(group_sizes, lhs.shape[0]), precision=lax.Precision.HIGHEST)
+    lhs, rhs = (
+        value_of(x, lax.stop_gradient(q), jnp.float32)
+        for x, q in zip((lhs, rhs), codes, strict=True)
+    )
+    return lax.ragged_dot(
+        lhs, rhs, _in_bounds(group_sizes, lhs.shape[0]), precision=lax.Precision.HIGHEST
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,9 +244,14 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
     """
     plain = [q.data.dtype for q in (a, b) if q.scale_inv is None]
     dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
-    a, b = (q.data.astype(dtype) if q.scale_inv is None else q.dequantize(dtype) for q in (a, b))
+    a, b = (
+        q.data.astype(dtype) if q.scale_inv is None else q.dequantize(dtype)
+        for q in (a, b)
+    )
     contracting = (((1,), (1,)), ((), ())) if is_wgrad else (((1,), (2,)), ((), ()))
-    numbers = lax.RaggedDotDimensionNumbers(contracting, [int(is_wgrad)], [] if is_wgrad else [0])
+    numbers = lax.RaggedDotDimensionNumbers(
+        contracting, [int(is_wgrad)], [] if is_wgrad else [0]
+    )
     wide = promoted(dtype, jnp.float32)
     group_sizes = _in_bounds(group_sizes, a.shape[int(is_wgrad)])
 
@@ -237,7 +259,9 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
     # after the other.
     @jax.custom_batching.sequential_vmap
     def multiply(a, b, group_sizes):
-        return lax.ragged_dot_general(a, b, group_sizes, numbers, preferred_element_type=wide)
+        return lax.ragged_dot_general(
+            a, b, group_sizes, numbers, preferred_element_type=wide
+        )
 
     with _contexts.high_precision(f"the recipe keeps an operand in {plain[0]}"):
         return multiply(a, b, group_sizes).astype(out_dtype)

@@ -27,12 +27,16 @@ __all__ = [
 # Keep the FP8 codes that the backward GEMMs read: one byte for each element of input
 # and kernel. Where the result itself is needed again, for a nonlinearity after it, the
 # operands are quantized and multiplied once more.
-save_fp8_residuals: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
+save_fp8_residuals: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(
+    RESIDUAL_NAME
+)
 
 # Keep the results: the operands are quantized once more, and not multiplied.
-save_gemm_outputs: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME)
+save_gemm_outputs: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(
+    OUTPUT_NAME
+)
 
 # Keep both: no part of a product runs again.
-save_fp8_residuals_and_gemm_outputs: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(
-    RESIDUAL_NAME, OUTPUT_NAME
+save_fp8_residuals_and_gemm_outputs: Callable[..., Any] = (
+    jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME, OUTPUT_NAME)
 )

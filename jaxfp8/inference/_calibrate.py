@@ -68,21 +68,35 @@ def calibrate(
     # 1. Check how the arguments fit the kind of model.
     is_nnx = isinstance(model, nnx.Module)
     if len(variables_and_batches) != (1 if is_nnx else 2):
-        expected = "calibrate(model, batches)" if is_nnx else "calibrate(model, variables, batches)"
-        got = ", ".join(type(argument).__name__ for argument in (model, *variables_and_batches))
+        expected = (
+            "calibrate(model, batches)"
+            if is_nnx
+            else "calibrate(model, variables, batches)"
+        )
+        got = ", ".join(
+            type(argument).__name__ for argument in (model, *variables_and_batches)
+        )
         raise TypeError(f"calibrate: expected {expected}, got ({got})")
     if loss_fn is not None and kwargs:
-        raise TypeError(f"calibrate: expected no arguments of the model beside loss_fn, got {sorted(kwargs)}")
+        raise TypeError(
+            f"calibrate: expected no arguments of the model beside loss_fn, got {sorted(kwargs)}"
+        )
     *variables, batches = variables_and_batches
     if hasattr(batches, "shape"):
-        got = f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
-        raise TypeError(f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]")
+        got = (
+            f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
+        )
+        raise TypeError(
+            f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]"
+        )
     # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple
     # of arguments.
     batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
     first = next(batches, None)
     if first is None:
-        raise ValueError("calibrate: batches: expected at least one batch, got none; an iterator can be read only once")
+        raise ValueError(
+            "calibrate: batches: expected at least one batch, got none; an iterator can be read only once"
+        )
     batches = itertools.chain([first], batches)
     # 2. Reduce every kind of model to a function of variables and a batch.
     if is_nnx:
@@ -113,7 +127,10 @@ def _calibrate_nnx(model, batches, loss_fn, kwargs):
         return model(*batch, **kwargs) if loss_fn is None else loss_fn(model, *batch)
 
     both = {OVERWRITE_WITH_GRADIENT: state, "rest": rest}
-    nnx.update(model, _filled(function, both, batches, loss_fn is not None)[OVERWRITE_WITH_GRADIENT])
+    nnx.update(
+        model,
+        _filled(function, both, batches, loss_fn is not None)[OVERWRITE_WITH_GRADIENT],
+    )
     return model
 
 
@@ -122,7 +139,9 @@ def _filled(function, variables, batches, is_loss: bool):
     `function` is a `loss_fn`.
     """
     where = _state_tree.flatten(variables)
-    positions = [i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])]
+    positions = [
+        i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])
+    ]
     if not positions:
         raise ValueError(
             "calibrate: variables: expected state of quantizers, found none: recipes other than delayed scaling keep "
@@ -137,7 +156,9 @@ def _filled(function, variables, batches, is_loss: bool):
         # outputs.
         def total(state):
             by_position = dict(zip(positions, state, strict=True))
-            changed = tree.unflatten([by_position.get(i, leaf) for i, leaf in enumerate(leaves)])
+            changed = tree.unflatten(
+                [by_position.get(i, leaf) for i, leaf in enumerate(leaves)]
+            )
             return _total(function(max_grad(changed), *batch), is_loss)
 
         return jax.grad(total)([leaves[i] for i in positions])
@@ -146,7 +167,9 @@ def _filled(function, variables, batches, is_loss: bool):
         gradients = next_state(variables, batch)
         old = _state_tree.flatten(variables)
         # Zeros mean that a quantizer was not used: it keeps its state.
-        new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(zip(positions, gradients, strict=True))
+        new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(
+            zip(positions, gradients, strict=True)
+        )
         variables = update_state(variables, old.replace(new))
     return variables
 
@@ -155,7 +178,9 @@ def _is_of_backward(path) -> bool:
     """Tell whether a leaf belongs to a quantizer of the backward, by its name or a
     field above it in its path.
     """
-    return not set(_BACKWARD).isdisjoint(path) or path[-1].startswith(tuple(f"{name}_" for name in _BACKWARD))
+    return not set(_BACKWARD).isdisjoint(path) or path[-1].startswith(
+        tuple(f"{name}_" for name in _BACKWARD)
+    )
 
 
 def _total(outputs, is_loss: bool):
@@ -164,7 +189,11 @@ def _total(outputs, is_loss: bool):
     """
     if is_loss:
         return outputs
-    leaves = [leaf for leaf in split_arrays(outputs)[0] if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    leaves = [
+        leaf
+        for leaf in split_arrays(outputs)[0]
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     if not leaves:
         raise TypeError(
             "calibrate: model: expected a result with floating-point arrays, got none; register the class of the "
@@ -218,7 +247,9 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
     """
     if isinstance(model, nn.Module):
         if not args:
-            raise TypeError("freeze: expected freeze(model, variables, *args) for a Linen model, got no variables")
+            raise TypeError(
+                "freeze: expected freeze(model, variables, *args) for a Linen model, got no variables"
+            )
         variables, *args = args
         return linen_freeze.freeze(model, variables, args, kwargs)
     if isinstance(model, nnx.Module):

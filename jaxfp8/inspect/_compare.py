@@ -51,12 +51,25 @@ class Comparison:
     unreached: list[str]
 
     def __str__(self) -> str:
-        lines = [_COLUMNS] + [(row["layer"], *(_text(row[name]) for name in _COLUMNS[1:])) for row in self.rows]
-        return "\n".join([aligned(lines, right=1), *(f"not reached by the gradient: {n}" for n in self.unreached)])
+        lines = [_COLUMNS] + [
+            (row["layer"], *(_text(row[name]) for name in _COLUMNS[1:]))
+            for row in self.rows
+        ]
+        return "\n".join(
+            [
+                aligned(lines, right=1),
+                *(f"not reached by the gradient: {n}" for n in self.unreached),
+            ]
+        )
 
 
 def compare(
-    model: Any, batch: Any, variables: Any = None, *, loss: Callable[..., Any] | None = None, **kwargs: Any
+    model: Any,
+    batch: Any,
+    variables: Any = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    **kwargs: Any,
 ) -> Comparison:
     """Run a model with its products in float32 and in FP8, forward and backward, and
     compare layer by layer.
@@ -88,18 +101,31 @@ def compare(
             there is no `loss`; or there are variables for a model that is not Linen's.
         ValueError: there is no FP8 product, or no gradient reaches one.
     """
-    fn, arrays = _function(model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs)
+    fn, arrays = _function(
+        model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs
+    )
     loss = _mean_of_squares if loss is None else loss
     exact, fp8 = _Recorder(runs_fp8=False), _Recorder(runs_fp8=True)
     _run(fn, arrays, loss, exact)
     if not exact.names:
-        raise ValueError("compare: model: expected FP8 products, got none; is autocast off, or no recipe given?")
+        raise ValueError(
+            "compare: model: expected FP8 products, got none; is autocast off, or no recipe given?"
+        )
     if not exact.runs:
-        raise ValueError("compare: loss: expected a loss whose gradient reaches an FP8 product, got one without such")
+        raise ValueError(
+            "compare: loss: expected a loss whose gradient reaches an FP8 product, got one without such"
+        )
     _run(fn, arrays, loss, fp8)
     sites = sorted(exact.runs)
-    products = [(exact.names[i], list(zip(exact.runs[i], fp8.runs[i], strict=True))) for i in sites]
-    rows = [row for label, iteration, pair in labelled_runs(products) for row in _rows(label, iteration, *pair)]
+    products = [
+        (exact.names[i], list(zip(exact.runs[i], fp8.runs[i], strict=True)))
+        for i in sites
+    ]
+    rows = [
+        row
+        for label, iteration, pair in labelled_runs(products)
+        for row in _rows(label, iteration, *pair)
+    ]
     unreached = set(exact.names) - {layer for layer, _ in products}
     return Comparison(sorted(rows, key=_worst_first), sorted(unreached, key=natural))
 
@@ -107,16 +133,24 @@ def compare(
 def _function(model, args, variables, kwargs):
     """Return `(function of a tree of arrays, the tree)` for a call of the model."""
     if isinstance(model, nn.Module):
-        variables = model.init(jax.random.key(0), *args, **kwargs) if variables is None else variables
+        variables = (
+            model.init(jax.random.key(0), *args, **kwargs)
+            if variables is None
+            else variables
+        )
         fn, args = model.apply, (variables, *args)
     elif variables is not None:
-        raise TypeError("compare: variables: expected None for a model that is not Linen's, which holds its own arrays")
+        raise TypeError(
+            "compare: variables: expected None for a model that is not Linen's, which holds its own arrays"
+        )
     elif isinstance(model, nnx.Module):
         fn, args = operator.call, (model, *args)
     elif callable(model):
         fn = model
     else:
-        raise TypeError(f"compare: model: expected a Linen or NNX module or a function, got {type(model).__name__}")
+        raise TypeError(
+            f"compare: model: expected a Linen or NNX module or a function, got {type(model).__name__}"
+        )
     return nnx_inspect.function_of_arrays(fn, args, kwargs)
 
 
@@ -144,7 +178,11 @@ def _is_float(leaf) -> bool:
 
 def _mean_of_squares(output):
     arrays, _ = split_arrays(output)
-    leaves = [leaf.astype(jnp.float32) for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    leaves = [
+        leaf.astype(jnp.float32)
+        for leaf in arrays
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     if not leaves:
         raise TypeError(
             "compare: model: expected a result with floating-point arrays, got none; register the class of the result "
@@ -203,8 +241,14 @@ class _Recorder:
         def backward(leaves, grad):
             # Both precisions run on the same operands and the same gradient, so errors
             # of other layers do not count.
-            runs = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
-            tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])] for y, cts in runs]
+            runs = [
+                gradients(function, leaves, grad)
+                for function in ((fp8,) if self.runs_fp8 else (f32, fp8))
+            ]
+            tensors = [
+                [x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])]
+                for y, cts in runs
+            ]
 
             def record(tensors):
                 return self._record(site, grad.ndim, tensors)
@@ -212,10 +256,15 @@ class _Recorder:
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
             # The gradients depend on a zero from the callback, without which XLA would
             # drop the callback.
-            zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
+            zero = jax.pure_callback(
+                record, scalar, tensors, vmap_method="broadcast_all"
+            )
             # Only x and the kernel have a gradient.
             cotangents = [*runs[0][1][:2], *[None] * len(leaves[2:])]
-            return tuple(_cotangent(leaf, ct, zero) for leaf, ct in zip(leaves, cotangents, strict=True))
+            return tuple(
+                _cotangent(leaf, ct, zero)
+                for leaf, ct in zip(leaves, cotangents, strict=True)
+            )
 
         run.defvjp(forward, backward)
         return run(*leaves)
@@ -224,7 +273,9 @@ class _Recorder:
         """Record `[[output, gradient of x, gradient of kernel], ...]`; leading
         dimensions beyond `rank` are a batch.
         """
-        tensors = [[None if x is None else np.asarray(x) for x in run] for run in tensors]
+        tensors = [
+            [None if x is None else np.asarray(x) for x in run] for run in tensors
+        ]
         y = tensors[0][0]
         batch = y.shape[: y.ndim - rank]
         self.runs[site].append((batch, tensors))
@@ -239,7 +290,9 @@ def _cotangent(leaf, ct, zero):
         return _compat.to_max(jnp.zeros(leaf.shape, jnp.float32), leaf.dtype)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return np.zeros(leaf.shape, jax.dtypes.float0)
-    return jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)
+    return (
+        jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)
+    )
 
 
 def _rows(layer: str, iteration: tuple[int, ...], exact_run, fp8_run) -> list[dict]:
@@ -249,7 +302,9 @@ def _rows(layer: str, iteration: tuple[int, ...], exact_run, fp8_run) -> list[di
         row = {"layer": layer + member(iteration + index)}
         for prefix, got in (("", by_itself), ("model_", in_model)):
             for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
-                row[prefix + name] = None if x is None else _sqnr(x[index], x_fp8[index])
+                row[prefix + name] = (
+                    None if x is None else _sqnr(x[index], x_fp8[index])
+                )
         rows.append(row)
     return rows
 

@@ -14,9 +14,23 @@ import numpy as np
 from .. import ops
 from .._jax._table import aligned, labelled_runs, member, natural
 from ..dot import FusedInput, _contexts, _ragged_dot
-from ..recipes import TensorwiseQuantizer, read_states, reading_of, second, shares_codes, without_max
+from ..recipes import (
+    TensorwiseQuantizer,
+    read_states,
+    reading_of,
+    second,
+    shares_codes,
+    without_max,
+)
 
-_TENSORS = ("input", "kernel", "output_grad", "wgrad_input", "dgrad_kernel", "wgrad_output_grad")
+_TENSORS = (
+    "input",
+    "kernel",
+    "output_grad",
+    "wgrad_input",
+    "dgrad_kernel",
+    "wgrad_output_grad",
+)
 _COLUMNS = ("layer", "tensor", "saturated", "flushed")
 
 
@@ -40,7 +54,15 @@ class Counts:
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        lines = [(row["layer"], row["tensor"], f"{row['saturated']:.2%}", f"{row['flushed']:.2%}") for row in self.rows]
+        lines = [
+            (
+                row["layer"],
+                row["tensor"],
+                f"{row['saturated']:.2%}",
+                f"{row['flushed']:.2%}",
+            )
+            for row in self.rows
+        ]
         return aligned([_COLUMNS, *lines], right=2)
 
 
@@ -80,11 +102,20 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
     runs = {}
     for site, fractions in _runs:
         runs.setdefault(site, []).append(fractions)
-    products = [(site.layer, runs[site]) for site in sorted(runs, key=lambda site: site.number)]
-    rows = [
-        row for label, iteration, fractions in labelled_runs(products) for row in _rows(label, iteration, fractions)
+    products = [
+        (site.layer, runs[site]) for site in sorted(runs, key=lambda site: site.number)
     ]
-    return result, Counts(sorted(rows, key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"]))))
+    rows = [
+        row
+        for label, iteration, fractions in labelled_runs(products)
+        for row in _rows(label, iteration, fractions)
+    ]
+    return result, Counts(
+        sorted(
+            rows,
+            key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"])),
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,12 +150,19 @@ def _counted(product, fp8, f32, *operands):
     site = _Site(next(_numbers), _contexts.current_layer() or "product")
     group_sizes = rest if isinstance(product, _ragged_dot.RaggedProduct) else None
     # 1. Count x and the kernel, with the scales that the product will choose.
-    reading, states = reading_of(state), jax.lax.stop_gradient(without_max(state).by_quantizer())
+    reading, states = (
+        reading_of(state),
+        jax.lax.stop_gradient(without_max(state).by_quantizer()),
+    )
     uses = read_states(product.quantizers, states, reading)
-    values = [_values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)]
+    values = [
+        _values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)
+    ]
     if values[0] is not None:
         values[0] = product.in_groups(values[0], group_sizes)
-    forward = [_fractions(product, i, value, uses, states) for i, value in enumerate(values)]
+    forward = [
+        _fractions(product, i, value, uses, states) for i, value in enumerate(values)
+    ]
 
     def record(fractions):
         _runs.append((site, np.asarray(fractions)))
@@ -139,7 +177,9 @@ def _counted(product, fp8, f32, *operands):
     def backward(residuals, grad):
         forward, uses, states, group_sizes = residuals
         counted = product.in_groups(grad, group_sizes)
-        firsts, seconds = zip(*forward, _fractions(product, 2, counted, uses, states), strict=True)
+        firsts, seconds = zip(
+            *forward, _fractions(product, 2, counted, uses, states), strict=True
+        )
         fractions = jnp.stack([*firsts, *seconds])
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
@@ -167,7 +207,9 @@ def _fractions(product, i, values, uses, states) -> list[jax.Array]:
     """
     both = [(product.quantizers[i], uses[i], states[i])]
     if not shares_codes(product.quantizers, i):
-        both.append(tuple(second(each, i) for each in (product.quantizers, uses, states)))
+        both.append(
+            tuple(second(each, i) for each in (product.quantizers, uses, states))
+        )
     fractions = [_fractions_of_quantizer(product, values, *each) for each in both]
     return [*fractions, jnp.full((2,), jnp.nan, jnp.float32)][:2]
 
@@ -181,7 +223,9 @@ def _fractions_of_quantizer(product, values, quantizer, use, state):
         return ops.amax(values)
 
     scale, *_ = quantizer.choose_scale(current_amax, use, product.reduce)
-    fractions = ops.count_saturated_and_flushed(values, scale, quantizer.fp8_dtype) / np.float32(max(values.size, 1))
+    fractions = ops.count_saturated_and_flushed(
+        values, scale, quantizer.fp8_dtype
+    ) / np.float32(max(values.size, 1))
     return product.reduce(fractions, state, jax.lax.pmean)
 
 
@@ -199,7 +243,9 @@ def _values(operand, codes):
 def _rows(layer: str, iteration: tuple[int, ...], fractions) -> list[dict[str, Any]]:
     rows = []
     for index in np.ndindex(fractions.shape[:-2]):
-        for tensor, (saturated, flushed) in zip(_TENSORS, fractions[index].tolist(), strict=True):
+        for tensor, (saturated, flushed) in zip(
+            _TENSORS, fractions[index].tolist(), strict=True
+        ):
             if not np.isnan(saturated):
                 values = (layer + member(iteration + index), tensor, saturated, flushed)
                 rows.append(dict(zip(_COLUMNS, values, strict=True)))

@@ -55,11 +55,16 @@ class Gemms:
 
 def _cells(row) -> tuple[str, ...]:
     is_named = row["pass"] == "backward" and row["gemm"]
-    values = row | {"pass": row["gemm"] if is_named else row["pass"], "why": row["why"] or "FP8"}
+    values = row | {
+        "pass": row["gemm"] if is_named else row["pass"],
+        "why": row["why"] or "FP8",
+    }
     return tuple(str(values[column] or "-") for column in _COLUMNS)
 
 
-def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Gemms:
+def gemms(
+    fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any
+) -> Gemms:
     """List the matrix products of `fn(*args, **kwargs)`, which is traced and neither
     compiled nor run.
 
@@ -91,14 +96,20 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
         )
     if not callable(fn):
         got = type(fn).__name__
-        raise TypeError(f"gemms: fn: expected a function, as in gemms(step, state, batch), got a {got}")
+        raise TypeError(
+            f"gemms: fn: expected a function, as in gemms(step, state, batch), got a {got}"
+        )
     if isinstance(fn, nnx.Module):
         args, fn = (fn, *args), _call
     program = traced(*function_of_arrays(fn, args, kwargs))
     # A Counter keeps the order in which rows first appear, which is that of the
     # program.
-    counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
-    return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
+    counts = Counter(
+        row for eqn, place in equations(program) for row in _rows(eqn, place, target)
+    )
+    return Gemms(
+        [{**dict(row), "times": times} for row, times in counts.items()], target.name
+    )
 
 
 def _call(model, *args, **kwargs):
@@ -106,7 +117,11 @@ def _call(model, *args, **kwargs):
 
 
 def assert_fp8(
-    fn: Callable[..., Any], *args: Any, platform: str | None = None, allow: str | Iterable[str] = (), **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    platform: str | None = None,
+    allow: str | Iterable[str] = (),
+    **kwargs: Any,
 ) -> None:
     """Raise where a matrix product of `fn(*args, **kwargs)` would not run in FP8, with
     its layer, line and reason.
@@ -139,21 +154,40 @@ def assert_fp8(
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
     patterns = [allow] if isinstance(allow, str) else list(allow)
-    missed = [row for row in products.rows if not row["fp8"] and not any(_allows(p, row) for p in patterns)]
-    idle = [pattern for pattern in patterns if not any(_allows(pattern, row) for row in products.rows)]
-    name = type(fn).__name__ if isinstance(fn, nnx.Module) else getattr(fn, "__name__", repr(fn))
+    missed = [
+        row
+        for row in products.rows
+        if not row["fp8"] and not any(_allows(p, row) for p in patterns)
+    ]
+    idle = [
+        pattern
+        for pattern in patterns
+        if not any(_allows(pattern, row) for row in products.rows)
+    ]
+    name = (
+        type(fn).__name__
+        if isinstance(fn, nnx.Module)
+        else getattr(fn, "__name__", repr(fn))
+    )
     # A function without any product is hardly the function that the caller meant, so it
     # does not pass.
     if not products.rows:
-        raise AssertionError(f"assert_fp8: {name} has no matrix product with these arguments")
+        raise AssertionError(
+            f"assert_fp8: {name} has no matrix product with these arguments"
+        )
     said = f"allow: no product of {name} matches {', '.join(map(repr, idle))}"
     if missed:
-        total, count = (sum(row["times"] for row in rows) for rows in (products.rows, missed))
+        total, count = (
+            sum(row["times"] for row in rows) for rows in (products.rows, missed)
+        )
         table = Gemms(missed, products.platform)
         head = f"assert_fp8: {count} of {total} matrix products of {name} would not run in FP8 on {table.platform}"
         raise AssertionError(f"{head}:\n{table}" + (f"\n{said}" if idle else ""))
     if idle:
-        _warnings.warn(f"assert_fp8: {said}; is the path spelled as in jaxfp8.inspect.gemms?", UserWarning)
+        _warnings.warn(
+            f"assert_fp8: {said}; is the path spelled as in jaxfp8.inspect.gemms?",
+            UserWarning,
+        )
 
 
 def _allows(pattern: str, row: dict) -> bool:
@@ -180,7 +214,11 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
             (inner_eqn, place._replace(gemm=inside.gemm, reason=inside.reason))
             for inner_eqn, inside in equations(_forward(eqn))
         ]
-        return [row for inner_eqn, inner_place in inner for row in _rows(inner_eqn, inner_place, target)]
+        return [
+            row
+            for inner_eqn, inner_place in inner
+            for row in _rows(inner_eqn, inner_place, target)
+        ]
     if name in GEMM_OPS:
         why = target.why_not(eqn)
     elif name in _PLAIN:
@@ -204,7 +242,11 @@ def _below_model(scopes: str) -> str:
     with the class of the model.
     """
     root, _, path = scopes.partition("/")
-    return path if path and root.partition(".")[0] in _names_of_classes(nn.Module) else scopes
+    return (
+        path
+        if path and root.partition(".")[0] in _names_of_classes(nn.Module)
+        else scopes
+    )
 
 
 def _names_of_classes(base: type) -> set[str]:
@@ -229,15 +271,22 @@ def _forward(eqn):
     """
     params = eqn.params
     # on one device
-    product = dataclasses.replace(params["product"], reduce=no_reduction, out_sharding=None)
+    product = dataclasses.replace(
+        params["product"], reduce=no_reduction, out_sharding=None
+    )
 
     def run(operands):
         x, kernel, *leaves = operands
         with using(params["implementation"]):
-            return _gemms.forward(product, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
+            return _gemms.forward(
+                product, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None
+            )[0]
 
     # The forward reads state in the max dtype as float32.
-    types = ((v.aval.shape, jnp.float32 if _compat.is_max(v.aval) else v.aval.dtype) for v in eqn.invars)
+    types = (
+        (v.aval.shape, jnp.float32 if _compat.is_max(v.aval) else v.aval.dtype)
+        for v in eqn.invars
+    )
     return traced(run, [jax.ShapeDtypeStruct(*shaped) for shaped in types])
 
 

@@ -43,7 +43,9 @@ def processor() -> str:
     """Return the system's name of the processor."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -51,14 +53,23 @@ def devices() -> list[dict[str, Any]]:
     """Return the devices of JAX, a dict for each kind: `platform`, `kind`, `capability`
     (of a GPU) and `count`.
     """
-    kinds = Counter((d.platform, d.device_kind, ".".join(map(str, _support.capability(d)))) for d in jax.devices())
+    kinds = Counter(
+        (d.platform, d.device_kind, ".".join(map(str, _support.capability(d))))
+        for d in jax.devices()
+    )
     names = ("platform", "kind", "capability", "count")
-    return [dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()]
+    return [
+        dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()
+    ]
 
 
 def settings() -> dict[str, str]:
     """Return the environment variables that JAX and XLA read."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "XLA_", "JAXFP8_"))}
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("JAX_", "XLA_", "JAXFP8_"))
+    }
 
 
 _N = 256  # a multiple of every block
@@ -76,19 +87,25 @@ RECIPES = (
 NO_KERNEL = "no kernel for"
 # The reason of a program that is refused: its platform has no such product.
 REFUSED = "refused: "
-_FP8_DOT = re.compile(r"stablehlo\.dot_general .*\(tensor<\w*xf8E\w+>, tensor<\w*xf8E\w+>\)")
+_FP8_DOT = re.compile(
+    r"stablehlo\.dot_general .*\(tensor<\w*xf8E\w+>, tensor<\w*xf8E\w+>\)"
+)
 _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
 def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
     """Return a function that calls an op, and the function's arguments."""
     shape = (_N,) * (3 if op in _op_calls.PRODUCTS else 2)
-    return _op_calls.call(op, _op_calls.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index))[:2]
+    return _op_calls.call(
+        op, _op_calls.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index)
+    )[:2]
 
 
 # `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases
 # call both ops in turn.
-OPS = {op: _example(op) for op in _op_calls.OPS} | {"quantize_blocks": _example("quantize_blocks_transpose", 1)}
+OPS = {op: _example(op) for op in _op_calls.OPS} | {
+    "quantize_blocks": _example("quantize_blocks_transpose", 1)
+}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
@@ -104,8 +121,12 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
         # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`,
         # which needs half of its results.
         target = _SHARED_CALL.get(name, name)
-        why = "" if target in calls else "; ".join(reasons) or _why_not(platform, target)
-        rows.append({"name": name, "custom_call": target in calls, "calls": calls, "why": why})
+        why = (
+            "" if target in calls else "; ".join(reasons) or _why_not(platform, target)
+        )
+        rows.append(
+            {"name": name, "custom_call": target in calls, "calls": calls, "why": why}
+        )
     return rows
 
 
@@ -121,7 +142,9 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
     for recipe in RECIPES:
 
         def loss(x, kernel, state, recipe=recipe):
-            return dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state).sum()
+            return dot_general(
+                x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+            ).sum()
 
         # Types are enough: programs are lowered and never run, also for platforms that
         # this machine lacks.
@@ -129,9 +152,22 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
         step = jax.value_and_grad(loss, argnums=(0, 1, 2))
         calls, reasons, products = _lowered(platform, step, (_X, _KERNEL, state))
         if platform != "tpu":
-            products = sum(calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul"))
-        why = "" if products == 3 else "; ".join(reasons) or _why_not(platform, "scaled_matmul")
-        rows.append({"name": type(recipe).__name__, "fp8_products": products, "calls": calls, "why": why})
+            products = sum(
+                calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul")
+            )
+        why = (
+            ""
+            if products == 3
+            else "; ".join(reasons) or _why_not(platform, "scaled_matmul")
+        )
+        rows.append(
+            {
+                "name": type(recipe).__name__,
+                "fp8_products": products,
+                "calls": calls,
+                "why": why,
+            }
+        )
     return rows
 
 

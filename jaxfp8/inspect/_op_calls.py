@@ -15,25 +15,54 @@ from ..ops import _blocks, _moments
 _F32 = np.dtype(np.float32)
 _ROW, _MX, _TILE, _SQUARE = (1, None), (1, 32), (1, 128), (128, 128)
 _QUANTIZED_BLOCKS = (
-    *({"block": _TILE}, {"block": _SQUARE, "power_2_scale": True}, {"block": _MX, "scale": "e8m0"}),
+    *(
+        {"block": _TILE},
+        {"block": _SQUARE, "power_2_scale": True},
+        {"block": _MX, "scale": "e8m0"},
+    ),
     *({"block": _ROW}, {"block": _MX, "scale": "e8m0", "rounding": "floor"}),
 )
-_MULTIPLIED_BLOCKS = ((_TILE, _TILE), (_TILE, _SQUARE), (_MX, _MX), (_ROW, _ROW), (_SQUARE, _TILE))
+_MULTIPLIED_BLOCKS = (
+    (_TILE, _TILE),
+    (_TILE, _SQUARE),
+    (_MX, _MX),
+    (_ROW, _ROW),
+    (_SQUARE, _TILE),
+)
 MOST_OPTIONS = 5  # the largest number of options that an op has
 _TINY = 2.0**-149
-_HARD = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, _TINY, -_TINY, 2.0**-126, -3e38, 6e4, 448.0, 2.0**-10])
+_HARD = np.float32(
+    [
+        np.inf,
+        -np.inf,
+        np.nan,
+        0.0,
+        -0.0,
+        _TINY,
+        -_TINY,
+        2.0**-126,
+        -3e38,
+        6e4,
+        448.0,
+        2.0**-10,
+    ]
+)
 _SCALES = np.float32([1, 3.7, 2.0**-7, 2.0**40, 2.0**-126, 2.0**126])
 # Larger arrays repeat this many numbers; it is a prime, so that no two tiles are alike.
 _PERIOD = 999_983
 
 
-def numbers(rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0) -> np.ndarray:
+def numbers(
+    rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0
+) -> np.ndarray:
     """Return normal numbers times powers of two; `hard` puts NaN, infinities,
     subnormals and large numbers in.
     """
     size = int(np.prod(shape))
     spread = 2.0 ** (octaves * rng.standard_normal(min(size, _PERIOD)))
-    values = np.resize((rng.standard_normal(spread.size) * spread).astype(np.float32), size)
+    values = np.resize(
+        (rng.standard_normal(spread.size) * spread).astype(np.float32), size
+    )
     if hard:
         values[rng.permutation(size)[: _HARD.size]] = _HARD[:size]
     with np.errstate(over="ignore", invalid="ignore"):  # float16
@@ -44,7 +73,9 @@ def codes(rng, shape, form, *, hard: bool = False) -> np.ndarray:
     """Return FP8 codes of normal numbers that use the range of the format; `hard` puts
     a NaN in.
     """
-    values = numbers(rng, min(int(np.prod(shape)), _PERIOD), np.float32, octaves=1) * np.float32(form.max / 16)
+    values = numbers(
+        rng, min(int(np.prod(shape)), _PERIOD), np.float32, octaves=1
+    ) * np.float32(form.max / 16)
     if hard:
         values[values.size // 3] = np.nan
     return np.resize(np.clip(values, -form.max, form.max).astype(form.dtype), shape)
@@ -116,23 +147,34 @@ def _quantize_activation(kind, rng):
     name = kind.turn(ops.ACTIVATIONS)
     shape = (kind.shape[0], 2, kind.shape[1]) if ops.is_gated(name) else kind.shape
     arguments = numbers(rng, shape, kind.dtype, octaves=1), factors(rng, 1, 1)
-    return lambda x, scale: ops.quantize_activation(x, scale, kind.form.dtype, activation=name), arguments
+    return lambda x, scale: ops.quantize_activation(
+        x, scale, kind.form.dtype, activation=name
+    ), arguments
 
 
 def _quantize_activation_grad(kind, rng):
-    name, grad = kind.turn(ops.ACTIVATIONS), numbers(rng, kind.shape, kind.dtype, octaves=1)
+    name, grad = (
+        kind.turn(ops.ACTIVATIONS),
+        numbers(rng, kind.shape, kind.dtype, octaves=1),
+    )
     _, (x, scale) = _quantize_activation(kind, rng)
 
     def function(x, grad, scale):
-        return ops.quantize_activation_grad(x, grad, scale, kind.form.dtype, activation=name)
+        return ops.quantize_activation_grad(
+            x, grad, scale, kind.form.dtype, activation=name
+        )
 
     return function, (x, grad, scale)
 
 
 def _quantize_norm(kind, rng):
     def function(x, gamma, beta, scale):
-        options = kind.turn(({"beta": None, "kind": "rms"}, {"beta": beta, "kind": "layer"}))
-        return ops.quantize_norm(x, gamma, scale=scale, dtype=kind.form.dtype, epsilon=1e-6, **options)
+        options = kind.turn(
+            ({"beta": None, "kind": "rms"}, {"beta": beta, "kind": "layer"})
+        )
+        return ops.quantize_norm(
+            x, gamma, scale=scale, dtype=kind.form.dtype, epsilon=1e-6, **options
+        )
 
     shapes = kind.shape, kind.shape[1], kind.shape[1]
     x, gamma, beta = (numbers(rng, shape, kind.dtype, octaves=1) for shape in shapes)
@@ -140,19 +182,32 @@ def _quantize_norm(kind, rng):
 
 
 def _quantize_blocks_transpose(kind, rng):
-    op, options = kind.turn((ops.quantize_blocks_transpose, ops.quantize_blocks)), kind.turn(_QUANTIZED_BLOCKS)
+    op, options = (
+        kind.turn((ops.quantize_blocks_transpose, ops.quantize_blocks)),
+        kind.turn(_QUANTIZED_BLOCKS),
+    )
     return lambda x: op(x, kind.form.dtype, **options), [_numbers(kind, rng)]
 
 
 def _transpose_blocks(kind, rng):
     (m, n), data = kind.shape, codes(rng, kind.shape, kind.form, hard=kind.hard)
-    scales = np.exp2(rng.integers(-4, 4, (m, *_blocks.count(_MX, m, n)[1:]))).astype(kind.turn((_blocks.E8M0, _F32)))
-    return lambda data, scales: ops.transpose_blocks(data, scales, block=_MX), [data, scales]
+    scales = np.exp2(rng.integers(-4, 4, (m, *_blocks.count(_MX, m, n)[1:]))).astype(
+        kind.turn((_blocks.E8M0, _F32))
+    )
+    return lambda data, scales: ops.transpose_blocks(data, scales, block=_MX), [
+        data,
+        scales,
+    ]
 
 
 def _dequantize(kind, rng):
-    arguments = rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype), random_scale(rng)
-    return lambda data, scale_inv: ops.dequantize(data, scale_inv, kind.dtype), arguments
+    arguments = (
+        rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype),
+        random_scale(rng),
+    )
+    return lambda data, scale_inv: ops.dequantize(
+        data, scale_inv, kind.dtype
+    ), arguments
 
 
 def _decode_moment(kind, rng):
@@ -164,8 +219,14 @@ def _decode_moment(kind, rng):
 
 
 def _encode_moment(kind, rng):
-    squared, (_, (data, amax, exponent)) = kind.turn((False, True)), _decode_moment(kind, rng)
-    after, keys = numbers(rng, kind.shape, _F32, hard=kind.hard), rng.integers(0, 2**32, amax.shape, np.uint32)
+    squared, (_, (data, amax, exponent)) = (
+        kind.turn((False, True)),
+        _decode_moment(kind, rng),
+    )
+    after, keys = (
+        numbers(rng, kind.shape, _F32, hard=kind.hard),
+        rng.integers(0, 2**32, amax.shape, np.uint32),
+    )
     # The first row of the moment does not change.
     data[:1], after[:1] = 0, 0
 
@@ -180,31 +241,49 @@ def _adam_update(kind, rng):
     # Two leaves in one call, with or without parameters.
     applies, leaves = kind.turn((False, True)), []
     for _ in range(2):
-        (_, mu), (_, (data, *scales)) = _decode_moment(kind, rng), _decode_moment(kind, rng)
+        (_, mu), (_, (data, *scales)) = (
+            _decode_moment(kind, rng),
+            _decode_moment(kind, rng),
+        )
         squares = data.view(np.uint8) & 0x7F
-        grads, params = (numbers(rng, kind.shape, _F32, hard=kind.hard) for _ in range(2))
+        grads, params = (
+            numbers(rng, kind.shape, _F32, hard=kind.hard) for _ in range(2)
+        )
         keys = rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
-        hyper = np.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
+        hyper = np.float32(
+            [0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5]
+        )
         nu = squares.view(data.dtype), *scales
-        leaves.append(_moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, hyper))
+        leaves.append(
+            _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, hyper)
+        )
 
     arguments, treedef = jax.tree.flatten(leaves)
 
     def function(*arguments):
         stepped = _moments.adam_update(treedef.unflatten(arguments), [1, 1])
-        return [out for out, *_ in stepped] + [x for _, *moments in stepped for x in jax.tree.leaves(moments)]
+        return [out for out, *_ in stepped] + [
+            x for _, *moments in stepped for x in jax.tree.leaves(moments)
+        ]
 
     return function, arguments
 
 
 def _amax_to_scale(kind, rng):
-    function = jax.vmap(lambda amax, scale_inv: ops.amax_to_scale(amax, scale_inv, fp8_max=kind.form.max))
+    function = jax.vmap(
+        lambda amax, scale_inv: ops.amax_to_scale(
+            amax, scale_inv, fp8_max=kind.form.max
+        )
+    )
     return function, [_history(kind, rng), _history(kind, rng)]
 
 
 def _delayed_scales(kind, rng):
     def function(history, scale_inv):
-        options = {"fp8_max": [kind.form.max] * 2, "algo": kind.turn(("max", "most_recent"))}
+        options = {
+            "fp8_max": [kind.form.max] * 2,
+            "algo": kind.turn(("max", "most_recent")),
+        }
         return ops.delayed_scales([history, history[:1]], [scale_inv] * 2, **options)
 
     return function, [_history(kind, rng), factors(rng, 1)]
@@ -212,7 +291,9 @@ def _delayed_scales(kind, rng):
 
 def _read_histories(kind, rng):
     def function(history, scale):
-        return ops.read_histories([[(history, scale), (history[:1], scale)]], fp8_max=[[kind.form.max, 448.0]])
+        return ops.read_histories(
+            [[(history, scale), (history[:1], scale)]], fp8_max=[[kind.form.max, 448.0]]
+        )
 
     return function, [_history(kind, rng), factors(rng, 1)]
 
@@ -232,38 +313,68 @@ def _split_reading(kind, rng):
 
 def _join_recorded(kind, rng):
     count = kind.turn((1, 3))
-    return lambda *numbers: ops.join_recorded([numbers] * count), [_history(kind, rng)[:1], factors(rng, 1)]
+    return lambda *numbers: ops.join_recorded([numbers] * count), [
+        _history(kind, rng)[:1],
+        factors(rng, 1),
+    ]
 
 
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
-    bias, accumulator = (numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
+    bias, accumulator = (
+        numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n))
+    )
     # Add one summand at a time: with both a bias and an accumulator the kernel itself
     # adds neither.
-    summands = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
+    summands = kind.turn(
+        ({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator})
+    )
 
     def function(a, b, a_scale, b_scale, *added):
-        options = dict(zip(summands, added, strict=True)) | {"precise": kind.turn((False, True))}
-        return ops.scaled_matmul(a, b, a_scale, b_scale, out_dtype=kind.dtype, **options)
+        options = dict(zip(summands, added, strict=True)) | {
+            "precise": kind.turn((False, True))
+        }
+        return ops.scaled_matmul(
+            a, b, a_scale, b_scale, out_dtype=kind.dtype, **options
+        )
 
     def terms(a, b, a_scale, b_scale, *added):
         added = [_wide(x[..., None, :] if "bias" in summands else x) for x in added]
         return [(_wide(a, a_scale[..., None]), _wide(b, b_scale[..., None]))], added
 
-    return function, [*_operands(kind, rng, (m, k), (n, k)), *_scales(kind, rng, 1, 1), *summands.values()], terms
+    return (
+        function,
+        [
+            *_operands(kind, rng, (m, k), (n, k)),
+            *_scales(kind, rng, 1, 1),
+            *summands.values(),
+        ],
+        terms,
+    )
 
 
 def _block_scaled_matmul(kind, rng):
     (m, n, k), blocks = kind.shape, kind.turn(_MULTIPLIED_BLOCKS)
-    scales = _scales(kind, rng, *(_blocks.count(block, size, k) for block, size in zip(blocks, (m, n), strict=True)))
+    scales = _scales(
+        kind,
+        rng,
+        *(
+            _blocks.count(block, size, k)
+            for block, size in zip(blocks, (m, n), strict=True)
+        ),
+    )
     # MX scales are powers of two. Round them here, so that the exact product has the
     # same scales.
     if blocks[0] == _MX:
-        scales = [np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0) for scale in scales]
+        scales = [
+            np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0) for scale in scales
+        ]
 
     def function(a, b, *scales):
         a_block, b_block = blocks
-        return ops.block_scaled_matmul(a, b, *scales, a_block=a_block, b_block=b_block, out_dtype=kind.dtype)
+        return ops.block_scaled_matmul(
+            a, b, *scales, a_block=a_block, b_block=b_block, out_dtype=kind.dtype
+        )
 
     def terms(a, b, *scales):
         sides = []
@@ -272,7 +383,9 @@ def _block_scaled_matmul(kind, rng):
             # off the part outside the matrix.
             rows, cols = _blocks.shape(block, *codes.shape[-2:])
             spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
-            sides.append(_wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]]))
+            sides.append(
+                _wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]])
+            )
         return [sides], []
 
     return function, [*_operands(kind, rng, (m, k), (n, k)), *scales], terms
@@ -284,18 +397,31 @@ def _ragged_matmul(kind, rng):
     is_rows, ends = ragged == "rows", [0, m // 3, m // 3, m]
 
     def function(a, b, a_scale, b_scale, sizes):
-        out = ops.ragged_matmul(a, b, a_scale, b_scale, sizes, ragged=ragged, out_dtype=kind.dtype)
+        out = ops.ragged_matmul(
+            a, b, a_scale, b_scale, sizes, ragged=ragged, out_dtype=kind.dtype
+        )
         return out.reshape(-1, n)
 
     def terms(a, b, a_scale, b_scale, sizes):
-        a, b = _wide(a, a_scale[..., None]), _wide(b, b_scale[..., None, None] if is_rows else b_scale[..., None])
+        a, b = (
+            _wide(a, a_scale[..., None]),
+            _wide(b, b_scale[..., None, None] if is_rows else b_scale[..., None]),
+        )
         return [
-            (a[..., i:j, :], b[..., group, :, :]) if is_rows else (a[..., i:j], b[..., i:j])
+            (a[..., i:j, :], b[..., group, :, :])
+            if is_rows
+            else (a[..., i:j], b[..., i:j])
             for group, (i, j) in enumerate(itertools.pairwise(ends))
         ], []
 
-    operands = _operands(kind, rng, *(((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))))
-    return function, [*operands, *_scales(kind, rng, 1, 1), np.diff(ends).astype(np.int32)], terms
+    operands = _operands(
+        kind, rng, *(((m, k), (3, n, k)) if is_rows else ((k, m), (n, m)))
+    )
+    return (
+        function,
+        [*operands, *_scales(kind, rng, 1, 1), np.diff(ends).astype(np.int32)],
+        terms,
+    )
 
 
 def _numbers(kind, rng):
@@ -311,13 +437,19 @@ def _operands(kind, rng, *shapes):
     E5M2.
     """
     forms = kind.form, E4M3
-    return [codes(rng, shape, form, hard=kind.hard) for shape, form in zip(shapes, forms, strict=True)]
+    return [
+        codes(rng, shape, form, hard=kind.hard)
+        for shape, form in zip(shapes, forms, strict=True)
+    ]
 
 
 def _scales(kind, rng, *shapes):
     """Return scales that make the terms of a product about 1."""
     tops = kind.form.max, E4M3.max
-    return [factors(rng, shape, 1) * _F32.type(16 / top) for shape, top in zip(shapes, tops, strict=True)]
+    return [
+        factors(rng, shape, 1) * _F32.type(16 / top)
+        for shape, top in zip(shapes, tops, strict=True)
+    ]
 
 
 def _wide(x, factor=1.0):
@@ -328,7 +460,13 @@ def _wide(x, factor=1.0):
 # The call of each op, by the name of its custom call.
 _FUNCTIONS = (
     *(_amax, _amax_to_scale, _delayed_scales, _read_histories, _write_histories),
-    *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
+    *(
+        _quantize,
+        _quantize_transpose,
+        _quantize_activation,
+        _quantize_activation_grad,
+        _quantize_norm,
+    ),
     *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
     *(_adam_update, _decode_moment, _encode_moment, _join_recorded, _split_reading),
     *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),

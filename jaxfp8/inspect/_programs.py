@@ -19,9 +19,17 @@ from ..ops import _ffi, _primitive, _support
 # Scopes that transforms add, which do not name modules.
 _SCOPES_OF_TRANSFORMS = ("rematted_computation", "checkpoint")
 _SCOPES_OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
-_PACKAGES = [sys.modules[name] for name in ("jax", "jaxlib", "flax") if name in sys.modules]
-_FOLDERS = [os.path.dirname(os.path.dirname(__file__)), *(os.path.dirname(package.__file__) for package in _PACKAGES)]
-_FOLDERS += [sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+_PACKAGES = [
+    sys.modules[name] for name in ("jax", "jaxlib", "flax") if name in sys.modules
+]
+_FOLDERS = [
+    os.path.dirname(os.path.dirname(__file__)),
+    *(os.path.dirname(package.__file__) for package in _PACKAGES),
+]
+_FOLDERS += [
+    sysconfig.get_paths()[kind]
+    for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+]
 _LIBRARIES = tuple(os.path.join(folder, "") for folder in _FOLDERS)
 
 
@@ -62,12 +70,21 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
 
 def _place(stack, eqn) -> Place:
     scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
-    is_backward = any(type(item).__name__ == "Transform" and item.name == "transpose" for item in stack)
+    is_backward = any(
+        type(item).__name__ == "Transform" and item.name == "transpose"
+        for item in stack
+    )
     reason = next(filter(None, map(_contexts.reason, scopes)), None)
     gemm = next(filter(None, map(_contexts.gemm_of, scopes)), None)
-    no_layer = [scope for scope in scopes if _contexts.reason(scope) or _contexts.gemm_of(scope)]
-    scopes = [scope for scope in scopes if scope not in (*_SCOPES_OF_TRANSFORMS, *no_layer)]
-    return Place(_joined(scopes), is_backward, gemm, reason, _line(eqn.source_info.traceback))
+    no_layer = [
+        scope for scope in scopes if _contexts.reason(scope) or _contexts.gemm_of(scope)
+    ]
+    scopes = [
+        scope for scope in scopes if scope not in (*_SCOPES_OF_TRANSFORMS, *no_layer)
+    ]
+    return Place(
+        _joined(scopes), is_backward, gemm, reason, _line(eqn.source_info.traceback)
+    )
 
 
 def _joined(scopes) -> str:
@@ -111,7 +128,11 @@ def traced(fn, arrays):
 
 _WITHOUT_FP8_GEMMS = ("cpu", "tpu", "rocm")
 # The primitives of the FP8 GEMMs of `jaxfp8.ops`.
-GEMM_OPS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul", "jaxfp8_ragged_matmul")
+GEMM_OPS = (
+    "jaxfp8_scaled_matmul",
+    "jaxfp8_block_scaled_matmul",
+    "jaxfp8_ragged_matmul",
+)
 
 
 class _Gpu(NamedTuple):
@@ -148,16 +169,28 @@ class Target(NamedTuple):
             backend = _support.backend()
             platform = "cuda" if local or backend == "cpu" else backend
         # The last digit is the minor version: `sm_90` is 9.0, and `sm_100` is 10.0.
-        capability = re.fullmatch(r"sm_(\d+)(\d)a?", platform) if isinstance(platform, str) else None
+        capability = (
+            re.fullmatch(r"sm_(\d+)(\d)a?", platform)
+            if isinstance(platform, str)
+            else None
+        )
         if capability:
             return Target(platform, (_Gpu(platform, ".".join(capability.groups())),))
         if platform in ("cuda", "gpu"):
             # Local GPUs need the CUDA library of this installation. For GPUs elsewhere
             # the library is assumed.
             missing = local and not _ffi.has_cuda_kernels()
-            return Target("cuda", local, "jaxfp8 was installed without its CUDA library" if missing else None)
+            return Target(
+                "cuda",
+                local,
+                "jaxfp8 was installed without its CUDA library" if missing else None,
+            )
         if platform in _WITHOUT_FP8_GEMMS:
-            return Target(platform, (), f"{platform} has no FP8 GEMM: codes are widened, exactly, and multiplied")
+            return Target(
+                platform,
+                (),
+                f"{platform} has no FP8 GEMM: codes are widened, exactly, and multiplied",
+            )
         raise ValueError(
             'gemms: platform: expected None, "cuda", a compute capability such as "sm_90", or one of '
             f"{_WITHOUT_FP8_GEMMS}, got {platform!r}"
@@ -170,24 +203,40 @@ class Target(NamedTuple):
         is left to XLA.
         """
         name = eqn.primitive.name.removeprefix("jaxfp8_")
-        types, implementation = [var.aval for var in eqn.invars], eqn.params.get("implementation", "xla")
+        types, implementation = (
+            [var.aval for var in eqn.invars],
+            eqn.params.get("implementation", "xla"),
+        )
         # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no
         #    cuBLASLt.
         if self.lacks:
             return self.lacks
-        missing = _support.missing_on(self.gpus, cublaslt=name in ("scaled_matmul", "block_scaled_matmul"))
+        missing = _support.missing_on(
+            self.gpus, cublaslt=name in ("scaled_matmul", "block_scaled_matmul")
+        )
         if missing and (missing.hardware or implementation != "xla"):
             return missing.reason
         # 2. Ask the implementation that was selected while tracing.
         if implementation == "reference":
             return 'implementation("reference") is selected'
-        if name in ("scaled_matmul", "dot_general") and types[0].dtype == types[1].dtype == E5M2.dtype:
+        if (
+            name in ("scaled_matmul", "dot_general")
+            and types[0].dtype == types[1].dtype == E5M2.dtype
+        ):
             return "no tensor core multiplies two float8_e5m2"
         if implementation == "xla":
-            is_rewritten = name == "dot_general" or (name == "scaled_matmul" and not eqn.params["vmap_dims"])
-            return None if is_rewritten else f'implementation("xla"): XLA has no FP8 product for this {name}'
+            is_rewritten = name == "dot_general" or (
+                name == "scaled_matmul" and not eqn.params["vmap_dims"]
+            )
+            return (
+                None
+                if is_rewritten
+                else f'implementation("xla"): XLA has no FP8 product for this {name}'
+            )
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
-        return _primitive.not_on(eqn.primitive, self.gpus, *types, spec=eqn.params["spec"])
+        return _primitive.not_on(
+            eqn.primitive, self.gpus, *types, spec=eqn.params["spec"]
+        )
 
 
 def are_fp8(*dtypes) -> bool:

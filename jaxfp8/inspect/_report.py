@@ -21,14 +21,28 @@ from ..linen._scopes import Region, regions
 from ..nnx import _quantize as nnx_rules
 from ..nnx._dot_general import _Fp8Product
 from ..nnx._freeze import FrozenKernel, recorded_calls
-from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, HighPrecision, QTensor, keeps_state, kind, resolve
+from ..recipes import (
+    OVERWRITE_WITH_GRADIENT,
+    DelayedScaling,
+    HighPrecision,
+    QTensor,
+    keeps_state,
+    kind,
+    resolve,
+)
 
 _COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
 _NO_PRODUCT = {
     (nn.MultiHeadDotProductAttention, nnx.MultiHeadAttention): (
         "attention scores have no FP8 product; its query, key, value and out are layers"
     ),
-    (nn.Conv, nn.ConvTranspose, nn.ConvLocal, nnx.Conv, nnx.ConvTranspose): "convolutions have no FP8 product",
+    (
+        nn.Conv,
+        nn.ConvTranspose,
+        nn.ConvLocal,
+        nnx.Conv,
+        nnx.ConvTranspose,
+    ): "convolutions have no FP8 product",
     (nn.Embed, nnx.Embed): "an embedding is looked up, and attend has no FP8 product",
     nnx.LoRA: "its products are of arrays, and have no FP8 product",
     nnx.bridge.ToNNX: "a Linen module; give it its rules with linen.quantize, before the bridge",
@@ -58,12 +72,18 @@ class Report:
     unused: list[str]
 
     def __repr__(self) -> str:
-        rows = [row | {"recipe": row["recipe"] or "high precision"} for row in self.rows]
-        lines = [_COLUMNS] + [tuple(_text(row[column]) for column in _COLUMNS) for row in rows]
+        rows = [
+            row | {"recipe": row["recipe"] or "high precision"} for row in self.rows
+        ]
+        lines = [_COLUMNS] + [
+            tuple(_text(row[column]) for column in _COLUMNS) for row in rows
+        ]
         return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
 
 
-def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any) -> Report:
+def report(
+    model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any
+) -> Report:
     """Return a table of a model's layers, with the recipe of each and the reason; the
     model may have rules or not.
 
@@ -97,11 +117,15 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
         ValueError: with `strict`, a rule decides about no layer.
     """
     if not isinstance(model, (nn.Module, nnx.Module)):
-        raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
+        raise TypeError(
+            f"report: model: expected a Linen or an NNX module, got {kind(model)}"
+        )
     if isinstance(model, nn.Module):
         rows = _linen_rows(model, variables, args, kwargs)
     elif variables is not None:
-        raise TypeError("report: variables: expected none for an NNX model, which holds its state")
+        raise TypeError(
+            "report: variables: expected none for an NNX model, which holds its state"
+        )
     else:
         rows = _nnx_rows(model, args, kwargs)
     by_path = sorted(rows.by_path, key=natural)
@@ -131,11 +155,19 @@ class _Rows:
         """Add a module without an FP8 product: where a rule matches it in vain, and
         where it multiplies arrays.
         """
-        reasons = (reason for classes, reason in _NO_PRODUCT.items() if isinstance(module, classes))
+        reasons = (
+            reason
+            for classes, reason in _NO_PRODUCT.items()
+            if isinstance(module, classes)
+        )
         reason = next(reasons, None)
         if decided is not None and (reason or kernel):
             rule = self.use(decided)
-            why = rule if decided.rule.recipe is None else f"skipped: {reason or _OWN_ARRAYS} ({rule})"
+            why = (
+                rule
+                if decided.rule.recipe is None
+                else f"skipped: {reason or _OWN_ARRAYS} ({rule})"
+            )
             self.add(path, module, None, why, input, kernel)
         elif kernel and not reason:
             self.add(path, module, None, f"no rule; {_OWN_ARRAYS}", input, kernel)
@@ -146,8 +178,16 @@ class _Rows:
         return _rule_text(decided.index, decided.rule)
 
     def unused(self) -> list[str]:
-        rules = [(region, i, rule) for region in self.regions for i, rule in enumerate(region.rules)]
-        return [_rule_text(i, rule) for region, i, rule in rules if (region, i) not in self.used]
+        rules = [
+            (region, i, rule)
+            for region in self.regions
+            for i, rule in enumerate(region.rules)
+        ]
+        return [
+            _rule_text(i, rule)
+            for region, i, rule in rules
+            if (region, i) not in self.used
+        ]
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
@@ -189,7 +229,9 @@ class _Recorder(_Rows):
         to.
         """
         module = context.module
-        self.regions += [region for region in regions(module.scope) if region not in self.regions]
+        self.regions += [
+            region for region in regions(module.scope) if region not in self.regions
+        ]
         result = next_method(*args, **kwargs)
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":
@@ -208,7 +250,11 @@ class _Recorder(_Rows):
         first = self.owners.setdefault(owner, product.path)
         is_named = not product.path or product.path[-1] != f"{type(product).__name__}_0"
         path = "/".join(product.path) if is_named or first != product.path else owner
-        arrays = [arg.data if isinstance(arg, QTensor) else arg for arg in args if hasattr(arg, "shape")]
+        arrays = [
+            arg.data if isinstance(arg, QTensor) else arg
+            for arg in args
+            if hasattr(arg, "shape")
+        ]
         # 2. Find the recipe, and the rule or the code that names it.
         decided = decision(product)
         if decided is None:
@@ -216,9 +262,15 @@ class _Recorder(_Rows):
         else:
             named, why = decided.rule.layer_recipe, self.use(decided)
         recipe, why = _recipe_and_reason(named, product._recipe_of_fields, why)
-        if recipe is not None and keeps_state(recipe) and OVERWRITE_WITH_GRADIENT not in product.variables:
+        if (
+            recipe is not None
+            and keeps_state(recipe)
+            and OVERWRITE_WITH_GRADIENT not in product.variables
+        ):
             why += "; the variables have no state of it: scales of the tensors at hand"
-        self.add(path, product, recipe, why, *(tuple(array.shape) for array in arrays[:2]))
+        self.add(
+            path, product, recipe, why, *(tuple(array.shape) for array in arrays[:2])
+        )
 
     def _module(self, module, args) -> None:
         """Record any other module: a layer, or a module whose parameters have no FP8
@@ -229,7 +281,10 @@ class _Recorder(_Rows):
             if path in self.by_path:
                 self.by_path[path]["kind"] = type(module).__name__
             return
-        decided, kernel = decision(module), _first_matrix(nn.meta.unbox(module.variables.get("params", {})))
+        decided, kernel = (
+            decision(module),
+            _first_matrix(nn.meta.unbox(module.variables.get("params", {}))),
+        )
         x = tuple(args[0].shape) if args and hasattr(args[0], "shape") else None
         if is_layer(module):
             why = _own_product(module) if decided is None else self.use(decided)
@@ -252,13 +307,29 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
     calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
     for path, layer, _ in layers:
         call, is_passed_by = calls.get(path), path in calls and calls[path] is None
-        decided, product, path = decide(path, layer), nnx_rules.product(layer), "/".join(map(str, path))
-        recipe, why = _nnx_recipe_and_reason(layer, product, decided, None if decided is None else rows.use(decided))
-        if product is not None and (owner := owners.setdefault(id(product), path)) != path:
+        decided, product, path = (
+            decide(path, layer),
+            nnx_rules.product(layer),
+            "/".join(map(str, path)),
+        )
+        recipe, why = _nnx_recipe_and_reason(
+            layer, product, decided, None if decided is None else rows.use(decided)
+        )
+        if (
+            product is not None
+            and (owner := owners.setdefault(id(product), path)) != path
+        ):
             why += f"; shares the product and the state of {owner}"
         if is_passed_by:
             why += "; not called"
-        rows.add(path, layer, recipe, why, None if call is None else call.x_shape, _kernel(layer))
+        rows.add(
+            path,
+            layer,
+            recipe,
+            why,
+            None if call is None else call.x_shape,
+            _kernel(layer),
+        )
     # 2. Report modules without a product where a rule matches the module in vain.
     known = {id(layer) for _, layer, _ in layers}
     for path, module in nnx.iter_modules(model):
@@ -274,7 +345,9 @@ def _nnx_calls(model, args, kwargs) -> dict:
     """
     copy = nnx.merge(*nnx.split(model))  # the recorders take the place of products
     layers = [
-        layer for layer in nnx_rules.layers(copy) if layer[2] is not None and nnx_rules.product(layer[1]) is not None
+        layer
+        for layer in nnx_rules.layers(copy)
+        if layer[2] is not None and nnx_rules.product(layer[1]) is not None
     ]
     calls, _ = recorded_calls(copy, layers, args, kwargs)
     return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
@@ -285,7 +358,9 @@ def _nnx_recipe_and_reason(layer, product, decided, rule: str | None):
     may have overridden the rule.
     """
     if product is None:
-        return None, rule if rule and decided.rule.recipe is None else _own_product(layer)
+        return None, rule if rule and decided.rule.recipe is None else _own_product(
+            layer
+        )
     named = product.recipe if product.names_recipe else None
     is_rule = rule is not None and named == decided.rule.layer_recipe
     made_for = None if isinstance(product.recipe, HighPrecision) else product.recipe
@@ -303,7 +378,11 @@ def _kernel(module):
     frozen = getattr(module, "kernel", None)
     if isinstance(frozen, FrozenKernel):
         return frozen.shape
-    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    params = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param)
+    }
     return _first_matrix({name: param.get_value() for name, param in params.items()})
 
 
@@ -319,7 +398,10 @@ def _own_product(layer) -> str:
     """Return why a layer that no rule decides about has no FP8 product: its code may
     name another product.
     """
-    named = (getattr(layer, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op"))
+    named = (
+        getattr(layer, name, None)
+        for name in ("dot_general_cls", "dot_general", "einsum_op")
+    )
     product = next((value for value in named if value is not None), None)
     is_plain = product in (None, jax.lax.dot_general, jnp.einsum)
     return "no rule" if is_plain else f"own {getattr(product, '__name__', product)}"
@@ -329,7 +411,11 @@ def _first_matrix(params) -> tuple[int, ...] | None:
     """Return the shape of a module's kernel, or else of its first parameter with two or
     more dimensions; or None.
     """
-    shapes = {name: tuple(value.shape) for name, value in params.items() if len(getattr(value, "shape", ())) > 1}
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in params.items()
+        if len(getattr(value, "shape", ())) > 1
+    }
     return shapes.get("kernel", next(iter(shapes.values()), None))
 
 
@@ -367,10 +453,18 @@ def _text(value) -> str:
     if value is None:
         return "-"
     if dataclasses.is_dataclass(value):
-        fields = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+        fields = [
+            field
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        ]
         return f"{type(value).__name__}({', '.join(f'{f.name}={_option(getattr(value, f.name))}' for f in fields)})"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _option(value) -> str:
-    return getattr(value, "__qualname__", None) or getattr(value, "name", None) or repr(value)
+    return (
+        getattr(value, "__qualname__", None)
+        or getattr(value, "name", None)
+        or repr(value)
+    )

@@ -59,7 +59,9 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
         scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
         # Numbers below zero make the scale NaN. Look for them before `clean`, which
         # replaces them.
-        is_bad = jnp.any(_scaling.below_zero(history), axis=-1) | _scaling.below_zero(scale_inv)
+        is_bad = jnp.any(_scaling.below_zero(history), axis=-1) | _scaling.below_zero(
+            scale_inv
+        )
         history = _scaling.clean(history)
         scale, newest = jnp.where(is_bad, jnp.nan, 1 / scale_inv), history[..., 0]
         is_grad = arrays.name.endswith("output_grad")
@@ -67,10 +69,21 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
         before = jnp.max(history[..., 1:], axis=-1, initial=0)
         growth = jnp.where((newest > 0) & (before > 0), newest / before, jnp.nan)
         scale_lag = jnp.where(newest > 0, jnp.log2(newest * scale / largest), jnp.nan)
-        figures = [scale, newest, jnp.max(history, axis=-1), newest * scale, growth, scale_lag]
+        figures = [
+            scale,
+            newest,
+            jnp.max(history, axis=-1),
+            newest * scale,
+            growth,
+            scale_lag,
+        ]
         # The names have the order of the flat figures: layer by layer of the stack, the
         # figures of a layer together.
-        names += [f"{arrays.name}{member(index)}/{label}" for index in np.ndindex(arrays.stack) for label in _FIGURES]
+        names += [
+            f"{arrays.name}{member(index)}/{label}"
+            for index in np.ndindex(arrays.stack)
+            for label in _FIGURES
+        ]
         values.append(jnp.stack(figures, axis=-1).reshape(-1))
     return Measured(jnp.concatenate(values), tuple(names))
 
@@ -142,17 +155,33 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("inspect.plot: needs matplotlib; install it: pip install matplotlib") from error
+        raise ImportError(
+            "inspect.plot: needs matplotlib; install it: pip install matplotlib"
+        ) from error
     # 1. Collect the lines. 2. Give each group a row of axes, and each name a color.
     lines = _lines(histories)
-    groups = sorted({group for group, *_ in lines}, key=lambda group: (*_OPERANDS, group).index(group))
+    groups = sorted(
+        {group for group, *_ in lines},
+        key=lambda group: (*_OPERANDS, group).index(group),
+    )
     figure = Figure(figsize=(12, 3.2 * len(groups) + 0.6), layout="constrained")
-    axes = dict(zip(groups, figure.subplots(len(groups), 2, squeeze=False, sharex=True), strict=True))
-    colors = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(name for _, _, name, _ in lines))}
+    axes = dict(
+        zip(
+            groups,
+            figure.subplots(len(groups), 2, squeeze=False, sharex=True),
+            strict=True,
+        )
+    )
+    colors = {
+        name: f"C{i % 10}"
+        for i, name in enumerate(dict.fromkeys(name for _, _, name, _ in lines))
+    }
     for group, is_scale, name, values in lines:
         # 0 means that nothing was recorded; a log scale has no 0
         drawn = np.where(values > 0, values, np.nan)
-        axes[group][int(is_scale)].plot(drawn, color=colors[name], linewidth=1, label=name)
+        axes[group][int(is_scale)].plot(
+            drawn, color=colors[name], linewidth=1, label=name
+        )
     for group, pair in axes.items():
         for axis, title in zip(pair, ("amax", "scale"), strict=True):
             axis.set(title=f"{title} of {group}" if group else title, yscale="log")
@@ -177,12 +206,16 @@ def _lines(trees) -> list[tuple]:
         )
     steps = [rows_of(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
     if not steps:
-        raise ValueError("plot: histories: expected at least one tree, got an empty list")
+        raise ValueError(
+            "plot: histories: expected at least one tree, got an empty list"
+        )
     # A line follows one quantizer over the steps, so all trees need the same quantizers
     # in one order.
     names = [[row["name"] for row in rows] for rows in steps]
     if any(step_names != names[0] for step_names in names):
-        raise ValueError("plot: histories: expected trees with the same quantizers, got others after the first")
+        raise ValueError(
+            "plot: histories: expected trees with the same quantizers, got others after the first"
+        )
     lines = []
     for name, *rows in zip(names[0], *steps, strict=True):
         # An operand has a row of axes; a quantizer of another name goes to the row

@@ -13,7 +13,17 @@ from ..recipes import _below_zero, _state_tree
 
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
-_COLUMNS = ("name", "scale", "newest", "max", "min", "filled", "peak", "follows", "steps_since_change")
+_COLUMNS = (
+    "name",
+    "scale",
+    "newest",
+    "max",
+    "min",
+    "filled",
+    "peak",
+    "follows",
+    "steps_since_change",
+)
 # other heads are the columns' names
 _HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}
 # A table of more rows than a screen holds has a line for each group.
@@ -67,9 +77,15 @@ class Summary:
         for row in self.rows if len(self.rows) <= _SCREEN else _groups(self.rows):
             cells = row | {"filled": f"{row['filled']}/{row['length']}"}
             lines.append(tuple(_text(key, cells[key]) for key in _COLUMNS))
-        below_zero = {row["name"]: row["least"] for row in self.rows if row["least"] < 0}
+        below_zero = {
+            row["name"]: row["least"] for row in self.rows if row["least"] < 0
+        }
         table = aligned(lines, right=1)
-        return f"{table}\n\n{_below_zero.message(below_zero)}{_below_zero.REPAIR}" if below_zero else table
+        return (
+            f"{table}\n\n{_below_zero.message(below_zero)}{_below_zero.REPAIR}"
+            if below_zero
+            else table
+        )
 
 
 def summary(variables: Any, *, worst: int | None = None) -> Summary:
@@ -98,7 +114,9 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
             works.
     """
     rows = rows_of("summary: variables", variables)
-    return Summary(rows if worst is None else sorted(rows, key=_badness, reverse=True)[:worst])
+    return Summary(
+        rows if worst is None else sorted(rows, key=_badness, reverse=True)[:worst]
+    )
 
 
 def rows_of(where: str, variables) -> list[dict[str, Any]]:
@@ -106,8 +124,14 @@ def rows_of(where: str, variables) -> list[dict[str, Any]]:
     messages.
     """
     states = quantizers(where, variables)
-    if any(isinstance(leaf, jax.core.Tracer) for arrays in states for leaf in (arrays.amax_history, arrays.scale_inv)):
-        raise TypeError(f"{where}: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure")
+    if any(
+        isinstance(leaf, jax.core.Tracer)
+        for arrays in states
+        for leaf in (arrays.amax_history, arrays.scale_inv)
+    ):
+        raise TypeError(
+            f"{where}: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure"
+        )
     rows = []
     for arrays in states:
         on_host = jax.device_get((arrays.amax_history, arrays.scale_inv))
@@ -130,8 +154,14 @@ def _groups(rows) -> list[dict[str, Any]]:
     groups = {}
     for row in rows:
         groups.setdefault(re.sub(r"\d+", "*", row["name"]), []).append(row)
-    names = {name: f"{name} x{len(group)}" if len(group) > 1 else group[0]["name"] for name, group in groups.items()}
-    return [max(group, key=_badness) | {"name": names[name]} for name, group in groups.items()]
+    names = {
+        name: f"{name} x{len(group)}" if len(group) > 1 else group[0]["name"]
+        for name, group in groups.items()
+    }
+    return [
+        max(group, key=_badness) | {"name": names[name]}
+        for name, group in groups.items()
+    ]
 
 
 def _row(name, history, scale_inv) -> dict[str, Any]:
@@ -192,7 +222,9 @@ def _is_scale_of(amax, scale_inv) -> bool:
     if amax == 0:
         return False
     ratios = [scale_inv * fp8_max(dtype) / amax for dtype in FP8_DTYPES]
-    return any(abs(ratio / 2.0 ** np.round(np.log2(ratio)) - 1) <= _EQUAL for ratio in ratios)
+    return any(
+        abs(ratio / 2.0 ** np.round(np.log2(ratio)) - 1) <= _EQUAL for ratio in ratios
+    )
 
 
 def _text(key: str, value) -> str:
@@ -246,9 +278,17 @@ def quantizers(where: str, tree) -> list[Arrays]:
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
         # Transforms stack along any axis; here the slots go last.
         is_last = axis in (-1, leaves[0].ndim - 1)
-        history, scale_inv = leaves if is_last else (jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves)
-        _, collection, name = f"/{quantizer.name}".partition(f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/")
-        arrays.append(Arrays(name if collection else quantizer.name, history, scale_inv))
+        history, scale_inv = (
+            leaves
+            if is_last
+            else (jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves)
+        )
+        _, collection, name = f"/{quantizer.name}".partition(
+            f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
+        )
+        arrays.append(
+            Arrays(name if collection else quantizer.name, history, scale_inv)
+        )
     if not arrays:
         raise ValueError(
             f"{where}: expected a tree that holds FP8 state (amax_history and scale side by side), got "

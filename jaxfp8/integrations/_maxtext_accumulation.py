@@ -23,7 +23,11 @@ def _state(tree) -> dict:
     arrays.
     """
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
-    return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.filter_state(state, OverwriteWithGradient))}
+    return {
+        OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(
+            nnx.filter_state(state, OverwriteWithGradient)
+        )
+    }
 
 
 def accumulate_with_state(module, original):
@@ -77,14 +81,20 @@ class _NnxWithState:
 
     @staticmethod
     def value_and_grad(f, *, argnums=0, has_aux=False):
-        differentiate = value_and_grad(f, argnums=nnx.DiffState(argnums, trainable), has_aux=has_aux)
+        differentiate = value_and_grad(
+            f, argnums=nnx.DiffState(argnums, trainable), has_aux=has_aux
+        )
 
         def step(model, *args, **options):
             old = _state(model)
             out, gradients = differentiate(model, *args, **options)
             # Every microbatch reads the state that the step began with.
             _put(model, old)
-            model.fp8_next_state.set_value(accumulate_gradients(model.fp8_next_state.get_value(), _state(gradients)))
+            model.fp8_next_state.set_value(
+                accumulate_gradients(
+                    model.fp8_next_state.get_value(), _state(gradients)
+                )
+            )
             # MaxText adds up all gradients that it gets, so it gets those of parameters
             # only.
             return out, nnx.filter_state(gradients, nnx.Param)

@@ -30,4 +30,6 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         return linen.quantize(model, rules)
     if isinstance(model, nnx.Module):
         return jaxfp8_nnx.quantize(model, rules)
-    raise TypeError(f"quantize: model: expected an instance of a Linen or an NNX module, got {kind(model)}")
+    raise TypeError(
+        f"quantize: model: expected an instance of a Linen or an NNX module, got {kind(model)}"
+    )

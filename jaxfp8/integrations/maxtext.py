@@ -60,8 +60,14 @@ _TRAIN = "maxtext.trainers.pre_train.train"
 _HOOKS = {
     "maxtext.layers.quantizations": ("configure_quantization", "Fp8Quantization"),
     "maxtext.layers.nnx_decoders": ("NNXDecoder.minimal_policy",),
-    "maxtext.utils.gradient_accumulation": ("gradient_accumulation_loss_and_grad", "nnx.value_and_grad"),
-    "maxtext.configs.pyconfig": ("_initialize_pydantic", f"types.MaxTextConfig.{_VALIDATOR}"),
+    "maxtext.utils.gradient_accumulation": (
+        "gradient_accumulation_loss_and_grad",
+        "nnx.value_and_grad",
+    ),
+    "maxtext.configs.pyconfig": (
+        "_initialize_pydantic",
+        f"types.MaxTextConfig.{_VALIDATOR}",
+    ),
     "maxtext.utils.train_utils": ("validate_train_config",),
     _TRAIN: ("loss_fn",),
 }
@@ -123,16 +129,29 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     with contextlib.ExitStack() as undo:
         quantizations, decoders, accumulation, config, checks, train = modules.values()
         for owner, name, wrap in (
-            (quantizations, "configure_quantization", functools.partial(_configure, recipes=recipes)),
+            (
+                quantizations,
+                "configure_quantization",
+                functools.partial(_configure, recipes=recipes),
+            ),
             (decoders.NNXDecoder, "minimal_policy", _keep_codes),
-            (accumulation, "gradient_accumulation_loss_and_grad", accumulate_with_state),
+            (
+                accumulation,
+                "gradient_accumulation_loss_and_grad",
+                accumulate_with_state,
+            ),
             (config, "_initialize_pydantic", _parse),
             (checks, "validate_train_config", _check),
             (train, "loss_fn", _share_state),
         ):
             original = getattr(owner, name)
             for importer in _importers(name, original) or [owner]:
-                _set(undo, importer, name, functools.wraps(original)(wrap(owner, original)))
+                _set(
+                    undo,
+                    importer,
+                    name,
+                    functools.wraps(original)(wrap(owner, original)),
+                )
         _installed = undo.pop_all()
     return _installed
 
@@ -166,7 +185,11 @@ def _importers(name: str, value) -> list:
     """Return MaxText's modules that have `value` as their `name`: the defining one, and
     those that import it.
     """
-    modules = [module for key, module in sys.modules.items() if key.partition(".")[0] == "maxtext"]
+    modules = [
+        module
+        for key, module in sys.modules.items()
+        if key.partition(".")[0] == "maxtext"
+    ]
     return [module for module in modules if vars(module).get(name) is value]
 
 
@@ -197,7 +220,10 @@ class _Fp8Einsum(nn.Module):
     @nn.compact
     def __call__(self, eqn, lhs, rhs, **options):
         # Experts that drop tokens multiply with masks, which are bool.
-        lhs, rhs = (x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(self.dtype) for x in (lhs, rhs))
+        lhs, rhs = (
+            x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(self.dtype)
+            for x in (lhs, rhs)
+        )
         einsum = Fp8Einsum(recipe=self.recipe, name="fp8_einsum")
         options.setdefault("preferred_element_type", self.dtype)
         return einsum(eqn, lhs, rhs, **options)
@@ -232,7 +258,10 @@ def _configure(module, original, recipes):
         quantization = original(_With(config, quantization="fp8"), *args, **options)
         if not isinstance(quantization, module.Fp8Quantization):
             return quantization
-        return Quantization(recipe, quantization.quantize_dtype if config.quantization == "fp8" else None)
+        return Quantization(
+            recipe,
+            quantization.quantize_dtype if config.quantization == "fp8" else None,
+        )
 
     return configure
 
@@ -241,8 +270,15 @@ def _calibrated(config) -> Recipe:
     """Return current scaling, with constant scales for the operands that MaxText's
     flags give a fixed range.
     """
-    bounds = {option: _bound(flag, getattr(config, flag, "absmax")) for option, flag in _CALIBRATIONS.items()}
-    return _RECIPES[_CURRENT] if set(bounds.values()) == {None} else StaticScaling(**bounds)
+    bounds = {
+        option: _bound(flag, getattr(config, flag, "absmax"))
+        for option, flag in _CALIBRATIONS.items()
+    }
+    return (
+        _RECIPES[_CURRENT]
+        if set(bounds.values()) == {None}
+        else StaticScaling(**bounds)
+    )
 
 
 def _bound(flag: str, method: str) -> float | None:
@@ -276,7 +312,9 @@ def _keep_codes(decoder, original):
         policy = original(self, with_context, with_quantization)
         if not with_quantization:
             return policy
-        return jax.checkpoint_policies.save_from_both_policies(policy, checkpoint_policies.save_fp8_residuals)
+        return jax.checkpoint_policies.save_from_both_policies(
+            policy, checkpoint_policies.save_fp8_residuals
+        )
 
     return minimal_policy
 
@@ -339,7 +377,9 @@ def _check(module, original):
 
     def check(config):
         accumulates = config.quantization in _RECIPES
-        return original(_With(config, gradient_accumulation_steps=1) if accumulates else config)
+        return original(
+            _With(config, gradient_accumulation_steps=1) if accumulates else config
+        )
 
     return check
 

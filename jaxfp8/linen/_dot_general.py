@@ -15,7 +15,13 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import recipes
 from ..dot import Activated, Normalized, _contexts, _frozen, dot_general, einsum_by
 from ..numerics import E4M3, E5M2, HYBRID
-from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, DotGeneralState, QTensor, Recipe
+from ..recipes import (
+    OVERWRITE_WITH_GRADIENT,
+    DelayedScaling,
+    DotGeneralState,
+    QTensor,
+    Recipe,
+)
 from . import _mistakes
 
 
@@ -55,17 +61,25 @@ class Fp8Module(nn.Module):
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def _operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
+    def _operands(
+        self, x, kernel, dimension_numbers, preferred_element_type
+    ) -> _frozen.Operands:
         """Get the recipe and the state of this module, or the codes of `jaxfp8.freeze`,
         for a product.
         """
         recipe, frozen = self._recipe(), self._frozen_arrays()
-        state = self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
+        state = (
+            self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
+        )
         if _frozen.is_freezing() and recipe is not None:
             self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
         if frozen is None:
-            return _frozen.Operands(kernel, dimension_numbers, recipe, state, preferred_element_type)
-        return _frozen.operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_type)
+            return _frozen.Operands(
+                kernel, dimension_numbers, recipe, state, preferred_element_type
+            )
+        return _frozen.operands(
+            frozen, x, kernel, dimension_numbers, recipe, preferred_element_type
+        )
 
     @nn.nowrap
     def _frozen_arrays(self) -> dict[str, jax.Array] | None:
@@ -74,18 +88,31 @@ class Fp8Module(nn.Module):
         """
         if not self.has_variable("params", _frozen.KERNEL):
             return None
-        return {name: self.get_variable("params", name) for name in self.variables["params"]}
+        return {
+            name: self.get_variable("params", name) for name in self.variables["params"]
+        }
 
     @nn.nowrap
-    def _freeze(self, frozen, x_shape, kernel, dimension_numbers, recipe, state) -> None:
+    def _freeze(
+        self, frozen, x_shape, kernel, dimension_numbers, recipe, state
+    ) -> None:
         """Store the codes of the kernel; a later call stores whether it has another
         kernel.
         """
         if frozen is None:
-            arrays = _frozen.freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) or {}
+            arrays = (
+                _frozen.freeze_operands(
+                    x_shape, kernel, dimension_numbers, recipe, state
+                )
+                or {}
+            )
         else:
-            differs = _frozen.is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state)
-            arrays = {_frozen.HAS_ANOTHER: differs | frozen.get(_frozen.HAS_ANOTHER, False)}
+            differs = _frozen.is_another(
+                frozen, x_shape, kernel, dimension_numbers, recipe, state
+            )
+            arrays = {
+                _frozen.HAS_ANOTHER: differs | frozen.get(_frozen.HAS_ANOTHER, False)
+            }
         for name, leaf in arrays.items():
             self.put_variable("params", name, leaf)
 
@@ -120,7 +147,9 @@ class Fp8Module(nn.Module):
         # which is not read here.
         if missing and not self.is_initializing():
             _mistakes.warn_of_foreign_state(self.parent, self.layer_path())
-        return DotGeneralState(None, None, None) if missing and not is_mutable else state
+        return (
+            DotGeneralState(None, None, None) if missing and not is_mutable else state
+        )
 
     @nn.nowrap
     def named_recipe(self) -> Any:
@@ -139,7 +168,9 @@ class Fp8Module(nn.Module):
         dtypes = [jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype)]
         for fp8_format in (HYBRID, E4M3, E5M2):
             if [fp8_format.dtype, fp8_format.backward_dtype] == dtypes:
-                return DelayedScaling(amax_history_len=self.amax_history_length, fp8_format=fp8_format)
+                return DelayedScaling(
+                    amax_history_len=self.amax_history_length, fp8_format=fp8_format
+                )
         raise ValueError(
             f"{type(self).__name__}: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn or float8_e5m2 forward and "
             f"backward, got {dtypes[0].name} and {dtypes[1].name}; use one of the two, or pass recipe="
@@ -190,7 +221,9 @@ class Fp8DotGeneral(Fp8Module):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self.naming():
-            product = self._operands(x, kernel, dimension_numbers, preferred_element_type)
+            product = self._operands(
+                x, kernel, dimension_numbers, preferred_element_type
+            )
             return dot_general(
                 x,
                 product.kernel,

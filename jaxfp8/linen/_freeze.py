@@ -51,7 +51,9 @@ class FrozenKernel(meta.AxisMetadata):
         """
         layer = _mistakes.running_module()
         decided = None if layer is None else decision(layer)
-        _mistakes.refuse_frozen_kernel(layer, decided is not None and decided.rule.recipe is not None)
+        _mistakes.refuse_frozen_kernel(
+            layer, decided is not None and decided.rule.recipe is not None
+        )
         return _frozen.stand_in(self.shape, self.dtype)
 
     @property
@@ -66,12 +68,16 @@ class FrozenKernel(meta.AxisMetadata):
     def add_axis(self, index: int, params):
         """Insert an axis, for a transform that stacks kernels."""
         size = params.get("axis_size", 1)
-        return dataclasses.replace(self, shape=(*self.shape[:index], size, *self.shape[index:]))
+        return dataclasses.replace(
+            self, shape=(*self.shape[:index], size, *self.shape[index:])
+        )
 
     def remove_axis(self, index: int, params):
         """Remove an axis, for a transform that takes a slice of stacked kernels."""
         index %= len(self.shape)
-        return dataclasses.replace(self, shape=self.shape[:index] + self.shape[index + 1 :])
+        return dataclasses.replace(
+            self, shape=self.shape[:index] + self.shape[index + 1 :]
+        )
 
 
 def _to_state_dict(kernel) -> dict:
@@ -91,7 +97,9 @@ def _shape_and_dtype_from_bytes(text) -> tuple:
     return tuple(shape), dtype
 
 
-serialization.register_serialization_state(FrozenKernel, _to_state_dict, _from_state_dict)
+serialization.register_serialization_state(
+    FrozenKernel, _to_state_dict, _from_state_dict
+)
 jax.export.register_pytree_node_serialization(
     FrozenKernel,
     serialized_name="jaxfp8.FrozenKernel",
@@ -104,23 +112,36 @@ def freeze(model: nn.Module, variables, args, kwargs):
     """Freeze `variables`; see `jaxfp8.freeze`."""
     collections = dict(core.unfreeze(variables))
     if PARAMS not in collections:
-        raise ValueError(f"freeze: variables: expected a collection {PARAMS!r}, got {sorted(collections)}")
+        raise ValueError(
+            f"freeze: variables: expected a collection {PARAMS!r}, got {sorted(collections)}"
+        )
     params = traverse_util.flatten_dict(collections.pop(PARAMS))
     mutable = kwargs.pop("mutable", False)
     arrays, joined = split_arrays((args, kwargs))
-    arrays = [jax.numpy.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a for a in arrays]
+    arrays = [
+        jax.numpy.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a
+        for a in arrays
+    ]
 
     def apply(params, collections, arrays, mutable):
         args, kwargs = joined(arrays)
-        return model.apply(_variables(params, collections), *args, mutable=mutable, **kwargs)
+        return model.apply(
+            _variables(params, collections), *args, mutable=mutable, **kwargs
+        )
 
     def apply_as_called(params, collections, arrays):
         return apply(params, collections, arrays, mutable)
 
     def with_codes(params, collections, arrays):
         with _frozen.freezing():
-            _, changed = apply(params, collections, arrays, core.scope.union_filters(mutable, PARAMS))
-        return {path: leaf for path, leaf in traverse_util.flatten_dict(changed[PARAMS]).items() if path not in params}
+            _, changed = apply(
+                params, collections, arrays, core.scope.union_filters(mutable, PARAMS)
+            )
+        return {
+            path: leaf
+            for path, leaf in traverse_util.flatten_dict(changed[PARAMS]).items()
+            if path not in params
+        }
 
     # 1. Find the parameters that codes are made of.
     try:
@@ -134,15 +155,25 @@ def freeze(model: nn.Module, variables, args, kwargs):
         ) from error
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
-    several = {path[:-1]: codes.pop(path) for path in list(codes) if path[-1] == _frozen.HAS_ANOTHER}
+    several = {
+        path[:-1]: codes.pop(path)
+        for path in list(codes)
+        if path[-1] == _frozen.HAS_ANOTHER
+    }
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
     for product, differs in several.items():
         # A product that was frozen before reads a placeholder, which is no other
         # kernel.
-        if product in products and not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
-            raise ValueError(f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own")
+        if (
+            product in products
+            and not isinstance(differs, jax.core.Tracer)
+            and np.any(np.asarray(differs))
+        ):
+            raise ValueError(
+                f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own"
+            )
     state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)
     # 3. Take away the parameters that nothing but their codes reads.
@@ -151,7 +182,9 @@ def freeze(model: nn.Module, variables, args, kwargs):
         (kernel,) = jax.tree.leaves(params[path])
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    if unfrozen := {path: leaf for path, leaf in state.items() if path[:-1] not in products}:
+    if unfrozen := {
+        path: leaf for path, leaf in state.items() if path[:-1] not in products
+    }:
         collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(unfrozen)
     return _variables(params | codes, collections)
 
@@ -188,5 +221,11 @@ def _refuse_untouched(products, state) -> None:
             history = state.get((*product, f"{operand}_amax_history"))
             # the state's scale is the scale_inv of the last step
             scale_inv = state.get((*product, f"{operand}_scale"))
-            if history is not None and scale_inv is not None and not isinstance(history, jax.core.Tracer):
-                _frozen.refuse_untouched("/".join((*product, operand)), history, scale_inv)
+            if (
+                history is not None
+                and scale_inv is not None
+                and not isinstance(history, jax.core.Tracer)
+            ):
+                _frozen.refuse_untouched(
+                    "/".join((*product, operand)), history, scale_inv
+                )

@@ -12,7 +12,16 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, check_gate, check_norm, linear, norm_of_layer, sizes
+from ..dot import (
+    Activated,
+    FusedInput,
+    Normalized,
+    check_gate,
+    check_norm,
+    linear,
+    norm_of_layer,
+    sizes,
+)
 from ._dot_general import Fp8DotGeneral
 
 
@@ -88,7 +97,11 @@ class Dense(nn.Module):
         # features are initialized as one.
         init = self.kernel_init if len(features) == 1 else kernel_init
         kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
+        bias = (
+            self.param("bias", self.bias_init, features, self.param_dtype)
+            if self.use_bias
+            else None
+        )
         return linear(
             Fp8DotGeneral(recipe=self.recipe),
             x,
@@ -101,7 +114,13 @@ class Dense(nn.Module):
         )
 
 
-def _dense(module: nn.Module, features: int | tuple[int, ...], kernel_init: Any, bias_init: Any, name: str) -> Dense:
+def _dense(
+    module: nn.Module,
+    features: int | tuple[int, ...],
+    kernel_init: Any,
+    bias_init: Any,
+    name: str,
+) -> Dense:
     """Make the Dense layer `name` of a module that has the fields of Dense."""
     return Dense(
         features,
@@ -152,7 +171,9 @@ class NormDense(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+    def __call__(
+        self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None
+    ) -> jax.Array:
         """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` is that of y, as
         in `jaxfp8.dot_general`.
         """
@@ -170,8 +191,12 @@ def _normalized_by(module: nn.Module, kind: str, x: ArrayLike) -> Normalized:
     scale = module.param("scale", module.scale_init, size, module.param_dtype)
     bias = None
     if kind == "layer":
-        bias = module.param("norm_bias", module.norm_bias_init, size, module.param_dtype)
-    return norm_of_layer(x, scale, bias, kind=kind, epsilon=module.epsilon, dtype=module.dtype)
+        bias = module.param(
+            "norm_bias", module.norm_bias_init, size, module.param_dtype
+        )
+    return norm_of_layer(
+        x, scale, bias, kind=kind, epsilon=module.epsilon, dtype=module.dtype
+    )
 
 
 class GatedMLP(nn.Module):
@@ -223,7 +248,9 @@ class GatedMLP(nn.Module):
     norm_bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+    def __call__(
+        self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None
+    ) -> jax.Array:
         """Compute y `[..., features]` of x `[..., k]`; `out_sharding` is that of y, as
         in `jaxfp8.dot_general`.
         """
@@ -232,7 +259,13 @@ class GatedMLP(nn.Module):
         x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
         hidden = (2, *sizes("GatedMLP: hidden_features", self.hidden_features))
         features = x.shape[-1] if self.features is None else self.features
-        wi = _dense(self, hidden, _with_gate(self.kernel_init, 1), _with_gate(self.bias_init, 0), "wi")
+        wi = _dense(
+            self,
+            hidden,
+            _with_gate(self.kernel_init, 1),
+            _with_gate(self.bias_init, 0),
+            "wi",
+        )
         wo = _dense(self, features, self.kernel_init, self.bias_init, "wo")
         return wo(wi(x, activation=f"{self.activation}_gated"), out_sharding)
 
@@ -244,6 +277,10 @@ def _with_gate(init, axis: int):
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
-        return value.add_axis(axis, {meta.PARTITION_NAME: None}) if isinstance(value, meta.AxisMetadata) else value
+        return (
+            value.add_axis(axis, {meta.PARTITION_NAME: None})
+            if isinstance(value, meta.AxisMetadata)
+            else value
+        )
 
     return with_gate

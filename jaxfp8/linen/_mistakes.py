@@ -60,7 +60,11 @@ def refuse_instance_as_cls(product: nn.Module, operands: tuple[Any, ...]) -> Non
     """
     name = product.name or ""
     if name.endswith("_cls") and not operands:
-        cls = "jaxfp8.linen.Fp8Einsum" if "einsum" in name else "jaxfp8.linen.Fp8DotGeneral"
+        cls = (
+            "jaxfp8.linen.Fp8Einsum"
+            if "einsum" in name
+            else "jaxfp8.linen.Fp8DotGeneral"
+        )
         raise TypeError(
             f"{type(product.parent).__name__}: {name}: expected a class or a function that makes a product, got an "
             f"instance; pass {name}={cls}, or with a recipe {name}=functools.partial({cls}, recipe=recipe)"
@@ -93,8 +97,12 @@ def refuse_frozen_kernel(layer: nn.Module | None, has_rule: bool) -> None:
         layer: the module that reads the kernel; None outside of modules.
         has_rule: whether a rule gives the layer FP8.
     """
-    products = [getattr(layer, name, None) for name in ("dot_general_cls", "dot_general")]
-    is_plain = hasattr(layer, "dot_general_cls") and all(each in (None, jax.lax.dot_general) for each in products)
+    products = [
+        getattr(layer, name, None) for name in ("dot_general_cls", "dot_general")
+    ]
+    is_plain = hasattr(layer, "dot_general_cls") and all(
+        each in (None, jax.lax.dot_general) for each in products
+    )
     if is_plain or (isinstance(layer, nn.Einsum) and not has_rule):
         raise ValueError(
             f"{'/'.join(layer.path) or type(layer).__name__}: params: expected the kernel of a layer in high "
@@ -108,9 +116,17 @@ def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> Non
     jaxfp8 does not read.
     """
     collections = getattr(layer, "variables", {})
-    for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
-        way_out = next((way for way, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)
+    for name in (
+        *collections.get(OVERWRITE_WITH_GRADIENT, {}),
+        *set(collections) - {"params"},
+    ):
+        way_out = next(
+            (way for way, prefixes in _CONVERTERS.items() if name.startswith(prefixes)),
+            None,
+        )
         if way_out is not None:
             message = f"the variables have state {name!r} of another library, which this layer does not read; {way_out}"
-            _warnings.warn_once(layer.scope.root, "/".join(path), message, FP8StateWarning)
+            _warnings.warn_once(
+                layer.scope.root, "/".join(path), message, FP8StateWarning
+            )
             return

@@ -27,7 +27,16 @@ from flax import core, linen as nn
 
 from .._jax._trees import Tree
 from ..dot import _contexts
-from ..recipes import Rule, Rules, checked_rules, first_match, is_foreign, keeps_state, kind, layer_names
+from ..recipes import (
+    Rule,
+    Rules,
+    checked_rules,
+    first_match,
+    is_foreign,
+    keeps_state,
+    kind,
+    layer_names,
+)
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
@@ -95,7 +104,9 @@ def keeps_state_by_rules(model) -> bool:
     keeps state.
     """
     rules = model._fp8_rules if isinstance(model, _Quantized) else ()
-    return any(rule.recipe is not None and keeps_state(rule.layer_recipe) for rule in rules)
+    return any(
+        rule.recipe is not None and keeps_state(rule.layer_recipe) for rule in rules
+    )
 
 
 class Decision(NamedTuple):
@@ -112,7 +123,13 @@ def decision(module) -> Decision | None:
     """Find the first rule that matches a bound module, in the outermost region first;
     None where no rule matches.
     """
-    op = "einsum" if isinstance(module, (nn.Einsum, Fp8Einsum)) else "dot_general" if is_layer(module) else None
+    op = (
+        "einsum"
+        if isinstance(module, (nn.Einsum, Fp8Einsum))
+        else "dot_general"
+        if is_layer(module)
+        else None
+    )
     for region in regions(module.scope):
         names = layer_names(module.path, isinstance(module, Fp8Module), region.root)
         index = first_match(region.rules, names, op)
@@ -123,7 +140,9 @@ def decision(module) -> Decision | None:
 
 def is_layer(module) -> bool:
     """Tell whether rules can change the products of a module."""
-    return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(module, "dot_general_cls")
+    return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(
+        module, "dot_general_cls"
+    )
 
 
 def _has_field(module, name: str) -> bool:
@@ -191,7 +210,9 @@ class _Scope:
 
     def __set__(self, module, scope):
         rules = module._fp8_rules
-        vars(module)["scope"] = add_rules(scope, rules) if scope is not None and rules else scope
+        vars(module)["scope"] = (
+            add_rules(scope, rules) if scope is not None and rules else scope
+        )
 
 
 _classes = weakref.WeakValueDictionary()
@@ -205,11 +226,30 @@ def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
     with _classes_lock:
         quantized = _classes.get((plain_class, rules))
         if quantized is None:
-            names = [name for name in dir(plain_class) if hasattr(getattr(plain_class, name, None), _WRAPPED)]
-            same = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
+            names = [
+                name
+                for name in dir(plain_class)
+                if hasattr(getattr(plain_class, name, None), _WRAPPED)
+            ]
+            same = (
+                "__module__",
+                "__qualname__",
+                "__doc__",
+                "__init__",
+                "__eq__",
+                "__hash__",
+            )
             namespace = {name: getattr(plain_class, name) for name in same}
-            namespace |= {name: _method(getattr(plain_class, name)) for name in names if name != "setup"}
-            namespace |= {"_fp8_rules": rules, "_fp8_class": plain_class, "_fp8_has_checked": False}
+            namespace |= {
+                name: _method(getattr(plain_class, name))
+                for name in names
+                if name != "setup"
+            }
+            namespace |= {
+                "_fp8_rules": rules,
+                "_fp8_class": plain_class,
+                "_fp8_has_checked": False,
+            }
             quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
             # each module class has a `scope` of its own from Flax
             quantized.scope = _Scope()
@@ -252,17 +292,32 @@ def _hand_out(model, name: str, value):
     """Return an attribute of a model to code outside of the model's methods: bound
     modules in it run with the rules.
     """
-    if name.startswith("_") or name == "parent" or _is_intercepting.value or vars(model).get("scope") is None:
+    if (
+        name.startswith("_")
+        or name == "parent"
+        or _is_intercepting.value
+        or vars(model).get("scope") is None
+    ):
         return value
     if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
         return value
-    return jax.tree.map(_with_interceptor, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
+    return jax.tree.map(
+        _with_interceptor, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module)
+    )
 
 
 def _with_interceptor(leaf):
-    if not isinstance(leaf, nn.Module) or leaf.scope is None or isinstance(leaf, _Quantized):
+    if (
+        not isinstance(leaf, nn.Module)
+        or leaf.scope is None
+        or isinstance(leaf, _Quantized)
+    ):
         return leaf
-    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+    fields = {
+        field.name: getattr(leaf, field.name)
+        for field in dataclasses.fields(leaf)
+        if field.init
+    }
     # `setup` runs again in the new module, and the rewound scope has the names free
     # that `setup` took before.
     return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
@@ -311,18 +366,26 @@ def _interceptor(ran, next_method, args, kwargs, context):
     decided = decision(module) if is_layer(module) else None
     recipe = None if decided is None else decided.rule.recipe
     if is_layer(module):
-        for path in (module.path, module.path[:-1]) if isinstance(module, Fp8Module) else (module.path,):
+        for path in (
+            (module.path, module.path[:-1])
+            if isinstance(module, Fp8Module)
+            else (module.path,)
+        ):
             ran[path] = ran.get(path) or recipe is not None
     # 3. Run the module: as it is, or with the fields that give it the recipe of its
     #    rule.
-    is_flax_einsum = getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
+    is_flax_einsum = (
+        getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
+    )
     if is_flax_einsum and recipe is not None:
         return _einsum_layer(module, recipe, *args, **kwargs)
     with contextlib.ExitStack() as stack:
         if decided is not None:
             stack.enter_context(_changed(module, _fields_of_rule(module, decided.rule)))
             if recipe is None:
-                stack.enter_context(_contexts.high_precision(f"rule {decided.index} says None"))
+                stack.enter_context(
+                    _contexts.high_precision(f"rule {decided.index} says None")
+                )
         return next_method(*args, **kwargs)
 
 
@@ -359,12 +422,16 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
     """
     eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     if "->" not in eqn or eqn.count(",") != 1:
-        raise ValueError(f"nn.Einsum: einsum_str: expected two operands and an explicit output, got {eqn!r}")
+        raise ValueError(
+            f"nn.Einsum: einsum_str: expected two operands and an explicit output, got {eqn!r}"
+        )
     kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
     bias, broadcast = None, ()
     if layer.use_bias:
         shape, broadcast = layer._get_bias_shape(eqn, inputs, kernel)
         bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    y = Fp8Einsum(recipe=recipe)(eqn, inputs, kernel, layer.precision, layer.preferred_element_type)
+    y = Fp8Einsum(recipe=recipe)(
+        eqn, inputs, kernel, layer.precision, layer.preferred_element_type
+    )
     return y if bias is None else y + jax.numpy.reshape(bias, broadcast)

@@ -14,7 +14,14 @@ from flax import core, linen as nn
 from flax.traverse_util import flatten_dict
 
 from .._jax import _warnings
-from ..recipes import FP8StateWarning, Rule, relative, some, warn_of_idle_rules, warn_of_own_arrays
+from ..recipes import (
+    FP8StateWarning,
+    Rule,
+    relative,
+    some,
+    warn_of_idle_rules,
+    warn_of_own_arrays,
+)
 
 _FLAG = "jaxfp8_rules"
 
@@ -44,14 +51,20 @@ def regions(scope: core.Scope | None) -> tuple[Region, ...]:
 def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
     """Return the scope with a region of `rules` that begins at its path."""
     region = Region(rules, scope.path)
-    return _ruled(scope, regions(scope) + ((region,) if region not in regions(scope) else ()))
+    return _ruled(
+        scope, regions(scope) + ((region,) if region not in regions(scope) else ())
+    )
 
 
 def restore_path(scope: core.Scope | None) -> core.Scope | None:
     """Return a scope below rules with its own path in the flags, where a lifted
     transform left another path.
     """
-    return _ruled(scope, regions(scope)) if regions(scope) and not isinstance(scope, _RuledScope) else scope
+    return (
+        _ruled(scope, regions(scope))
+        if regions(scope) and not isinstance(scope, _RuledScope)
+        else scope
+    )
 
 
 def _ruled(scope, scope_regions) -> _RuledScope:
@@ -87,15 +100,25 @@ def check_rules(model, ran, foreign) -> None:
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
     #    method may run some of these only, and a block that nn.jit has kept runs
     #    unseen.
-    leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
-    rest = {path[:i] for path in leaves for i in range(len(model.path), len(path))} - set(ran)
+    leaves = {
+        (*model.path, *path)
+        for tree in model.variables.values()
+        for path in flatten_dict(tree)
+    }
+    rest = {
+        path[:i] for path in leaves for i in range(len(model.path), len(path))
+    } - set(ran)
     layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
     # 2. See whether there is FP8, or could be in the rest.
     fp8_paths, gets_fp8 = [], True in ran.values()
     for region in regions(model.scope) if leaves else ():
         rules = [rule for rule in region.rules if rule.recipe is not None]
         names = _names(rest, region.root)
-        gets_fp8 |= any(rule.matches(names, op) for rule in rules for op in ("dot_general", "einsum"))
+        gets_fp8 |= any(
+            rule.matches(names, op)
+            for rule in rules
+            for op in ("dot_general", "einsum")
+        )
         fp8_paths += [rule.path for rule in rules]
     if fp8_paths and not gets_fp8:
         _warnings.warn(
@@ -122,15 +145,28 @@ def _check_each_rule(model, layers, rest, foreign) -> None:
     """
     names = {name: [name] for name in _names([*layers, *rest], model.path)}
     params = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
-    shapes = {(*model.path, *path): getattr(leaf, "shape", ()) for path, leaf in params.items()}
+    shapes = {
+        (*model.path, *path): getattr(leaf, "shape", ())
+        for path, leaf in params.items()
+    }
     # An embedding or a norm is in high precision, as a rule may say.
     without_product = _names({path[:-1] for path in shapes} - set(layers), model.path)
-    to_layers = [r for r in model._fp8_rules if r.recipe is not None or not r.matches(without_product, "dot_general")]
+    to_layers = [
+        r
+        for r in model._fp8_rules
+        if r.recipe is not None or not r.matches(without_product, "dot_general")
+    ]
     warn_of_idle_rules("linen.quantize", type(model).__name__, to_layers, names)
-    arrays = {path[len(model.path) :]: shape for path, shape in shapes.items() if path[:-1] in foreign}
+    arrays = {
+        path[len(model.path) :]: shape
+        for path, shape in shapes.items()
+        if path[:-1] in foreign
+    }
     warn_of_own_arrays("linen.quantize", model._fp8_rules, arrays)
 
 
 def _names(paths, root: tuple[str, ...] = ()) -> list[str]:
     """Return the names that rules of a model at `root` have for modules at `paths`."""
-    return [name for name in (relative(path, root) for path in paths) if name is not None]
+    return [
+        name for name in (relative(path, root) for path in paths) if name is not None
+    ]

@@ -57,33 +57,54 @@ class TrainState(train_state.TrainState):
             if not hasattr(self.tx, "apply"):
                 return super().apply_gradients(grads=grads, **kwargs)
             params, opt_state = self.tx.apply(grads, self.opt_state, self.params)
-            return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+            return self.replace(
+                step=self.step + 1, params=params, opt_state=opt_state, **kwargs
+            )
         params_gradient = grads["params"] if "params" in grads else grads
         params = self.params["params"]
         before = _steps.begin(self.opt_state, self.params)
         inner = _steps.inner(before)
         advice = "Make it by jaxfp8.linen.TrainState.create, or by tx.init(variables['params'])"
-        with _steps.naming_state("linen.TrainState: apply_gradients", self.tx, params, inner, advice):
+        with _steps.naming_state(
+            "linen.TrainState: apply_gradients", self.tx, params, inner, advice
+        ):
             if hasattr(self.tx, "apply"):
-                updates, (params, opt_state) = (), self.tx.apply(params_gradient, inner, params)
+                updates, (params, opt_state) = (
+                    (),
+                    self.tx.apply(params_gradient, inner, params),
+                )
             else:
                 updates, opt_state = self.tx.update(params_gradient, inner, params)
                 params = optax.apply_updates(params, updates)
         changed = {"params": params}
         if OVERWRITE_WITH_GRADIENT in self.params and OVERWRITE_WITH_GRADIENT in grads:
-            old, new = ({OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]} for tree in (self.params, grads))
+            old, new = (
+                {OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]}
+                for tree in (self.params, grads)
+            )
             state, opt_state = _steps.finish(old, new, before, opt_state, updates)
             changed |= state
         else:
             opt_state = _steps.keep(before, opt_state)
         fields = {field.name for field in dataclasses.fields(self)}
-        changed |= {name: kwargs.pop(name) for name in list(kwargs) if name in self.params and name not in fields}
+        changed |= {
+            name: kwargs.pop(name)
+            for name in list(kwargs)
+            if name in self.params and name not in fields
+        }
         variables = core.copy(self.params, changed)
-        return self.replace(step=self.step + 1, params=variables, opt_state=opt_state, **kwargs)
+        return self.replace(
+            step=self.step + 1, params=variables, opt_state=opt_state, **kwargs
+        )
 
     @classmethod
     def create(
-        cls, *, apply_fn: Callable[..., Any], params: Any, tx: optax.GradientTransformation, **kwargs: Any
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: Any,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
     ) -> Self:
         """Make a TrainState at step 0 with the optimizer state that `tx` makes of the
         parameters.
@@ -102,7 +123,9 @@ class TrainState(train_state.TrainState):
                 "linen.TrainState: create: params: expected the variables of a Linen model, got the NNX module "
                 f"{type(params).__name__}; train it with jaxfp8.nnx.Optimizer(model, tx)"
             )
-        if not _is_variables(params) and keeps_state_by_rules(getattr(apply_fn, "__self__", None)):
+        if not _is_variables(params) and keeps_state_by_rules(
+            getattr(apply_fn, "__self__", None)
+        ):
             _warnings.warn(
                 "linen.TrainState: create: params: expected all variables of a model whose recipes keep state, got "
                 "parameters alone: layers without their state take every scale from the tensor at hand. Pass what init "
@@ -114,8 +137,12 @@ class TrainState(train_state.TrainState):
         parameters = params["params"] if _is_variables(params) else params
         advice = "all variables; tx sees the parameters alone: make them for variables['params']"
         with _steps.naming_masks("linen.TrainState: create", "the parameters", advice):
-            train = super().create(apply_fn=apply_fn, params=parameters, tx=tx, **kwargs)
-        return train.replace(params=params, opt_state=_steps.begin(train.opt_state, params))
+            train = super().create(
+                apply_fn=apply_fn, params=parameters, tx=tx, **kwargs
+            )
+        return train.replace(
+            params=params, opt_state=_steps.begin(train.opt_state, params)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +162,9 @@ def _is_variables(params) -> bool:
     return isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)
 
 
-def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options: Any) -> Callable[..., Any]:
+def scan(
+    target: Callable[..., Any], *args: Any, methods: Any = None, **options: Any
+) -> Callable[..., Any]:
     """Scan over layers as `nn.scan` does, with the same arguments, parameters and
     state.
 

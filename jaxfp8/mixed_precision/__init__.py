@@ -9,5 +9,8 @@ from ._floats import (
     leaf_names as leaf_names,
     select as select,
 )
-from ._loss_scale import DynamicLossScale as DynamicLossScale, value_and_grad as value_and_grad
+from ._loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    value_and_grad as value_and_grad,
+)
 from ._policy import Policy as Policy

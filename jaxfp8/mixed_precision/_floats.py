@@ -21,14 +21,20 @@ _COMPLEX = {np.dtype(t) for t in (np.complex64, np.complex128)}
 
 def is_float(leaf) -> bool:
     """Return whether `leaf` is an array of float16, bfloat16, float32 or float64."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype in _FLOATS
+    return (
+        isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype in _FLOATS
+    )
 
 
 def is_inexact(leaf) -> bool:
     """Return whether `leaf` is a Python float, or an array of floats or complex
     numbers.
     """
-    return isinstance(leaf, (float, complex)) or is_float(leaf) or getattr(leaf, "dtype", None) in _COMPLEX
+    return (
+        isinstance(leaf, (float, complex))
+        or is_float(leaf)
+        or getattr(leaf, "dtype", None) in _COMPLEX
+    )
 
 
 def outside_state(tree):
@@ -40,7 +46,9 @@ def outside_state(tree):
     # 1. Find FP8 state, and the leaves of frozen products, which lie beside a
     #    `kernel_scale_inv`.
     flat = _state_tree.flatten(tree)
-    frozen = {path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
+    frozen = {
+        path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)
+    }
     state = set(flat.positions())
     inside = [i in state or path[:-1] in frozen for i, path in enumerate(flat.paths)]
 
@@ -50,9 +58,13 @@ def outside_state(tree):
             return not is_inside
         structure = jax.tree.structure(leaf)
         nothing = structure.unflatten([False] * structure.num_leaves)
-        return dataclasses.replace(nothing, source=None if leaf.source is None else True)
+        return dataclasses.replace(
+            nothing, source=None if leaf.source is None else True
+        )
 
-    return jax.tree.map(visit, tree, flat.treedef.unflatten(inside), is_leaf=_is_qtensor)
+    return jax.tree.map(
+        visit, tree, flat.treedef.unflatten(inside), is_leaf=_is_qtensor
+    )
 
 
 def _is_qtensor(x) -> bool:
@@ -112,7 +124,9 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
     """
     expected, got = jax.tree.structure(old), jax.tree.structure(new)
     if got != expected:
-        raise ValueError(f"select: new: expected the structure of old, {expected}, got {got}")
+        raise ValueError(
+            f"select: new: expected the structure of old, {expected}, got {got}"
+        )
     pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
     # `nnx.state` gives references: after an in-place step both trees hold the new
     # arrays.
@@ -222,7 +236,9 @@ def _differing_axes(x) -> tuple[str, ...]:
 def _gradients(tree) -> tuple[list[str], list]:
     flat = _state_tree.flatten(tree)
     is_outside = jax.tree.leaves(outside_state(tree))
-    kept = [i for i, leaf in enumerate(flat.leaves) if is_outside[i] and is_inexact(leaf)]
+    kept = [
+        i for i, leaf in enumerate(flat.leaves) if is_outside[i] and is_inexact(leaf)
+    ]
     return [flat.name(i) for i in kept], [flat.leaves[i] for i in kept]
 
 
@@ -232,12 +248,19 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
     """
     names = _gradients(tree)[0]
     layers = list(order or ())
-    unknown = [layer for layer in layers if not any(_is_below(name, layer) for name in names)]
+    unknown = [
+        layer for layer in layers if not any(_is_below(name, layer) for name in names)
+    ]
     if unknown:
-        raise ValueError(f"first_nonfinite: order: expected the names of layers in {names}, got {unknown}")
+        raise ValueError(
+            f"first_nonfinite: order: expected the names of layers in {names}, got {unknown}"
+        )
 
     def depth(position):
-        return max((i for i, layer in enumerate(layers) if _is_below(names[position], layer)), default=-1)
+        return max(
+            (i for i, layer in enumerate(layers) if _is_below(names[position], layer)),
+            default=-1,
+        )
 
     # The layer nearest to the loss comes first; leaves of no layer in `order` come
     # last. Sorting is stable.

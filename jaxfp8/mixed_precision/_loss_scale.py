@@ -73,16 +73,29 @@ class DynamicLossScale:
         if self.value is _UNSET:
             _check_number("init_scale", init_scale)
             in_range = _scaling.MIN_SCALE <= init_scale <= _scaling.MAX_SCALE
-            _check(in_range, "init_scale", "a number from 2**-126 to 2**126", init_scale)
+            _check(
+                in_range, "init_scale", "a number from 2**-126 to 2**126", init_scale
+            )
             object.__setattr__(self, "value", jnp.asarray(np.float32(init_scale)))
         if self.good_steps is _UNSET:
             object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
-        growth, backoff, interval = self.growth_factor, self.backoff_factor, self.growth_interval
+        growth, backoff, interval = (
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
         for name in ("growth_factor", "backoff_factor", "growth_interval"):
             _check_number(name, getattr(self, name))
-        grows, shrinks = 1 < _scaling.to_float32(growth) < np.inf, 0 < _scaling.to_float32(backoff) < 1
-        _check(grows, "growth_factor", "a number above 1, and finite, in float32", growth)
-        _check(shrinks, "backoff_factor", "a number between 0 and 1 in float32", backoff)
+        grows, shrinks = (
+            1 < _scaling.to_float32(growth) < np.inf,
+            0 < _scaling.to_float32(backoff) < 1,
+        )
+        _check(
+            grows, "growth_factor", "a number above 1, and finite, in float32", growth
+        )
+        _check(
+            shrinks, "backoff_factor", "a number between 0 and 1 in float32", backoff
+        )
         is_count = 1 <= interval < 2**31 and interval == int(interval)
         _check(is_count, "growth_interval", "a positive integer below 2**31", interval)
 
@@ -132,10 +145,17 @@ class DynamicLossScale:
             )
         # Grow after enough good steps, shrink at once; keep the value and its inverse
         # normal floats.
-        value, good_steps = jnp.asarray(self.value, jnp.float32), jnp.asarray(self.good_steps, jnp.int32) + 1
+        value, good_steps = (
+            jnp.asarray(self.value, jnp.float32),
+            jnp.asarray(self.good_steps, jnp.int32) + 1,
+        )
         grows = good_steps >= self.growth_interval
-        grown = jnp.minimum(value * np.float32(self.growth_factor), np.float32(_scaling.MAX_SCALE))
-        shrunk = jnp.maximum(value * np.float32(self.backoff_factor), np.float32(_scaling.MIN_SCALE))
+        grown = jnp.minimum(
+            value * np.float32(self.growth_factor), np.float32(_scaling.MAX_SCALE)
+        )
+        shrunk = jnp.maximum(
+            value * np.float32(self.backoff_factor), np.float32(_scaling.MIN_SCALE)
+        )
         value = jnp.where(finite, jnp.where(grows, grown, value), shrunk)
         good_steps = jnp.where(finite & ~grows, good_steps, np.int32(0))
         return dataclasses.replace(self, value=value, good_steps=good_steps)
@@ -155,7 +175,10 @@ class DynamicLossScale:
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], loss_scale: DynamicLossScale, argnums: Any = 0, has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    loss_scale: DynamicLossScale,
+    argnums: Any = 0,
+    has_aux: bool = False,
 ) -> Callable[..., Any]:
     """Differentiate as `jaxfp8.value_and_grad` does, scaling the loss and unscaling the
     gradients.
@@ -190,7 +213,10 @@ def value_and_grad(
 
 
 def _check_number(name, value):
-    if not (isinstance(value, numbers.Real) or jnp.issubdtype(getattr(value, "dtype", bool), np.number)):
+    if not (
+        isinstance(value, numbers.Real)
+        or jnp.issubdtype(getattr(value, "dtype", bool), np.number)
+    ):
         raise TypeError(f"DynamicLossScale: {name}: expected a number, got {value!r}")
 
 

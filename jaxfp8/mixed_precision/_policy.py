@@ -72,7 +72,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _float_dtype(f"Policy: {field.name}", getattr(self, field.name)))
+            object.__setattr__(
+                self,
+                field.name,
+                _float_dtype(f"Policy: {field.name}", getattr(self, field.name)),
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -97,7 +101,9 @@ class Policy:
         for part in text.split(","):
             key, _, dtype = (piece.strip() for piece in part.partition("="))
             if key not in _KEYS or _KEYS[key] in given:
-                raise ValueError(f"{where}: expected params, compute and output (or p, c, o), each once, got {key!r}")
+                raise ValueError(
+                    f"{where}: expected params, compute and output (or p, c, o), each once, got {key!r}"
+                )
             given[_KEYS[key]] = _float_dtype(where, dtype)
         params = given.get("param_dtype", jnp.float32)
         compute = given.get("compute_dtype", params)
@@ -141,9 +147,15 @@ class Policy:
             return self.compute_dtype
         if kind != _FLOAT32:
             return None
-        return self.compute_dtype if self.compute_dtype.itemsize >= 4 else np.dtype(np.float32)
+        return (
+            self.compute_dtype
+            if self.compute_dtype.itemsize >= 4
+            else np.dtype(np.float32)
+        )
 
-    def op(self, function: Callable[..., Any], like: str | None = None) -> Callable[..., Any]:
+    def op(
+        self, function: Callable[..., Any], like: str | None = None
+    ) -> Callable[..., Any]:
         """Return `function` in the dtype of its operation in the table of `dtype_of`.
 
             policy.op(jnp.matmul)(a, b)                      # in compute_dtype
@@ -179,7 +191,9 @@ class Policy:
 
 
 def _kind_of(operation):
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operation).lower()
+    name = re.sub(
+        r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operation
+    ).lower()
     if name not in _KINDS:
         raise ValueError(
             f"Policy: operation: expected one of {sorted(_KINDS)}, got {operation!r}; pass like= with one of these, "
@@ -205,11 +219,17 @@ def _widest_of(tree):
 
 def _float_dtype(where, dtype) -> np.dtype:
     try:
-        name = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
+        name = (
+            _DTYPES.get(dtype, dtype)
+            if isinstance(dtype, str)
+            else jnp.dtype(dtype).name
+        )
     except TypeError:
         name = None
     # `jnp.dtype(None)` is float64, but None, which Flax's layers take as a dtype, is no
     # choice here.
     if dtype is None or name not in _DTYPES.values():
-        raise ValueError(f"{where}: expected float16, bfloat16, float32 or float64, got {dtype!r}")
+        raise ValueError(
+            f"{where}: expected float16, bfloat16, float32 or float64, got {dtype!r}"
+        )
     return jnp.dtype(name)

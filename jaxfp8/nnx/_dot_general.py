@@ -34,8 +34,14 @@ def paths_in(trees: tuple):
     """Name the products in `trees` by their layers, for warnings, while the context
     lasts.
     """
-    products = [(path[1:], node) for path, node in nnx.iter_graph(trees) if isinstance(node, _Fp8Product)]
-    token = _paths.set({id(node): "/".join(map(str, _layer_path(path))) for path, node in products})
+    products = [
+        (path[1:], node)
+        for path, node in nnx.iter_graph(trees)
+        if isinstance(node, _Fp8Product)
+    ]
+    token = _paths.set(
+        {id(node): "/".join(map(str, _layer_path(path))) for path, node in products}
+    )
     try:
         yield
     finally:
@@ -82,7 +88,11 @@ class _Fp8Product(nnx.Module):
 
     def drop_state(self) -> None:
         """Delete the variables of the state."""
-        for name in [name for name, value in vars(self).items() if isinstance(value, OverwriteWithGradient)]:
+        for name in [
+            name
+            for name, value in vars(self).items()
+            if isinstance(value, OverwriteWithGradient)
+        ]:
             delattr(self, name)
 
     def become(self, product: "_Fp8Product") -> None:
@@ -93,7 +103,9 @@ class _Fp8Product(nnx.Module):
             if isinstance(value, OverwriteWithGradient):
                 setattr(self, name, value)
 
-    def _operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
+    def _operands(
+        self, x, kernel, dimension_numbers, preferred_element_type
+    ) -> _frozen.Operands:
         """Get the recipe and the state of this object, or the codes of `jaxfp8.freeze`,
         for a product.
         """
@@ -101,8 +113,12 @@ class _Fp8Product(nnx.Module):
         recipe, frozen = current_recipe(self), frozen_arrays(self)
         if frozen is None:
             state = read_state(self, recipe)
-            return _frozen.Operands(kernel, dimension_numbers, recipe, state, preferred_element_type)
-        return _frozen.operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_type)
+            return _frozen.Operands(
+                kernel, dimension_numbers, recipe, state, preferred_element_type
+            )
+        return _frozen.operands(
+            frozen, x, kernel, dimension_numbers, recipe, preferred_element_type
+        )
 
 
 # Functions, because nnx.tabulate traces each public method of a module that runs.
@@ -112,7 +128,9 @@ def frozen_arrays(product: _Fp8Product) -> dict[str, jax.Array] | None:
     """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not
     frozen.
     """
-    names = [name for name, value in vars(product).items() if isinstance(value, nnx.Param)]
+    names = [
+        name for name, value in vars(product).items() if isinstance(value, nnx.Param)
+    ]
     return {name: getattr(product, name).get_value() for name in names} or None
 
 
@@ -187,7 +205,9 @@ class Fp8DotGeneral(_Fp8Product):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self._naming(kernel):
-            product = self._operands(x, kernel, dimension_numbers, preferred_element_type)
+            product = self._operands(
+                x, kernel, dimension_numbers, preferred_element_type
+            )
             return dot_general(
                 x,
                 product.kernel,
@@ -249,7 +269,9 @@ class OverwriteWithGradient(nnx.Variable):
 OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
 # overwrite: a Linen model that was bridged before this import has made a type of its
 # own for the collection.
-nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+nnx.register_variable_name(
+    OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True
+)
 
 # The filter of the variables that a training step changes:
 # `nnx.DiffState(0, jaxfp8.nnx.trainable)`.

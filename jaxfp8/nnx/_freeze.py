@@ -50,7 +50,11 @@ class FrozenKernel:
 
 def freeze(model, args, kwargs):
     """Freeze the model in place; see `jaxfp8.freeze`."""
-    candidates = [(path, layer, attribute) for path, layer, attribute in layers(model) if _has_kernel(layer, attribute)]
+    candidates = [
+        (path, layer, attribute)
+        for path, layer, attribute in layers(model)
+        if _has_kernel(layer, attribute)
+    ]
     calls, program = recorded_calls(model, candidates, args, kwargs)
     for i in _computed(program):
         raise ValueError(
@@ -106,11 +110,17 @@ class _Recorder(NamedTuple):
     i: int
     calls: list[Call | None]
 
-    def operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
-        call = Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
+    def operands(
+        self, x, kernel, dimension_numbers, preferred_element_type
+    ) -> _frozen.Operands:
+        call = Call(
+            x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
+        )
         self.calls[self.i] = self.calls[self.i] or call
         kernel = checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}")
-        return _frozen.Operands(kernel, dimension_numbers, None, None, preferred_element_type)
+        return _frozen.Operands(
+            kernel, dimension_numbers, None, None, preferred_element_type
+        )
 
     def dot_general(
         self,
@@ -136,7 +146,16 @@ class _Recorder(NamedTuple):
             activation=activation,
         )
 
-    def einsum(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
+    def einsum(
+        self,
+        eqn,
+        x,
+        kernel,
+        *,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+    ):
         return einsum_by(
             self.operands,
             eqn,
@@ -162,12 +181,23 @@ def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], 
         `(calls, program)`: the first call of each layer, None for a layer without a
         call; and the jaxpr of the model.
     """
-    calls, before = [None] * len(candidates), [getattr(layer, attribute) for _, layer, attribute in candidates]
+    calls, before = (
+        [None] * len(candidates),
+        [getattr(layer, attribute) for _, layer, attribute in candidates],
+    )
 
     try:
         for i, (_, layer, attribute) in enumerate(candidates):
             recorder = _Recorder(i, calls)
-            setattr(layer, attribute, nnx.static(recorder.einsum if attribute == "einsum_op" else recorder.dot_general))
+            setattr(
+                layer,
+                attribute,
+                nnx.static(
+                    recorder.einsum
+                    if attribute == "einsum_op"
+                    else recorder.dot_general
+                ),
+            )
         graph, state = nnx.split(model)
         arrays, joined = split_arrays((args, kwargs))
 
@@ -191,7 +221,10 @@ def _computed(jaxpr) -> Iterator[int]:
         name = str(eqn.params.get("name", ""))
         if eqn.primitive.name == "name" and name.startswith(_KERNEL_NAME):
             producer = producers.get(eqn.invars[0])
-            while producer is not None and producer.primitive.name == "convert_element_type":
+            while (
+                producer is not None
+                and producer.primitive.name == "convert_element_type"
+            ):
                 producer = producers.get(producer.invars[0])
             if producer is not None:
                 yield int(name.removeprefix(_KERNEL_NAME))
@@ -212,14 +245,20 @@ def _codes(path, layer, call: Call):
     state = read_state(fp8_product, recipe)
     for name in ("input", "kernel"):
         quantizer = getattr(state, name)
-        if isinstance(quantizer, QuantizerState) and not isinstance(quantizer.scale, jax.core.Tracer):
+        if isinstance(quantizer, QuantizerState) and not isinstance(
+            quantizer.scale, jax.core.Tracer
+        ):
             # the state's scale is the scale_inv of the last step
             scale_inv = quantizer.scale
-            _frozen.refuse_untouched("/".join(map(str, (*path, name))), quantizer.amax_history, scale_inv)
+            _frozen.refuse_untouched(
+                "/".join(map(str, (*path, name))), quantizer.amax_history, scale_inv
+            )
 
     def codes_of_kernel(kernel, state):
         kernel = kernel.astype(call.kernel.dtype)
-        return _frozen.freeze_operands(call.x_shape, kernel, call.dimension_numbers, recipe, state)
+        return _frozen.freeze_operands(
+            call.x_shape, kernel, call.dimension_numbers, recipe, state
+        )
 
     # A stacked layer has a kernel and a state for each of its members.
     for _ in _stacked("freeze", path, layer):

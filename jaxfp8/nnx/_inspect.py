@@ -23,7 +23,9 @@ def function_of_arrays(fn, args, kwargs):
     graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))
     # nnx.merge makes the modules anew, from these classes, whose calls put the path of
     # the module into the program.
-    graphdef = dataclasses.replace(graphdef, nodes=list(map(_with_named_class, graphdef.nodes)))
+    graphdef = dataclasses.replace(
+        graphdef, nodes=list(map(_with_named_class, graphdef.nodes))
+    )
     arrays, joined = split_arrays([leaf for leaf in leaves if not _is_object(leaf)])
 
     def run(state_and_arrays):
@@ -33,7 +35,9 @@ def function_of_arrays(fn, args, kwargs):
             _set_names(top)
             _set_rules(top)
         objects = iter(objects)
-        args, kwargs = tree.unflatten([next(objects) if _is_object(leaf) else next(rest) for leaf in leaves])
+        args, kwargs = tree.unflatten(
+            [next(objects) if _is_object(leaf) else next(rest) for leaf in leaves]
+        )
         return fn(*args, **kwargs)
 
     return run, (state, arrays)
@@ -61,7 +65,10 @@ def _named(base):
     """
 
     def __call__(self, *args, **kwargs):
-        path, rule = getattr(self, "inspected_path", None), getattr(self, "inspected_rule", None)
+        path, rule = (
+            getattr(self, "inspected_path", None),
+            getattr(self, "inspected_rule", None),
+        )
         with contextlib.ExitStack() as stack:
             if path is not None:
                 stack.enter_context(jax.named_scope(path))
@@ -70,7 +77,11 @@ def _named(base):
                 stack.enter_context(_contexts.high_precision(f"rule {rule} says None"))
             return base.__call__(self, *args, **kwargs)
 
-    same = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    same = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
     return type(base)(base.__name__, (base,), {"__call__": __call__, **same})
 
 
@@ -80,7 +91,11 @@ def _set_names(top) -> None:
     """
     held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
     for path, module in list(nnx.iter_modules(top)):
-        if path and callable(module) and (not isinstance(module, _Fp8Product) or id(module) in held):
+        if (
+            path
+            and callable(module)
+            and (not isinstance(module, _Fp8Product) or id(module) in held)
+        ):
             module.inspected_path = "/".join(map(str, path))
 
 
@@ -90,5 +105,9 @@ def _set_rules(top) -> None:
         rules = getattr(model, RULES, ())
         for path, layer, _ in layers(model) if rules else ():
             index = decision(rules, path, layer)
-            if index is not None and rules[index].recipe is None and product(layer) is None:
+            if (
+                index is not None
+                and rules[index].recipe is None
+                and product(layer) is None
+            ):
                 layer.inspected_rule = index

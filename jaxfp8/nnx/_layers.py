@@ -11,7 +11,16 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, check_gate, check_norm, linear, norm_of_layer, sizes
+from ..dot import (
+    Activated,
+    FusedInput,
+    Normalized,
+    check_gate,
+    check_norm,
+    linear,
+    norm_of_layer,
+    sizes,
+)
 from ._dot_general import Fp8DotGeneral
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -55,14 +64,20 @@ class Linear(nnx.Module):
     ):
         in_features = sizes("Linear: in_features", (in_features,))[0]
         features = sizes("Linear: out_features", out_features)
-        kernel = kernel_init(rngs.params(), (in_features, math.prod(features)), param_dtype)
+        kernel = kernel_init(
+            rngs.params(), (in_features, math.prod(features)), param_dtype
+        )
         # the box names the dimensions of the kernel, not of the matrix
         if isinstance(kernel, nnx.VariableMetadata):
             kernel.raw_value = kernel.raw_value.reshape(in_features, *features)
         else:
             kernel = kernel.reshape(in_features, *features)
         self.kernel = nnx.Param(kernel)
-        self.bias = nnx.Param(bias_init(rngs.params(), features, param_dtype)) if use_bias else None
+        self.bias = (
+            nnx.Param(bias_init(rngs.params(), features, param_dtype))
+            if use_bias
+            else None
+        )
         self.dot_general = Fp8DotGeneral(recipe)
         self.in_features, self.out_features = in_features, features
         self.dtype, self.precision = dtype, precision
@@ -77,7 +92,10 @@ class Linear(nnx.Module):
         as in `jaxfp8.dot_general`.
         """
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
-        kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias.get_value()
+        kernel, bias = (
+            self.kernel.get_value(),
+            None if self.bias is None else self.bias.get_value(),
+        )
         return linear(
             self.dot_general,
             x,
@@ -109,7 +127,11 @@ class _Normalizing(nnx.Module):
         self.norm, self.epsilon, self.dtype = norm, epsilon, dtype
 
         def parameter(init, is_there):
-            return nnx.Param(init(rngs.params(), (in_features,), param_dtype)) if is_there else None
+            return (
+                nnx.Param(init(rngs.params(), (in_features,), param_dtype))
+                if is_there
+                else None
+            )
 
         self.scale = parameter(scale_init, norm is not None)
         self.norm_bias = parameter(norm_bias_init, norm == "layer")
@@ -121,8 +143,12 @@ class _Normalizing(nnx.Module):
         x = jnp.asarray(x)
         if self.norm is None:
             return x
-        scale, bias = (None if p is None else p.get_value() for p in (self.scale, self.norm_bias))
-        return norm_of_layer(x, scale, bias, kind=self.norm, epsilon=self.epsilon, dtype=self.dtype)
+        scale, bias = (
+            None if p is None else p.get_value() for p in (self.scale, self.norm_bias)
+        )
+        return norm_of_layer(
+            x, scale, bias, kind=self.norm, epsilon=self.epsilon, dtype=self.dtype
+        )
 
 
 class GatedMLP(_Normalizing):
@@ -171,7 +197,16 @@ class GatedMLP(_Normalizing):
     ):
         check_gate("GatedMLP", activation)
         check_norm("GatedMLP", "norm", norm, is_optional=True)
-        super().__init__(norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs)
+        super().__init__(
+            norm,
+            in_features,
+            epsilon,
+            dtype,
+            param_dtype,
+            scale_init,
+            norm_bias_init,
+            rngs,
+        )
         self.activation = activation
 
         def linear_layer(in_features, out_features, kernel_init, bias_init):
@@ -189,15 +224,25 @@ class GatedMLP(_Normalizing):
             )
 
         gate_and_up = (2, *sizes("GatedMLP: hidden_features", hidden_features))
-        self.wi = linear_layer(in_features, gate_and_up, _with_gate(kernel_init, 1), _with_gate(bias_init, 0))
+        self.wi = linear_layer(
+            in_features,
+            gate_and_up,
+            _with_gate(kernel_init, 1),
+            _with_gate(bias_init, 0),
+        )
         out_features = in_features if out_features is None else out_features
         self.wo = linear_layer(hidden_features, out_features, kernel_init, bias_init)
 
-    def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
+    def __call__(
+        self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None
+    ) -> jax.Array:
         """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as
         in `jaxfp8.dot_general`.
         """
-        return self.wo(self.wi(self._normalized(x), activation=f"{self.activation}_gated"), out_sharding)
+        return self.wo(
+            self.wi(self._normalized(x), activation=f"{self.activation}_gated"),
+            out_sharding,
+        )
 
 
 def _with_gate(init, axis: int):
@@ -207,9 +252,14 @@ def _with_gate(init, axis: int):
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
-        if isinstance(value, nnx.VariableMetadata) and value.metadata.get("out_sharding"):
+        if isinstance(value, nnx.VariableMetadata) and value.metadata.get(
+            "out_sharding"
+        ):
             names = tuple(value.metadata["out_sharding"])
-            value.metadata = {**value.metadata, "out_sharding": (*names[:axis], None, *names[axis:])}
+            value.metadata = {
+                **value.metadata,
+                "out_sharding": (*names[:axis], None, *names[axis:]),
+            }
         return value
 
     return with_gate
@@ -254,7 +304,16 @@ class NormDense(_Normalizing):
         rngs: nnx.Rngs,
     ):
         check_norm("NormDense", "kind", kind, is_optional=False)
-        super().__init__(kind, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs)
+        super().__init__(
+            kind,
+            in_features,
+            epsilon,
+            dtype,
+            param_dtype,
+            scale_init,
+            norm_bias_init,
+            rngs,
+        )
         self.dense = Linear(
             in_features,
             out_features,
@@ -273,7 +332,9 @@ class NormDense(_Normalizing):
         """The kind of the norm, `"rms"` or `"layer"`."""
         return self.norm
 
-    def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
+    def __call__(
+        self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None
+    ) -> jax.Array:
         """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as
         in `jaxfp8.dot_general`.
         """

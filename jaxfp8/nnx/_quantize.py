@@ -21,7 +21,13 @@ from ..recipes import (
     warn_of_idle_rules,
     warn_of_own_arrays,
 )
-from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, _Fp8Product, frozen_arrays
+from ._dot_general import (
+    Fp8DotGeneral,
+    Fp8Einsum,
+    OverwriteWithGradient,
+    _Fp8Product,
+    frozen_arrays,
+)
 from ._layers import Linear
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
@@ -68,14 +74,23 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use jaxfp8.linen.quantize")
+        raise TypeError(
+            f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use jaxfp8.linen.quantize"
+        )
     model_layers, changes = layers(model), []
     for path, layer, attribute in model_layers:
         index = decision(rules, path, layer)
         if index is not None:
             _refuse_frozen(path, layer)
             stacked = _stacked("nnx.quantize", path, layer)
-            changes.append((layer, attribute, rules[index], _new_product(layer, attribute, rules[index], stacked)))
+            changes.append(
+                (
+                    layer,
+                    attribute,
+                    rules[index],
+                    _new_product(layer, attribute, rules[index], stacked),
+                )
+            )
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
     for layer, attribute, _, new_product in changes:
@@ -84,15 +99,26 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):
         _warn_of_rules(model, fp8_paths, model_layers)
     else:
-        names = {"/".join(map(str, path)): layer_names(path, name is None) for path, _, name in model_layers}
+        names = {
+            "/".join(map(str, path)): layer_names(path, name is None)
+            for path, _, name in model_layers
+        }
         # An embedding or a norm is in high precision, as a rule may say; a block of
         # layers alone is not.
         own_arrays = dict(_own_arrays(model))
         around = {path[:i] for path, *_ in model_layers for i in range(len(path))}
         around -= {path[:-1] for path in own_arrays}
-        modules = [path for path, module in nnx.iter_modules(model) if not isinstance(module, _Fp8Product)]
+        modules = [
+            path
+            for path, module in nnx.iter_modules(model)
+            if not isinstance(module, _Fp8Product)
+        ]
         rest = ["/".join(map(str, path)) for path in modules if path not in around]
-        to_layers = [rule for rule in rules if rule.recipe is not None or not rule.matches(rest, "dot_general")]
+        to_layers = [
+            rule
+            for rule in rules
+            if rule.recipe is not None or not rule.matches(rest, "dot_general")
+        ]
         warn_of_idle_rules("nnx.quantize", type(model).__name__, to_layers, names)
         warn_of_own_arrays("nnx.quantize", rules, own_arrays)
     _forget_unused(model)
@@ -107,15 +133,22 @@ def layers(model):
     modules = [(path, module) for path, module in nnx.iter_modules(model)]
     held, model_layers = set(), []
     for path, module in modules:
-        attribute = next((name for name in ("dot_general", "einsum_op") if name in vars(module)), None)
+        attribute = next(
+            (name for name in ("dot_general", "einsum_op") if name in vars(module)),
+            None,
+        )
         if attribute is not None:
             model_layers.append((path, module, attribute))
             held.add(id(getattr(module, attribute)))
         # attention keeps the products that it gave to its layers
         elif isinstance(module, nnx.MultiHeadAttention):
             held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
-    products = [(path, module) for path, module in modules if isinstance(module, _Fp8Product)]
-    return model_layers + [(path, product, None) for path, product in products if id(product) not in held]
+    products = [
+        (path, module) for path, module in modules if isinstance(module, _Fp8Product)
+    ]
+    return model_layers + [
+        (path, product, None) for path, product in products if id(product) not in held
+    ]
 
 
 def _own_arrays(model):
@@ -131,7 +164,9 @@ def _own_arrays(model):
 
 def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:
     """Find the index of the first rule that matches the module at `path`."""
-    return first_match(rules, layer_names(path, isinstance(module, _Fp8Product)), _operation(module))
+    return first_match(
+        rules, layer_names(path, isinstance(module, _Fp8Product)), _operation(module)
+    )
 
 
 def _operation(module) -> str | None:
@@ -140,7 +175,11 @@ def _operation(module) -> str | None:
     """
     if isinstance(module, Fp8Einsum) or "einsum_op" in vars(module):
         return "einsum"
-    return "dot_general" if isinstance(module, _Fp8Product) or "dot_general" in vars(module) else None
+    return (
+        "dot_general"
+        if isinstance(module, _Fp8Product) or "dot_general" in vars(module)
+        else None
+    )
 
 
 def product(layer):
@@ -163,7 +202,11 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
         state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
         return state[0].shape[:-1] if state else ()
     if isinstance(layer, (nnx.Linear, Linear)):
-        out = layer.out_features if isinstance(layer.out_features, tuple) else (layer.out_features,)
+        out = (
+            layer.out_features
+            if isinstance(layer.out_features, tuple)
+            else (layer.out_features,)
+        )
         expected = (layer.in_features, *out)
     elif isinstance(layer, nnx.LinearGeneral):
         expected = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
@@ -188,7 +231,9 @@ def _new_product(layer, attribute, rule: Rule, stacked):
     elif rule.recipe is None and not isinstance(layer, Linear):
         return jax.lax.dot_general if attribute == "dot_general" else jnp.einsum
     else:
-        new_product = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
+        new_product = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(
+            rule.layer_recipe
+        )
     _stack(new_product, stacked)
     return new_product
 
@@ -200,7 +245,9 @@ def _change(layer, attribute, new_product) -> None:
         return
     # NNX has the attribute as static where it held a function.
     is_fp8 = isinstance(new_product, _Fp8Product)
-    setattr(layer, attribute, nnx.data(new_product) if is_fp8 else nnx.static(new_product))
+    setattr(
+        layer, attribute, nnx.data(new_product) if is_fp8 else nnx.static(new_product)
+    )
     if getattr(layer, "dot_general_cls", None) is not None:
         layer.dot_general_cls = None
 
@@ -241,8 +288,20 @@ def _forget_unused(model) -> None:
     """Remove from attention the products that none of its layers runs any more, whose
     state it would keep.
     """
-    for attention in [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.MultiHeadAttention)]:
-        for attribute, users in (("qkv_dot_general", ("query", "key", "value")), ("out_dot_general", ("out",))):
-            shared, holders = getattr(attention, attribute), [getattr(attention, name) for name in users]
-            if isinstance(shared, _Fp8Product) and all(layer.dot_general is not shared for layer in holders):
+    for attention in [
+        module
+        for _, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.MultiHeadAttention)
+    ]:
+        for attribute, users in (
+            ("qkv_dot_general", ("query", "key", "value")),
+            ("out_dot_general", ("out",)),
+        ):
+            shared, holders = (
+                getattr(attention, attribute),
+                [getattr(attention, name) for name in users],
+            )
+            if isinstance(shared, _Fp8Product) and all(
+                layer.dot_general is not shared for layer in holders
+            ):
                 setattr(attention, attribute, nnx.static(None))

@@ -15,12 +15,26 @@ from flax import nnx, traverse_util
 
 from .._jax import _warnings
 from ..mixed_precision import select
-from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, _state_tree, holds_max, without_max
-from ..train import _steps, expect_state, max_grad as _max_grad, named_errors, update_state as _update_state
+from ..recipes import (
+    OVERWRITE_WITH_GRADIENT,
+    FP8StateWarning,
+    _state_tree,
+    holds_max,
+    without_max,
+)
+from ..train import (
+    _steps,
+    expect_state,
+    max_grad as _max_grad,
+    named_errors,
+    update_state as _update_state,
+)
 from ._dot_general import OverwriteWithGradient, paths_in, trainable
 
 
-def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """Differentiate as `nnx.value_and_grad`, by parameters and FP8 state; shared state
     combines by max.
 
@@ -51,7 +65,9 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
     return _differentiated(nnx.value_and_grad, f, argnums, has_aux, gradients_of)
 
 
-def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """Differentiate as `value_and_grad` does, and return the gradients without the
     value.
     """
@@ -66,7 +82,10 @@ def _differentiated(transform, f, argnums, has_aux, gradients_of):
     """Return `transform` of `f` with a watch on the gradients, which `gradients_of`
     takes out of the result.
     """
-    f, options = _with_max_grad(f), {"argnums": _with_state(argnums), "has_aux": has_aux}
+    f, options = (
+        _with_max_grad(f),
+        {"argnums": _with_state(argnums), "has_aux": has_aux},
+    )
     differentiate = transform(f, **options)
     # JAX takes gradients by the dtype of cast state where it takes them by integers.
     of_cast_state = transform(f, **options, allow_int=True)
@@ -75,7 +94,10 @@ def _differentiated(transform, f, argnums, has_aux, gradients_of):
 
     @functools.wraps(differentiate)
     def watched(*args, **kwargs):
-        is_cast = any(holds_max(variable.get_value()) for variable in _variables(args, OverwriteWithGradient))
+        is_cast = any(
+            holds_max(variable.get_value())
+            for variable in _variables(args, OverwriteWithGradient)
+        )
         with named_errors("nnx.value_and_grad"):
             out = (of_cast_state if is_cast else differentiate)(*args, **kwargs)
         if nnx.set_graph_mode.current_value():
@@ -105,8 +127,14 @@ def _watch(tree, gradients) -> None:
     # is the end of the step. The finalizer belongs to the object: it is gone as soon as
     # it has run.
     for gradient in jax.tree.leaves(gradients, is_leaf=_is_state):
-        if state and _is_state(gradient) and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient)):
-            weakref.finalize(gradient, _check_stored, params, state, _warnings.user_line()).atexit = False
+        if (
+            state
+            and _is_state(gradient)
+            and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient))
+        ):
+            weakref.finalize(
+                gradient, _check_stored, params, state, _warnings.user_line()
+            ).atexit = False
             return
 
 
@@ -116,7 +144,9 @@ def _is_state(leaf) -> bool:
 
 def _check_stored(params, state, line) -> None:
     is_used = any(id(variable.get_raw_value()) != before for variable, before in params)
-    if is_used and all(variable.get_raw_value() is before for variable, before in state):
+    if is_used and all(
+        variable.get_raw_value() is before for variable, before in state
+    ):
         _warnings.warn(
             "the parameters were updated with these gradients, and the next FP8 state in them was not stored: scales "
             "stay what they are. Take jaxfp8.nnx.Optimizer in place of nnx.Optimizer, or call "
@@ -146,10 +176,16 @@ def max_grad(*tree):
             is the plain f32 state from before.
     """
     nodes = nnx.iter_graph(tree)
-    variables = {tuple(map(str, path)): node for path, node in nodes if isinstance(node, OverwriteWithGradient)}
+    variables = {
+        tuple(map(str, path)): node
+        for path, node in nodes
+        if isinstance(node, OverwriteWithGradient)
+    }
     values = {path: variable.get_value() for path, variable in variables.items()}
     # The paths tell which variables belong to one product.
-    cast = _max_grad({OVERWRITE_WITH_GRADIENT: traverse_util.unflatten_dict(values)})[OVERWRITE_WITH_GRADIENT]
+    cast = _max_grad({OVERWRITE_WITH_GRADIENT: traverse_util.unflatten_dict(values)})[
+        OVERWRITE_WITH_GRADIENT
+    ]
     for path, value in traverse_util.flatten_dict(cast).items():
         variables[path].set_value(value)
     try:
@@ -189,12 +225,18 @@ def _with_state(argnums):
     """Replace ints in `argnums`, which mean parameters in NNX, by filters of parameters
     and FP8 state.
     """
-    if not (nnx.set_graph_mode.current_value() and nnx.set_graph_updates.current_value()):
+    if not (
+        nnx.set_graph_mode.current_value() and nnx.set_graph_updates.current_value()
+    ):
         # in tree mode modules are pytrees, of which all leaves are differentiated
         return argnums
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, trainable)
-    return argnums if isinstance(argnums, nnx.DiffState) else tuple(map(_with_state, argnums))
+    return (
+        argnums
+        if isinstance(argnums, nnx.DiffState)
+        else tuple(map(_with_state, argnums))
+    )
 
 
 def update_state(model: Any, grads: Any) -> None:
@@ -264,10 +306,17 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(
-        self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, graph: bool | None = None
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any = nnx.Param,
+        graph: bool | None = None,
     ):
         # A filter such as `trainable` may include the state.
-        super().__init__(model, tx, wrt=nnx.All(wrt, nnx.Not(OverwriteWithGradient)), graph=graph)
+        super().__init__(
+            model, tx, wrt=nnx.All(wrt, nnx.Not(OverwriteWithGradient)), graph=graph
+        )
         self.mini_steps = nnx.data({})
         state = nnx.state(model, OverwriteWithGradient, graph=graph)
         self._keep_mini_steps(_steps.begin(nnx.as_pure(self.opt_state), state), state)
@@ -287,12 +336,19 @@ class Optimizer(nnx.Optimizer):
         """
         if len(grads) != 1:
             return super().update(model, *grads, **kwargs)
-        old, new = (nnx.state(tree, OverwriteWithGradient, graph=self.graph) for tree in (model, *grads))
+        old, new = (
+            nnx.state(tree, OverwriteWithGradient, graph=self.graph)
+            for tree in (model, *grads)
+        )
         expect_state(_state_tree.flatten(old), _state_tree.flatten(new).by_path())
         # 1. Let `tx` see parameters alone.
-        variables = (nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads))
+        variables = (
+            nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads)
+        )
         kwargs = {name: self._of_parameters(x) for name, x in kwargs.items()}
-        params, gradients, opt_state, extra = map(nnx.as_pure, (*variables, self.opt_state, kwargs))
+        params, gradients, opt_state, extra = map(
+            nnx.as_pure, (*variables, self.opt_state, kwargs)
+        )
         if hasattr(self.tx, "apply") and not kwargs:
             updates, (params, after) = None, self.tx.apply(gradients, opt_state, params)
         else:
@@ -300,7 +356,9 @@ class Optimizer(nnx.Optimizer):
             params = optax.apply_updates(params, updates)
         # 2. Take the next state where `tx` has made a step.
         if jax.tree.leaves(old):
-            state, kept = _steps.finish(old, new, self._with_mini_steps(opt_state, old), after, updates)
+            state, kept = _steps.finish(
+                old, new, self._with_mini_steps(opt_state, old), after, updates
+            )
             nnx.update(model, state)
             self._keep_mini_steps(kept, old)
         nnx.update(model, params)
@@ -328,7 +386,9 @@ class Optimizer(nnx.Optimizer):
         `state` is of another recipe.
         """
         paths, opt_state = _paths(state), _steps.begin(opt_state, state)
-        if not isinstance(opt_state, _steps.Accumulating) or set(self.mini_steps) != set(paths):
+        if not isinstance(opt_state, _steps.Accumulating) or set(
+            self.mini_steps
+        ) != set(paths):
             return opt_state
         kept = tuple(self.mini_steps[path].get_value() for path in paths)
         return _steps.begin(opt_state._replace(state=kept), state)
@@ -338,7 +398,9 @@ class Optimizer(nnx.Optimizer):
             return
         mini_steps = dict(zip(_paths(state), opt_state.state, strict=True))
         if set(mini_steps) != set(self.mini_steps):
-            self.mini_steps = nnx.data({path: nnx.OptState(value) for path, value in mini_steps.items()})
+            self.mini_steps = nnx.data(
+                {path: nnx.OptState(value) for path, value in mini_steps.items()}
+            )
         for path, value in mini_steps.items():
             self.mini_steps[path].set_value(value)
 

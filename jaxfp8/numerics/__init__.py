@@ -2,4 +2,15 @@
 state and no custom calls.
 """
 
-from ._codec import E4M3, E5M2, FP8_DTYPES, HYBRID, Format, decode, encode, fp8_max, is_saturated_or_flushed, rounded
+from ._codec import (
+    E4M3,
+    E5M2,
+    FP8_DTYPES,
+    HYBRID,
+    Format,
+    decode,
+    encode,
+    fp8_max,
+    is_saturated_or_flushed,
+    rounded,
+)

@@ -100,14 +100,18 @@ def _round_shift(x, shift):
     rest = x & ((1 << shift) - 1)
     half = jnp.where(shift > 0, 1 << (shift - 1), 1)
     quotient = x >> shift
-    return quotient + ((rest > half) | ((rest == half) & (quotient & 1 == 1))).astype(jnp.int32)
+    return quotient + ((rest > half) | ((rest == half) & (quotient & 1 == 1))).astype(
+        jnp.int32
+    )
 
 
 def _abs_product(x_bits, scale_bits):
     """Compute `|x * scale|` in f32; the platform may flush a subnormal result to 0."""
     x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
-    x_power, scale_power = (from_bits((127 + exponent) << 23) for exponent in (x_exponent, scale_exponent))
+    x_power, scale_power = (
+        from_bits((127 + exponent) << 23) for exponent in (x_exponent, scale_exponent)
+    )
     return x_magnitude * scale_magnitude * x_power * scale_power
 
 
@@ -145,7 +149,9 @@ def encode(x, scale, dtype):
     # 3. Put the sign on, and the NaNs in.
     code = code | jnp.where((x_bits < 0) ^ (scale_bits < 0), 0x80, 0)
     nan_code = 0x7F if info.nmant == 3 else 0x7E
-    return lax.bitcast_convert_type(jnp.where(is_nan, nan_code, code).astype(jnp.uint8), dtype)
+    return lax.bitcast_convert_type(
+        jnp.where(is_nan, nan_code, code).astype(jnp.uint8), dtype
+    )
 
 
 def rounded(magnitude, dtype):
@@ -161,7 +167,9 @@ def rounded(magnitude, dtype):
     # Normal codes: round the float's bits to nearest even, then move the exponent's
     # bias.
     odd = (bits >> shift) & 1
-    normal = ((bits + ((1 << (shift - 1)) - 1) + odd) >> shift) - (bias_shift << info.nmant)
+    normal = ((bits + ((1 << (shift - 1)) - 1) + odd) >> shift) - (
+        bias_shift << info.nmant
+    )
     # Subnormal codes: one ulp of `magic` is the smallest subnormal, so the addition
     # rounds to a multiple of it.
     magic = jnp.float32(float(info.smallest_subnormal) * 2.0**23)
@@ -186,8 +194,14 @@ def decode(data, scale_inv, dtype):
     # integer is also the float's bits.
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
     significand = ((value_bits & 0x007FFFFF) | _MIN_NORMAL_BITS) >> 20
-    significand = significand * ((to_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)
-    shift = 131 - ((value_bits & _ABS_MASK) >> 23) - ((to_bits(scale_magnitude) >> 23) + scale_exponent)
+    significand = significand * (
+        (to_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS
+    )
+    shift = (
+        131
+        - ((value_bits & _ABS_MASK) >> 23)
+        - ((to_bits(scale_magnitude) >> 23) + scale_exponent)
+    )
     multiple = _round_shift(significand, jnp.clip(shift, 0, 31))
     is_zero = (value_bits & _ABS_MASK == 0) | (scale_bits & _ABS_MASK == 0)
     is_tiny = (shift >= 0) & (multiple <= 2 * _MIN_NORMAL_BITS)

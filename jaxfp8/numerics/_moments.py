@@ -20,7 +20,11 @@ NAN_CODE = 0x7F
 _INF_CODE = 0xFF  # of squares: a NaN with a sign
 # The smallest normal number; the smallest terms in a step of Adam, of which no
 # difference or sum is subnormal.
-_SMALLEST, _LEAST, _LEAST_SQUARE = np.float32(2.0**-126), np.float32(2.0**-102), np.float32(2.0**-125)
+_SMALLEST, _LEAST, _LEAST_SQUARE = (
+    np.float32(2.0**-126),
+    np.float32(2.0**-102),
+    np.float32(2.0**-125),
+)
 _NAN_BITS = np.int32(0x7FC00000)
 _MIN_NORMAL_BITS = np.uint32(0x00800000)
 _INF_BITS = np.uint32(0x7F800000)
@@ -84,7 +88,11 @@ def _numbers(codes):
 def _decoded_fraction(codes, exponent, zero=0):
     """Return the fraction u of the amax that codes without a sign stand for."""
     power = codes * _MAX_INV
-    return jnp.where(exponent > zero, _scaling.round_sqrt(power), jnp.where(exponent < zero, power * power, power))
+    return jnp.where(
+        exponent > zero,
+        _scaling.round_sqrt(power),
+        jnp.where(exponent < zero, power * power, power),
+    )
 
 
 def changes_and_span(codes, amax, exponent, blocks, axis):
@@ -117,7 +125,11 @@ def span(blocks, axis):
     """
     if _tpu.is_target():
         return _tpu.span(blocks, axis)
-    return _to_span(*lax.reduce(_from_inf_and_from_normal(blocks), _FIRST, _further, (blocks.ndim + axis,)))
+    return _to_span(
+        *lax.reduce(
+            _from_inf_and_from_normal(blocks), _FIRST, _further, (blocks.ndim + axis,)
+        )
+    )
 
 
 _FIRST = np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS
@@ -133,7 +145,10 @@ def _further(x, y):
 
 
 def _to_span(top, bottom):
-    top, bottom = (lax.bitcast_convert_type(x, jnp.float32) for x in (top + _INF_BITS, bottom + _MIN_NORMAL_BITS))
+    top, bottom = (
+        lax.bitcast_convert_type(x, jnp.float32)
+        for x in (top + _INF_BITS, bottom + _MIN_NORMAL_BITS)
+    )
     return _magnitude(top), bottom
 
 
@@ -148,11 +163,15 @@ def encoded(blocks, top, bottom, keys, squared, axis):
     """
     # 1. Find k of each block, divide by the amax and take the power.
     of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
-    exponent = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
+    exponent = jnp.where(
+        bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)
+    ).astype(jnp.int8)
     power, random_bits = _exponent_and_random_bits(exponent, keys, blocks, axis)
     magnitude = _magnitude(blocks)
     u = _fraction(magnitude, top, axis)
-    y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
+    y = _MAX * jnp.where(
+        power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u)
+    )
 
     # 2. Round. Squares that are not zero have at least the smallest code.
     if keys is None:
@@ -163,7 +182,9 @@ def encoded(blocks, top, bottom, keys, squared, axis):
         codes = _round_signed(u, y, power, random_bits)
     if squared:
         codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
-    return jnp.where(magnitude < np.inf, codes, NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0), exponent
+    return jnp.where(magnitude < np.inf, codes, NAN_CODE) | jnp.where(
+        jnp.signbit(blocks), 0x80, 0
+    ), exponent
 
 
 def _magnitude(blocks):
@@ -173,7 +194,9 @@ def _magnitude(blocks):
     and Inf into tests of bits, which do not flush subnormal numbers.
     """
     bits = _scaling.to_bits(blocks) & 0x7FFFFFFF
-    return lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32)
+    return lax.bitcast_convert_type(
+        jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32
+    )
 
 
 def split(x, axis):
@@ -187,7 +210,11 @@ def split(x, axis):
     count = -(-size // width)
     if missing := count * width - size:
         x = jnp.pad(x, [(0, missing if i == place else 0) for i in range(x.ndim)])
-    return x if _tpu.is_target() else x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
+    return (
+        x
+        if _tpu.is_target()
+        else x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
+    )
 
 
 def join(blocks, axis, shape):
@@ -203,7 +230,9 @@ def each(numbers, axis):
     """Give each element the number of its block: an array that broadcasts to the blocks
     of `split`.
     """
-    return _tpu.each(numbers, axis) if _tpu.is_target() else jnp.expand_dims(numbers, axis)
+    return (
+        _tpu.each(numbers, axis) if _tpu.is_target() else jnp.expand_dims(numbers, axis)
+    )
 
 
 def each_amax(amax, axis):
@@ -211,7 +240,10 @@ def each_amax(amax, axis):
     if not _tpu.is_target():
         return each(amax, axis)
     # The last bits of a small amax are below 2**-126. Its sign tells that it is larger.
-    amax = each(jnp.where(amax < np.float32(2.0**-64), amax * np.float32(-(2.0**64)), amax), axis)
+    amax = each(
+        jnp.where(amax < np.float32(2.0**-64), amax * np.float32(-(2.0**64)), amax),
+        axis,
+    )
     return jnp.where(amax < 0, amax * np.float32(-(2.0**-64)), amax)
 
 
@@ -236,7 +268,9 @@ def _exponent_and_random_bits(exponent, keys, blocks, axis):
         keys, exponent = (high << 16 | low).astype(jnp.uint32), (high >> 16) - 1
     else:
         keys, exponent = each(keys, axis), each(exponent, axis)
-    shape = [size if i == blocks.ndim + axis else 1 for i, size in enumerate(blocks.shape)]
+    shape = [
+        size if i == blocks.ndim + axis else 1 for i, size in enumerate(blocks.shape)
+    ]
     i = lax.broadcasted_iota(jnp.uint32, shape, blocks.ndim + axis) % np.uint32(BLOCK)
     linear = mix(keys)
     return exponent, keys + i * (linear + i * mix(linear))
@@ -248,7 +282,9 @@ def _fraction(magnitude, amax, axis):
     # inverse is 2**32 times as large.
     is_large = amax > 1
     amax = jnp.where(is_large, amax * np.float32(2.0**-32), amax)
-    inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax, np.float32(2.0**-126)))
+    inverse = _scaling.round_quotient(
+        jnp.ones_like(amax), jnp.maximum(amax, np.float32(2.0**-126))
+    )
     inverse = each(jnp.where(is_large, -inverse, inverse), axis)
     unit = jnp.where(inverse < 0, np.float32(2.0**-32), np.float32(1))
     return jnp.minimum(magnitude * unit * jnp.abs(inverse), 1)
@@ -259,7 +295,9 @@ def _fixed_point(y):
     point.
     """
     multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
-    return jnp.where(y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23))
+    return jnp.where(
+        y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23)
+    )
 
 
 def _round_signed(u, y, exponent, random_bits):
@@ -277,7 +315,9 @@ def _round_signed(u, y, exponent, random_bits):
     code = _fixed_point(y) >> _DROPPED_BITS
     # Above the largest code is NaN; a u of 1 is not above the largest.
     codes = code, jnp.minimum(code + 1, NAN_CODE - 1)
-    below, above = (_decoded_fraction(_numbers(c.astype(jnp.uint8)), exponent) for c in codes)
+    below, above = (
+        _decoded_fraction(_numbers(c.astype(jnp.uint8)), exponent) for c in codes
+    )
     draw = (random_bits >> 8).astype(jnp.int32).astype(u.dtype) * np.float32(2.0**-24)
     return code + (draw * (above - below) < u - below).astype(jnp.int32)
 
@@ -309,7 +349,10 @@ def _round_square(y, exponent, random_bits):
     probability = fraction + ((product * (15 - (code & 7)) * c) >> 15)
 
     # 3. Round up with that probability.
-    return code + ((probability + (random_bits >> (32 - _DROPPED_BITS)).astype(jnp.int32)) >> _DROPPED_BITS)
+    return code + (
+        (probability + (random_bits >> (32 - _DROPPED_BITS)).astype(jnp.int32))
+        >> _DROPPED_BITS
+    )
 
 
 # A step of
@@ -325,12 +368,14 @@ def adam_step(grads, *operands, axis, vmap_dims):
     Between a product and a sum is always a selection: compilers would round the two at
     once on some platforms.
     """
-    *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, keys, numbers = operands
+    *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, keys, numbers = (
+        operands
+    )
     keys = jnp.moveaxis(keys, vmap_dims, 0)
     block_dims = grads.ndim + (not _tpu.is_target())
     broadcast = (*numbers.shape[:vmap_dims], *[1] * (block_dims - vmap_dims), 11)
-    b1, one_less_b1, b2, one_less_b2, c1, c2, eps_root, eps, rate, decay, factor = jnp.unstack(
-        numbers.reshape(broadcast), axis=-1
+    b1, one_less_b1, b2, one_less_b2, c1, c2, eps_root, eps, rate, decay, factor = (
+        jnp.unstack(numbers.reshape(broadcast), axis=-1)
     )
     mu_scales, nu_scales = (
         (each_amax(amax, axis), each(exponent, axis))
@@ -345,7 +390,9 @@ def adam_step(grads, *operands, axis, vmap_dims):
         before = jnp.where(nu_codes == np.uint8(_INF_CODE), np.float32(np.inf), before)
         mean = _above(one_less_b1 * g) + _above(b1 * decoded(mu_codes, *mu_scales))
         square = _above(g * g, _LEAST_SQUARE)
-        return mean, _above(one_less_b2 * square, _LEAST_SQUARE) + _above(b2 * jnp.abs(before), _LEAST_SQUARE)
+        return mean, _above(one_less_b2 * square, _LEAST_SQUARE) + _above(
+            b2 * jnp.abs(before), _LEAST_SQUARE
+        )
 
     # 1. Find the largest and the smallest number of each block.
     if _tpu.is_target():
@@ -363,7 +410,10 @@ def adam_step(grads, *operands, axis, vmap_dims):
         p = _above(split(params[0], axis), _SMALLEST)
         out = _above(p - _above(rate * (out + _above(decay * p))), _SMALLEST)
     results = [join(out, axis, grads.shape)]
-    for x, (top, bottom), key, squared in ((m, spans[0], keys[0], False), (v, spans[1], keys[1], True)):
+    for x, (top, bottom), key, squared in (
+        (m, spans[0], keys[0], False),
+        (v, spans[1], keys[1], True),
+    ):
         codes, exponent = encoded(x, top, bottom, key, squared, axis)
         codes = jnp.where(jnp.abs(x) < np.inf, codes, NAN_CODE)
         codes = jnp.where(x == np.inf, _INF_CODE, codes) if squared else codes

@@ -56,10 +56,16 @@ def _full(x, value, dtype):
     """Return `value`, a number or one for each column, in the shape of `x`: a literal
     where it has few elements.
     """
-    is_small = all(isinstance(size, int) for size in x.shape) and math.prod(x.shape) <= 64
+    is_small = (
+        all(isinstance(size, int) for size in x.shape) and math.prod(x.shape) <= 64
+    )
     if is_small:
         return np.full(x.shape, value, dtype)
-    return jnp.broadcast_to(np.asarray(value, dtype), x.shape) if np.ndim(value) else lax.full_like(x, value, dtype)
+    return (
+        jnp.broadcast_to(np.asarray(value, dtype), x.shape)
+        if np.ndim(value)
+        else lax.full_like(x, value, dtype)
+    )
 
 
 def positive_finite(x: jax.Array) -> jax.Array:
@@ -77,7 +83,9 @@ def below_zero(x: jax.Array) -> jax.Array:
     """
     # -0 and negative NaN are just outside
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return lax.lt(bits - _full(bits, 0x80000001, np.uint32), _full(bits, _INF_BITS, np.uint32))
+    return lax.lt(
+        bits - _full(bits, 0x80000001, np.uint32), _full(bits, _INF_BITS, np.uint32)
+    )
 
 
 def clean(x: jax.Array) -> jax.Array:
@@ -117,7 +125,10 @@ def round_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
         return _full(x, value, dtype)
 
     x_bits, y_bits = to_bits(x), to_bits(y)
-    x_int, y_int = ((bits & number(_MANTISSA_BITS)) | number(_HIDDEN_BIT) for bits in (x_bits, y_bits))
+    x_int, y_int = (
+        (bits & number(_MANTISSA_BITS)) | number(_HIDDEN_BIT)
+        for bits in (x_bits, y_bits)
+    )
     is_smaller = x_int < y_int
     smaller = is_smaller.astype(jnp.int32)
     shift = number(23) + smaller
@@ -125,14 +136,20 @@ def round_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     # 2. Estimate the quotient of the significands, 24 bits, and correct it by its
     #    remainder.
     x_float, y_float = x_int.astype(jnp.float32), y_int.astype(jnp.float32)
-    unit = lax.select(is_smaller, number(2.0**24, np.float32), number(2.0**23, np.float32))
+    unit = lax.select(
+        is_smaller, number(2.0**24, np.float32), number(2.0**23, np.float32)
+    )
     quotient = (lax.div(x_float, y_float) * unit).astype(jnp.int32)
     # wraps around; below 2**28 in magnitude
     remainder = (x_int << shift) - quotient * y_int
     step = jnp.round(remainder.astype(jnp.float32) / y_float).astype(jnp.int32)
     quotient, remainder = quotient + step, remainder - step * y_int
     twice = remainder + remainder
-    quotient = quotient + (twice > y_int).astype(jnp.int32) - (twice < -y_int).astype(jnp.int32)
+    quotient = (
+        quotient
+        + (twice > y_int).astype(jnp.int32)
+        - (twice < -y_int).astype(jnp.int32)
+    )
 
     # 3. Put the quotient together.
     exponent = (x_bits >> number(23)) - (y_bits >> number(23)) + number(127) - smaller
@@ -177,23 +194,32 @@ def amax_to_scale(
     # Clamping the amax clamps the scale. The second bound keeps subnormal amaxes, which
     # pass the first bound only with a margin above 8, out of the division: they count
     # as 2**-126.
-    smallest = np.maximum(np.float64(numerator) / MAX_SCALE, np.finfo(np.float32).tiny).astype(np.float32)
-    largest = np.minimum(np.float64(numerator) / MIN_SCALE, np.finfo(np.float32).max).astype(np.float32)
+    smallest = np.maximum(
+        np.float64(numerator) / MAX_SCALE, np.finfo(np.float32).tiny
+    ).astype(np.float32)
+    largest = np.minimum(
+        np.float64(numerator) / MIN_SCALE, np.finfo(np.float32).max
+    ).astype(np.float32)
 
     def number(value):
         return _full(amax, value, np.float32)
 
     amax_in_range = lax.clamp(number(smallest), amax, number(largest))
     stored_in_range = lax.clamp(number(MIN_SCALE), old_scale_inv, number(MAX_SCALE))
-    stored_in_range = lax.select(positive_finite(old_scale_inv), stored_in_range, number(1))
+    stored_in_range = lax.select(
+        positive_finite(old_scale_inv), stored_in_range, number(1)
+    )
 
     has_amax = positive_finite(amax)
     scale = round_quotient(
-        lax.select(has_amax, number(numerator), number(1)), lax.select(has_amax, amax_in_range, stored_in_range)
+        lax.select(has_amax, number(numerator), number(1)),
+        lax.select(has_amax, amax_in_range, stored_in_range),
     )
     is_state = ~(below_zero(amax) | below_zero(old_scale_inv))
     scale_inv = round_quotient(number(1), scale)
-    return lax.select(is_state, scale, number(np.nan)), lax.select(is_state, scale_inv, number(np.nan))
+    return lax.select(is_state, scale, number(np.nan)), lax.select(
+        is_state, scale_inv, number(np.nan)
+    )
 
 
 def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -36,11 +36,15 @@ def encode(x, scale, dtype):
     """
     x, largest = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
     saturated = jnp.clip(x * scale, -largest, largest)
-    codes = jnp.where(jnp.abs(x) < jnp.inf, saturated, jnp.float32(jnp.nan)).astype(dtype)
+    codes = jnp.where(jnp.abs(x) < jnp.inf, saturated, jnp.float32(jnp.nan)).astype(
+        dtype
+    )
     if x.ndim > 2 and x.shape[-2] == 2 and devices.value in ONE_DEVICE:
         # Each half of a pair in its own tiles: tiles of 2 rows would take four times
         # the steps.
-        codes = with_layout_constraint(codes, Layout((x.ndim - 2, *range(x.ndim - 2), x.ndim - 1)))
+        codes = with_layout_constraint(
+            codes, Layout((x.ndim - 2, *range(x.ndim - 2), x.ndim - 1))
+        )
     return codes
 
 
@@ -56,14 +60,20 @@ def abs_max(x, axis):
     # both were one, XLA would quantize the slices of stacked kernels twice, in two
     # shapes, and with no |x| in common it would read float32 kernels twice.
     x = x.astype(jnp.float32)
-    return jnp.max(jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)), axis=axis, initial=0)
+    return jnp.max(
+        jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)),
+        axis=axis,
+        initial=0,
+    )
 
 
 def larger(x, y):
     """Compute the larger magnitude of each element of two f32 arrays; NaN counts as
     infinite.
     """
-    return jnp.maximum(*(jnp.where(lax.is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y)))
+    return jnp.maximum(
+        *(jnp.where(lax.is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y))
+    )
 
 
 def abs_max_by_parts(x):
@@ -76,8 +86,13 @@ def abs_max_by_parts(x):
     """
     if devices.value not in ONE_DEVICE or x.ndim < 2 or x.shape[0] % (16 * _PARTS):
         return abs_max(x, None)
-    magnitudes = [jnp.where(lax.is_finite(part), jnp.abs(part), jnp.inf) for part in jnp.split(x, _PARTS)]
-    return jnp.max(functools.reduce(jnp.maximum, magnitudes), initial=0).astype(jnp.float32)
+    magnitudes = [
+        jnp.where(lax.is_finite(part), jnp.abs(part), jnp.inf)
+        for part in jnp.split(x, _PARTS)
+    ]
+    return jnp.max(functools.reduce(jnp.maximum, magnitudes), initial=0).astype(
+        jnp.float32
+    )
 
 
 # Pairs: arrays `[..., 2, n]`, such as the kernels of gate and up side by side. JAX lays
@@ -113,11 +128,17 @@ def joined(parts: list[jax.Array], is_gradient: bool = False) -> jax.Array:
     if k % 8 or n % 512:
         return jnp.stack(parts, axis=-2)
     # 1. Let the tiles of both halves take turns: [k / 8, n / 64, 8, 128].
-    tiles = [part.reshape(k // 8, 8, n // 128, 128).transpose(0, 2, 1, 3) for part in parts]
+    tiles = [
+        part.reshape(k // 8, 8, n // 128, 128).transpose(0, 2, 1, 3) for part in parts
+    ]
     tiles = _row_major(jnp.stack(tiles, axis=2).reshape(k // 8, n // 64, 8, 128))
     # 2. Bring the tiles of each row of k together. The rest moves no bytes.
     rows = _row_major(tiles.transpose(0, 2, 1, 3))
-    return _row_major(rows.reshape(k, n // 128, 2, 128)).transpose(0, 2, 1, 3).reshape(k, 2, n)
+    return (
+        _row_major(rows.reshape(k, n // 128, 2, 128))
+        .transpose(0, 2, 1, 3)
+        .reshape(k, 2, n)
+    )
 
 
 def _row_major(x):
@@ -144,7 +165,9 @@ def each(numbers: jax.Array, axis: int) -> jax.Array:
     numbers = jnp.moveaxis(numbers, axis, -1)
     *leading, count = numbers.shape
     if count > _MAX_BLOCKS:
-        parts = jnp.pad(numbers, [(0, 0)] * len(leading) + [(0, -count % BLOCK)]).reshape(*leading, -1, BLOCK)
+        parts = jnp.pad(
+            numbers, [(0, 0)] * len(leading) + [(0, -count % BLOCK)]
+        ).reshape(*leading, -1, BLOCK)
         elements = each(parts, -1).reshape(*leading, -1)[..., : count * BLOCK]
         return jnp.moveaxis(elements, -1, axis)
     rest, parts = numbers.astype(jnp.float32), []
@@ -152,7 +175,9 @@ def each(numbers: jax.Array, axis: int) -> jax.Array:
         upper_bits = lax.bitcast_convert_type(rest, jnp.int32) & -0x10000
         parts.append(lax.bitcast_convert_type(upper_bits, jnp.float32))
         rest = rest - parts[-1]
-    part, element = (lax.broadcasted_iota(jnp.int32, (3 * count, BLOCK * count), i) for i in range(2))
+    part, element = (
+        lax.broadcasted_iota(jnp.int32, (3 * count, BLOCK * count), i) for i in range(2)
+    )
     is_in_block = (part % max(count, 1) == element // BLOCK).astype(jnp.bfloat16)
     parts = jnp.concatenate(parts, axis=-1).astype(jnp.bfloat16)
     elements = jnp.matmul(parts, is_in_block, preferred_element_type=jnp.float32)
@@ -182,6 +207,8 @@ def _reduce(function, x, axis):
     *leading, columns = x.shape
     rows = leading[-1] if leading else 1
     height = 1 if rows % 8 else 8
-    tiles = x.reshape(*leading[:-1], rows // height, height, columns // BLOCK, BLOCK).swapaxes(-3, -2)
+    tiles = x.reshape(
+        *leading[:-1], rows // height, height, columns // BLOCK, BLOCK
+    ).swapaxes(-3, -2)
     numbers = function(tiles, axis=-1).swapaxes(-2, -1)
     return jnp.moveaxis(numbers.reshape(*leading, columns // BLOCK), -1, axis)

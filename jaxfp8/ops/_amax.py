@@ -89,7 +89,9 @@ def amax_to_scale(
         TypeError: the op is differentiated.
     """
     operands = jnp.reshape(amax, 1), jnp.reshape(stored, 1)
-    return tuple(_amax_to_scale(*operands, spec=_scaling.scale_numerator(fp8_max, margin)))
+    return tuple(
+        _amax_to_scale(*operands, spec=_scaling.scale_numerator(fp8_max, margin))
+    )
 
 
 class _AmaxToScale(Op):
@@ -161,7 +163,9 @@ def delayed_scales(
     """
     numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
     operands = *histories, *(jnp.reshape(value, 1) for value in stored)
-    results = _delayed_scales(*operands, spec=_Quantizers(numerators, algo == "most_recent"))
+    results = _delayed_scales(
+        *operands, spec=_Quantizers(numerators, algo == "most_recent")
+    )
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
 
 
@@ -187,24 +191,45 @@ class _DelayedScales(OpOfUnits):
     def names(self, *ranks, spec):
         count = len(ranks) // 2
         # No mesh cuts a history: the maximum of a part is no scale.
-        return [*((f"{WHOLE}_slot{i}",) for i in range(count)), *[ONE] * count], [ONE] * (3 * count)
+        return [*((f"{WHOLE}_slot{i}",) for i in range(count)), *[ONE] * count], [
+            ONE
+        ] * (3 * count)
 
     def reference(self, *operands, vmap_dims, spec):
         results = []
-        for history, stored, numerator in zip(*halves(operands), spec.numerators, strict=True):
+        for history, stored, numerator in zip(
+            *halves(operands), spec.numerators, strict=True
+        ):
             # An entry below zero counts as infinite, so that one reduction finds it and
             # the largest entry.
-            is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
+            is_below_zero, history = (
+                _scaling.below_zero(history),
+                _scaling.clean(history),
+            )
             newest = history[..., :1]
-            marked = lax.select(is_below_zero, np.full(history.shape, np.inf, np.float32), history)
+            marked = lax.select(
+                is_below_zero, np.full(history.shape, np.inf, np.float32), history
+            )
             largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
-            amax = jnp.where(largest == jnp.inf, jnp.float32(-1), newest if spec.most_recent else largest)
-            results.append((*_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
+            amax = jnp.where(
+                largest == jnp.inf,
+                jnp.float32(-1),
+                newest if spec.most_recent else largest,
+            )
+            results.append(
+                (
+                    *_scaling.amax_to_scale(amax, stored, numerator),
+                    jnp.zeros_like(newest),
+                )
+            )
         return [part for parts in zip(*results, strict=True) for part in parts]
 
     def cpu(self, *operands, vmap_dims, spec):
         histories, stored = halves(operands)
-        histories, stored = [_shapes.merge_groups(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
+        histories, stored = (
+            [_shapes.merge_groups(h, vmap_dims) for h in histories],
+            [s.reshape(-1) for s in stored],
+        )
         results = _ffi.call(
             "delayed_scales",
             [(s.shape, jnp.float32) for s in stored] * 3,
@@ -213,7 +238,10 @@ class _DelayedScales(OpOfUnits):
             numerators=np.array(spec.numerators, np.float32),
             most_recent=spec.most_recent,
         )
-        return [out.reshape(x.shape) for out, x in zip(results, operands[len(histories) :] * 3, strict=True)]
+        return [
+            out.reshape(x.shape)
+            for out, x in zip(results, operands[len(histories) :] * 3, strict=True)
+        ]
 
 
 _delayed_scales = _DelayedScales()

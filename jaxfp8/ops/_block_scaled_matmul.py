@@ -89,8 +89,12 @@ def block_scaled_matmul(
     """
     op = "block_scaled_matmul"
     a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
-    a_scale_inv, a_block = _blocks.checked_scale(op, "a_", a_scale_inv, a_block, leading, m, k)
-    b_scale_inv, b_block = _blocks.checked_scale(op, "b_", b_scale_inv, b_block, leading, n, k)
+    a_scale_inv, a_block = _blocks.checked_scale(
+        op, "a_", a_scale_inv, a_block, leading, m, k
+    )
+    b_scale_inv, b_block = _blocks.checked_scale(
+        op, "b_", b_scale_inv, b_block, leading, n, k
+    )
     spec = _Spec(
         out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
         precise=_checks.flag(op, "precise", precise),
@@ -141,7 +145,9 @@ class _Side:
     def matrix(self) -> tuple[int, int]:
         """Return the size of the merged matrix."""
         rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
-        return math.prod(rows), math.prod(self.codes.shape[self.codes.ndim - self.contracting :])
+        return math.prod(rows), math.prod(
+            self.codes.shape[self.codes.ndim - self.contracting :]
+        )
 
     @property
     def scales_rows(self) -> bool:
@@ -161,7 +167,11 @@ class _Side:
         the product.
         """
         values = self.codes.astype(dtype)
-        return values if self.scales_rows else _blocks.scaled(values, self.scales, self.block, *self.matrix)
+        return (
+            values
+            if self.scales_rows
+            else _blocks.scaled(values, self.scales, self.block, *self.matrix)
+        )
 
     def row_scales(self):
         """Return the scale of each row, f32 `[*leading, *rows]` or
@@ -172,11 +182,19 @@ class _Side:
             return None
         if self.block is None:
             vmapped = self.scales.shape[:-1]
-            return self.scales.reshape(*vmapped, *[1] * (self.leading - len(vmapped) + len(rows)))
-        spread = _blocks.spread(self.scales, (self.block[0], 1), self.matrix[0], self.scales.shape[-1])
+            return self.scales.reshape(
+                *vmapped, *[1] * (self.leading - len(vmapped) + len(rows))
+            )
+        spread = _blocks.spread(
+            self.scales, (self.block[0], 1), self.matrix[0], self.scales.shape[-1]
+        )
         # Without any column the contraction is empty, and its sum is zero whatever the
         # scale.
-        spread = spread[..., 0] if spread.shape[-1] else jnp.ones(spread.shape[:-1], jnp.float32)
+        spread = (
+            spread[..., 0]
+            if spread.shape[-1]
+            else jnp.ones(spread.shape[:-1], jnp.float32)
+        )
         return spread.reshape(*self.codes.shape[: self.leading], *rows)
 
 
@@ -195,7 +213,13 @@ class _BlockScaledMatmul(Op):
         leading, m, n, k = spec.names(b)
         a_scales = ONE if spec.a_block is None else (*leading, "a_rows", "a_cols")
         b_scales = ONE if spec.b_block is None else (*leading, "b_rows", "b_cols")
-        return [leading + m + k, leading + n + k, a_scales, b_scales, *[leading + n] * spec.has_bias], [leading + m + n]
+        return [
+            leading + m + k,
+            leading + n + k,
+            a_scales,
+            b_scales,
+            *[leading + n] * spec.has_bias,
+        ], [leading + m + n]
 
     def dtypes(self, *operands, spec):
         return [spec.out_dtype]
@@ -218,7 +242,9 @@ class _BlockScaledMatmul(Op):
             )
         exact = all(side.is_exact or side.scales_rows for side in sides)
         wide = jnp.bfloat16 if exact else jnp.float32
-        operands = [side.codes if _tpu.is_target() else side.widened(wide) for side in sides]
+        operands = [
+            side.codes if _tpu.is_target() else side.widened(wide) for side in sides
+        ]
         # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
         precision = None if exact else lax.Precision.HIGHEST
 
@@ -237,7 +263,9 @@ class _BlockScaledMatmul(Op):
             # them again.
             rounded = functools.partial(product, dtype=spec.out_dtype)
             in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
-            return (lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),)
+            return (
+                lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),
+            )
         # 2. Multiply. 3. Apply the scales that are one number along the contraction.
         out = in_f32(*operands)
         factors = []
@@ -245,12 +273,18 @@ class _BlockScaledMatmul(Op):
             scale = side.row_scales()
             if scale is not None:
                 axes = (*range(leading), *range(first, first + scale.ndim - leading))
-                factors.append(jnp.expand_dims(scale, tuple(set(range(out.ndim)) - set(axes))))
+                factors.append(
+                    jnp.expand_dims(scale, tuple(set(range(out.ndim)) - set(axes)))
+                )
         if len(factors) == 2:
-            out = rescaled(out, *factors, lambda factor: jnp.broadcast_to(factor, out.shape))
+            out = rescaled(
+                out, *factors, lambda factor: jnp.broadcast_to(factor, out.shape)
+            )
         elif factors:
             out = out * jnp.broadcast_to(factors[0], out.shape)
-        return (spec.add_bias(out, *(bias or [None]), vmap_dims).astype(spec.out_dtype),)
+        return (
+            spec.add_bias(out, *(bias or [None]), vmap_dims).astype(spec.out_dtype),
+        )
 
     # XLA may rewrite the product in jnp to calls of cuBLASLt.
     cpu = by_xla = reference
@@ -260,21 +294,34 @@ class _BlockScaledMatmul(Op):
         bias.
         """
         # 1. Merge the dimensions to groups of matrices.
-        modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
+        modes = (
+            ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
+        )
         *codes, shape = spec.groups(a, b, vmap_dims)
         (*groups, m, k), n = codes[0].shape, codes[1].shape[-2]
         if 0 in (*groups, m, n, k):
-            return self.reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec)
-        scales = [_shapes.merge(scale, vmap_dims + spec.batch, 1) for scale in (a_scale_inv, b_scale_inv)]
+            return self.reference(
+                a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec
+            )
+        scales = [
+            _shapes.merge(scale, vmap_dims + spec.batch, 1)
+            for scale in (a_scale_inv, b_scale_inv)
+        ]
         if spec.as_mx:
             blocks = spec.a_block, spec.b_block
-            scales = [_blocks.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
+            scales = [
+                _blocks.as_mx(*scaled, k)
+                for scaled in zip(scales, blocks, (m, n), strict=True)
+            ]
         # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt
         #    reads them.
         depth = -k % max(map(_blocks.depth, modes))
         codes = [_shapes.pad(x, -x.shape[-2] % ALIGNMENT, depth) for x in codes]
         rows = [x.shape[-2] for x in codes]
-        scales = [_blocks.to_stored(*scaled) for scaled in zip(scales, modes, rows, strict=True)]
+        scales = [
+            _blocks.to_stored(*scaled)
+            for scaled in zip(scales, modes, rows, strict=True)
+        ]
         # 3. Multiply, cut off the padding and add the bias.
         dtype = jnp.float32 if spec.has_bias else spec.out_dtype
         results = [((*groups, *rows), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
@@ -289,7 +336,9 @@ class _BlockScaledMatmul(Op):
             a_scales=modes[0],
             b_scales=modes[1],
         )
-        out = spec.add_bias(out[..., :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
+        out = spec.add_bias(
+            out[..., :m, :n].reshape(shape), *(bias or [None]), vmap_dims
+        )
         return (out.astype(spec.out_dtype),)
 
     def not_on(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
@@ -298,9 +347,18 @@ class _BlockScaledMatmul(Op):
         """
         if a.dtype == b.dtype == E5M2:
             return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
-        reason = _blocks.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
-        a_scales, b_scales = f"{a_scale_inv.dtype} of {spec.a_block}", f"{b_scale_inv.dtype} of {spec.b_block}"
-        return None if reason is None else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
+        reason = _blocks.missing(
+            _modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale
+        )
+        a_scales, b_scales = (
+            f"{a_scale_inv.dtype} of {spec.a_block}",
+            f"{b_scale_inv.dtype} of {spec.b_block}",
+        )
+        return (
+            None
+            if reason is None
+            else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
+        )
 
     def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
         """Return the spec of `cuda` on GPUs of these compute capabilities."""
@@ -309,8 +367,14 @@ class _BlockScaledMatmul(Op):
         return dataclasses.replace(spec, as_mx=as_mx)
 
     def align(self, axes, sizes, mesh_shape, spec):
-        (a_rows, a_cols), (b_rows, b_cols) = (block or (None, None) for block in (spec.a_block, spec.b_block))
-        followers = {"m": {"a_rows": a_rows}, "n": {"b_rows": b_rows}, "k": {"a_cols": a_cols, "b_cols": b_cols}}
+        (a_rows, a_cols), (b_rows, b_cols) = (
+            block or (None, None) for block in (spec.a_block, spec.b_block)
+        )
+        followers = {
+            "m": {"a_rows": a_rows},
+            "n": {"b_rows": b_rows},
+            "k": {"a_cols": a_cols, "b_cols": b_cols},
+        }
         return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
 

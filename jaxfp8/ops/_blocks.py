@@ -34,15 +34,24 @@ _MANTISSA_BITS = 0x007FFFFF
 NAMES = {(1, None): "rows", (1, 32): "1x32", (1, 128): "1x128", (128, 128): "128x128"}
 # The pairs that cuBLASLt multiplies, by GPU: compute capability 9.0 alone, or from 10.0
 # on.
-_ON_HOPPER = {("rows", "rows"), ("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128")}
+_ON_HOPPER = {
+    ("rows", "rows"),
+    ("1x128", "1x128"),
+    ("1x128", "128x128"),
+    ("128x128", "1x128"),
+}
 _ON_BLACKWELL = {("1x32", "1x32")}
 
 
 def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     """Return a block as a tuple of Python integers of at least 1, or None."""
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
-    if not is_pair or not all(b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block):
-        raise ValueError(f"{op}: {name}: expected (rows, columns), each a positive int, or None for all, got {block!r}")
+    if not is_pair or not all(
+        b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block
+    ):
+        raise ValueError(
+            f"{op}: {name}: expected (rows, columns), each a positive int, or None for all, got {block!r}"
+        )
     return tuple(None if b is None else int(b) for b in block)
 
 
@@ -57,20 +66,29 @@ def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
         return _checks.scale(op, name, scale), None
     block, scale = checked(op, f"{prefix}block", block), _checks.array(op, name, scale)
     if scale.dtype not in (jnp.float32, E8M0):
-        raise TypeError(f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded")
-    return _checks.shape(op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols)))), block
+        raise TypeError(
+            f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded"
+        )
+    return _checks.shape(
+        op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols)))
+    ), block
 
 
 def shape(block, m: int, n: int) -> tuple[int, int]:
     """Return the size of a block in a matrix `[m, n]`."""
-    return tuple(max(size, 1) if b is None else b for b, size in zip(block, (m, n), strict=True))
+    return tuple(
+        max(size, 1) if b is None else b for b, size in zip(block, (m, n), strict=True)
+    )
 
 
 def count(block, m: int, n: int) -> tuple[int, int]:
     """Return how many blocks a matrix `[m, n]` has along its rows and columns."""
     # No float arithmetic and no comparison by order: a size of a program to be exported
     # may be symbolic.
-    return tuple(int(size != 0) if b is None else -(-size // b) for b, size in zip(block, (m, n), strict=True))
+    return tuple(
+        int(size != 0) if b is None else -(-size // b)
+        for b, size in zip(block, (m, n), strict=True)
+    )
 
 
 def cut(x, block):
@@ -102,7 +120,11 @@ def scaled(values, scales, block, m: int, n: int):
     """Multiply each value of matrices `[m, n]`, given in any shape, by the scale of its
     block, in the values' dtype.
     """
-    for factor in e8m0_factors(scales, values.dtype) if scales.dtype == E8M0 else [scales.astype(values.dtype)]:
+    for factor in (
+        e8m0_factors(scales, values.dtype)
+        if scales.dtype == E8M0
+        else [scales.astype(values.dtype)]
+    ):
         values = values * spread(factor, block, m, n).reshape(values.shape)
     return values
 
@@ -115,7 +137,9 @@ def e8m0(exponent, is_nan):
 
 def power_of_two(exponent, is_nan):
     """Return f32 `2**exponent` for an exponent in [-126, 127]; NaN where `is_nan`."""
-    return lax.bitcast_convert_type(jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23), jnp.float32)
+    return lax.bitcast_convert_type(
+        jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23), jnp.float32
+    )
 
 
 def exponent_codes(scales):
@@ -149,13 +173,19 @@ def e8m0_factors(scales, dtype):
     # A single factor is not enough: 2**-127 is subnormal, which XLA's CPU threads read
     # as zero. Its parts, 2**-64 and 2**-63, are normal.
     first = exponent >> 1
-    return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]
+    return [
+        power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)
+    ]
 
 
 def f32_scales(amax, dtype, power_2_scale):
     """Return `(scale, scale_inv)` of each block."""
-    scale, scale_inv = _scaling.amax_to_scale(amax, jnp.ones_like(amax), _scaling.scale_numerator(fp8_max(dtype), 0))
-    return _scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
+    scale, scale_inv = _scaling.amax_to_scale(
+        amax, jnp.ones_like(amax), _scaling.scale_numerator(fp8_max(dtype), 0)
+    )
+    return (
+        _scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
+    )
 
 
 def e8m0_scales(amax, dtype, rounding):
@@ -170,7 +200,9 @@ def e8m0_scales(amax, dtype, rounding):
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     exponent = (bits >> 23) - int(largest >> 23)
     if rounding == "ceil":
-        exponent = exponent + (bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)).astype(jnp.int32)
+        exponent = exponent + (
+            bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)
+        ).astype(jnp.int32)
     exponent, is_nan = jnp.maximum(exponent, -127), bits >= _EXPONENT_BITS
     return power_of_two(-exponent, is_nan), e8m0(exponent, is_nan)
 
@@ -190,25 +222,39 @@ def aligned(axes, sizes, mesh_shape, followers):
             block; None means one block, which has no cut. An op may lack some.
     """
     # 1. Forget how the scales are cut: they follow the matrix.
-    counts = {name for sizes_of_blocks in followers.values() for name in sizes_of_blocks}
+    counts = {
+        name for sizes_of_blocks in followers.values() for name in sizes_of_blocks
+    }
     axes = {name: entry for name, entry in axes.items() if name not in counts}
     for kind, sizes_of_blocks in followers.items():
-        sizes_of_blocks = {name: b for name, b in sizes_of_blocks.items() if name in sizes}
+        sizes_of_blocks = {
+            name: b for name, b in sizes_of_blocks.items() if name in sizes
+        }
         names = [name for name in dims(kind, len(sizes)) if name in sizes]
         # 2. Find the most devices of which each has whole blocks.
-        size, entry = math.prod(sizes[name] for name in names), axes.get(names[0], ()) if names else ()
-        while not all(b is None or _is_cut_into_whole(size, entry, mesh_shape, b) for b in sizes_of_blocks.values()):
+        size, entry = (
+            math.prod(sizes[name] for name in names),
+            axes.get(names[0], ()) if names else (),
+        )
+        while not all(
+            b is None or _is_cut_into_whole(size, entry, mesh_shape, b)
+            for b in sizes_of_blocks.values()
+        ):
             entry = entry[:-1]
         # 3. Cut the first dimension over these, and the scales with it.
         axes = {name: entry for name, entry in axes.items() if name not in names}
         if entry:
-            axes |= {name: entry for name, b in sizes_of_blocks.items() if b is not None} | {names[0]: entry}
+            axes |= {
+                name: entry for name, b in sizes_of_blocks.items() if b is not None
+            } | {names[0]: entry}
     return axes
 
 
 def _is_cut_into_whole(size, entry, mesh_shape, block) -> bool:
     """Return whether each of these devices has whole blocks; one device has them."""
-    return not entry or size // math.prod(mesh_shape[axis] for axis in entry) % block == 0
+    return (
+        not entry or size // math.prod(mesh_shape[axis] for axis in entry) % block == 0
+    )
 
 
 def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
@@ -217,8 +263,15 @@ def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
     """
     # The transpose has other names for the numbers of blocks, which differ unless
     # blocks are square.
-    leading, row, col = dims("batch", rank - rows - cols), dims("row", rows), dims("col", cols)
-    scales, scales_t = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
+    leading, row, col = (
+        dims("batch", rank - rows - cols),
+        dims("row", rows),
+        dims("col", cols),
+    )
+    scales, scales_t = (
+        (*leading, "row_blocks", "col_blocks"),
+        (*leading, "col_blocks_t", "row_blocks_t"),
+    )
     return [leading + row + col, scales, leading + col + row, scales_t]
 
 
@@ -236,7 +289,10 @@ def aligned_layouts(axes, sizes, mesh_shape, block):
     `Op`.
     """
     down, across = block
-    rows, cols = {"row_blocks": down, "row_blocks_t": across}, {"col_blocks": across, "col_blocks_t": down}
+    rows, cols = (
+        {"row_blocks": down, "row_blocks_t": across},
+        {"col_blocks": across, "col_blocks_t": down},
+    )
     return aligned(axes, sizes, mesh_shape, {"row": rows, "col": cols})
 
 
@@ -273,13 +329,19 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
     # reference on all of them.
     for capability in capabilities:
         if capability != (9, 0) if hopper else capability < (10, 0):
-            have, need = ".".join(map(str, capability)), "9.0" if hopper else "10.0 or newer"
+            have, need = (
+                ".".join(map(str, capability)),
+                "9.0" if hopper else "10.0 or newer",
+            )
             scales = " by ".join(modes)
             reason = f"cuBLASLt multiplies scales of {scales} on compute capability {need}, this GPU has {have}"
             # One option of the recipe would give these GPUs an FP8 product, so the
             # reason names it.
             as_mx = hopper and capability >= (10, 0) and not power_2_scale
-            return reason + ", which multiplies those of a recipe with power_2_scale=True" * as_mx
+            return (
+                reason
+                + ", which multiplies those of a recipe with power_2_scale=True" * as_mx
+            )
     return None
 
 
@@ -287,7 +349,12 @@ def runs_as_mx(modes, capabilities, power_2_scale: bool) -> bool:
     """Return whether a product with float32 scales runs as a product with E8M0 scales
     on these GPUs; see `as_mx`.
     """
-    return power_2_scale and modes in _ON_HOPPER and bool(capabilities) and min(capabilities) >= (10, 0)
+    return (
+        power_2_scale
+        and modes in _ON_HOPPER
+        and bool(capabilities)
+        and min(capabilities) >= (10, 0)
+    )
 
 
 def depth(mode: str) -> int:
@@ -323,7 +390,9 @@ def by_block(scales, block, rows: int, k: int):
         # In a tile of 128 rows by 4 blocks, row r and block b are at [r % 32, r // 32,
         # b].
         g, row_tiles, tiles, _ = scales.shape
-        scales = scales.reshape(g, row_tiles, tiles, 32, 4, 4).transpose(0, 1, 4, 3, 2, 5)
+        scales = scales.reshape(g, row_tiles, tiles, 32, 4, 4).transpose(
+            0, 1, 4, 3, 2, 5
+        )
         scales = scales.reshape(g, row_tiles * 128, tiles * 4)
     r, c = count(block, rows, k)
     return scales[:, :r, :c]
@@ -365,5 +434,7 @@ def as_mx(scales, block, rows: int, k: int):
     """
     # One scale of a row now stands for 32 columns: `block` has c // 32 of them.
     r, c = block
-    codes = spread(exponent_codes(scales), (r, None if c is None else c // 32), rows, -(-k // 32))
+    codes = spread(
+        exponent_codes(scales), (r, None if c is None else c // 32), rows, -(-k // 32)
+    )
     return lax.bitcast_convert_type(codes, E8M0)

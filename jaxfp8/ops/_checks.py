@@ -32,12 +32,16 @@ def high_precision(op: str, name: str, x):
     if hasattr(x, "dtype") and x.dtype == np.float64:
         # Before asarray, which would round to f32 without a word: codes must come from
         # one rounding.
-        raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}")
+        raise TypeError(
+            f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}"
+        )
     x = array(op, name, x)
     if x.dtype in FP8_DTYPES:
         fix = "codes have a scale: jaxfp8.ops.dequantize gives their values, jaxfp8.ops.scaled_matmul their product"
     if x.dtype not in HIGH_PRECISION:
-        raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got {_describe(x)}; {fix}")
+        raise TypeError(
+            f"{op}: {name}: expected bfloat16, float16 or float32, got {_describe(x)}; {fix}"
+        )
     return x
 
 
@@ -45,7 +49,9 @@ def fp8(op: str, name: str, x):
     """Return an array of float8_e4m3fn or float8_e5m2."""
     x = array(op, name, x)
     if x.dtype not in FP8_DTYPES:
-        raise TypeError(f"{op}: {name}: expected float8_e4m3fn or float8_e5m2, got {_describe(x)}; quantize it first")
+        raise TypeError(
+            f"{op}: {name}: expected float8_e4m3fn or float8_e5m2, got {_describe(x)}; quantize it first"
+        )
     return x
 
 
@@ -55,7 +61,9 @@ def scale(op: str, name: str, x):
         x = jnp.float32(x)
     x = array(op, name, x)
     if x.dtype != np.float32:
-        raise TypeError(f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}; scales are never rounded")
+        raise TypeError(
+            f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}; scales are never rounded"
+        )
     if x.shape not in ((), (1,)):
         raise ValueError(f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}")
     return x.reshape(1)
@@ -63,7 +71,10 @@ def scale(op: str, name: str, x):
 
 def quantizer_operands(op: str, scale_value, amax) -> list:
     """Return the arguments `scale` and, unless it is None, `amax`: each f32[1]."""
-    return [scale(op, "scale", scale_value), *([] if amax is None else [scale(op, "amax", amax)])]
+    return [
+        scale(op, "scale", scale_value),
+        *([] if amax is None else [scale(op, "amax", amax)]),
+    ]
 
 
 def flag(op: str, name: str, value) -> bool:
@@ -77,16 +88,22 @@ def group_sizes(op: str, x):
     """Return the argument `group_sizes`, int32 `[g]`."""
     x = array(op, "group_sizes", x)
     if x.dtype != jnp.int32:
-        raise TypeError(f"{op}: group_sizes: expected int32, got {x.dtype}; cast it with .astype(jnp.int32)")
+        raise TypeError(
+            f"{op}: group_sizes: expected int32, got {x.dtype}; cast it with .astype(jnp.int32)"
+        )
     if x.ndim != 1:
-        raise ValueError(f"{op}: group_sizes: expected one dimension, [g], got {x.shape}")
+        raise ValueError(
+            f"{op}: group_sizes: expected one dimension, [g], got {x.shape}"
+        )
     return x
 
 
 def rank(op: str, name: str, x, least: int):
     """Return an array of rank `least` or more."""
     if x.ndim < least:
-        raise ValueError(f"{op}: {name}: expected rank {least} or more, got {_describe(x)}")
+        raise ValueError(
+            f"{op}: {name}: expected rank {least} or more, got {_describe(x)}"
+        )
     return x
 
 
@@ -131,7 +148,10 @@ def product(op: str, a, b, batch: int | None, contracting: int):
     leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
     # The operands agree in front (batch) and at the end (k); m and n, in between, are
     # free.
-    matches = b.ndim >= batch + contracting and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
+    matches = (
+        b.ndim >= batch + contracting
+        and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
+    )
     if not matches or (is_matrix and b.ndim != a.ndim):
         needed = ", ".join(map(str, (*leading, "n", *k)))
         raise ValueError(

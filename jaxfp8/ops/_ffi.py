@@ -132,7 +132,9 @@ def _check_version(package: str) -> None:
     version, expected = map(importlib.metadata.version, (package, _PACKAGE))
     if version != expected:
         install = f'pip install "jaxfp8[{package.removeprefix("jaxfp8_")}]=={expected}"'
-        raise Unavailable(f"is of version {version}, expected that of jaxfp8, {expected}: {install}")
+        raise Unavailable(
+            f"is of version {version}, expected that of jaxfp8, {expected}: {install}"
+        )
 
 
 def _why_missing(name: str) -> str:
@@ -152,7 +154,12 @@ def _build_report() -> dict[str, str]:
     sources and the built modules.
     """
     files = (Path(folder) / "_modules.txt" for folder in sys.modules[_PACKAGE].__path__)
-    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    lines = [
+        line
+        for file in files
+        if file.exists()
+        for line in file.read_text().splitlines()
+    ]
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
@@ -164,11 +171,18 @@ def _load(platform: str) -> bool:
     try:
         module = _load_module(name)
         registrations = module.registrations()
-        targets = {target: registrations.get(target) for target in map(target_name, _TARGETS[platform])}
+        targets = {
+            target: registrations.get(target)
+            for target in map(target_name, _TARGETS[platform])
+        }
         # A module of an older build lacks a target, or has it under another version.
         # Its contract differs, so nothing of this module may be called.
-        if lacking := [target for target, handler in targets.items() if handler is None]:
-            raise Unavailable(f"does not load: built from other sources, without {', '.join(lacking)}")
+        if lacking := [
+            target for target, handler in targets.items() if handler is None
+        ]:
+            raise Unavailable(
+                f"does not load: built from other sources, without {', '.join(lacking)}"
+            )
     except Unavailable as error:
         _errors[platform] = str(error)
         # An installation for CPUs has no CUDA module, which is no news. A file that
@@ -189,13 +203,23 @@ def libraries() -> list[Library]:
     rows = []
     for platform, ops in _TARGETS.items():
         path = module_path(f"_{platform.lower()}")
-        rows.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), tuple(ops)))
+        rows.append(
+            Library(
+                platform.lower(),
+                path,
+                _errors.get(platform, ""),
+                _built_for(platform),
+                tuple(ops),
+            )
+        )
     return rows
 
 
 def error(platform: str) -> str:
     """Return why the module of `"cpu"` or `"cuda"` is not loaded, a clause."""
-    return next(library.error for library in libraries() if library.platform == platform)
+    return next(
+        library.error for library in libraries() if library.platform == platform
+    )
 
 
 def _built_for(platform: str) -> str:
@@ -217,7 +241,10 @@ _has_cuda_kernels = _load("CUDA")
 
 # Where there is a file for CPUs, `_load` has already said why it is not in use.
 if not (has_cpu_kernels or _has_cuda_kernels or module_path("_cpu")):
-    _log.warning("jaxfp8: running on the slower jnp reference, without compiled kernels: %s", _errors["cpu"])
+    _log.warning(
+        "jaxfp8: running on the slower jnp reference, without compiled kernels: %s",
+        _errors["cpu"],
+    )
 
 
 def has_cuda_kernels() -> bool:
@@ -243,7 +270,10 @@ def call(op: str, results, *operands, aliases=None, **attributes):
         target_name(op),
         [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results],
         input_output_aliases=aliases,
-    )(*operands, **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()})
+    )(
+        *operands,
+        **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()},
+    )
 
 
 def cublaslt_version() -> int:

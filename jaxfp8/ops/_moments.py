@@ -23,7 +23,17 @@ import numpy as np
 from jax import lax
 
 from .._jax import _compat
-from ..numerics._moments import BLOCK, adam_step, changes_and_span, decoded, each, each_amax, encoded, join, split
+from ..numerics._moments import (
+    BLOCK,
+    adam_step,
+    changes_and_span,
+    decoded,
+    each,
+    each_amax,
+    encoded,
+    join,
+    split,
+)
 from . import _blocks, _ffi
 from ._partition import WHOLE
 from ._primitive import Op, OpOfUnits, dims
@@ -34,7 +44,9 @@ MAX_LEAVES = 16
 ADAM_NUMBERS = 11
 
 
-def decode_moment(data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis: int) -> jax.Array:
+def decode_moment(
+    data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis: int
+) -> jax.Array:
     """Compute the f32 elements of a moment: `sign(data) amax (|data| / 448)**(1 / k)`.
 
     Args:
@@ -75,7 +87,11 @@ def encode_moment(
         `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
     """
     keys = () if keys is None else (keys,)
-    return tuple(_encode(data, amax, exponent, after, *keys, spec=_Spec(axis - data.ndim, squared)))
+    return tuple(
+        _encode(
+            data, amax, exponent, after, *keys, spec=_Spec(axis - data.ndim, squared)
+        )
+    )
 
 
 class AdamLeaf(NamedTuple):
@@ -101,7 +117,9 @@ class AdamLeaf(NamedTuple):
     numbers: jax.Array
 
 
-def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array, tuple, tuple]]:
+def adam_update(
+    leaves: list[AdamLeaf], axes: list[int]
+) -> list[tuple[jax.Array, tuple, tuple]]:
     """Take a step of Adam: decode the moments of leaves, average, compute the updates
     and encode the moments, at once.
 
@@ -129,14 +147,22 @@ def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array
     for start in range(0, len(leaves), MAX_LEAVES):
         call = leaves[start : start + MAX_LEAVES]
         spec = _AdamSpec(
-            tuple(axis - leaf.grads.ndim for leaf, axis in zip(call, axes[start:], strict=False)),
+            tuple(
+                axis - leaf.grads.ndim
+                for leaf, axis in zip(call, axes[start:], strict=False)
+            ),
             call[0].params is not None,
         )
         # Gradients come last: where XLA would cut them along another axis, results are
         # cut as what they replace.
-        operands = [x for grads, *rest in map(jax.tree.leaves, call) for x in (*rest, grads)]
+        operands = [
+            x for grads, *rest in map(jax.tree.leaves, call) for x in (*rest, grads)
+        ]
         flat = _adam(*operands, spec=spec)
-        results += [(out, tuple(both[:3]), tuple(both[3:])) for out, *both in _batched(flat, _ADAM_RESULTS)]
+        results += [
+            (out, tuple(both[:3]), tuple(both[3:]))
+            for out, *both in _batched(flat, _ADAM_RESULTS)
+        ]
     return results
 
 
@@ -221,7 +247,11 @@ class _EncodeMoment(_Moment):
 
     def names(self, *ranks, spec):
         elements, blocks = _names(ranks[0], spec.axis)
-        return [elements, blocks, blocks, elements, blocks][: len(ranks)], [elements, blocks, blocks]
+        return [elements, blocks, blocks, elements, blocks][: len(ranks)], [
+            elements,
+            blocks,
+            blocks,
+        ]
 
     def dtypes(self, data, amax, exponent, *operands, spec):
         return [data.dtype, amax.dtype, exponent.dtype]
@@ -231,14 +261,22 @@ class _EncodeMoment(_Moment):
         # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
         #    storing what its decoding, this
         # step and the next have in common, which would be more bytes than the moment.
-        codes, after = lax.optimization_barrier((lax.bitcast_convert_type(data, jnp.uint8), after))
-        keep, top, bottom = changes_and_span(split(codes, axis), amax, exponent, split(after, axis), axis)
-        old, after, keep, top, bottom = lax.optimization_barrier((codes, after, keep, top, bottom))
+        codes, after = lax.optimization_barrier(
+            (lax.bitcast_convert_type(data, jnp.uint8), after)
+        )
+        keep, top, bottom = changes_and_span(
+            split(codes, axis), amax, exponent, split(after, axis), axis
+        )
+        old, after, keep, top, bottom = lax.optimization_barrier(
+            (codes, after, keep, top, bottom)
+        )
 
         # 2. Encode all blocks, and keep the bits of those that are the same. Select
         #    bytes: XLA's CPU compiler may move
         # FP8 through float16.
-        codes, power = encoded(split(after, axis), top, bottom, keys[0] if keys else None, squared, axis)
+        codes, power = encoded(
+            split(after, axis), top, bottom, keys[0] if keys else None, squared, axis
+        )
         codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
         data = lax.bitcast_convert_type(join(codes, axis, data.shape), data.dtype)
         return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
@@ -247,8 +285,17 @@ class _EncodeMoment(_Moment):
         rows = [_to_rows(x, spec.axis) for x in operands]
         rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
         results = [(x.shape, x.dtype) for x in rows[:3]]
-        new = _ffi.call("encode_moment", results, *rows, aliases={0: 0, 1: 1, 2: 2}, squared=spec.squared)
-        return [_from_rows(x, spec.axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
+        new = _ffi.call(
+            "encode_moment",
+            results,
+            *rows,
+            aliases={0: 0, 1: 1, 2: 2},
+            squared=spec.squared,
+        )
+        return [
+            _from_rows(x, spec.axis, old.shape)
+            for x, old in zip(new, operands[:3], strict=True)
+        ]
 
 
 _ADAM_RESULTS = 7  # of a leaf
@@ -274,7 +321,10 @@ class _AdamSpec(NamedTuple):
     def units(self, operand_count):
         each, results = self.operands, _ADAM_RESULTS
         return [
-            (list(range(each * i, each * (i + 1))), list(range(results * i, results * (i + 1))))
+            (
+                list(range(each * i, each * (i + 1))),
+                list(range(results * i, results * (i + 1))),
+            )
             for i in range(len(self.axes))
         ]
 
@@ -291,34 +341,74 @@ class _AdamUpdate(OpOfUnits):
             elements, blocks = _names(ranks[spec.operands * i], axis, f"leaf{i}_")
             moment = [elements, blocks, blocks]
             operands += [elements] * spec.applies + 2 * moment
-            operands += [(f"{WHOLE}_moment{i}", *blocks), (f"{WHOLE}_numbers{i}",), elements]
+            operands += [
+                (f"{WHOLE}_moment{i}", *blocks),
+                (f"{WHOLE}_numbers{i}",),
+                elements,
+            ]
             results += [elements, *moment, *moment]
         return operands, results
 
     def dtypes(self, *operands, spec):
-        f32, moment = np.dtype(np.float32), [x.dtype for x in operands[spec.applies :][:3]]
+        f32, moment = (
+            np.dtype(np.float32),
+            [x.dtype for x in operands[spec.applies :][:3]],
+        )
         return [f32, *moment, *moment] * len(spec.axes)
 
     def align(self, axes, sizes, mesh_shape, spec):
         return _aligned(axes, sizes, mesh_shape, "leaf0_")
 
-    def lower(self, ctx, operands, platform, native, is_loaded, implementation, vmap_dims, spec):
+    def lower(
+        self,
+        ctx,
+        operands,
+        platform,
+        native,
+        is_loaded,
+        implementation,
+        vmap_dims,
+        spec,
+    ):
         """Lower each leaf by itself on a mesh, which may cut each along other axes."""
         if _compat.devices_of(ctx) != "mesh" or len(spec.axes) == 1:
-            return super().lower(ctx, operands, platform, native, is_loaded, implementation, vmap_dims, spec)
+            return super().lower(
+                ctx,
+                operands,
+                platform,
+                native,
+                is_loaded,
+                implementation,
+                vmap_dims,
+                spec,
+            )
         results = []
         for i, (ins, outs) in enumerate(spec.units(len(operands))):
-            types = [[avals[j] for j in part] for avals, part in ((ctx.avals_in, ins), (ctx.avals_out, outs))]
+            types = [
+                [avals[j] for j in part]
+                for avals, part in ((ctx.avals_in, ins), (ctx.avals_out, outs))
+            ]
             results += super().lower(
                 ctx.replace(avals_in=types[0], avals_out=types[1]),
-                *([operands[j] for j in ins], platform, native, is_loaded, implementation, vmap_dims),
+                *(
+                    [operands[j] for j in ins],
+                    platform,
+                    native,
+                    is_loaded,
+                    implementation,
+                    vmap_dims,
+                ),
                 spec.chosen([i]),
             )
         return results
 
     def reference(self, *operands, vmap_dims, spec):
         leaves = zip(spec.axes, _batched(operands, spec.operands), strict=True)
-        return [x for axis, (*leaf, grads) in leaves for x in adam_step(grads, *leaf, axis=axis, vmap_dims=vmap_dims)]
+        return [
+            x
+            for axis, (*leaf, grads) in leaves
+            for x in adam_step(grads, *leaf, axis=axis, vmap_dims=vmap_dims)
+        ]
 
     def cpu(self, *operands, vmap_dims, spec):
         leaves = list(zip(spec.axes, _batched(operands, spec.operands), strict=True))
@@ -327,15 +417,27 @@ class _AdamUpdate(OpOfUnits):
             # The parameters, or else the gradients, and both moments are written over.
             first = len(rows) + spec.applies
             # The keys of all leaves are one operand: XLA computes them in one launch.
-            keys.append(_to_rows(jnp.moveaxis(keys_of_both, vmap_dims, 0), axis).reshape(-1))
+            keys.append(
+                _to_rows(jnp.moveaxis(keys_of_both, vmap_dims, 0), axis).reshape(-1)
+            )
             rows += [_to_rows(x, axis) for x in (grads, *leaf)]
             places = range(first, first + _ADAM_RESULTS)
             results += [(rows[place].shape, rows[place].dtype) for place in places]
-            aliases |= dict(zip(places, range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)), strict=True))
+            aliases |= dict(
+                zip(
+                    places,
+                    range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)),
+                    strict=True,
+                )
+            )
             rows.append(numbers.reshape(-1, ADAM_NUMBERS))
         operands = *rows, jnp.concatenate(keys)
-        new = _ffi.call("adam_update", results, *operands, aliases=aliases, apply=spec.applies)
-        shapes = [x.shape for _, leaf in leaves for x in (leaf[0], *leaf[spec.applies : -3])]
+        new = _ffi.call(
+            "adam_update", results, *operands, aliases=aliases, apply=spec.applies
+        )
+        shapes = [
+            x.shape for _, leaf in leaves for x in (leaf[0], *leaf[spec.applies : -3])
+        ]
         axes = [axis for axis in spec.axes for _ in range(_ADAM_RESULTS)]
         return list(map(_from_rows, new, axes, shapes))
 

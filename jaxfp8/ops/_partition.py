@@ -19,7 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from .._jax import _compat, _mesh
 from ..numerics import FP8_DTYPES
@@ -52,7 +58,9 @@ class Dimensions(NamedTuple):
     on_shards: Callable | None = None
 
 
-def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_bytes, ctx, operands):
+def lower_partitioned(
+    run, jnp_program, dimensions, *, on_one_device_only, as_bytes, ctx, operands
+):
     """Lower an op for the devices of its program: one device, a mesh, or one device of
     a `shard_map`.
 
@@ -70,26 +78,44 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     # The inside of an op has types without mesh axes: the types of the op itself say
     # where its results are.
     plain = list(map(_mesh.plain, ctx.avals_in))
-    devices, count = _compat.devices_of(ctx), len(operands) - len(dimensions.second_layouts)
+    devices, count = (
+        _compat.devices_of(ctx),
+        len(operands) - len(dimensions.second_layouts),
+    )
     # XLA partitions jnp code by itself. It would cut a custom call only by the rule
     # below, which needs a known mesh.
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
-    elif devices == "mesh" and (run.func != jnp_program.func or dimensions.on_shards is not None):
+    elif devices == "mesh" and (
+        run.func != jnp_program.func or dimensions.on_shards is not None
+    ):
         # The rule below has to name each part of a mesh axis over which XLA may cut a
         # dimension.
         abstract_mesh = ctx.module_context.axis_context.abstract_mesh
-        mesh = _mesh.split(abstract_mesh, [size for aval in (*plain, *ctx.avals_out) for size in aval.shape])
-        is_whole = functools.partial(_is_whole, abstract_mesh, mesh, dimensions.on_shards is not None)
+        mesh = _mesh.split(
+            abstract_mesh,
+            [size for aval in (*plain, *ctx.avals_out) for size in aval.shape],
+        )
+        is_whole = functools.partial(
+            _is_whole, abstract_mesh, mesh, dimensions.on_shards is not None
+        )
         operands = [
             _uncut(ctx, list(map(is_whole, names, aval.shape)), aval, operand)
-            for names, aval, operand in zip(dimensions.operands, plain, operands, strict=True)
+            for names, aval, operand in zip(
+                dimensions.operands, plain, operands, strict=True
+            )
         ]
         run = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes)
-        results = _lower_untyped(_compat.with_mesh(ctx, mesh), lambda *x: list(run(*x)), plain, operands)
+        results = _lower_untyped(
+            _compat.with_mesh(ctx, mesh), lambda *x: list(run(*x)), plain, operands
+        )
         return [
-            _uncut(ctx, list(map(is_whole, names, aval.shape)), _mesh.plain(aval), result)
-            for names, aval, result in zip(dimensions.results, ctx.avals_out, results, strict=True)
+            _uncut(
+                ctx, list(map(is_whole, names, aval.shape)), _mesh.plain(aval), result
+            )
+            for names, aval, result in zip(
+                dimensions.results, ctx.avals_out, results, strict=True
+            )
         ]
     # On one device, and in jnp code that XLA cuts, nothing chooses between layouts:
     # leave out the second layouts.
@@ -103,7 +129,9 @@ def _lower_untyped(ctx, function, plain, operands):
     traced without a mesh.
     """
     with use_abstract_mesh(AbstractMesh((), ())):
-        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+        return mlir.lower_fun(function, multiple_results=True)(
+            ctx.replace(avals_in=plain), *operands
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,7 +153,9 @@ def _is_whole(abstract_mesh, split_mesh, has_whole, name, size) -> bool:
     """Return whether a dimension must not be cut: its name says so, or the parts of a
     mesh axis cannot say the cut.
     """
-    return (has_whole and name.startswith(WHOLE)) or not _mesh.names_cuts(abstract_mesh, split_mesh, size)
+    return (has_whole and name.startswith(WHOLE)) or not _mesh.names_cuts(
+        abstract_mesh, split_mesh, size
+    )
 
 
 def _uncut(ctx, is_whole, aval, value):
@@ -137,10 +167,16 @@ def _uncut(ctx, is_whole, aval, value):
     if not any(is_whole):
         return value
     mesh = ctx.module_context.axis_context.abstract_mesh
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    mesh = AbstractMesh(
+        mesh.axis_sizes,
+        mesh.axis_names,
+        axis_types=(AxisType.Auto,) * len(mesh.axis_names),
+    )
     entries = (None if whole else PartitionSpec.UNCONSTRAINED for whole in is_whole)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    return _lower_untyped(ctx, lambda x: [lax.with_sharding_constraint(x, sharding)], [aval], [value])[0]
+    return _lower_untyped(
+        ctx, lambda x: [lax.with_sharding_constraint(x, sharding)], [aval], [value]
+    )[0]
 
 
 def _partitioned(run, dtypes, dimensions, as_bytes):
@@ -152,7 +188,10 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
 
     def op(*operands):
         def typed(*operands):
-            return run(*map(lax.bitcast_convert_type, operands[:count], dtypes), *operands[count:])
+            return run(
+                *map(lax.bitcast_convert_type, operands[:count], dtypes),
+                *operands[count:],
+            )
 
         def untyped(*operands):
             return list(map(raw, typed(*operands[:count])))
@@ -160,10 +199,22 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
         def partition(mesh, operands, results):
             # 1. Give each dimension its mesh axes: those that most tensors have there
             #    already, ...
-            tensors = list(zip((*operands[:count], *results), operand_names[:count] + result_names, strict=True))
-            axes = _assign(mesh, [(x.shape, x.sharding.spec, names) for x, names in tensors])
+            tensors = list(
+                zip(
+                    (*operands[:count], *results),
+                    operand_names[:count] + result_names,
+                    strict=True,
+                )
+            )
+            axes = _assign(
+                mesh, [(x.shape, x.sharding.spec, names) for x, names in tensors]
+            )
             # ... where the op can be cut there.
-            sizes = {name: size for x, names in tensors for name, size in zip(names, x.shape, strict=True)}
+            sizes = {
+                name: size
+                for x, names in tensors
+                for name, size in zip(names, x.shape, strict=True)
+            }
             axes = align(axes, sizes, mesh.shape)
             # 2. Gather one layout, for all products that read the tensor; transpose it
             #    locally to get the first.
@@ -173,7 +224,10 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
                 if _is_gathered(operands[i].sharding.spec, operand_names[i], axes)
             }
             # 3. Find the mesh axes over which the shards of each result combine.
-            reduced = [_reduced_over(mesh, axes, *result) for result in zip(result_names, combines, strict=True)]
+            reduced = [
+                _reduced_over(mesh, axes, *result)
+                for result in zip(result_names, combines, strict=True)
+            ]
 
             def on_one_device(*shards):
                 shards = list(shards)
@@ -181,22 +235,33 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
                 # and `axis_index` can name them.
                 with use_abstract_mesh(_manual(mesh)):
                     for i, j in gathered.items():
-                        order = [operand_names[j].index(name) for name in operand_names[i]]
+                        order = [
+                            operand_names[j].index(name) for name in operand_names[i]
+                        ]
                         shards[i] = lax.transpose(shards[j], order)
                     if reduced[0]:
                         # The first result is a sum over devices: one device adds the
                         # bias to its part of it.
                         for i in added:
                             is_first = lax.axis_index(reduced[0]) == 0
-                            shards[i] = jnp.where(is_first, shards[i], jnp.zeros_like(shards[i]))
+                            shards[i] = jnp.where(
+                                is_first, shards[i], jnp.zeros_like(shards[i])
+                            )
                     shards = shards[:count]
                     if on_shards is not None:
                         shards = on_shards(shards, functools.partial(_cut, mesh, axes))
-                    outputs = zip(map(raw, typed(*shards)), combines, reduced, strict=True)
-                    return [combine(x, over) if over else x for x, combine, over in outputs]
+                    outputs = zip(
+                        map(raw, typed(*shards)), combines, reduced, strict=True
+                    )
+                    return [
+                        combine(x, over) if over else x for x, combine, over in outputs
+                    ]
 
             def shardings(tensors):
-                specs = (PartitionSpec(*(axes.get(name) for name in names)) for names in tensors)
+                specs = (
+                    PartitionSpec(*(axes.get(name) for name in names))
+                    for names in tensors
+                )
                 return [NamedSharding(mesh, spec) for spec in specs]
 
             # 4. Ask for operands with these axes. The layout that is not read stays
@@ -205,7 +270,12 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
             for i, j in second_layouts.items():
                 unread = i if i in gathered else j
                 operand_shardings[unread] = operands[unread].sharding
-            return mesh, on_one_device, shardings(result_names), tuple(operand_shardings)
+            return (
+                mesh,
+                on_one_device,
+                shardings(result_names),
+                tuple(operand_shardings),
+            )
 
         on_all_devices = custom_partitioning(untyped)
         # Shardy expects factors in the order in which the rule has them.
@@ -214,14 +284,23 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
         kept = set(uncut).union(*result_names)
         on_all_devices.def_partition(
             partition=partition,
-            sharding_rule=" -> ".join(", ".join(map(" ".join, tensors)) for tensors in (operand_names, result_names)),
+            sharding_rule=" -> ".join(
+                ", ".join(map(" ".join, tensors))
+                for tensors in (operand_names, result_names)
+            ),
             reduction_factors=tuple(name for name in factors if name not in kept),
             need_replication_factors=uncut,
         )
         # Results leave as bytes too, so their dtypes are read from the op on typed
         # operands.
         out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands[:count])]
-        return list(map(lax.bitcast_convert_type, on_all_devices(*map(raw, operands)), out_dtypes))
+        return list(
+            map(
+                lax.bitcast_convert_type,
+                on_all_devices(*map(raw, operands)),
+                out_dtypes,
+            )
+        )
 
     return op
 
@@ -247,7 +326,10 @@ def _is_gathered(spec, names, axes) -> bool:
     """Return whether a tensor with the sharding `spec` has to be gathered along a
     dimension to have `axes`.
     """
-    return any(set(_entry_axes(entry)) - set(axes.get(name, ())) for entry, name in zip(spec, names, strict=False))
+    return any(
+        set(_entry_axes(entry)) - set(axes.get(name, ()))
+        for entry, name in zip(spec, names, strict=False)
+    )
 
 
 def _as_bytes(x):
@@ -293,13 +375,25 @@ def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
     do not change a max, and reductions over the same devices become one collective.
     """
     kept = {axis for name in names for axis in axes.get(name, ())}
-    lost = list(dict.fromkeys(axis for entry in axes.values() for axis in entry if axis not in kept))
+    lost = list(
+        dict.fromkeys(
+            axis for entry in axes.values() for axis in entry if axis not in kept
+        )
+    )
     if lost and combine is lax.pmax:
-        lost = [axis for axis in mesh.axis_names if axis not in kept and mesh.shape[axis] > 1]
+        lost = [
+            axis
+            for axis in mesh.axis_names
+            if axis not in kept and mesh.shape[axis] > 1
+        ]
     return tuple(lost)
 
 
 @functools.lru_cache(maxsize=64)
 def _manual(mesh):
     """Return the mesh with manual axes, as the program of one device has it."""
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))
+    return AbstractMesh(
+        mesh.axis_sizes,
+        mesh.axis_names,
+        axis_types=(AxisType.Manual,) * len(mesh.axis_names),
+    )

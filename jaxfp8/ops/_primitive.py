@@ -38,7 +38,9 @@ def not_on(primitive: Primitive, gpus, *types, spec) -> str | None:
     GPUs.
     """
     op, capabilities = OPS[primitive], set(map(_support.capability, gpus)) - {()}
-    return _support.why_disabled(op.custom_call or op.name) or op.not_on(capabilities, *types, spec=spec)
+    return _support.why_disabled(op.custom_call or op.name) or op.not_on(
+        capabilities, *types, spec=spec
+    )
 
 
 class Op:
@@ -170,7 +172,9 @@ class Op:
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self.abstract)
         self.primitive.def_impl(compiled(self.primitive))
-        ad.primitive_jvps[self.primitive] = functools.partial(not_differentiable, self.primitive, self.name)
+        ad.primitive_jvps[self.primitive] = functools.partial(
+            not_differentiable, self.primitive, self.name
+        )
         batching.primitive_batchers[self.primitive] = self.batch
         # The rule without a platform is the default: platforms without a native library
         # lower to the reference.
@@ -183,7 +187,12 @@ class Op:
 
     def __call__(self, *operands, vmap_dims=0, spec=None):
         """Bind the primitive."""
-        return self.primitive.bind(*operands, implementation=_support.selected(), vmap_dims=vmap_dims, spec=spec)
+        return self.primitive.bind(
+            *operands,
+            implementation=_support.selected(),
+            vmap_dims=vmap_dims,
+            spec=spec,
+        )
 
     def abstract(self, *operands, implementation, vmap_dims, spec):
         """Return the types of the results."""
@@ -200,7 +209,9 @@ class Op:
         """
         leading = dims("vmapped", vmap_dims)
         sides = self.names(*(x.ndim - vmap_dims for x in operands), spec=spec)
-        return tuple(tuple(leading + tuple(tensor) for tensor in side) for side in sides)
+        return tuple(
+            tuple(leading + tuple(tensor) for tensor in side) for side in sides
+        )
 
     def batch(self, operands, batch_dims, *, implementation, vmap_dims, spec):
         """Batch the op."""
@@ -212,9 +223,15 @@ class Op:
             return results
         # 2. Move the batch dimension of every operand to the front; repeat an operand
         #    that has none.
-        size = next(x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None)
+        size = next(
+            x.shape[d]
+            for x, d in zip(operands, batch_dims, strict=True)
+            if d is not None
+        )
         operands = [
-            jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+            jnp.broadcast_to(x, (size, *x.shape))
+            if d is None
+            else jnp.moveaxis(x, d, 0)
             for x, d in zip(operands, batch_dims, strict=True)
         ]
         # 3. Bind the same op with one vmapped dimension more, which every result has in
@@ -224,30 +241,73 @@ class Op:
 
     def lower_reference(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for a platform without a native library."""
-        return self.lower(ctx, operands, "other", self.reference, False, implementation, vmap_dims, spec)
+        return self.lower(
+            ctx,
+            operands,
+            "other",
+            self.reference,
+            False,
+            implementation,
+            vmap_dims,
+            spec,
+        )
 
     def lower_tpu(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for TPUs."""
-        return self.lower(ctx, operands, "tpu", self.tpu, False, implementation, vmap_dims, spec)
+        return self.lower(
+            ctx, operands, "tpu", self.tpu, False, implementation, vmap_dims, spec
+        )
 
     def lower_cpu(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for CPUs."""
-        return self.lower(ctx, operands, "cpu", self.cpu, _ffi.has_cpu_kernels, implementation, vmap_dims, spec)
+        return self.lower(
+            ctx,
+            operands,
+            "cpu",
+            self.cpu,
+            _ffi.has_cpu_kernels,
+            implementation,
+            vmap_dims,
+            spec,
+        )
 
     def lower_cuda(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for NVIDIA GPUs."""
-        return self.lower(ctx, operands, "cuda", self.cuda, _ffi.has_cuda_kernels(), implementation, vmap_dims, spec)
+        return self.lower(
+            ctx,
+            operands,
+            "cuda",
+            self.cuda,
+            _ffi.has_cuda_kernels(),
+            implementation,
+            vmap_dims,
+            spec,
+        )
 
-    def lower(self, ctx, operands, platform, native, is_loaded, implementation, vmap_dims, spec):
+    def lower(
+        self,
+        ctx,
+        operands,
+        platform,
+        native,
+        is_loaded,
+        implementation,
+        vmap_dims,
+        spec,
+    ):
         """Lower to the implementation that runs: `native`, if the library of the
         platform is loaded, or another.
         """
         # The names and the reference use `spec`: `for_gpus` changes how a kernel runs,
         # and not the op's results.
-        run, run_spec = self.choose(ctx, platform, native, is_loaded, implementation, spec)
+        run, run_spec = self.choose(
+            ctx, platform, native, is_loaded, implementation, spec
+        )
         program = functools.partial(run, vmap_dims=vmap_dims, spec=run_spec)
         in_jnp = functools.partial(self.reference, vmap_dims=vmap_dims, spec=spec)
-        if implementation == "tpu" or (platform == "tpu" and implementation != "reference"):
+        if implementation == "tpu" or (
+            platform == "tpu" and implementation != "reference"
+        ):
             devices = _compat.devices_of(ctx)
             # JAX registers no custom partitioning for TPUs
             if devices == "mesh" and self.on_shards is not None:
@@ -255,8 +315,12 @@ class Op:
                     f"jaxfp8.ops.{self.name}: expected operands of one device, got a mesh of TPUs, where XLA cannot "
                     "cut this op; call it inside of jax.shard_map, each device with its own rows or groups"
                 )
-            program = in_jnp = functools.partial(self.tpu, vmap_dims=vmap_dims, spec=spec, devices=devices)
-        on_shards = self.on_shards and functools.partial(self.on_shards, vmap_dims=vmap_dims, spec=spec)
+            program = in_jnp = functools.partial(
+                self.tpu, vmap_dims=vmap_dims, spec=spec, devices=devices
+            )
+        on_shards = self.on_shards and functools.partial(
+            self.on_shards, vmap_dims=vmap_dims, spec=spec
+        )
         return lower_partitioned(
             program,
             in_jnp,
@@ -276,7 +340,9 @@ class Op:
     def choose(self, ctx, platform, native, is_loaded, implementation, spec):
         """Return the implementation that runs, and its `spec`."""
         if implementation == "ffi" and not is_loaded:
-            raise RuntimeError(f'jaxfp8.ops.{self.name}: implementation("ffi"): no native library serves this platform')
+            raise RuntimeError(
+                f'jaxfp8.ops.{self.name}: implementation("ffi"): no native library serves this platform'
+            )
         if implementation == "xla" and self.by_xla is not None:
             return self.by_xla, spec
         # In an op without `by_xla` the implementation "xla" is the reference.
@@ -285,18 +351,25 @@ class Op:
         # The native library serves this platform. Find the reason why its kernel cannot
         # run: it is switched off, ...
         gpus = _support.gpus(ctx) if platform == "cuda" else []
-        lacks, native_spec = _support.missing_by_choice(self.custom_call or self.name), spec
+        lacks, native_spec = (
+            _support.missing_by_choice(self.custom_call or self.name),
+            spec,
+        )
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
             lacks = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
             capabilities = set(map(_support.capability, gpus)) - {()}
-            reason = None if lacks else self.not_on(capabilities, *ctx.avals_in, spec=spec)
+            reason = (
+                None if lacks else self.not_on(capabilities, *ctx.avals_in, spec=spec)
+            )
             lacks = lacks if reason is None else _support.Missing(reason, True)
             native_spec = self.for_gpus(capabilities, *ctx.avals_in, spec=spec)
         if lacks is None:
             return native, native_spec
         if implementation == "ffi":
-            raise RuntimeError(f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}')
+            raise RuntimeError(
+                f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
+            )
         # Without FP8 hardware only the reference is left. Where just cuBLASLt is
         # missing, XLA may still call its own.
         _support.warn(lacks.reason, lacks.instead)
@@ -318,7 +391,9 @@ class OpOfUnits(Op):
         """
         # 1. Find the units that are batched.
         units = spec.units(len(operands))
-        is_batched = [any(batch_dims[i] is not None for i in positions) for positions, _ in units]
+        is_batched = [
+            any(batch_dims[i] is not None for i in positions) for positions, _ in units
+        ]
         if all(is_batched):
             return None  # the rule of all ops applies
         # 2. Make one call for the units that are not batched, and one under `vmap` for
@@ -327,11 +402,16 @@ class OpOfUnits(Op):
         for batched in (False, True):
             chosen = [i for i, is_one in enumerate(is_batched) if is_one == batched]
             # Operands and results are ordered as in the whole call.
-            ins, outs = (sorted(position for i in chosen for position in units[i][side]) for side in (0, 1))
+            ins, outs = (
+                sorted(position for i in chosen for position in units[i][side])
+                for side in (0, 1)
+            )
             call = functools.partial(run, vmap_dims=vmap_dims, spec=spec.chosen(chosen))
             if batched:
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
-            for position, output in zip(outs, call(*(operands[i] for i in ins)), strict=True):
+            for position, output in zip(
+                outs, call(*(operands[i] for i in ins)), strict=True
+            ):
                 results[position] = output, 0 if batched else None
         # 3. Put the results, and their batch dimensions, in the order of the whole
         #    call.

@@ -21,7 +21,12 @@ _MAX_ROW = 2**16 - 1  # elements that half of a 32-bit word can count
 
 
 def quantize(
-    x: ArrayLike, scale: ArrayLike, dtype: DTypeLike, *, amax: ArrayLike | None = None, with_amax: bool = True
+    x: ArrayLike,
+    scale: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    amax: ArrayLike | None = None,
+    with_amax: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Quantize `x` and compute its amax, with one read of `x`.
 
@@ -63,10 +68,25 @@ def returned_amax(amax, raised=None):
     """Return a raised amax, f32[1], in the shape of the argument `amax`, f32[] by
     default; None where there is none.
     """
-    return None if raised is None else raised.reshape(() if amax is None else jnp.shape(amax))
+    return (
+        None
+        if raised is None
+        else raised.reshape(() if amax is None else jnp.shape(amax))
+    )
 
 
-def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=False, rows=0, cols=0, column_sums=False):
+def reference(
+    x,
+    scale,
+    *amax_so_far,
+    vmap_dims,
+    dtype,
+    with_amax,
+    transpose=False,
+    rows=0,
+    cols=0,
+    column_sums=False,
+):
     """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are not
     asked for.
     """
@@ -77,11 +97,25 @@ def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=Fal
         results.append(_shapes.raise_amax(_shapes.abs_max(x, vmap_dims), *amax_so_far))
     if column_sums:
         first = x.ndim - rows - cols
-        results.append(jnp.sum(x, axis=tuple(range(first, first + rows)), dtype=jnp.float32))
+        results.append(
+            jnp.sum(x, axis=tuple(range(first, first + rows)), dtype=jnp.float32)
+        )
     return results
 
 
-def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, after=(), batch=1, attributes=None):
+def call(
+    name,
+    groups,
+    scale,
+    amax_so_far,
+    *more,
+    vmapped,
+    with_amax,
+    data,
+    after=(),
+    batch=1,
+    attributes=None,
+):
     """Make one custom call that quantizes groups `[g, ...]`, or one group without g,
     and raises amaxes in place.
 
@@ -104,14 +138,24 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
     """
     # In the canonical form f32 [0] stands for the amax that is no operand, or no
     # result.
-    operand = _shapes.group_amaxes(*amax_so_far, batch) if amax_so_far else jnp.zeros((0,), jnp.float32)
+    operand = (
+        _shapes.group_amaxes(*amax_so_far, batch)
+        if amax_so_far
+        else jnp.zeros((0,), jnp.float32)
+    )
     result = ((batch * math.prod(vmapped) if with_amax else 0,), jnp.float32)
     operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
     # The amax is raised in the operand's buffer. Another buffer would need a copy
     # first, one more launch on a GPU.
     aliases = {2: len(data)} if amax_so_far else None
-    results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **(attributes or {}))
-    amaxes = [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)] if with_amax else []
+    results = _ffi.call(
+        name, [*data, result, *after], *operands, aliases=aliases, **(attributes or {})
+    )
+    amaxes = (
+        [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)]
+        if with_amax
+        else []
+    )
     if with_amax and amax_so_far and not batch:  # without groups no amax was raised
         amaxes = amax_so_far
     return results[: len(data)], amaxes, results[len(data) + 1 :]
@@ -130,13 +174,23 @@ class _Quantize(Op):
     name = "quantize"
 
     def names(self, x, *scalars, spec):
-        return [dims("x", x), *[ONE] * len(scalars)], [dims("x", x), *[ONE] * spec.with_amax]
+        return [dims("x", x), *[ONE] * len(scalars)], [
+            dims("x", x),
+            *[ONE] * spec.with_amax,
+        ]
 
     def dtypes(self, *operands, spec):
         return [spec.dtype, *[jnp.float32] * spec.with_amax]
 
     def reference(self, x, scale, *amax_so_far, vmap_dims, spec):
-        return reference(x, scale, *amax_so_far, vmap_dims=vmap_dims, dtype=spec.dtype, with_amax=spec.with_amax)
+        return reference(
+            x,
+            scale,
+            *amax_so_far,
+            vmap_dims=vmap_dims,
+            dtype=spec.dtype,
+            with_amax=spec.with_amax,
+        )
 
     def cpu(self, x, scale, *amax_so_far, vmap_dims, spec):
         groups = _shapes.merge(x, vmap_dims)
@@ -198,7 +252,12 @@ class _Dequantize(Op):
         # Without vmapped dimensions one scale serves all groups, so the first dimension
         # may count as groups.
         groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data
-        (out,) = _ffi.call("dequantize", [(groups.shape, spec)], groups, _shapes.group_scales(scale_inv, vmap_dims))
+        (out,) = _ffi.call(
+            "dequantize",
+            [(groups.shape, spec)],
+            groups,
+            _shapes.group_scales(scale_inv, vmap_dims),
+        )
         return (out.reshape(data.shape),)
 
 
@@ -218,7 +277,9 @@ def widening_on_cpu():
     return lambda data: _dequantize.cpu(data, unit, vmap_dims=0, spec=dtype)[0]
 
 
-def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
+def count_saturated_and_flushed(
+    x: ArrayLike, scale: ArrayLike, dtype: DTypeLike
+) -> jax.Array:
     """Count the elements of `x * scale` that saturate in `dtype`, and those that become
     zero.
 
@@ -253,7 +314,9 @@ def _row_sums(words):
     size = words.shape[-1]
     pieces = -(-size // _MAX_ROW)
     if pieces > 1:
-        words = _shapes.pad(words, -size % pieces).reshape(*words.shape[:-1], pieces, -1)
+        words = _shapes.pad(words, -size % pieces).reshape(
+            *words.shape[:-1], pieces, -1
+        )
     return jnp.sum(words, axis=-1, dtype=jnp.uint32)
 
 
@@ -274,8 +337,14 @@ class _Count(Op):
         # writes the product of every element to memory first. A row adds up both counts
         # as the halves of one word.
         words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
-        rows = _shapes.merge(_row_sums(words if x.ndim > vmap_dims else words[..., None]), *[1] * vmap_dims)
-        counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
+        rows = _shapes.merge(
+            _row_sums(words if x.ndim > vmap_dims else words[..., None]),
+            *[1] * vmap_dims,
+        )
+        counts = [
+            jnp.sum(half, axis=-1, dtype=jnp.uint32)
+            for half in (rows & 0xFFFF, rows >> 16)
+        ]
         return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
 
     def cpu(self, x, scale, vmap_dims, spec):

@@ -21,7 +21,9 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 def _gelu(x):
     # 0.5 * (1 + tanh(z / 2)) is the logistic function of z. The sum would cancel where
     # z is far below zero.
-    return x * lax.logistic(x * (_full(x, _GELU) + _full(x, _GELU * 0.044715) * (x * x)))
+    return x * lax.logistic(
+        x * (_full(x, _GELU) + _full(x, _GELU * 0.044715) * (x * x))
+    )
 
 
 def _silu(x):
@@ -37,7 +39,13 @@ def _full(x, value):
 
 
 # A gated activation applies its function to the gate, which multiplies the other half.
-_FUNCTIONS = {"gelu": _gelu, "silu": _silu, "relu": _relu, "silu_gated": _silu, "gelu_gated": _gelu}
+_FUNCTIONS = {
+    "gelu": _gelu,
+    "silu": _silu,
+    "relu": _relu,
+    "silu_gated": _silu,
+    "gelu_gated": _gelu,
+}
 # The names that `quantize_activation` and `activate` take.
 ACTIVATIONS = tuple(_FUNCTIONS)
 
@@ -89,7 +97,11 @@ def _activate(x, activation):
         # a TPU widens the halves: XLA finds them in a product where nothing widens the
         # pair
         x = x.astype(jnp.float32)
-    return _gate(activation, *_halves(x)) if is_gated(activation) else _FUNCTIONS[activation](x.astype(jnp.float32))
+    return (
+        _gate(activation, *_halves(x))
+        if is_gated(activation)
+        else _FUNCTIONS[activation](x.astype(jnp.float32))
+    )
 
 
 def _halves(x):
@@ -143,7 +155,15 @@ def quantize_activation(
         ValueError: scale or amax has another shape.
     """
     return _quantize_activation.quantize(
-        x, scale, (), amax, dtype=dtype, transpose=transpose, with_amax=with_amax, rows=rows, option=activation
+        x,
+        scale,
+        (),
+        amax,
+        dtype=dtype,
+        transpose=transpose,
+        with_amax=with_amax,
+        rows=rows,
+        option=activation,
     )
 
 
@@ -152,9 +172,13 @@ def check(op, x, activation, name="x"):
     that activation.
     """
     if activation not in _FUNCTIONS:
-        raise ValueError(f"{op}: activation: expected one of {ACTIVATIONS}, got {activation!r}")
+        raise ValueError(
+            f"{op}: activation: expected one of {ACTIVATIONS}, got {activation!r}"
+        )
     if is_gated(activation) and _checks.rank(op, name, x, 2).shape[-2] != 2:
-        raise ValueError(f"{op}: {name}: expected [..., 2, n] for {activation!r}, got {x.dtype}{list(x.shape)}")
+        raise ValueError(
+            f"{op}: {name}: expected [..., 2, n] for {activation!r}, got {x.dtype}{list(x.shape)}"
+        )
 
 
 class _QuantizeActivation(Producer):
@@ -172,7 +196,9 @@ class _QuantizeActivation(Producer):
         # The pair is a dimension of its own, of size 1 without a gate, so that one
         # kernel serves both.
         pair = int(is_gated(option))
-        return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {"activation": option}
+        return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {
+            "activation": option
+        }
 
 
 _quantize_activation = _QuantizeActivation()
@@ -195,7 +221,9 @@ def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array
     Returns:
         f32, of the shape of x.
     """
-    _, vjp = jax.vjp(functools.partial(_activate, activation=activation), x.astype(jnp.float32))
+    _, vjp = jax.vjp(
+        functools.partial(_activate, activation=activation), x.astype(jnp.float32)
+    )
     return vjp(grad.astype(jnp.float32))[0]
 
 
@@ -277,7 +305,15 @@ class _QuantizeActivationGrad(Producer):
     def tpu(self, x, scale, grad, *amax_so_far, vmap_dims, spec, devices):
         """Compute the gradients of gate and up apart, with one amax."""
         if not is_gated(spec.option):
-            return super().tpu(x, scale, grad, *amax_so_far, vmap_dims=vmap_dims, spec=spec, devices=devices)
+            return super().tpu(
+                x,
+                scale,
+                grad,
+                *amax_so_far,
+                vmap_dims=vmap_dims,
+                spec=spec,
+                devices=devices,
+            )
         _, vjp = jax.vjp(functools.partial(_gate, spec.option), *_halves(x))
         gradients = vjp(grad.astype(jnp.float32))
         quantize = functools.partial(
@@ -291,11 +327,26 @@ class _QuantizeActivationGrad(Producer):
             column_sums=spec.column_sums,
         )
         with _tpu.devices(devices):
-            (data, *rest), amax = zip(*(quantize(half, scale) for half in gradients), strict=True), []
+            (data, *rest), amax = (
+                zip(*(quantize(half, scale) for half in gradients), strict=True),
+                [],
+            )
             if spec.with_amax:
-                amax = [_shapes.raise_amax(_shapes.abs_max(_tpu.larger(*gradients), vmap_dims), *amax_so_far)]
-        data_t = [jnp.stack(codes, axis=-2 - spec.rows) for codes in rest[: spec.transpose]]
-        return [_tpu.joined(data), *data_t, *amax, *map(_tpu.joined, rest[spec.transpose :])]
+                amax = [
+                    _shapes.raise_amax(
+                        _shapes.abs_max(_tpu.larger(*gradients), vmap_dims),
+                        *amax_so_far,
+                    )
+                ]
+        data_t = [
+            jnp.stack(codes, axis=-2 - spec.rows) for codes in rest[: spec.transpose]
+        ]
+        return [
+            _tpu.joined(data),
+            *data_t,
+            *amax,
+            *map(_tpu.joined, rest[spec.transpose :]),
+        ]
 
     def canonical(self, x, grad, vmap_dims, rows, option):
         (x,), attributes = _quantize_activation.canonical(x, vmap_dims, rows, option)

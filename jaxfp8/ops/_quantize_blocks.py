@@ -73,7 +73,9 @@ def quantize_blocks(
             is not listed above; or power_2_scale comes with E8M0 scales, or
             rounding="floor" with f32 scales.
     """
-    x, spec = _checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
+    x, spec = _checked(
+        "quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols
+    )
     return tuple(_quantize_blocks(x, spec=spec))
 
 
@@ -114,7 +116,17 @@ def quantize_blocks_transpose(
     Raises:
         TypeError, ValueError: see `quantize_blocks`.
     """
-    x, spec = _checked("quantize_blocks_transpose", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
+    x, spec = _checked(
+        "quantize_blocks_transpose",
+        x,
+        dtype,
+        block,
+        scale,
+        rounding,
+        power_2_scale,
+        rows,
+        cols,
+    )
     return tuple(_quantize_blocks_transpose(x, spec=spec))
 
 
@@ -135,14 +147,21 @@ def _checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
     # Options that do not go together are refused: one of them would have no effect.
-    for name, value, allowed in (("scale", scale, SCALES), ("rounding", rounding, ROUNDINGS)):
+    for name, value, allowed in (
+        ("scale", scale, SCALES),
+        ("rounding", rounding, ROUNDINGS),
+    ):
         if value not in allowed:
             raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
     power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
     if scale == "e8m0" and power_2_scale:
-        raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out for scale="e8m0"')
+        raise ValueError(
+            f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out for scale="e8m0"'
+        )
     if scale == "f32" and rounding != "ceil":
-        raise ValueError(f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; it goes with "e8m0"')
+        raise ValueError(
+            f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; it goes with "e8m0"'
+        )
     block = _blocks.checked(op, "block", block)
     return x, _Spec(dtype, block, scale, rounding, power_2_scale, int(rows), int(cols))
 
@@ -163,8 +182,12 @@ def _reference(x, vmap_dims, spec):
     # 2. Quantize each block, and put the matrix together again. Move the codes as
     #    bytes: XLA's CPU
     # compiler may move FP8 through float16, which changes the bits of NaNs.
-    data = lax.bitcast_convert_type(encode(blocks, factor[..., :, None, :, None], spec.dtype), jnp.uint8)
-    return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), spec.dtype), scale_inv
+    data = lax.bitcast_convert_type(
+        encode(blocks, factor[..., :, None, :, None], spec.dtype), jnp.uint8
+    )
+    return lax.bitcast_convert_type(
+        _blocks.uncut(data, m, n).reshape(x.shape), spec.dtype
+    ), scale_inv
 
 
 def _custom_call(x, platform, transpose, spec):
@@ -186,18 +209,34 @@ def _custom_call(x, platform, transpose, spec):
     # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with scratch
     #    for amaxes of lines between them.
     scales_dtype = jnp.uint8 if is_e8m0 else jnp.float32
-    kind = f"e8m0_{spec.rounding}" if is_e8m0 else "f32_power_2" if spec.power_2_scale else "f32"
+    kind = (
+        f"e8m0_{spec.rounding}"
+        if is_e8m0
+        else "f32_power_2"
+        if spec.power_2_scale
+        else "f32"
+    )
     matrices = [(m, n), (n, m)][: 1 + transpose]
-    results = [[((g, *matrix), spec.dtype), ((g, *scales_shape(block, *matrix)), scales_dtype)] for matrix in matrices]
+    results = [
+        [((g, *matrix), spec.dtype), ((g, *scales_shape(block, *matrix)), scales_dtype)]
+        for matrix in matrices
+    ]
     scratch = [] if on_cpu else [((g, lines), jnp.float32)]
     results = [*results[0], *scratch, *sum(results[1:], [])]
-    data, scale_inv, *rest = _ffi.call("quantize_blocks_transpose", results, groups, block=attribute, scaling=kind)
+    data, scale_inv, *rest = _ffi.call(
+        "quantize_blocks_transpose", results, groups, block=attribute, scaling=kind
+    )
     # 4. Order the scales by block. XLA cancels this with the product's `to_stored`.
     outputs, layouts = [], [(data, scale_inv), rest[len(scratch) :]]
-    for matrix, shape, (codes, scales) in zip(matrices, (row + col, col + row), layouts, strict=False):
+    for matrix, shape, (codes, scales) in zip(
+        matrices, (row + col, col + row), layouts, strict=False
+    ):
         scales = scales if on_cpu else _blocks.by_block(scales, block, *matrix)
         scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if is_e8m0 else scales
-        outputs += [codes.reshape(*leading, *shape), scales.reshape(*leading, *scales.shape[1:])]
+        outputs += [
+            codes.reshape(*leading, *shape),
+            scales.reshape(*leading, *scales.shape[1:]),
+        ]
     return outputs
 
 
@@ -218,7 +257,9 @@ class _QuantizeBlocks(Op):
         return _blocks.sizes_of_layouts(x, spec.block, spec.rows, spec.cols)
 
     def dtypes(self, x, spec):
-        return [spec.dtype, _blocks.E8M0 if spec.scale == "e8m0" else jnp.float32] * (1 + self.transpose)
+        return [spec.dtype, _blocks.E8M0 if spec.scale == "e8m0" else jnp.float32] * (
+            1 + self.transpose
+        )
 
     reference = staticmethod(_reference)
 
@@ -252,7 +293,11 @@ class _QuantizeBlocksTranspose(_QuantizeBlocks):
         # they have half the bytes, or less.
         if spec.block[0] != spec.block[1]:
             columnwise = _reference(x, vmap_dims, spec._replace(block=spec.block[::-1]))
-        return *rowwise, _shapes.transpose(columnwise[0], spec.rows, spec.cols), columnwise[1].mT
+        return (
+            *rowwise,
+            _shapes.transpose(columnwise[0], spec.rows, spec.cols),
+            columnwise[1].mT,
+        )
 
 
 _quantize_blocks = _QuantizeBlocks()
@@ -260,7 +305,12 @@ _quantize_blocks_transpose = _QuantizeBlocksTranspose()
 
 
 def transpose_blocks(
-    data: ArrayLike, scale_inv: ArrayLike, *, block: tuple[int, int], rows: int = 1, cols: int = 1
+    data: ArrayLike,
+    scale_inv: ArrayLike,
+    *,
+    block: tuple[int, int],
+    rows: int = 1,
+    cols: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Transpose codes whose scales are powers of two, such that blocks lie along the
     rows again.
@@ -304,8 +354,12 @@ def transpose_blocks(
         ValueError: scale_inv has another shape.
     """
     leading, row, col = _shapes.parts(data.shape, rows, cols)
-    scale_inv, block = _blocks.checked_scale("transpose_blocks", "", scale_inv, block, leading, row, col)
-    data_t, scale_inv_t = _transpose_blocks(data, scale_inv, spec=_TransposeSpec(block, int(rows), int(cols)))
+    scale_inv, block = _blocks.checked_scale(
+        "transpose_blocks", "", scale_inv, block, leading, row, col
+    )
+    data_t, scale_inv_t = _transpose_blocks(
+        data, scale_inv, spec=_TransposeSpec(block, int(rows), int(cols))
+    )
     return data_t, scale_inv_t
 
 
@@ -354,23 +408,37 @@ class _TransposeBlocks(Op):
         of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
         # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may
         #    move FP8 through float16.
-        shift, of_elements = (_blocks.spread(x, spec.block, m, n) for x in (of_rows - codes, of_rows))
+        shift, of_elements = (
+            _blocks.spread(x, spec.block, m, n) for x in (of_rows - codes, of_rows)
+        )
         nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
-        shifted = jnp.where(of_elements == _blocks.NAN_CODE, jnp.uint8(nan_code), _shift_down(matrix, shift))
+        shifted = jnp.where(
+            of_elements == _blocks.NAN_CODE,
+            jnp.uint8(nan_code),
+            _shift_down(matrix, shift),
+        )
         data_t = _shapes.transpose(shifted.reshape(data.shape), spec.rows, spec.cols)
         scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
         data_t = lax.bitcast_convert_type(data_t, data.dtype)
-        return data_t, _blocks.scales_of_codes(scales_t.astype(jnp.uint8), scale_inv.dtype)
+        return data_t, _blocks.scales_of_codes(
+            scales_t.astype(jnp.uint8), scale_inv.dtype
+        )
 
     def cpu(self, data, scale_inv, vmap_dims, spec):
         """Make one custom call on groups of matrices, with scales as E8M0 codes."""
         leading, row, col = _shapes.parts(data.shape, spec.rows, spec.cols)
         groups, block = _shapes.merge(data, len(leading), spec.rows), spec.block
         g, m, n = groups.shape
-        scales = _blocks.exponent_codes(scale_inv).reshape(g, *scale_inv.shape[len(leading) :])
+        scales = _blocks.exponent_codes(scale_inv).reshape(
+            g, *scale_inv.shape[len(leading) :]
+        )
         results = [((g, n, m), data.dtype), ((g, n, -(-m // block[1])), jnp.uint8)]
-        data_t, scales_t = _ffi.call("transpose_blocks", results, groups, scales, block=np.int64(block[1]))
-        scales_t = _blocks.scales_of_codes(scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype)
+        data_t, scales_t = _ffi.call(
+            "transpose_blocks", results, groups, scales, block=np.int64(block[1])
+        )
+        scales_t = _blocks.scales_of_codes(
+            scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype
+        )
         return data_t.reshape(*leading, *col, *row), scales_t
 
     def align(self, axes, sizes, mesh_shape, spec):

@@ -16,7 +16,9 @@ from ._quantize_transpose import Producer
 KINDS = ("rms", "layer")
 
 
-def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str, epsilon: float) -> jax.Array:
+def normalize(
+    x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str, epsilon: float
+) -> jax.Array:
     """Normalize the last dimension by RMSNorm or LayerNorm, in f32 and rounded once to
     x's dtype; differentiable.
 
@@ -45,7 +47,10 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
     """
     x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon)
     shape = (1,) * (x.ndim - 1) + gamma.shape
-    gamma, beta = (None if p is None else p.astype(jnp.float32).reshape(shape) for p in (gamma, beta))
+    gamma, beta = (
+        None if p is None else p.astype(jnp.float32).reshape(shape)
+        for p in (gamma, beta)
+    )
     return _affine(x, *_statistics(x, kind, epsilon), gamma, beta).astype(x.dtype)
 
 
@@ -57,7 +62,9 @@ def _statistics(x, kind, epsilon):
     if kind == "layer":
         mean = _mean(x)
         x = x - mean
-    return jax.lax.rsqrt(_mean(x * x) + jax.lax.full((1,) * x.ndim, epsilon, jnp.float32)), mean
+    return jax.lax.rsqrt(
+        _mean(x * x) + jax.lax.full((1,) * x.ndim, epsilon, jnp.float32)
+    ), mean
 
 
 def _mean(x):
@@ -124,10 +131,23 @@ def quantize_norm(
     # The statistics of a row are known only after the whole row was read. XLA computes
     # them, if possible in the pass that writes x. Statistics and parameters are small:
     # in f32 the kernel needs no variant for each dtype.
-    statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
-    more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
+    statistics = jnp.concatenate(
+        [s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1
+    )
+    more = [
+        statistics,
+        *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None),
+    ]
     return _quantize_norm.quantize(
-        x, scale, more, amax, dtype=dtype, transpose=transpose, with_amax=with_amax, rows=rows, option=beta is not None
+        x,
+        scale,
+        more,
+        amax,
+        dtype=dtype,
+        transpose=transpose,
+        with_amax=with_amax,
+        rows=rows,
+        option=beta is not None,
     )
 
 
@@ -138,14 +158,22 @@ def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
     if kind not in KINDS:
         raise ValueError(f"{op}: kind: expected one of {KINDS}, got {kind!r}")
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), 1)
-    gamma = _checks.shape(op, names[0], _checks.high_precision(op, names[0], gamma), x.shape[-1:])
+    gamma = _checks.shape(
+        op, names[0], _checks.high_precision(op, names[0], gamma), x.shape[-1:]
+    )
     if beta is not None:
         if kind == "rms":
-            raise ValueError(f'{op}: {names[1]}: expected None for kind "rms", got an array; "layer" takes one')
-        beta = _checks.shape(op, names[1], _checks.high_precision(op, names[1], beta), x.shape[-1:])
+            raise ValueError(
+                f'{op}: {names[1]}: expected None for kind "rms", got an array; "layer" takes one'
+            )
+        beta = _checks.shape(
+            op, names[1], _checks.high_precision(op, names[1], beta), x.shape[-1:]
+        )
     # The program has epsilon in f32, so the check and the result take the f32 number.
     if not 0 <= np.float32(epsilon) < np.inf:
-        raise ValueError(f"{op}: epsilon: expected a finite number of at least 0, got {epsilon!r}")
+        raise ValueError(
+            f"{op}: epsilon: expected a finite number of at least 0, got {epsilon!r}"
+        )
     return x, gamma, beta, float(np.float32(epsilon))
 
 
@@ -155,13 +183,20 @@ class _QuantizeNorm(Producer):
     name = "quantize_norm"
 
     def operand_names(self, batch, row, col, option):
-        return [batch + row + col, batch + row + dims("whole_statistic", 1), *[col] * (1 + option)]
+        return [
+            batch + row + col,
+            batch + row + dims("whole_statistic", 1),
+            *[col] * (1 + option),
+        ]
 
     def produce(self, x, statistics, *parameters, vmap_dims, option):
         rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
         # Parameters have the vmapped dimensions and n. They broadcast over the batch
         # and the rows in between.
-        gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
+        gamma, *beta = (
+            p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1])
+            for p in parameters
+        )
         return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 
     def canonical(self, x, statistics, *parameters, vmap_dims, rows, option):
@@ -176,7 +211,9 @@ class _QuantizeNorm(Producer):
         if vmap_dims and batch != 1:
             parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
         beta = [] if option else [jnp.zeros((0,), jnp.float32)]
-        x, statistics = (_shapes.merge(operand, leading, rows) for operand in (x, statistics))
+        x, statistics = (
+            _shapes.merge(operand, leading, rows) for operand in (x, statistics)
+        )
         return (x, statistics, *parameters, *beta), {}
 
 

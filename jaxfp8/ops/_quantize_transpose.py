@@ -130,7 +130,20 @@ class Producer(Op):
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
 
-    def quantize(self, x, scale, more, amax, *, dtype, transpose, with_amax, column_sums=False, rows, option):
+    def quantize(
+        self,
+        x,
+        scale,
+        more,
+        amax,
+        *,
+        dtype,
+        transpose,
+        with_amax,
+        column_sums=False,
+        rows,
+        option,
+    ):
         """Check the arguments that all producers take, and bind the primitive.
 
         Returns:
@@ -140,10 +153,17 @@ class Producer(Op):
         """
         scale, *amax_so_far = _checks.quantizer_operands(self.name, scale, amax)
         dtype = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES)
-        spec = ProducerSpec(dtype, bool(transpose), with_amax, column_sums, rows, option)
+        spec = ProducerSpec(
+            dtype, bool(transpose), with_amax, column_sums, rows, option
+        )
         data, *rest = self(x, scale, *more, *amax_so_far, spec=spec)
         data_t = rest.pop(0) if transpose else None
-        return data, data_t, _quantize.returned_amax(amax, rest.pop(0) if with_amax else None), *rest
+        return (
+            data,
+            data_t,
+            _quantize.returned_amax(amax, rest.pop(0) if with_amax else None),
+            *rest,
+        )
 
     def names(self, x, *ranks, spec):
         col, row = self.columns(spec.option), dims("row", spec.rows)
@@ -152,14 +172,20 @@ class Producer(Op):
         batch = dims("batch", x - len(self._names_without_batch(spec)[0]))
         x_names, *more_names = self.operand_names(batch, row, col, spec.option)
         _, amax_so_far = self._split(ranks[1:], spec)
-        results = [batch + row + col, *[batch + col + row] * spec.transpose, *[ONE] * spec.with_amax]
+        results = [
+            batch + row + col,
+            *[batch + col + row] * spec.transpose,
+            *[ONE] * spec.with_amax,
+        ]
         # The sums lack the rows, so a mesh that cuts rows adds up the sums of its
         # devices.
         results += [batch + col] * spec.column_sums
         return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
 
     def _names_without_batch(self, spec):
-        return self.operand_names((), dims("row", spec.rows), self.columns(spec.option), spec.option)
+        return self.operand_names(
+            (), dims("row", spec.rows), self.columns(spec.option), spec.option
+        )
 
     def _split(self, rest, spec):
         """Return `more` and `amax_so_far`."""
@@ -167,7 +193,9 @@ class Producer(Op):
         return rest[:count], rest[count:]
 
     def dtypes(self, *operands, spec):
-        return [spec.dtype] * (1 + spec.transpose) + [jnp.float32] * (spec.with_amax + spec.column_sums)
+        return [spec.dtype] * (1 + spec.transpose) + [jnp.float32] * (
+            spec.with_amax + spec.column_sums
+        )
 
     def reference(self, x, scale, *rest, vmap_dims, spec):
         more, amax_so_far = self._split(rest, spec)
@@ -204,13 +232,18 @@ class Producer(Op):
         leading, row = x.shape[:first], x.shape[first : first + spec.rows]
         col = x.shape[x.ndim - len(self.columns(spec.option)) :]
         m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
-        (x, *more), attributes = self.canonical(x, *more, vmap_dims=vmap_dims, rows=spec.rows, option=spec.option)
+        (x, *more), attributes = self.canonical(
+            x, *more, vmap_dims=vmap_dims, rows=spec.rows, option=spec.option
+        )
         # A single matrix needs no group dimension, but the fused producers have one
         # always.
         groups = x.shape[:1] if self.is_fused or leading else ()
         # Results that may be left out come after the amax: the sums, and data_t of a
         # producer.
-        layouts = [((*groups, m, n), spec.dtype), *[((*groups, n, m), spec.dtype)] * spec.transpose]
+        layouts = [
+            ((*groups, m, n), spec.dtype),
+            *[((*groups, n, m), spec.dtype)] * spec.transpose,
+        ]
         count = 1 if self.is_fused else len(layouts)
         before, amax, after = _quantize.call(
             self.name,
@@ -221,13 +254,19 @@ class Producer(Op):
             vmapped=leading[:vmap_dims],
             with_amax=spec.with_amax,
             data=layouts[:count],
-            after=layouts[count:] + [((*groups, -(-m // _SUMMED_ROWS), n), jnp.float32)] * spec.column_sums,
+            after=layouts[count:]
+            + [((*groups, -(-m // _SUMMED_ROWS), n), jnp.float32)] * spec.column_sums,
             batch=batch,
             attributes=attributes,
         )
         data, *rest = *before, *after
-        data_t = [codes.reshape(*leading, *col, *row) for codes in rest[: spec.transpose]]
-        sums = [jnp.sum(parts, axis=-2).reshape(*leading, *col) for parts in rest[spec.transpose :]]
+        data_t = [
+            codes.reshape(*leading, *col, *row) for codes in rest[: spec.transpose]
+        ]
+        sums = [
+            jnp.sum(parts, axis=-2).reshape(*leading, *col)
+            for parts in rest[spec.transpose :]
+        ]
         return [data.reshape(*leading, *row, *col), *data_t, *amax, *sums]
 
 

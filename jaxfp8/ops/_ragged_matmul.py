@@ -91,9 +91,13 @@ def ragged_matmul(
     """
     op = "ragged_matmul"
     leading = () if ragged == "contraction" else (group_sizes.size,)
-    a_scale_inv, a_block = _blocks.checked_scale(op, "a_", a_scale_inv, a_block, (), a.shape[:1], a.shape[1:])
+    a_scale_inv, a_block = _blocks.checked_scale(
+        op, "a_", a_scale_inv, a_block, (), a.shape[:1], a.shape[1:]
+    )
     b_rows, b_cols = b.shape[-2:-1], b.shape[-1:]
-    b_scale_inv, b_block = _blocks.checked_scale(op, "b_", b_scale_inv, b_block, leading, b_rows, b_cols)
+    b_scale_inv, b_block = _blocks.checked_scale(
+        op, "b_", b_scale_inv, b_block, leading, b_rows, b_cols
+    )
     operands = [a, b, a_scale_inv, b_scale_inv, group_sizes]
     if b_t is not None:
         operands.append(b_t)
@@ -132,7 +136,9 @@ class _Spec:
 
     def shape(self, a, b, group_sizes, vmap_dims) -> tuple[int, ...]:
         """Return the shape of the result."""
-        leading = a.shape[:vmap_dims] if self.by_rows else group_sizes.shape[: vmap_dims + 1]
+        leading = (
+            a.shape[:vmap_dims] if self.by_rows else group_sizes.shape[: vmap_dims + 1]
+        )
         return (*leading, a.shape[-2], b.shape[-2])
 
 
@@ -145,7 +151,11 @@ def _moved(x, shifts, axis: int):
 
 def _dims(spec):
     """Return the names of the dimensions of a and b."""
-    return (("m0", "k0"), ("g0", "n0", "k0")) if spec.by_rows else (("p0", "m0"), ("n0", "m0"))
+    return (
+        (("m0", "k0"), ("g0", "n0", "k0"))
+        if spec.by_rows
+        else (("p0", "m0"), ("n0", "m0"))
+    )
 
 
 def _scales(operand: str, dims, block) -> tuple[str, ...]:
@@ -157,7 +167,11 @@ def _scales(operand: str, dims, block) -> tuple[str, ...]:
     if block is None:
         return ONE
     *leading, rows, _ = dims
-    return (*leading, rows if block[0] == 1 else f"{WHOLE}_{operand}_rows", f"{WHOLE}_{operand}_cols")
+    return (
+        *leading,
+        rows if block[0] == 1 else f"{WHOLE}_{operand}_rows",
+        f"{WHOLE}_{operand}_cols",
+    )
 
 
 class _RaggedMatmul(Op):
@@ -166,8 +180,16 @@ class _RaggedMatmul(Op):
     def names(self, *ranks, spec):
         a, b = _dims(spec)
         # Where a group begins depends on the sizes of all before it.
-        operands = [a, b, _scales("a", a, spec.a_block), _scales("b", b, spec.b_block), (f"{WHOLE}_g",)]
-        return operands + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
+        operands = [
+            a,
+            b,
+            _scales("a", a, spec.a_block),
+            _scales("b", b, spec.b_block),
+            (f"{WHOLE}_g",),
+        ]
+        return operands + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t, [
+            ("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")
+        ]
 
     def sizes(self, *shapes, spec):
         return {} if spec.by_rows else {"g0": shapes[4][0]}
@@ -178,7 +200,19 @@ class _RaggedMatmul(Op):
     def second_layouts(self, spec):
         return {1: 5} if spec.has_b_t else {}
 
-    def reference(self, a, b, a_scale_inv, b_scale_inv, group_sizes, first=None, *, vmap_dims, spec, widen=to_f32):
+    def reference(
+        self,
+        a,
+        b,
+        a_scale_inv,
+        b_scale_inv,
+        group_sizes,
+        first=None,
+        *,
+        vmap_dims,
+        spec,
+        widen=to_f32,
+    ):
         """Widen the codes, which is exact, and multiply with f32 accumulation in a
         loop.
 
@@ -188,7 +222,9 @@ class _RaggedMatmul(Op):
         shape = spec.shape(a, b, group_sizes, vmap_dims)
         if 0 in a.shape or 0 in b.shape:
             return (lax.full(shape, 0, spec.out_dtype),)
-        first = lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
+        first = (
+            lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
+        )
         # 1. Widen the codes. Scales of blocks multiply the codes: they are then no
         #    factor of the product.
         one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
@@ -197,9 +233,15 @@ class _RaggedMatmul(Op):
             widen, precision = to_f32, lax.Precision.HIGHEST
         a, b = widen(a), widen(b)
         if spec.a_block is not None:
-            a, a_scale_inv = _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:]), one
+            a, a_scale_inv = (
+                _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:]),
+                one,
+            )
         if spec.b_block is not None:
-            b, b_scale_inv = _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:]), one
+            b, b_scale_inv = (
+                _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:]),
+                one,
+            )
         # 2. Multiply.
         product = ragged_rows if spec.by_rows else ragged_contraction
         if vmap_dims == 0:
@@ -207,21 +249,45 @@ class _RaggedMatmul(Op):
         else:
             # Run the loops one after the other: as a batch, each step would touch the
             # product of every vmapped index.
-            flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first))
-            out = lax.map(lambda operands: product(*operands, precision), tuple(flat)).reshape(shape)
+            flat = (
+                x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first)
+            )
+            out = lax.map(
+                lambda operands: product(*operands, precision), tuple(flat)
+            ).reshape(shape)
         # 3. Apply the scales of whole operands.
-        out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape))
+        out = rescaled(
+            out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape)
+        )
         return (out.astype(spec.out_dtype),)
 
     def cpu(self, *operands, vmap_dims, spec):
         """Widen to bfloat16, as scaled_matmul does on CPUs."""
-        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu())
+        return self.reference(
+            *operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu()
+        )
 
-    def cuda(self, a, b, a_scale_inv, b_scale_inv, group_sizes, first=None, *, vmap_dims, spec):
+    def cuda(
+        self,
+        a,
+        b,
+        a_scale_inv,
+        b_scale_inv,
+        group_sizes,
+        first=None,
+        *,
+        vmap_dims,
+        spec,
+    ):
         shape = spec.shape(a, b, group_sizes, vmap_dims)
         count = math.prod(a.shape[:vmap_dims])
-        a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
-        scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
+        a, b, group_sizes = (
+            x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes)
+        )
+        scales = (
+            _shapes.group_scales(scale, vmap_dims)
+            for scale in (a_scale_inv, b_scale_inv)
+        )
         result = (count, *shape[vmap_dims:]), spec.out_dtype
         # The kernel takes the first group at row 0: move the rows there, and the rows
         # of the result back.
@@ -229,15 +295,21 @@ class _RaggedMatmul(Op):
             first = first.reshape(count)
             a = _moved(a, -first, 0 if spec.by_rows else 1)
             b = b if spec.by_rows else _moved(b, -first, 1)
-        (out,) = _ffi.call("ragged_matmul", [result], a, b, *scales, group_sizes, precise=spec.precise)
+        (out,) = _ffi.call(
+            "ragged_matmul", [result], a, b, *scales, group_sizes, precise=spec.precise
+        )
         if first is not None and spec.by_rows:
             out = _moved(out, first, 0)
         return (out.reshape(shape),)
 
     def align(self, axes, sizes, mesh_shape, spec):
         followers = {}
-        for operand, dims, block in zip("ab", _dims(spec), (spec.a_block, spec.b_block), strict=True):
-            for dim, name, size in zip(dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False):
+        for operand, dims, block in zip(
+            "ab", _dims(spec), (spec.a_block, spec.b_block), strict=True
+        ):
+            for dim, name, size in zip(
+                dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False
+            ):
                 if name.startswith(WHOLE):
                     followers.setdefault(dim[0], {})[name] = size
         return _blocks.aligned(axes, sizes, mesh_shape, followers)
@@ -252,17 +324,32 @@ class _RaggedMatmul(Op):
         *matrices, group_sizes = operands
         # 1. Find where each group of the whole matrix begins and ends, as a row of this
         #    device.
-        rows, groups = operands[0].shape[-2 if spec.by_rows else -1], group_sizes.shape[-1] // group_shards
+        rows, groups = (
+            operands[0].shape[-2 if spec.by_rows else -1],
+            group_sizes.shape[-1] // group_shards,
+        )
         ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
-        bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
+        bounds = jnp.concatenate(
+            [lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1
+        )
         # 2. Take the groups of this device.
-        bounds = lax.dynamic_slice_in_dim(jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1)
-        return [*matrices, jnp.diff(bounds), *([] if group_shards == 1 else [bounds[..., 0]])]
+        bounds = lax.dynamic_slice_in_dim(
+            jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1
+        )
+        return [
+            *matrices,
+            jnp.diff(bounds),
+            *([] if group_shards == 1 else [bounds[..., 0]]),
+        ]
 
     def not_on(self, capabilities, *types, spec):
         """Return why no kernel multiplies these operands; or None."""
         blocks = f"{spec.a_block} by {spec.b_block}"
-        return f"ragged_matmul: no kernel has scales for blocks ({blocks})" if spec.has_blocks else None
+        return (
+            f"ragged_matmul: no kernel has scales for blocks ({blocks})"
+            if spec.has_blocks
+            else None
+        )
 
 
 _ragged_matmul = _RaggedMatmul()
@@ -274,7 +361,9 @@ def ends_of_groups(group_sizes, m: int):
     """Return the row after the last one of each group. Sizes below 0 count as 0, and
     groups end at the last row.
     """
-    return jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, m), axis=-1, dtype=jnp.int32), m)
+    return jnp.minimum(
+        jnp.cumsum(jnp.clip(group_sizes, 0, m), axis=-1, dtype=jnp.int32), m
+    )
 
 
 class Chunks(NamedTuple):
@@ -305,7 +394,9 @@ class Chunks(NamedTuple):
         groups = group_sizes.shape[0]
         # A chunk has about as many rows as a group has on average, a power of two.
         average = max(m // groups, 1)
-        rows = min(m, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (average - 1).bit_length())))
+        rows = min(
+            m, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (average - 1).bit_length()))
+        )
         ends = ends_of_groups(group_sizes, m)
         sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
         ends = ends + first
@@ -324,12 +415,21 @@ class Chunks(NamedTuple):
             # 1. Find the group of chunk i, and the first row of the chunk.
             group = jnp.sum((self.chunks <= i).astype(jnp.int32))
             end = self.ends[group]
-            first = end - self.sizes[group] + (i - (self.chunks[group] - self._count(group))) * self.rows
+            first = (
+                end
+                - self.sizes[group]
+                + (i - (self.chunks[group] - self._count(group))) * self.rows
+            )
             # 2. Keep the window inside the matrix, and mask its rows that are not of
             #    the chunk.
             begin = jnp.minimum(first, self.m - self.rows)
             row = begin + lax.iota(jnp.int32, self.rows)
-            return body(out, group, begin, (row >= first) & (row < jnp.minimum(first + self.rows, end)))
+            return body(
+                out,
+                group,
+                begin,
+                (row >= first) & (row < jnp.minimum(first + self.rows, end)),
+            )
 
         return lax.fori_loop(0, self.chunks[-1], step, out)
 
@@ -339,7 +439,9 @@ class Chunks(NamedTuple):
 
 def _dot(a, b, precision):
     contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, contract, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def ragged_rows(a, b, group_sizes, first, precision):
@@ -348,9 +450,13 @@ def ragged_rows(a, b, group_sizes, first, precision):
 
     def body(out, group, begin, inside):
         rows = lax.dynamic_slice_in_dim(a, begin, chunks.rows, axis=0)
-        new = _dot(rows, lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False), precision)
+        new = _dot(
+            rows, lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False), precision
+        )
         old = lax.dynamic_slice_in_dim(out, begin, chunks.rows, axis=0)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], new, old), begin, axis=0)
+        return lax.dynamic_update_slice_in_dim(
+            out, jnp.where(inside[:, None], new, old), begin, axis=0
+        )
 
     return chunks.loop(body, lax.full((a.shape[0], b.shape[1]), 0, jnp.float32))
 
@@ -365,7 +471,9 @@ def ragged_contraction(a, b, group_sizes, first, precision):
             return jnp.where(inside[None, :], x, lax.full(x.shape, 0, x.dtype))
 
         old = lax.dynamic_index_in_dim(out, group, axis=0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(out, old + _dot(columns(a), columns(b), precision), group, axis=0)
+        return lax.dynamic_update_index_in_dim(
+            out, old + _dot(columns(a), columns(b), precision), group, axis=0
+        )
 
     shape = (group_sizes.shape[0], a.shape[0], b.shape[0])
     return chunks.loop(body, lax.full(shape, 0, jnp.float32))

@@ -47,7 +47,9 @@ def join_recorded(recorded: Pairs) -> jax.Array:
     Raises:
         TypeError: the op is differentiated.
     """
-    return _join(*(pair[side] for side in (0, 1) for pair in recorded), spec=len(recorded))[0]
+    return _join(
+        *(pair[side] for side in (0, 1) for pair in recorded), spec=len(recorded)
+    )[0]
 
 
 class _OfOneProduct(Op):
@@ -71,7 +73,9 @@ class _SplitReading(_OfOneProduct):
     def names(self, reading, spec):
         batch = dims("batch", reading - 1)
         numbers = [(*batch, *ONE)] * (spec * (len(_PARTS) - 1))
-        return [(*batch, f"{WHOLE}_number")], [(*batch, f"{WHOLE}_pair")] * spec + numbers
+        return [(*batch, f"{WHOLE}_number")], [
+            (*batch, f"{WHOLE}_pair")
+        ] * spec + numbers
 
     def sizes(self, reading, spec):
         return {f"{WHOLE}_pair": _PARTS[0]}
@@ -81,16 +85,24 @@ class _SplitReading(_OfOneProduct):
         # numbers away.
         ends = list(itertools.pairwise(itertools.accumulate(_PARTS, initial=0)))
         firsts = range(0, READING_NUMBERS * spec, READING_NUMBERS)
-        return [reading[..., first + start : first + end] for start, end in ends for first in firsts]
+        return [
+            reading[..., first + start : first + end]
+            for start, end in ends
+            for first in firsts
+        ]
 
     def cpu(self, reading, vmap_dims, spec):
         batch = reading.shape[:-1]
         numbers = _shapes.merge(reading, len(batch))
         groups = numbers.shape[:1]
         sizes = [size for size in _PARTS for _ in range(spec)]
-        results = [((*groups, size) if size > 1 else groups, jnp.float32) for size in sizes]
+        results = [
+            ((*groups, size) if size > 1 else groups, jnp.float32) for size in sizes
+        ]
         parts = _ffi.call("split_reading", results, numbers)
-        return [part.reshape(*batch, size) for part, size in zip(parts, sizes, strict=True)]
+        return [
+            part.reshape(*batch, size) for part, size in zip(parts, sizes, strict=True)
+        ]
 
 
 _split = _SplitReading()
@@ -115,12 +127,18 @@ class _JoinRecorded(_OfOneProduct):
         # The amax of the gradient comes last: XLA moves the all-reduce of an amax out
         # of a loop where nothing but updates of slices is between it and the result of
         # the loop.
-        return (lax.dynamic_update_slice_in_dim(row, amax, READING_NUMBERS * (spec - 1), axis),)
+        return (
+            lax.dynamic_update_slice_in_dim(
+                row, amax, READING_NUMBERS * (spec - 1), axis
+            ),
+        )
 
     def cpu(self, *operands, vmap_dims, spec):
         batch = operands[0].shape[:-1]
         results = [((math.prod(batch), READING_NUMBERS * spec), jnp.float32)]
-        (recorded,) = _ffi.call("join_recorded", results, *(x.reshape(-1) for x in operands))
+        (recorded,) = _ffi.call(
+            "join_recorded", results, *(x.reshape(-1) for x in operands)
+        )
         return (recorded.reshape(*batch, recorded.shape[-1]),)
 
 

@@ -28,7 +28,9 @@ READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step record
 Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 
 
-def read_histories(products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[float]] | None = None) -> list[jax.Array]:
+def read_histories(
+    products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[float]] | None = None
+) -> list[jax.Array]:
     """Read the amax histories and the scales of products, each of k quantizers.
 
     For each quantizer the reading has six numbers: the newest entry of its history, the
@@ -54,11 +56,20 @@ def read_histories(products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[floa
     Raises:
         TypeError: the op is differentiated.
     """
-    fp8_max = [(E4M3.max,) * len(pairs) for pairs in products] if fp8_max is None else fp8_max
+    fp8_max = (
+        [(E4M3.max,) * len(pairs) for pairs in products] if fp8_max is None else fp8_max
+    )
     readings = {}
     for call in _calls(products):
-        numerators = tuple(tuple(_scaling.scale_numerator(value, 0) for value in fp8_max[i]) for i in call)
-        readings |= zip(call, _read(*_columns(products, call), spec=_ReadSpec(numerators)), strict=True)
+        numerators = tuple(
+            tuple(_scaling.scale_numerator(value, 0) for value in fp8_max[i])
+            for i in call
+        )
+        readings |= zip(
+            call,
+            _read(*_columns(products, call), spec=_ReadSpec(numerators)),
+            strict=True,
+        )
     return [readings[i] for i in range(len(products))]
 
 
@@ -98,7 +109,11 @@ def write_histories(
     for call in _calls(products):
         counts = tuple(len(products[i]) for i in call)
         histories, _ = halves(_columns(products, call))
-        results = _write(*histories, *(recorded[i] for i in call), spec=_WriteSpec(counts, by_quantizer=False))
+        results = _write(
+            *histories,
+            *(recorded[i] for i in call),
+            spec=_WriteSpec(counts, by_quantizer=False),
+        )
         pairs = zip(*halves(results), strict=True)
         written |= {i: list(itertools.islice(pairs, len(products[i]))) for i in call}
     return [written[i] for i in range(len(products))]
@@ -110,7 +125,9 @@ def _write_by_quantizer(pairs, recorded):
     """
     numbers = [pair[side] for side in (0, 1) for pair in recorded]
     histories = [history for history, _ in pairs]
-    results = _write(*histories, *numbers, spec=_WriteSpec((1,) * len(pairs), by_quantizer=True))
+    results = _write(
+        *histories, *numbers, spec=_WriteSpec((1,) * len(pairs), by_quantizer=True)
+    )
     return list(zip(*halves(results), strict=True))
 
 
@@ -123,7 +140,10 @@ def _calls(products) -> Iterable[list[int]]:
     calls = {}
     for i, pairs in enumerate(products):
         calls_of_shape = calls.setdefault(pairs[0][1].shape, [[]])
-        if sum(len(products[j]) for j in calls_of_shape[-1]) + len(pairs) > MAX_QUANTIZERS:
+        if (
+            sum(len(products[j]) for j in calls_of_shape[-1]) + len(pairs)
+            > MAX_QUANTIZERS
+        ):
             calls_of_shape.append([])
         calls_of_shape[-1].append(i)
     return itertools.chain.from_iterable(calls.values())
@@ -171,7 +191,10 @@ class _ReadSpec(NamedTuple):
 
     def units(self, operand_count):
         half, products = operand_count // 2, enumerate(_slices(self.counts))
-        return [([*places, *(half + i for i in places)], [product]) for product, places in products]
+        return [
+            ([*places, *(half + i for i in places)], [product])
+            for product, places in products
+        ]
 
     def chosen(self, indices):
         return _ReadSpec(tuple(self.numerators[i] for i in indices))
@@ -181,8 +204,12 @@ def _amaxes(history, scale):
     """Return the newest and the largest entry of a history, f32 `[*batch, 1]`."""
     entries = _scaling.clean(history)
     newest, largest = entries[..., :1], _scaling.abs_max(entries, axis=-1)[..., None]
-    is_below_zero = jnp.any(_scaling.below_zero(history), axis=-1, keepdims=True) | _scaling.below_zero(scale)
-    return [jnp.where(is_below_zero, jnp.float32(-1), amax) for amax in (newest, largest)]
+    is_below_zero = jnp.any(
+        _scaling.below_zero(history), axis=-1, keepdims=True
+    ) | _scaling.below_zero(scale)
+    return [
+        jnp.where(is_below_zero, jnp.float32(-1), amax) for amax in (newest, largest)
+    ]
 
 
 class _WriteSpec(NamedTuple):
@@ -199,9 +226,14 @@ class _WriteSpec(NamedTuple):
     def units(self, operand_count):
         total = sum(self.counts)
         if self.by_quantizer:
-            return [([i, total + i, 2 * total + i], [i, total + i]) for i in range(total)]
+            return [
+                ([i, total + i, 2 * total + i], [i, total + i]) for i in range(total)
+            ]
         products = enumerate(_slices(self.counts))
-        return [([*places, total + product], [*places, *(total + i for i in places)]) for product, places in products]
+        return [
+            ([*places, total + product], [*places, *(total + i for i in places)])
+            for product, places in products
+        ]
 
     def chosen(self, indices):
         return _WriteSpec(tuple(self.counts[i] for i in indices), self.by_quantizer)
@@ -214,11 +246,15 @@ def _next_history(history, amax, scale_inv, stays=None):
     With `stays`, whether each row stays: there the amax takes slot 0 and no other slot
     moves.
     """
-    moved = lax.concatenate([amax, history[..., 2:], history[..., :1]], history.ndim - 1)[..., : history.shape[-1]]
+    moved = lax.concatenate(
+        [amax, history[..., 2:], history[..., :1]], history.ndim - 1
+    )[..., : history.shape[-1]]
     is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
     if stays is not None:
         stays = stays << 1 != 0
-        moved = jnp.where(stays, lax.concatenate([amax, history[..., 1:]], history.ndim - 1), moved)
+        moved = jnp.where(
+            stays, lax.concatenate([amax, history[..., 1:]], history.ndim - 1), moved
+        )
         is_below_zero = moved - jnp.uint32(0x80000001) < jnp.uint32(0x7F800000)
         is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)
         is_entry |= stays & is_below_zero
@@ -233,27 +269,43 @@ class _ReadHistories(OpOfUnits):
         return [*histories, *scales], readings
 
     def sizes(self, *shapes, spec):
-        return {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(spec.counts)}
+        return {
+            f"{WHOLE}_number{i}": READING_NUMBERS * count
+            for i, count in enumerate(spec.counts)
+        }
 
     def reference(self, *operands, vmap_dims, spec):
         histories, scales = halves(operands)
         # The numbers of all quantizers are vectors, so that their scales are computed
         # once.
         amaxes = map(_amaxes, histories, scales)
-        newest, largest, scale = (jnp.concatenate(x, axis=-1) for x in (*zip(*amaxes, strict=True), scales))
+        newest, largest, scale = (
+            jnp.concatenate(x, axis=-1) for x in (*zip(*amaxes, strict=True), scales)
+        )
         numerators = np.array(sum(spec.numerators, ()), np.float32)
         next_scales = _scaling.amax_to_scale(largest, scale, numerators)
-        table = jnp.stack((newest, largest, scale, jnp.zeros_like(scale), *next_scales), axis=-1)
-        parts = (table[..., places.start : places.stop, :] for places in _slices(spec.counts))
-        return [part.reshape(*part.shape[:-2], part.shape[-2] * READING_NUMBERS) for part in parts]
+        table = jnp.stack(
+            (newest, largest, scale, jnp.zeros_like(scale), *next_scales), axis=-1
+        )
+        parts = (
+            table[..., places.start : places.stop, :] for places in _slices(spec.counts)
+        )
+        return [
+            part.reshape(*part.shape[:-2], part.shape[-2] * READING_NUMBERS)
+            for part in parts
+        ]
 
     def cpu(self, *operands, vmap_dims, spec):
         histories, scales = halves(operands)
         batch, groups = scales[0].shape[:-1], scales[0].size
-        results = [((groups, READING_NUMBERS * count), jnp.float32) for count in spec.counts]
+        results = [
+            ((groups, READING_NUMBERS * count), jnp.float32) for count in spec.counts
+        ]
         operands = *_groups(histories), *(scale.reshape(-1) for scale in scales)
         numerators = np.array(sum(spec.numerators, ()), np.float32)
-        readings = _ffi.call("read_histories", results, *operands, numerators=numerators)
+        readings = _ffi.call(
+            "read_histories", results, *operands, numerators=numerators
+        )
         return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
 
@@ -265,7 +317,10 @@ class _WriteHistories(OpOfUnits):
 
     def names(self, *ranks, spec):
         histories, scales, readings = _names(ranks, spec.counts)
-        return [*histories, *(scales * 2 if spec.by_quantizer else readings)], [*histories, *scales]
+        return [*histories, *(scales * 2 if spec.by_quantizer else readings)], [
+            *histories,
+            *scales,
+        ]
 
     def on_one_device_only(self, spec):
         # On a mesh in jnp, which XLA fuses and moves together with the reductions of
@@ -275,13 +330,20 @@ class _WriteHistories(OpOfUnits):
     def reference(self, *operands, vmap_dims, spec):
         # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices
         # and concatenations.
-        bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
+        bits = [
+            lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+            for x in operands
+        ]
         histories, numbers = bits[: sum(spec.counts)], bits[sum(spec.counts) :]
         if spec.by_quantizer:
             amaxes, scales = halves(numbers)
             written = map(_next_history, histories, amaxes, scales)
         else:
-            columns = [reading[..., i : i + 1] for reading in numbers for i in range(reading.shape[-1])]
+            columns = [
+                reading[..., i : i + 1]
+                for reading in numbers
+                for i in range(reading.shape[-1])
+            ]
             amaxes, scales, stays = (columns[i::READING_NUMBERS] for i in range(3))
             written = map(_next_history, histories, amaxes, scales, stays)
         return [lax.bitcast_convert_type(x, jnp.float32) for x in (*written, *scales)]
@@ -294,10 +356,18 @@ class _WriteHistories(OpOfUnits):
         # The histories of a product that is not in a loop are mostly arguments of the
         # program: XLA would copy them.
         aliases = {} if spec.by_quantizer else {i: i for i in range(len(groups))}
-        numbers = [x.reshape(-1) if spec.by_quantizer else _shapes.merge(x, x.ndim - 1) for x in recorded]
-        written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)
+        numbers = [
+            x.reshape(-1) if spec.by_quantizer else _shapes.merge(x, x.ndim - 1)
+            for x in recorded
+        ]
+        written = _ffi.call(
+            "write_histories", results, *groups, *numbers, aliases=aliases
+        )
         histories, scales = halves(written)
-        return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]
+        return [
+            *(h.reshape(*batch, h.shape[-1]) for h in histories),
+            *(scale.reshape(*batch, 1) for scale in scales),
+        ]
 
 
 _write = _WriteHistories()

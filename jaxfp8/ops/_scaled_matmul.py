@@ -89,13 +89,22 @@ def scaled_matmul(
     """
     op = "scaled_matmul"
     a, b, leading, m, n, _ = _checks.product(op, a, b, batch, contracting)
-    operands = [a, b, _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)]
+    operands = [
+        a,
+        b,
+        _checks.scale(op, "a_scale_inv", a_scale_inv),
+        _checks.scale(op, "b_scale_inv", b_scale_inv),
+    ]
     operands += bias_operands(op, bias, (*leading, *n))
     if accumulator is not None:
         accumulator = _checks.array(op, "accumulator", accumulator)
         if accumulator.dtype != np.float32:
-            raise TypeError(f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast it first")
-        operands.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
+            raise TypeError(
+                f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast it first"
+            )
+        operands.append(
+            _checks.shape(op, "accumulator", accumulator, (*leading, *m, *n))
+        )
     spec = _Spec(
         out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
         precise=_checks.flag(op, "precise", precise),
@@ -108,7 +117,9 @@ def scaled_matmul(
         has_b_t=b_t is not None,
         narrow_sums=_checks.flag(op, "narrow_sums", narrow_sums),
     )
-    return _scaled_matmul(*operands, *(x for x in (a_t, b_t) if x is not None), spec=spec)[0]
+    return _scaled_matmul(
+        *operands, *(x for x in (a_t, b_t) if x is not None), spec=spec
+    )[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +158,11 @@ def _spaced(scale):
     """Space scales `[s]` as `[s, 4]`: cuBLASLt reads each at 16 bytes. `[1]` stays: XLA
     aligns buffers.
     """
-    return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
+    return (
+        scale
+        if scale.shape[0] == 1
+        else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
+    )
 
 
 def _finish(spec, out, bias, accumulator, vmap_dims):
@@ -171,7 +186,10 @@ def _pattern(*operands, vmap_dims, spec, dtype):
     wide = a.astype(dtype), b.astype(dtype)
     scales_inside = _is_rewritten(a, b, vmap_dims)
     if scales_inside:
-        wide = (x * lax.broadcast(_scalar(scale, dtype), x.shape) for x, scale in zip(wide, operands[2:4], strict=True))
+        wide = (
+            x * lax.broadcast(_scalar(scale, dtype), x.shape)
+            for x, scale in zip(wide, operands[2:4], strict=True)
+        )
     # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
     out = spec.dot(*wide, vmap_dims, dtype, precision)
@@ -198,7 +216,9 @@ class _ScaledMatmul(Op):
     def names(self, a, b, *rest, spec):
         leading, m, n, k = spec.names(b)
         operands = [leading + m + k, leading + n + k, ONE, ONE]
-        operands += [leading + n] * spec.has_bias + [leading + m + n] * spec.has_accumulator
+        operands += [leading + n] * spec.has_bias + [
+            leading + m + n
+        ] * spec.has_accumulator
         operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
         return operands, [leading + m + n]
 
@@ -210,7 +230,9 @@ class _ScaledMatmul(Op):
 
     def second_layouts(self, spec):
         first = 4 + spec.has_bias + spec.has_accumulator
-        positions = [position for position, has in enumerate((spec.has_a_t, spec.has_b_t)) if has]
+        positions = [
+            position for position, has in enumerate((spec.has_a_t, spec.has_b_t)) if has
+        ]
         return {position: first + i for i, position in enumerate(positions)}
 
     def reference(self, *operands, vmap_dims, spec, widen=to_f32):
@@ -222,7 +244,12 @@ class _ScaledMatmul(Op):
         is_narrow = spec.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
         dtype = spec.out_dtype if is_narrow else jnp.float32
         out = spec.dot(widen(a), widen(b), vmap_dims, dtype).astype(jnp.float32)
-        out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
+        out = rescaled(
+            out,
+            a_scale_inv,
+            b_scale_inv,
+            lambda scale: _shapes.spread(scale, out.shape),
+        )
         return _finish(spec, out, bias, accumulator, vmap_dims)
 
     def tpu(self, *operands, vmap_dims, spec, devices):
@@ -232,7 +259,10 @@ class _ScaledMatmul(Op):
         multiply = functools.partial(super().tpu, vmap_dims=vmap_dims, devices=devices)
         a, b, *scales, bias, accumulator = spec.split(operands)
         leading = vmap_dims + spec.batch
-        columns, contracted = b.shape[leading : -spec.contracting], b.shape[-spec.contracting :]
+        columns, contracted = (
+            b.shape[leading : -spec.contracting],
+            b.shape[-spec.contracting :],
+        )
         if accumulator is None and _tpu.are_apart(columns, devices):
             biases = [()] * 2 if bias is None else zip(_tpu.halves(bias))
             parts = [
@@ -242,7 +272,9 @@ class _ScaledMatmul(Op):
             # The product of `narrow_sums` is the gradient of a kernel.
             return [_tpu.joined(parts, is_gradient=spec.narrow_sums)]
         if accumulator is None and bias is None and _tpu.are_apart(contracted, devices):
-            in_f32 = dataclasses.replace(spec, contracting=1, out_dtype=np.dtype(np.float32))
+            in_f32 = dataclasses.replace(
+                spec, contracting=1, out_dtype=np.dtype(np.float32)
+            )
             pairs = zip(_tpu.halves(a), _tpu.halves(b), strict=True)
             gate, up = (multiply(*halves, *scales, spec=in_f32)[0] for halves in pairs)
             return [(gate + up).astype(spec.out_dtype)]
@@ -252,7 +284,9 @@ class _ScaledMatmul(Op):
         """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply
         it natively.
         """
-        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu())
+        return self.reference(
+            *operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu()
+        )
 
     def cuda(self, *operands, vmap_dims, spec):
         """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
@@ -273,22 +307,46 @@ class _ScaledMatmul(Op):
         # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA
         # fuses the rest into one pass.
         bias_dtype = jnp.float16 if spec.out_dtype == np.float16 else jnp.bfloat16
-        bias_inside = bias is not None and g == 1 and bias.dtype == bias_dtype and accumulator is None
-        accumulator_inside = accumulator is not None and bias is None and spec.out_dtype == np.float32
-        finished = (bias is None or bias_inside) and (accumulator is None or accumulator_inside)
+        bias_inside = (
+            bias is not None
+            and g == 1
+            and bias.dtype == bias_dtype
+            and accumulator is None
+        )
+        accumulator_inside = (
+            accumulator is not None and bias is None and spec.out_dtype == np.float32
+        )
+        finished = (bias is None or bias_inside) and (
+            accumulator is None or accumulator_inside
+        )
 
         # 3. Pad every size to the alignment; zeros add nothing to a sum.
         pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
-        scales = (_spaced(_shapes.group_scales(scale, vmap_dims)) for scale in (a_scale_inv, b_scale_inv))
-        call_operands = [_shapes.pad(a, pad_m, pad_k), _shapes.pad(b, pad_n, pad_k), *scales]
+        scales = (
+            _spaced(_shapes.group_scales(scale, vmap_dims))
+            for scale in (a_scale_inv, b_scale_inv)
+        )
+        call_operands = [
+            _shapes.pad(a, pad_m, pad_k),
+            _shapes.pad(b, pad_n, pad_k),
+            *scales,
+        ]
         if bias_inside:
             call_operands.append(_shapes.pad(bias.reshape(n), pad_n))
         if accumulator_inside:
-            call_operands.append(_shapes.pad(accumulator.reshape(*groups, m, n), pad_m, pad_n))
+            call_operands.append(
+                _shapes.pad(accumulator.reshape(*groups, m, n), pad_m, pad_n)
+            )
         # 4. Multiply, cut off the padding and add the terms that the epilogue did not
         #    take.
-        dtype, aliases = spec.out_dtype if finished else jnp.float32, {4: 0} if accumulator_inside else None
-        results = [((*groups, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
+        dtype, aliases = (
+            spec.out_dtype if finished else jnp.float32,
+            {4: 0} if accumulator_inside else None,
+        )
+        results = [
+            ((*groups, m + pad_m, n + pad_n), dtype),
+            ((WORKSPACE_BYTES,), jnp.uint8),
+        ]
         out, _ = _ffi.call(
             "scaled_matmul",
             results,
@@ -310,11 +368,15 @@ class _ScaledMatmul(Op):
         GPUs the pattern has the dtype bfloat16 if the result has. On other platforms
         bfloat16 operands would be rounded, so the pattern stays in float32.
         """
-        in_f32 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32)
+        in_f32 = functools.partial(
+            _pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32
+        )
         narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
         if not (narrow and _is_rewritten(operands[0], operands[1], vmap_dims)):
             return in_f32(*operands)
-        in_bf16 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.bfloat16)
+        in_bf16 = functools.partial(
+            _pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.bfloat16
+        )
         return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
 
     def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
@@ -324,27 +386,52 @@ class _ScaledMatmul(Op):
         # 1. Find the only operand that is batched, alone or with its second layout.
         batched = {i for i, d in enumerate(batch_dims) if d is not None}
         second = self.second_layouts(spec)
-        position = next((i for i in (0, 1) if batched == {i} | ({second[i]} if i in second else set())), None)
+        position = next(
+            (
+                i
+                for i in (0, 1)
+                if batched == {i} | ({second[i]} if i in second else set())
+            ),
+            None,
+        )
         # 2. Terms that are added have no room for more rows. Batched scales need the
         #    rule of all ops.
-        if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
-            return None if batched & {2, 3} else self._share_scales(run, operands, batch_dims, vmap_dims, spec)
+        if (
+            position is None
+            or spec.has_accumulator
+            or (position == 1 and spec.has_bias)
+        ):
+            return (
+                None
+                if batched & {2, 3}
+                else self._share_scales(run, operands, batch_dims, vmap_dims, spec)
+            )
         # 3. Make the batch the first dimension of m, or of n, in both layouts.
         leading, operands = vmap_dims + spec.batch, list(operands)
-        operands[position] = jnp.moveaxis(operands[position], batch_dims[position], leading)
+        operands[position] = jnp.moveaxis(
+            operands[position], batch_dims[position], leading
+        )
         if position in second:
             i = second[position]
-            operands[i] = jnp.moveaxis(operands[i], batch_dims[i], leading + spec.contracting)
+            operands[i] = jnp.moveaxis(
+                operands[i], batch_dims[i], leading + spec.contracting
+            )
         # 4. The result has the batch before m, or before n.
         if position == 0:
             spec = dataclasses.replace(spec, rows=spec.rows + 1)
-        return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading + (spec.rows if position == 1 else 0)]
+        return run(*operands, vmap_dims=vmap_dims, spec=spec), [
+            leading + (spec.rows if position == 1 else 0)
+        ]
 
     def _share_scales(self, run, operands, batch_dims, vmap_dims, spec):
         """Make the batch a batch dimension of a, b and the operands that are added; all
         examples share the scales.
         """
-        (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
+        (size,) = {
+            x.shape[d]
+            for x, d in zip(operands, batch_dims, strict=True)
+            if d is not None
+        }
 
         def batched(x, d):
             if d is None:
@@ -352,9 +439,14 @@ class _ScaledMatmul(Op):
             return jnp.moveaxis(x, d, vmap_dims)
 
         operands = [
-            x if i in (2, 3) else batched(x, d) for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))
+            x if i in (2, 3) else batched(x, d)
+            for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))
         ]
-        return run(*operands, vmap_dims=vmap_dims, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [vmap_dims]
+        return run(
+            *operands,
+            vmap_dims=vmap_dims,
+            spec=dataclasses.replace(spec, batch=spec.batch + 1),
+        ), [vmap_dims]
 
 
 _scaled_matmul = _ScaledMatmul()

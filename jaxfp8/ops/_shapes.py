@@ -66,7 +66,9 @@ def transpose(x, rows, cols):
     them.
     """
     first = x.ndim - rows - cols
-    return jnp.transpose(x, (*range(first), *range(first + rows, x.ndim), *range(first, first + rows)))
+    return jnp.transpose(
+        x, (*range(first), *range(first + rows, x.ndim), *range(first, first + rows))
+    )
 
 
 def group_scales(scale, vmap_dims, batch=1):
@@ -156,14 +158,21 @@ class ProductSpec:
     def names(self, b_rank: int):
         """Return the names of the dimensions: `(batch, m, n, k)`."""
         n = dims("n", b_rank - self.batch - self.contracting)
-        return dims("batch", self.batch), dims("m", self.rows), n, dims("k", self.contracting)
+        return (
+            dims("batch", self.batch),
+            dims("m", self.rows),
+            n,
+            dims("k", self.contracting),
+        )
 
     def dot(self, a, b, vmap_dims, dtype, precision=None):
         """Multiply whole tensors to `dtype`, so that XLA can partition the product."""
         leading = tuple(range(vmap_dims + self.batch))
         contracting = [tuple(range(x.ndim - self.contracting, x.ndim)) for x in (a, b)]
         numbers = contracting, (leading, leading)
-        return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
+        return lax.dot_general(
+            a, b, numbers, precision=precision, preferred_element_type=dtype
+        )
 
     def groups(self, a, b, vmap_dims):
         """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their
@@ -172,9 +181,16 @@ class ProductSpec:
         Without leading dimensions there is no g.
         """
         leading = vmap_dims + self.batch
-        shape = (*a.shape[: a.ndim - self.contracting], *b.shape[leading : b.ndim - self.contracting])
+        shape = (
+            *a.shape[: a.ndim - self.contracting],
+            *b.shape[leading : b.ndim - self.contracting],
+        )
         columns = b.ndim - leading - self.contracting
-        return merge_groups(a, leading, self.rows), merge_groups(b, leading, columns), shape
+        return (
+            merge_groups(a, leading, self.rows),
+            merge_groups(b, leading, columns),
+            shape,
+        )
 
     def add_bias(self, out, bias, vmap_dims):
         """Add a bias in the dtype of the product; None adds nothing."""
@@ -186,7 +202,10 @@ class ProductSpec:
 
 
 def rescaled(
-    sums: jax.Array, a_scale_inv: jax.Array, b_scale_inv: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    sums: jax.Array,
+    a_scale_inv: jax.Array,
+    b_scale_inv: jax.Array,
+    spread: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h
     does.
@@ -210,15 +229,25 @@ def _factors(a_scale_inv, b_scale_inv):
     share this function.
     """
     product, limits = a_scale_inv * b_scale_inv, np.finfo(np.float32)
-    a_scale_inv, b_scale_inv = (jnp.broadcast_to(scale, product.shape) for scale in (a_scale_inv, b_scale_inv))
+    a_scale_inv, b_scale_inv = (
+        jnp.broadcast_to(scale, product.shape) for scale in (a_scale_inv, b_scale_inv)
+    )
     size = jnp.abs(product)
     is_normal = lax.clamp(limits.tiny, size, limits.max) == size
     # The 1 comes first: XLA may contract the last factor with a following addition,
     # such as a bias, as with one factor.
     unit = is_normal.astype(product.dtype)
-    return lax.select(is_normal, unit, a_scale_inv), lax.select(is_normal, product, b_scale_inv)
+    return lax.select(is_normal, unit, a_scale_inv), lax.select(
+        is_normal, product, b_scale_inv
+    )
 
 
 def bias_operands(op: str, bias, shape) -> list:
     """Check a bias of this shape, and return it in a list; an empty list for None."""
-    return [] if bias is None else [_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), shape)]
+    return (
+        []
+        if bias is None
+        else [
+            _checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), shape)
+        ]
+    )

@@ -64,11 +64,15 @@ def implementation(name: str):
         RuntimeError: `"ffi"` where no compiled module is loaded.
     """
     if name not in _CHOICES:
-        raise ValueError(f"implementation: name: expected one of {_CHOICES}, got {name!r}")
+        raise ValueError(
+            f"implementation: name: expected one of {_CHOICES}, got {name!r}"
+        )
     # Refuse what no platform of this process can do. For one platform of several the
     # lowering rule refuses.
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
-        raise RuntimeError(f'implementation("ffi"): no compiled module is loaded; for CPUs: {_ffi.error("cpu")}')
+        raise RuntimeError(
+            f'implementation("ffi"): no compiled module is loaded; for CPUs: {_ffi.error("cpu")}'
+        )
     with using(name):
         yield
 
@@ -84,7 +88,9 @@ def is_for_tpu() -> bool:
     """Tell whether a program is traced for TPUs: where JAX's default backend is one, or
     by `implementation("tpu")`.
     """
-    return selected() == "tpu" or (selected() is None and jax.default_backend() == "tpu")
+    return selected() == "tpu" or (
+        selected() is None and jax.default_backend() == "tpu"
+    )
 
 
 def selected() -> str | None:
@@ -102,7 +108,9 @@ def parsed(value: str) -> frozenset[str]:
     names = frozenset(name.strip() for name in value.split(",")) - {""}
     if unknown := ", ".join(sorted(names - set(_ffi.OPS))):
         ops = ", ".join(_ffi.OPS)
-        raise ValueError(f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {ops}")
+        raise ValueError(
+            f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {ops}"
+        )
     return names
 
 
@@ -121,7 +129,11 @@ def why_disabled(op: str) -> str | None:
 def missing_by_choice(op: str) -> Missing | None:
     """Return `why_disabled` as a `Missing`, for lowering rules."""
     if clause := why_disabled(op):
-        return Missing(clause, True, "the jnp reference runs: same results within their bounds, slower")
+        return Missing(
+            clause,
+            True,
+            "the jnp reference runs: same results within their bounds, slower",
+        )
     return None
 
 
@@ -170,10 +182,20 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
     """
     for gpu in gpus:
         if () < capability(gpu) < _MIN_CAPABILITY:
-            have, need = (".".join(map(str, version)) for version in (capability(gpu), _MIN_CAPABILITY))
-            return Missing(f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer", True)
+            have, need = (
+                ".".join(map(str, version))
+                for version in (capability(gpu), _MIN_CAPABILITY)
+            )
+            return Missing(
+                f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer",
+                True,
+            )
         built = _ffi.cuda_architectures()
-        if capability(gpu) and built and not any(_runs(architecture, capability(gpu)) for architecture in built):
+        if (
+            capability(gpu)
+            and built
+            and not any(_runs(architecture, capability(gpu)) for architecture in built)
+        ):
             have = ".".join(map(str, capability(gpu)))
             return Missing(
                 f"{gpu.device_kind} has compute capability {have}, the CUDA library has code for {', '.join(built)}; "
@@ -192,9 +214,14 @@ def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
     """Tell whether code such as `sm_89` runs: on its generation from its version on,
     with an `a` on its version.
     """
-    number, is_specific = architecture.removeprefix("sm_").rstrip("af"), architecture.endswith("a")
+    number, is_specific = (
+        architecture.removeprefix("sm_").rstrip("af"),
+        architecture.endswith("a"),
+    )
     major, minor = int(number[:-1]), int(number[-1])
-    return capability[0] == major and (capability[1] == minor if is_specific else capability[1] >= minor)
+    return capability[0] == major and (
+        capability[1] == minor if is_specific else capability[1] >= minor
+    )
 
 
 def warn(reason: str, instead: str = _WITHOUT) -> None:

@@ -4,7 +4,11 @@ their bytes.
 
 from ..train import AppliedTransformation as AppliedTransformation
 from ._adam import adamw as adamw
-from ._moments import Moment as Moment, SignedMoment as SignedMoment, SquaredMoment as SquaredMoment
+from ._moments import (
+    Moment as Moment,
+    SignedMoment as SignedMoment,
+    SquaredMoment as SquaredMoment,
+)
 from ._quantized import (
     QuantizedState as QuantizedState,
     dequantize_state as dequantize_state,

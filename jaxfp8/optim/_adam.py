@@ -98,14 +98,30 @@ def adamw(
     """
     seed = to_seed("optim.adamw", seed)
     check_min_size("optim.adamw", min_size)
-    options = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
-    for name, value in (options | {"weight_decay": weight_decay, "max_norm": max_norm}).items():
+    options = {
+        "learning_rate": learning_rate,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "eps_root": eps_root,
+    }
+    for name, value in (
+        options | {"weight_decay": weight_decay, "max_norm": max_norm}
+    ).items():
         _check_number(name, value)
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
 
-    if not (max_norm is None or isinstance(max_norm, jax.core.Tracer) or np.all(np.asarray(max_norm) > 0)):
-        raise ValueError(f"optim.adamw: max_norm: expected a positive number, got {max_norm}")
-    is_decayed = mask is not None or not (isinstance(weight_decay, (int, float)) and weight_decay == 0)
+    if not (
+        max_norm is None
+        or isinstance(max_norm, jax.core.Tracer)
+        or np.all(np.asarray(max_norm) > 0)
+    ):
+        raise ValueError(
+            f"optim.adamw: max_norm: expected a positive number, got {max_norm}"
+        )
+    is_decayed = mask is not None or not (
+        isinstance(weight_decay, (int, float)) and weight_decay == 0
+    )
 
     def init(params):
         refuse_state("optim.adamw", params)
@@ -121,7 +137,10 @@ def adamw(
         averages = (x for b in (b1, b2) for x in (b, 1 - b))
         unbias = (one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2))
         return jnp.stack(
-            [jnp.asarray(x, jnp.float32) for x in (*averages, *unbias, eps_root, eps, rate, decay, factor)]
+            [
+                jnp.asarray(x, jnp.float32)
+                for x in (*averages, *unbias, eps_root, eps, rate, decay, factor)
+            ]
         )
 
     def step(name, grads, state, params):
@@ -134,10 +153,19 @@ def adamw(
                 f"tx.{name}(grads, opt_state, params)"
             )
         check(f"optim.adamw: {name}", state, MOMENTS, min_size, optax.ScaleByAdamState)
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+        paths = [
+            jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(grads)
+        ]
         grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-        params = [None] * len(grads) if params is None else list(map(jnp.asarray, treedef.flatten_up_to(params)))
-        moments = [treedef.flatten_up_to(tree) for tree in (state.inner.mu, state.inner.nu)]
+        params = (
+            [None] * len(grads)
+            if params is None
+            else list(map(jnp.asarray, treedef.flatten_up_to(params)))
+        )
+        moments = [
+            treedef.flatten_up_to(tree) for tree in (state.inner.mu, state.inner.nu)
+        ]
         for path, grad, mu in zip(paths, grads, moments[0], strict=True):
             shape = jax.tree.leaves(mu)[0].shape  # that of its codes
             if grad.shape != shape:
@@ -146,50 +174,96 @@ def adamw(
                 )
         steps = state.inner.count
         decay = weight_decay(steps) if callable(weight_decay) else weight_decay
-        decays = [decay] * len(grads) if mask is None else _decays(mask, treedef, params, decay)
+        decays = (
+            [decay] * len(grads)
+            if mask is None
+            else _decays(mask, treedef, params, decay)
+        )
         count = optax.safe_increment(steps)
         rate = learning_rate(steps) if callable(learning_rate) else learning_rate
         factor = _clip_factor(grads, max_norm)
 
         # 2. Let optax step the leaves whose moments are not in FP8.
         plain = [i for i, mu in enumerate(moments[0]) if not is_moment(mu)]
-        plain_state = optax.ScaleByAdamState(state.inner.count, *([tree[i] for i in plain] for tree in moments))
-        clipped = [grads[i] if max_norm is None else (grads[i] * factor).astype(grads[i].dtype) for i in plain]
+        plain_state = optax.ScaleByAdamState(
+            state.inner.count, *([tree[i] for i in plain] for tree in moments)
+        )
+        clipped = [
+            grads[i] if max_norm is None else (grads[i] * factor).astype(grads[i].dtype)
+            for i in plain
+        ]
         updates, plain_state = small.update(clipped, plain_state)
-        results = dict(zip(plain, zip(updates, plain_state.mu, plain_state.nu, strict=True), strict=True))
+        results = dict(
+            zip(
+                plain,
+                zip(updates, plain_state.mu, plain_state.nu, strict=True),
+                strict=True,
+            )
+        )
 
         # 3. Step the others by one op for a large leaf, or for several small ones; of
         #    float32 parameters up to the end.
-        written = {i for i in range(len(grads)) if applies and i not in results and params[i].dtype == jnp.float32}
-        for group in _groups([i for i in range(len(grads)) if i not in results], grads, written):
+        written = {
+            i
+            for i in range(len(grads))
+            if applies and i not in results and params[i].dtype == jnp.float32
+        }
+        for group in _groups(
+            [i for i in range(len(grads)) if i not in results], grads, written
+        ):
             leaves = []
             for i in group:
                 mu, nu = (tuple(jax.tree.leaves(tree[i])) for tree in moments)
                 # The leaves of the state are numbered: the count, all of mu, all of nu.
-                keys = leaf_key(seed, state.update_count, np.uint32([1 + i, 1 + i + len(grads)]))
-                keys = jax.vmap(functools.partial(block_keys, shape=grads[i].shape))(keys)
+                keys = leaf_key(
+                    seed, state.update_count, np.uint32([1 + i, 1 + i + len(grads)])
+                )
+                keys = jax.vmap(functools.partial(block_keys, shape=grads[i].shape))(
+                    keys
+                )
                 rest = numbers(count, rate, decays[i], factor)
                 param = params[i] if i in written else None
-                leaves.append(ops.AdamLeaf(grads[i].astype(jnp.float32), param, mu, nu, keys, rest))
-            stepped = ops.adam_update(leaves, [block_axis(grads[i].shape) for i in group])
+                leaves.append(
+                    ops.AdamLeaf(
+                        grads[i].astype(jnp.float32), param, mu, nu, keys, rest
+                    )
+                )
+            stepped = ops.adam_update(
+                leaves, [block_axis(grads[i].shape) for i in group]
+            )
             for i, (out, *new) in zip(group, stepped, strict=True):
                 kinds = (jax.tree.structure(tree[i]) for tree in moments)
-                results[i] = out, *(kind.unflatten(x) for kind, x in zip(kinds, new, strict=True))
+                results[i] = (
+                    out,
+                    *(kind.unflatten(x) for kind, x in zip(kinds, new, strict=True)),
+                )
 
         # 4. Decay and scale what is an update yet, in the dtype in which optax adds a
         #    parameter and its update.
-        outs, mu, nu = ([results[i][part] for i in range(len(grads))] for part in range(3))
+        outs, mu, nu = (
+            [results[i][part] for i in range(len(grads))] for part in range(3)
+        )
         for i in set(range(len(grads))) - written:
             if params[i] is None:
                 outs[i] = (-rate * outs[i]).astype(
-                    grads[i].dtype if jnp.issubdtype(grads[i].dtype, jnp.floating) else jnp.float32
+                    grads[i].dtype
+                    if jnp.issubdtype(grads[i].dtype, jnp.floating)
+                    else jnp.float32
                 )
             else:
                 change = -rate * (outs[i] + decays[i] * params[i])
                 dtype = jnp.result_type(grads[i].dtype, params[i].dtype)
-                outs[i] = (params[i] + change).astype(params[i].dtype) if applies else change.astype(dtype)
-        inner = optax.ScaleByAdamState(count, treedef.unflatten(mu), treedef.unflatten(nu))
-        return treedef.unflatten(outs), QuantizedState(optax.safe_increment(state.update_count), inner)
+                outs[i] = (
+                    (params[i] + change).astype(params[i].dtype)
+                    if applies
+                    else change.astype(dtype)
+                )
+        inner = optax.ScaleByAdamState(
+            count, treedef.unflatten(mu), treedef.unflatten(nu)
+        )
+        return treedef.unflatten(outs), QuantizedState(
+            optax.safe_increment(state.update_count), inner
+        )
 
     def update(grads, state, params=None, **extra_args):
         del extra_args
@@ -205,18 +279,27 @@ def _check_number(name, value):
     """Raise unless an option is a number that float32 can hold, an array or a schedule;
     `max_norm` may be None.
     """
-    if callable(value) or hasattr(value, "dtype") or (name == "max_norm" and value is None):
+    if (
+        callable(value)
+        or hasattr(value, "dtype")
+        or (name == "max_norm" and value is None)
+    ):
         return
     if not isinstance(value, numbers.Real):
         raise TypeError(f"optim.adamw: {name}: expected a number, got {value!r}")
     if np.isinf(_scaling.to_float32(value)) and abs(value) != math.inf:
-        raise ValueError(f"optim.adamw: {name}: expected a number that is finite in float32, got {value!r}")
+        raise ValueError(
+            f"optim.adamw: {name}: expected a number that is finite in float32, got {value!r}"
+        )
 
 
 def _decays(mask, treedef, params, weight_decay):
     """Return the weight decay of each leaf."""
     mask = mask(treedef.unflatten(params)) if callable(mask) else mask
-    return [jnp.where(x, weight_decay, 0) for x in jax.tree.leaves(jax.tree.broadcast(mask, treedef.unflatten(params)))]
+    return [
+        jnp.where(x, weight_decay, 0)
+        for x in jax.tree.leaves(jax.tree.broadcast(mask, treedef.unflatten(params)))
+    ]
 
 
 def _clip_factor(grads, max_norm):
@@ -235,5 +318,7 @@ def _groups(indices, grads, written):
     """
     groups = {}
     for i in indices:
-        groups.setdefault((i in written, i if grads[i].size > _SMALL else None), []).append(i)
+        groups.setdefault(
+            (i in written, i if grads[i].size > _SMALL else None), []
+        ).append(i)
     return groups.values()

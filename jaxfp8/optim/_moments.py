@@ -32,7 +32,11 @@ def block_axis(shape: tuple[int, ...]) -> int:
     token, whose moments are similar.
     """
     wide = [axis for axis, size in enumerate(shape) if size >= _NARROWEST]
-    return wide[-1] if wide else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
+    return (
+        wide[-1]
+        if wide
+        else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
+    )
 
 
 def amax_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,9 +57,15 @@ def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedShar
 
     def divisible(size, axes):
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        return axes if size % math.prod(sharding.mesh.shape[name] for name in names) == 0 else None
+        return (
+            axes
+            if size % math.prod(sharding.mesh.shape[name] for name in names) == 0
+            else None
+        )
 
-    return NamedSharding(sharding.mesh, PartitionSpec(*map(divisible, shape, sharding.spec)))
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*map(divisible, shape, sharding.spec))
+    )
 
 
 class Moment(NamedTuple):
@@ -104,7 +114,9 @@ def encode(kind: type[Moment], x: jax.Array) -> Moment:
     blocks_sharding = block_sharding(sharding, amax_shape(x.shape))
 
     def full(shape, value, dtype, sharding):
-        return lax.full(shape, value, dtype, sharding=None if sharding.mesh.empty else sharding)
+        return lax.full(
+            shape, value, dtype, sharding=None if sharding.mesh.empty else sharding
+        )
 
     zeros = kind(
         full(x.shape, 0, E4M3.dtype, sharding),
@@ -122,12 +134,18 @@ def decode(moment: Moment) -> jax.Array:
     none, all axes do.
     """
     sizes = zip(moment.data.shape, moment.amax.shape, strict=True)
-    axis = next((i for i, (elements, blocks) in enumerate(sizes) if elements != blocks), None)
+    axis = next(
+        (i for i, (elements, blocks) in enumerate(sizes) if elements != blocks), None
+    )
     axis = block_axis(moment.data.shape) if axis is None else axis
     x = ops.decode_moment(*moment, axis=axis)
     if not isinstance(moment, SquaredMoment):
         return x
-    return jnp.where(lax.bitcast_convert_type(moment.data, jnp.uint8) == _INF_CODE, np.float32(np.inf), x)
+    return jnp.where(
+        lax.bitcast_convert_type(moment.data, jnp.uint8) == _INF_CODE,
+        np.float32(np.inf),
+        x,
+    )
 
 
 def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> Moment:
@@ -149,5 +167,9 @@ def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> 
         # The sum of squares that overflows is Inf, by which a parameter does not move.
         # Codes have no Inf, squares no sign: a NaN with a sign stands for it.
         bits = lax.bitcast_convert_type(after, jnp.uint32)
-        after = lax.bitcast_convert_type(jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits), jnp.float32)
-    return type(moment)(*ops.encode_moment(*moment, after, keys, squared=squared, axis=axis))
+        after = lax.bitcast_convert_type(
+            jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits), jnp.float32
+        )
+    return type(moment)(
+        *ops.encode_moment(*moment, after, keys, squared=squared, axis=axis)
+    )

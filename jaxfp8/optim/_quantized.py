@@ -20,7 +20,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax import _warnings
 from ..numerics import E4M3, _moments
 from ..recipes import _state_tree
-from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, block_axis, decode, encode, encode_changes
+from ._moments import (
+    Moment,
+    SignedMoment,
+    SquaredMoment,
+    amax_shape,
+    block_axis,
+    decode,
+    encode,
+    encode_changes,
+)
 
 Table = Mapping[type, Mapping[str, type[Moment]]]
 
@@ -36,7 +45,9 @@ MOMENTS: Table = {
     optax.ScaleByRmsState: {"nu": SquaredMoment},
     # The class of this state has no public name. `eval_shape` computes nothing: an
     # import must start no backend of JAX.
-    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): {"nu": SquaredMoment},
+    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): {
+        "nu": SquaredMoment
+    },
     optax.ScaleByRssState: {"sum_of_squares": SquaredMoment},
     optax.TraceState: {"trace": SignedMoment},
 }
@@ -56,7 +67,11 @@ class QuantizedState(NamedTuple):
 
 
 def quantized(
-    tx: optax.GradientTransformation, *, min_size: int = 4096, moments: Table | None = None, seed: int = 0
+    tx: optax.GradientTransformation,
+    *,
+    min_size: int = 4096,
+    moments: Table | None = None,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the moments of `tx` in FP8: 2.1 bytes a parameter for Adam's, which take 8
     in float32.
@@ -126,7 +141,11 @@ def quantized(
             number = next(numbers)
             if not is_moment(old):
                 return new
-            return encode_changes(old, new, block_keys(leaf_key(seed, state.update_count, number), new.shape))
+            return encode_changes(
+                old,
+                new,
+                block_keys(leaf_key(seed, state.update_count, number), new.shape),
+            )
 
         inner = jax.tree.map(requantize, state.inner, after, is_leaf=is_moment)
         return updates, QuantizedState(optax.safe_increment(state.update_count), inner)
@@ -200,7 +219,9 @@ def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return _moments.mix(key ^ block)
 
 
-def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | None = None) -> QuantizedState:
+def quantize_state(
+    opt_state: Any, *, min_size: int = 4096, moments: Table | None = None
+) -> QuantizedState:
     """Convert the float32 state of an optax transformation `tx` to the state of
     `quantized(tx)`.
 
@@ -219,7 +240,9 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
     """
     table = MOMENTS | dict(moments or {})
     if any(map(is_moment, leaves(opt_state))):
-        raise ValueError("jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; apply quantized once")
+        raise ValueError(
+            "jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; apply quantized once"
+        )
 
     def has_moments(node):
         return type(node) in table
@@ -316,17 +339,23 @@ def map_moments(function, tree, table: Table) -> Any:
     return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
 
 
-def check(function: str, state: Any, table: Table, min_size: int, inner: type | None = None) -> None:
+def check(
+    function: str, state: Any, table: Table, min_size: int, inner: type | None = None
+) -> None:
     """Raise a ValueError in the name of `function` unless `state` is a QuantizedState
     with this table and `min_size`.
 
     A state that was restored from the checkpoint of another transformation fails here.
     The state in it is of the class `inner`; None is any class.
     """
-    kinds = [type(state)] + ([type(state.inner)] if isinstance(state, QuantizedState) and inner else [])
+    kinds = [type(state)] + (
+        [type(state.inner)] if isinstance(state, QuantizedState) and inner else []
+    )
     expected = [QuantizedState, inner][: len(kinds)]
     if kinds != expected:
-        got, right = (" of a ".join(kind.__name__ for kind in each) for each in (kinds, expected))
+        got, right = (
+            " of a ".join(kind.__name__ for kind in each) for each in (kinds, expected)
+        )
         raise ValueError(
             f"jaxfp8.{function}: state: expected a {right}, got {got}; restore a checkpoint into what init returns, "
             "and convert a float32 state by jaxfp8.optim.quantize_state"
@@ -334,7 +363,11 @@ def check(function: str, state: Any, table: Table, min_size: int, inner: type | 
 
     def check_leaf(kind, leaf):
         if is_moment(leaf):
-            is_right = type(leaf) is kind and leaf.data.dtype == E4M3.dtype and leaf.amax.shape == leaf.exponent.shape
+            is_right = (
+                type(leaf) is kind
+                and leaf.data.dtype == E4M3.dtype
+                and leaf.amax.shape == leaf.exponent.shape
+            )
             if is_right and leaf.amax.shape == amax_shape(leaf.data.shape):
                 return leaf
         elif not is_large(leaf, min_size):
@@ -375,13 +408,25 @@ def _keep_whole(variable, axis) -> None:
         if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, whole(sharding.spec))
         names = [None if i == axis else name for i, name in enumerate(sharding)]
-        return PartitionSpec(*names) if isinstance(sharding, PartitionSpec) else tuple(names)
+        return (
+            PartitionSpec(*names)
+            if isinstance(sharding, PartitionSpec)
+            else tuple(names)
+        )
 
     metadata = variable.get_metadata()
-    annotations = {name: metadata.get(name) for name in ("out_sharding", "optimizer_sharding")}
-    variable.set_metadata(metadata | {name: whole(value) for name, value in annotations.items() if value})
+    annotations = {
+        name: metadata.get(name) for name in ("out_sharding", "optimizer_sharding")
+    }
+    variable.set_metadata(
+        metadata | {name: whole(value) for name, value in annotations.items() if value}
+    )
 
 
 def is_large(x: Any, min_size: int) -> bool:
     """Return whether a leaf is an array of floats with `min_size` elements or more."""
-    return jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) and x.ndim > 0 and x.size >= min_size
+    return (
+        jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
+        and x.ndim > 0
+        and x.size >= min_size
+    )

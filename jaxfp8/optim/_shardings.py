@@ -52,16 +52,21 @@ def shardings(opt_state: Any, params: Any) -> Any:
         # of Linen.
         by_path[names[1:] if names[:1] == ("params",) else names] = leaf
     if not by_path:
-        raise ValueError("jaxfp8.optim.shardings: params: expected arrays on a mesh, got none")
+        raise ValueError(
+            "jaxfp8.optim.shardings: params: expected arrays on a mesh, got none"
+        )
     mesh = next(iter(by_path.values())).sharding.mesh
 
     # 2. Give each leaf the sharding of its parameter; amaxes and exponents get the mesh
     #    axes that divide their shape.
     def sharding(path, leaf):
         names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
-        owners = (by_path[names[i:]] for i in range(len(names) + 1) if names[i:] in by_path)
+        owners = (
+            by_path[names[i:]] for i in range(len(names) + 1) if names[i:] in by_path
+        )
         param_sharding = next(
-            (owner.sharding for owner in owners if owner.shape == shape), NamedSharding(mesh, PartitionSpec())
+            (owner.sharding for owner in owners if owner.shape == shape),
+            NamedSharding(mesh, PartitionSpec()),
         )
         if not is_moment(leaf):
             return param_sharding
@@ -76,7 +81,9 @@ def _names(path) -> tuple[str, ...]:
     restored, and without boxes.
     """
     box = jax.tree_util.GetAttrKey("value")  # of flax.linen.Partitioned
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path if key != box)
+    return tuple(
+        jax.tree_util.keystr((key,), simple=True) for key in path if key != box
+    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -93,7 +100,10 @@ class Memory:
 
     def __repr__(self) -> str:
         lines = [("kind", "leaves", "elements", "bytes", "bytes per parameter")]
-        lines += [(*map(str, list(row.values())[:-1]), f"{row['bytes_per_parameter']:.3f}") for row in self.rows]
+        lines += [
+            (*map(str, list(row.values())[:-1]), f"{row['bytes_per_parameter']:.3f}")
+            for row in self.rows
+        ]
         return aligned(lines, right=1)
 
 
@@ -116,20 +126,41 @@ def memory(opt_state: Any, params: Any) -> Memory:
     """
     parameters = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
     if not parameters:
-        raise ValueError("jaxfp8.optim.memory: params: expected arrays with elements, got none; pass the parameters")
+        raise ValueError(
+            "jaxfp8.optim.memory: params: expected arrays with elements, got none; pass the parameters"
+        )
     # A moment in FP8 counts as one leaf, which has three arrays.
     by_kind: dict[str, list] = {}
     for leaf in leaves(opt_state):
-        kind = type(leaf).__name__ if isinstance(leaf, Moment) else jax.numpy.result_type(leaf).name
+        kind = (
+            type(leaf).__name__
+            if isinstance(leaf, Moment)
+            else jax.numpy.result_type(leaf).name
+        )
         by_kind.setdefault(kind, []).append(leaf)
     rows = [_row(kind, parameters, group) for kind, group in by_kind.items()]
     rows.sort(key=lambda row: -row["bytes"])
-    return Memory([*rows, _row("all", parameters, [leaf for group in by_kind.values() for leaf in group])])
+    return Memory(
+        [
+            *rows,
+            _row(
+                "all",
+                parameters,
+                [leaf for group in by_kind.values() for leaf in group],
+            ),
+        ]
+    )
 
 
 def _row(kind, parameters, group) -> dict[str, Any]:
-    elements = sum(math.prod(np.shape(leaf.data if isinstance(leaf, Moment) else leaf)) for leaf in group)
-    size = sum(math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize for x in jax.tree.leaves(group))
+    elements = sum(
+        math.prod(np.shape(leaf.data if isinstance(leaf, Moment) else leaf))
+        for leaf in group
+    )
+    size = sum(
+        math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize
+        for x in jax.tree.leaves(group)
+    )
     return {
         "kind": kind,
         "leaves": len(group),

@@ -16,7 +16,14 @@ from ._blockwise import (
 )
 from ._by_product import ByProduct, all_quantizers, second, shares_codes, with_state
 from ._custom import ROLES, CustomRecipe
-from ._delayed import DelayedScaling, DelayedScalingQuantizer, histories_of, next_states, read_states, reading_suffices
+from ._delayed import (
+    DelayedScaling,
+    DelayedScalingQuantizer,
+    histories_of,
+    next_states,
+    read_states,
+    reading_suffices,
+)
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._reading import holds_max, is_reading, largest, reading_of, without_max
 from ._recipe import HighPrecision, HighPrecisionQuantizer, Recipe, checked
@@ -33,7 +40,14 @@ from ._rules import (
     warn_of_idle_rules,
     warn_of_own_arrays,
 )
-from ._state import DotGeneralState, QuantizerState, StateUse, init_state, keeps_state, map_variables
+from ._state import (
+    DotGeneralState,
+    QuantizerState,
+    StateUse,
+    init_state,
+    keeps_state,
+    map_variables,
+)
 from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
 from ._tensor import Block, QTensor, as_bytes, as_codes, dequantized, value_of
 from ._tensorwise import (

@@ -37,14 +37,21 @@ class AmaxReduction:
             ValueError: with `check_vma=False`, `pipeline_axes` names an axis that the
                 `shard_map` or `pmap` lacks.
         """
-        stages, manual = recipe.pipeline_axes or (), jax.sharding.get_abstract_mesh().manual_axes
+        stages, manual = (
+            recipe.pipeline_axes or (),
+            jax.sharding.get_abstract_mesh().manual_axes,
+        )
         if not manual or varying(lax.axis_index(manual[0])):
             return AmaxReduction(None, stages)
         if not set(stages) <= set(manual):
             needed = f"axes of this shard_map or pmap, which has {manual}"
-            raise ValueError(f"dot_general: recipe.pipeline_axes: expected {needed}, got {stages}")
+            raise ValueError(
+                f"dot_general: recipe.pipeline_axes: expected {needed}, got {stages}"
+            )
         axes = tuple(axis for axis in manual if axis not in stages)
-        reduces = keeps_state(recipe) or any(quantizer.reduces_amax for quantizer in all_quantizers(recipe))
+        reduces = keeps_state(recipe) or any(
+            quantizer.reduces_amax for quantizer in all_quantizers(recipe)
+        )
         if recipe.pipeline_axes is None and reduces:
             _warnings.warn(
                 "shard_map(check_vma=False) and pmap hide over which axes FP8 state differs: amaxes are reduced over "
@@ -69,7 +76,11 @@ class AmaxReduction:
         if self.axes is not None:
             return combine(amax, self.axes) if self.axes else amax
         stages = set(self.pipeline_axes)
-        state_axes = varying(amax) & stages if state is None else varying(*jax.tree.leaves(state))
+        state_axes = (
+            varying(amax) & stages
+            if state is None
+            else varying(*jax.tree.leaves(state))
+        )
         one_state = (varying(amax) - state_axes) & stages
         if one_state:
             raise ValueError(
@@ -80,6 +91,12 @@ class AmaxReduction:
         amax = lax.pcast(amax, missing, to="varying") if missing else amax
         if varying(amax) <= state_axes:
             return amax
-        axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis not in state_axes]
+        axes = [
+            axis
+            for axis in jax.sharding.get_abstract_mesh().manual_axes
+            if axis not in state_axes
+        ]
         unlike = tuple(axis for axis in axes if axis not in varying(amax))
-        return combine(lax.pcast(amax, unlike, to="varying") if unlike else amax, tuple(axes))
+        return combine(
+            lax.pcast(amax, unlike, to="varying") if unlike else amax, tuple(axes)
+        )

@@ -124,4 +124,6 @@ def resolve(recipe: Recipe | None, default) -> Recipe | None:
     if recipe is None:
         region = _region.value
         recipe = default() if region is None or region.recipe is None else region.recipe
-    return None if isinstance(checked("layer: recipe", recipe), HighPrecision) else recipe
+    return (
+        None if isinstance(checked("layer: recipe", recipe), HighPrecision) else recipe
+    )

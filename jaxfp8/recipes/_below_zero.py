@@ -21,7 +21,9 @@ def message(least: dict[str, float]) -> str:
     """
     names = list(least)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return _MESSAGE.format(names=", ".join(names[:_NAMED]) + more, least=f"{min(least.values()):.4g}")
+    return _MESSAGE.format(
+        names=", ".join(names[:_NAMED]) + more, least=f"{min(least.values()):.4g}"
+    )
 
 
 def describe(flat: _state_tree.StateTree) -> str:
@@ -35,7 +37,10 @@ def describe(flat: _state_tree.StateTree) -> str:
     for quantizer in flat.quantizers:
         leaves = [flat.leaves[i] for i in quantizer.positions()]
         if all(map(_is_visible, leaves)):
-            smallest = min(float(np.min(np.nan_to_num(leaf, nan=0.0), initial=0)) for leaf in jax.device_get(leaves))
+            smallest = min(
+                float(np.min(np.nan_to_num(leaf, nan=0.0), initial=0))
+                for leaf in jax.device_get(leaves)
+            )
             if smallest < 0:
                 least[quantizer.name] = smallest
     return message(least) if least else ""
@@ -44,4 +49,8 @@ def describe(flat: _state_tree.StateTree) -> str:
 def _is_visible(leaf) -> bool:
     if isinstance(leaf, jax.core.Tracer):
         return False
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
+    return (
+        not isinstance(leaf, jax.Array)
+        or leaf.is_fully_addressable
+        or leaf.is_fully_replicated
+    )

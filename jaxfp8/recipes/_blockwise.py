@@ -34,11 +34,15 @@ class BlockwiseQuantizer(FP8Quantizer):
     scale_dtype = "f32"
     rounding = "ceil"
 
-    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(
+        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+    ) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
         # A GPU writes both layouts in one pass; elsewhere XLA drops the one nobody
         # reads.
-        quantize = ops.quantize_blocks_transpose if options.columnwise else ops.quantize_blocks
+        quantize = (
+            ops.quantize_blocks_transpose if options.columnwise else ops.quantize_blocks
+        )
         data, scale_inv, *transposed = quantize(
             x,
             self.fp8_dtype,
@@ -92,7 +96,9 @@ class Float8RowwiseScaling(Recipe):
 
     def quantizers(self) -> tuple[Quantizer, ...]:
         """Return the quantizers of `x`, `kernel` and `grad`."""
-        return self.for_formats(lambda dtype: Float8RowwiseQuantizer(dtype, self.power_2_scale))
+        return self.for_formats(
+            lambda dtype: Float8RowwiseQuantizer(dtype, self.power_2_scale)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +144,9 @@ class Float8BlockScaling(Recipe):
 
     def quantizers(self) -> tuple[Quantizer, ...]:
         """Return the quantizers of `x`, `kernel` and `grad`."""
-        x, _, grad = self.for_formats(lambda dtype: Float8BlockQuantizer(dtype, 1, self.power_2_scale))
+        x, _, grad = self.for_formats(
+            lambda dtype: Float8BlockQuantizer(dtype, 1, self.power_2_scale)
+        )
         return x, dataclasses.replace(x, block_scaling_dim=2), grad
 
 
@@ -165,7 +173,9 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_scaling_dim not in (1, 2):
-            raise ValueError(f"Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got {self.block_scaling_dim}")
+            raise ValueError(
+                f"Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got {self.block_scaling_dim}"
+            )
 
     @property
     def block(self) -> tuple[int, int]:
@@ -233,4 +243,6 @@ class MXFP8Quantizer(BlockwiseQuantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounding not in ROUNDINGS:
-            raise ValueError(f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}")
+            raise ValueError(
+                f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}"
+            )

@@ -56,21 +56,36 @@ class ByProduct(Recipe):
     dgrad: Recipe | None = None
     wgrad: Recipe | None = None
 
-    operands = (*Recipe.operands, "output", "input_grad", "wgrad_input", "dgrad_kernel", "wgrad_output_grad")
+    operands = (
+        *Recipe.operands,
+        "output",
+        "input_grad",
+        "wgrad_input",
+        "dgrad_kernel",
+        "wgrad_output_grad",
+    )
 
     def __post_init__(self) -> None:
         for product in PRODUCTS:
             recipe = getattr(self, product)
             if recipe is not None:
                 checked(f"ByProduct: {product} (None is high precision)", recipe)
-                self.expect(not isinstance(recipe, ByProduct), product, "the recipe of one product", TypeError)
+                self.expect(
+                    not isinstance(recipe, ByProduct),
+                    product,
+                    "the recipe of one product",
+                    TypeError,
+                )
                 for name in _SHARED:
                     if getattr(recipe, name) != getattr(Recipe(), name):
                         raise ValueError(
                             f"ByProduct: {product}: expected a recipe that leaves {name} as it is, got "
                             f"{getattr(recipe, name)!r}; give {name}= to ByProduct, for all three products"
                         )
-        if all(isinstance(getattr(self, product) or HighPrecision(), HighPrecision) for product in PRODUCTS):
+        if all(
+            isinstance(getattr(self, product) or HighPrecision(), HighPrecision)
+            for product in PRODUCTS
+        ):
             raise ValueError(
                 "ByProduct: expected a recipe with FP8 for fprop, dgrad or wgrad, got None or HighPrecision() for all "
                 "three; a layer without FP8 has the recipe HighPrecision()"
@@ -83,8 +98,19 @@ class ByProduct(Recipe):
 
         Second products are wgrad for x, dgrad for the kernel, wgrad for grad.
         """
-        fprop, dgrad, wgrad = (all_quantizers(getattr(self, name) or HighPrecision()) for name in PRODUCTS)
-        return fprop[0], fprop[1], dgrad[2], fprop[3], dgrad[4], wgrad[0], dgrad[1], wgrad[2]
+        fprop, dgrad, wgrad = (
+            all_quantizers(getattr(self, name) or HighPrecision()) for name in PRODUCTS
+        )
+        return (
+            fprop[0],
+            fprop[1],
+            dgrad[2],
+            fprop[3],
+            dgrad[4],
+            wgrad[0],
+            dgrad[1],
+            wgrad[2],
+        )
 
 
 def all_quantizers(recipe: Recipe) -> tuple[Quantizer, ...]:
@@ -119,5 +145,10 @@ def with_state(quantizers: tuple[Quantizer, ...]) -> list[Quantizer]:
     """Return the quantizers whose states a product keeps: where two products read the
     same codes, there is one.
     """
-    unused = (HighPrecisionQuantizer() if shares_codes(quantizers, i) else second(quantizers, i) for i in range(3))
+    unused = (
+        HighPrecisionQuantizer()
+        if shares_codes(quantizers, i)
+        else second(quantizers, i)
+        for i in range(3)
+    )
     return [*quantizers[:_SECOND], *unused]

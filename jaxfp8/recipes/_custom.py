@@ -8,7 +8,13 @@ from ._quantizer import Quantizer
 from ._recipe import HighPrecisionQuantizer, Recipe
 
 # In the order of `Recipe.quantizers`.
-ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output", "linear_grad_input")
+ROLES = (
+    "linear_input",
+    "linear_weight",
+    "linear_grad_output",
+    "linear_output",
+    "linear_grad_input",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +64,16 @@ class CustomRecipe(Recipe):
     def __post_init__(self) -> None:
         # A class is callable too: a quantizer's class would take the role as its first
         # field.
-        is_function = callable(self.qfactory) and not isinstance(self.qfactory, (type, Recipe))
+        is_function = callable(self.qfactory) and not isinstance(
+            self.qfactory, (type, Recipe)
+        )
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
-        self.expect(_hashes(self.qfactory), "qfactory", "a function that hashes; make its class frozen", TypeError)
+        self.expect(
+            _hashes(self.qfactory),
+            "qfactory",
+            "a function that hashes; make its class frozen",
+            TypeError,
+        )
         super().__post_init__()
 
     def quantizers(self) -> tuple[Quantizer, ...]:
@@ -80,7 +93,9 @@ def _quantizers(qfactory) -> tuple:
         if not isinstance(quantizer, Quantizer):
             hint = "; it is the class, call it" if isinstance(quantizer, type) else ""
             needed = f"a jaxfp8.Quantizer or None for {role!r}"
-            raise TypeError(f"CustomRecipe: qfactory: expected {needed}, got {quantizer!r}{hint}")
+            raise TypeError(
+                f"CustomRecipe: qfactory: expected {needed}, got {quantizer!r}{hint}"
+            )
         if not _hashes(quantizer):
             raise TypeError(
                 f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a hash, as programs with equal "

@@ -64,10 +64,14 @@ class DelayedScaling(Recipe):
 
     margin: float = 0
     amax_history_len: int = 1024
-    amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
+    amax_compute_algo: (
+        Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
+    ) = "max"
     fp8_format: Format = HYBRID
     first_step: Literal["unit", "current"] = "unit"
-    reduce_amax: dataclasses.InitVar[bool] = dataclasses.field(default=True, kw_only=True)
+    reduce_amax: dataclasses.InitVar[bool] = dataclasses.field(
+        default=True, kw_only=True
+    )
 
     def __post_init__(self, reduce_amax: bool) -> None:
         if reduce_amax is not True:
@@ -77,15 +81,36 @@ class DelayedScaling(Recipe):
                 "shard_map(check_vma=False) takes their axes from pipeline_axes"
             )
         number = (int, float, np.integer, np.floating)
-        is_number = isinstance(self.margin, number) and not isinstance(self.margin, bool)
+        is_number = isinstance(self.margin, number) and not isinstance(
+            self.margin, bool
+        )
         self.expect(is_number, "margin", "a number", TypeError)
-        self.expect(-64 <= self.margin <= 64, "margin", "a number of powers of two between -64 and 64")
-        is_length = isinstance(self.amax_history_len, (int, np.integer)) and not isinstance(self.amax_history_len, bool)
+        self.expect(
+            -64 <= self.margin <= 64,
+            "margin",
+            "a number of powers of two between -64 and 64",
+        )
+        is_length = isinstance(
+            self.amax_history_len, (int, np.integer)
+        ) and not isinstance(self.amax_history_len, bool)
         self.expect(is_length, "amax_history_len", "an int", TypeError)
-        self.expect(1 <= self.amax_history_len < 2**31, "amax_history_len", "at least 1, and below 2**31")
-        is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
-        self.expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
-        self.expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
+        self.expect(
+            1 <= self.amax_history_len < 2**31,
+            "amax_history_len",
+            "at least 1, and below 2**31",
+        )
+        is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in (
+            "max",
+            "most_recent",
+        )
+        self.expect(
+            is_algo,
+            "amax_compute_algo",
+            '"max", "most_recent" or a function of the history',
+        )
+        self.expect(
+            self.first_step in ("unit", "current"), "first_step", '"unit" or "current"'
+        )
         # update_state tells a first scale of the tensor at hand from a factor on the
         # state by its 7 * 2**(n / 2).
         is_told = self.first_step == "unit" or 2 * self.margin == round(2 * self.margin)
@@ -94,7 +119,12 @@ class DelayedScaling(Recipe):
 
     def quantizers(self) -> tuple[Quantizer, ...]:
         """Return the quantizers of `x`, `kernel` and `grad`."""
-        options = self.margin, self.amax_history_len, self.amax_compute_algo, self.first_step
+        options = (
+            self.margin,
+            self.amax_history_len,
+            self.amax_compute_algo,
+            self.first_step,
+        )
         return self.for_formats(lambda dtype: DelayedScalingQuantizer(dtype, *options))
 
 
@@ -107,13 +137,16 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype = E4M3.dtype
     margin: float = 0
     amax_history_len: int = 1024
-    amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
+    amax_compute_algo: (
+        Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array]
+    ) = "max"
     first_step: Literal["unit", "current"] = "unit"
 
     def init(self) -> QuantizerState:
         """Return an empty history and scale 1."""
         return QuantizerState(
-            amax_history=jnp.zeros((self.amax_history_len,), jnp.float32), scale=jnp.ones((1,), jnp.float32)
+            amax_history=jnp.zeros((self.amax_history_len,), jnp.float32),
+            scale=jnp.ones((1,), jnp.float32),
         )
 
     def check_state(self, name: str, state: Any) -> None:
@@ -130,7 +163,9 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             return
         leaves = [getattr(state, "amax_history", None), getattr(state, "scale", None)]
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
-            raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
+            raise TypeError(
+                f"{name}: expected a QuantizerState of arrays, got {state!r}"
+            )
         for leaf in leaves:
             if getattr(leaf.dtype, "name", None) == "fp8_meta32":
                 raise TypeError(
@@ -143,7 +178,9 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         # The shapes tell what has most likely happened: state of a stack, or of another
         # history length.
         history, scale = leaves
-        if history.ndim != 1 or (scale.shape != (1,) and not _reading.is_reading(scale)):
+        if history.ndim != 1 or (
+            scale.shape != (1,) and not _reading.is_reading(scale)
+        ):
             raise ValueError(
                 f"{name}: expected amax_history (H,) and scale (1,), got {history.shape} and {scale.shape}; state that "
                 "is stacked goes through vmap or scan together with its kernels"
@@ -168,7 +205,9 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """
         return None if use is None else StateUse.fixed(use.scale, use.scale_inv)
 
-    def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(
+        self, current_amax: Any, use: Any, reduce: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return the scale of the state, or without a state the scale of the tensor's
         own amax.
         """
@@ -179,7 +218,12 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
 
             def current_scale():
                 amax = reduce(current_amax(), use.scale).reshape(1)
-                return ops.amax_to_scale(amax, use.scale_inv, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+                return ops.amax_to_scale(
+                    amax,
+                    use.scale_inv,
+                    fp8_max=fp8_max(self.fp8_dtype),
+                    margin=self.margin,
+                )
 
             scales = jax.lax.cond(use.is_empty, current_scale, lambda: scales)
         return (*scales, use.amax)
@@ -225,7 +269,9 @@ def read_states(
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
         is_read = state is None or isinstance(state, StateUse)
         if isinstance(quantizer, DelayedScalingQuantizer) and not is_read:
-            alike.setdefault((quantizer.margin, quantizer.amax_compute_algo), []).append(i)
+            alike.setdefault(
+                (quantizer.margin, quantizer.amax_compute_algo), []
+            ).append(i)
     for (margin, algo), positions in alike.items():
         is_named = isinstance(algo, str)
         scales = ops.delayed_scales(
@@ -242,7 +288,10 @@ def read_states(
                 window = _window(algo, state.amax_history)
                 window = jnp.where(_is_below_zero(state), jnp.float32(-1), window)
                 scale, scale_inv = ops.amax_to_scale(
-                    window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
+                    window,
+                    state.scale.reshape(1),
+                    fp8_max=fp8_max(quantizer.fp8_dtype),
+                    margin=margin,
                 )
             is_empty = _takes_own_amax(quantizer, state, scale, has_backward)
             uses[i] = StateUse(read.amax, scale, scale_inv, is_empty)
@@ -257,7 +306,10 @@ def _read_again(quantizers, states, reading, has_backward):
     the reading's two amaxes.
     """
     numbers = _reading.by_quantizer(reading)
-    if not all(isinstance(quantizer, DelayedScalingQuantizer) for quantizer in quantizers[: len(numbers)]):
+    if not all(
+        isinstance(quantizer, DelayedScalingQuantizer)
+        for quantizer in quantizers[: len(numbers)]
+    ):
         raise TypeError(
             "max_grad: tree: expected the QuantizerStates in a DotGeneralState with a leading dimension to be of "
             f"delayed scaling, got those of {quantizers[: len(numbers)]}; return another class from Quantizer.init"
@@ -266,8 +318,14 @@ def _read_again(quantizers, states, reading, has_backward):
     for i, (history, old_scale, amax, scale, scale_inv) in enumerate(numbers):
         quantizer, algo = quantizers[i], quantizers[i].amax_compute_algo
         if states[i] is not None:
-            read[i] = state = QuantizerState(states[i].amax_history if callable(algo) else history, old_scale)
-            if algo == "max" and quantizer.margin == 0 and fp8_max(quantizer.fp8_dtype) == _reading.FP8_MAX[i]:
+            read[i] = state = QuantizerState(
+                states[i].amax_history if callable(algo) else history, old_scale
+            )
+            if (
+                algo == "max"
+                and quantizer.margin == 0
+                and fp8_max(quantizer.fp8_dtype) == _reading.FP8_MAX[i]
+            ):
                 is_empty = _takes_own_amax(quantizer, state, scale, has_backward)
                 read[i] = StateUse(amax, scale, scale_inv, is_empty)
     return read
@@ -277,7 +335,10 @@ def reading_suffices(quantizers: Sequence[Quantizer]) -> bool:
     """Tell whether the reading of a product suffices for its scales: no quantizer needs
     a history or the tensor.
     """
-    return all(isinstance(q.amax_compute_algo, str) and q.first_step == "unit" for q in quantizers[:3])
+    return all(
+        isinstance(q.amax_compute_algo, str) and q.first_step == "unit"
+        for q in quantizers[:3]
+    )
 
 
 def _window(algo, history) -> jax.Array:
@@ -288,7 +349,9 @@ def _window(algo, history) -> jax.Array:
     """
     history = _scaling.clean(history)
     window = jnp.asarray(algo(history), jnp.float32).reshape(1)
-    return jnp.where(jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window))
+    return jnp.where(
+        jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window)
+    )
 
 
 def _takes_own_amax(quantizer, state, scale, has_backward) -> jax.Array | None:
@@ -306,7 +369,9 @@ def _is_empty(state):
 
 
 def _is_below_zero(state):
-    return jnp.any(_scaling.below_zero(state.amax_history)) | jnp.any(_scaling.below_zero(state.scale))
+    return jnp.any(_scaling.below_zero(state.amax_history)) | jnp.any(
+        _scaling.below_zero(state.scale)
+    )
 
 
 def histories_of(states: Sequence[Any]) -> list[QuantizerState | None]:
@@ -334,7 +399,10 @@ def next_states(
     """
     states = [None if q is None else q.use for q in quantized]
     if _reading.is_reading(histories):
-        recorded = [use and (use.amax, q.scale_inv) for q, use in zip(quantized[:3], states, strict=False)]
+        recorded = [
+            use and (use.amax, q.scale_inv)
+            for q, use in zip(quantized[:3], states, strict=False)
+        ]
         ct = _reading.cotangent(recorded, reduce, histories)
         return [None, None, QuantizerState(None, ct), *states[3:]]
     pairs, recorded = {}, []
@@ -343,7 +411,9 @@ def next_states(
             states[i], old = None, histories[i]
             if old is not None:
                 pairs[i] = old.amax_history, old.scale.reshape(1)
-                recorded.append((reduce(use.amax, old.amax_history), quantized[i].scale_inv))
+                recorded.append(
+                    (reduce(use.amax, old.amax_history), quantized[i].scale_inv)
+                )
     if pairs:
         (written,) = ops.write_histories([list(pairs.values())], [recorded])
         for i, pair in zip(pairs, written, strict=True):

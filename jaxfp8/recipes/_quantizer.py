@@ -60,7 +60,9 @@ class OperandOptions(NamedTuple):
         if not self.column_sums:
             return None
         first = x.ndim - self.rows - self.cols
-        return jnp.sum(x.astype(jnp.float32), axis=tuple(range(first, first + self.rows)))
+        return jnp.sum(
+            x.astype(jnp.float32), axis=tuple(range(first, first + self.rows))
+        )
 
 
 DEFAULT = OperandOptions()
@@ -137,7 +139,9 @@ class Quantizer:
         Raises:
             NotImplementedError: the subclass does not define `quantize`.
         """
-        raise NotImplementedError(f"{type(self).__name__}: quantize(x, state) -> (QTensor, state)")
+        raise NotImplementedError(
+            f"{type(self).__name__}: quantize(x, state) -> (QTensor, state)"
+        )
 
     # Products call the methods
     # below. --------------------------------------------------------------------------------
@@ -154,7 +158,9 @@ class Quantizer:
             for leaf in jax.tree.leaves(self.init()):
                 if getattr(leaf, "dtype", None) != jnp.float32:
                     kind = getattr(leaf, "dtype", type(leaf).__name__)
-                    raise TypeError(f"{where}: expected float32 arrays, as gradients return them, got {kind}")
+                    raise TypeError(
+                        f"{where}: expected float32 arrays, as gradients return them, got {kind}"
+                    )
                 if not np.all((np.asarray(leaf) >= 0) & np.isfinite(leaf)):
                     raise ValueError(
                         f"{where}: expected numbers that are finite and not negative, as uses combine by max and 0 is "
@@ -173,10 +179,16 @@ class Quantizer:
         if state is None:
             return
         if jax.tree.structure(state) != jax.tree.structure(expected):
-            raise TypeError(f"{name}: {type(self).__name__} keeps {expected}, got {state!r}")
-        for first, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
+            raise TypeError(
+                f"{name}: {type(self).__name__} keeps {expected}, got {state!r}"
+            )
+        for first, leaf in zip(
+            jax.tree.leaves(expected), jax.tree.leaves(state), strict=True
+        ):
             if first.shape != leaf.shape:
-                raise ValueError(f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}")
+                raise ValueError(
+                    f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}"
+                )
 
     def fixed_scale(self, name: str, use: Any) -> Any:
         """Return the StateUse that `jaxfp8.freeze` keeps in place of the state; None
@@ -187,9 +199,13 @@ class Quantizer:
                 scale its state stands for. `name` names the quantizer in the message.
         """
         if jax.tree.leaves(use):
-            raise ValueError(f"{name}: expected delayed scaling, or a quantizer without state, got {self!r}")
+            raise ValueError(
+                f"{name}: expected delayed scaling, or a quantizer without state, got {self!r}"
+            )
 
-    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(
+        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+    ) -> Quantized:
         """Quantize an operand of a product.
 
         Args:
@@ -215,7 +231,9 @@ class Quantizer:
 
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix
-            q, next_state = _checked(self, self.quantize(matrix, state), matrix.shape, state)
+            q, next_state = _checked(
+                self, self.quantize(matrix, state), matrix.shape, state
+            )
             return q.transposed() if contract_first else q, next_state
 
         function = of_matrix
@@ -228,7 +246,9 @@ class Quantizer:
                 return jnp.max(leaf, axis=tuple(range(batch)))
 
             def as_matrices(scale):
-                return scale.reshape(*scale.shape, 1) if scale.ndim == batch + 1 else scale
+                return (
+                    scale.reshape(*scale.shape, 1) if scale.ndim == batch + 1 else scale
+                )
 
             next_state = jax.tree.map(largest, next_state)
             q = q.map_scales(as_matrices)
@@ -257,7 +277,9 @@ class FP8Quantizer(Quantizer):
     power_2_scale = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fp8_dtype", _fp8_dtype(type(self).__name__, self.fp8_dtype))
+        object.__setattr__(
+            self, "fp8_dtype", _fp8_dtype(type(self).__name__, self.fp8_dtype)
+        )
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Quantize a matrix; return `(QTensor, next state)`."""
@@ -279,7 +301,9 @@ def _fp8_dtype(where: str, dtype) -> np.dtype:
         except TypeError:
             checked = None
     if checked not in FP8_DTYPES:
-        raise TypeError(f"{where}: fp8_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype!r}")
+        raise TypeError(
+            f"{where}: fp8_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype!r}"
+        )
     return checked
 
 
@@ -289,14 +313,22 @@ def _checked(quantizer, result, shape, state) -> tuple:
     """
     where = f"{type(quantizer).__name__}.quantize"
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"{where}: expected (QTensor, state), got {type(result).__name__}")
+        raise TypeError(
+            f"{where}: expected (QTensor, state), got {type(result).__name__}"
+        )
     q, next_state = result
     if not isinstance(q, QTensor):
-        raise TypeError(f"{where}: expected (QTensor, state), got a {type(q).__name__} in place of the QTensor")
+        raise TypeError(
+            f"{where}: expected (QTensor, state), got a {type(q).__name__} in place of the QTensor"
+        )
     if q.data.shape != shape:
-        raise ValueError(f"{where}: data: expected the shape of x, {shape}, got {q.data.shape}")
+        raise ValueError(
+            f"{where}: data: expected the shape of x, {shape}, got {q.data.shape}"
+        )
     if q.data_t is not None and q.data_t.shape != shape[::-1]:
-        raise ValueError(f"{where}: data_t: expected {shape[::-1]}, got {q.data_t.shape}")
+        raise ValueError(
+            f"{where}: data_t: expected {shape[::-1]}, got {q.data_t.shape}"
+        )
     if q.scale_inv_t is not None and q.data_t is None:
         raise ValueError(f"{where}: scale_inv_t: expected data_t beside it, got None")
     _check_scales(f"{where}: scale_inv", q.scale_inv, shape, q.block)
@@ -304,7 +336,9 @@ def _checked(quantizer, result, shape, state) -> tuple:
         _check_scales(f"{where}: scale_inv_t", q.scale_inv_t, shape[::-1], q.block)
     expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
     if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
-        raise TypeError(f"{where}: state: expected a next state like the state, {expected}, got {got}")
+        raise TypeError(
+            f"{where}: state: expected a next state like the state, {expected}, got {got}"
+        )
     return q.map_scales(_as_vector), next_state
 
 
@@ -314,15 +348,22 @@ def _as_vector(scale):
 
 def _check_scales(where, scales, shape, block) -> None:
     if not hasattr(scales, "shape"):
-        raise TypeError(f"{where}: expected an array, f32[1] or a scale for each block, got {scales!r}")
+        raise TypeError(
+            f"{where}: expected an array, f32[1] or a scale for each block, got {scales!r}"
+        )
     if block is None:
         is_right = scales.shape in ((), (1,)) or (
             scales.ndim == 2
-            and all(count and size % count == 0 for size, count in zip(shape, scales.shape, strict=True))
+            and all(
+                count and size % count == 0
+                for size, count in zip(shape, scales.shape, strict=True)
+            )
         )
         needed = f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says which share a scale"
     else:
         needed = _blocks.count(block, *shape)
         is_right = scales.shape == needed
     if not is_right:
-        raise ValueError(f"{where}: expected {needed} for blocks {block}, got {scales.shape}")
+        raise ValueError(
+            f"{where}: expected {needed} for blocks {block}, got {scales.shape}"
+        )

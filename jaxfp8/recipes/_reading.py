@@ -33,7 +33,10 @@ def _usable(ct):
     """Return a cotangent with 0 in place of amaxes that are not finite, so that the
     amaxes of other uses count.
     """
-    is_amax = lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % ops.READING_NUMBERS == 0
+    is_amax = (
+        lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % ops.READING_NUMBERS
+        == 0
+    )
     return jnp.where(is_amax, _scaling.clean(ct), ct)
 
 
@@ -94,19 +97,33 @@ def stacked_products(flat: StateTree) -> list[list]:
     for quantizer in flat.quantizers:
         product, _, operand = quantizer.name.rpartition("/")
         products.setdefault(product, {})[operand] = quantizer
-    whole = [by_operand for by_operand in products.values() if set(by_operand) == set(_OPERANDS)]
+    whole = [
+        by_operand
+        for by_operand in products.values()
+        if set(by_operand) == set(_OPERANDS)
+    ]
     stacked = [[by_operand[operand] for operand in _OPERANDS] for by_operand in whole]
     return [quantizers for quantizers in stacked if _is_stacked(flat, quantizers)]
 
 
 def _is_stacked(flat, quantizers) -> bool:
-    pairs = [(flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale]) for quantizer in quantizers]
+    pairs = [
+        (flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale])
+        for quantizer in quantizers
+    ]
     for leaf in sum(pairs, ()):
-        if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim < 2:
+        if (
+            not isinstance(leaf, jax.core.Tracer)
+            or not jnp.issubdtype(leaf.dtype, jnp.floating)
+            or leaf.ndim < 2
+        ):
             return False
     # A loop over another axis than the leading ones may have moved the slots from the
     # last axis.
-    axes = {slot_axis("max_grad: tree", *pair) % pair[0].ndim - pair[0].ndim for pair in pairs}
+    axes = {
+        slot_axis("max_grad: tree", *pair) % pair[0].ndim - pair[0].ndim
+        for pair in pairs
+    }
     return axes == {-1} and len({history.shape[:-1] for history, _ in pairs}) == 1
 
 
@@ -123,7 +140,9 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
         readings into next states.
     """
     plain = jax.tree.map(_compat.from_max, products)
-    readings = ops.read_histories(plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain])
+    readings = ops.read_histories(
+        plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain]
+    )
     return [_compat.to_max(reading, READING) for reading in readings]
 
 
@@ -135,7 +154,9 @@ def _read_backward(products, cotangents):
     """Return the next histories and scales; zeros for a quantizer that recorded
     nothing, which keeps its state.
     """
-    plain, recorded = (jax.tree.map(_compat.from_max, tree) for tree in (products, cotangents))
+    plain, recorded = (
+        jax.tree.map(_compat.from_max, tree) for tree in (products, cotangents)
+    )
     written = map(_compat.to_max, jax.tree.leaves(ops.write_histories(plain, recorded)))
     return (jax.tree.unflatten(jax.tree.structure(products), written),)
 
@@ -150,7 +171,9 @@ def by_quantizer(reading: jax.Array) -> list[list[jax.Array]]:
     return ops.split_reading(lax.stop_gradient(_compat.from_max(reading)))
 
 
-def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array) -> jax.Array:
+def cotangent(
+    recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array
+) -> jax.Array:
     """Return the cotangent of a reading `[6 * k]`.
 
     Args:
@@ -160,5 +183,7 @@ def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array)
         reading: the reading, in whose dtype the cotangent is.
     """
     zero = jnp.zeros((1,), jnp.float32)
-    ct = ops.join_recorded([(zero, zero) if pair is None else pair for pair in recorded])
+    ct = ops.join_recorded(
+        [(zero, zero) if pair is None else pair for pair in recorded]
+    )
     return _compat.to_max(reduce(ct, reading), READING)

@@ -92,19 +92,29 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__}: quantizers")
 
-    def for_formats(self, quantizer: Callable[[np.dtype], Quantizer]) -> tuple[Quantizer, ...]:
+    def for_formats(
+        self, quantizer: Callable[[np.dtype], Quantizer]
+    ) -> tuple[Quantizer, ...]:
         """Return `quantizer(dtype)` for x, kernel and grad, in the dtypes of
         `fp8_format`.
         """
         forward = quantizer(self.fp8_format.dtype)
         return forward, forward, quantizer(self.fp8_format.backward_dtype)
 
-    def expect(self, condition: bool, name: str, needed: str, error: type[Exception] = ValueError) -> None:
+    def expect(
+        self,
+        condition: bool,
+        name: str,
+        needed: str,
+        error: type[Exception] = ValueError,
+    ) -> None:
         """Raise `error` unless the condition on the option `name` holds; `needed` says
         what the option has to be.
         """
         if not condition:
-            raise error(f"{type(self).__name__}: {name}: expected {needed}, got {getattr(self, name)!r}")
+            raise error(
+                f"{type(self).__name__}: {name}: expected {needed}, got {getattr(self, name)!r}"
+            )
 
     def __post_init__(self) -> None:
         """Check the options that all recipes share, and turn iterables of names into
@@ -114,9 +124,19 @@ class Recipe:
             ValueError, TypeError: an option has a value it cannot have.
         """
         if hasattr(self, "fp8_format"):
-            self.expect(isinstance(self.fp8_format, Format), "fp8_format", "jaxfp8.HYBRID, E4M3 or E5M2", TypeError)
+            self.expect(
+                isinstance(self.fp8_format, Format),
+                "fp8_format",
+                "jaxfp8.HYBRID, E4M3 or E5M2",
+                TypeError,
+            )
         if hasattr(self, "power_2_scale"):
-            self.expect(isinstance(self.power_2_scale, (bool, np.bool_)), "power_2_scale", "a bool", TypeError)
+            self.expect(
+                isinstance(self.power_2_scale, (bool, np.bool_)),
+                "power_2_scale",
+                "a bool",
+                TypeError,
+            )
         names = {"precise": f"names out of {PRODUCTS}"}
         if self.pipeline_axes is not None:
             names["pipeline_axes"] = "mesh axis names"
@@ -125,9 +145,18 @@ class Recipe:
             is_names = isinstance(value, Iterable) and not isinstance(value, str)
             self.expect(is_names, name, f"a tuple of {needed}", TypeError)
             object.__setattr__(self, name, tuple(value))
-        self.expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
-        self.expect(isinstance(self.fp8_residuals, (bool, np.bool_)), "fp8_residuals", "a bool", TypeError)
-        is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)
+        self.expect(
+            set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}"
+        )
+        self.expect(
+            isinstance(self.fp8_residuals, (bool, np.bool_)),
+            "fp8_residuals",
+            "a bool",
+            TypeError,
+        )
+        is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(
+            self.min_size, bool
+        )
         self.expect(is_size, "min_size", "an int", TypeError)
         self.expect(self.min_size >= 0, "min_size", "at least 0")
 
@@ -150,7 +179,9 @@ def checked(where: str, recipe: Any) -> Recipe:
         return recipe
     is_class = isinstance(recipe, type) and issubclass(recipe, Recipe)
     hint = "; call the class: a recipe is an instance" if is_class else ""
-    raise TypeError(f"{where}: expected a recipe, for example jaxfp8.DelayedScaling(), got {recipe!r}{hint}")
+    raise TypeError(
+        f"{where}: expected a recipe, for example jaxfp8.DelayedScaling(), got {recipe!r}{hint}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +193,17 @@ class HighPrecisionQuantizer(Quantizer):
         message.
         """
         if jax.tree.leaves(state):
-            raise ValueError(f"{name}: expected no state, as the recipe keeps this tensor unquantized, got {state!r}")
+            raise ValueError(
+                f"{name}: expected no state, as the recipe keeps this tensor unquantized, got {state!r}"
+            )
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Return `(QTensor, state)` of a matrix."""
         return QTensor(x, None), state
 
-    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(
+        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+    ) -> Quantized:
         """Return x as an operand of a product; see `Quantizer.quantize_operand`."""
         return QTensor(x, None, cols=options.cols), options.sum_rows(x)
 

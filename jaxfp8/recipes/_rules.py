@@ -31,7 +31,9 @@ class Rule(NamedTuple):
         """Tell whether the rule is for products `op` and matches one of `paths`, all
         names of one layer.
         """
-        return (not self.op_names or op in self.op_names) and any(re.fullmatch(self.path, path) for path in paths)
+        return (not self.op_names or op in self.op_names) and any(
+            re.fullmatch(self.path, path) for path in paths
+        )
 
     @property
     def layer_recipe(self):
@@ -55,29 +57,39 @@ def checked_rules(op: str, rules) -> tuple[Rule, ...]:
         ValueError: a regex does not compile.
     """
     if isinstance(rules, (str, dict)) or not hasattr(rules, "__iter__"):
-        raise TypeError(f"{op}: rules: expected a list of (path_regex, recipe or None), got {rules!r}")
+        raise TypeError(
+            f"{op}: rules: expected a list of (path_regex, recipe or None), got {rules!r}"
+        )
     return tuple(_checked(f"{op}: rules[{i}]", rule) for i, rule in enumerate(rules))
 
 
 def _checked(where: str, rule) -> Rule:
     if not isinstance(rule, Rule):
         if not isinstance(rule, (tuple, list)) or len(rule) != 2:
-            raise TypeError(f"{where}: expected a pair (path_regex, recipe or None), got {rule!r}")
+            raise TypeError(
+                f"{where}: expected a pair (path_regex, recipe or None), got {rule!r}"
+            )
         rule = Rule(*rule)
     if not isinstance(rule.path, str):
-        raise TypeError(f"{where}: path_regex: expected a string such as 'block0/.*', got {rule.path!r}")
+        raise TypeError(
+            f"{where}: path_regex: expected a string such as 'block0/.*', got {rule.path!r}"
+        )
     # Compile the regex now: otherwise it would raise while a model is traced, far from
     # the list that it stands in.
     try:
         re.compile(rule.path)
     except re.error as error:
-        raise ValueError(f"{where}: path_regex: {rule.path!r} is not a regular expression: {error}") from None
+        raise ValueError(
+            f"{where}: path_regex: {rule.path!r} is not a regular expression: {error}"
+        ) from None
     if rule.recipe is not None:
         checked(f"{where}: recipe (None is high precision)", rule.recipe)
     try:
         hash(rule.recipe)
     except TypeError as error:
-        raise TypeError(f"{where}: recipe: a recipe in a rule must hash, programs are cached by it: {error}") from None
+        raise TypeError(
+            f"{where}: recipe: a recipe in a rule must hash, programs are cached by it: {error}"
+        ) from None
     return rule
 
 
@@ -85,7 +97,11 @@ def kind(value) -> str:
     """Describe a value in a message; it may be a whole model, whose repr is pages
     long.
     """
-    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+    return (
+        f"the class {value.__name__}"
+        if isinstance(value, type)
+        else f"an object of type {type(value).__name__}"
+    )
 
 
 def some(names: list[str], most: int = 8) -> str:
@@ -96,7 +112,9 @@ def some(names: list[str], most: int = 8) -> str:
     return ", ".join(map(repr, names[:most])) + rest
 
 
-def warn_of_idle_rules(where: str, model: str, rules: Sequence[Rule], layers: dict[str, list[str]]) -> None:
+def warn_of_idle_rules(
+    where: str, model: str, rules: Sequence[Rule], layers: dict[str, list[str]]
+) -> None:
     """Warn of rules that match no layer of a model.
 
     Args:
@@ -106,7 +124,11 @@ def warn_of_idle_rules(where: str, model: str, rules: Sequence[Rule], layers: di
         layers: the names of each layer, by its path.
     """
     names = [name for names in layers.values() for name in names]
-    idle = [rule.path for rule in rules if not any(rule.matches(names, op) for op in ("dot_general", "einsum"))]
+    idle = [
+        rule.path
+        for rule in rules
+        if not any(rule.matches(names, op) for op in ("dot_general", "einsum"))
+    ]
     if idle:
         _warnings.warn(
             f"{where}: rules: no layer of {model} matches {some(idle)}: a regex has to match the whole path of a "
@@ -120,7 +142,9 @@ def is_foreign(module: Any) -> bool:
     return type(module).__module__.partition(".")[0] not in ("flax", "jaxfp8")
 
 
-def warn_of_own_arrays(where: str, rules: Sequence[Rule], arrays: dict[tuple, tuple[int, ...]]) -> None:
+def warn_of_own_arrays(
+    where: str, rules: Sequence[Rule], arrays: dict[tuple, tuple[int, ...]]
+) -> None:
     """Warn of matrices that rules ask FP8 for, and that the code of a module multiplies
     itself.
 
@@ -140,7 +164,9 @@ def warn_of_own_arrays(where: str, rules: Sequence[Rule], arrays: dict[tuple, tu
             shapes[name] = shape
     if shapes:
         largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
-        names = some([f"{name} {'x'.join(map(str, shapes[name]))}" for name in largest], 4)
+        names = some(
+            [f"{name} {'x'.join(map(str, shapes[name]))}" for name in largest], 4
+        )
         _warnings.warn(
             f"{where}: rules: no rule reaches the products that a module's own code makes, as with {names}: where "
             "these are multiplied, call jaxfp8.dot_general or jaxfp8.einsum, or give their modules the recipe None; "
@@ -163,7 +189,9 @@ def layer_names(path: tuple, is_product: bool, root: tuple = ()) -> list[str]:
     A product also answers to the path of the layer around it.
     """
     paths = [path, path[:-1]] if is_product and path else [path]
-    return [name for name in (relative(each, root) for each in paths) if name is not None]
+    return [
+        name for name in (relative(each, root) for each in paths) if name is not None
+    ]
 
 
 def relative(path: tuple, root: tuple) -> str | None:

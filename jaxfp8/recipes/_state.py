@@ -96,7 +96,9 @@ for _cls in (QuantizerState, DotGeneralState):
     # Programs that take or return state can be saved: jax.export.Exported.serialize.
     # there is none
     _auxdata = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: ()}
-    jax.export.register_pytree_node_serialization(_cls, serialized_name=f"jaxfp8.{_cls.__name__}", **_auxdata)
+    jax.export.register_pytree_node_serialization(
+        _cls, serialized_name=f"jaxfp8.{_cls.__name__}", **_auxdata
+    )
 
 
 def init_state(recipe: Recipe) -> DotGeneralState:
@@ -122,11 +124,17 @@ def map_variables(recipe: Recipe, function: Callable[..., Any]) -> DotGeneralSta
     """
     # Most calls only read variables: make arrays where a variable is new, and no
     # sooner.
-    first_leaves = functools.cache(lambda: dict(jax.tree_util.tree_leaves_with_path(init_state(recipe))))
+    first_leaves = functools.cache(
+        lambda: dict(jax.tree_util.tree_leaves_with_path(init_state(recipe)))
+    )
 
     def leaf(path, _):
         field, *rest = path
-        name = jax.tree_util.keystr(tuple(rest), simple=True, separator="_") if rest else "state"
+        name = (
+            jax.tree_util.keystr(tuple(rest), simple=True, separator="_")
+            if rest
+            else "state"
+        )
         return function(f"{operands[field.name]}_{name}", lambda: first_leaves()[path])
 
     # Stock recipes have no quantizers of results.

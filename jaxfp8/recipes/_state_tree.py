@@ -62,11 +62,15 @@ class StateTree(NamedTuple):
 
     def positions(self) -> list[int]:
         """Return the positions of all state leaves, ascending."""
-        return sorted([*(i for q in self.quantizers for i in q.positions()), *self.unpaired])
+        return sorted(
+            [*(i for q in self.quantizers for i in q.positions()), *self.unpaired]
+        )
 
     def replace(self, values: dict[int, Any]):
         """Return the tree with some leaves replaced; a value may be a subtree."""
-        return self.treedef.unflatten([values.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+        return self.treedef.unflatten(
+            [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        )
 
     def by_path(self) -> dict[tuple[str, ...], Any]:
         """Return all leaves by their path."""
@@ -89,21 +93,33 @@ def flatten(tree) -> StateTree:
     """
     leaves, paths, nodes = [], [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]:
-        for rest, inner in jax.tree_util.tree_flatten_with_path(leaf)[0] if _is_state(leaf) else [((), leaf)]:
+        for rest, inner in (
+            jax.tree_util.tree_flatten_with_path(leaf)[0]
+            if _is_state(leaf)
+            else [((), leaf)]
+        ):
             leaves.append(inner)
             paths.append(_names((*path, *rest)))
             nodes.append(leaf)
-    if taken := next((path for path in paths if path and path[-1].endswith(f"{_HISTORY}/{_SCALE}")), None):
+    if taken := next(
+        (path for path in paths if path and path[-1].endswith(f"{_HISTORY}/{_SCALE}")),
+        None,
+    ):
         raise ValueError(
             "nn.WeightNorm: variable_filter: expected a filter of kernels, got one that matches FP8 state, and "
             f"made of it {'/'.join(taken)}: name the kernel alone, variable_filter={{'layer_instance/kernel'}}"
         )
     quantizers = _pairs(paths)
     paired = {i for q in quantizers for i in q.positions()}
-    is_state = [_is_state(node) or OVERWRITE_WITH_GRADIENT in path for node, path in zip(nodes, paths, strict=True)]
+    is_state = [
+        _is_state(node) or OVERWRITE_WITH_GRADIENT in path
+        for node, path in zip(nodes, paths, strict=True)
+    ]
     unpaired = [i for i in range(len(paths)) if i not in paired and is_state[i]]
     in_variables = frozenset(paths[i] for i in unpaired if is_variable(nodes[i]))
-    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables)
+    return StateTree(
+        jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables
+    )
 
 
 def prefix_of(name: str) -> str | None:
@@ -125,7 +141,11 @@ def slot_axis(where: str, history, scale) -> int:
         ValueError: the two shapes do not fit.
     """
     if len(history.shape) == len(scale.shape) > 0:
-        differ = [i for i, (h, s) in enumerate(zip(history.shape, scale.shape, strict=True)) if h != s]
+        differ = [
+            i
+            for i, (h, s) in enumerate(zip(history.shape, scale.shape, strict=True))
+            if h != s
+        ]
         # The scale has one element along the slots. With H = 1 the history has no other
         # shape than the scale.
         slots = [i for i in (differ or range(len(scale.shape))) if scale.shape[i] == 1]
@@ -156,7 +176,13 @@ def marked(tree, paths):
     if not paths:
         return tree
     flat = flatten(tree)
-    return flat.replace({i: _Marked(leaf) for i, leaf in enumerate(flat.leaves) if flat.paths[i] in paths})
+    return flat.replace(
+        {
+            i: _Marked(leaf)
+            for i, leaf in enumerate(flat.leaves)
+            if flat.paths[i] in paths
+        }
+    )
 
 
 def unmarked(tree):
@@ -189,7 +215,11 @@ def _names(path) -> tuple[str, ...]:
     if names[-1:] == ["value"]:
         # The box of an NNX variable, which a checkpoint that is restored without a
         # target has as a dict.
-        if isinstance(path[-1], jax.tree_util.GetAttrKey) or names[-2:-1] and names[-2].endswith((_HISTORY, _SCALE)):
+        if (
+            isinstance(path[-1], jax.tree_util.GetAttrKey)
+            or names[-2:-1]
+            and names[-2].endswith((_HISTORY, _SCALE))
+        ):
             names.pop()
     return tuple(names)
 

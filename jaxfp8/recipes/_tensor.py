@@ -72,7 +72,11 @@ class QTensor:
         """Tell whether `operand`, the array that a product took from this QTensor, is
         its codes and not its source.
         """
-        return self.source is None and self.data is not None and self.data.dtype == operand.dtype
+        return (
+            self.source is None
+            and self.data is not None
+            and self.data.dtype == operand.dtype
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,14 +91,20 @@ class QTensor:
     @property
     def has_one_scale(self) -> bool:
         """Tell whether one scale is that of the whole tensor."""
-        return self.scale_inv is not None and self.block is None and self.scale_inv.ndim <= 1
+        return (
+            self.scale_inv is not None
+            and self.block is None
+            and self.scale_inv.ndim <= 1
+        )
 
     @property
     def has_one_code(self) -> bool:
         """Tell whether both layouts hold the same codes: with one scale, or a scale for
         each square block.
         """
-        return self.has_one_scale or (self.block is not None and self.block[0] == self.block[1])
+        return self.has_one_scale or (
+            self.block is not None and self.block[0] == self.block[1]
+        )
 
     @property
     def is_fp8(self) -> bool:
@@ -107,9 +117,13 @@ class QTensor:
         order = (*range(batch), *range(first, self.data.ndim), *range(batch, first))
         data_t = jnp.transpose(self.data, order) if self.data_t is None else self.data_t
         source = None if self.source is None else jnp.transpose(self.source, order)
-        turned = dataclasses.replace(self, data=data_t, data_t=self.data, source=source, cols=first - batch)
+        turned = dataclasses.replace(
+            self, data=data_t, data_t=self.data, source=source, cols=first - batch
+        )
         if self.scale_inv_t is not None:
-            return dataclasses.replace(turned, scale_inv=self.scale_inv_t, scale_inv_t=self.scale_inv)
+            return dataclasses.replace(
+                turned, scale_inv=self.scale_inv_t, scale_inv_t=self.scale_inv
+            )
         if self.scale_inv is None or self.has_one_scale:
             return turned
         block = None if self.block is None else self.block[::-1]
@@ -119,7 +133,9 @@ class QTensor:
         """Return the QTensor without codes: `next_states` needs the use and, for one
         scale, the `scale_inv`.
         """
-        scale_inv = self.scale_inv if self.has_one_scale and self.use is not None else None
+        scale_inv = (
+            self.scale_inv if self.has_one_scale and self.use is not None else None
+        )
         return QTensor(None, scale_inv, use=self.use, cols=self.cols)
 
     def reshape(self, shape: tuple[int, ...], batch: int, cols: int) -> "QTensor":
@@ -131,17 +147,25 @@ class QTensor:
             batch, cols: how many dimensions come before the rows, and how many after
                 the rows.
         """
-        shape_t = (*shape[:batch], *shape[len(shape) - cols :], *shape[batch : len(shape) - cols])
+        shape_t = (
+            *shape[:batch],
+            *shape[len(shape) - cols :],
+            *shape[batch : len(shape) - cols],
+        )
         data_t = None if self.data_t is None else self.data_t.reshape(shape_t)
         source = None if self.source is None else self.source.reshape(shape)
-        return dataclasses.replace(self, data=self.data.reshape(shape), data_t=data_t, source=source, cols=cols)
+        return dataclasses.replace(
+            self, data=self.data.reshape(shape), data_t=data_t, source=source, cols=cols
+        )
 
     def map_scales(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Return the QTensor with `function(scale)` in place of each array of
         scales.
         """
         scale_inv_t = None if self.scale_inv_t is None else function(self.scale_inv_t)
-        return dataclasses.replace(self, scale_inv=function(self.scale_inv), scale_inv_t=scale_inv_t)
+        return dataclasses.replace(
+            self, scale_inv=function(self.scale_inv), scale_inv_t=scale_inv_t
+        )
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Rearrange the codes and the source by `function`: an `all_gather`, a slice, a
@@ -183,7 +207,13 @@ class QTensor:
                 )
         source = None if self.source is None else function(self.source)
         return dataclasses.replace(
-            self, data=data, data_t=None, scale_inv=scale_inv, scale_inv_t=None, source=source, cols=1
+            self,
+            data=data,
+            data_t=None,
+            scale_inv=scale_inv,
+            scale_inv_t=None,
+            source=source,
+            cols=1,
         )
 
     def dequantize(self, dtype: Any) -> jax.Array:
@@ -203,7 +233,9 @@ class QTensor:
         if self.has_one_scale and self.is_fp8:
             values = ops.dequantize(data, scale_inv, dtype)
         else:
-            values = dequantized(*_final((data, scale_inv)), self.block, self.cols).astype(dtype)
+            values = dequantized(
+                *_final((data, scale_inv)), self.block, self.cols
+            ).astype(dtype)
         return values if self.source is None else _straight_through(self.source, values)
 
 
@@ -226,7 +258,9 @@ def _final(codes_and_scales):
 
 @_final.defjvp
 def _(primals, tangents):
-    raise TypeError("QTensor.dequantize: a QTensor without its source has no gradient; see jaxfp8.quantize_params")
+    raise TypeError(
+        "QTensor.dequantize: a QTensor without its source has no gradient; see jaxfp8.quantize_params"
+    )
 
 
 def value_of(operand: jax.Array, codes: Any, dtype: Any) -> jax.Array:
@@ -237,7 +271,9 @@ def value_of(operand: jax.Array, codes: Any, dtype: Any) -> jax.Array:
     return codes.dequantize(dtype) if is_codes else operand.astype(dtype)
 
 
-def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1) -> jax.Array:
+def dequantized(
+    data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1
+) -> jax.Array:
     """Return `data * scale_inv` in f32; the last `cols` dimensions of data are its
     columns.
 
@@ -250,8 +286,14 @@ def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols
     m, n = math.prod(data.shape[batch:first]), math.prod(data.shape[first:])
     counts = scale_inv.shape[batch:]
     if block is None:  # equal blocks
-        block = tuple(-(-size // max(count, 1)) for size, count in zip((m, n), counts, strict=True))
-    if _blocks.count(block, m, n) != counts or scale_inv.shape[:batch] != data.shape[:batch]:
+        block = tuple(
+            -(-size // max(count, 1))
+            for size, count in zip((m, n), counts, strict=True)
+        )
+    if (
+        _blocks.count(block, m, n) != counts
+        or scale_inv.shape[:batch] != data.shape[:batch]
+    ):
         raise ValueError(
             f"QTensor: scale_inv: expected a scale for each block {block} of {data.shape}, got shape "
             f"{scale_inv.shape}; block=(rows, cols) says how many elements share a scale"
@@ -259,7 +301,9 @@ def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols
     return _blocks.scaled(data.astype(jnp.float32), scale_inv, block, m, n)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["dtype"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["dtype"]
+)
 @dataclasses.dataclass(frozen=True)
 class _Bytes:
     """FP8 numbers as uint8 `data`, and their `dtype`."""
@@ -279,7 +323,9 @@ def as_bytes(q: QTensor) -> QTensor:
 
     def convert(x):
         is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
-        return _Bytes(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype) if is_fp8 else x
+        return (
+            _Bytes(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype) if is_fp8 else x
+        )
 
     is_for_cpu = backend() == "cpu" and selected() not in ("xla", "tpu")
     return jax.tree.map(convert, q) if is_for_cpu else q
@@ -289,6 +335,10 @@ def as_codes(tree: Any) -> Any:
     """Return a tree with FP8 in place of the bytes of `as_bytes`."""
 
     def convert(x):
-        return jax.lax.bitcast_convert_type(x.data, x.dtype) if isinstance(x, _Bytes) else x
+        return (
+            jax.lax.bitcast_convert_type(x.data, x.dtype)
+            if isinstance(x, _Bytes)
+            else x
+        )
 
     return jax.tree.map(convert, tree, is_leaf=lambda x: isinstance(x, _Bytes))

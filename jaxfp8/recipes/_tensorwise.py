@@ -32,12 +32,16 @@ class TensorwiseQuantizer(FP8Quantizer):
     reduces_amax = True
     margin = 0
 
-    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(
+        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+    ) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
         # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the
         #    scale from the state, and an
         # amax so far, which the next pass raises.
-        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), use, options.reduce)
+        scale, scale_inv, amax = self.choose_scale(
+            functools.partial(ops.amax, x), use, options.reduce
+        )
         # 2. Quantize: one pass over x writes all layouts that products read, and raises
         #    the amax.
         if options.columnwise:
@@ -52,13 +56,19 @@ class TensorwiseQuantizer(FP8Quantizer):
                 column_sums=options.column_sums,
             )
         else:
-            data, amax = ops.quantize(x, scale, self.fp8_dtype, amax=amax, with_amax=amax is not None)
+            data, amax = ops.quantize(
+                x, scale, self.fp8_dtype, amax=amax, with_amax=amax is not None
+            )
             data_t, sums = None, [options.sum_rows(x)]
         # 3. Record the amax.
         use = self.record(use, amax)
-        return QTensor(data, scale_inv, data_t, use=use, cols=options.cols), *(sums or [None])
+        return QTensor(data, scale_inv, data_t, use=use, cols=options.cols), *(
+            sums or [None]
+        )
 
-    def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(
+        self, current_amax: Any, use: Any, reduce: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where
         the step records no amax.
 
@@ -69,11 +79,20 @@ class TensorwiseQuantizer(FP8Quantizer):
             use: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
-        amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
-        scale, scale_inv = ops.amax_to_scale(amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+        amax, default = (
+            reduce(current_amax(), None).reshape(1),
+            jnp.ones((1,), jnp.float32),
+        )
+        scale, scale_inv = ops.amax_to_scale(
+            amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
+        )
         # Without a state nothing records the amax, so the pass that quantizes need not
         # find it again.
-        return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
+        return *(
+            _scaling.floor_to_power_of_two(scale)
+            if self.power_2_scale
+            else (scale, scale_inv)
+        ), None
 
     def record(self, use: Any, amax: jax.Array | None) -> Any:
         """Return the use of the state after a tensor was quantized.
@@ -113,7 +132,9 @@ class Float8CurrentScaling(Recipe):
 
     def quantizers(self) -> tuple[Quantizer, ...]:
         """Return the quantizers of `x`, `kernel` and `grad`."""
-        return self.for_formats(lambda dtype: Float8CurrentScalingQuantizer(dtype, self.power_2_scale))
+        return self.for_formats(
+            lambda dtype: Float8CurrentScalingQuantizer(dtype, self.power_2_scale)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +188,15 @@ class StaticScaling(Recipe):
         for name in ("input", "kernel", "grad"):
             bound = getattr(self, name)
             if bound is not None:
-                is_number = isinstance(bound, (int, float, np.integer, np.floating)) and not isinstance(bound, bool)
-                self.expect(is_number, name, "a number, or None for the tensor's own amax", TypeError)
+                is_number = isinstance(
+                    bound, (int, float, np.integer, np.floating)
+                ) and not isinstance(bound, bool)
+                self.expect(
+                    is_number,
+                    name,
+                    "a number, or None for the tensor's own amax",
+                    TypeError,
+                )
                 in_range = 0 < _scaling.to_float32(bound) < np.inf
                 self.expect(in_range, name, "a bound above 0 and finite in float32")
         super().__post_init__()
@@ -184,7 +212,11 @@ class StaticScaling(Recipe):
 
 
 def _quantizer(dtype: np.dtype, bound: float | None) -> Quantizer:
-    return Float8CurrentScalingQuantizer(dtype) if bound is None else StaticScalingQuantizer(dtype, bound)
+    return (
+        Float8CurrentScalingQuantizer(dtype)
+        if bound is None
+        else StaticScalingQuantizer(dtype, bound)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +232,13 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype
     bound: float
 
-    def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(
+        self, current_amax: Any, use: Any, reduce: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return the constant scale; see `TensorwiseQuantizer.choose_scale`."""
         with np.errstate(over="ignore"):  # a bound near the smallest floats
             quotient = np.float32(fp8_max(self.fp8_dtype)) / np.float32(self.bound)
-        scale = np.clip(quotient, np.float32(_scaling.MIN_SCALE), np.float32(_scaling.MAX_SCALE)).reshape(1)
+        scale = np.clip(
+            quotient, np.float32(_scaling.MIN_SCALE), np.float32(_scaling.MAX_SCALE)
+        ).reshape(1)
         return jax.numpy.asarray(scale), jax.numpy.asarray(np.float32(1) / scale), None

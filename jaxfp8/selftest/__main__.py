@@ -18,24 +18,44 @@ from ..inspect import _op_calls
 from ..ops import _support
 from . import _checks, _workers
 
-_COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of copy or bf16")
+_COLUMNS = (
+    "op",
+    "runs",
+    "values",
+    "in a graph",
+    "us",
+    "GB/s",
+    "TFLOP/s",
+    "of copy or bf16",
+)
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     """Read the command line; an option that makes no sense ends the program with a
     message.
     """
-    parser = argparse.ArgumentParser(prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--json", metavar="PATH", help="write everything here")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--only", metavar="OP,OP", help=f"of {', '.join(_op_calls.OPS)} (default: all)")
+    parser.add_argument(
+        "--only", metavar="OP,OP", help=f"of {', '.join(_op_calls.OPS)} (default: all)"
+    )
     parser.add_argument("--no-speed", action="store_true", help="no times")
-    parser.add_argument("--timeout", type=int, default=150, help="seconds a check may take (default: 150)")
+    parser.add_argument(
+        "--timeout",
+        type=int,
+        default=150,
+        help="seconds a check may take (default: 150)",
+    )
     parser.add_argument("--worker", nargs="+", metavar="CHECK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.only = args.only.split(",") if args.only else list(_op_calls.OPS)
     if unknown := set(args.only) - set(_op_calls.OPS):
-        parser.error(f"--only: expected names out of {', '.join(_op_calls.OPS)}, got {', '.join(sorted(unknown))}")
+        parser.error(
+            f"--only: expected names out of {', '.join(_op_calls.OPS)}, got {', '.join(sorted(unknown))}"
+        )
     return args
 
 
@@ -43,8 +63,14 @@ def environment() -> dict:
     """Return the output of `python -m jaxfp8 --json`, or `{"error": reason}`."""
     # This needs a process of its own: the GPU would stay in use while workers need it,
     # and a driver that crashes would end the command.
-    done = subprocess.run([sys.executable, "-m", "jaxfp8", "--json"], capture_output=True, text=True)
-    return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-4000:] or str(done.returncode)}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxfp8", "--json"], capture_output=True, text=True
+    )
+    return (
+        json.loads(done.stdout)
+        if done.returncode == 0
+        else {"error": done.stderr[-4000:] or str(done.returncode)}
+    )
 
 
 def machine(about: dict) -> dict:
@@ -54,11 +80,21 @@ def machine(about: dict) -> dict:
         section = about.get(name, {})
         return section["error"] if "error" in section else text(section)
 
-    devices = part("devices", lambda rows: ", ".join(f"{row['count']} x {row['kind']}" for row in rows))
-    versions = part("versions", lambda row: ", ".join(f"{name} {row.get(name)}" for name in ("jaxfp8", "jax")))
+    devices = part(
+        "devices",
+        lambda rows: ", ".join(f"{row['count']} x {row['kind']}" for row in rows),
+    )
+    versions = part(
+        "versions",
+        lambda row: ", ".join(f"{name} {row.get(name)}" for name in ("jaxfp8", "jax")),
+    )
     is_broken = "error" in about or "error" in about.get("devices", {})
     detail = about.get("error") or f"{devices}; {versions}"
-    return {"check": "machine", "status": "failed" if is_broken else "passed", "detail": detail}
+    return {
+        "check": "machine",
+        "status": "failed" if is_broken else "passed",
+        "detail": detail,
+    }
 
 
 def checks(ops: list[str], platform: str | None) -> tuple[list[list[str]], list[str]]:
@@ -68,10 +104,21 @@ def checks(ops: list[str], platform: str | None) -> tuple[list[list[str]], list[
     process. A TPU serves one process at a time.
     """
     on_gpu = platform == "cuda"
-    names = ["library", "training", *[f"graph:{op}" for op in ops if on_gpu], *[f"values:{op}" for op in ops]]
+    names = [
+        "library",
+        "training",
+        *[f"graph:{op}" for op in ops if on_gpu],
+        *[f"values:{op}" for op in ops],
+    ]
     # On a CPU two processes share the checks; a process that dies fails one check only
     # (`_workers.finish`).
-    jobs = [[name] for name in names] if on_gpu else [names] if platform == "tpu" else [names[::2], names[1::2]]
+    jobs = (
+        [[name] for name in names]
+        if on_gpu
+        else [names]
+        if platform == "tpu"
+        else [names[::2], names[1::2]]
+    )
     return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
 
 
@@ -88,27 +135,61 @@ def table(rows: list[dict]) -> str:
         row = by_name.get(f"speed:{op}", {})
         # A product is compared with a product in bfloat16, every other op with the copy
         # of an array.
-        key, bound = ("tflops", "bf16 product") if "tflops" in row else ("gb_per_s", "copy")
-        ratio = f"{row[key] / best:.0%}" if (best := by_name.get(f"speed:{bound}", {}).get(key)) and key in row else "-"
-        return [*(f"{row[name]:.4g}" if name in row else "-" for name in ("us", "gb_per_s", "tflops")), ratio]
+        key, bound = (
+            ("tflops", "bf16 product") if "tflops" in row else ("gb_per_s", "copy")
+        )
+        ratio = (
+            f"{row[key] / best:.0%}"
+            if (best := by_name.get(f"speed:{bound}", {}).get(key)) and key in row
+            else "-"
+        )
+        return [
+            *(
+                f"{row[name]:.4g}" if name in row else "-"
+                for name in ("us", "gb_per_s", "tflops")
+            ),
+            ratio,
+        ]
 
     lines = [_COLUMNS]
     for op in (*_checks.BASELINES, *_op_calls.OPS):
         if not any(name.endswith(f":{op}") for name in by_name):
             continue
         row = by_name.get(f"values:{op}", {})
-        runs = "-" if "custom_calls" not in row else "custom call" if row["custom_calls"] else "jnp"
-        lines.append((op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op)))
+        runs = (
+            "-"
+            if "custom_calls" not in row
+            else "custom call"
+            if row["custom_calls"]
+            else "jnp"
+        )
+        lines.append(
+            (op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op))
+        )
     # A check without an op in its name checks the machine.
-    machine_rows = [f"{name}: {row['status']}, {row['detail']}" for name, row in by_name.items() if ":" not in name]
-    whys = [f"{row['check'].partition(':')[2]} runs in jnp: {row['why']}" for row in rows if row.get("why")]
-    failed = [f"FAILED {row['check']}: {row['detail']}" for row in rows if row["status"] == "failed"]
+    machine_rows = [
+        f"{name}: {row['status']}, {row['detail']}"
+        for name, row in by_name.items()
+        if ":" not in name
+    ]
+    whys = [
+        f"{row['check'].partition(':')[2]} runs in jnp: {row['why']}"
+        for row in rows
+        if row.get("why")
+    ]
+    failed = [
+        f"FAILED {row['check']}: {row['detail']}"
+        for row in rows
+        if row["status"] == "failed"
+    ]
     return "\n".join([aligned(lines, right=4), *machine_rows, *whys, *failed])
 
 
 def ops_in(checks: list[str]) -> list[str]:
     """Return the ops that checks such as "values:amax" are about."""
-    return [op for op in _op_calls.OPS if any(name.endswith(f":{op}") for name in checks)]
+    return [
+        op for op in _op_calls.OPS if any(name.endswith(f":{op}") for name in checks)
+    ]
 
 
 def remedy(rows: list[dict]) -> str:
@@ -124,7 +205,11 @@ def remedy(rows: list[dict]) -> str:
     if any(f"speed:{name}" in failed for name in _checks.BASELINES):
         failed = [check for check in failed if not check.startswith("speed:")]
     bad = ops_in(failed)
-    off = [name for name in os.environ.get(_support.VARIABLE, "").split(",") if name and name not in bad]
+    off = [
+        name
+        for name in os.environ.get(_support.VARIABLE, "").split(",")
+        if name and name not in bad
+    ]
     return f"{_support.VARIABLE}={','.join(off + bad)}" if bad else ""
 
 
@@ -138,12 +223,19 @@ def main(argv: list[str] | None = None) -> int:
     about = environment()
     parallel, serial = checks(args.only, about.get("platform"))
     rows = [machine(about)]
-    rows += _workers.finish(parallel, args.timeout, args.quick, min(12, os.cpu_count() or 1))
+    rows += _workers.finish(
+        parallel, args.timeout, args.quick, min(12, os.cpu_count() or 1)
+    )
     # Times are taken one after the other, when nothing else runs.
     if not args.no_speed:
         rows += _workers.finish([serial], args.timeout, args.quick, 1)
     passed = all(row["status"] == "passed" for row in rows)
-    report = {"passed": passed, "seconds": time.perf_counter() - start, "quick": args.quick, "rows": rows}
+    report = {
+        "passed": passed,
+        "seconds": time.perf_counter() - start,
+        "quick": args.quick,
+        "rows": rows,
+    }
     if args.json:
         with _files.replaced(args.json, "w") as file:
             json.dump(report | {"environment": about}, file, indent=1)

@@ -16,11 +16,24 @@ import numpy as np
 from ..inspect._op_calls import PRODUCTS, Kind, call
 from ..numerics import E4M3, E5M2
 
-_PAIRS = tuple(itertools.product((np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)), (E4M3, E5M2)))
+_PAIRS = tuple(
+    itertools.product(
+        (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)),
+        (E4M3, E5M2),
+    )
+)
 # The shapes are tiny, odd, empty, aligned, in groups by vmap, or of many tiles. Their
 # number, 7, is prime to that of _PAIRS, 6, so that every shape meets every pair.
 _MATRICES = ((1, 1), (7, 129), (217, 41), (0, 5), (256, 512), (3, 33, 65), (2048, 4096))
-_PRODUCTS = ((1, 1, 1), (7, 5, 33), (48, 80, 112), (0, 5, 16), (256, 384, 512), (3, 33, 17, 65), (512, 512, 1024))
+_PRODUCTS = (
+    (1, 1, 1),
+    (7, 5, 33),
+    (48, 80, 112),
+    (0, 5, 16),
+    (256, 384, 512),
+    (3, 33, 17, 65),
+    (512, 512, 1024),
+)
 # The ops that compute values themselves, with rounding errors of their own.
 COMPUTED = ("quantize_activation", "quantize_activation_grad", "quantize_norm")
 # For values whose last bits are free: the fraction of codes that may differ, and the
@@ -87,7 +100,10 @@ def _number_problem(results, expected):
     # XLA's compilers for CPUs and GPUs make different NaNs of the same code, signaling
     # ones too.
     with np.errstate(invalid="ignore"):
-        both = ([np.where(np.isnan(x), x.dtype.type(np.nan), x) for x in xs] for xs in (results, expected))
+        both = (
+            [np.where(np.isnan(x), x.dtype.type(np.nan), x) for x in xs]
+            for xs in (results, expected)
+        )
         return _bit_problem(*both)
 
 
@@ -96,7 +112,9 @@ def _flip_all_last_bits(bits, middle):
 
 
 # For numbers that are wider than codes: any NaN is right where a NaN is expected.
-NUMBERS = Comparison(_number_problem, lambda results: _changed(results, _flip_all_last_bits))
+NUMBERS = Comparison(
+    _number_problem, lambda results: _changed(results, _flip_all_last_bits)
+)
 
 
 def _step_problem(results, expected):
@@ -131,7 +149,9 @@ def _code_problem(results, expected):
     # a NaN into another code.
     is_nan = np.isnan(right.astype(np.float32))
     distance = np.abs(_order(data) - _order(right))
-    good = np.where(is_nan, distance == 0, (distance <= 1) & ~np.isnan(data.astype(np.float32)))
+    good = np.where(
+        is_nan, distance == 0, (distance <= 1) & ~np.isnan(data.astype(np.float32))
+    )
     if not good.all():
         return f"codes: {_first(good, data, right)}"
     # Only a few values lie so near the middle of two codes that their last bits decide.
@@ -140,7 +160,14 @@ def _code_problem(results, expected):
     # The other layout must have the same codes, rows last. With a gated activation gate
     # and up are both columns, so the reference tells which dimension is the rows.
     dims = range(data.ndim - 1)
-    rows = next((d for d in dims if _bit_problem([np.moveaxis(right, d, -1)], [right_t]) is None), 0)
+    rows = next(
+        (
+            d
+            for d in dims
+            if _bit_problem([np.moveaxis(right, d, -1)], [right_t]) is None
+        ),
+        0,
+    )
     if problem := _bit_problem([data_t], [np.moveaxis(data, rows, -1)]):
         return f"transposed codes: {problem}"
     with np.errstate(invalid="ignore"):
@@ -189,14 +216,20 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
         # subnormal results; 1 + 2**-10 covers products of these errors.
         bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
         exact = sum(added, exact)
-        bound = (1 + 2.0**-10) * (bound + _ROUNDING[out_dtype] * (np.abs(exact) + bound)) + _SMALLEST[out_dtype]
+        bound = (1 + 2.0**-10) * (
+            bound + _ROUNDING[out_dtype] * (np.abs(exact) + bound)
+        ) + _SMALLEST[out_dtype]
 
     def problem(results, expected):
         got = results[0].astype(np.float64)
         if (got.shape, results[0].dtype.name) != (exact.shape, out_dtype):
             return f"{results[0].dtype}{got.shape}, expected {out_dtype}{exact.shape}"
         with np.errstate(invalid="ignore"):
-            good = (np.abs(got - exact) <= bound) | (got == exact) | (np.isnan(got) & np.isnan(exact))
+            good = (
+                (np.abs(got - exact) <= bound)
+                | (got == exact)
+                | (np.isnan(got) & np.isnan(exact))
+            )
         return None if good.all() else _first(good, got, exact)
 
     def without_a_step(results):
@@ -205,7 +238,9 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
         """
         if not np.any(last):
             return None
-        place = np.unravel_index(np.argmax(np.nan_to_num(np.abs(last) / bound)), exact.shape)
+        place = np.unravel_index(
+            np.argmax(np.nan_to_num(np.abs(last) / bound)), exact.shape
+        )
         wrong = np.array(results[0])
         wrong[place] = exact[place] - last[place]
         return [wrong]
@@ -218,14 +253,24 @@ def _piece(a, b, tensor_cores):
     last step adds.
     """
     k = a.shape[-1]
-    steps = [a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2) for i in range(0, max(k, 1), _STEP)]
+    steps = [
+        a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2)
+        for i in range(0, max(k, 1), _STEP)
+    ]
     # However a kernel cuts k, its sum so far is the difference of two of these sums.
     sums = np.cumsum(steps, axis=0)
     if not tensor_cores:
-        return sums[-1], k * 2.0**-24 * (np.abs(a) @ np.swapaxes(np.abs(b), -1, -2)), steps[-1]
+        return (
+            sums[-1],
+            k * 2.0**-24 * (np.abs(a) @ np.swapaxes(np.abs(b), -1, -2)),
+            steps[-1],
+        )
     # The largest number that a step aligns to: a product of two elements, or a sum so
     # far.
-    largest = np.abs(a).max(-1, initial=0)[..., :, None] * np.abs(b).max(-1, initial=0)[..., None, :]
+    largest = (
+        np.abs(a).max(-1, initial=0)[..., :, None]
+        * np.abs(b).max(-1, initial=0)[..., None, :]
+    )
     largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
     growth = len(steps) * (_STEP + 2) * 2.0**-13
     return sums[-1], growth / (1 - growth) * largest, steps[-1]
@@ -258,7 +303,9 @@ def cases(op: str, quick: bool = False) -> Iterator[Case]:
     """
     shapes = _PRODUCTS if op in PRODUCTS else _MATRICES
     count = len(shapes) + (0 if quick else 5)
-    turns = zip(itertools.cycle(shapes), itertools.cycle(_PAIRS), range(count), strict=False)
+    turns = zip(
+        itertools.cycle(shapes), itertools.cycle(_PAIRS), range(count), strict=False
+    )
     for shape, pair, index in turns:
         yield case(op, Kind(shape, *pair, index, hard=100 < np.prod(shape) < 10**5))
 
@@ -269,10 +316,16 @@ def case(op: str, kind: Kind) -> Case:
     """
     rank = 3 if op in PRODUCTS else 2
     groups = kind.shape[:-rank]
-    each = [call(op, kind._replace(shape=kind.shape[-rank:]), group) for group in range(*groups or (1,))]
+    each = [
+        call(op, kind._replace(shape=kind.shape[-rank:]), group)
+        for group in range(*groups or (1,))
+    ]
     function, arguments, *terms = each[0]
     if groups:
-        function, arguments = jax.vmap(function), tuple(map(np.stack, zip(*(parts[1] for parts in each), strict=True)))
+        function, arguments = (
+            jax.vmap(function),
+            tuple(map(np.stack, zip(*(parts[1] for parts in each), strict=True))),
+        )
 
     def comparison(tensor_cores):
         if terms:
@@ -281,7 +334,9 @@ def case(op: str, kind: Kind) -> Case:
             return STEP if op == "adam_update" else NUMBERS
         return CODES if op in COMPUTED else BITS
 
-    name = f"{kind.dtype.name}[{','.join(map(str, kind.shape))}] {kind.form}, {kind.index}"
+    name = (
+        f"{kind.dtype.name}[{','.join(map(str, kind.shape))}] {kind.form}, {kind.index}"
+    )
     return Case(name, function, tuple(arguments), comparison)
 
 
@@ -292,4 +347,6 @@ def on_tpu(x: np.ndarray) -> np.ndarray:
     if x.dtype not in (np.float32, jnp.bfloat16):
         return x
     zero, nan = np.zeros_like(x), np.full_like(x, np.nan)
-    return np.where(np.isnan(x), nan, np.where(np.abs(x) < np.float32(2.0**-126), zero, x))
+    return np.where(
+        np.isnan(x), nan, np.where(np.abs(x) < np.float32(2.0**-126), zero, x)
+    )

@@ -23,11 +23,17 @@ from . import _cases
 
 # With these options XLA records custom calls that allow it into CUDA graphs, also a
 # single custom call.
-_GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+_GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 _BF16 = np.dtype(jnp.bfloat16)
 # The bounds of the speed of ops: a function, how many arguments it has, and their
 # dtype.
-BASELINES = {"copy": (jnp.invert, 1, np.uint32), "bf16 product": (jnp.matmul, 2, jnp.bfloat16)}
+BASELINES = {
+    "copy": (jnp.invert, 1, np.uint32),
+    "bf16 product": (jnp.matmul, 2, jnp.bfloat16),
+}
 
 
 def library() -> dict[str, Any]:
@@ -36,7 +42,11 @@ def library() -> dict[str, Any]:
     """
     platform = _support.backend()
     library = next((row for row in _ffi.libraries() if row.platform == platform), None)
-    missing = _support.missing_on(_support.local_gpus(), cublaslt=True) if platform == "cuda" else None
+    missing = (
+        _support.missing_on(_support.local_gpus(), cublaslt=True)
+        if platform == "cuda"
+        else None
+    )
     if library is None:
         return _row(None, f"{platform} has none, jnp runs")
     return _row(library.error or (missing and missing.reason), library.built_for)
@@ -64,19 +74,33 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
         calls, reasons, count = calls + _has_call(lowered, op), reasons + why, count + 1
         # After the results are right, the comparison must refuse a wrong answer that is
         # made from them.
-        got, comparison = _numpy(lowered.compile()(*case.arguments)), case.comparison(_on_tensor_cores())
+        got, comparison = (
+            _numpy(lowered.compile()(*case.arguments)),
+            case.comparison(_on_tensor_cores()),
+        )
         expected = _reference(case, comparison)
         if on_tpu:
-            got, expected = ([*map(_cases.on_tpu, results or [])] for results in (got, expected))
+            got, expected = (
+                [*map(_cases.on_tpu, results or [])] for results in (got, expected)
+            )
         problem = comparison.problem(got, expected)
         if not problem and (control := comparison.control(got)) is not None:
             refused += 1
-            problem = None if comparison.problem(control, got) else "the comparison does not refuse a wrong answer"
+            problem = (
+                None
+                if comparison.problem(control, got)
+                else "the comparison does not refuse a wrong answer"
+            )
         problems += [f"{case.name}: {problem}"] if problem else []
-    detail = f"{count} cases, {calls} by the custom call; {refused} wrong answers refused"
+    detail = (
+        f"{count} cases, {calls} by the custom call; {refused} wrong answers refused"
+    )
     detail += f"; {without} cases have no product on a TPU" if without else ""
     row = _row("; ".join(problems[:3]), detail)
-    return row | {"custom_calls": calls, "why": "" if calls else "; ".join(dict.fromkeys(reasons))}
+    return row | {
+        "custom_calls": calls,
+        "why": "" if calls else "; ".join(dict.fromkeys(reasons)),
+    }
 
 
 def graph(op: str) -> dict[str, Any]:
@@ -92,8 +116,15 @@ def graph(op: str) -> dict[str, Any]:
     runs = [compiled(*case.arguments) for _ in range(3)]
     comparison = case.comparison(_on_tensor_cores())
     expected = _reference(case, comparison)
-    problems = [problem for got in runs if (problem := comparison.problem(_numpy(got), expected))]
-    return _row("; ".join(problems) or (None if recorded else "XLA did not record it"), "recorded, replayed twice")
+    problems = [
+        problem
+        for got in runs
+        if (problem := comparison.problem(_numpy(got), expected))
+    ]
+    return _row(
+        "; ".join(problems) or (None if recorded else "XLA did not record it"),
+        "recorded, replayed twice",
+    )
 
 
 def record(function, arguments):
@@ -104,9 +135,16 @@ def record(function, arguments):
     """
     with tempfile.TemporaryDirectory() as folder:
         options = _GRAPHS | {"xla_dump_to": folder}
-        compiled = jax.jit(function, compiler_options=options).lower(*arguments).compile()
-        thunks = "".join(path.read_text() for path in pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes*"))
-    return compiled, "kCommandBuffer" in thunks and not re.search(r"^\d+: kCustomCall", thunks, re.MULTILINE)
+        compiled = (
+            jax.jit(function, compiler_options=options).lower(*arguments).compile()
+        )
+        thunks = "".join(
+            path.read_text()
+            for path in pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes*")
+        )
+    return compiled, "kCommandBuffer" in thunks and not re.search(
+        r"^\d+: kCustomCall", thunks, re.MULTILINE
+    )
 
 
 def training() -> dict[str, Any]:
@@ -118,7 +156,9 @@ def training() -> dict[str, Any]:
         @jax.jit
         def step(x, kernel, grad, state):
             def product(x, kernel, state):
-                return dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+                return dot_general(
+                    x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+                )
 
             out, vjp = jax.vjp(product, x, kernel, state)
             return out, vjp(grad)[2]
@@ -131,15 +171,23 @@ def training() -> dict[str, Any]:
         return out, _numpy(state)
 
     recipe, rng = DelayedScaling(amax_history_len=4), np.random.default_rng(0)
-    x, kernel, grad = (jnp.asarray(rng.standard_normal((256, 256)), jnp.bfloat16) for _ in range(3))
+    x, kernel, grad = (
+        jnp.asarray(rng.standard_normal((256, 256)), jnp.bfloat16) for _ in range(3)
+    )
     out, state = run()
     with ops.implementation("reference"):
         right, expected = run()
     # A product may add up in another order than the reference. State is made of maxima
     # and has to be equal.
-    error = float(jnp.linalg.norm((out - right).astype(jnp.float32)) / jnp.linalg.norm(right.astype(jnp.float32)))
+    error = float(
+        jnp.linalg.norm((out - right).astype(jnp.float32))
+        / jnp.linalg.norm(right.astype(jnp.float32))
+    )
     problem = _cases.BITS.problem(state, expected)
-    return _row(problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None), "state equal to the bit")
+    return _row(
+        problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None),
+        "state equal to the bit",
+    )
 
 
 def speed(op: str) -> dict[str, Any]:
@@ -151,7 +199,9 @@ def speed(op: str) -> dict[str, Any]:
         function, count, dtype = BASELINES[op]
         arguments = [np.ones((n, n), dtype)] * count
     else:
-        function, arguments, *_ = _op_calls.call(op, _kind(op, n, _with_kernel(op) or 0))
+        function, arguments, *_ = _op_calls.call(
+            op, _kind(op, n, _with_kernel(op) or 0)
+        )
     # more than a cache holds
     sets = [jax.device_put(list(arguments)) for _ in range(4)]
     run = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
@@ -160,8 +210,15 @@ def speed(op: str) -> dict[str, Any]:
     # is written once.
     arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
     nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
-    row = _row(None, f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
-    return row | ({"tflops": 2 * n**3 / seconds / 1e12} if op in (*_op_calls.PRODUCTS, "bf16 product") else {})
+    row = _row(None, f"n = {n}") | {
+        "us": seconds * 1e6,
+        "gb_per_s": nbytes / seconds / 1e9,
+    }
+    return row | (
+        {"tflops": 2 * n**3 / seconds / 1e12}
+        if op in (*_op_calls.PRODUCTS, "bf16 product")
+        else {}
+    )
 
 
 def _seconds(run, sets) -> float:
@@ -193,7 +250,9 @@ def _with_kernel(op) -> int | None:
 
 
 def _kind(op, n, index):
-    return _op_calls.Kind((n,) * (3 if op in _op_calls.PRODUCTS else 2), _BF16, E4M3, index)
+    return _op_calls.Kind(
+        (n,) * (3 if op in _op_calls.PRODUCTS else 2), _BF16, E4M3, index
+    )
 
 
 def _on_tensor_cores() -> bool:

@@ -31,7 +31,10 @@ def work(names: list[str], limit: int, quick: bool) -> None:
         signal.alarm(limit)
         row, raised = _run(name, quick)
         signal.alarm(0)
-        print(json.dumps({"check": name, **row, "seconds": time.perf_counter() - start}), flush=True)
+        print(
+            json.dumps({"check": name, **row, "seconds": time.perf_counter() - start}),
+            flush=True,
+        )
         if raised:
             break
 
@@ -42,16 +45,25 @@ def _run(name, quick):
     try:
         return getattr(_checks, kind)(*[op] * bool(op), **options), False
     except Exception as error:  # a broken kernel or installation may raise anything
-        return {"status": "failed", "detail": f"{type(error).__name__}: {error}"[:2000]}, True
+        return {
+            "status": "failed",
+            "detail": f"{type(error).__name__}: {error}"[:2000],
+        }, True
 
 
-def finish(jobs: list[list[str]], limit: int, quick: bool, at_once: int) -> list[dict[str, Any]]:
+def finish(
+    jobs: list[list[str]], limit: int, quick: bool, at_once: int
+) -> list[dict[str, Any]]:
     """Return a row for every check of `jobs`; the checks of one job run in one process
     for as long as it lives.
     """
     options = ["--timeout", str(limit), *["--quick"] * quick]
     with ThreadPoolExecutor(at_once) as pool:
-        return [row for rows in pool.map(lambda names: _finish(names, limit, options), jobs) for row in rows]
+        return [
+            row
+            for rows in pool.map(lambda names: _finish(names, limit, options), jobs)
+            for row in rows
+        ]
 
 
 def _finish(names, limit, options):
@@ -64,7 +76,13 @@ def _finish(names, limit, options):
         if died and len(rows) == len(names):
             rows[-1] |= {"status": "failed", "detail": f"at exit: {died}"}
         elif died or not new:
-            rows.append({"check": names[len(rows)], "status": "failed", "detail": died or "no result"})
+            rows.append(
+                {
+                    "check": names[len(rows)],
+                    "status": "failed",
+                    "detail": died or "no result",
+                }
+            )
     return rows
 
 
@@ -75,20 +93,34 @@ def _start(names, limit, options):
     environment = os.environ | {
         # many processes share a GPU, and each needs one
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
+            0
+        ],
         # XLA dumps no thunks of a program from the cache
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
-    command, limit_of_all = [*COMMAND, *options, "--worker", *names], limit * len(names) + _START
+    command, limit_of_all = (
+        [*COMMAND, *options, "--worker", *names],
+        limit * len(names) + _START,
+    )
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=limit_of_all)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, timeout=limit_of_all
+        )
         code = done.returncode
     except subprocess.TimeoutExpired as stopped:  # not even SIGALRM has ended it
         done, code = stopped, -signal.SIGALRM
-    lines, last = ((text or b"").decode(errors="replace").splitlines() for text in (done.stdout, done.stderr))
+    lines, last = (
+        (text or b"").decode(errors="replace").splitlines()
+        for text in (done.stdout, done.stderr)
+    )
     # Libraries print too: only lines that begin like a row are rows.
     rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
     message = next((line for line in reversed(last) if line.strip()), "")[:500]
     if code == -signal.SIGALRM:
         return rows, f"no answer within {limit} s"
-    return rows, code and (f"crashed ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}: {message}")
+    return rows, code and (
+        f"crashed ({signal.Signals(-code).name})"
+        if code < 0
+        else f"exit code {code}: {message}"
+    )

@@ -9,6 +9,13 @@ from ._optimizer import (
     optimizer as optimizer,
 )
 from ._quantize_params import quantize_params
-from ._sharing import apply_with_max_grad, fork, grad, max_grad, named_errors, value_and_grad
+from ._sharing import (
+    apply_with_max_grad,
+    fork,
+    grad,
+    max_grad,
+    named_errors,
+    value_and_grad,
+)
 from ._steps import accumulate_gradients as accumulate_gradients
 from ._update import expect_state, update_state as update_state

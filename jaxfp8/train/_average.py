@@ -49,22 +49,31 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
         )
     state = set(after.positions())
     pairs = enumerate(zip(before.leaves, after.leaves, strict=True))
-    return before.replace({i: y if i in state else _average(x, y, decay) for i, (x, y) in pairs})
+    return before.replace(
+        {i: y if i in state else _average(x, y, decay) for i, (x, y) in pairs}
+    )
 
 
 def _check_decay(decay):
     is_array = not isinstance(decay, numbers.Real)
     if is_array and not jnp.issubdtype(getattr(decay, "dtype", bool), np.number):
-        raise TypeError(f"train.average: decay: expected a number from 0 to 1, got {decay!r}")
+        raise TypeError(
+            f"train.average: decay: expected a number from 0 to 1, got {decay!r}"
+        )
     # The host does not wait for the value of an array.
     if np.shape(decay) or not (is_array or 0 <= decay <= 1):
         got = f"shape {np.shape(decay)}" if np.shape(decay) else repr(decay)
-        raise ValueError(f"train.average: decay: expected one number from 0 to 1, got {got}")
+        raise ValueError(
+            f"train.average: decay: expected one number from 0 to 1, got {got}"
+        )
 
 
 def _average(old, new, decay):
     dtype = jnp.result_type(old)
-    if not (jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(dtype, jax.dtypes.extended)):
+    if not (
+        jnp.issubdtype(dtype, jnp.inexact)
+        and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    ):
         return new
     wide = np.promote_types(dtype, np.float32)  # jnp's raises where promotion is strict
     decay = jnp.asarray(decay).astype(wide)

@@ -42,7 +42,9 @@ class AppliedTransformation(optax.GradientTransformationExtraArgs):
         return (*self, self.apply)
 
 
-def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def optimizer(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` for parameter trees that hold FP8 state.
 
         tx = jaxfp8.train.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
@@ -116,7 +118,9 @@ def _wrapped(tx):
         #    arrays to the optimizer.
         paths = opt_state.paths if isinstance(opt_state, _InVariables) else None
         if paths:
-            params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
+            params, grads = (
+                _state_tree.marked(tree, paths) for tree in (params, grads)
+            )
             opt_state = opt_state.inner
         trained = _trained(params)
         before = _state_tree.flatten(trained)
@@ -124,17 +128,28 @@ def _wrapped(tx):
         if name == "update":
             _warn_of_cast_state(before)
         # 2. Let `tx` see parameters alone, in its arguments as well.
-        extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
+        extra_args = {
+            name: _argument_without_state(value, trained)
+            for name, value in extra_args.items()
+        }
         parameters, inner = _without_state(params), _steps.inner(opt_state)
         advice = (
             "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; in NNX make the "
             "jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed the model; nnx.update gives it an old one's moments"
         )
-        with _steps.naming_state(f"jaxfp8.train.optimizer: {name}", tx, parameters, inner, advice):
-            result, after = getattr(tx, name)(_without_state(grads), inner, parameters, **extra_args)
+        with _steps.naming_state(
+            f"jaxfp8.train.optimizer: {name}", tx, parameters, inner, advice
+        ):
+            result, after = getattr(tx, name)(
+                _without_state(grads), inner, parameters, **extra_args
+            )
         # 3. Take the next state where `tx` has made a step.
         state, opt_state = _steps.finish(trained, grads, opt_state, after, result)
-        state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)
+        state = (
+            state
+            if trained is params
+            else optax.LookaheadParams(fast=state, slow=state)
+        )
         return result, state, _InVariables(opt_state, paths) if paths else opt_state
 
     def update(grads, opt_state, params=None, **extra_args):
@@ -273,7 +288,9 @@ def _unsigned(dtype) -> np.dtype:
 
 def _checked(bits):
     # A sum or multiple of pairs `(b, b ^ pattern)` is such a pair only by accident.
-    return bits ^ np.asarray(0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize), bits.dtype)
+    return bits ^ np.asarray(
+        0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize), bits.dtype
+    )
 
 
 def _trained(params):
@@ -333,7 +350,9 @@ def _with_state(tree, source, function) -> Any:
     flat = _state_tree.flatten(source)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_masked)
     # A leaf in an NNX variable comes with the variable.
-    nodes = jax.tree.leaves(_state_tree.unmarked(source), is_leaf=_state_tree.is_variable)
+    nodes = jax.tree.leaves(
+        _state_tree.unmarked(source), is_leaf=_state_tree.is_variable
+    )
     for i in flat.positions():
         leaves[i] = jax.tree.map(function, nodes[i])
     return treedef.unflatten(leaves)
@@ -356,7 +375,11 @@ def _argument_without_state(argument, params):
     structure = jax.tree.structure(_without_state(params))
 
     def filled(arg):
-        return _with_state(arg, params, lax.stop_gradient) if jax.tree.structure(arg) == structure else arg
+        return (
+            _with_state(arg, params, lax.stop_gradient)
+            if jax.tree.structure(arg) == structure
+            else arg
+        )
 
     def function(*args, **kwargs):
         # `tx` differentiates by parameters alone on purpose, so the warning about that

@@ -11,10 +11,20 @@ import jax
 from .._jax import _mesh
 from .._jax._primitives import without_numpy
 from ..dot import shared
-from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree, checked, read_states, some
+from ..recipes import (
+    AmaxReduction,
+    OperandOptions,
+    QuantizerState,
+    _state_tree,
+    checked,
+    read_states,
+    some,
+)
 
 
-def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = None) -> Any:
+def quantize_params(
+    params: Any, state: Any, recipe: Any, where: str | None = None
+) -> Any:
     """Quantize the kernels of `params` once; `dot_general`, `ragged_dot` and the layers
     of jaxfp8 reuse the codes.
 
@@ -62,13 +72,19 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
             does not fit the recipe; `state` and `where` are both None; the recipe keeps
             kernels in high precision.
     """
-    tree, recipe = _state_tree.flatten(params), checked("quantize_params: recipe", recipe)
+    tree, recipe = (
+        _state_tree.flatten(params),
+        checked("quantize_params: recipe", recipe),
+    )
     quantizer, reduce = recipe.quantizers()[1], AmaxReduction.for_recipe(recipe)
     if not quantizer.has_one_scale and quantizer.block is None:
         raise ValueError(
             f"quantize_params: recipe: expected kernels in FP8 with one scale, or one for each block, got {recipe!r}"
         )
-    matches = [where is None or re.fullmatch(where, tree.name(i)) is not None for i in range(len(tree.leaves))]
+    matches = [
+        where is None or re.fullmatch(where, tree.name(i)) is not None
+        for i in range(len(tree.leaves))
+    ]
     # 1. Find the kernels, and the state of each.
     if state is None:
         if where is None:
@@ -99,7 +115,12 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
             else f"quantize_params: where: no path in params matches {where!r}; paths are such as {tree.name(0)!r}"
         )
     # 2. Quantize them; other parameters stay.
-    return tree.replace({i: _quantized(quantizer, tree.leaves[i], old, reduce) for i, old in states.items()})
+    return tree.replace(
+        {
+            i: _quantized(quantizer, tree.leaves[i], old, reduce)
+            for i, old in states.items()
+        }
+    )
 
 
 def _quantized(quantizer, kernel, state, reduce):
@@ -122,7 +143,10 @@ def _states_of_kernels(tree, state, quantizer):
     """Yield the position of each kernel in the tree that has state, and its
     QuantizerState.
     """
-    states, positions = _state_tree.flatten(state), {path: i for i, path in enumerate(tree.paths)}
+    states, positions = (
+        _state_tree.flatten(state),
+        {path: i for i, path in enumerate(tree.paths)},
+    )
     for pair in states.quantizers:
         paths = _kernel_paths(states.paths[pair.amax_history])
         position = next((positions[path] for path in paths if path in positions), None)

@@ -53,7 +53,9 @@ def max_grad(tree: Tree) -> Tree:
     # 1. Cast all state. A second cast of a leaf gives the same array, so that all its
     #    uses meet there.
     def cast(leaf):
-        if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(
+            leaf.dtype, jnp.floating
+        ):
             return leaf  # not differentiated, or already cast
         return _compat.to_max(leaf)
 
@@ -65,18 +67,30 @@ def max_grad(tree: Tree) -> Tree:
     products = _reading.stacked_products(flat)
     positions = [[q.positions() for q in quantizers] for quantizers in products]
     readings = _reading.read(jax.tree.map(state.get, positions)) if products else []
-    state |= {i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i])) for i in jax.tree.leaves(positions)}
-    state |= {quantizers[-1].scale: reading for quantizers, reading in zip(products, readings, strict=True)}
+    state |= {
+        i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i]))
+        for i in jax.tree.leaves(positions)
+    }
+    state |= {
+        quantizers[-1].scale: reading
+        for quantizers, reading in zip(products, readings, strict=True)
+    }
     return flat.replace(state)
 
 
-def apply_with_max_grad(apply: Callable[..., Any], variables: Tree, *args: Any, **options: Any) -> Any:
+def apply_with_max_grad(
+    apply: Callable[..., Any], variables: Tree, *args: Any, **options: Any
+) -> Any:
     """Call the `apply` of a Flax model with state as `max_grad` leaves it."""
     return without_max(apply(max_grad(variables), *args, **options))
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, *, allow_int: bool = False
+    loss_fn: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Differentiate as `jax.value_and_grad` does, with right FP8 state in any loop.
 
@@ -108,9 +122,13 @@ def value_and_grad(
         args = [max_grad(arg) if i in casts else arg for i, arg in enumerate(args)]
         return without_max(loss_fn(*args, **kwargs))
 
-    differentiated = jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
+    differentiated = jax.value_and_grad(
+        loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int
+    )
     # JAX takes gradients by the dtype of cast state where it takes them by integers.
-    of_cast_state = jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=True)
+    of_cast_state = jax.value_and_grad(
+        loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=True
+    )
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
@@ -132,7 +150,9 @@ def named_errors(function: str):
         # No type tells these errors from others: JAX raises many for a dtype that its
         # arithmetic does not know. It differentiates with respect to floats alone.
         is_about_cast = str(_compat.MAX_DTYPE) in str(error)
-        if is_about_cast and str(error).startswith(("grad requires", "value_and_grad requires")):
+        if is_about_cast and str(error).startswith(
+            ("grad requires", "value_and_grad requires")
+        ):
             raise TypeError(
                 f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got one by jax.grad with respect to "
                 "variables whose FP8 state the gradient around it has cast; in place of jax.grad(loss)(variables) "
@@ -146,7 +166,10 @@ def named_errors(function: str):
                 "and the same as vjp_variables of flax.linen.vjp"
             ) from error
         # Outside of jit its arrays of such a dtype have no methods.
-        is_abstract = isinstance(error, NotImplementedError) and _raised_in(error) in _compat.METHODS_OF_ARRAYS
+        is_abstract = (
+            isinstance(error, NotImplementedError)
+            and _raised_in(error) in _compat.METHODS_OF_ARRAYS
+        )
         if is_about_cast or is_abstract:
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
@@ -174,13 +197,24 @@ def _is_of_equinox(error) -> bool:
     """
     # A `jit` takes the frames of libraries off the traceback; JAX gives the line of the
     # operation as the cause.
-    last_frames = (list(traceback.walk_tb(e.__traceback__))[-1:] for e in (error, error.__cause__) if e is not None)
-    files = (pathlib.Path(frame.f_code.co_filename) for [(frame, _)] in filter(None, last_frames))
+    last_frames = (
+        list(traceback.walk_tb(e.__traceback__))[-1:]
+        for e in (error, error.__cause__)
+        if e is not None
+    )
+    files = (
+        pathlib.Path(frame.f_code.co_filename)
+        for [(frame, _)] in filter(None, last_frames)
+    )
     return any(not {"equinox", "diffrax"}.isdisjoint(file.parts) for file in files)
 
 
 def grad(
-    loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, *, allow_int: bool = False
+    loss_fn: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Differentiate as `jax.grad` does, with right FP8 state in any loop; see
     `jaxfp8.value_and_grad`.
@@ -214,8 +248,15 @@ def fork(state: Any) -> Any:
         `(state, state)`.
     """
     leaves, tree = jax.tree.flatten(state)
-    pairs = [(leaf, leaf) if _compat.is_max(leaf) else _fork(shared(leaf).astype(leaf.dtype)) for leaf in leaves]
-    return tuple(tree.unflatten(list(handles)) for handles in zip(*pairs, strict=True)) if pairs else (state, state)
+    pairs = [
+        (leaf, leaf) if _compat.is_max(leaf) else _fork(shared(leaf).astype(leaf.dtype))
+        for leaf in leaves
+    ]
+    return (
+        tuple(tree.unflatten(list(handles)) for handles in zip(*pairs, strict=True))
+        if pairs
+        else (state, state)
+    )
 
 
 @jax.custom_vjp

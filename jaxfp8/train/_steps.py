@@ -56,7 +56,9 @@ def naming_state(where: str, tx, params, opt_state, advice: str):
     try:
         yield
     except (ValueError, TypeError, AttributeError) as error:
-        if jax.tree.structure(opt_state) == jax.tree.structure(jax.eval_shape(tx.init, params)):
+        if jax.tree.structure(opt_state) == jax.tree.structure(
+            jax.eval_shape(tx.init, params)
+        ):
             raise
         raise ValueError(
             f"{where}: opt_state: expected the state that init of this optimizer gives for these params, got the state "
@@ -74,7 +76,10 @@ def begin(opt_state, tree):
     flat = _state_tree.flatten(tree)
     state = [flat.leaves[i] for i in flat.positions()]
     shapes = [leaf.shape for leaf in state]
-    if isinstance(opt_state, Accumulating) and [leaf.shape for leaf in opt_state.state] == shapes:
+    if (
+        isinstance(opt_state, Accumulating)
+        and [leaf.shape for leaf in opt_state.state] == shapes
+    ):
         return opt_state
     opt_state = inner(opt_state)
     if not state or not _all(optax.MultiStepsState, opt_state):
@@ -110,7 +115,10 @@ def finish(old, grads, before, after, updates):
     """
     # 1. See whether the wrapped optimizer rejected the step. Without MultiSteps, every
     #    other step stores its state.
-    was, now = (_all(optax.ApplyIfFiniteState, opt_state) for opt_state in (inner(before), after))
+    was, now = (
+        _all(optax.ApplyIfFiniteState, opt_state)
+        for opt_state in (inner(before), after)
+    )
     rejected = _rejected(was, now, updates) if was else None
     tree = _state_tree.flatten(old)
     if not isinstance(before, Accumulating):
@@ -119,7 +127,10 @@ def finish(old, grads, before, after, updates):
 
     # 2. See whether MultiSteps counted this mini-step, and whether it emitted an
     #    update.
-    was, now = _all(optax.MultiStepsState, inner(before)), _all(optax.MultiStepsState, after)
+    was, now = (
+        _all(optax.MultiStepsState, inner(before)),
+        _all(optax.MultiStepsState, after),
+    )
     emitted = _any_differs("gradient_step", was, now)
     counted = emitted | _any_differs("mini_step", was, now)
     is_stored = emitted
@@ -128,7 +139,10 @@ def finish(old, grads, before, after, updates):
     # 3. Take the max with the state of the mini-steps so far.
     positions, gradient = tree.positions(), _state_tree.flatten(grads).by_path()
     pairs = zip(positions, before.state, strict=True)
-    totals = [maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far))) for i, so_far in pairs]
+    totals = [
+        maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far)))
+        for i, so_far in pairs
+    ]
     # 4. Store the max in a step that emits an update; else carry the max on, without a
     #    step that did not count.
     new = tree.replace(dict(zip(positions, totals, strict=True)))
@@ -147,7 +161,9 @@ def _rejected(was, now, updates):
     After some rejections in a row `apply_if_finite` lets such gradients through: then
     the updates are not finite.
     """
-    all_finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)], bool))
+    all_finite = jnp.all(
+        jnp.array([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)], bool)
+    )
     return _any_differs("total_notfinite", was, now) & all_finite
 
 
@@ -157,17 +173,26 @@ def _all(kind, tree) -> list:
 
 
 def _any_differs(field, was, now):
-    differ = [getattr(a, field) != getattr(b, field) for a, b in zip(was, now, strict=True)]
+    differ = [
+        getattr(a, field) != getattr(b, field) for a, b in zip(was, now, strict=True)
+    ]
     return jnp.any(jnp.array(differ, bool))
 
 
 def _where(condition, old, tree):
     """Select `tree` where the condition holds, else the state of `old`, a flat tree."""
     new = _state_tree.flatten(tree).leaves
-    return old.replace({i: jnp.where(condition, new[i], old.leaves[i].astype(new[i].dtype)) for i in old.positions()})
+    return old.replace(
+        {
+            i: jnp.where(condition, new[i], old.leaves[i].astype(new[i].dtype))
+            for i in old.positions()
+        }
+    )
 
 
-def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = None) -> Tree:
+def accumulate_gradients(
+    acc: Tree, grads: Tree, *, weight: ArrayLike | None = None
+) -> Tree:
     """Add the gradients of one more microbatch.
 
         acc = jaxfp8.accumulate_gradients(acc, grads)                # acc is None or zeros at the start
@@ -202,7 +227,9 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
     if weight is not None:
         weight = _checks.array("accumulate_gradients", "weight", weight)
         if not jnp.isrealobj(weight):
-            raise TypeError(f"accumulate_gradients: weight: expected a real number, got {weight.dtype}")
+            raise TypeError(
+                f"accumulate_gradients: weight: expected a real number, got {weight.dtype}"
+            )
         _checks.shape("accumulate_gradients", "weight", weight, ())
     new = _state_tree.flatten(grads)
     if acc is None:
@@ -210,7 +237,9 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
     else:
         before = _state_tree.flatten(acc)
         if before.paths != new.paths:
-            odd = sorted({"/".join(path) for path in set(before.paths) ^ set(new.paths)})
+            odd = sorted(
+                {"/".join(path) for path in set(before.paths) ^ set(new.paths)}
+            )
             raise ValueError(
                 f"accumulate_gradients: acc: expected the structure of grads, got a tree that differs at {odd[:3]}; "
                 "start with None, or with zeros like the gradients"
@@ -234,7 +263,9 @@ def _add(acc, grad, weight):
     wide = np.promote_types(
         np.promote_types(acc.dtype, grad.dtype), np.float32
     )  # jnp's raises where promotion is strict
-    return (acc.astype(wide) + grad.astype(wide) * weight.astype(wide)).astype(acc.dtype)
+    return (acc.astype(wide) + grad.astype(wide) * weight.astype(wide)).astype(
+        acc.dtype
+    )
 
 
 @jax.jit  # one operation in the caller's program
@@ -250,6 +281,9 @@ def maximum(acc, grad):
     if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
         return jnp.maximum(acc, grad)
     distance = np.int32(0x00800000)
-    shifted = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) + distance for x in (acc, grad)]
+    shifted = [
+        lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) + distance
+        for x in (acc, grad)
+    ]
     bits = jnp.maximum(jnp.maximum(*shifted), distance) - distance
     return lax.bitcast_convert_type(bits, jnp.float32).astype(acc.dtype)

@@ -98,7 +98,9 @@ def update_state(old: Tree, new: Any) -> Tree:
         for argument, leaves in (("old", now), ("new", then)):
             _state_tree.slot_axis(f"update_state: {argument}: {q.name}", *leaves)
         _check_shapes(q.name, now, then)
-        kind = tuple((leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then)
+        kind = tuple(
+            (leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then
+        )
         alike.setdefault(kind, []).append((q.name, positions, now + then))
     # 2. Compute the next state of each group, and the factors by which the gradients
     #    were multiplied on their way.
@@ -112,16 +114,25 @@ def update_state(old: Tree, new: Any) -> Tree:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
             _check_shapes(before.name(i), [before.leaves[i]], [leaf])
-            old_leaf, leaf = before.leaves[i].astype(jnp.float32), leaf.astype(jnp.float32)
+            old_leaf, leaf = (
+                before.leaves[i].astype(jnp.float32),
+                leaf.astype(jnp.float32),
+            )
             values[i] = _next_user_state(old_leaf, leaf)
             if not isinstance(leaf, jax.core.Tracer):
-                least[before.name(i)] = jnp.minimum(jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0))
+                least[before.name(i)] = jnp.minimum(
+                    jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0)
+                )
     # 4. Outside of jit, report factors on the state and numbers below zero.
     factors = {
-        name: rows for names, of_group in _on_host(factors).items() for name, rows in zip(names, of_group, strict=True)
+        name: rows
+        for names, of_group in _on_host(factors).items()
+        for name, rows in zip(names, of_group, strict=True)
     }
     if any(np.isnan(rows).any() for rows in factors.values()):
-        raise ValueError(f"update_state: old: {_below_zero.describe(before)}{_below_zero.REPAIR}")
+        raise ValueError(
+            f"update_state: old: {_below_zero.describe(before)}{_below_zero.REPAIR}"
+        )
     _check_factors(factors)
     _check_not_negative(_on_host(least))
     return before.replace(values)
@@ -151,9 +162,15 @@ def _check_shapes(name, old, new):
     if shapes == expected:
         return
     is_per_example = [shape[1:] for shape in shapes] == expected
-    remedy = _PER_EXAMPLE.format(count=shapes[0][0]) if is_per_example else "pass the gradient with respect to old"
+    remedy = (
+        _PER_EXAMPLE.format(count=shapes[0][0])
+        if is_per_example
+        else "pass the gradient with respect to old"
+    )
     expected, shapes = (" and ".join(map(str, each)) for each in (expected, shapes))
-    raise ValueError(f"update_state: new: {name}: expected the shapes of old, {expected}, got {shapes}; {remedy}")
+    raise ValueError(
+        f"update_state: new: {name}: expected the shapes of old, {expected}, got {shapes}; {remedy}"
+    )
 
 
 @jax.jit
@@ -178,22 +195,30 @@ def _next_quantizers(quantizers):
     #    step.
     axis = _state_tree.slot_axis("update_state", *quantizers[0][:2])
     columns = [
-        [jnp.moveaxis(x, axis, -1).astype(jnp.float32) for x in leaves] for leaves in zip(*quantizers, strict=True)
+        [jnp.moveaxis(x, axis, -1).astype(jnp.float32) for x in leaves]
+        for leaves in zip(*quantizers, strict=True)
     ]
     # 2. Find the numbers to write, six of each row as `write_histories` takes them.
     *numbers, factors = _next_numbers(*map(_stacked, columns))
     recorded = jnp.concatenate(numbers, axis=-1)
     unread = ops.READING_NUMBERS - len(numbers)
-    recorded = lax.pad(recorded, np.float32(0), [(0, 0, 0)] * (recorded.ndim - 1) + [(0, unread, 0)])
+    recorded = lax.pad(
+        recorded, np.float32(0), [(0, 0, 0)] * (recorded.ndim - 1) + [(0, unread, 0)]
+    )
     recorded = jnp.moveaxis(recorded, 0, -2)
     # 3. Write the histories and scales, as those of products that one call takes.
     pairs = list(zip(*columns[:2], strict=True))
-    calls = [slice(start, start + ops.MAX_QUANTIZERS) for start in range(0, len(pairs), ops.MAX_QUANTIZERS)]
+    calls = [
+        slice(start, start + ops.MAX_QUANTIZERS)
+        for start in range(0, len(pairs), ops.MAX_QUANTIZERS)
+    ]
     rows = [recorded[..., call, :] for call in calls]
     rows = [row.reshape(*row.shape[:-2], -1) for row in rows]
     written = ops.write_histories([pairs[call] for call in calls], rows)
     histories, scales = zip(*itertools.chain.from_iterable(written), strict=True)
-    return *([jnp.moveaxis(x, -1, axis) for x in leaves] for leaves in (histories, scales)), factors
+    return *(
+        [jnp.moveaxis(x, -1, axis) for x in leaves] for leaves in (histories, scales)
+    ), factors
 
 
 def _stacked(leaves):
@@ -236,21 +261,35 @@ def _next_numbers(history, old_scale, new_history, new_scale):
         oldest = newest
     expected, new_tail, from_old, from_rolled = tails
     oldest = _entry_bits(oldest)
-    is_below_zero = (jnp.maximum(expected, oldest) == _INF_BITS) | _scaling.below_zero(old_scale)
+    is_below_zero = (jnp.maximum(expected, oldest) == _INF_BITS) | _scaling.below_zero(
+        old_scale
+    )
     is_empty = jnp.maximum(expected, oldest) == 0
     expected, new_tail = _scaling.from_bits(expected), _scaling.from_bits(new_tail)
-    touched = jnp.isfinite(new_tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0) & ~is_below_zero
+    touched = (
+        jnp.isfinite(new_tail)
+        & jnp.isfinite(amax)
+        & jnp.isfinite(new_scale)
+        & (new_scale != 0)
+        & ~is_below_zero
+    )
     amax = _scaling.clean(amax)
     # A second optimizer, or a second gradient at one point, finds the step stored: tail
     # and scale equal those of old.
-    is_done = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
+    is_done = (
+        touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
+    )
     touched &= ~is_done
 
     # 3. Find the factor of each row: from the tail of the history, or while the history
     #    is empty from the scale.
-    by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
+    by_scale = jnp.where(
+        is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1)
+    )
     by_tail = jnp.sign(new_scale) * new_tail / jnp.maximum(expected, _TINY)
-    factor = jnp.where(touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1))
+    factor = jnp.where(
+        touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1)
+    )
 
     # 4. Undo a factor that loss scales and sums make, in amax and scale. Without one
     #    nothing is divided: a division by
@@ -303,7 +342,12 @@ def _max(columns):
     reads the results.
     """
     zeros = (np.int32(0),) * len(columns)
-    reduced = lax.reduce(columns, zeros, lambda a, b: list(map(jnp.maximum, a, b)), (columns[0].ndim - 1,))
+    reduced = lax.reduce(
+        columns,
+        zeros,
+        lambda a, b: list(map(jnp.maximum, a, b)),
+        (columns[0].ndim - 1,),
+    )
     return [x[..., None] for x in reduced]
 
 
@@ -318,7 +362,9 @@ def _is_power_of_two_or_sum(factor):
     """Tell whether loss scaling, by a power of two, or a sum over uses, by a whole
     number, makes this factor.
     """
-    is_sum = (factor > 1.5) & (jnp.abs(factor - jnp.round(factor)) <= _TOLERANCE * factor)
+    is_sum = (factor > 1.5) & (
+        jnp.abs(factor - jnp.round(factor)) <= _TOLERANCE * factor
+    )
     return is_sum | _is_power_of_two(factor, _TOLERANCE)
 
 
@@ -332,7 +378,9 @@ def _factor_of_scale(old, new, amax):
     halves 7 times the root of one; or `new` is the smallest scale there is.
     """
     ratio = amax / (7 * jnp.abs(new))
-    is_current = _is_power_of_two(ratio, _EXACT) | _is_power_of_two(_ROOT * ratio, _EXACT)
+    is_current = _is_power_of_two(ratio, _EXACT) | _is_power_of_two(
+        _ROOT * ratio, _EXACT
+    )
     is_current |= jnp.abs(new) <= _scaling.MIN_SCALE
     return jnp.where(is_current, jnp.float32(1), new / old)
 
@@ -361,8 +409,14 @@ def _on_host(values):
     Values that other processes cannot see are left out, because one process must not
     raise alone.
     """
-    concrete = {name: x for name, x in values.items() if not isinstance(x, jax.core.Tracer)}
-    concrete = {name: x for name, x in concrete.items() if x.is_fully_addressable or x.is_fully_replicated}
+    concrete = {
+        name: x for name, x in values.items() if not isinstance(x, jax.core.Tracer)
+    }
+    concrete = {
+        name: x
+        for name, x in concrete.items()
+        if x.is_fully_addressable or x.is_fully_replicated
+    }
     return jax.device_get(concrete)
 
 
@@ -389,9 +443,20 @@ def _check_factors(factors):
         bad = ~(np.abs(factor - 1) <= _TOLERANCE)
         if bad.any():
             worst = factor[bad][0]
-            row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}" if factor.size > 1 else ""
-            cause = "summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled"
-            raise ValueError(_FACTOR.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)
+            row = (
+                f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}"
+                if factor.size > 1
+                else ""
+            )
+            cause = (
+                "summed over uses or devices"
+                if worst > 1
+                else "averaged, clipped or unscaled"
+            )
+            raise ValueError(
+                _FACTOR.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause)
+                + _REMEDIES
+            )
 
 
 _NEGATIVE = (

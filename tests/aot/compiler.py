@@ -32,4 +32,6 @@ def run(module: str, *arguments: str, cuda: int = 13) -> str:
     """
     path = f"{_folder(cuda)}{os.pathsep}{another_process.PATH}"
     environment = {"XLA_FLAGS": None, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    return another_process.python("-m", f"aot.{module}", *arguments, **environment).stdout
+    return another_process.python(
+        "-m", f"aot.{module}", *arguments, **environment
+    ).stdout

@@ -7,7 +7,11 @@ import pytest
 from . import compiler
 
 
-@pytest.fixture(scope="module", params=[13, pytest.param(12, marks=pytest.mark.slow)], ids=["cuda13", "cuda12"])
+@pytest.fixture(
+    scope="module",
+    params=[13, pytest.param(12, marks=pytest.mark.slow)],
+    ids=["cuda13", "cuda12"],
+)
 def on_h200(request):
     """`compiler.run`; skips where there is no compiler."""
     return compiler_of(request.param)
@@ -25,7 +29,9 @@ def counts(on_h200, request):
     names, on its `GPU`.
     """
     gpu = getattr(request.module, "GPU", "h200")
-    return json.loads(on_h200("programs", "--quickly", "--gpu", gpu, request.module.GROUP))
+    return json.loads(
+        on_h200("programs", "--quickly", "--gpu", gpu, request.module.GROUP)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,24 @@ COLLECTIVES = {
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 }  # fmt: skip
-_MOVES = {"concatenate", "copy", "dynamic-slice", "dynamic-update-slice", "pad", "reverse", "slice", "transpose"}
-_FREE_OF_MEMORY = {"bitcast", "constant", "get-tuple-element", "parameter", "reshape", "tuple"}
+_MOVES = {
+    "concatenate",
+    "copy",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "pad",
+    "reverse",
+    "slice",
+    "transpose",
+}
+_FREE_OF_MEMORY = {
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "parameter",
+    "reshape",
+    "tuple",
+}
 _GEMM_TARGETS = re.compile(r"__cublas\$|jaxfp8_\w*matmul_")
 
 
@@ -89,15 +105,23 @@ def launches(module: hlo.Module) -> list[Launch]:
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
             if opcode == "while":
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.rest)
+                trips = re.search(
+                    r'"known_trip_count":\{"n":"(\d+)"\}', instruction.rest
+                )
                 if not trips:
-                    raise ValueError(f"{instruction.name}: a loop whose trip count the program does not say")
+                    raise ValueError(
+                        f"{instruction.name}: a loop whose trip count the program does not say"
+                    )
                 (body,) = instruction.called("body")
                 visit(module.computations[body], times * int(trips[1]), True)
             elif opcode == "conditional":
                 if module.taken is None:
-                    raise ValueError(f"{instruction.name}: which branch runs is not known")
-                (branch,) = instruction.called("true_computation" if module.taken else "false_computation")
+                    raise ValueError(
+                        f"{instruction.name}: which branch runs is not known"
+                    )
+                (branch,) = instruction.called(
+                    "true_computation" if module.taken else "false_computation"
+                )
                 visit(module.computations[branch], times, in_loop)
             elif opcode in ("call", "async-start"):
                 (called,) = instruction.called("to_apply", "calls")
@@ -115,7 +139,11 @@ def launches(module: hlo.Module) -> list[Launch]:
 
 def _launch(module, computation, instruction, times, in_loop) -> Launch:
     kind = instruction.opcode.removesuffix("-start")
-    body = module.computations[instruction.attribute("calls")] if kind == "fusion" else None
+    body = (
+        module.computations[instruction.attribute("calls")]
+        if kind == "fusion"
+        else None
+    )
     is_gemm, is_fp8 = _gemm(computation, instruction, body)
     return Launch(
         instruction=instruction,
@@ -136,7 +164,10 @@ def _gemm(computation, instruction, body) -> tuple[bool, bool]:
         around = body or computation
         target = inside.attribute("custom_call_target") or ""
         if inside.opcode == "dot" or _GEMM_TARGETS.match(target):
-            factors = [around.instructions[name].arrays[0].dtype for name in inside.operands[:2]]
+            factors = [
+                around.instructions[name].arrays[0].dtype
+                for name in inside.operands[:2]
+            ]
             return True, all(dtype.startswith("f8") for dtype in factors)
     return False, False
 
@@ -156,14 +187,23 @@ def results(computation, instruction) -> tuple[hlo.Array, ...]:
     """The arrays that a launch writes; the type of `x-start` has operands as well, that
     of its `x-done` has not.
     """
-    while not instruction.opcode.endswith("-done") and instruction.opcode.endswith(("-start", "-update")):
-        instruction = next(i for i in computation.users[instruction.name] if i.opcode.endswith(("-done", "-update")))
+    while not instruction.opcode.endswith("-done") and instruction.opcode.endswith(
+        ("-start", "-update")
+    ):
+        instruction = next(
+            i
+            for i in computation.users[instruction.name]
+            if i.opcode.endswith(("-done", "-update"))
+        )
     return instruction.arrays
 
 
 def _bytes(computation, instruction, kind, body) -> int:
     if body is None:
-        operands = [computation.instructions[name] for name in dict.fromkeys(instruction.operands)]
+        operands = [
+            computation.instructions[name]
+            for name in dict.fromkeys(instruction.operands)
+        ]
         if kind in ("slice", "dynamic-slice"):
             return 2 * instruction.arrays[0].bytes
         if kind == "dynamic-update-slice":
@@ -174,7 +214,11 @@ def _bytes(computation, instruction, kind, body) -> int:
     for name, parameter in zip(instruction.operands, body.parameters, strict=True):
         read[name] = max(read.get(name, 0), _read(body, parameter))
     root = body.root
-    written = [body.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    written = (
+        [body.instructions[name] for name in root.operands]
+        if root.opcode == "tuple"
+        else [root]
+    )
     return sum(read.values()) + sum(_written(body, result) for result in written)
 
 
@@ -196,7 +240,9 @@ def _read(body, parameter) -> int:
 def _written(body, result) -> int:
     while result.opcode == "bitcast":
         result = body.instructions[result.operands[0]]
-    if result.opcode == "dynamic-update-slice" and _is_parameter(body, result.operands[0]):
+    if result.opcode == "dynamic-update-slice" and _is_parameter(
+        body, result.operands[0]
+    ):
         result = body.instructions[result.operands[1]]
     return sum(a.bytes for a in result.arrays)
 
@@ -221,22 +267,33 @@ def reads(module: hlo.Module, argument: str) -> int:
     entry = module.entry
     found = [p for p in entry.parameters if p.op_name.endswith(argument)]
     if len(found) != 1:
-        raise ValueError(f"{argument}: expected one argument, found {[p.op_name for p in entry.parameters]}")
+        raise ValueError(
+            f"{argument}: expected one argument, found {[p.op_name for p in entry.parameters]}"
+        )
     (parameter,) = found
     size = parameter.arrays[0].elements
-    launched = {launch.instruction.name: launch for launch in launches(module) if launch.computation is entry}
+    launched = {
+        launch.instruction.name: launch
+        for launch in launches(module)
+        if launch.computation is entry
+    }
     versions, count = {parameter.name}, 0
     for instruction in entry.instructions.values():
         if not versions & set(instruction.operands):
             continue
         launch = launched.get(instruction.name)
         if launch is None:
-            if instruction.opcode == "get-tuple-element" and instruction.arrays[0].elements != size:
+            if (
+                instruction.opcode == "get-tuple-element"
+                and instruction.arrays[0].elements != size
+            ):
                 continue
             versions.add(instruction.name)
         elif not launch.is_gemm:
             count += 1
-            others = (entry.instructions[n] for n in instruction.operands if n not in versions)
+            others = (
+                entry.instructions[n] for n in instruction.operands if n not in versions
+            )
             alone = all(a.elements < size for other in others for a in other.arrays)
             if alone and any(a.elements == size for a in results(entry, instruction)):
                 versions.add(instruction.name)
@@ -262,9 +319,16 @@ def collectives(module: hlo.Module) -> list[Collective]:
     for launch in launches(module):
         if not launch.is_collective:
             continue
-        instruction, arrays = launch.instruction, results(launch.computation, launch.instruction)
+        instruction, arrays = (
+            launch.instruction,
+            results(launch.computation, launch.instruction),
+        )
         if launch.kind == "reduce-scatter":
-            arrays = [a for name in instruction.operands for a in launch.computation.instructions[name].arrays]
+            arrays = [
+                a
+                for name in instruction.operands
+                for a in launch.computation.instructions[name].arrays
+            ]
         reducer = instruction.attribute("to_apply")
         found.append(
             Collective(
@@ -293,10 +357,18 @@ def summary(text: str, tensors=(), taken: bool | None = None) -> dict:
 
     return {
         "launches": total(lambda launch: 1),
-        "kinds": dict(sum((Counter({launch.kind: launch.times}) for launch in launched), Counter())),
+        "kinds": dict(
+            sum(
+                (Counter({launch.kind: launch.times}) for launch in launched), Counter()
+            )
+        ),
         "gemms": total(lambda launch: 1, gemms),
         "fp8_gemms": total(lambda launch: launch.is_fp8, gemms),
-        "bytes": total(lambda launch: launch.bytes * (not launch.is_gemm and not launch.is_collective)),
+        "bytes": total(
+            lambda launch: (
+                launch.bytes * (not launch.is_gemm and not launch.is_collective)
+            )
+        ),
         "copies": total(lambda launch: launch.is_copy),
         "copied_bytes": total(lambda launch: launch.is_copy * launch.bytes),
         "reads": [reads(module, name) for name in tensors],
@@ -314,4 +386,6 @@ def residual_bytes(function, *arguments) -> int:
     runs.
     """
     _, vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a), *arguments)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp)
+    )

@@ -30,14 +30,30 @@ def compiled(fp8, place):
 
     def product(x, kernels, sizes, state):
         if fp8:
-            return jaxfp8.ragged_dot(x, kernels, sizes, recipe=RECIPE, state=state, preferred_element_type=jnp.bfloat16)
-        return jax.lax.ragged_dot(x, kernels.astype(jnp.bfloat16), sizes, preferred_element_type=jnp.bfloat16)
+            return jaxfp8.ragged_dot(
+                x,
+                kernels,
+                sizes,
+                recipe=RECIPE,
+                state=state,
+                preferred_element_type=jnp.bfloat16,
+            )
+        return jax.lax.ragged_dot(
+            x, kernels.astype(jnp.bfloat16), sizes, preferred_element_type=jnp.bfloat16
+        )
 
     def step(x, kernels, sizes, state, grad):
-        y, vjp = jax.vjp(lambda x, kernels, state: product(x, kernels, sizes, state), x, kernels, state)
+        y, vjp = jax.vjp(
+            lambda x, kernels, state: product(x, kernels, sizes, state),
+            x,
+            kernels,
+            state,
+        )
         return y, vjp(grad)
 
-    state = jax.tree.map(lambda leaf: of_shape(leaf.shape, leaf.dtype), jaxfp8.init_state(RECIPE))
+    state = jax.tree.map(
+        lambda leaf: of_shape(leaf.shape, leaf.dtype), jaxfp8.init_state(RECIPE)
+    )
     operands = (
         of_shape((ROWS, WIDTH), jnp.bfloat16, AXES),
         of_shape((EXPERTS, WIDTH, HIDDEN), jnp.float32, None, AXES),
@@ -45,25 +61,40 @@ def compiled(fp8, place):
         state,
         of_shape((ROWS, HIDDEN), jnp.bfloat16, AXES),
     )
-    x, kernels, _, _, grad = (jax.tree.map(lambda leaf: leaf.sharding, operand) for operand in operands)
+    x, kernels, _, _, grad = (
+        jax.tree.map(lambda leaf: leaf.sharding, operand) for operand in operands
+    )
     whole = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(step, out_shardings=(grad, (x, kernels, whole))).lower(*operands).compile()
+    return (
+        jax.jit(step, out_shardings=(grad, (x, kernels, whole)))
+        .lower(*operands)
+        .compile()
+    )
 
 
 def main():
     mesh, report = gpus("h200", (4, 2)), {}
-    of_shards = collectives(compiled(True, lambda *axes: NamedSharding(mesh, P(*axes))).as_text())
-    report["fsdp"] = [{"kind": c.kind, "bytes": c.bytes, "what": str(c)} for c in of_shards]
+    of_shards = collectives(
+        compiled(True, lambda *axes: NamedSharding(mesh, P(*axes))).as_text()
+    )
+    report["fsdp"] = [
+        {"kind": c.kind, "bytes": c.bytes, "what": str(c)} for c in of_shards
+    ]
     for fp8 in (True, False):
-        program = compiled(fp8, lambda *axes: SingleDeviceSharding(mesh.devices.flat[0]))
+        program = compiled(
+            fp8, lambda *axes: SingleDeviceSharding(mesh.devices.flat[0])
+        )
         text = program.as_text()
         report["fp8" if fp8 else "bf16"] = {
-            "custom_calls": Counter(re.findall(r'custom_call_target="jaxfp8_(\w+)_v\d+"', text)),
+            "custom_calls": Counter(
+                re.findall(r'custom_call_target="jaxfp8_(\w+)_v\d+"', text)
+            ),
             "while_loops": len(re.findall(r" while\(", text)),
             "dots": len(re.findall(r" dot\(|__cublas|__triton_gemm", text)),
             "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
             "largest": max(
-                math.prod(map(int, shape.split(","))) for shape in re.findall(r"\b[a-z]+\d+\w*\[([\d,]+)\]", text)
+                math.prod(map(int, shape.split(",")))
+                for shape in re.findall(r"\b[a-z]+\d+\w*\[([\d,]+)\]", text)
             ),
         }
     print(json.dumps(report))

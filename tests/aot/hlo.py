@@ -25,7 +25,11 @@ class Array(NamedTuple):
     @property
     def bytes(self) -> int:
         bits = _BITS.get(self.dtype)
-        return self.elements * (int(re.match(r"[a-z]+(\d+)", self.dtype)[1]) if bits is None else bits) // 8
+        return (
+            self.elements
+            * (int(re.match(r"[a-z]+(\d+)", self.dtype)[1]) if bits is None else bits)
+            // 8
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +86,10 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
         """In the order of their numbers."""
-        return sorted((i for i in self.instructions.values() if i.opcode == "parameter"), key=lambda i: int(i.text))
+        return sorted(
+            (i for i in self.instructions.values() if i.opcode == "parameter"),
+            key=lambda i: int(i.text),
+        )
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
@@ -128,7 +135,10 @@ def parse(text: str) -> Module:
 
 def arrays(text: str) -> tuple[Array, ...]:
     """The arrays in the text of a type: `(f32[2,3]{1,0}, s32[])` has two."""
-    return tuple(Array(dtype, sizes(of)) for dtype, of in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text))
+    return tuple(
+        Array(dtype, sizes(of))
+        for dtype, of in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text)
+    )
 
 
 def sizes(text: str) -> tuple[int, ...]:

@@ -42,8 +42,14 @@ CASES = {
     "bf16": (nn.Dense(SIZE, param_dtype=jnp.bfloat16, **OPTIONS), as_it_is),
     "fp8": (own(), as_it_is),
     "frozen": (own(), frozen),
-    "fp8 drop-in": (nn.Dense(SIZE, dot_general_cls=jaxfp8.Fp8DotGeneral, **OPTIONS), as_it_is),
-    "frozen drop-in": (nn.Dense(SIZE, dot_general_cls=jaxfp8.Fp8DotGeneral, **OPTIONS), frozen),
+    "fp8 drop-in": (
+        nn.Dense(SIZE, dot_general_cls=jaxfp8.Fp8DotGeneral, **OPTIONS),
+        as_it_is,
+    ),
+    "frozen drop-in": (
+        nn.Dense(SIZE, dot_general_cls=jaxfp8.Fp8DotGeneral, **OPTIONS),
+        frozen,
+    ),
     "frozen current": (own(programs.RECIPES["current"]), frozen),
     "frozen row-wise": (own(programs.RECIPES["row-wise"]), frozen),
     "frozen block": (own(programs.RECIPES["block"]), frozen),
@@ -56,19 +62,29 @@ def report(model, make) -> dict:
     """What is in the program of one forward pass."""
     x = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16)
     variables = make(model, jax.eval_shape(model.init, jax.random.key(0), x), x)
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))
+    weights = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables)
+    )
     lowered = jax.jit(model.apply).lower(*programs.on_one((variables, x)))
     compiled = lowered.compile(programs.LIBRARY_GEMMS | programs.QUICKLY)
     # A conditional takes the amax of a tensor whose history is empty, which that of a
     # trained model is not.
     text = compiled.as_text()
-    return count.summary(text, taken=False) | {"weights": weights, "conditionals": text.count(" conditional(")}
+    return count.summary(text, taken=False) | {
+        "weights": weights,
+        "conditionals": text.count(" conditional("),
+    }
 
 
 def report_op(op) -> dict:
     """What is in the program of an op that quantizes x from no amax so far."""
-    operands = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
-    lowered = jax.jit(lambda x, scale: op(x, scale, jnp.float8_e4m3fn)).lower(*programs.on_one(operands))
+    operands = (
+        jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    )
+    lowered = jax.jit(lambda x, scale: op(x, scale, jnp.float8_e4m3fn)).lower(
+        *programs.on_one(operands)
+    )
     return count.summary(lowered.compile(programs.QUICKLY).as_text())
 
 

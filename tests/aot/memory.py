@@ -27,7 +27,17 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxfp8
 from jaxfp8.ops import _ffi
 
-from .programs import DENSES, HIDDEN, LAYERS, LIBRARY_GEMMS, QUICKLY, STATE, TOKENS, WIDTH, gpus
+from .programs import (
+    DENSES,
+    HIDDEN,
+    LAYERS,
+    LIBRARY_GEMMS,
+    QUICKLY,
+    STATE,
+    TOKENS,
+    WIDTH,
+    gpus,
+)
 
 EXPERTS, EXPERT_HIDDEN = 16, 2048
 DELAYED, KEPT = (
@@ -46,17 +56,27 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         if self.candidate in DENSES:
-            dense = functools.partial(DENSES[self.candidate], use_bias=False, dtype=jnp.bfloat16)
+            dense = functools.partial(
+                DENSES[self.candidate], use_bias=False, dtype=jnp.bfloat16
+            )
         else:
             recipe = RECIPES[self.candidate]
-            dense = functools.partial(jaxfp8.linen.Dense, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
+            dense = functools.partial(
+                jaxfp8.linen.Dense, recipe=recipe, use_bias=False, dtype=jnp.bfloat16
+            )
         norm = functools.partial(nn.remat(nn.RMSNorm), dtype=jnp.bfloat16)
         h = norm(name="norm_attention")(x)
-        q, k, v = dense(WIDTH, name="q")(h), dense(WIDTH // 4, name="k")(h), dense(WIDTH // 4, name="v")(h)
+        q, k, v = (
+            dense(WIDTH, name="q")(h),
+            dense(WIDTH // 4, name="k")(h),
+            dense(WIDTH // 4, name="v")(h),
+        )
         x = x + dense(WIDTH, name="o")(q + jnp.concatenate([k, v, v, k], axis=-1))
         h = norm(name="norm_mlp")(x)
         if self.candidate.startswith("fused"):
-            mlp = jaxfp8.linen.GatedMLP(HIDDEN, recipe=recipe, use_bias=False, dtype=jnp.bfloat16, name="mlp")
+            mlp = jaxfp8.linen.GatedMLP(
+                HIDDEN, recipe=recipe, use_bias=False, dtype=jnp.bfloat16, name="mlp"
+            )
             return x + mlp(h), None
         hidden = nn.silu(dense(HIDDEN, name="gate")(h)) * dense(HIDDEN, name="up")(h)
         return x + dense(WIDTH, name="down")(hidden), None
@@ -68,7 +88,9 @@ class Llama(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes = {"params": 0, STATE: 0}
-        scanned = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=LAYERS)
+        scanned = nn.scan(
+            Block, variable_axes=axes, split_rngs={"params": True}, length=LAYERS
+        )
         return scanned(self.candidate, name="layers")(x, None)[0]
 
 
@@ -82,15 +104,27 @@ class Experts(nn.Module):
         sizes = jnp.full((EXPERTS,), TOKENS // EXPERTS, jnp.int32)
 
         def product(name, x, shape):
-            kernel = self.param(name, nn.initializers.normal(), (EXPERTS, *shape), jnp.float32)
+            kernel = self.param(
+                name, nn.initializers.normal(), (EXPERTS, *shape), jnp.float32
+            )
             if self.candidate == "bf16":
                 kernel = kernel.astype(jnp.bfloat16)
-                return jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.bfloat16)
-            state = self.variable(STATE, name, jaxfp8.init_state, RECIPES[self.candidate]).value
-            options = {"recipe": RECIPES[self.candidate], "state": state, "preferred_element_type": jnp.bfloat16}
+                return jax.lax.ragged_dot(
+                    x, kernel, sizes, preferred_element_type=jnp.bfloat16
+                )
+            state = self.variable(
+                STATE, name, jaxfp8.init_state, RECIPES[self.candidate]
+            ).value
+            options = {
+                "recipe": RECIPES[self.candidate],
+                "state": state,
+                "preferred_element_type": jnp.bfloat16,
+            }
             return jaxfp8.ragged_dot(x, kernel, sizes, **options)
 
-        both = product("wi", x, (WIDTH, 2 * EXPERT_HIDDEN)).reshape(-1, 2, EXPERT_HIDDEN)
+        both = product("wi", x, (WIDTH, 2 * EXPERT_HIDDEN)).reshape(
+            -1, 2, EXPERT_HIDDEN
+        )
         if self.candidate == "bf16":
             h = nn.silu(both[:, 0]) * both[:, 1]
         else:
@@ -99,7 +133,10 @@ class Experts(nn.Module):
 
 
 MODELS = {
-    "llama": (Llama, ("bf16", "flax", "own", "own, wgrad in bf16", "fused", "fused, FP8 kept")),
+    "llama": (
+        Llama,
+        ("bf16", "flax", "own", "own, wgrad in bf16", "fused", "fused, FP8 kept"),
+    ),
     "experts": (Experts, ("bf16", "fused", "fused, FP8 kept")),
 }
 
@@ -109,7 +146,9 @@ def compiled(model, quickly, folder):
     `folder`.
     """
     where = NamedSharding(gpus("h200", (1, 1)), P())
-    placed = functools.partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where))
+    placed = functools.partial(
+        jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
+    )
     x = placed(jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16))
     variables = placed(jax.eval_shape(model.init, jax.random.key(0), x))
 
@@ -122,9 +161,16 @@ def compiled(model, quickly, folder):
         y, grad = jax.lax.optimization_barrier((y, grad))
         return y, vjp(grad)
 
-    options = LIBRARY_GEMMS | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | (QUICKLY if quickly else {})
+    options = (
+        LIBRARY_GEMMS
+        | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        | (QUICKLY if quickly else {})
+    )
     program = jax.jit(step, out_shardings=where).lower(variables, x, x).compile(options)
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables.get(STATE, {})))
+    state = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(variables.get(STATE, {}))
+    )
     return program, state
 
 
@@ -136,7 +182,11 @@ def kind(shape: str) -> str:
     sizes = [int(size) for size in dimensions.split(",") if size]
     if not dtype.startswith("f8"):
         return dtype if dtype in ("bf16", "f32") else "other"
-    if TOKENS not in sizes and math.prod(sizes) % TOKENS == 0 and sizes[-1] != TOKENS // EXPERTS:
+    if (
+        TOKENS not in sizes
+        and math.prod(sizes) % TOKENS == 0
+        and sizes[-1] != TOKENS // EXPERTS
+    ):
         return "codes of kernels"
     return "transposed codes" if sizes[-1] == TOKENS else "codes"
 
@@ -146,7 +196,10 @@ def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
     XLA and the program's text.
     """
     ranges = {
-        name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S+\{[\d,]*\}):(\d+)-(\d+)", live_range, re.M)
+        name: (int(a), int(b))
+        for name, a, b in re.findall(
+            r"^    (\S+\{[\d,]*\}):(\d+)-(\d+)", live_range, re.M
+        )
     }
     # What a loop returns is the buffer that its last iteration wrote, and has a range
     # of its own from there on.
@@ -159,14 +212,21 @@ def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
     for allocation in re.split(r"^allocation ", assignment, flags=re.M):
         if "preallocated-temp" in allocation.partition("\n")[0]:
             values = re.findall(
-                r"value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=\d+\): (\w+\[[\d,]*\])", allocation
+                r"value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=\d+\): (\w+\[[\d,]*\])",
+                allocation,
             )
-            temporaries += [(ranges[name + (index or "{}")], int(size), shape) for name, index, size, shape in values]
+            temporaries += [
+                (ranges[name + (index or "{}")], int(size), shape)
+                for name, index, size, shape in values
+            ]
     alive = []
     for (begin, end), size, shape in temporaries:
         later = ends[end, shape]
         alive.append((begin, later.pop() if later else end, size, shape))
-    sums = {t: sum(size for begin, end, size, _ in alive if begin <= t <= end) for t in {row[0] for row in alive}}
+    sums = {
+        t: sum(size for begin, end, size, _ in alive if begin <= t <= end)
+        for t in {row[0] for row in alive}
+    }
     peak, kinds = max(sums, key=sums.get), Counter()
     for begin, end, size, shape in alive:
         if begin <= peak <= end:
@@ -184,18 +244,29 @@ def report(name: str, candidate: str, quickly=False) -> dict:
     return {
         "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
         "state_bytes": state,
-        "held": held(texts["buffer-assignment"], texts["live-range"], program.as_text()),
+        "held": held(
+            texts["buffer-assignment"], texts["live-range"], program.as_text()
+        ),
     }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--quickly", action="store_true")
     args = parser.parse_args()
     # nothing runs here: the build may have code for one GPU alone
     _ffi.cuda_architectures = list
-    print(json.dumps({m: {c: report(m, c, args.quickly) for c in MODELS[m][1]} for m in args.models}))
+    print(
+        json.dumps(
+            {
+                m: {c: report(m, c, args.quickly) for c in MODELS[m][1]}
+                for m in args.models
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

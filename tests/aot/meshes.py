@@ -35,9 +35,19 @@ LAYOUTS = {
 def dot(fp8, x, kernel, state):
     if fp8:
         return jaxfp8.dot_general(
-            x, kernel, ROWS_BY_COLUMNS, recipe=RECIPE, state=state, preferred_element_type=jnp.bfloat16
+            x,
+            kernel,
+            ROWS_BY_COLUMNS,
+            recipe=RECIPE,
+            state=state,
+            preferred_element_type=jnp.bfloat16,
         )
-    return jax.lax.dot_general(x, kernel.astype(jnp.bfloat16), ROWS_BY_COLUMNS, preferred_element_type=jnp.bfloat16)
+    return jax.lax.dot_general(
+        x,
+        kernel.astype(jnp.bfloat16),
+        ROWS_BY_COLUMNS,
+        preferred_element_type=jnp.bfloat16,
+    )
 
 
 def compiled(mesh, fp8, x, w1, w2, h) -> str:
@@ -61,9 +71,16 @@ def compiled(mesh, fp8, x, w1, w2, h) -> str:
     }
     states = {name: jaxfp8.init_state(RECIPE) for name in weights}
     states = jax.tree.map(lambda leaf: of_shape(leaf.shape, leaf.dtype, P()), states)
-    placed = ({name: leaf.sharding for name, leaf in weights.items()}, NamedSharding(mesh, P()))
+    placed = (
+        {name: leaf.sharding for name, leaf in weights.items()},
+        NamedSharding(mesh, P()),
+    )
     step = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=placed)
-    return step.lower(weights, states, of_shape((BATCH, LENGTH, WIDTH), jnp.bfloat16, x)).compile().as_text()
+    return (
+        step.lower(weights, states, of_shape((BATCH, LENGTH, WIDTH), jnp.bfloat16, x))
+        .compile()
+        .as_text()
+    )
 
 
 def scanned(mesh, in_shard_map, policy) -> str:
@@ -79,14 +96,24 @@ def scanned(mesh, in_shard_map, policy) -> str:
                 kernel = jax.lax.all_gather(kernel, AXES, axis=0, tiled=True)
             return jnp.tanh(dot(True, x, kernel, state)), None
 
-        layer = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        total = jnp.sum(jax.lax.scan(layer, x, (kernels, states))[0].astype(jnp.float32) ** 2)
+        layer = (
+            layer
+            if policy is None
+            else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        )
+        total = jnp.sum(
+            jax.lax.scan(layer, x, (kernels, states))[0].astype(jnp.float32) ** 2
+        )
         return jax.lax.psum(total, AXES) if in_shard_map else total
 
     step = jaxfp8.grad(loss, argnums=(0, 1))
     if in_shard_map:
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
-    states = jax.eval_shape(lambda: jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), jaxfp8.init_state(RECIPE)))
+    states = jax.eval_shape(
+        lambda: jax.tree.map(
+            lambda leaf: jnp.stack([leaf] * layers), jaxfp8.init_state(RECIPE)
+        )
+    )
     kernels = jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16)
     shardings = [NamedSharding(mesh, spec) for spec in specs]
@@ -113,7 +140,9 @@ def main():
             text = compiled(mesh, fp8, *layout)
             calls = Counter(re.findall(r'custom_call_target="jaxfp8_(\w+)_v\d+"', text))
             report[f"{name} {'fp8' if fp8 else 'bf16'}"] = {
-                "collectives": [dataclasses.asdict(c) | {"groups": []} for c in collectives(text)],
+                "collectives": [
+                    dataclasses.asdict(c) | {"groups": []} for c in collectives(text)
+                ],
                 "custom_calls": calls,
             }
     print(json.dumps(report))

@@ -40,7 +40,9 @@ def of_module(model, m=M):
 
 
 def of_nnx():
-    layer = nnx.Linear(K, N, dtype=BF16, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0))
+    layer = nnx.Linear(
+        K, N, dtype=BF16, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0)
+    )
     layer(jnp.zeros((M, K), BF16))
     graph, state = nnx.split(layer)
     shapes = jax.tree.map(lambda leaf: zeros(*leaf.shape, dtype=leaf.dtype), state)
@@ -49,13 +51,21 @@ def of_nnx():
 
 def of_product(product, x, kernel, result):
     state = jaxfp8.init_state(RECIPE)
-    return lambda x, kernel, state: product(x, kernel, recipe=RECIPE, state=state), (x, kernel, state), result
+    return (
+        lambda x, kernel, state: product(x, kernel, recipe=RECIPE, state=state),
+        (x, kernel, state),
+        result,
+    )
 
 
 def members(x, kernel, recipe, state):
     """Every kernel has a state of its own."""
-    states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (GROUPS, *leaf.shape)), state)
-    return jax.vmap(lambda x, kernel, state: plain(x, kernel, recipe=recipe, state=state))(x, kernel, states)
+    states = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (GROUPS, *leaf.shape)), state
+    )
+    return jax.vmap(
+        lambda x, kernel, state: plain(x, kernel, recipe=recipe, state=state)
+    )(x, kernel, states)
 
 
 plain = functools.partial(jaxfp8.dot_general, dimension_numbers=ROWS_BY_COLUMNS)
@@ -84,7 +94,13 @@ CASES = {
 SHARDED = {"FSDP nn.Dense": "nn.Dense", "FSDP Dense with bias": "Dense with bias"}
 # Beside them, for what it costs: these without `implementation`, and Flax.
 BESIDE = ("nn.Dense", "Dense")
-FLAX = {"flax": lambda: of_module(nn.Dense(N, use_bias=False, dtype=BF16, dot_general_cls=nn.Fp8DirectDotGeneralOp))}
+FLAX = {
+    "flax": lambda: of_module(
+        nn.Dense(
+            N, use_bias=False, dtype=BF16, dot_general_cls=nn.Fp8DirectDotGeneralOp
+        )
+    )
+}
 
 
 def compiled(function, arguments, result, devices=1) -> str:
@@ -92,7 +108,9 @@ def compiled(function, arguments, result, devices=1) -> str:
 
     def placed(leaf):
         spec = P("fsdp") if devices > 1 and leaf.ndim == 2 else P()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        )
 
     def step(arguments, grad):
         y, vjp = jax.vjp(function, *arguments)
@@ -105,7 +123,12 @@ def compiled(function, arguments, result, devices=1) -> str:
     dtype = jax.eval_shape(function, *arguments).dtype
     grad = placed(zeros(*result, dtype=dtype))
     where = jax.tree.map(lambda leaf: leaf.sharding, (grad, arguments))
-    return jax.jit(step, out_shardings=where).lower(arguments, grad).compile(LIBRARY_GEMMS | QUICKLY).as_text()
+    return (
+        jax.jit(step, out_shardings=where)
+        .lower(arguments, grad)
+        .compile(LIBRARY_GEMMS | QUICKLY)
+        .as_text()
+    )
 
 
 def report(text) -> dict:
@@ -120,8 +143,13 @@ def report(text) -> dict:
                 {
                     "out": instruction.arrays[0].dtype,
                     "epilogue": re.search(r'"epilogue":"(\w+)"', instruction.rest)[1],
-                    "precision": re.search(r'"operand_precision":\["(\w+)"', instruction.rest)[1],
-                    "rounded_scales": [_is_rounded(module, launch.computation, s) for s in instruction.operands[2:4]],
+                    "precision": re.search(
+                        r'"operand_precision":\["(\w+)"', instruction.rest
+                    )[1],
+                    "rounded_scales": [
+                        _is_rounded(module, launch.computation, s)
+                        for s in instruction.operands[2:4]
+                    ],
                 }
             )
     targets = Counter(re.findall(r'custom_call_target="([^"]*)"', text))
@@ -133,9 +161,17 @@ def _is_rounded(module, computation, name) -> bool:
     instruction = computation.instructions[name]
     while instruction.opcode in ("bitcast", "get-tuple-element", "copy"):
         instruction = computation.instructions[instruction.operands[0]]
-    body = module.computations[instruction.attribute("calls")] if instruction.opcode == "fusion" else computation
-    inside = body.instructions.values() if instruction.opcode == "fusion" else [instruction]
-    return any(a.elements == 1 and a.dtype in ("bf16", "f16") for i in inside for a in i.arrays)
+    body = (
+        module.computations[instruction.attribute("calls")]
+        if instruction.opcode == "fusion"
+        else computation
+    )
+    inside = (
+        body.instructions.values() if instruction.opcode == "fusion" else [instruction]
+    )
+    return any(
+        a.elements == 1 and a.dtype in ("bf16", "f16") for i in inside for a in i.arrays
+    )
 
 
 def main():

@@ -18,7 +18,11 @@ from jaxfp8.ops import _ffi
 
 from . import count, programs
 
-ONE, FOUR, SMALL = [(8192, 8192)], [(4096, 4096)] * 3 + [(2048, 8192)], [(512, 1024)] * 32
+ONE, FOUR, SMALL = (
+    [(8192, 8192)],
+    [(4096, 4096)] * 3 + [(2048, 8192)],
+    [(512, 1024)] * 32,
+)
 ADAMW, LION, FUSED = optax.adamw(1e-3), optax.lion(1e-3), optim.adamw(1e-3)
 # name -> the transformation, the shapes of the kernels. `apply` writes the parameters
 # of those that can.
@@ -49,19 +53,28 @@ def report(name, tx, shapes) -> dict:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    params = programs.on_one([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    params = programs.on_one(
+        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    )
     size = sum(map(math.prod, shapes))
     opt_state = programs.on_one(jax.eval_shape(tx.init, params))
-    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, opt_state, params).compile()
+    compiled = (
+        jax.jit(update, donate_argnums=(0, 1))
+        .lower(params, opt_state, params)
+        .compile()
+    )
     found = count.summary(compiled.as_text())
     return {
         "launches": found["launches"],
         "bytes_per_parameter": found["bytes"] / size,
-        "temporary_bytes_per_parameter": compiled.memory_analysis().temp_size_in_bytes / size,
+        "temporary_bytes_per_parameter": compiled.memory_analysis().temp_size_in_bytes
+        / size,
     }
 
 
 if __name__ == "__main__":
     # nothing runs here: the build may have code for one GPU alone
     _ffi.cuda_architectures = list
-    print(json.dumps({name: report(name, *program) for name, program in PROGRAMS.items()}))
+    print(
+        json.dumps({name: report(name, *program) for name, program in PROGRAMS.items()})
+    )

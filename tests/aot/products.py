@@ -62,7 +62,10 @@ def compiled(product, *operands):
 def custom_calls(text):
     """Operands of the products, and how many tensors are gathered."""
     gathers = [c for c in collectives(text) if c.kind == "all-gather"]
-    return {"operands": operands_of(text, "jaxfp8_block_scaled_matmul"), "gathers": len(gathers)}
+    return {
+        "operands": operands_of(text, "jaxfp8_block_scaled_matmul"),
+        "gathers": len(gathers),
+    }
 
 
 def main():
@@ -70,7 +73,9 @@ def main():
     warnings.simplefilter("ignore")
 
     def record(ctx):
-        asked.extend([gpu.device_kind, gpu.compute_capability] for gpu in _compat.gpus_of(ctx))
+        asked.extend(
+            [gpu.device_kind, gpu.compute_capability] for gpu in _compat.gpus_of(ctx)
+        )
         return gpus_of(ctx)
 
     def operands(specs, dtype, k=K):
@@ -81,19 +86,31 @@ def main():
 
     _support.gpus = record
     found = {
-        name: operands_of(compiled(product, *operands(specs, jnp.float8_e4m3fn)), "jaxfp8_scaled_matmul")
+        name: operands_of(
+            compiled(product, *operands(specs, jnp.float8_e4m3fn)),
+            "jaxfp8_scaled_matmul",
+        )
         for name, specs in LAYOUTS.items()
     }
-    in_shards = jax.shard_map(product, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False)
+    in_shards = jax.shard_map(
+        product, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False
+    )
     whole = (jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn) for rows in (M, N))
-    found["shard_map"] = operands_of(compiled(in_shards, *whole), "jaxfp8_scaled_matmul")
+    found["shard_map"] = operands_of(
+        compiled(in_shards, *whole), "jaxfp8_scaled_matmul"
+    )
     blocks = {
-        f"{scaling} {layout}": custom_calls(compiled(block_scaled(options), *operands(specs, jnp.bfloat16)))
+        f"{scaling} {layout}": custom_calls(
+            compiled(block_scaled(options), *operands(specs, jnp.bfloat16))
+        )
         for scaling, options in SCALINGS.items()
         for layout, specs in LAYOUTS.items()
     }
     few = custom_calls(
-        compiled(block_scaled(SCALINGS["blocks"]), *operands(LAYOUTS["contracted"], jnp.bfloat16, FEW_K))
+        compiled(
+            block_scaled(SCALINGS["blocks"]),
+            *operands(LAYOUTS["contracted"], jnp.bfloat16, FEW_K),
+        )
     )
     print(json.dumps({"found": found, "blocks": blocks, "few": few, "asked": asked}))
 

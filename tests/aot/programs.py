@@ -50,9 +50,13 @@ RECIPES = {
     "block, power of two": jaxfp8.Float8BlockScaling(power_2_scale=True),
     "MXFP8": jaxfp8.MXFP8BlockScaling(),
     "static": jaxfp8.StaticScaling(224.0, 224.0, 1.0),
-    "delayed, wgrad in bf16": jaxfp8.ByProduct(jaxfp8.DelayedScaling(), jaxfp8.DelayedScaling()),
+    "delayed, wgrad in bf16": jaxfp8.ByProduct(
+        jaxfp8.DelayedScaling(), jaxfp8.DelayedScaling()
+    ),
     "one for each product": jaxfp8.ByProduct(
-        jaxfp8.StaticScaling(224.0, 224.0, 1.0), jaxfp8.DelayedScaling(), jaxfp8.Float8BlockScaling()
+        jaxfp8.StaticScaling(224.0, 224.0, 1.0),
+        jaxfp8.DelayedScaling(),
+        jaxfp8.Float8BlockScaling(),
     ),
 }
 MLPS = {"fused": None, "fused, FP8 kept": jaxfp8.DelayedScaling(fp8_residuals=True)}
@@ -78,8 +82,12 @@ class GatedMLP(nn.Module):
     def __call__(self, x):
         if self.candidate in MLPS:
             recipe = MLPS[self.candidate]
-            return jaxfp8.linen.GatedMLP(HIDDEN, recipe=recipe, use_bias=False, dtype=jnp.bfloat16, name="mlp")(x)
-        dense = functools.partial(DENSES[self.candidate], use_bias=False, dtype=jnp.bfloat16)
+            return jaxfp8.linen.GatedMLP(
+                HIDDEN, recipe=recipe, use_bias=False, dtype=jnp.bfloat16, name="mlp"
+            )(x)
+        dense = functools.partial(
+            DENSES[self.candidate], use_bias=False, dtype=jnp.bfloat16
+        )
         hidden = nn.silu(dense(HIDDEN, name="gate")(x)) * dense(HIDDEN, name="up")(x)
         if self.hidden is not None:
             hidden = jax.lax.with_sharding_constraint(hidden, self.hidden)
@@ -94,7 +102,11 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        layer = GatedMLP if self.policy is None else nn.remat(GatedMLP, policy=self.policy, prevent_cse=False)
+        layer = (
+            GatedMLP
+            if self.policy is None
+            else nn.remat(GatedMLP, policy=self.policy, prevent_cse=False)
+        )
         scanned = nn.scan(
             lambda layer, x, _: (x + layer(x), None),
             variable_axes={"params": 0, STATE: 0},
@@ -129,20 +141,26 @@ class Case:
 
 
 def dense(features, use_bias=False):
-    return lambda candidate: DENSES[candidate](features, use_bias=use_bias, dtype=jnp.bfloat16)
+    return lambda candidate: DENSES[candidate](
+        features, use_bias=use_bias, dtype=jnp.bfloat16
+    )
 
 
 def of_recipe(candidate):
     if candidate in DENSES:
         return dense(8192)(candidate)
-    return jaxfp8.linen.Dense(8192, recipe=RECIPES[candidate], use_bias=False, dtype=jnp.bfloat16)
+    return jaxfp8.linen.Dense(
+        8192, recipe=RECIPES[candidate], use_bias=False, dtype=jnp.bfloat16
+    )
 
 
 def layers(theirs=None, ours=None):
     """Layers whose remat has one policy where products are `dot_general`s, another
     where they are ours; or no remat.
     """
-    return lambda candidate: Layers(candidate, theirs if candidate in ("bf16", "flax") else ours)
+    return lambda candidate: Layers(
+        candidate, theirs if candidate in ("bf16", "flax") else ours
+    )
 
 
 _POLICIES = jax.checkpoint_policies
@@ -166,28 +184,58 @@ GROUPS = {
             (*DENSES, "bf16" + TRITON, "flax" + TRITON, "drop-in" + XLA, "own" + XLA),
             reads=_OF_DENSE,
         ),
-        "dense with bias": Case(dense(8192, use_bias=True), (8192, 8192), reads=_OF_DENSE),
+        "dense with bias": Case(
+            dense(8192, use_bias=True), (8192, 8192), reads=_OF_DENSE
+        ),
         "small dense": Case(dense(1024), (2048, 1024), reads=_OF_DENSE),
         "gated mlp": Case(GatedMLP, candidates=_MLPS),
     },
     "recipes": {
-        "dense by recipe": Case(of_recipe, (8192, 8192), ("bf16", *RECIPES), reads=_OF_DENSE),
-        "on eight devices": Case(of_recipe, (8 * 8192, 8192), ("row-wise", "block", "MXFP8"), mesh=(8, 1)),
+        "dense by recipe": Case(
+            of_recipe, (8192, 8192), ("bf16", *RECIPES), reads=_OF_DENSE
+        ),
+        "on eight devices": Case(
+            of_recipe, (8 * 8192, 8192), ("row-wise", "block", "MXFP8"), mesh=(8, 1)
+        ),
     },
     "blackwell": {
-        "dense by recipe": Case(of_recipe, (8192, 8192), ("delayed", "block", "block, power of two", "MXFP8")),
+        "dense by recipe": Case(
+            of_recipe,
+            (8192, 8192),
+            ("delayed", "block", "block, power of two", "MXFP8"),
+        ),
     },
     "layers": {
         "scan": Case(layers(), candidates=(*_MLPS, "fused, FP8 kept", "own" + BARE)),
-        "scan, nothing saved": Case(layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable), candidates=_MLPS),
+        "scan, nothing saved": Case(
+            layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable),
+            candidates=_MLPS,
+        ),
         "scan, products saved": Case(
-            layers(_POLICIES.dots_saveable, jaxfp8.checkpoint_policies.save_fp8_residuals), candidates=_MLPS
+            layers(
+                _POLICIES.dots_saveable, jaxfp8.checkpoint_policies.save_fp8_residuals
+            ),
+            candidates=_MLPS,
         ),
     },
     "sharded": {
-        "fsdp-8": Case(GatedMLP, (8 * TOKENS, WIDTH), _MLPS, mesh=(8, 1), kernels=_rows),
-        "dp x tp": Case(GatedMLP, (4 * TOKENS, WIDTH), mesh=(4, 2), kernels=_columns_then_rows, hidden=P("fsdp", "tp")),
-        "fsdp-8 scan": Case(layers(), (8 * TOKENS, WIDTH), (*_MLPS, "own" + BARE), mesh=(8, 1), kernels=_rows),
+        "fsdp-8": Case(
+            GatedMLP, (8 * TOKENS, WIDTH), _MLPS, mesh=(8, 1), kernels=_rows
+        ),
+        "dp x tp": Case(
+            GatedMLP,
+            (4 * TOKENS, WIDTH),
+            mesh=(4, 2),
+            kernels=_columns_then_rows,
+            hidden=P("fsdp", "tp"),
+        ),
+        "fsdp-8 scan": Case(
+            layers(),
+            (8 * TOKENS, WIDTH),
+            (*_MLPS, "own" + BARE),
+            mesh=(8, 1),
+            kernels=_rows,
+        ),
     },
 }
 
@@ -197,14 +245,19 @@ def gpus(name, sizes):
     """A mesh of GPUs that nobody needs to have: `name`.txtpb describes one."""
     description = pathlib.Path(__file__).with_name(f"{name}.txtpb").read_text()
     devices = sizes[0] * sizes[1]
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{devices}")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology=f"1x1x{devices}"
+    )
     return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=AXES)
 
 
 def on_one(tree):
     """The arrays of a tree as shapes on one H200."""
     sharding = NamedSharding(gpus("h200", (1, 1)), P())
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+    )
 
 
 def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
@@ -222,21 +275,31 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
         model = model.clone(hidden=NamedSharding(mesh, case.hidden))
 
     def placed(spec, leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        )
 
     def of_variable(path, leaf):
         names = [key.key for key in path]
-        spec = case.kernels(names[-2]) if names[-1] == "kernel" and len(names) > 2 else P()
+        spec = (
+            case.kernels(names[-2]) if names[-1] == "kernel" and len(names) > 2 else P()
+        )
         # Of a layer's own dimensions: a loop's kernels are stacked, that of GatedMLP's
         # `wi` is [k, 2, n].
         return (
-            placed(P(*(None,) * (leaf.ndim - (3 if names[-2] == "wi" else 2)), *spec), leaf)
+            placed(
+                P(*(None,) * (leaf.ndim - (3 if names[-2] == "wi" else 2)), *spec), leaf
+            )
             if spec
             else placed(P(), leaf)
         )
 
     def forward(variables, x):
-        return model.apply(jaxfp8.max_grad(variables), x) if is_shared else model.apply(variables, x)
+        return (
+            model.apply(jaxfp8.max_grad(variables), x)
+            if is_shared
+            else model.apply(variables, x)
+        )
 
     def step(variables, x, grad):
         y, vjp = jax.vjp(forward, variables, x)
@@ -248,9 +311,14 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     x = placed(P("fsdp"), jax.ShapeDtypeStruct(case.shape, jnp.bfloat16))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     variables = jax.tree.map_with_path(of_variable, variables)
-    where = x.sharding, (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding)
+    where = (
+        x.sharding,
+        (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding),
+    )
     lowered = jax.jit(step, out_shardings=where).lower(variables, x, x)
-    options = ({} if candidate.endswith(TRITON) else LIBRARY_GEMMS) | (QUICKLY if quickly else {})
+    options = ({} if candidate.endswith(TRITON) else LIBRARY_GEMMS) | (
+        QUICKLY if quickly else {}
+    )
     start = time.perf_counter()
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
@@ -264,7 +332,9 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("groups", nargs="+", choices=GROUPS)
     parser.add_argument("--quickly", action="store_true")
     parser.add_argument("--gpu", choices=("h200", "b200"), default="h200")
@@ -276,7 +346,10 @@ def main():
     found = {}
     for group in args.groups:
         for name, case in GROUPS[group].items():
-            found[name] = {candidate: report(case, candidate, args.quickly, args.gpu) for candidate in case.candidates}
+            found[name] = {
+                candidate: report(case, candidate, args.quickly, args.gpu)
+                for candidate in case.candidates
+            }
     print(json.dumps(found))
 
 

@@ -14,9 +14,13 @@ RESULTS = json.loads((ROOT / "benchmarks" / "results" / "aot_h200.json").read_te
 
 def test_the_counts_are_those_of_the_programs(counts):
     if jax.__version__ != RESULTS["environment"]["jax"]:
-        pytest.skip(f"counted with JAX {RESULTS['environment']['jax']}; XLA's part of a program differs")
+        pytest.skip(
+            f"counted with JAX {RESULTS['environment']['jax']}; XLA's part of a program differs"
+        )
     keys = ("launches", "gemms", "fp8_gemms", "bytes", "copies")
     for case, rows in counts.items():
         for name, row in rows.items():
             committed = RESULTS["cases"][case][name]
-            assert [row[key] for key in keys] == [committed[key] for key in keys], f"{case}, {name}"
+            assert [row[key] for key in keys] == [committed[key] for key in keys], (
+                f"{case}, {name}"
+            )

@@ -7,7 +7,9 @@ and grad once and write the codes of each twice, for the two GEMMs that read it.
 
 import pytest
 
-from .results import test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs
+from .results import (
+    test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs,
+)
 
 GROUP = "dense"
 MIB = 2**20
@@ -36,7 +38,11 @@ def test_every_gemm_is_fp8(counts, case):
     for name, found in counts[case].items():
         if not name.startswith(("bf16", "flax")):
             # In GatedMLP gate and up are one product.
-            assert found["fp8_gemms"] == found["gemms"] == (6 if name == "fused" else gemms), name
+            assert (
+                found["fp8_gemms"]
+                == found["gemms"]
+                == (6 if name == "fused" else gemms)
+            ), name
 
 
 @pytest.mark.parametrize("case", DENSES)
@@ -84,7 +90,10 @@ def test_residuals_are_the_codes(counts, case):
     bf16 = counts[case]["bf16"]["residual_bytes"]
     for name in OURS:
         # Three histories of 1024, a few scales, and a bias.
-        assert counts[case][name]["residual_bytes"] <= bf16 // 2 + 3 * 4 * 1024 + 4 * 8192 + 100
+        assert (
+            counts[case][name]["residual_bytes"]
+            <= bf16 // 2 + 3 * 4 * 1024 + 4 * 8192 + 100
+        )
 
 
 def test_gated_mlp(counts):

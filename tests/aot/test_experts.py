@@ -20,7 +20,9 @@ def test_nothing_is_dense_in_groups(report):
     """
     dense = EXPERTS * ROWS * WIDTH
     assert report["bf16"]["largest"] >= dense
-    assert report["fp8"]["largest"] == max(EXPERTS * WIDTH * HIDDEN, ROWS * HIDDEN) < dense
+    assert (
+        report["fp8"]["largest"] == max(EXPERTS * WIDTH * HIDDEN, ROWS * HIDDEN) < dense
+    )
     # Codes of all operands in both layouts, the masked copies of x and of the gradient
     # in bf16, and scales.
     codes = 2 * (ROWS * WIDTH + EXPERTS * WIDTH * HIDDEN + ROWS * HIDDEN)
@@ -34,6 +36,8 @@ def test_one_gather_of_codes(report):
     """
     sent = [c for c in report["fsdp"] if c["bytes"] > 1024]
     kinds = sorted(c["kind"] for c in sent)
-    assert kinds in (["all-gather", "all-reduce"], ["all-gather", "reduce-scatter"]), sent
+    assert kinds in (["all-gather", "all-reduce"], ["all-gather", "reduce-scatter"]), (
+        sent
+    )
     (gather,) = (c for c in sent if c["kind"] == "all-gather")
     assert gather["bytes"] == EXPERTS * WIDTH * HIDDEN, gather

@@ -21,7 +21,12 @@ def test_the_counts_of_others_are_known(report):
     a scale out of the conditional.
     """
     bf16, trained = report["bf16"], report["fp8"]
-    assert (bf16["launches"], bf16["bytes"], bf16["fp8_gemms"], bf16["weights"]) == (1, 0, 0, 128 * MIB)
+    assert (bf16["launches"], bf16["bytes"], bf16["fp8_gemms"], bf16["weights"]) == (
+        1,
+        0,
+        0,
+        128 * MIB,
+    )
     assert trained["launches"] == 4 + 2 * 4 and trained["fp8_gemms"] == 1
     assert trained["kinds"]["custom-call"] == 4 and trained["conditionals"] == 2
     # The kernel: 256 MiB in, and 64 out in both layouts, of which the forward pass
@@ -43,7 +48,9 @@ def test_frozen(report, name, launches, mib):
     found = report[name]
     assert found["gemms"] == found["fp8_gemms"] == 1
     assert found["launches"] <= launches and not found["conditionals"], found["kinds"]
-    assert 48 * MIB <= found["bytes"] <= mib * MIB + 1024, "no kernel is quantized or transposed"
+    assert 48 * MIB <= found["bytes"] <= mib * MIB + 1024, (
+        "no kernel is quantized or transposed"
+    )
     assert 64 * MIB <= found["weights"] <= 64.1 * MIB
 
 

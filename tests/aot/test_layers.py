@@ -5,7 +5,9 @@ is held for the backward.
 import jax
 import pytest
 
-from .results import test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs
+from .results import (
+    test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs,
+)
 
 GROUP = "layers"
 LAYERS = 8
@@ -23,7 +25,11 @@ LAUNCHES = {
 
 
 def ours(counts, case) -> dict:
-    return {name: found for name, found in counts[case].items() if name not in ("bf16", "flax")}
+    return {
+        name: found
+        for name, found in counts[case].items()
+        if name not in ("bf16", "flax")
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -41,7 +47,9 @@ def test_every_gemm_is_fp8(counts, case):
 def test_residuals_are_the_codes(counts):
     """Without remat: a byte, not two, for each element of the operands."""
     bf16 = counts["scan"]["bf16"]["residual_bytes"]
-    assert all(found["residual_bytes"] < bf16 for found in ours(counts, "scan").values())
+    assert all(
+        found["residual_bytes"] < bf16 for found in ours(counts, "scan").values()
+    )
 
 
 def test_fp8_residuals_take_less_memory_than_saved_products(counts):
@@ -49,13 +57,17 @@ def test_fp8_residuals_take_less_memory_than_saved_products(counts):
     peers = min(case[name]["temporary_bytes"] for name in ("bf16", "flax"))
     for name, found in ours(counts, "scan, products saved").items():
         assert found["temporary_bytes"] <= peers, name
-        assert found["temporary_bytes"] < counts["scan"]["bf16"]["temporary_bytes"] / 2, name
+        assert (
+            found["temporary_bytes"] < counts["scan"]["bf16"]["temporary_bytes"] / 2
+        ), name
 
 
 def test_remat_saves_what_it_saves_in_bf16(counts):
     case = counts["scan, nothing saved"]
     for name, found in ours(counts, "scan, nothing saved").items():
-        assert found["temporary_bytes"] <= min(case["bf16"]["temporary_bytes"], case["flax"]["temporary_bytes"]), name
+        assert found["temporary_bytes"] <= min(
+            case["bf16"]["temporary_bytes"], case["flax"]["temporary_bytes"]
+        ), name
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
@@ -68,16 +80,25 @@ def test_launches(counts, case):
         limit = limits[is_new]
         assert limit is None or counts[case][name]["launches"] <= limit, name
         if case == "scan":
-            assert counts[case][name]["launches"] < 0.7 * counts[case]["own, bare"]["launches"], name
+            assert (
+                counts[case][name]["launches"]
+                < 0.7 * counts[case]["own, bare"]["launches"]
+            ), name
 
 
 def test_fp8_residuals_of_activations(counts):
     """Nothing runs again, and 0.40 of what bf16 keeps in memory is enough."""
     found, exact = counts["scan"]["fused, FP8 kept"], counts["scan"]["fused"]
     assert found["gemms"] == exact["gemms"]
-    assert found["temporary_bytes"] <= 0.40 * counts["scan"]["bf16"]["temporary_bytes"] < exact["temporary_bytes"]
+    assert (
+        found["temporary_bytes"]
+        <= 0.40 * counts["scan"]["bf16"]["temporary_bytes"]
+        < exact["temporary_bytes"]
+    )
 
 
 def test_fewer_launches_than_flax(counts):
     for name in ("own", "fused", "drop-in"):
-        assert counts["scan"][name]["launches"] < 0.75 * counts["scan"]["flax"]["launches"], name
+        assert (
+            counts["scan"][name]["launches"] < 0.75 * counts["scan"]["flax"]["launches"]
+        ), name

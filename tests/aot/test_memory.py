@@ -44,7 +44,12 @@ def test_the_peak():
     """At 5 codes, their transposes, float32, codes of a kernel and a loop's stack are
     alive; bf16 is not any more.
     """
-    kinds = {"codes": 1000, "transposed codes": 4300, "f32": 700, "codes of kernels": 20}
+    kinds = {
+        "codes": 1000,
+        "transposed codes": 4300,
+        "f32": 700,
+        "codes of kernels": 20,
+    }
     assert memory.held(ASSIGNMENT, LIVE, PROGRAM) == kinds
 
 
@@ -52,16 +57,33 @@ def test_committed_bytes():
     """Kinds are a peak but for gaps. Experts hold less than in bf16, GatedMLP with FP8
     kept less than half of it.
     """
-    models = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["models"]
+    models = json.loads(
+        (ROOT / "benchmarks" / "results" / "memory_h200.json").read_text()
+    )["models"]
     page = (ROOT / "docs" / "performance.md").read_text()
     for model, candidates in models.items():
         bf16 = candidates["bf16"]["temporary_bytes"]
         for found in candidates.values():
             held, peak = found["held"], found["temporary_bytes"]
             assert 0.98 * peak < sum(held.values()) <= peak, model
-            cells = [held.get(name, 0) for name in ("codes", "transposed codes", "codes of kernels", "f32", "bf16")]
+            cells = [
+                held.get(name, 0)
+                for name in (
+                    "codes",
+                    "transposed codes",
+                    "codes of kernels",
+                    "f32",
+                    "bf16",
+                )
+            ]
             cells = [f"{size / 2**20:.0f}" for size in cells]
-            assert f"| {peak / 2**20:.0f} | {peak / bf16:.2f} | {' | '.join(cells)} |" in page
+            assert (
+                f"| {peak / 2**20:.0f} | {peak / bf16:.2f} | {' | '.join(cells)} |"
+                in page
+            )
     experts, llama = models["experts"], models["llama"]
     assert experts["fused"]["temporary_bytes"] < experts["bf16"]["temporary_bytes"]
-    assert llama["fused, FP8 kept"]["temporary_bytes"] <= 0.5 * llama["bf16"]["temporary_bytes"]
+    assert (
+        llama["fused, FP8 kept"]["temporary_bytes"]
+        <= 0.5 * llama["bf16"]["temporary_bytes"]
+    )

@@ -34,12 +34,21 @@ def test_gathers_move_fp8(report, layout):
     """Kernels and activations cross the links as codes, a byte each; nothing is
     gathered because of a custom call.
     """
-    gathers = [c for c in report[f"{layout} fp8"]["collectives"] if c["kind"] == "all-gather"]
-    assert all(dtype.startswith("f8") for c in gathers for dtype, _ in c["results"]), gathers
-    in_bf16 = [c for c in report[f"{layout} bf16"]["collectives"] if c["kind"] == "all-gather"]
+    gathers = [
+        c for c in report[f"{layout} fp8"]["collectives"] if c["kind"] == "all-gather"
+    ]
+    assert all(dtype.startswith("f8") for c in gathers for dtype, _ in c["results"]), (
+        gathers
+    )
+    in_bf16 = [
+        c for c in report[f"{layout} bf16"]["collectives"] if c["kind"] == "all-gather"
+    ]
     # One layout of each, for all products that read it: as many numbers as bf16's
     # program gathers, or fewer.
-    ours, theirs = (sum(math.prod(shape) for c in of for _, shape in c["results"]) for of in (gathers, in_bf16))
+    ours, theirs = (
+        sum(math.prod(shape) for c in of for _, shape in c["results"])
+        for of in (gathers, in_bf16)
+    )
     assert (ours > 0) == (theirs > 0) and ours <= theirs, (gathers, in_bf16)
 
 
@@ -59,7 +68,9 @@ def test_no_other_collective(report, layout):
     """Beside the amaxes and the gathers: the reductions of bf16's program, of as many
     numbers.
     """
-    ours, theirs = (elements(report[f"{layout} {name}"]["collectives"]) for name in ("fp8", "bf16"))
+    ours, theirs = (
+        elements(report[f"{layout} {name}"]["collectives"]) for name in ("fp8", "bf16")
+    )
     assert ours <= theirs, (ours, theirs)
 
 

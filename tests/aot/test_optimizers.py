@@ -15,7 +15,9 @@ def test_bytes(report):
     elements, read twice and written, and 4 of a key, written and read.
     """
     assert report["float32"]["bytes_per_parameter"] == pytest.approx(28, abs=0.1)
-    assert report["fp8"]["bytes_per_parameter"] == pytest.approx(22 + 2 * 6 + 2 * (15 + 8) / 128, abs=0.01)
+    assert report["fp8"]["bytes_per_parameter"] == pytest.approx(
+        22 + 2 * 6 + 2 * (15 + 8) / 128, abs=0.01
+    )
     assert report["fp8"]["temporary_bytes_per_parameter"] <= 8.3
 
 
@@ -39,11 +41,19 @@ def test_a_whole_step_in_one_pass(report):
     bytes each, read and written; two keys are 4 bytes each, written and read.
     """
     of_blocks = (2 * 10 + 2 * 8) / 128
-    assert report["adamw, update"]["bytes_per_parameter"] == pytest.approx(8 + 4 + 4 + 4 + 12 + of_blocks, abs=0.01)
-    assert report["adamw, apply"]["bytes_per_parameter"] == pytest.approx(4 + 4 + 8 + of_blocks, abs=0.01)
+    assert report["adamw, update"]["bytes_per_parameter"] == pytest.approx(
+        8 + 4 + 4 + 4 + 12 + of_blocks, abs=0.01
+    )
+    assert report["adamw, apply"]["bytes_per_parameter"] == pytest.approx(
+        4 + 4 + 8 + of_blocks, abs=0.01
+    )
     # Clipping reads the gradients once more, of float32 as well.
-    assert report["adamw, apply, clipped"]["bytes_per_parameter"] == pytest.approx(4 + 16 + of_blocks, abs=0.01)
-    assert report["float32, clipped"]["bytes_per_parameter"] == pytest.approx(4 + 28, abs=0.1)
+    assert report["adamw, apply, clipped"]["bytes_per_parameter"] == pytest.approx(
+        4 + 16 + of_blocks, abs=0.01
+    )
+    assert report["float32, clipped"]["bytes_per_parameter"] == pytest.approx(
+        4 + 28, abs=0.1
+    )
     # Keys are the only temporary memory.
     assert report["adamw, apply"]["temporary_bytes_per_parameter"] <= 0.1
 
@@ -65,5 +75,7 @@ def test_one_moment(report):
     writes 8.
     """
     assert report["lion, float32"]["bytes_per_parameter"] == pytest.approx(20, abs=0.1)
-    assert report["lion, fp8"]["bytes_per_parameter"] == pytest.approx(17 + 6 + (15 + 8) / 128, abs=0.01)
+    assert report["lion, fp8"]["bytes_per_parameter"] == pytest.approx(
+        17 + 6 + (15 + 8) / 128, abs=0.01
+    )
     assert report["lion, fp8"]["launches"] <= 3 + 3

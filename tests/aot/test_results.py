@@ -7,7 +7,10 @@ import pytest
 from .results import RESULTS, ROOT
 
 PROGRAMS = {"dense": "Dense, 8192^3", "dense with bias": "the same with a bias"}
-PROGRAMS |= {"gated mlp": "gated MLP, 8192 tokens, 4096 to 14336", "fsdp-8": "the same, FSDP over 8 devices"}
+PROGRAMS |= {
+    "gated mlp": "gated MLP, 8192 tokens, 4096 to 14336",
+    "fsdp-8": "the same, FSDP over 8 devices",
+}
 LAYERS = {"bf16": "bf16", "flax": "Flax FP8", "drop-in": "jaxfp8, drop-in"}
 LAYERS |= {"own": "jaxfp8.linen.Dense", "fused": "jaxfp8.linen.GatedMLP"}
 
@@ -23,6 +26,9 @@ def line(case, name) -> str:
 def test_the_page_has_the_counts(case):
     page = (ROOT / "docs" / "performance.md").read_text()
     quoted = [
-        name for name in LAYERS if name in RESULTS["cases"][case] and (case, name) != ("dense with bias", "drop-in")
+        name
+        for name in LAYERS
+        if name in RESULTS["cases"][case]
+        and (case, name) != ("dense with bias", "drop-in")
     ]
     assert [line(case, name) for name in quoted if line(case, name) not in page] == []

@@ -5,7 +5,9 @@ eight: collectives, bytes, GEMMs.
 import jax
 import pytest
 
-from .results import test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs
+from .results import (
+    test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs,
+)
 
 GROUP = "sharded"
 MIB = 2**20
@@ -20,13 +22,21 @@ GATHERED = {"fsdp-8": 1, "fsdp-8 scan": 2 * 8}
 # make copies in bf16 (84). In a loop JAX 0.10 also copies kernels and residuals out of
 # stacks.
 OVER_FLAX = {
-    "fsdp-8": {"own": 448 + 192 - 64 + 21 - 126, "drop-in": 448 + 192 - 64 + 21 + 84, "fused": -297},
+    "fsdp-8": {
+        "own": 448 + 192 - 64 + 21 - 126,
+        "drop-in": 448 + 192 - 64 + 21 + 84,
+        "fused": -297,
+    },
     "fsdp-8 scan": {"own": 8 * 983, "drop-in": 8 * 857, "fused": -8 * 2505},
 }
 
 
 def ours(counts, case) -> dict:
-    return {name: found for name, found in counts[case].items() if name not in ("bf16", "flax")}
+    return {
+        name: found
+        for name, found in counts[case].items()
+        if name not in ("bf16", "flax")
+    }
 
 
 def of_kind(found, *kinds) -> list:
@@ -59,10 +69,14 @@ def test_no_other_kind_of_collective(counts, case):
     """Those of bf16's program and the amaxes."""
     kinds = {c["kind"] for c in counts[case]["bf16"]["collectives"]}
     for name, found in ours(counts, case).items():
-        assert {c["kind"] for c in found["collectives"] if c not in amaxes(found)} <= kinds, name
+        assert {
+            c["kind"] for c in found["collectives"] if c not in amaxes(found)
+        } <= kinds, name
 
 
-@pytest.mark.parametrize("case, limit", [("fsdp-8", 1), ("dp x tp", 3), ("fsdp-8 scan", 2)])
+@pytest.mark.parametrize(
+    "case, limit", [("fsdp-8", 1), ("dp x tp", 3), ("fsdp-8 scan", 2)]
+)
 def test_amax_all_reduces(counts, case, limit):
     """Of a step. In a loop each counts as often as it runs: XLA moves those of readings
     out of it.
@@ -72,7 +86,10 @@ def test_amax_all_reduces(counts, case, limit):
     """
     for name, found in ours(counts, case).items():
         if not name.endswith("bare"):
-            assert sum(c["times"] for c in amaxes(found)) <= limit, (name, amaxes(found))
+            assert sum(c["times"] for c in amaxes(found)) <= limit, (
+                name,
+                amaxes(found),
+            )
 
 
 # The most launches, on JAX 0.10 and on JAX 0.12.
@@ -81,7 +98,10 @@ LAUNCHES = {"own": (651, 579), "fused": (437, 389), "drop-in": (643, 595)}
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_of_a_scan(counts, name):
-    assert counts["fsdp-8 scan"][name]["launches"] <= LAUNCHES[name][jax.__version_info__ >= (0, 12)]
+    assert (
+        counts["fsdp-8 scan"][name]["launches"]
+        <= LAUNCHES[name][jax.__version_info__ >= (0, 12)]
+    )
 
 
 @pytest.mark.parametrize("case", OVER_FLAX)

@@ -13,7 +13,13 @@ def test_launches_of_a_step(report):
     share a call.
     """
     for layers in (4, 12):
-        assert report[f"jaxfp8, {layers}"]["launches"] <= report[f"flax, {layers}"]["launches"], layers
-        assert report[f"jaxfp8, {layers}"]["write_histories"] == report[f"flax, {layers}"]["write_histories"] + 1
+        assert (
+            report[f"jaxfp8, {layers}"]["launches"]
+            <= report[f"flax, {layers}"]["launches"]
+        ), layers
+        assert (
+            report[f"jaxfp8, {layers}"]["write_histories"]
+            == report[f"flax, {layers}"]["write_histories"] + 1
+        )
     per_layer = (report["jaxfp8, 12"]["launches"] - report["jaxfp8, 4"]["launches"]) / 8
     assert per_layer <= 11

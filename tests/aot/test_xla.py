@@ -12,7 +12,10 @@ PROGRAM = "native_xla"
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_three_fp8_products_and_nothing_else(report, case):
     found = report[case]
-    assert found["targets"] == {"__cublas$lt$matmul$f8": 3} and found["gemms"] == found["fp8_gemms"] == 3, found
+    assert (
+        found["targets"] == {"__cublas$lt$matmul$f8": 3}
+        and found["gemms"] == found["fp8_gemms"] == 3
+    ), found
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
@@ -20,7 +23,9 @@ def test_scales_are_not_rounded(report, case):
     """Although the pattern is in bfloat16, where XLA of itself rounds them, as in
     Flax's program.
     """
-    assert not any(any(product["rounded_scales"]) for product in report[case]["products"])
+    assert not any(
+        any(product["rounded_scales"]) for product in report[case]["products"]
+    )
     assert all(any(product["rounded_scales"]) for product in report["flax"]["products"])
 
 
@@ -29,7 +34,11 @@ def test_accumulation(report, case):
     """fprop is fast, dgrad and wgrad are precise, as the recipe has it; in XLA's words:
     DEFAULT and HIGHEST.
     """
-    assert sorted(product["precision"] for product in report[case]["products"]) == ["DEFAULT", "HIGHEST", "HIGHEST"]
+    assert sorted(product["precision"] for product in report[case]["products"]) == [
+        "DEFAULT",
+        "HIGHEST",
+        "HIGHEST",
+    ]
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
@@ -40,14 +49,22 @@ def test_results_have_their_dtypes(report, case):
     in_f32 = {"dot_general in f32": 3, "members": 3}
     # an f32 kernel's gradient
     expected = in_f32.get(case, 1 if case.startswith(("Dense", "FSDP Dense")) else 0)
-    assert [product["out"] for product in report[case]["products"]].count("f32") == expected
+    assert [product["out"] for product in report[case]["products"]].count(
+        "f32"
+    ) == expected
 
 
-@pytest.mark.parametrize("case", ["Dense with bias", "nnx.Linear", "FSDP Dense with bias"])
+@pytest.mark.parametrize(
+    "case", ["Dense with bias", "nnx.Linear", "FSDP Dense with bias"]
+)
 def test_a_bias_is_added_in_the_product(report, case):
     products = report[case]["products"]
-    assert [product["epilogue"] for product in products if product["precision"] == "DEFAULT"] == ["BIAS"]
-    assert {product["epilogue"] for product in products if product["precision"] == "HIGHEST"} == {"DEFAULT"}
+    assert [
+        product["epilogue"] for product in products if product["precision"] == "DEFAULT"
+    ] == ["BIAS"]
+    assert {
+        product["epilogue"] for product in products if product["precision"] == "HIGHEST"
+    } == {"DEFAULT"}
 
 
 @pytest.mark.parametrize("case", SHARDED)

@@ -42,7 +42,9 @@ def report(cls, layers) -> dict:
     x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
     state = jax.eval_shape(
         lambda: cls.create(
-            apply_fn=model.apply, params=model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)), tx=TX
+            apply_fn=model.apply,
+            params=model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)),
+            tx=TX,
         )
     )
 
@@ -56,11 +58,22 @@ def report(cls, layers) -> dict:
 
     text = step.lower(*programs.on_one((state, x))).compile().as_text()
     found = count.summary(text)
-    return {"launches": found["launches"], "write_histories": text.count('custom_call_target="jaxfp8_write_histories')}
+    return {
+        "launches": found["launches"],
+        "write_histories": text.count('custom_call_target="jaxfp8_write_histories'),
+    }
 
 
 if __name__ == "__main__":
     # nothing runs here: the build may have code for one GPU alone
     _ffi.cuda_architectures = list
     classes = {"flax": train_state.TrainState, "jaxfp8": jaxfp8.linen.TrainState}
-    print(json.dumps({f"{name}, {n}": report(cls, n) for name, cls in classes.items() for n in COUNTS}))
+    print(
+        json.dumps(
+            {
+                f"{name}, {n}": report(cls, n)
+                for name, cls in classes.items()
+                for n in COUNTS
+            }
+        )
+    )

@@ -34,7 +34,9 @@ def stepped_on(library, tx):
     return optax.apply_updates(variables, updates)
 
 
-@row("plain optax over all variables: the loss is NaN at the second step", any_layer=True)
+@row(
+    "plain optax over all variables: the loss is NaN at the second step", any_layer=True
+)
 def plain_optax(library):
     tally = Tally()
     for name, tx in OPTIMIZERS.items():
@@ -51,16 +53,33 @@ def stacked_rows(library):
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
 
     def layer(state, kernel):
-        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+        return jaxfp8.dot_general(
+            x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+        )
 
     for path in ("amax_history", "scale"):
         part = {path: getattr(state.input, path).at[1, 0].set(-1e-3)}
-        spoilt = dataclasses.replace(state, input=dataclasses.replace(state.input, **part))
+        spoilt = dataclasses.replace(
+            state, input=dataclasses.replace(state.input, **part)
+        )
         for way, run in (
             ("vmap", lambda s: jax.vmap(layer)(s, kernels)),
-            ("scan", lambda s: jax.lax.scan(lambda carry, sk: (carry, layer(*sk)), 0, (s, kernels))[1]),
+            (
+                "scan",
+                lambda s: jax.lax.scan(
+                    lambda carry, sk: (carry, layer(*sk)), 0, (s, kernels)
+                )[1],
+            ),
         ):
-            want, got = np.asarray(jax.jit(run)(state)), np.asarray(jax.jit(run)(spoilt))
-            tally(np.isnan(got[1]).all(), f"{way}, {path}: the row's product is not NaN")
-            tally(np.array_equal(want[[0, 2]], got[[0, 2]]), f"{way}, {path}: other rows have changed")
+            want, got = (
+                np.asarray(jax.jit(run)(state)),
+                np.asarray(jax.jit(run)(spoilt)),
+            )
+            tally(
+                np.isnan(got[1]).all(), f"{way}, {path}: the row's product is not NaN"
+            )
+            tally(
+                np.array_equal(want[[0, 2]], got[[0, 2]]),
+                f"{way}, {path}: other rows have changed",
+            )
     return tally.verdict("NaN in its row alone")

@@ -35,14 +35,18 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
         cls = self.library and self.library.dot_general_cls(self.history)
-        return nn.Dense(N, dot_general_cls=cls)(nn.gelu(nn.Dense(K, dot_general_cls=cls)(x)))
+        return nn.Dense(N, dot_general_cls=cls)(
+            nn.gelu(nn.Dense(K, dot_general_cls=cls)(x))
+        )
 
 
 def start(library, tx=optax.sgd(0.05), **fields):  # noqa: B008
     model = Model(library, **fields)
     variables = model.init(jax.random.key(0), data(0)[0])
     cls = library.train_state if library else TrainState
-    return cls.create(apply_fn=model.apply, params=variables, tx=tx).replace(step=jnp.int32(0))
+    return cls.create(apply_fn=model.apply, params=variables, tx=tx).replace(
+        step=jnp.int32(0)
+    )
 
 
 def data(i):
@@ -51,7 +55,9 @@ def data(i):
 
 @jax.jit
 def advance(train, x, grad):
-    return train.apply_gradients(grads=jax.grad(lambda v: jnp.vdot(train.apply_fn(v, x), grad))(train.params))
+    return train.apply_gradients(
+        grads=jax.grad(lambda v: jnp.vdot(train.apply_fn(v, x), grad))(train.params)
+    )
 
 
 def run(train, steps):
@@ -64,7 +70,10 @@ def through_orbax(tree, template, folder):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "checkpoint", tree)
         checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "checkpoint", jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
+        return checkpointer.restore(
+            folder / "checkpoint",
+            jax.tree.map(ocp.utils.to_shape_dtype_struct, template),
+        )
 
 
 def through_msgpack(tree, template, folder):
@@ -74,15 +83,22 @@ def through_msgpack(tree, template, folder):
 
 def through_numpy(tree, template, folder):
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    np.savez(folder / "checkpoint.npz", **{jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+    np.savez(
+        folder / "checkpoint.npz",
+        **{jax.tree_util.keystr(path): leaf for path, leaf in leaves},
+    )
     with np.load(folder / "checkpoint.npz") as saved:
-        return jax.tree_util.tree_map_with_path(lambda path, _: saved[jax.tree_util.keystr(path)], template)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: saved[jax.tree_util.keystr(path)], template
+        )
 
 
 FORMATS = {"orbax": through_orbax, "msgpack": through_msgpack, "numpy": through_numpy}
 
 
-@row("save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run")
+@row(
+    "save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run"
+)
 def restored(library):
     """Ours also within an accumulation of three mini-steps, and in NNX: the amaxes of
     steps 3 and 4, which are the largest of theirs, are in the window at step 10 and not
@@ -96,7 +112,9 @@ def restored(library):
         def go(tree, numbers, step=step, is_accumulating=i > 0):
             for number in numbers:
                 x, grad = data(number)
-                tree = step(tree, x * (100 if is_accumulating and number in (3, 4) else 1), grad)
+                tree = step(
+                    tree, x * (100 if is_accumulating and number in (3, 4) else 1), grad
+                )
             return tree
 
         at_five = go(first, range(5))
@@ -110,7 +128,10 @@ def restored(library):
             with tempfile.TemporaryDirectory() as folder:
                 again = through(at_five, first, pathlib.Path(folder))
             tally(same_bits(again, at_five), f"run {i}, {name}: other bits")
-            tally(same_bits(go(again, range(5, 10)), at_ten), f"run {i}, {name}: other bits at step 10")
+            tally(
+                same_bits(go(again, range(5, 10)), at_ten),
+                f"run {i}, {name}: other bits at step 10",
+            )
     return tally.verdict("the same bits")
 
 
@@ -120,14 +141,25 @@ def accumulation():
 
 def largest(tree) -> float:
     """Of the stored input histories, without what an optimizer accumulates."""
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-    return max(float(np.max(v)) for path, v in leaves.items() if "input_amax_history" in path and "opt" not in path)
+    leaves = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+    return max(
+        float(np.max(v))
+        for path, v in leaves.items()
+        if "input_amax_history" in path and "opt" not in path
+    )
 
 
 class NnxRun(nnx.Module):
     def __init__(self):
-        product = jaxfp8.nnx.Fp8DotGeneral(jaxfp8.DelayedScaling(amax_history_len=HISTORY))
-        self.model = nnx.Linear(K, N, use_bias=False, dot_general=product, rngs=nnx.Rngs(0))
+        product = jaxfp8.nnx.Fp8DotGeneral(
+            jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+        )
+        self.model = nnx.Linear(
+            K, N, use_bias=False, dot_general=product, rngs=nnx.Rngs(0)
+        )
         self.optimizer = jaxfp8.nnx.Optimizer(self.model, accumulation())
 
 
@@ -137,14 +169,22 @@ def nnx_model():
     structure = jax.tree.structure(state)
 
     def tree_of(state):
-        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+        return {
+            jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree.leaves_with_path(state)
+        }
 
     names = list(tree_of(state))
 
     @jax.jit
     def step(tree, x, grad):
-        run = nnx.merge(graphdef, jax.tree.unflatten(structure, [tree[name] for name in names]))
-        run.optimizer.update(run.model, jaxfp8.nnx.grad(lambda model: jnp.vdot(model(x), grad))(run.model))
+        run = nnx.merge(
+            graphdef, jax.tree.unflatten(structure, [tree[name] for name in names])
+        )
+        run.optimizer.update(
+            run.model,
+            jaxfp8.nnx.grad(lambda model: jnp.vdot(model(x), grad))(run.model),
+        )
         return tree_of(nnx.state(run))
 
     return tree_of(state), step
@@ -162,7 +202,10 @@ def restore(library, template, saved):
 def goes_on(tally, library, variables, what, **fields):
     """One step of the model: finite, and state of all its layers."""
     train = run(start(library, **fields).replace(params=variables), [5])
-    tally(all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(train.params)), f"{what}: not finite")
+    tally(
+        all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(train.params)),
+        f"{what}: not finite",
+    )
     return train
 
 
@@ -172,7 +215,10 @@ def from_high_precision(library):
     new = start(library).params
     variables = restore(library, new, saved)
     tally(same_bits(variables["params"], saved["params"]), "parameters changed")
-    tally(same_bits(variables[OWG], new[OWG]), "state that does not begin as a new model's")
+    tally(
+        same_bits(variables[OWG], new[OWG]),
+        "state that does not begin as a new model's",
+    )
     train = goes_on(tally, library, variables, "the step after")
     y = Model().apply({"params": train.params["params"]}, data(0)[0])
     tally(np.isfinite(y).all(), "back: not finite")
@@ -185,12 +231,17 @@ def changed_length(library):
     saved, tally = run(start(library), range(5)).params, Tally()
 
     def newest_first(variables):
-        history = np.asarray(variables[OWG]["Dense_0"][library.module]["input_amax_history"])
+        history = np.asarray(
+            variables[OWG]["Dense_0"][library.module]["input_amax_history"]
+        )
         return [float(amax) for amax in (history[0], *history[:0:-1])]
 
     for length in (2, 7):
         variables = restore(library, start(library, history=length).params, saved)
-        entries, expected = newest_first(variables), [*newest_first(saved), *[0] * length][:length]
+        entries, expected = (
+            newest_first(variables),
+            [*newest_first(saved), *[0] * length][:length],
+        )
         what = f"the model asks for {length} entries and has {len(entries)}: {entries} for {expected}"
         tally(entries == expected, what)
         goes_on(tally, library, variables, "the step after", history=length)
@@ -205,12 +256,20 @@ def changed_recipe(library):
     tally, operands = Tally(), steps.operands(M, K, N, 100.0)
     x, kernel, grad = operands
     saved = step_of(library, N)(library.variables(kernel), x, grad).variables
-    for fields in ({"margin": 2}, {"amax_compute_algo": "most_recent"}, {"first_step": "current"}):
-        layer = library.dense(N).clone(dot_general_cls=library.dot_general_cls(HISTORY, **fields))
+    for fields in (
+        {"margin": 2},
+        {"amax_compute_algo": "most_recent"},
+        {"first_step": "current"},
+    ):
+        layer = library.dense(N).clone(
+            dot_general_cls=library.dot_general_cls(HISTORY, **fields)
+        )
         y = layer.apply(convert.merge_state(saved, saved), x)
         _, vjp = jax.vjp(layer.apply, saved, x)
         gradient, dx = vjp(jnp.asarray(grad))
-        got = step_of(library, N)(saved, x, grad)._replace(y=y, dx=dx, dkernel=gradient["params"]["kernel"])
+        got = step_of(library, N)(saved, x, grad)._replace(
+            y=y, dx=dx, dkernel=gradient["params"]["kernel"]
+        )
         tally_products(tally, got, operands, str(fields))
     return tally.verdict()
 
@@ -223,7 +282,11 @@ def fresh(cls):
 
 def renamed(state):
     """The names of TransformerEngine's collection."""
-    return {"DenseGeneral_0": {f"x_{name}": leaf for name, leaf in state["Fp8DotGeneral_0"].items()}}
+    return {
+        "DenseGeneral_0": {
+            f"x_{name}": leaf for name, leaf in state["Fp8DotGeneral_0"].items()
+        }
+    }
 
 
 FOREIGN = {
@@ -249,17 +312,34 @@ def foreign(tally, library):
     for name, make in FOREIGN.items():
         saved = {"params": variables["params"], **make()}
         names = f"{OWG}|{library.module}"
-        load = lambda saved=saved: flax.serialization.from_bytes(variables, flax.serialization.to_bytes(saved))  # noqa: E731
+        load = lambda saved=saved: flax.serialization.from_bytes(
+            variables, flax.serialization.to_bytes(saved)
+        )  # noqa: E731
         refused(load, tally, f"{name}, by Flax's loader", names)
         if jax.tree.leaves(saved.get(OWG)):
-            names = "merge_state: restored: .*(from_flax|TransformerEngine|no such state)"
-            refused(lambda saved=saved: convert.merge_state(variables, saved), tally, f"{name}, merged", names)
+            names = (
+                "merge_state: restored: .*(from_flax|TransformerEngine|no such state)"
+            )
+            refused(
+                lambda saved=saved: convert.merge_state(variables, saved),
+                tally,
+                f"{name}, merged",
+                names,
+            )
         else:
-            tally(same_bits(convert.merge_state(variables, saved), variables), f"{name}: merged")
+            tally(
+                same_bits(convert.merge_state(variables, saved), variables),
+                f"{name}: merged",
+            )
         state = jax.tree.map(lambda leaf: np.full_like(leaf, 1e-3), make())
         y, gradient, dx = step({"params": {"kernel": kernel}, **state})
-        tally_products(tally, steps.Step(y, dx, gradient["params"]["kernel"], {}), operands, name)
-        tally(not any(np.any(leaf) for leaf in jax.tree.leaves(gradient.get(OWG, {}))), f"{name}: written into")
+        tally_products(
+            tally, steps.Step(y, dx, gradient["params"]["kernel"], {}), operands, name
+        )
+        tally(
+            not any(np.any(leaf) for leaf in jax.tree.leaves(gradient.get(OWG, {}))),
+            f"{name}: written into",
+        )
 
 
 @row("missing state")
@@ -268,8 +348,14 @@ def missing_state(library):
     lost = {**saved, OWG: {"Dense_1": saved[OWG]["Dense_1"]}}
     new = start(library).params
     variables = restore(library, new, lost)
-    tally(same_bits(variables[OWG]["Dense_1"], saved[OWG]["Dense_1"]), "state that was there changed")
-    tally(same_bits(variables[OWG]["Dense_0"], new[OWG]["Dense_0"]), "state that does not begin as a new layer's")
+    tally(
+        same_bits(variables[OWG]["Dense_1"], saved[OWG]["Dense_1"]),
+        "state that was there changed",
+    )
+    tally(
+        same_bits(variables[OWG]["Dense_0"], new[OWG]["Dense_0"]),
+        "state that does not begin as a new layer's",
+    )
     goes_on(tally, library, variables, "the step after")
     if library.is_ours:
         foreign(tally, library)

@@ -21,7 +21,10 @@ EVENTS = {
 def apply(what: str, rng, x, grad) -> tuple:
     """x and grad after an event."""
     *factors, numbers = EVENTS[what]
-    x, grad = (value * np.float32(factor) for value, factor in zip((x, grad), factors, strict=True))
+    x, grad = (
+        value * np.float32(factor)
+        for value, factor in zip((x, grad), factors, strict=True)
+    )
     if numbers:
         number = rng.choice(numbers) if len(numbers) > 1 else numbers[0]
         spoilt = x if rng.random() < 0.5 else grad

@@ -15,26 +15,39 @@ NONE = "Flax makes no custom calls"
 
 def exported(library):
     """An exported gradient step, its arguments, and what it gives here."""
-    layer, x, variables = library.dense(5), normal(0, (6, 8)), library.variables(normal(1, (8, 5)))
+    layer, x, variables = (
+        library.dense(5),
+        normal(0, (6, 8)),
+        library.variables(normal(1, (8, 5))),
+    )
 
     @jax.jit
     def step(variables, x):
         return jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2))(variables)
 
     arguments = variables, x
-    return another_process.export(step, *arguments), (arguments, {}), jax.tree.leaves(step(*arguments))
+    return (
+        another_process.export(step, *arguments),
+        (arguments, {}),
+        jax.tree.leaves(step(*arguments)),
+    )
 
 
 @row("export and reload in another process: the same bits")
 def reload(library):
     tally, (program, arguments, here) = Tally(), exported(library)
-    got = another_process.call_exported(program, arguments, "import jaxfp8" if library.is_ours else "")
+    got = another_process.call_exported(
+        program, arguments, "import jaxfp8" if library.is_ours else ""
+    )
     tally(not isinstance(got, str), got, silent=False)
     tally(same_bits(got, here), "other bits")
     return tally.verdict("the same bits")
 
 
-@row("export and reload without the library: an error that names the call, process alive", peer=NONE)
+@row(
+    "export and reload without the library: an error that names the call, process alive",
+    peer=NONE,
+)
 def reload_without(library):
     tally, (program, arguments, _) = Tally(), exported(library)
     said = another_process.call_exported(program, arguments, "")
@@ -42,7 +55,10 @@ def reload_without(library):
     return tally.verdict(said[:100])
 
 
-@row("a persistent compile cache from another version: an error that names the call, process alive", peer=NONE)
+@row(
+    "a persistent compile cache from another version: an error that names the call, process alive",
+    peer=NONE,
+)
 def cache(library):
     """Compiled where the calls are, run where they are not: the program comes from the
     cache.
@@ -58,6 +74,9 @@ def cache(library):
         entries = len(list(pathlib.Path(folder).iterdir()))
         again = another_process.call_exported(program, arguments, **options)
         said = another_process.call_exported(program, arguments, "", **options)
-    tally(same_bits(first, here) and same_bits(again, here) and entries > 0, f"with the library: {entries} entries")
+    tally(
+        same_bits(first, here) and same_bits(again, here) and entries > 0,
+        f"with the library: {entries} entries",
+    )
     tally("jaxfp8_" in said, f"without it: {said}")
     return tally.verdict(said[:100])

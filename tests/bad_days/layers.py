@@ -35,8 +35,14 @@ def tally_warning(tally, call, says: str, what: str) -> None:
     """One warning, which says `says` and points at a line of this file."""
     said = warned(call)
     tally(len(said) == 1, f"{what}: {len(said)} warnings")
-    tally(all(says in str(w.message) for w in said), f"{what}: {[str(w.message) for w in said]}")
-    tally(all(w.filename == __file__ for w in said), f"{what}: points at {[w.filename for w in said]}")
+    tally(
+        all(says in str(w.message) for w in said),
+        f"{what}: {[str(w.message) for w in said]}",
+    )
+    tally(
+        all(w.filename == __file__ for w in said),
+        f"{what}: points at {[w.filename for w in said]}",
+    )
 
 
 def mesh_of(sizes, names, kind):
@@ -44,7 +50,13 @@ def mesh_of(sizes, names, kind):
 
 
 def nnx_layer():
-    return nnx.Linear(K, N, use_bias=False, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0))
+    return nnx.Linear(
+        K,
+        N,
+        use_bias=False,
+        dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE),
+        rngs=nnx.Rngs(0),
+    )
 
 
 def nnx_loss(layer, x, grad):
@@ -60,14 +72,27 @@ def no_state(library):
     params = {"layers_0": {"kernel": kernel}}
 
     def steps():
-        gradient = jax.jit(jax.grad(lambda params: jnp.vdot(model.apply({"params": params}, x), grad)))
+        gradient = jax.jit(
+            jax.grad(lambda params: jnp.vdot(model.apply({"params": params}, x), grad))
+        )
         for _ in range(2):
             gradient(params)
-        jax.grad(lambda params: jnp.vdot(model.apply({"params": params}, x), grad))(params)
+        jax.grad(lambda params: jnp.vdot(model.apply({"params": params}, x), grad))(
+            params
+        )
 
     said = warned(steps)
-    tally(len({w.lineno for w in said}) == len(said) == 2, f"{len(said)} warnings for two lines")
-    tally(all(str(w.message).startswith("layers_0: ") and w.filename == __file__ for w in said), str(said))
+    tally(
+        len({w.lineno for w in said}) == len(said) == 2,
+        f"{len(said)} warnings for two lines",
+    )
+    tally(
+        all(
+            str(w.message).startswith("layers_0: ") and w.filename == __file__
+            for w in said
+        ),
+        str(said),
+    )
     tally(not warned(lambda: model.apply({"params": params}, x)), "inference warns")
     if library.is_ours:
         rows = jaxfp8.report(model, x, variables={"params": params}).rows
@@ -75,13 +100,21 @@ def no_state(library):
     return tally.verdict("a warning with the path")
 
 
-@row("a gradient through a layer without its state", "NNX, of parameters alone", peer=OURS_ALONE)
+@row(
+    "a gradient through a layer without its state",
+    "NNX, of parameters alone",
+    peer=OURS_ALONE,
+)
 def left_out_state(library):
     """The first layer is named: by its path where the gradient is ours; else by its
     kernel, for NNX knows no paths.
     """
     del library
-    tally, (x, _, grad), by_kernel = Tally(), operands(0), f"Fp8DotGeneral with a kernel [{K}, {N}]: "
+    tally, (x, _, grad), by_kernel = (
+        Tally(),
+        operands(0),
+        f"Fp8DotGeneral with a kernel [{K}, {N}]: ",
+    )
     for gradient, names in ((jaxfp8.nnx.grad, ["0: "]), (nnx.grad, [by_kernel])):
         for wrap in (nnx.jit, lambda step: step):
             layers = nnx.List([nnx_layer(), nnx_layer()])
@@ -92,9 +125,18 @@ def left_out_state(library):
                 gradient(loss, argnums=nnx.DiffState(0, nnx.Param))(layers)
 
             said = warned(lambda step=step, layers=layers: step(layers))
-            starts = [str(w.message)[: len(name)] for w, name in zip(said, names, strict=False)]
-            tally(starts == names and len(said) == len(names), f"{[str(w.message) for w in said]}")
-            tally(all(w.filename == __file__ for w in said), f"points at {[w.filename for w in said]}")
+            starts = [
+                str(w.message)[: len(name)]
+                for w, name in zip(said, names, strict=False)
+            ]
+            tally(
+                starts == names and len(said) == len(names),
+                f"{[str(w.message) for w in said]}",
+            )
+            tally(
+                all(w.filename == __file__ for w in said),
+                f"points at {[w.filename for w in said]}",
+            )
     return tally.verdict("the path, or the kernel")
 
 
@@ -105,11 +147,16 @@ def foreign_state(library):
     """
     model, tally = nn.Sequential([library.dense(N)]), Tally()
     x, kernel, _ = operands(0)
-    theirs = nn.Sequential([nn.Dense(N, use_bias=False, dot_general_cls=nn.Fp8DotGeneral)])
+    theirs = nn.Sequential(
+        [nn.Dense(N, use_bias=False, dot_general_cls=nn.Fp8DotGeneral)]
+    )
     state = theirs.init(jax.random.key(0), x)[OWG]
     te = {"layers_0": {"x_amax_history": np.zeros(HISTORY, np.float32)}}
     by_hand = "scale = 1 / its scale, and amax_history = jnp.roll(its amax_history, 1, axis=-1)"
-    for collections, way_out in (({OWG: state}, "from_flax"), ({"fp8_metas": te}, by_hand)):
+    for collections, way_out in (
+        ({OWG: state}, "from_flax"),
+        ({"fp8_metas": te}, by_hand),
+    ):
         variables = {"params": {"layers_0": {"kernel": kernel}}, **collections}
         tally_warning(tally, lambda v=variables: model.apply(v, x), way_out, way_out)
     return tally.verdict("how to convert it")
@@ -138,9 +185,17 @@ def dropped_state(library):
             step(layer, optimizer)
 
     for wrap in (nnx.jit, lambda step: step):
-        tally_warning(tally, lambda wrap=wrap: run(False, wrap), "jaxfp8.nnx.Optimizer", "dropped")
-        tally(not warned(lambda wrap=wrap: run(True, wrap)), "stored beside it, and a warning")
-        tally(not warned(lambda wrap=wrap: run(False, wrap, jaxfp8.nnx.Optimizer)), "our optimizer warns")
+        tally_warning(
+            tally, lambda wrap=wrap: run(False, wrap), "jaxfp8.nnx.Optimizer", "dropped"
+        )
+        tally(
+            not warned(lambda wrap=wrap: run(True, wrap)),
+            "stored beside it, and a warning",
+        )
+        tally(
+            not warned(lambda wrap=wrap: run(False, wrap, jaxfp8.nnx.Optimizer)),
+            "our optimizer warns",
+        )
     return tally.verdict("a warning")
 
 
@@ -153,7 +208,9 @@ def two_gradients(library):
 
     @jax.jit
     def step(train, *uses):
-        gradients = [jax.grad(lambda v, u=use: loss(train, v, *u))(train.params) for use in uses]
+        gradients = [
+            jax.grad(lambda v, u=use: loss(train, v, *u))(train.params) for use in uses
+        ]
         for gradient in gradients:
             train = train.apply_gradients(grads=gradient)
         return train
@@ -182,7 +239,9 @@ def two_optimizers(library):
         def __init__(self):
             self.a, self.b = (
                 nnx_layer(),
-                nnx.Linear(N, N, rngs=nnx.Rngs(1), dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)),
+                nnx.Linear(
+                    N, N, rngs=nnx.Rngs(1), dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
+                ),
             )
 
         def __call__(self, x):
@@ -196,15 +255,23 @@ def two_optimizers(library):
 
     def run(*filters):
         model = Model()
-        optimizers = nnx.List([jaxfp8.nnx.Optimizer(model, optax.sgd(1e-3), wrt=wrt) for wrt in filters])
+        optimizers = nnx.List(
+            [jaxfp8.nnx.Optimizer(model, optax.sgd(1e-3), wrt=wrt) for wrt in filters]
+        )
         for i in range(HISTORY + 2):
             x, _, grad = operands(i)
             step(model, optimizers, x, grad)
         return jax.device_get(nnx.to_pure_dict(nnx.state(model)))
 
     groups = [nnx.All(nnx.Param, nnx.PathContains(name)) for name in "ab"]
-    for got, expected in zip(*(jax.tree.leaves(run(*filters)) for filters in (groups, [nnx.Param])), strict=True):
-        tally(np.allclose(got, expected, rtol=1e-5, atol=1e-6), f"{got}, with one optimizer {expected}")
+    for got, expected in zip(
+        *(jax.tree.leaves(run(*filters)) for filters in (groups, [nnx.Param])),
+        strict=True,
+    ):
+        tally(
+            np.allclose(got, expected, rtol=1e-5, atol=1e-6),
+            f"{got}, with one optimizer {expected}",
+        )
     return tally.verdict("as one optimizer")
 
 
@@ -214,31 +281,75 @@ def named_initializers(library):
     the names where they belong.
     """
     del library
-    tally, x, key, init = Tally(), operands(0)[0], jax.random.key(0), nn.initializers.lecun_normal()
+    tally, x, key, init = (
+        Tally(),
+        operands(0)[0],
+        jax.random.key(0),
+        nn.initializers.lecun_normal(),
+    )
     linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of((2,), ("m",), AxisType.Auto)
     cases = {
-        "Dense": ((None, "m"), lambda init: linen.Dense(N, kernel_init=init), "kernel", P(None, "m")),
-        "Dense of two": ((None, None, "m"), lambda init: linen.Dense((2, N), kernel_init=init), "kernel", None),
-        "GatedMLP": ((None, "m"), lambda init: linen.GatedMLP(N, kernel_init=init), "wi", P(None, None, "m")),
-        "NormDense": ((None, "m", None), lambda init: linen.NormDense((N, 2), kernel_init=init), "dense", None),
+        "Dense": (
+            (None, "m"),
+            lambda init: linen.Dense(N, kernel_init=init),
+            "kernel",
+            P(None, "m"),
+        ),
+        "Dense of two": (
+            (None, None, "m"),
+            lambda init: linen.Dense((2, N), kernel_init=init),
+            "kernel",
+            None,
+        ),
+        "GatedMLP": (
+            (None, "m"),
+            lambda init: linen.GatedMLP(N, kernel_init=init),
+            "wi",
+            P(None, None, "m"),
+        ),
+        "NormDense": (
+            (None, "m", None),
+            lambda init: linen.NormDense((N, 2), kernel_init=init),
+            "dense",
+            None,
+        ),
     }
     for what, (names, make, name, spec) in cases.items():
         for wrap in (nn.with_partitioning, nn.with_logical_partitioning):
             with tally.raising(what):
                 variables = make(wrap(init, names)).init(key, x)
-                tally(same_bits(nn.meta.unbox(variables), make(init).init(key, x)), f"{what}: other parameters")
+                tally(
+                    same_bits(nn.meta.unbox(variables), make(init).init(key, x)),
+                    f"{what}: other parameters",
+                )
                 specs = nn.get_partition_spec(variables)["params"][name]
-                (got,) = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
+                (got,) = jax.tree.leaves(
+                    specs, is_leaf=lambda leaf: isinstance(leaf, P)
+                )
                 tally(got == (spec or P(*names)), f"{what}: {got}")
     cases = {
-        "nnx.Linear": ((None, None, "m"), lambda init: of_nnx.Linear(K, (2, N), kernel_init=init, rngs=nnx.Rngs(0))),
-        "nnx.GatedMLP": ((None, "m"), lambda init: of_nnx.GatedMLP(K, N, kernel_init=init, rngs=nnx.Rngs(0)).wi),
+        "nnx.Linear": (
+            (None, None, "m"),
+            lambda init: of_nnx.Linear(K, (2, N), kernel_init=init, rngs=nnx.Rngs(0)),
+        ),
+        "nnx.GatedMLP": (
+            (None, "m"),
+            lambda init: of_nnx.GatedMLP(K, N, kernel_init=init, rngs=nnx.Rngs(0)).wi,
+        ),
     }
     for what, (names, make) in cases.items():
         with tally.raising(what), jax.set_mesh(mesh):
             layer = make(nnx.with_partitioning(init, names))
-            tally(same_bits(np.asarray(layer.kernel[...]), np.asarray(make(init).kernel[...])), f"{what}: kernel")
-            tally(layer.kernel[...].sharding.spec == P(None, None, "m"), f"{what}: {layer.kernel[...].sharding}")
+            tally(
+                same_bits(
+                    np.asarray(layer.kernel[...]), np.asarray(make(init).kernel[...])
+                ),
+                f"{what}: kernel",
+            )
+            tally(
+                layer.kernel[...].sharding.spec == P(None, None, "m"),
+                f"{what}: {layer.kernel[...].sharding}",
+            )
     return tally.verdict()
 
 
@@ -248,12 +359,22 @@ def out_sharding(library):
     its numbers are one device's.
     """
     del library
-    tally, mesh, x = Tally(), mesh_of((2, 2), ("d", "m"), AxisType.Explicit), operands(0)[0]
+    tally, mesh, x = (
+        Tally(),
+        mesh_of((2, 2), ("d", "m"), AxisType.Explicit),
+        operands(0)[0],
+    )
     linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
     bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731
-    unbound = lambda layer: (nnx.state(layer), lambda s, x, **o: nnx.merge(nnx.graphdef(layer), s)(x, **o))  # noqa: E731
+    unbound = lambda layer: (
+        nnx.state(layer),
+        lambda s, x, **o: nnx.merge(nnx.graphdef(layer), s)(x, **o),
+    )  # noqa: E731
     cases = [bound(linen.Dense(N)), bound(linen.GatedMLP(N)), bound(linen.NormDense(N))]
-    cases += [unbound(of_nnx.Linear(K, N, rngs=nnx.Rngs(0))), unbound(of_nnx.NormDense(K, N, rngs=nnx.Rngs(0)))]
+    cases += [
+        unbound(of_nnx.Linear(K, N, rngs=nnx.Rngs(0))),
+        unbound(of_nnx.NormDense(K, N, rngs=nnx.Rngs(0))),
+    ]
     for i, (variables, apply) in enumerate(cases):
         expected = np.asarray(apply(variables, x))
         with tally.raising(str(i)), jax.set_mesh(mesh):
@@ -262,7 +383,10 @@ def out_sharding(library):
             tally(y.sharding.spec == spec, f"layer {i}: {y.sharding}")
             # f32 sums of K terms in another order: below K 2**-24 = 1.5e-6 of a sum of
             # magnitudes that is below 10
-            tally(np.allclose(y, expected, rtol=1e-5, atol=1.5e-5), f"layer {i}: other numbers")
+            tally(
+                np.allclose(y, expected, rtol=1e-5, atol=1.5e-5),
+                f"layer {i}: other numbers",
+            )
     return tally.verdict()
 
 
@@ -285,7 +409,11 @@ def logged_scale(library):
     for wrap in (lambda f: f, nnx.jit):
         model = Logs()
         wrap(lambda model: jaxfp8.nnx.value_and_grad(nnx_loss)(model, x, grad))(model)
-        tally(model.log.get_value().dtype == jnp.float32, f"{model.log.get_value().dtype}")
-    gradient = jaxfp8.grad(lambda tree: tree["w"] * 2.0, allow_int=True)({"w": 3.0, "n": 4})
+        tally(
+            model.log.get_value().dtype == jnp.float32, f"{model.log.get_value().dtype}"
+        )
+    gradient = jaxfp8.grad(lambda tree: tree["w"] * 2.0, allow_int=True)(
+        {"w": 3.0, "n": 4}
+    )
     tally(gradient["w"] == 2 and gradient["n"].dtype == jax.dtypes.float0, "allow_int")
     return tally.verdict()

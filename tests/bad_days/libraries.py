@@ -59,20 +59,30 @@ class Library:
         cls = cls or self.dot_general_cls(history)
         if self.layer:
             return self.layer(features, dtype, cls)
-        return nn.Dense(features, dot_general_cls=cls, dtype=dtype, **{"use_bias": False} | options)
+        return nn.Dense(
+            features, dot_general_cls=cls, dtype=dtype, **{"use_bias": False} | options
+        )
 
-    def variables(self, kernel, state: oracle.LayerState | None = None, history=HISTORY) -> dict:
+    def variables(
+        self, kernel, state: oracle.LayerState | None = None, history=HISTORY
+    ) -> dict:
         """Of one layer of `dense`; both libraries store amax / FP8_MAX as scale."""
         state, leaves = state or oracle.LayerState.init(history), {}
         for name in OPERANDS:
             part = getattr(state, name)
-            leaves |= {f"{name}_amax_history": part.amax_history, f"{name}_scale": np.reshape(part.scale, (1,))}
+            leaves |= {
+                f"{name}_amax_history": part.amax_history,
+                f"{name}_scale": np.reshape(part.scale, (1,)),
+            }
         return {"params": {"kernel": kernel}, OWG: {self.module: leaves}}
 
     def state(self, variables) -> oracle.LayerState:
         """What `variables` took."""
         leaves = jax.tree.map(np.asarray, variables[OWG][self.module])
-        parts = [oracle.State(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"][0]) for name in OPERANDS]
+        parts = [
+            oracle.State(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"][0])
+            for name in OPERANDS
+        ]
         return oracle.LayerState(*parts)
 
     def history(self, variables, operand) -> np.ndarray:
@@ -92,10 +102,18 @@ class _Nnx:
         self.features, self.dtype, self.recipe = features, dtype, cls.keywords["recipe"]
 
     def apply(self, variables, x):
-        kernel, product = variables["params"]["kernel"], jaxfp8.nnx.Fp8DotGeneral(self.recipe)
+        kernel, product = (
+            variables["params"]["kernel"],
+            jaxfp8.nnx.Fp8DotGeneral(self.recipe),
+        )
         zeros = nnx.initializers.zeros_init()
         layer = nnx.Linear(
-            *kernel.shape, use_bias=False, dtype=self.dtype, dot_general=product, kernel_init=zeros, rngs=nnx.Rngs(0)
+            *kernel.shape,
+            use_bias=False,
+            dtype=self.dtype,
+            dot_general=product,
+            kernel_init=zeros,
+            rngs=nnx.Rngs(0),
         )
         layer.kernel.set_value(jnp.asarray(kernel))
         for name, leaf in variables[OWG]["Fp8DotGeneral_0"].items():
@@ -121,10 +139,18 @@ def _flax_grad(loss):
     """
 
     def cast(variables, dtype):
-        return {**variables, OWG: jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), variables[OWG])}
+        return {
+            **variables,
+            OWG: jax.tree.map(
+                lambda leaf: jnp.asarray(leaf).astype(dtype), variables[OWG]
+            ),
+        }
 
     def gradient(variables):
-        return cast(jax.grad(lambda v: loss(cast(v, fp8_ops.fp32_max_grad)))(variables), jnp.float32)
+        return cast(
+            jax.grad(lambda v: loss(cast(v, fp8_ops.fp32_max_grad)))(variables),
+            jnp.float32,
+        )
 
     return gradient
 
@@ -135,7 +161,12 @@ def _flax_update(variables, gradient):
 
 
 def _flax_quantize(x, scale, fmt):
-    return fp8_ops.quantize(jnp.asarray(x), fmt.dtype, jnp.float32(1) / jnp.float32(scale), jnp.asarray(x).dtype)
+    return fp8_ops.quantize(
+        jnp.asarray(x),
+        fmt.dtype,
+        jnp.float32(1) / jnp.float32(scale),
+        jnp.asarray(x).dtype,
+    )
 
 
 def _flax_library(cls) -> Library:
@@ -154,17 +185,24 @@ def _flax_library(cls) -> Library:
 OURS = Library(
     name="jaxfp8",
     dot_general_cls=_ours,
-    einsum=lambda: jaxfp8.linen.Fp8Einsum(recipe=jaxfp8.DelayedScaling(amax_history_len=HISTORY)),
+    einsum=lambda: jaxfp8.linen.Fp8Einsum(
+        recipe=jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+    ),
     module="Fp8DotGeneral_0",
     grad=jaxfp8.grad,
     update=jaxfp8.update_state,
     train_state=jaxfp8.linen.TrainState,
-    quantize=lambda x, scale, fmt: jaxfp8.ops.quantize(jnp.asarray(x), jnp.float32(scale), fmt.dtype)[0],
+    quantize=lambda x, scale, fmt: jaxfp8.ops.quantize(
+        jnp.asarray(x), jnp.float32(scale), fmt.dtype
+    )[0],
     is_ours=True,
 )
 # The same rows through our other layer; programs/functional.py has jaxfp8.dot_general,
 # which both call.
-LAYERS = {"Linen": OURS, "NNX": dataclasses.replace(OURS, name="jaxfp8 in NNX", layer=_Nnx)}
+LAYERS = {
+    "Linen": OURS,
+    "NNX": dataclasses.replace(OURS, name="jaxfp8 in NNX", layer=_Nnx),
+}
 
 
 def calibrated_first_step(library: Library) -> Library:
@@ -173,8 +211,14 @@ def calibrated_first_step(library: Library) -> Library:
     """
     if not library.is_ours:
         return library
-    return dataclasses.replace(library, dot_general_cls=functools.partial(_ours, first_step="current"))
+    return dataclasses.replace(
+        library, dot_general_cls=functools.partial(_ours, first_step="current")
+    )
 
 
 FLAX = _flax_library(fp8_ops.Fp8DirectDotGeneralOp)
-LIBRARIES = {"jaxfp8": OURS, "flax": FLAX, "flax-qdq": _flax_library(fp8_ops.Fp8DotGeneralOp)}
+LIBRARIES = {
+    "jaxfp8": OURS,
+    "flax": FLAX,
+    "flax-qdq": _flax_library(fp8_ops.Fp8DotGeneralOp),
+}

@@ -20,7 +20,9 @@ M, K, N = 16, 24, 8
 
 
 def cube():
-    return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    return jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3
+    )
 
 
 def data(i=0):
@@ -33,7 +35,9 @@ def data(i=0):
 
 def gradient_of(library):
     layer = library.dense(N)
-    return lambda variables, x, grad: jax.grad(lambda v: jnp.vdot(layer.apply(v, x), grad))(variables)
+    return lambda variables, x, grad: jax.grad(
+        lambda v: jnp.vdot(layer.apply(v, x), grad)
+    )(variables)
 
 
 def in_shard_map(library, gradient, checked):
@@ -46,11 +50,20 @@ def in_shard_map(library, gradient, checked):
         return jax.tree.map(lambda leaf: leaf[None], state)
 
     return jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(axes), P(axes)), out_specs=P(axes), check_vma=checked)
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P(), P(axes), P(axes)),
+            out_specs=P(axes),
+            check_vma=checked,
+        )
     )
 
 
-@row("the same in `shard_map`, `check_vma` on and off, gradients inside and outside, some axes manual", any_layer=True)
+@row(
+    "the same in `shard_map`, `check_vma` on and off, gradients inside and outside, some axes manual",
+    any_layer=True,
+)
 def with_shard_map(library):
     tally, operands = Tally(), data()
     x, kernel, grad = operands
@@ -71,7 +84,10 @@ def run_together(commands, seconds, **options):
     """Run commands at the same time; when one fails, or time is up, kill all of
     them.
     """
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) for command in commands]
+    running = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+        for command in commands
+    ]
     try:
         for process in running:
             _, errors = process.communicate(timeout=seconds)
@@ -95,15 +111,24 @@ def processes(library):
         files = [f"{folder}/{rank}.npz" for rank in range(2)]
         module = "tests.bad_days.process"
         run_together(
-            [[sys.executable, "-m", module, name, str(rank), str(port), files[rank]] for rank in range(2)],
+            [
+                [sys.executable, "-m", module, name, str(rank), str(port), files[rank]]
+                for rank in range(2)
+            ],
             90,
             cwd=root,
         )
         states = [dict(np.load(file)) for file in files]
     for key, leaf in states[0].items():
-        tally(leaf.tobytes() == states[1][key].tobytes(), f"{key} differs between the processes")
+        tally(
+            leaf.tobytes() == states[1][key].tobytes(),
+            f"{key} differs between the processes",
+        )
         tally(np.isfinite(leaf).all(), f"{key} is {leaf.ravel()[:4]} after a NaN")
     x = data()[0]
     good = states[0]["good_input_amax_history"][0]
-    tally(good == np.abs(x).max(), f"amax {good:g}, of the whole batch {np.abs(x).max():g}")
+    tally(
+        good == np.abs(x).max(),
+        f"amax {good:g}, of the whole batch {np.abs(x).max():g}",
+    )
     return tally.verdict("the same bits, finite")

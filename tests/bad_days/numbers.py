@@ -11,7 +11,15 @@ from jax import export
 
 import jaxfp8
 
-from .steps import in_two_octaves, next_state, normal, operands, same_bits, step_of, tally_products
+from .steps import (
+    in_two_octaves,
+    next_state,
+    normal,
+    operands,
+    same_bits,
+    step_of,
+    tally_products,
+)
 from .verdict import Tally, refused, row
 
 M, K, N = 16, 24, 8
@@ -26,10 +34,15 @@ RECIPES = (
 
 def with_amaxes(library, x, kernel, grad):
     """Variables whose scales are right for these operands."""
-    return library.variables(kernel, next_state(oracle.LayerState.init(4), (x, kernel, grad)))
+    return library.variables(
+        kernel, next_state(oracle.LayerState.init(4), (x, kernel, grad))
+    )
 
 
-@row("gradients of 1e-30: the product of the scales is no normal number, the result is", any_layer=True)
+@row(
+    "gradients of 1e-30: the product of the scales is no normal number, the result is",
+    any_layer=True,
+)
 def tiny_gradients(library):
     """dx of a kernel of 1e-5 and a gradient of 1e-30 is 1e-35, the product of their
     scales 4e-43.
@@ -40,16 +53,24 @@ def tiny_gradients(library):
     return tally.verdict(f"off by {worst:.2g} times what FP8 may cost")
 
 
-@row("operands of 1e24: the product of the scales overflows, zeros stay zeros", any_layer=True)
+@row(
+    "operands of 1e24: the product of the scales overflows, zeros stay zeros",
+    any_layer=True,
+)
 def huge_operands(library):
     tally, (x, kernel, grad) = Tally(), operands(M, K, N, data=1e24, kernel=1e24)
     x[3] = kernel[:, 2] = 0
-    y = np.asarray(step_of(library, N)(with_amaxes(library, x, kernel, grad), x, grad).y)
+    y = np.asarray(
+        step_of(library, N)(with_amaxes(library, x, kernel, grad), x, grad).y
+    )
     tally((y[3] == 0).all() and (y[:, 2] == 0).all(), "zeros became " + str(y[3, :2]))
     return tally.verdict()
 
 
-@row("the gradient through a quantized tensor's values goes to its source", peer="Flax has no quantized tensor")
+@row(
+    "the gradient through a quantized tensor's values goes to its source",
+    peer="Flax has no quantized tensor",
+)
 def through_dequantize(library):
     del library
     tally, kernel = Tally(), in_two_octaves(1, (K, N), 4)
@@ -60,14 +81,28 @@ def through_dequantize(library):
         fields = {"block": q.block, "power_2_scale": q.power_2_scale}
 
         def values(kernel, scale_inv, source, q=q, fields=fields):
-            q = jaxfp8.QTensor(q.data, scale_inv, source=kernel if source else None, **fields)
+            q = jaxfp8.QTensor(
+                q.data, scale_inv, source=kernel if source else None, **fields
+            )
             return jnp.vdot(q.dequantize(jnp.float32), weight)
 
-        got = jax.jit(jax.grad(values), static_argnums=2)(jnp.asarray(kernel), q.scale_inv, True)
-        tally(same_bits(np.asarray(got), weight), f"{type(recipe).__name__}: the gradient is {np.asarray(got)[0, :2]}")
+        got = jax.jit(jax.grad(values), static_argnums=2)(
+            jnp.asarray(kernel), q.scale_inv, True
+        )
+        tally(
+            same_bits(np.asarray(got), weight),
+            f"{type(recipe).__name__}: the gradient is {np.asarray(got)[0, :2]}",
+        )
         if q.scale_inv.dtype == np.float32:
-            call = lambda q=q, values=values: jax.grad(values, 1)(kernel, q.scale_inv, False)  # noqa: E731
-            refused(call, tally, f"{type(recipe).__name__} without a source", "derivatives|gradient")
+            call = lambda q=q, values=values: jax.grad(values, 1)(
+                kernel, q.scale_inv, False
+            )  # noqa: E731
+            refused(
+                call,
+                tally,
+                f"{type(recipe).__name__} without a source",
+                "derivatives|gradient",
+            )
     return tally.verdict()
 
 
@@ -83,7 +118,11 @@ def symbolic_batch(library):
         return export.deserialize(another_process.export(fn, *types).serialize()).call
 
     layer = library.dense(N)
-    products = {"the layer": lambda x, kernel: layer.apply({**variables, "params": {"kernel": kernel}}, x)}
+    products = {
+        "the layer": lambda x, kernel: layer.apply(
+            {**variables, "params": {"kernel": kernel}}, x
+        )
+    }
     if library.is_ours:
         products |= {
             type(recipe).__name__: lambda x, kernel, recipe=recipe: jaxfp8.dot_general(
@@ -100,16 +139,25 @@ def symbolic_batch(library):
         with tally.raising(name):
             run = exported(both)
             for size in (1, 40) if name == "the layer" else (40,):
-                got, expected = run(x[:size], grad[:size]), jax.jit(both)(x[:size], grad[:size])
+                got, expected = (
+                    run(x[:size], grad[:size]),
+                    jax.jit(both)(x[:size], grad[:size]),
+                )
                 # A contraction of any size adds in another order: two roundings a term,
                 # and the sum.
                 for a, e in zip(got, expected, strict=True):
                     limit = (size + 4) * 2.0**-23 * 40 * np.abs(e).max()
-                    tally(np.abs(np.asarray(a) - np.asarray(e)).max() <= limit, f"{name}, a batch of {size}")
+                    tally(
+                        np.abs(np.asarray(a) - np.asarray(e)).max() <= limit,
+                        f"{name}, a batch of {size}",
+                    )
     return tally.verdict()
 
 
-@row("vmap of a cond under a gradient: the amax of the examples that took the branch, or a named error", any_layer=True)
+@row(
+    "vmap of a cond under a gradient: the amax of the examples that took the branch, or a named error",
+    any_layer=True,
+)
 def vmap_of_cond(library):
     """Of two examples the one of 8 times the size does not take the branch."""
     tally, (x, kernel, grad) = Tally(), operands(M, K, N)
@@ -118,9 +166,15 @@ def vmap_of_cond(library):
 
     def loss(transform):
         def one(variables, x, taken):
-            return jax.lax.cond(taken, lambda: jnp.vdot(layer.apply(variables, x), grad), lambda: jnp.float32(0))
+            return jax.lax.cond(
+                taken,
+                lambda: jnp.vdot(layer.apply(variables, x), grad),
+                lambda: jnp.float32(0),
+            )
 
-        return lambda variables: jnp.sum(transform(variables, one, jnp.array([True, False])))
+        return lambda variables: jnp.sum(
+            transform(variables, one, jnp.array([True, False]))
+        )
 
     def by_vmap(variables, one, taken):
         return jax.vmap(lambda x, taken: one(variables, x, taken))(examples, taken)
@@ -132,7 +186,9 @@ def vmap_of_cond(library):
         return library.history(library.grad(loss(transform))(variables), "input")[0]
 
     largest = np.abs(x).max()
-    refused(lambda: amax(by_vmap), tally, "vmap", "jax.lax.map", lambda got: got == largest)
+    refused(
+        lambda: amax(by_vmap), tally, "vmap", "jax.lax.map", lambda got: got == largest
+    )
     with tally.raising("lax.map"):  # the remedy
         ratio = amax(by_map) / largest
         tally(ratio == 1, f"with lax.map the amax is {ratio} times the true one")

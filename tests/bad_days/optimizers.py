@@ -19,11 +19,20 @@ from .steps import tally_amaxes, tally_state
 from .trainers import K, M, N, loss_of, operands, variables_of
 from .verdict import NotRun, Tally, refused, row
 
-NO_WRAPPER = "Flax gives optax the parameters alone, in a TrainState that has no more arguments"
+NO_WRAPPER = (
+    "Flax gives optax the parameters alone, in a TrainState that has no more arguments"
+)
 
 
 def train(
-    library, tx, tally, what, count=4, params_of=lambda p: p, start=lambda v: v, extra=lambda value, grads, f: {}
+    library,
+    tx,
+    tally,
+    what,
+    count=4,
+    params_of=lambda p: p,
+    start=lambda v: v,
+    extra=lambda value, grads, f: {},
 ):
     """Train by a bare optax loop: state is numpy's to the bit, and parameters are those
     of `tx` alone.
@@ -38,8 +47,15 @@ def train(
     wrapped = jaxfp8.train.optimizer(tx)
     variables = variables_of(library)
     params, state = start(variables), library.state(variables)
-    opt_state, alone_state = wrapped.init(params), tx.init(start({"params": variables["params"]}))
-    of_step = jax.jit(lambda variables, fp8, x, grad: loss_of(library, {OWG: fp8, **variables}, x, grad))
+    opt_state, alone_state = (
+        wrapped.init(params),
+        tx.init(start({"params": variables["params"]})),
+    )
+    of_step = jax.jit(
+        lambda variables, fp8, x, grad: loss_of(
+            library, {OWG: fp8, **variables}, x, grad
+        )
+    )
     for i in range(count):
         (x, _, grad), trained = operands(i), params_of(params)
 
@@ -47,27 +63,52 @@ def train(
             return of_step(variables, fp8, x, grad)
 
         value, grads = jax.value_and_grad(objective)(trained)
-        updates, opt_state = wrapped.update(grads, opt_state, params, **extra(value, grads, objective))
+        updates, opt_state = wrapped.update(
+            grads, opt_state, params, **extra(value, grads, objective)
+        )
         # `tx` alone, at the same point; what it calls runs on the same state.
-        without = jax.tree.map(lambda tree: {"params": tree["params"]}, params, is_leaf=lambda t: isinstance(t, dict))
+        without = jax.tree.map(
+            lambda tree: {"params": tree["params"]},
+            params,
+            is_leaf=lambda t: isinstance(t, dict),
+        )
         grads = {"params": grads["params"]}
         with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
             options = extra(value, grads, objective)
-            alone, alone_state = optax.with_extra_args_support(tx).update(grads, alone_state, without, **options)
-        params, kernel = optax.apply_updates(params, updates), np.asarray(trained["params"]["kernel"])
-        for got, expected in zip(_kernels(params), _kernels(optax.apply_updates(without, alone)), strict=True):
-            tally(np.array_equal(got, expected), f"{what}, step {i}: the kernel is not that of optax alone")
+            alone, alone_state = optax.with_extra_args_support(tx).update(
+                grads, alone_state, without, **options
+            )
+        params, kernel = (
+            optax.apply_updates(params, updates),
+            np.asarray(trained["params"]["kernel"]),
+        )
+        for got, expected in zip(
+            _kernels(params), _kernels(optax.apply_updates(without, alone)), strict=True
+        ):
+            tally(
+                np.array_equal(got, expected),
+                f"{what}, step {i}: the kernel is not that of optax alone",
+            )
         for tree in jax.tree.leaves(params, is_leaf=lambda t: isinstance(t, dict)):
-            after = tally_state(tally, library, tree, state, (x, kernel, grad), what=f"{what}, step {i}")
+            after = tally_state(
+                tally, library, tree, state, (x, kernel, grad), what=f"{what}, step {i}"
+            )
         state = after
     return opt_state, params
 
 
 def _kernels(params):
-    return [tree["params"]["kernel"] for tree in jax.tree.leaves(params, is_leaf=lambda t: isinstance(t, dict))]
+    return [
+        tree["params"]["kernel"]
+        for tree in jax.tree.leaves(params, is_leaf=lambda t: isinstance(t, dict))
+    ]
 
 
-@row("optimizers that need more than gradients", "lookahead, opaque SAM, L-BFGS", peer=NO_WRAPPER)
+@row(
+    "optimizers that need more than gradients",
+    "lookahead, opaque SAM, L-BFGS",
+    peer=NO_WRAPPER,
+)
 def more_than_gradients(library):
     """Two sets of parameters, functions and gradients by name: state is stored once a
     step, parameters are optax's; what an optimizer computes for itself is no warning.
@@ -75,8 +116,18 @@ def more_than_gradients(library):
     tally = Tally()
     with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         ahead = optax.lookahead(optax.sgd(1e-2), 3, 0.5)
-        train(library, ahead, tally, "lookahead", 4, lambda p: p.fast, optax.LookaheadParams.init_synced)
-        sam = optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=3, opaque_mode=True)
+        train(
+            library,
+            ahead,
+            tally,
+            "lookahead",
+            4,
+            lambda p: p.fast,
+            optax.LookaheadParams.init_synced,
+        )
+        sam = optax.contrib.sam(
+            optax.sgd(1e-2), optax.sgd(1e-3), sync_period=3, opaque_mode=True
+        )
 
         def for_sam(value, grads, objective):
             return {"grad_fn": lambda params, i: jax.grad(objective)(params)}
@@ -92,17 +143,26 @@ def more_than_gradients(library):
     return tally.verdict("as optax alone, and the true amaxes")
 
 
-@row("optimizers that need more than gradients", "parameters to evaluate, of schedule-free", peer=NO_WRAPPER)
+@row(
+    "optimizers that need more than gradients",
+    "parameters to evaluate, of schedule-free",
+    peer=NO_WRAPPER,
+)
 def schedule_free(library):
     """`schedule_free_eval_params` of all variables: parameters are averaged, state is
     as it is.
     """
     tally = Tally()
-    opt_state, params = train(library, optax.contrib.schedule_free_sgd(1e-2), tally, "schedule-free")
+    opt_state, params = train(
+        library, optax.contrib.schedule_free_sgd(1e-2), tally, "schedule-free"
+    )
     evaluated = optax.contrib.schedule_free_eval_params(opt_state, params)
     z, b1 = opt_state.z["params"]["kernel"], opt_state.b1
     kernel = (np.asarray(params["params"]["kernel"]) - (1 - b1) * np.asarray(z)) / b1
-    tally(np.allclose(evaluated["params"]["kernel"], kernel, rtol=1e-6), "the kernel is not the average")
+    tally(
+        np.allclose(evaluated["params"]["kernel"], kernel, rtol=1e-6),
+        "the kernel is not the average",
+    )
     tally(steps.same_bits(evaluated[OWG], params[OWG]), "the state is another one")
     return tally.verdict()
 
@@ -111,7 +171,10 @@ NO_FUNCTIONS = "Flax's FP8 is Linen modules"
 USES = 3
 
 
-@row("Equinox's checkpointed while loop: state in the carry, or an error that says so", peer=NO_FUNCTIONS)
+@row(
+    "Equinox's checkpointed while loop: state in the carry, or an error that says so",
+    peer=NO_FUNCTIONS,
+)
 def checkpointed_loop(library):
     """The loop's own backward adds cotangents up. With `fork` in its carry the true
     amax, as its bounded kind has by itself; state that it closes over is refused."""
@@ -130,14 +193,27 @@ def checkpointed_loop(library):
             def body(carry):
                 y, i, state = carry
                 state, used = jaxfp8.fork(state) if is_carried else (state, params[1])
-                y = jaxfp8.dot_general(y, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=used)
+                y = jaxfp8.dot_general(
+                    y, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=used
+                )
                 return jnp.tanh(y), i + 1, state
 
             carry = jnp.asarray(x), jnp.int32(0), state if is_carried else None
-            return jnp.sum(while_loop(lambda c: c[1] < USES, body, carry, max_steps=4, kind=kind, **options[kind])[0])
+            return jnp.sum(
+                while_loop(
+                    lambda c: c[1] < USES,
+                    body,
+                    carry,
+                    max_steps=4,
+                    kind=kind,
+                    **options[kind],
+                )[0]
+            )
 
         options = {"checkpointed": {"checkpoints": 2}, "bounded": {}}
-        return jax.jit(grad(objective))((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
+        return jax.jit(grad(objective))(
+            (jnp.asarray(kernel), jaxfp8.init_state(recipe))
+        )[1]
 
     # The amaxes of x and its successors: exact products, since a first step has scale 1
     # and rounds as the oracle does.
@@ -145,7 +221,10 @@ def checkpointed_loop(library):
     for _ in range(USES):
         largest.append(np.abs(y).max())
         codes = [steps.FORMATS[name].dtype for name in ("input", "kernel")]
-        y = np.tanh(y.astype(codes[0]).astype(np.float64) @ kernel.astype(codes[1]).astype(np.float64))
+        y = np.tanh(
+            y.astype(codes[0]).astype(np.float64)
+            @ kernel.astype(codes[1]).astype(np.float64)
+        )
     for grad, kind, is_carried in (
         (jax.grad, "checkpointed", True),
         (jaxfp8.grad, "bounded", False),
@@ -153,8 +232,16 @@ def checkpointed_loop(library):
     ):
         with tally.raising(kind):
             amax = gradient(grad, kind, is_carried).input.amax_history[0]
-            tally(np.isclose(amax, max(largest), rtol=1e-5), f"{kind}: {amax} for {max(largest)}")
-    refused(lambda: gradient(jaxfp8.grad, "checkpointed", False), tally, "state closed over", "fork")
+            tally(
+                np.isclose(amax, max(largest), rtol=1e-5),
+                f"{kind}: {amax} for {max(largest)}",
+            )
+    refused(
+        lambda: gradient(jaxfp8.grad, "checkpointed", False),
+        tally,
+        "state closed over",
+        "fork",
+    )
     return tally.verdict("the true amax, or an error")
 
 
@@ -166,11 +253,16 @@ def norm_of_all(library):
     variables = variables_of(library)
     for name, norm in (
         ("optax.global_norm", optax.global_norm),
-        ("a sum of squares", lambda v: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(v))),
+        (
+            "a sum of squares",
+            lambda v: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(v)),
+        ),
     ):
         call = library.grad(lambda v, norm=norm: loss_of(library, v, x, grad) + norm(v))
         refused(lambda call=call: call(variables), tally, name, "FP8 state")
-        call = library.grad(lambda v, norm=norm: loss_of(library, v, x, grad) + norm(v["params"]))
+        call = library.grad(
+            lambda v, norm=norm: loss_of(library, v, x, grad) + norm(v["params"])
+        )
         with tally.raising(f"{name} of the parameters"):
             tally_amaxes(tally, library, call(variables), (x, kernel, grad))
     return tally.verdict("an error")
@@ -184,9 +276,18 @@ def stale_gradient(library):
     tally, variables, grads = Tally(), variables_of(library), []
     for i in range(4):
         x, _, grad = operands(i)
-        grads.append(library.grad(lambda v, x=x, grad=grad * 4**i: loss_of(library, v, x, grad))(variables))
+        grads.append(
+            library.grad(lambda v, x=x, grad=grad * 4**i: loss_of(library, v, x, grad))(
+                variables
+            )
+        )
         variables = library.update(variables, grads[-1])
-    refused(lambda: library.update(variables, grads[1]), tally, "two steps late", "another step")
+    refused(
+        lambda: library.update(variables, grads[1]),
+        tally,
+        "two steps late",
+        "another step",
+    )
     return tally.verdict("an error")
 
 
@@ -196,7 +297,10 @@ def pmapped(library):
     said of it names pmap.
     """
     tally, (_, kernel, _) = Tally(), operands(0)
-    variables = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (8, *np.shape(leaf))), library.variables(kernel))
+    variables = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (8, *np.shape(leaf))),
+        library.variables(kernel),
+    )
 
     def step(variables, x, grad):
         grads = jax.grad(lambda v: loss_of(library, v, x, grad))(variables)

@@ -14,7 +14,9 @@ def main(name, rank, port, file):
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(rank))
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", num_processes=2, process_id=int(rank)
+    )
     from tests import conftest as conftest
 
     jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -24,13 +26,20 @@ def main(name, rank, port, file):
 
     from . import libraries, meshes
 
-    library, mesh = libraries.LIBRARIES[name], jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    library, mesh = (
+        libraries.LIBRARIES[name],
+        jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
+    )
 
     def put(value, spec):
-        return jax.make_array_from_callback(value.shape, NamedSharding(mesh, spec), lambda index: value[index])
+        return jax.make_array_from_callback(
+            value.shape, NamedSharding(mesh, spec), lambda index: value[index]
+        )
 
     x, kernel, grad = meshes.data()
-    variables = jax.tree.map(lambda leaf: put(np.asarray(leaf), P()), library.variables(kernel))
+    variables = jax.tree.map(
+        lambda leaf: put(np.asarray(leaf), P()), library.variables(kernel)
+    )
     step = jax.jit(meshes.gradient_of(library), out_shardings=NamedSharding(mesh, P()))
     bad, found = x.copy(), {}
     bad[-1, 0] = np.nan
@@ -38,7 +47,10 @@ def main(name, rank, port, file):
         after = step(variables, put(batch, P("data")), put(grad, P("data")))
         variables = {**variables, libraries.OWG: after[libraries.OWG]}
         state = variables[libraries.OWG][library.module]
-        found |= {f"{what}_{key}": np.asarray(leaf.addressable_data(0)) for key, leaf in state.items()}
+        found |= {
+            f"{what}_{key}": np.asarray(leaf.addressable_data(0))
+            for key, leaf in state.items()
+        }
     np.savez(file, **found)
 
 

@@ -49,7 +49,9 @@ def windows(seed, first, last):
 
 
 def loss_of(model, variables, tokens, target):
-    return optax.softmax_cross_entropy_with_integer_labels(model.apply(variables, tokens), target).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model.apply(variables, tokens), target
+    ).mean()
 
 
 def train(library, seed, cls=None, frozen=False) -> float:
@@ -63,17 +65,28 @@ def train(library, seed, cls=None, frozen=False) -> float:
 
     @jax.jit
     def step(state, tokens, target):
-        grads = jax.grad(lambda v: SHARE * loss_of(model, v, tokens, target))(state.params)
+        grads = jax.grad(lambda v: SHARE * loss_of(model, v, tokens, target))(
+            state.params
+        )
         after = state.apply_gradients(grads=grads)
         if frozen:
-            rest = {key: value for key, value in state.params.items() if key != "params"}
+            rest = {
+                key: value for key, value in state.params.items() if key != "params"
+            }
             after = after.replace(params={"params": after.params["params"], **rest})
         return after
 
     for i in range(STEPS):
         state = step(state, *windows((seed, i), 0, cut))
     held_out = jax.jit(lambda v, t, n: loss_of(model, v, t, n))
-    return float(np.mean([held_out(state.params, *windows((9, i), cut, len(text()))) for i in range(20)]))
+    return float(
+        np.mean(
+            [
+                held_out(state.params, *windows((9, i), cut, len(text())))
+                for i in range(20)
+            ]
+        )
+    )
 
 
 @row("proof of training: as f32, and a control with all scales fixed at 1 is not")
@@ -84,7 +97,9 @@ def proof(library):
     The full proof is `make train ARGS='--steps 1000 --seeds 3 --control'`.
     """
     tally, seeds, cls = Tally(), range(3), library.dot_general_cls(16)
-    difference = np.mean([train(library, seed, cls) - train(library, seed) for seed in seeds])
+    difference = np.mean(
+        [train(library, seed, cls) - train(library, seed) for seed in seeds]
+    )
     control = train(library, 0, cls, frozen=True) - train(library, 0)
     said = f"{difference:+.4f} nat, control {control:+.4f}"
     tally(difference <= 0.02, said)

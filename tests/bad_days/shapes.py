@@ -23,19 +23,32 @@ DTYPES = (np.dtype(np.float32), oracle.BF16)
 def empty(library, *sizes):
     """Zeros of the right shape and dtype; the stored history is what it was."""
     n, tally = 5, Tally()
-    for (m, k), dtype in itertools.product(sizes, DTYPES[: 2 if library.is_ours else 1]):
+    for (m, k), dtype in itertools.product(
+        sizes, DTYPES[: 2 if library.is_ours else 1]
+    ):
         variables = library.variables(normal(0, (k, n)), used_state())
         # the default divides by K
         step = step_of(library, n, dtype=dtype, kernel_init=nn.initializers.zeros)
         got = step(variables, np.ones((m, k), np.float32), np.ones((m, n), np.float32))
-        for product, shape, kind in ((got.y, (m, n), dtype), (got.dx, (m, k), None), (got.dkernel, (k, n), None)):
-            is_right = product.shape == shape and product.dtype == (kind or np.float32) and not np.any(product)
+        for product, shape, kind in (
+            (got.y, (m, n), dtype),
+            (got.dx, (m, k), None),
+            (got.dkernel, (k, n), None),
+        ):
+            is_right = (
+                product.shape == shape
+                and product.dtype == (kind or np.float32)
+                and not np.any(product)
+            )
             tally(is_right, f"{product.dtype}{product.shape} is not zeros of {shape}")
         after = library.update(variables, got.variables)
         for name in OPERANDS:
             before, now = (library.history(v, name) for v in (variables, after))
             tally(np.array_equal(before, now), f"{name} history {before} became {now}")
-        tally(not library.is_ours or same_bits(after[OWG], variables[OWG]), "a scale moved")
+        tally(
+            not library.is_ours or same_bits(after[OWG], variables[OWG]),
+            "a scale moved",
+        )
     return tally.verdict()
 
 
@@ -54,43 +67,77 @@ def empty_expert(library):
     """Of three experts the second got no tokens: its state stays, and those of the
     others move.
     """
-    layer, loads, x, grad = library.dense(5), (6, 0, 3), normal(0, (9, 8)), normal(1, (9, 5))
+    layer, loads, x, grad = (
+        library.dense(5),
+        (6, 0, 3),
+        normal(0, (9, 8)),
+        normal(1, (9, 5)),
+    )
     kernels = [normal(2 + i, (8, 5)) for i in range(3)]
     variables = {i: library.variables(kernels[i], used_state()) for i in range(3)}
     rows = np.split(x, np.cumsum(loads)[:-1]), np.split(grad, np.cumsum(loads)[:-1])
 
     def loss(variables):
-        return sum(jnp.vdot(layer.apply(variables[i], x), g) for i, (x, g) in enumerate(zip(*rows, strict=True)))
+        return sum(
+            jnp.vdot(layer.apply(variables[i], x), g)
+            for i, (x, g) in enumerate(zip(*rows, strict=True))
+        )
 
     gradient, tally = jax.jit(jax.grad(loss))(variables), Tally()
     after = {i: library.update(variables[i], gradient[i]) for i in range(3)}
-    tally(same_bits(after[1][OWG], variables[1][OWG]), f"history {library.history(after[1], 'input')}")
+    tally(
+        same_bits(after[1][OWG], variables[1][OWG]),
+        f"history {library.history(after[1], 'input')}",
+    )
     for i in (0, 2):
         tally(library.history(after[i], "input")[0] > 0, f"expert {i} has no amax")
         given = rows[0][i], kernels[i], rows[1][i]
         tally_state(tally, library, after[i], used_state(), given, what=f"expert {i}")
     if library.is_ours and library.layer is None:
-        stacked = nn.vmap(nn.Dense, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True})
+        stacked = nn.vmap(
+            nn.Dense, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}
+        )
         experts = stacked(5, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
         first = experts.init(jax.random.key(0), jnp.ones((3, 4, 8)))
-        grads = jax.grad(lambda v: jnp.sum(experts.apply(v, jnp.ones((3, 0, 8))) ** 2))(first)
-        tally(same_bits(library.update(first, grads), first), "stacked experts without capacity")
+        grads = jax.grad(lambda v: jnp.sum(experts.apply(v, jnp.ones((3, 0, 8))) ** 2))(
+            first
+        )
+        tally(
+            same_bits(library.update(first, grads), first),
+            "stacked experts without capacity",
+        )
     return tally.verdict()
 
 
 @row("empty shard", any_layer=True)
 def empty_shard(library):
     """Eight devices with no rows each, in shard_map."""
-    layer, variables, tally = library.dense(5), library.variables(normal(0, (8, 5)), used_state()), Tally()
+    layer, variables, tally = (
+        library.dense(5),
+        library.variables(normal(0, (8, 5)), used_state()),
+        Tally(),
+    )
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    gradient = jax.grad(lambda variables, x: jnp.sum(layer.apply(variables, x) ** 2), argnums=(0, 1))
+    gradient = jax.grad(
+        lambda variables, x: jnp.sum(layer.apply(variables, x) ** 2), argnums=(0, 1)
+    )
     for check_vma in (True, False)[: 2 if library.is_ours else 1]:
-        specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P("data")), "check_vma": check_vma}
+        specs = {
+            "in_specs": (P(), P("data")),
+            "out_specs": (P(), P("data")),
+            "check_vma": check_vma,
+        }
         mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, **specs))
         after, dx = mapped(variables, np.ones((0, 8), np.float32))
-        tally(dx.shape == (0, 8) and not np.any(after["params"]["kernel"]), "gradients of nothing")
+        tally(
+            dx.shape == (0, 8) and not np.any(after["params"]["kernel"]),
+            "gradients of nothing",
+        )
         after = library.update(variables, after)
-        tally(same_bits(after[OWG], variables[OWG]), f"history {library.history(after, 'input')}")
+        tally(
+            same_bits(after[OWG], variables[OWG]),
+            f"history {library.history(after, 'input')}",
+        )
     return tally.verdict()
 
 
@@ -107,17 +154,35 @@ def large(library):
     rows, cols, tally = 2**25 + 65, 64, Tally()
     x = jnp.ones((rows, cols), jnp.bfloat16).at[-1, -1].set(-3.5).at[-2, 0].set(2)
     if library.is_ours:
-        quantizer = jaxfp8.DelayedScaling(amax_history_len=2, first_step="current").quantizers()[0]
-        q, state = jax.jit(lambda x, state: quantizer.quantize(x[None], state), donate_argnums=0)(x, quantizer.init())
-        tally(state.amax_history.tolist() == [3.5, 0] and state.scale.tolist() == [2.0**-7], "the state")
+        quantizer = jaxfp8.DelayedScaling(
+            amax_history_len=2, first_step="current"
+        ).quantizers()[0]
+        q, state = jax.jit(
+            lambda x, state: quantizer.quantize(x[None], state), donate_argnums=0
+        )(x, quantizer.init())
+        tally(
+            state.amax_history.tolist() == [3.5, 0]
+            and state.scale.tolist() == [2.0**-7],
+            "the state",
+        )
         expected = np.full((1000, cols), 128, np.float32)
         expected[-1, -1], expected[-2, 0] = -448, 256
-        tally(np.array_equal(np.asarray(q.data[0, -1000:]).astype(np.float32), expected), "codes")
-        tally(np.array_equal(np.asarray(q.data_t[0, :, -1000:]).astype(np.float32), expected.T), "transposed codes")
+        tally(
+            np.array_equal(np.asarray(q.data[0, -1000:]).astype(np.float32), expected),
+            "codes",
+        )
+        tally(
+            np.array_equal(
+                np.asarray(q.data_t[0, :, -1000:]).astype(np.float32), expected.T
+            ),
+            "transposed codes",
+        )
         return tally.verdict("the last elements are seen")
     layer = library.dense(1, dtype=jnp.bfloat16)
     variables = library.variables(np.ones((cols, 1), np.float32))
-    grad = jax.jit(jax.grad(lambda v, x: jnp.sum(layer.apply(v, x).astype(jnp.float32))))(variables, x)
+    grad = jax.jit(
+        jax.grad(lambda v, x: jnp.sum(layer.apply(v, x).astype(jnp.float32)))
+    )(variables, x)
     amax = library.history(grad, "input")[0]
     tally(amax == 3.5, f"amax {amax}, not 3.5")
     return tally.verdict("the last element is seen")
@@ -126,11 +191,15 @@ def large(library):
 def products(library):
     """`(x, kernel) -> product` in every way that the library has."""
     numbers, module = (((1,), (0,)), ((), ())), library.dot_general_cls()()
-    yield lambda x, kernel: module.init_with_output(jax.random.key(0), x, kernel, numbers)[0]
+    yield lambda x, kernel: module.init_with_output(
+        jax.random.key(0), x, kernel, numbers
+    )[0]
     if library.is_ours:
         einsum, recipe = library.einsum(), jaxfp8.DelayedScaling(amax_history_len=2)
         state = {"recipe": recipe, "state": jaxfp8.init_state(recipe)}
-        yield lambda x, kernel: einsum.init_with_output(jax.random.key(0), "mk,kn->mn", x, kernel)[0]
+        yield lambda x, kernel: einsum.init_with_output(
+            jax.random.key(0), "mk,kn->mn", x, kernel
+        )[0]
         yield lambda x, kernel: jaxfp8.dot_general(x, kernel, numbers, **state)
         yield lambda x, kernel: jaxfp8.einsum("mk,kn->mn", x, kernel, **state)
 
@@ -146,7 +215,10 @@ def not_floats(library):
     for dtype in ("int32", "bool", "complex64", "float8_e4m3fn", "float8_e5m2"):
         x, kernel = np.full((2, 3), 3, np.float32), np.full((3, 4), 2, np.float32)
         odd = 1 + 2j if dtype == "complex64" else 1
-        for name, pair in (("x", ((x * odd).astype(dtype), kernel)), ("kernel", (x, (kernel * odd).astype(dtype)))):
+        for name, pair in (
+            ("x", ((x * odd).astype(dtype), kernel)),
+            ("kernel", (x, (kernel * odd).astype(dtype))),
+        ):
             given = [jnp.asarray(value) for value in pair]
             exact = pair[0].astype(np.complex128) @ pair[1].astype(np.complex128)
             for product in products(library):
@@ -154,7 +226,11 @@ def not_floats(library):
                     lambda given=given, product=product: product(*given),
                     tally,
                     f"{name} of {dtype}",
-                    rf"\b{name}\b.*{dtype}" if library.is_ours else rf"\b{name}\b|{dtype}",
-                    accepted=lambda y, exact=exact: np.array_equal(np.asarray(y).astype(np.complex128), exact),
+                    rf"\b{name}\b.*{dtype}"
+                    if library.is_ours
+                    else rf"\b{name}\b|{dtype}",
+                    accepted=lambda y, exact=exact: np.array_equal(
+                        np.asarray(y).astype(np.complex128), exact
+                    ),
                 )
     return tally.verdict()

@@ -15,8 +15,28 @@ import numpy as np
 import jaxfp8
 
 from .libraries import HISTORY, OWG
-from .steps import amaxes, normal, same_bits, step_of, tally_amaxes, tally_state, used_state
-from .uses import SHARED, USES, K, M, N, data, examples, microbatches, scan_broadcast, twice, uses_of
+from .steps import (
+    amaxes,
+    normal,
+    same_bits,
+    step_of,
+    tally_amaxes,
+    tally_state,
+    used_state,
+)
+from .uses import (
+    SHARED,
+    USES,
+    K,
+    M,
+    N,
+    data,
+    examples,
+    microbatches,
+    scan_broadcast,
+    twice,
+    uses_of,
+)
 from .verdict import Tally, row
 
 
@@ -30,9 +50,13 @@ def train(tally, library, loss, grad, steps, what):
     for i in range(steps):
         uses = uses_of(start["params"]["kernel"], *data(i % 8))
         variables = {**start, OWG: step(variables, *data(i % 8))[OWG]}
-        state = tally_state(tally, library, variables, state, *uses, what=f"{what}: step {i}")
+        state = tally_state(
+            tally, library, variables, state, *uses, what=f"{what}: step {i}"
+        )
         for operand in amaxes(*uses[0]):
-            slot = library.history(variables, operand)[0] / max(amaxes(*use)[operand] for use in uses)
+            slot = library.history(variables, operand)[0] / max(
+                amaxes(*use)[operand] for use in uses
+            )
             worst = max(worst, slot, 1 / max(slot, 1e-30))
     return variables, worst
 
@@ -81,7 +105,10 @@ def two_hundred_steps(library, grad):
     return tally.verdict("the true amax")
 
 
-@row("all four stable for 200 steps", "by the gradient that the docs give for shared state")
+@row(
+    "all four stable for 200 steps",
+    "by the gradient that the docs give for shared state",
+)
 def documented_gradient(library):
     return two_hundred_steps(library, library.grad)
 
@@ -100,8 +127,13 @@ def unused(library, loss):
     variables = library.update(variables, step(variables))
     variables = library.update(variables, step(variables))
     scale = float(variables[OWG][library.module]["input_scale"][0])
-    tally(same_bits(variables[OWG], start[OWG]), f"history {library.history(variables, 'input')}, scale {scale:g}")
-    is_finite = step_of(library, N)(variables, normal(3, (M, K)), normal(4, (M, N))).is_finite
+    tally(
+        same_bits(variables[OWG], start[OWG]),
+        f"history {library.history(variables, 'input')}, scale {scale:g}",
+    )
+    is_finite = step_of(library, N)(
+        variables, normal(3, (M, K)), normal(4, (M, N))
+    ).is_finite
     tally(is_finite, "its next products are not finite")
     return tally
 
@@ -111,26 +143,37 @@ def branch_not_taken(library):
     layer, x = library.dense(N), normal(0, (M, K))
 
     def loss(v):
-        return jax.lax.cond(x[0, 0] > 1e9, lambda: jnp.sum(layer.apply(v, x) ** 2), lambda: jnp.float32(0))
+        return jax.lax.cond(
+            x[0, 0] > 1e9,
+            lambda: jnp.sum(layer.apply(v, x) ** 2),
+            lambda: jnp.float32(0),
+        )
 
     return unused(library, loss).verdict()
 
 
 @row("unused expert", any_layer=True)
 def unused_expert(library):
-    return unused(library, lambda v: jnp.float32(1) * jnp.sum(v["params"]["kernel"])).verdict()
+    return unused(
+        library, lambda v: jnp.float32(1) * jnp.sum(v["params"]["kernel"])
+    ).verdict()
 
 
 @row("frozen layer", any_layer=True)
 def frozen_layer(library):
     layer, x = library.dense(N), normal(0, (M, K))
-    return unused(library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x))).verdict()
+    return unused(
+        library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x))
+    ).verdict()
 
 
 @row("jit = eager = second run = donated, bitwise", any_layer=True)
 def same_from_every_way(library):
     layer, tally = library.dense(20, dtype=jnp.bfloat16), Tally()
-    x, g = normal(1, (48, 36), dtype=jnp.bfloat16), normal(2, (48, 20), dtype=jnp.bfloat16)
+    x, g = (
+        normal(1, (48, 36), dtype=jnp.bfloat16),
+        normal(2, (48, 20), dtype=jnp.bfloat16),
+    )
     variables = library.variables(normal(0, (36, 20)), used_state())
 
     def step(variables, x, g):
@@ -141,10 +184,18 @@ def same_from_every_way(library):
     expected = jax.tree.map(np.asarray, jitted(variables, x, g))
     tally(same_bits(jitted(variables, x, g), expected), "a second run gives other bits")
     tally(same_bits(step(variables, x, g), expected), "eager gives other bits than jit")
-    tally(same_bits(jax.jit(lambda *args: step(*args))(variables, x, g), expected), "compiled again gives other bits")
+    tally(
+        same_bits(jax.jit(lambda *args: step(*args))(variables, x, g), expected),
+        "compiled again gives other bits",
+    )
     given = jax.tree.map(jnp.array, variables)
-    tally(same_bits(jax.jit(step, donate_argnums=0)(given, x, g), expected), "donation gives other bits")
-    tally(any(leaf.is_deleted() for leaf in jax.tree.leaves(given)), "no buffer was taken")
+    tally(
+        same_bits(jax.jit(step, donate_argnums=0)(given, x, g), expected),
+        "donation gives other bits",
+    )
+    tally(
+        any(leaf.is_deleted() for leaf in jax.tree.leaves(given)), "no buffer was taken"
+    )
     if library.is_ours:
         donated_loop(tally, library)
     return tally.verdict("the same bits")
@@ -152,7 +203,10 @@ def same_from_every_way(library):
 
 def donated_loop(tally, library):
     """Twenty steps: no array of an earlier step is alive, in the loop or after it."""
-    step, variables = step_of(library, N, donate=True), jax.tree.map(jnp.array, library.variables(normal(0, (K, N))))
+    step, variables = (
+        step_of(library, N, donate=True),
+        jax.tree.map(jnp.array, library.variables(normal(0, (K, N)))),
+    )
     x, grad = jnp.asarray(normal(1, (M, K))), jnp.asarray(normal(2, (M, N)))
     old, alive = [], []
     for _ in range(20):
@@ -161,7 +215,10 @@ def donated_loop(tally, library):
         alive.append(len(jax.live_arrays()))
     tally(len(set(alive[2:])) == 1, f"arrays alive: {alive}")
     gc.collect()
-    tally(not any(leaf() is not None for leaf in old), "an array of an earlier step is alive")
+    tally(
+        not any(leaf() is not None for leaf in old),
+        "an array of an earlier step is alive",
+    )
 
 
 @row("two threads call one jitted function", any_layer=True)
@@ -184,7 +241,10 @@ def two_threads(library):
         alone = [run(step, thread) for thread, step in enumerate(make())]
         made, barrier = make(), threading.Barrier(2)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            futures = [pool.submit(run, step, thread, barrier) for thread, step in enumerate(made)]
+            futures = [
+                pool.submit(run, step, thread, barrier)
+                for thread, step in enumerate(made)
+            ]
             for thread, future in enumerate(futures):
                 same = same_bits(future.result(timeout=120), alone[thread])
                 tally(same, f"{what}: thread {thread} has other bits than alone")
@@ -193,8 +253,14 @@ def two_threads(library):
     both(lambda: [traced] * 2, "traced")
     for donate in (False, True):
         for _ in range(2):
-            both(lambda donate=donate: [step_of(library, N, donate)] * 2, "traced by both at once")
-        both(lambda donate=donate: [step_of(library, N, donate) for _ in range(2)], "a function each")
+            both(
+                lambda donate=donate: [step_of(library, N, donate)] * 2,
+                "traced by both at once",
+            )
+        both(
+            lambda donate=donate: [step_of(library, N, donate) for _ in range(2)],
+            "a function each",
+        )
     return tally.verdict("the bits of a run alone")
 
 
@@ -206,7 +272,9 @@ def accumulated(library, total):
         after = library.update(variables, total(variables, x, g))
         state, kernel = library.state(variables), variables["params"]["kernel"]
         tally_amaxes(tally, library, after, (x, kernel, g))
-        tally_state(tally, library, after, state, *uses_of(kernel, x, g), what=f"step {i}")
+        tally_state(
+            tally, library, after, state, *uses_of(kernel, x, g), what=f"step {i}"
+        )
         variables = after
     return tally.verdict("the true amax")
 
@@ -220,10 +288,18 @@ def _of_one(library):
 
 def _add(library):
     """With Flax the trees of gradients are added, as there is nothing else to call."""
-    return jaxfp8.accumulate_gradients if library.is_ours else lambda a, b: jax.tree.map(jnp.add, a, b)
+    return (
+        jaxfp8.accumulate_gradients
+        if library.is_ours
+        else lambda a, b: jax.tree.map(jnp.add, a, b)
+    )
 
 
-@row("gradient accumulation by scan, by a Python loop", "by a Python loop", any_layer=True)
+@row(
+    "gradient accumulation by scan, by a Python loop",
+    "by a Python loop",
+    any_layer=True,
+)
 def accumulation_in_a_loop(library):
     one, add = _of_one(library), _add(library)
 
@@ -240,6 +316,8 @@ def accumulation_in_a_scan(library):
     @jax.jit
     def total(variables, x, g):
         zeros = jax.tree.map(jnp.zeros_like, variables)
-        return jax.lax.scan(lambda acc, use: (add(acc, one(variables, *use)), None), zeros, (x, g))[0]
+        return jax.lax.scan(
+            lambda acc, use: (add(acc, one(variables, *use)), None), zeros, (x, g)
+        )[0]
 
     return accumulated(library, total)

@@ -28,12 +28,18 @@ class Step(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        return all(np.isfinite(np.asarray(product, np.float32)).all() for product in self[:3])
+        return all(
+            np.isfinite(np.asarray(product, np.float32)).all() for product in self[:3]
+        )
 
     def of(self, operand: str) -> tuple:
         """The two products that an operand goes into, and the third."""
         y, dx, dkernel, _ = self
-        return {"input": (y, dkernel, dx), "kernel": (y, dx, dkernel), "output_grad": (dx, dkernel, y)}[operand]
+        return {
+            "input": (y, dkernel, dx),
+            "kernel": (y, dx, dkernel),
+            "output_grad": (dx, dkernel, y),
+        }[operand]
 
 
 def step_of(library, features, donate=False, **options):
@@ -45,7 +51,9 @@ def step_of(library, features, donate=False, **options):
     def step(variables, x, grad):
         y, vjp = jax.vjp(layer.apply, variables, x)
         gradient, dx = vjp(grad.astype(y.dtype))
-        return Step(y, dx, gradient["params"]["kernel"], {**variables, OWG: gradient[OWG]})
+        return Step(
+            y, dx, gradient["params"]["kernel"], {**variables, OWG: gradient[OWG]}
+        )
 
     return jax.jit(step, donate_argnums=0 if donate else ())
 
@@ -65,7 +73,9 @@ def excess(product, a, b, round_a, round_b) -> float:
     if not np.isfinite(got).all():
         return float("nan")
     total = np.abs(a) @ np.abs(b)
-    bound = ((1 + round_a) * (1 + round_b) - 1 + a.shape[1] * 2.0**-24 + 3 * unit) * total + tiny
+    bound = (
+        (1 + round_a) * (1 + round_b) - 1 + a.shape[1] * 2.0**-24 + 3 * unit
+    ) * total + tiny
     return float((np.abs(got - a @ b) / np.where(bound > 0, bound, 1)).max(initial=0))
 
 
@@ -83,7 +93,9 @@ def tally_products(tally, step, operands, what: str) -> float:
     """Three cases, one a product; returns the largest excess."""
     found = excesses(step, *operands)
     for name, value in found.items():
-        tally(value <= 1, f"{what}: {name} is off by {value:.3g} times what FP8 may cost")
+        tally(
+            value <= 1, f"{what}: {name} is off by {value:.3g} times what FP8 may cost"
+        )
     return max(found.values())
 
 
@@ -93,23 +105,36 @@ def next_state(state: oracle.LayerState, *uses) -> oracle.LayerState:
     """
     parts = {}
     for i, name in enumerate(OPERANDS):
-        each = [oracle.step(operands[i], getattr(state, name), FORMATS[name])[2] for operands in uses]
-        parts[name] = oracle.State(np.max([part.amax_history for part in each], axis=0), each[0].scale)
+        each = [
+            oracle.step(operands[i], getattr(state, name), FORMATS[name])[2]
+            for operands in uses
+        ]
+        parts[name] = oracle.State(
+            np.max([part.amax_history for part in each], axis=0), each[0].scale
+        )
     return oracle.LayerState(**parts)
 
 
-def tally_state(tally, library, variables, state, *uses, what: str) -> oracle.LayerState:
+def tally_state(
+    tally, library, variables, state, *uses, what: str
+) -> oracle.LayerState:
     """Ours alone: the state after `uses` is the oracle's, bitwise. Returns that."""
     expected = next_state(state, *uses)
     if library.is_ours:
         got = library.variables(None, library.state(variables))
-        tally(same_bits(got, library.variables(None, expected)), f"{what}: state {got}, expected {expected}")
+        tally(
+            same_bits(got, library.variables(None, expected)),
+            f"{what}: state {got}, expected {expected}",
+        )
     return expected
 
 
 def is_clean(variables) -> bool:
     """Whether all state is finite and not negative."""
-    return all(np.isfinite(leaf).all() and (np.asarray(leaf) >= 0).all() for leaf in jax.tree.leaves(variables[OWG]))
+    return all(
+        np.isfinite(leaf).all() and (np.asarray(leaf) >= 0).all()
+        for leaf in jax.tree.leaves(variables[OWG])
+    )
 
 
 def same_bits(got, expected) -> bool:
@@ -117,7 +142,9 @@ def same_bits(got, expected) -> bool:
     try:
         chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
         # As integers, because a NaN has a payload and a zero a sign.
-        chex.assert_trees_all_equal(jax.tree.map(oracle.bits, got), jax.tree.map(oracle.bits, expected))
+        chex.assert_trees_all_equal(
+            jax.tree.map(oracle.bits, got), jax.tree.map(oracle.bits, expected)
+        )
     except AssertionError:
         return False
     return True
@@ -130,10 +157,15 @@ def used_state() -> oracle.LayerState:
 
 
 def amaxes(x, kernel, grad) -> dict:
-    return {name: float(oracle.amax(value)) for name, value in zip(OPERANDS, (x, kernel, grad), strict=True)}
+    return {
+        name: float(oracle.amax(value))
+        for name, value in zip(OPERANDS, (x, kernel, grad), strict=True)
+    }
 
 
-def tally_amaxes(tally, library, variables, operands, what: str = "", rtol: float = 1e-6) -> None:
+def tally_amaxes(
+    tally, library, variables, operands, what: str = "", rtol: float = 1e-6
+) -> None:
     """Slot 0 of every history is the true amax."""
     for name, true in amaxes(*operands).items():
         ratio = library.history(variables, name)[0] / true
@@ -141,7 +173,11 @@ def tally_amaxes(tally, library, variables, operands, what: str = "", rtol: floa
 
 
 def normal(seed, shape, size=1.0, dtype=np.float32):
-    return (np.random.default_rng(seed).standard_normal(shape) * size).astype(np.float32).astype(dtype)
+    return (
+        (np.random.default_rng(seed).standard_normal(shape) * size)
+        .astype(np.float32)
+        .astype(dtype)
+    )
 
 
 def in_two_octaves(seed, shape, largest):
@@ -153,7 +189,9 @@ def in_two_octaves(seed, shape, largest):
     return (magnitude * rng.choice([-1, 1], shape)).astype(np.float32)
 
 
-def operands(m, k, n, data=1.0, grads=1.0, kernel=1.0, seed=0, make=in_two_octaves) -> list:
+def operands(
+    m, k, n, data=1.0, grads=1.0, kernel=1.0, seed=0, make=in_two_octaves
+) -> list:
     """x, kernel and grad of these sizes."""
     shapes = ((m, k), data), ((k, n), kernel), ((m, n), grads)
     return [make(seed + i, shape, size) for i, (shape, size) in enumerate(shapes)]

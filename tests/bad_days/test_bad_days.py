@@ -35,7 +35,9 @@ def test_the_page_has_every_row():
 
 
 @pytest.mark.parametrize(
-    "name, wanted", [("unused_expert", Outcome.WRONG), ("empty_batch", Outcome.ERROR)], ids=["wrong", "error"]
+    "name, wanted",
+    [("unused_expert", Outcome.WRONG), ("empty_batch", Outcome.ERROR)],
+    ids=["wrong", "error"],
 )
 def test_the_peer_is_not(name, wanted):
     assert outcome(name, FLAX) is wanted
@@ -46,7 +48,10 @@ def summed(loss):
 
     def gradient(variables):
         found = jax.grad(loss)(variables)
-        return {**found, state.OWG: jax.tree.map(lambda leaf: leaf * state.USES, found[state.OWG])}
+        return {
+            **found,
+            state.OWG: jax.tree.map(lambda leaf: leaf * state.USES, found[state.OWG]),
+        }
 
     return gradient
 
@@ -56,14 +61,22 @@ def overwritten(variables, gradient):
 
 
 def rounded(x, scale, fmt):
-    return jaxfp8.ops.quantize(jnp.asarray(x).astype(jnp.bfloat16), jnp.float32(scale), fmt.dtype)[0]
+    return jaxfp8.ops.quantize(
+        jnp.asarray(x).astype(jnp.bfloat16), jnp.float32(scale), fmt.dtype
+    )[0]
 
 
 MUTANTS = {
     "amax by sum": ("called_twice", {"grad": summed}),
-    "state of a layer that did not run is overwritten": ("unused_expert", {"update": overwritten}),
+    "state of a layer that did not run is overwritten": (
+        "unused_expert",
+        {"update": overwritten},
+    ),
     "codes rounded twice": ("rounding_midpoints", {"quantize": rounded}),
-    "a trainer that divides state": ("flax_dynamic_scale", {"train_state": FLAX.train_state}),
+    "a trainer that divides state": (
+        "flax_dynamic_scale",
+        {"train_state": FLAX.train_state},
+    ),
 }
 
 
@@ -90,7 +103,9 @@ def test_nan_in_the_history_is_wrong(monkeypatch):
 
 
 def fake(verdicts):
-    return lambda library, names, big, said: {name: verdicts.get(library, RIGHT) for name in names}
+    return lambda library, names, big, said: {
+        name: verdicts.get(library, RIGHT) for name in names
+    }
 
 
 RIGHT = Verdict(Outcome.RIGHT, "as it should be")
@@ -110,10 +125,15 @@ RIGHT = Verdict(Outcome.RIGHT, "as it should be")
 )
 def test_exit_status_and_table(verdicts, status, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "verdicts", fake(verdicts))
-    assert command.main(["--only", "trainers", "--json", str(tmp_path / "out.json")]) == status
+    assert (
+        command.main(["--only", "trainers", "--json", str(tmp_path / "out.json")])
+        == status
+    )
     printed = capsys.readouterr().out
     count = sum(row.subject == "trainers" for row in rows.IN_ORDER)
-    assert len(re.findall(r"^\| [^|]+ \| \S.*as it should be", printed, re.MULTILINE)) in (0, count)
+    assert len(
+        re.findall(r"^\| [^|]+ \| \S.*as it should be", printed, re.MULTILINE)
+    ) in (0, count)
     record = json.loads((tmp_path / "out.json").read_text())["verdicts"]
     assert len(record["jaxfp8"]) == len(record["flax"]) == count
     assert f"| {count} |" in printed.split("## Counts")[1]

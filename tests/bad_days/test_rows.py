@@ -19,7 +19,11 @@ from bad_days.verdict import Outcome, judged
 
 FOLDER = pathlib.Path(__file__).parent
 README = (FOLDER / "README.md").read_text()
-TABLE = [line.split(" | ") for line in README.splitlines() if line.startswith("| ") and not line.startswith("| row | ")]
+TABLE = [
+    line.split(" | ")
+    for line in README.splitlines()
+    if line.startswith("| ") and not line.startswith("| row | ")
+]
 # Rows that other tests show are of the scoreboard, and nightly.
 ELSEWHERE = {cells[0].removeprefix("| ") for cells in TABLE if "::test_" in cells[1]}
 # One of each kind is what `make test` shows. Those that start processes, need 12 GiB or
@@ -43,8 +47,12 @@ def _cases():
         for name, layer in LAYERS.items() if row.any_layer else [("Linen", OURS)]:
             is_shown = row.name in SHOWN and name == "Linen"
             is_slow = row.name in SLOW or row.of in ELSEWHERE
-            marks = [] if is_shown else [pytest.mark.slow] if is_slow else [pytest.mark.ci]
-            yield pytest.param(row, layer, marks=marks, id=f"{row.subject}-{row.name}-{name}")
+            marks = (
+                [] if is_shown else [pytest.mark.slow] if is_slow else [pytest.mark.ci]
+            )
+            yield pytest.param(
+                row, layer, marks=marks, id=f"{row.subject}-{row.name}-{name}"
+            )
 
 
 @pytest.mark.parametrize("row, layer", list(_cases()))
@@ -59,17 +67,25 @@ def test_row(row, layer):
 
 
 UNSEEN = pytest.mark.xfail(
-    strict=True, reason="a product cannot tell state that is right from state that was scaled as a whole"
+    strict=True,
+    reason="a product cannot tell state that is right from state that was scaled as a whole",
 )
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("cls", [OURS.train_state, pytest.param(FLAX.train_state, marks=UNSEEN)], ids=["ours", "Flax"])
+@pytest.mark.parametrize(
+    "cls",
+    [OURS.train_state, pytest.param(FLAX.train_state, marks=UNSEEN)],
+    ids=["ours", "Flax"],
+)
 def test_products_after_a_hundred_steps(cls):
     """With our TrainState the products are right. Flax's stores what DynamicScale has
     divided, and nobody says so.
     """
-    library, scaler = dataclasses.replace(OURS, train_state=cls), dynamic_scale.DynamicScale(scale=65536.0)
+    library, scaler = (
+        dataclasses.replace(OURS, train_state=cls),
+        dynamic_scale.DynamicScale(scale=65536.0),
+    )
     x, _, _ = trainers.operands(0)
     grad = normal(1, (trainers.M, trainers.N), 1e-4)
     with jax.numpy_dtype_promotion("standard"):
@@ -77,7 +93,9 @@ def test_products_after_a_hundred_steps(cls):
 
         @jax.jit
         def advance(train):
-            *_, grads = scaler.value_and_grad(lambda v: trainers.loss(train, v, x, grad))(train.params)
+            *_, grads = scaler.value_and_grad(
+                lambda v: trainers.loss(train, v, x, grad)
+            )(train.params)
             return train.apply_gradients(grads=grads)
 
         for _ in range(100):
@@ -95,8 +113,16 @@ def names_in(file: pathlib.Path) -> set[str]:
     """The `file::test` of a file, from its source."""
     if not file.exists():
         return set()
-    functions = (node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
-    return {f"{file.relative_to(FOLDER.parent).as_posix()}::{name}" for name in functions if name.startswith("test_")}
+    functions = (
+        node.name
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    )
+    return {
+        f"{file.relative_to(FOLDER.parent).as_posix()}::{name}"
+        for name in functions
+        if name.startswith("test_")
+    }
 
 
 def test_every_test_named_exists():
@@ -113,5 +139,10 @@ def test_every_row_of_the_table_is_shown():
     """A row is a program here, or names the tests that show it: where Flax passes it
     too, or has no part in it.
     """
-    table, judges = {cells[0].removeprefix("| ") for cells in TABLE}, {row.of for row in rows.IN_ORDER}
-    assert len(table) == len(TABLE) > 60 and table - ELSEWHERE <= judges <= table, table ^ judges
+    table, judges = (
+        {cells[0].removeprefix("| ") for cells in TABLE},
+        {row.of for row in rows.IN_ORDER},
+    )
+    assert len(table) == len(TABLE) > 60 and table - ELSEWHERE <= judges <= table, (
+        table ^ judges
+    )

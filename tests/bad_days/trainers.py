@@ -16,7 +16,15 @@ import jaxfp8
 
 from . import steps
 from .libraries import OPERANDS, OWG
-from .steps import is_clean, next_state, same_bits, step_of, tally_amaxes, tally_products, tally_state
+from .steps import (
+    is_clean,
+    next_state,
+    same_bits,
+    step_of,
+    tally_amaxes,
+    tally_products,
+    tally_state,
+)
 from .verdict import Tally, row
 
 M, K, N = 16, 24, 8
@@ -28,7 +36,9 @@ def operands(i, data=1.0, grads=1.0):
 
 def create(library, tx):
     _, kernel, _ = operands(0)
-    return library.train_state.create(apply_fn=library.dense(N).apply, params=library.variables(kernel), tx=tx)
+    return library.train_state.create(
+        apply_fn=library.dense(N).apply, params=library.variables(kernel), tx=tx
+    )
 
 
 def kernel_of(train):
@@ -51,14 +61,18 @@ def variables_of(library):
 
 @jax.jit
 def advance(train, x, grad):
-    return train.apply_gradients(grads=jax.grad(lambda v: loss(train, v, x, grad))(train.params))
+    return train.apply_gradients(
+        grads=jax.grad(lambda v: loss(train, v, x, grad))(train.params)
+    )
 
 
 def tally_next(tally, library, variables, what, i=1):
     """The products of one more step, with the kernel as it is."""
     x, _, grad = operands(i)
     kernel = np.asarray(variables["params"]["kernel"])
-    tally_products(tally, step_of(library, N)(variables, x, grad), (x, kernel, grad), what)
+    tally_products(
+        tally, step_of(library, N)(variables, x, grad), (x, kernel, grad), what
+    )
 
 
 def scaled_steps(tally, library, gradient, factor):
@@ -69,12 +83,16 @@ def scaled_steps(tally, library, gradient, factor):
     as the trainer divides.
     """
     train = create(library, optax.sgd(1e-3))
-    step = jax.jit(lambda train, x, grad: train.apply_gradients(grads=gradient(train, x, grad)))
+    step = jax.jit(
+        lambda train, x, grad: train.apply_gradients(grads=gradient(train, x, grad))
+    )
     for i in range(3):
         x, _, grad = operands(i)
         kernel = kernel_of(train)
         train = step(train, x, grad)
-        tally_amaxes(tally, library, train.params, (x, kernel, grad * factor), rtol=1e-5)
+        tally_amaxes(
+            tally, library, train.params, (x, kernel, grad * factor), rtol=1e-5
+        )
     tally_next(tally, library, train.params, "the step after")
 
 
@@ -101,13 +119,21 @@ def clipped_by_hand(library):
     def clipped_step(train, x, grad):
         grads = jax.grad(lambda v: loss(train, v, x, grad))(train.params)
         factor = jnp.minimum(1, 0.03 / optax.global_norm(grads))
-        return train.apply_gradients(grads=jax.tree.map(lambda leaf: leaf * factor, grads))
+        return train.apply_gradients(
+            grads=jax.tree.map(lambda leaf: leaf * factor, grads)
+        )
 
     x, _, grad = operands(0)
     first = create(library, optax.sgd(1e-3))
-    for when, before in {"the first step": first, "the second step": advance(first, x, grad)}.items():
+    for when, before in {
+        "the first step": first,
+        "the second step": advance(first, x, grad),
+    }.items():
         train = clipped_step(before, x, grad)
-        tally(not np.isfinite(loss(train, train.params, x, grad)), f"the loss after {when} looks healthy")
+        tally(
+            not np.isfinite(loss(train, train.params, x, grad)),
+            f"the loss after {when} looks healthy",
+        )
     return tally.verdict("NaN in the next loss")
 
 
@@ -135,18 +161,42 @@ def mean_over_devices(library):
         with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
             # ours says that check_vma=False needs to be told about pipelines
             warnings.simplefilter("ignore")
-            specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "check_vma": checked}
-            run, variables, state = jax.jit(jax.shard_map(step, mesh=mesh, **specs)), library.variables(kernel), None
+            specs = {
+                "in_specs": (P(), P("data"), P("data")),
+                "out_specs": P(),
+                "check_vma": checked,
+            }
+            run, variables, state = (
+                jax.jit(jax.shard_map(step, mesh=mesh, **specs)),
+                library.variables(kernel),
+                None,
+            )
             for i in range(3 if library.is_ours else 1):
                 parts = [operands(8 * i + j, 2.0**j) for j in range(8)]
-                x, grad = (np.concatenate([part[which] for part in parts]) for which in (0, 2))
+                x, grad = (
+                    np.concatenate([part[which] for part in parts]) for which in (0, 2)
+                )
                 state = next_state(state or library.state(variables), (x, kernel, grad))
                 variables = run(variables, x, grad)
-                tally_amaxes(tally, library, variables, (x, kernel, grad), f"check_vma={checked}, ", rtol=1e-5)
+                tally_amaxes(
+                    tally,
+                    library,
+                    variables,
+                    (x, kernel, grad),
+                    f"check_vma={checked}, ",
+                    rtol=1e-5,
+                )
                 for name in OPERANDS if library.is_ours else ():
-                    got, expected = getattr(library.state(variables), name), getattr(state, name)
-                    near = np.allclose(got.amax_history, expected.amax_history, rtol=MEAN, atol=0)
-                    near &= np.isclose(got.scale, expected.scale, rtol=2.1 * MEAN, atol=0)
+                    got, expected = (
+                        getattr(library.state(variables), name),
+                        getattr(state, name),
+                    )
+                    near = np.allclose(
+                        got.amax_history, expected.amax_history, rtol=MEAN, atol=0
+                    )
+                    near &= np.isclose(
+                        got.scale, expected.scale, rtol=2.1 * MEAN, atol=0
+                    )
                     tally(near, f"check_vma={checked}, step {i}: {name} state {got}")
     return tally.verdict("the true amax")
 
@@ -178,7 +228,9 @@ def cast_gradients(library):
     @jax.jit
     def step(train, x, grad):
         grads = jax.grad(lambda v: loss(train, v, x, grad))(train.params)
-        return train.apply_gradients(grads=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), grads))
+        return train.apply_gradients(
+            grads=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), grads)
+        )
 
     for i in range(3):
         x, _, grad = operands(i)
@@ -219,14 +271,28 @@ def slipped(library):
                 x, kernel, grad = given = operands(i, *sizes)
                 if i == 3:
                     with np.errstate(all="ignore"):
-                        leaves = {key: slip(np.asarray(v)) for key, v in variables[OWG][library.module].items()}
-                    state = {library.module: jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), leaves)}
+                        leaves = {
+                            key: slip(np.asarray(v))
+                            for key, v in variables[OWG][library.module].items()
+                        }
+                    state = {
+                        library.module: jax.tree.map(
+                            lambda leaf: np.asarray(leaf, np.float32), leaves
+                        )
+                    }
                     variables = {**variables, OWG: state}
                     before = library.state(variables)
                 got = step({**variables, "params": {"kernel": kernel}}, x, grad)
                 if i >= 3:
                     tally(got.is_finite, f"{name}: not finite {i - 2} steps after")
-                    before = tally_state(tally, library, got.variables, before, given, what=f"{name}, step {i}")
+                    before = tally_state(
+                        tally,
+                        library,
+                        got.variables,
+                        before,
+                        given,
+                        what=f"{name}, step {i}",
+                    )
                 variables = library.update(variables, got.variables)
             tally_products(tally, got, given, name)
     return tally.verdict()
@@ -251,7 +317,14 @@ def parameters_alone(library):
             alone = jax.jit(jax.grad(lambda params: loss(params)))(variables["params"])
             jax.grad(loss)(variables["params"])
     tally(same_bits(alone, full["params"]), "the gradient is another one")
-    said = [str(w.message) for w in caught if OWG in str(w.message) or "state" in str(w.message)]
+    said = [
+        str(w.message)
+        for w in caught
+        if OWG in str(w.message) or "state" in str(w.message)
+    ]
     tally(len(said) == 1, f"{len(said)} warnings that state is never updated")
-    tally(any(np.any(leaf) for leaf in jax.tree.leaves(full[OWG])), "with the state it is not updated")
+    tally(
+        any(np.any(leaf) for leaf in jax.tree.leaves(full[OWG])),
+        "with the state it is not updated",
+    )
     return tally.verdict("one warning")

@@ -17,7 +17,9 @@ def data(step):
     """x `[USES, M, K]` and grad `[USES, M, N]` of sizes that differ from use to use."""
     sizes = 2.0 ** np.random.default_rng(step).permutation(USES)
     x = normal(2 * step, (USES, M, K)) * sizes[:, None, None].astype(np.float32)
-    return x, normal(2 * step + 1, (USES, M, N)) * sizes[::-1, None, None].astype(np.float32)
+    return x, normal(2 * step + 1, (USES, M, N)) * sizes[::-1, None, None].astype(
+        np.float32
+    )
 
 
 def uses_of(kernel, x, grad):
@@ -27,7 +29,11 @@ def uses_of(kernel, x, grad):
 
 def twice(library, variables, x, grad):
     layer = library.dense(N)
-    call = functools.partial(layer.apply, variables) if library.layer else layer.bind(variables)
+    call = (
+        functools.partial(layer.apply, variables)
+        if library.layer
+        else layer.bind(variables)
+    )
     return sum(jnp.vdot(call(x[i]), grad[i]) for i in range(USES))
 
 
@@ -42,9 +48,13 @@ def scan_broadcast(library, variables, x, grad):
     class Body(nn.Module):
         @nn.compact
         def __call__(self, total, use):
-            return total + jnp.vdot(library.dense(N, name="layer")(use[0]), use[1]), None
+            return total + jnp.vdot(
+                library.dense(N, name="layer")(use[0]), use[1]
+            ), None
 
-    scan = nn.scan(Body, variable_broadcast=["params", OWG], split_rngs={"params": False})()
+    scan = nn.scan(
+        Body, variable_broadcast=["params", OWG], split_rngs={"params": False}
+    )()
     nested = {collection: {"layer": variables[collection]} for collection in variables}
     return scan.apply(nested, jnp.float32(0), (x, grad))[0]
 

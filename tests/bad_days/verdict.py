@@ -89,7 +89,9 @@ class Tally:
         self.count += 1
         if not bool(good):
             # What is silent is said first.
-            self.wrong.insert(0 if silent and not self.silent else len(self.wrong), what)
+            self.wrong.insert(
+                0 if silent and not self.silent else len(self.wrong), what
+            )
             self.silent |= silent
 
     @contextlib.contextmanager
@@ -107,15 +109,17 @@ class Tally:
         if not self.count:
             raise AssertionError("a row without cases proves nothing")
         if not self.wrong:
-            return Verdict(Outcome.RIGHT, measured or f"{self.count} of {self.count} right")
+            return Verdict(
+                Outcome.RIGHT, measured or f"{self.count} of {self.count} right"
+            )
         outcome = Outcome.WRONG if self.silent else Outcome.ERROR
-        return Verdict(outcome, f"{len(self.wrong)} of {self.count} wrong: {self.wrong[0]}")
+        return Verdict(
+            outcome, f"{len(self.wrong)} of {self.count} wrong: {self.wrong[0]}"
+        )
 
 
 # What an error must say to be called named: the operand or state that it is about.
-_NAMES = (
-    r"\b(x|kernel|grad|lhs|rhs|state|scale|amax_history|restored|_overwrite_with_gradient)\b|\w_(scale|amax_history)\b"
-)
+_NAMES = r"\b(x|kernel|grad|lhs|rhs|state|scale|amax_history|restored|_overwrite_with_gradient)\b|\w_(scale|amax_history)\b"
 
 
 def message(error: BaseException) -> str:
@@ -128,7 +132,9 @@ def is_named(error: BaseException, names: str = _NAMES) -> bool:
     return re.search(names, str(error)) is not None
 
 
-def refused(call: Callable, tally: Tally, what: str, names: str, accepted=lambda got: False) -> None:
+def refused(
+    call: Callable, tally: Tally, what: str, names: str, accepted=lambda got: False
+) -> None:
     """One case: `call` must raise an error that names what `names` matches, or give
     what is `accepted` as right.
     """
@@ -149,4 +155,6 @@ def judged(row: Row, library) -> Verdict:
     except NotRun as reason:
         return Verdict(Outcome.NOT_RUN, str(reason))
     except Exception as error:  # whatever a library raises is its outcome
-        return Verdict(Outcome.NAMED if is_named(error) else Outcome.ERROR, message(error))
+        return Verdict(
+            Outcome.NAMED if is_named(error) else Outcome.ERROR, message(error)
+        )

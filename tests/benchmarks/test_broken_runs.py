@@ -33,7 +33,10 @@ def test_the_rise_of_a_loss(program):
 
 
 def test_exits_from_the_range(program):
-    clean = [run(figures=[[0.0, 1.0], [0.1, math.nan]]), run(figures=[[0.2, 1.5], [0.1, 1.25]])]
+    clean = [
+        run(figures=[[0.0, 1.0], [0.1, math.nan]]),
+        run(figures=[[0.2, 1.5], [0.1, 1.25]]),
+    ]
     low, high = program.limits(clean)
     assert (low.tolist(), high.tolist()) == ([0.0, 1.0], [0.2, 1.5])
     broken = run(figures=[[0.2, 1.5], [0.3, 1.0], [0.0, 0.5], [0.3, math.nan]])
@@ -55,18 +58,34 @@ def test_leads_of_seeds(program):
 def test_results_are_of_pairs(program):
     """A clean run is compared with the others, a broken run with that of its seed."""
     clean = [run(2.0, 2.0, figures=[[x] * 6] * 2) for x in (1.0, 2.0, 3.0)]
-    broken = [run(2.0, 2.5, figures=[[2.0] * 6, [9.0] * 6]), run(3.0, 2.0, figures=[[0.5] * 6, [2.0] * 6])]
+    broken = [
+        run(2.0, 2.5, figures=[[2.0] * 6, [9.0] * 6]),
+        run(3.0, 2.0, figures=[[0.5] * 6, [2.0] * 6]),
+    ]
     runs = {
-        "delayed": {i: {"clean": x} | ({"rate": broken[i]} if i < 2 else {}) for i, x in enumerate(clean)},
+        "delayed": {
+            i: {"clean": x} | ({"rate": broken[i]} if i < 2 else {})
+            for i, x in enumerate(clean)
+        },
         "bf16": {0: {"clean": run(2.0, 2.0), "rate": run(2.0, 2.0)}},
     }
     summary = program.results(runs)
     assert summary["range"] == [[1.0] * 6, [3.0] * 6]
     assert (summary["clean runs"], summary["left by others"]) == (3, [2] * 6)
     row = summary["breaks"]["rate"]
-    assert (row["smallest"], row["largest"], row["rise"], row["bf16 rise"]) == ([0.5] * 6, [9.0] * 6, [1, 0], [None])
-    assert row["leaves, every 1"] == [[1] * 6, [0] * 6] and row["leaves, every 10"] == [[None] * 6] * 2
-    assert "| learning rate x 30 | +0 to +1 | no | +0 |" in program.tables(json.loads(json.dumps(summary)))
+    assert (row["smallest"], row["largest"], row["rise"], row["bf16 rise"]) == (
+        [0.5] * 6,
+        [9.0] * 6,
+        [1, 0],
+        [None],
+    )
+    assert (
+        row["leaves, every 1"] == [[1] * 6, [0] * 6]
+        and row["leaves, every 10"] == [[None] * 6] * 2
+    )
+    assert "| learning rate x 30 | +0 to +1 | no | +0 |" in program.tables(
+        json.loads(json.dumps(summary))
+    )
 
 
 def test_figures_are_the_worst_of_all_quantizers(program):
@@ -74,17 +93,40 @@ def test_figures_are_the_worst_of_all_quantizers(program):
     values = {"a/input/scale_lag": -3.0, "b/input/scale_lag": 1.0}
     values |= {"a/input/growth": math.nan, "b/input/growth": 2.0, "b/input/peak": 99.0}
     measured = jaxfp8.inspect.Measured(jnp.array(list(values.values())), tuple(values))
-    assert program.reduced(measured, jnp.float32(7.0), rows) == [0.5, 0.0, 2.0, 1.0, -3.0, 7.0]
-    nothing = program.reduced(jaxfp8.inspect.Measured(jnp.zeros(0), ()), jnp.float32(7.0), [])
+    assert program.reduced(measured, jnp.float32(7.0), rows) == [
+        0.5,
+        0.0,
+        2.0,
+        1.0,
+        -3.0,
+        7.0,
+    ]
+    nothing = program.reduced(
+        jaxfp8.inspect.Measured(jnp.zeros(0), ()), jnp.float32(7.0), []
+    )
     np.testing.assert_array_equal(nothing, [np.nan] * 5 + [7.0])
 
 
 def test_breaks_do_what_they_say(program, tmp_path, capsys):
-    options = ["--seeds", "1", "--clean", "2", "--steps", "8", "--json", str(tmp_path / "runs.json")]
+    options = [
+        "--seeds",
+        "1",
+        "--clean",
+        "2",
+        "--steps",
+        "8",
+        "--json",
+        str(tmp_path / "runs.json"),
+    ]
     assert program.main(options) == 0
     table = capsys.readouterr().out
-    assert program.main([*options, "--report", "--picture", str(tmp_path / "runs.png")]) == 0
-    assert capsys.readouterr().out == table and (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        program.main([*options, "--report", "--picture", str(tmp_path / "runs.png")])
+        == 0
+    )
+    assert capsys.readouterr().out == table and (
+        tmp_path / "runs.png"
+    ).read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "runs.json").read_text())
     rows, runs = record["summary"]["breaks"], record["runs"]
     assert list(rows) == list(program.BREAKS) and set(runs) == {"clean", *program.SHOWN}
@@ -96,7 +138,10 @@ def test_breaks_do_what_they_say(program, tmp_path, capsys):
 
     # A factor of the tensor is one of its amax: of the kernel, and within a doubling of
     # the products behind it.
-    assert 64 <= largest("weights", "growth") < 128 and largest("weights", "saturated") > 0.5
+    assert (
+        64 <= largest("weights", "growth") < 128
+        and largest("weights", "saturated") > 0.5
+    )
     for name, power in (("outlier_14", 14), ("outlier_20", 20)):
         assert abs(largest(name, "largest scale_lag") - power) < 1.5
     shown = {name: np.array(found["figures"]) for name, found in runs.items()}
@@ -106,7 +151,10 @@ def test_breaks_do_what_they_say(program, tmp_path, capsys):
     assert abs(shown["gradients_40"][0, lag] + 40 - shown["clean"][0, lag]) < 4
     assert shown["gradients_40"][:, program.FIGURES.index("flushed")].min() > 0.99
     # A skipped step leaves its amax in the window, and nothing else.
-    assert runs["outlier_20"]["loss"][0] is None and shown["outlier_20"][1:, lag].max() < -15
+    assert (
+        runs["outlier_20"]["loss"][0] is None
+        and shown["outlier_20"][1:, lag].max() < -15
+    )
 
 
 def test_the_docs_have_the_tables(program):
@@ -115,4 +163,6 @@ def test_the_docs_have_the_tables(program):
     page = (ROOT / "docs" / "logging.md").read_text()
     extremes, leads, _ = program.tables(summary).split("\n\n")
     assert extremes in page and leads in page
-    assert (ROOT / "docs" / "images" / "broken_runs.png").exists() and "images/broken_runs.png)" in page
+    assert (
+        ROOT / "docs" / "images" / "broken_runs.png"
+    ).exists() and "images/broken_runs.png)" in page

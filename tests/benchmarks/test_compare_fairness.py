@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 def state_of(name, seed=3):
     arm = ARMS[name]
     model = LanguageModel(VOCABULARY, LENGTH, arm.dtype, width=32, layers=1)
-    return _compare_training.create_state(arm, model, seed, _compare_training.make_optimizer(100))
+    return _compare_training.create_state(
+        arm, model, seed, _compare_training.make_optimizer(100)
+    )
 
 
 def test_arms_start_from_the_same_weights():
@@ -35,7 +37,9 @@ def test_arms_start_from_the_same_weights():
         chex.assert_trees_all_equal(state.params["params"], reference.params["params"])
         # The optimizer, its clipping and its weight decay see the parameters and
         # nothing else.
-        assert len(jax.tree.leaves(state.opt_state)) == len(jax.tree.leaves(reference.opt_state)), name
+        assert len(jax.tree.leaves(state.opt_state)) == len(
+            jax.tree.leaves(reference.opt_state)
+        ), name
         assert (jaxfp8.OVERWRITE_WITH_GRADIENT in state.params) == (name == "delayed")
         assert (state.loss_scale is not None) == (name == "f16")
     other = state_of("bf16", seed=4).params["params"]["logits"]["kernel"]

@@ -17,7 +17,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(program, *options, code=0):
-    return another_process.python(BENCHMARKS / program, *options, code=code, XLA_FLAGS=None).stdout
+    return another_process.python(
+        BENCHMARKS / program, *options, code=code, XLA_FLAGS=None
+    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,10 @@ def test_every_case_runs(dry_run):
         assert all(row["us"] > 0 for row in case["rows"].values())
     kernels = record["cases"]["kernels"]["rows"]
     assert len({row["kernel"] for row in kernels.values()}) >= 31 and len(kernels) >= 62
-    assert all({"gb_s", "of_copy"} <= set(row) or "tflops" in row or "us_a_launch" in row for row in kernels.values())
+    assert all(
+        {"gb_s", "of_copy"} <= set(row) or "tflops" in row or "us_a_launch" in row
+        for row in kernels.values()
+    )
     assert "quantize_norm rms, 128x256" in output and "% of a copy" in output
     assert len(record["cases"]["adamw"]["rows"]) == 2
     layers = ("dense", "small_dense", "gated_mlp", "transformer_layer")
@@ -49,10 +54,15 @@ def test_every_case_runs(dry_run):
 @pytest.mark.parametrize("case", ["dense512", "language_model"])
 def test_cpu_goals(case, tmp_path):
     path = tmp_path / "cpu.json"
-    output = run("train_step.py", "--tiny", "--turns", 2, "--only", case, "--json", path)
+    output = run(
+        "train_step.py", "--tiny", "--turns", 2, "--only", case, "--json", path
+    )
     rows = json.loads(path.read_text())["rows"]
     assert [row["case"] for row in rows] == [case]
-    assert all(set(row["goals"]) <= set(row["times_faster_than"]) and row["case"] in output for row in rows)
+    assert all(
+        set(row["goals"]) <= set(row["times_faster_than"]) and row["case"] in output
+        for row in rows
+    )
 
 
 @pytest.fixture
@@ -75,21 +85,29 @@ def test_a_wrong_answer_has_no_time(options, monkeypatch):
 
     monkeypatch.setattr(ops, "scaled_matmul", wrong)
     rows, errors = gemm(options)
-    assert {"jaxfp8 precise", "bf16"} == set(rows) and "a row is off by" in errors["jaxfp8 fast"]
+    assert {"jaxfp8 precise", "bf16"} == set(rows) and "a row is off by" in errors[
+        "jaxfp8 fast"
+    ]
 
 
 def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):
     import _gpu_layers
 
     dense = _gpu_layers.models.dense
-    ones = nn.Dense(64, use_bias=False, dtype=jnp.bfloat16, kernel_init=nn.initializers.ones)
+    ones = nn.Dense(
+        64, use_bias=False, dtype=jnp.bfloat16, kernel_init=nn.initializers.ones
+    )
 
     def wrong(name, features):
         return ones if name == "flax" else dense(name, features)
 
     monkeypatch.setattr(_gpu_layers.models, "dense", wrong)
     rows, errors = _gpu_layers.dense(options)
-    assert "flax" not in rows and "gradient of x: off by" in errors["flax"] and "jaxfp8 own" in rows
+    assert (
+        "flax" not in rows
+        and "gradient of x: off by" in errors["flax"]
+        and "jaxfp8 own" in rows
+    )
 
 
 @pytest.mark.parametrize("case", ["small_dense", "transformer_layer"])
@@ -99,7 +117,11 @@ def test_peers_compiled_in_two_ways(options, monkeypatch, case):
     from _gpu_inputs import Options
 
     again = {"": None, ", no triton": None}
-    monkeypatch.setattr(Options, "compilers", lambda self, name: {"": None} if name.startswith("jaxfp8") else again)
+    monkeypatch.setattr(
+        Options,
+        "compilers",
+        lambda self, name: {"": None} if name.startswith("jaxfp8") else again,
+    )
     rows, errors = getattr(_gpu_layers, case)(options)
     peers = {name + suffix for name in ("flax", "bf16") for suffix in again}
     assert not errors and set(rows) == peers | {"jaxfp8 own", "jaxfp8 drop-in"}
@@ -112,9 +134,19 @@ def test_kernels_of_a_trace(options, monkeypatch, capsys):
     import gpu_trace
 
     assert gpu_trace.events_of(2, jnp.add, jnp.ones(3), jnp.ones(3)) == {}
-    events = [(0, 2000, "quantize"), (3000, 5000, "gemm"), (10000, 2000, "quantize"), (13000, 5000, "gemm")]
-    monkeypatch.setattr(gpu_trace, "events_of", lambda *arguments: {"Stream #1": events})
+    events = [
+        (0, 2000, "quantize"),
+        (3000, 5000, "gemm"),
+        (10000, 2000, "quantize"),
+        (13000, 5000, "gemm"),
+    ]
+    monkeypatch.setattr(
+        gpu_trace, "events_of", lambda *arguments: {"Stream #1": events}
+    )
     gpu_trace.show("dense", 2, None)
     printed = capsys.readouterr().out
-    assert "2.0 launches a call, span 9.0 us, busy 7.0 us" in printed and "1.0 x     5.00 us  gemm" in printed
+    assert (
+        "2.0 launches a call, span 9.0 us, busy 7.0 us" in printed
+        and "1.0 x     5.00 us  gemm" in printed
+    )
     assert printed.endswith("seq: quantize 2.0 (+2.0) | gemm 5.0 (+1.0)\n")

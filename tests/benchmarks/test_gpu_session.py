@@ -12,12 +12,32 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = {
-    "test": ["machine", "install", "selftest", "compile", "kernels", "gpu-tests", "gpu-tests-alone", "gpu-tests-slow"],
+    "test": [
+        "machine",
+        "install",
+        "selftest",
+        "compile",
+        "kernels",
+        "gpu-tests",
+        "gpu-tests-alone",
+        "gpu-tests-slow",
+    ],
     "bench": ["machine", "install", "benchmarks", "trainers"],
-    "sanitize": ["machine", "install", "memcheck", "racecheck", "initcheck", "synccheck"],
+    "sanitize": [
+        "machine",
+        "install",
+        "memcheck",
+        "racecheck",
+        "initcheck",
+        "synccheck",
+    ],
 }
 # What a call leaves, beside steps.txt and logs.tar.gz.
-JSON = {"test": {"selftest.json", "kernels.json"}, "bench": {"gpu.json", "trainers.json"}, "sanitize": set()}
+JSON = {
+    "test": {"selftest.json", "kernels.json"},
+    "bench": {"gpu.json", "trainers.json"},
+    "sanitize": set(),
+}
 # Says what it was asked, as a pip that installs jaxfp8 and as programs that write JSON
 # and a table. `$json` is the argument of --json, `$target` that of --target.
 PYTHON = """#!/bin/sh
@@ -34,7 +54,9 @@ esac
 """
 TOOL = "#!/bin/sh\necho NVIDIA H200, says $0\n"
 
-pytestmark = pytest.mark.skipif(shutil.which("timeout") is None or shutil.which("bash") is None, reason="needs bash")
+pytestmark = pytest.mark.skipif(
+    shutil.which("timeout") is None or shutil.which("bash") is None, reason="needs bash"
+)
 
 
 @pytest.fixture
@@ -42,7 +64,16 @@ def checkout(tmp_path):
     """What travels: no .git, a wheelhouse whose wheel has these modules."""
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "tools", root / "tools")
-    for folder in ("cmake", "common", "cpu", "cuda", "jaxfp8", "tests", "benchmarks", "wheelhouse"):
+    for folder in (
+        "cmake",
+        "common",
+        "cpu",
+        "cuda",
+        "jaxfp8",
+        "tests",
+        "benchmarks",
+        "wheelhouse",
+    ):
         (root / folder).mkdir()
         (root / folder / "file.cc").write_text(folder)
     (root / "CMakeLists.txt").write_text("project()\n")
@@ -63,12 +94,16 @@ def checkout(tmp_path):
 
 
 def digest(root, *paths):
-    return subprocess.run(["bash", root / "tools" / "digest.sh", *paths], capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["bash", root / "tools" / "digest.sh", *paths], capture_output=True, text=True
+    ).stdout
 
 
 def write_built(root):
     libraries = digest(root, "CMakeLists.txt", "cmake", "common", "cpu", "cuda")
-    (root / "wheelhouse" / "built").write_text(f"abc1234\n{libraries}{digest(root, 'jaxfp8')}")
+    (root / "wheelhouse" / "built").write_text(
+        f"abc1234\n{libraries}{digest(root, 'jaxfp8')}"
+    )
 
 
 def session(root, call="test", cases="", budget=100, **environment):
@@ -92,8 +127,14 @@ def session(root, call="test", cases="", budget=100, **environment):
     if not (out / "logs.tar.gz").exists():
         return done, {}, {}
     with tarfile.open(out / "logs.tar.gz") as archive:
-        logs = {pathlib.Path(m.name).stem: archive.extractfile(m).read().decode() for m in archive if m.isfile()}
-    steps = {line.split()[0]: line for line in (out / "steps.txt").read_text().splitlines()}
+        logs = {
+            pathlib.Path(m.name).stem: archive.extractfile(m).read().decode()
+            for m in archive
+            if m.isfile()
+        }
+    steps = {
+        line.split()[0]: line for line in (out / "steps.txt").read_text().splitlines()
+    }
     return done, steps, logs
 
 
@@ -105,30 +146,56 @@ def test_a_whole_call(checkout, call):
     assert all(" exit 0 " in steps[name] for name in STEPS[call]), steps
     assert steps[call] == f"{call} of abc1234"
     out = checkout.parent / f"out-{call}"
-    assert {path.name for path in out.iterdir()} == {"steps.txt", "logs.tar.gz"} | JSON[call]
+    assert {path.name for path in out.iterdir()} == {"steps.txt", "logs.tar.gz"} | JSON[
+        call
+    ]
     assert "NVIDIA H200" in logs["machine"]
     # Only the last 12,000 characters are sent back: tables, summaries and all steps
     # have to be in them.
     report = done.stdout.split("(at most")[-1]
-    assert len(report) < 12_000 and report.endswith("".join(f"{line}\n" for line in steps.values()))
+    assert len(report) < 12_000 and report.endswith(
+        "".join(f"{line}\n" for line in steps.values())
+    )
     if call == "test":
-        assert "quantize bf16 90 % met\n" in report and report.count("= 500 passed in 60 s =") == 3
-        assert "-m jaxfp8.selftest --json" in logs["selftest"] and "JAXFP8_CUDA=ON" in logs["compile"]
-        assert "-n 8 --dist worksteal -m gpu and not slow and not alone" in logs["gpu-tests"]
-        assert "-m gpu and not slow and alone" in logs["gpu-tests-alone"] and "-n 8" not in logs["gpu-tests-alone"]
+        assert (
+            "quantize bf16 90 % met\n" in report
+            and report.count("= 500 passed in 60 s =") == 3
+        )
+        assert (
+            "-m jaxfp8.selftest --json" in logs["selftest"]
+            and "JAXFP8_CUDA=ON" in logs["compile"]
+        )
+        assert (
+            "-n 8 --dist worksteal -m gpu and not slow and not alone"
+            in logs["gpu-tests"]
+        )
+        assert (
+            "-m gpu and not slow and alone" in logs["gpu-tests-alone"]
+            and "-n 8" not in logs["gpu-tests-alone"]
+        )
         assert "--only ceilings kernels --budget 90" in logs["kernels"]
     if call == "bench":
         assert "--only ceilings gemm dense" in logs["benchmarks"]
     # Where the sources do not hide the installed package; and they all know the commit.
-    in_tests = [name for name in steps if name.startswith(("gpu-tests", "selftest")) or name.endswith("check")]
+    in_tests = [
+        name
+        for name in steps
+        if name.startswith(("gpu-tests", "selftest")) or name.endswith("check")
+    ]
     assert all(logs[name].startswith(f"{checkout}/tests: ") for name in in_tests)
     assert all("(commit abc1234)" in logs[name] for name in STEPS[call][2:])
 
 
 def test_a_failure_stops_nothing_else(checkout):
-    done, steps, _ = session(checkout, cases="*'not alone'*) echo 3 failed; exit 1;;\n*selftest*) exit 3;;")
+    done, steps, _ = session(
+        checkout, cases="*'not alone'*) echo 3 failed; exit 1;;\n*selftest*) exit 3;;"
+    )
     assert done.returncode == 1 and list(steps)[1:] == STEPS["test"]
-    assert [name for name, line in steps.items() if "exit" in line and " exit 0 " not in line] == [
+    assert [
+        name
+        for name, line in steps.items()
+        if "exit" in line and " exit 0 " not in line
+    ] == [
         "selftest",
         "gpu-tests",
     ]
@@ -143,10 +210,17 @@ def test_wheels_of_other_modules_are_left(checkout):
     done, _, logs = session(checkout, STEPS="install")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "JAXFP8_CUDA=ON" in logs["install"]
-    assert "wheelhouse/flax-" in logs["install"] and "wheelhouse/jaxfp8" not in logs["install"]
+    assert (
+        "wheelhouse/flax-" in logs["install"]
+        and "wheelhouse/jaxfp8" not in logs["install"]
+    )
 
 
 def test_gpu_tests_are_where_it_looks():
     tests = ROOT / "tests"
-    marked = {path.relative_to(tests).parts[0] for path in tests.rglob("*.py") if "mark.gpu" in path.read_text()}
+    marked = {
+        path.relative_to(tests).parts[0]
+        for path in tests.rglob("*.py")
+        if "mark.gpu" in path.read_text()
+    }
     assert marked == {"ops", "cuda", "benchmarks"}  # the last is this file

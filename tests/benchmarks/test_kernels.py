@@ -52,18 +52,32 @@ def test_no_wrong_answer_is_timed(name):
     for i, leaf in enumerate(leaves):
         for changed in wrong(leaf, bool(work.operations)):
             with pytest.raises(AssertionError, match="wrong answer|off by"):
-                work.check(jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]]), *arguments)
+                work.check(
+                    jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]]),
+                    *arguments,
+                )
 
 
 def test_every_custom_call(cuda_custom_calls):
     """Of what the ops lower to. Counting is a variant of kernels that are there."""
     text = ""
     for make, shapes in kernels.KERNELS.values():
-        work = make(*(kernels.TINY_SHAPES[0] if shapes is kernels.SHAPES else shapes[0]))
+        work = make(
+            *(kernels.TINY_SHAPES[0] if shapes is kernels.SHAPES else shapes[0])
+        )
         arguments = jax.eval_shape(lambda work=work: work.arguments(0))
-        text += jax.jit(work.step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        text += (
+            jax.jit(work.step)
+            .trace(*arguments)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
     no_kernel = [_ffi.target_name(op) for op in _ffi._CPU_ONLY]
-    missing = [name for name in ops.custom_call_targets() if name not in text and name not in no_kernel]
+    missing = [
+        name
+        for name in ops.custom_call_targets()
+        if name not in text and name not in no_kernel
+    ]
     assert all("counted" in name for name in missing), missing
 
 
@@ -105,10 +119,20 @@ def test_an_interrupted_benchmark_keeps_what_it_measured(monkeypatch):
     import _gpu_process
 
     def run(command, **options):
-        record = {"rows": {"one, 8x8": {"us": 1.0}}, "errors": {}, "done": ["one"], "running": "two", "seconds": 1.0}
+        record = {
+            "rows": {"one, 8x8": {"us": 1.0}},
+            "errors": {},
+            "done": ["one"],
+            "running": "two",
+            "seconds": 1.0,
+        }
         Path(command[command.index("--json") + 1]).write_text(json.dumps(record))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_gpu_process.subprocess, "run", run)
-    joined = _gpu_process.run_in_a_process("kernels", "", ["one", "two", "three"], [], 10)
-    assert joined["rows"] == {"one, 8x8": {"us": 1.0}} and joined["errors"] == {"two": "interrupted"}
+    joined = _gpu_process.run_in_a_process(
+        "kernels", "", ["one", "two", "three"], [], 10
+    )
+    assert joined["rows"] == {"one, 8x8": {"us": 1.0}} and joined["errors"] == {
+        "two": "interrupted"
+    }

@@ -44,12 +44,21 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
         str(tmp_path / "runs.jsonl"),
     ]
     assert program.main(options) == 0
-    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    assert [(run["arm"], run["seed"]) for run in runs] == [(arm, seed) for seed in (0, 1) for arm in arms]
+    runs = [
+        json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()
+    ]
+    assert [(run["arm"], run["seed"]) for run in runs] == [
+        (arm, seed) for seed in (0, 1) for arm in arms
+    ]
     for run in runs:
         assert (run["text"], run["steps"]) == ("source", 3)
-        assert [step for step, _ in run["curve"]] == [1, 2, 3] and run["curve"][-1][1] == run["validation"]
-        assert all(3 < loss < 6 for _, loss in run["curve"]) and {"commit", "jax"} <= set(run["environment"])
+        assert [step for step, _ in run["curve"]] == [1, 2, 3] and run["curve"][-1][
+            1
+        ] == run["validation"]
+        assert all(3 < loss < 6 for _, loss in run["curve"]) and {
+            "commit",
+            "jax",
+        } <= set(run["environment"])
     # What is there is not run again: the report has the same table.
     monkeypatch.setattr(program.Training, "run", lambda *_: pytest.fail("run again"))
     first = capsys.readouterr().out
@@ -60,7 +69,9 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     rows = json.loads(written.read_text())["results"]["source"]
     assert list(rows) == arms and rows["flax"]["difference"]["seeds"] == 2
     losses = [row["validation"] for row in rows.values()]
-    assert len({loss for pair in losses for loss in pair}) == 6, "no two arms, and no two seeds, are the same run"
+    assert len({loss for pair in losses for loss in pair}) == 6, (
+        "no two arms, and no two seeds, are the same run"
+    )
 
 
 def test_arms_start_from_the_same_weights(program):
@@ -68,7 +79,9 @@ def test_arms_start_from_the_same_weights(program):
     weights = {}
     for name, arm in program.ARMS.items():
         with arm.precision.region():
-            weights[name] = jax.jit(arm.model(20, 8, 32, 1).init)(jax.random.key(3), tokens)["params"]
+            weights[name] = jax.jit(arm.model(20, 8, 32, 1).init)(
+                jax.random.key(3), tokens
+            )["params"]
     for name in program.ARMS:
         jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
 
@@ -100,23 +113,36 @@ def test_pairs_are_of_one_kind_of_processor(program):
     def runs(arm, *seeds, cpu="x86"):
         return {("manual", arm, seed): {"environment": {"cpu": cpu}} for seed in seeds}
 
-    found = runs("bf16", 0, 2, 3) | runs("flax", 0, 1, 2) | runs("flax", 3, cpu="another")
+    found = (
+        runs("bf16", 0, 2, 3) | runs("flax", 0, 1, 2) | runs("flax", 3, cpu="another")
+    )
     assert list(program.pairs(found, "manual", "flax", "bf16")) == [0, 2]
 
 
 def test_the_docs_have_the_figures(program):
     root = Path(__file__).parents[2]
-    results = json.loads((root / "benchmarks" / "results" / "loss_gap.json").read_text())["results"]
+    results = json.loads(
+        (root / "benchmarks" / "results" / "loss_gap.json").read_text()
+    )["results"]
     page = (root / "docs" / "recipes.md").read_text()
-    assert program.table(results, program.RECIPES) in page and program.table(results, program.ABLATION) in page
+    assert (
+        program.table(results, program.RECIPES) in page
+        and program.table(results, program.ABLATION) in page
+    )
     # The figures are those of the runs.
     again = program.figures(program.found_runs(program.RUNS, program.STEPS))
     assert json.loads(json.dumps(again)) == results
 
 
 def test_results_name_no_folder_of_the_machine(program, monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["benchmarks/loss_gap.py", "--runs", str(tmp_path / "runs"), "--seeds", "2"])
-    assert program.environment()["command"] == "python benchmarks/loss_gap.py --runs runs --seeds 2"
+    monkeypatch.setattr(
+        "sys.argv",
+        ["benchmarks/loss_gap.py", "--runs", str(tmp_path / "runs"), "--seeds", "2"],
+    )
+    assert (
+        program.environment()["command"]
+        == "python benchmarks/loss_gap.py --runs runs --seeds 2"
+    )
 
 
 def test_stochastic_rounding_is_right_on_average(program):
@@ -124,14 +150,21 @@ def test_stochastic_rounding_is_right_on_average(program):
 
     # One value a column; largest first, which sets the scale to 1. Subnormals of e5m2
     # are below 2**-14.
-    values = np.array([57344.0, 1.1, -3.3, 0.3, 2.0**-16, 1.3 * 2.0**-15, 0.0, 1e-7, 1.0, -1.75], np.float32)
+    values = np.array(
+        [57344.0, 1.1, -3.3, 0.3, 2.0**-16, 1.3 * 2.0**-15, 0.0, 1e-7, 1.0, -1.75],
+        np.float32,
+    )
     rows = 4096
     quantize = jax.jit(StochasticQuantizer().quantize)
-    q, state = quantize(jnp.tile(values, (rows, 1)), {"steps": jnp.ones((1,), jnp.float32)})
+    q, state = quantize(
+        jnp.tile(values, (rows, 1)), {"steps": jnp.ones((1,), jnp.float32)}
+    )
     codes = np.asarray(q.data).astype(np.float64)
     assert state["steps"] == 2 and q.scale_inv == 1
     # Neighbours among all finite codes.
-    grid = np.unique(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64))
+    grid = np.unique(
+        np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64)
+    )
     grid = grid[np.isfinite(grid)]
     for column, value in zip(codes.T, values.astype(np.float64), strict=True):
         low, high = grid[grid <= value].max(), grid[grid >= value].min()
@@ -145,7 +178,9 @@ def test_each_arm_quantizes_what_it_says(program):
     """Of y, the gradient of x and that of the kernel: those that a quantizer alone
     leaves as they are, to the bit.
     """
-    x, grad = (jax.random.normal(jax.random.key(i), (32, 32), jnp.bfloat16) for i in (0, 1))
+    x, grad = (
+        jax.random.normal(jax.random.key(i), (32, 32), jnp.bfloat16) for i in (0, 1)
+    )
 
     def results(name):
         with program.ARMS[name].precision.region():
@@ -156,5 +191,10 @@ def test_each_arm_quantizes_what_it_says(program):
         return y, dx, dvariables["params"]["kernel"]
 
     exact = results("no_quantizer")
-    changed = {name: [not np.array_equal(a, b) for a, b in zip(results(name), exact, strict=True)] for name in CHANGED}
+    changed = {
+        name: [
+            not np.array_equal(a, b) for a, b in zip(results(name), exact, strict=True)
+        ]
+        for name in CHANGED
+    }
     assert changed == CHANGED

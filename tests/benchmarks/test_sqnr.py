@@ -24,7 +24,11 @@ def test_measured_again(program):
     """Codes are the same everywhere, so are the figures; a product's last bits are
     not.
     """
-    kept = [row for row in rows(program) if row["format"] == "e4m3" and row["tensor"] in ("columns x10000", "constant")]
+    kept = [
+        row
+        for row in rows(program)
+        if row["format"] == "e4m3" and row["tensor"] in ("columns x10000", "constant")
+    ]
     again = program.measure(("columns x10000", "constant"), ("e4m3",))
     assert len(again) == len(kept)
     for new, old in zip(again, kept, strict=True):

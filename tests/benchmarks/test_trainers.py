@@ -30,10 +30,15 @@ def traced_and_operations(step, arguments):
 
 
 @pytest.mark.filterwarnings("ignore:the parameters were updated")
-@pytest.mark.parametrize("case", ["12 layers", "12 layers, NNX", "12 layers, four microbatches"])
+@pytest.mark.parametrize(
+    "case", ["12 layers", "12 layers, NNX", "12 layers, four microbatches"]
+)
 def test_no_effects_and_few_operations(trainers, case):
     goals = trainers.ACCUMULATION_GOALS if case == trainers.MICRO else trainers.GOALS
-    found = {name: traced_and_operations(*candidate) for name, candidate in trainers.CASES[case]().items()}
+    found = {
+        name: traced_and_operations(*candidate)
+        for name, candidate in trainers.CASES[case]().items()
+    }
     for name, (traced, operations) in found.items():
         assert not traced.jaxpr.effects, name
         if trainers.is_ours(name):
@@ -44,6 +49,17 @@ def test_a_case_runs(trainers):
     """Losses of all trainers agree, and every row has its numbers."""
     trainers.CASES = {"two layers": lambda: trainers.linen((8, 8))}
     rows = trainers.measure("two layers", turns=2)
-    assert [row["candidate"] for row in rows] == ["bf16", "flax's FP8", "flax", "linen.TrainState", "train.optimizer"]
-    assert all(row["step_ms"] >= row["host_ms"] > 0 and row["compile_ms"] > 0 and not row["effects"] for row in rows)
+    assert [row["candidate"] for row in rows] == [
+        "bf16",
+        "flax's FP8",
+        "flax",
+        "linen.TrainState",
+        "train.optimizer",
+    ]
+    assert all(
+        row["step_ms"] >= row["host_ms"] > 0
+        and row["compile_ms"] > 0
+        and not row["effects"]
+        for row in rows
+    )
     assert all(trainers.line(row) for row in rows)

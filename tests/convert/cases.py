@@ -18,7 +18,10 @@ OPERANDS = ("input", "kernel", "output_grad")
 
 
 def flat(tree) -> dict:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def assert_same_tree(got, expected, what: str):
@@ -35,7 +38,9 @@ def state_leaves(seed, length=4, lead=()):
     rng = np.random.default_rng(seed)
     state = {}
     for operand in OPERANDS:
-        state[f"{operand}_amax_history"] = rng.lognormal(size=(*lead, length)).astype(np.float32)
+        state[f"{operand}_amax_history"] = rng.lognormal(size=(*lead, length)).astype(
+            np.float32
+        )
         state[f"{operand}_scale"] = rng.lognormal(size=(*lead, 1)).astype(np.float32)
     return state
 
@@ -43,8 +48,14 @@ def state_leaves(seed, length=4, lead=()):
 def model_variables(seed=6, length=4, layers=("Dense_0", "Dense_1"), lead=()):
     rng = np.random.default_rng(seed)
     return {
-        "params": {layer: {"kernel": rng.normal(size=(2, 2)).astype(np.float32)} for layer in layers},
-        OWG: {layer: {"Fp8DotGeneral_0": state_leaves(seed + i, length, lead)} for i, layer in enumerate(layers)},
+        "params": {
+            layer: {"kernel": rng.normal(size=(2, 2)).astype(np.float32)}
+            for layer in layers
+        },
+        OWG: {
+            layer: {"Fp8DotGeneral_0": state_leaves(seed + i, length, lead)}
+            for i, layer in enumerate(layers)
+        },
     }
 
 
@@ -66,10 +77,15 @@ def qtensor(shape, block, *, cols=1, batch=0, dtype=np.float32):
     if block is None:
         return jaxfp8.QTensor(codes, jnp.asarray([0.37], jnp.float32), cols=cols)
     sizes = np.prod(shape[batch:first]), np.prod(shape[first:])
-    counts = [-(-int(size) // (step or int(size))) for size, step in zip(sizes, block, strict=True)]
+    counts = [
+        -(-int(size) // (step or int(size)))
+        for size, step in zip(sizes, block, strict=True)
+    ]
     scales = (
         2.0 ** rng.integers(-6, 6, (*shape[:batch], *counts))
         if dtype == E8M0
         else rng.uniform(1, 9, (*shape[:batch], *counts))
     )
-    return jaxfp8.QTensor(codes, jnp.asarray(scales, jnp.float32).astype(dtype), block=block, cols=cols)
+    return jaxfp8.QTensor(
+        codes, jnp.asarray(scales, jnp.float32).astype(dtype), block=block, cols=cols
+    )

@@ -12,11 +12,19 @@ import numpy as np
 import jaxfp8
 
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=4)
-RECIPES = {"tensor": DELAYED, "block128": jaxfp8.Float8BlockScaling(), "mxfp8": jaxfp8.MXFP8BlockScaling()}
+RECIPES = {
+    "tensor": DELAYED,
+    "block128": jaxfp8.Float8BlockScaling(),
+    "mxfp8": jaxfp8.MXFP8BlockScaling(),
+}
 LAYOUTS = list(RECIPES)
 K, N = 160, 224  # blocks of 128 have a rest on both sides
 X = np.random.default_rng(0).standard_normal((6, K)).astype(np.float32)
-NAMES = {r"(up|down)/kernel": r"model.\1_proj.weight", "down/bias": "model.down_proj.bias", "norm/scale": "norm.weight"}
+NAMES = {
+    r"(up|down)/kernel": r"model.\1_proj.weight",
+    "down/bias": "model.down_proj.bias",
+    "norm/scale": "norm.weight",
+}
 NAMES |= {"head/kernel": "lm_head.weight"}
 
 
@@ -27,9 +35,13 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dense = functools.partial(nn.Dense, dot_general_cls=jaxfp8.make_dot_general_cls(self.recipe))
+        dense = functools.partial(
+            nn.Dense, dot_general_cls=jaxfp8.make_dot_general_cls(self.recipe)
+        )
         x = nn.relu(dense(N, use_bias=False, name="up")(nn.RMSNorm(name="norm")(x)))
-        return nn.Dense(3, use_bias=False, name="head", param_dtype=jnp.bfloat16)(dense(K, name="down")(x))
+        return nn.Dense(3, use_bias=False, name="head", param_dtype=jnp.bfloat16)(
+            dense(K, name="down")(x)
+        )
 
 
 @functools.cache
@@ -41,8 +53,16 @@ def trained(layout):
 
         @jax.jit
         def step(variables):
-            grads = jax.grad(lambda v: jnp.mean(jnp.square(model.apply(v, X) - 1).astype(jnp.float32)))(variables)
-            params = jax.tree.map(lambda p, g: p - jnp.asarray(0.1, p.dtype) * g, variables["params"], grads["params"])
+            grads = jax.grad(
+                lambda v: jnp.mean(
+                    jnp.square(model.apply(v, X) - 1).astype(jnp.float32)
+                )
+            )(variables)
+            params = jax.tree.map(
+                lambda p, g: p - jnp.asarray(0.1, p.dtype) * g,
+                variables["params"],
+                grads["params"],
+            )
             return grads | {"params": params}
 
         for _ in range(4):

@@ -17,7 +17,11 @@ def e4m3(code: int) -> float:
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
-    magnitude = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    magnitude = (
+        mantissa / 8 * 2**-6
+        if exponent == 0
+        else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    )
     return -magnitude if sign else magnitude
 
 
@@ -37,9 +41,13 @@ def read(path) -> dict[str, np.ndarray]:
         assert begin == end, "holes are not allowed"
         end, part = after, data[begin:after]
         if entry["dtype"] == "BF16":
-            array = (np.frombuffer(part, "<u2").astype(np.uint32) << 16).view(np.float32)
+            array = (np.frombuffer(part, "<u2").astype(np.uint32) << 16).view(
+                np.float32
+            )
         else:
-            array = np.frombuffer(part, np.uint8 if entry["dtype"] == "F8_E4M3" else WIDTH[entry["dtype"]])
+            array = np.frombuffer(
+                part, np.uint8 if entry["dtype"] == "F8_E4M3" else WIDTH[entry["dtype"]]
+            )
         tensors[name] = array.reshape(entry["shape"])
     assert end == len(data)
     return tensors
@@ -54,8 +62,21 @@ def weight(tensors, module: str, layout: str) -> np.ndarray:
     n, k = values.shape
     if layout == "block128":
         scales = tensors[f"{module}.weight_scale_inv"]
-        assert scales.dtype == np.float32 and scales.shape == (-(-n // 128), -(-k // 128))
-        return np.array([[values[i, j] * float(scales[i // 128, j // 128]) for j in range(k)] for i in range(n)])
+        assert scales.dtype == np.float32 and scales.shape == (
+            -(-n // 128),
+            -(-k // 128),
+        )
+        return np.array(
+            [
+                [values[i, j] * float(scales[i // 128, j // 128]) for j in range(k)]
+                for i in range(n)
+            ]
+        )
     scales = tensors[f"{module}.weight_scale"]
     assert scales.dtype == np.uint8 and scales.shape == (n, k // 32)
-    return np.array([[values[i, j] * 2.0 ** (int(scales[i, j // 32]) - 127) for j in range(k)] for i in range(n)])
+    return np.array(
+        [
+            [values[i, j] * 2.0 ** (int(scales[i, j // 32]) - 127) for j in range(k)]
+            for i in range(n)
+        ]
+    )

@@ -29,7 +29,11 @@ def by_age(history):
 
 
 def resized(history, length):
-    return np.asarray(convert.resize_history({"input_amax_history": history}, length)["input_amax_history"])
+    return np.asarray(
+        convert.resize_history({"input_amax_history": history}, length)[
+            "input_amax_history"
+        ]
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
@@ -44,14 +48,20 @@ def test_resized_as_if_the_run_had_had_that_length(length, new_length):
         got = resized(old, new_length)
         assert got.dtype == np.float32
         known = min(length, new_length)
-        assert by_age(got) == by_age(new)[:known] + [0] * (new_length - known), f"step {t}"
+        assert by_age(got) == by_age(new)[:known] + [0] * (new_length - known), (
+            f"step {t}"
+        )
         if new_length <= length or t < length:
             oracle.assert_bitwise(got, new, f"step {t}")
         state = oracle.State(got, np.float32(1))
         for later in range(t + 1, min(t + 1 + new_length, len(amaxes))):
             state = oracle.next_state(state, np.float32(1), amaxes[later])
         if t + new_length < len(amaxes):
-            oracle.assert_bitwise(state.amax_history, runs[new_length][t + new_length], f"{new_length} steps later")
+            oracle.assert_bitwise(
+                state.amax_history,
+                runs[new_length][t + new_length],
+                f"{new_length} steps later",
+            )
 
 
 # ----------------------------------------------------------------------- changed models
@@ -61,23 +71,44 @@ def test_merge_keeps_what_the_checkpoint_has():
     new, old = model_variables(seed=7), model_variables(seed=8)
     assert_same_tree(convert.merge_state(new, old), old, "same model")
     bf16 = {"params": old["params"], "batch_stats": {"mean": np.ones(2, np.float32)}}
-    assert_same_tree(convert.merge_state(new, bf16), {**bf16, OWG: new[OWG]}, "bfloat16 checkpoint, FP8 model")
-    assert_same_tree(convert.merge_state({"params": new["params"]}, bf16), bf16, "no FP8 anywhere")
+    assert_same_tree(
+        convert.merge_state(new, bf16),
+        {**bf16, OWG: new[OWG]},
+        "bfloat16 checkpoint, FP8 model",
+    )
+    assert_same_tree(
+        convert.merge_state({"params": new["params"]}, bf16), bf16, "no FP8 anywhere"
+    )
     counters = {"input_counters": np.zeros(3, np.float32)}  # of releases until 0.2
-    counted = {name: {"Fp8DotGeneral_0": layer["Fp8DotGeneral_0"] | counters} for name, layer in old[OWG].items()}
+    counted = {
+        name: {"Fp8DotGeneral_0": layer["Fp8DotGeneral_0"] | counters}
+        for name, layer in old[OWG].items()
+    }
     assert_same_tree(convert.merge_state(new, {**old, OWG: counted}), old, "counters")
     one = {**old, OWG: {"Dense_1": old[OWG]["Dense_1"]}}
-    expected = {**old, OWG: {"Dense_0": new[OWG]["Dense_0"], "Dense_1": old[OWG]["Dense_1"]}}
-    assert_same_tree(convert.merge_state(new, one), expected, "a layer that is new in FP8")
+    expected = {
+        **old,
+        OWG: {"Dense_0": new[OWG]["Dense_0"], "Dense_1": old[OWG]["Dense_1"]},
+    }
+    assert_same_tree(
+        convert.merge_state(new, one), expected, "a layer that is new in FP8"
+    )
 
 
 def test_merge_fits_length_and_dtype():
-    new, old = model_variables(seed=7, length=6, lead=(2,)), model_variables(seed=8, length=4, lead=(2,))
+    new, old = (
+        model_variables(seed=7, length=6, lead=(2,)),
+        model_variables(seed=8, length=4, lead=(2,)),
+    )
     expected = convert.resize_history(old, 6)
     assert_same_tree(convert.merge_state(new, old), expected, "a longer history")
     narrow = jax.tree.map(lambda leaf: leaf.astype(oracle.BF16), old[OWG])
     got = convert.merge_state(new, {**old, OWG: narrow})[OWG]
-    assert_same_tree(got, convert.resize_history(jax.tree.map(oracle.widen, narrow), 6), "cast to bfloat16")
+    assert_same_tree(
+        got,
+        convert.resize_history(jax.tree.map(oracle.widen, narrow), 6),
+        "cast to bfloat16",
+    )
 
 
 def nnx_trees(length):
@@ -85,7 +116,9 @@ def nnx_trees(length):
     checkpoint of variables.
     """
     recipe = jaxfp8.DelayedScaling(amax_history_len=length)
-    layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe))
+    layer = nnx.Linear(
+        8, 4, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe)
+    )
     pure = nnx.to_pure_dict(nnx.state(layer))
     return [pure, nnx.state(layer), jax.tree.map(lambda leaf: {"value": leaf}, pure)]
 
@@ -96,12 +129,18 @@ def test_trees_of_nnx(kind):
     nothing.
     """
     tree = nnx_trees(4)[kind]
-    lengths = {leaf.shape[0] for leaf in jax.tree.leaves(convert.resize_history(tree, 6)["dot_general"])}
+    lengths = {
+        leaf.shape[0]
+        for leaf in jax.tree.leaves(convert.resize_history(tree, 6)["dot_general"])
+    }
     assert lengths == {6, 1}
     assert len(jaxfp8.inspect.summary(tree).rows) == 3
     assert jax.tree.structure(convert.reset_state(tree)) == jax.tree.structure(tree)
     message = "expected FP8 state in the collection _overwrite_with_gradient of Linen.*nnx.update.*resize_history"
     bfloat16 = nnx.to_pure_dict(nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0))))
-    for name, arguments in {"variables": (tree, bfloat16), "restored": (bfloat16, tree)}.items():
+    for name, arguments in {
+        "variables": (tree, bfloat16),
+        "restored": (bfloat16, tree),
+    }.items():
         with pytest.raises(ValueError, match=f"merge_state: {name}: {message}"):
             convert.merge_state(*arguments)

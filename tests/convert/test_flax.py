@@ -26,14 +26,23 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        direct, einsum = (lambda cls=cls: cls(amax_history_length=3) for cls in (self.direct, self.einsum))
+        direct, einsum = (
+            lambda cls=cls: cls(amax_history_length=3)
+            for cls in (self.direct, self.einsum)
+        )
         x = nn.Dense(8, dot_general_cls=direct)(x)
-        x = nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=direct, out_dot_general_cls=direct)(x[None])[0]
+        x = nn.MultiHeadDotProductAttention(
+            2, qkv_dot_general_cls=direct, out_dot_general_cls=direct
+        )(x[None])[0]
         x = nn.Dense(8, dot_general=direct())(x)
         kernel = self.param("kernel", nn.initializers.ones, (8, 8))
         x = einsum()("ab,bc->ac", x, kernel)
         layers = nn.scan(
-            _Layer, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=2, in_axes=nn.broadcast
+            _Layer,
+            variable_axes={"params": 0, OWG: 0},
+            split_rngs={"params": True},
+            length=2,
+            in_axes=nn.broadcast,
         )
         return layers(direct)(x, None)[0]
 
@@ -55,7 +64,9 @@ def initialized(direct, einsum):
 def randomized(variables):
     """The variables with state that no two leaves share."""
     rng = np.random.default_rng(1)
-    state = jax.tree.map(lambda leaf: rng.lognormal(size=leaf.shape).astype(np.float32), variables[OWG])
+    state = jax.tree.map(
+        lambda leaf: rng.lognormal(size=leaf.shape).astype(np.float32), variables[OWG]
+    )
     return {**variables, OWG: state}
 
 
@@ -66,12 +77,16 @@ def test_flax_tree_becomes_ours_and_returns_bitwise(name):
     ours = initialized(jaxfp8.Fp8DotGeneral, Fp8Einsum)
     got = convert.from_flax(theirs)
     assert jax.tree.structure(got) == jax.tree.structure(ours)
-    assert jax.tree.map(np.shape, got) == jax.tree.map(np.shape, ours), "stacked layers too"
+    assert jax.tree.map(np.shape, got) == jax.tree.map(np.shape, ours), (
+        "stacked layers too"
+    )
     assert_same_tree(convert.to_flax(got, name=name), theirs, "round trip")
 
     collection = convert.from_flax(theirs[OWG])
     assert_same_tree(collection, got[OWG], "the bare collection")
-    assert_same_tree(convert.to_flax(collection, name=name), theirs[OWG], "the bare collection back")
+    assert_same_tree(
+        convert.to_flax(collection, name=name), theirs[OWG], "the bare collection back"
+    )
     dense = got[OWG]["Dense_0"]["Fp8DotGeneral_0"]
     for leaf, value in theirs[OWG]["Dense_0"][f"{name}_0"].items():
         oracle.assert_bitwise(dense[leaf], value, leaf)
@@ -84,19 +99,34 @@ def test_einsum_whose_operands_flax_exchanges():
     input's.
     """
     rng = np.random.default_rng(3)
-    x, kernel = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 3, 4), (2, 4, 5)))
+    x, kernel = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((1, 3, 4), (2, 4, 5))
+    )
 
     def y(layer, *variables):
-        method = layer.apply if variables else functools.partial(layer.init, jax.random.key(0))
-        return method(*variables, "bsd,edf->ebsf", x, kernel, preferred_element_type=jnp.float32)
+        method = (
+            layer.apply
+            if variables
+            else functools.partial(layer.init, jax.random.key(0))
+        )
+        return method(
+            *variables, "bsd,edf->ebsf", x, kernel, preferred_element_type=jnp.float32
+        )
 
     states = []
     for cls in (nn.Fp8Einsum, Fp8Einsum):
         layer = cls(amax_history_length=4)
-        states.append(jax.grad(lambda v, layer=layer: jnp.sum(y(layer, v)))(y(layer))[OWG])
+        states.append(
+            jax.grad(lambda v, layer=layer: jnp.sum(y(layer, v)))(y(layer))[OWG]
+        )
     theirs, ours = states
-    assert theirs["input_amax_history"][0] == oracle.amax(kernel), "what this test is about"
-    converted = convert.from_flax({"block": {"Fp8Einsum_0": theirs}}, swapped=["block/Fp8Einsum_.*"])
+    assert theirs["input_amax_history"][0] == oracle.amax(kernel), (
+        "what this test is about"
+    )
+    converted = convert.from_flax(
+        {"block": {"Fp8Einsum_0": theirs}}, swapped=["block/Fp8Einsum_.*"]
+    )
     got = converted["block"]["Fp8Einsum_0"]
     assert_same_tree(got, ours, "as our own layer has it")
     back = convert.to_flax(converted, swapped=["block/Fp8Einsum_.*"])
@@ -105,6 +135,8 @@ def test_einsum_whose_operands_flax_exchanges():
 
 def test_state_cast_to_bfloat16_is_widened():
     module = {name: leaf.astype(oracle.BF16) for name, leaf in state_leaves(4).items()}
-    got = convert.from_flax({"Dense_0": {"Fp8DirectDotGeneralOp_0": module}})["Dense_0"]["Fp8DotGeneral_0"]
+    got = convert.from_flax({"Dense_0": {"Fp8DirectDotGeneralOp_0": module}})[
+        "Dense_0"
+    ]["Fp8DotGeneral_0"]
     for name, leaf in module.items():
         oracle.assert_bitwise(got[name], oracle.widen(leaf), name)

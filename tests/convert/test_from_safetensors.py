@@ -41,23 +41,38 @@ def frozen_shapes(name, recipe):
     is frozen.
     """
     n, k = read_safetensors(path_of(name))["up.weight"].data.shape
-    layer, x = nn.Dense(n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False), jnp.ones((2, k))
-    return layer, jax.eval_shape(lambda: jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x))
+    layer, x = (
+        nn.Dense(
+            n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False
+        ),
+        jnp.ones((2, k)),
+    )
+    return layer, jax.eval_shape(
+        lambda: jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x)
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_published_weights(name):
     """Every 17th row is to the bit what the library that wrote the file makes of it."""
     tensors = read_safetensors(path_of(name))
-    assert set(tensors) == {"up.weight", "expected"} and tensors["up.weight"].block == FILES[name][0]
+    assert (
+        set(tensors) == {"up.weight", "expected"}
+        and tensors["up.weight"].block == FILES[name][0]
+    )
     weight = tensors["up.weight"].decode()
     oracle.assert_bitwise(weight[::17], tensors["expected"].data, name)
     # The master copy, in the dtype of the model; other parameters stay.
     for dtype in (jnp.float32, jnp.bfloat16):
-        leaves = {"kernel": jax.ShapeDtypeStruct(weight.T.shape, dtype), "bias": jnp.ones(3)}
+        leaves = {
+            "kernel": jax.ShapeDtypeStruct(weight.T.shape, dtype),
+            "bias": jnp.ones(3),
+        }
         params = from_safetensors({"params": leaves}, path_of(name), NAMES)["params"]
         assert params["bias"] is leaves["bias"]
-        oracle.assert_bitwise(np.asarray(params["kernel"]), weight.T.astype(dtype), name)
+        oracle.assert_bitwise(
+            np.asarray(params["kernel"]), weight.T.astype(dtype), name
+        )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -66,15 +81,26 @@ def test_frozen_codes(name):
     through them to what trains.
     """
     layer, shapes = frozen_shapes(name, FILES[name][1])
-    frozen, stored = from_safetensors(shapes, path_of(name), WEIGHT), read_safetensors(path_of(name))["up.weight"]
+    frozen, stored = (
+        from_safetensors(shapes, path_of(name), WEIGHT),
+        read_safetensors(path_of(name))["up.weight"],
+    )
     product = frozen["params"]["Fp8DotGeneral_0"]
     oracle.assert_bitwise(np.asarray(product["kernel"]), stored.data, "codes")
-    oracle.assert_bitwise(np.asarray(product["kernel_scale_inv"]).astype(np.float32), stored.scale_inv, "scales")
+    oracle.assert_bitwise(
+        np.asarray(product["kernel_scale_inv"]).astype(np.float32),
+        stored.scale_inv,
+        "scales",
+    )
     x = np.eye(2, stored.data.shape[1], dtype=np.float32)
-    y, dx = jax.value_and_grad(lambda x: jnp.vdot(layer.apply(frozen, x), jnp.ones((2, stored.data.shape[0]))))(x)
+    y, dx = jax.value_and_grad(
+        lambda x: jnp.vdot(layer.apply(frozen, x), jnp.ones((2, stored.data.shape[0])))
+    )(x)
     exact = stored.decode(np.float64)
     np.testing.assert_allclose(y, exact[:, :2].sum(), rtol=1e-5)
-    np.testing.assert_allclose(dx[0], exact.sum(axis=0), rtol=0.1, atol=0.02 * np.abs(exact).sum(axis=0).max())
+    np.testing.assert_allclose(
+        dx[0], exact.sum(axis=0), rtol=0.1, atol=0.02 * np.abs(exact).sum(axis=0).max()
+    )
 
 
 def write(path, **tensors):
@@ -83,23 +109,39 @@ def write(path, **tensors):
 
 
 def matrix(rows, columns, seed=0):
-    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    return (
+        np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    )
 
 
 def test_names_and_shapes(tmp_path):
     """Stacked layers, several weights in one kernel, dimensions that are merged,
     functions, and several files.
     """
-    weights = {f"l.{i}.{part}.weight": matrix(3, 4, seed=10 * i + j) for i in range(2) for j, part in enumerate("gu")}
-    one, bias, head = np.ones(1, np.float32), np.arange(6, dtype=np.float32), matrix(4, 6, seed=99)
+    weights = {
+        f"l.{i}.{part}.weight": matrix(3, 4, seed=10 * i + j)
+        for i in range(2)
+        for j, part in enumerate("gu")
+    }
+    one, bias, head = (
+        np.ones(1, np.float32),
+        np.arange(6, dtype=np.float32),
+        matrix(4, 6, seed=99),
+    )
     files = [
         write(tmp_path / "a", **weights, norm=one),
-        write(tmp_path / "b", **{"o.bias": bias, "o.weight": matrix(6, 4, 7), "head.weight": head}),
+        write(
+            tmp_path / "b",
+            **{"o.bias": bias, "o.weight": matrix(6, 4, 7), "head.weight": head},
+        ),
     ]
     shapes = {
         "params": {
             "layers": {"wi": {"kernel": jnp.zeros((2, 4, 2, 3))}},
-            "o": {"kernel": jnp.zeros((2, 2, 2, 3), jnp.bfloat16), "bias": jnp.zeros((2, 3))},
+            "o": {
+                "kernel": jnp.zeros((2, 2, 2, 3), jnp.bfloat16),
+                "bias": jnp.zeros((2, 3)),
+            },
             "embed": {"embedding": jnp.zeros((4, 6))},
         }
     }
@@ -113,7 +155,9 @@ def test_names_and_shapes(tmp_path):
         params = from_safetensors(shapes, files, given)["params"]
         for i, j in np.ndindex(2, 2):
             wanted = weights[f"l.{i}.{'gu'[j]}.weight"].T
-            np.testing.assert_array_equal(params["layers"]["wi"]["kernel"][i, :, j], wanted)
+            np.testing.assert_array_equal(
+                params["layers"]["wi"]["kernel"][i, :, j], wanted
+            )
         wanted = matrix(6, 4, 7).T.reshape(2, 2, 2, 3).astype(jnp.bfloat16)
         np.testing.assert_array_equal(params["o"]["kernel"], wanted)
         np.testing.assert_array_equal(params["o"]["bias"], bias.reshape(2, 3))
@@ -125,7 +169,9 @@ def test_nnx():
     layer = nnx.eval_shape(lambda: nnx.Linear(64, 6, use_bias=False, rngs=nnx.Rngs(0)))
     assert from_safetensors(layer, path_of("channel"), WEIGHT) is layer
     weight = read_safetensors(path_of("channel"))["up.weight"].decode()
-    oracle.assert_bitwise(np.asarray(layer.kernel[...]), np.ascontiguousarray(weight.T), "kernel")
+    oracle.assert_bitwise(
+        np.asarray(layer.kernel[...]), np.ascontiguousarray(weight.T), "kernel"
+    )
 
 
 @pytest.mark.parametrize("kind", ["linen", "stacked", "nnx"])
@@ -138,15 +184,21 @@ def test_state_of_shapes(kind):
 
         def make():
             product = jaxfp8.nnx.Fp8DotGeneral()
-            return nnx.Linear(64, 6, use_bias=False, rngs=nnx.Rngs(0), dot_general=product)
+            return nnx.Linear(
+                64, 6, use_bias=False, rngs=nnx.Rngs(0), dot_general=product
+            )
 
         model = from_safetensors(nnx.eval_shape(make), path_of("channel"), WEIGHT)
         got, expected = nnx.state(model.dot_general), nnx.state(make().dot_general)
     else:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3) if kind == "stacked" else leaf, first)
+        state = jax.tree.map(
+            lambda leaf: jnp.stack([leaf] * 3) if kind == "stacked" else leaf, first
+        )
         variables = {"params": {"kernel": jnp.zeros((64, 6))}, OWG: {"dot": state}}
         expected = variables[OWG]
-        got = from_safetensors(jax.eval_shape(lambda: variables), path_of("channel"), WEIGHT)[OWG]
+        got = from_safetensors(
+            jax.eval_shape(lambda: variables), path_of("channel"), WEIGHT
+        )[OWG]
         trained = variables | {OWG: jax.tree.map(lambda leaf: leaf + 2, expected)}
         kept = from_safetensors(trained, path_of("channel"), WEIGHT)[OWG]
         assert_same_tree(kept, trained[OWG], "trained state")
@@ -159,14 +211,24 @@ def test_shapes_without_values():
     kernel = jax.ShapeDtypeStruct((64, 6), jnp.float32)
     for variables, left in (
         ({"params": {"kernel": kernel, "bias": shape}}, "params/bias"),
-        ({"params": {"kernel": kernel}, OWG: {"dot": {"input_state": shape}}}, f"{OWG}/dot/input_state"),
+        (
+            {"params": {"kernel": kernel}, OWG: {"dot": {"input_state": shape}}},
+            f"{OWG}/dot/input_state",
+        ),
     ):
         with pytest.raises(
-            ValueError, match=f"^from_safetensors: variables: {left!r}: expected arrays where no tensor"
+            ValueError,
+            match=f"^from_safetensors: variables: {left!r}: expected arrays where no tensor",
         ):
-            from_safetensors(variables, path_of("channel"), NAMES if "params/bias" == left else WEIGHT)
+            from_safetensors(
+                variables,
+                path_of("channel"),
+                NAMES if "params/bias" == left else WEIGHT,
+            )
     model = nnx.eval_shape(lambda: nnx.Linear(64, 6, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="^from_safetensors: variables: 'bias': expected arrays"):
+    with pytest.raises(
+        ValueError, match="^from_safetensors: variables: 'bias': expected arrays"
+    ):
         from_safetensors(model, path_of("channel"), NAMES)
     assert isinstance(model.kernel.get_value(), jax.ShapeDtypeStruct)
 
@@ -178,25 +240,62 @@ GOOD = {"up.weight": CODES, "up.weight_scale": SCALE}
 FOR = "up.weight, for kernel: expected"
 # name -> (variables, names, tensors of the file, message)
 ERRORS = {
-    "no tensor": (LAYER, WEIGHT, {"o.weight": CODES}, f"{FOR} this tensor .*got none; the file has 'o.weight'"),
-    "no scales": (LAYER, WEIGHT, {"up.weight": CODES}, f"{FOR} scales up.weight_scale or .*got none"),
-    "shape": (LAYER, WEIGHT, {"up.weight": matrix(4, 6)}, rf"{FOR} shape \[6, 4\] .*got \[4, 6\]"),
-    "rank": (LAYER, WEIGHT, {"up.weight": matrix(4, 6)[None]}, rf"{FOR} shape \[6, 4\] .*got \[1, 4, 6\]"),
-    "integers": (LAYER, WEIGHT, {"up.weight": np.zeros((6, 4), np.int32)}, f"{FOR} a dtype of .*got I32"),
+    "no tensor": (
+        LAYER,
+        WEIGHT,
+        {"o.weight": CODES},
+        f"{FOR} this tensor .*got none; the file has 'o.weight'",
+    ),
+    "no scales": (
+        LAYER,
+        WEIGHT,
+        {"up.weight": CODES},
+        f"{FOR} scales up.weight_scale or .*got none",
+    ),
+    "shape": (
+        LAYER,
+        WEIGHT,
+        {"up.weight": matrix(4, 6)},
+        rf"{FOR} shape \[6, 4\] .*got \[4, 6\]",
+    ),
+    "rank": (
+        LAYER,
+        WEIGHT,
+        {"up.weight": matrix(4, 6)[None]},
+        rf"{FOR} shape \[6, 4\] .*got \[1, 4, 6\]",
+    ),
+    "integers": (
+        LAYER,
+        WEIGHT,
+        {"up.weight": np.zeros((6, 4), np.int32)},
+        f"{FOR} a dtype of .*got I32",
+    ),
     "scales": (
         LAYER,
         WEIGHT,
         GOOD | {"up.weight_scale": np.ones(3, np.float32)},
         r"up.weight: expected .*got \(3,\) of",
     ),
-    "bias": (WITH_BIAS, WEIGHT | {"bias": "b"}, GOOD | {"b": SCALE}, r"b, for bias: expected shape \[6\] .*got \[1\]"),
+    "bias": (
+        WITH_BIAS,
+        WEIGHT | {"bias": "b"},
+        GOOD | {"b": SCALE},
+        r"b, for bias: expected shape \[6\] .*got \[1\]",
+    ),
     "no name": (WITH_BIAS, WEIGHT, GOOD, "names: bias matches no expression"),
     "unused": (LAYER, WEIGHT | {"x": "y"}, GOOD, r"names: \['x'\] match no parameter"),
-    "braces": (LAYER, {"kernel": "{}.{}.{}.weight"}, GOOD, "for kernel: expected at least 3 dimensions"),
+    "braces": (
+        LAYER,
+        {"kernel": "{}.{}.{}.weight"},
+        GOOD,
+        "for kernel: expected at least 3 dimensions",
+    ),
 }
 
 
-@pytest.mark.parametrize("variables, names, tensors, message", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize(
+    "variables, names, tensors, message", ERRORS.values(), ids=ERRORS
+)
 def test_errors(variables, names, tensors, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         from_safetensors(variables, write(tmp_path / "file", **tensors), names)
@@ -206,11 +305,19 @@ def test_damaged_files(tmp_path):
     """A file that is cut off; a tensor that two files have; a model that is none."""
     whole = path_of("channel").read_bytes()
     (tmp_path / "short").write_bytes(whole[:-8])
-    with pytest.raises(ValueError, match=r"read_safetensors: .*: expected a safetensors file that is whole"):
+    with pytest.raises(
+        ValueError,
+        match=r"read_safetensors: .*: expected a safetensors file that is whole",
+    ):
         from_safetensors(LAYER, tmp_path / "short", WEIGHT)
-    with pytest.raises(ValueError, match="expected one tensor of this name, got another in"):
+    with pytest.raises(
+        ValueError, match="expected one tensor of this name, got another in"
+    ):
         from_safetensors(LAYER, [path_of("channel"), path_of("tensor")], WEIGHT)
-    with pytest.raises(TypeError, match="from_safetensors: variables: expected variables, or an NNX model, got list"):
+    with pytest.raises(
+        TypeError,
+        match="from_safetensors: variables: expected variables, or an NNX model, got list",
+    ):
         from_safetensors([], path_of("channel"), WEIGHT)
 
 
@@ -224,7 +331,11 @@ def test_frozen_models_of_other_recipes():
         jaxfp8.Float8CurrentScaling(jaxfp8.E5M2),
     )
     for name, recipe, message in (
-        ("channel", current, r"scales float32\[1\], .*got \[6, 1\], a scale for each of \(1, None\)"),
+        (
+            "channel",
+            current,
+            r"scales float32\[1\], .*got \[6, 1\], a scale for each of \(1, None\)",
+        ),
         ("tensor", mx, r"scales float8_e8m0fnu\[6, 2\].*the tensor"),
         ("tensor", e5m2, "codes in float8_e5m2, got F8_E4M3"),
     ):

@@ -29,7 +29,11 @@ def read(request):
 def answers(read):
     variables, x, _ = goldens.inputs()
     outputs = serialization.msgpack_restore(bytes(read("outputs.msgpack")))
-    return outputs["y"], outputs["frozen_y"], serialization.from_bytes(variables, bytes(read("gradients.msgpack")))
+    return (
+        outputs["y"],
+        outputs["frozen_y"],
+        serialization.from_bytes(variables, bytes(read("gradients.msgpack"))),
+    )
 
 
 def test_checkpoints(read):
@@ -51,13 +55,20 @@ def test_programs(request, read, implementation):
     y, frozen_y, gradients = answers(read)
     step = jax.export.deserialize(read(f"train_step_{implementation}"))
     assert ("custom_call @jaxfp8" in step.mlir_module()) == (implementation == "ffi")
-    if implementation == "ffi" and (call := GONE.get(request.node.callspec.params["read"])):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"No FFI handler registered for {call}"):
+    if implementation == "ffi" and (
+        call := GONE.get(request.node.callspec.params["read"])
+    ):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=f"No FFI handler registered for {call}"
+        ):
             step.call(variables, x, grad)
     else:
         assert_same_bits(step.call(variables, x, grad), (y, gradients))
     frozen = jaxfp8.freeze(goldens.MODEL, variables, x)
-    assert_same_bits(jax.export.deserialize(read(f"frozen_{implementation}")).call(frozen, x), frozen_y)
+    assert_same_bits(
+        jax.export.deserialize(read(f"frozen_{implementation}")).call(frozen, x),
+        frozen_y,
+    )
 
 
 def test_answers_are_the_oracle_s(read):
@@ -66,7 +77,10 @@ def test_answers_are_the_oracle_s(read):
     y, _, gradients = answers(read)
     state = variables[goldens.OWG]["Fp8DotGeneral_0"]
     names = ("input", "kernel", "output_grad")
-    states = [oracle.State(state[f"{name}_amax_history"], state[f"{name}_scale"][0]) for name in names]
+    states = [
+        oracle.State(state[f"{name}_amax_history"], state[f"{name}_scale"][0])
+        for name in names
+    ]
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
     expected = oracle.dense_step(x, kernel, grad, oracle.LayerState(*states))
     np.testing.assert_array_equal(y, expected.y.exact + bias)
@@ -82,5 +96,7 @@ def test_a_process_without_jaxfp8(read):
     """The reference program is plain StableHLO."""
     y, _, gradients = answers(read)
     program = jax.export.deserialize(read("train_step_reference"))
-    got = another_process.call_exported(program, (goldens.inputs(), {}), imports="", JAX_PLATFORMS="cpu")
+    got = another_process.call_exported(
+        program, (goldens.inputs(), {}), imports="", JAX_PLATFORMS="cpu"
+    )
     assert_same_bits(got, jax.tree.leaves((y, gradients)))

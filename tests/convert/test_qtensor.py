@@ -47,9 +47,17 @@ SHAPES = {
     "experts": (qtensor((3, 128, 256), (128, 128), batch=1), (3, 1, 2), True),
     "merged rows": (qtensor((2, 256, 128), (128, 128)), (2, 2, 1), True),
     "merged columns": (qtensor((4, 2, 64), (1, 32), cols=2), (4, 2, 2), False),
-    "a block over dimensions": (qtensor((2, 4, 8, 64), (16, None)), (2, 2, 1, 1), False),
+    "a block over dimensions": (
+        qtensor((2, 4, 8, 64), (16, None)),
+        (2, 2, 1, 1),
+        False,
+    ),
     "a scale for each column": (qtensor((4, 6, 8), (None, 1)), (1, 1, 8), False),
-    "without block": (dataclasses.replace(qtensor((8, 64), (2, 16)), block=None), (4, 4), False),
+    "without block": (
+        dataclasses.replace(qtensor((8, 64), (2, 16)), block=None),
+        (4, 4),
+        False,
+    ),
 }
 
 
@@ -58,12 +66,20 @@ def test_qarray(name, dequantize):
     q, shape, is_same = SHAPES[name]
     array = to_qarray(q)
     assert array.qvalue.unsafe_buffer_pointer() == q.data.unsafe_buffer_pointer()
-    assert array.scale.shape == shape and array.scale.dtype == jnp.float32 and array.zero_point is None
-    np.testing.assert_array_equal(dequantize(array), np.asarray(q.dequantize(jnp.float32)))
+    assert (
+        array.scale.shape == shape
+        and array.scale.dtype == jnp.float32
+        and array.zero_point is None
+    )
+    np.testing.assert_array_equal(
+        dequantize(array), np.asarray(q.dequantize(jnp.float32))
+    )
     assert (array.qtype == "mxfp8") == (name == "MX")
     back = from_qarray(array, batch=1 if name == "experts" else 0)
     assert back.data.unsafe_buffer_pointer() == q.data.unsafe_buffer_pointer()
-    np.testing.assert_array_equal(back.dequantize(jnp.float32), q.dequantize(jnp.float32))
+    np.testing.assert_array_equal(
+        back.dequantize(jnp.float32), q.dequantize(jnp.float32)
+    )
     assert back.power_2_scale == (name == "MX")
     if is_same:
         np.testing.assert_array_equal(back.scale_inv, q.scale_inv)
@@ -77,7 +93,11 @@ def test_nothing_is_computed(dequantize):
     def there_and_back(data, scale_inv):
         array = to_qarray(dataclasses.replace(q, data=data, scale_inv=scale_inv))
         back = from_qarray(array)
-        operand = to_scaled_matmul(dataclasses.replace(q, data=data, scale_inv=jnp.ones((512, 4)), block=(1, 32)))
+        operand = to_scaled_matmul(
+            dataclasses.replace(
+                q, data=data, scale_inv=jnp.ones((512, 4)), block=(1, 32)
+            )
+        )
         return back.data, back.scale_inv, *operand
 
     jaxpr = jax.make_jaxpr(there_and_back)(q.data, q.scale_inv).jaxpr
@@ -86,13 +106,18 @@ def test_nothing_is_computed(dequantize):
     assert jaxpr.outvars[0] is jaxpr.invars[0]
 
 
-@pytest.mark.parametrize("axis, scale", [(0, (1, 64)), (0, (4, 64)), (1, (8, 1)), (1, (8, 4)), (None, (1, 1))])
+@pytest.mark.parametrize(
+    "axis, scale",
+    [(0, (1, 64)), (0, (4, 64)), (1, (8, 1)), (1, (8, 4)), (None, (1, 1))],
+)
 def test_qarrays_of_qwix(axis, scale):
     """As qwix quantizes: a channel, a tile along an axis, a tensor."""
     qwix = pytest.importorskip("qwix")
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)), jnp.bfloat16)
     tiles = {} if axis is None else {axis: x.shape[axis] // scale[axis]}
-    array = qwix.quantize(x, E4M3, channelwise_axes=[] if axis is None else [1 - axis], tiled_axes=tiles)
+    array = qwix.quantize(
+        x, E4M3, channelwise_axes=[] if axis is None else [1 - axis], tiled_axes=tiles
+    )
     # exact in float32
     assert array.scale.shape == scale and array.scale.dtype == jnp.bfloat16
     got = from_qarray(array)
@@ -104,27 +129,52 @@ def scaled_matmul(a, b, a_scales, b_scales):
     """`jax.nn.scaled_matmul` by its documentation, in float64; JAX has it on GPUs
     alone.
     """
-    assert jax.eval_shape(jax.nn.scaled_matmul, a, b, a_scales, b_scales).shape == (len(a), a.shape[1], b.shape[1])
-    a, b, a_scales, b_scales = (np.asarray(v).astype(np.float64) for v in (a, b, a_scales, b_scales))
-    a, b = (v * np.repeat(s, v.shape[-1] // s.shape[-1], -1) for v, s in ((a, a_scales), (b, b_scales)))
+    assert jax.eval_shape(jax.nn.scaled_matmul, a, b, a_scales, b_scales).shape == (
+        len(a),
+        a.shape[1],
+        b.shape[1],
+    )
+    a, b, a_scales, b_scales = (
+        np.asarray(v).astype(np.float64) for v in (a, b, a_scales, b_scales)
+    )
+    a, b = (
+        v * np.repeat(s, v.shape[-1] // s.shape[-1], -1)
+        for v, s in ((a, a_scales), (b, b_scales))
+    )
     return np.einsum("BMK,BNK->BMN", a, b)
 
 
-@pytest.mark.parametrize("recipe", [jaxfp8.MXFP8BlockScaling(), jaxfp8.Float8RowwiseScaling()])
+@pytest.mark.parametrize(
+    "recipe", [jaxfp8.MXFP8BlockScaling(), jaxfp8.Float8RowwiseScaling()]
+)
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_scaled_matmul(recipe, batch):
     """Of what our quantizers give, the product of our dot_general."""
     rng = np.random.default_rng(1)
-    x, kernel = (jnp.asarray(rng.standard_normal((*batch, *size)).astype(np.float32)) for size in ((6, 64), (8, 64)))
+    x, kernel = (
+        jnp.asarray(rng.standard_normal((*batch, *size)).astype(np.float32))
+        for size in ((6, 64), (8, 64))
+    )
     quantize = [lambda v, q=q: q.quantize(v, None)[0] for q in recipe.quantizers()[:2]]
     quantize = [jax.vmap(f) if batch else f for f in quantize]
-    (a, a_scales), (b, b_scales) = (to_scaled_matmul(f(v)) for f, v in zip(quantize, (x, kernel), strict=True))
+    (a, a_scales), (b, b_scales) = (
+        to_scaled_matmul(f(v)) for f, v in zip(quantize, (x, kernel), strict=True)
+    )
     y = scaled_matmul(a, b, a_scales, b_scales).reshape(*batch, 6, 8)
     numbers = ((len(batch) + 1,), (len(batch) + 1,)), (tuple(range(len(batch))),) * 2
     ours = jaxfp8.dot_general(x, kernel, numbers, recipe=recipe)
     # (K + 5) roundings of float32, as block_scaled_matmul says.
-    absolute = scaled_matmul(*(jnp.abs(v.astype(jnp.float32)) for v in (a, b, a_scales, b_scales))).reshape(y.shape)
+    absolute = scaled_matmul(
+        *(jnp.abs(v.astype(jnp.float32)) for v in (a, b, a_scales, b_scales))
+    ).reshape(y.shape)
     assert (np.abs(ours - y) <= 69 * 2.0**-24 * absolute).all()
     back = from_scaled_matmul(a, a_scales)
-    assert back.data is a and back.scale_inv is a_scales and back.power_2_scale == (a_scales.dtype == E8M0)
-    np.testing.assert_array_equal(back.dequantize(jnp.float32).reshape(x.shape), quantize[0](x).dequantize(jnp.float32))
+    assert (
+        back.data is a
+        and back.scale_inv is a_scales
+        and back.power_2_scale == (a_scales.dtype == E8M0)
+    )
+    np.testing.assert_array_equal(
+        back.dequantize(jnp.float32).reshape(x.shape),
+        quantize[0](x).dequantize(jnp.float32),
+    )

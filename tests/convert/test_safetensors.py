@@ -28,7 +28,10 @@ from jaxfp8.convert import read_safetensors, to_safetensors
 
 def state_of(variables, layer, operand):
     state = variables[OWG][layer]["Fp8DotGeneral_0"]
-    return oracle.State(np.asarray(state[f"{operand}_amax_history"]), np.asarray(state[f"{operand}_scale"])[0])
+    return oracle.State(
+        np.asarray(state[f"{operand}_amax_history"]),
+        np.asarray(state[f"{operand}_scale"])[0],
+    )
 
 
 def quantized(layout, kernel, state=None):
@@ -37,13 +40,17 @@ def quantized(layout, kernel, state=None):
         codes, _, after = oracle.step(kernel, state, oracle.E4M3)
         return codes.T, after.scale.reshape(1)
     options = {"scale": "e8m0"} if layout == "mxfp8" else {}
-    return oracle_blocks.quantize(kernel.T, oracle.E4M3, (1, 32) if layout == "mxfp8" else (128, 128), **options)
+    return oracle_blocks.quantize(
+        kernel.T, oracle.E4M3, (1, 32) if layout == "mxfp8" else (128, 128), **options
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_and_scales_are_those_of_training(layout, tmp_path):
     _, variables, frozen = trained(layout)
-    config = to_safetensors(frozen, tmp_path / "model.safetensors", NAMES, layout=layout)
+    config = to_safetensors(
+        frozen, tmp_path / "model.safetensors", NAMES, layout=layout
+    )
     tensors = numpy_reader.read(tmp_path / "model.safetensors")
     suffix = "weight_scale_inv" if layout == "block128" else "weight_scale"
     expected = {"norm.weight", "lm_head.weight", "model.down_proj.bias"}
@@ -52,32 +59,51 @@ def test_codes_and_scales_are_those_of_training(layout, tmp_path):
         state = state_of(variables, layer, "kernel") if layout == "tensor" else None
         codes, scales = quantized(layout, kernel, state)
         module = f"model.{layer}_proj"
-        oracle.assert_bitwise(tensors[f"{module}.weight"], np.ascontiguousarray(codes).view(np.uint8), "codes")
+        oracle.assert_bitwise(
+            tensors[f"{module}.weight"],
+            np.ascontiguousarray(codes).view(np.uint8),
+            "codes",
+        )
         scales = scales.view(np.uint8) if layout == "mxfp8" else scales
         oracle.assert_bitwise(tensors[f"{module}.{suffix}"], scales, "scales")
         expected |= {f"{module}.weight", f"{module}.{suffix}"}
         if layout == "tensor":
-            scale_inv = oracle.step(X, state_of(variables, layer, "input"), oracle.E4M3)[2].scale
-            oracle.assert_bitwise(tensors[f"{module}.input_scale"], scale_inv.reshape(1), "input_scale")
+            scale_inv = oracle.step(
+                X, state_of(variables, layer, "input"), oracle.E4M3
+            )[2].scale
+            oracle.assert_bitwise(
+                tensors[f"{module}.input_scale"], scale_inv.reshape(1), "input_scale"
+            )
             expected.add(f"{module}.input_scale")
     assert set(tensors) == expected and json.loads(json.dumps(config)) == config
     # In high precision: a norm as it is, a kernel transposed, each in its dtype.
     params = variables["params"]
-    oracle.assert_bitwise(tensors["norm.weight"], np.asarray(params["norm"]["scale"]), "norm")
+    oracle.assert_bitwise(
+        tensors["norm.weight"], np.asarray(params["norm"]["scale"]), "norm"
+    )
     head = np.asarray(params["head"]["kernel"]).T
-    oracle.assert_bitwise(tensors["lm_head.weight"], head.astype(np.float32), "bfloat16")
+    oracle.assert_bitwise(
+        tensors["lm_head.weight"], head.astype(np.float32), "bfloat16"
+    )
     read = read_safetensors(tmp_path / "model.safetensors")
     assert read["lm_head.weight"].dtype == "BF16"
     weight = numpy_reader.weight(tensors, "model.up_proj", layout)
-    np.testing.assert_array_equal(read["model.up_proj.weight"].decode(np.float64), weight)
-    oracle.assert_bitwise(read["model.up_proj.weight"].decode(), weight.astype(np.float32), "rounded once")
+    np.testing.assert_array_equal(
+        read["model.up_proj.weight"].decode(np.float64), weight
+    )
+    oracle.assert_bitwise(
+        read["model.up_proj.weight"].decode(), weight.astype(np.float32), "rounded once"
+    )
 
 
 def test_configs(tmp_path):
     """As transformers, vLLM and compressed-tensors have them; kernels in high precision
     are not Linear of FP8.
     """
-    config = {layout: to_safetensors(trained(layout)[2], tmp_path / "f", NAMES, layout=layout) for layout in LAYOUTS}
+    config = {
+        layout: to_safetensors(trained(layout)[2], tmp_path / "f", NAMES, layout=layout)
+        for layout in LAYOUTS
+    }
     assert config["block128"] == {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -86,33 +112,64 @@ def test_configs(tmp_path):
         "modules_to_not_convert": ["lm_head"],
         "ignored_layers": ["lm_head"],
     }
-    group = {name: config[name]["config_groups"]["group_0"] for name in ("tensor", "mxfp8")}
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-    mx = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    assert group["tensor"] == {"targets": ["Linear"], "weights": weights, "input_activations": weights}
+    group = {
+        name: config[name]["config_groups"]["group_0"] for name in ("tensor", "mxfp8")
+    }
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    }
+    mx = {
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": "torch.uint8",
+        "zp_dtype": "torch.uint8",
+    }
+    assert group["tensor"] == {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": weights,
+    }
     assert group["mxfp8"] == {
         "targets": ["Linear"],
         "weights": weights | mx,
         "input_activations": weights | mx | {"dynamic": True},
     }
     assert config["tensor"]["ignore"] == config["mxfp8"]["ignore"] == ["lm_head"]
-    assert [config[name]["format"] for name in ("tensor", "mxfp8")] == ["float-quantized", "mxfp8-quantized"]
+    assert [config[name]["format"] for name in ("tensor", "mxfp8")] == [
+        "float-quantized",
+        "mxfp8-quantized",
+    ]
     # Current scaling has no fixed scale of the input.
     frozen = models.linen("current")[2]
     config = to_safetensors(frozen, tmp_path / "f", layout="tensor")
-    assert config["config_groups"]["group_0"]["input_activations"] == weights | {"dynamic": True}
+    assert config["config_groups"]["group_0"]["input_activations"] == weights | {
+        "dynamic": True
+    }
     assert "input_scale" not in numpy_reader.read(tmp_path / "f")
 
 
 def at(tree, path: str):
-    return functools.reduce(lambda tree, key: tree[key], filter(None, path.split("/")), tree)
+    return functools.reduce(
+        lambda tree, key: tree[key], filter(None, path.split("/")), tree
+    )
 
 
 def kernel_matrix(kernel, inputs: int, stacked: int = 0):
     """A kernel of Flax, `[*stacked, *in, *out]`, as matrices `[*stacked, out, in]`."""
     shape = kernel.shape
-    sizes = np.prod(shape[stacked : stacked + inputs]), np.prod(shape[stacked + inputs :])
-    return np.asarray(kernel, np.float32).reshape(*shape[:stacked], *sizes).swapaxes(-1, -2)
+    sizes = (
+        np.prod(shape[stacked : stacked + inputs]),
+        np.prod(shape[stacked + inputs :]),
+    )
+    return (
+        np.asarray(kernel, np.float32)
+        .reshape(*shape[:stacked], *sizes)
+        .swapaxes(-1, -2)
+    )
 
 
 def assert_near(got, matrix):
@@ -121,7 +178,9 @@ def assert_near(got, matrix):
     """
     smallest = 2.0**-10 * got.scale_inv.max()
     assert got.data.shape == matrix.shape and np.abs(matrix).max() > 100 * smallest
-    assert (np.abs(got.decode() - matrix) <= (2.0**-4 + 2.0**-8) * np.abs(matrix) + smallest).all()
+    assert (
+        np.abs(got.decode() - matrix) <= (2.0**-4 + 2.0**-8) * np.abs(matrix) + smallest
+    ).all()
 
 
 CASES = {
@@ -130,15 +189,27 @@ CASES = {
     "GatedMLP": (
         "tensor",
         {"wi/kernel": ("gate.weight", "up.weight"), "wo/kernel": "down.weight"},
-        {"gate": ("wi", 1, (), (0, 48)), "up": ("wi", 1, (), (48, 96)), "down": ("wo", 1, (), None)},
+        {
+            "gate": ("wi", 1, (), (0, 48)),
+            "up": ("wi", 1, (), (48, 96)),
+            "down": ("wo", 1, (), None),
+        },
     ),
     "block, GatedMLP": (
         "block128",
         {"wi/kernel": ("gate.weight", "up.weight"), "wo/kernel": None},
         {"gate": ("wi", 1, (), (0, 48)), "up": ("wi", 1, (), (48, 96))},
     ),
-    "attention": ("tensor", None, {"query": ("query", 1, (), None), "out": ("out", 2, (), None)}),
-    "MXFP8, DenseGeneral": ("mxfp8", {"kernel": "a.weight", "bias": "a.bias"}, {"a": ("", 2, (), None)}),
+    "attention": (
+        "tensor",
+        None,
+        {"query": ("query", 1, (), None), "out": ("out", 2, (), None)},
+    ),
+    "MXFP8, DenseGeneral": (
+        "mxfp8",
+        {"kernel": "a.weight", "bias": "a.bias"},
+        {"a": ("", 2, (), None)},
+    ),
     "DenseGeneral, batch": (
         "tensor",
         {"kernel": "experts.{}.weight", "bias": "experts.{}.bias"},
@@ -146,8 +217,14 @@ CASES = {
     ),
     "scan": (
         "tensor",
-        {r".*/Dense_(\d)/kernel": r"layers.{}.\1.weight", r".*/Dense_(\d)/bias": r"layers.{}.\1.bias"},
-        {"layers.2.1": ("ScanBlock_0/Dense_1", 1, (2,), None), "layers.0.0": ("ScanBlock_0/Dense_0", 1, (0,), None)},
+        {
+            r".*/Dense_(\d)/kernel": r"layers.{}.\1.weight",
+            r".*/Dense_(\d)/bias": r"layers.{}.\1.bias",
+        },
+        {
+            "layers.2.1": ("ScanBlock_0/Dense_1", 1, (2,), None),
+            "layers.0.0": ("ScanBlock_0/Dense_0", 1, (0,), None),
+        },
     ),
     "rules": ("tensor", None, {"": ("", 1, (), None)}),
 }
@@ -170,9 +247,14 @@ def test_kernels_become_matrices(name, tmp_path):
         assert_near(got, matrix)
         if layout == "tensor":
             inverse = np.asarray(of_frozen["Fp8DotGeneral_0"]["input_scale_inv"])
-            np.testing.assert_array_equal(got.input_scale_inv, inverse[index] if inverse.ndim > 1 else inverse)
+            np.testing.assert_array_equal(
+                got.input_scale_inv, inverse[index] if inverse.ndim > 1 else inverse
+            )
         if "bias" in params and f"{module}.bias" in read:
-            np.testing.assert_array_equal(read[f"{module}.bias"].data, np.asarray(params["bias"])[index].reshape(-1))
+            np.testing.assert_array_equal(
+                read[f"{module}.bias"].data,
+                np.asarray(params["bias"])[index].reshape(-1),
+            )
 
 
 class Others(nn.Module):
@@ -183,9 +265,21 @@ class Others(nn.Module):
     @nn.compact
     def __call__(self, x, with_second=True):
         boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-        x = nn.Dense(K, dot_general_cls=jaxfp8.Fp8DotGeneral, kernel_init=boxed, use_bias=False, name="first")(x)
-        x = nn.BatchNorm(use_running_average=True, name="norm")(x) * self.param("temperature", nn.initializers.ones, ())
-        return nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral, name="second")(x) if with_second else x
+        x = nn.Dense(
+            K,
+            dot_general_cls=jaxfp8.Fp8DotGeneral,
+            kernel_init=boxed,
+            use_bias=False,
+            name="first",
+        )(x)
+        x = nn.BatchNorm(use_running_average=True, name="norm")(x) * self.param(
+            "temperature", nn.initializers.ones, ()
+        )
+        return (
+            nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral, name="second")(x)
+            if with_second
+            else x
+        )
 
 
 def test_what_is_no_frozen_kernel(tmp_path):
@@ -199,9 +293,15 @@ def test_what_is_no_frozen_kernel(tmp_path):
     tensors = numpy_reader.read(tmp_path / "file")
     first = {"first.weight", "first.weight_scale", "first.input_scale"}
     norm = {"norm.weight", "norm.bias", "batch_stats.norm.mean", "batch_stats.norm.var"}
-    assert set(tensors) == first | norm | {"temperature", "second.weight", "second.bias"}
+    assert set(tensors) == first | norm | {
+        "temperature",
+        "second.weight",
+        "second.bias",
+    }
     assert tensors["temperature"].shape == () and config["ignore"] == ["second"]
-    np.testing.assert_array_equal(tensors["second.weight"], np.asarray(variables["params"]["second"]["kernel"]).T)
+    np.testing.assert_array_equal(
+        tensors["second.weight"], np.asarray(variables["params"]["second"]["kernel"]).T
+    )
 
 
 def test_nnx(tmp_path):
@@ -209,34 +309,63 @@ def test_nnx(tmp_path):
         model = models.NNX["scan"](nnx.Rngs(0))
         kernels = np.asarray(model.blocks.down.kernel[...])
         jaxfp8.freeze(jaxfp8.calibrate(model, [models.X]), models.X)
-    names = {r"blocks/(\w+)/(kernel)": r"{}.\1.weight", r"blocks/(\w+)/(bias)": r"{}.\1.\2"}
+    names = {
+        r"blocks/(\w+)/(kernel)": r"{}.\1.weight",
+        r"blocks/(\w+)/(bias)": r"{}.\1.\2",
+    }
     to_safetensors(model, tmp_path / "file", names, layout="tensor")
-    assert_near(read_safetensors(tmp_path / "file")["1.down.weight"], kernel_matrix(kernels, 1, 1)[1])
+    assert_near(
+        read_safetensors(tmp_path / "file")["1.down.weight"],
+        kernel_matrix(kernels, 1, 1)[1],
+    )
 
 
 def test_the_reader_decodes_every_code(tmp_path):
     codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
     halves = np.arange(0, 65536, 7, dtype=np.uint16).view(oracle.BF16)
-    dtypes = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu}
+    dtypes = {
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "F8_E5M2": jnp.float8_e5m2,
+        "F8_E8M0": jnp.float8_e8m0fnu,
+    }
     tensors = {name: codes.view(dtype) for name, dtype in dtypes.items()}
-    safetensors.numpy.save_file(tensors | {"one": codes[:1, :1], "b": halves}, tmp_path / "file")
+    safetensors.numpy.save_file(
+        tensors | {"one": codes[:1, :1], "b": halves}, tmp_path / "file"
+    )
     read = read_safetensors(tmp_path / "file")
-    assert {name: read[name].dtype for name in read} == {name: name for name in dtypes} | {"one": "U8", "b": "BF16"}
-    np.testing.assert_array_equal(read["F8_E4M3"].decode(np.float64), numpy_reader.E4M3[codes])
+    assert {name: read[name].dtype for name in read} == {
+        name: name for name in dtypes
+    } | {"one": "U8", "b": "BF16"}
+    np.testing.assert_array_equal(
+        read["F8_E4M3"].decode(np.float64), numpy_reader.E4M3[codes]
+    )
     for name, tensor in tensors.items():
-        np.testing.assert_array_equal(read[name].decode(np.float64), tensor.astype(np.float64))
+        np.testing.assert_array_equal(
+            read[name].decode(np.float64), tensor.astype(np.float64)
+        )
     np.testing.assert_array_equal(read["b"].decode(), oracle.widen(halves))
     # Scales of other writers: E8M0 for 128 x 128, and one number without a dimension.
     weights = {
         "x.weight": tensors["F8_E4M3"],
         "x.weight_scale_inv": np.full((1, 1), 130, np.uint8).view(oracle_blocks.E8M0),
     }
-    weights |= {"y.weight": tensors["F8_E4M3"], "y.weight_scale_inv": np.array(3, np.float32)}
-    safetensors.numpy.save_file(weights | {"y.activation_scale": np.array(5, np.float32)}, tmp_path / "file")
+    weights |= {
+        "y.weight": tensors["F8_E4M3"],
+        "y.weight_scale_inv": np.array(3, np.float32),
+    }
+    safetensors.numpy.save_file(
+        weights | {"y.activation_scale": np.array(5, np.float32)}, tmp_path / "file"
+    )
     read = read_safetensors(tmp_path / "file")
-    assert set(read) == {"x.weight", "y.weight"} and read["y.weight"].input_scale_inv == 5
-    np.testing.assert_array_equal(read["x.weight"].decode(np.float64), 8 * numpy_reader.E4M3[codes])
-    np.testing.assert_array_equal(read["y.weight"].decode(np.float64), 3 * numpy_reader.E4M3[codes])
+    assert (
+        set(read) == {"x.weight", "y.weight"} and read["y.weight"].input_scale_inv == 5
+    )
+    np.testing.assert_array_equal(
+        read["x.weight"].decode(np.float64), 8 * numpy_reader.E4M3[codes]
+    )
+    np.testing.assert_array_equal(
+        read["y.weight"].decode(np.float64), 3 * numpy_reader.E4M3[codes]
+    )
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -257,9 +386,15 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.read_bytes() == raw and set(tmp_path.iterdir()) == {file, link}
-    changed = frozen["params"] | {"norm": {"scale": frozen["params"]["norm"]["scale"] + 1}}
+    changed = frozen["params"] | {
+        "norm": {"scale": frozen["params"]["norm"]["scale"] + 1}
+    }
     to_safetensors(frozen | {"params": changed}, link, NAMES, layout="tensor")
-    assert set(tmp_path.iterdir()) == {file, link} and link.is_symlink() and file.stat().st_mode & 0o777 == 0o640
+    assert (
+        set(tmp_path.iterdir()) == {file, link}
+        and link.is_symlink()
+        and file.stat().st_mode & 0o777 == 0o640
+    )
     np.testing.assert_array_equal(mapped, norm)
     np.testing.assert_array_equal(read_safetensors(file)["norm.weight"].data, norm + 1)
 
@@ -267,8 +402,17 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 def test_braces_in_the_names_of_modules(tmp_path):
     """They are no places of an index, in no name and in no group."""
     frozen = trained("tensor")[2]
-    renamed = {name: frozen["params"][name.strip("{}0")] for name in ("up{}", "down{0}", "{norm}", "{{head")}
-    own = {"up{}.weight", "down{0}.weight", "down{0}.bias", "{norm}.weight", "{{head.weight"}
+    renamed = {
+        name: frozen["params"][name.strip("{}0")]
+        for name in ("up{}", "down{0}", "{norm}", "{{head")
+    }
+    own = {
+        "up{}.weight",
+        "down{0}.weight",
+        "down{0}.bias",
+        "{norm}.weight",
+        "{{head.weight",
+    }
     by_name = {f"m.{name}" for name in own - {"down{0}.bias"}} | {"b.down{0}.bias"}
     names = {r"(.*)/(kernel|scale)": r"m.\1.weight", "(.*)/bias": r"b.\1.bias"}
     for given, expected in ((None, own), (names, by_name)):
@@ -297,14 +441,35 @@ DAMAGED = {
     "no JSON": (WHOLE[:8] + b"?" + WHOLE[9:], "whole.*invalid JSON"),
     "no dict": ((4).to_bytes(8, "little") + b"null", "whole.*invalid JSON"),
     "nested": ((90_000).to_bytes(8, "little") + b"[" * 90_000, "whole.*invalid JSON"),
-    "a gap": (file_with(A, ("b", "U8", [2], [3, 5]), data=b"12345"), "whole.*invalid offset for tensor `b`"),
-    "overlap": (file_with(A, ("b", "U8", [2], [1, 3]), data=b"123"), "whole.*invalid offset for tensor `b`"),
-    "size": (file_with(("a", "F32", [2], [0, 2]), data=b"12"), "whole.*tensor|whole.*shape"),
+    "a gap": (
+        file_with(A, ("b", "U8", [2], [3, 5]), data=b"12345"),
+        "whole.*invalid offset for tensor `b`",
+    ),
+    "overlap": (
+        file_with(A, ("b", "U8", [2], [1, 3]), data=b"123"),
+        "whole.*invalid offset for tensor `b`",
+    ),
+    "size": (
+        file_with(("a", "F32", [2], [0, 2]), data=b"12"),
+        "whole.*tensor|whole.*shape",
+    ),
     "a name twice": (file_with(A, A, data=b"12"), "a is there twice"),
-    "unknown dtype": (file_with(("a", "F99", [2], [0, 2]), data=b"12"), "whole.*unknown variant `F99`"),
-    "packed dtype": (file_with(("a", "F4", [4], [0, 2]), data=b"12"), "a: expected a dtype of .*, got F4"),
-    "rank": (file_with(("a", "U8", [1] * 70, [0, 1]), data=b"1"), "a: expected a shape that numpy has"),
-    "nothing, huge": (file_with(("a", "U8", [0, 2**61], [0, 0])), "a: expected a shape that numpy has"),
+    "unknown dtype": (
+        file_with(("a", "F99", [2], [0, 2]), data=b"12"),
+        "whole.*unknown variant `F99`",
+    ),
+    "packed dtype": (
+        file_with(("a", "F4", [4], [0, 2]), data=b"12"),
+        "a: expected a dtype of .*, got F4",
+    ),
+    "rank": (
+        file_with(("a", "U8", [1] * 70, [0, 1]), data=b"1"),
+        "a: expected a shape that numpy has",
+    ),
+    "nothing, huge": (
+        file_with(("a", "U8", [0, 2**61], [0, 0])),
+        "a: expected a shape that numpy has",
+    ),
 }
 
 
@@ -312,14 +477,22 @@ DAMAGED = {
 def test_damaged_files(name, tmp_path):
     raw, message = DAMAGED[name]
     (tmp_path / "file").write_bytes(raw)
-    with pytest.raises(ValueError, match=f"^read_safetensors: {tmp_path}/file: .*{message}"):
+    with pytest.raises(
+        ValueError, match=f"^read_safetensors: {tmp_path}/file: .*{message}"
+    ):
         read_safetensors(tmp_path / "file")
 
 
 def test_a_whole_file_is_read(tmp_path):
     """The control of the damaged ones; its tensors need not be in order, or aligned."""
     (tmp_path / "file").write_bytes(
-        file_with(("c", "F32", [1], [5, 9]), ("d", "U8", [1], [4, 5]), B, A, data=b"12" * 4 + b"1")
+        file_with(
+            ("c", "F32", [1], [5, 9]),
+            ("d", "U8", [1], [4, 5]),
+            B,
+            A,
+            data=b"12" * 4 + b"1",
+        )
     )
     read = read_safetensors(tmp_path / "file")
     assert {name: tensor.data.tobytes() for name, tensor in read.items()} == {
@@ -328,16 +501,27 @@ def test_a_whole_file_is_read(tmp_path):
         "d": b"1",
         "c": b"2121",
     }
-    np.testing.assert_array_equal(read["c"].decode(), np.frombuffer(b"2121", np.float32))
+    np.testing.assert_array_equal(
+        read["c"].decode(), np.frombuffer(b"2121", np.float32)
+    )
 
 
 NAMED_C = file_with(("c", "U8", [2], [2, 4]), A, data=b"1234")
 # Files that have the path one after the other, a new one after each check -> what is
 # read of a
 REPLACED = {
-    "other order": ([WHOLE, file_with(("b", "U8", [2], [0, 2]), ("a", "U8", [2], [2, 4]), data=b"5678")], "78"),
+    "other order": (
+        [
+            WHOLE,
+            file_with(("b", "U8", [2], [0, 2]), ("a", "U8", [2], [2, 4]), data=b"5678"),
+        ],
+        "78",
+    ),
     "other values": ([WHOLE, file_with(A, B, data=b"5678")], "56"),
-    "again and again": ([WHOLE, NAMED_C] * 9, "expected .* stays as it is, got one that is being replaced"),
+    "again and again": (
+        [WHOLE, NAMED_C] * 9,
+        "expected .* stays as it is, got one that is being replaced",
+    ),
     "by nothing": ([WHOLE, b""], "expected .* whole.*header too small"),
     "by less data": ([WHOLE, WHOLE[:-1]], "expected .* whole.*not fully covered"),
 }
@@ -368,26 +552,49 @@ def test_a_file_that_is_replaced_while_it_is_read(name, tmp_path, monkeypatch):
 CODES = np.zeros((200, 160), oracle.E4M3)
 # name -> (tensors beside x.weight, message)
 REFUSED = {
-    "shape": ({"weight_scale_inv": np.ones((2, 1), np.float32)}, r"scales \(2, 2\), or one, for .*, got \(2, 1\)"),
-    "E8M0": ({"weight_scale": np.ones((2, 2), np.uint8)}, r"scales \(200, 5\), or one, for .*, got \(2, 2\)"),
-    "dtype": ({"weight_scale": np.ones(1)}, "weight_scale: expected scales in .*, got F64"),
-    "two": (dict.fromkeys(("weight_scale", "weight_scale_inv"), np.ones(1, np.float32)), "expected .* or .*, got both"),
-    "inputs": ({"input_scale": np.ones(2, np.float32)}, "expected one scale of the input, got .* of x.input_scale"),
+    "shape": (
+        {"weight_scale_inv": np.ones((2, 1), np.float32)},
+        r"scales \(2, 2\), or one, for .*, got \(2, 1\)",
+    ),
+    "E8M0": (
+        {"weight_scale": np.ones((2, 2), np.uint8)},
+        r"scales \(200, 5\), or one, for .*, got \(2, 2\)",
+    ),
+    "dtype": (
+        {"weight_scale": np.ones(1)},
+        "weight_scale: expected scales in .*, got F64",
+    ),
+    "two": (
+        dict.fromkeys(("weight_scale", "weight_scale_inv"), np.ones(1, np.float32)),
+        "expected .* or .*, got both",
+    ),
+    "inputs": (
+        {"input_scale": np.ones(2, np.float32)},
+        "expected one scale of the input, got .* of x.input_scale",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_scales_that_fit_no_layout(name, tmp_path):
     tensors, message = REFUSED[name]
-    tensors = {f"x.{end}": array for end, array in tensors.items()} | {"x.weight": CODES}
+    tensors = {f"x.{end}": array for end, array in tensors.items()} | {
+        "x.weight": CODES
+    }
     safetensors.numpy.save_file(tensors, tmp_path / "file")
-    with pytest.raises(ValueError, match=f"^read_safetensors: {tmp_path}/file: x.weight: .*{message}"):
+    with pytest.raises(
+        ValueError, match=f"^read_safetensors: {tmp_path}/file: x.weight: .*{message}"
+    ):
         read_safetensors(tmp_path / "file")
 
 
 def test_without_safetensors(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"^read_safetensors: .* pip install 'jaxfp8\[safetensors\]'"):
+    with pytest.raises(
+        ImportError, match=r"^read_safetensors: .* pip install 'jaxfp8\[safetensors\]'"
+    ):
         read_safetensors(tmp_path / "file")
-    with pytest.raises(ImportError, match="^to_safetensors: needs the package safetensors"):
+    with pytest.raises(
+        ImportError, match="^to_safetensors: needs the package safetensors"
+    ):
         to_safetensors(trained("tensor")[2], tmp_path / "file", NAMES, layout="tensor")

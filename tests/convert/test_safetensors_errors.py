@@ -19,7 +19,9 @@ def with_kernel(layout, change):
     model, variables, _ = trained(layout)
     up = {"kernel": change(variables["params"]["up"]["kernel"])}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return jaxfp8.freeze(model, variables | {"params": variables["params"] | {"up": up}}, X)
+        return jaxfp8.freeze(
+            model, variables | {"params": variables["params"] | {"up": up}}, X
+        )
 
 
 def one_layer(recipe, k=K, n=N):
@@ -30,7 +32,10 @@ def one_layer(recipe, k=K, n=N):
 
 def mixed():
     """One layer with a fixed scale of its input, and one without."""
-    params = {name: models.linen(model)[2]["params"] for name, model in (("a", "rules"), ("b", "current"))}
+    params = {
+        name: models.linen(model)[2]["params"]
+        for name, model in (("a", "rules"), ("b", "current"))
+    }
     return {"params": params}
 
 
@@ -52,11 +57,41 @@ def kernel_with(layout, value):
 
 # name -> (variables, layout, scales found, their recipe, what to do)
 LAYOUTS = {
-    "tensor as blocks": ("tensor", "block128", r"float32\[1\]", "DelayedScaling or Float8Current", "write .* 'tensor'"),
-    "tensor as mx": ("tensor", "mxfp8", "float32", "DelayedScaling", "write layout 'tensor'"),
-    "blocks as tensor": ("block128", "tensor", r"float32\[2, 2\]", "Float8BlockScaling", "write layout 'block128'"),
-    "mx as blocks": ("mxfp8", "block128", "float8_e8m0fnu", "MXFP8BlockScaling", "write layout 'mxfp8'"),
-    "rows": ("row-wise", "tensor", r"float32\[48, 1\]", "Float8RowwiseScaling or a custom", "no layout has such"),
+    "tensor as blocks": (
+        "tensor",
+        "block128",
+        r"float32\[1\]",
+        "DelayedScaling or Float8Current",
+        "write .* 'tensor'",
+    ),
+    "tensor as mx": (
+        "tensor",
+        "mxfp8",
+        "float32",
+        "DelayedScaling",
+        "write layout 'tensor'",
+    ),
+    "blocks as tensor": (
+        "block128",
+        "tensor",
+        r"float32\[2, 2\]",
+        "Float8BlockScaling",
+        "write layout 'block128'",
+    ),
+    "mx as blocks": (
+        "mxfp8",
+        "block128",
+        "float8_e8m0fnu",
+        "MXFP8BlockScaling",
+        "write layout 'mxfp8'",
+    ),
+    "rows": (
+        "row-wise",
+        "tensor",
+        r"float32\[48, 1\]",
+        "Float8RowwiseScaling or a custom",
+        "no layout has such",
+    ),
 }
 
 
@@ -64,9 +99,7 @@ LAYOUTS = {
 def test_scales_of_another_layout(name, tmp_path):
     variables, layout, scales, recipe, remedy = LAYOUTS[name]
     names = None if name == "rows" else NAMES
-    message = (
-        f"kernel: expected scales of layout '{layout}', from .*, got scales {scales}.*those of the recipe {recipe}"
-    )
+    message = f"kernel: expected scales of layout '{layout}', from .*, got scales {scales}.*those of the recipe {recipe}"
     with pytest.raises(ValueError, match=f"^to_safetensors: .*{message}.*; {remedy}"):
         to_safetensors(frozen(variables), tmp_path / "file", names, layout=layout)
     assert not (tmp_path / "file").exists()
@@ -84,31 +117,121 @@ E5M2 = jaxfp8.Float8BlockScaling(fp8_format=jaxfp8.E5M2)
 NOT_FINITE = "up/kernel: expected finite codes and scales, got NaN"
 # name -> (variables, layout, names, message)
 ERRORS = {
-    "layout": (of("tensor"), "nvfp4", NAMES, r"layout: expected one of \['block128', 'mxfp8', 'tensor'\], got 'nvfp4'"),
-    "e5m2": (lambda: one_layer(E5M2), "block128", None, "kernel: expected codes in float8_e4m3fn, got float8_e5m2"),
-    "a part of an MX block": (lambda: one_layer(RECIPES["mxfp8"], k=48), "mxfp8", None, "a multiple of 32, got 48"),
-    "not frozen": (lambda: trained("tensor")[1], "tensor", NAMES, "frozen: expected .* found no frozen product"),
-    "params alone": (lambda: frozen("tensor")["params"], "tensor", NAMES, "got a dict without 'params': .*'down'"),
+    "layout": (
+        of("tensor"),
+        "nvfp4",
+        NAMES,
+        r"layout: expected one of \['block128', 'mxfp8', 'tensor'\], got 'nvfp4'",
+    ),
+    "e5m2": (
+        lambda: one_layer(E5M2),
+        "block128",
+        None,
+        "kernel: expected codes in float8_e4m3fn, got float8_e5m2",
+    ),
+    "a part of an MX block": (
+        lambda: one_layer(RECIPES["mxfp8"], k=48),
+        "mxfp8",
+        None,
+        "a multiple of 32, got 48",
+    ),
+    "not frozen": (
+        lambda: trained("tensor")[1],
+        "tensor",
+        NAMES,
+        "frozen: expected .* found no frozen product",
+    ),
+    "params alone": (
+        lambda: frozen("tensor")["params"],
+        "tensor",
+        NAMES,
+        "got a dict without 'params': .*'down'",
+    ),
     "no variables": (
         lambda: np.zeros(3),
         "tensor",
         NAMES,
         "frozen: expected variables, or an NNX model, got ndarray",
     ),
-    "NaN, tensor": (lambda: kernel_with("tensor", jnp.nan), "tensor", NAMES, NOT_FINITE),
-    "NaN, block": (lambda: kernel_with("block128", jnp.nan), "block128", NAMES, NOT_FINITE),
+    "NaN, tensor": (
+        lambda: kernel_with("tensor", jnp.nan),
+        "tensor",
+        NAMES,
+        NOT_FINITE,
+    ),
+    "NaN, block": (
+        lambda: kernel_with("block128", jnp.nan),
+        "block128",
+        NAMES,
+        NOT_FINITE,
+    ),
     "inf, mx": (lambda: kernel_with("mxfp8", jnp.inf), "mxfp8", NAMES, NOT_FINITE),
-    "no name": (of("tensor"), "tensor", dict(list(NAMES.items())[:2]), "names: head/kernel matches no expression"),
-    "unused name": (of("tensor"), "tensor", NAMES | {"ups/kernel": "x"}, r"names: \['ups/kernel'\] match no parameter"),
-    "one name for two": (of("tensor"), "tensor", {UP_DOWN: "a.weight"} | OTHERS, "two tensors would be 'a.weight'"),
-    "not a weight": (of("tensor"), "tensor", {UP_DOWN: r"\1"} | OTHERS, "down/kernel: expected a name <module>.weight"),
-    "braces in one part": (of("GatedMLP"), "tensor", PARTS, "wi/kernel: expected as many {} in each of"),
-    "parts of blocks": (of("block128"), "block128", BLOCKS, r"2 parts, of whole blocks \(128, 128\), got 224 rows"),
-    "stacked, without braces": (of("scan"), "tensor", None, r"Dense_0/kernel: expected a matrix.*write {} in the name"),
-    "stacked along 1": (of("scan along 1"), "tensor", STACKED, "a matrix.*stack along the first dimension"),
-    "braces, not stacked": (of("GatedMLP"), "tensor", {"(w.)/kernel": r"{}.\1.weight"}, "wi/kernel: expected a matrix"),
-    "fixed and not": (mixed, "tensor", None, "fixed scales in all .* or in none, got a/kernel with one and b/kernel"),
-    "convolution": (convolution, "tensor", None, r"conv/kernel: expected 2 dimensions .*, got \[3, 3, 4, 8\]"),
+    "no name": (
+        of("tensor"),
+        "tensor",
+        dict(list(NAMES.items())[:2]),
+        "names: head/kernel matches no expression",
+    ),
+    "unused name": (
+        of("tensor"),
+        "tensor",
+        NAMES | {"ups/kernel": "x"},
+        r"names: \['ups/kernel'\] match no parameter",
+    ),
+    "one name for two": (
+        of("tensor"),
+        "tensor",
+        {UP_DOWN: "a.weight"} | OTHERS,
+        "two tensors would be 'a.weight'",
+    ),
+    "not a weight": (
+        of("tensor"),
+        "tensor",
+        {UP_DOWN: r"\1"} | OTHERS,
+        "down/kernel: expected a name <module>.weight",
+    ),
+    "braces in one part": (
+        of("GatedMLP"),
+        "tensor",
+        PARTS,
+        "wi/kernel: expected as many {} in each of",
+    ),
+    "parts of blocks": (
+        of("block128"),
+        "block128",
+        BLOCKS,
+        r"2 parts, of whole blocks \(128, 128\), got 224 rows",
+    ),
+    "stacked, without braces": (
+        of("scan"),
+        "tensor",
+        None,
+        r"Dense_0/kernel: expected a matrix.*write {} in the name",
+    ),
+    "stacked along 1": (
+        of("scan along 1"),
+        "tensor",
+        STACKED,
+        "a matrix.*stack along the first dimension",
+    ),
+    "braces, not stacked": (
+        of("GatedMLP"),
+        "tensor",
+        {"(w.)/kernel": r"{}.\1.weight"},
+        "wi/kernel: expected a matrix",
+    ),
+    "fixed and not": (
+        mixed,
+        "tensor",
+        None,
+        "fixed scales in all .* or in none, got a/kernel with one and b/kernel",
+    ),
+    "convolution": (
+        convolution,
+        "tensor",
+        None,
+        r"conv/kernel: expected 2 dimensions .*, got \[3, 3, 4, 8\]",
+    ),
 }
 
 
@@ -116,6 +239,9 @@ ERRORS = {
 def test_errors(name, tmp_path):
     variables, layout, names, message = ERRORS[name]
     variables = variables()
-    with pytest.raises(TypeError if name == "no variables" else ValueError, match=f"^to_safetensors: .*{message}"):
+    with pytest.raises(
+        TypeError if name == "no variables" else ValueError,
+        match=f"^to_safetensors: .*{message}",
+    ):
         to_safetensors(variables, tmp_path / "file", names, layout=layout)
     assert not (tmp_path / "file").exists()

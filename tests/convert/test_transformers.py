@@ -45,16 +45,29 @@ class Llama(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        fp8 = {"use_bias": False, "dot_general_cls": jaxfp8.make_dot_general_cls(self.recipe)}
+        fp8 = {
+            "use_bias": False,
+            "dot_general_cls": jaxfp8.make_dot_general_cls(self.recipe),
+        }
         x = nn.Embed(VOCABULARY, HIDDEN, name="embed")(tokens)
         for i in range(2):
             h = nn.RMSNorm(name=f"{i}/norm_attention")(x)
-            q, k, v = (nn.DenseGeneral((HEADS, HEAD), name=f"{i}/{name}", **fp8)(h) for name in "qkv")
-            x = x + nn.DenseGeneral(HIDDEN, axis=(-2, -1), name=f"{i}/o", **fp8)(q + k + v)
+            q, k, v = (
+                nn.DenseGeneral((HEADS, HEAD), name=f"{i}/{name}", **fp8)(h)
+                for name in "qkv"
+            )
+            x = x + nn.DenseGeneral(HIDDEN, axis=(-2, -1), name=f"{i}/o", **fp8)(
+                q + k + v
+            )
             h = nn.RMSNorm(name=f"{i}/norm_mlp")(x)
-            gate, up = (nn.Dense(FEATURES, name=f"{i}/{name}", **fp8)(h) for name in ("gate", "up"))
+            gate, up = (
+                nn.Dense(FEATURES, name=f"{i}/{name}", **fp8)(h)
+                for name in ("gate", "up")
+            )
             x = x + nn.Dense(HIDDEN, name=f"{i}/down", **fp8)(nn.silu(gate) * up)
-        return nn.Dense(VOCABULARY, use_bias=False, name="head")(nn.RMSNorm(name="norm")(x))
+        return nn.Dense(VOCABULARY, use_bias=False, name="head")(
+            nn.RMSNorm(name="norm")(x)
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,16 +81,30 @@ def test_llama(layout, tmp_path):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         model = Llama(RECIPES[layout])
         variables = model.init(jax.random.key(0), tokens)
-        variables = jaxfp8.calibrate(model, variables, [tokens]) if layout == "tensor" else variables
+        variables = (
+            jaxfp8.calibrate(model, variables, [tokens])
+            if layout == "tensor"
+            else variables
+        )
         frozen = jaxfp8.freeze(model, variables, tokens)
-    config = to_safetensors(frozen, tmp_path / "model.safetensors", NAMES, layout=layout)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": config}))
-    loader = transformers.FineGrainedFP8Config if layout == "block128" else transformers.CompressedTensorsConfig
+    config = to_safetensors(
+        frozen, tmp_path / "model.safetensors", NAMES, layout=layout
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": config})
+    )
+    loader = (
+        transformers.FineGrainedFP8Config
+        if layout == "block128"
+        else transformers.CompressedTensorsConfig
+    )
     options = loader(dequantize=True)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True, quantization_config=options
     )
-    unknown = {name for name in info["unexpected_keys"] if not name.endswith("input_scale")}
+    unknown = {
+        name for name in info["unexpected_keys"] if not name.endswith("input_scale")
+    }
     assert not info["missing_keys"] and not unknown and not info["mismatched_keys"]
     state, ours = theirs.state_dict(), read_safetensors(tmp_path / "model.safetensors")
     assert set(state) == set(ours)
@@ -85,11 +112,16 @@ def test_llama(layout, tmp_path):
         np.testing.assert_array_equal(state[name].numpy(), tensor.decode(), name)
     # and kept in FP8, by compressed-tensors, every byte is that of the file
     if layout != "block128":
-        kept, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        kept, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
         assert not info["missing_keys"] and not info["unexpected_keys"]
         import torch
 
-        state = {name: value.contiguous().view(torch.uint8).numpy() for name, value in kept.state_dict().items()}
+        state = {
+            name: value.contiguous().view(torch.uint8).numpy()
+            for name, value in kept.state_dict().items()
+        }
         for name, tensor in ours.items():
             assert state[name].tobytes() == tensor.data.tobytes(), name
             if tensor.input_scale_inv is not None:

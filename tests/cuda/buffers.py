@@ -9,7 +9,13 @@ import numpy as np
 import oracle
 
 # The order of jaxfp8::Dtype.
-_IN_ORDER = (oracle.BF16, oracle.F16, np.dtype(np.float32), oracle.E4M3.dtype, oracle.E5M2.dtype)
+_IN_ORDER = (
+    oracle.BF16,
+    oracle.F16,
+    np.dtype(np.float32),
+    oracle.E4M3.dtype,
+    oracle.E5M2.dtype,
+)
 DTYPES = {dtype: i for i, dtype in enumerate(_IN_ORDER)}
 _GUARD = 64
 _POISON = 0xA5
@@ -38,7 +44,9 @@ class Buffer:
         alive.add(self)
 
     def result(self, what: str) -> np.ndarray:
-        outside = np.concatenate([self._storage[: self._first], self._storage[self._last :]])
+        outside = np.concatenate(
+            [self._storage[: self._first], self._storage[self._last :]]
+        )
         assert (outside == _POISON).all(), f"{what}: written outside of its buffer"
         return self.array
 
@@ -50,7 +58,10 @@ class _TileParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("dtype", "format")),
         *((name, ctypes.c_void_p) for name in ("x", "scale")),
         ("scale_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("data", "data_t", "amax_so_far", "amax")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("data", "data_t", "amax_so_far", "amax")
+        ),
         *((name, ctypes.c_int64) for name in ("groups", "m", "n")),
     ]
 
@@ -67,13 +78,20 @@ class Tiles:
             data_t.
     """
 
-    def __init__(self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None, columns=None):
+    def __init__(
+        self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None, columns=None
+    ):
         g, m, n = x.shape[0], x.shape[1], x.shape[-1]
         columns = n if columns is None else columns
         scale = np.atleast_1d(np.float32(scale))
-        self._x, self._scale = Buffer(x.shape, x.dtype, shift, x), Buffer(scale.shape, np.float32, 0, scale)
+        self._x, self._scale = (
+            Buffer(x.shape, x.dtype, shift, x),
+            Buffer(scale.shape, np.float32, 0, scale),
+        )
         self._data = Buffer((g, m, columns), fmt.dtype, shift)
-        self._data_t = Buffer((g, columns, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
+        self._data_t = Buffer(
+            (g, columns, m), fmt.dtype, shift if data_t_shift is None else data_t_shift
+        )
         self._top = Buffer((g,), np.float32)
         self._transpose = transpose
         data_t = self._data_t.pointer if transpose else None
@@ -93,7 +111,15 @@ class _AdamMoment(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in ("data", "amax", "exponent", "keys", "next_data", "next_amax", "next_exponent")
+        for name in (
+            "data",
+            "amax",
+            "exponent",
+            "keys",
+            "next_data",
+            "next_amax",
+            "next_exponent",
+        )
     ]
 
 
@@ -111,7 +137,11 @@ class _AdamLeaf(ctypes.Structure):
 class _AdamUpdateParams(ctypes.Structure):
     """jaxfp8::AdamUpdateParams."""
 
-    _fields_ = [("leaves", _AdamLeaf * 16), ("count", ctypes.c_int64), ("apply", ctypes.c_bool)]
+    _fields_ = [
+        ("leaves", _AdamLeaf * 16),
+        ("count", ctypes.c_int64),
+        ("apply", ctypes.c_bool),
+    ]
 
 
 class Leaves:
@@ -125,31 +155,51 @@ class Leaves:
     """
 
     def __init__(self, leaves, *, in_place=False, shift=0):
-        self.params = _AdamUpdateParams(count=len(leaves), apply=leaves[0][1] is not None)
+        self.params = _AdamUpdateParams(
+            count=len(leaves), apply=leaves[0][1] is not None
+        )
         self._in_place, self._shift = in_place, shift
         self._operands = []
-        self._results = [self._add(*pair) for pair in zip(self.params.leaves, leaves, strict=False)]
+        self._results = [
+            self._add(*pair) for pair in zip(self.params.leaves, leaves, strict=False)
+        ]
 
     def results(self):
         """Out, mu and nu of each leaf."""
-        arrays = [[buffer.result("adam_update") for buffer in leaf] for leaf in self._results]
-        return [(out, tuple(moments[:3]), tuple(moments[3:])) for out, *moments in arrays]
+        arrays = [
+            [buffer.result("adam_update") for buffer in leaf] for leaf in self._results
+        ]
+        return [
+            (out, tuple(moments[:3]), tuple(moments[3:])) for out, *moments in arrays
+        ]
 
     def _add(self, to, leaf):
         grads, params, mu, nu, mu_keys, nu_keys, hyper = leaf
         replaced = grads if params is None else params
         results = [self._operand(replaced, self._shift, in_place=self._in_place)]
-        to.grads = results[0].pointer if params is None else self._operand(grads, self._shift).pointer
+        to.grads = (
+            results[0].pointer
+            if params is None
+            else self._operand(grads, self._shift).pointer
+        )
         to.params = None if params is None else results[0].pointer
         for of_moment, moment, keys in ((to.mu, mu, mu_keys), (to.nu, nu, nu_keys)):
             for name, x in zip(("data", "amax", "exponent"), moment, strict=True):
-                results.append(self._operand(x, self._shift // 4 * (name == "data"), in_place=self._in_place))
+                results.append(
+                    self._operand(
+                        x, self._shift // 4 * (name == "data"), in_place=self._in_place
+                    )
+                )
                 setattr(of_moment, name, results[-1].pointer)
             of_moment.keys = self._operand(keys).pointer
         if not self._in_place:
             results = [Buffer(x.array.shape, x.array.dtype, x.shift) for x in results]
         to.out = results[0].pointer
-        pointers = [(of_moment, name) for of_moment in (to.mu, to.nu) for name in ("data", "amax", "exponent")]
+        pointers = [
+            (of_moment, name)
+            for of_moment in (to.mu, to.nu)
+            for name in ("data", "amax", "exponent")
+        ]
         for (of_moment, name), buffer in zip(pointers, results[1:], strict=True):
             setattr(of_moment, f"next_{name}", buffer.pointer)
         to.hyper = self._operand(hyper).pointer

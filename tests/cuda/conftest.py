@@ -15,7 +15,9 @@ def emulated_library():
 
 
 # CI has time for one architecture; the PTX of each is other code.
-OTHER_ARCHITECTURES = [pytest.param(f"ptx-{name}", marks=pytest.mark.slow) for name in ("89", "100", "120")]
+OTHER_ARCHITECTURES = [
+    pytest.param(f"ptx-{name}", marks=pytest.mark.slow) for name in ("89", "100", "120")
+]
 
 
 @pytest.fixture(scope="session", params=["emulated", "ptx-90a", *OTHER_ARCHITECTURES])
@@ -30,7 +32,10 @@ def launchers(request):
     return machine.Interpreted(machine.build(request.param.removeprefix("ptx-")))
 
 
-@pytest.fixture(params=[(132, False, -1), (1, True, 1), (2, False, 0)], ids=["132", "1-backwards", "2"])
+@pytest.fixture(
+    params=[(132, False, -1), (1, True, 1), (2, False, 0)],
+    ids=["132", "1-backwards", "2"],
+)
 def kernels(launchers, request):
     """The kernels on devices of several sizes, so that grids loop; threads in either
     order; approximations at either end of their error."""

@@ -47,7 +47,12 @@ def compiler() -> str | None:
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
             probe = [name, "-x", "c++", "-fsyntax-only", "-"]
-            if subprocess.run(probe, input=b"_Float16 x;", capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    probe, input=b"_Float16 x;", capture_output=True
+                ).returncode
+                == 0
+            ):
                 return name
     return None
 
@@ -57,7 +62,11 @@ def _digest(*folders: Path) -> bytes:
     """Of all files but pages."""
     digest = hashlib.sha256()
     for folder in folders:
-        for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".md"):
+        for file in sorted(
+            file
+            for file in folder.rglob("*")
+            if file.is_file() and file.suffix != ".md"
+        ):
             digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return digest.digest()
 
@@ -71,13 +80,25 @@ def _cached(name: str, *arguments, headers: tuple[Path, ...] = ()) -> Path:
     """What the compiler makes of `arguments`, which include files of ours and of
     `headers`.
     """
-    key = "\0".join(map(str, (shutil.which(compiler()), *arguments))).encode() + sources() + _digest(*headers)
+    key = (
+        "\0".join(map(str, (shutil.which(compiler()), *arguments))).encode()
+        + sources()
+        + _digest(*headers)
+    )
     result = CACHE / f"{hashlib.sha256(key).hexdigest()[:16]}-{name}"
     if not result.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         # two workers may be here: the last one wins
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            command = [compiler(), *FLAGS.split(), f"-I{EMULATOR}", f"-I{ROOT}", *map(str, arguments), "-o", name]
+            command = [
+                compiler(),
+                *FLAGS.split(),
+                f"-I{EMULATOR}",
+                f"-I{ROOT}",
+                *map(str, arguments),
+                "-o",
+                name,
+            ]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             os.replace(Path(folder, name), result)
@@ -95,7 +116,10 @@ def entry_points() -> Path:
 
 def _kernels() -> list:
     """Objects of the emulated kernels."""
-    files = [*sorted(EMULATOR.glob("*.cc")), *(ROOT / "cuda" / "kernels" / f"{name}.cu" for name in KERNELS)]
+    files = [
+        *sorted(EMULATOR.glob("*.cc")),
+        *(ROOT / "cuda" / "kernels" / f"{name}.cu" for name in KERNELS),
+    ]
     return [_object(source) for source in files]
 
 
@@ -110,10 +134,25 @@ def handler_objects(ffi_include: str) -> list:
     # Not optimized: a handler runs once a call. XLA's headers are most of what is
     # compiled: once for all handlers.
     options = ["-O0", "-fvisibility=default", "-isystem", ffi_include]
-    stream = _cached("stream.h.gch", *options, "-x", "c++-header", EMULATOR / "ffi" / "stream.h", headers=headers)
+    stream = _cached(
+        "stream.h.gch",
+        *options,
+        "-x",
+        "c++-header",
+        EMULATOR / "ffi" / "stream.h",
+        headers=headers,
+    )
     options += ["-include", stream.with_suffix(""), "-c"]
-    files = [*sorted((EMULATOR / "ffi").glob("*.cc")), *sorted((ROOT / "cuda" / "ffi").glob("*.cc"))]
-    return [_cached(f"{file.parent.parent.name}-{file.stem}.o", *options, file, headers=headers) for file in files]
+    files = [
+        *sorted((EMULATOR / "ffi").glob("*.cc")),
+        *sorted((ROOT / "cuda" / "ffi").glob("*.cc")),
+    ]
+    return [
+        _cached(
+            f"{file.parent.parent.name}-{file.stem}.o", *options, file, headers=headers
+        )
+        for file in files
+    ]
 
 
 def build_handlers(ffi_include: str) -> ctypes.CDLL:
@@ -196,7 +235,12 @@ class Emulated:
             getattr(library, name).restype = ctypes.c_int64
         self.configure()
 
-    def configure(self, multiprocessors: int = 132, backwards: bool = False, error_of_exp2: int = 0) -> None:
+    def configure(
+        self,
+        multiprocessors: int = 132,
+        backwards: bool = False,
+        error_of_exp2: int = 0,
+    ) -> None:
         """How many multiprocessors launchers see, in which order the threads of a block
         run, and whether ex2.approx is too large (1), too small (-1), or one of them for
         each x; rcp.approx is off the other way."""
@@ -204,8 +248,13 @@ class Emulated:
         self.library.emulator_approximate(error_of_exp2)
 
     def _launch(self, op, *arguments):
-        arguments = [ctypes.c_int64(a) if isinstance(a, (int, np.integer)) else a for a in arguments]
-        assert getattr(self.library, f"launch_{op}")(*arguments) == 0, f"{op}: launch failed or blocks hang"
+        arguments = [
+            ctypes.c_int64(a) if isinstance(a, (int, np.integer)) else a
+            for a in arguments
+        ]
+        assert getattr(self.library, f"launch_{op}")(*arguments) == 0, (
+            f"{op}: launch failed or blocks hang"
+        )
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
         assert self.library.emulator_capture_mode_is_restored(), f"{op}: capture mode"
 
@@ -216,13 +265,19 @@ class Emulated:
         return buffers.results()
 
     def amax(self, x, shift=0):
-        x_buffer, top = Buffer(x.shape, x.dtype, shift, x), Buffer(x.shape[:1], np.float32)
+        x_buffer, top = (
+            Buffer(x.shape, x.dtype, shift, x),
+            Buffer(x.shape[:1], np.float32),
+        )
         self._launch("amax", DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
         return top.result("amax")
 
     def quantize(self, x, scale, fmt, shift=0, data_shift=None):
         scale = np.atleast_1d(np.float32(scale))
-        x_buffer, scale_buffer = Buffer(x.shape, x.dtype, shift, x), Buffer(scale.shape, np.float32, 0, scale)
+        x_buffer, scale_buffer = (
+            Buffer(x.shape, x.dtype, shift, x),
+            Buffer(scale.shape, np.float32, 0, scale),
+        )
         data = Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
         top = Buffer(x.shape[:1], np.float32)
         self._launch(
@@ -231,53 +286,96 @@ class Emulated:
         )  # fmt: skip
         return data.result("data"), top.result("amax")
 
-    def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, *, sums=False, **options):
+    def quantize_transpose(
+        self, x, scale, fmt, shift=0, data_t_shift=None, *, sums=False, **options
+    ):
         tiles = Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)
         g, m, n = x.shape
         parts = Buffer((g, -(-m // 128), n), np.float32)
-        self._launch("quantize_transpose", ctypes.byref(tiles.params), parts.pointer if sums else ctypes.c_void_p())
-        return (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
+        self._launch(
+            "quantize_transpose",
+            ctypes.byref(tiles.params),
+            parts.pointer if sums else ctypes.c_void_p(),
+        )
+        return (
+            (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
+        )
 
-    def quantize_blocks_transpose(self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True):
+    def quantize_blocks_transpose(
+        self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True
+    ):
         """data, scale_inv, data_t, scale_inv_t; without `transpose` the first two.
 
         Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
         """
         g, m, n = x.shape
-        x_buffer, amaxes = Buffer(x.shape, x.dtype, shift, x), Buffer((g, m + n * transpose), np.float32)
+        x_buffer, amaxes = (
+            Buffer(x.shape, x.dtype, shift, x),
+            Buffer((g, m + n * transpose), np.float32),
+        )
         results = []
-        for shape, of_data in (((m, n), shift), ((n, m), shift if data_t_shift is None else data_t_shift)):
-            blocks = [len(oracle_blocks.bounds(size, b)) for size, b in zip(shape, block, strict=True)]
+        for shape, of_data in (
+            ((m, n), shift),
+            ((n, m), shift if data_t_shift is None else data_t_shift),
+        ):
+            blocks = [
+                len(oracle_blocks.bounds(size, b))
+                for size, b in zip(shape, block, strict=True)
+            ]
             dtype = np.float32 if scaling.startswith("f32") else np.uint8
-            scales = oracle_blocks.cublaslt_layout(np.zeros(blocks, dtype), block, *shape)
-            results += [Buffer((g, *shape), fmt.dtype, of_data), Buffer((g, scales.size), dtype)]
+            scales = oracle_blocks.cublaslt_layout(
+                np.zeros(blocks, dtype), block, *shape
+            )
+            results += [
+                Buffer((g, *shape), fmt.dtype, of_data),
+                Buffer((g, scales.size), dtype),
+            ]
         results = results if transpose else results[:2]
-        pointers = [buffer.pointer for buffer in results] + [ctypes.c_void_p()] * (4 - len(results))
+        pointers = [buffer.pointer for buffer in results] + [ctypes.c_void_p()] * (
+            4 - len(results)
+        )
         self._launch(
             "quantize_blocks_transpose", DTYPES[x.dtype], DTYPES[fmt.dtype], BLOCKS.index(block),
             SCALINGS.index(scaling), x_buffer.pointer, *pointers, amaxes.pointer, g, m, n,
         )  # fmt: skip
         amaxes.result("amaxes")
         names = ("data", "scale_inv", "data_t", "scale_inv_t")
-        return [buffer.result(name) for buffer, name in zip(results, names, strict=False)]
+        return [
+            buffer.result(name) for buffer, name in zip(results, names, strict=False)
+        ]
 
     def transpose_blocks(self, data, scale_inv, block, *, shift=0, data_t_shift=None):
         """data_t and scale_inv_t; scales are codes of E8M0."""
         g, m, n = data.shape
         of_data_t = shift if data_t_shift is None else data_t_shift
-        operands = Buffer(data.shape, data.dtype, shift, data), Buffer(scale_inv.shape, np.uint8, 0, scale_inv)
-        results = Buffer((g, n, m), data.dtype, of_data_t), Buffer((g, n, -(-m // block)), np.uint8)
+        operands = (
+            Buffer(data.shape, data.dtype, shift, data),
+            Buffer(scale_inv.shape, np.uint8, 0, scale_inv),
+        )
+        results = (
+            Buffer((g, n, m), data.dtype, of_data_t),
+            Buffer((g, n, -(-m // block)), np.uint8),
+        )
         pointers = [buffer.pointer for buffer in (*operands, *results)]
         self._launch("transpose_blocks", DTYPES[data.dtype], *pointers, block, g, m, n)
-        return [buffer.result(name) for buffer, name in zip(results, ("data_t", "scale_inv_t"), strict=True)]
+        return [
+            buffer.result(name)
+            for buffer, name in zip(results, ("data_t", "scale_inv_t"), strict=True)
+        ]
 
     def quantize_activation(self, x, scale, fmt, activation, **options):
         """x `[g, m, 1 or 2, n]`."""
         tiles = Tiles(x, scale, fmt, **options)
-        self._launch("quantize_activation", ctypes.byref(tiles.params), ACTIVATIONS.index(activation))
+        self._launch(
+            "quantize_activation",
+            ctypes.byref(tiles.params),
+            ACTIVATIONS.index(activation),
+        )
         return tiles.results()
 
-    def quantize_activation_grad(self, x, grad, scale, fmt, activation, *, sums=False, shift=0, **options):
+    def quantize_activation_grad(
+        self, x, grad, scale, fmt, activation, *, sums=False, shift=0, **options
+    ):
         """x `[g, m, 1 or 2, n]`, grad `[g, m, n]`; results have as many columns as x
         has elements in a row.
         """
@@ -289,17 +387,28 @@ class Emulated:
             "quantize_activation_grad", ctypes.byref(tiles.params), of_grad.pointer, ACTIVATIONS.index(activation),
             column_sums.pointer if sums else ctypes.c_void_p(),
         )  # fmt: skip
-        return (*tiles.results(), column_sums.result("column_sums")) if sums else tiles.results()
+        return (
+            (*tiles.results(), column_sums.result("column_sums"))
+            if sums
+            else tiles.results()
+        )
 
-    def quantize_norm(self, x, statistics, gamma, beta, scale, fmt, *, parameter_shift=0, **options):
+    def quantize_norm(
+        self, x, statistics, gamma, beta, scale, fmt, *, parameter_shift=0, **options
+    ):
         """x `[g, m, n]`, statistics `[g, m, 1 or 2]`, gamma and beta `[1 or g, n]`;
         beta may be None.
         """
         tiles = Tiles(x, scale, fmt, **options)
         of_rows, gamma_buffer = (
-            Buffer(p.shape, np.float32, shift, p) for p, shift in ((statistics, 0), (gamma, parameter_shift))
+            Buffer(p.shape, np.float32, shift, p)
+            for p, shift in ((statistics, 0), (gamma, parameter_shift))
         )
-        beta_buffer = None if beta is None else Buffer(beta.shape, np.float32, parameter_shift, beta)
+        beta_buffer = (
+            None
+            if beta is None
+            else Buffer(beta.shape, np.float32, parameter_shift, beta)
+        )
         self._launch(
             "quantize_norm", ctypes.byref(tiles.params), of_rows.pointer, int(statistics.shape[2] == 2),
             gamma_buffer.pointer, beta_buffer.pointer if beta_buffer else ctypes.c_void_p(),
@@ -318,29 +427,77 @@ class Emulated:
         )  # fmt: skip
         return out.result("out")
 
-    def encode_moment(self, moment, after, keys, squared, *, shift=0, data_shift=None, in_place=False):
+    def encode_moment(
+        self, moment, after, keys, squared, *, shift=0, data_shift=None, in_place=False
+    ):
         """The next moment, three arrays; `keys` may be None."""
         shifts = shift // 4 if data_shift is None else data_shift, 0, 0
-        old = [Buffer(x.shape, x.dtype, s, x, in_place=in_place) for x, s in zip(moment, shifts, strict=True)]
-        results = old if in_place else [Buffer(x.shape, x.dtype, s) for x, s in zip(moment, shifts, strict=True)]
-        operands = [Buffer(x.shape, x.dtype, s, x) for x, s in ((after, shift), (keys, 0)) if x is not None]
-        pointers = [buffer.pointer for buffer in operands] + [ctypes.c_void_p()] * (keys is None)
-        old_pointers, next_pointers = ([buffer.pointer for buffer in buffers] for buffers in (old, results))
-        self._launch("encode_moment", *old_pointers, *pointers, int(squared), *next_pointers, *after.shape)
+        old = [
+            Buffer(x.shape, x.dtype, s, x, in_place=in_place)
+            for x, s in zip(moment, shifts, strict=True)
+        ]
+        results = (
+            old
+            if in_place
+            else [
+                Buffer(x.shape, x.dtype, s) for x, s in zip(moment, shifts, strict=True)
+            ]
+        )
+        operands = [
+            Buffer(x.shape, x.dtype, s, x)
+            for x, s in ((after, shift), (keys, 0))
+            if x is not None
+        ]
+        pointers = [buffer.pointer for buffer in operands] + [ctypes.c_void_p()] * (
+            keys is None
+        )
+        old_pointers, next_pointers = (
+            [buffer.pointer for buffer in buffers] for buffers in (old, results)
+        )
+        self._launch(
+            "encode_moment",
+            *old_pointers,
+            *pointers,
+            int(squared),
+            *next_pointers,
+            *after.shape,
+        )
         return [buffer.result("moment") for buffer in results]
 
-    def ragged_matmul(self, a, b, a_scale, b_scale, sizes, *, out_dtype=np.float32, precise=False, shift=0):
+    def ragged_matmul(
+        self,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        sizes,
+        *,
+        out_dtype=np.float32,
+        precise=False,
+        shift=0,
+    ):
         """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b
         `[v, n, m]`.
         """
-        a_scale, b_scale = (np.atleast_1d(np.float32(scale)) for scale in (a_scale, b_scale))
+        a_scale, b_scale = (
+            np.atleast_1d(np.float32(scale)) for scale in (a_scale, b_scale)
+        )
         contraction = b.ndim == 3
         (members, rows, length), columns, groups = a.shape, b.shape[-2], sizes.shape[1]
         inputs = [Buffer(x.shape, x.dtype, shift, x) for x in (a, b)]
-        inputs += [Buffer(x.shape, x.dtype, 0, x) for x in (a_scale, b_scale, sizes.astype(np.int32))]
-        shape = (members, groups, rows, columns) if contraction else (members, rows, columns)
+        inputs += [
+            Buffer(x.shape, x.dtype, 0, x)
+            for x in (a_scale, b_scale, sizes.astype(np.int32))
+        ]
+        shape = (
+            (members, groups, rows, columns)
+            if contraction
+            else (members, rows, columns)
+        )
         out = Buffer(shape, out_dtype, shift * np.dtype(out_dtype).itemsize)
-        a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, sizes_pointer = (buffer.pointer for buffer in inputs)
+        a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, sizes_pointer = (
+            buffer.pointer for buffer in inputs
+        )
         self._launch(
             "ragged_matmul", DTYPES[a.dtype], DTYPES[b.dtype], DTYPES[np.dtype(out_dtype)], a_pointer, b_pointer,
             a_scale_pointer, b_scale_pointer, int(a_scale.size > 1), int(b_scale.size > 1), sizes_pointer,
@@ -365,10 +522,23 @@ class Emulated:
         return self._numbers("transpose_tile", 5, groups, m, n, index)
 
     def ragged_tiles(self, contraction, members, groups, rows, columns, length):
-        return self.library.ragged_tiles(*map(ctypes.c_int64, (contraction, members, groups, rows, columns, length)))
+        return self.library.ragged_tiles(
+            *map(ctypes.c_int64, (contraction, members, groups, rows, columns, length))
+        )
 
-    def ragged_tile(self, sizes, contraction, members, groups, rows, columns, length, index):
+    def ragged_tile(
+        self, sizes, contraction, members, groups, rows, columns, length, index
+    ):
         """member, group, row, row_end, column, begin, end; or None."""
         out, sizes = (ctypes.c_int64 * 7)(), np.ascontiguousarray(sizes, np.int32)
-        numbers = (ctypes.c_int64(n) for n in (contraction, members, groups, rows, columns, length, index))
-        return list(out) if self.library.ragged_tile(ctypes.c_void_p(sizes.ctypes.data), *numbers, out) else None
+        numbers = (
+            ctypes.c_int64(n)
+            for n in (contraction, members, groups, rows, columns, length, index)
+        )
+        return (
+            list(out)
+            if self.library.ragged_tile(
+                ctypes.c_void_p(sizes.ctypes.data), *numbers, out
+            )
+            else None
+        )

@@ -48,10 +48,24 @@ def main() -> int:
     failed = []
     for tool in sys.argv[1:] or TOOLS:
         options, case_options = TOOLS[tool]
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+        command = [
+            sanitizer,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            "--print-limit",
+            "20",
+        ]
         # Symbols of the host are XLA's and take long to find. The cases after one that
         # fails are still checked.
-        command += ["--show-backtrace", "device", "--destroy-on-device-error", "kernel", *options]
+        command += [
+            "--show-backtrace",
+            "device",
+            "--destroy-on-device-error",
+            "kernel",
+            *options,
+        ]
         command += [sys.executable, str(CASES), *case_options]
         print(f"compute-sanitizer --tool {tool}", flush=True)
         if subprocess.run(command, env=os.environ | ENVIRONMENT).returncode != 0:

@@ -26,11 +26,21 @@ KINDS = dict.fromkeys(OPS, ((ODD, 0),)) | {
     "read_histories": ((ODD, 0), (BLOCKS, 1)),
     "write_histories": ((ODD, 0), (BLOCKS, 1)),
     "quantize": ((ODD, 0), (GROUPS, 1)),
-    "quantize_activation": tuple((BLOCKS, ops.ACTIVATIONS.index(name)) for name in ("gelu", "silu_gated")),
-    "quantize_activation_grad": tuple((BLOCKS, ops.ACTIVATIONS.index(name)) for name in ("gelu", "silu_gated")),
+    "quantize_activation": tuple(
+        (BLOCKS, ops.ACTIVATIONS.index(name)) for name in ("gelu", "silu_gated")
+    ),
+    "quantize_activation_grad": tuple(
+        (BLOCKS, ops.ACTIVATIONS.index(name)) for name in ("gelu", "silu_gated")
+    ),
     "quantize_norm": ((BLOCKS, 0), (LONG, 1)),
     # Tiles, MX, squares and whole rows in both layouts; then rows of squares.
-    "quantize_blocks_transpose": ((BLOCKS, 0), (BLOCKS, 2), (ODD, 6), (ODD, 8), (BLOCKS, 1)),
+    "quantize_blocks_transpose": (
+        (BLOCKS, 0),
+        (BLOCKS, 2),
+        (ODD, 6),
+        (ODD, 8),
+        (BLOCKS, 1),
+    ),
     "transpose_blocks": ((BLOCKS, 0),),
     "encode_moment": ((BLOCKS, 1),),
     # By rows, also in whole chunks of the contraction, and by the contraction.
@@ -44,7 +54,9 @@ CUBLASLT = tuple(op for op in PRODUCTS if op != "ragged_matmul")
 def _cases_of(op):
     for shape, index in KINDS[op]:
         dtype = np.dtype((jnp.bfloat16, np.float16, np.float32)[index % 3])
-        case = _cases.case(op, Kind(shape, dtype, (E4M3, E5M2)[index % 2], index, hard=True))
+        case = _cases.case(
+            op, Kind(shape, dtype, (E4M3, E5M2)[index % 2], index, hard=True)
+        )
         yield f"{op}, {case.name}", (case.function, *case.arguments)
 
 
@@ -52,13 +64,20 @@ def _with_sums(name, *shapes, **options):
     """A call that also sums columns, whose last bits are free: no case of the
     selftest.
     """
-    arrays = [np.random.default_rng(0).standard_normal(shape).astype(jnp.bfloat16) for shape in shapes]
+    arrays = [
+        np.random.default_rng(0).standard_normal(shape).astype(jnp.bfloat16)
+        for shape in shapes
+    ]
     op, scale = getattr(ops, name), np.float32(1)
-    return lambda *arrays: op(*arrays, scale, E5M2.dtype, column_sums=True, **options), *arrays
+    return lambda *arrays: op(
+        *arrays, scale, E5M2.dtype, column_sums=True, **options
+    ), *arrays
 
 
 # name -> function, arguments
-OWN = {name: case for op in OPS if op not in CUBLASLT for name, case in _cases_of(op)} | {
+OWN = {
+    name: case for op in OPS if op not in CUBLASLT for name, case in _cases_of(op)
+} | {
     "quantize_transpose, sums": _with_sums("quantize_transpose", BLOCKS),
     "quantize_activation_grad, sums": _with_sums(
         "quantize_activation_grad", (133, 2, 41), (133, 41), activation="silu_gated"
@@ -74,6 +93,10 @@ def run(cases):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--own", action="store_true", help="without cuBLASLt's products")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--own", action="store_true", help="without cuBLASLt's products"
+    )
     run(OWN if parser.parse_args().own else OWN | PRODUCT_CASES)

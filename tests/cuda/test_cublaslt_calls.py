@@ -24,8 +24,14 @@ def include_folders() -> list[Path]:
     the toolkit of nvcc.
     """
     spec = importlib.util.find_spec("nvidia")
-    roots = [Path(root, "cu13") for root in (spec.submodule_search_locations if spec else [])]
-    roots += [Path(os.environ[name]) for name in ("JAXFP8_CUDA_ROOT", "CUDA_HOME") if os.environ.get(name)]
+    roots = [
+        Path(root, "cu13") for root in (spec.submodule_search_locations if spec else [])
+    ]
+    roots += [
+        Path(os.environ[name])
+        for name in ("JAXFP8_CUDA_ROOT", "CUDA_HOME")
+        if os.environ.get(name)
+    ]
     if nvcc := shutil.which("nvcc"):
         roots.append(Path(nvcc).resolve().parents[1])
     return [root / "include" for root in roots if (root / "include").is_dir()]
@@ -46,7 +52,11 @@ def cuda_12(tmp_path_factory):
     headers.mkdir()
     for path in (path for include in include_folders() for path in include.iterdir()):
         if path.name in ("cublas_api.h", "cuda_runtime_api.h"):
-            text = re.sub(r"(#define (?:CUBLAS_VER_MAJOR|CUDART_VERSION) +)13", r"\g<1>12", path.read_text())
+            text = re.sub(
+                r"(#define (?:CUBLAS_VER_MAJOR|CUDART_VERSION) +)13",
+                r"\g<1>12",
+                path.read_text(),
+            )
             (headers / path.name).write_text(text)
         elif not (headers / path.name).exists():
             (headers / path.name).symlink_to(path)
@@ -57,8 +67,13 @@ def build(folder, includes, cuda) -> Path:
     """Build the stand-ins in `folder`: libcublasLt.so.13 or 12, an old/ one without a
     function, and libgemm.so.
     """
-    if not all(any((i / header).exists() for i in includes) for header in ("cublasLt.h", "cuda_runtime_api.h")):
-        pytest.skip("needs the headers of cuBLAS and of the CUDA runtime (pip install 'jaxfp8[toolkit]')")
+    if not all(
+        any((i / header).exists() for i in includes)
+        for header in ("cublasLt.h", "cuda_runtime_api.h")
+    ):
+        pytest.skip(
+            "needs the headers of cuBLAS and of the CUDA runtime (pip install 'jaxfp8[toolkit]')"
+        )
     if emulated.compiler() is None:
         pytest.skip("needs a C++ compiler")
     (folder / "old").mkdir()
@@ -67,13 +82,32 @@ def build(folder, includes, cuda) -> Path:
     flags += [word for include in includes for word in ("-isystem", str(include))]
     ours = "-O3 -shared -Wall -Wextra -Werror".split()
     soname = f"-Wl,-soname,{library}"
-    kernels = [str(path) for path in sorted((emulated.ROOT / "cuda" / "kernels").glob("*.cc"))]
+    kernels = [
+        str(path) for path in sorted((emulated.ROOT / "cuda" / "kernels").glob("*.cc"))
+    ]
     for arguments in (
         [*ours, str(FAKE / "cublaslt.cc"), soname, "-o", str(folder / library)],
-        [*ours, str(FAKE / "cublaslt.cc"), soname, "-DWITHOUT_MATMUL", "-o", str(folder / "old" / library)],
-        [*ours, str(FAKE / "entry.cc"), *kernels, "-fvisibility=hidden", "-ldl", "-o", str(folder / "libgemm.so")],
+        [
+            *ours,
+            str(FAKE / "cublaslt.cc"),
+            soname,
+            "-DWITHOUT_MATMUL",
+            "-o",
+            str(folder / "old" / library),
+        ],
+        [
+            *ours,
+            str(FAKE / "entry.cc"),
+            *kernels,
+            "-fvisibility=hidden",
+            "-ldl",
+            "-o",
+            str(folder / "libgemm.so"),
+        ],
     ):
-        done = subprocess.run([emulated.compiler(), *flags, *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [emulated.compiler(), *flags, *arguments], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -96,7 +130,9 @@ def test_the_library_of_cuda_12(cuda_12):
     run(cuda_12, "calls.library_of_cuda_12")
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="the real cuBLASLt may be found here")
+@pytest.mark.skipif(
+    shutil.which("nvidia-smi") is not None, reason="the real cuBLASLt may be found here"
+)
 def test_the_library_of_another_cuda(cuda_12, folder):
     run(cuda_12, "calls.library_of_cuda_13_alone", str(folder))
 
@@ -105,8 +141,12 @@ def test_sizes_of_attributes(folder):
     """The stand-in takes attributes as NVIDIA's library does, which answers that
     without a GPU.
     """
-    libraries = [include.parent / "lib" / "libcublasLt.so.13" for include in include_folders()]
+    libraries = [
+        include.parent / "lib" / "libcublasLt.so.13" for include in include_folders()
+    ]
     library = next(filter(Path.exists, libraries), None)
     if library is None:
-        pytest.skip("needs libcublasLt.so.13 beside its header (pip install 'jaxfp8[toolkit]')")
+        pytest.skip(
+            "needs libcublasLt.so.13 beside its header (pip install 'jaxfp8[toolkit]')"
+        )
     run(folder, "real.attribute_sizes", str(library))

@@ -25,7 +25,11 @@ E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float
 
 def random_values(shape, dtype, seed=0):
     rng = np.random.default_rng(seed)
-    return (rng.standard_normal(shape) * 2.0 ** rng.uniform(-12, 9, shape)).astype(np.float32).astype(dtype)
+    return (
+        (rng.standard_normal(shape) * 2.0 ** rng.uniform(-12, 9, shape))
+        .astype(np.float32)
+        .astype(dtype)
+    )
 
 
 def each_group(function, x, scale, *rest):
@@ -37,20 +41,32 @@ def each_group(function, x, scale, *rest):
 
 # Around a vector (4, 8), a warp's tile (512, 1024), a block's (4096, 8192); and more
 # than a small device's grid.
-@pytest.mark.parametrize("size", [1, 3, 7, 8, 9, 31, 511, 512, 513, 1023, 1025, 8191, 8192, 8197, 150_000])
+@pytest.mark.parametrize(
+    "size", [1, 3, 7, 8, 9, 31, 511, 512, 513, 1023, 1025, 8191, 8192, 8197, 150_000]
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_sizes(kernels, size, dtype):
     x = random_values((1, size), dtype, size)
     codes, top = each_group(oracle.quantize, x, np.float32(3), E4M3)
     for shift, data_shift in ((0, 0), (dtype.itemsize, 1), (0, 1)):
-        assert_all_bitwise(kernels.quantize(x, 3, E4M3, shift, data_shift), (codes, top), f"quantize, shift {shift}")
+        assert_all_bitwise(
+            kernels.quantize(x, 3, E4M3, shift, data_shift),
+            (codes, top),
+            f"quantize, shift {shift}",
+        )
         oracle.assert_bitwise(kernels.amax(x, shift), top, f"amax, shift {shift}")
     out = oracle.dequantize(codes, np.float32(0.3), dtype)
     for shift in (0, dtype.itemsize):
-        oracle.assert_bitwise(kernels.dequantize(codes, 0.3, dtype, shift), out, f"dequantize, shift {shift}")
+        oracle.assert_bitwise(
+            kernels.dequantize(codes, 0.3, dtype, shift),
+            out,
+            f"dequantize, shift {shift}",
+        )
 
 
-@pytest.mark.parametrize("groups, size", [(3, 1000), (3, 1001), (7, 40_000), (700, 5), (5000, 1)])
+@pytest.mark.parametrize(
+    "groups, size", [(3, 1000), (3, 1001), (7, 40_000), (700, 5), (5000, 1)]
+)
 def test_groups(kernels, groups, size):
     x = random_values((groups, size), BF16, groups)
     scales = (2.0 ** np.random.default_rng(1).uniform(-5, 5, groups)).astype(np.float32)
@@ -66,9 +82,9 @@ def test_groups(kernels, groups, size):
 def transposed(x):
     scales = np.float32(2.0) ** np.arange(len(x), dtype=np.float32)
     expected = each_group(oracle.quantize_transpose, x, scales, E4M3)
-    return lambda k, **shifts: k.quantize_transpose(x, scales, E4M3, **shifts), lambda got: assert_all_bitwise(
-        got, expected, "quantize_transpose"
-    )
+    return lambda k, **shifts: k.quantize_transpose(
+        x, scales, E4M3, **shifts
+    ), lambda got: assert_all_bitwise(got, expected, "quantize_transpose")
 
 
 def with_sums(x):
@@ -78,9 +94,13 @@ def with_sums(x):
         *others, parts = got
         assert_all_bitwise(others, expected, "with sums")
         for group, part in np.ndindex(parts.shape[:2]):
-            oracle.assert_column_sums(parts[group, part], x[group, 128 * part : 128 * part + 128])
+            oracle.assert_column_sums(
+                parts[group, part], x[group, 128 * part : 128 * part + 128]
+            )
 
-    return lambda k, **shifts: k.quantize_transpose(x, 1, E5M2, sums=True, **shifts), check
+    return lambda k, **shifts: k.quantize_transpose(
+        x, 1, E5M2, sums=True, **shifts
+    ), check
 
 
 def activated(name, x):
@@ -88,7 +108,9 @@ def activated(name, x):
 
     def check(got):
         for i, (data, data_t, top) in enumerate(zip(*got, strict=True)):
-            values = oracle.activation(x[i] if name.endswith("_gated") else x[i, :, 0], name)
+            values = oracle.activation(
+                x[i] if name.endswith("_gated") else x[i, :, 0], name
+            )
             values.check(data, data_t, top, np.float32(3), E4M3, what=f"{name}, {i}")
 
     return lambda k, **shifts: k.quantize_activation(x, 3, E4M3, name, **shifts), check
@@ -96,22 +118,37 @@ def activated(name, x):
 
 def gradient(name, x):
     gated = name.endswith("_gated")
-    x, grad = (np.stack([x, x[:, ::-1]], axis=2) if gated else x[:, :, None]), x[:, :, ::-1].copy()
+    x, grad = (
+        (np.stack([x, x[:, ::-1]], axis=2) if gated else x[:, :, None]),
+        x[:, :, ::-1].copy(),
+    )
 
     def check(got):
         for i, (data, data_t, top, parts) in enumerate(zip(*got, strict=True)):
-            values = oracle_gradients.activation(x[i] if gated else x[i, :, 0], grad[i], name)
+            values = oracle_gradients.activation(
+                x[i] if gated else x[i, :, 0], grad[i], name
+            )
             exact, bound = (v.reshape(data.shape) for v in (values.exact, values.bound))
-            oracle.Values(exact, bound).check(data, data_t, top, np.float32(3), E5M2, what=f"{name}, {i}")
+            oracle.Values(exact, bound).check(
+                data, data_t, top, np.float32(3), E5M2, what=f"{name}, {i}"
+            )
             for part, total in enumerate(parts):
                 rows = slice(128 * part, 128 * part + 128)
                 size = np.abs(exact[rows]).sum(0) + bound[rows].sum(0)
-                oracle.Product(exact[rows].sum(0), bound[rows].sum(0) + 128 * 2.0**-24 * size).check(total, "sums")
+                oracle.Product(
+                    exact[rows].sum(0), bound[rows].sum(0) + 128 * 2.0**-24 * size
+                ).check(total, "sums")
 
     def run(kernels, **shifts):
-        *without, top = kernels.quantize_activation_grad(x, grad, 3, E5M2, name, transpose=False, **shifts)
-        *others, _ = got = kernels.quantize_activation_grad(x, grad, 3, E5M2, name, sums=True, **shifts)
-        assert_all_bitwise([without[0], top], [others[0], others[2]], "without data_t and sums")
+        *without, top = kernels.quantize_activation_grad(
+            x, grad, 3, E5M2, name, transpose=False, **shifts
+        )
+        *others, _ = got = kernels.quantize_activation_grad(
+            x, grad, 3, E5M2, name, sums=True, **shifts
+        )
+        assert_all_bitwise(
+            [without[0], top], [others[0], others[2]], "without data_t and sums"
+        )
         return got
 
     return run, check
@@ -121,23 +158,29 @@ def norm_operands(g, m, n, statistics=2):
     """Statistics, gamma and beta."""
     rng = np.random.default_rng(n)
     gamma, beta = rng.standard_normal((2, g, n)).astype(np.float32)
-    return random_values((g, m, statistics), np.float32, 1), gamma, beta if statistics == 2 else None
+    return (
+        random_values((g, m, statistics), np.float32, 1),
+        gamma,
+        beta if statistics == 2 else None,
+    )
 
 
 def check_norm(got, inputs, scale, fmt):
     """Bitwise: with the statistics given, every operation has one result."""
     x, statistics, gamma, beta = inputs
     for i in range(len(x)):
-        values = oracle.affine(x[i], statistics[i], gamma[i], None if beta is None else beta[i])
+        values = oracle.affine(
+            x[i], statistics[i], gamma[i], None if beta is None else beta[i]
+        )
         expected = oracle.quantize_transpose(values, np.float32(scale), fmt)
         assert_all_bitwise([part[i] for part in got], expected, f"group {i}")
 
 
 def normed(statistics, x):
     inputs = x, *norm_operands(*x.shape, statistics)
-    return lambda k, **shifts: k.quantize_norm(*inputs, 30, E5M2, **shifts), lambda got: check_norm(
-        got, inputs, 30, E5M2
-    )
+    return lambda k, **shifts: k.quantize_norm(
+        *inputs, 30, E5M2, **shifts
+    ), lambda got: check_norm(got, inputs, 30, E5M2)
 
 
 SCALINGS = {
@@ -153,13 +196,21 @@ def in_blocks(block, scaling, x):
     x.flat[[0, -1]] = np.nan, np.inf
     expected = []
     for of in (x, x.swapaxes(1, 2)):
-        pairs = [oracle_blocks.quantize(matrix, E4M3, block, **SCALINGS[scaling]) for matrix in of]
+        pairs = [
+            oracle_blocks.quantize(matrix, E4M3, block, **SCALINGS[scaling])
+            for matrix in of
+        ]
         fill = 1 if scaling.startswith("f32") else 0  # the scale of zeros
-        scales = [oracle_blocks.cublaslt_layout(scale, block, *of.shape[1:], fill) for _, scale in pairs]
+        scales = [
+            oracle_blocks.cublaslt_layout(scale, block, *of.shape[1:], fill)
+            for _, scale in pairs
+        ]
         expected += [np.stack([codes for codes, _ in pairs]), np.stack(scales)]
 
     def run(kernels, **shifts):
-        one = kernels.quantize_blocks_transpose(x, E4M3, block, scaling, transpose=False, **shifts)
+        one = kernels.quantize_blocks_transpose(
+            x, E4M3, block, scaling, transpose=False, **shifts
+        )
         assert_all_bitwise(one, expected[:2], "one layout")
         return kernels.quantize_blocks_transpose(x, E4M3, block, scaling, **shifts)
 
@@ -185,7 +236,16 @@ TILES = {
     }.items()
     for scaling in scalings
 }
-SHAPES = [(1, 1, 1), (1, 9, 1), (1, 128, 128), (1, 16, 8), (1, 217, 41), (1, 130, 264), (3, 128, 256), (40, 3, 5)]
+SHAPES = [
+    (1, 1, 1),
+    (1, 9, 1),
+    (1, 128, 128),
+    (1, 16, 8),
+    (1, 217, 41),
+    (1, 130, 264),
+    (3, 128, 256),
+    (40, 3, 5),
+]
 SHAPES += [(2, 100, 100), (1, 16, 3000), (1, 3000, 16)]
 
 
@@ -207,10 +267,17 @@ def test_gradients_far_below_zero(kernels, name):
     x = np.concatenate([x, np.ones_like(x)], 2) if name.endswith("_gated") else x
     for row in range(x.shape[1]):  # an amax alone shows what has no code
         x_row, grad = x[:, row : row + 1], np.full((1, 1, 8), 0.7, np.float32)
-        data, data_t, top = (part[0] for part in kernels.quantize_activation_grad(x_row, grad, 3, E5M2, name))
-        values = oracle_gradients.activation(x_row[0] if name.endswith("_gated") else x_row[0, :, 0], grad[0], name)
+        data, data_t, top = (
+            part[0]
+            for part in kernels.quantize_activation_grad(x_row, grad, 3, E5M2, name)
+        )
+        values = oracle_gradients.activation(
+            x_row[0] if name.endswith("_gated") else x_row[0, :, 0], grad[0], name
+        )
         exact, bound = (v.reshape(data.shape) for v in (values.exact, values.bound))
-        oracle.Values(exact, bound).check(data, data_t, top, np.float32(3), E5M2, what=f"{name}, {x_row.flat[0]}")
+        oracle.Values(exact, bound).check(
+            data, data_t, top, np.float32(3), E5M2, what=f"{name}, {x_row.flat[0]}"
+        )
 
 
 @pytest.mark.parametrize("g, m, n", SHAPES)
@@ -222,9 +289,14 @@ def test_transposed_blocks(kernels, g, m, n, block):
     scale_inv[random.random(scale_inv.shape) < 0.01] = 255
     pairs = zip(data, scale_inv.view(oracle_blocks.E8M0), strict=True)
     groups = [oracle_blocks.transpose(*pair, E5M2, block) for pair in pairs]
-    expected = [np.stack([group[0] for group in groups]), np.stack([group[1] for group in groups]).view(np.uint8)]
+    expected = [
+        np.stack([group[0] for group in groups]),
+        np.stack([group[1] for group in groups]).view(np.uint8),
+    ]
     for shift, data_t_shift in ((0, 0), (1, 1), (0, 1), (4, 0)):
-        got = kernels.transpose_blocks(data, scale_inv, block, shift=shift, data_t_shift=data_t_shift)
+        got = kernels.transpose_blocks(
+            data, scale_inv, block, shift=shift, data_t_shift=data_t_shift
+        )
         assert_all_bitwise(got, expected, f"shifted by {shift}, {data_t_shift}")
 
 
@@ -237,11 +309,20 @@ def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(launchers, m, n):
     statistics[:] = np.float32([[[1, 2]], [[1, 0]]])
     gamma, beta = np.full((2, 1, n), 50, np.float32) * np.float32([[[1]], [[2]]])
     data, data_t, top = launchers.quantize_norm(x, statistics, gamma, beta, 1, E4M3)
-    assert top.tolist() == [0, 100] and not oracle.bits(data)[0].any() and not oracle.bits(data_t)[0].any()
+    assert (
+        top.tolist() == [0, 100]
+        and not oracle.bits(data)[0].any()
+        and not oracle.bits(data_t)[0].any()
+    )
 
 
 # The operand, and the element that is bad.
-BAD_ELEMENTS = {"rstd": (1, (0, 18, 0)), "mean": (1, (0, 18, 1)), "gamma": (2, (0, 7)), "beta": (3, (0, 7))}
+BAD_ELEMENTS = {
+    "rstd": (1, (0, 18, 0)),
+    "mean": (1, (0, 18, 1)),
+    "gamma": (2, (0, 7)),
+    "beta": (3, (0, 7)),
+}
 
 
 @pytest.mark.parametrize("where", BAD_ELEMENTS)
@@ -271,13 +352,25 @@ def encode_moment(kernels, shape, squared, stochastic, **options):
     after, keys = test_op_moments.changed(rng, old, squared)
     keys = keys if stochastic else None
     got = kernels.encode_moment(old, after, keys, squared, **options)
-    assert_all_bitwise(got, oracle_moments.encode(*old, after, keys, squared), f"encode_moment, {options}")
+    assert_all_bitwise(
+        got,
+        oracle_moments.encode(*old, after, keys, squared),
+        f"encode_moment, {options}",
+    )
 
 
-@pytest.mark.parametrize("squared, stochastic", [(False, True), (True, True), (False, False), (True, False)])
+@pytest.mark.parametrize(
+    "squared, stochastic", [(False, True), (True, True), (False, False), (True, False)]
+)
 @pytest.mark.parametrize("shape", MOMENTS, ids=str)
 def test_moments(kernels, shape, squared, stochastic):
-    for shift, data_shift, in_place in ((0, 0, False), (0, 0, True), (4, 1, True), (0, 1, False), (4, 0, False)):
+    for shift, data_shift, in_place in (
+        (0, 0, False),
+        (0, 0, True),
+        (4, 1, True),
+        (0, 1, False),
+        (4, 0, False),
+    ):
         options = {"shift": shift, "data_shift": data_shift, "in_place": in_place}
         encode_moment(kernels, shape, squared, stochastic, **options)
 
@@ -287,12 +380,21 @@ def test_moments(kernels, shape, squared, stochastic):
 ADAM_LEAVES = {
     "one element": [((1, 1), 1)],
     "one leaf": [((3, 20_000), 3)],
-    "odd leaves": [((5, 301), 1), ((0, 7), 1), ((130, 260), 2), ((700, 5), 100), ((6, 0), 2), ((1, 128), 1)],
+    "odd leaves": [
+        ((5, 301), 1),
+        ((0, 7), 1),
+        ((130, 260), 2),
+        ((700, 5), 100),
+        ((6, 0), 2),
+        ((1, 128), 1),
+    ],
     "as many as there may be": [((i % 3 + 1, 97 + 8 * i), 1) for i in range(16)],
 }
 
 
-def adam_update(kernels, leaves, applies, seed=0, make=test_op_adam.make_leaf, **options):
+def adam_update(
+    kernels, leaves, applies, seed=0, make=test_op_adam.make_leaf, **options
+):
     """Take a step on leaves of numbers and codes of `make`, and compare with the
     oracle.
     """
@@ -301,10 +403,14 @@ def adam_update(kernels, leaves, applies, seed=0, make=test_op_adam.make_leaf, *
     for shape, rows in leaves:
         leaf = make(rng, shape, applies)
         numbers = test_op_adam.step_numbers(rng, rows, leaf.numbers[6])
-        operands.append((leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers))
+        operands.append(
+            (leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers)
+        )
     got = kernels.adam_update(operands, **options)
     for i, (result, leaf) in enumerate(zip(got, operands, strict=True)):
-        test_op_adam.assert_same(result, oracle_adam.step(*leaf), f"leaf {i}, {options}")
+        test_op_adam.assert_same(
+            result, oracle_adam.step(*leaf), f"leaf {i}, {options}"
+        )
 
 
 @pytest.mark.parametrize("applies", [False, True], ids=["update", "apply"])
@@ -312,4 +418,11 @@ def adam_update(kernels, leaves, applies, seed=0, make=test_op_adam.make_leaf, *
 @pytest.mark.parametrize("name", ADAM_LEAVES)
 def test_adam_update(kernels, name, make, applies):
     for shift, in_place in ((0, False), (0, True), (4, True)):
-        adam_update(kernels, ADAM_LEAVES[name], applies, make=make, shift=shift, in_place=in_place)
+        adam_update(
+            kernels,
+            ADAM_LEAVES[name],
+            applies,
+            make=make,
+            shift=shift,
+            in_place=in_place,
+        )

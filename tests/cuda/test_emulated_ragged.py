@@ -20,7 +20,10 @@ DEVICES = {"warps": ("8.9", {"step": 16}, 32), "warpgroups": ("9.0", {"step": 32
 A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
 
 
-@pytest.fixture(scope="module", params=["emulated-warps", "emulated-warpgroups", "ptx-warps", "ptx-90a", *OTHERS])
+@pytest.fixture(
+    scope="module",
+    params=["emulated-warps", "emulated-warpgroups", "ptx-warps", "ptx-90a", *OTHERS],
+)
 def launchers(request):
     """The launchers as the other kernels have them, and for the emulated ones both ways
     to multiply.
@@ -30,7 +33,10 @@ def launchers(request):
         if reason := machine.why_not():
             pytest.skip(reason)
         library = machine.build_for_warps() if name == "warps" else machine.build(name)
-        made, tile = machine.Interpreted(library), "warpgroups" if name == "90a" else "warps"
+        made, tile = (
+            machine.Interpreted(library),
+            "warpgroups" if name == "90a" else "warps",
+        )
     else:
         made, tile = request.getfixturevalue("emulated_library"), name
         made.library.emulator_be_hopper(tile == "warpgroups")
@@ -41,21 +47,47 @@ def launchers(request):
 
 
 def codes(shape, fmt, seed):
-    return oracle.quantize(np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt)[0]
+    return oracle.quantize(
+        np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt
+    )[0]
 
 
-def operands(contraction, groups, m, k, n, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, members=1):
+def operands(
+    contraction, groups, m, k, n, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, members=1
+):
     a, b = ((k, m), (n, m)) if contraction else ((m, k), (groups, n, k))
     return codes((members, *a), a_fmt, 1), codes((members, *b), b_fmt, 2)
 
 
-def check(kernels, a, b, sizes, a_scale=A_INV, b_scale=B_INV, *, precise=True, out_dtype=np.float32, shift=0, what=""):
+def check(
+    kernels,
+    a,
+    b,
+    sizes,
+    a_scale=A_INV,
+    b_scale=B_INV,
+    *,
+    precise=True,
+    out_dtype=np.float32,
+    shift=0,
+    what="",
+):
     sizes = np.int32(sizes).reshape(a.shape[0], -1)
-    got = kernels.ragged_matmul(a, b, a_scale, b_scale, sizes, out_dtype=out_dtype, precise=precise, shift=shift)
-    a_scale, b_scale = (np.broadcast_to(scale, a.shape[:1]) for scale in (a_scale, b_scale))
-    options = {"out_dtype": out_dtype, "accumulation": "precise" if precise else "fast", "device": kernels.device}
+    got = kernels.ragged_matmul(
+        a, b, a_scale, b_scale, sizes, out_dtype=out_dtype, precise=precise, shift=shift
+    )
+    a_scale, b_scale = (
+        np.broadcast_to(scale, a.shape[:1]) for scale in (a_scale, b_scale)
+    )
+    options = {
+        "out_dtype": out_dtype,
+        "accumulation": "precise" if precise else "fast",
+        "device": kernels.device,
+    }
     for i in range(a.shape[0]):
-        expected = oracle.ragged_matmul(a[i], b[i], a_scale[i], b_scale[i], sizes[i], **options)
+        expected = oracle.ragged_matmul(
+            a[i], b[i], a_scale[i], b_scale[i], sizes[i], **options
+        )
         expected.check(got[i], f"{sizes} {what}")
 
 
@@ -94,7 +126,9 @@ def test_sums_are_those_of_the_model(launchers, b_fmt, precise):
     a[0, :16] = np.resize(oracle.all_codes(oracle.E4M3)[:9], (16, 320))
     got = launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=precise)
     promotion = launchers.promotion if precise else None
-    expected = oracle_accumulation.tensor_core_matmul(a[0], b[0, 0], **launchers.additions, promotion=promotion)
+    expected = oracle_accumulation.tensor_core_matmul(
+        a[0], b[0, 0], **launchers.additions, promotion=promotion
+    )
     oracle.assert_bitwise(got[0], expected, "sums")
 
 
@@ -102,11 +136,20 @@ def test_fast_is_not_precise(launchers):
     """Sums of one sign lose bits of one sign: the bound of `precise` is one that a
     kernel can miss.
     """
-    a, b = (np.abs(x.astype(np.float32)).astype(x.dtype) for x in operands(False, 1, 40, 2048, 24))
-    precise = oracle.ragged_matmul(a[0], b[0], 1, 1, [40], accumulation="precise", device=launchers.device)
-    precise.check(launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0])
+    a, b = (
+        np.abs(x.astype(np.float32)).astype(x.dtype)
+        for x in operands(False, 1, 40, 2048, 24)
+    )
+    precise = oracle.ragged_matmul(
+        a[0], b[0], 1, 1, [40], accumulation="precise", device=launchers.device
+    )
+    precise.check(
+        launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0]
+    )
     with pytest.raises(AssertionError, match="out of bound"):
-        precise.check(launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0])
+        precise.check(
+            launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0]
+        )
 
 
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
@@ -115,7 +158,10 @@ def test_scales_without_a_normal_product(kernels, contraction):
     one for each member.
     """
     a, b = operands(contraction, 2, 160, 32, 24, members=3)
-    extremes = np.float32([1.7e-35, 1e25, 2.0**-100]), np.float32([1.1e-5, 1e20, 2.0**-30])
+    extremes = (
+        np.float32([1.7e-35, 1e25, 2.0**-100]),
+        np.float32([1.1e-5, 1e20, 2.0**-30]),
+    )
     check(kernels, a, b, [[100, 20], [0, 0], [3, 157]], *extremes)
 
 
@@ -143,7 +189,12 @@ def test_tiles_cover_the_output(emulated_library, contraction, columns):
             assert (begin, end) == (0, length if in_group else 0)
             first, last = ranges[group] if in_group else (ranges[-1][1], rows)
             assert first <= row and row_end == last
-        seen[member, group if contraction else 0, row : min(row + TILE, row_end), column : column + TILE] += 1
+        seen[
+            member,
+            group if contraction else 0,
+            row : min(row + TILE, row_end),
+            column : column + TILE,
+        ] += 1
     assert index <= limit and tile is None
     assert (seen == 1).all()
 
@@ -166,10 +217,17 @@ def test_no_bank_conflicts(emulated_library):
     the chunks of two rows.
     """
     offset = emulated_library.library.ragged_offset
-    places = {(row, chunk): offset(row, chunk) for row in range(TILE) for chunk in range(SLICE // CHUNK)}
+    places = {
+        (row, chunk): offset(row, chunk)
+        for row in range(TILE)
+        for chunk in range(SLICE // CHUNK)
+    }
     assert sorted(places.values()) == list(range(0, TILE * SLICE, CHUNK))
     for row in range(0, TILE, 8):
         for chunk in range(4):
             assert len({places[row + i, chunk] % 128 for i in range(8)}) == 8
     for row in range(0, TILE, 2):
-        assert len({places[row + i, chunk] % 128 for i in range(2) for chunk in range(4)}) == 8
+        assert (
+            len({places[row + i, chunk] % 128 for i in range(2) for chunk in range(4)})
+            == 8
+        )

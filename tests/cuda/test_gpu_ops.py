@@ -32,7 +32,9 @@ def test_groups(groups, size):
     scales = (2.0 ** np.random.default_rng(1).uniform(-5, 5, groups)).astype(np.float32)
     data, top = jax.vmap(lambda x, s: ops.quantize(x, s, fmt.dtype))(x, scales)
     for i in (0, 1, groups // 2, groups - 1):
-        assert_all_bitwise((data[i], top[i]), oracle.quantize(x[i], scales[i], fmt), f"group {i}")
+        assert_all_bitwise(
+            (data[i], top[i]), oracle.quantize(x[i], scales[i], fmt), f"group {i}"
+        )
 
 
 @pytest.mark.slow
@@ -47,27 +49,58 @@ def test_more_than_2_to_the_31_elements():
 
 def chain(x, kernel, scale):
     """Every op once, but amax_to_scale."""
-    histories, stored = [jnp.full((4,), 448, jnp.float32)] * 2, [jnp.reshape(1 / scale, 1)] * 2
+    histories, stored = (
+        [jnp.full((4,), 448, jnp.float32)] * 2,
+        [jnp.reshape(1 / scale, 1)] * 2,
+    )
     for_x, for_kernel = ops.delayed_scales(histories, stored, fp8_max=(448.0, 448.0))
     q, q_t, top = ops.quantize_transpose(x, scale, jnp.float8_e4m3fn, amax=for_x.amax)
-    k, k_top = ops.quantize(kernel, for_kernel.scale, jnp.float8_e4m3fn, amax=for_kernel.amax)
+    k, k_top = ops.quantize(
+        kernel, for_kernel.scale, jnp.float8_e4m3fn, amax=for_kernel.amax
+    )
     y = ops.scaled_matmul(q, k, 1 / scale, for_kernel.scale_inv)
     recorded = [(top, for_x.scale_inv), (k_top, for_kernel.scale_inv)]
-    (written,) = ops.write_histories([list(zip(histories, stored, strict=True))], [recorded])
-    h = ops.quantize_activation(y, scale, jnp.float8_e4m3fn, activation="gelu", amax=top)
-    dh = ops.quantize_activation_grad(y, y, scale, jnp.float8_e5m2, activation="gelu", column_sums=True)
+    (written,) = ops.write_histories(
+        [list(zip(histories, stored, strict=True))], [recorded]
+    )
+    h = ops.quantize_activation(
+        y, scale, jnp.float8_e4m3fn, activation="gelu", amax=top
+    )
+    dh = ops.quantize_activation_grad(
+        y, y, scale, jnp.float8_e5m2, activation="gelu", column_sums=True
+    )
     gamma = jnp.ones(y.shape[1:])
-    normed = ops.quantize_norm(y, gamma, None, scale, jnp.float8_e4m3fn, kind="rms", epsilon=1e-6)
+    normed = ops.quantize_norm(
+        y, gamma, None, scale, jnp.float8_e4m3fn, kind="rms", epsilon=1e-6
+    )
     back = ops.dequantize(q_t, 1 / scale, jnp.bfloat16)
     blocks = (len(x), x.shape[1] // _moments.BLOCK)
     moment = q, jnp.ones(blocks), jnp.zeros(blocks, jnp.int8)
     keys = jnp.arange(math.prod(blocks), dtype=jnp.uint32).reshape(blocks)
-    encoded = _moments.encode_moment(*moment, x.astype(jnp.float32), keys, squared=False, axis=1)
-    return q_t, top, k_top, y, ops.amax(y), back, *jax.tree.leaves(written), *h, *dh, *normed, *encoded
+    encoded = _moments.encode_moment(
+        *moment, x.astype(jnp.float32), keys, squared=False, axis=1
+    )
+    return (
+        q_t,
+        top,
+        k_top,
+        y,
+        ops.amax(y),
+        back,
+        *jax.tree.leaves(written),
+        *h,
+        *dh,
+        *normed,
+        *encoded,
+    )
 
 
 def chain_inputs():
-    return random_values((256, 512), oracle.BF16, 1), random_values((384, 512), np.dtype(np.float32), 2), np.float32(4)
+    return (
+        random_values((256, 512), oracle.BF16, 1),
+        random_values((384, 512), np.dtype(np.float32), 2),
+        np.float32(4),
+    )
 
 
 def test_same_bytes_every_time():
@@ -85,7 +118,10 @@ def test_same_bytes_every_time():
 
 def test_first_call_inside_a_graph():
     """A GEMM of a new shape, whose plan is made while XLA captures."""
-    a, b = random_codes((48, 80), oracle.E4M3, 1), random_codes((112, 80), oracle.E4M3, 2)
+    a, b = (
+        random_codes((48, 80), oracle.E4M3, 1),
+        random_codes((112, 80), oracle.E4M3, 2),
+    )
     one = np.float32(2.0**-8)
 
     def product(a, b):
@@ -93,7 +129,9 @@ def test_first_call_inside_a_graph():
 
     run = jax.jit(product, compiler_options=GRAPHS)
     for _ in range(3):
-        oracle.scaled_matmul(a, b, one, one, **cases.accumulation("cuda", precise=True)).check(run(a, b))
+        oracle.scaled_matmul(
+            a, b, one, one, **cases.accumulation("cuda", precise=True)
+        ).check(run(a, b))
 
 
 @pytest.mark.alone
@@ -101,10 +139,23 @@ def test_first_launches_in_graphs(tmp_path):
     """Every op's first launch in a process falls into the capture of a graph: checks of
     the selftest.
     """
-    command = [sys.executable, "-m", "jaxfp8.selftest", "--quick", "--no-speed", "--json", str(tmp_path / "found.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxfp8.selftest",
+        "--quick",
+        "--no-speed",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
-    rows = {row["check"]: row["status"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
-    assert {rows[f"graph:{op}"] for op in _ffi._TARGETS["CUDA"]} == {"passed"}, done.stdout
+    rows = {
+        row["check"]: row["status"]
+        for row in json.loads((tmp_path / "found.json").read_text())["rows"]
+    }
+    assert {rows[f"graph:{op}"] for op in _ffi._TARGETS["CUDA"]} == {"passed"}, (
+        done.stdout
+    )
 
 
 @pytest.mark.alone
@@ -114,7 +165,9 @@ def test_threads():
     run = jax.jit(chain)
     expected = [np.asarray(v) for v in run(*inputs)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for outputs in pool.map(lambda _: [np.asarray(v) for v in run(*inputs)], range(64)):
+        for outputs in pool.map(
+            lambda _: [np.asarray(v) for v in run(*inputs)], range(64)
+        ):
             assert_all_bitwise(outputs, expected, "chain")
 
 
@@ -122,6 +175,11 @@ def test_two_streams():
     """Independent chains in one program, which XLA may put on streams of their own."""
     inputs = chain_inputs()
     expected = [np.asarray(v) for v in jax.jit(chain)(*inputs)]
-    both = jax.jit(lambda x, kernel, scale: (chain(x, kernel, scale), chain(x, kernel, jnp.abs(scale))))
+    both = jax.jit(
+        lambda x, kernel, scale: (
+            chain(x, kernel, scale),
+            chain(x, kernel, jnp.abs(scale)),
+        )
+    )
     for outputs in both(*inputs):
         assert_all_bitwise(outputs, expected, "chain")

@@ -22,41 +22,73 @@ pytestmark = pytest.mark.gpu
 
 def test_accumulation_in_place():
     """A donated accumulator: C and D are one buffer."""
-    a, b = random_codes((64, 128), oracle.E4M3, 1), random_codes((96, 128), oracle.E4M3, 2)
+    a, b = (
+        random_codes((64, 128), oracle.E4M3, 1),
+        random_codes((96, 128), oracle.E4M3, 2),
+    )
     one = np.float32(2.0**-8)
 
     @jax.jit
     def four_times(accumulator):
         def body(_, total):
-            return ops.scaled_matmul(a, b, one, one, accumulator=total, out_dtype=jnp.float32, precise=True)
+            return ops.scaled_matmul(
+                a, b, one, one, accumulator=total, out_dtype=jnp.float32, precise=True
+            )
 
         return jax.lax.fori_loop(0, 4, body, accumulator)
 
-    exact = oracle.scaled_matmul(a, b, one, one, **cases.accumulation("cuda", precise=True))
-    error = np.abs(np.asarray(four_times(jnp.zeros((64, 96), jnp.float32)), np.float64) - 4 * exact.exact)
+    exact = oracle.scaled_matmul(
+        a, b, one, one, **cases.accumulation("cuda", precise=True)
+    )
+    error = np.abs(
+        np.asarray(four_times(jnp.zeros((64, 96), jnp.float32)), np.float64)
+        - 4 * exact.exact
+    )
     # Four products, each with the bound of one, and four additions of partial sums of
     # at most four products.
-    assert (error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)).all()
+    assert (
+        error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)
+    ).all()
 
 
-@pytest.mark.parametrize("a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)])
+@pytest.mark.parametrize(
+    "a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)]
+)
 def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
     """cuBLASLt does not say in which order it multiplies: what it does is recorded, and
     no wrong number is accepted.
     """
-    a, b = np.full((16, 32), 16, oracle.E4M3.dtype), np.full((16, 32), 16, oracle.E4M3.dtype)
+    a, b = (
+        np.full((16, 32), 16, oracle.E4M3.dtype),
+        np.full((16, 32), 16, oracle.E4M3.dtype),
+    )
     a[0] = 0
-    got = np.asarray(ops.scaled_matmul(a, b, np.float32(a_scale), np.float32(b_scale), out_dtype=jnp.float32))
-    right = np.float32(float(np.float32(a_scale)) * float(np.float32(b_scale)) * 2.0**13)
+    got = np.asarray(
+        ops.scaled_matmul(
+            a, b, np.float32(a_scale), np.float32(b_scale), out_dtype=jnp.float32
+        )
+    )
+    right = np.float32(
+        float(np.float32(a_scale)) * float(np.float32(b_scale)) * 2.0**13
+    )
     record_property("zero", str(got[0, 0]))
     record_property("largest", f"{got[1, 0]}, exact {right}")
     np.testing.assert_array_equal(got[1:], np.full((15, 16), got[1, 0]))
-    assert got[1, 0] == 0 or not np.isfinite(got[1, 0]) or abs(got[1, 0] / right - 1) < 2.0**-9
+    assert (
+        got[1, 0] == 0
+        or not np.isfinite(got[1, 0])
+        or abs(got[1, 0] / right - 1) < 2.0**-9
+    )
 
 
 # What cuBLASLt multiplies, by the compute capabilities that have it: powers of two on
 # 10 and 12 as blocks of 32.
-OF_HOPPER = (((1, None), (1, None)), ((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
+OF_HOPPER = (
+    ((1, None), (1, None)),
+    ((1, 128), (1, 128)),
+    ((1, 128), (128, 128)),
+    ((128, 128), (1, 128)),
+)
 SCALED_BLOCKS = {
     **{(blocks, False): ("9.0",) for blocks in OF_HOPPER},
     **{(blocks, True): ("9.0", "10", "12") for blocks in OF_HOPPER},
@@ -65,7 +97,9 @@ SCALED_BLOCKS = {
 
 
 @pytest.mark.parametrize("blocks, power_2_scale", SCALED_BLOCKS, ids=str)
-@pytest.mark.parametrize("m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (512, 256, 2048)])
+@pytest.mark.parametrize(
+    "m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (512, 256, 2048)]
+)
 def test_block_scaled(blocks, power_2_scale, m, n, k):
     """Scales that differ by powers of two from block to block show where cuBLASLt reads
     each.
@@ -73,30 +107,59 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
     capability = jax.devices("gpu")[0].compute_capability
     capabilities = SCALED_BLOCKS[blocks, power_2_scale]
     if not capability.startswith(capabilities):
-        pytest.skip(f"cuBLASLt has this on compute capability {capabilities}, this GPU has {capability}")
-    a, b, a_scale, b_scale = scaled_operands(m, n, k, blocks, power_2_scale=power_2_scale)
+        pytest.skip(
+            f"cuBLASLt has this on compute capability {capabilities}, this GPU has {capability}"
+        )
+    a, b, a_scale, b_scale = scaled_operands(
+        m, n, k, blocks, power_2_scale=power_2_scale
+    )
     options = {"a_block": blocks[0], "b_block": blocks[1]}
-    product = functools.partial(ops.block_scaled_matmul, **options, power_2_scale=power_2_scale, out_dtype=jnp.float32)
+    product = functools.partial(
+        ops.block_scaled_matmul,
+        **options,
+        power_2_scale=power_2_scale,
+        out_dtype=jnp.float32,
+    )
     for precise in (False, True):
         product = functools.partial(product, precise=precise)
         got = jax.jit(product)(a, b, a_scale, b_scale)
-        expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **options, **cases.accumulation("cuda", precise))
+        expected = oracle_blocks.matmul(
+            a, b, a_scale, b_scale, **options, **cases.accumulation("cuda", precise)
+        )
         expected.check(got, f"{blocks}, precise {precise}")
         stacked = [np.stack([x, np.roll(x, 1, axis=0)]) for x in (a, b)]
-        pair = jax.jit(jax.vmap(product, (0, 0, None, None)))(*stacked, a_scale, b_scale)
+        pair = jax.jit(jax.vmap(product, (0, 0, None, None)))(
+            *stacked, a_scale, b_scale
+        )
         expected.check(pair[0], f"{blocks}, group 0")
 
 
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])
-@pytest.mark.parametrize("sizes, m, k, n", [([10, 0, 130, 1, 64], 304, 80, 40), ([700, 0, 1500, 3], 2500, 512, 384)])
+@pytest.mark.parametrize(
+    "sizes, m, k, n",
+    [([10, 0, 130, 1, 64], 304, 80, 40), ([700, 0, 1500, 3], 2500, 512, 384)],
+)
 def test_large_ragged_products(sizes, m, k, n, ragged):
     """More slices and tiles than tests/ops has."""
     shapes = ((m, k), (len(sizes), n, k)) if ragged == "rows" else ((k, m), (n, m))
-    a, b = random_codes(shapes[0], oracle.E4M3, 1), random_codes(shapes[1], oracle.E5M2, 2)
+    a, b = (
+        random_codes(shapes[0], oracle.E4M3, 1),
+        random_codes(shapes[1], oracle.E5M2, 2),
+    )
     scales = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
     for precise in (False, True):
-        got = ops.ragged_matmul(a, b, *scales, np.int32(sizes), ragged=ragged, out_dtype=jnp.float32, precise=precise)
-        oracle.ragged_matmul(a, b, *scales, sizes, **cases.accumulation("cuda", precise)).check(got, f"{sizes}")
+        got = ops.ragged_matmul(
+            a,
+            b,
+            *scales,
+            np.int32(sizes),
+            ragged=ragged,
+            out_dtype=jnp.float32,
+            precise=precise,
+        )
+        oracle.ragged_matmul(
+            a, b, *scales, sizes, **cases.accumulation("cuda", precise)
+        ).check(got, f"{sizes}")
 
 
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])
@@ -112,10 +175,14 @@ def test_ragged_neighbours(ragged):
     one = np.float32(2.0**-9)
 
     def product(a, b, sizes):
-        return ops.ragged_matmul(a, b, one, one, sizes, ragged=ragged, out_dtype=jnp.float32, precise=True)
+        return ops.ragged_matmul(
+            a, b, one, one, sizes, ragged=ragged, out_dtype=jnp.float32, precise=True
+        )
 
     for options in ({"xla_gpu_enable_command_buffer": ""}, GRAPHS):
         run = jax.jit(product, compiler_options=options)
         for sizes in ([100, 39, 60], [0, 139, 121], [139, 1, 120], [0, 0, 0]):
-            expected = oracle.ragged_matmul(a, b, one, one, sizes, **cases.accumulation("cuda", precise=True))
+            expected = oracle.ragged_matmul(
+                a, b, one, one, sizes, **cases.accumulation("cuda", precise=True)
+            )
             expected.check(run(a, b, np.int32(sizes)), f"{sizes}")

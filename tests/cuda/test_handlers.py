@@ -18,7 +18,10 @@ BLOCKS = "quantize_blocks_transpose, stored"
 
 def call(op, results, operands, **attributes):
     attributes = targets.ATTRIBUTES.get(op, {}) | attributes
-    attributes = {name: np.bool_(v) if isinstance(v, bool) else v for name, v in attributes.items()}
+    attributes = {
+        name: np.bool_(v) if isinstance(v, bool) else v
+        for name, v in attributes.items()
+    }
     return run(targets.Call(op, operands, results, attributes), PREFIX)
 
 
@@ -36,12 +39,29 @@ def assert_named(op, results, operands, message, **attributes):
 @pytest.mark.parametrize("m, n, k", [(8, 32, 48), (16, 31, 48), (16, 32, 40)])
 def test_unaligned_matmul_is_refused(m, n, k):
     """Python pads; what arrives unaligned all the same is named."""
-    codes, results = [((1, m, k), E4M3), ((1, n, k), E4M3)], [((1, m, n), F32), ((0,), U8)]
+    codes, results = (
+        [((1, m, k), E4M3), ((1, n, k), E4M3)],
+        [((1, m, n), F32), ((0,), U8)],
+    )
     for op, scales, attributes in (
-        ("scaled_matmul", [((1,), F32)] * 2, {"has_bias": False, "has_accumulator": False}),
-        ("block_scaled_matmul", [((1, m), F32), ((1, n), F32)], {"a_scales": "rows", "b_scales": "rows"}),
+        (
+            "scaled_matmul",
+            [((1,), F32)] * 2,
+            {"has_bias": False, "has_accumulator": False},
+        ),
+        (
+            "block_scaled_matmul",
+            [((1, m), F32), ((1, n), F32)],
+            {"a_scales": "rows", "b_scales": "rows"},
+        ),
     ):
-        assert_named(op, results, codes + scales, rf"\b{op}: [ab]: expected .* multiples of 16", **attributes)
+        assert_named(
+            op,
+            results,
+            codes + scales,
+            rf"\b{op}: [ab]: expected .* multiples of 16",
+            **attributes,
+        )
 
 
 @pytest.mark.parametrize("op", ["scaled_matmul", "block_scaled_matmul"])
@@ -59,7 +79,9 @@ def test_two_e5m2_are_refused(op):
 def test_one_layout_and_too_many(op, fewer):
     op, results, operands = parts(op)
     both = call(op, results, operands)
-    for got, expected in zip(call(op, results[: fewer[0]], operands), both[: fewer[0]], strict=True):
+    for got, expected in zip(
+        call(op, results[: fewer[0]], operands), both[: fewer[0]], strict=True
+    ):
         oracle.assert_bitwise(got, np.asarray(expected), f"{op} without data_t")
     for wrong in ([*results, ((1,), F32)], *(results[:n] for n in fewer[1:])):
         message = rf"{op.split(',')[0]}: expected {fewer[0]} or {len(results)} results, got {len(wrong)}"
@@ -84,8 +106,13 @@ def test_scales_lie_where_products_read_them(block, shape, wrong):
 
 def test_matmul_scales_of_other_groups_are_named():
     specs = [((4, 16, 32), E4M3), ((4, 16, 32), E4M3), ((4, 4), F32), ((2, 4), F32)]
-    message, terms = r"b_scale_inv: expected F32\[1\] or F32\[4,4\]", {"has_bias": False, "has_accumulator": False}
-    assert_named("scaled_matmul", [((4, 16, 16), F32), ((0,), U8)], specs, message, **terms)
+    message, terms = (
+        r"b_scale_inv: expected F32\[1\] or F32\[4,4\]",
+        {"has_bias": False, "has_accumulator": False},
+    )
+    assert_named(
+        "scaled_matmul", [((4, 16, 16), F32), ((0,), U8)], specs, message, **terms
+    )
 
 
 def test_initialize(handlers):

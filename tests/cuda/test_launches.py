@@ -17,7 +17,14 @@ ONE_KERNEL = dict.fromkeys(_machine.OPS, (1, 0, 0))
 # An amax is a maximum into zeros, where none is raised in place; row-wise blocks are in
 # the last test.
 LAUNCHES = ONE_KERNEL | dict.fromkeys(
-    ("amax", "quantize", "quantize_transpose", "quantize_activation", "quantize_activation_grad", "quantize_norm"),
+    (
+        "amax",
+        "quantize",
+        "quantize_transpose",
+        "quantize_activation",
+        "quantize_activation_grad",
+        "quantize_norm",
+    ),
     (1, 1, 0),
 )
 # the scales of whole blocks come before the codes
@@ -25,7 +32,12 @@ LAUNCHES["transpose_blocks"] = (2, 0, 0)
 
 
 @pytest.mark.parametrize(
-    "op", [op for op in LAUNCHES if op not in ("scaled_matmul", "block_scaled_matmul", *_ffi._CPU_ONLY)]
+    "op",
+    [
+        op
+        for op in LAUNCHES
+        if op not in ("scaled_matmul", "block_scaled_matmul", *_ffi._CPU_ONLY)
+    ],
 )
 def test_launches(op, handlers, over_handlers):
     function, arguments = _machine.OPS[op]
@@ -36,7 +48,9 @@ def test_launches(op, handlers, over_handlers):
     assert emulated.launches(handlers) == LAUNCHES[op]
 
 
-@pytest.mark.parametrize("op", [op for op in LAUNCHES if LAUNCHES[op] == (1, 1, 0) and op != "amax"])
+@pytest.mark.parametrize(
+    "op", [op for op in LAUNCHES if LAUNCHES[op] == (1, 1, 0) and op != "amax"]
+)
 def test_an_amax_is_raised_in_place(op, handlers, over_handlers):
     """One that another op made, as delayed_scales makes zeros: nothing but two
     kernels.
@@ -45,13 +59,20 @@ def test_an_amax_is_raised_in_place(op, handlers, over_handlers):
     options = {
         "quantize_activation": {"activation": "gelu"},
         "quantize_activation_grad": {"activation": "gelu", "grad": x},
-        "quantize_norm": {"gamma": np.ones(5, np.float32), "beta": None, "kind": "rms", "epsilon": 1.0},
+        "quantize_norm": {
+            "gamma": np.ones(5, np.float32),
+            "beta": None,
+            "kind": "rms",
+            "epsilon": 1.0,
+        },
     }.get(op, {})
 
     @jax.jit
     def step(x, scale):
         (zero,) = ops.delayed_scales([scale], [scale], fp8_max=[448.0])
-        return getattr(ops, op)(x=x, scale=scale, dtype=oracle.E4M3.dtype, amax=zero.amax, **options)
+        return getattr(ops, op)(
+            x=x, scale=scale, dtype=oracle.E4M3.dtype, amax=zero.amax, **options
+        )
 
     jax.block_until_ready(step(x, one))
     emulated.launches(handlers)
@@ -62,7 +83,9 @@ def test_an_amax_is_raised_in_place(op, handlers, over_handlers):
 @pytest.mark.parametrize("m, launches", [(40, (2, 1, 0)), (0, (0, 0, 0))])
 def test_blocks_of_whole_rows(m, launches, handlers, over_handlers):
     """Two kernels, after a memset; nothing without elements."""
-    run = jax.jit(lambda x: ops.quantize_blocks_transpose(x, oracle.E4M3.dtype, block=(1, None)))
+    run = jax.jit(
+        lambda x: ops.quantize_blocks_transpose(x, oracle.E4M3.dtype, block=(1, None))
+    )
     x = np.ones((m, 50), oracle.BF16)
     jax.block_until_ready(run(x))
     emulated.launches(handlers)

@@ -16,8 +16,14 @@ from jaxfp8.ops import _ffi
 
 MODULE = _ffi.module_path("_cuda")
 # What ptxas said of each kernel; a wheel does not have it.
-REPORTS = [path for folder in jaxfp8.__path__ for path in sorted(Path(folder, "_ptxas").glob("*.ptxas.txt"))]
-ARCHITECTURES = next(library.built_for for library in _ffi.libraries() if library.platform == "cuda").split()
+REPORTS = [
+    path
+    for folder in jaxfp8.__path__
+    for path in sorted(Path(folder, "_ptxas").glob("*.ptxas.txt"))
+]
+ARCHITECTURES = next(
+    library.built_for for library in _ffi.libraries() if library.platform == "cuda"
+).split()
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the CUDA module was not built")
 
@@ -41,25 +47,39 @@ for name, handler in targets.items():
 def output(tool, *arguments) -> str:
     if shutil.which(tool) is None:
         pytest.skip(f"needs {tool} (binutils)")
-    return subprocess.run([tool, *arguments, MODULE], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [tool, *arguments, MODULE], capture_output=True, text=True, check=True
+    ).stdout
 
 
 @pytest.mark.parametrize("script", [LOAD, LOAD + REGISTER], ids=["load", "register"])
 def test_loads_without_a_driver(script):
-    command = [sys.executable, "-c", script, MODULE, *sorted(cases.CUDA_TARGETS.values())]
-    done = subprocess.run(command, capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"})
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        MODULE,
+        *sorted(cases.CUDA_TARGETS.values()),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"}
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_products_of_cublaslt_have_an_initialize_stage():
     targets = _ffi._loaded["CUDA"].registrations()
     stages = {name for name, handler in targets.items() if isinstance(handler, dict)}
-    assert stages == {_ffi.target_name(op) for op in ("scaled_matmul", "block_scaled_matmul")}
+    assert stages == {
+        _ffi.target_name(op) for op in ("scaled_matmul", "block_scaled_matmul")
+    }
     assert all(list(targets[name]) == ["initialize", "execute"] for name in stages)
 
 
 def test_exports():
-    symbols = re.findall(r"^\S+ (\w) (\S+)$", output("nm", "-D", "--defined-only"), re.MULTILINE)
+    symbols = re.findall(
+        r"^\S+ (\w) (\S+)$", output("nm", "-D", "--defined-only"), re.MULTILINE
+    )
     assert symbols == [("T", "PyInit__cuda")]
 
 
@@ -68,7 +88,9 @@ def test_needs_no_cuda_library():
     at first use.
     """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output("readelf", "-d"))
-    assert needed and not [name for name in needed if re.search("cublas|cuda|nvidia|python", name)], needed
+    assert needed and not [
+        name for name in needed if re.search("cublas|cuda|nvidia|python", name)
+    ], needed
     undefined = output("nm", "-D", "--undefined-only")
     assert not re.search(r"\b(cuda|cublas|cu[A-Z])\w*", undefined), undefined
 

@@ -14,13 +14,19 @@ SIDE = 128
 @pytest.mark.parametrize("multiprocessors", [1, 58, 132])
 @pytest.mark.parametrize(
     "groups, size",
-    [*((1, s) for s in (1, 7, 8, 1024, 8191, 8193, 10**6, *BIG)), *((g, 3) for g in (2, 17, 10**6, *BIG)), (5, 2**33)],
+    [
+        *((1, s) for s in (1, 7, 8, 1024, 8191, 8193, 10**6, *BIG)),
+        *((g, 3) for g in (2, 17, 10**6, *BIG)),
+        (5, 2**33),
+    ],
 )
 def test_stream_plan(emulated_library, groups, size, vector, multiprocessors):
     plan = emulated_library.stream_plan(groups, size, vector, multiprocessors)
     vectors, tiles, workers, slots, blocks, one_group = plan
     assert vectors == size // vector
-    assert tiles * TILE_VECTORS >= vectors and (tiles - 1) * TILE_VECTORS < max(vectors, 1)
+    assert tiles * TILE_VECTORS >= vectors and (tiles - 1) * TILE_VECTORS < max(
+        vectors, 1
+    )
     # Worker i takes tiles i, i + workers, ...; slot j groups j, j + slots, ...:
     # together, all.
     assert 1 <= workers and 1 <= slots <= groups
@@ -34,7 +40,14 @@ def test_stream_plan(emulated_library, groups, size, vector, multiprocessors):
 
 @pytest.mark.parametrize(
     "groups, m, n",
-    [(1, 2**31 + 5, 3), (1, 3, 2**31 + 5), (1, 2**20, 2**20 + 1), (2**31 + 5, 1, 1), (3, 200, 300), (1, 1, 1)],
+    [
+        (1, 2**31 + 5, 3),
+        (1, 3, 2**31 + 5),
+        (1, 2**20, 2**20 + 1),
+        (2**31 + 5, 1, 1),
+        (3, 200, 300),
+        (1, 1, 1),
+    ],
 )
 def test_transpose_plan(emulated_library, groups, m, n):
     rows, columns = -(-m // SIDE), -(-n // SIDE)
@@ -52,14 +65,25 @@ def test_swizzle(emulated_library, vector):
     """Slots of 8 codes tile shared memory; half-warps write and quarter-warps read
     without bank conflicts.
     """
-    slot_offset, pair_offset = emulated_library.library.slot_offset, emulated_library.library.pair_offset
+    slot_offset, pair_offset = (
+        emulated_library.library.slot_offset,
+        emulated_library.library.pair_offset,
+    )
     places = [slot_offset(c, s, c // vector) for c in range(SIDE) for s in range(16)]
     assert sorted(places) == list(range(0, SIDE * SIDE, 8))
     for slot in range(16):
         for element in range(vector):
             for first in range(0, SIDE // vector, 16):  # 16 lanes, 8 bytes each
                 groups = range(first, first + 16)
-                assert len({slot_offset(g * vector + element, slot, g) % 128 for g in groups}) == 16
+                assert (
+                    len(
+                        {
+                            slot_offset(g * vector + element, slot, g) % 128
+                            for g in groups
+                        }
+                    )
+                    == 16
+                )
     for column in range(SIDE):  # 8 lanes, 16 bytes each
         pairs = [pair_offset(column, p, column // vector) for p in range(8)]
         assert len({p % 128 for p in pairs}) == 8

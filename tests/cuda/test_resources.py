@@ -62,15 +62,22 @@ class Resources:
 
     def faults(self) -> list[str]:
         budgets = (
-            budget for pattern, budget in BUDGETS.items() if re.search(pattern, f"{self.architecture} {self.name}")
+            budget
+            for pattern, budget in BUDGETS.items()
+            if re.search(pattern, f"{self.architecture} {self.name}")
         )
         budget = next(budgets, DEFAULT_BUDGET)
         found = {
             f"{self.stack} bytes of stack": self.stack > 0,
             f"{self.spilled} bytes spilled": self.spilled > 0,
-            f"{self.registers} registers, the budget is {budget} ({self.blocks} blocks fit)": self.registers > budget,
+            f"{self.registers} registers, the budget is {budget} ({self.blocks} blocks fit)": self.registers
+            > budget,
         }
-        return [f"{self.name} on {self.architecture}: {fault}" for fault, is_one in found.items() if is_one]
+        return [
+            f"{self.name} on {self.architecture}: {fault}"
+            for fault, is_one in found.items()
+            if is_one
+        ]
 
 
 def parse(log: str) -> list[Resources]:
@@ -79,7 +86,11 @@ def parse(log: str) -> list[Resources]:
     for match in _KERNEL.finditer(log):
         of_kernel = {key: int(match[key]) for key in ("registers", "stack")}
         spilled = int(match["stores"]) + int(match["loads"])
-        kernels.append(Resources(match["name"], match["architecture"], spilled=spilled, **of_kernel))
+        kernels.append(
+            Resources(
+                match["name"], match["architecture"], spilled=spilled, **of_kernel
+            )
+        )
     if len(kernels) != log.count("Compiling entry function"):
         raise ValueError("ptxas reports in a form that is not understood here")
     return kernels
@@ -109,14 +120,24 @@ def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):
     of_halves = re.compile("QuantizeBlocksTransposeKernelINS_(3F16|4BF16).*Lb1E")
     if "sm_90a" not in ARCHITECTURES:
         pytest.skip("the CUDA module was built without sm_90a")
-    found = [kernel for kernel in kernels if kernel.architecture == "sm_90a" and of_halves.search(kernel.name)]
+    found = [
+        kernel
+        for kernel in kernels
+        if kernel.architecture == "sm_90a" and of_halves.search(kernel.name)
+    ]
     assert found and {kernel.blocks for kernel in found} == {4}
 
 
 def test_every_kernel_on_every_architecture(kernels):
     expected = "Amax AmaxToScale Quantize Tile Dequantize QuantizeBlocksTranspose LineAmaxes".split()
-    assert all(any(f"{name}Kernel" in kernel.name for kernel in kernels) for name in expected)
-    by_architecture = {a: {k.name for k in kernels if k.architecture == a} for a in ARCHITECTURES}
+    assert all(
+        any(f"{name}Kernel" in kernel.name for kernel in kernels) for name in expected
+    )
+    by_architecture = {
+        a: {k.name for k in kernels if k.architecture == a} for a in ARCHITECTURES
+    }
     assert {k.architecture for k in kernels} == set(ARCHITECTURES)
-    counts = {architecture: len(found) for architecture, found in by_architecture.items()}
+    counts = {
+        architecture: len(found) for architecture, found in by_architecture.items()
+    }
     assert len(set(counts.values())) == 1, counts

@@ -14,8 +14,15 @@ from . import sanitize, sanitizer_cases
 
 def test_every_custom_call(cuda_custom_calls):
     text = ""
-    for function, *arguments in (sanitizer_cases.OWN | sanitizer_cases.PRODUCT_CASES).values():
-        text += jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    for function, *arguments in (
+        sanitizer_cases.OWN | sanitizer_cases.PRODUCT_CASES
+    ).values():
+        text += (
+            jax.jit(function)
+            .trace(*arguments)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
     missing = [name for name in ops.custom_call_targets() if name not in text]
     assert missing == [_ffi.target_name(op) for op in _ffi._CPU_ONLY]
 
@@ -24,5 +31,7 @@ def test_every_custom_call(cuda_custom_calls):
 def test_cases_run():
     """On a CPU here; in a process of its own, as on a GPU."""
     command = [sys.executable, sanitize.CASES, "--own"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stdout.splitlines() == list(sanitizer_cases.OWN)

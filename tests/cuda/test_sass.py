@@ -27,12 +27,28 @@ KERNELS = {
     "with sums": (r"TileKernel<Identity<BF16, true>, E4M3, true>", 64, 7.9),
     "silu": (r"TileKernel<Activated<BF16, Plain<Silu> ?>, E4M3, true>", 64, 12.1),
     "gated silu": (r"TileKernel<Activated<BF16, Gated<Silu> ?>, E4M3, true>", 64, 14.5),
-    "gradient of gated silu": (r"TileKernel<ActivationGradient<BF16, Gated<Silu>, false>, E5M2, true>", 64, 24.0),
+    "gradient of gated silu": (
+        r"TileKernel<ActivationGradient<BF16, Gated<Silu>, false>, E5M2, true>",
+        64,
+        24.0,
+    ),
     "RMSNorm": (r"TileKernel<Normalized<BF16, false>, E4M3, true>", 64, 9.5),
     "LayerNorm": (r"TileKernel<Normalized<BF16, true>, E4M3, true>", 64, 10.8),
-    "blocks of 1x32": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)1, true>", 64, 11.1),
-    "blocks of 1x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)2, true>", 64, 8.6),
-    "blocks of 128x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)3, true>", 64, 8.8),
+    "blocks of 1x32": (
+        r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)1, true>",
+        64,
+        11.1,
+    ),
+    "blocks of 1x128": (
+        r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)2, true>",
+        64,
+        8.6,
+    ),
+    "blocks of 128x128": (
+        r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)3, true>",
+        64,
+        8.8,
+    ),
     "Adam": (r"AdamUpdateKernel<false>", 16, 98.0),
     "Adam, with parameters": (r"AdamUpdateKernel<true>", 16, 105.0),
     "dequantize": (r"DequantizeKernel<E4M3, BF16, 8>", 32, 10.2),
@@ -44,10 +60,17 @@ def kernels():
     """The instructions of the kernels of the table, by demangled name."""
     if not REPORTS or "sm_90a" not in ARCHITECTURES or not sass.find_tool("cuobjdump"):
         pytest.skip("needs the CUDA module with sm_90a and a disassembler (make cuda)")
-    mangled = {name for log in REPORTS for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())}
+    mangled = {
+        name
+        for log in REPORTS
+        for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())
+    }
     names = dict(zip(sass.demangled(sorted(mangled)), sorted(mangled), strict=True))
     chosen = {
-        plain: names[plain] for pattern, *_ in KERNELS.values() for plain in names if re.fullmatch(pattern, plain)
+        plain: names[plain]
+        for pattern, *_ in KERNELS.values()
+        for plain in names
+        if re.fullmatch(pattern, plain)
     }
     instructions = sass.disassemble(MODULE, list(chosen.values()))
     return {plain: instructions[name] for plain, name in chosen.items()}
@@ -59,5 +82,9 @@ def test_instructions_an_element(kernels, label):
     (name,) = (name for name in kernels if re.fullmatch(pattern, name))
     loop = sass.main_loop(kernels[name])
     figure = loop.cost.instructions / elements
-    assert figure <= budget, f"{label}: {figure:.1f} instructions an element, the budget is {budget}"
-    assert figure > budget - 1.5, f"{label}: {figure:.1f} instructions an element: lower the budget of {budget}"
+    assert figure <= budget, (
+        f"{label}: {figure:.1f} instructions an element, the budget is {budget}"
+    )
+    assert figure > budget - 1.5, (
+        f"{label}: {figure:.1f} instructions an element: lower the budget of {budget}"
+    )

@@ -14,7 +14,9 @@ def run(folder, name, *options):
     """The finished process of an example, in a folder; devices are those that a user
     has.
     """
-    return another_process.python(EXAMPLES / f"{name}.py", *options, cwd=folder, XLA_FLAGS=None)
+    return another_process.python(
+        EXAMPLES / f"{name}.py", *options, cwd=folder, XLA_FLAGS=None
+    )
 
 
 @contextlib.contextmanager

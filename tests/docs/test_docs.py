@@ -20,12 +20,18 @@ def check_custom_recipes(names):
 
 
 def check_experts(names):
-    for state in jax.tree.leaves(names["state"], is_leaf=lambda x: isinstance(x, jaxfp8.QuantizerState)):
+    for state in jax.tree.leaves(
+        names["state"], is_leaf=lambda x: isinstance(x, jaxfp8.QuantizerState)
+    ):
         assert (np.asarray(state.amax_history) > 0).sum() == 3
 
 
 def check_mixed_precision(names):
-    assert jnp.isfinite(names["loss"]) and names["loss_scale"].value <= 65536 and 1 <= names["train"].step <= 6
+    assert (
+        jnp.isfinite(names["loss"])
+        and names["loss_scale"].value <= 65536
+        and 1 <= names["train"].step <= 6
+    )
 
 
 def check_xla(names):
@@ -44,11 +50,17 @@ CHECKS = {
 
 
 # CI's `make docs` runs the notebooks.
-NOTEBOOKS = [pytest.param(page, marks=pytest.mark.slow) for page in snippets.notebooks()]
+NOTEBOOKS = [
+    pytest.param(page, marks=pytest.mark.slow) for page in snippets.notebooks()
+]
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["", "again"])
-@pytest.mark.parametrize("page", [*filter(snippets.has_program, snippets.pages()), *NOTEBOOKS])
+@pytest.mark.parametrize(
+    "runs", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["", "again"]
+)
+@pytest.mark.parametrize(
+    "page", [*filter(snippets.has_program, snippets.pages()), *NOTEBOOKS]
+)
 def test_programs(page, runs, tmp_path, monkeypatch, capsys):
     """A page runs, and again in one process and folder: a second run finds the names
     and the files of the first.
@@ -60,14 +72,18 @@ def test_programs(page, runs, tmp_path, monkeypatch, capsys):
         names = snippets.run(page, names)
         CHECKS.get(page, lambda names: None)(names)
     printed = without_numbers(capsys.readouterr().out)
-    assert [part for part in outputs(page) if without_numbers(part) not in printed] == []
+    assert [
+        part for part in outputs(page) if without_numbers(part) not in printed
+    ] == []
 
 
 def outputs(page) -> list[str]:
     """The parts of a page that its programs print: ```text fences, without the lines
     that "..." stands for.
     """
-    fences = re.findall(r"^```text\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
+    fences = re.findall(
+        r"^```text\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL
+    )
     return [part for fence in fences for part in fence.split("...\n") if part]
 
 
@@ -83,11 +99,18 @@ def test_the_lines_that_change():
     with the old ones.
     """
     pages = (snippets.text_of(page) for page in ("README.md", "docs/index.md"))
-    shown, again = (re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines() for page in pages)
+    shown, again = (
+        re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines()
+        for page in pages
+    )
     assert shown == again
-    old, new = ([line[1:].strip() for line in shown if line[0] == sign] for sign in "-+")
+    old, new = (
+        [line[1:].strip() for line in shown if line[0] == sign] for sign in "-+"
+    )
     assert len(old) == len(new) == 3
-    program = re.search(r"```python\n(.*?)```", snippets.text_of("README.md"), re.DOTALL)[1]
+    program = re.search(
+        r"```python\n(.*?)```", snippets.text_of("README.md"), re.DOTALL
+    )[1]
     for before, after in zip(old, new, strict=True):
         assert program.count(after) == 1
         program = program.replace(after, before)
@@ -102,8 +125,14 @@ def test_code_fits_the_page(page):
     """88 columns are what the site shows without a scroll bar; docs/ruff.toml formats
     Python so.
     """
-    fences = re.findall(r"^```(?:python|py|sh)\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
-    assert [line for body in fences for line in body.splitlines() if len(line) > 88] == []
+    fences = re.findall(
+        r"^```(?:python|py|sh)\n(.*?)^```$",
+        snippets.text_of(page),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert [
+        line for body in fences for line in body.splitlines() if len(line) > 88
+    ] == []
 
 
 def test_pictures_are_drawn_and_shown(tmp_path):
@@ -116,20 +145,34 @@ def test_pictures_are_drawn_and_shown(tmp_path):
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(drawn) == 4 and all("</svg>" in text for text in drawn.values())
     # as in performance.md
-    assert all(f"<!-- {label} -->" in drawn["launches.svg"] for label in (30, 1920, 3056))
+    assert all(
+        f"<!-- {label} -->" in drawn["launches.svg"] for label in (30, 1920, 3056)
+    )
     shown = "".join((snippets.ROOT / page).read_text() for page in snippets.pages())
     for name in drawn:
-        assert (snippets.ROOT / "docs" / "images" / name).exists() and f"images/{name})" in shown
+        assert (
+            snippets.ROOT / "docs" / "images" / name
+        ).exists() and f"images/{name})" in shown
 
 
 def test_every_name_of_the_reference_by_task_has_an_example():
     page = (snippets.ROOT / "docs" / "reference.md").read_text()
     code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     names = re.findall(r"\]\(#(jaxfp8\.[\w.]+)\)", page)
-    assert len(names) > 30 and [name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)] == []
+    assert (
+        len(names) > 30
+        and [name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)]
+        == []
+    )
 
 
-OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "tests/README.md"]
+OTHERS = [
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "examples/README.md",
+    "benchmarks/README.md",
+    "tests/README.md",
+]
 
 
 @pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks(), *OTHERS])
@@ -147,7 +190,10 @@ def test_links_within_the_repository(page):
         assert target.exists(), link
         if heading:
             titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
+            assert heading in {
+                re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+                for title in titles
+            }, link
 
 
 @pytest.mark.parametrize("page", snippets.pages())
@@ -157,9 +203,13 @@ def test_python_is_marked_as_such(page):
     """
     text = (snippets.ROOT / page).read_text()
     fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(fences), "a fence is not closed, or it is indented"
+    assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(fences), (
+        "a fence is not closed, or it is indented"
+    )
     for language, body in fences:
-        assert language not in ("python3", "py3", "pycon", "ipython", "Python"), language
+        assert language not in ("python3", "py3", "pycon", "ipython", "Python"), (
+            language
+        )
         if language == "py":
             compile(body.strip(), page, "eval")
         if language in ("", "text"):

@@ -27,12 +27,19 @@ def test_prints_a_table(tmp_path):
 def products(recipe, state=None, seed=0):
     """(exact, got, next state): y, dx and dkernel of a layer."""
     rng = np.random.default_rng(seed)
-    x, kernel, grad = (rng.standard_normal(shape) for shape in ((64, 96), (96, 32), (64, 32)))
+    x, kernel, grad = (
+        rng.standard_normal(shape) for shape in ((64, 96), (96, 32), (64, 32))
+    )
     exact = x @ kernel, grad @ kernel.T, x.T @ grad
     x, kernel, grad = (jnp.asarray(a, jnp.float32) for a in (x, kernel, grad))
     state = jaxfp8.init_state(recipe) if state is None else state
     y, vjp = jax.vjp(
-        lambda x, kernel, state: jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), x, kernel, state
+        lambda x, kernel, state: jaxfp8.dot_general(
+            x, kernel, MATMUL, recipe=recipe, state=state
+        ),
+        x,
+        kernel,
+        state,
     )
     *gradients, state = vjp(grad)
     return exact, (y, *gradients), state
@@ -45,7 +52,9 @@ def decibel(exact, got):
 # A step of rows of normal numbers is their amax, about 2.6 deviations, over 31 or 127;
 # the error of rounding to the nearest is step**2 / 12, at random step**2 / 6; two
 # operands have it. FP8's best is 28.7 dB.
-@pytest.mark.parametrize(("name", "least", "most"), [("int6", 24, 31), ("rotated", 33.5, 40)])
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("int6", 24, 31), ("rotated", 33.5, 40)]
+)
 def test_precision(example, name, least, most):
     exact, got, _ = products(example.RECIPES[name])
     for e, g in zip(exact, got, strict=True):

@@ -33,7 +33,9 @@ def straight(folder):
 
 
 def test_prints_collectives_and_a_table(straight):
-    assert "Warning" not in straight.stderr and "rematerialization" not in straight.stderr
+    assert (
+        "Warning" not in straight.stderr and "rematerialization" not in straight.stderr
+    )
     lines = straight.stdout.splitlines()
     moved = {line.split()[0]: line for line in lines if "one step moves" in line}
     assert set(moved) == {"bf16", "jaxfp8"}
@@ -52,6 +54,8 @@ def test_resumes_bitwise(straight, folder, mesh):
     elsewhere it starts in them.
     """
     resumed = run(folder, "--resume", "--arms", "jaxfp8", "--mesh", mesh)
-    saved, trained = (digests(straight, what)["jaxfp8"] for what in ("saved", "trained"))
+    saved, trained = (
+        digests(straight, what)["jaxfp8"] for what in ("saved", "trained")
+    )
     assert digests(resumed, "restored")["jaxfp8"] == saved != trained
     assert mesh == "4x2" or digests(resumed, "trained")["jaxfp8"] == trained

@@ -22,7 +22,16 @@ def language_model(monkeypatch):
 
 
 def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
-    run = running.run(tmp_path, "language_model", "--tiny", "--control", "--seeds", "2", "--json", "out.json")
+    run = running.run(
+        tmp_path,
+        "language_model",
+        "--tiny",
+        "--control",
+        "--seeds",
+        "2",
+        "--json",
+        "out.json",
+    )
     # the progress bar, with losses
     assert "8/8" in run.stderr and "jaxfp8=" in run.stderr
 
@@ -33,11 +42,16 @@ def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     assert set(results) == {"bf16", "jaxfp8", "flax", "control"}
     for arm, result in results.items():
         mean, difference, ms, *seeds = table[arm]
-        assert math.isclose(float(mean), np.mean([float(loss) for loss in seeds]), abs_tol=1e-4)
+        assert math.isclose(
+            float(mean), np.mean([float(loss) for loss in seeds]), abs_tol=1e-4
+        )
         # log(103 characters) is 4.6
         assert len(seeds) == 2 and all(0 < float(loss) < 5 for loss in seeds)
         assert (difference == "-") == (arm == "bf16")
-        assert float(ms) == pytest.approx(result["median_ms_per_step"], abs=0.06) and float(ms) > 0
+        assert (
+            float(ms) == pytest.approx(result["median_ms_per_step"], abs=0.06)
+            and float(ms) > 0
+        )
     # four steps prove nothing
     assert "PASS" not in run.stdout and "FAIL" not in run.stdout
 
@@ -49,16 +63,24 @@ def test_arms_start_from_the_same_weights_and_batches(language_model):
     arms = language_model.ARMS | language_model.CONTROL
     optimizer = language_model.make_optimizer(10)
     states = {
-        name: language_model.create_state(language_model.LanguageModel(50, cls), 3, optimizer)
+        name: language_model.create_state(
+            language_model.LanguageModel(50, cls), 3, optimizer
+        )
         for name, cls in arms.items()
     }
     for name, state in states.items():
-        chex.assert_trees_all_equal(state.params["params"], states["bf16"].params["params"])
+        chex.assert_trees_all_equal(
+            state.params["params"], states["bf16"].params["params"]
+        )
         # The optimizer, its clipping and its weight decay see the parameters and
         # nothing else.
-        assert len(jax.tree.leaves(state.opt_state)) == len(jax.tree.leaves(states["bf16"].opt_state)), name
+        assert len(jax.tree.leaves(state.opt_state)) == len(
+            jax.tree.leaves(states["bf16"].opt_state)
+        ), name
 
-    first, again = (list(language_model.Corpus().random_batches(3, 4, 2, 8)) for _ in range(2))
+    first, again = (
+        list(language_model.Corpus().random_batches(3, 4, 2, 8)) for _ in range(2)
+    )
     np.testing.assert_array_equal(first, again)
     other = list(language_model.Corpus().random_batches(4, 4, 2, 8))
     assert not np.array_equal(first, other)
@@ -90,19 +112,40 @@ PROOF = {"jaxfp8": 0.01, "flax": 0.008, "control": 1.4}
         ({"control": math.nan}, False),
     ],
 )
-def test_full_proof_sets_the_exit_status(language_model, monkeypatch, capsys, tmp_path, differences, passes):
+def test_full_proof_sets_the_exit_status(
+    language_model, monkeypatch, capsys, tmp_path, differences, passes
+):
     report = importlib.import_module("_report")
 
     def trained(models, *_):
         def run(name):
             loss = 1.3 + ({"bf16": 0.0} | PROOF | differences)[name]
-            scales = [(1, {("block0/qkv", operand): 1.0 for operand in report.OPERANDS})]
-            return report.Run(step_ms=[9.0, 1.0], train_losses=[4.0, loss], validation=[(2, loss)], scales=scales)
+            scales = [
+                (1, {("block0/qkv", operand): 1.0 for operand in report.OPERANDS})
+            ]
+            return report.Run(
+                step_ms=[9.0, 1.0],
+                train_losses=[4.0, loss],
+                validation=[(2, loss)],
+                scales=scales,
+            )
 
         return {name: run(name) for name in models}
 
     monkeypatch.setattr(language_model, "train", trained)
-    options = ["--steps", "1000", "--seeds", "3", "--control", "--out", str(tmp_path / "proof.png")]
+    options = [
+        "--steps",
+        "1000",
+        "--seeds",
+        "3",
+        "--control",
+        "--out",
+        str(tmp_path / "proof.png"),
+    ]
     monkeypatch.setattr(sys, "argv", ["language_model.py", *options])
     assert language_model.main() == (0 if passes else 1)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS: " if passes else "FAIL: ")
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("PASS: " if passes else "FAIL: ")
+    )

@@ -28,7 +28,9 @@ def test_pipeline(tmp_path):
     for arm in ("bf16", "jaxfp8"):
         # Sums have another order, so some of the bf16 activations round to a neighbour,
         # 2**-8 away, here and there.
-        np.testing.assert_allclose(float(in_order[arm]), float(table[arm][0]), rtol=2**-8)
+        np.testing.assert_allclose(
+            float(in_order[arm]), float(table[arm][0]), rtol=2**-8
+        )
 
 
 def test_experts(tmp_path):
@@ -39,9 +41,14 @@ def test_experts(tmp_path):
     running.assert_table(lines[-3:])
     if jax.default_backend() == "cpu":
         moved = {line.split()[0]: line for line in lines if "one step moves" in line}
-        sent = {arm: dict(re.findall(r"all-to-all (\w+) (\S+) MiB", line)) for arm, line in moved.items()}
+        sent = {
+            arm: dict(re.findall(r"all-to-all (\w+) (\S+) MiB", line))
+            for arm, line in moved.items()
+        }
         # Of two ways there and two back only the results of the experts are not codes.
         # A CPU sends bf16 as f32.
         assert set(sent["bf16"]) == {"f32"} and set(sent["jaxfp8"]) == {"f32", "u8"}
         assert float(sent["jaxfp8"]["f32"]) == float(sent["bf16"]["f32"]) / 4
-        assert float(sent["jaxfp8"]["u8"]) == pytest.approx(float(sent["bf16"]["f32"]) * 3 / 16, abs=0.001)
+        assert float(sent["jaxfp8"]["u8"]) == pytest.approx(
+            float(sent["bf16"]["f32"]) * 3 / 16, abs=0.001
+        )

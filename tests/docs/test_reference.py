@@ -18,26 +18,58 @@ MODULES = reference.public_modules()
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_is_described(module):
-    assert (importlib.import_module(module).__doc__ or "").strip(), f"{module} has no docstring"
-    bare = [name for name in reference.public_names(module) if not reference.description(module, name)]
-    assert not bare, f"{module}: {bare}: expected a docstring, or a comment above the line that defines a constant"
+    assert (importlib.import_module(module).__doc__ or "").strip(), (
+        f"{module} has no docstring"
+    )
+    bare = [
+        name
+        for name in reference.public_names(module)
+        if not reference.description(module, name)
+    ]
+    assert not bare, (
+        f"{module}: {bare}: expected a docstring, or a comment above the line that defines a constant"
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_method_is_described(module):
     for name in reference.public_names(module):
         described = getattr(importlib.import_module(module), name)
-        for method, value in vars(described).items() if inspect.isclass(described) else ():
-            if not method.startswith("_") and inspect.isfunction(value) and value.__module__.startswith("jaxfp8"):
-                assert inspect.getdoc(getattr(described, method)), f"{module}.{name}.{method} has no docstring"
+        for method, value in (
+            vars(described).items() if inspect.isclass(described) else ()
+        ):
+            if (
+                not method.startswith("_")
+                and inspect.isfunction(value)
+                and value.__module__.startswith("jaxfp8")
+            ):
+                assert inspect.getdoc(getattr(described, method)), (
+                    f"{module}.{name}.{method} has no docstring"
+                )
 
 
 def test_reference_has_the_names_that_packages_export():
     names = {name for module in MODULES for name in reference.public_names(module)}
-    assert {"jaxfp8", "jaxfp8.linen", "jaxfp8.ops", "jaxfp8.integrations.maxtext"} <= set(MODULES)
-    assert {"dot_general", "E4M3", "Dense", "scaled_matmul", "save_gemm_outputs", "RESIDUAL_NAME"} <= names
+    assert {
+        "jaxfp8",
+        "jaxfp8.linen",
+        "jaxfp8.ops",
+        "jaxfp8.integrations.maxtext",
+    } <= set(MODULES)
+    assert {
+        "dot_general",
+        "E4M3",
+        "Dense",
+        "scaled_matmul",
+        "save_gemm_outputs",
+        "RESIDUAL_NAME",
+    } <= names
     # What Python itself calls public, found in another way.
-    exported = {name for name in vars(jaxfp8) if not name.startswith("_") and not inspect.ismodule(vars(jaxfp8)[name])}
+    exported = {
+        name
+        for name in vars(jaxfp8)
+        if not name.startswith("_") and not inspect.ismodule(vars(jaxfp8)[name])
+    }
     assert exported == set(reference.public_names("jaxfp8"))
 
 
@@ -50,7 +82,19 @@ def test_modules_show_their_own_names(module):
     if "__all__" in namespace:
         assert namespace["__all__"] == reference.public_names(module)
         return
-    shown = {name: value for name, value in namespace.items() if not name.startswith("_")}
-    modules = {name: value.__name__ for name, value in shown.items() if inspect.ismodule(value)}
-    defined = {n: v.__module__ for n, v in shown.items() if inspect.isclass(v) or inspect.isfunction(v)}
-    assert not {name: home for name, home in (modules | defined).items() if not home.startswith("jaxfp8")}
+    shown = {
+        name: value for name, value in namespace.items() if not name.startswith("_")
+    }
+    modules = {
+        name: value.__name__ for name, value in shown.items() if inspect.ismodule(value)
+    }
+    defined = {
+        n: v.__module__
+        for n, v in shown.items()
+        if inspect.isclass(v) or inspect.isfunction(v)
+    }
+    assert not {
+        name: home
+        for name, home in (modules | defined).items()
+        if not home.startswith("jaxfp8")
+    }

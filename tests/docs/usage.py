@@ -16,7 +16,9 @@ import optax
 import jaxfp8
 import jaxfp8.linen
 
-recipe = jaxfp8.DelayedScaling(margin=1, amax_history_len=16, amax_compute_algo=lambda history: history.max())
+recipe = jaxfp8.DelayedScaling(
+    margin=1, amax_history_len=16, amax_compute_algo=lambda history: history.max()
+)
 jaxfp8.DelayedScaling(amax_history_len="16")  # pyright: ignore[reportArgumentType]
 jaxfp8.DelayedScaling(amax_history_length=16)  # pyright: ignore[reportCallIssue]
 jaxfp8.DelayedScaling(amax_compute_algo="mean")  # pyright: ignore[reportArgumentType]
@@ -26,10 +28,16 @@ x, kernel = jnp.ones((4, 8)), np.ones((8, 2), np.float32)
 matmul = (((1,), (0,)), ((), ()))
 state = jaxfp8.init_state(recipe)
 assert_type(state, jaxfp8.DotGeneralState)
-assert_type(jaxfp8.dot_general(x, kernel, matmul, recipe=recipe, state=state), jax.Array)
+assert_type(
+    jaxfp8.dot_general(x, kernel, matmul, recipe=recipe, state=state), jax.Array
+)
 assert_type(jaxfp8.einsum("mk,kn->mn", x, kernel, recipe=None), jax.Array)
-assert_type(jaxfp8.collectives.ppermute(x, "stage", [(0, 1)], recipe=recipe), jaxfp8.QTensor)
-jaxfp8.dot_general(jaxfp8.activated(x, "gelu"), kernel, matmul, recipe=recipe, state=state)
+assert_type(
+    jaxfp8.collectives.ppermute(x, "stage", [(0, 1)], recipe=recipe), jaxfp8.QTensor
+)
+jaxfp8.dot_general(
+    jaxfp8.activated(x, "gelu"), kernel, matmul, recipe=recipe, state=state
+)
 jaxfp8.dot_general(x, kernel, matmul)  # pyright: ignore[reportCallIssue]
 jaxfp8.dot_general(x, kernel, matmul, recipe=jaxfp8.DelayedScaling)  # pyright: ignore[reportArgumentType]
 jaxfp8.dot_general(x, kernel, (1, 0), recipe=recipe)  # pyright: ignore[reportArgumentType]
@@ -48,7 +56,12 @@ with jaxfp8.ops.implementation(3):  # pyright: ignore[reportArgumentType]
 # What comes in comes back.
 model = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
 assert_type(jaxfp8.linen.quantize(model, [("head", None), (".*", recipe)]), nn.Dense)
-assert_type(jaxfp8.quantize(nn.Dense(8, dot_general_cls=jaxfp8.make_dot_general_cls(recipe)), []), nn.Dense)
+assert_type(
+    jaxfp8.quantize(
+        nn.Dense(8, dot_general_cls=jaxfp8.make_dot_general_cls(recipe)), []
+    ),
+    nn.Dense,
+)
 assert_type(jaxfp8.Format.HYBRID.max, float)
 assert_type(jaxfp8.__version__, str)
 jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling)  # pyright: ignore[reportArgumentType]
@@ -56,7 +69,9 @@ jaxfp8.linen.quantize(model, [(recipe, ".*")])  # pyright: ignore[reportArgument
 variables: dict[str, Any] = {}
 assert_type(jaxfp8.update_state(variables, variables), dict[str, Any])
 assert_type(jaxfp8.accumulate_gradients(variables, variables), dict[str, Any])
-train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-3))
+train = jaxfp8.linen.TrainState.create(
+    apply_fn=model.apply, params=variables, tx=optax.adam(1e-3)
+)
 assert_type(train, jaxfp8.linen.TrainState)
 assert_type(train.apply_gradients(grads=variables), jaxfp8.linen.TrainState)
 
@@ -66,7 +81,9 @@ class Half(jaxfp8.Quantizer):
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[jaxfp8.QTensor, Any]:
         """Half."""
-        return jaxfp8.QTensor(x.astype(jnp.float8_e5m2), jnp.ones((1,), jnp.float32)), state
+        return jaxfp8.QTensor(
+            x.astype(jnp.float8_e5m2), jnp.ones((1,), jnp.float32)
+        ), state
 
 
 def qfactory(role: str) -> jaxfp8.Quantizer | None:

@@ -49,7 +49,9 @@ class Case:
 
 
 def _activation_gradients(name, operands, cotangent):
-    values = oracle_gradients.activation(operands[0], cotangent.exact, name, cotangent.bound)
+    values = oracle_gradients.activation(
+        operands[0], cotangent.exact, name, cotangent.bound
+    )
     return [(values.exact, values.bound)]
 
 
@@ -86,7 +88,11 @@ def _norm_gradients(kind, operands, cotangent):
     found = [(of(dh * gamma), of_size(t_bound) + relative * of_size(t_size))]
     relative += len(x) * _U
     found.append(
-        ((dh * c * r).sum(0), (cotangent.bound * np.abs(c) * r).sum(0) + relative * (size * c_size * r).sum(0))
+        (
+            (dh * c * r).sum(0),
+            (cotangent.bound * np.abs(c) * r).sum(0)
+            + relative * (size * c_size * r).sum(0),
+        )
     )
     if len(operands) == 3:
         found.append((dh.sum(0), cotangent.bound.sum(0) + relative * size.sum(0)))
@@ -111,8 +117,15 @@ def _norm(kind, has_bias):
     )
 
 
-CASES = {name: _activation(name) for name in ("relu", "silu", "gelu", "silu_gated", "gelu_gated")}
-CASES |= {"rms": _norm("rms", False), "layer": _norm("layer", False), "layer with bias": _norm("layer", True)}
+CASES = {
+    name: _activation(name)
+    for name in ("relu", "silu", "gelu", "silu_gated", "gelu_gated")
+}
+CASES |= {
+    "rms": _norm("rms", False),
+    "layer": _norm("layer", False),
+    "layer with bias": _norm("layer", True),
+}
 
 
 def operands(case, seed=0, dtype=F32, rows=(ROWS,)):
@@ -126,14 +139,21 @@ def operands(case, seed=0, dtype=F32, rows=(ROWS,)):
 def kernel_and_grad(seed=0, dtype=F32):
     """kernel f32 `[INNER, OUT]`, and the gradient of y `[ROWS, OUT]` in `dtype`."""
     rng = np.random.default_rng(1000 + seed)
-    return rng.standard_normal((INNER, OUT)).astype(F32), rng.standard_normal((ROWS, OUT)).astype(F32).astype(dtype)
+    return rng.standard_normal((INNER, OUT)).astype(F32), rng.standard_normal(
+        (ROWS, OUT)
+    ).astype(F32).astype(dtype)
 
 
 def product(fused, kernel, state, dtype=None, recipe=RECIPE):
     """Over the last dimension of `fused`."""
     dimension_numbers = (((len(fused.shape) - 1,), (0,)), ((), ()))
     return jaxfp8.dot_general(
-        fused, kernel, dimension_numbers, recipe=recipe, state=state, preferred_element_type=dtype
+        fused,
+        kernel,
+        dimension_numbers,
+        recipe=recipe,
+        state=state,
+        preferred_element_type=dtype,
     )
 
 
@@ -142,7 +162,12 @@ def step(case, operands, kernel, grad, state):
 
     @jax.jit
     def run(operands, kernel, state, grad):
-        y, vjp = jax.vjp(lambda *a: product(case.fuse(*a[0]), *a[1:], dtype=grad.dtype), operands, kernel, state)
+        y, vjp = jax.vjp(
+            lambda *a: product(case.fuse(*a[0]), *a[1:], dtype=grad.dtype),
+            operands,
+            kernel,
+            state,
+        )
         return y, *vjp(grad)
 
     return run(operands, kernel, state, grad)
@@ -158,11 +183,15 @@ def sure_codes(values, scale, fmt):
         end = oracle.encode(np.nextafter(end, F32.type(sign * np.inf)), fmt)
         # of either sign
         ends.append(np.where(oracle.widen(end) == 0, fmt.dtype.type(0), end))
-    oracle.assert_bitwise(ends[0], ends[1], "codes that a rounding decides: take another seed")
+    oracle.assert_bitwise(
+        ends[0], ends[1], "codes that a rounding decides: take another seed"
+    )
     return ends[0]
 
 
-def check_step(case, operands, kernel, grad, state: oracle.LayerState, got) -> oracle.LayerState:
+def check_step(
+    case, operands, kernel, grad, state: oracle.LayerState, got
+) -> oracle.LayerState:
     """Compares what `step` gave with the formulas; returns the next state."""
     y, of_operands, dkernel, next_state = got
     values = case.values(*operands)
@@ -172,20 +201,36 @@ def check_step(case, operands, kernel, grad, state: oracle.LayerState, got) -> o
     g_codes, _, g_state = oracle.step(grad, state.output_grad, oracle.E5M2)
     inverse, dtype = np.float32(1) / scale, operands[0].dtype
 
-    oracle.scaled_matmul(codes, k_codes.T, inverse, k_state.scale, out_dtype=grad.dtype).check(y, "y")
+    oracle.scaled_matmul(
+        codes, k_codes.T, inverse, k_state.scale, out_dtype=grad.dtype
+    ).check(y, "y")
     assert y.dtype == grad.dtype
-    oracle.scaled_matmul(codes.T, g_codes.T, inverse, g_state.scale).check(dkernel, "gradient of kernel")
-    dh = oracle.scaled_matmul(g_codes, k_codes, g_state.scale, k_state.scale, out_dtype=dtype)
+    oracle.scaled_matmul(codes.T, g_codes.T, inverse, g_state.scale).check(
+        dkernel, "gradient of kernel"
+    )
+    dh = oracle.scaled_matmul(
+        g_codes, k_codes, g_state.scale, k_state.scale, out_dtype=dtype
+    )
     for i, (operand, found, (exact, bound)) in enumerate(
         zip(operands, of_operands, case.gradients(operands, dh), strict=True)
     ):
         assert found.dtype == operand.dtype, f"gradient of operand {i}: {found.dtype}"
-        bound = bound + _ROUNDING[operand.dtype] * (np.abs(exact) + bound) + _SMALLEST[operand.dtype]
+        bound = (
+            bound
+            + _ROUNDING[operand.dtype] * (np.abs(exact) + bound)
+            + _SMALLEST[operand.dtype]
+        )
         oracle.Product(exact, bound).check(found, f"gradient of operand {i}")
 
     top = np.asarray(next_state.input.amax_history)[0]
-    least, most = (np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1))
-    assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), f"amax {top!r}, expected {least!r} to {most!r}"
-    expected = oracle.LayerState(oracle.next_state(state.input, scale, top), k_state, g_state)
+    least, most = (
+        np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1)
+    )
+    assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), (
+        f"amax {top!r}, expected {least!r} to {most!r}"
+    )
+    expected = oracle.LayerState(
+        oracle.next_state(state.input, scale, top), k_state, g_state
+    )
     assert_state(next_state, expected)
     return expected

@@ -28,7 +28,10 @@ def operands(groups, dtype=np.float32, seed=0, shape=()):
     rng = np.random.default_rng(seed)
     shapes = ((M, K), (groups, K, N), (M, N))
     factors = (3.0, 0.2, 0.01)
-    return [(f * rng.standard_normal(shape + s)).astype(dtype) for f, s in zip(factors, shapes, strict=True)]
+    return [
+        (f * rng.standard_normal(shape + s)).astype(dtype)
+        for f, s in zip(factors, shapes, strict=True)
+    ]
 
 
 def training_step(recipe=RECIPE, wrap=lambda f: f):
@@ -48,7 +51,14 @@ def training_step(recipe=RECIPE, wrap=lambda f: f):
     return step
 
 
-def compare_steps(recipe=RECIPE, steps=3, sizes=SIZES["rows beyond"], dtype=np.float32, wrap=lambda f: f, **formats):
+def compare_steps(
+    recipe=RECIPE,
+    steps=3,
+    sizes=SIZES["rows beyond"],
+    dtype=np.float32,
+    wrap=lambda f: f,
+    **formats,
+):
     """Steps with other data each, and NaN where no group is, against the oracle."""
     step, state = training_step(recipe, wrap), oracle.LayerState.init(HISTORY)
     package_state = jaxfp8.init_state(recipe)

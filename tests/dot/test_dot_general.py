@@ -22,7 +22,9 @@ ONES = np.ones((cases.ROWS, cases.N), np.float32)
 
 
 def product(x, kernel, state, **options):
-    return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, **options)
+    return jaxfp8.dot_general(
+        x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, **options
+    )
 
 
 def loss(x, kernel, state):
@@ -37,7 +39,9 @@ PRECISE = [HIGHEST, "high", "highest", "float32", (HIGHEST, HIGHEST)]
 
 
 @pytest.mark.parametrize(
-    "precision, precise", [*((p, 2) for p in LEFT_TO_THE_RECIPE), *((p, 3) for p in PRECISE)], ids=str
+    "precision, precise",
+    [*((p, 2) for p in LEFT_TO_THE_RECIPE), *((p, 3) for p in PRECISE)],
+    ids=str,
 )
 def test_precision_reaches_the_handlers(precision, precise, cuda_custom_calls):
     """The recipe accumulates dgrad and wgrad precisely; fprop is fast unless the caller
@@ -45,12 +49,21 @@ def test_precision_reaches_the_handlers(precision, precise, cuda_custom_calls):
     """
 
     def step(x, kernel, state):
-        y, vjp = jax.vjp(lambda *operands: product(*operands, precision=precision), x, kernel, state)
+        y, vjp = jax.vjp(
+            lambda *operands: product(*operands, precision=precision), x, kernel, state
+        )
         return y, vjp(GRAD)
 
-    text = jax.jit(step).trace(X, KERNEL, PACKED).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(step)
+        .trace(X, KERNEL, PACKED)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     lines = [line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line]
-    assert len(lines) == 3 and sum("precise = true" in line for line in lines) == precise
+    assert (
+        len(lines) == 3 and sum("precise = true" in line for line in lines) == precise
+    )
 
 
 # ----------------------------------------------------------------------------- warnings
@@ -67,22 +80,38 @@ def warned(function, *arguments) -> int:
 
 ADAPTER = np.ones((cases.ROWS, 2), np.float32), np.ones((2, X.shape[1]), np.float32)
 NEVER_UPDATED = {
-    "gradient of parameters alone": lambda: jax.grad(lambda kernel: loss(X, kernel, PACKED))(KERNEL),
+    "gradient of parameters alone": lambda: jax.grad(
+        lambda kernel: loss(X, kernel, PACKED)
+    )(KERNEL),
     "under jit": lambda: jax.jit(jax.grad(loss, argnums=1))(X, KERNEL, PACKED),
-    "of what computes the input": lambda: jax.grad(lambda low: loss(low[0] @ low[1] + X, KERNEL, PACKED))(ADAPTER),
-    "two layers": lambda: jax.grad(lambda k: loss(X, k, PACKED) + loss(2 * X, k, PACKED))(KERNEL),
+    "of what computes the input": lambda: jax.grad(
+        lambda low: loss(low[0] @ low[1] + X, KERNEL, PACKED)
+    )(ADAPTER),
+    "two layers": lambda: jax.grad(
+        lambda k: loss(X, k, PACKED) + loss(2 * X, k, PACKED)
+    )(KERNEL),
 }
 NO_GRADIENT = {
     "inference": lambda: product(X, KERNEL, PACKED),
-    "under jit, state a constant": lambda: jax.jit(lambda x: product(x, KERNEL, PACKED))(X),
-    "in a scan": lambda: lax.map(lambda x: product(x, KERNEL, PACKED), np.stack([X, X])),
+    "under jit, state a constant": lambda: jax.jit(
+        lambda x: product(x, KERNEL, PACKED)
+    )(X),
+    "in a scan": lambda: lax.map(
+        lambda x: product(x, KERNEL, PACKED), np.stack([X, X])
+    ),
     "vmapped": lambda: jax.vmap(lambda x: product(x, KERNEL, PACKED))(np.stack([X, X])),
-    "gradient of the state too": lambda: jax.grad(loss, argnums=(1, 2))(X, KERNEL, PACKED),
+    "gradient of the state too": lambda: jax.grad(loss, argnums=(1, 2))(
+        X, KERNEL, PACKED
+    ),
     "gradient of the state alone": lambda: jax.grad(loss, argnums=2)(X, KERNEL, PACKED),
     "of the input": lambda: jax.grad(loss)(X, KERNEL, PACKED),
     "of the input, under jit": lambda: jax.grad(jax.jit(loss))(X, KERNEL, PACKED),
-    "of each input, in a loop": lambda: lax.map(lambda x: jax.grad(loss)(x, KERNEL, PACKED), np.stack([X, X])),
-    "gradient of something else": lambda: jax.grad(lambda z: z * loss(X, KERNEL, PACKED))(1.0),
+    "of each input, in a loop": lambda: lax.map(
+        lambda x: jax.grad(loss)(x, KERNEL, PACKED), np.stack([X, X])
+    ),
+    "gradient of something else": lambda: jax.grad(
+        lambda z: z * loss(X, KERNEL, PACKED)
+    )(1.0),
 }
 
 
@@ -138,12 +167,22 @@ REFUSED = {
     "jvp": lambda: jax.jvp(lambda x: product(x, KERNEL, PACKED), (X,), (X,)),
     "linearize": lambda: jax.linearize(lambda x: product(x, KERNEL, PACKED), X)[1](X),
     "jacfwd": lambda: jax.jacfwd(lambda kernel: product(X, kernel, PACKED))(KERNEL),
-    "jvp of the state": lambda: jax.jvp(lambda state: product(X, KERNEL, state), (PACKED,), (PACKED,)),
-    "hessian of the state": lambda: jax.hessian(lambda state: loss(X, KERNEL, state))(PACKED),
-    "jvp of a vmap": lambda: jax.jvp(jax.vmap(lambda x: cases.product(x, KERNEL, PACKED)), (X,), (X,)),
-    "jvp of a remat": lambda: jax.jvp(jax.checkpoint(lambda x: product(x, KERNEL, PACKED)), (X,), (X,)),
+    "jvp of the state": lambda: jax.jvp(
+        lambda state: product(X, KERNEL, state), (PACKED,), (PACKED,)
+    ),
+    "hessian of the state": lambda: jax.hessian(lambda state: loss(X, KERNEL, state))(
+        PACKED
+    ),
+    "jvp of a vmap": lambda: jax.jvp(
+        jax.vmap(lambda x: cases.product(x, KERNEL, PACKED)), (X,), (X,)
+    ),
+    "jvp of a remat": lambda: jax.jvp(
+        jax.checkpoint(lambda x: product(x, KERNEL, PACKED)), (X,), (X,)
+    ),
     # FP8 rounds, so a product is linear in nothing. JAX itself refuses to transpose.
-    "linear_transpose": lambda: jax.linear_transpose(lambda x: product(x, KERNEL, PACKED), X)(ONES),
+    "linear_transpose": lambda: jax.linear_transpose(
+        lambda x: product(x, KERNEL, PACKED), X
+    )(ONES),
 }
 
 
@@ -152,6 +191,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, jit):
     """A wrong number is the one forbidden answer."""
-    errors = (TypeError, NotImplementedError) if name == "linear_transpose" else TypeError
+    errors = (
+        (TypeError, NotImplementedError) if name == "linear_transpose" else TypeError
+    )
     with pytest.raises(errors):
         (jax.jit(REFUSED[name]) if jit else REFUSED[name])()

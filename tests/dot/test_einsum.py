@@ -70,7 +70,13 @@ CASES = [
     Case("mk,kn->mn...", (5, 7), (7, 3), "mk,kn->mn"),
     # Size 1 broadcasts.
     Case("bmk,bkn->bmn", (1, 5, 7), (4, 7, 3), "mk,bkn->bmn", x_first="bmk->mk"),
-    Case("...mk,...kn->...mn", (6, 5, 7), (1, 7, 3), "bmk,kn->bmn", kernel_first="bkn->kn"),
+    Case(
+        "...mk,...kn->...mn",
+        (6, 5, 7),
+        (1, 7, 3),
+        "bmk,kn->bmn",
+        kernel_first="bkn->kn",
+    ),
     Case("mk,kn->mn", (5, 1), (7, 3), "m,n->mn", x_first="mk->m", kernel_first="kn->n"),
     Case("bmk,bkn->bmn", (1, 5, 7), (1, 7, 3)),
     # Labels of one operand alone, summed before it is quantized.
@@ -80,7 +86,14 @@ CASES = [
     Case("k...,kn->n", (7, 2, 2), (7, 3), "k,kn->n", x_first="kab->k"),
     # Repeated labels.
     Case("kk,kn->n", (7, 7), (7, 3), "k,kn->n", x_first="kk->k"),
-    Case("kmk,nkn->mn", (4, 5, 4), (3, 4, 3), "mk,kn->mn", x_first="kmk->mk", kernel_first="nkn->kn"),
+    Case(
+        "kmk,nkn->mn",
+        (4, 5, 4),
+        (3, 4, 3),
+        "mk,kn->mn",
+        x_first="kmk->mk",
+        kernel_first="nkn->kn",
+    ),
     Case("kkk,k->k", (3, 3, 3), (3,), "k,k->k", x_first="kkk->k"),
 ]
 
@@ -95,10 +108,20 @@ def product(eqn, a, b, a_inv, b_inv) -> oracle.Product:
     the labels that are summed.
     """
     inputs, out = eqn.split("->")
-    k = np.prod([n for label, n in label_sizes(eqn, a.shape, b.shape).items() if label not in out] or [1])
+    k = np.prod(
+        [
+            n
+            for label, n in label_sizes(eqn, a.shape, b.shape).items()
+            if label not in out
+        ]
+        or [1]
+    )
     a64, b64 = a.astype(np.float64), b.astype(np.float64)
     s = float(a_inv) * float(b_inv)
-    exact, total = np.einsum(eqn, a64, b64) * s, np.einsum(eqn, np.abs(a64), np.abs(b64)) * s
+    exact, total = (
+        np.einsum(eqn, a64, b64) * s,
+        np.einsum(eqn, np.abs(a64), np.abs(b64)) * s,
+    )
     growth = k * oracle.PRECISE
     bound = total * (growth / (1 - growth) + 2 * oracle.PRECISE)
     bound = (bound + 2.0**-24 * (np.abs(exact) + bound)) * (1 + 2.0**-10) + 2.0**-126
@@ -117,9 +140,16 @@ def transpose_first(eqn, shape, wanted: oracle.Product) -> oracle.Product:
     if not eqn:
         return wanted
     size = int(np.prod(shape))
-    jacobian = np.stack([np.einsum(eqn, unit.reshape(shape)).ravel() for unit in np.eye(size)])
+    jacobian = np.stack(
+        [np.einsum(eqn, unit.reshape(shape)).ravel() for unit in np.eye(size)]
+    )
     assert (jacobian.sum(axis=1) <= 1).all()
-    return oracle.Product(*((jacobian @ part.ravel()).reshape(shape) for part in (wanted.exact, wanted.bound)))
+    return oracle.Product(
+        *(
+            (jacobian @ part.ravel()).reshape(shape)
+            for part in (wanted.exact, wanted.bound)
+        )
+    )
 
 
 def fractions(rng, shape, step):
@@ -136,7 +166,9 @@ def operands(case, seed=0):
 
 
 def first_state():
-    return oracle.LayerState(*(oracle.State(np.float32([a, 0]), np.float32(1)) for a in (5.0, 0.3, 1e-3)))
+    return oracle.LayerState(
+        *(oracle.State(np.float32([a, 0]), np.float32(1)) for a in (5.0, 0.3, 1e-3))
+    )
 
 
 def check(case, run=einsum):
@@ -145,28 +177,47 @@ def check(case, run=einsum):
 
     @jax.jit
     def step(x, kernel, grad, state):
-        y, vjp = jax.vjp(lambda *args: run(case.eqn, *args[:2], recipe=RECIPE, state=args[2]), x, kernel, state)
+        y, vjp = jax.vjp(
+            lambda *args: run(case.eqn, *args[:2], recipe=RECIPE, state=args[2]),
+            x,
+            kernel,
+            state,
+        )
         return y, *vjp(grad)
 
-    wanted = jax.eval_shape(lambda x, kernel: jnp.einsum(case.eqn, x, kernel), x, kernel)
+    wanted = jax.eval_shape(
+        lambda x, kernel: jnp.einsum(case.eqn, x, kernel), x, kernel
+    )
     grad = fractions(np.random.default_rng(1), wanted.shape, 2.0**-14)
     y, dx, dkernel, next_state = step(x, kernel, grad, pack(state))
     assert (y.shape, y.dtype) == (wanted.shape, wanted.dtype)
 
-    x_codes, _, x_next = oracle.step(apply_first(case.x_first, x), state.input, oracle.E4M3)
-    k_codes, _, k_next = oracle.step(apply_first(case.kernel_first, kernel), state.kernel, oracle.E4M3)
+    x_codes, _, x_next = oracle.step(
+        apply_first(case.x_first, x), state.input, oracle.E4M3
+    )
+    k_codes, _, k_next = oracle.step(
+        apply_first(case.kernel_first, kernel), state.kernel, oracle.E4M3
+    )
     g_codes, _, g_next = oracle.step(grad, state.output_grad, oracle.E5M2)
     assert_state(next_state, oracle.LayerState(x_next, k_next, g_next))
     terms = case.product or case.eqn
     x_term, k_term, y_term = terms.replace("->", ",").split(",")
     product(terms, x_codes, k_codes, x_next.scale, k_next.scale).check(y, "y")
-    dgrad = product(f"{y_term},{k_term}->{x_term}", g_codes, k_codes, g_next.scale, k_next.scale)
+    dgrad = product(
+        f"{y_term},{k_term}->{x_term}", g_codes, k_codes, g_next.scale, k_next.scale
+    )
     transpose_first(case.x_first, case.x, dgrad).check(dx, "dgrad")
-    wgrad = product(f"{x_term},{y_term}->{k_term}", x_codes, g_codes, x_next.scale, g_next.scale)
+    wgrad = product(
+        f"{x_term},{y_term}->{k_term}", x_codes, g_codes, x_next.scale, g_next.scale
+    )
     transpose_first(case.kernel_first, case.kernel, wgrad).check(dkernel, "wgrad")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.eqn} {case.x} {case.kernel}".replace(" ", "_"))
+@pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda case: f"{case.eqn} {case.x} {case.kernel}".replace(" ", "_"),
+)
 def test_equations(case):
     check(case)
 
@@ -202,14 +253,27 @@ def test_sums_are_not_rounded_to_the_operand():
     """256 + 1 is no bf16 number: a sum in bf16 would record 256, and in f16 60000 +
     60000 would be infinite.
     """
-    for dtype, terms, total in ((oracle.BF16, (256, 1), 257), (oracle.F16, (60000, 60000), 120000)):
+    for dtype, terms, total in (
+        (oracle.BF16, (256, 1), 257),
+        (oracle.F16, (60000, 60000), 120000),
+    ):
         x = np.full((3, 2), terms, dtype)
 
         def loss(state, x=x):
-            return jnp.sum(einsum("ma,mn->n", x, np.ones((3, 2), np.float32), recipe=RECIPE, state=state))
+            return jnp.sum(
+                einsum(
+                    "ma,mn->n",
+                    x,
+                    np.ones((3, 2), np.float32),
+                    recipe=RECIPE,
+                    state=state,
+                )
+            )
 
         state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
-        assert state.input.amax_history[0] == np.float32(np.asarray(terms, dtype).astype(np.float32).sum())
+        assert state.input.amax_history[0] == np.float32(
+            np.asarray(terms, dtype).astype(np.float32).sum()
+        )
         assert state.input.amax_history[0] > 0.99 * total
 
 
@@ -227,7 +291,12 @@ def test_nothing_to_see():
         def run(x, kernel, state, eqn=eqn):
             return einsum(eqn, x, kernel, recipe=RECIPE, state=state)
 
-        y, vjp = jax.vjp(run, np.ones(x, np.float32), np.ones(kernel, np.float32), jaxfp8.init_state(RECIPE))
+        y, vjp = jax.vjp(
+            run,
+            np.ones(x, np.float32),
+            np.ones(kernel, np.float32),
+            jaxfp8.init_state(RECIPE),
+        )
         assert y.shape == shape and not np.any(y)
         assert all(not np.any(leaf) for leaf in jax.tree.leaves(vjp(y)))
 
@@ -247,4 +316,10 @@ def test_vmap_is_a_batch_label(eqn):
 
         return jax.vmap(member, in_axes)(x, kernel)
 
-    check(Case(eqn, *(tuple(sizes[label] for label in term) for term in (x_term, kernel_term))), vmapped)
+    check(
+        Case(
+            eqn,
+            *(tuple(sizes[label] for label in term) for term in (x_term, kernel_term)),
+        ),
+        vmapped,
+    )

@@ -26,13 +26,19 @@ class ReluMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        hidden = jaxfp8.linen.Dense(HIDDEN, recipe=self.recipe, use_bias=False)(x, activation="relu")
+        hidden = jaxfp8.linen.Dense(HIDDEN, recipe=self.recipe, use_bias=False)(
+            x, activation="relu"
+        )
         return jaxfp8.linen.Dense(WIDTH, recipe=self.recipe, use_bias=False)(hidden)
 
 
 LAYERS = {
-    "gated mlp": lambda recipe: jaxfp8.linen.GatedMLP(HIDDEN, recipe=recipe, use_bias=False),
-    "norm": lambda recipe: jaxfp8.linen.NormDense(HIDDEN, recipe=recipe, use_bias=False),
+    "gated mlp": lambda recipe: jaxfp8.linen.GatedMLP(
+        HIDDEN, recipe=recipe, use_bias=False
+    ),
+    "norm": lambda recipe: jaxfp8.linen.NormDense(
+        HIDDEN, recipe=recipe, use_bias=False
+    ),
 }
 
 
@@ -51,7 +57,9 @@ def test_what_e4m3_holds_is_kept_exactly(layer):
     """x of one element a row and kernels of signs make products that are e4m3 numbers:
     all bits are those without.
     """
-    x = jnp.float32(np.where(np.arange(ROWS)[:, None] % WIDTH == np.arange(WIDTH), 3, 0))
+    x = jnp.float32(
+        np.where(np.arange(ROWS)[:, None] % WIDTH == np.arange(WIDTH), 3, 0)
+    )
     assert_same_bits(results(layer, x, fp8_residuals=True), results(layer, x))
 
 
@@ -69,7 +77,9 @@ def test_only_gradients_differ_and_by_little(layer):
     error = np.linalg.norm(dx - expected_dx) / np.linalg.norm(expected_dx)
     assert 0 < error < 2**-3
     for got, kernel in zip(
-        jax.tree.leaves(variables["params"]), jax.tree.leaves(expected_variables["params"]), strict=True
+        jax.tree.leaves(variables["params"]),
+        jax.tree.leaves(expected_variables["params"]),
+        strict=True,
     ):
         assert np.linalg.norm(got - kernel) <= 2**-3 * np.linalg.norm(kernel)
 
@@ -105,18 +115,29 @@ def test_in_remat_and_scan():
         block = lambda module, x, _: (x + module(x), None)  # noqa: E731
         if policy is not None:
             block = nn.remat(block, policy=policy, prevent_cse=False)
-        stacked = {"variable_axes": {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}, "split_rngs": {"params": True}}
+        stacked = {
+            "variable_axes": {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0},
+            "split_rngs": {"params": True},
+        }
 
         class Model(nn.Module):
             @nn.compact
             def __call__(self, x):
-                return nn.scan(block, length=2, **stacked)(mlp.copy(name="mlp"), x, None)[0]
+                return nn.scan(block, length=2, **stacked)(
+                    mlp.copy(name="mlp"), x, None
+                )[0]
 
         x = jax.random.normal(jax.random.key(4), (ROWS, WIDTH))
         variables = Model().init(jax.random.key(0), x)
-        return jax.jit(jaxfp8.grad(lambda variables: jnp.sum(jnp.sin(Model().apply(variables, x)))))(variables)
+        return jax.jit(
+            jaxfp8.grad(lambda variables: jnp.sum(jnp.sin(Model().apply(variables, x))))
+        )(variables)
 
     expected = gradients(True, None)
-    assert_same_bits(gradients(True, jaxfp8.checkpoint_policies.save_fp8_residuals), expected)
+    assert_same_bits(
+        gradients(True, jaxfp8.checkpoint_policies.save_fp8_residuals), expected
+    )
     exact = jax.tree.leaves(gradients(False, None))
-    assert any(np.any(a != b) for a, b in zip(exact, jax.tree.leaves(expected), strict=True))
+    assert any(
+        np.any(a != b) for a, b in zip(exact, jax.tree.leaves(expected), strict=True)
+    )

@@ -40,17 +40,33 @@ def exact_operands(name, dtype, seed):
     """Integers and eighths, whose product is exact in every dtype; the gradient of the
     activation is not.
     """
-    rng, features = np.random.default_rng(seed), (*(2,) * name.endswith("_gated"), HIDDEN)
+    rng, features = (
+        np.random.default_rng(seed),
+        (*(2,) * name.endswith("_gated"), HIDDEN),
+    )
     x = rng.integers(-2, 3, (ROWS, WIDTH)).astype(F32).astype(dtype)
-    kernel, bias = (rng.integers(-4, 5, shape).astype(F32) / 8 for shape in ((WIDTH, *features), features))
-    return x, kernel, bias, rng.standard_normal((ROWS, HIDDEN)).astype(F32).astype(dtype)
+    kernel, bias = (
+        rng.integers(-4, 5, shape).astype(F32) / 8
+        for shape in ((WIDTH, *features), features)
+    )
+    return (
+        x,
+        kernel,
+        bias,
+        rng.standard_normal((ROWS, HIDDEN)).astype(F32).astype(dtype),
+    )
 
 
 def exact_state(seed):
     """Scales of x and kernel are powers of two, that of grad is any."""
     rng = np.random.default_rng(seed)
-    powers = [oracle.State(np.full(HISTORY, 448 / 2**power, F32), np.float32(1)) for power in (3, 4)]
-    return oracle.LayerState(*powers, oracle.State(rng.uniform(1, 9, HISTORY).astype(F32), np.float32(1)))
+    powers = [
+        oracle.State(np.full(HISTORY, 448 / 2**power, F32), np.float32(1))
+        for power in (3, 4)
+    ]
+    return oracle.LayerState(
+        *powers, oracle.State(rng.uniform(1, 9, HISTORY).astype(F32), np.float32(1))
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F16], ids=str)
@@ -64,7 +80,12 @@ def test_steps(name, dtype):
         x, kernel, bias, grad = exact_operands(name, dtype, seed)
 
         def loss(x, kernel, bias, state, grad=grad, dtype=dtype):
-            options = {"recipe": RECIPE, "state": state, "bias": bias, "preferred_element_type": dtype}
+            options = {
+                "recipe": RECIPE,
+                "state": state,
+                "bias": bias,
+                "preferred_element_type": dtype,
+            }
             h = jaxfp8.dot_general(x, kernel, MATMUL, **options, activation=name)
             return jnp.sum((h.value * grad).astype(jnp.float32)), h.x
 
@@ -74,22 +95,38 @@ def test_steps(name, dtype):
         np.testing.assert_array_equal(oracle.widen(np.asarray(y), np.float64), exact)
 
         values = oracle_gradients.activation(np.asarray(y), grad, name)
-        values = oracle.Values(*(part.reshape(ROWS, -1) for part in (values.exact, values.bound)))
+        values = oracle.Values(
+            *(part.reshape(ROWS, -1) for part in (values.exact, values.bound))
+        )
         g_scale = oracle.select_scale(state.output_grad, oracle.E5M2)
         g_codes = cases.sure_codes(values, g_scale, oracle.E5M2)
         g_inverse = np.float32(1) / g_scale
         x_codes, _, x_state = oracle.step(x, state.input, oracle.E4M3)
-        k_codes, _, k_state = oracle.step(kernel.reshape(WIDTH, -1), state.kernel, oracle.E4M3)
-        oracle.scaled_matmul(g_codes, k_codes, g_inverse, k_state.scale, out_dtype=dtype).check(dx, "gradient of x")
-        wgrad = oracle.scaled_matmul(x_codes.T.copy(), g_codes.T.copy(), x_state.scale, g_inverse)
+        k_codes, _, k_state = oracle.step(
+            kernel.reshape(WIDTH, -1), state.kernel, oracle.E4M3
+        )
+        oracle.scaled_matmul(
+            g_codes, k_codes, g_inverse, k_state.scale, out_dtype=dtype
+        ).check(dx, "gradient of x")
+        wgrad = oracle.scaled_matmul(
+            x_codes.T.copy(), g_codes.T.copy(), x_state.scale, g_inverse
+        )
         wgrad.check(np.asarray(dkernel).reshape(WIDTH, -1), "gradient of the kernel")
         bound = values.bound.sum(0) + ROWS * 2.0**-23 * np.abs(values.exact).sum(0)
-        oracle.Product(values.exact.sum(0), bound).check(np.asarray(dbias).reshape(-1), "gradient of the bias")
+        oracle.Product(values.exact.sum(0), bound).check(
+            np.asarray(dbias).reshape(-1), "gradient of the bias"
+        )
 
         top = np.asarray(next_state.output_grad.amax_history)[0]
-        least, most = (np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1))
-        assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), f"amax {top!r}, expected {least!r} to {most!r}"
-        state = oracle.LayerState(x_state, k_state, oracle.next_state(state.output_grad, g_scale, top))
+        least, most = (
+            np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1)
+        )
+        assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), (
+            f"amax {top!r}, expected {least!r} to {most!r}"
+        )
+        state = oracle.LayerState(
+            x_state, k_state, oracle.next_state(state.output_grad, g_scale, top)
+        )
         cases.assert_state(next_state, state)
         state = exact_state(2)
 
@@ -111,7 +148,9 @@ def mlp(x, wi, bias, wo, states, name, *, told, recipe=RECIPE, use=None):
     """
     options = {"recipe": recipe, "preferred_element_type": x.dtype}
     numbers = (((x.ndim - 1,), (0,)), ((), ()))
-    first = functools.partial(jaxfp8.dot_general, x, wi, numbers, state=states[0], bias=bias, **options)
+    first = functools.partial(
+        jaxfp8.dot_general, x, wi, numbers, state=states[0], bias=bias, **options
+    )
     h = first(activation=name) if told else jaxfp8.activated(first(), name)
     y = jaxfp8.dot_general(h, wo, numbers, state=states[1], **options)
     total = jnp.sum(jnp.sin(y.astype(jnp.float32)))
@@ -119,14 +158,20 @@ def mlp(x, wi, bias, wo, states, name, *, told, recipe=RECIPE, use=None):
 
 
 def states(recipe=RECIPE):
-    return tuple(jax.tree.map(lambda leaf, i=i: leaf + (1 + i) / 4, jaxfp8.init_state(recipe)) for i in range(2))
+    return tuple(
+        jax.tree.map(lambda leaf, i=i: leaf + (1 + i) / 4, jaxfp8.init_state(recipe))
+        for i in range(2)
+    )
 
 
 def both(name, operands, given, through=lambda loss: loss, **options):
     """Values and gradients, told and not, of the loss `through` a transformation."""
     wanted = [
         jax.jit(
-            jaxfp8.value_and_grad(through(functools.partial(mlp, name=name, told=told, **options)), tuple(range(5)))
+            jaxfp8.value_and_grad(
+                through(functools.partial(mlp, name=name, told=told, **options)),
+                tuple(range(5)),
+            )
         )
         for told in (True, False)
     ]
@@ -137,19 +182,28 @@ def both(name, operands, given, through=lambda loss: loss, **options):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_float32_is_the_plain_path(name, recipe):
     recipe = RECIPES[recipe].recipe
-    assert_same_bits(*both(name, parameters(name), states(recipe), recipe=recipe), "told")
+    assert_same_bits(
+        *both(name, parameters(name), states(recipe), recipe=recipe), "told"
+    )
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "block", "mx"])
 def test_other_scales_take_the_rounded_gradient(recipe):
     recipe = RECIPES[recipe].recipe
-    assert_same_bits(*both("silu_gated", parameters("silu_gated", BF16), states(recipe), recipe=recipe), "told")
+    assert_same_bits(
+        *both(
+            "silu_gated", parameters("silu_gated", BF16), states(recipe), recipe=recipe
+        ),
+        "told",
+    )
 
 
 def test_bfloat16_differs_by_the_rounding():
     told, plain = both("silu_gated", parameters("silu_gated", BF16), states())
     assert_same_bits(told[0], plain[0], "forward")
-    tops = [np.asarray(got[1][4][0].output_grad.amax_history)[0] for got in (told, plain)]
+    tops = [
+        np.asarray(got[1][4][0].output_grad.amax_history)[0] for got in (told, plain)
+    ]
     assert tops[0] != tops[1] and abs(tops[0] - tops[1]) <= 2.0**-8 * tops[1]
 
 
@@ -159,7 +213,9 @@ STATELESS = jaxfp8.DotGeneralState(None, None, None)
 @pytest.mark.parametrize("name", ["gelu", "silu_gated"])
 def test_scales_of_the_tensor_at_hand(name):
     with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
-        assert_same_bits(*both(name, parameters(name), (STATELESS,) * 2), "without state")
+        assert_same_bits(
+            *both(name, parameters(name), (STATELESS,) * 2), "without state"
+        )
     recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, first_step="current")
     first = (jaxfp8.init_state(recipe),) * 2
     assert_same_bits(*both(name, parameters(name), first, recipe=recipe), "current")
@@ -170,12 +226,18 @@ def test_an_activation_with_another_use():
     in bf16 too.
     """
     use = lambda h: jnp.sum(jnp.cos(h.x.astype(jnp.float32)))  # noqa: E731
-    assert_same_bits(*both("silu_gated", parameters("silu_gated", BF16), states(), use=use), "used twice")
+    assert_same_bits(
+        *both("silu_gated", parameters("silu_gated", BF16), states(), use=use),
+        "used twice",
+    )
 
 
 @pytest.mark.parametrize("why", ["small", "high precision", "no rows"])
 def test_products_that_are_not_fp8(why):
-    recipe = {"small": jaxfp8.DelayedScaling(amax_history_len=HISTORY, min_size=1000), "high precision": None}
+    recipe = {
+        "small": jaxfp8.DelayedScaling(amax_history_len=HISTORY, min_size=1000),
+        "high precision": None,
+    }
     recipe = recipe.get(why, RECIPE)
     operands = parameters("gelu_gated", BF16, rows=(0 if why == "no rows" else ROWS,))
     assert_same_bits(*both("gelu_gated", operands, states(), recipe=recipe), why)
@@ -185,18 +247,26 @@ TRANSFORMATIONS = {
     "remat": jax.checkpoint,
     **{f"remat, {name}": remat for name, remat in functional.POLICIES.items()},
     "jit": jax.jit,
-    "vmap over x": lambda loss: lambda x, *rest: jnp.sum(jax.vmap(lambda x: loss(x, *rest))(x.reshape(3, 2, -1))),
+    "vmap over x": lambda loss: (
+        lambda x, *rest: jnp.sum(
+            jax.vmap(lambda x: loss(x, *rest))(x.reshape(3, 2, -1))
+        )
+    ),
     "scan over x": lambda loss: (
-        lambda x, *rest: lax.scan(lambda total, x: (total + loss(x, *rest), None), jnp.float32(0), x.reshape(3, 2, -1))[
-            0
-        ]
+        lambda x, *rest: lax.scan(
+            lambda total, x: (total + loss(x, *rest), None),
+            jnp.float32(0),
+            x.reshape(3, 2, -1),
+        )[0]
     ),
     # One product whose columns have the batch between the rows and the pair, and a
     # batch of products.
     **{
         f"vmap over kernels{suffix}": lambda loss, has_bias=bool(suffix): (
             lambda x, wi, bias, *rest: jnp.sum(
-                jax.vmap(lambda wi: loss(x, wi, bias if has_bias else None, *rest))(jnp.stack([wi, 2 * wi]))
+                jax.vmap(lambda wi: loss(x, wi, bias if has_bias else None, *rest))(
+                    jnp.stack([wi, 2 * wi])
+                )
             )
         )
         for suffix in ("", " with a bias")
@@ -210,39 +280,59 @@ def test_transformations(name, way):
     assert_same_bits(*both(name, parameters(name), states(), TRANSFORMATIONS[way]), way)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
+)
 def test_data_parallel(axis_type):
     """The rows over three devices: codes and amaxes are those of one."""
     by_hand = axis_type == "shard_map"
     axis_types = (AxisType.Auto if by_hand else axis_type,)
-    mesh = jax.make_mesh((3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3])
+    mesh = jax.make_mesh(
+        (3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3]
+    )
     operands, given = parameters("silu_gated"), states()
 
     def through(loss):
         if not by_hand:
             return loss
         specs = (P("data"), *[P()] * 4)
-        return jax.shard_map(lambda *a: lax.psum(loss(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+        return jax.shard_map(
+            lambda *a: lax.psum(loss(*a), "data"),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P(),
+        )
 
     with jax.set_mesh(mesh):
         x = jax.device_put(operands[0], jax.NamedSharding(mesh, P("data")))
         told, plain = both("silu_gated", (x, *operands[1:]), given, through)
-    assert_same_bits(jax.tree.map(np.asarray, told), jax.tree.map(np.asarray, plain), "mesh")
-    assert_same_bits(told[1][4], both("silu_gated", operands, given)[0][1][4], "state of one device")
+    assert_same_bits(
+        jax.tree.map(np.asarray, told), jax.tree.map(np.asarray, plain), "mesh"
+    )
+    assert_same_bits(
+        told[1][4], both("silu_gated", operands, given)[0][1][4], "state of one device"
+    )
 
 
 # ------------------------------------------------------------------ what is in programs
 
 
 def shapes(rows, width, hidden):
-    arrays = ((rows, width), BF16), ((width, 2, hidden), F32), ((2, hidden), F32), ((hidden, width), F32)
+    arrays = (
+        ((rows, width), BF16),
+        ((width, 2, hidden), F32),
+        ((2, hidden), F32),
+        ((hidden, width), F32),
+    )
     return *(jax.ShapeDtypeStruct(*array) for array in arrays), jax.eval_shape(states)
 
 
 def test_residuals():
     """Nothing more is kept than by the plain path."""
     kept = [
-        count.residual_bytes(functools.partial(mlp, name="silu_gated", told=told), *shapes(64, 32, 48))
+        count.residual_bytes(
+            functools.partial(mlp, name="silu_gated", told=told), *shapes(64, 32, 48)
+        )
         for told in (True, False)
     ]
     assert kept[0] == kept[1]
@@ -254,7 +344,11 @@ def test_custom_calls_on_cuda():
     memory.
     """
     found = calls(
-        jax.grad(functools.partial(mlp, name="silu_gated", told=True), argnums=tuple(range(5))), *shapes(64, 32, 48)
+        jax.grad(
+            functools.partial(mlp, name="silu_gated", told=True),
+            argnums=tuple(range(5)),
+        ),
+        *shapes(64, 32, 48),
     )
     assert Counter(op for op, *_ in found) == {
         "quantize_activation": 1,
@@ -264,5 +358,11 @@ def test_custom_calls_on_cuda():
         "delayed_scales": 2,
         "write_histories": 2,
     }
-    read = [op for op, operands, _ in found if "x2x48xbf16" in operands or "64x96xbf16" in operands]
-    assert Counter(read) == {"quantize_activation": 1, "quantize_activation_grad": 1}, "gate and up themselves"
+    read = [
+        op
+        for op, operands, _ in found
+        if "x2x48xbf16" in operands or "64x96xbf16" in operands
+    ]
+    assert Counter(read) == {"quantize_activation": 1, "quantize_activation_grad": 1}, (
+        "gate and up themselves"
+    )

@@ -37,8 +37,12 @@ def uses(case, count=3):
     of all.
     """
     draws = [cases.operands(case, seed) for seed in range(count)]
-    x = np.stack([operands[0] * np.float32(2.0) ** -i for i, operands in enumerate(draws)])
-    return (x, *draws[0][1:]), np.stack([cases.kernel_and_grad(seed)[1] for seed in range(count)])
+    x = np.stack(
+        [operands[0] * np.float32(2.0) ** -i for i, operands in enumerate(draws)]
+    )
+    return (x, *draws[0][1:]), np.stack(
+        [cases.kernel_and_grad(seed)[1] for seed in range(count)]
+    )
 
 
 def check_uses(case, operands, kernel, grads, expected_state, got):
@@ -53,13 +57,24 @@ def check_uses(case, operands, kernel, grads, expected_state, got):
     (dx, *rest), dkernel, dstate = got
     y = cases.product(case.fuse(*rows), kernel, cases.pack(expected_state))
     flat = grads.reshape(-1, grads.shape[-1])
-    cases.check_step(case, rows, kernel, flat, expected_state, (y, (dx.reshape(rows[0].shape), *rest), dkernel, dstate))
+    cases.check_step(
+        case,
+        rows,
+        kernel,
+        flat,
+        expected_state,
+        (y, (dx.reshape(rows[0].shape), *rest), dkernel, dstate),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
 def test_several_uses(name, way):
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
+    case, (kernel, _), state = (
+        CASES[name],
+        cases.kernel_and_grad(),
+        known_amax.used_state(),
+    )
     operands, grads = uses(case)
 
     def of_layer(layer, x, grad):
@@ -68,7 +83,9 @@ def test_several_uses(name, way):
 
     def total(operands, kernel, state, grads):
         x, *parameters = operands
-        return functional.PROGRAMS[way].run(of_layer, (parameters, kernel, state), x, grads)
+        return functional.PROGRAMS[way].run(
+            of_layer, (parameters, kernel, state), x, grads
+        )
 
     got = all_gradients(total)(operands, kernel, cases.pack(state), grads)
     check_uses(case, operands, kernel, grads, state, got)
@@ -79,42 +96,71 @@ def test_a_batch_of_examples_has_one_scale(name):
     """They are more rows of one product, also where its scale is that of the tensor at
     hand.
     """
-    case, (kernel, _), recipe = CASES[name], cases.kernel_and_grad(), jaxfp8.Float8CurrentScaling()
+    case, (kernel, _), recipe = (
+        CASES[name],
+        cases.kernel_and_grad(),
+        jaxfp8.Float8CurrentScaling(),
+    )
     (x, *parameters), _ = uses(case)
 
     @jax.jit
     def product(x):
-        return jaxfp8.dot_general(case.fuse(x, *parameters), kernel, cases.MATMUL, recipe=recipe)
+        return jaxfp8.dot_general(
+            case.fuse(x, *parameters), kernel, cases.MATMUL, recipe=recipe
+        )
 
     whole = product(x.reshape(-1, *x.shape[2:])).reshape(*x.shape[:2], -1)
     oracle.assert_bitwise(jax.vmap(product)(x), np.asarray(whole), name)
-    assert (np.stack([product(each) for each in x]) != whole).any(), "the same with a scale for each example"
+    assert (np.stack([product(each) for each in x]) != whole).any(), (
+        "the same with a scale for each example"
+    )
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):
     """The rows over three devices: the state is that of all rows, and so are the
     gradients.
     """
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
+    case, (kernel, _), state = (
+        CASES[name],
+        cases.kernel_and_grad(),
+        known_amax.used_state(),
+    )
     operands, grads = uses(case)
     by_hand = axis_type == "shard_map"
     axis_types = (AxisType.Auto if by_hand else axis_type,)
-    mesh = jax.make_mesh((3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3])
+    mesh = jax.make_mesh(
+        (3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3]
+    )
 
     def total(operands, kernel, state, grads):
         x, *parameters = operands
-        return use(case, (x.reshape(-1, *x.shape[2:]), *parameters), kernel, state, grads.reshape(-1, cases.OUT))
+        return use(
+            case,
+            (x.reshape(-1, *x.shape[2:]), *parameters),
+            kernel,
+            state,
+            grads.reshape(-1, cases.OUT),
+        )
 
     if by_hand:
         specs = (P("data"), *[P()] * (len(operands) - 1)), P(), P(), P("data")
         total = jax.shard_map(
-            lambda *a, total=total: lax.psum(total(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P()
+            lambda *a, total=total: lax.psum(total(*a), "data"),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P(),
         )
     with jax.set_mesh(mesh):
         cut = jax.NamedSharding(mesh, P("data"))
-        arguments = (jax.device_put(operands[0], cut), *operands[1:]), kernel, cases.pack(state)
+        arguments = (
+            (jax.device_put(operands[0], cut), *operands[1:]),
+            kernel,
+            cases.pack(state),
+        )
         got = all_gradients(total)(*arguments, jax.device_put(grads, cut))
     check_uses(case, operands, kernel, grads, state, jax.tree.map(np.asarray, got))
 
@@ -136,7 +182,12 @@ def test_residuals(name):
     codes = rows * inner + inner * out
     of_operands = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     assert 0 <= kept - codes - of_operands < 300  # states and scales
-    unfused = count.residual_bytes(lambda o, *a: cases.product(case.fuse(*o).value, *a, BF16), shapes, kernel, state)
+    unfused = count.residual_bytes(
+        lambda o, *a: cases.product(case.fuse(*o).value, *a, BF16),
+        shapes,
+        kernel,
+        state,
+    )
     assert unfused == kept
 
 
@@ -145,7 +196,12 @@ CALL = re.compile(r"custom_call @jaxfp8_(\w+)_v\d+\((.*?)\).*?: \((.*?)\) -> (.*
 
 def calls(function, *arguments):
     """`(op, operand types, result types)` of each custom call for CUDA."""
-    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(function)
+        .trace(*arguments)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     return [(match[1], match[3], match[4]) for match in CALL.finditer(text)]
 
 
@@ -156,8 +212,13 @@ def test_one_custom_call_on_cuda(name):
     that is not FP8.
     """
     case, state = CASES[name], jaxfp8.init_state(RECIPE)
-    operands, (kernel, grad) = cases.operands(case, 0, BF16), cases.kernel_and_grad(0, BF16)
-    op = "quantize_norm" if name in ("rms", "layer with bias") else "quantize_activation"
+    operands, (kernel, grad) = (
+        cases.operands(case, 0, BF16),
+        cases.kernel_and_grad(0, BF16),
+    )
+    op = (
+        "quantize_norm" if name in ("rms", "layer with bias") else "quantize_activation"
+    )
 
     def train(operands, kernel, state):
         return jnp.sum(cases.product(case.fuse(*operands), kernel, state, BF16) * grad)
@@ -171,7 +232,11 @@ def test_one_custom_call_on_cuda(name):
         "write_histories": 1,
     }
     values = rf"tensor<({ROWS}x1?x?{cases.INNER}|1x{ROWS}x{cases.INNER})x(bf16|f32)>"
-    read = [call for call in found if call[0] not in (op, "scaled_matmul") and re.search(values, call[1])]
+    read = [
+        call
+        for call in found
+        if call[0] not in (op, "scaled_matmul") and re.search(values, call[1])
+    ]
     assert not read, read
     inference = calls(lambda *a: train(*a), operands, kernel, state)
     assert Counter(call[0] for call in inference)[op] == 1

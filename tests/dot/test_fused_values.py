@@ -29,14 +29,19 @@ def test_steps(name, dtype, implementation):
     case, expected = CASES[name], known_amax.used_state()
     state = cases.pack(expected)
     for i in range(2):
-        operands, (kernel, grad) = cases.operands(case, i, dtype), cases.kernel_and_grad(i, dtype)
+        operands, (kernel, grad) = (
+            cases.operands(case, i, dtype),
+            cases.kernel_and_grad(i, dtype),
+        )
         with ops.implementation(implementation):
             got = cases.step(case, operands, kernel, grad, state)
         expected = cases.check_step(case, operands, kernel, grad, expected, got)
         state = got[-1]
 
 
-def loss(case, operands, kernel, state, is_fused, dimension_numbers=None, recipe=RECIPE):
+def loss(
+    case, operands, kernel, state, is_fused, dimension_numbers=None, recipe=RECIPE
+):
     """Of the fused input, or of its value."""
     fused = case.fuse(*operands)
     x = fused if is_fused else fused.value
@@ -47,8 +52,12 @@ def loss(case, operands, kernel, state, is_fused, dimension_numbers=None, recipe
 
 def both(case, operands, kernel, state, **options):
     """Values and gradients, `(fused, of the value)`."""
-    wanted = jax.value_and_grad(lambda *a, is_fused: loss(case, *a, is_fused, **options), argnums=(0, 1, 2))
-    return [wanted(operands, kernel, state, is_fused=is_fused) for is_fused in (True, False)]
+    wanted = jax.value_and_grad(
+        lambda *a, is_fused: loss(case, *a, is_fused, **options), argnums=(0, 1, 2)
+    )
+    return [
+        wanted(operands, kernel, state, is_fused=is_fused) for is_fused in (True, False)
+    ]
 
 
 NOT_FUSED = {
@@ -59,7 +68,9 @@ NOT_FUSED = {
 }
 
 
-@pytest.mark.parametrize("rows, kernel_shape, dimension_numbers", NOT_FUSED.values(), ids=NOT_FUSED)
+@pytest.mark.parametrize(
+    "rows, kernel_shape, dimension_numbers", NOT_FUSED.values(), ids=NOT_FUSED
+)
 @pytest.mark.parametrize("name", ["silu_gated", "layer with bias"])
 def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers):
     """They take the value: the bits are those of the product of the value, in bf16
@@ -67,22 +78,41 @@ def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers
     """
     operands = cases.operands(CASES[name], 0, BF16, rows)
     kernel = np.random.default_rng(1).standard_normal(kernel_shape).astype(F32)
-    got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(RECIPE), dimension_numbers=dimension_numbers)
+    got, expected = both(
+        CASES[name],
+        operands,
+        kernel,
+        jaxfp8.init_state(RECIPE),
+        dimension_numbers=dimension_numbers,
+    )
     assert_same_bits(got, expected, "not fused")
 
 
 @pytest.mark.parametrize("name", ["gelu_gated", "rms"])
 def test_small_products_stay_in_high_precision(name):
     recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, min_size=100)
-    operands, (kernel, _) = cases.operands(CASES[name], 0, BF16), cases.kernel_and_grad()
-    got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe)
+    operands, (kernel, _) = (
+        cases.operands(CASES[name], 0, BF16),
+        cases.kernel_and_grad(),
+    )
+    got, expected = both(
+        CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe
+    )
     assert_same_bits(got, expected, "small")
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(got[1][2])), "the state is not touched"
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(got[1][2])), (
+        "the state is not touched"
+    )
     exact = CASES[name].values(*operands).exact @ kernel
-    y = cases.product(CASES[name].fuse(*operands), kernel, jaxfp8.init_state(recipe), F32, recipe)
+    y = cases.product(
+        CASES[name].fuse(*operands), kernel, jaxfp8.init_state(recipe), F32, recipe
+    )
     # The value is rounded to bf16, and INNER products of it are summed up.
     np.testing.assert_allclose(
-        y, exact, rtol=0, atol=2.0**-8 * (np.abs(CASES[name].values(*operands).exact) @ np.abs(kernel)).max()
+        y,
+        exact,
+        rtol=0,
+        atol=2.0**-8
+        * (np.abs(CASES[name].values(*operands).exact) @ np.abs(kernel)).max(),
     )
 
 
@@ -98,11 +128,15 @@ def test_scales_of_the_tensor_at_hand(name):
         got, expected = both(CASES[name], operands, kernel, stateless)
     assert_same_bits(got, expected, "without state")
     recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, first_step="current")
-    got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe)
+    got, expected = both(
+        CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe
+    )
     assert_same_bits(got, expected, "current")
     top = got[1][2].input.amax_history[0]
     scale = oracle.amax_to_scale(top, oracle.E4M3)
-    oracle.assert_bitwise(got[1][2].input.scale, np.reshape(1 / scale, 1), "scale of the first step")
+    oracle.assert_bitwise(
+        got[1][2].input.scale, np.reshape(1 / scale, 1), "scale of the first step"
+    )
     unit, _ = both(CASES[name], operands, kernel, jaxfp8.init_state(RECIPE))
     assert not np.array_equal(unit[0], got[0]), "the scale matters here"
 

@@ -25,7 +25,9 @@ def operands(dtype=np.float32):
     the last group.
     """
     rng = np.random.default_rng(0)
-    lhs, rhs, grad = (rng.standard_normal(shape) for shape in ((M, K), (len(SIZES), K, N), (M, N)))
+    lhs, rhs, grad = (
+        rng.standard_normal(shape) for shape in ((M, K), (len(SIZES), K, N), (M, N))
+    )
     lhs, grad = (x * 2.0 ** rng.integers(-3, 4, (M, 1)) for x in (lhs, grad))
     lhs[ROWS:], grad[ROWS:] = np.nan, np.inf
     return lhs.astype(dtype), rhs.astype(np.float32), grad.astype(dtype)
@@ -35,17 +37,39 @@ def expected_products(rule, lhs, rhs, grad):
     """`{name: ((a, b), product)}`, where a and b are the `recipes.cases.Codes` that it
     reads.
     """
-    lhs, grad = (np.where(np.arange(M)[:, None] < ROWS, x, np.zeros((), x.dtype)) for x in (lhs, grad))
+    lhs, grad = (
+        np.where(np.arange(M)[:, None] < ROWS, x, np.zeros((), x.dtype))
+        for x in (lhs, grad)
+    )
     square, (of_lhs, of_rhs, of_grad) = rule.square or rule.tile, rule.bounds
-    lhs_rows, lhs_cols = (rule.quantize(x[None], rule.tile, rule.forward, of_lhs) for x in (lhs, lhs.T))
-    rhs_cols, rhs_rows = (rule.quantize(x, square, rule.forward, of_rhs) for x in (rhs.mT, rhs))
-    grad_rows, grad_cols = (rule.quantize(x[None], rule.tile, rule.backward, of_grad) for x in (grad, grad.T))
-    read = {"y": (lhs_rows, rhs_cols), "dlhs": (grad_rows, rhs_rows), "drhs": (lhs_cols, grad_cols)}
+    lhs_rows, lhs_cols = (
+        rule.quantize(x[None], rule.tile, rule.forward, of_lhs) for x in (lhs, lhs.T)
+    )
+    rhs_cols, rhs_rows = (
+        rule.quantize(x, square, rule.forward, of_rhs) for x in (rhs.mT, rhs)
+    )
+    grad_rows, grad_cols = (
+        rule.quantize(x[None], rule.tile, rule.backward, of_grad)
+        for x in (grad, grad.T)
+    )
+    read = {
+        "y": (lhs_rows, rhs_cols),
+        "dlhs": (grad_rows, rhs_rows),
+        "drhs": (lhs_cols, grad_cols),
+    }
     products = {}
     for name, (a, b) in read.items():
-        codes, scales = (b.codes[0], b.scales[0]) if name == "drhs" else (b.codes, b.scales)
-        options = {"a_block": a.block, "b_block": b.block, "out_dtype": rhs.dtype if name == "drhs" else lhs.dtype}
-        product = oracle_blocks.ragged_matmul(a.codes[0], codes, a.scales[0], scales, SIZES, **options)
+        codes, scales = (
+            (b.codes[0], b.scales[0]) if name == "drhs" else (b.codes, b.scales)
+        )
+        options = {
+            "a_block": a.block,
+            "b_block": b.block,
+            "out_dtype": rhs.dtype if name == "drhs" else lhs.dtype,
+        }
+        product = oracle_blocks.ragged_matmul(
+            a.codes[0], codes, a.scales[0], scales, SIZES, **options
+        )
         products[name] = (a, b), product
     return products
 
@@ -63,21 +87,35 @@ def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: op
         return original(a, b, a_scale_inv, b_scale_inv, *rest, **options)
 
     def product(lhs, rhs):
-        return jaxfp8.ragged_dot(lhs, rhs, np.int32(SIZES), recipe=recipe, preferred_element_type=lhs.dtype)
+        return jaxfp8.ragged_dot(
+            lhs, rhs, np.int32(SIZES), recipe=recipe, preferred_element_type=lhs.dtype
+        )
 
     if monkeypatch is None:
         y, vjp = jax.vjp(jax.jit(product), *place(lhs, rhs))
     else:  # without jit, so that operands have values where they are recorded
         monkeypatch.setattr(ops, "ragged_matmul", recorded)
         y, vjp = jax.vjp(product, lhs, rhs)
-    results = dict(zip(("y", "dlhs", "drhs"), (y, *vjp(jax.device_put(grad, y.sharding))), strict=True))
+    results = dict(
+        zip(
+            ("y", "dlhs", "drhs"),
+            (y, *vjp(jax.device_put(grad, y.sharding))),
+            strict=True,
+        )
+    )
     expected = expected_products(rule, lhs, rhs, grad)
     for i, (what, (codes, wanted)) in enumerate(expected.items()):
         wanted.check(results[what], f"{name}: {what}")
         for (data, scale_inv), of in zip(read[i] if read else (), codes, strict=False):
-            oracle.assert_bitwise(np.asarray(data).reshape(of.codes.shape), of.codes, f"{what}: codes")
+            oracle.assert_bitwise(
+                np.asarray(data).reshape(of.codes.shape), of.codes, f"{what}: codes"
+            )
             scales = of.scales if of.block else of.scales[0]
-            oracle.assert_bitwise(np.asarray(scale_inv).reshape(scales.shape), scales, f"{what}: scale_inv")
+            oracle.assert_bitwise(
+                np.asarray(scale_inv).reshape(scales.shape),
+                scales,
+                f"{what}: scale_inv",
+            )
     assert not read or len(read) == 3
 
 
@@ -86,7 +124,10 @@ FAST = ("current", "block", "rowwise", "mx", "static")
 NAMES = [name for name, (_, rule) in RECIPES.items() if isinstance(rule, Rule)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in NAMES],
+)
 def test_recipes(monkeypatch, name):
     compare(name, monkeypatch=monkeypatch)
 
@@ -97,15 +138,23 @@ def test_jit_in_bfloat16(name):
 
 
 @pytest.mark.parametrize(
-    "lhs_spec, rhs_spec", [(P("x"), P("y")), (P("y"), P(None, None, "y")), (P(), P(None, None, ("x", "y")))]
+    "lhs_spec, rhs_spec",
+    [(P("x"), P("y")), (P("y"), P(None, None, "y")), (P(), P(None, None, ("x", "y")))],
 )
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 def test_meshes(lhs_spec, rhs_spec, axis_type):
     """Cuts through groups and through blocks."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4]
+    )
 
     def place(lhs, rhs):
-        return (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((lhs, lhs_spec), (rhs, rhs_spec)))
+        return (
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in ((lhs, lhs_spec), (rhs, rhs_spec))
+        )
 
     with jax.set_mesh(mesh):
         compare("block", place=place)
@@ -121,8 +170,15 @@ def test_custom_call():
     it.
     """
     lhs, rhs, _ = operands()
-    product = functools.partial(jaxfp8.ragged_dot, group_sizes=np.int32(SIZES), recipe=jaxfp8.Float8BlockScaling())
-    with pytest.raises(AssertionError, match=r"ragged_matmul: no kernel has scales for blocks \(\(1, 128\)"):
+    product = functools.partial(
+        jaxfp8.ragged_dot,
+        group_sizes=np.int32(SIZES),
+        recipe=jaxfp8.Float8BlockScaling(),
+    )
+    with pytest.raises(
+        AssertionError,
+        match=r"ragged_matmul: no kernel has scales for blocks \(\(1, 128\)",
+    ):
         jaxfp8.inspect.assert_fp8(product, lhs, rhs, platform="sm_90")
 
 
@@ -135,7 +191,9 @@ def test_nan_in_a_group():
     lhs[90] = np.nan
 
     def product(lhs, rhs):
-        return jaxfp8.ragged_dot(lhs, rhs, np.int32(SIZES), recipe=jaxfp8.Float8BlockScaling())
+        return jaxfp8.ragged_dot(
+            lhs, rhs, np.int32(SIZES), recipe=jaxfp8.Float8BlockScaling()
+        )
 
     y, vjp = jax.vjp(product, lhs, rhs)
     _, drhs = vjp(np.where(np.isfinite(grad), grad, 0))
@@ -153,4 +211,6 @@ def test_vmap():
 
     got = jax.vmap(product, in_axes=(0, None, 0))(both, rhs, sizes)
     for i in range(2):
-        oracle.assert_bitwise(got[i], np.asarray(product(both[i], rhs, sizes[i])), f"member {i}")
+        oracle.assert_bitwise(
+            got[i], np.asarray(product(both[i], rhs, sizes[i])), f"member {i}"
+        )

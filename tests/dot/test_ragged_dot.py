@@ -15,7 +15,15 @@ from recipes.delayed_cases import assert_state
 import jaxfp8
 from jaxfp8 import ops
 
-from .ragged_cases import HISTORY, RECIPE, SIZES, WITHOUT, compare_steps, operands, training_step
+from .ragged_cases import (
+    HISTORY,
+    RECIPE,
+    SIZES,
+    WITHOUT,
+    compare_steps,
+    operands,
+    training_step,
+)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -42,26 +50,43 @@ def test_without_state():
     sizes = SIZES["rows beyond"]
     lhs[50:] = 1e9
     tops = [oracle.amax(x) for x in (lhs[:50], rhs, grad[:50])]
-    state = oracle.LayerState(*(oracle.State(np.full(HISTORY, top, np.float32), np.float32(1)) for top in tops))
+    state = oracle.LayerState(
+        *(
+            oracle.State(np.full(HISTORY, top, np.float32), np.float32(1))
+            for top in tops
+        )
+    )
     expected = oracle.ragged_step(lhs, rhs, sizes, grad, state)
-    y, dlhs, drhs, next_state = training_step()(lhs, rhs, grad, np.int32(sizes), WITHOUT)
+    y, dlhs, drhs, next_state = training_step()(
+        lhs, rhs, grad, np.int32(sizes), WITHOUT
+    )
     expected.check(y=y, dgrad=dlhs, wgrad=drhs)
     assert next_state == WITHOUT
 
 
-@pytest.mark.parametrize("m, k, n, g", [(0, 4, 5, 2), (6, 0, 5, 2), (6, 4, 0, 2), (6, 4, 5, 0)])
+@pytest.mark.parametrize(
+    "m, k, n, g", [(0, 4, 5, 2), (6, 0, 5, 2), (6, 4, 0, 2), (6, 4, 5, 0)]
+)
 def test_no_elements(m, k, n, g):
     """Zeros, and a state that is not touched."""
-    lhs, rhs, sizes = np.ones((m, k), np.float32), np.ones((g, k, n), np.float32), np.zeros(g, np.int32)
+    lhs, rhs, sizes = (
+        np.ones((m, k), np.float32),
+        np.ones((g, k, n), np.float32),
+        np.zeros(g, np.int32),
+    )
 
     def loss(lhs, rhs, state):
         y = jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state)
         np.testing.assert_array_equal(y.shape, (m, n))
         return jnp.sum(y)
 
-    value, (dlhs, drhs, state) = jax.value_and_grad(loss, argnums=(0, 1, 2))(lhs, rhs, jaxfp8.init_state(RECIPE))
+    value, (dlhs, drhs, state) = jax.value_and_grad(loss, argnums=(0, 1, 2))(
+        lhs, rhs, jaxfp8.init_state(RECIPE)
+    )
     assert value == 0 and dlhs.shape == lhs.shape and drhs.shape == rhs.shape
-    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves((dlhs, drhs, state)))
+    assert all(
+        not np.asarray(leaf).any() for leaf in jax.tree.leaves((dlhs, drhs, state))
+    )
 
 
 # --------------------------------------------------------------------------------- vmap
@@ -70,7 +95,10 @@ def test_no_elements(m, k, n, g):
 @pytest.mark.parametrize(
     "share",
     ["nothing", "rhs and state", "all but lhs"]
-    + [pytest.param(share, marks=pytest.mark.slow) for share in ("state", "lhs and sizes", "all but sizes")],
+    + [
+        pytest.param(share, marks=pytest.mark.slow)
+        for share in ("state", "lhs and sizes", "all but sizes")
+    ],
 )
 def test_vmap(share):
     """As many products as members; what they share gets the sum of their gradients, a
@@ -89,7 +117,10 @@ def test_vmap(share):
         "all but sizes": (0, 1, 3),
         "all but lhs": (1, 2, 3),
     }[share]
-    args = [jax.tree.map(lambda x: x[0], x) if i in shared else x for i, x in enumerate((lhs, rhs, sizes, state))]
+    args = [
+        jax.tree.map(lambda x: x[0], x) if i in shared else x
+        for i, x in enumerate((lhs, rhs, sizes, state))
+    ]
     axes = tuple(None if i in shared else 0 for i in range(4))
 
     def loss(lhs, rhs, state):
@@ -104,7 +135,12 @@ def test_vmap(share):
     init = oracle.LayerState.init(HISTORY)
     steps = [
         oracle.ragged_step(
-            *(x if axis is None else x[i] for x, axis in zip(args[:3], axes, strict=False)), grad[i], init
+            *(
+                x if axis is None else x[i]
+                for x, axis in zip(args[:3], axes, strict=False)
+            ),
+            grad[i],
+            init,
         )
         for i in range(members)
     ]
@@ -124,7 +160,9 @@ def test_vmap(share):
         assert_state(next_state, merged([step.state for step in steps]), share)
     else:
         for i, step in enumerate(steps):
-            assert_state(jax.tree.map(lambda x: x[i], next_state), step.state, f"member {i}")  # noqa: B023
+            assert_state(
+                jax.tree.map(lambda x: x[i], next_state), step.state, f"member {i}"
+            )  # noqa: B023
 
 
 # ------------------------------------------------------------------------------- errors

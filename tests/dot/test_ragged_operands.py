@@ -35,7 +35,9 @@ def ragged_dot(lhs, rhs, recipe, state):
 
 
 def quantized(rhs, recipe):
-    return jaxfp8.quantize_params({"moe": {"up": rhs}}, None, recipe, where="moe/.*")["moe"]["up"]
+    return jaxfp8.quantize_params({"moe": {"up": rhs}}, None, recipe, where="moe/.*")[
+        "moe"
+    ]["up"]
 
 
 def gradients(recipe, prepare, lhs, rhs, grad, state):
@@ -45,7 +47,9 @@ def gradients(recipe, prepare, lhs, rhs, grad, state):
 
     @jax.jit
     def step(lhs, rhs, state):
-        y, vjp = jax.vjp(lambda *args: ragged_dot(*prepare(*args), recipe, args[2]), lhs, rhs, state)
+        y, vjp = jax.vjp(
+            lambda *args: ragged_dot(*prepare(*args), recipe, args[2]), lhs, rhs, state
+        )
         return y, vjp(grad)
 
     return step(lhs, rhs, state)
@@ -75,19 +79,30 @@ def test_codes_on_both_sides(name):
     recipe, state = RECIPES[name]
     lhs, rhs, grad = operands(len(EXPERTS))
     lhs[sum(EXPERTS) :] = 0  # codes are taken as they are, and so is their amax
-    expected = gradients(recipe, lambda lhs, rhs, state: (lhs, rhs), lhs, rhs, grad, state)
+    expected = gradients(
+        recipe, lambda lhs, rhs, state: (lhs, rhs), lhs, rhs, grad, state
+    )
 
     def prepare(lhs, rhs, _):
         x, _ = recipe.quantizers()[0].quantize(lax.stop_gradient(lhs), None)
         x = dataclasses.replace(x, source=lhs)
-        kernel = dataclasses.replace(quantized(rhs, recipe), data_t=None, scale_inv_t=None)
+        kernel = dataclasses.replace(
+            quantized(rhs, recipe), data_t=None, scale_inv_t=None
+        )
         return x if name == "block" else dataclasses.replace(x, data_t=None), kernel
 
-    assert_same_bits(gradients(recipe, prepare, lhs, rhs, grad, state), expected, "y and gradients")
+    assert_same_bits(
+        gradients(recipe, prepare, lhs, rhs, grad, state), expected, "y and gradients"
+    )
 
 
 def lowered(function, *arguments) -> str:
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return (
+        jax.jit(function)
+        .trace(*arguments)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
 
 
 def test_codes_are_not_decoded(cuda_custom_calls):
@@ -95,7 +110,9 @@ def test_codes_are_not_decoded(cuda_custom_calls):
     recipe = jaxfp8.Float8CurrentScaling()
     lhs, rhs, _ = operands(len(EXPERTS))
     x, _ = recipe.quantizers()[0].quantize(jnp.asarray(lhs), None)
-    text = lowered(lambda x, rhs: ragged_dot(x, rhs, recipe, WITHOUT), x, quantized(rhs, recipe))
+    text = lowered(
+        lambda x, rhs: ragged_dot(x, rhs, recipe, WITHOUT), x, quantized(rhs, recipe)
+    )
     assert "custom_call @jaxfp8_ragged_matmul" in text
     assert "jaxfp8_quantize" not in text and "jaxfp8_dequantize" not in text
 
@@ -108,18 +125,29 @@ def test_codes_without_source():
     y = ragged_dot(lhs, codes, recipe, None)
     oracle.assert_bitwise(y, np.asarray(ragged_dot(lhs, q, recipe, None)), "y")
     jax.grad(lambda lhs: jnp.sum(ragged_dot(lhs, codes, recipe, None)))(lhs)
-    with pytest.raises(TypeError, match="ragged_dot: rhs: a QTensor without its source has no gradient"):
-        jax.grad(lambda q: jnp.sum(ragged_dot(lhs, q, recipe, None)), allow_int=True)(codes)
+    with pytest.raises(
+        TypeError, match="ragged_dot: rhs: a QTensor without its source has no gradient"
+    ):
+        jax.grad(lambda q: jnp.sum(ragged_dot(lhs, q, recipe, None)), allow_int=True)(
+            codes
+        )
 
 
 def test_codes_that_do_not_fit():
     lhs, rhs, _ = operands(len(EXPERTS))
     int8 = jaxfp8.QTensor(np.int8(np.sign(lhs)), np.ones(1, np.float32))
-    with pytest.raises(ValueError, match="ragged_dot: lhs: expected a QTensor of FP8 codes"):
+    with pytest.raises(
+        ValueError, match="ragged_dot: lhs: expected a QTensor of FP8 codes"
+    ):
         ragged_dot(int8, rhs, RECIPE, WITHOUT)
     recipe = jaxfp8.MXFP8BlockScaling()
-    one_layout = dataclasses.replace(quantized(rhs, recipe), data_t=None, scale_inv_t=None)
-    with pytest.raises(ValueError, match=r"ragged_dot: rhs: a QTensor with a scale for each block of \(1, 32\)"):
+    one_layout = dataclasses.replace(
+        quantized(rhs, recipe), data_t=None, scale_inv_t=None
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"ragged_dot: rhs: a QTensor with a scale for each block of \(1, 32\)",
+    ):
         ragged_dot(lhs, one_layout, recipe, None)
 
 
@@ -129,12 +157,16 @@ FUSED = {
     "silu_gated": lambda x: jaxfp8.activated(x, "silu_gated"),
     "gelu": lambda x: jaxfp8.activated(x[:, 0], "gelu"),
     "rms": lambda x: jaxfp8.normalized(x[:, 0], jnp.full(x.shape[-1], 1.5), kind="rms"),
-    "layer": lambda x: jaxfp8.normalized(x[:, 0], jnp.ones(x.shape[-1]), jnp.full(x.shape[-1], 9.0), kind="layer"),
+    "layer": lambda x: jaxfp8.normalized(
+        x[:, 0], jnp.ones(x.shape[-1]), jnp.full(x.shape[-1], 9.0), kind="layer"
+    ),
 }
 
 
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
-@pytest.mark.parametrize("recipe", [DELAYED, jaxfp8.Float8BlockScaling()], ids=["delayed", "block"])
+@pytest.mark.parametrize(
+    "recipe", [DELAYED, jaxfp8.Float8BlockScaling()], ids=["delayed", "block"]
+)
 def test_fused_inputs(fused, recipe):
     """They are what their values are, also where rows beyond the last group hold NaN.
 
@@ -155,18 +187,30 @@ def test_fused_inputs(fused, recipe):
 
     (y, dx, drhs, next_state), expected = step(lambda h: h), step(lambda h: h.value)
     inside = slice(0, sum(EXPERTS))
-    for got, wanted in ((y, expected[0]), (dx[inside], expected[1][inside]), (drhs, expected[2])):
+    for got, wanted in (
+        (y, expected[0]),
+        (dx[inside], expected[1][inside]),
+        (drhs, expected[2]),
+    ):
         error = np.abs(np.asarray(got) - np.asarray(wanted))
         assert np.mean(error > 1e-5 * np.abs(wanted).max()) < 0.1
         assert error.max() <= 2.0**-3 * np.abs(wanted).max()
-    for got, wanted in zip(jax.tree.leaves(next_state), jax.tree.leaves(expected[3]), strict=True):
+    for got, wanted in zip(
+        jax.tree.leaves(next_state), jax.tree.leaves(expected[3]), strict=True
+    ):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, 1e30])
 @pytest.mark.parametrize("kind", ["silu_gated", "rms", "layer"])
-@pytest.mark.parametrize("recipe", [DELAYED, dataclasses.replace(DELAYED, fp8_residuals=True)], ids=["", "residuals"])
-def test_rows_beyond_the_last_group_reach_no_gradient_of_a_fused_input(recipe, kind, garbage):
+@pytest.mark.parametrize(
+    "recipe",
+    [DELAYED, dataclasses.replace(DELAYED, fp8_residuals=True)],
+    ids=["", "residuals"],
+)
+def test_rows_beyond_the_last_group_reach_no_gradient_of_a_fused_input(
+    recipe, kind, garbage
+):
     """What they hold changes no bit: neither the scale of the residual, nor a sum over
     rows. They get zeros.
     """
@@ -178,7 +222,9 @@ def test_rows_beyond_the_last_group_reach_no_gradient_of_a_fused_input(recipe, k
         if kind == "silu_gated":
             fused = jaxfp8.activated(x, kind)
         else:
-            fused = jaxfp8.normalized(x[:, 0], scale, None if kind == "rms" else 3 * scale, kind=kind)
+            fused = jaxfp8.normalized(
+                x[:, 0], scale, None if kind == "rms" else 3 * scale, kind=kind
+            )
         return ragged_dot(fused, rhs, recipe, state)
 
     def results(beyond):
@@ -204,7 +250,9 @@ def test_fused_input_is_quantized_where_it_is_computed(cuda_custom_calls):
     _, rhs, _ = operands(len(EXPERTS))
     x = jnp.ones((90, 2, rhs.shape[1]), jnp.bfloat16)
     for name, op in (("silu_gated", "quantize_activation"), ("rms", "quantize_norm")):
-        text = lowered(lambda x, name=name: ragged_dot(FUSED[name](x), rhs, DELAYED, STATE), x)
+        text = lowered(
+            lambda x, name=name: ragged_dot(FUSED[name](x), rhs, DELAYED, STATE), x
+        )
         assert f"custom_call @jaxfp8_{op}" in text
 
 
@@ -214,13 +262,19 @@ LAYERS, ROWS, WIDTH = 3, 12, 16
 GROUPS = np.int32([5, 0, 4])
 
 
-@pytest.mark.parametrize("name", ["plain", "quantized in the loop", "quantized before the loop"])
+@pytest.mark.parametrize(
+    "name", ["plain", "quantized in the loop", "quantized before the loop"]
+)
 def test_layers_in_a_loop(name):
     """Stacked kernels and state of layers in a scan, whose experts are quantized once
     or in it: the bits of a list.
     """
-    kernels = jax.random.normal(jax.random.key(0), (LAYERS, len(GROUPS), WIDTH, WIDTH)) / 4
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(RECIPE))
+    kernels = (
+        jax.random.normal(jax.random.key(0), (LAYERS, len(GROUPS), WIDTH, WIDTH)) / 4
+    )
+    states = jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(RECIPE)
+    )
 
     def codes(kernel, state):
         return jaxfp8.quantize_params({"w": kernel}, {"w": state}, RECIPE)["w"]
@@ -228,23 +282,37 @@ def test_layers_in_a_loop(name):
     def layer(x, at):
         kernel, state = at
         kernel = codes(kernel, state) if name == "quantized in the loop" else kernel
-        return x + jnp.maximum(jaxfp8.ragged_dot(x, kernel, GROUPS, recipe=RECIPE, state=state), 0), None
+        return x + jnp.maximum(
+            jaxfp8.ragged_dot(x, kernel, GROUPS, recipe=RECIPE, state=state), 0
+        ), None
 
     def in_scan(trainable, x):
         kernels, states = trainable
-        kernels = jax.vmap(codes)(kernels, states) if name == "quantized before the loop" else kernels
+        kernels = (
+            jax.vmap(codes)(kernels, states)
+            if name == "quantized before the loop"
+            else kernels
+        )
         return jnp.sum(lax.scan(layer, x, (kernels, states))[0] ** 2)
 
     def in_list(trainable, x):
         for kernel, state in zip(*trainable, strict=True):
-            x = x + jnp.maximum(jaxfp8.ragged_dot(x, kernel, GROUPS, recipe=RECIPE, state=state), 0)
+            x = x + jnp.maximum(
+                jaxfp8.ragged_dot(x, kernel, GROUPS, recipe=RECIPE, state=state), 0
+            )
         return jnp.sum(x**2)
 
     scanned, listed = jax.jit(jaxfp8.grad(in_scan)), jax.jit(jaxfp8.grad(in_list))
     for step in range(3):
         x = jax.random.normal(jax.random.key(step), (ROWS, WIDTH)) * 2.0**step
         rows = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(LAYERS)]
-        expected = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *of) for of in listed((list(kernels), rows), x)]
+        expected = [
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *of)
+            for of in listed((list(kernels), rows), x)
+        ]
         dkernels, states = scanned((kernels, states), x)
         assert_same_bits((dkernels, states), tuple(expected), f"step {step}")
-    assert np.asarray(states.kernel.amax_history).any() and np.asarray(states.output_grad.amax_history).any()
+    assert (
+        np.asarray(states.kernel.amax_history).any()
+        and np.asarray(states.output_grad.amax_history).any()
+    )

@@ -23,7 +23,9 @@ X, KERNEL = np.full((32, 64), 0.5, oracle.BF16), np.full((64, 48), 0.25, np.floa
 
 def residual_bytes(dot_general_cls, m, k, n, **options) -> int:
     """What a bfloat16 Dense keeps."""
-    model = nn.Dense(n, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=dot_general_cls)
+    model = nn.Dense(
+        n, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=dot_general_cls
+    )
     x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     return count.residual_bytes(model.apply, variables, x)
@@ -49,12 +51,22 @@ def gradient_calls(policy, after) -> Counter:
     """
 
     def loss(x, kernel, state):
-        return after(jaxfp8.dot_general(jnp.sin(x), kernel, MATMUL, recipe=RECIPE, state=state)).sum()
+        return after(
+            jaxfp8.dot_general(jnp.sin(x), kernel, MATMUL, recipe=RECIPE, state=state)
+        ).sum()
 
     remat = jax.checkpoint(loss, policy=policy)
     step = jax.jit(jax.value_and_grad(lambda *a: remat(*a) ** 2, argnums=(0, 1, 2)))
-    text = step.trace(X, KERNEL, jaxfp8.init_state(RECIPE)).lower(lowering_platforms=("cuda",)).as_text()
-    return Counter(re.findall(r"custom_call @jaxfp8_(quantize_transpose|quantize|scaled_matmul)_v", text))
+    text = (
+        step.trace(X, KERNEL, jaxfp8.init_state(RECIPE))
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    return Counter(
+        re.findall(
+            r"custom_call @jaxfp8_(quantize_transpose|quantize|scaled_matmul)_v", text
+        )
+    )
 
 
 # (quantized tensors, GEMMs): x, kernel, grad and three products without remat.
@@ -75,21 +87,32 @@ NOTHING_AGAIN = (3, 3)
 def test_what_runs_again(policy, nonlinear, linear, monkeypatch):
     if not jaxfp8.has_cuda_kernels():
         monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
-    for after, (quantized, products) in ((jnp.tanh, nonlinear), (lambda y: 2 * y, linear)):
+    for after, (quantized, products) in (
+        (jnp.tanh, nonlinear),
+        (lambda y: 2 * y, linear),
+    ):
         calls = gradient_calls(policy, after)
         assert calls["quantize"] + calls["quantize_transpose"] == quantized
         assert calls["scaled_matmul"] == products
 
 
-@pytest.mark.parametrize("policy", [None, policies.save_fp8_residuals, policies.save_gemm_outputs])
+@pytest.mark.parametrize(
+    "policy", [None, policies.save_fp8_residuals, policies.save_gemm_outputs]
+)
 def test_policies_change_no_bit(policy):
     def loss(x, kernel, state):
-        return jnp.tanh(jaxfp8.dot_general(jnp.sin(x), kernel, MATMUL, recipe=RECIPE, state=state)).sum()
+        return jnp.tanh(
+            jaxfp8.dot_general(jnp.sin(x), kernel, MATMUL, recipe=RECIPE, state=state)
+        ).sum()
 
     def step(function):
-        return jax.jit(jax.grad(function, argnums=(0, 1, 2)))(X, KERNEL, jaxfp8.init_state(RECIPE))
+        return jax.jit(jax.grad(function, argnums=(0, 1, 2)))(
+            X, KERNEL, jaxfp8.init_state(RECIPE)
+        )
 
     for got, expected in zip(
-        jax.tree.leaves(step(jax.checkpoint(loss, policy=policy))), jax.tree.leaves(step(loss)), strict=True
+        jax.tree.leaves(step(jax.checkpoint(loss, policy=policy))),
+        jax.tree.leaves(step(loss)),
+        strict=True,
     ):
         oracle.assert_bitwise(got, np.asarray(expected), str(policy))

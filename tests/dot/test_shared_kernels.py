@@ -41,11 +41,17 @@ def test_tied_kernel(states):
     x2, grad2 = 3 * grad1, 5 * x1  # of the shapes that kernel.T takes
     first = used_state(0)
     second = first if states == "one for both" else used_state(1)
-    packed = (cases.pack(first),) if second is first else (cases.pack(first), cases.pack(second))
+    packed = (
+        (cases.pack(first),)
+        if second is first
+        else (cases.pack(first), cases.pack(second))
+    )
 
     def loss(kernel, packed):
         y1 = cases.product(x1, kernel, packed[0])
-        y2 = jaxfp8.dot_general(x2, kernel, TRANSPOSED, recipe=cases.RECIPE, state=packed[-1])
+        y2 = jaxfp8.dot_general(
+            x2, kernel, TRANSPOSED, recipe=cases.RECIPE, state=packed[-1]
+        )
         return inner(y1, grad1) + inner(y2, grad2)
 
     dkernel, got = jax.jit(jax.grad(loss, argnums=(0, 1)))(kernel, packed)
@@ -58,7 +64,9 @@ def test_tied_kernel(states):
         cases.assert_state(got[1], two.state)
     exact = one.wgrad.exact + two.wgrad.exact.T
     # Both errors, and one rounding of the f32 sum.
-    bound = (one.wgrad.bound + two.wgrad.bound.T) * (1 + oracle.PRECISE) + oracle.PRECISE * np.abs(exact)
+    bound = (one.wgrad.bound + two.wgrad.bound.T) * (
+        1 + oracle.PRECISE
+    ) + oracle.PRECISE * np.abs(exact)
     oracle.Product(exact, bound).check(dkernel, "sum of both wgrads")
 
 
@@ -87,7 +95,9 @@ def test_frozen_kernel(how, jit):
     def gradients(x, packed, kernel, argnums=(0, 1)):
         product = frozen(how, kernel)
         product = jax.jit(product) if jit else product
-        return jax.value_and_grad(lambda *operands: inner(product(*operands), grad), argnums)(x, packed)
+        return jax.value_and_grad(
+            lambda *operands: inner(product(*operands), grad), argnums
+        )(x, packed)
 
     packed = cases.pack(state)
     _, (dx, got) = gradients(x, packed, kernel)
@@ -113,15 +123,27 @@ def test_a_frozen_kernel_keeps_no_input(how):
 
     def kept(function, *arguments):
         _, vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a), *arguments)
-        return sorted(leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype.itemsize == 1)
+        return sorted(
+            leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype.itemsize == 1
+        )
 
     product = frozen(how, kernel)
     codes = (cases.K, cases.N)
     assert kept(product, x, packed) == [codes]
     # The other way round: the codes of the kernel are for dgrad alone.
-    assert kept(lambda kernel, packed: cases.product(x, kernel, packed), kernel, packed) == [(cases.K, cases.ROWS)]
+    assert kept(
+        lambda kernel, packed: cases.product(x, kernel, packed), kernel, packed
+    ) == [(cases.K, cases.ROWS)]
 
     def loop(x, packed):
-        return lax.scan(lambda x, _: (product(x, packed) @ np.ones((cases.N, cases.K), np.float32), None), x, None, 3)
+        return lax.scan(
+            lambda x, _: (
+                product(x, packed) @ np.ones((cases.N, cases.K), np.float32),
+                None,
+            ),
+            x,
+            None,
+            3,
+        )
 
     assert kept(loop, x, packed) == [codes]

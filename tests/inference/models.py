@@ -38,13 +38,20 @@ class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes = {"params": self.axis, OWG: 0}
-        return nn.scan(self.block, variable_axes=axes, split_rngs={"params": True}, length=3)()(x, None)[0]
+        return nn.scan(
+            self.block, variable_axes=axes, split_rngs={"params": True}, length=3
+        )()(x, None)[0]
 
 
 class Members(nn.Module):
     @nn.compact
     def __call__(self, x):
-        members = nn.vmap(Block, in_axes=0, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True})
+        members = nn.vmap(
+            Block,
+            in_axes=0,
+            variable_axes={"params": 0, OWG: 0},
+            split_rngs={"params": True},
+        )
         return members()(x)[0]
 
 
@@ -62,15 +69,23 @@ def quantized(model, recipe=RECIPE):
     return jaxfp8.linen.quantize(model, [(".*", recipe)])
 
 
-_ATTENTION = {"num_heads": 4, "qkv_dot_general_cls": fp8(), "out_dot_general_cls": fp8()}
+_ATTENTION = {
+    "num_heads": 4,
+    "qkv_dot_general_cls": fp8(),
+    "out_dot_general_cls": fp8(),
+}
 LINEN = {
     "Dense, bf16": lambda: nn.Dense(N, dot_general_cls=fp8(), **BF16),
     "Dense, f32": lambda: nn.Dense(N, dot_general_cls=fp8()),
     "own Dense": lambda: jaxfp8.linen.Dense(N, recipe=RECIPE, **BF16),
     "GatedMLP": lambda: jaxfp8.linen.GatedMLP(N, recipe=RECIPE, **BF16),
     "NormDense": lambda: jaxfp8.linen.NormDense((3, N), recipe=RECIPE, **BF16),
-    "DenseGeneral": lambda: nn.DenseGeneral((4, 16), axis=(-1, -2), dot_general_cls=fp8()),
-    "DenseGeneral, batch": lambda: nn.DenseGeneral(N, batch_dims=(0,), dot_general_cls=fp8()),
+    "DenseGeneral": lambda: nn.DenseGeneral(
+        (4, 16), axis=(-1, -2), dot_general_cls=fp8()
+    ),
+    "DenseGeneral, batch": lambda: nn.DenseGeneral(
+        N, batch_dims=(0,), dot_general_cls=fp8()
+    ),
     "attention": lambda: nn.MultiHeadDotProductAttention(**_ATTENTION, **BF16),
     "Einsum": lambda: quantized(nn.Einsum((2, N, K), "bik,bnk->bin", use_bias=False)),
     "rules": lambda: quantized(nn.Dense(N, **BF16)),
@@ -83,9 +98,13 @@ LINEN = {
     "current": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.Float8CurrentScaling()),
     "row-wise": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.Float8RowwiseScaling()),
     "block": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.Float8BlockScaling()),
-    "block, GatedMLP": lambda: jaxfp8.linen.GatedMLP(N, recipe=jaxfp8.Float8BlockScaling(), **BF16),
+    "block, GatedMLP": lambda: jaxfp8.linen.GatedMLP(
+        N, recipe=jaxfp8.Float8BlockScaling(), **BF16
+    ),
     "MXFP8": lambda: quantized(nn.Dense(N, **BF16), jaxfp8.MXFP8BlockScaling()),
-    "MXFP8, DenseGeneral": lambda: quantized(nn.DenseGeneral(N, axis=(-1, -2)), jaxfp8.MXFP8BlockScaling()),
+    "MXFP8, DenseGeneral": lambda: quantized(
+        nn.DenseGeneral(N, axis=(-1, -2)), jaxfp8.MXFP8BlockScaling()
+    ),
 }
 
 
@@ -104,10 +123,14 @@ class NNXBlock(nnx.Module):
 
 class NNXScanned(nnx.Module):
     def __init__(self, rngs):
-        self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(NNXBlock, in_axes=0, out_axes=0))(rngs)
+        self.blocks = nnx.split_rngs(splits=3)(
+            nnx.vmap(NNXBlock, in_axes=0, out_axes=0)
+        )(rngs)
 
     def __call__(self, x):
-        return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        return nnx.scan(
+            lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )(x, self.blocks)
 
 
 def _nnx_attention(rngs):
@@ -115,23 +138,45 @@ def _nnx_attention(rngs):
     own.
     """
     return nnx.MultiHeadAttention(
-        4, K, qkv_dot_general=product(), out_dot_general=product(), decode=False, rngs=rngs, **BF16
+        4,
+        K,
+        qkv_dot_general=product(),
+        out_dot_general=product(),
+        decode=False,
+        rngs=rngs,
+        **BF16,
     )
 
 
 NNX = {
-    "Linear, bf16": lambda rngs: nnx.Linear(K, N, dot_general=product(), rngs=rngs, **BF16),
+    "Linear, bf16": lambda rngs: nnx.Linear(
+        K, N, dot_general=product(), rngs=rngs, **BF16
+    ),
     "Linear, f32": lambda rngs: nnx.Linear(K, N, dot_general=product(), rngs=rngs),
-    "own Linear": lambda rngs: jaxfp8.nnx.Linear(K, N, recipe=RECIPE, rngs=rngs, **BF16),
-    "GatedMLP": lambda rngs: jaxfp8.nnx.GatedMLP(K, N, recipe=RECIPE, rngs=rngs, **BF16),
-    "NormDense": lambda rngs: jaxfp8.nnx.NormDense(K, (3, N), recipe=RECIPE, rngs=rngs, **BF16),
-    "LinearGeneral": lambda rngs: nnx.LinearGeneral((L, K), (4, 16), axis=(-2, -1), dot_general=product(), rngs=rngs),
+    "own Linear": lambda rngs: jaxfp8.nnx.Linear(
+        K, N, recipe=RECIPE, rngs=rngs, **BF16
+    ),
+    "GatedMLP": lambda rngs: jaxfp8.nnx.GatedMLP(
+        K, N, recipe=RECIPE, rngs=rngs, **BF16
+    ),
+    "NormDense": lambda rngs: jaxfp8.nnx.NormDense(
+        K, (3, N), recipe=RECIPE, rngs=rngs, **BF16
+    ),
+    "LinearGeneral": lambda rngs: nnx.LinearGeneral(
+        (L, K), (4, 16), axis=(-2, -1), dot_general=product(), rngs=rngs
+    ),
     "Einsum": lambda rngs: nnx.Einsum(
-        "bld,hdk->blhk", (4, K, 16), (4, 16), einsum_op=jaxfp8.nnx.Fp8Einsum(RECIPE), rngs=rngs
+        "bld,hdk->blhk",
+        (4, K, 16),
+        (4, 16),
+        einsum_op=jaxfp8.nnx.Fp8Einsum(RECIPE),
+        rngs=rngs,
     ),
     "attention": _nnx_attention,
     "scan": NNXScanned,
-    "MXFP8": lambda rngs: nnx.Linear(K, N, dot_general=product(jaxfp8.MXFP8BlockScaling()), rngs=rngs),
+    "MXFP8": lambda rngs: nnx.Linear(
+        K, N, dot_general=product(jaxfp8.MXFP8BlockScaling()), rngs=rngs
+    ),
 }
 
 

@@ -51,8 +51,14 @@ def expected(kernel, xs, grads=GRADS, state=None):
 def assert_state(variables, wanted, names, what):
     for name in names:
         part = getattr(wanted, name)
-        oracle.assert_bitwise(variables[f"{name}_amax_history"], part.amax_history, f"{what}: {name} history")
-        oracle.assert_bitwise(variables[f"{name}_scale"], part.scale.reshape(1), f"{what}: {name} scale")
+        oracle.assert_bitwise(
+            variables[f"{name}_amax_history"],
+            part.amax_history,
+            f"{what}: {name} history",
+        )
+        oracle.assert_bitwise(
+            variables[f"{name}_scale"], part.scale.reshape(1), f"{what}: {name} scale"
+        )
 
 
 def test_linen():
@@ -63,16 +69,29 @@ def test_linen():
     variables = variables_of(model, BATCHES[0])
     calibrated = jaxfp8.calibrate(model, variables, iter(BATCHES))
     state = calibrated[OWG]["Fp8DotGeneral_0"]
-    assert_state(state, expected(variables["params"]["kernel"], BATCHES), FORWARD, "calibrated")
+    assert_state(
+        state, expected(variables["params"]["kernel"], BATCHES), FORWARD, "calibrated"
+    )
     assert_state(state, oracle.LayerState.init(H), ["output_grad"], "not calibrated")
     assert calibrated["params"]["kernel"] is variables["params"]["kernel"]
     history = np.asarray(state["input_amax_history"])
-    assert [float(h) for h in history[[0, 3, 2]]] == [float(oracle.amax(x)) for x in BATCHES[::-1]]
+    assert [float(h) for h in history[[0, 3, 2]]] == [
+        float(oracle.amax(x)) for x in BATCHES[::-1]
+    ]
     # The first forward pass after it has the scale of the largest amax.
-    kernel, wanted = np.asarray(variables["params"]["kernel"]), expected(variables["params"]["kernel"], BATCHES)
-    oracle.dense_step(BATCHES[0], kernel, GRADS[0], wanted).y.check(model.apply(calibrated, BATCHES[0]))
+    kernel, wanted = (
+        np.asarray(variables["params"]["kernel"]),
+        expected(variables["params"]["kernel"], BATCHES),
+    )
+    oracle.dense_step(BATCHES[0], kernel, GRADS[0], wanted).y.check(
+        model.apply(calibrated, BATCHES[0])
+    )
     top = max(map(oracle.amax, BATCHES))
-    oracle.assert_bitwise(oracle.step(BATCHES[0], wanted.input, oracle.E4M3)[1], np.float32(448) / top, "scale")
+    oracle.assert_bitwise(
+        oracle.step(BATCHES[0], wanted.input, oracle.E4M3)[1],
+        np.float32(448) / top,
+        "scale",
+    )
 
 
 def test_with_a_loss():
@@ -85,9 +104,16 @@ def test_with_a_loss():
     def loss_fn(variables, x, grad):
         return jnp.vdot(model.apply(variables, x), grad)
 
-    calibrated = jaxfp8.calibrate(model, variables, zip(BATCHES, GRADS, strict=True), loss_fn=loss_fn)
+    calibrated = jaxfp8.calibrate(
+        model, variables, zip(BATCHES, GRADS, strict=True), loss_fn=loss_fn
+    )
     wanted = expected(variables["params"]["kernel"], BATCHES)
-    assert_state(calibrated[OWG]["Fp8DotGeneral_0"], wanted, (*FORWARD, "output_grad"), "calibrated")
+    assert_state(
+        calibrated[OWG]["Fp8DotGeneral_0"],
+        wanted,
+        (*FORWARD, "output_grad"),
+        "calibrated",
+    )
 
 
 class Shared(nn.Module):
@@ -106,7 +132,11 @@ def shared_state():
     variables = variables_of(model, x, y)
     calibrated = jaxfp8.calibrate(model, variables, [(x, y)])
     both = np.concatenate([x, y])
-    wanted = expected(variables["params"]["CheckpointDense_0"]["kernel"], [both], [np.ones((2 * M, N), np.float32)])
+    wanted = expected(
+        variables["params"]["CheckpointDense_0"]["kernel"],
+        [both],
+        [np.ones((2 * M, N), np.float32)],
+    )
     return calibrated[OWG]["CheckpointDense_0"]["Fp8DotGeneral_0"], wanted
 
 
@@ -119,16 +149,31 @@ def test_state_that_is_not_there():
     model = dense()
     variables = variables_of(model, BATCHES[0])
     got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES)
-    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made ")
-    got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES, mutable=["batch_stats"])
-    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made, with other collections ")
+    assert_same_bits(
+        got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made "
+    )
+    got = jaxfp8.calibrate(
+        model, {"params": variables["params"]}, BATCHES, mutable=["batch_stats"]
+    )
+    assert_same_bits(
+        got[OWG],
+        jaxfp8.calibrate(model, variables, BATCHES)[OWG],
+        "made, with other collections ",
+    )
 
 
 def test_a_named_tuple_is_one_argument():
-    model, batch = dense(), collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0])
+    model, batch = (
+        dense(),
+        collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0]),
+    )
     variables = variables_of(model, batch.x)
-    got = jaxfp8.calibrate(lambda variables, batch: model.apply(variables, batch.x), variables, [batch])
-    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, [batch.x])[OWG], "named tuple ")
+    got = jaxfp8.calibrate(
+        lambda variables, batch: model.apply(variables, batch.x), variables, [batch]
+    )
+    assert_same_bits(
+        got[OWG], jaxfp8.calibrate(model, variables, [batch.x])[OWG], "named tuple "
+    )
 
 
 def test_nnx():
@@ -136,7 +181,13 @@ def test_nnx():
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.dense = nnx.Linear(K, N, use_bias=False, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=rngs)
+            self.dense = nnx.Linear(
+                K,
+                N,
+                use_bias=False,
+                dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE),
+                rngs=rngs,
+            )
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
         def __call__(self, x):
@@ -145,8 +196,15 @@ def test_nnx():
     model = Model(nnx.Rngs(0))
     before = int(model.dropout.rngs.count.get_value())
     assert jaxfp8.calibrate(model, BATCHES) is model
-    product, wanted = model.dense.dot_general, expected(model.dense.kernel.get_value(), BATCHES)
-    state = {name: value.get_value() for name, value in vars(product).items() if hasattr(value, "get_value")}
+    product, wanted = (
+        model.dense.dot_general,
+        expected(model.dense.kernel.get_value(), BATCHES),
+    )
+    state = {
+        name: value.get_value()
+        for name, value in vars(product).items()
+        if hasattr(value, "get_value")
+    }
     assert_state(state, wanted, FORWARD, "nnx")
     assert_state(state, oracle.LayerState.init(H), ["output_grad"], "nnx")
     assert int(model.dropout.rngs.count.get_value()) == before
@@ -155,7 +213,11 @@ def test_nnx():
         return jnp.vdot(model.dense(x), grad)
 
     jaxfp8.calibrate(model, [(BATCHES[0], GRADS[0])], loss_fn=loss_fn)
-    oracle.assert_bitwise(product.output_grad_amax_history.get_value()[0], oracle.amax(GRADS[0]), "of the gradient")
+    oracle.assert_bitwise(
+        product.output_grad_amax_history.get_value()[0],
+        oracle.amax(GRADS[0]),
+        "of the gradient",
+    )
 
 
 class Opaque:
@@ -170,25 +232,47 @@ def test_results_that_are_not_arrays():
     model, variables = dense(), variables_of(dense(), BATCHES[0])
     filled = jaxfp8.calibrate(model, variables, BATCHES[:1])
     others = (3, 1.5, "text", None, Opaque(1))
-    assert_same_bits(jaxfp8.calibrate(lambda v, x: (model.apply(v, x), *others), variables, BATCHES[:1]), filled)
-    with pytest.raises(TypeError, match="got none; register the class of the result as a pytree, or pass loss_fn"):
+    assert_same_bits(
+        jaxfp8.calibrate(
+            lambda v, x: (model.apply(v, x), *others), variables, BATCHES[:1]
+        ),
+        filled,
+    )
+    with pytest.raises(
+        TypeError,
+        match="got none; register the class of the result as a pytree, or pass loss_fn",
+    ):
         jaxfp8.calibrate(lambda v, x: Opaque(model.apply(v, x)), variables, BATCHES[:1])
 
 
 def test_errors():
     model = dense()
     variables = variables_of(model, BATCHES[0])
-    with pytest.raises(ValueError, match=r"calibrate: batches: expected at least one batch"):
+    with pytest.raises(
+        ValueError, match=r"calibrate: batches: expected at least one batch"
+    ):
         jaxfp8.calibrate(model, variables, [])
-    with pytest.raises(ValueError, match=r"calibrate: variables: expected state of quantizers, found none"):
+    with pytest.raises(
+        ValueError,
+        match=r"calibrate: variables: expected state of quantizers, found none",
+    ):
         jaxfp8.calibrate(nn.Dense(3), variables_of(nn.Dense(3), BATCHES[0]), BATCHES)
     with pytest.raises(
-        TypeError, match=r"calibrate: expected calibrate\(model, variables, batches\), got \(Dense, list\)"
+        TypeError,
+        match=r"calibrate: expected calibrate\(model, variables, batches\), got \(Dense, list\)",
     ):
         jaxfp8.calibrate(model, BATCHES)
-    with pytest.raises(TypeError, match=r"got an array of shape .*, whose rows would be the batches; .*pass \[x\]"):
+    with pytest.raises(
+        TypeError,
+        match=r"got an array of shape .*, whose rows would be the batches; .*pass \[x\]",
+    ):
         jaxfp8.calibrate(model, variables, BATCHES[0])
-    with pytest.raises(TypeError, match=r"calibrate: expected no arguments of the model beside loss_fn"):
+    with pytest.raises(
+        TypeError, match=r"calibrate: expected no arguments of the model beside loss_fn"
+    ):
         jaxfp8.calibrate(model, variables, BATCHES, loss_fn=lambda *_: 0.0, method="f")
-    with pytest.raises(TypeError, match=r"calibrate: model: expected a result with floating-point arrays"):
+    with pytest.raises(
+        TypeError,
+        match=r"calibrate: model: expected a result with floating-point arrays",
+    ):
         jaxfp8.calibrate(lambda v, x: jnp.argmax(model.apply(v, x)), variables, BATCHES)

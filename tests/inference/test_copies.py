@@ -31,12 +31,17 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal((M, K)).astype(np.float32)
 # One tensor that loses its small numbers at scale 1, and one that saturates.
 KERNELS = {"small kernel": 0.002, "large channel": 0.05}
-INPUTS = {"small kernel": X, "large channel": X * np.where(np.arange(K) == 3, 2000, 1).astype(np.float32)}
+INPUTS = {
+    "small kernel": X,
+    "large channel": X * np.where(np.arange(K) == 3, 2000, 1).astype(np.float32),
+}
 CASES = pytest.mark.parametrize("case", KERNELS)
 
 
 def kernels(case, *leading):
-    return (KERNELS[case] * np.random.default_rng(1).standard_normal((*leading, K, K))).astype(np.float32)
+    return (
+        KERNELS[case] * np.random.default_rng(1).standard_normal((*leading, K, K))
+    ).astype(np.float32)
 
 
 def error(y, exact) -> float:
@@ -54,7 +59,10 @@ def differentiated(function, *arguments):
 
 
 def empty(*leading):
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*leading, *leaf.shape)), jaxfp8.init_state(RECIPE))
+    return jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (*leading, *leaf.shape)),
+        jaxfp8.init_state(RECIPE),
+    )
 
 
 # ---------------------------------------------------------------------------- functions
@@ -91,7 +99,9 @@ def einsum(x, kernel, state):
 
 
 def ragged(x, kernel, state):
-    return jaxfp8.ragged_dot(x, kernel, np.int32([10, M - 10]), recipe=RECIPE, state=state)
+    return jaxfp8.ragged_dot(
+        x, kernel, np.int32([10, M - 10]), recipe=RECIPE, state=state
+    )
 
 
 def ragged_in_float32(x, kernel):
@@ -99,11 +109,15 @@ def ragged_in_float32(x, kernel):
 
 
 def activated(x, kernel, state):
-    return jaxfp8.dot_general(jaxfp8.activated(x, "relu"), kernel, DIMS, recipe=RECIPE, state=state)
+    return jaxfp8.dot_general(
+        jaxfp8.activated(x, "relu"), kernel, DIMS, recipe=RECIPE, state=state
+    )
 
 
 def activates(x, kernel, state):
-    return jaxfp8.dot_general(x, kernel, DIMS, recipe=RECIPE, state=state, activation="relu").value
+    return jaxfp8.dot_general(
+        x, kernel, DIMS, recipe=RECIPE, state=state, activation="relu"
+    ).value
 
 
 def in_max_grad(x, kernel, state):
@@ -112,11 +126,18 @@ def in_max_grad(x, kernel, state):
 
 
 def algorithm(x, kernel, state):
-    return product(x, kernel, state, jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo=lambda h: h[0]))
+    return product(
+        x,
+        kernel,
+        state,
+        jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo=lambda h: h[0]),
+    )
 
 
 def by_product(x, kernel, state):
-    return product(x, kernel, state, jaxfp8.ByProduct(fprop=RECIPE, dgrad=RECIPE, wgrad=RECIPE))
+    return product(
+        x, kernel, state, jaxfp8.ByProduct(fprop=RECIPE, dgrad=RECIPE, wgrad=RECIPE)
+    )
 
 
 # Each as (FP8, float32, leading dimensions of kernels, leading dimensions of the
@@ -147,7 +168,10 @@ def test_functions(name, jit, case):
     y = (jax.jit(fp8) if jit else fp8)(x, kernel, state)
     assert error(y, exact) < BOUND
     # The control: the same products with a backward.
-    assert error(differentiated(jax.jit(fp8) if jit else fp8, x, kernel, state), exact) > 4 * BOUND
+    assert (
+        error(differentiated(jax.jit(fp8) if jit else fp8, x, kernel, state), exact)
+        > 4 * BOUND
+    )
 
 
 @pytest.mark.parametrize("touched", ["input", "kernel"])
@@ -158,14 +182,20 @@ def test_each_tensor_by_itself(touched):
     x, kernel = INPUTS["large channel"], kernels("small kernel")
     used = jaxfp8.recipes.QuantizerState(jnp.array([0, 0, 3.0, 0]), jnp.ones(1))
     state = jaxfp8.init_state(RECIPE)
-    fields = {"input": state.input, "kernel": state.kernel, "output_grad": state.output_grad}
+    fields = {
+        "input": state.input,
+        "kernel": state.kernel,
+        "output_grad": state.output_grad,
+    }
     got = product(x, kernel, jaxfp8.DotGeneralState(**fields | {touched: used}))
     amaxes = {"input": np.abs(x).max(), "kernel": np.abs(kernel).max(), touched: 3.0}
     known = {
         name: jaxfp8.recipes.QuantizerState(jnp.full(4, amax, jnp.float32), jnp.ones(1))
         for name, amax in amaxes.items()
     }
-    expected = differentiated(product, x, kernel, jaxfp8.DotGeneralState(**fields | known))
+    expected = differentiated(
+        product, x, kernel, jaxfp8.DotGeneralState(**fields | known)
+    )
     np.testing.assert_array_equal(got, expected)
 
 
@@ -182,22 +212,36 @@ def test_each_tensor_by_itself(touched):
 )
 def test_a_touched_state_gives_the_bits_of_training(history, scale):
     """A state with an amax or a scale; below zero it is NaN."""
-    state = jaxfp8.recipes.QuantizerState(jnp.array(history, jnp.float32), jnp.full(1, scale))
+    state = jaxfp8.recipes.QuantizerState(
+        jnp.array(history, jnp.float32), jnp.full(1, scale)
+    )
     arguments = X, kernels("small kernel"), jaxfp8.DotGeneralState(state, state, state)
-    np.testing.assert_array_equal(product(*arguments), differentiated(product, *arguments))
+    np.testing.assert_array_equal(
+        product(*arguments), differentiated(product, *arguments)
+    )
 
 
 @pytest.mark.parametrize("operand", [0, 1, 2], ids=["x", "kernel", "state"])
 def test_a_gradient_of_one_operand_trains(operand):
     """Whatever the gradient is taken of, the product is that of training."""
-    arguments = [INPUTS["large channel"], kernels("large channel"), jaxfp8.init_state(RECIPE)]
+    arguments = [
+        INPUTS["large channel"],
+        kernels("large channel"),
+        jaxfp8.init_state(RECIPE),
+    ]
 
     def of_one(value):
         return product(*arguments[:operand], value, *arguments[operand + 1 :])
 
     expected = differentiated(product, *arguments)
-    with pytest.warns(jaxfp8.FP8StateWarning) if operand == 1 else contextlib.nullcontext():
-        np.testing.assert_array_equal(differentiated(of_one, arguments[operand]), expected)
+    with (
+        pytest.warns(jaxfp8.FP8StateWarning)
+        if operand == 1
+        else contextlib.nullcontext()
+    ):
+        np.testing.assert_array_equal(
+            differentiated(of_one, arguments[operand]), expected
+        )
 
 
 def test_a_teacher_in_a_loss():
@@ -213,7 +257,9 @@ def test_a_teacher_in_a_loss():
         return jnp.sum((student - teacher) ** 2), (student, teacher)
 
     for step in (loss, jax.jit(loss), jax.checkpoint(loss)):
-        _, (student, teacher) = jax.value_and_grad(step, argnums=(0, 1), has_aux=True)(kernel, state)[0]
+        _, (student, teacher) = jax.value_and_grad(step, argnums=(0, 1), has_aux=True)(
+            kernel, state
+        )[0]
         assert error(teacher, exact) < BOUND < error(student, exact) / 4
 
 
@@ -233,7 +279,9 @@ class Stack(nn.Module):
                 return dense()(x), None
 
         axes = {"params": 0, OWG: 0}
-        return self.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()(x, None)[0]
+        return self.scan(
+            Block, variable_axes=axes, split_rngs={"params": True}, length=3
+        )()(x, None)[0]
 
 
 def dense(layer=None, case="small kernel"):
@@ -276,15 +324,23 @@ def test_linen(name, case):
 @CASES
 @pytest.mark.parametrize("rules", [False, True], ids=["drop-in", "quantize"])
 def test_nnx(rules, case):
-    options = {"kernel_init": nnx.initializers.normal(KERNELS[case]), "use_bias": False, "rngs": nnx.Rngs(0)}
+    options = {
+        "kernel_init": nnx.initializers.normal(KERNELS[case]),
+        "use_bias": False,
+        "rngs": nnx.Rngs(0),
+    }
     if rules:
         model = jaxfp8.nnx.quantize(nnx.Linear(K, K, **options), [(".*", RECIPE)])
     else:
-        model = nnx.Linear(K, K, **options, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE))
+        model = nnx.Linear(
+            K, K, **options, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
+        )
     copy, x = nnx.clone(model), INPUTS[case]
     exact = x.astype(np.float64) @ np.asarray(copy.kernel[...], np.float64)
     assert error(nnx.jit(lambda model, x: model(x))(copy, x), exact) < BOUND
-    y, _ = jaxfp8.nnx.value_and_grad(lambda model: (lambda y: (jnp.sum(y), y))(model(x)), has_aux=True)(model)
+    y, _ = jaxfp8.nnx.value_and_grad(
+        lambda model: (lambda y: (jnp.sum(y), y))(model(x)), has_aux=True
+    )(model)
     assert error(y[1], exact) > 4 * BOUND
 
 
@@ -301,7 +357,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("name", ["dot_general", "scan over layers", "scan of a reading", "activation"])
+@pytest.mark.parametrize(
+    "name", ["dot_general", "scan over layers", "scan of a reading", "activation"]
+)
 def test_programs_of_training_have_no_conditional(name, step):
     fp8, _, of_kernel, of_state = FUNCTIONS[name]
     more = (2,) if step is STEPS["vmap"] else ()
@@ -314,6 +372,13 @@ def test_programs_of_inference_stay_on_the_device():
     """A conditional for each tensor; no callback and no transfer."""
     arguments = X, kernels("small kernel"), jaxfp8.init_state(RECIPE)
     text = jax.jit(product).lower(*arguments).compile().as_text()
-    found = [i for c in hlo.parse(text).computations.values() for i in c.instructions.values()]
+    found = [
+        i
+        for c in hlo.parse(text).computations.values()
+        for i in c.instructions.values()
+    ]
     assert [i.opcode for i in found].count("conditional") == 2
-    assert not any(i.opcode in ("infeed", "outfeed", "send", "recv") or "callback" in i.rest for i in found)
+    assert not any(
+        i.opcode in ("infeed", "outfeed", "send", "recv") or "callback" in i.rest
+        for i in found
+    )

@@ -23,18 +23,27 @@ FAST = {"Dense, bf16", "own Dense", "rules", "Linear, bf16"}
 
 
 def cases(table):
-    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in table]
+    return [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in table
+    ]
 
 
 @pytest.mark.parametrize("name", cases(models.LINEN))
 def test_linen(name):
     model, variables, frozen = models.linen(name)
     assert_same_bits(models.run(model, frozen), models.run(model, variables), name)
-    assert_same_bits(models.run(model, frozen, X / 3), models.run(model, variables, X / 3), f"{name}, other x")
+    assert_same_bits(
+        models.run(model, frozen, X / 3),
+        models.run(model, variables, X / 3),
+        f"{name}, other x",
+    )
     assert OWG not in frozen, "fixed scales are parameters, and there is no other state"
     flat = traverse_util.flatten_dict(frozen["params"])
     gone = [path for path, leaf in flat.items() if not jax.tree.leaves(leaf)]
-    codes = [path for path, leaf in flat.items() if path[-1] == "kernel" and path not in gone]
+    codes = [
+        path for path, leaf in flat.items() if path[-1] == "kernel" and path not in gone
+    ]
     codes = [path for path in codes if flat[path].dtype == jnp.float8_e4m3fn]
     assert len(codes) == len(gone) + (name == "tied") > 0
     # A byte for each of four, and the scales of blocks, one for 32 elements at most.
@@ -50,7 +59,11 @@ def test_nnx(name):
         if jax.tree.leaves(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)):
             jaxfp8.calibrate(model, [X, 2 * X])
         run = nnx.jit(lambda model, x: model(x))
-        size, wanted, other = models.nbytes(nnx.state(model)), run(model, X), run(model, X / 3)
+        size, wanted, other = (
+            models.nbytes(nnx.state(model)),
+            run(model, X),
+            run(model, X / 3),
+        )
         assert jaxfp8.freeze(model, X) is model
         assert_same_bits(run(model, X), wanted, name)
         assert_same_bits(run(model, X / 3), other, f"{name}, other x")
@@ -66,7 +79,9 @@ def test_other_arguments_stay():
 
     class Model(nn.Module):
         def setup(self):
-            self.one, self.two = (nn.Dense(N, dot_general_cls=models.fp8(), **BF16) for _ in range(2))
+            self.one, self.two = (
+                nn.Dense(N, dot_general_cls=models.fp8(), **BF16) for _ in range(2)
+            )
             self.norm = nn.BatchNorm()
 
         def __call__(self, x, train, more=False):
@@ -79,18 +94,35 @@ def test_other_arguments_stay():
     model = Model()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         variables = model.init(jax.random.key(0), X, train=False)
-        both = jax.eval_shape(lambda: model.init(jax.random.key(0), X, train=False, more=True))
+        both = jax.eval_shape(
+            lambda: model.init(jax.random.key(0), X, train=False, more=True)
+        )
         variables = jaxfp8.calibrate(model, variables, [X], train=False)
-        variables["params"]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both["params"]["two"])
-        variables[OWG]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both[OWG]["two"])
-        frozen = jaxfp8.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype), train=False)
+        variables["params"]["two"] = jax.tree.map(
+            lambda leaf: jnp.ones(leaf.shape), both["params"]["two"]
+        )
+        variables[OWG]["two"] = jax.tree.map(
+            lambda leaf: jnp.ones(leaf.shape), both[OWG]["two"]
+        )
+        frozen = jaxfp8.freeze(
+            model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype), train=False
+        )
         assert_same_bits(frozen["batch_stats"], variables["batch_stats"], "statistics")
         for options in ({"train": False}, {"train": False, "more": True}):
-            assert_same_bits(model.apply(frozen, X, **options), model.apply(variables, X, **options), str(options))
+            assert_same_bits(
+                model.apply(frozen, X, **options),
+                model.apply(variables, X, **options),
+                str(options),
+            )
         wanted = model.apply(variables, X, method="head")
-        assert_same_bits(model.apply(frozen, X, method="head"), wanted, "another method")
+        assert_same_bits(
+            model.apply(frozen, X, method="head"), wanted, "another method"
+        )
         again = jaxfp8.freeze(model, variables, X, train=True, mutable=["batch_stats"])
-    assert list(frozen[OWG]) == ["two"] and frozen["params"]["two"]["kernel"] is variables["params"]["two"]["kernel"]
+    assert (
+        list(frozen[OWG]) == ["two"]
+        and frozen["params"]["two"]["kernel"] is variables["params"]["two"]["kernel"]
+    )
     assert_same_bits(again["params"], frozen["params"], "traced in training")
 
 
@@ -98,7 +130,9 @@ def test_on_a_mesh():
     """Codes lie as their kernel does, so nothing is gathered; outputs are one device's
     where sums are exact.
     """
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     model, variables, _ = models.linen("Dense, bf16")
 
     def place(path, leaf):
@@ -112,9 +146,14 @@ def test_on_a_mesh():
     assert codes.sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 2)
     assert_same_bits(frozen, models.linen("Dense, bf16")[2], "codes")
     # each sum on one device
-    assert_same_bits(models.run(model, frozen, x), models.run(model, variables), "outputs")
+    assert_same_bits(
+        models.run(model, frozen, x), models.run(model, variables), "outputs"
+    )
     text = jax.jit(model.apply).lower(frozen, x).compile().as_text()
-    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    assert not any(
+        word in text
+        for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    )
 
 
 def test_it_does_not_train():
@@ -133,12 +172,17 @@ def test_it_does_not_train():
     jaxfp8.freeze(linear, X)
     with pytest.raises(TypeError, match=r"A model of jaxfp8.freeze does not train"):
         jaxfp8.nnx.grad(lambda model: jnp.sum(model(X).astype(jnp.float32)))(linear)
-    with pytest.raises(ValueError, match="calibrate: variables: expected state of quantizers, found none"):
+    with pytest.raises(
+        ValueError,
+        match="calibrate: variables: expected state of quantizers, found none",
+    ):
         jaxfp8.calibrate(model, frozen, [X])
     with warnings.catch_warnings():  # there is no state to update
         warnings.simplefilter("error", jaxfp8.FP8StateWarning)
         got = jax.grad(loss, argnums=1)(frozen, X)
-        bias = jax.grad(lambda bias: loss(frozen | {"params": frozen["params"] | {"bias": bias}}, X))
+        bias = jax.grad(
+            lambda bias: loss(frozen | {"params": frozen["params"] | {"bias": bias}}, X)
+        )
         assert np.asarray(bias(frozen["params"]["bias"])).shape == (N,)
     # In the unfrozen model the gradient of y has the scale 1 of its empty history;
     # frozen it has its own.
@@ -154,7 +198,9 @@ def test_gradients_of_x_through_blocks(name):
     """
     model, variables, frozen = models.linen(name)
     got, wanted = (
-        jax.grad(lambda x, of=of: jnp.sum(jnp.sin(model.apply(of, x).astype(jnp.float32))))(X)
+        jax.grad(
+            lambda x, of=of: jnp.sum(jnp.sin(model.apply(of, x).astype(jnp.float32)))
+        )(X)
         for of in (frozen, variables)
     )
     # Two quantizations of the kernel and one of the gradient, each off by at most 2**-4
@@ -170,8 +216,17 @@ class OneProduct(nn.Module):
     @nn.compact
     def __call__(self, x):
         product = jaxfp8.Fp8DotGeneral(recipe=jaxfp8.Float8CurrentScaling())
-        kernel = self.param("kernel", nn.initializers.normal(), (K, K if self.second != "narrower" else N))
-        other = {"doubled": 2 * kernel, "narrower": kernel.T, "another": jnp.flip(kernel), "the same": kernel}
+        kernel = self.param(
+            "kernel",
+            nn.initializers.normal(),
+            (K, K if self.second != "narrower" else N),
+        )
+        other = {
+            "doubled": 2 * kernel,
+            "narrower": kernel.T,
+            "another": jnp.flip(kernel),
+            "the same": kernel,
+        }
         contract = (((2,), (0,)), ((), ()))
         return product(product(x, kernel, contract), other[self.second], contract)
 
@@ -184,10 +239,15 @@ def test_one_product_with_several_kernels(second):
     model = OneProduct(second)
     variables = model.init(jax.random.key(0), X)
     if second == "the same":
-        assert_same_bits(model.apply(jaxfp8.freeze(model, variables, X), X), model.apply(variables, X), second)
+        assert_same_bits(
+            model.apply(jaxfp8.freeze(model, variables, X), X),
+            model.apply(variables, X),
+            second,
+        )
         return
     with pytest.raises(
-        ValueError, match="freeze: model: expected one kernel for each FP8 product, got a product with several"
+        ValueError,
+        match="freeze: model: expected one kernel for each FP8 product, got a product with several",
     ):
         jaxfp8.freeze(model, variables, X)
 
@@ -195,21 +255,30 @@ def test_one_product_with_several_kernels(second):
 def test_products_in_branches():
     class Branches(nn.Module):
         def setup(self):
-            self.a, self.b = (nn.Dense(K, dot_general_cls=models.fp8()) for _ in range(2))
+            self.a, self.b = (
+                nn.Dense(K, dot_general_cls=models.fp8()) for _ in range(2)
+            )
 
         def __call__(self, x):
             if self.is_initializing():
                 return self.a(x) + self.b(x)
-            return nn.cond(jnp.sum(x) > 0, lambda m, x: m.a(x), lambda m, x: m.b(x), self, x)
+            return nn.cond(
+                jnp.sum(x) > 0, lambda m, x: m.a(x), lambda m, x: m.b(x), self, x
+            )
 
     model = Branches()
     variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X, -X])
-    with pytest.raises(ValueError, match="freeze: model: products in the branches of nn.cond or nn.switch"):
+    with pytest.raises(
+        ValueError,
+        match="freeze: model: products in the branches of nn.cond or nn.switch",
+    ):
         jaxfp8.freeze(model, variables, X)
 
 
 @pytest.mark.parametrize(
-    "computed", [lambda w: 2 * w, lambda w: w.T, lambda w: w / jnp.std(w)], ids=["2w", "wT", "std"]
+    "computed",
+    [lambda w: 2 * w, lambda w: w.T, lambda w: w / jnp.std(w)],
+    ids=["2w", "wT", "std"],
 )
 def test_nnx_layers_that_compute_their_kernel(computed):
     class Layer(nnx.Module):
@@ -218,11 +287,14 @@ def test_nnx_layers_that_compute_their_kernel(computed):
             self.dot_general = models.product(jaxfp8.Float8CurrentScaling())
 
         def __call__(self, x):
-            return self.dot_general(x, computed(self.kernel[...]), (((2,), (0,)), ((), ())))
+            return self.dot_general(
+                x, computed(self.kernel[...]), (((2,), (0,)), ((), ()))
+            )
 
     model = nnx.Sequential(Layer(nnx.Rngs(0)))
     with pytest.raises(
-        ValueError, match="freeze: layers/0: expected a layer that gives its product its kernel as it is"
+        ValueError,
+        match="freeze: layers/0: expected a layer that gives its product its kernel as it is",
     ):
         jaxfp8.freeze(model, X)
 
@@ -231,14 +303,18 @@ def test_policies_leave_codes_and_scales_alone():
     policy = jaxfp8.mixed_precision.Policy.parse("bf16")
     model, _, frozen = models.linen("Dense, bf16")
     assert_same_bits(
-        policy.cast_to_compute(frozen)["params"]["Fp8DotGeneral_0"], frozen["params"]["Fp8DotGeneral_0"], ""
+        policy.cast_to_compute(frozen)["params"]["Fp8DotGeneral_0"],
+        frozen["params"]["Fp8DotGeneral_0"],
+        "",
     )
     assert policy.cast_to_compute(frozen)["params"]["bias"].dtype == jnp.bfloat16
     model.apply(policy.cast_to_compute(frozen), X)
     layer = models.NNX["Linear, bf16"](nnx.Rngs(0))
     jaxfp8.freeze(jaxfp8.calibrate(layer, [X]), X)
     state = nnx.state(layer)
-    assert_same_bits(policy.cast_to_compute(state)["dot_general"], state["dot_general"], "NNX")
+    assert_same_bits(
+        policy.cast_to_compute(state)["dot_general"], state["dot_general"], "NNX"
+    )
 
 
 @pytest.mark.slow
@@ -247,34 +323,60 @@ def test_another_recipe_than_it_was_frozen_with():
     with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
         variables = model.init(jax.random.key(0), X)
         frozen = jaxfp8.freeze(model, variables, X)
-        assert_same_bits(model.apply(frozen, X), model.apply(variables, X), "in the region")
-    with pytest.raises(ValueError, match=r"frozen product: the recipe here is DelayedScaling"):
+        assert_same_bits(
+            model.apply(frozen, X), model.apply(variables, X), "in the region"
+        )
+    with pytest.raises(
+        ValueError, match=r"frozen product: the recipe here is DelayedScaling"
+    ):
         model.apply(frozen, X)
     with jaxfp8.autocast(enabled=False):
         y = model.apply(frozen, X)
     exact = X @ np.asarray(variables["params"]["kernel"])
-    assert np.linalg.norm(np.asarray(y, np.float32) - exact) < 2.0**-4 * np.linalg.norm(exact)
+    assert np.linalg.norm(np.asarray(y, np.float32) - exact) < 2.0**-4 * np.linalg.norm(
+        exact
+    )
 
 
 def test_errors():
     model = nn.Dense(N, dot_general_cls=models.fp8())
     variables = model.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"freeze: Fp8DotGeneral_0/input: no amax was recorded.*jaxfp8.calibrate"):
+    with pytest.raises(
+        ValueError,
+        match=r"freeze: Fp8DotGeneral_0/input: no amax was recorded.*jaxfp8.calibrate",
+    ):
         jaxfp8.freeze(model, variables, X)
-    with pytest.raises(ValueError, match=r"freeze: input: no amax was recorded.*jaxfp8.calibrate"):
+    with pytest.raises(
+        ValueError, match=r"freeze: input: no amax was recorded.*jaxfp8.calibrate"
+    ):
         jaxfp8.freeze(models.NNX["Linear, f32"](nnx.Rngs(0)), X)
-    with pytest.raises(ValueError, match=r"freeze: model: expected FP8 products that are not frozen yet, found none"):
+    with pytest.raises(
+        ValueError,
+        match=r"freeze: model: expected FP8 products that are not frozen yet, found none",
+    ):
         jaxfp8.freeze(nn.Dense(N), nn.Dense(N).init(jax.random.key(0), X), X)
     model, _, frozen = models.linen("Dense, bf16")
-    with pytest.raises(ValueError, match=r"freeze: model: expected FP8 products that are not frozen yet, found none"):
+    with pytest.raises(
+        ValueError,
+        match=r"freeze: model: expected FP8 products that are not frozen yet, found none",
+    ):
         jaxfp8.freeze(model, frozen, X)
-    with pytest.raises(ValueError, match=r"freeze: variables: expected a collection 'params'"):
+    with pytest.raises(
+        ValueError, match=r"freeze: variables: expected a collection 'params'"
+    ):
         jaxfp8.freeze(model, frozen["params"], X)
-    with pytest.raises(TypeError, match=r"freeze: expected freeze\(model, variables, \*args\)"):
+    with pytest.raises(
+        TypeError, match=r"freeze: expected freeze\(model, variables, \*args\)"
+    ):
         jaxfp8.freeze(model)
-    with pytest.raises(TypeError, match=r"freeze: model: expected a Linen or an NNX module, got dict"):
+    with pytest.raises(
+        TypeError, match=r"freeze: model: expected a Linen or an NNX module, got dict"
+    ):
         jaxfp8.freeze(frozen)
-    with pytest.raises(ValueError, match="freeze: model: expected FP8 products that are not frozen yet, found none"):
+    with pytest.raises(
+        ValueError,
+        match="freeze: model: expected FP8 products that are not frozen yet, found none",
+    ):
         jaxfp8.freeze(nnx.Linear(K, N, rngs=nnx.Rngs(0)), X)
 
 
@@ -284,15 +386,22 @@ def test_a_use_that_freezing_did_not_see():
     nothing.
     """
     model, _, frozen = models.linen("Dense, bf16")
-    with pytest.raises(ValueError, match="expected the kernel of a layer in high precision"):
+    with pytest.raises(
+        ValueError, match="expected the kernel of a layer in high precision"
+    ):
         nn.Dense(N).apply({"params": frozen["params"]}, X)
     assert jax.tree.leaves(nn.meta.unbox(frozen["params"]["kernel"]))[0].shape == (K, N)
     layer = models.NNX["Linear, bf16"](nnx.Rngs(0))
     jaxfp8.freeze(jaxfp8.calibrate(layer, [X]), X)
     assert np.isnan(layer.kernel[...]).all()
-    with pytest.raises(ValueError, match="frozen kernel: expected an array, got the placeholder"):
+    with pytest.raises(
+        ValueError, match="frozen kernel: expected an array, got the placeholder"
+    ):
         jnp.dot(X, layer.kernel)
-    with pytest.raises(ValueError, match=r"nnx.quantize: : jaxfp8.freeze left codes of its kernel alone"):
+    with pytest.raises(
+        ValueError,
+        match=r"nnx.quantize: : jaxfp8.freeze left codes of its kernel alone",
+    ):
         jaxfp8.nnx.quantize(layer, [(".*", jaxfp8.MXFP8BlockScaling())])
 
 
@@ -304,7 +413,9 @@ def test_boxed_parameters():
     kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
     model = nn.Dense(N, dot_general_cls=models.fp8(), kernel_init=kernel_init, **BF16)
     variables = model.init(jax.random.key(0), X)
-    variables = jaxfp8.calibrate(model, flax.core.freeze({"params": variables["params"]}), [X])
+    variables = jaxfp8.calibrate(
+        model, flax.core.freeze({"params": variables["params"]}), [X]
+    )
     frozen = jaxfp8.freeze(model, variables, X)
     assert_same_bits(model.apply(frozen, X), model.apply(variables, X), "boxed")
     assert not jax.tree.leaves(frozen["params"]["kernel"])

@@ -19,10 +19,14 @@ from inference.models import X
 def target(name):
     """The abstract variables that a checkpoint is restored into."""
     model = models.LINEN[name]()
-    return jax.eval_shape(lambda: jaxfp8.freeze(model, model.init(jax.random.key(0), X), X))
+    return jax.eval_shape(
+        lambda: jaxfp8.freeze(model, model.init(jax.random.key(0), X), X)
+    )
 
 
-@pytest.mark.parametrize("name", ["Dense, bf16", pytest.param("scan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["Dense, bf16", pytest.param("scan", marks=pytest.mark.slow)]
+)
 def test_msgpack(name):
     model, variables, frozen = models.linen(name)
     data = flax.serialization.to_bytes(frozen)
@@ -50,7 +54,9 @@ def test_export_without_jaxfp8():
         program = another_process.export(lambda x: model.apply(frozen, x), X)
         wanted = np.asarray(models.run(model, variables))
     assert "custom_call @jaxfp8" not in program.mlir_module()
-    (y,) = another_process.call_exported(program, ((X,), {}), imports="", JAX_PLATFORMS="cpu")
+    (y,) = another_process.call_exported(
+        program, ((X,), {}), imports="", JAX_PLATFORMS="cpu"
+    )
     oracle.assert_bitwise(y, wanted, "y")
 
 
@@ -63,4 +69,6 @@ def test_what_is_in_a_program():
         text = jax.jit(model.apply).lower(frozen, X).compile().as_text()
     assert len(re.findall(r'custom_call_target="jaxfp8_quantize', text)) == 1
     assert "f32[32,48]" not in text and "f8e4m3fn[32,48]" not in text
-    assert jnp.dtype(jnp.float8_e4m3fn) in {leaf.dtype for leaf in jax.tree.leaves(frozen)}
+    assert jnp.dtype(jnp.float8_e4m3fn) in {
+        leaf.dtype for leaf in jax.tree.leaves(frozen)
+    }

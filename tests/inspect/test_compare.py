@@ -28,7 +28,9 @@ DB = 10 * math.log10(1 + 2**-5)
 def state_of(amax_x, amax_kernel, amax_grad):
     return jaxfp8.DotGeneralState(
         *(
-            jaxfp8.QuantizerState(jnp.full((2,), amax, jnp.float32), jnp.ones((1,), jnp.float32))
+            jaxfp8.QuantizerState(
+                jnp.full((2,), amax, jnp.float32), jnp.ones((1,), jnp.float32)
+            )
             for amax in (amax_x, amax_kernel, amax_grad)
         )
     )
@@ -50,13 +52,20 @@ def two_layers(scales):
     model; loss sum(y * w).
     """
     rng = np.random.default_rng(0)
-    x, k0, k1, w = (rng.standard_normal(shape) for shape in ((16, 32), (32, 24), (24, 8), (16, 8)))
-    x, k0, k1, w = (array.astype(np.float32).astype(np.float64) for array in (x, k0, k1, w))
+    x, k0, k1, w = (
+        rng.standard_normal(shape) for shape in ((16, 32), (32, 24), (24, 8), (16, 8))
+    )
+    x, k0, k1, w = (
+        array.astype(np.float32).astype(np.float64) for array in (x, k0, k1, w)
+    )
     e5m2 = oracle.E5M2
 
     def layer(x, kernel, scale):
         x, kernel = rounded(x, scale[0]), rounded(kernel, scale[1])
-        return x @ kernel, lambda grad: (rounded(grad, scale[2], e5m2) @ kernel.T, x.T @ rounded(grad, scale[2], e5m2))
+        return x @ kernel, lambda grad: (
+            rounded(grad, scale[2], e5m2) @ kernel.T,
+            x.T @ rounded(grad, scale[2], e5m2),
+        )
 
     h = x @ k0
     y = np.maximum(h, 0) @ k1
@@ -90,8 +99,13 @@ def test_figures_by_hand():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            options = {"use_bias": False, "dot_general_cls": lambda: jaxfp8.Fp8DotGeneral(recipe=A)}
-            return nn.Dense(8, name="1", **options)(nn.relu(nn.Dense(24, name="0", **options)(x)))
+            options = {
+                "use_bias": False,
+                "dot_general_cls": lambda: jaxfp8.Fp8DotGeneral(recipe=A),
+            }
+            return nn.Dense(8, name="1", **options)(
+                nn.relu(nn.Dense(24, name="0", **options)(x))
+            )
 
     (x, k0, k1, w), wanted = two_layers(SCALES)
     x, k0, k1, w = (jnp.asarray(array, jnp.float32) for array in (x, k0, k1, w))
@@ -105,7 +119,10 @@ def test_figures_by_hand():
                 for leaf in ("amax_history", "scale")
             }
         }
-    variables = {"params": {"0": {"kernel": k0}, "1": {"kernel": k1}}, jaxfp8.OVERWRITE_WITH_GRADIENT: states}
+    variables = {
+        "params": {"0": {"kernel": k0}, "1": {"kernel": k1}},
+        jaxfp8.OVERWRITE_WITH_GRADIENT: states,
+    }
     comparison = inspect.compare(Model(), x, variables, loss=lambda y: jnp.sum(y * w))
     assert [row["layer"] for row in comparison.rows] == ["1", "0"]  # the worst first
     for row in comparison.rows:
@@ -113,18 +130,34 @@ def test_figures_by_hand():
             assert abs(row[figure] - value) < DB, (row["layer"], figure)
     assert comparison.rows[0]["output"] < 10 < comparison.rows[1]["output"]
     head, first, second = str(comparison).split("\n")
-    assert head.split() == ["layer", *FIGURES, *(f"model_{figure}" for figure in FIGURES)]
-    assert first.split() == ["1", *(f"{comparison.rows[0][name]:.1f}" for name in head.split()[1:])]
+    assert head.split() == [
+        "layer",
+        *FIGURES,
+        *(f"model_{figure}" for figure in FIGURES),
+    ]
+    assert first.split() == [
+        "1",
+        *(f"{comparison.rows[0][name]:.1f}" for name in head.split()[1:]),
+    ]
     assert len(first) == len(second) == len(head) and comparison.unreached == []
 
     def function(x, k0, k1):  # the same as a plain function
-        hidden = jaxfp8.dot_general(x, k0, MATMUL, recipe=A, state=state_of(*SCALES["0"]))
-        return jaxfp8.dot_general(nn.relu(hidden), k1, MATMUL, recipe=A, state=state_of(*SCALES["1"]))
+        hidden = jaxfp8.dot_general(
+            x, k0, MATMUL, recipe=A, state=state_of(*SCALES["0"])
+        )
+        return jaxfp8.dot_general(
+            nn.relu(hidden), k1, MATMUL, recipe=A, state=state_of(*SCALES["1"])
+        )
 
     rows = inspect.compare(function, (x, k0, k1), loss=lambda y: jnp.sum(y * w)).rows
-    assert [row.pop("layer") for row in rows] == ["product (call 1)", "product (call 0)"]
+    assert [row.pop("layer") for row in rows] == [
+        "product (call 1)",
+        "product (call 0)",
+    ]
     for row, same in zip(rows, comparison.rows, strict=True):
-        np.testing.assert_allclose(list(row.values()), list(same.values())[1:], atol=1e-3)
+        np.testing.assert_allclose(
+            list(row.values()), list(same.values())[1:], atol=1e-3
+        )
 
 
 def test_nnx():
@@ -140,7 +173,9 @@ def test_nnx():
             return self.blocks[0](self.drop(self.up(x)))
 
     model = jaxfp8.nnx.quantize(Model(nnx.Rngs(0)), [("blocks/0", A)])
-    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param, jaxfp8.nnx.OverwriteWithGradient))
+    before = jax.tree.map(
+        np.asarray, nnx.state(model, nnx.Param, jaxfp8.nnx.OverwriteWithGradient)
+    )
     comparison = inspect.compare(model, jnp.ones((4, 8)))
     assert {row["layer"] for row in comparison.rows} == {"up", "blocks/0"}
     assert comparison.unreached == ["unused"]
@@ -164,7 +199,12 @@ def test_a_loop_that_reads_state_before_it_runs():
         axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
         model = scan(Block, variable_axes=axes, split_rngs={"params": True}, length=2)()
         x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
-        return inspect.compare(model, (x, None), model.init(jax.random.key(0), x, None), loss=lambda out: out[0].sum())
+        return inspect.compare(
+            model,
+            (x, None),
+            model.init(jax.random.key(0), x, None),
+            loss=lambda out: out[0].sum(),
+        )
 
     assert compared(jaxfp8.linen.scan).rows == compared(nn.scan).rows
 
@@ -174,7 +214,9 @@ def test_what_is_lost_wholly_or_not_at_all():
 
     def compared(*amaxes):
         def product(x, kernel):
-            return jaxfp8.dot_general(x, kernel, MATMUL, recipe=A, state=state_of(*amaxes))
+            return jaxfp8.dot_general(
+                x, kernel, MATMUL, recipe=A, state=state_of(*amaxes)
+            )
 
         (row,) = inspect.compare(product, (x, kernel), loss=jnp.sum).rows
         return {figure: row[figure] for figure in FIGURES}
@@ -182,7 +224,11 @@ def test_what_is_lost_wholly_or_not_at_all():
     # scales of 1, and codes of 1
     assert set(compared(448, 448, 57344).values()) == {math.inf}
     # All of x is flushed to zero: what is lost of what needs it is all there was.
-    assert compared(1e30, 448, 57344) == {"output": 0.0, "input_grad": math.inf, "kernel_grad": 0.0}
+    assert compared(1e30, 448, 57344) == {
+        "output": 0.0,
+        "input_grad": math.inf,
+        "kernel_grad": 0.0,
+    }
 
 
 def test_results_that_are_not_arrays():
@@ -190,9 +236,13 @@ def test_results_that_are_not_arrays():
     x = jnp.linspace(-1, 1, 32).reshape(4, 8)
 
     def product(x):
-        return jaxfp8.dot_general(x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling())
+        return jaxfp8.dot_general(
+            x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
+        )
 
-    found = inspect.compare(lambda x: {"y": product(x), "rest": (3, 1.5, "text", None)}, x)
+    found = inspect.compare(
+        lambda x: {"y": product(x), "rest": (3, 1.5, "text", None)}, x
+    )
     assert found.rows == inspect.compare(product, x).rows
 
 
@@ -200,15 +250,32 @@ def test_errors():
     x = jnp.ones((4, 8))
 
     def fp8(x):
-        return jaxfp8.dot_general(x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling())
+        return jaxfp8.dot_general(
+            x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
+        )
 
-    with pytest.raises(ValueError, match="compare: model: expected FP8 products, got none; is autocast off"):
+    with pytest.raises(
+        ValueError,
+        match="compare: model: expected FP8 products, got none; is autocast off",
+    ):
         inspect.compare(lambda x: 2 * x, x)
-    with pytest.raises(ValueError, match="compare: loss: expected a loss whose gradient reaches an FP8 product"):
+    with pytest.raises(
+        ValueError,
+        match="compare: loss: expected a loss whose gradient reaches an FP8 product",
+    ):
         inspect.compare(fp8, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
-    with pytest.raises(TypeError, match="compare: model: expected a result with .*, got none; register the class"):
+    with pytest.raises(
+        TypeError,
+        match="compare: model: expected a result with .*, got none; register the class",
+    ):
         inspect.compare(lambda x: jnp.argmax(fp8(x)), x)
-    with pytest.raises(TypeError, match="compare: variables: expected None for a model that is not Linen's"):
+    with pytest.raises(
+        TypeError,
+        match="compare: variables: expected None for a model that is not Linen's",
+    ):
         inspect.compare(fp8, x, {})
-    with pytest.raises(TypeError, match="compare: model: expected a Linen or NNX module or a function, got int"):
+    with pytest.raises(
+        TypeError,
+        match="compare: model: expected a Linen or NNX module or a function, got int",
+    ):
         inspect.compare(3, x)

@@ -33,24 +33,35 @@ def tensors(seed=0, uses=1):
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
-        return (rng.standard_normal(shape) * 2.0 ** rng.uniform(-30, 18, shape)).astype(np.float32)
+        return (rng.standard_normal(shape) * 2.0 ** rng.uniform(-30, 18, shape)).astype(
+            np.float32
+        )
 
     return draw(uses, M, K), draw(K, N), draw(uses, M, N)
 
 
 def use(state, kernel, x, grad, recipe=RECIPE):
-    return jnp.vdot(jaxfp8.dot_general(x, kernel, ROWS_BY_COLUMNS, recipe=recipe, state=state), grad)
+    return jnp.vdot(
+        jaxfp8.dot_general(x, kernel, ROWS_BY_COLUMNS, recipe=recipe, state=state), grad
+    )
 
 
 def expected(operands, scales=(1, 1, 1)):
     formats = oracle.E4M3, oracle.E4M3, oracle.E5M2
     triples = zip(operands, scales, formats, strict=True)
-    return [oracle.counts(values, scale, fmt) / np.float32(values.size) for values, scale, fmt in triples]
+    return [
+        oracle.counts(values, scale, fmt) / np.float32(values.size)
+        for values, scale, fmt in triples
+    ]
 
 
 def assert_counts(counts, fractions, what, layer="product"):
     """`fractions` has the pair of each tensor; the table has the worst first."""
-    got = {row["tensor"]: (row["saturated"], row["flushed"]) for row in counts.rows if row["layer"] == layer}
+    got = {
+        row["tensor"]: (row["saturated"], row["flushed"])
+        for row in counts.rows
+        if row["layer"] == layer
+    }
     for name, pair in zip(OPERANDS, fractions, strict=True):
         oracle.assert_bitwise(np.float32(got[name]), pair, f"{what}: {name}")
     worst = [(row["saturated"], row["flushed"]) for row in counts.rows]
@@ -75,7 +86,9 @@ def test_steps():
         after = oracle.dense_step(*operands, oracle_state)
         scales = [after.scales[name] for name in OPERANDS]
         fractions = expected(operands, scales)
-        assert np.any([pair[0] > 0 for pair in fractions]) == (i < 2) and np.all([pair[1] > 0 for pair in fractions])
+        assert np.any([pair[0] > 0 for pair in fractions]) == (i < 2) and np.all(
+            [pair[1] > 0 for pair in fractions]
+        )
         new, counts = inspect.count(step, state, operands[0])
         assert_counts(counts, fractions, f"step {i}")
         assert_same_bits(new, step(state, operands[0]), f"step {i}")
@@ -84,7 +97,12 @@ def test_steps():
     head, worst = str(counts).split("\n")[:2]
     row = counts.rows[0]
     assert head.split() == ["layer", "tensor", "saturated", "flushed"]
-    assert worst.split() == ["product", row["tensor"], f"{row['saturated']:.2%}", f"{row['flushed']:.2%}"]
+    assert worst.split() == [
+        "product",
+        row["tensor"],
+        f"{row['saturated']:.2%}",
+        f"{row['flushed']:.2%}",
+    ]
 
 
 RECIPES = {
@@ -99,8 +117,15 @@ def test_recipes(recipe):
     """Every recipe with one scale for each tensor, with a history or without."""
     (x,), kernel, (grad,) = tensors(7)
     is_static = isinstance(recipe, jaxfp8.StaticScaling)
-    bounds = (224, 448, 57344) if is_static else [np.max(np.abs(values)) for values in (x, kernel, grad)]
-    scales = [np.float32(top) / np.float32(bound) for top, bound in zip((448, 448, 57344), bounds, strict=True)]
+    bounds = (
+        (224, 448, 57344)
+        if is_static
+        else [np.max(np.abs(values)) for values in (x, kernel, grad)]
+    )
+    scales = [
+        np.float32(top) / np.float32(bound)
+        for top, bound in zip((448, 448, 57344), bounds, strict=True)
+    ]
     step = jax.grad(use, argnums=(0, 1))
     _, counts = inspect.count(step, jaxfp8.init_state(recipe), kernel, x, grad, recipe)
     assert_counts(counts, expected((x, kernel, grad), scales), "recipe")
@@ -114,7 +139,11 @@ def test_loops_batches_and_calls():
     state = jaxfp8.init_state(RECIPE)
 
     def scanned(state):
-        return jax.lax.scan(lambda total, pair: (total + use(state, kernel, *pair), None), jnp.float32(0), (x, grad))[0]
+        return jax.lax.scan(
+            lambda total, pair: (total + use(state, kernel, *pair), None),
+            jnp.float32(0),
+            (x, grad),
+        )[0]
 
     def mapped(state):
         return jnp.sum(jax.vmap(use, (None, None, 0, 0))(state, kernel, x, grad))
@@ -125,10 +154,16 @@ def test_loops_batches_and_calls():
     for loss in (scanned, mapped, jax.checkpoint(scanned)):
         _, counts = inspect.count(jax.jit(jaxfp8.grad(loss)), state)
         for i in range(3):
-            assert_counts(counts, expected((x[i], kernel, grad[i])), f"use {i}", f"product[{i}]")
+            assert_counts(
+                counts, expected((x[i], kernel, grad[i])), f"use {i}", f"product[{i}]"
+            )
     _, counts = inspect.count(jax.grad(called), state)
-    assert {row["layer"] for row in counts.rows} == {f"product (call {i})" for i in range(3)}
-    assert_counts(counts, expected((x[2], kernel, grad[2])), "the last call", "product (call 2)")
+    assert {row["layer"] for row in counts.rows} == {
+        f"product (call {i})" for i in range(3)
+    }
+    assert_counts(
+        counts, expected((x[2], kernel, grad[2])), "the last call", "product (call 2)"
+    )
 
 
 def test_stacked_layers():
@@ -137,7 +172,9 @@ def test_stacked_layers():
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            return nn.Dense(K, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(RECIPE))(x), None
+            return nn.Dense(
+                K, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(RECIPE)
+            )(x), None
 
     model = jaxfp8.linen.scan(
         Block,
@@ -147,10 +184,18 @@ def test_stacked_layers():
     )()
     x = tensors(4)[0][0]
     variables = model.init(jax.random.key(0), x, None)
-    _, counts = inspect.count(jax.jit(jaxfp8.grad(lambda v: jnp.sum(model.apply(v, x, None)[0]))), variables)
-    row = next(row for row in counts.rows if row["layer"].endswith("[0]") and row["tensor"] == "input")
+    _, counts = inspect.count(
+        jax.jit(jaxfp8.grad(lambda v: jnp.sum(model.apply(v, x, None)[0]))), variables
+    )
+    row = next(
+        row
+        for row in counts.rows
+        if row["layer"].endswith("[0]") and row["tensor"] == "input"
+    )
     pair = np.float32([row["saturated"], row["flushed"]])
-    oracle.assert_bitwise(pair, oracle.counts(x, 1, oracle.E4M3) / np.float32(x.size), "the first layer")
+    oracle.assert_bitwise(
+        pair, oracle.counts(x, 1, oracle.E4M3) / np.float32(x.size), "the first layer"
+    )
     assert len(counts.rows) == 9
 
 
@@ -163,11 +208,15 @@ def test_inputs_that_are_computed_on_the_way():
     """
     x = np.zeros((M, 16), oracle.BF16)
     x[:, :4], gamma = 2.0 ** np.arange(M)[:, None] / 16, np.ones(16, np.float32)
-    gamma[:4] = np.float32([224, 224, 2**-11, 2**-11]) * np.float32([1, 1 + 2**-12, 1, 1 + 2**-12])
+    gamma[:4] = np.float32([224, 224, 2**-11, 2**-11]) * np.float32(
+        [1, 1 + 2**-12, 1, 1 + 2**-12]
+    )
     kernel, grad = np.ones((16, N), oracle.BF16), np.ones((M, N), oracle.BF16)
 
     def loss(state):
-        return use(state, kernel, jaxfp8.normalized(x, gamma, kind="rms", epsilon=0.0), grad)
+        return use(
+            state, kernel, jaxfp8.normalized(x, gamma, kind="rms", epsilon=0.0), grad
+        )
 
     _, counts = inspect.count(jax.jit(jax.grad(loss)), jaxfp8.init_state(RECIPE))
     row = next(row for row in counts.rows if row["tensor"] == "input")
@@ -183,11 +232,20 @@ def test_experts_and_kernels_that_are_quantized_before():
     kernels = np.stack([kernel, 2 * kernel])
 
     def experts(state):
-        return jnp.vdot(jaxfp8.ragged_dot(x, kernels, jnp.int32([3, 8]), recipe=RECIPE, state=state), grad)
+        return jnp.vdot(
+            jaxfp8.ragged_dot(
+                x, kernels, jnp.int32([3, 8]), recipe=RECIPE, state=state
+            ),
+            grad,
+        )
 
     inside = (np.arange(M) < 11)[:, None]
     _, counts = inspect.count(jax.grad(experts), state)
-    assert_counts(counts, expected((np.where(inside, x, 0), kernels, np.where(inside, grad, 0))), "experts")
+    assert_counts(
+        counts,
+        expected((np.where(inside, x, 0), kernels, np.where(inside, grad, 0))),
+        "experts",
+    )
 
     def before(state, kernel):
         q = jaxfp8.quantize_params({"w": kernel}, {"w": state}, RECIPE)["w"]
@@ -208,13 +266,17 @@ def test_meshes(kind):
 
     def loss(state, kernel, x, grad):
         out = P("data", "tp") if kind == AxisType.Explicit else None
-        y = jaxfp8.dot_general(x, kernel, ROWS_BY_COLUMNS, recipe=RECIPE, state=state, out_sharding=out)
+        y = jaxfp8.dot_general(
+            x, kernel, ROWS_BY_COLUMNS, recipe=RECIPE, state=state, out_sharding=out
+        )
         return jnp.sum(y * grad)
 
     with jax.set_mesh(mesh):
         state = jax.device_put(jaxfp8.init_state(RECIPE), NamedSharding(mesh, P()))
         placed = place(kernel, None, "tp"), place(x, "data"), place(grad, "data", "tp")
-        _, counts = inspect.count(jax.jit(jax.grad(loss, argnums=(0, 1))), state, *placed)
+        _, counts = inspect.count(
+            jax.jit(jax.grad(loss, argnums=(0, 1))), state, *placed
+        )
     assert_counts(counts, expected((x, kernel, grad)), "mesh")
 
 
@@ -229,14 +291,23 @@ def test_shard_map(check_vma):
         return jax.grad(use)(state, kernel, x, grad, recipe)
 
     specs = P(), P(), P("data"), P("data")
-    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma))
+    step = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
+        )
+    )
     _, counts = inspect.count(step, jaxfp8.init_state(RECIPE), kernel, x, grad)
     for i in range(len(counts.rows) // 3):
-        assert_counts(counts, expected((x, kernel, grad)), f"device {i}", f"product[{i}]")
+        assert_counts(
+            counts, expected((x, kernel, grad)), f"device {i}", f"product[{i}]"
+        )
 
 
 def test_a_step_without_products():
-    with pytest.raises(ValueError, match=r"count: step: expected a function that takes gradients through FP8 products"):
+    with pytest.raises(
+        ValueError,
+        match=r"count: step: expected a function that takes gradients through FP8 products",
+    ):
         inspect.count(jnp.sin, 1.0)
 
 
@@ -244,23 +315,40 @@ def test_bounds():
     """A static bound that is too small is not silent: the fraction that saturates is
     counted, operand by operand.
     """
-    x, kernel, grad = (operand[0] if operand.ndim == 3 else operand for operand in tensors())
+    x, kernel, grad = (
+        operand[0] if operand.ndim == 3 else operand for operand in tensors()
+    )
     bounds = (4.0, 1e6, 0.5)
     recipe = jaxfp8.StaticScaling(*bounds)
-    _, counts = inspect.count(jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe)
-    scales = [np.float32(largest) / np.float32(bound) for largest, bound in zip((448, 448, 57344), bounds, strict=True)]
+    _, counts = inspect.count(
+        jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe
+    )
+    scales = [
+        np.float32(largest) / np.float32(bound)
+        for largest, bound in zip((448, 448, 57344), bounds, strict=True)
+    ]
     assert_counts(counts, expected((x, kernel, grad), scales), "static")
     saturated = {row["tensor"]: row["saturated"] for row in counts.rows}
-    assert saturated["input"] > 0.2 and saturated["kernel"] == 0 and saturated["output_grad"] > 0.2
+    assert (
+        saturated["input"] > 0.2
+        and saturated["kernel"] == 0
+        and saturated["output_grad"] > 0.2
+    )
 
 
 def test_by_product():
     """Codes that a second product has for itself have rows of their own; where products
     share codes there is one.
     """
-    x, kernel, grad = (operand[0] if operand.ndim == 3 else operand for operand in tensors())
-    recipe = jaxfp8.ByProduct(jaxfp8.StaticScaling(4.0, 1e6), None, jaxfp8.StaticScaling(9.0, 1e6, 0.5))
-    _, counts = inspect.count(jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe)
+    x, kernel, grad = (
+        operand[0] if operand.ndim == 3 else operand for operand in tensors()
+    )
+    recipe = jaxfp8.ByProduct(
+        jaxfp8.StaticScaling(4.0, 1e6), None, jaxfp8.StaticScaling(9.0, 1e6, 0.5)
+    )
+    _, counts = inspect.count(
+        jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe
+    )
     got = {row["tensor"]: (row["saturated"], row["flushed"]) for row in counts.rows}
     e4m3, e5m2 = np.float32(448), np.float32(57344)
     rows = {
@@ -271,4 +359,8 @@ def test_by_product():
     }
     assert got.keys() == rows.keys()
     for name, (values, scale, fmt) in rows.items():
-        oracle.assert_bitwise(np.float32(got[name]), oracle.counts(values, scale, fmt) / np.float32(values.size), name)
+        oracle.assert_bitwise(
+            np.float32(got[name]),
+            oracle.counts(values, scale, fmt) / np.float32(values.size),
+            name,
+        )

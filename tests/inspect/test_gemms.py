@@ -21,10 +21,17 @@ from jaxfp8 import inspect
 from jaxfp8.ops import _ffi, _support
 
 A = jaxfp8.DelayedScaling(amax_history_len=2)
-CURRENT, BLOCK, MX = jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), jaxfp8.MXFP8BlockScaling()
+CURRENT, BLOCK, MX = (
+    jaxfp8.Float8CurrentScaling(),
+    jaxfp8.Float8BlockScaling(),
+    jaxfp8.MXFP8BlockScaling(),
+)
 E4M3 = jaxfp8.E4M3.dtype
 MATMUL = (((1,), (0,)), ((), ()))
-X, K = jax.ShapeDtypeStruct((32, 64), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)
+X, K = (
+    jax.ShapeDtypeStruct((32, 64), jnp.float32),
+    jax.ShapeDtypeStruct((64, 128), jnp.float32),
+)
 
 
 def fp8(x, kernel, recipe=CURRENT):
@@ -41,7 +48,11 @@ def gradients(function):
 
 def the_reason(function, *args, **kwargs) -> str:
     """The only reason of all products that would not run in FP8."""
-    reasons = {row["why"] for row in inspect.gemms(function, *args, **kwargs).rows if not row["fp8"]}
+    reasons = {
+        row["why"]
+        for row in inspect.gemms(function, *args, **kwargs).rows
+        if not row["fp8"]
+    }
     assert len(reasons) == 1, reasons
     with pytest.raises(AssertionError, match=re.escape(min(reasons))):
         inspect.assert_fp8(function, *args, **kwargs)
@@ -56,7 +67,9 @@ def test_rows():
         ("backward", "float8_e4m3fn[64,32] x float8_e5m2[128,32]"),
     ]
     assert {(row["pass"], row["product"]) for row in found.rows} == set(products)
-    assert all(row["fp8"] and row["why"] is None and row["times"] == 1 for row in found.rows)
+    assert all(
+        row["fp8"] and row["why"] is None and row["times"] == 1 for row in found.rows
+    )
     assert {row["line"].split(":")[0] for row in found.rows} == {"test_gemms.py"}
     assert found.platform == "cuda" and str(found).count("FP8") == 3
     inspect.assert_fp8(gradients(fp8), X, K)
@@ -79,20 +92,27 @@ def test_the_message_names_layer_shapes_line_and_reason():
         inspect.assert_fp8(step, variables, X)
     first, _, *lines = str(error.value).split("\n")
     # up: no gradient of x
-    assert first == "assert_fp8: 3 of 5 matrix products of step would not run in FP8 on cuda:"
+    assert (
+        first
+        == "assert_fp8: 3 of 5 matrix products of step would not run in FP8 on cuda:"
+    )
     cells = [re.split(r" {2,}", line) for line in lines]
     assert [cell[:3] for cell in cells] == [
         ["head", "forward", "bfloat16[32,64] x bfloat16[64,16]"],
         ["head", "backward", "bfloat16[32,16] x bfloat16[32,64]"],
         ["head", "backward", "bfloat16[32,16] x bfloat16[64,16]"],
     ]
-    assert all(cell[3] == "1" and cell[5].startswith("no product of jaxfp8") for cell in cells)
+    assert all(
+        cell[3] == "1" and cell[5].startswith("no product of jaxfp8") for cell in cells
+    )
     assert all(re.fullmatch(r"test_gemms\.py:\d+", cell[4]) for cell in cells)
     source = pathlib.Path(__file__).read_text().splitlines()
     assert "# this line" in source[int(cells[0][4].partition(":")[2]) - 1]
     inspect.assert_fp8(step, variables, X, allow="head$")
     inspect.assert_fp8(step, variables, X, allow=["up", r"test_gemms\.py"])
-    assert {row["layer"] for row in inspect.gemms(step, variables, X).rows} == by_layer(jaxfp8.report(model, X))
+    assert {row["layer"] for row in inspect.gemms(step, variables, X).rows} == by_layer(
+        jaxfp8.report(model, X)
+    )
     with pytest.raises(AssertionError, match="3 of 5"):
         inspect.assert_fp8(step, variables, X, allow=["Model/head", "up"])
 
@@ -128,10 +148,16 @@ def test_names_of_a_report_are_patterns():
     model, names = ForeignModel(), ["block/q_proj", "lm_head", "up"]
     assert sorted(by_layer(jaxfp8.report(model))) == names
     rows = inspect.gemms(model, X).rows
-    assert sorted(row["layer"] for row in rows) == ["block/q_proj/BD,DNH->BNH", "lm_head/BNH,NHV->BV", "up"]
+    assert sorted(row["layer"] for row in rows) == [
+        "block/q_proj/BD,DNH->BNH",
+        "lm_head/BNH,NHV->BV",
+        "up",
+    ]
     inspect.assert_fp8(model, X, allow=["^block/q_proj$", "^lm_head$"])
     inspect.assert_fp8(model, X, allow=["DNH->BNH", "NHV"])
-    with pytest.raises(AssertionError, match="2 of 3 matrix products of ForeignModel would"):
+    with pytest.raises(
+        AssertionError, match="2 of 3 matrix products of ForeignModel would"
+    ):
         inspect.assert_fp8(model, X)
 
 
@@ -161,22 +187,37 @@ def test_passes_that_may_stay():
         ("up", "backward", "wgrad", False),
     ]
     assert re.search(r"up +wgrad ", str(inspect.gemms(step, *args)))
-    for allow in (["wgrad", "head"], ["wgrad:^up", "forward:head", "backward:head"], ["forward", "backward"]):
+    for allow in (
+        ["wgrad", "head"],
+        ["wgrad:^up", "forward:head", "backward:head"],
+        ["forward", "backward"],
+    ):
         inspect.assert_fp8(step, *args, allow=allow)
-    for allow, left in {("dgrad", "head"): 1, ("wgrad:^head$", "head"): 1, ("wgrad", "backward:head"): 1}.items():
+    for allow, left in {
+        ("dgrad", "head"): 1,
+        ("wgrad:^head$", "head"): 1,
+        ("wgrad", "backward:head"): 1,
+    }.items():
         with pytest.raises(AssertionError, match=f"{left} of 6"):
             inspect.assert_fp8(step, *args, allow=allow)
 
 
 def test_a_pattern_that_matches_nothing_is_said():
-    with pytest.warns(UserWarning, match=r"allow: no product of plain matches 'haed'; is the path"):
+    with pytest.warns(
+        UserWarning, match=r"allow: no product of plain matches 'haed'; is the path"
+    ):
         inspect.assert_fp8(plain, X, K, allow=["", "haed"])
-    with pytest.raises(AssertionError, match=r"allow: no product of plain matches 'haed', 'wgrad:x'"):
+    with pytest.raises(
+        AssertionError, match=r"allow: no product of plain matches 'haed', 'wgrad:x'"
+    ):
         inspect.assert_fp8(plain, X, K, allow=["haed", "wgrad:x"])
 
 
 def test_a_linen_model_is_no_function():
-    with pytest.raises(TypeError, match=r"expected a function, got a Dense, .* gemms\(model.apply, variables, x\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected a function, got a Dense, .* gemms\(model.apply, variables, x\)",
+    ):
         inspect.assert_fp8(nn.Dense(4), X)
 
 
@@ -196,16 +237,27 @@ def of_e5m2(x, k):
     return x.astype(jnp.float8_e5m2) @ k.astype(jnp.float8_e5m2)
 
 
-MX_INPUT = jaxfp8.CustomRecipe(lambda role: jaxfp8.MXFP8Quantizer(E4M3) if role != "linear_weight" else None)
+MX_INPUT = jaxfp8.CustomRecipe(
+    lambda role: jaxfp8.MXFP8Quantizer(E4M3) if role != "linear_weight" else None
+)
 REASONS = {
     "plain": (plain, "no product of jaxfp8: no recipe reaches it"),
     "None": (in_recipe(None), "the recipe is None"),
     "HighPrecision": (in_recipe(jaxfp8.HighPrecision()), "the recipe is None"),
-    "min_size": (in_recipe(jaxfp8.Float8CurrentScaling(min_size=65)), "smaller than min_size=65 of the recipe"),
-    "dtype": (lambda x, k: x.astype(jnp.int8) @ k.astype(jnp.int8), "operands are int8"),
+    "min_size": (
+        in_recipe(jaxfp8.Float8CurrentScaling(min_size=65)),
+        "smaller than min_size=65 of the recipe",
+    ),
+    "dtype": (
+        lambda x, k: x.astype(jnp.int8) @ k.astype(jnp.int8),
+        "operands are int8",
+    ),
     "convolution": (convolution, "convolutions have no FP8 product"),
     "ragged": (ragged, "not jaxfp8.ragged_dot: no recipe reaches it"),
-    "e5m2": (in_recipe(jaxfp8.Float8CurrentScaling(jaxfp8.E5M2)), "no tensor core multiplies two float8_e5m2"),
+    "e5m2": (
+        in_recipe(jaxfp8.Float8CurrentScaling(jaxfp8.E5M2)),
+        "no tensor core multiplies two float8_e5m2",
+    ),
     "e5m2 by XLA": (of_e5m2, "no tensor core multiplies two float8_e5m2"),
     "no quantizer": (in_recipe(MX_INPUT), "the recipe keeps an operand in float32"),
 }
@@ -233,10 +285,15 @@ def test_rules():
     inspect.assert_fp8(model.apply, variables, X, allow="layers_1")
 
     rules = [("layers/0", A), ("layers/1", None)]
-    model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    model = nnx.Sequential(
+        nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    )
     model = jaxfp8.nnx.quantize(model, rules)
     rows = inspect.gemms(lambda model, x: model(x), model, X).rows
-    assert [(row["layer"], row["why"]) for row in rows] == [("layers/0", None), ("layers/1", "rule 1 says None")]
+    assert [(row["layer"], row["why"]) for row in rows] == [
+        ("layers/0", None),
+        ("layers/1", "rule 1 says None"),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
@@ -245,30 +302,71 @@ def test_platforms():
         return x.astype(jnp.float8_e4m3fn) @ kernel.astype(jnp.float8_e4m3fn)
 
     inspect.assert_fp8(of_codes, X, K)
-    delayed = functools.partial(jaxfp8.dot_general, dimension_numbers=MATMUL, recipe=A, state=jaxfp8.init_state(A))
-    for platform in (None, "cuda", "gpu", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_103"):
+    delayed = functools.partial(
+        jaxfp8.dot_general,
+        dimension_numbers=MATMUL,
+        recipe=A,
+        state=jaxfp8.init_state(A),
+    )
+    for platform in (
+        None,
+        "cuda",
+        "gpu",
+        "sm_89",
+        "sm_90",
+        "sm_90a",
+        "sm_100",
+        "sm_103",
+    ):
         inspect.assert_fp8(gradients(delayed), X, K, platform=platform)
     for platform in ("cpu", "tpu", "rocm"):
-        assert the_reason(gradients(delayed), X, K, platform=platform).startswith(f"{platform} has no FP8 GEMM")
-        assert the_reason(of_codes, X, K, platform=platform).startswith(f"{platform} has no FP8 GEMM")
+        assert the_reason(gradients(delayed), X, K, platform=platform).startswith(
+            f"{platform} has no FP8 GEMM"
+        )
+        assert the_reason(of_codes, X, K, platform=platform).startswith(
+            f"{platform} has no FP8 GEMM"
+        )
     wanted = "sm_80 has compute capability 8.0, FP8 needs 8.9 or newer"
     assert the_reason(gradients(delayed), X, K, platform="sm_80") == wanted
     ragged = functools.partial(jaxfp8.ragged_dot, recipe=CURRENT)
-    args = X, jax.ShapeDtypeStruct((4, 64, 128), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    args = (
+        X,
+        jax.ShapeDtypeStruct((4, 64, 128), jnp.float32),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+    )
     inspect.assert_fp8(ragged, *args, platform="sm_89")
     assert the_reason(ragged, *args, platform="sm_80") == wanted
-    with pytest.raises(TypeError, match=r"gemms: fn: expected a function.*got a ShapeDtypeStruct"):
+    with pytest.raises(
+        TypeError, match=r"gemms: fn: expected a function.*got a ShapeDtypeStruct"
+    ):
         inspect.assert_fp8(X)  # a result in place of a function
-    with pytest.raises(ValueError, match="gemms: platform: expected None, .*got 'hopper'"):
+    with pytest.raises(
+        ValueError, match="gemms: platform: expected None, .*got 'hopper'"
+    ):
         inspect.assert_fp8(plain, X, K, platform="hopper")
 
 
 @pytest.mark.parametrize(
     "recipe, runs_on, not_on, reason",
     [
-        (BLOCK, "sm_90", "sm_100", "1x128 by 128x128 on compute capability 9.0, this GPU has 10.0"),
-        (MX, "sm_100", "sm_90", "1x32 by 1x32 on compute capability 10.0 or newer, this GPU has 9.0"),
-        (jaxfp8.Float8RowwiseScaling(), "sm_90", "sm_89", "on compute capability 9.0, this GPU has 8.9"),
+        (
+            BLOCK,
+            "sm_90",
+            "sm_100",
+            "1x128 by 128x128 on compute capability 9.0, this GPU has 10.0",
+        ),
+        (
+            MX,
+            "sm_100",
+            "sm_90",
+            "1x32 by 1x32 on compute capability 10.0 or newer, this GPU has 9.0",
+        ),
+        (
+            jaxfp8.Float8RowwiseScaling(),
+            "sm_90",
+            "sm_89",
+            "on compute capability 9.0, this GPU has 8.9",
+        ),
     ],
 )
 def test_recipes_that_not_every_gpu_has(recipe, runs_on, not_on, reason):
@@ -282,7 +380,11 @@ def test_this_machine(monkeypatch):
     """What a machine with a GPU lacks counts; one without is taken to develop for one
     that has everything.
     """
-    gpu = type("Gpu", (), {"device_kind": "NVIDIA A100", "compute_capability": "8.0", "platform": "gpu"})()
+    gpu = type(
+        "Gpu",
+        (),
+        {"device_kind": "NVIDIA A100", "compute_capability": "8.0", "platform": "gpu"},
+    )()
     monkeypatch.setattr(_ffi, "_has_cuda_kernels", False)
     inspect.assert_fp8(fp8, X, K)
     monkeypatch.setattr(_support, "local_gpus", lambda: [gpu])
@@ -326,7 +428,9 @@ WRAPPERS = {
 
 def _custom_vjp(product):
     function = jax.custom_vjp(product)
-    function.defvjp(lambda x, k: (product(x, k), (x, k)), lambda kept, ct: gradients(product)(*kept))
+    function.defvjp(
+        lambda x, k: (product(x, k), (x, k)), lambda kept, ct: gradients(product)(*kept)
+    )
     return function
 
 
@@ -338,12 +442,18 @@ def test_products_inside(wrapper):
         inspect.assert_fp8(wrapped, X, K)
         if wrapper != "while":  # has no reverse mode
             inspect.assert_fp8(gradients(wrapped), X, K)
-            passes = [row["pass"] for row in inspect.gemms(gradients(wrapped), X, K).rows]
+            passes = [
+                row["pass"] for row in inspect.gemms(gradients(wrapped), X, K).rows
+            ]
             assert sorted(set(passes)) == ["backward", "forward"]
     hidden = WRAPPERS[wrapper](lambda x, k: fp8(x, k) + plain(x, k))
     assert the_reason(hidden, X, K).startswith("no product of jaxfp8")
     if wrapper != "while":
-        reasons = [row["pass"] for row in inspect.gemms(gradients(hidden), X, K).rows if not row["fp8"]]
+        reasons = [
+            row["pass"]
+            for row in inspect.gemms(gradients(hidden), X, K).rows
+            if not row["fp8"]
+        ]
         assert reasons.count("backward") >= 2 and "forward" in reasons
 
 
@@ -351,21 +461,30 @@ def test_layers_of_linen():
     class Body(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            return nn.Dense(64, name="mix", dot_general_cls=jaxfp8.Fp8DotGeneral)(x), None
+            return nn.Dense(64, name="mix", dot_general_cls=jaxfp8.Fp8DotGeneral)(
+                x
+            ), None
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
             axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
-            x, _ = nn.scan(nn.remat(Body), variable_axes=axes, split_rngs={"params": True}, length=3)(name="stack")(
-                x, None
-            )
+            x, _ = nn.scan(
+                nn.remat(Body),
+                variable_axes=axes,
+                split_rngs={"params": True},
+                length=3,
+            )(name="stack")(x, None)
             x = nn.remat(nn.Dense)(64, name="last")(x)
             return nn.MultiHeadDotProductAttention(4, name="attention")(x[None])
 
-    model = jaxfp8.linen.quantize(Model(), [("last", CURRENT), ("attention/(query|key|value)", CURRENT)])
+    model = jaxfp8.linen.quantize(
+        Model(), [("last", CURRENT), ("attention/(query|key|value)", CURRENT)]
+    )
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    rows = inspect.gemms(jax.grad(lambda v, x: jnp.sum(model.apply(v, x))), variables, X).rows
+    rows = inspect.gemms(
+        jax.grad(lambda v, x: jnp.sum(model.apply(v, x))), variables, X
+    ).rows
     layers = {row["layer"]: row["fp8"] for row in rows}
     assert layers == {
         "stack/mix": True,
@@ -396,17 +515,24 @@ def test_nnx_and_its_training_step():
 
     @nnx.jit
     def step(model, optimizer, x):
-        loss, grads = jaxfp8.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        loss, grads = jaxfp8.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(
+            model
+        )
         optimizer.update(model, grads)
         return loss
 
     x = jnp.ones(X.shape)
     rows = inspect.gemms(step, model, optimizer, x).rows
-    assert {(row["layer"], row["fp8"]) for row in rows} == {("up", True), ("blocks/0", False)}
+    assert {(row["layer"], row["fp8"]) for row in rows} == {
+        ("up", True),
+        ("blocks/0", False),
+    }
     inspect.assert_fp8(step, model, optimizer, x, allow="blocks/0")
     with pytest.raises(AssertionError, match="3 of 5 matrix products of step"):
         inspect.assert_fp8(step, model, optimizer, x)
-    assert type(model.up) is jaxfp8.nnx.Linear and not hasattr(model.up, "inspected_path")
+    assert type(model.up) is jaxfp8.nnx.Linear and not hasattr(
+        model.up, "inspected_path"
+    )
     assert isinstance(model.up.kernel.get_value(), jax.Array)
 
 
@@ -415,10 +541,20 @@ def test_what_is_said_is_what_is_lowered(recipe, cuda_custom_calls):
     def product(x, kernel):
         return fp8(x, kernel, recipe)
 
-    loss = gradients(lambda x, kernel: product(jax.checkpoint(product)(x, kernel), kernel.T) @ jnp.ones((64, 8)))
+    loss = gradients(
+        lambda x, kernel: (
+            product(jax.checkpoint(product)(x, kernel), kernel.T) @ jnp.ones((64, 8))
+        )
+    )
     rows = inspect.gemms(loss, X, K).rows
     text = jax.jit(loss).trace(X, K).lower(lowering_platforms=("cuda",)).as_text()
     wanted = sum(row["times"] for row in rows if row["fp8"])
     assert wanted == 6
-    assert len(re.findall(r"custom_call @jaxfp8_(?:block_)?scaled_matmul", text)) == wanted
-    assert text.count("stablehlo.dot_general") == sum(row["times"] for row in rows if not row["fp8"]) == 2
+    assert (
+        len(re.findall(r"custom_call @jaxfp8_(?:block_)?scaled_matmul", text)) == wanted
+    )
+    assert (
+        text.count("stablehlo.dot_general")
+        == sum(row["times"] for row in rows if not row["fp8"])
+        == 2
+    )

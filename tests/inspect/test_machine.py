@@ -42,10 +42,14 @@ def no_libraries(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, f"jaxfp8.{name}", raising=False)
     monkeypatch.setattr(jaxfp8, "__path__", [str(tmp_path)])
     # The finder of an editable install knows the modules without a path.
-    others = [finder for finder in sys.meta_path if "_editable" not in finder.__module__]
+    others = [
+        finder for finder in sys.meta_path if "_editable" not in finder.__module__
+    ]
     monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.setattr(_ffi, "_SOURCES", tmp_path / "CMakeLists.txt")
-    (tmp_path / "_modules.txt").write_text("cpu: not built: no Python.h\ncuda: not built: no nvcc\n")
+    (tmp_path / "_modules.txt").write_text(
+        "cpu: not built: no Python.h\ncuda: not built: no nvcc\n"
+    )
     monkeypatch.setattr(_ffi, "_loaded", {})
     monkeypatch.setattr(_ffi, "_errors", {})
     monkeypatch.setattr(_ffi, "has_cpu_kernels", _ffi._load("cpu"))
@@ -78,15 +82,24 @@ def test_a_machine_with_amds_gpus(monkeypatch, few_programs):
 def test_recipes_on_cpu():
     rows = by_name(_machine.active_recipes("cpu"))
     assert all(row["fp8_products"] == 0 and row["why"] for row in rows.values())
-    assert set(rows) == {name for name in dir(jaxfp8) if re.fullmatch(r"(Delayed|Float8\w+|MXFP8Block)Scaling", name)}
+    assert set(rows) == {
+        name
+        for name in dir(jaxfp8)
+        if re.fullmatch(r"(Delayed|Float8\w+|MXFP8Block)Scaling", name)
+    }
 
 
 def test_tpus():
     """XLA multiplies FP8 there; products of blocks are refused, which takes no other
     row away.
     """
-    ops, rows = by_name(_machine.active_ops("tpu")), by_name(_machine.active_recipes("tpu"))
-    assert {name for name, row in ops.items() if row["why"] != "no kernel for tpu"} == {"block_scaled_matmul"}
+    ops, rows = (
+        by_name(_machine.active_ops("tpu")),
+        by_name(_machine.active_recipes("tpu")),
+    )
+    assert {name for name, row in ops.items() if row["why"] != "no kernel for tpu"} == {
+        "block_scaled_matmul"
+    }
     assert {name: row["fp8_products"] for name, row in rows.items()} == {
         "DelayedScaling": 3,
         "Float8CurrentScaling": 3,
@@ -95,14 +108,25 @@ def test_tpus():
         "MXFP8BlockScaling": 0,
     }
     for row in (ops["block_scaled_matmul"], rows["Float8BlockScaling"]):
-        assert row["why"].startswith("refused: block_scaled_matmul: expected one scale for each row")
+        assert row["why"].startswith(
+            "refused: block_scaled_matmul: expected one scale for each row"
+        )
 
 
 def test_the_report_of_a_tpu(few_programs, monkeypatch):
-    monkeypatch.setattr(_machine, "RECIPES", (jaxfp8.DelayedScaling(), jaxfp8.Float8BlockScaling()))
-    about = command.about() | {"platform": "tpu", "recipes": _machine.active_recipes("tpu"), "cublaslt": {"error": "-"}}
+    monkeypatch.setattr(
+        _machine, "RECIPES", (jaxfp8.DelayedScaling(), jaxfp8.Float8BlockScaling())
+    )
+    about = command.about() | {
+        "platform": "tpu",
+        "recipes": _machine.active_recipes("tpu"),
+        "cublaslt": {"error": "-"},
+    }
     printed = command.text(about)
-    assert "kernels    none for a TPU: XLA compiles all ops, and on TPU v7 multiplies FP8\n" in printed
+    assert (
+        "kernels    none for a TPU: XLA compiles all ops, and on TPU v7 multiplies FP8\n"
+        in printed
+    )
     assert "cuBLASLt   not needed on a TPU (-)\n" in printed
     assert "3 of 3 products of FP8 operands, compiled by XLA" in printed
     assert "refused: block_scaled_matmul: expected one scale for each row" in printed
@@ -114,31 +138,51 @@ def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
     """Products without an FP8 kernel are intended on a CPU; a kernel that is switched
     off is not.
     """
-    monkeypatch.setattr(_machine, "OPS", {name: _machine._example(name) for name in ("amax", "scaled_matmul")})
+    monkeypatch.setattr(
+        _machine,
+        "OPS",
+        {name: _machine._example(name) for name in ("amax", "scaled_matmul")},
+    )
     if disabled:
         monkeypatch.setattr(_support, "_disabled", frozenset({"amax"}))
-    printed = command.text(command.about() | {"platform": "cpu", "cublaslt": {"error": "libcublasLt: cannot open"}})
+    printed = command.text(
+        command.about()
+        | {"platform": "cpu", "cublaslt": {"error": "libcublasLt: cannot open"}}
+    )
     assert "cuBLASLt   not needed on a CPU (libcublasLt: cannot open)\n" in printed
     assert "jnp and dequantize, as intended\n" in printed
-    assert "3 products of FP8 codes, multiplied in high precision as intended; custom calls: " in printed
+    assert (
+        "3 products of FP8 codes, multiplied in high precision as intended; custom calls: "
+        in printed
+    )
     idle = "1 of 2 ops run without their kernel; the reasons are below"
-    assert f"kernels    {idle if disabled else 'all that exist for cpu are active'}\n" in printed
+    assert (
+        f"kernels    {idle if disabled else 'all that exist for cpu are active'}\n"
+        in printed
+    )
 
 
 @pytest.mark.parametrize(
-    "capability, ops, recipes", [("9.0", [], ["MXFP8BlockScaling"]), ("10.0", ["block_scaled_matmul"], BLOCKS)]
+    "capability, ops, recipes",
+    [("9.0", [], ["MXFP8BlockScaling"]), ("10.0", ["block_scaled_matmul"], BLOCKS)],
 )
 def test_capable_gpus(machine, capability, ops, recipes):
     """Which ops do not run there, and which recipes have fewer than three FP8
     products.
     """
     machine(gpu(capability))
-    assert [row["name"] for row in _machine.active_ops("cuda") if row["why"] or not row["custom_call"]] == [
+    assert [
+        row["name"]
+        for row in _machine.active_ops("cuda")
+        if row["why"] or not row["custom_call"]
+    ] == [
         *cases.CPU_ONLY,
         *ops,
     ]
     rows = by_name(_machine.active_recipes("cuda"))
-    assert {name for name, row in rows.items() if row["fp8_products"] < 3} == set(recipes)
+    assert {name for name, row in rows.items() if row["fp8_products"] < 3} == set(
+        recipes
+    )
     assert all(rows[name]["why"].startswith("block_scaled_matmul:") for name in recipes)
 
 
@@ -146,20 +190,25 @@ def test_a_gpu_without_fp8(machine, few_programs):
     machine(gpu("8.0"))
     rows = [*_machine.active_ops("cuda"), *_machine.active_recipes("cuda")]
     reason = "A fake GPU has compute capability 8.0, FP8 needs 8.9 or newer"
-    assert {row["why"] for row in rows} == {reason} and not any(row["calls"] for row in rows)
+    assert {row["why"] for row in rows} == {reason} and not any(
+        row["calls"] for row in rows
+    )
 
 
 def test_a_gpu_without_cublaslt(machine):
     machine(gpu("9.0"), cublaslt="libcublasLt.so.13: cannot open")
     rows = by_name(_machine.active_ops("cuda"))
-    without = dict.fromkeys(("scaled_matmul", "block_scaled_matmul"), "libcublasLt.so.13: cannot open")
+    without = dict.fromkeys(
+        ("scaled_matmul", "block_scaled_matmul"), "libcublasLt.so.13: cannot open"
+    )
     without |= dict.fromkeys(cases.CPU_ONLY, "no kernel for cuda")
     assert {name: row["why"] for name, row in rows.items() if row["why"]} == without
     assert command.cublaslt() == {"error": "libcublasLt.so.13: cannot open"}
 
 
 @pytest.mark.parametrize(
-    "version, shown", [(130002, "13.0.2 (libcublasLt.so.13)"), (120905, "12.9.5 (libcublasLt.so.12)")]
+    "version, shown",
+    [(130002, "13.0.2 (libcublasLt.so.13)"), (120905, "12.9.5 (libcublasLt.so.12)")],
 )
 def test_which_cublaslt(version, shown, machine, few_programs, monkeypatch):
     machine(gpu("9.0"))
@@ -183,7 +232,9 @@ def test_no_libraries(no_libraries, few_programs):
     assert cuda.error == "not built: no nvcc" and cuda.built_for == ""
     rows = _machine.active_ops("cpu")
     assert {row["why"] for row in rows} == {f"the native library: {cpu.error}"}
-    assert command.cublaslt() == {"error": "not looked for, as there is no CUDA library"}
+    assert command.cublaslt() == {
+        "error": "not looked for, as there is no CUDA library"
+    }
     printed = command.text(command.about())
     assert f"  cpu   {cpu.error}\n  cuda  {cuda.error}\n" in printed
 
@@ -193,33 +244,53 @@ def test_a_damaged_library(no_libraries, few_programs, caplog):
     path.write_bytes(b"not a library")
     assert not _ffi._load("cpu")
     library = _ffi.libraries()[0]
-    assert library.path == os.fspath(path) and library.error.startswith("does not load: ")
-    assert f"({path})" in command.text(command.about()) and f"ignoring {path}, which does not load" in caplog.text
+    assert library.path == os.fspath(path) and library.error.startswith(
+        "does not load: "
+    )
+    assert (
+        f"({path})" in command.text(command.about())
+        and f"ignoring {path}, which does not load" in caplog.text
+    )
 
 
 def test_a_broken_part_is_a_line(monkeypatch, capsys):
     def broken():
         raise OSError("no such thing")
 
-    for module, name in ((_machine, "devices"), (_machine, "processor"), (_support, "backend")):
+    for module, name in (
+        (_machine, "devices"),
+        (_machine, "processor"),
+        (_support, "backend"),
+    ):
         monkeypatch.setattr(module, name, broken)
     assert command.main([]) == 0
     printed = capsys.readouterr().out
-    assert "devices\n  OSError: no such thing\n" in printed and "processor  OSError: no such thing" in printed
+    assert (
+        "devices\n  OSError: no such thing\n" in printed
+        and "processor  OSError: no such thing" in printed
+    )
     assert "ops on OSError: no such thing\n  OSError: no such thing\n" in printed
 
 
-@pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"]
+)
 def test_in_a_process_of_its_own(platform):
     """As a user runs it. Where JAX is told to use GPUs and finds none, what it says is
     in the report.
     """
     if platform == "cuda" and _support.local_gpus():
         pytest.skip("there are GPUs")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX", "XLA_"))
+    }
     call = [sys.executable, "-m", "jaxfp8"]
     environment |= {"JAX_PLATFORMS": platform, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        call, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert f"  JAX_PLATFORMS  {platform}\n" in done.stdout
     found = r"  1 x cpu  cpu$" if platform == "cpu" else r"  \w+(Error|Exception)"

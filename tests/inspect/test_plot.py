@@ -13,17 +13,28 @@ from jaxfp8 import inspect
 
 def lines_of(figure) -> dict:
     """`{title: {label: values}}`."""
-    return {axis.get_title(): {line.get_label(): line.get_ydata() for line in axis.get_lines()} for axis in figure.axes}
+    return {
+        axis.get_title(): {
+            line.get_label(): line.get_ydata() for line in axis.get_lines()
+        }
+        for axis in figure.axes
+    }
 
 
 def test_a_run(tmp_path):
     """A row of axes for each operand; 0 is not recorded, and a logarithm has none."""
     states = []
     for newest, scale_inv in ((0, 1), (4, 1), (2, 0.25)):
-        quantizer = jaxfp8.QuantizerState(jnp.float32([newest, 0]), jnp.float32([scale_inv]))
+        quantizer = jaxfp8.QuantizerState(
+            jnp.float32([newest, 0]), jnp.float32([scale_inv])
+        )
         states.append({"up": jaxfp8.DotGeneralState(quantizer, quantizer, None)})
     found = lines_of(inspect.plot(states, tmp_path / "fp8.png"))
-    assert list(found) == [f"{title} of {operand}" for operand in ("input", "kernel") for title in ("amax", "scale")]
+    assert list(found) == [
+        f"{title} of {operand}"
+        for operand in ("input", "kernel")
+        for title in ("amax", "scale")
+    ]
     for operand in ("input", "kernel"):
         np.testing.assert_array_equal(found[f"amax of {operand}"]["up"], [np.nan, 4, 2])
         np.testing.assert_array_equal(found[f"scale of {operand}"]["up"], [1, 1, 4])
@@ -34,15 +45,26 @@ def test_a_run(tmp_path):
 def test_errors(monkeypatch):
     one = {"up": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))}
     for histories, error, match in (
-        (one["up"], TypeError, "expected a list of variable trees, got DotGeneralState"),
+        (
+            one["up"],
+            TypeError,
+            "expected a list of variable trees, got DotGeneralState",
+        ),
         ([], ValueError, "at least one tree"),
         ({}, TypeError, "got dict"),
         ([one, {"down": one["up"]}], ValueError, "trees with the same quantizers"),
-        ([{"a": np.ones(2)}], ValueError, r"plot: histories\[0\]: expected a tree that holds FP8 state"),
+        (
+            [{"a": np.ones(2)}],
+            ValueError,
+            r"plot: histories\[0\]: expected a tree that holds FP8 state",
+        ),
     ):
         with pytest.raises(error, match=match):
             inspect.plot(histories)
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="inspect.plot: needs matplotlib; install it: pip install matplotlib"):
+    with pytest.raises(
+        ImportError,
+        match="inspect.plot: needs matplotlib; install it: pip install matplotlib",
+    ):
         inspect.plot([one])

@@ -21,7 +21,9 @@ class Linen(nn.Module):
     def __call__(self, x, *, train=False):
         if train:
             x = nn.Conv(8, (3,), name="conv")(x)
-        x = nn.MultiHeadDotProductAttention(2, name="attn")(nn.LayerNorm(name="norm")(x))
+        x = nn.MultiHeadDotProductAttention(2, name="attn")(
+            nn.LayerNorm(name="norm")(x)
+        )
         x = nn.Einsum((8, 8), "bld,df->blf", name="mix")(linen.Dense(8, name="own")(x))
         x = nn.Dense(8, name="code", dot_general_cls=jaxfp8.Fp8DotGeneral)(x)
         return nn.Embed(4, 8, name="embed").attend(x)
@@ -50,7 +52,9 @@ def expect(rows, wanted):
     assert set(rows) == set(wanted)
     for layer, (kind, kernel, recipe, why) in wanted.items():
         row = rows[layer]
-        assert (row["kind"], row["kernel"], row["recipe"]) == (kind, kernel, recipe), row
+        assert (row["kind"], row["kernel"], row["recipe"]) == (kind, kernel, recipe), (
+            row
+        )
         assert row["why"].startswith(why), row
 
 
@@ -72,11 +76,19 @@ def wanted(attention, general, dense, einsum):
 def test_linen(capsys):
     report = jaxfp8.report(linen.quantize(Linen(), RULES), X, train=True)
     rows = by_layer(report)
-    expect(rows, wanted("MultiHeadDotProductAttention", "DenseGeneral", "Dense", "Einsum"))
-    assert rows["attn/out"]["input"] == (2, 6, 2, 4) and rows["mix"]["input"] == (2, 6, 8)
+    expect(
+        rows, wanted("MultiHeadDotProductAttention", "DenseGeneral", "Dense", "Einsum")
+    )
+    assert rows["attn/out"]["input"] == (2, 6, 2, 4) and rows["mix"]["input"] == (
+        2,
+        6,
+        8,
+    )
     assert report.unused == []
     assert not capsys.readouterr().out and repr(report) == str(report)
-    line = next(line for line in str(report).splitlines() if line.startswith("attn/key"))
+    line = next(
+        line for line in str(report).splitlines() if line.startswith("attn/key")
+    )
     assert line.split() == ["attn/key", "DenseGeneral", "2x6x8", "8x2x4", "DelayedScaling(amax_history_len=3)"] + [
         "rule", "0", "'attn/(query|key)'"]  # fmt: skip
 
@@ -88,7 +100,9 @@ def test_nnx_layers_that_are_not_called():
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.qkv, self.out, self.plain = (nnx.Linear(8, 8, rngs=rngs) for _ in range(3))
+            self.qkv, self.out, self.plain = (
+                nnx.Linear(8, 8, rngs=rngs) for _ in range(3)
+            )
             self.mix = nnx.Einsum("md,df->mf", (8, 8), rngs=rngs)
 
         def __call__(self, x):
@@ -104,14 +118,21 @@ def test_nnx_layers_that_are_not_called():
             "mix": (4, 8),
             "plain": None,
         }
-        assert [name for name, row in rows.items() if row["why"].endswith("; not called")] == ["qkv"]
+        assert [
+            name for name, row in rows.items() if row["why"].endswith("; not called")
+        ] == ["qkv"]
     assert nnx.split(model)[0] == before, "the model is read, not changed"
     assert "not called" not in str(jaxfp8.report(model))
 
 
 @pytest.mark.parametrize(
     "block, rules",
-    [(nn.Dense, []), (nn.remat(nn.Dense), []), (nn.Dense, [("qkv|out.*", A)]), (nn.jit(nn.Dense), [("qkv|out.*", A)])],
+    [
+        (nn.Dense, []),
+        (nn.remat(nn.Dense), []),
+        (nn.Dense, [("qkv|out.*", A)]),
+        (nn.jit(nn.Dense), [("qkv|out.*", A)]),
+    ],
     ids=["code", "remat", "rules", "jit"],
 )
 def test_linen_layers_that_init_alone_calls(block, rules):
@@ -121,7 +142,9 @@ def test_linen_layers_that_init_alone_calls(block, rules):
 
     class Model(nn.Module):
         def setup(self):
-            self.qkv, self.out0, self.out1 = (block(8, dot_general_cls=jaxfp8.Fp8DotGeneral) for _ in range(3))
+            self.qkv, self.out0, self.out1 = (
+                block(8, dot_general_cls=jaxfp8.Fp8DotGeneral) for _ in range(3)
+            )
             self.dropout = nn.Dropout(0.5)
 
         def __call__(self, x, scale, *, train=False):
@@ -133,12 +156,18 @@ def test_linen_layers_that_init_alone_calls(block, rules):
 
     model = linen.quantize(Model(), rules) if rules else Model()
     rows = by_layer(jaxfp8.report(model, jnp.ones((4, 8)), 2.0, train=True))
-    assert set(rows) == {"qkv", "out0", "out1"} and all(row["recipe"] for row in rows.values())
-    assert [name for name, row in rows.items() if row["why"].endswith("; not called")] == ["qkv"]
+    assert set(rows) == {"qkv", "out0", "out1"} and all(
+        row["recipe"] for row in rows.values()
+    )
+    assert [
+        name for name, row in rows.items() if row["why"].endswith("; not called")
+    ] == ["qkv"]
 
 
 def test_a_model_whose_apply_takes_other_arguments():
-    attention = nn.MultiHeadDotProductAttention(2, decode=True, qkv_dot_general_cls=jaxfp8.Fp8DotGeneral)
+    attention = nn.MultiHeadDotProductAttention(
+        2, decode=True, qkv_dot_general_cls=jaxfp8.Fp8DotGeneral
+    )
     rows = by_layer(jaxfp8.report(attention, jnp.ones((1, 4, 8))))
     assert rows["query"]["why"] == "default"
 
@@ -155,14 +184,26 @@ def test_models_without_rules():
         "code": jaxfp8.DelayedScaling(),
     }
     assert "conv" not in rows and "embed" not in rows
-    own = by_layer(jaxfp8.report(nn.Dense(3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A)), X))
+    own = by_layer(
+        jaxfp8.report(
+            nn.Dense(3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A)), X
+        )
+    )
     assert (own[""]["recipe"], own[""]["why"]) == (A, "own recipe")
     fields = by_layer(
-        jaxfp8.report(nn.Dense(3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(amax_history_length=7)), X)
+        jaxfp8.report(
+            nn.Dense(
+                3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(amax_history_length=7)
+            ),
+            X,
+        )
     )
     assert fields[""]["recipe"] == jaxfp8.DelayedScaling(amax_history_len=7)
     other = by_layer(jaxfp8.report(nn.Dense(3, dot_general_cls=nn.Fp8DotGeneral), X))
-    assert other[""]["why"].startswith("own Fp8DirectDotGeneralOp") and other[""]["recipe"] is None
+    assert (
+        other[""]["why"].startswith("own Fp8DirectDotGeneralOp")
+        and other[""]["recipe"] is None
+    )
     nnx_rows = by_layer(jaxfp8.report(Nnx(nnx.Rngs(0))))
     assert nnx_rows["code"]["why"] == "default" and nnx_rows["mix"]["why"] == "no rule"
 
@@ -178,28 +219,51 @@ def test_autocast():
         nnx_rows = by_layer(jaxfp8.report(jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), RULES)))
     for layer in ("code", "mix", "attn/key"):
         for found in (rows, nnx_rows):
-            assert (found[layer]["recipe"], found[layer]["why"]) == (None, "autocast is off")
+            assert (found[layer]["recipe"], found[layer]["why"]) == (
+                None,
+                "autocast is off",
+            )
 
 
 def test_a_product_that_two_layers_share():
     product = jaxfp8.nnx.Fp8DotGeneral(A)
-    layers = nnx.List([nnx.Linear(8, 8, dot_general=product, rngs=nnx.Rngs(0)) for _ in range(2)])
-    assert ["shares" in row["why"] for row in jaxfp8.report(layers).rows] == [False, True]
+    layers = nnx.List(
+        [nnx.Linear(8, 8, dot_general=product, rngs=nnx.Rngs(0)) for _ in range(2)]
+    )
+    assert ["shares" in row["why"] for row in jaxfp8.report(layers).rows] == [
+        False,
+        True,
+    ]
 
 
 def test_rules_for_one_kind_of_product():
     dense = ("dot_general",)
-    rules = [Rule(".*", A, ("einsum",)), Rule("mix", None, dense), Rule("own|mix", CURRENT, dense)]
-    for model, args in ((linen.quantize(Linen(), rules), [X]), (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), [])):
-        with pytest.warns(UserWarning, match="rules that decide nothing: rule 1 'mix' dot_general"):
+    rules = [
+        Rule(".*", A, ("einsum",)),
+        Rule("mix", None, dense),
+        Rule("own|mix", CURRENT, dense),
+    ]
+    for model, args in (
+        (linen.quantize(Linen(), rules), [X]),
+        (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []),
+    ):
+        with pytest.warns(
+            UserWarning, match="rules that decide nothing: rule 1 'mix' dot_general"
+        ):
             rows = by_layer(jaxfp8.report(model, *args))
         assert (rows["mix"]["recipe"], rows["own"]["recipe"]) == (A, CURRENT)
 
 
 def test_unused_rules():
     rules = [("own", A), ("own", None), ("nothing", A)]
-    for model, args in ((linen.quantize(Linen(), rules), [X]), (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), [])):
-        with pytest.warns(UserWarning, match="rules that decide nothing: rule 1 'own'; rule 2 'nothing'"):
+    for model, args in (
+        (linen.quantize(Linen(), rules), [X]),
+        (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []),
+    ):
+        with pytest.warns(
+            UserWarning,
+            match="rules that decide nothing: rule 1 'own'; rule 2 'nothing'",
+        ):
             report = jaxfp8.report(model, *args)
         assert report.unused == ["rule 1 'own'", "rule 2 'nothing'"]
         assert str(report).endswith("unused: rule 1 'own'\nunused: rule 2 'nothing'")
@@ -221,4 +285,7 @@ def test_blocks_in_nn_jit():
     quantized = linen.quantize(Stack(), [("a", A), ("b", CURRENT)])
     for _ in range(2):
         rows = by_layer(jaxfp8.report(quantized, X))
-        assert {layer: row["recipe"] for layer, row in rows.items()} == {"a": A, "b": CURRENT}
+        assert {layer: row["recipe"] for layer, row in rows.items()} == {
+            "a": A,
+            "b": CURRENT,
+        }

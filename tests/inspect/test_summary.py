@@ -20,7 +20,10 @@ OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 
 def state(history, scale_inv, operand="input"):
     """Variables of one product with one quantizer: slot 0 newest, slot 1 oldest."""
-    leaves = {f"{operand}_amax_history": history, f"{operand}_scale": np.reshape(scale_inv, (*np.shape(scale_inv), 1))}
+    leaves = {
+        f"{operand}_amax_history": history,
+        f"{operand}_scale": np.reshape(scale_inv, (*np.shape(scale_inv), 1)),
+    }
     leaves = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
     return {"params": {"layer": {"scale": jnp.ones(3)}}, OWG: {"layer": leaves}}
 
@@ -81,9 +84,16 @@ def test_what_the_scale_follows(history, scale_inv, follows, steps):
 
 def test_nothing_recorded_and_a_scale_that_is_none():
     row = row_of([0, 0, 0], 1)
-    assert [row[name] for name in ("newest", "max", "min", "filled", "peak", "scale")] == [None] * 3 + [0, None, 1.0]
+    assert [
+        row[name] for name in ("newest", "max", "min", "filled", "peak", "scale")
+    ] == [None] * 3 + [0, None, 1.0]
     row = row_of([1, 0, 2], np.nan)
-    assert row["scale"] is None and row["peak"] is None and row["follows"] is None and row["max"] == 2
+    assert (
+        row["scale"] is None
+        and row["peak"] is None
+        and row["follows"] is None
+        and row["max"] == 2
+    )
 
 
 def test_a_line_of_the_table():
@@ -92,26 +102,43 @@ def test_a_line_of_the_table():
 
 
 def test_a_row_for_each_layer_of_a_stack():
-    histories, scales = np.arange(1, 25).reshape(2, 3, 4), np.arange(1, 7).reshape(2, 3) / 448
+    histories, scales = (
+        np.arange(1, 25).reshape(2, 3, 4),
+        np.arange(1, 7).reshape(2, 3) / 448,
+    )
     rows = inspect.summary(state(histories, scales)).rows
-    assert [row["name"] for row in rows] == [f"layer/input[{i},{j}]" for i in range(2) for j in range(3)]
+    assert [row["name"] for row in rows] == [
+        f"layer/input[{i},{j}]" for i in range(2) for j in range(3)
+    ]
     assert [row["newest"] for row in rows] == [1, 5, 9, 13, 17, 21]
-    np.testing.assert_array_equal([row["scale_inv"] for row in rows], scales.ravel().astype(np.float32))
+    np.testing.assert_array_equal(
+        [row["scale_inv"] for row in rows], scales.ravel().astype(np.float32)
+    )
 
 
 def test_a_large_model_takes_a_screen():
     """Layers that differ in numbers alone share a line, that of the worst; `worst`
     keeps the worst rows.
     """
-    layers = {f"block_{i}": state([2 + (i == 7), 2, 1], 2 / 448)[OWG] for i in range(30)}
-    layers |= {"head": state([1, 1], -1)[OWG], "block_40": {"odd": state([9, 3], 3 / 448)[OWG]}}
+    layers = {
+        f"block_{i}": state([2 + (i == 7), 2, 1], 2 / 448)[OWG] for i in range(30)
+    }
+    layers |= {
+        "head": state([1, 1], -1)[OWG],
+        "block_40": {"odd": state([9, 3], 3 / 448)[OWG]},
+    }
     for i in range(9):
         layers[f"part{i}"] = {"w_2": state([4], 1)[OWG]}
     found = inspect.summary({OWG: layers})
     table, _, told = str(found).partition("\n\n")
-    assert told.startswith("head/layer/input: expected a state that is not negative, got -1: an optimizer has stepped")
+    assert told.startswith(
+        "head/layer/input: expected a state that is not negative, got -1: an optimizer has stepped"
+    )
     lines = [line.split()[:5] for line in table.split("\n")]
-    assert len(found.rows) == 41 and [line[:2] for line in lines[1:3]] == [["block_*/layer/input", "x30"], lines[2][:2]]
+    assert len(found.rows) == 41 and [line[:2] for line in lines[1:3]] == [
+        ["block_*/layer/input", "x30"],
+        lines[2][:2],
+    ]
     assert lines[1][3] == "3" and repr(found) == str(found) and len(lines) == 1 + 4
     worst = inspect.summary({OWG: layers}, worst=3)
     assert [row["name"] for row in worst.rows] == [
@@ -130,24 +157,38 @@ def test_a_large_model_takes_a_screen():
 def test_every_kind_of_tree():
     model = nn.Dense(8, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A))
     variables = model.init(jax.random.key(0), jnp.ones((4, 8)))
-    train_state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+    train_state = TrainState.create(
+        apply_fn=model.apply, params=variables, tx=optax.sgd(0.1)
+    )
     rows = inspect.summary(variables).rows
-    assert [row["name"] for row in rows] == [f"Fp8DotGeneral_0/{name}" for name in ("input", "kernel", "output_grad")]
+    assert [row["name"] for row in rows] == [
+        f"Fp8DotGeneral_0/{name}" for name in ("input", "kernel", "output_grad")
+    ]
     for tree in (train_state, variables[jaxfp8.OVERWRITE_WITH_GRADIENT]):
         assert inspect.summary(tree).rows == rows
     # An optimizer that was given the state keeps moments of it, which are no state.
-    careless = {"params": variables, "opt_state": optax.adam(1e-3).init(variables), "step": 1}
+    careless = {
+        "params": variables,
+        "opt_state": optax.adam(1e-3).init(variables),
+        "step": 1,
+    }
     assert inspect.summary(careless).rows == rows
 
     product = jaxfp8.init_state(A)
     names = [row["name"] for row in inspect.summary(product).rows]
     assert names == ["input", "kernel", "output_grad"]
-    assert [row["name"] for row in inspect.summary({"up": product}).rows] == [f"up/{name}" for name in names]
+    assert [row["name"] for row in inspect.summary({"up": product}).rows] == [
+        f"up/{name}" for name in names
+    ]
 
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     jaxfp8.nnx.quantize(model, [(".*", A)])
     wanted = [f"layers/0/dot_general/{name}" for name in names]
-    for tree in (model, nnx.state(model), nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)):
+    for tree in (
+        model,
+        nnx.state(model),
+        nnx.state(model, jaxfp8.nnx.OverwriteWithGradient),
+    ):
         assert [row["name"] for row in inspect.summary(tree).rows] == wanted
 
 
@@ -166,36 +207,63 @@ def test_figures_by_hand():
     histories = np.array([[12, 0, 3, 6], [2, 0, 0, 0], [0, 5, 1, 2]], np.float32)
     scale_inv = np.array([6 / 448, 1, 5 / 448], np.float32)
     tree = state(histories, scale_inv)
-    tree[OWG]["layer"] |= state([3, 9, 4], 9 / 57344, operand="output_grad")[OWG]["layer"]
+    tree[OWG]["layer"] |= state([3, 9, 4], 9 / 57344, operand="output_grad")[OWG][
+        "layer"
+    ]
     measured = jax.jit(inspect.measure)(tree)
     found = inspect.scalars(measured, prefix="")
     lags = [np.log2(12 / np.float64(scale_inv[0]) / 448), np.log2(2 / 448), np.nan]
     for i, (growth, lag) in enumerate(zip([2, np.nan, np.nan], lags, strict=True)):
-        row = {name.rpartition("/")[2]: value for name, value in found.items() if name.startswith(f"layer/input[{i}]/")}
+        row = {
+            name.rpartition("/")[2]: value
+            for name, value in found.items()
+            if name.startswith(f"layer/input[{i}]/")
+        }
         assert list(row)[:4] == ["scale", "amax", "amax_max", "peak"] and len(row) == 6
         np.testing.assert_array_equal(row["growth"], growth)
         # The quotients are rounded three times, the logarithm once.
-        np.testing.assert_allclose(row["scale_lag"], lag, rtol=4 * 2**-24, atol=4 * 2**-24)
+        np.testing.assert_allclose(
+            row["scale_lag"], lag, rtol=4 * 2**-24, atol=4 * 2**-24
+        )
     growth = np.float32(3) / np.float32(9)
     assert found["layer/output_grad/growth"] == growth
-    np.testing.assert_allclose(found["layer/output_grad/scale_lag"], np.log2(growth), rtol=4 * 2**-24)
+    np.testing.assert_allclose(
+        found["layer/output_grad/scale_lag"], np.log2(growth), rtol=4 * 2**-24
+    )
     # State does not record its format: in e4m3 the same peak is 2**7 too large, as
     # 57344 is 2**7 * 448.
     forward = inspect.scalars(inspect.measure(tree, jaxfp8.E4M3), prefix="")
-    difference = forward["layer/output_grad/scale_lag"] - found["layer/output_grad/scale_lag"]
-    assert abs(difference - 7) < 1e-6 and forward["layer/input[0]/scale_lag"] == found["layer/input[0]/scale_lag"]
+    difference = (
+        forward["layer/output_grad/scale_lag"] - found["layer/output_grad/scale_lag"]
+    )
+    assert (
+        abs(difference - 7) < 1e-6
+        and forward["layer/input[0]/scale_lag"] == found["layer/input[0]/scale_lag"]
+    )
     assert np.isnan(inspect.scalars(state([4], 1))["fp8/layer/input/growth"])
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"summary: variables: .*/input: expected a history .* \(4, 2\) and \(3, 1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"summary: variables: .*/input: expected a history .* \(4, 2\) and \(3, 1\)",
+    ):
         inspect.summary(state(np.ones((4, 2)), np.ones(3)))
-    with pytest.raises(ValueError, match="summary: variables: expected a tree that holds FP8 state .* got 1 leaves"):
+    with pytest.raises(
+        ValueError,
+        match="summary: variables: expected a tree that holds FP8 state .* got 1 leaves",
+    ):
         inspect.summary({"scale": jnp.ones(3)})
-    with pytest.raises(ValueError, match="measure: variables: expected a tree that holds FP8 state"):
+    with pytest.raises(
+        ValueError, match="measure: variables: expected a tree that holds FP8 state"
+    ):
         inspect.scalars({})
     tree = state([1, 2], 1)
-    with pytest.raises(TypeError, match="summary: variables: expected concrete arrays.*measure"):
+    with pytest.raises(
+        TypeError, match="summary: variables: expected concrete arrays.*measure"
+    ):
         jax.jit(lambda tree: len(inspect.summary(tree).rows))(tree)
-    with pytest.raises(TypeError, match="scalars: variables: expected concrete arrays.*measure"):
+    with pytest.raises(
+        TypeError, match="scalars: variables: expected concrete arrays.*measure"
+    ):
         jax.jit(lambda tree: inspect.scalars(tree))(tree)

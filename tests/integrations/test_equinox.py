@@ -62,7 +62,11 @@ def test_updates_of_equinox_raise():
     assert updated.activation is model.activation and updated.name == model.name
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, eqx.filter_jit], ids=["no jit", "jax.jit", "eqx.filter_jit"])
+@pytest.mark.parametrize(
+    "jit",
+    [lambda f: f, jax.jit, eqx.filter_jit],
+    ids=["no jit", "jax.jit", "eqx.filter_jit"],
+)
 def test_a_checkpointed_loop_names_the_way_out(jit):
     """Such as that of diffrax's default adjoint; a `jit` around the loop hides where
     Equinox's assertion is from.
@@ -73,10 +77,20 @@ def test_a_checkpointed_loop_names_the_way_out(jit):
     def solve(kernel, state, y):
         def body(carry):
             y, i = carry
-            return jaxfp8.dot_general(y, kernel, cases.MATMUL, recipe=recipe, state=state), i + 1
+            return jaxfp8.dot_general(
+                y, kernel, cases.MATMUL, recipe=recipe, state=state
+            ), i + 1
 
-        return while_loop(lambda carry: carry[1] < 3, body, (y, jnp.int32(0)), max_steps=4, kind="checkpointed")[0]
+        return while_loop(
+            lambda carry: carry[1] < 3,
+            body,
+            (y, jnp.int32(0)),
+            max_steps=4,
+            kind="checkpointed",
+        )[0]
 
     gradient = jaxfp8.grad(lambda params: jnp.sum(solve(*params, jnp.ones((2, 16)))))
-    with pytest.raises(TypeError, match=r"checkpointed loops.*adjoint=diffrax\.DirectAdjoint\(\)"):
+    with pytest.raises(
+        TypeError, match=r"checkpointed loops.*adjoint=diffrax\.DirectAdjoint\(\)"
+    ):
         gradient((jnp.eye(16), jaxfp8.init_state(recipe)))

@@ -21,7 +21,9 @@ TX = jaxfp8.train.optimizer(optax.sgd(RATE))
 
 
 def kernel_parameter(x):
-    return hk.get_parameter("w", (x.shape[-1], cases.N), init=hk.initializers.RandomNormal())
+    return hk.get_parameter(
+        "w", (x.shape[-1], cases.N), init=hk.initializers.RandomNormal()
+    )
 
 
 class WithParameters(hk.Module):
@@ -31,8 +33,12 @@ class WithParameters(hk.Module):
 
     def __call__(self, x):
         def quantizer(name):
-            history = hk.get_parameter(f"{name}_amax_history", (HISTORY,), init=jnp.zeros)
-            return jaxfp8.QuantizerState(history, hk.get_parameter(f"{name}_scale", (1,), init=jnp.ones))
+            history = hk.get_parameter(
+                f"{name}_amax_history", (HISTORY,), init=jnp.zeros
+            )
+            return jaxfp8.QuantizerState(
+                history, hk.get_parameter(f"{name}_scale", (1,), init=jnp.ones)
+            )
 
         state = jaxfp8.DotGeneralState(*map(quantizer, OPERANDS))
         return cases.product(x, kernel_parameter(x), state)
@@ -44,7 +50,9 @@ class WithHaikuState(hk.Module):
     """
 
     def __call__(self, x):
-        state = hk.get_state("fp8", (), jnp.float32, init=lambda *_: jaxfp8.init_state(cases.RECIPE))
+        state = hk.get_state(
+            "fp8", (), jnp.float32, init=lambda *_: jaxfp8.init_state(cases.RECIPE)
+        )
         return cases.product(x, kernel_parameter(x), state)
 
 
@@ -52,7 +60,9 @@ def state_of(parameters):
     """The DotGeneralState of a module that holds it as parameters."""
 
     def quantizer(name):
-        return jaxfp8.QuantizerState(parameters[f"{name}_amax_history"], parameters[f"{name}_scale"])
+        return jaxfp8.QuantizerState(
+            parameters[f"{name}_amax_history"], parameters[f"{name}_scale"]
+        )
 
     return jaxfp8.DotGeneralState(*map(quantizer, OPERANDS))
 
@@ -61,28 +71,51 @@ def as_argument(x):
     """(variables, apply, kernel, state): the state is an argument of the transformed
     function.
     """
-    transformed = hk.without_apply_rng(hk.transform(lambda x, state: cases.product(x, kernel_parameter(x), state)))
+    transformed = hk.without_apply_rng(
+        hk.transform(lambda x, state: cases.product(x, kernel_parameter(x), state))
+    )
     state = jaxfp8.init_state(cases.RECIPE)
     variables = transformed.init(jax.random.key(0), x, state), state
-    return variables, lambda v, x: transformed.apply(v[0], x, v[1]), lambda v: v[0]["~"]["w"], lambda v: v[1]
+    return (
+        variables,
+        lambda v, x: transformed.apply(v[0], x, v[1]),
+        lambda v: v[0]["~"]["w"],
+        lambda v: v[1],
+    )
 
 
 def as_parameters(x):
-    transformed = hk.without_apply_rng(hk.transform(lambda x: WithParameters(name="layer")(x)))
+    transformed = hk.without_apply_rng(
+        hk.transform(lambda x: WithParameters(name="layer")(x))
+    )
     variables = transformed.init(jax.random.key(0), x)
-    return variables, transformed.apply, lambda v: v["layer"]["w"], lambda v: state_of(v["layer"])
+    return (
+        variables,
+        transformed.apply,
+        lambda v: v["layer"]["w"],
+        lambda v: state_of(v["layer"]),
+    )
 
 
 def as_haiku_state(x):
-    transformed = hk.without_apply_rng(hk.transform_with_state(lambda x: WithHaikuState(name="layer")(x)))
+    transformed = hk.without_apply_rng(
+        hk.transform_with_state(lambda x: WithHaikuState(name="layer")(x))
+    )
     variables = transformed.init(jax.random.key(0), x)
 
     def apply(variables, x):
         y, state = transformed.apply(*variables, x)
-        assert jax.tree.structure(state) == jax.tree.structure(variables[1]), "the forward pass leaves it alone"
+        assert jax.tree.structure(state) == jax.tree.structure(variables[1]), (
+            "the forward pass leaves it alone"
+        )
         return y
 
-    return variables, apply, lambda v: v[0]["layer"]["w"], lambda v: v[1]["layer"]["fp8"]
+    return (
+        variables,
+        apply,
+        lambda v: v[0]["layer"]["w"],
+        lambda v: v[1]["layer"]["fp8"],
+    )
 
 
 @pytest.mark.parametrize("make", [as_argument, as_parameters, as_haiku_state])

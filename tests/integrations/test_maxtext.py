@@ -36,9 +36,13 @@ def quantizations():
             return None
         if config.quantization.startswith("te_"):
             raise ModuleNotFoundError("No module named 'transformer_engine'")
-        return Fp8Quantization() if config.quantization == "fp8" else config.quantization
+        return (
+            Fp8Quantization() if config.quantization == "fp8" else config.quantization
+        )
 
-    return types.SimpleNamespace(Fp8Quantization=Fp8Quantization, configure_quantization=configure_quantization)
+    return types.SimpleNamespace(
+        Fp8Quantization=Fp8Quantization, configure_quantization=configure_quantization
+    )
 
 
 def nnx_decoders():
@@ -57,18 +61,26 @@ def gradient_accumulation():
     module = types.ModuleType("maxtext.utils.gradient_accumulation")
     module.nnx = nnx
 
-    def gradient_accumulation_loss_and_grad(_loss_fn, config, model, params, params_shardings, data, dropout_rng):
+    def gradient_accumulation_loss_and_grad(
+        _loss_fn, config, model, params, params_shardings, data, dropout_rng
+    ):
         graphdef, params, rest = module.nnx.split(model, module.nnx.Param, ...)
         grad_func = module.nnx.value_and_grad(_loss_fn, argnums=0, has_aux=True)
 
         def body(carry, data):
             local_model = module.nnx.merge(graphdef, params, carry["rest"], copy=True)
-            (loss, _), grad = grad_func(local_model, config, data, None, None, is_train=True)
+            (loss, _), grad = grad_func(
+                local_model, config, data, None, None, is_train=True
+            )
             _, _, rest = module.nnx.split(local_model, module.nnx.Param, ...)
             total = jax.tree.map(jnp.add, carry["grad"], grad)
             return {"loss": carry["loss"] + loss, "grad": total, "rest": rest}, None
 
-        zeros = {"loss": jnp.float32(0), "grad": jax.tree.map(jnp.zeros_like, params), "rest": rest}
+        zeros = {
+            "loss": jnp.float32(0),
+            "grad": jax.tree.map(jnp.zeros_like, params),
+            "rest": rest,
+        }
         carry, _ = jax.lax.scan(body, zeros, data)
         module.nnx.update(model, carry["rest"])
         return carry["loss"], {}, carry["grad"]
@@ -80,7 +92,9 @@ def gradient_accumulation():
 def train_utils():
     def validate_train_config(config):
         assert config.run_name
-        assert config.quantization != "fp8" or config.gradient_accumulation_steps == 1, "fp8 can't be used with"
+        assert (
+            config.quantization != "fp8" or config.gradient_accumulation_steps == 1
+        ), "fp8 can't be used with"
 
     return types.SimpleNamespace(validate_train_config=validate_train_config)
 
@@ -88,13 +102,17 @@ def train_utils():
 class Config:
     """A configuration, as it is after its validation."""
 
-    model_fields: ClassVar = {"quantization": types.SimpleNamespace(annotation=enum.Enum)}
+    model_fields: ClassVar = {
+        "quantization": types.SimpleNamespace(annotation=enum.Enum)
+    }
     quantization = "fp8"
     gradient_accumulation_steps = 4
 
     def set_derived_and_validate_values(self):
         if self.quantization == "fp8" and self.gradient_accumulation_steps > 1:
-            raise ValueError("FP8 quantization is not compatible with gradient accumulation.")
+            raise ValueError(
+                "FP8 quantization is not compatible with gradient accumulation."
+            )
         self.validated_as = self.quantization
         return self
 
@@ -119,22 +137,29 @@ def standin(monkeypatch):
         "configs.pyconfig": pyconfig,
         "utils.train_utils": train_utils(),
     }
-    accumulate = modules["utils.gradient_accumulation"].gradient_accumulation_loss_and_grad
+    accumulate = modules[
+        "utils.gradient_accumulation"
+    ].gradient_accumulation_loss_and_grad
     modules["trainers.pre_train.train"] = types.SimpleNamespace(
         gradient_accumulation_loss_and_grad=accumulate, loss_fn=loss_fn
     )
     for name in modules:
         *packages, _ = f"maxtext.{name}".split(".")
         for n in range(len(packages)):
-            monkeypatch.setitem(sys.modules, ".".join(packages[: n + 1]), types.ModuleType(packages[n]))
+            monkeypatch.setitem(
+                sys.modules, ".".join(packages[: n + 1]), types.ModuleType(packages[n])
+            )
     for name, module in modules.items():
         module.__name__ = f"maxtext.{name}"
         monkeypatch.setitem(sys.modules, f"maxtext.{name}", module)
     pydantic = types.SimpleNamespace(
-        create_model=create_model, model_validator=lambda mode: lambda validator: validator
+        create_model=create_model,
+        model_validator=lambda mode: lambda validator: validator,
     )
     monkeypatch.setitem(sys.modules, "pydantic", pydantic)
-    yield types.SimpleNamespace(**{name.split(".")[-1]: module for name, module in modules.items()})
+    yield types.SimpleNamespace(
+        **{name.split(".")[-1]: module for name, module in modules.items()}
+    )
     maxtext._installed.close()
 
 
@@ -150,23 +175,38 @@ class TrainConfig:
 
 
 def quantization(standin, flag="fp8"):
-    return standin.quantizations.configure_quantization(TrainConfig(flag), quant_mode_str="train")
+    return standin.quantizations.configure_quantization(
+        TrainConfig(flag), quant_mode_str="train"
+    )
 
 
 class Model(nnx.Module):
     """A kernel and a bridged Linen product, as MaxText's dense layer has them."""
 
     def __init__(self, quantization):
-        self.kernel = nnx.Param(jnp.asarray(np.random.default_rng(0).standard_normal((K, N)), jnp.float32))
-        self.product = nnx.bridge.ToNNX(quantization.dot_general_cls()(), rngs=nnx.Rngs(0))
-        nnx.bridge.lazy_init(self.product, jnp.zeros((1, K)), self.kernel.get_value(), (((1,), (0,)), ((), ())))
+        self.kernel = nnx.Param(
+            jnp.asarray(np.random.default_rng(0).standard_normal((K, N)), jnp.float32)
+        )
+        self.product = nnx.bridge.ToNNX(
+            quantization.dot_general_cls()(), rngs=nnx.Rngs(0)
+        )
+        nnx.bridge.lazy_init(
+            self.product,
+            jnp.zeros((1, K)),
+            self.kernel.get_value(),
+            (((1,), (0,)), ((), ())),
+        )
 
     def __call__(self, x):
         y = self.product(x, self.kernel.get_value(), (((1,), (0,)), ((), ())))
         # MaxText's bridge stores anew what it has read
         for name, variable in list(vars(self.product).items()):
             if isinstance(variable, jaxfp8.nnx.OverwriteWithGradient):
-                setattr(self.product, name, jaxfp8.nnx.OverwriteWithGradient(variable.get_value()))
+                setattr(
+                    self.product,
+                    name,
+                    jaxfp8.nnx.OverwriteWithGradient(variable.get_value()),
+                )
         return y
 
 
@@ -183,7 +223,9 @@ def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
     with maxtext.install(RECIPE):
         model = Model(quantization(standin))
         accumulate = jax.jit(
-            lambda state, data: step(standin.train.gradient_accumulation_loss_and_grad, graphdef, state, data)
+            lambda state, data: step(
+                standin.train.gradient_accumulation_loss_and_grad, graphdef, state, data
+            )
         )
         graphdef, state = nnx.split(model)
         expected = oracle.LayerState.init(H)
@@ -192,14 +234,20 @@ def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
             rng = np.random.default_rng(i)
             # the largest is neither first nor last
             sizes = np.roll([1.0, 8.0, 2.0, 4.0], i)[:, None, None]
-            x, grad = ((rng.standard_normal((STEPS, 6, n)) * sizes).astype(np.float32) for n in (K, N))
+            x, grad = (
+                (rng.standard_normal((STEPS, 6, n)) * sizes).astype(np.float32)
+                for n in (K, N)
+            )
             state, grads = accumulate(state, (x, grad))
             uses = list(zip(x, [kernel] * STEPS, grad, strict=True))
             steps = [oracle.dense_step(*microbatch, expected) for microbatch in uses]
             expected = expected_state(uses, expected)
             assert_state(nnx.merge(graphdef, state).product, expected, f"step {i}")
             assert not hasattr(nnx.merge(graphdef, state), "fp8_next_state")
-            exact, bound = (sum(getattr(of.wgrad, name) for of in steps) for name in ("exact", "bound"))
+            exact, bound = (
+                sum(getattr(of.wgrad, name) for of in steps)
+                for name in ("exact", "bound")
+            )
             # Beside the bounds of the products, STEPS sums in f32.
             room = STEPS * 2.0**-24 * sum(np.abs(of.wgrad.exact) for of in steps)
             oracle.Product(exact, bound + room).check(grads["kernel"].get_value())
@@ -219,26 +267,38 @@ def test_state_of_linen_is_not_added_up(standin):
         model = nn.Dense(N, dot_general_cls=quantization(standin).dot_general_cls())
         params = model.init(jax.random.key(0), jnp.ones((1, K)))
         with pytest.raises(
-            TypeError, match="maxtext: model: expected an NNX model .* got a Dense: .* add up its state"
+            TypeError,
+            match="maxtext: model: expected an NNX model .* got a Dense: .* add up its state",
         ):
-            standin.train.gradient_accumulation_loss_and_grad(loss_fn, None, model, params, None, None, None)
+            standin.train.gradient_accumulation_loss_and_grad(
+                loss_fn, None, model, params, None, None, None
+            )
 
 
 def test_a_recipe_for_each_product(standin):
     """Under the flag, fprop is that of the recipe and wgrad is exact; there is no state
     but that of fprop and dgrad.
     """
-    recipe, x = jaxfp8.ByProduct(RECIPE, RECIPE), np.random.default_rng(0).standard_normal((6, K)).astype(np.float32)
+    recipe, x = (
+        jaxfp8.ByProduct(RECIPE, RECIPE),
+        np.random.default_rng(0).standard_normal((6, K)).astype(np.float32),
+    )
     with maxtext.install(recipe):
-        layer = nn.Dense(N, use_bias=False, dot_general_cls=quantization(standin).dot_general_cls())
+        layer = nn.Dense(
+            N, use_bias=False, dot_general_cls=quantization(standin).dot_general_cls()
+        )
         params = layer.init(jax.random.key(0), x)
         y, vjp = jax.vjp(lambda params: layer.apply(params, x), params)
     (dot,) = params["_overwrite_with_gradient"].values()
     assert len(dot) == 6  # a history and a scale of input, kernel and output_grad
     kernel = params["params"]["kernel"]
     state = oracle.LayerState.init(H)
-    oracle.dense_step(x, np.asarray(kernel), np.zeros((6, N), np.float32), state).y.check(y)
-    np.testing.assert_allclose(vjp(y)[0]["params"]["kernel"], x.T @ np.asarray(y), rtol=1e-5, atol=1e-5)
+    oracle.dense_step(
+        x, np.asarray(kernel), np.zeros((6, N), np.float32), state
+    ).y.check(y)
+    np.testing.assert_allclose(
+        vjp(y)[0]["params"]["kernel"], x.T @ np.asarray(y), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,46 +318,82 @@ def test_flags(standin, flag, recipe):
     with maxtext.install():
         ours = quantization(standin, flag)
         product = ours.dot_general_cls(mesh_axes=("embed", "mlp"))()
-        assert isinstance(ours, standin.quantizations.Fp8Quantization) and not ours.needs_apply_rngs
-        assert isinstance(product, jaxfp8.Fp8DotGeneral) and type(product).__name__ == "Fp8DirectDotGeneralOp"
+        assert (
+            isinstance(ours, standin.quantizations.Fp8Quantization)
+            and not ours.needs_apply_rngs
+        )
+        assert (
+            isinstance(product, jaxfp8.Fp8DotGeneral)
+            and type(product).__name__ == "Fp8DirectDotGeneralOp"
+        )
         assert product.recipe == ours.einsum().recipe == recipe
         # TransformerEngine's flags leave MaxText's own grouped products in high
         # precision.
         assert ours.quantize_dtype == (jnp.float8_e4m3fn if flag == "fp8" else None)
         assert ours == quantization(standin, flag)
         assert (ours == quantization(standin, "te_mxfp8")) == (flag == "te_mxfp8")
-        assert standin.quantizations.configure_quantization(TrainConfig(flag, use_qwix_quantization=True)) is None
+        assert (
+            standin.quantizations.configure_quantization(
+                TrainConfig(flag, use_qwix_quantization=True)
+            )
+            is None
+        )
     with maxtext.install(RECIPE):
         assert quantization(standin, flag).dot_general_cls()().recipe == RECIPE
 
 
-def calibrated(standin, flag="te_fp8_currentscaling", act="absmax", weight="absmax", bwd="absmax"):
+def calibrated(
+    standin, flag="te_fp8_currentscaling", act="absmax", weight="absmax", bwd="absmax"
+):
     """The recipe of a dense layer by MaxText's flags of calibration."""
     methods = {
         f"{name}_quantization_calibration_method": method
-        for name, method in zip(("act", "weight", "bwd"), (act, weight, bwd), strict=True)
+        for name, method in zip(
+            ("act", "weight", "bwd"), (act, weight, bwd), strict=True
+        )
     }
-    return standin.quantizations.configure_quantization(TrainConfig(flag, **methods)).dot_general_cls()().recipe
+    return (
+        standin.quantizations.configure_quantization(TrainConfig(flag, **methods))
+        .dot_general_cls()()
+        .recipe
+    )
 
 
 def test_calibration_methods(standin):
     fixed = "fixed,-224,224"
     with maxtext.install():
         assert calibrated(standin) == jaxfp8.Float8CurrentScaling()
-        assert calibrated(standin, act=fixed, weight=fixed) == jaxfp8.StaticScaling(224.0, 224.0, None)
-        assert calibrated(standin, act=fixed, bwd="fixed, -1.5, 1.5") == jaxfp8.StaticScaling(224.0, None, 1.5)
+        assert calibrated(standin, act=fixed, weight=fixed) == jaxfp8.StaticScaling(
+            224.0, 224.0, None
+        )
+        assert calibrated(
+            standin, act=fixed, bwd="fixed, -1.5, 1.5"
+        ) == jaxfp8.StaticScaling(224.0, None, 1.5)
         assert calibrated(standin, "fp8", act=fixed) == jaxfp8.DelayedScaling()
     with maxtext.install(RECIPE):
         assert calibrated(standin, act=fixed) == RECIPE
 
 
 @pytest.mark.parametrize(
-    "method", ["minmax", "fixed", "fixed,-1,2", "fixed,0,0", "fixed,1,-1", "fixed,-a,a", "fixed,-nan,nan", "absmax,0.8"]
+    "method",
+    [
+        "minmax",
+        "fixed",
+        "fixed,-1,2",
+        "fixed,0,0",
+        "fixed,1,-1",
+        "fixed,-a,a",
+        "fixed,-nan,nan",
+        "absmax,0.8",
+    ],
 )
 def test_calibration_methods_that_are_refused(standin, method):
     with (
         maxtext.install(),
-        pytest.raises(ValueError, match='act_quantization_calibration_method: expected "absmax" or'),
+        pytest.raises(
+            ValueError,
+            match='act_quantization_calibration_method: expected "absmax" or',
+        ),
     ):
         calibrated(standin, act=method)
 
@@ -321,7 +417,9 @@ def test_einsum(standin):
     assert y.dtype == jnp.bfloat16
     mask = jnp.eye(2, dtype=bool)  # of tokens to experts
     np.testing.assert_array_equal(einsum.apply(variables, "ab,bc->ac", mask, x), x)
-    assert variables["_overwrite_with_gradient"]["fp8_einsum"]["input_amax_history"].shape == (H,)
+    assert variables["_overwrite_with_gradient"]["fp8_einsum"][
+        "input_amax_history"
+    ].shape == (H,)
 
 
 def test_state_of_the_loss_combines_by_max(standin):
@@ -335,12 +433,19 @@ def test_state_of_the_loss_combines_by_max(standin):
         def apply(state, x):
             return nnx.merge(graphdef, state, kernel)(x)
 
-        state, apply = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient), jax.checkpoint(apply)
+        state, apply = (
+            nnx.state(model, jaxfp8.nnx.OverwriteWithGradient),
+            jax.checkpoint(apply),
+        )
         return (apply(state, 3 * data) + apply(state, 2 * data)).sum()
 
     standin.train.loss_fn = twice
     maxtext.install(RECIPE)
-    new = jax.grad(lambda state: standin.train.loss_fn(nnx.merge(graphdef, state, kernel), None, jnp.eye(K)))(state)
+    new = jax.grad(
+        lambda state: standin.train.loss_fn(
+            nnx.merge(graphdef, state, kernel), None, jnp.eye(K)
+        )
+    )(state)
     newest = {path[-1]: leaf.get_value()[0] for path, leaf in nnx.to_flat_state(new)}
     assert newest["input_amax_history"] == 3  # not 5
 
@@ -351,13 +456,24 @@ def test_policy_of_codes(standin, with_quantization):
     TransformerEngine.
     """
     maxtext.install(RECIPE)
-    policy = standin.nnx_decoders.NNXDecoder().minimal_policy(with_quantization=with_quantization)
+    policy = standin.nnx_decoders.NNXDecoder().minimal_policy(
+        with_quantization=with_quantization
+    )
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(x, kernel):
-        return jnp.sin(jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()))
+        return jnp.sin(
+            jaxfp8.dot_general(
+                x,
+                kernel,
+                (((1,), (0,)), ((), ())),
+                recipe=jaxfp8.Float8CurrentScaling(),
+            )
+        )
 
-    _, vjp = jax.eval_shape(lambda *a: jax.vjp(layer, *a), jnp.ones((6, K)), jnp.ones((K, N)))
+    _, vjp = jax.eval_shape(
+        lambda *a: jax.vjp(layer, *a), jnp.ones((6, K)), jnp.ones((K, N))
+    )
     # as bytes
     codes = [leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.uint8]
     assert codes == ([(K, 6), (K, N)] if with_quantization else [])
@@ -411,6 +527,9 @@ def test_a_maxtext_without_a_hook(standin, module, owner, name):
     of = getattr(standin, module)
     delattr(getattr(of, owner) if owner else of, name)
     before = [dict(vars(module)) for module in vars(standin).values()]
-    with pytest.raises(ImportError, match=rf"maxtext.install: expected .*\.{name}, which MaxText .* does not have"):
+    with pytest.raises(
+        ImportError,
+        match=rf"maxtext.install: expected .*\.{name}, which MaxText .* does not have",
+    ):
         maxtext.install()
     assert [dict(vars(module)) for module in vars(standin).values()] == before

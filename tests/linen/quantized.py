@@ -20,7 +20,11 @@ BATCH, D = 4, 8
 
 
 def fp8(recipe):
-    return None if recipe is None else functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    return (
+        None
+        if recipe is None
+        else functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    )
 
 
 class Block(nn.Module):
@@ -34,7 +38,10 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         attend = nn.MultiHeadDotProductAttention(
-            2, name="attn", qkv_dot_general_cls=fp8(self.a), out_dot_general_cls=fp8(self.a)
+            2,
+            name="attn",
+            qkv_dot_general_cls=fp8(self.a),
+            out_dot_general_cls=fp8(self.a),
         )
         x = x + attend(x)
         return x + nn.DenseGeneral(D, name="mlp", dot_general_cls=fp8(self.m))(x)
@@ -67,7 +74,13 @@ def model(a=None, m=None, h=None, shared=None):
     return Model(a, m, h, nn.Dense(D, dot_general_cls=fp8(shared), parent=None))
 
 
-RULES = [("head", None), (r"blocks_\d/attn/.*", A), (r"blocks_\d/mlp", B), ("shared", A), (".*", B)]
+RULES = [
+    ("head", None),
+    (r"blocks_\d/attn/.*", A),
+    (r"blocks_\d/mlp", B),
+    ("shared", A),
+    (".*", B),
+]
 
 
 def by_rules():
@@ -108,17 +121,23 @@ def compare_training(quantized, hand, *x, steps=2):
         got, wanted = run(variables, *x), run_hand(variables, *x)
         assert_same(got, wanted, f"step {i}")
         _, gradients = got
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], gradients["params"])
-        variables = {"params": params} | ({OWG: gradients[OWG]} if OWG in gradients else {})
+        params = jax.tree.map(
+            lambda p, g: p - 0.1 * g, variables["params"], gradients["params"]
+        )
+        variables = {"params": params} | (
+            {OWG: gradients[OWG]} if OWG in gradients else {}
+        )
 
 
 def compare_programs(quantized, hand, *x):
     """The variables and the training step of both, traced: the same operations."""
     variables = jax.eval_shape(quantized.init, jax.random.key(0), *x)
     wanted = jax.eval_shape(hand.init, jax.random.key(0), *x)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), variables) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), wanted
+    assert jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), variables
+    ) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted)
+    programs = (
+        str(jax.make_jaxpr(step(module))(variables, *x)) for module in (quantized, hand)
     )
-    programs = (str(jax.make_jaxpr(step(module))(variables, *x)) for module in (quantized, hand))
     got, wanted = (re.sub(r"0x[0-9a-f]+", "0x", program) for program in programs)
     assert got == wanted

@@ -26,7 +26,11 @@ F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
 
 def operands(seed, dtype):
     rng = np.random.default_rng(seed)
-    x = (rng.standard_normal((M, K)) * 2.0 ** rng.integers(-3, 4)).astype(np.float32).astype(dtype)
+    x = (
+        (rng.standard_normal((M, K)) * 2.0 ** rng.integers(-3, 4))
+        .astype(np.float32)
+        .astype(dtype)
+    )
     return x, (rng.standard_normal((M, N)) * 1e-2).astype(np.float32).astype(dtype)
 
 
@@ -47,24 +51,36 @@ def test_steps(dtype):
     state = oracle.LayerState.init(RECIPE.amax_history_len)
     for i in range(5):
         x, grad = operands(i, dtype)
-        kernel, bias = (np.asarray(variables["params"][name]) for name in ("kernel", "bias"))
-        assert not np.array_equal(kernel, kernel.astype(BF16).astype(F32)), "the f32 kernel is no bf16 kernel"
+        kernel, bias = (
+            np.asarray(variables["params"][name]) for name in ("kernel", "bias")
+        )
+        assert not np.array_equal(kernel, kernel.astype(BF16).astype(F32)), (
+            "the f32 kernel is no bf16 kernel"
+        )
         y, gradient, dx = step(variables, x, grad)
         dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": F32}
         expected = oracle.dense_step(x, kernel, grad, state, bias=bias, **dtypes)
-        assert_same_bits(dict(gradient[OWG]["Fp8DotGeneral_0"]), leaves(expected.state), f"step {i}")
+        assert_same_bits(
+            dict(gradient[OWG]["Fp8DotGeneral_0"]), leaves(expected.state), f"step {i}"
+        )
         assert (y.dtype, dx.dtype) == (dtype, dtype)
         assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {F32}
         expected.check(f"step {i}", y=y, dgrad=dx, wgrad=gradient["params"]["kernel"])
-        oracle.assert_column_sums(gradient["params"]["bias"], grad, f"step {i}: gradient of the bias")
-        params = jax.tree.map(lambda p, g: p - g, variables["params"], gradient["params"])
+        oracle.assert_column_sums(
+            gradient["params"]["bias"], grad, f"step {i}: gradient of the bias"
+        )
+        params = jax.tree.map(
+            lambda p, g: p - g, variables["params"], gradient["params"]
+        )
         variables, state = {"params": params, OWG: gradient[OWG]}, expected.state
 
 
 def program(layer):
     x, grad = operands(0, BF16)
     variables = layer.init(jax.random.key(0), x)
-    step = jax.jit(lambda variables, x, grad: jax.vjp(layer.apply, variables, x)[1](grad))
+    step = jax.jit(
+        lambda variables, x, grad: jax.vjp(layer.apply, variables, x)[1](grad)
+    )
     return step.lower(variables, x, grad).as_text()
 
 
@@ -72,7 +88,9 @@ def kernel_conversions(text):
     """Conversions of an array of the kernel's shape, `(from, to)`, in a StableHLO
     program.
     """
-    of_kernel = rf"stablehlo\.convert [^\n]*tensor<{K}x{N}x(\w+)>\) -> tensor<{K}x{N}x(\w+)>"
+    of_kernel = (
+        rf"stablehlo\.convert [^\n]*tensor<{K}x{N}x(\w+)>\) -> tensor<{K}x{N}x(\w+)>"
+    )
     return set(re.findall(of_kernel, text))
 
 
@@ -80,12 +98,20 @@ def test_no_copy_of_the_kernel_in_the_compute_dtype():
     """nn.Dense rounds the kernel to bf16 and its gradient as well; here no f32 of its
     shape is, only codes widen.
     """
-    theirs = nn.Dense(N, dtype=BF16, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE))
+    theirs = nn.Dense(
+        N,
+        dtype=BF16,
+        dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
+    )
     ours = Dense(N, recipe=RECIPE, dtype=BF16)
     assert kernel_conversions(program(theirs)) >= {("f32", "bf16"), ("bf16", "f32")}
     text = program(ours)
     assert kernel_conversions(text) == set()
-    in_bf16 = [line for line in text.splitlines() if re.search(rf"-> .*tensor<{K}x{N}xbf16>", line)]
+    in_bf16 = [
+        line
+        for line in text.splitlines()
+        if re.search(rf"-> .*tensor<{K}x{N}xbf16>", line)
+    ]
     assert in_bf16 and all("jaxfp8_dequantize" in line for line in in_bf16)
     assert f"tensor<{K}x{N}xf32>" in text
 
@@ -97,13 +123,23 @@ def test_dtypes_are_those_of_nn_dense(x_dtype, dtype, param_dtype):
     x = jax.ShapeDtypeStruct((M, K), x_dtype)
     options = {"dtype": dtype, "param_dtype": param_dtype}
     with jax.numpy_dtype_promotion("standard"):  # nn.Dense promotes
-        y, _ = jax.eval_shape(nn.Dense(N, **options).init_with_output, jax.random.key(0), x)
-    got, variables = jax.eval_shape(Dense(N, recipe=RECIPE, **options).init_with_output, jax.random.key(0), x)
+        y, _ = jax.eval_shape(
+            nn.Dense(N, **options).init_with_output, jax.random.key(0), x
+        )
+    got, variables = jax.eval_shape(
+        Dense(N, recipe=RECIPE, **options).init_with_output, jax.random.key(0), x
+    )
     assert (got.shape, got.dtype) == (y.shape, y.dtype)
-    assert {leaf.dtype for leaf in jax.tree.leaves(variables["params"])} == {param_dtype}
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables["params"])} == {
+        param_dtype
+    }
 
 
-@pytest.mark.parametrize("x_dtype, dtype", [(F32, BF16), (BF16, F32), (BF16, F16), (np.dtype(np.int32), None)], ids=str)
+@pytest.mark.parametrize(
+    "x_dtype, dtype",
+    [(F32, BF16), (BF16, F32), (BF16, F16), (np.dtype(np.int32), None)],
+    ids=str,
+)
 def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
     """Narrowed where the compute dtype is narrower; a wider one changes no code."""
     rng = np.random.default_rng(5)
@@ -111,10 +147,14 @@ def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
     layer = Dense(N, recipe=RECIPE, dtype=dtype, use_bias=False)
     variables = layer.init(jax.random.key(0), x)
     arrives = x.astype(dtype or F32)
-    state = jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, x).astype(F32))))(variables)[OWG]["Fp8DotGeneral_0"]
+    state = jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, x).astype(F32))))(
+        variables
+    )[OWG]["Fp8DotGeneral_0"]
     assert state["input_amax_history"][0] == oracle.amax(arrives)
     codes, _ = oracle.quantize(arrives, 1, oracle.E4M3)
-    kernel_codes, _ = oracle.quantize(np.asarray(variables["params"]["kernel"]), 1, oracle.E4M3)
+    kernel_codes, _ = oracle.quantize(
+        np.asarray(variables["params"]["kernel"]), 1, oracle.E4M3
+    )
     # Without a backward the empty histories would give way to the amaxes of x and the
     # kernel.
     y, _ = jax.vjp(lambda v: layer.apply(v, x), variables)

@@ -24,7 +24,11 @@ ROWS, WIDTH, HIDDEN = 5, 6, 8
 F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
 FEATURES = (3, 2, 4)
 OPTIONS = {"recipe": RECIPE, "use_bias": True, "bias_init": nn.initializers.normal(0.5)}
-NORM = {"scale_init": nn.initializers.normal(1.0), "norm_bias_init": nn.initializers.normal(0.5), "epsilon": 0.25}
+NORM = {
+    "scale_init": nn.initializers.normal(1.0),
+    "norm_bias_init": nn.initializers.normal(0.5),
+    "epsilon": 0.25,
+}
 LAYERS = {
     "dense": Dense(FEATURES, **OPTIONS),
     "silu mlp": GatedMLP(HIDDEN, **OPTIONS),
@@ -35,29 +39,53 @@ LAYERS = {
 }
 
 
-CASES = [("delayed", dtype) for dtype in (F32, BF16, F16)] + [(name, F32) for name in KINDS]
+CASES = [("delayed", dtype) for dtype in (F32, BF16, F16)] + [
+    (name, F32) for name in KINDS
+]
 
 
 def inputs(dtype=F32, rows=(ROWS,)):
-    return np.random.default_rng(0).standard_normal((*rows, WIDTH)).astype(F32).astype(dtype)
+    return (
+        np.random.default_rng(0)
+        .standard_normal((*rows, WIDTH))
+        .astype(F32)
+        .astype(dtype)
+    )
 
 
 def init(layer, x):
     """The variables of a layer that has run, so that scales are no powers of two."""
     variables, rng = layer.init(jax.random.key(0), x), np.random.default_rng(1)
     draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
-    return {name: jax.tree.map(draw, tree) if name == OWG else tree for name, tree in variables.items()}
+    return {
+        name: jax.tree.map(draw, tree) if name == OWG else tree
+        for name, tree in variables.items()
+    }
 
 
 def product(x, variables, path, recipe, dtype, **options):
     """What a Dense is: one product, from its parameters and state."""
     params, state = functools.reduce(dict.__getitem__, path, variables["params"]), None
     if OWG in variables:
-        leaves = functools.reduce(dict.__getitem__, (*path, "Fp8DotGeneral_0"), variables[OWG])
-        parts = [(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"]) for name in OPERANDS]
-        state = jaxfp8.DotGeneralState(*(jaxfp8.QuantizerState(*part) for part in parts))
-    options |= {"recipe": recipe, "state": state, "bias": params["bias"], "preferred_element_type": dtype}
-    return jaxfp8.dot_general(x, params["kernel"], (((len(x.shape) - 1,), (0,)), ((), ())), **options)
+        leaves = functools.reduce(
+            dict.__getitem__, (*path, "Fp8DotGeneral_0"), variables[OWG]
+        )
+        parts = [
+            (leaves[f"{name}_amax_history"], leaves[f"{name}_scale"])
+            for name in OPERANDS
+        ]
+        state = jaxfp8.DotGeneralState(
+            *(jaxfp8.QuantizerState(*part) for part in parts)
+        )
+    options |= {
+        "recipe": recipe,
+        "state": state,
+        "bias": params["bias"],
+        "preferred_element_type": dtype,
+    }
+    return jaxfp8.dot_general(
+        x, params["kernel"], (((len(x.shape) - 1,), (0,)), ((), ())), **options
+    )
 
 
 def written_out(layer, variables, x, dtype):
@@ -65,9 +93,17 @@ def written_out(layer, variables, x, dtype):
     options = layer.recipe, dtype
     params = variables["params"]
     if norm := getattr(layer, "norm", None) or getattr(layer, "kind", None):
-        x = jaxfp8.normalized(x, params["scale"], params.get("norm_bias"), kind=norm, epsilon=layer.epsilon)
+        x = jaxfp8.normalized(
+            x,
+            params["scale"],
+            params.get("norm_bias"),
+            kind=norm,
+            epsilon=layer.epsilon,
+        )
     if isinstance(layer, GatedMLP):
-        h = product(x, variables, ("wi",), *options, activation=f"{layer.activation}_gated")
+        h = product(
+            x, variables, ("wi",), *options, activation=f"{layer.activation}_gated"
+        )
         return product(h, variables, ("wo",), *options)
     if isinstance(layer, NormDense):
         return product(x, variables, ("dense",), *options)
@@ -89,32 +125,54 @@ def test_values_and_gradients(layer, recipe, dtype):
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
     def step(apply):
-        return jax.jit(lambda *a: jax.grad(loss, argnums=(0, 1), has_aux=True)(*a, apply))(variables, x)
+        return jax.jit(
+            lambda *a: jax.grad(loss, argnums=(0, 1), has_aux=True)(*a, apply)
+        )(variables, x)
 
     assert (OWG in variables) == (recipe == RECIPE)
     got = step(layer.apply)
-    assert_same_bits(got, step(lambda variables, x: written_out(layer, variables, x, dtype)), "layer")
+    assert_same_bits(
+        got, step(lambda variables, x: written_out(layer, variables, x, dtype)), "layer"
+    )
     (of_variables, dx), y = got
     assert y.dtype == dx.dtype == dtype
     assert {leaf.dtype for leaf in jax.tree.leaves(of_variables)} == {F32}
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(got)), "everything has a gradient"
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(got)), (
+        "everything has a gradient"
+    )
 
 
-PAIR = {"wi/kernel": (WIDTH, 2, HIDDEN), "wi/bias": (2, HIDDEN), "wo/kernel": (HIDDEN, WIDTH), "wo/bias": (WIDTH,)}
+PAIR = {
+    "wi/kernel": (WIDTH, 2, HIDDEN),
+    "wi/bias": (2, HIDDEN),
+    "wo/kernel": (HIDDEN, WIDTH),
+    "wo/bias": (WIDTH,),
+}
 PARAMETERS = {
     "dense": {"kernel": (WIDTH, *FEATURES), "bias": FEATURES},
     "silu mlp": PAIR,
     "gelu mlp": PAIR | {"wo/kernel": (HIDDEN, 7), "wo/bias": (7,)},
     "norm mlp": PAIR | {"scale": (WIDTH,), "norm_bias": (WIDTH,)},
-    "rms dense": {"scale": (WIDTH,), "dense/kernel": (WIDTH, *FEATURES), "dense/bias": FEATURES},
-    "layer dense": {"scale": (WIDTH,), "norm_bias": (WIDTH,), "dense/kernel": (WIDTH, 7), "dense/bias": (7,)},
+    "rms dense": {
+        "scale": (WIDTH,),
+        "dense/kernel": (WIDTH, *FEATURES),
+        "dense/bias": FEATURES,
+    },
+    "layer dense": {
+        "scale": (WIDTH,),
+        "norm_bias": (WIDTH,),
+        "dense/kernel": (WIDTH, 7),
+        "dense/bias": (7,),
+    },
 }
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_parameters(layer):
     params = LAYERS[layer].init(jax.random.key(0), inputs())["params"]
-    assert {name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()} == PARAMETERS[layer]
+    assert {
+        name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()
+    } == PARAMETERS[layer]
 
 
 def test_kernels_are_initialized_as_those_of_one_dimension():
@@ -123,7 +181,11 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
     """
     x, key, size = inputs(), jax.random.key(3), int(np.prod(FEATURES))
     ours = Dense(FEATURES, recipe=RECIPE).init(key, x)["params"]["kernel"]
-    oracle.assert_bitwise(ours.reshape(WIDTH, size), nn.Dense(size).init(key, x)["params"]["kernel"], "nn.Dense")
+    oracle.assert_bitwise(
+        ours.reshape(WIDTH, size),
+        nn.Dense(size).init(key, x)["params"]["kernel"],
+        "nn.Dense",
+    )
     general = nn.DenseGeneral(FEATURES).init(key, x)["params"]["kernel"]
     oracle.assert_bitwise(ours, general, "nn.DenseGeneral")
 
@@ -134,5 +196,7 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), x_dtype)
-    y, _ = jax.eval_shape(layer.clone(dtype=dtype).init_with_output, jax.random.key(0), x)
+    y, _ = jax.eval_shape(
+        layer.clone(dtype=dtype).init_with_output, jax.random.key(0), x
+    )
     assert y.dtype == y_dtype

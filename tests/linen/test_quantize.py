@@ -37,7 +37,15 @@ def test_trains_as_the_model_edited_by_hand():
 
 
 @pytest.mark.parametrize(
-    "method", [None, "encode", Model.encode, Model.__call__, lambda m, x: m.encode(x), lambda m, x: m.blocks[0](x)]
+    "method",
+    [
+        None,
+        "encode",
+        Model.encode,
+        Model.__call__,
+        lambda m, x: m.encode(x),
+        lambda m, x: m.blocks[0](x),
+    ],
 )
 def test_every_way_to_call(method):
     variables = by_hand().init(jax.random.key(0), x())
@@ -85,8 +93,13 @@ def test_is_a_module_like_its_model():
     assert quantized == by_rules() and hash(quantized) == hash(by_rules())
     assert quantized != model() and quantized != quantize(model(), RULES[1:])
     assert quantized.clone(h=A) != quantized and quantized.clone(h=A).h == A
-    assert_same(quantized.clone().init(jax.random.key(0), x()), by_hand().init(jax.random.key(0), x()))
-    assert "MultiHeadDotProductAttention" in quantized.tabulate(jax.random.key(0), x(), console_kwargs={"width": 300})
+    assert_same(
+        quantized.clone().init(jax.random.key(0), x()),
+        by_hand().init(jax.random.key(0), x()),
+    )
+    assert "MultiHeadDotProductAttention" in quantized.tabulate(
+        jax.random.key(0), x(), console_kwargs={"width": 300}
+    )
     assert repr(quantized) == repr(model())
 
 
@@ -99,9 +112,14 @@ def test_other_rules_are_traced_anew():
         return module.apply({"params": params}, x)
 
     params = model().init(jax.random.key(0), x())["params"]
-    outputs = [np.asarray(apply(m, params, x())) for m in (model(), by_rules(), by_rules(), model())]
+    outputs = [
+        np.asarray(apply(m, params, x()))
+        for m in (model(), by_rules(), by_rules(), model())
+    ]
     assert len(traces) == 2
-    assert np.array_equal(outputs[0], outputs[3]) and np.array_equal(outputs[1], outputs[2])
+    assert np.array_equal(outputs[0], outputs[3]) and np.array_equal(
+        outputs[1], outputs[2]
+    )
     assert not np.array_equal(outputs[0], outputs[1])
 
 
@@ -112,11 +130,19 @@ def compare_which_rule():
     """First match, as a whole, and None: raises AssertionError at the first
     difference.
     """
-    compare_programs(quantize(model(), [("head", A), ("head", B), (".*", None)]), model(h=A), x())
     compare_programs(
-        quantize(model(), [("mlp", A), ("attn", A), ("blocks_0", A), ("ead", A), ("hea", A)]), model(), x()
+        quantize(model(), [("head", A), ("head", B), (".*", None)]), model(h=A), x()
     )
-    compare_programs(quantize(by_hand(), [(r"blocks_\d/mlp", None)]), model(A, None, None, A), x())
+    compare_programs(
+        quantize(
+            model(), [("mlp", A), ("attn", A), ("blocks_0", A), ("ead", A), ("hea", A)]
+        ),
+        model(),
+        x(),
+    )
+    compare_programs(
+        quantize(by_hand(), [(r"blocks_\d/mlp", None)]), model(A, None, None, A), x()
+    )
 
 
 def test_which_rule():
@@ -140,9 +166,21 @@ def test_rules_on_rules():
 def test_own_layers():
     for layer, rules, wanted in (
         (jaxfp8.linen.Dense(5), [("", A)], jaxfp8.linen.Dense(5, recipe=A)),
-        (jaxfp8.linen.GatedMLP(16, recipe=B), [(".*", A)], jaxfp8.linen.GatedMLP(16, recipe=A)),
-        (jaxfp8.linen.NormDense(5), [("dense", A)], jaxfp8.linen.NormDense(5, recipe=A)),
-        (jaxfp8.linen.Dense(5), [("Fp8DotGeneral_0", A)], jaxfp8.linen.Dense(5, recipe=A)),
+        (
+            jaxfp8.linen.GatedMLP(16, recipe=B),
+            [(".*", A)],
+            jaxfp8.linen.GatedMLP(16, recipe=A),
+        ),
+        (
+            jaxfp8.linen.NormDense(5),
+            [("dense", A)],
+            jaxfp8.linen.NormDense(5, recipe=A),
+        ),
+        (
+            jaxfp8.linen.Dense(5),
+            [("Fp8DotGeneral_0", A)],
+            jaxfp8.linen.Dense(5, recipe=A),
+        ),
     ):
         compare_programs(quantize(layer, rules), wanted, x())
 
@@ -157,7 +195,9 @@ def test_own_layers_in_high_precision():
     hidden = np.einsum("bld,dgh->gblh", np.float64(x()), wi)
     exact = (hidden[0] / (1 + np.exp(-hidden[0])) * hidden[1]) @ wo
     # f32 products of length 8 and 16 and a few roundings; FP8 would be 2**-4 off.
-    np.testing.assert_allclose(both.apply(variables, x()), exact, rtol=0, atol=2.0**-16 * np.abs(exact).max())
+    np.testing.assert_allclose(
+        both.apply(variables, x()), exact, rtol=0, atol=2.0**-16 * np.abs(exact).max()
+    )
 
 
 class EditedEinsum(nn.Module):
@@ -168,7 +208,11 @@ class EditedEinsum(nn.Module):
     @nn.compact
     def __call__(self, x):
         kernel = self.param("kernel", nn.linear.default_kernel_init, (D, 2, 4))
-        bias = self.param("bias", nn.initializers.zeros_init(), (2, 4)) if self.bias else None
+        bias = (
+            self.param("bias", nn.initializers.zeros_init(), (2, 4))
+            if self.bias
+            else None
+        )
         y = jaxfp8.linen.Fp8Einsum(recipe=A)("bld,dhk->blhk", x, kernel)
         return y if bias is None else y + bias[None, None]
 
@@ -178,7 +222,9 @@ def test_einsum(bias):
     plain = nn.Einsum((D, 2, 4), "bld,dhk->blhk", use_bias=bias)
     compare_training(quantize(plain, [("", A)]), EditedEinsum(bias), x())
     variables = plain.init(jax.random.key(0), x())
-    assert_same(quantize(plain, [("", None)]).apply(variables, x()), plain.apply(variables, x()))
+    assert_same(
+        quantize(plain, [("", None)]).apply(variables, x()), plain.apply(variables, x())
+    )
 
 
 class Experts(nn.Module):
@@ -192,7 +238,9 @@ class Experts(nn.Module):
         up = self.param("up_kernel", nn.initializers.normal(), (D, 16))
         down = self.param("down_kernel", nn.initializers.normal(), (16, D))
         hidden = jaxfp8.linen.Fp8Einsum(recipe=self.up, name="up")("bld,dh->blh", x, up)
-        return jaxfp8.linen.Fp8Einsum(recipe=self.down, name="down")("blh,hd->bld", hidden, down)
+        return jaxfp8.linen.Fp8Einsum(recipe=self.down, name="down")(
+            "blh,hd->bld", hidden, down
+        )
 
 
 def test_products_that_modules_hold():
@@ -227,7 +275,9 @@ class OldLayer(nn.Module, kw_only=True):
     dot_general_cls: object = None
 
     def setup(self):
-        self.product = self.dot_general_cls() if self.dot_general_cls else jax.lax.dot_general
+        self.product = (
+            self.dot_general_cls() if self.dot_general_cls else jax.lax.dot_general
+        )
         self.kernel = self.param("kernel", nn.initializers.normal(), (D, self.width))
 
     def __call__(self, x):
@@ -235,7 +285,9 @@ class OldLayer(nn.Module, kw_only=True):
 
 
 def test_layers_by_their_field():
-    compare_programs(quantize(OldLayer(), [("", A)]), OldLayer(dot_general_cls=fp8(A)), x())
+    compare_programs(
+        quantize(OldLayer(), [("", A)]), OldLayer(dot_general_cls=fp8(A)), x()
+    )
 
 
 @pytest.mark.parametrize("bad", [Model, 3])
@@ -245,5 +297,7 @@ def test_errors(bad):
 
 
 def test_bound_model_is_an_error():
-    with pytest.raises(ValueError, match="linen.quantize: model: expected an unbound module"):
+    with pytest.raises(
+        ValueError, match="linen.quantize: model: expected an unbound module"
+    ):
         quantize(model().bind(model().init(jax.random.key(0), x())), RULES)

@@ -26,7 +26,9 @@ try:
 except ImportError:
     cloudpickle = None
 
-needs_cloudpickle = pytest.mark.skipif(cloudpickle is None, reason="cloudpickle is not installed")
+needs_cloudpickle = pytest.mark.skipif(
+    cloudpickle is None, reason="cloudpickle is not installed"
+)
 
 
 class Inner(nn.Module):
@@ -76,7 +78,10 @@ class Config(nn.Module):
 BLOCK_RULES = [("attn/.*", A), ("mlp", B)]
 LOCK = threading.Lock()
 MODELS = {
-    "setup": (Small(Inner(parent=None)), [("head", A), (r"layers_\d/dense", B), ("shared/.*", A)]),
+    "setup": (
+        Small(Inner(parent=None)),
+        [("head", A), (r"layers_\d/dense", B), ("shared/.*", A)],
+    ),
     "compact": (Block(), BLOCK_RULES),
     "a field": (Model(h=A), RULES),
     "remat": (nn.Sequential([nn.remat(Block)()]), [("layers_0/mlp", A)]),
@@ -84,7 +89,10 @@ MODELS = {
     "default initializers": (nn.Dense(5), [("", A)]),  # pickle cannot
     "unhashable": (Config([3]), [("Dense_0", A)]),
     "lock": (Config(LOCK), [("Dense_0", A)]),
-    "rule with a function": (Block(), [("mlp", jaxfp8.DelayedScaling(amax_compute_algo=lambda history: history[0]))]),
+    "rule with a function": (
+        Block(),
+        [("mlp", jaxfp8.DelayedScaling(amax_compute_algo=lambda history: history[0]))],
+    ),
 }
 COPIES = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
@@ -113,14 +121,19 @@ def test_copies(name, how):
     """
     plain, rules = MODELS[name]
     quantized = quantize(plain, rules)
-    plain_copy, quantized_copy = outcome(COPIES[how], plain), outcome(COPIES[how], quantized)
+    plain_copy, quantized_copy = (
+        outcome(COPIES[how], plain),
+        outcome(COPIES[how], quantized),
+    )
     rules_copy = rules if how == "clone" else outcome(COPIES[how], rules)
     for part in (plain_copy, rules_copy):
         if isinstance(part, type):
             assert quantized_copy is part
             return
     assert isinstance(quantized_copy, type(plain)) and quantized_copy != plain_copy
-    assert (quantized_copy == quantized) == (plain_copy == plain and rules_copy == rules)
+    assert (quantized_copy == quantized) == (
+        plain_copy == plain and rules_copy == rules
+    )
     assert (type(quantized_copy) is type(quantized)) == (rules_copy == rules)
     assert same_hash(quantized_copy, quantized) == same_hash(plain_copy, plain)
     assert repr(quantized_copy) == repr(plain_copy)
@@ -143,7 +156,9 @@ pickle.dump(list(map(np.asarray, jax.tree.leaves((variables, step(model)(variabl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pickler", [pickle, pytest.param(cloudpickle, marks=needs_cloudpickle)])
+@pytest.mark.parametrize(
+    "pickler", [pickle, pytest.param(cloudpickle, marks=needs_cloudpickle)]
+)
 def test_in_another_process(pickler):
     """cloudpickle: of a class that only this function knows, and a recipe with a
     function of its own.
@@ -154,7 +169,9 @@ def test_in_another_process(pickler):
         def __call__(self, x):
             return nn.Dense(D, name="mlp")(x)
 
-    recipe = jaxfp8.DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history[0])
+    recipe = jaxfp8.DelayedScaling(
+        amax_history_len=3, amax_compute_algo=lambda history: history[0]
+    )
     local = quantize(Local(), [("mlp", recipe)])
     quantized = quantize(Block(), BLOCK_RULES) if pickler is pickle else local
     variables = quantized.init(jax.random.key(0), x())
@@ -199,7 +216,9 @@ def test_equal_models_of_several_threads():
 
     barrier = threading.Barrier(4)
     models = in_threads(*[lambda: (barrier.wait(), quantize(Fresh(), RULES))[1]] * 4)
-    assert len(set(map(type, models))) == 1 and all(model == models[0] for model in models)
+    assert len(set(map(type, models))) == 1 and all(
+        model == models[0] for model in models
+    )
 
 
 class Meet(nn.Module):
@@ -219,10 +238,18 @@ class Meet(nn.Module):
 def test_models_that_run_at_the_same_time():
     """Each has its own rules; one has none."""
     alone = threading.Barrier(1)
-    wanted = [Meet(alone, recipe).init(jax.random.key(0), x()) for recipe in (A, B, None)]
+    wanted = [
+        Meet(alone, recipe).init(jax.random.key(0), x()) for recipe in (A, B, None)
+    ]
     barrier = threading.Barrier(3)
-    models = [quantize(Meet(barrier), [("dense", A)]), quantize(Meet(barrier), [("dense", B)]), Meet(barrier)]
-    got = in_threads(*[functools.partial(model.init, jax.random.key(0), x()) for model in models])
+    models = [
+        quantize(Meet(barrier), [("dense", A)]),
+        quantize(Meet(barrier), [("dense", B)]),
+        Meet(barrier),
+    ]
+    got = in_threads(
+        *[functools.partial(model.init, jax.random.key(0), x()) for model in models]
+    )
     assert_same(got, wanted)
 
 

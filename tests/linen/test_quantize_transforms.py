@@ -13,7 +13,17 @@ from flax import core
 import jaxfp8
 from jaxfp8.linen import _scopes, quantize
 
-from .quantized import OWG, A, B, D, assert_same, compare_programs, compare_training, fp8, x
+from .quantized import (
+    OWG,
+    A,
+    B,
+    D,
+    assert_same,
+    compare_programs,
+    compare_training,
+    fp8,
+    x,
+)
 
 
 def scanned(recipe=None, collections=("params", OWG)):
@@ -26,7 +36,9 @@ def scanned(recipe=None, collections=("params", OWG)):
         @nn.compact
         def __call__(self, x):
             axes = dict.fromkeys(collections, 0)
-            scan = nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=3)
+            scan = nn.scan(
+                Body, variable_axes=axes, split_rngs={"params": True}, length=3
+            )
             return scan(name="blocks")(x, None)[0]
 
     return Scanned()
@@ -36,7 +48,11 @@ def mapped(recipe=None):
     class Mapped(nn.Module):
         @nn.compact
         def __call__(self, x):
-            dense = nn.vmap(nn.Dense, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True})
+            dense = nn.vmap(
+                nn.Dense,
+                variable_axes={"params": 0, OWG: 0},
+                split_rngs={"params": True},
+            )
             return dense(5, name="heads", dot_general_cls=fp8(recipe))(x)
 
     return Mapped()
@@ -45,28 +61,44 @@ def mapped(recipe=None):
 def test_scan_and_vmap():
     compare_training(quantize(scanned(), [("blocks/dense", A)]), scanned(A), x())
     compare_training(quantize(mapped(), [("heads", A)]), mapped(A), x())
-    compare_programs(quantize(nn.remat(nn.Dense)(5), [("", A)]), nn.remat(nn.Dense)(5, dot_general_cls=fp8(A)), x())
+    compare_programs(
+        quantize(nn.remat(nn.Dense)(5), [("", A)]),
+        nn.remat(nn.Dense)(5, dot_general_cls=fp8(A)),
+        x(),
+    )
 
 
 def test_scan_without_state():
     """State that nothing carries is an error where it is made, with rules and without;
     some recipes have none.
     """
-    for model in (quantize(scanned(collections=("params",)), [("blocks/.*", A)]), scanned(A, ("params",))):
-        with pytest.raises(ValueError, match=r"^blocks/dense/.*: DelayedScaling keeps state, .*variable_axes"):
+    for model in (
+        quantize(scanned(collections=("params",)), [("blocks/.*", A)]),
+        scanned(A, ("params",)),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"^blocks/dense/.*: DelayedScaling keeps state, .*variable_axes",
+        ):
             model.init(jax.random.key(0), x())
     current = jaxfp8.Float8CurrentScaling()
     plain = scanned(collections=("params",))
-    compare_training(quantize(plain, [(".*", current)]), scanned(current, ("params",)), x())
+    compare_training(
+        quantize(plain, [(".*", current)]), scanned(current, ("params",)), x()
+    )
 
 
 def test_rnn():
     """State that is broadcast with the parameters: an amax is the largest of all time
     steps, and of any number.
     """
-    with pytest.raises(ValueError, match=rf"nn.RNN does, pass variable_broadcast=\('params', '{OWG}'\)"):
+    with pytest.raises(
+        ValueError, match=rf"nn.RNN does, pass variable_broadcast=\('params', '{OWG}'\)"
+    ):
         quantize(nn.RNN(nn.SimpleCell(D)), [(".*", A)]).init(jax.random.key(0), x())
-    rnn = quantize(nn.RNN(nn.SimpleCell(D), variable_broadcast=("params", OWG)), [(".*", A)])
+    rnn = quantize(
+        nn.RNN(nn.SimpleCell(D), variable_broadcast=("params", OWG)), [(".*", A)]
+    )
     variables = rnn.init(jax.random.key(0), x())
     gradient = jax.jit(jaxfp8.grad(lambda variables, x: rnn.apply(variables, x).sum()))
     for steps in (3, 2):
@@ -74,7 +106,9 @@ def test_rnn():
         variables = jaxfp8.update_state(variables, gradient(variables, batch))
         cell = variables[OWG]["cell"]
         assert set(cell) == {"h", "i"}
-        assert cell["i"]["Fp8DotGeneral_0"]["input_amax_history"][0] == np.abs(batch).max()
+        assert (
+            cell["i"]["Fp8DotGeneral_0"]["input_amax_history"][0] == np.abs(batch).max()
+        )
 
 
 # ------------------------------------------------------------------------------- nn.jit
@@ -137,7 +171,9 @@ class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes, rngs = {"params": 0, OWG: 0}, {"params": True}
-        return nn.scan(ScanBody, variable_axes=axes, split_rngs=rngs, length=2)(self.recipes, name="blocks")(x, None)[0]
+        return nn.scan(ScanBody, variable_axes=axes, split_rngs=rngs, length=2)(
+            self.recipes, name="blocks"
+        )(x, None)[0]
 
 
 class ScanBody(nn.Module):
@@ -155,7 +191,10 @@ def sequential(recipes=(None, None, None)):
     return nn.Sequential([Jitted(recipe) for recipe in recipes])
 
 
-STACK_RULES = [("(.*/)?(stack|layers)_0(/dense)?", A), ("(.*/)?(stack|layers)_1(/dense)?", B)]
+STACK_RULES = [
+    ("(.*/)?(stack|layers)_0(/dense)?", A),
+    ("(.*/)?(stack|layers)_1(/dense)?", B),
+]
 STACKS = {
     "compact": functools.partial(Compact, Jitted),
     "remat of jit": functools.partial(Compact, Rematerialized),
@@ -186,7 +225,9 @@ def test_blocks_in_nn_jit_outside_of_jit():
     for _ in range(2):
         quantized = quantize(Compact(Jitted), STACK_RULES)
         assert_same([quantized.apply(variables, x(seed)) for seed in (1, 2)], wanted)
-    other = quantize(Compact(Jitted), [("stack_0/.*", None), ("stack_1/.*", B), ("stack_2/.*", A)])
+    other = quantize(
+        Compact(Jitted), [("stack_0/.*", None), ("stack_1/.*", B), ("stack_2/.*", A)]
+    )
     hand = Compact(Jitted, (None, B, A))
     variables = hand.init(jax.random.key(0), x())
     assert_same(other.apply(variables, x()), hand.apply(variables, x()))
@@ -198,7 +239,10 @@ def test_path_that_nn_jit_cannot_see_is_refused():
     """
     hidden = nn.remat(nn.Sequential)([Jitted(), Jitted()])
     hidden.init(jax.random.key(0), x())
-    with pytest.raises(ValueError, match=r"layers_\d is in nn.jit, inside of another transform.*take nn.jit away"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers_\d is in nn.jit, inside of another transform.*take nn.jit away",
+    ):
         quantize(hidden, STACK_RULES).init(jax.random.key(0), x())
 
 
@@ -208,7 +252,10 @@ def test_mutant_without_the_path_is_caught(monkeypatch, stack):
 
     def without_path(scope, regions):
         alias = object.__new__(_scopes._RuledScope)
-        vars(alias).update(vars(scope), flags=core.freeze({**scope.flags, _scopes._FLAG: (regions, ())}))
+        vars(alias).update(
+            vars(scope),
+            flags=core.freeze({**scope.flags, _scopes._FLAG: (regions, ())}),
+        )
         return alias
 
     monkeypatch.setattr(_scopes, "_ruled", without_path)

@@ -27,7 +27,10 @@ STACKED = {
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        dense = nn.Dense(WIDTH, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE))
+        dense = nn.Dense(
+            WIDTH,
+            dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
+        )
         return nn.relu(dense(x)), None
 
 
@@ -43,7 +46,9 @@ class Model(nn.Module):
 
 
 def gradients(apply, variables):
-    return jax.jit(jax.grad(lambda variables: jnp.sum(apply(variables, X) ** 2)))(variables)
+    return jax.jit(jax.grad(lambda variables: jnp.sum(apply(variables, X) ** 2)))(
+        variables
+    )
 
 
 def after_a_step(model):
@@ -74,7 +79,9 @@ def test_state_may_be_mutable():
 
 def entries(model, variables):
     quantized = jaxfp8.linen.quantize(model, [("none of them", None)])
-    train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(1.0))
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=model.apply, params=variables, tx=optax.sgd(1.0)
+    )
     return {"quantize": quantized.apply, "TrainState": train.apply_fn}
 
 
@@ -96,9 +103,13 @@ def test_two_entries_in_one_loss():
     apply = entries(model, variables)
 
     def loss(first, second, variables):
-        return jnp.sum(first(variables, X) ** 2) + jnp.sum(second(variables, 2 * X) ** 2)
+        return jnp.sum(first(variables, X) ** 2) + jnp.sum(
+            second(variables, 2 * X) ** 2
+        )
 
-    expected = jax.jit(jaxfp8.grad(functools.partial(loss, model.apply, model.apply)))(variables)
+    expected = jax.jit(jaxfp8.grad(functools.partial(loss, model.apply, model.apply)))(
+        variables
+    )
     got = jax.jit(jax.grad(functools.partial(loss, *apply.values())))(variables)
     state = jaxfp8.OVERWRITE_WITH_GRADIENT
     assert_same_bits(got[state], expected[state])
@@ -109,7 +120,10 @@ def test_equal_train_states_have_equal_programs():
     model = Model(nn.scan)
     variables = model.init(jax.random.key(1), X)
     one, other = (
-        jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.identity()) for _ in range(2)
+        jaxfp8.linen.TrainState.create(
+            apply_fn=model.apply, params=variables, tx=optax.identity()
+        )
+        for _ in range(2)
     )
     assert one.apply_fn == other.apply_fn and hash(one.apply_fn) == hash(other.apply_fn)
 
@@ -121,7 +135,9 @@ def test_a_scale_from_inside_of_a_loss():
     state = variables[jaxfp8.OVERWRITE_WITH_GRADIENT]
 
     def loss(variables):
-        return jnp.sum(model.apply(variables, X) ** 2), variables[jaxfp8.OVERWRITE_WITH_GRADIENT]
+        return jnp.sum(model.apply(variables, X) ** 2), variables[
+            jaxfp8.OVERWRITE_WITH_GRADIENT
+        ]
 
     logged = jax.jit(jaxfp8.grad(loss, has_aux=True))(variables)[1]
     assert_same_bits(logged, state)

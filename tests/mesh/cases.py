@@ -52,7 +52,13 @@ class Layout:
 LAYOUTS = {
     "dp": Layout(x=P(AXES), w1=P(), w2=P(), h=P(AXES), y=P(AXES)),
     "fsdp": Layout(x=P(AXES), w1=P(AXES, None), w2=P(AXES, None), h=P(AXES), y=P(AXES)),
-    "tp": Layout(x=P("data"), w1=P(None, "tp"), w2=P("tp", None), h=P("data", None, "tp"), y=P("data")),
+    "tp": Layout(
+        x=P("data"),
+        w1=P(None, "tp"),
+        w2=P("tp", None),
+        h=P("data", None, "tp"),
+        y=P("data"),
+    ),
     "fsdp+tp": Layout(
         x=P(("data", "fsdp")),
         w1=P("fsdp", "tp"),
@@ -60,7 +66,13 @@ LAYOUTS = {
         h=P(("data", "fsdp"), None, "tp"),
         y=P(("data", "fsdp")),
     ),
-    "sp": Layout(x=P("data", "tp"), w1=P(None, "tp"), w2=P("tp", None), h=P("data", None, "tp"), y=P("data", "tp")),
+    "sp": Layout(
+        x=P("data", "tp"),
+        w1=P(None, "tp"),
+        w2=P("tp", None),
+        h=P("data", None, "tp"),
+        y=P("data", "tp"),
+    ),
     "all": Layout(
         x=P(("data", "fsdp"), "tp"),
         w1=P("fsdp", "tp"),
@@ -98,7 +110,10 @@ class Run:
 def mesh(kind: str = "auto", shape=(2, 2, 2), axes=AXES):
     """A mesh with `auto` or `explicit` axes."""
     return jax.make_mesh(
-        shape, axes, axis_types=({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],) * len(axes)
+        shape,
+        axes,
+        axis_types=({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],)
+        * len(axes),
     )
 
 
@@ -106,7 +121,10 @@ def weights() -> dict:
     """Multiples of 1/4 up to 3/4, and one 7/4; f32."""
     rng = np.random.default_rng(0)
     values = {}
-    for name, shape, largest in (("w1", (WIDTH, HIDDEN), (0, 0)), ("w2", (HIDDEN, WIDTH), (-1, -1))):
+    for name, shape, largest in (
+        ("w1", (WIDTH, HIDDEN), (0, 0)),
+        ("w2", (HIDDEN, WIDTH), (-1, -1)),
+    ):
         values[name] = rng.integers(-3, 4, shape).astype(np.float32) / 4
         values[name][largest] = 1.75
     return values
@@ -133,7 +151,10 @@ def tensor(rng, level):
 
 def hidden_sizes(rng, row):
     """f32 `[b, 1, f]`: 0.5, and 1 in one block of a row; and where that begins."""
-    size, column = np.full((BATCH, 1, HIDDEN), 0.5, np.float32), rng.integers(HIDDEN // 8) * 8
+    size, column = (
+        np.full((BATCH, 1, HIDDEN), 0.5, np.float32),
+        rng.integers(HIDDEN // 8) * 8,
+    )
     size[row, :, column : column + 8] = 1
     return size, column
 
@@ -173,11 +194,19 @@ def activation(y, size):
 
 
 activation.defvjp(
-    lambda y, size: (activation(y, size), size), lambda size, ct: (jnp.clip(jnp.round(ct * 4) / 4, -7, 7) * size, None)
+    lambda y, size: (activation(y, size), size),
+    lambda size, ct: (jnp.clip(jnp.round(ct * 4) / 4, -7, 7) * size, None),
 )
 
 
-def mlp(weights, state, batch, recipe=RECIPE, place=lambda value, name: value, out=lambda name: None):
+def mlp(
+    weights,
+    state,
+    batch,
+    recipe=RECIPE,
+    place=lambda value, name: value,
+    out=lambda name: None,
+):
     """`activation(x @ w1) @ w2`, f32 `[b, s, d]`.
 
     Args:
@@ -200,7 +229,9 @@ def next_weights(weights, gradient):
     """
 
     def step(w, g):
-        new = jnp.where(jnp.abs(w) > 1, 5.25 - w, jnp.clip(w - jnp.round(g / 128) / 4, -0.75, 0.75))
+        new = jnp.where(
+            jnp.abs(w) > 1, 5.25 - w, jnp.clip(w - jnp.round(g / 128) / 4, -0.75, 0.75)
+        )
         return jnp.where(jnp.isfinite(g), new, w)
 
     return jax.tree.map(step, weights, gradient)
@@ -210,7 +241,9 @@ def make_step(loss=loss):
     """`(weights, state, batch) -> (weights, state, loss)`."""
 
     def step(weights, state, batch):
-        value, (of_weights, of_state) = jax.value_and_grad(loss, argnums=(0, 1))(weights, state, batch)
+        value, (of_weights, of_state) = jax.value_and_grad(loss, argnums=(0, 1))(
+            weights, state, batch
+        )
         if jax.tree.leaves(state):
             state = jaxfp8.update_state(state, of_state)
         return next_weights(weights, of_weights), state, value
@@ -252,7 +285,9 @@ def assert_same(got, wanted, what):
             by_index = {}
             for shard in leaf.addressable_shards:
                 first = by_index.setdefault(str(shard.index), shard)
-                assert _bits(first.data) == _bits(shard.data), f"{name}: differs on {first.device} and {shard.device}"
+                assert _bits(first.data) == _bits(shard.data), (
+                    f"{name}: differs on {first.device} and {shard.device}"
+                )
         assert leaf.dtype == value.dtype, f"{name}: {leaf.dtype}, not {value.dtype}"
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(value), err_msg=name)
 
@@ -283,7 +318,10 @@ def step_on(mesh, layout, recipe=RECIPE, make_step=make_step):
 
 def jitted(mesh, layout, recipe=RECIPE):
     """`step_on`, with results placed like the arguments."""
-    return jax.jit(step_on(mesh, layout, recipe), out_shardings=shardings(mesh, (layout.weights, P(), P())))
+    return jax.jit(
+        step_on(mesh, layout, recipe),
+        out_shardings=shardings(mesh, (layout.weights, P(), P())),
+    )
 
 
 def arguments(mesh, layout, recipe=RECIPE, with_state=True, dtype=jnp.bfloat16):

@@ -50,7 +50,9 @@ class Case:
 
 def _all_to_all(x):
     """split 0, concat 2, untiled."""
-    return np.stack([np.stack([x[s, d] for s in range(DEVICES)], axis=1) for d in range(DEVICES)])
+    return np.stack(
+        [np.stack([x[s, d] for s in range(DEVICES)], axis=1) for d in range(DEVICES)]
+    )
 
 
 def _all_to_all_tiled(x):
@@ -68,11 +70,20 @@ def _ppermute(x):
 
 CASES = {
     "all_to_all tiled": Case(
-        functools.partial(collectives.all_to_all, axis_name="e", split_axis=0, concat_axis=1, tiled=True),
+        functools.partial(
+            collectives.all_to_all,
+            axis_name="e",
+            split_axis=0,
+            concat_axis=1,
+            tiled=True,
+        ),
         _all_to_all_tiled,
     ),
     "all_to_all": Case(
-        functools.partial(collectives.all_to_all, axis_name="e", split_axis=0, concat_axis=-2), _all_to_all
+        functools.partial(
+            collectives.all_to_all, axis_name="e", split_axis=0, concat_axis=-2
+        ),
+        _all_to_all,
     ),
     "all_gather": Case(
         functools.partial(collectives.all_gather, axis_name="e", axis=1),
@@ -84,7 +95,9 @@ CASES = {
         lambda x: np.stack([np.concatenate(list(x))] * DEVICES),
         sums_back=True,
     ),
-    "ppermute": Case(functools.partial(collectives.ppermute, axis_name="e", perm=SHIFT), _ppermute),
+    "ppermute": Case(
+        functools.partial(collectives.ppermute, axis_name="e", perm=SHIFT), _ppermute
+    ),
 }
 
 
@@ -94,16 +107,23 @@ CASES = {
 def backward_only(recipe, **options):
     """A recipe that sends x in high precision and its cotangent as `recipe` does."""
     output_grad = recipe.quantizers()[2]
-    return jaxfp8.CustomRecipe(lambda role: output_grad if role == "linear_grad_output" else None, **options)
+    return jaxfp8.CustomRecipe(
+        lambda role: output_grad if role == "linear_grad_output" else None, **options
+    )
 
 
-_RECIPES = {name: pair for name, pair in recipe_cases.RECIPES.items() if name in recipe_cases.KINDS}
+_RECIPES = {
+    name: pair
+    for name, pair in recipe_cases.RECIPES.items()
+    if name in recipe_cases.KINDS
+}
 _RECIPES["delayed"] = (jaxfp8.DelayedScaling(amax_history_len=HISTORY), None)
 _RECIPES["mx backward"] = (backward_only(jaxfp8.MXFP8BlockScaling()), recipe_cases.MX)
 _RECIPES["none"] = (None, recipe_cases.CURRENT)
 # name -> (recipe, rule in numpy; None is delayed scaling)
 RECIPES = {
-    name: (recipe and dataclasses.replace(recipe, pipeline_axes=()), rule) for name, (recipe, rule) in _RECIPES.items()
+    name: (recipe and dataclasses.replace(recipe, pipeline_axes=()), rule)
+    for name, (recipe, rule) in _RECIPES.items()
 }
 
 
@@ -117,7 +137,11 @@ def quantized(name, x, state: oracle.State, is_grad: bool) -> np.ndarray:
     if rule is None:
         codes, scale, _ = oracle.step(x, state, oracle.E5M2 if is_grad else oracle.E4M3)
         return oracle.dequantize(codes, F32(1) / scale, x.dtype)
-    codes = rule.quantize(x.reshape(DEVICES, -1, x.shape[-1]), rule.tile, rule.backward if is_grad else rule.forward)
+    codes = rule.quantize(
+        x.reshape(DEVICES, -1, x.shape[-1]),
+        rule.tile,
+        rule.backward if is_grad else rule.forward,
+    )
     parts = zip(codes.codes, codes.scales, strict=True)
     values = np.stack([oracle_blocks.dequantize(*part, codes.block) for part in parts])
     return values.astype(F32).astype(x.dtype).reshape(x.shape)
@@ -127,11 +151,16 @@ def quantized(name, x, state: oracle.State, is_grad: bool) -> np.ndarray:
 
 
 def loop(use, xs, grads, state):
-    return jax.tree.map(lambda *each: jnp.stack(each), *(use(*pair, state) for pair in zip(xs, grads, strict=True)))
+    return jax.tree.map(
+        lambda *each: jnp.stack(each),
+        *(use(*pair, state) for pair in zip(xs, grads, strict=True)),
+    )
 
 
 def scan(use, xs, grads, state):
-    return lax.scan(lambda carry, pair: (carry, use(*pair, state)), None, (xs, grads))[1]
+    return lax.scan(lambda carry, pair: (carry, use(*pair, state)), None, (xs, grads))[
+        1
+    ]
 
 
 def vmap(use, xs, grads, state):
@@ -143,17 +172,26 @@ def remat(use, xs, grads, state):
 
 
 def remat_in_scan(use, xs, grads, state):
-    return scan(jax.checkpoint(use, policy=jaxfp8.checkpoint_policies.save_fp8_residuals), xs, grads, state)
+    return scan(
+        jax.checkpoint(use, policy=jaxfp8.checkpoint_policies.save_fp8_residuals),
+        xs,
+        grads,
+        state,
+    )
 
 
 def scan_of_vmap(use, xs, grads, state):
     pairs = (a.reshape(1, USES, *a.shape[1:]) for a in (xs, grads))
-    return jax.tree.map(lambda a: a[0], scan(functools.partial(vmap, use), *pairs, state))
+    return jax.tree.map(
+        lambda a: a[0], scan(functools.partial(vmap, use), *pairs, state)
+    )
 
 
 def layers(use, xs, grads, states):
     """A scan over layers with a state each, which `max_grad` reads before the loop."""
-    return lax.scan(lambda carry, each: (carry, use(*each)), None, (xs, grads, states))[1]
+    return lax.scan(lambda carry, each: (carry, use(*each)), None, (xs, grads, states))[
+        1
+    ]
 
 
 PROGRAMS = [loop, scan, vmap, remat, remat_in_scan, scan_of_vmap]
@@ -176,7 +214,9 @@ def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):
             values, ys = program(use, xs, grads, state)
             return jnp.sum(values), ys
 
-        (_, ys), (dxs, state) = jaxfp8.value_and_grad(loss, argnums=(0, 1), has_aux=True)(xs, state)
+        (_, ys), (dxs, state) = jaxfp8.value_and_grad(
+            loss, argnums=(0, 1), has_aux=True
+        )(xs, state)
         state = jax.tree.map(lambda leaf: leaf[None], state) if state_spec else state
         return ys[:, None], dxs[:, None], state
 
@@ -190,9 +230,13 @@ def operands(case: Case, seed=0, dtype=BF16):
     holds.
     """
     rng = np.random.default_rng(seed)
-    xs = rng.standard_normal((USES, DEVICES, *LOCAL)) * 2.0 ** rng.integers(-3, 4, (USES, DEVICES, 1, 1, 1))
+    xs = rng.standard_normal((USES, DEVICES, *LOCAL)) * 2.0 ** rng.integers(
+        -3, 4, (USES, DEVICES, 1, 1, 1)
+    )
     shape = case.choose(np.zeros((DEVICES, *LOCAL))).shape
-    grads = rng.integers(1, 13, (USES, *shape)) * np.array([2.0**-6, 2.0**-5]).reshape(USES, *[1] * len(shape))
+    grads = rng.integers(1, 13, (USES, *shape)) * np.array([2.0**-6, 2.0**-5]).reshape(
+        USES, *[1] * len(shape)
+    )
     return xs.astype(F32).astype(dtype), grads.astype(dtype)
 
 
@@ -200,7 +244,11 @@ def results(case: Case, name, x, grad, state: oracle.LayerState):
     """`(y, dx)` of one use, in numpy."""
     elements = case.choose(np.arange(x.size).reshape(x.shape))
     arrives = elements >= 0
-    y = np.where(arrives, quantized(name, x, state.input, False).reshape(-1)[elements], np.zeros((), x.dtype))
+    y = np.where(
+        arrives,
+        quantized(name, x, state.input, False).reshape(-1)[elements],
+        np.zeros((), x.dtype),
+    )
     if case.sums_back:
         dx = np.zeros(x.size)
         np.add.at(dx, elements.reshape(-1), grad.astype(np.float64).reshape(-1))
@@ -231,7 +279,10 @@ def compare(case_name, recipe_name, program=loop, check_vma=True) -> None:
     state = used_state()
     start = pack(state) if rule is None else None
     ys, dxs, after = step(case, recipe, program, check_vma)(xs, grads, start)
-    expected = [results(case, recipe_name, x, grad, state) for x, grad in zip(xs, grads, strict=True)]
+    expected = [
+        results(case, recipe_name, x, grad, state)
+        for x, grad in zip(xs, grads, strict=True)
+    ]
     for got, parts, what in ((ys, 0, "y"), (dxs, 1, "dx")):
         oracle.assert_bitwise(got, np.stack([pair[parts] for pair in expected]), what)
     if rule is None:

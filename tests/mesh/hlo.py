@@ -62,18 +62,29 @@ def collectives(text: str) -> list[Collective]:
     """
     found = []
     for module, computation, instruction in _instructions(text):
-        kind, applied = instruction.opcode.removesuffix("-start"), instruction.attribute("to_apply")
+        kind, applied = (
+            instruction.opcode.removesuffix("-start"),
+            instruction.attribute("to_apply"),
+        )
         if kind in count.COLLECTIVES:
             groups = () if kind == "collective-permute" else _groups(instruction.rest)
             reducer = module.computations[applied].root.opcode if applied else None
-            found.append(Collective(kind, count.results(computation, instruction), reducer, groups))
+            found.append(
+                Collective(
+                    kind, count.results(computation, instruction), reducer, groups
+                )
+            )
     return found
 
 
 def custom_calls(text: str, targets: str) -> list[tuple[hlo.Array, ...]]:
     """The operands of each custom call whose target begins with `targets`."""
     return [
-        tuple(array for name in instruction.operands for array in computation.instructions[name].arrays)
+        tuple(
+            array
+            for name in instruction.operands
+            for array in computation.instructions[name].arrays
+        )
         for _, computation, instruction in _instructions(text)
         if (instruction.attribute("custom_call_target") or "").startswith(targets)
     ]
@@ -85,8 +96,12 @@ def multiplications(text: str) -> int:
     for _, computation, instruction in _instructions(text):
         if instruction.opcode == "dot":
             (a,) = computation.instructions[instruction.operands[0]].arrays
-            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)[1]
-            total += instruction.arrays[0].elements * math.prod(a.shape[d] for d in hlo.sizes(contracted))
+            contracted = re.search(
+                r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest
+            )[1]
+            total += instruction.arrays[0].elements * math.prod(
+                a.shape[d] for d in hlo.sizes(contracted)
+            )
     return total
 
 
@@ -99,8 +114,13 @@ def _groups(attributes) -> tuple:
     of size 2 after 2.
     """
     if written := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}", attributes):
-        return tuple(frozenset(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written[1]))
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        return tuple(
+            frozenset(map(int, group.split(",")))
+            for group in re.findall(r"\{([\d,]+)\}", written[1])
+        )
+    if iota := re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    ):
         devices = _iota(iota[2], iota[3]).reshape(hlo.sizes(iota[1]))
     else:
         pattern = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
@@ -108,7 +128,10 @@ def _groups(attributes) -> tuple:
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         # Each axis is three: before, of and after the part that is named; an axis that
         # is named whole has itself there.
-        parts = {name: (int(before or 1), size) for name, before, size in re.findall(_PART, mesh[4])}
+        parts = {
+            name: (int(before or 1), size)
+            for name, before, size in re.findall(_PART, mesh[4])
+        }
         sizes = []
         for name, whole in axes.items():
             before, size = parts.get(name, (1, 1))

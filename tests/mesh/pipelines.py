@@ -64,11 +64,18 @@ def layer(kernel, state, x, recipe=RECIPE):
 
 def weights():
     """One kernel a stage."""
-    return np.random.default_rng(0).integers(-2, 3, (STAGES, WIDTH, WIDTH)).astype(np.float32) / 4
+    return (
+        np.random.default_rng(0)
+        .integers(-2, 3, (STAGES, WIDTH, WIDTH))
+        .astype(np.float32)
+        / 4
+    )
 
 
 def state():
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * STAGES), jaxfp8.init_state(RECIPE))
+    return jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * STAGES), jaxfp8.init_state(RECIPE)
+    )
 
 
 def batches():
@@ -112,7 +119,11 @@ def reference() -> cases.Run:
             x = layer(weights[i], jax.tree.map(lambda leaf, i=i: leaf[i], state), x)
         return jnp.sum(x * target.reshape(-1, WIDTH))
 
-    return jax.device_get(cases.train(jax.jit(make_step(differentiated(loss))), weights(), state(), batches()))
+    return jax.device_get(
+        cases.train(
+            jax.jit(make_step(differentiated(loss))), weights(), state(), batches()
+        )
+    )
 
 
 # ------------------------------------------------------------------------- the programs
@@ -135,7 +146,9 @@ def rotated(stages):
     def loss(weights, state, x, target):
         def tick(held, x):
             held = jnp.roll(held, 1, axis=0).at[0].set(x)
-            held = lax.with_sharding_constraint(held, NamedSharding(mesh(), P("stage", "data")))
+            held = lax.with_sharding_constraint(
+                held, NamedSharding(mesh(), P("stage", "data"))
+            )
             held = stages(weights, state, held)
             return held, held[-1]
 
@@ -149,7 +162,9 @@ def by_vmap():
     return make_step(differentiated(rotated(jax.vmap(layer))))
 
 
-def by_ppermute(checked, recipe=RECIPE, inside=True, manual=("stage", "data"), skipping=False):
+def by_ppermute(
+    checked, recipe=RECIPE, inside=True, manual=("stage", "data"), skipping=False
+):
     """Each device runs its stage, and sends what it has to the device with the next
     one.
 
@@ -171,22 +186,35 @@ def by_ppermute(checked, recipe=RECIPE, inside=True, manual=("stage", "data"), s
 
         def tick(held, now):
             x, time = now
-            came = lax.ppermute(held, "stage", [(i, (i + 1) % STAGES) for i in range(STAGES)])
+            came = lax.ppermute(
+                held, "stage", [(i, (i + 1) % STAGES) for i in range(STAGES)]
+            )
             came = jnp.where(stage == 0, x, came)
             is_busy = (time >= stage) & (time < stage + MICROBATCHES)
-            held = lax.cond(is_busy, work, lambda x: x, came) if skipping else work(came)
+            held = (
+                lax.cond(is_busy, work, lambda x: x, came) if skipping else work(came)
+            )
             return held, held
 
         nothing = jnp.zeros(x.shape[1:])
         nothing = lax.pcast(nothing, manual, to="varying") if checked else nothing
         entering = with_bubbles(x)
         _, outs = lax.scan(tick, nothing, (entering, jnp.arange(len(entering))))
-        return total(jnp.sum(jnp.where(stage == STAGES - 1, outs[STAGES - 1 :] * target, 0)), manual)
+        return total(
+            jnp.sum(jnp.where(stage == STAGES - 1, outs[STAGES - 1 :] * target, 0)),
+            manual,
+        )
 
     data = P(None, "data") if "data" in manual else P()
     stacked = (P("stage"), P("stage"))
     in_specs = (*stacked, data, data)
-    mapped = functools.partial(jax.shard_map, mesh=mesh(), in_specs=in_specs, check_vma=checked, axis_names=set(manual))
+    mapped = functools.partial(
+        jax.shard_map,
+        mesh=mesh(),
+        in_specs=in_specs,
+        check_vma=checked,
+        axis_names=set(manual),
+    )
     if inside:
         return make_step(mapped(differentiated(loss), out_specs=(P(), stacked)))
     return make_step(differentiated(mapped(loss, out_specs=P())))
@@ -195,12 +223,22 @@ def by_ppermute(checked, recipe=RECIPE, inside=True, manual=("stage", "data"), s
 PROGRAMS = {
     "vmap": by_vmap,
     "shard_map": functools.partial(by_ppermute, checked=True),
-    "shard_map, gradient outside": functools.partial(by_ppermute, checked=True, inside=False),
-    "shard_map, pipeline_axes": functools.partial(by_ppermute, checked=True, recipe=STAGED),
-    "shard_map, no check_vma": functools.partial(by_ppermute, checked=False, recipe=STAGED),
-    "shard_map over stages": functools.partial(by_ppermute, checked=True, manual=("stage",)),
+    "shard_map, gradient outside": functools.partial(
+        by_ppermute, checked=True, inside=False
+    ),
+    "shard_map, pipeline_axes": functools.partial(
+        by_ppermute, checked=True, recipe=STAGED
+    ),
+    "shard_map, no check_vma": functools.partial(
+        by_ppermute, checked=False, recipe=STAGED
+    ),
+    "shard_map over stages": functools.partial(
+        by_ppermute, checked=True, manual=("stage",)
+    ),
     "bubbles skipped": functools.partial(by_ppermute, checked=True, skipping=True),
-    "bubbles skipped, no check_vma": functools.partial(by_ppermute, checked=False, recipe=STAGED, skipping=True),
+    "bubbles skipped, no check_vma": functools.partial(
+        by_ppermute, checked=False, recipe=STAGED, skipping=True
+    ),
 }
 
 
@@ -210,7 +248,11 @@ def run(make) -> tuple[cases.Run, list]:
     kernels, states = (cases.put(tree, on, P("stage")) for tree in (weights(), state()))
     data = [cases.put(batch, on, P(None, "data")) for batch in batches()]
     out_shardings = cases.shardings(on, (P("stage"), P("stage"), P()))
-    step = jax.jit(make(), out_shardings=out_shardings).lower(kernels, states, data[0]).compile()
+    step = (
+        jax.jit(make(), out_shardings=out_shardings)
+        .lower(kernels, states, data[0])
+        .compile()
+    )
     return cases.train(step, kernels, states, data), hlo.collectives(step.as_text())
 
 

@@ -24,20 +24,36 @@ def compiled(kind, name) -> str:
     mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
     with jax.set_mesh(mesh):
         weights, state, batches = cases.arguments(mesh, layout)
-        return cases.jitted(mesh, layout).lower(weights, state, batches[0]).compile(hlo.QUICKLY).as_text()
+        return (
+            cases.jitted(mesh, layout)
+            .lower(weights, state, batches[0])
+            .compile(hlo.QUICKLY)
+            .as_text()
+        )
 
 
 def compiled_in_bf16(kind, name, monkeypatch) -> str:
     def dot(x, kernel, state, recipe, out_sharding):
         del state, recipe
         kernel, out = kernel.astype(x.dtype), jnp.float32
-        return lax.dot_general(x, kernel, cases.ROWS_BY_COLUMNS, preferred_element_type=out, out_sharding=out_sharding)
+        return lax.dot_general(
+            x,
+            kernel,
+            cases.ROWS_BY_COLUMNS,
+            preferred_element_type=out,
+            out_sharding=out_sharding,
+        )
 
     mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
     with jax.set_mesh(mesh), monkeypatch.context() as patch:
         patch.setattr(cases, "dot", dot)
         weights, state, batches = cases.arguments(mesh, layout, with_state=False)
-        return cases.jitted(mesh, layout).lower(weights, state, batches[0]).compile(hlo.QUICKLY).as_text()
+        return (
+            cases.jitted(mesh, layout)
+            .lower(weights, state, batches[0])
+            .compile(hlo.QUICKLY)
+            .as_text()
+        )
 
 
 def quantized(layout) -> dict:
@@ -62,8 +78,17 @@ def shard_size(mesh, shape, spec) -> int:
 
 def cut_over(layout) -> set:
     """The mesh axes over which a layout cuts anything."""
-    entries = [entry for spec in (layout.x, layout.w1, layout.h) for entry in spec if entry is not None]
-    return {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    entries = [
+        entry
+        for spec in (layout.x, layout.w1, layout.h)
+        for entry in spec
+        if entry is not None
+    ]
+    return {
+        axis
+        for entry in entries
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
+    }
 
 
 def check_amaxes(text, name):
@@ -71,7 +96,9 @@ def check_amaxes(text, name):
     devices.
     """
     (amaxes,) = (c for c in hlo.collectives(text) if c.is_amax)
-    whole = [spec for _, spec in quantized(cases.LAYOUTS[name]).values() if not any(spec)]
+    whole = [
+        spec for _, spec in quantized(cases.LAYOUTS[name]).values() if not any(spec)
+    ]
     assert amaxes.results == (("f32", (1,)),) * (AMAXES - len(whole))
     # A mesh axis that cuts nothing at all may be in or out.
     size = 2 ** len(cut_over(cases.LAYOUTS[name]))
@@ -84,7 +111,10 @@ def check_work(text, name):
     """
     mesh, layout = cases.mesh(), cases.LAYOUTS[name]
     sizes = sorted(shard_size(mesh, *tensor) for tensor in quantized(layout).values())
-    operands = [math.prod(operands[0][1]) for operands in hlo.custom_calls(text, "jaxfp8_quantize")]
+    operands = [
+        math.prod(operands[0][1])
+        for operands in hlo.custom_calls(text, "jaxfp8_quantize")
+    ]
     assert sorted(operands) == sizes
     # x needs no gradient
     products = 5 * cases.BATCH * cases.LENGTH * cases.WIDTH * cases.HIDDEN
@@ -106,7 +136,9 @@ def check_gathers(text, name):
         for i, entry in enumerate(spec):
             axes = entry if isinstance(entry, tuple) else (entry,)
             lost = over_rows if len(shape) == 2 else {"tp"} if i == 1 else set()
-            entries.append(tuple(axis for axis in axes if axis and axis not in lost) or None)
+            entries.append(
+                tuple(axis for axis in axes if axis and axis not in lost) or None
+            )
         return shard_size(mesh, shape, P(*entries))
 
     tensors = quantized(layout)
@@ -118,8 +150,12 @@ def check_gathers(text, name):
     assert {math.prod(shape) for c in gathers for _, shape in c.results} == wanted
 
 
-STEPS = [("auto", name) for name in cases.LAYOUTS] + [("explicit", name) for name in ("all",)]
-STEPS += [pytest.param("explicit", name, marks=pytest.mark.slow) for name in ("fsdp", "sp")]
+STEPS = [("auto", name) for name in cases.LAYOUTS] + [
+    ("explicit", name) for name in ("all",)
+]
+STEPS += [
+    pytest.param("explicit", name, marks=pytest.mark.slow) for name in ("fsdp", "sp")
+]
 
 
 @pytest.mark.parametrize("kind, name", STEPS)
@@ -136,7 +172,9 @@ def test_a_step_of_the_model(kind, name, monkeypatch):
     assert sum(not is_gather(c) for c in ours) <= sum(not is_gather(c) for c in theirs)
     # A tensor that two products read may be gathered twice, 1 byte a number, where bf16
     # gathers once.
-    assert sum(c.bytes for c in ours if is_gather(c)) <= sum(c.bytes // 2 for c in theirs if is_gather(c))
+    assert sum(c.bytes for c in ours if is_gather(c)) <= sum(
+        c.bytes // 2 for c in theirs if is_gather(c)
+    )
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tp", "sp"])
@@ -180,9 +218,15 @@ def scanned(kind, in_shard_map, policy) -> str:
                 kernel = lax.all_gather(kernel, cases.AXES, axis=0, tiled=True)
             elif kind == "explicit":
                 kernel = jax.sharding.reshard(kernel, P())
-            return jnp.tanh(jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state)), None
+            return jnp.tanh(
+                jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state)
+            ), None
 
-        layer = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        layer = (
+            layer
+            if policy is None
+            else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        )
         total = jnp.sum(lax.scan(layer, x, (kernels, states))[0] ** 2)
         return lax.psum(total, cases.AXES) if in_shard_map else total
 
@@ -192,11 +236,18 @@ def scanned(kind, in_shard_map, policy) -> str:
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
     arguments = jnp.ones((3, 64, 64)), states, jnp.ones((128, 64))
     with jax.set_mesh(mesh):
-        arguments = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
+        arguments = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(arguments, specs, strict=True)
+        ]
         return jax.jit(step).lower(*arguments).compile(hlo.QUICKLY).as_text()
 
 
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable], ids=["all saved", "none saved"])
+@pytest.mark.parametrize(
+    "policy",
+    [None, jax.checkpoint_policies.nothing_saveable],
+    ids=["all saved", "none saved"],
+)
 def test_a_scan_in_a_shard_map(policy):
     """Devices keep the amaxes of their shards until the backward: one all-reduce for
     those of a product.
@@ -211,4 +262,6 @@ def test_a_scan_in_jit(kind):
     reduced before.
     """
     amaxes = [c for c in hlo.collectives(scanned(kind, False, None)) if c.is_amax]
-    assert sorted(len(c.results) for c in amaxes) == ([1, 2] if kind == "auto" else [1, 1])
+    assert sorted(len(c.results) for c in amaxes) == (
+        [1, 2] if kind == "auto" else [1, 1]
+    )

@@ -36,7 +36,9 @@ def test_recipes(case, recipe, check_vma):
     cases.compare(case, recipe, check_vma=check_vma)
 
 
-@pytest.mark.parametrize("program", cases.PROGRAMS[1:], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", cases.PROGRAMS[1:], ids=lambda program: program.__name__
+)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("case", ["all_to_all", "all_gather"])
 @CHECK_VMA
@@ -46,7 +48,10 @@ def test_programs(program, recipe, case, check_vma):
 
 def test_layers_in_a_loop():
     """Without a cotangent of `output_grad`, of which the reading tells nothing."""
-    collective, states = cases.CASES["all_gather"], [used_state(seed) for seed in range(cases.USES)]
+    collective, states = (
+        cases.CASES["all_gather"],
+        [used_state(seed) for seed in range(cases.USES)],
+    )
     xs, grads = cases.operands(collective)
     step = cases.step(collective, cases.RECIPES["delayed"][0], cases.layers)
     ys, dxs, after = step(xs, grads, pack(states))
@@ -63,18 +68,29 @@ def test_nan_and_inf_arrive_as_nan(recipe):
     """They enter no amax of a state; they are where the elements arrive."""
     case, state = cases.CASES["all_to_all"], used_state()
     xs, grads = cases.operands(case)
-    xs[0, 2, 3, 1, 5], xs[0, 4, 0, 0, 159], grads[1, 0, 1, 1, 0] = np.nan, -np.inf, np.inf
+    xs[0, 2, 3, 1, 5], xs[0, 4, 0, 0, 159], grads[1, 0, 1, 1, 0] = (
+        np.nan,
+        -np.inf,
+        np.inf,
+    )
     start = pack(state) if recipe == "delayed" else None
     ys, dxs, after = cases.step(case, cases.RECIPES[recipe][0])(xs, grads, start)
-    expected = [cases.results(case, recipe, x, grad, state) for x, grad in zip(xs, grads, strict=True)]
+    expected = [
+        cases.results(case, recipe, x, grad, state)
+        for x, grad in zip(xs, grads, strict=True)
+    ]
     for got, values in zip((ys, dxs), zip(*expected, strict=True), strict=True):
-        np.testing.assert_array_equal(np.asarray(got).astype(F32), np.stack(values).astype(F32))
+        np.testing.assert_array_equal(
+            np.asarray(got).astype(F32), np.stack(values).astype(F32)
+        )
         assert np.isnan(np.stack(values).astype(F32)).any()
     if recipe == "delayed":
         assert_same_bits(after, cases.next_state(case, xs, grads, state))
 
 
-@pytest.mark.parametrize("case, check_vma", [("ppermute", True), ("all_to_all tiled", False)])
+@pytest.mark.parametrize(
+    "case, check_vma", [("ppermute", True), ("all_to_all tiled", False)]
+)
 def test_states_of_stages(case, check_vma):
     """Each device has a state of its own: a scale travels with the codes, and no amax
     is reduced.
@@ -83,40 +99,64 @@ def test_states_of_stages(case, check_vma):
     recipe = dataclasses.replace(cases.RECIPES["delayed"][0], pipeline_axes=("e",))
     xs, grads = cases.operands(collective)
     states = [used_state(seed) for seed in range(cases.DEVICES)]
-    ys, dxs, after = cases.step(collective, recipe, check_vma=check_vma, state_spec=P("e"))(xs, grads, pack(states))
+    ys, dxs, after = cases.step(
+        collective, recipe, check_vma=check_vma, state_spec=P("e")
+    )(xs, grads, pack(states))
 
     def quantized(tensor, name, fmt):
-        steps = [oracle.step(x, getattr(state, name), fmt) for x, state in zip(tensor, states, strict=True)]
-        return np.stack([oracle.dequantize(codes, F32(1) / scale, BF16) for codes, scale, _ in steps])
+        steps = [
+            oracle.step(x, getattr(state, name), fmt)
+            for x, state in zip(tensor, states, strict=True)
+        ]
+        return np.stack(
+            [
+                oracle.dequantize(codes, F32(1) / scale, BF16)
+                for codes, scale, _ in steps
+            ]
+        )
 
     for i, (x, grad) in enumerate(zip(xs, grads, strict=True)):
         # numpy moves values that are quantized already, without a recipe.
         y, dx = cases.results(
-            collective, "none", quantized(x, "input", oracle.E4M3), quantized(grad, "output_grad", oracle.E5M2), UNUSED
+            collective,
+            "none",
+            quantized(x, "input", oracle.E4M3),
+            quantized(grad, "output_grad", oracle.E5M2),
+            UNUSED,
         )
         oracle.assert_bitwise(ys[i], y, "y")
         oracle.assert_bitwise(dxs[i], dx, "dx")
     for i, state in enumerate(states):
         one = cases.next_state(collective, xs[:, i], grads[:, i], state)
-        assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], after), one, f"state {i}")
+        assert_same_bits(
+            jax.tree.map(lambda leaf, i=i: leaf[i], after), one, f"state {i}"
+        )
 
 
 def test_two_uses_of_a_replicated_x():
     """The gradient is the sum of what all devices send back: integers that are FP8
     numbers. The state is the larger.
     """
-    recipe, x = jaxfp8.DelayedScaling(amax_history_len=4), np.float32([[1, -2, 3, 4]] * 8)
+    recipe, x = (
+        jaxfp8.DelayedScaling(amax_history_len=4),
+        np.float32([[1, -2, 3, 4]] * 8),
+    )
     state = jaxfp8.init_state(recipe)
 
     def shard(x, grad, state):
         def loss(x, state):
-            return sum(jnp.sum(moved_rows(factor * x, recipe, state).source * grad) for factor in (1, 2))
+            return sum(
+                jnp.sum(moved_rows(factor * x, recipe, state).source * grad)
+                for factor in (1, 2)
+            )
 
         return jax.grad(loss, argnums=(0, 1))(x, state)
 
     specs = {"in_specs": (P(), P("e"), P()), "out_specs": (P(), P())}
     grad = np.random.default_rng(0).integers(1, 5, (64, 4)).astype(F32)
-    dx, after = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))(x, grad, state)
+    dx, after = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))(
+        x, grad, state
+    )
     # Row d of x goes to device d, from each device to another row.
     np.testing.assert_array_equal(dx, 3 * grad.reshape(8, 8, 4).sum(1))
     assert after.input.amax_history[0] == 8 and after.output_grad.amax_history[0] == 4
@@ -133,7 +173,11 @@ def test_remat_keeps_the_codes():
             @functools.partial(jax.checkpoint, **options)
             def block(x, state):
                 y = jaxfp8.dot_general(
-                    moved_rows(x, recipe, state), jnp.ones((16, 4)), MATMUL, recipe=recipe, state=state
+                    moved_rows(x, recipe, state),
+                    jnp.ones((16, 4)),
+                    MATMUL,
+                    recipe=recipe,
+                    state=state,
                 )
                 return jax.nn.gelu(y)
 
@@ -150,7 +194,10 @@ def test_remat_keeps_the_codes():
         compiled = lowered.compile(compiler_options={"xla_disable_hlo_passes": "cse"})
         return compiled.as_text().count(" all-to-all(")
 
-    assert (sent(), sent(policy=jaxfp8.checkpoint_policies.save_fp8_residuals)) == (3, 2)
+    assert (sent(), sent(policy=jaxfp8.checkpoint_policies.save_fp8_residuals)) == (
+        3,
+        2,
+    )
 
 
 # ----------------------------------------------------------------------------- products
@@ -173,22 +220,33 @@ def test_products_take_the_codes(recipe, batch):
     recipe, rule = cases.RECIPES[recipe]
     state = pack(used_state()) if rule is None else jaxfp8.init_state(recipe)
     rng = np.random.default_rng(0)
-    x, kernel = rng.standard_normal((64, 6, 160)).astype(BF16), rng.standard_normal((8, 160, 16)).astype(F32)
-    numbers, kernel = ((((2,), (1,)), ((0,), (0,))), kernel) if batch else ((((2,), (0,)), ((), ())), kernel[0])
+    x, kernel = (
+        rng.standard_normal((64, 6, 160)).astype(BF16),
+        rng.standard_normal((8, 160, 16)).astype(F32),
+    )
+    numbers, kernel = (
+        ((((2,), (1,)), ((0,), (0,))), kernel)
+        if batch
+        else ((((2,), (0,)), ((), ())), kernel[0])
+    )
 
     def shard(x, kernel, state):
         def loss(x, kernel, state, decoded):
             q = moved_rows(x, recipe, state)
             q = q.dequantize(x.dtype) if decoded else q
             y = jaxfp8.dot_general(q, kernel, numbers, recipe=recipe, state=state)
-            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)), y
+            return jnp.sum(
+                y * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+            ), y
 
         gradients = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
         results = [gradients(x, kernel, state, decoded) for decoded in (False, True)]
         return [(y, dx, dkernel) for (dx, dkernel, _), y in results]
 
     specs = {"in_specs": (P("e"), P(), P()), "out_specs": [(P("e"), P("e"), P())] * 2}
-    codes, values = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))(x, kernel, state)
+    codes, values = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))(
+        x, kernel, state
+    )
     # the gradient of the kernel reads other scales: below
     if recipe == cases.RECIPES["mx"][0]:
         codes, values = codes[:2], values[:2]
@@ -203,27 +261,51 @@ def test_wgrad_shifts_exponents(recipe):
     the same gradient.
     """
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((160, 256)).astype(F32) * np.exp2(rng.integers(-12, 12, (160, 2)).repeat(128, axis=1))
+    x = rng.standard_normal((160, 256)).astype(F32) * np.exp2(
+        rng.integers(-12, 12, (160, 2)).repeat(128, axis=1)
+    )
     q, _ = recipe.quantizers()[0].quantize(jnp.asarray(x, jnp.float32), None)
-    q = dataclasses.replace(q, data_t=None, scale_inv_t=None, source=jnp.asarray(x, jnp.float32))
-    data_t, scale_inv_t = oracle_blocks.transpose(np.asarray(q.data), np.asarray(q.scale_inv), E4M3, q.block[1])
-    both = dataclasses.replace(q, data_t=jnp.asarray(data_t), scale_inv_t=jnp.asarray(scale_inv_t))
+    q = dataclasses.replace(
+        q, data_t=None, scale_inv_t=None, source=jnp.asarray(x, jnp.float32)
+    )
+    data_t, scale_inv_t = oracle_blocks.transpose(
+        np.asarray(q.data), np.asarray(q.scale_inv), E4M3, q.block[1]
+    )
+    both = dataclasses.replace(
+        q, data_t=jnp.asarray(data_t), scale_inv_t=jnp.asarray(scale_inv_t)
+    )
 
     def dkernel(q):
         numbers, kernel = (((1,), (0,)), ((), ())), jnp.ones((256, 32), jnp.float32)
-        return jax.grad(lambda kernel: jnp.sum(jnp.sin(jaxfp8.dot_general(q, kernel, numbers, recipe=recipe))))(kernel)
+        return jax.grad(
+            lambda kernel: jnp.sum(
+                jnp.sin(jaxfp8.dot_general(q, kernel, numbers, recipe=recipe))
+            )
+        )(kernel)
 
     oracle.assert_bitwise(dkernel(q), dkernel(both), "gradient of the kernel")
 
 
 BLOCK = jaxfp8.Float8BlockScaling(pipeline_axes=())
 ERRORS = {
-    "all_to_all: recipe: .*whole rows": lambda x: collectives.all_to_all(x, "e", 0, 1, recipe=BLOCK, tiled=True),
-    "all_gather: recipe: .*whole rows": lambda x: collectives.all_gather(x, "e", axis=-1, recipe=BLOCK),
-    "all_to_all: split_axis: .*out of 2, got 2": lambda x: collectives.all_to_all(x, "e", 2, 0, recipe=BLOCK),
-    r"ppermute: axis_name: .*\('e',\), got \('d',\)": lambda x: collectives.ppermute(x, "d", [], recipe=BLOCK),
-    "all_to_all: state: DelayedScaling keeps state": lambda x: moved_rows(x, jaxfp8.DelayedScaling(), None),
-    "all_to_all: x: expected bfloat16, float16 or float32, got bool": lambda x: moved_rows(x > 0, BLOCK, None),
+    "all_to_all: recipe: .*whole rows": lambda x: collectives.all_to_all(
+        x, "e", 0, 1, recipe=BLOCK, tiled=True
+    ),
+    "all_gather: recipe: .*whole rows": lambda x: collectives.all_gather(
+        x, "e", axis=-1, recipe=BLOCK
+    ),
+    "all_to_all: split_axis: .*out of 2, got 2": lambda x: collectives.all_to_all(
+        x, "e", 2, 0, recipe=BLOCK
+    ),
+    r"ppermute: axis_name: .*\('e',\), got \('d',\)": lambda x: collectives.ppermute(
+        x, "d", [], recipe=BLOCK
+    ),
+    "all_to_all: state: DelayedScaling keeps state": lambda x: moved_rows(
+        x, jaxfp8.DelayedScaling(), None
+    ),
+    "all_to_all: x: expected bfloat16, float16 or float32, got bool": lambda x: (
+        moved_rows(x > 0, BLOCK, None)
+    ),
 }
 
 
@@ -231,12 +313,16 @@ ERRORS = {
 def test_errors(message):
     x, send = jnp.ones((64, 256), jnp.bfloat16), ERRORS[message]
     with pytest.raises((TypeError, ValueError), match=message):
-        jax.shard_map(lambda x: send(x).data, mesh=cases.mesh(), in_specs=P("e"), out_specs=P("e"))(x)
+        jax.shard_map(
+            lambda x: send(x).data, mesh=cases.mesh(), in_specs=P("e"), out_specs=P("e")
+        )(x)
 
 
 def test_axis_of_a_vmap():
     with pytest.raises(ValueError, match=r"all_gather: axis_name: .*which has \(\)"):
-        jax.vmap(lambda x: collectives.all_gather(x, "e", recipe=BLOCK).data, axis_name="e")(jnp.ones((64, 256)))
+        jax.vmap(
+            lambda x: collectives.all_gather(x, "e", recipe=BLOCK).data, axis_name="e"
+        )(jnp.ones((64, 256)))
 
 
 def test_nothing_to_send():
@@ -246,8 +332,12 @@ def test_nothing_to_send():
     recipe = jaxfp8.DelayedScaling(amax_history_len=4)
 
     def shard(x, state):
-        return jax.grad(lambda s: jnp.sum(moved_rows(x, recipe, s).dequantize(jnp.float32)))(state)
+        return jax.grad(
+            lambda s: jnp.sum(moved_rows(x, recipe, s).dequantize(jnp.float32))
+        )(state)
 
     specs = {"in_specs": (P("e"), P()), "out_specs": P()}
-    after = jax.shard_map(shard, mesh=cases.mesh(), **specs)(jnp.ones((64, 0)), jaxfp8.init_state(recipe))
+    after = jax.shard_map(shard, mesh=cases.mesh(), **specs)(
+        jnp.ones((64, 0)), jaxfp8.init_state(recipe)
+    )
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(after))

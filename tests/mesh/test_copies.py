@@ -38,7 +38,10 @@ def placed(mesh, layout, x, kernel, state):
     """The arrays on the mesh; leading dimensions are whole."""
     of_x, of_kernel = LAYOUTS[layout]
     of_kernel = P(*[None] * (kernel.ndim - 2), *of_kernel)
-    x, kernel = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, of_x), (kernel, of_kernel)))
+    x, kernel = (
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in ((x, of_x), (kernel, of_kernel))
+    )
     return x, kernel, jax.device_put(state, NamedSharding(mesh, P()))
 
 
@@ -48,7 +51,9 @@ def check(y, function, x, kernel, state):
     """
     exact = FLOAT32[function](x.astype(np.float64), kernel.astype(np.float64))
     assert error(y, exact) < BOUND
-    np.testing.assert_allclose(y, jax.jit(function)(x, kernel, state), rtol=1e-4, atol=1e-5 * np.abs(y).max())
+    np.testing.assert_allclose(
+        y, jax.jit(function)(x, kernel, state), rtol=1e-4, atol=1e-5 * np.abs(y).max()
+    )
 
 
 FLOAT32 = {product: np.matmul, members: np.matmul, layers: layers_in_float32}
@@ -60,7 +65,11 @@ FLOAT32 = {product: np.matmul, members: np.matmul, layers: layers_in_float32}
 def test_jit(function, layout, case):
     count = () if function is product else (2,)
     arguments = INPUTS[case], kernels(case, *count), empty(*count)
-    check(jax.jit(function)(*placed(cases.mesh("auto"), layout, *arguments)), function, *arguments)
+    check(
+        jax.jit(function)(*placed(cases.mesh("auto"), layout, *arguments)),
+        function,
+        *arguments,
+    )
 
 
 @CASES
@@ -82,12 +91,25 @@ def test_shard_map(checked, layout, case):
     summed = of_x[1:] and of_x[1]
 
     def on_device(x, kernel, state):
-        kernel = lax.all_gather(kernel, cases.AXES, axis=0, tiled=True) if layout == "fsdp" else kernel
+        kernel = (
+            lax.all_gather(kernel, cases.AXES, axis=0, tiled=True)
+            if layout == "fsdp"
+            else kernel
+        )
         y = product(x, kernel, state)
         return lax.psum(y, summed) if summed else y
 
-    out = P(of_x[0], None if layout == "fsdp" else (*of_kernel, None)[1] if len(of_kernel) else None)
-    run = jax.shard_map(on_device, mesh=mesh, in_specs=(of_x, of_kernel, P()), out_specs=out, check_vma=checked)
+    out = P(
+        of_x[0],
+        None if layout == "fsdp" else (*of_kernel, None)[1] if len(of_kernel) else None,
+    )
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(of_x, of_kernel, P()),
+        out_specs=out,
+        check_vma=checked,
+    )
     check(jax.jit(run)(*placed(mesh, layout, *arguments)), product, *arguments)
     # The control: the same products with a backward.
     trained = jax.jit(lambda *arguments: jax.vjp(run, *arguments)[0])(*arguments)
@@ -101,9 +123,15 @@ def test_codes_on_the_wire(checked, case):
     """A transfer without a backward."""
 
     def on_device(x, state):
-        return jaxfp8.collectives.all_gather(x, "data", recipe=RECIPE, state=state, tiled=True).source
+        return jaxfp8.collectives.all_gather(
+            x, "data", recipe=RECIPE, state=state, tiled=True
+        ).source
 
-    specs = {"mesh": cases.mesh("auto"), "in_specs": (P("data"), P()), "out_specs": P("data")}
+    specs = {
+        "mesh": cases.mesh("auto"),
+        "in_specs": (P("data"), P()),
+        "out_specs": P("data"),
+    }
     run = jax.shard_map(on_device, **specs, check_vma=checked)
     x = kernels(case) if case == "small kernel" else INPUTS[case]
     gathered = jax.jit(run)(x, empty())

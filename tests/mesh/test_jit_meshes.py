@@ -22,7 +22,9 @@ def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
     mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
     with jax.set_mesh(mesh):
         weights, state, batches = cases.arguments(mesh, layout, recipe, with_state)
-        return cases.train(cases.jitted(mesh, layout, recipe), weights, state, batches[:steps])
+        return cases.train(
+            cases.jitted(mesh, layout, recipe), weights, state, batches[:steps]
+        )
 
 
 @pytest.mark.parametrize("name", cases.LAYOUTS)
@@ -31,7 +33,9 @@ def test_ten_steps(kind, name):
     cases.assert_same(train(kind, name), cases.reference(), f"{kind} {name}")
 
 
-@pytest.mark.parametrize("kind, name", [("auto", "tp"), ("auto", "all"), ("explicit", "fsdp+tp")])
+@pytest.mark.parametrize(
+    "kind, name", [("auto", "tp"), ("auto", "all"), ("explicit", "fsdp+tp")]
+)
 def test_gradient_of_the_input(kind, name):
     """Its sum crosses devices where the hidden layer is cut. In f32: partial sums in
     bf16 would be rounded.
@@ -39,14 +43,17 @@ def test_gradient_of_the_input(kind, name):
 
     def make_step(loss):
         def of_input(weights, state, batch):
-            return jax.grad(lambda state, x: loss(weights, state, dataclasses.replace(batch, x=x)), (0, 1))(
-                state, batch.x
-            )
+            return jax.grad(
+                lambda state, x: loss(weights, state, dataclasses.replace(batch, x=x)),
+                (0, 1),
+            )(state, batch.x)
 
         return of_input
 
     mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
-    wanted = jax.jit(make_step(cases.loss))(cases.weights(), cases.state(), cases.batches(jnp.float32)[0])
+    wanted = jax.jit(make_step(cases.loss))(
+        cases.weights(), cases.state(), cases.batches(jnp.float32)[0]
+    )
     with jax.set_mesh(mesh):
         weights, state, batches = cases.arguments(mesh, layout, dtype=jnp.float32)
         step = jax.jit(cases.step_on(mesh, layout, make_step=make_step))
@@ -55,14 +62,19 @@ def test_gradient_of_the_input(kind, name):
 
 # Gradients of a kernel [32, 16]. x has small whole numbers, which FP8 and sums of any
 # order keep.
-REDUCED_RECIPES = {"delayed": jaxfp8.DelayedScaling(amax_history_len=4), "current": jaxfp8.Float8CurrentScaling()}
+REDUCED_RECIPES = {
+    "delayed": jaxfp8.DelayedScaling(amax_history_len=4),
+    "current": jaxfp8.Float8CurrentScaling(),
+}
 
 
 def _by_recipe(recipe, product, kernel, x):
     state = jaxfp8.init_state(recipe) if recipe == REDUCED_RECIPES["delayed"] else None
     if product == "ragged_dot":
         sizes = jnp.full((1,), x.shape[0], jnp.int32)
-        return jaxfp8.ragged_dot(reshard(x, P()), kernel[None], sizes, recipe=recipe, state=state)
+        return jaxfp8.ragged_dot(
+            reshard(x, P()), kernel[None], sizes, recipe=recipe, state=state
+        )
     bias, dims = jnp.zeros(kernel.shape[1:]), (((1,), (0,)), ((), ()))
     if product == "quantize_params":
         kernel = jaxfp8.quantize_params(kernel, None, recipe, where=".*")
@@ -82,7 +94,9 @@ def test_gradients_of_reduced_kernels(implementation, recipe, product):
     x = jax.random.randint(jax.random.key(1), (64, 32), -4, 5).astype(jnp.float32)
 
     def gradient(kernel, x):
-        return jax.grad(lambda kernel: jnp.sum(_by_recipe(recipe, product, kernel, x)))(kernel)
+        return jax.grad(lambda kernel: jnp.sum(_by_recipe(recipe, product, kernel, x)))(
+            kernel
+        )
 
     def summed(kernel, x):
         unreduced = gradient(reshard(kernel, P(None, None, reduced=axes)), x)
@@ -92,28 +106,61 @@ def test_gradients_of_reduced_kernels(implementation, recipe, product):
     def made_plain_again(kernel, x):
         return jax.grad(
             lambda kernel: jnp.sum(
-                _by_recipe(recipe, product, reshard(reshard(kernel, P(None, None, reduced=axes)), P(None, None)), x)
+                _by_recipe(
+                    recipe,
+                    product,
+                    reshard(
+                        reshard(kernel, P(None, None, reduced=axes)), P(None, None)
+                    ),
+                    x,
+                )
             )
         )(kernel)
 
-    with jax.set_mesh(cases.mesh("explicit")), jaxfp8.ops.implementation(implementation):
+    with (
+        jax.set_mesh(cases.mesh("explicit")),
+        jaxfp8.ops.implementation(implementation),
+    ):
         kernel, x = reshard(kernel, P(None, None)), reshard(x, P(cases.AXES, None))
         expected = jax.jit(gradient)(kernel, x)
         for function in (summed, made_plain_again):
-            assert jnp.array_equal(jax.jit(function)(kernel, x), expected), function.__name__
+            assert jnp.array_equal(jax.jit(function)(kernel, x), expected), (
+                function.__name__
+            )
 
 
 def test_a_reduced_state_and_an_unreduced_result_are_refused():
-    recipe, dims, axes = REDUCED_RECIPES["delayed"], (((1,), (0,)), ((), ())), set(cases.AXES)
+    recipe, dims, axes = (
+        REDUCED_RECIPES["delayed"],
+        (((1,), (0,)), ((), ())),
+        set(cases.AXES),
+    )
     with jax.set_mesh(cases.mesh("explicit")):
         x, kernel, state = (
-            reshard(tree, P()) for tree in (jnp.ones((64, 32)), jnp.ones((32, 16)), jaxfp8.init_state(recipe))
+            reshard(tree, P())
+            for tree in (
+                jnp.ones((64, 32)),
+                jnp.ones((32, 16)),
+                jaxfp8.init_state(recipe),
+            )
         )
         reduced = jax.tree.map(lambda leaf: reshard(leaf, P(None, reduced=axes)), state)
-        with pytest.raises(ValueError, match="dot_general: state: expected one without `reduced` axes"):
+        with pytest.raises(
+            ValueError, match="dot_general: state: expected one without `reduced` axes"
+        ):
             jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=reduced)
-        with pytest.raises(ValueError, match="dot_general: out_sharding: expected one without `unreduced`"):
-            jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state, out_sharding=P(unreduced=axes))
+        with pytest.raises(
+            ValueError,
+            match="dot_general: out_sharding: expected one without `unreduced`",
+        ):
+            jaxfp8.dot_general(
+                x,
+                kernel,
+                dims,
+                recipe=recipe,
+                state=state,
+                out_sharding=P(unreduced=axes),
+            )
 
 
 def no_reduction(of):
@@ -127,7 +174,11 @@ def no_reduction(of):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("dp", "all") else pytest.mark.slow) for name in cases.LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("dp", "all") else pytest.mark.slow)
+        for name in cases.LAYOUTS
+    ],
 )
 def test_amaxes_of_shards_are_caught(name, monkeypatch):
     monkeypatch.setattr(_partition, "_reduced_over", no_reduction(of=lax.pmax))
@@ -160,4 +211,6 @@ def test_a_sum_of_amaxes_is_caught(monkeypatch):
 
 def assert_caught(kind, name):
     with pytest.raises(AssertionError, match=re.escape(f"{kind} {name}:")):
-        cases.assert_same(train(kind, name, steps=2), cases.reference(steps=2), f"{kind} {name}")
+        cases.assert_same(
+            train(kind, name, steps=2), cases.reference(steps=2), f"{kind} {name}"
+        )

@@ -43,7 +43,9 @@ def step(x, kernel, target, state, place=lambda value, name: value, out=None):
 
     def loss(state, x, kernel):
         x, kernel = place(x, "x"), place(kernel, "kernel")
-        y = jaxfp8.dot_general(x, kernel, MATRICES, recipe=cases.RECIPE, state=state, out_sharding=out)
+        y = jaxfp8.dot_general(
+            x, kernel, MATRICES, recipe=cases.RECIPE, state=state, out_sharding=out
+        )
         return jnp.sum(place(y, "y") * target)
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2))(state, x, kernel)
@@ -73,7 +75,11 @@ def train_uneven(cut, shape):
 
     tensors, state = one_product(*shape), jaxfp8.init_state(cases.RECIPE)
     wanted = jax.jit(step)(*tensors, state)
-    cases.assert_same(jax.jit(functools.partial(step, place=place))(*tensors, state), wanted, f"{cut} {shape}")
+    cases.assert_same(
+        jax.jit(functools.partial(step, place=place))(*tensors, state),
+        wanted,
+        f"{cut} {shape}",
+    )
 
 
 @pytest.mark.parametrize("shape", [(10, 12, 14), (3, 16, 7), (1, 1, 1)])
@@ -103,12 +109,22 @@ def test_heads_that_some_devices_divide(devices, heads):
     8 devices, then each over 2.
     """
     features = 12 * heads
-    x, kernel, target = numbers(0, (6, features)), numbers(1, (heads, 12, 4), 3.5), numbers(2, (6, 4))
+    x, kernel, target = (
+        numbers(0, (6, features)),
+        numbers(1, (heads, 12, 4), 3.5),
+        numbers(2, (6, 4)),
+    )
 
     @jax.jit
     def step(x, kernel, target, state):
         def loss(state, x, kernel):
-            y = jaxfp8.einsum("mhd,hdn->mn", x.reshape(6, heads, 12), kernel, recipe=cases.RECIPE, state=state)
+            y = jaxfp8.einsum(
+                "mhd,hdn->mn",
+                x.reshape(6, heads, 12),
+                kernel,
+                recipe=cases.RECIPE,
+                state=state,
+            )
             return jnp.sum(y * target)
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(state, x, kernel)
@@ -118,20 +134,36 @@ def test_heads_that_some_devices_divide(devices, heads):
     mesh = cases.mesh("auto", (devices,), ("d",))
     placed = cases.put((x, kernel, target), mesh, (P(None, "d"), P(), P()))
     with jax.set_mesh(mesh):
-        cases.assert_same(step(*placed, state), jax.device_get(wanted), f"{heads} heads on {devices} devices")
+        cases.assert_same(
+            step(*placed, state),
+            jax.device_get(wanted),
+            f"{heads} heads on {devices} devices",
+        )
 
 
-@pytest.mark.parametrize("rows, kernel_spec", [(P("d", None), P()), (P("d", None), P("d", None)), (P(), P(None, "d"))])
+@pytest.mark.parametrize(
+    "rows, kernel_spec",
+    [(P("d", None), P()), (P("d", None), P("d", None)), (P(), P(None, "d"))],
+)
 def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
     """Of x `[192, 384]` two rows of blocks ask for 2 of 6 devices and three columns for
     3: no parts of 6 name both.
     """
-    x, kernel, target = numbers(0, (192, 384)), numbers(1, (384, 384), 3.5), numbers(2, (192, 384))
+    x, kernel, target = (
+        numbers(0, (192, 384)),
+        numbers(1, (384, 384), 3.5),
+        numbers(2, (192, 384)),
+    )
 
     @jax.jit
     def step(x, kernel, target):
         def loss(x, kernel):
-            y = jaxfp8.dot_general(x, kernel, MATRICES, recipe=jaxfp8.Float8BlockScaling(power_2_scale=True))
+            y = jaxfp8.dot_general(
+                x,
+                kernel,
+                MATRICES,
+                recipe=jaxfp8.Float8BlockScaling(power_2_scale=True),
+            )
             return jnp.sum(y * target)
 
         return jax.grad(loss, argnums=(0, 1))(x, kernel)
@@ -145,7 +177,11 @@ def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
 
 def steps(run, weights, state, batches):
     """Three steps of `cases.mlp`."""
-    cases.assert_same(cases.train(run, weights, state, batches[:3]), cases.reference(steps=3), "3 steps")
+    cases.assert_same(
+        cases.train(run, weights, state, batches[:3]),
+        cases.reference(steps=3),
+        "3 steps",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
@@ -159,7 +195,9 @@ def test_without_set_mesh(kind, context):
 
 
 @pytest.mark.parametrize(
-    "kind, policy", [("auto", None), ("explicit", jaxfp8.checkpoint_policies.save_fp8_residuals)], ids=KINDS
+    "kind, policy",
+    [("auto", None), ("explicit", jaxfp8.checkpoint_policies.save_fp8_residuals)],
+    ids=KINDS,
 )
 def test_rematerialized(kind, policy):
     mesh = cases.mesh(kind)
@@ -169,7 +207,9 @@ def test_rematerialized(kind, policy):
 
     with jax.set_mesh(mesh):
         results = cases.shardings(mesh, (LAYOUT.weights, P(), P()))
-        run = jax.jit(cases.step_on(mesh, LAYOUT, make_step=make_step), out_shardings=results)
+        run = jax.jit(
+            cases.step_on(mesh, LAYOUT, make_step=make_step), out_shardings=results
+        )
         steps(run, *cases.arguments(mesh, LAYOUT))
 
 
@@ -179,10 +219,14 @@ def test_outside_of_jit():
     wanted = cases.reference(steps=2)
     with jax.set_mesh(mesh):
         weights, state, batches = cases.arguments(mesh, layout)
-        cases.assert_same(cases.train(cases.make_step(), weights, state, batches[:2]), wanted, "eager")
+        cases.assert_same(
+            cases.train(cases.make_step(), weights, state, batches[:2]), wanted, "eager"
+        )
 
 
-@pytest.mark.parametrize("kind, spmd_axis_name", [("auto", None), ("auto", "data"), ("explicit", None)])
+@pytest.mark.parametrize(
+    "kind, spmd_axis_name", [("auto", None), ("auto", "data"), ("explicit", None)]
+)
 @pytest.mark.parametrize("own", ["", "kernel", "state", "kernel, state"])
 def test_vmap(own, kind, spmd_axis_name):
     """A batch over "data", of x and of what its members own; rows are cut over "fsdp",
@@ -192,8 +236,13 @@ def test_vmap(own, kind, spmd_axis_name):
     in_axes = (0, 0 if "kernel" in own else None, 0 if "state" in own else None)
     state = jaxfp8.init_state(cases.RECIPE)
     sizes = [2.0**-i for i in range(members)]
-    x = np.stack([size * numbers(i, (8, 16)) for i, size in enumerate(sizes)], dtype=np.float32)
-    target = np.stack([numbers(10 + i, (8, 12)) / size for i, size in enumerate(sizes)], dtype=np.float32)
+    x = np.stack(
+        [size * numbers(i, (8, 16)) for i, size in enumerate(sizes)], dtype=np.float32
+    )
+    target = np.stack(
+        [numbers(10 + i, (8, 12)) / size for i, size in enumerate(sizes)],
+        dtype=np.float32,
+    )
     kernel = np.stack([numbers(20 + i, (16, 12), 3.5) for i in range(members)])
     kernel = kernel if "kernel" in own else kernel[0]
     if "state" in own:
@@ -201,10 +250,14 @@ def test_vmap(own, kind, spmd_axis_name):
 
     def train(x, kernel, target, state, spmd_axis_name=None):
         def dot(x, kernel, state):
-            return jaxfp8.dot_general(x, kernel, MATRICES, recipe=cases.RECIPE, state=state)
+            return jaxfp8.dot_general(
+                x, kernel, MATRICES, recipe=cases.RECIPE, state=state
+            )
 
         def loss(kernel, state):
-            y = jax.vmap(dot, in_axes=in_axes, spmd_axis_name=spmd_axis_name)(x, kernel, state)
+            y = jax.vmap(dot, in_axes=in_axes, spmd_axis_name=spmd_axis_name)(
+                x, kernel, state
+            )
             return jnp.sum(y * target)
 
         _, first = jax.grad(loss, argnums=(0, 1))(kernel, state)
@@ -217,7 +270,10 @@ def test_vmap(own, kind, spmd_axis_name):
     with jax.set_mesh(mesh):
         run = jax.jit(functools.partial(train, spmd_axis_name=spmd_axis_name))
         tensors = (x, kernel, target, state)
-        placed = [cases.put(tensor, mesh, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+        placed = [
+            cases.put(tensor, mesh, spec)
+            for tensor, spec in zip(tensors, specs, strict=True)
+        ]
         cases.assert_same(run(*placed), wanted, f"vmap {kind}, own {own}")
 
 
@@ -228,7 +284,11 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
     all.
     """
     mesh, layers = cases.mesh(kind), 4
-    x, target, kernels = numbers(0, (8, 16, 32)), numbers(1, (8, 16, 32)), numbers(2, (layers, 32, 32), 3.5)
+    x, target, kernels = (
+        numbers(0, (8, 16, 32)),
+        numbers(1, (8, 16, 32)),
+        numbers(2, (layers, 32, 32), 3.5),
+    )
     state = jaxfp8.init_state(cases.RECIPE)
     if not is_shared:
         state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), state)
@@ -250,9 +310,17 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
     wanted = jax.jit(train)(x, kernels, target, state)
     assert np.all(wanted[1][1].output_grad.amax_history[..., 0] > 0)
     with jax.set_mesh(mesh):
-        run = jax.jit(functools.partial(train, out=P("data") if kind == "explicit" else None))
-        tensors, specs = (x, kernels, target, state), (P("data"), P(None, "fsdp", "tp"), P("data"), P())
-        placed = [cases.put(tensor, mesh, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+        run = jax.jit(
+            functools.partial(train, out=P("data") if kind == "explicit" else None)
+        )
+        tensors, specs = (
+            (x, kernels, target, state),
+            (P("data"), P(None, "fsdp", "tp"), P("data"), P()),
+        )
+        placed = [
+            cases.put(tensor, mesh, spec)
+            for tensor, spec in zip(tensors, specs, strict=True)
+        ]
         cases.assert_same(run(*placed), wanted, f"scan {kind}")
 
 
@@ -261,7 +329,12 @@ def test_arguments_on_no_mesh(kind):
     """Arrays in numpy, while a mesh is set: JAX's own products take that."""
     wanted = cases.reference(steps=2)
     with jax.set_mesh(cases.mesh(kind)):
-        run = cases.train(jax.jit(cases.make_step()), cases.weights(), cases.state(), cases.batches()[:2])
+        run = cases.train(
+            jax.jit(cases.make_step()),
+            cases.weights(),
+            cases.state(),
+            cases.batches()[:2],
+        )
         cases.assert_same(run, wanted, kind)
 
 
@@ -281,14 +354,22 @@ def test_exported():
     weights, state, batches = cases.arguments(mesh, LAYOUT)
 
     def gradients(weights, state, *tensors):
-        return jax.value_and_grad(cases.loss, argnums=(0, 1))(weights, state, cases.Batch(*tensors))
+        return jax.value_and_grad(cases.loss, argnums=(0, 1))(
+            weights, state, cases.Batch(*tensors)
+        )
 
-    written = export.export(jax.jit(gradients))(weights, state, *jax.tree.leaves(batches[0])).serialize()
+    written = export.export(jax.jit(gradients))(
+        weights, state, *jax.tree.leaves(batches[0])
+    ).serialize()
     read = jax.jit(export.deserialize(written).call)
 
     @jax.jit
     def step(weights, state, batch):
         value, (of_weights, of_state) = read(weights, state, *jax.tree.leaves(batch))
-        return cases.next_weights(weights, of_weights), jaxfp8.update_state(state, of_state), value
+        return (
+            cases.next_weights(weights, of_weights),
+            jaxfp8.update_state(state, of_state),
+            value,
+        )
 
     steps(step, weights, state, batches)

@@ -17,7 +17,9 @@ from jaxfp8 import ops
 from mesh import cases, hlo
 
 FORMAT = oracle.E4M3
-SPECS = [P(*axes) for axes in itertools.product((None, "data"), ("fsdp", None), (None, "tp"))]
+SPECS = [
+    P(*axes) for axes in itertools.product((None, "data"), ("fsdp", None), (None, "tp"))
+]
 
 
 def put(x, spec):
@@ -29,7 +31,9 @@ def values(*shape, seed=0):
 
 
 def codes(*shape, seed=0):
-    return oracle.quantize(values(*shape, seed=seed), np.float32(FORMAT.max / 8), FORMAT)[0]
+    return oracle.quantize(
+        values(*shape, seed=seed), np.float32(FORMAT.max / 8), FORMAT
+    )[0]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -38,15 +42,25 @@ def test_one_tensor(spec):
     data, top = oracle.quantize(x, scale, FORMAT)
     cut = put(x, spec)
     oracle.assert_bitwise(np.asarray(jax.jit(ops.amax)(cut)), top, "amax")
-    assert_all_bitwise(jax.jit(lambda x: ops.quantize(x, scale, FORMAT.dtype))(cut), (data, top), "quantize")
+    assert_all_bitwise(
+        jax.jit(lambda x: ops.quantize(x, scale, FORMAT.dtype))(cut),
+        (data, top),
+        "quantize",
+    )
     both = jax.jit(lambda x: ops.quantize_transpose(x, scale, FORMAT.dtype))(cut)
     assert_all_bitwise(both, (data, data.swapaxes(1, 2), top), "quantize_transpose")
     out = jax.jit(lambda q: ops.dequantize(q, scale, np.float32))(put(data, spec))
-    oracle.assert_bitwise(np.asarray(out), oracle.dequantize(data, scale, np.dtype(np.float32)), "dequantize")
+    oracle.assert_bitwise(
+        np.asarray(out),
+        oracle.dequantize(data, scale, np.dtype(np.float32)),
+        "dequantize",
+    )
 
 
 @pytest.mark.parametrize(
-    "spec", [P("data", None, "fsdp"), P(("data", "fsdp"), "tp", None), P(None, "tp", "data")], ids=str
+    "spec",
+    [P("data", None, "fsdp"), P(("data", "fsdp"), "tp", None), P(None, "tp", "data")],
+    ids=str,
 )
 def test_producers(spec):
     """Rows and columns may be cut, but not the two halves of a gated activation, nor a
@@ -54,30 +68,69 @@ def test_producers(spec):
     """
     x, scale = values(8, 2, 16), np.float32(3)
     for name, m, n in (("silu_gated", 8, 16), ("gelu", 16, 16)):
-        operand = put(x, spec) if name == "silu_gated" else put(x.reshape(m, n), P(spec[0], spec[2]))
-        run = jax.jit(lambda x, name=name: ops.quantize_activation(x, scale, FORMAT.dtype, activation=name))
-        oracle.activation(np.asarray(operand), name).check(*map(np.asarray, run(operand)), scale, FORMAT, what=name)
+        operand = (
+            put(x, spec)
+            if name == "silu_gated"
+            else put(x.reshape(m, n), P(spec[0], spec[2]))
+        )
+        run = jax.jit(
+            lambda x, name=name: ops.quantize_activation(
+                x, scale, FORMAT.dtype, activation=name
+            )
+        )
+        oracle.activation(np.asarray(operand), name).check(
+            *map(np.asarray, run(operand)), scale, FORMAT, what=name
+        )
         grad = put(values(m, n, seed=2), P(spec[0], spec[2]))
         quantize_grad = lambda x, grad, name=name: ops.quantize_activation_grad(  # noqa: E731
             x, grad, scale, FORMAT.dtype, activation=name, column_sums=True
         )
         data, data_t, top, sums = map(np.asarray, jax.jit(quantize_grad)(operand, grad))
         exact = oracle_gradients.activation(np.asarray(operand), np.asarray(grad), name)
-        exact = oracle.Values(*(part.reshape(m, -1) for part in (exact.exact, exact.bound)))
-        exact.check(data.reshape(m, -1), data_t.reshape(-1, m), top, scale, FORMAT, what=f"gradient of {name}")
-        np.testing.assert_allclose(sums.reshape(-1), exact.exact.sum(0), rtol=1e-5, atol=1e-5)
+        exact = oracle.Values(
+            *(part.reshape(m, -1) for part in (exact.exact, exact.bound))
+        )
+        exact.check(
+            data.reshape(m, -1),
+            data_t.reshape(-1, m),
+            top,
+            scale,
+            FORMAT,
+            what=f"gradient of {name}",
+        )
+        np.testing.assert_allclose(
+            sums.reshape(-1), exact.exact.sum(0), rtol=1e-5, atol=1e-5
+        )
     gamma = values(16, seed=1)
     both = jax.jit(
         lambda x, gamma: ops.quantize_norm(
-            x, gamma, None, scale, FORMAT.dtype, kind="layer", epsilon=1e-6, rows=2, amax=scale
+            x,
+            gamma,
+            None,
+            scale,
+            FORMAT.dtype,
+            kind="layer",
+            epsilon=1e-6,
+            rows=2,
+            amax=scale,
         )
     )
     data, data_t, top = map(np.asarray, both(put(x, spec), put(gamma, P("tp"))))
-    oracle.norm(x, gamma, None, "layer", 1e-6).check(data, data_t, top, scale, FORMAT, start=scale)
+    oracle.norm(x, gamma, None, "layer", 1e-6).check(
+        data, data_t, top, scale, FORMAT, start=scale
+    )
 
 
 @pytest.mark.parametrize("extra", ["", "bias", "accumulator", "bias accumulator"])
-@pytest.mark.parametrize("spec", [P("data", "tp"), P("tp", "data"), P(None, ("data", "tp")), P(("data", "fsdp"), None)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("data", "tp"),
+        P("tp", "data"),
+        P(None, ("data", "tp")),
+        P(("data", "fsdp"), None),
+    ],
+)
 def test_product(spec, extra):
     """A bias and an accumulator are added once, whatever is cut: also where each device
     has a part of the sum.
@@ -86,16 +139,24 @@ def test_product(spec, extra):
     a, b = codes(m, k, seed=1), codes(n, k, seed=2)
     scales = np.float32(2.0**-7), np.float32(0.3)
     options = {
-        name: values(*shape, seed=3) for name, shape in (("bias", (n,)), ("accumulator", (m, n))) if name in extra
+        name: values(*shape, seed=3)
+        for name, shape in (("bias", (n,)), ("accumulator", (m, n)))
+        if name in extra
     }
 
     @jax.jit
     def product(a, b, options):
-        return ops.scaled_matmul(a, b, *scales, out_dtype=jnp.float32, precise=True, **options)
+        return ops.scaled_matmul(
+            a, b, *scales, out_dtype=jnp.float32, precise=True, **options
+        )
 
     expected = oracle.scaled_matmul(a, b, *scales, **options)
-    expected.check(product(put(a, spec), put(b, P(None, spec[1])), options), f"a {spec}")
-    expected.check(product(put(a, spec), put(b, P("fsdp")), options), f"a {spec}, b by rows")
+    expected.check(
+        product(put(a, spec), put(b, P(None, spec[1])), options), f"a {spec}"
+    )
+    expected.check(
+        product(put(a, spec), put(b, P("fsdp")), options), f"a {spec}, b by rows"
+    )
 
 
 @pytest.mark.parametrize("spec", [P(), *SPECS[:3], P(("data", "tp"), "fsdp")], ids=str)
@@ -103,11 +164,21 @@ def test_counts(spec):
     """Each device counts its shard; one sum over the devices makes them counts of the
     tensor.
     """
-    x, scale = values(4, 6, 10) * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(np.float32), np.float32(3)
+    x, scale = (
+        values(4, 6, 10)
+        * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(np.float32),
+        np.float32(3),
+    )
     cut = put(x, spec)
     with ops.implementation("ffi"):
-        count = jax.jit(lambda x: ops.count_saturated_and_flushed(x, scale, FORMAT.dtype)).lower(cut).compile()
-    oracle.assert_bitwise(np.asarray(count(cut)), oracle.counts(x, scale, FORMAT), str(spec))
+        count = (
+            jax.jit(lambda x: ops.count_saturated_and_flushed(x, scale, FORMAT.dtype))
+            .lower(cut)
+            .compile()
+        )
+    oracle.assert_bitwise(
+        np.asarray(count(cut)), oracle.counts(x, scale, FORMAT), str(spec)
+    )
     sums = [collective.results for collective in hlo.collectives(count.as_text())]
     assert sums == [(("f32", (2,)),)] * any(spec)
 
@@ -118,20 +189,32 @@ def test_histories(spec, count):
     """A history may come cut, as other arrays of its size; it is still one window."""
     rng = np.random.default_rng(0)
     histories = [np.abs(values(8, seed=i)) for i in range(count)]
-    stored, amaxes = ([np.float32([v]) for v in rng.uniform(1, 2, count)] for _ in range(2))
+    stored, amaxes = (
+        [np.float32([v]) for v in rng.uniform(1, 2, count)] for _ in range(2)
+    )
 
     @jax.jit
     def step(histories):
         scales = ops.delayed_scales(histories, stored, fp8_max=[448.0] * count)
-        recorded = [(amax, scale.scale_inv) for amax, scale in zip(amaxes, scales, strict=True)]
-        return scales, ops.write_histories([list(zip(histories, stored, strict=True))], [recorded])[0]
+        recorded = [
+            (amax, scale.scale_inv) for amax, scale in zip(amaxes, scales, strict=True)
+        ]
+        return scales, ops.write_histories(
+            [list(zip(histories, stored, strict=True))], [recorded]
+        )[0]
 
     scales, written = step([put(history, spec) for history in histories])
     for i in range(count):
         pair = oracle.delayed_scale(histories[i], stored[i][0], np.float32(448))
-        next_history, next_scale = oracle.write_history(histories[i], (amaxes[i][0], pair[1]))
+        next_history, next_scale = oracle.write_history(
+            histories[i], (amaxes[i][0], pair[1])
+        )
         got = scales[i].scale, scales[i].scale_inv, *written[i]
-        expected = *(np.reshape(v, 1) for v in pair), next_history, np.reshape(next_scale, 1)
+        expected = (
+            *(np.reshape(v, 1) for v in pair),
+            next_history,
+            np.reshape(next_scale, 1),
+        )
         assert_all_bitwise(got, expected, f"quantizer {i}")
 
 
@@ -148,8 +231,12 @@ def test_histories_are_written_by_xla_on_a_mesh():
     with ops.implementation("ffi"):
         cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
         alone = jax.jit(step).lower(history, amax).compile().as_text()
-    assert [f"jaxfp8_{op}" in cut for op in ("delayed_scales_v3", "write_histories_v5")] == [True, False]
-    assert [f"jaxfp8_{op}" in alone for op in ("delayed_scales_v3", "write_histories_v5")] == [True, True]
+    assert [
+        f"jaxfp8_{op}" in cut for op in ("delayed_scales_v3", "write_histories_v5")
+    ] == [True, False]
+    assert [
+        f"jaxfp8_{op}" in alone for op in ("delayed_scales_v3", "write_histories_v5")
+    ] == [True, True]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -159,17 +246,31 @@ def test_column_sums(spec):
     for rows, cols in ((1, 1), (2, 1), (1, 2)):
 
         def run(x, rows=rows, cols=cols):
-            return ops.quantize_transpose(x, np.float32(3), FORMAT.dtype, rows=rows, cols=cols, column_sums=True)
+            return ops.quantize_transpose(
+                x, np.float32(3), FORMAT.dtype, rows=rows, cols=cols, column_sums=True
+            )
 
         data, _, top, sums = jax.jit(run)(put(x, spec))
-        assert_all_bitwise((data, top), oracle.quantize(x, np.float32(3), FORMAT), f"{rows} by {cols}")
-        batch = x.reshape(-1, np.prod(x.shape[3 - rows - cols : 3 - cols]), np.prod(x.shape[3 - cols :]))
+        assert_all_bitwise(
+            (data, top), oracle.quantize(x, np.float32(3), FORMAT), f"{rows} by {cols}"
+        )
+        batch = x.reshape(
+            -1,
+            np.prod(x.shape[3 - rows - cols : 3 - cols]),
+            np.prod(x.shape[3 - cols :]),
+        )
         for i, matrix in enumerate(batch):
-            oracle.assert_column_sums(np.asarray(sums).reshape(len(batch), -1)[i], matrix, f"{rows} by {cols}, {i}")
+            oracle.assert_column_sums(
+                np.asarray(sums).reshape(len(batch), -1)[i],
+                matrix,
+                f"{rows} by {cols}, {i}",
+            )
 
 
 @pytest.mark.parametrize(
-    "spec", [P(), P("data"), P(("data", "tp")), P("fsdp", "data"), P(None, "tp"), "windows"], ids=str
+    "spec",
+    [P(), P("data"), P(("data", "tp")), P("fsdp", "data"), P(None, "tp"), "windows"],
+    ids=str,
 )
 def test_state_of_layers(spec):
     """Layers and experts are cut as they lie, without a collective; a window that comes
@@ -178,7 +279,10 @@ def test_state_of_layers(spec):
     rng, leaves = np.random.default_rng(0), ((4, 2), (4, 2), (4,))
     products = [
         [
-            (np.abs(values(*batch, length, seed=i)), rng.uniform(1, 2, (*batch, 1)).astype(np.float32))
+            (
+                np.abs(values(*batch, length, seed=i)),
+                rng.uniform(1, 2, (*batch, 1)).astype(np.float32),
+            )
             for length in (8, 4)
         ]
         for i, batch in enumerate(leaves)
@@ -188,7 +292,12 @@ def test_state_of_layers(spec):
 
     def place(x):
         of_batch = P("data") if is_cut else P(*spec[: x.ndim - 1])
-        return put(x, P(*of_batch, *(None,) * (x.ndim - 2), "tp") if is_cut and x.shape[-1] > 1 else of_batch)
+        return put(
+            x,
+            P(*of_batch, *(None,) * (x.ndim - 2), "tp")
+            if is_cut and x.shape[-1] > 1
+            else of_batch,
+        )
 
     @jax.jit
     def step(products, recorded):
@@ -201,11 +310,17 @@ def test_state_of_layers(spec):
     for i, pairs in enumerate(products):
         for j in np.ndindex(leaves[i]):
             numbers = [oracle.reading(h[j], scale[j]) for h, scale in pairs]
-            oracle.assert_bitwise(np.asarray(readings[i][j]), np.concatenate(numbers), f"product {i}: {j}")
+            oracle.assert_bitwise(
+                np.asarray(readings[i][j]), np.concatenate(numbers), f"product {i}: {j}"
+            )
             for q, (h, _) in enumerate(pairs):
                 expected = oracle.write_history(h[j], recorded[i][j][6 * q :])
                 got = (np.asarray(x[j]) for x in written[i][q])
-                assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
+                assert_all_bitwise(
+                    got,
+                    (expected[0], expected[1].reshape(1)),
+                    f"product {i}: quantizer {q}: {j}",
+                )
     text = compiled.as_text()
     # one for each batch
     assert text.count('custom_call_target="jaxfp8_read_histories_v3"') == 2

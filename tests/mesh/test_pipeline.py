@@ -16,7 +16,9 @@ def folder(tmp_path_factory):
     and were right.
     """
     folder = tmp_path_factory.mktemp("pipelines")
-    another_process.python("-m", "mesh.pipelines", folder, PYTHONPATH=another_process.PATH)
+    another_process.python(
+        "-m", "mesh.pipelines", folder, PYTHONPATH=another_process.PATH
+    )
     return folder
 
 
@@ -25,7 +27,11 @@ def test_as_without_a_pipeline(folder, name):
     """Weights, losses and states of four steps, bit for bit; amaxes never meet those of
     another stage.
     """
-    reductions = [collective for collective in pickle.loads((folder / name).read_bytes()) if collective.is_amax]
+    reductions = [
+        collective
+        for collective in pickle.loads((folder / name).read_bytes())
+        if collective.is_amax
+    ]
     assert reductions, "data is cut, so amaxes have to be reduced"
     stages = [{2 * i, 2 * i + 1} for i in range(pipelines.STAGES)]
     for reduction in reductions:

@@ -20,16 +20,25 @@ def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
     """One step, of operands that a mesh of 2 by 2 devices cuts; a group lies on both
     sides of a cut.
     """
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4]
+    )
     lhs, rhs, grad = operands(4)
     sizes = [30, 7, 0, 40]
-    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY))
-    lhs, rhs = (jax.device_put(x, NamedSharding(mesh, P(*spec))) for x, spec in ((lhs, lhs_spec), (rhs, rhs_spec)))
+    expected = oracle.ragged_step(
+        lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY)
+    )
+    lhs, rhs = (
+        jax.device_put(x, NamedSharding(mesh, P(*spec)))
+        for x, spec in ((lhs, lhs_spec), (rhs, rhs_spec))
+    )
 
     @jax.jit
     def step(lhs, rhs, grad, state):
         def product(lhs, rhs, state):
-            return jaxfp8.ragged_dot(lhs, rhs, jnp.int32(sizes), recipe=RECIPE, state=state)
+            return jaxfp8.ragged_dot(
+                lhs, rhs, jnp.int32(sizes), recipe=RECIPE, state=state
+            )
 
         y, vjp = jax.vjp(product, lhs, rhs, state)
         if axis_type is AxisType.Explicit:
@@ -54,7 +63,9 @@ def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
         ((), (("x", "y"),)),
     ],
 )
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 def test_meshes(lhs_spec, rhs_spec, axis_type):
     """Rows, experts, k and n may be cut; a device finds its groups in the sizes of
     all.
@@ -71,8 +82,12 @@ def collectives_of(recipe, lhs_spec, rhs_spec, axes):
     """The collectives of a gradient, of kernels that are quantized where they are; all
     operands keep their place.
     """
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-    lhs_sharding, rhs_sharding = (NamedSharding(mesh, P(*spec)) for spec in (lhs_spec, rhs_spec))
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
+    lhs_sharding, rhs_sharding = (
+        NamedSharding(mesh, P(*spec)) for spec in (lhs_spec, rhs_spec)
+    )
 
     def loss(lhs, rhs, sizes):
         rhs = jaxfp8.quantize_params({"up": rhs}, None, recipe, where="up")["up"]
@@ -80,8 +95,16 @@ def collectives_of(recipe, lhs_spec, rhs_spec, axes):
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     places = lhs_sharding, rhs_sharding
-    step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=(*places, NamedSharding(mesh, P())), out_shardings=places)
-    shapes = ((ROWS, WIDTH), jnp.bfloat16), ((G, WIDTH, HIDDEN), jnp.float32), ((G,), jnp.int32)
+    step = jax.jit(
+        jax.grad(loss, (0, 1)),
+        in_shardings=(*places, NamedSharding(mesh, P())),
+        out_shardings=places,
+    )
+    shapes = (
+        ((ROWS, WIDTH), jnp.bfloat16),
+        ((G, WIDTH, HIDDEN), jnp.float32),
+        ((G,), jnp.int32),
+    )
     lowered = step.lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     return hlo.collectives(lowered.compile(hlo.QUICKLY).as_text())
 
@@ -93,8 +116,15 @@ def test_rows_stay_and_kernels_are_gathered_as_codes(recipe):
     """
     found = collectives_of(recipe, ("fsdp",), (None, "fsdp"), {"fsdp": 8})
     gathers = [c for c in found if c.kind == "all-gather"]
-    assert {dtype for c in gathers for dtype, shape in c.results if np.prod(shape) >= G * WIDTH * HIDDEN} == {"u8"}
-    assert sum(c.bytes for c in gathers) <= 0.52 * 2 * (2 * G * WIDTH * HIDDEN), list(map(str, gathers))
+    assert {
+        dtype
+        for c in gathers
+        for dtype, shape in c.results
+        if np.prod(shape) >= G * WIDTH * HIDDEN
+    } == {"u8"}
+    assert sum(c.bytes for c in gathers) <= 0.52 * 2 * (2 * G * WIDTH * HIDDEN), list(
+        map(str, gathers)
+    )
     shapes = {shape for c in found for _, shape in c.results}
     assert not any(ROWS in shape for shape in shapes), shapes
 
@@ -111,7 +141,9 @@ def test_rows_and_experts_stay(recipe):
     scales = ROWS * (WIDTH + HIDDEN) * 4 // 128 if recipe is FP8["block"] else 0
     assert sum(c.bytes for c in found if c.kind == "all-gather") == scales
     largest = max(np.prod(shape) for c in found for _, shape in c.results)
-    assert largest == max(G // 4 * WIDTH * HIDDEN, ROWS // 2 * WIDTH), list(map(str, found))
+    assert largest == max(G // 4 * WIDTH * HIDDEN, ROWS // 2 * WIDTH), list(
+        map(str, found)
+    )
 
 
 @pytest.mark.parametrize("name", ["delayed", "block"])
@@ -120,9 +152,15 @@ def test_codes_that_are_gathered_by_hand(name):
     gradients come back scattered.
     """
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    recipe = {"delayed": jaxfp8.DelayedScaling(amax_history_len=HISTORY), "block": FP8["block"]}[name]
+    recipe = {
+        "delayed": jaxfp8.DelayedScaling(amax_history_len=HISTORY),
+        "block": FP8["block"],
+    }[name]
     rng = np.random.default_rng(0)
-    lhs, rhs = rng.standard_normal((8 * 16, 64)).astype(np.float32), rng.standard_normal((G, 64, 40)).astype(np.float32)
+    lhs, rhs = (
+        rng.standard_normal((8 * 16, 64)).astype(np.float32),
+        rng.standard_normal((G, 64, 40)).astype(np.float32),
+    )
     sizes = np.int32([[4, 0, 0, 5, 0, 1, 2, 3]] * 8)
 
     def gather(a):
@@ -130,21 +168,32 @@ def test_codes_that_are_gathered_by_hand(name):
 
     def loss(lhs, rhs, sizes, fp8):
         if fp8:
-            rhs = jaxfp8.quantize_params({"up": rhs}, None, recipe, where="up")["up"].map(gather)
+            rhs = jaxfp8.quantize_params({"up": rhs}, None, recipe, where="up")[
+                "up"
+            ].map(gather)
             y = jaxfp8.ragged_dot(lhs, rhs, sizes[0], recipe=recipe, state=WITHOUT)
         else:
-            y = lax.ragged_dot(lhs.astype(jnp.bfloat16), gather(rhs.astype(jnp.bfloat16)), sizes[0])
+            y = lax.ragged_dot(
+                lhs.astype(jnp.bfloat16), gather(rhs.astype(jnp.bfloat16)), sizes[0]
+            )
         return lax.psum(jnp.sum(y.astype(jnp.float32) ** 2), "fsdp")
 
     def compiled(fp8):
         each = P("fsdp")
         step = jax.shard_map(
-            lambda *operands: jax.grad(loss, (0, 1))(*operands, fp8), mesh=mesh, in_specs=each, out_specs=each
+            lambda *operands: jax.grad(loss, (0, 1))(*operands, fp8),
+            mesh=mesh,
+            in_specs=each,
+            out_specs=each,
         )
         return jax.jit(step).lower(lhs, rhs, sizes).compile()
 
     def gathered(program):
-        return sum(c.bytes for c in hlo.collectives(program.as_text()) if c.kind == "all-gather")
+        return sum(
+            c.bytes
+            for c in hlo.collectives(program.as_text())
+            if c.kind == "all-gather"
+        )
 
     step = compiled(True)
     assert gathered(step) <= 0.52 * gathered(compiled(False))
@@ -152,11 +201,16 @@ def test_codes_that_are_gathered_by_hand(name):
     def whole(lhs, rhs):
         """The same on one device: all rows of an expert next to each other."""
         parts = lhs.reshape(8, 16, 64)
-        products = [jaxfp8.ragged_dot(part, rhs, sizes[0], recipe=recipe, state=WITHOUT) for part in parts]
+        products = [
+            jaxfp8.ragged_dot(part, rhs, sizes[0], recipe=recipe, state=WITHOUT)
+            for part in parts
+        ]
         return sum(jnp.sum(y**2) for y in products)
 
     # the scales of blocks are those of one device's rows on both sides
     if name == "block":
         expected = jax.jit(jax.grad(whole, (0, 1)))(lhs, rhs)
         for got, wanted in zip(step(lhs, rhs, sizes), expected, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+            np.testing.assert_allclose(
+                got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max()
+            )

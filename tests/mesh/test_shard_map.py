@@ -20,10 +20,14 @@ from mesh.by_hand import replicated, summed
 # said, so that check_vma=False has nothing to warn of
 RECIPE = dataclasses.replace(cases.RECIPE, pipeline_axes=())
 CURRENT = dataclasses.replace(RECIPE, first_step="current")
-CHECKED = pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
+CHECKED = pytest.mark.parametrize(
+    "checked", [True, False], ids=["check_vma", "no check_vma"]
+)
 # Where what differs without is tested elsewhere.
 MOSTLY_CHECKED = pytest.mark.parametrize(
-    "checked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["check_vma", "no check_vma"]
+    "checked",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["check_vma", "no check_vma"],
 )
 
 # ------------------------------------------------------------ the program of one device
@@ -31,17 +35,30 @@ MOSTLY_CHECKED = pytest.mark.parametrize(
 
 def axes_of(*entries) -> tuple:
     """The mesh axes of entries of a PartitionSpec, or of a whole one."""
-    return tuple(axis for e in entries if e is not None for axis in (e if isinstance(e, tuple) else (e,)))
+    return tuple(
+        axis
+        for e in entries
+        if e is not None
+        for axis in (e if isinstance(e, tuple) else (e,))
+    )
 
 
 def restricted(layout, manual) -> cases.Layout:
     """A layout as far as it concerns these axes."""
 
     def spec(entries):
-        kept = (tuple(axis for axis in axes_of(entry) if axis in manual) for entry in entries)
+        kept = (
+            tuple(axis for axis in axes_of(entry) if axis in manual)
+            for entry in entries
+        )
         return P(*(axes or None for axes in kept))
 
-    return cases.Layout(**{field.name: spec(getattr(layout, field.name)) for field in dataclasses.fields(layout)})
+    return cases.Layout(
+        **{
+            field.name: spec(getattr(layout, field.name))
+            for field in dataclasses.fields(layout)
+        }
+    )
 
 
 def local_loss(layout, checked, recipe=RECIPE):
@@ -55,7 +72,9 @@ def local_loss(layout, checked, recipe=RECIPE):
 
     def whole(kernel, spec):
         if not checked:
-            of_others = tuple(axis for axis in axes_of(*layout.y) if axis not in axes_of(*spec))
+            of_others = tuple(
+                axis for axis in axes_of(*layout.y) if axis not in axes_of(*spec)
+            )
             kernel = replicated(kernel, of_others) if of_others else kernel
         for dim, entry in enumerate(spec):
             if entry is not None and set(axes_of(entry)) <= set(of_batch):
@@ -67,9 +86,19 @@ def local_loss(layout, checked, recipe=RECIPE):
 
     def loss(weights, state, batch):
         w1, w2 = (whole(weights[name], spec) for name, spec in layout.weights.items())
-        of_sum = tuple(axis for axis in axes_of(layout.w2[0]) if axis not in of_batch) if len(layout.w2) else ()
-        x = lax.all_gather(batch.x, of_places, axis=1, tiled=True) if of_places else batch.x
-        h = cases.activation(cases.dot(x, w1, state["w1"], recipe), batch.size).astype(x.dtype)
+        of_sum = (
+            tuple(axis for axis in axes_of(layout.w2[0]) if axis not in of_batch)
+            if len(layout.w2)
+            else ()
+        )
+        x = (
+            lax.all_gather(batch.x, of_places, axis=1, tiled=True)
+            if of_places
+            else batch.x
+        )
+        h = cases.activation(cases.dot(x, w1, state["w1"], recipe), batch.size).astype(
+            x.dtype
+        )
         y = cases.dot(h, w2, state["w2"], recipe)
         if of_places:
             y = lax.psum_scatter(y, of_sum, scatter_dimension=1, tiled=True)
@@ -84,19 +113,28 @@ def mapped(function, mesh, layout, checked, out_specs, manual=cases.AXES):
     """`function(weights, state, batch)` on shards; state is the same on all devices."""
     in_specs = (layout.weights, P(), layout.batch)
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked, axis_names=set(manual)
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=checked,
+        axis_names=set(manual),
     )
 
 
 def step_inside(mesh, layout, checked, recipe=RECIPE, loss=None, manual=cases.AXES):
     """The whole step in `shard_map`."""
     loss = loss or local_loss(layout, checked, recipe)
-    return mapped(cases.make_step(loss), mesh, layout, checked, (layout.weights, P(), P()), manual)
+    return mapped(
+        cases.make_step(loss), mesh, layout, checked, (layout.weights, P(), P()), manual
+    )
 
 
 def step_outside(mesh, layout, checked, recipe=RECIPE, around=lambda loss: loss):
     """The loss in `shard_map`, its gradient outside."""
-    return cases.make_step(around(mapped(local_loss(layout, True, recipe), mesh, layout, checked, P())))
+    return cases.make_step(
+        around(mapped(local_loss(layout, True, recipe), mesh, layout, checked, P()))
+    )
 
 
 def train(step, mesh, layout, recipe=RECIPE, with_state=True, steps=cases.STEPS):
@@ -116,8 +154,14 @@ def test_gradient_inside(name, checked):
     """
     mesh, layout = cases.mesh(), cases.LAYOUTS[name]
     weights, state, batches = cases.arguments(mesh, layout)
-    step = jax.jit(step_inside(mesh, layout, checked)).lower(weights, state, batches[0]).compile()
-    cases.assert_same(cases.train(step, weights, state, batches), cases.reference(), f"{name}, inside")
+    step = (
+        jax.jit(step_inside(mesh, layout, checked))
+        .lower(weights, state, batches[0])
+        .compile()
+    )
+    cases.assert_same(
+        cases.train(step, weights, state, batches), cases.reference(), f"{name}, inside"
+    )
     (reduction,) = (c for c in hlo.collectives(step.as_text()) if c.is_amax)
     # A replicated kernel has the same amax on all devices, and types show it.
     assert len(reduction.results) == (4 if checked and name == "dp" else 6)
@@ -144,7 +188,9 @@ OTHERS = {
 def test_other_programs(name, checked):
     kind, recipe, with_state = OTHERS[name]
     mesh, layout = cases.mesh(kind), cases.LAYOUTS["all"]
-    run = train(step_inside(mesh, layout, checked, recipe), mesh, layout, recipe, with_state)
+    run = train(
+        step_inside(mesh, layout, checked, recipe), mesh, layout, recipe, with_state
+    )
     cases.assert_same(run, cases.reference(recipe, with_state), name)
 
 
@@ -155,22 +201,33 @@ def in_microbatches(loss, count=2):
     """A scan over microbatches that closes over weights and state."""
 
     def total(weights, state, batch):
-        parts = jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+        parts = jax.tree.map(
+            lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]),
+            batch,
+        )
         return jnp.sum(lax.map(lambda part: loss(weights, state, part), parts))
 
     return total
 
 
 def remat_in_microbatches(loss):
-    return in_microbatches(jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable))
+    return in_microbatches(
+        jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable)
+    )
 
 
-WRAPPERS = {"remat": jax.checkpoint, "microbatches": in_microbatches, "microbatches of remat": remat_in_microbatches}
+WRAPPERS = {
+    "remat": jax.checkpoint,
+    "microbatches": in_microbatches,
+    "microbatches of remat": remat_in_microbatches,
+}
 
 
 def wrapped(wrap, loss):
     """State goes through `jax.checkpoint` as an argument, so it is cast at the top."""
-    return lambda weights, state, batch: wrap(loss)(weights, jaxfp8.max_grad(state), batch)
+    return lambda weights, state, batch: wrap(loss)(
+        weights, jaxfp8.max_grad(state), batch
+    )
 
 
 @pytest.mark.parametrize("constant", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
@@ -181,22 +238,37 @@ def test_constants_inside_of_the_map(name, constant):
     """
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
-    operands = {"x": rng.standard_normal((16, 16)).astype(np.float32), "kernel": np.eye(16, dtype=np.float32)}
+    operands = {
+        "x": rng.standard_normal((16, 16)).astype(np.float32),
+        "kernel": np.eye(16, dtype=np.float32),
+    }
     fixed, other = constant(operands[name]), "kernel" if name == "x" else "x"
 
     def total(state, other_value, fixed):
         both = {name: fixed, other: other_value}
         contract = (((1,), (0,)), ((), ()))
-        y = jaxfp8.dot_general(both["x"], both["kernel"], contract, recipe=RECIPE, state=state)
+        y = jaxfp8.dot_general(
+            both["x"], both["kernel"], contract, recipe=RECIPE, state=state
+        )
         return jax.lax.psum(jnp.sum(y), "data")
 
     def mapped(function, *specs):
         return jax.jit(
-            jax.shard_map(jax.grad(function, argnums=(0, 1)), mesh=mesh, in_specs=specs, out_specs=specs[:2])
+            jax.shard_map(
+                jax.grad(function, argnums=(0, 1)),
+                mesh=mesh,
+                in_specs=specs,
+                out_specs=specs[:2],
+            )
         )
 
-    state, specs = jaxfp8.init_state(RECIPE), (P(), P("data") if other == "x" else P(None, "data"))
-    got = mapped(lambda state, value: total(state, value, fixed), *specs)(state, operands[other])
+    state, specs = (
+        jaxfp8.init_state(RECIPE),
+        (P(), P("data") if other == "x" else P(None, "data")),
+    )
+    got = mapped(lambda state, value: total(state, value, fixed), *specs)(
+        state, operands[other]
+    )
     wanted = mapped(total, *specs, P())(state, operands[other], operands[name])
     cases.assert_same(got, wanted, name)
 
@@ -205,12 +277,18 @@ def test_constants_inside_of_the_map(name, constant):
 @pytest.mark.parametrize("where", ["check_vma", "no check_vma", "around"])
 def test_wrapped(where, wrap):
     """Inside of the map, or around it."""
-    mesh, layout, around = cases.mesh(), cases.LAYOUTS["tp"], functools.partial(wrapped, WRAPPERS[wrap])
+    mesh, layout, around = (
+        cases.mesh(),
+        cases.LAYOUTS["tp"],
+        functools.partial(wrapped, WRAPPERS[wrap]),
+    )
     if where == "around":
         step = step_outside(mesh, layout, True, around=around)
     else:
         checked = where == "check_vma"
-        step = step_inside(mesh, layout, checked, loss=around(local_loss(layout, checked)))
+        step = step_inside(
+            mesh, layout, checked, loss=around(local_loss(layout, checked))
+        )
     cases.assert_same(train(step, mesh, layout), cases.reference(), where)
 
 
@@ -222,17 +300,23 @@ def test_a_map_in_a_map(checked):
     step = cases.make_step(local_loss(layout, checked))
     out_specs = (layout.weights, P(), P())
     step = mapped(step, None, inner, checked, out_specs, manual=("fsdp", "tp"))
-    run = train(mapped(step, mesh, outer, checked, out_specs, manual=("data",)), mesh, layout)
+    run = train(
+        mapped(step, mesh, outer, checked, out_specs, manual=("data",)), mesh, layout
+    )
     cases.assert_same(run, cases.reference(), "nested")
 
 
-@pytest.mark.parametrize("name, manual", [("fsdp+tp", ("data",)), ("all", ("data", "tp"))])
+@pytest.mark.parametrize(
+    "name, manual", [("fsdp+tp", ("data",)), ("all", ("data", "tp"))]
+)
 @CHECKED
 def test_some_axes_manual(name, manual, checked):
     """XLA cuts along the other axes."""
     mesh, layout = cases.mesh(), cases.LAYOUTS[name]
     step = step_inside(mesh, restricted(layout, manual), checked, manual=manual)
-    cases.assert_same(train(step, mesh, layout), cases.reference(), f"{name}, manual {manual}")
+    cases.assert_same(
+        train(step, mesh, layout), cases.reference(), f"{name}, manual {manual}"
+    )
 
 
 # -------------------------------------------------------------------- partial sums (TP)
@@ -244,8 +328,15 @@ def test_amax_of_partial_sums(program):
     not its much larger terms.
     """
     rng = np.random.default_rng(0)
-    x, half1, half2, w3 = (rng.integers(-1, 2, shape).astype(np.float32) for shape in ((4, 8), (8, 4), (4, 8), (8, 4)))
-    weights = np.concatenate([half1, half1], axis=1), np.concatenate([half2, -half2]), w3
+    x, half1, half2, w3 = (
+        rng.integers(-1, 2, shape).astype(np.float32)
+        for shape in ((4, 8), (8, 4), (4, 8), (8, 4))
+    )
+    weights = (
+        np.concatenate([half1, half1], axis=1),
+        np.concatenate([half2, -half2]),
+        w3,
+    )
     weights[1][0, 0] += 1
     specs = P(None, "tp"), P("tp", None), P()
     states = [jaxfp8.init_state(RECIPE) for _ in weights]
@@ -254,9 +345,20 @@ def test_amax_of_partial_sums(program):
         matmul = (((1,), (0,)), ((), ()))
 
         def loss(states):
-            h = jaxfp8.dot_general(x, weights[0], matmul, recipe=RECIPE, state=states[0])
-            y = jaxfp8.dot_general(h, weights[1], matmul, recipe=RECIPE, state=states[1], out_sharding=out_sharding)
-            z = jaxfp8.dot_general(total(y), weights[2], matmul, recipe=RECIPE, state=states[2])
+            h = jaxfp8.dot_general(
+                x, weights[0], matmul, recipe=RECIPE, state=states[0]
+            )
+            y = jaxfp8.dot_general(
+                h,
+                weights[1],
+                matmul,
+                recipe=RECIPE,
+                state=states[1],
+                out_sharding=out_sharding,
+            )
+            z = jaxfp8.dot_general(
+                total(y), weights[2], matmul, recipe=RECIPE, state=states[2]
+            )
             return jnp.sum(z * z)
 
         return jax.grad(loss)(states)
@@ -266,16 +368,26 @@ def test_amax_of_partial_sums(program):
     # small integers, exact at scale 1
     assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]
 
-    on = cases.mesh("explicit" if program == "explicit" else "auto", shape=(2,), axes=("tp",))
+    on = cases.mesh(
+        "explicit" if program == "explicit" else "auto", shape=(2,), axes=("tp",)
+    )
     if program in ("auto", "explicit"):
-        step = functools.partial(next_states, out_sharding=P() if program == "explicit" else None)
+        step = functools.partial(
+            next_states, out_sharding=P() if program == "explicit" else None
+        )
     else:
         checked = program == "check_vma"
         psum = lax.psum if checked else summed
         step = functools.partial(next_states, total=lambda y: psum(y, "tp"))
-        step = jax.shard_map(step, mesh=on, in_specs=(P(), specs, P()), out_specs=P(), check_vma=checked)
+        step = jax.shard_map(
+            step, mesh=on, in_specs=(P(), specs, P()), out_specs=P(), check_vma=checked
+        )
     with jax.set_mesh(on):
-        got = jax.jit(step)(cases.put(states, on, P()), cases.put(weights, on, specs), cases.put(x, on, P()))
+        got = jax.jit(step)(
+            cases.put(states, on, P()),
+            cases.put(weights, on, specs),
+            cases.put(x, on, P()),
+        )
     cases.assert_same(got, wanted, program)
 
 
@@ -294,15 +406,23 @@ def test_unchecked_with_the_gradient_outside(steps_before):
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
     state = cases.reference(steps=steps_before).state if steps_before else cases.state()
     size = 1 if steps_before else 3
-    weights, batch = jax.tree.map(lambda x: x * x.dtype.type(size), (cases.weights(), cases.batches()[steps_before]))
+    weights, batch = jax.tree.map(
+        lambda x: x * x.dtype.type(size),
+        (cases.weights(), cases.batches()[steps_before]),
+    )
     loss = mapped(local_loss(layout, True), mesh, layout, False, P())
     gradient = jax.jit(jax.grad(loss, argnums=1))(weights, state, batch)
     with pytest.raises(ValueError, match="8 times .* summed over uses or devices"):
         jaxfp8.update_state(state, gradient)
 
-    wanted = jaxfp8.update_state(state, jax.jit(jax.grad(cases.loss, argnums=1))(weights, state, batch))
+    wanted = jaxfp8.update_state(
+        state, jax.jit(jax.grad(cases.loss, argnums=1))(weights, state, batch)
+    )
     safe = jax.jit(jaxfp8.update_state)(state, gradient)
-    for got, right in zip(*(jax.tree.leaves(tree, is_leaf=is_quantizer) for tree in (safe, wanted)), strict=True):
+    for got, right in zip(
+        *(jax.tree.leaves(tree, is_leaf=is_quantizer) for tree in (safe, wanted)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(got.scale, right.scale)
         np.testing.assert_array_equal(got.amax_history[1:], right.amax_history[1:])
         assert right.amax_history[0] <= got.amax_history[0] <= 8 * right.amax_history[0]
@@ -312,16 +432,25 @@ def is_quantizer(node) -> bool:
     return isinstance(node, jaxfp8.QuantizerState)
 
 
-@pytest.mark.parametrize("recipe, warned", [(cases.RECIPE, True), (RECIPE, False)], ids=["not said", "said"])
+@pytest.mark.parametrize(
+    "recipe, warned", [(cases.RECIPE, True), (RECIPE, False)], ids=["not said", "said"]
+)
 def test_unchecked_warns_unless_told(recipe, warned):
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
     arguments = cases.weights(), cases.state(recipe), cases.batches()[0]
     for checked in (True, False):
         with warnings.catch_warnings(record=True, action="always") as caught:
             jax.eval_shape(step_inside(mesh, layout, checked, recipe), *arguments)
-        of_state = [str(w.message) for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
+        of_state = [
+            str(w.message)
+            for w in caught
+            if issubclass(w.category, jaxfp8.FP8StateWarning)
+        ]
         assert bool(of_state) == (warned and not checked)
-        assert all("('data', 'fsdp', 'tp')" in text and "pipeline_axes=()" in text for text in of_state)
+        assert all(
+            "('data', 'fsdp', 'tp')" in text and "pipeline_axes=()" in text
+            for text in of_state
+        )
 
 
 STATELESS = {
@@ -336,15 +465,25 @@ STATELESS = {
 }
 
 
-@pytest.mark.parametrize("recipe, reduces", STATELESS.items(), ids=map(str, range(len(STATELESS))))
+@pytest.mark.parametrize(
+    "recipe, reduces", STATELESS.items(), ids=map(str, range(len(STATELESS)))
+)
 def test_unchecked_warns_where_an_amax_is_reduced(recipe, reduces):
     def gradients(x, kernel):
-        return jax.grad(lambda *pair: jnp.sum(jaxfp8.dot_general(*pair, (((1,), (0,)), ((), ())), recipe=recipe)))(
-            x, kernel
-        )
+        return jax.grad(
+            lambda *pair: jnp.sum(
+                jaxfp8.dot_general(*pair, (((1,), (0,)), ((), ())), recipe=recipe)
+            )
+        )(x, kernel)
 
     step = jax.jit(
-        jax.shard_map(gradients, mesh=cases.mesh(), in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)
+        jax.shard_map(
+            gradients,
+            mesh=cases.mesh(),
+            in_specs=(P("data"), P()),
+            out_specs=P("data"),
+            check_vma=False,
+        )
     )
     with warnings.catch_warnings(record=True, action="always") as caught:
         text = step.lower(jnp.ones((64, 128)), jnp.ones((128, 128))).compile().as_text()

@@ -34,7 +34,10 @@ def test_stages_scale_by_themselves(name, checked):
     """
     recipe, stages = STAGED[name], 4
     rng = np.random.default_rng(0)
-    x, grad = (np.append(rng.integers(-6, 7, 16 * 8 - 1), 7).astype(np.float32).reshape(16, 8) for _ in range(2))
+    x, grad = (
+        np.append(rng.integers(-6, 7, 16 * 8 - 1), 7).astype(np.float32).reshape(16, 8)
+        for _ in range(2)
+    )
     kernels = rng.integers(-6, 7, (stages, 8, 8)).astype(np.float32)
     kernels[:, 0, 0] = 7
     kernels *= np.float32([[[1]], [[2]], [[2**12]], [[2**-6]]])
@@ -42,7 +45,11 @@ def test_stages_scale_by_themselves(name, checked):
 
     def gradient(kernel, state, x, grad):
         y, vjp = jax.vjp(
-            lambda *args: jaxfp8.dot_general(x, args[0], matmul, recipe=recipe, state=args[1]), kernel, state
+            lambda *args: jaxfp8.dot_general(
+                x, args[0], matmul, recipe=recipe, state=args[1]
+            ),
+            kernel,
+            state,
         )
         return y, vjp(grad)
 
@@ -53,7 +60,11 @@ def test_stages_scale_by_themselves(name, checked):
         of_kernel = of_kernel if checked else lax.psum(of_kernel, "data")
         return jax.tree.map(lambda leaf: leaf[None], (y, (of_kernel, of_state)))
 
-    state = cases.stateless()["w1"] if name == "without state" else jaxfp8.init_state(recipe)
+    state = (
+        cases.stateless()["w1"]
+        if name == "without state"
+        else jaxfp8.init_state(recipe)
+    )
     wanted = [jax.jit(gradient)(kernel, state, x, grad) for kernel in kernels]
     wanted = jax.tree.map(lambda *leaves: np.stack(leaves), *wanted)
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * stages), state)
@@ -70,7 +81,10 @@ def test_stages_scale_by_themselves(name, checked):
 def test_pipeline_axis_of_a_state_that_all_share():
     recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("fsdp",))
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
-    with pytest.raises(ValueError, match=r"pipeline_axes names \['fsdp'\], but the state does not vary over it"):
+    with pytest.raises(
+        ValueError,
+        match=r"pipeline_axes names \['fsdp'\], but the state does not vary over it",
+    ):
         train(step_inside(mesh, layout, True, recipe), mesh, layout, steps=1)
 
 
@@ -78,5 +92,7 @@ def test_pipeline_axis_that_does_not_exist():
     """Where types do not tell, a typo would reduce over the stages."""
     recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("stages",))
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
-    with pytest.raises(ValueError, match=r"pipeline_axes: expected axes of this shard_map.*stages"):
+    with pytest.raises(
+        ValueError, match=r"pipeline_axes: expected axes of this shard_map.*stages"
+    ):
         train(step_inside(mesh, layout, False, recipe), mesh, layout, steps=1)

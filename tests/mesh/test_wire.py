@@ -17,7 +17,10 @@ from mesh import collective_cases as cases, hlo
 ROWS, WIDTH, HIDDEN = 64, 256, 128
 FAST = ("delayed", "block")
 MATMUL = (((1,), (0,)), ((), ()))
-RECIPES = {name: cases.RECIPES[name][0] for name in ("delayed", "current", "rowwise", "block", "mx")}
+RECIPES = {
+    name: cases.RECIPES[name][0]
+    for name in ("delayed", "current", "rowwise", "block", "mx")
+}
 
 
 def experts(send_rows, send_results, recipe):
@@ -49,11 +52,15 @@ def plainly(x, state):
 
 def sent_by(recipe):
     def rows(x, state):
-        return collectives.all_to_all(x, "e", 0, 0, recipe=recipe, state=state, tiled=True)
+        return collectives.all_to_all(
+            x, "e", 0, 0, recipe=recipe, state=state, tiled=True
+        )
 
     def results(y, state):
         combine = cases.backward_only(recipe, pipeline_axes=())
-        return collectives.all_to_all(y, "e", 0, 0, recipe=combine, state=state, tiled=True).dequantize(y.dtype)
+        return collectives.all_to_all(
+            y, "e", 0, 0, recipe=combine, state=state, tiled=True
+        ).dequantize(y.dtype)
 
     return rows, results
 
@@ -65,7 +72,11 @@ def compare(name) -> None:
     assert {c.kind for c in sent} == {"all-to-all"}
     assert not any(dtype.startswith("f8") for c in sent for dtype, _ in c.results), sent
     # Only the combine's forward sends a tensor; XLA's CPU compiler widens its bfloat16.
-    tensors = [c for c in sent if c.bytes == 4 * ROWS * HIDDEN and {dtype for dtype, _ in c.results} == {"f32"}]
+    tensors = [
+        c
+        for c in sent
+        if c.bytes == 4 * ROWS * HIDDEN and {dtype for dtype, _ in c.results} == {"f32"}
+    ]
     codes = [c for c in sent if c not in tensors]
     assert len(tensors) == 1
     # dispatch both ways, and the combine's backward
@@ -75,7 +86,10 @@ def compare(name) -> None:
     assert sum(c.is_amax for c in hlo.collectives(text)) == 1 or name != "delayed"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in RECIPES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in RECIPES],
+)
 def test_codes_and_scales_alone_are_sent(name):
     compare(name)
 
@@ -87,7 +101,11 @@ def test_the_source_is_not_computed():
     recipe = RECIPES["delayed"]
     rows, _ = sent_by(recipe)
     counts = [
-        len(re.findall(r'custom_call_target="jaxfp8_dequantize', experts(send, plainly, recipe)))
+        len(
+            re.findall(
+                r'custom_call_target="jaxfp8_dequantize', experts(send, plainly, recipe)
+            )
+        )
         for send in (plainly, rows)
     ]
     assert counts[1] == counts[0] + 1

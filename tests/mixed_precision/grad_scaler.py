@@ -21,13 +21,17 @@ class GradScaler:
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
-            self.scale = max(np.float32(self.scale * np.float32(self.backoff_factor)), SMALLEST)
+            self.scale = max(
+                np.float32(self.scale * np.float32(self.backoff_factor)), SMALLEST
+            )
             self.growth_tracker = 0
             return
         self.growth_tracker += 1
         if self.growth_tracker == self.growth_interval:
             with np.errstate(over="ignore"):
-                self.scale = min(np.float32(self.scale * np.float32(self.growth_factor)), LARGEST)
+                self.scale = min(
+                    np.float32(self.scale * np.float32(self.growth_factor)), LARGEST
+                )
             self.growth_tracker = 0
 
     def unscale(self, gradient: np.ndarray) -> np.ndarray:

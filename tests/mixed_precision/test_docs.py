@@ -18,13 +18,19 @@ def rows_below(header) -> list[list[str]]:
 
 def test_table_of_operations():
     policy = mixed_precision.Policy.parse("p=f32,c=f16")
-    dtypes = {"`compute_dtype`": jnp.dtype("float16"), "float32": jnp.dtype("float32"), "None": None}
+    dtypes = {
+        "`compute_dtype`": jnp.dtype("float16"),
+        "float32": jnp.dtype("float32"),
+        "None": None,
+    }
     rows = rows_below("| operations | dtype |")
     assert len(rows) == 3
     for _, dtype, examples in rows:
         names = re.findall(r"`(\w+)`", examples)
         assert len(names) >= 5
-        assert {policy.dtype_of(name) for name in names} == {dtypes[dtype.split(":")[0]]}
+        assert {policy.dtype_of(name) for name in names} == {
+            dtypes[dtype.split(":")[0]]
+        }
 
 
 def test_table_of_formats():

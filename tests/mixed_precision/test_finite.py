@@ -13,7 +13,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxfp8
-from jaxfp8.mixed_precision import all_finite, first_nonfinite, first_nonfinite_index, leaf_names, select
+from jaxfp8.mixed_precision import (
+    all_finite,
+    first_nonfinite,
+    first_nonfinite_index,
+    leaf_names,
+    select,
+)
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 DEVICES = 8
@@ -22,12 +28,19 @@ BAD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
 
 def tree(spoil=(), value=np.nan, dtype=np.float32):
     """Gradients and FP8 state, with `value` at one place of the leaves named."""
-    leaves = {"a": np.ones((3, 5), dtype), "b": np.ones(7, dtype), "history": np.ones(4, np.float32)}
+    leaves = {
+        "a": np.ones((3, 5), dtype),
+        "b": np.ones(7, dtype),
+        "history": np.ones(4, np.float32),
+    }
     for name in spoil:
         leaves[name].flat[-1] = value
     state = {"x_amax_history": leaves["history"], "x_scale": np.ones(1, np.float32)}
     return {
-        "params": {"Dense_0": {"kernel": leaves["a"]}, "Dense_1": {"bias": leaves["b"], "count": np.int32(3)}},
+        "params": {
+            "Dense_0": {"kernel": leaves["a"]},
+            "Dense_1": {"bias": leaves["b"], "count": np.int32(3)},
+        },
         OWG: {"Dense_0": {"Fp8DotGeneral_0": state}},
     }
 
@@ -41,26 +54,42 @@ def test_one_bad_value(value, dtype):
     check = jax.jit(all_finite)
     assert check(tree(dtype=dtype)) and all_finite(tree(dtype=dtype))
     for leaf in "ab":
-        assert not check(tree(leaf, value, dtype)) and not all_finite(tree(leaf, value, dtype))
+        assert not check(tree(leaf, value, dtype)) and not all_finite(
+            tree(leaf, value, dtype)
+        )
 
 
 def test_state_does_not_decide():
     assert all_finite(tree(["history"]))
-    assert all_finite(jaxfp8.QTensor(jnp.full((2, 2), np.nan, jnp.float8_e4m3fn), jnp.full(1, np.nan)))
+    assert all_finite(
+        jaxfp8.QTensor(jnp.full((2, 2), np.nan, jnp.float8_e4m3fn), jnp.full(1, np.nan))
+    )
     assert not all_finite(
-        jaxfp8.QTensor(jnp.ones((1, 1), jnp.float8_e4m3fn), jnp.ones(1), source=jnp.full((1, 1), np.nan))
+        jaxfp8.QTensor(
+            jnp.ones((1, 1), jnp.float8_e4m3fn),
+            jnp.ones(1),
+            source=jnp.full((1, 1), np.nan),
+        )
     )
 
 
 def test_nothing_to_look_at():
-    for nothing in ({}, None, {"a": np.int32(1), "key": jax.random.key(0)}, np.zeros((0, 3), np.float32)):
+    for nothing in (
+        {},
+        None,
+        {"a": np.int32(1), "key": jax.random.key(0)},
+        np.zeros((0, 3), np.float32),
+    ):
         assert all_finite(nothing) and first_nonfinite(nothing) is None
 
 
 # ------------------------------------------------------------------------------- select
 
 
-@pytest.mark.parametrize("finite", [True, False, np.bool_(True), np.bool_(False), jnp.bool_(True), jnp.bool_(False)])
+@pytest.mark.parametrize(
+    "finite",
+    [True, False, np.bool_(True), np.bool_(False), jnp.bool_(True), jnp.bool_(False)],
+)
 def test_select(finite):
     """One of the two, to the bit, NaNs and negative zeros and all; no leaf is left
     out.
@@ -87,8 +116,12 @@ def test_select(finite):
     for function in (select, jax.jit(select)):
         got, wanted = function(finite, new, old), new if finite else old
         assert jax.tree.structure(got) == jax.tree.structure(wanted)
-        assert jnp.array_equal(jax.random.key_data(got.pop("key")), jax.random.key_data(wanted["key"]))
-        assert_same_bits(got, {name: leaf for name, leaf in wanted.items() if name != "key"})
+        assert jnp.array_equal(
+            jax.random.key_data(got.pop("key")), jax.random.key_data(wanted["key"])
+        )
+        assert_same_bits(
+            got, {name: leaf for name, leaf in wanted.items() if name != "key"}
+        )
 
 
 def test_trees_that_differ_are_named():
@@ -96,7 +129,8 @@ def test_trees_that_differ_are_named():
         select(True, {"a": 1.0}, {"b": 1.0})
     for other in (np.ones(3, np.float16), np.ones(4, np.float32)):
         with pytest.raises(
-            ValueError, match=r"select: new: \['opt'\]\[0\]: expected float.* as in old, got float32\[3\]"
+            ValueError,
+            match=r"select: new: \['opt'\]\[0\]: expected float.* as in old, got float32\[3\]",
         ):
             select(True, {"opt": [np.ones(3, np.float32)]}, {"opt": [other]})
 
@@ -108,7 +142,10 @@ def layers(*bad):
     """Six layers; those named have a NaN."""
 
     def layer(name):
-        return {"kernel": np.full((2, 2), np.nan if name in bad else 1, np.float32), "bias": np.ones(2)}
+        return {
+            "kernel": np.full((2, 2), np.nan if name in bad else 1, np.float32),
+            "bias": np.ones(2),
+        }
 
     stack = {str(i): layer(f"layers/{i}") for i in range(10, 14)}
     return {"params": {"head": layer("head"), "embed": layer("embed"), "layers": stack}}
@@ -121,13 +158,19 @@ def test_which_layer():
     """The layer whose backward made the NaN is the one nearest to the loss; all before
     it have it too.
     """
-    assert first_nonfinite(layers()) is None and first_nonfinite(layers(), ORDER) is None
+    assert (
+        first_nonfinite(layers()) is None and first_nonfinite(layers(), ORDER) is None
+    )
     bad = layers(*ORDER[:4])
     assert first_nonfinite(bad, ORDER) == "params/layers/12/kernel"
-    assert first_nonfinite(bad) == "params/embed/kernel", "without an order the first in the tree"
+    assert first_nonfinite(bad) == "params/embed/kernel", (
+        "without an order the first in the tree"
+    )
     assert first_nonfinite(layers(*ORDER), ORDER) == "params/head/kernel"
     assert first_nonfinite(bad, ["layers", "head"]) == "params/layers/10/kernel"
-    assert first_nonfinite(layers("embed"), ["layers", "head"]) == "params/embed/kernel", "of no layer named: last"
+    assert (
+        first_nonfinite(layers("embed"), ["layers", "head"]) == "params/embed/kernel"
+    ), "of no layer named: last"
 
 
 @pytest.mark.parametrize("order", [None, ORDER])
@@ -141,7 +184,9 @@ def test_under_jit(order):
 
 
 def test_nnx():
-    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+    model = nnx.Sequential(
+        nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+    )
     x = np.float32([[1, 2]])
     good = nnx.grad(lambda m: m(x).sum())(model)
     bad = nnx.grad(lambda m: jnp.sqrt(0.0 * m(x)).sum())(model)
@@ -152,7 +197,8 @@ def test_nnx():
 
 def test_an_order_of_another_model():
     with pytest.raises(
-        ValueError, match=r"first_nonfinite: order: expected the names of layers in .*got \['decoder'\]"
+        ValueError,
+        match=r"first_nonfinite: order: expected the names of layers in .*got \['decoder'\]",
     ):
         first_nonfinite(layers(), ["embed", "decoder"])
 
@@ -161,7 +207,9 @@ def test_an_order_of_another_model():
 
 
 def mesh_of(kind, *shape):
-    return jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=(kind,) * len(shape))
+    return jax.make_mesh(
+        shape, ("data", "model")[: len(shape)], axis_types=(kind,) * len(shape)
+    )
 
 
 def gradients(bad):
@@ -182,16 +230,24 @@ def test_arrays_cut_by_jit(kind, bad):
     mesh = mesh_of(kind, DEVICES)
     with jax.set_mesh(mesh):
         grads = {
-            "cut": jax.device_put(gradients(bad)["cut"], NamedSharding(mesh, P("data"))),
+            "cut": jax.device_put(
+                gradients(bad)["cut"], NamedSharding(mesh, P("data"))
+            ),
             "whole": jax.device_put(gradients(bad)["whole"], NamedSharding(mesh, P())),
         }
         finite, index, got = jax.jit(
-            lambda g: (all_finite(g), first_nonfinite_index(g), select(all_finite(g), jax.tree.map(jnp.negative, g), g))
+            lambda g: (
+                all_finite(g),
+                first_nonfinite_index(g),
+                select(all_finite(g), jax.tree.map(jnp.negative, g), g),
+            )
         )(grads)
     assert values_on_devices(finite) == [not bad] * DEVICES
     assert values_on_devices(index) == [0 if bad else -1] * DEVICES
     sign = 1 if bad else -1
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad)
+    )
     assert got["cut"].sharding.is_equivalent_to(grads["cut"].sharding, 2)
 
 
@@ -213,15 +269,30 @@ def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
         finite = all_finite(grads)
         seen = jnp.reshape(finite, (1,))
         seen = lax.pcast(seen, axes, to="varying") if check_vma else seen
-        return finite, first_nonfinite_index(grads), seen, select(finite, jax.tree.map(jnp.negative, grads), grads)
+        return (
+            finite,
+            first_nonfinite_index(grads),
+            seen,
+            select(finite, jax.tree.map(jnp.negative, grads), grads),
+        )
 
     specs = {"cut": P(axes), "whole": P()}
     finite, index, seen, got = in_shard_map(
-        function, mesh, check_vma, in_specs=(specs,), out_specs=(P(), P(), P(axes), specs)
+        function,
+        mesh,
+        check_vma,
+        in_specs=(specs,),
+        out_specs=(P(), P(), P(axes), specs),
     )(gradients(bad))
-    assert seen.tolist() == [not bad] * DEVICES and finite == (not bad) and index == (0 if bad else -1)
+    assert (
+        seen.tolist() == [not bad] * DEVICES
+        and finite == (not bad)
+        and index == (0 if bad else -1)
+    )
     sign = 1 if bad else -1
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad)
+    )
 
 
 def test_gradients_that_agree_need_no_collective():
@@ -231,6 +302,12 @@ def test_gradients_that_agree_need_no_collective():
     mesh = mesh_of(AxisType.Auto, DEVICES)
 
     def lowered(spec):
-        return in_shard_map(all_finite, mesh, True, in_specs=(spec,), out_specs=P()).lower(np.ones(DEVICES)).as_text()
+        return (
+            in_shard_map(all_finite, mesh, True, in_specs=(spec,), out_specs=P())
+            .lower(np.ones(DEVICES))
+            .as_text()
+        )
 
-    assert "all_reduce" not in lowered(P()) and lowered(P("data")).count("all_reduce") == 1
+    assert (
+        "all_reduce" not in lowered(P()) and lowered(P("data")).count("all_reduce") == 1
+    )

@@ -22,7 +22,11 @@ adjust = jax.jit(lambda loss_scale, finite: loss_scale.adjust(finite))
 
 def assert_agrees(loss_scale, scaler, what):
     oracle.assert_bitwise(loss_scale.value, np.asarray(scaler.scale), f"{what}: value")
-    oracle.assert_bitwise(loss_scale.good_steps, np.asarray(scaler.growth_tracker, np.int32), f"{what}: good steps")
+    oracle.assert_bitwise(
+        loss_scale.good_steps,
+        np.asarray(scaler.growth_tracker, np.int32),
+        f"{what}: good steps",
+    )
 
 
 # ----------------------------------------------------------------------------- dynamics
@@ -37,7 +41,9 @@ def run(loss_scale, finite):
         loss_scale = loss_scale.adjust(ok)
         return loss_scale, (loss_scale.value, loss_scale.good_steps)
 
-    return jax.jit(lambda loss_scale, finite: lax.scan(body, loss_scale, finite))(loss_scale, finite)[1]
+    return jax.jit(lambda loss_scale, finite: lax.scan(body, loss_scale, finite))(
+        loss_scale, finite
+    )[1]
 
 
 def test_the_worked_example():
@@ -57,8 +63,18 @@ OPTIONS = {
     "defaults": {},
     "often": {"growth_interval": 3},
     "each step": {"growth_interval": 1},
-    "no powers of two": {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 5},
-    "from 2**20": {"init_scale": 2.0**20, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7},
+    "no powers of two": {
+        "init_scale": 1000.0,
+        "growth_factor": 1.7,
+        "backoff_factor": 0.3,
+        "growth_interval": 5,
+    },
+    "from 2**20": {
+        "init_scale": 2.0**20,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 7,
+    },
 }
 
 
@@ -71,7 +87,9 @@ def test_thousands_of_random_steps(options, bad):
     finite = np.random.default_rng(len(str(options))).random(9000) >= bad
     values, good_steps = map(np.asarray, run(DynamicLossScale(**options), finite))
     scaler = GradScaler(scale=np.float32(options.get("init_scale", 65536)))
-    scaler = dataclasses.replace(scaler, **{k: v for k, v in options.items() if k != "init_scale"})
+    scaler = dataclasses.replace(
+        scaler, **{k: v for k, v in options.items() if k != "init_scale"}
+    )
     expected = []
     for ok in finite:
         scaler.update(not ok)
@@ -84,7 +102,10 @@ def test_never_zero_and_never_infinite():
     """At both bounds the value and its inverse are normal floats, and unscaling undoes
     scaling.
     """
-    top, bottom = DynamicLossScale(2.0**125, growth_interval=1), DynamicLossScale(2.0**-125)
+    top, bottom = (
+        DynamicLossScale(2.0**125, growth_interval=1),
+        DynamicLossScale(2.0**-125),
+    )
     for _ in range(5):
         top, bottom = adjust(top, True), adjust(bottom, False)
     assert float(top.value) == 2.0**126 and float(bottom.value) == 2.0**-126
@@ -111,9 +132,10 @@ def test_unscale_in_f32(dtype, init_scale):
     has them.
     """
     if dtype == np.float32:
-        gradient = (np.random.default_rng(0).standard_normal(10000) * 2.0 ** np.arange(-40, 60).repeat(100)).astype(
-            dtype
-        )
+        gradient = (
+            np.random.default_rng(0).standard_normal(10000)
+            * 2.0 ** np.arange(-40, 60).repeat(100)
+        ).astype(dtype)
     else:
         gradient = np.arange(2**16).astype(np.uint16).view(dtype)
     got = np.asarray(jax.jit(DynamicLossScale(init_scale).unscale)(gradient))
@@ -129,13 +151,21 @@ def test_unscale_in_f32(dtype, init_scale):
 
 
 def test_what_is_no_gradient_stays():
-    params = {"kernel": np.float16([2, 4]), "scale": np.float32([8]), "complex": np.complex64([1j])}
+    params = {
+        "kernel": np.float16([2, 4]),
+        "scale": np.float32([8]),
+        "complex": np.complex64([1j]),
+    }
     loss_scale = DynamicLossScale()
     for change, factor in ((loss_scale.scale, 65536), (loss_scale.unscale, 1 / 65536)):
         got, source = leaves.assert_others_stay(change, {"params": params})
         # The scale of a norm is a parameter, and a source's gradient that of a kernel
         # which was quantized before.
-        expected = {"kernel": [2 * factor, 4 * factor], "scale": [8 * factor], "complex": [1j * factor]}
+        expected = {
+            "kernel": [2 * factor, 4 * factor],
+            "scale": [8 * factor],
+            "complex": [1j * factor],
+        }
         assert {name: leaf.tolist() for name, leaf in got["params"].items()} == expected
         assert source.tolist() == [[factor] * 2] * 2
 
@@ -146,11 +176,13 @@ def test_what_is_no_gradient_stays():
 def test_msgpack():
     used = adjust(adjust(DynamicLossScale(growth_interval=7), False), True)
     data = flax.serialization.to_bytes({"step": 3, "loss_scale": used})
-    got = flax.serialization.from_bytes({"step": 0, "loss_scale": DynamicLossScale(growth_interval=7)}, data)[
-        "loss_scale"
-    ]
+    got = flax.serialization.from_bytes(
+        {"step": 0, "loss_scale": DynamicLossScale(growth_interval=7)}, data
+    )["loss_scale"]
     assert isinstance(got, DynamicLossScale)
-    assert_agrees(adjust(got, True), GradScaler(np.float32(32768), growth_tracker=2), "restored")
+    assert_agrees(
+        adjust(got, True), GradScaler(np.float32(32768), growth_tracker=2), "restored"
+    )
 
 
 # ------------------------------------------------------------------------------- errors
@@ -163,20 +195,28 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name, got", [(name, got) for name, all_bad in BAD.items() for got in all_bad])
+@pytest.mark.parametrize(
+    "name, got", [(name, got) for name, all_bad in BAD.items() for got in all_bad]
+)
 def test_bad_options_are_named(name, got):
-    with pytest.raises(ValueError, match=f"DynamicLossScale: {name}: expected a .*got "):
+    with pytest.raises(
+        ValueError, match=f"DynamicLossScale: {name}: expected a .*got "
+    ):
         DynamicLossScale(**{name: got})
 
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("got", ["a", None, 2j])
 def test_options_that_are_no_numbers(name, got):
-    with pytest.raises(TypeError, match=f"DynamicLossScale: {name}: expected a number, got "):
+    with pytest.raises(
+        TypeError, match=f"DynamicLossScale: {name}: expected a number, got "
+    ):
         DynamicLossScale(**{name: got})
 
 
 @pytest.mark.parametrize("finite", [1, 1.0, np.float32(1), np.ones(2)])
 def test_finite_that_is_no_boolean(finite):
-    with pytest.raises(TypeError, match="DynamicLossScale.adjust: finite: expected a boolean, got"):
+    with pytest.raises(
+        TypeError, match="DynamicLossScale.adjust: finite: expected a boolean, got"
+    ):
         DynamicLossScale().adjust(finite)

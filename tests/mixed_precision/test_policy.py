@@ -22,7 +22,11 @@ FLOATS = [np.float16, oracle.BF16, np.float32, np.float64]
 # ------------------------------------------------------------------------------ grammar
 
 PARSED = {
-    "params=float32,compute=bfloat16,output=float32": ("float32", "bfloat16", "float32"),
+    "params=float32,compute=bfloat16,output=float32": (
+        "float32",
+        "bfloat16",
+        "float32",
+    ),
     "p=f32,c=f16,o=f32": ("float32", "float16", "float32"),
     "p=f32,c=f16": ("float32", "float16", "float16"),
     "c=bf16": ("float32", "bfloat16", "bfloat16"),
@@ -37,12 +41,27 @@ PARSED = {
 @pytest.mark.parametrize("text", PARSED)
 def test_parse(text):
     policy = Policy.parse(text)
-    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == tuple(map(jnp.dtype, PARSED[text]))
-    assert Policy.parse(str(policy)) == policy and hash(Policy.parse(str(policy))) == hash(policy)
+    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == tuple(
+        map(jnp.dtype, PARSED[text])
+    )
+    assert Policy.parse(str(policy)) == policy and hash(
+        Policy.parse(str(policy))
+    ) == hash(policy)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "int8", "float8_e4m3fn", "p=f32,p=f16", "p=f32,params=f16", "x=f32", "p=", "p=f9", ","]
+    "text",
+    [
+        "",
+        "int8",
+        "float8_e4m3fn",
+        "p=f32,p=f16",
+        "p=f32,params=f16",
+        "x=f32",
+        "p=",
+        "p=f9",
+        ",",
+    ],
 )
 def test_bad_text_is_named(text):
     with pytest.raises(ValueError, match="Policy.parse: .*expected .*got "):
@@ -52,7 +71,10 @@ def test_bad_text_is_named(text):
 @pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn, "nonsense", None])
 def test_bad_dtypes_are_named(field, dtype):
-    with pytest.raises(ValueError, match=f"Policy: {field}: expected float16, bfloat16, float32 or float64, got "):
+    with pytest.raises(
+        ValueError,
+        match=f"Policy: {field}: expected float16, bfloat16, float32 or float64, got ",
+    ):
         Policy(**{field: dtype})
 
 
@@ -67,14 +89,23 @@ def test_floats_are_cast(to, dtype):
     got = getattr(policy, f"cast_to_{to}")({"a": [array]})["a"][0]
     wanted = getattr(policy, f"{to}_dtype")
     # float64 is float32 in JAX before anything else.
-    oracle.assert_bitwise(got, (array.astype(np.float32) if dtype == np.float64 else array).astype(wanted), to)
+    oracle.assert_bitwise(
+        got,
+        (array.astype(np.float32) if dtype == np.float64 else array).astype(wanted),
+        to,
+    )
 
 
 @pytest.mark.parametrize("to", ["param", "compute", "output"])
 def test_all_else_stays(to):
     tree = {"complex": jnp.ones(2, jnp.complex64), "number": 1.5, "text": "relu"}
-    got, source = leaves.assert_others_stay(getattr(Policy.parse("f16"), f"cast_to_{to}"), tree)
-    assert got["complex"] is tree["complex"] and (got["number"], got["text"]) == (1.5, "relu")
+    got, source = leaves.assert_others_stay(
+        getattr(Policy.parse("f16"), f"cast_to_{to}"), tree
+    )
+    assert got["complex"] is tree["complex"] and (got["number"], got["text"]) == (
+        1.5,
+        "relu",
+    )
     assert source.dtype == jnp.float16
 
 
@@ -84,8 +115,14 @@ def test_all_else_stays(to):
 def test_state_of_nnx_models():
     model = nnx.Linear(8, 3, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
     model(np.ones((4, 8), np.float32))
-    dtypes = {type(v): v.get_value().dtype for _, v in nnx.to_flat_state(HALF.cast_to_compute(nnx.state(model)))}
-    assert dtypes[nnx.Param] == jnp.float16 and dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
+    dtypes = {
+        type(v): v.get_value().dtype
+        for _, v in nnx.to_flat_state(HALF.cast_to_compute(nnx.state(model)))
+    }
+    assert (
+        dtypes[nnx.Param] == jnp.float16
+        and dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
+    )
 
 
 LOGITS = np.linspace(-9, 9, 4096)
@@ -104,27 +141,53 @@ def test_f32_operations(name):
     """
     function, exact = IN_F32[name]
     x = LOGITS.astype(np.float16)
-    got = HALF.op(function, like=None if name in ("softmax", "log_softmax", "sum") else "loss")(x)
+    got = HALF.op(
+        function, like=None if name in ("softmax", "log_softmax", "sum") else "loss"
+    )(x)
     assert got.dtype == jnp.float32
     wanted = exact(x.astype(np.float64))
-    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=4096 * 2.0**-24, atol=4096 * 9 * 2.0**-24)
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm"])
-def test_norms_by_the_name_of_their_class(name):
-    assert hasattr(nnx, name) and hasattr(nn, name)
-    assert HALF.dtype_of(name) == HALF.dtype_of(name.replace("Norm", "_norm").lower()) == jnp.float32
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64),
+        wanted,
+        rtol=4096 * 2.0**-24,
+        atol=4096 * 9 * 2.0**-24,
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose"]
+    "name", ["LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm"]
+)
+def test_norms_by_the_name_of_their_class(name):
+    assert hasattr(nnx, name) and hasattr(nn, name)
+    assert (
+        HALF.dtype_of(name)
+        == HALF.dtype_of(name.replace("Norm", "_norm").lower())
+        == jnp.float32
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Dense",
+        "DenseGeneral",
+        "Linear",
+        "LinearGeneral",
+        "Einsum",
+        "Conv",
+        "ConvTranspose",
+    ],
 )
 def test_products_by_the_name_of_their_class(name):
     assert HALF.dtype_of(name) == jnp.float16
 
 
 def test_widest_operations():
-    half, bf16, full = np.ones(3, np.float16), np.ones(3, oracle.BF16), np.ones(3, np.float32)
+    half, bf16, full = (
+        np.ones(3, np.float16),
+        np.ones(3, oracle.BF16),
+        np.ones(3, np.float32),
+    )
     for function in (jnp.add, jnp.multiply):
         assert HALF.op(function)(half, full).dtype == jnp.float32
         assert HALF.op(function)(half, half).dtype == jnp.float16
@@ -133,9 +196,14 @@ def test_widest_operations():
     assert HALF.op(jnp.add)(1, 2) == 3
 
 
-@pytest.mark.parametrize("function, like", [(jnp.cos, None), (functools.partial(jnp.sum), None), (jnp.cos, "cosine")])
+@pytest.mark.parametrize(
+    "function, like",
+    [(jnp.cos, None), (functools.partial(jnp.sum), None), (jnp.cos, "cosine")],
+)
 def test_unknown_operations_are_named(function, like):
-    with pytest.raises(ValueError, match="Policy: operation: expected one of .*'softmax'.*got"):
+    with pytest.raises(
+        ValueError, match="Policy: operation: expected one of .*'softmax'.*got"
+    ):
         HALF.op(function, like)
     with pytest.raises(ValueError, match="expected one of"):
         HALF.dtype_of("cosine")

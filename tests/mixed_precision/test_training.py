@@ -47,9 +47,13 @@ def run(make, fp8, step=None):
         train, loss_scale = step(train, loss_scale, x, grad)
         if account.step([(x, grad)]):
             skipped += 1
-            assert_same_bits(jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped")
+            assert_same_bits(
+                jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped"
+            )
         else:
-            assert not np.array_equal(trainer.kernel(train), kernel), "the kernel trains"
+            assert not np.array_equal(trainer.kernel(train), kernel), (
+                "the kernel trains"
+            )
         account.check(trainer, train, loss_scale, fp8, f"step {i}")
     assert skipped == 3 and loss_scale.value == 65536 * 2.0 ** (1 - 2 + 1 - 1)
 
@@ -66,11 +70,17 @@ def test_gradient_of_an_fp8_layer(init_scale):
     """
     trainer, account = MAKERS["our TrainState"](True, SGD), Account()
     x, grad = batch(0, 2.0**-20)
-    got = trainer.gradient(trainer.train, DynamicLossScale(init_scale), x, grad)["params"]["kernel"]
+    got = trainer.gradient(trainer.train, DynamicLossScale(init_scale), x, grad)[
+        "params"
+    ]["kernel"]
     assert got.dtype == jnp.float32
-    operands = (a.astype(np.float16) for a in (x, account.kernel, grad * np.float32(init_scale)))
+    operands = (
+        a.astype(np.float16) for a in (x, account.kernel, grad * np.float32(init_scale))
+    )
     expected = oracle.dense_step(*operands, account.state, wgrad_dtype=np.float16).wgrad
-    expected.check((np.asarray(got) * np.float32(init_scale)).astype(np.float16), "kernel gradient")
+    expected.check(
+        (np.asarray(got) * np.float32(init_scale)).astype(np.float16), "kernel gradient"
+    )
     # such numbers are exact in FP8: scales are 1
     np.testing.assert_allclose(got, x.T @ grad, rtol=2.0**-11)
 
@@ -91,7 +101,10 @@ def test_a_skipped_step_leaves_everything(make, fp8):
         assert_same_bits(jax.tree.leaves(skipped), jax.tree.leaves(train), "skipped")
         assert smaller.value == 32768 and smaller.good_steps == 0
     good, _ = step(train, loss_scale, *batch(1))
-    alike = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (good, train)), strict=True)]
+    alike = [
+        np.array_equal(a, b)
+        for a, b in zip(*map(jax.tree.leaves, (good, train)), strict=True)
+    ]
     assert sum(alike) <= 3  # scales of FP8 state stay for a while
 
 
@@ -102,12 +115,18 @@ def test_nnx_states_are_no_copies():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     before = nnx.state(model)
     model.kernel.set_value(model.kernel.get_value() + 1)
-    with pytest.raises(ValueError, match="select: old: expected the arrays from before the step"):
+    with pytest.raises(
+        ValueError, match="select: old: expected the arrays from before the step"
+    ):
         mixed_precision.select(False, nnx.state(model), before)
     before = nnx.as_pure(nnx.state(model))
     model.kernel.set_value(model.kernel.get_value() + 1)
-    nnx.update(model, mixed_precision.select(False, nnx.as_pure(nnx.state(model)), before))
-    oracle.assert_bitwise(model.kernel.get_value(), np.asarray(before["kernel"]), "rolled back")
+    nnx.update(
+        model, mixed_precision.select(False, nnx.as_pure(nnx.state(model)), before)
+    )
+    oracle.assert_bitwise(
+        model.kernel.get_value(), np.asarray(before["kernel"]), "rolled back"
+    )
 
 
 # ------------------------------------------------------------------------- accumulation
@@ -128,7 +147,11 @@ def in_a_scan(trainer, train, loss_scale, xs, grads):
         return jaxfp8.accumulate_gradients(total, gradient, weight=1 / len(xs)), None
 
     shapes = jax.eval_shape(trainer.gradient, train, loss_scale, xs[0], grads[0])
-    total, _ = lax.scan(body, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), (xs, grads))
+    total, _ = lax.scan(
+        body,
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+        (xs, grads),
+    )
     finite = mixed_precision.all_finite(total)
     return trainer.finish(train, total, finite), loss_scale.adjust(finite)
 
@@ -146,7 +169,9 @@ def scaled_sums(trainer, train, loss_scale, xs, grads, adjust_inside=False):
             now = now.adjust(mixed_precision.all_finite(gradient))
     total = now.unscale(total)
     finite = mixed_precision.all_finite(total)
-    return trainer.finish(train, total, finite), now if adjust_inside else now.adjust(finite)
+    return trainer.finish(train, total, finite), now if adjust_inside else now.adjust(
+        finite
+    )
 
 
 def accumulate(make, fp8, form, steps=8):
@@ -157,12 +182,19 @@ def accumulate(make, fp8, form, steps=8):
     train, loss_scale = trainer.train, DynamicLossScale(growth_interval=2)
     step = jax.jit(functools.partial(form, trainer))
     for i in range(steps):
-        batches = [batch(10 * i + j, HUGE if (i, j) in ((2, 0), (5, 3)) else TINY * 2**j) for j in range(4)]
+        batches = [
+            batch(10 * i + j, HUGE if (i, j) in ((2, 0), (5, 3)) else TINY * 2**j)
+            for j in range(4)
+        ]
         before = train
-        train, loss_scale = step(train, loss_scale, *map(np.stack, zip(*batches, strict=True)))
+        train, loss_scale = step(
+            train, loss_scale, *map(np.stack, zip(*batches, strict=True))
+        )
         if account.step(batches):
             assert i in (2, 5)
-            assert_same_bits(jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped")
+            assert_same_bits(
+                jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped"
+            )
         account.check(trainer, train, loss_scale, fp8, f"step {i}")
 
 
@@ -182,8 +214,12 @@ def test_value_and_grad_is_jax_s():
         return (w * v + bias).sum(), {"w": w}
 
     w, v = jnp.float32([1, 2]), jnp.float16([3, 4])
-    f = mixed_precision.value_and_grad(of_loss, DynamicLossScale(2.0**8), argnums=(0, 1), has_aux=True)
+    f = mixed_precision.value_and_grad(
+        of_loss, DynamicLossScale(2.0**8), argnums=(0, 1), has_aux=True
+    )
     with jax.numpy_dtype_promotion("standard"):
         (value, aux), grads = f(w, v, bias=jnp.float32(0.5))
     assert value == 12 and aux["w"].tolist() == [1, 2]
-    assert [g.tolist() for g in grads] == [[3, 4], [1, 2]] and {g.dtype for g in grads} == {jnp.dtype("float32")}
+    assert [g.tolist() for g in grads] == [[3, 4], [1, 2]] and {
+        g.dtype for g in grads
+    } == {jnp.dtype("float32")}

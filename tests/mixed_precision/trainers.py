@@ -83,7 +83,9 @@ class Trainer:
 
 
 def linen(cls, fp8, tx):
-    dot_general = functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE) if fp8 else None
+    dot_general = (
+        functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE) if fp8 else None
+    )
     layer = nn.Dense(N, use_bias=False, dtype=jnp.float16, dot_general_cls=dot_general)
     variables = {
         **layer.init(jax.random.key(0), np.ones((M, K), np.float32)),
@@ -100,30 +102,41 @@ def linen(cls, fp8, tx):
 
     else:
         train = cls.create(apply_fn=layer.apply, params=variables, tx=tx)
-        variables_of, apply = lambda train: train.params, lambda train, grads: train.apply_gradients(grads=grads)
+        variables_of, apply = (
+            lambda train: train.params,
+            lambda train, grads: train.apply_gradients(grads=grads),
+        )
 
     def gradient(train, loss_scale, x, grad):
-        return mixed_precision.value_and_grad(of_loss, loss_scale)(variables_of(train), x, grad)[1]
+        return mixed_precision.value_and_grad(of_loss, loss_scale)(
+            variables_of(train), x, grad
+        )[1]
 
     return Trainer(
         train,
         gradient,
         apply,
         lambda train: np.asarray(variables_of(train)["params"]["kernel"]),
-        lambda train: variables_of(train)[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"],
+        lambda train: variables_of(train)[jaxfp8.OVERWRITE_WITH_GRADIENT][
+            "Fp8DotGeneral_0"
+        ],
     )
 
 
 def in_nnx(fp8, tx):
     dot_general = {"dot_general": jaxfp8.nnx.Fp8DotGeneral(RECIPE)} if fp8 else {}
-    model = nnx.Linear(K, N, use_bias=False, dtype=jnp.float16, rngs=nnx.Rngs(0), **dot_general)
+    model = nnx.Linear(
+        K, N, use_bias=False, dtype=jnp.float16, rngs=nnx.Rngs(0), **dot_general
+    )
     model(np.ones((M, K), np.float32))
     model.kernel.set_value(jnp.asarray(KERNEL))
     graph, train = nnx.split((model, jaxfp8.nnx.Optimizer(model, tx)))
 
     def gradient(train, loss_scale, x, grad):
         model, _ = nnx.merge(graph, train, copy=True)
-        scaled = lambda model: loss_scale.scale(loss(lambda model, x: model(x), model, x, grad))  # noqa: E731
+        scaled = lambda model: loss_scale.scale(
+            loss(lambda model, x: model(x), model, x, grad)
+        )  # noqa: E731
         return loss_scale.unscale(jaxfp8.nnx.grad(scaled)(model))
 
     def apply(train, grads, finite=None):
@@ -157,19 +170,30 @@ class Account:
     """The run in numpy: kernel, FP8 state, loss scale."""
 
     def __init__(self, **options):
-        self.kernel, self.state, self.scaler = KERNEL.copy(), oracle.LayerState.init(HISTORY), GradScaler(**options)
+        self.kernel, self.state, self.scaler = (
+            KERNEL.copy(),
+            oracle.LayerState.init(HISTORY),
+            GradScaler(**options),
+        )
 
     def gradient(self, batches):
         """The mean over the microbatches, and whether any overflows in float16."""
         with np.errstate(over="ignore"):
-            infinite = any(np.isinf((grad * self.scaler.scale).astype(np.float16)).any() for _, grad in batches)
-        return np.mean([x.T.astype(np.float64) @ grad for x, grad in batches], axis=0), infinite
+            infinite = any(
+                np.isinf((grad * self.scaler.scale).astype(np.float16)).any()
+                for _, grad in batches
+            )
+        return np.mean(
+            [x.T.astype(np.float64) @ grad for x, grad in batches], axis=0
+        ), infinite
 
     def step(self, batches):
         """One step of SGD over microbatches, or none where one of them overflows."""
         mean, infinite = self.gradient(batches)
         if not infinite:
-            self.state = merged([self.state_after(x, grad * self.scaler.scale) for x, grad in batches])
+            self.state = merged(
+                [self.state_after(x, grad * self.scaler.scale) for x, grad in batches]
+            )
             self.kernel = (self.kernel - LEARNING_RATE * mean).astype(np.float32)
         self.scaler.update(infinite)
         return infinite
@@ -182,8 +206,14 @@ class Account:
         """Loss scale always; the kernel where products are exact; state where there is
         any.
         """
-        oracle.assert_bitwise(loss_scale.value, np.asarray(self.scaler.scale), f"{what}: loss scale")
-        oracle.assert_bitwise(loss_scale.good_steps, np.int32(self.scaler.growth_tracker), f"{what}: good steps")
+        oracle.assert_bitwise(
+            loss_scale.value, np.asarray(self.scaler.scale), f"{what}: loss scale"
+        )
+        oracle.assert_bitwise(
+            loss_scale.good_steps,
+            np.int32(self.scaler.growth_tracker),
+            f"{what}: good steps",
+        )
         if not fp8:
             oracle.assert_bitwise(trainer.kernel(train), self.kernel, f"{what}: kernel")
             return

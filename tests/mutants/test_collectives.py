@@ -7,7 +7,11 @@ import dataclasses
 import jax
 import pytest
 from jax import lax
-from mesh import collective_cases as cases, test_collectives_of_codes as test_collectives, test_wire
+from mesh import (
+    collective_cases as cases,
+    test_collectives_of_codes as test_collectives,
+    test_wire,
+)
 
 from jaxfp8._jax import _mesh
 from jaxfp8.collectives import _collectives
@@ -35,13 +39,17 @@ def method(mutant):
 
     def install(monkeypatch):
         original = _collectives._Transfer.move
-        monkeypatch.setattr(_collectives._Transfer, "move", lambda *args: mutant(original, *args))
+        monkeypatch.setattr(
+            _collectives._Transfer, "move", lambda *args: mutant(original, *args)
+        )
 
     return install
 
 
 def attribute(owner, name, mutant):
-    return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant(getattr(owner, name)))
+    return lambda monkeypatch: monkeypatch.setattr(
+        owner, name, mutant(getattr(owner, name))
+    )
 
 
 def as_numbers(send, x):
@@ -51,7 +59,14 @@ def as_numbers(send, x):
 
 def backward_as_it_is(original, self, send, quantizer, x, step, dtype):
     is_backward = send == self.collective.send_back
-    return original(self, send, HighPrecisionQuantizer() if is_backward else quantizer, x, step, dtype)
+    return original(
+        self,
+        send,
+        HighPrecisionQuantizer() if is_backward else quantizer,
+        x,
+        step,
+        dtype,
+    )
 
 
 def forward_format(original, self, send, quantizer, x, step, dtype):
@@ -61,7 +76,11 @@ def forward_format(original, self, send, quantizer, x, step, dtype):
 
 def forgets_the_amax(original, *arguments):
     source, codes, q = original(*arguments)
-    return source, codes, dataclasses.replace(q, use=jax.tree.map(lambda leaf: 0 * leaf, q.use))
+    return (
+        source,
+        codes,
+        dataclasses.replace(q, use=jax.tree.map(lambda leaf: 0 * leaf, q.use)),
+    )
 
 
 def without_reduction(original):
@@ -75,12 +94,20 @@ def without_reduction(original):
 
 def scales_stay(original):
     """Scales of rows and blocks do not move with their rows."""
-    return lambda send, x: x if x.dtype != "float8_e4m3fn" and x.dtype != "float8_e5m2" else original(send, x)
+    return lambda send, x: (
+        x
+        if x.dtype != "float8_e4m3fn" and x.dtype != "float8_e5m2"
+        else original(send, x)
+    )
 
 
 def one_scale(original):
     def mutant(self, send, q, data, quantizer):
-        return (q.scale_inv, None) if q.has_one_scale else original(self, send, q, data, quantizer)
+        return (
+            (q.scale_inv, None)
+            if q.has_one_scale
+            else original(self, send, q, data, quantizer)
+        )
 
     return mutant
 
@@ -104,17 +131,32 @@ def of_one_device(aval, ct):
 
 # name -> (what it changes, the comparison that sees it)
 MUTANTS = {
-    "codes are float8 numbers": (attribute(_collectives, "_as_bytes", lambda _: as_numbers), wire("current")),
+    "codes are float8 numbers": (
+        attribute(_collectives, "_as_bytes", lambda _: as_numbers),
+        wire("current"),
+    ),
     "the cotangent is not quantized": (method(backward_as_it_is), wire("block")),
-    "the cotangent in the forward's format": (method(forward_format), numpy("ppermute", "current")),
+    "the cotangent in the forward's format": (
+        method(forward_format),
+        numpy("ppermute", "current"),
+    ),
     "amaxes are forgotten": (method(forgets_the_amax), numpy("all_to_all", "delayed")),
     "scales are not agreed on": (
         attribute(AmaxReduction, "__call__", without_reduction),
         numpy("all_to_all", "current", check_vma=False),
     ),
-    "scales of rows stay": (attribute(_collectives, "_as_bytes", scales_stay), numpy("ppermute", "rowwise")),
-    "scales of stages stay": (attribute(_collectives._Transfer, "send_scales", one_scale), stages("ppermute")),
-    "back as forth": (attribute(_collectives, "_call", back_as_forth), numpy("ppermute", "current")),
+    "scales of rows stay": (
+        attribute(_collectives, "_as_bytes", scales_stay),
+        numpy("ppermute", "rowwise"),
+    ),
+    "scales of stages stay": (
+        attribute(_collectives._Transfer, "send_scales", one_scale),
+        stages("ppermute"),
+    ),
+    "back as forth": (
+        attribute(_collectives, "_call", back_as_forth),
+        numpy("ppermute", "current"),
+    ),
     "the state of examples adds": (
         attribute(_collectives, "vmapped_state", lambda _: lambda state, x: state),
         numpy("all_to_all", "delayed", cases.vmap),

@@ -20,13 +20,20 @@ def compare() -> None:
         case, state = cases.CASES[name], known_amax.used_state()
         operands, (kernel, grad) = cases.operands(case), cases.kernel_and_grad()
         cases.check_step(
-            case, operands, kernel, grad, state, cases.step(case, operands, kernel, grad, cases.pack(state))
+            case,
+            operands,
+            kernel,
+            grad,
+            state,
+            cases.step(case, operands, kernel, grad, cases.pack(state)),
         )
 
 
 def attribute(owner, name, mutant):
     """`mutant(original)` in its place."""
-    return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant(getattr(owner, name)))
+    return lambda monkeypatch: monkeypatch.setattr(
+        owner, name, mutant(getattr(owner, name))
+    )
 
 
 def swapped(x):
@@ -38,7 +45,10 @@ def swap(original):
 
     def mutant(x, *arguments, activation, **options):
         return original(
-            swapped(x) if activation.endswith("_gated") else x, *arguments, activation=activation, **options
+            swapped(x) if activation.endswith("_gated") else x,
+            *arguments,
+            activation=activation,
+            **options,
         )
 
     return mutant
@@ -53,11 +63,15 @@ def another(original):
 
 
 def without_epsilon(original):
-    return lambda *arguments, epsilon, **options: original(*arguments, epsilon=1e-6, **options)
+    return lambda *arguments, epsilon, **options: original(
+        *arguments, epsilon=1e-6, **options
+    )
 
 
 def without_bias(original):
-    return lambda x, scale, bias, *arguments, **options: original(x, scale, None, *arguments, **options)
+    return lambda x, scale, bias, *arguments, **options: original(
+        x, scale, None, *arguments, **options
+    )
 
 
 def stopped(function, fp8_residual, *operands):
@@ -71,7 +85,9 @@ def change(**values):
     def mutant(original):
         def codes(*arguments):
             q = original(*arguments)
-            return dataclasses.replace(q, **{name: of(q) for name, of in values.items()})
+            return dataclasses.replace(
+                q, **{name: of(q) for name, of in values.items()}
+            )
 
         return codes
 
@@ -90,13 +106,17 @@ def rounded_first(original):
 
 def without_derivative(original):
     """The cotangent of the values, as if the function were its own derivative."""
-    return lambda y, grad, *arguments, **options: original(y, grad * 0 + 1, *arguments, **options)
+    return lambda y, grad, *arguments, **options: original(
+        y, grad * 0 + 1, *arguments, **options
+    )
 
 
 def forgets_the_amax_of_a_gradient(original):
     def mutant(*arguments):
         q, dbias = original(*arguments)
-        return dataclasses.replace(q, use=dataclasses.replace(q.use, amax=0 * q.use.amax)), dbias
+        return dataclasses.replace(
+            q, use=dataclasses.replace(q.use, amax=0 * q.use.amax)
+        ), dbias
 
     return mutant
 
@@ -126,16 +146,26 @@ MUTANTS = {
     "gradient: another epsilon": attribute(ops, "normalize", without_epsilon),
     "codes: no bias": attribute(ops, "quantize_norm", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
-    "an amax is forgotten": attribute(_gemms, "quantize_fused", change(use=forgets_the_amax)),
-    "codes have another scale": attribute(_gemms, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
-    "the gradient is not passed on": attribute(_fused_input, "_value", lambda _: stopped),
+    "an amax is forgotten": attribute(
+        _gemms, "quantize_fused", change(use=forgets_the_amax)
+    ),
+    "codes have another scale": attribute(
+        _gemms, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)
+    ),
+    "the gradient is not passed on": attribute(
+        _fused_input, "_value", lambda _: stopped
+    ),
 }
 # Of the gradient behind an activation.
 GRADIENT_MUTANTS = {
     "rounded to bf16 first": attribute(_gemms, "quantize_gradient", rounded_first),
     "another gradient": attribute(ops, "quantize_activation_grad", without_derivative),
-    "the gradient's amax is forgotten": attribute(_gemms, "quantize_gradient", forgets_the_amax_of_a_gradient),
-    "the bias has no gradient": attribute(_gemms, "quantize_gradient", forgets_the_bias),
+    "the gradient's amax is forgotten": attribute(
+        _gemms, "quantize_gradient", forgets_the_amax_of_a_gradient
+    ),
+    "the bias has no gradient": attribute(
+        _gemms, "quantize_gradient", forgets_the_bias
+    ),
     "another y": attribute(_product, "_gradient", forgets_the_activation),
 }
 

@@ -18,7 +18,11 @@ from jaxfp8.recipes import _delayed
 
 def compare(change=lambda frozen: frozen):
     model, variables, _ = models.linen("Dense, bf16")
-    assert_same_bits(model.apply(change(jaxfp8.freeze(model, variables, X)), X), models.run(model, variables), "y")
+    assert_same_bits(
+        model.apply(change(jaxfp8.freeze(model, variables, X)), X),
+        models.run(model, variables),
+        "y",
+    )
 
 
 @pytest.mark.parametrize("name", ["input_scale", "input_scale_inv", "kernel_scale_inv"])
@@ -26,7 +30,9 @@ def test_a_wrong_scale(name):
     def change(frozen):
         params = frozen["params"]
         of = dict(params["Fp8DotGeneral_0"])
-        return frozen | {"params": params | {"Fp8DotGeneral_0": of | {name: 1.5 * of[name]}}}
+        return frozen | {
+            "params": params | {"Fp8DotGeneral_0": of | {name: 1.5 * of[name]}}
+        }
 
     with pytest.raises(AssertionError, match="differ"):
         compare(change)
@@ -40,7 +46,10 @@ def test_the_scale_before_the_last_batch(monkeypatch):
         uses = read_states(quantizers, states, *reading, **options)
         if reading:  # a product, and not freeze
             return uses
-        return [dataclasses.replace(step, scale=1 / s.scale) for step, s in zip(uses, states, strict=True)]
+        return [
+            dataclasses.replace(step, scale=1 / s.scale)
+            for step, s in zip(uses, states, strict=True)
+        ]
 
     monkeypatch.setattr(_frozen.recipes, "read_states", lagging)
     with pytest.raises(AssertionError, match="differ"):
@@ -81,7 +90,9 @@ def test_histories_by_sum(monkeypatch):
     test_calibrate.test_a_layer_called_twice()
     jax.clear_caches()
     monkeypatch.setattr(_calibrate, "max_grad", lambda tree: tree)
-    with pytest.raises((AssertionError, ValueError), match=r"differ|update_state: .*summed"):
+    with pytest.raises(
+        (AssertionError, ValueError), match=r"differ|update_state: .*summed"
+    ):
         test_calibrate.test_a_layer_called_twice()
 
 
@@ -112,10 +123,20 @@ def in_training(quantizer, state, scale, has_backward):
 
 
 COPIES = {
-    of_training: lambda: test_copies.test_functions("dot_general", False, "small kernel"),
-    whatever_the_scale: lambda: test_copies.test_a_touched_state_gives_the_bits_of_training([0] * 4, 0.25),
-    whatever_the_history: lambda: test_copies.test_a_touched_state_gives_the_bits_of_training([0, 0, 0, 448.0], 2.0),
-    in_training: lambda: test_copies.test_functions("dot_general", False, "small kernel"),
+    of_training: lambda: test_copies.test_functions(
+        "dot_general", False, "small kernel"
+    ),
+    whatever_the_scale: lambda: (
+        test_copies.test_a_touched_state_gives_the_bits_of_training([0] * 4, 0.25)
+    ),
+    whatever_the_history: lambda: (
+        test_copies.test_a_touched_state_gives_the_bits_of_training(
+            [0, 0, 0, 448.0], 2.0
+        )
+    ),
+    in_training: lambda: test_copies.test_functions(
+        "dot_general", False, "small kernel"
+    ),
 }
 
 

@@ -34,7 +34,9 @@ def pipeline(name):
 
 def shards(layout_name, checked):
     mesh, layout = cases.mesh(), cases.LAYOUTS[layout_name]
-    run = test_shard_map.train(test_shard_map.step_inside(mesh, layout, checked), mesh, layout, steps=STEPS)
+    run = test_shard_map.train(
+        test_shard_map.step_inside(mesh, layout, checked), mesh, layout, steps=STEPS
+    )
     cases.assert_same(run, cases.reference(steps=STEPS), layout_name)
 
 
@@ -77,10 +79,17 @@ def over_stages(monkeypatch):
     original = AmaxReduction.__call__
 
     def mutant(self, amax, state):
-        amax, own = original(self, amax, state), tuple(_mesh.varying(*jax.tree.leaves(state)))
+        amax, own = (
+            original(self, amax, state),
+            tuple(_mesh.varying(*jax.tree.leaves(state))),
+        )
         if self.axes is not None:
             return lax.pmax(amax, self.pipeline_axes)
-        return lax.pcast(lax.pmax(amax, own), own, to="varying") if set(own) <= _mesh.varying(amax) else amax
+        return (
+            lax.pcast(lax.pmax(amax, own), own, to="varying")
+            if set(own) <= _mesh.varying(amax)
+            else amax
+        )
 
     monkeypatch.setattr(AmaxReduction, "__call__", mutant)
 
@@ -89,7 +98,11 @@ def over_stages_in_jit(monkeypatch):
     original = _partition._reduced_over
 
     def mutant(mesh, axes, named, combine):
-        return mesh.axis_names if combine is lax.pmax and named[-1] == "one" else original(mesh, axes, named, combine)
+        return (
+            mesh.axis_names
+            if combine is lax.pmax and named[-1] == "one"
+            else original(mesh, axes, named, combine)
+        )
 
     monkeypatch.setattr(_partition, "_reduced_over", mutant)
 
@@ -115,18 +128,35 @@ MUTANTS = {
     "over the stages, no types": (over_stages, pipeline, "shard_map, no check_vma"),
     "forgotten, types": (reduction(nothing), shards, "all", True),
     "forgotten, no types": (reduction(nothing), shards, "all", False),
-    "forgotten, pipeline, no types": (reduction(nothing), pipeline, "shard_map, no check_vma"),
-    "sum, types": (reduction(lambda amax, axes: lax.psum(amax, axes) if axes else amax), shards, "dp", True),
+    "forgotten, pipeline, no types": (
+        reduction(nothing),
+        pipeline,
+        "shard_map, no check_vma",
+    ),
+    "sum, types": (
+        reduction(lambda amax, axes: lax.psum(amax, axes) if axes else amax),
+        shards,
+        "dp",
+        True,
+    ),
     "sum, no types": (reduction(lax.psum), shards, "dp", False),
     "mean": (reduction(lax.pmean), shards, "dp", False),
     "over one axis, types": (reduction(one_axis), shards, "dp", True),
     "gradient of one device": (gradient(of_one_device), shards, "dp", True),
-    "gradient of one device, pipeline": (gradient(of_one_device), pipeline, "shard_map"),
+    "gradient of one device, pipeline": (
+        gradient(of_one_device),
+        pipeline,
+        "shard_map",
+    ),
     "mean gradient": (gradient(lax.pmean), shards, "tp", True),
 }
 
 
-@pytest.mark.parametrize("install, check, arguments", [(i, c, a) for i, c, *a in MUTANTS.values()], ids=MUTANTS)
+@pytest.mark.parametrize(
+    "install, check, arguments",
+    [(i, c, a) for i, c, *a in MUTANTS.values()],
+    ids=MUTANTS,
+)
 def test_mutant_is_caught(install, check, arguments, monkeypatch):
     install(monkeypatch)
     with pytest.raises(AssertionError):

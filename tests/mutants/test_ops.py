@@ -62,9 +62,15 @@ def read_mutant(change):
     """Change what is read of states: `change(step, state) -> step`."""
 
     def install(monkeypatch):
-        def mutant(quantizers, states, reading, original=recipes.read_states, **options):
-            steps = zip(original(quantizers, states, reading, **options), states, strict=True)
-            return [None if step is None else change(step, state) for step, state in steps]
+        def mutant(
+            quantizers, states, reading, original=recipes.read_states, **options
+        ):
+            steps = zip(
+                original(quantizers, states, reading, **options), states, strict=True
+            )
+            return [
+                None if step is None else change(step, state) for step, state in steps
+            ]
 
         monkeypatch.setattr(recipes, "read_states", mutant)
 
@@ -90,7 +96,8 @@ def history_mutant(change):
     def install(monkeypatch):
         def mutant(states, original=recipes.histories_of):
             return [
-                state and dataclasses.replace(state, amax_history=change(state.amax_history))
+                state
+                and dataclasses.replace(state, amax_history=change(state.amax_history))
                 for state in original(states)
             ]
 
@@ -111,7 +118,9 @@ def swapped_formats(monkeypatch):
 
 def e4m3_for_everything(monkeypatch):
     original = jaxfp8.DelayedScaling.quantizers
-    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", lambda self: (original(self)[0],) * 3)
+    monkeypatch.setattr(
+        jaxfp8.DelayedScaling, "quantizers", lambda self: (original(self)[0],) * 3
+    )
 
 
 # Both quantizing ops, where quantizers call them.
@@ -148,7 +157,11 @@ def unclamped_scale(monkeypatch):
     def mutant(histories, stored, original=ops.delayed_scales, **options):
         scales = []
         for found, history, old, top in zip(
-            original(histories, stored, **options), histories, stored, options["fp8_max"], strict=True
+            original(histories, stored, **options),
+            histories,
+            stored,
+            options["fp8_max"],
+            strict=True,
         ):
             amax = _scaling.abs_max(_scaling.clean(history)).reshape(1)
             scale = jnp.where(amax > 0, jnp.float32(top) / amax, 1 / old)
@@ -170,27 +183,47 @@ STEP_MUTANTS = {
     "wgrad without one scale": only(2, lambda a, b: (*ones(a), b)),
     "wgrad without the other scale": only(2, lambda a, b: (a, *ones(b))),
     "scales rounded to bf16": matmul_mutant(
-        lambda i, *scales: tuple(s.astype(jnp.bfloat16).astype(jnp.float32) for s in scales)
+        lambda i, *scales: tuple(
+            s.astype(jnp.bfloat16).astype(jnp.float32) for s in scales
+        )
     ),
     "scale where scale_inv belongs": matmul_mutant(lambda i, a, b: (1 / a, b)),
     "e4m3 and e5m2 swapped": swapped_formats,
     "e4m3 for everything": e4m3_for_everything,
-    "stale scale_inv": read_mutant(lambda step, state: dataclasses.replace(step, scale_inv=state.scale)),
-    "scale not stored": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])),
-    "scale stored instead of scale_inv": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=1 / nxt.scale)),
+    "stale scale_inv": read_mutant(
+        lambda step, state: dataclasses.replace(step, scale_inv=state.scale)
+    ),
+    "scale not stored": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])
+    ),
+    "scale stored instead of scale_inv": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, scale=1 / nxt.scale)
+    ),
     "the roll forgotten": history_mutant(lambda history: jnp.roll(history, 1)),
     "rolled the other way": history_mutant(lambda history: jnp.roll(history, 2)),
     "newest in the last slot": next_mutant(
-        lambda nxt, q: dataclasses.replace(nxt, amax_history=jnp.roll(nxt.amax_history, -1))
+        lambda nxt, q: dataclasses.replace(
+            nxt, amax_history=jnp.roll(nxt.amax_history, -1)
+        )
     ),
     "inf recorded in the history": next_mutant(
-        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(q.use.amax[0]))
+        lambda nxt, q: dataclasses.replace(
+            nxt, amax_history=nxt.amax_history.at[0].set(q.use.amax[0])
+        )
     ),
     "the amax of a step lost": next_mutant(
-        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(0))
+        lambda nxt, q: dataclasses.replace(
+            nxt, amax_history=nxt.amax_history.at[0].set(0)
+        )
     ),
     "amax of this step in this step's scale": op_mutant(
-        lambda x, scale: (x, jnp.reshape(jnp.where(_scaling.abs_max(x) > 0, 448 / _scaling.abs_max(x), 1), scale.shape))
+        lambda x, scale: (
+            x,
+            jnp.reshape(
+                jnp.where(_scaling.abs_max(x) > 0, 448 / _scaling.abs_max(x), 1),
+                scale.shape,
+            ),
+        )
     ),
     "amax after scaling": amax_after_scaling,
     "scale rounded to bf16 before quantizing": op_mutant(
@@ -209,8 +242,14 @@ def test_mutant_of_a_step_is_caught(install, monkeypatch):
 
 
 RECIPE_MUTANTS = {
-    "sum for max": ({"amax_compute_algo": lambda history: history.sum()}, oracle.Options()),
-    "mean for max": ({"amax_compute_algo": lambda history: history.mean()}, oracle.Options()),
+    "sum for max": (
+        {"amax_compute_algo": lambda history: history.sum()},
+        oracle.Options(),
+    ),
+    "mean for max": (
+        {"amax_compute_algo": lambda history: history.mean()},
+        oracle.Options(),
+    ),
     "most_recent for max": ({"amax_compute_algo": "most_recent"}, oracle.Options()),
     "max for most_recent": ({}, oracle.Options(amax_compute_algo="most_recent")),
     "oldest for most_recent": (
@@ -220,17 +259,24 @@ RECIPE_MUTANTS = {
     "margin ignored": ({}, oracle.Options(margin=1)),
     "margin of the wrong sign": ({"margin": -1}, oracle.Options(margin=1)),
     "first step at scale 1": ({}, oracle.Options(first_step="current")),
-    "a history shorter by one": ({"amax_compute_algo": lambda history: history[:-1].max()}, oracle.Options()),
+    "a history shorter by one": (
+        {"amax_compute_algo": lambda history: history[:-1].max()},
+        oracle.Options(),
+    ),
 }
 
 
-@pytest.mark.parametrize("keywords, options", RECIPE_MUTANTS.values(), ids=RECIPE_MUTANTS)
+@pytest.mark.parametrize(
+    "keywords, options", RECIPE_MUTANTS.values(), ids=RECIPE_MUTANTS
+)
 def test_mutant_of_the_recipe_is_caught(keywords, options):
     """The package runs another recipe than the oracle: no option may pass for
     another.
     """
     with pytest.raises(AssertionError):
-        compare_steps(jaxfp8.DelayedScaling(amax_history_len=HISTORY, **keywords), options)
+        compare_steps(
+            jaxfp8.DelayedScaling(amax_history_len=HISTORY, **keywords), options
+        )
 
 
 # ------------------------------------------------------------------ mutants of quantize
@@ -264,21 +310,39 @@ def truncated(x, scale, dtype):
 
 def ties_away(x, scale, dtype):
     shift = 23 - jnp.finfo(dtype).nmant
-    y = jax.lax.bitcast_convert_type(x * scale, jnp.uint32) + jnp.uint32(1 << (shift - 1))
-    return saturating_cast(jax.lax.bitcast_convert_type(y >> shift << shift, jnp.float32), dtype)
+    y = jax.lax.bitcast_convert_type(x * scale, jnp.uint32) + jnp.uint32(
+        1 << (shift - 1)
+    )
+    return saturating_cast(
+        jax.lax.bitcast_convert_type(y >> shift << shift, jnp.float32), dtype
+    )
 
 
 CODE_MUTANTS = {
     "no saturation": quantize_with(lambda x, s, d: plain_cast(x * s, d)),
-    "Inf and NaN saturate": quantize_with(lambda x, s, d: saturating_cast(jnp.nan_to_num(x) * s, d)),
+    "Inf and NaN saturate": quantize_with(
+        lambda x, s, d: saturating_cast(jnp.nan_to_num(x) * s, d)
+    ),
     "Inf saturates": quantize_with(lambda x, s, d: saturating_cast(x * s, d)),
-    "rounded twice, through bf16": quantize_with(lambda x, s, d: saturating_cast((x * s).astype(jnp.bfloat16), d)),
-    "rounded twice, through f16": quantize_with(lambda x, s, d: saturating_cast((x * s).astype(jnp.float16), d)),
+    "rounded twice, through bf16": quantize_with(
+        lambda x, s, d: saturating_cast((x * s).astype(jnp.bfloat16), d)
+    ),
+    "rounded twice, through f16": quantize_with(
+        lambda x, s, d: saturating_cast((x * s).astype(jnp.float16), d)
+    ),
     "truncated": quantize_with(truncated),
     "ties away from zero": quantize_with(ties_away),
-    "divides by the inverse": quantize_with(lambda x, s, d: saturating_cast(x / (1 / s), d)),
-    "amax loses NaN": lambda x, s, d: (ops.quantize(x, s, d)[0], jnp.nanmax(jnp.abs(x))),
-    "amax without abs": lambda x, s, d: (ops.quantize(x, s, d)[0], jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf))),
+    "divides by the inverse": quantize_with(
+        lambda x, s, d: saturating_cast(x / (1 / s), d)
+    ),
+    "amax loses NaN": lambda x, s, d: (
+        ops.quantize(x, s, d)[0],
+        jnp.nanmax(jnp.abs(x)),
+    ),
+    "amax without abs": lambda x, s, d: (
+        ops.quantize(x, s, d)[0],
+        jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf)),
+    ),
 }
 
 
@@ -289,6 +353,11 @@ def test_mutant_of_quantize_is_caught(mutant):
     """
     with pytest.raises(AssertionError):
         for fmt in cases.FORMATS:
-            for x in (oracle.rounding_probes(fmt), *np.float32([[1, 1e30], [-5, 1], [1, np.inf], [1, np.nan]])):
+            for x in (
+                oracle.rounding_probes(fmt),
+                *np.float32([[1, 1e30], [-5, 1], [1, np.inf], [1, np.nan]]),
+            ):
                 for scale in np.float32([1, 0.3]):
-                    cases.assert_quantized(mutant(x, scale, cases.dtype_of(fmt)), x, scale, fmt)
+                    cases.assert_quantized(
+                        mutant(x, scale, cases.dtype_of(fmt)), x, scale, fmt
+                    )

@@ -29,8 +29,18 @@ def exchanged(leaves, axes):
 # What is changed, and what must see it. Of 11 numbers 5 is the correction of squares, 9
 # the decay.
 MUTANTS = {
-    "moments draw the same bits": (_adam, "leaf_key", lambda seed, count, leaf: key(seed, count, 0 * leaf + 1), oracle),
-    "steps draw the same bits": (_adam, "leaf_key", lambda seed, count, leaf: key(seed, 0 * count, leaf), oracle),
+    "moments draw the same bits": (
+        _adam,
+        "leaf_key",
+        lambda seed, count, leaf: key(seed, count, 0 * leaf + 1),
+        oracle,
+    ),
+    "steps draw the same bits": (
+        _adam,
+        "leaf_key",
+        lambda seed, count, leaf: key(seed, 0 * count, leaf),
+        oracle,
+    ),
     "moments are exchanged": (_adam.ops, "adam_update", exchanged, oracle),
     "squares are not corrected": (
         _adam.ops,
@@ -38,7 +48,12 @@ MUTANTS = {
         functools.partial(with_numbers, lambda x: x.at[5].set(1)),
         oracle,
     ),
-    "nothing decays": (_adam.ops, "adam_update", functools.partial(with_numbers, lambda x: x.at[9].set(0)), oracle),
+    "nothing decays": (
+        _adam.ops,
+        "adam_update",
+        functools.partial(with_numbers, lambda x: x.at[9].set(0)),
+        oracle,
+    ),
     "everything decays": (
         _adam,
         "_decays",

@@ -19,12 +19,21 @@ pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 def compare_activations() -> None:
     rng = np.random.default_rng(0)
     for name in _quantize_activation.ACTIVATIONS:
-        x = (3 * rng.standard_normal((64, 2, 128) if name.endswith("_gated") else (64, 128))).astype(np.float32)
+        x = (
+            3
+            * rng.standard_normal(
+                (64, 2, 128) if name.endswith("_gated") else (64, 128)
+            )
+        ).astype(np.float32)
         # with the second the tails are what has codes
         for scale in np.float32([3.3, 2.0**24]):
             with ops.implementation("reference"):
-                got = ops.quantize_activation(x, scale, oracle.E4M3.dtype, activation=name)
-            oracle.activation(x, name).check(*map(np.asarray, got), scale, oracle.E4M3, what=name)
+                got = ops.quantize_activation(
+                    x, scale, oracle.E4M3.dtype, activation=name
+                )
+            oracle.activation(x, name).check(
+                *map(np.asarray, got), scale, oracle.E4M3, what=name
+            )
 
 
 def compare_norms() -> None:
@@ -34,7 +43,9 @@ def compare_norms() -> None:
     gamma, beta = rng.standard_normal((2, 128)).astype(np.float32)
     for kind, b in (("rms", None), ("layer", beta)):
         with ops.implementation("reference"):
-            got = ops.quantize_norm(x, gamma, b, np.float32(30), oracle.E4M3.dtype, kind=kind, epsilon=0.5)
+            got = ops.quantize_norm(
+                x, gamma, b, np.float32(30), oracle.E4M3.dtype, kind=kind, epsilon=0.5
+            )
         # The squares of "rms" are below 2^27, and their sums rounded.
         values = oracle.norm(x, gamma, b, kind, 0.5, depth=128 if kind == "rms" else 1)
         values.check(*map(np.asarray, got), np.float32(30), oracle.E4M3, what=kind)
@@ -43,19 +54,30 @@ def compare_norms() -> None:
 def compare_gradients() -> None:
     rng = np.random.default_rng(0)
     for name in _quantize_activation.ACTIVATIONS:
-        x = (3 * rng.standard_normal((64, 2, 128) if name.endswith("_gated") else (64, 128))).astype(np.float32)
+        x = (
+            3
+            * rng.standard_normal(
+                (64, 2, 128) if name.endswith("_gated") else (64, 128)
+            )
+        ).astype(np.float32)
         grad = rng.standard_normal((64, 128)).astype(np.float32)
         with ops.implementation("reference"):
-            got = ops.quantize_activation_grad(x, grad, np.float32(3.3), oracle.E4M3.dtype, activation=name)
+            got = ops.quantize_activation_grad(
+                x, grad, np.float32(3.3), oracle.E4M3.dtype, activation=name
+            )
         data, data_t, top = map(np.asarray, got)
         values = oracle_gradients.activation(x, grad, name)
-        values = oracle.Values(*(part.reshape(64, -1) for part in (values.exact, values.bound)))
+        values = oracle.Values(
+            *(part.reshape(64, -1) for part in (values.exact, values.bound))
+        )
         codes = data.reshape(64, -1), data_t.reshape(-1, 64), top
         values.check(*codes, np.float32(3.3), oracle.E4M3, what=name)
 
 
 def function(name, mutant):
-    return lambda monkeypatch: monkeypatch.setitem(_quantize_activation._FUNCTIONS, name, mutant)
+    return lambda monkeypatch: monkeypatch.setitem(
+        _quantize_activation._FUNCTIONS, name, mutant
+    )
 
 
 def values(module, name, change):
@@ -63,13 +85,17 @@ def values(module, name, change):
 
     def install(monkeypatch):
         original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments: change(original(*arguments)))
+        monkeypatch.setattr(
+            module, name, lambda *arguments: change(original(*arguments))
+        )
 
     return install
 
 
 def statistics(mutant):
-    return lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_statistics", mutant)
+    return lambda monkeypatch: monkeypatch.setattr(
+        _quantize_norm, "_statistics", mutant
+    )
 
 
 def rounded_to_bf16(h):
@@ -84,7 +110,9 @@ def fast_variance(x, kind, epsilon):
 
 def epsilon_outside(x, kind, epsilon):
     mean = jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
-    return 1 / (jnp.sqrt(jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)) + epsilon), mean
+    return 1 / (
+        jnp.sqrt(jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)) + epsilon
+    ), mean
 
 
 def without_mean(x, kind, epsilon):
@@ -119,8 +147,12 @@ ACTIVATION_MUTANTS = {
 GRADIENT_MUTANTS = {
     "silu of 1.702 x": function("silu", lambda x: x * lax.logistic(1.702 * x)),
     "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
-    "a rounding to bf16": values(_quantize_activation, "activation_grad", rounded_to_bf16),
-    "gate and up swapped": values(_quantize_activation, "activation_grad", lambda dx: dx[:, ::-1]),
+    "a rounding to bf16": values(
+        _quantize_activation, "activation_grad", rounded_to_bf16
+    ),
+    "gate and up swapped": values(
+        _quantize_activation, "activation_grad", lambda dx: dx[:, ::-1]
+    ),
     "the activation is its own derivative": lambda monkeypatch: monkeypatch.setattr(
         _quantize_activation,
         "activation_grad",
@@ -132,7 +164,9 @@ NORM_MUTANTS = {
     "E[x^2] - E[x]^2": statistics(fast_variance),
     "epsilon outside of the root": statistics(epsilon_outside),
     "no mean": statistics(without_mean),
-    "gamma and beta swapped": lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_affine", parameters_swapped),
+    "gamma and beta swapped": lambda monkeypatch: monkeypatch.setattr(
+        _quantize_norm, "_affine", parameters_swapped
+    ),
     "a rounding to bf16": values(_quantize_norm, "_affine", rounded_to_bf16),
     "amax of what is left": amax_of_codes,
 }
@@ -145,7 +179,11 @@ COMPARED = [
 ]
 
 
-@pytest.mark.parametrize("install, compare", COMPARED, ids=[*ACTIVATION_MUTANTS, *GRADIENT_MUTANTS, *NORM_MUTANTS])
+@pytest.mark.parametrize(
+    "install, compare",
+    COMPARED,
+    ids=[*ACTIVATION_MUTANTS, *GRADIENT_MUTANTS, *NORM_MUTANTS],
+)
 def test_mutant_is_caught(monkeypatch, install, compare):
     install(monkeypatch)
     with pytest.raises(AssertionError):

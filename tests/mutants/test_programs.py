@@ -26,7 +26,11 @@ class Raw(functional.Functional):
 
     def step(self, kernel, xs, grads):
         value, ((dkernel, state), dx) = self.run((kernel, self.packed), xs, grads)
-        self.packed = state if any(np.any(leaf) for leaf in jax.tree.leaves(state)) else self.packed
+        self.packed = (
+            state
+            if any(np.any(leaf) for leaf in jax.tree.leaves(state))
+            else self.packed
+        )
         return value, dkernel, dx
 
 
@@ -41,7 +45,9 @@ def addition(function):
 
     def install(monkeypatch):
         def add(dtype, x, y):
-            return _compat.to_max(function(_compat.from_max(x), _compat.from_max(y)), dtype)
+            return _compat.to_max(
+                function(_compat.from_max(x), _compat.from_max(y)), dtype
+            )
 
         monkeypatch.setattr(_compat._MaxRules, "add", staticmethod(add))
 
@@ -71,7 +77,9 @@ def cast_at_every_use(monkeypatch):
     """The casts of two uses are two values, so that autodiff adds their cotangents in
     f32.
     """
-    monkeypatch.setattr(_compat._MemoizedCast, "bind_with_trace", _compat._Cast.bind_with_trace)
+    monkeypatch.setattr(
+        _compat._MemoizedCast, "bind_with_trace", _compat._Cast.bind_with_trace
+    )
 
 
 def max_grad_forgotten(monkeypatch):
@@ -84,7 +92,10 @@ def newest_amax_unrolled(monkeypatch):
     def mutant(products, recorded, original=ops.write_histories):
         written = original(products, recorded)
         return [
-            [(history.at[..., 0].set(new[..., 0]), scale) for (history, _), (new, scale) in zip(*pairs, strict=True)]
+            [
+                (history.at[..., 0].set(new[..., 0]), scale)
+                for (history, _), (new, scale) in zip(*pairs, strict=True)
+            ]
             for pairs in zip(products, written, strict=True)
         ]
 
@@ -128,9 +139,13 @@ SLOTS = {
 
 @pytest.mark.parametrize("mutant", SLOTS)
 def test_scale_of_other_slots_is_caught(mutant):
-    recipe = jaxfp8.DelayedScaling(amax_history_len=known_amax.HISTORY, amax_compute_algo=SLOTS[mutant])
+    recipe = jaxfp8.DelayedScaling(
+        amax_history_len=known_amax.HISTORY, amax_compute_algo=SLOTS[mutant]
+    )
     with pytest.raises(AssertionError):
-        compare("loop", dataclasses.replace(known_amax.RECIPES["delayed"], recipe=recipe))
+        compare(
+            "loop", dataclasses.replace(known_amax.RECIPES["delayed"], recipe=recipe)
+        )
 
 
 def without(position):
@@ -138,7 +153,11 @@ def without(position):
 
     def install(monkeypatch):
         def mutant(recorded, reduce, reading, original=_reading.cotangent):
-            return original([None if i == position else pair for i, pair in enumerate(recorded)], reduce, reading)
+            return original(
+                [None if i == position else pair for i, pair in enumerate(recorded)],
+                reduce,
+                reading,
+            )
 
         monkeypatch.setattr(_reading, "cotangent", mutant)
 
@@ -155,7 +174,11 @@ def another_kernels_scale(monkeypatch):
 
     def mutant(quantizers, states, reading, original=recipes.read_states, **options):
         steps = original(quantizers, states, reading, **options)
-        return [steps[0], steps[0], *steps[2:]] if reading is not None and len(steps) == 3 else steps
+        return (
+            [steps[0], steps[0], *steps[2:]]
+            if reading is not None and len(steps) == 3
+            else steps
+        )
 
     monkeypatch.setattr(recipes, "read_states", mutant)
 
@@ -165,7 +188,10 @@ READINGS = {
     "amax of the kernel": (without(1), test_readings.scan),
     "amax of the gradient": (without(2), test_readings.scan),
     "not finite amaxes count": (not_finite_amaxes_count, test_readings.called_twice),
-    "scale of another operand in the backward": (another_kernels_scale, test_readings.scan),
+    "scale of another operand in the backward": (
+        another_kernels_scale,
+        test_readings.scan,
+    ),
 }
 
 

@@ -40,18 +40,30 @@ def test_wrong_gemms_are_caught(monkeypatch, wrong):
 def test_a_sum_of_states_is_caught(monkeypatch):
     monkeypatch.setattr(_ragged_dot, "shared", lambda state: state)
     with pytest.raises(ValueError, match="summed over uses"):
-        known_amax.check(functional.Ragged, functional.RAGGED["loop"], differentiate=jax.value_and_grad)
+        known_amax.check(
+            functional.Ragged,
+            functional.RAGGED["loop"],
+            differentiate=jax.value_and_grad,
+        )
 
 
 def test_a_sum_over_members_is_caught(monkeypatch):
-    monkeypatch.setattr(_product, "repeat_state", lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape)))
+    monkeypatch.setattr(
+        _product,
+        "repeat_state",
+        lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape)),
+    )
     with pytest.raises(AssertionError, match="scale|amax_history"):
         test_ragged_dot.test_vmap("rhs and state")
 
 
 def test_scales_of_other_blocks_are_caught(monkeypatch):
     spread = _blocks.spread
-    monkeypatch.setattr(_blocks, "spread", lambda scales, *rest: spread(jnp.roll(scales, 1, axis=-1), *rest))
+    monkeypatch.setattr(
+        _blocks,
+        "spread",
+        lambda scales, *rest: spread(jnp.roll(scales, 1, axis=-1), *rest),
+    )
     with pytest.raises(AssertionError, match="out of bound"):
         test_blocks.compare("block")
 

@@ -15,7 +15,10 @@ first_match = _rules.first_match
 
 
 def last_match(rules, paths, op):
-    return next((i for i, rule in reversed(list(enumerate(rules))) if rule.matches(paths, op)), None)
+    return next(
+        (i for i, rule in reversed(list(enumerate(rules))) if rule.matches(paths, op)),
+        None,
+    )
 
 
 def without_none(rules, paths, op):

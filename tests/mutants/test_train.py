@@ -15,21 +15,38 @@ pytestmark = [
 ]
 
 
-scan = functools.partial(test_accumulate.test_training_with_microbatches, test_accumulate.in_a_scan)
+scan = functools.partial(
+    test_accumulate.test_training_with_microbatches, test_accumulate.in_a_scan
+)
 mean = test_accumulate.test_the_mean_is_of_parameters_alone
-mini_steps = functools.partial(test_optimizer.test_multi_steps, test_optimizer.MULTI_STEPS["alone"], 3)
+mini_steps = functools.partial(
+    test_optimizer.test_multi_steps, test_optimizer.MULTI_STEPS["alone"], 3
+)
 decayed = test_optimizer.TRANSFORMATIONS["clip, weight decay"]
-clipped = functools.partial(test_optimizer.test_state_is_overwritten_and_out_of_reach, decayed)
-rows = functools.partial(test_update_state.test_rows_decide_for_themselves, jax.jit(_update.update_state))
+clipped = functools.partial(
+    test_optimizer.test_state_is_overwritten_and_out_of_reach, decayed
+)
+rows = functools.partial(
+    test_update_state.test_rows_decide_for_themselves, jax.jit(_update.update_state)
+)
 unscaled = functools.partial(test_update_state.test_safe_under_jit, 2.0**-16)
-clipped_as_a_whole = functools.partial(test_update_state.test_other_factors_are_loud_under_jit, 0.0317, False)
+clipped_as_a_whole = functools.partial(
+    test_update_state.test_other_factors_are_loud_under_jit, 0.0317, False
+)
 summed = functools.partial(test_update_state.test_raises_outside_of_jit, 2)
-rejected = functools.partial(test_optimizer.test_rejected_steps_roll_back, test_optimizer.GUARDS["inside"])
+rejected = functools.partial(
+    test_optimizer.test_rejected_steps_roll_back, test_optimizer.GUARDS["inside"]
+)
 largest = _steps.maximum
 
 
 def stored_as_it_comes(old_history, old_scale, new_history, new_scale):
-    return new_history[..., :1], new_scale, jnp.zeros_like(new_scale), jnp.ones_like(new_scale)
+    return (
+        new_history[..., :1],
+        new_scale,
+        jnp.zeros_like(new_scale),
+        jnp.ones_like(new_scale),
+    )
 
 
 def add_the_difference(self, leaf):
@@ -41,12 +58,27 @@ MUTANTS = {
     "sum for max over mini-steps": (_steps, "maximum", lambda a, g: a + g, mini_steps),
     "the last microbatch wins": (_steps, "maximum", lambda a, g: g, scan),
     "state divided by n": (_steps, "maximum", lambda a, g: largest(a, g / 3), mean),
-    "a roll for every microbatch": (_steps, "_any_differs", lambda *_: jnp.array(True), mini_steps),
+    "a roll for every microbatch": (
+        _steps,
+        "_any_differs",
+        lambda *_: jnp.array(True),
+        mini_steps,
+    ),
     "state only of the last mini-step": (_steps, "maximum", lambda a, g: g, mini_steps),
     "untouched rows overwritten": (_update, "_next_numbers", stored_as_it_comes, rows),
-    "history stored as it comes": (_update, "_next_numbers", stored_as_it_comes, unscaled),
+    "history stored as it comes": (
+        _update,
+        "_next_numbers",
+        stored_as_it_comes,
+        unscaled,
+    ),
     "every factor is tolerated": (_update, "_TOLERANCE", 1e9, unscaled),
-    "every factor is undone": (_update, "_is_power_of_two_or_sum", lambda factor: factor > 0, clipped_as_a_whole),
+    "every factor is undone": (
+        _update,
+        "_is_power_of_two_or_sum",
+        lambda factor: factor > 0,
+        clipped_as_a_whole,
+    ),
     "nothing is reported": (_update, "_check_factors", lambda factors: None, summed),
     "a difference is added": (
         _optimizer.NeedsJaxfp8ApplyUpdates,
@@ -54,8 +86,18 @@ MUTANTS = {
         add_the_difference,
         test_optimizer.test_overwrite_is_exact,
     ),
-    "the optimizer sees state": (_optimizer, "_without_state", lambda tree: tree, clipped),
-    "state of a rejected step": (_steps, "_rejected", lambda *_: jnp.array(False), rejected),
+    "the optimizer sees state": (
+        _optimizer,
+        "_without_state",
+        lambda tree: tree,
+        clipped,
+    ),
+    "state of a rejected step": (
+        _steps,
+        "_rejected",
+        lambda *_: jnp.array(False),
+        rejected,
+    ),
 }
 
 

@@ -47,9 +47,13 @@ def compare(call: Call) -> None:
     """Run a call, and again with its amax in place."""
     operand, result = ALIASES.get(call.op, (0, 0))
     in_place = operand and call.operands[operand].shape == call.results[result][0]
-    for options in ({}, {"input_output_aliases": {operand: result}})[: 2 if in_place else 1]:
+    for options in ({}, {"input_output_aliases": {operand: result}})[
+        : 2 if in_place else 1
+    ]:
         try:
-            answers.assert_results(call, cases.run_target(call, **options), answers.answer(call))
+            answers.assert_results(
+                call, cases.run_target(call, **options), answers.answer(call)
+            )
             report(str(call))
         except AssertionError as error:
             report(str(call), error)
@@ -62,13 +66,31 @@ def large_calls():
     yield Call("quantize", [x, one, zero], [(x.shape, E4M3), ((1,), F32)], {})
     codes = random.integers(0, 256, (1, (1 << 22) + 77), np.uint8).view(E5M2)
     yield Call("dequantize", [codes, one], [(codes.shape, F32)], {})
-    for dtype, format, (m, n) in ((BF16, E5M2, (2048, 2112)), (F32, E4M3, (2047, 2113))):
+    for dtype, format, (m, n) in (
+        (BF16, E5M2, (2048, 2112)),
+        (F32, E4M3, (2047, 2113)),
+    ):
         x = random.standard_normal((1, m, n)).astype(dtype)
-        results = [((1, m, n), format), ((1, n, m), format), ((1,), F32), ((1, 16, n), F32)]
+        results = [
+            ((1, m, n), format),
+            ((1, n, m), format),
+            ((1,), F32),
+            ((1, 16, n), F32),
+        ]
         yield Call("quantize_transpose", [x, one, zero], results, {})
     x = random.standard_normal((1, 1032, 1025)).astype(F32)
-    results = [(x.shape, E5M2), ((1, 1032, 9), F32), ((1, 1025, 1032), E5M2), ((1, 1025, 9), F32)]
-    yield Call("quantize_blocks_transpose", [x], results, {"block": np.int64([1, 128]), "scaling": "f32"})
+    results = [
+        (x.shape, E5M2),
+        ((1, 1032, 9), F32),
+        ((1, 1025, 1032), E5M2),
+        ((1, 1025, 9), F32),
+    ]
+    yield Call(
+        "quantize_blocks_transpose",
+        [x],
+        results,
+        {"block": np.int64([1, 128]), "scaling": "f32"},
+    )
 
 
 def concurrent_calls():
@@ -76,12 +98,20 @@ def concurrent_calls():
     program, and from several threads.
     """
     x = np.random.default_rng(2).standard_normal((1, 400_000), F32)
-    call = Call("quantize", [x, np.ones(1, F32), np.zeros(1, F32)], [(x.shape, E4M3), ((1,), F32)], {})
+    call = Call(
+        "quantize",
+        [x, np.ones(1, F32), np.zeros(1, F32)],
+        [(x.shape, E4M3), ((1,), F32)],
+        {},
+    )
     expected = answers.answer(call)
 
     @jax.jit
     def many(x):
-        calls = [dataclasses.replace(call, operands=[x + i, *call.operands[1:]]) for i in range(6)]
+        calls = [
+            dataclasses.replace(call, operands=[x + i, *call.operands[1:]])
+            for i in range(6)
+        ]
         return [cases.run_target(each) for each in calls][0]
 
     def repeat(_):
@@ -99,7 +129,9 @@ def every_bad_call():
             yield from bad_calls.bad_buffers(op, name)
         yield from bad_calls.bad_counts(op)
         yield from (call for call, _ in bad_calls.bad_attributes(op))
-    yield from (targets.with_quantizers(op, most + 1) for op, most in targets.LARGEST_K.items())
+    yield from (
+        targets.with_quantizers(op, most + 1) for op, most in targets.LARGEST_K.items()
+    )
 
 
 def main():

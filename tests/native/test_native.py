@@ -12,13 +12,19 @@ import pytest
 from jaxfp8.ops import _ffi
 
 ROOT = pathlib.Path(__file__).parents[2]
-CMAKE = shutil.which("cmake", path=str(pathlib.Path(sys.executable).parent)) or shutil.which("cmake")
+CMAKE = shutil.which(
+    "cmake", path=str(pathlib.Path(sys.executable).parent)
+) or shutil.which("cmake")
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 def run(*command):
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}{result.stderr[-4000:]}"
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, (
+        f"{command}\n{result.stdout[-4000:]}{result.stderr[-4000:]}"
+    )
     return result.stdout
 
 
@@ -28,7 +34,11 @@ def build(tmp_path_factory):
     if not (CMAKE and COMPILER):
         pytest.skip("needs cmake and a C++ compiler")
     folder = tmp_path_factory.mktemp("native")
-    options = ["-DJAXFP8_CUDA=OFF", "-DJAXFP8_NATIVE_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    options = [
+        "-DJAXFP8_CUDA=OFF",
+        "-DJAXFP8_NATIVE_TESTS=ON",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
     # The programs link no Python, so they are built where there is no Python.h, and no
     # module is.
     run(CMAKE, "-S", ROOT, "-B", folder, *options, "-DPython_INCLUDE_DIR=/none")
@@ -36,7 +46,9 @@ def build(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["chunks", "parallel_for", "kernels", "bands", "moments", "amax_to_scale"])
+@pytest.mark.parametrize(
+    "name", ["chunks", "parallel_for", "kernels", "bands", "moments", "amax_to_scale"]
+)
 def test_program(build, name):
     assert ", 0 failed" in run(build / "cpu" / "native_tests" / f"jaxfp8_{name}_test")
 
@@ -56,10 +68,14 @@ def test_instruction_sets_share_no_code(build):
     if not shutil.which("nm") or sys.platform == "darwin":
         pytest.skip("needs nm of GNU binutils")
     for path in build.rglob("blocks_avx*.o"):
-        weak = [line for line in run("nm", "-C", path).splitlines() if line[17:18] in "WVu"]
+        weak = [
+            line for line in run("nm", "-C", path).splitlines() if line[17:18] in "WVu"
+        ]
         assert not weak, f"{path.name}: {weak}"
 
 
 def test_handlers_in_a_process_of_their_own():
     module = _ffi.module_path("_cpu") or pytest.skip("the CPU module is not installed")
-    assert ", 0 failed" in run(sys.executable, ROOT / "tests" / "native" / "handlers.py", module)
+    assert ", 0 failed" in run(
+        sys.executable, ROOT / "tests" / "native" / "handlers.py", module
+    )

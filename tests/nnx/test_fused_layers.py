@@ -17,13 +17,24 @@ from linen.test_fused_layers import BF16, F32, LAYERS, OWG, WIDTH, inputs
 import jaxfp8
 import jaxfp8.nnx
 
-CLASSES = {"Dense": jaxfp8.nnx.Linear, "GatedMLP": jaxfp8.nnx.GatedMLP, "NormDense": jaxfp8.nnx.NormDense}
+CLASSES = {
+    "Dense": jaxfp8.nnx.Linear,
+    "GatedMLP": jaxfp8.nnx.GatedMLP,
+    "NormDense": jaxfp8.nnx.NormDense,
+}
 
 
 def of_nnx(layer):
     """The layer of NNX with the fields of a Linen layer."""
-    names = [field.name for field in dataclasses.fields(layer) if field.name not in ("parent", "name")]
-    fields = {"out_features" if name == "features" else name: getattr(layer, name) for name in names}
+    names = [
+        field.name
+        for field in dataclasses.fields(layer)
+        if field.name not in ("parent", "name")
+    ]
+    fields = {
+        "out_features" if name == "features" else name: getattr(layer, name)
+        for name in names
+    }
     return CLASSES[type(layer).__name__](in_features=WIDTH, **fields, rngs=nnx.Rngs(0))
 
 
@@ -36,13 +47,19 @@ def as_linen(model, kind):
     def rename(node):
         if not isinstance(node, dict):
             return node
-        return {"Fp8DotGeneral_0" if key == "dot_general" else key: rename(value) for key, value in node.items()}
+        return {
+            "Fp8DotGeneral_0" if key == "dot_general" else key: rename(value)
+            for key, value in node.items()
+        }
 
     return rename(tree)
 
 
 def variables_of(model):
-    return {"params": as_linen(model, nnx.Param), OWG: as_linen(model, jaxfp8.nnx.OverwriteWithGradient)}
+    return {
+        "params": as_linen(model, nnx.Param),
+        OWG: as_linen(model, jaxfp8.nnx.OverwriteWithGradient),
+    }
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -53,7 +70,9 @@ def test_linen_and_nnx_agree(layer, dtype):
     model = of_nnx(module)
     x, variables = inputs(dtype), variables_of(model)
     optimizer = jaxfp8.nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
-    assert jax.tree.map(jnp.shape, module.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
+    assert jax.tree.map(jnp.shape, module.init(jax.random.key(0), x)) == jax.tree.map(
+        jnp.shape, variables
+    )
 
     @nnx.jit
     def step(model, optimizer):
@@ -72,7 +91,11 @@ def test_linen_and_nnx_agree(layer, dtype):
             return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
         gradients, y = jax.grad(loss, has_aux=True)(variables)
-        params = jax.tree.map(lambda p, g: p - np.float32(0.125) * g, variables["params"], gradients["params"])
+        params = jax.tree.map(
+            lambda p, g: p - np.float32(0.125) * g,
+            variables["params"],
+            gradients["params"],
+        )
         return {"params": params, OWG: gradients[OWG]}, y
 
     for i in range(2):

@@ -17,7 +17,18 @@ import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.nnx import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient
 
-from .cases import RECIPE, H, K, M, N, assert_state, expected_state, linear, operands, use
+from .cases import (
+    RECIPE,
+    H,
+    K,
+    M,
+    N,
+    assert_state,
+    expected_state,
+    linear,
+    operands,
+    use,
+)
 
 
 def state_variables(module):
@@ -28,15 +39,21 @@ def test_the_type_is_registered():
     """So that `nnx.bridge` makes such variables of the collection, and the other way
     round.
     """
-    assert nnx.variable_type_from_name("_overwrite_with_gradient") is OverwriteWithGradient
-    assert nnx.variable_name_from_type(OverwriteWithGradient) == jaxfp8.OVERWRITE_WITH_GRADIENT
+    assert (
+        nnx.variable_type_from_name("_overwrite_with_gradient") is OverwriteWithGradient
+    )
+    assert (
+        nnx.variable_name_from_type(OverwriteWithGradient)
+        == jaxfp8.OVERWRITE_WITH_GRADIENT
+    )
 
 
 def test_layers_that_share_an_instance():
     """Two kernels, one state: the max over both."""
     dot_general = Fp8DotGeneral(RECIPE)
     layers = nnx.List(
-        nnx.Linear(K, N, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(seed)) for seed in range(2)
+        nnx.Linear(K, N, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(seed))
+        for seed in range(2)
     )
     xs, grads = operands(0, 2)
 
@@ -48,7 +65,8 @@ def test_layers_that_share_an_instance():
     state = oracle.LayerState.init(H)
     for i in range(2):
         uses = [
-            (x, np.asarray(layer.kernel.get_value()), grad) for x, layer, grad in zip(xs, layers, grads, strict=True)
+            (x, np.asarray(layer.kernel.get_value()), grad)
+            for x, layer, grad in zip(xs, layers, grads, strict=True)
         ]
         step(layers)
         state = expected_state(uses, state)
@@ -60,14 +78,29 @@ def test_frozen_kernel():
     """LoRA: the gradient is of the low-rank part and of the FP8 state; the kernel
     stays, the state moves.
     """
-    layer = nnx.LoRALinear(K, N, lora_rank=2, use_bias=False, dot_general=Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0))
+    layer = nnx.LoRALinear(
+        K,
+        N,
+        lora_rank=2,
+        use_bias=False,
+        dot_general=Fp8DotGeneral(RECIPE),
+        rngs=nnx.Rngs(0),
+    )
     (x,), (grad,) = operands(0, 1)
     kernel = np.asarray(layer.kernel.get_value())
     wrt = nnx.Any(nnx.LoRAParam, OverwriteWithGradient)
     optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.LoRAParam)
-    optimizer.update(layer, jaxfp8.nnx.grad(use, argnums=nnx.DiffState(0, wrt))(layer, x, grad))
-    assert_state(layer.dot_general, oracle.dense_step(x, kernel, grad, oracle.LayerState.init(H)).state, "frozen")
-    assert layer.lora.lora_b.get_value().any() and np.array_equal(layer.kernel.get_value(), kernel)
+    optimizer.update(
+        layer, jaxfp8.nnx.grad(use, argnums=nnx.DiffState(0, wrt))(layer, x, grad)
+    )
+    assert_state(
+        layer.dot_general,
+        oracle.dense_step(x, kernel, grad, oracle.LayerState.init(H)).state,
+        "frozen",
+    )
+    assert layer.lora.lora_b.get_value().any() and np.array_equal(
+        layer.kernel.get_value(), kernel
+    )
 
 
 # ------------------------------------------------------------------ the module protocol
@@ -109,31 +142,46 @@ def test_copies_go_on_bitwise(copy):
     for layer in (first, second):
         jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
     first, second = state_variables(first), state_variables(second)
-    assert first["dot_general"]["input_amax_history"][3] != 0, "the second step is seen on top of the first"
+    assert first["dot_general"]["input_amax_history"][3] != 0, (
+        "the second step is seen on top of the first"
+    )
     jax.tree.map(lambda a, b: oracle.assert_bitwise(a, b, "copy"), first, second)
 
 
 # ------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("cls", [Fp8DotGeneral, lambda: Fp8DotGeneral(RECIPE)], ids=["class", "function"])
+@pytest.mark.parametrize(
+    "cls", [Fp8DotGeneral, lambda: Fp8DotGeneral(RECIPE)], ids=["class", "function"]
+)
 def test_dot_general_cls_is_refused(cls):
     """NNX calls it in each forward pass: the state would be new each time, and silently
     of no use.
     """
     layer = nnx.LinearGeneral(K, N, dot_general_cls=cls, rngs=nnx.Rngs(0))
-    for forward in (layer, nnx.jit(lambda x: layer(x)), jax.grad(lambda x: layer(x).sum())):
-        with pytest.raises(TypeError, match="dot_general_cls.*dot_general=Fp8DotGeneral"):
+    for forward in (
+        layer,
+        nnx.jit(lambda x: layer(x)),
+        jax.grad(lambda x: layer(x).sum()),
+    ):
+        with pytest.raises(
+            TypeError, match="dot_general_cls.*dot_general=Fp8DotGeneral"
+        ):
             forward(jnp.ones((M, K)))
 
 
 def test_a_class_is_refused():
     """What works in Linen, where `dot_general_cls` is the argument."""
     linear = nnx.Linear(K, N, dot_general=Fp8DotGeneral, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"^Fp8DotGeneral: .*give it an instance, Fp8DotGeneral\(recipe\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"^Fp8DotGeneral: .*give it an instance, Fp8DotGeneral\(recipe\)",
+    ):
         linear(jnp.ones((M, K)))
     einsum = nnx.Einsum("mk,kn->mn", (K, N), einsum_op=Fp8Einsum, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"^Fp8Einsum: .*give it an instance, Fp8Einsum\(recipe\)"):
+    with pytest.raises(
+        TypeError, match=r"^Fp8Einsum: .*give it an instance, Fp8Einsum\(recipe\)"
+    ):
         einsum(jnp.ones((M, K)))
 
 
@@ -143,21 +191,37 @@ def test_einsum_out_sharding():
     """
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
-    layer = nnx.Einsum("btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0))
+    layer = nnx.Einsum(
+        "btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0)
+    )
     wanted = layer(jnp.asarray(x))
     with jax.set_mesh(mesh):
-        put = nnx.Einsum("btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0))
+        put = nnx.Einsum(
+            "btd,sndh->sbtnh",
+            (3, 2, 8, 4),
+            einsum_op=Fp8Einsum(RECIPE),
+            rngs=nnx.Rngs(0),
+        )
         put.kernel.set_value(jax.device_put(layer.kernel.get_value(), P(None, "model")))
-        y = put(jax.device_put(x, P("data")), out_sharding=P(None, "data", None, "model"))
+        y = put(
+            jax.device_put(x, P("data")), out_sharding=P(None, "data", None, "model")
+        )
         empty = put(jnp.ones((0, 3, 8)), out_sharding=P(None, "data"))
     assert y.sharding.spec == P(None, "data", None, "model", None)
     assert empty.shape == (3, 0, 3, 2, 4) and empty.sharding.spec[1] == "data"
     np.testing.assert_array_equal(y, wanted)
-    with pytest.raises(TypeError, match="einsum: out_sharding: expected a PartitionSpec or NamedSharding, got 'data'"):
+    with pytest.raises(
+        TypeError,
+        match="einsum: out_sharding: expected a PartitionSpec or NamedSharding, got 'data'",
+    ):
         layer(jnp.asarray(x), out_sharding="data")
 
 
-RECIPES = [jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling(), jaxfp8.MXFP8BlockScaling()]
+RECIPES = [
+    jaxfp8.DelayedScaling(amax_history_len=4),
+    jaxfp8.Float8CurrentScaling(),
+    jaxfp8.MXFP8BlockScaling(),
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)

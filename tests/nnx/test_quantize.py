@@ -19,7 +19,11 @@ D = 8
 
 
 def fp8(recipe, kind=Fp8DotGeneral):
-    return {} if recipe is None else {"dot_general" if kind is Fp8DotGeneral else "einsum_op": kind(recipe)}
+    return (
+        {}
+        if recipe is None
+        else {"dot_general" if kind is Fp8DotGeneral else "einsum_op": kind(recipe)}
+    )
 
 
 class Block(nnx.Module):
@@ -28,10 +32,17 @@ class Block(nnx.Module):
     def __init__(self, rngs, a=None, m=None, e=None):
         self.attn = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
         if a is not None:
-            for layer in (self.attn.query, self.attn.key, self.attn.value, self.attn.out):
+            for layer in (
+                self.attn.query,
+                self.attn.key,
+                self.attn.value,
+                self.attn.out,
+            ):
                 layer.dot_general = nnx.data(Fp8DotGeneral(a))
         self.mlp = nnx.Linear(D, D, rngs=rngs, **fp8(m))
-        self.mix = nnx.Einsum("bld,dhk->blhk", (D, 2, 4), (2, 4), rngs=rngs, **fp8(e, Fp8Einsum))
+        self.mix = nnx.Einsum(
+            "bld,dhk->blhk", (D, 2, 4), (2, 4), rngs=rngs, **fp8(e, Fp8Einsum)
+        )
 
     def __call__(self, x):
         x = x + self.attn(x)
@@ -51,7 +62,14 @@ class Model(nnx.Module):
         return self.head(x) + self.again(2 * x)
 
 
-RULES = [("again", A), ("head", None), (r"blocks/\d/attn/.*", A), (r"blocks/\d/mlp", B), (".*/mix", A), (".*", B)]
+RULES = [
+    ("again", A),
+    ("head", None),
+    (r"blocks/\d/attn/.*", A),
+    (r"blocks/\d/mlp", B),
+    (".*/mix", A),
+    (".*", B),
+]
 
 
 def x(seed=0):
@@ -68,9 +86,9 @@ def step(model, x):
         y = model(x)
         return jnp.sum(jnp.sin(y)), y
 
-    (_, y), gradients = jaxfp8.nnx.value_and_grad(loss, has_aux=True, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable))(
-        model
-    )
+    (_, y), gradients = jaxfp8.nnx.value_and_grad(
+        loss, has_aux=True, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable)
+    )(model)
     return y, nnx.to_pure_dict(gradients)
 
 
@@ -85,7 +103,11 @@ def test_trains_as_the_model_edited_by_hand():
     nnx.iter_modules' choice, the first.
     """
     model = Model()
-    first = next("/".join(map(str, path)) for path, module in nnx.iter_modules(model) if module is model.head)
+    first = next(
+        "/".join(map(str, path))
+        for path, module in nnx.iter_modules(model)
+        if module is model.head
+    )
     assert first == "again"
     assert quantize(model, RULES) is model
     compare(model, Model(A, B, A, A))
@@ -96,8 +118,14 @@ def compare_which_rule():
     """First match, as a whole, and None: raises AssertionError at the first
     difference.
     """
-    assert_same(state_of(quantize(Model(), [("again", A), ("again", B), (".*", None)])), state_of(Model(h=A)))
-    assert_same(state_of(quantize(Model(), [("mlp", A), ("blocks/0", A), ("agai", A)])), state_of(Model()))
+    assert_same(
+        state_of(quantize(Model(), [("again", A), ("again", B), (".*", None)])),
+        state_of(Model(h=A)),
+    )
+    assert_same(
+        state_of(quantize(Model(), [("mlp", A), ("blocks/0", A), ("agai", A)])),
+        state_of(Model()),
+    )
     quantized = quantize(Model(A, B, A, B), [("blocks/./mlp", None), (".*/mix", None)])
     assert_same(state_of(quantized), state_of(Model(A, None, None, B)))
     assert_same(quantized(x()), Model(A, None, None, B)(x()))
@@ -117,7 +145,10 @@ class Experts(nnx.Module):
 def test_products_that_modules_hold():
     """A rule names a product by its own path, or by that of the module."""
     quantized, hand = (nnx.Dict(experts=Experts(*recipes)) for recipes in ((), (A, B)))
-    assert_same(state_of(quantize(quantized, [("experts/down", B), ("experts", A)])), state_of(hand))
+    assert_same(
+        state_of(quantize(quantized, [("experts/down", B), ("experts", A)])),
+        state_of(hand),
+    )
 
 
 class Parameters(nnx.Module):
@@ -140,12 +171,16 @@ def test_parameters_that_are_no_arrays():
 
 def test_attention_that_shares_a_product():
     """Its layers get their own; the shared one is not kept, nor its state."""
-    shared = nnx.MultiHeadAttention(2, D, decode=False, qkv_dot_general=Fp8DotGeneral(B), rngs=nnx.Rngs(0))
+    shared = nnx.MultiHeadAttention(
+        2, D, decode=False, qkv_dot_general=Fp8DotGeneral(B), rngs=nnx.Rngs(0)
+    )
     quantize(shared, [("query", A), ("key|value", None)])
     assert shared.qkv_dot_general is None
     assert list(state_of(shared)["query"]) == ["bias", "dot_general", "kernel"]
     assert len(jax.tree.leaves(nnx.state(shared, OverwriteWithGradient))) == 6
-    part = nnx.MultiHeadAttention(2, D, decode=False, qkv_dot_general=Fp8DotGeneral(B), rngs=nnx.Rngs(0))
+    part = nnx.MultiHeadAttention(
+        2, D, decode=False, qkv_dot_general=Fp8DotGeneral(B), rngs=nnx.Rngs(0)
+    )
     quantize(part, [("query", A)])
     assert part.qkv_dot_general is part.key.dot_general
 
@@ -154,7 +189,10 @@ def test_own_layers():
     make = lambda recipe: jaxfp8.nnx.GatedMLP(D, 16, recipe=recipe, rngs=nnx.Rngs(0))  # noqa: E731
     compare(quantize(make(B), [(".*", A)]), make(A))
     off = quantize(make(B), [("wi", None), ("wo", A)])
-    assert list(state_of(off)["wi"]) == ["kernel"] and off.wi.dot_general.recipe == jaxfp8.HighPrecision()
+    assert (
+        list(state_of(off)["wi"]) == ["kernel"]
+        and off.wi.dot_general.recipe == jaxfp8.HighPrecision()
+    )
     compare(quantize(off, [(".*", A)]), make(A))  # and on again
 
 
@@ -178,7 +216,9 @@ def test_stacked_layers():
     assert_same(run(quantized, x()), run(hand, x()))
 
 
-COPIES = {name: copy for name, copy in LINEN_COPIES.items() if name != "protocol 0"} | {"clone": nnx.clone}
+COPIES = {name: copy for name, copy in LINEN_COPIES.items() if name != "protocol 0"} | {
+    "clone": nnx.clone
+}
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -189,14 +229,21 @@ def test_copies(how):
     jaxfp8.nnx.update_state(model, gradients)
     copied = COPIES[how](model)
     assert type(copied) is Model and hash(copied) != hash(model)
-    assert nnx.graphdef(copied) == nnx.graphdef(model) and copied.fp8_rules == model.fp8_rules
+    assert (
+        nnx.graphdef(copied) == nnx.graphdef(model)
+        and copied.fp8_rules == model.fp8_rules
+    )
     compare(copied, model)
     assert str(jaxfp8.report(copied)) == str(jaxfp8.report(model))
 
 
 def test_mutant_that_loses_state_is_caught(monkeypatch):
     def without_state(self):
-        return {name: value for name, value in vars(self).items() if not isinstance(value, OverwriteWithGradient)}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not isinstance(value, OverwriteWithGradient)
+        }
 
     monkeypatch.setattr(Fp8DotGeneral, "__getstate__", without_state)
     with pytest.raises(AssertionError):
@@ -218,12 +265,19 @@ def test_a_recipe_that_raises_leaves_the_model_alone():
 
 
 def test_errors_name_a_layer_that_is_the_model():
-    stacked = nnx.vmap(lambda rngs: nnx.Linear(D, D, rngs=rngs), out_axes=1)(nnx.Rngs(0).fork(split=3))
+    stacked = nnx.vmap(lambda rngs: nnx.Linear(D, D, rngs=rngs), out_axes=1)(
+        nnx.Rngs(0).fork(split=3)
+    )
     with pytest.raises(
-        ValueError, match=r"nnx.quantize: model: expected a kernel \[8, 8\], .* first axis, got \[8, 3, 8\]"
+        ValueError,
+        match=r"nnx.quantize: model: expected a kernel \[8, 8\], .* first axis, got \[8, 3, 8\]",
     ):
         quantize(stacked, [(".*", A)])
-    current = quantize(nnx.Linear(D, D, rngs=nnx.Rngs(0)), [(".*", jaxfp8.Float8CurrentScaling())])
+    current = quantize(
+        nnx.Linear(D, D, rngs=nnx.Rngs(0)), [(".*", jaxfp8.Float8CurrentScaling())]
+    )
     frozen = jaxfp8.freeze(current, jnp.ones((2, D)))
-    with pytest.raises(ValueError, match="nnx.quantize: model: jaxfp8.freeze left codes"):
+    with pytest.raises(
+        ValueError, match="nnx.quantize: model: jaxfp8.freeze left codes"
+    ):
         quantize(frozen, [(".*", A)])

@@ -22,7 +22,9 @@ from jaxfp8.nnx import OverwriteWithGradient
 from .cases import H, K, M, N, assert_state, expected_state, linear, operands, use
 
 # Everything that would ruin state that it got to see.
-HARSH = optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2, weight_decay=0.5))
+HARSH = optax.chain(
+    optax.clip_by_global_norm(1e-3), optax.adamw(1e-2, weight_decay=0.5)
+)
 
 
 pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
@@ -39,10 +41,16 @@ def by_hand(layer, tx):
 
 
 OPTIMIZERS = {
-    "jaxfp8.nnx.Optimizer": lambda layer, tx: jaxfp8.nnx.Optimizer(layer, tx, wrt=nnx.Param).update,
-    "wrt state too": lambda layer, tx: jaxfp8.nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable).update,
+    "jaxfp8.nnx.Optimizer": lambda layer, tx: (
+        jaxfp8.nnx.Optimizer(layer, tx, wrt=nnx.Param).update
+    ),
+    "wrt state too": lambda layer, tx: (
+        jaxfp8.nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable).update
+    ),
     "nnx.Optimizer and train.optimizer": lambda layer, tx: (
-        nnx.Optimizer(layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable).update
+        nnx.Optimizer(
+            layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable
+        ).update
     ),
     "nnx.Optimizer and update_state": by_hand,
 }
@@ -59,13 +67,19 @@ def test_five_steps(make):
     opt_state = HARSH.init(params)
     for i in range(5):
         (x,), (grad,) = operands(i, 1)
-        state = oracle.dense_step(x, np.asarray(layer.kernel.get_value()), grad, state).state
+        state = oracle.dense_step(
+            x, np.asarray(layer.kernel.get_value()), grad, state
+        ).state
         gradients = jaxfp8.nnx.grad(use)(layer, x, grad)
         update(layer, gradients)
-        updates, opt_state = HARSH.update({"kernel": gradients["kernel"].get_value()}, opt_state, params)
+        updates, opt_state = HARSH.update(
+            {"kernel": gradients["kernel"].get_value()}, opt_state, params
+        )
         params = optax.apply_updates(params, updates)
         assert_state(layer.dot_general, state, f"step {i}")
-        oracle.assert_bitwise(layer.kernel.get_value(), params["kernel"], f"step {i}: kernel")
+        oracle.assert_bitwise(
+            layer.kernel.get_value(), params["kernel"], f"step {i}: kernel"
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -75,8 +89,12 @@ def test_state_is_float32_whatever_cast_the_model_went_through(dtype):
     """
     (x,), (grad,) = operands(0, 1)
     cast = [linear(0), linear(0)]
-    for layer, make in zip(cast, (OPTIMIZERS["jaxfp8.nnx.Optimizer"], by_hand), strict=True):
-        nnx.update(layer, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(layer)))
+    for layer, make in zip(
+        cast, (OPTIMIZERS["jaxfp8.nnx.Optimizer"], by_hand), strict=True
+    ):
+        nnx.update(
+            layer, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(layer))
+        )
         make(layer, optax.sgd(1e-2))(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
     states = [nnx.as_pure(nnx.state(layer, OverwriteWithGradient)) for layer in cast]
     assert {leaf.dtype for leaf in jax.tree.leaves(states)} == {np.dtype(np.float32)}
@@ -88,7 +106,9 @@ def test_state_is_float32_whatever_cast_the_model_went_through(dtype):
 def test_microbatches_make_one_entry(how):
     """The max over the microbatches, once per optimizer step."""
     layer, state = linear(0), oracle.LayerState.init(H)
-    tx = optax.MultiSteps(optax.sgd(1e-3), 3) if how == "MultiSteps" else optax.sgd(1e-3)
+    tx = (
+        optax.MultiSteps(optax.sgd(1e-3), 3) if how == "MultiSteps" else optax.sgd(1e-3)
+    )
     optimizer = jaxfp8.nnx.Optimizer(layer, tx)
 
     @nnx.jit
@@ -99,7 +119,9 @@ def test_microbatches_make_one_entry(how):
             if how == "MultiSteps":
                 optimizer.update(layer, gradients)
             else:
-                total = jaxfp8.train.accumulate_gradients(total, gradients, weight=1 / 3)
+                total = jaxfp8.train.accumulate_gradients(
+                    total, gradients, weight=1 / 3
+                )
         if total is not None:
             optimizer.update(layer, total)
 
@@ -107,7 +129,9 @@ def test_microbatches_make_one_entry(how):
         xs, grads = operands(i, 3)
         kernel = np.asarray(layer.kernel.get_value())
         step(layer, optimizer, xs, grads)
-        state = expected_state([(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state)
+        state = expected_state(
+            [(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state
+        )
         assert_state(layer.dot_general, state, f"step {i}")
         assert not np.array_equal(kernel, layer.kernel.get_value())
 
@@ -116,12 +140,20 @@ def stepped(model, optimizer, loss):
     optimizer.update(model, jaxfp8.nnx.grad(loss)(model))
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)], ids=["adam", "MultiSteps"])
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)],
+    ids=["adam", "MultiSteps"],
+)
 def test_optimizer_state_outlives_the_recipe(tx):
     """From delayed to current scaling, to none and back: `nnx.update` gives the moments
     to the new optimizer.
     """
-    recipes = (jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling(), None)
+    recipes = (
+        jaxfp8.DelayedScaling(amax_history_len=4),
+        jaxfp8.Float8CurrentScaling(),
+        None,
+    )
     model, saved = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), None
     x = jnp.ones((4, 8))
     for i, recipe in enumerate((*recipes, recipes[0])):
@@ -134,9 +166,13 @@ def test_optimizer_state_outlives_the_recipe(tx):
             stepped(model, optimizer, lambda model: jnp.sum(model(x) ** 2))
         saved = nnx.to_pure_dict(nnx.state(optimizer))
         assert optimizer.step[...] == 2 * (i + 1)
-        assert set(nnx.to_pure_dict(nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)))) <= set(saved)
+        assert set(
+            nnx.to_pure_dict(nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)))
+        ) <= set(saved)
     flax = nnx.Optimizer(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-    assert jax.tree.structure(nnx.as_pure(flax.opt_state)) == jax.tree.structure(nnx.as_pure(optimizer.opt_state))
+    assert jax.tree.structure(nnx.as_pure(flax.opt_state)) == jax.tree.structure(
+        nnx.as_pure(optimizer.opt_state)
+    )
 
 
 def test_an_optimizer_made_anew_is_not_traced_anew():
@@ -150,7 +186,9 @@ def test_an_optimizer_made_anew_is_not_traced_anew():
 
     for make in (
         lambda layer: jaxfp8.nnx.Optimizer(layer, tx),
-        lambda layer: nnx.Optimizer(layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable),
+        lambda layer: nnx.Optimizer(
+            layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable
+        ),
     ):
         before = len(traces)
         for _ in range(3):
@@ -166,16 +204,24 @@ def test_a_second_gradient_of_one_point(how):
     """
     layer, state = linear(0), oracle.LayerState.init(H)
     if how == "two groups":
-        optimizers = [jaxfp8.nnx.Optimizer(layer, optax.sgd(1e-3), wrt=nnx.PathContains(p)) for p in ("kernel", "bias")]
+        optimizers = [
+            jaxfp8.nnx.Optimizer(layer, optax.sgd(1e-3), wrt=nnx.PathContains(p))
+            for p in ("kernel", "bias")
+        ]
     else:
         optimizers = [jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0))] * 2
     for i in range(3):
         xs, grads = operands(i, 2)
         kernel = np.asarray(layer.kernel.get_value())
-        gradients = [jaxfp8.nnx.grad(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True)]
+        gradients = [
+            jaxfp8.nnx.grad(use)(layer, x, grad)
+            for x, grad in zip(xs, grads, strict=True)
+        ]
         for optimizer, gradient in zip(optimizers, gradients, strict=True):
             optimizer.update(layer, gradient)
-        state = expected_state([(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state)
+        state = expected_state(
+            [(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state
+        )
         assert_state(layer.dot_general, state, f"step {i}")
 
 
@@ -184,7 +230,9 @@ def test_masks_and_lbfgs_are_those_of_parameters():
     layer, x = linear(0), jnp.ones((4, K))
     loss = lambda layer: jnp.sum((layer(x) - 1) ** 2)  # noqa: E731
     params = nnx.as_pure(nnx.state(layer, nnx.Param))
-    masked = jaxfp8.nnx.Optimizer(layer, optax.masked(optax.adam(0.1), jax.tree.map(lambda _: True, params)))
+    masked = jaxfp8.nnx.Optimizer(
+        layer, optax.masked(optax.adam(0.1), jax.tree.map(lambda _: True, params))
+    )
     stepped(layer, masked, loss)
 
     lbfgs = jaxfp8.nnx.Optimizer(layer, optax.lbfgs())
@@ -210,12 +258,18 @@ def test_argnums():
         loss, argnums=(0, 1, nnx.DiffState(2, OverwriteWithGradient))
     )(x, first, second)
     assert value.shape == () and dx.shape == x.shape
-    assert set(of_first) == {"kernel", "dot_general"} and set(of_second) == {"dot_general"}
+    assert set(of_first) == {"kernel", "dot_general"} and set(of_second) == {
+        "dot_general"
+    }
     state = oracle.LayerState.init(H)
     for layer, gradients in ((first, of_first), (second, of_second)):
         kernel = np.asarray(layer.kernel.get_value())
         jaxfp8.nnx.update_state(layer, gradients)
-        assert_state(layer.dot_general, oracle.dense_step(x, kernel, grad, state).state, "argnums")
+        assert_state(
+            layer.dot_general,
+            oracle.dense_step(x, kernel, grad, state).state,
+            "argnums",
+        )
 
 
 def test_models_without_fp8():
@@ -264,8 +318,14 @@ def test_gradient_of_parameters_alone_warns():
         gradients = nnx.grad(use)(layer, x, grad)
     assert [w.category for w in caught] == [jaxfp8.FP8StateWarning]
     before = nnx.to_pure_dict(nnx.state(layer))
-    for update in (jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1)).update, jaxfp8.nnx.update_state):
-        with pytest.raises(ValueError, match="update_state.*input_amax_history.*gradient with respect to the state"):
+    for update in (
+        jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1)).update,
+        jaxfp8.nnx.update_state,
+    ):
+        with pytest.raises(
+            ValueError,
+            match="update_state.*input_amax_history.*gradient with respect to the state",
+        ):
             update(layer, gradients)
     chex.assert_trees_all_equal(before, nnx.to_pure_dict(nnx.state(layer)))
 
@@ -281,7 +341,9 @@ def test_summed_state_is_found():
     """
     layer = linear(0)
     xs, grads = operands(0, 2)
-    loss = lambda layer: sum(nnx.remat(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True))  # noqa: E731
+    loss = lambda layer: sum(
+        nnx.remat(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True)
+    )  # noqa: E731
     jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(loss)(layer))
     summed = nnx.grad(loss, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable))(layer)
     with pytest.raises(ValueError, match="2 times"):
@@ -293,14 +355,22 @@ def test_optimizer_state_restored_without_a_target(tmp_path):
     """It has no entry for FP8 state, so that what Orbax makes of nodes without leaves
     does not matter.
     """
-    tx, x = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), jnp.ones((4, 8))
+    tx, x = (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        jnp.ones((4, 8)),
+    )
 
     def build():
-        layer = jaxfp8.quantize(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), [(".*", jaxfp8.DelayedScaling(amax_history_len=4))])
+        layer = jaxfp8.quantize(
+            nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+            [(".*", jaxfp8.DelayedScaling(amax_history_len=4))],
+        )
         return layer, jaxfp8.nnx.Optimizer(layer, tx)
 
     def step(layer, optimizer):
-        optimizer.update(layer, jaxfp8.nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer))
+        optimizer.update(
+            layer, jaxfp8.nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+        )
         return nnx.to_pure_dict(nnx.state((layer, optimizer)))
 
     run = build()

@@ -4,7 +4,11 @@ histories to the bit.
 
 import numpy as np
 import oracle
-from oracle import adam as oracle_adam, blocks as oracle_blocks, moments as oracle_moments
+from oracle import (
+    adam as oracle_adam,
+    blocks as oracle_blocks,
+    moments as oracle_moments,
+)
 
 from .targets import ATTRIBUTES, F32, Call, fault, quantizers, with_groups
 
@@ -19,10 +23,17 @@ def answer(call: Call) -> list | None:
     if fault(call) is not None or not _attributes_are_good(call):
         return None
     whole = with_groups(call)
-    results = _ANSWERS[call.target](*whole.operands, results=whole.results, **call.attributes)
+    results = _ANSWERS[call.target](
+        *whole.operands, results=whole.results, **call.attributes
+    )
     # A result without the side of its one group has the elements of one with it.
-    lacks_g = [given != grouped for given, grouped in zip(call.results, whole.results, strict=True)]
-    return [out[0] if lacks else out for out, lacks in zip(results, lacks_g, strict=True)]
+    lacks_g = [
+        given != grouped
+        for given, grouped in zip(call.results, whole.results, strict=True)
+    ]
+    return [
+        out[0] if lacks else out for out, lacks in zip(results, lacks_g, strict=True)
+    ]
 
 
 def _attributes_are_good(call: Call) -> bool:
@@ -38,16 +49,28 @@ def _attributes_are_good(call: Call) -> bool:
         return repr(given) == repr(ATTRIBUTES[call.op])
     if call.op not in ("delayed_scales", "read_histories"):
         return not given
-    names = {"numerators"} if call.op == "read_histories" else {"numerators", "most_recent"}
-    if set(given) != names or not isinstance(given.get("most_recent", np.bool_(False)), np.bool_):
+    names = (
+        {"numerators"} if call.op == "read_histories" else {"numerators", "most_recent"}
+    )
+    if set(given) != names or not isinstance(
+        given.get("most_recent", np.bool_(False)), np.bool_
+    ):
         return False
     numerators = given["numerators"]
     is_array = isinstance(numerators, np.ndarray) and numerators.dtype == F32
-    return is_array and len(numerators) == quantizers(call) and all(map(_is_numerator, numerators))
+    return (
+        is_array
+        and len(numerators) == quantizers(call)
+        and all(map(_is_numerator, numerators))
+    )
 
 
 def _is_numerator(value) -> bool:
-    return isinstance(value, np.float32) and np.isfinite(value) and value >= np.finfo(np.float32).tiny
+    return (
+        isinstance(value, np.float32)
+        and np.isfinite(value)
+        and value >= np.finfo(np.float32).tiny
+    )
 
 
 def _raised(x, so_far):
@@ -56,7 +79,9 @@ def _raised(x, so_far):
     """
     if np.signbit(so_far).any():
         return None
-    return np.float32([max(top, oracle.amax(row)) for row, top in zip(x, so_far, strict=True)])
+    return np.float32(
+        [max(top, oracle.amax(row)) for row, top in zip(x, so_far, strict=True)]
+    )
 
 
 def _scaled(function, x, scale, dtype):
@@ -73,7 +98,9 @@ def _amax(x, results):
 
 def _quantize(x, scale, so_far, results):
     data, top = np.dtype(results[0][1]), results[-1]
-    codes = _scaled(lambda row, s: oracle.quantize(row, s, FORMAT_OF[data])[0], x, scale, data)
+    codes = _scaled(
+        lambda row, s: oracle.quantize(row, s, FORMAT_OF[data])[0], x, scale, data
+    )
     if top[0] == (0,):
         return [codes, np.zeros(0, F32)]
     return [codes, _raised(x, so_far if so_far.size else np.zeros(len(x), F32))]
@@ -88,7 +115,13 @@ def _quantize_transpose(x, scale, so_far, results):
 def _quantize_blocks_transpose(x, results, block, scaling):
     fmt, scale = FORMAT_OF[np.dtype(results[0][1])], scaling.split("_")[0]
     layouts = (x, x.swapaxes(1, 2))[: len(results) // 2]
-    answers = [[oracle_blocks.quantize(matrix, fmt, tuple(block), scale=scale) for matrix in each] for each in layouts]
+    answers = [
+        [
+            oracle_blocks.quantize(matrix, fmt, tuple(block), scale=scale)
+            for matrix in each
+        ]
+        for each in layouts
+    ]
     return [
         np.array([part[i].view(dtype) for part in parts], dtype).reshape(shape)
         for parts, pair in zip(answers, (results[:2], results[2:]), strict=False)
@@ -98,7 +131,10 @@ def _quantize_blocks_transpose(x, results, block, scaling):
 
 def _transpose_blocks(data, scale_inv, results, block):
     fmt, scales = FORMAT_OF[data.dtype], scale_inv.view(oracle_blocks.E8M0)
-    groups = [oracle_blocks.transpose(*group, fmt, int(block)) for group in zip(data, scales, strict=True)]
+    groups = [
+        oracle_blocks.transpose(*group, fmt, int(block))
+        for group in zip(data, scales, strict=True)
+    ]
     return [
         np.array([group[i].view(dtype) for group in groups], dtype).reshape(shape)
         for i, (shape, dtype) in enumerate(results)
@@ -107,12 +143,16 @@ def _transpose_blocks(data, scale_inv, results, block):
 
 def _dequantize(data, scale_inv, results):
     dtype = np.dtype(results[0][1])
-    return [_scaled(lambda row, s: oracle.dequantize(row, s, dtype), data, scale_inv, dtype)]
+    return [
+        _scaled(lambda row, s: oracle.dequantize(row, s, dtype), data, scale_inv, dtype)
+    ]
 
 
 def _decode_moment(data, amax, exponent, results):
     # as every amax is
-    return [oracle_moments.decode(data, amax, exponent) if np.isfinite(amax).all() else None]
+    return [
+        oracle_moments.decode(data, amax, exponent) if np.isfinite(amax).all() else None
+    ]
 
 
 def _encode_moment(data, amax, exponent, after, keys, results, squared):
@@ -129,7 +169,9 @@ def _adam_update(grads, *operands, results, apply):
     # as every amax is
     if not (np.isfinite(mu_amax).all() and np.isfinite(nu_amax).all()):
         return [None] * 7
-    out, mu, nu = oracle_adam.step(grads, params[0] if params else None, mu, nu, mu_keys, nu_keys, hyper)
+    out, mu, nu = oracle_adam.step(
+        grads, params[0] if params else None, mu, nu, mu_keys, nu_keys, hyper
+    )
     # a NaN has the bits of its platform
     return [None if np.isnan(out).any() else out, *mu, *nu]
 
@@ -150,25 +192,40 @@ def _delayed_scales(*operands, results, numerators, most_recent):
 
 def _read_histories(*operands, results, numerators):
     k, g = len(operands) // 2, len(operands[0])
-    numbers = [[oracle.reading(operands[q][i], operands[k + q][i], numerators[q]) for q in range(k)] for i in range(g)]
+    numbers = [
+        [
+            oracle.reading(operands[q][i], operands[k + q][i], numerators[q])
+            for q in range(k)
+        ]
+        for i in range(g)
+    ]
     return [np.reshape(np.float32(numbers), (g, 6 * k))]
 
 
 def _write_histories(*operands, results):
     k, g = len(results) // 2, len(operands[0])
     histories, numbers = operands[:k], operands[k:]
-    recorded = numbers[0] if len(numbers) == 1 else np.stack([x for i in range(k) for x in numbers[i::k]], axis=-1)
+    recorded = (
+        numbers[0]
+        if len(numbers) == 1
+        else np.stack([x for i in range(k) for x in numbers[i::k]], axis=-1)
+    )
     each = recorded.shape[1] // k
     written, scales = [history.copy() for history in histories], np.empty((k, g), F32)
     for q, i in np.ndindex(k, g):
-        written[q][i], scales[q, i] = oracle.write_history(histories[q][i], recorded[i, each * q : each * (q + 1)])
+        written[q][i], scales[q, i] = oracle.write_history(
+            histories[q][i], recorded[i, each * q : each * (q + 1)]
+        )
     return [*written, *scales]
 
 
 def _split_reading(reading, results):
     k = reading.shape[1] // 6
     rows = reading.reshape(-1, k, 6)
-    return [*(rows[:, i, :2] for i in range(k)), *(rows[:, i, j] for j in range(2, 6) for i in range(k))]
+    return [
+        *(rows[:, i, :2] for i in range(k)),
+        *(rows[:, i, j] for j in range(2, 6) for i in range(k)),
+    ]
 
 
 def _join_recorded(*operands, results):
@@ -191,7 +248,14 @@ _ANSWERS = {
             _dequantize,
             _amax_to_scale,
         ),
-        *(_adam_update, _decode_moment, _encode_moment, _delayed_scales, _read_histories, _write_histories),
+        *(
+            _adam_update,
+            _decode_moment,
+            _encode_moment,
+            _delayed_scales,
+            _read_histories,
+            _write_histories,
+        ),
         *(_split_reading, _join_recorded),
     )
 }
@@ -212,5 +276,12 @@ def assert_results(call: Call, got, expected) -> None:
             # Where magnitudes add up to more than f32 holds, some orders of additions
             # overflow and others do not.
             with np.errstate(invalid="ignore"):
-                fits = np.abs(oracle.widen(rows, np.float64)).sum(axis=0) < np.finfo(F32).max
-            oracle.assert_column_sums(np.asarray(out)[(*group, part)][fits], rows[:, fits], f"{call}: column sums")
+                fits = (
+                    np.abs(oracle.widen(rows, np.float64)).sum(axis=0)
+                    < np.finfo(F32).max
+                )
+            oracle.assert_column_sums(
+                np.asarray(out)[(*group, part)][fits],
+                rows[:, fits],
+                f"{call}: column sums",
+            )

@@ -9,7 +9,16 @@ import numpy as np
 
 from .targets import BF16, E4M3, E5M2, F32, S32, Call, fault, good, table
 
-STRANGE_DTYPES = (F32, BF16, E4M3, E5M2, S32, np.dtype(np.uint32), np.dtype(np.complex64), np.dtype(bool))
+STRANGE_DTYPES = (
+    F32,
+    BF16,
+    E4M3,
+    E5M2,
+    S32,
+    np.dtype(np.uint32),
+    np.dtype(np.complex64),
+    np.dtype(bool),
+)
 
 
 def variants(call: Call, place: str, index: int):
@@ -19,7 +28,17 @@ def variants(call: Call, place: str, index: int):
     shape, dtype = getattr(call, place)[index]
     for other in STRANGE_DTYPES:
         yield call.changed(place, index, (shape, other))
-    shapes = [(), (0,), (1,), shape[1:], (*shape, 1), (1, *shape), (int(np.prod(shape)),), shape[::-1], (0, *shape)]
+    shapes = [
+        (),
+        (0,),
+        (1,),
+        shape[1:],
+        (*shape, 1),
+        (1, *shape),
+        (int(np.prod(shape)),),
+        shape[::-1],
+        (0, *shape),
+    ]
     for axis, by in itertools.product(range(len(shape)), (-1, 1)):
         shapes.append((*shape[:axis], max(0, shape[axis] + by), *shape[axis + 1 :]))
     for other in dict.fromkeys(shapes):
@@ -32,9 +51,15 @@ def bad_buffers(op: str, name: str):
     for place, buffers in zip(("operands", "results"), parts, strict=True):
         for index, buffer in enumerate(buffers):
             if buffer.name == name:
-                bad = [bad for bad in variants(call, place, index) if fault(bad) == name]
+                bad = [
+                    bad for bad in variants(call, place, index) if fault(bad) == name
+                ]
                 # XLA removes a call whose results have no elements.
-                yield from (bad for bad in bad if any(np.prod(shape) for shape, _ in bad.results))
+                yield from (
+                    bad
+                    for bad in bad
+                    if any(np.prod(shape) for shape, _ in bad.results)
+                )
     for place, index, other in RELATED.get((op, name), []):
         yield call.changed(place, index, other)
 
@@ -65,51 +90,99 @@ BAD_NUMERATORS = np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
 # jit's cache takes 1.0 of one type for 1.0 of another.
 BAD_ATTRIBUTES = {
     "amax_to_scale": [
-        *(({"numerator": value}, "numerator: expected a positive normal F32") for value in BAD_NUMERATORS),
-        *(({"numerator": value}, None) for value in (np.float64(5), np.int32(6), np.float16(7))),
-    ],
-    "delayed_scales": [
         *(
-            ({"numerators": np.float32([1, value])}, "numerator 1: expected a positive normal F32")
+            ({"numerator": value}, "numerator: expected a positive normal F32")
             for value in BAD_NUMERATORS
         ),
         *(
-            ({"numerators": np.ones(n, np.float32)}, "expected 2 operands, 3 results and a numer")
+            ({"numerator": value}, None)
+            for value in (np.float64(5), np.int32(6), np.float16(7))
+        ),
+    ],
+    "delayed_scales": [
+        *(
+            (
+                {"numerators": np.float32([1, value])},
+                "numerator 1: expected a positive normal F32",
+            )
+            for value in BAD_NUMERATORS
+        ),
+        *(
+            (
+                {"numerators": np.ones(n, np.float32)},
+                "expected 2 operands, 3 results and a numer",
+            )
             for n in (0, 1, 3, 65)
         ),
-        *(({"numerators": v}, None) for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))),
+        *(
+            ({"numerators": v}, None)
+            for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))
+        ),
         ({"most_recent": np.int32(1)}, None),
     ],
     "read_histories": [
-        ({"numerators": np.float32([1, -1])}, "numerator 1: expected a positive normal F32"),
-        *(({"numerators": np.ones(n, np.float32)}, "expected 2 operands and a numerator") for n in (0, 1, 3)),
+        (
+            {"numerators": np.float32([1, -1])},
+            "numerator 1: expected a positive normal F32",
+        ),
+        *(
+            (
+                {"numerators": np.ones(n, np.float32)},
+                "expected 2 operands and a numerator",
+            )
+            for n in (0, 1, 3)
+        ),
         ({"numerators": np.full(2, 5, np.float64)}, None),
     ],
     "scaled_matmul": [
-        ({"has_bias": np.bool_(bias), "has_accumulator": np.bool_(sum_)}, r"expected [45] operands .*, got 6")
+        (
+            {"has_bias": np.bool_(bias), "has_accumulator": np.bool_(sum_)},
+            r"expected [45] operands .*, got 6",
+        )
         for bias, sum_ in ((False, True), (True, False), (False, False))
     ],
     # Also two that cuBLASLt does not multiply.
     "block_scaled_matmul": [
         ({"a_scales": a, "b_scales": b}, f"a_scales, .* got {a} by {b}")
-        for a, b in (("128x128", "128x128"), ("rows", "1x128"), ("1x32", "1x128"), ("", "rows"))
+        for a, b in (
+            ("128x128", "128x128"),
+            ("rows", "1x128"),
+            ("1x32", "1x128"),
+            ("", "rows"),
+        )
     ],
     # Also one that does not go with x.
     **{
         op: [
-            ({"activation": name}, f"{'x' if name == other else 'activation'}: expected .*got")
+            (
+                {"activation": name},
+                f"{'x' if name == other else 'activation'}: expected .*got",
+            )
             for name in ("tanh", "", other)
         ]
-        for op, other in (("quantize_activation", "gelu"), ("quantize_activation_grad", "silu_gated"))
+        for op, other in (
+            ("quantize_activation", "gelu"),
+            ("quantize_activation_grad", "silu_gated"),
+        )
     },
     "quantize_blocks_transpose": [
-        *(({"block": np.int64(b)}, "block: expected .*got") for b in ([], [1], [1, -1], [-128, 1], [1, 1, 128])),
-        *(({"block": block}, None) for block in ("1x128", np.int32([1, 128]), np.int64(128))),
+        *(
+            ({"block": np.int64(b)}, "block: expected .*got")
+            for b in ([], [1], [1, -1], [-128, 1], [1, 1, 128])
+        ),
+        *(
+            ({"block": block}, None)
+            for block in ("1x128", np.int32([1, 128]), np.int64(128))
+        ),
         ({"scaling": "e8m0"}, "scaling: expected .*got"),
         ({"scaling": "e8m0_floor"}, "scale_inv: expected .*got"),
     ],
-    "transpose_blocks": [({"block": np.int64(b)}, "block: expected .*got") for b in (0, -1)],
-    "quantize_blocks_transpose, stored": [({name: "1x64"}, f"{name}: expected .*got") for name in ("block", "scaling")],
+    "transpose_blocks": [
+        ({"block": np.int64(b)}, "block: expected .*got") for b in (0, -1)
+    ],
+    "quantize_blocks_transpose, stored": [
+        ({name: "1x64"}, f"{name}: expected .*got") for name in ("block", "scaling")
+    ],
 }
 
 
@@ -118,9 +191,14 @@ def bad_attributes(op: str):
     knows.
     """
     call = good(op)
-    for change, message in [*BAD_ATTRIBUTES.get(op, []), ({"surprise": np.int32(1)}, "")]:
+    for change, message in [
+        *BAD_ATTRIBUTES.get(op, []),
+        ({"surprise": np.int32(1)}, ""),
+    ]:
         message = "" if message is None else rf"\b{call.target}: {message}"
         yield dataclasses.replace(call, attributes=call.attributes | change), message
     for name in call.attributes:
-        rest = {other: value for other, value in call.attributes.items() if other != name}
+        rest = {
+            other: value for other, value in call.attributes.items() if other != name
+        }
         yield dataclasses.replace(call, attributes=rest), rf"\b{call.target}: "

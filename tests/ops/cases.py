@@ -14,17 +14,53 @@ DTYPE_IDS = ("bf16", "f16", "f32")
 
 def _scales() -> np.ndarray:
     rng = np.random.default_rng(7)
-    powers = 2.0 ** np.array([-126, -125, -64, -24, -16, -9, -7, -6, -3, -1, 0, 1, 4, 8, 15, 24, 64, 125, 126, 127])
+    powers = 2.0 ** np.array(
+        [
+            -126,
+            -125,
+            -64,
+            -24,
+            -16,
+            -9,
+            -7,
+            -6,
+            -3,
+            -1,
+            0,
+            1,
+            4,
+            8,
+            15,
+            24,
+            64,
+            125,
+            126,
+            127,
+        ]
+    )
     scattered = 2.0 ** rng.uniform(-40, 40, 20)
     near_one = np.nextafter(np.float32(1), np.float32([0, 2]))
-    return np.concatenate([powers, scattered, near_one, [np.finfo(np.float32).max]]).astype(np.float32)
+    return np.concatenate(
+        [powers, scattered, near_one, [np.finfo(np.float32).max]]
+    ).astype(np.float32)
 
 
 SCALES = _scales()  # every scale is a normal f32
 # Scales no recipe produces. Rules: finite x and infinite product saturate; 0 * inf and
 # any NaN product give NaN.
 STRANGE_SCALES = np.float32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
-SHAPES = ((), (1,), (7,), (1, 1), (7, 5, 3), (217, 41), (4, 1, 9), (2, 3, 1, 5, 2), (4097,), (64, 128))
+SHAPES = (
+    (),
+    (1,),
+    (7,),
+    (1, 1),
+    (7, 5, 3),
+    (217, 41),
+    (4, 1, 9),
+    (2, 3, 1, 5, 2),
+    (4097,),
+    (64, 128),
+)
 EMPTY_SHAPES = ((0,), (0, 5), (3, 0), (2, 0, 4))
 MATRIX_SHAPES = ((1, 1), (1, 9), (9, 1), (217, 41), (64, 128), (33, 257), (130, 66))
 EMPTY_MATRIX_SHAPES = ((0, 5), (5, 0), (0, 0))
@@ -65,7 +101,9 @@ def run_target(call, prefix: str = "", **options):
     operands = [np.ones(*x) if isinstance(x, tuple) else x for x in call.operands]
     name = prefix + call.target if prefix else TARGETS[call.target]
     with jax.default_device(jax.devices("cpu")[0]):
-        return jax.block_until_ready(jax.ffi.ffi_call(name, shapes, **options)(*operands, **call.attributes))
+        return jax.block_until_ready(
+            jax.ffi.ffi_call(name, shapes, **options)(*operands, **call.attributes)
+        )
 
 
 # Amaxes so far: none, one that counts, one that does not, and what a step that
@@ -75,8 +113,14 @@ AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e-3, 1e30, np.inf])
 
 def assert_codes(name, got, x, scale, fmt: oracle.Format, what: str) -> None:
     """Compares the results of `quantize` or `quantize_transpose` with the oracle."""
-    results = ("data", "data_t", "amax") if name == "quantize_transpose" else ("codes", "amax")
-    for value, expected, result in zip(got, getattr(oracle, name)(x, scale, fmt), results, strict=True):
+    results = (
+        ("data", "data_t", "amax")
+        if name == "quantize_transpose"
+        else ("codes", "amax")
+    )
+    for value, expected, result in zip(
+        got, getattr(oracle, name)(x, scale, fmt), results, strict=True
+    ):
         assert_bitwise(value, expected, f"{what}: {name}: {result} at scale {scale!r}")
 
 
@@ -124,7 +168,15 @@ def probes_for(scales, fmt: oracle.Format) -> np.ndarray:
     for scale in np.asarray(scales, np.float64):
         with np.errstate(over="ignore", under="ignore"):
             x = (boundaries / scale).astype(np.float32)
-            rows.append(np.concatenate([x, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))]))
+            rows.append(
+                np.concatenate(
+                    [
+                        x,
+                        np.nextafter(x, np.float32(np.inf)),
+                        np.nextafter(x, np.float32(-np.inf)),
+                    ]
+                )
+            )
     return np.stack(rows)
 
 

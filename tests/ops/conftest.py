@@ -12,7 +12,13 @@ from jaxfp8 import ops
 EMULATED = pytest.param("emulated", marks=pytest.mark.ci)
 # Every case over interpreted PTX takes minutes; CI has tests/cuda/ptx.
 INTERPRETED = pytest.param("ptx", marks=pytest.mark.slow)
-ALL = ("ffi", "reference", EMULATED, INTERPRETED, pytest.param("cuda", marks=pytest.mark.gpu))
+ALL = (
+    "ffi",
+    "reference",
+    EMULATED,
+    INTERPRETED,
+    pytest.param("cuda", marks=pytest.mark.gpu),
+)
 
 
 def pytest_generate_tests(metafunc):
@@ -20,7 +26,11 @@ def pytest_generate_tests(metafunc):
     "gpu" are the defaults there.
     """
     if "implementation" in metafunc.fixturenames:
-        metafunc.parametrize("implementation", getattr(metafunc.module, "IMPLEMENTATIONS", ALL), indirect=True)
+        metafunc.parametrize(
+            "implementation",
+            getattr(metafunc.module, "IMPLEMENTATIONS", ALL),
+            indirect=True,
+        )
 
 
 @pytest.fixture
@@ -36,5 +46,7 @@ def implementation(request):
     with jax.default_device(device), contextlib.ExitStack() as stack:
         if selected:
             machines = {"emulated": emulated.ops, "ptx": machine.ops}
-            stack.enter_context(machines[name]() if name in machines else ops.implementation(selected))
+            stack.enter_context(
+                machines[name]() if name in machines else ops.implementation(selected)
+            )
         yield name

@@ -16,7 +16,15 @@ F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
 E4M3, E5M2 = oracle.E4M3.dtype, oracle.E5M2.dtype
 S32, U8 = np.dtype(np.int32), np.dtype(np.uint8)
 HIGH, FP8 = (BF16, F16, F32), (E4M3, E5M2)
-KINDS = {"high": HIGH, "wide": HIGH[::-1], "half": HIGH[:2], "fp8": FP8, "f32": (F32,), "s32": (S32,), "u8": (U8,)}
+KINDS = {
+    "high": HIGH,
+    "wide": HIGH[::-1],
+    "half": HIGH[:2],
+    "fp8": FP8,
+    "f32": (F32,),
+    "s32": (S32,),
+    "u8": (U8,),
+}
 KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint32),)}
 
 # `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that
@@ -54,8 +62,15 @@ SPECS = {
     "history # f32[g 2], stored # f32[g], amax # f32[g], scale # f32[g], scale_inv # f32[g]",
     "join_recorded": "amax # f32[g], scale_inv # f32[g] -> recorded f32[g 6k]",
 }
-NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment", "join_recorded", "split_reading")
-CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)} | {
+NOT_OF_CUDA = (
+    "quantize_blocks_transpose",
+    "decode_moment",
+    "join_recorded",
+    "split_reading",
+)
+CUDA_SPECS = {
+    op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)
+} | {
     "scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
     "bias half[n], accumulator f32[g? m n] -> out f32[g? m n], workspace u8[w]",
     "block_scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
@@ -83,16 +98,30 @@ CUDA_SIZES = {
 }
 ATTRIBUTES = {
     "amax_to_scale": {"numerator": np.float32(1)},
-    "delayed_scales": {"numerators": np.ones(2, np.float32), "most_recent": np.bool_(False)},
+    "delayed_scales": {
+        "numerators": np.ones(2, np.float32),
+        "most_recent": np.bool_(False),
+    },
     "read_histories": {"numerators": np.ones(2, np.float32)},
-    "scaled_matmul": {"precise": np.bool_(False), "has_bias": np.bool_(True), "has_accumulator": np.bool_(True)},
-    "block_scaled_matmul": {"precise": np.bool_(True), "a_scales": "1x128", "b_scales": "128x128"},
+    "scaled_matmul": {
+        "precise": np.bool_(False),
+        "has_bias": np.bool_(True),
+        "has_accumulator": np.bool_(True),
+    },
+    "block_scaled_matmul": {
+        "precise": np.bool_(True),
+        "a_scales": "1x128",
+        "b_scales": "128x128",
+    },
     "ragged_matmul": {"precise": np.bool_(True)},
     "ragged_matmul, contraction": {"precise": np.bool_(True)},
     "quantize_activation": {"activation": "gelu_gated"},
     "quantize_activation_grad": {"activation": "relu"},
     "quantize_blocks_transpose": {"block": np.int64([1, 128]), "scaling": "f32"},
-    "quantize_blocks_transpose, MX": {"block": np.int64([1, 32]), "scaling": "e8m0_ceil"},
+    "quantize_blocks_transpose, MX": {
+        "block": np.int64([1, 32]),
+        "scaling": "e8m0_ceil",
+    },
     "quantize_blocks_transpose, stored": {"block": "1x128", "scaling": "f32"},
     "transpose_blocks": {"block": np.int64(32)},
     "encode_moment": {"squared": np.bool_(True)},
@@ -102,7 +131,15 @@ ATTRIBUTES = {
 # Calls that have all of the buffers that may be absent, or none of them.
 ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")
 # The most quantizers of one call.
-LARGEST_K = dict.fromkeys(("delayed_scales", "read_histories", "write_histories", "write_histories, a product"), 64)
+LARGEST_K = dict.fromkeys(
+    (
+        "delayed_scales",
+        "read_histories",
+        "write_histories",
+        "write_histories, a product",
+    ),
+    64,
+)
 LARGEST_K |= {"split_reading": 64, "join_recorded": 64}
 
 
@@ -141,7 +178,9 @@ class Call:
 
     def __str__(self) -> str:
         operands, results = (
-            ", ".join(f"{np.dtype(dtype)}{list(shape)}" for shape, dtype in map(spec, part))
+            ", ".join(
+                f"{np.dtype(dtype)}{list(shape)}" for shape, dtype in map(spec, part)
+            )
             for part in (self.operands, self.results)
         )
         return f"{self.op}({operands}) -> ({results}) with {self.attributes}"
@@ -164,7 +203,8 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
     def parse(text):
         name, dtypes, sides = re.fullmatch(r"(.+) (\S+)\[(.*)\]", text.strip()).groups()
         shapes = tuple(
-            tuple(tuple(side.split("|")) for side in shape.split()) for shape in re.split(r"/(?!128|32)", sides)
+            tuple(tuple(side.split("|")) for side in shape.split())
+            for shape in re.split(r"/(?!128|32)", sides)
         )
         return Buffer(name.rstrip("?"), dtypes, shapes, name.endswith("?"))
 
@@ -188,24 +228,38 @@ def side_of(side: str, sizes: dict) -> int:
     return -(-size // int(part)) if part else size
 
 
-def build(op: str, sizes: dict, k: int = 2, choose=lambda options, last=True: options[-1 if last else 0]) -> Call:
+def build(
+    op: str,
+    sizes: dict,
+    k: int = 2,
+    choose=lambda options, last=True: options[-1 if last else 0],
+) -> Call:
     """A good call; `choose(options, last)` takes one of shapes or sides (the last), or
     of the dtypes (the first).
     """
     dtypes, (operands, results) = {}, table(op, k)
     # A call with one group may lack its side.
-    lacks_g = sizes["g"] == 1 and any(b.may_lack_g for b in operands) and choose((True, False))
+    lacks_g = (
+        sizes["g"] == 1
+        and any(b.may_lack_g for b in operands)
+        and choose((True, False))
+    )
 
     def make(buffer):
         kind = buffer.dtypes
-        dtypes[buffer.name] = dtypes[kind[1:]] if kind[0] == "=" else choose(KINDS[kind], last=False)
+        dtypes[buffer.name] = (
+            dtypes[kind[1:]] if kind[0] == "=" else choose(KINDS[kind], last=False)
+        )
         shape = []
         for options in choose(buffer.shapes)[lacks_g and buffer.may_lack_g :]:
             side = choose(options)
             shape += sizes["*"] if side == "*" else [side_of(side, sizes)]
         return tuple(shape), dtypes[buffer.name]
 
-    attributes = {n: np.resize(v, k) if n == "numerators" else v for n, v in ATTRIBUTES.get(op, {}).items()}
+    attributes = {
+        n: np.resize(v, k) if n == "numerators" else v
+        for n, v in ATTRIBUTES.get(op, {}).items()
+    }
     return Call(op, [make(b) for b in operands], [make(b) for b in results], attributes)
 
 
@@ -218,7 +272,13 @@ def every_choice(op: str, sizes: dict):
     calls = {}
     for picks in itertools.product((0, -1), repeat=4):
         rest = iter(picks)
-        call = build(op, sizes, choose=lambda o, last=True, r=rest: o[next(r, -1) if last and len(o) > 1 else -last])
+        call = build(
+            op,
+            sizes,
+            choose=lambda o, last=True, r=rest: o[
+                next(r, -1) if last and len(o) > 1 else -last
+            ],
+        )
         calls[str(call)] = call
     return calls.values()
 
@@ -232,8 +292,13 @@ def with_groups(call: Call) -> Call:
             return given
         return ((1, *shape), dtype) if isinstance(given, tuple) else given[None]
 
-    parts = zip((call.operands, call.results), table(call.op, quantizers(call)), strict=True)
-    operands, results = ([grouped(*pair) for pair in zip(part, buffers, strict=False)] for part, buffers in parts)
+    parts = zip(
+        (call.operands, call.results), table(call.op, quantizers(call)), strict=True
+    )
+    operands, results = (
+        [grouped(*pair) for pair in zip(part, buffers, strict=False)]
+        for part, buffers in parts
+    )
     return dataclasses.replace(call, operands=operands, results=results)
 
 
@@ -245,12 +310,17 @@ def quantizers(call: Call) -> int:
     """k, as the handlers count it."""
     if call.op == "split_reading":
         return len(call.results) // 5
-    return len(call.results if call.op.startswith("write_histories") else call.operands) // 2
+    return (
+        len(call.results if call.op.startswith("write_histories") else call.operands)
+        // 2
+    )
 
 
 def filled(call: Call, values=np.ones) -> Call:
     """With arrays for operands: `values(shape, dtype)`."""
-    return dataclasses.replace(call, operands=[values(*operand) for operand in call.operands])
+    return dataclasses.replace(
+        call, operands=[values(*operand) for operand in call.operands]
+    )
 
 
 def fault(call: Call) -> str | None:
@@ -261,15 +331,25 @@ def fault(call: Call) -> str | None:
     if call.op in LARGEST_K and not 1 <= k <= LARGEST_K[call.op]:
         return ""
     sizes, dtypes = {}, {}
-    for part, buffers in zip((call.operands, call.results), table(call.op, k), strict=True):
+    for part, buffers in zip(
+        (call.operands, call.results), table(call.op, k), strict=True
+    ):
         least = sum(not b.is_optional for b in buffers)
-        if not least <= len(part) <= len(buffers) or (call.op in ALL_OR_NONE and least < len(part) < len(buffers)):
+        if not least <= len(part) <= len(buffers) or (
+            call.op in ALL_OR_NONE and least < len(part) < len(buffers)
+        ):
             return ""
         for given, buffer in zip(part, buffers, strict=False):
             shape, dtype = spec(given)
             dtypes[buffer.name] = np.dtype(dtype)
-            allowed = (dtypes[buffer.dtypes[1:]],) if buffer.dtypes[0] == "=" else KINDS[buffer.dtypes]
-            if dtype not in allowed or not any(fits(shape, sides, sizes) for sides in buffer.shapes):
+            allowed = (
+                (dtypes[buffer.dtypes[1:]],)
+                if buffer.dtypes[0] == "="
+                else KINDS[buffer.dtypes]
+            )
+            if dtype not in allowed or not any(
+                fits(shape, sides, sizes) for sides in buffer.shapes
+            ):
                 return buffer.name
     return None
 
@@ -289,10 +369,16 @@ def fits(shape, sides, sizes: dict) -> bool:
     if len(shape) != len(sides):
         return False
     for size, options in zip(shape, sides, strict=True):
-        if options == ("?",) or (options == ("g%",) and size and sizes["g"] % size == 0):
+        if options == ("?",) or (
+            options == ("g%",) and size and sizes["g"] % size == 0
+        ):
             continue
         first = len(options) == 1 and options[0].isalpha() or options[0][0] == "H"
-        if first and sizes.setdefault(options[0], size) != size or (options[0][0].isupper() and not size):
+        if (
+            first
+            and sizes.setdefault(options[0], size) != size
+            or (options[0][0].isupper() and not size)
+        ):
             return False
         if not first and size not in [side_of(side, sizes) for side in options]:
             return False

@@ -24,8 +24,21 @@ def step_numbers(rng, rows=1, eps_root=1e-12):
     """The numbers of steps of some lengths, with and without clipping."""
     b1, b2 = rng.choice([0.5, 0.9, 0.95], rows), rng.choice([0.9, 0.99, 0.999], rows)
     t = rng.integers(1, 30, rows)
-    columns = b1, 1 - b1, b2, 1 - b2, 1 / (1 - b1**t), 1 / (1 - b2**t), eps_root, 1e-8, 1e-3, 0.1
-    return np.stack([*np.broadcast_arrays(*columns), rng.choice([1, 0.37], rows)], axis=-1).astype(np.float32)
+    columns = (
+        b1,
+        1 - b1,
+        b2,
+        1 - b2,
+        1 / (1 - b1**t),
+        1 / (1 - b2**t),
+        eps_root,
+        1e-8,
+        1e-3,
+        0.1,
+    )
+    return np.stack(
+        [*np.broadcast_arrays(*columns), rng.choice([1, 0.37], rows)], axis=-1
+    ).astype(np.float32)
 
 
 def make_leaf(rng, shape, applies):
@@ -34,12 +47,18 @@ def make_leaf(rng, shape, applies):
     """
     mu, nu = moments.moment(rng, shape), moments.moment(rng, shape)
     # Most squares have no sign; a NaN with one is infinity.
-    signed = oracle.bits(nu[0]) & np.where(rng.random(shape) < 0.1, 0xFF, 0x7F).astype(np.uint8)
-    signed = np.where((signed > 0x80) & (signed < 0xFF), signed & 0x7F, signed).astype(np.uint8)
+    signed = oracle.bits(nu[0]) & np.where(rng.random(shape) < 0.1, 0xFF, 0x7F).astype(
+        np.uint8
+    )
+    signed = np.where((signed > 0x80) & (signed < 0xFF), signed & 0x7F, signed).astype(
+        np.uint8
+    )
     keys = rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
     grads, params = (moments.numbers(rng, shape) for _ in range(2))
     nu = signed.view(nu[0].dtype), *nu[1:]
-    return _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, step_numbers(rng)[0])
+    return _moments.AdamLeaf(
+        grads, params if applies else None, mu, nu, keys, step_numbers(rng)[0]
+    )
 
 
 def plain_leaf(rng, shape, applies):
@@ -47,7 +66,11 @@ def plain_leaf(rng, shape, applies):
     zeros of both signs.
     """
     rows = (shape[0], 1)
-    size = np.exp2(np.float32(rng.choice([-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31], rows)))
+    size = np.exp2(
+        np.float32(
+            rng.choice([-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31], rows)
+        )
+    )
 
     def normal():
         return rng.standard_normal(shape).astype(np.float32)
@@ -57,22 +80,36 @@ def plain_leaf(rng, shape, applies):
 
     blocks = shape[0], -(-shape[1] // 128)
     codes = rng.integers(0, 127, shape, np.uint8)
-    codes, nu = (np.where(zeros(), 0, x).astype(np.uint8) for x in (codes, rng.integers(0, 127, shape)))
+    codes, nu = (
+        np.where(zeros(), 0, x).astype(np.uint8)
+        for x in (codes, rng.integers(0, 127, shape))
+    )
     signed = codes | rng.choice([0, 0x80], shape).astype(np.uint8)
     exponents = (rng.integers(-1, 2, blocks).astype(np.int8) for _ in range(2))
     mu, nu = (
-        (x.view(moments.E4M3), amax * rng.uniform(0.5, 1, blocks).astype(np.float32), next(exponents))
-        for x, amax in ((signed, size), (nu, np.where(size < 2.0**-50, np.float32(0), size * size)))
+        (
+            x.view(moments.E4M3),
+            amax * rng.uniform(0.5, 1, blocks).astype(np.float32),
+            next(exponents),
+        )
+        for x, amax in (
+            (signed, size),
+            (nu, np.where(size < 2.0**-50, np.float32(0), size * size)),
+        )
     )
     keys = rng.integers(0, 2**32, (2, *blocks), np.uint32)
-    grads = np.where(zeros(), np.copysign(np.float32(0), normal()), normal() * size).astype(np.float32)
+    grads = np.where(
+        zeros(), np.copysign(np.float32(0), normal()), normal() * size
+    ).astype(np.float32)
     params = normal() * rng.choice(np.float32([1, 1, 2.0**-60, 2.0**-100]), rows)
     eps_root = rng.choice([0, 1e-12])
     numbers = step_numbers(rng, eps_root=eps_root)[0]
     return _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, numbers)
 
 
-LEAVES = pytest.mark.parametrize("make", [make_leaf, plain_leaf], ids=["of all sizes", "plain"])
+LEAVES = pytest.mark.parametrize(
+    "make", [make_leaf, plain_leaf], ids=["of all sizes", "plain"]
+)
 
 
 def expected(leaf, numbers=None):
@@ -84,7 +121,11 @@ def assert_same(got, right, what=""):
     out, exact = np.asarray(got[0]), right[0]
     nan = np.isnan(exact)
     np.testing.assert_array_equal(np.isnan(out), nan, f"{what} result")
-    oracle.assert_bitwise(np.where(nan, 0, out), np.where(nan, 0, exact).astype(np.float32), f"{what} result")
+    oracle.assert_bitwise(
+        np.where(nan, 0, out),
+        np.where(nan, 0, exact).astype(np.float32),
+        f"{what} result",
+    )
     for name, values, exact in zip(("mu", "nu"), got[1:], right[1:], strict=True):
         moments.assert_same(values, exact, f"{what} {name}:")
 
@@ -96,7 +137,9 @@ def test_values(implementation, shape, make, applies):
     rng = np.random.default_rng(shape[1])
     for _ in range(3):
         leaf = make(rng, shape, applies)
-        assert_same(jax.jit(lambda x: _moments.adam_update([x], [1]))(leaf)[0], expected(leaf))
+        assert_same(
+            jax.jit(lambda x: _moments.adam_update([x], [1]))(leaf)[0], expected(leaf)
+        )
 
 
 @APPLIES
@@ -105,7 +148,10 @@ def test_leaves_share_a_call(implementation, applies):
     empty.
     """
     rng = np.random.default_rng(2)
-    shapes = [(int(rows), int(n)) for rows, n in rng.integers(1, 300, (_moments.MAX_LEAVES + 3, 2))] + [(0, 5)]
+    shapes = [
+        (int(rows), int(n))
+        for rows, n in rng.integers(1, 300, (_moments.MAX_LEAVES + 3, 2))
+    ] + [(0, 5)]
     leaves = [make_leaf(rng, shape, applies) for shape in shapes]
     run = jax.jit(lambda x: _moments.adam_update(x, [1] * len(x)))
     for i, (got, leaf) in enumerate(zip(run(leaves), leaves, strict=True)):
@@ -121,9 +167,16 @@ def test_in_place(implementation, applies):
     leaf = make_leaf(rng, (128, 1000), applies)
     given, exact = jax.tree.map(jnp.array, leaf), expected(leaf)
     for donated in (None, 0):
-        assert_same(jax.jit(lambda x: _moments.adam_update([x], [1]), donate_argnums=donated)(given)[0], exact)
+        assert_same(
+            jax.jit(lambda x: _moments.adam_update([x], [1]), donate_argnums=donated)(
+                given
+            )[0],
+            exact,
+        )
         if donated is None:
-            jax.tree.map(lambda x, y: oracle.assert_bitwise(x, y, "operand"), given, leaf)
+            jax.tree.map(
+                lambda x, y: oracle.assert_bitwise(x, y, "operand"), given, leaf
+            )
 
 
 def test_axes_and_vmap(implementation):
@@ -135,7 +188,9 @@ def test_axes_and_vmap(implementation):
     numbers = step_numbers(rng, 3)
 
     def move(x, place):
-        return np.moveaxis(np.reshape(x, (*x.shape[:-2], 3, 4, x.shape[-1])), -1, x.ndim - 2 + place)
+        return np.moveaxis(
+            np.reshape(x, (*x.shape[:-2], 3, 4, x.shape[-1])), -1, x.ndim - 2 + place
+        )
 
     for axis in range(3):
         cube = jax.tree.map(lambda x, a=axis: move(x, a) if x.ndim > 1 else x, rows)
@@ -147,20 +202,24 @@ def test_axes_and_vmap(implementation):
                 return _moments.adam_update([leaf, lone], [a, 1])
 
             # The second leaf is not batched: it is stepped once.
-            axes = jax.tree.map(lambda x, b=batch: x.ndim - 3 + b if x.ndim > 1 else None, cube)
+            axes = jax.tree.map(
+                lambda x, b=batch: x.ndim - 3 + b if x.ndim > 1 else None, cube
+            )
             got, lone = jax.vmap(run, (axes, None), [batch, None])(cube, rows)
             assert_same(got, right, f"axis {axis}, batch {batch}:")
             assert_same(lone, expected(rows), "not batched:")
         if axis:
             axes = jax.tree.map(lambda x: max(x.ndim - 3, 0), cube)
-            got = jax.vmap(lambda leaf, a=axis - 1: _moments.adam_update([leaf], [a])[0], (axes,))(
-                cube._replace(numbers=numbers)
-            )
+            got = jax.vmap(
+                lambda leaf, a=axis - 1: _moments.adam_update([leaf], [a])[0], (axes,)
+            )(cube._replace(numbers=numbers))
             right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows, numbers))
             assert_same(got, right, f"axis {axis}, numbers for each:")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 @pytest.mark.parametrize("spec", moments.SPECS, ids=str)
 @pytest.mark.parametrize("n", [1024, 384, 200])
 def test_meshes(n, spec, kind):
@@ -175,16 +234,25 @@ def test_meshes(n, spec, kind):
         return int(np.prod([mesh.shape[name] for name in entry or ()]))
 
     def put(x, spec):
-        divisible = (entry if size % shards(entry) == 0 else None for size, entry in zip(x.shape, spec, strict=False))
+        divisible = (
+            entry if size % shards(entry) == 0 else None
+            for size, entry in zip(x.shape, spec, strict=False)
+        )
         return jax.device_put(x, NamedSharding(mesh, P(*divisible)))
 
     with jax.set_mesh(mesh):
         operands = [
-            jax.tree.map(lambda x, s=s: put(x, s), leaf)._replace(keys=put(leaf.keys, (None, *s)))
+            jax.tree.map(lambda x, s=s: put(x, s), leaf)._replace(
+                keys=put(leaf.keys, (None, *s))
+            )
             for leaf, s in zip(leaves, (spec, P("y")), strict=True)
         ]
-        program = jax.jit(lambda x: _moments.adam_update(x, [1, 1])).lower(operands).compile()
+        program = (
+            jax.jit(lambda x: _moments.adam_update(x, [1, 1])).lower(operands).compile()
+        )
         results = program(operands)
     for got, leaf in zip(results, leaves, strict=True):
         assert_same(got, expected(leaf))
-    assert ("all-gather(" in program.as_text()) == (n % (128 * shards(spec[1])) != 0 and shards(spec[1]) > 1)
+    assert ("all-gather(" in program.as_text()) == (
+        n % (128 * shards(spec[1])) != 0 and shards(spec[1]) > 1
+    )

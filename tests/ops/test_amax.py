@@ -23,13 +23,19 @@ def test_every_half_code_alone(implementation, dtype):
     codes = oracle.all_half_codes(dtype)
     got = jax.vmap(ops.amax)(codes[:, None])
     magnitude = np.abs(oracle.widen(codes))
-    cases.assert_bitwise(got, np.where(np.isnan(magnitude), np.float32(np.inf), magnitude), "amax of one value")
+    cases.assert_bitwise(
+        got,
+        np.where(np.isnan(magnitude), np.float32(np.inf), magnitude),
+        "amax of one value",
+    )
 
 
 def test_f32_bit_patterns_alone(implementation):
     values = oracle.f32_corner_cases(1)
     expected = np.array([oracle.amax(value) for value in values])
-    cases.assert_bitwise(jax.vmap(ops.amax)(values[:, None]), expected, "amax of one value")
+    cases.assert_bitwise(
+        jax.vmap(ops.amax)(values[:, None]), expected, "amax of one value"
+    )
 
 
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
@@ -40,7 +46,9 @@ def test_shapes(implementation, dtype):
 
 # XLA:CPU's float max loses NaNs from 4096 elements on, and vector kernels have a body
 # and a tail: every size class, and the odd value first, in the middle, last.
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf], ids=["nan", "-nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "bad", [np.nan, -np.nan, np.inf, -np.inf], ids=["nan", "-nan", "inf", "-inf"]
+)
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 def test_one_bad_value_is_seen_wherever_it_stands(implementation, dtype, bad):
     for size in (8, 4095, 4096, 70001):
@@ -53,10 +61,16 @@ def test_one_bad_value_is_seen_wherever_it_stands(implementation, dtype, bad):
 
 @pytest.mark.parametrize("size", [1, 2, 31, 33, 65, 1000, 4099])
 def test_the_largest_is_found_at_every_position(implementation, size):
-    positions = range(size) if size < 100 else (0, 1, 15, 16, 63, 64, size // 2, size - 2, size - 1)
+    positions = (
+        range(size)
+        if size < 100
+        else (0, 1, 15, 16, 63, 64, size // 2, size - 2, size - 1)
+    )
     x = np.tile(np.float32(-1), (len(positions), size))
     x[np.arange(len(positions)), list(positions)] = -7
-    cases.assert_bitwise(jax.vmap(ops.amax)(x), np.full(len(positions), 7, np.float32), "amax")
+    cases.assert_bitwise(
+        jax.vmap(ops.amax)(x), np.full(len(positions), 7, np.float32), "amax"
+    )
 
 
 def test_subnormals_count(implementation):

@@ -46,7 +46,9 @@ PAIRS = (
 )
 ALL_PAIRS = pytest.mark.parametrize("pair", PAIRS, ids=" by ".join)
 FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
-OUT_DTYPES = pytest.mark.parametrize("out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+OUT_DTYPES = pytest.mark.parametrize(
+    "out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS
+)
 
 
 # On a GPU: cuBLASLt where it has the mode, else the reference.
@@ -68,33 +70,46 @@ def operand(shape, scaling, fmt=oracle.E4M3, seed=0):
 
 
 def operands(m, n, k, pair, formats=(oracle.E4M3, oracle.E4M3)):
-    sides = [operand((rows, k), s, fmt, i) for i, (rows, s, fmt) in enumerate(zip((m, n), pair, formats, strict=True))]
+    sides = [
+        operand((rows, k), s, fmt, i)
+        for i, (rows, s, fmt) in enumerate(zip((m, n), pair, formats, strict=True))
+    ]
     (a, a_scale), (b, b_scale) = sides
     return a, b, a_scale, b_scale
 
 
 def blocks_of(pair):
-    return dict(zip(("a_block", "b_block"), (SCALINGS[s][0] for s in pair), strict=True))
+    return dict(
+        zip(("a_block", "b_block"), (SCALINGS[s][0] for s in pair), strict=True)
+    )
 
 
 def check(implementation, args, pair, out_dtype=F32, **options):
-    got = jax.jit(lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=out_dtype, **options))(
-        *args
-    )
+    got = jax.jit(
+        lambda *args: ops.block_scaled_matmul(
+            *args, **blocks_of(pair), out_dtype=out_dtype, **options
+        )
+    )(*args)
     assert got.dtype == out_dtype
     summed = cases.accumulation(implementation, options.pop("precise", False))
-    expected = oracle_blocks.matmul(*args, **blocks_of(pair), out_dtype=out_dtype, **options, **summed)
+    expected = oracle_blocks.matmul(
+        *args, **blocks_of(pair), out_dtype=out_dtype, **options, **summed
+    )
     expected.check(got, f"{pair}")
     return got
 
 
 @ALL_PAIRS
-@pytest.mark.parametrize("shape", [(16, 48, 256), (7, 5, 131), (130, 129, 64), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(16, 48, 256), (7, 5, 131), (130, 129, 64), (1, 1, 1)], ids=str
+)
 def test_shapes(implementation, shape, pair):
     check(implementation, operands(*shape, pair), pair)
 
 
-@pytest.mark.parametrize("formats", FORMAT_PAIRS, ids=lambda formats: "x".join(fmt.name for fmt in formats))
+@pytest.mark.parametrize(
+    "formats", FORMAT_PAIRS, ids=lambda formats: "x".join(fmt.name for fmt in formats)
+)
 @OUT_DTYPES
 def test_formats_and_output_dtypes(implementation, formats, out_dtype):
     for pair in (("1x128", "128x128"), ("MX", "MX"), ("rows", "rows")):
@@ -105,28 +120,47 @@ def test_formats_and_output_dtypes(implementation, formats, out_dtype):
         without = oracle_blocks.matmul(*args, **blocks_of(pair), out_dtype=out_dtype)
         # the control: the bias counts
         with pytest.raises(AssertionError, match="out of bound"):
-            without.check(ops.block_scaled_matmul(*args, **blocks_of(pair), bias=bias, out_dtype=out_dtype))
+            without.check(
+                ops.block_scaled_matmul(
+                    *args, **blocks_of(pair), bias=bias, out_dtype=out_dtype
+                )
+            )
 
 
 @OUT_DTYPES
 def test_empty_operands(implementation, out_dtype):
     for m, n, k in ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)):
         for pair in PAIRS:
-            a, b = np.zeros((m, k), oracle.E4M3.dtype), np.zeros((n, k), oracle.E4M3.dtype)
+            a, b = (
+                np.zeros((m, k), oracle.E4M3.dtype),
+                np.zeros((n, k), oracle.E4M3.dtype),
+            )
             scales = [operand(x.shape, s)[1] for x, s in zip((a, b), pair, strict=True)]
-            got = ops.block_scaled_matmul(a, b, *scales, **blocks_of(pair), out_dtype=out_dtype)
-            cases.assert_bitwise(got, np.zeros((m, n), out_dtype), f"{m}x{n}x{k} {pair}")
+            got = ops.block_scaled_matmul(
+                a, b, *scales, **blocks_of(pair), out_dtype=out_dtype
+            )
+            cases.assert_bitwise(
+                got, np.zeros((m, n), out_dtype), f"{m}x{n}x{k} {pair}"
+            )
 
 
-@pytest.mark.parametrize("value, exponents", [(1, (-127, 127)), (1, (-127, 0)), (1, (-64, -62)), (256, (119, -127))])
+@pytest.mark.parametrize(
+    "value, exponents",
+    [(1, (-127, 127)), (1, (-127, 0)), (1, (-64, -62)), (256, (119, -127))],
+)
 def test_extreme_powers_of_two(implementation, value, exponents):
     """2**-127 is a subnormal float. Results are exact: all products are the same
     multiple of a power of two.
     """
     a = np.full((2, 64), 448, oracle.E4M3.dtype)
     b = np.full((3, 64), value, oracle.E4M3.dtype)
-    scales = [np.full((rows, 2), e + 127, np.uint8).view(E8M0) for rows, e in zip((2, 3), exponents, strict=True)]
-    got = ops.block_scaled_matmul(a, b, *scales, a_block=(1, 32), b_block=(1, 32), out_dtype=F32)
+    scales = [
+        np.full((rows, 2), e + 127, np.uint8).view(E8M0)
+        for rows, e in zip((2, 3), exponents, strict=True)
+    ]
+    got = ops.block_scaled_matmul(
+        a, b, *scales, a_block=(1, 32), b_block=(1, 32), out_dtype=F32
+    )
     exact = np.full((2, 3), 64 * 448 * value * 2.0 ** sum(exponents), F32)
     cases.assert_bitwise(got, exact, f"{exponents}")
 
@@ -140,7 +174,11 @@ def test_bad_blocks_reach_their_rows_and_columns_only(implementation):
         a, a_scale = ops.quantize_blocks(x, oracle.E4M3.dtype, block=block, scale=scale)
         b, b_scale = operand((18, 96), pair[1])
         b[11, 0] = np.nan
-        got = np.isnan(check(implementation, (np.asarray(a), b, np.asarray(a_scale), b_scale), pair))
+        got = np.isnan(
+            check(
+                implementation, (np.asarray(a), b, np.asarray(a_scale), b_scale), pair
+            )
+        )
         wanted = np.zeros((20, 18), bool)
         wanted[3], wanted[:, 11] = True, True
         np.testing.assert_array_equal(got, wanted)
@@ -154,15 +192,30 @@ def test_dimensions_of_their_own(implementation, pair):
     """Two batch dimensions, two of m, one of n, two contracting: as merged."""
     batch, (m, n, k) = (2, 2), (6, 10, 64)
     flat = [operands(m, n, k, pair) for _ in range(4)]
-    whole = [np.stack([np.roll(f[i], j, axis=0) if i < 2 else f[i] for j, f in enumerate(flat)]) for i in range(2)]
+    whole = [
+        np.stack(
+            [np.roll(f[i], j, axis=0) if i < 2 else f[i] for j, f in enumerate(flat)]
+        )
+        for i in range(2)
+    ]
     a, b = whole[0].reshape(*batch, 2, 3, 8, 8), whole[1].reshape(*batch, n, 8, 8)
     scales = [
-        flat[0][2 + i] if SCALINGS[s][0] is None else np.broadcast_to(flat[0][2 + i], (*batch, *flat[0][2 + i].shape))
+        flat[0][2 + i]
+        if SCALINGS[s][0] is None
+        else np.broadcast_to(flat[0][2 + i], (*batch, *flat[0][2 + i].shape))
         for i, s in enumerate(pair)
     ]
     bias = np.float32(np.arange(4 * n).reshape(*batch, n))
     got = ops.block_scaled_matmul(
-        a, b, *scales, **blocks_of(pair), bias=bias, batch=2, contracting=2, out_dtype=F32, precise=True
+        a,
+        b,
+        *scales,
+        **blocks_of(pair),
+        bias=bias,
+        batch=2,
+        contracting=2,
+        out_dtype=F32,
+        precise=True,
     )
     assert got.shape == (*batch, 2, 3, n)
     for i, index in enumerate(np.ndindex(batch)):
@@ -189,7 +242,9 @@ def multiplies_by_the_scale(monkeypatch):
     original = _block_scaled_matmul._Side
 
     def mutant(codes, scales, *rest):
-        return original(codes, (1 / scales.astype(jnp.float32)).astype(scales.dtype), *rest)
+        return original(
+            codes, (1 / scales.astype(jnp.float32)).astype(scales.dtype), *rest
+        )
 
     monkeypatch.setattr(_block_scaled_matmul, "_Side", mutant)
 
@@ -197,22 +252,40 @@ def multiplies_by_the_scale(monkeypatch):
 def scales_in_bfloat16(monkeypatch):
     """What a product in bf16 of f32 scales would be."""
     original = _block_scaled_matmul._Side.widened
-    mutant = lambda self, dtype: original(self, dtype).astype(jnp.bfloat16).astype(dtype)  # noqa: E731
+    mutant = lambda self, dtype: (
+        original(self, dtype).astype(jnp.bfloat16).astype(dtype)
+    )  # noqa: E731
     monkeypatch.setattr(_block_scaled_matmul._Side, "widened", mutant)
 
 
 def reads_subnormal_scales_as_floats(monkeypatch):
-    monkeypatch.setattr(_blocks, "e8m0_factors", lambda scales, dtype: [scales.astype(jnp.float32).astype(dtype)])
+    monkeypatch.setattr(
+        _blocks,
+        "e8m0_factors",
+        lambda scales, dtype: [scales.astype(jnp.float32).astype(dtype)],
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant, run",
     [
-        (shifts_blocks, lambda: [test_shapes("cpu", (16, 48, 256), pair) for pair in PAIRS[1:]]),
-        (multiplies_by_the_scale, lambda: test_shapes("cpu", (16, 48, 256), ("1x128", "128x128"))),
-        (scales_in_bfloat16, lambda: test_shapes("cpu", (16, 48, 256), ("1x128", "128x128"))),
-        (reads_subnormal_scales_as_floats, lambda: test_extreme_powers_of_two("cpu", 1, (-127, 127))),
+        (
+            shifts_blocks,
+            lambda: [test_shapes("cpu", (16, 48, 256), pair) for pair in PAIRS[1:]],
+        ),
+        (
+            multiplies_by_the_scale,
+            lambda: test_shapes("cpu", (16, 48, 256), ("1x128", "128x128")),
+        ),
+        (
+            scales_in_bfloat16,
+            lambda: test_shapes("cpu", (16, 48, 256), ("1x128", "128x128")),
+        ),
+        (
+            reads_subnormal_scales_as_floats,
+            lambda: test_extreme_powers_of_two("cpu", 1, (-127, 127)),
+        ),
     ],
     ids=lambda x: x.__name__,
 )
@@ -226,24 +299,45 @@ def test_mutants_are_caught(monkeypatch, mutant, run):
 
 # ------------------------------------------------------------------ what CUDA lowers to
 
-ON_HOPPER = (("rows", "rows"), ("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128"))
+ON_HOPPER = (
+    ("rows", "rows"),
+    ("1x128", "1x128"),
+    ("1x128", "128x128"),
+    ("128x128", "1x128"),
+)
 ON_BLACKWELL = (("MX", "MX"),)
-NOWHERE = (("128x128", "128x128"), ("rows", "1x128"), ("tensor", "1x128"), ("MX", "1x128"), ("5x7", "5x7"))
+NOWHERE = (
+    ("128x128", "128x128"),
+    ("rows", "1x128"),
+    ("tensor", "1x128"),
+    ("MX", "1x128"),
+    ("5x7", "5x7"),
+)
 
 
 def cuda_text(pair, m=32, n=48, k=256, formats=(oracle.E4M3, oracle.E4M3), **options):
     args = operands(m, n, k, pair, formats)
-    run = jax.jit(lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), **options))
+    run = jax.jit(
+        lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), **options)
+    )
     return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
-    "capabilities", [(), ("9.0",), ("10.0",), ("10.3",), ("12.0",), ("8.9",), ("9.0", "10.0")], ids=str
+    "capabilities",
+    [(), ("9.0",), ("10.0",), ("10.3",), ("12.0",), ("8.9",), ("9.0", "10.0")],
+    ids=str,
 )
 def test_custom_call_where_all_gpus_have_the_mode(machine, capabilities):
     machine(lowered_for=map(gpu, capabilities))
     for pair in ON_HOPPER + ON_BLACKWELL + NOWHERE:
-        allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "10.3", "12.0"} if pair in ON_BLACKWELL else set()
+        allowed = (
+            {"9.0"}
+            if pair in ON_HOPPER
+            else {"10.0", "10.3", "12.0"}
+            if pair in ON_BLACKWELL
+            else set()
+        )
         expected = pair not in NOWHERE and set(capabilities) <= allowed
         with warnings.catch_warnings(record=True, action="always") as caught:
             text = cuda_text(pair)
@@ -255,11 +349,18 @@ def test_custom_call_where_all_gpus_have_the_mode(machine, capabilities):
             if expected:
                 assert cuda_text(pair) == text
             else:
-                with pytest.raises(RuntimeError, match=r'implementation\("ffi"\): block_scaled_matmul: cuBLASLt'):
+                with pytest.raises(
+                    RuntimeError,
+                    match=r'implementation\("ffi"\): block_scaled_matmul: cuBLASLt',
+                ):
                     cuda_text(pair)
 
 
-@pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("10.0", "12.0"), ("9.0", "10.0")], ids=str)
+@pytest.mark.parametrize(
+    "capabilities",
+    [(), ("9.0",), ("10.0",), ("10.0", "12.0"), ("9.0", "10.0")],
+    ids=str,
+)
 def test_powers_of_two_are_mx_from_blackwell_on(machine, capabilities):
     """As E8M0 in tiles of 128 by 128; on Hopper, and where no GPU is known, as
     float32.
@@ -276,13 +377,30 @@ def test_powers_of_two_are_mx_from_blackwell_on(machine, capabilities):
         is_mx = "10.0" in capabilities
         (call,) = calls
         modes = ("1x32", "1x32") if is_mx else pair
-        assert f'a_scales = "{modes[0]}", b_scales = "{modes[1]}"' in call and not caught
+        assert (
+            f'a_scales = "{modes[0]}", b_scales = "{modes[1]}"' in call and not caught
+        )
         assert ("tensor<1x1x2x512xui8>, tensor<1x1x2x512xui8>" in call) == is_mx
 
 
 # Numbers of all sizes, in blocks of one size: the smallest subnormal, the largest
 # float, zeros, an Inf and a NaN too.
-AMAXES = np.float32([1e-45, 2.0**-126, 3e-30, 1, 448, 449, 57344, 1e30, np.finfo(F32).max, 0, np.inf, np.nan])
+AMAXES = np.float32(
+    [
+        1e-45,
+        2.0**-126,
+        3e-30,
+        1,
+        448,
+        449,
+        57344,
+        1e30,
+        np.finfo(F32).max,
+        0,
+        np.inf,
+        np.nan,
+    ]
+)
 
 
 @pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
@@ -291,14 +409,20 @@ def test_powers_of_two_are_exact_as_mx(fmt, scaling):
     """The same codes with the scales of blocks of 32 are the same numbers."""
     block, _ = SCALINGS[scaling]
     rows, k = len(AMAXES) * 128 - 5, 300
-    top = np.repeat(AMAXES, 128)[:rows, None] * np.float32([1] * 128 + [2**-7] * 128 + [2**-20] * 44)
+    top = np.repeat(AMAXES, 128)[:rows, None] * np.float32(
+        [1] * 128 + [2**-7] * 128 + [2**-20] * 44
+    )
     with np.errstate(invalid="ignore"):
-        x = top * np.random.default_rng(0).choice(np.float32([-1, 1, 0.7, 0.1, 0]), (rows, k))
+        x = top * np.random.default_rng(0).choice(
+            np.float32([-1, 1, 0.7, 0.1, 0]), (rows, k)
+        )
     codes, scales = oracle_blocks.quantize(x, fmt, block, power_2_scale=True)
     got = np.asarray(_blocks.as_mx(scales[None], block, rows, k))[0]
     assert got.shape == (rows, -(-k // 32)) and got.dtype == E8M0
     expected = oracle_blocks.dequantize(codes, scales, block)
-    np.testing.assert_array_equal(oracle_blocks.dequantize(codes, got, (1, 32)), expected)
+    np.testing.assert_array_equal(
+        oracle_blocks.dequantize(codes, got, (1, 32)), expected
+    )
 
 
 def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
@@ -314,9 +438,14 @@ def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
 def test_two_e5m2_have_no_custom_call(machine):
     machine(lowered_for=[gpu("9.0")])
     both = oracle.E5M2, oracle.E5M2
-    with pytest.warns(RuntimeWarning, match="no tensor core multiplies two float8_e5m2"):
+    with pytest.warns(
+        RuntimeWarning, match="no tensor core multiplies two float8_e5m2"
+    ):
         assert "@jaxfp8" not in cuda_text(("rows", "rows"), formats=both)
-    with ops.implementation("ffi"), pytest.raises(RuntimeError, match="no tensor core multiplies two float8_e5m2"):
+    with (
+        ops.implementation("ffi"),
+        pytest.raises(RuntimeError, match="no tensor core multiplies two float8_e5m2"),
+    ):
         cuda_text(("rows", "rows"), formats=both)
 
 
@@ -326,10 +455,25 @@ def test_attributes_of_the_custom_call(machine):
     """
     machine(lowered_for=[gpu("9.0")])
     rows, blocks = ON_HOPPER[0], ON_HOPPER[2]
-    for precise, pair, expected in ((False, rows, "false"), (True, rows, "true"), (False, blocks, "true")):
-        (line,) = (x for x in cuda_text(pair, precise=precise).splitlines() if "custom_call @jaxfp8" in x)
+    for precise, pair, expected in (
+        (False, rows, "false"),
+        (True, rows, "true"),
+        (False, blocks, "true"),
+    ):
+        (line,) = (
+            x
+            for x in cuda_text(pair, precise=precise).splitlines()
+            if "custom_call @jaxfp8" in x
+        )
         assert f"precise = {expected}" in line, line
-    (line,) = (x for x in cuda_text(ON_HOPPER[2], 5, 7, 33, bias=np.ones(7, F32)).splitlines() if "@jaxfp8" in x)
-    assert "tensor<16x128xf8E4M3FN>, tensor<16x128xf8E4M3FN>, tensor<1x1x16xf32>, tensor<1x1x4xf32>" in line
+    (line,) = (
+        x
+        for x in cuda_text(ON_HOPPER[2], 5, 7, 33, bias=np.ones(7, F32)).splitlines()
+        if "@jaxfp8" in x
+    )
+    assert (
+        "tensor<16x128xf8E4M3FN>, tensor<16x128xf8E4M3FN>, tensor<1x1x16xf32>, tensor<1x1x4xf32>"
+        in line
+    )
     assert "tensor<16x16xf32>, tensor<33554432xui8>" in line
     assert 'a_scales = "1x128", b_scales = "128x128"' in line

@@ -24,7 +24,9 @@ def assert_counted(x, scale, fmt, what):
 @pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 @pytest.mark.parametrize(
-    "scales", [SCALES, SUBNORMAL_SCALES, cases.STRANGE_SCALES], ids=["scales", "subnormal", "strange"]
+    "scales",
+    [SCALES, SUBNORMAL_SCALES, cases.STRANGE_SCALES],
+    ids=["scales", "subnormal", "strange"],
 )
 def test_every_value(implementation, dtype, fmt, scales):
     """All 16-bit values, or f32 corner cases and the neighbours of the rounding
@@ -33,26 +35,56 @@ def test_every_value(implementation, dtype, fmt, scales):
     for i, scale in enumerate(scales):
         x = oracle.all_half_codes(dtype)
         if dtype.itemsize == 4:
-            probes = cases.probes_for(scales[i : i + 1], fmt)[0] if scales is SCALES else oracle.rounding_probes(fmt)
+            probes = (
+                cases.probes_for(scales[i : i + 1], fmt)[0]
+                if scales is SCALES
+                else oracle.rounding_probes(fmt)
+            )
             x = np.concatenate([oracle.f32_corner_cases(), probes])
-        assert_counted(np.resize(x, (-(-x.size // 100), 100)), scale, fmt, f"{dtype} {fmt.name} {scale}")
+        assert_counted(
+            np.resize(x, (-(-x.size // 100), 100)),
+            scale,
+            fmt,
+            f"{dtype} {fmt.name} {scale}",
+        )
 
 
-@pytest.mark.parametrize("fmt, top, half", [(oracle.E4M3, 448, 2.0**-10), (oracle.E5M2, 57344, 2.0**-17)])
+@pytest.mark.parametrize(
+    "fmt, top, half", [(oracle.E4M3, 448, 2.0**-10), (oracle.E5M2, 57344, 2.0**-17)]
+)
 def test_by_hand(implementation, fmt, top, half):
     """On the boundaries: the largest number does not saturate, half of the smallest
     rounds to zero, zero is zero.
     """
-    up, down = (lambda y: np.nextafter(np.float32(y), np.float32(np.inf))), (lambda y: np.nextafter(np.float32(y), 0))
+    up, down = (
+        (lambda y: np.nextafter(np.float32(y), np.float32(np.inf))),
+        (lambda y: np.nextafter(np.float32(y), 0)),
+    )
     saturating = [up(top), -up(top), np.inf, -np.inf, 3e38]
     becoming_zero = [half, -half, down(half), 2.0**-149]
-    others = [top, -top, down(top), up(half), -up(half), 0.0, -0.0, np.nan, 1, up(top - 1), -np.nan]
+    others = [
+        top,
+        -top,
+        down(top),
+        up(half),
+        -up(half),
+        0.0,
+        -0.0,
+        np.nan,
+        1,
+        up(top - 1),
+        -np.nan,
+    ]
     x = np.float32([*saturating, *becoming_zero, *others]).reshape(4, 5)
     found = ops.count_saturated_and_flushed(x, np.float32(1), cases.dtype_of(fmt))
     cases.assert_bitwise(found, np.float32([5, 4]), fmt.name)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (217, 41), (2, 3, 1, 5), (0,), (3, 0), (0, 3), (300_001,)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(), (1,), (217, 41), (2, 3, 1, 5), (0,), (3, 0), (0, 3), (300_001,)],
+    ids=str,
+)
 def test_shapes(implementation, shape):
     x = cases.random_values(shape, oracle.BF16, 3, spread=8)
     assert_counted(x, np.float32(16), oracle.E4M3, str(shape))
@@ -63,5 +95,7 @@ def test_more_than_f32_can_count(implementation):
     2**24.
     """
     x = np.full((2**24 + 2**10,), 449, np.float16)
-    found = jax.jit(lambda x: ops.count_saturated_and_flushed(x, np.float32(1), E4M3))(x)
+    found = jax.jit(lambda x: ops.count_saturated_and_flushed(x, np.float32(1), E4M3))(
+        x
+    )
     cases.assert_bitwise(found, np.float32([2**24 + 2**10, 0]), "all saturate")

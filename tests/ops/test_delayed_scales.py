@@ -22,7 +22,9 @@ def history(length, seed, bad=(0, -0.0, np.inf, np.nan, -np.nan)):
     """
     rng = np.random.default_rng(seed)
     values = rng.integers(1, 0x7F800000, length, dtype=np.int32).view(np.float32)
-    return np.where(rng.random(length) < 0.3, rng.choice(np.float32(bad), length), values).astype(np.float32)
+    return np.where(
+        rng.random(length) < 0.3, rng.choice(np.float32(bad), length), values
+    ).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("fp8_max", "margin", "algo"))
@@ -35,9 +37,13 @@ def check_scales(histories, stored, fp8_max, margin=0.0, algo="max"):
     assert len(got) == len(histories)
     for i, scale in enumerate(got):
         numerator = np.float32(fp8_max[i] * 2.0**-margin)
-        pair = oracle.delayed_scale(histories[i], stored[i], numerator, algo == "most_recent")
+        pair = oracle.delayed_scale(
+            histories[i], stored[i], numerator, algo == "most_recent"
+        )
         what = f"quantizer {i} of {histories[i].shape}"
-        for value, expected, name in zip((scale.scale, scale.scale_inv), pair, ("scale", "scale_inv"), strict=True):
+        for value, expected, name in zip(
+            (scale.scale, scale.scale_inv), pair, ("scale", "scale_inv"), strict=True
+        ):
             cases.assert_bitwise(value, np.reshape(expected, 1), f"{what}: {name}")
         cases.assert_bitwise(scale.amax, np.zeros(1, np.float32), f"{what}: amax")
 
@@ -49,7 +55,10 @@ def test_scales(implementation, algo, margin):
     its own.
     """
     for seed in range(4):
-        histories = [history(length, 100 * seed + i) for i, length in enumerate((*LENGTHS, 4, 4, 5, 1, 1, 64))]
+        histories = [
+            history(length, 100 * seed + i)
+            for i, length in enumerate((*LENGTHS, 4, 4, 5, 1, 1, 64))
+        ]
         stored = history(16, seed)
         fp8_max = [(448.0, 57344.0)[i % 2] for i in range(16)]
         check_scales(histories, list(stored), fp8_max, margin, algo)
@@ -64,12 +73,16 @@ def test_state_that_is_not_batched_is_not_repeated():
     """A kernel's batch does not make a batch of what all members share."""
 
     def scales(mine, shared):
-        return ops.delayed_scales([mine, shared], [np.float32(1)] * 2, fp8_max=[448.0] * 2)
+        return ops.delayed_scales(
+            [mine, shared], [np.float32(1)] * 2, fp8_max=[448.0] * 2
+        )
 
     batched = jax.make_jaxpr(jax.vmap(scales, in_axes=(0, None), out_axes=(0)))(
         np.ones((5, 4), np.float32), np.ones(4, np.float32)
     )
     shapes = [
-        [v.aval.shape for v in eqn.outvars] for eqn in batched.eqns if eqn.primitive.name == "jaxfp8_delayed_scales"
+        [v.aval.shape for v in eqn.outvars]
+        for eqn in batched.eqns
+        if eqn.primitive.name == "jaxfp8_delayed_scales"
     ]
     assert sorted(map(tuple, shapes)) == [((1,),) * 3, ((5, 1),) * 3]

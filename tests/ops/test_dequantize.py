@@ -19,7 +19,9 @@ def check_rows(codes, scales, dtype, what):
     run = jax.vmap(lambda scale_inv: ops.dequantize(codes, scale_inv, dtype))
     out = np.asarray(run(scales))
     for i, scale_inv in enumerate(scales):
-        cases.assert_bitwise(out[i], oracle.dequantize(codes, scale_inv, dtype), f"{what} {scale_inv!r}")
+        cases.assert_bitwise(
+            out[i], oracle.dequantize(codes, scale_inv, dtype), f"{what} {scale_inv!r}"
+        )
 
 
 @FORMATS
@@ -37,7 +39,13 @@ def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt)
     """
     subnormal = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
     rng = np.random.default_rng(23)
-    scales = np.concatenate([subnormal, np.float32(2.0 ** rng.uniform(-142, -110, 60)), np.float32([2.0**-24, 6e-9])])
+    scales = np.concatenate(
+        [
+            subnormal,
+            np.float32(2.0 ** rng.uniform(-142, -110, 60)),
+            np.float32([2.0**-24, 6e-9]),
+        ]
+    )
     check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
 
 
@@ -49,13 +57,29 @@ def test_shapes(implementation, fmt):
         codes = np.asarray(codes).view(fmt.dtype)
         scale_inv = np.float32([0.37]).reshape(((), (1,))[seed % 2])
         got = ops.dequantize(codes, scale_inv, dtype)
-        cases.assert_bitwise(got, oracle.dequantize(codes, np.float32(0.37), dtype), f"dequantize of {shape}")
+        cases.assert_bitwise(
+            got,
+            oracle.dequantize(codes, np.float32(0.37), dtype),
+            f"dequantize of {shape}",
+        )
 
 
 @FORMATS
 def test_sliced_and_transposed_operands(implementation, fmt):
-    codes = np.random.default_rng(1).integers(0, 256, (66, 35), dtype=np.uint8).view(fmt.dtype)
-    views = {"transposed": lambda x: x.T, "sliced": lambda x: x[3:60, 1:30], "strided": lambda x: x[::2]}
+    codes = (
+        np.random.default_rng(1)
+        .integers(0, 256, (66, 35), dtype=np.uint8)
+        .view(fmt.dtype)
+    )
+    views = {
+        "transposed": lambda x: x.T,
+        "sliced": lambda x: x[3:60, 1:30],
+        "strided": lambda x: x[::2],
+    }
     for name, view in views.items():
-        got = jax.jit(lambda x, s, view=view: ops.dequantize(view(x), s, np.float32))(codes, np.float32(3))
-        cases.assert_bitwise(got, oracle.dequantize(view(codes), np.float32(3), np.float32), name)
+        got = jax.jit(lambda x, s, view=view: ops.dequantize(view(x), s, np.float32))(
+            codes, np.float32(3)
+        )
+        cases.assert_bitwise(
+            got, oracle.dequantize(view(codes), np.float32(3), np.float32), name
+        )

@@ -15,9 +15,16 @@ from . import cases
 
 E4M3 = oracle.E4M3.dtype
 X, S, H = np.ones((4, 6), np.float32), np.float32(1), np.ones(4, np.float32)
-A, B, W = np.ones((4, 6), E4M3), np.ones((5, 6), oracle.E5M2.dtype), np.ones(6, np.float32)
+A, B, W = (
+    np.ones((4, 6), E4M3),
+    np.ones((5, 6), oracle.E5M2.dtype),
+    np.ones(6, np.float32),
+)
 BLOCKS = np.ones((4, 64), E4M3), np.ones((6, 64), E4M3)
-STATE, R = [np.ones((2, n), np.float32) for n in (3, 1)], [np.ones((2, n), np.float32) for n in (12, 6)]
+STATE, R = (
+    [np.ones((2, n), np.float32) for n in (3, 1)],
+    [np.ones((2, n), np.float32) for n in (12, 6)],
+)
 QUANTIZER = {"x": X, "scale": S, "dtype": E4M3}
 PRODUCT = {"a": A, "b": B, "a_scale_inv": S, "b_scale_inv": S}
 GOOD = {
@@ -27,25 +34,60 @@ GOOD = {
     "count_saturated_and_flushed": QUANTIZER,
     "quantize_activation": QUANTIZER | {"activation": "gelu"},
     "quantize_activation_grad": QUANTIZER | {"grad": X, "activation": "gelu"},
-    "quantize_norm": QUANTIZER | {"gamma": W, "beta": None, "kind": "layer", "epsilon": 1.0},
+    "quantize_norm": QUANTIZER
+    | {"gamma": W, "beta": None, "kind": "layer", "epsilon": 1.0},
     "quantize_blocks": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "quantize_blocks_transpose": {"x": X, "dtype": E4M3, "block": (1, 32)},
-    "transpose_blocks": {"data": A, "scale_inv": np.ones((4, 1), np.float32), "block": (1, 32)},
-    "delayed_scales": {"histories": (H, H), "stored": (S, S), "fp8_max": (448.0, 448.0)},
+    "transpose_blocks": {
+        "data": A,
+        "scale_inv": np.ones((4, 1), np.float32),
+        "block": (1, 32),
+    },
+    "delayed_scales": {
+        "histories": (H, H),
+        "stored": (S, S),
+        "fp8_max": (448.0, 448.0),
+    },
     "read_histories": {"products": [[STATE, STATE], [STATE]]},
     "write_histories": {"products": [[STATE, STATE], [STATE]], "recorded": R},
     "amax_to_scale": {"amax": S, "stored": S, "fp8_max": 448.0},
     "dequantize": {"data": A, "scale_inv": S, "dtype": np.float32},
     "scaled_matmul": PRODUCT,
-    "block_scaled_matmul": {"a": BLOCKS[0], "b": BLOCKS[1], "a_block": (1, 32), "b_block": (1, 32)}
-    | {"a_scale_inv": np.ones((4, 2), np.float32), "b_scale_inv": np.ones((6, 2), np.float32)},
-    "ragged_matmul": PRODUCT | {"b": np.ones((2, 5, 6), oracle.E5M2.dtype), "group_sizes": np.int32([2, 1])},
+    "block_scaled_matmul": {
+        "a": BLOCKS[0],
+        "b": BLOCKS[1],
+        "a_block": (1, 32),
+        "b_block": (1, 32),
+    }
+    | {
+        "a_scale_inv": np.ones((4, 2), np.float32),
+        "b_scale_inv": np.ones((6, 2), np.float32),
+    },
+    "ragged_matmul": PRODUCT
+    | {"b": np.ones((2, 5, 6), oracle.E5M2.dtype), "group_sizes": np.int32([2, 1])},
 }
 # Wrong dtype is a TypeError, wrong shape a ValueError.
 ODD = ["text", object(), {1}, jnp.float32, None]
-WIDE = [np.ones((4, 6), dtype) for dtype in (np.float64, np.int32, np.uint8, bool, np.complex64, E4M3)] + ODD
-CODES = [X, *(np.ones((4, 6), dtype) for dtype in (oracle.BF16, np.int8, np.uint8, bool, "float8_e4m3b11fnuz")), *ODD]
-SCALE_DTYPES = [*(np.ones((), dtype) for dtype in (oracle.BF16, np.float16, np.int32, np.complex64, E4M3)), True, *ODD]
+WIDE = [
+    np.ones((4, 6), dtype)
+    for dtype in (np.float64, np.int32, np.uint8, bool, np.complex64, E4M3)
+] + ODD
+CODES = [
+    X,
+    *(
+        np.ones((4, 6), dtype)
+        for dtype in (oracle.BF16, np.int8, np.uint8, bool, "float8_e4m3b11fnuz")
+    ),
+    *ODD,
+]
+SCALE_DTYPES = [
+    *(
+        np.ones((), dtype)
+        for dtype in (oracle.BF16, np.float16, np.int32, np.complex64, E4M3)
+    ),
+    True,
+    *ODD,
+]
 SCALE_SHAPES = [np.ones(shape, np.float32) for shape in ((2,), (1, 1), (0,))]
 NOT_FP8_DTYPES = [np.float32, np.int8, "float8_e4m3b11fnuz", "no such dtype", 7, None]
 NOT_WIDE_DTYPES = [np.float64, np.int32, E4M3, "no such dtype", 7, None]
@@ -90,26 +132,54 @@ BAD = [
     (["block_scaled_matmul"], "a_block", VALUE, [32]),
     (["block_scaled_matmul"], "a_scale_inv", TYPE, [np.ones((4, 2), oracle.BF16)]),
     (["block_scaled_matmul"], "a_scale_inv", VALUE, [np.ones((4, 3), np.float32)]),
-    (["block_scaled_matmul"], "b_scale_inv", VALUE, [np.ones(1, np.float32), {"b_block": None}]),
+    (
+        ["block_scaled_matmul"],
+        "b_scale_inv",
+        VALUE,
+        [np.ones(1, np.float32), {"b_block": None}],
+    ),
     (["block_scaled_matmul"], "power_2_scale", TYPE, [1]),
     (PRODUCTS, "out_dtype", TYPE, NOT_WIDE_DTYPES),
     (PRODUCTS, "precise", TYPE, ["yes", 1, np.ones(2, bool)]),
-    (PRODUCTS, "bias", TYPE, [np.ones(5, dtype) for dtype in (np.int32, np.float64, E4M3)]),
+    (
+        PRODUCTS,
+        "bias",
+        TYPE,
+        [np.ones(5, dtype) for dtype in (np.int32, np.float64, E4M3)],
+    ),
     (PRODUCTS, "bias", VALUE, [np.ones(4, np.float32), np.ones((1, 5), np.float32), S]),
-    (["scaled_matmul"], "accumulator", TYPE, [np.ones((4, 5), dtype) for dtype in (oracle.BF16, np.int32)]),
-    (["scaled_matmul"], "accumulator", VALUE, [np.ones((5, 4), np.float32), np.ones(5, np.float32)]),
+    (
+        ["scaled_matmul"],
+        "accumulator",
+        TYPE,
+        [np.ones((4, 5), dtype) for dtype in (oracle.BF16, np.int32)],
+    ),
+    (
+        ["scaled_matmul"],
+        "accumulator",
+        VALUE,
+        [np.ones((5, 4), np.float32), np.ones(5, np.float32)],
+    ),
 ]
-ROWS = [(op, argument, exception, values) for names, argument, exception, values in BAD for op in names]
+ROWS = [
+    (op, argument, exception, values)
+    for names, argument, exception, values in BAD
+    for op in names
+]
 
 
 @pytest.mark.parametrize(
-    "op, argument, exception, values", ROWS, ids=[f"{row[0]}-{row[1]}-{row[2].__name__}" for row in ROWS]
+    "op, argument, exception, values",
+    ROWS,
+    ids=[f"{row[0]}-{row[1]}-{row[2].__name__}" for row in ROWS],
 )
 def test_bad_argument_is_named(op, argument, exception, values):
     getattr(ops, op)(**GOOD[op])
     for value in values:
         with pytest.raises(exception, match=rf"{op}: {argument}\b"):
-            getattr(ops, op)(**GOOD[op] | (value if isinstance(value, dict) else {argument: value}))
+            getattr(ops, op)(
+                **GOOD[op] | (value if isinstance(value, dict) else {argument: value})
+            )
             pytest.fail(f"{value!r} is accepted")
 
 
@@ -122,7 +192,10 @@ def test_codes_are_not_to_be_cast_without_their_scale(codes):
         lambda: jaxfp8.dot_general(codes, X.T, (((1,), (0,)), ((), ())), **options),
         lambda: jaxfp8.einsum("mk,kn->mn", codes, X.T, **options),
     ):
-        with pytest.raises(TypeError, match="got float8_e.m..*codes have a scale: jaxfp8.ops.dequantize") as caught:
+        with pytest.raises(
+            TypeError,
+            match="got float8_e.m..*codes have a scale: jaxfp8.ops.dequantize",
+        ) as caught:
             call()
         assert "cast it" not in str(caught.value)
 
@@ -138,7 +211,9 @@ FLOAT64 = [
 ]
 
 
-@pytest.mark.parametrize("op, argument, shape", FLOAT64, ids=[f"{op}-{name}" for op, name, _ in FLOAT64])
+@pytest.mark.parametrize(
+    "op, argument, shape", FLOAT64, ids=[f"{op}-{name}" for op, name, _ in FLOAT64]
+)
 def test_float64_arrays_are_refused_under_x64(op, argument, shape):
     with jax.enable_x64(True):
         value = jnp.ones(shape, jnp.float64)
@@ -152,21 +227,39 @@ def test_float32_is_right_under_x64(implementation):
     x = oracle.f32_corner_cases(6)
     with jax.enable_x64(True):
         for fmt in cases.FORMATS:
-            cases.assert_quantized(ops.quantize(x, np.float32(3), fmt.dtype), x, np.float32(3), fmt, "x64")
+            cases.assert_quantized(
+                ops.quantize(x, np.float32(3), fmt.dtype), x, np.float32(3), fmt, "x64"
+            )
             codes = oracle.all_codes(fmt)
             wide = oracle.dequantize(codes, np.float32(3), np.float32)
-            cases.assert_bitwise(ops.dequantize(codes, np.float32(3), np.float32), wide, "x64")
+            cases.assert_bitwise(
+                ops.dequantize(codes, np.float32(3), np.float32), wide, "x64"
+            )
         out = ops.scaled_matmul(**PRODUCT, out_dtype=np.float32)
         cases.assert_bitwise(out, np.full((4, 5), 6, np.float32), "x64")
 
 
 # An op, the argument that is differentiated, and what it is made of x `[4, 6]`.
 DIFFERENTIATED = [
-    *((op, "x", lambda x: x) for op in ("amax", *QUANTIZERS[:2], *PRODUCERS, *IN_BLOCKS)),
-    *((op, name, lambda x: x[0, 0]) for op in QUANTIZERS[:2] for name in ("scale", "amax")),
+    *(
+        (op, "x", lambda x: x)
+        for op in ("amax", *QUANTIZERS[:2], *PRODUCERS, *IN_BLOCKS)
+    ),
+    *(
+        (op, name, lambda x: x[0, 0])
+        for op in QUANTIZERS[:2]
+        for name in ("scale", "amax")
+    ),
     ("delayed_scales", "histories", lambda x: (x[0], x[1])),
-    *((op, "products", lambda x: [[STATE, (x[:2, :3], STATE[1])], [STATE]]) for op in READINGS),
-    ("write_histories", "recorded", lambda x: [np.ones((2, 12), np.float32), x[:2, :6]]),
+    *(
+        (op, "products", lambda x: [[STATE, (x[:2, :3], STATE[1])], [STATE]])
+        for op in READINGS
+    ),
+    (
+        "write_histories",
+        "recorded",
+        lambda x: [np.ones((2, 12), np.float32), x[:2, :6]],
+    ),
     ("dequantize", "scale_inv", lambda x: x[0, 0]),
     ("scaled_matmul", "a_scale_inv", lambda x: x[0, 0]),
     ("ragged_matmul", "a_scale_inv", lambda x: x[0, 0]),
@@ -175,7 +268,11 @@ DIFFERENTIATED = [
 ]
 
 
-@pytest.mark.parametrize("op, argument, part", DIFFERENTIATED, ids=[f"{row[0]}-{row[1]}" for row in DIFFERENTIATED])
+@pytest.mark.parametrize(
+    "op, argument, part",
+    DIFFERENTIATED,
+    ids=[f"{row[0]}-{row[1]}" for row in DIFFERENTIATED],
+)
 def test_differentiating_an_op_raises(op, argument, part):
     """The derivative of a rounding is zero almost everywhere: silently wrong, so it is
     refused.
@@ -186,6 +283,10 @@ def test_differentiating_an_op_raises(op, argument, part):
         return sum(leaf.astype(jnp.float32).sum() for leaf in leaves)
 
     function(X)
-    for transform in (jax.grad(function), jax.jit(jax.grad(function)), lambda x: jax.jvp(function, (x,), (x,))):
+    for transform in (
+        jax.grad(function),
+        jax.jit(jax.grad(function)),
+        lambda x: jax.jvp(function, (x,), (x,)),
+    ):
         with pytest.raises(TypeError, match="not differentiable"):
             transform(X)

@@ -56,9 +56,19 @@ def warning_in(installation) -> str:
     """Import the package of that folder in a new process, which must warn once: the
     warning.
     """
-    folder, environment = installation.parent, os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
+    folder, environment = (
+        installation.parent,
+        os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""},
+    )
     command = [sys.executable, "-c", SCRIPT, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=folder)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+    )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stderr}"
     reason = done.stdout.strip()
     (warning,) = done.stderr.splitlines()
@@ -95,7 +105,10 @@ def test_a_file_that_is_no_module_of_this_machine(installation, content, reason)
 @pytest.mark.parametrize(
     "report, reason",
     [
-        ("cpu: not built: Python.h of Python 3.12 was not found: install it\ncuda: not built: X\n", None),
+        (
+            "cpu: not built: Python.h of Python 3.12 was not found: install it\ncuda: not built: X\n",
+            None,
+        ),
         ("cpu: built by GNU 12.2.0 for Python 3.12.1\n", "has no file for Python"),
         ("", "install jaxfp8 again"),
     ],
@@ -104,8 +117,13 @@ def test_a_file_that_is_no_module_of_this_machine(installation, content, reason)
 def test_a_module_that_is_not_there(installation, report, reason):
     (installation / "_modules.txt").write_text(report)
     warning = warning_in(installation)
-    assert (reason or "not built: Python.h of Python 3.12 was not found: install it") in warning
-    assert "jaxfp8: running on the slower jnp reference, without compiled kernels: " in warning
+    assert (
+        reason or "not built: Python.h of Python 3.12 was not found: install it"
+    ) in warning
+    assert (
+        "jaxfp8: running on the slower jnp reference, without compiled kernels: "
+        in warning
+    )
 
 
 @pytest.fixture(params=["jaxfp8_cuda13", "jaxfp8_cuda12"])
@@ -126,7 +144,9 @@ def project(request, tmp_path, monkeypatch):
 def write_version(folder, project, version):
     metadata = folder / f"{project}-1.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
-    metadata.write_text(f"Metadata-Version: 2.4\nName: {project.replace('_', '-')}\nVersion: {version}\n")
+    metadata.write_text(
+        f"Metadata-Version: 2.4\nName: {project.replace('_', '-')}\nVersion: {version}\n"
+    )
 
 
 def test_the_module_of_a_project(project, monkeypatch, tmp_path):
@@ -148,9 +168,15 @@ def test_a_project_of_another_version(project, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(_ffi, "_errors", {})
     write_version(tmp_path, project, "0.1.0")
     assert not _ffi._load("CUDA")
-    version, extra = importlib.metadata.version("jaxfp8"), project.removeprefix("jaxfp8_")
+    version, extra = (
+        importlib.metadata.version("jaxfp8"),
+        project.removeprefix("jaxfp8_"),
+    )
     reason = f'of version 0.1.0, expected that of jaxfp8, {version}: pip install "jaxfp8[{extra}]=={version}"'
-    assert f"jaxfp8: ignoring {tmp_path / project / '_cuda.py'}, which is {reason}" in caplog.text
+    assert (
+        f"jaxfp8: ignoring {tmp_path / project / '_cuda.py'}, which is {reason}"
+        in caplog.text
+    )
 
 
 def test_projects_have_one_version_and_one_build():
@@ -158,10 +184,17 @@ def test_projects_have_one_version_and_one_build():
     builds the package.
     """
     root = Path(__file__).parents[2]
-    package, module = (tomllib.loads((root / name).read_text()) for name in ("pyproject.toml", "cuda/pyproject.toml"))
-    version, extras = package["project"]["version"], package["project"]["optional-dependencies"]
+    package, module = (
+        tomllib.loads((root / name).read_text())
+        for name in ("pyproject.toml", "cuda/pyproject.toml")
+    )
+    version, extras = (
+        package["project"]["version"],
+        package["project"]["optional-dependencies"],
+    )
     assert jaxfp8.__version__ == version and re.findall(
-        module["tool"]["scikit-build"]["metadata"]["version"]["regex"], (root / "pyproject.toml").read_text()
+        module["tool"]["scikit-build"]["metadata"]["version"]["regex"],
+        (root / "pyproject.toml").read_text(),
     ) == [version]
     for extra in ("cuda13", "cuda12"):
         assert f"jaxfp8-{extra}=={version}" in extras[extra]
@@ -175,6 +208,13 @@ def test_old_modules_are_not_registered(monkeypatch):
     build.
     """
     monkeypatch.setattr(_ffi, "_errors", {})
-    monkeypatch.setattr(_ffi, "_load_module", lambda name: types.SimpleNamespace(registrations=lambda: {}))
+    monkeypatch.setattr(
+        _ffi,
+        "_load_module",
+        lambda name: types.SimpleNamespace(registrations=lambda: {}),
+    )
     assert not _ffi._load("cpu")
-    assert "built from other sources, without jaxfp8_adam_update_v1, " in _ffi._errors["cpu"]
+    assert (
+        "built from other sources, without jaxfp8_adam_update_v1, "
+        in _ffi._errors["cpu"]
+    )

@@ -20,18 +20,29 @@ E4M3 = oracle.E4M3.dtype
 SHAPES = ((1, 64), (3, 100), (7, 300), (65, 128), (9, 16384))
 SPECS = (("x", None), (None, "x"), ("y", "x"), (("x", "y"), None), (None, ("x", "y")))
 # Signed and to nearest; squares, to nearest and stochastically.
-KINDS = pytest.mark.parametrize("squared, stochastic", [(False, False), (True, False), (True, True), (False, True)])
+KINDS = pytest.mark.parametrize(
+    "squared, stochastic", [(False, False), (True, False), (True, True), (False, True)]
+)
 
 
 def numbers(rng, shape, squared=False):
     """Rows of numbers of all sizes, of spans from 0 to 40 octaves, among them zeros,
     subnormals, NaNs and Infs.
     """
-    size, span = rng.integers(-140, 126, (shape[0], 1)), rng.choice([0, 4, 12, 40], (shape[0], 1))
+    size, span = (
+        rng.integers(-140, 126, (shape[0], 1)),
+        rng.choice([0, 4, 12, 40], (shape[0], 1)),
+    )
     with np.errstate(over="ignore"):
-        x = np.float32(rng.standard_normal(shape) * np.exp2(size - span * rng.random(shape)))
+        x = np.float32(
+            rng.standard_normal(shape) * np.exp2(size - span * rng.random(shape))
+        )
     is_hard = rng.random((shape[0], 1)) < 0.3
-    x = np.where(is_hard & (rng.random(shape) < 0.1), rng.choice(oracle.f32_corner_cases(), shape), x)
+    x = np.where(
+        is_hard & (rng.random(shape) < 0.1),
+        rng.choice(oracle.f32_corner_cases(), shape),
+        x,
+    )
     # A negative square is none, and is encoded as the number it is.
     return np.where(rng.random((shape[0], 1)) < 0.8, np.abs(x), x) if squared else x
 
@@ -39,8 +50,14 @@ def numbers(rng, shape, squared=False):
 def moment(rng, shape):
     """A moment of any codes."""
     blocks = shape[0], -(-shape[1] // 128)
-    amax = np.exp2(np.float32(rng.integers(-140, 120, blocks))) * rng.integers(0, 3, blocks).astype(np.float32)
-    return rng.integers(0, 256, shape, np.uint8).view(E4M3), amax, rng.integers(-1, 2, blocks).astype(np.int8)
+    amax = np.exp2(np.float32(rng.integers(-140, 120, blocks))) * rng.integers(
+        0, 3, blocks
+    ).astype(np.float32)
+    return (
+        rng.integers(0, 256, shape, np.uint8).view(E4M3),
+        amax,
+        rng.integers(-1, 2, blocks).astype(np.int8),
+    )
 
 
 def changed(rng, old, squared):
@@ -55,13 +72,19 @@ def encode(old, after, keys, squared, axis=1):
 
 
 def assert_same(got, expected, what=""):
-    for value, wanted, name in zip(got, expected, ("codes", "amax", "exponent"), strict=True):
+    for value, wanted, name in zip(
+        got, expected, ("codes", "amax", "exponent"), strict=True
+    ):
         oracle.assert_bitwise(value, wanted, f"{what} {name}")
 
 
 def test_every_code_decodes(implementation):
     """With each exponent, and amaxes from 0 and subnormal to the largest."""
-    amax = np.float32([0, 2.0**-149, 2.0**-126, 1e-3, 1, 3e38]).repeat(3)[:, None].repeat(2, 1)
+    amax = (
+        np.float32([0, 2.0**-149, 2.0**-126, 1e-3, 1, 3e38])
+        .repeat(3)[:, None]
+        .repeat(2, 1)
+    )
     exponent = np.int8([-1, 0, 1] * 6)[:, None].repeat(2, 1)
     data = np.broadcast_to(np.arange(256, dtype=np.uint8), (18, 256)).view(E4M3)
     got = jax.jit(lambda *x: _moments.decode_moment(*x, axis=1))(data, amax, exponent)
@@ -77,9 +100,15 @@ def test_values(implementation, shape, squared, stochastic):
         after, keys = changed(rng, old, squared)
         keys = keys if stochastic else None
         expected = oracle_moments.encode(*old, after, keys, squared)
-        oracle.assert_bitwise(_moments.decode_moment(*old, axis=1), oracle_moments.decode(*old), "elements")
+        oracle.assert_bitwise(
+            _moments.decode_moment(*old, axis=1),
+            oracle_moments.decode(*old),
+            "elements",
+        )
         assert_same(jax.jit(lambda *x: encode(*x, squared))(old, after, keys), expected)
-        assert_same([x[::3] for x in expected], [x[::3] for x in old], "rows that stay:")
+        assert_same(
+            [x[::3] for x in expected], [x[::3] for x in old], "rows that stay:"
+        )
 
 
 def test_in_place(implementation):
@@ -91,7 +120,10 @@ def test_in_place(implementation):
     given = tuple(map(jnp.array, old))
     assert_same(jax.jit(lambda *x: encode(*x, True))(given, after, keys), expected)
     assert_same(given, old, "operand:")
-    assert_same(jax.jit(lambda *x: encode(*x, True), donate_argnums=0)(given, after, keys), expected)
+    assert_same(
+        jax.jit(lambda *x: encode(*x, True), donate_argnums=0)(given, after, keys),
+        expected,
+    )
 
 
 def test_axes_and_vmap(implementation):
@@ -109,15 +141,25 @@ def test_axes_and_vmap(implementation):
     for axis in range(3):
         operands = [move(x, axis) for x in (*old, after, keys)]
         wanted = [move(x, axis) for x in expected]
-        assert_same(encode(operands[:3], *operands[3:], True, axis), wanted, f"axis {axis}:")
+        assert_same(
+            encode(operands[:3], *operands[3:], True, axis), wanted, f"axis {axis}:"
+        )
         values = _moments.decode_moment(*operands[:3], axis=axis)
-        oracle.assert_bitwise(values, move(oracle_moments.decode(*old), axis), f"axis {axis}: elements")
+        oracle.assert_bitwise(
+            values, move(oracle_moments.decode(*old), axis), f"axis {axis}: elements"
+        )
         for batch in {0, 1, 2} - {axis}:
-            run = jax.vmap(lambda *x, a=axis - (batch < axis): encode(x[:3], *x[3:], True, a), batch, batch)
+            run = jax.vmap(
+                lambda *x, a=axis - (batch < axis): encode(x[:3], *x[3:], True, a),
+                batch,
+                batch,
+            )
             assert_same(run(*operands), wanted, f"axis {axis}, batch {batch}:")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("n", [1024, 384, 200])
 def test_meshes(n, spec, kind):
@@ -131,14 +173,24 @@ def test_meshes(n, spec, kind):
         return int(np.prod([mesh.shape[name] for name in entry or ()]))
 
     def put(x):
-        divisible = (entry if size % shards(entry) == 0 else None for size, entry in zip(x.shape, spec, strict=True))
+        divisible = (
+            entry if size % shards(entry) == 0 else None
+            for size, entry in zip(x.shape, spec, strict=True)
+        )
         return jax.device_put(x, NamedSharding(mesh, P(*divisible)))
 
     with jax.set_mesh(mesh):
         operands = [put(x) for x in (*old, after, keys)]
-        run = jax.jit(lambda *x: (_moments.decode_moment(*x[:3], axis=1), *encode(x[:3], *x[3:], True)))
+        run = jax.jit(
+            lambda *x: (
+                _moments.decode_moment(*x[:3], axis=1),
+                *encode(x[:3], *x[3:], True),
+            )
+        )
         program = run.lower(*operands).compile()
         values, *new = program(*operands)
     oracle.assert_bitwise(values, oracle_moments.decode(*old), "elements")
     assert_same(new, oracle_moments.encode(*old, after, keys, True))
-    assert ("all-gather(" in program.as_text()) == (n % (128 * shards(spec[1])) != 0 and shards(spec[1]) > 1)
+    assert ("all-gather(" in program.as_text()) == (
+        n % (128 * shards(spec[1])) != 0 and shards(spec[1]) > 1
+    )

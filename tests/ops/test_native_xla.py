@@ -18,22 +18,34 @@ from ops import cases
 
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
-DTYPES = pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16, np.dtype(np.float32)], ids=["bf16", "f16", "f32"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [oracle.BF16, oracle.F16, np.dtype(np.float32)], ids=["bf16", "f16", "f32"]
+)
 
 
 def step(x, kernel, grad, bias, state, recipe=RECIPE):
     """`(y, (gradients of x, kernel and bias, the next state))`."""
 
     def product(x, kernel, bias, state):
-        return jaxfp8.dot_general(x, kernel, ROWS_BY_COLUMNS, recipe=recipe, state=state, bias=bias)
+        return jaxfp8.dot_general(
+            x, kernel, ROWS_BY_COLUMNS, recipe=recipe, state=state, bias=bias
+        )
 
     y, vjp = jax.vjp(product, x, kernel, bias, state)
     return y, vjp(grad)
 
 
 def arguments(dtype, m=24, k=70, n=17):
-    x, grad = (cases.random_values(shape, dtype, i, spread=1) for i, shape in enumerate([(m, k), (m, n)]))
-    return x, cases.random_values((k, n), dtype, 2, spread=1), grad, cases.random_values((n,), dtype, 3, spread=1)
+    x, grad = (
+        cases.random_values(shape, dtype, i, spread=1)
+        for i, shape in enumerate([(m, k), (m, n)])
+    )
+    return (
+        x,
+        cases.random_values((k, n), dtype, 2, spread=1),
+        grad,
+        cases.random_values((n,), dtype, 3, spread=1),
+    )
 
 
 @DTYPES
@@ -46,21 +58,34 @@ def test_three_steps(dtype):
     state = wanted = jaxfp8.init_state(RECIPE)
     of_oracle = oracle.LayerState.init(4)
     for size in (1, 4, 0.25):
-        x, kernel, grad, bias = (np.asarray(tensor * np.asarray(size, dtype)) for tensor in tensors)
+        x, kernel, grad, bias = (
+            np.asarray(tensor * np.asarray(size, dtype)) for tensor in tensors
+        )
         with ops.implementation("xla"):
             y, (dx, dkernel, _, state) = run(x, kernel, grad, bias, state)
         _, (*_, wanted) = run(x, kernel, grad, bias, wanted)
-        jax.tree.map(functools.partial(oracle.assert_bitwise, what=f"state, {size}"), state, jax.device_get(wanted))
+        jax.tree.map(
+            functools.partial(oracle.assert_bitwise, what=f"state, {size}"),
+            state,
+            jax.device_get(wanted),
+        )
         dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
         exact = oracle.dense_step(x, kernel, grad, of_oracle, bias=bias, **dtypes)
         of_oracle = exact.state
         exact.check(y=y, dgrad=dx, wgrad=dkernel)
-    assert np.unique(state.input.amax_history).size == 4, "amaxes of three steps and a zero"
+    assert np.unique(state.input.amax_history).size == 4, (
+        "amaxes of three steps and a zero"
+    )
 
 
 def cuda_text(function, *arguments) -> str:
     with ops.implementation("xla"):
-        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        return (
+            jax.jit(function)
+            .trace(*arguments)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
 
 
 def dots(text) -> list:
@@ -78,10 +103,16 @@ def test_products_on_gpus(dtype):
     """In bfloat16 where the result is, else in float32; precise ones say so."""
     wide = "bf16" if dtype == oracle.BF16 else "f32"
     text = cuda_text(step, *arguments(dtype), jaxfp8.init_state(RECIPE))
-    assert dots(text) == [(wide, wide, "DEFAULT"), (wide, wide, "HIGHEST"), (wide, wide, "HIGHEST")]
+    assert dots(text) == [
+        (wide, wide, "DEFAULT"),
+        (wide, wide, "HIGHEST"),
+        (wide, wide, "HIGHEST"),
+    ]
     # On a CPU nothing rewrites the pattern, and bfloat16 would round its operands.
     with ops.implementation("xla"):
-        text = jax.jit(step).lower(*arguments(dtype), jaxfp8.init_state(RECIPE)).as_text()
+        text = (
+            jax.jit(step).lower(*arguments(dtype), jaxfp8.init_state(RECIPE)).as_text()
+        )
     assert {(a, out) for a, out, _ in dots(text)} == {("f32", "f32")}
 
 
@@ -91,9 +122,14 @@ def test_without_an_fp8_product():
     """
     recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=jaxfp8.E5M2)
     tensors = arguments(oracle.BF16)
-    text = cuda_text(functools.partial(step, recipe=recipe), *tensors, jaxfp8.init_state(recipe))
+    text = cuda_text(
+        functools.partial(step, recipe=recipe), *tensors, jaxfp8.init_state(recipe)
+    )
     assert {(a, out) for a, out, _ in dots(text)} == {("f32", "f32")}
-    a, b = cases.random_codes((6, 33), oracle.E5M2, 1), cases.random_codes((7, 33), oracle.E5M2, 2)
+    a, b = (
+        cases.random_codes((6, 33), oracle.E5M2, 1),
+        cases.random_codes((7, 33), oracle.E5M2, 2),
+    )
     scale = np.float32(1e-6)
     with ops.implementation("xla"):
         got = ops.scaled_matmul(a, b, scale, scale)

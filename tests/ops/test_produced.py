@@ -17,7 +17,11 @@ from . import cases
 
 ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
 # kind, has a beta
-NORMS = {"rms": ("rms", False), "layer": ("layer", False), "layer with beta": ("layer", True)}
+NORMS = {
+    "rms": ("rms", False),
+    "layer": ("layer", False),
+    "layer with beta": ("layer", True),
+}
 GRADIENTS = tuple(f"gradient of {name}" for name in ACTIVATIONS)
 DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 SCALE, EPSILON, E4M3, E5M2 = np.float32(3.3), 1e-6, oracle.E4M3.dtype, oracle.E5M2
@@ -31,10 +35,16 @@ def activation_of(name):
 def inputs(name, shape, dtype, seed=0):
     """x; for norms rows of very different magnitudes, with means that are not small."""
     if name not in NORMS:
-        return cases.random_values((*shape[:-1], *(2,) * name.endswith("_gated"), shape[-1]), dtype, seed, 1.0)
+        return cases.random_values(
+            (*shape[:-1], *(2,) * name.endswith("_gated"), shape[-1]), dtype, seed, 1.0
+        )
     rng = np.random.default_rng(seed)
     rows = 2.0 ** rng.uniform(-4, 4, (*shape[:-1], 1))
-    return (rows * (rng.standard_normal(shape) + rng.uniform(-3, 3, rows.shape))).astype(np.float32).astype(dtype)
+    return (
+        (rows * (rng.standard_normal(shape) + rng.uniform(-3, 3, rows.shape)))
+        .astype(np.float32)
+        .astype(dtype)
+    )
 
 
 def parameters(name, shape, dtype=np.float32, seed=0):
@@ -46,13 +56,18 @@ def parameters(name, shape, dtype=np.float32, seed=0):
     if name in GRADIENTS:
         return (cases.random_values(shape, dtype, seed + 1, 1.0),)
     rng, n = np.random.default_rng(seed), shape[-1]
-    gamma, beta = (1 + 0.3 * rng.standard_normal(n)).astype(dtype), rng.standard_normal(n).astype(dtype)
+    gamma, beta = (
+        (1 + 0.3 * rng.standard_normal(n)).astype(dtype),
+        rng.standard_normal(n).astype(dtype),
+    )
     return gamma, beta if NORMS[name][1] else None
 
 
 def run(name, x, *params, scale=SCALE, dtype=E4M3, epsilon=EPSILON, **options):
     if name in NORMS:
-        return ops.quantize_norm(x, *params, scale, dtype, kind=NORMS[name][0], epsilon=epsilon, **options)
+        return ops.quantize_norm(
+            x, *params, scale, dtype, kind=NORMS[name][0], epsilon=epsilon, **options
+        )
     op = ops.quantize_activation_grad if name in GRADIENTS else ops.quantize_activation
     return op(x, *params, scale, dtype, activation=activation_of(name), **options)
 
@@ -64,22 +79,34 @@ def values(name, x, *params, epsilon=EPSILON):
     if name in ACTIVATIONS:
         return oracle.activation(x, name)
     gradient = oracle_gradients.activation(x, *params, activation_of(name))
-    return oracle.Values(*(part.reshape(len(x), -1) for part in (gradient.exact, gradient.bound)))
+    return oracle.Values(
+        *(part.reshape(len(x), -1) for part in (gradient.exact, gradient.bound))
+    )
 
 
-def check(got, name, x, *params, scale=SCALE, fmt=oracle.E4M3, epsilon=EPSILON, **options):
-    (data, data_t, top, *sums), m = (None if out is None else np.asarray(out) for out in got), len(x)
+def check(
+    got, name, x, *params, scale=SCALE, fmt=oracle.E4M3, epsilon=EPSILON, **options
+):
+    (data, data_t, top, *sums), m = (
+        (None if out is None else np.asarray(out) for out in got),
+        len(x),
+    )
     expected = values(name, x, *params, epsilon=epsilon)
     columns = data.shape[1:]
     assert data_t is None or data_t.shape == (*columns, m)
-    data, data_t = data.reshape(m, -1), None if data_t is None else data_t.reshape(-1, m)
+    data, data_t = (
+        data.reshape(m, -1),
+        None if data_t is None else data_t.reshape(-1, m),
+    )
     expected.check(data, data_t, top, scale, fmt, **options)
     for total in sums:
         # m additions in any order, each off by u of what it adds up.
         size = np.abs(expected.exact).sum(0) + expected.bound.sum(0)
         bound = expected.bound.sum(0) + m * 2.0**-24 * size
         assert total.shape == columns
-        oracle.Product(expected.exact.sum(0), bound).check(total.reshape(-1), f"{name}: sums")
+        oracle.Product(expected.exact.sum(0), bound).check(
+            total.reshape(-1), f"{name}: sums"
+        )
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS, *GRADIENTS])
@@ -87,12 +114,21 @@ def check(got, name, x, *params, scale=SCALE, fmt=oracle.E4M3, epsilon=EPSILON, 
 @pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
 def test_values(implementation, fmt, dtype, name):
     """On a GPU long rows too, which do not fit into shared memory."""
-    long = ((100, 4096), (33, 16384), (1, 5001)) if implementation == "cuda" and name in NORMS else ()
+    long = (
+        ((100, 4096), (33, 16384), (1, 5001))
+        if implementation == "cuda" and name in NORMS
+        else ()
+    )
     for shape in ((64, 128), (217, 41), (3, 1), (33, 257), (130, 72), (5, 1000), *long):
         x, params = inputs(name, shape, dtype, shape[0]), parameters(name, shape, dtype)
         # Without one of the results, in some shapes.
-        without = {(64, 128): {"column_sums": False}, (33, 257): {"transpose": False, "column_sums": False}}
-        options = {"column_sums": True} | without.get(shape, {}) if name in GRADIENTS else {}
+        without = {
+            (64, 128): {"column_sums": False},
+            (33, 257): {"transpose": False, "column_sums": False},
+        }
+        options = (
+            {"column_sums": True} | without.get(shape, {}) if name in GRADIENTS else {}
+        )
         got = run(name, x, *params, dtype=fmt.dtype, **options)
         check(got, name, x, *params, fmt=fmt, what=f"{name} of {shape}")
 
@@ -104,10 +140,22 @@ def test_gradient_of_every_magnitude(implementation, dtype, name):
     between -0.2 and 1.2.
     """
     rng, shape = np.random.default_rng(5), (64, *(2,) * name.endswith("_gated"), 128)
-    powers = 2.0 ** rng.uniform(-40, 15 if dtype == oracle.F16 else 40, shape) * rng.choice([-1, 1], shape)
-    x, (grad,) = powers.astype(np.float32).astype(dtype), parameters(name, (64, 128), dtype)
+    powers = 2.0 ** rng.uniform(
+        -40, 15 if dtype == oracle.F16 else 40, shape
+    ) * rng.choice([-1, 1], shape)
+    x, (grad,) = (
+        powers.astype(np.float32).astype(dtype),
+        parameters(name, (64, 128), dtype),
+    )
     with np.errstate(over="ignore"):
-        check(run(name, x, grad, scale=ONE, dtype=E5M2.dtype), name, x, grad, scale=ONE, fmt=E5M2)
+        check(
+            run(name, x, grad, scale=ONE, dtype=E5M2.dtype),
+            name,
+            x,
+            grad,
+            scale=ONE,
+            fmt=E5M2,
+        )
     if not name.endswith("_gated"):
         data, _, top = run(name, x, np.ones_like(grad), scale=ONE)
         assert 1 <= top < 1.2 and np.abs(oracle.widen(data)).max() <= 1.25
@@ -130,7 +178,10 @@ def test_activation_of_corner_cases(implementation, name):
     """f32 of every magnitude; gated, against every kind of factor."""
     x = oracle.f32_corner_cases(3)[:4096].reshape(16, -1)
     if name.endswith("_gated"):
-        x = np.stack([x, np.random.default_rng(4).permutation(x.ravel()).reshape(x.shape)], axis=1)
+        x = np.stack(
+            [x, np.random.default_rng(4).permutation(x.ravel()).reshape(x.shape)],
+            axis=1,
+        )
     got = run(name, x, scale=ONE)
     check(got, name, x, scale=ONE)
     assert np.isposinf(got[2])
@@ -138,8 +189,23 @@ def test_activation_of_corner_cases(implementation, name):
 
 # x and what both silu and gelu give; then gates and factors whose product is not
 # finite.
-EDGES = [(np.nan, np.nan), (np.inf, np.inf), (-np.inf, np.nan), (-1000, -0.0), (0, 0), (-0.0, -0.0), (1000, 1000)]
-GATED_EDGES = [(0, np.inf), (-1000, np.inf), (np.inf, 0), (-np.inf, 1), (1, np.nan), (1000, np.inf)]
+EDGES = [
+    (np.nan, np.nan),
+    (np.inf, np.inf),
+    (-np.inf, np.nan),
+    (-1000, -0.0),
+    (0, 0),
+    (-0.0, -0.0),
+    (1000, 1000),
+]
+GATED_EDGES = [
+    (0, np.inf),
+    (-1000, np.inf),
+    (np.inf, 0),
+    (-np.inf, 1),
+    (1, np.nan),
+    (1000, np.inf),
+]
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu"])
@@ -149,37 +215,69 @@ def test_edges(implementation, name):
     """
     for value, expected in EDGES:
         data, _, top = run(name, np.float32([[value, 0]]), scale=ONE)
-        expected_code = np.clip(expected, -448, 448) if np.isfinite(expected) else np.nan
-        np.testing.assert_array_equal(oracle.widen(data)[0, 0], expected_code, err_msg=f"{name}({value})")
-        np.testing.assert_allclose(top, abs(expected) if np.isfinite(expected) else np.inf, rtol=2.0**-20)
+        expected_code = (
+            np.clip(expected, -448, 448) if np.isfinite(expected) else np.nan
+        )
+        np.testing.assert_array_equal(
+            oracle.widen(data)[0, 0], expected_code, err_msg=f"{name}({value})"
+        )
+        np.testing.assert_allclose(
+            top, abs(expected) if np.isfinite(expected) else np.inf, rtol=2.0**-20
+        )
     for gate, up in GATED_EDGES:
-        data, _, top = run(f"{name}_gated", np.float32([[[gate, 1], [up, 1]]]), scale=ONE)
-        assert np.isnan(oracle.widen(data)[0, 0]) and np.isposinf(top), f"{name}({gate}) * {up}"
+        data, _, top = run(
+            f"{name}_gated", np.float32([[[gate, 1], [up, 1]]]), scale=ONE
+        )
+        assert np.isnan(oracle.widen(data)[0, 0]) and np.isposinf(top), (
+            f"{name}({gate}) * {up}"
+        )
 
 
 # x and the gradient, one element; what is not finite is a NaN code and an infinite
 # amax.
-BAD = [("silu", np.nan, 1), ("silu", 1, np.nan), ("gelu", 1, np.inf), ("relu", np.nan, np.nan)]
-BAD += [("silu_gated", (np.nan, 1), 1), ("silu_gated", (1, np.inf), 1), ("gelu_gated", (1, 2), -np.inf)]
+BAD = [
+    ("silu", np.nan, 1),
+    ("silu", 1, np.nan),
+    ("gelu", 1, np.inf),
+    ("relu", np.nan, np.nan),
+]
+BAD += [
+    ("silu_gated", (np.nan, 1), 1),
+    ("silu_gated", (1, np.inf), 1),
+    ("gelu_gated", (1, 2), -np.inf),
+]
 
 
 @pytest.mark.parametrize("name, x, grad", BAD)
 @pytest.mark.parametrize("n", [8, 5, 256])
 def test_bad_gradients_stay_where_they_are(implementation, name, x, grad, n):
     """In vectors, element by element, and in a whole tile."""
-    operand, ct = np.ones((128, *(2,) * name.endswith("_gated"), n), np.float32), np.ones((128, n), np.float32)
+    operand, ct = (
+        np.ones((128, *(2,) * name.endswith("_gated"), n), np.float32),
+        np.ones((128, n), np.float32),
+    )
     operand[17, ..., 3], ct[17, 3] = x, grad
     data, data_t, top = run(f"gradient of {name}", operand, ct, scale=ONE)
     bad = np.isnan(oracle.widen(data))
-    assert np.isposinf(top) and bad[17, ..., 3].any() and bad.sum() == bad[17, ..., 3].sum()
-    cases.assert_bitwise(np.asarray(data_t).reshape(-1, 128), np.asarray(data).reshape(128, -1).T.copy(), "data_t")
+    assert (
+        np.isposinf(top)
+        and bad[17, ..., 3].any()
+        and bad.sum() == bad[17, ..., 3].sum()
+    )
+    cases.assert_bitwise(
+        np.asarray(data_t).reshape(-1, 128),
+        np.asarray(data).reshape(128, -1).T.copy(),
+        "data_t",
+    )
 
 
 @pytest.mark.parametrize("name", ["rms", "layer"])
 def test_epsilon(implementation, name):
     """Large beside the variance; zero; a row of zeros and a constant row need it."""
     x = inputs(name, (6, 64), np.float32)
-    x = np.concatenate([x, np.zeros((1, 64), np.float32), np.full((1, 64), 5, np.float32)])
+    x = np.concatenate(
+        [x, np.zeros((1, 64), np.float32), np.full((1, 64), 5, np.float32)]
+    )
     params = np.ones(64, np.float32), None
     for epsilon in (1e-6, 3.0):
         got = run(name, x, *params, epsilon=epsilon)
@@ -192,7 +290,9 @@ def test_a_large_mean(implementation):
     """Variance by E[x^2] - E[x]^2 would lose all of it: 2^14 squared is 2^28, of which
     f32 keeps multiples of 16.
     """
-    x = (2.0**14 + np.random.default_rng(1).integers(-3, 4, (8, 256))).astype(np.float32)
+    x = (2.0**14 + np.random.default_rng(1).integers(-3, 4, (8, 256))).astype(
+        np.float32
+    )
     params = parameters("layer", x.shape)
     # Sums of 256 integers below 2^15 are exact in f32 in any order, and so is the mean:
     # nothing but roundings of the distances and later is left, as for n = 8.
@@ -212,14 +312,24 @@ def test_bad_values_stay_in_their_row(implementation, name, bad):
     codes = oracle.widen(data)
     rest = np.delete(codes[2], 7)
     assert np.isnan(codes[2, 7]) and np.isposinf(top)
-    assert (rest == 0).all() if name == "rms" and np.isinf(bad) else np.isnan(rest).all()
+    assert (
+        (rest == 0).all() if name == "rms" and np.isinf(bad) else np.isnan(rest).all()
+    )
     others = np.delete(x, 2, axis=0)
     top = np.abs(values(name, others, *params).exact).max()
     check((np.delete(np.asarray(data), 2, axis=0), None, top), name, others, *params)
 
 
 @pytest.mark.parametrize(
-    "name", ["gelu", "silu_gated", "rms", "layer with beta", "gradient of gelu", "gradient of silu_gated"]
+    "name",
+    [
+        "gelu",
+        "silu_gated",
+        "rms",
+        "layer with beta",
+        "gradient of gelu",
+        "gradient of silu_gated",
+    ],
 )
 def test_options(implementation, name):
     """Without the transpose; an amax to start from; rows of several dimensions and
@@ -227,37 +337,56 @@ def test_options(implementation, name):
     """
     x, is_gradient = inputs(name, (2, 3, 5, 24), oracle.BF16), name in GRADIENTS
     params = parameters(name, (2, 3, 5, 24), oracle.BF16)
-    flat = [part.reshape(30, *part.shape[3:]) for part in ((x, *params) if is_gradient else (x,))]
+    flat = [
+        part.reshape(30, *part.shape[3:])
+        for part in ((x, *params) if is_gradient else (x,))
+    ]
     flat += [] if is_gradient else params
     options = {"column_sums": True} if is_gradient else {}
     data, data_t, top, *sums = map(np.asarray, run(name, *flat, **options))
     rest = data.shape[1:]
-    cases.assert_bitwise(data_t.reshape(-1, 30), data.reshape(30, -1).T.copy(), "data_t")
+    cases.assert_bitwise(
+        data_t.reshape(-1, 30), data.reshape(30, -1).T.copy(), "data_t"
+    )
     for start in (0.25 * float(top), 4 * float(top), np.inf):
         alone = run(name, *flat, transpose=False, amax=np.float32([start]))
         assert alone[1] is None
         cases.assert_bitwise(alone[0], data, "data without data_t")
-        cases.assert_bitwise(alone[2], np.maximum(np.float32([start]), top), f"amax from {start}")
+        cases.assert_bitwise(
+            alone[2], np.maximum(np.float32([start]), top), f"amax from {start}"
+        )
     for rows, batch in ((3, ()), (2, (2,)), (1, (2, 3))):
         got = run(name, x, *params, rows=rows, **options)
         assert got[1].shape == (*batch, *rest, *x.shape[len(batch) : 3])
         cases.assert_bitwise(got[0].reshape(30, *rest), data, "data")
-        back = np.moveaxis(np.asarray(got[1]).reshape(*batch, *rest, -1), -1, len(batch))
+        back = np.moveaxis(
+            np.asarray(got[1]).reshape(*batch, *rest, -1), -1, len(batch)
+        )
         cases.assert_bitwise(back.reshape(30, *rest), data, f"rows={rows}")
         cases.assert_bitwise(got[2], top, "amax")
         for total, of_all in zip(got[3:], sums, strict=True):
             assert total.shape == (*batch, *rest)
             total = np.asarray(total).reshape(-1, *rest).sum(0)
-            np.testing.assert_allclose(total, of_all, rtol=1e-5, atol=30 * 2.0**-22 * np.abs(of_all).max())
+            np.testing.assert_allclose(
+                total, of_all, rtol=1e-5, atol=30 * 2.0**-22 * np.abs(of_all).max()
+            )
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
-@pytest.mark.parametrize("name", ["gelu_gated", "layer with beta", "gradient of silu_gated"])
+@pytest.mark.parametrize(
+    "name", ["gelu_gated", "layer with beta", "gradient of silu_gated"]
+)
 def test_no_elements(implementation, name, shape):
     x, params = inputs(name, shape, oracle.BF16), parameters(name, shape, oracle.BF16)
-    data, data_t, top, *sums = run(name, x, *params, **({"column_sums": True} if name in GRADIENTS else {}))
+    data, data_t, top, *sums = run(
+        name, x, *params, **({"column_sums": True} if name in GRADIENTS else {})
+    )
     of_data = x.shape if name in GRADIENTS else shape
-    assert (data.shape, data_t.shape, float(top)) == (of_data, (*of_data[1:], shape[0]), 0)
+    assert (data.shape, data_t.shape, float(top)) == (
+        of_data,
+        (*of_data[1:], shape[0]),
+        0,
+    )
     assert all(total.shape == of_data[1:] and not np.any(total) for total in sums)
 
 
@@ -269,19 +398,29 @@ def test_activate_and_normalize(dtype, name):
     """
     x, params = inputs(name, (40, 60), dtype, 6), parameters(name, (40, 60), dtype)
     is_activation = name in ACTIVATIONS
-    got = ops.activate(x, name) if is_activation else ops.normalize(x, *params, NORMS[name][0], EPSILON)
+    got = (
+        ops.activate(x, name)
+        if is_activation
+        else ops.normalize(x, *params, NORMS[name][0], EPSILON)
+    )
     exact = values(name, x, *params)
     assert got.dtype == dtype
     with np.errstate(over="ignore"):
         error = np.abs(np.asarray(got).astype(np.float64) - exact.exact)
-    unit = {2: 2.0**-8 if dtype == oracle.BF16 else 2.0**-11, 4: 2.0**-24}[dtype.itemsize]
-    assert (error <= exact.bound + unit * np.abs(exact.exact) + 2.0**-25)[np.isfinite(np.asarray(got))].all()
+    unit = {2: 2.0**-8 if dtype == oracle.BF16 else 2.0**-11, 4: 2.0**-24}[
+        dtype.itemsize
+    ]
+    assert (error <= exact.bound + unit * np.abs(exact.exact) + 2.0**-25)[
+        np.isfinite(np.asarray(got))
+    ].all()
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
 def test_slopes_far_from_zero(name):
     """No NaN where exp(-x) overflows."""
-    slopes = jax.grad(lambda x: ops.activate(x, name).sum())(np.float32([-1e4, -200, -90, 90, 200, 1e4]))
+    slopes = jax.grad(lambda x: ops.activate(x, name).sum())(
+        np.float32([-1e4, -200, -90, 90, 200, 1e4])
+    )
     np.testing.assert_allclose(slopes, [0, 0, 0, 1, 1, 1], atol=1e-30)
 
 
@@ -299,13 +438,19 @@ def test_the_reference_of_a_gradient_is_what_jax_differentiates(dtype, name):
 
     with ops.implementation("reference"):
         got = jax.jit(lambda x, grad: run(name, x, grad))(x, grad)
-        for part, value, what in zip(got, expected(x, grad), ("data", "data_t", "amax"), strict=True):
+        for part, value, what in zip(
+            got, expected(x, grad), ("data", "data_t", "amax"), strict=True
+        ):
             cases.assert_bitwise(part, np.asarray(value), what)
 
 
 LOWERED = {"silu_gated": "activation_v2", "layer with beta": "norm_v2"}
-LOWERED |= dict.fromkeys(["gradient of gelu", "gradient of silu_gated"], "activation_grad_v1")
-OPTIONS = [(name, {"transpose": transpose}) for name in LOWERED for transpose in (True, False)]
+LOWERED |= dict.fromkeys(
+    ["gradient of gelu", "gradient of silu_gated"], "activation_grad_v1"
+)
+OPTIONS = [
+    (name, {"transpose": transpose}) for name in LOWERED for transpose in (True, False)
+]
 OPTIONS += [(name, {"column_sums": True}) for name in LOWERED if name in GRADIENTS]
 
 
@@ -314,15 +459,25 @@ def test_what_it_lowers_to(name, options, cuda_custom_calls):
     """For CUDA one custom call, and sums of a norm's rows or of parts of column sums;
     on a CPU jnp, then one.
     """
-    x, params = inputs(name, (4, 8, 16), oracle.BF16), parameters(name, (4, 8, 16), oracle.BF16)
-    traced = jax.jit(lambda x, *rest: run(name, x, *rest[:-1], amax=rest[-1], rows=2, **options)).trace(
-        x, *params, SCALE
+    x, params = (
+        inputs(name, (4, 8, 16), oracle.BF16),
+        parameters(name, (4, 8, 16), oracle.BF16),
     )
+    traced = jax.jit(
+        lambda x, *rest: run(name, x, *rest[:-1], amax=rest[-1], rows=2, **options)
+    ).trace(x, *params, SCALE)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @(\w+)", text) == [f"jaxfp8_quantize_{LOWERED[name]}"]
+    assert re.findall(r"custom_call @(\w+)", text) == [
+        f"jaxfp8_quantize_{LOWERED[name]}"
+    ]
     assert "operand_tuple_indices" in text  # the amax is raised in place
     # Of x, and of the squares of what is centered; or of columns.
-    assert len(re.findall(r"stablehlo\.reduce", text)) == (2 if name in NORMS else "column_sums" in options)
+    assert len(re.findall(r"stablehlo\.reduce", text)) == (
+        2 if name in NORMS else "column_sums" in options
+    )
     assert not re.search(r"stablehlo\.(transpose|maximum|logistic)", text)
-    calls = re.findall(r"custom_call @(jaxfp8_\w+?)_v\d", traced.lower(lowering_platforms=("cpu",)).as_text())
+    calls = re.findall(
+        r"custom_call @(jaxfp8_\w+?)_v\d",
+        traced.lower(lowering_platforms=("cpu",)).as_text(),
+    )
     assert calls == ["jaxfp8_quantize" + "_transpose" * options.get("transpose", True)]

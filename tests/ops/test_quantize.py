@@ -26,23 +26,36 @@ def check_rows(name, x, scales, fmt, what):
         rows = 31 if x.shape[-1] > 1000 else 7
         x = x[..., : x.shape[-1] // rows * rows].reshape(*x.shape[:-1], rows, -1)
     shared = x.ndim == 1 + (name == "quantize_transpose")
-    run = jax.vmap(lambda x, scale: getattr(ops, name)(x, scale, cases.dtype_of(fmt)), (None if shared else 0, 0))
+    run = jax.vmap(
+        lambda x, scale: getattr(ops, name)(x, scale, cases.dtype_of(fmt)),
+        (None if shared else 0, 0),
+    )
     outputs = [np.asarray(out) for out in run(x, scales)]
     for i, scale in enumerate(scales):
-        cases.assert_codes(name, [out[i] for out in outputs], x if shared else x[i], scale, fmt, what)
+        cases.assert_codes(
+            name, [out[i] for out in outputs], x if shared else x[i], scale, fmt, what
+        )
 
 
 @NAMES
 @FORMATS
 @pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
 def test_every_half_code_at_every_scale(implementation, dtype, fmt, name):
-    check_rows(name, oracle.all_half_codes(dtype), cases.SCALES, fmt, "every 16-bit code")
+    check_rows(
+        name, oracle.all_half_codes(dtype), cases.SCALES, fmt, "every 16-bit code"
+    )
 
 
 @NAMES
 @FORMATS
 def test_every_rounding_boundary_and_its_neighbours(implementation, fmt, name):
-    check_rows(name, cases.probes_for(cases.SCALES, fmt), cases.SCALES, fmt, "rounding boundary")
+    check_rows(
+        name,
+        cases.probes_for(cases.SCALES, fmt),
+        cases.SCALES,
+        fmt,
+        "rounding boundary",
+    )
 
 
 @NAMES
@@ -52,7 +65,13 @@ def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
     still say what comes out.
     """
     x = np.concatenate([oracle.f32_corner_cases(2), oracle.rounding_probes(fmt)])
-    check_rows(name, x, np.concatenate([cases.SCALES, cases.STRANGE_SCALES]), fmt, "f32 corner case")
+    check_rows(
+        name,
+        x,
+        np.concatenate([cases.SCALES, cases.STRANGE_SCALES]),
+        fmt,
+        "f32 corner case",
+    )
 
 
 @NAMES
@@ -62,7 +81,9 @@ def test_subnormal_scales(implementation, fmt, name):
     number.
     """
     scales = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
-    x = np.concatenate([oracle.f32_corner_cases(4), np.float32([2.0**127, 3e38, -3e38, 2.0**100])])
+    x = np.concatenate(
+        [oracle.f32_corner_cases(4), np.float32([2.0**127, 3e38, -3e38, 2.0**100])]
+    )
     check_rows(name, x, scales, fmt, "subnormal scale")
 
 
@@ -71,11 +92,18 @@ def test_subnormal_scales(implementation, fmt, name):
 def test_shapes(implementation, fmt, name):
     """Of one call, with f32[] and f32[1] scales."""
     shapes = (
-        cases.SHAPES + cases.EMPTY_SHAPES if name == "quantize" else cases.MATRIX_SHAPES + cases.EMPTY_MATRIX_SHAPES
+        cases.SHAPES + cases.EMPTY_SHAPES
+        if name == "quantize"
+        else cases.MATRIX_SHAPES + cases.EMPTY_MATRIX_SHAPES
     )
     for seed, shape in enumerate(shapes):
-        x, scale = cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed), np.float32(3.7)
-        got = getattr(ops, name)(x, scale.reshape((1,) * (seed % 2)), cases.dtype_of(fmt))
+        x, scale = (
+            cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed),
+            np.float32(3.7),
+        )
+        got = getattr(ops, name)(
+            x, scale.reshape((1,) * (seed % 2)), cases.dtype_of(fmt)
+        )
         assert got[-1].shape == ()
         cases.assert_codes(name, got, x, scale, fmt, f"{shape}")
 
@@ -92,7 +120,9 @@ def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
             spoilt = x.copy()
             spoilt[position] = bad
             got = ops.quantize(spoilt, TWO, cases.dtype_of(fmt))
-            cases.assert_quantized(got, spoilt, TWO, fmt, f"size {size}, position {position}")
+            cases.assert_quantized(
+                got, spoilt, TWO, fmt, f"size {size}, position {position}"
+            )
             assert np.isnan(oracle.widen(got[0])).sum() == 1
 
 
@@ -100,10 +130,20 @@ def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
 @DTYPES
 def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
     x = cases.random_values((67, 131), dtype, 3, spread=1)
-    x[0, 0], x[66, 130], x[63, 64], x[64, 63], x[31, 130] = np.nan, np.inf, -np.inf, -np.nan, np.inf
+    x[0, 0], x[66, 130], x[63, 64], x[64, 63], x[31, 130] = (
+        np.nan,
+        np.inf,
+        -np.inf,
+        -np.nan,
+        np.inf,
+    )
     got = ops.quantize_transpose(x, TWO, cases.dtype_of(fmt))
     cases.assert_codes("quantize_transpose", got, x, TWO, fmt, "edges")
-    assert np.isnan(oracle.widen(got[0])).sum() == np.isnan(oracle.widen(got[1])).sum() == 5
+    assert (
+        np.isnan(oracle.widen(got[0])).sum()
+        == np.isnan(oracle.widen(got[1])).sum()
+        == 5
+    )
 
 
 @NAMES
@@ -122,7 +162,11 @@ def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
         "unaligned": lambda x: x.reshape(-1)[1:1801].reshape(40, 45),
     }
     quantize = getattr(ops, name)
-    everything = jax.jit(lambda x, s: [quantize(view(x), s, cases.dtype_of(fmt)) for view in views.values()])
+    everything = jax.jit(
+        lambda x, s: [
+            quantize(view(x), s, cases.dtype_of(fmt)) for view in views.values()
+        ]
+    )
     for got, (what, view) in zip(everything(x, TWO), views.items(), strict=True):
         cases.assert_codes(name, got, view(x), TWO, fmt, what)
 
@@ -140,10 +184,21 @@ def test_same_bytes_on_every_run(implementation, name):
 @FORMATS
 def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
     # threads are slow there
-    rng, parts = np.random.default_rng(17), 1 if implementation in ("emulated", "ptx") else 32
+    rng, parts = (
+        np.random.default_rng(17),
+        1 if implementation in ("emulated", "ptx") else 32,
+    )
     for dtype in (oracle.BF16, oracle.F16):
-        for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[:parts]:
-            check_rows("quantize", oracle.all_half_codes(dtype), scales, fmt, "every 16-bit code")
+        for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[
+            :parts
+        ]:
+            check_rows(
+                "quantize",
+                oracle.all_half_codes(dtype),
+                scales,
+                fmt,
+                "every 16-bit code",
+            )
 
 
 # -------------------------------------------------------------------------- amax so far
@@ -171,7 +226,9 @@ def test_the_amax_is_raised(implementation, fmt, name):
 def test_the_amax_that_is_given_stays(implementation, name):
     """It is raised in a copy where the program needs it otherwise."""
     x, amax = np.float32([[3, -4]]), np.float32([1])
-    *_, raised, same = jax.jit(lambda x, a: (*getattr(ops, name)(x, np.float32(1), E4M3, amax=a), a))(x, amax)
+    *_, raised, same = jax.jit(
+        lambda x, a: (*getattr(ops, name)(x, np.float32(1), E4M3, amax=a), a)
+    )(x, amax)
     cases.assert_bitwise(raised, np.float32([4]), "raised")
     cases.assert_bitwise(same, amax, "the operand")
 
@@ -179,8 +236,13 @@ def test_the_amax_that_is_given_stays(implementation, name):
 @NAMES
 def test_codes_alone(implementation, name):
     """The codes, in the layouts that the op has, by its form without an amax."""
-    x, scales = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1), np.float32([2, 0.5, 16])
-    *members, top = jax.vmap(lambda x, scale: getattr(ops, name)(x, scale, E4M3, with_amax=False))(x, scales)
+    x, scales = (
+        cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1),
+        np.float32([2, 0.5, 16]),
+    )
+    *members, top = jax.vmap(
+        lambda x, scale: getattr(ops, name)(x, scale, E4M3, with_amax=False)
+    )(x, scales)
     assert top is None
     for i, scale in enumerate(scales):
         *expected, _ = getattr(oracle, name)(x[i], scale, oracle.E4M3)
@@ -191,7 +253,18 @@ def test_codes_alone(implementation, name):
 # -------------------------------------------------------------------------- column sums
 
 # Around the 128 rows of a part, the 128 columns of a tile and the 64 of a block.
-SUM_SHAPES = ((1, 1), (1, 9), (9, 1), (127, 65), (128, 128), (129, 257), (400, 72), (1000, 520), (0, 5), (5, 0))
+SUM_SHAPES = (
+    (1, 1),
+    (1, 9),
+    (9, 1),
+    (127, 65),
+    (128, 128),
+    (129, 257),
+    (400, 72),
+    (1000, 520),
+    (0, 5),
+    (5, 0),
+)
 
 
 @DTYPES
@@ -199,9 +272,15 @@ def test_column_sums(implementation, dtype):
     """The sums come beside results that do not know of them, and twice the same."""
     for seed, shape in enumerate(SUM_SHAPES):
         x = cases.random_values(shape, dtype, seed, spread=1)
-        run = jax.jit(lambda x: ops.quantize_transpose(x, TWO, oracle.E5M2.dtype, column_sums=True))
+        run = jax.jit(
+            lambda x: ops.quantize_transpose(
+                x, TWO, oracle.E5M2.dtype, column_sums=True
+            )
+        )
         *others, sums = run(x)
-        cases.assert_codes("quantize_transpose", others, x, TWO, oracle.E5M2, f"{shape}")
+        cases.assert_codes(
+            "quantize_transpose", others, x, TWO, oracle.E5M2, f"{shape}"
+        )
         oracle.assert_column_sums(sums, x, f"{shape}")
         cases.assert_bitwise(run(x)[-1], sums, "the second time")
 
@@ -211,8 +290,16 @@ def test_column_sums_of_bad_values(implementation):
     know of nothing.
     """
     x = np.ones((300, 70), np.float32)
-    x[5, 0], x[299, 1], x[0, 2], x[200, 2], x[131, 69] = np.inf, -np.inf, np.inf, -np.inf, np.nan
-    *_, sums = ops.quantize_transpose(x, np.float32(1), oracle.E5M2.dtype, column_sums=True)
+    x[5, 0], x[299, 1], x[0, 2], x[200, 2], x[131, 69] = (
+        np.inf,
+        -np.inf,
+        np.inf,
+        -np.inf,
+        np.nan,
+    )
+    *_, sums = ops.quantize_transpose(
+        x, np.float32(1), oracle.E5M2.dtype, column_sums=True
+    )
     expected = np.full(70, 300, np.float32)
     expected[[0, 1, 2, 69]] = np.inf, -np.inf, np.nan, np.nan
     np.testing.assert_array_equal(sums, expected)
@@ -225,9 +312,13 @@ def test_column_sums_of_many_dimensions(implementation):
     x = cases.random_values((2, 3, 5, 40, 6), oracle.BF16, 3, spread=1)
 
     def sums(x, rows=2, cols=1):
-        return ops.quantize_transpose(x, TWO, oracle.E5M2.dtype, rows=rows, cols=cols, column_sums=True)[-1]
+        return ops.quantize_transpose(
+            x, TWO, oracle.E5M2.dtype, rows=rows, cols=cols, column_sums=True
+        )[-1]
 
     for got in (sums(x), jax.vmap(sums)(x), jax.vmap(jax.vmap(sums))(x)):
         for i in np.ndindex(2, 3):
             oracle.assert_column_sums(got[i], x[i].reshape(200, 6), f"batch {i}")
-    oracle.assert_column_sums(sums(x, 1, 3)[1].reshape(-1), x[1].reshape(3, -1), "three dimensions of columns")
+    oracle.assert_column_sums(
+        sums(x, 1, 3)[1].reshape(-1), x[1].reshape(3, -1), "three dimensions of columns"
+    )

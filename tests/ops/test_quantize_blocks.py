@@ -22,7 +22,12 @@ from .conftest import EMULATED
 
 # The custom call of a CPU; the reference is what other platforms run, and meshes where
 # blocks are long.
-IMPLEMENTATIONS = ("cpu", "reference", EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
+IMPLEMENTATIONS = (
+    "cpu",
+    "reference",
+    EMULATED,
+    pytest.param("gpu", marks=pytest.mark.gpu),
+)
 
 F32, F16, BF16 = np.dtype(np.float32), oracle.F16, oracle.BF16
 FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
@@ -34,7 +39,16 @@ KINDS = {
     "floor": {"scale": "e8m0", "rounding": "floor"},
 }
 ALL_KINDS = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-BLOCKS = ((1, 32), (1, 128), (128, 128), (1, None), (None, None), (3, 5), (None, 1), (32, 1))
+BLOCKS = (
+    (1, 32),
+    (1, 128),
+    (128, 128),
+    (1, None),
+    (None, None),
+    (3, 5),
+    (None, 1),
+    (32, 1),
+)
 
 
 def check(x, fmt, block, what="", **options):
@@ -47,14 +61,18 @@ def check(x, fmt, block, what="", **options):
 def assert_blocks(got, x, fmt, block, what="", **options):
     expected = oracle_blocks.quantize(x, fmt, block, **options)
     for value, wanted, name in zip(got, expected, ("codes", "scale_inv"), strict=True):
-        oracle.assert_bitwise(value, wanted, f"{what} {fmt.name}, block {block}, {options}: {name}")
+        oracle.assert_bitwise(
+            value, wanted, f"{what} {fmt.name}, block {block}, {options}: {name}"
+        )
 
 
 # ------------------------------------------------------------------ the contract for MX
 
 TINY, SMALLEST, INF, NAN = 2.0**-126, 2.0**-149, np.inf, np.nan
 F32_MAX, BF16_MAX, F16_MAX = (float(jnp.finfo(dtype).max) for dtype in (F32, BF16, F16))
-ABOVE_448, BELOW_2 = (float(np.nextafter(np.float32(v), np.float32(to))) for v, to in ((448, 449), (2, 0)))
+ABOVE_448, BELOW_2 = (
+    float(np.nextafter(np.float32(v), np.float32(to))) for v, to in ((448, 449), (2, 0))
+)
 BAD = None  # the scale is NaN (code 255), and so are all codes of the block
 
 # The first elements of a block of 32, the rest is zeros. Then, for each format and
@@ -106,7 +124,11 @@ def test_contract(implementation, name):
         got = check(x, fmt, (1, 32), name, scale="e8m0", rounding=rounding)
         cases.assert_bitwise(got[0], codes, f"{name}: codes, {fmt.name} {rounding}")
         assert got[1].dtype == jnp.float8_e8m0fnu
-        cases.assert_bitwise(np.asarray(got[1]).view(np.uint8), np.uint8([[code]]), f"{name}: {fmt.name} {rounding}")
+        cases.assert_bitwise(
+            np.asarray(got[1]).view(np.uint8),
+            np.uint8([[code]]),
+            f"{name}: {fmt.name} {rounding}",
+        )
 
 
 # ------------------------------------------------------------------------------ bitwise
@@ -137,7 +159,13 @@ def test_f32_corner_cases(implementation, fmt, options):
     check(x.reshape(-1, 8), fmt, (1, 8), "corner cases", **options)
     check(x[:1024].reshape(1, -1), fmt, (1, 1), "alone", **options)
     exponents = np.ldexp(np.float32(1), np.arange(-149, 128)).reshape(-1, 1)
-    check(exponents * np.float32([1.5, 1, 0.75]), fmt, (1, None), "powers of two", **options)
+    check(
+        exponents * np.float32([1.5, 1, 0.75]),
+        fmt,
+        (1, None),
+        "powers of two",
+        **options,
+    )
 
 
 @FORMATS
@@ -146,8 +174,15 @@ def test_every_significand_next_to_the_boundary(implementation, fmt, options):
     """The exponent steps where the significand of amax passes 1.75; f32 neighbours of
     that, at several exponents.
     """
-    near = (np.float32(1.75).view(np.int32) + np.arange(-4, 5, dtype=np.int32)).view(np.float32)
-    x = np.concatenate([np.ldexp(near, e) for e in (-130, -120, -119, -118, -112, -111, 0, 1, 126, 127)])
+    near = (np.float32(1.75).view(np.int32) + np.arange(-4, 5, dtype=np.int32)).view(
+        np.float32
+    )
+    x = np.concatenate(
+        [
+            np.ldexp(near, e)
+            for e in (-130, -120, -119, -118, -112, -111, 0, 1, 126, 127)
+        ]
+    )
     check(x.reshape(-1, 1), fmt, (1, 1), "1.75", **options)
 
 
@@ -156,14 +191,24 @@ def test_every_significand_next_to_the_boundary(implementation, fmt, options):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_blocks_and_ragged_edges(implementation, block, fmt, options):
     for shape in ((1, 1), (7, 33), (130, 257), *cases.EMPTY_MATRIX_SHAPES):
-        check(cases.random_values(shape, F32, sum(shape)), fmt, block, f"{shape}", **options)
+        check(
+            cases.random_values(shape, F32, sum(shape)),
+            fmt,
+            block,
+            f"{shape}",
+            **options,
+        )
 
 
 @DTYPES
 @ALL_KINDS
 def test_dtypes_and_sliced_operands(implementation, dtype, options):
     x = cases.random_values((40, 70), dtype, 5)
-    run = jax.jit(lambda x: ops.quantize_blocks(x[3:, ::2].T, oracle.E4M3.dtype, block=(1, 16), **options))
+    run = jax.jit(
+        lambda x: ops.quantize_blocks(
+            x[3:, ::2].T, oracle.E4M3.dtype, block=(1, 16), **options
+        )
+    )
     assert_blocks(run(x), x[3:, ::2].T, oracle.E4M3, (1, 16), **options)
 
 
@@ -173,9 +218,17 @@ def test_an_inf_leaves_other_blocks_alone(implementation):
     for options in KINDS.values():
         data, scale_inv = check(x, oracle.E4M3, (1, 32), **options)
         bad = np.isnan(oracle.widen(data))
-        assert bad[1, 40] and not bad[0].any() and not bad[1, :32].any() and not bad[1, 64:].any()
+        assert (
+            bad[1, 40]
+            and not bad[0].any()
+            and not bad[1, :32].any()
+            and not bad[1, 64:].any()
+        )
         is_mx = scale_inv.dtype == jnp.float8_e8m0fnu
-        assert bad[1, 32:64].all() == is_mx and np.isnan(oracle.widen(scale_inv)).sum() == is_mx
+        assert (
+            bad[1, 32:64].all() == is_mx
+            and np.isnan(oracle.widen(scale_inv)).sum() == is_mx
+        )
 
 
 # ------------------------------------------------------------------- shapes, transforms
@@ -188,22 +241,30 @@ def test_merged_rows_and_columns(implementation, options):
     """
     x = cases.random_values((2, 3, 4, 5, 6), F32, 3)
     for rows, cols in itertools.product((1, 2), (1, 2)):
-        data, scale_inv = ops.quantize_blocks(x, oracle.E4M3.dtype, block=(3, 7), rows=rows, cols=cols, **options)
+        data, scale_inv = ops.quantize_blocks(
+            x, oracle.E4M3.dtype, block=(3, 7), rows=rows, cols=cols, **options
+        )
         assert data.shape == x.shape
         batch = x.ndim - rows - cols
         m, n = np.prod(x.shape[batch : batch + rows]), np.prod(x.shape[batch + rows :])
         flat = [np.asarray(v).reshape(-1, *v.shape[batch:]) for v in (data, scale_inv)]
         for i, matrix in enumerate(x.reshape(-1, m, n)):
             got = flat[0][i].reshape(m, n), flat[1][i]
-            assert_blocks(got, matrix, oracle.E4M3, (3, 7), f"{rows} by {cols}, {i}", **options)
+            assert_blocks(
+                got, matrix, oracle.E4M3, (3, 7), f"{rows} by {cols}, {i}", **options
+            )
 
 
 def mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((2, 4), ("data", "tp"), axis_types=(axis_type,) * 2)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P("data"), P(None, "tp"), P("tp", "data"), P(("data", "tp"))], ids=str)
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
+@pytest.mark.parametrize(
+    "spec", [P("data"), P(None, "tp"), P("tp", "data"), P(("data", "tp"))], ids=str
+)
 @pytest.mark.parametrize("block", [(1, 32), (1, None), (5, 7)], ids=str)
 def test_meshes(axis_type, spec, block):
     """Blocks may lie on several devices."""
@@ -212,7 +273,11 @@ def test_meshes(axis_type, spec, block):
     cut = jax.device_put(x, NamedSharding(on, spec))
     with jax.set_mesh(on):
         for options in KINDS.values():
-            run = jax.jit(functools.partial(ops.quantize_blocks, dtype=oracle.E4M3.dtype, block=block, **options))
+            run = jax.jit(
+                functools.partial(
+                    ops.quantize_blocks, dtype=oracle.E4M3.dtype, block=block, **options
+                )
+            )
             got = run(cut)
             assert_blocks(got, x, oracle.E4M3, block, f"{spec}", **options)
             if axis_type is AxisType.Explicit:
@@ -250,7 +315,9 @@ def swaps_ceil_and_floor(monkeypatch):
 
 def counts_blocks_from_one(monkeypatch):
     original = _blocks.cut
-    monkeypatch.setattr(_blocks, "cut", lambda x, block: original(jnp.roll(x, 1, axis=-1), block))
+    monkeypatch.setattr(
+        _blocks, "cut", lambda x, block: original(jnp.roll(x, 1, axis=-1), block)
+    )
 
 
 def returns_the_scale_itself(monkeypatch):
@@ -266,21 +333,33 @@ def returns_the_scale_itself(monkeypatch):
 
 def loses_nan(monkeypatch):
     def mutant(x, axis):
-        return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x)), axis=axis)
+        return jnp.max(
+            jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x)), axis=axis
+        )
 
     monkeypatch.setattr(_scaling, "abs_max", mutant)
 
 
 def flushes_the_smallest_scale(monkeypatch):
     original = _blocks.e8m0
-    monkeypatch.setattr(_blocks, "e8m0", lambda e, is_nan: original(jnp.maximum(e, -126), is_nan))
+    monkeypatch.setattr(
+        _blocks, "e8m0", lambda e, is_nan: original(jnp.maximum(e, -126), is_nan)
+    )
 
 
-MUTANTS = (rounds_to_nearest, swaps_ceil_and_floor, counts_blocks_from_one, returns_the_scale_itself, loses_nan)
+MUTANTS = (
+    rounds_to_nearest,
+    swaps_ceil_and_floor,
+    counts_blocks_from_one,
+    returns_the_scale_itself,
+    loses_nan,
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", (*MUTANTS, flushes_the_smallest_scale), ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mutant", (*MUTANTS, flushes_the_smallest_scale), ids=lambda m: m.__name__
+)
 def test_mutants_are_caught(monkeypatch, mutant):
     def compare():
         jax.clear_caches()

@@ -18,16 +18,24 @@ from . import cases
 from .test_quantize_blocks import ALL_KINDS, DTYPES, IMPLEMENTATIONS as IMPLEMENTATIONS
 
 # Those of the custom call, and others, for which the reference runs.
-BLOCKS = pytest.mark.parametrize("block", [(1, None), (1, 32), (1, 128), (128, 128), (3, 5), (None, None)], ids=str)
+BLOCKS = pytest.mark.parametrize(
+    "block", [(1, None), (1, 32), (1, 128), (128, 128), (3, 5), (None, None)], ids=str
+)
 NAMES = ("data", "scale_inv", "data_t", "scale_inv_t")
 F32 = np.dtype(np.float32)
 
 
 def assert_layouts(got, x, fmt, block, what="", **options):
     """One matrix."""
-    expected = [part for of in (x, x.T) for part in oracle_blocks.quantize(of, fmt, block, **options)]
+    expected = [
+        part
+        for of in (x, x.T)
+        for part in oracle_blocks.quantize(of, fmt, block, **options)
+    ]
     for value, wanted, name in zip(got, expected, NAMES, strict=True):
-        oracle.assert_bitwise(value, wanted, f"{what} {fmt.name}, block {block}, {options}: {name}")
+        oracle.assert_bitwise(
+            value, wanted, f"{what} {fmt.name}, block {block}, {options}: {name}"
+        )
 
 
 @BLOCKS
@@ -47,12 +55,23 @@ def test_layouts(implementation, block, options, dtype):
 @pytest.mark.parametrize("block", [(1, 32), (1, None), (128, 128)], ids=str)
 def test_merged_rows_and_columns_and_vmap(implementation, block):
     x = cases.random_values((2, 3, 4, 9, 5, 8), F32, 3)
-    run = functools.partial(ops.quantize_blocks_transpose, dtype=oracle.E5M2.dtype, block=block, rows=2, cols=2)
+    run = functools.partial(
+        ops.quantize_blocks_transpose,
+        dtype=oracle.E5M2.dtype,
+        block=block,
+        rows=2,
+        cols=2,
+    )
     for quantize in (run, jax.vmap(run), jax.vmap(jax.vmap(run))):
         data, scale_inv, data_t, scale_inv_t = quantize(x)
         assert data.shape == x.shape and data_t.shape == (2, 3, 5, 8, 4, 9)
         for i in np.ndindex(2, 3):
-            got = data[i].reshape(36, 40), scale_inv[i], data_t[i].reshape(40, 36), scale_inv_t[i]
+            got = (
+                data[i].reshape(36, 40),
+                scale_inv[i],
+                data_t[i].reshape(40, 36),
+                scale_inv_t[i],
+            )
             assert_layouts(got, x[i].reshape(36, 40), oracle.E5M2, block, f"{i}")
 
 
@@ -69,8 +88,22 @@ def test_quantizers_use_it(quantizer):
     """Both layouts come from one op, and are what it gives."""
     x = cases.random_values((140, 150), oracle.BF16, 1)
     jaxpr = jax.make_jaxpr(lambda x: quantizer.quantize(x, None)[0])(x)
-    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["jaxfp8_quantize_blocks_transpose"]
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == [
+        "jaxfp8_quantize_blocks_transpose"
+    ]
     q, _ = quantizer.quantize(x, None)
-    options = {"block": quantizer.block, "scale": quantizer.scale_dtype, "rounding": quantizer.rounding}
-    options["power_2_scale"] = quantizer.power_2_scale and quantizer.scale_dtype == "f32"
-    assert_layouts((q.data, q.scale_inv, q.data_t, q.scale_inv_t), x, oracle.E4M3, options.pop("block"), **options)
+    options = {
+        "block": quantizer.block,
+        "scale": quantizer.scale_dtype,
+        "rounding": quantizer.rounding,
+    }
+    options["power_2_scale"] = (
+        quantizer.power_2_scale and quantizer.scale_dtype == "f32"
+    )
+    assert_layouts(
+        (q.data, q.scale_inv, q.data_t, q.scale_inv_t),
+        x,
+        oracle.E4M3,
+        options.pop("block"),
+        **options,
+    )

@@ -32,7 +32,10 @@ A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
 
 def operands(kind, groups, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, seed=0):
     shapes = ((M, K), (groups, N, K)) if kind == "rows" else ((K, M), (N, M))
-    return [cases.random_codes(s, fmt, seed + i) for i, (s, fmt) in enumerate(zip(shapes, (a_fmt, b_fmt), strict=True))]
+    return [
+        cases.random_codes(s, fmt, seed + i)
+        for i, (s, fmt) in enumerate(zip(shapes, (a_fmt, b_fmt), strict=True))
+    ]
 
 
 def accumulation(implementation, precise=False):
@@ -43,8 +46,12 @@ def accumulation(implementation, precise=False):
 
 
 def check(implementation, kind, sizes, a, b):
-    got = ops.ragged_matmul(a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=jnp.float32)
-    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, sizes, **accumulation(implementation))
+    got = ops.ragged_matmul(
+        a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=jnp.float32
+    )
+    expected = oracle.ragged_matmul(
+        a, b, A_INV, B_INV, sizes, **accumulation(implementation)
+    )
     expected.check(got, f"{kind}, {sizes}")
 
 
@@ -58,7 +65,10 @@ def test_sizes(implementation, kind, sizes):
 def test_dtypes(implementation, kind):
     """Every pair of formats and output dtype, as one program."""
     sizes, b_inv = [40, 0, 70], np.float32(B_INV / 64)
-    pairs = [operands(kind, 3, *formats) for formats in itertools.product(cases.FORMATS, repeat=2)]
+    pairs = [
+        operands(kind, 3, *formats)
+        for formats in itertools.product(cases.FORMATS, repeat=2)
+    ]
     # elsewhere `precise` changes nothing
     on_tensor_cores = implementation in ("cuda", "emulated", "ptx")
     precise = (False, True) if on_tensor_cores else (True,)
@@ -67,14 +77,26 @@ def test_dtypes(implementation, kind):
     @jax.jit
     def products(pairs, sizes):
         return [
-            ops.ragged_matmul(*pairs[i], A_INV, b_inv, sizes, ragged=kind, out_dtype=dtype, precise=precise)
+            ops.ragged_matmul(
+                *pairs[i],
+                A_INV,
+                b_inv,
+                sizes,
+                ragged=kind,
+                out_dtype=dtype,
+                precise=precise,
+            )
             for i, dtype, precise in rows
         ]
 
-    for (i, dtype, precise), got in zip(rows, products(pairs, np.int32(sizes)), strict=True):
+    for (i, dtype, precise), got in zip(
+        rows, products(pairs, np.int32(sizes)), strict=True
+    ):
         assert got.dtype == dtype
         options = {"out_dtype": dtype} | accumulation(implementation, precise)
-        oracle.ragged_matmul(*pairs[i], A_INV, b_inv, sizes, **options).check(got, f"{kind}, {rows[i]}")
+        oracle.ragged_matmul(*pairs[i], A_INV, b_inv, sizes, **options).check(
+            got, f"{kind}, {rows[i]}"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,8 +121,18 @@ def test_sizes_that_cannot_be(implementation, kind):
     written.
     """
     a, b = operands(kind, 4)
-    got = ops.ragged_matmul(a, b, A_INV, B_INV, np.int32([-5, 100, 2**31 - 1, 7]), ragged=kind, out_dtype=jnp.float32)
-    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, [0, 100, 50, 0], **accumulation(implementation))
+    got = ops.ragged_matmul(
+        a,
+        b,
+        A_INV,
+        B_INV,
+        np.int32([-5, 100, 2**31 - 1, 7]),
+        ragged=kind,
+        out_dtype=jnp.float32,
+    )
+    expected = oracle.ragged_matmul(
+        a, b, A_INV, B_INV, [0, 100, 50, 0], **accumulation(implementation)
+    )
     expected.check(got, kind)
 
 
@@ -111,19 +143,44 @@ def test_shards(implementation, kind):
     """
     if implementation == "cuda":
         pytest.skip("needs four GPUs")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
     sizes = [40, 10, 60, 30]
     a, b = operands(kind, len(sizes))
     rows, groups = P("x"), P("y")
-    specs = ((rows, groups), rows) if kind == "rows" else ((P(None, "x"), P(None, "x")), groups)
-    (a_place, b_place), place = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    specs = (
+        ((rows, groups), rows)
+        if kind == "rows"
+        else ((P(None, "x"), P(None, "x")), groups)
+    )
+    (a_place, b_place), place = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs
+    )
 
     def product(a, b):
-        return ops.ragged_matmul(a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=jnp.float32, precise=True)
+        return ops.ragged_matmul(
+            a,
+            b,
+            A_INV,
+            B_INV,
+            np.int32(sizes),
+            ragged=kind,
+            out_dtype=jnp.float32,
+            precise=True,
+        )
 
-    compiled = jax.jit(product, in_shardings=(a_place, b_place), out_shardings=place).lower(a, b).compile()
-    assert not [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"]
-    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, sizes, **accumulation(implementation, precise=True))
+    compiled = (
+        jax.jit(product, in_shardings=(a_place, b_place), out_shardings=place)
+        .lower(a, b)
+        .compile()
+    )
+    assert not [
+        c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"
+    ]
+    expected = oracle.ragged_matmul(
+        a, b, A_INV, B_INV, sizes, **accumulation(implementation, precise=True)
+    )
     expected.check(compiled(*map(jax.device_put, (a, b), (a_place, b_place))), kind)
 
 
@@ -132,8 +189,12 @@ def test_shards(implementation, kind):
 def test_no_elements(implementation, kind, m, k, n):
     a = np.zeros((m, k) if kind == "rows" else (k, m), oracle.E4M3.dtype)
     b = np.zeros((2, n, k) if kind == "rows" else (n, m), oracle.E4M3.dtype)
-    got = ops.ragged_matmul(a, b, 1.0, 1.0, np.zeros(2, np.int32), ragged=kind, out_dtype=jnp.float32)
-    oracle.assert_bitwise(got, np.zeros((m, n) if kind == "rows" else (2, k, n), np.float32), kind)
+    got = ops.ragged_matmul(
+        a, b, 1.0, 1.0, np.zeros(2, np.int32), ragged=kind, out_dtype=jnp.float32
+    )
+    oracle.assert_bitwise(
+        got, np.zeros((m, n) if kind == "rows" else (2, k, n), np.float32), kind
+    )
 
 
 @pytest.mark.parametrize("name", ["reference", "ffi"])
@@ -151,7 +212,9 @@ def test_memory_does_not_grow_with_groups(name, kind):
         a, b = (jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in shapes)
         sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
         with ops.implementation(name):
-            run = jax.jit(lambda a, b, s: ops.ragged_matmul(a, b, 1.0, 1.0, s, ragged=kind)).lower(a, b, sizes)
+            run = jax.jit(
+                lambda a, b, s: ops.ragged_matmul(a, b, 1.0, 1.0, s, ragged=kind)
+            ).lower(a, b, sizes)
         # b, or the result: widened, and as a loop's initial value
         own = groups * k * n * 4 * 3
         return run.compile().memory_analysis().temp_size_in_bytes - own
@@ -174,7 +237,9 @@ def _no_last_chunk(chunks):
 @pytest.mark.parametrize("mutate", [_no_offset, _no_last_chunk])
 def test_mutants_are_caught(monkeypatch, kind, mutate):
     original = module.Chunks.cut
-    monkeypatch.setattr(module.Chunks, "cut", staticmethod(lambda *args: mutate(original(*args))))
+    monkeypatch.setattr(
+        module.Chunks, "cut", staticmethod(lambda *args: mutate(original(*args)))
+    )
     jax.clear_caches()
     with pytest.raises(AssertionError, match="out of bound"):
         check("reference", kind, SIZES["all rows"], *operands(kind, 3))
@@ -187,11 +252,20 @@ def test_neighbours_in_a_chunk_are_caught(monkeypatch):
     original = module.Chunks.loop
 
     def unmasked(chunks, body, out):
-        return original(chunks, lambda out, group, begin, inside: body(out, group, begin, inside | True), out)
+        return original(
+            chunks,
+            lambda out, group, begin, inside: body(out, group, begin, inside | True),
+            out,
+        )
 
     monkeypatch.setattr(module.Chunks, "loop", unmasked)
     jax.clear_caches()
     with pytest.raises(AssertionError, match="out of bound"):
-        check("reference", "contraction", SIZES["rows beyond"], *operands("contraction", 3))
+        check(
+            "reference",
+            "contraction",
+            SIZES["rows beyond"],
+            *operands("contraction", 3),
+        )
     monkeypatch.undo()
     jax.clear_caches()

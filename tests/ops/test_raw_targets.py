@@ -23,11 +23,19 @@ from . import answers, bad_calls, cases, targets
 CUDA = "emulated_cuda_"
 OPS = pytest.mark.parametrize("op", targets.SPECS)
 EVERYWHERE = pytest.mark.parametrize(
-    "op, prefix", [(op, "") for op in targets.SPECS] + [(op, CUDA) for op in targets.CUDA_SPECS]
+    "op, prefix",
+    [(op, "") for op in targets.SPECS] + [(op, CUDA) for op in targets.CUDA_SPECS],
 )
 # One template of common/ffi checks the buffers of both modules, and the CPU gets every
 # bad call: two of each buffer show that the handler of CUDA calls it.
-IN_COMMON = {"amax", "amax_to_scale", "delayed_scales", "dequantize", "quantize", "quantize_transpose"}
+IN_COMMON = {
+    "amax",
+    "amax_to_scale",
+    "delayed_scales",
+    "dequantize",
+    "quantize",
+    "quantize_transpose",
+}
 IN_COMMON |= {
     "adam_update",
     "adam_update, no params",
@@ -47,7 +55,13 @@ ANSWERS = {
     "quantize_activation": [0.8125, 1, 0.8125],
     "quantize_activation_grad": [1, 1, 1, 3],
     # the third is empty
-    "quantize_blocks_transpose, stored": [448, np.float32(1 / 448), 0, 448, np.float32(1 / 448)],
+    "quantize_blocks_transpose, stored": [
+        448,
+        np.float32(1 / 448),
+        0,
+        448,
+        np.float32(1 / 448),
+    ],
     "quantize_norm": [1, 1, 1],
 }
 
@@ -57,7 +71,9 @@ def custom_calls(request):
     """The handlers under test are the CPU library's, and CUDA's; fails with a message
     where the former is not built.
     """
-    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("prefix"):
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get(
+        "prefix"
+    ):
         emulated.register_handlers()
     with jax.default_device(jax.devices("cpu")[0]), ops.implementation("ffi"):
         yield
@@ -69,7 +85,9 @@ def assert_right(call: targets.Call, prefix="", **options) -> None:
         return answers.assert_results(call, got, answers.answer(call))
     # a workspace has no answer
     for out, answer in zip(got, ANSWERS[call.op], strict=False):
-        np.testing.assert_array_equal(oracle.widen(out), np.full(out.shape, answer, np.float32))
+        np.testing.assert_array_equal(
+            oracle.widen(out), np.full(out.shape, answer, np.float32)
+        )
 
 
 def assert_alive(op: str, prefix="") -> None:
@@ -79,7 +97,9 @@ def assert_alive(op: str, prefix="") -> None:
 def assert_refused(call: targets.Call, message: str, prefix: str = "") -> None:
     if prefix:  # XLA's own errors have no name of a CUDA handler
         message = message.removesuffix(rf"\b{call.target}: ")
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT.*{message}"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT.*{message}"
+    ):
         cases.run_target(call, prefix)
         pytest.fail(f"{call} is accepted")
 
@@ -96,7 +116,9 @@ def test_good_calls(op, sizes):
     rng = np.random.default_rng(0)
     for call in targets.every_choice(op, targets.SIZES | sizes):
         with np.errstate(invalid="ignore"):  # integers have no infinity
-            call = targets.filled(call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype))
+            call = targets.filled(
+                call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype)
+            )
         assert_right(call)
         if op.startswith("write_histories"):
             assert_right(call, input_output_aliases={0: 0, 1: 1})
@@ -138,36 +160,59 @@ def test_too_many_quantizers(op):
     most = targets.LARGEST_K[op]
     assert_right(targets.filled(targets.with_quantizers(op, most)))
     one_more = targets.with_quantizers(op, most + 1)
-    assert_refused(one_more, f"{one_more.target}: expected .* each of 1 to {most} quantizers")
+    assert_refused(
+        one_more, f"{one_more.target}: expected .* each of 1 to {most} quantizers"
+    )
     assert_alive(op)
 
 
 # The sides of the numbers of products, which have three quantizers, and what the error
 # names.
-SPLITS = [((6, 12), None), ((12, 6), None), ((6, 6, 6), None), ((6, 6), "6 numbers"), ((6, 6, 6, 6), "{} 3")]
+SPLITS = [
+    ((6, 12), None),
+    ((12, 6), None),
+    ((6, 6, 6), None),
+    ((6, 6), "6 numbers"),
+    ((6, 6, 6, 6), "{} 3"),
+]
 SPLITS += [((18, 6), "{} 1"), ((12, 12), "{} 1"), ((9, 9), "{} 0"), ((0, 18), "{} 0")]
 
 
 @pytest.mark.parametrize("sides, named", SPLITS, ids=str)
-@pytest.mark.parametrize("prefix", ["", pytest.param(CUDA, marks=pytest.mark.ci)], ids=["cpu", "emulated"])
+@pytest.mark.parametrize(
+    "prefix", ["", pytest.param(CUDA, marks=pytest.mark.ci)], ids=["cpu", "emulated"]
+)
 def test_numbers_of_several_products(sides, named, prefix):
     """The sides deal out the quantizers to products; no number is read or written
     twice, or outside.
     """
     rng, sizes = np.random.default_rng(0), targets.SIZES | {"H0": 3, "H1": 1, "H2": 5}
-    for op, place, name in (("read_histories", "results", "reading"), ("write_histories", "operands", "recorded")):
-        whole = targets.filled(targets.build(op, sizes, 3), lambda *x: abs(values.array(rng, *x)))
+    for op, place, name in (
+        ("read_histories", "results", "reading"),
+        ("write_histories", "operands", "recorded"),
+    ):
+        whole = targets.filled(
+            targets.build(op, sizes, 3), lambda *x: abs(values.array(rng, *x))
+        )
         *others, numbers = getattr(whole, place)
-        is_result, parts = place == "results", [np.ones((2, side), np.float32) for side in sides]
+        is_result, parts = (
+            place == "results",
+            [np.ones((2, side), np.float32) for side in sides],
+        )
         if not is_result and named is None:
             parts = np.split(numbers, np.cumsum(sides)[:-1], 1)
-        call = dataclasses.replace(whole, **{place: others + [targets.spec(x) if is_result else x for x in parts]})
+        call = dataclasses.replace(
+            whole,
+            **{place: others + [targets.spec(x) if is_result else x for x in parts]},
+        )
         if named:
             assert_refused(call, f"{op}: .*{named.format(name)}", prefix)
             assert_alive(op, prefix)
             continue
         got = cases.run_target(call, prefix)
-        answers.assert_results(whole, [np.concatenate(got, 1)] if is_result else got, answers.answer(whole))
+        answers.assert_results(
+            whole, [np.concatenate(got, 1)] if is_result else got, answers.answer(whole)
+        )
 
 
 def test_errors_inside_jit_next_to_good_calls():
@@ -181,7 +226,9 @@ def test_errors_inside_jit_next_to_good_calls():
     def bad(x):
         data, _ = good(x)
         shapes = [jax.ShapeDtypeStruct((7,), np.float32)]
-        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(data.astype(np.float32))[0]
+        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(data.astype(np.float32))[
+            0
+        ]
 
     x = cases.random_values((9, 11), np.float32, 1)
     for _ in range(3):

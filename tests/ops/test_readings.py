@@ -18,9 +18,24 @@ from . import cases
 from .test_delayed_scales import LENGTHS, history
 
 BELOW_ZERO = np.float32([-1, -np.inf, -(2.0**-149)])
-AMAXES = np.float32([0, 1, 2.0**-149, 2.0**-126, np.finfo(np.float32).max, np.inf, np.nan, -0.0, -1, -np.inf])
+AMAXES = np.float32(
+    [
+        0,
+        1,
+        2.0**-149,
+        2.0**-126,
+        np.finfo(np.float32).max,
+        np.inf,
+        np.nan,
+        -0.0,
+        -1,
+        -np.inf,
+    ]
+)
 STAYS = np.float32([0, 0, -0.0, 1, 2.0**-149, np.nan, -1])
-SCALE_INVS = np.float32([0, -0.0, 1, 2.0**-126, 2.0**126, np.nan, 2.0**-149, -1, np.inf])
+SCALE_INVS = np.float32(
+    [0, -0.0, 1, 2.0**-126, 2.0**126, np.nan, 2.0**-149, -1, np.inf]
+)
 
 
 def product(batch, lengths, seed=0):
@@ -30,7 +45,9 @@ def product(batch, lengths, seed=0):
     rng, groups, pairs = np.random.default_rng(seed), int(np.prod(batch)), []
     for i, length in enumerate(lengths):
         entries = history(groups * length, 10 * seed + i).reshape(groups, length)
-        scales = rng.choice(np.float32([1, 0.3, 2.0**-140, np.nan, np.inf, 0, -0.0]), (groups, 1))
+        scales = rng.choice(
+            np.float32([1, 0.3, 2.0**-140, np.nan, np.inf, 0, -0.0]), (groups, 1)
+        )
         for group in range(groups):
             kind = rng.integers(4)
             if kind == 0:
@@ -66,7 +83,9 @@ def expected_state(pairs, recorded):
 
 def assert_tree(got, expected, what):
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for i, (value, wanted) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)):
+    for i, (value, wanted) in enumerate(
+        zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    ):
         cases.assert_bitwise(value, wanted, f"{what}: leaf {i}")
 
 
@@ -80,7 +99,11 @@ def check(products, read=ops.read_histories, write=ops.write_histories):
 PRODUCTS = {
     "every length": [product((40,), [length], length) for length in LENGTHS],
     "one state": [product((), (5, 1, 2), seed) for seed in range(3)],
-    "layers, layers with experts, a state": [product((3,), (7, 7, 7)), product((2, 3), (4, 5)), product((), (3,))],
+    "layers, layers with experts, a state": [
+        product((3,), (7, 7, 7)),
+        product((2, 3), (4, 5)),
+        product((), (3,)),
+    ],
     "no layers": [product((0,), (4, 4)), product((2, 0), (3,))],
     "many": [product((2,), (i % 4 + 1,) * (i % 3 + 1), i) for i in range(70)],
 }
@@ -94,7 +117,11 @@ def test_bitwise(implementation, which):
 def calls(function, *arguments):
     """The numbers of quantizers of the custom calls in a program."""
     equations = jax.make_jaxpr(function)(*arguments).eqns
-    return [sum(e.params["spec"].counts) for e in equations if "histories" in e.primitive.name]
+    return [
+        sum(e.params["spec"].counts)
+        for e in equations
+        if "histories" in e.primitive.name
+    ]
 
 
 def test_scales_of_each_format(implementation):
@@ -104,14 +131,18 @@ def test_scales_of_each_format(implementation):
     formats = [[448.0, 57344.0, 240.0], [57344.0, 448.0]]
     for batch in ((), (3,), (40,)):
         products = [product(batch, (4, 7, 1), 1), product(batch, (2, 5), 2)]
-        readings = jax.jit(functools.partial(ops.read_histories, fp8_max=formats))(products)
+        readings = jax.jit(functools.partial(ops.read_histories, fp8_max=formats))(
+            products
+        )
         for pairs, values, reading in zip(products, formats, readings, strict=True):
             for i in np.ndindex(batch):
                 numbers = [
                     oracle.reading(h[i], scale[i], np.float32(value))
                     for (h, scale), value in zip(pairs, values, strict=True)
                 ]
-                cases.assert_bitwise(reading[i], np.concatenate(numbers), f"{batch}: {i}")
+                cases.assert_bitwise(
+                    reading[i], np.concatenate(numbers), f"{batch}: {i}"
+                )
 
 
 def test_one_call_has_room_for_64():
@@ -119,8 +150,12 @@ def test_one_call_has_room_for_64():
     layers = [product((2,), (1, 1, 1), i) for i in range(22)]
     assert calls(ops.read_histories, layers) == [63, 3]
     state = product((), (1,))
-    assert calls(ops.write_histories, [*layers[:3], state], [*map(record, [*layers[:3], state])]) == [9, 1]
-    assert calls(ops.read_histories, [product((1,), (1,) * _readings.MAX_QUANTIZERS)]) == [64]
+    assert calls(
+        ops.write_histories, [*layers[:3], state], [*map(record, [*layers[:3], state])]
+    ) == [9, 1]
+    assert calls(
+        ops.read_histories, [product((1,), (1,) * _readings.MAX_QUANTIZERS)]
+    ) == [64]
 
 
 def test_a_product_by_itself(implementation):
@@ -129,7 +164,10 @@ def test_a_product_by_itself(implementation):
     """
     for seed in range(3):
         pairs = product((), LENGTHS, seed)
-        amaxes, scales = history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1)), history(len(LENGTHS), seed + 9, (0,))
+        amaxes, scales = (
+            history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1)),
+            history(len(LENGTHS), seed + 9, (0,)),
+        )
         recorded = [(amaxes[i : i + 1], scales[i : i + 1]) for i in range(len(pairs))]
         (written,) = jax.jit(ops.write_histories)([pairs], [recorded])
         for i, (got, (before, _)) in enumerate(zip(written, pairs, strict=True)):
@@ -160,10 +198,16 @@ def test_numbers_of_a_reading(implementation, batch, k):
     parts, recorded = jax.jit(function)(rows.reshape(*batch, 6 * k))
     for i, got in enumerate(parts):
         expected = np.split(rows[..., i, :], (2, 3, 4, 5), -1)
-        for name, part, numbers in zip(("history", "stored", "zero", "scale", "inv"), got, expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(part).view(np.uint32), numbers.view(np.uint32), name)
+        for name, part, numbers in zip(
+            ("history", "stored", "zero", "scale", "inv"), got, expected, strict=True
+        ):
+            np.testing.assert_array_equal(
+                np.asarray(part).view(np.uint32), numbers.view(np.uint32), name
+            )
     bits[..., 2:] = 0
-    np.testing.assert_array_equal(np.asarray(recorded).view(np.uint32), bits.reshape(*batch, 6 * k), "recorded")
+    np.testing.assert_array_equal(
+        np.asarray(recorded).view(np.uint32), bits.reshape(*batch, 6 * k), "recorded"
+    )
 
 
 def overwrite():

@@ -54,7 +54,12 @@ def operands(a_inv, b_inv):
 def assert_same(got, sums, a_inv, b_inv):
     """Bitwise, but for results below the normal numbers, which may be flushed."""
     expected = oracle.rescaled(sums, a_inv, b_inv)
-    np.testing.assert_array_equal(*(np.where(np.abs(x) < 2.0**-126, F32(0), x) for x in (np.asarray(got), expected)))
+    np.testing.assert_array_equal(
+        *(
+            np.where(np.abs(x) < 2.0**-126, F32(0), x)
+            for x in (np.asarray(got), expected)
+        )
+    )
     # the control: something is left
     assert np.abs(expected[expected != 0]).max() >= 2.0**-126
 
@@ -67,7 +72,10 @@ def sums_of(a, b):
 @pytest.mark.parametrize("a_inv, b_inv", SCALES)
 def test_one_product(a_inv, b_inv):
     a, b = operands(a_inv, b_inv)
-    for run in (ops.scaled_matmul, jax.jit(ops.scaled_matmul, static_argnames="out_dtype")):
+    for run in (
+        ops.scaled_matmul,
+        jax.jit(ops.scaled_matmul, static_argnames="out_dtype"),
+    ):
         assert_same(run(a, b, a_inv, b_inv, out_dtype=F32), sums_of(a, b), a_inv, b_inv)
 
 
@@ -76,7 +84,13 @@ def test_one_product(a_inv, b_inv):
 def test_ragged_product(implementation, kind, a_inv, b_inv):
     a, b = operands(a_inv, b_inv)
     got = ops.ragged_matmul(
-        *(a, b[None] if kind == "rows" else b, a_inv, b_inv, np.int32([M if kind == "rows" else K])),
+        *(
+            a,
+            b[None] if kind == "rows" else b,
+            a_inv,
+            b_inv,
+            np.int32([M if kind == "rows" else K]),
+        ),
         ragged=kind,
         out_dtype=F32,
     )
@@ -86,9 +100,13 @@ def test_ragged_product(implementation, kind, a_inv, b_inv):
 @pytest.mark.usefixtures("without_cublaslt")
 def test_each_product_of_a_batch():
     """vmap with scales of their own: the choice is made for each product."""
-    a, b = (np.stack(x) for x in zip(*(operands(*pair) for pair in SCALES), strict=True))
+    a, b = (
+        np.stack(x) for x in zip(*(operands(*pair) for pair in SCALES), strict=True)
+    )
     scales = [jnp.asarray(x) for x in zip(*SCALES, strict=True)]
-    got = jax.jit(jax.vmap(lambda *x: ops.scaled_matmul(*x, out_dtype=F32)))(a, b, *scales)
+    got = jax.jit(jax.vmap(lambda *x: ops.scaled_matmul(*x, out_dtype=F32)))(
+        a, b, *scales
+    )
     for i, pair in enumerate(SCALES):
         assert_same(got[i], sums_of(a[i], b[i]), *pair)
 
@@ -97,11 +115,15 @@ def test_each_product_of_a_batch():
 def test_each_pair_of_rows():
     """Scales of rows: the choice is made for each element."""
     a_inv, b_inv = (
-        np.resize(np.array(x, F32), size) for x, size in zip(zip(*SCALES, strict=True), (M, N), strict=True)
+        np.resize(np.array(x, F32), size)
+        for x, size in zip(zip(*SCALES, strict=True), (M, N), strict=True)
     )
     a, b = operands(2.0, 2.0)
     got = ops.block_scaled_matmul(
-        *(a, b, a_inv[:, None], b_inv[:, None]), a_block=(1, None), b_block=(1, None), out_dtype=F32
+        *(a, b, a_inv[:, None], b_inv[:, None]),
+        a_block=(1, None),
+        b_block=(1, None),
+        out_dtype=F32,
     )
     assert_same(got, sums_of(a, b), a_inv[:, None], b_inv[None])
 
@@ -113,4 +135,6 @@ def test_terms_are_added_last():
     a, b = operands(a_inv, b_inv)
     accumulator = np.full((M, N), 2.0**-110, F32)
     got = ops.scaled_matmul(a, b, a_inv, b_inv, accumulator=accumulator, out_dtype=F32)
-    np.testing.assert_array_equal(got, oracle.rescaled(sums_of(a, b), a_inv, b_inv) + accumulator)
+    np.testing.assert_array_equal(
+        got, oracle.rescaled(sums_of(a, b), a_inv, b_inv) + accumulator
+    )

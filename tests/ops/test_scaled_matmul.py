@@ -15,7 +15,15 @@ from . import cases
 
 # (m, n, k): square, odd, single, tall, wide, long contraction; none a multiple of
 # another's tile.
-SHAPES = ((1, 1, 1), (16, 16, 16), (17, 33, 49), (1, 65, 130), (129, 1, 7), (5, 3, 1000), (64, 48, 32))
+SHAPES = (
+    (1, 1, 1),
+    (16, 16, 16),
+    (17, 33, 49),
+    (1, 65, 130),
+    (129, 1, 7),
+    (5, 3, 1000),
+    (64, 48, 32),
+)
 EMPTY_SHAPES = ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0))
 FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
 PAIR_IDS = tuple(f"{a.name}x{b.name}" for a, b in FORMAT_PAIRS)
@@ -23,21 +31,34 @@ PAIRS = pytest.mark.parametrize("a_fmt, b_fmt", FORMAT_PAIRS, ids=PAIR_IDS)
 # Where formats change nothing: one pair in the fast run.
 ONE_PAIR = pytest.mark.parametrize(
     "a_fmt, b_fmt",
-    [pytest.param(*p, marks=[] if p == (oracle.E4M3, oracle.E5M2) else pytest.mark.slow) for p in FORMAT_PAIRS],
+    [
+        pytest.param(
+            *p, marks=[] if p == (oracle.E4M3, oracle.E5M2) else pytest.mark.slow
+        )
+        for p in FORMAT_PAIRS
+    ],
     ids=PAIR_IDS,
 )
-OUT_DTYPES = pytest.mark.parametrize("out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+OUT_DTYPES = pytest.mark.parametrize(
+    "out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS
+)
 # Scales of operands whose codes fill the format: products come out near 1, so that no
 # dtype over- or underflows.
 A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-3)
 
 
 def operands(m, n, k, a_fmt, b_fmt, seed=0):
-    return cases.random_codes((m, k), a_fmt, seed), cases.random_codes((n, k), b_fmt, seed + 1)
+    return cases.random_codes((m, k), a_fmt, seed), cases.random_codes(
+        (n, k), b_fmt, seed + 1
+    )
 
 
-def check(implementation, a, b, a_inv, b_inv, *, precise=False, out_dtype=oracle.BF16, **terms):
-    got = ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=out_dtype, precise=precise, **terms)
+def check(
+    implementation, a, b, a_inv, b_inv, *, precise=False, out_dtype=oracle.BF16, **terms
+):
+    got = ops.scaled_matmul(
+        a, b, a_inv, b_inv, out_dtype=out_dtype, precise=precise, **terms
+    )
     assert got.dtype == out_dtype
     options = cases.accumulation(implementation, precise) | terms
     expected = oracle.scaled_matmul(a, b, a_inv, b_inv, out_dtype=out_dtype, **options)
@@ -49,17 +70,27 @@ def check(implementation, a, b, a_inv, b_inv, *, precise=False, out_dtype=oracle
 def test_shapes(implementation, a_fmt, b_fmt):
     """Every shape and output dtype, as one program."""
     b_inv = np.float32(B_INV / 64 if b_fmt is oracle.E5M2 else B_INV)
-    shapes = SHAPES + (((256, 512, 1024), (1000, 520, 300)) if implementation == "cuda" else ())
-    pairs = [operands(m, n, k, a_fmt, b_fmt, seed) for seed, (m, n, k) in enumerate(shapes)]
+    shapes = SHAPES + (
+        ((256, 512, 1024), (1000, 520, 300)) if implementation == "cuda" else ()
+    )
+    pairs = [
+        operands(m, n, k, a_fmt, b_fmt, seed) for seed, (m, n, k) in enumerate(shapes)
+    ]
     rows = [(a, b, dtype) for a, b in pairs for dtype in cases.INPUT_DTYPES]
 
     @jax.jit
     def products(pairs, a_inv, b_inv):
-        return [ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=d) for a, b in pairs for d in cases.INPUT_DTYPES]
+        return [
+            ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=d)
+            for a, b in pairs
+            for d in cases.INPUT_DTYPES
+        ]
 
     for (a, b, dtype), got in zip(rows, products(pairs, A_INV, b_inv), strict=True):
         assert got.dtype == dtype
-        expected = oracle.scaled_matmul(a, b, A_INV, b_inv, out_dtype=dtype, **cases.accumulation(implementation))
+        expected = oracle.scaled_matmul(
+            a, b, A_INV, b_inv, out_dtype=dtype, **cases.accumulation(implementation)
+        )
         expected.check(got, f"{a.shape} x {b.shape} -> {dtype}")
 
 
@@ -67,7 +98,9 @@ def test_shapes(implementation, a_fmt, b_fmt):
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("with_accumulator", [False, True], ids=["", "accumulator"])
 @OUT_DTYPES
-def test_bias_and_accumulator(implementation, precise, with_bias, with_accumulator, out_dtype):
+def test_bias_and_accumulator(
+    implementation, precise, with_bias, with_accumulator, out_dtype
+):
     m, n, k = 33, 17, 70
     a, b = operands(m, n, k, oracle.E4M3, oracle.E5M2)
     terms = {}
@@ -75,10 +108,21 @@ def test_bias_and_accumulator(implementation, precise, with_bias, with_accumulat
         terms["bias"] = np.float32(np.linspace(-9, 5, n)).astype(out_dtype)
     if with_accumulator:
         terms["accumulator"] = cases.random_values((m, n), np.float32, 4, spread=1)
-    got = check(implementation, a, b, A_INV, np.float32(B_INV / 64), precise=precise, out_dtype=out_dtype, **terms)
+    got = check(
+        implementation,
+        a,
+        b,
+        A_INV,
+        np.float32(B_INV / 64),
+        precise=precise,
+        out_dtype=out_dtype,
+        **terms,
+    )
     # the control: the terms are large enough for their absence to be out of bound
     if terms:
-        without = oracle.scaled_matmul(a, b, A_INV, np.float32(B_INV / 64), out_dtype=out_dtype)
+        without = oracle.scaled_matmul(
+            a, b, A_INV, np.float32(B_INV / 64), out_dtype=out_dtype
+        )
         with pytest.raises(AssertionError, match="out of bound"):
             without.check(got)
 
@@ -95,7 +139,9 @@ def test_empty_contraction_keeps_bias_and_accumulator(implementation):
     a, b = np.zeros((3, 0), oracle.E4M3.dtype), np.zeros((4, 0), oracle.E4M3.dtype)
     bias = np.float32([1, -2, 3, 0.5])
     accumulator = np.arange(12, dtype=np.float32).reshape(3, 4)
-    got = ops.scaled_matmul(a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=np.float32)
+    got = ops.scaled_matmul(
+        a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=np.float32
+    )
     cases.assert_bitwise(got, accumulator + bias, "K = 0")
 
 
@@ -105,7 +151,9 @@ def test_scales_are_not_rounded(implementation):
     """
     a, b = operands(16, 16, 32, oracle.E4M3, oracle.E4M3)
     a_inv, b_inv = np.float32(1 + 2.0**-9), np.float32(1 + 2.0**-9)
-    check(implementation, a, b, a_inv, b_inv, precise=True, out_dtype=np.dtype(np.float32))
+    check(
+        implementation, a, b, a_inv, b_inv, precise=True, out_dtype=np.dtype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("k", [128, 4096])
@@ -126,9 +174,21 @@ def test_the_largest_and_smallest_codes(implementation, a_fmt, b_fmt):
     so f32 sums of two are too.
     """
     smallest = oracle.all_codes(a_fmt)[1], oracle.all_codes(b_fmt)[1]
-    a = np.array([[a_fmt.max] * 2, [smallest[0]] * 2, [a_fmt.max, smallest[0]], [-a_fmt.max, a_fmt.max]], a_fmt.dtype)
-    b = np.array([[b_fmt.max] * 2, [smallest[1]] * 2, [b_fmt.max, -smallest[1]]], b_fmt.dtype)
-    got = ops.scaled_matmul(a, b, np.float32(0.5), np.float32(0.25), out_dtype=np.float32, precise=True)
+    a = np.array(
+        [
+            [a_fmt.max] * 2,
+            [smallest[0]] * 2,
+            [a_fmt.max, smallest[0]],
+            [-a_fmt.max, a_fmt.max],
+        ],
+        a_fmt.dtype,
+    )
+    b = np.array(
+        [[b_fmt.max] * 2, [smallest[1]] * 2, [b_fmt.max, -smallest[1]]], b_fmt.dtype
+    )
+    got = ops.scaled_matmul(
+        a, b, np.float32(0.5), np.float32(0.25), out_dtype=np.float32, precise=True
+    )
     options = cases.accumulation(implementation, precise=True)
     oracle.scaled_matmul(a, b, 0.5, 0.25, out_dtype=np.float32, **options).check(got)
     if options:
@@ -142,7 +202,9 @@ def test_the_largest_and_smallest_codes(implementation, a_fmt, b_fmt):
 def test_nan_codes_reach_their_row_and_column_only(implementation, out_dtype):
     a, b = operands(20, 18, 40, oracle.E4M3, oracle.E5M2)
     a[3, 7] = b[11, 0] = np.nan
-    got = check(implementation, a, b, A_INV, np.float32(B_INV / 64), out_dtype=out_dtype)
+    got = check(
+        implementation, a, b, A_INV, np.float32(B_INV / 64), out_dtype=out_dtype
+    )
     got = np.isnan(np.asarray(got, np.float32))
     wanted = np.zeros((20, 18), bool)
     wanted[3], wanted[:, 11] = True, True
@@ -150,11 +212,16 @@ def test_nan_codes_reach_their_row_and_column_only(implementation, out_dtype):
 
 
 def test_sliced_and_transposed_operands(implementation):
-    a, b = cases.random_codes((40, 31), oracle.E4M3, 1), cases.random_codes((40, 29), oracle.E4M3, 2)
+    a, b = (
+        cases.random_codes((40, 31), oracle.E4M3, 1),
+        cases.random_codes((40, 29), oracle.E4M3, 2),
+    )
 
     @jax.jit
     def product(a, b):
-        return ops.scaled_matmul(a.T, b[:, 3:20].T, A_INV, B_INV, out_dtype=np.float32, precise=True)
+        return ops.scaled_matmul(
+            a.T, b[:, 3:20].T, A_INV, B_INV, out_dtype=np.float32, precise=True
+        )
 
     got = product(a, b)
     options = cases.accumulation(implementation, precise=True)
@@ -167,6 +234,10 @@ def test_the_bound_rejects_bf16_operand_scaling():
     """
     a, b = operands(17, 33, 70, oracle.E4M3, oracle.E5M2)
     wide_a = oracle.dequantize(a, A_INV, oracle.BF16).astype(np.float32)
-    wide_b = oracle.dequantize(b, np.float32(B_INV / 64), oracle.BF16).astype(np.float32)
+    wide_b = oracle.dequantize(b, np.float32(B_INV / 64), oracle.BF16).astype(
+        np.float32
+    )
     with pytest.raises(AssertionError, match="out of bound"):
-        oracle.scaled_matmul(a, b, A_INV, np.float32(B_INV / 64)).check(wide_a @ wide_b.T)
+        oracle.scaled_matmul(a, b, A_INV, np.float32(B_INV / 64)).check(
+            wide_a @ wide_b.T
+        )

@@ -44,7 +44,9 @@ def custom_calls(text: str) -> Counter:
 
 def dense_step(x, kernel, grad, state):
     def product(x, kernel, state):
-        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=RECIPE, state=state)
+        return jaxfp8.dot_general(
+            x, kernel, (((1,), (0,)), ((), ())), recipe=RECIPE, state=state
+        )
 
     y, vjp = jax.vjp(product, x, kernel, state)
     return y, vjp(grad)
@@ -56,14 +58,21 @@ def dense_arguments():
 
 
 def cuda_text(function, *arguments) -> str:
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return (
+        jax.jit(function)
+        .trace(*arguments)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
 
 
 @TABLE
 def test_lowers_to_its_custom_call(op, cuda_custom_calls):
     function, arguments = OPS[op]
     with ops.implementation("ffi"):
-        assert custom_calls(jax.jit(function).lower(*arguments).as_text()) == ON_CPU.get(op, {})
+        assert custom_calls(
+            jax.jit(function).lower(*arguments).as_text()
+        ) == ON_CPU.get(op, {})
     assert custom_calls(cuda_text(function, *arguments)) == ON_CUDA[op]
 
 
@@ -81,7 +90,9 @@ def test_vmap_stays_one_custom_call(op, cuda_custom_calls):
     """A batch becomes groups of the same call, not a loop of calls."""
     function, arguments = OPS[op]
     arguments = [jax.ShapeDtypeStruct((2, 3, *x.shape), x.dtype) for x in arguments]
-    assert custom_calls(cuda_text(jax.vmap(jax.vmap(function)), *arguments)) == ON_CUDA[op]
+    assert (
+        custom_calls(cuda_text(jax.vmap(jax.vmap(function)), *arguments)) == ON_CUDA[op]
+    )
     with ops.implementation("ffi"):
         text = jax.jit(jax.vmap(jax.vmap(function))).lower(*arguments).as_text()
     assert custom_calls(text) == ON_CPU.get(op, {})
@@ -93,7 +104,9 @@ def test_the_choice_is_made_where_it_is_traced():
 
     def product(x, kernel):
         with ops.implementation("reference"):
-            return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=RECIPE, state=state)
+            return jaxfp8.dot_general(
+                x, kernel, (((1,), (0,)), ((), ())), recipe=RECIPE, state=state
+            )
 
     for function in (product, lambda x, kernel: jax.vjp(product, x, kernel)[0]):
         assert "jaxfp8_" not in jax.jit(function).lower(x, kernel).as_text()
@@ -130,16 +143,30 @@ def test_dense_step_on_cuda(cuda_custom_calls):
     calls = custom_calls(text)
     assert calls["scaled_matmul"] == 3
     assert_one_pass_over_each_operand(text, arguments[:3])
-    assert calls == {"delayed_scales": 1, "quantize_transpose": 3, "scaled_matmul": 3, "write_histories": 1}
+    assert calls == {
+        "delayed_scales": 1,
+        "quantize_transpose": 3,
+        "scaled_matmul": 3,
+        "write_histories": 1,
+    }
     assert "stablehlo.dot_general" not in text
     # Amaxes are raised in place, from the zeros that delayed_scales writes.
-    quantizing = [line for line in text.splitlines() if "@jaxfp8_quantize_transpose" in line]
+    quantizing = [
+        line for line in text.splitlines() if "@jaxfp8_quantize_transpose" in line
+    ]
     assert all("output_operand_alias<" in line for line in quantizing)
     # What leaves the layer in high precision is y, dx, dkernel; the operands of each
     # product are FP8.
     products = [line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line]
-    formats = sorted(tuple(re.findall(r"f8E\dM\d(?:FN)?", line.split("->")[0].split(" : ")[-1])) for line in products)
-    assert sorted(map(sorted, formats)) == [["f8E4M3FN", "f8E4M3FN"], ["f8E4M3FN", "f8E5M2"], ["f8E4M3FN", "f8E5M2"]]
+    formats = sorted(
+        tuple(re.findall(r"f8E\dM\d(?:FN)?", line.split("->")[0].split(" : ")[-1]))
+        for line in products
+    )
+    assert sorted(map(sorted, formats)) == [
+        ["f8E4M3FN", "f8E4M3FN"],
+        ["f8E4M3FN", "f8E5M2"],
+        ["f8E4M3FN", "f8E5M2"],
+    ]
 
 
 # What is differentiated: how many tensors are written in both layouts, how many
@@ -158,15 +185,26 @@ def test_layouts_that_nobody_reads_are_not_written(wanted, cuda_custom_calls):
     def step(operands_wanted, state):
         def product(operands_wanted, state):
             both = operands | operands_wanted
-            return jaxfp8.dot_general(both["x"], both["kernel"], (((1,), (0,)), ((), ())), recipe=RECIPE, state=state)
+            return jaxfp8.dot_general(
+                both["x"],
+                both["kernel"],
+                (((1,), (0,)), ((), ())),
+                recipe=RECIPE,
+                state=state,
+            )
 
         y, vjp = jax.vjp(product, operands_wanted, state)
         return y, vjp(grad)
 
-    calls = custom_calls(cuda_text(step, {name: operands[name] for name in wanted.split()}, state))
+    calls = custom_calls(
+        cuda_text(step, {name: operands[name] for name in wanted.split()}, state)
+    )
     transposed, products = FROZEN[wanted]
     assert calls["scaled_matmul"] == products
-    assert calls["quantize_transpose"] == transposed and calls["quantize"] == 3 - transposed
+    assert (
+        calls["quantize_transpose"] == transposed
+        and calls["quantize"] == 3 - transposed
+    )
 
 
 def test_counting_is_no_custom_call(cuda_custom_calls):
@@ -186,24 +224,49 @@ def test_an_amax_that_is_not_there_is_empty(name, of_amax, cuda_custom_calls):
     """
     text = cuda_text(lambda x, s: getattr(ops, name)(x, s, E4M3), X, S)
     (call,) = (line for line in text.splitlines() if f"@jaxfp8_{name}_v" in line)
-    operands, results = (re.findall(r"tensor<([^>]*)>", part) for part in call.split(" : ")[-1].split("->"))
-    assert operands[2] == "0xf32" and results[-1] == "1xf32" and "output_operand_alias<" not in call
+    operands, results = (
+        re.findall(r"tensor<([^>]*)>", part)
+        for part in call.split(" : ")[-1].split("->")
+    )
+    assert (
+        operands[2] == "0xf32"
+        and results[-1] == "1xf32"
+        and "output_operand_alias<" not in call
+    )
     recipe = jaxfp8.Float8CurrentScaling()
-    text = cuda_text(lambda x, k: jaxfp8.dot_general(x, k, (((1,), (0,)), ((), ())), recipe=recipe), X, X.T)
+    text = cuda_text(
+        lambda x, k: jaxfp8.dot_general(x, k, (((1,), (0,)), ((), ())), recipe=recipe),
+        X,
+        X.T,
+    )
     calls = [line for line in text.splitlines() if "@jaxfp8_quantize" in line]
     for line in calls:
-        operands, results = (re.findall(r"tensor<([^>]*)>", part) for part in line.split(" : ")[-1].split("->"))
+        operands, results = (
+            re.findall(r"tensor<([^>]*)>", part)
+            for part in line.split(" : ")[-1].split("->")
+        )
         assert operands[2] == "0xf32" and results[-1] == "0xf32"
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("grad, amaxes", [(0.1, {}), (None, {"amax": 1, "amax_to_scale": 1})])
+@pytest.mark.parametrize(
+    "grad, amaxes", [(0.1, {}), (None, {"amax": 1, "amax_to_scale": 1})]
+)
 def test_static_scales_need_no_amax(grad, amaxes, cuda_custom_calls):
     """A Dense step is six launches; the gradient's own scale takes two more."""
-    recipe, (x, kernel, cotangent, _) = jaxfp8.StaticScaling(grad=grad), dense_arguments()
+    recipe, (x, kernel, cotangent, _) = (
+        jaxfp8.StaticScaling(grad=grad),
+        dense_arguments(),
+    )
 
     def step(x, kernel, cotangent):
-        y, vjp = jax.vjp(lambda x, k: jaxfp8.dot_general(x, k, (((1,), (0,)), ((), ())), recipe=recipe), x, kernel)
+        y, vjp = jax.vjp(
+            lambda x, k: jaxfp8.dot_general(
+                x, k, (((1,), (0,)), ((), ())), recipe=recipe
+            ),
+            x,
+            kernel,
+        )
         return y, vjp(cotangent)
 
     calls = custom_calls(cuda_text(step, x, kernel, cotangent))
@@ -212,7 +275,9 @@ def test_static_scales_need_no_amax(grad, amaxes, cuda_custom_calls):
 
 @pytest.mark.parametrize("precise", [False, True])
 def test_precise_reaches_the_handler(precise, cuda_custom_calls):
-    text = cuda_text(lambda a, b: ops.scaled_matmul(a, b, S, S, precise=precise), CODES, CODES)
+    text = cuda_text(
+        lambda a, b: ops.scaled_matmul(a, b, S, S, precise=precise), CODES, CODES
+    )
     (line,) = (line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line)
     assert f"precise = {str(precise).lower()}" in line
 
@@ -221,4 +286,6 @@ def test_names_carry_a_version():
     """Targets are named jaxfp8_<op>_v<N>, so that an old program never meets a handler
     with another contract.
     """
-    assert set(ops.custom_call_targets()) == set((cases.TARGETS | cases.CUDA_TARGETS).values())
+    assert set(ops.custom_call_targets()) == set(
+        (cases.TARGETS | cases.CUDA_TARGETS).values()
+    )

@@ -26,7 +26,9 @@ OLD_REASON = "NVIDIA A100-SXM4-80GB has compute capability 8.0, FP8 needs 8.9 or
 
 
 def gpu(capability, kind="A fake GPU"):
-    return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    return types.SimpleNamespace(
+        platform="gpu", device_kind=kind, compute_capability=capability
+    )
 
 
 OLD = gpu("8.0", "NVIDIA A100-SXM4-80GB")
@@ -76,9 +78,16 @@ def test_the_reference_runs_in_its_place(op, is_disabled, machine):
         jax.clear_caches()
         cuda_text(function, *arguments)
     reason = f"JAXFP8_DISABLE names {op}" if is_disabled else OLD_REASON
-    instead = "the jnp reference runs" if is_disabled else "running without FP8 custom calls"
-    assert [str(w.message) for w in warned] == [f"jaxfp8: {reason}; {instead}: {SLOWER}"]
-    with ops.implementation("ffi"), pytest.raises(RuntimeError, match=rf"ops\.{op}: .*{reason}$"):
+    instead = (
+        "the jnp reference runs" if is_disabled else "running without FP8 custom calls"
+    )
+    assert [str(w.message) for w in warned] == [
+        f"jaxfp8: {reason}; {instead}: {SLOWER}"
+    ]
+    with (
+        ops.implementation("ffi"),
+        pytest.raises(RuntimeError, match=rf"ops\.{op}: .*{reason}$"),
+    ):
         lowered(op)
 
 
@@ -104,7 +113,9 @@ def test_capable_gpus(capability, machine):
     machine(gpu(capability))
     with warnings.catch_warnings(action="error"):
         # which is by mode
-        assert all(lowered(op) == {op: 1} for op in ON_GPUS if op != "block_scaled_matmul")
+        assert all(
+            lowered(op) == {op: 1} for op in ON_GPUS if op != "block_scaled_matmul"
+        )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,9 @@ def test_capable_gpus(capability, machine):
         ("12.1", "sm_100 sm_120", True),
     ],
 )
-def test_gpus_that_the_library_has_no_code_for(capability, built, runs, machine, monkeypatch):
+def test_gpus_that_the_library_has_no_code_for(
+    capability, built, runs, machine, monkeypatch
+):
     """Machine code runs from its version on within its generation; `a` means that
     version alone.
     """
@@ -129,7 +142,10 @@ def test_gpus_that_the_library_has_no_code_for(capability, built, runs, machine,
     if runs:
         assert lowered("quantize") == {"quantize": 1}
     else:
-        with pytest.warns(RuntimeWarning, match=rf"{capability}, the CUDA library has code for .*; add yours to"):
+        with pytest.warns(
+            RuntimeWarning,
+            match=rf"{capability}, the CUDA library has code for .*; add yours to",
+        ):
             assert lowered("quantize") == {}
 
 
@@ -150,17 +166,31 @@ def test_missing_cublaslt(machine):
     """The product becomes the pattern that XLA makes FP8 products of; the other ops
     stay.
     """
-    machine(gpu("9.0"), cublaslt="cuBLASLt of CUDA 13 not found: libcublasLt.so.13: cannot open")
+    machine(
+        gpu("9.0"),
+        cublaslt="cuBLASLt of CUDA 13 not found: libcublasLt.so.13: cannot open",
+    )
     function, arguments = OPS["scaled_matmul"]
-    with pytest.warns(RuntimeWarning, match="jaxfp8: cuBLASLt of CUDA 13 not found") as warned:
+    with pytest.warns(
+        RuntimeWarning, match="jaxfp8: cuBLASLt of CUDA 13 not found"
+    ) as warned:
         text = cuda_text(function, *arguments)
     assert len(warned) == 1 and custom_calls(text) == {}
     with ops.implementation("xla"):
         jax.clear_caches()
         assert text == cuda_text(function, *arguments)
     with warnings.catch_warnings(action="error"):
-        assert all(lowered(op) == {op: 1} for op in ON_GPUS if op not in ("scaled_matmul", "block_scaled_matmul"))
-    with ops.implementation("ffi"), pytest.raises(RuntimeError, match="ops.scaled_matmul: .*cuBLASLt of CUDA 13 not"):
+        assert all(
+            lowered(op) == {op: 1}
+            for op in ON_GPUS
+            if op not in ("scaled_matmul", "block_scaled_matmul")
+        )
+    with (
+        ops.implementation("ffi"),
+        pytest.raises(
+            RuntimeError, match="ops.scaled_matmul: .*cuBLASLt of CUDA 13 not"
+        ),
+    ):
         lowered("scaled_matmul")
 
 
@@ -174,8 +204,12 @@ def test_others_do_not_ask(machine):
         for name in ("reference", "xla"):
             with ops.implementation(name):
                 assert lowered("scaled_matmul") == {}
-        data, _ = jax.jit(lambda x: ops.quantize(x, np.float32(2), jnp.float8_e4m3fn))(x)
-    oracle.assert_bitwise(data, oracle.quantize(x, np.float32(2), oracle.E4M3)[0], "data")
+        data, _ = jax.jit(lambda x: ops.quantize(x, np.float32(2), jnp.float8_e4m3fn))(
+            x
+        )
+    oracle.assert_bitwise(
+        data, oracle.quantize(x, np.float32(2), oracle.E4M3)[0], "data"
+    )
 
 
 # ----------------------------------------------------------------------- JAXFP8_DISABLE
@@ -185,42 +219,70 @@ def test_what_says_that_an_op_is_disabled(machine):
     """`python -m jaxfp8` and `assert_fp8`."""
 
     def product(x, kernel):
-        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling())
+        return jaxfp8.dot_general(
+            x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
+        )
 
     operands = [np.ones((32, 32), oracle.BF16)] * 2
     machine()
     inspect.assert_fp8(product, *operands, platform="cuda")
     machine(disabled="quantize_norm,scaled_matmul")
     rows = _machine.active_ops("cuda")
-    assert {row["name"] for row in rows if row["why"] == "no kernel for cuda"} == set(OPS) - set(ON_GPUS)
-    why = {row["name"]: row["why"] for row in rows if row["why"] and row["name"] in ON_GPUS}
-    assert why == {name: f"JAXFP8_DISABLE names {name}" for name in ("quantize_norm", "scaled_matmul")}
+    assert {row["name"] for row in rows if row["why"] == "no kernel for cuda"} == set(
+        OPS
+    ) - set(ON_GPUS)
+    why = {
+        row["name"]: row["why"] for row in rows if row["why"] and row["name"] in ON_GPUS
+    }
+    assert why == {
+        name: f"JAXFP8_DISABLE names {name}"
+        for name in ("quantize_norm", "scaled_matmul")
+    }
     recipe = _machine.active_recipes("cuda")[0]
-    assert (recipe["fp8_products"], recipe["why"]) == (0, "JAXFP8_DISABLE names scaled_matmul")
+    assert (recipe["fp8_products"], recipe["why"]) == (
+        0,
+        "JAXFP8_DISABLE names scaled_matmul",
+    )
     with pytest.raises(AssertionError, match="JAXFP8_DISABLE names scaled_matmul"):
         inspect.assert_fp8(product, *operands, platform="cuda")
 
 
 @pytest.mark.parametrize(
-    "value, names", [("", set()), (" amax , quantize_norm,", {"amax", "quantize_norm"}), ("amax,amax", {"amax"})]
+    "value, names",
+    [
+        ("", set()),
+        (" amax , quantize_norm,", {"amax", "quantize_norm"}),
+        ("amax,amax", {"amax"}),
+    ],
 )
 def test_what_the_variable_means(value, names):
     assert _support.parsed(value) == names
 
 
-@pytest.mark.parametrize("value", ["quantise", "amax,Quantize", "jaxfp8_amax_v1", "amax quantize"])
+@pytest.mark.parametrize(
+    "value", ["quantise", "amax,Quantize", "jaxfp8_amax_v1", "amax quantize"]
+)
 def test_unknown_names(value):
     with pytest.raises(
-        ValueError, match=r"^JAXFP8_DISABLE: expected names of ops, .*; the ops are adam_update, amax, .*"
+        ValueError,
+        match=r"^JAXFP8_DISABLE: expected names of ops, .*; the ops are adam_update, amax, .*",
     ) as raised:
         _support.parsed(value)
     assert value.removeprefix("amax,") in str(raised.value)
 
 
-@pytest.mark.parametrize("value, printed", [("amax", "names amax"), ("amaxes", "got amaxes; the ops are")])
+@pytest.mark.parametrize(
+    "value, printed", [("amax", "names amax"), ("amaxes", "got amaxes; the ops are")]
+)
 def test_the_environment_is_read(value, printed):
     """By a process of its own, when it imports jaxfp8."""
     program = "from jaxfp8.ops import _support; print(_support.why_disabled('amax'))"
-    environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": another_process.PATH, "JAX_PLATFORMS": "cpu"}
-    done = another_process.python("-c", program, code=int(value != "amax"), **environment)
+    environment = {
+        "JAXFP8_DISABLE": value,
+        "PYTHONPATH": another_process.PATH,
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = another_process.python(
+        "-c", program, code=int(value != "amax"), **environment
+    )
     assert printed in done.stdout + done.stderr

@@ -24,7 +24,12 @@ from jaxfp8 import ops
 from . import cases
 from .conftest import EMULATED
 
-IMPLEMENTATIONS = ("cpu", "reference", EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
+IMPLEMENTATIONS = (
+    "cpu",
+    "reference",
+    EMULATED,
+    pytest.param("gpu", marks=pytest.mark.gpu),
+)
 E4M3, E5M2 = oracle.E4M3.dtype, oracle.E5M2.dtype
 OUTER, INNER = 2, 3
 
@@ -36,8 +41,14 @@ def integers(*shape, dtype=np.float32, largest=8):
 
 
 def powers(*shape, dtype=np.float32):
-    exponents = np.random.default_rng(sum(shape)).integers(-3, 4, (OUTER, INNER, *shape))
-    return np.uint8(exponents + 127).view(dtype) if dtype == oracle_blocks.E8M0 else np.ldexp(np.float32(1), exponents)
+    exponents = np.random.default_rng(sum(shape)).integers(
+        -3, 4, (OUTER, INNER, *shape)
+    )
+    return (
+        np.uint8(exponents + 127).view(dtype)
+        if dtype == oracle_blocks.E8M0
+        else np.ldexp(np.float32(1), exponents)
+    )
 
 
 def gated(*shape):
@@ -56,7 +67,9 @@ def amaxes(*shape):
     """Histories, and what else is not below zero; all of some members is zero, so that
     the stored scale counts.
     """
-    return np.abs(integers(*shape)) * np.float32([[1, 0, 1], [0, 1, 1]]).reshape(OUTER, INNER, *(1,) * len(shape))
+    return np.abs(integers(*shape)) * np.float32([[1, 0, 1], [0, 1, 1]]).reshape(
+        OUTER, INNER, *(1,) * len(shape)
+    )
 
 
 def as_products(*leaves):
@@ -70,28 +83,53 @@ PRODUCTS = amaxes(4), powers(1), amaxes(7), 2 * powers(1), amaxes(3), 4 * powers
 # of a batch of batches.
 CALLS = {
     "amax": (ops.amax, integers(6, 10)),
-    "quantize": (lambda x, s, a: ops.quantize(x, s, E4M3, amax=a), integers(6, 10, dtype=oracle.BF16), powers(), AMAX),
+    "quantize": (
+        lambda x, s, a: ops.quantize(x, s, E4M3, amax=a),
+        integers(6, 10, dtype=oracle.BF16),
+        powers(),
+        AMAX,
+    ),
     "quantize_transpose": (
         lambda x, s, a: ops.quantize_transpose(x, s, E4M3, amax=a, column_sums=True),
         *(integers(6, 10, dtype=oracle.BF16), powers(), AMAX),
     ),
-    "dequantize": (lambda x, s: ops.dequantize(x, s, np.float32), integers(6, 10, dtype=E4M3), powers()),
-    "amax_to_scale": (lambda a, s: ops.amax_to_scale(a, s, fp8_max=448.0), AMAX, powers()),
+    "dequantize": (
+        lambda x, s: ops.dequantize(x, s, np.float32),
+        integers(6, 10, dtype=E4M3),
+        powers(),
+    ),
+    "amax_to_scale": (
+        lambda a, s: ops.amax_to_scale(a, s, fp8_max=448.0),
+        AMAX,
+        powers(),
+    ),
     "delayed_scales": (
         lambda h, k, s, t: ops.delayed_scales([h, k], [s, t], fp8_max=[448.0, 57344.0]),
         *(amaxes(4), amaxes(7), powers(), 2 * powers()),
     ),
-    "read_histories": (lambda *leaves: ops.read_histories(as_products(*leaves)), *PRODUCTS),
+    "read_histories": (
+        lambda *leaves: ops.read_histories(as_products(*leaves)),
+        *PRODUCTS,
+    ),
     "write_histories": (
         lambda *leaves: ops.write_histories(as_products(*leaves[:6]), leaves[6:]),
         *(*PRODUCTS, amaxes(12), amaxes(6)),
     ),
     "write_histories, a product": (
-        lambda h, k, s, t, a, b: ops.write_histories([[(h, s), (k, t)]], [[(a, s), (b, t)]]),
+        lambda h, k, s, t, a, b: ops.write_histories(
+            [[(h, s), (k, t)]], [[(a, s), (b, t)]]
+        ),
         *(amaxes(4), amaxes(7), powers(1), 2 * powers(1), amaxes(1), 3 * powers(1)),
     ),
-    "count": (lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3), 100 * integers(6, 10), powers()),
-    "quantize_blocks": (lambda x: ops.quantize_blocks(x, E4M3, block=(4, 3)), integers(6, 10)),
+    "count": (
+        lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3),
+        100 * integers(6, 10),
+        powers(),
+    ),
+    "quantize_blocks": (
+        lambda x: ops.quantize_blocks(x, E4M3, block=(4, 3)),
+        integers(6, 10),
+    ),
     "quantize_blocks_transpose": (
         lambda x: ops.quantize_blocks_transpose(x, E5M2, block=(1, 32), scale="e8m0"),
         integers(6, 40, dtype=oracle.BF16),
@@ -101,7 +139,9 @@ CALLS = {
         *(integers(6, 8, dtype=E4M3), powers(6, 2, dtype=oracle_blocks.E8M0)),
     ),
     "quantize_activation": (
-        lambda x, s, a: ops.quantize_activation(x, s, E4M3, activation="silu_gated", amax=a),
+        lambda x, s, a: ops.quantize_activation(
+            x, s, E4M3, activation="silu_gated", amax=a
+        ),
         *(gated(6, 2, 8), powers(), AMAX),
     ),
     "quantize_activation_grad": (
@@ -111,12 +151,21 @@ CALLS = {
         *(gated(6, 2, 8), integers(6, 8), powers(), AMAX),
     ),
     "quantize_norm": (
-        lambda x, gamma, beta, s: ops.quantize_norm(x, gamma, beta, s, E4M3, kind="layer", epsilon=1.0),
+        lambda x, gamma, beta, s: ops.quantize_norm(
+            x, gamma, beta, s, E4M3, kind="layer", epsilon=1.0
+        ),
         *(integers(6, 16), integers(16), integers(16), powers()),
     ),
     "scaled_matmul": (
         lambda a, b, s, t, bias, sum_: PRODUCT(a, b, s, t, bias=bias, accumulator=sum_),
-        *(integers(6, 33, dtype=E4M3), integers(7, 33, dtype=E5M2), powers(), powers(), integers(7), integers(6, 7)),
+        *(
+            integers(6, 33, dtype=E4M3),
+            integers(7, 33, dtype=E5M2),
+            powers(),
+            powers(),
+            integers(7),
+            integers(6, 7),
+        ),
     ),
     "scaled_matmul of codes alone": (
         PRODUCT,
@@ -124,20 +173,38 @@ CALLS = {
     ),
     "scaled_matmul of batches": (
         lambda a, b, s, bias: PRODUCT(a, b, s, np.float32(2), bias=bias, batch=1),
-        *(integers(2, 6, 33, dtype=E4M3), integers(2, 7, 33, dtype=E5M2), powers(), integers(2, 7)),
+        *(
+            integers(2, 6, 33, dtype=E4M3),
+            integers(2, 7, 33, dtype=E5M2),
+            powers(),
+            integers(2, 7),
+        ),
     ),
     "block_scaled_matmul": (
         functools.partial(BLOCKS, a_block=(1, 32), b_block=(1, 32)),
         *(integers(6, 64, dtype=E4M3), integers(7, 64, dtype=E4M3)),
-        *(powers(6, 2, dtype=oracle_blocks.E8M0), powers(7, 2, dtype=oracle_blocks.E8M0)),
+        *(
+            powers(6, 2, dtype=oracle_blocks.E8M0),
+            powers(7, 2, dtype=oracle_blocks.E8M0),
+        ),
     ),
     "block_scaled_matmul by a tensor": (
         functools.partial(BLOCKS, a_block=(1, 128), b_block=None),
-        *(integers(6, 160, dtype=E4M3), integers(7, 160, dtype=E4M3), powers(6, 2), powers(1)),
+        *(
+            integers(6, 160, dtype=E4M3),
+            integers(7, 160, dtype=E4M3),
+            powers(6, 2),
+            powers(1),
+        ),
     ),
     "ragged_matmul, rows": (
         functools.partial(RAGGED, ragged="rows"),
-        *(integers(9, 8, dtype=E4M3), integers(2, 5, 8, dtype=E5M2), powers(), powers()),
+        *(
+            integers(9, 8, dtype=E4M3),
+            integers(2, 5, 8, dtype=E5M2),
+            powers(),
+            powers(),
+        ),
         np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
     ),
     "ragged_matmul, contraction": (
@@ -158,13 +225,24 @@ def check(function, arguments, outer, inner):
     axes = range(len(arguments))
     given = [x if i in outer and i in inner else x[:, 0] if i in outer else x[0] if i in inner else x[0, 0]
              for i, x in enumerate(arguments)]  # fmt: skip
-    run = jax.vmap(function, [0 if i in inner else None for i in axes]) if inner else function
+    run = (
+        jax.vmap(function, [0 if i in inner else None for i in axes])
+        if inner
+        else function
+    )
     got = jax.jit(jax.vmap(run, [0 if i in outer else None for i in axes]))(*given)
     one = jax.jit(function)
     for i, j in itertools.product(range(OUTER), range(INNER) if inner else [None]):
-        member = [x[i if k in outer else 0, j if k in inner and j is not None else 0] for k, x in enumerate(arguments)]
-        found = jax.tree.map(lambda leaf, i=i, j=j: leaf[i] if j is None else leaf[i, j], got)
-        assert_same_bits(found, one(*member), f"batched {outer} and {inner}, member {i}, {j}")
+        member = [
+            x[i if k in outer else 0, j if k in inner and j is not None else 0]
+            for k, x in enumerate(arguments)
+        ]
+        found = jax.tree.map(
+            lambda leaf, i=i, j=j: leaf[i] if j is None else leaf[i, j], got
+        )
+        assert_same_bits(
+            found, one(*member), f"batched {outer} and {inner}, member {i}, {j}"
+        )
 
 
 @OPS
@@ -184,7 +262,13 @@ def test_nested_vmap(implementation, op):
     function, *arguments = CALLS[op]
     every = set(range(len(arguments)))
     first, rest = {0}, every - {0} or {0}
-    for outer, inner in ((every, every), (first, rest), (rest, first), (every, first), (first, every)):
+    for outer, inner in (
+        (every, every),
+        (first, rest),
+        (rest, first),
+        (every, first),
+        (first, every),
+    ):
         check(function, arguments, outer, inner)
 
 
@@ -207,7 +291,9 @@ def test_eager_equals_jit_equals_donated(implementation, op):
         assert_same_bits(run(*arguments), expected)
     # What an op overwrites is needed otherwise here.
     donated = jax.jit(lambda x, *rest: (function(x, *rest), x), donate_argnums=0)
-    assert_same_bits(donated(jnp.array(arguments[0]), *arguments[1:]), (expected, arguments[0]))
+    assert_same_bits(
+        donated(jnp.array(arguments[0]), *arguments[1:]), (expected, arguments[0])
+    )
 
 
 @OPS
@@ -218,8 +304,13 @@ def test_column_major_operands(implementation, op):
     function, *arguments = CALLS[op]
     first, *rest = (x[0, 0] for x in arguments)
     device = jax.devices("gpu" if implementation == "gpu" else "cpu")[0]
-    form = Format(Layout(tuple(range(first.ndim))[::-1]), jax.sharding.SingleDeviceSharding(device))
-    got = jax.jit(function, in_shardings=(form, *(None,) * len(rest)))(jax.device_put(first, form), *rest)
+    form = Format(
+        Layout(tuple(range(first.ndim))[::-1]),
+        jax.sharding.SingleDeviceSharding(device),
+    )
+    got = jax.jit(function, in_shardings=(form, *(None,) * len(rest)))(
+        jax.device_put(first, form), *rest
+    )
     assert_same_bits(got, function(first, *rest))
 
 
@@ -234,14 +325,27 @@ def test_handlers_that_run_at_once(implementation):
 
     @jax.jit
     def program(x):
-        return [ops.quantize_transpose(x[i], np.float32(1 + i % 3), E4M3) for i in range(len(x))]
+        return [
+            ops.quantize_transpose(x[i], np.float32(1 + i % 3), E4M3)
+            for i in range(len(x))
+        ]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         context = contextvars.copy_context
-        futures = [pool.submit(context().run, lambda: jax.block_until_ready(program(x))) for _ in range(8)]
+        futures = [
+            pool.submit(context().run, lambda: jax.block_until_ready(program(x)))
+            for _ in range(8)
+        ]
         for future in futures:
             for i, got in enumerate(future.result(timeout=60)):
-                cases.assert_codes("quantize_transpose", got, x[i], np.float32(1 + i % 3), oracle.E4M3, "in a thread")
+                cases.assert_codes(
+                    "quantize_transpose",
+                    got,
+                    x[i],
+                    np.float32(1 + i % 3),
+                    oracle.E4M3,
+                    "in a thread",
+                )
 
 
 def test_one_traced_function_under_each_implementation():
@@ -265,4 +369,6 @@ def test_implementation_rejects_unknown_names_and_restores():
         with ops.implementation("ffi"):
             assert "jaxfp8_amax" in lower(X).as_text()
         assert "jaxfp8_amax" not in lower(X).as_text()
-    assert "jaxfp8_amax" in lower(X).as_text(), "outside of the context the custom call is the default"
+    assert "jaxfp8_amax" in lower(X).as_text(), (
+        "outside of the context the custom call is the default"
+    )

@@ -24,17 +24,30 @@ KINDS = pytest.mark.parametrize("kind", [MX, F32], ids=["e8m0", "f32"])
 def random_scales(shape, kind, seed: int, spread: int = 20):
     """Powers of two around 1, or of any exponent."""
     exponents = np.random.default_rng(seed).integers(127 - spread, 128 + spread, shape)
-    return np.uint8(exponents).view(oracle_blocks.E8M0) if kind is MX else np.ldexp(np.float32(1), exponents - 127)
+    return (
+        np.uint8(exponents).view(oracle_blocks.E8M0)
+        if kind is MX
+        else np.ldexp(np.float32(1), exponents - 127)
+    )
 
 
 def assert_transposed(got, data, scale_inv, fmt, c, what=""):
     expected = oracle_blocks.transpose(data, scale_inv, fmt, c)
     for value, wanted, name in zip(got, expected, ("codes", "scale_inv"), strict=True):
-        oracle.assert_bitwise(value, wanted, f"{what} {fmt.name}, blocks of {c}: {name}")
+        oracle.assert_bitwise(
+            value, wanted, f"{what} {fmt.name}, blocks of {c}: {name}"
+        )
 
 
 def check(data, scale_inv, fmt, c, what=""):
-    assert_transposed(ops.transpose_blocks(data, scale_inv, block=(1, c)), data, scale_inv, fmt, c, what)
+    assert_transposed(
+        ops.transpose_blocks(data, scale_inv, block=(1, c)),
+        data,
+        scale_inv,
+        fmt,
+        c,
+        what,
+    )
 
 
 @FORMATS
@@ -46,7 +59,12 @@ def test_every_code_and_every_shift(implementation, fmt, kind):
     data = np.broadcast_to(np.arange(256, dtype=np.uint8), (40, 256)).view(fmt.dtype)
     exponents = np.broadcast_to(3 - np.arange(40)[:, None], (40, 4))
     scale_inv = np.ldexp(np.float32(1), exponents)
-    check(data, np.uint8(exponents + 127).view(oracle_blocks.E8M0) if kind is MX else scale_inv, fmt, 64)
+    check(
+        data,
+        np.uint8(exponents + 127).view(oracle_blocks.E8M0) if kind is MX else scale_inv,
+        fmt,
+        64,
+    )
 
 
 @FORMATS
@@ -54,7 +72,9 @@ def test_every_code_and_every_shift(implementation, fmt, kind):
 @pytest.mark.parametrize("c", [1, 3, 32, 128, 1000])
 def test_blocks_and_ragged_edges(implementation, c, fmt, kind):
     for (m, n), spread in itertools.product(SHAPES, (2, 20)):
-        data = np.random.default_rng(m).integers(0, 256, (m, n), np.uint8).view(fmt.dtype)
+        data = (
+            np.random.default_rng(m).integers(0, 256, (m, n), np.uint8).view(fmt.dtype)
+        )
         check(data, random_scales((m, -(-n // c)), kind, n, spread), fmt, c, f"{m, n}")
 
 
@@ -85,18 +105,30 @@ def test_beside_a_second_quantization(fmt, kind):
     data_t, scale_inv_t = ops.transpose_blocks(data, scale_inv, block=(1, 32))
     scales, own = (
         oracle_blocks.element_scales(s, (1, 32), (160, 96))
-        for s in (scale_inv_t, ops.quantize_blocks(x.T, fmt.dtype, block=(1, 32), **kind)[1])
+        for s in (
+            scale_inv_t,
+            ops.quantize_blocks(x.T, fmt.dtype, block=(1, 32), **kind)[1],
+        )
     )
     assert (scales >= own).all() and (scales > own).any() and (scales == own).any()
-    once, got = oracle.encode((x.T / scales).astype(np.float32), fmt), np.asarray(data_t)
-    is_normal = np.abs(oracle.widen(got)) >= float(jnp.finfo(fmt.dtype).smallest_normal) * 2
+    once, got = (
+        oracle.encode((x.T / scales).astype(np.float32), fmt),
+        np.asarray(data_t),
+    )
+    is_normal = (
+        np.abs(oracle.widen(got)) >= float(jnp.finfo(fmt.dtype).smallest_normal) * 2
+    )
     assert is_normal.any() and not is_normal.all()
     oracle.assert_bitwise(got[is_normal], once[is_normal], "normal codes")
 
 
 def test_merged_dimensions_vmap_and_meshes(implementation):
     fmt, c = oracle.E4M3, 4
-    data = np.random.default_rng(1).integers(0, 120, (2, 3, 4, 8), np.uint8).view(fmt.dtype)
+    data = (
+        np.random.default_rng(1)
+        .integers(0, 120, (2, 3, 4, 8), np.uint8)
+        .view(fmt.dtype)
+    )
     scale_inv = random_scales((2, 12, 2), MX, 1, 3)
     for run in (
         lambda d, s: ops.transpose_blocks(d, s, block=(1, c), rows=2),
@@ -117,11 +149,19 @@ def test_meshes(c, spec):
     data = np.random.default_rng(1).integers(0, 120, (16, 64), np.uint8).view(fmt.dtype)
     scale_inv = random_scales((16, 64 // c), MX, 1, 3)
     run = jax.jit(lambda d, s: ops.transpose_blocks(d, s, block=(1, c)))
-    assert_transposed(run(jax.device_put(data, NamedSharding(mesh, spec)), scale_inv), data, scale_inv, fmt, c)
+    assert_transposed(
+        run(jax.device_put(data, NamedSharding(mesh, spec)), scale_inv),
+        data,
+        scale_inv,
+        fmt,
+        c,
+    )
 
 
 def takes_the_first_scale(monkeypatch):
-    monkeypatch.setattr(jnp, "max", lambda x, axis, initial: x[..., :1, :, :].min(axis=axis))
+    monkeypatch.setattr(
+        jnp, "max", lambda x, axis, initial: x[..., :1, :, :].min(axis=axis)
+    )
 
 
 def flushes_subnormals(monkeypatch):
@@ -133,11 +173,17 @@ def flushes_subnormals(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [flushes_subnormals, takes_the_first_scale], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mutant", [flushes_subnormals, takes_the_first_scale], ids=lambda m: m.__name__
+)
 def test_mutants_are_caught(monkeypatch, mutant):
     def compare():
         jax.clear_caches()
-        data = np.random.default_rng(0).integers(0, 256, (6, 8), np.uint8).view(oracle.E4M3.dtype)
+        data = (
+            np.random.default_rng(0)
+            .integers(0, 256, (6, 8), np.uint8)
+            .view(oracle.E4M3.dtype)
+        )
         check(data, random_scales((6, 2), MX, 1, 3), oracle.E4M3, 4)
 
     with ops.implementation("reference"):

@@ -14,7 +14,15 @@ from jaxfp8 import optim
 KINDS = {"signed": optim.SignedMoment, "squared": optim.SquaredMoment}
 # Shape, and the axis along which blocks have to lie: the last with 64 elements, or else
 # the largest.
-SHAPES = {(64, 256): 1, (3, 40, 300): 2, (5000,): 0, (128, 64): 1, (4, 96, 20): 1, (20, 30, 30): 2, (256, 3): 0}
+SHAPES = {
+    (64, 256): 1,
+    (3, 40, 300): 2,
+    (5000,): 0,
+    (128, 64): 1,
+    (4, 96, 20): 1,
+    (20, 30, 30): 2,
+    (256, 3): 0,
+}
 
 
 class Store(NamedTuple):
@@ -44,10 +52,16 @@ def moment(kind, shape, seed=0):
     blocks = [-(-size // 128) if i == axis else size for i, size in enumerate(shape)]
 
     def of_blocks(values):
-        return np.repeat(values, min(shape[axis], 128), axis).take(range(shape[axis]), axis)
+        return np.repeat(values, min(shape[axis], 128), axis).take(
+            range(shape[axis]), axis
+        )
 
     spans = of_blocks(rng.choice([1.0, 4.0, 8.0, 20.0, 60.0], blocks))
-    x = rng.uniform(1, 2, shape) * 2.0 ** rng.uniform(-spans, 0) * of_blocks(10.0 ** rng.integers(-12, 13, blocks))
+    x = (
+        rng.uniform(1, 2, shape)
+        * 2.0 ** rng.uniform(-spans, 0)
+        * of_blocks(10.0 ** rng.integers(-12, 13, blocks))
+    )
     x = np.where(rng.random(shape) < 0.02, 0, x).astype(np.float32)
     if kind == "squared":
         x = np.square(x)
@@ -80,7 +94,9 @@ def params(seed=0):
 
 def grads(i, like=None):
     """Gradients of step `i`, some rows without any."""
-    tree = jax.tree.map(lambda x: x * jnp.float32(0.1), params(100 + i) if like is None else like)
+    tree = jax.tree.map(
+        lambda x: x * jnp.float32(0.1), params(100 + i) if like is None else like
+    )
     return tree | {"embedding": tree["embedding"].at[::3].set(0)}
 
 
@@ -101,4 +117,6 @@ def train(tx, variables, steps, start=0, opt_state=None, **jit):
 def moments(tree):
     """Return the moments in FP8 of a tree, in order."""
     is_moment = lambda node: isinstance(node, optim.Moment)  # noqa: E731
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_moment) if is_moment(leaf)]
+    return [
+        leaf for leaf in jax.tree.leaves(tree, is_leaf=is_moment) if is_moment(leaf)
+    ]

@@ -11,7 +11,9 @@ def on_rows(function, axis, shape, *arrays):
     lie along `axis`.
     """
     arrays = [x if x is None else np.moveaxis(x, axis, -1) for x in arrays]
-    results = function(*(x if x is None else x.reshape(-1, x.shape[-1]) for x in arrays))
+    results = function(
+        *(x if x is None else x.reshape(-1, x.shape[-1]) for x in arrays)
+    )
     others = [size for i, size in enumerate(shape) if i != axis]
     back = [np.moveaxis(x.reshape(*others, x.shape[-1]), -1, axis) for x in results]
     return tuple(back)
@@ -24,7 +26,10 @@ def blocks(shape, axis):
 
 def keys(seed, step, leaf, shape, axis):
     """Of blocks in the row-major order of their amaxes."""
-    mix, number = oracle_moments.mix, np.arange(np.prod(blocks(shape, axis)), dtype=np.uint32)
+    mix, number = (
+        oracle_moments.mix,
+        np.arange(np.prod(blocks(shape, axis)), dtype=np.uint32),
+    )
     with np.errstate(over="ignore"):
         key = mix(mix(mix(np.uint32(seed)) ^ np.uint32(step)) ^ np.uint32(leaf))
         return mix(key ^ number).reshape(blocks(shape, axis))
@@ -35,7 +40,11 @@ def encode(kind, x, axis, keys=None):
 
     def function(after, keys=None):
         count = len(after), -(-after.shape[1] // 128)
-        zeros = np.zeros(after.shape, oracle_moments.E4M3.dtype), np.zeros(count, np.float32), np.ones(count, np.int8)
+        zeros = (
+            np.zeros(after.shape, oracle_moments.E4M3.dtype),
+            np.zeros(count, np.float32),
+            np.ones(count, np.int8),
+        )
         data, *of_blocks = oracle_moments.encode(*zeros, after, keys, kind == "squared")
         if kind == "squared":  # in which NaN with a sign stands for Inf
             codes = np.where(np.isposinf(after), 0xFF, data.view(np.uint8))
@@ -47,4 +56,11 @@ def encode(kind, x, axis, keys=None):
 
 def decode(data, amax, exponent, axis):
     """Return the f32 elements of a moment."""
-    return on_rows(lambda *moment: (oracle_moments.decode(*moment),), axis, data.shape, data, amax, exponent)[0]
+    return on_rows(
+        lambda *moment: (oracle_moments.decode(*moment),),
+        axis,
+        data.shape,
+        data,
+        amax,
+        exponent,
+    )[0]

@@ -58,20 +58,42 @@ def test_steps_are_those_of_the_oracle(shape):
     axis, b1, b2 = cases.SHAPES[shape], 0.5, 0.75
     rng = np.random.default_rng(0)
     params = rng.normal(size=shape).astype(np.float32)
-    tx = optim.adamw(2.0**-7, b1, b2, 1e-8, 1e-12, weight_decay=0.25, seed=3, min_size=1)
+    tx = optim.adamw(
+        2.0**-7, b1, b2, 1e-8, 1e-12, weight_decay=0.25, seed=3, min_size=1
+    )
     state = tx.init(jnp.asarray(params))
-    mu, nu = (tuple(map(np.asarray, moment)) for moment in (state.inner.mu, state.inner.nu))
+    mu, nu = (
+        tuple(map(np.asarray, moment)) for moment in (state.inner.mu, state.inner.nu)
+    )
     got = jnp.asarray(params)
     # Half of the rows have gradients of one size, the others of all sizes: blocks have
     # several exponents.
-    spread = np.expand_dims(np.arange(shape[0]) < shape[0] // 2, tuple(range(1, len(shape))))
+    spread = np.expand_dims(
+        np.arange(shape[0]) < shape[0] // 2, tuple(range(1, len(shape)))
+    )
     for t in range(1, 4):
-        grads = rng.choice([-1, 1], shape) * np.float32(2.0) ** (spread * rng.uniform(-20, 20, shape))
+        grads = rng.choice([-1, 1], shape) * np.float32(2.0) ** (
+            spread * rng.uniform(-20, 20, shape)
+        )
         grads = grads.astype(np.float32)
         got, state = jax.jit(tx.apply)(jnp.asarray(grads), state, got)
         one = np.float32(1)
-        numbers = [b1, 1 - b1, b2, 1 - b2, one / (one - b1**t), one / (one - b2**t), 1e-12, 1e-8, 2.0**-7, 0.25, 1]
-        params, mu, nu = of_oracle(shape, axis, grads, params, mu, nu, t - 1, np.float32(numbers), seed=3)
+        numbers = [
+            b1,
+            1 - b1,
+            b2,
+            1 - b2,
+            one / (one - b1**t),
+            one / (one - b2**t),
+            1e-12,
+            1e-8,
+            2.0**-7,
+            0.25,
+            1,
+        ]
+        params, mu, nu = of_oracle(
+            shape, axis, grads, params, mu, nu, t - 1, np.float32(numbers), seed=3
+        )
         np.testing.assert_array_equal(got, params, f"parameters after step {t}")
         assert_same_bits(tuple(state.inner.mu), mu)
         assert_same_bits(tuple(state.inner.nu), nu)
@@ -83,7 +105,9 @@ def test_apply_is_update_and_apply_updates():
     term from that of other two.
     """
     tx = optim.adamw(1e-2, **DECAY)
-    (a, a_state), (b, b_state) = (steps(tx, cases.params(), 3, apply) for apply in (False, True))
+    (a, a_state), (b, b_state) = (
+        steps(tx, cases.params(), 3, apply) for apply in (False, True)
+    )
     assert_same_bits(cases.moments(a_state), cases.moments(b_state))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, rtol=6 * 2.0**-23, atol=6 * 2.0**-23)
@@ -94,14 +118,32 @@ def test_it_is_quantized_adamw():
     """With its random bits. Products and sums in XLA may be rounded at once, by which
     few codes are others.
     """
-    fused, whole = optim.adamw(1e-2, **DECAY), optim.quantized(optax.adamw(1e-2, **DECAY))
-    (a, a_state), (b, b_state) = (steps(tx, cases.params(), 3, False) for tx in (fused, whole))
+    fused, whole = (
+        optim.adamw(1e-2, **DECAY),
+        optim.quantized(optax.adamw(1e-2, **DECAY)),
+    )
+    (a, a_state), (b, b_state) = (
+        steps(tx, cases.params(), 3, False) for tx in (fused, whole)
+    )
     pairs = list(zip(cases.moments(a_state), cases.moments(b_state), strict=True))
-    same = [np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)) for x, y in pairs]
+    same = [
+        np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8))
+        for x, y in pairs
+    ]
     assert min(same) > 0.999
-    other = cases.moments(steps(optim.adamw(1e-2, **DECAY, seed=1), cases.params(), 3, False)[1])
+    other = cases.moments(
+        steps(optim.adamw(1e-2, **DECAY, seed=1), cases.params(), 3, False)[1]
+    )
     pairs = zip(cases.moments(a_state), other, strict=True)
-    assert min(np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)) for x, y in pairs) < 0.9
+    assert (
+        min(
+            np.mean(
+                np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)
+            )
+            for x, y in pairs
+        )
+        < 0.9
+    )
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         # a step is 1e-2, of which a code's neighbour has 0.3
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)
@@ -115,9 +157,16 @@ def test_max_norm_clips_as_optax(max_norm, apply):
     """
     clip, rest = optax.clip_by_global_norm(max_norm), optim.adamw(1e-2, **DECAY)
     a, a_state = steps(optax.chain(clip, rest), cases.params(), 2, False)
-    b, b_state = steps(optim.adamw(1e-2, **DECAY, max_norm=max_norm), cases.params(), 2, apply)
+    b, b_state = steps(
+        optim.adamw(1e-2, **DECAY, max_norm=max_norm), cases.params(), 2, apply
+    )
     for x, y in zip(cases.moments(a_state), cases.moments(b_state), strict=True):
-        assert np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)) > 0.999
+        assert (
+            np.mean(
+                np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)
+            )
+            > 0.999
+        )
         np.testing.assert_allclose(x.amax, y.amax, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)
@@ -145,10 +194,16 @@ def test_masks_schedules_and_traced_numbers():
             steps(make(schedule, weight_decay=0.5, mask=mask), params, 3, apply)
             for make, apply in ((optim.adamw, True), (optax.adamw, False))
         )
-        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got[0]), jax.tree.leaves(expected[0]), strict=True):
+        for (path, x), y in zip(
+            jax.tree_util.tree_leaves_with_path(got[0]),
+            jax.tree.leaves(expected[0]),
+            strict=True,
+        ):
             # The decay moves a parameter of size 1 by 8e-3; an update is off by 3 parts
             # in 10.
-            np.testing.assert_allclose(x, y, rtol=0, atol=5e-3, err_msg=f"{name}{jax.tree_util.keystr(path)}")
+            np.testing.assert_allclose(
+                x, y, rtol=0, atol=5e-3, err_msg=f"{name}{jax.tree_util.keystr(path)}"
+            )
 
     @jax.jit
     def step(rate, grads, state, params):
@@ -160,7 +215,11 @@ def test_masks_schedules_and_traced_numbers():
         jax.jit(optim.adamw(1e-2, **DECAY).apply)(cases.grads(0), state, params),
     )
     assert_same_bits(cases.moments(got[1]), cases.moments(expected[1]))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got[0], expected[0])
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
+        got[0],
+        expected[0],
+    )
 
 
 def test_dtypes_of_parameters_and_gradients():
@@ -185,7 +244,10 @@ def test_dtypes_of_parameters_and_gradients():
 
 def test_an_ensemble_has_numbers_and_codes_of_its_members():
     rng = np.random.default_rng(0)
-    params = {"a": jnp.asarray(rng.normal(size=(3, 64, 130)), jnp.float32), "b": jnp.asarray(rng.normal(size=(3, 5)))}
+    params = {
+        "a": jnp.asarray(rng.normal(size=(3, 64, 130)), jnp.float32),
+        "b": jnp.asarray(rng.normal(size=(3, 5))),
+    }
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     rates = jnp.float32([1e-2, 1e-3, 1e-4])
 
@@ -193,32 +255,52 @@ def test_an_ensemble_has_numbers_and_codes_of_its_members():
         return optim.adamw(rate, **DECAY).apply(grads, state, params)
 
     state = jax.vmap(optim.adamw(0.0).init)(params)
-    state = state._replace(inner=state.inner._replace(count=jnp.arange(3, dtype=jnp.int32)))
+    state = state._replace(
+        inner=state.inner._replace(count=jnp.arange(3, dtype=jnp.int32))
+    )
     got = jax.jit(jax.vmap(step))(rates, params, state, params)
     for i in range(3):
         of_member = jax.tree.map(lambda x, i=i: x[i], (rates, params, state, params))
         member = jax.jit(step)(*of_member)
-        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], got[1].inner.nu["a"]), member[1].inner.nu["a"])
+        assert_same_bits(
+            jax.tree.map(lambda x, i=i: x[i], got[1].inner.nu["a"]),
+            member[1].inner.nu["a"],
+        )
         np.testing.assert_allclose(got[0]["a"][i], member[0]["a"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
     """Parameters cut along rows, with whole blocks on each device; one is on all."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
     rng = np.random.default_rng(0)
-    shapes, specs = {"a": (64, 256), "b": (16, 3, 130), "c": (70, 70)}, {"a": P("d"), "b": P("d"), "c": P()}
-    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    shapes, specs = (
+        {"a": (64, 256), "b": (16, 3, 130), "c": (70, 70)},
+        {"a": P("d"), "b": P("d"), "c": P()},
+    )
+    params = {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
     tx = optim.adamw(1e-2, **DECAY)
     lone = jax.jit(tx.apply)(params, tx.init(params), params)
-    cut = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    cut = {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+        for name, x in params.items()
+    }
     shardings = optim.shardings(jax.eval_shape(tx.init, cut), cut)
     state = jax.jit(tx.init, out_shardings=shardings)(cut)
     program = jax.jit(tx.apply).lower(cut, state, cut).compile()
     got = program(cut, state, cut)
-    assert_same_bits(jax.device_get(cases.moments(got[1])), jax.device_get(cases.moments(lone[1])))
+    assert_same_bits(
+        jax.device_get(cases.moments(got[1])), jax.device_get(cases.moments(lone[1]))
+    )
     jax.tree.map(np.testing.assert_array_equal, got[0], lone[0])
-    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", program.as_text())
+    assert not re.findall(
+        r"all-gather|all-reduce|all-to-all|collective-permute", program.as_text()
+    )
     assert got[1].inner.mu["a"].data.sharding.spec[0] == "d"
 
 
@@ -228,10 +310,15 @@ def test_parameters_and_moments_stay_where_they_are(axis, apply):
     """XLA cuts gradients as products leave them; without out_shardings the next step
     would find its state moved.
     """
-    mesh, cuts = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), [P("d", None), P(None, "d")]
+    mesh, cuts = (
+        jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)),
+        [P("d", None), P(None, "d")],
+    )
     here, there = (NamedSharding(mesh, cut) for cut in (cuts[axis], cuts[1 - axis]))
     params, tx = jax.device_put(jnp.ones((256, 1024)), here), optim.adamw(1e-2)
-    state = jax.jit(tx.init, out_shardings=optim.shardings(jax.eval_shape(tx.init, params), params))(params)
+    state = jax.jit(
+        tx.init, out_shardings=optim.shardings(jax.eval_shape(tx.init, params), params)
+    )(params)
 
     @jax.jit
     def step(params, state):
@@ -244,7 +331,10 @@ def test_parameters_and_moments_stay_where_they_are(axis, apply):
     after, after_state = step(params, state)
     kept = jax.tree.map(
         lambda old, new: new.sharding.is_equivalent_to(old.sharding, old.ndim),
-        *((x, y.inner.mu.data, y.inner.nu.data) for x, y in ((params, state), (after, after_state))),
+        *(
+            (x, y.inner.mu.data, y.inner.nu.data)
+            for x, y in ((params, state), (after, after_state))
+        ),
     )
     assert kept == (True, True, True)
 
@@ -253,8 +343,16 @@ def test_compilation_of_many_leaves():
     """XLA's CPU compiler makes a module of each fusion: beside the op a leaf has one,
     of the keys of both moments.
     """
-    tx, params = optim.adamw(1e-2), {str(i): jnp.zeros((64 + 8 * i, 128)) for i in range(12)}
-    program = jax.jit(tx.apply, donate_argnums=(1, 2)).lower(params, tx.init(params), params).compile().as_text()
+    tx, params = (
+        optim.adamw(1e-2),
+        {str(i): jnp.zeros((64 + 8 * i, 128)) for i in range(12)},
+    )
+    program = (
+        jax.jit(tx.apply, donate_argnums=(1, 2))
+        .lower(params, tx.init(params), params)
+        .compile()
+        .as_text()
+    )
     assert len(re.findall(r" fusion\(", program)) <= len(params) + 4
 
 
@@ -275,13 +373,19 @@ def test_train_state_writes_parameters_in_one_pass():
 
     losses = {}
     for name, tx in {"fused": optim.adamw(1e-2), "optax": optax.adamw(1e-2)}.items():
-        train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+        train = jaxfp8.linen.TrainState.create(
+            apply_fn=model.apply, params=variables, tx=tx
+        )
         text = step.lower(train).as_text()
-        assert len(re.findall(r"adam_update_v1.*apply = true", text)) == (name == "fused")
+        assert len(re.findall(r"adam_update_v1.*apply = true", text)) == (
+            name == "fused"
+        )
         for _ in range(10):
             train = step(train)
         losses[name] = float(jnp.mean(train.apply_fn(train.params, x) ** 2))
-        history = train.params["_overwrite_with_gradient"]["Fp8DotGeneral_0"]["input_amax_history"]
+        history = train.params["_overwrite_with_gradient"]["Fp8DotGeneral_0"][
+            "input_amax_history"
+        ]
         assert (history[0] > 0).all()
     assert losses["fused"] == pytest.approx(losses["optax"], rel=0.05)
 
@@ -293,25 +397,37 @@ def test_nnx_optimizer_writes_parameters_in_one_pass(graph):
     """
 
     def trained(tx):
-        model = jaxfp8.nnx.quantize(nnx.Linear(128, 256, rngs=nnx.Rngs(0)), [("", jaxfp8.DelayedScaling())])
+        model = jaxfp8.nnx.quantize(
+            nnx.Linear(128, 256, rngs=nnx.Rngs(0)), [("", jaxfp8.DelayedScaling())]
+        )
         optimizer = jaxfp8.nnx.Optimizer(model, tx, wrt=nnx.Param, graph=graph)
         state = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)
         nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 
         @nnx.jit
         def step(model, optimizer, x):
-            _, grads = jaxfp8.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+            _, grads = jaxfp8.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(
+                model
+            )
             return optimizer.update(model, grads)
 
-        updates = step(model, optimizer, jax.random.normal(jax.random.key(1), (16, 128)))
+        updates = step(
+            model, optimizer, jax.random.normal(jax.random.key(1), (16, 128))
+        )
         assert optimizer.step.get_value() == 1
         state = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)
-        return updates, model.kernel.get_value(), jax.device_get(nnx.as_pure((state, optimizer.opt_state)))
+        return (
+            updates,
+            model.kernel.get_value(),
+            jax.device_get(nnx.as_pure((state, optimizer.opt_state))),
+        )
 
     tx = optim.adamw(1e-2)
     applied, updated = trained(tx), trained(optax.GradientTransformationExtraArgs(*tx))
     assert applied[0] is None and jax.tree.leaves(updated[0])
-    np.testing.assert_allclose(applied[1], updated[1], rtol=6 * 2.0**-23, atol=6 * 2.0**-23)
+    np.testing.assert_allclose(
+        applied[1], updated[1], rtol=6 * 2.0**-23, atol=6 * 2.0**-23
+    )
     assert_same_bits(applied[2], updated[2])
     assert {x.dtype for x in jax.tree.leaves(applied[2][0])} == {np.dtype(np.float32)}
 
@@ -319,14 +435,24 @@ def test_nnx_optimizer_writes_parameters_in_one_pass(graph):
 def test_optimizer_of_variables_writes_parameters_in_one_pass():
     model, x = nn.Dense(256, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((16, 128))
     variables = model.init(jax.random.key(1), x)
-    grads = jaxfp8.grad(lambda variables: jnp.mean(model.apply(variables, x) ** 2))(variables)
-    train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optim.adamw(1e-2))
+    grads = jaxfp8.grad(lambda variables: jnp.mean(model.apply(variables, x) ** 2))(
+        variables
+    )
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=model.apply, params=variables, tx=optim.adamw(1e-2)
+    )
     tx = jaxfp8.train.optimizer(train.tx)
     after, opt_state = jax.jit(tx.apply)(grads, tx.init(variables), variables)
     expected = jax.jit(lambda train: train.apply_gradients(grads=grads))(train)
     assert_same_bits(jax.device_get(after), jax.device_get(expected.params))
-    jax.tree.map(np.testing.assert_array_equal, *map(cases.moments, (opt_state, expected.opt_state)))
-    with pytest.raises(ValueError, match=r"train.optimizer: apply: params: .* call apply\(grads, opt_state, params\)"):
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *map(cases.moments, (opt_state, expected.opt_state)),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"train.optimizer: apply: params: .* call apply\(grads, opt_state, params\)",
+    ):
         tx.apply(grads, opt_state, None)
 
 
@@ -340,12 +466,17 @@ def test_state_converts():
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
     _, state = jax.jit(tx.apply)(cases.grads(1), state, params)
     assert state.inner.count == 2
-    assert jax.tree.structure(optim.dequantize_state(state)) == jax.tree.structure(plain_state[0])
+    assert jax.tree.structure(optim.dequantize_state(state)) == jax.tree.structure(
+        plain_state[0]
+    )
     _, whole = cases.train(optim.quantized(optax.adamw(1e-2)), params, 1)
     of_adam = optim.QuantizedState(whole.update_count, whole.inner[0])
     _, state = jax.jit(tx.update)(cases.grads(1), of_adam, params)
     _, whole = cases.train(optim.quantized(optax.adamw(1e-2)), params, 1, 1, whole)
-    a, b = (np.asarray(cases.moments(tree)[0].data).view(np.uint8) for tree in (state, whole))
+    a, b = (
+        np.asarray(cases.moments(tree)[0].data).view(np.uint8)
+        for tree in (state, whole)
+    )
     assert np.mean(a == b) > 0.999
 
 
@@ -360,12 +491,21 @@ def test_updates_have_the_dtypes_of_optax(dtype, grad_dtype):
     tx, plain = optim.adamw(1e-8, weight_decay=0.0), optax.adamw(1e-8, weight_decay=0.0)
     updates, _ = tx.update(grads, tx.init(params), params)
     expected, _ = plain.update(grads, plain.init(params), params)
-    assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, expected)
+    assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(
+        jnp.result_type, expected
+    )
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(*(z.astype(jnp.float32) for z in (x, y)), rtol=0.3), updates, expected
+        lambda x, y: np.testing.assert_allclose(
+            *(z.astype(jnp.float32) for z in (x, y)), rtol=0.3
+        ),
+        updates,
+        expected,
     )
     without, _ = tx.update(grads, tx.init(params))
-    assert all((np.asarray(x, np.float32) < 0).all() for x in jax.tree.leaves(without)) or grad_dtype == "float16"
+    assert (
+        all((np.asarray(x, np.float32) < 0).all() for x in jax.tree.leaves(without))
+        or grad_dtype == "float16"
+    )
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-15, 1e-20])
@@ -375,10 +515,17 @@ def test_gradients_that_are_small(size, eps):
     is that of 3.4e-18.
     """
     params = {"a": jnp.zeros((64, 128))}
-    grads = {"a": jnp.asarray(np.random.default_rng(0).uniform(0.5, 1, (64, 128)) * size, jnp.float32)}
+    grads = {
+        "a": jnp.asarray(
+            np.random.default_rng(0).uniform(0.5, 1, (64, 128)) * size, jnp.float32
+        )
+    }
     got, expected = (
         tx.update(grads, tx.init(params), params)[0]["a"]
-        for tx in (optim.adamw(1.0, eps=eps, weight_decay=0.0), optax.adamw(1.0, eps=eps, weight_decay=0.0))
+        for tx in (
+            optim.adamw(1.0, eps=eps, weight_decay=0.0),
+            optax.adamw(1.0, eps=eps, weight_decay=0.0),
+        )
     )
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
@@ -387,20 +534,29 @@ def test_copies_and_what_takes_the_place_of_a_function():
     tx, params = optim.adamw(1e-2), cases.params()
     for other in (copy.copy(tx), copy.deepcopy(tx)):
         assert_same_bits(
-            other.apply(cases.grads(0), tx.init(params), params), tx.apply(cases.grads(0), tx.init(params), params)
+            other.apply(cases.grads(0), tx.init(params), params),
+            tx.apply(cases.grads(0), tx.init(params), params),
         )
-    train = jaxfp8.linen.TrainState.create(apply_fn=None, params=params, tx=tx._replace(update=tx.update))
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=None, params=params, tx=tx._replace(update=tx.update)
+    )
     train.apply_gradients(grads=cases.grads(0))
 
 
 def test_train_state_of_parameters_alone():
     params = cases.params()
-    train = jaxfp8.linen.TrainState.create(apply_fn=None, params=params, tx=optim.adamw(1e-2))
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=None, params=params, tx=optim.adamw(1e-2)
+    )
     step = jax.jit(lambda train, grads: train.apply_gradients(grads=grads))
-    assert re.findall(r"adam_update_v1.*apply = true", step.lower(train, cases.grads(0)).as_text())
+    assert re.findall(
+        r"adam_update_v1.*apply = true", step.lower(train, cases.grads(0)).as_text()
+    )
     after = step(train, cases.grads(0))
     jax.tree.map(
-        np.testing.assert_array_equal, after.params, jax.jit(train.tx.apply)(cases.grads(0), train.opt_state, params)[0]
+        np.testing.assert_array_equal,
+        after.params,
+        jax.jit(train.tx.apply)(cases.grads(0), train.opt_state, params)[0],
     )
     assert after.step == 1
 
@@ -414,57 +570,121 @@ def test_a_loss_that_contains_a_step():
     def loss(tx, steps, state=lambda state: state):
         def of_gradients(grads):
             updates, after = tx.update(grads, tx.init(p), p)
-            return jnp.sum((tx.update(grads, state(after), p)[0] if steps == 2 else updates) * moved)
+            return jnp.sum(
+                (tx.update(grads, state(after), p)[0] if steps == 2 else updates)
+                * moved
+            )
 
         return of_gradients
 
-    adamw, quantized, plain = optim.adamw(1e-3), optim.quantized(optax.adamw(1e-3)), optax.adamw(1e-3)
+    adamw, quantized, plain = (
+        optim.adamw(1e-3),
+        optim.quantized(optax.adamw(1e-3)),
+        optax.adamw(1e-3),
+    )
     for steps in (1, 2):
-        with pytest.raises(TypeError, match=r"^jaxfp8.optim.adamw has no derivative: a step rounds.* optax.adamw"):
+        with pytest.raises(
+            TypeError,
+            match=r"^jaxfp8.optim.adamw has no derivative: a step rounds.* optax.adamw",
+        ):
             jax.grad(loss(adamw, steps))(moved)
-    with pytest.raises(TypeError, match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward"):
+    with pytest.raises(
+        TypeError,
+        match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward",
+    ):
         jax.grad(loss(quantized, 2))(moved)
-    with pytest.raises(TypeError, match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward"):
+    with pytest.raises(
+        TypeError,
+        match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward",
+    ):
         jax.jvp(loss(quantized, 1), (moved,), (moved,))
-    np.testing.assert_allclose(*(jax.grad(loss(tx, 1))(moved) for tx in (quantized, plain)), rtol=1e-5)
-    assert np.all(np.isfinite(jax.grad(loss(quantized, 2, jax.lax.stop_gradient))(moved)))
+    np.testing.assert_allclose(
+        *(jax.grad(loss(tx, 1))(moved) for tx in (quantized, plain)), rtol=1e-5
+    )
+    assert np.all(
+        np.isfinite(jax.grad(loss(quantized, 2, jax.lax.stop_gradient))(moved))
+    )
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"optim.adamw: seed: expected an int, got '0'.*static_args"):
+    with pytest.raises(
+        TypeError, match=r"optim.adamw: seed: expected an int, got '0'.*static_args"
+    ):
         optim.adamw(1e-3, seed="0")
-    for make in (optim.adamw, lambda rate, **options: optim.quantized(optax.adam(rate), **options)):
-        with pytest.raises(TypeError, match="optim.*: min_size: expected an int, got 'a'"):
+    for make in (
+        optim.adamw,
+        lambda rate, **options: optim.quantized(optax.adam(rate), **options),
+    ):
+        with pytest.raises(
+            TypeError, match="optim.*: min_size: expected an int, got 'a'"
+        ):
             make(1e-3, min_size="a")
-    for name in ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "max_norm"):
-        for bad, error, needed in (("a", TypeError, "a number"), (10**400, ValueError, "a number that is finite in f")):
-            with pytest.raises(error, match=f"optim.adamw: {name}: expected {needed}.*, got "):
+    for name in (
+        "learning_rate",
+        "b1",
+        "b2",
+        "eps",
+        "eps_root",
+        "weight_decay",
+        "max_norm",
+    ):
+        for bad, error, needed in (
+            ("a", TypeError, "a number"),
+            (10**400, ValueError, "a number that is finite in f"),
+        ):
+            with pytest.raises(
+                error, match=f"optim.adamw: {name}: expected {needed}.*, got "
+            ):
                 optim.adamw(**({"learning_rate": 1e-3} | {name: bad}))
     for norm in (0, -1.0):
-        with pytest.raises(ValueError, match=f"optim.adamw: max_norm: expected a positive number, got {norm}"):
+        with pytest.raises(
+            ValueError,
+            match=f"optim.adamw: max_norm: expected a positive number, got {norm}",
+        ):
             optim.adamw(1e-3, max_norm=norm)
     params, tx = cases.params(), optim.adamw(1e-3)
     state = tx.init(params)
     for name in ("update", "apply"):
-        with pytest.raises(ValueError, match=rf"optim.adamw: {name}: params: .*got None; pass them: tx.{name}\(grads"):
+        with pytest.raises(
+            ValueError,
+            match=rf"optim.adamw: {name}: params: .*got None; pass them: tx.{name}\(grads",
+        ):
             getattr(tx, name)(params, state, None)
-        for other in (optax.adamw(1e-3), optim.quantized(optax.adamw(1e-3)), optim.quantized(optax.lion(1e-3))):
-            with pytest.raises(ValueError, match=rf"optim.adamw: {name}: state: expected a QuantizedState"):
+        for other in (
+            optax.adamw(1e-3),
+            optim.quantized(optax.adamw(1e-3)),
+            optim.quantized(optax.lion(1e-3)),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=rf"optim.adamw: {name}: state: expected a QuantizedState",
+            ):
                 getattr(tx, name)(params, other.init(params), params)
-        with pytest.raises(ValueError, match=rf"optim.adamw: {name}: grads\['odd'\]\['kernel'\]: expected the shape"):
-            getattr(tx, name)(params | {"odd": {"kernel": jnp.ones((200, 48))}}, state, params)
+        with pytest.raises(
+            ValueError,
+            match=rf"optim.adamw: {name}: grads\['odd'\]\['kernel'\]: expected the shape",
+        ):
+            getattr(tx, name)(
+                params | {"odd": {"kernel": jnp.ones((200, 48))}}, state, params
+            )
     tx = optim.adamw(1e-3, weight_decay=0.0)
     tx.update(params, tx.init(params))
     with pytest.raises(ValueError, match="broadcast"):
         optim.adamw(1e-3, mask={"a": True}).init(params)
-    with pytest.raises(ValueError, match="linen.TrainState: create: expected masks and labels in tx"):
+    with pytest.raises(
+        ValueError, match="linen.TrainState: create: expected masks and labels in tx"
+    ):
         mask = jax.tree.map(lambda x: True, {"params": params, "other": params})
         variables = {"params": params, "other": params}
-        jaxfp8.linen.TrainState.create(apply_fn=None, params=variables, tx=optim.adamw(1e-3, mask=mask))
+        jaxfp8.linen.TrainState.create(
+            apply_fn=None, params=variables, tx=optim.adamw(1e-3, mask=mask)
+        )
 
 
 @pytest.mark.parametrize(
-    "make", [optim.adamw, lambda rate: optim.quantized(optax.adamw(rate))], ids=["adamw", "quantized"]
+    "make",
+    [optim.adamw, lambda rate: optim.quantized(optax.adamw(rate))],
+    ids=["adamw", "quantized"],
 )
 def test_state_among_parameters_is_refused(make):
     """An optimizer would step on it; inside of `train.optimizer` it sees parameters
@@ -474,7 +694,10 @@ def test_state_among_parameters_is_refused(make):
         "params": {"w": jnp.ones((4, 4))},
         "layer": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2)),
     }
-    with pytest.raises(ValueError, match=r"init: params: .*got FP8 state among them, layer/.*train.optimizer\(tx\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"init: params: .*got FP8 state among them, layer/.*train.optimizer\(tx\)",
+    ):
         make(1e-3).init(variables)
     jaxfp8.train.optimizer(make(1e-3)).init(variables)
     for bad in (np.float32(-1), jnp.float32(0), -1, 0.0, np.nan):

@@ -23,22 +23,36 @@ pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 MESHES = {
     "one device": ((1,), ("d",), {}),
     "rows": ((8,), ("d",), {"wide": P("d"), "odd": P("d"), "layers": P(None, "d")}),
-    "columns": ((8,), ("d",), {"wide": P(None, "d"), "odd": P(None, "d"), "layers": P(None, None, "d")}),
-    "both": ((4, 2), ("d", "t"), {"wide": P("d", "t"), "odd": P("t", "d"), "layers": P(None, "d", "t")}),
+    "columns": (
+        (8,),
+        ("d",),
+        {"wide": P(None, "d"), "odd": P(None, "d"), "layers": P(None, None, "d")},
+    ),
+    "both": (
+        (4, 2),
+        ("d", "t"),
+        {"wide": P("d", "t"), "odd": P("t", "d"), "layers": P(None, "d", "t")},
+    ),
 }
 
 
 def params():
     rng = np.random.default_rng(0)
     shapes = {"wide": (64, 1024), "odd": (64, 8 * 24), "layers": (2, 64, 64)}
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def on(name, kind=AxisType.Auto):
     """Parameters on a mesh."""
     sizes, axes, specs = MESHES[name]
     mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
-    return {key: jax.device_put(x, NamedSharding(mesh, specs.get(key, P()))) for key, x in params().items()}
+    return {
+        key: jax.device_put(x, NamedSharding(mesh, specs.get(key, P())))
+        for key, x in params().items()
+    }
 
 
 def trained(variables, steps=3, start=0, opt_state=None):
@@ -52,7 +66,9 @@ def trained(variables, steps=3, start=0, opt_state=None):
     step = jax.jit(lambda grads, state: tx.update(grads, state)[1], donate_argnums=1)
     program = step.lower(variables, opt_state).compile().as_text()
     for i in range(start, start + steps):
-        opt_state = step(jax.tree.map(lambda x, i=i: x * jnp.float32(0.1 + i), variables), opt_state)
+        opt_state = step(
+            jax.tree.map(lambda x, i=i: x * jnp.float32(0.1 + i), variables), opt_state
+        )
     return opt_state, program
 
 
@@ -86,13 +102,25 @@ def test_shardings_are_those_of_parameters():
     variables = {"layer": on("columns")}
     state = jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, variables)
     adam = optim.shardings(state, variables).inner[0]
-    assert adam.mu["layer"]["wide"].data.spec == adam.mu["layer"]["wide"].amax.spec == P(None, "d")
+    assert (
+        adam.mu["layer"]["wide"].data.spec
+        == adam.mu["layer"]["wide"].amax.spec
+        == P(None, "d")
+    )
     assert adam.mu["layer"]["odd"].data.spec == P(None, "d")
-    assert adam.mu["layer"]["odd"].amax.spec == adam.mu["layer"]["odd"].exponent.spec == P(None, None)
+    assert (
+        adam.mu["layer"]["odd"].amax.spec
+        == adam.mu["layer"]["odd"].exponent.spec
+        == P(None, None)
+    )
     assert adam.count.spec == P()
-    plain = optim.shardings(jax.eval_shape(optax.adam(1e-2).init, variables), variables)[0]
+    plain = optim.shardings(
+        jax.eval_shape(optax.adam(1e-2).init, variables), variables
+    )[0]
     assert plain.nu["layer"]["odd"].spec == P(None, "d")
-    message = r"params: expected a NamedSharding of each leaf, got .* of params\['layers'\]"
+    message = (
+        r"params: expected a NamedSharding of each leaf, got .* of params\['layers'\]"
+    )
     with pytest.raises(ValueError, match=message):
         optim.shardings(state, params())
     with pytest.raises(ValueError, match="params: expected arrays on a mesh, got none"):
@@ -101,7 +129,9 @@ def test_shardings_are_those_of_parameters():
 
 def test_shardings_of_a_tree_that_is_one_array():
     x = on("rows")["wide"]
-    adam = optim.shardings(jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, x), x).inner[0]
+    adam = optim.shardings(
+        jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, x), x
+    ).inner[0]
     assert adam.mu.data.spec == adam.nu.amax.spec == P("d")
 
 
@@ -112,8 +142,13 @@ def test_shardings_of_the_variables_of_linen():
     variables = {"params": on("rows"), "_overwrite_with_gradient": {}}
     tx = optim.quantized(optax.adam(1e-2))
     states = [tx.init(variables["params"]), train.optimizer(tx).init(variables)]
-    for placed in (optim.shardings(jax.eval_shape(lambda state=state: state), variables) for state in states):
-        moments = jax.tree.leaves(placed, is_leaf=lambda node: isinstance(node, optim.Moment))
+    for placed in (
+        optim.shardings(jax.eval_shape(lambda state=state: state), variables)
+        for state in states
+    ):
+        moments = jax.tree.leaves(
+            placed, is_leaf=lambda node: isinstance(node, optim.Moment)
+        )
         specs = [leaf.data.spec for leaf in moments if isinstance(leaf, optim.Moment)]
         assert len(specs) == 6 and set(specs) == {P("d"), P(None, "d")}
 
@@ -127,7 +162,9 @@ def test_shardings_of_boxed_parameters(are_boxed):
     def boxed(tree, is_boxed):
         return nn.LogicallyPartitioned(tree, names=("a", "b")) if is_boxed else tree
 
-    of_state, of_params = ({"wide": boxed(on("rows")["wide"], is_boxed)} for is_boxed in are_boxed)
+    of_state, of_params = (
+        {"wide": boxed(on("rows")["wide"], is_boxed)} for is_boxed in are_boxed
+    )
     state = jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, of_state)
     mu = nn.unbox(optim.shardings(state, of_params).inner[0].mu["wide"])
     assert mu.data.spec == mu.amax.spec == P("d")
@@ -142,7 +179,10 @@ ANNOTATIONS = {
     "spec": lambda mesh: {"out_sharding": P(*AXES)},
     "short spec": lambda mesh: {"out_sharding": P("d")},
     "sharding": lambda mesh: {"out_sharding": NamedSharding(mesh, P(*AXES))},
-    "sharding of the optimizer": lambda mesh: {"out_sharding": P(), "optimizer_sharding": AXES},
+    "sharding of the optimizer": lambda mesh: {
+        "out_sharding": P(),
+        "optimizer_sharding": AXES,
+    },
 }
 
 
@@ -159,7 +199,9 @@ def test_annotations_of_nnx_parameters(annotation, kind):
 
     def trained(metadata):
         model = nnx.Dict(kernel=nnx.Param(jnp.asarray(kernel), **metadata))
-        optimizer = nnx.Optimizer(model, optim.quantized(optax.adam(1e-2)), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(
+            model, optim.quantized(optax.adam(1e-2)), wrt=nnx.Param
+        )
         for _ in range(2):
             # the gradient of a sum of squares
             optimizer.update(model, nnx.clone(nnx.state(model)))
@@ -168,16 +210,27 @@ def test_annotations_of_nnx_parameters(annotation, kind):
     expected, _ = trained({})
     with contextlib.nullcontext() if has_mesh else jax.set_mesh(mesh):
         model, moment = trained(metadata)
-    assert_same_bits(np.asarray(model["kernel"][...]), np.asarray(expected["kernel"][...]))
+    assert_same_bits(
+        np.asarray(model["kernel"][...]), np.asarray(expected["kernel"][...])
+    )
     for variable in (moment.amax, moment.exponent):
         spec = variable.get_value().sharding.spec
         assert spec in (P("d"), P("d", None))
         if not has_mesh:  # Flax takes names and specs there
-            assert nnx.get_partition_spec(variable).get_value() in (P("d"), P("d", None))
-    assert moment.data.get_value().sharding.spec in ((P("d"), P("d", None)) if "short" in annotation else (P(*AXES),))
+            assert nnx.get_partition_spec(variable).get_value() in (
+                P("d"),
+                P("d", None),
+            )
+    assert moment.data.get_value().sharding.spec in (
+        (P("d"), P("d", None)) if "short" in annotation else (P(*AXES),)
+    )
 
 
-@pytest.mark.parametrize("tx", [optim.quantized(optax.adam(1e-2)), optim.adamw(1e-2)], ids=["quantized", "adamw"])
+@pytest.mark.parametrize(
+    "tx",
+    [optim.quantized(optax.adam(1e-2)), optim.adamw(1e-2)],
+    ids=["quantized", "adamw"],
+)
 @pytest.mark.parametrize("name", list(MESHES)[1:])
 def test_explicit_arrays_need_no_mesh_context(name, tx):
     """As in optax, outside of jit too."""

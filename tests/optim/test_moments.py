@@ -19,7 +19,9 @@ def updated(kind, x, seed=0, count=0):
     `x`.
     """
     tx = cases.quantized_store(kind, seed=seed)
-    state = tx.init(jax.tree.map(jnp.zeros_like, x))._replace(update_count=jnp.int32(count))
+    state = tx.init(jax.tree.map(jnp.zeros_like, x))._replace(
+        update_count=jnp.int32(count)
+    )
     return jax.jit(tx.update)(x, state)[1]
 
 
@@ -34,7 +36,9 @@ def test_codes_are_those_of_the_oracle(kind, shape):
         data, amax, exponent = oracle.encode(kind, x, axis, keys)
         # The first eighth is zeros before and after: blocks of it keep what `init`
         # wrote, the exponent of zeros.
-        assert_same_bits(state.inner.moment[leaf], cases.KINDS[kind](data, amax, exponent))
+        assert_same_bits(
+            state.inner.moment[leaf], cases.KINDS[kind](data, amax, exponent)
+        )
         assert {-1, 0, 1} >= set(np.unique(exponent)) and len(np.unique(exponent)) > 1
         decoded = oracle.decode(data, amax, exponent, axis)
         got = np.asarray(optim.dequantize_state(state).moment[leaf])
@@ -88,18 +92,28 @@ def test_the_mean_of_a_million_draws(k):
     shape, y = (8192, 128), 300.0  # between 288 and 320
     x = np.full(shape, (y / 448) ** (1 / k), np.float32)
     x[:, 0], x[:, 1] = 1, SMALLEST[k]  # of amax 1
-    codes = np.asarray(updated("squared", x).inner.moment.data)[:, 2:].astype(np.float64)
+    codes = np.asarray(updated("squared", x).inner.moment.data)[:, 2:].astype(
+        np.float64
+    )
     assert set(np.unique(codes)) == {288, 320}
     share = np.mean(codes > 288)
-    y = np.float32(448) * (x[0, 2] if k == 1 else x[0, 2] * x[0, 2] if k == 2 else np.sqrt(x[0, 2]))
-    expected = oracle_moments.probability_of_the_code_above(y, np.sign(k - 1))[1] / 2**20
+    y = np.float32(448) * (
+        x[0, 2] if k == 1 else x[0, 2] * x[0, 2] if k == 2 else np.sqrt(x[0, 2])
+    )
+    expected = (
+        oracle_moments.probability_of_the_code_above(y, np.sign(k - 1))[1] / 2**20
+    )
     error = np.sqrt(expected * (1 - expected) / codes.size)
     assert abs(share - expected) < 4 * error
     low, exact, high = (value ** (1 / 4 / k) for value in (288, 300, 320))
-    assert abs(low + (high - low) * share - exact) < (4 * error + 2.0**-8) * (high - low)
+    assert abs(low + (high - low) * share - exact) < (4 * error + 2.0**-8) * (
+        high - low
+    )
     # The shares of rows vary as those of coins do, up to their own error of 1 / sqrt(2
     # rows) = 0.8 %, six times.
-    assert np.std((codes > 288).mean(axis=1)) == pytest.approx(error * np.sqrt(len(codes)), rel=0.05)
+    assert np.std((codes > 288).mean(axis=1)) == pytest.approx(
+        error * np.sqrt(len(codes)), rel=0.05
+    )
 
 
 def test_draws_are_like_coins():
@@ -121,10 +135,15 @@ def test_draws_are_like_coins():
 
     first = draws(5, 1)
     assert abs(first.mean()) < 4 / np.sqrt(first.size)
-    pairs = [(first[:, :-i], first[:, i:]) for i in (1, 2, 3, 64)] + [(first[1:], first[:-1])]
+    pairs = [(first[:, :-i], first[:, i:]) for i in (1, 2, 3, 64)] + [
+        (first[1:], first[:-1])
+    ]
     for x, y in [*pairs, (first, draws(6, 1)), (first, draws(5, 2))]:
         assert abs(np.mean(x * y)) < 4.5 / np.sqrt(x.size)
-    fourth, control = (np.mean((x.sum(1) / np.sqrt(128)) ** 4) for x in (first, draws(5, 1, progression=True)))
+    fourth, control = (
+        np.mean((x.sum(1) / np.sqrt(128)) ** 4)
+        for x in (first, draws(5, 1, progression=True))
+    )
     assert 2.7 < fourth < 4 and control > 20
 
 
@@ -142,12 +161,17 @@ def test_the_mean_step_is_that_of_float32():
 
         def step(carry, i, scale=scale, tx=tx):
             state, v = carry
-            g = jnp.square(scale * jax.random.normal(jax.random.fold_in(jax.random.key(1), i), shape))
+            g = jnp.square(
+                scale
+                * jax.random.normal(jax.random.fold_in(jax.random.key(1), i), shape)
+            )
             ours = decay * optim.dequantize_state(state).moment + (1 - decay) * g
             return (tx.update(ours, state)[1], decay * v + (1 - decay) * g), None
 
         carry = tx.init(jnp.zeros(shape)), jnp.zeros(shape)
-        (state, v), _ = jax.jit(lambda carry, step=step: jax.lax.scan(step, carry, jnp.arange(3000)))(carry)
+        (state, v), _ = jax.jit(
+            lambda carry, step=step: jax.lax.scan(step, carry, jnp.arange(3000))
+        )(carry)
         ratio = float(jnp.mean(jnp.sqrt(v / optim.dequantize_state(state).moment)))
         assert abs(ratio - 1) < 0.005
 
@@ -164,7 +188,13 @@ def test_a_signed_moment_follows_a_gradient_that_turns_round(decay):
     tx, decay = cases.quantized_store("signed"), jnp.float32(decay)
 
     def step(state, i):
-        g = jnp.full(shape, jnp.where(i < steps, 0.9, -0.9), jnp.float32).at[:, 0].set(1).at[:, 1].set(1e-6)
+        g = (
+            jnp.full(shape, jnp.where(i < steps, 0.9, -0.9), jnp.float32)
+            .at[:, 0]
+            .set(1)
+            .at[:, 1]
+            .set(1e-6)
+        )
         m = optim.dequantize_state(state).moment
         return tx.update(decay * m + (1 - decay) * g, state)[1], None
 
@@ -182,13 +212,17 @@ def test_the_error_and_the_size_of_a_signed_moment(decay, largest):
 
     def step(carry, i):
         state, exact = carry
-        g = mean + 3 * jax.random.normal(jax.random.fold_in(jax.random.key(1), i), shape)
+        g = mean + 3 * jax.random.normal(
+            jax.random.fold_in(jax.random.key(1), i), shape
+        )
         after = decay * optim.dequantize_state(state).moment + (1 - decay) * g
         return (tx.update(after, state)[1], decay * exact + (1 - decay) * g), None
 
     mean = jax.random.normal(jax.random.key(0), shape)
     carry = tx.init(jnp.zeros(shape)), jnp.zeros(shape)
-    (state, exact), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(600)))(carry)
+    (state, exact), _ = jax.jit(
+        lambda carry: jax.lax.scan(step, carry, jnp.arange(600))
+    )(carry)
     moment = optim.dequantize_state(state).moment
     assert np.linalg.norm(moment - exact) < largest * np.linalg.norm(exact)
     assert abs(np.abs(moment).mean() / np.abs(exact).mean() - 1) < 0.02

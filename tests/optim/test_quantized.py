@@ -31,9 +31,13 @@ def adam():
 # Transformations that are quantized as a whole.
 WHOLE = {
     "alone": adam,
-    "chain outside": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "chain outside": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1e-2)
+    ),
     "mask inside": lambda: optax.masked(adam(), MASK),
-    "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw)(
+        learning_rate=1e-2
+    ),
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "lion": lambda: optax.lion(1e-3),
     "amsgrad": lambda: optax.amsgrad(1e-2),
@@ -44,11 +48,17 @@ WHOLE = {
 PARTS = {
     "chain inside": lambda q: optax.chain(q(optax.scale_by_adam()), optax.scale(-1e-2)),
     "masked": lambda q: optax.masked(q(adam()), MASK),
-    "several": lambda q: optax.partition({"a": q(adam()), "b": optax.sgd(1e-2)}, LABELS),
+    "several": lambda q: optax.partition(
+        {"a": q(adam()), "b": optax.sgd(1e-2)}, LABELS
+    ),
     "train.optimizer": lambda q: jaxfp8.train.optimizer(q(adam())),
     "adamw": lambda q: optim.adamw(1e-2) if q is optim.quantized else optax.adamw(1e-2),
-    "adamw in a chain": lambda q: optax.chain(optax.clip_by_global_norm(1.0), PARTS["adamw"](q)),
-    "adamw, several": lambda q: optax.partition({"a": PARTS["adamw"](q), "b": optax.sgd(1e-2)}, LABELS),
+    "adamw in a chain": lambda q: optax.chain(
+        optax.clip_by_global_norm(1.0), PARTS["adamw"](q)
+    ),
+    "adamw, several": lambda q: optax.partition(
+        {"a": PARTS["adamw"](q), "b": optax.sgd(1e-2)}, LABELS
+    ),
     "adamw in train.optimizer": lambda q: jaxfp8.train.optimizer(PARTS["adamw"](q)),
     "inside train.optimizer": lambda q: q(jaxfp8.train.optimizer(adam())),
 }
@@ -65,12 +75,22 @@ def test_it_trains_as_without_fp8(place):
     the error is below a half.
     """
     start, quantizers = cases.params(), (optim.quantized, lambda tx: tx)
-    (got, state), (expected, plain_state) = (cases.train(PLACES[place](q), start, 4) for q in quantizers)
+    (got, state), (expected, plain_state) = (
+        cases.train(PLACES[place](q), start, 4) for q in quantizers
+    )
     assert cases.moments(state)
-    size, plain_size = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (state, plain_state))
+    size, plain_size = (
+        sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (state, plain_state)
+    )
     assert size < (0.8 if place == "amsgrad" else 0.6) * plain_size
-    moved = [np.asarray(after - before) for after, before in zip(*map(jax.tree.leaves, (got, start)), strict=True)]
-    exact = [np.asarray(after - before) for after, before in zip(*map(jax.tree.leaves, (expected, start)), strict=True)]
+    moved = [
+        np.asarray(after - before)
+        for after, before in zip(*map(jax.tree.leaves, (got, start)), strict=True)
+    ]
+    exact = [
+        np.asarray(after - before)
+        for after, before in zip(*map(jax.tree.leaves, (expected, start)), strict=True)
+    ]
     for a, b in zip(moved, exact, strict=True):
         assert np.linalg.norm(a - b) <= 0.5 * np.linalg.norm(b)
     assert any(np.any(a != b) for a, b in zip(moved, exact, strict=True))
@@ -79,10 +99,19 @@ def test_it_trains_as_without_fp8(place):
 def test_what_is_small_or_no_moment_stays():
     state = cases.train(optim.quantized(adam()), cases.params(), 1)[1].inner[0]
     assert state.count.dtype == jnp.int32
-    assert state.mu["dense"]["bias"].dtype == state.nu["layers"]["scale"].dtype == jnp.float32
+    assert (
+        state.mu["dense"]["bias"].dtype
+        == state.nu["layers"]["scale"].dtype
+        == jnp.float32
+    )
     assert isinstance(state.mu["odd"]["kernel"], optim.SignedMoment)
     assert isinstance(state.nu["odd"]["kernel"], optim.SquaredMoment)
-    kernel = optim.quantized(adam(), min_size=64 * 256 + 1).init(cases.params()).inner[0].mu["dense"]["kernel"]
+    kernel = (
+        optim.quantized(adam(), min_size=64 * 256 + 1)
+        .init(cases.params())
+        .inner[0]
+        .mu["dense"]["kernel"]
+    )
     assert kernel.dtype == jnp.float32
 
 
@@ -91,8 +120,18 @@ def test_what_is_small_or_no_moment_stays():
 @pytest.mark.parametrize(
     "wrap, dtype",
     [
-        (lambda tx: optim.quantized(optax.MultiSteps(tx, 2).gradient_transformation()), jnp.float32),
-        (lambda tx: optax.MultiSteps(optim.quantized(tx), 2).gradient_transformation(), jnp.bfloat16),
+        (
+            lambda tx: optim.quantized(
+                optax.MultiSteps(tx, 2).gradient_transformation()
+            ),
+            jnp.float32,
+        ),
+        (
+            lambda tx: optax.MultiSteps(
+                optim.quantized(tx), 2
+            ).gradient_transformation(),
+            jnp.bfloat16,
+        ),
     ],
 )
 def test_the_steps_between_change_no_moment(wrap, dtype):
@@ -100,16 +139,23 @@ def test_the_steps_between_change_no_moment(wrap, dtype):
     tx, states = wrap(adam()), []
     state = tx.init(params)
     for i in range(4):
-        _, state = jax.jit(tx.update)(jax.tree.map(lambda x: x.astype(dtype), cases.grads(i)), state, params)
+        _, state = jax.jit(tx.update)(
+            jax.tree.map(lambda x: x.astype(dtype), cases.grads(i)), state, params
+        )
         states.append(cases.moments(state))
     assert_same_bits(states[2], states[1])
-    assert any(np.any(np.asarray(a.data) != np.asarray(b.data)) for a, b in zip(states[1], states[3], strict=True))
+    assert any(
+        np.any(np.asarray(a.data) != np.asarray(b.data))
+        for a, b in zip(states[1], states[3], strict=True)
+    )
 
 
 def test_a_step_that_is_rejected_changes_no_moment():
     tx = optim.quantized(optax.apply_if_finite(adam(), 3))
     params, state = cases.train(tx, cases.params(), 2)
-    _, after = jax.jit(tx.update)(jax.tree.map(lambda x: x * jnp.nan, cases.grads(2)), state, params)
+    _, after = jax.jit(tx.update)(
+        jax.tree.map(lambda x: x * jnp.nan, cases.grads(2)), state, params
+    )
     assert_same_bits(cases.moments(after), cases.moments(state))
 
 
@@ -120,7 +166,10 @@ def test_a_gradient_that_is_nan_spoils_what_it_spoils_without_fp8():
     for name, tx in {"fp8": optim.quantized(adam()), "float32": adam()}.items():
         _, state = jax.jit(tx.update)(grads, tx.init(params), params)
         states[name] = optim.dequantize_state(state)[0]
-    for got, exact in zip(*(jax.tree.leaves((state.mu, state.nu)) for state in states.values()), strict=True):
+    for got, exact in zip(
+        *(jax.tree.leaves((state.mu, state.nu)) for state in states.values()),
+        strict=True,
+    ):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(exact))
 
 
@@ -134,7 +183,11 @@ def test_a_square_that_overflows_stops_its_parameter():
         for size in (1e25, 1.0, 1.0):
             updates, state = step({"a": params["a"].at[3, 5].set(size)}, state, after)
             after = optax.apply_updates(after, updates)
-        assert after["a"][3, 5] == 1 and np.isfinite(after["a"]).all() and after["a"][4, 5] < 0.99
+        assert (
+            after["a"][3, 5] == 1
+            and np.isfinite(after["a"]).all()
+            and after["a"][4, 5] < 0.99
+        )
         assert optim.dequantize_state(state)[0].nu["a"][3, 5] == np.inf
 
 
@@ -146,13 +199,17 @@ DTYPES = {
     "alone": lambda q, tx: q(tx),
     "apply_if_finite around": lambda q, tx: optax.apply_if_finite(q(tx), 3),
     "apply_if_finite inside": lambda q, tx: q(optax.apply_if_finite(tx, 3)),
-    "conditionally_transform": lambda q, tx: optax.conditionally_transform(q(tx), is_even),
+    "conditionally_transform": lambda q, tx: optax.conditionally_transform(
+        q(tx), is_even
+    ),
     "conditionally_mask": lambda q, tx: q(optax.conditionally_mask(tx, is_even)),
 }
 
 
 @pytest.mark.parametrize("place", DTYPES)
-@pytest.mark.parametrize("dtype, mu_dtype", [("bfloat16", None), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "dtype, mu_dtype", [("bfloat16", None), ("float32", "bfloat16")]
+)
 def test_updates_have_the_dtypes_of_optax(place, dtype, mu_dtype):
     """Under lax.scan, which raises where a carry changes its dtype."""
     tx = DTYPES[place](optim.quantized, optax.adam(1e-2, mu_dtype=mu_dtype))
@@ -172,7 +229,10 @@ def test_the_moments_of_amsgrad_that_its_maximum_needs_are_exact():
     for quantizer in (optim.quantized, lambda tx: tx):
         tx = quantizer(optax.amsgrad(1e-2))
         if quantizer is optim.quantized:
-            with pytest.warns(UserWarning, match=r"stay as they are: \[0\].nu\['a'\] .*nu_max\['a'\] \(float32\)"):
+            with pytest.warns(
+                UserWarning,
+                match=r"stay as they are: \[0\].nu\['a'\] .*nu_max\['a'\] \(float32\)",
+            ):
                 state = tx.init(params)
         else:
             state = tx.init(params)
@@ -188,7 +248,9 @@ def test_what_is_large_and_stays_is_said():
     cases = {
         r"muon'\].*mu\['a'\] \(float32\); name moments": optax.contrib.muon(1e-2),
         r": .z\['a'\] \(float32\); name": optax.contrib.schedule_free_adamw(1e-2),
-        r"\[0\].mu\['a'\] \(float32\), \[0\].nu\['a'\]": optax.rmsprop(1e-2, centered=True, momentum=0.9),
+        r"\[0\].mu\['a'\] \(float32\), \[0\].nu\['a'\]": optax.rmsprop(
+            1e-2, centered=True, momentum=0.9
+        ),
     }
     for message, tx in cases.items():
         with pytest.warns(UserWarning, match=message):
@@ -201,12 +263,16 @@ def test_an_ensemble():
     """A stack of moments decodes along the axis of its members' blocks, and all members
     draw the same bits.
     """
-    params = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(64, 2, 30)), jnp.float32)}
+    params = {
+        "a": jnp.asarray(np.random.default_rng(0).normal(size=(64, 2, 30)), jnp.float32)
+    }
     tx = optim.quantized(adam(), seed=-1, min_size=1)
     _, state = jax.vmap(tx.update)(params, jax.vmap(tx.init)(params), params)
     member = jax.tree.map(lambda x: x[3], (params, state))
     whole = optim.dequantize_state(state)
-    assert_same_bits(jax.tree.map(lambda x: x[3], whole), optim.dequantize_state(member[1]))
+    assert_same_bits(
+        jax.tree.map(lambda x: x[3], whole), optim.dequantize_state(member[1])
+    )
     _, alone = tx.update(member[0], tx.init(member[0]), member[0])
     assert_same_bits(alone, member[1])
 
@@ -217,7 +283,9 @@ def test_tools_of_optax():
     state = tx.init(params)
     assert optax.tree.get(state, "count") == 0
     is_leaf = lambda node: isinstance(node, optim.Moment)  # noqa: E731
-    shapes = optax.tree.map_params(tx, lambda moment, param: param.shape, state, params, is_leaf=is_leaf)
+    shapes = optax.tree.map_params(
+        tx, lambda moment, param: param.shape, state, params, is_leaf=is_leaf
+    )
     assert shapes.inner[0].mu == jax.tree.map(jnp.shape, params)
 
 
@@ -241,7 +309,12 @@ def test_from_and_to_float32():
     got = optim.dequantize_state(state)
     assert jax.tree.structure(got) == jax.tree.structure(plain)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2.0**-3 * (1 + 2.0**-5), atol=2.0**-10 * float(jnp.max(jnp.abs(b))))
+        np.testing.assert_allclose(
+            a,
+            b,
+            rtol=2.0**-3 * (1 + 2.0**-5),
+            atol=2.0**-10 * float(jnp.max(jnp.abs(b))),
+        )
     assert_same_bits(optim.dequantize_state({"a": state})["a"], got)
     cases.train(optim.quantized(adam()), params, 1, opt_state=state)  # it goes on
 
@@ -253,7 +326,9 @@ def test_an_nnx_optimizer():
 
     @nnx.jit
     def step(model, optimizer):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 0.5) ** 2))(model)
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 0.5) ** 2))(
+            model
+        )
         optimizer.update(model, grads)
         return loss
 
@@ -274,7 +349,9 @@ def test_an_nnx_optimizer_of_fp8_layers():
     optimizer = jaxfp8.nnx.Optimizer(model, optim.quantized(optax.adamw(1e-2)))
     grads = jaxfp8.nnx.grad(lambda model: jnp.mean((model(x) - 0.5) ** 2))(model)
     optimizer.update(model, grads)
-    assert jaxfp8.E4M3.dtype in {leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))}
+    assert jaxfp8.E4M3.dtype in {
+        leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))
+    }
     assert product.input_amax_history[0] == 1
 
 
@@ -286,7 +363,9 @@ def test_memory():
     assert rows["SignedMoment"]["leaves"] == rows["SquaredMoment"]["leaves"] == 4
     parameters = sum(x.size for x in jax.tree.leaves(params))
     assert rows["all"]["bytes_per_parameter"] == rows["all"]["bytes"] / parameters
-    assert optim.memory(adam().init(params), params).rows[-1]["bytes_per_parameter"] == pytest.approx(8, abs=1e-3)
+    assert optim.memory(adam().init(params), params).rows[-1][
+        "bytes_per_parameter"
+    ] == pytest.approx(8, abs=1e-3)
     shapes = jax.eval_shape(optim.quantized(adam()).init, params)
     assert str(optim.memory(shapes, params)) == str(optim.memory(state, params))
     with pytest.raises(ValueError, match="params: expected arrays with elements"):
@@ -301,16 +380,28 @@ def test_what_is_refused():
     params = cases.params()
     tx = optim.quantized(adam())
     state = tx.init(params)
-    with pytest.raises(ValueError, match="tx: expected a transformation that keeps moments.*EmptyState"):
+    with pytest.raises(
+        ValueError, match="tx: expected a transformation that keeps moments.*EmptyState"
+    ):
         optim.quantized(optax.sgd(1e-2)).init(params)
-    with pytest.raises(ValueError, match="tx: expected a transformation that keeps moments"):
+    with pytest.raises(
+        ValueError, match="tx: expected a transformation that keeps moments"
+    ):
         optim.quantized(optax.rmsprop(1e-2, centered=True)).init(params)
     with pytest.raises(ValueError, match="got some in FP8"):
         optim.quantized(tx).init(params)
-    with pytest.raises(ValueError, match=r"expected a QuantizedState, got tuple; .*quantize_state"):
+    with pytest.raises(
+        ValueError, match=r"expected a QuantizedState, got tuple; .*quantize_state"
+    ):
         tx.update(params, adam().init(params), params)
-    with pytest.raises(ValueError, match="expected a SignedMoment of float8_e4m3fn codes"):
-        tx.update(params, optim.QuantizedState(state.update_count, adam().init(params)), params)
+    with pytest.raises(
+        ValueError, match="expected a SignedMoment of float8_e4m3fn codes"
+    ):
+        tx.update(
+            params,
+            optim.QuantizedState(state.update_count, adam().init(params)),
+            params,
+        )
     # Codes as another dtype, amaxes of other blocks, the other kind: checkpoints of
     # others.
     adam_state = state.inner[0]
@@ -323,5 +414,7 @@ def test_what_is_refused():
     for moment in wrong:
         mu = adam_state.mu | {"odd": {"kernel": moment}}
         restored = state._replace(inner=(adam_state._replace(mu=mu), *state.inner[1:]))
-        with pytest.raises(ValueError, match="restore the checkpoint with the min_size and the moments"):
+        with pytest.raises(
+            ValueError, match="restore the checkpoint with the min_size and the moments"
+        ):
             tx.update(params, restored, params)

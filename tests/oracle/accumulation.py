@@ -53,7 +53,9 @@ def tensor_core(device: str) -> TensorCore:
         return HOPPER
     if float(device) >= 10:
         return BLACKWELL
-    raise ValueError(f"tensor_core: device: expected a compute capability from 8.9 on, got {device!r}")
+    raise ValueError(
+        f"tensor_core: device: expected a compute capability from 8.9 on, got {device!r}"
+    )
 
 
 _SMALLEST = {"float8_e4m3fn": 2.0**-6, "float8_e5m2": 2.0**-14}  # normal number
@@ -123,19 +125,27 @@ def tensor_core_matmul(
         for begin in steps:
             part = slice(begin, begin + step)
             products = a[:, None, part] * b[None, :, part]
-            exponent = (a_exponent[:, None, part] + b_exponent[None, :, part]).max(axis=-1)
+            exponent = (a_exponent[:, None, part] + b_exponent[None, :, part]).max(
+                axis=-1
+            )
             if aligned_accumulator:
                 exponent = np.maximum(exponent, _exponent(accumulator))
             quantum = _quantum(exponent, bits)
             added = _cut(products, quantum[..., None], rounding).sum(axis=-1)
             if not aligned_accumulator:
-                quantum = _quantum(np.maximum(_exponent(added), _exponent(accumulator)), bits)
+                quantum = _quantum(
+                    np.maximum(_exponent(added), _exponent(accumulator)), bits
+                )
                 added = _cut(added, quantum, rounding)
             added = added + _cut(accumulator, quantum, rounding)
             accumulator = _cut(added, _quantum(_exponent(added), out_bits), rounding)
             since += step
             if promotion and since >= promotion:
-                total, accumulator, since = total + accumulator.astype(np.float32), zero, 0
+                total, accumulator, since = (
+                    total + accumulator.astype(np.float32),
+                    zero,
+                    0,
+                )
         result = result + (total + accumulator.astype(np.float32))
     return result
 
@@ -143,7 +153,13 @@ def tensor_core_matmul(
 # -------------------------------------------------------------------------------- bound
 
 
-def gemm_bound(a, b, accumulation: str = "exact", device: str | None = None, op: str = "scaled_matmul") -> np.ndarray:
+def gemm_bound(
+    a,
+    b,
+    accumulation: str = "exact",
+    device: str | None = None,
+    op: str = "scaled_matmul",
+) -> np.ndarray:
     """How far a sum of products of codes may be from `a @ b.T`: f64 `[m, n]`, before
     scales and the result's rounding.
 
@@ -182,12 +198,20 @@ def gemm_bound(a, b, accumulation: str = "exact", device: str | None = None, op:
         if accumulation == "exact":
             return total * _growth(k * U)
         if accumulation not in ("fast", "precise"):
-            raise ValueError(f'gemm_bound: accumulation: expected "exact", "fast" or "precise", got {accumulation!r}')
+            raise ValueError(
+                f'gemm_bound: accumulation: expected "exact", "fast" or "precise", got {accumulation!r}'
+            )
         core = tensor_core(device)
         steps = -(-k // core.step)
         added = total * _growth(steps * U) * (1 + 2.0**-9)
         if core.out_bits < 23:
-            promotion = None if accumulation == "fast" else 32 if core is ADA and op == "ragged_matmul" else PROMOTION
+            promotion = (
+                None
+                if accumulation == "fast"
+                else 32
+                if core is ADA and op == "ragged_matmul"
+                else PROMOTION
+            )
             return added + _lost(a, b, core, promotion)
         # As many bits as f32: instead of its power of two, the sum of all magnitudes.
         each = (min(core.step, k) + 2) * 2.0**-core.bits + 2.0**-core.out_bits
@@ -203,22 +227,32 @@ def _lost(a, b, core: TensorCore, promotion: int | None) -> np.ndarray:
     fraction_bits = sum(_FRACTION_BITS[x.dtype.name] for x in (a, b))
     (a, a_exponent), (b, b_exponent) = _operand(a), _operand(b)
     # ten times faster
-    a_exponent, b_exponent = (np.ascontiguousarray(x.T) for x in (a_exponent, b_exponent))
+    a_exponent, b_exponent = (
+        np.ascontiguousarray(x.T) for x in (a_exponent, b_exponent)
+    )
     window = promotion and -(-promotion // core.step)
     prefix = error = np.zeros((len(a), len(b)))
     # the sums, and the errors, where the accumulator may have begun
     starts, errors = [prefix], [error]
 
     def magnitude():
-        return functools.reduce(np.maximum, (np.abs(prefix - start) for start in starts)) + error - errors[0]
+        return (
+            functools.reduce(np.maximum, (np.abs(prefix - start) for start in starts))
+            + error
+            - errors[0]
+        )
 
     for begin in range(0, a.shape[1], core.step):
         part = slice(begin, begin + core.step)
         exponents = a_exponent[part, :, None] + b_exponent[part, None]
         largest = np.maximum(exponents.max(axis=0), _exponent(magnitude()))
-        cut = (exponents < largest - np.int8(core.bits - fraction_bits)).sum(axis=0, dtype=np.int8)
+        cut = (exponents < largest - np.int8(core.bits - fraction_bits)).sum(
+            axis=0, dtype=np.int8
+        )
         # zeros lose nothing
-        cut = cut - len(exponents) + (a[:, part] != 0).astype(float) @ (b[:, part] != 0).T
+        cut = (
+            cut - len(exponents) + (a[:, part] != 0).astype(float) @ (b[:, part] != 0).T
+        )
         error = error + (cut + 2) * _quantum(largest, core.bits)
         prefix = prefix + a[:, part] @ b[:, part].T
         error = error + _quantum(_exponent(magnitude()), core.out_bits)

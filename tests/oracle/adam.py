@@ -35,7 +35,9 @@ def without_subnormals(x):
 
 def decoded_square(data, amax, exponent):
     """A code of NaN with a sign stands for infinity."""
-    return np.where(bits(data) == 0xFF, F32(np.inf), moments.decode(data, amax, exponent))
+    return np.where(
+        bits(data) == 0xFF, F32(np.inf), moments.decode(data, amax, exponent)
+    )
 
 
 def encoded(x, keys, squared):
@@ -55,13 +57,29 @@ def step(grads, params, mu, nu, mu_keys, nu_keys, hyper):
 
     `hyper` is f32 `[h, 11]`, each row for `g / h` rows of the others.
     """
-    hyper = np.repeat(hyper, len(grads) // len(hyper), axis=0) if len(grads) else hyper[:0]
-    b1, one_less_b1, b2, one_less_b2, unbias_mu, unbias_nu, eps_root, eps, rate, decay, factor = hyper.T[..., None]
+    hyper = (
+        np.repeat(hyper, len(grads) // len(hyper), axis=0) if len(grads) else hyper[:0]
+    )
+    (
+        b1,
+        one_less_b1,
+        b2,
+        one_less_b2,
+        unbias_mu,
+        unbias_nu,
+        eps_root,
+        eps,
+        rate,
+        decay,
+        factor,
+    ) = hyper.T[..., None]
     with np.errstate(all="ignore"):
         g = flushed(without_subnormals(grads) * factor)
         m = flushed(one_less_b1 * g) + flushed(b1 * moments.decode(*mu))
         square, before = flushed(g * g, LEAST_SQUARE), np.abs(decoded_square(*nu))
-        v = flushed(one_less_b2 * square, LEAST_SQUARE) + flushed(b2 * before, LEAST_SQUARE)
+        v = flushed(one_less_b2 * square, LEAST_SQUARE) + flushed(
+            b2 * before, LEAST_SQUARE
+        )
         out = flushed(m * unbias_mu / (np.sqrt(v * unbias_nu + eps_root) + eps))
         if params is not None:
             p = without_subnormals(params)

@@ -41,10 +41,14 @@ def quantize_block(x, fmt: Format, scale: str, rounding: str, power_2_scale: boo
     amax = float(oracle.amax(x))
     if scale == "e8m0":
         if not np.isfinite(amax):
-            return np.full(wide.shape, fmt.nan_code, np.uint8).view(fmt.dtype), NAN_SCALE
+            return np.full(wide.shape, fmt.nan_code, np.uint8).view(
+                fmt.dtype
+            ), NAN_SCALE
         e = e8m0_exponent(amax, fmt, rounding)
         # Exact, but for numbers that are far too small for FP8.
-        return oracle.encode(np.ldexp(wide.astype(np.float64), -e).astype(F32), fmt), e + 127
+        return oracle.encode(
+            np.ldexp(wide.astype(np.float64), -e).astype(F32), fmt
+        ), e + 127
     # A quotient in f64 of two f32 rounds to f32 as the exact one does: 53 >= 2 * 24 + 2
     # bits.
     sf = F32(min(fmt.max / amax, 2.0**126)) if 0 < amax < np.inf else F32(1)
@@ -54,7 +58,9 @@ def quantize_block(x, fmt: Format, scale: str, rounding: str, power_2_scale: boo
     return oracle.quantize(wide, sf, fmt)[0], F32(1 / np.float64(sf))
 
 
-def quantize(x, fmt: Format, block, *, scale="f32", rounding="ceil", power_2_scale=False):
+def quantize(
+    x, fmt: Format, block, *, scale="f32", rounding="ceil", power_2_scale=False
+):
     """(codes `[m, n]`, scale_inv `[blocks of rows, blocks of columns]`), f32 or
     E8M0.
     """
@@ -65,7 +71,9 @@ def quantize(x, fmt: Format, block, *, scale="f32", rounding="ceil", power_2_sca
     for i, (top, bottom) in enumerate(rows):
         for j, (left, right) in enumerate(cols):
             part = slice(top, bottom), slice(left, right)
-            codes[part], scales[i, j] = quantize_block(x[part], fmt, scale, rounding, power_2_scale)
+            codes[part], scales[i, j] = quantize_block(
+                x[part], fmt, scale, rounding, power_2_scale
+            )
     return codes, scales.view(E8M0) if scale == "e8m0" else scales
 
 
@@ -78,20 +86,30 @@ def transpose(codes, scales, fmt: Format, c: int):
     """
     values, wide = scale_values(scales), oracle.widen(codes).astype(np.float64)
     (m, n), raw = codes.shape, np.asarray(codes).view(np.uint8)
-    is_power = np.isin(values, np.ldexp(1.0, EXPONENTS)) & (values > (0 if scales.dtype == E8M0 else 2.0**-127))
+    is_power = np.isin(values, np.ldexp(1.0, EXPONENTS)) & (
+        values > (0 if scales.dtype == E8M0 else 2.0**-127)
+    )
     out, scales_t = np.zeros((n, m), np.uint8), np.zeros((n, len(bounds(m, c))))
     for i, (top, bottom) in enumerate(bounds(m, c)):
         for j, (left, right) in enumerate(bounds(n, c)):
-            part, of_rows = (slice(top, bottom), slice(left, right)), values[top:bottom, j]
+            part, of_rows = (
+                (slice(top, bottom), slice(left, right)),
+                values[top:bottom, j],
+            )
             largest = of_rows.max() if is_power[top:bottom, j].all() else np.nan
-            moved = oracle.encode((wide[part] * (of_rows / largest)[:, None]).astype(F32), fmt).view(np.uint8)
+            moved = oracle.encode(
+                (wide[part] * (of_rows / largest)[:, None]).astype(F32), fmt
+            ).view(np.uint8)
             stays = ~np.isfinite(wide[part]) & np.isfinite(largest)
-            out.T[part], scales_t[left:right, i] = np.where(stays, raw[part], moved), largest
+            out.T[part], scales_t[left:right, i] = (
+                np.where(stays, raw[part], moved),
+                largest,
+            )
     if scales.dtype != E8M0:
         return out.view(fmt.dtype), scales_t.astype(F32)
-    return out.view(fmt.dtype), np.where(np.isnan(scales_t), NAN_SCALE, np.log2(scales_t) + 127).astype(np.uint8).view(
-        E8M0
-    )
+    return out.view(fmt.dtype), np.where(
+        np.isnan(scales_t), NAN_SCALE, np.log2(scales_t) + 127
+    ).astype(np.uint8).view(E8M0)
 
 
 def scale_values(scales) -> np.ndarray:
@@ -123,7 +141,9 @@ def dequantize(codes, scales, block) -> np.ndarray:
     return codes * element_scales(scales, block, codes.shape)
 
 
-def _sum_bound(a, b, a_scales, b_scales, a_block, b_block, accumulation, device) -> np.ndarray:
+def _sum_bound(
+    a, b, a_scales, b_scales, a_block, b_block, accumulation, device
+) -> np.ndarray:
     """The bound of a sum on a GPU, of products with the scales of their elements.
 
     From one end of a block along k to the next, the scales of a row are one number,
@@ -133,22 +153,39 @@ def _sum_bound(a, b, a_scales, b_scales, a_block, b_block, accumulation, device)
     them.
     """
     k = a.shape[1]
-    factors = [element_scales(s, block, x.shape) for x, s, block in ((a, a_scales, a_block), (b, b_scales, b_block))]
-    ends = {end for block in (a_block, b_block) if block for _, end in bounds(k, block[1])} or {k}
+    factors = [
+        element_scales(s, block, x.shape)
+        for x, s, block in ((a, a_scales, a_block), (b, b_scales, b_block))
+    ]
+    ends = {
+        end for block in (a_block, b_block) if block for _, end in bounds(k, block[1])
+    } or {k}
     error, begin = np.zeros((len(a), len(b))), 0
     for end in sorted(ends):
         part = slice(begin, end)
         scales = [np.abs(factor[:, part]).max(axis=1, initial=0) for factor in factors]
         product = np.outer(*scales)
         sums = [np.abs(x[:, part].astype(np.float64)) for x in (a, b)]
-        error = error + product * gemm_bound(a[:, part], b[:, part], accumulation, device)
+        error = error + product * gemm_bound(
+            a[:, part], b[:, part], accumulation, device
+        )
         error = error + len(ends) * 2.0**-22 * product * (sums[0] @ sums[1].T)
         begin = end
     return error
 
 
 def matmul(
-    a, b, a_scales, b_scales, *, a_block=None, b_block=None, bias=None, out_dtype=F32, accumulation="exact", device=None
+    a,
+    b,
+    a_scales,
+    b_scales,
+    *,
+    a_block=None,
+    b_block=None,
+    bias=None,
+    out_dtype=F32,
+    accumulation="exact",
+    device=None,
 ) -> Product:
     """a `[m, k]`, b `[n, k]` codes with their scales -> Product of dequantized a @ b.T
     (+ bias).
@@ -170,14 +207,19 @@ def matmul(
     """
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(invalid="ignore", over="ignore"):
-        wide_a, wide_b = dequantize(a, a_scales, a_block), dequantize(b, b_scales, b_block)
+        wide_a, wide_b = (
+            dequantize(a, a_scales, a_block),
+            dequantize(b, b_scales, b_block),
+        )
         k = wide_a.shape[1]
         exact = wide_a @ wide_b.T
         total = np.abs(wide_a) @ np.abs(wide_b).T
         if accumulation == "exact":
             bound = gemm_bound(wide_a, wide_b)
         else:
-            bound = _sum_bound(a, b, a_scales, b_scales, a_block, b_block, accumulation, device)
+            bound = _sum_bound(
+                a, b, a_scales, b_scales, a_block, b_block, accumulation, device
+            )
         bound = bound + total * 5 * PRECISE
         sums = [np.abs(x).sum(axis=1) for x in (wide_a, wide_b)]
         codes = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)).T
@@ -191,11 +233,15 @@ def matmul(
             exact, total = exact + bias, total + np.abs(bias)
             bound = bound + PRECISE * total
         eps_out = oracle.UNIT_ROUNDOFF[np.dtype(out_dtype)]
-        bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + oracle.ABSOLUTE[np.dtype(out_dtype)]
+        bound = (bound + eps_out * (np.abs(exact) + bound)) * (
+            1 + 2.0**-10
+        ) + oracle.ABSOLUTE[np.dtype(out_dtype)]
     return Product(exact, bound)
 
 
-def ragged_matmul(a, b, a_scales, b_scales, group_sizes, *, a_block=None, b_block=None, out_dtype=F32) -> Product:
+def ragged_matmul(
+    a, b, a_scales, b_scales, group_sizes, *, a_block=None, b_block=None, out_dtype=F32
+) -> Product:
     """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`,
     cut along m, to `[g, p, n]`.
 
@@ -206,13 +252,29 @@ def ragged_matmul(a, b, a_scales, b_scales, group_sizes, *, a_block=None, b_bloc
     wide_a = dequantize(a, a_scales, a_block)
     if b.ndim == 2:
         wide_b = dequantize(b, b_scales, b_block)
-        parts = [matmul(wide_a[:, i:j], wide_b[:, i:j], one, one, out_dtype=out_dtype) for i, j in ranges]
-        return Product(*(np.stack([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
+        parts = [
+            matmul(wide_a[:, i:j], wide_b[:, i:j], one, one, out_dtype=out_dtype)
+            for i, j in ranges
+        ]
+        return Product(
+            *(
+                np.stack([getattr(part, name) for part in parts])
+                for name in ("exact", "bound")
+            )
+        )
     wide_b = [dequantize(*matrix, b_block) for matrix in zip(b, b_scales, strict=True)]
-    parts = [matmul(wide_a[i:j], wide_b[e], one, one, out_dtype=out_dtype) for e, (i, j) in enumerate(ranges)]
+    parts = [
+        matmul(wide_a[i:j], wide_b[e], one, one, out_dtype=out_dtype)
+        for e, (i, j) in enumerate(ranges)
+    ]
     # exactly zero, whatever these rows hold
     rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
-    return Product(*(np.concatenate([*(getattr(part, name) for part in parts), rest]) for name in ("exact", "bound")))
+    return Product(
+        *(
+            np.concatenate([*(getattr(part, name) for part in parts), rest])
+            for name in ("exact", "bound")
+        )
+    )
 
 
 def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
@@ -237,5 +299,7 @@ def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
     out = np.full(-(-rows // 128) * 128 * inner_dim, fill, scales.dtype)
     for outer, inner in np.ndindex(rows, blocks):
         tile = (inner // 4 * 4 + outer // 128 * inner_dim) * 128
-        out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner]
+        out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[
+            outer, inner
+        ]
     return out

@@ -45,7 +45,11 @@ def all_half_codes(dtype) -> np.ndarray:
 def bits(values) -> np.ndarray:
     """The bytes of an array as unsigned integers: what 'bitwise equal' compares."""
     values = np.asarray(values)
-    return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}").reshape(values.shape)
+    return (
+        np.ascontiguousarray(values)
+        .view(f"u{values.dtype.itemsize}")
+        .reshape(values.shape)
+    )
 
 
 def assert_bitwise(got, expected, what: str) -> None:
@@ -53,8 +57,12 @@ def assert_bitwise(got, expected, what: str) -> None:
     first difference is.
     """
     got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
-    assert got.dtype == expected.dtype, f"{what}: dtype {got.dtype}, expected {expected.dtype}"
+    assert got.shape == expected.shape, (
+        f"{what}: shape {got.shape}, expected {expected.shape}"
+    )
+    assert got.dtype == expected.dtype, (
+        f"{what}: dtype {got.dtype}, expected {expected.dtype}"
+    )
     different = bits(got) != bits(expected)
     if different.any():
         first = np.unravel_index(np.argmax(different), different.shape)
@@ -113,7 +121,9 @@ def counts(x, scale, fmt: Format) -> np.ndarray:
     return F32([saturated.sum(), (zero & (wide != 0)).sum()])
 
 
-def quantize_transpose(x, scale, fmt: Format) -> tuple[np.ndarray, np.ndarray, np.float32]:
+def quantize_transpose(
+    x, scale, fmt: Format
+) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """(codes, codes transposed, amax) of a matrix."""
     data, top = quantize(x, scale, fmt)
     return data, np.ascontiguousarray(data.T), top
@@ -133,9 +143,17 @@ def assert_column_sums(got, x, what: str = "column sums") -> None:
         exact, total = wide.sum(axis=0), np.abs(wide).sum(axis=0)
         bound = len(wide) * (PRECISE * total * (1 + 2.0**-10) + 2.0**-126)
         got = np.asarray(got)
-        assert got.dtype == F32 and got.shape == exact.shape, f"{what}: {got.dtype}{got.shape}, expected {exact.shape}"
-        good = (np.abs(got.astype(np.float64) - exact) <= bound) | (got == exact) | (np.isnan(got) & np.isnan(exact))
-    assert good.all(), f"{what}: {(~good).sum()} of {good.size} out of bound; first at {np.argmin(good)}"
+        assert got.dtype == F32 and got.shape == exact.shape, (
+            f"{what}: {got.dtype}{got.shape}, expected {exact.shape}"
+        )
+        good = (
+            (np.abs(got.astype(np.float64) - exact) <= bound)
+            | (got == exact)
+            | (np.isnan(got) & np.isnan(exact))
+        )
+    assert good.all(), (
+        f"{what}: {(~good).sum()} of {good.size} out of bound; first at {np.argmin(good)}"
+    )
 
 
 def dequantize(codes, scale_inv, dtype) -> np.ndarray:

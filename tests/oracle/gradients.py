@@ -30,20 +30,35 @@ def activation(x, grad, name: str, grad_bound=0.0) -> Values:
     gate, up = (x[..., 0, :], x[..., 1, :]) if gated else (x, np.ones_like(x))
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if name == "relu":
-            f, f_bound, df, df_bound = np.maximum(gate, 0), 0.0, np.where(gate <= 0, 0.0, 1.0), 0.0
+            f, f_bound, df, df_bound = (
+                np.maximum(gate, 0),
+                0.0,
+                np.where(gate <= 0, 0.0, 1.0),
+                0.0,
+            )
         else:
             c = 2 * np.sqrt(2 / np.pi)
-            z, dz = (gate, 1.0) if "silu" in name else (c * (gate + 0.044715 * gate**3), c * (1 + 0.134145 * gate**2))
+            z, dz = (
+                (gate, 1.0)
+                if "silu" in name
+                else (c * (gate + 0.044715 * gate**3), c * (1 + 0.134145 * gate**2))
+            )
             s, rest = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
             off = (5 * np.abs(z) + 24) * _U
             inner = np.where(rest == 0, 0, np.where(s == 0, 0, gate * s * rest * dz))
             inner_off = np.where(z >= 25, np.abs(inner), np.abs(gate) * s * dz * off)
             f, f_bound = gate * s, np.abs(gate * s) * off
-            df, df_bound = s + inner, np.where(s == 0, 0, s * np.minimum(off, 1) + inner_off)
+            df, df_bound = (
+                s + inner,
+                np.where(s == 0, 0, s * np.minimum(off, 1) + inner_off),
+            )
         parts = [_times(grad, grad_bound, df * up, df_bound * np.abs(up))]
         if gated:
             parts.append(_times(grad, grad_bound, f, f_bound))
-    exact, bound = (np.stack(part, axis=-2) if gated else part[0] for part in zip(*parts, strict=True))
+    exact, bound = (
+        np.stack(part, axis=-2) if gated else part[0]
+        for part in zip(*parts, strict=True)
+    )
     return Values(exact, np.where(np.isfinite(exact), bound, 0))
 
 
@@ -53,4 +68,6 @@ def _times(grad, grad_bound, factor, factor_bound):
     """
     exact, size = grad * factor, np.abs(grad) + grad_bound
     bound = grad_bound * np.abs(factor) + size * factor_bound
-    return exact, bound + 8 * _U * (np.abs(exact) + size * factor_bound) + 2.0**-116 * (1 + size)
+    return exact, bound + 8 * _U * (np.abs(exact) + size * factor_bound) + 2.0**-116 * (
+        1 + size
+    )

@@ -76,14 +76,29 @@ def dense_step(
     return DenseStep(
         codes={"input": x_codes, "kernel": k_codes, "output_grad": g_codes},
         scales={"input": x_scale, "kernel": k_scale, "output_grad": g_scale},
-        y=multiply(x_codes, k_codes.swapaxes(-2, -1), x_inv, k_inv, bias=bias, out_dtype=out_dtype),
+        y=multiply(
+            x_codes,
+            k_codes.swapaxes(-2, -1),
+            x_inv,
+            k_inv,
+            bias=bias,
+            out_dtype=out_dtype,
+        ),
         dgrad=multiply(g_codes, k_codes, g_inv, k_inv, out_dtype=dgrad_dtype),
         wgrad=multiply(x_codes.T, g_codes.T, x_inv, g_inv, out_dtype=wgrad_dtype),
         state=LayerState(x_state, k_state, g_state),
     )
 
 
-def ragged_step(lhs, rhs, group_sizes, grad, state: LayerState, options: Options = DEFAULTS, **dtypes) -> DenseStep:
+def ragged_step(
+    lhs,
+    rhs,
+    group_sizes,
+    grad,
+    state: LayerState,
+    options: Options = DEFAULTS,
+    **dtypes,
+) -> DenseStep:
     """One forward and backward of rows of lhs `[m, k]` by the matrix of their group in
     rhs `[g, k, n]`.
 
@@ -91,6 +106,9 @@ def ragged_step(lhs, rhs, group_sizes, grad, state: LayerState, options: Options
     Rows of no group are as if lhs and grad were zero there. dtypes: as of `dense_step`.
     """
     rows = group_ranges(group_sizes)[-1][1]
-    lhs, grad = (np.where(np.arange(len(x))[:, None] < rows, x, np.zeros((), x.dtype)) for x in (lhs, grad))
+    lhs, grad = (
+        np.where(np.arange(len(x))[:, None] < rows, x, np.zeros((), x.dtype))
+        for x in (lhs, grad)
+    )
     multiply = functools.partial(ragged_matmul, group_sizes=group_sizes)
     return dense_step(lhs, rhs, grad, state, options, multiply=multiply, **dtypes)

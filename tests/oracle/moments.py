@@ -20,7 +20,9 @@ def product(x, y):
     rounded to 24 bits.
     """
     exact = np.multiply(flushed(x), flushed(y), dtype=np.float64)  # of 2 x 24 bits
-    return np.where(np.abs(exact) < 2.0**-126 - 2.0**-151, np.copysign(0, exact), exact).astype(F32)
+    return np.where(
+        np.abs(exact) < 2.0**-126 - 2.0**-151, np.copysign(0, exact), exact
+    ).astype(F32)
 
 
 def blocks(x):
@@ -50,7 +52,9 @@ def mix(x):
 def random_bits(keys):
     """Of the elements of blocks: polynomials in their number."""
     i, linear = np.arange(BLOCK, dtype=np.uint64), mix(keys)
-    start, linear, square = (x[..., None].astype(np.uint64) for x in (keys, linear, mix(linear)))
+    start, linear, square = (
+        x[..., None].astype(np.uint64) for x in (keys, linear, mix(linear))
+    )
     return ((start + i * linear + (i * i * square) % 2**32) % 2**32).astype(np.uint32)
 
 
@@ -64,7 +68,9 @@ def probability_of_the_code_above(y, exponent):
     """
     below = np.searchsorted(VALUES, np.asarray(y, np.float64), side="right") - 1
     gap = VALUES[np.minimum(below + 1, 126)] - VALUES[below]
-    fraction = np.floor((y - VALUES[below]) / np.where(gap > 0, gap, 1) * 2**20).astype(np.int64)
+    fraction = np.floor((y - VALUES[below]) / np.where(gap > 0, gap, 1) * 2**20).astype(
+        np.int64
+    )
     product = fraction * ((2**20 - fraction) // 2**9) // 2**11
     factor = np.select([exponent > 0, exponent < 0], [119, 68], 102)
     return below, fraction + product * (15 - below % 8) * factor // 2**15
@@ -76,7 +82,10 @@ def is_code_above(u, y, exponent, random):
     """
     below = np.searchsorted(VALUES, np.asarray(y, np.float64), side="right") - 1
     low, high = (
-        power(product(np.append(VALUES, np.nan).astype(F32)[code], F32(1 / 448)), -exponent)
+        power(
+            product(np.append(VALUES, np.nan).astype(F32)[code], F32(1 / 448)),
+            -exponent,
+        )
         for code in (below, below + 1)
     )
     draw = (random >> 8).astype(F32) * F32(2.0**-24)
@@ -99,7 +108,11 @@ def encode(data, amax, exponent, after, keys, squared):
     n, old = data.shape[1], blocks(decode(data, amax, exponent))
     same = (bits(old) == bits(blocks(after))).all(-1)
     codes, new_amax, new_exponent = encode_all(after, keys, squared)
-    codes = np.where(same[..., None], bits(blocks(data)), bits(blocks(codes))).astype(np.uint8).view(E4M3.dtype)
+    codes = (
+        np.where(same[..., None], bits(blocks(data)), bits(blocks(codes)))
+        .astype(np.uint8)
+        .view(E4M3.dtype)
+    )
     amax = np.where(same, bits(amax), bits(new_amax)).view(F32)
     return rows(codes, n), amax, np.where(same, exponent, new_exponent)
 
@@ -117,7 +130,9 @@ def encode_all(x, keys, squared):
     # 2. The numbers to round.
     unit = np.where(top > 1, F32(2.0**-32), F32(1))
     inverse = F32(1) / np.maximum(product(top, unit), F32(2.0**-126))
-    u = np.minimum(product(product(np.where(is_number, magnitude, 0), unit), inverse), F32(1))
+    u = np.minimum(
+        product(product(np.where(is_number, magnitude, 0), unit), inverse), F32(1)
+    )
     y = product(F32(448), power(u, k))
     # 3. Stochastically, the code below y or the one above.
     if keys is None:
@@ -132,4 +147,8 @@ def encode_all(x, keys, squared):
     if squared:
         codes = np.maximum(codes, is_number)
     codes = np.where(np.isfinite(x), codes, 0x7F) | np.where(np.signbit(x), 0x80, 0)
-    return rows(codes.astype(np.uint8).view(E4M3.dtype), n), top[..., 0], k[..., 0].astype(np.int8)
+    return (
+        rows(codes.astype(np.uint8).view(E4M3.dtype), n),
+        top[..., 0],
+        k[..., 0].astype(np.int8),
+    )

@@ -18,7 +18,9 @@ class Values:
     exact: np.ndarray
     bound: np.ndarray
 
-    def check(self, data, data_t, top, scale, fmt: Format, *, start=0.0, what: str = "codes") -> None:
+    def check(
+        self, data, data_t, top, scale, fmt: Format, *, start=0.0, what: str = "codes"
+    ) -> None:
         """Raises AssertionError unless the codes are those of some f32 values within
         the bound, and so is the amax.
 
@@ -32,16 +34,30 @@ class Values:
             scale: f32.
         """
         data = np.asarray(data)
-        assert data.shape == self.exact.shape, f"{what}: shape {data.shape}, expected {self.exact.shape}"
-        assert data.dtype == fmt.dtype, f"{what}: dtype {data.dtype}, expected {fmt.dtype}"
+        assert data.shape == self.exact.shape, (
+            f"{what}: shape {data.shape}, expected {self.exact.shape}"
+        )
+        assert data.dtype == fmt.dtype, (
+            f"{what}: dtype {data.dtype}, expected {fmt.dtype}"
+        )
         with np.errstate(over="ignore", invalid="ignore"):
-            low, high = ((self.exact + sign * self.bound).astype(F32) for sign in (-1, 1))
+            low, high = (
+                (self.exact + sign * self.bound).astype(F32) for sign in (-1, 1)
+            )
             finite = np.isfinite(low) & np.isfinite(high)
             unsure = ~finite & ~np.isnan(low) & (low != high)
             # One more rounding, of the product with the scale.
-            least, most = (np.sort([low * F32(scale), high * F32(scale)], axis=0)[i] for i in (0, 1))
-            least, most = np.nextafter(least, F32(-np.inf)), np.nextafter(most, F32(np.inf))
-        got, least, most = (widen(v) for v in (data, encode(least, fmt), encode(most, fmt)))
+            least, most = (
+                np.sort([low * F32(scale), high * F32(scale)], axis=0)[i]
+                for i in (0, 1)
+            )
+            least, most = (
+                np.nextafter(least, F32(-np.inf)),
+                np.nextafter(most, F32(np.inf)),
+            )
+        got, least, most = (
+            widen(v) for v in (data, encode(least, fmt), encode(most, fmt))
+        )
         good = np.where(finite, (least <= got) & (got <= most), np.isnan(got) | unsure)
         if not good.all():
             worst = np.unravel_index(np.argmin(good), good.shape)
@@ -51,13 +67,21 @@ class Values:
             )
         if data_t is not None:
             order = (data.ndim - 1, *range(data.ndim - 1))
-            assert_bitwise(np.asarray(data_t), np.ascontiguousarray(data.transpose(order)), f"{what}: data_t")
-        ends = [amax(np.concatenate([v.reshape(-1), [F32(start)]])) for v in (low, high)]
+            assert_bitwise(
+                np.asarray(data_t),
+                np.ascontiguousarray(data.transpose(order)),
+                f"{what}: data_t",
+            )
+        ends = [
+            amax(np.concatenate([v.reshape(-1), [F32(start)]])) for v in (low, high)
+        ]
         with np.errstate(invalid="ignore"):
             least = np.maximum(0, np.abs(self.exact) - self.bound)
         sure = np.where(finite, least, np.where(unsure, 0, np.inf))
         smallest = max(float(sure.max(initial=0)) * (1 - 2.0**-23), float(start))
-        assert smallest <= float(top) <= max(ends), f"{what}: amax {top!r}, expected {smallest!r} to {max(ends)!r}"
+        assert smallest <= float(top) <= max(ends), (
+            f"{what}: amax {top!r}, expected {smallest!r} to {max(ends)!r}"
+        )
 
 
 _U = 2.0**-24  # unit roundoff of f32
@@ -89,7 +113,11 @@ def activation(x, name: str) -> Values:
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if name == "relu":
             return Values(np.where(gate <= 0, 0, gate), np.full(gate.shape, 2.0**-126))
-        z = gate if name.startswith("silu") else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        z = (
+            gate
+            if name.startswith("silu")
+            else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        )
         # Beyond, s(z) is a zero of f64 as well, but 0 * inf is not.
         share = np.where(z < -700, 1, _sigmoid(-z))
         exact = gate * _sigmoid(z) * up
@@ -97,7 +125,9 @@ def activation(x, name: str) -> Values:
         bound = np.abs(exact) * relative + 88 * 2.0**-126 * np.maximum(1, np.abs(up))
         # Next to the largest f32 the function of a gate may round to infinity before it
         # is multiplied.
-        bound = np.where(gated & (np.abs(gate) >= 2.0**128 * (1 - 8 * _U)), np.inf, bound)
+        bound = np.where(
+            gated & (np.abs(gate) >= 2.0**128 * (1 - 8 * _U)), np.inf, bound
+        )
     return Values(exact, np.where(np.isfinite(exact), bound, 0))
 
 
@@ -125,14 +155,22 @@ def norm(x, gamma, beta, kind: str, epsilon: float, depth: int | None = None) ->
         if kind == "layer":
             mean = x.mean(-1, keepdims=True)
             c = x - mean
-            c_error = (depth + 1) * _U * np.abs(x).mean(-1, keepdims=True) + _U * np.abs(c)
+            c_error = (depth + 1) * _U * np.abs(x).mean(
+                -1, keepdims=True
+            ) + _U * np.abs(c)
         variance = (c * c).mean(-1, keepdims=True)
-        variance_error = (depth + 3) * _U * variance + (2 * np.abs(c) * c_error + c_error**2).mean(-1, keepdims=True)
+        variance_error = (depth + 3) * _U * variance + (
+            2 * np.abs(c) * c_error + c_error**2
+        ).mean(-1, keepdims=True)
         total = variance + epsilon
         factor = gamma / np.sqrt(total)
         factor_error = variance_error / total / 2 + 6 * _U
         exact = c * factor
-        bound = np.abs(exact) * factor_error + c_error * np.abs(factor) + 2 * _U * np.abs(exact)
+        bound = (
+            np.abs(exact) * factor_error
+            + c_error * np.abs(factor)
+            + 2 * _U * np.abs(exact)
+        )
         if beta is not None:
             exact = exact + widen(beta, np.float64)
             bound = bound + _U * np.abs(exact)
@@ -165,6 +203,12 @@ def affine(x, statistics, gamma, beta) -> np.ndarray:
     statistics: `[m, 2]`, rstd and mean of each row; or `[m, 1]`, without a mean.
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        centered = widen(x) if statistics.shape[-1] == 1 else widen(x) - statistics[..., 1:]
+        centered = (
+            widen(x) if statistics.shape[-1] == 1 else widen(x) - statistics[..., 1:]
+        )
         factor = statistics[..., :1] * gamma
-        return centered * factor if beta is None else multiply_add(centered, factor, np.broadcast_to(beta, x.shape))
+        return (
+            centered * factor
+            if beta is None
+            else multiply_add(centered, factor, np.broadcast_to(beta, x.shape))
+        )

@@ -31,7 +31,9 @@ class Product:
         exact product is NaN.
         """
         got = np.asarray(got)
-        assert got.shape == self.exact.shape, f"{what}: shape {got.shape}, expected {self.exact.shape}"
+        assert got.shape == self.exact.shape, (
+            f"{what}: shape {got.shape}, expected {self.exact.shape}"
+        )
         limit = float(ml_dtypes.finfo(got.dtype).max)
         # Where a result may round past the largest value of its dtype, an infinity of
         # that sign is right as well.
@@ -40,7 +42,9 @@ class Product:
         with np.errstate(invalid="ignore"):
             good = np.abs(wide - self.exact) <= self.bound
             good |= (wide == self.exact) | (np.isnan(wide) & np.isnan(self.exact))
-            good |= may_overflow & np.isinf(wide) & (np.sign(wide) == np.sign(self.exact))
+            good |= (
+                may_overflow & np.isinf(wide) & (np.sign(wide) == np.sign(self.exact))
+            )
         if not good.all():
             worst = np.unravel_index(np.argmin(good), good.shape)
             raise AssertionError(
@@ -53,7 +57,9 @@ def rescaled(sums, a_scale_inv, b_scale_inv) -> np.ndarray:
     """f32 sums times both inverse scales: by the scales' product where that is a normal
     number, else one by one.
     """
-    sums, a_scale_inv, b_scale_inv = (np.asarray(x, F32) for x in (sums, a_scale_inv, b_scale_inv))
+    sums, a_scale_inv, b_scale_inv = (
+        np.asarray(x, F32) for x in (sums, a_scale_inv, b_scale_inv)
+    )
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         product = a_scale_inv * b_scale_inv
         is_normal = (np.abs(product) >= 2.0**-126) & np.isfinite(product)
@@ -84,14 +90,23 @@ def scaled_matmul(
         (already in error by the above), plus half the smallest subnormal.
     """
     a64, b64 = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
-    s = float(np.asarray(a_scale_inv, np.float64).reshape(())) * float(np.asarray(b_scale_inv, np.float64).reshape(()))
+    s = float(np.asarray(a_scale_inv, np.float64).reshape(())) * float(
+        np.asarray(b_scale_inv, np.float64).reshape(())
+    )
     with np.errstate(invalid="ignore", over="ignore"):
         exact = (a64 @ b64.T) * s
         total = np.abs(a64) @ np.abs(b64).T
         magnitude = total * abs(s)
-        bound = gemm_bound(a, b, accumulation, device, op) * abs(s) + magnitude * 2 * PRECISE
-        factors = [a_scale_inv, b_scale_inv] + [s] * (accumulation != "exact" and op == "scaled_matmul")
-        if any(abs(float(np.asarray(factor).reshape(()))) < 2.0**-126 for factor in factors):
+        bound = (
+            gemm_bound(a, b, accumulation, device, op) * abs(s)
+            + magnitude * 2 * PRECISE
+        )
+        factors = [a_scale_inv, b_scale_inv] + [s] * (
+            accumulation != "exact" and op == "scaled_matmul"
+        )
+        if any(
+            abs(float(np.asarray(factor).reshape(()))) < 2.0**-126 for factor in factors
+        ):
             bound = bound + magnitude
         for term in (bias, accumulator):
             if term is not None:
@@ -103,7 +118,9 @@ def scaled_matmul(
         eps_out = UNIT_ROUNDOFF[out_dtype]
         # A factor 1 + 2**-10 covers the products of the small terms above, each below
         # 2**-10 for K <= 2**12.
-        bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + ABSOLUTE[out_dtype]
+        bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + ABSOLUTE[
+            out_dtype
+        ]
     return Product(exact, bound)
 
 
@@ -118,7 +135,9 @@ def _columns(x, begin: int, end: int, on_gpu: bool):
     to the first column.
     """
     first = begin // 16 * 16 if on_gpu else begin
-    return np.where(np.arange(first, end) < begin, np.zeros((), x.dtype), x[:, first:end])
+    return np.where(
+        np.arange(first, end) < begin, np.zeros((), x.dtype), x[:, first:end]
+    )
 
 
 def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Product:
@@ -130,9 +149,24 @@ def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Pro
     if b.ndim == 2:
         on_gpu = options.get("accumulation", "exact") != "exact"
         cuts = [[_columns(x, i, j, on_gpu) for x in (a, b)] for i, j in ranges]
-        parts = [scaled_matmul(*cut, a_scale_inv, b_scale_inv, **options) for cut in cuts]
-        return Product(*(np.stack([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
-    parts = [scaled_matmul(a[i:j], b[e], a_scale_inv, b_scale_inv, **options) for e, (i, j) in enumerate(ranges)]
+        parts = [
+            scaled_matmul(*cut, a_scale_inv, b_scale_inv, **options) for cut in cuts
+        ]
+        return Product(
+            *(
+                np.stack([getattr(part, name) for part in parts])
+                for name in ("exact", "bound")
+            )
+        )
+    parts = [
+        scaled_matmul(a[i:j], b[e], a_scale_inv, b_scale_inv, **options)
+        for e, (i, j) in enumerate(ranges)
+    ]
     # exactly zero, whatever these rows hold
     rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
-    return Product(*(np.concatenate([*(getattr(part, name) for part in parts), rest]) for name in ("exact", "bound")))
+    return Product(
+        *(
+            np.concatenate([*(getattr(part, name) for part in parts), rest])
+            for name in ("exact", "bound")
+        )
+    )

@@ -66,12 +66,25 @@ def scale_pair(amax, stored, numerator) -> tuple[np.ndarray, np.ndarray]:
     """
     with np.errstate(invalid="ignore"):  # signalling NaNs
         is_state = ~(is_below_zero(amax) | is_below_zero(stored))
-        amax, stored, numerator = np.asarray(amax, np.float64), np.asarray(stored, np.float64), float(numerator)
+        amax, stored, numerator = (
+            np.asarray(amax, np.float64),
+            np.asarray(stored, np.float64),
+            float(numerator),
+        )
     low, high = float(SCALE_MIN), float(SCALE_MAX)
-    smallest, largest = max(numerator / high, low), min(numerator / low, float(np.finfo(F32).max))
+    smallest, largest = (
+        max(numerator / high, low),
+        min(numerator / low, float(np.finfo(F32).max)),
+    )
     has_amax, has_stored = ((v > 0) & (v < np.inf) for v in (amax, stored))
-    divisor = np.where(has_amax, np.clip(amax, smallest, largest), np.where(has_stored, np.clip(stored, low, high), 1))
-    scale = np.where(is_state, np.where(has_amax, numerator, 1) / divisor, np.nan).astype(F32)
+    divisor = np.where(
+        has_amax,
+        np.clip(amax, smallest, largest),
+        np.where(has_stored, np.clip(stored, low, high), 1),
+    )
+    scale = np.where(
+        is_state, np.where(has_amax, numerator, 1) / divisor, np.nan
+    ).astype(F32)
     return scale, (1 / scale.astype(np.float64)).astype(F32)
 
 
@@ -82,11 +95,16 @@ def amax_to_scale(a, fmt: Format, margin: int = 0) -> np.float32:
     return F32(scale_pair(a, 1, fmt.max / 2.0**margin)[0])
 
 
-def select_scale(state: State, fmt: Format, options: Options = DEFAULTS, current_amax=None) -> np.float32:
+def select_scale(
+    state: State, fmt: Format, options: Options = DEFAULTS, current_amax=None
+) -> np.float32:
     """The scale of this step, from the stored history and scale (and the tensor in hand
     for first_step="current").
     """
-    if np.any(is_below_zero(np.asarray(state.amax_history).astype(F32))) or is_below_zero(state.scale).any():
+    if (
+        np.any(is_below_zero(np.asarray(state.amax_history).astype(F32)))
+        or is_below_zero(state.scale).any()
+    ):
         return F32(np.nan)
     history = clean_history(state.amax_history)
     algorithm = options.amax_compute_algo
@@ -123,7 +141,9 @@ def reading(history, stored, numerator=448.0) -> np.ndarray:
     if np.any(is_below_zero(history)) or np.any(is_below_zero(stored)):
         return np.concatenate([F32([-1, -1]), np.ravel(stored), F32([0]), scales])
     entries = clean_history(history)
-    return np.concatenate([[entries[0], entries.max()], np.ravel(stored), F32([0]), scales]).astype(F32)
+    return np.concatenate(
+        [[entries[0], entries.max()], np.ravel(stored), F32([0]), scales]
+    ).astype(F32)
 
 
 def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
@@ -140,7 +160,9 @@ def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
         entries = np.concatenate([[F32(amax)], history[1:]]).astype(F32)
         return np.where(entries < 0, entries, clean_history(entries)), scale_inv
     entries = clean_history(history)
-    return np.concatenate([clean_history([amax]), entries[2:], entries[:1]])[: len(history)], scale_inv
+    return np.concatenate([clean_history([amax]), entries[2:], entries[:1]])[
+        : len(history)
+    ], scale_inv
 
 
 def next_state(state: State, scale, amax_now) -> State:

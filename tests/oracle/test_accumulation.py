@@ -27,7 +27,9 @@ FAST = {
     "3 splits": {"splits": 3},
     "7 splits": {"splits": 7},
 }
-PRECISE = {f"every {interval}": {"promotion": interval} for interval in (32, 64, 96, 128)} | {
+PRECISE = {
+    f"every {interval}": {"promotion": interval} for interval in (32, 64, 96, 128)
+} | {
     "floor": {"promotion": 128, "rounding": "floor"},
     "accumulator apart": {"promotion": 128, "aligned_accumulator": False},
     "5 splits": {"promotion": 128, "splits": 5},
@@ -65,16 +67,26 @@ def operands(kind, k, m=M, n=N):
         case "normal":
             return tuple(quantized(rng.standard_normal(shape)) for shape in shapes)
         case "positive":
-            return tuple(quantized(np.abs(rng.standard_normal(shape))) for shape in shapes)
+            return tuple(
+                quantized(np.abs(rng.standard_normal(shape))) for shape in shapes
+            )
         case "lognormal":
-            return tuple(quantized(np.exp(2 * rng.standard_normal(shape)), oracle.E5M2) for shape in shapes)
+            return tuple(
+                quantized(np.exp(2 * rng.standard_normal(shape)), oracle.E5M2)
+                for shape in shapes
+            )
         case "any code":
             pairs = zip(shapes, oracle.FORMATS.values(), strict=True)
-            finite = {fmt: oracle.all_codes(fmt)[np.isfinite(oracle.all_codes(fmt))] for fmt in oracle.FORMATS.values()}
+            finite = {
+                fmt: oracle.all_codes(fmt)[np.isfinite(oracle.all_codes(fmt))]
+                for fmt in oracle.FORMATS.values()
+            }
             return tuple(rng.choice(finite[fmt], shape) for shape, fmt in pairs)
         case "subnormal":
             codes = oracle.all_codes(oracle.E4M3)
-            return rng.choice(codes[[0, 1, 3, 7, 129]], shapes[0]), rng.choice(codes[:127], shapes[1])
+            return rng.choice(codes[[0, 1, 3, 7, 129]], shapes[0]), rng.choice(
+                codes[:127], shapes[1]
+            )
         case "cancelling":
             return cancelling(m, n, k)
     raise ValueError(kind)
@@ -92,7 +104,10 @@ def row(*values):
 def test_additions_by_hand():
     # 2**16 is the largest power of two: addends are multiples of 2**3.
     assert tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1)) == 2.0**16 + 8
-    assert tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1), rounding="floor") == 2.0**16 + 8 - 8
+    assert (
+        tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1), rounding="floor")
+        == 2.0**16 + 8 - 8
+    )
     # The subnormal code 2**-9 counts as a multiple of 2**-6, so 7/8 is one of 2**2:
     # addends are multiples of 2**-11.
     assert tensor_core_matmul(row(2.0**-9, 2.0**-9), row(448, 1.125 * 2.0**-4)) == 0.875
@@ -106,42 +121,58 @@ def test_additions_by_hand():
 KINDS = ("normal", "positive", "lognormal", "any code", "subnormal", "cancelling")
 
 
-@pytest.mark.parametrize("device, accumulation, name, options", GPUS, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "device, accumulation, name, options",
+    GPUS,
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_simulated_gpus_are_within_their_bound(device, accumulation, name, options):
     for kind in KINDS:
         for k in (1, 16, 48, 200, 1024):
             a, b = operands(kind, k)
             error = np.abs(tensor_core_matmul(a, b, **options) - exact(a, b))
             bound = oracle_accumulation.gemm_bound(a, b, accumulation, device)
-            assert (error <= bound).all(), f"{kind}, k {k}: {(error / bound).max():.2f} of the bound"
+            assert (error <= bound).all(), (
+                f"{kind}, k {k}: {(error / bound).max():.2f} of the bound"
+            )
 
 
 @pytest.mark.parametrize("accumulation, promotion", [("fast", None), ("precise", 128)])
 def test_hard_cases_come_near_the_bound(accumulation, promotion):
     a, b = operands("cancelling", 1024)
     error = np.abs(tensor_core_matmul(a, b, promotion=promotion) - exact(a, b))
-    assert (error > 0.75 * oracle_accumulation.gemm_bound(a, b, accumulation, "9.0")).all()
+    assert (
+        error > 0.75 * oracle_accumulation.gemm_bound(a, b, accumulation, "9.0")
+    ).all()
 
 
 def test_errors_are_those_of_the_docs():
     """docs/numerics.md: the root mean square error of sums of 4096 products, over that
     of the sums.
     """
-    modes = {"f32": {"bits": 25, "out_bits": 23}, "precise": {"promotion": 128}, "fast": {}}
+    modes = {
+        "f32": {"bits": 25, "out_bits": 23},
+        "precise": {"promotion": 128},
+        "fast": {},
+    }
     table = {"normal": (2e-7, 1.3e-4, 1.3e-3), "positive": (1.4e-6, 6.5e-4, 7e-2)}
     for kind, row in table.items():
         a, b = operands(kind, 4096)
         for options, expected in zip(modes.values(), row, strict=True):
             error = tensor_core_matmul(a, b, **options) - exact(a, b)
             share = np.sqrt((error**2).mean() / (exact(a, b) ** 2).mean())
-            assert expected / 1.3 < share < expected * 1.3, f"{kind}, {options}: {share}"
+            assert expected / 1.3 < share < expected * 1.3, (
+                f"{kind}, {options}: {share}"
+            )
 
 
 def test_nan_and_infinity_stay_in_their_rows_and_columns():
     a, b = (x.copy() for x in operands("any code", 96))
     a[3, 7], b[5, 40] = np.nan, np.inf
     for device in ("8.9", "9.0", "10.0"):
-        product = oracle.scaled_matmul(a, b, A_INV, B_INV, accumulation="precise", device=device)
+        product = oracle.scaled_matmul(
+            a, b, A_INV, B_INV, accumulation="precise", device=device
+        )
         finite = np.isfinite(product.bound)
         assert finite[np.arange(M) != 3][:, np.arange(N) != 5].all()
 
@@ -176,7 +207,9 @@ MUTANTS = {
 # Fast sums of many products are too far from the exact ones to show these.
 SMALL = {
     "scale 1/64 larger": lambda a, b, run: run(a, b) * (1 + 2.0**-6),
-    "scale of a step before, whose amax was 5/4": lambda a, b, run: run(a, b) * np.float32(1.25),
+    "scale of a step before, whose amax was 5/4": lambda a, b, run: (
+        run(a, b) * np.float32(1.25)
+    ),
     "32 of K dropped": last_step_dropped,
     "128 of K dropped in one tile": tile_dropped_in_a_corner,
 }
@@ -189,9 +222,13 @@ def test_wrong_products_are_outside(accumulation, k):
 
     def run(a, b):
         with np.errstate(all="ignore"):  # e5m2 has infinities where e4m3 has numbers
-            return tensor_core_matmul(a, b, promotion=128 if accumulation == "precise" else None) * (A_INV * B_INV)
+            return tensor_core_matmul(
+                a, b, promotion=128 if accumulation == "precise" else None
+            ) * (A_INV * B_INV)
 
-    product = oracle.scaled_matmul(a, b, A_INV, B_INV, accumulation=accumulation, device="9.0")
+    product = oracle.scaled_matmul(
+        a, b, A_INV, B_INV, accumulation=accumulation, device="9.0"
+    )
     product.check(run(a, b))
     mutants = MUTANTS | (SMALL if accumulation == "precise" or k <= 1024 else {})
     for name, mutant in mutants.items():
@@ -205,7 +242,9 @@ def test_scales_of_rows_that_are_swapped_are_outside():
     rng = np.random.default_rng(0)
     scales = [np.float32(rng.uniform(0.5, 2, (32, 1))) for _ in range(2)]
     blocks = {"a_block": (1, None), "b_block": (1, None)}
-    product = oracle_blocks.matmul(a, b, *scales, **blocks, accumulation="fast", device="9.0")
+    product = oracle_blocks.matmul(
+        a, b, *scales, **blocks, accumulation="fast", device="9.0"
+    )
     product.check(tensor_core_matmul(a, b) * (scales[0] * scales[1].T))
     with pytest.raises(AssertionError, match="out of bound"):
         product.check(tensor_core_matmul(a, b) * (scales[1] * scales[0].T))
@@ -216,22 +255,36 @@ def test_wrong_blocks_are_outside():
     rng = np.random.default_rng(0)
     k, blocks = 640, {"a_block": (1, 128), "b_block": (128, 128)}
     spread = 2.0 ** rng.uniform(-3, 3, 5).repeat(128)
-    a, a_scale = oracle_blocks.quantize(np.float32(rng.standard_normal((M, k)) * spread), oracle.E4M3, (1, 128))
-    b, b_scale = oracle_blocks.quantize(np.float32(rng.standard_normal((N, k))), oracle.E4M3, (128, 128))
+    a, a_scale = oracle_blocks.quantize(
+        np.float32(rng.standard_normal((M, k)) * spread), oracle.E4M3, (1, 128)
+    )
+    b, b_scale = oracle_blocks.quantize(
+        np.float32(rng.standard_normal((N, k))), oracle.E4M3, (128, 128)
+    )
 
     def run(a_scale, b_scale, blocks=range(5)):
         total = np.zeros((M, N), np.float32)
         for i in blocks:
             part = slice(i * 128, i * 128 + 128)
-            total += tensor_core_matmul(a[:, part], b[:, part]) * (a_scale[:, i, None] * b_scale[0, i])
+            total += tensor_core_matmul(a[:, part], b[:, part]) * (
+                a_scale[:, i, None] * b_scale[0, i]
+            )
         return total
 
-    product = oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks, accumulation="precise", device="9.0")
+    product = oracle_blocks.matmul(
+        a, b, a_scale, b_scale, **blocks, accumulation="precise", device="9.0"
+    )
     product.check(run(a_scale, b_scale))
     with pytest.raises(AssertionError, match="out of bound"):  # of f32, which it is not
-        oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks).check(run(a_scale, b_scale))
+        oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks).check(
+            run(a_scale, b_scale)
+        )
     one_off, next_block = a_scale.copy(), np.roll(b_scale, 1, axis=1)
     one_off[7, 4] *= 1 + 2.0**-6
-    for wrong in (run(one_off, b_scale), run(a_scale, next_block), run(a_scale, b_scale, range(4))):
+    for wrong in (
+        run(one_off, b_scale),
+        run(a_scale, next_block),
+        run(a_scale, b_scale, range(4)),
+    ):
         with pytest.raises(AssertionError, match="out of bound"):
             product.check(wrong)

@@ -32,7 +32,9 @@ def decode_by_definition(fmt: oracle.Format) -> np.ndarray:
         elif exponent == 0:
             values[code] = sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
         else:
-            values[code] = sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+            values[code] = (
+                sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+            )
     return values
 
 
@@ -80,7 +82,9 @@ def test_oracle_saturates_the_finite_and_shows_the_rest(fmt):
     x = np.float32([fmt.max * 1.0625, 3e38, -3e38, np.inf, -np.inf, np.nan, -np.nan])
     for scale in (1.0, 2.0**126):
         codes, top = oracle.quantize(x, np.float32(scale), fmt)
-        np.testing.assert_array_equal(codes[:3].astype(np.float32), np.float32([fmt.max, fmt.max, -fmt.max]))
+        np.testing.assert_array_equal(
+            codes[:3].astype(np.float32), np.float32([fmt.max, fmt.max, -fmt.max])
+        )
         np.testing.assert_array_equal(codes[3:].view(np.uint8), [fmt.nan_code] * 4)
         assert top == np.inf
     # The negative control: saturation after the cast, as a plain astype would do it, is
@@ -94,7 +98,9 @@ def test_probes_hit_every_interval_from_both_sides():
         codes = oracle.bits(oracle.encode(oracle.rounding_probes(fmt), fmt))
         values = oracle.all_codes(fmt).astype(np.float32)
         counts = np.bincount(codes, minlength=256)
-        assert (counts[np.isfinite(values)] >= 3).all(), "each finite code: itself and a neighbour on each side"
+        assert (counts[np.isfinite(values)] >= 3).all(), (
+            "each finite code: itself and a neighbour on each side"
+        )
         assert (counts[~np.isfinite(values)] == 0).all()
 
 
@@ -103,14 +109,21 @@ def test_multiply_add_is_rounded_once():
     decides.
     """
     rng = np.random.default_rng(0)
-    x, y, z = (rng.standard_normal((3, 300)) * 2.0 ** rng.integers(-70, 60, (3, 300))).astype(np.float32)
+    x, y, z = (
+        rng.standard_normal((3, 300)) * 2.0 ** rng.integers(-70, 60, (3, 300))
+    ).astype(np.float32)
     # the product is a midpoint of two f32
     x[:100], y[:100] = 1 + 2.0**-12, 1 + 2.0**-12
     z[:100] = np.resize(np.float32([2.0**-100, -(2.0**-100), 0, 2.0**-140]), 100)
-    for got, terms in zip(oracle.multiply_add(x, y, z), zip(x, y, z, strict=True), strict=True):
+    for got, terms in zip(
+        oracle.multiply_add(x, y, z), zip(x, y, z, strict=True), strict=True
+    ):
         a, b, c = (fractions.Fraction(float(term)) for term in terms)
         neighbours = [np.nextafter(got, np.float32(end)) for end in (-np.inf, np.inf)]
-        distances = [abs(fractions.Fraction(float(value)) - (a * b + c)) for value in (got, *neighbours)]
+        distances = [
+            abs(fractions.Fraction(float(value)) - (a * b + c))
+            for value in (got, *neighbours)
+        ]
         assert distances[0] == min(distances), terms
         if distances.count(distances[0]) > 1:
             assert oracle.bits(got) % 2 == 0, terms
@@ -126,9 +139,14 @@ def test_scale_of_an_amax(fmt):
         scale = oracle.amax_to_scale(a, fmt)
         wanted = fractions.Fraction(fmt.max) / fractions.Fraction(float(a))
         error = abs(fractions.Fraction(float(scale)) - wanted)
-        for neighbour in (np.nextafter(scale, np.float32(0)), np.nextafter(scale, np.float32(np.inf))):
+        for neighbour in (
+            np.nextafter(scale, np.float32(0)),
+            np.nextafter(scale, np.float32(np.inf)),
+        ):
             assert error <= abs(fractions.Fraction(float(neighbour)) - wanted)
-        assert oracle.amax_to_scale(a, fmt, 3) == scale / 8 == np.float32(fmt.max) / a / 8
+        assert (
+            oracle.amax_to_scale(a, fmt, 3) == scale / 8 == np.float32(fmt.max) / a / 8
+        )
     assert oracle.amax_to_scale(np.float32(1e-45), fmt) == 2.0**126
     assert oracle.amax_to_scale(np.float32(3e38), fmt, 60) == 2.0**-126
 
@@ -138,7 +156,10 @@ def test_product_bound_is_tight_enough_to_see_one_code():
     one step.
     """
     rng = np.random.default_rng(5)
-    a, b = (oracle.encode(rng.standard_normal((9, 64)).astype(np.float32) * 50, oracle.E4M3) for _ in range(2))
+    a, b = (
+        oracle.encode(rng.standard_normal((9, 64)).astype(np.float32) * 50, oracle.E4M3)
+        for _ in range(2)
+    )
     product = oracle.scaled_matmul(a, b, 0.25, 0.5, out_dtype=np.float32)
     got = (a.astype(np.float32) @ b.astype(np.float32).T) * np.float32(0.125)
     product.check(got)
@@ -154,7 +175,10 @@ def test_product_bound_is_tight_enough_to_see_one_code():
         product.check(got)
 
 
-@pytest.mark.parametrize("name, dtype, largest", [("E4M3", "float8_e4m3fn", 448.0), ("E5M2", "float8_e5m2", 57344.0)])
+@pytest.mark.parametrize(
+    "name, dtype, largest",
+    [("E4M3", "float8_e4m3fn", 448.0), ("E5M2", "float8_e5m2", 57344.0)],
+)
 def test_package_formats(name, dtype, largest):
     import jaxfp8
 

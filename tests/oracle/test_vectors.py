@@ -19,12 +19,19 @@ def test_vectors_are_the_oracle_s(op):
     with np.load(FOLDER / "vectors" / f"{op.__name__}.npz") as file:
         assert file.files == list(expected)
         for name in file.files:
-            assert file[name].dtype == expected[name].dtype and file[name].tobytes() == expected[name].tobytes(), name
+            assert (
+                file[name].dtype == expected[name].dtype
+                and file[name].tobytes() == expected[name].tobytes()
+            ), name
 
 
 def test_jaxfp8_is_accepted():
     ran, failures = check.check(ours)
-    assert not failures and set(ran) == {op.__name__ for op in generate.OPS} and all(ran.values())
+    assert (
+        not failures
+        and set(ran) == {op.__name__ for op in generate.OPS}
+        and all(ran.values())
+    )
 
 
 def changed(op, name, change):
@@ -38,31 +45,55 @@ def changed(op, name, change):
 
 
 def with_argument(op, **other):
-    return types.SimpleNamespace(**{op: lambda **arguments: getattr(ours, op)(**arguments | other)})
+    return types.SimpleNamespace(
+        **{op: lambda **arguments: getattr(ours, op)(**arguments | other)}
+    )
 
 
 MUTANTS = {
     "a code that is off by one": changed(
-        "quantize", "codes", lambda codes, _: np.where(codes == 0x31, 0x32, codes).astype(np.uint8)
+        "quantize",
+        "codes",
+        lambda codes, _: np.where(codes == 0x31, 0x32, codes).astype(np.uint8),
     ),
-    "NaN saturates": changed("quantize", "codes", lambda codes, _: np.where(codes == 0x7F, 0x7E, codes)),
+    "NaN saturates": changed(
+        "quantize", "codes", lambda codes, _: np.where(codes == 0x7F, 0x7E, codes)
+    ),
     "amax without NaN": changed(
-        "quantize", "amax", lambda amax, a: np.float32(np.nanmax(np.abs(a["x"][np.isfinite(a["x"])])))
+        "quantize",
+        "amax",
+        lambda amax, a: np.float32(np.nanmax(np.abs(a["x"][np.isfinite(a["x"])]))),
     ),
-    "a scale that is not inverted": changed("dequantize", "values", lambda v, a: v / a["scale_inv"] ** 2),
+    "a scale that is not inverted": changed(
+        "dequantize", "values", lambda v, a: v / a["scale_inv"] ** 2
+    ),
     "no margin": with_argument("delayed_scaling", margin=0),
-    "the newest entry is last": changed("delayed_scaling", "amax_history", lambda h, _: np.roll(h, 1)),
+    "the newest entry is last": changed(
+        "delayed_scaling", "amax_history", lambda h, _: np.roll(h, 1)
+    ),
     "a bad amax enters": changed(
-        "delayed_scaling", "amax_history", lambda h, a: np.where(h == 0, np.abs(a["x"]).max(), h)
+        "delayed_scaling",
+        "amax_history",
+        lambda h, a: np.where(h == 0, np.abs(a["x"]).max(), h),
     ),
     "the other rounding": with_argument("quantize_blocks", rounding="ceil"),
     "blocks of rows": with_argument("quantize_blocks", block=(1, 128)),
-    "bfloat16 results": changed("scaled_matmul", "y", lambda y, _: (y.view(np.uint32) & 0xFFFF0000).view(np.float32)),
-    "one element of the sum": changed(
-        "train_step", "kernel_grad", lambda g, a: g - np.float32(1e-4) * np.outer(a["x"][0], a["grad"][0])
+    "bfloat16 results": changed(
+        "scaled_matmul",
+        "y",
+        lambda y, _: (y.view(np.uint32) & 0xFFFF0000).view(np.float32),
     ),
-    "state of a step before": changed("train_step", "input_scale_inv", lambda _, a: a["input_scale_inv"]),
-    "another dtype": changed("train_step", "input_scale_inv", lambda s, _: s.astype(np.float64)),
+    "one element of the sum": changed(
+        "train_step",
+        "kernel_grad",
+        lambda g, a: g - np.float32(1e-4) * np.outer(a["x"][0], a["grad"][0]),
+    ),
+    "state of a step before": changed(
+        "train_step", "input_scale_inv", lambda _, a: a["input_scale_inv"]
+    ),
+    "another dtype": changed(
+        "train_step", "input_scale_inv", lambda s, _: s.astype(np.float64)
+    ),
     "another shape": changed("dequantize", "values", lambda v, _: v.reshape(16, 16)),
     "an answer is missing": types.SimpleNamespace(dequantize=lambda **_: {}),
 }
@@ -77,7 +108,9 @@ def test_mutants_are_found(name):
 def test_the_program(tmp_path):
     """Numpy alone: an adapter of one op, that is wrong."""
     adapter = tmp_path / "adapter.py"
-    adapter.write_text("def dequantize(codes, scale_inv, format):\n    return {'values': codes.astype('f4')}\n")
+    adapter.write_text(
+        "def dequantize(codes, scale_inv, format):\n    return {'values': codes.astype('f4')}\n"
+    )
     said = another_process.python(FOLDER / "check.py", adapter, code=1).stdout
     assert "quantize: not in the adapter" in said and "dequantize: 2 cases" in said
     assert "dequantize, e4m3: values: 25" in said

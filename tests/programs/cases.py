@@ -18,7 +18,14 @@ RECIPE = RECIPES["delayed"].recipe
 def product(x, kernel, state):
     """x `[m, K]` or `[K]`, kernel `[K, N]`."""
     dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
-    return jaxfp8.dot_general(x, kernel, dimension_numbers, recipe=RECIPE, state=state, preferred_element_type=x.dtype)
+    return jaxfp8.dot_general(
+        x,
+        kernel,
+        dimension_numbers,
+        recipe=RECIPE,
+        state=state,
+        preferred_element_type=x.dtype,
+    )
 
 
 def operands(*batch, seed=0, dtype=np.float32, kernels=()):
@@ -40,9 +47,16 @@ def pack(states):
     axes.
     """
     if isinstance(states, list):
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(pack(state) for state in states))
-    parts = ((getattr(states, name).amax_history, getattr(states, name).scale.reshape(1)) for name in OPERANDS)
-    return jaxfp8.DotGeneralState(*(jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts))
+        return jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *(pack(state) for state in states)
+        )
+    parts = (
+        (getattr(states, name).amax_history, getattr(states, name).scale.reshape(1))
+        for name in OPERANDS
+    )
+    return jaxfp8.DotGeneralState(
+        *(jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts)
+    )
 
 
 def assert_state(got, expected, what="state"):
@@ -64,4 +78,6 @@ def one_product(x, kernel, grad, state) -> oracle.DenseStep:
     one sum, covers sums of partial sums.
     """
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    return oracle.dense_step(flat_x, kernel, flat_grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype)
+    return oracle.dense_step(
+        flat_x, kernel, flat_grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype
+    )

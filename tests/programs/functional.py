@@ -14,7 +14,9 @@ from .known_amax import OPERANDS, OWN, USES, Program
 
 def max_grad(loss, **options):
     """`jax.value_and_grad` with one cast at the top of the loss."""
-    return jax.value_and_grad(lambda layer, *args: loss(jaxfp8.max_grad(layer), *args), **options)
+    return jax.value_and_grad(
+        lambda layer, *args: loss(jaxfp8.max_grad(layer), *args), **options
+    )
 
 
 def accumulated(loss, argnums):
@@ -23,8 +25,14 @@ def accumulated(loss, argnums):
     def run(layer, xs, grads):
         total, values, dxs = None, [], []
         for i in range(len(xs)):
-            value, (gradient, dx) = jax.value_and_grad(loss, argnums)(layer, xs[i : i + 1], grads[i : i + 1])
-            total = gradient if total is None else jaxfp8.accumulate_gradients(total, gradient)
+            value, (gradient, dx) = jax.value_and_grad(loss, argnums)(
+                layer, xs[i : i + 1], grads[i : i + 1]
+            )
+            total = (
+                gradient
+                if total is None
+                else jaxfp8.accumulate_gradients(total, gradient)
+            )
             values, dxs = [*values, value], [*dxs, dx]
         return sum(values), (total, jnp.concatenate(dxs))
 
@@ -38,14 +46,32 @@ class Functional:
     def product(x, kernel, state, recipe):
         dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
         return jaxfp8.dot_general(
-            x, kernel, dimension_numbers, recipe=recipe, state=state, preferred_element_type=x.dtype
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=recipe,
+            state=state,
+            preferred_element_type=x.dtype,
         )
 
-    def __init__(self, program, recipe, kernel, state, differentiate=jaxfp8.value_and_grad, jit=True):
+    def __init__(
+        self,
+        program,
+        recipe,
+        kernel,
+        state,
+        differentiate=jaxfp8.value_and_grad,
+        jit=True,
+    ):
         self.packed = jaxfp8.DotGeneralState(None, None, None)
         if state:
-            parts = [(state[f"{name}_amax_history"], state[f"{name}_scale"]) for name in OPERANDS]
-            parts = [jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts]
+            parts = [
+                (state[f"{name}_amax_history"], state[f"{name}_scale"])
+                for name in OPERANDS
+            ]
+            parts = [
+                jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts
+            ]
             self.packed = jaxfp8.DotGeneralState(*parts)
 
         def use(layer, x, grad):
@@ -81,7 +107,9 @@ class Ragged(Functional):
     @staticmethod
     def product(x, kernel, state, recipe):
         sizes = jnp.array([1, len(x) - 1], jnp.int32)
-        return jaxfp8.ragged_dot(x, jnp.stack([kernel, kernel]), sizes, recipe=recipe, state=state)
+        return jaxfp8.ragged_dot(
+            x, jnp.stack([kernel, kernel]), sizes, recipe=recipe, state=state
+        )
 
 
 def loop(use, layer, xs, grads):
@@ -89,7 +117,12 @@ def loop(use, layer, xs, grads):
 
 
 def scan(use, layer, xs, grads, **options):
-    return lax.scan(lambda total, xg: (total + use(layer, *xg), None), jnp.float32(0), (xs, grads), **options)[0]
+    return lax.scan(
+        lambda total, xg: (total + use(layer, *xg), None),
+        jnp.float32(0),
+        (xs, grads),
+        **options,
+    )[0]
 
 
 def vmap(use, layer, xs, grads):
@@ -126,7 +159,9 @@ def with_arguments(transformation):
 
 
 def of_scan(transformation):
-    return lambda use, layer, xs, grads: transformation(lambda xs, grads: scan(use, layer, xs, grads))(xs, grads)
+    return lambda use, layer, xs, grads: transformation(
+        lambda xs, grads: scan(use, layer, xs, grads)
+    )(xs, grads)
 
 
 def map_in_batches(use, layer, xs, grads):
@@ -136,14 +171,18 @@ def map_in_batches(use, layer, xs, grads):
 
 def fori_loop(use, layer, xs, grads):
     xs, grads = jnp.asarray(xs), jnp.asarray(grads)
-    return lax.fori_loop(0, len(xs), lambda i, total: total + use(layer, xs[i], grads[i]), jnp.float32(0))
+    return lax.fori_loop(
+        0, len(xs), lambda i, total: total + use(layer, xs[i], grads[i]), jnp.float32(0)
+    )
 
 
 def branches(use, layer, xs, grads):
     """Both branches use the state, each in every other iteration."""
 
     def one(index, x, grad):
-        return lax.cond(index % 2 == 0, lambda: use(layer, x, grad), lambda: use(layer, -x, -grad))
+        return lax.cond(
+            index % 2 == 0, lambda: use(layer, x, grad), lambda: use(layer, -x, -grad)
+        )
 
     def body(total, at):
         return total + one(*at), None
@@ -152,8 +191,14 @@ def branches(use, layer, xs, grads):
 
 
 def switch(use, layer, xs, grads):
-    both = [lambda x, grad, sign=sign: use(layer, x * sign, grad * sign) for sign in (1.0, -1.0)]
-    return sum(lax.switch(jnp.int32(i % 2), both, x, grad) for i, (x, grad) in enumerate(zip(xs, grads, strict=True)))
+    both = [
+        lambda x, grad, sign=sign: use(layer, x * sign, grad * sign)
+        for sign in (1.0, -1.0)
+    ]
+    return sum(
+        lax.switch(jnp.int32(i % 2), both, x, grad)
+        for i, (x, grad) in enumerate(zip(xs, grads, strict=True))
+    )
 
 
 def vectors(use, layer, xs, grads):
@@ -175,16 +220,22 @@ def stacked_copies(use, layer, xs, grads):
     broadcast.
     """
     copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(xs)), layer)
-    return lax.scan(lambda total, at: (total + use(*at), None), jnp.float32(0), (copies, xs, grads))[0]
+    return lax.scan(
+        lambda total, at: (total + use(*at), None), jnp.float32(0), (copies, xs, grads)
+    )[0]
 
 
 def cond_with_arguments(use):
-    return lambda layer, x, grad: lax.cond(x[0, 0] > 0, use, lambda *args: use(*args), layer, x, grad)
+    return lambda layer, x, grad: lax.cond(
+        x[0, 0] > 0, use, lambda *args: use(*args), layer, x, grad
+    )
 
 
 def some_iterations(use, layer, xs, grads):
     def one(index, x, grad):
-        return lax.cond(index % 2 == 1, lambda: use(layer, x, grad), lambda: jnp.float32(0))
+        return lax.cond(
+            index % 2 == 1, lambda: use(layer, x, grad), lambda: jnp.float32(0)
+        )
 
     def body(total, at):
         return total + one(*at), None
@@ -193,7 +244,11 @@ def some_iterations(use, layer, xs, grads):
 
 
 def not_taken(use, layer, xs, grads):
-    return lax.cond(xs[0, 0, 0] == jnp.inf, lambda: use(layer, xs[0], grads[0]), lambda: jnp.float32(0))
+    return lax.cond(
+        xs[0, 0, 0] == jnp.inf,
+        lambda: use(layer, xs[0], grads[0]),
+        lambda: jnp.float32(0),
+    )
 
 
 def layers_in_a_scan(use, layer, xs, grads):
@@ -213,24 +268,40 @@ def shard_map(use, layer, xs, grads):
         return lax.psum(loop(use, layer, xs, grads), "uses")
 
     specs = (P(), P("uses"), P("uses"))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(layer, xs, grads)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(
+        layer, xs, grads
+    )
 
 
 def members(kernel, state):
     """vmap over the layers too, those leaves that each use has for itself."""
-    return lambda use, layer, xs, grads: jnp.sum(jax.vmap(use, ((kernel, state), 0, 0))(layer, xs, grads))
+    return lambda use, layer, xs, grads: jnp.sum(
+        jax.vmap(use, ((kernel, state), 0, 0))(layer, xs, grads)
+    )
 
 
 POLICIES = {
-    name: functools.partial(jax.checkpoint, policy=getattr(jaxfp8.checkpoint_policies, name))
-    for name in ("save_fp8_residuals", "save_gemm_outputs", "save_fp8_residuals_and_gemm_outputs")
-} | {"dots_saveable": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)}
+    name: functools.partial(
+        jax.checkpoint, policy=getattr(jaxfp8.checkpoint_policies, name)
+    )
+    for name in (
+        "save_fp8_residuals",
+        "save_gemm_outputs",
+        "save_fp8_residuals_and_gemm_outputs",
+    )
+} | {
+    "dots_saveable": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
+    )
+}
 ALL, HALVES = (tuple(range(USES)),), ((0, 1), (2, 3))
 PROGRAMS = {
     "loop": Program(loop),
     "scan": Program(scan),
     "scan of scan": Program(nested(scan, scan)),
-    "scan, reversed and unrolled": Program(functools.partial(scan, unroll=2, reverse=True)),
+    "scan, reversed and unrolled": Program(
+        functools.partial(scan, unroll=2, reverse=True)
+    ),
     "map in batches": Program(map_in_batches, groups=((0, 1, 2), (3,))),
     "fori_loop": Program(fori_loop),
     "remat in scan": Program(around(jax.checkpoint, scan)),
@@ -245,7 +316,10 @@ PROGRAMS = {
     "scan in vmap": Program(nested(vmap, scan), groups=((0, 2), (1, 3))),
     "vmap with arguments": Program(members(None, None), groups=ALL),
     "remat with arguments": Program(with_arguments(jax.checkpoint), cast=True),
-    **{f"remat, {name}": Program(with_arguments(remat), cast=True) for name, remat in POLICIES.items()},
+    **{
+        f"remat, {name}": Program(with_arguments(remat), cast=True)
+        for name, remat in POLICIES.items()
+    },
     "jit with arguments": Program(with_arguments(jax.jit), cast=True),
     "cond with arguments": Program(with_arguments(cond_with_arguments), cast=True),
     "carry": Program(carried, cast=True),

@@ -75,14 +75,23 @@ RECIPES = {
     "delayed": _delayed(),
     "most_recent": _delayed(amax_compute_algo="most_recent"),
     "margin": _delayed(margin=2),
-    "e4m3": Recipe(jaxfp8.DelayedScaling(amax_history_len=HISTORY, fp8_format=jaxfp8.E4M3), {"backward": oracle.E4M3}),
-    **{name: Recipe(recipe, rule=rule) for name, (recipe, rule) in cases.RECIPES.items() if name in cases.KINDS},
+    "e4m3": Recipe(
+        jaxfp8.DelayedScaling(amax_history_len=HISTORY, fp8_format=jaxfp8.E4M3),
+        {"backward": oracle.E4M3},
+    ),
+    **{
+        name: Recipe(recipe, rule=rule)
+        for name, (recipe, rule) in cases.RECIPES.items()
+        if name in cases.KINDS
+    },
 }
 
 _DELAYED = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
 _MIXED, _MIXED_RULE = cases.RECIPES["current | block | None"]
 BY_PRODUCT = {
-    "delayed, wgrad plain": Recipe(jaxfp8.ByProduct(_DELAYED, _DELAYED), {}, is_wgrad_plain=True),
+    "delayed, wgrad plain": Recipe(
+        jaxfp8.ByProduct(_DELAYED, _DELAYED), {}, is_wgrad_plain=True
+    ),
     "mixed": Recipe(_MIXED, rule=_MIXED_RULE),
 }
 
@@ -98,8 +107,14 @@ def operands(step, own=(), dtype=np.float32):
     rng = np.random.default_rng(step)
     sizes = np.float32(2) ** rng.permutation(USES)[:, None, None]
     x = rng.standard_normal((USES, M, K)).astype(np.float32) * sizes
-    grad = rng.standard_normal((USES, M, N)).astype(np.float32) * sizes[::-1] * np.float32(1e-3)
-    kernel = rng.standard_normal((*([USES] if "kernel" in own else []), K, N)).astype(np.float32)
+    grad = (
+        rng.standard_normal((USES, M, N)).astype(np.float32)
+        * sizes[::-1]
+        * np.float32(1e-3)
+    )
+    kernel = rng.standard_normal((*([USES] if "kernel" in own else []), K, N)).astype(
+        np.float32
+    )
     return x.astype(dtype), kernel, grad.astype(dtype)
 
 
@@ -107,13 +122,18 @@ def used_state(seed=0) -> oracle.LayerState:
     """Full histories, no two slots alike, and stored scales that no history gives."""
     rng = np.random.default_rng(seed + 1000)
     histories = [rng.uniform(1, 9, HISTORY).astype(np.float32) for _ in OPERANDS]
-    return oracle.LayerState(*(oracle.State(history, np.float32(rng.uniform(1, 2))) for history in histories))
+    return oracle.LayerState(
+        *(oracle.State(history, np.float32(rng.uniform(1, 2))) for history in histories)
+    )
 
 
 def leaves(state) -> dict:
     """A LayerState, or a list of them as rows, by the names of Flax's variables."""
     if isinstance(state, list):
-        return {name: np.stack([leaves(row)[name] for row in state]) for name in leaves(state[0])}
+        return {
+            name: np.stack([leaves(row)[name] for row in state])
+            for name in leaves(state[0])
+        }
     parts = {name: getattr(state, name) for name in OPERANDS}
     return {f"{n}_amax_history": part.amax_history for n, part in parts.items()} | {
         f"{n}_scale": part.scale.reshape(1) for n, part in parts.items()
@@ -140,9 +160,13 @@ def merged(states) -> oracle.LayerState:
     def largest(name):
         parts = [getattr(state, name) for state in states]
         assert all(
-            p.scale == parts[0].scale and np.array_equal(p.amax_history[1:], parts[0].amax_history[1:]) for p in parts
+            p.scale == parts[0].scale
+            and np.array_equal(p.amax_history[1:], parts[0].amax_history[1:])
+            for p in parts
         )
-        return oracle.State(np.max([part.amax_history for part in parts], axis=0), parts[0].scale)
+        return oracle.State(
+            np.max([part.amax_history for part in parts], axis=0), parts[0].scale
+        )
 
     return oracle.LayerState(*map(largest, OPERANDS))
 
@@ -150,18 +174,38 @@ def merged(states) -> oracle.LayerState:
 def _product(recipe: Recipe, x, kernel, grad, state):
     """y, dx and dkernel of one product, and the next state."""
     if recipe.rule is None:
-        step = oracle.dense_step(x, kernel, grad, state, **recipe.options, out_dtype=x.dtype, dgrad_dtype=x.dtype)
+        step = oracle.dense_step(
+            x,
+            kernel,
+            grad,
+            state,
+            **recipe.options,
+            out_dtype=x.dtype,
+            dgrad_dtype=x.dtype,
+        )
         wgrad = step.wgrad
         if recipe.is_wgrad_plain:
-            wgrad = cases.dense(len(x), K, N).expected(cases.PLAIN, x, kernel, grad).dkernel
+            wgrad = (
+                cases.dense(len(x), K, N).expected(cases.PLAIN, x, kernel, grad).dkernel
+            )
             wgrad = oracle.Product(wgrad.exact[0].T, wgrad.bound[0].T)
         return step.y, step.dgrad, wgrad, step.state
     step = cases.dense(len(x), K, N).expected(recipe.rule, x, kernel, grad)
-    y, dx, dkernel = (oracle.Product(p.exact[0], p.bound[0]) for p in (step.y, step.dx, step.dkernel))
+    y, dx, dkernel = (
+        oracle.Product(p.exact[0], p.bound[0]) for p in (step.y, step.dx, step.dkernel)
+    )
     return y, dx, oracle.Product(dkernel.exact.T, dkernel.bound.T), None
 
 
-def check(adapter, program: Program, recipe: Recipe = RECIPES["delayed"], *, steps=2, dtype=np.float32, **options):
+def check(
+    adapter,
+    program: Program,
+    recipe: Recipe = RECIPES["delayed"],
+    *,
+    steps=2,
+    dtype=np.float32,
+    **options,
+):
     """Run some steps of a program; compare value, gradients and state with the oracle,
     the state bit by bit.
     """
@@ -175,42 +219,69 @@ def check(adapter, program: Program, recipe: Recipe = RECIPES["delayed"], *, ste
             state = leaves(states if has_own_state else states[0]) if is_delayed else {}
             layer = adapter(program, recipe.recipe, kernel, state, **options)
         has_scale_of_tensor = isinstance(recipe.recipe, jaxfp8.Float8CurrentScaling)
-        groups = program.across if program.across and has_scale_of_tensor else program.groups
+        groups = (
+            program.across if program.across and has_scale_of_tensor else program.groups
+        )
         groups = [group for group in groups if set(group) <= set(program.used)]
         runs = {}
         for group in [(use,) for use in program.used] if is_delayed else groups:
-            x, grad = (np.concatenate([array[use] for use in group]) for array in (xs, grads))
+            x, grad = (
+                np.concatenate([array[use] for use in group]) for array in (xs, grads)
+            )
             first = group[0]
             own = kernel[first] if "kernel" in program.own else kernel
-            runs[group] = _product(recipe, x, own, grad, states[first if has_own_state else 0])
+            runs[group] = _product(
+                recipe, x, own, grad, states[first if has_own_state else 0]
+            )
         if is_delayed and has_own_state:
-            states = [runs[(use,)][3] if (use,) in runs else state for use, state in enumerate(states)]
+            states = [
+                runs[(use,)][3] if (use,) in runs else state
+                for use, state in enumerate(states)
+            ]
         elif is_delayed and runs:
             states = [merged([run[3] for run in runs.values()])]
         value, got_kernel, got_xs = layer.step(kernel, xs, grads)
 
         if is_delayed:
-            assert_same_bits(dict(layer.state), leaves(states if has_own_state else states[0]), f"step {i}: state")
+            assert_same_bits(
+                dict(layer.state),
+                leaves(states if has_own_state else states[0]),
+                f"step {i}: state",
+            )
         else:
             assert not layer.state
-        _total([(run[0], grads[list(group)]) for group, run in runs.items()]).check(value, f"step {i}: value")
+        _total([(run[0], grads[list(group)]) for group, run in runs.items()]).check(
+            value, f"step {i}: value"
+        )
         if "kernel" in program.own:
             for (use,), run in runs.items():
                 run[2].check(got_kernel[use], f"step {i}: gradient of kernel {use}")
         elif runs:
-            sum_of([run[2] for run in runs.values()]).check(got_kernel, f"step {i}: gradient of the kernel")
+            sum_of([run[2] for run in runs.values()]).check(
+                got_kernel, f"step {i}: gradient of the kernel"
+            )
         else:
             assert not np.any(got_kernel)
         for group, run in runs.items() if got_xs is not None else ():
-            run[1].check(got_xs[np.array(group)].reshape(-1, K), f"step {i}: gradient of x {group}")
+            run[1].check(
+                got_xs[np.array(group)].reshape(-1, K),
+                f"step {i}: gradient of x {group}",
+            )
 
 
 def _total(terms) -> oracle.Product:
     """The sum of `<y, grad>`: its f32 additions and products round less often than
     there are terms, twice.
     """
-    pairs = [(y.exact, y.bound, oracle.widen(grad, np.float64).reshape(-1, N)) for y, grad in terms]
-    size = sum(np.sum((np.abs(exact) + bound) * np.abs(grad)) for exact, bound, grad in pairs)
+    pairs = [
+        (y.exact, y.bound, oracle.widen(grad, np.float64).reshape(-1, N))
+        for y, grad in terms
+    ]
+    size = sum(
+        np.sum((np.abs(exact) + bound) * np.abs(grad)) for exact, bound, grad in pairs
+    )
     bound = sum(np.sum(bound * np.abs(grad)) for _, bound, grad in pairs)
     exact = sum(np.sum(exact * grad) for exact, _, grad in pairs)
-    return oracle.Product(np.float64(exact), bound + 2 * USES * M * N * oracle.PRECISE * size)
+    return oracle.Product(
+        np.float64(exact), bound + 2 * USES * M * N * oracle.PRECISE * size
+    )

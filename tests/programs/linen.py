@@ -23,7 +23,10 @@ OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 SHARED = {"variable_broadcast": ("params", OWG), "split_rngs": {"params": False}}
 STACKED = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
 VMAP = {"in_axes": (None, 0), "out_axes": 0}
-VMAP_SHARED = VMAP | {"variable_axes": {"params": None, OWG: None}, "split_rngs": {"params": False}}
+VMAP_SHARED = VMAP | {
+    "variable_axes": {"params": None, OWG: None},
+    "split_rngs": {"params": False},
+}
 
 
 def make_dense(recipe, **options):
@@ -59,7 +62,9 @@ class Linen:
 
     make = staticmethod(make_dense)
 
-    def __init__(self, program, recipe, kernel, state, differentiate=jaxfp8.value_and_grad):
+    def __init__(
+        self, program, recipe, kernel, state, differentiate=jaxfp8.value_and_grad
+    ):
         module = Run(program.run, make_use(self.make, recipe))
 
         def loss(variables, xs, grads):
@@ -71,14 +76,19 @@ class Linen:
         self.run = jax.jit(differentiate(loss, argnums=(0, 1)))
 
     def step(self, kernel, xs, grads):
-        self.variables |= {"params": _fill(self.variables["params"], {"kernel": kernel})}
+        self.variables |= {
+            "params": _fill(self.variables["params"], {"kernel": kernel})
+        }
         value, (gradient, dx) = self.run(self.variables, xs, grads)
         self.variables = jaxfp8.update_state(self.variables, gradient)
         return value, jax.tree.leaves(gradient["params"])[0], dx
 
     @property
     def state(self):
-        return {path[-1].key: leaf for path, leaf in jax.tree.leaves_with_path(self.variables.get(OWG, {}))}
+        return {
+            path[-1].key: leaf
+            for path, leaf in jax.tree.leaves_with_path(self.variables.get(OWG, {}))
+        }
 
 
 class Einsum(Linen):
@@ -110,7 +120,9 @@ class NNXInLinen(Linen):
 
 
 def _fill(tree, values):
-    return jax.tree_util.tree_map_with_path(lambda path, _: jnp.asarray(values[path[-1].key]), tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.asarray(values[path[-1].key]), tree
+    )
 
 
 # ------------------------------------------------------------------------- the programs
@@ -187,7 +199,13 @@ def cond(is_taken):
                 layer = use()
                 if self.is_initializing():
                     return layer(total, xg)
-                return nn.cond(is_taken(index), lambda m, t: m(t, xg)[0], lambda m, t: t, layer, total), None
+                return nn.cond(
+                    is_taken(index),
+                    lambda m, t: m(t, xg)[0],
+                    lambda m, t: t,
+                    layer,
+                    total,
+                ), None
 
         return scan(Body)()(total, (jnp.arange(USES), uses))
 
@@ -217,13 +235,18 @@ def applied(program):
         if layer.is_initializing():
             return layer(total, jax.tree.map(lambda a: a[0], uses))
         unbound, variables = layer.unbind()
-        return total + program(lambda x, grad: unbound.apply(variables, jnp.float32(0), (x, grad))[0], *uses), None
+        return total + program(
+            lambda x, grad: unbound.apply(variables, jnp.float32(0), (x, grad))[0],
+            *uses,
+        ), None
 
     return run
 
 
 def microbatches(apply, xs, grads):
-    return lax.scan(lambda total, xg: (total + apply(*xg), None), jnp.float32(0), (xs, grads))[0]
+    return lax.scan(
+        lambda total, xg: (total + apply(*xg), None), jnp.float32(0), (xs, grads)
+    )[0]
 
 
 ALL = (tuple(range(USES)),)
@@ -239,26 +262,46 @@ PROGRAMS = {
     "scan, called twice": Program(scan_called_twice),
     "scan of calls": Program(scan_of_called),
     "vmap": Program(lifted(lambda use: nn.vmap(use, **VMAP_SHARED)), groups=ALL),
-    "vmap of scan": Program(lifted(scan, lambda use: nn.vmap(use, **VMAP_SHARED), split=True), groups=((0, 2), (1, 3))),
+    "vmap of scan": Program(
+        lifted(scan, lambda use: nn.vmap(use, **VMAP_SHARED), split=True),
+        groups=((0, 2), (1, 3)),
+    ),
     "cond in scan": Program(cond(lambda index: index < USES)),
     "cond, some iterations": Program(cond(lambda index: index % 2 == 1), used=(1, 3)),
     "shared scope": Program(shared_scope),
     "scan of layers": Program(lifted(functools.partial(nn.scan, **STACKED)), own=OWN),
-    "scan of layers, remat": Program(lifted(remat, functools.partial(nn.scan, **STACKED)), own=OWN),
-    "scan of layers, unrolled": Program(lifted(functools.partial(nn.scan, **STACKED, unroll=2)), own=OWN),
+    "scan of layers, remat": Program(
+        lifted(remat, functools.partial(nn.scan, **STACKED)), own=OWN
+    ),
+    "scan of layers, unrolled": Program(
+        lifted(functools.partial(nn.scan, **STACKED, unroll=2)), own=OWN
+    ),
     "scan of states": Program(
         lifted(
             functools.partial(
-                nn.scan, variable_broadcast="params", variable_axes={OWG: 0}, split_rngs={"params": False}
+                nn.scan,
+                variable_broadcast="params",
+                variable_axes={OWG: 0},
+                split_rngs={"params": False},
             )
         ),
         own=("state",),
     ),
     "members": Program(lifted(functools.partial(nn.vmap, **VMAP, **STACKED)), own=OWN),
-    "members, remat": Program(lifted(nn.remat, functools.partial(nn.vmap, **VMAP, **STACKED)), own=OWN),
+    "members, remat": Program(
+        lifted(nn.remat, functools.partial(nn.vmap, **VMAP, **STACKED)), own=OWN
+    ),
     "scan of apply": Program(applied(microbatches)),
-    "vmap of apply": Program(applied(lambda apply, *uses: jnp.sum(jax.vmap(apply)(*uses))), groups=ALL),
-    "remat of apply": Program(applied(lambda apply, *uses: sum(map(jax.checkpoint(apply), *uses)))),
-    "jit of apply": Program(applied(lambda apply, *uses: sum(map(jax.jit(apply), *uses)))),
-    "map of apply": Program(applied(lambda apply, *uses: jnp.sum(lax.map(lambda xg: apply(*xg), uses)))),
+    "vmap of apply": Program(
+        applied(lambda apply, *uses: jnp.sum(jax.vmap(apply)(*uses))), groups=ALL
+    ),
+    "remat of apply": Program(
+        applied(lambda apply, *uses: sum(map(jax.checkpoint(apply), *uses)))
+    ),
+    "jit of apply": Program(
+        applied(lambda apply, *uses: sum(map(jax.jit(apply), *uses)))
+    ),
+    "map of apply": Program(
+        applied(lambda apply, *uses: jnp.sum(lax.map(lambda xg: apply(*xg), uses)))
+    ),
 }

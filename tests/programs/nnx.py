@@ -57,18 +57,35 @@ class NNX:
     @staticmethod
     def make(recipe, key):
         dot_general = jaxfp8.nnx.Fp8DotGeneral(recipe)
-        return nnx.Linear(K, N, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(key))
+        return nnx.Linear(
+            K, N, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(key)
+        )
 
-    def __init__(self, program, recipe, kernel, state, differentiate=jaxfp8.nnx.value_and_grad, jit=True):
-        make, keys = functools.partial(self.make, recipe), jax.random.split(jax.random.key(0), USES)
+    def __init__(
+        self,
+        program,
+        recipe,
+        kernel,
+        state,
+        differentiate=jaxfp8.nnx.value_and_grad,
+        jit=True,
+    ):
+        make, keys = (
+            functools.partial(self.make, recipe),
+            jax.random.split(jax.random.key(0), USES),
+        )
         self.layer = nnx.vmap(make)(keys) if kernel.ndim == 3 else make(0)
         if state:
             variables = nnx.state(self.layer, jaxfp8.nnx.OverwriteWithGradient)
-            nnx.replace_by_pure_dict(variables, {self.product: jax.tree.map(jnp.asarray, state)})
+            nnx.replace_by_pure_dict(
+                variables, {self.product: jax.tree.map(jnp.asarray, state)}
+            )
             nnx.update(self.layer, variables)
 
         def step(layer, xs, grads):
-            value, gradient = differentiate(functools.partial(program.run, use))(layer, xs, grads)
+            value, gradient = differentiate(functools.partial(program.run, use))(
+                layer, xs, grads
+            )
             jaxfp8.nnx.update_state(layer, gradient)
             return value, gradient.kernel.get_value()
 
@@ -80,7 +97,9 @@ class NNX:
 
     @property
     def state(self):
-        leaves = nnx.to_pure_dict(nnx.state(self.layer, jaxfp8.nnx.OverwriteWithGradient))
+        leaves = nnx.to_pure_dict(
+            nnx.state(self.layer, jaxfp8.nnx.OverwriteWithGradient)
+        )
         return leaves[self.product] if leaves else {}
 
 
@@ -91,7 +110,12 @@ class Einsum(NNX):
 
     @staticmethod
     def make(recipe, key):
-        return nnx.Einsum("mk,kn->mn", (K, N), einsum_op=jaxfp8.nnx.Fp8Einsum(recipe), rngs=nnx.Rngs(key))
+        return nnx.Einsum(
+            "mk,kn->mn",
+            (K, N),
+            einsum_op=jaxfp8.nnx.Fp8Einsum(recipe),
+            rngs=nnx.Rngs(key),
+        )
 
 
 class LinenInNNX(NNX):
@@ -101,7 +125,9 @@ class LinenInNNX(NNX):
 
     @staticmethod
     def make(recipe, key):
-        return nnx.bridge.ToNNX(make_dense(recipe), rngs=nnx.Rngs(key)).lazy_init(jnp.ones((M, K)))
+        return nnx.bridge.ToNNX(make_dense(recipe), rngs=nnx.Rngs(key)).lazy_init(
+            jnp.ones((M, K))
+        )
 
 
 def each(use, layer, xs, grads):
@@ -113,20 +139,28 @@ def each_under(transformation):
 
 
 def all_under(transformation):
-    return lambda use, layer, xs, grads: transformation(functools.partial(each, use))(layer, xs, grads)
+    return lambda use, layer, xs, grads: transformation(functools.partial(each, use))(
+        layer, xs, grads
+    )
 
 
 def split_and_merge(use, layer, xs, grads):
     parts = nnx.split(layer)
-    return each(lambda parts, x, grad: use(nnx.merge(*parts), x, grad), parts, xs, grads)
+    return each(
+        lambda parts, x, grad: use(nnx.merge(*parts), x, grad), parts, xs, grads
+    )
 
 
 def scan_closed_over(use, layer, xs, grads):
-    return jax.lax.scan(lambda total, xg: (total + use(layer, *xg), None), jnp.float32(0), (xs, grads))[0]
+    return jax.lax.scan(
+        lambda total, xg: (total + use(layer, *xg), None), jnp.float32(0), (xs, grads)
+    )[0]
 
 
 def scan(use, layer, xs, grads):
-    return nnx.scan(use, in_axes=(nnx.StateAxes({...: None}), 0, 0), out_axes=0)(layer, xs, grads).sum()
+    return nnx.scan(use, in_axes=(nnx.StateAxes({...: None}), 0, 0), out_axes=0)(
+        layer, xs, grads
+    ).sum()
 
 
 def scan_carried(use, layer, xs, grads):
@@ -134,7 +168,9 @@ def scan_carried(use, layer, xs, grads):
         layer, total = carry
         return layer, total + use(layer, x, grad)
 
-    return nnx.scan(body, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)((layer, jnp.float32(0)), xs, grads)[1]
+    return nnx.scan(body, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)(
+        (layer, jnp.float32(0)), xs, grads
+    )[1]
 
 
 def remat_inside_and_outside(use, layer, xs, grads):
@@ -145,7 +181,10 @@ def cond(is_taken):
     def run(use, layer, xs, grads):
         nothing = lambda *_: jnp.float32(0)  # noqa: E731
         uses = enumerate(zip(xs, grads, strict=True))
-        return sum(nnx.cond(is_taken(i, x), use, nothing, layer, x, grad) for i, (x, grad) in uses)
+        return sum(
+            nnx.cond(is_taken(i, x), use, nothing, layer, x, grad)
+            for i, (x, grad) in uses
+        )
 
     return run
 
@@ -158,8 +197,13 @@ PROGRAMS = {
     "calls": Program(each),
     "split and merge": Program(split_and_merge),
     "lax.scan over a closure": Program(scan_closed_over),
-    "vmap": Program(lambda use, *args: nnx.vmap(use, in_axes=(None, 0, 0))(*args).sum(), groups=(tuple(range(USES)),)),
-    "clones": Program(each_under(lambda use: lambda layer, x, grad: use(nnx.clone(layer), x, grad))),
+    "vmap": Program(
+        lambda use, *args: nnx.vmap(use, in_axes=(None, 0, 0))(*args).sum(),
+        groups=(tuple(range(USES)),),
+    ),
+    "clones": Program(
+        each_under(lambda use: lambda layer, x, grad: use(nnx.clone(layer), x, grad))
+    ),
     "remat of all": Program(all_under(nnx.remat)),
     "jit of all": Program(all_under(nnx.jit)),
     "remat of each": Program(each_under(nnx.remat), cast=True),
@@ -167,10 +211,21 @@ PROGRAMS = {
     "remat inside and outside": Program(remat_inside_and_outside, cast=True),
     "scan": Program(scan, cast=True),
     "scan, carried": Program(scan_carried, cast=True),
-    "scan of remat of jit": Program(lambda use, *args: scan(nnx.remat(nnx.jit(use)), *args), cast=True),
+    "scan of remat of jit": Program(
+        lambda use, *args: scan(nnx.remat(nnx.jit(use)), *args), cast=True
+    ),
     "cond": Program(cond(lambda i, x: x.sum() > -jnp.inf), cast=True),
-    "cond, some taken": Program(cond(lambda i, x: jnp.int32(i) % 2 == 1), used=(1, 3), cast=True),
-    "switch": Program(each_under(lambda use: functools.partial(switch, use)), cast=True),
-    "scan of layers": Program(lambda use, *args: nnx.scan(nnx.remat(use), in_axes=0, out_axes=0)(*args).sum(), own=OWN),
-    "members": Program(lambda use, *args: nnx.vmap(use, in_axes=0)(*args).sum(), own=OWN),
+    "cond, some taken": Program(
+        cond(lambda i, x: jnp.int32(i) % 2 == 1), used=(1, 3), cast=True
+    ),
+    "switch": Program(
+        each_under(lambda use: functools.partial(switch, use)), cast=True
+    ),
+    "scan of layers": Program(
+        lambda use, *args: nnx.scan(nnx.remat(use), in_axes=0, out_axes=0)(*args).sum(),
+        own=OWN,
+    ),
+    "members": Program(
+        lambda use, *args: nnx.vmap(use, in_axes=0)(*args).sum(), own=OWN
+    ),
 }

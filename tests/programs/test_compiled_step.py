@@ -18,7 +18,9 @@ def loss_fn(kernel, state, x, grad):
 
 def gradient_step(kernel, state, x, grad):
     """(loss, next kernel, next state); the gradient of the state is the next state."""
-    loss, (dkernel, next_state) = jax.value_and_grad(loss_fn, argnums=(0, 1))(kernel, state, x, grad)
+    loss, (dkernel, next_state) = jax.value_and_grad(loss_fn, argnums=(0, 1))(
+        kernel, state, x, grad
+    )
     return loss, kernel - 0.1 * dkernel, next_state
 
 
@@ -58,14 +60,24 @@ def test_persistent_compilation_cache(tmp_path):
     }
     counts, results = [], []
     for _ in range(2):
-        done = another_process.python("-c", COMPILE_AND_RUN, cwd=tmp_path, PYTHONPATH=another_process.PATH, **cache)
+        done = another_process.python(
+            "-c",
+            COMPILE_AND_RUN,
+            cwd=tmp_path,
+            PYTHONPATH=another_process.PATH,
+            **cache,
+        )
         counts.append([int(n) for n in done.stdout.split()])
         with np.load(tmp_path / "out.npz") as file:
             results.append([file[name] for name in file.files])
     (cold_misses, cold_hits), (warm_misses, warm_hits) = counts
     assert cold_misses > 0 and warm_misses == 0 and warm_hits == cold_misses + cold_hits
     assert_same_bits(results[1], results[0], "from the cache")
-    assert_same_bits(results[1], jax.tree.leaves(jax.jit(train_step)(*arguments())), "in this process")
+    assert_same_bits(
+        results[1],
+        jax.tree.leaves(jax.jit(train_step)(*arguments())),
+        "in this process",
+    )
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])

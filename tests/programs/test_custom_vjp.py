@@ -17,7 +17,10 @@ X = jnp.asarray(RNG.standard_normal((16, 4)), jnp.float32)
 LABELS = jnp.arange(16) % 8
 HEAD = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
 BODY = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral)
-VARIABLES = {"head": HEAD.init(jax.random.key(1), X), "body": BODY.init(jax.random.key(2), X)}
+VARIABLES = {
+    "head": HEAD.init(jax.random.key(1), X),
+    "body": BODY.init(jax.random.key(2), X),
+}
 
 
 def cross_entropy(logits, labels):
@@ -107,10 +110,16 @@ def expected():
 
 
 def assert_right(got, expected):
-    state, wanted = (tree["head"]["_overwrite_with_gradient"] for tree in (got, expected))
+    state, wanted = (
+        tree["head"]["_overwrite_with_gradient"] for tree in (got, expected)
+    )
     # The head's gradient is a sum of chunks in another order, of which the body's
     # output gradient is made.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        got,
+        expected,
+    )
     assert_same_bits(state, wanted, "state of the head")
 
 
@@ -143,7 +152,11 @@ def test_stacked_state():
     def layers(parameters, x):
         def body(x, layer):
             kernel, state = layer
-            return jnp.tanh(jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state)), None
+            return jnp.tanh(
+                jaxfp8.dot_general(
+                    x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+                )
+            ), None
 
         return jnp.sum(jax.lax.scan(body, x, parameters)[0])
 
@@ -151,8 +164,13 @@ def test_stacked_state():
     def own(parameters, x):
         return layers(parameters, x)
 
-    own.defvjp(lambda *args: (layers(*args), args), lambda args, ct: jaxfp8.grad(layers, (0, 1))(*args))
-    got, want = (jax.jit(jaxfp8.grad(loss))((kernels, state), X) for loss in (own, layers))
+    own.defvjp(
+        lambda *args: (layers(*args), args),
+        lambda args, ct: jaxfp8.grad(layers, (0, 1))(*args),
+    )
+    got, want = (
+        jax.jit(jaxfp8.grad(loss))((kernels, state), X) for loss in (own, layers)
+    )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
     assert_same_bits(got[1], want[1], "state")
 
@@ -184,14 +202,20 @@ def chunked_nnx(gradient):
     return loss, of_head
 
 
-@pytest.mark.parametrize("gradient", [jaxfp8.grad, jaxfp8.nnx.grad], ids=["arrays", "modules"])
+@pytest.mark.parametrize(
+    "gradient", [jaxfp8.grad, jaxfp8.nnx.grad], ids=["arrays", "modules"]
+)
 @pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
 def test_nnx(gradient, jit):
     head = nnx.Linear(4, 8, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral())
     own, plain_loss = chunked_nnx(gradient)
     got, want = (jit(jaxfp8.nnx.grad(loss))(head, X) for loss in (own, plain_loss))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
-    assert_same_bits(*(nnx.state(g, jaxfp8.nnx.OverwriteWithGradient) for g in (got, want)), "state")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want
+    )
+    assert_same_bits(
+        *(nnx.state(g, jaxfp8.nnx.OverwriteWithGradient) for g in (got, want)), "state"
+    )
 
 
 def test_advice():
@@ -203,9 +227,13 @@ def test_advice():
         jaxfp8.grad(inner)(VARIABLES)
 
     def times_two(gradient, head, x):
-        return jax.tree.map(lambda leaf: 2 * leaf, gradient(plain, argnums=(0, 1))(head, x))
+        return jax.tree.map(
+            lambda leaf: 2 * leaf, gradient(plain, argnums=(0, 1))(head, x)
+        )
 
-    with pytest.raises(TypeError, match="expected a loss that passes FP8 state to products alone"):
+    with pytest.raises(
+        TypeError, match="expected a loss that passes FP8 state to products alone"
+    ):
         jaxfp8.grad(of_model(with_own_backward(times_two, jaxfp8.grad)))(VARIABLES)
     with pytest.raises(TypeError, match="requires real- or complex-valued inputs"):
         jaxfp8.grad(lambda x: x * 1.0)(1)
@@ -224,10 +252,16 @@ class Lifted(nn.Module):
             return layer(x)
 
         def forward(layer, x):
-            return nn.vjp(run, layer, x, **({"vjp_variables": self.grad_vars} if names else {}))
+            return nn.vjp(
+                run, layer, x, **({"vjp_variables": self.grad_vars} if names else {})
+            )
 
-        lifted = nn.custom_vjp(run, forward_fn=forward, backward_fn=lambda pull, ct: pull(ct), **names)
-        return lifted(nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral, name="layer"), x)
+        lifted = nn.custom_vjp(
+            run, forward_fn=forward, backward_fn=lambda pull, ct: pull(ct), **names
+        )
+        return lifted(
+            nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral, name="layer"), x
+        )
 
 
 @pytest.mark.parametrize("gradient", [jax.grad, jaxfp8.grad], ids=["jax", "ours"])
@@ -247,6 +281,7 @@ def test_lifted_custom_vjp(gradient):
     want = jax.jit(jaxfp8.grad(loss_of(layer)))(alone)
     assert_same_bits({name: got[name]["layer"] for name in got}, want, "gradients")
     with pytest.raises(
-        TypeError, match=r"flax.linen.custom_vjp pass grad_vars=\['params', '_overwrite_with_gradient'\]"
+        TypeError,
+        match=r"flax.linen.custom_vjp pass grad_vars=\['params', '_overwrite_with_gradient'\]",
     ):
         jaxfp8.grad(loss_of(Lifted()))(variables)

@@ -18,13 +18,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
 RNG = np.random.default_rng(0)
-X, KERNEL = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 6)))
+X, KERNEL = (
+    RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 6))
+)
 LAYER = jnp.asarray(KERNEL), jaxfp8.init_state(RECIPE)
 
 
 def loss(layer, x):
     kernel, state = layer
-    return jnp.sum(jnp.tanh(jaxfp8.dot_general(x, kernel, MATMUL, recipe=RECIPE, state=state)))
+    return jnp.sum(
+        jnp.tanh(jaxfp8.dot_general(x, kernel, MATMUL, recipe=RECIPE, state=state))
+    )
 
 
 def gradient_of_rows(layer, x):
@@ -35,7 +39,9 @@ def gradient_of_rows(layer, x):
 
 
 def gradient_in_scan(layer, x):
-    return lax.scan(lambda _, row: (None, jax.grad(loss, 1)(layer, row)), None, x[:, None])[1][:, 0]
+    return lax.scan(
+        lambda _, row: (None, jax.grad(loss, 1)(layer, row)), None, x[:, None]
+    )[1][:, 0]
 
 
 def of_kernel(layer, x):
@@ -60,14 +66,20 @@ OF_X = {
 
 def adversarial(layer, names):
     """Return the inputs after a step along the sign of the gradient."""
-    return [X + 0.5 * jnp.sign(lax.stop_gradient(OF_X[name](layer, X))) for name in names]
+    return [
+        X + 0.5 * jnp.sign(lax.stop_gradient(OF_X[name](layer, X))) for name in names
+    ]
 
 
 def in_jit(*args, **options):
     return jax.jit(jaxfp8.grad(*args, **options))
 
 
-@pytest.mark.parametrize("differentiate, names", [(jax.grad, ["grad", "jit"]), (in_jit, OF_X)], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "differentiate, names",
+    [(jax.grad, ["grad", "jit"]), (in_jit, OF_X)],
+    ids=["eager", "jit"],
+)
 def test_adversarial_inputs(differentiate, names):
     """Several ways in one program. Each makes the same input, and the loss of it has
     its plain gradient and state.
@@ -98,7 +110,11 @@ def test_first_order_steps(inner):
     after = KERNEL - np.asarray(jax.grad(loss)(LAYER, X)[0])
     expected = jax.jit(jax.grad(loss))((after, LAYER[1]), 2 * X)
     # XLA rounds the step as it fuses it.
-    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5), in_jit(outer)(LAYER), expected)
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5),
+        in_jit(outer)(LAYER),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad])
@@ -108,9 +124,17 @@ def test_jax_grad_of_variables_inside_of_ours(transform):
     """
 
     def outer(layer):
-        return loss(jax.tree.map(jnp.subtract, layer, lax.stop_gradient(transform(loss)(layer, X))), X)
+        return loss(
+            jax.tree.map(
+                jnp.subtract, layer, lax.stop_gradient(transform(loss)(layer, X))
+            ),
+            X,
+        )
 
-    with pytest.raises(TypeError, match=r"expected inner gradients by jaxfp8.grad.*stop_gradient\(jaxfp8.grad"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected inner gradients by jaxfp8.grad.*stop_gradient\(jaxfp8.grad",
+    ):
         jax.eval_shape(jaxfp8.grad(outer), LAYER)
 
 
@@ -119,22 +143,34 @@ VALUES = {
     "jaxfp8": lambda layer: jaxfp8.value_and_grad(loss)(layer, X)[0],
     "jit": lambda layer: jax.jit(jax.value_and_grad(loss, 1))(layer, X)[0],
     "remat": lambda layer: jax.value_and_grad(jax.checkpoint(loss), 1)(layer, X)[0],
-    "around remat": lambda layer: jax.checkpoint(jax.value_and_grad(loss, 1))(layer, X)[0],
+    "around remat": lambda layer: jax.checkpoint(jax.value_and_grad(loss, 1))(layer, X)[
+        0
+    ],
     "vjp": lambda layer: jax.vjp(loss, layer, X)[0],
     "scan": lambda layer: lax.scan(
-        lambda total, row: (total + jax.value_and_grad(loss, 1)(layer, row)[0], None), 0.0, X[:, None]
+        lambda total, row: (total + jax.value_and_grad(loss, 1)(layer, row)[0], None),
+        0.0,
+        X[:, None],
     )[0],
-    "vmap": lambda layer: jnp.sum(jax.vmap(jax.value_and_grad(loss, 1), (None, 0))(layer, X[:, None])[0]),
-    "vmap of kernels": lambda layer: jnp.mean(
-        jax.vmap(jax.value_and_grad(loss, 1), (0, None))(jax.tree.map(lambda a: jnp.stack([a, a]), layer), X)[0]
+    "vmap": lambda layer: jnp.sum(
+        jax.vmap(jax.value_and_grad(loss, 1), (None, 0))(layer, X[:, None])[0]
     ),
-    "twice": lambda layer: jax.value_and_grad(lambda x: jax.value_and_grad(loss, 1)(layer, x)[0])(X)[0],
+    "vmap of kernels": lambda layer: jnp.mean(
+        jax.vmap(jax.value_and_grad(loss, 1), (0, None))(
+            jax.tree.map(lambda a: jnp.stack([a, a]), layer), X
+        )[0]
+    ),
+    "twice": lambda layer: jax.value_and_grad(
+        lambda x: jax.value_and_grad(loss, 1)(layer, x)[0]
+    )(X)[0],
 }
 
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize(
-    "differentiate", [jaxfp8.grad, in_jit, lambda f: jaxfp8.grad(jax.jit(f))], ids=["eager", "jit", "of jit"]
+    "differentiate",
+    [jaxfp8.grad, in_jit, lambda f: jaxfp8.grad(jax.jit(f))],
+    ids=["eager", "jit", "of jit"],
 )
 def test_the_value_of_an_inner_gradient(name, differentiate):
     """A loss that takes the value alone has its plain gradient and next state: the
@@ -154,13 +190,21 @@ EXPERTS = jnp.asarray(RNG.standard_normal((2, 8, 6)), jnp.float32)
 
 
 def loss_of_experts(layer, x):
-    return jnp.sum(jnp.tanh(jaxfp8.ragged_dot(x, layer[0], jnp.int32([1, 3]), recipe=RECIPE, state=layer[1])))
+    return jnp.sum(
+        jnp.tanh(
+            jaxfp8.ragged_dot(
+                x, layer[0], jnp.int32([1, 3]), recipe=RECIPE, state=layer[1]
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize("differentiate", [jax.grad, in_jit], ids=["eager", "jit"])
 def test_the_value_of_an_inner_gradient_of_experts(differentiate):
     layer = EXPERTS, LAYER[1]
-    got = differentiate(lambda layer: jax.value_and_grad(loss_of_experts, 1)(layer, X)[0])(layer)
+    got = differentiate(
+        lambda layer: jax.value_and_grad(loss_of_experts, 1)(layer, X)[0]
+    )(layer)
     assert_same_bits(got, differentiate(loss_of_experts)(layer, X))
 
 
@@ -168,14 +212,25 @@ def test_gelu_and_its_value():
     """A product with an activation has two results."""
 
     def activated(layer, x):
-        y = jaxfp8.dot_general(x, layer[0], MATMUL, recipe=RECIPE, state=layer[1], activation="gelu")
+        y = jaxfp8.dot_general(
+            x, layer[0], MATMUL, recipe=RECIPE, state=layer[1], activation="gelu"
+        )
         return jnp.sum(y.value**2)
 
     expected = jaxfp8.grad(activated)(LAYER, X)
-    assert_same_bits(jaxfp8.grad(lambda layer: jaxfp8.value_and_grad(activated, 1)(layer, X)[0])(LAYER), expected)
+    assert_same_bits(
+        jaxfp8.grad(lambda layer: jaxfp8.value_and_grad(activated, 1)(layer, X)[0])(
+            LAYER
+        ),
+        expected,
+    )
 
 
-@pytest.mark.parametrize("differentiate", [jax.grad, jaxfp8.grad, in_jit], ids=["jax.grad", "jaxfp8.grad", "jit"])
+@pytest.mark.parametrize(
+    "differentiate",
+    [jax.grad, jaxfp8.grad, in_jit],
+    ids=["jax.grad", "jaxfp8.grad", "jit"],
+)
 def test_the_gradient_around_updates_the_state(differentiate):
     """Then an inner gradient with respect to x is no reason for a warning; without one
     around it is.
@@ -183,14 +238,22 @@ def test_the_gradient_around_updates_the_state(differentiate):
 
     def outer(layer):
         moved = X + 0.5 * jnp.sign(lax.stop_gradient(jax.grad(loss, 1)(layer, X)))
-        of_experts = jnp.sum(lax.stop_gradient(jax.grad(loss_of_experts, 1)((EXPERTS, layer[1]), X)))
-        return loss(layer, moved) + jax.value_and_grad(loss, 1)(layer, X)[0] + of_experts
+        of_experts = jnp.sum(
+            lax.stop_gradient(jax.grad(loss_of_experts, 1)((EXPERTS, layer[1]), X))
+        )
+        return (
+            loss(layer, moved) + jax.value_and_grad(loss, 1)(layer, X)[0] + of_experts
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", jaxfp8.FP8StateWarning)
         differentiate(outer)(LAYER)
-    with pytest.warns(jaxfp8.FP8StateWarning, match="this gradient never updates FP8 state"):
-        differentiate(lambda pair: outer(LAYER) + loss(LAYER, pair[0] + pair[1]))((X, X))
+    with pytest.warns(
+        jaxfp8.FP8StateWarning, match="this gradient never updates FP8 state"
+    ):
+        differentiate(lambda pair: outer(LAYER) + loss(LAYER, pair[0] + pair[1]))(
+            (X, X)
+        )
 
 
 def squared(gradient):
@@ -201,7 +264,9 @@ def of_codes(layer, x):
     """The kernel as codes: the gradient of x reads them, and their source moves with
     the layer.
     """
-    codes = jaxfp8.quantize_params({"kernel": layer[0]}, {"kernel": layer[1]}, RECIPE)["kernel"]
+    codes = jaxfp8.quantize_params({"kernel": layer[0]}, {"kernel": layer[1]}, RECIPE)[
+        "kernel"
+    ]
     return jax.grad(lambda x: loss((codes, layer[1]), x))(x)
 
 
@@ -212,7 +277,11 @@ def of_experts(layer, x):
     rows, sizes = jaxfp8.activated(layer[0], "silu"), jnp.int32([3, 5])
 
     def experts(kernels):
-        return jnp.sum(jaxfp8.ragged_dot(rows, kernels, sizes, recipe=jaxfp8.Float8CurrentScaling()))
+        return jnp.sum(
+            jaxfp8.ragged_dot(
+                rows, kernels, sizes, recipe=jaxfp8.Float8CurrentScaling()
+            )
+        )
 
     return jax.grad(experts)(jnp.ones((2, 6, 4)))
 
@@ -220,19 +289,32 @@ def of_experts(layer, x):
 REFUSED = {
     **{name: squared(gradient) for name, gradient in OF_X.items()},
     "a step": lambda layer: loss((layer[0] - of_kernel(layer, X), layer[1]), X),
-    "a value beside its gradient": lambda layer: sum(map(jnp.sum, jax.value_and_grad(loss, 1)(layer, X))),
+    "a value beside its gradient": lambda layer: sum(
+        map(jnp.sum, jax.value_and_grad(loss, 1)(layer, X))
+    ),
     "codes": squared(of_codes),
-    "a norm": squared(jax.grad(lambda layer, x: loss(layer, jaxfp8.normalized(x, X[0], kind="rms")), 1)),
-    "an activation": squared(jax.grad(lambda layer, x: loss(layer, jaxfp8.activated(x, "silu")), 1)),
+    "a norm": squared(
+        jax.grad(
+            lambda layer, x: loss(layer, jaxfp8.normalized(x, X[0], kind="rms")), 1
+        )
+    ),
+    "an activation": squared(
+        jax.grad(lambda layer, x: loss(layer, jaxfp8.activated(x, "silu")), 1)
+    ),
     "experts": squared(of_experts),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("differentiate", [jax.grad, jaxfp8.grad], ids=["jax.grad", "jaxfp8.grad"])
+@pytest.mark.parametrize(
+    "differentiate", [jax.grad, jaxfp8.grad], ids=["jax.grad", "jaxfp8.grad"]
+)
 def test_refused(name, differentiate):
     """The error comes while the program is traced, and names `stop_gradient`."""
-    with pytest.raises(TypeError, match="first derivatives in reverse mode only.*stop_gradient of the inner gradient"):
+    with pytest.raises(
+        TypeError,
+        match="first derivatives in reverse mode only.*stop_gradient of the inner gradient",
+    ):
         jax.eval_shape(differentiate(REFUSED[name]), LAYER)
 
 

@@ -14,33 +14,58 @@ from jax import lax
 from programs import functional, known_amax
 
 # Compilation is most of the time: few examples here, many in the slow test.
-SETTINGS = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+SETTINGS = {
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+}
 
 
 def branch(use):
     """A branch that is taken; the other one uses the layer as well."""
-    return lambda *args: lax.cond(jnp.bool_(True), use, lambda *args: 2 * use(*args), *args)
+    return lambda *args: lax.cond(
+        jnp.bool_(True), use, lambda *args: 2 * use(*args), *args
+    )
 
 
 def not_taken(use):
     """The use, plus a branch with the same layer that is not taken."""
-    return lambda *args: use(*args) + lax.cond(jnp.bool_(False), use, lambda *_: jnp.float32(0), *args)
+    return lambda *args: (
+        use(*args) + lax.cond(jnp.bool_(False), use, lambda *_: jnp.float32(0), *args)
+    )
 
 
-LOOPS = (functional.loop, functional.scan, functional.vmap, functional.fori_loop, functional.map_in_batches)
-TRANSFORMATIONS = (jax.jit, jax.checkpoint, branch, not_taken, *functional.POLICIES.values())
+LOOPS = (
+    functional.loop,
+    functional.scan,
+    functional.vmap,
+    functional.fori_loop,
+    functional.map_in_batches,
+)
+TRANSFORMATIONS = (
+    jax.jit,
+    jax.checkpoint,
+    branch,
+    not_taken,
+    *functional.POLICIES.values(),
+)
 
 
 def closed(transformation):
     """A transformation of a use that closes over its layer, so that plain `jax.grad` is
     right.
     """
-    return lambda use: lambda layer, *args: transformation(functools.partial(use, layer))(*args)
+    return lambda use: (
+        lambda layer, *args: transformation(functools.partial(use, layer))(*args)
+    )
 
 
 def level(loop, transformations):
     """A loop over uses, each of them transformed."""
-    return lambda use, *args: loop(functools.reduce(lambda use, wrap: wrap(use), transformations, use), *args)
+    return lambda use, *args: loop(
+        functools.reduce(lambda use, wrap: wrap(use), transformations, use), *args
+    )
 
 
 @st.composite
@@ -53,10 +78,16 @@ def programs(draw, depth=3):
 
     def drawn(loops):
         some = draw(st.lists(st.sampled_from(TRANSFORMATIONS), max_size=2))
-        return level(draw(st.sampled_from(loops)), [wrap(transformation) for transformation in some])
+        return level(
+            draw(st.sampled_from(loops)),
+            [wrap(transformation) for transformation in some],
+        )
 
     if draw(st.integers(0, 3)) == 0:
-        run, own = drawn((functional.layers_in_a_scan, functional.members(0, 0))), known_amax.OWN
+        run, own = (
+            drawn((functional.layers_in_a_scan, functional.members(0, 0))),
+            known_amax.OWN,
+        )
     else:
         run, own = drawn(LOOPS), ()
         for _ in range(draw(st.integers(0, depth - 1))):
@@ -70,8 +101,13 @@ def check(program, seed):
     """The recipe and the dtype of a seed; one in four runs without jit."""
     program, differentiate = program
     recipe = known_amax.RECIPES[("delayed", "most_recent", "margin")[seed % 3]]
-    options = {"differentiate": differentiate, "dtype": oracle.BF16 if seed % 5 == 0 else jnp.float32}
-    known_amax.check(functional.Functional, program, recipe, jit=seed % 4 > 0, **options)
+    options = {
+        "differentiate": differentiate,
+        "dtype": oracle.BF16 if seed % 5 == 0 else jnp.float32,
+    }
+    known_amax.check(
+        functional.Functional, program, recipe, jit=seed % 4 > 0, **options
+    )
 
 
 @settings(max_examples=8, **SETTINGS)

@@ -33,14 +33,22 @@ def cases(programs, recipes):
     for place, program in enumerate(programs):
         for number, recipe in enumerate(recipes):
             is_shown = number == place or (number == 0 and place % 3 == 0)
-            marks = [] if is_shown else [pytest.mark.ci if number == 0 else pytest.mark.slow]
+            marks = (
+                []
+                if is_shown
+                else [pytest.mark.ci if number == 0 else pytest.mark.slow]
+            )
             yield pytest.param(program, recipe, marks=marks, id=f"{program}-{recipe}")
 
 
-OF_ADAPTERS = ([name for name in PROGRAMS if name.startswith(adapter)] for adapter in ADAPTERS)
+OF_ADAPTERS = (
+    [name for name in PROGRAMS if name.startswith(adapter)] for adapter in ADAPTERS
+)
 
 
-@pytest.mark.parametrize("program, recipe", [case for names in OF_ADAPTERS for case in cases(names, RECIPES)])
+@pytest.mark.parametrize(
+    "program, recipe", [case for names in OF_ADAPTERS for case in cases(names, RECIPES)]
+)
 def test_programs(program, recipe):
     adapter, program, _ = PROGRAMS[program]
     check(adapter, program, RECIPES[recipe])
@@ -57,9 +65,19 @@ def test_ragged_dot(program, recipe):
 @pytest.mark.parametrize(
     "program, recipe",
     [
-        *(("jax, scan", "mixed"), ("jax, members", "mixed"), ("linen, scan of layers, remat", "mixed")),
-        *(("jax, vmap", "delayed, wgrad plain"), ("jax, layers in a scan", "delayed, wgrad plain")),
-        *(("nnx, remat of each", "mixed"), ("linen, scan of layers", "delayed, wgrad plain")),
+        *(
+            ("jax, scan", "mixed"),
+            ("jax, members", "mixed"),
+            ("linen, scan of layers, remat", "mixed"),
+        ),
+        *(
+            ("jax, vmap", "delayed, wgrad plain"),
+            ("jax, layers in a scan", "delayed, wgrad plain"),
+        ),
+        *(
+            ("nnx, remat of each", "mixed"),
+            ("linen, scan of layers", "delayed, wgrad plain"),
+        ),
     ],
 )
 def test_by_product(program, recipe):
@@ -70,7 +88,11 @@ def test_by_product(program, recipe):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=[] if "jax, " in name else pytest.mark.slow) for name in PROGRAMS]
+    "program",
+    [
+        pytest.param(name, marks=[] if "jax, " in name else pytest.mark.slow)
+        for name in PROGRAMS
+    ],
 )
 def test_plain_gradient(program):
     """Without ours: right wherever all uses are seen at once, and a sum, which the
@@ -84,15 +106,27 @@ def test_plain_gradient(program):
             check(adapter, program, differentiate=plain, steps=1)
 
 
-@pytest.mark.parametrize("program", [name for name, program in functional.PROGRAMS.items() if program.cast])
+@pytest.mark.parametrize(
+    "program", [name for name, program in functional.PROGRAMS.items() if program.cast]
+)
 def test_max_grad(program):
     """One cast at the top of a loss that is differentiated by JAX."""
-    check(functional.Functional, functional.PROGRAMS[program], differentiate=functional.max_grad, steps=1)
+    check(
+        functional.Functional,
+        functional.PROGRAMS[program],
+        differentiate=functional.max_grad,
+        steps=1,
+    )
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *KINDS])
 def test_accumulation(recipe):
-    check(functional.Functional, functional.PROGRAMS["loop"], RECIPES[recipe], differentiate=functional.accumulated)
+    check(
+        functional.Functional,
+        functional.PROGRAMS["loop"],
+        RECIPES[recipe],
+        differentiate=functional.accumulated,
+    )
 
 
 def test_max_grad_of_nnx():
@@ -107,7 +141,9 @@ def test_without_state(program):
     check(functional.Functional, functional.PROGRAMS[program], WITHOUT_STATE)
 
 
-@pytest.mark.parametrize("program", ["vmap of vmap", "branches in scan", "remat with arguments"])
+@pytest.mark.parametrize(
+    "program", ["vmap of vmap", "branches in scan", "remat with arguments"]
+)
 def test_bfloat16(program):
     check(functional.Functional, functional.PROGRAMS[program], dtype=oracle.BF16)
 
@@ -117,7 +153,9 @@ def test_without_jit(program):
     check(functional.Functional, functional.PROGRAMS[program], jit=False)
 
 
-@pytest.mark.parametrize("program", ["calls", pytest.param("scan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "program", ["calls", pytest.param("scan", marks=pytest.mark.slow)]
+)
 def test_nnx_without_jit(program):
     check(nnx.NNX, nnx.PROGRAMS[program], jit=False)
 

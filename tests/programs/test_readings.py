@@ -23,9 +23,15 @@ DELAYED = jaxfp8.DelayedScaling(amax_history_len=4)
 RECIPES = {
     "H = 1": jaxfp8.DelayedScaling(amax_history_len=1),
     "H = 2": jaxfp8.DelayedScaling(amax_history_len=2),
-    "most recent": jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"),
-    "margin, e4m3": jaxfp8.DelayedScaling(margin=2, amax_history_len=4, fp8_format=jaxfp8.E4M3),
-    "a function": jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: 2 * jnp.max(history)),
+    "most recent": jaxfp8.DelayedScaling(
+        amax_history_len=4, amax_compute_algo="most_recent"
+    ),
+    "margin, e4m3": jaxfp8.DelayedScaling(
+        margin=2, amax_history_len=4, fp8_format=jaxfp8.E4M3
+    ),
+    "a function": jaxfp8.DelayedScaling(
+        amax_history_len=4, amax_compute_algo=lambda history: 2 * jnp.max(history)
+    ),
     "current first": jaxfp8.DelayedScaling(amax_history_len=4, first_step="current"),
 }
 
@@ -34,7 +40,9 @@ def layer(recipe, x, kernel, state):
     """Without a product beside an addition, which XLA may contract in one program and
     not in another.
     """
-    return jnp.maximum(jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), 0) + getattr(x, "value", x)
+    return jnp.maximum(
+        jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), 0
+    ) + getattr(x, "value", x)
 
 
 def scan(use, x, kernels, states):
@@ -42,19 +50,29 @@ def scan(use, x, kernels, states):
 
 
 def scan_of_scan(use, x, kernels, states):
-    halves = jax.tree.map(lambda leaf: leaf.reshape(2, LAYERS // 2, *leaf.shape[1:]), (kernels, states))
+    halves = jax.tree.map(
+        lambda leaf: leaf.reshape(2, LAYERS // 2, *leaf.shape[1:]), (kernels, states)
+    )
     return lax.scan(lambda x, at: (scan(use, x, *at), None), x, halves)[0]
 
 
 def by_index(use, x, kernels, states):
     def body(i, x):
-        return use(x, *jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), (kernels, states)))
+        return use(
+            x,
+            *jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False),
+                (kernels, states),
+            ),
+        )
 
     return lax.fori_loop(0, LAYERS, body, x)
 
 
 def unstacked(use, x, kernels, states):
-    for at in zip(jnp.unstack(kernels), *map(jnp.unstack, jax.tree.leaves(states)), strict=True):
+    for at in zip(
+        jnp.unstack(kernels), *map(jnp.unstack, jax.tree.leaves(states)), strict=True
+    ):
         x = use(x, at[0], jax.tree.unflatten(jax.tree.structure(states), at[1:]))
     return x
 
@@ -63,7 +81,9 @@ def called_twice(use, x, kernels, states):
     """The second call has its own amaxes; those of the first are not finite where x is
     not.
     """
-    return scan(use, x, kernels, states) + scan(use, jnp.where(jnp.isfinite(x), x / 2, 0), kernels, states)
+    return scan(use, x, kernels, states) + scan(
+        use, jnp.where(jnp.isfinite(x), x / 2, 0), kernels, states
+    )
 
 
 LOOPS = {
@@ -98,7 +118,9 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
 
     # x too: all layers have all products
     in_loop = jax.jit(functools.partial(jaxfp8.grad(loss, (0, 1)), loop=loop))
-    one_by_one = jax.jit(functools.partial(jaxfp8.grad(loss, (0, 1)), loop=one_after_the_other))
+    one_by_one = jax.jit(
+        functools.partial(jaxfp8.grad(loss, (0, 1)), loop=one_after_the_other)
+    )
     for step in range(5):
         x = jax.random.normal(jax.random.key(step), (ROWS, WIDTH)) * 2.0**step
         x = x.at[0, 0].set(jnp.nan) if step == 2 else x
@@ -107,14 +129,21 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
         rows = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(LAYERS)]
         (dkernels, next_states), _ = in_loop((kernels, states), x)
         expected, _ = one_by_one((list(kernels), rows), x)
-        expected = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) for layers in expected]
+        expected = [
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+            for layers in expected
+        ]
         compared = [next_states, expected[1]]
         if use.func is normalized:
             # XLA contracts the sums of a norm's gradient in one program and not in
             # another: then an amax differs in its last bit, and after the scale of that
             # a code of e5m2 by 2^-2 of itself. Nothing else depends on it.
-            np.testing.assert_allclose(*(state.output_grad.amax_history for state in compared), rtol=0.25)
-            compared = [dataclasses.replace(state, output_grad=None) for state in compared]
+            np.testing.assert_allclose(
+                *(state.output_grad.amax_history for state in compared), rtol=0.25
+            )
+            compared = [
+                dataclasses.replace(state, output_grad=None) for state in compared
+            ]
         assert_same_bits(*compared, f"state of step {step}")
         # XLA adds gradients of two calls as it likes
         if not again and use.func is not normalized:
@@ -135,24 +164,34 @@ def test_the_arithmetic_of_scales_is_not_in_the_program(recipe):
     compiles: ops compute them.
     """
     kernels = jnp.ones((LAYERS, WIDTH, WIDTH))
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(recipe))
+    states = jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(recipe)
+    )
 
     def loss(trainable, x):
         return jnp.sum(scan(functools.partial(layer, recipe), x, *trainable))
 
-    program = str(jax.make_jaxpr(jaxfp8.grad(loss))((kernels, states), jnp.ones((ROWS, WIDTH))))
+    program = str(
+        jax.make_jaxpr(jaxfp8.grad(loss))((kernels, states), jnp.ones((ROWS, WIDTH)))
+    )
     assert "read_histories" in program
     assert "shift_left" not in program
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda gradient: gradient], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "jit", [jax.jit, lambda gradient: gradient], ids=["jit", "eager"]
+)
 def test_a_row_by_its_index_names_unstack(jit):
     """Outside of a loop; the dtype of a gradient of state has no such rule."""
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(DELAYED))
+    states = jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(DELAYED)
+    )
 
     def first(states):
         state = jax.tree.map(lambda leaf: leaf[0], states)
-        return jnp.sum(layer(DELAYED, jnp.ones((ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH)), state))
+        return jnp.sum(
+            layer(DELAYED, jnp.ones((ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH)), state)
+        )
 
     with pytest.raises(TypeError, match="jnp.unstack"):
         jit(jaxfp8.grad(first))(states)
@@ -165,34 +204,62 @@ def test_loops(loop, reads):
 
 
 def normalized(recipe, x, kernel, state):
-    return layer(recipe, jaxfp8.normalized(x, jnp.ones(WIDTH), kind="rms"), kernel, state)
+    return layer(
+        recipe, jaxfp8.normalized(x, jnp.ones(WIDTH), kind="rms"), kernel, state
+    )
 
 
 def quantized_once(recipe, x, kernel, state):
-    return layer(recipe, x, jaxfp8.quantize_params({"w": kernel}, {"w": state}, recipe)["w"], state)
+    return layer(
+        recipe,
+        x,
+        jaxfp8.quantize_params({"w": kernel}, {"w": state}, recipe)["w"],
+        state,
+    )
 
 
 def experts(recipe, x, kernel, state):
     """Two experts, of the same kernel and of twice that."""
     kernels = jnp.stack([kernel, 2 * kernel])
-    return x + jnp.maximum(jaxfp8.ragged_dot(x, kernels, jnp.int32([3, ROWS - 4]), recipe=recipe, state=state), 0)
+    return x + jnp.maximum(
+        jaxfp8.ragged_dot(
+            x, kernels, jnp.int32([3, ROWS - 4]), recipe=recipe, state=state
+        ),
+        0,
+    )
 
 
 def quantizer(role):
-    return jaxfp8.DelayedScalingQuantizer(margin=role == "linear_weight", amax_history_len=3)
+    return jaxfp8.DelayedScalingQuantizer(
+        margin=role == "linear_weight", amax_history_len=3
+    )
 
 
 def of_operands(role):
-    return quantizer(role) if role in ("linear_input", "linear_weight", "linear_grad_output") else None
+    return (
+        quantizer(role)
+        if role in ("linear_input", "linear_weight", "linear_grad_output")
+        else None
+    )
 
 
 OTHERS = {
     "norm": (normalized, DELAYED, jaxfp8.init_state, True),
-    "norm, current first": (normalized, RECIPES["current first"], jaxfp8.init_state, True),
+    "norm, current first": (
+        normalized,
+        RECIPES["current first"],
+        jaxfp8.init_state,
+        True,
+    ),
     "codes": (quantized_once, DELAYED, jaxfp8.init_state, True),
     "experts": (experts, DELAYED, jaxfp8.init_state, True),
     "custom": (layer, jaxfp8.CustomRecipe(of_operands), jaxfp8.init_state, True),
-    "custom, results too": (layer, jaxfp8.CustomRecipe(quantizer), jaxfp8.init_state, False),
+    "custom, results too": (
+        layer,
+        jaxfp8.CustomRecipe(quantizer),
+        jaxfp8.init_state,
+        False,
+    ),
 }
 
 

@@ -20,8 +20,12 @@ STOPPED = {
     "leaves": lambda layer: jax.tree.map(lax.stop_gradient, layer),
     "jit": jax.jit(lax.stop_gradient),
     "remat": jax.checkpoint(lax.stop_gradient),
-    "scan": lambda layer: lax.scan(lambda layer, _: (lax.stop_gradient(layer), None), layer, None, length=2)[0],
-    "vmap": lambda layer: jax.vmap(lambda _, layer: lax.stop_gradient(layer), (0, None), None)(jnp.ones(2), layer),
+    "scan": lambda layer: lax.scan(
+        lambda layer, _: (lax.stop_gradient(layer), None), layer, None, length=2
+    )[0],
+    "vmap": lambda layer: jax.vmap(
+        lambda _, layer: lax.stop_gradient(layer), (0, None), None
+    )(jnp.ones(2), layer),
     "twice": lambda layer: lax.stop_gradient(lax.stop_gradient(layer)),
 }
 
@@ -31,7 +35,9 @@ def use(x, kernel, state):
 
 
 def in_a_loop(x, kernels, states):
-    return lax.scan(lambda total, at: (total + use(x, *at), None), jnp.float32(0), (kernels, states))[0]
+    return lax.scan(
+        lambda total, at: (total + use(x, *at), None), jnp.float32(0), (kernels, states)
+    )[0]
 
 
 def assert_student_alone(state):
@@ -45,7 +51,9 @@ def assert_student_alone(state):
 
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("grad", [jax.grad, jaxfp8.grad], ids=["jax.grad", "jaxfp8.grad"])
+@pytest.mark.parametrize(
+    "grad", [jax.grad, jaxfp8.grad], ids=["jax.grad", "jaxfp8.grad"]
+)
 def test_teachers(grad, run):
     """All ways in one program: the amax of a teacher that records tells which one it
     is.
@@ -53,17 +61,24 @@ def test_teachers(grad, run):
 
     def loss(layer):
         teachers = ((2.0**i, stop(layer)) for i, stop in enumerate(STOPPED.values(), 1))
-        return use(X, *layer) + sum(size * use(size * X, 7 * kernel, state) for size, (kernel, state) in teachers)
+        return use(X, *layer) + sum(
+            size * use(size * X, 7 * kernel, state)
+            for size, (kernel, state) in teachers
+        )
 
     assert_student_alone(run(grad(loss))((KERNEL, jaxfp8.init_state(RECIPE)))[1])
 
 
 def test_stacked_layers():
     """The loops of student and teacher run over one reading."""
-    layers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), (KERNEL, jaxfp8.init_state(RECIPE)))
+    layers = jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * 3), (KERNEL, jaxfp8.init_state(RECIPE))
+    )
 
     def loss(layers):
-        return in_a_loop(X, *layers) + 100 * in_a_loop(100 * X, *lax.stop_gradient(layers))
+        return in_a_loop(X, *layers) + 100 * in_a_loop(
+            100 * X, *lax.stop_gradient(layers)
+        )
 
     assert_student_alone(jax.jit(jaxfp8.grad(loss))(layers)[1])
 
@@ -77,7 +92,9 @@ def test_state_alone():
         return use(X, kernel, state) + use(100 * X, kernel, lax.stop_gradient(state))
 
     with pytest.warns(jaxfp8.FP8StateWarning, match="never updates FP8 state"):
-        gradient, state = jax.jit(jaxfp8.grad(loss, (0, 1)))(KERNEL, jaxfp8.init_state(RECIPE))
+        gradient, state = jax.jit(jaxfp8.grad(loss, (0, 1)))(
+            KERNEL, jaxfp8.init_state(RECIPE)
+        )
     assert_student_alone(state)
     np.testing.assert_allclose(gradient, np.full_like(gradient, 2 * 303), rtol=2**-4)
 
@@ -88,9 +105,19 @@ def test_nnx():
 
     def loss(model):
         graphdef, state = nnx.split(model)
-        return jnp.sum(model(X)) + 100 * jnp.sum(nnx.merge(graphdef, lax.stop_gradient(state))(100 * X))
+        return jnp.sum(model(X)) + 100 * jnp.sum(
+            nnx.merge(graphdef, lax.stop_gradient(state))(100 * X)
+        )
 
     gradients = nnx.jit(jaxfp8.nnx.grad(loss))(model)
-    histories = {path[-1]: leaf for path, leaf in nnx.to_flat_state(gradients) if path[-1].endswith("amax_history")}
+    histories = {
+        path[-1]: leaf
+        for path, leaf in nnx.to_flat_state(gradients)
+        if path[-1].endswith("amax_history")
+    }
     newest = {name: float(leaf.get_value()[0]) for name, leaf in histories.items()}
-    assert newest == {"input_amax_history": 3, "kernel_amax_history": 5, "output_grad_amax_history": 1}
+    assert newest == {
+        "input_amax_history": 3,
+        "kernel_amax_history": 5,
+        "output_grad_amax_history": 1,
+    }

@@ -17,7 +17,9 @@ from programs import cases
 from programs.known_amax import OPERANDS, merged, used_state
 
 B, C = 3, 2
-DTYPES = pytest.mark.parametrize("dtype", [np.dtype(np.float32), oracle.BF16], ids=["f32", "bf16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [np.dtype(np.float32), oracle.BF16], ids=["f32", "bf16"]
+)
 
 
 def gradients(function, x, kernel, state, grad):
@@ -32,7 +34,9 @@ def gradients(function, x, kernel, state, grad):
 
 
 def dense(x, kernel, grad, state) -> oracle.DenseStep:
-    return oracle.dense_step(x, kernel, grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype)
+    return oracle.dense_step(
+        x, kernel, grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype
+    )
 
 
 @DTYPES
@@ -50,7 +54,10 @@ def test_batch_of_x(in_axis, out_axis, dtype):
         np.moveaxis(grad, 0, out_axis),
     )
     cases.assert_state(got, expected.state)
-    rows = np.moveaxis(y, out_axis, 0).reshape(-1, cases.N), np.moveaxis(dx, in_axis, 0).reshape(-1, cases.K)
+    rows = (
+        np.moveaxis(y, out_axis, 0).reshape(-1, cases.N),
+        np.moveaxis(dx, in_axis, 0).reshape(-1, cases.K),
+    )
     expected.check(y=rows[0], dgrad=rows[1], wgrad=dkernel)
 
 
@@ -66,7 +73,9 @@ def test_gradients_per_example(dtype):
     def loss(x, kernel, state, grad):
         return jnp.sum((cases.product(x, kernel, state) * grad).astype(jnp.float32))
 
-    per_example = jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None, 0))
+    per_example = jax.vmap(
+        jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None, 0)
+    )
     dx, dkernel, got = jax.jit(per_example)(x, kernel, packed, grad)
     steps = [dense(x[i], kernel, grad[i], state) for i in range(B)]
     cases.assert_state(got, [step.state for step in steps])
@@ -83,20 +92,30 @@ def test_one_quantizer_of_its_own(own):
     """
     x, kernels, grads = cases.operands(B, kernels=(B,))
     common, owned = used_state(), [used_state(seed) for seed in range(1, 1 + B)]
-    states = [dataclasses.replace(common, **{own: getattr(state, own)}) for state in owned]
+    states = [
+        dataclasses.replace(common, **{own: getattr(state, own)}) for state in owned
+    ]
     steps = [dense(*member) for member in zip(x, kernels, grads, states, strict=True)]
 
     def all_members(x, kernels, common, owned):
         def member(x, kernel, quantizer):
-            return cases.product(x, kernel, dataclasses.replace(common, **{own: quantizer}))
+            return cases.product(
+                x, kernel, dataclasses.replace(common, **{own: quantizer})
+            )
 
         return jax.vmap(member)(x, kernels, getattr(owned, own))
 
     step = jax.jit(lambda *args: jax.vjp(all_members, *args)[1](grads))
-    _, dkernels, from_common, from_owned = step(x, kernels, cases.pack(common), cases.pack(owned))
+    _, dkernels, from_common, from_owned = step(
+        x, kernels, cases.pack(common), cases.pack(owned)
+    )
 
-    shared = [dataclasses.replace(step.state, **{own: getattr(common, own)}) for step in steps]
-    expected = dataclasses.replace(cases.pack(merged(shared)), **{own: getattr(from_common, own)})
+    shared = [
+        dataclasses.replace(step.state, **{own: getattr(common, own)}) for step in steps
+    ]
+    expected = dataclasses.replace(
+        cases.pack(merged(shared)), **{own: getattr(from_common, own)}
+    )
     assert_same_bits(from_common, expected, "shared")
     cases.assert_untouched(getattr(from_common, own))
     expected = getattr(cases.pack([step.state for step in steps]), own)
@@ -111,8 +130,12 @@ def test_no_members(state_axis):
     x, kernel, _ = cases.operands(0)
     state = cases.pack(used_state())
     if state_axis == 0:
-        state = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), state)
-    y, vjp = jax.vjp(jax.vmap(cases.product, in_axes=(0, None, state_axis)), x, kernel, state)
+        state = jax.tree.map(
+            lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), state
+        )
+    y, vjp = jax.vjp(
+        jax.vmap(cases.product, in_axes=(0, None, state_axis)), x, kernel, state
+    )
     assert y.shape == (0, cases.ROWS, cases.N)
     dx, dkernel, got = vjp(y)
     assert dx.shape == x.shape and not np.any(dkernel)
@@ -121,11 +144,16 @@ def test_no_members(state_axis):
 
 def nested(outer_axis, inner_axis):
     """The state's axis in each of two vmaps, None where it is shared."""
-    return jax.vmap(jax.vmap(cases.product, in_axes=(0, None, inner_axis)), in_axes=(0, None, outer_axis))
+    return jax.vmap(
+        jax.vmap(cases.product, in_axes=(0, None, inner_axis)),
+        in_axes=(0, None, outer_axis),
+    )
 
 
 def scanned(x, kernel, state):
-    return jax.lax.scan(lambda _, x: (None, cases.product(x, kernel, state)), None, x)[1]
+    return jax.lax.scan(lambda _, x: (None, cases.product(x, kernel, state)), None, x)[
+        1
+    ]
 
 
 # The product, the batch of x, and the axis of the members in x, in the state and in y.
@@ -133,8 +161,20 @@ ENSEMBLES = {
     "shared in batched": (nested(0, None), (B, C), 0, 0, 0),
     "a scan in batched": (jax.vmap(scanned, in_axes=(0, None, 0)), (B, C), 0, 0, 0),
     "batched in shared": (nested(None, 0), (C, B), 1, 0, 1),
-    "axis 1 of the state": (jax.vmap(cases.product, in_axes=(0, None, 1)), (B,), 0, 1, 0),
-    "the last axis": (jax.vmap(cases.product, in_axes=(0, None, -1), out_axes=1), (B,), 0, -1, 1),
+    "axis 1 of the state": (
+        jax.vmap(cases.product, in_axes=(0, None, 1)),
+        (B,),
+        0,
+        1,
+        0,
+    ),
+    "the last axis": (
+        jax.vmap(cases.product, in_axes=(0, None, -1), out_axes=1),
+        (B,),
+        0,
+        -1,
+        1,
+    ),
 }
 
 
@@ -146,25 +186,46 @@ def test_ensembles(name):
     function, batch, axis, state_axis, out_axis = ENSEMBLES[name]
     x, kernel, grad = cases.operands(*batch)
     states = [used_state(seed) for seed in range(B)]
-    packed = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, state_axis), cases.pack(states))
-    y, dx, _, got = gradients(function, x, kernel, packed, np.moveaxis(grad, axis, out_axis))
-    steps = [cases.one_product(np.take(x, i, axis), kernel, np.take(grad, i, axis), states[i]) for i in range(B)]
+    packed = jax.tree.map(
+        lambda leaf: jnp.moveaxis(leaf, 0, state_axis), cases.pack(states)
+    )
+    y, dx, _, got = gradients(
+        function, x, kernel, packed, np.moveaxis(grad, axis, out_axis)
+    )
+    steps = [
+        cases.one_product(
+            np.take(x, i, axis), kernel, np.take(grad, i, axis), states[i]
+        )
+        for i in range(B)
+    ]
     got = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, state_axis, 0), got)
     cases.assert_state(got, [step.state for step in steps])
     for i, step in enumerate(steps):
-        member, dx_i = np.take(np.asarray(y), i, out_axis), np.take(np.asarray(dx), i, axis)
-        step.check(f"member {i}", y=member.reshape(-1, cases.N), dgrad=dx_i.reshape(-1, cases.K))
+        member, dx_i = (
+            np.take(np.asarray(y), i, out_axis),
+            np.take(np.asarray(dx), i, axis),
+        )
+        step.check(
+            f"member {i}",
+            y=member.reshape(-1, cases.N),
+            dgrad=dx_i.reshape(-1, cases.K),
+        )
 
 
 @pytest.mark.parametrize("state_axis", [None, 0])
 def test_a_bias_for_each_kernel(state_axis):
     """Experts: the gradient of each bias is the sum of its rows of grad."""
     x, kernels, grad = cases.operands(B, kernels=(B,))
-    biases, states = np.float32(np.arange(B * cases.N).reshape(B, -1)), [used_state(seed) for seed in range(B)]
+    biases, states = (
+        np.float32(np.arange(B * cases.N).reshape(B, -1)),
+        [used_state(seed) for seed in range(B)],
+    )
     packed = cases.pack(states if state_axis == 0 else states[0])
 
     def product(x, kernel, bias, state):
-        return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, bias=bias)
+        return jaxfp8.dot_general(
+            x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, bias=bias
+        )
 
     def members(biases, states):
         return jax.vmap(product, (0, 0, 0, state_axis))(x, kernels, biases, states)
@@ -174,7 +235,9 @@ def test_a_bias_for_each_kernel(state_axis):
     states = states if state_axis == 0 else states[:1] * B
     for i, (dbias, state) in enumerate(zip(dbiases, states, strict=True)):
         oracle.assert_column_sums(dbias, grad[i], f"bias {i}")
-        oracle.dense_step(x[i], kernels[i], grad[i], state, bias=biases[i]).y.check(y[i], f"y {i}")
+        oracle.dense_step(x[i], kernels[i], grad[i], state, bias=biases[i]).y.check(
+            y[i], f"y {i}"
+        )
 
 
 # ---------------------------------------------------------------------------- structure
@@ -200,7 +263,9 @@ def test_a_batch_with_a_shared_state_is_three_products(vectors):
     def loss(x, kernel, state):
         return jnp.sum(product(x, kernel, state) * grad)
 
-    got = dots(jax.value_and_grad(loss, argnums=(0, 1, 2)), x, kernel, cases.pack(used_state()))
+    got = dots(
+        jax.value_and_grad(loss, argnums=(0, 1, 2)), x, kernel, cases.pack(used_state())
+    )
     rows, k, n = B * cases.ROWS, cases.K, cases.N
     sizes = sorted(int(np.prod([int(d) for d in shape.split("x")])) for shape in got)
     assert sizes == sorted([rows * n, rows * k, k * n]), got
@@ -213,39 +278,68 @@ def test_a_batch_of_kernels_is_three_grouped_products(state_axis):
     packed = cases.pack(states if state_axis == 0 else states[0])
 
     def loss(x, kernels, state):
-        return jnp.sum(jax.vmap(cases.product, in_axes=(0, 0, state_axis))(x, kernels, state) * grad)
+        return jnp.sum(
+            jax.vmap(cases.product, in_axes=(0, 0, state_axis))(x, kernels, state)
+            * grad
+        )
 
     got = dots(jax.value_and_grad(loss, argnums=(0, 1, 2)), x, kernels, packed)
     assert len(got) == 3, got
 
 
 def of_activated(x, kernel):
-    return jaxfp8.dot_general(jaxfp8.activated(x, "silu"), kernel, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling())
+    return jaxfp8.dot_general(
+        jaxfp8.activated(x, "silu"),
+        kernel,
+        cases.MATMUL,
+        recipe=jaxfp8.Float8CurrentScaling(),
+    )
 
 
 def of_normalized(x, kernel):
     x = jaxfp8.normalized(x, jnp.ones(8), kind="rms")
-    return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling())
+    return jaxfp8.dot_general(
+        x, kernel, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling()
+    )
 
 
 def of_codes_once(x, kernel):
-    codes = jaxfp8.quantize_params({"kernel": kernel}, None, jaxfp8.Float8CurrentScaling(), where="kernel")["kernel"]
-    return jaxfp8.dot_general(x, codes, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling())
+    codes = jaxfp8.quantize_params(
+        {"kernel": kernel}, None, jaxfp8.Float8CurrentScaling(), where="kernel"
+    )["kernel"]
+    return jaxfp8.dot_general(
+        x, codes, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling()
+    )
 
 
 def of_groups(x, kernel):
-    return jaxfp8.ragged_dot(x, kernel[None], jnp.int32([3]), recipe=jaxfp8.Float8CurrentScaling())
+    return jaxfp8.ragged_dot(
+        x, kernel[None], jnp.int32([3]), recipe=jaxfp8.Float8CurrentScaling()
+    )
 
 
-@pytest.mark.parametrize("product", [of_activated, of_normalized, of_codes_once, of_groups])
-@pytest.mark.parametrize("transform", [lambda loss: loss, lambda loss: jax.grad(loss, (0, 1))], ids=["loss", "grad"])
+@pytest.mark.parametrize(
+    "product", [of_activated, of_normalized, of_codes_once, of_groups]
+)
+@pytest.mark.parametrize(
+    "transform",
+    [lambda loss: loss, lambda loss: jax.grad(loss, (0, 1))],
+    ids=["loss", "grad"],
+)
 def test_arrays_of_numpy_in_a_vmap_in_jit(product, transform):
     """JAX's custom derivatives refuse them ("non-canonical constant"); products take
     them as `jnp` arrays.
     """
-    x, kernel = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((2, 3, 8), (2, 8, 4)))
+    x, kernel = (
+        np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        for shape in ((2, 3, 8), (2, 8, 4))
+    )
     each = jax.vmap(transform(lambda x, kernel: jnp.sum(product(x, kernel))))
     # XLA computes constants as it compiles, and rounds activations and norms otherwise
     # there.
     got, expected = jax.jit(lambda: each(x, kernel))(), jax.jit(each)(x, kernel)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        got,
+        expected,
+    )

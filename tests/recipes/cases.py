@@ -44,13 +44,26 @@ class Rule:
         if self.is_plain:
             return Codes(x, None, None)
         if block is None:
-            sf, scale_inv = oracle.scale_pair(oracle.amax(x) if bound is None else F32(bound), 1, fmt.max)
+            sf, scale_inv = oracle.scale_pair(
+                oracle.amax(x) if bound is None else F32(bound), 1, fmt.max
+            )
             if self.power_2_scale:
                 sf = F32(np.ldexp(0.5, np.frexp(sf)[1]))
                 scale_inv = F32(1 / np.float64(sf))
-            return Codes(oracle.quantize(x, sf, fmt)[0], np.broadcast_to(scale_inv, (len(x), 1)), None)
-        options = {"scale": self.scale, "rounding": self.rounding, "power_2_scale": self.power_2_scale}
-        codes, scales = zip(*(oracle_blocks.quantize(one, fmt, block, **options) for one in x), strict=True)
+            return Codes(
+                oracle.quantize(x, sf, fmt)[0],
+                np.broadcast_to(scale_inv, (len(x), 1)),
+                None,
+            )
+        options = {
+            "scale": self.scale,
+            "rounding": self.rounding,
+            "power_2_scale": self.power_2_scale,
+        }
+        codes, scales = zip(
+            *(oracle_blocks.quantize(one, fmt, block, **options) for one in x),
+            strict=True,
+        )
         return Codes(np.stack(codes), np.stack(scales), block)
 
 
@@ -76,15 +89,33 @@ class Codes:
         if self.scales is None and other.scales is None:
             # They multiply in the dtype of the result, but not in a wider one than
             # theirs.
-            one, widest = np.ones((len(self.codes), 1), F32), np.promote_types(self.codes.dtype, other.codes.dtype)
-            dtype = out_dtype if np.promote_types(widest, out_dtype) == widest else widest
-            a, b = (Codes(matrices.codes.astype(dtype), one, None) for matrices in (self, other))
+            one, widest = (
+                np.ones((len(self.codes), 1), F32),
+                np.promote_types(self.codes.dtype, other.codes.dtype),
+            )
+            dtype = (
+                out_dtype if np.promote_types(widest, out_dtype) == widest else widest
+            )
+            a, b = (
+                Codes(matrices.codes.astype(dtype), one, None)
+                for matrices in (self, other)
+            )
             return a.by(b, out_dtype, bias)
         biases = [None] * len(self.codes) if bias is None else bias
         blocks = {"a_block": self.block, "b_block": other.block, "out_dtype": out_dtype}
-        parts = zip(self.codes, other.codes, self.scales, other.scales, biases, strict=True)
-        made = [oracle_blocks.matmul(a, b, s, t, bias=bias, **blocks) for a, b, s, t, bias in parts]
-        return oracle.Product(*(np.stack([getattr(one, name) for one in made]) for name in ("exact", "bound")))
+        parts = zip(
+            self.codes, other.codes, self.scales, other.scales, biases, strict=True
+        )
+        made = [
+            oracle_blocks.matmul(a, b, s, t, bias=bias, **blocks)
+            for a, b, s, t, bias in parts
+        ]
+        return oracle.Product(
+            *(
+                np.stack([getattr(one, name) for one in made])
+                for name in ("exact", "bound")
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,23 +130,46 @@ class Step:
     dkernel: oracle.Product
 
 
-def step(rule: Rule, x, kernel, grad, *, bias=None, x_dtype=F32, kernel_dtype=F32) -> Step:
+def step(
+    rule: Rule, x, kernel, grad, *, bias=None, x_dtype=F32, kernel_dtype=F32
+) -> Step:
     """`y = x @ kernel.T + bias` of x `[batch, m, k]`, kernel `[batch, n, k]`, grad
     `[batch, m, n]`, in grad's dtype.
     """
     if isinstance(rule, ByProduct):
         options = {"bias": bias, "x_dtype": x_dtype, "kernel_dtype": kernel_dtype}
-        fprop, dgrad, wgrad = (step(part, x, kernel, grad, **options) for part in (rule.fprop, rule.dgrad, rule.wgrad))
-        codes = {"fprop": fprop.codes["fprop"], "dgrad": dgrad.codes["dgrad"], "wgrad": wgrad.codes["wgrad"]}
+        fprop, dgrad, wgrad = (
+            step(part, x, kernel, grad, **options)
+            for part in (rule.fprop, rule.dgrad, rule.wgrad)
+        )
+        codes = {
+            "fprop": fprop.codes["fprop"],
+            "dgrad": dgrad.codes["dgrad"],
+            "wgrad": wgrad.codes["wgrad"],
+        }
         return Step(codes, fprop.y, dgrad.dx, wgrad.dkernel)
     square = rule.square or rule.tile
     of_x, of_kernel, of_grad = rule.bounds
-    x_last, x_first = (rule.quantize(of, rule.tile, rule.forward, of_x) for of in (x, x.swapaxes(1, 2)))
-    k_last, k_first = (rule.quantize(of, square, rule.forward, of_kernel) for of in (kernel, kernel.swapaxes(1, 2)))
-    g_rows, g_cols = (rule.quantize(of, rule.tile, rule.backward, of_grad) for of in (grad, grad.swapaxes(1, 2)))
+    x_last, x_first = (
+        rule.quantize(of, rule.tile, rule.forward, of_x) for of in (x, x.swapaxes(1, 2))
+    )
+    k_last, k_first = (
+        rule.quantize(of, square, rule.forward, of_kernel)
+        for of in (kernel, kernel.swapaxes(1, 2))
+    )
+    g_rows, g_cols = (
+        rule.quantize(of, rule.tile, rule.backward, of_grad)
+        for of in (grad, grad.swapaxes(1, 2))
+    )
     return Step(
-        {"fprop": (x_last, k_last), "dgrad": (g_rows, k_first), "wgrad": (x_first, g_cols)},
-        y=x_last.by(k_last, grad.dtype, None if bias is None else bias.astype(grad.dtype)),
+        {
+            "fprop": (x_last, k_last),
+            "dgrad": (g_rows, k_first),
+            "wgrad": (x_first, g_cols),
+        },
+        y=x_last.by(
+            k_last, grad.dtype, None if bias is None else bias.astype(grad.dtype)
+        ),
         dx=g_rows.by(k_first, x_dtype),
         dkernel=g_cols.by(x_first, kernel_dtype),
     )
@@ -130,12 +184,19 @@ def _with(rule, **fields):
     return dataclasses.replace(rule, **fields)
 
 
-_E4M3, _HYBRID, _E5M2 = ({"backward": E4M3}, {"backward": E5M2}, {"forward": E5M2, "backward": E5M2})
+_E4M3, _HYBRID, _E5M2 = (
+    {"backward": E4M3},
+    {"backward": E5M2},
+    {"forward": E5M2, "backward": E5M2},
+)
 # name -> (recipe, rule)
 RECIPES = {
     "current": (jaxfp8.Float8CurrentScaling(), CURRENT),
     "current e4m3": (jaxfp8.Float8CurrentScaling(jaxfp8.E4M3), _with(CURRENT, **_E4M3)),
-    "current power_2": (jaxfp8.Float8CurrentScaling(power_2_scale=True), _with(CURRENT, power_2_scale=True)),
+    "current power_2": (
+        jaxfp8.Float8CurrentScaling(power_2_scale=True),
+        _with(CURRENT, power_2_scale=True),
+    ),
     "static": (jaxfp8.StaticScaling(), _with(CURRENT, bounds=(224.0, 224.0, None))),
     # Bounds that saturate, that are no powers of two, and one whose scale is the
     # largest there is.
@@ -155,8 +216,14 @@ RECIPES = {
     ),
     "mx": (jaxfp8.MXFP8BlockScaling(), MX),
     "mx hybrid": (jaxfp8.MXFP8BlockScaling(jaxfp8.HYBRID), _with(MX, **_HYBRID)),
-    "mx floor": (jaxfp8.MXFP8BlockScaling(rounding="floor"), _with(MX, rounding="floor")),
-    "mx e5m2 floor": (jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"), _with(MX, **_E5M2, rounding="floor")),
+    "mx floor": (
+        jaxfp8.MXFP8BlockScaling(rounding="floor"),
+        _with(MX, rounding="floor"),
+    ),
+    "mx e5m2 floor": (
+        jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"),
+        _with(MX, **_E5M2, rounding="floor"),
+    ),
 }
 
 # name of the recipe of each product, None for one in high precision; each kind is once
@@ -175,7 +242,9 @@ BY_PRODUCT = [
 
 
 def _by_product(*names):
-    recipes, rules = zip(*(RECIPES[name] if name else (None, PLAIN) for name in names), strict=True)
+    recipes, rules = zip(
+        *(RECIPES[name] if name else (None, PLAIN) for name in names), strict=True
+    )
     return jaxfp8.ByProduct(*recipes), ByProduct(*rules)
 
 
@@ -211,7 +280,8 @@ class Shapes:
     def dimension_numbers(self):
         contract, batch = self.order["k"], self.order.get("b", "")
         return tuple(
-            tuple(tuple(of.index(d) for d in dims) for of in (self.x, self.kernel)) for dims in (contract, batch)
+            tuple(tuple(of.index(d) for d in dims) for of in (self.x, self.kernel))
+            for dims in (contract, batch)
         )
 
     def arrays(self, seed=0):
@@ -225,21 +295,31 @@ class Shapes:
             values = rng.standard_normal(shape) * size
             for axis in range(len(shape)):
                 values *= np.expand_dims(
-                    2.0 ** rng.integers(-2, 3, shape[axis]), [a for a in range(len(shape)) if a != axis]
+                    2.0 ** rng.integers(-2, 3, shape[axis]),
+                    [a for a in range(len(shape)) if a != axis],
                 )
             return values.astype(dtype)
 
         out = self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype)
         bias = array(self.order["n"], self.kernel_dtype) if self.bias else None
-        return array(self.x, self.x_dtype), array(self.kernel, self.kernel_dtype), array(self.y, out, 2.0**-6), bias
+        return (
+            array(self.x, self.x_dtype),
+            array(self.kernel, self.kernel_dtype),
+            array(self.y, out, 2.0**-6),
+            bias,
+        )
 
     def matrices(self, array, names, *kinds):
         """An array with dimensions `names` as `[batch, ...]`, one dimension for each
         kind.
         """
         dims = [self.order.get(kind, "") for kind in ("b", *kinds)]
-        ordered = np.einsum(f"{names}->{''.join(dims)}", array.astype(np.float64)).astype(array.dtype)
-        return ordered.reshape([int(np.prod([self.sizes[d] for d in part])) for part in dims])
+        ordered = np.einsum(
+            f"{names}->{''.join(dims)}", array.astype(np.float64)
+        ).astype(array.dtype)
+        return ordered.reshape(
+            [int(np.prod([self.sizes[d] for d in part])) for part in dims]
+        )
 
     def expected(self, rule, x, kernel, grad, bias=None) -> Step:
         if bias is not None:
@@ -260,17 +340,29 @@ class Shapes:
         within its bounds.
         """
         for name, got, names, kinds, dtype in (
-            ("y", y, self.y, "mn", self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype)),
+            (
+                "y",
+                y,
+                self.y,
+                "mn",
+                self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype),
+            ),
             ("dx", dx, self.x, "mk", self.x_dtype),
             ("dkernel", dkernel, self.kernel, "nk", self.kernel_dtype),
         ):
-            assert got.dtype == dtype and got.shape == tuple(self.sizes[d] for d in names), (what, name, got.shape)
-            getattr(wanted, name).check(self.matrices(np.asarray(got), names, *kinds), f"{what}: {name}")
+            assert got.dtype == dtype and got.shape == tuple(
+                self.sizes[d] for d in names
+            ), (what, name, got.shape)
+            getattr(wanted, name).check(
+                self.matrices(np.asarray(got), names, *kinds), f"{what}: {name}"
+            )
 
 
 def dense(m, k, n, **options):
     """x `[m, k]`, kernel `[k, n]`."""
-    return Shapes("mk", "kn", {"m": m, "k": k, "n": n}, {"m": "m", "k": "k", "n": "n"}, **options)
+    return Shapes(
+        "mk", "kn", {"m": m, "k": k, "n": n}, {"m": "m", "k": "k", "n": "n"}, **options
+    )
 
 
 SHAPES = {
@@ -279,20 +371,43 @@ SHAPES = {
     "blocks": dense(40, 130, 70, x_dtype=BF16, out_dtype=BF16),
     "f16": dense(9, 70, 5, x_dtype=F16, kernel_dtype=F16, bias=True),
     "bias": dense(130, 33, 7, x_dtype=BF16, out_dtype=BF16, bias=True),
-    "matrix by vector": Shapes("mk", "k", {"m": 6, "k": 40}, {"m": "m", "k": "k", "n": ""}),
-    "both transposed": Shapes("km", "nk", {"m": 35, "k": 40, "n": 6}, {"m": "m", "k": "k", "n": "n"}),
-    "batch": Shapes("bmk", "bkn", {"b": 3, "m": 6, "k": 40, "n": 9}, {"b": "b", "m": "m", "k": "k", "n": "n"}),
+    "matrix by vector": Shapes(
+        "mk", "k", {"m": 6, "k": 40}, {"m": "m", "k": "k", "n": ""}
+    ),
+    "both transposed": Shapes(
+        "km", "nk", {"m": 35, "k": 40, "n": 6}, {"m": "m", "k": "k", "n": "n"}
+    ),
+    "batch": Shapes(
+        "bmk",
+        "bkn",
+        {"b": 3, "m": 6, "k": 40, "n": 9},
+        {"b": "b", "m": "m", "k": "k", "n": "n"},
+    ),
     "batch inside": Shapes(
-        "mbkc", "nbck", {"b": 2, "c": 3, "m": 5, "k": 36, "n": 4}, {"b": "bc", "m": "m", "k": "k", "n": "n"}
+        "mbkc",
+        "nbck",
+        {"b": 2, "c": 3, "m": 5, "k": 36, "n": 4},
+        {"b": "bc", "m": "m", "k": "k", "n": "n"},
     ),
     "rows of two": Shapes(
-        *("abk", "kno", {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5}, {"m": "ab", "k": "k", "n": "no"}),
+        *(
+            "abk",
+            "kno",
+            {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5},
+            {"m": "ab", "k": "k", "n": "no"},
+        ),
         x_dtype=BF16,
         bias=True,
     ),
-    "contracts two": Shapes("mjk", "jkn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
-    "contracts two, crossed": Shapes("mjk", "kjn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
-    "transpose between": Shapes("jmk", "nkj", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
+    "contracts two": Shapes(
+        "mjk", "jkn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}
+    ),
+    "contracts two, crossed": Shapes(
+        "mjk", "kjn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}
+    ),
+    "transpose between": Shapes(
+        "jmk", "nkj", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}
+    ),
 }
 
 
@@ -303,7 +418,12 @@ def product(shapes: Shapes, recipe):
 
 def _product(shapes, recipe, x, kernel, bias=None):
     return jaxfp8.dot_general(
-        x, kernel, shapes.dimension_numbers, recipe=recipe, bias=bias, preferred_element_type=shapes.out_dtype
+        x,
+        kernel,
+        shapes.dimension_numbers,
+        recipe=recipe,
+        bias=bias,
+        preferred_element_type=shapes.out_dtype,
     )
 
 

@@ -14,7 +14,9 @@ import jaxfp8
 
 M, K, N = 24, 40, 33
 MATMUL = (((1,), (0,)), ((), ()))
-DTYPES = pytest.mark.parametrize("dtype", [np.dtype(np.float32), oracle.BF16, oracle.F16], ids=["f32", "bf16", "f16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [np.dtype(np.float32), oracle.BF16, oracle.F16], ids=["f32", "bf16", "f16"]
+)
 FORMATS = {
     "HYBRID": (jaxfp8.HYBRID, oracle.E4M3, oracle.E5M2),
     "E4M3": (jaxfp8.E4M3, oracle.E4M3, oracle.E4M3),
@@ -70,7 +72,9 @@ def compare_run(recipe, run, options=None, **formats):
     for i, operands in enumerate(run):
         dtype = operands[0].dtype
         dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
-        expected = oracle.dense_step(*operands, state, options or oracle.Options(), **formats, **dtypes)
+        expected = oracle.dense_step(
+            *operands, state, options or oracle.Options(), **formats, **dtypes
+        )
         got = step(*operands, package_state)
         assert_step(got, expected, f"step {i}")
         steps.append((expected, got))
@@ -104,7 +108,9 @@ def random_run(seed: int, steps: int, dtype):
             elif event == 2:
                 operand[where] = rng.choice([np.nan, np.inf, -np.inf])
             elif event == 3:
-                operand[:] = values(rng, operand.shape, 2.0 ** rng.integers(-140, -100), dtype)
+                operand[:] = values(
+                    rng, operand.shape, 2.0 ** rng.integers(-140, -100), dtype
+                )
             elif event == 4:
                 operand[where] = np.array(3e4, dtype)
         yield operands
@@ -123,7 +129,9 @@ def scripted_run(dtype):
         ]
         for operand in operands:
             for where, value in changes.items():
-                operand[{"first": (0, 0), "last": (-1, -1)}[where]] = np.array(value, dtype)
+                operand[{"first": (0, 0), "last": (-1, -1)}[where]] = np.array(
+                    value, dtype
+                )
         return operands
 
     yield step()

@@ -13,7 +13,13 @@ import numpy as np
 
 import jaxfp8
 
-ROLES = ("linear_input", "linear_weight", "linear_output", "linear_grad_output", "linear_grad_input")
+ROLES = (
+    "linear_input",
+    "linear_weight",
+    "linear_output",
+    "linear_grad_output",
+    "linear_grad_input",
+)
 M, K, N = 6, 10, 8
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -38,9 +44,16 @@ class TwoGrids(jaxfp8.Quantizer):
     steps_t: int
 
     def quantize(self, x, state):
-        codes = [jnp.round(a.astype(jnp.float32) * s).astype(jnp.int16) for a, s in self.both(x)]
-        scales = [jnp.full((a.shape[0], 1), 1 / s, jnp.float32) for a, s in self.both(x)]
-        return jaxfp8.QTensor(codes[0], scales[0], codes[1], scales[1], block=(1, None)), state
+        codes = [
+            jnp.round(a.astype(jnp.float32) * s).astype(jnp.int16)
+            for a, s in self.both(x)
+        ]
+        scales = [
+            jnp.full((a.shape[0], 1), 1 / s, jnp.float32) for a, s in self.both(x)
+        ]
+        return jaxfp8.QTensor(
+            codes[0], scales[0], codes[1], scales[1], block=(1, None)
+        ), state
 
     def both(self, x):
         return (x, self.steps), (x.T, self.steps_t)
@@ -55,13 +68,19 @@ class Counting(jaxfp8.Quantizer):
     steps: int = 1
 
     def init(self):
-        return {"amax": jnp.zeros((1,), jnp.float32), "count": jnp.zeros((1,), jnp.float32)}
+        return {
+            "amax": jnp.zeros((1,), jnp.float32),
+            "count": jnp.zeros((1,), jnp.float32),
+        }
 
     def quantize(self, x, state):
         steps = self.steps * 2.0 ** state["count"]
         codes = jnp.round(x.astype(jnp.float32) * steps[None]).astype(jnp.int16)
         amax = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
-        return jaxfp8.QTensor(codes, 1 / steps), {"amax": amax, "count": state["count"] + 1}
+        return jaxfp8.QTensor(codes, 1 / steps), {
+            "amax": amax,
+            "count": state["count"] + 1,
+        }
 
 
 def rounded(x, steps):
@@ -75,17 +94,31 @@ def layer(x, kernel, grad, steps, steps_t=None):
     steps_t = {**steps, **(steps_t or {})}
     a, b, g = (
         [rounded(t, of.get(role)) for of in (steps, steps_t)]
-        for t, role in ((x, "linear_input"), (kernel, "linear_weight"), (grad, "linear_grad_output"))
+        for t, role in (
+            (x, "linear_input"),
+            (kernel, "linear_weight"),
+            (grad, "linear_grad_output"),
+        )
     )
     y, dx, dkernel = a[0] @ b[0], g[0] @ b[1].T, a[1].T @ g[1]
-    return rounded(y, steps.get("linear_output")), rounded(dx, steps.get("linear_grad_input")), dkernel
+    return (
+        rounded(y, steps.get("linear_output")),
+        rounded(dx, steps.get("linear_grad_input")),
+        dkernel,
+    )
 
 
 def fractions(shape, seed, size=4):
     """Multiples of 1/64, f32."""
-    return (np.random.default_rng(seed).integers(-64 * size + 1, 64 * size, shape) / 64).astype(np.float32)
+    return (
+        np.random.default_rng(seed).integers(-64 * size + 1, 64 * size, shape) / 64
+    ).astype(np.float32)
 
 
 def data(seed=0, m=M, k=K, n=N):
     """x `[m, k]`, kernel `[k, n]`, grad `[m, n]`."""
-    return fractions((m, k), seed), fractions((k, n), seed + 1), fractions((m, n), seed + 2)
+    return (
+        fractions((m, k), seed),
+        fractions((k, n), seed + 1),
+        fractions((m, n), seed + 2),
+    )

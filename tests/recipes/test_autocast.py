@@ -20,10 +20,16 @@ from jaxfp8.recipes._autocast import resolve
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 K, N = 40, 6
 MATMUL = (((1,), (0,)), ((), ()))
-CURRENT, MX, ROWWISE = jaxfp8.Float8CurrentScaling(), jaxfp8.MXFP8BlockScaling(), jaxfp8.Float8RowwiseScaling()
+CURRENT, MX, ROWWISE = (
+    jaxfp8.Float8CurrentScaling(),
+    jaxfp8.MXFP8BlockScaling(),
+    jaxfp8.Float8RowwiseScaling(),
+)
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=2)
 RNG = np.random.default_rng(0)
-X = (RNG.standard_normal((8, K)) * 2.0 ** RNG.integers(-3, 4, (8, K))).astype(np.float32)
+X = (RNG.standard_normal((8, K)) * 2.0 ** RNG.integers(-3, 4, (8, K))).astype(
+    np.float32
+)
 
 
 def layer(recipe=None):
@@ -108,7 +114,11 @@ def test_regions_that_end_in_another_order(order):
 
 
 def flax_layer(recipe=None):
-    return nn.Dense(N, use_bias=False, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe))
+    return nn.Dense(
+        N,
+        use_bias=False,
+        dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe),
+    )
 
 
 @pytest.mark.parametrize("make", [layer, flax_layer], ids=["ours", "nn.Dense"])
@@ -133,7 +143,11 @@ def test_state_is_that_of_the_region():
     with jaxfp8.autocast(DELAYED):
         state = init(jax.random.key(0), X)[OWG]["Fp8DotGeneral_0"]
         assert state["input_amax_history"].shape == (2,)
-    for options in ({"recipe": MX}, {"recipe": jaxfp8.HighPrecision()}, {"enabled": False}):
+    for options in (
+        {"recipe": MX},
+        {"recipe": jaxfp8.HighPrecision()},
+        {"enabled": False},
+    ):
         with jaxfp8.autocast(**options):
             assert list(init(jax.random.key(0), X)) == ["params"]
 
@@ -146,15 +160,21 @@ def test_disabled_leaves_state_alone():
     variables = model.init(jax.random.key(0), X)
 
     def gradient(variables):
-        return jax.grad(lambda variables: jnp.sum(jnp.sin(model.apply(variables, X))))(variables)
+        return jax.grad(lambda variables: jnp.sum(jnp.sin(model.apply(variables, X))))(
+            variables
+        )
 
     variables = jaxfp8.update_state(variables, gradient(variables))
     with jaxfp8.autocast(enabled=False):
-        np.testing.assert_array_equal(model.apply(variables, X), X @ variables["params"]["kernel"])
+        np.testing.assert_array_equal(
+            model.apply(variables, X), X @ variables["params"]["kernel"]
+        )
         new = gradient(variables)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(new[OWG]))
     kept = jaxfp8.update_state(variables, new)
-    for a, b in zip(*(jax.tree.leaves(tree[OWG]) for tree in (kept, variables)), strict=True):
+    for a, b in zip(
+        *(jax.tree.leaves(tree[OWG]) for tree in (kept, variables)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
@@ -167,9 +187,16 @@ def test_jit_caches():
     @jax.jit
     def step(variables):
         traces.append(None)
-        return jax.value_and_grad(lambda variables: jnp.sum(layer().apply(variables, X) ** 2))(variables)
+        return jax.value_and_grad(
+            lambda variables: jnp.sum(layer().apply(variables, X) ** 2)
+        )(variables)
 
-    regions = {"none": None, "mx": {"recipe": MX}, "rowwise": {"recipe": ROWWISE}, "disabled": {"enabled": False}}
+    regions = {
+        "none": None,
+        "mx": {"recipe": MX},
+        "rowwise": {"recipe": ROWWISE},
+        "disabled": {"enabled": False},
+    }
     values = {}
     for turn in range(2):
         for i, (name, options) in enumerate(regions.items()):
@@ -217,32 +244,47 @@ def test_nnx():
     """
 
     def linear(recipe=None):
-        module = jaxfp8.nnx.Linear(K, N, use_bias=False, recipe=recipe, rngs=nnx.Rngs(0))
+        module = jaxfp8.nnx.Linear(
+            K, N, use_bias=False, recipe=recipe, rngs=nnx.Rngs(0)
+        )
         module.kernel.set_value(KERNEL)
         return module
 
     with jaxfp8.autocast(MX):
         made_for_mx = linear()
-        assert not jax.tree.leaves(nnx.state(made_for_mx, jaxfp8.nnx.OverwriteWithGradient))
+        assert not jax.tree.leaves(
+            nnx.state(made_for_mx, jaxfp8.nnx.OverwriteWithGradient)
+        )
     np.testing.assert_array_equal(made_for_mx(X), of(MX))
     with jaxfp8.autocast(ROWWISE):
         np.testing.assert_array_equal(made_for_mx(X), of(ROWWISE))
     with (
         jaxfp8.autocast(DELAYED),
-        pytest.raises(ValueError, match="has state 'input_amax_history', which this layer lacks"),
+        pytest.raises(
+            ValueError, match="has state 'input_amax_history', which this layer lacks"
+        ),
     ):
         made_for_mx(X)
     with jaxfp8.autocast(ROWWISE), jaxfp8.autocast(enabled=False):
-        assert not jax.tree.leaves(nnx.state(linear(DELAYED), jaxfp8.nnx.OverwriteWithGradient))
+        assert not jax.tree.leaves(
+            nnx.state(linear(DELAYED), jaxfp8.nnx.OverwriteWithGradient)
+        )
         np.testing.assert_array_equal(made_for_mx(X), of(None))
     with jaxfp8.autocast(MX):
         np.testing.assert_array_equal(linear(ROWWISE)(X), of(ROWWISE))
 
 
-WRONG = [({"recipe": "mx"}, "recipe"), ({"recipe": jaxfp8.MXFP8BlockScaling}, "recipe"), ({"enabled": 1}, "enabled")]
+WRONG = [
+    ({"recipe": "mx"}, "recipe"),
+    ({"recipe": jaxfp8.MXFP8BlockScaling}, "recipe"),
+    ({"enabled": 1}, "enabled"),
+]
 
 
 @pytest.mark.parametrize("options, name", WRONG, ids=["string", "class", "no bool"])
 def test_errors(options, name):
-    with pytest.raises(TypeError, match=f"autocast: {name}: expected"), jaxfp8.autocast(**options):
+    with (
+        pytest.raises(TypeError, match=f"autocast: {name}: expected"),
+        jaxfp8.autocast(**options),
+    ):
         pass

@@ -18,7 +18,10 @@ import jaxfp8
 from recipes import cases
 from recipes.cases import CURRENT, PLAIN
 
-DELAYED, SHORT = jaxfp8.DelayedScaling(amax_history_len=3), jaxfp8.DelayedScaling(1, 2, "most_recent")
+DELAYED, SHORT = (
+    jaxfp8.DelayedScaling(amax_history_len=3),
+    jaxfp8.DelayedScaling(1, 2, "most_recent"),
+)
 SHAPES = cases.dense(5, 36, 4)
 STATE = "_overwrite_with_gradient"
 
@@ -30,7 +33,9 @@ def run(recipe, arrays, state=None):
     @jax.jit
     def step(x, kernel, grad, state):
         y, vjp = jax.vjp(
-            lambda x, kernel, state: jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state),
+            lambda x, kernel, state: jaxfp8.dot_general(
+                x, kernel, cases.MATMUL, recipe=recipe, state=state
+            ),
             *(x, kernel, state),
         )
         return y, *vjp(grad)
@@ -42,7 +47,11 @@ def test_two_histories_of_one_operand():
     """Where the products of x, and those of grad, have other quantizers; both of the
     kernel's have equal ones.
     """
-    recipe = jaxfp8.ByProduct(DELAYED, jaxfp8.DelayedScaling(amax_history_len=3, fp8_format=jaxfp8.E4M3), SHORT)
+    recipe = jaxfp8.ByProduct(
+        DELAYED,
+        jaxfp8.DelayedScaling(amax_history_len=3, fp8_format=jaxfp8.E4M3),
+        SHORT,
+    )
     state = jaxfp8.init_state(recipe)
     has_state = {name: value is not None for name, value in vars(state).items()}
     assert [name for name, has in has_state.items() if has] == [
@@ -67,34 +76,48 @@ def test_two_histories_of_one_operand():
     ):
         first, second = (step[operand] for step in amaxes)
         history = np.float32([second, 0, first] if slots == 3 else [second, first])
-        oracle.assert_bitwise(np.asarray(getattr(states[-1], name).amax_history), history, name)
+        oracle.assert_bitwise(
+            np.asarray(getattr(states[-1], name).amax_history), history, name
+        )
     # fprop's recipe and dgrad's exchanged
     with pytest.raises(AssertionError, match="out of bound"):
-        exchanged = cases.ByProduct(cases.Rule(**rules[1]), cases.Rule(**rules[0]), twice)
+        exchanged = cases.ByProduct(
+            cases.Rule(**rules[1]), cases.Rule(**rules[0]), twice
+        )
         SHAPES.check(SHAPES.expected(exchanged, *arrays[1][:3]), *results)
 
 
 @pytest.mark.parametrize(
-    "recipe", [DELAYED, jaxfp8.MXFP8BlockScaling(), jaxfp8.StaticScaling(2.0, 3.0)], ids=lambda r: type(r).__name__
+    "recipe",
+    [DELAYED, jaxfp8.MXFP8BlockScaling(), jaxfp8.StaticScaling(2.0, 3.0)],
+    ids=lambda r: type(r).__name__,
 )
 def test_three_equal_recipes_are_that_recipe(recipe):
     """To the bit, and with the same ops: equal quantizers share their codes."""
     arrays, by_product = SHAPES.arrays(), jaxfp8.ByProduct(recipe, recipe, recipe)
     assert_same_bits(run(by_product, arrays)[:3], run(recipe, arrays)[:3], "results")
-    texts = [str(jax.make_jaxpr(lambda *a, r=r: run(r, (*a, None)))(*arrays[:3])) for r in (recipe, by_product)]
+    texts = [
+        str(jax.make_jaxpr(lambda *a, r=r: run(r, (*a, None)))(*arrays[:3]))
+        for r in (recipe, by_product)
+    ]
     assert texts[0].count("quantize") == texts[1].count("quantize")
 
 
 def test_only_what_is_differentiated_is_quantized_again():
     """A frozen kernel needs no x for wgrad: its history stays empty."""
-    recipe, (x, kernel, grad, _) = jaxfp8.ByProduct(DELAYED, None, SHORT), SHAPES.arrays()
+    recipe, (x, kernel, grad, _) = (
+        jaxfp8.ByProduct(DELAYED, None, SHORT),
+        SHAPES.arrays(),
+    )
 
     def product(x, state):
         return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
 
     y, vjp = jax.vjp(product, x, jaxfp8.init_state(recipe))
     dx, new = vjp(grad)
-    assert new.input.amax_history[0] == oracle.amax(x) and not np.any(new.wgrad_input.amax_history)
+    assert new.input.amax_history[0] == oracle.amax(x) and not np.any(
+        new.wgrad_input.amax_history
+    )
     assert new.output_grad is None and not np.any(new.wgrad_output_grad.amax_history)
     np.testing.assert_allclose(dx, grad @ kernel.T, rtol=1e-5, atol=1e-5)
 
@@ -107,7 +130,9 @@ def test_bias_and_activation():
     bias = np.linspace(-1, 1, 4, dtype=np.float32)
 
     def loss(recipe, x, kernel, bias):
-        h = jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, bias=bias, activation="silu")
+        h = jaxfp8.dot_general(
+            x, kernel, cases.MATMUL, recipe=recipe, bias=bias, activation="silu"
+        )
         y = jaxfp8.dot_general(h, kernel.T, cases.MATMUL, recipe=recipe)
         return jnp.sum(y**2)
 
@@ -127,9 +152,9 @@ def test_products_in_bfloat16():
     recipe = jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), None, None)
     x, kernel = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.float32)
     model = jaxfp8.linen.Dense(4, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
-    text = jax.jit(jax.grad(lambda *args: jnp.sum(model.apply(*args)), argnums=(0, 1))).lower(
-        {"params": {"kernel": kernel}}, x
-    )
+    text = jax.jit(
+        jax.grad(lambda *args: jnp.sum(model.apply(*args)), argnums=(0, 1))
+    ).lower({"params": {"kernel": kernel}}, x)
     types = re.findall(r"stablehlo.dot_general .* : (.*)", text.as_text())
     dots = sorted(tuple(re.findall(r"x(b?f\d+)>", each)) for each in types)
     assert dots == [("bf16", "bf16", "bf16"), ("bf16", "bf16", "f32")], types
@@ -143,23 +168,38 @@ def test_layers_and_rules():
     names = {"input", "kernel", "wgrad_input", "wgrad_output_grad"}
     wanted = {f"{name}_{leaf}" for name in names for leaf in ("amax_history", "scale")}
     layer = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
-    models = [layer, jaxfp8.quantize(nn.Dense(4), [(".*", recipe)]), jaxfp8.linen.Dense(4, recipe=recipe)]
+    models = [
+        layer,
+        jaxfp8.quantize(nn.Dense(4), [(".*", recipe)]),
+        jaxfp8.linen.Dense(4, recipe=recipe),
+    ]
     for model in models:
         variables = model.init(jax.random.key(0), x)
         (state,) = variables[STATE].values()
         assert set(state) == wanted
-        _, grads = jaxfp8.value_and_grad(lambda v, m=model: jnp.sum(m.apply(v, x) ** 2))(variables)
+        _, grads = jaxfp8.value_and_grad(
+            lambda v, m=model: jnp.sum(m.apply(v, x) ** 2)
+        )(variables)
         (new,) = jaxfp8.update_state(variables, grads)[STATE].values()
         assert all(new[f"{name}_amax_history"][0] > 0 for name in names)
-    module = nnx.Linear(16, 4, dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe), rngs=nnx.Rngs(0))
+    module = nnx.Linear(
+        16, 4, dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe), rngs=nnx.Rngs(0)
+    )
     module(x)
     state = nnx.to_pure_dict(nnx.state(module, jaxfp8.nnx.OverwriteWithGradient))
     assert set(state["dot_general"]) == wanted
     with jaxfp8.autocast(recipe):
-        variables = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral).init(jax.random.key(0), x)
+        variables = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral).init(
+            jax.random.key(0), x
+        )
     assert set(*map(set, [variables[STATE]["Fp8DotGeneral_0"]])) == wanted
-    filled = jaxfp8.calibrate(layer, layer.init(jax.random.key(0), x), [x])[STATE]["Fp8DotGeneral_0"]
-    assert filled["input_amax_history"][0] == 1 and filled["wgrad_input_amax_history"][0] == 0
+    filled = jaxfp8.calibrate(layer, layer.init(jax.random.key(0), x), [x])[STATE][
+        "Fp8DotGeneral_0"
+    ]
+    assert (
+        filled["input_amax_history"][0] == 1
+        and filled["wgrad_input_amax_history"][0] == 0
+    )
 
 
 def test_kernels_that_are_quantized_before():
@@ -168,25 +208,37 @@ def test_kernels_that_are_quantized_before():
     """
     for names, rules in (
         ((jaxfp8.Float8CurrentScaling(), None, None), (CURRENT, PLAIN, PLAIN)),
-        ((jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), None), (CURRENT, cases.BLOCK, PLAIN)),
+        (
+            (jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), None),
+            (CURRENT, cases.BLOCK, PLAIN),
+        ),
     ):
         recipe, (x, kernel, grad, _) = jaxfp8.ByProduct(*names), SHAPES.arrays()
 
         def product(x, kernel, recipe=recipe):
-            codes = jaxfp8.quantize_params({"kernel": kernel}, None, recipe, where="kernel")["kernel"]
+            codes = jaxfp8.quantize_params(
+                {"kernel": kernel}, None, recipe, where="kernel"
+            )["kernel"]
             return jaxfp8.dot_general(x, codes, cases.MATMUL, recipe=recipe)
 
         y, vjp = jax.vjp(product, x, kernel)
-        SHAPES.check(SHAPES.expected(cases.ByProduct(*rules), x, kernel, grad), y, *vjp(grad))
+        SHAPES.check(
+            SHAPES.expected(cases.ByProduct(*rules), x, kernel, grad), y, *vjp(grad)
+        )
 
 
 def test_freeze():
     """A frozen layer has the codes of fprop, and gives the bits that the layer gave."""
-    recipe, x = jaxfp8.ByProduct(jaxfp8.Float8BlockScaling(), None, jaxfp8.MXFP8BlockScaling()), SHAPES.arrays()[0]
+    recipe, x = (
+        jaxfp8.ByProduct(jaxfp8.Float8BlockScaling(), None, jaxfp8.MXFP8BlockScaling()),
+        SHAPES.arrays()[0],
+    )
     layer = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
     variables = layer.init(jax.random.key(0), x)
     frozen = jaxfp8.freeze(layer, variables, x)
-    oracle.assert_bitwise(np.asarray(layer.apply(frozen, x)), np.asarray(layer.apply(variables, x)), "y")
+    oracle.assert_bitwise(
+        np.asarray(layer.apply(frozen, x)), np.asarray(layer.apply(variables, x)), "y"
+    )
 
 
 @pytest.mark.parametrize("plain", ["fprop", "dgrad", "wgrad"])
@@ -195,18 +247,34 @@ def test_a_ragged_product_in_high_precision(plain):
     the bits of their recipe.
     """
     rng, current = np.random.default_rng(0), jaxfp8.Float8CurrentScaling()
-    lhs, rhs, grad = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (3, 6, 5), (12, 5)))
+    lhs, rhs, grad = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((12, 6), (3, 6, 5), (12, 5))
+    )
     sizes = np.int32([5, 0, 4])  # the last three rows are in no group
 
     def results(recipe):
-        y, vjp = jax.vjp(lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs)
+        y, vjp = jax.vjp(
+            lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs
+        )
         return dict(zip(("fprop", "dgrad", "wgrad"), (y, *vjp(grad)), strict=True))
 
     got, in_fp8 = (
-        results(jaxfp8.ByProduct(**({"fprop": current, "dgrad": current, "wgrad": current} | {plain: None}))),
+        results(
+            jaxfp8.ByProduct(
+                **(
+                    {"fprop": current, "dgrad": current, "wgrad": current}
+                    | {plain: None}
+                )
+            )
+        ),
         results(current),
     )
-    exact = {"fprop": np.zeros((12, 5)), "dgrad": np.zeros((12, 6)), "wgrad": np.zeros((3, 6, 5))}
+    exact = {
+        "fprop": np.zeros((12, 5)),
+        "dgrad": np.zeros((12, 6)),
+        "wgrad": np.zeros((3, 6, 5)),
+    }
     # of the magnitudes of the terms
     sums = {name: np.zeros_like(value) for name, value in exact.items()}
     for begin, end, group in ((0, 5, 0), (5, 9, 2)):
@@ -235,15 +303,25 @@ def test_a_ragged_product_of_codes_and_numbers(role):
     in float32.
     """
     rng, sizes = np.random.default_rng(0), np.int32([5, 7])
-    lhs, rhs, grad = (rng.uniform(-1, 1, shape).astype(np.float32) for shape in ((12, 6), (2, 6, 5), (12, 5)))
+    lhs, rhs, grad = (
+        rng.uniform(-1, 1, shape).astype(np.float32)
+        for shape in ((12, 6), (2, 6, 5), (12, 5))
+    )
     lhs[0, 0] = rhs[0, 0, 0] = 1.75  # the amax, of which the scale is 448 / 1.75 = 2**8
     quantizer = jaxfp8.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
     recipe = jaxfp8.CustomRecipe(lambda asked: quantizer if asked == role else None)
-    y, vjp = jax.vjp(lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs)
+    y, vjp = jax.vjp(
+        lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs
+    )
     dlhs, drhs = vjp(grad)
 
     def rounded(x):
-        return oracle.widen(oracle.quantize(x, np.float32(2**8), oracle.E4M3)[0], np.float64) / 2**8
+        return (
+            oracle.widen(
+                oracle.quantize(x, np.float32(2**8), oracle.E4M3)[0], np.float64
+            )
+            / 2**8
+        )
 
     lhs, rhs = (rounded(lhs), rhs) if role == "linear_input" else (lhs, rounded(rhs))
     for group, rows in enumerate((slice(0, 5), slice(5, 12))):
@@ -264,7 +342,10 @@ def test_a_ragged_product_in_bfloat16():
     """
     recipe, sizes = jaxfp8.ByProduct(DELAYED, DELAYED, None), np.int32([5, 7])
     rng = np.random.default_rng(0)
-    lhs, rhs, grad = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((12, 6), (2, 6, 5), (12, 5)))
+    lhs, rhs, grad = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((12, 6), (2, 6, 5), (12, 5))
+    )
 
     def product(lhs, rhs, state):
         return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe, state=state)
@@ -283,13 +364,21 @@ def test_negative_group_sizes(plain):
     stays in high precision.
     """
     recipe = jaxfp8.ByProduct(
-        **(dict.fromkeys(("fprop", "dgrad", "wgrad"), jaxfp8.Float8CurrentScaling()) | {plain: None})
+        **(
+            dict.fromkeys(("fprop", "dgrad", "wgrad"), jaxfp8.Float8CurrentScaling())
+            | {plain: None}
+        )
     )
     rng = np.random.default_rng(0)
-    lhs, rhs, grad = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (3, 6, 5), (12, 5)))
+    lhs, rhs, grad = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((12, 6), (3, 6, 5), (12, 5))
+    )
 
     def results(*sizes):
-        y, vjp = jax.vjp(lambda *x: jaxfp8.ragged_dot(*x, np.int32(sizes), recipe=recipe), lhs, rhs)
+        y, vjp = jax.vjp(
+            lambda *x: jaxfp8.ragged_dot(*x, np.int32(sizes), recipe=recipe), lhs, rhs
+        )
         return [y, *vjp(grad)]
 
     for got, expected in zip(results(5, -3, 6), results(5, 0, 6), strict=True):
@@ -299,7 +388,10 @@ def test_negative_group_sizes(plain):
 def test_ragged_products_in_high_precision_under_vmap():
     current, sizes = jaxfp8.Float8CurrentScaling(), np.int32([[5, 7], [8, 4], [0, 12]])
     weights = np.linspace(-1, 1, 60, dtype=np.float32).reshape(12, 5)
-    lhs, rhs = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((3, 12, 6), (2, 6, 5)))
+    lhs, rhs = (
+        np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        for shape in ((3, 12, 6), (2, 6, 5))
+    )
 
     @functools.partial(jax.grad, argnums=(0, 1))
     def gradients(lhs, rhs, sizes):
@@ -317,10 +409,26 @@ def test_ragged_products_in_high_precision_under_vmap():
 
 
 WRONG = {
-    "nothing": ((), ValueError, r"ByProduct: expected a recipe with FP8 .*got None or .*recipe HighPrecision\(\)"),
-    "high precision": ((None, jaxfp8.HighPrecision()), ValueError, "ByProduct: expected a recipe with FP8"),
-    "string": (("mx",), TypeError, r"ByProduct: fprop .*: expected a recipe, .*got 'mx'"),
-    "class": ((None, jaxfp8.MXFP8BlockScaling), TypeError, "ByProduct: dgrad .*call the class"),
+    "nothing": (
+        (),
+        ValueError,
+        r"ByProduct: expected a recipe with FP8 .*got None or .*recipe HighPrecision\(\)",
+    ),
+    "high precision": (
+        (None, jaxfp8.HighPrecision()),
+        ValueError,
+        "ByProduct: expected a recipe with FP8",
+    ),
+    "string": (
+        ("mx",),
+        TypeError,
+        r"ByProduct: fprop .*: expected a recipe, .*got 'mx'",
+    ),
+    "class": (
+        (None, jaxfp8.MXFP8BlockScaling),
+        TypeError,
+        "ByProduct: dgrad .*call the class",
+    ),
     "nested": (
         (None, None, jaxfp8.ByProduct(DELAYED)),
         TypeError,
@@ -331,7 +439,11 @@ WRONG = {
         ValueError,
         "ByProduct: fprop: .*got 64; give min_size= to ByP",
     ),
-    "precise": ((None, jaxfp8.DelayedScaling(precise=())), ValueError, r"ByProduct: dgrad: .*got \(\); give precise="),
+    "precise": (
+        (None, jaxfp8.DelayedScaling(precise=())),
+        ValueError,
+        r"ByProduct: dgrad: .*got \(\); give precise=",
+    ),
 }
 
 
@@ -345,7 +457,10 @@ def test_state_of_another_recipe():
     """A product that reads the codes of the first one keeps no history."""
     recipe = jaxfp8.ByProduct(DELAYED, DELAYED, DELAYED)
     state = jaxfp8.DotGeneralState(
-        *[jaxfp8.init_state(DELAYED).input] * 3, wgrad_input=jaxfp8.init_state(DELAYED).input
+        *[jaxfp8.init_state(DELAYED).input] * 3,
+        wgrad_input=jaxfp8.init_state(DELAYED).input,
     )
-    with pytest.raises(ValueError, match="dot_general: state.wgrad_input: expected no state"):
+    with pytest.raises(
+        ValueError, match="dot_general: state.wgrad_input: expected no state"
+    ):
         run(recipe, SHAPES.arrays(), state)

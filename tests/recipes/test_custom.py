@@ -24,16 +24,22 @@ def run(recipe, x, kernel, grad, state=None, dimension_numbers=MATMUL, **options
     """(y, dx, dkernel, next state)."""
 
     def product(x, kernel, state):
-        return jaxfp8.dot_general(x, kernel, dimension_numbers, recipe=recipe, state=state, **options)
+        return jaxfp8.dot_general(
+            x, kernel, dimension_numbers, recipe=recipe, state=state, **options
+        )
 
-    y, vjp = jax.vjp(product, x, kernel, jaxfp8.init_state(recipe) if state is None else state)
+    y, vjp = jax.vjp(
+        product, x, kernel, jaxfp8.init_state(recipe) if state is None else state
+    )
     return y, *vjp(jnp.asarray(grad, y.dtype))
 
 
 def assert_layer(got, expected):
     for name, g, e in zip(("y", "dx", "dkernel"), got, expected, strict=False):
         # zeros without a sign
-        oracle.assert_bitwise(np.asarray(g) + 0, np.asarray(e, np.asarray(g).dtype) + 0, name)
+        oracle.assert_bitwise(
+            np.asarray(g) + 0, np.asarray(e, np.asarray(g).dtype) + 0, name
+        )
 
 
 # Roles ----------------------------------------------------------------------------------------------------------------
@@ -52,7 +58,11 @@ STEPS = {"linear_input": 16, "linear_weight": 8, "linear_grad_output": 4}
 
 @pytest.mark.parametrize("quantized", list(itertools.product([False, True], repeat=3)))
 def test_none_keeps_a_tensor_as_it_is(quantized):
-    steps = {role: s for (role, s), wanted in zip(STEPS.items(), quantized, strict=True) if wanted}
+    steps = {
+        role: s
+        for (role, s), wanted in zip(STEPS.items(), quantized, strict=True)
+        if wanted
+    }
     got = run(recipe_of({role: Grid(s) for role, s in steps.items()}), *grids.data())
     assert_layer(got, grids.layer(*grids.data(), steps))
 
@@ -64,8 +74,14 @@ def test_results_are_quantized_and_dequantized():
 
 
 def test_each_product_reads_its_own_codes():
-    steps, steps_t = STEPS, {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
-    got = run(recipe_of({role: TwoGrids(steps[role], steps_t[role]) for role in steps}), *grids.data())
+    steps, steps_t = (
+        STEPS,
+        {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2},
+    )
+    got = run(
+        recipe_of({role: TwoGrids(steps[role], steps_t[role]) for role in steps}),
+        *grids.data(),
+    )
     assert_layer(got, grids.layer(*grids.data(), steps, steps_t))
 
 
@@ -73,11 +89,23 @@ def test_batches_are_matrices():
     """A batch dimension, and members under vmap: each a matrix, each as it is alone."""
     steps_t = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
     recipe = recipe_of({role: TwoGrids(STEPS[role], steps_t[role]) for role in STEPS})
-    x, kernel, grad = (np.stack(arrays) for arrays in zip(*(grids.data(seed) for seed in (0, 7, 9)), strict=True))
-    each = [grids.layer(*arrays, STEPS, steps_t) for arrays in zip(x, kernel, grad, strict=True)]
+    x, kernel, grad = (
+        np.stack(arrays)
+        for arrays in zip(*(grids.data(seed) for seed in (0, 7, 9)), strict=True)
+    )
+    each = [
+        grids.layer(*arrays, STEPS, steps_t)
+        for arrays in zip(x, kernel, grad, strict=True)
+    ]
     expected = [np.stack(arrays) for arrays in zip(*each, strict=True)]
-    assert_layer(run(recipe, x, kernel, grad, dimension_numbers=(((2,), (1,)), ((0,), (0,)))), expected)
-    assert_layer(jax.jit(jax.vmap(lambda *arrays: run(recipe, *arrays)[:3]))(x, kernel, grad), expected)
+    assert_layer(
+        run(recipe, x, kernel, grad, dimension_numbers=(((2,), (1,)), ((0,), (0,)))),
+        expected,
+    )
+    assert_layer(
+        jax.jit(jax.vmap(lambda *arrays: run(recipe, *arrays)[:3]))(x, kernel, grad),
+        expected,
+    )
 
 
 # The quantizer's own
@@ -114,45 +142,80 @@ STEPS_T = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
 
 
 def test_qgemm_gets_every_product():
-    recipe = recipe_of({role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS})
+    recipe = recipe_of(
+        {role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS}
+    )
     got, seen = seen_in(recipe, *grids.data())
     m, k, n = grids.M, grids.K, grids.N
     assert seen == [
-        ("linear_grad_output", "dgrad", ((m, n), (k, n), (m, 1), (k, 1)), "int16", "int16"),
+        (
+            "linear_grad_output",
+            "dgrad",
+            ((m, n), (k, n), (m, 1), (k, 1)),
+            "int16",
+            "int16",
+        ),
         ("linear_input", "fprop", ((m, k), (n, k), (m, 1), (n, 1)), "int16", "int16"),
         ("linear_input", "wgrad", ((k, m), (n, m), (k, 1), (n, 1)), "int16", "int16"),
     ]
     expected = grids.layer(*grids.data(), STEPS, STEPS_T)
-    assert_layer(got, [e * factor for e, factor in zip(expected, FACTORS.values(), strict=True)])
+    assert_layer(
+        got, [e * factor for e, factor in zip(expected, FACTORS.values(), strict=True)]
+    )
 
 
 @pytest.mark.parametrize(
     ("owner", "products"),
-    [("linear_input", "fprop wgrad"), ("linear_weight", "fprop dgrad"), ("linear_grad_output", "dgrad wgrad")],
+    [
+        ("linear_input", "fprop wgrad"),
+        ("linear_weight", "fprop dgrad"),
+        ("linear_grad_output", "dgrad wgrad"),
+    ],
 )
 @pytest.mark.parametrize("others", [True, False], ids=["codes", "high-precision"])
 def test_qgemm_gets_the_products_of_its_quantizer(owner, products, others):
     """Of the others there are codes, or there are none: then their scales are None."""
-    quantizers = {role: TwoGrids(STEPS[role], STEPS_T[role]) for role in STEPS} if others else {}
+    quantizers = (
+        {role: TwoGrids(STEPS[role], STEPS_T[role]) for role in STEPS} if others else {}
+    )
     quantizers[owner] = OwnProduct(STEPS[owner], STEPS_T[owner], owner)
     got, seen = seen_in(recipe_of(quantizers), *grids.data())
-    assert [(name, kind) for name, kind, *_ in seen] == [(owner, kind) for kind in sorted(products.split())]
+    assert [(name, kind) for name, kind, *_ in seen] == [
+        (owner, kind) for kind in sorted(products.split())
+    ]
     without_scales = sum(shapes[2:].count(None) for _, _, shapes, *_ in seen)
     assert without_scales == (0 if others else 2)
     steps = STEPS if others else {owner: STEPS[owner]}
-    expected = grids.layer(*grids.data(), steps, {role: STEPS_T[role] for role in steps})
+    expected = grids.layer(
+        *grids.data(), steps, {role: STEPS_T[role] for role in steps}
+    )
     factors = [factor if kind in products else 1 for kind, factor in FACTORS.items()]
     assert_layer(got, [e * factor for e, factor in zip(expected, factors, strict=True)])
 
 
 def test_qgemm_with_a_bias_and_a_batch():
-    recipe = recipe_of({role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS})
+    recipe = recipe_of(
+        {role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS}
+    )
     x, kernel, grad = (np.stack([a, 2 * a]) for a in grids.data())
     bias = grids.fractions((grids.N,), 5)
-    expected = [grids.layer(*arrays, STEPS, STEPS_T) for arrays in zip(x, kernel, grad, strict=True)]
-    expected = [np.stack(arrays) * f for arrays, f in zip(zip(*expected, strict=True), (1, 2, 4), strict=True)]
+    expected = [
+        grids.layer(*arrays, STEPS, STEPS_T)
+        for arrays in zip(x, kernel, grad, strict=True)
+    ]
+    expected = [
+        np.stack(arrays) * f
+        for arrays, f in zip(zip(*expected, strict=True), (1, 2, 4), strict=True)
+    ]
     expected[0] = expected[0] + bias
-    got, seen = seen_in(recipe, x, kernel, grad, dimension_numbers=(((2,), (1,)), ((0,), (0,))), bias=bias)
+    got, seen = seen_in(
+        recipe,
+        x,
+        kernel,
+        grad,
+        dimension_numbers=(((2,), (1,)), ((0,), (0,))),
+        bias=bias,
+    )
     assert_layer(got, expected)
     assert all(len(shape) == 2 for _, _, shapes, *_ in seen for shape in shapes)
 
@@ -172,7 +235,10 @@ STOCK = [
 
 def floats(seed, m=5, k=70, n=33, dtype=jnp.bfloat16):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((m, k), (k, n), (m, n))]
+    return [
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((m, k), (k, n), (m, n))
+    ]
 
 
 @pytest.mark.parametrize("stock", STOCK, ids=lambda recipe: type(recipe).__name__)
@@ -183,7 +249,8 @@ def test_stock_quantizers_are_the_stock_recipe(stock):
     states = [jaxfp8.init_state(recipe) for recipe in (stock, custom)]
     for step in range(3):
         (*got, states[0]), (*expected, states[1]) = (
-            run(recipe, *floats(step), state=state) for recipe, state in zip((stock, custom), states, strict=True)
+            run(recipe, *floats(step), state=state)
+            for recipe, state in zip((stock, custom), states, strict=True)
         )
         for name, a, b in zip(("y", "dx", "dkernel"), got, expected, strict=True):
             oracle.assert_bitwise(a, b, f"step {step}: {name}")
@@ -200,8 +267,14 @@ def test_stock_quantizers_are_the_stock_recipe(stock):
 @pytest.mark.parametrize(
     ("qfactory", "message"),
     [
-        (lambda role: Grid, "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input'.*it is the class, call"),
-        (lambda role: "e4m3", "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input', got 'e4m3'"),
+        (
+            lambda role: Grid,
+            "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input'.*it is the class, call",
+        ),
+        (
+            lambda role: "e4m3",
+            "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input', got 'e4m3'",
+        ),
         (Grid, "qfactory: expected a function of a role"),
         ("int6", "qfactory: expected a function of a role"),
         ({}, "qfactory: expected a function of a role"),
@@ -218,7 +291,9 @@ class Mutable(jaxfp8.Quantizer):  # has == and so no hash
 
 
 def test_quantizer_without_a_hash():
-    with pytest.raises(TypeError, match="a quantizer with a hash.*Mutable.*frozen=True"):
+    with pytest.raises(
+        TypeError, match="a quantizer with a hash.*Mutable.*frozen=True"
+    ):
         run(jaxfp8.CustomRecipe(lambda role: Mutable()), *grids.data())
 
 
@@ -230,15 +305,23 @@ def test_qfactory_without_a_hash():
         def __call__(self, role):
             return Grid(self.steps)
 
-    with pytest.raises(TypeError, match="CustomRecipe: qfactory: expected a function that hashes"):
+    with pytest.raises(
+        TypeError, match="CustomRecipe: qfactory: expected a function that hashes"
+    ):
         jaxfp8.CustomRecipe(Factory())
 
 
 def wrong(quantize, init=None, qgemm=None):
     """A recipe whose quantizer of x does this."""
-    methods = {"quantize": quantize} | ({"init": init} if init else {}) | ({"qgemm": qgemm} if qgemm else {})
+    methods = (
+        {"quantize": quantize}
+        | ({"init": init} if init else {})
+        | ({"qgemm": qgemm} if qgemm else {})
+    )
     quantizer = type("Wrong", (jaxfp8.Quantizer,), methods)()
-    return jaxfp8.CustomRecipe(lambda role: quantizer if role == "linear_input" else None)
+    return jaxfp8.CustomRecipe(
+        lambda role: quantizer if role == "linear_input" else None
+    )
 
 
 def codes(x):
@@ -258,10 +341,19 @@ Q = jaxfp8.QTensor
         (lambda q: (Q(q, ONE, q), None), r"data_t: expected \(10, 6\)"),
         (lambda q: (Q(q, None), None), "scale_inv: expected"),
         (lambda q: (Q(q, 1.0), None), "scale_inv: expected"),
-        (lambda q: (Q(q, jnp.ones((5, 1)), block=(1, None)), None), r"scale_inv: expected \(6, 1\).*got \(5, 1\)"),
-        (lambda q: (Q(q, COL, q.T, COL, block=(1, None)), None), r"scale_inv_t: expected \(10, 1\)"),
+        (
+            lambda q: (Q(q, jnp.ones((5, 1)), block=(1, None)), None),
+            r"scale_inv: expected \(6, 1\).*got \(5, 1\)",
+        ),
+        (
+            lambda q: (Q(q, COL, q.T, COL, block=(1, None)), None),
+            r"scale_inv_t: expected \(10, 1\)",
+        ),
         (lambda q: (Q(q, ONE, None, ONE), None), "scale_inv_t: expected data_t"),
-        (lambda q: (Q(q, jnp.ones((6, 1, 1))), None), r"scale_inv: expected .*\(6, 1, 1\)"),
+        (
+            lambda q: (Q(q, jnp.ones((6, 1, 1))), None),
+            r"scale_inv: expected .*\(6, 1, 1\)",
+        ),
         (lambda q: (Q(q, ONE), {"new": ONE}), "state: expected a next"),
     ],
 )
@@ -272,21 +364,31 @@ def test_quantize_that_returns_the_wrong_thing(result, message):
 
 @pytest.mark.parametrize(
     ("result", "found"),
-    [(lambda y: y.T, r"float32\(8, 6\)"), (lambda y: y.astype(jnp.bfloat16), "bfloat16"), (lambda y: None, "None")],
+    [
+        (lambda y: y.T, r"float32\(8, 6\)"),
+        (lambda y: y.astype(jnp.bfloat16), "bfloat16"),
+        (lambda y: None, "None"),
+    ],
 )
 def test_qgemm_that_returns_the_wrong_thing(result, found):
     recipe = wrong(
         lambda self, x, state: (Q(codes(x), ONE), state),
         qgemm=lambda self, qx, qw, **others: result(qx.astype(jnp.float32) @ qw.T),
     )
-    with pytest.raises(TypeError, match=rf"fprop: expected float32\(6, 8\), got .*{found}"):
+    with pytest.raises(
+        TypeError, match=rf"fprop: expected float32\(6, 8\), got .*{found}"
+    ):
         run(recipe, *grids.data())
 
 
 def test_state_of_another_quantizer():
     recipe = recipe_of({"linear_input": grids.Counting()})
     state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))
-    with pytest.raises((TypeError, ValueError), match=r"dot_general: state\.input: Counting keeps"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"dot_general: state\.input: Counting keeps"
+    ):
         run(recipe, *grids.data(), state=state)
-    with pytest.raises(ValueError, match="dot_general: state: CustomRecipe keeps state"):
+    with pytest.raises(
+        ValueError, match="dot_general: state: CustomRecipe keeps state"
+    ):
         jaxfp8.dot_general(*grids.data()[:2], MATMUL, recipe=recipe)

@@ -22,7 +22,9 @@ from recipes import grids
 from recipes.grids import MATMUL, ROLES, Counting
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
-RECIPE = jaxfp8.CustomRecipe(lambda role: Counting(2) if role.startswith("linear_grad") else Counting(4))
+RECIPE = jaxfp8.CustomRecipe(
+    lambda role: Counting(2) if role.startswith("linear_grad") else Counting(4)
+)
 FIELDS = {
     "linear_input": "input",
     "linear_weight": "kernel",
@@ -33,18 +35,28 @@ FIELDS = {
 
 
 def steps_of(count):
-    return {role: (2 if role.startswith("linear_grad") else 4) * 2**count for role in ROLES}
+    return {
+        role: (2 if role.startswith("linear_grad") else 4) * 2**count for role in ROLES
+    }
 
 
 def seen(x, kernel, grad, count, uses=None):
     """{role: amax} of products that run in one step; with `uses`, x and grad have a
     leading axis of so many.
     """
-    each = [(x, kernel, grad)] if uses is None else [(x[i], kernel, grad[i]) for i in range(uses)]
+    each = (
+        [(x, kernel, grad)]
+        if uses is None
+        else [(x[i], kernel, grad[i]) for i in range(uses)]
+    )
     amaxes = {role: 0.0 for role in ROLES}
     for x_i, kernel_i, grad_i in each:
         steps = steps_of(count)
-        plain = {role: of for role, of in steps.items() if role not in ("linear_output", "linear_grad_input")}
+        plain = {
+            role: of
+            for role, of in steps.items()
+            if role not in ("linear_output", "linear_grad_input")
+        }
         y, dx, _ = grids.layer(x_i, kernel_i, grad_i, plain)
         for role, value in zip(ROLES, (x_i, kernel_i, y, grad_i, dx), strict=True):
             amaxes[role] = max(amaxes[role], float(np.abs(value).max()))
@@ -54,10 +66,14 @@ def seen(x, kernel, grad, count, uses=None):
 def assert_state(state, amaxes, count):
     """A DotGeneralState, or Flax's variables by name."""
     for role, field in FIELDS.items():
-        of = getattr(state, field) if isinstance(state, jaxfp8.DotGeneralState) else None
+        of = (
+            getattr(state, field) if isinstance(state, jaxfp8.DotGeneralState) else None
+        )
         for name, expected in (("amax", amaxes[role]), ("count", count)):
             got = of[name] if of is not None else state[f"{role}_{name}"]
-            oracle.assert_bitwise(got, np.array([expected], np.float32), f"{role}_{name}")
+            oracle.assert_bitwise(
+                got, np.array([expected], np.float32), f"{role}_{name}"
+            )
 
 
 def product(x, kernel, state):
@@ -78,8 +94,12 @@ def state_gradient(loss, state, x, *others, differentiate=jax.grad):
 
 def uses_of(count=4):
     _, kernel, _ = grids.data()
-    x = np.stack([grids.fractions((grids.M, grids.K), 20 + i, 1 + i % 3) for i in range(count)])
-    grad = np.stack([grids.fractions((grids.M, grids.N), 40 + i, 4 - i % 3) for i in range(count)])
+    x = np.stack(
+        [grids.fractions((grids.M, grids.K), 20 + i, 1 + i % 3) for i in range(count)]
+    )
+    grad = np.stack(
+        [grids.fractions((grids.M, grids.N), 40 + i, 4 - i % 3) for i in range(count)]
+    )
     return x, kernel, grad
 
 
@@ -88,7 +108,9 @@ def uses_of(count=4):
 
 
 @pytest.mark.parametrize("program", ["loop", "remat in scan", "vmap"])
-@pytest.mark.parametrize("entry", [lambda tree: tree, jaxfp8.max_grad], ids=["grad", "max_grad"])
+@pytest.mark.parametrize(
+    "entry", [lambda tree: tree, jaxfp8.max_grad], ids=["grad", "max_grad"]
+)
 def test_uses_combine_by_max(program, entry):
     """Under vmap the uses are one larger product, so the amaxes of results are those of
     it.
@@ -97,7 +119,9 @@ def test_uses_combine_by_max(program, entry):
     state, run = jaxfp8.init_state(RECIPE), functional.PROGRAMS[program].run
 
     def of_program(state, x, grad):
-        return run(lambda state, x, grad: loss(state, x, kernel, grad), entry(state), x, grad)
+        return run(
+            lambda state, x, grad: loss(state, x, kernel, grad), entry(state), x, grad
+        )
 
     step = jax.jit(lambda *args: state_gradient(of_program, *args))
     for count in range(3):
@@ -114,7 +138,9 @@ def test_members_keep_their_own():
     state = jax.tree_util.tree_map_with_path(
         lambda p, a: a + jnp.arange(3.0)[:, None] * float("count" in str(p)), state
     )
-    gradient = jax.jit(jax.vmap(lambda *args: state_gradient(loss, *args)))(state, x, kernels, grad)
+    gradient = jax.jit(jax.vmap(lambda *args: state_gradient(loss, *args)))(
+        state, x, kernels, grad
+    )
     for i in range(3):
         one = jax.tree.map(lambda leaf, i=i: leaf[i], gradient)
         assert_state(one, seen(x[i], kernels[i], grad[i], i), i + 1)
@@ -122,8 +148,12 @@ def test_members_keep_their_own():
 
 def test_a_layer_that_is_not_used_keeps_its_state():
     x, kernel, grad = grids.data()
-    states = [jax.tree.map(lambda leaf: leaf + 3, jaxfp8.init_state(RECIPE)) for _ in range(2)]
-    gradient = state_gradient(lambda states, x: loss(states[0], x, kernel, grad), states, x)
+    states = [
+        jax.tree.map(lambda leaf: leaf + 3, jaxfp8.init_state(RECIPE)) for _ in range(2)
+    ]
+    gradient = state_gradient(
+        lambda states, x: loss(states[0], x, kernel, grad), states, x
+    )
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient[1]))
     after = jaxfp8.update_state(states, gradient)
     chex.assert_trees_all_equal(after[1], states[1])
@@ -135,7 +165,10 @@ def test_update_state_refuses_what_is_no_state():
     state = jaxfp8.init_state(RECIPE)
     gradient = state_gradient(loss, state, x, kernel, grad)
     negative = jax.tree.map(lambda leaf: -leaf, gradient)
-    with pytest.raises(ValueError, match="update_state: input/amax: expected a state that is not negative"):
+    with pytest.raises(
+        ValueError,
+        match="update_state: input/amax: expected a state that is not negative",
+    ):
         jaxfp8.update_state(state, negative)
     for bad in (negative, jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)):
         chex.assert_trees_all_equal(jax.jit(jaxfp8.update_state)(state, bad), state)
@@ -157,7 +190,9 @@ def test_shard_map(check_vma):
     recipe = jaxfp8.CustomRecipe(RECIPE.qfactory, pipeline_axes=())
 
     def of_device(state, x, kernel, grad):
-        return jnp.vdot(jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), grad)
+        return jnp.vdot(
+            jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), grad
+        )
 
     def next_state(*args):
         return state_gradient(of_device, *args)
@@ -175,46 +210,68 @@ def test_shard_map(check_vma):
 def linen_steps(count):
     """Variables after some steps of a TrainState, from kernels that do not move."""
     x, kernel, grad = grids.data()
-    layer = nn.Dense(grids.N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
+    layer = nn.Dense(
+        grids.N,
+        use_bias=False,
+        dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE),
+    )
     variables = layer.init(jax.random.key(0), x)
     variables = {**variables, "params": {"kernel": kernel}}
-    train = jaxfp8.linen.TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.sgd(0.0))
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=layer.apply, params=variables, tx=optax.sgd(0.0)
+    )
 
     def of_variables(variables, x):
         return jnp.vdot(layer.apply(variables, x), grad)
 
-    step = jax.jit(lambda t: t.apply_gradients(grads=state_gradient(of_variables, t.params, x)))
+    step = jax.jit(
+        lambda t: t.apply_gradients(grads=state_gradient(of_variables, t.params, x))
+    )
     for _ in range(count):
         train = step(train)
     return train.params[OWG]
 
 
-def nnx_optimizer_steps(count, make=lambda layer: jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0, momentum=0.9))):
+def nnx_optimizer_steps(
+    count, make=lambda layer: jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0, momentum=0.9))
+):
     """The same with an optimizer, whose `update` gets arrays alone; its parameters do
     not move.
     """
     x, kernel, grad = grids.data()
     fp8 = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
-    layer = nnx.Linear(grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0))
+    layer = nnx.Linear(
+        grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0)
+    )
     layer.kernel.set_value(jnp.asarray(kernel))
     optimizer = make(layer)
     for _ in range(count):
-        _, gradients = jaxfp8.nnx.value_and_grad(lambda layer, x: jnp.vdot(layer(x), grad), argnums=(0, 1))(layer, x)
+        _, gradients = jaxfp8.nnx.value_and_grad(
+            lambda layer, x: jnp.vdot(layer(x), grad), argnums=(0, 1)
+        )(layer, x)
         optimizer.update(layer, gradients[0])
-    return nnx.to_pure_dict(nnx.state(layer, jaxfp8.nnx.OverwriteWithGradient))["dot_general"]
+    return nnx.to_pure_dict(nnx.state(layer, jaxfp8.nnx.OverwriteWithGradient))[
+        "dot_general"
+    ]
 
 
 def flax_optimizer_steps(count):
     tx = jaxfp8.train.optimizer(optax.sgd(0.0, momentum=0.9))
-    return nnx_optimizer_steps(count, lambda layer: nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable))
+    return nnx_optimizer_steps(
+        count, lambda layer: nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable)
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("run", [linen_steps, nnx_optimizer_steps, flax_optimizer_steps])
+@pytest.mark.parametrize(
+    "run", [linen_steps, nnx_optimizer_steps, flax_optimizer_steps]
+)
 def test_variables_of_layers(run, steps):
     variables = run(steps)
     variables = variables.get("Fp8DotGeneral_0", variables)
-    assert set(variables) == {f"{role}_{name}" for role in ROLES for name in ("amax", "count")}
+    assert set(variables) == {
+        f"{role}_{name}" for role in ROLES for name in ("amax", "count")
+    }
     assert_state(variables, seen(*grids.data(), steps - 1), steps)
 
 
@@ -224,8 +281,16 @@ def test_a_name_alone_makes_no_state():
     """
     one, leaf = jnp.float32(1), "linear_input_count"
     tree = {"params": {leaf: one}, OWG: {leaf: one}}
-    nnx_tree = nnx.State({"a": {leaf: nnx.Param(one)}, "b": {leaf: jaxfp8.nnx.OverwriteWithGradient(one)}})
-    add = lambda tree: [float(total) for total in jax.tree.leaves(jaxfp8.accumulate_gradients(tree, tree))]  # noqa: E731
+    nnx_tree = nnx.State(
+        {
+            "a": {leaf: nnx.Param(one)},
+            "b": {leaf: jaxfp8.nnx.OverwriteWithGradient(one)},
+        }
+    )
+    add = lambda tree: [
+        float(total)
+        for total in jax.tree.leaves(jaxfp8.accumulate_gradients(tree, tree))
+    ]  # noqa: E731
     assert add(tree) == [1, 2]  # state first, by name
     assert add(tree["params"]) == [2] and add(nnx_tree) == [2, 1]
     tx = jaxfp8.train.optimizer(optax.sgd(0.5))

@@ -7,7 +7,18 @@ import pytest
 
 import jaxfp8
 
-from .delayed_cases import OPERANDS, K, M, N, assert_state, assert_step, random_run, to_package, training_step, values
+from .delayed_cases import (
+    OPERANDS,
+    K,
+    M,
+    N,
+    assert_state,
+    assert_step,
+    random_run,
+    to_package,
+    training_step,
+    values,
+)
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 STATES = {
@@ -44,11 +55,18 @@ BELOW_ZERO = {
 OPTIONS = {
     "max": {},
     "most recent, margin 5": {"margin": 5, "amax_compute_algo": "most_recent"},
-    "function, current": {"amax_compute_algo": lambda history: history[0], "first_step": "current"},
+    "function, current": {
+        "amax_compute_algo": lambda history: history[0],
+        "first_step": "current",
+    },
 }
 
 
-@pytest.mark.parametrize("history, scale", [*STATES.values(), *BELOW_ZERO.values()], ids=[*STATES, *BELOW_ZERO])
+@pytest.mark.parametrize(
+    "history, scale",
+    [*STATES.values(), *BELOW_ZERO.values()],
+    ids=[*STATES, *BELOW_ZERO],
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_states_that_a_trainer_may_leave(history, scale, options):
     """Each quantizer in turn: the product of two scales of 2**126 would overflow f32,
@@ -57,23 +75,36 @@ def test_states_that_a_trainer_may_leave(history, scale, options):
     clean = oracle.State(np.float32([2, 1, 1, 1]), np.float32(0.01))
     odd = oracle.State(np.float32(history), np.float32(scale))
     rng = np.random.default_rng(6)
-    operands = [values(rng, shape, 1.0, np.float32) for shape in ((M, K), (K, N), (M, N))]
+    operands = [
+        values(rng, shape, 1.0, np.float32) for shape in ((M, K), (K, N), (M, N))
+    ]
     is_bad = (history, scale) in BELOW_ZERO.values()
-    step, options = training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options)), oracle.Options(**options)
+    step, options = (
+        training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options)),
+        oracle.Options(**options),
+    )
     for name in OPERANDS:
-        state = oracle.LayerState(**{other: odd if other == name else clean for other in OPERANDS})
+        state = oracle.LayerState(
+            **{other: odd if other == name else clean for other in OPERANDS}
+        )
         got = step(*operands, to_package(state))
         expected = oracle.dense_step(*operands, state, options)
         assert_step(got, expected, f"{name}, first step")
         for leaf in jax.tree.leaves(got[-1]):
-            assert not np.any(np.asarray(leaf) < 0) and (is_bad or np.isfinite(leaf).all())
+            assert not np.any(np.asarray(leaf) < 0) and (
+                is_bad or np.isfinite(leaf).all()
+            )
         # x enters y and wgrad, the kernel y and dgrad, the gradient both products of
         # the backward.
         spoilt = {"input": (0, 2), "kernel": (0, 1), "output_grad": (1, 2)}[name]
         assert all(np.isnan(got[i]).all() == (is_bad and i in spoilt) for i in range(3))
         # By the next step nothing of it is left but what the history says.
         got = step(*operands, got[-1])
-        assert_step(got, oracle.dense_step(*operands, expected.state, options), f"{name}, second step")
+        assert_step(
+            got,
+            oracle.dense_step(*operands, expected.state, options),
+            f"{name}, second step",
+        )
 
 
 def test_bf16_state_is_read_as_f32():
@@ -85,7 +116,9 @@ def test_bf16_state_is_read_as_f32():
     state = oracle.LayerState(part, part, part)
     recipe = jaxfp8.DelayedScaling(amax_history_len=3)
     operands = next(random_run(7, 1, np.float32))
-    y, dx, dkernel, got = training_step(recipe)(*operands, to_package(state, oracle.BF16))
+    y, dx, dkernel, got = training_step(recipe)(
+        *operands, to_package(state, oracle.BF16)
+    )
     expected = oracle.dense_step(*operands, state)
     expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert_state(got, expected.state, "bf16 state", oracle.BF16)
@@ -97,9 +130,17 @@ def test_without_state(margin):
     tensor's own amax.
     """
     operands = next(random_run(11, 1, np.float32))
-    states = [oracle.State(np.full(4, oracle.amax(operand), np.float32), np.float32(1)) for operand in operands]
-    expected = oracle.dense_step(*operands, oracle.LayerState(*states), oracle.Options(margin=margin))
-    step, without = training_step(jaxfp8.DelayedScaling(margin=margin)), jaxfp8.DotGeneralState(None, None, None)
+    states = [
+        oracle.State(np.full(4, oracle.amax(operand), np.float32), np.float32(1))
+        for operand in operands
+    ]
+    expected = oracle.dense_step(
+        *operands, oracle.LayerState(*states), oracle.Options(margin=margin)
+    )
+    step, without = (
+        training_step(jaxfp8.DelayedScaling(margin=margin)),
+        jaxfp8.DotGeneralState(None, None, None),
+    )
     y, dx, dkernel, after = step(*operands, without)
     expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert after == without

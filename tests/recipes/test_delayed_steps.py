@@ -13,7 +13,14 @@ import pytest
 
 import jaxfp8
 
-from .delayed_cases import DTYPES, FORMATS, compare_run, newest_two, random_run, scripted_run
+from .delayed_cases import (
+    DTYPES,
+    FORMATS,
+    compare_run,
+    newest_two,
+    random_run,
+    scripted_run,
+)
 
 
 @DTYPES
@@ -25,18 +32,31 @@ def test_fifty_random_steps(dtype):
 @pytest.mark.parametrize("name", ["ffi", "reference"])
 def test_scripted_steps(dtype, name):
     with jaxfp8.ops.implementation(name):
-        steps = compare_run(jaxfp8.DelayedScaling(amax_history_len=4), scripted_run(dtype))
+        steps = compare_run(
+            jaxfp8.DelayedScaling(amax_history_len=4), scripted_run(dtype)
+        )
     scales = [float(expected.scales["input"]) for expected, _ in steps]
     assert scales[0] == 1 and len(set(scales)) >= 8, "the script moves the scale"
-    assert (scales[-3] == 2.0**126) == (dtype != oracle.F16), "the script reaches the clamp"
+    assert (scales[-3] == 2.0**126) == (dtype != oracle.F16), (
+        "the script reaches the clamp"
+    )
 
 
 OPTIONS = {
     "margin 3": ({"margin": 3}, oracle.Options(margin=3)),
     "margin -2": ({"margin": -2}, oracle.Options(margin=-2)),
-    "most_recent": ({"amax_compute_algo": "most_recent"}, oracle.Options(amax_compute_algo="most_recent")),
-    "callable": ({"amax_compute_algo": newest_two}, oracle.Options(amax_compute_algo=newest_two)),
-    "first_step current": ({"first_step": "current"}, oracle.Options(first_step="current")),
+    "most_recent": (
+        {"amax_compute_algo": "most_recent"},
+        oracle.Options(amax_compute_algo="most_recent"),
+    ),
+    "callable": (
+        {"amax_compute_algo": newest_two},
+        oracle.Options(amax_compute_algo=newest_two),
+    ),
+    "first_step current": (
+        {"first_step": "current"},
+        oracle.Options(first_step="current"),
+    ),
     "current, most_recent, margin": (
         {"first_step": "current", "amax_compute_algo": "most_recent", "margin": 1},
         oracle.Options(margin=1, amax_compute_algo="most_recent", first_step="current"),
@@ -46,12 +66,18 @@ OPTIONS = {
 
 @pytest.mark.parametrize("keywords, options", OPTIONS.values(), ids=OPTIONS)
 def test_options(keywords, options):
-    compare_run(jaxfp8.DelayedScaling(amax_history_len=4, **keywords), random_run(2, 20, np.float32), options)
+    compare_run(
+        jaxfp8.DelayedScaling(amax_history_len=4, **keywords),
+        random_run(2, 20, np.float32),
+        options,
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 1024])
 def test_history_lengths(length):
-    compare_run(jaxfp8.DelayedScaling(amax_history_len=length), random_run(3, 8, oracle.BF16))
+    compare_run(
+        jaxfp8.DelayedScaling(amax_history_len=length), random_run(3, 8, oracle.BF16)
+    )
 
 
 @pytest.mark.parametrize("fmt, forward, backward", FORMATS.values(), ids=FORMATS)
@@ -60,8 +86,15 @@ def test_formats_and_that_a_wrong_one_would_be_seen(fmt, forward, backward):
     bound.
     """
     recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=fmt)
-    compare_run(recipe, random_run(4, 6, np.float32), forward=forward, backward=backward)
+    compare_run(
+        recipe, random_run(4, 6, np.float32), forward=forward, backward=backward
+    )
     for wrong in itertools.product((oracle.E4M3, oracle.E5M2), repeat=2):
         if wrong != (forward, backward):
             with pytest.raises(AssertionError, match="out of bound"):
-                compare_run(recipe, random_run(4, 1, np.float32), forward=wrong[0], backward=wrong[1])
+                compare_run(
+                    recipe,
+                    random_run(4, 1, np.float32),
+                    forward=wrong[0],
+                    backward=wrong[1],
+                )

@@ -11,12 +11,16 @@ def test_table_is_the_record():
     """Each row of the table is in the record, and where ours is worse is in the
     table.
     """
-    rows = json.loads((snippets.ROOT / "benchmarks/results/custom_recipe.json").read_text())["rows"]
+    rows = json.loads(
+        (snippets.ROOT / "benchmarks/results/custom_recipe.json").read_text()
+    )["rows"]
     lines = [f"| {of(row)} |" for row in rows]
     text = (snippets.ROOT / PAGE).read_text().splitlines()
     table = [line for line in text if line.startswith("| ") and " dB |" in line]
     assert table and set(table) <= set(lines)
-    assert {line for line, row in zip(lines, rows, strict=True) if row["better_by"] < 0} <= set(table)
+    assert {
+        line for line, row in zip(lines, rows, strict=True) if row["better_by"] < 0
+    } <= set(table)
 
 
 def of(row) -> str:

@@ -33,19 +33,29 @@ NO_RECIPES = {
 def test_not_a_recipe(recipe, says):
     """Wherever a recipe is taken."""
     takers = {
-        "dot_general: recipe": lambda: jaxfp8.dot_general(X, KERNEL, MATMUL, recipe=recipe),
-        "dot_general: recipe ": lambda: jaxfp8.einsum("mk,kn->mn", X, KERNEL, recipe=recipe),
-        "ragged_dot: recipe": lambda: jaxfp8.ragged_dot(X, KERNEL[None], np.int32([4]), recipe=recipe),
+        "dot_general: recipe": lambda: jaxfp8.dot_general(
+            X, KERNEL, MATMUL, recipe=recipe
+        ),
+        "dot_general: recipe ": lambda: jaxfp8.einsum(
+            "mk,kn->mn", X, KERNEL, recipe=recipe
+        ),
+        "ragged_dot: recipe": lambda: jaxfp8.ragged_dot(
+            X, KERNEL[None], np.int32([4]), recipe=recipe
+        ),
         "init_state: recipe": lambda: jaxfp8.init_state(recipe),
         "quantize_params: recipe": lambda: jaxfp8.quantize_params({}, {}, recipe),
-        "layer: recipe": lambda: jaxfp8.linen.Dense(5, recipe=recipe).init(jax.random.key(0), X),
-        "layer: recipe ": lambda: nn.Dense(5, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe)).init(
+        "layer: recipe": lambda: jaxfp8.linen.Dense(5, recipe=recipe).init(
             jax.random.key(0), X
         ),
+        "layer: recipe ": lambda: nn.Dense(
+            5, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe)
+        ).init(jax.random.key(0), X),
         "layer: recipe  ": lambda: jaxfp8.nnx.Fp8DotGeneral(recipe),
     }
     for name, take in takers.items():
-        with pytest.raises(TypeError, match=f"{name.strip()}: expected a recipe.*{says}"):
+        with pytest.raises(
+            TypeError, match=f"{name.strip()}: expected a recipe.*{says}"
+        ):
             take()
 
 
@@ -80,18 +90,30 @@ OPTIONS = [
     ([DELAYED], "margin", (TYPE, VALUE), ["1", None, np.nan, np.inf]),
     ([DELAYED], "reduce_amax", VALUE, [False, None, "yes"]),
     ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
-    *[(STATELESS[4:], name, TYPE, ["224", True]) for name in ("input", "kernel", "grad")],
+    *[
+        (STATELESS[4:], name, TYPE, ["224", True])
+        for name in ("input", "kernel", "grad")
+    ],
     *[
         (STATELESS[4:], name, VALUE, [0, -1.0, np.nan, np.inf, 1e39, 1e-50, 10**400])
         for name in ("input", "kernel", "grad")
     ],
     # HYBRID is two: a quantizer has one.
-    (QUANTIZERS, "fp8_dtype", TYPE, [jnp.float16, "e4m3", jaxfp8.HYBRID, jnp.float8_e4m3b11fnuz, None, 3]),
+    (
+        QUANTIZERS,
+        "fp8_dtype",
+        TYPE,
+        [jnp.float16, "e4m3", jaxfp8.HYBRID, jnp.float8_e4m3b11fnuz, None, 3],
+    ),
 ]
 ROWS = [(cls, *rest) for classes, *rest in OPTIONS for cls in classes]
 
 
-@pytest.mark.parametrize("cls, name, error, values", ROWS, ids=[f"{cls.__name__}-{name}" for cls, name, *_ in ROWS])
+@pytest.mark.parametrize(
+    "cls, name, error, values",
+    ROWS,
+    ids=[f"{cls.__name__}-{name}" for cls, name, *_ in ROWS],
+)
 def test_options(cls, name, error, values):
     for value in values:
         with pytest.raises(error, match=f"{cls.__name__}: {name}: expected"):
@@ -111,11 +133,22 @@ POSITIONAL = {
         "fp8_format": jaxfp8.E4M3,
         "first_step": "current",
     },
-    **{cls: {"fp8_format": jaxfp8.E5M2, "power_2_scale": True} for cls in STATELESS[:3]},
+    **{
+        cls: {"fp8_format": jaxfp8.E5M2, "power_2_scale": True} for cls in STATELESS[:3]
+    },
     jaxfp8.MXFP8BlockScaling: {"fp8_format": jaxfp8.E5M2, "rounding": "floor"},
-    jaxfp8.StaticScaling: {"input": 1.5, "kernel": 2, "grad": np.float32(3), "fp8_format": jaxfp8.E5M2},
+    jaxfp8.StaticScaling: {
+        "input": 1.5,
+        "kernel": 2,
+        "grad": np.float32(3),
+        "fp8_format": jaxfp8.E5M2,
+    },
     jaxfp8.CustomRecipe: {"qfactory": most_recent},
-    jaxfp8.ByProduct: {"fprop": jaxfp8.Float8CurrentScaling(), "dgrad": None, "wgrad": jaxfp8.StaticScaling()},
+    jaxfp8.ByProduct: {
+        "fprop": jaxfp8.Float8CurrentScaling(),
+        "dgrad": None,
+        "wgrad": jaxfp8.StaticScaling(),
+    },
     jaxfp8.HighPrecision: {},
 }
 
@@ -147,10 +180,26 @@ def test_what_quantizers_refuse(cls, dtype):
 RECIPE = DELAYED(amax_history_len=2)
 STATE, WITHOUT = jaxfp8.init_state(RECIPE), jaxfp8.DotGeneralState(None, None, None)
 GOOD = {
-    "dot_general": {"x": X, "kernel": KERNEL, "dimension_numbers": MATMUL, "recipe": RECIPE, "state": STATE},
-    "einsum": {"eqn": "mk,kn->mn", "x": X, "kernel": KERNEL, "recipe": RECIPE, "state": STATE},
+    "dot_general": {
+        "x": X,
+        "kernel": KERNEL,
+        "dimension_numbers": MATMUL,
+        "recipe": RECIPE,
+        "state": STATE,
+    },
+    "einsum": {
+        "eqn": "mk,kn->mn",
+        "x": X,
+        "kernel": KERNEL,
+        "recipe": RECIPE,
+        "state": STATE,
+    },
     "ragged_dot": {
-        **{"lhs": X, "rhs": np.ones((2, 6, 5), np.float32), "group_sizes": np.int32([2, 1])},
+        **{
+            "lhs": X,
+            "rhs": np.ones((2, 6, 5), np.float32),
+            "group_sizes": np.int32([2, 1]),
+        },
         **{"recipe": RECIPE, "state": WITHOUT},
     },
 }
@@ -160,28 +209,89 @@ BATCHES = {
     "dimension_numbers": (((2,), (1,)), ((0,), (0,))),
 }
 PAIR = np.ones((6, 2, 5), np.float32)
-NO_NUMBERS = [1, None, "ab", ((1,), (0,)), ((1, 0), ((), ())), (((1.0,), (0,)), ((), ()))]
+NO_NUMBERS = [
+    1,
+    None,
+    "ab",
+    ((1,), (0,)),
+    ((1, 0), ((), ())),
+    (((1.0,), (0,)), ((), ())),
+]
 # The argument, its exception and values, and a pattern; a dict changes several
 # arguments.
 ARGUMENTS = [
     ("dot_general", "x", TYPE, [X.astype(np.float64)], ""),
-    ("dot_general", "", VALUE, [{"kernel": np.ones((5, 4), np.float32)}], "contracting"),
+    (
+        "dot_general",
+        "",
+        VALUE,
+        [{"kernel": np.ones((5, 4), np.float32)}],
+        "contracting",
+    ),
     ("dot_general", "x", TYPE, [X.astype(">f4")], r"swapped.*\.astype\(np\.float32\)"),
     ("dot_general", "", VALUE, [{"x": np.float32(1)}], r"x\(\)"),
     ("dot_general", "dimension_numbers", (TYPE, VALUE), NO_NUMBERS, r"\(\(\(1"),
-    ("dot_general", "dimension_numbers", VALUE, [{"kernel": KERNEL[:5], "state": None}], r"kernel\(5"),
+    (
+        "dot_general",
+        "dimension_numbers",
+        VALUE,
+        [{"kernel": KERNEL[:5], "state": None}],
+        r"kernel\(5",
+    ),
     ("dot_general", "", VALUE, [BATCHES], "batch"),
-    ("dot_general", "", VALUE, [{"dimension_numbers": (((2,), (0,)), ((), ()))}], "dimension"),
+    (
+        "dot_general",
+        "",
+        VALUE,
+        [{"dimension_numbers": (((2,), (0,)), ((), ()))}],
+        "dimension",
+    ),
     ("dot_general", "state", VALUE, [None], r".*DotGeneralState\(None, None, None\)"),
-    ("dot_general", "preferred_element_type", TYPE, [np.int32, np.float64, jnp.float8_e4m3fn, "float99"], "expected"),
-    ("dot_general", "precision", VALUE, [(HIGHEST, DEFAULT), "tensorfloat32", 3], "expected"),
-    ("dot_general", "precision", VALUE, [lax.DotAlgorithmPreset.F32_F32_F32], "expected"),
-    ("dot_general", "precision", VALUE, [lax.DotAlgorithm(*[np.float32] * 3)], "expected"),
+    (
+        "dot_general",
+        "preferred_element_type",
+        TYPE,
+        [np.int32, np.float64, jnp.float8_e4m3fn, "float99"],
+        "expected",
+    ),
+    (
+        "dot_general",
+        "precision",
+        VALUE,
+        [(HIGHEST, DEFAULT), "tensorfloat32", 3],
+        "expected",
+    ),
+    (
+        "dot_general",
+        "precision",
+        VALUE,
+        [lax.DotAlgorithmPreset.F32_F32_F32],
+        "expected",
+    ),
+    (
+        "dot_general",
+        "precision",
+        VALUE,
+        [lax.DotAlgorithm(*[np.float32] * 3)],
+        "expected",
+    ),
     ("dot_general", "out_sharding", TYPE, ["data"], "expected"),
-    ("dot_general", "bias", VALUE, [np.ones(4, np.float32)], r"expected shape \(5,\), got float32\[4\]"),
+    (
+        "dot_general",
+        "bias",
+        VALUE,
+        [np.ones(4, np.float32)],
+        r"expected shape \(5,\), got float32\[4\]",
+    ),
     ("dot_general", "bias", TYPE, [np.ones(5, np.int32)], "expected bfloat16"),
     ("dot_general", "activation", VALUE, ["tanh"], r"expected one of .*got 'tanh'"),
-    ("dot_general", "activation", VALUE, ["gelu_gated"], r"the product: expected \[\.\.\., 2, n\]"),
+    (
+        "dot_general",
+        "activation",
+        VALUE,
+        ["gelu_gated"],
+        r"the product: expected \[\.\.\., 2, n\]",
+    ),
     ("einsum", "eqn", TYPE, [None], "string"),
     ("einsum", "eqn", VALUE, ["mk->mn", "mk,kn,no->mo"], "two operands"),
     ("einsum", "eqn", VALUE, ["mk,kn->m,n"], "one output"),
@@ -195,34 +305,68 @@ ARGUMENTS = [
     ("einsum", "eqn", VALUE, ["km,kn->mn"], "'k'"),  # of two sizes
     ("einsum", "x", TYPE, [X.astype(np.int32)], ""),
     ("einsum", "kernel", TYPE, [KERNEL.astype(np.complex64)], ""),
-    ("einsum", "preferred_element_type", TYPE, [{"x": X[:0], "preferred_element_type": np.int32}], ""),
+    (
+        "einsum",
+        "preferred_element_type",
+        TYPE,
+        [{"x": X[:0], "preferred_element_type": np.int32}],
+        "",
+    ),
     ("einsum", "", VALUE, [{"state": None}], "dot_general: state"),
     ("ragged_dot", "lhs", TYPE, [X.astype(np.float64), X.astype(np.int32)], ""),
     ("ragged_dot", "lhs", VALUE, [X[None]], ""),
     ("ragged_dot", "rhs", TYPE, [np.ones((2, 6, 5), jnp.float8_e4m3fn)], ""),
-    ("ragged_dot", "rhs", VALUE, [np.ones(s, np.float32) for s in ((3, 6, 5), (2, 3, 5), (6, 5))], ""),
+    (
+        "ragged_dot",
+        "rhs",
+        VALUE,
+        [np.ones(s, np.float32) for s in ((3, 6, 5), (2, 3, 5), (6, 5))],
+        "",
+    ),
     ("ragged_dot", "group_sizes", TYPE, [np.float32([2, 3])], ""),
     ("ragged_dot", "group_sizes", VALUE, [np.int32([[2, 3]])], ""),
     ("ragged_dot", "preferred_element_type", TYPE, [np.int32], ""),
-    ("ragged_dot", "state", VALUE, [None, jaxfp8.init_state(DELAYED(amax_history_len=7))], ""),
+    (
+        "ragged_dot",
+        "state",
+        VALUE,
+        [None, jaxfp8.init_state(DELAYED(amax_history_len=7))],
+        "",
+    ),
     ("ragged_dot", "state", TYPE, [()], ""),
     ("ragged_dot", "recipe", VALUE, [jaxfp8.CustomRecipe(lambda role: None)], ""),
 ]
 
 
-@pytest.mark.parametrize("op, name, error, values, says", ARGUMENTS, ids=[f"{row[0]}-{row[1]}" for row in ARGUMENTS])
+@pytest.mark.parametrize(
+    "op, name, error, values, says",
+    ARGUMENTS,
+    ids=[f"{row[0]}-{row[1]}" for row in ARGUMENTS],
+)
 def test_arguments_of_products(op, name, error, values, says):
     getattr(jaxfp8, op)(**GOOD[op])
     for value in values:
-        with pytest.raises(error, match=rf"(?s){op}: {name}\b.*{says}" if name else says):
-            getattr(jaxfp8, op)(**GOOD[op] | (value if isinstance(value, dict) else {name: value}))
+        with pytest.raises(
+            error, match=rf"(?s){op}: {name}\b.*{says}" if name else says
+        ):
+            getattr(jaxfp8, op)(
+                **GOOD[op] | (value if isinstance(value, dict) else {name: value})
+            )
             pytest.fail(f"{value!r} is accepted")
 
 
 LAYERS = [
-    ("GatedMLP", {"activation": "tanh"}, 'GatedMLP: activation: expected "silu" or "gelu", got \'tanh\''),
+    (
+        "GatedMLP",
+        {"activation": "tanh"},
+        'GatedMLP: activation: expected "silu" or "gelu", got \'tanh\'',
+    ),
     ("GatedMLP", {"norm": "batch"}, 'GatedMLP: norm: expected "rms"'),
-    ("NormDense", {"kind": "batch"}, 'NormDense: kind: expected "rms" or "layer", got \'batch\''),
+    (
+        "NormDense",
+        {"kind": "batch"},
+        'NormDense: kind: expected "rms" or "layer", got \'batch\'',
+    ),
 ]
 
 
@@ -243,13 +387,32 @@ def test_recipes_are_values():
         again = dataclasses.replace(recipe)
         assert again == recipe and hash(again) == hash(recipe) and again is not recipe
     recipes = {recipe for recipe, _ in RECIPES.values()}
-    changes = [{"margin": 1}, {"amax_history_len": 17}, {"amax_compute_algo": "most_recent"}]
-    changes += [{"amax_compute_algo": most_recent}, {"fp8_format": jaxfp8.E4M3}, {"first_step": "current"}]
-    assert len(recipes | {DELAYED(**change) for change in changes}) == len(RECIPES) + len(changes)
+    changes = [
+        {"margin": 1},
+        {"amax_history_len": 17},
+        {"amax_compute_algo": "most_recent"},
+    ]
+    changes += [
+        {"amax_compute_algo": most_recent},
+        {"fp8_format": jaxfp8.E4M3},
+        {"first_step": "current"},
+    ]
+    assert len(recipes | {DELAYED(**change) for change in changes}) == len(
+        RECIPES
+    ) + len(changes)
     with pytest.raises(dataclasses.FrozenInstanceError):
         DELAYED().margin = 3
-    defaults = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max", "fp8_format": jaxfp8.HYBRID}
-    assert DELAYED() == DELAYED(**defaults, first_step="unit", reduce_amax=True) == dataclasses.replace(DELAYED())
+    defaults = {
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "fp8_format": jaxfp8.HYBRID,
+    }
+    assert (
+        DELAYED()
+        == DELAYED(**defaults, first_step="unit", reduce_amax=True)
+        == dataclasses.replace(DELAYED())
+    )
 
 
 def test_recipes_are_no_leaves():
@@ -262,10 +425,15 @@ def test_recipes_are_no_leaves():
         return jaxfp8.dot_general(x, KERNEL, MATMUL, recipe=recipe)
 
     for recipe in recipes + [cls() for cls in STATELESS]:
-        np.testing.assert_array_equal(run(X, recipe), jaxfp8.dot_general(X, KERNEL, MATMUL, recipe=recipe))
+        np.testing.assert_array_equal(
+            run(X, recipe), jaxfp8.dot_general(X, KERNEL, MATMUL, recipe=recipe)
+        )
     assert traces == recipes
     assert jax.tree.leaves({"a": RECIPE, "b": 1}) == [1]
-    assert jax.tree.map(lambda leaf: leaf, {"a": RECIPE, "b": 1}) == {"a": RECIPE, "b": 1}
+    assert jax.tree.map(lambda leaf: leaf, {"a": RECIPE, "b": 1}) == {
+        "a": RECIPE,
+        "b": 1,
+    }
 
 
 def test_no_stages_and_nothing_said_are_two_recipes():
@@ -273,7 +441,15 @@ def test_no_stages_and_nothing_said_are_two_recipes():
     recipe for the other.
     """
     unsaid, said = jaxfp8.DelayedScaling(), jaxfp8.DelayedScaling(pipeline_axes=())
-    assert unsaid != said and unsaid == jaxfp8.DelayedScaling() and said == jaxfp8.DelayedScaling(pipeline_axes=[])
+    assert (
+        unsaid != said
+        and unsaid == jaxfp8.DelayedScaling()
+        and said == jaxfp8.DelayedScaling(pipeline_axes=[])
+    )
     assert jaxfp8.make_dot_general_cls(said) is not jaxfp8.make_dot_general_cls(unsaid)
-    for again in (pickle.loads(pickle.dumps(unsaid)), copy.deepcopy(unsaid), dataclasses.replace(unsaid)):
+    for again in (
+        pickle.loads(pickle.dumps(unsaid)),
+        copy.deepcopy(unsaid),
+        dataclasses.replace(unsaid),
+    ):
         assert again == unsaid != said and again.pipeline_axes is None

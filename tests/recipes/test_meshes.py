@@ -33,7 +33,9 @@ SHAPES, PART = cases.dense(24, 136, 16), cases.dense(6, 136, 16)
 BY_PRODUCT = [("current | block | None", "columns"), ("rowwise | current | mx", "FSDP")]
 
 
-@pytest.mark.parametrize("name, where", [*((name, where) for where in PLACES for name in KINDS), *BY_PRODUCT])
+@pytest.mark.parametrize(
+    "name, where", [*((name, where) for where in PLACES for name in KINDS), *BY_PRODUCT]
+)
 def test_any_numbers(name, where):
     """Scales that are no powers of two are those of one device: within its bounds. An
     amax of a shard would not be.
@@ -46,7 +48,10 @@ def test_any_numbers(name, where):
     x, kernel, grad, _ = SHAPES.arrays()
     mesh = meshes.mesh(kind, (4, 2), ("data", "tp"))
     with jax.set_mesh(mesh):
-        placed = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, kernel, grad), specs, strict=True))
+        placed = (
+            jax.device_put(a, NamedSharding(mesh, s))
+            for a, s in zip((x, kernel, grad), specs, strict=True)
+        )
         results = cases.run(SHAPES, recipe, *placed)[:3]
     SHAPES.check(SHAPES.expected(rule, x, kernel, grad), *results, f"{name} {where}")
 
@@ -84,9 +89,15 @@ def test_blocks_that_some_devices_divide(where):
         return results
 
     with jax.set_mesh(mesh):
-        results = jax.jit(both)(meshes.put(arrays, mesh, dict.fromkeys(FEW, tuple(specs))))
+        results = jax.jit(both)(
+            meshes.put(arrays, mesh, dict.fromkeys(FEW, tuple(specs)))
+        )
     for name, shapes in FEW.items():
-        shapes.check(shapes.expected(RECIPES[name][1], *arrays[name]), *results[name], f"{name} {where}")
+        shapes.check(
+            shapes.expected(RECIPES[name][1], *arrays[name]),
+            *results[name],
+            f"{name} {where}",
+        )
 
 
 @pytest.mark.ci
@@ -96,22 +107,31 @@ def test_layers_of_blocks_that_some_devices_divide():
     """
     recipe, rng = RECIPES["mx"][0], np.random.default_rng(0)
     shapes = (64, 192), (192, 64), (2, 192, 64)
-    x, kernel, experts = (rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes)
+    x, kernel, experts = (
+        rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes
+    )
 
     @jax.jit
     def step(x, kernel, experts):
         def loss(x, kernel, experts):
             dense = jaxfp8.linen.Dense(64, recipe=recipe, use_bias=False)
             variables = {"params": {"kernel": kernel}}
-            quantized = jaxfp8.quantize_params(variables, None, recipe, where=".*kernel")
+            quantized = jaxfp8.quantize_params(
+                variables, None, recipe, where=".*kernel"
+            )
             y = dense.apply(variables, x) + dense.apply(quantized, x)
             y += jaxfp8.ragged_dot(x, experts, jnp.int32([30, 34]), recipe=recipe)
             return jnp.sum(y * x[:, :64])
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, kernel, experts)
 
-    wanted, mesh = jax.device_get(step(x, kernel, experts)), meshes.mesh("auto", (8,), ("a",))
-    placed = meshes.put((x, kernel, experts), mesh, (P("a"), P("a"), P(None, None, "a")))
+    wanted, mesh = (
+        jax.device_get(step(x, kernel, experts)),
+        meshes.mesh("auto", (8,), ("a",)),
+    )
+    placed = meshes.put(
+        (x, kernel, experts), mesh, (P("a"), P("a"), P(None, None, "a"))
+    )
     with jax.set_mesh(mesh):
         meshes.assert_same(step(*placed), wanted, "layers")
 
@@ -133,10 +153,19 @@ def test_shard_map(name, checked):
         return y, dx, dkernel if checked else lax.psum(dkernel, "data")
 
     rows = P("data")
-    run = jax.shard_map(inside, mesh=mesh, in_specs=(rows, P(), rows), out_specs=(rows, rows, P()), check_vma=checked)
+    run = jax.shard_map(
+        inside,
+        mesh=mesh,
+        in_specs=(rows, P(), rows),
+        out_specs=(rows, rows, P()),
+        check_vma=checked,
+    )
     y, dx, dkernel = jax.jit(run)(x, kernel, grad)
     whole = SHAPES.expected(rule, x, kernel, grad)
-    parts = [PART.expected(rule, x[i : i + 6], kernel, grad[i : i + 6]) for i in range(0, 24, 6)]
+    parts = [
+        PART.expected(rule, x[i : i + 6], kernel, grad[i : i + 6])
+        for i in range(0, 24, 6)
+    ]
     if name == "current":
         SHAPES.check(whole, y, dx, dkernel, name)
         return
@@ -159,7 +188,15 @@ def test_what_recipes_send(name):
     """
     x, kernel, *_ = SHAPES.arrays()
     mesh = meshes.mesh("auto", (8,), ("data",))
-    put = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, P("data")), (kernel, P())))
+    put = (
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in ((x, P("data")), (kernel, P()))
+    )
     with jax.set_mesh(mesh):
-        text = jax.jit(cases.product(SHAPES, RECIPES[name][0])).lower(*put).compile().as_text()
+        text = (
+            jax.jit(cases.product(SHAPES, RECIPES[name][0]))
+            .lower(*put)
+            .compile()
+            .as_text()
+        )
     assert bool(hlo.collectives(text)) == (name == "current")

@@ -16,31 +16,50 @@ MATRICES = (((1,), (0,)), ((), ()))
 
 def step(x, kernel, recipe, state):
     def loss(x, kernel, state):
-        return jnp.sum(jaxfp8.dot_general(x, kernel, MATRICES, recipe=recipe, state=state) ** 2)
+        return jnp.sum(
+            jaxfp8.dot_general(x, kernel, MATRICES, recipe=recipe, state=state) ** 2
+        )
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, kernel, state)
 
 
 def matrices(m, k, n):
     rng = np.random.default_rng(0)
-    return rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
+    return rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal(
+        (k, n)
+    ).astype(np.float32)
 
 
-@pytest.mark.parametrize("sizes, is_fp8", [((8, 8, 8), True), ((8, 8, 7), False), ((2, 64, 4), True)], ids=str)
+@pytest.mark.parametrize(
+    "sizes, is_fp8",
+    [((8, 8, 8), True), ((8, 8, 7), False), ((2, 64, 4), True)],
+    ids=str,
+)
 def test_the_rule(sizes, is_fp8):
     """`m * n * k < min_size**3`: plain JAX below, and the state is not touched."""
     x, kernel = matrices(*sizes)
     state = jaxfp8.init_state(RECIPE)
     dx, dkernel, next_state = step(x, kernel, RECIPE, state)
-    plain = jax.grad(lambda x, kernel: jnp.sum((x @ kernel) ** 2), argnums=(0, 1))(x, kernel)
+    plain = jax.grad(lambda x, kernel: jnp.sum((x @ kernel) ** 2), argnums=(0, 1))(
+        x, kernel
+    )
     # Two sums of at most 64 products in any order err by 2 * 64 * 2^-24 of their
     # absolute sums, here below 512; FP8 by 2^-4 of a product.
-    is_plain = [np.max(np.abs(a - b)) <= 512 * 2**-17 for a, b in zip((dx, dkernel), plain, strict=True)]
+    is_plain = [
+        np.max(np.abs(a - b)) <= 512 * 2**-17
+        for a, b in zip((dx, dkernel), plain, strict=True)
+    ]
     assert is_plain == [not is_fp8] * 2
     touched = [float(leaf.ravel()[0]) != 0 for leaf in jax.tree.leaves(next_state)]
     assert touched == [is_fp8] * 6
     kept = jaxfp8.update_state(state, next_state)
-    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (kept, state)), strict=True)) != is_fp8
+    assert (
+        all(
+            np.array_equal(a, b)
+            for a, b in zip(*map(jax.tree.leaves, (kept, state)), strict=True)
+        )
+        != is_fp8
+    )
 
 
 def test_bias_and_codes():
@@ -56,4 +75,6 @@ def test_bias_and_codes():
     data, _ = ops.quantize(kernel, jnp.float32(1), jnp.float8_e4m3fn)
     q = jaxfp8.QTensor(data, jnp.ones((1,)))
     y = jaxfp8.dot_general(x, q, MATRICES, recipe=RECIPE, state=state)
-    np.testing.assert_allclose(y, x @ np.asarray(data).astype(np.float32), rtol=0, atol=4 * 2**-20)
+    np.testing.assert_allclose(
+        y, x @ np.asarray(data).astype(np.float32), rtol=0, atol=4 * 2**-20
+    )

@@ -31,13 +31,19 @@ def operands_read(monkeypatch, run):
     read = {}
 
     def gemm(product, gemm_type, a, b, *options, **more):
-        read[str(gemm_type)] = [_high_precision._matrices(x, product.batch) for x in (a, b)]
+        read[str(gemm_type)] = [
+            _high_precision._matrices(x, product.batch) for x in (a, b)
+        ]
         return whole(product, gemm_type, a, b, *options, **more)
 
     def multiply(product, x, kernel, bias, state, codes):
         differentiated = ["x", "kernel"]
-        y, residuals = _gemms.forward(product, x, kernel, bias, state, codes, None, differentiated)
-        _gemms.backward(product, x.shape, kernel.shape, differentiated, residuals, grads.pop(), None)
+        y, residuals = _gemms.forward(
+            product, x, kernel, bias, state, codes, None, differentiated
+        )
+        _gemms.backward(
+            product, x.shape, kernel.shape, differentiated, residuals, grads.pop(), None
+        )
         return y
 
     whole = _gemms.Product.gemm
@@ -52,7 +58,9 @@ def operands_read(monkeypatch, run):
 def assert_read(got, wanted: cases.Codes, what):
     """Bitwise. One scale for all matrices may be there once."""
     codes = np.asarray(got.data)
-    oracle.assert_bitwise(codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes")
+    oracle.assert_bitwise(
+        codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes"
+    )
     if wanted.scales is None:
         assert got.scale_inv is None, what
         return
@@ -60,14 +68,20 @@ def assert_read(got, wanted: cases.Codes, what):
     if wanted.block is None:
         oracle.assert_bitwise(scales, wanted.scales[0], f"{what}: scale_inv")
     else:
-        oracle.assert_bitwise(scales.reshape(wanted.scales.shape), wanted.scales, f"{what}: scale_inv")
-        assert (got.block or (None,))[-1] == wanted.block[-1] or got.block == wanted.block
+        oracle.assert_bitwise(
+            scales.reshape(wanted.scales.shape), wanted.scales, f"{what}: scale_inv"
+        )
+        assert (got.block or (None,))[-1] == wanted.block[
+            -1
+        ] or got.block == wanted.block
 
 
 def table(fast):
     """Each recipe with each shape; all but the fast ones are slow."""
     return [
-        pytest.param(name, shapes, marks=[] if (name, shapes) in fast else pytest.mark.slow)
+        pytest.param(
+            name, shapes, marks=[] if (name, shapes) in fast else pytest.mark.slow
+        )
         for name in RECIPES
         for shapes in SHAPES
     ]
@@ -75,7 +89,9 @@ def table(fast):
 
 # All kinds, and every option once, with one shape; what only the order of dimensions
 # decides, for one kind each.
-READ = {(name, "blocks") for name in (*KINDS, "rowwise e4m3 power_2", "mx e5m2 floor")} | {
+READ = {
+    (name, "blocks") for name in (*KINDS, "rowwise e4m3 power_2", "mx e5m2 floor")
+} | {
     ("mx", "both transposed"),
     ("block", "batch"),
     ("mx", "transpose between"),
@@ -134,7 +150,9 @@ def test_results(name, shapes):
     shapes.check(shapes.expected(rule, x, kernel, grad, bias), y, dx, dkernel, name)
     if bias is not None:
         sums = shapes.matrices(grad, shapes.y, "m", "n")
-        assert len(sums) == 1 and dbias.dtype == bias.dtype and dbias.shape == bias.shape
+        assert (
+            len(sums) == 1 and dbias.dtype == bias.dtype and dbias.shape == bias.shape
+        )
         if bias.dtype == F32:
             oracle.assert_column_sums(np.asarray(dbias).reshape(-1), sums[0], "dbias")
         # a float32 sum, whose bound is far below half a unit of f16, and one rounding
@@ -165,7 +183,9 @@ def test_one_value_that_is_not_finite(name, where, value):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("size", [2.0**-120, 2.0**-140, 2.0**100], ids=["tiny", "subnormal", "huge"])
+@pytest.mark.parametrize(
+    "size", [2.0**-120, 2.0**-140, 2.0**100], ids=["tiny", "subnormal", "huge"]
+)
 def test_far_from_one(name, size):
     """x of any size that float32 holds, subnormals too; the kernel brings the product
     back to ordinary numbers.
@@ -176,7 +196,11 @@ def test_far_from_one(name, size):
     back = min(1 / size, 2.0**110)
     kernel = (kernel.astype(np.float64) * back).astype(F32)
     grad = (grad.astype(np.float64) * 2.0**-10).astype(F32)
-    shapes.check(shapes.expected(rule, x, kernel, grad), *cases.run(shapes, recipe, x, kernel, grad)[:3], name)
+    shapes.check(
+        shapes.expected(rule, x, kernel, grad),
+        *cases.run(shapes, recipe, x, kernel, grad)[:3],
+        name,
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -187,7 +211,12 @@ def test_nothing(name, m, k, n):
     x, kernel, grad, bias = shapes.arrays()
     y, dx, dkernel, dbias = cases.run(shapes, RECIPES[name][0], x, kernel, grad, bias)
     np.testing.assert_array_equal(y, np.broadcast_to(bias, (m, n)))
-    assert dx.shape == x.shape and dkernel.shape == kernel.shape and not np.any(dx) and not np.any(dkernel)
+    assert (
+        dx.shape == x.shape
+        and dkernel.shape == kernel.shape
+        and not np.any(dx)
+        and not np.any(dkernel)
+    )
     np.testing.assert_allclose(dbias, grad.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
@@ -203,10 +232,17 @@ def test_no_state(name):
     assert not jax.tree.leaves(jaxfp8.init_state(recipe))
     want = jaxfp8.dot_general(X, KERNEL, cases.MATMUL, recipe=recipe)
     for state in (jaxfp8.init_state(recipe), jaxfp8.DotGeneralState(None, None, None)):
-        np.testing.assert_array_equal(want, jaxfp8.dot_general(X, KERNEL, cases.MATMUL, recipe=recipe, state=state))
+        np.testing.assert_array_equal(
+            want,
+            jaxfp8.dot_general(X, KERNEL, cases.MATMUL, recipe=recipe, state=state),
+        )
     with pytest.raises((TypeError, ValueError), match="dot_general: state"):
         jaxfp8.dot_general(
-            X, KERNEL, cases.MATMUL, recipe=recipe, state=jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))
+            X,
+            KERNEL,
+            cases.MATMUL,
+            recipe=recipe,
+            state=jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2)),
         )
 
 
@@ -220,7 +256,9 @@ def test_quantized_kernels(name):
     q, _ = quantizer.quantize(jnp.asarray(KERNEL), quantizer.init())
 
     def with_codes(x, kernel):
-        return jaxfp8.dot_general(x, dataclasses.replace(q, source=kernel), cases.MATMUL, recipe=recipe)
+        return jaxfp8.dot_general(
+            x, dataclasses.replace(q, source=kernel), cases.MATMUL, recipe=recipe
+        )
 
     y, vjp = jax.vjp(with_codes, X, KERNEL)
     shapes = SHAPES["ragged"]
@@ -232,24 +270,36 @@ def test_quantized_kernels_that_do_not_fit(name):
     """Blocks lie along the dimensions they were made for."""
     recipe, _ = RECIPES[name]
     quantizer = recipe.quantizers()[1]
-    kernel = jnp.asarray(np.random.default_rng(0).standard_normal((6, 3, 40)), jnp.float32)
+    kernel = jnp.asarray(
+        np.random.default_rng(0).standard_normal((6, 3, 40)), jnp.float32
+    )
     q, _ = quantizer.quantize_operand(kernel, None, OperandOptions(rows=2, cols=1))
     x = jnp.ones((4, 3), jnp.float32)
-    with pytest.raises(ValueError, match="dot_general: kernel: a QTensor with a scale for each block"):
+    with pytest.raises(
+        ValueError, match="dot_general: kernel: a QTensor with a scale for each block"
+    ):
         jaxfp8.dot_general(x, q, (((1,), (1,)), ((), ())), recipe=recipe)
 
 
 @pytest.mark.parametrize(
-    "shape, dims", [((6, 3, 40), (((1, 2), (0, 1)), ((), ()))), ((6, 3, 40), (((1,), (0,)), ((), ())))]
+    "shape, dims",
+    [
+        ((6, 3, 40), (((1, 2), (0, 1)), ((), ()))),
+        ((6, 3, 40), (((1,), (0,)), ((), ()))),
+    ],
 )
 def test_quantized_matrices_that_do_not_fit(shape, dims):
     """`quantize_params` takes the dimensions before the last two for a batch, which
     this product has not.
     """
     recipe = jaxfp8.Float8BlockScaling()
-    kernel = jaxfp8.quantize_params({"a": jnp.ones(shape, jnp.float32)}, None, recipe, where="a")["a"]
+    kernel = jaxfp8.quantize_params(
+        {"a": jnp.ones(shape, jnp.float32)}, None, recipe, where="a"
+    )["a"]
     x = jnp.ones((4, *shape[: len(dims[0][0])]), jnp.float32)
-    with pytest.raises(ValueError, match="dot_general: kernel: a QTensor with a scale for each block"):
+    with pytest.raises(
+        ValueError, match="dot_general: kernel: a QTensor with a scale for each block"
+    ):
         jaxfp8.dot_general(x, kernel, dims, recipe=recipe)
 
 
@@ -263,10 +313,17 @@ def twice(f):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("transform", [jax.hessian, jax.jacfwd, twice], ids=["hessian", "jacfwd", "grad of grad"])
+@pytest.mark.parametrize(
+    "transform",
+    [jax.hessian, jax.jacfwd, twice],
+    ids=["hessian", "jacfwd", "grad of grad"],
+)
 @pytest.mark.ci
 def test_only_first_derivatives(name, transform):
-    product, (x, kernel, grad, _) = cases.product(SMALL, RECIPES[name][0]), SMALL.arrays()
+    product, (x, kernel, grad, _) = (
+        cases.product(SMALL, RECIPES[name][0]),
+        SMALL.arrays(),
+    )
     with pytest.raises(TypeError, match="first derivatives"):
         transform(lambda x: jnp.vdot(product(x, kernel), grad) ** 2)(x)
 
@@ -289,7 +346,10 @@ MUTANTS = {
     "floor": ("mx", {"rounding": "floor"}),
     "powers of two": ("block", {"power_2_scale": True}),
     "dgrad as fprop": ("current | block | None", {"dgrad": cases.CURRENT}),
-    "fprop and dgrad exchanged": ("current | block | None", {"fprop": cases.BLOCK, "dgrad": cases.CURRENT}),
+    "fprop and dgrad exchanged": (
+        "current | block | None",
+        {"fprop": cases.BLOCK, "dgrad": cases.CURRENT},
+    ),
     "wgrad quantized": ("current | block | None", {"wgrad": cases.CURRENT}),
     "dgrad quantized": ("mx | None | rowwise", {"dgrad": cases.MX}),
     "fprop quantized": ("None | None | block", {"fprop": cases.BLOCK}),
@@ -306,17 +366,27 @@ def test_the_oracle_tells_recipes_apart(mutant):
 
 
 @pytest.mark.parametrize("zeros", [1, 32], ids=["a row of zeros", "zeros"])
-@pytest.mark.parametrize("recipe", [recipe for recipe, _ in RECIPES.values()], ids=RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [recipe for recipe, _ in RECIPES.values()], ids=RECIPES
+)
 def test_debug_nans(recipe, zeros):
     """No operation makes a NaN or an Inf of good numbers, as docs/mixed_precision.md
     says; a bad one stops.
     """
-    x, kernel, state = jnp.ones((32, 64)).at[:zeros].set(0), jnp.ones((64, 16)), jaxfp8.init_state(recipe)
+    x, kernel, state = (
+        jnp.ones((32, 64)).at[:zeros].set(0),
+        jnp.ones((64, 16)),
+        jaxfp8.init_state(recipe),
+    )
     bad = [x.at[0, 0].set(value) for value in (np.nan, np.inf)]
 
     @jaxfp8.grad
     def gradient(kernel, x):
-        return jnp.sum(jnp.tanh(jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)))
+        return jnp.sum(
+            jnp.tanh(
+                jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
+            )
+        )
 
     with jax.debug_nans(True), jax.debug_infs(True):
         jax.jit(gradient)(kernel, x)
@@ -325,24 +395,38 @@ def test_debug_nans(recipe, zeros):
                 jax.jit(gradient)(kernel, bad_x)
 
 
-@pytest.mark.parametrize("context", [contextlib.nullcontext, jax.disable_jit], ids=["jit", "disable_jit"])
-@pytest.mark.parametrize("program", ["product", "gradient", "jit of product", "jit of gradient"])
 @pytest.mark.parametrize(
-    "recipe", [jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling()], ids=lambda r: type(r).__name__
+    "context", [contextlib.nullcontext, jax.disable_jit], ids=["jit", "disable_jit"]
+)
+@pytest.mark.parametrize(
+    "program", ["product", "gradient", "jit of product", "jit of gradient"]
+)
+@pytest.mark.parametrize(
+    "recipe",
+    [jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling()],
+    ids=lambda r: type(r).__name__,
 )
 def test_debug_nans_names_the_operation(recipe, program, context):
     """`jax_debug_nans` runs a program again, operation by operation, to find which one
     makes a NaN of an Inf.
     """
-    x, kernel, state = jnp.ones((32, 64)).at[0, 0].set(np.inf), jnp.ones((64, 16)), jaxfp8.init_state(recipe)
+    x, kernel, state = (
+        jnp.ones((32, 64)).at[0, 0].set(np.inf),
+        jnp.ones((64, 16)),
+        jaxfp8.init_state(recipe),
+    )
 
     def run(kernel, x):
-        return jnp.sum(jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state))
+        return jnp.sum(
+            jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
+        )
 
     run = jaxfp8.grad(run) if "gradient" in program else run
     with (
         jax.debug_nans(True),
         context(),
-        pytest.raises(FloatingPointError, match="invalid value .* result of (jax)?fp8_"),
+        pytest.raises(
+            FloatingPointError, match="invalid value .* result of (jax)?fp8_"
+        ),
     ):
         (jax.jit(run) if "jit" in program else run)(kernel, x)

@@ -49,6 +49,12 @@ def test_pairs_become_rules():
 )
 def test_first_match(paths, op, index):
     rules = _rules.checked_rules(
-        "op", [("head", None), _rules.Rule("block.*", None, ("einsum",)), ("block.*", RECIPE), (".*/.*", None)]
+        "op",
+        [
+            ("head", None),
+            _rules.Rule("block.*", None, ("einsum",)),
+            ("block.*", RECIPE),
+            (".*/.*", None),
+        ],
     )
     assert _rules.first_match(rules, paths, op) == index

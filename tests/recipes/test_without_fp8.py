@@ -14,7 +14,10 @@ import jaxfp8
 import jaxfp8.linen
 import jaxfp8.nnx
 
-CURRENT, DELAYED = jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling(amax_history_len=3)
+CURRENT, DELAYED = (
+    jaxfp8.Float8CurrentScaling(),
+    jaxfp8.DelayedScaling(amax_history_len=3),
+)
 ALL = [(".*", DELAYED)]
 X = jnp.ones((4, 8))
 
@@ -24,7 +27,9 @@ def said(function) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         function()
-    assert all(w.filename == __file__ for w in found), "a warning points at the line of the user"
+    assert all(w.filename == __file__ for w in found), (
+        "a warning points at the line of the user"
+    )
     return [str(w.message) for w in found if w.category is jaxfp8.FP8StateWarning]
 
 
@@ -53,14 +58,20 @@ def test_rules_that_match_nothing():
     for path in ("Dense", "body"):
         model = jaxfp8.quantize(Model(), [(path, DELAYED), ("other", None)])
         (text,) = said(lambda model=model: jax.eval_shape(model.apply, variables, X))
-        assert f"none of ['{path}'] gives a layer of Model FP8" in text and "'body/Dense_0', 'head'" in text
+        assert (
+            f"none of ['{path}'] gives a layer of Model FP8" in text
+            and "'body/Dense_0', 'head'" in text
+        )
     cell = nn.OptimizedLSTMCell(8)  # it multiplies arrays itself
     rnn = jaxfp8.quantize(nn.RNN(cell), [(".*", DELAYED)])
     (text,) = said(lambda: jax.eval_shape(rnn.init, jax.random.key(0), X[None]))
     assert "The layers that ran are none" in text
     linear = lambda: nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))  # noqa: E731
     (text,) = said(lambda: jaxfp8.quantize(linear(), [("Linear", DELAYED)]))
-    assert "none of ['Linear'] gives a layer of Sequential FP8" in text and "'layers/0'" in text
+    assert (
+        "none of ['Linear'] gives a layer of Sequential FP8" in text
+        and "'layers/0'" in text
+    )
     assert said(lambda: jaxfp8.quantize(linear(), [("layers/0", DELAYED)])) == []
     assert said(lambda: jaxfp8.quantize(linear(), [(".*", None)])) == []
 
@@ -85,13 +96,25 @@ def test_one_rule_of_a_list_matches_nothing():
     quantize.
     """
     variables = Model().init(jax.random.key(0), X)
-    model = jaxfp8.quantize(Model(), [("heda", None), ("body", DELAYED), ("head|body/.*", DELAYED)])
+    model = jaxfp8.quantize(
+        Model(), [("heda", None), ("body", DELAYED), ("head|body/.*", DELAYED)]
+    )
     assert said(lambda: model.init(jax.random.key(0), X)) == []
     (text,) = said(lambda: model.apply(variables, X, method="decode"))
-    assert "no layer of Model matches 'heda': a regex" in text and "'head'" in text and "'body/Dense_0'" in text
+    assert (
+        "no layer of Model matches 'heda': a regex" in text
+        and "'head'" in text
+        and "'body/Dense_0'" in text
+    )
     assert said(lambda: model.apply(variables, X)) == []
-    (text,) = said(lambda: jaxfp8.quantize(nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), [("a", None), *ALL]))
-    assert "no layer of Sequential matches 'a': a regex" in text and "'layers/0'" in text
+    (text,) = said(
+        lambda: jaxfp8.quantize(
+            nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), [("a", None), *ALL]
+        )
+    )
+    assert (
+        "no layer of Sequential matches 'a': a regex" in text and "'layers/0'" in text
+    )
     holder = nnx.Sequential(jaxfp8.nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     assert said(lambda: jaxfp8.quantize(holder, ALL)) == []
 
@@ -107,17 +130,28 @@ def test_one_rule_of_a_list_matches_nothing():
 )
 def test_rules_that_keep_what_has_no_product_in_high_precision(paths, idle):
     rngs = nnx.Rngs(0)
-    conv, norm, out = nnx.Conv(8, 8, (3,), rngs=rngs), nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
-    model = nnx.Dict(embed=nnx.Embed(16, 8, rngs=rngs), block=nnx.Dict(conv=conv, norm=norm, out=out))
+    conv, norm, out = (
+        nnx.Conv(8, 8, (3,), rngs=rngs),
+        nnx.LayerNorm(8, rngs=rngs),
+        nnx.Linear(8, 8, rngs=rngs),
+    )
+    model = nnx.Dict(
+        embed=nnx.Embed(16, 8, rngs=rngs), block=nnx.Dict(conv=conv, norm=norm, out=out)
+    )
     rules = [*((path, None) for path in paths), *ALL]
     texts = said(lambda: jaxfp8.quantize(model, rules))
     assert len(texts) == bool(idle) and all(
-        f"no layer of Dict matches {', '.join(map(repr, idle))}:" in text for text in texts
+        f"no layer of Dict matches {', '.join(map(repr, idle))}:" in text
+        for text in texts
     )
     assert isinstance(out.dot_general, jaxfp8.nnx.Fp8DotGeneral)
 
 
-@pytest.mark.parametrize("block", [Block, nn.jit(Block), nn.remat(Block)], ids=["plain", "nn.jit", "nn.remat"])
+@pytest.mark.parametrize(
+    "block",
+    [Block, nn.jit(Block), nn.remat(Block)],
+    ids=["plain", "nn.jit", "nn.remat"],
+)
 def test_lists_whose_rules_all_match_something(block):
     """A rule that an earlier one shadows, a product by the path of its holder, and an
     einsum.
@@ -126,14 +160,24 @@ def test_lists_whose_rules_all_match_something(block):
     class Mixed(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = jaxfp8.linen.Dense(8, recipe=CURRENT, name="ours")(Model(block, name="model")(x))
+            x = jaxfp8.linen.Dense(8, recipe=CURRENT, name="ours")(
+                Model(block, name="model")(x)
+            )
             return nn.Einsum((8, 8), "bi,io->bo", name="mix")(x)
 
-    rules = [("ours", DELAYED), ("model/body/Dense_0", DELAYED), ("mix", DELAYED), *ALL, ("model/head", None)]
+    rules = [
+        ("ours", DELAYED),
+        ("model/body/Dense_0", DELAYED),
+        ("mix", DELAYED),
+        *ALL,
+        ("model/head", None),
+    ]
     model = jaxfp8.quantize(Mixed(), rules)
     variables = model.init(jax.random.key(0), X)
     assert said(lambda: [model.apply(variables, X) for _ in range(2)]) == []
-    assert said(lambda: jax.jit(jaxfp8.quantize(Mixed(), rules).apply)(variables, X)) == []
+    assert (
+        said(lambda: jax.jit(jaxfp8.quantize(Mixed(), rules).apply)(variables, X)) == []
+    )
 
 
 class OwnProducts(nn.Module):
@@ -146,7 +190,11 @@ class OwnProducts(nn.Module):
         init = nn.initializers.normal()
         x = nn.Conv(8, (3,))(x) + self.param("position", init, (1, 8))
         if not self.is_embedding:
-            x = x @ self.param("small", init, (8, 8)) @ self.param("large", init, (8, 16))
+            x = (
+                x
+                @ self.param("small", init, (8, 8))
+                @ self.param("large", init, (8, 16))
+            )
         return nn.Dense(8)(x + self.param("pos_embedding", init, (4, x.shape[-1])))
 
 
@@ -173,7 +221,14 @@ def test_products_of_a_modules_own_code():
     (text,) = said(lambda: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), ALL))
     assert "as with '0/w 8x8': where" in text
     for rules in ([("0/out", DELAYED)], [("0", None), *ALL]):
-        assert said(lambda rules=rules: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), rules)) == []
+        assert (
+            said(
+                lambda rules=rules: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), rules)
+            )
+            == []
+        )
     # what has no product may be said to stay as it is
     for path in ("Conv_0", "Conv_0|Other"):
-        assert said(runs(jaxfp8.quantize(OwnProducts(True), [(path, None), *ALL]))) == []
+        assert (
+            said(runs(jaxfp8.quantize(OwnProducts(True), [(path, None), *ALL]))) == []
+        )

@@ -17,7 +17,10 @@ from jaxfp8.selftest import _cases, _checks
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
-ON_CPU, ON_CUDA = ([op for op in _op_calls.OPS if op in _ffi._TARGETS[platform]] for platform in ("cpu", "CUDA"))
+ON_CPU, ON_CUDA = (
+    [op for op in _op_calls.OPS if op in _ffi._TARGETS[platform]]
+    for platform in ("cpu", "CUDA")
+)
 
 
 @pytest.fixture
@@ -42,7 +45,9 @@ def test_one_wrong_bit(op, result, few_cases, monkeypatch):
             bits = lax.bitcast_convert_type(wrong, word).reshape(-1)
             # The last bits of an update of Adam are free: GPUs divide by
             # multiplications in jnp.
-            flipped = jnp.asarray(2**8 if op == "adam_update" and place == 0 else 1, word)
+            flipped = jnp.asarray(
+                2**8 if op == "adam_update" and place == 0 else 1, word
+            )
             bits = bits.at[bits.size - 1].set(bits[-1] ^ flipped).reshape(wrong.shape)
             results[place] = lax.bitcast_convert_type(bits, wrong.dtype)
         return results
@@ -56,10 +61,14 @@ def test_one_wrong_bit(op, result, few_cases, monkeypatch):
 
 @NATIVE
 @pytest.mark.parametrize("op", _cases.COMPUTED)
-def test_a_wrong_scale_of_codes_that_are_compared_one_by_one(op, few_cases, monkeypatch):
+def test_a_wrong_scale_of_codes_that_are_compared_one_by_one(
+    op, few_cases, monkeypatch
+):
     real = _shapes.group_scales
     # about half a code
-    monkeypatch.setattr(_shapes, "group_scales", lambda *arguments: real(*arguments) * 1.07)
+    monkeypatch.setattr(
+        _shapes, "group_scales", lambda *arguments: real(*arguments) * 1.07
+    )
     row = _checks.values(op, quick=True)
     assert row["status"] == "failed" and "differ by one" in row["detail"]
 
@@ -91,7 +100,9 @@ def test_a_comparison_that_accepts_anything(few_cases, monkeypatch):
     blind = _cases.BITS._replace(problem=lambda results, expected: None)
     monkeypatch.setattr(_cases, "BITS", blind)
     row = _checks.values("amax", quick=True)
-    assert row["status"] == "failed" and "does not refuse a wrong answer" in row["detail"]
+    assert (
+        row["status"] == "failed" and "does not refuse a wrong answer" in row["detail"]
+    )
 
 
 def test_an_inaccurate_sum():
@@ -106,20 +117,29 @@ def test_an_inaccurate_sum():
         quantum = 2.0 ** (np.floor(np.log2(np.abs(sums))) - 13)
         sums = np.trunc(sums / quantum) * quantum
     problems = [
-        _cases.product([(a, b)], [], np.float32, tensor_cores).problem([sums.astype(np.float32)], None)
+        _cases.product([(a, b)], [], np.float32, tensor_cores).problem(
+            [sums.astype(np.float32)], None
+        )
         for tensor_cores in (True, False)
     ]
     assert problems[0] is None and "wrong, first at" in problems[1]
 
 
 def test_training(monkeypatch):
-    assert _checks.training() == {"status": "passed", "detail": "state equal to the bit"}
+    assert _checks.training() == {
+        "status": "passed",
+        "detail": "state equal to the bit",
+    }
     if _ffi.has_cpu_kernels:
         real = _ffi.call
 
         def call(name, *arguments, **options):
             results = real(name, *arguments, **options)
-            return [x * np.float32(1 + 2.0**-20) for x in results] if name == "write_histories" else results
+            return (
+                [x * np.float32(1 + 2.0**-20) for x in results]
+                if name == "write_histories"
+                else results
+            )
 
         monkeypatch.setattr(_ffi, "call", call)
         jax.clear_caches()
@@ -132,14 +152,24 @@ def test_cases_are_of_the_custom_call_on_gpus(op, cuda_custom_calls):
     """All but empty products, which need no kernel."""
     empty = op in ("scaled_matmul", "block_scaled_matmul")
     for case in _cases.cases(op, quick=True):
-        lowered = jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=("cuda",))
-        assert _checks._has_call(lowered, op) != (empty and 0 in case.arguments[0].shape), case.name
+        lowered = (
+            jax.jit(case.function)
+            .trace(*case.arguments)
+            .lower(lowering_platforms=("cuda",))
+        )
+        assert _checks._has_call(lowered, op) != (
+            empty and 0 in case.arguments[0].shape
+        ), case.name
 
 
 @pytest.mark.parametrize("op", ON_CUDA)
 def test_cuda_kernels_that_are_emulated(op, monkeypatch):
     """Every CUDA handler and kernel passes the check of its values, on the host."""
-    monkeypatch.setattr(_checks, "_has_call", lambda lowered, op: f"@emulated_cuda_{op}" in lowered.as_text())
+    monkeypatch.setattr(
+        _checks,
+        "_has_call",
+        lambda lowered, op: f"@emulated_cuda_{op}" in lowered.as_text(),
+    )
     monkeypatch.setattr(_checks, "_on_tensor_cores", lambda: True)
     for sizes in ("_MATRICES", "_PRODUCTS"):
         # threads are slow here
@@ -155,7 +185,9 @@ def test_first_launches_are_recorded():
     """
     if reason := compiler.missing():
         pytest.skip(reason)
-    printed = dict(line.split() for line in compiler.run("selftest_graphs").splitlines())
+    printed = dict(
+        line.split() for line in compiler.run("selftest_graphs").splitlines()
+    )
     assert printed == {op: "True" for op in _op_calls.OPS} | {"without": "False"}
 
 

@@ -30,11 +30,19 @@ def test_one_op(tmp_path):
     rows = {row["check"]: row for row in found["rows"]}
     assert set(rows) == {"machine", "library", "training", "values:amax"}
     assert found["passed"] and {row["status"] for row in found["rows"]} == {"passed"}
-    assert found["environment"]["versions"] == json.loads(json.dumps(_machine.versions()))
+    assert found["environment"]["versions"] == json.loads(
+        json.dumps(_machine.versions())
+    )
     assert found["environment"]["settings"]["JAXFP8_DISABLE"] == "amax"
-    assert (rows["values:amax"]["custom_calls"], rows["values:amax"]["why"]) == (0, "JAXFP8_DISABLE names amax")
+    assert (rows["values:amax"]["custom_calls"], rows["values:amax"]["why"]) == (
+        0,
+        "JAXFP8_DISABLE names amax",
+    )
     assert 0 < rows["values:amax"]["seconds"] < found["seconds"]
-    assert "amax runs in jnp: JAXFP8_DISABLE names amax" in printed and printed.splitlines()[-1].startswith("passed in")
+    assert (
+        "amax runs in jnp: JAXFP8_DISABLE names amax" in printed
+        and printed.splitlines()[-1].startswith("passed in")
+    )
 
 
 @NATIVE
@@ -43,10 +51,16 @@ def test_every_op(tmp_path):
     path = tmp_path / "selftest.json"
     run("--json", str(path))
     rows = {row["check"]: row for row in json.loads(path.read_text())["rows"]}
-    on_cpu = next(library.ops for library in _ffi.libraries() if library.platform == "cpu")
-    assert rows["speed:copy"]["gb_per_s"] > 0 and rows["speed:scaled_matmul"]["tflops"] > 0
+    on_cpu = next(
+        library.ops for library in _ffi.libraries() if library.platform == "cpu"
+    )
+    assert (
+        rows["speed:copy"]["gb_per_s"] > 0 and rows["speed:scaled_matmul"]["tflops"] > 0
+    )
     assert all(f"speed:{op}" in rows for op in _op_calls.OPS)
-    assert {op for op in _op_calls.OPS if rows[f"values:{op}"]["custom_calls"]} == set(on_cpu) & set(_op_calls.OPS)
+    assert {op for op in _op_calls.OPS if rows[f"values:{op}"]["custom_calls"]} == set(
+        on_cpu
+    ) & set(_op_calls.OPS)
 
 
 @pytest.fixture
@@ -56,7 +70,10 @@ def rows(monkeypatch):
 
     def finish(jobs, *_):
         names = [name for job in jobs for name in job]
-        return [{"check": name, "status": "passed", "detail": ""} | found.get(name, {}) for name in names]
+        return [
+            {"check": name, "status": "passed", "detail": ""} | found.get(name, {})
+            for name in names
+        ]
 
     monkeypatch.setattr(command, "environment", lambda: {"platform": "cuda"})
     monkeypatch.setattr(_workers, "finish", finish)
@@ -74,10 +91,19 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     rows["speed:quantize"] = {"us": 1.0, "gb_per_s": 3000.0}
     assert command.main(["--json", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr().out
-    assert "FAILED graph:quantize_norm: crashed (SIGSEGV)\nFAILED values:amax: a bit\n" in printed
-    assert "until it is repaired, set JAXFP8_DISABLE=write_histories,amax,quantize_norm\n" in printed
+    assert (
+        "FAILED graph:quantize_norm: crashed (SIGSEGV)\nFAILED values:amax: a bit\n"
+        in printed
+    )
+    assert (
+        "until it is repaired, set JAXFP8_DISABLE=write_histories,amax,quantize_norm\n"
+        in printed
+    )
     lines = {line.split()[0]: line.split() for line in printed.splitlines()}
-    assert lines["quantize_norm"][1:4] == ["-", "passed", "FAILED"] and lines["quantize"][-1] == "75%"
+    assert (
+        lines["quantize_norm"][1:4] == ["-", "passed", "FAILED"]
+        and lines["quantize"][-1] == "75%"
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["passed"] and found["environment"] == {"platform": "cuda"}
 
@@ -95,7 +121,11 @@ def test_times_of_a_busy_device_switch_nothing_off(rows, monkeypatch, capsys):
 def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     """Parts of what `python -m jaxfp8` says are errors; the rest of it counts."""
     broken = {"error": "RuntimeError: no CUDA"}
-    about = {"platform": broken, "devices": broken, "versions": {"jaxfp8": "1", "jax": "2"}}
+    about = {
+        "platform": broken,
+        "devices": broken,
+        "versions": {"jaxfp8": "1", "jax": "2"},
+    }
     monkeypatch.setattr(command, "environment", lambda: about)
     rows["values:amax"] = {"status": "failed", "detail": "RuntimeError: no CUDA"}
     assert command.main(["--no-speed"]) == 1

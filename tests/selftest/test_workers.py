@@ -39,11 +39,16 @@ for name in names:
 @pytest.fixture
 def finish(monkeypatch, tmp_path):
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(_workers, "COMMAND", [sys.executable, str(tmp_path / "fake.py")])
+    monkeypatch.setattr(
+        _workers, "COMMAND", [sys.executable, str(tmp_path / "fake.py")]
+    )
     monkeypatch.setattr(_workers, "_START", 1)
 
     def run(*jobs, limit=100):
-        return [(row["check"], row["status"], row["detail"]) for row in _workers.finish(jobs, limit, False, 4)]
+        return [
+            (row["check"], row["status"], row["detail"])
+            for row in _workers.finish(jobs, limit, False, 4)
+        ]
 
     return run
 
@@ -98,5 +103,9 @@ def test_a_check_that_hangs_ends_its_process():
         "_checks.library = lambda: ctypes.PyDLL(None).sleep(60)\n"
         "_workers.work(['library'], 1, False)"
     )
-    done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+    )
     assert done.returncode == -signal.SIGALRM and not done.stdout

@@ -12,7 +12,11 @@ LIBRARY = pathlib.Path(sys.prefix) / "tpu" / "libtpu" / "libtpu.so"
 
 def missing() -> str | None:
     """What there is not, or None where programs can be compiled for TPUs."""
-    return None if LIBRARY.exists() else "needs libtpu in the environment's folder `tpu` (tools/setup.sh installs it)"
+    return (
+        None
+        if LIBRARY.exists()
+        else "needs libtpu in the environment's folder `tpu` (tools/setup.sh installs it)"
+    )
 
 
 def is_of_goals() -> bool:
@@ -27,6 +31,16 @@ def run(module: str, *arguments: str) -> str:
     """Runs a module of this folder as a program where `tpu` topologies can be made;
     returns what it prints.
     """
-    environment = {"XLA_FLAGS": None, "JAX_PLATFORMS": "cpu", "PYTHONPATH": another_process.PATH}
-    environment |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_LIBRARY_PATH": str(LIBRARY), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    return another_process.python("-m", f"tpu.{module}", *arguments, **environment).stdout
+    environment = {
+        "XLA_FLAGS": None,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": another_process.PATH,
+    }
+    environment |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_LIBRARY_PATH": str(LIBRARY),
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    return another_process.python(
+        "-m", f"tpu.{module}", *arguments, **environment
+    ).stdout

@@ -25,7 +25,10 @@ _SCALARS = 1024  # elements at most of amaxes and other scalars, which are no da
 def count(text: str) -> dict:
     """What is in a compiled program, from its text: cycles, products, collectives."""
     module = hlo.parse(text)
-    products, collective = collections.Counter(), collections.defaultdict(lambda: [0, 0])
+    products, collective = (
+        collections.Counter(),
+        collections.defaultdict(lambda: [0, 0]),
+    )
     cycles, without = 0, 0
     for computation, instruction, times in _run(module):
         kind = instruction.opcode.removesuffix("-start")
@@ -34,7 +37,11 @@ def count(text: str) -> dict:
         if kind in COLLECTIVES:
             arrays = instruction.arrays
             if kind == "reduce-scatter" or instruction.opcode.endswith("-start"):
-                arrays = [a for name in instruction.operands for a in computation.instructions[name].arrays]
+                arrays = [
+                    a
+                    for name in instruction.operands
+                    for a in computation.instructions[name].arrays
+                ]
                 if kind == "all-gather":
                     arrays = instruction.arrays[len(arrays) :]
             for array in arrays:
@@ -45,13 +52,20 @@ def count(text: str) -> dict:
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
         if estimate and int(estimate[1]) != _NO_ESTIMATE:
             cycles += times * int(estimate[1])
-        elif estimate or kind == "fusion" or (kind == "reshape" and instruction.arrays[0].elements > _SCALARS):
+        elif (
+            estimate
+            or kind == "fusion"
+            or (kind == "reshape" and instruction.arrays[0].elements > _SCALARS)
+        ):
             without += times
     return {
         "cycles": cycles,
         "without_estimate": without,
         "products": dict(sorted(products.items())),
-        "collectives": {name: {"times": n, "bytes": size} for name, (n, size) in sorted(collective.items())},
+        "collectives": {
+            name: {"times": n, "bytes": size}
+            for name, (n, size) in sorted(collective.items())
+        },
     }
 
 
@@ -64,12 +78,20 @@ def _run(module):
         for instruction in computation.instructions.values():
             yield computation, instruction, times
             if instruction.opcode == "while":
-                condition, body = (module.computations[instruction.attribute(name)] for name in ("condition", "body"))
+                condition, body = (
+                    module.computations[instruction.attribute(name)]
+                    for name in ("condition", "body")
+                )
                 yield from visit(body, times * _trips(condition))
-            elif instruction.opcode != "fusion" and instruction.opcode not in COLLECTIVES:
+            elif (
+                instruction.opcode != "fusion" and instruction.opcode not in COLLECTIVES
+            ):
                 # A call, or a collective that runs beside other work: its opcode is in
                 # the computation that is named.
-                for name in re.findall(r"(?:calls=|to_apply=|called_computations=\{)%([\w.\-]+)", instruction.rest):
+                for name in re.findall(
+                    r"(?:calls=|to_apply=|called_computations=\{)%([\w.\-]+)",
+                    instruction.rest,
+                ):
                     yield from visit(module.computations[name], times)
 
     return visit(module.entry, 1)
@@ -87,7 +109,10 @@ def _trips(condition) -> int:
 def _products(module, computation, instruction):
     """The dtypes of the factors of each product in an instruction, fusions included."""
     if instruction.opcode in ("convolution", "dot"):
-        dtypes = [computation.instructions[name].arrays[0].dtype for name in instruction.operands[:2]]
+        dtypes = [
+            computation.instructions[name].arrays[0].dtype
+            for name in instruction.operands[:2]
+        ]
         yield " x ".join(sorted(dtypes))
     elif instruction.opcode == "fusion":
         body = module.computations[instruction.attribute("calls")]

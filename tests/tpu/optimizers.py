@@ -32,11 +32,15 @@ def report(candidate: str, size: int, topology: str) -> dict:
     temporary memory.
     """
     tx = TRANSFORMATIONS[candidate]
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology
+    ).devices
     mesh = jax.sharding.Mesh(devices[:1], ("data",))
 
     def placed(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P())
+        )
 
     def update(params, opt_state, grads):
         if candidate == "apply":
@@ -47,18 +51,30 @@ def report(candidate: str, size: int, topology: str) -> dict:
     params = placed(jax.ShapeDtypeStruct((size, size), jnp.float32))
     opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, params))
     with ops.implementation("tpu"):
-        compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, opt_state, params).compile()
+        compiled = (
+            jax.jit(update, donate_argnums=(0, 1))
+            .lower(params, opt_state, params)
+            .compile()
+        )
     temporary = compiled.memory_analysis().temp_size_in_bytes / size**2
-    return count.count(compiled.as_text()) | {"temporary_bytes_per_parameter": temporary}
+    return count.count(compiled.as_text()) | {
+        "temporary_bytes_per_parameter": temporary
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("candidates", nargs="+", choices=TRANSFORMATIONS)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--topology", default="tpu7x:2x2x1")
     args = parser.parse_args()
-    print(json.dumps({name: report(name, args.size, args.topology) for name in args.candidates}))
+    print(
+        json.dumps(
+            {name: report(name, args.size, args.topology) for name in args.candidates}
+        )
+    )
 
 
 if __name__ == "__main__":

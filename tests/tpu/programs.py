@@ -35,7 +35,10 @@ DENSES = {
     "flax": functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp),
     "drop-in": functools.partial(nn.Dense, dot_general_cls=jaxfp8.Fp8DotGeneral),
     "own": jaxfp8.linen.Dense,
-    **{name: functools.partial(jaxfp8.linen.Dense, recipe=recipe) for name, recipe in RECIPES.items()},
+    **{
+        name: functools.partial(jaxfp8.linen.Dense, recipe=recipe)
+        for name, recipe in RECIPES.items()
+    },
 }
 FOUR = ("bf16", "flax", "drop-in", "own")
 
@@ -53,8 +56,12 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         if self.candidate == "fused":
-            return jaxfp8.linen.GatedMLP(self.hidden, use_bias=False, dtype=jnp.bfloat16)(x)
-        hidden = nn.silu(dense(self.candidate, self.hidden)(x)) * dense(self.candidate, self.hidden)(x)
+            return jaxfp8.linen.GatedMLP(
+                self.hidden, use_bias=False, dtype=jnp.bfloat16
+            )(x)
+        hidden = nn.silu(dense(self.candidate, self.hidden)(x)) * dense(
+            self.candidate, self.hidden
+        )(x)
         return dense(self.candidate, x.shape[-1])(hidden)
 
 
@@ -69,7 +76,11 @@ class Scan(nn.Module):
         def pair(layer, x, _):
             return layer(x), None
 
-        options = {"variable_axes": {"params": 0, STATE: 0}, "split_rngs": {"params": True}, "length": 4}
+        options = {
+            "variable_axes": {"params": 0, STATE: 0},
+            "split_rngs": {"params": True},
+            "length": 4,
+        }
         layer = Pair(self.candidate, self.features, name="layer")
         return nn.scan(pair, **options)(layer, x, None)[0]
 
@@ -82,7 +93,9 @@ class Pair(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return dense(self.candidate, self.features)(nn.gelu(dense(self.candidate, self.features)(x)))
+        return dense(self.candidate, self.features)(
+            nn.gelu(dense(self.candidate, self.features)(x))
+        )
 
 
 class Experts(nn.Module):
@@ -95,21 +108,38 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        kernel = self.param("kernel", nn.initializers.zeros, (8, x.shape[-1], self.features), jnp.float32)
+        kernel = self.param(
+            "kernel",
+            nn.initializers.zeros,
+            (8, x.shape[-1], self.features),
+            jnp.float32,
+        )
         sizes = jnp.full((8,), x.shape[0] // 8, jnp.int32)
         if self.candidate == "bf16":
             return jax.lax.ragged_dot(x, kernel.astype(x.dtype), sizes)
         recipe = RECIPES[self.candidate]
-        return jaxfp8.ragged_dot(x, kernel, sizes, recipe=recipe, preferred_element_type=x.dtype)
+        return jaxfp8.ragged_dot(
+            x, kernel, sizes, recipe=recipe, preferred_element_type=x.dtype
+        )
 
 
 # case -> (model of a candidate and a size, candidates, tokens and width of a size,
 # PartitionSpec of kernels or None)
 CASES = {
     "dense": (dense, (*FOUR, *RECIPES), lambda n: (n, n), None),
-    "gated mlp": (lambda c, n: GatedMLP(c, 7 * n // 4), (*FOUR, "current", "fused"), lambda n: (n, n // 2), None),
+    "gated mlp": (
+        lambda c, n: GatedMLP(c, 7 * n // 4),
+        (*FOUR, "current", "fused"),
+        lambda n: (n, n // 2),
+        None,
+    ),
     "scan": (Scan, (*FOUR, "current"), lambda n: (n, n), None),
-    "ragged": (lambda c, n: Experts(c, n // 4), ("bf16", "current", "static"), lambda n: (n, n // 4), None),
+    "ragged": (
+        lambda c, n: Experts(c, n // 4),
+        ("bf16", "current", "static"),
+        lambda n: (n, n // 4),
+        None,
+    ),
     "dp-8": (dense, FOUR, lambda n: (8 * n, n), P()),
     "fsdp-8": (dense, FOUR, lambda n: (8 * n, n), P("data")),
 }
@@ -120,12 +150,19 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
     next state.
     """
     make, _, shape, spec = CASES[case]
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology
+    ).devices
     mesh = jax.sharding.Mesh(devices[: 1 if spec is None else 8], ("data",))
-    model, is_shared = make(candidate, size), case == "scan" and candidate not in ("bf16", "flax")
+    model, is_shared = (
+        make(candidate, size),
+        case == "scan" and candidate not in ("bf16", "flax"),
+    )
 
     def placed(leaf, spec=WHOLE):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        )
 
     def forward(variables, x):
         return model.apply(jaxfp8.max_grad(variables) if is_shared else variables, x)
@@ -140,9 +177,15 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
     x = placed(jax.ShapeDtypeStruct(shape(size), jnp.bfloat16), P("data"))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     variables = jax.tree.map_with_path(
-        lambda path, leaf: placed(leaf, spec if spec is not None and path[-1].key == "kernel" else P()), variables
+        lambda path, leaf: placed(
+            leaf, spec if spec is not None and path[-1].key == "kernel" else P()
+        ),
+        variables,
     )
-    where = x.sharding, (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding)
+    where = (
+        x.sharding,
+        (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding),
+    )
     with jaxfp8.ops.implementation("tpu"):
         lowered = jax.jit(step, out_shardings=where).lower(variables, x, x)
     start = time.perf_counter()
@@ -152,7 +195,9 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--size", type=int, default=2048)
     parser.add_argument("--topology", default="tpu7x:2x2x1")
@@ -163,7 +208,10 @@ def main():
     found = {}
     for case in args.cases:
         candidates = args.candidates or CASES[case][1]
-        found[case] = {candidate: report(case, candidate, args.size, args.topology) for candidate in candidates}
+        found[case] = {
+            candidate: report(case, candidate, args.size, args.topology)
+            for candidate in candidates
+        }
     print(json.dumps(found))
 
 

@@ -18,7 +18,10 @@ ODD = 2  # the position of an odd shape among those of an op
 
 def outcome(op, sharding) -> str:
     *_, case = (case for case, _ in zip(_cases.cases(op), range(ODD + 1), strict=False))
-    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in case.arguments]
+    arguments = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x in case.arguments
+    ]
     try:
         with ops.implementation("tpu"):
             jax.jit(case.function).lower(*arguments).compile()
@@ -28,7 +31,9 @@ def outcome(op, sharding) -> str:
 
 
 def main():
-    device, *_ = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    device, *_ = topologies.get_topology_desc(
+        platform="tpu", topology_name="tpu7x:2x2x1"
+    ).devices
     sharding = jax.sharding.SingleDeviceSharding(device)
     print(json.dumps({op: outcome(op, sharding) for op in _op_calls.OPS}))
 

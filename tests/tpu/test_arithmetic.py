@@ -37,12 +37,18 @@ def test_codes_are_the_oracles(fmt):
             normal = values[~(np.abs(values.astype(np.float32)) < TINY) | (values == 0)]
             codes = np.asarray(encode(normal, scale.reshape(1)))
             expected, _ = oracle.quantize(normal, scale, fmt)
-            assert np.array_equal(codes.view(np.uint8), expected.view(np.uint8)), f"{values.dtype} * {scale}"
+            assert np.array_equal(codes.view(np.uint8), expected.view(np.uint8)), (
+                f"{values.dtype} * {scale}"
+            )
 
 
-@pytest.mark.parametrize("special", [(), (np.nan,), (-np.inf,)], ids=["finite", "NaN", "Inf"])
+@pytest.mark.parametrize(
+    "special", [(), (np.nan,), (-np.inf,)], ids=["finite", "NaN", "Inf"]
+)
 def test_the_amax_is_the_oracles(special):
-    x = np.append(np.random.default_rng(0).standard_normal(5000), special).astype(np.float32)
+    x = np.append(np.random.default_rng(0).standard_normal(5000), special).astype(
+        np.float32
+    )
     assert np.asarray(amax(x)) == oracle.amax(x)
     assert np.asarray(amax(x[:0])) == 0
 
@@ -67,4 +73,6 @@ def test_values_of_codes_are_the_oracles():
             return numerics.decode(x, scale, np.dtype(np.float32))
 
     expected = codes.astype(np.float32) * np.float32(0.37)
-    assert np.array_equal(np.asarray(decode(codes, np.float32([0.37]))), expected, equal_nan=True)
+    assert np.array_equal(
+        np.asarray(decode(codes, np.float32([0.37]))), expected, equal_nan=True
+    )

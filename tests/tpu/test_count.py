@@ -23,6 +23,10 @@ NO_NUMBER = f'"estimated_cycles":"{2**63 - 1}"'
         ("f32[8,1024]{0,1}", "copy", NO_NUMBER, 0, 1),
     ],
 )
-def test_operations_without_an_estimate(type, operation, estimate, cycles, without_estimate):
-    found = count.count(PROGRAM.format(type=type, operation=operation, estimate=estimate))
+def test_operations_without_an_estimate(
+    type, operation, estimate, cycles, without_estimate
+):
+    found = count.count(
+        PROGRAM.format(type=type, operation=operation, estimate=estimate)
+    )
     assert (found["cycles"], found["without_estimate"]) == (cycles, without_estimate)

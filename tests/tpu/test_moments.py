@@ -39,25 +39,44 @@ def test_no_array_is_much_larger_than_a_leaf(shape):
     """One matrix of ones and zeros for all blocks of 16 million elements would be
     terabytes.
     """
-    text = jax.jit(lambda x: _tpu.each(x, -1)).lower(jax.ShapeDtypeStruct(shape, np.float32)).as_text()
-    sizes = [np.prod([int(n) for n in found.split("x")]) for found in re.findall(r"tensor<([\dx]+)x[a-z]", text)]
+    text = (
+        jax.jit(lambda x: _tpu.each(x, -1))
+        .lower(jax.ShapeDtypeStruct(shape, np.float32))
+        .as_text()
+    )
+    sizes = [
+        np.prod([int(n) for n in found.split("x")])
+        for found in re.findall(r"tensor<([\dx]+)x[a-z]", text)
+    ]
     assert max(sizes) <= max(128 * np.prod(shape), 3 * 128 * 1024**2)
 
 
-@pytest.mark.parametrize("spec", [("x", None), (None, "x"), (("x", "y"), None)], ids=str)
-@pytest.mark.parametrize("n, kind", [(1024, AxisType.Auto), (1024, AxisType.Explicit), (200, AxisType.Auto)])
+@pytest.mark.parametrize(
+    "spec", [("x", None), (None, "x"), (("x", "y"), None)], ids=str
+)
+@pytest.mark.parametrize(
+    "n, kind", [(1024, AxisType.Auto), (1024, AxisType.Explicit), (200, AxisType.Auto)]
+)
 def test_meshes(n, kind, spec):
     """The bits of one device, however XLA cuts the program."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     leaf = adam.make_leaf(np.random.default_rng(n), (16, n), True)
 
     def put(x, spec=spec):
-        shards = [np.prod([mesh.shape[name] for name in axes or ()], dtype=int) for axes in spec]
-        entries = [axes if size % n == 0 else None for size, axes, n in zip(x.shape, spec, shards, strict=False)]
+        shards = [
+            np.prod([mesh.shape[name] for name in axes or ()], dtype=int)
+            for axes in spec
+        ]
+        entries = [
+            axes if size % n == 0 else None
+            for size, axes, n in zip(x.shape, spec, shards, strict=False)
+        ]
         return jax.device_put(x, NamedSharding(mesh, P(*entries)))
 
     with jax.set_mesh(mesh):
-        got = step(jax.tree.map(put, leaf)._replace(keys=put(leaf.keys, (None, *spec))), 1)
+        got = step(
+            jax.tree.map(put, leaf)._replace(keys=put(leaf.keys, (None, *spec))), 1
+        )
     adam.assert_same(got, adam.expected(leaf))
 
 
@@ -65,8 +84,12 @@ def test_cycles():
     """XLA's estimates, beside those of float32's update, which waits for memory."""
     if reason := compiler.missing():
         pytest.skip(reason)
-    rows = json.loads(compiler.run("optimizers", "float32", "quantized", "apply", "--size", "2048"))
-    float32, quantized, apply = (rows[name]["cycles"] for name in ("float32", "quantized", "apply"))
+    rows = json.loads(
+        compiler.run("optimizers", "float32", "quantized", "apply", "--size", "2048")
+    )
+    float32, quantized, apply = (
+        rows[name]["cycles"] for name in ("float32", "quantized", "apply")
+    )
     assert 0 < apply <= 7.5 * float32
     assert 0 < quantized <= 10 * float32
     assert all(row["without_estimate"] == 0 for row in rows.values())

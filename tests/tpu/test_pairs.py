@@ -67,15 +67,21 @@ def test_a_product_over_a_pair_is_exact():
     a, b = whole(rng, 3, 5, 2, 24), whole(rng, 7, 2, 24)
     options = {"batch": 0, "contracting": 2, "out_dtype": jnp.bfloat16}
     with ops.implementation("tpu"):
-        product = ops.scaled_matmul(a.astype(E5M2.dtype), b.astype(E4M3.dtype), ONE, ONE, **options)
+        product = ops.scaled_matmul(
+            a.astype(E5M2.dtype), b.astype(E4M3.dtype), ONE, ONE, **options
+        )
     expected = np.einsum("abpn,kpn->abk", a, b).astype(ml_dtypes.bfloat16)
     oracle.assert_bitwise(product, expected, "product")
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("recipe", [jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling()])
+@pytest.mark.parametrize(
+    "recipe", [jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling()]
+)
 def test_a_step_of_a_gated_layer_is_that_of_the_reference(recipe, use_bias):
-    layer = jaxfp8.linen.GatedMLP(512, recipe=recipe, use_bias=use_bias, dtype=jnp.bfloat16)
+    layer = jaxfp8.linen.GatedMLP(
+        512, recipe=recipe, use_bias=use_bias, dtype=jnp.bfloat16
+    )
     x = jax.random.normal(jax.random.key(0), (3, 16, 32), jnp.bfloat16)
     variables, results = layer.init(jax.random.key(1), x), []
 
@@ -89,14 +95,20 @@ def test_a_step_of_a_gated_layer_is_that_of_the_reference(recipe, use_bias):
         assert expected.dtype == got.dtype
         # Sums may be in another order.
         expected, got = np.float32(expected), np.float32(got)
-        np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-9 * np.max(np.abs(expected)))
+        np.testing.assert_allclose(
+            got, expected, rtol=2**-7, atol=2**-9 * np.max(np.abs(expected))
+        )
 
 
 def test_gated_layers_take_no_more_cycles_than_flax():
     if reason := compiler.missing():
         pytest.skip(reason)
     candidates = "flax", "drop-in", "fused"
-    rows = json.loads(compiler.run("programs", "gated mlp", "--size", "2048", "--candidates", *candidates))
+    rows = json.loads(
+        compiler.run(
+            "programs", "gated mlp", "--size", "2048", "--candidates", *candidates
+        )
+    )
     flax, *layers = rows["gated mlp"].values()
     # 1.024 where amax and codes share a test for Inf
     limit = 1.0 if compiler.is_of_goals() else 1.01

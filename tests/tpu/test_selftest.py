@@ -30,13 +30,17 @@ def on_tpu(monkeypatch):
 def test_values(op, on_tpu):
     row = _checks.values(op, quick=True)
     assert row["status"] == "passed", row["detail"]
-    assert ("have no product on a TPU" in row["detail"]) == (op == "block_scaled_matmul")
+    assert ("have no product on a TPU" in row["detail"]) == (
+        op == "block_scaled_matmul"
+    )
 
 
 @pytest.mark.usefixtures("nothing_stays_traced")
 def test_a_wrong_value_is_a_failed_row(on_tpu, monkeypatch):
     real = _tpu.encode
-    monkeypatch.setattr(_tpu, "encode", lambda x, scale, dtype: real(x, scale * np.float32(1.07), dtype))
+    monkeypatch.setattr(
+        _tpu, "encode", lambda x, scale, dtype: real(x, scale * np.float32(1.07), dtype)
+    )
     assert _checks.values("quantize", quick=True)["status"] == "failed"
 
 
@@ -49,7 +53,9 @@ def test_one_process_has_the_tpu():
 def test_numbers_that_a_tpu_reads_as_zero():
     x = np.float32([2.0**-149, -(2.0**-127), 2.0**-126, -np.nan, 1])
     expected = np.float32([0, 0, 2.0**-126, np.nan, 1])
-    np.testing.assert_array_equal(_cases.on_tpu(x).view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(
+        _cases.on_tpu(x).view(np.uint32), expected.view(np.uint32)
+    )
     half = np.float16([2.0**-24])
     assert _cases.on_tpu(half) is half
 

@@ -17,7 +17,11 @@ import jaxfp8
 M, K, N = 6, 8, 5
 OWG = "_overwrite_with_gradient"
 RECIPE = RECIPES["delayed"].recipe
-LAYER = nn.Dense(N, use_bias=False, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE))
+LAYER = nn.Dense(
+    N,
+    use_bias=False,
+    dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
+)
 
 
 def variables():
@@ -31,7 +35,10 @@ def batch(seed: int, size: float = 1.0):
     """
     rng = np.random.default_rng(seed)
     size = size * 2.0 ** rng.uniform(-3, 3)
-    x, grad = rng.standard_normal((M, K)) * size, rng.standard_normal((M, N)) * size / 100
+    x, grad = (
+        rng.standard_normal((M, K)) * size,
+        rng.standard_normal((M, N)) * size / 100,
+    )
     return x.astype(np.float32), grad.astype(np.float32)
 
 
@@ -60,7 +67,9 @@ def step(state: oracle.LayerState, kernel, batches) -> oracle.LayerState:
     """One optimizer step over microbatches: one roll, slot 0 the largest of their
     amaxes.
     """
-    return merged([oracle.dense_step(x, kernel, grad, state).state for x, grad in batches])
+    return merged(
+        [oracle.dense_step(x, kernel, grad, state).state for x, grad in batches]
+    )
 
 
 def assert_state(got, expected: oracle.LayerState, what: str) -> None:
@@ -78,5 +87,7 @@ def run(advance, train, variables_of, batches, steps: int = 6):
         train = advance(train, *batches[i])
         state = step(state, kernel, [batches[i]])
         assert_state(variables_of(train), state, f"step {i}")
-        assert not np.array_equal(kernel, kernel_of(variables_of(train))), "the kernel trains"
+        assert not np.array_equal(kernel, kernel_of(variables_of(train))), (
+            "the kernel trains"
+        )
     return train

@@ -31,7 +31,9 @@ def in_a_python_loop(variables, batches):
 @jax.jit
 def in_a_scan(variables, batches):
     def body(total, batch):
-        return accumulate_gradients(total, jax.grad(replay.loss)(variables, *batch)), None
+        return accumulate_gradients(
+            total, jax.grad(replay.loss)(variables, *batch)
+        ), None
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
     return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, variables), stacked)[0]
@@ -49,23 +51,38 @@ def test_training_with_microbatches(accumulate):
         kernel = replay.kernel_of(variables)
         # Each gradient is within its product's bound; the sum of three rounds twice,
         # partial sums being no larger than the sum of the magnitudes.
-        products = [oracle.dense_step(x, kernel, grad, state).wgrad for x, grad in batches]
-        exact, magnitude = sum(p.exact for p in products), sum(np.abs(p.exact) + p.bound for p in products)
-        bound = sum(p.bound for p in products) + 2 * 2.0**-24 * magnitude * (1 + 2.0**-20)
+        products = [
+            oracle.dense_step(x, kernel, grad, state).wgrad for x, grad in batches
+        ]
+        exact, magnitude = (
+            sum(p.exact for p in products),
+            sum(np.abs(p.exact) + p.bound for p in products),
+        )
+        bound = sum(p.bound for p in products) + 2 * 2.0**-24 * magnitude * (
+            1 + 2.0**-20
+        )
         assert (np.abs(replay.kernel_of(total) - exact) <= bound).all()
         state = replay.step(state, kernel, batches)
         variables = update_state(variables, total)
         replay.assert_state(variables, state, f"step {i}")
-        variables["params"] = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], total["params"])
+        variables["params"] = jax.tree.map(
+            lambda p, g: p - 0.1 * g, variables["params"], total["params"]
+        )
 
 
 def test_the_mean_is_of_parameters_alone():
     variables, batches = replay.variables(), microbatches(0)
     mean = None
     for batch in batches:
-        mean = accumulate_gradients(mean, replay.gradient(variables, *batch), weight=0.25)
+        mean = accumulate_gradients(
+            mean, replay.gradient(variables, *batch), weight=0.25
+        )
     total = in_a_python_loop(variables, batches)
-    oracle.assert_bitwise(replay.kernel_of(mean), replay.kernel_of(total) * np.float32(0.25), "a power of two is exact")
+    oracle.assert_bitwise(
+        replay.kernel_of(mean),
+        replay.kernel_of(total) * np.float32(0.25),
+        "a power of two is exact",
+    )
     for name, leaf in replay.state_of(total).items():
         oracle.assert_bitwise(replay.state_of(mean)[name], leaf, name)
     state = replay.step(replay.first(), replay.kernel_of(variables), batches)
@@ -73,7 +90,9 @@ def test_the_mean_is_of_parameters_alone():
     replay.assert_state(warm, state, "first step")
     # Weights that cannot be, and the mistake that `weight` is there for.
     for weight in ("one third", [1, 2], 1j, np.ones(3)):
-        with pytest.raises((TypeError, ValueError), match="accumulate_gradients: weight: expected"):
+        with pytest.raises(
+            (TypeError, ValueError), match="accumulate_gradients: weight: expected"
+        ):
             accumulate_gradients(None, warm, weight=weight)
     divided = jax.tree.map(lambda g: g / MICROBATCHES, in_a_python_loop(warm, batches))
     with pytest.raises(ValueError, match="0.3333 times.*averaged"):
@@ -81,7 +100,10 @@ def test_the_mean_is_of_parameters_alone():
 
 
 def quantizer(history, scale):
-    return {"input_amax_history": np.float32(history), "input_scale": np.float32([scale])}
+    return {
+        "input_amax_history": np.float32(history),
+        "input_scale": np.float32([scale]),
+    }
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -99,7 +121,9 @@ def test_max_is_clean(transform):
         for name, leaf in expected.items():
             oracle.assert_bitwise(got[name], leaf, name)
     got = accumulate(quantizer(np.zeros(4), 0), quantizer([-1, -np.inf, 2, 0], -0.5))
-    oracle.assert_bitwise(got["input_amax_history"], np.float32([0, 0, 2, 0]), "negative")
+    oracle.assert_bitwise(
+        got["input_amax_history"], np.float32([0, 0, 2, 0]), "negative"
+    )
     oracle.assert_bitwise(got["input_scale"], np.float32([0]), "negative scale")
 
 
@@ -109,7 +133,9 @@ CHANGES = {
     # the first scale is 1
     "clip by value": lambda grads: jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads[0]),
     "sign": lambda grads: jax.tree.map(jnp.sign, grads[0]),
-    "average of microbatches": lambda grads: jax.tree.map(lambda *g: sum(g) / len(g), *grads),
+    "average of microbatches": lambda grads: jax.tree.map(
+        lambda *g: sum(g) / len(g), *grads
+    ),
 }
 
 
@@ -123,13 +149,21 @@ def test_changes_that_keep_the_tail_are_not_found(change):
     tx = optimizer(optax.sgd(0.1))
     for step in range(2):
         batches = microbatches(step)
-        variables = update_state(variables, change([replay.gradient(variables, *batch) for batch in batches]))
+        variables = update_state(
+            variables, change([replay.gradient(variables, *batch) for batch in batches])
+        )
         acc = None
         for batch in batches:
-            acc = accumulate_gradients(acc, replay.gradient(right, *batch), weight=1 / 3)
+            acc = accumulate_gradients(
+                acc, replay.gradient(right, *batch), weight=1 / 3
+            )
         right = optax.apply_updates(right, tx.update(acc, tx.init(right), right)[0])
-        stored, expected = (replay.state_of(v)["input_amax_history"][0] for v in (variables, right))
-        assert stored != expected and expected == max(np.abs(x).max() for x, _ in batches)
+        stored, expected = (
+            replay.state_of(v)["input_amax_history"][0] for v in (variables, right)
+        )
+        assert stored != expected and expected == max(
+            np.abs(x).max() for x, _ in batches
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -19,9 +19,13 @@ DECAY = 0.75
 
 
 def trained(variables, apply, steps=3):
-    train = jaxfp8.linen.TrainState.create(apply_fn=apply, params=variables, tx=optax.sgd(0.1))
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=apply, params=variables, tx=optax.sgd(0.1)
+    )
     for _ in range(steps):
-        train = train.apply_gradients(grads=jax.grad(lambda v: jnp.sum(apply(v, X) ** 2))(train.params))
+        train = train.apply_gradients(
+            grads=jax.grad(lambda v: jnp.sum(apply(v, X) ** 2))(train.params)
+        )
     return train.params
 
 
@@ -33,14 +37,20 @@ def test_linen():
     got = jax.jit(jaxfp8.train.average)(old, new, DECAY)
     assert_same_bits(got["_overwrite_with_gradient"], new["_overwrite_with_gradient"])
     for name in ("kernel", "bias"):
-        expected = DECAY * np.float64(old["params"][name]) + (1 - DECAY) * np.float64(new["params"][name])
-        np.testing.assert_allclose(got["params"][name], expected, rtol=2**-22, atol=2**-22)
+        expected = DECAY * np.float64(old["params"][name]) + (1 - DECAY) * np.float64(
+            new["params"][name]
+        )
+        np.testing.assert_allclose(
+            got["params"][name], expected, rtol=2**-22, atol=2**-22
+        )
     # The average is as accurate as a trained model. A control with the averaged state
     # of a step long ago is not.
     exact = nn.Dense(4).apply({"params": got["params"]}, X)
     long_ago = jax.tree.map(lambda leaf: leaf / 512, new["_overwrite_with_gradient"])
     errors = [
-        float(jnp.linalg.norm(model.apply(variables, X) - exact) / jnp.linalg.norm(exact))
+        float(
+            jnp.linalg.norm(model.apply(variables, X) - exact) / jnp.linalg.norm(exact)
+        )
         for variables in (got, got | {"_overwrite_with_gradient": long_ago})
     ]
     assert errors[0] < 0.06 < errors[1]  # e4m3 rounds each operand by up to 2**-4
@@ -50,19 +60,41 @@ def test_nnx_and_plain_trees():
     """NNX states, dataclasses of state beside parameters, integers and narrow
     dtypes.
     """
-    layers = [jaxfp8.quantize(nnx.Linear(16, 4, rngs=nnx.Rngs(i)), [(".*", jaxfp8.DelayedScaling())]) for i in (0, 1)]
+    layers = [
+        jaxfp8.quantize(
+            nnx.Linear(16, 4, rngs=nnx.Rngs(i)), [(".*", jaxfp8.DelayedScaling())]
+        )
+        for i in (0, 1)
+    ]
     ema, model = layers
-    model.dot_general.input_amax_history[...] = model.dot_general.input_amax_history[...] + 3
+    model.dot_general.input_amax_history[...] = (
+        model.dot_general.input_amax_history[...] + 3
+    )
     before = np.asarray(ema.kernel[...])
     nnx.update(ema, jaxfp8.train.average(nnx.state(ema), nnx.state(model), DECAY))
-    np.testing.assert_allclose(ema.kernel[...], DECAY * before + (1 - DECAY) * np.asarray(model.kernel[...]), rtol=1e-6)
-    assert_same_bits(ema.dot_general.input_amax_history[...], model.dot_general.input_amax_history[...])
+    np.testing.assert_allclose(
+        ema.kernel[...],
+        DECAY * before + (1 - DECAY) * np.asarray(model.kernel[...]),
+        rtol=1e-6,
+    )
+    assert_same_bits(
+        ema.dot_general.input_amax_history[...],
+        model.dot_general.input_amax_history[...],
+    )
 
     state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))
     old = {"w": jnp.ones(2, jnp.bfloat16), "count": jnp.int32(1), "state": state}
-    new = {"w": jnp.zeros(2, jnp.bfloat16), "count": jnp.int32(2), "state": jax.tree.map(lambda x: x + 1, state)}
+    new = {
+        "w": jnp.zeros(2, jnp.bfloat16),
+        "count": jnp.int32(2),
+        "state": jax.tree.map(lambda x: x + 1, state),
+    }
     got = jaxfp8.train.average(old, new, 0.5)
-    assert got["w"].dtype == jnp.bfloat16 and got["w"].tolist() == [0.5, 0.5] and got["count"] == 2
+    assert (
+        got["w"].dtype == jnp.bfloat16
+        and got["w"].tolist() == [0.5, 0.5]
+        and got["count"] == 2
+    )
     assert_same_bits(got["state"], new["state"])
 
 
@@ -76,11 +108,15 @@ def test_decays_that_are_no_share():
         ("a", TypeError),
         (None, TypeError),
     ):
-        with pytest.raises(error, match="train.average: decay: expected .*number from 0 to 1, got "):
+        with pytest.raises(
+            error, match="train.average: decay: expected .*number from 0 to 1, got "
+        ):
             jaxfp8.train.average({"a": 1.0}, {"a": 2.0}, bad)
     assert float(jax.jit(jaxfp8.train.average)({"a": 1.0}, {"a": 2.0}, 0.5)["a"]) == 1.5
 
 
 def test_trees_that_differ():
-    with pytest.raises(ValueError, match="train.average: new: expected the structure of old, .*'b'"):
+    with pytest.raises(
+        ValueError, match="train.average: new: expected the structure of old, .*'b'"
+    ):
         jaxfp8.train.average({"a": 1.0}, {"a": 1.0, "b": 2.0}, 0.9)

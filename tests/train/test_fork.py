@@ -25,8 +25,12 @@ def state_with_a_past():
 
 
 def assert_max(next_state, old):
-    np.testing.assert_array_equal(next_state.input.amax_history, np.float32([5, *old.input.amax_history[2:], 7]))
-    oracle.assert_bitwise(next_state.input.scale, np.float32([7]) / np.float32(448), "scale")
+    np.testing.assert_array_equal(
+        next_state.input.amax_history, np.float32([5, *old.input.amax_history[2:], 7])
+    )
+    oracle.assert_bitwise(
+        next_state.input.scale, np.float32([7]) / np.float32(448), "scale"
+    )
 
 
 def threaded(state):

@@ -46,14 +46,24 @@ def shapes(tree) -> set:
 STATE_SHAPES = {(replay.HISTORY,), (1,)}
 TRANSFORMATIONS = {
     "sgd": lambda: optax.sgd(0.1),
-    "clip, weight decay": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2, weight_decay=0.5)),
-    "trace and ema": lambda: optax.chain(optax.trace(0.9), optax.ema(0.9), optax.scale(-0.1)),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=lambda i: 0.01 / (1 + i)),
+    "clip, weight decay": lambda: optax.chain(
+        optax.clip_by_global_norm(0.01), optax.adamw(1e-2, weight_decay=0.5)
+    ),
+    "trace and ema": lambda: optax.chain(
+        optax.trace(0.9), optax.ema(0.9), optax.scale(-0.1)
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=lambda i: 0.01 / (1 + i)
+    ),
     "multi_transform": lambda: optax.multi_transform(
-        {"all": optax.adam(1e-2), "none": optax.set_to_zero()}, lambda params: jax.tree.map(lambda _: "all", params)
+        {"all": optax.adam(1e-2), "none": optax.set_to_zero()},
+        lambda params: jax.tree.map(lambda _: "all", params),
     ),
     "masked": lambda: optax.chain(
-        optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(jnp.ndim, p)), optax.sgd(0.1)
+        optax.masked(
+            optax.add_decayed_weights(0.1), lambda p: jax.tree.map(jnp.ndim, p)
+        ),
+        optax.sgd(0.1),
     ),
 }
 
@@ -69,14 +79,20 @@ def test_state_is_overwritten_and_out_of_reach(make):
     now = start(tx)
     assert not shapes(now[1]) & STATE_SHAPES
     params, alone_state = now[0]["params"], alone.init(now[0]["params"])
-    update_alone = jax.jit(lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(*alone.update(g, s, p)))
+    update_alone = jax.jit(
+        lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(
+            *alone.update(g, s, p)
+        )
+    )
     for i, batch in enumerate(BATCHES[:5]):
         grads = replay.gradient(now[0], *batch)
         state = replay.step(state, replay.kernel_of(now[0]), [batch])
         now = advance(now, *batch)
         replay.assert_state(now[0], state, f"step {i}")
         params, alone_state = update_alone(grads["params"], alone_state, params)
-        np.testing.assert_allclose(replay.kernel_of(now[0]), params["kernel"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            replay.kernel_of(now[0]), params["kernel"], rtol=1e-5, atol=1e-6
+        )
         params = now[0]["params"]
     assert not shapes(now[1]) & STATE_SHAPES
 
@@ -91,12 +107,22 @@ def test_overwrite_is_exact():
         update = train._optimizer.NeedsJaxfp8ApplyUpdates(values)
         oracle.assert_bitwise(wrap(leaf) + update, values, "array + update")
         oracle.assert_bitwise(update + wrap(leaf), values, "update + array")
-        oracle.assert_bitwise(jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced")
+        oracle.assert_bitwise(
+            jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced"
+        )
         zeroed = jax.tree.map(jnp.zeros_like, update)
-        oracle.assert_bitwise(wrap(leaf) + zeroed, leaf, "a zeroed update keeps the leaf")
+        oracle.assert_bitwise(
+            wrap(leaf) + zeroed, leaf, "a zeroed update keeps the leaf"
+        )
         for change in (lambda u: u + u, lambda u: -u, lambda u: 2 * u):
-            changed = jax.jit(lambda p, u: p + u)(wrap(leaf), jax.tree.map(change, update))
-            oracle.assert_bitwise(changed, np.float32([-1] * 6), "what arithmetic with integers leaves is below zero")
+            changed = jax.jit(lambda p, u: p + u)(
+                wrap(leaf), jax.tree.map(change, update)
+            )
+            oracle.assert_bitwise(
+                changed,
+                np.float32([-1] * 6),
+                "what arithmetic with integers leaves is below zero",
+            )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -108,33 +134,46 @@ def test_state_that_was_cast_with_the_parameters(dtype):
     narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), start(tx)[0])
     grads = jax.grad(replay.loss)(narrow, *BATCHES[0])
     with pytest.warns(
-        FP8StateWarning, match=f"input_amax_history in {np.dtype(dtype)}, which optax.apply_updates keeps"
+        FP8StateWarning,
+        match=f"input_amax_history in {np.dtype(dtype)}, which optax.apply_updates keeps",
     ):
         updates, _ = tx.update(grads, tx.init(narrow), narrow)
     next_variables = train.apply_updates(narrow, updates)
     expected = jaxfp8.update_state(narrow, grads)
     assert_same_bits(next_variables[replay.OWG], expected[replay.OWG])
-    assert {leaf.dtype for leaf in jax.tree.leaves(next_variables[replay.OWG])} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(next_variables[replay.OWG])} == {
+        np.dtype(np.float32)
+    }
     assert replay.kernel_of(next_variables).dtype == dtype
     zeroed = train.apply_updates(narrow, jax.tree.map(jnp.zeros_like, updates))
-    assert_same_bits(zeroed[replay.OWG], jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow[replay.OWG]))
+    assert_same_bits(
+        zeroed[replay.OWG],
+        jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow[replay.OWG]),
+    )
 
 
 def test_params_are_required():
     tx = train.optimizer(optax.sgd(0.1))
     variables, opt_state = start(tx)
-    with pytest.raises(ValueError, match="train.optimizer: update: params: expected the parameters.*got None"):
+    with pytest.raises(
+        ValueError,
+        match="train.optimizer: update: params: expected the parameters.*got None",
+    ):
         tx.update(variables, opt_state)
 
 
-@pytest.mark.parametrize("after", [optax.scale(-1.0), optax.clip_by_global_norm(1.0), optax.trace(0.9)])
+@pytest.mark.parametrize(
+    "after", [optax.scale(-1.0), optax.clip_by_global_norm(1.0), optax.trace(0.9)]
+)
 def test_transformations_after_it_are_named(after):
     tx = optax.chain(train.optimizer(optax.sgd(0.1)), after)
     variables, opt_state = start(tx)
     with pytest.raises((TypeError, ValueError)):  # ours, or optax that finds no array
         bare_loop(tx)((variables, opt_state), *BATCHES[0])
     with pytest.raises(TypeError, match="wrap last"):
-        bare_loop(optax.chain(train.optimizer(optax.sgd(0.1)), optax.scale(-1.0)))((variables, opt_state), *BATCHES[0])
+        bare_loop(optax.chain(train.optimizer(optax.sgd(0.1)), optax.scale(-1.0)))(
+            (variables, opt_state), *BATCHES[0]
+        )
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])
@@ -150,7 +189,9 @@ def test_clipping_outside_is_loud(steps):
     for batch in BATCHES[:steps]:
         now = bare_loop(good)(now, *batch)
     now = now[0], tx.init(now[0])
-    with pytest.raises(ValueError, match="averaged, clipped or unscaled.*train.optimizer.*global_norm"):
+    with pytest.raises(
+        ValueError, match="averaged, clipped or unscaled.*train.optimizer.*global_norm"
+    ):
         bare_loop(tx, compiled=False)(now, *BATCHES[steps])
     variables, _ = bare_loop(tx)(now, *BATCHES[steps])
     assert np.isnan(replay.loss(variables, *BATCHES[steps + 1]))
@@ -160,9 +201,14 @@ def test_clipping_outside_is_loud(steps):
 
 MULTI_STEPS = {
     "alone": lambda k: optax.MultiSteps(optax.sgd(0.1), k),
-    "as a transformation": lambda k: optax.MultiSteps(optax.adam(1e-2), k).gradient_transformation(),
+    "as a transformation": lambda k: optax.MultiSteps(
+        optax.adam(1e-2), k
+    ).gradient_transformation(),
     "in a chain": lambda k: optax.chain(
-        optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), k, use_grad_mean=False).gradient_transformation()
+        optax.clip(1.0),
+        optax.MultiSteps(
+            optax.sgd(0.1), k, use_grad_mean=False
+        ).gradient_transformation(),
     ),
 }
 
@@ -193,7 +239,9 @@ def test_multi_steps_that_skip():
     """A mini-step that MultiSteps skips never happened: not in the count, not in the
     max.
     """
-    multi = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
+    multi = optax.MultiSteps(
+        optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+    )
     tx = train.optimizer(multi)
     advance, now = bare_loop(tx), start(tx)
     kernel = replay.kernel_of(now[0])
@@ -202,7 +250,11 @@ def test_multi_steps_that_skip():
     spoiled[1][0, 0] = np.inf
     for batch in (small, spoiled, replay.batch(2, 0.01)):
         now = advance(now, *batch)
-    replay.assert_state(now[0], replay.step(replay.first(), kernel, [small, replay.batch(2, 0.01)]), "the two")
+    replay.assert_state(
+        now[0],
+        replay.step(replay.first(), kernel, [small, replay.batch(2, 0.01)]),
+        "the two",
+    )
 
 
 def spoil(batch):
@@ -214,7 +266,9 @@ def spoil(batch):
 
 GUARDS = {
     "inside": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
-    "in a chain": lambda: optax.chain(optax.clip(1.0), optax.apply_if_finite(optax.sgd(0.1), 3)),
+    "in a chain": lambda: optax.chain(
+        optax.clip(1.0), optax.apply_if_finite(optax.sgd(0.1), 3)
+    ),
 }
 
 
@@ -229,7 +283,11 @@ def test_rejected_steps_roll_back(make):
         if i in (0, 2, 3):
             before = now[0]
             now = advance(now, *spoil(batch))
-            jax.tree.map(functools.partial(oracle.assert_bitwise, what="rejected"), now[0], before)
+            jax.tree.map(
+                functools.partial(oracle.assert_bitwise, what="rejected"),
+                now[0],
+                before,
+            )
         state = replay.step(state, replay.kernel_of(now[0]), [batch])
         now = advance(now, *batch)
         replay.assert_state(now[0], state, f"step {i}")
@@ -252,14 +310,20 @@ def test_guard_that_gives_up():
 
 def test_guard_around_accumulation():
     """The rejected mini-step is not in the max and not in the count."""
-    tx = optax.apply_if_finite(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), 5)
+    tx = optax.apply_if_finite(
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), 5
+    )
     tx = train.optimizer(tx)
     advance, now = bare_loop(tx), start(tx)
     kernel = replay.kernel_of(now[0])
     now = advance(advance(now, *BATCHES[0]), *spoil(BATCHES[1]))
     replay.assert_state(now[0], replay.first(), "rejected")
     now = advance(now, *BATCHES[2])
-    replay.assert_state(now[0], replay.step(replay.first(), kernel, [BATCHES[0], BATCHES[2]]), "the two good ones")
+    replay.assert_state(
+        now[0],
+        replay.step(replay.first(), kernel, [BATCHES[0], BATCHES[2]]),
+        "the two good ones",
+    )
 
 
 def test_accumulation_around_a_guard():
@@ -274,11 +338,20 @@ def test_accumulation_around_a_guard():
     # Optax empties the spoiled sum by multiplying it by 0, which leaves the NaN in it;
     # empty it for good.
     multi = now[1].inner
-    now = now[0], now[1]._replace(inner=multi._replace(acc_grads=jax.tree.map(jnp.zeros_like, multi.acc_grads)))
+    now = (
+        now[0],
+        now[1]._replace(
+            inner=multi._replace(
+                acc_grads=jax.tree.map(jnp.zeros_like, multi.acc_grads)
+            )
+        ),
+    )
     now = advance(now, *BATCHES[2])
     replay.assert_state(now[0], replay.first(), "half a step")
     now = advance(now, *BATCHES[3])
-    replay.assert_state(now[0], replay.step(replay.first(), kernel, BATCHES[2:4]), "the two good ones")
+    replay.assert_state(
+        now[0], replay.step(replay.first(), kernel, BATCHES[2:4]), "the two good ones"
+    )
 
 
 def test_updates_zeroed_by_hand():
@@ -290,14 +363,24 @@ def test_updates_zeroed_by_hand():
 
     @jax.jit
     def advance(variables, opt_state, x, grad, finite):
-        updates, opt_state = tx.update(jax.grad(replay.loss)(variables, x, grad), opt_state, variables)
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
+        updates, opt_state = tx.update(
+            jax.grad(replay.loss)(variables, x, grad), opt_state, variables
+        )
+        updates = jax.tree.map(
+            lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates
+        )
         return optax.apply_updates(variables, updates)
 
     got = advance(variables, opt_state, *BATCHES[0], False)
-    jax.tree.map(functools.partial(oracle.assert_bitwise, what="skipped"), got, variables)
+    jax.tree.map(
+        functools.partial(oracle.assert_bitwise, what="skipped"), got, variables
+    )
     got = advance(variables, opt_state, *BATCHES[0], True)
-    replay.assert_state(got, replay.step(replay.first(), replay.kernel_of(variables), BATCHES[:1]), "taken")
+    replay.assert_state(
+        got,
+        replay.step(replay.first(), replay.kernel_of(variables), BATCHES[:1]),
+        "taken",
+    )
 
 
 # --------------------------------------------------------------------------- containers

@@ -25,7 +25,10 @@ MICROBATCHES = 3
 def two_layers():
     """Parameters, states with a history behind them, microbatches `[n, rows, K]`."""
     rng = np.random.default_rng(0)
-    params = {"up": rng.standard_normal((cases.K, 8)), "down": rng.standard_normal((8, cases.N))}
+    params = {
+        "up": rng.standard_normal((cases.K, 8)),
+        "down": rng.standard_normal((8, cases.N)),
+    }
     params = {name: kernel.astype(np.float32) for name, kernel in params.items()}
     states = {name: cases.pack(used_state(i)) for i, name in enumerate(params)}
     x, _, grad = cases.operands(MICROBATCHES)
@@ -49,12 +52,17 @@ def total_loss(params, states, xs, grads):
 
 
 def quantized_loss(params, states, xs, grads):
-    return total_loss(jaxfp8.quantize_params(params, states, cases.RECIPE), states, xs, grads)
+    return total_loss(
+        jaxfp8.quantize_params(params, states, cases.RECIPE), states, xs, grads
+    )
 
 
 def test_the_bits_of_products_that_quantize():
     arguments = two_layers()
-    expected, got = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*arguments) for f in (total_loss, quantized_loss))
+    expected, got = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*arguments)
+        for f in (total_loss, quantized_loss)
+    )
     assert_same_bits(got, expected, "value and gradients")
 
 
@@ -64,7 +72,9 @@ def test_kernels_are_quantized_once():
     """
 
     def quantized(function, kernel):
-        jaxpr = str(jax.make_jaxpr(jax.jit(jax.grad(function, argnums=(0, 1))))(*two_layers()))
+        jaxpr = str(
+            jax.make_jaxpr(jax.jit(jax.grad(function, argnums=(0, 1))))(*two_layers())
+        )
         shape = ",".join(map(str, kernel.shape))
         return len(re.findall(rf"f8_e4m3fn\[{shape}\].* = jaxfp8_quantize", jaxpr))
 
@@ -87,12 +97,19 @@ def test_any_contraction(contract, ndim):
 
     def loss(kernel, state, quantize):
         if quantize:
-            kernel = jaxfp8.quantize_params({"a": kernel}, {"a": state}, cases.RECIPE)["a"]
+            kernel = jaxfp8.quantize_params({"a": kernel}, {"a": state}, cases.RECIPE)[
+                "a"
+            ]
         dimension_numbers = (((1,), (contract,)), ((), ()))
-        y = jaxfp8.dot_general(x, kernel, dimension_numbers, recipe=cases.RECIPE, state=state)
+        y = jaxfp8.dot_general(
+            x, kernel, dimension_numbers, recipe=cases.RECIPE, state=state
+        )
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
 
-    expected, got = (jax.grad(loss, argnums=(0, 1), has_aux=True)(kernel, state, q) for q in (False, True))
+    expected, got = (
+        jax.grad(loss, argnums=(0, 1), has_aux=True)(kernel, state, q)
+        for q in (False, True)
+    )
     assert_same_bits(got, expected, "gradients and y")
 
 
@@ -116,22 +133,34 @@ def test_kernels_by_their_paths(recipe):
     def loss(params, where):
         if where:
             params = jaxfp8.quantize_params(params, None, recipe, where=where)
-            assert isinstance(params["block"]["up"], jaxfp8.QTensor) and params["block"]["down"].dtype == np.float32
+            assert (
+                isinstance(params["block"]["up"], jaxfp8.QTensor)
+                and params["block"]["down"].dtype == np.float32
+            )
         x = xs[0]
         for kernel in (params["block"]["up"], params["block"]["down"]):
             x = jaxfp8.dot_general(
-                x, kernel, cases.MATMUL, recipe=recipe, state=jaxfp8.DotGeneralState(None, None, None)
+                x,
+                kernel,
+                cases.MATMUL,
+                recipe=recipe,
+                state=jaxfp8.DotGeneralState(None, None, None),
             )
         return jnp.sum(x * grads[0])
 
-    expected, got = (jax.value_and_grad(loss)(params, where) for where in (None, "block/u."))
+    expected, got = (
+        jax.value_and_grad(loss)(params, where) for where in (None, "block/u.")
+    )
     assert_same_bits(got, expected, "value and gradients")
 
 
 def test_where_beside_state():
     params, states, *_ = two_layers()
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE, where="up")
-    assert isinstance(quantized["up"], jaxfp8.QTensor) and quantized["down"] is params["down"]
+    assert (
+        isinstance(quantized["up"], jaxfp8.QTensor)
+        and quantized["down"] is params["down"]
+    )
 
 
 def test_blocks_that_move():
@@ -141,15 +170,31 @@ def test_blocks_that_move():
     kernel = np.random.default_rng(0).standard_normal((2, 256, 130)).astype(np.float32)
     recipe = jaxfp8.Float8BlockScaling()
     q = jaxfp8.quantize_params({"a": kernel}, None, recipe, where="a")["a"]
-    for move in (lambda a: a[::-1], lambda a: jnp.concatenate([a, a], axis=1), lambda a: a.mT):
-        moved, expected = q.map(move), jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")["a"]
+    for move in (
+        lambda a: a[::-1],
+        lambda a: jnp.concatenate([a, a], axis=1),
+        lambda a: a.mT,
+    ):
+        moved, expected = (
+            q.map(move),
+            jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")["a"],
+        )
         assert moved.data_t is None
         for name in ("data", "scale_inv", "source"):
-            oracle.assert_bitwise(getattr(moved, name), np.asarray(getattr(expected, name)), name)
-    with pytest.raises(ValueError, match="QTensor.map: function: expected whole blocks"):
+            oracle.assert_bitwise(
+                getattr(moved, name), np.asarray(getattr(expected, name)), name
+            )
+    with pytest.raises(
+        ValueError, match="QTensor.map: function: expected whole blocks"
+    ):
         q.map(lambda a: a[:, 1:])
-    q = jaxfp8.quantize_params({"a": kernel}, None, jaxfp8.MXFP8BlockScaling(), where="a")["a"]
-    with pytest.raises(ValueError, match="QTensor.map: expected a tensor with one scale, or with square blocks"):
+    q = jaxfp8.quantize_params(
+        {"a": kernel}, None, jaxfp8.MXFP8BlockScaling(), where="a"
+    )["a"]
+    with pytest.raises(
+        ValueError,
+        match="QTensor.map: expected a tensor with one scale, or with square blocks",
+    ):
         q.map(lambda a: a)
 
 
@@ -163,7 +208,9 @@ def test_linen_dense():
         if quantize:
             params = jaxfp8.quantize_params(params, variables[OWG], cases.RECIPE)
             assert isinstance(params["kernel"], jaxfp8.QTensor)
-        return jnp.sum(layer.apply(variables | {"params": params}, x).astype(jnp.float32) ** 2)
+        return jnp.sum(
+            layer.apply(variables | {"params": params}, x).astype(jnp.float32) ** 2
+        )
 
     expected, got = (jax.grad(loss)(variables, quantize) for quantize in (False, True))
     assert_same_bits(got, expected, "gradients")
@@ -174,10 +221,16 @@ def test_inference_without_the_kernel():
     params, states, xs, _ = two_layers()
     q = jaxfp8.quantize_params(params, states, cases.RECIPE)["up"]
     codes = jaxfp8.QTensor(q.data, q.scale_inv, q.data_t)
-    with_source, without = (cases.product(xs[0], kernel, states["up"]) for kernel in (q, codes))
+    with_source, without = (
+        cases.product(xs[0], kernel, states["up"]) for kernel in (q, codes)
+    )
     oracle.assert_bitwise(without, np.asarray(with_source), "y")
     with pytest.raises(TypeError, match="source"):
-        jax.grad(lambda data: jnp.sum(cases.product(xs[0], jaxfp8.QTensor(data, q.scale_inv), states["up"])))(q.data)
+        jax.grad(
+            lambda data: jnp.sum(
+                cases.product(xs[0], jaxfp8.QTensor(data, q.scale_inv), states["up"])
+            )
+        )(q.data)
 
 
 def test_errors():
@@ -185,21 +238,40 @@ def test_errors():
     with pytest.raises(ValueError, match="found no state of a kernel"):
         jaxfp8.quantize_params(params, {"elsewhere": states["up"]}, cases.RECIPE)
     with pytest.raises(ValueError, match="resize_history"):
-        jaxfp8.quantize_params(params, states, jaxfp8.DelayedScaling(amax_history_len=7))
+        jaxfp8.quantize_params(
+            params, states, jaxfp8.DelayedScaling(amax_history_len=7)
+        )
     with pytest.raises(ValueError, match="quantize_params: where: without a state"):
         jaxfp8.quantize_params(params, None, cases.RECIPE)
-    with pytest.raises(ValueError, match="quantize_params: where: no path in params matches 'lm_.*'; .* 'down'"):
+    with pytest.raises(
+        ValueError,
+        match="quantize_params: where: no path in params matches 'lm_.*'; .* 'down'",
+    ):
         jaxfp8.quantize_params(params, None, cases.RECIPE, where="lm_.*")
-    with pytest.raises(ValueError, match="quantize_params: recipe: expected DelayedScaling beside a state"):
+    with pytest.raises(
+        ValueError,
+        match="quantize_params: recipe: expected DelayedScaling beside a state",
+    ):
         jaxfp8.quantize_params(params, states, jaxfp8.Float8CurrentScaling())
-    with pytest.raises(ValueError, match="quantize_params: recipe: expected kernels in FP8"):
-        jaxfp8.quantize_params(params, None, jaxfp8.CustomRecipe(lambda role: None), where=".*")
+    with pytest.raises(
+        ValueError, match="quantize_params: recipe: expected kernels in FP8"
+    ):
+        jaxfp8.quantize_params(
+            params, None, jaxfp8.CustomRecipe(lambda role: None), where=".*"
+        )
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
     with pytest.raises(TypeError, match="kernel"):
-        jaxfp8.einsum("bk,kn->bn", np.ones((2, cases.K), np.float32), quantized["up"], recipe=cases.RECIPE)
+        jaxfp8.einsum(
+            "bk,kn->bn",
+            np.ones((2, cases.K), np.float32),
+            quantized["up"],
+            recipe=cases.RECIPE,
+        )
     layer = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
     variables = layer.init(jax.random.key(0), np.ones((2, 6), np.float32))
-    params = jaxfp8.quantize_params(variables["params"], variables[OWG], jaxfp8.DelayedScaling())
+    params = jaxfp8.quantize_params(
+        variables["params"], variables[OWG], jaxfp8.DelayedScaling()
+    )
     # Flax casts kernels before it calls us: use linen.Dense
     with pytest.raises(TypeError, match="QTensor"):
         layer.apply(variables | {"params": params}, np.ones((2, 6), np.float32))
@@ -223,7 +295,9 @@ def test_codes_that_are_gathered(check_vma):
 
     def step(x, kernel, grad):
         def loss(kernel):
-            quantized = jaxfp8.quantize_params({"a": kernel}, {"a": state}, recipe)["a"].map(gather)
+            quantized = jaxfp8.quantize_params({"a": kernel}, {"a": state}, recipe)[
+                "a"
+            ].map(gather)
             y = product(x, quantized)
             return jnp.sum(y * grad), y
 
@@ -231,11 +305,24 @@ def test_codes_that_are_gathered(check_vma):
         return y, gradient
 
     P = jax.sharding.PartitionSpec
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=check_vma))
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=P("fsdp"),
+            out_specs=P("fsdp"),
+            check_vma=check_vma,
+        )
+    )
     with pytest.warns(jaxfp8.FP8StateWarning):
         y, gradient = step(x, kernel, grad)
         text = step.lower(x, kernel, grad).compile().as_text()
     expected = cases.one_product(x, kernel, grad, used_state())
     expected.check(y=y, wgrad=gradient)
-    gathered = [dtype for c in hlo.collectives(text) if c.kind == "all-gather" for dtype, _ in c.results]
+    gathered = [
+        dtype
+        for c in hlo.collectives(text)
+        if c.kind == "all-gather"
+        for dtype, _ in c.results
+    ]
     assert gathered and set(gathered) == {"u8"}, gathered

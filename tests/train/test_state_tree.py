@@ -29,7 +29,10 @@ class NnxLayer(nnx.Module):
     def __init__(self):
         self.kernel = nnx.Param(jnp.ones((2, 2)))
         self.scale = nnx.Param(jnp.ones(2))
-        self.input_amax_history, self.input_scale = StateVariable(jnp.zeros(3)), StateVariable(jnp.ones(1))
+        self.input_amax_history, self.input_scale = (
+            StateVariable(jnp.zeros(3)),
+            StateVariable(jnp.ones(1)),
+        )
 
 
 class EqxLayer(eqx.Module):
@@ -46,10 +49,21 @@ def nnx_model():
     return Model()
 
 
-NORM = {"params": {"LayerNorm_0": {"scale": jnp.ones(2), "bias": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones((2, 2))}}}
-COLLECTION = {"Dense_0": {"input_amax_history": jnp.zeros(3), "input_scale": jnp.ones(1)}}
+NORM = {
+    "params": {
+        "LayerNorm_0": {"scale": jnp.ones(2), "bias": jnp.ones(2)},
+        "Dense_0": {"kernel": jnp.ones((2, 2))},
+    }
+}
+COLLECTION = {
+    "Dense_0": {"input_amax_history": jnp.zeros(3), "input_scale": jnp.ones(1)}
+}
 CONTAINERS = {
-    "variables": (lambda: {**NORM, replay.OWG: COLLECTION}, ["_overwrite_with_gradient/Dense_0/input"], 3),
+    "variables": (
+        lambda: {**NORM, replay.OWG: COLLECTION},
+        ["_overwrite_with_gradient/Dense_0/input"],
+        3,
+    ),
     "frozen variables": (
         lambda: freeze({**NORM, replay.OWG: COLLECTION}),
         ["_overwrite_with_gradient/Dense_0/input"],
@@ -57,12 +71,28 @@ CONTAINERS = {
     ),
     "collection": (lambda: COLLECTION, ["Dense_0/input"], 0),
     "only a norm": (lambda: NORM, [], 3),
-    "scale and bias side by side": (lambda: {"x_scale": 1.0, "x_history": 2.0, "amax": 3.0}, [], 3),
+    "scale and bias side by side": (
+        lambda: {"x_scale": 1.0, "x_history": 2.0, "amax": 3.0},
+        [],
+        3,
+    ),
     "a name that ends alike": (lambda: {"myamax_history": 1.0, "myscale": 2.0}, [], 2),
-    "DotGeneralState": (lambda: jaxfp8.init_state(RECIPE), ["input", "kernel", "output_grad"], 0),
+    "DotGeneralState": (
+        lambda: jaxfp8.init_state(RECIPE),
+        ["input", "kernel", "output_grad"],
+        0,
+    ),
     "one quantizer": (lambda: jaxfp8.init_state(RECIPE).input, [""], 0),
-    "nnx state": (lambda: nnx.state(nnx_model()), ["layers/0/input", "layers/1/input"], 4),
-    "nnx pure": (lambda: nnx.as_pure(nnx.state(nnx_model())), ["layers/0/input", "layers/1/input"], 4),
+    "nnx state": (
+        lambda: nnx.state(nnx_model()),
+        ["layers/0/input", "layers/1/input"],
+        4,
+    ),
+    "nnx pure": (
+        lambda: nnx.as_pure(nnx.state(nnx_model())),
+        ["layers/0/input", "layers/1/input"],
+        4,
+    ),
     "nnx module": (nnx_model, ["layers/0/input", "layers/1/input"], 4),
     "equinox": (
         lambda: [EqxLayer(jnp.ones(2), jaxfp8.init_state(RECIPE), jax.nn.relu)],
@@ -78,8 +108,13 @@ def test_quantizers_are_found(make, names, parameters):
     found = _state_tree.flatten(tree)
     assert [q.name for q in found.quantizers] == names
     for q in found.quantizers:
-        assert found.leaves[q.amax_history].shape == (3,) and found.leaves[q.scale].shape == (1,)
-    assert len(found.positions()) == 2 * len(names) and len(found.leaves) == 2 * len(names) + parameters
+        assert found.leaves[q.amax_history].shape == (3,) and found.leaves[
+            q.scale
+        ].shape == (1,)
+    assert (
+        len(found.positions()) == 2 * len(names)
+        and len(found.leaves) == 2 * len(names) + parameters
+    )
     assert jax.tree.structure(found.replace({})) == jax.tree.structure(tree)
 
 
@@ -90,25 +125,44 @@ def test_layers_stacked_on_another_axis(length):
     """
     state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=length))
     state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
-    recorded = dataclasses.replace(state.input, amax_history=state.input.amax_history.at[:, 0].set(jnp.array([5.0, 7])))
+    recorded = dataclasses.replace(
+        state.input,
+        amax_history=state.input.amax_history.at[:, 0].set(jnp.array([5.0, 7])),
+    )
     gradient = jaxfp8.DotGeneralState(recorded, recorded, recorded)
     rows_last = lambda tree: jax.tree.map(jnp.transpose, tree)  # noqa: E731
     moved, moved_gradient = rows_last(state), rows_last(gradient)
-    assert str(jaxfp8.inspect.summary(moved_gradient)) == str(jaxfp8.inspect.summary(gradient))
+    assert str(jaxfp8.inspect.summary(moved_gradient)) == str(
+        jaxfp8.inspect.summary(gradient)
+    )
     for function, given, expected in (
-        (lambda state: jaxfp8.convert.resize_history(state, 5), (moved_gradient,), (gradient,)),
+        (
+            lambda state: jaxfp8.convert.resize_history(state, 5),
+            (moved_gradient,),
+            (gradient,),
+        ),
         (jaxfp8.convert.reset_state, (moved_gradient,), (gradient,)),
         (jaxfp8.update_state, (moved, moved_gradient), (state, gradient)),
     ):
-        jax.tree.map(np.testing.assert_array_equal, rows_last(function(*given)), function(*expected))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            rows_last(function(*given)),
+            function(*expected),
+        )
 
 
 def test_leaves_are_in_the_order_of_jax():
     """Positions are those of jax.tree.leaves, also where a DotGeneralState is in
     between.
     """
-    tree = {"b": jaxfp8.init_state(RECIPE), "a": 1.0, "c": [2.0, None, jaxfp8.init_state(RECIPE)]}
-    for ours, theirs in zip(_state_tree.flatten(tree).leaves, jax.tree.leaves(tree), strict=True):
+    tree = {
+        "b": jaxfp8.init_state(RECIPE),
+        "a": 1.0,
+        "c": [2.0, None, jaxfp8.init_state(RECIPE)],
+    }
+    for ours, theirs in zip(
+        _state_tree.flatten(tree).leaves, jax.tree.leaves(tree), strict=True
+    ):
         assert ours is theirs
 
 
@@ -116,10 +170,17 @@ def test_state_of_own_quantizers():
     """What has no pair is state below the collection's key and inside a
     DotGeneralState, and nowhere else.
     """
-    tree = {replay.OWG: {"Dense_0": {"linear_input_count": np.zeros(2)}}, "params": {"linear_input_count": np.zeros(2)}}
+    tree = {
+        replay.OWG: {"Dense_0": {"linear_input_count": np.zeros(2)}},
+        "params": {"linear_input_count": np.zeros(2)},
+    }
     found = _state_tree.flatten(tree)
-    assert [found.name(i) for i in found.positions()] == ["_overwrite_with_gradient/Dense_0/linear_input_count"]
-    custom = jaxfp8.DotGeneralState(input={"count": np.zeros(2)}, kernel=(), output_grad=None)
+    assert [found.name(i) for i in found.positions()] == [
+        "_overwrite_with_gradient/Dense_0/linear_input_count"
+    ]
+    custom = jaxfp8.DotGeneralState(
+        input={"count": np.zeros(2)}, kernel=(), output_grad=None
+    )
     found = _state_tree.flatten({"w": np.ones(2), "fp8": custom})
     assert [found.name(i) for i in found.positions()] == ["fp8/input/count"]
 
@@ -134,9 +195,13 @@ def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
     for use in (
         lambda: jaxfp8.grad(lambda variables: 0.0)(variables),
         lambda: jaxfp8.train.optimizer(optax.sgd(0.1)).init(variables),
-        lambda: jaxfp8.linen.TrainState.create(apply_fn=None, params=variables, tx=optax.sgd(0.1)),
+        lambda: jaxfp8.linen.TrainState.create(
+            apply_fn=None, params=variables, tx=optax.sgd(0.1)
+        ),
     ):
         with pytest.raises(ValueError, match=name):
             use()
     kernel = nn.WeightNorm(dense, variable_filter={"layer_instance/kernel"})
-    jaxfp8.grad(lambda variables: kernel.apply(variables, x).sum())(kernel.init(jax.random.key(0), x))
+    jaxfp8.grad(lambda variables: kernel.apply(variables, x).sum())(
+        kernel.init(jax.random.key(0), x)
+    )

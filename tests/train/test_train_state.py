@@ -33,7 +33,11 @@ def advance(train, x, grad):
 
 def create(cls=TrainState, tx=None, params=None):
     tx = optax.adamw(1e-2, weight_decay=0.1) if tx is None else tx
-    return cls.create(apply_fn=replay.LAYER.apply, params=replay.variables() if params is None else params, tx=tx)
+    return cls.create(
+        apply_fn=replay.LAYER.apply,
+        params=replay.variables() if params is None else params,
+        tx=tx,
+    )
 
 
 @pytest.mark.parametrize("cls", [train_state.TrainState, TrainState])
@@ -43,13 +47,21 @@ def test_five_steps(cls):
     """
     train = replay.run(advance, create(cls), lambda t: t.params, BATCHES, 5)
     assert train.step == 5
-    assert {leaf.shape for leaf in jax.tree.leaves(train.opt_state)} == {(), (replay.K, replay.N)}
+    assert {leaf.shape for leaf in jax.tree.leaves(train.opt_state)} == {
+        (),
+        (replay.K, replay.N),
+    }
 
 
 def test_gradient_through_a_layer_of_flax_names_the_way_out():
-    layer, x = nn.Dense(4, dot_general_cls=nn.Fp8DotGeneral), np.ones((16, 32), np.float32)
+    layer, x = (
+        nn.Dense(4, dot_general_cls=nn.Fp8DotGeneral),
+        np.ones((16, 32), np.float32),
+    )
     variables = layer.init(jax.random.key(0), x)
-    with pytest.raises(TypeError, match="jaxfp8.Fp8DotGeneral in layers with Flax's own FP8"):
+    with pytest.raises(
+        TypeError, match="jaxfp8.Fp8DotGeneral in layers with Flax's own FP8"
+    ):
         jaxfp8.grad(lambda variables: jnp.sum(layer.apply(variables, x)))(variables)
 
 
@@ -61,9 +73,17 @@ def test_interchange_with_flax():
     for batch in BATCHES[:3]:
         ours, theirs = advance(ours, *batch), advance(theirs, *batch)
     same = functools.partial(oracle.assert_bitwise, what="leaf")
-    jax.tree.map(same, flax.serialization.to_state_dict(ours), flax.serialization.to_state_dict(theirs))
-    loaded = flax.serialization.from_bytes(create(), flax.serialization.to_bytes(theirs))
-    jax.tree.map(same, advance(loaded, *BATCHES[3]).params, advance(theirs, *BATCHES[3]).params)
+    jax.tree.map(
+        same,
+        flax.serialization.to_state_dict(ours),
+        flax.serialization.to_state_dict(theirs),
+    )
+    loaded = flax.serialization.from_bytes(
+        create(), flax.serialization.to_bytes(theirs)
+    )
+    jax.tree.map(
+        same, advance(loaded, *BATCHES[3]).params, advance(theirs, *BATCHES[3]).params
+    )
 
 
 @pytest.mark.parametrize("wrap", [dict, freeze])
@@ -71,18 +91,32 @@ def test_other_collections_stay(wrap):
     """batch_stats and whatever else is there keeps its values, its place and its
     container.
     """
-    extra = {"batch_stats": {"mean": np.float32([1, 2])}, "cache": {"index": np.int32(3)}}
+    extra = {
+        "batch_stats": {"mean": np.float32([1, 2])},
+        "cache": {"index": np.int32(3)},
+    }
     train = create(params=wrap({**replay.variables(), **extra}))
     step = jax.jit(
         lambda train, x, grad, **new: train.apply_gradients(
-            grads=jax.grad(replay.loss)({k: train.params[k] for k in ("params", replay.OWG)}, x, grad), **new
+            grads=jax.grad(replay.loss)(
+                {k: train.params[k] for k in ("params", replay.OWG)}, x, grad
+            ),
+            **new,
         )
     )
     got = step(train, *BATCHES[0])
     assert jax.tree.structure(got.params) == jax.tree.structure(train.params)
-    oracle.assert_bitwise(got.params["batch_stats"]["mean"], extra["batch_stats"]["mean"], "batch_stats")
-    oracle.assert_bitwise(got.params["cache"]["index"], extra["cache"]["index"], "cache")
-    replay.assert_state(got.params, replay.step(replay.first(), replay.kernel_of(train.params), BATCHES[:1]), "state")
+    oracle.assert_bitwise(
+        got.params["batch_stats"]["mean"], extra["batch_stats"]["mean"], "batch_stats"
+    )
+    oracle.assert_bitwise(
+        got.params["cache"]["index"], extra["cache"]["index"], "cache"
+    )
+    replay.assert_state(
+        got.params,
+        replay.step(replay.first(), replay.kernel_of(train.params), BATCHES[:1]),
+        "state",
+    )
     got = step(train, *BATCHES[0], batch_stats={"mean": np.float32([5, 6])})
     assert got.params["batch_stats"]["mean"].tolist() == [5, 6]
 
@@ -92,7 +126,9 @@ def test_gradients_of_other_collections_are_ignored():
     grads = {**replay.gradient(train.params, *BATCHES[0])}
     assert "batch_stats" in grads
     grads["batch_stats"] = {"mean": jnp.full(2, 9.0)}
-    assert train.apply_gradients(grads=grads).params["batch_stats"]["mean"].tolist() == [1, 1]
+    assert train.apply_gradients(grads=grads).params["batch_stats"][
+        "mean"
+    ].tolist() == [1, 1]
 
 
 def test_gradients_of_parameters_alone():
@@ -102,7 +138,9 @@ def test_gradients_of_parameters_alone():
         grads = replay.gradient(train.params, *BATCHES[1])
         for given in ({"params": grads["params"]}, grads["params"]):
             got = train.apply_gradients(grads=given)
-            assert not np.array_equal(replay.kernel_of(got.params), replay.kernel_of(train.params))
+            assert not np.array_equal(
+                replay.kernel_of(got.params), replay.kernel_of(train.params)
+            )
             for name, leaf in replay.state_of(train.params).items():
                 oracle.assert_bitwise(replay.state_of(got.params)[name], leaf, name)
             assert jax.tree.structure(got) == jax.tree.structure(train)
@@ -115,13 +153,24 @@ def test_without_state_it_is_flax():
     layer = nn.Dense(3)
     variables = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
     results = []
-    for cls, params in ((TrainState, variables), (TrainState, variables["params"]), (train_state.TrainState, None)):
+    for cls, params in (
+        (TrainState, variables),
+        (TrainState, variables["params"]),
+        (train_state.TrainState, None),
+    ):
         params = variables["params"] if params is None else params
         train = cls.create(apply_fn=layer.apply, params=params, tx=optax.adam(0.1))
         train = train.apply_gradients(grads=jax.tree.map(jnp.ones_like, train.params))
-        results.append((train.params["params"] if "params" in train.params else train.params, train.opt_state))
+        results.append(
+            (
+                train.params["params"] if "params" in train.params else train.params,
+                train.opt_state,
+            )
+        )
     for ours in results[:-1]:
-        jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), ours, results[-1])
+        jax.tree.map(
+            functools.partial(oracle.assert_bitwise, what="leaf"), ours, results[-1]
+        )
 
 
 class Block(nn.Module):
@@ -131,7 +180,11 @@ class Block(nn.Module):
 
 
 DELAYED = [(".*", jaxfp8.DelayedScaling(amax_history_len=4))]
-RULES = {"delayed": DELAYED, "current": [(".*", jaxfp8.Float8CurrentScaling())], "bf16": []}
+RULES = {
+    "delayed": DELAYED,
+    "current": [(".*", jaxfp8.Float8CurrentScaling())],
+    "bf16": [],
+}
 
 
 def labels_of(params):
@@ -152,7 +205,10 @@ def test_optimizer_state_outlives_the_recipe(tx):
     on.
     """
     x = np.ones((4, 8), np.float32)
-    models = {name: jaxfp8.quantize(Block(), rules) if rules else Block() for name, rules in RULES.items()}
+    models = {
+        name: jaxfp8.quantize(Block(), rules) if rules else Block()
+        for name, rules in RULES.items()
+    }
     variables = models["delayed"].init(jax.random.key(0), x)
     opt_state, steps = None, 0
     for name in ("delayed", "current", "bf16", "delayed", "delayed"):
@@ -164,11 +220,19 @@ def test_optimizer_state_outlives_the_recipe(tx):
 
         @jax.jit
         def step(train):
-            return train.apply_gradients(grads=jax.grad(lambda v: jnp.sum(train.apply_fn(v, x) ** 2))(train.params))
+            return train.apply_gradients(
+                grads=jax.grad(lambda v: jnp.sum(train.apply_fn(v, x) ** 2))(
+                    train.params
+                )
+            )
 
         for _ in range(2):
             train, steps = step(train), steps + 1
-        counts = [int(leaf) for leaf in jax.tree.leaves(train.opt_state) if leaf.dtype == np.int32]
+        counts = [
+            int(leaf)
+            for leaf in jax.tree.leaves(train.opt_state)
+            if leaf.dtype == np.int32
+        ]
         assert steps // (2 if isinstance(tx, optax.MultiSteps) else 1) in counts
         variables, opt_state = train.params, train.opt_state
 
@@ -182,7 +246,9 @@ def test_variables_of_a_stateless_recipe_are_variables():
     for name, rules in RULES.items():
         model = jaxfp8.quantize(Block(), rules) if rules else Block()
         variables = model.init(jax.random.key(0), np.ones((4, 8), np.float32))
-        tx = optax.multi_transform({"trains": optax.adam(0.1)}, labels_of(variables["params"]))
+        tx = optax.multi_transform(
+            {"trains": optax.adam(0.1)}, labels_of(variables["params"])
+        )
         train = TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
         grads = jax.grad(functools.partial(summed, train.apply_fn))(train.params)
         assert train.apply_gradients(grads=grads).step == 1, name
@@ -191,12 +257,17 @@ def test_variables_of_a_stateless_recipe_are_variables():
 def test_parameters_alone_of_a_model_with_state_are_said():
     model = jaxfp8.quantize(Block(), DELAYED)
     params = model.init(jax.random.key(0), np.ones((4, 8), np.float32))["params"]
-    with pytest.warns(jaxfp8.FP8StateWarning, match=r"create: params: expected all variables.*params=variables"):
+    with pytest.warns(
+        jaxfp8.FP8StateWarning,
+        match=r"create: params: expected all variables.*params=variables",
+    ):
         create_of(model, params)
     # warnings are errors here
     create_of(jaxfp8.quantize(Block(), RULES["current"]), params)
     create_of(Block(), params)
-    with pytest.raises(TypeError, match=r"create: params: .*NNX module Linear; .*jaxfp8.nnx.Optimizer"):
+    with pytest.raises(
+        TypeError, match=r"create: params: .*NNX module Linear; .*jaxfp8.nnx.Optimizer"
+    ):
         create_of(model, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
@@ -234,13 +305,26 @@ def test_a_step_has_no_effects(how):
         @jax.jit
         def step(state, x, grad):
             variables, opt_state = state
-            updates, opt_state = ours.update(jax.grad(replay.loss)(variables, x, grad), opt_state, variables)
+            updates, opt_state = ours.update(
+                jax.grad(replay.loss)(variables, x, grad), opt_state, variables
+            )
             return optax.apply_updates(variables, updates), opt_state
 
     assert not step.trace(state, *BATCHES[0]).jaxpr.effects
     leaves, treedef = jax.tree.flatten(state)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
-    flat = jax.jit(lambda leaves, x, grad: jax.tree.leaves(step(treedef.unflatten(leaves), x, grad)))
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(name)
+        for name in jaxfp8.ops.custom_call_targets()
+    ]
+    flat = jax.jit(
+        lambda leaves, x, grad: jax.tree.leaves(
+            step(treedef.unflatten(leaves), x, grad)
+        )
+    )
     exported = jax.export.export(flat, disabled_checks=checks)(leaves, *BATCHES[0])
     got = jax.export.deserialize(exported.serialize()).call(leaves, *BATCHES[0])
-    jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), got, flat(leaves, *BATCHES[0]))
+    jax.tree.map(
+        functools.partial(oracle.assert_bitwise, what="leaf"),
+        got,
+        flat(leaves, *BATCHES[0]),
+    )

@@ -22,7 +22,10 @@ FP8_MAX = 512  # a power of two in the place of 448: sums and means of scales ar
 
 
 def pair(history, scale):
-    return {"input_amax_history": np.asarray(history, F32), "input_scale": np.asarray(scale, F32).reshape(-1)}
+    return {
+        "input_amax_history": np.asarray(history, F32),
+        "input_scale": np.asarray(scale, F32).reshape(-1),
+    }
 
 
 def old_state():
@@ -70,8 +73,14 @@ def test_rows_decide_for_themselves(update):
     new["input_scale"][4] = np.inf
     assert_same_bits(update(old, new), expected)
 
-    stacked_behind = lambda tree: {k: np.ascontiguousarray(v.T) for k, v in tree.items()}  # noqa: E731
-    assert_same_bits(update(stacked_behind(old), stacked_behind(new)), stacked_behind(expected), "history first: ")
+    stacked_behind = lambda tree: {
+        k: np.ascontiguousarray(v.T) for k, v in tree.items()
+    }  # noqa: E731
+    assert_same_bits(
+        update(stacked_behind(old), stacked_behind(new)),
+        stacked_behind(expected),
+        "history first: ",
+    )
     deep = lambda tree: {k: v.reshape(2, 3, -1) for k, v in tree.items()}  # noqa: E731
     assert_same_bits(update(deep(old), deep(new)), deep(expected), "two leading axes: ")
 
@@ -81,7 +90,9 @@ def test_untouched_by_the_scale_alone(update):
     zeros.
     """
     old = pair([0, 2, 0, 0], 2 / FP8_MAX)
-    assert_same_bits(update(old, pair([0, 0, 0, 0], 2 / FP8_MAX)), pair(np.zeros(H), 2 / FP8_MAX))
+    assert_same_bits(
+        update(old, pair([0, 0, 0, 0], 2 / FP8_MAX)), pair(np.zeros(H), 2 / FP8_MAX)
+    )
     assert_same_bits(update(old, pair(np.zeros(H), 0)), old)
 
 
@@ -109,7 +120,12 @@ def test_state_is_float32_whatever_cast_the_tree_went_through(update):
         assert_same_bits(update(narrow, pair(np.zeros(H), 0)), wide, "untouched: ")
         own = {replay.OWG: {"count": np.array([1, 2], dtype)}}
         for count in ([3, 0], [0, 0]):
-            assert update(own, {replay.OWG: {"count": F32(count)}})[replay.OWG]["count"].dtype == F32
+            assert (
+                update(own, {replay.OWG: {"count": F32(count)}})[replay.OWG][
+                    "count"
+                ].dtype
+                == F32
+            )
 
 
 def test_state_of_own_quantizers(update):
@@ -122,11 +138,16 @@ def test_state_of_own_quantizers(update):
 
 def test_trees_that_do_not_fit():
     old = old_state()
-    with pytest.raises(ValueError, match="update_state: new: expected the gradient of input_amax_history"):
+    with pytest.raises(
+        ValueError,
+        match="update_state: new: expected the gradient of input_amax_history",
+    ):
         update_state(old, {"kernel": np.ones(2, F32)})
     with pytest.raises(ValueError, match=r"update_state: new: input: .*\(4,\)"):
         update_state(old, pair(np.zeros(8), 1))
-    with pytest.raises(ValueError, match=r"update_state: old: input: .*history \(..., H\)"):
+    with pytest.raises(
+        ValueError, match=r"update_state: old: input: .*history \(..., H\)"
+    ):
         update_state(pair(np.zeros((2, 4)), 1), pair(np.zeros((2, 4)), 1))
 
 
@@ -137,11 +158,20 @@ def test_a_state_for_each_example():
     example = made(old_state()) | {replay.OWG: {"count": np.float32([1, 2])}}
     old = old_state() | {replay.OWG: {"count": np.float32([3, 4])}}
     each = jax.tree.map(lambda a: np.stack([a, 0.5 * a, a]), example)
-    for name, new in (("input", each), (f"{replay.OWG}/count", example | {replay.OWG: each[replay.OWG]})):
+    for name, new in (
+        ("input", each),
+        (f"{replay.OWG}/count", example | {replay.OWG: each[replay.OWG]}),
+    ):
         for function in (update_state, jax.jit(update_state)):
-            with pytest.raises(ValueError, match=rf"new: {name}: .*for each of 3 examples.*take the max.*a\.max\(0\)"):
+            with pytest.raises(
+                ValueError,
+                match=rf"new: {name}: .*for each of 3 examples.*take the max.*a\.max\(0\)",
+            ):
                 function(old, new)
-    assert_same_bits(update_state(old, jax.tree.map(lambda a: a.max(0), each)), update_state(old, example))
+    assert_same_bits(
+        update_state(old, jax.tree.map(lambda a: a.max(0), each)),
+        update_state(old, example),
+    )
 
 
 def test_layers_without_a_gradient_are_untouched():
@@ -156,7 +186,11 @@ def test_layers_without_a_gradient_are_untouched():
 
 # Sums over 2, 3, 90 uses, loss scales that were undone; then means over fewer uses than
 # microbatches, clips, a step.
-SUMS, SCALES, OTHERS = (2, 3, 90.24), (0.5, 2.0**-16), (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01)
+SUMS, SCALES, OTHERS = (
+    (2, 3, 90.24),
+    (0.5, 2.0**-16),
+    (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01),
+)
 
 
 def in_layer(state):
@@ -169,12 +203,20 @@ def test_raises_outside_of_jit(factor):
     old = in_layer(old_state())
     good = {"block": {"Dense_0": made(old_state()), "Dense_1": made(old_state())}}
     update_state(old, good)
-    bad = {"block": {"Dense_0": times(factor, made(old_state())), "Dense_1": made(old_state())}}
+    bad = {
+        "block": {
+            "Dense_0": times(factor, made(old_state())),
+            "Dense_1": made(old_state()),
+        }
+    }
     cause, remedy = (
-        ("summed", "max_grad") if factor > 1 else ("averaged, clipped or unscaled", r"global_norm\(grads\['")
+        ("summed", "max_grad")
+        if factor > 1
+        else ("averaged, clipped or unscaled", r"global_norm\(grads\['")
     )
     with pytest.raises(
-        ValueError, match=f"update_state: block/Dense_0/input: .* {F32(factor):.4g} times .*{cause}.*{remedy}"
+        ValueError,
+        match=f"update_state: block/Dense_0/input: .* {F32(factor):.4g} times .*{cause}.*{remedy}",
     ):
         update_state(old, bad)
 
@@ -206,10 +248,19 @@ def test_other_factors_are_loud_under_jit(factor, empty):
     step = jax.jit(update_state)
     state = step(old, times(factor, made(old)))
     assert is_loud(state)
-    oracle.assert_bitwise(state["input_amax_history"], old["input_amax_history"], "the window is that of before")
+    oracle.assert_bitwise(
+        state["input_amax_history"],
+        old["input_amax_history"],
+        "the window is that of before",
+    )
     # It stays so, and the next step outside of jit names what happened.
-    assert is_loud(step(state, jax.tree.map(lambda x: np.full_like(x, np.nan), made(old))))
-    with pytest.raises(ValueError, match=r"got -.*clipped or averaged, or was that of another.*grads\['params'\]"):
+    assert is_loud(
+        step(state, jax.tree.map(lambda x: np.full_like(x, np.nan), made(old)))
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"got -.*clipped or averaged, or was that of another.*grads\['params'\]",
+    ):
         update_state(state, made(old))
 
 
@@ -224,21 +275,32 @@ def test_safe_under_jit(factor):
     """
     old, new = old_state(), made(old_state())
     got = jax.tree.map(np.asarray, jax.jit(update_state)(old, times(factor, new)))
-    oracle.assert_bitwise(got["input_amax_history"][1:], new["input_amax_history"][1:], "tail")
+    oracle.assert_bitwise(
+        got["input_amax_history"][1:], new["input_amax_history"][1:], "tail"
+    )
     bound = new["input_amax_history"][0] * max(factor, 1)
     assert abs(got["input_amax_history"][0] / bound - 1) < 2.0**-21
     assert abs(got["input_scale"][0] / new["input_scale"][0] - 1) < 2.0**-21
 
 
-@pytest.mark.parametrize("history, scale", [([-1e-3, 2, 1, 0], 0.5), ([1, 2, -np.inf, 0], 0.5), ([1, 2, 1, 0], -0.5)])
+@pytest.mark.parametrize(
+    "history, scale",
+    [([-1e-3, 2, 1, 0], 0.5), ([1, 2, -np.inf, 0], 0.5), ([1, 2, 1, 0], -0.5)],
+)
 def test_old_state_below_zero(history, scale):
     """Only an optimizer that stepped on state makes it. It is not repaired and not
     cleaned; other quantizers go on.
     """
     good = old_state()
-    bad = {name.replace("input", "kernel"): leaf for name, leaf in pair(history, scale).items()}
+    bad = {
+        name.replace("input", "kernel"): leaf
+        for name, leaf in pair(history, scale).items()
+    }
     old = {"Dense_0": good | bad}
-    new = {"Dense_0": made(good) | {name: np.full_like(value, np.nan) for name, value in bad.items()}}
+    new = {
+        "Dense_0": made(good)
+        | {name: np.full_like(value, np.nan) for name, value in bad.items()}
+    }
     message = "update_state: old: Dense_0/kernel: expected a state that is not negative, got -.*reset_state"
     with pytest.raises(ValueError, match=message):
         update_state(old, new)
@@ -268,7 +330,9 @@ def test_subnormal_numbers(update, slots):
     assert_same_bits(update(old, new), new)
     old["input_amax_history"][-1] = -tiny
     assert_same_bits(jax.jit(update_state)(old, new), old)
-    with pytest.raises(ValueError, match="input: expected a state that is not negative, got -1.4"):
+    with pytest.raises(
+        ValueError, match="input: expected a state that is not negative, got -1.4"
+    ):
         update_state(old, new)
 
 
@@ -277,7 +341,10 @@ def test_all_quantizers_below_zero_are_named():
     model.
     """
     old = {f"Dense_{i}": times(-1, old_state()) for i in range(9)}
-    with pytest.raises(ValueError, match=r"old: Dense_0/input, Dense_1/input, .*Dense_3/input and 5 more: .*got -2.5"):
+    with pytest.raises(
+        ValueError,
+        match=r"old: Dense_0/input, Dense_1/input, .*Dense_3/input and 5 more: .*got -2.5",
+    ):
         update_state(old, {name: made(old_state()) for name in old})
 
 
@@ -306,7 +373,9 @@ def test_casts_of_the_tree_pass():
     new = made(old, 3.257)
     rounded = {k: v.astype(ml_dtypes.bfloat16) for k, v in new.items()}
     got = jax.tree.map(np.asarray, update_state(old, rounded))
-    oracle.assert_bitwise(got["input_amax_history"][1:], new["input_amax_history"][1:], "tail")
+    oracle.assert_bitwise(
+        got["input_amax_history"][1:], new["input_amax_history"][1:], "tail"
+    )
     assert got["input_amax_history"][0] == F32(rounded["input_amax_history"][0])
     assert got["input_scale"][0] == F32(rounded["input_scale"][0])
 
@@ -336,7 +405,9 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=[f"recipe{i}" for i in range(len(RECIPES))])
+@pytest.mark.parametrize(
+    "recipe", RECIPES, ids=[f"recipe{i}" for i in range(len(RECIPES))]
+)
 def test_no_false_alarm(recipe):
     """Steps as dot_general makes them pass bitwise, whatever the recipe and the size of
     the data.
@@ -345,7 +416,10 @@ def test_no_false_alarm(recipe):
     @jax.jit
     def gradient(state, x, kernel):
         product = lambda state: jnp.sum(  # noqa: E731
-            jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state) * jnp.float32(1 / 3)
+            jaxfp8.dot_general(
+                x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+            )
+            * jnp.float32(1 / 3)
         )
         return jax.grad(product)(state)
 
@@ -353,12 +427,16 @@ def test_no_false_alarm(recipe):
         rng = np.random.default_rng(3)
         state = jaxfp8.init_state(recipe)
         for i in range(H + 2):
-            x, kernel = ((rng.standard_normal((3, 3)) * size).astype(F32) for _ in range(2))
+            x, kernel = (
+                (rng.standard_normal((3, 3)) * size).astype(F32) for _ in range(2)
+            )
             if i == 2:
                 x[0, 0], kernel[:] = np.inf, 0
             new = gradient(state, x, kernel)
             got = update_state(state, new)
-            for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(new), strict=True):
+            for ours, theirs in zip(
+                jax.tree.leaves(got), jax.tree.leaves(new), strict=True
+            ):
                 oracle.assert_bitwise(ours, theirs, f"size {size}, step {i}")
             state = got
 
@@ -372,13 +450,24 @@ def test_sharded_rows(kind):
     mesh = jax.make_mesh((8,), ("pipe",), axis_types=(jax.sharding.AxisType[kind],))
     sharding = jax.sharding.NamedSharding(mesh, P("pipe"))
     old = {k: np.stack([v * (i + 1) for i in range(8)]) for k, v in old_state().items()}
-    new = {k: np.stack([v * (i + 1) for i in range(8)]) for k, v in made(old_state()).items()}
-    placed = [jax.tree.map(lambda x: jax.device_put(x, sharding), tree) for tree in (old, new)]
+    new = {
+        k: np.stack([v * (i + 1) for i in range(8)])
+        for k, v in made(old_state()).items()
+    }
+    placed = [
+        jax.tree.map(lambda x: jax.device_put(x, sharding), tree) for tree in (old, new)
+    ]
     with jax.set_mesh(mesh):
         step = jax.jit(update_state)
         assert_same_bits(step(*placed), new)
-        assert all(leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf in jax.tree.leaves(step(*placed)))
+        assert all(
+            leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            for leaf in jax.tree.leaves(step(*placed))
+        )
         text = step.lower(*placed).compile().as_text()
-        assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+        assert not any(
+            word in text
+            for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+        )
         with pytest.raises(ValueError, match="8 times"):
             update_state(placed[0], times(8, placed[1]))

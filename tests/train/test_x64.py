@@ -14,7 +14,11 @@ import jaxfp8
 
 @pytest.fixture(autouse=True)
 def x64():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
         yield
 
 
@@ -27,7 +31,11 @@ def model(recipe):
     return nn.Dense(64, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=recipe))
 
 
-@pytest.mark.parametrize("recipe", [jaxfp8.DelayedScaling(), jaxfp8.Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe",
+    [jaxfp8.DelayedScaling(), jaxfp8.Float8CurrentScaling()],
+    ids=["delayed", "current"],
+)
 def test_linen(recipe, x):
     """A step by update_state and by TrainState, eagerly and under jit; accumulation,
     calibration, the tools.
@@ -40,12 +48,18 @@ def test_linen(recipe, x):
 
     gradients = jaxfp8.grad(loss)(variables)
     total = jaxfp8.accumulate_gradients(None, gradients, weight=1 / 3)
-    after = jaxfp8.update_state(variables, jaxfp8.accumulate_gradients(total, gradients, weight=2 / 3))
+    after = jaxfp8.update_state(
+        variables, jaxfp8.accumulate_gradients(total, gradients, weight=2 / 3)
+    )
     jitted = jax.jit(jaxfp8.update_state)(variables, gradients)
     assert jax.tree.structure(after) == jax.tree.structure(jitted)
     assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype(jnp.float32)}
-    trainer = jaxfp8.linen.TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.sgd(0.1))
-    jax.jit(lambda trainer: trainer.apply_gradients(grads=gradients))(trainer.apply_gradients(grads=gradients))
+    trainer = jaxfp8.linen.TrainState.create(
+        apply_fn=layer.apply, params=variables, tx=optax.sgd(0.1)
+    )
+    jax.jit(lambda trainer: trainer.apply_gradients(grads=gradients))(
+        trainer.apply_gradients(grads=gradients)
+    )
     jaxfp8.train.average(variables, after, 0.99)
     assert str(jaxfp8.inspect.count(jax.grad(loss), variables)[1])
     if recipe == jaxfp8.DelayedScaling():
@@ -57,6 +71,8 @@ def test_linen(recipe, x):
 def test_nnx(x):
     layer = nnx.Linear(32, 64, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral())
     optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
-    _, gradients = jaxfp8.nnx.value_and_grad(lambda layer: jnp.mean(layer(x) ** 2))(layer)
+    _, gradients = jaxfp8.nnx.value_and_grad(lambda layer: jnp.mean(layer(x) ** 2))(
+        layer
+    )
     optimizer.update(layer, gradients)
     jaxfp8.calibrate(layer, [(x,)])

@@ -34,8 +34,15 @@ def _sizes(rng, op) -> tuple[dict, int]:
         "encode_moment": 2,
     }.get(op, 3 if "transpose" in op else 1)
     # the oracle is slow
-    g, *rest = values.dims(rng, rank, 2**12 if op in targets.ALL_OR_NONE else values.LARGEST)
-    return {"g": g, "m": rest[0] if rest else 0, "n": rest[-1] if rest else 0, "*": rest}, 2
+    g, *rest = values.dims(
+        rng, rank, 2**12 if op in targets.ALL_OR_NONE else values.LARGEST
+    )
+    return {
+        "g": g,
+        "m": rest[0] if rest else 0,
+        "n": rest[-1] if rest else 0,
+        "*": rest,
+    }, 2
 
 
 def _numerators(rng, count):
@@ -47,8 +54,16 @@ def good_call(rng, op: str) -> Call:
     call = targets.build(op, sizes, k, lambda options, last=True: _pick(rng, options))
     operands, (buffers, _) = [], targets.table(op, k)
     for buffer, (shape, dtype) in zip(buffers, call.operands, strict=True):
-        make = {"scale": values.scales, "scale_inv": values.scales, "amax_so_far": values.not_negative}.get(buffer.name)
-        operands.append(make(rng, shape) if make and dtype == np.float32 else values.array(rng, shape, dtype))
+        make = {
+            "scale": values.scales,
+            "scale_inv": values.scales,
+            "amax_so_far": values.not_negative,
+        }.get(buffer.name)
+        operands.append(
+            make(rng, shape)
+            if make and dtype == np.float32
+            else values.array(rng, shape, dtype)
+        )
     if op == "quantize_transpose" and rng.random() < 0.7:
         del call.results[3:]  # no column sums
     if op in targets.ALL_OR_NONE and rng.random() < 0.3:
@@ -57,7 +72,10 @@ def good_call(rng, op: str) -> Call:
     if op == "amax_to_scale":
         attributes["numerator"] = _numerators(rng, 1)[0]
     if op == "delayed_scales":
-        attributes |= {"numerators": _numerators(rng, k), "most_recent": np.bool_(rng.integers(2))}
+        attributes |= {
+            "numerators": _numerators(rng, k),
+            "most_recent": np.bool_(rng.integers(2)),
+        }
     return Call(op, operands, call.results, attributes)
 
 
@@ -88,7 +106,9 @@ def mutate(rng, operands, results, attributes):
     kind = rng.integers(9)
     if kind == 0:
         i = rng.integers(len(operands))
-        operands[i] = values.array(rng, _other_shape(rng, operands[i].shape), operands[i].dtype)
+        operands[i] = values.array(
+            rng, _other_shape(rng, operands[i].shape), operands[i].dtype
+        )
     elif kind == 1:
         i = rng.integers(len(operands))
         operands[i] = values.array(rng, operands[i].shape, _pick(rng, values.DTYPES))
@@ -113,7 +133,10 @@ def mutate(rng, operands, results, attributes):
         del attributes[_pick(rng, sorted(attributes))]
     else:
         # A name it has, or one that it has not.
-        name = _pick(rng, [*sorted(attributes), "numerator", "numerators", "most_recent", "surprise"])
+        name = _pick(
+            rng,
+            [*sorted(attributes), "numerator", "numerators", "most_recent", "surprise"],
+        )
         attributes[name] = _pick(rng, ODD_ATTRIBUTES)
     return operands, results, attributes
 
@@ -159,7 +182,9 @@ def check(seed: int) -> str:
         got = run(call)
     except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
         assert expected is None, f"{call}: a good call is refused: {error}"
-        assert call.target in str(error), f"{call}: an error that does not name the op: {error}"
+        assert call.target in str(error), (
+            f"{call}: an error that does not name the op: {error}"
+        )
         return "refused"
     if not any(out.size for out in got):
         return "nothing to see"  # XLA removes a call whose results have no elements

@@ -22,8 +22,12 @@ pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 def pytest_generate_tests(metafunc):
     if "seeds" in metafunc.fixturenames:
         first, count = metafunc.config.getoption("fuzz")
-        blocks = [range(i, i + len(SEEDS)) for i in range(first, first + count, len(SEEDS))]
-        metafunc.parametrize("seeds", blocks, ids=lambda seeds: f"{seeds.start}:{len(seeds)}")
+        blocks = [
+            range(i, i + len(SEEDS)) for i in range(first, first + count, len(SEEDS))
+        ]
+        metafunc.parametrize(
+            "seeds", blocks, ids=lambda seeds: f"{seeds.start}:{len(seeds)}"
+        )
 
 
 def test_random_calls(seeds):
@@ -54,7 +58,11 @@ def test_mutants_of_handlers_are_found(monkeypatch):
             raw = np.array(out).reshape(-1).view(np.uint8)
             if raw.size:
                 raw[0] ^= 1
-                return [*outputs[:i], raw.view(out.dtype).reshape(out.shape), *outputs[i + 1 :]]
+                return [
+                    *outputs[:i],
+                    raw.view(out.dtype).reshape(out.shape),
+                    *outputs[i + 1 :],
+                ]
         return outputs
 
     monkeypatch.setattr(targets, "run", spoilt)

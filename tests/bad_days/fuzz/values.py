@@ -11,11 +11,38 @@ FP8 = (oracle.E4M3.dtype, oracle.E5M2.dtype)
 DTYPES = (
     *HIGH,
     *FP8,
-    *map(np.dtype, (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.bool_, np.complex64)),
+    *map(
+        np.dtype,
+        (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.bool_, np.complex64),
+    ),
     np.dtype(ml_dtypes.float8_e4m3b11fnuz),
     np.dtype(ml_dtypes.float8_e5m2fnuz),
 )
-SIDES = (0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 4095, 4097)
+SIDES = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    15,
+    16,
+    17,
+    31,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    257,
+    1000,
+    4095,
+    4097,
+)
 LARGEST = 2**16  # elements
 
 
@@ -23,7 +50,9 @@ def dims(rng, count: int, largest: int = LARGEST) -> tuple[int, ...]:
     """`count` sides whose product is at most `largest`."""
     found = []
     for _ in range(count):
-        found.append(int(rng.choice([side for side in SIDES if side <= max(1, largest)])))
+        found.append(
+            int(rng.choice([side for side in SIDES if side <= max(1, largest)]))
+        )
         largest //= max(1, found[-1])
     order = rng.permutation(count)
     return tuple(found[i] for i in order)
@@ -54,10 +83,14 @@ def scales(rng, shape) -> np.ndarray:
     """f32: mostly what recipes give, sometimes what none gives."""
     if rng.random() < 0.8:
         return np.asarray(2.0 ** rng.uniform(-30, 30, shape), np.float32)
-    strange = np.float32([0, -0.0, -1, 2.0**126, 2.0**-126, 2.0**-140, np.inf, -np.inf, np.nan])
+    strange = np.float32(
+        [0, -0.0, -1, 2.0**126, 2.0**-126, 2.0**-140, np.inf, -np.inf, np.nan]
+    )
     return np.asarray(rng.choice(strange, shape), np.float32)
 
 
 def not_negative(rng, shape) -> np.ndarray:
     """f32: amaxes so far."""
-    return rng.choice(np.float32([0, 2.0**-149, 1e-3, 1, 448, 1e30, np.inf]), shape).astype(np.float32)
+    return rng.choice(
+        np.float32([0, 2.0**-149, 1e-3, 1, 448, 1e30, np.inf]), shape
+    ).astype(np.float32)

@@ -20,14 +20,20 @@ def main() -> int:
 
     def said(step, counts):
         if (step + 1) % 50 == 0:
-            print(f"step {step + 1}: the bits of numpy ({time.monotonic() - start:.0f} s)", flush=True)
+            print(
+                f"step {step + 1}: the bits of numpy ({time.monotonic() - start:.0f} s)",
+                flush=True,
+            )
 
     try:
         counts = soak(program.events(options.steps, options.seed), said)
     except AssertionError as error:
         print(f"seed {options.seed}, {error}")
         return 1
-    print(f"seed {options.seed}:", ", ".join(f"{count} {name}" for name, count in counts.items()))
+    print(
+        f"seed {options.seed}:",
+        ", ".join(f"{count} {name}" for name, count in counts.items()),
+    )
     return 0
 
 

@@ -38,7 +38,9 @@ class Event:
     what: str
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.what, self.trainer, self.mesh, self.before)))
+        return ", ".join(
+            filter(None, (self.what, self.trainer, self.mesh, self.before))
+        )
 
 
 def batch(rng, what):
@@ -75,7 +77,9 @@ def events(steps: int, seed: int):
         what, trainer = choice(KINDS), choice(TRAINERS)
         count = 2 if trainer == "accumulating" else 1
         # Of two microbatches the last is as the step, the other ordinary.
-        batches = [batch(rng, "ordinary") for _ in range(count - 1)] + [batch(rng, what)]
+        batches = [batch(rng, "ordinary") for _ in range(count - 1)] + [
+            batch(rng, what)
+        ]
         yield Event(choice(BEFORE), mesh, trainer, tuple(batches), what)
 
 

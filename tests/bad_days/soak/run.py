@@ -38,7 +38,8 @@ def activation(y, size, pin):
 
 
 activation.defvjp(
-    lambda y, size, pin: (activation(y, size, pin), (size, pin)), lambda of, ct: (_bounded(ct, *of, -7), None, None)
+    lambda y, size, pin: (activation(y, size, pin), (size, pin)),
+    lambda of, ct: (_bounded(ct, *of, -7), None, None),
 )
 
 
@@ -46,14 +47,18 @@ def loss(weights, state, batch, place):
     x, target, size, pin = batch
     h = place(cases.dot(x, weights["w1"], state["w1"], RECIPE), "h")
     h = place(activation(h, size, pin).astype(x.dtype), "h")
-    return jnp.sum(place(cases.dot(h, weights["w2"], state["w2"], RECIPE), "y") * target)
+    return jnp.sum(
+        place(cases.dot(h, weights["w2"], state["w2"], RECIPE), "y") * target
+    )
 
 
 def train_step(trainer, place, tree, batches):
     """The next `{"weights", "state"}`."""
 
     def gradient(batch):
-        of_weights, of_state = jax.grad(loss, argnums=(0, 1))(tree["weights"], tree["state"], batch, place)
+        of_weights, of_state = jax.grad(loss, argnums=(0, 1))(
+            tree["weights"], tree["state"], batch, place
+        )
         return {"weights": of_weights, "state": of_state}
 
     total = functools.reduce(jaxfp8.accumulate_gradients, map(gradient, batches), None)
@@ -62,7 +67,9 @@ def train_step(trainer, place, tree, batches):
         "state": jaxfp8.update_state(tree["state"], total["state"]),
     }
     if trainer == "skipping":
-        return mixed_precision.select(mixed_precision.all_finite(total["weights"]), after, tree)
+        return mixed_precision.select(
+            mixed_precision.all_finite(total["weights"]), after, tree
+        )
     return after
 
 
@@ -72,7 +79,10 @@ class Place:
     def __init__(self, name):
         self.mesh = None
         if name != "one device":
-            self.mesh, self.layout = cases.mesh(shape=SHAPES[name]), cases.LAYOUTS[LAYOUTS[name]]
+            self.mesh, self.layout = (
+                cases.mesh(shape=SHAPES[name]),
+                cases.LAYOUTS[LAYOUTS[name]],
+            )
         self.steps = {}
 
     def put(self, tree):
@@ -81,12 +91,16 @@ class Place:
         return jax.device_put(tree, self.shardings())
 
     def shardings(self):
-        return cases.shardings(self.mesh, {"weights": self.layout.weights, "state": P()})
+        return cases.shardings(
+            self.mesh, {"weights": self.layout.weights, "state": P()}
+        )
 
     def constrained(self, value, name):
         if self.mesh is None:
             return value
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, getattr(self.layout, name)))
+        return jax.lax.with_sharding_constraint(
+            value, NamedSharding(self.mesh, getattr(self.layout, name))
+        )
 
     def step(self, trainer):
         """`(tree, batches) -> tree`; the tree is donated."""
@@ -125,16 +139,25 @@ class Checkpoints:
         """`(tree, simulation)`; the tree lies as `like` does."""
         path, simulated = self.last
         if path.is_file():
-            restored = flax.serialization.from_bytes(jax.device_get(like), path.read_bytes())
-            return jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, like)), simulated
+            restored = flax.serialization.from_bytes(
+                jax.device_get(like), path.read_bytes()
+            )
+            return jax.device_put(
+                restored, jax.tree.map(lambda leaf: leaf.sharding, like)
+            ), simulated
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, like)), simulated
+            return checkpointer.restore(
+                path, jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            ), simulated
 
 
 def expected(simulated: simulation.Run) -> dict:
     """The simulation as the tree of the run."""
 
-    return {"weights": simulated.weights, "state": {name: pack(layer) for name, layer in simulated.state.items()}}
+    return {
+        "weights": simulated.weights,
+        "state": {name: pack(layer) for name, layer in simulated.state.items()},
+    }
 
 
 def soak(events, said=lambda step, counts: None) -> collections.Counter:
@@ -155,7 +178,9 @@ def soak(events, said=lambda step, counts: None) -> collections.Counter:
             place = places[event.mesh]
             if tree is None or event.mesh != mesh:
                 counts["mesh changes"] += tree is not None
-                tree = place.put(expected(simulated) if tree is None else jax.device_get(tree))
+                tree = place.put(
+                    expected(simulated) if tree is None else jax.device_get(tree)
+                )
                 mesh = event.mesh
             if event.before in ("save", "restart"):
                 checkpoints.save(tree, simulated)
@@ -164,11 +189,15 @@ def soak(events, said=lambda step, counts: None) -> collections.Counter:
                 tree, simulated = checkpoints.restore(tree)
                 counts["restored"] += 1
             given = tree
-            tree = place.step(event.trainer)(tree, [place.put_batch(batch) for batch in event.batches])
+            tree = place.step(event.trainer)(
+                tree, [place.put_batch(batch) for batch in event.batches]
+            )
             before, simulated = simulated, simulation.step(simulated, event)
             where = f"step {i} ({event})"
             cases.assert_same(tree, expected(simulated), where)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)), f"{where}: buffers were not donated"
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)), (
+                f"{where}: buffers were not donated"
+            )
             counts.update([event.what, event.trainer, event.mesh])
             counts["skipped"] += simulated is before
             counts["steps"] += 1

@@ -32,7 +32,11 @@ def unit(values) -> float:
     values = np.asarray(values, np.float64)
     mantissas, exponents = np.frexp(values[values != 0])
     integers = (mantissas * 2.0**53).astype(np.int64)
-    return float(np.ldexp((integers & -integers).astype(np.float64), exponents - 53).min(initial=np.inf))
+    return float(
+        np.ldexp((integers & -integers).astype(np.float64), exponents - 53).min(
+            initial=np.inf
+        )
+    )
 
 
 def product(a, b, a_inv, b_inv, dtype=np.float32):
@@ -45,8 +49,12 @@ def product(a, b, a_inv, b_inv, dtype=np.float32):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     x, y = (np.where(np.isnan(v), 0, v) for v in (a, b))
     exact, magnitude = x @ y, np.abs(x) @ np.abs(y)
-    assert magnitude.max() <= 2.0**24 * unit(x) * unit(y), "the run leaves the range of exact sums"
-    exact = np.where(np.isnan(a).any(1)[:, None] | np.isnan(b).any(0)[None], np.nan, exact)
+    assert magnitude.max() <= 2.0**24 * unit(x) * unit(y), (
+        "the run leaves the range of exact sums"
+    )
+    exact = np.where(
+        np.isnan(a).any(1)[:, None] | np.isnan(b).any(0)[None], np.nan, exact
+    )
     inverse = np.float32(a_inv) * np.float32(b_inv)
     assert np.frexp(inverse)[0] == 0.5, "a scale is no power of two"
     return (exact.astype(np.float32) * inverse).astype(dtype)
@@ -57,7 +65,9 @@ def activation(y, size, pin, low):
     pinned.
     """
     y = y.reshape(pin.shape)
-    return (np.where(pin, np.float32(7), np.clip(np.rint(y * 4) / 4, low, 7)) * size).astype(np.float32)
+    return (
+        np.where(pin, np.float32(7), np.clip(np.rint(y * 4) / 4, low, 7)) * size
+    ).astype(np.float32)
 
 
 def gradient(run: Run, batch):
@@ -82,7 +92,10 @@ def gradient(run: Run, batch):
         "w1": product(x1.T, g1, x1_next.scale, g1_next.scale),
         "w2": product(x2.T, g2, x2_next.scale, g2_next.scale),
     }
-    states = {"w1": oracle.LayerState(x1_next, k1_next, g1_next), "w2": oracle.LayerState(x2_next, k2_next, g2_next)}
+    states = {
+        "w1": oracle.LayerState(x1_next, k1_next, g1_next),
+        "w2": oracle.LayerState(x2_next, k2_next, g2_next),
+    }
     return of_weights, states
 
 
@@ -91,14 +104,26 @@ def next_weight(w, g):
     finite w stays.
     """
     with np.errstate(invalid="ignore"):
-        new = np.where(np.abs(w) > 1, np.float32(5.25) - w, np.clip(w - np.rint(g / 128) / 4, -0.75, 0.75))
+        new = np.where(
+            np.abs(w) > 1,
+            np.float32(5.25) - w,
+            np.clip(w - np.rint(g / 128) / 4, -0.75, 0.75),
+        )
     return np.where(np.isfinite(g), new, w).astype(np.float32)
 
 
 def step(run: Run, event) -> Run:
     found = [gradient(run, batch) for batch in event.batches]
-    total = {name: sum(g[name] for g, _ in found[1:]) + found[0][0][name] for name in run.weights}
+    total = {
+        name: sum(g[name] for g, _ in found[1:]) + found[0][0][name]
+        for name in run.weights
+    }
     state = {name: merged([s[name] for _, s in found]) for name in run.state}
-    if event.trainer == "skipping" and not all(np.isfinite(g).all() for g in total.values()):
+    if event.trainer == "skipping" and not all(
+        np.isfinite(g).all() for g in total.values()
+    ):
         return run
-    return Run({name: next_weight(run.weights[name], total[name]) for name in run.weights}, state)
+    return Run(
+        {name: next_weight(run.weights[name], total[name]) for name in run.weights},
+        state,
+    )

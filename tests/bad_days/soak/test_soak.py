@@ -10,20 +10,31 @@ from jaxfp8.numerics import _scaling
 
 from . import program, run
 
-HAPPENS = (*program.KINDS, *program.TRAINERS, "saved", "restored", "mesh changes", "skipped")
+HAPPENS = (
+    *program.KINDS,
+    *program.TRAINERS,
+    "saved",
+    "restored",
+    "mesh changes",
+    "skipped",
+)
 
 
 def test_a_short_run_in_which_everything_happens():
     """Bitwise numpy at every step; `soak` says at which one it is not."""
     counts = run.soak(program.scripted())
-    assert counts["steps"] == len(program.SCRIPT) and all(counts[what] for what in HAPPENS), counts
+    assert counts["steps"] == len(program.SCRIPT) and all(
+        counts[what] for what in HAPPENS
+    ), counts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_five_hundred_steps(seed):
     counts = run.soak(program.events(500, seed))
-    assert counts["steps"] == 500 and all(counts[what] > 5 for what in (*HAPPENS, *program.MESHES)), counts
+    assert counts["steps"] == 500 and all(
+        counts[what] > 5 for what in (*HAPPENS, *program.MESHES)
+    ), counts
 
 
 def added(acc, grads):
@@ -40,7 +51,11 @@ MUTANTS = {
     "sum for max over microbatches": (jaxfp8, "accumulate_gradients", added),
     "nothing is skipped": (mixed_precision, "select", lambda finite, new, old: new),
     "one layer's state is not updated": (jaxfp8, "update_state", late),
-    "a checkpoint that gives the tree as it is": (run.Checkpoints, "restore", lambda self, like: (like, self.last[1])),
+    "a checkpoint that gives the tree as it is": (
+        run.Checkpoints,
+        "restore",
+        lambda self, like: (like, self.last[1]),
+    ),
 }
 
 

@@ -12,7 +12,10 @@ import types
 
 import torch
 from compressed_tensors.compressors import compress_module, decompress_module
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
@@ -31,24 +34,35 @@ PRESETS = {
 
 def weight_of(rows, columns):
     generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, columns, generator=generator) * torch.exp(torch.randn(rows, 1, generator=generator))
+    return torch.randn(rows, columns, generator=generator) * torch.exp(
+        torch.randn(rows, 1, generator=generator)
+    )
 
 
 def extremes(weight, block):
     """The smallest and the largest number of each block."""
-    rows, columns = (step or size for step, size in zip(block, weight.shape, strict=True))
+    rows, columns = (
+        step or size for step, size in zip(block, weight.shape, strict=True)
+    )
     parts = [[part for part in band.split(columns, 1)] for band in weight.split(rows)]
-    return (torch.stack([torch.stack([f(part) for part in band]) for band in parts]) for f in (torch.min, torch.max))
+    return (
+        torch.stack([torch.stack([f(part) for part in band]) for band in parts])
+        for f in (torch.min, torch.max)
+    )
 
 
 def compressed(preset, rows, columns, block):
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(columns, rows, bias=False)})
     up, weight = model["up"], weight_of(rows, columns)
     scheme = preset_name_to_scheme(preset, ["Linear"])
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}))
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"group_0": scheme})
+    )
     up.weight.data = weight
     scale, zero = calculate_qparams(*extremes(weight, block), scheme.weights)
-    up.weight_scale.data = scale.reshape(up.weight_scale.shape).to(up.weight_scale.dtype)
+    up.weight_scale.data = scale.reshape(up.weight_scale.shape).to(
+        up.weight_scale.dtype
+    )
     if hasattr(up, "input_scale"):
         up.input_scale.data.fill_(0.125)
     compress_module(up)

@@ -10,7 +10,11 @@ import oracle
 from gemm import FIRST, Gemm, aligned, spaced
 from oracle import blocks as oracle_blocks
 
-FORMATS = ((oracle.E4M3, oracle.E4M3), (oracle.E4M3, oracle.E5M2), (oracle.E5M2, oracle.E4M3))
+FORMATS = (
+    (oracle.E4M3, oracle.E4M3),
+    (oracle.E4M3, oracle.E5M2),
+    (oracle.E5M2, oracle.E4M3),
+)
 
 
 def products(folder):
@@ -31,11 +35,20 @@ def groups(folder):
     these batches.
     """
     gemm = Gemm(folder)
-    for scales, calls, batch in (((1, 1), 1, 6), ((6, 1), 6, 1), ((1, 6), 6, 1), ((6, 6), 6, 1), ((2, 1), 2, 3)):
+    for scales, calls, batch in (
+        ((1, 1), 1, 6),
+        ((6, 1), 6, 1),
+        ((1, 6), 6, 1),
+        ((6, 6), 6, 1),
+        ((2, 1), 2, 3),
+    ):
         for extras in ({}, {"bias": True}, {"accumulator": "in place"}):
             before = gemm.counts()["matmuls"]
             gemm.check(6, 16, 32, 48, scales=scales, **extras)
-            assert gemm.counts()["matmuls"] == before + calls and gemm.counts()["batch"] == batch, scales
+            assert (
+                gemm.counts()["matmuls"] == before + calls
+                and gemm.counts()["batch"] == batch
+            ), scales
     assert gemm.counts()["copies"] == 0
 
 
@@ -44,7 +57,13 @@ def groups(folder):
 ROWS, MX, ROW_BLOCKS, BLOCKS = 1, 2, 3, 4
 NAMES = {ROWS: "rows", MX: "1x32", ROW_BLOCKS: "1x128", BLOCKS: "128x128"}
 BLOCK_OF = {ROWS: (1, None), MX: (1, 32), ROW_BLOCKS: (1, 128), BLOCKS: (128, 128)}
-PAIRS = ((ROWS, ROWS), (MX, MX), (ROW_BLOCKS, ROW_BLOCKS), (ROW_BLOCKS, BLOCKS), (BLOCKS, ROW_BLOCKS))
+PAIRS = (
+    (ROWS, ROWS),
+    (MX, MX),
+    (ROW_BLOCKS, ROW_BLOCKS),
+    (ROW_BLOCKS, BLOCKS),
+    (BLOCKS, ROW_BLOCKS),
+)
 # A device of each; no GPU has every mode: Hopper those of f32, Blackwell MX.
 CAPABILITIES = (90, 89, 100, 103, 120)
 
@@ -56,20 +75,38 @@ def _scaled(gemm, modes, g, m, n, k, capability=None, scale_shift=0):
     rng = np.random.default_rng(m * n + k)
     sides, padded = [], []
     for rows, mode in zip((m, n), modes, strict=True):
-        x = rng.standard_normal((g, rows, k)) * 2.0 ** rng.integers(-6, 6, (g, rows, k // 16)).repeat(16, axis=2)
+        x = rng.standard_normal((g, rows, k)) * 2.0 ** rng.integers(
+            -6, 6, (g, rows, k // 16)
+        ).repeat(16, axis=2)
         kind = {"scale": "e8m0"} if mode == MX else {}
-        sides.append([oracle_blocks.quantize(np.float32(y), oracle.E4M3, BLOCK_OF[mode], **kind) for y in x])
+        sides.append(
+            [
+                oracle_blocks.quantize(
+                    np.float32(y), oracle.E4M3, BLOCK_OF[mode], **kind
+                )
+                for y in x
+            ]
+        )
         codes, scales = (np.stack([side[i] for side in sides[-1]]) for i in range(2))
-        layouts = [oracle_blocks.cublaslt_layout(scale, BLOCK_OF[mode], rows, k) for scale in scales]
+        layouts = [
+            oracle_blocks.cublaslt_layout(scale, BLOCK_OF[mode], rows, k)
+            for scale in scales
+        ]
         padded.append((aligned(codes), aligned(np.stack(layouts), scale_shift)))
     (a, a_scale), (b, b_scale) = padded
     out = aligned(np.full((g, m, n), np.nan, np.float32))
     # As jaxfp8.ops asks for it: fast accumulation with whole rows alone.
-    error = gemm.error(a, b, a_scale, b_scale, out, modes=modes, precise=modes != (ROWS, ROWS))
+    error = gemm.error(
+        a, b, a_scale, b_scale, out, modes=modes, precise=modes != (ROWS, ROWS)
+    )
     if not error:
-        blocks = dict(zip(("a_block", "b_block"), map(BLOCK_OF.get, modes), strict=True))
+        blocks = dict(
+            zip(("a_block", "b_block"), map(BLOCK_OF.get, modes), strict=True)
+        )
         for i, (left, right) in enumerate(zip(*sides, strict=True)):
-            oracle_blocks.matmul(left[0], right[0], left[1], right[1], **blocks).check(out[i], f"{modes}, group {i}")
+            oracle_blocks.matmul(left[0], right[0], left[1], right[1], **blocks).check(
+                out[i], f"{modes}, group {i}"
+            )
     return error
 
 
@@ -118,7 +155,9 @@ def block_scales(folder):
         for shape in ((1, 16, 48, 32), (1, 144, 272, 640), (3, 160, 16, 272)):
             before = gemm.counts()["matmuls"]
             assert _scaled(gemm, modes, *shape) == ""
-            assert gemm.counts()["matmuls"] == before + shape[0], "a call for each group"
+            assert gemm.counts()["matmuls"] == before + shape[0], (
+                "a call for each group"
+            )
     assert gemm.counts()["alive"] == 0
 
 
@@ -148,9 +187,15 @@ def capabilities(folder):
         gemm.set_device(ordinal, capability)
         gemm.check(2, 16, 48, 32, scales=(2, 1))
         for modes in (*PAIRS, (BLOCKS, BLOCKS)):
-            missing = _blocks.missing(tuple(map(NAMES.get, modes)), [divmod(capability, 10)])
+            missing = _blocks.missing(
+                tuple(map(NAMES.get, modes)), [divmod(capability, 10)]
+            )
             reason = _scaled(gemm, modes, 1, 16, 48, 32, capability)
-            assert ("no cuBLASLt algorithm" in reason) == (missing is not None), (capability, modes, reason)
+            assert ("no cuBLASLt algorithm" in reason) == (missing is not None), (
+                capability,
+                modes,
+                reason,
+            )
 
 
 def unaligned_scales(folder):
@@ -163,7 +208,10 @@ def unaligned_scales(folder):
             before = gemm.counts()
             gemm.check(3, 16, 48, 32, scales=scales, scale_shifts=shifts)
             copies = sum(shift % 16 != 0 for shift in shifts)
-            assert gemm.counts()["copies"] == before["copies"] + copies, (shifts, scales)
+            assert gemm.counts()["copies"] == before["copies"] + copies, (
+                shifts,
+                scales,
+            )
     for modes in PAIRS:
         assert _scaled(gemm, modes, 2, 160, 48, 272, scale_shift=4) == "", modes
     for scales, workspace in (((1, 1), 3), ((3, 1), 35)):
@@ -171,7 +219,9 @@ def unaligned_scales(folder):
         a_scale, b_scale = (spaced(np.ones(count, np.float32), 4) for count in scales)
         out = aligned(np.zeros((3, 16, 16), np.float32))
         reason = gemm.error(a, a, a_scale, b_scale, out, workspace=workspace)
-        assert "a_scale_inv: expected a pointer that is a multiple of 16 bytes" in reason, reason
+        assert (
+            "a_scale_inv: expected a pointer that is a multiple of 16 bytes" in reason
+        ), reason
         assert f"got one of {workspace}" in reason, reason
 
 
@@ -183,7 +233,16 @@ def unaligned_workspace(folder):
     for shift in (16, 128, 240):
         for workspace in (0, 100, 4096, 1 << 20):
             gemm.check(1, 16, 48, 32, workspace=workspace, workspace_shift=shift)
-    gemm.check(3, 16, 48, 32, scales=(3, 1), scale_shifts=(4, 4), workspace=512, workspace_shift=16)
+    gemm.check(
+        3,
+        16,
+        48,
+        32,
+        scales=(3, 1),
+        scale_shifts=(4, 4),
+        workspace=512,
+        workspace_shift=16,
+    )
 
 
 def threads(folder):
@@ -224,13 +283,19 @@ def capture(folder):
 
 def _reason(gemm, **options) -> str:
     a = aligned(np.zeros((1, 16, 32), oracle.E4M3.dtype))
-    one, out = aligned(np.ones(1, np.float32)), aligned(np.zeros((1, 16, 16), np.float32))
+    one, out = (
+        aligned(np.ones(1, np.float32)),
+        aligned(np.zeros((1, 16, 16), np.float32)),
+    )
     return gemm.error(a, a, one, one, out, **options)
 
 
 def no_algorithm(folder):
     reason = _reason(Gemm(folder), workspace=7)
-    assert "no cuBLASLt algorithm" in reason and "a e4m3[1,16,32], b e4m3[1,16,32], out f32" in reason, reason
+    assert (
+        "no cuBLASLt algorithm" in reason
+        and "a e4m3[1,16,32], b e4m3[1,16,32], out f32" in reason
+    ), reason
 
 
 def old_device(folder):
@@ -241,8 +306,12 @@ def old_device(folder):
 
 def missing_library(folder):
     reason = _reason(Gemm(folder, fake=None))
-    assert reason.startswith("cuBLASLt of CUDA 13 not found: libcublasLt.so.13: cannot open"), reason
-    assert reason.endswith('; this module needs JAX\'s plugin for CUDA 13: pip install "jax[cuda13]"'), reason
+    assert reason.startswith(
+        "cuBLASLt of CUDA 13 not found: libcublasLt.so.13: cannot open"
+    ), reason
+    assert reason.endswith(
+        '; this module needs JAX\'s plugin for CUDA 13: pip install "jax[cuda13]"'
+    ), reason
 
 
 def library_of_cuda_12(folder):
@@ -255,8 +324,12 @@ def library_of_cuda_13_alone(folder, cuda_13):
     """A module of CUDA 12 does not take it."""
     loaded = ctypes.CDLL(f"{cuda_13}/libcublasLt.so.13")
     reason = _reason(Gemm(folder, fake=None))
-    assert loaded and reason.startswith("cuBLASLt of CUDA 12 not found: libcublasLt.so.12: cannot open"), reason
-    assert reason.endswith('; this module needs JAX\'s plugin for CUDA 12: pip install "jax[cuda12]"'), reason
+    assert loaded and reason.startswith(
+        "cuBLASLt of CUDA 12 not found: libcublasLt.so.12: cannot open"
+    ), reason
+    assert reason.endswith(
+        '; this module needs JAX\'s plugin for CUDA 12: pip install "jax[cuda12]"'
+    ), reason
 
 
 def old_library(folder):

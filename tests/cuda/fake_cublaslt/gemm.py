@@ -7,9 +7,21 @@ import numpy as np
 import oracle
 
 # jaxfp8::Dtype
-DTYPES = {dtype: code for code, dtype in enumerate((oracle.BF16, oracle.F16, np.dtype(np.float32)))}
+DTYPES = {
+    dtype: code
+    for code, dtype in enumerate((oracle.BF16, oracle.F16, np.dtype(np.float32)))
+}
 DTYPES |= {oracle.E4M3.dtype: 3, oracle.E5M2.dtype: 4}
-COUNTS = ("heuristics", "matmuls", "handles", "alive", "alignment", "fast", "batch", "algorithm")
+COUNTS = (
+    "heuristics",
+    "matmuls",
+    "handles",
+    "alive",
+    "alignment",
+    "fast",
+    "batch",
+    "algorithm",
+)
 WORKSPACE = 1 << 20
 FIRST = 2  # of the stand-in's algorithms (cublaslt.cc), the first that runs
 
@@ -30,7 +42,9 @@ class Gemm:
     def counts(self) -> dict[str, int]:
         out = (ctypes.c_int64 * len(COUNTS))()
         self.fake.fake_counts(out)
-        return dict(zip(COUNTS, out, strict=True)) | {"copies": self.library.fake_copies()}
+        return dict(zip(COUNTS, out, strict=True)) | {
+            "copies": self.library.fake_copies()
+        }
 
     def error(
         self, a, b, a_scale, b_scale, out, *, bias=None, accumulator=None, precise=False, workspace=WORKSPACE,
@@ -46,7 +60,9 @@ class Gemm:
         g, m, k = a.shape
         batch = 1 if any(modes) else g // max(a_scale.shape[0], b_scale.shape[0])
         sizes = (g, batch, m, b.shape[1], k, int(precise), *modes)
-        strides = (0 if x.size == 1 else x.nbytes // x.shape[0] for x in (a_scale, b_scale))
+        strides = (
+            0 if x.size == 1 else x.nbytes // x.shape[0] for x in (a_scale, b_scale)
+        )
         text = ctypes.create_string_buffer(4096)
         guarded = aligned(np.full(workspace + 512, 165, np.uint8), workspace_shift)
         self.library.scaled_matmul(
@@ -54,7 +70,9 @@ class Gemm:
             *map(ctypes.c_int64, strides), pointer(bias), pointer(accumulator), pointer(out),
             pointer(guarded[256:]), ctypes.c_int64(workspace), *map(ctypes.c_int64, sizes), text,
         )  # fmt: skip
-        assert (guarded[:256] == 165).all() and (guarded[256 + workspace :] == 165).all(), "outside of the workspace"
+        assert (guarded[:256] == 165).all() and (
+            guarded[256 + workspace :] == 165
+        ).all(), "outside of the workspace"
         assert self.library.fake_capture_mode_is_restored()
         return text.value.decode()
 
@@ -72,7 +90,9 @@ class Gemm:
             aligned(oracle.quantize(rng.standard_normal((g, rows, k)), 8, fmt)[0], off)
             for rows, fmt, off in zip((m, n), formats, (shift, 0), strict=True)
         )
-        a_scale, b_scale = (rng.uniform(0.5, 2, count).astype(np.float32) for count in scales)
+        a_scale, b_scale = (
+            rng.uniform(0.5, 2, count).astype(np.float32) for count in scales
+        )
         out_dtype = np.dtype(out_dtype)
         bias_dtype = oracle.F16 if out_dtype == oracle.F16 else oracle.BF16
         bias = aligned(rng.standard_normal(n).astype(bias_dtype)) if bias else None
@@ -82,13 +102,22 @@ class Gemm:
             add = aligned(rng.standard_normal((g, m, n)).astype(np.float32))
             addend = add.copy()
             out = add if accumulator == "in place" else out
-        buffers = (spaced(x, off) for x, off in zip((a_scale, b_scale), scale_shifts, strict=True))
+        buffers = (
+            spaced(x, off)
+            for x, off in zip((a_scale, b_scale), scale_shifts, strict=True)
+        )
         error = self.error(a, b, *buffers, out, bias=bias, accumulator=add, **options)
         assert error == "", error
         for i in range(g):
             of_a, of_b = (x[i * x.size // g] for x in (a_scale, b_scale))
             product = oracle.scaled_matmul(
-                a[i], b[i], of_a, of_b, bias=bias, accumulator=addend[i] if accumulator else None, out_dtype=out_dtype
+                a[i],
+                b[i],
+                of_a,
+                of_b,
+                bias=bias,
+                accumulator=addend[i] if accumulator else None,
+                out_dtype=out_dtype,
             )
             product.check(out[i], f"group {i}")
 

@@ -33,7 +33,10 @@ def nvcc() -> str | None:
     """Return nvcc of CUDA 13: NVIDIA's wheel beside Python, else the one on the path;
     None without.
     """
-    for path in (Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc"), shutil.which("nvcc")):
+    for path in (
+        Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc"),
+        shutil.which("nvcc"),
+    ):
         if path and Path(path).exists():
             done = subprocess.run([path, "--version"], capture_output=True, text=True)
             if "release 13." in done.stdout:
@@ -45,7 +48,9 @@ def nvcc() -> str | None:
 def toolkit_include() -> Path:
     """Return the folder of cuda_runtime_api.h that belongs to `nvcc`."""
     command = [nvcc(), "--dryrun", "-x", "cu", "-E", os.devnull]
-    top = re.search(r"TOP=(.*)", subprocess.run(command, capture_output=True, text=True).stderr)
+    top = re.search(
+        r"TOP=(.*)", subprocess.run(command, capture_output=True, text=True).stderr
+    )
     return Path(top[1].strip(), "include")
 
 
@@ -53,11 +58,17 @@ def why_not() -> str | None:
     """Return the reason why there is no interpreter here, a clause; else None."""
     if emulated.compiler() is None:
         return "needs a C++ compiler with _Float16"
-    return None if nvcc() else "needs nvcc of CUDA 13, which makes the PTX: make cuda installs it"
+    return (
+        None
+        if nvcc()
+        else "needs nvcc of CUDA 13, which makes the PTX: make cuda installs it"
+    )
 
 
 def _run(command, folder: Path) -> None:
-    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -76,25 +87,48 @@ def _kept(name: str, key: bytes, make) -> Path:
     return folder
 
 
-def compiled(architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = tuple(emulated.KERNELS)) -> Path:
+def compiled(
+    architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = tuple(emulated.KERNELS)
+) -> Path:
     """Return a folder with `<kernel>.o` and `<kernel>.ptx`, the text that the object
     was made of.
     """
     # No machine code: ptxas would take half of the time, and nothing runs it.
-    flags = [f"-gencode=arch=compute_{architecture},code=compute_{architecture}", "-std=c++17", "-O3"]
-    flags += [f"-I{emulated.ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden", "--keep", "--keep-dir=."]
+    flags = [
+        f"-gencode=arch=compute_{architecture},code=compute_{architecture}",
+        "-std=c++17",
+        "-O3",
+    ]
+    flags += [
+        f"-I{emulated.ROOT}",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
+        "--keep",
+        "--keep-dir=.",
+    ]
 
     def make(folder):
         for kernel in kernels:
             _run(
-                [nvcc(), "-c", emulated.ROOT / "cuda" / "kernels" / f"{kernel}.cu", "-o", f"{kernel}.o", *flags], folder
+                [
+                    nvcc(),
+                    "-c",
+                    emulated.ROOT / "cuda" / "kernels" / f"{kernel}.cu",
+                    "-o",
+                    f"{kernel}.o",
+                    *flags,
+                ],
+                folder,
             )
         for file in folder.iterdir():
             if file.suffix not in (".o", ".ptx"):
                 file.unlink()
 
     version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
-    return _kept(f"sm_{architecture}", " ".join((*flags, *kernels)).encode() + version + emulated.sources(), make)
+    return _kept(
+        f"sm_{architecture}",
+        " ".join((*flags, *kernels)).encode() + version + emulated.sources(),
+        make,
+    )
 
 
 def compiled_for_warps() -> Path:
@@ -113,14 +147,28 @@ def compiled_for_warps() -> Path:
 def interpreter() -> list[Path]:
     """Return the objects of the interpreter."""
     sources = sorted(HERE.glob("*.cc"))
-    flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+    flags = [
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
     flags += ["-Wno-unknown-pragmas", "-isystem", toolkit_include()]
 
     def make(folder):
         for source in sources:
-            _run([emulated.compiler(), *flags, "-c", source, "-o", f"{source.stem}.o"], folder)
+            _run(
+                [emulated.compiler(), *flags, "-c", source, "-o", f"{source.stem}.o"],
+                folder,
+            )
 
-    texts = b"".join(file.read_bytes() for file in [*sources, *sorted(HERE.glob("*.h"))])
+    texts = b"".join(
+        file.read_bytes() for file in [*sources, *sorted(HERE.glob("*.h"))]
+    )
     folder = _kept("interpreter", repr(flags).encode() + texts, make)
     return sorted(folder.glob("*.o"))
 
@@ -131,8 +179,19 @@ def _library(name: str, kernels: Path, capability: int, objects) -> ctypes.CDLL:
     """
     objects = [*interpreter(), *sorted(kernels.glob("*.o")), *objects]
     # Symbolic: whatever CUDA runtime a process has, these launchers call the stand-in.
-    command = [emulated.compiler(), "-shared", "-Wl,-Bsymbolic", *objects, "-o", "lib.so"]
-    folder = _kept(name, "\0".join(map(str, command)).encode(), lambda folder: _run(command, folder))
+    command = [
+        emulated.compiler(),
+        "-shared",
+        "-Wl,-Bsymbolic",
+        *objects,
+        "-o",
+        "lib.so",
+    ]
+    folder = _kept(
+        name,
+        "\0".join(map(str, command)).encode(),
+        lambda folder: _run(command, folder),
+    )
     library = ctypes.CDLL(str(folder / "lib.so"))
     library.ptx_unwritten.restype = ctypes.c_int64
     library.ptx_be(capability)
@@ -144,7 +203,9 @@ def _library(name: str, kernels: Path, capability: int, objects) -> ctypes.CDLL:
 def build(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
     """Compile and load the launchers over the interpreter."""
     capability = int(architecture.rstrip("a")) // 10
-    return _library("launchers", compiled(architecture), capability, [emulated.entry_points()])
+    return _library(
+        "launchers", compiled(architecture), capability, [emulated.entry_points()]
+    )
 
 
 @functools.cache
@@ -163,13 +224,35 @@ def register_handlers(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
     if reason := why_not():
         pytest.skip(reason)
     include = jax.ffi.include_dir()
-    flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-isystem", include, "-I", emulated.ROOT]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-isystem",
+        include,
+        "-I",
+        emulated.ROOT,
+    ]
     source = HERE / "ffi" / "handlers.cc"
-    key = repr(flags).encode() + source.read_bytes() + (emulated.ROOT / "cuda" / "ffi" / "handlers.h").read_bytes()
+    key = (
+        repr(flags).encode()
+        + source.read_bytes()
+        + (emulated.ROOT / "cuda" / "ffi" / "handlers.h").read_bytes()
+    )
     command = [emulated.compiler(), *flags, "-c", source, "-o", "handlers.o"]
-    watched = _kept("handlers", key, lambda folder: _run(command, folder)) / "handlers.o"
+    watched = (
+        _kept("handlers", key, lambda folder: _run(command, folder)) / "handlers.o"
+    )
     capability = int(architecture.rstrip("a")) // 10
-    library = _library("handlers", compiled(architecture), capability, [watched, *emulated.handler_objects(include)])
+    library = _library(
+        "handlers",
+        compiled(architecture),
+        capability,
+        [watched, *emulated.handler_objects(include)],
+    )
     emulated.register("ptx", library, "ptx_")
     return library
 
@@ -199,7 +282,10 @@ class Interpreted(emulated.Emulated):
     def _launch(self, op, *arguments):
         alive = [buffer for buffer in buffers.alive if buffer.array.nbytes]
         for buffer in alive:
-            size, uses = ctypes.c_uint64(buffer.array.nbytes), (buffer.is_operand, buffer.is_result)
+            size, uses = (
+                ctypes.c_uint64(buffer.array.nbytes),
+                (buffer.is_operand, buffer.is_result),
+            )
             self.library.ptx_add_buffer(buffer.pointer, size, *map(int, uses))
         try:
             super()._launch(op, *arguments)

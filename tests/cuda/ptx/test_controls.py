@@ -58,7 +58,11 @@ def quantize(interpreted, size=1031):
 
 def amax(interpreted):
     x = kernels.random_values((1, 9000), oracle.BF16)
-    oracle.assert_bitwise(interpreted.amax(x), oracle.quantize(x[0], np.float32(1), oracle.E4M3)[1][None], "amax")
+    oracle.assert_bitwise(
+        interpreted.amax(x),
+        oracle.quantize(x[0], np.float32(1), oracle.E4M3)[1][None],
+        "amax",
+    )
 
 
 def amax_of_nan(interpreted):
@@ -69,7 +73,9 @@ def amax_of_nan(interpreted):
 
 def tiles(op):
     def run(interpreted):
-        call, check = kernels.TILES[op](kernels.random_values((1, 128, 128), oracle.BF16))
+        call, check = kernels.TILES[op](
+            kernels.random_values((1, 128, 128), oracle.BF16)
+        )
         check(call(interpreted))
 
     return run
@@ -101,7 +107,13 @@ def moments(squared):
 def adam(interpreted, make=test_op_adam.make_leaf):
     """Two leaves in place, with numbers of each row, and numbers of all sizes."""
     for applies in (False, True):
-        kernels.adam_update(interpreted, [((60, 256), 60), ((7, 130), 1)], applies, make=make, in_place=True)
+        kernels.adam_update(
+            interpreted,
+            [((60, 256), 60), ((7, 130), 1)],
+            applies,
+            make=make,
+            in_place=True,
+        )
 
 
 def plain_adam(interpreted):
@@ -123,22 +135,46 @@ class Control(NamedTuple):
 E4M3_PAIR = r"(cvt.rn.satfinite.e4m3x2.f32 %\w+), (%\w+), (%\w+);"
 MMA = r"(mma.sync\S+ \{[^}]*\}, \{)(%r\d+), (%r\d+)"
 CONTROLS = {
-    "operands of cvt exchanged": Control("quantize", E4M3_PAIR, r"\1, \3, \2;", quantize, RESULTS),
+    "operands of cvt exchanged": Control(
+        "quantize", E4M3_PAIR, r"\1, \3, \2;", quantize, RESULTS
+    ),
     "operands of cvt exchanged, in tiles": Control(
-        "quantize_transpose", E4M3_PAIR, r"\1, \3, \2;", tiles("quantize_transpose"), RESULTS
+        "quantize_transpose",
+        E4M3_PAIR,
+        r"\1, \3, \2;",
+        tiles("quantize_transpose"),
+        RESULTS,
     ),
     "operands of copysign exchanged": Control(
-        "quantize", r"(copysign.f32\s+%\w+), (%\w+), (%\w+);", r"\1, \3, \2;", quantize, RESULTS
+        "quantize",
+        r"(copysign.f32\s+%\w+), (%\w+), (%\w+);",
+        r"\1, \3, \2;",
+        quantize,
+        RESULTS,
     ),
-    "a maximum that drops NaN": Control("amax", "max.NaN.f32", "max.f32", amax_of_nan, RESULTS),
+    "a maximum that drops NaN": Control(
+        "amax", "max.NaN.f32", "max.f32", amax_of_nan, RESULTS
+    ),
     "a sum that begins anew": Control(
-        "ragged_matmul", r"setp.ne.u32 p(, %\w+, 0; wgmma)", r"setp.eq.u32 p\1", ragged_rows, RESULTS
+        "ragged_matmul",
+        r"setp.ne.u32 p(, %\w+, 0; wgmma)",
+        r"setp.eq.u32 p\1",
+        ragged_rows,
+        RESULTS,
     ),
     "matrices of wgmma exchanged": Control(
-        "ragged_matmul", r"(wgmma.mma_async\S+ \{[^}]*\}), (%\w+), (%\w+)", r"\1, \3, \2", ragged_rows, RESULTS
+        "ragged_matmul",
+        r"(wgmma.mma_async\S+ \{[^}]*\}), (%\w+), (%\w+)",
+        r"\1, \3, \2",
+        ragged_rows,
+        RESULTS,
     ),
     "eight rows of wgmma at the distance of four": Control(
-        "ragged_matmul", str(64 << 32 | 1 << 62), str(32 << 32 | 1 << 62), ragged_rows, RESULTS
+        "ragged_matmul",
+        str(64 << 32 | 1 << 62),
+        str(32 << 32 | 1 << 62),
+        ragged_rows,
+        RESULTS,
     ),
     "rows of wgmma without a swizzle": Control(
         "ragged_matmul", str(64 << 32 | 1 << 62), str(64 << 32), ragged_rows, "unknown"
@@ -146,7 +182,9 @@ CONTROLS = {
     "a fence for the tensor cores dropped": Control(
         "ragged_matmul", r"fence.proxy.async.shared::cta;", "", ragged_rows, "proxy"
     ),
-    "a fence of sums dropped": Control("ragged_matmul", r"wgmma.fence.sync.aligned;", "", ragged_rows, "order"),
+    "a fence of sums dropped": Control(
+        "ragged_matmul", r"wgmma.fence.sync.aligned;", "", ragged_rows, "order"
+    ),
     "a wait for sums dropped": Control(
         "ragged_matmul", r"wgmma.wait_group.sync.aligned 0;", "", ragged_rows, "pending"
     ),
@@ -158,7 +196,11 @@ CONTROLS = {
         "undefined",
     ),
     "a copy over the operand of a product": Control(
-        "ragged_matmul", r"wgmma.wait_group.sync.aligned 1;", "", fast_ragged_rows, RESULTS
+        "ragged_matmul",
+        r"wgmma.wait_group.sync.aligned 1;",
+        "",
+        fast_ragged_rows,
+        RESULTS,
     ),
     "wgmma without a warp of its warpgroup": Control(
         "ragged_matmul",
@@ -168,13 +210,25 @@ CONTROLS = {
         "warpgroup",
     ),
     "a barrier dropped": Control(
-        "quantize_transpose", r"bar.sync\s+0;", "", tiles("quantize_transpose"), "(race|undefined)"
+        "quantize_transpose",
+        r"bar.sync\s+0;",
+        "",
+        tiles("quantize_transpose"),
+        "(race|undefined)",
     ),
     "a barrier dropped, of blocks": Control(
-        "quantize_blocks_transpose", r"bar.sync\s+0;", "", tiles("(1, 32), ceil"), "race"
+        "quantize_blocks_transpose",
+        r"bar.sync\s+0;",
+        "",
+        tiles("(1, 32), ceil"),
+        "race",
     ),
     "a store where an atomic was": Control(
-        "amax", r"atom.global.max.u32\s+%\w+, (\[%\w+\]), (%\w+);", r"st.global.u32 \1, \2;", amax, "race"
+        "amax",
+        r"atom.global.max.u32\s+%\w+, (\[%\w+\]), (%\w+);",
+        r"st.global.u32 \1, \2;",
+        amax,
+        "race",
     ),
     "a barrier for some threads": Control(
         "quantize_transpose",
@@ -183,17 +237,35 @@ CONTROLS = {
         tiles("quantize_transpose"),
         "(race|barrier|warp)",
     ),
-    "a wait dropped": Control("ragged_matmul", r"cp.async.wait_group 3;", "", ragged_rows, "pending"),
-    "a wait for one group fewer": Control(
-        "ragged_matmul", r"cp.async.wait_group 3;", "cp.async.wait_group 4;", ragged_rows, "pending"
+    "a wait dropped": Control(
+        "ragged_matmul", r"cp.async.wait_group 3;", "", ragged_rows, "pending"
     ),
-    "a group not committed": Control("ragged_matmul", r"cp.async.commit_group;", "", ragged_rows, "pending"),
-    "a bound off by one": Control("quantize", "setp.ge.s64", "setp.gt.s64", quantize, "outside"),
+    "a wait for one group fewer": Control(
+        "ragged_matmul",
+        r"cp.async.wait_group 3;",
+        "cp.async.wait_group 4;",
+        ragged_rows,
+        "pending",
+    ),
+    "a group not committed": Control(
+        "ragged_matmul", r"cp.async.commit_group;", "", ragged_rows, "pending"
+    ),
+    "a bound off by one": Control(
+        "quantize", "setp.ge.s64", "setp.gt.s64", quantize, "outside"
+    ),
     "a load before its buffer": Control(
-        "quantize", r"(ld.global.nc.v4.u32 \{[^}]*\}, \[%\w+)\]", r"\1+-16]", quantize, "outside"
+        "quantize",
+        r"(ld.global.nc.v4.u32 \{[^}]*\}, \[%\w+)\]",
+        r"\1+-16]",
+        quantize,
+        "outside",
     ),
     "a mask short of a lane": Control(
-        "amax", r"(redux.sync.max.u32 %\w+, %\w+), %\w+;", r"\1, 2147483647;", amax, "warp"
+        "amax",
+        r"(redux.sync.max.u32 %\w+, %\w+), %\w+;",
+        r"\1, 2147483647;",
+        amax,
+        "warp",
     ),
     "a vector store off its alignment": Control(
         "quantize_transpose",
@@ -203,10 +275,18 @@ CONTROLS = {
         "misaligned",
     ),
     "a copy off its alignment": Control(
-        "ragged_matmul", r"(cp.async.cg.shared.global \[%\w+\], \[%\w+)\]", r"\1+4]", ragged_rows, "misaligned"
+        "ragged_matmul",
+        r"(cp.async.cg.shared.global \[%\w+\], \[%\w+)\]",
+        r"\1+4]",
+        ragged_rows,
+        "misaligned",
     ),
     "shared memory that nobody wrote": Control(
-        "quantize_transpose", r"st.shared.u32.*;", "", tiles("quantize_transpose"), "undefined"
+        "quantize_transpose",
+        r"st.shared.u32.*;",
+        "",
+        tiles("quantize_transpose"),
+        "undefined",
     ),
     "a write to an operand": Control(
         "amax",
@@ -222,39 +302,85 @@ CONTROLS = {
         amax,
         "read-only",
     ),
-    "a loop that never ends": Control("quantize", r"(\n\$L__BB0_3:)", r"\1 bra $L__BB0_3;", quantize, "endless"),
+    "a loop that never ends": Control(
+        "quantize", r"(\n\$L__BB0_3:)", r"\1 bra $L__BB0_3;", quantize, "endless"
+    ),
     "words of a row from another lane": Control(
-        "ragged_matmul", r"(shfl.sync.bfly\S+\s+\S+ %r\d+), %r\d+", r"\1, 2", ragged_rows, RESULTS
+        "ragged_matmul",
+        r"(shfl.sync.bfly\S+\s+\S+ %r\d+), %r\d+",
+        r"\1, 2",
+        ragged_rows,
+        RESULTS,
     ),
     "the fraction of the next code": Control(
-        "encode_moment", r"(ld.shared.f32\s+%f\d+, \[%r\d+)\]", r"\1+4]", moments(False), "outside"
+        "encode_moment",
+        r"(ld.shared.f32\s+%f\d+, \[%r\d+)\]",
+        r"\1+4]",
+        moments(False),
+        "outside",
     ),
-    "random bits mixed less": Control("encode_moment", "2048144789", "2048144787", moments(True), RESULTS),
-    "products that stay lifted": Control("encode_moment", "0f1F800000", "0f3F800000", moments(False), RESULTS),
-    "a code above the largest": Control("encode_moment", "0f40000000", "0f00000000", moments(False), RESULTS),
-    "shuffled over fewer lanes": Control("encode_moment", r"(mov.u32\s+%r\d+), 4;", r"\1, 2;", moments(True), RESULTS),
-    "a moment read past its writes": Control("encode_moment", "ld.global.u32", "ld.global.nc.u32", moments(True), "nc"),
-    "random bits of Adam mixed less": Control("adam_update", "2048144789", "2048144787", adam, RESULTS),
-    "the step of another row": Control("adam_update", r"(mul\S+\s+%rd\d+, %r\d+), 44;", r"\1, 0;", adam, RESULTS),
-    "numbers of a step exchanged": Control("adam_update", r"(add.s64\s+%rd\d+, %rd\d+), 8;", r"\1, 0;", adam, RESULTS),
-    "terms that are not flushed": Control("adam_update", "0f0C800000", "0f00000000", adam, RESULTS),
-    "small parameters that need care": Control("adam_update", "0f21800000", "0f00000000", plain_adam, RESULTS),
-    "roots in place of quotients": Control("adam_update", "rcp.approx", "rsqrt.approx", plain_adam, RESULTS),
-    "maxima over fewer lanes": Control("adam_update", r"(mov.\S+\s+%r\d+), 4;", r"\1, 2;", adam, RESULTS),
+    "random bits mixed less": Control(
+        "encode_moment", "2048144789", "2048144787", moments(True), RESULTS
+    ),
+    "products that stay lifted": Control(
+        "encode_moment", "0f1F800000", "0f3F800000", moments(False), RESULTS
+    ),
+    "a code above the largest": Control(
+        "encode_moment", "0f40000000", "0f00000000", moments(False), RESULTS
+    ),
+    "shuffled over fewer lanes": Control(
+        "encode_moment", r"(mov.u32\s+%r\d+), 4;", r"\1, 2;", moments(True), RESULTS
+    ),
+    "a moment read past its writes": Control(
+        "encode_moment", "ld.global.u32", "ld.global.nc.u32", moments(True), "nc"
+    ),
+    "random bits of Adam mixed less": Control(
+        "adam_update", "2048144789", "2048144787", adam, RESULTS
+    ),
+    "the step of another row": Control(
+        "adam_update", r"(mul\S+\s+%rd\d+, %r\d+), 44;", r"\1, 0;", adam, RESULTS
+    ),
+    "numbers of a step exchanged": Control(
+        "adam_update", r"(add.s64\s+%rd\d+, %rd\d+), 8;", r"\1, 0;", adam, RESULTS
+    ),
+    "terms that are not flushed": Control(
+        "adam_update", "0f0C800000", "0f00000000", adam, RESULTS
+    ),
+    "small parameters that need care": Control(
+        "adam_update", "0f21800000", "0f00000000", plain_adam, RESULTS
+    ),
+    "roots in place of quotients": Control(
+        "adam_update", "rcp.approx", "rsqrt.approx", plain_adam, RESULTS
+    ),
+    "maxima over fewer lanes": Control(
+        "adam_update", r"(mov.\S+\s+%r\d+), 4;", r"\1, 2;", adam, RESULTS
+    ),
     "a leaf in the place of another": Control(
         "adam_update", r"(mul.lo.s64\s+%rd\d+, %rd\d+), 168;", r"\1, 0;", adam, "race"
     ),
-    "a gradient read past its update": Control("adam_update", "ld.global.v4.u32", "ld.global.nc.v4.u32", adam, "nc"),
-    "an instruction of another kind": Control("quantize", "copysign.f32", "lg2.approx.f32", quantize, "unknown"),
+    "a gradient read past its update": Control(
+        "adam_update", "ld.global.v4.u32", "ld.global.nc.v4.u32", adam, "nc"
+    ),
+    "an instruction of another kind": Control(
+        "quantize", "copysign.f32", "lg2.approx.f32", quantize, "unknown"
+    ),
 }
 
 
 WARP_CONTROLS = {
-    "registers of mma exchanged": Control("ragged_matmul", MMA, r"\1\3, \2", ragged_rows_of_warps, RESULTS),
-    "matrices of ldmatrix exchanged": Control(
-        "ragged_matmul", r"(ldmatrix\S+ \{%r\d+), (%r\d+), (%r\d+)", r"\1, \3, \2", ragged_rows_of_warps, RESULTS
+    "registers of mma exchanged": Control(
+        "ragged_matmul", MMA, r"\1\3, \2", ragged_rows_of_warps, RESULTS
     ),
-    "a wait dropped": Control("ragged_matmul", r"cp.async.wait_group 1;", "", ragged_rows_of_warps, "pending"),
+    "matrices of ldmatrix exchanged": Control(
+        "ragged_matmul",
+        r"(ldmatrix\S+ \{%r\d+), (%r\d+), (%r\d+)",
+        r"\1, \3, \2",
+        ragged_rows_of_warps,
+        RESULTS,
+    ),
+    "a wait dropped": Control(
+        "ragged_matmul", r"cp.async.wait_group 1;", "", ragged_rows_of_warps, "pending"
+    ),
 }
 
 
@@ -265,7 +391,9 @@ def test_controls(name, interpreted, tmp_path):
 
 @pytest.mark.parametrize("name", WARP_CONTROLS)
 def test_controls_of_other_gpus_than_hopper(name, interpreted_warps, tmp_path):
-    check_control(WARP_CONTROLS[name], interpreted_warps, tmp_path, machine.compiled_for_warps)
+    check_control(
+        WARP_CONTROLS[name], interpreted_warps, tmp_path, machine.compiled_for_warps
+    )
 
 
 def check_control(control, interpreted, folder, original):
@@ -278,7 +406,11 @@ def check_control(control, interpreted, folder, original):
     if control.kind == RESULTS:
         assert "launch failed" not in message, message
     else:
-        assert re.search(rf"^{control.kind}: [^\n]*\n  {control.kernel}.ptx:\d+: ", message, re.MULTILINE), message
+        assert re.search(
+            rf"^{control.kind}: [^\n]*\n  {control.kernel}.ptx:\d+: ",
+            message,
+            re.MULTILINE,
+        ), message
 
 
 @pytest.mark.parametrize(
@@ -295,7 +427,10 @@ def test_controls_of_custom_calls(op, pattern, replacement, kind, tmp_path):
     options = {"input_output_aliases": {0: 0, 1: 1}} if op == "write_histories" else {}
     cases.run_target(call, "ptx_cuda_", **options)
     with edited(library, tmp_path, op, pattern, replacement):
-        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"{kind}: [^\n]*\n  {op}.ptx:\d+: "):
+        with pytest.raises(
+            (jax.errors.JaxRuntimeError, ValueError),
+            match=rf"{kind}: [^\n]*\n  {op}.ptx:\d+: ",
+        ):
             cases.run_target(call, "ptx_cuda_", **options)
     assert re.match(kind, machine.take_fault(library))
 
@@ -303,7 +438,10 @@ def test_controls_of_custom_calls(op, pattern, replacement, kind, tmp_path):
 # Of 16 elements, of each of two kernels: a root and a quotient, and for each moment the
 # root of a fraction and the inverse of an amax, two for a root and four for a quotient.
 # And terms with +0, three for an update and two more to apply it.
-FUSED = {"adam_update": 2 * (16 * (2 + 4) + 2 * (16 * 2 + 4)) + 16 * (3 + 5), "encode_moment": 0}
+FUSED = {
+    "adam_update": 2 * (16 * (2 + 4) + 2 * (16 * 2 + 4)) + 16 * (3 + 5),
+    "encode_moment": 0,
+}
 
 
 @pytest.mark.parametrize("kernel", FUSED)
@@ -311,10 +449,16 @@ def test_no_product_of_moments_is_fused(kernel):
     """A product that is rounded with a sum differs too seldom for tests of numbers."""
     if reason := machine.why_not():
         pytest.skip(reason)
-    assert (machine.compiled() / f"{kernel}.ptx").read_text().count("fma.") == FUSED[kernel]
+    assert (machine.compiled() / f"{kernel}.ptx").read_text().count("fma.") == FUSED[
+        kernel
+    ]
 
 
 def test_every_kernel_is_known(interpreted):
     """The parser decodes all instructions of all entries."""
-    entries = sum(file.read_text().count("\n.entry ") for file in machine.compiled().glob("*.ptx"))
-    assert interpreted.library.ptx_parse_all() == entries > 300, machine.take_fault(interpreted.library)
+    entries = sum(
+        file.read_text().count("\n.entry ") for file in machine.compiled().glob("*.ptx")
+    )
+    assert interpreted.library.ptx_parse_all() == entries > 300, machine.take_fault(
+        interpreted.library
+    )

@@ -14,8 +14,18 @@ from . import machine
 
 # Products have no kernels of ours. Ones are multiplied, activated and normalized by the
 # tests of the launchers.
-WITHOUT_ANSWER = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul", "quantize_activation", "quantize_norm")
-OPS = [op for op in targets.CUDA_SPECS if not op.startswith((*WITHOUT_ANSWER, "quantize_blocks_transpose"))]
+WITHOUT_ANSWER = (
+    "scaled_matmul",
+    "block_scaled_matmul",
+    "ragged_matmul",
+    "quantize_activation",
+    "quantize_norm",
+)
+OPS = [
+    op
+    for op in targets.CUDA_SPECS
+    if not op.startswith((*WITHOUT_ANSWER, "quantize_blocks_transpose"))
+]
 # operand -> result
 IN_PLACE = {
     "write_histories": {0: 0, 1: 1},
@@ -36,7 +46,9 @@ def test_good_calls(op, sizes):
     library, rng = machine.register_handlers(), np.random.default_rng(0)
     for call in targets.every_choice(op, targets.SIZES | sizes):
         with np.errstate(invalid="ignore"):  # integers have no infinity
-            call = targets.filled(call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype))
+            call = targets.filled(
+                call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype)
+            )
         for alias in ({}, IN_PLACE.get(op, {})):
             got = cases.run_target(call, "ptx_cuda_", input_output_aliases=alias)
             fault = machine.take_fault(library)
@@ -49,7 +61,10 @@ def test_a_fault_is_an_error_of_the_call():
     library = machine.register_handlers()
     library.ptx_use_folder(b"/nonexistent")
     try:
-        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="unknown: folder /nonexistent"):
+        with pytest.raises(
+            (jax.errors.JaxRuntimeError, ValueError),
+            match="unknown: folder /nonexistent",
+        ):
             cases.run_target(targets.filled(targets.good("amax")), "ptx_cuda_")
     finally:
         library.ptx_use_folder(str(machine.compiled()).encode())
