@@ -44,5 +44,6 @@ grads = jax.jit(jax.grad(lambda v: (layer.apply(v, inputs) ** 2).sum()))(variabl
 state = grads[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
 assert state["input_amax_history"][0] == jnp.abs(inputs).max()
 print(
-    f"smoke: jaxfp8 on Python {sys.version.split()[0]}, JAX {jax.__version__}: {got}, ok"
+    f"smoke: jaxfp8 on Python {sys.version.split()[0]}, JAX {jax.__version__}: {got}, "
+    "ok"
 )

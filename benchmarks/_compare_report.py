@@ -121,7 +121,8 @@ def notes(programs) -> str:
         for p in programs.values()
     ):
         lines.append(
-            "Widened codes are multiplied in bf16 or f32: these times are not the speed of FP8 units."
+            "Widened codes are multiplied in bf16 or f32: these times are not the "
+            "speed of FP8 units."
         )
     return "\n".join(lines)
 

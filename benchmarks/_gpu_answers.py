@@ -55,7 +55,8 @@ def expect_product(name, got, a, b, limit, a_scale_inv=1.0, b_scale_inv=1.0):
     error = float(_product_error(got, a, b, a_scale_inv, b_scale_inv))
     if not error < limit:
         raise AssertionError(
-            f"{name}: a row is off by {error:.2e} of the rows, expected less than {limit:.0e}"
+            f"{name}: a row is off by {error:.2e} of the rows, expected less than "
+            f"{limit:.0e}"
         )
 
 

@@ -221,7 +221,10 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
 
 
 def table(lines: list[Goal], dry_run: bool) -> str:
-    head = f"{'':40} {'value':>9} {'goal':>7} {'stretch':>7}  {'dry run, no GPU times' if dry_run else ''}".rstrip()
+    head = (
+        f"{'':40} {'value':>9} {'goal':>7} {'stretch':>7}  "
+        f"{'dry run, no GPU times' if dry_run else ''}"
+    ).rstrip()
     rows = [head]
     for line in lines:
         value = (
@@ -237,6 +240,7 @@ def table(lines: list[Goal], dry_run: bool) -> str:
         ]
         met = "dry run" if dry_run and line.value is not None else line.met
         rows.append(
-            f"{line.what:40} {value:>9} {limits[0]:>7} {limits[1]:>7} {line.unit:7} {met}"
+            f"{line.what:40} {value:>9} {limits[0]:>7} {limits[1]:>7} {line.unit:7} "
+            f"{met}"
         )
     return "\n".join(rows)

@@ -4,7 +4,8 @@ import re
 from collections import Counter
 
 _INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>\(?[a-z0-9]+\[[^=]*?) (?P<op>[a-z-]+)\((?P<operands>[^)]*)\)"
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>\(?[a-z0-9]+\[[^=]*?) "
+    r"(?P<op>[a-z-]+)\((?P<operands>[^)]*)\)"
 )
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")

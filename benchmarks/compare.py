@@ -98,7 +98,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         parser.error("--seeds goes with training, not with --time-only")
     if "tf32" in args.arms and not has_tf32():
         parser.error(
-            "--arms: tf32 needs an NVIDIA GPU of compute capability 8.0 or newer; leave it out"
+            "--arms: tf32 needs an NVIDIA GPU of compute capability 8.0 or newer; "
+            "leave it out"
         )
     args.arms = list(dict.fromkeys(args.arms))
     return args
@@ -200,7 +201,8 @@ class Comparison:
                 math.isfinite(loss) and abs(loss - expected) <= MAX_CHECK_DIFFERENCE
             ):
                 raise AssertionError(
-                    f"{name}: loss {loss} after {CHECK_STEPS} steps, expected {expected}"
+                    f"{name}: loss {loss} after {CHECK_STEPS} steps, expected "
+                    f"{expected}"
                 )
         return time_steps(self.steps, states, next(self.batches(1, 1)), self.args.steps)
 

@@ -314,7 +314,10 @@ def line(row) -> str:
     where = f"{row['tensors']}, {row['of']}, {row['figure']}"
     interval = "" if row["confidence_95"] is None else f" +- {row['confidence_95']:.2f}"
     each = "  ".join(f"{name} {value:.1f}" for name, value in row["dB"].items())
-    return f"{where:38} {row['better_by']:+6.2f}{interval} dB to {row['best_stock']:13} {each}"
+    return (
+        f"{where:38} {row['better_by']:+6.2f}{interval} dB to {row['best_stock']:13} "
+        f"{each}"
+    )
 
 
 def main():

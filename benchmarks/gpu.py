@@ -65,7 +65,10 @@ def describe(args) -> dict:
     """Return the machine and the versions; a child asks the device, so that this
     process holds none of its memory.
     """
-    script = "import jax; d = jax.devices()[0]; print(d.device_kind); print(getattr(d.client, 'platform_version', ''))"
+    script = (
+        "import jax; d = jax.devices()[0]; print(d.device_kind); "
+        "print(getattr(d.client, 'platform_version', ''))"
+    )
     asked = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True
     )
@@ -75,7 +78,8 @@ def describe(args) -> dict:
             "",
         )
         sys.exit(
-            f"gpu.py: JAX has no {args.platform} device: {reason}; a dry run: --tiny --platform cpu"
+            f"gpu.py: JAX has no {args.platform} device: {reason}; a dry run: --tiny "
+            "--platform cpu"
         )
     device, *version = asked.stdout.splitlines()
     query = [
@@ -122,7 +126,8 @@ def show(name: str, result: dict) -> None:
     width = max(map(len, (*result["rows"], *result["errors"])), default=0)
     for candidate, row in result["rows"].items():
         print(
-            f"  {candidate:{width}} {row['us']:9.1f} us +-{100 * row['spread']:3.0f} %  {facts(row)}"
+            f"  {candidate:{width}} {row['us']:9.1f} us +-{100 * row['spread']:3.0f} "
+            f"%  {facts(row)}"
         )
     for candidate, error in result["errors"].items():
         print(f"  {candidate:{width}} no result: {' '.join(error.split())[-300:]}")
@@ -159,7 +164,8 @@ def main():
         chosen = [name for name in chosen if not CASES[name].xla_flags]
     if not chosen:
         sys.exit(
-            f"gpu.py: --only: no case begins with {args.only}; there are {', '.join(CASES)}"
+            f"gpu.py: --only: no case begins with {args.only}; there are "
+            f"{', '.join(CASES)}"
         )
     child = [
         "--turns",

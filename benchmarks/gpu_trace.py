@@ -57,7 +57,8 @@ def show(name: str, calls: int, run, *arguments) -> None:
         span = (events[-1][0] + events[-1][1] - events[0][0]) / 1e3 / calls
         busy = sum(duration for _, duration, _ in events) / 1e3 / calls
         print(
-            f"{stream}: {len(events) / calls:.1f} launches a call, span {span:.1f} us, busy {busy:.1f} us"
+            f"{stream}: {len(events) / calls:.1f} launches a call, span {span:.1f} "
+            f"us, busy {busy:.1f} us"
         )
         durations = defaultdict(list)
         for _, duration, kernel in events:
@@ -66,7 +67,8 @@ def show(name: str, calls: int, run, *arguments) -> None:
             :MOST_KERNELS
         ]:
             print(
-                f"   {len(each) / calls:6.1f} x {statistics.median(each):8.2f} us  {kernel[:150]}"
+                f"   {len(each) / calls:6.1f} x {statistics.median(each):8.2f} us  "
+                f"{kernel[:150]}"
             )
         count = len(events) // calls
         if count <= MOST_IN_ORDER:  # of a call in the middle, with the gaps before

@@ -254,7 +254,8 @@ def main():
     for key, value in described.items():
         print(f"{key}: {value}")
     print(
-        "\n| mesh | layers | all-gather | all-reduce | amax all-reduce | other |\n|---|---|---|---|---|---|"
+        "\n| mesh | layers | all-gather | all-reduce | amax all-reduce | other "
+        "|\n|---|---|---|---|---|---|"
     )
     rows = []
     for kind in args.kinds:

@@ -193,8 +193,9 @@ def measure(case: Case, m: int, n: int, turns: int) -> dict:
 
 
 HEADER = (
-    f"{'op':18} {'dtype':5} {'format':6} {'shape':>11} {'jaxfp8 ms':>9} {'best XLA ms':>11} {'ratio':>6} {'goal':>5} "
-    f"{'% of memcpy':>11} {'goal':>5}  {'result':6} {'inexact XLA ms':>14}"
+    f"{'op':18} {'dtype':5} {'format':6} {'shape':>11} {'jaxfp8 ms':>9} "
+    f"{'best XLA ms':>11} {'ratio':>6} {'goal':>5} {'% of memcpy':>11} {'goal':>5}  "
+    f"{'result':6} {'inexact XLA ms':>14}"
 )
 
 
@@ -204,8 +205,9 @@ def line(row: dict) -> str:
         f"{row['xla_inexact_ms']:14.3f}" if row["xla_inexact_ms"] else f"{'-':>14}"
     )
     return (
-        f"{row['op']:18} {row['dtype']:5} {row['format']:6} {row['shape']:>11} {row['jaxfp8_ms']:9.3f} "
-        f"{row['xla_ms']:11.3f} {row['ratio']:6.2f} {row['goal']:5.1f} {100 * row['of_memcpy']:10.0f}% {memcpy_goal}  "
+        f"{row['op']:18} {row['dtype']:5} {row['format']:6} {row['shape']:>11} "
+        f"{row['jaxfp8_ms']:9.3f} {row['xla_ms']:11.3f} {row['ratio']:6.2f} "
+        f"{row['goal']:5.1f} {100 * row['of_memcpy']:10.0f}% {memcpy_goal}  "
         f"{'pass' if row['passed'] else 'FAIL':6} {inexact}"
     )
 

@@ -119,7 +119,10 @@ def _title(name, environment) -> str:
     device = (
         f"{environment['device']}, driver {environment['driver'].split(',')[1].strip()}"
     )
-    return f"{device}, {versions}, commit {environment['commit']}: `benchmarks/results/{name}.json`."
+    return (
+        f"{device}, {versions}, commit {environment['commit']}: "
+        f"`benchmarks/results/{name}.json`."
+    )
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:

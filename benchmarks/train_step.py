@@ -206,10 +206,14 @@ def line(row: dict) -> str:
         f"{name} {ms:.2f} ({row['cpu_ms'][name]:.2f})" for name, ms in row["ms"].items()
     )
     ratios = "  ".join(
-        f"{row['times_faster_than'][peer]:.2f}x {peer} (goal {goal}, CPU time {row['times_less_cpu_than'][peer]:.2f}x)"
+        f"{row['times_faster_than'][peer]:.2f}x {peer} (goal {goal}, CPU time "
+        f"{row['times_less_cpu_than'][peer]:.2f}x)"
         for peer, goal in row["goals"].items()
     )
-    return f"{row['case']:15} {'met' if row['met'] else 'MISSED':6} {ratios}   ms (CPU ms): {times}"
+    return (
+        f"{row['case']:15} {'met' if row['met'] else 'MISSED':6} {ratios}   ms (CPU "
+        f"ms): {times}"
+    )
 
 
 def main():

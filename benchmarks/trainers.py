@@ -336,8 +336,8 @@ def line(row) -> str:
     ratios = "  ".join(f"{value:.2f}" for value in row["of_flax"].values())
     missed = f"  MISSED {', '.join(row['missed'])}" if row["missed"] else ""
     return (
-        f"{row['case']:28} {row['candidate']:20} effects {row['effects']}  operations {row['operations']:5}  {numbers}"
-        f"  of flax: {ratios}{missed}"
+        f"{row['case']:28} {row['candidate']:20} effects {row['effects']}  operations "
+        f"{row['operations']:5}  {numbers}  of flax: {ratios}{missed}"
     )
 
 

@@ -43,7 +43,10 @@ def difference(got, expected: np.ndarray, bound: np.ndarray | None) -> str | Non
     """
     got = np.asarray(got)
     if got.shape != expected.shape or (bound is None and got.dtype != expected.dtype):
-        return f"expected {expected.dtype}{list(expected.shape)}, got {got.dtype}{list(got.shape)}"
+        return (
+            f"expected {expected.dtype}{list(expected.shape)}, got "
+            f"{got.dtype}{list(got.shape)}"
+        )
     if bound is None and expected.dtype == np.float32:
         wrong = (got.view(np.uint32) != expected.view(np.uint32)) & ~(
             np.isnan(got) & np.isnan(expected)
@@ -55,7 +58,10 @@ def difference(got, expected: np.ndarray, bound: np.ndarray | None) -> str | Non
     if not wrong.any():
         return None
     first = tuple(map(int, np.unravel_index(np.argmax(wrong), wrong.shape)))
-    return f"{wrong.sum()} of {wrong.size} differ; first at {first}: expected {expected[first]!r}, got {got[first]!r}"
+    return (
+        f"{wrong.sum()} of {wrong.size} differ; first at {first}: expected "
+        f"{expected[first]!r}, got {got[first]!r}"
+    )
 
 
 def check(

@@ -65,7 +65,8 @@ class Run(_compare_runs.Run):
 
 def table(results):
     lines = [
-        f"{'arm':9}{'validation loss':>16}{'minus bf16':>12}{'ms/step':>9}   validation loss of each seed"
+        f"{'arm':9}{'validation loss':>16}{'minus bf16':>12}{'ms/step':>9}   "
+        "validation loss of each seed"
     ]
     for name, row in results.items():
         difference = (
@@ -75,7 +76,8 @@ def table(results):
         )
         each = "  ".join(f"{loss:.4f}" for loss in row["validation_losses"])
         lines.append(
-            f"{name:9}{row['mean_validation_loss']:16.4f}{difference:>12}{row['median_ms_per_step']:9.1f}   {each}"
+            f"{name:9}{row['mean_validation_loss']:16.4f}{difference:>12}{row['median_ms_per_step']:9.1f}   "
+            f"{each}"
         )
     return "\n".join(lines)
 
@@ -93,9 +95,10 @@ def judge(results):
         and control >= MIN_CONTROL_LOSS
     )
     return passed, (
-        f"{'PASS' if passed else 'FAIL'}: jaxfp8 - bf16 {to_bf16:+.4f} nat (at most {MAX_LOSS_TO_BF16}), "
-        f"jaxfp8 - flax {to_flax:+.4f} (at most {MAX_LOSS_TO_FLAX}), "
-        f"control - bf16 {control:+.4f} (at least {MIN_CONTROL_LOSS})"
+        f"{'PASS' if passed else 'FAIL'}: jaxfp8 - bf16 {to_bf16:+.4f} nat (at most "
+        f"{MAX_LOSS_TO_BF16}), jaxfp8 - flax {to_flax:+.4f} (at most "
+        f"{MAX_LOSS_TO_FLAX}), control - bf16 {control:+.4f} (at least "
+        f"{MIN_CONTROL_LOSS})"
     )
 
 

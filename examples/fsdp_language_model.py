@@ -245,7 +245,8 @@ def main():
     )
     data, fsdp = mesh.devices.shape
     print(
-        f"{mesh.devices.flat[0].device_kind}, {mesh.size} devices: {data} x a model cut into {fsdp}"
+        f"{mesh.devices.flat[0].device_kind}, {mesh.size} devices: {data} x a model "
+        f"cut into {fsdp}"
     )
     if args.batch % mesh.size:
         sys.exit(f"--batch has to be a multiple of {mesh.size}, the number of devices")
@@ -261,7 +262,8 @@ def main():
         start = int(trains[args.arms[0]].step)
         if start != args.steps // 2:
             sys.exit(
-                f"--steps: the checkpoint is of a run of {2 * start} steps or {2 * start + 1}, got {args.steps}"
+                f"--steps: the checkpoint is of a run of {2 * start} steps or "
+                f"{2 * start + 1}, got {args.steps}"
             )
     batches = corpus.random_batches(args.seed, args.steps, args.batch, LENGTH)
     batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]

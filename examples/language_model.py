@@ -191,8 +191,11 @@ def train(models, optimizer, seed, batches, validation, steps, bar):
 def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="By default one seed and a shortened run (150 steps), to end within minutes on two CPU cores. "
-        "The full proof is: --steps 1000 --seeds 3 --control",
+        epilog=(
+            "By default one seed and a shortened run (150 steps), to end within "
+            "minutes on two CPU cores. The full proof is: --steps 1000 --seeds 3 "
+            "--control"
+        ),
     )
     parser.add_argument(
         "--steps", type=int, default=150, help="training steps (default: %(default)s)"
@@ -226,7 +229,8 @@ def parse_arguments():
         args.steps, args.batch = 4, 2
     if args.steps < 2 or args.seeds < 1 or args.batch < 1:
         parser.error(
-            "--steps has to be 2 or more (the first one compiles), --seeds and --batch 1 or more"
+            "--steps has to be 2 or more (the first one compiles), --seeds and "
+            "--batch 1 or more"
         )
     return args
 

@@ -292,7 +292,8 @@ def main():
     )
     if args.batch % mesh.size or EXPERTS % mesh.size:
         raise SystemExit(
-            f"--batch and the {EXPERTS} experts have to be multiples of {mesh.size}, the number of devices"
+            f"--batch and the {EXPERTS} experts have to be multiples of {mesh.size}, "
+            "the number of devices"
         )
     print(f"{mesh.size} devices, {EXPERTS // mesh.size} experts on each")
 

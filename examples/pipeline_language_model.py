@@ -151,11 +151,13 @@ def main():
     mesh, corpus = make_mesh(), Corpus()
     stages, copies = mesh.devices.shape
     print(
-        f"{mesh.size} devices: {STAGES} stages on {stages} x {copies}, {MICROBATCHES} microbatches"
+        f"{mesh.size} devices: {STAGES} stages on {stages} x {copies}, {MICROBATCHES} "
+        "microbatches"
     )
     if args.batch % (MICROBATCHES * copies):
         raise SystemExit(
-            f"--batch has to be a multiple of {MICROBATCHES * copies}: microbatches x copies"
+            f"--batch has to be a multiple of {MICROBATCHES * copies}: microbatches x "
+            "copies"
         )
 
     vocabulary = len(corpus.vocabulary)

@@ -121,7 +121,10 @@ def _device(row) -> str:
 def _library(row) -> str:
     if row["error"]:
         return row["error"] + (f" ({row['path']})" if row["path"] else "")
-    return f"loaded, {'in use' if row['platform'] == 'cpu' else 'built for'}: {row['built_for']} ({row['path']})"
+    return (
+        f"loaded, {'in use' if row['platform'] == 'cpu' else 'built for'}: "
+        f"{row['built_for']} ({row['path']})"
+    )
 
 
 def _kernels(machine) -> str:
@@ -135,7 +138,10 @@ def _kernels(machine) -> str:
         row["name"] for row in ops if not row["custom_call"] and not _is_intended(row)
     ]
     if idle:
-        return f"{len(idle)} of {len(ops)} ops run without their kernel; the reasons are below"
+        return (
+            f"{len(idle)} of {len(ops)} ops run without their kernel; the reasons are "
+            "below"
+        )
     return f"all that exist for {platform} are active"
 
 
@@ -170,9 +176,15 @@ def _recipe(row) -> str:
     if row["fp8_products"] and not row["calls"]:
         return f"{row['fp8_products']} of 3 products of FP8 operands, compiled by XLA"
     if _is_intended(row):
-        return f"3 products of FP8 codes, multiplied in high precision as intended; custom calls: {calls}"
+        return (
+            "3 products of FP8 codes, multiplied in high precision as intended; "
+            f"custom calls: {calls}"
+        )
     why = f" ({row['why']})" if row["why"] else ""
-    return f"{row['fp8_products']} of 3 products by FP8 kernels{why}; custom calls: {calls}"
+    return (
+        f"{row['fp8_products']} of 3 products by FP8 kernels{why}; custom calls: "
+        f"{calls}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

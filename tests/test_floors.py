@@ -170,7 +170,9 @@ def test_circles_are_found(tmp_path):
 def test_checkpoint_policies_is_a_module_of_jaxfp8():
     """Its file is in `dot`, its name is not."""
     program = (
-        "import jaxfp8.checkpoint_policies as policies; from jaxfp8.checkpoint_policies import OUTPUT_NAME\n"
-        "import jaxfp8; assert policies is jaxfp8.checkpoint_policies and OUTPUT_NAME == policies.OUTPUT_NAME"
+        "import jaxfp8.checkpoint_policies as policies; from "
+        "jaxfp8.checkpoint_policies import OUTPUT_NAME\n"
+        "import jaxfp8; assert policies is jaxfp8.checkpoint_policies and OUTPUT_NAME "
+        "== policies.OUTPUT_NAME"
     )
     another_process.python("-c", program)

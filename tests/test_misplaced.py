@@ -92,19 +92,40 @@ def scales_as_bfloat16(leaf):
 
 
 ADAM = optax.adam(1e-3)
-UNBOUND = r"Fp8DotGeneral: expected a call from a Linen module.* takes dot_general=jaxfp8\.nnx\.Fp8DotGeneral\(recipe\)"
-OTHER_STATE = r"update: opt_state: expected .* got the state of another tree\. Make it by .* after jaxfp8\.quantize"
+UNBOUND = (
+    r"Fp8DotGeneral: expected a call from a Linen module.* takes "
+    r"dot_general=jaxfp8\.nnx\.Fp8DotGeneral\(recipe\)"
+)
+OTHER_STATE = (
+    r"update: opt_state: expected .* got the state of another tree\. Make it by .* "
+    r"after jaxfp8\.quantize"
+)
 OTHER_TREE = "init: expected masks and labels in tx with the tree of all variables"
-PARAMETERS_ALONE = "linen.TrainState: create: expected masks and labels in tx with the tree of the parameters"
-NNX_INSTANCE = r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as dot_general="
+PARAMETERS_ALONE = (
+    "linen.TrainState: create: expected masks and labels in tx with the tree of the "
+    "parameters"
+)
+NNX_INSTANCE = (
+    r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as "
+    r"dot_general="
+)
 LINEN_INSTANCE = (
     "{}: expected a class or a function that makes a product, got an instance; pass {}="
 )
-SEED = "optim.quantized: seed: expected an int, got {}; pass a number of your choice, such as seed=0"
+SEED = (
+    "optim.quantized: seed: expected an int, got {}; pass a number of your choice, "
+    "such as seed=0"
+)
 EINSUM = nn.Einsum((8, 8), "abi,io->abo")
 FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
-NO_ARRAY = r"frozen kernel: expected an array, got the placeholder .* give the input to that product"
-FROZEN = r"Dense.*: params: expected the kernel of a layer in high precision, got variables of jaxfp8\.freeze"
+NO_ARRAY = (
+    r"frozen kernel: expected an array, got the placeholder .* give the input to that "
+    r"product"
+)
+FROZEN = (
+    r"Dense.*: params: expected the kernel of a layer in high precision, got "
+    r"variables of jaxfp8\.freeze"
+)
 CODES = r"QTensor \[8, 8\]: expected a product of jaxfp8, got an operation on arrays"
 
 
@@ -113,7 +134,10 @@ def in_flax_max_dtype():
     return DENSE.apply({"params": PARAMS, jaxfp8.OVERWRITE_WITH_GRADIENT: state}, X)
 
 
-FLAX_MAX = r"got Flax's fp8_ops.fp32_max_grad; pass the state as it is, and take jaxfp8.grad or jaxfp8.value_and_grad"
+FLAX_MAX = (
+    r"got Flax's fp8_ops.fp32_max_grad; pass the state as it is, and take jaxfp8.grad "
+    r"or jaxfp8.value_and_grad"
+)
 CASES = {
     "state in Flax's max dtype": (in_flax_max_dtype, FLAX_MAX),
     "the same in jit": (lambda: jax.jit(in_flax_max_dtype)(), FLAX_MAX),
@@ -188,7 +212,8 @@ CASES = {
     ),
     "class of a recipe": (
         lambda: linen(nn.Dense, 8, dot_general=jaxfp8.DelayedScaling),
-        "DelayedScaling: a layer was given the recipe as its dot_general_cls or dot_general",
+        "DelayedScaling: a layer was given the recipe as its dot_general_cls or "
+        "dot_general",
     ),
     "features of 4.0": (
         lambda: linen(jaxfp8.linen.Dense, 4.0),
@@ -233,7 +258,8 @@ CASES = {
     ),
     "state of plain optax in a TrainState": (
         lambda: train_state(ADAM, ADAM.init(VARIABLES)),
-        "linen.TrainState: apply_gradients: opt_state: expected the state that .* got the state of another tree",
+        "linen.TrainState: apply_gradients: opt_state: expected the state that .* got "
+        "the state of another tree",
     ),
     "seed 1.5": (lambda: jaxfp8.optim.quantized(ADAM, seed=1.5), SEED.format("1.5")),
     "seed a": (lambda: jaxfp8.optim.quantized(ADAM, seed="a"), SEED.format("'a'")),
@@ -250,7 +276,8 @@ CASES = {
     ),
     "where": (
         lambda: jaxfp8.quantize_params(PARAMS, STATE, RECIPE, where="ker"),
-        "quantize_params: where: no kernel with state matches 'ker' as a whole; kernels with state are 'kernel'",
+        "quantize_params: where: no kernel with state matches 'ker' as a whole; "
+        "kernels with state are 'kernel'",
     ),
     "frozen in nn.Dense": (lambda: runs_frozen(model=nn.Dense(8)), FROZEN),
     "frozen in nn.DenseGeneral": (
@@ -277,7 +304,8 @@ CASES = {
     ),
     "frozen scales that were cast": (
         lambda: runs_frozen(scales_as_bfloat16),
-        "frozen product: params: expected the dtypes .*'kernel_scale_inv': 'float32'}, got .*'bfloat16'",
+        "frozen product: params: expected the dtypes .*'kernel_scale_inv': "
+        "'float32'}, got .*'bfloat16'",
     ),
 }
 

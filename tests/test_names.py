@@ -67,6 +67,8 @@ def test_quantize_by_the_model():
     for wrong in (Dense, Linear, None, {"params": 1}):
         with pytest.raises(
             TypeError,
-            match="quantize: model: expected an instance of a Linen or an NNX module, got",
+            match=(
+                "quantize: model: expected an instance of a Linen or an NNX module, got"
+            ),
         ):
             jaxfp8.quantize(wrong, RULES)

@@ -124,7 +124,10 @@ def test_a_jax_without_a_hook_is_refused(name, monkeypatch):
 
 
 def test_the_package_is_refused_as_a_whole():
-    script = "import sys, jax; del jax._src.earray; sys.modules['jax._src.earray'] = None; import jaxfp8"
+    script = (
+        "import sys, jax; del jax._src.earray; sys.modules['jax._src.earray'] = None; "
+        "import jaxfp8"
+    )
     error = another_process.python("-c", script, code=1).stderr
     assert "ImportError: jaxfp8 needs jax._src.earray.EArray, which JAX" in error
 

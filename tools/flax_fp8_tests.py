@@ -64,7 +64,8 @@ def main() -> int:
         for module in (nn, fp8_ops):
             if not hasattr(module, name):
                 parser.error(
-                    f"{module.__name__} has no {name}: this Flax has renamed its classes"
+                    f"{module.__name__} has no {name}: this Flax has renamed its "
+                    "classes"
                 )
             setattr(module, name, ours)
     uses = count_uses()

@@ -328,8 +328,8 @@ def main(library: str, pattern: str = "", architecture: str = "sm_90a") -> None:
         for loop in loops(instructions):
             cost = loop.cost
             print(
-                f"  {'  ' * loop.depth}loop {loop.head:#06x}-{loop.end:#06x}: {cost.instructions} instructions, "
-                f"{cost.moved} bytes"
+                f"  {'  ' * loop.depth}loop {loop.head:#06x}-{loop.end:#06x}: "
+                f"{cost.instructions} instructions, {cost.moved} bytes"
             )
 
 

@@ -32,8 +32,9 @@ def _hook(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"jaxfp8 needs {name}, which JAX {jax.__version__} lacks: without it FP8 state would be summed in silence. "
-            "Install a JAX that jaxfp8 was tried with: pip install 'jax>=0.10.2,<0.13'"
+            f"jaxfp8 needs {name}, which JAX {jax.__version__} lacks: without it FP8 "
+            "state would be summed in silence. Install a JAX that jaxfp8 was tried "
+            "with: pip install 'jax>=0.10.2,<0.13'"
         ) from error
 
 
@@ -284,10 +285,11 @@ def _refuse_broadcast_of_state(ct, *args, **params):
     if not is_max(ct):
         return _transpose_broadcast(ct, *args, **params)
     raise TypeError(
-        "jaxfp8: one FP8 state was repeated for each example of a vmap, as JAX does with a cond or switch whose "
-        "predicate differs between the examples: both branches would run, on all of them. Use jax.lax.map or "
-        "jax.lax.scan over the examples in place of vmap, or call the layer outside of the cond and choose between "
-        "results with jnp.where"
+        "jaxfp8: one FP8 state was repeated for each example of a vmap, as JAX does "
+        "with a cond or switch whose predicate differs between the examples: both "
+        "branches would run, on all of them. Use jax.lax.map or jax.lax.scan over the "
+        "examples in place of vmap, or call the layer outside of the cond and choose "
+        "between results with jnp.where"
     )
 
 

@@ -11,18 +11,22 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 _FIRST_DERIVATIVES_ONLY = (
-    "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse mode only (jax.grad, jax.vjp): a "
-    "second one (the gradient of a gradient, a Hessian) or forward mode (jax.jvp, jax.jacfwd) would be silently wrong; "
-    "if no second one is meant, take jax.lax.stop_gradient of the inner gradient, or of its arguments"
+    "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse "
+    "mode only (jax.grad, jax.vjp): a second one (the gradient of a gradient, a "
+    "Hessian) or forward mode (jax.jvp, jax.jacfwd) would be silently wrong; if no "
+    "second one is meant, take jax.lax.stop_gradient of the inner gradient, or of its "
+    "arguments"
 )
 _NO_STEPS = (
-    "jaxfp8.optim.adamw has no derivative: a step rounds moments to FP8. Take optax.adamw where a loss contains a "
-    "step, or jax.lax.stop_gradient of the updates if they are a constant of the loss"
+    "jaxfp8.optim.adamw has no derivative: a step rounds moments to FP8. Take "
+    "optax.adamw where a loss contains a step, or jax.lax.stop_gradient of the "
+    "updates if they are a constant of the loss"
 )
 _NO_MOMENTS = (
-    "jaxfp8.optim.quantized has no derivative through its state, nor in forward mode: a step rounds moments to FP8. "
-    "Take the transformation that it wraps where a loss contains several steps, or jax.lax.stop_gradient of the state "
-    "if it is a constant of the loss"
+    "jaxfp8.optim.quantized has no derivative through its state, nor in forward mode: "
+    "a step rounds moments to FP8. Take the transformation that it wraps where a loss "
+    "contains several steps, or jax.lax.stop_gradient of the state if it is a "
+    "constant of the loss"
 )
 # The ops that are the step of an optimizer; all others are part of a product.
 _OF_OPTIMIZERS = {
@@ -31,8 +35,9 @@ _OF_OPTIMIZERS = {
     "decode_moment": _NO_MOMENTS,
 }
 _NOT_FINITE = (
-    "invalid value (a NaN, or with jax_debug_infs an Inf) encountered in the result of {op}: an operand has a NaN or "
-    "an Inf, which becomes a NaN in FP8, or a sum overflows; look for the first such value before this operation"
+    "invalid value (a NaN, or with jax_debug_infs an Inf) encountered in the result "
+    "of {op}: an operand has a NaN or an Inf, which becomes a NaN in FP8, or a sum "
+    "overflows; look for the first such value before this operation"
 )
 
 
@@ -71,8 +76,8 @@ def refuse_derivative(*args, op: str | None = None, **params):
     if op in _OF_OPTIMIZERS:
         raise TypeError(_OF_OPTIMIZERS[op])
     raise TypeError(
-        f"{_FIRST_DERIVATIVES_ONLY}. jaxfp8.ops.{op} is not differentiable at all: use jaxfp8.dot_general, which has "
-        "the straight-through gradient"
+        f"{_FIRST_DERIVATIVES_ONLY}. jaxfp8.ops.{op} is not differentiable at all: "
+        "use jaxfp8.dot_general, which has the straight-through gradient"
     )
 
 

@@ -254,8 +254,8 @@ def transfer(
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not set(collective.axis_names) <= set(manual):
         raise ValueError(
-            f"{collective.name}: axis_name: expected mesh axes of the shard_map around the call, which has {manual}, "
-            f"got {collective.axis_names}"
+            f"{collective.name}: axis_name: expected mesh axes of the shard_map "
+            f"around the call, which has {manual}, got {collective.axis_names}"
         )
     if recipe is None:
         recipe, state = HighPrecision(pipeline_axes=()), None
@@ -340,10 +340,12 @@ class _Transfer:
         )
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
             raise ValueError(
-                f"{self.collective.name}: recipe: expected one scale for the tensor on all devices, or whole rows that "
-                f"have scales of their own; the scales of x{list(q.shape)} are {list(q.scale_inv.shape)}, and the "
-                f"collective moves dimensions {self.collective.axes} of {list(data.shape)}. Move others than the "
-                "last dimension, or take a recipe with one scale, such as Float8CurrentScaling()"
+                f"{self.collective.name}: recipe: expected one scale for the tensor "
+                "on all devices, or whole rows that have scales of their own; the "
+                f"scales of x{list(q.shape)} are {list(q.scale_inv.shape)}, and the "
+                f"collective moves dimensions {self.collective.axes} of "
+                f"{list(data.shape)}. Move others than the last dimension, or take a "
+                "recipe with one scale, such as Float8CurrentScaling()"
             )
         moved = _as_bytes(send, scales.reshape(*rows, -1))
         return moved.reshape(-1, moved.shape[-1]), (1, None) if is_one else q.block

@@ -45,11 +45,13 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     """
     if not isinstance(amax_history_len, int) or isinstance(amax_history_len, bool):
         raise TypeError(
-            f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}"
+            "resize_history: amax_history_len: expected an int, got "
+            f"{amax_history_len!r}"
         )
     if amax_history_len < 1:
         raise ValueError(
-            f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}"
+            "resize_history: amax_history_len: expected at least 1, got "
+            f"{amax_history_len}"
         )
     # Without this check a tree without histories would come back unchanged, and the
     # error would come from the model.
@@ -59,8 +61,9 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     ]
     if not histories:
         raise ValueError(
-            "resize_history: tree: expected arrays named ..._amax_history or .amax_history, got a tree without any; "
-            "pass the variables, or the state of delayed scaling"
+            "resize_history: tree: expected arrays named ..._amax_history or "
+            ".amax_history, got a tree without any; pass the variables, or the state "
+            "of delayed scaling"
         )
     axes = dict.fromkeys(histories, -1)
     for quantizer in flat.quantizers:
@@ -112,16 +115,19 @@ def merge_state(
     for name, value in (("variables", variables), ("restored", restored)):
         if not isinstance(value, Mapping):
             raise TypeError(
-                f"{where}: {name}: expected a dict of variables, got {type(value).__name__}"
+                f"{where}: {name}: expected a dict of variables, got "
+                f"{type(value).__name__}"
             )
         if (
             OVERWRITE_WITH_GRADIENT not in value
             and _state_tree.flatten(value).quantizers
         ):
             raise ValueError(
-                f"{where}: {name}: expected FP8 state in the collection {OVERWRITE_WITH_GRADIENT} of Linen, got it "
-                "beside the parameters, as NNX keeps it; there call nnx.update(model, restored), after "
-                "resize_history(restored, amax_history_len) if histories have another length"
+                f"{where}: {name}: expected FP8 state in the collection "
+                f"{OVERWRITE_WITH_GRADIENT} of Linen, got it beside the parameters, "
+                "as NNX keeps it; there call nnx.update(model, restored), after "
+                "resize_history(restored, amax_history_len) if histories have another "
+                "length"
             )
     _check_widths(where, variables, restored)
     # Begin with the state of the model, and put the checkpoint's state in its place,
@@ -135,8 +141,9 @@ def merge_state(
                 path, {}
             ) and missing not in module:
                 raise ValueError(
-                    f"{where}: restored: {_tree.at(path, name)}: expected {missing} beside it, got {sorted(module)}; a "
-                    "scale belongs to its history: restore both, or drop both to begin with the model's"
+                    f"{where}: restored: {_tree.at(path, name)}: expected {missing} "
+                    f"beside it, got {sorted(module)}; a scale belongs to its "
+                    "history: restore both, or drop both to begin with the model's"
                 )
             if name in merged.get(path, {}):
                 merged[path][name] = _fit(
@@ -154,9 +161,10 @@ def merge_state(
                     else "state of Flax goes through from_flax"
                 )
                 raise ValueError(
-                    f"{where}: restored: {_tree.at(path, name)}: the model has no such state, it has "
-                    f"{sorted(map(_tree.at, merged))}; {way_out}; drop from the checkpoint modules that the model no "
-                    "longer has in FP8"
+                    f"{where}: restored: {_tree.at(path, name)}: the model has no "
+                    f"such state, it has {sorted(map(_tree.at, merged))}; {way_out}; "
+                    "drop from the checkpoint modules that the model no longer has in "
+                    "FP8"
                 )
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
     # The checkpoint's collections replace those of the model; state was merged above
@@ -176,8 +184,9 @@ def _check_widths(where, variables, restored):
         shapes = [getattr(x, "shape", None) for x in (needed.get(path), leaf)]
         if None not in shapes and shapes[0] != shapes[1]:
             raise ValueError(
-                f"{where}: restored: {PARAMS}/{_tree.at(path)}: expected the model's shape {tuple(shapes[0])}, got "
-                f"{tuple(shapes[1])}; give the variables of a model as wide as that of the checkpoint"
+                f"{where}: restored: {PARAMS}/{_tree.at(path)}: expected the model's "
+                f"shape {tuple(shapes[0])}, got {tuple(shapes[1])}; give the "
+                "variables of a model as wide as that of the checkpoint"
             )
 
 
@@ -195,7 +204,8 @@ def _fit(where, name, initial, leaf):
     if leaf.dtype != initial.dtype:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
-                f"{where}: restored: {name}: expected a floating dtype, got {leaf.dtype}"
+                f"{where}: restored: {name}: expected a floating dtype, got "
+                f"{leaf.dtype}"
             )
         leaf = leaf.astype(initial.dtype)
     # Only the length of a history may differ.
@@ -205,7 +215,8 @@ def _fit(where, name, initial, leaf):
     if leaf.shape != initial.shape:
         raise ValueError(
             f"{where}: restored: {name}: expected shape {tuple(initial.shape)}"
-            f"{' up to the history length' if is_history else ''}, got {tuple(leaf.shape)}"
+            f"{' up to the history length' if is_history else ''}, got "
+            f"{tuple(leaf.shape)}"
         )
     return leaf
 
@@ -239,8 +250,8 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
     flat = _state_tree.flatten(tree)
     if not flat.quantizers:
         raise ValueError(
-            "reset_state: tree: expected amax_history and scale side by side, got a tree without them; pass the "
-            "variables, or the state of delayed scaling"
+            "reset_state: tree: expected amax_history and scale side by side, got a "
+            "tree without them; pass the variables, or the state of delayed scaling"
         )
     if below_zero := _below_zero.describe(flat):
         _warnings.warn(f"reset_state: tree: {below_zero}", FP8StateWarning)

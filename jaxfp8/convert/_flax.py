@@ -85,7 +85,8 @@ def _convert(where, variables, classes, swapped):
     """
     if isinstance(swapped, str):
         raise TypeError(
-            f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}"
+            f"{where}: swapped: expected a sequence of patterns, got the string "
+            f"{swapped!r}"
         )
 
     def convert(modules: _tree.Modules):
@@ -138,8 +139,9 @@ def _renamed(where, path: _tree.Path, classes) -> _tree.Path:
     name, number = re.fullmatch(r"(.*?)(_\d+)?", path[-1]).groups(default="")
     if name == _FNUZ_MODULE:
         raise ValueError(
-            f"{where}: {_tree.at(path)}: expected state of float8_e4m3fn and float8_e5m2, got NANOO state, whose "
-            "scales refer to float8_e4m3fnuz (largest value 240); drop the module from the tree to start it with "
+            f"{where}: {_tree.at(path)}: expected state of float8_e4m3fn and "
+            "float8_e5m2, got NANOO state, whose scales refer to float8_e4m3fnuz "
+            "(largest value 240); drop the module from the tree to start it with "
             "empty state"
         )
     return (*path[:-1], classes.get(name, name) + number)

@@ -286,7 +286,8 @@ def _check_stacked(path, templates, shape) -> None:
 
 def _error(path: Path, name: str, needed: str, got: str, advice: str) -> ValueError:
     return ValueError(
-        f"from_safetensors: {name}, for {at(path)}: expected {needed}, got {got}; {advice}"
+        f"from_safetensors: {name}, for {at(path)}: expected {needed}, got {got}; "
+        f"{advice}"
     )
 
 
@@ -334,8 +335,9 @@ def _with_fresh_state(variables, filled: set[Path]):
     ]
     if left:
         raise ValueError(
-            f"from_safetensors: variables: {some(left, 4)}: expected arrays where no tensor of the file is read, got "
-            "jax.ShapeDtypeStruct; put arrays there first, for example those of init"
+            f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "
+            "tensor of the file is read, got jax.ShapeDtypeStruct; put arrays there "
+            "first, for example those of init"
         )
     if not fresh:
         return variables

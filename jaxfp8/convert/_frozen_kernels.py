@@ -31,7 +31,10 @@ _ARRAYS = (
     _frozen.INPUT_SCALE_INV,
     _frozen.INPUT_SCALE,
 )
-_NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
+_NOT_FROZEN = (
+    "to_safetensors: frozen: expected the variables, or the NNX model, that "
+    "jaxfp8.freeze gave"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +145,8 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
     if linen_freeze.PARAMS not in collections:
         raise ValueError(
-            f"{where}: expected variables, got a dict without 'params': {sorted(frozen)}"
+            f"{where}: expected variables, got a dict without 'params': "
+            f"{sorted(frozen)}"
         )
     leaves = traverse_util.flatten_dict(
         collections.pop(linen_freeze.PARAMS)
@@ -246,8 +250,10 @@ class FP8Kernel:
         if len(counts) != 1:
             raise self._error(
                 "a matrix, or a kernel [*inputs, *outputs]",
-                f"codes {shape} of a kernel {'that was kept' if kernel is None else kernel}",
-                "where kernels are stacked, stack along the first dimension and write {} in the name",
+                f"codes {shape} of a kernel "
+                f"{'that was kept' if kernel is None else kernel}",
+                "where kernels are stacked, stack along the first dimension and write "
+                "{} in the name",
             )
         return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
 
@@ -277,7 +283,8 @@ class FP8Kernel:
             )
             raise self._error(
                 f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
-                f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}, those of the recipe {recipes}",
+                f"scales {scale.dtype}{list(scale.shape)} of codes "
+                f"{list(codes.shape)}, those of the recipe {recipes}",
                 f"write layout {' or '.join(map(repr, fitting))}"
                 if fitting
                 else "no layout has such scales",

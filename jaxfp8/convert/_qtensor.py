@@ -76,8 +76,9 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
     codes, scale = array.qvalue, array.scale
     if codes.dtype not in FP8_DTYPES or array.zero_point is not None:
         raise ValueError(
-            f"from_qarray: array: expected codes in FP8 without a zero point, got {codes.dtype} and zero_point "
-            f"{array.zero_point}; jaxfp8 multiplies no other codes"
+            "from_qarray: array: expected codes in FP8 without a zero point, got "
+            f"{codes.dtype} and zero_point {array.zero_point}; jaxfp8 multiplies no "
+            "other codes"
         )
     if scale.size == 1:
         return QTensor(codes, scale.astype(jnp.float32).reshape(1))
@@ -85,8 +86,9 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
     r, c = _merged(pairs[batch:-1]), _merged(pairs[-1:])
     if r is None or any(size != count for size, count in pairs[:batch]):
         raise ValueError(
-            f"from_qarray: array: expected a scale for each block of rows and columns, after {batch} batch dimensions, "
-            f"got codes {codes.shape} and scales {scale.shape}"
+            "from_qarray: array: expected a scale for each block of rows and columns, "
+            f"after {batch} batch dimensions, got codes {codes.shape} and scales "
+            f"{scale.shape}"
         )
     counts = (math.prod(count for _, count in pairs[batch:-1]), scale.shape[-1])
     # A block of one whole row is (1, None).
@@ -128,8 +130,8 @@ def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
     )
     if block is None or block[0] != 1 or k % (block[1] or k):
         raise ValueError(
-            f"to_scaled_matmul: q: expected blocks (1, c) that divide the {k} columns, got block={block}; "
-            "jaxfp8.dot_general multiplies other blocks"
+            f"to_scaled_matmul: q: expected blocks (1, c) that divide the {k} "
+            f"columns, got block={block}; jaxfp8.dot_general multiplies other blocks"
         )
     return q.data.reshape(-1, m, k), scale_inv.reshape(-1, m, scale_inv.shape[-1])
 
@@ -148,13 +150,13 @@ def from_scaled_matmul(codes: jax.Array, scales: jax.Array) -> QTensor:
     fits = codes.ndim == scales.ndim == 3 and codes.shape[:2] == scales.shape[:2]
     if not fits or codes.shape[2] % scales.shape[2]:
         raise ValueError(
-            f"from_scaled_matmul: expected codes [B, M, K] and scales [B, M, blocks], whose number divides K, got "
-            f"{codes.shape} and {scales.shape}"
+            "from_scaled_matmul: expected codes [B, M, K] and scales [B, M, blocks], "
+            f"whose number divides K, got {codes.shape} and {scales.shape}"
         )
     if codes.dtype not in FP8_DTYPES or scales.dtype not in (jnp.float32, _E8M0):
         raise ValueError(
-            f"from_scaled_matmul: expected codes in FP8 and scales in float32 or float8_e8m0fnu, got {codes.dtype} and "
-            f"{scales.dtype}"
+            "from_scaled_matmul: expected codes in FP8 and scales in float32 or "
+            f"float8_e8m0fnu, got {codes.dtype} and {scales.dtype}"
         )
     block = (1, codes.shape[2] // scales.shape[2])
     return QTensor(codes, scales, block=block, power_2_scale=scales.dtype == _E8M0)
@@ -166,7 +168,8 @@ def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
     """
     if not q.is_fp8:
         raise ValueError(
-            f"{where}: q: expected FP8 codes with scales, got {q.data.dtype} without; quantize it first"
+            f"{where}: q: expected FP8 codes with scales, got {q.data.dtype} without; "
+            "quantize it first"
         )
     if q.has_one_scale:
         return q.scale_inv, None
@@ -188,8 +191,9 @@ def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ..
     for size in reversed(sizes):
         if max(size, step) % min(size, step):
             raise ValueError(
-                f"to_qarray: q: expected blocks {q.block} that divide the dimensions of codes {q.shape}, got a block "
-                "that is cut off, or lies across dimensions; qwix has no such tiles"
+                f"to_qarray: q: expected blocks {q.block} that divide the dimensions "
+                f"of codes {q.shape}, got a block that is cut off, or lies across "
+                "dimensions; qwix has no such tiles"
             )
         counts.insert(0, max(size // step, 1))
         step = max(step // size, 1)

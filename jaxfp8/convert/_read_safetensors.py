@@ -123,7 +123,8 @@ def read_safetensors(
         for name, tensor in _tensors_of_file(where, file).items():
             if name in tensors:
                 raise ValueError(
-                    f"{where}: {name}: expected one tensor of this name, got another in {where_of[name]}"
+                    f"{where}: {name}: expected one tensor of this name, got another "
+                    f"in {where_of[name]}"
                 )
             tensors[name], where_of[name] = tensor, where
     scales = set()
@@ -155,7 +156,8 @@ def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTen
             _check_twice(where, [name for name, _ in pairs])
             return _views(where, data, begin, entries)
     raise ValueError(
-        f"{where}: expected a file that stays as it is, got one that is being replaced; read it later"
+        f"{where}: expected a file that stays as it is, got one that is being "
+        "replaced; read it later"
     )
 
 
@@ -227,7 +229,8 @@ def _views(
             )
         except (ValueError, OverflowError) as error:
             raise ValueError(
-                f"{where}: {name}: expected a shape that numpy has, got {shape}: {error}"
+                f"{where}: {name}: expected a shape that numpy has, got {shape}: "
+                f"{error}"
             ) from error
         begin = end
     return tensors
@@ -237,7 +240,8 @@ def _check_twice(where: str, names: list[str]) -> None:
     """Raise a ValueError for a name that is there twice; safetensors takes the last."""
     if len(set(names)) < len(names):
         raise ValueError(
-            f"{where}: {next(name for name in names if names.count(name) > 1)} is there twice"
+            f"{where}: {next(name for name in names if names.count(name) > 1)} is "
+            "there twice"
         )
 
 
@@ -247,7 +251,8 @@ def package(function: str):
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            f"{function}: needs the package safetensors; install it: pip install 'jaxfp8[safetensors]'"
+            f"{function}: needs the package safetensors; install it: pip install "
+            "'jaxfp8[safetensors]'"
         ) from error
     return safetensors
 
@@ -264,7 +269,8 @@ def _with_scales(where, name, weight, tensors):
         input_scale_inv = _scales(f"{where}: {names[1]}", fixed).reshape(-1)
         if input_scale_inv.shape != (1,):
             raise ValueError(
-                f"{where}: expected one scale of the input, got {list(fixed.data.shape)} of {names[1]}"
+                f"{where}: expected one scale of the input, got "
+                f"{list(fixed.data.shape)} of {names[1]}"
             )
     if scale is not None:
         scale_inv = _scales(f"{where}: {names[0]}", scale)
@@ -290,7 +296,8 @@ def _with_scales(where, name, weight, tensors):
                     else "one scale"
                 )
                 raise ValueError(
-                    f"{where}: expected {needed} for codes {weight.data.shape}, got {scale.data.shape} of {names[0]}"
+                    f"{where}: expected {needed} for codes {weight.data.shape}, got "
+                    f"{scale.data.shape} of {names[0]}"
                 )
     scaled = dataclasses.replace(
         weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv
@@ -362,7 +369,8 @@ class Names:
                 # index.
                 return self._templates(path, name, match.expand)
         raise ValueError(
-            f"{self.where}: names: {at(path)} matches no expression; map it to None to leave it out"
+            f"{self.where}: names: {at(path)} matches no expression; map it to None "
+            "to leave it out"
         )
 
     def _templates(self, path, name, expand) -> tuple[Template, ...]:
@@ -372,7 +380,8 @@ class Names:
         templates = tuple(tuple(map(expand, part.split("{}"))) for part in parts)
         if len(set(map(len, templates))) > 1:
             raise ValueError(
-                f"{self.where}: names: {at(path)}: expected as many {{}} in each of {parts}"
+                f"{self.where}: names: {at(path)}: expected as many {{}} in each of "
+                f"{parts}"
             )
         return templates
 
@@ -380,7 +389,8 @@ class Names:
         """Raise a ValueError for an expression that decided about no parameter."""
         if self.unused:
             raise ValueError(
-                f"{self.where}: names: {list(self.unused)} match no parameter, or none that is left by those before"
+                f"{self.where}: names: {list(self.unused)} match no parameter, or "
+                "none that is left by those before"
             )
 
 

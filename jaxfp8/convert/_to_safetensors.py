@@ -82,11 +82,13 @@ def to_safetensors(
     def add(name, array):
         if name in tensors or name == _METADATA:
             raise ValueError(
-                f"to_safetensors: names: two tensors would be {name!r}; every parameter needs its own name"
+                f"to_safetensors: names: two tensors would be {name!r}; every "
+                "parameter needs its own name"
             )
         if array.dtype not in DTYPES.values():
             raise TypeError(
-                f"to_safetensors: {name}: expected a dtype of {[*map(str, DTYPES.values())]}, got {array.dtype}"
+                f"to_safetensors: {name}: expected a dtype of "
+                f"{[*map(str, DTYPES.values())]}, got {array.dtype}"
             )
         # safetensors reads its memory as it lies
         tensors[name] = np.ascontiguousarray(array).reshape(array.shape)
@@ -103,7 +105,8 @@ def to_safetensors(
                 name = filled(templates[part], index)
                 if name.rpartition(".")[2] != "weight":
                     raise ValueError(
-                        f"to_safetensors: names: {at(kernel.path)}: expected a name <module>.weight, got {name!r}"
+                        f"to_safetensors: names: {at(kernel.path)}: expected a name "
+                        f"<module>.weight, got {name!r}"
                     )
                 add(name, codes)
                 add(name + LAYOUTS[layout].suffix, scales)
@@ -111,8 +114,9 @@ def to_safetensors(
                     add(f"{name.removesuffix('weight')}input_scale", input_scale_inv)
     if all(fixed.values()):
         raise ValueError(
-            f"to_safetensors: frozen: expected inputs with fixed scales in all layers or in none, got {fixed[True][0]} "
-            f"with one and {fixed[False][0]} without; the config is that of all layers"
+            "to_safetensors: frozen: expected inputs with fixed scales in all layers "
+            f"or in none, got {fixed[True][0]} with one and {fixed[False][0]} "
+            "without; the config is that of all layers"
         )
     # 2. Everything else, in the dtype that it has.
     for path_, leaf in leaves.items():
@@ -136,9 +140,9 @@ def _arrays(
     needed = {"kernel": stacked + 2}.get(path[-1])
     if array.ndim < stacked + (len(templates) > 1) or needed not in (None, array.ndim):
         raise ValueError(
-            f"to_safetensors: {at(path)}: expected {needed or f'more than {stacked}'} dimensions for "
-            f"{'{}'.join(templates[0])!r}, got {list(array.shape)}; reshape it in the tree, "
-            "under another name where it is not [in, out]"
+            f"to_safetensors: {at(path)}: expected {needed or f'more than {stacked}'} "
+            f"dimensions for {'{}'.join(templates[0])!r}, got {list(array.shape)}; "
+            "reshape it in the tree, under another name where it is not [in, out]"
         )
     for index in np.ndindex(array.shape[:stacked]):
         one = array[index]
@@ -151,7 +155,8 @@ def _arrays(
         )
         if templates[1:] and len(one) % len(templates):
             raise ValueError(
-                f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, got {len(one)} rows"
+                f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, "
+                f"got {len(one)} rows"
             )
         divided = np.split(one, len(templates)) if templates[1:] else [one]
         for template, part in zip(templates, divided, strict=True):

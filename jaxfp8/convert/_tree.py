@@ -44,8 +44,8 @@ def convert_state(where: str, variables: Mapping, convert: Callable) -> dict:
     """
     if not isinstance(variables, Mapping):
         raise TypeError(
-            f"{where}: variables: expected a dict of variables or of one collection, got {type(variables).__name__}; "
-            "of a TrainState pass `.params`"
+            f"{where}: variables: expected a dict of variables or of one collection, "
+            f"got {type(variables).__name__}; of a TrainState pass `.params`"
         )
     is_bare = OVERWRITE_WITH_GRADIENT not in variables
     # 1. Convert, and refuse a tree in which there was nothing to convert.
@@ -56,8 +56,8 @@ def convert_state(where: str, variables: Mapping, convert: Callable) -> dict:
         insert(where, converted, path, leaves)
     if not converted:
         raise ValueError(
-            f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} with FP8 state, or such a "
-            f"collection itself, got {sorted(variables)}"
+            f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} "
+            f"with FP8 state, or such a collection itself, got {sorted(variables)}"
         )
     # 2. Put the result where the state was; a bare collection comes back bare.
     return (
@@ -77,7 +77,8 @@ def modules_of(where: str, collection: Mapping) -> Modules:
     for (*path, name), leaf in traverse_util.flatten_dict(collection).items():
         if not hasattr(leaf, "dtype"):
             raise TypeError(
-                f"{where}: {at(tuple(path), name)}: expected an array, got {type(leaf).__name__}"
+                f"{where}: {at(tuple(path), name)}: expected an array, got "
+                f"{type(leaf).__name__}"
             )
         modules.setdefault(tuple(path), {})[name] = leaf
     return modules
@@ -109,7 +110,8 @@ def insert(where: str, modules: Modules, path: Path, module: dict) -> None:
     for name in module:
         if name in leaves:
             raise ValueError(
-                f"{where}: {at(path, name)}: two quantizers would get this name; rename one module first"
+                f"{where}: {at(path, name)}: two quantizers would get this name; "
+                "rename one module first"
             )
     leaves.update(module)
 
@@ -124,14 +126,15 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
     history, scale = (_leaf(where, path, module, f"{prefix}_{leaf}") for leaf in LEAVES)
     if history.ndim < 1 or history.shape[-1] < 1:
         raise ValueError(
-            f"{where}: {at(path, prefix)}_amax_history: expected (..., H), H >= 1, got {history.shape}"
+            f"{where}: {at(path, prefix)}_amax_history: expected (..., H), H >= 1, "
+            f"got {history.shape}"
         )
     # History and scale may be stacked, in the same way.
     expected = (*history.shape[:-1], 1)
     if tuple(scale.shape) != expected:
         raise ValueError(
-            f"{where}: {at(path, prefix)}_scale: expected shape {expected} beside a history of shape {history.shape}, "
-            f"got {tuple(scale.shape)}"
+            f"{where}: {at(path, prefix)}_scale: expected shape {expected} beside a "
+            f"history of shape {history.shape}, got {tuple(scale.shape)}"
         )
     return history, scale
 
@@ -144,8 +147,8 @@ def named(prefix: str, history, scale) -> dict[str, object]:
 def _leaf(where, path, module, name):
     if name not in module:
         raise ValueError(
-            f"{where}: {at(path, name)}: missing; the module has {sorted(module)}. Drop the module from the tree to "
-            "start it with empty state"
+            f"{where}: {at(path, name)}: missing; the module has {sorted(module)}. "
+            "Drop the module from the tree to start it with empty state"
         )
     leaf = module[name]
     # A float32 leaf is returned unchanged, so that it stays on its devices.
@@ -187,8 +190,8 @@ def _from_state_dict(target, saved: dict):
     names = _names(target)
     if set(saved) - {_COUNTERS} != set(names):
         raise ValueError(
-            f"flax.serialization: {type(target).__name__}: expected the fields {names}, got {sorted(saved)}; this "
-            "checkpoint holds something else"
+            f"flax.serialization: {type(target).__name__}: expected the fields "
+            f"{names}, got {sorted(saved)}; this checkpoint holds something else"
         )
     values = {
         name: serialization.from_state_dict(

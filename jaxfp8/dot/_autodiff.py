@@ -23,14 +23,18 @@ from ..recipes import FP8StateWarning, QTensor, StateUse, is_reading, largest
 from ._gemms import Product
 
 _NOT_UPDATED = (
-    "this gradient never updates FP8 state: it is not taken with respect to the state, so all scales stay as they are. "
-    "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store that gradient as "
-    "the next state; in NNX take jaxfp8.nnx.value_and_grad and jaxfp8.nnx.Optimizer"
+    "this gradient never updates FP8 state: it is not taken with respect to the "
+    "state, so all scales stay as they are. Differentiate with respect to "
+    "`_overwrite_with_gradient` (or the DotGeneralState) too, and store that gradient "
+    "as the next state; in NNX take jaxfp8.nnx.value_and_grad and "
+    "jaxfp8.nnx.Optimizer"
 )
 _NO_STATE = (
-    "the recipe of this layer keeps state, but the variables have none: the layer trains with scales of the tensors "
-    "at hand. Pass all variables that `init` returned, `_overwrite_with_gradient` too (in a TrainState: "
-    "jaxfp8.linen.TrainState.create(params=variables, ...)); or take Float8CurrentScaling"
+    "the recipe of this layer keeps state, but the variables have none: the layer "
+    "trains with scales of the tensors at hand. Pass all variables that `init` "
+    "returned, `_overwrite_with_gradient` too (in a TrainState: "
+    "jaxfp8.linen.TrainState.create(params=variables, ...)); or take "
+    "Float8CurrentScaling"
 )
 
 
@@ -214,9 +218,10 @@ def checked_codes(
     ):
         if operand.dtype in FP8_DTYPES and has_gradient:
             raise TypeError(
-                f"{name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. A model of "
-                "jaxfp8.freeze does not train: train the variables it was frozen from, or differentiate with respect "
-                "to other variables than its kernels"
+                f"{name}: a QTensor without its source has no gradient; see "
+                "jaxfp8.quantize_params. A model of jaxfp8.freeze does not train: "
+                "train the variables it was frozen from, or differentiate with "
+                "respect to other variables than its kernels"
             )
     return [
         q and differentiated_once(q, operand)

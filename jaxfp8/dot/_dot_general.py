@@ -264,8 +264,10 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
     if state is None:
         if recipes.keeps_state(recipe):
             raise ValueError(
-                f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), and after a step "
-                "the gradient with respect to that state; or DotGeneralState(None, None, None) to keep no state"
+                f"{op}: state: {type(recipe).__name__} keeps state; pass "
+                "jaxfp8.init_state(recipe), and after a step the gradient with "
+                "respect to that state; or DotGeneralState(None, None, None) to keep "
+                "no state"
             )
         state = DotGeneralState(None, None, None)
     if not isinstance(state, DotGeneralState):
@@ -278,7 +280,8 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
         quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
     if any(jax.typeof(leaf).sharding.spec.reduced for leaf in jax.tree.leaves(state)):
         raise ValueError(
-            f"{op}: state: expected one without `reduced` axes, because uses of a state are not summed"
+            f"{op}: state: expected one without `reduced` axes, because uses of a "
+            "state are not summed"
         )
     return quantizers, state
 
@@ -290,11 +293,13 @@ def spec_of(op: str, out_sharding) -> PartitionSpec | None:
     )
     if not isinstance(spec, PartitionSpec | None):
         raise TypeError(
-            f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}"
+            f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got "
+            f"{out_sharding!r}"
         )
     if spec is not None and spec.unreduced:
         raise ValueError(
-            f"{op}: out_sharding: expected one without `unreduced`, got {spec}; FP8 products are summed over devices"
+            f"{op}: out_sharding: expected one without `unreduced`, got {spec}; FP8 "
+            "products are summed over devices"
         )
     return spec
 
@@ -315,5 +320,6 @@ def _precise(precision, recipe) -> frozenset:
     if names <= {"HIGH", "HIGHEST", "FLOAT32"}:
         return frozenset(("fprop", "dgrad", "wgrad"))
     raise ValueError(
-        f"dot_general: precision: expected None, DEFAULT, HIGH or HIGHEST for both operands, got {precision!r}"
+        "dot_general: precision: expected None, DEFAULT, HIGH or HIGHEST for both "
+        f"operands, got {precision!r}"
     )

@@ -183,7 +183,8 @@ def _parse(
     """
     if not isinstance(eqn, str):
         raise TypeError(
-            f"einsum: eqn: expected a string such as 'bk,kn->bn', got {type(eqn).__name__}"
+            "einsum: eqn: expected a string such as 'bk,kn->bn', got "
+            f"{type(eqn).__name__}"
         )
     inputs, arrow, output = eqn.replace(" ", "").partition("->")
     operands = inputs.split(",")
@@ -214,12 +215,14 @@ def _parse(
         if out_labels.count(label) > 1:
             raise _error(
                 eqn,
-                f"expected each label of the output once, the output has {label!r} more often",
+                f"expected each label of the output once, the output has {label!r} "
+                "more often",
             )
         if label not in labels:
             raise _error(
                 eqn,
-                f"expected labels of the operands in the output, no operand has {label!r}",
+                "expected labels of the operands in the output, no operand has "
+                f"{label!r}",
             )
     return x_labels, kernel_labels, out_labels
 
@@ -230,7 +233,8 @@ def _ellipsis(eqn, name, term, ndim) -> list[str]:
     if letters > ndim or (letters < ndim and "..." not in term):
         raise _error(
             eqn,
-            f"expected a label for each of the {ndim} dimensions of {name}, {term!r} has {letters}",
+            f"expected a label for each of the {ndim} dimensions of {name}, {term!r} "
+            f"has {letters}",
         )
     return [f"...{i}" for i in range(ndim - letters, 0, -1)]
 
@@ -241,7 +245,8 @@ def _expand(eqn, term, ellipsis: list[str]) -> list[str]:
         if not letter.isalpha():
             raise _error(
                 eqn,
-                f"expected letters and at most one '...' an operand, {term!r} has {letter!r}",
+                f"expected letters and at most one '...' an operand, {term!r} has "
+                f"{letter!r}",
             )
     return [*before, *(ellipsis if dots else ()), *after]
 
@@ -254,7 +259,8 @@ def _diagonals(eqn, name, value, labels):
         if value.shape[first] != value.shape[second]:
             raise _error(
                 eqn,
-                f"expected one size for {repeated[0]!r}, {name} has {value.shape[first]} and {value.shape[second]}",
+                f"expected one size for {repeated[0]!r}, {name} has "
+                f"{value.shape[first]} and {value.shape[second]}",
             )
         # The diagonal becomes the last dimension. A label that appears three times
         # takes another turn of the loop.
@@ -275,7 +281,8 @@ def _broadcast_sizes(
         if pair[0] != pair[1] and 1 not in pair:
             raise _error(
                 eqn,
-                f"expected one size (or 1) for {label!r}, x has {pair[0]} and kernel {pair[1]}",
+                f"expected one size (or 1) for {label!r}, x has {pair[0]} and kernel "
+                f"{pair[1]}",
             )
         sizes[label] = pair[1] if pair[0] == 1 else pair[0]
     return sizes

@@ -27,7 +27,10 @@ HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
 INPUT_SCALE_INV = "input_scale_inv"
 
-ANOTHER_KERNEL = "freeze: model: expected one kernel for each FP8 product, got a product with several kernels"
+ANOTHER_KERNEL = (
+    "freeze: model: expected one kernel for each FP8 product, got a product with "
+    "several kernels"
+)
 
 # Whether products are being frozen: layers then keep the arrays of `freeze_operands`.
 # Part of jit's cache key.
@@ -223,12 +226,14 @@ def _checked_scaling(frozen, kernel, layout, recipe):
         got = {name: dtype.name for name, (_, dtype) in types.items()}
         needed = {name: leaf.dtype.name for name, leaf in expected.items()}
         raise ValueError(
-            f"frozen product: params: expected the dtypes {needed}, got {got}: codes and scales were cast, or frozen "
-            "in another FP8 format; freeze the model again, and keep casts to other parameters"
+            f"frozen product: params: expected the dtypes {needed}, got {got}: codes "
+            "and scales were cast, or frozen in another FP8 format; freeze the model "
+            "again, and keep casts to other parameters"
         )
     raise ValueError(
-        f"frozen product: the recipe here is {recipe!r}, but the frozen arrays {types} are of another recipe; run the "
-        "model with the recipes (jaxfp8.autocast, rules) that it was frozen with"
+        f"frozen product: the recipe here is {recipe!r}, but the frozen arrays "
+        f"{types} are of another recipe; run the model with the recipes "
+        "(jaxfp8.autocast, rules) that it was frozen with"
     )
 
 
@@ -244,16 +249,17 @@ def no_array() -> ValueError:
     numbers.
     """
     return ValueError(
-        "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze leaves of a kernel whose codes are "
-        "in its FP8 product; give the input to that product or layer, or take the variables from before freeze"
+        "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze "
+        "leaves of a kernel whose codes are in its FP8 product; give the input to "
+        "that product or layer, or take the variables from before freeze"
     )
 
 
 def nothing_to_freeze() -> ValueError:
     """Make the error of a model without FP8 products."""
     return ValueError(
-        "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
-        "jaxfp8.report says what runs where"
+        "freeze: model: expected FP8 products that are not frozen yet, found none for "
+        "these arguments; jaxfp8.report says what runs where"
     )
 
 
@@ -263,6 +269,6 @@ def refuse_untouched(name: str, history, scale_inv) -> None:
     """
     if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale_inv) == 1):
         raise ValueError(
-            f"freeze: {name}: no amax was recorded, so its scale would be 1 for ever; run jaxfp8.calibrate on a few "
-            "batches first, or train"
+            f"freeze: {name}: no amax was recorded, so its scale would be 1 for ever; "
+            "run jaxfp8.calibrate on a few batches first, or train"
         )

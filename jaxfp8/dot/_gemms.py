@@ -485,8 +485,9 @@ def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTenso
             data_t is None and layout.contract_first and not q.has_one_code
         ):
             raise ValueError(
-                f"{name}: a QTensor with a scale for each block of {q.block} fits products that contract its rows or "
-                f"its last {q.cols} dimensions; quantize it inside of the product"
+                f"{name}: a QTensor with a scale for each block of {q.block} fits "
+                f"products that contract its rows or its last {q.cols} dimensions; "
+                "quantize it inside of the product"
             )
         return q
     return QTensor(

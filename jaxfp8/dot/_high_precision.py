@@ -84,7 +84,8 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
         if getattr(y, "shape", None) != shape or y.dtype != dtype:
             result = f"{y.dtype}{y.shape}" if hasattr(y, "dtype") else repr(y)
             raise TypeError(
-                f"{qgemm.__qualname__}: {gemm_type}: expected {dtype.name}{shape}, got {result}"
+                f"{qgemm.__qualname__}: {gemm_type}: expected {dtype.name}{shape}, "
+                f"got {result}"
             )
         return y
 

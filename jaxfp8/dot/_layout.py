@@ -96,8 +96,9 @@ def checked_numbers(dimension_numbers) -> tuple:
         )
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "dot_general: dimension_numbers: expected ((x_contract, kernel_contract), (x_batch, kernel_batch)), each a "
-            f"sequence of ints, for example (((1,), (0,)), ((), ())) of two matrices; got {dimension_numbers!r}"
+            "dot_general: dimension_numbers: expected ((x_contract, kernel_contract), "
+            "(x_batch, kernel_batch)), each a sequence of ints, for example (((1,), "
+            f"(0,)), ((), ())) of two matrices; got {dimension_numbers!r}"
         ) from error
 
 
@@ -122,8 +123,9 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
             kernel_shape[d] for d in kernel_dims
         ]:
             raise ValueError(
-                f"dot_general: dimension_numbers: {name} dimensions {tuple(x_dims)} of x{tuple(x_shape)} and "
-                f"{tuple(kernel_dims)} of kernel{tuple(kernel_shape)} must exist and agree in size"
+                f"dot_general: dimension_numbers: {name} dimensions {tuple(x_dims)} "
+                f"of x{tuple(x_shape)} and {tuple(kernel_dims)} of "
+                f"kernel{tuple(kernel_shape)} must exist and agree in size"
             )
     # Sort contracting dimensions as x holds them: with the usual kernels no operand
     # then needs a transpose.
@@ -149,7 +151,8 @@ def _layout(name, shape, batch, contract) -> Layout:
     used = (*batch, *contract)
     if len(set(used)) != len(used):
         raise ValueError(
-            f"dot_general: dimension_numbers: a dimension of {name}{tuple(shape)} is named twice: {used}"
+            f"dot_general: dimension_numbers: a dimension of {name}{tuple(shape)} is "
+            f"named twice: {used}"
         )
     free = tuple(d for d in range(len(shape)) if d not in used)
     return Layout(tuple(shape), tuple(batch), free, tuple(contract))

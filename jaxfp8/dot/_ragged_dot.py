@@ -112,14 +112,15 @@ def ragged_dot(
         raise ValueError(f"{op}: lhs: expected [m, k], got {lhs.shape}")
     if rhs.ndim != 3 or rhs.shape[:2] != (group_sizes.size, lhs.shape[1]):
         raise ValueError(
-            f"{op}: rhs: expected [{group_sizes.size}, {lhs.shape[1]}, n] to go with lhs{list(lhs.shape)} and "
-            f"{group_sizes.size} group_sizes, got {rhs.shape}"
+            f"{op}: rhs: expected [{group_sizes.size}, {lhs.shape[1]}, n] to go with "
+            f"lhs{list(lhs.shape)} and {group_sizes.size} group_sizes, got "
+            f"{rhs.shape}"
         )
     for name, q in (("lhs", lhs_codes), ("rhs", rhs_codes)):
         if q is not None and not is_blockwise(q):
             raise ValueError(
-                f"{op}: {name}: expected a QTensor of FP8 codes with one scale, or one for each block, got codes of "
-                f"{q.data.dtype} and block={q.block}"
+                f"{op}: {name}: expected a QTensor of FP8 codes with one scale, or "
+                f"one for each block, got codes of {q.data.dtype} and block={q.block}"
             )
     quantizers, state = checked_quantizers(op, recipe, state)
     operands = (*quantizers[:3], *(second(quantizers, i) for i in range(3)))
@@ -129,7 +130,8 @@ def ragged_dot(
     )
     if all(is_plain) or not all(map(operator.or_, is_plain, has_codes)):
         raise ValueError(
-            f"{op}: recipe: expected FP8 with one scale, or one for each block, got {recipe!r}"
+            f"{op}: recipe: expected FP8 with one scale, or one for each block, got "
+            f"{recipe!r}"
         )
     out_dtype = result_dtype(
         op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes)

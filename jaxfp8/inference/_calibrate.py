@@ -79,7 +79,8 @@ def calibrate(
         raise TypeError(f"calibrate: expected {expected}, got ({got})")
     if loss_fn is not None and kwargs:
         raise TypeError(
-            f"calibrate: expected no arguments of the model beside loss_fn, got {sorted(kwargs)}"
+            "calibrate: expected no arguments of the model beside loss_fn, got "
+            f"{sorted(kwargs)}"
         )
     *variables, batches = variables_and_batches
     if hasattr(batches, "shape"):
@@ -87,7 +88,8 @@ def calibrate(
             f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
         )
         raise TypeError(
-            f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]"
+            f"calibrate: batches: expected an iterable of batches, got {got}; for one "
+            "batch pass [x]"
         )
     # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple
     # of arguments.
@@ -95,7 +97,8 @@ def calibrate(
     first = next(batches, None)
     if first is None:
         raise ValueError(
-            "calibrate: batches: expected at least one batch, got none; an iterator can be read only once"
+            "calibrate: batches: expected at least one batch, got none; an iterator "
+            "can be read only once"
         )
     batches = itertools.chain([first], batches)
     # 2. Reduce every kind of model to a function of variables and a batch.
@@ -144,8 +147,9 @@ def _filled(function, variables, batches, is_loss: bool):
     ]
     if not positions:
         raise ValueError(
-            "calibrate: variables: expected state of quantizers, found none: recipes other than delayed scaling keep "
-            "no state and need no calibration; frozen models have fixed scales"
+            "calibrate: variables: expected state of quantizers, found none: recipes "
+            "other than delayed scaling keep no state and need no calibration; frozen "
+            "models have fixed scales"
         )
 
     @jax.jit
@@ -196,8 +200,8 @@ def _total(outputs, is_loss: bool):
     ]
     if not leaves:
         raise TypeError(
-            "calibrate: model: expected a result with floating-point arrays, got none; register the class of the "
-            "result as a pytree, or pass loss_fn"
+            "calibrate: model: expected a result with floating-point arrays, got "
+            "none; register the class of the result as a pytree, or pass loss_fn"
         )
     return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves), jnp.float32(0))
 
@@ -248,13 +252,15 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
     if isinstance(model, nn.Module):
         if not args:
             raise TypeError(
-                "freeze: expected freeze(model, variables, *args) for a Linen model, got no variables"
+                "freeze: expected freeze(model, variables, *args) for a Linen model, "
+                "got no variables"
             )
         variables, *args = args
         return linen_freeze.freeze(model, variables, args, kwargs)
     if isinstance(model, nnx.Module):
         return nnx_freeze.freeze(model, args, kwargs)
     raise TypeError(
-        f"freeze: model: expected a Linen or an NNX module, got {type(model).__name__}; in plain functions "
-        "jaxfp8.quantize_params gives the codes of kernels"
+        "freeze: model: expected a Linen or an NNX module, got "
+        f"{type(model).__name__}; in plain functions jaxfp8.quantize_params gives the "
+        "codes of kernels"
     )

@@ -109,11 +109,13 @@ def compare(
     _run(fn, arrays, loss, exact)
     if not exact.names:
         raise ValueError(
-            "compare: model: expected FP8 products, got none; is autocast off, or no recipe given?"
+            "compare: model: expected FP8 products, got none; is autocast off, or no "
+            "recipe given?"
         )
     if not exact.runs:
         raise ValueError(
-            "compare: loss: expected a loss whose gradient reaches an FP8 product, got one without such"
+            "compare: loss: expected a loss whose gradient reaches an FP8 product, "
+            "got one without such"
         )
     _run(fn, arrays, loss, fp8)
     sites = sorted(exact.runs)
@@ -141,7 +143,8 @@ def _function(model, args, variables, kwargs):
         fn, args = model.apply, (variables, *args)
     elif variables is not None:
         raise TypeError(
-            "compare: variables: expected None for a model that is not Linen's, which holds its own arrays"
+            "compare: variables: expected None for a model that is not Linen's, which "
+            "holds its own arrays"
         )
     elif isinstance(model, nnx.Module):
         fn, args = operator.call, (model, *args)
@@ -149,7 +152,8 @@ def _function(model, args, variables, kwargs):
         fn = model
     else:
         raise TypeError(
-            f"compare: model: expected a Linen or NNX module or a function, got {type(model).__name__}"
+            "compare: model: expected a Linen or NNX module or a function, got "
+            f"{type(model).__name__}"
         )
     return nnx_inspect.function_of_arrays(fn, args, kwargs)
 
@@ -185,8 +189,8 @@ def _mean_of_squares(output):
     ]
     if not leaves:
         raise TypeError(
-            "compare: model: expected a result with floating-point arrays, got none; register the class of the result "
-            "as a pytree, or pass loss"
+            "compare: model: expected a result with floating-point arrays, got none; "
+            "register the class of the result as a pytree, or pass loss"
         )
     return sum(jnp.sum(leaf**2) for leaf in leaves) / sum(leaf.size for leaf in leaves)
 

@@ -96,8 +96,9 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
         result = jax.block_until_ready(step(*args, **kwargs))
     if not _runs:
         raise ValueError(
-            "count: step: expected a function that takes gradients through FP8 products, got one without such; give it "
-            "the training step, or jax.grad of a loss"
+            "count: step: expected a function that takes gradients through FP8 "
+            "products, got one without such; give it the training step, or jax.grad "
+            "of a loss"
         )
     runs = {}
     for site, fractions in _runs:

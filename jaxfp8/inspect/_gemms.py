@@ -91,13 +91,15 @@ def gemms(
     target = Target.parse(platform)
     if isinstance(fn, nn.Module) and fn.scope is None:
         raise TypeError(
-            f"gemms: fn: expected a function, got a {type(fn).__name__}, a Linen model without variables; pass its "
-            "apply, as in gemms(model.apply, variables, x)"
+            f"gemms: fn: expected a function, got a {type(fn).__name__}, a Linen "
+            "model without variables; pass its apply, as in gemms(model.apply, "
+            "variables, x)"
         )
     if not callable(fn):
         got = type(fn).__name__
         raise TypeError(
-            f"gemms: fn: expected a function, as in gemms(step, state, batch), got a {got}"
+            "gemms: fn: expected a function, as in gemms(step, state, batch), got a "
+            f"{got}"
         )
     if isinstance(fn, nnx.Module):
         args, fn = (fn, *args), _call
@@ -181,7 +183,10 @@ def assert_fp8(
             sum(row["times"] for row in rows) for rows in (products.rows, missed)
         )
         table = Gemms(missed, products.platform)
-        head = f"assert_fp8: {count} of {total} matrix products of {name} would not run in FP8 on {table.platform}"
+        head = (
+            f"assert_fp8: {count} of {total} matrix products of {name} would not run "
+            f"in FP8 on {table.platform}"
+        )
         raise AssertionError(f"{head}:\n{table}" + (f"\n{said}" if idle else ""))
     if idle:
         _warnings.warn(

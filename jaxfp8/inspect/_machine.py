@@ -21,8 +21,9 @@ from ..ops import _ffi, _support
 from . import _op_calls
 
 PACKAGES = (
-    "jaxfp8 jaxfp8-cuda13 jaxfp8-cuda12 jax jaxlib jax-cuda13-plugin jax-cuda12-plugin jax-rocm7-plugin libtpu "
-    "nvidia-cublas nvidia-cublas-cu12 flax optax numpy ml_dtypes"
+    "jaxfp8 jaxfp8-cuda13 jaxfp8-cuda12 jax jaxlib jax-cuda13-plugin "
+    "jax-cuda12-plugin jax-rocm7-plugin libtpu nvidia-cublas nvidia-cublas-cu12 flax "
+    "optax numpy ml_dtypes"
 ).split()
 
 

@@ -189,7 +189,8 @@ class Target(NamedTuple):
             return Target(
                 platform,
                 (),
-                f"{platform} has no FP8 GEMM: codes are widened, exactly, and multiplied",
+                f"{platform} has no FP8 GEMM: codes are widened, exactly, and "
+                "multiplied",
             )
         raise ValueError(
             'gemms: platform: expected None, "cuda", a compute capability such as "sm_90", or one of '

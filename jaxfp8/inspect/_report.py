@@ -131,7 +131,10 @@ def report(
     by_path = sorted(rows.by_path, key=natural)
     result = Report([rows.by_path[path] for path in by_path], rows.unused())
     if result.unused:
-        message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
+        message = (
+            f"report: rules that decide nothing: {'; '.join(result.unused)}; is the "
+            "path spelled as in the table?"
+        )
         if strict:
             raise ValueError(f"{message}\n{result}")
         _warnings.warn(message, UserWarning)

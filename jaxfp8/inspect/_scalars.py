@@ -120,8 +120,9 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
     measured = variables if isinstance(variables, Measured) else measure(variables)
     if isinstance(measured.values, jax.core.Tracer):
         raise TypeError(
-            "scalars: variables: expected concrete arrays, got traced ones; inside of jit use jaxfp8.inspect.measure, "
-            "return what it gives and call scalars on that"
+            "scalars: variables: expected concrete arrays, got traced ones; inside of "
+            "jit use jaxfp8.inspect.measure, return what it gives and call scalars on "
+            "that"
         )
     names = (f"{prefix}/{name}" if prefix else name for name in measured.names)
     return dict(zip(names, np.asarray(measured.values).tolist(), strict=True))
@@ -201,8 +202,9 @@ def _lines(trees) -> list[tuple]:
     """
     if not isinstance(trees, (list, tuple)):
         raise TypeError(
-            f"plot: histories: expected a list of variable trees, got {type(trees).__name__}; one tree alone has one "
-            "step: see jaxfp8.inspect.summary"
+            "plot: histories: expected a list of variable trees, got "
+            f"{type(trees).__name__}; one tree alone has one step: see "
+            "jaxfp8.inspect.summary"
         )
     steps = [rows_of(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
     if not steps:
@@ -214,7 +216,8 @@ def _lines(trees) -> list[tuple]:
     names = [[row["name"] for row in rows] for rows in steps]
     if any(step_names != names[0] for step_names in names):
         raise ValueError(
-            "plot: histories: expected trees with the same quantizers, got others after the first"
+            "plot: histories: expected trees with the same quantizers, got others "
+            "after the first"
         )
     lines = []
     for name, *rows in zip(names[0], *steps, strict=True):

@@ -130,7 +130,8 @@ def rows_of(where: str, variables) -> list[dict[str, Any]]:
         for leaf in (arrays.amax_history, arrays.scale_inv)
     ):
         raise TypeError(
-            f"{where}: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure"
+            f"{where}: expected concrete arrays, got tracers; in jit use "
+            "jaxfp8.inspect.measure"
         )
     rows = []
     for arrays in states:
@@ -291,7 +292,8 @@ def quantizers(where: str, tree) -> list[Arrays]:
         )
     if not arrays:
         raise ValueError(
-            f"{where}: expected a tree that holds FP8 state (amax_history and scale side by side), got "
-            f"{jax.tree.structure(tree).num_leaves} leaves without it; only delayed scaling keeps such state"
+            f"{where}: expected a tree that holds FP8 state (amax_history and scale "
+            f"side by side), got {jax.tree.structure(tree).num_leaves} leaves without "
+            "it; only delayed scaling keeps such state"
         )
     return arrays

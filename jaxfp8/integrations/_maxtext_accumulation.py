@@ -39,9 +39,9 @@ def accumulate_with_state(module, original):
         is_nnx = isinstance(model, nnx.Module)
         if not is_nnx and _state_tree.flatten((args, options)).positions():
             raise TypeError(
-                "maxtext: model: expected an NNX model for FP8 with gradient accumulation, got a "
-                f"{type(model).__name__}: MaxText would add up its state like gradients; set "
-                "gradient_accumulation_steps=1"
+                "maxtext: model: expected an NNX model for FP8 with gradient "
+                f"accumulation, got a {type(model).__name__}: MaxText would add up "
+                "its state like gradients; set gradient_accumulation_steps=1"
             )
         old = _state(model) if is_nnx else {}
         # A model without FP8 state is left to MaxText alone.

@@ -31,5 +31,6 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     if isinstance(model, nnx.Module):
         return jaxfp8_nnx.quantize(model, rules)
     raise TypeError(
-        f"quantize: model: expected an instance of a Linen or an NNX module, got {kind(model)}"
+        "quantize: model: expected an instance of a Linen or an NNX module, got "
+        f"{kind(model)}"
     )

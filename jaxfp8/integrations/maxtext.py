@@ -161,8 +161,8 @@ def _module(name: str):
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"maxtext.install: expected MaxText {_TRIED} or one like it, with a module {name}, but it does not import: "
-            f"{error}"
+            f"maxtext.install: expected MaxText {_TRIED} or one like it, with a "
+            f"module {name}, but it does not import: {error}"
         ) from error
 
 
@@ -176,8 +176,9 @@ def _require(module, hook: str) -> None:
         except importlib.metadata.PackageNotFoundError:
             version = "of an unknown version"
         raise ImportError(
-            f"maxtext.install: expected {module.__name__}.{hook}, which MaxText {version} does not have; this was "
-            f"written after MaxText {_TRIED}: install that one, or report the version"
+            f"maxtext.install: expected {module.__name__}.{hook}, which MaxText "
+            f"{version} does not have; this was written after MaxText {_TRIED}: "
+            "install that one, or report the version"
         )
 
 
@@ -297,8 +298,8 @@ def _bound(flag: str, method: str) -> float | None:
         is_range = False
     if not is_range:
         raise ValueError(
-            f'maxtext: {flag}: expected "absmax" or "fixed,-bound,bound" with one bound above 0, such as '
-            f'"fixed,-224,224", got {method!r}'
+            f'maxtext: {flag}: expected "absmax" or "fixed,-bound,bound" with one '
+            f'bound above 0, such as "fixed,-224,224", got {method!r}'
         )
     return high
 

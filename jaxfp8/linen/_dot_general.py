@@ -172,8 +172,9 @@ class Fp8Module(nn.Module):
                     amax_history_len=self.amax_history_length, fp8_format=fp8_format
                 )
         raise ValueError(
-            f"{type(self).__name__}: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn or float8_e5m2 forward and "
-            f"backward, got {dtypes[0].name} and {dtypes[1].name}; use one of the two, or pass recipe="
+            f"{type(self).__name__}: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn "
+            f"or float8_e5m2 forward and backward, got {dtypes[0].name} and "
+            f"{dtypes[1].name}; use one of the two, or pass recipe="
         )
 
 

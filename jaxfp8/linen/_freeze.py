@@ -113,7 +113,8 @@ def freeze(model: nn.Module, variables, args, kwargs):
     collections = dict(core.unfreeze(variables))
     if PARAMS not in collections:
         raise ValueError(
-            f"freeze: variables: expected a collection {PARAMS!r}, got {sorted(collections)}"
+            f"freeze: variables: expected a collection {PARAMS!r}, got "
+            f"{sorted(collections)}"
         )
     params = traverse_util.flatten_dict(collections.pop(PARAMS))
     mutable = kwargs.pop("mutable", False)
@@ -150,8 +151,9 @@ def freeze(model: nn.Module, variables, args, kwargs):
         if "branch" not in str(error):
             raise
         raise ValueError(
-            "freeze: model: products in the branches of nn.cond or nn.switch cannot be frozen: each branch would store "
-            "codes of its own; branch outside of the model, or leave such layers in high precision"
+            "freeze: model: products in the branches of nn.cond or nn.switch cannot "
+            "be frozen: each branch would store codes of its own; branch outside of "
+            "the model, or leave such layers in high precision"
         ) from error
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
@@ -172,7 +174,8 @@ def freeze(model: nn.Module, variables, args, kwargs):
             and np.any(np.asarray(differs))
         ):
             raise ValueError(
-                f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own"
+                f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a "
+                "product of its own"
             )
     state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)

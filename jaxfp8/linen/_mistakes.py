@@ -13,9 +13,10 @@ from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning
 
 # How the user gets from TransformerEngine's state to that of a product.
 TRANSFORMER_ENGINE_BY_HAND = (
-    "convert TransformerEngine's state by hand, once (docs/checkpoints.md): scale = 1 / its scale, and amax_history = "
-    "jnp.roll(its amax_history, 1, axis=-1), which moves its newest amax from the last slot to slot 0, and its empty "
-    "slot 0 to slot 1, the oldest"
+    "convert TransformerEngine's state by hand, once (docs/checkpoints.md): scale = 1 "
+    "/ its scale, and amax_history = jnp.roll(its amax_history, 1, axis=-1), which "
+    "moves its newest amax from the last slot to slot 0, and its empty slot 0 to slot "
+    "1, the oldest"
 )
 # The beginnings of names of modules and collections with state of other libraries, by
 # how to convert it.
@@ -34,8 +35,9 @@ def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
     """
     if "precision" in keywords:
         raise TypeError(
-            f"{cls.__name__}: a layer was given the class as its product; pass it as dot_general_cls to a layer of "
-            f"Linen, and to a layer of NNX an instance of jaxfp8.nnx.{cls.__name__}"
+            f"{cls.__name__}: a layer was given the class as its product; pass it as "
+            "dot_general_cls to a layer of Linen, and to a layer of NNX an instance "
+            f"of jaxfp8.nnx.{cls.__name__}"
         )
 
 
@@ -46,8 +48,9 @@ def refuse_unbound(product: nn.Module, method: Callable[..., Any]) -> None:
     if product.scope is None and method.__name__ == "__call__":
         name = type(product).__name__
         raise TypeError(
-            f"{name}: expected a call from a Linen module, or by init or apply, got a call of an unbound product; "
-            f"a layer of NNX takes dot_general=jaxfp8.nnx.{name}(recipe), and attention is changed by "
+            f"{name}: expected a call from a Linen module, or by init or apply, got a "
+            "call of an unbound product; a layer of NNX takes "
+            f"dot_general=jaxfp8.nnx.{name}(recipe), and attention is changed by "
             "jaxfp8.quantize(model, rules) when it is made"
         )
 
@@ -66,8 +69,9 @@ def refuse_instance_as_cls(product: nn.Module, operands: tuple[Any, ...]) -> Non
             else "jaxfp8.linen.Fp8DotGeneral"
         )
         raise TypeError(
-            f"{type(product.parent).__name__}: {name}: expected a class or a function that makes a product, got an "
-            f"instance; pass {name}={cls}, or with a recipe {name}=functools.partial({cls}, recipe=recipe)"
+            f"{type(product.parent).__name__}: {name}: expected a class or a function "
+            f"that makes a product, got an instance; pass {name}={cls}, or with a "
+            f"recipe {name}=functools.partial({cls}, recipe=recipe)"
         )
 
 
@@ -76,11 +80,12 @@ def refuse_immutable_state(product: nn.Module, recipe: Any) -> None:
     without state.
     """
     raise ValueError(
-        f"{'/'.join(product.path)}: {type(recipe).__name__} keeps state, and the collection "
-        f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: treat it as the parameters. Where an "
-        f"nn.scan broadcasts parameters, as nn.RNN does, pass variable_broadcast=('params', "
-        f"{OVERWRITE_WITH_GRADIENT!r}); where an nn.scan or nn.vmap stacks them, add it to the variable_axes. "
-        "Or add it to the mutable of init, or take a recipe without state"
+        f"{'/'.join(product.path)}: {type(recipe).__name__} keeps state, and the "
+        f"collection {OVERWRITE_WITH_GRADIENT!r} cannot be written here: treat it as "
+        "the parameters. Where an nn.scan broadcasts parameters, as nn.RNN does, pass "
+        f"variable_broadcast=('params', {OVERWRITE_WITH_GRADIENT!r}); where an "
+        "nn.scan or nn.vmap stacks them, add it to the variable_axes. Or add it to "
+        "the mutable of init, or take a recipe without state"
     )
 
 
@@ -105,9 +110,10 @@ def refuse_frozen_kernel(layer: nn.Module | None, has_rule: bool) -> None:
     )
     if is_plain or (isinstance(layer, nn.Einsum) and not has_rule):
         raise ValueError(
-            f"{'/'.join(layer.path) or type(layer).__name__}: params: expected the kernel of a layer in high "
-            "precision, got variables of jaxfp8.freeze, which hold its codes; apply the frozen model, with the "
-            "same rules or dot_general_cls, or take the variables from before freeze"
+            f"{'/'.join(layer.path) or type(layer).__name__}: params: expected the "
+            "kernel of a layer in high precision, got variables of jaxfp8.freeze, "
+            "which hold its codes; apply the frozen model, with the same rules or "
+            "dot_general_cls, or take the variables from before freeze"
         )
 
 
@@ -125,7 +131,10 @@ def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> Non
             None,
         )
         if way_out is not None:
-            message = f"the variables have state {name!r} of another library, which this layer does not read; {way_out}"
+            message = (
+                f"the variables have state {name!r} of another library, which this "
+                f"layer does not read; {way_out}"
+            )
             _warnings.warn_once(
                 layer.scope.root, "/".join(path), message, FP8StateWarning
             )

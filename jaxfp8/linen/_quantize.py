@@ -85,13 +85,14 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):
         raise TypeError(
-            f"linen.quantize: model: expected an instance of a Linen module, got {kind(model)}; an NNX module goes "
-            "through jaxfp8.nnx.quantize"
+            "linen.quantize: model: expected an instance of a Linen module, got "
+            f"{kind(model)}; an NNX module goes through jaxfp8.nnx.quantize"
         )
     if model.scope is not None:
         raise ValueError(
-            f"linen.quantize: model: expected an unbound module, got a {type(model).__name__} with variables; call "
-            "quantize outside of apply and of modules' methods, or make the module with parent=None"
+            "linen.quantize: model: expected an unbound module, got a "
+            f"{type(model).__name__} with variables; call quantize outside of apply "
+            "and of modules' methods, or make the module with parent=None"
         )
     plain = model.clone()
     if isinstance(model, _Quantized):
@@ -423,7 +424,8 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
     eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     if "->" not in eqn or eqn.count(",") != 1:
         raise ValueError(
-            f"nn.Einsum: einsum_str: expected two operands and an explicit output, got {eqn!r}"
+            "nn.Einsum: einsum_str: expected two operands and an explicit output, got "
+            f"{eqn!r}"
         )
     kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
     bias, broadcast = None, ()

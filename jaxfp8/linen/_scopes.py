@@ -77,8 +77,9 @@ def _ruled(scope, scope_regions) -> _RuledScope:
     _, path = scope.flags.get(_FLAG, ((), scope.path))
     if path != scope.path and "jit(" in "".join(scope.debug_path[-1:]):
         raise ValueError(
-            f"linen.quantize: {'/'.join(scope.path)} is in nn.jit, inside of another transform that hides its path: "
-            "nn.jit would run one program for all equal blocks; make the block in a method of its parent in place of a "
+            f"linen.quantize: {'/'.join(scope.path)} is in nn.jit, inside of another "
+            "transform that hides its path: nn.jit would run one program for all "
+            "equal blocks; make the block in a method of its parent in place of a "
             "field, or take nn.jit away and use jax.jit around the step"
         )
     alias = object.__new__(_RuledScope)
@@ -122,8 +123,9 @@ def check_rules(model, ran, foreign) -> None:
         fp8_paths += [rule.path for rule in rules]
     if fp8_paths and not gets_fp8:
         _warnings.warn(
-            f"linen.quantize: rules: none of {fp8_paths} gives a layer of {type(model).__name__} FP8: a regex has to "
-            f"match the whole path of a layer, as '.*Dense_0' does. The layers that ran are "
+            f"linen.quantize: rules: none of {fp8_paths} gives a layer of "
+            f"{type(model).__name__} FP8: a regex has to match the whole path of a "
+            "layer, as '.*Dense_0' does. The layers that ran are "
             f"{some(_names(layers)) or 'none'}; see jaxfp8.report(model, x)",
             FP8StateWarning,
         )

@@ -64,7 +64,10 @@ class TrainState(train_state.TrainState):
         params = self.params["params"]
         before = _steps.begin(self.opt_state, self.params)
         inner = _steps.inner(before)
-        advice = "Make it by jaxfp8.linen.TrainState.create, or by tx.init(variables['params'])"
+        advice = (
+            "Make it by jaxfp8.linen.TrainState.create, or by "
+            "tx.init(variables['params'])"
+        )
         with _steps.naming_state(
             "linen.TrainState: apply_gradients", self.tx, params, inner, advice
         ):
@@ -120,22 +123,27 @@ class TrainState(train_state.TrainState):
         """
         if isinstance(params, nnx.Module):
             raise TypeError(
-                "linen.TrainState: create: params: expected the variables of a Linen model, got the NNX module "
-                f"{type(params).__name__}; train it with jaxfp8.nnx.Optimizer(model, tx)"
+                "linen.TrainState: create: params: expected the variables of a Linen "
+                f"model, got the NNX module {type(params).__name__}; train it with "
+                "jaxfp8.nnx.Optimizer(model, tx)"
             )
         if not _is_variables(params) and keeps_state_by_rules(
             getattr(apply_fn, "__self__", None)
         ):
             _warnings.warn(
-                "linen.TrainState: create: params: expected all variables of a model whose recipes keep state, got "
-                "parameters alone: layers without their state take every scale from the tensor at hand. Pass what init "
+                "linen.TrainState: create: params: expected all variables of a model "
+                "whose recipes keep state, got parameters alone: layers without their "
+                "state take every scale from the tensor at hand. Pass what init "
                 "returned, params=variables, and call apply_fn(params, x)",
                 FP8StateWarning,
             )
         if _is_variables(params) and apply_fn is not None:
             apply_fn = _ApplyWithMaxGrad(apply_fn)
         parameters = params["params"] if _is_variables(params) else params
-        advice = "all variables; tx sees the parameters alone: make them for variables['params']"
+        advice = (
+            "all variables; tx sees the parameters alone: make them for "
+            "variables['params']"
+        )
         with _steps.naming_masks("linen.TrainState: create", "the parameters", advice):
             train = super().create(
                 apply_fn=apply_fn, params=parameters, tx=tx, **kwargs

@@ -132,8 +132,8 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
     # arrays.
     if pairs and all(isinstance(a, jax.Array) and a is b for a, b in pairs):
         raise ValueError(
-            "select: old: expected the arrays from before the step, got those of new; nnx.state is no copy, use "
-            "jaxfp8.nnx.step_if or nnx.as_pure"
+            "select: old: expected the arrays from before the step, got those of new; "
+            "nnx.state is no copy, use jaxfp8.nnx.step_if or nnx.as_pure"
         )
 
     def choose(path, new_leaf, old_leaf):
@@ -141,8 +141,10 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
         # `lax.select` would refuse these as well, without a path to the leaf.
         if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
             raise ValueError(
-                f"select: new: {jax.tree_util.keystr(path)}: expected {old_leaf.dtype}{list(old_leaf.shape)} as in "
-                f"old, got {new_leaf.dtype}{list(new_leaf.shape)}; keep parameters and optimizer state in float32"
+                f"select: new: {jax.tree_util.keystr(path)}: expected "
+                f"{old_leaf.dtype}{list(old_leaf.shape)} as in old, got "
+                f"{new_leaf.dtype}{list(new_leaf.shape)}; keep parameters and "
+                "optimizer state in float32"
             )
         return lax.select(jnp.asarray(finite), new_leaf, old_leaf)
 
@@ -253,7 +255,8 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
     ]
     if unknown:
         raise ValueError(
-            f"first_nonfinite: order: expected the names of layers in {names}, got {unknown}"
+            f"first_nonfinite: order: expected the names of layers in {names}, got "
+            f"{unknown}"
         )
 
     def depth(position):

@@ -140,7 +140,8 @@ class DynamicLossScale:
         """
         if jnp.result_type(finite) != jnp.bool_:
             raise TypeError(
-                f"DynamicLossScale.adjust: finite: expected a boolean, got {jnp.result_type(finite)}; pass "
+                "DynamicLossScale.adjust: finite: expected a boolean, got "
+                f"{jnp.result_type(finite)}; pass "
                 "mixed_precision.all_finite(gradients)"
             )
         # Grow after enough good steps, shrink at once; keep the value and its inverse

@@ -22,14 +22,16 @@ _COMPUTE, _FLOAT32, _WIDEST = "compute", "float32", "widest"
 # (cat, mul, linear, ...).
 OPERATIONS = {
     _COMPUTE: (
-        "matmul dot tensordot einsum dot_general ragged_dot bmm addmm baddbmm "
-        "linear dense linear_general dense_general conv conv1d conv2d conv3d conv_general_dilated conv_transpose"
+        "matmul dot tensordot einsum dot_general ragged_dot bmm addmm baddbmm linear "
+        "dense linear_general dense_general conv conv1d conv2d conv3d "
+        "conv_general_dilated conv_transpose"
     ).split(),
     _FLOAT32: (
-        "softmax log_softmax logsumexp layer_norm batch_norm group_norm instance_norm rms_norm standardize "
-        "sum prod mean var std cumsum cumprod norm "
-        "loss cross_entropy softmax_cross_entropy softmax_cross_entropy_with_integer_labels "
-        "sigmoid_binary_cross_entropy squared_error l2_loss mse_loss l1_loss huber_loss kl_divergence ctc_loss"
+        "softmax log_softmax logsumexp layer_norm batch_norm group_norm instance_norm "
+        "rms_norm standardize sum prod mean var std cumsum cumprod norm loss "
+        "cross_entropy softmax_cross_entropy "
+        "softmax_cross_entropy_with_integer_labels sigmoid_binary_cross_entropy "
+        "squared_error l2_loss mse_loss l1_loss huber_loss kl_divergence ctc_loss"
     ).split(),
     _WIDEST: "add subtract sub multiply mul divide div where concatenate cat stack".split(),
 }
@@ -102,7 +104,8 @@ class Policy:
             key, _, dtype = (piece.strip() for piece in part.partition("="))
             if key not in _KEYS or _KEYS[key] in given:
                 raise ValueError(
-                    f"{where}: expected params, compute and output (or p, c, o), each once, got {key!r}"
+                    f"{where}: expected params, compute and output (or p, c, o), each "
+                    f"once, got {key!r}"
                 )
             given[_KEYS[key]] = _float_dtype(where, dtype)
         params = given.get("param_dtype", jnp.float32)
@@ -196,8 +199,8 @@ def _kind_of(operation):
     ).lower()
     if name not in _KINDS:
         raise ValueError(
-            f"Policy: operation: expected one of {sorted(_KINDS)}, got {operation!r}; pass like= with one of these, "
-            "or use compute_dtype or float32 by name"
+            f"Policy: operation: expected one of {sorted(_KINDS)}, got {operation!r}; "
+            "pass like= with one of these, or use compute_dtype or float32 by name"
         )
     return _KINDS[name]
 

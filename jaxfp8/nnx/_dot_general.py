@@ -155,9 +155,10 @@ def read_state(product: _Fp8Product, recipe: Recipe | None) -> DotGeneralState |
     def read(name, first):
         if not hasattr(product, name):
             raise ValueError(
-                f"{type(product).__name__}: {recipe!r} has state {name!r}, which this layer lacks: the layer was made "
-                f"for {product.recipe!r}; make the model in the region of jaxfp8.autocast that it is used in, or "
-                "change its recipe with jaxfp8.nnx.quantize"
+                f"{type(product).__name__}: {recipe!r} has state {name!r}, which this "
+                f"layer lacks: the layer was made for {product.recipe!r}; make the "
+                "model in the region of jaxfp8.autocast that it is used in, or change "
+                "its recipe with jaxfp8.nnx.quantize"
             )
         return getattr(product, name).get_value()
 

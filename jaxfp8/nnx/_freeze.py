@@ -58,8 +58,9 @@ def freeze(model, args, kwargs):
     calls, program = recorded_calls(model, candidates, args, kwargs)
     for i in _computed(program):
         raise ValueError(
-            f"freeze: {'/'.join(map(str, candidates[i][0]))}: expected a layer that gives its product its kernel as it "
-            "is, got a layer that computes another kernel from it; leave that layer in high precision"
+            f"freeze: {'/'.join(map(str, candidates[i][0]))}: expected a layer that "
+            "gives its product its kernel as it is, got a layer that computes another "
+            "kernel from it; leave that layer in high precision"
         )
     frozen = [
         (layer, attribute, call, codes)

@@ -21,10 +21,11 @@ def with_operands(call: _Call) -> _Call:
         if not operands and not options:
             name = type(self).__name__
             raise TypeError(
-                f"{name}: expected a call with operands, got a call without them: a layer was given an instance as a "
-                "class, such as dot_general_cls or qkv_dot_general_cls; in NNX pass the instance as dot_general= or "
-                "qkv_dot_general=, or change the finished model with jaxfp8.nnx.quantize; Linen takes the class "
-                f"jaxfp8.linen.{name}"
+                f"{name}: expected a call with operands, got a call without them: a "
+                "layer was given an instance as a class, such as dot_general_cls or "
+                "qkv_dot_general_cls; in NNX pass the instance as dot_general= or "
+                "qkv_dot_general=, or change the finished model with "
+                f"jaxfp8.nnx.quantize; Linen takes the class jaxfp8.linen.{name}"
             )
         return call(self, *operands, **options)
 
@@ -37,8 +38,9 @@ def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
     """
     if "precision" in keywords:
         raise TypeError(
-            f"{cls.__name__}: a layer was given the class, which has no state; give it an instance, "
-            f"{cls.__name__}(recipe), or change the finished model with jaxfp8.nnx.quantize"
+            f"{cls.__name__}: a layer was given the class, which has no state; give "
+            f"it an instance, {cls.__name__}(recipe), or change the finished model "
+            "with jaxfp8.nnx.quantize"
         )
 
 
@@ -46,8 +48,8 @@ def refuse_linen_layer(name: str) -> None:
     """Refuse the call of a product by a Linen layer, which does not keep its state."""
     if hasattr(_linen_module(), "dot_general"):
         raise TypeError(
-            f"{name}: a Linen layer was given a product of NNX, whose state it does not keep; pass "
-            f"dot_general_cls=jaxfp8.linen.{name}"
+            f"{name}: a Linen layer was given a product of NNX, whose state it does "
+            f"not keep; pass dot_general_cls=jaxfp8.linen.{name}"
         )
 
 
@@ -61,14 +63,15 @@ def refuse_inside_a_call(name: str) -> None:
     """
     if (module := _linen_module()) is not None:
         raise TypeError(
-            f"{name}: a Linen module, {type(module).__name__}, makes a product of NNX and would lose its state; "
-            f"pass dot_general_cls=jaxfp8.linen.{name}"
+            f"{name}: a Linen module, {type(module).__name__}, makes a product of NNX "
+            f"and would lose its state; pass dot_general_cls=jaxfp8.linen.{name}"
         )
     callers = traceback.walk_stack(inspect.currentframe())
     if any(frame.f_code is nnx.LinearGeneral.__call__.__code__ for frame, _ in callers):
         raise TypeError(
-            f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "
-            f"instance, dot_general={name}(recipe), or change the finished model with jaxfp8.nnx.quantize"
+            f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its "
+            f"state would be lost; pass an instance, dot_general={name}(recipe), or "
+            "change the finished model with jaxfp8.nnx.quantize"
         )
 
 

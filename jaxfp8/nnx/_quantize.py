@@ -75,7 +75,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use jaxfp8.linen.quantize"
+            f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use "
+            "jaxfp8.linen.quantize"
         )
     model_layers, changes = layers(model), []
     for path, layer, attribute in model_layers:
@@ -218,8 +219,8 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     lead = shape[: len(shape) - len(expected)]
     if lead + expected != shape:
         raise ValueError(
-            f"{where}: {_name(path)}: expected a kernel {list(expected)}, or a stack of them along the first axis, got "
-            f"{list(shape)}"
+            f"{where}: {_name(path)}: expected a kernel {list(expected)}, or a stack "
+            f"of them along the first axis, got {list(shape)}"
         )
     return lead
 
@@ -255,8 +256,9 @@ def _change(layer, attribute, new_product) -> None:
 def _warn_of_rules(model, paths, model_layers) -> None:
     names = some(["/".join(map(str, path)) for path, *_ in model_layers]) or "none"
     _warnings.warn(
-        f"nnx.quantize: rules: none of {paths} gives a layer of {type(model).__name__} FP8: a regex has to match the "
-        f"whole path of a layer, as '.*linear' does. The layers are {names}; see jaxfp8.report(model)",
+        f"nnx.quantize: rules: none of {paths} gives a layer of "
+        f"{type(model).__name__} FP8: a regex has to match the whole path of a layer, "
+        f"as '.*linear' does. The layers are {names}; see jaxfp8.report(model)",
         FP8StateWarning,
     )
 
@@ -270,8 +272,8 @@ def _refuse_frozen(path, layer) -> None:
     fp8_product = product(layer)
     if fp8_product is not None and frozen_arrays(fp8_product) is not None:
         raise ValueError(
-            f"nnx.quantize: {_name(path)}: jaxfp8.freeze left codes of its kernel alone; give a model its rules before "
-            "it is frozen"
+            f"nnx.quantize: {_name(path)}: jaxfp8.freeze left codes of its kernel "
+            "alone; give a model its rules before it is frozen"
         )
 
 

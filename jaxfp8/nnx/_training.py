@@ -148,8 +148,9 @@ def _check_stored(params, state, line) -> None:
         variable.get_raw_value() is before for variable, before in state
     ):
         _warnings.warn(
-            "the parameters were updated with these gradients, and the next FP8 state in them was not stored: scales "
-            "stay what they are. Take jaxfp8.nnx.Optimizer in place of nnx.Optimizer, or call "
+            "the parameters were updated with these gradients, and the next FP8 state "
+            "in them was not stored: scales stay what they are. Take "
+            "jaxfp8.nnx.Optimizer in place of nnx.Optimizer, or call "
             "jaxfp8.nnx.update_state(model, gradients) beside it",
             FP8StateWarning,
             line,

@@ -50,7 +50,8 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
         b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block
     ):
         raise ValueError(
-            f"{op}: {name}: expected (rows, columns), each a positive int, or None for all, got {block!r}"
+            f"{op}: {name}: expected (rows, columns), each a positive int, or None "
+            f"for all, got {block!r}"
         )
     return tuple(None if b is None else int(b) for b in block)
 
@@ -67,7 +68,8 @@ def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
     block, scale = checked(op, f"{prefix}block", block), _checks.array(op, name, scale)
     if scale.dtype not in (jnp.float32, E8M0):
         raise TypeError(
-            f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded"
+            f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; "
+            "scales are not rounded"
         )
     return _checks.shape(
         op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols)))
@@ -334,7 +336,10 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
                 "9.0" if hopper else "10.0 or newer",
             )
             scales = " by ".join(modes)
-            reason = f"cuBLASLt multiplies scales of {scales} on compute capability {need}, this GPU has {have}"
+            reason = (
+                f"cuBLASLt multiplies scales of {scales} on compute capability "
+                f"{need}, this GPU has {have}"
+            )
             # One option of the recipe would give these GPUs an FP8 product, so the
             # reason names it.
             as_mx = hopper and capability >= (10, 0) and not power_2_scale

@@ -21,7 +21,10 @@ def array(op: str, name: str, x):
     except (TypeError, ValueError) as error:
         dtype, fix = getattr(x, "dtype", None), ""
         if isinstance(dtype, np.dtype) and not dtype.isnative:
-            fix = f", whose bytes are swapped; convert it with .astype(np.{dtype.newbyteorder('=').name})"
+            fix = (
+                ", whose bytes are swapped; convert it with "
+                f".astype(np.{dtype.newbyteorder('=').name})"
+            )
         got = type(x).__name__ if dtype is None else f"{type(x).__name__} of {dtype}"
         raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
 
@@ -37,10 +40,14 @@ def high_precision(op: str, name: str, x):
         )
     x = array(op, name, x)
     if x.dtype in FP8_DTYPES:
-        fix = "codes have a scale: jaxfp8.ops.dequantize gives their values, jaxfp8.ops.scaled_matmul their product"
+        fix = (
+            "codes have a scale: jaxfp8.ops.dequantize gives their values, "
+            "jaxfp8.ops.scaled_matmul their product"
+        )
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
-            f"{op}: {name}: expected bfloat16, float16 or float32, got {_describe(x)}; {fix}"
+            f"{op}: {name}: expected bfloat16, float16 or float32, got "
+            f"{_describe(x)}; {fix}"
         )
     return x
 
@@ -50,7 +57,8 @@ def fp8(op: str, name: str, x):
     x = array(op, name, x)
     if x.dtype not in FP8_DTYPES:
         raise TypeError(
-            f"{op}: {name}: expected float8_e4m3fn or float8_e5m2, got {_describe(x)}; quantize it first"
+            f"{op}: {name}: expected float8_e4m3fn or float8_e5m2, got "
+            f"{_describe(x)}; quantize it first"
         )
     return x
 
@@ -62,7 +70,8 @@ def scale(op: str, name: str, x):
     x = array(op, name, x)
     if x.dtype != np.float32:
         raise TypeError(
-            f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}; scales are never rounded"
+            f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}; scales are "
+            "never rounded"
         )
     if x.shape not in ((), (1,)):
         raise ValueError(f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}")
@@ -89,7 +98,8 @@ def group_sizes(op: str, x):
     x = array(op, "group_sizes", x)
     if x.dtype != jnp.int32:
         raise TypeError(
-            f"{op}: group_sizes: expected int32, got {x.dtype}; cast it with .astype(jnp.int32)"
+            f"{op}: group_sizes: expected int32, got {x.dtype}; cast it with "
+            ".astype(jnp.int32)"
         )
     if x.ndim != 1:
         raise ValueError(
@@ -155,8 +165,8 @@ def product(op: str, a, b, batch: int | None, contracting: int):
     if not matches or (is_matrix and b.ndim != a.ndim):
         needed = ", ".join(map(str, (*leading, "n", *k)))
         raise ValueError(
-            f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got {b.shape}; both operands have the "
-            "contracting dimension last"
+            f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got "
+            f"{b.shape}; both operands have the contracting dimension last"
         )
     m, n = (x.shape[batch : x.ndim - contracting] for x in (a, b))
     return a, b, leading, m, n, k

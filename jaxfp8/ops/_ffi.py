@@ -144,9 +144,15 @@ def _why_missing(name: str) -> str:
     # Python imports from the folder that it is started in, where sources hide an
     # installed package.
     if not built and _SOURCES.exists():
-        return f"not in {_SOURCES.parent}, which are the sources: run from another folder, or install jaxfp8"
+        return (
+            f"not in {_SOURCES.parent}, which are the sources: run from another "
+            "folder, or install jaxfp8"
+        )
     report = f" ({built})" if built else ""
-    return f"this installation has no file for Python {sys.version.split()[0]}{report}: install jaxfp8 again"
+    return (
+        f"this installation has no file for Python {sys.version.split()[0]}{report}: "
+        "install jaxfp8 again"
+    )
 
 
 def _build_report() -> dict[str, str]:

@@ -312,8 +312,9 @@ class Op:
             # JAX registers no custom partitioning for TPUs
             if devices == "mesh" and self.on_shards is not None:
                 raise NotImplementedError(
-                    f"jaxfp8.ops.{self.name}: expected operands of one device, got a mesh of TPUs, where XLA cannot "
-                    "cut this op; call it inside of jax.shard_map, each device with its own rows or groups"
+                    f"jaxfp8.ops.{self.name}: expected operands of one device, got a "
+                    "mesh of TPUs, where XLA cannot cut this op; call it inside of "
+                    "jax.shard_map, each device with its own rows or groups"
                 )
             program = in_jnp = functools.partial(
                 self.tpu, vmap_dims=vmap_dims, spec=spec, devices=devices
@@ -341,7 +342,8 @@ class Op:
         """Return the implementation that runs, and its `spec`."""
         if implementation == "ffi" and not is_loaded:
             raise RuntimeError(
-                f'jaxfp8.ops.{self.name}: implementation("ffi"): no native library serves this platform'
+                f'jaxfp8.ops.{self.name}: implementation("ffi"): no native library '
+                "serves this platform"
             )
         if implementation == "xla" and self.by_xla is not None:
             return self.by_xla, spec

@@ -177,7 +177,8 @@ def check(op, x, activation, name="x"):
         )
     if is_gated(activation) and _checks.rank(op, name, x, 2).shape[-2] != 2:
         raise ValueError(
-            f"{op}: {name}: expected [..., 2, n] for {activation!r}, got {x.dtype}{list(x.shape)}"
+            f"{op}: {name}: expected [..., 2, n] for {activation!r}, got "
+            f"{x.dtype}{list(x.shape)}"
         )
 
 

@@ -156,11 +156,13 @@ def _checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
     power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
     if scale == "e8m0" and power_2_scale:
         raise ValueError(
-            f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out for scale="e8m0"'
+            f"{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out "
+            'for scale="e8m0"'
         )
     if scale == "f32" and rounding != "ceil":
         raise ValueError(
-            f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; it goes with "e8m0"'
+            f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; it '
+            'goes with "e8m0"'
         )
     block = _blocks.checked(op, "block", block)
     return x, _Spec(dtype, block, scale, rounding, power_2_scale, int(rows), int(cols))

@@ -164,7 +164,8 @@ def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
     if beta is not None:
         if kind == "rms":
             raise ValueError(
-                f'{op}: {names[1]}: expected None for kind "rms", got an array; "layer" takes one'
+                f'{op}: {names[1]}: expected None for kind "rms", got an array; '
+                '"layer" takes one'
             )
         beta = _checks.shape(
             op, names[1], _checks.high_precision(op, names[1], beta), x.shape[-1:]

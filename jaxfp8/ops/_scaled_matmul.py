@@ -100,7 +100,8 @@ def scaled_matmul(
         accumulator = _checks.array(op, "accumulator", accumulator)
         if accumulator.dtype != np.float32:
             raise TypeError(
-                f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast it first"
+                f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast "
+                "it first"
             )
         operands.append(
             _checks.shape(op, "accumulator", accumulator, (*leading, *m, *n))

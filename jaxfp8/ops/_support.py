@@ -71,7 +71,8 @@ def implementation(name: str):
     # lowering rule refuses.
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
         raise RuntimeError(
-            f'implementation("ffi"): no compiled module is loaded; for CPUs: {_ffi.error("cpu")}'
+            'implementation("ffi"): no compiled module is loaded; for CPUs: '
+            f"{_ffi.error('cpu')}"
         )
     with using(name):
         yield
@@ -109,7 +110,8 @@ def parsed(value: str) -> frozenset[str]:
     if unknown := ", ".join(sorted(names - set(_ffi.OPS))):
         ops = ", ".join(_ffi.OPS)
         raise ValueError(
-            f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {ops}"
+            f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; "
+            f"the ops are {ops}"
         )
     return names
 
@@ -187,7 +189,8 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
                 for version in (capability(gpu), _MIN_CAPABILITY)
             )
             return Missing(
-                f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer",
+                f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} "
+                "or newer",
                 True,
             )
         built = _ffi.cuda_architectures()
@@ -198,8 +201,9 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
         ):
             have = ".".join(map(str, capability(gpu)))
             return Missing(
-                f"{gpu.device_kind} has compute capability {have}, the CUDA library has code for {', '.join(built)}; "
-                "add yours to JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)",
+                f"{gpu.device_kind} has compute capability {have}, the CUDA library "
+                f"has code for {', '.join(built)}; add yours to "
+                "JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)",
                 True,
             )
     if cublaslt and local_gpus():

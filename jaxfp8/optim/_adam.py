@@ -149,8 +149,8 @@ def adamw(
         applies = name == "apply"
         if params is None and (applies or is_decayed):
             raise ValueError(
-                f"optim.adamw: {name}: params: expected the parameters, got None; pass them: "
-                f"tx.{name}(grads, opt_state, params)"
+                f"optim.adamw: {name}: params: expected the parameters, got None; "
+                f"pass them: tx.{name}(grads, opt_state, params)"
             )
         check(f"optim.adamw: {name}", state, MOMENTS, min_size, optax.ScaleByAdamState)
         paths = [
@@ -170,7 +170,8 @@ def adamw(
             shape = jax.tree.leaves(mu)[0].shape  # that of its codes
             if grad.shape != shape:
                 raise ValueError(
-                    f"optim.adamw: {name}: grads{path}: expected the shape of the parameter, {shape}, got {grad.shape}"
+                    f"optim.adamw: {name}: grads{path}: expected the shape of the "
+                    f"parameter, {shape}, got {grad.shape}"
                 )
         steps = state.inner.count
         decay = weight_decay(steps) if callable(weight_decay) else weight_decay
@@ -289,7 +290,8 @@ def _check_number(name, value):
         raise TypeError(f"optim.adamw: {name}: expected a number, got {value!r}")
     if np.isinf(_scaling.to_float32(value)) and abs(value) != math.inf:
         raise ValueError(
-            f"optim.adamw: {name}: expected a number that is finite in float32, got {value!r}"
+            f"optim.adamw: {name}: expected a number that is finite in float32, got "
+            f"{value!r}"
         )
 
 

@@ -158,9 +158,10 @@ def refuse_state(where: str, params) -> None:
     flat = _state_tree.flatten(params)
     if positions := flat.positions():
         raise ValueError(
-            f"{where}: init: params: expected parameters alone, got FP8 state among them, {flat.name(positions[0])}; "
-            "an optimizer must not step on it: wrap this one, jaxfp8.train.optimizer(tx), or take "
-            "jaxfp8.linen.TrainState or jaxfp8.nnx.Optimizer"
+            f"{where}: init: params: expected parameters alone, got FP8 state among "
+            f"them, {flat.name(positions[0])}; an optimizer must not step on it: wrap "
+            "this one, jaxfp8.train.optimizer(tx), or take jaxfp8.linen.TrainState or "
+            "jaxfp8.nnx.Optimizer"
         )
 
 
@@ -241,7 +242,8 @@ def quantize_state(
     table = MOMENTS | dict(moments or {})
     if any(map(is_moment, leaves(opt_state))):
         raise ValueError(
-            "jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; apply quantized once"
+            "jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; "
+            "apply quantized once"
         )
 
     def has_moments(node):
@@ -249,9 +251,10 @@ def quantize_state(
 
     if not any(map(has_moments, jax.tree.leaves(opt_state, is_leaf=has_moments))):
         raise ValueError(
-            "jaxfp8.optim: tx: expected a transformation that keeps moments, such as optax.adamw, got one whose state "
-            f"is {jax.tree.structure(opt_state)}; pass the moments of a state of your own: "
-            "quantized(tx, moments={MyState: {'momentum': jaxfp8.optim.SignedMoment}})"
+            "jaxfp8.optim: tx: expected a transformation that keeps moments, such as "
+            f"optax.adamw, got one whose state is {jax.tree.structure(opt_state)}; "
+            "pass the moments of a state of your own: quantized(tx, moments={MyState: "
+            "{'momentum': jaxfp8.optim.SignedMoment}})"
         )
 
     def quantize(kind, leaf):
@@ -279,8 +282,9 @@ def quantize_state(
     ]
     if stay:
         _warnings.warn(
-            f"jaxfp8.optim: these leaves of the optimizer's state are large and stay as they are: {', '.join(stay)}; "
-            "name moments among them by quantized(tx, moments=...), or filter this warning",
+            "jaxfp8.optim: these leaves of the optimizer's state are large and stay "
+            f"as they are: {', '.join(stay)}; name moments among them by "
+            "quantized(tx, moments=...), or filter this warning",
             UserWarning,
         )
     return QuantizedState(jnp.zeros((), jnp.int32), inner)
@@ -357,8 +361,9 @@ def check(
             " of a ".join(kind.__name__ for kind in each) for each in (kinds, expected)
         )
         raise ValueError(
-            f"jaxfp8.{function}: state: expected a {right}, got {got}; restore a checkpoint into what init returns, "
-            "and convert a float32 state by jaxfp8.optim.quantize_state"
+            f"jaxfp8.{function}: state: expected a {right}, got {got}; restore a "
+            "checkpoint into what init returns, and convert a float32 state by "
+            "jaxfp8.optim.quantize_state"
         )
 
     def check_leaf(kind, leaf):
@@ -373,10 +378,12 @@ def check(
         elif not is_large(leaf, min_size):
             return leaf
         raise ValueError(
-            f"jaxfp8.{function}: state: expected a {kind.__name__} of float8_e4m3fn codes with an amax "
-            f"and an exponent for each block, got shapes {jax.tree.map(jnp.shape, leaf)} in "
-            f"{jax.tree.map(jnp.result_type, leaf)}; restore the checkpoint with the min_size and the moments that "
-            "it was made with, or convert it by jaxfp8.optim.dequantize_state and quantize_state"
+            f"jaxfp8.{function}: state: expected a {kind.__name__} of float8_e4m3fn "
+            "codes with an amax and an exponent for each block, got shapes "
+            f"{jax.tree.map(jnp.shape, leaf)} in "
+            f"{jax.tree.map(jnp.result_type, leaf)}; restore the checkpoint with the "
+            "min_size and the moments that it was made with, or convert it by "
+            "jaxfp8.optim.dequantize_state and quantize_state"
         )
 
     map_moments(check_leaf, state.inner, table)

@@ -44,8 +44,9 @@ def shardings(opt_state: Any, params: Any) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             raise ValueError(
-                "jaxfp8.optim.shardings: params: expected a NamedSharding of each leaf, got "
-                f"{getattr(leaf, 'sharding', None)} of params{jax.tree_util.keystr(path)}; put them on a mesh first"
+                "jaxfp8.optim.shardings: params: expected a NamedSharding of each "
+                f"leaf, got {getattr(leaf, 'sharding', None)} of "
+                f"params{jax.tree_util.keystr(path)}; put them on a mesh first"
             )
         names = _names(path)
         # `jaxfp8.train.optimizer` gives optax the collection "params" of the variables
@@ -127,7 +128,8 @@ def memory(opt_state: Any, params: Any) -> Memory:
     parameters = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
     if not parameters:
         raise ValueError(
-            "jaxfp8.optim.memory: params: expected arrays with elements, got none; pass the parameters"
+            "jaxfp8.optim.memory: params: expected arrays with elements, got none; "
+            "pass the parameters"
         )
     # A moment in FP8 counts as one leaf, which has three arrays.
     by_kind: dict[str, list] = {}

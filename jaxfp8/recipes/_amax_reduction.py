@@ -54,9 +54,10 @@ class AmaxReduction:
         )
         if recipe.pipeline_axes is None and reduces:
             _warnings.warn(
-                "shard_map(check_vma=False) and pmap hide over which axes FP8 state differs: amaxes are reduced over "
-                f"{axes}. If the stages of a pipeline lie along one of them, set the recipe's pipeline_axes=(name,); "
-                "if not, say so with pipeline_axes=()",
+                "shard_map(check_vma=False) and pmap hide over which axes FP8 state "
+                f"differs: amaxes are reduced over {axes}. If the stages of a "
+                "pipeline lie along one of them, set the recipe's "
+                "pipeline_axes=(name,); if not, say so with pipeline_axes=()",
                 FP8StateWarning,
             )
         return AmaxReduction(axes, stages)
@@ -84,8 +85,9 @@ class AmaxReduction:
         one_state = (varying(amax) - state_axes) & stages
         if one_state:
             raise ValueError(
-                f"dot_general: recipe.pipeline_axes names {sorted(one_state)}, but the state does not vary over "
-                "it; give each stage its own: stack the states and pass them with that axis in in_specs"
+                f"dot_general: recipe.pipeline_axes names {sorted(one_state)}, but "
+                "the state does not vary over it; give each stage its own: stack the "
+                "states and pass them with that axis in in_specs"
             )
         missing = tuple(sorted(state_axes - varying(amax)))
         amax = lax.pcast(amax, missing, to="varying") if missing else amax

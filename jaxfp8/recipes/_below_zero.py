@@ -7,10 +7,12 @@ from . import _state_tree
 
 _NAMED = 4
 _MESSAGE = (
-    "{names}: expected a state that is not negative, got {least}: an optimizer has stepped on it, or under jit the "
-    "whole gradient was clipped or averaged, or was that of another step. Its scale is NaN from then on, and so are "
-    "its products. Keep the state out of the optimizer, as jaxfp8.train.optimizer and jaxfp8.linen.TrainState do, and "
-    "out of norms, clips and averages, which are of grads['params']"
+    "{names}: expected a state that is not negative, got {least}: an optimizer has "
+    "stepped on it, or under jit the whole gradient was clipped or averaged, or was "
+    "that of another step. Its scale is NaN from then on, and so are its products. "
+    "Keep the state out of the optimizer, as jaxfp8.train.optimizer and "
+    "jaxfp8.linen.TrainState do, and out of norms, clips and averages, which are of "
+    "grads['params']"
 )
 REPAIR = "; repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
 

@@ -174,7 +174,8 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
         super().__post_init__()
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(
-                f"Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got {self.block_scaling_dim}"
+                "Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got "
+                f"{self.block_scaling_dim}"
             )
 
     @property
@@ -244,5 +245,6 @@ class MXFP8Quantizer(BlockwiseQuantizer):
         super().__post_init__()
         if self.rounding not in ROUNDINGS:
             raise ValueError(
-                f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}"
+                f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got "
+                f"{self.rounding!r}"
             )

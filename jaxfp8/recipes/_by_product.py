@@ -79,16 +79,18 @@ class ByProduct(Recipe):
                 for name in _SHARED:
                     if getattr(recipe, name) != getattr(Recipe(), name):
                         raise ValueError(
-                            f"ByProduct: {product}: expected a recipe that leaves {name} as it is, got "
-                            f"{getattr(recipe, name)!r}; give {name}= to ByProduct, for all three products"
+                            f"ByProduct: {product}: expected a recipe that leaves "
+                            f"{name} as it is, got {getattr(recipe, name)!r}; give "
+                            f"{name}= to ByProduct, for all three products"
                         )
         if all(
             isinstance(getattr(self, product) or HighPrecision(), HighPrecision)
             for product in PRODUCTS
         ):
             raise ValueError(
-                "ByProduct: expected a recipe with FP8 for fprop, dgrad or wgrad, got None or HighPrecision() for all "
-                "three; a layer without FP8 has the recipe HighPrecision()"
+                "ByProduct: expected a recipe with FP8 for fprop, dgrad or wgrad, got "
+                "None or HighPrecision() for all three; a layer without FP8 has the "
+                "recipe HighPrecision()"
             )
         super().__post_init__()
 

@@ -98,8 +98,9 @@ def _quantizers(qfactory) -> tuple:
             )
         if not _hashes(quantizer):
             raise TypeError(
-                f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a hash, as programs with equal "
-                f"quantizers are the same program; got {quantizer!r}: make it a dataclass with frozen=True"
+                f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a "
+                "hash, as programs with equal quantizers are the same program; got "
+                f"{quantizer!r}: make it a dataclass with frozen=True"
             )
         # Check the first state once, here; every layer will make one.
         quantizer.check_init()

@@ -76,8 +76,9 @@ class DelayedScaling(Recipe):
     def __post_init__(self, reduce_amax: bool) -> None:
         if reduce_amax is not True:
             raise ValueError(
-                f"DelayedScaling: reduce_amax: expected True, got {reduce_amax!r}; an amax is that of the whole "
-                "tensor, on all devices. Stages of a pipeline have scales of their own all the same; "
+                f"DelayedScaling: reduce_amax: expected True, got {reduce_amax!r}; an "
+                "amax is that of the whole tensor, on all devices. Stages of a "
+                "pipeline have scales of their own all the same; "
                 "shard_map(check_vma=False) takes their axes from pipeline_axes"
             )
         number = (int, float, np.integer, np.floating)
@@ -169,8 +170,10 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         for leaf in leaves:
             if getattr(leaf.dtype, "name", None) == "fp8_meta32":
                 raise TypeError(
-                    f"{name}: expected float32 leaves, got Flax's fp8_ops.fp32_max_grad; pass the state as it is, and "
-                    "take jaxfp8.grad or jaxfp8.value_and_grad, in which its uses combine by max"
+                    f"{name}: expected float32 leaves, got Flax's "
+                    "fp8_ops.fp32_max_grad; pass the state as it is, and take "
+                    "jaxfp8.grad or jaxfp8.value_and_grad, in which its uses combine "
+                    "by max"
                 )
             is_float = _compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
@@ -182,13 +185,15 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             scale.shape != (1,) and not _reading.is_reading(scale)
         ):
             raise ValueError(
-                f"{name}: expected amax_history (H,) and scale (1,), got {history.shape} and {scale.shape}; state that "
-                "is stacked goes through vmap or scan together with its kernels"
+                f"{name}: expected amax_history (H,) and scale (1,), got "
+                f"{history.shape} and {scale.shape}; state that is stacked goes "
+                "through vmap or scan together with its kernels"
             )
         if history.shape != (self.amax_history_len,):
             raise ValueError(
-                f"{name}: the recipe has amax_history_len={self.amax_history_len}, the state a history of "
-                f"{history.size}; fit it with jaxfp8.convert.resize_history, or a whole checkpoint with "
+                f"{name}: the recipe has amax_history_len={self.amax_history_len}, "
+                f"the state a history of {history.size}; fit it with "
+                "jaxfp8.convert.resize_history, or a whole checkpoint with "
                 "jaxfp8.convert.merge_state"
             )
 
@@ -311,8 +316,9 @@ def _read_again(quantizers, states, reading, has_backward):
         for quantizer in quantizers[: len(numbers)]
     ):
         raise TypeError(
-            "max_grad: tree: expected the QuantizerStates in a DotGeneralState with a leading dimension to be of "
-            f"delayed scaling, got those of {quantizers[: len(numbers)]}; return another class from Quantizer.init"
+            "max_grad: tree: expected the QuantizerStates in a DotGeneralState with a "
+            "leading dimension to be of delayed scaling, got those of "
+            f"{quantizers[: len(numbers)]}; return another class from Quantizer.init"
         )
     read = list(states)
     for i, (history, old_scale, amax, scale, scale_inv) in enumerate(numbers):

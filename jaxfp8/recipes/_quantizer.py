@@ -159,12 +159,14 @@ class Quantizer:
                 if getattr(leaf, "dtype", None) != jnp.float32:
                     kind = getattr(leaf, "dtype", type(leaf).__name__)
                     raise TypeError(
-                        f"{where}: expected float32 arrays, as gradients return them, got {kind}"
+                        f"{where}: expected float32 arrays, as gradients return them, "
+                        f"got {kind}"
                     )
                 if not np.all((np.asarray(leaf) >= 0) & np.isfinite(leaf)):
                     raise ValueError(
-                        f"{where}: expected numbers that are finite and not negative, as uses combine by max and 0 is "
-                        f"unused; got {np.asarray(leaf)}"
+                        f"{where}: expected numbers that are finite and not negative, "
+                        "as uses combine by max and 0 is unused; got "
+                        f"{np.asarray(leaf)}"
                     )
 
     def check_state(self, name: str, state: Any) -> None:
@@ -187,7 +189,8 @@ class Quantizer:
         ):
             if first.shape != leaf.shape:
                 raise ValueError(
-                    f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}"
+                    f"{name}: {type(self).__name__} keeps arrays of {first.shape}, "
+                    f"got {leaf.shape}"
                 )
 
     def fixed_scale(self, name: str, use: Any) -> Any:
@@ -200,7 +203,8 @@ class Quantizer:
         """
         if jax.tree.leaves(use):
             raise ValueError(
-                f"{name}: expected delayed scaling, or a quantizer without state, got {self!r}"
+                f"{name}: expected delayed scaling, or a quantizer without state, got "
+                f"{self!r}"
             )
 
     def quantize_operand(
@@ -319,7 +323,8 @@ def _checked(quantizer, result, shape, state) -> tuple:
     q, next_state = result
     if not isinstance(q, QTensor):
         raise TypeError(
-            f"{where}: expected (QTensor, state), got a {type(q).__name__} in place of the QTensor"
+            f"{where}: expected (QTensor, state), got a {type(q).__name__} in place "
+            "of the QTensor"
         )
     if q.data.shape != shape:
         raise ValueError(
@@ -337,7 +342,8 @@ def _checked(quantizer, result, shape, state) -> tuple:
     expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
     if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
         raise TypeError(
-            f"{where}: state: expected a next state like the state, {expected}, got {got}"
+            f"{where}: state: expected a next state like the state, {expected}, got "
+            f"{got}"
         )
     return q.map_scales(_as_vector), next_state
 
@@ -349,7 +355,8 @@ def _as_vector(scale):
 def _check_scales(where, scales, shape, block) -> None:
     if not hasattr(scales, "shape"):
         raise TypeError(
-            f"{where}: expected an array, f32[1] or a scale for each block, got {scales!r}"
+            f"{where}: expected an array, f32[1] or a scale for each block, got "
+            f"{scales!r}"
         )
     if block is None:
         is_right = scales.shape in ((), (1,)) or (
@@ -359,7 +366,10 @@ def _check_scales(where, scales, shape, block) -> None:
                 for size, count in zip(shape, scales.shape, strict=True)
             )
         )
-        needed = f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says which share a scale"
+        needed = (
+            f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) "
+            "says which share a scale"
+        )
     else:
         needed = _blocks.count(block, *shape)
         is_right = scales.shape == needed

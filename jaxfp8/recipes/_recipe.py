@@ -113,7 +113,8 @@ class Recipe:
         """
         if not condition:
             raise error(
-                f"{type(self).__name__}: {name}: expected {needed}, got {getattr(self, name)!r}"
+                f"{type(self).__name__}: {name}: expected {needed}, got "
+                f"{getattr(self, name)!r}"
             )
 
     def __post_init__(self) -> None:
@@ -163,8 +164,9 @@ class Recipe:
 
 def _as_product(name: str) -> TypeError:
     return TypeError(
-        f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, expected a product, or a "
-        f"factory of products: in Linen dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
+        f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, "
+        "expected a product, or a factory of products: in Linen "
+        f"dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
         f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
     )
 
@@ -180,7 +182,8 @@ def checked(where: str, recipe: Any) -> Recipe:
     is_class = isinstance(recipe, type) and issubclass(recipe, Recipe)
     hint = "; call the class: a recipe is an instance" if is_class else ""
     raise TypeError(
-        f"{where}: expected a recipe, for example jaxfp8.DelayedScaling(), got {recipe!r}{hint}"
+        f"{where}: expected a recipe, for example jaxfp8.DelayedScaling(), got "
+        f"{recipe!r}{hint}"
     )
 
 
@@ -194,7 +197,8 @@ class HighPrecisionQuantizer(Quantizer):
         """
         if jax.tree.leaves(state):
             raise ValueError(
-                f"{name}: expected no state, as the recipe keeps this tensor unquantized, got {state!r}"
+                f"{name}: expected no state, as the recipe keeps this tensor "
+                f"unquantized, got {state!r}"
             )
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:

@@ -58,7 +58,8 @@ def checked_rules(op: str, rules) -> tuple[Rule, ...]:
     """
     if isinstance(rules, (str, dict)) or not hasattr(rules, "__iter__"):
         raise TypeError(
-            f"{op}: rules: expected a list of (path_regex, recipe or None), got {rules!r}"
+            f"{op}: rules: expected a list of (path_regex, recipe or None), got "
+            f"{rules!r}"
         )
     return tuple(_checked(f"{op}: rules[{i}]", rule) for i, rule in enumerate(rules))
 
@@ -72,7 +73,8 @@ def _checked(where: str, rule) -> Rule:
         rule = Rule(*rule)
     if not isinstance(rule.path, str):
         raise TypeError(
-            f"{where}: path_regex: expected a string such as 'block0/.*', got {rule.path!r}"
+            f"{where}: path_regex: expected a string such as 'block0/.*', got "
+            f"{rule.path!r}"
         )
     # Compile the regex now: otherwise it would raise while a model is traced, far from
     # the list that it stands in.
@@ -88,7 +90,8 @@ def _checked(where: str, rule) -> Rule:
         hash(rule.recipe)
     except TypeError as error:
         raise TypeError(
-            f"{where}: recipe: a recipe in a rule must hash, programs are cached by it: {error}"
+            f"{where}: recipe: a recipe in a rule must hash, programs are cached by "
+            f"it: {error}"
         ) from None
     return rule
 
@@ -131,8 +134,9 @@ def warn_of_idle_rules(
     ]
     if idle:
         _warnings.warn(
-            f"{where}: rules: no layer of {model} matches {some(idle)}: a regex has to match the whole path of a "
-            f"layer, as '.*Dense_0' does. The layers are {some(list(layers)) or 'none'}; see jaxfp8.report",
+            f"{where}: rules: no layer of {model} matches {some(idle)}: a regex has "
+            "to match the whole path of a layer, as '.*Dense_0' does. The layers are "
+            f"{some(list(layers)) or 'none'}; see jaxfp8.report",
             FP8StateWarning,
         )
 
@@ -168,9 +172,10 @@ def warn_of_own_arrays(
             [f"{name} {'x'.join(map(str, shapes[name]))}" for name in largest], 4
         )
         _warnings.warn(
-            f"{where}: rules: no rule reaches the products that a module's own code makes, as with {names}: where "
-            "these are multiplied, call jaxfp8.dot_general or jaxfp8.einsum, or give their modules the recipe None; "
-            "see jaxfp8.report",
+            f"{where}: rules: no rule reaches the products that a module's own code "
+            f"makes, as with {names}: where these are multiplied, call "
+            "jaxfp8.dot_general or jaxfp8.einsum, or give their modules the recipe "
+            "None; see jaxfp8.report",
             FP8StateWarning,
         )
 

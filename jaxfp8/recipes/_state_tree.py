@@ -106,8 +106,9 @@ def flatten(tree) -> StateTree:
         None,
     ):
         raise ValueError(
-            "nn.WeightNorm: variable_filter: expected a filter of kernels, got one that matches FP8 state, and "
-            f"made of it {'/'.join(taken)}: name the kernel alone, variable_filter={{'layer_instance/kernel'}}"
+            "nn.WeightNorm: variable_filter: expected a filter of kernels, got one "
+            f"that matches FP8 state, and made of it {'/'.join(taken)}: name the "
+            f"kernel alone, variable_filter={{'layer_instance/kernel'}}"
         )
     quantizers = _pairs(paths)
     paired = {i for q in quantizers for i in q.positions()}
@@ -152,7 +153,8 @@ def slot_axis(where: str, history, scale) -> int:
         if slots and len(differ) <= 1:
             return slots[-1]
     raise ValueError(
-        f"{where}: expected a history (..., H) and a scale (..., 1), got shapes {history.shape} and {scale.shape}"
+        f"{where}: expected a history (..., H) and a scale (..., 1), got shapes "
+        f"{history.shape} and {scale.shape}"
     )
 
 

@@ -63,8 +63,9 @@ class QTensor:
         its error, or round them.
         """
         raise TypeError(
-            f"QTensor {list(self.shape)}: expected a product of jaxfp8, got an operation on arrays. Layers of jaxfp8 "
-            "take codes as their kernels, such as jaxfp8.linen.Dense, and so does jaxfp8.dot_general; nn.Dense does "
+            f"QTensor {list(self.shape)}: expected a product of jaxfp8, got an "
+            "operation on arrays. Layers of jaxfp8 take codes as their kernels, such "
+            "as jaxfp8.linen.Dense, and so does jaxfp8.dot_general; nn.Dense does "
             "not: give it the kernel, which is `source`"
         )
 
@@ -192,8 +193,9 @@ class QTensor:
         scale_inv = self.scale_inv
         if not self.has_one_code:
             raise ValueError(
-                f"QTensor.map: expected a tensor with one scale, or with square blocks, got scales of shape "
-                f"{scale_inv.shape} for blocks {self.block}; move the kernel before it is quantized"
+                "QTensor.map: expected a tensor with one scale, or with square "
+                f"blocks, got scales of shape {scale_inv.shape} for blocks "
+                f"{self.block}; move the kernel before it is quantized"
             )
         codes = function(jax.lax.bitcast_convert_type(self.data, jnp.uint8))
         data = jax.lax.bitcast_convert_type(codes, self.data.dtype)
@@ -202,8 +204,9 @@ class QTensor:
             needed = (*data.shape[:-2], *_blocks.count(self.block, *data.shape[-2:]))
             if self.ndim != self.scale_inv.ndim or scale_inv.shape != needed:
                 raise ValueError(
-                    f"QTensor.map: function: expected whole blocks {self.block} to move, scales {needed} beside codes "
-                    f"{data.shape}; got {scale_inv.shape}; move the kernel before it is quantized"
+                    f"QTensor.map: function: expected whole blocks {self.block} to "
+                    f"move, scales {needed} beside codes {data.shape}; got "
+                    f"{scale_inv.shape}; move the kernel before it is quantized"
                 )
         source = None if self.source is None else function(self.source)
         return dataclasses.replace(
@@ -259,7 +262,8 @@ def _final(codes_and_scales):
 @_final.defjvp
 def _(primals, tangents):
     raise TypeError(
-        "QTensor.dequantize: a QTensor without its source has no gradient; see jaxfp8.quantize_params"
+        "QTensor.dequantize: a QTensor without its source has no gradient; see "
+        "jaxfp8.quantize_params"
     )
 
 
@@ -295,8 +299,9 @@ def dequantized(
         or scale_inv.shape[:batch] != data.shape[:batch]
     ):
         raise ValueError(
-            f"QTensor: scale_inv: expected a scale for each block {block} of {data.shape}, got shape "
-            f"{scale_inv.shape}; block=(rows, cols) says how many elements share a scale"
+            f"QTensor: scale_inv: expected a scale for each block {block} of "
+            f"{data.shape}, got shape {scale_inv.shape}; block=(rows, cols) says how "
+            "many elements share a scale"
         )
     return _blocks.scaled(data.astype(jnp.float32), scale_inv, block, m, n)
 

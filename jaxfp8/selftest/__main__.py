@@ -54,7 +54,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     args.only = args.only.split(",") if args.only else list(_op_calls.OPS)
     if unknown := set(args.only) - set(_op_calls.OPS):
         parser.error(
-            f"--only: expected names out of {', '.join(_op_calls.OPS)}, got {', '.join(sorted(unknown))}"
+            f"--only: expected names out of {', '.join(_op_calls.OPS)}, got "
+            f"{', '.join(sorted(unknown))}"
         )
     return args
 

@@ -66,13 +66,19 @@ def _bits(x):
 
 def _first(good, got, expected) -> str:
     place = tuple(int(i) for i in np.unravel_index(np.argmin(good), good.shape))
-    return f"{(~good).sum()} of {good.size} wrong, first at {place}: {got[place]!r}, expected {expected[place]!r}"
+    return (
+        f"{(~good).sum()} of {good.size} wrong, first at {place}: {got[place]!r}, "
+        f"expected {expected[place]!r}"
+    )
 
 
 def _bit_problem(results, expected):
     for i, (got, right) in enumerate(zip(results, expected, strict=True)):
         if (got.shape, got.dtype) != (right.shape, right.dtype):
-            return f"result {i}: {got.dtype}{got.shape}, expected {right.dtype}{right.shape}"
+            return (
+                f"result {i}: {got.dtype}{got.shape}, expected "
+                f"{right.dtype}{right.shape}"
+            )
         good = _bits(got) == _bits(right)
         if not good.all():
             return f"result {i}: {_first(good, got, right)}"

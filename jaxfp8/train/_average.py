@@ -44,8 +44,8 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
     if before.paths != after.paths:
         odd = sorted({"/".join(path) for path in set(before.paths) ^ set(after.paths)})
         raise ValueError(
-            f"train.average: new: expected the structure of old, got a tree that differs at {odd[:3]}; begin with a "
-            "copy of the trained variables"
+            "train.average: new: expected the structure of old, got a tree that "
+            f"differs at {odd[:3]}; begin with a copy of the trained variables"
         )
     state = set(after.positions())
     pairs = enumerate(zip(before.leaves, after.leaves, strict=True))

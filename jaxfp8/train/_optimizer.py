@@ -111,8 +111,9 @@ def _wrapped(tx):
         """
         if params is None:
             raise ValueError(
-                f"jaxfp8.train.optimizer: {name}: params: expected the parameters with their FP8 state, got None; call "
-                f"{name}(grads, opt_state, params)"
+                f"jaxfp8.train.optimizer: {name}: params: expected the parameters "
+                f"with their FP8 state, got None; call {name}(grads, opt_state, "
+                "params)"
             )
         # 1. Restore what only the types of NNX variables said at `init`: Flax gives
         #    arrays to the optimizer.
@@ -134,8 +135,9 @@ def _wrapped(tx):
         }
         parameters, inner = _without_state(params), _steps.inner(opt_state)
         advice = (
-            "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; in NNX make the "
-            "jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed the model; nnx.update gives it an old one's moments"
+            "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; "
+            "in NNX make the jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed "
+            "the model; nnx.update gives it an old one's moments"
         )
         with _steps.naming_state(
             f"jaxfp8.train.optimizer: {name}", tx, parameters, inner, advice
@@ -172,9 +174,11 @@ def _warn_of_cast_state(before: _state_tree.StateTree) -> None:
     cast = [i for i in before.positions() if before.leaves[i].dtype != jnp.float32]
     if cast:
         _warnings.warn(
-            f"jaxfp8.train.optimizer: update: params: expected float32 FP8 state, got {before.name(cast[0])} in "
-            f"{before.leaves[cast[0]].dtype}, which optax.apply_updates keeps. Cast the parameters alone, or take "
-            "jaxfp8.train.apply_updates, in NNX jaxfp8.nnx.Optimizer, which make the state float32",
+            "jaxfp8.train.optimizer: update: params: expected float32 FP8 state, got "
+            f"{before.name(cast[0])} in {before.leaves[cast[0]].dtype}, which "
+            "optax.apply_updates keeps. Cast the parameters alone, or take "
+            "jaxfp8.train.apply_updates, in NNX jaxfp8.nnx.Optimizer, which make the "
+            "state float32",
             FP8StateWarning,
         )
 
@@ -269,8 +273,9 @@ class NeedsJaxfp8ApplyUpdates:
         (bits, check), dtype = self.tree_flatten()
         if bits.dtype != _unsigned(dtype) or bits.shape != leaf.shape:
             raise TypeError(
-                "jaxfp8.train.optimizer: the update of FP8 state was changed by a transformation around the optimizer; "
-                "wrap last: jaxfp8.train.optimizer(optax.chain(...))"
+                "jaxfp8.train.optimizer: the update of FP8 state was changed by a "
+                "transformation around the optimizer; wrap last: "
+                "jaxfp8.train.optimizer(optax.chain(...))"
             )
         # The value keeps its dtype: a leaf that a cast of the whole tree made narrow is
         # float32 again.

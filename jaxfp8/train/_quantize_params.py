@@ -79,7 +79,8 @@ def quantize_params(
     quantizer, reduce = recipe.quantizers()[1], AmaxReduction.for_recipe(recipe)
     if not quantizer.has_one_scale and quantizer.block is None:
         raise ValueError(
-            f"quantize_params: recipe: expected kernels in FP8 with one scale, or one for each block, got {recipe!r}"
+            "quantize_params: recipe: expected kernels in FP8 with one scale, or one "
+            f"for each block, got {recipe!r}"
         )
     matches = [
         where is None or re.fullmatch(where, tree.name(i)) is not None
@@ -99,20 +100,25 @@ def quantize_params(
         if states_of_kernels and not states:
             names = some([tree.name(i) for i in states_of_kernels])
             raise ValueError(
-                f"quantize_params: where: no kernel with state matches {where!r} as a whole; kernels with state are "
-                f"{names}"
+                f"quantize_params: where: no kernel with state matches {where!r} as a "
+                f"whole; kernels with state are {names}"
             )
     else:
         raise ValueError(
-            f"quantize_params: recipe: expected DelayedScaling beside a state, got {recipe!r}, which keeps none; pass "
-            "state=None and where=, a regex of the paths of kernels"
+            "quantize_params: recipe: expected DelayedScaling beside a state, got "
+            f"{recipe!r}, which keeps none; pass state=None and where=, a regex of "
+            "the paths of kernels"
         )
     if not states:
         raise ValueError(
-            "quantize_params: state: expected the state of kernels in params, found no state of a kernel; pass the "
-            "`_overwrite_with_gradient` collection, or a tree of DotGeneralState with the structure of params"
+            "quantize_params: state: expected the state of kernels in params, found "
+            "no state of a kernel; pass the `_overwrite_with_gradient` collection, or "
+            "a tree of DotGeneralState with the structure of params"
             if state is not None
-            else f"quantize_params: where: no path in params matches {where!r}; paths are such as {tree.name(0)!r}"
+            else (
+                f"quantize_params: where: no path in params matches {where!r}; paths "
+                f"are such as {tree.name(0)!r}"
+            )
         )
     # 2. Quantize them; other parameters stay.
     return tree.replace(

@@ -154,16 +154,19 @@ def named_errors(function: str):
             ("grad requires", "value_and_grad requires")
         ):
             raise TypeError(
-                f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got one by jax.grad with respect to "
-                "variables whose FP8 state the gradient around it has cast; in place of jax.grad(loss)(variables) "
-                "write jax.lax.stop_gradient(jaxfp8.grad(loss)(variables)), and in a custom_vjp "
-                "jaxfp8.grad(loss)(variables)"
+                f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got "
+                "one by jax.grad with respect to variables whose FP8 state the "
+                "gradient around it has cast; in place of jax.grad(loss)(variables) "
+                "write jax.lax.stop_gradient(jaxfp8.grad(loss)(variables)), and in a "
+                "custom_vjp jaxfp8.grad(loss)(variables)"
             ) from error
         if is_about_cast and isinstance(error, jax.errors.UnexpectedTracerError):
             raise TypeError(
-                f"{function}: loss_fn: expected FP8 state to enter a custom derivative as its argument, got a function "
-                "that closes over it; in flax.linen.custom_vjp pass grad_vars=['params', '_overwrite_with_gradient'], "
-                "and the same as vjp_variables of flax.linen.vjp"
+                f"{function}: loss_fn: expected FP8 state to enter a custom "
+                "derivative as its argument, got a function that closes over it; in "
+                "flax.linen.custom_vjp pass grad_vars=['params', "
+                "'_overwrite_with_gradient'], and the same as vjp_variables of "
+                "flax.linen.vjp"
             ) from error
         # Outside of jit its arrays of such a dtype have no methods.
         is_abstract = (
@@ -172,16 +175,20 @@ def named_errors(function: str):
         )
         if is_about_cast or is_abstract:
             raise TypeError(
-                f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
-                f"with it ({error}); take norms and decay of the parameters, as in `optax.global_norm(variables["
-                "'params'])`, inner gradients by jaxfp8.grad, rows of stacked state by jnp.unstack, and "
-                "jaxfp8.Fp8DotGeneral in layers with Flax's own FP8"
+                f"{function}: loss_fn: expected a loss that passes FP8 state to "
+                f"products alone, got one that computes with it ({error}); take norms "
+                "and decay of the parameters, as in `optax.global_norm(variables["
+                "'params'])`, inner gradients by jaxfp8.grad, rows of stacked state "
+                "by jnp.unstack, and jaxfp8.Fp8DotGeneral in layers with Flax's own "
+                "FP8"
             ) from error
         if isinstance(error, AssertionError) and _is_of_equinox(error):
             raise TypeError(
-                f"{function}: loss_fn: expected FP8 state outside of Equinox's checkpointed loops and of diffrax's "
-                "adjoints, which add up its gradients; in diffrax pass adjoint=diffrax.DirectAdjoint(), in a loop of "
-                "your own kind='bounded'; or carry the state through the loop with jaxfp8.fork and take jax.grad"
+                f"{function}: loss_fn: expected FP8 state outside of Equinox's "
+                "checkpointed loops and of diffrax's adjoints, which add up its "
+                "gradients; in diffrax pass adjoint=diffrax.DirectAdjoint(), in a "
+                "loop of your own kind='bounded'; or carry the state through the loop "
+                "with jaxfp8.fork and take jax.grad"
             ) from error
         raise
 

@@ -43,8 +43,8 @@ def naming_masks(where: str, tree: str, advice: str):
         if "pytree" not in str(error):
             raise
         raise ValueError(
-            f"{where}: expected masks and labels in tx with the tree of {tree}, got those of another tree, such as "
-            f"{advice}"
+            f"{where}: expected masks and labels in tx with the tree of {tree}, got "
+            f"those of another tree, such as {advice}"
         ) from error
 
 
@@ -61,8 +61,8 @@ def naming_state(where: str, tx, params, opt_state, advice: str):
         ):
             raise
         raise ValueError(
-            f"{where}: opt_state: expected the state that init of this optimizer gives for these params, got the state "
-            f"of another tree. {advice}"
+            f"{where}: opt_state: expected the state that init of this optimizer "
+            f"gives for these params, got the state of another tree. {advice}"
         ) from error
 
 
@@ -228,7 +228,8 @@ def accumulate_gradients(
         weight = _checks.array("accumulate_gradients", "weight", weight)
         if not jnp.isrealobj(weight):
             raise TypeError(
-                f"accumulate_gradients: weight: expected a real number, got {weight.dtype}"
+                "accumulate_gradients: weight: expected a real number, got "
+                f"{weight.dtype}"
             )
         _checks.shape("accumulate_gradients", "weight", weight, ())
     new = _state_tree.flatten(grads)
@@ -241,8 +242,9 @@ def accumulate_gradients(
                 {"/".join(path) for path in set(before.paths) ^ set(new.paths)}
             )
             raise ValueError(
-                f"accumulate_gradients: acc: expected the structure of grads, got a tree that differs at {odd[:3]}; "
-                "start with None, or with zeros like the gradients"
+                "accumulate_gradients: acc: expected the structure of grads, got a "
+                f"tree that differs at {odd[:3]}; start with None, or with zeros like "
+                "the gradients"
             )
         so_far = before.leaves
     # Uses of one state combine by max, gradients of parameters add.

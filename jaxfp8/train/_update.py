@@ -145,15 +145,17 @@ def expect_state(before: _state_tree.StateTree, gradient) -> None:
     positions = before.positions()
     if positions and not any(before.paths[i] in gradient for i in positions):
         raise ValueError(
-            f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
-            "a tree without them; take the gradient with respect to the state as well, in NNX with jaxfp8.nnx.grad or "
+            f"update_state: new: expected the gradient of {before.name(positions[0])} "
+            "and the other state of old, got a tree without them; take the gradient "
+            "with respect to the state as well, in NNX with jaxfp8.nnx.grad or "
             "jaxfp8.nnx.value_and_grad"
         )
 
 
 _PER_EXAMPLE = (
-    "this is a state for each of {count} examples, as the vmap of a gradient gives; take the max over them: "
-    "grads['_overwrite_with_gradient'] = jax.tree.map(lambda a: a.max(0), grads['_overwrite_with_gradient'])"
+    "this is a state for each of {count} examples, as the vmap of a gradient gives; "
+    "take the max over them: grads['_overwrite_with_gradient'] = jax.tree.map(lambda "
+    "a: a.max(0), grads['_overwrite_with_gradient'])"
 )
 
 
@@ -169,7 +171,8 @@ def _check_shapes(name, old, new):
     )
     expected, shapes = (" and ".join(map(str, each)) for each in (expected, shapes))
     raise ValueError(
-        f"update_state: new: {name}: expected the shapes of old, {expected}, got {shapes}; {remedy}"
+        f"update_state: new: {name}: expected the shapes of old, {expected}, got "
+        f"{shapes}; {remedy}"
     )
 
 
@@ -421,15 +424,17 @@ def _on_host(values):
 
 
 _FACTOR = (
-    "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}, or "
-    "comes from the gradient of another step. "
+    "update_state: {name}: the new state is {factor} times what a step from the old "
+    "state gives: it was {cause}, or comes from the gradient of another step. "
 )
 _REMEDIES = (
-    "Pass the gradient with respect to `old`. Uses of one state must combine by max: take the gradient with "
-    "jaxfp8.value_and_grad, or cast the state with jaxfp8.max_grad at the top of the loss, and add microbatches with "
-    "jaxfp8.accumulate_gradients. Keep `_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum, as "
-    "jaxfp8.train.optimizer and jaxfp8.linen.TrainState do: clip inside of optax, or by the norm of the parameters' "
-    "gradients alone, optax.global_norm(grads['params'])"
+    "Pass the gradient with respect to `old`. Uses of one state must combine by max: "
+    "take the gradient with jaxfp8.value_and_grad, or cast the state with "
+    "jaxfp8.max_grad at the top of the loss, and add microbatches with "
+    "jaxfp8.accumulate_gradients. Keep `_overwrite_with_gradient` out of clipping, "
+    "loss scaling, pmean and psum, as jaxfp8.train.optimizer and "
+    "jaxfp8.linen.TrainState do: clip inside of optax, or by the norm of the "
+    "parameters' gradients alone, optax.global_norm(grads['params'])"
 )
 
 
@@ -460,8 +465,9 @@ def _check_factors(factors):
 
 
 _NEGATIVE = (
-    "update_state: {name}: expected a state that is not negative, as uses combine by max and 0 is unused; got {least}. "
-    "Keep an offset, or the parts above and below zero; and keep the state out of code that changes gradients"
+    "update_state: {name}: expected a state that is not negative, as uses combine by "
+    "max and 0 is unused; got {least}. Keep an offset, or the parts above and below "
+    "zero; and keep the state out of code that changes gradients"
 )
 
 

@@ -20,7 +20,10 @@ def _folder(cuda: int) -> pathlib.Path:
 def missing(cuda: int = 13) -> str | None:
     """What there is not, or None where programs can be compiled for H200s."""
     if not (_folder(cuda) / "jax_plugins").exists():
-        return f"needs JAX's plugin for CUDA {cuda} (tools/setup.sh installs it with the CUDA toolkit)"
+        return (
+            f"needs JAX's plugin for CUDA {cuda} (tools/setup.sh installs it with the "
+            "CUDA toolkit)"
+        )
     if not jaxfp8.has_cuda_kernels():
         return "needs the CUDA library: custom calls must be registered to be compiled"
     return None

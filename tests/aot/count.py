@@ -110,7 +110,8 @@ def launches(module: hlo.Module) -> list[Launch]:
                 )
                 if not trips:
                     raise ValueError(
-                        f"{instruction.name}: a loop whose trip count the program does not say"
+                        f"{instruction.name}: a loop whose trip count the program "
+                        "does not say"
                     )
                 (body,) = instruction.called("body")
                 visit(module.computations[body], times * int(trips[1]), True)
@@ -268,7 +269,8 @@ def reads(module: hlo.Module, argument: str) -> int:
     found = [p for p in entry.parameters if p.op_name.endswith(argument)]
     if len(found) != 1:
         raise ValueError(
-            f"{argument}: expected one argument, found {[p.op_name for p in entry.parameters]}"
+            f"{argument}: expected one argument, found "
+            f"{[p.op_name for p in entry.parameters]}"
         )
     (parameter,) = found
     size = parameter.arrays[0].elements

@@ -212,7 +212,8 @@ def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
     for allocation in re.split(r"^allocation ", assignment, flags=re.M):
         if "preallocated-temp" in allocation.partition("\n")[0]:
             values = re.findall(
-                r"value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=\d+\): (\w+\[[\d,]*\])",
+                r"value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=\d+\): "
+                r"(\w+\[[\d,]*\])",
                 allocation,
             )
             temporaries += [

@@ -15,7 +15,8 @@ RESULTS = json.loads((ROOT / "benchmarks" / "results" / "aot_h200.json").read_te
 def test_the_counts_are_those_of_the_programs(counts):
     if jax.__version__ != RESULTS["environment"]["jax"]:
         pytest.skip(
-            f"counted with JAX {RESULTS['environment']['jax']}; XLA's part of a program differs"
+            f"counted with JAX {RESULTS['environment']['jax']}; XLA's part of a "
+            "program differs"
         )
     keys = ("launches", "gemms", "fp8_gemms", "bytes", "copies")
     for case, rows in counts.items():

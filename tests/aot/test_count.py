@@ -59,7 +59,10 @@ def test_a_loop_counts_as_often_as_it_runs():
 def test_what_is_not_known_raises():
     with pytest.raises(ValueError, match="loop: a loop whose trip count"):
         count.launches(module(LOOP.replace("TRIPS", 'metadata={op_name="x"}')))
-    branches = "ENTRY %m (p: s32[]) -> f32[] {\n  %p = s32[] parameter(0)\n  ROOT %c = f32[] conditional(%p, %p, %p)\n}\n"
+    branches = (
+        "ENTRY %m (p: s32[]) -> f32[] {\n  %p = s32[] parameter(0)\n  ROOT %c = f32[] "
+        "conditional(%p, %p, %p)\n}\n"
+    )
     with pytest.raises(ValueError, match="c: which branch"):
         count.launches(module(branches))
     with pytest.raises(ValueError, match="no ENTRY"):

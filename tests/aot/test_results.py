@@ -19,7 +19,10 @@ def line(case, name) -> str:
     row = RESULTS["cases"][case][name]
     title = f"{PROGRAMS[case]} " if name == "bf16" else ""
     gemms = f"{row['fp8_gemms']} of {row['gemms']}"
-    return f"| {title}| {LAYERS[name]} | {row['launches']} | {gemms} | {row['bytes'] / 2**20:.0f} | {row['copies']} |"
+    return (
+        f"| {title}| {LAYERS[name]} | {row['launches']} | {gemms} | "
+        f"{row['bytes'] / 2**20:.0f} | {row['copies']} |"
+    )
 
 
 @pytest.mark.parametrize("case", PROGRAMS)

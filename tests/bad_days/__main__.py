@@ -136,12 +136,16 @@ def main(arguments=None) -> int:
     ]
     if not names:
         parser.error(
-            f"--only: expected a part of a row's name, title or subject, got {options.only!r}"
+            "--only: expected a part of a row's name, title or subject, got "
+            f"{options.only!r}"
         )
 
     def run(library):
         def said(name, found):
-            done = f"{LIBRARIES[library].name}: {BY_NAME[name].title}: {found.outcome.value}: {found.measured}"
+            done = (
+                f"{LIBRARIES[library].name}: {BY_NAME[name].title}: "
+                f"{found.outcome.value}: {found.measured}"
+            )
             print(done[:160], file=sys.stderr, flush=True)
 
         return verdicts(library, names, options.big, said)

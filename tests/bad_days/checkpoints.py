@@ -97,7 +97,8 @@ FORMATS = {"orbax": through_orbax, "msgpack": through_msgpack, "numpy": through_
 
 
 @row(
-    "save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run"
+    "save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the "
+    "straight run"
 )
 def restored(library):
     """Ours also within an accumulation of three mini-steps, and in NNX: the amaxes of
@@ -242,7 +243,10 @@ def changed_length(library):
             newest_first(variables),
             [*newest_first(saved), *[0] * length][:length],
         )
-        what = f"the model asks for {length} entries and has {len(entries)}: {entries} for {expected}"
+        what = (
+            f"the model asks for {length} entries and has {len(entries)}: {entries} "
+            f"for {expected}"
+        )
         tally(entries == expected, what)
         goes_on(tally, library, variables, "the step after", history=length)
     return tally.verdict()

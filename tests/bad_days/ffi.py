@@ -45,7 +45,8 @@ def reload(library):
 
 
 @row(
-    "export and reload without the library: an error that names the call, process alive",
+    "export and reload without the library: an error that names the call, process "
+    "alive",
     peer=NONE,
 )
 def reload_without(library):
@@ -56,7 +57,8 @@ def reload_without(library):
 
 
 @row(
-    "a persistent compile cache from another version: an error that names the call, process alive",
+    "a persistent compile cache from another version: an error that names the call, "
+    "process alive",
     peer=NONE,
 )
 def cache(library):

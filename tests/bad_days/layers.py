@@ -152,7 +152,10 @@ def foreign_state(library):
     )
     state = theirs.init(jax.random.key(0), x)[OWG]
     te = {"layers_0": {"x_amax_history": np.zeros(HISTORY, np.float32)}}
-    by_hand = "scale = 1 / its scale, and amax_history = jnp.roll(its amax_history, 1, axis=-1)"
+    by_hand = (
+        "scale = 1 / its scale, and amax_history = jnp.roll(its amax_history, 1, "
+        "axis=-1)"
+    )
     for collections, way_out in (
         ({OWG: state}, "from_flax"),
         ({"fp8_metas": te}, by_hand),

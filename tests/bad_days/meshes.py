@@ -61,7 +61,8 @@ def in_shard_map(library, gradient, checked):
 
 
 @row(
-    "the same in `shard_map`, `check_vma` on and off, gradients inside and outside, some axes manual",
+    "the same in `shard_map`, `check_vma` on and off, gradients inside and outside, "
+    "some axes manual",
     any_layer=True,
 )
 def with_shard_map(library):
@@ -75,7 +76,10 @@ def with_shard_map(library):
             state = step(library.variables(kernel), x, grad)
             for name, true in amaxes(*operands).items():
                 slots = np.asarray(state[library.module][f"{name}_amax_history"])[:, 0]
-                what = f"check_vma={checked}, {name}: {slots.min() / true:.3g} to {slots.max() / true:.3g} of the amax"
+                what = (
+                    f"check_vma={checked}, {name}: {slots.min() / true:.3g} to "
+                    f"{slots.max() / true:.3g} of the amax"
+                )
                 tally(np.allclose(slots, true, rtol=1e-6), what)
     return tally.verdict()
 

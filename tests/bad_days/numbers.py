@@ -155,7 +155,8 @@ def symbolic_batch(library):
 
 
 @row(
-    "vmap of a cond under a gradient: the amax of the examples that took the branch, or a named error",
+    "vmap of a cond under a gradient: the amax of the examples that took the branch, "
+    "or a named error",
     any_layer=True,
 )
 def vmap_of_cond(library):

@@ -68,7 +68,10 @@ def test_row(row, layer):
 
 UNSEEN = pytest.mark.xfail(
     strict=True,
-    reason="a product cannot tell state that is right from state that was scaled as a whole",
+    reason=(
+        "a product cannot tell state that is right from state that was scaled as a "
+        "whole"
+    ),
 )
 
 

@@ -24,8 +24,8 @@ from .steps import (
 from .verdict import Tally, Verdict, row
 
 BAD_VALUE = (
-    "one Inf or NaN in x, kernel or grad at sizes 8, 4095, 4096, 1M: visible in the output, not in the history, scale "
-    "right on the next good step"
+    "one Inf or NaN in x, kernel or grad at sizes 8, 4095, 4096, 1M: visible in the "
+    "output, not in the history, scale right on the next good step"
 )
 # XLA's own float max loses a NaN from 4096 elements on; 4095 is no multiple of any
 # vector width; 1M runs in threads.
@@ -489,7 +489,8 @@ def codes(library, values, scales) -> Verdict:
                 ).sum()
                 tally(
                     wrong == 0,
-                    f"{wrong} of {x.size} codes of {x.dtype} to {fmt.name} at scale {scale:g}",
+                    f"{wrong} of {x.size} codes of {x.dtype} to {fmt.name} at scale "
+                    f"{scale:g}",
                 )
     return tally.verdict()
 

@@ -142,7 +142,8 @@ ERRORS = {
     ),
     "merged, TransformerEngine's": merge(
         ValueError,
-        r"TEWrapper_dot_general_0/.*1 / its scale.*roll\(its amax_history, 1, axis=-1\)",
+        r"TEWrapper_dot_general_0/.*1 / its scale.*roll\(its amax_history, 1, "
+        r"axis=-1\)",
         {
             OWG: {
                 "Dense_0": {

@@ -136,7 +136,10 @@ def test_trees_of_nnx(kind):
     assert lengths == {6, 1}
     assert len(jaxfp8.inspect.summary(tree).rows) == 3
     assert jax.tree.structure(convert.reset_state(tree)) == jax.tree.structure(tree)
-    message = "expected FP8 state in the collection _overwrite_with_gradient of Linen.*nnx.update.*resize_history"
+    message = (
+        "expected FP8 state in the collection _overwrite_with_gradient of "
+        "Linen.*nnx.update.*resize_history"
+    )
     bfloat16 = nnx.to_pure_dict(nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0))))
     for name, arguments in {
         "variables": (tree, bfloat16),

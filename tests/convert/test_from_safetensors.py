@@ -218,7 +218,10 @@ def test_shapes_without_values():
     ):
         with pytest.raises(
             ValueError,
-            match=f"^from_safetensors: variables: {left!r}: expected arrays where no tensor",
+            match=(
+                f"^from_safetensors: variables: {left!r}: expected arrays where no "
+                "tensor"
+            ),
         ):
             from_safetensors(
                 variables,
@@ -316,7 +319,9 @@ def test_damaged_files(tmp_path):
         from_safetensors(LAYER, [path_of("channel"), path_of("tensor")], WEIGHT)
     with pytest.raises(
         TypeError,
-        match="from_safetensors: variables: expected variables, or an NNX model, got list",
+        match=(
+            "from_safetensors: variables: expected variables, or an NNX model, got list"
+        ),
     ):
         from_safetensors([], path_of("channel"), WEIGHT)
 

@@ -99,7 +99,10 @@ LAYOUTS = {
 def test_scales_of_another_layout(name, tmp_path):
     variables, layout, scales, recipe, remedy = LAYOUTS[name]
     names = None if name == "rows" else NAMES
-    message = f"kernel: expected scales of layout '{layout}', from .*, got scales {scales}.*those of the recipe {recipe}"
+    message = (
+        f"kernel: expected scales of layout '{layout}', from .*, got scales "
+        f"{scales}.*those of the recipe {recipe}"
+    )
     with pytest.raises(ValueError, match=f"^to_safetensors: .*{message}.*; {remedy}"):
         to_safetensors(frozen(variables), tmp_path / "file", names, layout=layout)
     assert not (tmp_path / "file").exists()

@@ -30,7 +30,10 @@ KERNELS = (
     "quantize_activation", "quantize_activation_grad", "quantize_blocks_transpose", "quantize_norm",
     "quantize_transpose", "ragged_matmul", "read_histories", "transpose_blocks", "write_histories",
 )  # fmt: skip
-FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
+FLAGS = (
+    "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror "
+    "-Wno-unknown-pragmas"
+)
 # What is compiled is kept here, named by what it was compiled from: for other workers,
 # Pythons and runs.
 CACHE = ROOT / "build" / "emulated"

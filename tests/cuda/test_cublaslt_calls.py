@@ -72,7 +72,8 @@ def build(folder, includes, cuda) -> Path:
         for header in ("cublasLt.h", "cuda_runtime_api.h")
     ):
         pytest.skip(
-            "needs the headers of cuBLAS and of the CUDA runtime (pip install 'jaxfp8[toolkit]')"
+            "needs the headers of cuBLAS and of the CUDA runtime (pip install "
+            "'jaxfp8[toolkit]')"
         )
     if emulated.compiler() is None:
         pytest.skip("needs a C++ compiler")

@@ -108,7 +108,8 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
     capabilities = SCALED_BLOCKS[blocks, power_2_scale]
     if not capability.startswith(capabilities):
         pytest.skip(
-            f"cuBLASLt has this on compute capability {capabilities}, this GPU has {capability}"
+            f"cuBLASLt has this on compute capability {capabilities}, this GPU has "
+            f"{capability}"
         )
     a, b, a_scale, b_scale = scaled_operands(
         m, n, k, blocks, power_2_scale=power_2_scale

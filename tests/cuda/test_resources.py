@@ -38,7 +38,8 @@ BUDGETS = {
 
 _KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'\n"
-    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n"
+    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads\n"
     r".*?Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
@@ -70,8 +71,8 @@ class Resources:
         found = {
             f"{self.stack} bytes of stack": self.stack > 0,
             f"{self.spilled} bytes spilled": self.spilled > 0,
-            f"{self.registers} registers, the budget is {budget} ({self.blocks} blocks fit)": self.registers
-            > budget,
+            f"{self.registers} registers, the budget is {budget} ({self.blocks} "
+            "blocks fit)": self.registers > budget,
         }
         return [
             f"{self.name} on {self.architecture}: {fault}"

@@ -27,7 +27,8 @@ def test_every_public_name_is_described(module):
         if not reference.description(module, name)
     ]
     assert not bare, (
-        f"{module}: {bare}: expected a docstring, or a comment above the line that defines a constant"
+        f"{module}: {bare}: expected a docstring, or a comment above the line that "
+        "defines a constant"
     )
 
 

@@ -259,7 +259,10 @@ def test_errors():
         jaxfp8.calibrate(nn.Dense(3), variables_of(nn.Dense(3), BATCHES[0]), BATCHES)
     with pytest.raises(
         TypeError,
-        match=r"calibrate: expected calibrate\(model, variables, batches\), got \(Dense, list\)",
+        match=(
+            r"calibrate: expected calibrate\(model, variables, batches\), got "
+            r"\(Dense, list\)"
+        ),
     ):
         jaxfp8.calibrate(model, BATCHES)
     with pytest.raises(

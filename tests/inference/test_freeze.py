@@ -247,7 +247,10 @@ def test_one_product_with_several_kernels(second):
         return
     with pytest.raises(
         ValueError,
-        match="freeze: model: expected one kernel for each FP8 product, got a product with several",
+        match=(
+            "freeze: model: expected one kernel for each FP8 product, got a product "
+            "with several"
+        ),
     ):
         jaxfp8.freeze(model, variables, X)
 
@@ -294,7 +297,10 @@ def test_nnx_layers_that_compute_their_kernel(computed):
     model = nnx.Sequential(Layer(nnx.Rngs(0)))
     with pytest.raises(
         ValueError,
-        match="freeze: layers/0: expected a layer that gives its product its kernel as it is",
+        match=(
+            "freeze: layers/0: expected a layer that gives its product its kernel as "
+            "it is"
+        ),
     ):
         jaxfp8.freeze(model, X)
 
@@ -352,13 +358,19 @@ def test_errors():
         jaxfp8.freeze(models.NNX["Linear, f32"](nnx.Rngs(0)), X)
     with pytest.raises(
         ValueError,
-        match=r"freeze: model: expected FP8 products that are not frozen yet, found none",
+        match=(
+            r"freeze: model: expected FP8 products that are not frozen yet, found "
+            r"none"
+        ),
     ):
         jaxfp8.freeze(nn.Dense(N), nn.Dense(N).init(jax.random.key(0), X), X)
     model, _, frozen = models.linen("Dense, bf16")
     with pytest.raises(
         ValueError,
-        match=r"freeze: model: expected FP8 products that are not frozen yet, found none",
+        match=(
+            r"freeze: model: expected FP8 products that are not frozen yet, found "
+            r"none"
+        ),
     ):
         jaxfp8.freeze(model, frozen, X)
     with pytest.raises(

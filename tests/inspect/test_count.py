@@ -306,7 +306,10 @@ def test_shard_map(check_vma):
 def test_a_step_without_products():
     with pytest.raises(
         ValueError,
-        match=r"count: step: expected a function that takes gradients through FP8 products",
+        match=(
+            r"count: step: expected a function that takes gradients through FP8 "
+            r"products"
+        ),
     ):
         inspect.count(jnp.sin, 1.0)
 

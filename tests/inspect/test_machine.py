@@ -124,8 +124,8 @@ def test_the_report_of_a_tpu(few_programs, monkeypatch):
     }
     printed = command.text(about)
     assert (
-        "kernels    none for a TPU: XLA compiles all ops, and on TPU v7 multiplies FP8\n"
-        in printed
+        "kernels    none for a TPU: XLA compiles all ops, and on TPU v7 multiplies "
+        "FP8\n" in printed
     )
     assert "cuBLASLt   not needed on a TPU (-)\n" in printed
     assert "3 of 3 products of FP8 operands, compiled by XLA" in printed
@@ -152,8 +152,8 @@ def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
     assert "cuBLASLt   not needed on a CPU (libcublasLt: cannot open)\n" in printed
     assert "jnp and dequantize, as intended\n" in printed
     assert (
-        "3 products of FP8 codes, multiplied in high precision as intended; custom calls: "
-        in printed
+        "3 products of FP8 codes, multiplied in high precision as intended; custom "
+        "calls: " in printed
     )
     idle = "1 of 2 ops run without their kernel; the reasons are below"
     assert (

@@ -39,7 +39,10 @@ class Nnx(nnx.Module):
         self.embed = nnx.Embed(4, 8, rngs=rngs)
 
 
-SCORES = "skipped: attention scores have no FP8 product; its query, key, value and out are layers (rule 2 'mix|attn|"
+SCORES = (
+    "skipped: attention scores have no FP8 product; its query, key, value and out are "
+    "layers (rule 2 'mix|attn|"
+)
 RULES = [("attn/(query|key)", A), ("own", None), ("mix|attn|conv|embed|norm", CURRENT)]
 
 

@@ -132,7 +132,8 @@ def test_a_large_model_takes_a_screen():
     found = inspect.summary({OWG: layers})
     table, _, told = str(found).partition("\n\n")
     assert told.startswith(
-        "head/layer/input: expected a state that is not negative, got -1: an optimizer has stepped"
+        "head/layer/input: expected a state that is not negative, got -1: an "
+        "optimizer has stepped"
     )
     lines = [line.split()[:5] for line in table.split("\n")]
     assert len(found.rows) == 41 and [line[:2] for line in lines[1:3]] == [
@@ -246,7 +247,10 @@ def test_figures_by_hand():
 def test_errors():
     with pytest.raises(
         ValueError,
-        match=r"summary: variables: .*/input: expected a history .* \(4, 2\) and \(3, 1\)",
+        match=(
+            r"summary: variables: .*/input: expected a history .* \(4, 2\) and \(3, "
+            r"1\)"
+        ),
     ):
         inspect.summary(state(np.ones((4, 2)), np.ones(3)))
     with pytest.raises(

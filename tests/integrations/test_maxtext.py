@@ -268,7 +268,10 @@ def test_state_of_linen_is_not_added_up(standin):
         params = model.init(jax.random.key(0), jnp.ones((1, K)))
         with pytest.raises(
             TypeError,
-            match="maxtext: model: expected an NNX model .* got a Dense: .* add up its state",
+            match=(
+                "maxtext: model: expected an NNX model .* got a Dense: .* add up its "
+                "state"
+            ),
         ):
             standin.train.gradient_accumulation_loss_and_grad(
                 loss_fn, None, model, params, None, None, None

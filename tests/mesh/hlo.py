@@ -123,7 +123,10 @@ def _groups(attributes) -> tuple:
     ):
         devices = _iota(iota[2], iota[3]).reshape(hlo.sizes(iota[1]))
     else:
-        pattern = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+        pattern = (
+            r"replica_groups=mesh\[([^\]]*)\](?:, "
+            r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+        )
         mesh = re.search(pattern, attributes)
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         # Each axis is three: before, of and after the part that is named; an axis that

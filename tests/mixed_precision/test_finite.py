@@ -130,7 +130,10 @@ def test_trees_that_differ_are_named():
     for other in (np.ones(3, np.float16), np.ones(4, np.float32)):
         with pytest.raises(
             ValueError,
-            match=r"select: new: \['opt'\]\[0\]: expected float.* as in old, got float32\[3\]",
+            match=(
+                r"select: new: \['opt'\]\[0\]: expected float.* as in old, got "
+                r"float32\[3\]"
+            ),
         ):
             select(True, {"opt": [np.ones(3, np.float32)]}, {"opt": [other]})
 
@@ -198,7 +201,10 @@ def test_nnx():
 def test_an_order_of_another_model():
     with pytest.raises(
         ValueError,
-        match=r"first_nonfinite: order: expected the names of layers in .*got \['decoder'\]",
+        match=(
+            r"first_nonfinite: order: expected the names of layers in .*got "
+            r"\['decoder'\]"
+        ),
     ):
         first_nonfinite(layers(), ["embed", "decoder"])
 

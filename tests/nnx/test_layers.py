@@ -212,7 +212,10 @@ def test_einsum_out_sharding():
     np.testing.assert_array_equal(y, wanted)
     with pytest.raises(
         TypeError,
-        match="einsum: out_sharding: expected a PartitionSpec or NamedSharding, got 'data'",
+        match=(
+            "einsum: out_sharding: expected a PartitionSpec or NamedSharding, got "
+            "'data'"
+        ),
     ):
         layer(jnp.asarray(x), out_sharding="data")
 

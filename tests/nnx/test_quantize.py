@@ -270,7 +270,10 @@ def test_errors_name_a_layer_that_is_the_model():
     )
     with pytest.raises(
         ValueError,
-        match=r"nnx.quantize: model: expected a kernel \[8, 8\], .* first axis, got \[8, 3, 8\]",
+        match=(
+            r"nnx.quantize: model: expected a kernel \[8, 8\], .* first axis, got "
+            r"\[8, 3, 8\]"
+        ),
     ):
         quantize(stacked, [(".*", A)])
     current = quantize(

@@ -35,31 +35,59 @@ KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint3
 # once for each of k quantizers.
 _MOMENT = "{0} data 0 e4m3[g n], {0} amax 0 f32[g n/128], {0} exponent 0 s8[g n/128]"
 _MU, _NU, _NEXT_MU, _NEXT_NU = map(_MOMENT.format, ("mu", "nu", "next mu", "next nu"))
-_STEPPED = f"{_MU}, {_NU}, hyper 0 f32[g% 11], keys u32[2*g*n/128] -> out 0 f32[g n], {_NEXT_MU}, {_NEXT_NU}"
+_STEPPED = (
+    f"{_MU}, {_NU}, hyper 0 f32[g% 11], keys u32[2*g*n/128] -> out 0 f32[g n], "
+    f"{_NEXT_MU}, {_NEXT_NU}"
+)
 SPECS = {
     "amax": "x high[g n] -> amax f32[g]",
-    "quantize": "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax f32[0|g]",
-    "quantize_transpose": "x high[g? m n], scale f32[1|g], amax_so_far f32[0|g] -> "
-    "data fp8[g? m n], data_t =data[g? n m], amax f32[0|g], column_sums? f32[g? m/128 n]",
-    "quantize_blocks_transpose": "x high[g m n] -> data fp8[g m n], scale_inv f32[g m n/128], "
-    "data_t? =data[g n m], scale_inv_t? f32[g n m/128]",
-    "quantize_blocks_transpose, MX": "x high[g m n] -> data fp8[g m n], scale_inv u8[g m n/32], "
-    "data_t? =data[g n m], scale_inv_t? u8[g n m/32]",
-    "transpose_blocks": "data fp8[g m n], scale_inv u8[g m n/32] -> data_t =data[g n m], scale_inv_t u8[g n m/32]",
+    "quantize": (
+        "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax "
+        "f32[0|g]"
+    ),
+    "quantize_transpose": (
+        "x high[g? m n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g? m n], "
+        "data_t =data[g? n m], amax f32[0|g], column_sums? f32[g? m/128 n]"
+    ),
+    "quantize_blocks_transpose": (
+        "x high[g m n] -> data fp8[g m n], scale_inv f32[g m n/128], data_t? =data[g "
+        "n m], scale_inv_t? f32[g n m/128]"
+    ),
+    "quantize_blocks_transpose, MX": (
+        "x high[g m n] -> data fp8[g m n], scale_inv u8[g m n/32], data_t? =data[g n "
+        "m], scale_inv_t? u8[g n m/32]"
+    ),
+    "transpose_blocks": (
+        "data fp8[g m n], scale_inv u8[g m n/32] -> data_t =data[g n m], scale_inv_t "
+        "u8[g n m/32]"
+    ),
     "dequantize": "data fp8[g *], scale_inv f32[1|g] -> out high[g *]",
     "decode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128] -> out f32[g n]",
-    "encode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128], after f32[g n], keys u32[0/g n/128] -> "
-    "next data e4m3[g n], next amax f32[g n/128], next exponent s8[g n/128]",
+    "encode_moment": (
+        "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128], after f32[g n], "
+        "keys u32[0/g n/128] -> next data e4m3[g n], next amax f32[g n/128], next "
+        "exponent s8[g n/128]"
+    ),
     "adam_update": f"grads 0 f32[g n], params 0 f32[g n], {_STEPPED}",
     "adam_update, no params": f"grads 0 f32[g n], {_STEPPED}",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
-    "delayed_scales": "history # f32[g? H#], stored # f32[g] -> scale # f32[g], scale_inv # f32[g], amax # f32[g]",
+    "delayed_scales": (
+        "history # f32[g? H#], stored # f32[g] -> scale # f32[g], scale_inv # f32[g], "
+        "amax # f32[g]"
+    ),
     "read_histories": "history # f32[g? H#], stored # f32[g] -> reading 0 f32[g 6k]",
-    "write_histories": "history # f32[g? H#], recorded 0 f32[g 6k] -> next history # f32[g? H#], next scale # f32[g]",
-    "write_histories, a product": "history # f32[g? H#], amax # f32[g], scale_inv # f32[g] -> "
-    "next history # f32[g? H#], next scale # f32[g]",
-    "split_reading": "reading f32[g 6k] -> "
-    "history # f32[g 2], stored # f32[g], amax # f32[g], scale # f32[g], scale_inv # f32[g]",
+    "write_histories": (
+        "history # f32[g? H#], recorded 0 f32[g 6k] -> next history # f32[g? H#], "
+        "next scale # f32[g]"
+    ),
+    "write_histories, a product": (
+        "history # f32[g? H#], amax # f32[g], scale_inv # f32[g] -> next history # "
+        "f32[g? H#], next scale # f32[g]"
+    ),
+    "split_reading": (
+        "reading f32[g 6k] -> history # f32[g 2], stored # f32[g], amax # f32[g], "
+        "scale # f32[g], scale_inv # f32[g]"
+    ),
     "join_recorded": "amax # f32[g], scale_inv # f32[g] -> recorded f32[g 6k]",
 }
 NOT_OF_CUDA = (
@@ -71,22 +99,39 @@ NOT_OF_CUDA = (
 CUDA_SPECS = {
     op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)
 } | {
-    "scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
-    "bias half[n], accumulator f32[g? m n] -> out f32[g? m n], workspace u8[w]",
-    "block_scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
-    "out wide[g? m n], workspace u8[w]",
-    "ragged_matmul": "a fp8[g m k], b fp8[g ? n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], group_sizes s32[g ?] "
-    "-> out high[g m n]",
-    "ragged_matmul, contraction": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], "
-    "group_sizes s32[g e] -> out high[g e m n]",
+    "scaled_matmul": (
+        "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv "
+        "f32[1/1 4/g 4], bias half[n], accumulator f32[g? m n] -> out f32[g? m n], "
+        "workspace u8[w]"
+    ),
+    "block_scaled_matmul": (
+        "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g "
+        "n/128 4] -> out wide[g? m n], workspace u8[w]"
+    ),
+    "ragged_matmul": (
+        "a fp8[g m k], b fp8[g ? n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], "
+        "group_sizes s32[g ?] -> out high[g m n]"
+    ),
+    "ragged_matmul, contraction": (
+        "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], "
+        "group_sizes s32[g e] -> out high[g e m n]"
+    ),
     "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|g] -> "
     "data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
-    "quantize_activation_grad": "x high[g m 1 n], scale f32[1|g], amax_so_far f32[0|g], grad =x[g m n] -> "
-    "data fp8[g m n], amax f32[0|g], data_t? =data[g n m], column_sums? f32[g m/128 n]",
-    "quantize_blocks_transpose, stored": "x high[g m n] -> data fp8[g m n], scale_inv f32[g n/128 m], amaxes f32[g 0], "
-    "data_t =data[g n m], scale_inv_t f32[g m/128 n]",
-    "quantize_norm": "x high[g m n], scale f32[1|g], amax_so_far f32[0|g], statistics f32[g m 1|2], gamma f32[1|g n], "
-    "beta f32[0/g n] -> data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
+    "quantize_activation_grad": (
+        "x high[g m 1 n], scale f32[1|g], amax_so_far f32[0|g], grad =x[g m n] -> "
+        "data fp8[g m n], amax f32[0|g], data_t? =data[g n m], column_sums? f32[g "
+        "m/128 n]"
+    ),
+    "quantize_blocks_transpose, stored": (
+        "x high[g m n] -> data fp8[g m n], scale_inv f32[g n/128 m], amaxes f32[g 0], "
+        "data_t =data[g n m], scale_inv_t f32[g m/128 n]"
+    ),
+    "quantize_norm": (
+        "x high[g m n], scale f32[1|g], amax_so_far f32[0|g], statistics f32[g m "
+        "1|2], gamma f32[1|g n], beta f32[0/g n] -> data fp8[g m n], amax f32[0|g], "
+        "data_t? =data[g n m]"
+    ),
 }
 SIZES = dict(g=2, m=3, n=4, H0=4, H1=1, w=1024) | {"*": (3, 4)}
 CUDA_SIZES = {

@@ -106,7 +106,8 @@ def test_a_file_that_is_no_module_of_this_machine(installation, content, reason)
     "report, reason",
     [
         (
-            "cpu: not built: Python.h of Python 3.12 was not found: install it\ncuda: not built: X\n",
+            "cpu: not built: Python.h of Python 3.12 was not found: install it\ncuda: "
+            "not built: X\n",
             None,
         ),
         ("cpu: built by GNU 12.2.0 for Python 3.12.1\n", "has no file for Python"),
@@ -145,7 +146,8 @@ def write_version(folder, project, version):
     metadata = folder / f"{project}-1.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text(
-        f"Metadata-Version: 2.4\nName: {project.replace('_', '-')}\nVersion: {version}\n"
+        f"Metadata-Version: 2.4\nName: {project.replace('_', '-')}\nVersion: "
+        f"{version}\n"
     )
 
 
@@ -172,7 +174,10 @@ def test_a_project_of_another_version(project, monkeypatch, tmp_path, caplog):
         importlib.metadata.version("jaxfp8"),
         project.removeprefix("jaxfp8_"),
     )
-    reason = f'of version 0.1.0, expected that of jaxfp8, {version}: pip install "jaxfp8[{extra}]=={version}"'
+    reason = (
+        f"of version 0.1.0, expected that of jaxfp8, {version}: pip install "
+        f'"jaxfp8[{extra}]=={version}"'
+    )
     assert (
         f"jaxfp8: ignoring {tmp_path / project / '_cuda.py'}, which is {reason}"
         in caplog.text

@@ -265,7 +265,10 @@ def test_what_the_variable_means(value, names):
 def test_unknown_names(value):
     with pytest.raises(
         ValueError,
-        match=r"^JAXFP8_DISABLE: expected names of ops, .*; the ops are adam_update, amax, .*",
+        match=(
+            r"^JAXFP8_DISABLE: expected names of ops, .*; the ops are adam_update, "
+            r"amax, .*"
+        ),
     ) as raised:
         _support.parsed(value)
     assert value.removeprefix("amax,") in str(raised.value)

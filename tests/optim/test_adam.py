@@ -451,7 +451,10 @@ def test_optimizer_of_variables_writes_parameters_in_one_pass():
     )
     with pytest.raises(
         ValueError,
-        match=r"train.optimizer: apply: params: .* call apply\(grads, opt_state, params\)",
+        match=(
+            r"train.optimizer: apply: params: .* call apply\(grads, opt_state, "
+            r"params\)"
+        ),
     ):
         tx.apply(grads, opt_state, None)
 
@@ -590,12 +593,18 @@ def test_a_loss_that_contains_a_step():
             jax.grad(loss(adamw, steps))(moved)
     with pytest.raises(
         TypeError,
-        match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward",
+        match=(
+            "^jaxfp8.optim.quantized has no derivative through its state, nor in "
+            "forward"
+        ),
     ):
         jax.grad(loss(quantized, 2))(moved)
     with pytest.raises(
         TypeError,
-        match="^jaxfp8.optim.quantized has no derivative through its state, nor in forward",
+        match=(
+            "^jaxfp8.optim.quantized has no derivative through its state, nor in "
+            "forward"
+        ),
     ):
         jax.jvp(loss(quantized, 1), (moved,), (moved,))
     np.testing.assert_allclose(

@@ -29,8 +29,8 @@ def test_figures():
         )
         assert abs(arms["fp8"]["size"] - 1) <= 0.08 and arms["fp8"]["error"] < 0.3
     assert (
-        f"{results['memory']['fp8']['all']:.2f} (float32: {results['memory']['float32']['all']:.2f})"
-        in page
+        f"{results['memory']['fp8']['all']:.2f} (float32: "
+        f"{results['memory']['float32']['all']:.2f})" in page
     )
     assert results["memory"]["fp8"]["all"] <= 2.2
     for arm, name in {

@@ -54,7 +54,8 @@ def tensor_core(device: str) -> TensorCore:
     if float(device) >= 10:
         return BLACKWELL
     raise ValueError(
-        f"tensor_core: device: expected a compute capability from 8.9 on, got {device!r}"
+        "tensor_core: device: expected a compute capability from 8.9 on, got "
+        f"{device!r}"
     )
 
 
@@ -199,7 +200,8 @@ def gemm_bound(
             return total * _growth(k * U)
         if accumulation not in ("fast", "precise"):
             raise ValueError(
-                f'gemm_bound: accumulation: expected "exact", "fast" or "precise", got {accumulation!r}'
+                'gemm_bound: accumulation: expected "exact", "fast" or "precise", got '
+                f"{accumulation!r}"
             )
         core = tensor_core(device)
         steps = -(-k // core.step)

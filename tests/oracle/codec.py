@@ -67,8 +67,9 @@ def assert_bitwise(got, expected, what: str) -> None:
     if different.any():
         first = np.unravel_index(np.argmax(different), different.shape)
         raise AssertionError(
-            f"{what}: {different.sum()} of {different.size} differ; first at {first}: got {got[first]!r} "
-            f"({bits(got)[first]:#x}), expected {expected[first]!r} ({bits(expected)[first]:#x})"
+            f"{what}: {different.sum()} of {different.size} differ; first at {first}: "
+            f"got {got[first]!r} ({bits(got)[first]:#x}), expected "
+            f"{expected[first]!r} ({bits(expected)[first]:#x})"
         )
 
 
@@ -152,7 +153,8 @@ def assert_column_sums(got, x, what: str = "column sums") -> None:
             | (np.isnan(got) & np.isnan(exact))
         )
     assert good.all(), (
-        f"{what}: {(~good).sum()} of {good.size} out of bound; first at {np.argmin(good)}"
+        f"{what}: {(~good).sum()} of {good.size} out of bound; first at "
+        f"{np.argmin(good)}"
     )
 
 

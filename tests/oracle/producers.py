@@ -62,8 +62,9 @@ class Values:
         if not good.all():
             worst = np.unravel_index(np.argmin(good), good.shape)
             raise AssertionError(
-                f"{what}: {(~good).sum()} of {good.size} wrong; first at {worst}: got {got[worst]!r}, expected "
-                f"{least[worst]!r} to {most[worst]!r} of {self.exact[worst]!r} +- {self.bound[worst]!r}"
+                f"{what}: {(~good).sum()} of {good.size} wrong; first at {worst}: got "
+                f"{got[worst]!r}, expected {least[worst]!r} to {most[worst]!r} of "
+                f"{self.exact[worst]!r} +- {self.bound[worst]!r}"
             )
         if data_t is not None:
             order = (data.ndim - 1, *range(data.ndim - 1))

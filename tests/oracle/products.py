@@ -48,8 +48,9 @@ class Product:
         if not good.all():
             worst = np.unravel_index(np.argmin(good), good.shape)
             raise AssertionError(
-                f"{what}: {(~good).sum()} of {good.size} out of bound; first at {worst}: got {wide[worst]!r}, exact "
-                f"{self.exact[worst]!r}, bound {self.bound[worst]!r}"
+                f"{what}: {(~good).sum()} of {good.size} out of bound; first at "
+                f"{worst}: got {wide[worst]!r}, exact {self.exact[worst]!r}, bound "
+                f"{self.bound[worst]!r}"
             )
 
 

@@ -109,7 +109,8 @@ def test_the_program(tmp_path):
     """Numpy alone: an adapter of one op, that is wrong."""
     adapter = tmp_path / "adapter.py"
     adapter.write_text(
-        "def dequantize(codes, scale_inv, format):\n    return {'values': codes.astype('f4')}\n"
+        "def dequantize(codes, scale_inv, format):\n    return {'values': "
+        "codes.astype('f4')}\n"
     )
     said = another_process.python(FOLDER / "check.py", adapter, code=1).stdout
     assert "quantize: not in the adapter" in said and "dequantize: 2 cases" in said

@@ -282,6 +282,9 @@ def test_lifted_custom_vjp(gradient):
     assert_same_bits({name: got[name]["layer"] for name in got}, want, "gradients")
     with pytest.raises(
         TypeError,
-        match=r"flax.linen.custom_vjp pass grad_vars=\['params', '_overwrite_with_gradient'\]",
+        match=(
+            r"flax.linen.custom_vjp pass grad_vars=\['params', "
+            r"'_overwrite_with_gradient'\]"
+        ),
     ):
         jaxfp8.grad(loss_of(Lifted()))(variables)

@@ -313,7 +313,10 @@ def test_refused(name, differentiate):
     """The error comes while the program is traced, and names `stop_gradient`."""
     with pytest.raises(
         TypeError,
-        match="first derivatives in reverse mode only.*stop_gradient of the inner gradient",
+        match=(
+            "first derivatives in reverse mode only.*stop_gradient of the inner "
+            "gradient"
+        ),
     ):
         jax.eval_shape(differentiate(REFUSED[name]), LAYER)
 

@@ -412,7 +412,8 @@ WRONG = {
     "nothing": (
         (),
         ValueError,
-        r"ByProduct: expected a recipe with FP8 .*got None or .*recipe HighPrecision\(\)",
+        r"ByProduct: expected a recipe with FP8 .*got None or .*recipe "
+        r"HighPrecision\(\)",
     ),
     "high precision": (
         (None, jaxfp8.HighPrecision()),

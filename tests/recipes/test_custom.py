@@ -269,11 +269,13 @@ def test_stock_quantizers_are_the_stock_recipe(stock):
     [
         (
             lambda role: Grid,
-            "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input'.*it is the class, call",
+            "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input'.*it is "
+            "the class, call",
         ),
         (
             lambda role: "e4m3",
-            "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input', got 'e4m3'",
+            "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input', got "
+            "'e4m3'",
         ),
         (Grid, "qfactory: expected a function of a role"),
         ("int6", "qfactory: expected a function of a role"),

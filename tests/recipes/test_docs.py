@@ -27,4 +27,7 @@ def of(row) -> str:
     where = f"{row['tensors']}: {row['of']}, {row['figure']}"
     best = row["dB"][row["best_stock"]]
     better = f"{row['better_by']:+.1f} +- {row['confidence_95']:.1f} dB"
-    return f"{where} | {best:.1f} ({row['best_stock']}) | {row['dB']['rotated']:.1f} | {better}"
+    return (
+        f"{where} | {best:.1f} ({row['best_stock']}) | {row['dB']['rotated']:.1f} | "
+        f"{better}"
+    )

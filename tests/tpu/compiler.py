@@ -15,7 +15,10 @@ def missing() -> str | None:
     return (
         None
         if LIBRARY.exists()
-        else "needs libtpu in the environment's folder `tpu` (tools/setup.sh installs it)"
+        else (
+            "needs libtpu in the environment's folder `tpu` (tools/setup.sh installs "
+            "it)"
+        )
     )
 
 

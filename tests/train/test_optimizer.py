@@ -135,7 +135,9 @@ def test_state_that_was_cast_with_the_parameters(dtype):
     grads = jax.grad(replay.loss)(narrow, *BATCHES[0])
     with pytest.warns(
         FP8StateWarning,
-        match=f"input_amax_history in {np.dtype(dtype)}, which optax.apply_updates keeps",
+        match=(
+            f"input_amax_history in {np.dtype(dtype)}, which optax.apply_updates keeps"
+        ),
     ):
         updates, _ = tx.update(grads, tx.init(narrow), narrow)
     next_variables = train.apply_updates(narrow, updates)

@@ -191,7 +191,10 @@ def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
     """
     dense, x = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((4, 16))
     variables = nn.WeightNorm(dense).init(jax.random.key(0), x)
-    name = "layer_instance/Fp8DotGeneral_0/kernel_amax_history/scale: name the kernel alone"
+    name = (
+        "layer_instance/Fp8DotGeneral_0/kernel_amax_history/scale: name the kernel "
+        "alone"
+    )
     for use in (
         lambda: jaxfp8.grad(lambda variables: 0.0)(variables),
         lambda: jaxfp8.train.optimizer(optax.sgd(0.1)).init(variables),

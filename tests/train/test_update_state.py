@@ -216,7 +216,10 @@ def test_raises_outside_of_jit(factor):
     )
     with pytest.raises(
         ValueError,
-        match=f"update_state: block/Dense_0/input: .* {F32(factor):.4g} times .*{cause}.*{remedy}",
+        match=(
+            f"update_state: block/Dense_0/input: .* {F32(factor):.4g} times "
+            f".*{cause}.*{remedy}"
+        ),
     ):
         update_state(old, bad)
 
@@ -301,7 +304,10 @@ def test_old_state_below_zero(history, scale):
         "Dense_0": made(good)
         | {name: np.full_like(value, np.nan) for name, value in bad.items()}
     }
-    message = "update_state: old: Dense_0/kernel: expected a state that is not negative, got -.*reset_state"
+    message = (
+        "update_state: old: Dense_0/kernel: expected a state that is not negative, "
+        "got -.*reset_state"
+    )
     with pytest.raises(ValueError, match=message):
         update_state(old, new)
     after = jax.jit(update_state)(old, new)["Dense_0"]
@@ -343,7 +349,10 @@ def test_all_quantizers_below_zero_are_named():
     old = {f"Dense_{i}": times(-1, old_state()) for i in range(9)}
     with pytest.raises(
         ValueError,
-        match=r"old: Dense_0/input, Dense_1/input, .*Dense_3/input and 5 more: .*got -2.5",
+        match=(
+            r"old: Dense_0/input, Dense_1/input, .*Dense_3/input and 5 more: .*got "
+            r"-2.5"
+        ),
     ):
         update_state(old, {name: made(old_state()) for name in old})
 

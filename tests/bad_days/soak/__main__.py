@@ -21,7 +21,8 @@ def main() -> int:
     def said(step, counts):
         if (step + 1) % 50 == 0:
             print(
-                f"step {step + 1}: the bits of numpy ({time.monotonic() - start:.0f} s)",
+                f"step {step + 1}: the bits of numpy ({time.monotonic() - start:.0f} "
+                "s)",
                 flush=True,
             )
 

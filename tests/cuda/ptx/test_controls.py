@@ -233,7 +233,8 @@ CONTROLS = {
     "a barrier for some threads": Control(
         "quantize_transpose",
         r"bar.sync\s+0;",
-        "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.ne.u32 p, t, 5; @p bar.sync 0;}",
+        "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.ne.u32 p, t, 5; @p "
+        "bar.sync 0;}",
         tiles("quantize_transpose"),
         "(race|barrier|warp)",
     ),
