@@ -47,7 +47,8 @@ import jax, numpy as np
 {imports}
 program = jax.export.deserialize(bytearray(open("program", "rb").read()))
 with np.load("in.npz") as file:
-    arguments, _ = jax.tree.unflatten(program.in_tree, [file[name] for name in file.files])
+    arguments, _ = jax.tree.unflatten(program.in_tree,
+        [file[name] for name in file.files])
 try:
     results = jax.tree.leaves(program.call(*arguments))
 except Exception as error:

@@ -114,7 +114,10 @@ def test_a_jax_without_a_hook_is_refused(name, monkeypatch):
         without(changes, name)
         with pytest.raises(
             ImportError,
-            match=rf"jaxfp8 needs {name}, which JAX {jax.__version__} lacks.*pip install",
+            match=(
+                rf"jaxfp8 needs {name}, which JAX {jax.__version__} lacks.*"
+                "pip install"
+            ),
         ):
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert (ad_util.raw_jaxval_adders, lax_module._stop_gradient) == (

@@ -34,13 +34,13 @@ from . import hlo
 TENSOR = 2**16  # elements; amax histories, scales and biases are smaller
 
 _NO_LAUNCH = {
-    "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element", "opt-barrier",
-    "parameter", "tuple",
+    "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element",
+    "opt-barrier", "parameter", "tuple",
 }  # fmt: skip
 _NO_LAUNCH_TARGETS = {"AllocateBuffer", "PinToDevice", "Sharding"}
 COLLECTIVES = {
-    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
-    "reduce-scatter",
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast",
+    "collective-permute", "ragged-all-to-all", "reduce-scatter",
 }  # fmt: skip
 _MOVES = {
     "concatenate",

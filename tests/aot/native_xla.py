@@ -70,17 +70,28 @@ def members(x, kernel, recipe, state):
 
 plain = functools.partial(jaxfp8.dot_general, dimension_numbers=ROWS_BY_COLUMNS)
 CASES = {
-    "nn.Dense": lambda: of_module(nn.Dense(N, use_bias=False, dtype=BF16, dot_general_cls=DROP_IN)),
-    "Dense": lambda: of_module(jaxfp8.linen.Dense(N, recipe=RECIPE, use_bias=False, dtype=BF16)),
-    "Dense with bias": lambda: of_module(jaxfp8.linen.Dense(N, recipe=RECIPE, dtype=BF16)),
-    "Dense, odd sizes": lambda: of_module(jaxfp8.linen.Dense(N, recipe=RECIPE, use_bias=False, dtype=BF16), M - 7),
+    "nn.Dense": lambda: of_module(
+        nn.Dense(N, use_bias=False, dtype=BF16, dot_general_cls=DROP_IN)
+    ),
+    "Dense": lambda: of_module(
+        jaxfp8.linen.Dense(N, recipe=RECIPE, use_bias=False, dtype=BF16)
+    ),
+    "Dense with bias": lambda: of_module(
+        jaxfp8.linen.Dense(N, recipe=RECIPE, dtype=BF16)
+    ),
+    "Dense, odd sizes": lambda: of_module(
+        jaxfp8.linen.Dense(N, recipe=RECIPE, use_bias=False, dtype=BF16), M - 7
+    ),
     "nnx.Linear": of_nnx,
     "dot_general": lambda: of_product(plain, zeros(M, K), zeros(K, N), (M, N)),
     "dot_general in f32": lambda: of_product(
         plain, zeros(M, K, dtype=jnp.float32), zeros(K, N, dtype=jnp.float32), (M, N)
     ),
     "einsum": lambda: of_product(
-        functools.partial(jaxfp8.einsum, "gmk,gkn->gmn"), zeros(GROUPS, M, K), zeros(GROUPS, K, N), (GROUPS, M, N)
+        functools.partial(jaxfp8.einsum, "gmk,gkn->gmn"),
+        zeros(GROUPS, M, K),
+        zeros(GROUPS, K, N),
+        (GROUPS, M, N),
     ),
     "einsum of two dimensions": lambda: of_product(
         functools.partial(jaxfp8.einsum, "bsd,dhk->bshk"),
@@ -88,8 +99,10 @@ CASES = {
         zeros(K, 16, N // 16),
         (4, M // 4, 16, N // 16),
     ),
-    "members": lambda: of_product(members, zeros(GROUPS, M, K), zeros(GROUPS, K, N), (GROUPS, M, N)),
-}  # fmt: skip
+    "members": lambda: of_product(
+        members, zeros(GROUPS, M, K), zeros(GROUPS, K, N), (GROUPS, M, N)
+    ),
+}
 # Of eight devices: rows of x and of the kernel are cut.
 SHARDED = {"FSDP nn.Dense": "nn.Dense", "FSDP Dense with bias": "Dense with bias"}
 # Beside them, for what it costs: these without `implementation`, and Flax.

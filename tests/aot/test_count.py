@@ -43,8 +43,11 @@ ENTRY %main (a: f32[256,512]) -> f32[256,512] {
   %loop = (s32[], f32[256,512]{1,0}) while(%init), condition=%condition, body=%body, TRIPS
   ROOT %out = f32[256,512]{1,0} get-tuple-element(%loop), index=1
 }
-"""
-TRIPS = 'backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}'
+"""  # noqa: E501
+TRIPS = (
+    'backend_config={"known_trip_count":{"n":"3"},'
+    '"known_init_step":{"init":"0","step":"1"}}'
+)
 
 
 def test_a_loop_counts_as_often_as_it_runs():

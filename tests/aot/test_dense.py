@@ -7,9 +7,7 @@ and grad once and write the codes of each twice, for the two GEMMs that read it.
 
 import pytest
 
-from .results import (
-    test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs,
-)
+from .results import test_the_counts_are_those_of_the_programs  # noqa: F401
 
 GROUP = "dense"
 MIB = 2**20

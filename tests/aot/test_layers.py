@@ -5,9 +5,7 @@ is held for the backward.
 import jax
 import pytest
 
-from .results import (
-    test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs,
-)
+from .results import test_the_counts_are_those_of_the_programs  # noqa: F401
 
 GROUP = "layers"
 LAYERS = 8

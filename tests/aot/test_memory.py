@@ -37,7 +37,7 @@ LIVE = """  BufferLiveRange:
 """
 PROGRAM = """
   %while.1 = (s32[], /*index=1*/f8e4m3fn[8,2,8192]{2,1,0}) while(%tuple.4), condition=%condition, body=%body
-"""
+"""  # noqa: E501
 
 
 def test_the_peak():

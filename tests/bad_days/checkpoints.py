@@ -316,9 +316,9 @@ def foreign(tally, library):
     for name, make in FOREIGN.items():
         saved = {"params": variables["params"], **make()}
         names = f"{OWG}|{library.module}"
-        load = lambda saved=saved: flax.serialization.from_bytes(
+        load = lambda saved=saved: flax.serialization.from_bytes(  # noqa: E731
             variables, flax.serialization.to_bytes(saved)
-        )  # noqa: E731
+        )
         refused(load, tally, f"{name}, by Flax's loader", names)
         if jax.tree.leaves(saved.get(OWG)):
             names = (

@@ -369,10 +369,10 @@ def out_sharding(library):
     )
     linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
     bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731
-    unbound = lambda layer: (
+    unbound = lambda layer: (  # noqa: E731
         nnx.state(layer),
         lambda s, x, **o: nnx.merge(nnx.graphdef(layer), s)(x, **o),
-    )  # noqa: E731
+    )
     cases = [bound(linen.Dense(N)), bound(linen.GatedMLP(N)), bound(linen.NormDense(N))]
     cases += [
         unbound(of_nnx.Linear(K, N, rngs=nnx.Rngs(0))),

@@ -94,9 +94,9 @@ def through_dequantize(library):
             f"{type(recipe).__name__}: the gradient is {np.asarray(got)[0, :2]}",
         )
         if q.scale_inv.dtype == np.float32:
-            call = lambda q=q, values=values: jax.grad(values, 1)(
+            call = lambda q=q, values=values: jax.grad(values, 1)(  # noqa: E731
                 kernel, q.scale_inv, False
-            )  # noqa: E731
+            )
             refused(
                 call,
                 tally,

@@ -171,9 +171,9 @@ def nan_on_one_device(library):
         cls = library.dot_general_cls(pipeline_axes=())
         layer = library.dense(5, cls=cls)
         told = jax.grad(lambda v, x, layer=layer: (layer.apply(v, x) ** 2).sum())
-        step = lambda v, x, told=told: jax.tree.map(
+        step = lambda v, x, told=told: jax.tree.map(  # noqa: E731
             lambda leaf: leaf[None], told(v, x)[OWG]
-        )  # noqa: E731
+        )
         specs = {
             "in_specs": (P(), P("data")),
             "out_specs": P("data"),

@@ -119,7 +119,10 @@ class Tally:
 
 
 # What an error must say to be called named: the operand or state that it is about.
-_NAMES = r"\b(x|kernel|grad|lhs|rhs|state|scale|amax_history|restored|_overwrite_with_gradient)\b|\w_(scale|amax_history)\b"
+_NAMES = (
+    r"\b(x|kernel|grad|lhs|rhs|state|scale|amax_history|restored|"
+    r"_overwrite_with_gradient)\b|\w_(scale|amax_history)\b"
+)
 
 
 def message(error: BaseException) -> str:

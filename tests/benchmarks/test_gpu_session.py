@@ -43,12 +43,18 @@ JSON = {
 PYTHON = """#!/bin/sh
 echo "$PWD: $* (commit $JAXFP8_COMMIT)"
 call="$*"
-while [ $# -gt 0 ]; do case $1 in --json) json=$2;; --target) target=$2;; esac; shift; done
-if [ -n "$target" ]; then mkdir -p "$target/jaxfp8" && touch "$target/jaxfp8/"_cuda.abi3.so "$target/jaxfp8/"old.py; fi
+while [ $# -gt 0 ]; do
+    case $1 in --json) json=$2;; --target) target=$2;; esac; shift;
+done
+if [ -n "$target" ]; then
+    mkdir -p "$target/jaxfp8" &&
+    touch "$target/jaxfp8/"_cuda.abi3.so "$target/jaxfp8/"old.py;
+fi
 if [ -n "$json" ]; then echo '{{}}' >"$json"; fi
 case "$call" in
 {cases}
-*'-m pytest'*) head -c 60000 /dev/zero | tr '\\\\0' '.'; echo; echo '= 500 passed in 60 s =';;
+*'-m pytest'*) head -c 60000 /dev/zero | tr '\\\\0' '.'; echo;
+    echo '= 500 passed in 60 s =';;
 *benchmarks/gpu.py*) seq -f 'kernel %g 47.1 us' 2000; echo 'quantize bf16 90 % met';;
 esac
 """

@@ -96,8 +96,9 @@ class Tiles:
         self._transpose = transpose
         data_t = self._data_t.pointer if transpose else None
         self.params = _TileParams(
-            DTYPES[x.dtype], DTYPES[fmt.dtype], self._x.pointer, self._scale.pointer, int(scale.size > 1),
-            self._data.pointer, data_t, ctypes.c_void_p(), self._top.pointer, g, m, n,
+            DTYPES[x.dtype], DTYPES[fmt.dtype], self._x.pointer, self._scale.pointer,
+            int(scale.size > 1), self._data.pointer, data_t, ctypes.c_void_p(),
+            self._top.pointer, g, m, n,
         )  # fmt: skip
 
     def results(self):

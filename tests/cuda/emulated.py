@@ -26,9 +26,10 @@ from .buffers import DTYPES, Buffer, Leaves, Tiles
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 KERNELS = (
-    "adam_update", "amax", "amax_to_scale", "delayed_scales", "dequantize", "encode_moment", "quantize",
-    "quantize_activation", "quantize_activation_grad", "quantize_blocks_transpose", "quantize_norm",
-    "quantize_transpose", "ragged_matmul", "read_histories", "transpose_blocks", "write_histories",
+    "adam_update", "amax", "amax_to_scale", "delayed_scales", "dequantize",
+    "encode_moment", "quantize", "quantize_activation", "quantize_activation_grad",
+    "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
+    "read_histories", "transpose_blocks", "write_histories",
 )  # fmt: skip
 FLAGS = (
     "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror "
@@ -284,8 +285,9 @@ class Emulated:
         data = Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
         top = Buffer(x.shape[:1], np.float32)
         self._launch(
-            "quantize", DTYPES[x.dtype], DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, ctypes.c_void_p(), top.pointer, *x.shape,
+            "quantize", DTYPES[x.dtype], DTYPES[fmt.dtype], x_buffer.pointer,
+            scale_buffer.pointer, int(scale.size > 1), data.pointer, ctypes.c_void_p(),
+            top.pointer, *x.shape,
         )  # fmt: skip
         return data.result("data"), top.result("amax")
 
@@ -338,8 +340,9 @@ class Emulated:
             4 - len(results)
         )
         self._launch(
-            "quantize_blocks_transpose", DTYPES[x.dtype], DTYPES[fmt.dtype], BLOCKS.index(block),
-            SCALINGS.index(scaling), x_buffer.pointer, *pointers, amaxes.pointer, g, m, n,
+            "quantize_blocks_transpose", DTYPES[x.dtype], DTYPES[fmt.dtype],
+            BLOCKS.index(block), SCALINGS.index(scaling), x_buffer.pointer, *pointers,
+            amaxes.pointer, g, m, n,
         )  # fmt: skip
         amaxes.result("amaxes")
         names = ("data", "scale_inv", "data_t", "scale_inv_t")
@@ -387,7 +390,8 @@ class Emulated:
         of_grad = Buffer(grad.shape, grad.dtype, shift, grad)
         column_sums = Buffer((g, -(-m // 128), parts * n), np.float32)
         self._launch(
-            "quantize_activation_grad", ctypes.byref(tiles.params), of_grad.pointer, ACTIVATIONS.index(activation),
+            "quantize_activation_grad", ctypes.byref(tiles.params), of_grad.pointer,
+            ACTIVATIONS.index(activation),
             column_sums.pointer if sums else ctypes.c_void_p(),
         )  # fmt: skip
         return (
@@ -413,8 +417,9 @@ class Emulated:
             else Buffer(beta.shape, np.float32, parameter_shift, beta)
         )
         self._launch(
-            "quantize_norm", ctypes.byref(tiles.params), of_rows.pointer, int(statistics.shape[2] == 2),
-            gamma_buffer.pointer, beta_buffer.pointer if beta_buffer else ctypes.c_void_p(),
+            "quantize_norm", ctypes.byref(tiles.params), of_rows.pointer,
+            int(statistics.shape[2] == 2), gamma_buffer.pointer,
+            beta_buffer.pointer if beta_buffer else ctypes.c_void_p(),
             x.shape[2] if gamma.shape[0] > 1 else 0,
         )  # fmt: skip
         return tiles.results()
@@ -425,8 +430,8 @@ class Emulated:
         scale_buffer = Buffer(scale_inv.shape, np.float32, 0, scale_inv)
         out = Buffer(codes.shape, dtype, shift)
         self._launch(
-            "dequantize", DTYPES[codes.dtype], DTYPES[np.dtype(dtype)], data.pointer, scale_buffer.pointer,
-            int(scale_inv.size > 1), out.pointer, *codes.shape,
+            "dequantize", DTYPES[codes.dtype], DTYPES[np.dtype(dtype)], data.pointer,
+            scale_buffer.pointer, int(scale_inv.size > 1), out.pointer, *codes.shape,
         )  # fmt: skip
         return out.result("out")
 
@@ -502,9 +507,11 @@ class Emulated:
             buffer.pointer for buffer in inputs
         )
         self._launch(
-            "ragged_matmul", DTYPES[a.dtype], DTYPES[b.dtype], DTYPES[np.dtype(out_dtype)], a_pointer, b_pointer,
-            a_scale_pointer, b_scale_pointer, int(a_scale.size > 1), int(b_scale.size > 1), sizes_pointer,
-            out.pointer, int(precise), int(contraction), members, groups, rows, columns, length,
+            "ragged_matmul", DTYPES[a.dtype], DTYPES[b.dtype],
+            DTYPES[np.dtype(out_dtype)], a_pointer, b_pointer, a_scale_pointer,
+            b_scale_pointer, int(a_scale.size > 1), int(b_scale.size > 1),
+            sizes_pointer, out.pointer, int(precise), int(contraction), members, groups,
+            rows, columns, length,
         )  # fmt: skip
         return out.result("out")
 

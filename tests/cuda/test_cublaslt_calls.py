@@ -15,8 +15,9 @@ import pytest
 from . import emulated
 
 FAKE = Path(__file__).resolve().parent / "fake_cublaslt"
-CHECKS = """products groups plans first_algorithm block_scales block_scale_plans capabilities unaligned_scales
-    unaligned_workspace threads capture no_algorithm old_device missing_library old_library no_terms"""
+CHECKS = """products groups plans first_algorithm block_scales block_scale_plans
+    capabilities unaligned_scales unaligned_workspace threads capture no_algorithm
+    old_device missing_library old_library no_terms"""
 
 
 def include_folders() -> list[Path]:

@@ -339,7 +339,8 @@ def test_norm_of_bad_parameters(launchers, where, bad, n):
 
 
 # ------------------------------------------------------------------------------ moments
-# A part of a block, one, blocks and a part of one that is and is not whole vectors, more than a small device's grid.
+# A part of a block, one, blocks and a part of one that is and is not whole vectors,
+# more than a small device's grid.
 MOMENTS = [(1, 1), (1, 128), (3, 100), (5, 301), (130, 260), (700, 5), (3, 20_000)]
 
 

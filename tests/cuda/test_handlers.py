@@ -84,15 +84,22 @@ def test_one_layout_and_too_many(op, fewer):
     ):
         oracle.assert_bitwise(got, np.asarray(expected), f"{op} without data_t")
     for wrong in ([*results, ((1,), F32)], *(results[:n] for n in fewer[1:])):
-        message = rf"{op.split(',')[0]}: expected {fewer[0]} or {len(results)} results, got {len(wrong)}"
+        message = (
+            rf"{op.split(',')[0]}: expected {fewer[0]} or {len(results)} results, "
+            rf"got {len(wrong)}"
+        )
         assert_named(op, wrong, operands, message)
 
 
 @pytest.mark.parametrize(
     "block, shape, wrong",
-    [("rows", (130, 1), (130,)), ("1x32", (2, 5, 512), (130, 20)), ("1x128", (5, 130), (130, 5)),
-     ("128x128", (2, 8), (2, 5))],
-)  # fmt: skip
+    [
+        ("rows", (130, 1), (130,)),
+        ("1x32", (2, 5, 512), (130, 20)),
+        ("1x128", (5, 130), (130, 5)),
+        ("128x128", (2, 8), (2, 5)),
+    ],
+)
 def test_scales_lie_where_products_read_them(block, shape, wrong):
     amaxes = (1, 130 if block == "rows" else 0)
     for scales in (shape, wrong):

@@ -130,7 +130,9 @@ def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):
 
 
 def test_every_kernel_on_every_architecture(kernels):
-    expected = "Amax AmaxToScale Quantize Tile Dequantize QuantizeBlocksTranspose LineAmaxes".split()
+    expected = (
+        "Amax AmaxToScale Quantize Tile Dequantize QuantizeBlocksTranspose LineAmaxes"
+    ).split()
     assert all(
         any(f"{name}Kernel" in kernel.name for kernel in kernels) for name in expected
     )

@@ -135,7 +135,8 @@ recipe = jaxfp8.DelayedScaling(amax_history_len=2)
 state = jaxfp8.init_state(recipe)
 def loss(kernel):
     for _ in range(2):
-        kernel = jaxfp8.dot_general(kernel, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+        kernel = jaxfp8.dot_general(kernel, kernel, (((1,), (0,)), ((), ())),
+            recipe=recipe, state=state)
     return kernel.sum()
 for size in (2, 3, 3):
     jax.grad(loss)(jnp.ones((size, size)))

@@ -152,23 +152,59 @@ def test_no_rows():
 
 X = np.ones((3, 2, 4), F32)
 BAD = {
-    "activation": (lambda: jaxfp8.activated(X, "tanh"), ValueError, r"activated: activation: expected one of .*'tanh'"),
-    "pair": (lambda: jaxfp8.activated(X[:, 0], "silu_gated"), ValueError, r"activated: x: expected \[..., 2, n\]"),
-    "integers": (lambda: jaxfp8.activated(X.astype(int), "silu"), TypeError, "activated: x: expected bfloat16"),
-    "float64": (lambda: jaxfp8.activated(X.astype(float), "silu"), TypeError, "activated: x: .*float64"),
-    "kind": (lambda: jaxfp8.normalized(X, X[0, 0], kind="batch"), ValueError, "normalized: kind: expected one of"),
-    "scale": (lambda: jaxfp8.normalized(X, X[0], kind="rms"), ValueError, r"normalized: scale: expected shape \(4,\)"),
-    "bias": (lambda: jaxfp8.normalized(X, X[0, 0], X[0], kind="layer"), ValueError, "normalized: bias: expected shape"),
-    "rms": (lambda: jaxfp8.normalized(X, X[0, 0], X[0, 0], kind="rms"), ValueError, "normalized: bias: expected None"),
+    "activation": (
+        lambda: jaxfp8.activated(X, "tanh"),
+        ValueError,
+        r"activated: activation: expected one of .*'tanh'",
+    ),
+    "pair": (
+        lambda: jaxfp8.activated(X[:, 0], "silu_gated"),
+        ValueError,
+        r"activated: x: expected \[..., 2, n\]",
+    ),
+    "integers": (
+        lambda: jaxfp8.activated(X.astype(int), "silu"),
+        TypeError,
+        "activated: x: expected bfloat16",
+    ),
+    "float64": (
+        lambda: jaxfp8.activated(X.astype(float), "silu"),
+        TypeError,
+        "activated: x: .*float64",
+    ),
+    "kind": (
+        lambda: jaxfp8.normalized(X, X[0, 0], kind="batch"),
+        ValueError,
+        "normalized: kind: expected one of",
+    ),
+    "scale": (
+        lambda: jaxfp8.normalized(X, X[0], kind="rms"),
+        ValueError,
+        r"normalized: scale: expected shape \(4,\)",
+    ),
+    "bias": (
+        lambda: jaxfp8.normalized(X, X[0, 0], X[0], kind="layer"),
+        ValueError,
+        "normalized: bias: expected shape",
+    ),
+    "rms": (
+        lambda: jaxfp8.normalized(X, X[0, 0], X[0, 0], kind="rms"),
+        ValueError,
+        "normalized: bias: expected None",
+    ),
     "epsilon": (
-        lambda: jaxfp8.normalized(X, X[0, 0], kind="rms", epsilon=-1.0), ValueError, "normalized: epsilon: expected",
+        lambda: jaxfp8.normalized(X, X[0, 0], kind="rms", epsilon=-1.0),
+        ValueError,
+        "normalized: epsilon: expected",
     ),
     "product": (
-        lambda: cases.product(jaxfp8.activated(X, "silu"), np.ones((5, 2), F32), jaxfp8.init_state(RECIPE)),
+        lambda: cases.product(
+            jaxfp8.activated(X, "silu"), np.ones((5, 2), F32), jaxfp8.init_state(RECIPE)
+        ),
         ValueError,
         "dimension_numbers",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call, error, message", BAD.values(), ids=BAD)

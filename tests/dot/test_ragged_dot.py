@@ -161,8 +161,10 @@ def test_vmap(share):
     else:
         for i, step in enumerate(steps):
             assert_state(
-                jax.tree.map(lambda x: x[i], next_state), step.state, f"member {i}"
-            )  # noqa: B023
+                jax.tree.map(lambda x: x[i], next_state),  # noqa: B023
+                step.state,
+                f"member {i}",
+            )
 
 
 # ------------------------------------------------------------------------------- errors

@@ -267,7 +267,10 @@ def test_errors():
         jaxfp8.calibrate(model, BATCHES)
     with pytest.raises(
         TypeError,
-        match=r"got an array of shape .*, whose rows would be the batches; .*pass \[x\]",
+        match=(
+            r"got an array of shape .*, whose rows would be the batches; "
+            r".*pass \[x\]"
+        ),
     ):
         jaxfp8.calibrate(model, variables, BATCHES[0])
     with pytest.raises(

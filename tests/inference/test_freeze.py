@@ -387,7 +387,9 @@ def test_errors():
         jaxfp8.freeze(frozen)
     with pytest.raises(
         ValueError,
-        match="freeze: model: expected FP8 products that are not frozen yet, found none",
+        match=(
+            "freeze: model: expected FP8 products that are not frozen yet, found none"
+        ),
     ):
         jaxfp8.freeze(nnx.Linear(K, N, rngs=nnx.Rngs(0)), X)
 

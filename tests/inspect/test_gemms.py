@@ -216,7 +216,10 @@ def test_a_pattern_that_matches_nothing_is_said():
 def test_a_linen_model_is_no_function():
     with pytest.raises(
         TypeError,
-        match=r"expected a function, got a Dense, .* gemms\(model.apply, variables, x\)",
+        match=(
+            r"expected a function, got a Dense, "
+            r".* gemms\(model.apply, variables, x\)"
+        ),
     ):
         inspect.assert_fp8(nn.Dense(4), X)
 
@@ -412,18 +415,35 @@ def test_this_machine(monkeypatch):
 WRAPPERS = {
     "jit": jax.jit,
     "remat": jax.checkpoint,
-    "scan": lambda product: lambda x, k: lax.scan(lambda carry, _: (carry, product(carry, k)), x, None, length=3)[1],
-    "cond": lambda product: lambda x, k: lax.cond(jnp.sum(x) > 0, product, lambda x, k: jnp.zeros((32, 128)), x, k),
-    "while": lambda product: lambda x, k: lax.while_loop(
-        lambda y: y[0, 0] > 0, lambda y: product(x, k) + y, jnp.ones((32, 128))
+    "scan": lambda product: (
+        lambda x, k: lax.scan(
+            lambda carry, _: (carry, product(carry, k)), x, None, length=3
+        )[1]
     ),
-    "vmap": lambda product: lambda x, k: jax.vmap(product, in_axes=(0, None))(x[None], k)[0],
+    "cond": lambda product: (
+        lambda x, k: lax.cond(
+            jnp.sum(x) > 0, product, lambda x, k: jnp.zeros((32, 128)), x, k
+        )
+    ),
+    "while": lambda product: (
+        lambda x, k: lax.while_loop(
+            lambda y: y[0, 0] > 0, lambda y: product(x, k) + y, jnp.ones((32, 128))
+        )
+    ),
+    "vmap": lambda product: (
+        lambda x, k: jax.vmap(product, in_axes=(0, None))(x[None], k)[0]
+    ),
     "custom_vjp": lambda product: _custom_vjp(product),
     "shard_map": lambda product: jax.shard_map(
-        product, mesh=Mesh(np.array(jax.devices()), ("data",)), in_specs=(P("data"), P()), out_specs=P("data")
+        product,
+        mesh=Mesh(np.array(jax.devices()), ("data",)),
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
     ),
-    "jit in scan in remat": lambda product: jax.checkpoint(WRAPPERS["scan"](jax.jit(product))),
-}  # fmt: skip
+    "jit in scan in remat": lambda product: jax.checkpoint(
+        WRAPPERS["scan"](jax.jit(product))
+    ),
+}
 
 
 def _custom_vjp(product):

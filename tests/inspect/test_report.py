@@ -71,7 +71,12 @@ def wanted(attention, general, dense, einsum):
         "conv": ("Conv", (3, 8, 8), None, "skipped: convolutions"),
         "mix": (einsum, (8, 8), CURRENT, "rule 2"),
         "own": (dense, (8, 8), None, "rule 1 'own'"),
-        "code": (dense if dense == "Linear" else "Dense", (8, 8), jaxfp8.DelayedScaling(), "default"),
+        "code": (
+            dense if dense == "Linear" else "Dense",
+            (8, 8),
+            jaxfp8.DelayedScaling(),
+            "default",
+        ),
         "embed": ("Embed", (4, 8), None, "skipped: an embedding"),
     }  # fmt: skip
 
@@ -92,8 +97,13 @@ def test_linen(capsys):
     line = next(
         line for line in str(report).splitlines() if line.startswith("attn/key")
     )
-    assert line.split() == ["attn/key", "DenseGeneral", "2x6x8", "8x2x4", "DelayedScaling(amax_history_len=3)"] + [
-        "rule", "0", "'attn/(query|key)'"]  # fmt: skip
+    assert line.split() == [
+        "attn/key",
+        "DenseGeneral",
+        "2x6x8",
+        "8x2x4",
+        "DelayedScaling(amax_history_len=3)",
+    ] + ["rule", "0", "'attn/(query|key)'"]
 
 
 def test_nnx_layers_that_are_not_called():

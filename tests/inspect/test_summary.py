@@ -255,7 +255,9 @@ def test_errors():
         inspect.summary(state(np.ones((4, 2)), np.ones(3)))
     with pytest.raises(
         ValueError,
-        match="summary: variables: expected a tree that holds FP8 state .* got 1 leaves",
+        match=(
+            "summary: variables: expected a tree that holds FP8 state .* got 1 leaves"
+        ),
     ):
         inspect.summary({"scale": jnp.ones(3)})
     with pytest.raises(

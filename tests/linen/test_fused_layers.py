@@ -191,7 +191,8 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
 
 
 @pytest.mark.parametrize("x_dtype, dtype, y_dtype", [
-    (F32, None, F32), (BF16, None, F32), (F32, BF16, BF16), (BF16, F32, F32), (np.dtype(np.int32), None, F32),
+    (F32, None, F32), (BF16, None, F32), (F32, BF16, BF16), (BF16, F32, F32),
+    (np.dtype(np.int32), None, F32),
 ])  # fmt: skip
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_compute_dtype(layer, x_dtype, dtype, y_dtype):

@@ -151,7 +151,9 @@ import jax, numpy as np
 model, x = pickle.load(sys.stdin.buffer)
 from linen.quantized import step
 variables = model.init(jax.random.key(0), x)
-pickle.dump(list(map(np.asarray, jax.tree.leaves((variables, step(model)(variables, x))))), sys.stdout.buffer)
+pickle.dump(
+    list(map(np.asarray, jax.tree.leaves((variables, step(model)(variables, x))))),
+    sys.stdout.buffer)
 """
 
 

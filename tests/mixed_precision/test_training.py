@@ -25,9 +25,14 @@ pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 
 SGD = optax.sgd(trainers.LEARNING_RATE)
 everywhere = pytest.mark.parametrize(
-    "make, fp8", [(make, fp8) for make in MAKERS.values() for fp8 in (True, False)],
-    ids=[f"{name}, {'FP8' if fp8 else 'float16'}" for name in MAKERS for fp8 in (True, False)],
-)  # fmt: skip
+    "make, fp8",
+    [(make, fp8) for make in MAKERS.values() for fp8 in (True, False)],
+    ids=[
+        f"{name}, {'FP8' if fp8 else 'float16'}"
+        for name in MAKERS
+        for fp8 in (True, False)
+    ],
+)
 
 
 # --------------------------------------------------------------------------------- runs

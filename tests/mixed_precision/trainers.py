@@ -134,9 +134,9 @@ def in_nnx(fp8, tx):
 
     def gradient(train, loss_scale, x, grad):
         model, _ = nnx.merge(graph, train, copy=True)
-        scaled = lambda model: loss_scale.scale(
+        scaled = lambda model: loss_scale.scale(  # noqa: E731
             loss(lambda model, x: model(x), model, x, grad)
-        )  # noqa: E731
+        )
         return loss_scale.unscale(jaxfp8.nnx.grad(scaled)(model))
 
     def apply(train, grads, finite=None):

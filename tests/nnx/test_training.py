@@ -324,7 +324,9 @@ def test_gradient_of_parameters_alone_warns():
     ):
         with pytest.raises(
             ValueError,
-            match="update_state.*input_amax_history.*gradient with respect to the state",
+            match=(
+                "update_state.*input_amax_history.*gradient with respect to the state"
+            ),
         ):
             update(layer, gradients)
     chex.assert_trees_all_equal(before, nnx.to_pure_dict(nnx.state(layer)))
@@ -341,9 +343,9 @@ def test_summed_state_is_found():
     """
     layer = linear(0)
     xs, grads = operands(0, 2)
-    loss = lambda layer: sum(
+    loss = lambda layer: sum(  # noqa: E731
         nnx.remat(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True)
-    )  # noqa: E731
+    )
     jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(loss)(layer))
     summed = nnx.grad(loss, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable))(layer)
     with pytest.raises(ValueError, match="2 times"):

@@ -62,7 +62,9 @@ SPECS = {
         "u8[g n m/32]"
     ),
     "dequantize": "data fp8[g *], scale_inv f32[1|g] -> out high[g *]",
-    "decode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128] -> out f32[g n]",
+    "decode_moment": (
+        "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128] -> out f32[g n]"
+    ),
     "encode_moment": (
         "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128], after f32[g n], "
         "keys u32[0/g n/128] -> next data e4m3[g n], next amax f32[g n/128], next "

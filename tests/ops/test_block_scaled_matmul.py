@@ -220,8 +220,8 @@ def test_dimensions_of_their_own(implementation, pair):
     assert got.shape == (*batch, 2, 3, n)
     for i, index in enumerate(np.ndindex(batch)):
         expected = oracle_blocks.matmul(
-            whole[0][i], whole[1][i], flat[0][2], flat[0][3], **blocks_of(pair), bias=bias[index],
-            **cases.accumulation(implementation, precise=True),
+            whole[0][i], whole[1][i], flat[0][2], flat[0][3], **blocks_of(pair),
+            bias=bias[index], **cases.accumulation(implementation, precise=True),
         )  # fmt: skip
         expected.check(np.asarray(got[index]).reshape(m, n), f"{pair}, {index}")
 
@@ -252,9 +252,9 @@ def multiplies_by_the_scale(monkeypatch):
 def scales_in_bfloat16(monkeypatch):
     """What a product in bf16 of f32 scales would be."""
     original = _block_scaled_matmul._Side.widened
-    mutant = lambda self, dtype: (
+    mutant = lambda self, dtype: (  # noqa: E731
         original(self, dtype).astype(jnp.bfloat16).astype(dtype)
-    )  # noqa: E731
+    )
     monkeypatch.setattr(_block_scaled_matmul._Side, "widened", mutant)
 
 

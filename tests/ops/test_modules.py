@@ -25,14 +25,16 @@ NATIVE = pytest.mark.skipif(MODULE is None, reason="the CPU module is not instal
 SCRIPT = """
 import sys
 # The finder of an editable install would find its own package first.
-sys.meta_path = [finder for finder in sys.meta_path if "_editable" not in finder.__module__]
+sys.meta_path = [finder for finder in sys.meta_path
+                 if "_editable" not in finder.__module__]
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp
 import jaxfp8
 from jaxfp8.ops import _ffi
 assert jaxfp8.__file__.startswith(sys.argv[1]), jaxfp8.__file__
 lowered = jax.jit(jaxfp8.ops.amax).lower(jnp.ones(3))
-assert "jaxfp8_amax" not in lowered.as_text() and lowered.compile()(jnp.array([1.0, -3, 2])) == 3
+assert "jaxfp8_amax" not in lowered.as_text() and lowered.compile()(
+    jnp.array([1.0, -3, 2])) == 3
 print(_ffi.libraries()[0].error)
 """
 

@@ -223,7 +223,8 @@ def check(function, arguments, outer, inner):
     another inside of it.
     """
     axes = range(len(arguments))
-    given = [x if i in outer and i in inner else x[:, 0] if i in outer else x[0] if i in inner else x[0, 0]
+    given = [x if i in outer and i in inner else x[:, 0] if i in outer
+             else x[0] if i in inner else x[0, 0]
              for i, x in enumerate(arguments)]  # fmt: skip
     run = (
         jax.vmap(function, [0 if i in inner else None for i in axes])

@@ -656,7 +656,10 @@ def test_errors():
     for name in ("update", "apply"):
         with pytest.raises(
             ValueError,
-            match=rf"optim.adamw: {name}: params: .*got None; pass them: tx.{name}\(grads",
+            match=(
+                rf"optim.adamw: {name}: params: .*got None; "
+                rf"pass them: tx.{name}\(grads"
+            ),
         ):
             getattr(tx, name)(params, state, None)
         for other in (
@@ -671,7 +674,10 @@ def test_errors():
                 getattr(tx, name)(params, other.init(params), params)
         with pytest.raises(
             ValueError,
-            match=rf"optim.adamw: {name}: grads\['odd'\]\['kernel'\]: expected the shape",
+            match=(
+                rf"optim.adamw: {name}: grads\['odd'\]\['kernel'\]: "
+                "expected the shape"
+            ),
         ):
             getattr(tx, name)(
                 params | {"odd": {"kernel": jnp.ones((200, 48))}}, state, params
@@ -705,7 +711,10 @@ def test_state_among_parameters_is_refused(make):
     }
     with pytest.raises(
         ValueError,
-        match=r"init: params: .*got FP8 state among them, layer/.*train.optimizer\(tx\)",
+        match=(
+            r"init: params: .*got FP8 state among them, "
+            r"layer/.*train.optimizer\(tx\)"
+        ),
     ):
         make(1e-3).init(variables)
     jaxfp8.train.optimizer(make(1e-3)).init(variables)

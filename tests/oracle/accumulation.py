@@ -101,7 +101,8 @@ def _quantum(exponent, bits):
 
 
 def tensor_core_matmul(
-    a, b, *, step=32, bits=13, out_bits=None, promotion=None, splits=1, rounding="truncate", aligned_accumulator=True
+    a, b, *, step=32, bits=13, out_bits=None, promotion=None, splits=1,
+    rounding="truncate", aligned_accumulator=True,
 ) -> np.ndarray:  # fmt: skip
     """a `[m, k]` by b `[n, k]`, codes, as a tensor core adds them up. The result is
     f32.
@@ -184,9 +185,9 @@ def gemm_bound(
         added to the accumulator by itself: 2 q.
       - The result loses less than 2**-out_bits of the largest power of two in A'.
     A, fast: the accumulator holds the steps since some step, because K may be split
-    anywhere. It is at most the largest
-    |P_s - P_j| over j <= s, where P are the sums of the first steps, plus the error so far. A, precise: the same with j
-    among the last PROMOTION elements, plus the error of these.
+    anywhere. It is at most the largest |P_s - P_j| over j <= s, where P are the sums of
+    the first steps, plus the error so far. A, precise: the same with j among the last
+    PROMOTION elements, plus the error of these.
 
     What leaves the tensor core is added in f32, at most once a step: steps u S / (1 -
     steps u) on top. The error so far is part of what is added; it is below 2**-9 S in

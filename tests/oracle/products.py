@@ -68,8 +68,8 @@ def rescaled(sums, a_scale_inv, b_scale_inv) -> np.ndarray:
 
 
 def scaled_matmul(
-    a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=F32, accumulation="exact", device=None,
-    op="scaled_matmul",
+    a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=F32,
+    accumulation="exact", device=None, op="scaled_matmul",
 ):  # fmt: skip
     """a `[m, k]`, b `[n, k]` codes -> Product of (a @ b.T) * a_scale_inv * b_scale_inv
     (+ bias) (+ accumulator).

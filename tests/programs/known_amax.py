@@ -7,8 +7,11 @@ gradients and next state are known. Adapters (functional.py, linen.py, nnx.py) s
 a layer is and how a framework differentiates a program of it:
 
     Adapter(program, recipe, kernel, state, differentiate)
-    .step(kernel, xs, grads) -> (value, gradient of the kernel, gradient of xs or None); advances the state
-    .state -> {"input_scale": ..., "input_amax_history": ..., ...}; empty for recipes without state
+    .step(kernel, xs, grads)
+        -> (value, gradient of the kernel, gradient of xs or None); advances the state
+    .state
+        -> {"input_scale": ..., "input_amax_history": ..., ...}; empty for recipes
+        without state
 """
 
 import dataclasses

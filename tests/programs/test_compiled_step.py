@@ -41,7 +41,8 @@ COMPILE_AND_RUN = """
 from collections import Counter
 import jax, numpy as np
 events = Counter()
-jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rsplit("/", 1)[-1]]))
+jax.monitoring.register_event_listener(
+    lambda event, **_: events.update([event.rsplit("/", 1)[-1]]))
 from programs import test_compiled_step
 out = jax.jit(test_compiled_step.train_step)(*test_compiled_step.arguments())
 np.savez("out.npz", *jax.tree.leaves(out))

@@ -103,8 +103,7 @@ def uses_of(count=4):
     return x, kernel, grad
 
 
-# Uses of one
-# state ----------------------------------------------------------------------------------------------------
+# Uses of one state --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("program", ["loop", "remat in scan", "vmap"])
@@ -174,7 +173,7 @@ def test_update_state_refuses_what_is_no_state():
         chex.assert_trees_all_equal(jax.jit(jaxfp8.update_state)(state, bad), state)
 
 
-# Meshes ---------------------------------------------------------------------------------------------------------------
+# Meshes -------------------------------------------------------------------------------
 
 MESH = Mesh(np.array(jax.devices()[:8]), ("data",))
 
@@ -204,7 +203,7 @@ def test_shard_map(check_vma):
     assert_state(gradient, seen(x, kernel, grad, 0), 1)
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+# Layers -------------------------------------------------------------------------------
 
 
 def linen_steps(count):
@@ -287,10 +286,10 @@ def test_a_name_alone_makes_no_state():
             "b": {leaf: jaxfp8.nnx.OverwriteWithGradient(one)},
         }
     )
-    add = lambda tree: [
+    add = lambda tree: [  # noqa: E731
         float(total)
         for total in jax.tree.leaves(jaxfp8.accumulate_gradients(tree, tree))
-    ]  # noqa: E731
+    ]
     assert add(tree) == [1, 2]  # state first, by name
     assert add(tree["params"]) == [2] and add(nnx_tree) == [2, 1]
     tx = jaxfp8.train.optimizer(optax.sgd(0.5))

@@ -17,14 +17,29 @@ UNHASHABLE = type("Algo", (), {"__hash__": None, "__call__": print})()
         (None, TypeError, "op: rules: expected a list"),
         ([("head", RECIPE), "head"], TypeError, r"op: rules\[1\]: expected a pair"),
         ([("head",)], TypeError, r"rules\[0\]: expected a pair"),
-        ([(("a", "b"), RECIPE)], TypeError, r"rules\[0\]: path_regex: expected a string"),
-        ([("(head", RECIPE)], ValueError, r"rules\[0\]: path_regex: '\(head' is not a regular expression"),
+        (
+            [(("a", "b"), RECIPE)],
+            TypeError,
+            r"rules\[0\]: path_regex: expected a string",
+        ),
+        (
+            [("(head", RECIPE)],
+            ValueError,
+            r"rules\[0\]: path_regex: '\(head' is not a regular expression",
+        ),
         ([("head", "fp8")], TypeError, r"rules\[0\]: recipe.*got 'fp8'"),
-        ([("head", jaxfp8.DelayedScaling)], TypeError, r"rules\[0\]: recipe.*call the class"),
-        ([("head", jaxfp8.DelayedScaling(amax_compute_algo=UNHASHABLE))],
-         TypeError, r"rules\[0\]: recipe: a recipe in a rule must hash"),
+        (
+            [("head", jaxfp8.DelayedScaling)],
+            TypeError,
+            r"rules\[0\]: recipe.*call the class",
+        ),
+        (
+            [("head", jaxfp8.DelayedScaling(amax_compute_algo=UNHASHABLE))],
+            TypeError,
+            r"rules\[0\]: recipe: a recipe in a rule must hash",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_rules_are_named(rules, error, message):
     with pytest.raises(error, match=message):
         _rules.checked_rules("op", rules)

@@ -28,7 +28,8 @@ for name in names:
         print("noise"); print("the reason", file=sys.stderr); sys.exit(3)
     if name == "silence":
         sys.exit(0)
-    print(json.dumps({"check": name, "status": "failed" if name == "raise" else "passed", "detail": ""}), flush=True)
+    print(json.dumps({"check": name,
+        "status": "failed" if name == "raise" else "passed", "detail": ""}), flush=True)
     if name == "raise":
         sys.exit(0)
     if name == "crash at exit":

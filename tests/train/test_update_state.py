@@ -73,9 +73,9 @@ def test_rows_decide_for_themselves(update):
     new["input_scale"][4] = np.inf
     assert_same_bits(update(old, new), expected)
 
-    stacked_behind = lambda tree: {
+    stacked_behind = lambda tree: {  # noqa: E731
         k: np.ascontiguousarray(v.T) for k, v in tree.items()
-    }  # noqa: E731
+    }
     assert_same_bits(
         update(stacked_behind(old), stacked_behind(new)),
         stacked_behind(expected),
@@ -165,7 +165,10 @@ def test_a_state_for_each_example():
         for function in (update_state, jax.jit(update_state)):
             with pytest.raises(
                 ValueError,
-                match=rf"new: {name}: .*for each of 3 examples.*take the max.*a\.max\(0\)",
+                match=(
+                    rf"new: {name}: .*for each of 3 examples.*"
+                    r"take the max.*a\.max\(0\)"
+                ),
             ):
                 function(old, new)
     assert_same_bits(

@@ -1,7 +1,8 @@
 """Writes the files beside it with the libraries that others publish weights with; they
 are committed, to be read.
 
-    python write.py  # in an environment with torch, compressed-tensors 0.20 and transformers 5.24
+    # in an environment with torch, compressed-tensors 0.20 and transformers 5.24
+    python write.py
 
 Each file has a layer "up" in the library's layout, and "expected": every 17th row of
 what the same library makes of it. No module of the package is imported.

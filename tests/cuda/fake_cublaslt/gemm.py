@@ -47,8 +47,8 @@ class Gemm:
         }
 
     def error(
-        self, a, b, a_scale, b_scale, out, *, bias=None, accumulator=None, precise=False, workspace=WORKSPACE,
-        workspace_shift=0, modes=(0, 0),
+        self, a, b, a_scale, b_scale, out, *, bias=None, accumulator=None,
+        precise=False, workspace=WORKSPACE, workspace_shift=0, modes=(0, 0),
     ) -> str:  # fmt: skip
         """The reason of a failure, or nothing. Scales: `[1]`, `[s, 4]`, or `[g, ...]`
         as `modes` has them.
@@ -66,9 +66,10 @@ class Gemm:
         text = ctypes.create_string_buffer(4096)
         guarded = aligned(np.full(workspace + 512, 165, np.uint8), workspace_shift)
         self.library.scaled_matmul(
-            *(DTYPES[x.dtype] for x in (a, b, out)), pointer(a), pointer(b), pointer(a_scale), pointer(b_scale),
-            *map(ctypes.c_int64, strides), pointer(bias), pointer(accumulator), pointer(out),
-            pointer(guarded[256:]), ctypes.c_int64(workspace), *map(ctypes.c_int64, sizes), text,
+            *(DTYPES[x.dtype] for x in (a, b, out)), pointer(a), pointer(b),
+            pointer(a_scale), pointer(b_scale), *map(ctypes.c_int64, strides),
+            pointer(bias), pointer(accumulator), pointer(out), pointer(guarded[256:]),
+            ctypes.c_int64(workspace), *map(ctypes.c_int64, sizes), text,
         )  # fmt: skip
         assert (guarded[:256] == 165).all() and (
             guarded[256 + workspace :] == 165
@@ -77,8 +78,8 @@ class Gemm:
         return text.value.decode()
 
     def check(
-        self, g, m, n, k, formats=(oracle.E4M3, oracle.E4M3), scales=(1, 1), bias=False, accumulator=None, shift=0,
-        scale_shifts=(0, 0), out_dtype=np.float32, **options,
+        self, g, m, n, k, formats=(oracle.E4M3, oracle.E4M3), scales=(1, 1), bias=False,
+        accumulator=None, shift=0, scale_shifts=(0, 0), out_dtype=np.float32, **options,
     ):  # fmt: skip
         """One product of random codes, against the oracle.
 
