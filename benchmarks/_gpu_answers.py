@@ -117,9 +117,8 @@ def _is_amax(amax, values):
 @functools.partial(jax.jit, static_argnames=("block", "shape"))
 def stretch(scale_inv, block, shape):
     """Repeat the scales of blocks for each element of `[m, n]`."""
-    if (
-        scale_inv.dtype == jnp.float8_e8m0fnu
-    ):  # the exponent of an f32; 2**-127 becomes 0, as no block of these cases has
+    if scale_inv.dtype == jnp.float8_e8m0fnu:
+        # the exponent of an f32; 2**-127 becomes 0, as no block of these cases has
         scale_inv = (
             jax.lax.bitcast_convert_type(scale_inv, jnp.uint8).astype(jnp.uint32) << 23
         )

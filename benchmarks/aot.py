@@ -24,8 +24,9 @@ from aot import compiler  # noqa: E402  (the line above finds it)
 GROUPS = ("dense", "recipes", "layers", "sharded")
 MIB = 2**20
 HEADER = (
-    "layers", "launches", "FP8 GEMMs", "non-GEMM MiB", "copies", "reads of x / kernel / grad", "residuals, MiB",
-    "temporaries, MiB", "StableHLO ops", "compilation",
+    "layers", "launches", "FP8 GEMMs", "non-GEMM MiB", "copies",
+    "reads of x / kernel / grad", "residuals, MiB", "temporaries, MiB",
+    "StableHLO ops", "compilation",
 )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
 """Figures before a run fails: clean runs of delayed scaling beside runs that are broken
 on purpose.
 
-    python benchmarks/broken_runs.py [--breaks NAME ...] [--seeds N] [--json PATH] [--picture PATH]     runs and writes
-    python benchmarks/broken_runs.py --report [--json PATH] [--picture PATH]                            runs nothing
+    # runs and writes
+    python benchmarks/broken_runs.py [--breaks NAME ...] [--seeds N] [--json PATH]
+                                     [--picture PATH]
+    # runs nothing
+    python benchmarks/broken_runs.py --report [--json PATH] [--picture PATH]
 
 A clean run trains the character-level transformer of `compare.py`. A broken run goes on
 from its state in mid-run, with the same batches and one thing broken. After every step

@@ -84,8 +84,7 @@ def halves(outs) -> dict:
     }
 
 
-# Products of known
-# tensors --------------------------------------------------------------------------------------------
+# Products of known tensors ------------------------------------------------------------
 
 
 def tensors(kind, seed, m, k, n):
@@ -155,8 +154,7 @@ def products(seed, tiny):
     return found
 
 
-# The gradient of a language
-# model -------------------------------------------------------------------------------------
+# The gradient of a language model -----------------------------------------------------
 
 
 def model_of(recipe, vocabulary):
@@ -218,8 +216,7 @@ def gradients(seed, tiny):
     return {"language model": {"weights": rows}}
 
 
-# Learning a linear
-# map ------------------------------------------------------------------------------------------------
+# Learning a linear map ----------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -263,7 +260,7 @@ def regression(seed, tiny):
     }
 
 
-# Results --------------------------------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------
 
 CASES = {"products": products, "gradients": gradients, "regression": regression}
 

@@ -1,8 +1,9 @@
 """Speed on a GPU against goals and peers, with the ceilings of the day first.
 
-    python benchmarks/gpu.py [--only CASE ...] [--parts PART ...] [--budget SECONDS] [--json PATH] [--turns N]
-                             [--peers-once]
-    python benchmarks/gpu.py --tiny --platform cpu          every case at a small size: does it run at all?
+    python benchmarks/gpu.py [--only CASE ...] [--parts PART ...] [--budget SECONDS]
+                             [--json PATH] [--turns N] [--peers-once]
+    # every case at a small size: does it run at all?
+    python benchmarks/gpu.py --tiny --platform cpu
 
 Every answer is checked before it is timed, by the protocol in _gpu_timing.py. Each case
 has a process of its own (_gpu_process.py), also because XLA's flags are per process.

@@ -1,7 +1,8 @@
 """The gap of FP8's validation loss to bf16's, and what makes it: paired runs on two
 texts.
 
-    python benchmarks/loss_gap.py [--arms ARM ...] [--texts manual source] [--seeds N] [--runs PATH] [--report]
+    python benchmarks/loss_gap.py [--arms ARM ...] [--texts manual source] [--seeds N]
+                                  [--runs PATH] [--report]
 
 All arms of a seed start from the same weights and see the same batches. A run is one
 line of JSON in `--runs`; what is there is not run again, and `--report` runs nothing.

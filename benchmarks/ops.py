@@ -1,7 +1,9 @@
 """Times the quantization ops on this machine's CPU, beside the fastest program in jnp
 and beside memcpy.
 
-    python benchmarks/ops.py [--json PATH] [--heap warm] [--sizes 1024x1024 4096x4096 4096x14336] [--ops quantize ...]
+    python benchmarks/ops.py [--json PATH] [--heap warm]
+                             [--sizes 1024x1024 4096x4096 4096x14336]
+                             [--ops quantize ...]
 
 Each answer is checked, bit for bit, before it is timed. Each row comes from a process
 of its own, because the cost of a malloc depends on all that was freed before. README.md

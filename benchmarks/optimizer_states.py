@@ -1,8 +1,9 @@
 """Compares optimizers with moments in FP8 to float32: losses over paired seeds, sizes
 of updates, bytes, time.
 
-    python benchmarks/optimizer_states.py [--only losses updates memory time] [--arms ARM ...] [--seeds N]
-        [--runs PATH] [--json PATH]
+    python benchmarks/optimizer_states.py [--only losses updates memory time]
+                                          [--arms ARM ...] [--seeds N]
+                                          [--runs PATH] [--json PATH]
 
 - losses: a character-level transformer in float32 on two texts, Python's manual and the
   source code of optax, with AdamW, and with Lion and SGD with momentum 0.9, whose

@@ -1,7 +1,8 @@
 """Counts what is in the programs that XLA compiles for a TPU: bf16, Flax's FP8 and
 jaxfp8. No TPU is needed.
 
-    python benchmarks/tpu.py [--cases dense ...] [--size 8192] [--topology tpu7x:2x2x1] [--json FILE]
+    python benchmarks/tpu.py [--cases dense ...] [--size 8192]
+                             [--topology tpu7x:2x2x1] [--json FILE]
 
 The programs are in `tests/tpu/programs.py`, the rules of counting in
 `tests/tpu/count.py`. Cycles are XLA's estimates: only ratios in one table mean

@@ -18,7 +18,7 @@ from oracle import (  # noqa: E402
     LayerState,
     Options,
     State,
-    blocks as oracle_blocks,  # noqa: E402
+    blocks as oracle_blocks,
 )
 
 BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "rows": (1, None)}

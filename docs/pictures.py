@@ -1,7 +1,8 @@
 """Draws pictures of docs/images/: FP8's numbers, a scale, launches and bytes beside
 peers, gaps with intervals.
 
-python docs/pictures.py    # reads benchmarks/results/, needs matplotlib; the same input gives the same files
+    # reads benchmarks/results/, needs matplotlib; the same input gives the same files
+    python docs/pictures.py
 """
 
 import json

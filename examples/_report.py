@@ -76,8 +76,8 @@ def table(results):
         )
         each = "  ".join(f"{loss:.4f}" for loss in row["validation_losses"])
         lines.append(
-            f"{name:9}{row['mean_validation_loss']:16.4f}{difference:>12}{row['median_ms_per_step']:9.1f}   "
-            f"{each}"
+            f"{name:9}{row['mean_validation_loss']:16.4f}{difference:>12}"
+            f"{row['median_ms_per_step']:9.1f}   {each}"
         )
     return "\n".join(lines)
 

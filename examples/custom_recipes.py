@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 import jaxfp8
 
-# 1. Mix stock quantizers: FP8 with one scale forward, MXFP8 for
-#    gradients. --------------------------------------------
+# 1. Mix stock quantizers: FP8 with one scale forward, MXFP8 for gradients. ------------
 
 
 def current_forward_mx_backward(role):
@@ -35,7 +34,7 @@ def current_forward_mx_backward(role):
 
 
 # 2. Define a format and a product: integers of 6 bits, each row with its own
-#    scale. -----------------------------------
+#    scale. ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +76,8 @@ def int6(role):
     return Integers(6) if role in OPERANDS else None
 
 
-# 3. Go further: integers of 8 bits in a rotated basis, rounded without bias; the state
-#    counts steps. ------------------
+# 3. Go further: integers of 8 bits in a rotated basis, rounded without bias; the
+#    state counts steps. ---------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,7 +115,10 @@ def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
 
 
 def _device(row) -> str:
-    return f"{row['platform']}{', compute capability ' + row['capability'] if row['capability'] else ''}"
+    return (
+        f"{row['platform']}"
+        f"{', compute capability ' + row['capability'] if row['capability'] else ''}"
+    )
 
 
 def _library(row) -> str:

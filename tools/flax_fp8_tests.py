@@ -85,7 +85,8 @@ def main() -> int:
         )
         all_pass &= verdict == "pass"
         print(
-            f"{verdict:8}{', '.join(sorted(set(uses))) or 'none of ours':16}{test.id().split('.', 1)[1]}"
+            f"{verdict:8}{', '.join(sorted(set(uses))) or 'none of ours':16}"
+            f"{test.id().split('.', 1)[1]}"
         )
         for _, trace in result.failures + result.errors:
             print(trace)

@@ -20,10 +20,10 @@ def from_flax(
     Flax and jaxfp8 store the same six arrays with the same meaning; histories and
     scales are kept to the bit. Only the names of modules differ:
 
-        Flax                                                       jaxfp8
-        <layer>/Fp8DirectDotGeneralOp_0 (nn.Fp8DotGeneral)         <layer>/Fp8DotGeneral_0
-        <layer>/Fp8DotGeneralOp_0                                  <layer>/Fp8DotGeneral_0
-        <layer>/Fp8Einsum_0, and any name the user has given       the same
+        Flax                                                  jaxfp8
+        <layer>/Fp8DirectDotGeneralOp_0 (nn.Fp8DotGeneral)    <layer>/Fp8DotGeneral_0
+        <layer>/Fp8DotGeneralOp_0                             <layer>/Fp8DotGeneral_0
+        <layer>/Fp8Einsum_0, and any name the user has given  the same
 
     **Einsum.** `nn.Fp8Einsum` stores the kernel's amaxes as `input_…` and those of x as
     `kernel_…` wherever `jnp.einsum` exchanges the operands: when the output has the

@@ -45,7 +45,9 @@ def from_safetensors(
     `to_safetensors`.
 
         variables = model.init(key, x)
-        variables = jaxfp8.convert.from_safetensors(variables, "model.safetensors", names)
+        variables = jaxfp8.convert.from_safetensors(
+            variables, "model.safetensors", names
+        )
 
     The model decides what becomes of FP8 weights. A parameter becomes a master copy in
     its own dtype: codes times scales, rounded to float32 and, where it is narrower, to

@@ -86,16 +86,16 @@ def read_safetensors(
     """Read a safetensors file, or the files that a model is divided into; each FP8
     weight gets its scales.
 
-    The names, dtypes and shapes of scales in the file tell their block:
+    The names, dtypes and shapes of scales in the file tell their block. For `x.weight`:
 
-    | scales of `x.weight` | block |
-    |---|---|
-    | `x.weight_scale_inv`, float32 or E8M0 | `(128, 128)` |
-    | `x.weight_scale`, E8M0, also as uint8 | `(1, 32)` |
-    | `x.weight_scale`, a float, `[rows / 128, columns / 128]`, rounded up | `(128, 128)` |
-    | `x.weight_scale`, a float, `[rows, 1]` | `(1, None)` |
-    | `x.weight_scale_inv` or `x.weight_scale` with one element that fits none of these | None, one scale |
-    | `x.input_scale` or `x.activation_scale`, with one element | `input_scale_inv`, the scale of the layer's input |
+    - `x.weight_scale_inv`, float32 or E8M0: `(128, 128)`
+    - `x.weight_scale`, E8M0, also as uint8: `(1, 32)`
+    - `x.weight_scale`, a float, `[rows / 128, columns / 128]`, rounded up: `(128, 128)`
+    - `x.weight_scale`, a float, `[rows, 1]`: `(1, None)`
+    - `x.weight_scale_inv` or `x.weight_scale` with one element that fits none of these:
+      None, one scale
+    - `x.input_scale` or `x.activation_scale`, with one element: `input_scale_inv`, the
+      scale of the layer's input
 
     Args:
         path: a file of `to_safetensors`, or of another writer of these layouts; or

@@ -25,13 +25,18 @@ def to_safetensors(
     r"""Write a frozen model to a safetensors file, with the codes and the scales of
     training.
 
-        config["quantization_config"] = jaxfp8.convert.to_safetensors(frozen, path, names, layout="block128")
+        config["quantization_config"] = jaxfp8.convert.to_safetensors(
+            frozen, path, names, layout="block128"
+        )
 
-    | layout | recipe | scales of `x.weight`, `[out, in]` |
-    |---|---|---|
-    | `"tensor"` | `DelayedScaling`, `Float8CurrentScaling` | `x.weight_scale` f32[1], and `x.input_scale` where fixed |
-    | `"block128"` | `Float8BlockScaling` | `x.weight_scale_inv` f32 `[out / 128, in / 128]`, rounded up |
-    | `"mxfp8"` | `MXFP8BlockScaling` | `x.weight_scale` uint8 `[out, in / 32]`, the codes of E8M0 |
+    Each layout, its recipes, and the scales of `x.weight`, `[out, in]`:
+
+    - `"tensor"`, `DelayedScaling` or `Float8CurrentScaling`: `x.weight_scale` f32[1],
+      and `x.input_scale` where fixed
+    - `"block128"`, `Float8BlockScaling`: `x.weight_scale_inv` f32
+      `[out / 128, in / 128]`, rounded up
+    - `"mxfp8"`, `MXFP8BlockScaling`: `x.weight_scale` uint8 `[out, in / 32]`, the codes
+      of E8M0
 
     A weight is its codes times their scale: every scale in the file is a scale_inv. FP8
     kernels become matrices, whose rows are the outputs. Other parameters keep their

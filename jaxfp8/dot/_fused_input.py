@@ -189,9 +189,11 @@ class ActivationGradient:
 def activated(x: ArrayLike, activation: str) -> Activated:
     """Activate the x of a product in the pass that quantizes it.
 
-        h = jaxfp8.activated(jaxfp8.dot_general(x, wi, ...), "silu_gated")  # wi [k, 2, n]
-        y = jaxfp8.dot_general(h, wo, (((1,), (0,)), ((), ())), recipe=recipe,
-        state=state)
+        # wi [k, 2, n]
+        h = jaxfp8.activated(jaxfp8.dot_general(x, wi, ...), "silu_gated")
+        y = jaxfp8.dot_general(
+            h, wo, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+        )
 
     The activation is computed in float32 and rounded once, to FP8. Its backward keeps x
     alone, or the codes of x where the recipe has `fp8_residuals`.

@@ -53,7 +53,8 @@ def ragged_dot(
     The rows of `lhs` are cut into consecutive groups, and each is multiplied with a
     matrix of its own:
 
-        y[begin:end] = q(lhs)[begin:end] @ q(rhs)[e]     for group e, of group_sizes[e] rows
+        # for group e, of group_sizes[e] rows
+        y[begin:end] = q(lhs)[begin:end] @ q(rhs)[e]
 
     Rows beyond the last group give zeros and get no gradient. Their values do not
     matter: lhs and the gradient of the output have these rows set to zero before an

@@ -31,7 +31,8 @@ def calibrate(
 
         variables = jaxfp8.calibrate(model, variables, batches)  # Linen
         jaxfp8.calibrate(model, batches)  # NNX: in place
-        variables = jaxfp8.calibrate(function, variables, batches)  # function(variables, *batch)
+        # function(variables, *batch)
+        variables = jaxfp8.calibrate(function, variables, batches)
 
     Each batch is one step: histories move by one, and slot 0 is the amax of the whole
     batch, over all devices and all uses of a layer. The amaxes of the last batch act in

@@ -128,7 +128,9 @@ def assert_fp8(
     """Raise where a matrix product of `fn(*args, **kwargs)` would not run in FP8, with
     its layer, line and reason.
 
-        jaxfp8.inspect.assert_fp8(train_step, state, batch, allow=("attention", "logits"))
+        jaxfp8.inspect.assert_fp8(
+            train_step, state, batch, allow=("attention", "logits")
+        )
 
     The function is traced, neither compiled nor run: forward, and backward where `fn`
     takes gradients. Every `lax.dot_general`, convolution and ragged product counts.

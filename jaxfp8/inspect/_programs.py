@@ -193,8 +193,8 @@ class Target(NamedTuple):
                 "multiplied",
             )
         raise ValueError(
-            'gemms: platform: expected None, "cuda", a compute capability such as "sm_90", or one of '
-            f"{_WITHOUT_FP8_GEMMS}, got {platform!r}"
+            'gemms: platform: expected None, "cuda", a compute capability such as '
+            f'"sm_90", or one of {_WITHOUT_FP8_GEMMS}, got {platform!r}'
         )
 
     def why_not(self, eqn) -> str | None:

@@ -45,7 +45,9 @@ _NO_PRODUCT = {
     ): "convolutions have no FP8 product",
     (nn.Embed, nnx.Embed): "an embedding is looked up, and attend has no FP8 product",
     nnx.LoRA: "its products are of arrays, and have no FP8 product",
-    nnx.bridge.ToNNX: "a Linen module; give it its rules with linen.quantize, before the bridge",
+    nnx.bridge.ToNNX: (
+        "a Linen module; give it its rules with linen.quantize, before the bridge"
+    ),
 }
 
 _OWN_ARRAYS = "products of its own code are FP8 by jaxfp8.dot_general or jaxfp8.einsum"
@@ -87,7 +89,8 @@ def report(
     """Return a table of a model's layers, with the recipe of each and the reason; the
     model may have rules or not.
 
-        print(jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32)))
+        model = jaxfp8.linen.quantize(model, rules)
+        print(jaxfp8.report(model, jnp.ones((1, 128), jnp.int32)))
 
     A Linen model has its layers only when it runs, so `init`, and `apply` after it, are
     traced with the arguments, for shapes alone; layers that the arguments do not reach
@@ -461,7 +464,10 @@ def _text(value) -> str:
             for field in dataclasses.fields(value)
             if getattr(value, field.name) != field.default
         ]
-        return f"{type(value).__name__}({', '.join(f'{f.name}={_option(getattr(value, f.name))}' for f in fields)})"
+        options = ", ".join(
+            f"{field.name}={_option(getattr(value, field.name))}" for field in fields
+        )
+        return f"{type(value).__name__}({options})"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -11,7 +11,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     """Put the layers of a model in FP8 as the rules say, by `linen.quantize` or
     `nnx.quantize`.
 
-        model = jaxfp8.quantize(model, [("head", None), (r".*mlp/.*", jaxfp8.DelayedScaling())])
+        model = jaxfp8.quantize(
+            model, [("head", None), (r".*mlp/.*", jaxfp8.DelayedScaling())]
+        )
 
     Args:
         model: a Linen module, which is not changed, or an NNX module, which is changed

@@ -3,7 +3,8 @@ accumulation.
 
     from jaxfp8.integrations import maxtext
 
-    maxtext.install()  # then train as before; or: python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
+    maxtext.install()  # then train as before; or:
+    # python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
 
 This module was written after MaxText 0.2.5, which makes all products from one object of
 `layers/quantizations.py`. `install` first looks up all attributes that it changes. It

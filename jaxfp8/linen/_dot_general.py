@@ -280,7 +280,8 @@ def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:
     """Return `Fp8DotGeneral` with a recipe, as a `dot_general_cls`; equal recipes give
     the same object.
 
-        nn.Dense(features, dot_general_cls=jaxfp8.make_dot_general_cls(jaxfp8.MXFP8BlockScaling()))
+        dot_general_cls = jaxfp8.make_dot_general_cls(jaxfp8.MXFP8BlockScaling())
+        nn.Dense(features, dot_general_cls=dot_general_cls)
 
     An NNX layer takes an object instead:
     `dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe)`.

@@ -139,7 +139,8 @@ class NormDense(nn.Module):
     """`Dense(norm(x))` in FP8: the norm is computed in float32, in the pass that
     quantizes its result.
 
-        jaxfp8.linen.NormDense((3, heads, head_dim), recipe=recipe, dtype=jnp.bfloat16)  # queries, keys and values
+        # queries, keys and values
+        jaxfp8.linen.NormDense((3, heads, head_dim), recipe=recipe, dtype=jnp.bfloat16)
 
     The parameters of the norm are `scale` `[k]` and, with `kind="layer"`, `norm_bias`
     `[k]`; the `Dense` layer `dense` holds kernel, bias and state. The backward of the
@@ -203,7 +204,8 @@ class GatedMLP(nn.Module):
     """The gated feed-forward block of a transformer, in FP8:
     `(activation(x @ wi[:, 0]) * (x @ wi[:, 1])) @ wo`.
 
-        jaxfp8.linen.GatedMLP(hidden_features=14336, recipe=recipe, dtype=jnp.bfloat16)  # SwiGLU
+        # SwiGLU
+        jaxfp8.linen.GatedMLP(hidden_features=14336, recipe=recipe, dtype=jnp.bfloat16)
 
     Gate and up projection are one product, with one state for x, one for the kernel and
     one for the gradient. The activation is computed in float32 in the pass that

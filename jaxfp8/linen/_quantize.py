@@ -46,7 +46,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     """Run the layers of a model in FP8 as the rules say: `rules` are pairs
     `(path_regex, recipe or None)`.
 
-        model = jaxfp8.linen.quantize(model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())])
+        model = jaxfp8.linen.quantize(
+            model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())]
+        )
 
     The first rule whose regex matches the whole path of a layer decides
     (`re.fullmatch`; the path as in `params`, joined by `/`, from this model on). The

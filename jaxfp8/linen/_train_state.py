@@ -20,8 +20,12 @@ class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for variables with FP8 state.
 
         variables = model.init(key, x)
-        train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
-        grads = jax.grad(lambda variables: loss(train.apply_fn(variables, x)))(train.params)
+        train = jaxfp8.linen.TrainState.create(
+            apply_fn=model.apply, params=variables, tx=tx
+        )
+        grads = jax.grad(lambda variables: loss(train.apply_fn(variables, x)))(
+            train.params
+        )
         train = train.apply_gradients(grads=grads)
 
     `params` is the parameters alone, as in Flax, or a variables dict, which has a

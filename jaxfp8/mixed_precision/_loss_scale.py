@@ -26,15 +26,18 @@ class DynamicLossScale:
     """A loss scale that grows after a number of finite steps and shrinks when a
     gradient is not finite.
 
-        loss, grads = mixed_precision.value_and_grad(loss_fn, loss_scale)(variables, batch)
+        value_and_grad = mixed_precision.value_and_grad(loss_fn, loss_scale)
+        loss, grads = value_and_grad(variables, batch)
         finite = mixed_precision.all_finite(grads)
-        train = mixed_precision.select(finite, train.apply_gradients(grads=grads), train)
+        stepped = train.apply_gradients(grads=grads)
+        train = mixed_precision.select(finite, stepped, train)
         loss_scale = loss_scale.adjust(finite)
 
     `adjust` returns the loss scale of the next step; call it once for each step of the
     optimizer:
 
-        finite:      good_steps + 1; at growth_interval value *= growth_factor and good_steps = 0
+        finite:      good_steps + 1; at growth_interval value *= growth_factor and
+                     good_steps = 0
         not finite:  value *= backoff_factor, good_steps = 0
 
     `value` stays within [2**-126, 2**126], so that neither `value` nor its inverse is

@@ -33,7 +33,9 @@ OPERATIONS = {
         "softmax_cross_entropy_with_integer_labels sigmoid_binary_cross_entropy "
         "squared_error l2_loss mse_loss l1_loss huber_loss kl_divergence ctc_loss"
     ).split(),
-    _WIDEST: "add subtract sub multiply mul divide div where concatenate cat stack".split(),
+    _WIDEST: (
+        "add subtract sub multiply mul divide div where concatenate cat stack"
+    ).split(),
 }
 _KINDS = {name: kind for kind, names in OPERATIONS.items() for name in names}
 
@@ -47,9 +49,14 @@ class Policy:
     """The dtypes of a model.
 
         policy = Policy.parse("params=float32,compute=bfloat16,output=float32")
-        nn.Dense(features, dtype=policy.dtype_of("dense"), param_dtype=policy.param_dtype)
-        nn.LayerNorm(dtype=policy.dtype_of("layer_norm"), param_dtype=policy.param_dtype)
-        weights = policy.op(jax.nn.softmax)(scores)  # in float32, whatever the dtype of scores is
+        nn.Dense(
+            features, dtype=policy.dtype_of("dense"), param_dtype=policy.param_dtype
+        )
+        nn.LayerNorm(
+            dtype=policy.dtype_of("layer_norm"), param_dtype=policy.param_dtype
+        )
+        # in float32, whatever the dtype of scores is
+        weights = policy.op(jax.nn.softmax)(scores)
 
     A policy is data and changes nothing by itself: code in other dtypes uses another
     policy. `Policy()` is float32 everywhere. Casts change arrays of float16, bfloat16,
@@ -85,7 +92,8 @@ class Policy:
         """Parse the policy that `text` names.
 
             "params=float32,compute=bfloat16,output=float32"
-            "p=f32,c=f16"       defaults: params is float32, compute is params, output is compute
+            "p=f32,c=f16"       defaults: params is float32, compute is params, output
+                                is compute
             "bfloat16"          params, compute and output
 
         Args:
@@ -113,7 +121,10 @@ class Policy:
         return cls(params, compute, given.get("output_dtype", compute))
 
     def __str__(self) -> str:
-        return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+        return (
+            f"params={self.param_dtype},compute={self.compute_dtype},"
+            f"output={self.output_dtype}"
+        )
 
     def cast_to_param(self, tree: Tree) -> Tree:
         """Cast the floats of `tree` to `param_dtype`."""
@@ -133,7 +144,7 @@ class Policy:
         | operations | dtype |
         |---|---|
         | matrix products, convolutions, the layers made of them | `compute_dtype` |
-        | softmax, norms, reductions, losses | float32; float64 where `compute_dtype` is float64 |
+        | softmax, norms, reductions, losses | float32; float64 if `compute_dtype` is |
         | add, multiply, concatenate and the like | None: the widest of the inputs |
 
         None means the same as `dtype=None` in Flax's layers.
@@ -163,7 +174,8 @@ class Policy:
 
             policy.op(jnp.matmul)(a, b)                      # in compute_dtype
             policy.op(jax.nn.softmax)(scores)                # in float32
-            policy.op(jnp.add)(half, full)                   # in float32, the widest dtype of the arguments
+            policy.op(jnp.add)(half, full)                   # in float32, the widest
+                                                             # dtype of the arguments
             policy.op(my_loss, like="loss")(logits, labels)  # in float32
 
         Floats among the arguments are cast. Operations other than products and

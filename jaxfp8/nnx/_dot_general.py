@@ -169,7 +169,12 @@ class Fp8DotGeneral(_Fp8Product):
     """FP8 products for any NNX layer that takes a `dot_general`.
 
         nnx.Linear(64, 256, dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe), rngs=rngs)
-        nnx.MultiHeadAttention(..., qkv_dot_general=Fp8DotGeneral(), out_dot_general=Fp8DotGeneral(), rngs=rngs)
+        nnx.MultiHeadAttention(
+            ...,
+            qkv_dot_general=Fp8DotGeneral(),
+            out_dot_general=Fp8DotGeneral(),
+            rngs=rngs,
+        )
 
     An instance holds the state of one product. Layers that share an instance share its
     scales: each amax is the maximum over all these layers. Pass an instance as
@@ -227,7 +232,8 @@ class Fp8Einsum(_Fp8Product):
     """FP8 products for `nnx.Einsum`, and for any code that calls an einsum of two
     operands.
 
-        nnx.Einsum("bld,dhk->blhk", (64, 4, 16), einsum_op=jaxfp8.nnx.Fp8Einsum(recipe), rngs=rngs)
+        einsum_op = jaxfp8.nnx.Fp8Einsum(recipe)
+        nnx.Einsum("bld,dhk->blhk", (64, 4, 16), einsum_op=einsum_op, rngs=rngs)
 
     State, arguments and errors are those of `Fp8DotGeneral`.
     """

@@ -155,7 +155,8 @@ class GatedMLP(_Normalizing):
     """The gated feed-forward block of a transformer, in FP8; parameters and arithmetic
     of `jaxfp8.linen.GatedMLP`.
 
-        jaxfp8.nnx.GatedMLP(4096, 14336, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)  # SwiGLU
+        # SwiGLU
+        jaxfp8.nnx.GatedMLP(4096, 14336, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
 
     Two `Linear` layers, `wi` with a kernel `[in_features, 2, hidden_features]`, gate
     first, and `wo` `[hidden_features, out_features]`, hold parameters and state. A
@@ -268,7 +269,9 @@ def _with_gate(init, axis: int):
 class NormDense(_Normalizing):
     """`Linear(norm(x))` in FP8; parameters and arithmetic of `jaxfp8.linen.NormDense`.
 
-        jaxfp8.nnx.NormDense(4096, (3, 32, 128), recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
+        jaxfp8.nnx.NormDense(
+            4096, (3, 32, 128), recipe=recipe, dtype=jnp.bfloat16, rngs=rngs
+        )
 
     The parameters of the norm are `scale` `[in_features]` and, with `kind="layer"`,
     `norm_bias` `[in_features]`; the `Linear` layer `dense` holds kernel, bias and

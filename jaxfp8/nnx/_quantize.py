@@ -38,7 +38,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     """Put the layers of a model in FP8 as the rules say: `rules` are pairs
     `(path_regex, recipe or None)`.
 
-        jaxfp8.nnx.quantize(model, [("head", None), (r"blocks/\\d+/mlp/.*", jaxfp8.DelayedScaling())])
+        jaxfp8.nnx.quantize(
+            model, [("head", None), (r"blocks/\\d+/mlp/.*", jaxfp8.DelayedScaling())]
+        )
 
     The first rule whose regex matches the whole path of a layer decides
     (`re.fullmatch`; the path is the attributes that lead to the layer from this model

@@ -141,7 +141,8 @@ def delayed_scales(
     Equivalent to, for each quantizer:
 
         history = jnp.where((history > 0) & (history < inf), history, 0)
-        amax = jnp.max(history)                      # history[0] with "most_recent"; -1 if an entry was below zero
+        # history[0] with "most_recent"; -1 if an entry was below zero
+        amax = jnp.max(history)
         scale, scale_inv = amax_to_scale(amax, stored, fp8_max=fp8_max, margin=margin)
 
     `write_histories` gives the next histories. Slot 0 of a history is the newest entry,

@@ -235,10 +235,12 @@ class _BlockScaledMatmul(Op):
         sides += [_Side(b, b_scale_inv, spec.b_block, leading, spec.contracting)]
         if _tpu.is_target() and not all(side.scales_rows for side in sides):
             raise NotImplementedError(
-                f"block_scaled_matmul: expected one scale for each row or for the tensor, got blocks {spec.a_block} by "
-                f"{spec.b_block}: TPUs have no such FP8 product, and XLA compiles a slow one for minutes. Take "
-                "DelayedScaling, Float8CurrentScaling, StaticScaling or Float8RowwiseScaling; "
-                'jaxfp8.ops.implementation("reference") runs blocks without FP8 products'
+                "block_scaled_matmul: expected one scale for each row or for the "
+                f"tensor, got blocks {spec.a_block} by {spec.b_block}: TPUs have no "
+                "such FP8 product, and XLA compiles a slow one for minutes. Take "
+                "DelayedScaling, Float8CurrentScaling, StaticScaling or "
+                'Float8RowwiseScaling; jaxfp8.ops.implementation("reference") runs '
+                "blocks without FP8 products"
             )
         exact = all(side.is_exact or side.scales_rows for side in sides)
         wide = jnp.bfloat16 if exact else jnp.float32

@@ -298,8 +298,7 @@ def aligned_layouts(axes, sizes, mesh_shape, block):
     return aligned(axes, sizes, mesh_shape, {"row": rows, "col": cols})
 
 
-# The layouts of
-# cuBLASLt ----------------------------------------------------------------------------------------------
+# The layouts of cuBLASLt --------------------------------------------------------------
 
 
 def mode(block, dtype) -> str | None:

@@ -70,8 +70,7 @@ class Op:
     by_xla = None
     on_shards = None
 
-    # The definition of an
-    # op ------------------------------------------------------------------------------------------
+    # The definition of an op ----------------------------------------------------------
 
     def names(self, *ranks, spec) -> tuple[Sequence, Sequence]:
         """Return the names of the dimensions of each operand and of each result,
@@ -163,8 +162,7 @@ class Op:
         """
         return axes
 
-    # The rules of all
-    # ops ---------------------------------------------------------------------------------------------
+    # The rules of all ops -------------------------------------------------------------
 
     def __init__(self):
         """Make the primitive and register its rules."""

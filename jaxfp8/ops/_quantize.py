@@ -32,8 +32,8 @@ def quantize(
 
     Equivalent to, with `y = x.astype(f32) * scale`:
 
-        data = jnp.clip(y, -FP8_MAX, FP8_MAX).astype(dtype)        # NaN where x is not finite
-        amax = jnp.maximum(amax, jnp.max(jnp.abs(x)))              # NaN counts as inf
+        data = jnp.clip(y, -FP8_MAX, FP8_MAX).astype(dtype)  # NaN where x is not finite
+        amax = jnp.maximum(amax, jnp.max(jnp.abs(x)))        # NaN counts as inf
 
     y is rounded once, to nearest, ties to even. Finite values saturate at FP8_MAX (448
     for float8_e4m3fn, 57344 for float8_e5m2), also when the product overflows; an Inf

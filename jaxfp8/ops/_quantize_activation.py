@@ -65,7 +65,8 @@ def activate(x: ArrayLike, activation: str) -> jax.Array:
     `z(x) = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)`:
 
         "silu"        x * s(x)
-        "gelu"        x * s(z(x)), which is jax.nn.gelu(x, approximate=True) without its cancellation for x < 0
+        "gelu"        x * s(z(x)), which is jax.nn.gelu(x, approximate=True) without its
+                      cancellation for x < 0
         "relu"        max(x, 0)
         "silu_gated"  silu(x[..., 0, :]) * x[..., 1, :]    (SwiGLU)
         "gelu_gated"  gelu(x[..., 0, :]) * x[..., 1, :]    (GEGLU)
@@ -213,7 +214,8 @@ def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array
     derivative of `f`:
 
         "silu", "gelu", "relu"       g * f'(x)
-        "silu_gated", "gelu_gated"   g * x[..., 1, :] * f'(x[..., 0, :]) and g * f(x[..., 0, :]), stacked as x is
+        "silu_gated", "gelu_gated"   g * x[..., 1, :] * f'(x[..., 0, :]) and
+                                     g * f(x[..., 0, :]), stacked as x is
 
     Args:
         x, activation: the arguments of `activate`.
@@ -246,8 +248,11 @@ def quantize_activation_grad(
 
     Equivalent to, without a rounding in between:
 
-        dx = jax.vjp(lambda x: activate(x, activation), x.astype(f32))[1](grad.astype(f32))[0]
-        data, data_t, amax = quantize_transpose(dx, scale, dtype, rows=rows, cols=2 if gated else 1)
+        _, vjp = jax.vjp(lambda x: activate(x, activation), x.astype(f32))
+        (dx,) = vjp(grad.astype(f32))
+        data, data_t, amax = quantize_transpose(
+            dx, scale, dtype, rows=rows, cols=2 if gated else 1
+        )
 
     up to the rounding errors of dx, as for `quantize_activation`. A dx that is not
     finite gives a NaN code and an infinite amax.

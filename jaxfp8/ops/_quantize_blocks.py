@@ -33,12 +33,13 @@ def quantize_blocks(
 
     For each block, where amax is the largest `|x|` of the block:
 
-        scale="f32"     sf = min(FP8_MAX / amax, 2**126), or 1 where amax is 0 or not finite; with power_2_scale
-                        rounded down to a power of two. data = quantize(x, sf),
-                        scale_inv = 1 / sf
-        scale="e8m0"    e = ceil(log2(amax / FP8_MAX)), or floor(log2(amax)) - floor(log2(FP8_MAX)) for
-                        rounding="floor"; at least -127. data = quantize(x, 2**-e),
-                        scale_inv = 2**e
+        scale="f32"     sf = min(FP8_MAX / amax, 2**126), or 1 where amax is 0 or not
+                        finite; with power_2_scale rounded down to a power of two.
+                        data = quantize(x, sf), scale_inv = 1 / sf
+        scale="e8m0"    e = ceil(log2(amax / FP8_MAX)), or
+                        floor(log2(amax)) - floor(log2(FP8_MAX)) for
+                        rounding="floor"; at least -127.
+                        data = quantize(x, 2**-e), scale_inv = 2**e
 
     "ceil" is the smallest power of two with which nothing saturates. "floor" is the
     rule of the OCP Microscaling Formats (MX) specification, version 1.0: the largest
@@ -321,7 +322,8 @@ def transpose_blocks(
     their scales:
 
         scale_inv_t[j, i] = max(scale_inv[i * c : (i + 1) * c, j // c])
-        data_t[j, i] = round(data[i, j] * (scale_inv[i, j // c] / scale_inv_t[j, i // c]))
+        ratio = scale_inv[i, j // c] / scale_inv_t[j, i // c]
+        data_t[j, i] = round(data[i, j] * ratio)
 
     The ratio is a power of two, at most 1. The product is rounded to the nearest FP8
     number, ties to even: it is exact unless it is below the smallest normal number

@@ -23,7 +23,8 @@ def normalize(
     x's dtype; differentiable.
 
         "rms"     x * (rsqrt(mean(x**2) + epsilon) * gamma)
-        "layer"   (x - mean(x)) * (rsqrt(mean((x - mean(x))**2) + epsilon) * gamma) + beta
+        "layer"   (x - mean(x)) * (rsqrt(mean((x - mean(x))**2) + epsilon) * gamma)
+                  + beta
 
     These are RMSNorm (arXiv:1910.07467) and LayerNorm (arXiv:1607.06450) as in Flax's
     nn.RMSNorm and nn.LayerNorm. The variance is that of the centered values, as with

@@ -43,8 +43,10 @@ def ragged_matmul(
     Group e has the rows from `begin` to `end`; the first group begins at row 0.
     Equivalent to, in f32 and rounded once at the end:
 
-        out[begin:end] = a[begin:end] @ b[e].T * (a_scale_inv * b_scale_inv)             # ragged="rows"
-        out[e] = a[:, begin:end] @ b[:, begin:end].T * (a_scale_inv * b_scale_inv)       # ragged="contraction"
+        # ragged="rows"
+        out[begin:end] = a[begin:end] @ b[e].T * (a_scale_inv * b_scale_inv)
+        # ragged="contraction"
+        out[e] = a[:, begin:end] @ b[:, begin:end].T * (a_scale_inv * b_scale_inv)
 
     Rows of a beyond the last group give zeros ("rows") or enter no sum ("contraction"),
     whatever their values, NaN included. No group reads the rows of another.

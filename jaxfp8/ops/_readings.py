@@ -81,8 +81,10 @@ def write_histories(
     Equivalent to, for each quantizer:
 
         history = jnp.where((history > 0) & (history < inf), history, 0)
-        next_history = jnp.roll(history, -1).at[0].set(jnp.where((amax > 0) & (amax < inf), amax, 0))
-        staying = jnp.where((history < 0) | ((history > 0) & (history < inf)), history, 0).at[0].set(amax)
+        newest = jnp.where((amax > 0) & (amax < inf), amax, 0)
+        next_history = jnp.roll(history, -1).at[0].set(newest)
+        stayed = (history < 0) | ((history > 0) & (history < inf))
+        staying = jnp.where(stayed, history, 0).at[0].set(amax)
         next_history = jnp.where(stays == 0, next_history, staying)
         next_history = jnp.where(scale_inv == 0, 0, next_history)
         next_scale = scale_inv

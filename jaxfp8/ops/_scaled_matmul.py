@@ -45,7 +45,8 @@ def scaled_matmul(
 
     Equivalent to, in f32 and rounded once at the end:
 
-        ((a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
+        out = (a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator
+        out = out.astype(out_dtype)
 
     Where `a_scale_inv * b_scale_inv` is not a normal number, the scales multiply one
     after the other: `(a @ b.mT) * a_scale_inv * b_scale_inv`.

@@ -132,7 +132,7 @@ def spread(scale, shape):
     return lax.broadcast_in_dim(scale, shape, tuple(range(scale.ndim)))
 
 
-# Products -------------------------------------------------------------------------------------------------------------
+# Products -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,10 @@ def adamw(
 
         m = (1 - b1) g + b1 m
         v = (1 - b2) g**2 + b2 v
-        p = p - learning_rate (m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps) + weight_decay p)
+        p = p - learning_rate (
+            m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps)
+            + weight_decay p
+        )
 
     Averages of moments in FP8 are f32 whatever the dtype of a parameter, with 0 in
     place of products below 2**-102, of squares below 2**-125. Moments of less than

@@ -171,8 +171,9 @@ def check_min_size(function: str, min_size: Any) -> None:
         operator.index(min_size)
     except TypeError as error:
         raise TypeError(
-            f"{function}: min_size: expected an int, got {min_size!r}; pass the number of elements from which on a "
-            'moment is quantized, and to optax.inject_hyperparams static_args=("min_size", "seed")'
+            f"{function}: min_size: expected an int, got {min_size!r}; pass the number "
+            "of elements from which on a moment is quantized, and to "
+            'optax.inject_hyperparams static_args=("min_size", "seed")'
         ) from error
 
 
@@ -184,8 +185,9 @@ def to_seed(function: str, seed: Any) -> int:
         return operator.index(seed) % 2**32
     except TypeError as error:
         raise TypeError(
-            f"{function}: seed: expected an int, got {seed!r}; pass a number of your choice, such as seed=0, and to "
-            'optax.inject_hyperparams static_args=("min_size", "seed")'
+            f"{function}: seed: expected an int, got {seed!r}; pass a number of your "
+            "choice, such as seed=0, and to optax.inject_hyperparams "
+            'static_args=("min_size", "seed")'
         ) from error
 
 

@@ -19,7 +19,8 @@ def shardings(opt_state: Any, params: Any) -> Any:
     """Return shardings that place an optimizer's state like its parameters.
 
         shapes = jax.eval_shape(tx.init, params)
-        opt_state = jax.jit(tx.init, out_shardings=jaxfp8.optim.shardings(shapes, params))(params)
+        shardings = jaxfp8.optim.shardings(shapes, params)
+        opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
 
     A leaf of the state gets the sharding of the parameter that has the same shape and
     whose path is the end of the leaf's path. Amaxes and exponents of a moment in FP8

@@ -49,7 +49,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     inside.
 
         with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
-            loss, grads = train_step(state, batch)  # jitted: traced anew for another recipe
+            # jitted: traced anew for another recipe
+            loss, grads = train_step(state, batch)
 
     Regions nest, the innermost wins; each thread has its own. The backward of a product
     has the recipe of its forward, also where the backward runs after the region.

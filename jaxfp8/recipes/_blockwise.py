@@ -73,7 +73,8 @@ class Float8RowwiseScaling(Recipe):
     """A scale for each row of an operand, from the amax of the row; a row lies along
     the contraction. No state.
 
-        y[i, j] = (sum over k of q(x)[i, k] * q(kernel)[k, j]) * x_scale_inv[i] * kernel_scale_inv[j]
+        y[i, j] = (sum over k of q(x)[i, k] * q(kernel)[k, j])
+                  * x_scale_inv[i] * kernel_scale_inv[j]
 
     An outlier costs precision in its own row and column, not in the whole tensor. Each
     operand is quantized once for each product that reads it, because the rows of `x`
@@ -189,9 +190,10 @@ class MXFP8BlockScaling(Recipe):
     """A `scale_inv` `2**e`, stored as float8_e8m0fnu, for each 32 elements along the
     contraction; no state.
 
-        e = ceil(log2(amax / FP8_MAX))              # "ceil": nothing saturates
-            floor(log2(amax)) - floor(log2(FP8_MAX))    # "floor": the text of the OCP specification
-        q = quantize(x, 2**-e)                      # e within [-127, 127]
+        e = ceil(log2(amax / FP8_MAX))                # "ceil": nothing saturates
+            floor(log2(amax)) - floor(log2(FP8_MAX))  # "floor": the text of the OCP
+                                                      # specification
+        q = quantize(x, 2**-e)                        # e within [-127, 127]
 
     Every operand is quantized once for each product that reads it. Sizes need not be
     multiples of 32: the last block is smaller.

@@ -21,7 +21,8 @@ class ByProduct(Recipe):
     """A recipe for fprop, one for dgrad and one for wgrad; None leaves that product in
     the layer's dtype.
 
-        ByProduct(fprop=MXFP8BlockScaling(), dgrad=MXFP8BlockScaling(), wgrad=None)  # the kernel's gradient in bfloat16
+        # the kernel's gradient in bfloat16
+        ByProduct(fprop=MXFP8BlockScaling(), dgrad=MXFP8BlockScaling(), wgrad=None)
 
         y       = q_fprop(x)    @ q_fprop(kernel)
         dx      = q_dgrad(grad) @ q_dgrad(kernel).T

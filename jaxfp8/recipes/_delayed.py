@@ -30,9 +30,11 @@ class DelayedScaling(Recipe):
 
     One step with stored `(h, s)`:
 
-        a  = max(h)                                    # amax_compute_algo
-        sf = FP8_MAX / a / 2**margin                   # 1 / s while h is empty; at most 2**126
-        q  = quantize(x, sf);  s' = 1 / sf;  h' = roll(h, -1) with h'[0] = amax(x), or 0 if that is not finite
+        a  = max(h)                   # amax_compute_algo
+        sf = FP8_MAX / a / 2**margin  # 1 / s while h is empty; at most 2**126
+        q  = quantize(x, sf)
+        s' = 1 / sf
+        h' = roll(h, -1) with h'[0] = amax(x), or 0 if that is not finite
 
     so that the amax of step t first acts at step t + 1, and an amax that is not finite
     never enters the window. A negative number in h or s makes sf NaN: only an optimizer

@@ -79,7 +79,8 @@ class Quantizer:
         class Int8(jaxfp8.Quantizer):
             def quantize(self, x, state):
                 scale_inv = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1) / 127
-                return jaxfp8.QTensor(jnp.round(x / scale_inv).astype(jnp.int8), scale_inv), state
+                codes = jnp.round(x / scale_inv).astype(jnp.int8)
+                return jaxfp8.QTensor(codes, scale_inv), state
 
         recipe = jaxfp8.CustomRecipe(lambda role: Int8())
 
@@ -106,7 +107,9 @@ class Quantizer:
     block = None
     # A quantizer that brings its own product defines this method:
     #
-    #     def qgemm(self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w): ...
+    #     def qgemm(
+    #         self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w
+    #     ): ...
     #
     # `qx` codes `[m, k]` and `qw` codes `[n, k]`, both with the contracting dimension
     # last; `sx`, `sw` their scale_inv (None for an operand in high precision);
@@ -143,8 +146,7 @@ class Quantizer:
             f"{type(self).__name__}: quantize(x, state) -> (QTensor, state)"
         )
 
-    # Products call the methods
-    # below. --------------------------------------------------------------------------------
+    # Products call the methods below. -------------------------------------------------
 
     def check_init(self) -> None:
         """Raise unless `init` returns a legal state.

@@ -175,7 +175,8 @@ class QTensor:
         Inside `shard_map`, codes then cross devices instead of kernels. The gradient
         goes back through `function`:
 
-            kernel.map(lambda a: jax.lax.all_gather(a, "fsdp", axis=0, tiled=True))  # gradient: reduce-scattered
+            # gradient: reduce-scattered
+            kernel.map(lambda a: jax.lax.all_gather(a, "fsdp", axis=0, tiled=True))
 
         Args:
             function: array -> array; called with the codes as uint8, and with the

@@ -108,7 +108,8 @@ class TensorwiseQuantizer(FP8Quantizer):
 class Float8CurrentScaling(Recipe):
     """One scale for each tensor, from its own amax; no state.
 
-        sf = FP8_MAX / amax(x)           # at most 2**126; 1 for a tensor of zeros, or one that is not finite
+        sf = FP8_MAX / amax(x)           # at most 2**126; 1 for a tensor of zeros, or
+                                         # one that is not finite
         q  = quantize(x, sf)
 
     On a mesh the amax is that of the whole tensor, so each product waits for a
@@ -155,8 +156,8 @@ class StaticScaling(Recipe):
     """One constant scale for each operand, from a bound on its largest magnitude; no
     state and no amax.
 
-        sf = FP8_MAX / bound             # f32, in [2**-126, 2**126]
-        q  = quantize(x, sf)             # larger magnitudes saturate: they count as the bound
+        sf = FP8_MAX / bound  # f32, in [2**-126, 2**126]
+        q  = quantize(x, sf)  # larger magnitudes saturate: they count as the bound
 
     A product reads each operand once, and on a mesh waits for no reduction. Nothing
     adapts: an operand beyond its bound saturates, and one far below it loses precision,

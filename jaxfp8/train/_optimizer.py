@@ -47,7 +47,8 @@ def optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` for parameter trees that hold FP8 state.
 
-        tx = jaxfp8.train.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        tx = jaxfp8.train.optimizer(tx)
         opt_state = tx.init(variables)
         updates, opt_state = tx.update(grads, opt_state, variables)
         variables = optax.apply_updates(variables, updates)

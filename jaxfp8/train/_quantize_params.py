@@ -33,12 +33,15 @@ def quantize_params(
     kernel, in its own dtype, and the cotangent of the state is still the next state:
 
         def loss(variables, microbatches):
-            params = jaxfp8.quantize_params(variables["params"], variables["_overwrite_with_gradient"], recipe)
+            params, state = variables["params"], variables["_overwrite_with_gradient"]
+            params = jaxfp8.quantize_params(params, state, recipe)
             ...  # a scan over microbatches, with params and state
 
     With a recipe that keeps no state, `where` says which parameters are kernels:
 
-        params = jaxfp8.quantize_params(params, None, Float8BlockScaling(), where=".*/(up|down)")
+        params = jaxfp8.quantize_params(
+            params, None, Float8BlockScaling(), where=".*/(up|down)"
+        )
 
     Each leaf has one scale, or a scale for each of its blocks. A leaf that stacks the
     kernels of several layers needs a scale for each layer: `vmap` the call.
@@ -90,8 +93,9 @@ def quantize_params(
     if state is None:
         if where is None:
             raise ValueError(
-                "quantize_params: where: without a state nothing says which parameters are kernels; pass a regex of "
-                'their paths, for example where=".*/kernel"'
+                "quantize_params: where: without a state nothing says which parameters "
+                "are kernels; pass a regex of their paths, for example "
+                'where=".*/kernel"'
             )
         states = {i: None for i, is_kernel in enumerate(matches) if is_kernel}
     elif isinstance(quantizer.init(), QuantizerState):

@@ -35,7 +35,8 @@ def update_state(old: Tree, new: Any) -> Tree:
     For each quantizer, and for each row where state is stacked (layers of a scan,
     experts, ensemble members):
 
-        h' = [amax, h[2], ..., h[H - 1], h[0]]    # roll(h, -1) of the old history; amax is slot 0 of `new`
+        h' = [amax, h[2], ..., h[H - 1], h[0]]    # roll(h, -1) of the old history; amax
+                                                  # is slot 0 of `new`
         s' = the scale of `new`
 
     A row that was not touched (its new scale is 0) or whose new numbers are not finite
@@ -52,9 +53,11 @@ def update_state(old: Tree, new: Any) -> Tree:
     (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` this raises.
     Under a trace:
 
-        c = 2**n (a loss scale)      the factor is undone: slot 0 is `amax / min(c, 1)`, the scale `s' / c`
-        c = 2, 3, ... (a sum)        the same: slot 0 is no less than the true amax
-        any other c                  the scale becomes negative, so that the next product is NaN
+        c = 2**n (a loss scale)   the factor is undone: slot 0 is `amax / min(c, 1)`,
+                                  the scale `s' / c`
+        c = 2, 3, ... (a sum)     the same: slot 0 is no less than the true amax
+        any other c               the scale becomes negative, so that the next product
+                                  is NaN
 
     because any other factor, such as that of a clip or of an average over fewer than
     all, has changed the gradients of the parameters too. Nobody is told the cause
