@@ -63,7 +63,7 @@ CI = {
         "programs/test_custom_vjp.py",
         "programs/test_nestings.py",
     ),
-    *("programs/test_readings.py", "train/test_x64.py"),
+    *("programs/test_readings.py", "train/test_cross_entropy.py", "train/test_x64.py"),
     *(
         "recipes/test_custom.py",
         "recipes/test_custom_state.py",

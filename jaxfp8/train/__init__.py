@@ -3,6 +3,7 @@
 """
 
 from ._average import average as average
+from ._cross_entropy import cross_entropy as cross_entropy
 from ._optimizer import (
     AppliedTransformation as AppliedTransformation,
     apply_updates as apply_updates,
