@@ -7,6 +7,7 @@ state of a quantizer stores `scale_inv`, under the name `scale`, which Flax gave
 """
 
 import sys as _sys
+import typing as _typing
 
 from . import (
     collectives,
@@ -19,8 +20,10 @@ from . import (
     nnx,
     ops,
     optim,
+    recipes,
     train,
 )
+from ._jax import _warnings
 from .dot import (
     activated,
     checkpoint_policies,
@@ -30,40 +33,30 @@ from .dot import (
     ragged_dot,
 )
 from .inference import calibrate, freeze
-from .inspect._report import Report, report
+from .inspect._report import report
 from .integrations._quantize import quantize
 from .linen import Fp8DotGeneral, make_dot_general_cls
-from .numerics import E4M3, E5M2, HYBRID, Format
-from .ops._ffi import has_cuda_kernels
+from .numerics import Format
 from .recipes import (
     OVERWRITE_WITH_GRADIENT,
     ByProduct,
     CustomRecipe,
     DelayedScaling,
-    DelayedScalingQuantizer,
     DotGeneralState,
-    Float8BlockQuantizer,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8CurrentScalingQuantizer,
-    Float8RowwiseQuantizer,
     Float8RowwiseScaling,
     FP8StateWarning,
-    GEMMType,
     HighPrecision,
     MXFP8BlockScaling,
-    MXFP8Quantizer,
     QTensor,
     Quantizer,
-    QuantizerState,
     StaticScaling,
-    StaticScalingQuantizer,
     autocast,
     init_state,
 )
 from .train import (
     accumulate_gradients,
-    fork,
     grad,
     max_grad,
     quantize_params,
@@ -84,46 +77,33 @@ __all__ = [
     "nnx",
     "ops",
     "optim",
+    "recipes",
     "train",
     # Names.
     "ByProduct",
     "CustomRecipe",
     "DelayedScaling",
-    "DelayedScalingQuantizer",
     "DotGeneralState",
-    "E4M3",
-    "E5M2",
     "FP8StateWarning",
-    "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
-    "Float8CurrentScalingQuantizer",
-    "Float8RowwiseQuantizer",
     "Float8RowwiseScaling",
     "Format",
     "Fp8DotGeneral",
-    "GEMMType",
-    "HYBRID",
     "HighPrecision",
     "MXFP8BlockScaling",
-    "MXFP8Quantizer",
     "OVERWRITE_WITH_GRADIENT",
     "QTensor",
     "Quantizer",
-    "QuantizerState",
-    "Report",
     "StaticScaling",
-    "StaticScalingQuantizer",
     "accumulate_gradients",
     "activated",
     "autocast",
     "calibrate",
     "dot_general",
     "einsum",
-    "fork",
     "freeze",
     "grad",
-    "has_cuda_kernels",
     "init_state",
     "make_dot_general_cls",
     "max_grad",
@@ -141,3 +121,41 @@ __version__ = "0.2.0"
 # `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not
 # public.
 _sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies
+
+# Names that were here, and where they are now. They warn until the next release.
+_MOVED = {
+    "DelayedScalingQuantizer": "recipes",
+    "E4M3": "Format",
+    "E5M2": "Format",
+    "Float8BlockQuantizer": "recipes",
+    "Float8CurrentScalingQuantizer": "recipes",
+    "Float8RowwiseQuantizer": "recipes",
+    "GEMMType": "recipes",
+    "HYBRID": "Format",
+    "MXFP8Quantizer": "recipes",
+    "QuantizerState": "recipes",
+    "Report": "inspect",
+    "StaticScalingQuantizer": "recipes",
+    "fork": "train",
+    "has_cuda_kernels": "ops",
+}
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+# Type checkers know the new names alone.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name not in _MOVED:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=_sys.modules[__name__])
+        home = _MOVED[name]
+        _warnings.warn(
+            f"jaxfp8.{name} is jaxfp8.{home}.{name} now; the old name goes with the "
+            "next release",
+            DeprecationWarning,
+        )
+        return getattr(globals()[home], name)

@@ -17,6 +17,7 @@ _LIBRARIES = {
     "equinox",
     "contextlib",
     "functools",
+    "importlib",
 }
 
 

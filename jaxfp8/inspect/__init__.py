@@ -8,6 +8,7 @@ saturation, and read scales.
 from ._compare import Comparison, compare
 from ._count import Counts, count
 from ._gemms import Gemms, assert_fp8, gemms
+from ._report import Report
 from ._scalars import Measured, measure, plot, scalars
 from ._summary import Summary, summary
 
@@ -16,6 +17,7 @@ __all__ = [
     "Counts",
     "Gemms",
     "Measured",
+    "Report",
     "Summary",
     "assert_fp8",
     "compare",

@@ -9,7 +9,7 @@ Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 
 from ._amax import MAX_QUANTIZERS, amax, amax_to_scale, delayed_scales
 from ._block_scaled_matmul import block_scaled_matmul
-from ._ffi import custom_call_targets
+from ._ffi import custom_call_targets, has_cuda_kernels
 from ._quantize import count_saturated_and_flushed, dequantize, quantize
 from ._quantize_activation import (
     ACTIVATIONS,
@@ -39,6 +39,7 @@ __all__ = [
     "count_saturated_and_flushed",
     "custom_call_targets",
     "dequantize",
+    "has_cuda_kernels",
     "implementation",
     "is_gated",
     "normalize",

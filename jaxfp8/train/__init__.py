@@ -21,6 +21,7 @@ __all__ = [
     "accumulate_gradients",
     "apply_updates",
     "average",
+    "fork",
     "optimizer",
     "update_state",
 ]

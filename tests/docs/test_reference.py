@@ -55,11 +55,12 @@ def test_reference_has_the_names_that_packages_export():
         "jaxfp8",
         "jaxfp8.linen",
         "jaxfp8.ops",
+        "jaxfp8.recipes",
         "jaxfp8.integrations.maxtext",
     } <= set(MODULES)
     assert {
         "dot_general",
-        "E4M3",
+        "Rule",
         "Dense",
         "scaled_matmul",
         "save_gemm_outputs",
