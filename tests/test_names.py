@@ -2,11 +2,13 @@
 are short for.
 """
 
+import dataclasses
 import inspect
 import operator
 import pathlib
 import pickle
 import tomllib
+import warnings
 
 import another_process
 import flax.linen as nn
@@ -69,6 +71,26 @@ def test_the_import_of_an_old_name_warns_at_its_line():
         from jaxfp8 import Report
     assert Report is jaxfp8.inspect.Report
     assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_the_old_option_of_static_scaling_warns():
+    """Where it is given, where `replace` gives it beside the new one, and where it is
+    read; the new name is silent.
+    """
+    recipe = jaxfp8.StaticScaling(output_grad=2.0)
+    with pytest.warns(DeprecationWarning, match="grad is output_grad now") as caught:
+        assert jaxfp8.StaticScaling(grad=2.0) == recipe
+        assert dataclasses.replace(jaxfp8.StaticScaling(), grad=2.0) == recipe
+        assert recipe.grad == 2.0
+    assert [warning.filename for warning in caught] == [__file__] * 3
+    with warnings.catch_warnings(action="error"):
+        assert dataclasses.replace(recipe, input=1.0).output_grad == 2.0
+    assert list(inspect.signature(jaxfp8.StaticScaling).parameters)[:4] == [
+        "input",
+        "kernel",
+        "output_grad",
+        "fp8_format",
+    ]
 
 
 def test_an_unknown_name_is_an_attribute_error():

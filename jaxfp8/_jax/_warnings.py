@@ -16,6 +16,7 @@ _LIBRARIES = {
     "optax",
     "equinox",
     "contextlib",
+    "dataclasses",
     "functools",
     "importlib",
 }

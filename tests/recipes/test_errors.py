@@ -92,11 +92,11 @@ OPTIONS = [
     ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
     *[
         (STATELESS[4:], name, TYPE, ["224", True])
-        for name in ("input", "kernel", "grad")
+        for name in ("input", "kernel", "output_grad")
     ],
     *[
         (STATELESS[4:], name, VALUE, [0, -1.0, np.nan, np.inf, 1e39, 1e-50, 10**400])
-        for name in ("input", "kernel", "grad")
+        for name in ("input", "kernel", "output_grad")
     ],
     # HYBRID is two: a quantizer has one.
     (
@@ -141,7 +141,7 @@ POSITIONAL = {
     jaxfp8.StaticScaling: {
         "input": 1.5,
         "kernel": 2,
-        "grad": np.float32(3),
+        "output_grad": np.float32(3),
         "fp8_format": jaxfp8.Format.E5M2,
     },
     jaxfp8.CustomRecipe: {"qfactory": most_recent},
