@@ -50,7 +50,7 @@ docs:
 
 cuda:
 	$(SETUP) test cuda
-	@$(BIN)/python -c "import jaxfp8; assert jaxfp8.has_cuda_kernels(), 'the CUDA module does not load'; print('jaxfp8: the CUDA module loads and its handlers are registered')"
+	@$(BIN)/python -c "import jaxfp8; assert jaxfp8.ops.has_cuda_kernels(), 'the CUDA module does not load'; print('jaxfp8: the CUDA module loads and its handlers are registered')"
 
 wheels:
 	@tools/wheels.sh $(VENV)-wheels $(ARGS)

@@ -26,8 +26,8 @@ got = "native" if "jaxfp8_amax_v1" in text else "reference"
 assert got == wanted, f"expected the {wanted} implementation, got {got}"
 
 if len(sys.argv) > 2:
-    assert jaxfp8.has_cuda_kernels() == (sys.argv[2] == "cuda"), (
-        f"has_cuda_kernels() is {jaxfp8.has_cuda_kernels()}"
+    assert jaxfp8.ops.has_cuda_kernels() == (sys.argv[2] == "cuda"), (
+        f"has_cuda_kernels() is {jaxfp8.ops.has_cuda_kernels()}"
     )
 
 x = np.linspace(-3, 3, 4096, dtype=np.float32)

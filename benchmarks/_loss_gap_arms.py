@@ -90,7 +90,7 @@ class InputQuantizer(jaxfp8.Quantizer):
     product: str
 
     def quantize(self, x, state):
-        q, _ = jaxfp8.Float8CurrentScalingQuantizer(E4M3).quantize(x, None)
+        q, _ = jaxfp8.recipes.Float8CurrentScalingQuantizer(E4M3).quantize(x, None)
         one = jnp.ones((1,), jnp.float32)
         if self.product == "fprop":
             return jaxfp8.QTensor(q.data, q.scale_inv, x.T, one), state
@@ -135,7 +135,7 @@ def stochastic(role: str):
     if role == "linear_grad_output":
         return StochasticQuantizer()
     return (
-        jaxfp8.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
+        jaxfp8.recipes.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
         if role in OPERANDS
         else None
     )
@@ -144,7 +144,9 @@ def stochastic(role: str):
 def kernel_and_grad(role: str):
     """Delayed scaling of all but the input."""
     dtypes = {"linear_weight": E4M3, "linear_grad_output": E5M2}
-    return jaxfp8.DelayedScalingQuantizer(dtypes[role]) if role in dtypes else None
+    return (
+        jaxfp8.recipes.DelayedScalingQuantizer(dtypes[role]) if role in dtypes else None
+    )
 
 
 delayed = jaxfp8.DelayedScaling()
@@ -187,7 +189,7 @@ ABLATION = {
     ),
     "only_input": Arm(
         "the input alone in FP8",
-        only("linear_input", jaxfp8.DelayedScalingQuantizer(E4M3)),
+        only("linear_input", jaxfp8.recipes.DelayedScalingQuantizer(E4M3)),
     ),
     "input_in_fprop": Arm(
         "the input alone, of fprop", only("linear_input", InputQuantizer("fprop"))
@@ -196,15 +198,16 @@ ABLATION = {
         "the input alone, of wgrad", only("linear_input", InputQuantizer("wgrad"))
     ),
     "only_kernel": Arm(
-        "the kernel alone", only("linear_weight", jaxfp8.DelayedScalingQuantizer(E4M3))
+        "the kernel alone",
+        only("linear_weight", jaxfp8.recipes.DelayedScalingQuantizer(E4M3)),
     ),
     "only_grad": Arm(
         "the output's gradient alone",
-        only("linear_grad_output", jaxfp8.DelayedScalingQuantizer(E5M2)),
+        only("linear_grad_output", jaxfp8.recipes.DelayedScalingQuantizer(E5M2)),
     ),
     "all_but_input": Arm("kernel and gradient", jaxfp8.CustomRecipe(kernel_and_grad)),
     "e4m3_grad": Arm(
-        "gradients in e4m3", jaxfp8.DelayedScaling(fp8_format=jaxfp8.E4M3)
+        "gradients in e4m3", jaxfp8.DelayedScaling(fp8_format=jaxfp8.Format.E4M3)
     ),
     "history_1": Arm("a history of 1 step", jaxfp8.DelayedScaling(amax_history_len=1)),
     "history_16": Arm(

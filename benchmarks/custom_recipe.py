@@ -44,8 +44,8 @@ OURS = "rotated"
 RECIPES = {
     "delayed": jaxfp8.DelayedScaling(amax_history_len=16),
     "current": jaxfp8.Float8CurrentScaling(),
-    "current_e4m3": jaxfp8.Float8CurrentScaling(fp8_format=jaxfp8.E4M3),
-    "rowwise_e4m3": jaxfp8.Float8RowwiseScaling(fp8_format=jaxfp8.E4M3),
+    "current_e4m3": jaxfp8.Float8CurrentScaling(fp8_format=jaxfp8.Format.E4M3),
+    "rowwise_e4m3": jaxfp8.Float8RowwiseScaling(fp8_format=jaxfp8.Format.E4M3),
     "block": jaxfp8.Float8BlockScaling(),
     "mxfp8": jaxfp8.MXFP8BlockScaling(),
     OURS: custom_recipes.RECIPES[OURS],

@@ -26,7 +26,7 @@ import jaxfp8
 ROWS, K, COLS = 512, 1024, 256
 FIGURES = ("tensor_db", "small_db", "product_db")
 MATMUL = (((1,), (0,)), ((), ()))
-FORMATS = {"e4m3": jaxfp8.E4M3, "e5m2": jaxfp8.E5M2}
+FORMATS = {"e4m3": jaxfp8.Format.E4M3, "e5m2": jaxfp8.Format.E5M2}
 RESULTS = pathlib.Path(__file__).parent / "results" / "sqnr.json"
 
 
@@ -86,7 +86,7 @@ def state_of(recipe, staleness, *arrays):
 
     def state(x):
         amax = np.abs(x).max().astype(np.float32) * np.float32(staleness)
-        return jaxfp8.QuantizerState(
+        return jaxfp8.recipes.QuantizerState(
             jnp.full((recipe.amax_history_len,), amax), jnp.ones((1,), jnp.float32)
         )
 

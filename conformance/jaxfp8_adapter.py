@@ -30,12 +30,12 @@ def dequantize(codes, scale_inv, format):
 
 
 def delayed_scaling(x, amax_history, scale_inv, format, margin):
-    formats = {"e4m3": jaxfp8.E4M3, "e5m2": jaxfp8.E5M2}
+    formats = {"e4m3": jaxfp8.Format.E4M3, "e5m2": jaxfp8.Format.E5M2}
     recipe = jaxfp8.DelayedScaling(
         amax_history_len=len(amax_history), margin=margin, fp8_format=formats[format]
     )
     quantizer = recipe.quantizers()[0]
-    state = jaxfp8.QuantizerState(
+    state = jaxfp8.recipes.QuantizerState(
         jnp.asarray(amax_history), jnp.asarray(scale_inv).reshape(1)
     )
     q, after = quantizer.quantize(jnp.asarray(x), state)
@@ -74,7 +74,7 @@ def train_step(x, kernel, grad, **state):
         for name in names
     ]
     before = jaxfp8.DotGeneralState(
-        *(jaxfp8.QuantizerState(*map(jnp.asarray, pair)) for pair in leaves)
+        *(jaxfp8.recipes.QuantizerState(*map(jnp.asarray, pair)) for pair in leaves)
     )
     recipe = jaxfp8.DelayedScaling(amax_history_len=len(leaves[0][0]))
 

@@ -77,7 +77,8 @@ def write_page(path: pathlib.Path) -> None:
     lines, last = [_HEAD], None
     for package, kind, text in messages():
         if package != last:
-            lines += ["", f"jaxfp8.{package}", "-" * 40, ""]
+            heading = f"jaxfp8.{package}".removesuffix(".__init__")
+            lines += ["", heading, "-" * 40, ""]
             last = package
         kind = (
             f"*{kind}*: "

@@ -1,8 +1,6 @@
 """The API reference: which names are public, and the pages that Sphinx reads for them.
-Nothing lists names by hand.
 
-A module says what is public as type checkers read it: `from ._x import name as name`,
-or, where it is not the `__init__.py` of a package, a definition without an underscore.
+A module says what is public in its `__all__`, as Python and type checkers read it.
 """
 
 import ast
@@ -16,7 +14,7 @@ import pkgutil
 import docstrings
 
 # Parts that packages share; what users need of them is in `jaxfp8` itself.
-SHARED = {"jaxfp8.dot", "jaxfp8.numerics", "jaxfp8.recipes"}
+SHARED = {"jaxfp8.dot", "jaxfp8.numerics"}
 
 
 def public_modules() -> list[str]:
@@ -35,32 +33,18 @@ def public_modules() -> list[str]:
             ):
                 found.append(module.name)
                 packages += [module.name] * module.ispkg
-    own = (
-        name for name, (_, alias) in _imported("jaxfp8").items() if alias.asname == name
-    )
-    return sorted(
-        {
-            *found,
-            *(
-                f"jaxfp8.{name}"
-                for name in own
-                if inspect.ismodule(_value("jaxfp8", name))
-            ),
-        }
-    )
+    listed = importlib.import_module("jaxfp8").__all__
+    found += [
+        f"jaxfp8.{name}" for name in listed if inspect.ismodule(_value("jaxfp8", name))
+    ]
+    return sorted(set(found))
 
 
 def public_names(module: str) -> list[str]:
     """The public names of a module, but for those that are modules themselves, in the
     order of the alphabet.
     """
-    names = {
-        name
-        for name, (_, alias) in _imported(module).items()
-        if alias.asname == alias.name
-    }
-    if not hasattr(importlib.import_module(module), "__path__"):
-        names |= {name for name in _defined(module) if not name.startswith("_")}
+    names = getattr(importlib.import_module(module), "__all__", ())
     return sorted(name for name in names if not inspect.ismodule(_value(module, name)))
 
 

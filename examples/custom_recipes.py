@@ -26,9 +26,9 @@ import jaxfp8
 
 def current_forward_mx_backward(role):
     if role in ("linear_input", "linear_weight"):
-        return jaxfp8.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
+        return jaxfp8.recipes.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
     if role == "linear_grad_output":
-        return jaxfp8.MXFP8Quantizer(fp8_dtype=jnp.float8_e5m2)
+        return jaxfp8.recipes.MXFP8Quantizer(fp8_dtype=jnp.float8_e5m2)
     # linear_output and linear_grad_input stay in the dtype that the products return
     return None
 

@@ -96,7 +96,7 @@ class UnscaledFp8DotGeneral(nn.Module):
     def __call__(self, x, kernel, dimension_numbers, precision=None):
         del precision
         # the largest values of the formats
-        recipe = jaxfp8.StaticScaling(input=448.0, kernel=448.0, grad=57344.0)
+        recipe = jaxfp8.StaticScaling(input=448.0, kernel=448.0, output_grad=57344.0)
         return jaxfp8.dot_general(x, kernel, dimension_numbers, recipe=recipe)
 
 

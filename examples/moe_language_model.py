@@ -43,7 +43,7 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
 
 def _gradient_alone(role):
     return (
-        jaxfp8.DelayedScalingQuantizer(jnp.float8_e5m2, amax_history_len=16)
+        jaxfp8.recipes.DelayedScalingQuantizer(jnp.float8_e5m2, amax_history_len=16)
         if role == "linear_grad_output"
         else None
     )

@@ -7,75 +7,155 @@ state of a quantizer stores `scale_inv`, under the name `scale`, which Flax gave
 """
 
 import sys as _sys
+import typing as _typing
 
 from . import (
-    collectives as collectives,
-    convert as convert,
-    inference as inference,
-    inspect as inspect,
-    integrations as integrations,
-    linen as linen,
-    mixed_precision as mixed_precision,
-    nnx as nnx,
-    ops as ops,
-    optim as optim,
-    train as train,
+    collectives,
+    convert,
+    inference,
+    inspect,
+    integrations,
+    linen,
+    mixed_precision,
+    nnx,
+    ops,
+    optim,
+    recipes,
+    train,
 )
+from ._jax import _warnings
 from .dot import (
-    activated as activated,
-    checkpoint_policies as checkpoint_policies,
-    dot_general as dot_general,
-    einsum as einsum,
-    normalized as normalized,
-    ragged_dot as ragged_dot,
+    activated,
+    checkpoint_policies,
+    dot_general,
+    einsum,
+    normalized,
+    ragged_dot,
 )
-from .inference import calibrate as calibrate, freeze as freeze
-from .inspect._report import Report as Report, report as report
-from .integrations._quantize import quantize as quantize
-from .linen import (
-    Fp8DotGeneral as Fp8DotGeneral,
-    make_dot_general_cls as make_dot_general_cls,
-)
-from .numerics import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
-from .ops._ffi import has_cuda_kernels as has_cuda_kernels
+from .inference import calibrate, freeze
+from .inspect._report import report
+from .integrations._quantize import quantize
+from .linen import Fp8DotGeneral, make_dot_general_cls
+from .numerics import Format
 from .recipes import (
-    OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT,
-    ByProduct as ByProduct,
-    CustomRecipe as CustomRecipe,
-    DelayedScaling as DelayedScaling,
-    DelayedScalingQuantizer as DelayedScalingQuantizer,
-    DotGeneralState as DotGeneralState,
-    Float8BlockQuantizer as Float8BlockQuantizer,
-    Float8BlockScaling as Float8BlockScaling,
-    Float8CurrentScaling as Float8CurrentScaling,
-    Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
-    Float8RowwiseQuantizer as Float8RowwiseQuantizer,
-    Float8RowwiseScaling as Float8RowwiseScaling,
-    FP8StateWarning as FP8StateWarning,
-    GEMMType as GEMMType,
-    HighPrecision as HighPrecision,
-    MXFP8BlockScaling as MXFP8BlockScaling,
-    MXFP8Quantizer as MXFP8Quantizer,
-    QTensor as QTensor,
-    Quantizer as Quantizer,
-    QuantizerState as QuantizerState,
-    StaticScaling as StaticScaling,
-    StaticScalingQuantizer as StaticScalingQuantizer,
-    autocast as autocast,
-    init_state as init_state,
+    OVERWRITE_WITH_GRADIENT,
+    ByProduct,
+    CustomRecipe,
+    DelayedScaling,
+    DotGeneralState,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    FP8StateWarning,
+    HighPrecision,
+    MXFP8BlockScaling,
+    QTensor,
+    Quantizer,
+    StaticScaling,
+    autocast,
+    init_state,
 )
 from .train import (
-    accumulate_gradients as accumulate_gradients,
-    fork as fork,
-    grad as grad,
-    max_grad as max_grad,
-    quantize_params as quantize_params,
-    update_state as update_state,
-    value_and_grad as value_and_grad,
+    accumulate_gradients,
+    grad,
+    max_grad,
+    quantize_params,
+    update_state,
+    value_and_grad,
 )
+
+__all__ = [
+    # Modules.
+    "checkpoint_policies",
+    "collectives",
+    "convert",
+    "inference",
+    "inspect",
+    "integrations",
+    "linen",
+    "mixed_precision",
+    "nnx",
+    "ops",
+    "optim",
+    "recipes",
+    "train",
+    # Names.
+    "ByProduct",
+    "CustomRecipe",
+    "DelayedScaling",
+    "DotGeneralState",
+    "FP8StateWarning",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "Fp8DotGeneral",
+    "HighPrecision",
+    "MXFP8BlockScaling",
+    "OVERWRITE_WITH_GRADIENT",
+    "QTensor",
+    "Quantizer",
+    "StaticScaling",
+    "accumulate_gradients",
+    "activated",
+    "autocast",
+    "calibrate",
+    "dot_general",
+    "einsum",
+    "freeze",
+    "grad",
+    "init_state",
+    "make_dot_general_cls",
+    "max_grad",
+    "normalized",
+    "quantize",
+    "quantize_params",
+    "ragged_dot",
+    "report",
+    "update_state",
+    "value_and_grad",
+]
 
 __version__ = "0.2.0"
 
 # `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not
 # public.
 _sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies
+
+# Names that were here, and where they are now. They warn until the next release.
+_MOVED = {
+    "DelayedScalingQuantizer": "recipes",
+    "E4M3": "Format",
+    "E5M2": "Format",
+    "Float8BlockQuantizer": "recipes",
+    "Float8CurrentScalingQuantizer": "recipes",
+    "Float8RowwiseQuantizer": "recipes",
+    "GEMMType": "recipes",
+    "HYBRID": "Format",
+    "MXFP8Quantizer": "recipes",
+    "QuantizerState": "recipes",
+    "Report": "inspect",
+    "StaticScalingQuantizer": "recipes",
+    "fork": "train",
+    "has_cuda_kernels": "ops",
+}
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+# Type checkers know the new names alone.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name not in _MOVED:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=_sys.modules[__name__])
+        home = _MOVED[name]
+        _warnings.warn(
+            f"jaxfp8.{name} is jaxfp8.{home}.{name} now; the old name goes with the "
+            "next release",
+            DeprecationWarning,
+        )
+        return getattr(globals()[home], name)

@@ -54,7 +54,7 @@ def operations(traced, platform) -> int:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_operations_of_a_dense_step(platform, monkeypatch):
-    if platform == "cuda" and not jaxfp8.has_cuda_kernels():
+    if platform == "cuda" and not jaxfp8.ops.has_cuda_kernels():
         monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
     if platform == "cpu" and not ops._ffi.has_cpu_kernels:
         pytest.skip("needs the CPU library: the reference writes the codec out")

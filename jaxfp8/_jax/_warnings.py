@@ -16,7 +16,9 @@ _LIBRARIES = {
     "optax",
     "equinox",
     "contextlib",
+    "dataclasses",
     "functools",
+    "importlib",
 }
 
 

@@ -2,4 +2,6 @@
 and fixed scales.
 """
 
-from ._calibrate import calibrate as calibrate, freeze as freeze
+from ._calibrate import calibrate, freeze
+
+__all__ = ["calibrate", "freeze"]

@@ -5,13 +5,26 @@ saturation, and read scales.
 `python -m jaxfp8` prints.
 """
 
-from ._compare import Comparison as Comparison, compare as compare
-from ._count import Counts as Counts, count as count
-from ._gemms import Gemms as Gemms, assert_fp8 as assert_fp8, gemms as gemms
-from ._scalars import (
-    Measured as Measured,
-    measure as measure,
-    plot as plot,
-    scalars as scalars,
-)
-from ._summary import Summary as Summary, summary as summary
+from ._compare import Comparison, compare
+from ._count import Counts, count
+from ._gemms import Gemms, assert_fp8, gemms
+from ._report import Report
+from ._scalars import Measured, measure, plot, scalars
+from ._summary import Summary, summary
+
+__all__ = [
+    "Comparison",
+    "Counts",
+    "Gemms",
+    "Measured",
+    "Report",
+    "Summary",
+    "assert_fp8",
+    "compare",
+    "count",
+    "gemms",
+    "measure",
+    "plot",
+    "scalars",
+    "summary",
+]

@@ -2,4 +2,6 @@
 imported only when used.
 """
 
-from . import maxtext as maxtext
+from . import maxtext
+
+__all__ = ["maxtext"]

@@ -53,7 +53,7 @@ _RECIPES: dict[str, Recipe] = {
 _CALIBRATIONS = {
     "input": "act_quantization_calibration_method",
     "kernel": "weight_quantization_calibration_method",
-    "grad": "bwd_quantization_calibration_method",
+    "output_grad": "bwd_quantization_calibration_method",
 }
 _TRIED = "0.2.5"
 _VALIDATOR = "set_derived_and_validate_values"

@@ -2,12 +2,21 @@
 `_overwrite_with_gradient`.
 """
 
-from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
-from ._dot_general import (
-    Fp8DotGeneral as Fp8DotGeneral,
-    Fp8Einsum as Fp8Einsum,
-    make_dot_general_cls as make_dot_general_cls,
-)
-from ._layers import Dense as Dense, GatedMLP as GatedMLP, NormDense as NormDense
-from ._quantize import quantize as quantize
-from ._train_state import TrainState as TrainState, scan as scan
+from ..recipes import OVERWRITE_WITH_GRADIENT
+from ._dot_general import Fp8DotGeneral, Fp8Einsum, make_dot_general_cls
+from ._layers import Dense, GatedMLP, NormDense
+from ._quantize import quantize
+from ._train_state import TrainState, scan
+
+__all__ = [
+    "Dense",
+    "Fp8DotGeneral",
+    "Fp8Einsum",
+    "GatedMLP",
+    "NormDense",
+    "OVERWRITE_WITH_GRADIENT",
+    "TrainState",
+    "make_dot_general_cls",
+    "quantize",
+    "scan",
+]

@@ -3,14 +3,22 @@ gradients that are not finite.
 """
 
 from ._floats import (
-    all_finite as all_finite,
-    first_nonfinite as first_nonfinite,
-    first_nonfinite_index as first_nonfinite_index,
-    leaf_names as leaf_names,
-    select as select,
+    all_finite,
+    first_nonfinite,
+    first_nonfinite_index,
+    leaf_names,
+    select,
 )
-from ._loss_scale import (
-    DynamicLossScale as DynamicLossScale,
-    value_and_grad as value_and_grad,
-)
-from ._policy import Policy as Policy
+from ._loss_scale import DynamicLossScale, value_and_grad
+from ._policy import Policy
+
+__all__ = [
+    "DynamicLossScale",
+    "Policy",
+    "all_finite",
+    "first_nonfinite",
+    "first_nonfinite_index",
+    "leaf_names",
+    "select",
+    "value_and_grad",
+]

@@ -2,19 +2,24 @@
 optimizers that store it.
 """
 
-from ._dot_general import (
-    Fp8DotGeneral as Fp8DotGeneral,
-    Fp8Einsum as Fp8Einsum,
-    OverwriteWithGradient as OverwriteWithGradient,
-    trainable as trainable,
-)
-from ._layers import GatedMLP as GatedMLP, Linear as Linear, NormDense as NormDense
-from ._quantize import quantize as quantize
-from ._training import (
-    Optimizer as Optimizer,
-    grad as grad,
-    max_grad as max_grad,
-    step_if as step_if,
-    update_state as update_state,
-    value_and_grad as value_and_grad,
-)
+from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, trainable
+from ._layers import GatedMLP, Linear, NormDense
+from ._quantize import quantize
+from ._training import Optimizer, grad, max_grad, step_if, update_state, value_and_grad
+
+__all__ = [
+    "Fp8DotGeneral",
+    "Fp8Einsum",
+    "GatedMLP",
+    "Linear",
+    "NormDense",
+    "Optimizer",
+    "OverwriteWithGradient",
+    "grad",
+    "max_grad",
+    "quantize",
+    "step_if",
+    "trainable",
+    "update_state",
+    "value_and_grad",
+]

@@ -32,7 +32,12 @@ class Format:
         dtype: the FP8 dtype of the operands `x` and `kernel`.
         backward_dtype: the FP8 dtype of `grad`, the gradient of the output.
 
-    `Format.E4M3`, `Format.E5M2` and `Format.HYBRID` are the formats of those names.
+    | format | `x` and `kernel` | `grad` |
+    |---|---|---|
+    | `Format.E4M3` | float8_e4m3fn: 3 bits of fraction, largest value 448 | the same |
+    | `Format.E5M2` | float8_e5m2: 2 bits of fraction, largest value 57344 | the same |
+    | `Format.HYBRID` | float8_e4m3fn | float8_e5m2: gradients span a wider range |
+
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
 
@@ -59,12 +64,8 @@ _E4M3_DTYPE = np.dtype(jnp.float8_e4m3fn)
 _E5M2_DTYPE = np.dtype(jnp.float8_e5m2)
 FP8_DTYPES = (_E4M3_DTYPE, _E5M2_DTYPE)
 
-# float8_e4m3fn forward and backward: 3 bits of fraction, largest value 448.
 E4M3 = Format("E4M3", _E4M3_DTYPE, _E4M3_DTYPE)
-# float8_e5m2 forward and backward: 2 bits of fraction, largest value 57344.
 E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
-# float8_e4m3fn for `x` and `kernel`, float8_e5m2 for `grad`, because gradients span a
-# wider range.
 HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
 Format.E4M3, Format.E5M2, Format.HYBRID = E4M3, E5M2, HYBRID
 

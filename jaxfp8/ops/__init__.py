@@ -7,30 +7,47 @@ activations and norms agree within the bounds that their docstrings give.
 Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """
 
-from ._amax import MAX_QUANTIZERS, amax as amax, amax_to_scale, delayed_scales
-from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
-from ._ffi import custom_call_targets as custom_call_targets
-from ._quantize import (
-    count_saturated_and_flushed as count_saturated_and_flushed,
-    dequantize as dequantize,
-    quantize as quantize,
-)
+from ._amax import MAX_QUANTIZERS, amax, amax_to_scale, delayed_scales
+from ._block_scaled_matmul import block_scaled_matmul
+from ._ffi import custom_call_targets, has_cuda_kernels
+from ._quantize import count_saturated_and_flushed, dequantize, quantize
 from ._quantize_activation import (
-    ACTIVATIONS as ACTIVATIONS,
-    activate as activate,
-    is_gated as is_gated,
+    ACTIVATIONS,
+    activate,
+    is_gated,
     quantize_activation,
     quantize_activation_grad,
 )
 from ._quantize_blocks import (
-    quantize_blocks as quantize_blocks,
-    quantize_blocks_transpose as quantize_blocks_transpose,
-    transpose_blocks as transpose_blocks,
+    quantize_blocks,
+    quantize_blocks_transpose,
+    transpose_blocks,
 )
-from ._quantize_norm import normalize as normalize, quantize_norm
-from ._quantize_transpose import quantize_transpose as quantize_transpose
-from ._ragged_matmul import ragged_matmul as ragged_matmul
+from ._quantize_norm import normalize, quantize_norm
+from ._quantize_transpose import quantize_transpose
+from ._ragged_matmul import ragged_matmul
 from ._reading_numbers import join_recorded, split_reading
 from ._readings import READING_NUMBERS, read_histories, write_histories
-from ._scaled_matmul import scaled_matmul as scaled_matmul
-from ._support import implementation as implementation
+from ._scaled_matmul import scaled_matmul
+from ._support import implementation
+
+__all__ = [
+    "ACTIVATIONS",
+    "activate",
+    "amax",
+    "block_scaled_matmul",
+    "count_saturated_and_flushed",
+    "custom_call_targets",
+    "dequantize",
+    "has_cuda_kernels",
+    "implementation",
+    "is_gated",
+    "normalize",
+    "quantize",
+    "quantize_blocks",
+    "quantize_blocks_transpose",
+    "quantize_transpose",
+    "ragged_matmul",
+    "scaled_matmul",
+    "transpose_blocks",
+]

@@ -2,17 +2,23 @@
 their bytes.
 """
 
-from ..train import AppliedTransformation as AppliedTransformation
-from ._adam import adamw as adamw
-from ._moments import (
-    Moment as Moment,
-    SignedMoment as SignedMoment,
-    SquaredMoment as SquaredMoment,
-)
-from ._quantized import (
-    QuantizedState as QuantizedState,
-    dequantize_state as dequantize_state,
-    quantize_state as quantize_state,
-    quantized as quantized,
-)
-from ._shardings import Memory as Memory, memory as memory, shardings as shardings
+from ..train import AppliedTransformation
+from ._adam import adamw
+from ._moments import Moment, SignedMoment, SquaredMoment
+from ._quantized import QuantizedState, dequantize_state, quantize_state, quantized
+from ._shardings import Memory, memory, shardings
+
+__all__ = [
+    "AppliedTransformation",
+    "Memory",
+    "Moment",
+    "QuantizedState",
+    "SignedMoment",
+    "SquaredMoment",
+    "adamw",
+    "dequantize_state",
+    "memory",
+    "quantize_state",
+    "quantized",
+    "shardings",
+]

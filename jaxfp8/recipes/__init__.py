@@ -58,3 +58,28 @@ from ._tensorwise import (
     TensorwiseQuantizer,
 )
 from ._warning import FP8StateWarning
+
+__all__ = [
+    "ByProduct",
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingQuantizer",
+    "DotGeneralState",
+    "Float8BlockQuantizer",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8CurrentScalingQuantizer",
+    "Float8RowwiseQuantizer",
+    "Float8RowwiseScaling",
+    "GEMMType",
+    "HighPrecision",
+    "MXFP8BlockScaling",
+    "MXFP8Quantizer",
+    "QTensor",
+    "Quantizer",
+    "QuantizerState",
+    "Recipe",
+    "Rule",
+    "StaticScaling",
+    "StaticScalingQuantizer",
+]

@@ -128,7 +128,7 @@ class Recipe:
             self.expect(
                 isinstance(self.fp8_format, Format),
                 "fp8_format",
-                "jaxfp8.HYBRID, E4M3 or E5M2",
+                "jaxfp8.Format.HYBRID, E4M3 or E5M2",
                 TypeError,
             )
         if hasattr(self, "power_2_scale"):

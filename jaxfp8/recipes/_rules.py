@@ -4,7 +4,7 @@ read the same lists.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .._jax import _warnings
@@ -27,7 +27,7 @@ class Rule(NamedTuple):
     recipe: Any
     op_names: tuple[str, ...] = ()
 
-    def matches(self, paths, op: str) -> bool:
+    def matches(self, paths: Iterable[str], op: str) -> bool:
         """Tell whether the rule is for products `op` and matches one of `paths`, all
         names of one layer.
         """
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
         )
 
     @property
-    def layer_recipe(self):
+    def layer_recipe(self) -> Recipe:
         """The recipe for the field of a layer, in which `HighPrecision()` stands for
         None.
         """

@@ -4,13 +4,14 @@ from a bound in static scaling.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
+from .._jax import _warnings
 from ..numerics import HYBRID, Format, _scaling, fp8_max
 from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
@@ -151,6 +152,33 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
     power_2_scale: bool = False
 
 
+_Class = TypeVar("_Class")
+
+
+def _warn_of_grad() -> None:
+    _warnings.warn(
+        "StaticScaling: grad is output_grad now; the old name goes with the next "
+        "release",
+        DeprecationWarning,
+    )
+
+
+def _takes_grad(cls: type[_Class]) -> type[_Class]:
+    """Let the class take `grad`, the old name of `output_grad`."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def with_old_name(self, *args: Any, **options: Any) -> None:
+        if "grad" in options:
+            _warn_of_grad()
+            options["output_grad"] = options.pop("grad")
+        init(self, *args, **options)
+
+    cls.__init__ = with_old_name
+    return cls
+
+
+@_takes_grad
 @dataclasses.dataclass(frozen=True)
 class StaticScaling(Recipe):
     """One constant scale for each operand, from a bound on its largest magnitude; no
@@ -169,8 +197,8 @@ class StaticScaling(Recipe):
     published training runs on TPU v7.
 
     Attributes:
-        input, kernel, grad: the bound of x, the kernel and the gradient of the output,
-            in their own units; None takes the operand's own amax, as
+        input, kernel, output_grad: the bound of x, the kernel and the gradient of the
+            output, in their own units; None takes the operand's own amax, as
             `Float8CurrentScaling` does.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
@@ -182,11 +210,11 @@ class StaticScaling(Recipe):
 
     input: float | None = 224.0
     kernel: float | None = 224.0
-    grad: float | None = None
+    output_grad: float | None = None
     fp8_format: Format = HYBRID
 
     def __post_init__(self) -> None:
-        for name in ("input", "kernel", "grad"):
+        for name in self.operands:
             bound = getattr(self, name)
             if bound is not None:
                 is_number = isinstance(
@@ -208,8 +236,14 @@ class StaticScaling(Recipe):
         return (
             _quantizer(forward, self.input),
             _quantizer(forward, self.kernel),
-            _quantizer(backward, self.grad),
+            _quantizer(backward, self.output_grad),
         )
+
+    @property
+    def grad(self) -> float | None:
+        """Return `output_grad`; the old name of that, which warns."""
+        _warn_of_grad()
+        return self.output_grad
 
 
 def _quantizer(dtype: np.dtype, bound: float | None) -> Quantizer:

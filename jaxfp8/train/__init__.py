@@ -2,13 +2,9 @@
 `update_state` checks and stores.
 """
 
-from ._average import average as average
-from ._cross_entropy import cross_entropy as cross_entropy
-from ._optimizer import (
-    AppliedTransformation as AppliedTransformation,
-    apply_updates as apply_updates,
-    optimizer as optimizer,
-)
+from ._average import average
+from ._cross_entropy import cross_entropy
+from ._optimizer import AppliedTransformation, apply_updates, optimizer
 from ._quantize_params import quantize_params
 from ._sharing import (
     apply_with_max_grad,
@@ -18,5 +14,16 @@ from ._sharing import (
     named_errors,
     value_and_grad,
 )
-from ._steps import accumulate_gradients as accumulate_gradients
-from ._update import expect_state, update_state as update_state
+from ._steps import accumulate_gradients
+from ._update import expect_state, update_state
+
+__all__ = [
+    "AppliedTransformation",
+    "accumulate_gradients",
+    "apply_updates",
+    "average",
+    "cross_entropy",
+    "fork",
+    "optimizer",
+    "update_state",
+]

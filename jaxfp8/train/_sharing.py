@@ -188,7 +188,7 @@ def named_errors(function: str):
                 "checkpointed loops and of diffrax's adjoints, which add up its "
                 "gradients; in diffrax pass adjoint=diffrax.DirectAdjoint(), in a "
                 "loop of your own kind='bounded'; or carry the state through the loop "
-                "with jaxfp8.fork and take jax.grad"
+                "with jaxfp8.train.fork and take jax.grad"
             ) from error
         raise
 
@@ -242,7 +242,7 @@ def fork(state: Any) -> Any:
 
         def body(carry, x):
             state, total = carry
-            state, used = jaxfp8.fork(state)
+            state, used = jaxfp8.train.fork(state)
             return (state, total + f(x, used)), None
 
     Loops with a backward of their own, such as Equinox's

@@ -24,7 +24,7 @@ def missing(cuda: int = 13) -> str | None:
             f"needs JAX's plugin for CUDA {cuda} (tools/setup.sh installs it with the "
             "CUDA toolkit)"
         )
-    if not jaxfp8.has_cuda_kernels():
+    if not jaxfp8.ops.has_cuda_kernels():
         return "needs the CUDA library: custom calls must be registered to be compiled"
     return None
 

@@ -192,7 +192,9 @@ def checkpointed_loop(library):
 
             def body(carry):
                 y, i, state = carry
-                state, used = jaxfp8.fork(state) if is_carried else (state, params[1])
+                state, used = (
+                    jaxfp8.train.fork(state) if is_carried else (state, params[1])
+                )
                 y = jaxfp8.dot_general(
                     y, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=used
                 )

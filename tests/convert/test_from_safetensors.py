@@ -333,7 +333,7 @@ def test_frozen_models_of_other_recipes():
     current, mx, e5m2 = (
         jaxfp8.Float8CurrentScaling(),
         jaxfp8.MXFP8BlockScaling(),
-        jaxfp8.Float8CurrentScaling(jaxfp8.E5M2),
+        jaxfp8.Float8CurrentScaling(jaxfp8.Format.E5M2),
     )
     for name, recipe, message in (
         (

@@ -13,7 +13,7 @@ from flax import nnx
 import jaxfp8
 from jaxfp8.convert import reset_state
 
-INITIAL = jaxfp8.QuantizerState(
+INITIAL = jaxfp8.recipes.QuantizerState(
     np.zeros((3, 4), np.float32), np.ones((3, 1), np.float32)
 )
 
@@ -34,7 +34,7 @@ def stack(rows, **spoilt):
     """Three layers of a state that has been in use, on the axis that nn.scan stacks
     along.
     """
-    state = jaxfp8.QuantizerState(
+    state = jaxfp8.recipes.QuantizerState(
         np.full((3, 4), 2, np.float32), np.full((3, 1), 0.5, np.float32)
     )
     for name, value in spoilt.items():

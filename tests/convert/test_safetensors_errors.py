@@ -116,7 +116,7 @@ UP_DOWN, OTHERS = "(up|down)/kernel", {".*": None}
 PARTS = {"wi/kernel": ("a.weight", "b.{}.weight")} | OTHERS
 BLOCKS = {"up/kernel": ("a.weight", "b.weight")} | OTHERS
 STACKED = {r".*/(\w+)/kernel": r"{}.\1.weight"} | OTHERS
-E5M2 = jaxfp8.Float8BlockScaling(fp8_format=jaxfp8.E5M2)
+E5M2 = jaxfp8.Float8BlockScaling(fp8_format=jaxfp8.Format.E5M2)
 NOT_FINITE = "up/kernel: expected finite codes and scales, got NaN"
 # name -> (variables, layout, names, message)
 ERRORS = {

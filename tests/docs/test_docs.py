@@ -21,7 +21,7 @@ def check_custom_recipes(names):
 
 def check_experts(names):
     for state in jax.tree.leaves(
-        names["state"], is_leaf=lambda x: isinstance(x, jaxfp8.QuantizerState)
+        names["state"], is_leaf=lambda x: isinstance(x, jaxfp8.recipes.QuantizerState)
     ):
         assert (np.asarray(state.amax_history) > 0).sum() == 3
 

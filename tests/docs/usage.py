@@ -66,6 +66,13 @@ assert_type(
 )
 assert_type(jaxfp8.Format.HYBRID.max, float)
 assert_type(jaxfp8.__version__, str)
+assert_type(jaxfp8.ops.has_cuda_kernels(), bool)
+assert_type(jaxfp8.report(model), jaxfp8.inspect.Report)
+jaxfp8.recipes.Float8CurrentScalingQuantizer(jaxfp8.Format.E4M3.dtype)
+assert_type(jaxfp8.StaticScaling(output_grad=1.0).output_grad, float | None)
+jaxfp8.StaticScaling(grad=1.0)  # pyright: ignore[reportCallIssue]
+print(jaxfp8.E4M3)  # pyright: ignore[reportAttributeAccessIssue]
+print(jaxfp8.no_such_thing)  # pyright: ignore[reportAttributeAccessIssue]
 jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling)  # pyright: ignore[reportArgumentType]
 jaxfp8.linen.quantize(model, [(recipe, ".*")])  # pyright: ignore[reportArgumentType]
 variables: dict[str, Any] = {}

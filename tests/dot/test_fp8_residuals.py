@@ -90,7 +90,7 @@ def test_scale_is_a_power_of_two_of_the_tensor():
     amax = np.max(np.abs(x))
     assert np.log2(q.scale_inv[0]) % 1 == 0
     assert 224 < amax / q.scale_inv[0] <= 448
-    codes = np.asarray(np.float32(x) / q.scale_inv[0]).astype(jaxfp8.E4M3.dtype)
+    codes = np.asarray(np.float32(x) / q.scale_inv[0]).astype(jaxfp8.Format.E4M3.dtype)
     assert_same_bits(q.data, jnp.asarray(codes))
 
 

@@ -85,7 +85,7 @@ NOTHING_AGAIN = (3, 3)
     ids=["residuals and outputs", "residuals", "outputs", "everything", "nothing"],
 )
 def test_what_runs_again(policy, nonlinear, linear, monkeypatch):
-    if not jaxfp8.has_cuda_kernels():
+    if not jaxfp8.ops.has_cuda_kernels():
         monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
     for after, (quantized, products) in (
         (jnp.tanh, nonlinear),

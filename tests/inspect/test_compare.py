@@ -28,7 +28,7 @@ DB = 10 * math.log10(1 + 2**-5)
 def state_of(amax_x, amax_kernel, amax_grad):
     return jaxfp8.DotGeneralState(
         *(
-            jaxfp8.QuantizerState(
+            jaxfp8.recipes.QuantizerState(
                 jnp.full((2,), amax, jnp.float32), jnp.ones((1,), jnp.float32)
             )
             for amax in (amax_x, amax_kernel, amax_grad)

@@ -26,7 +26,7 @@ CURRENT, BLOCK, MX = (
     jaxfp8.Float8BlockScaling(),
     jaxfp8.MXFP8BlockScaling(),
 )
-E4M3 = jaxfp8.E4M3.dtype
+E4M3 = jaxfp8.Format.E4M3.dtype
 MATMUL = (((1,), (0,)), ((), ()))
 X, K = (
     jax.ShapeDtypeStruct((32, 64), jnp.float32),
@@ -241,7 +241,9 @@ def of_e5m2(x, k):
 
 
 MX_INPUT = jaxfp8.CustomRecipe(
-    lambda role: jaxfp8.MXFP8Quantizer(E4M3) if role != "linear_weight" else None
+    lambda role: (
+        jaxfp8.recipes.MXFP8Quantizer(E4M3) if role != "linear_weight" else None
+    )
 )
 REASONS = {
     "plain": (plain, "no product of jaxfp8: no recipe reaches it"),
@@ -258,7 +260,7 @@ REASONS = {
     "convolution": (convolution, "convolutions have no FP8 product"),
     "ragged": (ragged, "not jaxfp8.ragged_dot: no recipe reaches it"),
     "e5m2": (
-        in_recipe(jaxfp8.Float8CurrentScaling(jaxfp8.E5M2)),
+        in_recipe(jaxfp8.Float8CurrentScaling(jaxfp8.Format.E5M2)),
         "no tensor core multiplies two float8_e5m2",
     ),
     "e5m2 by XLA": (of_e5m2, "no tensor core multiplies two float8_e5m2"),

@@ -25,7 +25,7 @@ def test_a_run(tmp_path):
     """A row of axes for each operand; 0 is not recorded, and a logarithm has none."""
     states = []
     for newest, scale_inv in ((0, 1), (4, 1), (2, 0.25)):
-        quantizer = jaxfp8.QuantizerState(
+        quantizer = jaxfp8.recipes.QuantizerState(
             jnp.float32([newest, 0]), jnp.float32([scale_inv])
         )
         states.append({"up": jaxfp8.DotGeneralState(quantizer, quantizer, None)})

@@ -233,7 +233,7 @@ def test_figures_by_hand():
     )
     # State does not record its format: in e4m3 the same peak is 2**7 too large, as
     # 57344 is 2**7 * 448.
-    forward = inspect.scalars(inspect.measure(tree, jaxfp8.E4M3), prefix="")
+    forward = inspect.scalars(inspect.measure(tree, jaxfp8.Format.E4M3), prefix="")
     difference = (
         forward["layer/output_grad/scale_lag"] - found["layer/output_grad/scale_lag"]
     )

@@ -36,7 +36,7 @@ class WithParameters(hk.Module):
             history = hk.get_parameter(
                 f"{name}_amax_history", (HISTORY,), init=jnp.zeros
             )
-            return jaxfp8.QuantizerState(
+            return jaxfp8.recipes.QuantizerState(
                 history, hk.get_parameter(f"{name}_scale", (1,), init=jnp.ones)
             )
 
@@ -60,7 +60,7 @@ def state_of(parameters):
     """The DotGeneralState of a module that holds it as parameters."""
 
     def quantizer(name):
-        return jaxfp8.QuantizerState(
+        return jaxfp8.recipes.QuantizerState(
             parameters[f"{name}_amax_history"], parameters[f"{name}_scale"]
         )
 

@@ -75,7 +75,7 @@ def product(x, variables, path, recipe, dtype, **options):
             for name in OPERANDS
         ]
         state = jaxfp8.DotGeneralState(
-            *(jaxfp8.QuantizerState(*part) for part in parts)
+            *(jaxfp8.recipes.QuantizerState(*part) for part in parts)
         )
     options |= {
         "recipe": recipe,

@@ -429,7 +429,7 @@ def test_unchecked_with_the_gradient_outside(steps_before):
 
 
 def is_quantizer(node) -> bool:
-    return isinstance(node, jaxfp8.QuantizerState)
+    return isinstance(node, jaxfp8.recipes.QuantizerState)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_without_an_fp8_product():
     """cuBLASLt does not multiply E5M2 by E5M2: the codes, which f32 and TF32 hold, are
     multiplied, then scaled.
     """
-    recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=jaxfp8.E5M2)
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=jaxfp8.Format.E5M2)
     tensors = arguments(oracle.BF16)
     text = cuda_text(
         functools.partial(step, recipe=recipe), *tensors, jaxfp8.init_state(recipe)

@@ -76,10 +76,12 @@ def test_merged_rows_and_columns_and_vmap(implementation, block):
 
 
 QUANTIZERS = {
-    "row-wise": jaxfp8.Float8RowwiseQuantizer(),
-    "1x128": jaxfp8.Float8BlockQuantizer(),
-    "128x128": jaxfp8.Float8BlockQuantizer(block_scaling_dim=2, power_2_scale=True),
-    "MX": jaxfp8.MXFP8Quantizer(rounding="floor"),
+    "row-wise": jaxfp8.recipes.Float8RowwiseQuantizer(),
+    "1x128": jaxfp8.recipes.Float8BlockQuantizer(),
+    "128x128": jaxfp8.recipes.Float8BlockQuantizer(
+        block_scaling_dim=2, power_2_scale=True
+    ),
+    "MX": jaxfp8.recipes.MXFP8Quantizer(rounding="floor"),
 }
 
 

@@ -349,7 +349,7 @@ def test_an_nnx_optimizer_of_fp8_layers():
     optimizer = jaxfp8.nnx.Optimizer(model, optim.quantized(optax.adamw(1e-2)))
     grads = jaxfp8.nnx.grad(lambda model: jnp.mean((model(x) - 0.5) ** 2))(model)
     optimizer.update(model, grads)
-    assert jaxfp8.E4M3.dtype in {
+    assert jaxfp8.Format.E4M3.dtype in {
         leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))
     }
     assert product.input_amax_history[0] == 1

@@ -182,9 +182,11 @@ def test_product_bound_is_tight_enough_to_see_one_code():
 def test_package_formats(name, dtype, largest):
     import jaxfp8
 
-    fmt = getattr(jaxfp8, name)
+    fmt = getattr(jaxfp8.Format, name)
     assert np.dtype(fmt.dtype).name == dtype
     assert fmt.max == largest
     assert isinstance(fmt, jaxfp8.Format)
-    assert hash(fmt) == hash(getattr(jaxfp8, name)) and fmt == getattr(jaxfp8, name)
-    assert fmt != jaxfp8.HYBRID
+    assert hash(fmt) == hash(getattr(jaxfp8.Format, name)) and fmt == getattr(
+        jaxfp8.Format, name
+    )
+    assert fmt != jaxfp8.Format.HYBRID

@@ -79,7 +79,7 @@ RECIPES = {
     "most_recent": _delayed(amax_compute_algo="most_recent"),
     "margin": _delayed(margin=2),
     "e4m3": Recipe(
-        jaxfp8.DelayedScaling(amax_history_len=HISTORY, fp8_format=jaxfp8.E4M3),
+        jaxfp8.DelayedScaling(amax_history_len=HISTORY, fp8_format=jaxfp8.Format.E4M3),
         {"backward": oracle.E4M3},
     ),
     **{

@@ -27,7 +27,7 @@ RECIPES = {
         amax_history_len=4, amax_compute_algo="most_recent"
     ),
     "margin, e4m3": jaxfp8.DelayedScaling(
-        margin=2, amax_history_len=4, fp8_format=jaxfp8.E4M3
+        margin=2, amax_history_len=4, fp8_format=jaxfp8.Format.E4M3
     ),
     "a function": jaxfp8.DelayedScaling(
         amax_history_len=4, amax_compute_algo=lambda history: 2 * jnp.max(history)
@@ -230,7 +230,7 @@ def experts(recipe, x, kernel, state):
 
 
 def quantizer(role):
-    return jaxfp8.DelayedScalingQuantizer(
+    return jaxfp8.recipes.DelayedScalingQuantizer(
         margin=role == "linear_weight", amax_history_len=3
     )
 

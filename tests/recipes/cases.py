@@ -192,7 +192,10 @@ _E4M3, _HYBRID, _E5M2 = (
 # name -> (recipe, rule)
 RECIPES = {
     "current": (jaxfp8.Float8CurrentScaling(), CURRENT),
-    "current e4m3": (jaxfp8.Float8CurrentScaling(jaxfp8.E4M3), _with(CURRENT, **_E4M3)),
+    "current e4m3": (
+        jaxfp8.Float8CurrentScaling(jaxfp8.Format.E4M3),
+        _with(CURRENT, **_E4M3),
+    ),
     "current power_2": (
         jaxfp8.Float8CurrentScaling(power_2_scale=True),
         _with(CURRENT, power_2_scale=True),
@@ -201,27 +204,27 @@ RECIPES = {
     # Bounds that saturate, that are no powers of two, and one whose scale is the
     # largest there is.
     "static e4m3": (
-        jaxfp8.StaticScaling(1.3, 1e-37, 0.07, jaxfp8.E4M3),
+        jaxfp8.StaticScaling(1.3, 1e-37, 0.07, jaxfp8.Format.E4M3),
         _with(CURRENT, bounds=(1.3, 1e-37, 0.07), **_E4M3),
     ),
     "rowwise": (jaxfp8.Float8RowwiseScaling(), ROWWISE),
     "rowwise e4m3 power_2": (
-        jaxfp8.Float8RowwiseScaling(jaxfp8.E4M3, power_2_scale=True),
+        jaxfp8.Float8RowwiseScaling(jaxfp8.Format.E4M3, power_2_scale=True),
         _with(ROWWISE, **_E4M3, power_2_scale=True),
     ),
     "block": (jaxfp8.Float8BlockScaling(), BLOCK),
     "block hybrid power_2": (
-        jaxfp8.Float8BlockScaling(jaxfp8.HYBRID, power_2_scale=True),
+        jaxfp8.Float8BlockScaling(jaxfp8.Format.HYBRID, power_2_scale=True),
         _with(BLOCK, **_HYBRID, power_2_scale=True),
     ),
     "mx": (jaxfp8.MXFP8BlockScaling(), MX),
-    "mx hybrid": (jaxfp8.MXFP8BlockScaling(jaxfp8.HYBRID), _with(MX, **_HYBRID)),
+    "mx hybrid": (jaxfp8.MXFP8BlockScaling(jaxfp8.Format.HYBRID), _with(MX, **_HYBRID)),
     "mx floor": (
         jaxfp8.MXFP8BlockScaling(rounding="floor"),
         _with(MX, rounding="floor"),
     ),
     "mx e5m2 floor": (
-        jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"),
+        jaxfp8.MXFP8BlockScaling(jaxfp8.Format.E5M2, rounding="floor"),
         _with(MX, **_E5M2, rounding="floor"),
     ),
 }

@@ -18,9 +18,9 @@ DTYPES = pytest.mark.parametrize(
     "dtype", [np.dtype(np.float32), oracle.BF16, oracle.F16], ids=["f32", "bf16", "f16"]
 )
 FORMATS = {
-    "HYBRID": (jaxfp8.HYBRID, oracle.E4M3, oracle.E5M2),
-    "E4M3": (jaxfp8.E4M3, oracle.E4M3, oracle.E4M3),
-    "E5M2": (jaxfp8.E5M2, oracle.E5M2, oracle.E5M2),
+    "HYBRID": (jaxfp8.Format.HYBRID, oracle.E4M3, oracle.E5M2),
+    "E4M3": (jaxfp8.Format.E4M3, oracle.E4M3, oracle.E4M3),
+    "E5M2": (jaxfp8.Format.E5M2, oracle.E5M2, oracle.E5M2),
 }
 
 

@@ -49,7 +49,7 @@ def test_two_histories_of_one_operand():
     """
     recipe = jaxfp8.ByProduct(
         DELAYED,
-        jaxfp8.DelayedScaling(amax_history_len=3, fp8_format=jaxfp8.E4M3),
+        jaxfp8.DelayedScaling(amax_history_len=3, fp8_format=jaxfp8.Format.E4M3),
         SHORT,
     )
     state = jaxfp8.init_state(recipe)
@@ -308,7 +308,7 @@ def test_a_ragged_product_of_codes_and_numbers(role):
         for shape in ((12, 6), (2, 6, 5), (12, 5))
     )
     lhs[0, 0] = rhs[0, 0, 0] = 1.75  # the amax, of which the scale is 448 / 1.75 = 2**8
-    quantizer = jaxfp8.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
+    quantizer = jaxfp8.recipes.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
     recipe = jaxfp8.CustomRecipe(lambda asked: quantizer if asked == role else None)
     y, vjp = jax.vjp(
         lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs

@@ -125,7 +125,9 @@ class OwnProduct(TwoGrids):
         SEEN.append((self.name, str(gemm_type), shapes, qx.dtype.name, qw.dtype.name))
         assert qresult_x.data is qx and qresult_w.data is qw
         assert qresult_x.scale_inv is sx and qresult_w.scale_inv is sw
-        assert out_dtype == jnp.float32 and gemm_type is jaxfp8.GEMMType(str(gemm_type))
+        assert out_dtype == jnp.float32 and gemm_type is jaxfp8.recipes.GEMMType(
+            str(gemm_type)
+        )
         a = qx.astype(jnp.float32) * (1 if sx is None else sx)
         b = qw.astype(jnp.float32) * (1 if sw is None else sw)
         return (a @ b.T) * FACTORS[gemm_type]

@@ -24,8 +24,8 @@ MATMUL = (((1,), (0,)), ((), ()))
 NO_RECIPES = {
     "string": ("mx", "got 'mx'"),
     "class": (jaxfp8.MXFP8BlockScaling, "call the class"),
-    "format": (jaxfp8.HYBRID, "got HYBRID"),
-    "quantizer": (jaxfp8.MXFP8Quantizer(), "got MXFP8Quantizer"),
+    "format": (jaxfp8.Format.HYBRID, "got HYBRID"),
+    "quantizer": (jaxfp8.recipes.MXFP8Quantizer(), "got MXFP8Quantizer"),
 }
 
 
@@ -68,10 +68,10 @@ STATELESS = (
     jaxfp8.StaticScaling,
 )
 QUANTIZERS = (
-    jaxfp8.Float8CurrentScalingQuantizer,
-    jaxfp8.Float8RowwiseQuantizer,
-    jaxfp8.Float8BlockQuantizer,
-    jaxfp8.MXFP8Quantizer,
+    jaxfp8.recipes.Float8CurrentScalingQuantizer,
+    jaxfp8.recipes.Float8RowwiseQuantizer,
+    jaxfp8.recipes.Float8BlockQuantizer,
+    jaxfp8.recipes.MXFP8Quantizer,
 )
 EVERY, TYPE, VALUE = (DELAYED, *STATELESS), TypeError, ValueError
 # Classes, option, exception, values.
@@ -92,18 +92,18 @@ OPTIONS = [
     ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
     *[
         (STATELESS[4:], name, TYPE, ["224", True])
-        for name in ("input", "kernel", "grad")
+        for name in ("input", "kernel", "output_grad")
     ],
     *[
         (STATELESS[4:], name, VALUE, [0, -1.0, np.nan, np.inf, 1e39, 1e-50, 10**400])
-        for name in ("input", "kernel", "grad")
+        for name in ("input", "kernel", "output_grad")
     ],
     # HYBRID is two: a quantizer has one.
     (
         QUANTIZERS,
         "fp8_dtype",
         TYPE,
-        [jnp.float16, "e4m3", jaxfp8.HYBRID, jnp.float8_e4m3b11fnuz, None, 3],
+        [jnp.float16, "e4m3", jaxfp8.Format.HYBRID, jnp.float8_e4m3b11fnuz, None, 3],
     ),
 ]
 ROWS = [(cls, *rest) for classes, *rest in OPTIONS for cls in classes]
@@ -130,18 +130,19 @@ POSITIONAL = {
         "margin": 1,
         "amax_history_len": 16,
         "amax_compute_algo": most_recent,
-        "fp8_format": jaxfp8.E4M3,
+        "fp8_format": jaxfp8.Format.E4M3,
         "first_step": "current",
     },
     **{
-        cls: {"fp8_format": jaxfp8.E5M2, "power_2_scale": True} for cls in STATELESS[:3]
+        cls: {"fp8_format": jaxfp8.Format.E5M2, "power_2_scale": True}
+        for cls in STATELESS[:3]
     },
-    jaxfp8.MXFP8BlockScaling: {"fp8_format": jaxfp8.E5M2, "rounding": "floor"},
+    jaxfp8.MXFP8BlockScaling: {"fp8_format": jaxfp8.Format.E5M2, "rounding": "floor"},
     jaxfp8.StaticScaling: {
         "input": 1.5,
         "kernel": 2,
-        "grad": np.float32(3),
-        "fp8_format": jaxfp8.E5M2,
+        "output_grad": np.float32(3),
+        "fp8_format": jaxfp8.Format.E5M2,
     },
     jaxfp8.CustomRecipe: {"qfactory": most_recent},
     jaxfp8.ByProduct: {
@@ -394,7 +395,7 @@ def test_recipes_are_values():
     ]
     changes += [
         {"amax_compute_algo": most_recent},
-        {"fp8_format": jaxfp8.E4M3},
+        {"fp8_format": jaxfp8.Format.E4M3},
         {"first_step": "current"},
     ]
     assert len(recipes | {DELAYED(**change) for change in changes}) == len(
@@ -406,7 +407,7 @@ def test_recipes_are_values():
         "margin": 0,
         "amax_history_len": 1024,
         "amax_compute_algo": "max",
-        "fp8_format": jaxfp8.HYBRID,
+        "fp8_format": jaxfp8.Format.HYBRID,
     }
     assert (
         DELAYED()

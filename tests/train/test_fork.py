@@ -1,4 +1,4 @@
-"""jaxfp8.fork: a state that a program threads by hand; its uses combine by max."""
+"""jaxfp8.train.fork: a state that a program threads by hand; its uses combine by max."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def threaded(state):
 
     def body(carry, x):
         state, total = carry
-        state, used = jaxfp8.fork(state)
+        state, used = jaxfp8.train.fork(state)
         return (state, total + product(x, used)), None
 
     return jax.lax.scan(body, (state, jnp.float32(0)), XS)[0][1]
@@ -48,7 +48,7 @@ def test_two_handles():
     old = state_with_a_past()
 
     def twice(state):
-        first, second = jaxfp8.fork(state)
+        first, second = jaxfp8.train.fork(state)
         return product(XS[1], first) + product(XS[2], second)
 
     assert_max(jax.grad(twice)(old), old)

@@ -408,7 +408,7 @@ RECIPES = [
         {},
         {"first_step": "current"},
         {"first_step": "current", "margin": 2},
-        {"first_step": "current", "margin": 0.5, "fp8_format": jaxfp8.E5M2},
+        {"first_step": "current", "margin": 0.5, "fp8_format": jaxfp8.Format.E5M2},
         {"amax_compute_algo": "most_recent"},
         *({"amax_compute_algo": floor(least)} for least in (1e-3, 7.0, 448.0, 1344.0)),
         {"amax_history_len": 1},
