@@ -3,5 +3,4 @@
 from ._collectives import (
     all_gather as all_gather,
     all_to_all as all_to_all,
-    ppermute as ppermute,
 )

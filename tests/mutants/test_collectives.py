@@ -138,7 +138,7 @@ MUTANTS = {
     "the cotangent is not quantized": (method(backward_as_it_is), wire("block")),
     "the cotangent in the forward's format": (
         method(forward_format),
-        numpy("ppermute", "current"),
+        numpy("all_to_all", "current"),
     ),
     "amaxes are forgotten": (method(forgets_the_amax), numpy("all_to_all", "delayed")),
     "scales are not agreed on": (
@@ -147,15 +147,15 @@ MUTANTS = {
     ),
     "scales of rows stay": (
         attribute(_collectives, "_as_bytes", scales_stay),
-        numpy("ppermute", "rowwise"),
+        numpy("all_to_all", "rowwise"),
     ),
     "scales of stages stay": (
         attribute(_collectives._Transfer, "send_scales", one_scale),
-        stages("ppermute"),
+        stages("all_to_all"),
     ),
     "back as forth": (
         attribute(_collectives, "_call", back_as_forth),
-        numpy("ppermute", "current"),
+        numpy("all_to_all", "current"),
     ),
     "the state of examples adds": (
         attribute(_collectives, "vmapped_state", lambda _: lambda state, x: state),
