@@ -17,6 +17,8 @@ from jaxfp8._jax import _mesh
 from jaxfp8.collectives import _collectives
 from jaxfp8.recipes import AmaxReduction, HighPrecisionQuantizer
 
+from . import attribute
+
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
@@ -37,18 +39,10 @@ def method(mutant):
     sends.
     """
 
-    def install(monkeypatch):
-        original = _collectives._Transfer.move
-        monkeypatch.setattr(
-            _collectives._Transfer, "move", lambda *args: mutant(original, *args)
-        )
-
-    return install
-
-
-def attribute(owner, name, mutant):
-    return lambda monkeypatch: monkeypatch.setattr(
-        owner, name, mutant(getattr(owner, name))
+    return attribute(
+        _collectives._Transfer,
+        "move",
+        lambda original: lambda *args: mutant(original, *args),
     )
 
 
