@@ -172,25 +172,6 @@ def test_every_package_and_every_folder_of_tests_is_in_their_table():
     }
 
 
-LOOP, STEP = (
-    re.compile(r"^ *for \w+ in ", re.MULTILINE),
-    re.compile(r"\b(apply_gradients|(optimizer|tx)\.update)\("),
-)
-
-
-@pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks()])
-def test_a_page_with_a_training_loop_tells_of_averages(page):
-    """jaxfp8 cannot detect an average of microbatches by hand, so a reader learns it
-    beside the loop.
-    """
-    text = snippets.text_of(page)
-    code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    assert not (LOOP.search(code) and STEP.search(code)) or re.search(
-        r"\b[Aa]verag", prose
-    ), page
-
-
 def test_files_of_the_tiers_exist():
     names = [*tiers.CI, *tiers.ONE_CASE, *tiers.LONGEST]
     assert [name for name in names if not (ROOT / "tests" / name).exists()] == []

@@ -1,5 +1,5 @@
 """Collectives of `jax.lax` with FP8 codes on the wire, for use inside `shard_map`."""
 
-from ._collectives import all_gather, all_to_all, ppermute
+from ._collectives import all_gather, all_to_all
 
-__all__ = ["all_gather", "all_to_all", "ppermute"]
+__all__ = ["all_gather", "all_to_all"]

@@ -1,11 +1,11 @@
-"""The collectives all_to_all, all_gather and ppermute, which send FP8 codes, and the
-codes of a cotangent back.
+"""The collectives all_to_all and all_gather, which send FP8 codes, and the codes of a
+cotangent back.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -153,45 +153,6 @@ def all_gather(
     )
 
 
-def ppermute(
-    x: ArrayLike,
-    axis_name: str | tuple[str, ...],
-    perm: Iterable[tuple[int, int]],
-    *,
-    recipe: Recipe | None,
-    state: DotGeneralState | None = None,
-) -> QTensor:
-    """Compute `jax.lax.ppermute` inside `shard_map`, with FP8 codes on the wire.
-
-        y = jax.lax.ppermute(q(x), axis_name, perm)
-
-    See `all_to_all` for codes, scales, state and gradient. Between stages of a pipeline
-    that have states of their own, one scale travels too.
-
-    Args:
-        x, axis_name, recipe, state: see `all_to_all`.
-        perm: pairs of `(source, destination)`, see `jax.lax.ppermute`. A device that is
-            no destination gets zeros.
-
-    Returns:
-        A QTensor of the shape of y; see `all_to_all`.
-
-    Raises:
-        TypeError, ValueError: see `all_to_all`.
-    """
-    names, perm = _names(axis_name), tuple(map(tuple, perm))
-    send = _call(lax.ppermute, axis_name=names, perm=perm)
-    send_back = _call(
-        lax.ppermute, axis_name=names, perm=tuple((end, start) for start, end in perm)
-    )
-    return transfer(
-        Collective("ppermute", names, send, send_back, has_one_sender=True),
-        x,
-        recipe,
-        state,
-    )
-
-
 @functools.cache
 def _call(function, **arguments) -> Callable:
     """Return a partial, the same object for equal arguments: JAX caches programs by
@@ -227,7 +188,6 @@ class Collective:
         send: the function that moves an array of any dtype.
         send_back: the function that moves the cotangent of `send`'s result.
         axes: the dimensions of the result that the collective cuts or joins.
-        has_one_sender: whether each device receives from one device.
         sums_back: whether `send_back` adds the arrays of several devices, so that it
             cannot take codes.
     """
@@ -237,7 +197,6 @@ class Collective:
     send: Callable[[jax.Array], jax.Array]
     send_back: Callable[[jax.Array], jax.Array]
     axes: tuple[int, ...] = ()
-    has_one_sender: bool = False
     sums_back: bool = False
 
 
@@ -328,8 +287,6 @@ class _Transfer:
                 is_same = quantizer.has_one_scale and axes <= set(agreed)
             if is_same:
                 return q.scale_inv, None
-            if self.collective.has_one_sender:
-                return send(q.scale_inv), None
         # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one
         #    scale is repeated for each row.
         rows, is_one = q.shape[:-1], q.has_one_scale

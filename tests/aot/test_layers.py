@@ -5,7 +5,7 @@ is held for the backward.
 import jax
 import pytest
 
-from .results import test_the_counts_are_those_of_the_programs  # noqa: F401
+from .results import ours, test_the_counts_are_those_of_the_programs  # noqa: F401
 
 GROUP = "layers"
 LAYERS = 8
@@ -20,14 +20,6 @@ LAUNCHES = {
     "scan": {"own": (526, 382), "fused": (349, 253), "drop-in": (526, 430)},
     "scan, products saved": {"own": (None, 398)},
 }
-
-
-def ours(counts, case) -> dict:
-    return {
-        name: found
-        for name, found in counts[case].items()
-        if name not in ("bf16", "flax")
-    }
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,7 +5,7 @@ eight: collectives, bytes, GEMMs.
 import jax
 import pytest
 
-from .results import test_the_counts_are_those_of_the_programs  # noqa: F401
+from .results import ours, test_the_counts_are_those_of_the_programs  # noqa: F401
 
 GROUP = "sharded"
 MIB = 2**20
@@ -27,14 +27,6 @@ OVER_FLAX = {
     },
     "fsdp-8 scan": {"own": 8 * 983, "drop-in": 8 * 857, "fused": -8 * 2505},
 }
-
-
-def ours(counts, case) -> dict:
-    return {
-        name: found
-        for name, found in counts[case].items()
-        if name not in ("bf16", "flax")
-    }
 
 
 def of_kind(found, *kinds) -> list:

@@ -1,4 +1,4 @@
-"""All rows, by subject in the order of tests/bad_days/README.md."""
+"""All rows, by subject."""
 
 from . import (
     below_zero as below_zero,

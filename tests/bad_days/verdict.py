@@ -40,7 +40,7 @@ class Row:
     """One bad day.
 
     Attributes:
-        of: the row of tests/bad_days/README.md that it is a case of.
+        of: what goes wrong, and what is right then.
         case: which case, where there are several; else "".
         judge: `library -> Verdict`. It may raise what the library raises.
         peer: why it does not apply to Flax, or None.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowering import cuda_text
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
@@ -66,12 +67,7 @@ def test_every_custom_call(cuda_custom_calls):
             *(kernels.TINY_SHAPES[0] if shapes is kernels.SHAPES else shapes[0])
         )
         arguments = jax.eval_shape(lambda work=work: work.arguments(0))
-        text += (
-            jax.jit(work.step)
-            .trace(*arguments)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+        text += cuda_text(work.step, *arguments)
     no_kernel = [_ffi.target_name(op) for op in _ffi._CPU_ONLY]
     missing = [
         name

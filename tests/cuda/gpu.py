@@ -1,4 +1,4 @@
-"""What the tests on a GPU share."""
+"""What the tests on a GPU share, and random operands."""
 
 import jax
 import numpy as np

@@ -20,16 +20,9 @@ from oracle import (
     moments as oracle_moments,
 )
 
+from .gpu import random_values
+
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
-
-
-def random_values(shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    return (
-        (rng.standard_normal(shape) * 2.0 ** rng.uniform(-12, 9, shape))
-        .astype(np.float32)
-        .astype(dtype)
-    )
 
 
 def each_group(function, x, scale, *rest):

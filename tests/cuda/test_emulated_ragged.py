@@ -11,6 +11,7 @@ import pytest
 from oracle import accumulation as oracle_accumulation
 
 from .conftest import OTHER_ARCHITECTURES as OTHERS
+from .gpu import random_codes
 from .ptx import machine
 
 FORMATS = tuple(oracle.FORMATS.values())
@@ -46,17 +47,11 @@ def launchers(request):
         made.library.emulator_be_hopper(0)
 
 
-def codes(shape, fmt, seed):
-    return oracle.quantize(
-        np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt
-    )[0]
-
-
 def operands(
     contraction, groups, m, k, n, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, members=1
 ):
     a, b = ((k, m), (n, m)) if contraction else ((m, k), (groups, n, k))
-    return codes((members, *a), a_fmt, 1), codes((members, *b), b_fmt, 2)
+    return random_codes((members, *a), a_fmt, 1), random_codes((members, *b), b_fmt, 2)
 
 
 def check(

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-import jax
 import pytest
+from lowering import cuda_text
 
 from jaxfp8 import ops
 from jaxfp8.ops import _ffi
@@ -17,12 +17,7 @@ def test_every_custom_call(cuda_custom_calls):
     for function, *arguments in (
         sanitizer_cases.OWN | sanitizer_cases.PRODUCT_CASES
     ).values():
-        text += (
-            jax.jit(function)
-            .trace(*arguments)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+        text += cuda_text(function, *arguments)
     missing = [name for name in ops.custom_call_targets() if name not in text]
     assert missing == [_ffi.target_name(op) for op in _ffi._CPU_ONLY]
 

@@ -33,7 +33,7 @@ assert_type(
 )
 assert_type(jaxfp8.einsum("mk,kn->mn", x, kernel, recipe=None), jax.Array)
 assert_type(
-    jaxfp8.collectives.ppermute(x, "stage", [(0, 1)], recipe=recipe), jaxfp8.QTensor
+    jaxfp8.collectives.all_to_all(x, "expert", 0, 0, recipe=recipe), jaxfp8.QTensor
 )
 jaxfp8.dot_general(
     jaxfp8.activated(x, "gelu"), kernel, matmul, recipe=recipe, state=state

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from lowering import cuda_text
 from programs import cases
 from programs.known_amax import used_state
 
@@ -54,12 +55,7 @@ def test_precision_reaches_the_handlers(precision, precise, cuda_custom_calls):
         )
         return y, vjp(GRAD)
 
-    text = (
-        jax.jit(step)
-        .trace(X, KERNEL, PACKED)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+    text = cuda_text(step, X, KERNEL, PACKED)
     lines = [line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line]
     assert (
         len(lines) == 3 and sum("precise = true" in line for line in lines) == precise

@@ -13,6 +13,7 @@ import pytest
 from aot import count
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from lowering import cuda_text
 from programs import functional, known_amax
 
 import jaxfp8
@@ -196,12 +197,7 @@ CALL = re.compile(r"custom_call @jaxfp8_(\w+)_v\d+\((.*?)\).*?: \((.*?)\) -> (.*
 
 def calls(function, *arguments):
     """`(op, operand types, result types)` of each custom call for CUDA."""
-    text = (
-        jax.jit(function)
-        .trace(*arguments)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+    text = cuda_text(function, *arguments)
     return [(match[1], match[3], match[4]) for match in CALL.finditer(text)]
 
 

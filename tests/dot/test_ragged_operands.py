@@ -11,6 +11,7 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from jax import lax
+from lowering import cuda_text
 from programs import cases as transforms
 from programs.known_amax import used_state
 
@@ -96,21 +97,12 @@ def test_codes_on_both_sides(name):
     )
 
 
-def lowered(function, *arguments) -> str:
-    return (
-        jax.jit(function)
-        .trace(*arguments)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
-
-
 def test_codes_are_not_decoded(cuda_custom_calls):
     """The forward multiplies the codes that it is given."""
     recipe = jaxfp8.Float8CurrentScaling()
     lhs, rhs, _ = operands(len(EXPERTS))
     x, _ = recipe.quantizers()[0].quantize(jnp.asarray(lhs), None)
-    text = lowered(
+    text = cuda_text(
         lambda x, rhs: ragged_dot(x, rhs, recipe, WITHOUT), x, quantized(rhs, recipe)
     )
     assert "custom_call @jaxfp8_ragged_matmul" in text
@@ -250,7 +242,7 @@ def test_fused_input_is_quantized_where_it_is_computed(cuda_custom_calls):
     _, rhs, _ = operands(len(EXPERTS))
     x = jnp.ones((90, 2, rhs.shape[1]), jnp.bfloat16)
     for name, op in (("silu_gated", "quantize_activation"), ("rms", "quantize_norm")):
-        text = lowered(
+        text = cuda_text(
             lambda x, name=name: ragged_dot(FUSED[name](x), rhs, DELAYED, STATE), x
         )
         assert f"custom_call @jaxfp8_{op}" in text

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from aot import count
+from lowering import cuda_text
 
 import jaxfp8
 from jaxfp8 import checkpoint_policies as policies, ops
@@ -56,12 +57,8 @@ def gradient_calls(policy, after) -> Counter:
         ).sum()
 
     remat = jax.checkpoint(loss, policy=policy)
-    step = jax.jit(jax.value_and_grad(lambda *a: remat(*a) ** 2, argnums=(0, 1, 2)))
-    text = (
-        step.trace(X, KERNEL, jaxfp8.init_state(RECIPE))
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+    step = jax.value_and_grad(lambda *a: remat(*a) ** 2, argnums=(0, 1, 2))
+    text = cuda_text(step, X, KERNEL, jaxfp8.init_state(RECIPE))
     return Counter(
         re.findall(
             r"custom_call @jaxfp8_(quantize_transpose|quantize|scaled_matmul)_v", text

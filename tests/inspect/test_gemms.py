@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
+from lowering import cuda_text
 
 import jaxfp8
 from jaxfp8 import inspect
@@ -569,7 +570,7 @@ def test_what_is_said_is_what_is_lowered(recipe, cuda_custom_calls):
         )
     )
     rows = inspect.gemms(loss, X, K).rows
-    text = jax.jit(loss).trace(X, K).lower(lowering_platforms=("cuda",)).as_text()
+    text = cuda_text(loss, X, K)
     wanted = sum(row["times"] for row in rows if row["fp8"])
     assert wanted == 6
     assert (

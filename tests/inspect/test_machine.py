@@ -9,6 +9,7 @@ import sys
 
 import jax
 import pytest
+from lowering import cuda_text
 from ops import cases
 from ops.test_support import gpu, machine as machine
 
@@ -223,7 +224,7 @@ def test_asking_takes_no_warning_away(machine):
     _machine.active_ops("cuda")
     function, arguments = _machine.OPS["amax"]
     with pytest.warns(RuntimeWarning, match=r"capability 8\.0"):
-        jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        cuda_text(function, *arguments)
 
 
 def test_no_libraries(no_libraries, few_programs):

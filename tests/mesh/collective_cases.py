@@ -22,9 +22,9 @@ import jaxfp8
 from jaxfp8 import collectives
 
 DEVICES, USES = 8, 2
-LOCAL = (8, 2, 160)  # of x on one device; 160 is no multiple of a block
-# one device sends nothing, another gets nothing
-SHIFT = [(i, (i + 3) % DEVICES) for i in range(DEVICES - 1)]
+# Of x on one device. 160 is no multiple of a block; y of "all_to_all" has this shape
+# too, so that no wrong collective fails because of shapes.
+LOCAL = (8, 8, 160)
 
 
 def mesh():
@@ -61,13 +61,6 @@ def _all_to_all_tiled(x):
     return np.stack([np.concatenate(list(part), axis=1) for part in parts])
 
 
-def _ppermute(x):
-    out = np.full_like(x, -1)
-    for start, end in SHIFT:
-        out[end] = x[start]
-    return out
-
-
 CASES = {
     "all_to_all tiled": Case(
         functools.partial(
@@ -94,9 +87,6 @@ CASES = {
         functools.partial(collectives.all_gather, axis_name="e", tiled=True),
         lambda x: np.stack([np.concatenate(list(x))] * DEVICES),
         sums_back=True,
-    ),
-    "ppermute": Case(
-        functools.partial(collectives.ppermute, axis_name="e", perm=SHIFT), _ppermute
     ),
 }
 
@@ -243,18 +233,13 @@ def operands(case: Case, seed=0, dtype=BF16):
 def results(case: Case, name, x, grad, state: oracle.LayerState):
     """`(y, dx)` of one use, in numpy."""
     elements = case.choose(np.arange(x.size).reshape(x.shape))
-    arrives = elements >= 0
-    y = np.where(
-        arrives,
-        quantized(name, x, state.input, False).reshape(-1)[elements],
-        np.zeros((), x.dtype),
-    )
+    y = quantized(name, x, state.input, False).reshape(-1)[elements]
     if case.sums_back:
         dx = np.zeros(x.size)
         np.add.at(dx, elements.reshape(-1), grad.astype(np.float64).reshape(-1))
     else:
         dx = np.zeros(x.size, grad.dtype)
-        dx[elements[arrives]] = quantized(name, grad, state.output_grad, True)[arrives]
+        dx[elements] = quantized(name, grad, state.output_grad, True)
     return y, dx.astype(grad.dtype).reshape(x.shape)
 
 

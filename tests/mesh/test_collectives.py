@@ -20,10 +20,10 @@ from mesh import cases, hlo
 AMAXES = 6  # of one step of `cases.mlp`: input, kernel and output_grad of two products
 
 
-def compiled(kind, name) -> str:
+def compiled(kind, name, **options) -> str:
     mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
     with jax.set_mesh(mesh):
-        weights, state, batches = cases.arguments(mesh, layout)
+        weights, state, batches = cases.arguments(mesh, layout, **options)
         return (
             cases.jitted(mesh, layout)
             .lower(weights, state, batches[0])
@@ -44,16 +44,9 @@ def compiled_in_bf16(kind, name, monkeypatch) -> str:
             out_sharding=out_sharding,
         )
 
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
-    with jax.set_mesh(mesh), monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(cases, "dot", dot)
-        weights, state, batches = cases.arguments(mesh, layout, with_state=False)
-        return (
-            cases.jitted(mesh, layout)
-            .lower(weights, state, batches[0])
-            .compile(hlo.QUICKLY)
-            .as_text()
-        )
+        return compiled(kind, name, with_state=False)
 
 
 def quantized(layout) -> dict:

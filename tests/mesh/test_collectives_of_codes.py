@@ -1,5 +1,5 @@
-"""all_to_all, all_gather and ppermute: values, gradients and next states are numpy's,
-to the bit.
+"""all_to_all and all_gather: values, gradients and next states are numpy's, to the
+bit.
 """
 
 import dataclasses
@@ -89,11 +89,11 @@ def test_nan_and_inf_arrive_as_nan(recipe):
 
 
 @pytest.mark.parametrize(
-    "case, check_vma", [("ppermute", True), ("all_to_all tiled", False)]
+    "case, check_vma", [("all_to_all", True), ("all_to_all tiled", False)]
 )
 def test_states_of_stages(case, check_vma):
-    """Each device has a state of its own: a scale travels with the codes, and no amax
-    is reduced.
+    """Each device has a state of its own: a scale travels with each row, and no amax is
+    reduced.
     """
     collective = cases.CASES[case]
     recipe = dataclasses.replace(cases.RECIPES["delayed"][0], pipeline_axes=("e",))
@@ -297,8 +297,8 @@ ERRORS = {
     "all_to_all: split_axis: .*out of 2, got 2": lambda x: collectives.all_to_all(
         x, "e", 2, 0, recipe=BLOCK
     ),
-    r"ppermute: axis_name: .*\('e',\), got \('d',\)": lambda x: collectives.ppermute(
-        x, "d", [], recipe=BLOCK
+    r"all_gather: axis_name: .*\('e',\), got \('d',\)": lambda x: (
+        collectives.all_gather(x, "d", recipe=BLOCK)
     ),
     "all_to_all: state: DelayedScaling keeps state": lambda x: moved_rows(
         x, jaxfp8.DelayedScaling(), None

@@ -17,6 +17,8 @@ from jaxfp8._jax import _mesh
 from jaxfp8.collectives import _collectives
 from jaxfp8.recipes import AmaxReduction, HighPrecisionQuantizer
 
+from . import attribute
+
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
@@ -37,18 +39,10 @@ def method(mutant):
     sends.
     """
 
-    def install(monkeypatch):
-        original = _collectives._Transfer.move
-        monkeypatch.setattr(
-            _collectives._Transfer, "move", lambda *args: mutant(original, *args)
-        )
-
-    return install
-
-
-def attribute(owner, name, mutant):
-    return lambda monkeypatch: monkeypatch.setattr(
-        owner, name, mutant(getattr(owner, name))
+    return attribute(
+        _collectives._Transfer,
+        "move",
+        lambda original: lambda *args: mutant(original, *args),
     )
 
 
@@ -138,7 +132,7 @@ MUTANTS = {
     "the cotangent is not quantized": (method(backward_as_it_is), wire("block")),
     "the cotangent in the forward's format": (
         method(forward_format),
-        numpy("ppermute", "current"),
+        numpy("all_to_all", "current"),
     ),
     "amaxes are forgotten": (method(forgets_the_amax), numpy("all_to_all", "delayed")),
     "scales are not agreed on": (
@@ -147,15 +141,15 @@ MUTANTS = {
     ),
     "scales of rows stay": (
         attribute(_collectives, "_as_bytes", scales_stay),
-        numpy("ppermute", "rowwise"),
+        numpy("all_to_all", "rowwise"),
     ),
     "scales of stages stay": (
         attribute(_collectives._Transfer, "send_scales", one_scale),
-        stages("ppermute"),
+        stages("all_to_all"),
     ),
     "back as forth": (
         attribute(_collectives, "_call", back_as_forth),
-        numpy("ppermute", "current"),
+        numpy("all_to_all", "current"),
     ),
     "the state of examples adds": (
         attribute(_collectives, "vmapped_state", lambda _: lambda state, x: state),

@@ -12,6 +12,8 @@ from programs import known_amax
 from jaxfp8 import ops
 from jaxfp8.dot import _fused_input, _gemms, _product
 
+from . import attribute
+
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
@@ -27,13 +29,6 @@ def compare() -> None:
             state,
             cases.step(case, operands, kernel, grad, cases.pack(state)),
         )
-
-
-def attribute(owner, name, mutant):
-    """`mutant(original)` in its place."""
-    return lambda monkeypatch: monkeypatch.setattr(
-        owner, name, mutant(getattr(owner, name))
-    )
 
 
 def swapped(x):

@@ -16,6 +16,8 @@ from jaxfp8._jax import _mesh
 from jaxfp8.ops import _partition
 from jaxfp8.recipes import AmaxReduction
 
+from . import attribute
+
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 STEPS = 2
@@ -58,13 +60,10 @@ def differing(amax, state, reduction):
 def reduction(function):
     """Another `amax, axes -> amax`."""
 
-    def install(monkeypatch):
-        def mutant(self, amax, state):
-            return function(amax, differing(amax, state, self))
+    def mutant(self, amax, state):
+        return function(amax, differing(amax, state, self))
 
-        monkeypatch.setattr(AmaxReduction, "__call__", mutant)
-
-    return install
+    return attribute(AmaxReduction, "__call__", lambda _: mutant)
 
 
 def nothing(amax, axes):
@@ -75,9 +74,7 @@ def one_axis(amax, axes):
     return of_one_device(lax.pmax(amax, axes[:1]), axes[1:]) if axes else amax
 
 
-def over_stages(monkeypatch):
-    original = AmaxReduction.__call__
-
+def over_stages(original):
     def mutant(self, amax, state):
         amax, own = (
             original(self, amax, state),
@@ -91,12 +88,10 @@ def over_stages(monkeypatch):
             else amax
         )
 
-    monkeypatch.setattr(AmaxReduction, "__call__", mutant)
+    return mutant
 
 
-def over_stages_in_jit(monkeypatch):
-    original = _partition._reduced_over
-
+def over_stages_in_jit(original):
     def mutant(mesh, axes, named, combine):
         return (
             mesh.axis_names
@@ -104,28 +99,28 @@ def over_stages_in_jit(monkeypatch):
             else original(mesh, axes, named, combine)
         )
 
-    monkeypatch.setattr(_partition, "_reduced_over", mutant)
+    return mutant
 
 
 def gradient(function):
     """Another `ct, axes -> ct` for what is replicated."""
 
-    def install(monkeypatch):
-        original = _mesh.cotangent_of
-
-        def mutant(aval, ct):
+    def mutant(original):
+        def wrong(aval, ct):
             axes = tuple(sorted(_mesh.varying(ct) - _mesh.varying(aval)))
             return function(ct, axes) if axes else original(aval, ct)
 
-        monkeypatch.setattr(_mesh, "cotangent_of", mutant)
+        return wrong
 
-    return install
+    return attribute(_mesh, "cotangent_of", mutant)
 
 
+IN_JIT = attribute(_partition, "_reduced_over", over_stages_in_jit)
+OVER_STAGES = attribute(AmaxReduction, "__call__", over_stages)
 MUTANTS = {
-    "over the stages, jit": (over_stages_in_jit, pipeline, "vmap"),
-    "over the stages, types": (over_stages, pipeline, "shard_map"),
-    "over the stages, no types": (over_stages, pipeline, "shard_map, no check_vma"),
+    "over the stages, jit": (IN_JIT, pipeline, "vmap"),
+    "over the stages, types": (OVER_STAGES, pipeline, "shard_map"),
+    "over the stages, no types": (OVER_STAGES, pipeline, "shard_map, no check_vma"),
     "forgotten, types": (reduction(nothing), shards, "all", True),
     "forgotten, no types": (reduction(nothing), shards, "all", False),
     "forgotten, pipeline, no types": (

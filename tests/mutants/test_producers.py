@@ -13,18 +13,20 @@ from oracle import gradients as oracle_gradients
 from jaxfp8 import ops
 from jaxfp8.ops import _quantize_activation, _quantize_norm, _shapes
 
+from . import attribute
+
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
-def compare_activations() -> None:
-    rng = np.random.default_rng(0)
+def activation_inputs(rng):
+    """`(activation, x)` of each activation."""
     for name in _quantize_activation.ACTIVATIONS:
-        x = (
-            3
-            * rng.standard_normal(
-                (64, 2, 128) if name.endswith("_gated") else (64, 128)
-            )
-        ).astype(np.float32)
+        shape = (64, 2, 128) if name.endswith("_gated") else (64, 128)
+        yield name, (3 * rng.standard_normal(shape)).astype(np.float32)
+
+
+def compare_activations() -> None:
+    for name, x in activation_inputs(np.random.default_rng(0)):
         # with the second the tails are what has codes
         for scale in np.float32([3.3, 2.0**24]):
             with ops.implementation("reference"):
@@ -53,13 +55,7 @@ def compare_norms() -> None:
 
 def compare_gradients() -> None:
     rng = np.random.default_rng(0)
-    for name in _quantize_activation.ACTIVATIONS:
-        x = (
-            3
-            * rng.standard_normal(
-                (64, 2, 128) if name.endswith("_gated") else (64, 128)
-            )
-        ).astype(np.float32)
+    for name, x in activation_inputs(rng):
         grad = rng.standard_normal((64, 128)).astype(np.float32)
         with ops.implementation("reference"):
             got = ops.quantize_activation_grad(
@@ -83,19 +79,13 @@ def function(name, mutant):
 def values(module, name, change):
     """The f32 values, changed before they are quantized."""
 
-    def install(monkeypatch):
-        original = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *arguments: change(original(*arguments))
-        )
-
-    return install
+    return attribute(
+        module, name, lambda original: lambda *arguments: change(original(*arguments))
+    )
 
 
 def statistics(mutant):
-    return lambda monkeypatch: monkeypatch.setattr(
-        _quantize_norm, "_statistics", mutant
-    )
+    return attribute(_quantize_norm, "_statistics", lambda _: mutant)
 
 
 def rounded_to_bf16(h):
@@ -126,16 +116,18 @@ def parameters_swapped(x, rstd, mean, gamma, beta):
     return y if beta is None else y + beta
 
 
-def amax_of_codes(monkeypatch):
-    """The amax after saturation."""
-
-    def clipped(x, vmap_dims):
-        del vmap_dims
-        return jnp.max(jnp.abs(jnp.clip(x, -2, 2))).reshape(1)
-
-    monkeypatch.setattr(_shapes, "abs_max", clipped)
+def own_derivative(x, grad, activation):
+    del activation
+    return x * (grad[:, None] if x.ndim == 3 else grad)
 
 
+def clipped_amax(x, vmap_dims):
+    del vmap_dims
+    return jnp.max(jnp.abs(jnp.clip(x, -2, 2))).reshape(1)
+
+
+# The amax after saturation.
+amax_of_codes = attribute(_shapes, "abs_max", lambda _: clipped_amax)
 ACTIVATION_MUTANTS = {
     "gelu by erf": function("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
     "gelu that cancels": function("gelu", jax.nn.gelu),
@@ -153,10 +145,8 @@ GRADIENT_MUTANTS = {
     "gate and up swapped": values(
         _quantize_activation, "activation_grad", lambda dx: dx[:, ::-1]
     ),
-    "the activation is its own derivative": lambda monkeypatch: monkeypatch.setattr(
-        _quantize_activation,
-        "activation_grad",
-        lambda x, grad, activation: x * (grad[:, None] if x.ndim == 3 else grad),
+    "the activation is its own derivative": attribute(
+        _quantize_activation, "activation_grad", lambda _: own_derivative
     ),
     "amax of what is left": amax_of_codes,
 }
@@ -164,8 +154,8 @@ NORM_MUTANTS = {
     "E[x^2] - E[x]^2": statistics(fast_variance),
     "epsilon outside of the root": statistics(epsilon_outside),
     "no mean": statistics(without_mean),
-    "gamma and beta swapped": lambda monkeypatch: monkeypatch.setattr(
-        _quantize_norm, "_affine", parameters_swapped
+    "gamma and beta swapped": attribute(
+        _quantize_norm, "_affine", lambda _: parameters_swapped
     ),
     "a rounding to bf16": values(_quantize_norm, "_affine", rounded_to_bf16),
     "amax of what is left": amax_of_codes,

@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import lowering
 import numpy as np
 import oracle
 import pytest
@@ -317,10 +318,10 @@ NOWHERE = (
 
 def cuda_text(pair, m=32, n=48, k=256, formats=(oracle.E4M3, oracle.E4M3), **options):
     args = operands(m, n, k, pair, formats)
-    run = jax.jit(
-        lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), **options)
+    return lowering.cuda_text(
+        lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), **options),
+        *args,
     )
-    return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import functools
 import re
 
 import jax
+import lowering
 import numpy as np
 import oracle
 import pytest
@@ -80,12 +81,7 @@ def test_three_steps(dtype):
 
 def cuda_text(function, *arguments) -> str:
     with ops.implementation("xla"):
-        return (
-            jax.jit(function)
-            .trace(*arguments)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+        return lowering.cuda_text(function, *arguments)
 
 
 def dots(text) -> list:

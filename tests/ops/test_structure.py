@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from lowering import cuda_text
 
 import jaxfp8
 from jaxfp8 import ops
@@ -55,15 +56,6 @@ def dense_step(x, kernel, grad, state):
 def dense_arguments():
     shapes = ((32, 48), (48, 64), (32, 64))
     return *(np.ones(shape, oracle.BF16) for shape in shapes), jaxfp8.init_state(RECIPE)
-
-
-def cuda_text(function, *arguments) -> str:
-    return (
-        jax.jit(function)
-        .trace(*arguments)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
 
 
 @TABLE

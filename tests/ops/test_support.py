@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from lowering import cuda_text
 
 import jaxfp8
 from jaxfp8 import inspect, ops
@@ -18,7 +19,7 @@ from jaxfp8._jax import _compat
 from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi, _support
 
-from .test_structure import OPS, cuda_text, custom_calls, dense_arguments, dense_step
+from .test_structure import OPS, custom_calls, dense_arguments, dense_step
 
 ON_GPUS = [op for op in OPS if op not in _ffi._CPU_ONLY]
 SLOWER = "same results within their bounds, slower"

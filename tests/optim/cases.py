@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from oracle import bits
 
 from jaxfp8 import optim
 
@@ -112,6 +113,11 @@ def train(tx, variables, steps, start=0, opt_state=None, **jit):
     for i in range(start, start + steps):
         variables, opt_state = step(variables, opt_state, grads(i))
     return variables, opt_state
+
+
+def same_codes(a, b) -> float:
+    """Return which share of the codes of two moments is the same."""
+    return np.mean(bits(a.data) == bits(b.data))
 
 
 def moments(tree):
