@@ -31,7 +31,6 @@ from .dot import (
 )
 from .inference import calibrate as calibrate, freeze as freeze
 from .inspect._report import Report as Report, report as report
-from .integrations._quantize import quantize as quantize
 from .linen import (
     Fp8DotGeneral as Fp8DotGeneral,
     make_dot_general_cls as make_dot_general_cls,
@@ -64,6 +63,7 @@ from .recipes import (
     autocast as autocast,
     init_state as init_state,
 )
+from .rules import quantize as quantize
 from .train import (
     accumulate_gradients as accumulate_gradients,
     fork as fork,
