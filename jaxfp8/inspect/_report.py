@@ -16,9 +16,9 @@ from .._jax import _warnings
 from .._jax._table import aligned, natural
 from .._jax._trees import split_arrays
 from ..linen._dot_general import Fp8Module
-from ..linen._quantize import Decision, decision, is_layer
+from ..linen._quantize_by_rules import Decision, decision, is_layer
 from ..linen._scopes import Region, regions
-from ..nnx import _quantize as nnx_rules
+from ..nnx import _quantize_by_rules as nnx_rules
 from ..nnx._dot_general import _Fp8Product
 from ..nnx._freeze import FrozenKernel, recorded_calls
 from ..recipes import (

@@ -9,5 +9,5 @@ from ._dot_general import (
     make_dot_general_cls as make_dot_general_cls,
 )
 from ._layers import Dense as Dense, GatedMLP as GatedMLP, NormDense as NormDense
-from ._quantize import quantize as quantize
+from ._quantize_by_rules import quantize as quantize
 from ._train_state import TrainState as TrainState, scan as scan

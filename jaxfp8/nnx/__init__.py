@@ -9,7 +9,7 @@ from ._dot_general import (
     trainable as trainable,
 )
 from ._layers import GatedMLP as GatedMLP, Linear as Linear, NormDense as NormDense
-from ._quantize import quantize as quantize
+from ._quantize_by_rules import quantize as quantize
 from ._training import (
     Optimizer as Optimizer,
     grad as grad,

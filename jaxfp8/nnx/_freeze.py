@@ -16,7 +16,7 @@ from .._jax._trees import split_arrays
 from ..dot import _frozen, dot_general, einsum_by
 from ..recipes import QuantizerState
 from ._dot_general import current_recipe, frozen_arrays, read_state
-from ._quantize import _forget_unused, _stacked, layers, product
+from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the number of the
 # product.

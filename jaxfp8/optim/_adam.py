@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from .. import ops
 from ..numerics import _scaling
-from ..ops import _moments as ops
 from ..train import AppliedTransformation
 from ._moments import block_axis
 from ._quantized import (
