@@ -15,17 +15,16 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import recipes
 from .._jax import _mesh
 from ..ops import _checks, _quantize_activation
-from ..ops._support import selected
 from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _contexts
 from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
-from ._contexts import current_layer, is_wrapping
+from ._contexts import current_layer
 from ._fused_input import Activated, FusedInput, Normalized, activated
 from ._gemms import Product
 from ._high_precision import plus
 from ._layout import checked_numbers, layouts, out_shape
-from ._product import OUTPUT_NAME, product_p, wrapped_product
+from ._product import OUTPUT_NAME, multiply
 
 
 def dot_general(
@@ -167,27 +166,16 @@ def dot_general(
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
         reduce=recipes.AmaxReduction.for_recipe(recipe),
-        # a wrapper compares products of one result
-        activation=None if is_wrapping() else activation,
+        activation=activation,
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
     # The primitive takes the sources as its operands, so that gradients reach them.
-    state, codes = (
-        shared(state),
-        (without_source(x_codes), without_source(kernel_codes)),
-    )
-    if is_wrapping():
-        results = [wrapped_product(product, x, kernel, bias, state, codes)]
-    else:
-        leaves, tree = jax.tree.flatten((bias, state, codes, None))
-        results = product_p.bind(
-            x, kernel, *leaves, product=product, tree=tree, implementation=selected()
-        )
-    if product.activation is None:
-        return finished(checkpoint_name(results[0], OUTPUT_NAME))
-    y, values = results
-    return Activated(y, activation, source=values)
+    codes = without_source(x_codes), without_source(kernel_codes)
+    y, *values = multiply(product, x, kernel, bias, shared(state), codes, None)
+    if values:
+        return Activated(y, activation, source=values[0])
+    return finished(checkpoint_name(y, OUTPUT_NAME))
 
 
 def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:

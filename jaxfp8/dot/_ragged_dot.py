@@ -3,7 +3,6 @@ experts.
 """
 
 import dataclasses
-import functools
 import operator
 
 import jax
@@ -24,18 +23,16 @@ from ..recipes import (
     Recipe,
     second,
     shares_codes,
-    value_of,
 )
 from . import _contexts
 from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
-from ._contexts import wrapped
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
 from ._high_precision import is_blockwise
 from ._layout import Layout
-from ._product import OUTPUT_NAME, fp8
+from ._product import OUTPUT_NAME, multiply
 
 
 def ragged_dot(
@@ -164,26 +161,8 @@ def ragged_dot(
     )
     # The sources are operands, so that gradients reach them.
     codes = without_source(lhs_codes), without_source(rhs_codes)
-    multiply = wrapped(product, functools.partial(_fp8, product), _float32)
-    return checkpoint_name(
-        multiply(lhs, rhs, group_sizes, shared(state), codes), OUTPUT_NAME
-    )
-
-
-def _fp8(product, lhs, rhs, group_sizes, state, codes):
-    return fp8(product, lhs, rhs, None, state, codes, group_sizes)
-
-
-def _float32(lhs, rhs, group_sizes, state, codes):
-    """Multiply the operands as they are, in float32."""
-    del state
-    lhs, rhs = (
-        value_of(x, lax.stop_gradient(q), jnp.float32)
-        for x, q in zip((lhs, rhs), codes, strict=True)
-    )
-    return lax.ragged_dot(
-        lhs, rhs, _in_bounds(group_sizes, lhs.shape[0]), precision=lax.Precision.HIGHEST
-    )
+    (y,) = multiply(product, lhs, rhs, None, shared(state), codes, group_sizes)
+    return checkpoint_name(y, OUTPUT_NAME)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +183,11 @@ class RaggedProduct(Product):
     def in_groups(self, x, group_sizes):
         """Set the rows of x beyond the last group to zero."""
         return in_a_group(x, group_sizes)
+
+    def in_float32(self, x, kernel, group_sizes):
+        """Return the product of two arrays, in float32."""
+        sizes = _in_bounds(group_sizes, x.shape[0])
+        return lax.ragged_dot(x, kernel, sizes, precision=lax.Precision.HIGHEST)
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
         """Return the product of two QTensors, which have the contracting dimension

@@ -61,11 +61,11 @@ class Fp8Module(nn.Module):
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def _operands(
-        self, x, kernel, dimension_numbers, preferred_element_type
-    ) -> _frozen.Operands:
-        """Get the recipe and the state of this module, or the codes of `jaxfp8.freeze`,
-        for a product.
+    def _multiply(
+        self, x, kernel, dimension_numbers, *, preferred_element_type, **options
+    ) -> jax.Array:
+        """Compute `jaxfp8.dot_general` with the recipe and the state of this module, or
+        with the codes of `jaxfp8.freeze`.
         """
         recipe, frozen = self._recipe(), self._frozen_arrays()
         state = (
@@ -74,11 +74,16 @@ class Fp8Module(nn.Module):
         if _frozen.is_freezing() and recipe is not None:
             self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
         if frozen is None:
-            return _frozen.Operands(
-                kernel, dimension_numbers, recipe, state, preferred_element_type
-            )
-        return _frozen.operands(
-            frozen, x, kernel, dimension_numbers, recipe, preferred_element_type
+            multiply = functools.partial(dot_general, state=state)
+        else:
+            multiply = functools.partial(_frozen.multiply, frozen)
+        return multiply(
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=recipe,
+            preferred_element_type=preferred_element_type,
+            **options,
         )
 
     @nn.nowrap
@@ -222,18 +227,13 @@ class Fp8DotGeneral(Fp8Module):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self.naming():
-            product = self._operands(
-                x, kernel, dimension_numbers, preferred_element_type
-            )
-            return dot_general(
+            return self._multiply(
                 x,
-                product.kernel,
-                product.dimension_numbers,
-                recipe=product.recipe,
-                state=product.state,
+                kernel,
+                dimension_numbers,
                 bias=bias,
                 precision=precision,
-                preferred_element_type=product.preferred_element_type,
+                preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
                 activation=activation,
             )
@@ -266,7 +266,7 @@ class Fp8Einsum(Fp8Module):
         """
         with self.naming():
             return einsum_by(
-                self._operands,
+                self._multiply,
                 eqn,
                 lhs,
                 rhs,
