@@ -17,7 +17,7 @@ from .. import recipes
 from ..ops import _checks
 from . import _dot_general
 from ._compute_dtype import promoted
-from ._layout import layouts
+from ._layout import checked_numbers, layouts
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
@@ -77,7 +77,8 @@ def freeze_operands(
     quantizers, state = _dot_general.checked_quantizers(
         "freeze", recipe, recipes.without_max(state)
     )
-    both = layouts(x_shape, kernel.shape, dimension_numbers)
+    numbers = checked_numbers(dimension_numbers)
+    both = layouts(x_shape, kernel.shape, numbers)
     if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
         return None
     if jax.tree.leaves(state.output):
@@ -174,7 +175,8 @@ def multiply(
     """
     # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's
     #    own order.
-    x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
+    numbers = checked_numbers(dimension_numbers)
+    x_layout, kernel_layout = layouts(x.shape, kernel.shape, numbers)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract)
     last = tuple(range(codes.ndim - contract, codes.ndim))

@@ -24,6 +24,9 @@ from ..recipes import (
 )
 from . import _mistakes
 
+# The recipe of layers that name none.
+DEFAULT_RECIPE = DelayedScaling()
+
 
 class Fp8Module(nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents
@@ -67,7 +70,8 @@ class Fp8Module(nn.Module):
         """Compute `jaxfp8.dot_general` with the recipe and the state of this module, or
         with the codes of `jaxfp8.freeze`.
         """
-        recipe, frozen = self._recipe(), self._frozen_arrays()
+        recipe = recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
+        frozen = self._frozen_arrays()
         state = (
             self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
         )
@@ -161,12 +165,10 @@ class Fp8Module(nn.Module):
         """Get the recipe that the code names, by `recipe` or by Flax's fields; None
         where the code names no recipe.
         """
-        recipe = self._recipe_of_fields() if self.recipe is None else self.recipe
-        return None if self.recipe is None and recipe == DelayedScaling() else recipe
-
-    @nn.nowrap
-    def _recipe(self):
-        return recipes.resolve(self.named_recipe(), self._recipe_of_fields)
+        if self.recipe is not None:
+            return self.recipe
+        recipe = self._recipe_of_fields()
+        return None if recipe == DEFAULT_RECIPE else recipe
 
     @nn.nowrap
     def _recipe_of_fields(self) -> DelayedScaling:

@@ -68,7 +68,7 @@ class _Fp8Product(nnx.Module):
     def __init__(self, recipe: Recipe | None = None):
         _mistakes.refuse_inside_a_call(type(self).__name__)
         self.names_recipe = recipe is not None
-        self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
+        self.recipe = resolve(recipe, DelayedScaling()) or HighPrecision()
 
         def create(name, first):
             setattr(self, name, OverwriteWithGradient(first()))
@@ -143,11 +143,7 @@ def current_recipe(product: _Fp8Product) -> Recipe | None:
     """Get the recipe of the product, here in the program; None where `autocast` turned
     FP8 off.
     """
-
-    def default():
-        return product.recipe
-
-    return resolve(product.recipe if product.names_recipe else None, default)
+    return resolve(product.recipe if product.names_recipe else None, product.recipe)
 
 
 def read_state(product: _Fp8Product, recipe: Recipe | None) -> DotGeneralState | None:
