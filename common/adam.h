@@ -1,5 +1,5 @@
 // A step of Adam whose moments are in FP8: what the CPU and CUDA kernels of adam_update are given, and the arithmetic of
-// an element, to the bit (jaxfp8/ops/_moments.py has the definition).
+// an element, to the bit (jaxfp8/ops/_adam_update.py has the definition).
 //
 // No operation has a subnormal operand, and what can be subnormal is flushed: threads that flush and others agree.
 #ifndef JAXFP8_COMMON_ADAM_H_

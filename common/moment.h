@@ -1,5 +1,5 @@
 // The arithmetic of moments in FP8, shared by the CPU and CUDA kernels, to the bit: the fraction of an amax that a code
-// stands for, and the code of a fraction (jaxfp8/ops/_moments.py has the definition).
+// stands for, and the code of a fraction (jaxfp8/ops/_encode_moment.py has the definition).
 //
 // Subnormal numbers count as zero. No result here is subnormal where no operand is, so threads that flush them and
 // others agree; products that can be are the kernels' own.
@@ -92,7 +92,7 @@ JAXFP8_HD int32_t FixedPoint(float y) {
 }
 
 // A neighbour of y in [0, 448] in e4m3: the one above with a probability that keeps the mean of x^(1/4), as
-// _round_square of jaxfp8/ops/_moments.py derives it.
+// _round_square of jaxfp8/numerics/_moment_codec.py derives it.
 JAXFP8_HD int32_t RoundSquare(float y, int exponent, uint32_t random) {
   constexpr int32_t kFraction = (1 << kDropped) - 1;
   const int32_t factor = exponent > 0 ? 119 : exponent < 0 ? 68 : 102;

@@ -34,7 +34,6 @@ from .dot import (
 )
 from .inference import calibrate, freeze
 from .inspect._report import report
-from .integrations._quantize import quantize
 from .linen import Fp8DotGeneral, make_dot_general_cls
 from .numerics import Format
 from .recipes import (
@@ -55,6 +54,7 @@ from .recipes import (
     autocast,
     init_state,
 )
+from .rules import quantize
 from .train import (
     accumulate_gradients,
     grad,
@@ -142,7 +142,7 @@ _MOVED = {
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]
 
 
 # Type checkers know the new names alone.

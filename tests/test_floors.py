@@ -19,7 +19,7 @@ FLOORS = [
     "train",
     "mixed_precision collectives optim",
     "linen nnx",
-    "inference",
+    "inference rules",
     "convert integrations",
     "inspect",
     "selftest",

@@ -42,7 +42,7 @@ NEEDED = {
 # Flax has no public names for what these files need.
 NEEDED_OF_FLAX = {
     "jaxfp8/linen/_dot_general.py": {"flax.linen.Module._call_wrapped_method"},
-    "jaxfp8/linen/_quantize.py": {
+    "jaxfp8/linen/_quantize_by_rules.py": {
         "flax.linen.Dense.__call__.method_handler_wrapped",
         "flax.linen.Einsum.__call__.__wrapped__",
         "flax.linen.Einsum._get_bias_shape",

@@ -10,7 +10,7 @@ from _gpu_answers import expect, expect_amax, expect_codes, expect_transposed, s
 from _gpu_inputs import BF16, E4M3, normal
 
 from jaxfp8 import ops
-from jaxfp8.ops import _moments
+from jaxfp8.ops import _adam_update, _encode_moment
 
 from ._work import F32, PRODUCT_SCALE, SCALE, Work, codes, one_array
 
@@ -199,14 +199,14 @@ def encode_moment(m, n, squared):
     """
 
     def arguments(seed):
-        blocks = m, -(-n // _moments.BLOCK)
+        blocks = m, -(-n // _encode_moment.BLOCK)
         keys = jax.random.bits(jax.random.key(seed), blocks, jnp.uint32)
         x = normal(seed + 1, (m, n), F32)
         moment = codes(seed, (m, n)), jnp.ones(blocks), jnp.ones(blocks, jnp.int8)
         return *moment, 1 + x**2 if squared else x, keys
 
     def step(*operands):
-        return _moments.encode_moment(*operands, squared=squared, axis=1)
+        return _encode_moment.encode_moment(*operands, squared=squared, axis=1)
 
     def check(results, *operands):
         with ops.implementation("reference"):
@@ -223,7 +223,7 @@ def adam_update(m, n, applies):
     """
 
     def arguments(seed):
-        blocks = m, -(-n // _moments.BLOCK)
+        blocks = m, -(-n // _encode_moment.BLOCK)
         mu, nu = (
             codes(seed, (m, n)),
             jnp.abs(codes(seed + 1, (m, n)).astype(F32)).astype(E4M3),
@@ -244,7 +244,7 @@ def adam_update(m, n, applies):
         )
 
     def step(*leaf):
-        out, mu, nu = _moments.adam_update([_moments.AdamLeaf(*leaf)], [1])[0]
+        out, mu, nu = _adam_update.adam_update([_adam_update.AdamLeaf(*leaf)], [1])[0]
         return out, *mu, *nu
 
     def check(results, *leaf):

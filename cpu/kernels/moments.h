@@ -1,5 +1,5 @@
 // Moments of an optimizer in FP8: blocks of 128 elements of a row, each with codes, an amax and an exponent
-// (jaxfp8/ops/_moments.py has the definition).
+// (jaxfp8/ops/_encode_moment.py has the definition).
 //
 // decode gives the f32 elements. encode quantizes `after`; blocks that decode to `after` already keep their bits. A step
 // of Adam decodes, averages and encodes both moments of each leaf in one pass.

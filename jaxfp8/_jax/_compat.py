@@ -350,16 +350,14 @@ class _MemoizedCast(_Cast):
         # Bind in the trace where x is from, so that every use of x has this one result.
         with set_current_trace(x._trace):
             memo = self._memo.setdefault(x._trace, {})
-            source, result = (ref() for ref in memo.get(id(x), (_nothing, _nothing)))
-            # The id of a tracer that has died may be the id of another tracer now.
-            if source is not x or result is None:
-                result = super().bind_with_trace(x._trace, args, *rest)
-                memo[id(x)] = weakref.ref(x), weakref.ref(result)
+            if id(x) in memo:
+                source, result = (ref() for ref in memo[id(x)])
+                # The id of a tracer that has died may be the id of another tracer now.
+                if source is x and result is not None:
+                    return result
+            result = super().bind_with_trace(x._trace, args, *rest)
+            memo[id(x)] = weakref.ref(x), weakref.ref(result)
         return result
-
-
-def _nothing():
-    return None
 
 
 _from_max_p = _Cast(

@@ -47,10 +47,8 @@ def shared(state):
     """
 
     def use(leaf):
-        if is_reading(leaf):
-            return leaf
         if _compat.is_max(leaf):
-            return _compat.from_max(leaf)
+            return leaf if is_reading(leaf) else _compat.from_max(leaf)
         if isinstance(leaf, jax.core.Tracer):
             return _compat.from_max(_compat.to_max(leaf))
         return jnp.asarray(leaf).astype(jnp.float32)

@@ -1,45 +1,13 @@
-"""Contexts of products that are traced: the layer, a wrapper around the product, the
-reason of high precision.
+"""Contexts of products that are traced: the layer, the product of the three, the reason
+of high precision.
 """
 
 import contextlib
 import contextvars
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
-# A context that is part of jit's cache key, so that a wrapped product is traced anew.
-_wrapper = jax.make_user_context(None)
 _layer = contextvars.ContextVar("layer", default=None)
-
-
-def wrapping(wrapper: Callable | None):
-    """Return a context in which a wrapper stands for each product; None leaves products
-    alone.
-
-    Args:
-        wrapper: a hashable function, called as `wrapper(product, fp8, f32, *operands)`.
-            `product` is the static part, which has the quantizers. `fp8` and `f32` are
-            functions of `*operands`: the FP8 product, and the float32 product of the
-            values that the operands stand for.
-    """
-    return _wrapper(wrapper)
-
-
-def is_wrapping() -> bool:
-    """Tell whether products are wrapped."""
-    return _wrapper.value is not None
-
-
-def wrapped(product: Any, fp8: Callable, f32: Callable) -> Callable:
-    """Return `fp8`, or inside `wrapping` the wrapper of both functions."""
-    return (
-        fp8
-        if _wrapper.value is None
-        else functools.partial(_wrapper.value, product, fp8, f32)
-    )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,16 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import recipes
 from .._jax import _mesh
 from ..ops import _checks, _quantize_activation
-from ..ops._support import selected
 from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _contexts
 from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
-from ._contexts import current_layer, is_wrapping
+from ._contexts import current_layer
 from ._fused_input import Activated, FusedInput, Normalized, activated
 from ._gemms import Product
 from ._high_precision import plus
-from ._layout import checked_numbers, layouts, out_shape
-from ._product import OUTPUT_NAME, product_p, wrapped_product
+from ._layout import Layout, checked_numbers, layouts, out_shape
+from ._product import OUTPUT_NAME, multiply
 
 
 def dot_general(
@@ -101,129 +100,152 @@ def dot_general(
     # 1. Check the operands: shapes come first, because a missing state is often the
     #    state of another layer.
     fused = x if isinstance(x, FusedInput) else None
-    x, x_codes = operand("dot_general: x", x)
-    kernel, kernel_codes = operand("dot_general: kernel", kernel)
-    both = layouts(x.shape, kernel.shape, dimension_numbers)
+    x, kernel = operand("dot_general: x", x), operand("dot_general: kernel", kernel)
+    numbers = checked_numbers(dimension_numbers)
+    both = layouts(x.array.shape, kernel.array.shape, numbers)
     if isinstance(recipe, recipes.HighPrecision):
         recipe = None
     if recipe is not None:
         quantizers, state = checked_quantizers("dot_general", recipe, state)
-    out_dtype = result_dtype(
-        "dot_general", preferred_element_type, (x, kernel), (x_codes, kernel_codes)
-    )
-    if bias is not None:
-        free = tuple(kernel.shape[d] for d in both[1].free)
-        bias = _mesh.without_reduced(
-            _checks.high_precision("dot_general", "bias", bias)
-        )
-        bias = _checks.shape("dot_general", "bias", bias, free)
+    out_dtype = result_dtype("dot_general", preferred_element_type, x, kernel)
+    bias = _checked_bias(bias, both[1])
     if activation is not None:
         result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
         _quantize_activation.check(
             "dot_general", result, activation, name="activation: the product"
         )
 
-    def finished(y):
-        return y if activation is None else activated(y, activation)
-
     # 2. Leave to JAX what does not run in FP8: empty, high precision, and small
     #    products.
-    # there is no element: gradients are zero, the state is not touched
-    if 0 in x.shape or 0 in kernel.shape:
-        return finished(
-            plus(jnp.zeros(out_shape(*both), jnp.float32), bias, 0, out_dtype)
-        )
+    if 0 in x.array.shape or 0 in kernel.array.shape:
+        # There is no element: gradients are zero, the state is not touched.
+        zeros = jnp.zeros(out_shape(*both), jnp.float32)
+        return _activated(plus(zeros, bias, 0, out_dtype), activation)
     if recipe is None or is_small(recipe, *both):
-        dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
-        dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
         with _contexts.high_precision(_why(recipe)):
-            y = lax.dot_general(
-                recipes.value_of(x, x_codes, dtype),
-                recipes.value_of(kernel, kernel_codes, dtype),
-                dimension_numbers,
-                precision=precision,
-                preferred_element_type=out_dtype if bias is None else jnp.float32,
-                out_sharding=out_sharding,
+            y = _multiply_in_high_precision(
+                x, kernel, numbers, bias, precision, out_dtype, out_sharding
             )
-        return finished(plus(y, bias, 0, out_dtype))
+        return _activated(plus(y, bias, 0, out_dtype), activation)
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and
-    #    bind the primitive.
-    if fused is not None and recipe.fp8_residuals:
-        x = fused.values(fp8_residual=True)
-    is_fused = (
-        fused is not None
-        and quantizers[0].has_one_scale
-        and recipes.shares_codes(quantizers, 0)
-    )
-    if is_fused and both[0].is_rows_by_last:
-        x_codes = fused.fixed
+    #    multiply.
+    if fused is not None:
+        x = fused_operand(x, fused, recipe, quantizers, both[0].is_rows_by_last)
     product = Product(
         quantizers=quantizers,
-        dimension_numbers=checked_numbers(dimension_numbers),
-        x_dtype=x.dtype,
-        kernel_dtype=kernel.dtype,
+        dimension_numbers=numbers,
+        x_dtype=x.array.dtype,
+        kernel_dtype=kernel.array.dtype,
         out_dtype=out_dtype,
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
         reduce=recipes.AmaxReduction.for_recipe(recipe),
-        # a wrapper compares products of one result
-        activation=None if is_wrapping() else activation,
+        activation=activation,
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
-    # The primitive takes the sources as its operands, so that gradients reach them.
-    state, codes = (
-        shared(state),
-        (without_source(x_codes), without_source(kernel_codes)),
-    )
-    if is_wrapping():
-        results = [wrapped_product(product, x, kernel, bias, state, codes)]
-    else:
-        leaves, tree = jax.tree.flatten((bias, state, codes, None))
-        results = product_p.bind(
-            x, kernel, *leaves, product=product, tree=tree, implementation=selected()
-        )
-    if product.activation is None:
-        return finished(checkpoint_name(results[0], OUTPUT_NAME))
-    y, values = results
-    return Activated(y, activation, source=values)
+    y, *values = multiply_operands(product, x, kernel, bias, state)
+    if values:
+        return Activated(y, activation, source=values[0])
+    return _activated(checkpoint_name(y, OUTPUT_NAME), activation)
 
 
-def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
-    """Return `(array, codes)`: an array and None; of a QTensor its source (without a
-    source its data) and the QTensor.
+class Operand(NamedTuple):
+    """An operand of a product.
+
+    Attributes:
+        array: the array; of a QTensor its source, without a source its data.
+        codes: the QTensor, or the fused input that the product quantizes; else None.
+    """
+
+    array: jax.Array
+    codes: QTensor | FusedInput | None
+
+    @property
+    def has_high_precision(self) -> bool:
+        """Tell whether the array is not in FP8: an array as such, or a source."""
+        return self.codes is None or not self.codes.is_all_of(self.array)
+
+
+def operand(name: str, value) -> Operand:
+    """Return an argument as an operand; a fused input counts as its values.
 
     Args:
         name: the op and the argument, for messages.
         value: the argument.
     """
     if isinstance(value, QTensor):
-        return _mesh.without_reduced(
-            value.data if value.source is None else value.source
-        ), value
-    value = value.value if isinstance(value, FusedInput) else value
-    return _mesh.without_reduced(_checks.high_precision(*name.split(": "), value)), None
+        array = value.data if value.source is None else value.source
+        return Operand(_mesh.without_reduced(array), value)
+    array = value.value if isinstance(value, FusedInput) else value
+    array = _checks.high_precision(*name.split(": "), array)
+    return Operand(_mesh.without_reduced(array), None)
 
 
-def without_source(codes: QTensor | FusedInput | None) -> QTensor | FusedInput | None:
-    """Return the codes of an operand without their source, which is an operand of the
-    product itself.
+def fused_operand(x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand:
+    """Return the operand x of a fused input: fused where the quantizer of x has one
+    scale, for both its products, and where `can_fuse`.
     """
-    return (
-        dataclasses.replace(codes, source=None) if isinstance(codes, QTensor) else codes
+    array = fused.values(fp8_residual=True) if recipe.fp8_residuals else x.array
+    has_one_scale = quantizers[0].has_one_scale and recipes.shares_codes(quantizers, 0)
+    return Operand(array, fused.fixed if has_one_scale and can_fuse else None)
+
+
+def multiply_operands(
+    product, x: Operand, kernel: Operand, bias, state, group_sizes=None
+) -> list:
+    """Multiply operands in FP8; see `multiply`."""
+    # The sources of codes are operands themselves, so that gradients reach them.
+    codes = [
+        dataclasses.replace(q, source=None) if isinstance(q, QTensor) else q
+        for q in (x.codes, kernel.codes)
+    ]
+    return multiply(
+        product, x.array, kernel.array, bias, shared(state), tuple(codes), group_sizes
     )
 
 
-def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
+def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:
     """Return the dtype of a result: the preferred one, else that of the operands in
     high precision, else bfloat16.
     """
     if preferred_element_type is None:
-        dtypes = _high_precision_dtypes(operands, codes)
+        dtypes = _high_precision_dtypes(*operands)
         preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
     return _checks.dtype(
         op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION
+    )
+
+
+def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = _mesh.without_reduced(_checks.high_precision("dot_general", "bias", bias))
+    free = tuple(kernel.shape[d] for d in kernel.free)
+    return _checks.shape("dot_general", "bias", bias, free)
+
+
+def _activated(y, activation: str | None):
+    """Return the product y, or with an activation the `Activated` of it."""
+    return y if activation is None else activated(y, activation)
+
+
+def _multiply_in_high_precision(
+    x, kernel, dimension_numbers, bias, precision, out_dtype, out_sharding
+):
+    """Multiply the values of two operands; the result is float32 where a bias will be
+    added.
+    """
+    dtypes = _high_precision_dtypes(x, kernel)
+    dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
+    return lax.dot_general(
+        recipes.value_of(*x, dtype),
+        recipes.value_of(*kernel, dtype),
+        dimension_numbers,
+        precision=precision,
+        preferred_element_type=out_dtype if bias is None else jnp.float32,
+        out_sharding=out_sharding,
     )
 
 
@@ -235,15 +257,11 @@ def is_small(recipe, x, kernel) -> bool:
     return size < recipe.min_size**3
 
 
-def _high_precision_dtypes(operands, codes) -> list:
+def _high_precision_dtypes(*operands: Operand) -> list:
     """Return the dtypes of the operands without codes, and of the sources of
     QTensors.
     """
-    return [
-        x.dtype
-        for x, q in zip(operands, codes, strict=True)
-        if q is None or not q.is_all_of(x)
-    ]
+    return [x.array.dtype for x in operands if x.has_high_precision]
 
 
 def _why(recipe) -> str:
@@ -278,11 +296,12 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
         dataclasses.fields(DotGeneralState), recipes.with_state(quantizers), strict=True
     ):
         quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
-    if any(jax.typeof(leaf).sharding.spec.reduced for leaf in jax.tree.leaves(state)):
-        raise ValueError(
-            f"{op}: state: expected one without `reduced` axes, because uses of a "
-            "state are not summed"
-        )
+    for leaf in jax.tree.leaves(state):
+        if jax.typeof(leaf).sharding.spec.reduced:
+            raise ValueError(
+                f"{op}: state: expected one without `reduced` axes, because uses of a "
+                "state are not summed"
+            )
     return quantizers, state
 
 
@@ -306,15 +325,12 @@ def spec_of(op: str, out_sharding) -> PartitionSpec | None:
 
 def _precise(precision, recipe) -> frozenset:
     """Return the names of the products that accumulate precisely."""
-    given = precision if isinstance(precision, (tuple, list)) else (precision,)
-    names = {
-        "DEFAULT"
-        if p is None
-        else p.name
-        if isinstance(p, lax.Precision)
-        else str(p).upper()
-        for p in given
-    }
+    names = set()
+    for p in precision if isinstance(precision, (tuple, list)) else (precision,):
+        if p is None:
+            names.add("DEFAULT")
+        else:
+            names.add(p.name if isinstance(p, lax.Precision) else str(p).upper())
     if names <= {"DEFAULT", "FASTEST"}:
         return frozenset(recipe.precise)
     if names <= {"HIGH", "HIGHEST", "FLOAT32"}:

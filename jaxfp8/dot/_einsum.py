@@ -5,6 +5,8 @@ input whatever its order.
 kernel would be quantized with the input's state. So this module reads the equation.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -14,7 +16,6 @@ from ..ops import _checks
 from ..recipes import DotGeneralState, Recipe
 from ._compute_dtype import promoted
 from ._dot_general import dot_general, spec_of
-from ._frozen import Operands
 
 
 def einsum(
@@ -63,15 +64,8 @@ def einsum(
         ValueError: the equation is malformed or does not fit the shapes; and the cases
             of `dot_general`.
     """
-
-    def operands(x, kernel, dimension_numbers, preferred_element_type):
-        del x
-        return Operands(
-            kernel, dimension_numbers, recipe, state, preferred_element_type
-        )
-
     return einsum_by(
-        operands,
+        functools.partial(dot_general, recipe=recipe, state=state),
         eqn,
         x,
         kernel,
@@ -82,13 +76,12 @@ def einsum(
 
 
 def einsum_by(
-    operands, eqn, x, kernel, *, precision, preferred_element_type, out_sharding
+    multiply, eqn, x, kernel, *, precision, preferred_element_type, out_sharding
 ):
-    """Compute `einsum` by one product, for which `operands` is called.
+    """Compute `einsum` by one product.
 
     Args:
-        operands: `(x, kernel, dimension_numbers, preferred_element_type) -> Operands`
-            of the module.
+        multiply: the product: `dot_general` with its recipe and state.
         eqn, x, kernel, precision, preferred_element_type, out_sharding: see `einsum`.
     """
     x = _checks.high_precision("einsum", "x", x)
@@ -120,9 +113,8 @@ def einsum_by(
             out_sharding=spec_of("einsum", out_sharding),
         )
     # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels
-    #    that are summed alone.
-    # A dimension of size 1 that broadcasts is dropped: its label then belongs to one
-    # operand.
+    #    that are summed alone. A dimension of size 1 that broadcasts is dropped: its
+    #    label then belongs to one operand.
     shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
     x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
     kernel, kernel_labels = _reduce(
@@ -130,8 +122,8 @@ def einsum_by(
     )
 
     # 3. A shared label of the output is a batch dimension, any other is contracted. The
-    #    product has the batch first,
-    # then what is left of x and of the kernel; the output may have another order.
+    #    product has the batch first, then what is left of x and of the kernel; the
+    #    output may have another order.
     batch = [label for label in shared if label in out_labels]
     contract = [label for label in shared if label not in out_labels]
     y_labels = batch + [
@@ -143,17 +135,12 @@ def einsum_by(
             kernel_labels.index(label) for label in labels
         ]
 
-    product = operands(
-        x, kernel, (positions(contract), positions(batch)), preferred_element_type
-    )
-    y = dot_general(
+    y = multiply(
         x,
-        product.kernel,
-        product.dimension_numbers,
-        recipe=product.recipe,
-        state=product.state,
+        kernel,
+        (positions(contract), positions(batch)),
         precision=precision,
-        preferred_element_type=product.preferred_element_type,
+        preferred_element_type=preferred_element_type,
         out_sharding=_permuted(out_sharding, out_labels, y_labels),
     )
     return jnp.transpose(y, [y_labels.index(label) for label in out_labels])

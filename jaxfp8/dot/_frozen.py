@@ -2,12 +2,12 @@
 with a fixed scale.
 
 `freeze_operands` turns a kernel and a state into the arrays that inference needs;
-`operands` gives them to `jaxfp8.dot_general`, which multiplies by the same codes and
-scales as with that kernel and that state.
+`multiply` is `jaxfp8.dot_general` with these arrays: it multiplies by the same codes
+and scales as with that kernel and that state.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from .. import recipes
 from ..ops import _checks
 from . import _dot_general
 from ._compute_dtype import promoted
-from ._layout import layouts
+from ._layout import checked_numbers, layouts
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
@@ -77,7 +77,8 @@ def freeze_operands(
     quantizers, state = _dot_general.checked_quantizers(
         "freeze", recipe, recipes.without_max(state)
     )
-    both = layouts(x_shape, kernel.shape, dimension_numbers)
+    numbers = checked_numbers(dimension_numbers)
+    both = layouts(x_shape, kernel.shape, numbers)
     if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
         return None
     if jax.tree.leaves(state.output):
@@ -144,24 +145,18 @@ def _quantized(kernel, quantizer, layout, use, reduce) -> recipes.QTensor:
     return q.transposed(len(layout.batch)) if first else q
 
 
-class Operands(NamedTuple):
-    """The arguments of `jaxfp8.dot_general` that depend on the module that holds a
-    product.
-
-    A frozen product has codes as its kernel, and a state of fixed scales.
-    """
-
-    kernel: jax.typing.ArrayLike | recipes.QTensor
-    dimension_numbers: tuple
-    recipe: recipes.Recipe | None
-    state: recipes.DotGeneralState | None
-    preferred_element_type: Any
-
-
-def operands(
-    frozen, x, kernel, dimension_numbers, recipe, preferred_element_type
-) -> Operands:
-    """Return the operands of a product with a frozen kernel.
+def multiply(
+    frozen,
+    x,
+    kernel,
+    dimension_numbers,
+    *,
+    recipe,
+    preferred_element_type,
+    **options: Any,
+) -> jax.Array:
+    """Compute `jaxfp8.dot_general` with a frozen kernel: its codes are the kernel, and
+    the state has fixed scales.
 
     Args:
         frozen: the result of `freeze_operands` for the kernel.
@@ -172,6 +167,7 @@ def operands(
         recipe: the recipe of the product; None dequantizes the codes.
         preferred_element_type: the dtype of the result; None is the dtype that x and
             that kernel promote to.
+        options: further arguments of `jaxfp8.dot_general`.
 
     Raises:
         ValueError: `frozen` was made with another recipe, or from a kernel of another
@@ -179,7 +175,8 @@ def operands(
     """
     # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's
     #    own order.
-    x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
+    numbers = checked_numbers(dimension_numbers)
+    x_layout, kernel_layout = layouts(x.shape, kernel.shape, numbers)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract)
     last = tuple(range(codes.ndim - contract, codes.ndim))
@@ -195,7 +192,15 @@ def operands(
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     if preferred_element_type is None:
         preferred_element_type = promoted(x.dtype, kernel.dtype)
-    return Operands(codes, numbers, recipe, state, preferred_element_type)
+    return _dot_general.dot_general(
+        x,
+        codes,
+        numbers,
+        recipe=recipe,
+        state=state,
+        preferred_element_type=preferred_element_type,
+        **options,
+    )
 
 
 def _checked_scaling(frozen, kernel, layout, recipe):

@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
@@ -98,6 +99,17 @@ class Product:
         zero.
         """
         return x
+
+    def in_float32(self, x, kernel, group_sizes):
+        """Return the product of two arrays, in float32."""
+        del group_sizes
+        return lax.dot_general(
+            x,
+            kernel,
+            self.dimension_numbers,
+            precision=lax.Precision.HIGHEST,
+            out_sharding=self.out_sharding,
+        )
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
         """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`.

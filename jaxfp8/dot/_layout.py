@@ -103,15 +103,13 @@ def checked_numbers(dimension_numbers) -> tuple:
 
 
 def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
-    """Return the layouts of both operands of `jax.lax.dot_general`.
+    """Return the layouts of both operands of `jax.lax.dot_general`, whose dimension
+    numbers are those of `checked_numbers`.
 
     Raises:
-        TypeError: the dimension numbers are not two pairs of sequences of integers.
         ValueError: the dimension numbers do not fit the shapes.
     """
-    (x_contract, kernel_contract), (x_batch, kernel_batch) = checked_numbers(
-        dimension_numbers
-    )
+    (x_contract, kernel_contract), (x_batch, kernel_batch) = dimension_numbers
     for name, x_dims, kernel_dims in (
         ("contracting", x_contract, kernel_contract),
         ("batch", x_batch, kernel_batch),

@@ -9,6 +9,7 @@ for every example.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,6 @@ from ._autodiff import (
     state_is_left_out,
     warn_of_state,
 )
-from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
 
@@ -38,40 +38,56 @@ from ._gemms import backward, forward
 OUTPUT_NAME = "jaxfp8_gemm_output"
 
 
-def wrapped_product(product, x, kernel, bias, state, codes):
-    """Multiply by the wrapper of `_contexts.wrapping`, which gets the FP8 product and
-    the float32 product.
+# The function that stands for each product. Part of jit's cache key, so that a program
+# is traced anew.
+_replacement = jax.make_user_context(None)
+
+
+def replaced_by(replacement: Callable):
+    """Return a context in which a function stands for each product, as tools need it.
+
+    Args:
+        replacement: a hashable function that takes the arguments of `multiply_fp8`, and
+            may call `multiply_fp8` and `multiply_float32`.
     """
-    both = functools.partial(fp8, product), functools.partial(_float32, product)
-    return wrapped(product, *both)(x, kernel, bias, state, codes)
+    return _replacement(replacement)
 
 
-def fp8(product, x, kernel, bias, state, codes, group_sizes=None):
-    """Multiply by the primitive, without an activation; the arguments are those of
-    `forward`.
+def multiply(product, *operands) -> list:
+    """Multiply operands, those of `forward`: all products in FP8 meet here.
+
+    Returns:
+        `[y]`; with an activation, and without a replacement, y and the activated
+        values.
     """
-    leaves, tree = jax.tree.flatten((bias, state, codes, group_sizes))
-    return product_p.bind(
-        x, kernel, *leaves, product=product, tree=tree, implementation=selected()
-    )[0]
+    replacement = _replacement.value
+    if replacement is None:
+        return _bind(product, *operands)
+    return [replacement(dataclasses.replace(product, activation=None), *operands)]
 
 
-def _float32(product, x, kernel, bias, state, codes):
-    """Multiply the operands as they are, in float32."""
+def multiply_fp8(product, x, kernel, bias, state, codes, group_sizes):
+    """Return the FP8 product of the operands of `forward`."""
+    return _bind(product, x, kernel, bias, state, codes, group_sizes)[0]
+
+
+def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
+    """Return the float32 product of the values that the operands stand for."""
     del state
     x, kernel = (
         value_of(operand, lax.stop_gradient(q), jnp.float32)
         for operand, q in zip((x, kernel), codes, strict=True)
     )
-    y = lax.dot_general(
-        x,
-        kernel,
-        product.dimension_numbers,
-        precision=lax.Precision.HIGHEST,
-        out_sharding=product.out_sharding,
-    )
-    return (
-        y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    y = product.in_float32(x, kernel, group_sizes)
+    if bias is not None:
+        y += jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    return y
+
+
+def _bind(product, x, kernel, *rest):
+    leaves, tree = jax.tree.flatten(rest)
+    return product_p.bind(
+        x, kernel, *leaves, product=product, tree=tree, implementation=selected()
     )
 
 

@@ -3,8 +3,6 @@ experts.
 """
 
 import dataclasses
-import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +21,21 @@ from ..recipes import (
     QTensor,
     Recipe,
     second,
-    shares_codes,
-    value_of,
 )
 from . import _contexts
-from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
-from ._contexts import wrapped
-from ._dot_general import checked_quantizers, operand, result_dtype, without_source
+from ._dot_general import (
+    checked_quantizers,
+    fused_operand,
+    multiply_operands,
+    operand,
+    result_dtype,
+)
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
 from ._high_precision import is_blockwise
 from ._layout import Layout
-from ._product import OUTPUT_NAME, fp8
+from ._product import OUTPUT_NAME
 
 
 def ragged_dot(
@@ -107,84 +107,66 @@ def ragged_dot(
     # the gradient of a fused input, and the amax of its residual, read x
     if fused is not None:
         lhs = fused = dataclasses.replace(fused, x=in_a_group(fused.x, group_sizes))
-    lhs, lhs_codes = operand("ragged_dot: lhs", lhs)
-    rhs, rhs_codes = operand("ragged_dot: rhs", rhs)
-    if lhs.ndim != 2:
-        raise ValueError(f"{op}: lhs: expected [m, k], got {lhs.shape}")
-    if rhs.ndim != 3 or rhs.shape[:2] != (group_sizes.size, lhs.shape[1]):
-        raise ValueError(
-            f"{op}: rhs: expected [{group_sizes.size}, {lhs.shape[1]}, n] to go with "
-            f"lhs{list(lhs.shape)} and {group_sizes.size} group_sizes, got "
-            f"{rhs.shape}"
-        )
-    for name, q in (("lhs", lhs_codes), ("rhs", rhs_codes)):
-        if q is not None and not is_blockwise(q):
+    lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
+    _check_shapes(lhs.array.shape, rhs.array.shape, group_sizes.size)
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if x.codes is not None and not is_blockwise(x.codes):
             raise ValueError(
                 f"{op}: {name}: expected a QTensor of FP8 codes with one scale, or "
-                f"one for each block, got codes of {q.data.dtype} and block={q.block}"
+                f"one for each block, got codes of {x.codes.data.dtype} and "
+                f"block={x.codes.block}"
             )
     quantizers, state = checked_quantizers(op, recipe, state)
-    operands = (*quantizers[:3], *(second(quantizers, i) for i in range(3)))
-    is_plain = [isinstance(quantizer, HighPrecisionQuantizer) for quantizer in operands]
-    has_codes = (
-        quantizer.has_one_scale or quantizer.block is not None for quantizer in operands
-    )
-    if all(is_plain) or not all(map(operator.or_, is_plain, has_codes)):
-        raise ValueError(
-            f"{op}: recipe: expected FP8 with one scale, or one for each block, got "
-            f"{recipe!r}"
-        )
-    out_dtype = result_dtype(
-        op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes)
-    )
+    _check_recipe(recipe, quantizers)
+    out_dtype = result_dtype(op, preferred_element_type, lhs, rhs)
     # there is no element: gradients are zero, the state is not touched
-    if 0 in lhs.shape or 0 in rhs.shape:
-        return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
+    if 0 in lhs.array.shape or 0 in rhs.array.shape:
+        return jnp.zeros((lhs.array.shape[0], rhs.array.shape[2]), out_dtype)
 
     # 2. Fuse the input, unless rows beyond the last group would not be zeros: a norm
     #    adds its bias to them.
-    if fused is not None and recipe.fp8_residuals:
-        lhs = fused.values(fp8_residual=True)
-    is_fused = (
-        fused is not None
-        and quantizers[0].has_one_scale
-        and shares_codes(quantizers, 0)
-    )
-    if is_fused and getattr(fused, "bias", None) is None:
-        lhs_codes = fused.fixed
+    if fused is not None:
+        keeps_zeros = getattr(fused, "bias", None) is None
+        lhs = fused_operand(lhs, fused, recipe, quantizers, keeps_zeros)
 
     # 3. Describe the product as hashable data, and multiply.
     product = RaggedProduct(
         quantizers=quantizers,
         dimension_numbers=(((1,), (1,)), ((), ())),
-        x_dtype=lhs.dtype,
-        kernel_dtype=rhs.dtype,
+        x_dtype=lhs.array.dtype,
+        kernel_dtype=rhs.array.dtype,
         out_dtype=out_dtype,
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
     )
-    # The sources are operands, so that gradients reach them.
-    codes = without_source(lhs_codes), without_source(rhs_codes)
-    multiply = wrapped(product, functools.partial(_fp8, product), _float32)
-    return checkpoint_name(
-        multiply(lhs, rhs, group_sizes, shared(state), codes), OUTPUT_NAME
-    )
+    (y,) = multiply_operands(product, lhs, rhs, None, state, group_sizes)
+    return checkpoint_name(y, OUTPUT_NAME)
 
 
-def _fp8(product, lhs, rhs, group_sizes, state, codes):
-    return fp8(product, lhs, rhs, None, state, codes, group_sizes)
+def _check_shapes(lhs, rhs, groups: int) -> None:
+    if len(lhs) != 2:
+        raise ValueError(f"ragged_dot: lhs: expected [m, k], got {lhs}")
+    if len(rhs) != 3 or rhs[:2] != (groups, lhs[1]):
+        raise ValueError(
+            f"ragged_dot: rhs: expected [{groups}, {lhs[1]}, n] to go with "
+            f"lhs{list(lhs)} and {groups} group_sizes, got {rhs}"
+        )
 
 
-def _float32(lhs, rhs, group_sizes, state, codes):
-    """Multiply the operands as they are, in float32."""
-    del state
-    lhs, rhs = (
-        value_of(x, lax.stop_gradient(q), jnp.float32)
-        for x, q in zip((lhs, rhs), codes, strict=True)
-    )
-    return lax.ragged_dot(
-        lhs, rhs, _in_bounds(group_sizes, lhs.shape[0]), precision=lax.Precision.HIGHEST
-    )
+def _check_recipe(recipe, quantizers) -> None:
+    """Raise unless each operand of the three products is in high precision, or in codes
+    that a ragged product takes, and one of them in codes.
+    """
+    operands = (*quantizers[:3], *(second(quantizers, i) for i in range(3)))
+    has_codes = [not isinstance(q, HighPrecisionQuantizer) for q in operands]
+    fits = [q.has_one_scale or q.block is not None for q in operands]
+    if not any(has_codes) or not all(
+        fit or not coded for fit, coded in zip(fits, has_codes, strict=True)
+    ):
+        raise ValueError(
+            "ragged_dot: recipe: expected FP8 with one scale, or one for each block, "
+            f"got {recipe!r}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +187,11 @@ class RaggedProduct(Product):
     def in_groups(self, x, group_sizes):
         """Set the rows of x beyond the last group to zero."""
         return in_a_group(x, group_sizes)
+
+    def in_float32(self, x, kernel, group_sizes):
+        """Return the product of two arrays, in float32."""
+        sizes = _in_bounds(group_sizes, x.shape[0])
+        return lax.ragged_dot(x, kernel, sizes, precision=lax.Precision.HIGHEST)
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
         """Return the product of two QTensors, which have the contracting dimension

@@ -1,6 +1,7 @@
 """compare: measure the error of every FP8 product of a model, layer by layer."""
 
 import dataclasses
+import functools
 import math
 import operator
 from collections import defaultdict
@@ -15,7 +16,7 @@ from flax import linen as nn, nnx
 from .._jax import _compat
 from .._jax._table import aligned, labelled_runs, member, natural
 from .._jax._trees import split_arrays
-from ..dot import _contexts
+from ..dot import _contexts, _product
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
 
@@ -166,7 +167,7 @@ def _run(fn, arrays, loss, recorder) -> None:
     floats, joined = split_arrays(arrays, _is_float)
 
     def loss_of(floats):
-        with _contexts.wrapping(recorder):
+        with _product.replaced_by(recorder):
             return loss(fn(joined(floats)))
 
     jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
@@ -196,7 +197,7 @@ def _mean_of_squares(output):
 
 
 class _Recorder:
-    """Wraps each product in one run, with a backward that hands the product's tensors
+    """Stands for each product in a run, with a backward that hands the tensors
     to the host.
 
     Attributes:
@@ -211,8 +212,9 @@ class _Recorder:
     def __init__(self, runs_fp8: bool):
         self.runs_fp8, self.names, self.runs = runs_fp8, [], defaultdict(list)
 
-    def __call__(self, product, fp8, f32, *operands):
-        del product  # its static part
+    def __call__(self, product, *operands):
+        fp8 = functools.partial(_product.multiply_fp8, product)
+        f32 = functools.partial(_product.multiply_float32, product)
         site = len(self.names)
         self.names.append(_contexts.current_layer() or "product")
         # `custom_vjp` takes arrays; group sizes and codes among them are integers,

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import ops
 from .._jax._table import aligned, labelled_runs, member, natural
-from ..dot import FusedInput, _contexts, _ragged_dot
+from ..dot import FusedInput, _contexts, _product
 from ..recipes import (
     TensorwiseQuantizer,
     read_states,
@@ -92,7 +92,7 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
         ValueError: the step ran the backward of no FP8 product.
     """
     _runs.clear()
-    with _contexts.wrapping(_counted):
+    with _product.replaced_by(_counted):
         result = jax.block_until_ready(step(*args, **kwargs))
     if not _runs:
         raise ValueError(
@@ -138,18 +138,14 @@ _numbers = itertools.count()
 _runs: list[tuple[_Site, np.ndarray]] = []
 
 
-def _counted(product, fp8, f32, *operands):
+def _counted(product, x, kernel, bias, state, codes, group_sizes):
     """Run the FP8 product, whose backward also counts the elements of its three
     tensors.
 
     This is one function for all steps, so that JAX compiles a step that is counted
     once.
     """
-    del f32
-    x, kernel, rest, *_ = operands
-    state, codes = operands[-2:]
     site = _Site(next(_numbers), _contexts.current_layer() or "product")
-    group_sizes = rest if isinstance(product, _ragged_dot.RaggedProduct) else None
     # 1. Count x and the kernel, with the scales that the product will choose.
     reading, states = (
         reading_of(state),
@@ -189,7 +185,8 @@ def _counted(product, fp8, f32, *operands):
         return jnp.where(zero == 0, grad, jnp.nan), *[None] * len(residuals)
 
     watched.defvjp(lambda y, *residuals: (y, residuals), backward)
-    return watched(fp8(*operands), forward, uses, states, group_sizes)
+    y = _product.multiply_fp8(product, x, kernel, bias, state, codes, group_sizes)
+    return watched(y, forward, uses, states, group_sizes)
 
 
 def _fractions(product, i, values, uses, states) -> list[jax.Array]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import ops
 from ..numerics import E4M3, Format
-from ..ops import _blocks, _moments
+from ..ops import _blocks
 
 _F32 = np.dtype(np.float32)
 _ROW, _MX, _TILE, _SQUARE = (1, None), (1, 32), (1, 128), (128, 128)
@@ -213,9 +213,9 @@ def _dequantize(kind, rng):
 def _decode_moment(kind, rng):
     m, n = kind.shape
     data = codes(rng, kind.shape, E4M3, hard=kind.hard)
-    blocks = m, *_blocks.count((1, _moments.BLOCK), m, n)[1:]
+    blocks = m, *_blocks.count((1, ops.MOMENT_BLOCK), m, n)[1:]
     arguments = data, factors(rng, blocks), rng.integers(-1, 2, blocks).astype(np.int8)
-    return lambda *moment: (_moments.decode_moment(*moment, axis=1),), arguments
+    return lambda *moment: (ops.decode_moment(*moment, axis=1),), arguments
 
 
 def _encode_moment(kind, rng):
@@ -232,7 +232,7 @@ def _encode_moment(kind, rng):
 
     def function(*operands):
         operands = (*operands[:4], operands[4] if squared else None)
-        return _moments.encode_moment(*operands, squared=squared, axis=1)
+        return ops.encode_moment(*operands, squared=squared, axis=1)
 
     return function, (data, amax, exponent, after, keys)
 
@@ -255,13 +255,13 @@ def _adam_update(kind, rng):
         )
         nu = squares.view(data.dtype), *scales
         leaves.append(
-            _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, hyper)
+            ops.AdamLeaf(grads, params if applies else None, mu, nu, keys, hyper)
         )
 
     arguments, treedef = jax.tree.flatten(leaves)
 
     def function(*arguments):
-        stepped = _moments.adam_update(treedef.unflatten(arguments), [1, 1])
+        stepped = ops.adam_update(treedef.unflatten(arguments), [1, 1])
         return [out for out, *_ in stepped] + [
             x for _, *moments in stepped for x in jax.tree.leaves(moments)
         ]

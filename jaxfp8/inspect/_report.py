@@ -15,10 +15,10 @@ from flax import linen as nn, nnx
 from .._jax import _warnings
 from .._jax._table import aligned, natural
 from .._jax._trees import split_arrays
-from ..linen._dot_general import Fp8Module
-from ..linen._quantize import Decision, decision, is_layer
+from ..linen._dot_general import DEFAULT_RECIPE, Fp8Module
+from ..linen._quantize_by_rules import Decision, decision, is_layer
 from ..linen._scopes import Region, regions
-from ..nnx import _quantize as nnx_rules
+from ..nnx import _quantize_by_rules as nnx_rules
 from ..nnx._dot_general import _Fp8Product
 from ..nnx._freeze import FrozenKernel, recorded_calls
 from ..recipes import (
@@ -26,6 +26,7 @@ from ..recipes import (
     DelayedScaling,
     HighPrecision,
     QTensor,
+    is_off,
     keeps_state,
     kind,
     resolve,
@@ -267,7 +268,7 @@ class _Recorder(_Rows):
             named, why = product.named_recipe(), None
         else:
             named, why = decided.rule.layer_recipe, self.use(decided)
-        recipe, why = _recipe_and_reason(named, product._recipe_of_fields, why)
+        recipe, why = _recipe_and_reason(named, DEFAULT_RECIPE, why)
         if (
             recipe is not None
             and keeps_state(recipe)
@@ -369,12 +370,7 @@ def _nnx_recipe_and_reason(layer, product, decided, rule: str | None):
         )
     named = product.recipe if product.names_recipe else None
     is_rule = rule is not None and named == decided.rule.layer_recipe
-    made_for = None if isinstance(product.recipe, HighPrecision) else product.recipe
-
-    def default():
-        return made_for
-
-    return _recipe_and_reason(named, default, rule if is_rule else None)
+    return _recipe_and_reason(named, product.recipe, rule if is_rule else None)
 
 
 def _kernel(module):
@@ -430,12 +426,10 @@ def _recipe_and_reason(named, default, rule: str | None):
 
     Args:
         named: the recipe from a rule, or from the code; or None.
-        default: a function without arguments; it returns the recipe of a product that
-            names none, outside of `autocast`.
+        default: the recipe of a product that names none, outside of `autocast`.
         rule: the text of the rule, where a rule decides; else None.
     """
-    # With a recipe given, only `autocast(enabled=False)` makes `resolve` return None.
-    if resolve(DelayedScaling(), DelayedScaling) is None:
+    if is_off():
         return None, "autocast is off"
     recipe = resolve(named, default)
     if rule is not None:
@@ -445,11 +439,7 @@ def _recipe_and_reason(named, default, rule: str | None):
     # `resolve` returns the default itself unless an `autocast` decides, so a marker
     # tells which it was.
     marker = DelayedScaling(amax_history_len=1)
-
-    def default_marker():
-        return marker
-
-    return recipe, "default" if resolve(None, default_marker) is marker else "autocast"
+    return recipe, "default" if resolve(None, marker) is marker else "autocast"
 
 
 def _text(value) -> str:

@@ -5,7 +5,7 @@
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, make_dot_general_cls
 from ._layers import Dense, GatedMLP, NormDense
-from ._quantize import quantize
+from ._quantize_by_rules import quantize
 from ._train_state import TrainState, scan
 
 __all__ = [

@@ -24,6 +24,9 @@ from ..recipes import (
 )
 from . import _mistakes
 
+# The recipe of layers that name none.
+DEFAULT_RECIPE = DelayedScaling()
+
 
 class Fp8Module(nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents
@@ -61,24 +64,30 @@ class Fp8Module(nn.Module):
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def _operands(
-        self, x, kernel, dimension_numbers, preferred_element_type
-    ) -> _frozen.Operands:
-        """Get the recipe and the state of this module, or the codes of `jaxfp8.freeze`,
-        for a product.
+    def _multiply(
+        self, x, kernel, dimension_numbers, *, preferred_element_type, **options
+    ) -> jax.Array:
+        """Compute `jaxfp8.dot_general` with the recipe and the state of this module, or
+        with the codes of `jaxfp8.freeze`.
         """
-        recipe, frozen = self._recipe(), self._frozen_arrays()
+        recipe = recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
+        frozen = self._frozen_arrays()
         state = (
             self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
         )
         if _frozen.is_freezing() and recipe is not None:
             self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
         if frozen is None:
-            return _frozen.Operands(
-                kernel, dimension_numbers, recipe, state, preferred_element_type
-            )
-        return _frozen.operands(
-            frozen, x, kernel, dimension_numbers, recipe, preferred_element_type
+            multiply = functools.partial(dot_general, state=state)
+        else:
+            multiply = functools.partial(_frozen.multiply, frozen)
+        return multiply(
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=recipe,
+            preferred_element_type=preferred_element_type,
+            **options,
         )
 
     @nn.nowrap
@@ -156,12 +165,10 @@ class Fp8Module(nn.Module):
         """Get the recipe that the code names, by `recipe` or by Flax's fields; None
         where the code names no recipe.
         """
-        recipe = self._recipe_of_fields() if self.recipe is None else self.recipe
-        return None if self.recipe is None and recipe == DelayedScaling() else recipe
-
-    @nn.nowrap
-    def _recipe(self):
-        return recipes.resolve(self.named_recipe(), self._recipe_of_fields)
+        if self.recipe is not None:
+            return self.recipe
+        recipe = self._recipe_of_fields()
+        return None if recipe == DEFAULT_RECIPE else recipe
 
     @nn.nowrap
     def _recipe_of_fields(self) -> DelayedScaling:
@@ -222,18 +229,13 @@ class Fp8DotGeneral(Fp8Module):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self.naming():
-            product = self._operands(
-                x, kernel, dimension_numbers, preferred_element_type
-            )
-            return dot_general(
+            return self._multiply(
                 x,
-                product.kernel,
-                product.dimension_numbers,
-                recipe=product.recipe,
-                state=product.state,
+                kernel,
+                dimension_numbers,
                 bias=bias,
                 precision=precision,
-                preferred_element_type=product.preferred_element_type,
+                preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
                 activation=activation,
             )
@@ -266,7 +268,7 @@ class Fp8Einsum(Fp8Module):
         """
         with self.naming():
             return einsum_by(
-                self._operands,
+                self._multiply,
                 eqn,
                 lhs,
                 rhs,

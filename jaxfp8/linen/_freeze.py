@@ -21,7 +21,7 @@ from .._jax._trees import split_arrays
 from ..dot import _frozen
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from . import _mistakes
-from ._quantize import decision
+from ._quantize_by_rules import decision
 
 PARAMS = "params"
 

@@ -13,7 +13,7 @@ from flax.training import train_state
 from .._jax import _warnings
 from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, without_max
 from ..train import _steps, apply_with_max_grad, max_grad
-from ._quantize import keeps_state_by_rules
+from ._quantize_by_rules import keeps_state_by_rules
 
 
 class TrainState(train_state.TrainState):

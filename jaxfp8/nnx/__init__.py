@@ -4,7 +4,7 @@ optimizers that store it.
 
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, trainable
 from ._layers import GatedMLP, Linear, NormDense
-from ._quantize import quantize
+from ._quantize_by_rules import quantize
 from ._training import Optimizer, grad, max_grad, step_if, update_state, value_and_grad
 
 __all__ = [

@@ -4,6 +4,7 @@ gradient is the next value.
 
 import contextlib
 import contextvars
+import functools
 from typing import Any, Self
 
 import jax
@@ -67,7 +68,7 @@ class _Fp8Product(nnx.Module):
     def __init__(self, recipe: Recipe | None = None):
         _mistakes.refuse_inside_a_call(type(self).__name__)
         self.names_recipe = recipe is not None
-        self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
+        self.recipe = resolve(recipe, DelayedScaling()) or HighPrecision()
 
         def create(name, first):
             setattr(self, name, OverwriteWithGradient(first()))
@@ -103,21 +104,25 @@ class _Fp8Product(nnx.Module):
             if isinstance(value, OverwriteWithGradient):
                 setattr(self, name, value)
 
-    def _operands(
-        self, x, kernel, dimension_numbers, preferred_element_type
-    ) -> _frozen.Operands:
-        """Get the recipe and the state of this object, or the codes of `jaxfp8.freeze`,
-        for a product.
+    def _multiply(
+        self, x, kernel, dimension_numbers, *, preferred_element_type, **options
+    ) -> jax.Array:
+        """Compute `jaxfp8.dot_general` with the recipe and the state of this object, or
+        with the codes of `jaxfp8.freeze`.
         """
         _mistakes.refuse_linen_layer(type(self).__name__)
         recipe, frozen = current_recipe(self), frozen_arrays(self)
         if frozen is None:
-            state = read_state(self, recipe)
-            return _frozen.Operands(
-                kernel, dimension_numbers, recipe, state, preferred_element_type
-            )
-        return _frozen.operands(
-            frozen, x, kernel, dimension_numbers, recipe, preferred_element_type
+            multiply = functools.partial(dot_general, state=read_state(self, recipe))
+        else:
+            multiply = functools.partial(_frozen.multiply, frozen)
+        return multiply(
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=recipe,
+            preferred_element_type=preferred_element_type,
+            **options,
         )
 
 
@@ -138,11 +143,7 @@ def current_recipe(product: _Fp8Product) -> Recipe | None:
     """Get the recipe of the product, here in the program; None where `autocast` turned
     FP8 off.
     """
-
-    def default():
-        return product.recipe
-
-    return resolve(product.recipe if product.names_recipe else None, default)
+    return resolve(product.recipe if product.names_recipe else None, product.recipe)
 
 
 def read_state(product: _Fp8Product, recipe: Recipe | None) -> DotGeneralState | None:
@@ -211,18 +212,13 @@ class Fp8DotGeneral(_Fp8Product):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self._naming(kernel):
-            product = self._operands(
-                x, kernel, dimension_numbers, preferred_element_type
-            )
-            return dot_general(
+            return self._multiply(
                 x,
-                product.kernel,
-                product.dimension_numbers,
-                recipe=product.recipe,
-                state=product.state,
+                kernel,
+                dimension_numbers,
                 bias=bias,
                 precision=precision,
-                preferred_element_type=product.preferred_element_type,
+                preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
                 activation=activation,
             )
@@ -252,7 +248,7 @@ class Fp8Einsum(_Fp8Product):
         """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
         with self._naming(kernel):
             return einsum_by(
-                self._operands,
+                self._multiply,
                 eqn,
                 x,
                 kernel,

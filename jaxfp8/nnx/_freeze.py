@@ -16,7 +16,7 @@ from .._jax._trees import split_arrays
 from ..dot import _frozen, dot_general, einsum_by
 from ..recipes import QuantizerState
 from ._dot_general import current_recipe, frozen_arrays, read_state
-from ._quantize import _forget_unused, _stacked, layers, product
+from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the number of the
 # product.
@@ -111,18 +111,6 @@ class _Recorder(NamedTuple):
     i: int
     calls: list[Call | None]
 
-    def operands(
-        self, x, kernel, dimension_numbers, preferred_element_type
-    ) -> _frozen.Operands:
-        call = Call(
-            x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
-        )
-        self.calls[self.i] = self.calls[self.i] or call
-        kernel = checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}")
-        return _frozen.Operands(
-            kernel, dimension_numbers, None, None, preferred_element_type
-        )
-
     def dot_general(
         self,
         x,
@@ -135,9 +123,13 @@ class _Recorder(NamedTuple):
         bias=None,
         activation=None,
     ):
+        call = Call(
+            x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
+        )
+        self.calls[self.i] = self.calls[self.i] or call
         return dot_general(
             x,
-            self.operands(x, kernel, dimension_numbers, preferred_element_type).kernel,
+            checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}"),
             dimension_numbers,
             recipe=None,
             bias=bias,
@@ -158,7 +150,7 @@ class _Recorder(NamedTuple):
         out_sharding=None,
     ):
         return einsum_by(
-            self.operands,
+            self.dot_general,
             eqn,
             x,
             kernel,

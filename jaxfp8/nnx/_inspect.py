@@ -12,7 +12,7 @@ from flax import nnx
 from .._jax._trees import split_arrays
 from ..dot import _contexts
 from ._dot_general import _Fp8Product
-from ._quantize import RULES, decision, layers, product
+from ._quantize_by_rules import RULES, decision, layers, product
 
 
 def function_of_arrays(fn, args, kwargs):

@@ -7,8 +7,10 @@ activations and norms agree within the bounds that their docstrings give.
 Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """
 
+from ._adam_update import AdamLeaf, adam_update
 from ._amax import MAX_QUANTIZERS, amax, amax_to_scale, delayed_scales
 from ._block_scaled_matmul import block_scaled_matmul
+from ._encode_moment import MOMENT_BLOCK, decode_moment, encode_moment
 from ._ffi import custom_call_targets, has_cuda_kernels
 from ._quantize import count_saturated_and_flushed, dequantize, quantize
 from ._quantize_activation import (

@@ -164,7 +164,7 @@ def quantize_activation(
         transpose=transpose,
         with_amax=with_amax,
         rows=rows,
-        option=activation,
+        activation=activation,
     )
 
 
@@ -184,23 +184,20 @@ def check(op, x, activation, name="x"):
 
 
 class _QuantizeActivation(Producer):
-    """The option is the name of the activation."""
-
     name = "quantize_activation"
 
-    def operand_names(self, batch, row, col, option):
-        return [batch + row + dims("whole_pair", is_gated(option)) + col]
+    def operand_names(self, batch, row, col, spec):
+        return [batch + row + dims("whole_pair", is_gated(spec.activation)) + col]
 
-    def produce(self, x, vmap_dims, option):
-        return _activate(x, option)
+    def produce(self, x, vmap_dims, spec):
+        return _activate(x, spec.activation)
 
-    def canonical(self, x, vmap_dims, rows, option):
+    def canonical(self, x, vmap_dims, spec):
         # The pair is a dimension of its own, of size 1 without a gate, so that one
         # kernel serves both.
-        pair = int(is_gated(option))
-        return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {
-            "activation": option
-        }
+        pair = int(is_gated(spec.activation))
+        x = _shapes.merge(x, x.ndim - spec.rows - pair - 1, spec.rows, pair)
+        return (x,), {"activation": spec.activation}
 
 
 _quantize_activation = _QuantizeActivation()
@@ -290,27 +287,25 @@ def quantize_activation_grad(
         with_amax=with_amax,
         column_sums=column_sums,
         rows=rows,
-        option=activation,
+        activation=activation,
     )
 
 
 class _QuantizeActivationGrad(Producer):
-    """The option is the name of the activation."""
-
     name = "quantize_activation_grad"
 
-    def columns(self, option):
-        return dims("whole_pair", is_gated(option)) + dims("col", 1)
+    def columns(self, spec):
+        return dims("whole_pair", is_gated(spec.activation)) + dims("col", 1)
 
-    def operand_names(self, batch, row, col, option):
+    def operand_names(self, batch, row, col, spec):
         return [batch + row + col, batch + row + col[-1:]]
 
-    def produce(self, x, grad, vmap_dims, option):
-        return activation_grad(x, grad, option)
+    def produce(self, x, grad, vmap_dims, spec):
+        return activation_grad(x, grad, spec.activation)
 
     def tpu(self, x, scale, grad, *amax_so_far, vmap_dims, spec, devices):
         """Compute the gradients of gate and up apart, with one amax."""
-        if not is_gated(spec.option):
+        if not is_gated(spec.activation):
             return super().tpu(
                 x,
                 scale,
@@ -320,7 +315,7 @@ class _QuantizeActivationGrad(Producer):
                 spec=spec,
                 devices=devices,
             )
-        _, vjp = jax.vjp(functools.partial(_gate, spec.option), *_halves(x))
+        _, vjp = jax.vjp(functools.partial(_gate, spec.activation), *_halves(x))
         gradients = vjp(grad.astype(jnp.float32))
         quantize = functools.partial(
             _quantize.reference,
@@ -354,9 +349,10 @@ class _QuantizeActivationGrad(Producer):
             *map(_tpu.joined, rest[spec.transpose :]),
         ]
 
-    def canonical(self, x, grad, vmap_dims, rows, option):
-        (x,), attributes = _quantize_activation.canonical(x, vmap_dims, rows, option)
-        return (x, _shapes.merge(grad, grad.ndim - rows - 1, rows)), attributes
+    def canonical(self, x, grad, vmap_dims, spec):
+        (x,), attributes = _quantize_activation.canonical(x, vmap_dims, spec)
+        grad = _shapes.merge(grad, grad.ndim - spec.rows - 1, spec.rows)
+        return (x, grad), attributes
 
 
 _quantize_activation_grad = _QuantizeActivationGrad()

@@ -148,7 +148,7 @@ def quantize_norm(
         transpose=transpose,
         with_amax=with_amax,
         rows=rows,
-        option=beta is not None,
+        has_beta=beta is not None,
     )
 
 
@@ -180,18 +180,16 @@ def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
 
 
 class _QuantizeNorm(Producer):
-    """The option is whether there is a beta."""
-
     name = "quantize_norm"
 
-    def operand_names(self, batch, row, col, option):
+    def operand_names(self, batch, row, col, spec):
         return [
             batch + row + col,
             batch + row + dims("whole_statistic", 1),
-            *[col] * (1 + option),
+            *[col] * (1 + spec.has_beta),
         ]
 
-    def produce(self, x, statistics, *parameters, vmap_dims, option):
+    def produce(self, x, statistics, *parameters, vmap_dims, spec):
         rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
         # Parameters have the vmapped dimensions and n. They broadcast over the batch
         # and the rows in between.
@@ -201,20 +199,20 @@ class _QuantizeNorm(Producer):
         )
         return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 
-    def canonical(self, x, statistics, *parameters, vmap_dims, rows, option):
+    def canonical(self, x, statistics, *parameters, vmap_dims, spec):
         """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for
         all; a beta of `[0]` is none.
         """
         # Parameters are vmapped, never batched: each is repeated for the groups of its
         # vmapped index.
-        leading = x.ndim - rows - 1
+        leading = x.ndim - spec.rows - 1
         batch = math.prod(x.shape[vmap_dims:leading])
         parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]
         if vmap_dims and batch != 1:
             parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
-        beta = [] if option else [jnp.zeros((0,), jnp.float32)]
+        beta = [] if spec.has_beta else [jnp.zeros((0,), jnp.float32)]
         x, statistics = (
-            _shapes.merge(operand, leading, rows) for operand in (x, statistics)
+            _shapes.merge(operand, leading, spec.rows) for operand in (x, statistics)
         )
         return (x, statistics, *parameters, *beta), {}
 

@@ -3,7 +3,7 @@
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def quantize_transpose(
         with_amax=with_amax,
         column_sums=_checks.flag(op, "column_sums", column_sums),
         rows=rows,
-        option=cols,
+        cols=cols,
     )
 
 
@@ -79,8 +79,9 @@ class ProducerSpec(NamedTuple):
         dtype: the dtype of the codes.
         transpose, with_amax, column_sums: whether these are results.
         rows: the number of dimensions that m stands for.
-        option: the static argument of the producer itself, such as the name of an
-            activation.
+        cols: for quantize_transpose, the number of dimensions that n stands for.
+        activation: the name of the activation, for those that have one.
+        has_beta: for quantize_norm, whether there is a beta.
     """
 
     dtype: np.dtype
@@ -88,7 +89,9 @@ class ProducerSpec(NamedTuple):
     with_amax: bool
     column_sums: bool
     rows: int
-    option: Any
+    cols: int = 1
+    activation: str | None = None
+    has_beta: bool = False
 
 
 class Producer(Op):
@@ -110,23 +113,23 @@ class Producer(Op):
 
     is_fused = True
 
-    def columns(self, option) -> tuple[str, ...]:
+    def columns(self, spec) -> tuple[str, ...]:
         """Return the names of the columns of the result, which are the last dimensions
         of x.
         """
         return dims("col", 1)
 
-    def operand_names(self, batch, row, col, option) -> list:
+    def operand_names(self, batch, row, col, spec) -> list:
         """Return the names of x and `more`, given those of the result; `batch` are
         dimensions of x beyond them.
         """
         raise NotImplementedError
 
-    def produce(self, x, *more, vmap_dims, option):
+    def produce(self, x, *more, vmap_dims, spec):
         """Compute the values in jnp, f32 `[..., m, n]`."""
         raise NotImplementedError
 
-    def canonical(self, x, *more, vmap_dims, rows, option) -> tuple:
+    def canonical(self, x, *more, vmap_dims, spec) -> tuple:
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
 
@@ -140,9 +143,11 @@ class Producer(Op):
         dtype,
         transpose,
         with_amax,
-        column_sums=False,
         rows,
-        option,
+        column_sums=False,
+        cols=1,
+        activation=None,
+        has_beta=False,
     ):
         """Check the arguments that all producers take, and bind the primitive.
 
@@ -154,23 +159,26 @@ class Producer(Op):
         scale, *amax_so_far = _checks.quantizer_operands(self.name, scale, amax)
         dtype = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES)
         spec = ProducerSpec(
-            dtype, bool(transpose), with_amax, column_sums, rows, option
+            dtype,
+            bool(transpose),
+            with_amax,
+            column_sums,
+            rows,
+            cols,
+            activation,
+            has_beta,
         )
         data, *rest = self(x, scale, *more, *amax_so_far, spec=spec)
         data_t = rest.pop(0) if transpose else None
-        return (
-            data,
-            data_t,
-            _quantize.returned_amax(amax, rest.pop(0) if with_amax else None),
-            *rest,
-        )
+        new_amax = rest.pop(0) if with_amax else None
+        return data, data_t, _quantize.returned_amax(amax, new_amax), *rest
 
     def names(self, x, *ranks, spec):
-        col, row = self.columns(spec.option), dims("row", spec.rows)
+        col, row = self.columns(spec), dims("row", spec.rows)
         # x may have dimensions that the result lacks, such as the pair of a gated
         # activation. So its rank is compared with that of its names.
         batch = dims("batch", x - len(self._names_without_batch(spec)[0]))
-        x_names, *more_names = self.operand_names(batch, row, col, spec.option)
+        x_names, *more_names = self.operand_names(batch, row, col, spec)
         _, amax_so_far = self._split(ranks[1:], spec)
         results = [
             batch + row + col,
@@ -183,9 +191,7 @@ class Producer(Op):
         return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
 
     def _names_without_batch(self, spec):
-        return self.operand_names(
-            (), dims("row", spec.rows), self.columns(spec.option), spec.option
-        )
+        return self.operand_names((), dims("row", spec.rows), self.columns(spec), spec)
 
     def _split(self, rest, spec):
         """Return `more` and `amax_so_far`."""
@@ -202,7 +208,7 @@ class Producer(Op):
         # The values stay in f32, as in the kernel: another rounding would give other
         # codes.
         return _quantize.reference(
-            self.produce(x, *more, vmap_dims=vmap_dims, option=spec.option),
+            self.produce(x, *more, vmap_dims=vmap_dims, spec=spec),
             scale,
             *amax_so_far,
             vmap_dims=vmap_dims,
@@ -210,30 +216,35 @@ class Producer(Op):
             with_amax=spec.with_amax,
             transpose=spec.transpose,
             rows=spec.rows,
-            cols=len(self.columns(spec.option)),
+            cols=len(self.columns(spec)),
             column_sums=spec.column_sums,
         )
 
     def cpu(self, x, scale, *rest, vmap_dims, spec):
         # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
         more, amax_so_far = self._split(rest, spec)
-        values = self.produce(x, *more, vmap_dims=vmap_dims, option=spec.option)
+        values = self.produce(x, *more, vmap_dims=vmap_dims, spec=spec)
         operands = values, scale, *amax_so_far
         if not spec.transpose:
             once = _quantize.QuantizeSpec(spec.dtype, spec.with_amax)
             return _quantize.quantize_op(*operands, vmap_dims=vmap_dims, spec=once)
-        both = spec._replace(option=len(self.columns(spec.option)))
+        cols = len(self.columns(spec))
+        both = spec._replace(cols=cols, activation=None, has_beta=False)
         return _quantize_transpose(*operands, vmap_dims=vmap_dims, spec=both)
 
     def cuda(self, x, scale, *rest, vmap_dims, spec):
+        return self.call(x, scale, *rest, vmap_dims=vmap_dims, spec=spec)
+
+    def call(self, x, scale, *rest, vmap_dims, spec):
+        """Make the custom call of this op, in its canonical form."""
         more, amax_so_far = self._split(rest, spec)
         # Results take their sizes from x as it comes in: `canonical` reshapes it.
         first = x.ndim - len(self._names_without_batch(spec)[0])
         leading, row = x.shape[:first], x.shape[first : first + spec.rows]
-        col = x.shape[x.ndim - len(self.columns(spec.option)) :]
+        col = x.shape[x.ndim - len(self.columns(spec)) :]
         m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
         (x, *more), attributes = self.canonical(
-            x, *more, vmap_dims=vmap_dims, rows=spec.rows, option=spec.option
+            x, *more, vmap_dims=vmap_dims, spec=spec
         )
         # A single matrix needs no group dimension, but the fused producers have one
         # always.
@@ -271,24 +282,24 @@ class Producer(Op):
 
 
 class _QuantizeTranspose(Producer):
-    """The option is the number of dimensions that n stands for."""
-
     name = "quantize_transpose"
     is_fused = False
 
-    def columns(self, option):
-        return dims("col", option)
+    def columns(self, spec):
+        return dims("col", spec.cols)
 
-    def operand_names(self, batch, row, col, option):
+    def operand_names(self, batch, row, col, spec):
         return [batch + row + col]
 
-    def produce(self, x, vmap_dims, option):
+    def produce(self, x, vmap_dims, spec):
         return x
 
-    def canonical(self, x, vmap_dims, rows, option):
-        return (_shapes.merge_groups(x, x.ndim - rows - option, rows),), {}
+    def canonical(self, x, vmap_dims, spec):
+        leading = x.ndim - spec.rows - spec.cols
+        return (_shapes.merge_groups(x, leading, spec.rows),), {}
 
-    cpu = Producer.cuda
+    def cpu(self, x, scale, *rest, vmap_dims, spec):
+        return self.call(x, scale, *rest, vmap_dims=vmap_dims, spec=spec)
 
 
 _quantize_transpose = _QuantizeTranspose()

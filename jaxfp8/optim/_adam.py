@@ -5,7 +5,7 @@ parameters.
 import functools
 import math
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from .. import ops
 from ..numerics import _scaling
-from ..ops import _moments as ops
 from ..train import AppliedTransformation
 from ._moments import block_axis
 from ._quantized import (
@@ -132,7 +132,7 @@ def adamw(
             jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
         return quantize_state(small.init(params), min_size=min_size)
 
-    def numbers(count, rate, decay, factor):
+    def numbers(count, rate, factor, decay):
         """Return the numbers of a step as `ops.adam_update` takes them; `count` is that
         of this step.
         """
@@ -156,112 +156,50 @@ def adamw(
                 f"pass them: tx.{name}(grads, opt_state, params)"
             )
         check(f"optim.adamw: {name}", state, MOMENTS, min_size, optax.ScaleByAdamState)
-        paths = [
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(grads)
-        ]
-        grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-        params = (
-            [None] * len(grads)
-            if params is None
-            else list(map(jnp.asarray, treedef.flatten_up_to(params)))
-        )
-        moments = [
-            treedef.flatten_up_to(tree) for tree in (state.inner.mu, state.inner.nu)
-        ]
-        for path, grad, mu in zip(paths, grads, moments[0], strict=True):
-            shape = jax.tree.leaves(mu)[0].shape  # that of its codes
-            if grad.shape != shape:
-                raise ValueError(
-                    f"optim.adamw: {name}: grads{path}: expected the shape of the "
-                    f"parameter, {shape}, got {grad.shape}"
-                )
         steps = state.inner.count
         decay = weight_decay(steps) if callable(weight_decay) else weight_decay
-        decays = (
-            [decay] * len(grads)
-            if mask is None
-            else _decays(mask, treedef, params, decay)
-        )
+        leaves, treedef = _leaves(name, grads, state.inner, params, decay, mask)
         count = optax.safe_increment(steps)
         rate = learning_rate(steps) if callable(learning_rate) else learning_rate
-        factor = _clip_factor(grads, max_norm)
+        factor = _clip_factor([leaf.grad for leaf in leaves], max_norm)
 
         # 2. Let optax step the leaves whose moments are not in FP8.
-        plain = [i for i, mu in enumerate(moments[0]) if not is_moment(mu)]
-        plain_state = optax.ScaleByAdamState(
-            state.inner.count, *([tree[i] for i in plain] for tree in moments)
-        )
-        clipped = [
-            grads[i] if max_norm is None else (grads[i] * factor).astype(grads[i].dtype)
-            for i in plain
-        ]
-        updates, plain_state = small.update(clipped, plain_state)
-        results = dict(
-            zip(
-                plain,
-                zip(updates, plain_state.mu, plain_state.nu, strict=True),
-                strict=True,
-            )
+        plain = [leaf for leaf in leaves if not is_moment(leaf.mu)]
+        results = _step_by_optax(
+            small, plain, steps, None if max_norm is None else factor
         )
 
         # 3. Step the others by one op for a large leaf, or for several small ones; of
         #    float32 parameters up to the end.
-        written = {
-            i
-            for i in range(len(grads))
-            if applies and i not in results and params[i].dtype == jnp.float32
-        }
-        for group in _groups(
-            [i for i in range(len(grads)) if i not in results], grads, written
-        ):
-            leaves = []
-            for i in group:
-                mu, nu = (tuple(jax.tree.leaves(tree[i])) for tree in moments)
-                # The leaves of the state are numbered: the count, all of mu, all of nu.
-                keys = leaf_key(
-                    seed, state.update_count, np.uint32([1 + i, 1 + i + len(grads)])
-                )
-                keys = jax.vmap(functools.partial(block_keys, shape=grads[i].shape))(
-                    keys
-                )
-                rest = numbers(count, rate, decays[i], factor)
-                param = params[i] if i in written else None
-                leaves.append(
-                    ops.AdamLeaf(
-                        grads[i].astype(jnp.float32), param, mu, nu, keys, rest
-                    )
-                )
-            stepped = ops.adam_update(
-                leaves, [block_axis(grads[i].shape) for i in group]
-            )
-            for i, (out, *new) in zip(group, stepped, strict=True):
-                kinds = (jax.tree.structure(tree[i]) for tree in moments)
-                results[i] = (
-                    out,
-                    *(kind.unflatten(x) for kind, x in zip(kinds, new, strict=True)),
-                )
+        quantized = [leaf for leaf in leaves if is_moment(leaf.mu)]
+        written = set()
+        if applies:
+            written = {
+                leaf.number for leaf in quantized if leaf.param.dtype == jnp.float32
+            }
 
-        # 4. Decay and scale what is an update yet, in the dtype in which optax adds a
-        #    parameter and its update.
+        def keys(leaf):
+            # The leaves of the state are numbered: the count, all of mu, all of nu.
+            places = np.uint32([1 + leaf.number, 1 + leaf.number + len(leaves)])
+            keys = leaf_key(seed, state.update_count, places)
+            return jax.vmap(functools.partial(block_keys, shape=leaf.grad.shape))(keys)
+
+        for is_written, group in _groups(quantized, written):
+            results |= _step_by_op(
+                group,
+                is_written,
+                functools.partial(numbers, count, rate, factor),
+                keys,
+            )
+
+        # 4. Decay and scale what is an update yet.
         outs, mu, nu = (
-            [results[i][part] for i in range(len(grads))] for part in range(3)
+            [results[leaf.number][part] for leaf in leaves] for part in range(3)
         )
-        for i in set(range(len(grads))) - written:
-            if params[i] is None:
-                outs[i] = (-rate * outs[i]).astype(
-                    grads[i].dtype
-                    if jnp.issubdtype(grads[i].dtype, jnp.floating)
-                    else jnp.float32
-                )
-            else:
-                change = -rate * (outs[i] + decays[i] * params[i])
-                dtype = jnp.result_type(grads[i].dtype, params[i].dtype)
-                outs[i] = (
-                    (params[i] + change).astype(params[i].dtype)
-                    if applies
-                    else change.astype(dtype)
-                )
+        outs = [
+            out if leaf.number in written else _decayed(leaf, out, rate, applies)
+            for leaf, out in zip(leaves, outs, strict=True)
+        ]
         inner = optax.ScaleByAdamState(
             count, treedef.unflatten(mu), treedef.unflatten(nu)
         )
@@ -298,6 +236,109 @@ def _check_number(name, value):
         )
 
 
+class _Leaf(NamedTuple):
+    """A leaf of the parameters, in a step.
+
+    Attributes:
+        number: its place among all leaves.
+        grad: the gradient.
+        param: the parameter; None where the step has none.
+        mu, nu: the moments: arrays, or moments in FP8.
+        decay: the weight decay.
+    """
+
+    number: int
+    grad: jax.Array
+    param: jax.Array | None
+    mu: Any
+    nu: Any
+    decay: ArrayLike
+
+
+def _leaves(name, grads, inner, params, decay, mask) -> tuple[list[_Leaf], Any]:
+    """Return the leaves of all trees of a step, and the structure of the trees."""
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(grads)
+    ]
+    grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+    mu, nu = treedef.flatten_up_to(inner.mu), treedef.flatten_up_to(inner.nu)
+    if params is None:
+        params = [None] * len(grads)
+    else:
+        params = list(map(jnp.asarray, treedef.flatten_up_to(params)))
+    for path, grad, moment in zip(paths, grads, mu, strict=True):
+        shape = jax.tree.leaves(moment)[0].shape  # that of its codes
+        if grad.shape != shape:
+            raise ValueError(
+                f"optim.adamw: {name}: grads{path}: expected the shape of the "
+                f"parameter, {shape}, got {grad.shape}"
+            )
+    if mask is None:
+        decays = [decay] * len(grads)
+    else:
+        decays = _decays(mask, treedef, params, decay)
+    parts = zip(range(len(grads)), grads, params, mu, nu, decays, strict=True)
+    return [_Leaf(*leaf) for leaf in parts], treedef
+
+
+def _step_by_optax(small, leaves, count, factor) -> dict[int, tuple]:
+    """Return `(update, mu, nu)` of leaves by their numbers; `factor`, unless it is
+    None, clips the gradients.
+    """
+    grads = [leaf.grad for leaf in leaves]
+    if factor is not None:
+        grads = [(grad * factor).astype(grad.dtype) for grad in grads]
+    mu, nu = [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves]
+    updates, state = small.update(grads, optax.ScaleByAdamState(count, mu, nu))
+    results = zip(updates, state.mu, state.nu, strict=True)
+    return {leaf.number: r for leaf, r in zip(leaves, results, strict=True)}
+
+
+def _step_by_op(leaves, is_written, numbers, keys) -> dict[int, tuple]:
+    """Return `(out, mu, nu)` of leaves with moments in FP8 by their numbers.
+
+    Args:
+        leaves: the leaves of one call.
+        is_written: whether `out` is the next parameter, else the update.
+        numbers: a function of the weight decay; see `ops.AdamLeaf`.
+        keys: a function of the leaf; see `ops.AdamLeaf`.
+    """
+    arguments = [
+        ops.AdamLeaf(
+            grads=leaf.grad.astype(jnp.float32),
+            params=leaf.param if is_written else None,
+            mu=tuple(jax.tree.leaves(leaf.mu)),
+            nu=tuple(jax.tree.leaves(leaf.nu)),
+            keys=keys(leaf),
+            numbers=numbers(leaf.decay),
+        )
+        for leaf in leaves
+    ]
+    axes = [block_axis(leaf.grad.shape) for leaf in leaves]
+    results = {}
+    stepped = ops.adam_update(arguments, axes)
+    for leaf, (out, mu, nu) in zip(leaves, stepped, strict=True):
+        mu = jax.tree.structure(leaf.mu).unflatten(mu)
+        nu = jax.tree.structure(leaf.nu).unflatten(nu)
+        results[leaf.number] = out, mu, nu
+    return results
+
+
+def _decayed(leaf: _Leaf, update, rate, applies):
+    """Return the update with decay and rate, or with `applies` the next parameter, in
+    the dtype in which optax adds a parameter and its update.
+    """
+    grad, param = leaf.grad, leaf.param
+    if param is None:
+        is_float = jnp.issubdtype(grad.dtype, jnp.floating)
+        return (-rate * update).astype(grad.dtype if is_float else jnp.float32)
+    change = -rate * (update + leaf.decay * param)
+    if applies:
+        return (param + change).astype(param.dtype)
+    return change.astype(jnp.result_type(grad.dtype, param.dtype))
+
+
 def _decays(mask, treedef, params, weight_decay):
     """Return the weight decay of each leaf."""
     mask = mask(treedef.unflatten(params)) if callable(mask) else mask
@@ -317,13 +358,13 @@ def _clip_factor(grads, max_norm):
     return jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
 
 
-def _groups(indices, grads, written):
-    """Divide leaves among calls of the op: a large leaf alone, and small leaves of a
-    kind together.
+def _groups(leaves, written):
+    """Divide leaves among calls of the op, as pairs `(is_written, leaves)`: a large
+    leaf alone, and small leaves of a kind together.
     """
     groups = {}
-    for i in indices:
-        groups.setdefault(
-            (i in written, i if grads[i].size > _SMALL else None), []
-        ).append(i)
-    return groups.values()
+    for leaf in leaves:
+        is_written = leaf.number in written
+        large = leaf.number if leaf.grad.size > _SMALL else None
+        groups.setdefault((is_written, large), []).append(leaf)
+    return [(is_written, group) for (is_written, _), group in groups.items()]

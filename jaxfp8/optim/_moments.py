@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import ops
 from ..numerics import E4M3
-from ..ops import _moments as ops
 
 _NARROWEST = 64
 _INF_CODE = np.uint8(0xFF)
@@ -42,7 +42,7 @@ def block_axis(shape: tuple[int, ...]) -> int:
 def amax_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of an array with one number for each block."""
     axis = block_axis(shape)
-    return (*shape[:axis], -(-shape[axis] // ops.BLOCK), *shape[axis + 1 :])
+    return (*shape[:axis], -(-shape[axis] // ops.MOMENT_BLOCK), *shape[axis + 1 :])
 
 
 def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
@@ -77,7 +77,7 @@ class Moment(NamedTuple):
         amax: f32, the largest finite magnitude of each block of 128 elements along one
             axis; 0 for a block of zeros.
         exponent: int8, the binary logarithm of k for each block: 1, 0 or -1; see
-            `jaxfp8.ops.encode_moment`.
+            `ops.encode_moment`.
     """
 
     data: jax.Array

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import _warnings
-from ..numerics import E4M3, _moments
+from ..numerics import E4M3, _moment_codec
 from ..recipes import _state_tree
 from ._moments import (
     Moment,
@@ -203,7 +203,7 @@ def leaf_key(seed: int, step: jax.Array, leaf: int | np.ndarray) -> jax.Array:
         leaf: the number of the moment, or of several, among the leaves of the
             optimizer's state.
     """
-    mix = _moments.mix
+    mix = _moment_codec.mix
     return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))
 
 
@@ -219,7 +219,7 @@ def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     block = jnp.zeros(sizes, jnp.uint32)
     for i, size in enumerate(sizes):
         block = block * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, sizes, i)
-    return _moments.mix(key ^ block)
+    return _moment_codec.mix(key ^ block)
 
 
 def quantize_state(

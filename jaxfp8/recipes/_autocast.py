@@ -109,22 +109,20 @@ def is_off() -> bool:
     return region is not None and not region.enabled
 
 
-def resolve(recipe: Recipe | None, default) -> Recipe | None:
+def resolve(recipe: Recipe | None, default: Recipe) -> Recipe | None:
     """Return the recipe of a layer, here in the program; None is high precision.
 
     Args:
         recipe: the recipe that the layer names, or None.
-        default: a function without arguments; it returns the recipe of a layer that
-            names none, outside of `autocast`.
+        default: the recipe of a layer that names none, outside of `autocast`.
 
     Raises:
-        TypeError: `recipe`, or the result of `default`, is not a Recipe.
+        TypeError: `recipe` or `default` is not a Recipe.
     """
     if is_off():
         return None
     if recipe is None:
         region = _region.value
-        recipe = default() if region is None or region.recipe is None else region.recipe
-    return (
-        None if isinstance(checked("layer: recipe", recipe), HighPrecision) else recipe
-    )
+        recipe = default if region is None or region.recipe is None else region.recipe
+    recipe = checked("layer: recipe", recipe)
+    return None if isinstance(recipe, HighPrecision) else recipe

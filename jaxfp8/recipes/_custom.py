@@ -23,7 +23,9 @@ class CustomRecipe(Recipe):
 
         def qfactory(role):
             if role in ("linear_input", "linear_weight"):
-                return jaxfp8.recipes.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
+                return jaxfp8.recipes.Float8CurrentScalingQuantizer(
+                    fp8_dtype=jnp.float8_e4m3fn
+                )
             if role == "linear_grad_output":
                 return jaxfp8.recipes.MXFP8Quantizer(fp8_dtype=jnp.float8_e5m2)
 

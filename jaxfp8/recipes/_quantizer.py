@@ -293,8 +293,8 @@ class FP8Quantizer(Quantizer):
 
 
 def _fp8_dtype(where: str, dtype) -> np.dtype:
-    """Return the FP8 dtype that `dtype` stands for: a dtype itself, or `jaxfp8.Format.E4M3` or
-    `E5M2`.
+    """Return the FP8 dtype that `dtype` stands for: a dtype itself, or
+    `jaxfp8.Format.E4M3` or `E5M2`.
 
     Raises:
         TypeError: `dtype` is something else; `where` begins the message.

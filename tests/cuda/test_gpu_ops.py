@@ -18,7 +18,7 @@ from equality import assert_all_bitwise
 from ops import cases
 
 from jaxfp8 import ops
-from jaxfp8.ops import _ffi, _moments
+from jaxfp8.ops import _encode_moment, _ffi
 
 from .gpu import GRAPHS, custom_calls as custom_calls, random_codes, random_values
 
@@ -74,10 +74,10 @@ def chain(x, kernel, scale):
         y, gamma, None, scale, jnp.float8_e4m3fn, kind="rms", epsilon=1e-6
     )
     back = ops.dequantize(q_t, 1 / scale, jnp.bfloat16)
-    blocks = (len(x), x.shape[1] // _moments.BLOCK)
+    blocks = (len(x), x.shape[1] // _encode_moment.BLOCK)
     moment = q, jnp.ones(blocks), jnp.zeros(blocks, jnp.int8)
     keys = jnp.arange(math.prod(blocks), dtype=jnp.uint32).reshape(blocks)
-    encoded = _moments.encode_moment(
+    encoded = _encode_moment.encode_moment(
         *moment, x.astype(jnp.float32), keys, squared=False, axis=1
     )
     return (

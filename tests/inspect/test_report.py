@@ -238,6 +238,13 @@ def test_autocast():
             )
 
 
+def test_a_product_that_was_made_where_fp8_is_off():
+    with jaxfp8.autocast(enabled=False):
+        model = Nnx(nnx.Rngs(0))
+    row = by_layer(jaxfp8.report(model))["code"]
+    assert (row["recipe"], row["why"]) == (None, "default")
+
+
 def test_a_product_that_two_layers_share():
     product = jaxfp8.nnx.Fp8DotGeneral(A)
     layers = nnx.List(

@@ -17,7 +17,7 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8.linen import _quantize, quantize
+from jaxfp8.linen import _quantize_by_rules, quantize
 
 from .quantized import RULES, A, B, Block, D, Model, assert_same, fp8, step, x
 
@@ -184,8 +184,8 @@ def test_in_another_process(pickler):
 
 
 def test_mutant_that_pickles_by_the_class_is_caught(monkeypatch):
-    monkeypatch.delattr(_quantize._Quantized, "__reduce_ex__")
-    _quantize._classes.clear()
+    monkeypatch.delattr(_quantize_by_rules._Quantized, "__reduce_ex__")
+    _quantize_by_rules._classes.clear()
     with pytest.raises(AssertionError):
         test_copies("setup", "pickle")
 
@@ -265,6 +265,6 @@ def test_mutants_in_threads_are_caught(monkeypatch):
             yield
             self.value = False
 
-    monkeypatch.setattr(_quantize, "_is_intercepting", OneForAll())
+    monkeypatch.setattr(_quantize_by_rules, "_is_intercepting", OneForAll())
     with pytest.raises(AssertionError):
         test_models_that_run_at_the_same_time()

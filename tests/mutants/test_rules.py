@@ -6,8 +6,8 @@ import pytest
 from linen import test_quantize as of_linen
 from nnx import test_quantize as of_nnx
 
-from jaxfp8.linen import _quantize as linen_quantize
-from jaxfp8.nnx import _quantize as nnx_quantize
+from jaxfp8.linen import _quantize_by_rules as linen_quantize
+from jaxfp8.nnx import _quantize_by_rules as nnx_quantize
 from jaxfp8.recipes import _rules
 
 FRAMEWORKS = {"linen": (linen_quantize, of_linen), "nnx": (nnx_quantize, of_nnx)}

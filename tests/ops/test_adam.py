@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 from oracle import adam
 
-from jaxfp8.ops import _moments
+from jaxfp8.ops import _adam_update
 
 from . import test_moments as moments
 from .conftest import ALL
@@ -56,7 +56,7 @@ def make_leaf(rng, shape, applies):
     keys = rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
     grads, params = (moments.numbers(rng, shape) for _ in range(2))
     nu = signed.view(nu[0].dtype), *nu[1:]
-    return _moments.AdamLeaf(
+    return _adam_update.AdamLeaf(
         grads, params if applies else None, mu, nu, keys, step_numbers(rng)[0]
     )
 
@@ -104,7 +104,9 @@ def plain_leaf(rng, shape, applies):
     params = normal() * rng.choice(np.float32([1, 1, 2.0**-60, 2.0**-100]), rows)
     eps_root = rng.choice([0, 1e-12])
     numbers = step_numbers(rng, eps_root=eps_root)[0]
-    return _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, numbers)
+    return _adam_update.AdamLeaf(
+        grads, params if applies else None, mu, nu, keys, numbers
+    )
 
 
 LEAVES = pytest.mark.parametrize(
@@ -138,7 +140,8 @@ def test_values(implementation, shape, make, applies):
     for _ in range(3):
         leaf = make(rng, shape, applies)
         assert_same(
-            jax.jit(lambda x: _moments.adam_update([x], [1]))(leaf)[0], expected(leaf)
+            jax.jit(lambda x: _adam_update.adam_update([x], [1]))(leaf)[0],
+            expected(leaf),
         )
 
 
@@ -150,10 +153,10 @@ def test_leaves_share_a_call(implementation, applies):
     rng = np.random.default_rng(2)
     shapes = [
         (int(rows), int(n))
-        for rows, n in rng.integers(1, 300, (_moments.MAX_LEAVES + 3, 2))
+        for rows, n in rng.integers(1, 300, (_adam_update.MAX_LEAVES + 3, 2))
     ] + [(0, 5)]
     leaves = [make_leaf(rng, shape, applies) for shape in shapes]
-    run = jax.jit(lambda x: _moments.adam_update(x, [1] * len(x)))
+    run = jax.jit(lambda x: _adam_update.adam_update(x, [1] * len(x)))
     for i, (got, leaf) in enumerate(zip(run(leaves), leaves, strict=True)):
         assert_same(got, expected(leaf), f"leaf {i}:")
     if implementation == "ffi":
@@ -168,9 +171,9 @@ def test_in_place(implementation, applies):
     given, exact = jax.tree.map(jnp.array, leaf), expected(leaf)
     for donated in (None, 0):
         assert_same(
-            jax.jit(lambda x: _moments.adam_update([x], [1]), donate_argnums=donated)(
-                given
-            )[0],
+            jax.jit(
+                lambda x: _adam_update.adam_update([x], [1]), donate_argnums=donated
+            )(given)[0],
             exact,
         )
         if donated is None:
@@ -195,11 +198,11 @@ def test_axes_and_vmap(implementation):
     for axis in range(3):
         cube = jax.tree.map(lambda x, a=axis: move(x, a) if x.ndim > 1 else x, rows)
         right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows))
-        assert_same(_moments.adam_update([cube], [axis])[0], right, f"axis {axis}:")
+        assert_same(_adam_update.adam_update([cube], [axis])[0], right, f"axis {axis}:")
         for batch in {0, 1, 2} - {axis}:
 
             def run(leaf, lone, a=axis - (batch < axis)):
-                return _moments.adam_update([leaf, lone], [a, 1])
+                return _adam_update.adam_update([leaf, lone], [a, 1])
 
             # The second leaf is not batched: it is stepped once.
             axes = jax.tree.map(
@@ -211,7 +214,8 @@ def test_axes_and_vmap(implementation):
         if axis:
             axes = jax.tree.map(lambda x: max(x.ndim - 3, 0), cube)
             got = jax.vmap(
-                lambda leaf, a=axis - 1: _moments.adam_update([leaf], [a])[0], (axes,)
+                lambda leaf, a=axis - 1: _adam_update.adam_update([leaf], [a])[0],
+                (axes,),
             )(cube._replace(numbers=numbers))
             right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows, numbers))
             assert_same(got, right, f"axis {axis}, numbers for each:")
@@ -238,7 +242,9 @@ def test_meshes(n, spec, kind):
             for leaf, s in zip(leaves, (spec, P("y")), strict=True)
         ]
         program = (
-            jax.jit(lambda x: _moments.adam_update(x, [1, 1])).lower(operands).compile()
+            jax.jit(lambda x: _adam_update.adam_update(x, [1, 1]))
+            .lower(operands)
+            .compile()
         )
         results = program(operands)
     for got, leaf in zip(results, leaves, strict=True):

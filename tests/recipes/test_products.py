@@ -13,7 +13,7 @@ import pytest
 from oracle import F32
 
 import jaxfp8
-from jaxfp8.dot import _dot_general, _gemms, _high_precision
+from jaxfp8.dot import _gemms, _high_precision, _product
 from jaxfp8.recipes import OperandOptions
 from recipes import cases
 from recipes.cases import KINDS, RECIPES, SHAPES
@@ -36,10 +36,10 @@ def operands_read(monkeypatch, run):
         ]
         return whole(product, gemm_type, a, b, *options, **more)
 
-    def multiply(product, x, kernel, bias, state, codes):
+    def multiply(product, x, kernel, bias, state, codes, group_sizes):
         differentiated = ["x", "kernel"]
         y, residuals = _gemms.forward(
-            product, x, kernel, bias, state, codes, None, differentiated
+            product, x, kernel, bias, state, codes, group_sizes, differentiated
         )
         _gemms.backward(
             product, x.shape, kernel.shape, differentiated, residuals, grads.pop(), None
@@ -48,10 +48,9 @@ def operands_read(monkeypatch, run):
 
     whole = _gemms.Product.gemm
     monkeypatch.setattr(_gemms.Product, "gemm", gemm)
-    monkeypatch.setattr(_dot_general, "is_wrapping", lambda: True)
-    monkeypatch.setattr(_dot_general, "wrapped_product", multiply)
     grads = []
-    run(grads.append)
+    with _product.replaced_by(multiply):
+        run(grads.append)
     return read
 
 

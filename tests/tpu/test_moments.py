@@ -16,14 +16,14 @@ from ops import test_adam as adam
 
 from jaxfp8 import ops as jaxfp8_ops
 from jaxfp8.numerics import _tpu
-from jaxfp8.ops import _moments
+from jaxfp8.ops import _adam_update
 
 from . import compiler
 
 
 def step(leaf, axis):
     with jaxfp8_ops.implementation("tpu"):
-        return jax.jit(lambda x: _moments.adam_update([x], [axis])[0])(leaf)
+        return jax.jit(lambda x: _adam_update.adam_update([x], [axis])[0])(leaf)
 
 
 @pytest.mark.parametrize("n", [300, 128 * 1024 + 300])

@@ -1,4 +1,4 @@
-"""jaxfp8.train.fork: a state that a program threads by hand; its uses combine by max."""
+"""train.fork: a state that a program threads by hand; its uses combine by max."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,238 @@
+"""adam_update: a whole step of Adam on moments in FP8, for many leaves at once."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax import _compat
+from ..numerics._adam_step import adam_step
+from . import _ffi
+from ._encode_moment import aligned_blocks, from_rows, moment_names, to_rows
+from ._partition import WHOLE
+from ._primitive import OpOfUnits
+
+# The largest number of leaves in one call of `adam_update`, and how many numbers a step
+# of a leaf has.
+MAX_LEAVES = 16
+ADAM_NUMBERS = 11
+
+
+class AdamLeaf(NamedTuple):
+    """A leaf of the parameters, as `adam_update` takes it.
+
+    Attributes:
+        grads: f32, of any shape.
+        params: f32 in that shape; None where the update is the result, and not the next
+            parameters.
+        mu, nu: the moments, each `(data, amax, exponent)`.
+        keys: u32 `[2, ...]`, for mu and for nu in the shape of its amaxes, for the
+            random bits of rounding, as in `encode_moment`.
+        numbers: f32 `[11]`: b1, 1 - b1, b2, 1 - b2, the inverses of 1 - b1**t and 1 -
+            b2**t, eps_root, eps, the learning rate, the weight decay, and a factor on
+            the gradient, by which it is clipped.
+    """
+
+    grads: jax.Array
+    params: jax.Array | None
+    mu: tuple[jax.Array, jax.Array, jax.Array]
+    nu: tuple[jax.Array, jax.Array, jax.Array]
+    keys: jax.Array
+    numbers: jax.Array
+
+
+def adam_update(
+    leaves: list[AdamLeaf], axes: list[int]
+) -> list[tuple[jax.Array, tuple, tuple]]:
+    """Take a step of Adam: decode the moments of leaves, average, compute the updates
+    and encode the moments, at once.
+
+        g = factor grads
+        m = (1 - b1) g + b1 m
+        v = (1 - b2) g**2 + b2 v
+        u = m c1 / (sqrt(v c2 + eps_root) + eps)
+        p = p - rate (u + decay p)
+
+    in f32, each operation rounded to nearest once, with 0 in place of products below
+    2**-102 (of squares 2**-125), so that no platform meets subnormal numbers. Moments
+    are encoded as `encode_moment` does, but for two things: blocks that do not change
+    are encoded too, and NaN and infinite elements have codes without their signs.
+    Squares that overflow stay infinite.
+
+    Args:
+        leaves: all with params or all without.
+        axes: for each leaf the axis that blocks cut.
+
+    Returns:
+        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`. In place, where XLA
+        finds that it can: p in params, u in grads.
+    """
+    results = []
+    for start in range(0, len(leaves), MAX_LEAVES):
+        call = leaves[start : start + MAX_LEAVES]
+        spec = _AdamSpec(
+            tuple(
+                axis - leaf.grads.ndim
+                for leaf, axis in zip(call, axes[start:], strict=False)
+            ),
+            call[0].params is not None,
+        )
+        # Gradients come last: where XLA would cut them along another axis, results are
+        # cut as what they replace.
+        operands = [
+            x for grads, *rest in map(jax.tree.leaves, call) for x in (*rest, grads)
+        ]
+        flat = _adam(*operands, spec=spec)
+        results += [
+            (out, tuple(both[:3]), tuple(both[3:]))
+            for out, *both in _batched(flat, _ADAM_RESULTS)
+        ]
+    return results
+
+
+_ADAM_RESULTS = 7  # of a leaf
+
+
+def _batched(items, count):
+    return [items[i : i + count] for i in range(0, len(items), count)]
+
+
+class _AdamSpec(NamedTuple):
+    """The static part: the axes that blocks cut, counted from the end, and whether
+    parameters are given and stepped.
+    """
+
+    axes: tuple[int, ...]
+    applies: bool
+
+    @property
+    def operands(self) -> int:
+        """The number of operands of a leaf."""
+        return 9 + self.applies
+
+    def units(self, operand_count):
+        each, results = self.operands, _ADAM_RESULTS
+        return [
+            (
+                list(range(each * i, each * (i + 1))),
+                list(range(results * i, results * (i + 1))),
+            )
+            for i in range(len(self.axes))
+        ]
+
+    def chosen(self, indices):
+        return _AdamSpec(tuple(self.axes[i] for i in indices), self.applies)
+
+
+class _AdamUpdate(OpOfUnits):
+    name = "adam_update"
+
+    def names(self, *ranks, spec):
+        operands, results = [], []
+        for i, axis in enumerate(spec.axes):
+            elements, blocks = moment_names(ranks[spec.operands * i], axis, f"leaf{i}_")
+            moment = [elements, blocks, blocks]
+            operands += [elements] * spec.applies + 2 * moment
+            operands += [
+                (f"{WHOLE}_moment{i}", *blocks),
+                (f"{WHOLE}_numbers{i}",),
+                elements,
+            ]
+            results += [elements, *moment, *moment]
+        return operands, results
+
+    def dtypes(self, *operands, spec):
+        f32, moment = (
+            np.dtype(np.float32),
+            [x.dtype for x in operands[spec.applies :][:3]],
+        )
+        return [f32, *moment, *moment] * len(spec.axes)
+
+    def align(self, axes, sizes, mesh_shape, spec):
+        return aligned_blocks(axes, sizes, mesh_shape, "leaf0_")
+
+    def lower(
+        self,
+        ctx,
+        operands,
+        platform,
+        native,
+        is_loaded,
+        implementation,
+        vmap_dims,
+        spec,
+    ):
+        """Lower each leaf by itself on a mesh, which may cut each along other axes."""
+        if _compat.devices_of(ctx) != "mesh" or len(spec.axes) == 1:
+            return super().lower(
+                ctx,
+                operands,
+                platform,
+                native,
+                is_loaded,
+                implementation,
+                vmap_dims,
+                spec,
+            )
+        results = []
+        for i, (ins, outs) in enumerate(spec.units(len(operands))):
+            types = [
+                [avals[j] for j in part]
+                for avals, part in ((ctx.avals_in, ins), (ctx.avals_out, outs))
+            ]
+            results += super().lower(
+                ctx.replace(avals_in=types[0], avals_out=types[1]),
+                *(
+                    [operands[j] for j in ins],
+                    platform,
+                    native,
+                    is_loaded,
+                    implementation,
+                    vmap_dims,
+                ),
+                spec.chosen([i]),
+            )
+        return results
+
+    def reference(self, *operands, vmap_dims, spec):
+        leaves = zip(spec.axes, _batched(operands, spec.operands), strict=True)
+        return [
+            x
+            for axis, (*leaf, grads) in leaves
+            for x in adam_step(grads, *leaf, axis=axis, vmap_dims=vmap_dims)
+        ]
+
+    def cpu(self, *operands, vmap_dims, spec):
+        leaves = list(zip(spec.axes, _batched(operands, spec.operands), strict=True))
+        rows, keys, results, aliases = [], [], [], {}
+        for i, (axis, (*leaf, keys_of_both, numbers, grads)) in enumerate(leaves):
+            # The parameters, or else the gradients, and both moments are written over.
+            first = len(rows) + spec.applies
+            # The keys of all leaves are one operand: XLA computes them in one launch.
+            keys.append(
+                to_rows(jnp.moveaxis(keys_of_both, vmap_dims, 0), axis).reshape(-1)
+            )
+            rows += [to_rows(x, axis) for x in (grads, *leaf)]
+            places = range(first, first + _ADAM_RESULTS)
+            results += [(rows[place].shape, rows[place].dtype) for place in places]
+            aliases |= dict(
+                zip(
+                    places,
+                    range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)),
+                    strict=True,
+                )
+            )
+            rows.append(numbers.reshape(-1, ADAM_NUMBERS))
+        operands = *rows, jnp.concatenate(keys)
+        new = _ffi.call(
+            "adam_update", results, *operands, aliases=aliases, apply=spec.applies
+        )
+        shapes = [
+            x.shape for _, leaf in leaves for x in (leaf[0], *leaf[spec.applies : -3])
+        ]
+        axes = [axis for axis in spec.axes for _ in range(_ADAM_RESULTS)]
+        return list(map(from_rows, new, axes, shapes))
+
+
+_adam = _AdamUpdate()

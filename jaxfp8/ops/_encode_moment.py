@@ -1,0 +1,225 @@
+"""encode_moment and decode_moment: moments of an optimizer in FP8, with an amax and an
+exponent for each block.
+
+A moment is `(data, amax, exponent)`: float8_e4m3fn codes in its shape; and for each
+block of 128 elements along an axis the largest finite magnitude a, f32, and the binary
+logarithm of k, int8. The codes are of `sign(x) 448 u**k`, where `u = |x| / a`. This
+range expansion (COAT, arXiv:2410.19313) spends the format's range on the numbers of the
+block: a block of half the span in octaves can have twice the k, which halves its
+errors. Each block has the largest k of 2, 1 and 1/2 that its smallest element allows.
+These powers are products and square roots, which all platforms round alike.
+
+An element that is not finite has the code of NaN and does not count in the amax, so
+that it spoils no other element. A subnormal element counts as zero, because XLA's CPU
+threads compute with subnormals as if they were zero.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..numerics._moment_codec import (
+    BLOCK,
+    changes_and_span,
+    decoded,
+    each,
+    each_amax,
+    encoded,
+    join,
+    split,
+)
+from . import _blocks, _ffi
+from ._primitive import Op, dims
+
+# The number of elements that share an amax and an exponent.
+MOMENT_BLOCK = BLOCK
+
+
+def decode_moment(
+    data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis: int
+) -> jax.Array:
+    """Compute the f32 elements of a moment: `sign(data) amax (|data| / 448)**(1 / k)`.
+
+    Args:
+        data: float8_e4m3fn `[..., n, ...]`.
+        amax, exponent: f32 and int8 `[..., ceil(n / 128), ...]`.
+        axis: the axis that blocks cut.
+
+    Returns:
+        f32, in the shape of `data`.
+    """
+    return _decode(data, amax, exponent, spec=_Spec(axis - data.ndim))[0]
+
+
+def encode_moment(
+    data: jax.Array,
+    amax: jax.Array,
+    exponent: jax.Array,
+    after: jax.Array,
+    keys: jax.Array | None,
+    *,
+    squared: bool,
+    axis: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantize `after` where a block differs from what the moment decodes to; keep the
+    bits of other blocks.
+
+    Args:
+        data, amax, exponent, axis: the moment, as in `decode_moment`.
+        after: f32 in the shape of `data`.
+        keys: random u32 in the shape of `amax`: rounds stochastically by the high bits
+            of `keys + i mix(keys) + i**2 mix(mix(keys))`, where i is the number of an
+            element in its block. None rounds to nearest.
+        squared: whether the elements are squares. Stochastic rounding keeps the mean of
+            their fourth roots, of other elements that of the elements. Squares round to
+            zero only where they are zero, and k depends on other spans.
+
+    Returns:
+        `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
+    """
+    keys = () if keys is None else (keys,)
+    return tuple(
+        _encode(
+            data, amax, exponent, after, *keys, spec=_Spec(axis - data.ndim, squared)
+        )
+    )
+
+
+# --------------------------------------------------------------------- the custom calls
+
+
+def to_rows(x, axis):
+    """Return a matrix whose rows the blocks cut."""
+    x = jnp.moveaxis(x, axis, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def from_rows(rows, axis, shape):
+    """Undo `to_rows` of an array of `shape`."""
+    sizes = [size for i, size in enumerate(shape) if i != len(shape) + axis]
+    return jnp.moveaxis(rows.reshape(*sizes, shape[axis]), -1, axis)
+
+
+# ----------------------------------------------------------------------- the primitives
+
+
+def moment_names(rank, axis, leaf=""):
+    """Return the names of the dimensions of elements, and those of blocks."""
+    names = dims(f"{leaf}x", rank)
+    before, after = names[: rank + axis], names[rank + axis + 1 :]
+    return (*before, f"{leaf}col0", *after), (*before, f"{leaf}blocks", *after)
+
+
+def aligned_blocks(axes, sizes, mesh_shape, leaf=""):
+    """Cut amaxes and exponents where the codes are cut, and these between blocks."""
+    blocks, column = f"{leaf}blocks", f"{leaf}col0"
+    # More operands count blocks than elements: a mesh axis that cuts both has been
+    # given to the blocks.
+    if blocks in axes and column not in axes:
+        axes = axes | {column: axes[blocks]}
+    return _blocks.aligned(
+        axes, sizes, mesh_shape, {f"{leaf}col": {blocks: MOMENT_BLOCK}}
+    )
+
+
+class _Spec(NamedTuple):
+    """The static part: the axis that blocks cut, counted from the end, and whether the
+    elements are squares.
+    """
+
+    axis: int
+    squared: bool = False
+
+
+class _Moment(Op):
+    """An op of moments."""
+
+    def align(self, axes, sizes, mesh_shape, spec):
+        """Cut amaxes and exponents where the codes are cut, and these between
+        blocks.
+        """
+        return aligned_blocks(axes, sizes, mesh_shape)
+
+
+class _DecodeMoment(_Moment):
+    name = "decode_moment"
+
+    def names(self, *ranks, spec):
+        elements, blocks = moment_names(ranks[0], spec.axis)
+        return [elements, blocks, blocks], [elements]
+
+    def reference(self, data, amax, exponent, vmap_dims, spec):
+        axis = spec.axis
+        codes = split(lax.bitcast_convert_type(data, jnp.uint8), axis)
+        values = decoded(codes, each_amax(amax, axis), each(exponent, axis))
+        return (join(values, axis, data.shape),)
+
+    def cpu(self, data, amax, exponent, vmap_dims, spec):
+        rows = [to_rows(x, spec.axis) for x in (data, amax, exponent)]
+        (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
+        return (from_rows(out, spec.axis, data.shape),)
+
+    # XLA fuses it into the update, so that decoded moments are not read from memory
+    cuda = reference
+
+
+class _EncodeMoment(_Moment):
+    name = "encode_moment"
+
+    def names(self, *ranks, spec):
+        elements, blocks = moment_names(ranks[0], spec.axis)
+        return [elements, blocks, blocks, elements, blocks][: len(ranks)], [
+            elements,
+            blocks,
+            blocks,
+        ]
+
+    def dtypes(self, data, amax, exponent, *operands, spec):
+        return [data.dtype, amax.dtype, exponent.dtype]
+
+    def reference(self, data, amax, exponent, after, *keys, vmap_dims, spec):
+        axis, squared = spec
+        # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
+        #    storing what its decoding, this step and the next have in common, which
+        #    would be more bytes than the moment.
+        codes, after = lax.optimization_barrier(
+            (lax.bitcast_convert_type(data, jnp.uint8), after)
+        )
+        keep, top, bottom = changes_and_span(
+            split(codes, axis), amax, exponent, split(after, axis), axis
+        )
+        old, after, keep, top, bottom = lax.optimization_barrier(
+            (codes, after, keep, top, bottom)
+        )
+
+        # 2. Encode all blocks, and keep the bits of those that are the same. Select
+        #    bytes: XLA's CPU compiler may move FP8 through float16.
+        codes, power = encoded(
+            split(after, axis), top, bottom, keys[0] if keys else None, squared, axis
+        )
+        codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
+        data = lax.bitcast_convert_type(join(codes, axis, data.shape), data.dtype)
+        return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
+
+    def cpu(self, *operands, vmap_dims, spec):
+        rows = [to_rows(x, spec.axis) for x in operands]
+        rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
+        results = [(x.shape, x.dtype) for x in rows[:3]]
+        new = _ffi.call(
+            "encode_moment",
+            results,
+            *rows,
+            aliases={0: 0, 1: 1, 2: 2},
+            squared=spec.squared,
+        )
+        return [
+            from_rows(x, spec.axis, old.shape)
+            for x, old in zip(new, operands[:3], strict=True)
+        ]
+
+
+_decode = _DecodeMoment()
+_encode = _EncodeMoment()
