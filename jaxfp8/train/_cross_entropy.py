@@ -161,24 +161,24 @@ def _backward(head, residuals, ct):
         return jnp.sum(ct * (exponentials - _at_labels(logits, labels - start)))
 
     def add_chunk(carry, start, size):
-        so_far, of_columns = carry
+        so_far, column_grads = carry
         columns = _columns(kernel, bias, start, size)
-        of_x, of_chunk, of_state = grad(surrogate, argnums=(0, 1, 2))(
+        x_grad, chunk_grads, state_grad = grad(surrogate, argnums=(0, 1, 2))(
             wide, columns, state, start
         )
-        of_columns = jax.tree.map(
+        column_grads = jax.tree.map(
             lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, -1),
-            of_columns,
-            of_chunk,
+            column_grads,
+            chunk_grads,
         )
-        return accumulate_gradients(so_far, (of_x, of_state)), of_columns
+        return accumulate_gradients(so_far, (x_grad, state_grad)), column_grads
 
     # The gradient of x has the dtype of x, so a wide x gives wide sums.
     wide = x.astype(_F32)
     start = jax.tree.map(jnp.zeros_like, ((wide, state), (kernel, bias)))
-    (of_x, of_state), of_columns = _over_chunks(head, kernel, start, add_chunk)
+    (x_grad, state_grad), column_grads = _over_chunks(head, kernel, start, add_chunk)
     no_gradient = np.zeros(labels.shape, jax.dtypes.float0)
-    return of_x.astype(x.dtype), *of_columns, of_state, no_gradient
+    return x_grad.astype(x.dtype), *column_grads, state_grad, no_gradient
 
 
 _losses.defvjp(_forward, _backward)
@@ -242,9 +242,9 @@ def _product_fwd(dtype, x, kernel):
 def _product_bwd(dtype, residuals, ct):
     x, kernel = residuals
     ct = ct.astype(dtype)
-    of_x = _sums(ct, kernel.astype(dtype), (((1,), (1,)), ((), ())))
-    of_kernel = _sums(x.astype(dtype), ct, (((0,), (0,)), ((), ())))
-    return of_x.astype(x.dtype), of_kernel.astype(kernel.dtype)
+    x_grad = _sums(ct, kernel.astype(dtype), (((1,), (1,)), ((), ())))
+    kernel_grad = _sums(x.astype(dtype), ct, (((0,), (0,)), ((), ())))
+    return x_grad.astype(x.dtype), kernel_grad.astype(kernel.dtype)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
