@@ -37,14 +37,18 @@ CI = {
         "dot/test_ragged_dot.py",
     ),
     *("dot/test_ragged_operands.py", "dot/test_shared_kernels.py"),
-    *("linen/test_quantize_transforms.py", "linen/test_scan.py"),
+    *(
+        "linen/test_experts.py",
+        "linen/test_quantize_transforms.py",
+        "linen/test_scan.py",
+    ),
     *(
         "mesh/test_collectives.py",
         "mesh/test_collectives_of_codes.py",
         "mesh/test_odd_shards.py",
     ),
     *("mesh/test_pipeline.py", "mesh/test_ragged.py", "mesh/test_wire.py"),
-    *("nnx/test_fused_layers.py", "nnx/test_quantize.py"),
+    *("nnx/test_experts.py", "nnx/test_fused_layers.py", "nnx/test_quantize.py"),
     *(
         "ops/test_moments.py",
         "ops/test_native_xla.py",

@@ -122,7 +122,7 @@ def dot_general(
         zeros = jnp.zeros(out_shape(*both), jnp.float32)
         return _activated(plus(zeros, bias, 0, out_dtype), activation)
     if recipe is None or is_small(recipe, *both):
-        with _contexts.high_precision(_why(recipe)):
+        with _contexts.high_precision(why(recipe)):
             y = _multiply_in_high_precision(
                 x, kernel, numbers, bias, precision, out_dtype, out_sharding
             )
@@ -211,7 +211,7 @@ def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtyp
     high precision, else bfloat16.
     """
     if preferred_element_type is None:
-        dtypes = _high_precision_dtypes(*operands)
+        dtypes = high_precision_dtypes(*operands)
         preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
     return _checks.dtype(
         op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION
@@ -237,7 +237,7 @@ def _multiply_in_high_precision(
     """Multiply the values of two operands; the result is float32 where a bias will be
     added.
     """
-    dtypes = _high_precision_dtypes(x, kernel)
+    dtypes = high_precision_dtypes(x, kernel)
     dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
     return lax.dot_general(
         recipes.value_of(*x, dtype),
@@ -257,14 +257,14 @@ def is_small(recipe, x, kernel) -> bool:
     return size < recipe.min_size**3
 
 
-def _high_precision_dtypes(*operands: Operand) -> list:
+def high_precision_dtypes(*operands: Operand) -> list:
     """Return the dtypes of the operands without codes, and of the sources of
     QTensors.
     """
     return [x.array.dtype for x in operands if x.has_high_precision]
 
 
-def _why(recipe) -> str:
+def why(recipe) -> str:
     """Return the reason why a product is in high precision, a clause."""
     if recipe is not None:
         return f"smaller than min_size={recipe.min_size} of the recipe"

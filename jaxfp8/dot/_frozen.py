@@ -7,6 +7,7 @@ and scales as with that kernel and that state.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -153,6 +154,7 @@ def multiply(
     *,
     recipe,
     preferred_element_type,
+    by: Callable[..., jax.Array],
     **options: Any,
 ) -> jax.Array:
     """Compute `jaxfp8.dot_general` with a frozen kernel: its codes are the kernel, and
@@ -167,6 +169,7 @@ def multiply(
         recipe: the recipe of the product; None dequantizes the codes.
         preferred_element_type: the dtype of the result; None is the dtype that x and
             that kernel promote to.
+        by: `jaxfp8.dot_general`, or a function of the same arguments.
         options: further arguments of `jaxfp8.dot_general`.
 
     Raises:
@@ -192,7 +195,7 @@ def multiply(
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     if preferred_element_type is None:
         preferred_element_type = promoted(x.dtype, kernel.dtype)
-    return _dot_general.dot_general(
+    return by(
         x,
         codes,
         numbers,

@@ -17,19 +17,23 @@ from ..recipes import (
     AmaxReduction,
     DotGeneralState,
     GEMMType,
+    HighPrecision,
     HighPrecisionQuantizer,
     QTensor,
     Recipe,
     second,
+    value_of,
 )
 from . import _contexts
-from ._compute_dtype import not_wider, promoted
+from ._compute_dtype import compute_dtype, not_wider, promoted, to_compute
 from ._dot_general import (
     checked_quantizers,
     fused_operand,
+    high_precision_dtypes,
     multiply_operands,
     operand,
     result_dtype,
+    why,
 )
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
@@ -43,7 +47,7 @@ def ragged_dot(
     rhs: ArrayLike | QTensor,
     group_sizes: ArrayLike,
     *,
-    recipe: Recipe,
+    recipe: Recipe | None,
     state: DotGeneralState | None = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
@@ -77,8 +81,9 @@ def ragged_dot(
             gradient.
         group_sizes: int32 `[g]`, of sum at most m; a negative size counts as 0. The
             sizes are read on the device, and the host does not wait.
-        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`; None is not
-            allowed. A product that a `ByProduct` has None for is that of
+        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`. None computes
+            `jax.lax.ragged_dot` and does not touch the state; `vmap` then reaches what
+            it reaches there. A product that a `ByProduct` has None for is that of
             `jax.lax.ragged_dot`.
         state: `init_state(recipe)`, or the state that the last step returned; None
             where the recipe keeps no state. With `DotGeneralState(None, None, None)`
@@ -97,8 +102,8 @@ def ragged_dot(
             listed above; `state` is not a DotGeneralState or `recipe` not a Recipe; the
             gradient of a QTensor without a source; second derivatives and forward mode.
         ValueError: shapes do not fit; the state is missing, or has another shape or
-            history length; the recipe has no FP8; or the recipe or a QTensor has scales
-            other than one for the tensor or one for each block.
+            history length; no quantizer of the recipe makes FP8; or the recipe or a
+            QTensor has scales other than one for the tensor or one for each block.
     """
     # 1. Check the operands.
     op = "ragged_dot"
@@ -116,12 +121,17 @@ def ragged_dot(
                 f"one for each block, got codes of {x.codes.data.dtype} and "
                 f"block={x.codes.block}"
             )
-    quantizers, state = checked_quantizers(op, recipe, state)
-    _check_recipe(recipe, quantizers)
+    if isinstance(recipe, HighPrecision):
+        recipe = None
+    if recipe is not None:
+        quantizers, state = checked_quantizers(op, recipe, state)
+        _check_recipe(recipe, quantizers)
     out_dtype = result_dtype(op, preferred_element_type, lhs, rhs)
     # there is no element: gradients are zero, the state is not touched
     if 0 in lhs.array.shape or 0 in rhs.array.shape:
         return jnp.zeros((lhs.array.shape[0], rhs.array.shape[2]), out_dtype)
+    if recipe is None:
+        return _of_jax(lhs, rhs, group_sizes, out_dtype)
 
     # 2. Fuse the input, unless rows beyond the last group would not be zeros: a norm
     #    adds its bias to them.
@@ -138,9 +148,76 @@ def ragged_dot(
         out_dtype=out_dtype,
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
+        layer=_contexts.current_layer(),
     )
     (y,) = multiply_operands(product, lhs, rhs, None, state, group_sizes)
     return checkpoint_name(y, OUTPUT_NAME)
+
+
+def ragged_dot_by(
+    multiply, lhs, rhs, group_sizes, *, preferred_element_type=None
+) -> jax.Array:
+    """Compute `ragged_dot` by a module that holds recipe and state, or frozen codes.
+
+    Args:
+        multiply: the product of the module; it takes `by`, a function in the place of
+            `dot_general`.
+        lhs, rhs, group_sizes, preferred_element_type: as `ragged_dot` takes them.
+    """
+
+    def by_rows(x, kernel, dimension_numbers, **options):
+        del x
+        # frozen codes are `[g, n, k]`
+        is_frozen = dimension_numbers != _OF_EACH_EXPERT
+        kernel = kernel.transposed(1) if is_frozen else kernel
+        return ragged_dot(lhs, kernel, group_sizes, **options)
+
+    if preferred_element_type is None:
+        preferred_element_type = compute_dtype(lhs, rhs)
+    # To a module the experts are a batch of products of all rows: the layout of a
+    # kernel is the same.
+    rows = jax.ShapeDtypeStruct((rhs.shape[0], *lhs.shape), preferred_element_type)
+    return multiply(
+        rows,
+        rhs,
+        _OF_EACH_EXPERT,
+        by=by_rows,
+        preferred_element_type=preferred_element_type,
+    )
+
+
+_OF_EACH_EXPERT = (((2,), (1,)), ((0,), (0,)))
+
+
+def ragged_linear(product, x, kernel, group_sizes, *, dtype) -> jax.Array:
+    """Multiply groups of rows of x by the matrices of a kernel, in the compute dtype of
+    a layer.
+
+    Args:
+        product: a function like `ragged_dot` without recipe and state.
+        x: an array `[m, k]`, or a FusedInput.
+        kernel: an array or codes `[g, k, n]`.
+        group_sizes: int32 `[g]`.
+        dtype: the dtype of the layer, see `compute_dtype`.
+    """
+    dtype = compute_dtype(x, kernel, dtype=dtype)
+    x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
+    return product(x, kernel, group_sizes, preferred_element_type=dtype)
+
+
+def _of_jax(lhs, rhs, group_sizes, out_dtype):
+    """Multiply by `jax.lax.ragged_dot`, in the dtype of the result where that of the
+    operands is not narrower.
+    """
+    dtypes = high_precision_dtypes(lhs, rhs)
+    dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
+    with _contexts.high_precision(why(None)):
+        return lax.ragged_dot(
+            value_of(*lhs, dtype),
+            value_of(*rhs, dtype),
+            _in_bounds(group_sizes, lhs.array.shape[0]),
+            preferred_element_type=out_dtype,
+        )
 
 
 def _check_shapes(lhs, rhs, groups: int) -> None:

@@ -18,7 +18,13 @@ from ..ops import _ffi, _primitive, _support
 
 # Scopes that transforms add, which do not name modules.
 _SCOPES_OF_TRANSFORMS = ("rematted_computation", "checkpoint")
-_SCOPES_OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
+_SCOPES_OF_PRODUCTS = (
+    "Fp8DotGeneral_",
+    "Fp8Einsum_",
+    "Fp8RaggedDot_",
+    "dot_general",
+    "ragged_dot",
+)
 _PACKAGES = [
     sys.modules[name] for name in ("jax", "jaxlib", "flax") if name in sys.modules
 ]

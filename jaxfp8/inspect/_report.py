@@ -312,7 +312,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
     # 1. Report the layers that take rules.
     layers = nnx_rules.layers(model)
     calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
-    for path, layer, _ in layers:
+    for path, layer, attribute in layers:
         call, is_passed_by = calls.get(path), path in calls and calls[path] is None
         decided, product, path = (
             decide(path, layer),
@@ -334,7 +334,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             layer,
             recipe,
             why,
-            None if call is None else call.x_shape,
+            None if call is None else _input(attribute, call),
             _kernel(layer),
         )
     # 2. Report modules without a product where a rule matches the module in vain.
@@ -358,6 +358,12 @@ def _nnx_calls(model, args, kwargs) -> dict:
     ]
     calls, _ = recorded_calls(copy, layers, args, kwargs)
     return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
+
+
+def _input(attribute: str | None, call) -> tuple[int, ...]:
+    """Return the shape of the x that a layer gave its product."""
+    # the rows of all experts are recorded as a batch of each expert's
+    return call.x_shape[1:] if attribute == "ragged_dot" else call.x_shape
 
 
 def _nnx_recipe_and_reason(layer, product, decided, rule: str | None):
@@ -402,7 +408,7 @@ def _own_product(layer) -> str:
     """
     named = (
         getattr(layer, name, None)
-        for name in ("dot_general_cls", "dot_general", "einsum_op")
+        for name in ("dot_general_cls", "dot_general", "einsum_op", "ragged_dot")
     )
     product = next((value for value in named if value is not None), None)
     is_plain = product in (None, jax.lax.dot_general, jnp.einsum)

@@ -1,5 +1,5 @@
-"""Fp8DotGeneral, the `dot_general_cls` of Linen layers, and Fp8Einsum: products that
-hold their own state.
+"""Fp8DotGeneral, the `dot_general_cls` of Linen layers, Fp8Einsum and Fp8RaggedDot:
+products that hold their own state.
 """
 
 import contextlib
@@ -13,7 +13,15 @@ from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
-from ..dot import Activated, Normalized, _contexts, _frozen, dot_general, einsum_by
+from ..dot import (
+    Activated,
+    Normalized,
+    _contexts,
+    _frozen,
+    dot_general,
+    einsum_by,
+    ragged_dot_by,
+)
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
@@ -65,10 +73,17 @@ class Fp8Module(nn.Module):
 
     @nn.nowrap
     def _multiply(
-        self, x, kernel, dimension_numbers, *, preferred_element_type, **options
+        self,
+        x,
+        kernel,
+        dimension_numbers,
+        *,
+        preferred_element_type,
+        by=dot_general,
+        **options,
     ) -> jax.Array:
         """Compute `jaxfp8.dot_general` with the recipe and the state of this module, or
-        with the codes of `jaxfp8.freeze`.
+        with the codes of `jaxfp8.freeze`; `by` takes its place.
         """
         recipe = recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
         frozen = self._frozen_arrays()
@@ -78,9 +93,9 @@ class Fp8Module(nn.Module):
         if _frozen.is_freezing() and recipe is not None:
             self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
         if frozen is None:
-            multiply = functools.partial(dot_general, state=state)
+            multiply = functools.partial(by, state=state)
         else:
-            multiply = functools.partial(_frozen.multiply, frozen)
+            multiply = functools.partial(_frozen.multiply, frozen, by=by)
         return multiply(
             x,
             kernel,
@@ -275,6 +290,36 @@ class Fp8Einsum(Fp8Module):
                 precision=precision,
                 preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
+            )
+
+
+class Fp8RaggedDot(Fp8Module):
+    """An FP8 `ragged_dot`, with its state: the product of experts whose rows the code
+    around it sorts; `Experts` is a whole layer.
+
+        y = jaxfp8.linen.Fp8RaggedDot(recipe=recipe)(rows, kernel, group_sizes)
+
+    State and fields are those of `Fp8DotGeneral`.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: ArrayLike | Activated | Normalized | QTensor,
+        rhs: ArrayLike | QTensor,
+        group_sizes: ArrayLike,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> jax.Array:
+        """Compute `jax.lax.ragged_dot` in FP8, `[m, n]` of lhs `[m, k]`, rhs
+        `[g, k, n]` and int32 group_sizes `[g]`; see `jaxfp8.ragged_dot`.
+        """
+        with self.naming():
+            return ragged_dot_by(
+                self._multiply,
+                lhs,
+                rhs,
+                group_sizes,
+                preferred_element_type=preferred_element_type,
             )
 
 

@@ -1,5 +1,5 @@
-"""Dense, whose kernel is quantized in `param_dtype`; NormDense and GatedMLP, which keep
-inner values as codes.
+"""Dense, whose kernel is quantized in `param_dtype`; NormDense, GatedMLP and Experts,
+which keep inner values as codes.
 """
 
 import math
@@ -16,13 +16,17 @@ from ..dot import (
     Activated,
     FusedInput,
     Normalized,
+    check_activation,
     check_gate,
     check_norm,
+    columns,
     linear,
+    mixture,
     norm_of_layer,
+    ragged_linear,
     sizes,
 )
-from ._dot_general import Fp8DotGeneral
+from ._dot_general import Fp8DotGeneral, Fp8RaggedDot
 
 
 class Dense(nn.Module):
@@ -286,3 +290,112 @@ def _with_gate(init, axis: int):
         )
 
     return with_gate
+
+
+class Experts(nn.Module):
+    """The experts of a mixture, in FP8: each token goes to the experts that a router
+    chose for it, and gets the weighted sum of their results.
+
+        experts = jaxfp8.linen.Experts(count=64, hidden_features=1408, recipe=recipe)
+        y = experts(x, expert, weights)
+
+    Expert e computes `activation(x @ wi[e]) @ wo[e]`. The rows of all experts are
+    sorted on the device, without capacity or padding, and no token is dropped. All
+    experts are one `jaxfp8.ragged_dot` for `wi` and one for `wo`, each with one state;
+    the activation is computed in float32 in the pass that quantizes its result. The
+    router belongs to the caller.
+
+    The parameters are `wi/kernel` `[count, k, hidden_features]` and `wo/kernel`
+    `[count, hidden_features, k]`. With a gated activation `wi/kernel` has
+    `2 * hidden_features` columns, first those of the gate. State is in
+    `wi/Fp8RaggedDot_0` and `wo/Fp8RaggedDot_0`.
+
+    Attributes:
+        count: the number of experts.
+        hidden_features: the size between the products.
+        activation: a name that `jaxfp8.activated` takes; `"silu_gated"` is SwiGLU.
+        recipe, dtype, param_dtype: see `Dense`; they hold for both products. In high
+            precision both are `jax.lax.ragged_dot`.
+        kernel_init: initializer of both kernels, whose first dimension counts experts.
+
+    Raises:
+        ValueError: `activation` is unknown.
+    """
+
+    count: int
+    hidden_features: int
+    activation: str = "silu_gated"
+    recipe: Any = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal(
+        batch_axis=(0,)
+    )
+
+    @nn.compact
+    def __call__(
+        self, x: ArrayLike, expert: ArrayLike, weights: ArrayLike
+    ) -> jax.Array:
+        """Compute y of the shape of x: the sum of `weights` times the results of the
+        experts.
+
+        Args:
+            x: the tokens `[..., k]`.
+            expert: integers `[..., chosen]`, the experts of each token. A number that
+                no expert has, such as -1, chooses none: it adds nothing, and neither an
+                amax nor a gradient sees its row.
+            weights: bfloat16, float16 or float32 `[..., chosen]`. They multiply the
+                results, and the sum is taken, in float32.
+
+        Returns:
+            An array of the compute dtype.
+
+        Raises:
+            TypeError: `expert` is not of integers, or `weights` not of floats.
+            ValueError: the shapes do not fit.
+        """
+        check_activation("Experts", self.activation)
+        x = jnp.asarray(x)
+        (hidden,) = sizes("Experts: hidden_features", (self.hidden_features,))
+        return mixture(
+            x,
+            expert,
+            weights,
+            count=self.count,
+            activation=self.activation,
+            dtype=self.dtype,
+            wi=self._product("wi", columns(hidden, self.activation)),
+            wo=self._product("wo", x.shape[-1] if x.shape else 0),
+        )
+
+    @nn.nowrap
+    def _product(self, name: str, features: int) -> "RaggedDense":
+        return RaggedDense(
+            self.count,
+            features,
+            recipe=self.recipe,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            name=name,
+        )
+
+
+class RaggedDense(nn.Module):
+    """A product of `Experts`: `features` columns of a kernel for each of `count`
+    experts.
+    """
+
+    count: int
+    features: int
+    recipe: Any
+    dtype: Any
+    param_dtype: Any
+    kernel_init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self, x, group_sizes) -> jax.Array:
+        shape = (self.count, x.shape[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        product = Fp8RaggedDot(recipe=self.recipe)
+        return ragged_linear(product, x, kernel, group_sizes, dtype=self.dtype)

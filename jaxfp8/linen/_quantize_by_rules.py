@@ -57,13 +57,13 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
     Layers are the modules with a field `dot_general_cls` (`nn.Dense`, `nn.DenseGeneral`
     and the layers inside attention), `nn.Einsum`, and modules that hold a
-    `jaxfp8.linen.Fp8DotGeneral` or `Fp8Einsum`, such as `jaxfp8.linen.Dense`: a rule
-    may name the module or its product. A rule takes the place of the `dot_general` and
-    `dot_general_cls` in the code. Parameters and state have the names that
-    `dot_general_cls=Fp8DotGeneral` gives them, so checkpoints interchange; the state of
-    an `nn.Einsum` is under `Fp8Einsum_0`. Convolutions, attention scores and
-    `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that a
-    rule matches.
+    `jaxfp8.linen.Fp8DotGeneral`, `Fp8Einsum` or `Fp8RaggedDot`, such as
+    `jaxfp8.linen.Dense`: a rule may name the module or its product. A rule takes the
+    place of the `dot_general` and `dot_general_cls` in the code. Parameters and state
+    have the names that `dot_general_cls=Fp8DotGeneral` gives them, so checkpoints
+    interchange; the state of an `nn.Einsum` is under `Fp8Einsum_0`. Convolutions,
+    attention scores and `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names
+    those of them that a rule matches. No rule reaches a call of `jax.lax.ragged_dot`.
 
     Args:
         model: an unbound Linen module; it is not changed. If it has rules already, the

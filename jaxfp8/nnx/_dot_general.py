@@ -1,5 +1,5 @@
-"""Fp8DotGeneral and Fp8Einsum for NNX layers, and the variables of their state, whose
-gradient is the next value.
+"""Fp8DotGeneral, Fp8Einsum and Fp8RaggedDot for NNX layers, and the variables of their
+state, whose gradient is the next value.
 """
 
 import contextlib
@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from ..dot import Activated, Normalized, _contexts, _frozen, dot_general, einsum_by
+from ..dot import (
+    Activated,
+    Normalized,
+    _contexts,
+    _frozen,
+    dot_general,
+    einsum_by,
+    ragged_dot_by,
+)
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
@@ -53,7 +61,7 @@ def _layer_path(path: tuple) -> tuple:
     """Return the path of the layer that holds the product at `path`, or `path` where
     the code named the product.
     """
-    return path[:-1] if path and path[-1] in ("dot_general", "einsum_op") else path
+    return path[:-1] if path and path[-1] in PRODUCTS else path
 
 
 class _Fp8Product(nnx.Module):
@@ -105,17 +113,24 @@ class _Fp8Product(nnx.Module):
                 setattr(self, name, value)
 
     def _multiply(
-        self, x, kernel, dimension_numbers, *, preferred_element_type, **options
+        self,
+        x,
+        kernel,
+        dimension_numbers,
+        *,
+        preferred_element_type,
+        by=dot_general,
+        **options,
     ) -> jax.Array:
         """Compute `jaxfp8.dot_general` with the recipe and the state of this object, or
-        with the codes of `jaxfp8.freeze`.
+        with the codes of `jaxfp8.freeze`; `by` takes its place.
         """
         _mistakes.refuse_linen_layer(type(self).__name__)
         recipe, frozen = current_recipe(self), frozen_arrays(self)
         if frozen is None:
-            multiply = functools.partial(dot_general, state=read_state(self, recipe))
+            multiply = functools.partial(by, state=read_state(self, recipe))
         else:
-            multiply = functools.partial(_frozen.multiply, frozen)
+            multiply = functools.partial(_frozen.multiply, frozen, by=by)
         return multiply(
             x,
             kernel,
@@ -256,6 +271,45 @@ class Fp8Einsum(_Fp8Product):
                 preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
             )
+
+
+class Fp8RaggedDot(_Fp8Product):
+    """An FP8 `ragged_dot`, with its state: the product of experts whose rows the code
+    around it sorts; `Experts` is a whole layer.
+
+        self.ragged_dot = jaxfp8.nnx.Fp8RaggedDot(recipe)
+        y = self.ragged_dot(rows, kernel, group_sizes)
+
+    State, arguments and errors are those of `Fp8DotGeneral`.
+    """
+
+    @_mistakes.with_operands
+    def __call__(
+        self,
+        lhs: ArrayLike | Activated | Normalized | QTensor,
+        rhs: ArrayLike | QTensor,
+        group_sizes: ArrayLike,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> jax.Array:
+        """Compute `jax.lax.ragged_dot` in FP8, `[m, n]` of lhs `[m, k]`, rhs
+        `[g, k, n]` and int32 group_sizes `[g]`; see `jaxfp8.ragged_dot`.
+        """
+        with self._naming(rhs):
+            return ragged_dot_by(
+                self._multiply,
+                lhs,
+                rhs,
+                group_sizes,
+                preferred_element_type=preferred_element_type,
+            )
+
+
+# The product of a layer, by the attribute that holds it.
+PRODUCTS = {
+    "dot_general": Fp8DotGeneral,
+    "einsum_op": Fp8Einsum,
+    "ragged_dot": Fp8RaggedDot,
+}
 
 
 class OverwriteWithGradient(nnx.Variable):

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._jax._primitives import inner_jaxprs
 from .._jax._trees import split_arrays
-from ..dot import _frozen, dot_general, einsum_by
+from ..dot import _frozen, dot_general, einsum_by, ragged_dot_by
 from ..recipes import QuantizerState
 from ._dot_general import current_recipe, frozen_arrays, read_state
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
@@ -111,6 +111,14 @@ class _Recorder(NamedTuple):
     i: int
     calls: list[Call | None]
 
+    def multiply(self, x, kernel, dimension_numbers, *, by=dot_general, **options):
+        call = Call(
+            x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
+        )
+        self.calls[self.i] = self.calls[self.i] or call
+        kernel = checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}")
+        return by(x, kernel, dimension_numbers, recipe=None, **options)
+
     def dot_general(
         self,
         x,
@@ -123,15 +131,10 @@ class _Recorder(NamedTuple):
         bias=None,
         activation=None,
     ):
-        call = Call(
-            x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
-        )
-        self.calls[self.i] = self.calls[self.i] or call
-        return dot_general(
+        return self.multiply(
             x,
-            checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}"),
+            kernel,
             dimension_numbers,
-            recipe=None,
             bias=bias,
             precision=precision,
             preferred_element_type=preferred_element_type,
@@ -139,7 +142,7 @@ class _Recorder(NamedTuple):
             activation=activation,
         )
 
-    def einsum(
+    def einsum_op(
         self,
         eqn,
         x,
@@ -150,13 +153,22 @@ class _Recorder(NamedTuple):
         out_sharding=None,
     ):
         return einsum_by(
-            self.dot_general,
+            self.multiply,
             eqn,
             x,
             kernel,
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
+        )
+
+    def ragged_dot(self, lhs, rhs, group_sizes, preferred_element_type=None):
+        return ragged_dot_by(
+            self.multiply,
+            lhs,
+            rhs,
+            group_sizes,
+            preferred_element_type=preferred_element_type,
         )
 
 
@@ -182,15 +194,7 @@ def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], 
     try:
         for i, (_, layer, attribute) in enumerate(candidates):
             recorder = _Recorder(i, calls)
-            setattr(
-                layer,
-                attribute,
-                nnx.static(
-                    recorder.einsum
-                    if attribute == "einsum_op"
-                    else recorder.dot_general
-                ),
-            )
+            setattr(layer, attribute, nnx.static(getattr(recorder, attribute)))
         graph, state = nnx.split(model)
         arrays, joined = split_arrays((args, kwargs))
 

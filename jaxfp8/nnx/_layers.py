@@ -1,5 +1,5 @@
-"""Linear, whose kernel is quantized in `param_dtype`; GatedMLP and NormDense, which
-keep inner values as codes.
+"""Linear, whose kernel is quantized in `param_dtype`; GatedMLP, NormDense and Experts,
+which keep inner values as codes.
 """
 
 import math
@@ -15,15 +15,20 @@ from ..dot import (
     Activated,
     FusedInput,
     Normalized,
+    check_activation,
     check_gate,
     check_norm,
+    columns,
     linear,
+    mixture,
     norm_of_layer,
+    ragged_linear,
     sizes,
 )
-from ._dot_general import Fp8DotGeneral
+from ._dot_general import Fp8DotGeneral, Fp8RaggedDot
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
+_EXPERTS_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 _BIAS_INIT = nnx.initializers.zeros_init()
 _SCALE_INIT = nnx.initializers.ones_init()
 
@@ -342,3 +347,85 @@ class NormDense(_Normalizing):
         in `jaxfp8.dot_general`.
         """
         return self.dense(self._normalized(x), out_sharding)
+
+
+class Experts(nnx.Module):
+    """The experts of a mixture, in FP8; parameters and arithmetic of
+    `jaxfp8.linen.Experts`.
+
+        experts = jaxfp8.nnx.Experts(64, 2048, 1408, recipe=recipe, rngs=rngs)
+        y = experts(x, expert, weights)
+
+    The parameters are `wi/kernel` `[count, in_features, hidden_features]` and
+    `wo/kernel` `[count, hidden_features, in_features]`. With a gated activation
+    `wi/kernel` has `2 * hidden_features` columns, first those of the gate. State is in
+    `wi/ragged_dot` and `wo/ragged_dot`, a `jaxfp8.nnx.Fp8RaggedDot` each.
+
+    Args:
+        count: the number of experts.
+        in_features, hidden_features: the sizes of x, and between the products.
+        activation, recipe, dtype, param_dtype, kernel_init: the fields of
+            `jaxfp8.linen.Experts`.
+        rngs: keys; the stream `params` initializes the kernels.
+
+    Raises:
+        ValueError: `activation` is unknown.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: str = "silu_gated",
+        recipe: Any = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = _EXPERTS_INIT,
+        rngs: nnx.Rngs,
+    ):
+        check_activation("Experts", activation)
+        (hidden,) = sizes("Experts: hidden_features", (hidden_features,))
+        self.count, self.activation, self.dtype = count, activation, dtype
+
+        def product(in_features, out_features):
+            shape = count, in_features, out_features
+            return RaggedLinear(
+                shape, recipe, dtype, kernel_init(rngs.params(), shape, param_dtype)
+            )
+
+        self.wi = product(in_features, columns(hidden, activation))
+        self.wo = product(hidden, in_features)
+
+    def __call__(
+        self, x: ArrayLike, expert: ArrayLike, weights: ArrayLike
+    ) -> jax.Array:
+        """Compute y of the shape of x `[..., in_features]`; `expert` and `weights`
+        `[..., chosen]`, errors and the result are those of `jaxfp8.linen.Experts`.
+        """
+        return mixture(
+            x,
+            expert,
+            weights,
+            count=self.count,
+            activation=self.activation,
+            dtype=self.dtype,
+            wi=self.wi,
+            wo=self.wo,
+        )
+
+
+class RaggedLinear(nnx.Module):
+    """A product of `Experts`: its kernel `[count, in_features, out_features]`, and the
+    `Fp8RaggedDot` that multiplies by it.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], recipe: Any, dtype: Any, kernel):
+        self.kernel = nnx.Param(kernel)
+        self.ragged_dot = Fp8RaggedDot(recipe)
+        self.kernel_shape, self.dtype = shape, dtype
+
+    def __call__(self, x, group_sizes) -> jax.Array:
+        kernel = self.kernel.get_value()
+        return ragged_linear(self.ragged_dot, x, kernel, group_sizes, dtype=self.dtype)

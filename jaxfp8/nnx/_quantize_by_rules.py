@@ -22,13 +22,13 @@ from ..recipes import (
     warn_of_own_arrays,
 )
 from ._dot_general import (
-    Fp8DotGeneral,
+    PRODUCTS,
     Fp8Einsum,
     OverwriteWithGradient,
     _Fp8Product,
     frozen_arrays,
 )
-from ._layers import Linear
+from ._layers import Linear, RaggedLinear
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
 RULES = "fp8_rules"
@@ -50,12 +50,13 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
     Layers are the modules with an attribute `dot_general` (`nnx.Linear`,
     `nnx.LinearGeneral`, the layers inside attention, `jaxfp8.nnx.Linear`) or
-    `einsum_op` (`nnx.Einsum`): each gets an `Fp8DotGeneral` or `Fp8Einsum` of its own,
-    with new state. A rule may name an `Fp8DotGeneral` or `Fp8Einsum` that another
-    module holds by its own path or by that of the module. Layers that `nnx.vmap` has
-    stacked along the first axis get stacked state. Convolutions, attention scores, LoRA
-    and `nnx.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that
-    a rule matches.
+    `einsum_op` (`nnx.Einsum`) or `ragged_dot` (in `jaxfp8.nnx.Experts`): each gets an
+    `Fp8DotGeneral`, `Fp8Einsum` or `Fp8RaggedDot` of its own, with new state. A rule
+    may name a product of these classes that another module holds by its own path or by
+    that of the module. Layers that `nnx.vmap` has stacked along the first axis get
+    stacked state. Convolutions, attention scores, LoRA and `nnx.Embed.attend` have no
+    FP8 product; `jaxfp8.report` names those of them that a rule matches. No rule
+    reaches a call of `jax.lax.ragged_dot`.
 
     Args:
         model: an NNX module, changed in place. If the model has rules already,
@@ -136,10 +137,7 @@ def layers(model):
     modules = [(path, module) for path, module in nnx.iter_modules(model)]
     held, model_layers = set(), []
     for path, module in modules:
-        attribute = next(
-            (name for name in ("dot_general", "einsum_op") if name in vars(module)),
-            None,
-        )
+        attribute = attribute_of(module)
         if attribute is not None:
             model_layers.append((path, module, attribute))
             held.add(id(getattr(module, attribute)))
@@ -152,6 +150,13 @@ def layers(model):
     return model_layers + [
         (path, product, None) for path, product in products if id(product) not in held
     ]
+
+
+def attribute_of(module) -> str | None:
+    """Return the attribute in which a module holds its product; None for a module
+    without one.
+    """
+    return next((name for name in PRODUCTS if name in vars(module)), None)
 
 
 def _own_arrays(model):
@@ -178,18 +183,15 @@ def _operation(module) -> str | None:
     """
     if isinstance(module, Fp8Einsum) or "einsum_op" in vars(module):
         return "einsum"
-    return (
-        "dot_general"
-        if isinstance(module, _Fp8Product) or "dot_general" in vars(module)
-        else None
-    )
+    is_product = isinstance(module, _Fp8Product)
+    return "dot_general" if is_product or attribute_of(module) else None
 
 
 def product(layer):
     """Get the FP8 product of a layer; None where the layer runs another product."""
     if isinstance(layer, _Fp8Product):
         return layer
-    value = vars(layer).get("dot_general", vars(layer).get("einsum_op"))
+    value = vars(layer).get(attribute_of(layer))
     # the layer then ignores its dot_general
     has_class = getattr(layer, "dot_general_cls", None) is not None
     return value if isinstance(value, _Fp8Product) and not has_class else None
@@ -213,7 +215,7 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
         expected = (layer.in_features, *out)
     elif isinstance(layer, nnx.LinearGeneral):
         expected = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
-    elif isinstance(layer, nnx.Einsum):
+    elif isinstance(layer, (nnx.Einsum, RaggedLinear)):
         expected = tuple(layer.kernel_shape)
     else:
         return ()
@@ -231,12 +233,16 @@ def _new_product(layer, attribute, rule: Rule, stacked):
     """Make the product that a rule gives a layer; a function for high precision."""
     if attribute is None:
         new_product = type(layer)(rule.layer_recipe)
-    elif rule.recipe is None and not isinstance(layer, Linear):
-        return jax.lax.dot_general if attribute == "dot_general" else jnp.einsum
+    elif rule.recipe is None and attribute == "einsum_op":
+        return jnp.einsum
+    elif (
+        rule.recipe is None
+        and attribute == "dot_general"
+        and not isinstance(layer, Linear)
+    ):
+        return jax.lax.dot_general
     else:
-        new_product = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(
-            rule.layer_recipe
-        )
+        new_product = PRODUCTS[attribute](rule.layer_recipe)
     _stack(new_product, stacked)
     return new_product
 

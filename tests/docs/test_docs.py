@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import snippets
 from flax.training import train_state
+from flax.traverse_util import flatten_dict
 
 import jaxfp8
 
@@ -23,7 +24,11 @@ def check_experts(names):
     for state in jax.tree.leaves(
         names["state"], is_leaf=lambda x: isinstance(x, jaxfp8.recipes.QuantizerState)
     ):
-        assert (np.asarray(state.amax_history) > 0).sum() == 3
+        assert (np.asarray(state.amax_history) > 0).sum() == 1
+    experts = names["train"].params[jaxfp8.OVERWRITE_WITH_GRADIENT]["Experts_0"]
+    for name, leaf in flatten_dict(experts, sep="/").items():
+        if name.endswith("amax_history"):
+            assert (np.asarray(leaf) > 0).sum() == 3, name
 
 
 def check_mixed_precision(names):

@@ -44,6 +44,13 @@ jaxfp8.dot_general(x, kernel, matmul)  # pyright: ignore[reportCallIssue]
 jaxfp8.dot_general(x, kernel, matmul, recipe=jaxfp8.DelayedScaling)  # pyright: ignore[reportArgumentType]
 jaxfp8.dot_general(x, kernel, (1, 0), recipe=recipe)  # pyright: ignore[reportArgumentType]
 
+experts = jaxfp8.linen.Experts(8, 16, activation="gelu", recipe=recipe)
+assert_type(experts, jaxfp8.linen.Experts)
+jaxfp8.linen.Experts(8)  # pyright: ignore[reportCallIssue]
+jaxfp8.linen.Experts("8", 16)  # pyright: ignore[reportArgumentType]
+jaxfp8.ragged_dot(x, kernel, np.ones(3), recipe=None)
+jaxfp8.ragged_dot(x, kernel, np.ones(3))  # pyright: ignore[reportCallIssue]
+
 amax = jaxfp8.ops.amax(x)
 assert_type(amax, jax.Array)
 data, _ = jaxfp8.ops.quantize(x, 1.0, jnp.float8_e4m3fn)

@@ -1,0 +1,126 @@
+"""What the Experts of Linen and NNX share: tokens become rows in the order of their
+experts, and the rows of a token become its result.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..ops import ACTIVATIONS, _checks, is_gated
+from ._compute_dtype import to_compute
+from ._fused_input import activated
+
+
+def check_activation(layer: str, activation: str) -> None:
+    """Raise a ValueError unless `activation` is a name of `jaxfp8.activated`."""
+    if activation not in ACTIVATIONS:
+        names = ", ".join(f'"{name}"' for name in ACTIVATIONS)
+        raise ValueError(
+            f"{layer}: activation: expected one of {names}, got {activation!r}"
+        )
+
+
+def columns(hidden_features: int, activation: str) -> int:
+    """Return the columns of an expert's first kernel: gate and up side by side where
+    the activation is gated.
+    """
+    return hidden_features * (2 if is_gated(activation) else 1)
+
+
+def mixture(
+    x: ArrayLike,
+    expert: ArrayLike,
+    weights: ArrayLike,
+    *,
+    count: int,
+    activation: str,
+    dtype,
+    wi: Callable[..., jax.Array],
+    wo: Callable[..., jax.Array],
+) -> jax.Array:
+    """Add up the weighted results of the experts of each token; see `linen.Experts`.
+
+    Args:
+        x, expert, weights: the arguments of the layer.
+        count, activation, dtype: the fields of the layer.
+        wi, wo: the products of the layer, `(rows, group_sizes) -> rows`.
+    """
+    x, expert, weights = _checked(x, expert, weights)
+    leading, chosen = x.shape[:-1], expert.shape[-1]
+    x = x.reshape(-1, x.shape[-1])
+    if dtype is not None:
+        x = to_compute(x, dtype)
+    # 1. Sort: the rows of an expert next to each other, those of no expert last.
+    order, group_sizes = _sorted(expert.reshape(-1), count)
+    rows = _permuted(jnp.repeat(x, chosen, axis=0), order)
+    # 2. Multiply, with the activation on its way to FP8.
+    hidden = wi(rows, group_sizes)
+    if is_gated(activation):
+        hidden = hidden.reshape(hidden.shape[0], 2, hidden.shape[1] // 2)
+    rows = wo(activated(hidden, activation), group_sizes)
+    # 3. Put the rows back, and add up those of a token.
+    y = _restored(rows, order).reshape(*leading, chosen, rows.shape[-1])
+    return _weighted_sum(y, weights)
+
+
+# Both name each row once, so no gradient is a sum, whose order a GPU would choose.
+_ROWS = {"unique_indices": True, "mode": "promise_in_bounds"}
+
+
+def _sorted(expert, count) -> tuple[jax.Array, jax.Array]:
+    """Return the order that sorts rows by their expert, `[m]`, and the rows of each
+    expert, `[count]`; rows of no expert come last.
+    """
+    is_expert = (expert >= 0) & (expert < count)
+    expert = jnp.where(is_expert, expert, count).astype(jnp.int32)
+    order = jnp.argsort(expert, stable=True)
+    return order, jnp.bincount(expert, length=count).astype(jnp.int32)
+
+
+def _permuted(rows, order):
+    return rows.at[order].get(**_ROWS)
+
+
+def _restored(rows, order):
+    """Undo `_permuted`."""
+    return jnp.zeros_like(rows).at[order].set(rows, **_ROWS)
+
+
+def _weighted_sum(y, weights):
+    """Add up the results `[..., chosen, n]` of each token in float32."""
+    weighted = y.astype(jnp.float32) * weights.astype(jnp.float32)[..., None]
+    return jnp.sum(weighted, axis=-2).astype(y.dtype)
+
+
+def _checked(x, expert, weights) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the arguments of the layer as arrays.
+
+    Raises:
+        TypeError: `expert` is not of integers, or `weights` not of floats.
+        ValueError: the shapes do not fit.
+    """
+    x = jnp.asarray(x)
+    expert = _checks.array("Experts", "expert", expert)
+    weights = _checks.high_precision("Experts", "weights", weights)
+    if not jnp.issubdtype(expert.dtype, jnp.integer):
+        raise TypeError(
+            f"Experts: expert: expected integers, the experts of each token, got "
+            f"{expert.dtype}; the probabilities of a router are for weights"
+        )
+    if not x.shape:
+        raise ValueError(f"Experts: x: expected [..., k], got {x.dtype}[]")
+    if expert.ndim != x.ndim or expert.shape[:-1] != x.shape[:-1]:
+        needed = ", ".join(map(str, (*x.shape[:-1], "chosen")))
+        raise ValueError(
+            f"Experts: expert: expected [{needed}] to go with x{list(x.shape)}, got "
+            f"{list(expert.shape)}; where each token has one expert, add a dimension "
+            "with expert[..., None]"
+        )
+    if weights.shape != expert.shape:
+        raise ValueError(
+            f"Experts: weights: expected {list(expert.shape)}, a weight for each "
+            f"element of expert, got {list(weights.shape)}"
+        )
+    return x, expert, weights

@@ -1,0 +1,111 @@
+"""Operands of an Experts layer that FP8 multiplies exactly, and what a loop over its
+experts in numpy says.
+"""
+
+import dataclasses
+
+import numpy as np
+import oracle
+from programs.known_amax import leaves
+
+COUNT, WIDTH, HIDDEN, HISTORY = 4, 6, 8, 4
+F32 = np.float32
+# The experts of each token. Those of the last case name no expert in places.
+CHOSEN = {
+    "one": [[2], [0], [3], [1], [0], [2], [2]],
+    "two": [[2, 0], [0, 3], [3, 1], [1, 2], [0, 1], [2, 3], [2, 0]],
+    "an expert without tokens": [[2, 0], [0, 3], [3, 2], [3, 2], [0, 2]],
+    "all tokens to one": [[1], [1], [1], [1], [1]],
+    "no expert": [[2, -1], [COUNT, 3], [-7, 99], [1, 2], [0, -1], [2, 3]],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Operands of a step: x and grad `[tokens, WIDTH]`, expert and weights
+    `[tokens, chosen]`, and the kernels.
+
+    All are small integers or powers of two. A column of wi has two elements that are
+    not zero and a row of wo has one, each 1 or -1: no value of forward or backward
+    needs more bits than its FP8 dtype has, whatever the order of a sum.
+    """
+
+    x: np.ndarray
+    expert: np.ndarray
+    weights: np.ndarray
+    grad: np.ndarray
+    wi: np.ndarray
+    wo: np.ndarray
+
+
+def case(name: str) -> Case:
+    rng = np.random.default_rng(7)
+    expert = np.int32(CHOSEN[name])
+    tokens = len(expert)
+    sign = lambda *shape: rng.choice([-1, 1], shape)  # noqa: E731
+    wi = np.zeros((COUNT, WIDTH, HIDDEN), F32)
+    wo = np.zeros((COUNT, HIDDEN, WIDTH), F32)
+    for e in range(COUNT):
+        for column in range(HIDDEN):
+            wi[e, rng.permutation(WIDTH)[:2], column] = sign(2)
+            wo[e, column, rng.integers(WIDTH)] = sign()
+    x = rng.integers(-2, 3, (tokens, WIDTH)).astype(F32)
+    # rows of no expert alone hold the largest number
+    x[np.all((expert < 0) | (expert >= COUNT), axis=1)] = 8
+    return Case(
+        x=x,
+        expert=expert,
+        weights=rng.choice([0.5, 1, 2], expert.shape).astype(F32),
+        grad=rng.choice([-1, 0, 1, 2], (tokens, WIDTH)).astype(F32),
+        wi=wi,
+        wo=wo,
+    )
+
+
+def loop(case: Case) -> dict:
+    """A relu mixture by its definition, token by token, with its gradients."""
+    y, dx = np.zeros_like(case.x), np.zeros_like(case.x)
+    dweights = np.zeros_like(case.weights)
+    dwi, dwo = np.zeros_like(case.wi), np.zeros_like(case.wo)
+    for token, slot in np.ndindex(case.expert.shape):
+        e, weight = case.expert[token, slot], case.weights[token, slot]
+        if not 0 <= e < COUNT:
+            continue
+        x, grad = case.x[token], case.grad[token]
+        before = x @ case.wi[e]
+        hidden = np.maximum(before, 0)
+        result = hidden @ case.wo[e]
+        y[token] += weight * result
+        dweights[token, slot] = grad @ result
+        dbefore = (weight * grad @ case.wo[e].T) * (before > 0)
+        dwo[e] += np.outer(hidden, weight * grad)
+        dwi[e] += np.outer(x, dbefore)
+        dx[token] += dbefore @ case.wi[e].T
+    return {"y": y, "x": dx, "weights": dweights, "wi": dwi, "wo": dwo}
+
+
+def next_states(case: Case) -> dict:
+    """The state of both products after one step from none, by the oracle: rows sorted
+    by expert, and no other row.
+    """
+    rows = [
+        (case.expert[token, slot], token, slot)
+        for token, slot in np.ndindex(case.expert.shape)
+        if 0 <= case.expert[token, slot] < COUNT
+    ]
+    rows.sort(key=lambda row: row[0])
+    experts, tokens, slots = np.array(rows).T
+    sizes = np.bincount(experts, minlength=COUNT).tolist()
+    x = case.x[tokens]
+    before = np.stack([row @ case.wi[e] for row, e in zip(x, experts, strict=True)])
+    grad = case.weights[tokens, slots][:, None] * case.grad[tokens]
+    dhidden = np.stack([g @ case.wo[e].T for g, e in zip(grad, experts, strict=True)])
+    first = oracle.LayerState.init(HISTORY)
+    products = {
+        "wi": (x, case.wi, sizes, dhidden * (before > 0)),
+        "wo": (np.maximum(before, 0), case.wo, sizes, grad),
+    }
+    return {
+        name: leaves(oracle.ragged_step(*operands, first).state)
+        for name, operands in products.items()
+    }
