@@ -1,5 +1,8 @@
-"""Where a benchmark ran: processor, versions, commit."""
+"""Where a benchmark ran: processor, versions, commit; and the option that says where to
+write that.
+"""
 
+import argparse
 import os
 import pathlib
 import platform
@@ -14,6 +17,19 @@ def _commit() -> str:
     return subprocess.run(
         command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parent
     ).stdout.strip()
+
+
+def result_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the option `--json`, a path or None."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        help="where to write the results and the environment",
+    )
+    return parser
 
 
 def environment(**more) -> dict:

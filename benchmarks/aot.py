@@ -10,12 +10,11 @@ bf16's, from one run of each, so a rough number. Residuals are those of all devi
 together, all other numbers are those of one device.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 
-from _environment import environment
+from _environment import environment, result_parser
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -71,20 +70,13 @@ def table(case, candidates) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--groups",
         nargs="+",
         choices=GROUPS,
         default=list(GROUPS),
         help="(default: all)",
-    )
-    parser.add_argument(
-        "--json",
-        type=pathlib.Path,
-        help="where to write the counts and the environment",
     )
     args = parser.parse_args()
     if reason := compiler.missing():

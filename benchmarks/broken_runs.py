@@ -49,7 +49,7 @@ from _compare_training import create_state, loss_fn, make_optimizer  # noqa: E40
 from _environment import environment  # noqa: E402
 
 RESULT = pathlib.Path(__file__).parent / "results" / "broken_runs_cpu.json"
-STEPS, BREAK, BATCH, LENGTH, WIDTH, LAYERS = 300, 150, 16, 64, 64, 2
+STEPS, BATCH, LENGTH, WIDTH, LAYERS = 300, 16, 64, 64, 2
 DTYPE, RISE, EVERY = jnp.bfloat16, 0.1, 10
 STATE = jaxfp8.OVERWRITE_WITH_GRADIENT
 FIGURES = (

@@ -21,7 +21,6 @@ case by its results, with the 95 % confidence interval of the paired difference 
 seeds (Student's t).
 """
 
-import argparse
 import functools
 import json
 import pathlib
@@ -38,7 +37,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(pathlib.Path(__file__).parent)]
 import custom_recipes  # noqa: E402
 import language_model  # noqa: E402
 from _data import Corpus  # noqa: E402
-from _environment import environment  # noqa: E402
+from _environment import environment, result_parser  # noqa: E402
 
 OURS = "rotated"
 RECIPES = {
@@ -318,12 +317,7 @@ def line(row) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="where to write the rows and the environment"
-    )
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--seeds",
         type=int,

@@ -10,12 +10,11 @@ worst moment, in MiB. Parameters, their gradients and the state are arguments an
 results, and beside them.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 
-from _environment import environment
+from _environment import environment, result_parser
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -44,18 +43,13 @@ def table(model, candidates) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--models",
         nargs="+",
         choices=MODELS,
         default=list(MODELS),
         help="(default: all)",
-    )
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="where to write the bytes and the environment"
     )
     args = parser.parse_args()
     if reason := compiler.missing():

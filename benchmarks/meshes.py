@@ -13,20 +13,18 @@ a collective, bf16 to f32 and FP8 to f16, and has no reduce-scatter: of widened 
 GPU moves half the bytes.
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
 import json
 import math
-import pathlib
 import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _environment import environment
+from _environment import environment, result_parser
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -234,18 +232,13 @@ def cell(by_dtype) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--kinds",
         nargs="+",
         choices=LAYOUTS,
         default=list(LAYOUTS),
         help="(default: all)",
-    )
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="where to write the rows and the environment"
     )
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

@@ -10,13 +10,11 @@ of its own, because the cost of a malloc depends on all that was freed before. R
 says how to read the table.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
 import os
-import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -26,7 +24,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
-from _environment import environment  # noqa: E402
+from _environment import environment, result_parser  # noqa: E402
 from _memcpy import Memcpy  # noqa: E402
 
 from jaxfp8 import ops  # noqa: E402
@@ -215,12 +213,7 @@ def line(row: dict) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="where to write the rows and the environment"
-    )
+    parser = result_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="MxN")
     parser.add_argument(
         "--ops", nargs="+", default=sorted({case.op for case in CASES}), metavar="OP"

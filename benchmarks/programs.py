@@ -10,11 +10,9 @@ neighbours do not count; every turn has a new function, so that no cache answers
 steps are timed their gradients are compared.
 """
 
-import argparse
 import functools
 import json
 import math
-import pathlib
 import re
 import statistics
 import time
@@ -25,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _environment import environment
+from _environment import environment, result_parser
 
 import jaxfp8
 import jaxfp8.linen
@@ -154,12 +152,7 @@ def steps(kind: type[Layers], layers: int, width: int, turns: int) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="where to write the rows and the environment"
-    )
+    parser = result_parser(__doc__)
     parser.add_argument("--turns", type=int, default=15, help="turns of each candidate")
     args = parser.parse_args()
     described = environment()

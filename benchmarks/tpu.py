@@ -9,12 +9,11 @@ The programs are in `tests/tpu/programs.py`, the rules of counting in
 something. Nothing runs, and seconds of compilation are from one run each.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 
-from _environment import environment
+from _environment import environment, result_parser
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -60,9 +59,7 @@ def table(case, candidates) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=list(CASES), help="(default: all)"
     )
@@ -71,11 +68,6 @@ def main():
     )
     parser.add_argument(
         "--topology", default="tpu7x:2x2x1", help="TPUs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--json",
-        type=pathlib.Path,
-        help="where to write the counts and the environment",
     )
     args = parser.parse_args()
     if reason := compiler.missing():

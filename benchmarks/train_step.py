@@ -9,7 +9,6 @@ is the median over turns of two calls side by side, so that a busy machine slows
 Before anything is timed, losses and gradients are compared.
 """
 
-import argparse
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import flax.linen as nn  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from _environment import environment  # noqa: E402
+from _environment import environment, result_parser  # noqa: E402
 
 import jaxfp8  # noqa: E402
 
@@ -217,12 +216,7 @@ def line(row: dict) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="where to write the rows and the environment"
-    )
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--turns", type=int, default=30, help="timed calls of each candidate"
     )

@@ -10,12 +10,10 @@ is the cost of our trainer. Peers are the model in bfloat16 and with Flax's own 
 Losses are compared before anything is timed. `--check` fails where a goal is missed.
 """
 
-import argparse
 import functools
 import itertools
 import json
 import os
-import pathlib
 import re
 import statistics
 import sys
@@ -28,7 +26,7 @@ import flax.linen as nn  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from _environment import environment  # noqa: E402
+from _environment import environment, result_parser  # noqa: E402
 from flax import nnx  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
 
@@ -342,12 +340,7 @@ def line(row) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="where to write the rows and the environment"
-    )
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--turns", type=int, default=200, help="timed calls of each candidate"
     )

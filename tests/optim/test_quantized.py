@@ -372,10 +372,6 @@ def test_memory():
         optim.memory(state, {})
 
 
-class NotKnown(cases.Store):
-    pass
-
-
 def test_what_is_refused():
     params = cases.params()
     tx = optim.quantized(adam())

@@ -7,19 +7,6 @@ import numpy as np
 from oracle import E4M3, F32, bits, moments
 
 LEAST, LEAST_SQUARE = 2.0**-102, 2.0**-125
-HYPER = (
-    "b1",
-    "one_less_b1",
-    "b2",
-    "one_less_b2",
-    "unbias_mu",
-    "unbias_nu",
-    "eps_root",
-    "eps",
-    "rate",
-    "decay",
-    "factor",
-)
 
 
 def flushed(x, least=LEAST):

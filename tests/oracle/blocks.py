@@ -16,7 +16,7 @@ from oracle.accumulation import gemm_bound
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 # of an E8M0 scale; its code is 127 more, and 255 is NaN
 EXPONENTS = np.arange(-127, 128)
-SMALLEST_SCALE, NAN_SCALE = 0, 255
+NAN_SCALE = 255
 
 
 def bounds(size: int, block: int | None) -> list[tuple[int, int]]:
