@@ -8,6 +8,7 @@ wgrad   dkernel = x.T    @ grad
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -244,56 +245,21 @@ def forward(
     )
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last,
-    #    the backward with them first.
+    #    the backward with them first. The gradient of one reads the other.
     operands, residuals, again = [], [], []
-    for i, (operand, layout, partner) in enumerate(
-        zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)
-    ):
-        q = codes[i]
-        is_read_again = partner in (differentiated or ())
-        is_kept = is_read_again and (
-            recipes.shares_codes(product.quantizers, i) or _is_all_of(q, operand)
+    for i, (operand, partner) in enumerate(((x, "kernel"), (kernel, "x"))):
+        last, residual, second = _operand(
+            product,
+            i,
+            operand,
+            layouts_of_both[i],
+            codes[i],
+            uses,
+            is_read_again=differentiated is not None and partner in differentiated,
         )
-        options = layout.options(
-            columnwise=is_kept or layout.contract_first, reduce=product.reduce
-        )
-        if isinstance(q, FusedInput):
-            # A policy that saves the codes has no reason to compute the input again.
-            q = checkpoint_name(
-                quantize_fused(q, product.quantizers[i], uses[i], product.reduce),
-                RESIDUAL_NAME,
-            )
-        if q is None:
-            options = options._replace(contract_first=layout.contract_first)
-            q, _ = product.quantizers[i].quantize_operand(
-                layout.ordered(operand), uses[i], options
-            )
-        else:
-            q = _in_order(product.names[i], q, layout, options.columnwise)
-            if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-                q = _with_columnwise(
-                    q, product, OperandOptions(layout.rows, layout.cols)
-                )
-        last, residual = both_layouts(
-            q, len(layout.batch), layout.contract_first, is_kept
-        )
-        if is_kept and _is_turned_late(q):
-            last, residual = (
-                dataclasses.replace(last, data_t=None),
-                dataclasses.replace(q, data_t=None),
-            )
         operands.append(last)
-        # Codes from outside of the product stay as they are: a loop that runs over them
-        # keeps no copy.
-        residuals.append(
-            residual if isinstance(codes[i], QTensor) else recipes.as_bytes(residual)
-        )
-        is_quantized_again = is_read_again and not is_kept
-        again.append(
-            _quantized_again(product, i, operand, layout, uses)
-            if is_quantized_again
-            else None
-        )
+        residuals.append(residual)
+        again.append(second)
 
     # 3. Multiply.
     if bias is not None:
@@ -311,17 +277,65 @@ def forward(
     if reading is not None and recipes.reading_suffices(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them
         # from the residuals.
-        pairs = zip(residuals, codes, strict=True)
-        residuals = [
-            q if isinstance(given, QTensor) else dataclasses.replace(q, scale_inv=None)
-            for q, given in pairs
-        ]
+        for i, given in enumerate(codes):
+            if not isinstance(given, QTensor):
+                residuals[i] = dataclasses.replace(residuals[i], scale_inv=None)
         uses[2] = None
     grad_uses = uses[2], recipes.second(uses, 2), uses[4]
     return y, (
         checkpoint_name((*residuals, *again, output, *grad_uses), RESIDUAL_NAME),
         histories,
     )
+
+
+def _operand(product, i, operand, layout, codes, uses, is_read_again):
+    """Quantize x (i = 0) or the kernel (i = 1).
+
+    Args:
+        product: the static part.
+        i: the position of the operand and of its quantizer.
+        operand, layout: the array and its layout.
+        codes: a QTensor or a fused input, or None, as in `forward`.
+        uses: the uses of all quantizers.
+        is_read_again: whether the backward reads the operand.
+
+    Returns:
+        `(q, residual, again)`: the operand of fprop; what the backward keeps of it; and
+        codes for the backward that fprop does not read, or None.
+    """
+    shares_codes = recipes.shares_codes(product.quantizers, i)
+    is_kept = is_read_again and (shares_codes or _is_all_of(codes, operand))
+    options = layout.options(
+        columnwise=is_kept or layout.contract_first, reduce=product.reduce
+    )
+    # 1. Get the codes in the order of the product's dimensions.
+    if codes is None:
+        options = options._replace(contract_first=layout.contract_first)
+        q, _ = product.quantizers[i].quantize_operand(
+            layout.ordered(operand), uses[i], options
+        )
+    else:
+        q = codes
+        if isinstance(codes, FusedInput):
+            q = quantize_fused(codes, product.quantizers[i], uses[i], product.reduce)
+            # A policy that saves the codes has no reason to compute the input again.
+            q = checkpoint_name(q, RESIDUAL_NAME)
+        q = _in_order(product.names[i], q, layout, options.columnwise)
+        if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
+            q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
+    # 2. Take the layouts of both products.
+    last, residual = both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
+    if is_kept and _is_turned_late(q):
+        last = dataclasses.replace(last, data_t=None)
+        residual = dataclasses.replace(q, data_t=None)
+    # Codes from outside of the product stay as they are: a loop that runs over them
+    # keeps no copy.
+    if not isinstance(codes, QTensor):
+        residual = recipes.as_bytes(residual)
+    again = None
+    if is_read_again and not is_kept:
+        again = _quantized_again(product, i, operand, layout, uses)
+    return last, residual, again
 
 
 def _is_all_of(codes, operand) -> bool:
@@ -376,95 +390,133 @@ def backward(
         recipes.as_codes(kept)
     )
     if recipes.is_reading(histories) and recipes.reading_suffices(product.quantizers):
-        *uses, grad_uses[0] = recipes.read_states(
+        x_use, kernel_use, grad_uses[0] = recipes.read_states(
             product.quantizers[:3], [histories] * 3, histories
         )
-        x, kernel = (
-            dataclasses.replace(q, scale_inv=use.scale_inv)
-            if q.scale_inv is None
-            else q
-            for q, use in zip((x, kernel), uses, strict=True)
-        )
+        x, kernel = _with_scale(x, x_use), _with_scale(kernel, kernel_use)
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
-    rows, cols = len(x_layout.free), len(kernel_layout.free)
-    if (
-        "kernel" in differentiated
-        and _is_turned_late(x)
-        and not x_layout.contract_first
-    ):
-        x = x.transposed(len(x_layout.batch))
-    if (
-        "x" in differentiated
-        and _is_turned_late(kernel)
-        and not kernel_layout.contract_first
-    ):
-        kernel = kernel.transposed(len(kernel_layout.batch))
+    if "kernel" in differentiated:
+        x = _turned(x, x_layout)
+    if "x" in differentiated:
+        kernel = _turned(kernel, kernel_layout)
+
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
-    needs_dx, needs_dkernel, needs_dbias = (
-        name in differentiated for name in ("x", "kernel", "bias")
-    )
-    quantizers, options = (
-        product.quantizers,
-        OperandOptions(rows, cols, column_sums=needs_dbias, reduce=product.reduce),
-    )
-    q = grad_again = dbias = None
-    if recipes.shares_codes(quantizers, 2):
-        options = options._replace(columnwise=needs_dkernel)
-        q, dbias = quantize_gradient(quantizers[2], grad, grad_uses[0], options)
-        grad, grad_t = both_layouts(q, product.batch, False, needs_dkernel)
-    else:
-        grad = grad.value if isinstance(grad, ActivationGradient) else grad
-        if needs_dkernel:
-            grad_again, dbias = recipes.second(quantizers, 2).quantize_operand(
-                grad, grad_uses[1], options
-            )
-            grad_t = both_layouts(grad_again, product.batch, False, True)[1]
-        if needs_dx or not needs_dkernel:
-            options = options._replace(
-                columnwise=False, column_sums=needs_dbias and not needs_dkernel
-            )
-            q, sums = quantizers[2].quantize_operand(grad, grad_uses[0], options)
-            grad, dbias = (
-                dataclasses.replace(q, data_t=None),
-                sums if dbias is None else dbias,
-            )
+    cols = len(kernel_layout.free)
+    options = OperandOptions(len(x_layout.free), cols, reduce=product.reduce)
+    quantized_grad = _quantize_grad(product, grad, grad_uses, options, differentiated)
+
     # 2. Multiply.
-    dx = dkernel = input_grad = None
-    if needs_dx:
-        swap = x_layout.contract_first
-        kernel_read = kernel if kernel_again is None else kernel_again
-        with _contexts.gemm(GEMMType.DGRAD):
-            dx = product.gemm(
-                GEMMType.DGRAD,
-                grad,
-                kernel_read,
-                product.x_dtype,
-                swap,
-                group_sizes=group_sizes,
-            )
-        dx, input_grad = product.requantize(
-            4, dx, input_grad_use, len(x_layout.free if swap else x_layout.contract)
+    dx = dkernel = dbias = input_grad = None
+    if "x" in differentiated:
+        second = kernel if kernel_again is None else kernel_again
+        dx, input_grad = _dgrad(
+            product,
+            quantized_grad.rowwise,
+            second,
+            x_layout,
+            input_grad_use,
+            group_sizes,
         )
-        dx = x_layout.restored(dx)
-    if needs_dkernel:
-        swap = not kernel_layout.contract_first
-        x_read = x if x_again is None else x_again
-        with _contexts.gemm(GEMMType.WGRAD):
-            dkernel = product.gemm(
-                GEMMType.WGRAD,
-                x_read,
-                grad_t,
-                product.kernel_dtype,
-                swap,
-                group_sizes=group_sizes,
-            )
-        dkernel = kernel_layout.restored(dkernel)
-    if dbias is not None:
-        dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
+    if "kernel" in differentiated:
+        second = x if x_again is None else x_again
+        dkernel = _wgrad(
+            product, second, quantized_grad.columnwise, kernel_layout, group_sizes
+        )
+    if quantized_grad.sums is not None:
+        sums = quantized_grad.sums
+        dbias = jnp.sum(sums, axis=tuple(range(sums.ndim - cols)))
+
     # 3. Give the next state, in the order of DotGeneralState.
-    quantized = [x, kernel, q, output, input_grad, x_again, kernel_again, grad_again]
+    first, again = quantized_grad.first, quantized_grad.again
+    quantized = [x, kernel, first, output, input_grad, x_again, kernel_again, again]
     next_state = recipes.next_states(quantized, histories, product.reduce)
     return dx, dkernel, dbias, DotGeneralState(*next_state)
+
+
+def _with_scale(q: QTensor, use) -> QTensor:
+    """Return a residual with the scale that it was quantized with, where the forward
+    dropped it.
+    """
+    return (
+        q
+        if q.scale_inv is not None
+        else dataclasses.replace(q, scale_inv=use.scale_inv)
+    )
+
+
+def _turned(q: QTensor, layout: Layout) -> QTensor:
+    """Return a residual with the contracting dimensions of the forward first."""
+    if _is_turned_late(q) and not layout.contract_first:
+        return q.transposed(len(layout.batch))
+    return q
+
+
+class _QuantizedGrad(NamedTuple):
+    """The gradient of y, quantized.
+
+    Attributes:
+        rowwise: the operand of dgrad.
+        columnwise: the operand of wgrad, its transpose.
+        first: the codes of the first quantizer, for its next state; or None.
+        again: the codes of the second quantizer, where it has other codes; or None.
+        sums: sums of rows, which make the gradient of the bias; or None.
+    """
+
+    rowwise: QTensor | None
+    columnwise: QTensor | None
+    first: QTensor | None
+    again: QTensor | None
+    sums: jax.Array | None
+
+
+def _quantize_grad(product, grad, uses, options, differentiated) -> _QuantizedGrad:
+    """Quantize the gradient of y, an array or an ActivationGradient, for the products
+    that read it.
+    """
+    needs_dx, needs_dkernel = "x" in differentiated, "kernel" in differentiated
+    options = options._replace(column_sums="bias" in differentiated)
+    quantizer, second = product.quantizers[2], recipes.second(product.quantizers, 2)
+    if recipes.shares_codes(product.quantizers, 2):
+        options = options._replace(columnwise=needs_dkernel)
+        q, sums = quantize_gradient(quantizer, grad, uses[0], options)
+        rowwise, columnwise = both_layouts(q, product.batch, False, needs_dkernel)
+        return _QuantizedGrad(rowwise, columnwise, q, None, sums)
+    grad = grad.value if isinstance(grad, ActivationGradient) else grad
+    rowwise = columnwise = q = again = sums = None
+    if needs_dkernel:
+        again, sums = second.quantize_operand(grad, uses[1], options)
+        columnwise = both_layouts(again, product.batch, False, True)[1]
+        # One pass over grad gives the sums.
+        options = options._replace(column_sums=False)
+    if needs_dx or not needs_dkernel:
+        q, more_sums = quantizer.quantize_operand(
+            grad, uses[0], options._replace(columnwise=False)
+        )
+        rowwise = dataclasses.replace(q, data_t=None)
+        sums = more_sums if sums is None else sums
+    return _QuantizedGrad(rowwise, columnwise, q, again, sums)
+
+
+def _dgrad(product, grad, kernel, x_layout, use, group_sizes):
+    """Return the gradient of x, and its QTensor for the next state."""
+    swap = x_layout.contract_first
+    with _contexts.gemm(GEMMType.DGRAD):
+        dx = product.gemm(
+            GEMMType.DGRAD, grad, kernel, product.x_dtype, swap, group_sizes=group_sizes
+        )
+    cols = len(x_layout.free if swap else x_layout.contract)
+    dx, q = product.requantize(4, dx, use, cols)
+    return x_layout.restored(dx), q
+
+
+def _wgrad(product, x, grad, kernel_layout, group_sizes):
+    """Return the gradient of the kernel."""
+    swap = not kernel_layout.contract_first
+    with _contexts.gemm(GEMMType.WGRAD):
+        dkernel = product.gemm(
+            GEMMType.WGRAD, x, grad, product.kernel_dtype, swap, group_sizes=group_sizes
+        )
+    return kernel_layout.restored(dkernel)
 
 
 def _is_turned_late(q: QTensor) -> bool:

@@ -213,9 +213,8 @@ def _batched(args, dims, product, tree):
         )
         leaf_dims = []
 
-    # 2. States with a batch, kernels that are scaled each by itself, rows in groups:
-    #    put the batch in front of every
-    # operand. A bias belongs to a kernel: both have a batch, or neither has.
+    # 2. States with a batch, kernels that are scaled each by itself, rows in groups: a
+    #    batch of products. A bias belongs to a kernel: both have a batch, or neither.
     has_own_scales = bias is not None or None in (
         state.input,
         state.kernel,
@@ -226,47 +225,59 @@ def _batched(args, dims, product, tree):
         or any(d is not None for d in leaf_dims)
         or (kernel_dim is not None and has_own_scales)
     ):
-        # A state that the examples share is still one state: its cotangents combine by
-        # max.
         plain = 2 + (bias is not None)
-        repeats = (
-            [repeat] * plain
-            + [repeat_state] * (len(args) - plain - is_ragged)
-            + [repeat] * is_ragged
-        )
-        specs = (
-            jax.typeof(a).sharding.spec[d]
-            for a, d in zip(args, dims, strict=True)
-            if d is not None
-        )
-        # the mesh axis that cuts the batch
-        axis = next((spec for spec in specs if spec is not None), None)
-        leading = [
-            repeated((_batch_size(args, dims), axis), a)
-            if d is None
-            else jnp.moveaxis(a, d, 0)
-            for repeated, a, d in zip(repeats, args, dims, strict=True)
-        ]
-        return leading, product.with_vmap_dims(1), 0
+        operands = _batch_in_front(args, dims, plain, is_ragged)
+        return operands, product.with_vmap_dims(1), 0
 
-    # 3. One larger product: put the batch first among the dimensions of x and kernel,
-    #    and count it as a batch dimension
-    # of both, or as a free dimension of the only operand that has it.
-    first, operands, (contract, batch) = (
-        product.vmap_dims,
-        [x, kernel],
-        map(list, product.dimension_numbers),
-    )
-    cut = [i for i, d in enumerate((x_dim, kernel_dim)) if d is not None]
+    # 3. One larger product.
+    operands, product, out_dim = _larger_product(product, (x, kernel), dims[:2])
+    return [*operands, *leaves], product, out_dim
+
+
+def _batch_in_front(args, dims, plain: int, is_ragged: bool) -> list:
+    """Return the operands with the batch as their first dimension, repeated where they
+    have no batch.
+
+    Args:
+        args, dims: as of a batching rule.
+        plain: the number of operands in front of the state.
+        is_ragged: whether the last operand is the sizes of groups.
+    """
+    # A state that the examples share is still one state: its cotangents combine by max.
+    states = len(args) - plain - is_ragged
+    repeats = [repeat] * plain + [repeat_state] * states + [repeat] * is_ragged
+    # the mesh axis that cuts the batch
+    axis = None
+    for a, d in zip(args, dims, strict=True):
+        if axis is None and d is not None:
+            axis = jax.typeof(a).sharding.spec[d]
+    batch = _batch_size(args, dims), axis
+    return [
+        repeated(batch, a) if d is None else jnp.moveaxis(a, d, 0)
+        for repeated, a, d in zip(repeats, args, dims, strict=True)
+    ]
+
+
+def _larger_product(product, operands, dims):
+    """Return x and kernel with the batch first among their dimensions, the product that
+    has it, and the batch dimension of its result.
+
+    The batch is a batch dimension of both operands, or a free dimension of the only one
+    that has it.
+    """
+    first, operands = product.vmap_dims, list(operands)
+    contract, batch = map(list, product.dimension_numbers)
+    cut = [i for i, d in enumerate(dims) if d is not None]
     for i in cut:
         operands[i] = jnp.moveaxis(operands[i], dims[i], first)
-        contract[i], batch[i] = (
-            tuple(d + 1 for d in numbers[i]) for numbers in (contract, batch)
-        )
+        contract[i] = tuple(d + 1 for d in contract[i])
+        batch[i] = tuple(d + 1 for d in batch[i])
     if len(cut) == 2:
         batch, out_dim = [(0, *numbers) for numbers in batch], 0
-    else:  # the first free dimension of x, or of the kernel
-        out_dim = len(batch[0]) if cut == [0] else x.ndim - first - len(contract[0])
+    elif cut == [0]:  # the first free dimension of x
+        out_dim = len(batch[0])
+    else:  # that of the kernel, after those of x
+        out_dim = operands[0].ndim - first - len(contract[0])
     out_sharding = product.out_sharding
     if out_sharding is not None:
         axis = jax.typeof(operands[cut[0]]).sharding.spec[first]
@@ -278,7 +289,7 @@ def _batched(args, dims, product, tree):
         dimension_numbers=(tuple(contract), tuple(batch)),
         out_sharding=out_sharding,
     )
-    return [*operands, *leaves], product, first + out_dim
+    return operands, product, first + out_dim
 
 
 def _without(x, dim):
