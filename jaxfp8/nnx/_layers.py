@@ -421,11 +421,13 @@ class RaggedLinear(nnx.Module):
     `Fp8RaggedDot` that multiplies by it.
     """
 
-    def __init__(self, shape: tuple[int, int, int], recipe: Any, dtype: Any, kernel):
+    def __init__(
+        self, shape: tuple[int, int, int], recipe: Any, dtype: Any, kernel: jax.Array
+    ):
         self.kernel = nnx.Param(kernel)
         self.ragged_dot = Fp8RaggedDot(recipe)
         self.kernel_shape, self.dtype = shape, dtype
 
-    def __call__(self, x, group_sizes) -> jax.Array:
+    def __call__(self, x: ArrayLike | FusedInput, group_sizes: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
         return ragged_linear(self.ragged_dot, x, kernel, group_sizes, dtype=self.dtype)
