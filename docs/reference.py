@@ -14,7 +14,7 @@ import pkgutil
 import docstrings
 
 # Parts that packages share; what users need of them is in `jaxfp8` itself.
-SHARED = {"jaxfp8.dot", "jaxfp8.numerics", "jaxfp8.rules"}
+SHARED = {"jaxfp8.dot", "jaxfp8.numerics"}
 
 
 def public_modules() -> list[str]:

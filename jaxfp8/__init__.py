@@ -24,6 +24,7 @@ from . import (
     train,
 )
 from ._jax import _warnings
+from .convert._model import quantize
 from .dot import (
     activated,
     checkpoint_policies,
@@ -54,7 +55,6 @@ from .recipes import (
     autocast,
     init_state,
 )
-from .rules import quantize
 from .train import (
     accumulate_gradients,
     grad,

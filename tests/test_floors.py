@@ -19,7 +19,7 @@ FLOORS = [
     "train",
     "mixed_precision collectives optim",
     "linen nnx",
-    "inference rules",
+    "inference",
     "convert integrations",
     "inspect",
     "selftest",

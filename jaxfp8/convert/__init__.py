@@ -1,5 +1,5 @@
-"""Convert state and weights from and for other libraries, and fit state to a changed
-model.
+"""Convert models to FP8 by rules, state and weights from and for other libraries, and
+fit state to a changed model.
 """
 
 from ._fit import merge_state, reset_state, resize_history

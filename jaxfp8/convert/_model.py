@@ -1,4 +1,4 @@
-"""quantize: FP8 by rules for a model of either framework."""
+"""quantize: a model of either framework in FP8, by rules."""
 
 from flax import linen as nn, nnx
 
