@@ -23,11 +23,11 @@ from ..recipes import (
     second,
 )
 from . import _contexts
+from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
 from ._dot_general import (
     checked_quantizers,
     fused_operand,
-    multiply_operands,
     operand,
     result_dtype,
 )
@@ -35,7 +35,7 @@ from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
 from ._high_precision import is_blockwise
 from ._layout import Layout
-from ._product import OUTPUT_NAME
+from ._product import OUTPUT_NAME, multiply
 
 
 def ragged_dot(
@@ -138,7 +138,10 @@ def ragged_dot(
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
     )
-    (y,) = multiply_operands(product, lhs, rhs, None, state, group_sizes)
+    codes = lhs.codes_alone, rhs.codes_alone
+    (y,) = multiply(
+        product, lhs.array, rhs.array, None, shared(state), codes, group_sizes
+    )
     return checkpoint_name(y, OUTPUT_NAME)
 
 
@@ -247,13 +250,13 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
     # JAX has no batching rule for most batches of this product: the examples run one
     # after the other.
     @jax.custom_batching.sequential_vmap
-    def multiply(a, b, group_sizes):
+    def multiply_wide(a, b, group_sizes):
         return lax.ragged_dot_general(
             a, b, group_sizes, numbers, preferred_element_type=wide
         )
 
     with _contexts.high_precision(f"the recipe keeps an operand in {plain[0]}"):
-        return multiply(a, b, group_sizes).astype(out_dtype)
+        return multiply_wide(a, b, group_sizes).astype(out_dtype)
 
 
 def in_a_group(x, group_sizes):

@@ -64,11 +64,9 @@ class Fp8Module(nn.Module):
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def _multiply(
-        self, x, kernel, dimension_numbers, *, preferred_element_type, **options
-    ) -> jax.Array:
-        """Compute `jaxfp8.dot_general` with the recipe and the state of this module, or
-        with the codes of `jaxfp8.freeze`.
+    def _product(self, x, kernel, dimension_numbers) -> Callable[..., jax.Array]:
+        """Get `jaxfp8.dot_general` for these operands: with the recipe and the state of
+        this module, or with the codes of `jaxfp8.freeze`.
         """
         recipe = recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
         frozen = self._frozen_arrays()
@@ -78,17 +76,8 @@ class Fp8Module(nn.Module):
         if _frozen.is_freezing() and recipe is not None:
             self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
         if frozen is None:
-            multiply = functools.partial(dot_general, state=state)
-        else:
-            multiply = functools.partial(_frozen.multiply, frozen)
-        return multiply(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            preferred_element_type=preferred_element_type,
-            **options,
-        )
+            return functools.partial(dot_general, recipe=recipe, state=state)
+        return functools.partial(_frozen.multiply, frozen, recipe=recipe)
 
     @nn.nowrap
     def _frozen_arrays(self) -> dict[str, jax.Array] | None:
@@ -229,10 +218,9 @@ class Fp8DotGeneral(Fp8Module):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self.naming():
-            return self._multiply(
-                x,
-                kernel,
-                dimension_numbers,
+            operands = x, kernel, dimension_numbers
+            return self._product(*operands)(
+                *operands,
                 bias=bias,
                 precision=precision,
                 preferred_element_type=preferred_element_type,
@@ -268,7 +256,7 @@ class Fp8Einsum(Fp8Module):
         """
         with self.naming():
             return einsum_by(
-                self._multiply,
+                self._product,
                 eqn,
                 lhs,
                 rhs,

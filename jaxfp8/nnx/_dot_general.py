@@ -5,6 +5,7 @@ gradient is the next value.
 import contextlib
 import contextvars
 import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -104,26 +105,16 @@ class _Fp8Product(nnx.Module):
             if isinstance(value, OverwriteWithGradient):
                 setattr(self, name, value)
 
-    def _multiply(
-        self, x, kernel, dimension_numbers, *, preferred_element_type, **options
-    ) -> jax.Array:
-        """Compute `jaxfp8.dot_general` with the recipe and the state of this object, or
-        with the codes of `jaxfp8.freeze`.
+    def _product(self, x, kernel, dimension_numbers) -> Callable[..., jax.Array]:
+        """Get `jaxfp8.dot_general` for these operands: with the recipe and the state of
+        this object, or with the codes of `jaxfp8.freeze`.
         """
         _mistakes.refuse_linen_layer(type(self).__name__)
         recipe, frozen = current_recipe(self), frozen_arrays(self)
         if frozen is None:
-            multiply = functools.partial(dot_general, state=read_state(self, recipe))
-        else:
-            multiply = functools.partial(_frozen.multiply, frozen)
-        return multiply(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            preferred_element_type=preferred_element_type,
-            **options,
-        )
+            state = read_state(self, recipe)
+            return functools.partial(dot_general, recipe=recipe, state=state)
+        return functools.partial(_frozen.multiply, frozen, recipe=recipe)
 
 
 # Functions, because nnx.tabulate traces each public method of a module that runs.
@@ -207,10 +198,9 @@ class Fp8DotGeneral(_Fp8Product):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self._naming(kernel):
-            return self._multiply(
-                x,
-                kernel,
-                dimension_numbers,
+            operands = x, kernel, dimension_numbers
+            return self._product(*operands)(
+                *operands,
                 bias=bias,
                 precision=precision,
                 preferred_element_type=preferred_element_type,
@@ -242,7 +232,7 @@ class Fp8Einsum(_Fp8Product):
         """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
         with self._naming(kernel):
             return einsum_by(
-                self._multiply,
+                self._product,
                 eqn,
                 x,
                 kernel,

@@ -150,7 +150,7 @@ class _Recorder(NamedTuple):
         out_sharding=None,
     ):
         return einsum_by(
-            self.dot_general,
+            lambda *operands: self.dot_general,
             eqn,
             x,
             kernel,
