@@ -145,7 +145,10 @@ def dot_general(
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
-    y, *values = multiply_operands(product, x, kernel, bias, state)
+    codes = x.codes_alone, kernel.codes_alone
+    y, *values = multiply(
+        product, x.array, kernel.array, bias, shared(state), codes, None
+    )
     if values:
         return Activated(y, activation, source=values[0])
     return _activated(checkpoint_name(y, OUTPUT_NAME), activation)
@@ -166,6 +169,15 @@ class Operand(NamedTuple):
     def has_high_precision(self) -> bool:
         """Tell whether the array is not in FP8: an array as such, or a source."""
         return self.codes is None or not self.codes.is_all_of(self.array)
+
+    @property
+    def codes_alone(self) -> QTensor | FusedInput | None:
+        """Return the codes without their source, which is the array: gradients reach it
+        there.
+        """
+        if isinstance(self.codes, QTensor):
+            return dataclasses.replace(self.codes, source=None)
+        return self.codes
 
 
 def operand(name: str, value) -> Operand:
@@ -190,20 +202,6 @@ def fused_operand(x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand
     array = fused.values(fp8_residual=True) if recipe.fp8_residuals else x.array
     has_one_scale = quantizers[0].has_one_scale and recipes.shares_codes(quantizers, 0)
     return Operand(array, fused.fixed if has_one_scale and can_fuse else None)
-
-
-def multiply_operands(
-    product, x: Operand, kernel: Operand, bias, state, group_sizes=None
-) -> list:
-    """Multiply operands in FP8; see `multiply`."""
-    # The sources of codes are operands themselves, so that gradients reach them.
-    codes = [
-        dataclasses.replace(q, source=None) if isinstance(q, QTensor) else q
-        for q in (x.codes, kernel.codes)
-    ]
-    return multiply(
-        product, x.array, kernel.array, bias, shared(state), tuple(codes), group_sizes
-    )
 
 
 def result_dtype(op: str, preferred_element_type, *operands: Operand) -> np.dtype:

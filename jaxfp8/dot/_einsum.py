@@ -65,7 +65,7 @@ def einsum(
             of `dot_general`.
     """
     return einsum_by(
-        functools.partial(dot_general, recipe=recipe, state=state),
+        lambda *operands: functools.partial(dot_general, recipe=recipe, state=state),
         eqn,
         x,
         kernel,
@@ -76,12 +76,13 @@ def einsum(
 
 
 def einsum_by(
-    multiply, eqn, x, kernel, *, precision, preferred_element_type, out_sharding
+    product, eqn, x, kernel, *, precision, preferred_element_type, out_sharding
 ):
     """Compute `einsum` by one product.
 
     Args:
-        multiply: the product: `dot_general` with its recipe and state.
+        product: `(x, kernel, dimension_numbers) -> multiply`: gives `dot_general` with
+            the recipe and the state of a product of these operands.
         eqn, x, kernel, precision, preferred_element_type, out_sharding: see `einsum`.
     """
     x = _checks.high_precision("einsum", "x", x)
@@ -135,10 +136,9 @@ def einsum_by(
             kernel_labels.index(label) for label in labels
         ]
 
-    y = multiply(
-        x,
-        kernel,
-        (positions(contract), positions(batch)),
+    operands = x, kernel, (positions(contract), positions(batch))
+    y = product(*operands)(
+        *operands,
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=_permuted(out_sharding, out_labels, y_labels),

@@ -61,14 +61,19 @@ def multiply(product, *operands) -> list:
         values.
     """
     replacement = _replacement.value
-    if replacement is None:
-        return _bind(product, *operands)
-    return [replacement(dataclasses.replace(product, activation=None), *operands)]
+    if replacement is not None:
+        return [replacement(dataclasses.replace(product, activation=None), *operands)]
+    x, kernel, *rest = operands
+    leaves, tree = jax.tree.flatten(tuple(rest))
+    return product_p.bind(
+        x, kernel, *leaves, product=product, tree=tree, implementation=selected()
+    )
 
 
-def multiply_fp8(product, x, kernel, bias, state, codes, group_sizes):
-    """Return the FP8 product of the operands of `forward`."""
-    return _bind(product, x, kernel, bias, state, codes, group_sizes)[0]
+def multiply_fp8(product, *operands):
+    """Return the FP8 product of the operands of `forward`, also in a replacement."""
+    with _replacement(None):
+        return multiply(product, *operands)[0]
 
 
 def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
@@ -82,13 +87,6 @@ def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     if bias is not None:
         y += jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return y
-
-
-def _bind(product, x, kernel, *rest):
-    leaves, tree = jax.tree.flatten(rest)
-    return product_p.bind(
-        x, kernel, *leaves, product=product, tree=tree, implementation=selected()
-    )
 
 
 def _primal(x, kernel, *leaves, product, tree, implementation):

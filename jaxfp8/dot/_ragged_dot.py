@@ -25,12 +25,12 @@ from ..recipes import (
     value_of,
 )
 from . import _contexts
+from ._autodiff import shared
 from ._compute_dtype import compute_dtype, not_wider, promoted, to_compute
 from ._dot_general import (
     checked_quantizers,
     fused_operand,
     high_precision_dtypes,
-    multiply_operands,
     operand,
     result_dtype,
     why,
@@ -39,7 +39,7 @@ from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product
 from ._high_precision import is_blockwise
 from ._layout import Layout
-from ._product import OUTPUT_NAME
+from ._product import OUTPUT_NAME, multiply
 
 
 def ragged_dot(
@@ -150,17 +150,20 @@ def ragged_dot(
         reduce=AmaxReduction.for_recipe(recipe),
         layer=_contexts.current_layer(),
     )
-    (y,) = multiply_operands(product, lhs, rhs, None, state, group_sizes)
+    codes = lhs.codes_alone, rhs.codes_alone
+    (y,) = multiply(
+        product, lhs.array, rhs.array, None, shared(state), codes, group_sizes
+    )
     return checkpoint_name(y, OUTPUT_NAME)
 
 
 def ragged_dot_by(
-    multiply, lhs, rhs, group_sizes, *, preferred_element_type=None
+    product, lhs, rhs, group_sizes, *, preferred_element_type=None
 ) -> jax.Array:
     """Compute `ragged_dot` by a module that holds recipe and state, or frozen codes.
 
     Args:
-        multiply: the product of the module; it takes `by`, a function in the place of
+        product: as for `einsum_by`; it takes `by`, a function in the place of
             `dot_general`.
         lhs, rhs, group_sizes, preferred_element_type: as `ragged_dot` takes them.
     """
@@ -177,12 +180,9 @@ def ragged_dot_by(
     # To a module the experts are a batch of products of all rows: the layout of a
     # kernel is the same.
     rows = jax.ShapeDtypeStruct((rhs.shape[0], *lhs.shape), preferred_element_type)
-    return multiply(
-        rows,
-        rhs,
-        _OF_EACH_EXPERT,
-        by=by_rows,
-        preferred_element_type=preferred_element_type,
+    operands = rows, rhs, _OF_EACH_EXPERT
+    return product(*operands, by=by_rows)(
+        *operands, preferred_element_type=preferred_element_type
     )
 
 
@@ -325,13 +325,13 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
     # JAX has no batching rule for most batches of this product: the examples run one
     # after the other.
     @jax.custom_batching.sequential_vmap
-    def multiply(a, b, group_sizes):
+    def multiply_wide(a, b, group_sizes):
         return lax.ragged_dot_general(
             a, b, group_sizes, numbers, preferred_element_type=wide
         )
 
     with _contexts.high_precision(f"the recipe keeps an operand in {plain[0]}"):
-        return multiply(a, b, group_sizes).astype(out_dtype)
+        return multiply_wide(a, b, group_sizes).astype(out_dtype)
 
 
 def in_a_group(x, group_sizes):

@@ -72,18 +72,11 @@ class Fp8Module(nn.Module):
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def _multiply(
-        self,
-        x,
-        kernel,
-        dimension_numbers,
-        *,
-        preferred_element_type,
-        by=dot_general,
-        **options,
-    ) -> jax.Array:
-        """Compute `jaxfp8.dot_general` with the recipe and the state of this module, or
-        with the codes of `jaxfp8.freeze`; `by` takes its place.
+    def _product(
+        self, x, kernel, dimension_numbers, by=dot_general
+    ) -> Callable[..., jax.Array]:
+        """Get `jaxfp8.dot_general`, or `by` in its place, for these operands: with the
+        recipe and the state of this module, or with the codes of `jaxfp8.freeze`.
         """
         recipe = recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
         frozen = self._frozen_arrays()
@@ -93,17 +86,8 @@ class Fp8Module(nn.Module):
         if _frozen.is_freezing() and recipe is not None:
             self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
         if frozen is None:
-            multiply = functools.partial(by, state=state)
-        else:
-            multiply = functools.partial(_frozen.multiply, frozen, by=by)
-        return multiply(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            preferred_element_type=preferred_element_type,
-            **options,
-        )
+            return functools.partial(by, recipe=recipe, state=state)
+        return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
 
     @nn.nowrap
     def _frozen_arrays(self) -> dict[str, jax.Array] | None:
@@ -244,10 +228,9 @@ class Fp8DotGeneral(Fp8Module):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self.naming():
-            return self._multiply(
-                x,
-                kernel,
-                dimension_numbers,
+            operands = x, kernel, dimension_numbers
+            return self._product(*operands)(
+                *operands,
                 bias=bias,
                 precision=precision,
                 preferred_element_type=preferred_element_type,
@@ -283,7 +266,7 @@ class Fp8Einsum(Fp8Module):
         """
         with self.naming():
             return einsum_by(
-                self._multiply,
+                self._product,
                 eqn,
                 lhs,
                 rhs,
@@ -315,7 +298,7 @@ class Fp8RaggedDot(Fp8Module):
         """
         with self.naming():
             return ragged_dot_by(
-                self._multiply,
+                self._product,
                 lhs,
                 rhs,
                 group_sizes,

@@ -5,6 +5,7 @@ state, whose gradient is the next value.
 import contextlib
 import contextvars
 import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -112,33 +113,18 @@ class _Fp8Product(nnx.Module):
             if isinstance(value, OverwriteWithGradient):
                 setattr(self, name, value)
 
-    def _multiply(
-        self,
-        x,
-        kernel,
-        dimension_numbers,
-        *,
-        preferred_element_type,
-        by=dot_general,
-        **options,
-    ) -> jax.Array:
-        """Compute `jaxfp8.dot_general` with the recipe and the state of this object, or
-        with the codes of `jaxfp8.freeze`; `by` takes its place.
+    def _product(
+        self, x, kernel, dimension_numbers, by=dot_general
+    ) -> Callable[..., jax.Array]:
+        """Get `jaxfp8.dot_general`, or `by` in its place, for these operands: with the
+        recipe and the state of this object, or with the codes of `jaxfp8.freeze`.
         """
         _mistakes.refuse_linen_layer(type(self).__name__)
         recipe, frozen = current_recipe(self), frozen_arrays(self)
         if frozen is None:
-            multiply = functools.partial(by, state=read_state(self, recipe))
-        else:
-            multiply = functools.partial(_frozen.multiply, frozen, by=by)
-        return multiply(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            preferred_element_type=preferred_element_type,
-            **options,
-        )
+            state = read_state(self, recipe)
+            return functools.partial(by, recipe=recipe, state=state)
+        return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
 
 
 # Functions, because nnx.tabulate traces each public method of a module that runs.
@@ -227,10 +213,9 @@ class Fp8DotGeneral(_Fp8Product):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self._naming(kernel):
-            return self._multiply(
-                x,
-                kernel,
-                dimension_numbers,
+            operands = x, kernel, dimension_numbers
+            return self._product(*operands)(
+                *operands,
                 bias=bias,
                 precision=precision,
                 preferred_element_type=preferred_element_type,
@@ -263,7 +248,7 @@ class Fp8Einsum(_Fp8Product):
         """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
         with self._naming(kernel):
             return einsum_by(
-                self._multiply,
+                self._product,
                 eqn,
                 x,
                 kernel,
@@ -296,7 +281,7 @@ class Fp8RaggedDot(_Fp8Product):
         """
         with self._naming(rhs):
             return ragged_dot_by(
-                self._multiply,
+                self._product,
                 lhs,
                 rhs,
                 group_sizes,

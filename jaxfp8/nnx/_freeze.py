@@ -111,13 +111,18 @@ class _Recorder(NamedTuple):
     i: int
     calls: list[Call | None]
 
-    def multiply(self, x, kernel, dimension_numbers, *, by=dot_general, **options):
+    def product(self, x, kernel, dimension_numbers, by=dot_general):
+        """Record the call; return `by` in high precision."""
         call = Call(
             x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
         )
         self.calls[self.i] = self.calls[self.i] or call
-        kernel = checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}")
-        return by(x, kernel, dimension_numbers, recipe=None, **options)
+
+        def multiply(x, kernel, dimension_numbers, **options):
+            kernel = checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}")
+            return by(x, kernel, dimension_numbers, recipe=None, **options)
+
+        return multiply
 
     def dot_general(
         self,
@@ -131,10 +136,9 @@ class _Recorder(NamedTuple):
         bias=None,
         activation=None,
     ):
-        return self.multiply(
-            x,
-            kernel,
-            dimension_numbers,
+        operands = x, kernel, dimension_numbers
+        return self.product(*operands)(
+            *operands,
             bias=bias,
             precision=precision,
             preferred_element_type=preferred_element_type,
@@ -153,7 +157,7 @@ class _Recorder(NamedTuple):
         out_sharding=None,
     ):
         return einsum_by(
-            self.multiply,
+            self.product,
             eqn,
             x,
             kernel,
@@ -164,7 +168,7 @@ class _Recorder(NamedTuple):
 
     def ragged_dot(self, lhs, rhs, group_sizes, preferred_element_type=None):
         return ragged_dot_by(
-            self.multiply,
+            self.product,
             lhs,
             rhs,
             group_sizes,
