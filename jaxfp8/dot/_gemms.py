@@ -248,29 +248,15 @@ def forward(
     #    the backward with them first. The gradient of one reads the other.
     operands, residuals, again = [], [], []
     for i, (operand, partner) in enumerate(((x, "kernel"), (kernel, "x"))):
-        layout = layouts_of_both[i]
-        is_read_again = differentiated is not None and partner in differentiated
-        is_kept = is_read_again and (
-            recipes.shares_codes(product.quantizers, i) or _is_all_of(codes[i], operand)
+        last, residual, second = _operand(
+            product,
+            i,
+            operand,
+            layouts_of_both[i],
+            codes[i],
+            uses,
+            is_read_again=differentiated is not None and partner in differentiated,
         )
-        options = layout.options(
-            columnwise=is_kept or layout.contract_first, reduce=product.reduce
-        )
-        if codes[i] is None:
-            options = options._replace(contract_first=layout.contract_first)
-            q, _ = product.quantizers[i].quantize_operand(
-                layout.ordered(operand), uses[i], options
-            )
-        else:
-            q = _given_codes(product, i, codes[i], uses[i], layout, options, is_kept)
-        last, residual = _last_and_residual(q, layout, is_kept)
-        # Codes from outside of the product stay as they are: a loop that runs over them
-        # keeps no copy.
-        if not isinstance(codes[i], QTensor):
-            residual = recipes.as_bytes(residual)
-        second = None
-        if is_read_again and not is_kept:
-            second = _quantized_again(product, i, operand, layout, uses)
         operands.append(last)
         residuals.append(residual)
         again.append(second)
@@ -302,28 +288,54 @@ def forward(
     )
 
 
-def _given_codes(product, i, codes, use, layout, options, is_kept) -> QTensor:
-    """Return the codes of x (i = 0) or the kernel (i = 1), in the order of the
-    product's dimensions, from a QTensor or a fused input.
+def _operand(product, i, operand, layout, codes, uses, is_read_again):
+    """Quantize x (i = 0) or the kernel (i = 1).
+
+    Args:
+        product: the static part.
+        i: the position of the operand and of its quantizer.
+        operand, layout: the array and its layout.
+        codes: a QTensor or a fused input, or None, as in `forward`.
+        uses: the uses of all quantizers.
+        is_read_again: whether the backward reads the operand.
+
+    Returns:
+        `(q, residual, again)`: the operand of fprop; what the backward keeps of it; and
+        codes for the backward that fprop does not read, or None.
     """
-    q = codes
-    if isinstance(codes, FusedInput):
-        q = quantize_fused(codes, product.quantizers[i], use, product.reduce)
-        # A policy that saves the codes has no reason to compute the input again.
-        q = checkpoint_name(q, RESIDUAL_NAME)
-    q = _in_order(product.names[i], q, layout, options.columnwise)
-    if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-        q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
-    return q
-
-
-def _last_and_residual(q, layout, is_kept) -> tuple[QTensor, QTensor]:
-    """Return the operand of fprop, and what the backward keeps; see `both_layouts`."""
+    shares_codes = recipes.shares_codes(product.quantizers, i)
+    is_kept = is_read_again and (shares_codes or _is_all_of(codes, operand))
+    options = layout.options(
+        columnwise=is_kept or layout.contract_first, reduce=product.reduce
+    )
+    # 1. Get the codes in the order of the product's dimensions.
+    if codes is None:
+        options = options._replace(contract_first=layout.contract_first)
+        q, _ = product.quantizers[i].quantize_operand(
+            layout.ordered(operand), uses[i], options
+        )
+    else:
+        q = codes
+        if isinstance(codes, FusedInput):
+            q = quantize_fused(codes, product.quantizers[i], uses[i], product.reduce)
+            # A policy that saves the codes has no reason to compute the input again.
+            q = checkpoint_name(q, RESIDUAL_NAME)
+        q = _in_order(product.names[i], q, layout, options.columnwise)
+        if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
+            q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
+    # 2. Take the layouts of both products.
     last, residual = both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
     if is_kept and _is_turned_late(q):
         last = dataclasses.replace(last, data_t=None)
         residual = dataclasses.replace(q, data_t=None)
-    return last, residual
+    # Codes from outside of the product stay as they are: a loop that runs over them
+    # keeps no copy.
+    if not isinstance(codes, QTensor):
+        residual = recipes.as_bytes(residual)
+    again = None
+    if is_read_again and not is_kept:
+        again = _quantized_again(product, i, operand, layout, uses)
+    return last, residual, again
 
 
 def _is_all_of(codes, operand) -> bool:
