@@ -8,6 +8,7 @@ one is refused at import.
 """
 
 import dataclasses
+import functools
 import pkgutil
 import weakref
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def _hook(name: str) -> Any:
 # missing.
 _need_devices = _hook("jax._src.dispatch.prim_requires_devices_during_lowering")
 _linearizations = _hook("jax._src.interpreters.ad.primitive_linearizations")
+_DynamicJaxprTrace = _hook("jax._src.interpreters.partial_eval.DynamicJaxprTrace")
 _LinearizeTrace = _hook("jax._src.interpreters.ad.LinearizeTrace")
 _ExtendedDType = _hook("jax._src.dtypes.ExtendedDType")
 _EArray = _hook("jax._src.earray.EArray")
@@ -73,7 +75,7 @@ def linearizes_by(op: Primitive, rule) -> None:
         _linearizations[op] = rule
 
 
-def linearized(results, residuals, function) -> tuple:
+def linearized(results, residuals, function, has_tangent=True) -> tuple:
     """Return the result of a rule of `linearizes_by`.
 
     Args:
@@ -81,9 +83,11 @@ def linearized(results, residuals, function) -> tuple:
         residuals: a pytree of arrays.
         function: `(residuals, *tangents) -> tangents of the results`, which is linear
             and takes the tangents of all operands.
+        has_tangent: whether every result has a tangent; or a bool for each.
     """
-    # Every result has a tangent: JAX calls no rule where no operand has a tangent.
-    has_tangent = [True] * len(results) if isinstance(results, list) else True
+    # JAX calls no rule where no operand has a tangent.
+    if has_tangent is True and isinstance(results, list):
+        has_tangent = [True] * len(results)
     if not _has_structured:
         return results, has_tangent, residuals, function
 
@@ -254,7 +258,7 @@ class _MaxRules:
 @dataclasses.dataclass(frozen=True)
 class _MaxDtype(_ExtendedDType):
     name: str
-    combine: Callable[..., Any]
+    clean: Callable[..., Any]
     _rules: type = _MaxRules
     type: type = _MaxType
     itemsize: int = 4
@@ -263,7 +267,7 @@ class _MaxDtype(_ExtendedDType):
         return self.name
 
 
-MAX_DTYPE = _MaxDtype("float32_max", lax.max)
+MAX_DTYPE = _MaxDtype("float32_max", lambda x: x)
 
 
 def _add_concrete(x, y):
@@ -331,33 +335,62 @@ class _Cast(Primitive):
         return linearized(self.bind(x, dtype=dtype), (), cast)
 
 
-class _MemoizedCast(_Cast):
-    """A cast that gives one value the same result wherever it is used, so that all
-    cotangents meet there.
+# of tracers, by id: a reference to the tracer, and {key: (references to operands,
+# references to results, their tree)}
+_results = {}
 
-    Casting an outer value inside a loop body, a branch or a rematerialized function
-    happens outside, where the value is from. Traces hold their tracers weakly and so
-    does this memo: a result that died was not used.
+
+def once(function: Callable[..., Any], static: Any, operands: list) -> Any:
+    """Return `function(static, operands)`, computed where the operands are from, and
+    once: the cotangents of all uses meet there.
+
+    What a loop body, a branch or a rematerialized function computes of operands from
+    outside is then computed outside. Operands that are no tracers, or are from several
+    traces, are computed with here.
+
+    Args:
+        function: returns a pytree of arrays.
+        static: hashable data.
+        operands: a list of arrays.
     """
+    traces = [getattr(x, "_trace", None) for x in operands]
+    trace = traces[0]
+    if trace is None or traces.count(trace) < len(traces):
+        return function(static, operands)
+    results = _results_of(operands[0])
+    key = function, static, tuple(map(id, operands))
+    if key in results:
+        references, leaves, tree = results[key]
+        leaves = [leaf() for leaf in leaves]
+        # The id of a tracer that has died may be that of another tracer now.
+        is_same = all(r() is x for r, x in zip(references, operands, strict=True))
+        if is_same and all(leaf is not None for leaf in leaves):
+            return tree.unflatten(leaves)
+    with set_current_trace(trace):
+        result = function(static, operands)
+    leaves, tree = jax.tree.flatten(result)
+    # A result of `jit`'s trace holds its operands, and lives as long as it is used.
+    hold = weakref.ref if isinstance(trace, _DynamicJaxprTrace) else _strong_reference
+    results[key] = list(map(weakref.ref, operands)), list(map(hold, leaves)), tree
+    return result
 
-    # of traces: {id(x): (weakref(x), weakref(result))}
-    _memo = weakref.WeakKeyDictionary()
 
-    def bind_with_trace(self, trace, args, *rest):
-        (x,) = args
-        if not isinstance(x, jax.core.Tracer):
-            return super().bind_with_trace(trace, args, *rest)
-        # Bind in the trace where x is from, so that every use of x has this one result.
-        with set_current_trace(x._trace):
-            memo = self._memo.setdefault(x._trace, {})
-            if id(x) in memo:
-                source, result = (ref() for ref in memo[id(x)])
-                # The id of a tracer that has died may be the id of another tracer now.
-                if source is x and result is not None:
-                    return result
-            result = super().bind_with_trace(x._trace, args, *rest)
-            memo[id(x)] = weakref.ref(x), weakref.ref(result)
-        return result
+def _results_of(tracer) -> dict:
+    """Return the results that `once` has of a tracer, which die with it."""
+    name = id(tracer)
+    if name not in _results:
+        # At the end of Python the module loses its names.
+        forget = functools.partial(_forget, _results, name)
+        _results[name] = weakref.ref(tracer, forget), {}
+    return _results[name][1]
+
+
+def _forget(results, name, reference):
+    del reference, results[name]
+
+
+def _strong_reference(x):
+    return lambda: x
 
 
 _from_max_p = _Cast(
@@ -365,7 +398,7 @@ _from_max_p = _Cast(
     lambda ctx, x, dtype: [x],
     lambda ct, x, dtype: [to_max(ct, x.aval.dtype)],
 )
-_to_max_p = _MemoizedCast(
+_to_max_p = _Cast(
     "jaxfp8_to_max",
     # Trainers may have cast the tree: state in a narrower dtype is read as f32.
     mlir.lower_fun(lambda x, dtype: x.astype(jnp.float32), multiple_results=False),
@@ -377,9 +410,11 @@ _to_max_p = _MemoizedCast(
 METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
-def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
-    """Return a dtype called `name` whose cotangents, as float32, meet in `combine`."""
-    return _MaxDtype(name, combine)
+def max_dtype(name: str, clean: Callable[..., Any]) -> Any:
+    """Return a dtype called `name` whose cotangents, as float32, meet in
+    `max(clean(a), clean(b))`.
+    """
+    return _MaxDtype(name, clean)
 
 
 def is_max(x) -> bool:
@@ -391,14 +426,28 @@ def is_max(x) -> bool:
 
 def combined(x, y):
     """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
-    return to_max(x.dtype.combine(from_max(x), from_max(y)), x.dtype)
+    clean = x.dtype.clean
+    return to_max(lax.max(clean(from_max(x)), clean(from_max(y))), x.dtype)
+
+
+def largest(x):
+    """Combine the entries of an array along the first axis, as `combined` does; an
+    array of another dtype by their maximum.
+    """
+    if not is_max(x):
+        return jnp.max(x, axis=0)
+    return to_max(jnp.max(x.dtype.clean(from_max(x)), axis=0), x.dtype)
 
 
 def to_max(x, dtype=MAX_DTYPE):
     """Convert a float array to the max dtype, or to another dtype that `max_dtype`
     made.
     """
-    return _to_max_p.bind(x, dtype=dtype)
+    return once(_cast_to_max, dtype, [x])
+
+
+def _cast_to_max(dtype, operands):
+    return _to_max_p.bind(*operands, dtype=dtype)
 
 
 def from_max(x):

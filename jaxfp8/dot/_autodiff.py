@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax import _compat, _warnings
 from .._jax._primitives import compiled, is_differentiated, undefined_tangents
 from ..numerics import FP8_DTYPES
-from ..recipes import FP8StateWarning, QTensor, StateUse, is_reading, largest
+from ..recipes import FP8StateWarning, QTensor, Scale
 from ._gemms import Product
 
 _NOT_UPDATED = (
@@ -36,24 +36,6 @@ _NO_STATE = (
     "jaxfp8.linen.TrainState.create(params=variables, ...)); or take "
     "Float8CurrentScaling"
 )
-
-
-def shared(state):
-    """Return `state` as f32, such that the cotangents of all uses of its leaves meet in
-    a max.
-
-    A reading stays as it is: a loop keeps its inputs for the backward anyway, and a
-    conversion would be a copy.
-    """
-
-    def use(leaf):
-        if _compat.is_max(leaf):
-            return leaf if is_reading(leaf) else _compat.from_max(leaf)
-        if isinstance(leaf, jax.core.Tracer):
-            return _compat.from_max(_compat.to_max(leaf))
-        return jnp.asarray(leaf).astype(jnp.float32)
-
-    return jax.tree.map(use, state)
 
 
 @jax.tree_util.register_static
@@ -90,7 +72,8 @@ def _repeat_state_fwd(batch, x):
 
 
 def _repeat_state_bwd(batch, residuals, ct):
-    return (largest(ct),)
+    # Whether a history is empty has no cotangent.
+    return (None if ct.dtype == jax.dtypes.float0 else _compat.largest(ct),)
 
 
 repeat_state.defvjp(_repeat_state_fwd, _repeat_state_bwd)
@@ -184,13 +167,12 @@ def _(primals, tangents):
 
 
 def state_is_left_out(state) -> bool:
-    """Tell whether no gradient around a product can be with respect to its state: it is
-    an array, and not fixed.
+    """Tell whether no gradient around a product can be with respect to its state, the
+    result of `read`: it is an array, and not fixed.
     """
     # No step updates a fixed scale, in inference.
-    return not isinstance(state.input, StateUse) and not is_differentiated(
-        jax.tree.leaves(state)
-    )
+    is_fixed = isinstance(state.input, Scale) and state.input.amax is None
+    return not is_fixed and not is_differentiated(jax.tree.leaves(state))
 
 
 def checked_codes(

@@ -442,7 +442,7 @@ def _transpose(
     differentiated = _differentiated(is_linear, len(operands))
     x, kernel = operands[:2]
     with using(implementation):
-        *gradients, next_state = backward(
+        *gradients, ct_of_state = backward(
             product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes
         )
     # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of
@@ -451,10 +451,9 @@ def _transpose(
         None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
         for aval, ct in zip(operands, gradients, strict=False)
     ]
-    for count, state in zip(state_leaves, next_state.by_quantizer(), strict=True):
-        # A quantizer without a use, such as that of a pre-quantized operand, gives no
-        # cotangent: its state stays. The cotangent of a reading stands for those of the
-        # histories.
+    for count, state in zip(state_leaves, ct_of_state.by_quantizer(), strict=True):
+        # A quantizer that recorded nothing gives no cotangent: its state stays. The
+        # cotangent of a reading stands for those of the histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
         cotangents += [None] * count if state is None else leaves[:count]
     # codes have no cotangents

@@ -40,13 +40,9 @@ def _usable(ct):
     return jnp.where(is_amax, _scaling.clean(ct), ct)
 
 
-def _combine(a, b):
-    return jnp.maximum(_usable(a), _usable(b))
-
-
 # A cotangent of this dtype holds the amax that each quantizer recorded, finite or not,
 # and its scale_inv; zeros for a quantizer that did not run.
-READING = _compat.max_dtype("float32_max_reading", _combine)
+READING = _compat.max_dtype("float32_max_reading", _usable)
 
 
 def is_reading(x: Any) -> bool:
@@ -78,13 +74,6 @@ def without_max(tree: Any) -> Any:
 def holds_max(tree: Any) -> bool:
     """Tell whether any leaf of `tree` has the max dtype, or is a reading."""
     return any(map(_compat.is_max, jax.tree.leaves(tree)))
-
-
-def largest(ct: jax.Array) -> jax.Array:
-    """Combine the cotangents of a state, or of a reading, along the first axis."""
-    if is_reading(ct):
-        return _compat.to_max(jnp.max(_usable(_compat.from_max(ct)), axis=0), READING)
-    return jnp.max(ct, axis=0)
 
 
 def stacked_products(flat: StateTree) -> list[list]:

@@ -208,7 +208,7 @@ STEP_MUTANTS = {
     ),
     "inf recorded in the history": next_mutant(
         lambda nxt, q: dataclasses.replace(
-            nxt, amax_history=nxt.amax_history.at[0].set(q.use.amax[0])
+            nxt, amax_history=nxt.amax_history.at[0].set(q.recorded[0])
         )
     ),
     "the amax of a step lost": next_mutant(

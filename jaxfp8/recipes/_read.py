@@ -1,0 +1,364 @@
+"""read: from the state of a product to the scales of its quantizers, once; its
+transpose writes the next state.
+
+A step needs of a state of delayed scaling a scale, and records an amax. So products
+take scales, and the cotangent of a scale is what its quantizer recorded. Histories are
+read and written here alone, in the trace where the state is from: a state that a loop
+closes over, or that several calls share, is read once and written once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from .. import ops
+from .._jax import _compat
+from .._jax._primitives import compiled, is_differentiated, refuse_derivative
+from ..numerics import _scaling, fp8_max
+from ..ops._support import selected, using
+from . import _reading
+from ._delayed import DelayedScalingQuantizer, is_empty, scales_from
+from ._quantizer import Quantizer, no_reduction
+from ._state import DotGeneralState, QuantizerState, Scale
+from ._tensor import QTensor
+
+# The cotangents of a scale are amaxes, finite or not; those of a scale_inv are plain.
+_AMAX = _compat.max_dtype("float32_max_amax", _scaling.clean)
+
+
+def shared(state: Any) -> Any:
+    """Return `state` as f32, such that the cotangents of all uses of its leaves meet in
+    a max.
+
+    A reading stays as it is: a loop keeps its inputs for the backward anyway, and a
+    conversion would be a copy.
+    """
+
+    def use(leaf):
+        if _compat.is_max(leaf):
+            return leaf if _reading.is_reading(leaf) else _compat.from_max(leaf)
+        if isinstance(leaf, jax.core.Tracer):
+            return _compat.from_max(_compat.to_max(leaf))
+        return jnp.asarray(leaf).astype(jnp.float32)
+
+    return jax.tree.map(use, state)
+
+
+def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
+    """Read the state of a product: return it with a Scale in the place of each state of
+    delayed scaling. The transpose writes the next state.
+
+    The states of users' quantizers stay as they are, and so does a state that
+    `max_grad` has read before a loop.
+
+    Args:
+        quantizers: the quantizers of the product, of any kind.
+        state: a state for each of them; None for a quantizer without state.
+    """
+    if _reading.reading_of(state) is not None:
+        return shared(state)
+    states = state.by_quantizer()
+    positions = [
+        i
+        for i, old in enumerate(states)
+        if isinstance(old, QuantizerState)
+        and isinstance(quantizers[i], DelayedScalingQuantizer)
+    ]
+    leaves = jax.tree.leaves([states[i] for i in positions])
+    states = [None if i in positions else shared(old) for i, old in enumerate(states)]
+    if positions:
+        delayed = tuple(quantizers[i] for i in positions)
+        # A product that is certain to have a backward does not ask for empty histories.
+        asks = [q.first_step == "current" for q in delayed]
+        with_empty = any(asks) or not is_differentiated(leaves)
+        static = _Static(delayed, with_empty, selected())
+        scales = _compat.once(_bind, static, list(map(_with_max, leaves)))
+        for i, scale in zip(positions, scales, strict=True):
+            states[i] = scale
+    return DotGeneralState(*states)
+
+
+def _with_max(leaf):
+    if _compat.is_max(leaf):
+        return leaf
+    if isinstance(leaf, jax.core.Tracer):
+        return _compat.to_max(leaf)
+    return jnp.asarray(leaf).astype(jnp.float32)
+
+
+def _plain(leaf):
+    return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
+
+
+class _Static(NamedTuple):
+    """The static part of a read.
+
+    Attributes:
+        quantizers: those of delayed scaling.
+        with_empty: whether scales tell if their history is empty.
+        implementation: the implementation of the ops.
+        vmap_dims: how many leading dimensions of all leaves enumerate states.
+    """
+
+    quantizers: tuple
+    with_empty: bool
+    implementation: str | None
+    vmap_dims: int = 0
+
+    @property
+    def results(self) -> int:
+        """Return the number of results of each quantizer, the fields of a Scale."""
+        return 3 + self.with_empty
+
+
+def _bind(static, leaves) -> list[Scale]:
+    """Read states, whose histories and scales are `leaves` in turn."""
+    results, step = _read_p.bind(*leaves, static=static), static.results
+    return [Scale(*results[i : i + step]) for i in range(0, len(results), step)]
+
+
+def _pairs(leaves) -> list[tuple]:
+    leaves = list(map(_plain, leaves))
+    return list(zip(leaves[::2], leaves[1::2], strict=True))
+
+
+def _results(*leaves, static):
+    def read_one(pairs):
+        states = [QuantizerState(*pair) for pair in pairs]
+        results = []
+        for i, scale in enumerate(scales_from(static.quantizers, states)):
+            results += scale.scale, scale.scale_inv, scale.amax
+            if static.with_empty:
+                results.append(is_empty(states[i].amax_history))
+        return results
+
+    for _ in range(static.vmap_dims):
+        read_one = jax.vmap(read_one)
+    with using(static.implementation):
+        return read_one(_pairs(leaves))
+
+
+def _types(*leaves, static):
+    """Type scales like the scale of their state, in dtypes whose cotangents combine by
+    max.
+    """
+    types = []
+    for scale in leaves[1::2]:
+        dtypes = [np.dtype(np.float32)] * 3 + [np.dtype(bool)]
+        if _compat.is_max(scale):
+            dtypes[:2] = _AMAX, _compat.MAX_DTYPE
+        types += [
+            scale.update(dtype=dtype, weak_type=False)
+            for dtype in dtypes[: static.results]
+        ]
+    return types
+
+
+def _jvp(leaves, tangents, *, static):
+    results = _read_p.bind(*leaves, static=static)
+    types = _tangent_types(results)
+    return results, _tangents(leaves, tangents, types, static)
+
+
+def _linearize(is_vjp, is_linear, *leaves, static):
+    results = _read_p.bind(*leaves, static=static)
+    types = _tangent_types(results)
+
+    def linear(leaves, *tangents):
+        return _tangents(leaves, tangents, types, static)
+
+    has_tangent = [i % static.results < 2 for i in range(len(results))]
+    return _compat.linearized(results, leaves, linear, has_tangent)
+
+
+def _tangent_types(results) -> tuple:
+    return tuple(jax.typeof(result).to_tangent_aval() for result in results)
+
+
+def _tangents(leaves, tangents, types, static):
+    """Return the tangents of scales and scale_invs; those of the buffers are zero."""
+    tangents = map(ad.instantiate_zeros, tangents)
+    recorded = _record_p.bind(*tangents, *leaves, types=types, static=static)
+    results = [ad.Zero(aval) for aval in types]
+    results[:: static.results] = recorded[::2]
+    results[1 :: static.results] = recorded[1::2]
+    return results
+
+
+def _types_of_recorded(*args, types, static):
+    pairs = zip(types[:: static.results], types[1 :: static.results], strict=True)
+    return [aval for pair in pairs for aval in pair]
+
+
+def _transpose(cotangents, *args, types, static):
+    """Write the next histories and scales from what the step recorded."""
+    leaves = args[len(args) // 2 :]
+    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+
+    def write_one(pairs, recorded):
+        return ops.write_histories([pairs], [recorded])[0]
+
+    for _ in range(static.vmap_dims):
+        write_one = jax.vmap(write_one)
+    with using(static.implementation):
+        written = write_one(_pairs(leaves), _pairs(cotangents))
+    written = [leaf for pair in written for leaf in pair]
+    cotangents = [
+        _compat.to_max(new) if _compat.is_max(old) else new.astype(old.dtype)
+        for new, old in zip(written, leaves, strict=True)
+    ]
+    return cotangents + [None] * len(leaves)
+
+
+def _batch(args, dims, *, static):
+    """Read states with a batch, and states that the examples share, each by a call."""
+    results, quantizers = {}, range(len(static.quantizers))
+    is_batched = [list(dims[2 * i : 2 * i + 2]) != [None, None] for i in quantizers]
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    for batched in set(is_batched):
+        chosen = [i for i in quantizers if is_batched[i] == batched]
+        places = [place for i in chosen for place in (2 * i, 2 * i + 1)]
+        leaves = [args[place] for place in places]
+        if batched:
+            leaves = [batching.bdim_at_front(args[p], dims[p], size) for p in places]
+        part = static._replace(
+            quantizers=tuple(static.quantizers[i] for i in chosen),
+            vmap_dims=static.vmap_dims + batched,
+        )
+        for i, scale in zip(chosen, _bind(part, leaves), strict=True):
+            results[i] = jax.tree.leaves(scale)
+    dims = [0 if is_batched[i] else None for i in quantizers for _ in results[i]]
+    return [x for i in quantizers for x in results[i]], dims
+
+
+_read_p = Primitive("fp8_read_histories")
+_read_p.multiple_results = True
+_read_p.def_abstract_eval(_types)
+_read_p.def_impl(compiled(_read_p))
+mlir.register_lowering(_read_p, mlir.lower_fun(_results, multiple_results=True))
+batching.primitive_batchers[_read_p] = _batch
+ad.primitive_jvps[_read_p] = _jvp
+_compat.linearizes_by(_read_p, _linearize)
+
+# What a step records, as a linear function of the states: its transpose writes them.
+_record_p = Primitive("fp8_write_histories")
+_record_p.multiple_results = True
+_record_p.def_abstract_eval(_types_of_recorded)
+ad.deflinear2(_record_p, _transpose)
+ad.primitive_jvps[_record_p] = refuse_derivative
+batching.primitive_batchers[_record_p] = refuse_derivative
+_record_p.def_impl(refuse_derivative)
+mlir.register_lowering(_record_p, refuse_derivative)
+
+
+def scales_of(
+    quantizers: Sequence[Quantizer], state: DotGeneralState, has_backward: bool = True
+) -> list[Any]:
+    """Return what the quantizers of a product take: a Scale for delayed scaling, else
+    the state.
+
+    Args:
+        quantizers: the quantizers of the product.
+        state: the result of `read`, of one product.
+        has_backward: whether the product is differentiated.
+
+    Raises:
+        TypeError: the state was read before a loop, and a quantizer that the reading
+            covers is not of delayed scaling.
+    """
+    scales, reading = state.by_quantizer(), _reading.reading_of(state)
+    if reading is not None:
+        histories = [old.amax_history for old in scales[:3]]
+        scales[:3] = scales_of_reading(quantizers, reading, histories, has_backward)
+    for i, scale in enumerate(scales):
+        if isinstance(scale, Scale) and scale.amax is not None:
+            plain = jax.tree.map(_plain, scale)
+            scales[i] = quantizers[i].for_step(plain, has_backward)
+    return scales
+
+
+def scales_of_reading(
+    quantizers: Sequence[Quantizer],
+    reading: jax.Array,
+    histories: Sequence[jax.Array] | None = None,
+    has_backward: bool = True,
+) -> list[Scale]:
+    """Return the scales that a reading has, `[6 * k]`, for the first k quantizers.
+
+    The scales of other options than those of `DelayedScaling()` are computed here, of
+    the reading's two amaxes; a function of the history takes it from `histories`.
+
+    Raises:
+        TypeError: a quantizer is not of delayed scaling.
+    """
+    numbers = _reading.by_quantizer(reading)
+    quantizers = quantizers[: len(numbers)]
+    if not all(isinstance(q, DelayedScalingQuantizer) for q in quantizers):
+        raise TypeError(
+            "max_grad: tree: expected the QuantizerStates in a DotGeneralState with a "
+            "leading dimension to be of delayed scaling, got those of "
+            f"{quantizers}; return another class from Quantizer.init"
+        )
+    scales = []
+    for i, (history, old_scale, zero, scale, scale_inv) in enumerate(numbers):
+        quantizer, algo = quantizers[i], quantizers[i].amax_compute_algo
+        history = shared(histories[i]) if callable(algo) else history
+        state = QuantizerState(history, old_scale)
+        is_default = algo == "max" and quantizer.margin == 0
+        if is_default and fp8_max(quantizer.fp8_dtype) == _reading.FP8_MAX[i]:
+            scales.append(Scale(scale, scale_inv, zero))
+        else:
+            scales += scales_from([quantizer], [state])
+        if quantizer.first_step == "current" or not has_backward:
+            scales[i] = dataclasses.replace(scales[i], is_empty=is_empty(history))
+    return scales
+
+
+def reading_suffices(quantizers: Sequence[Quantizer]) -> bool:
+    """Tell whether the reading of a product suffices for its scales: no quantizer needs
+    a history or the tensor.
+    """
+    return all(
+        isinstance(q.amax_compute_algo, str) and q.first_step == "unit"
+        for q in quantizers[:3]
+    )
+
+
+def cotangent(
+    quantizers: Sequence[Quantizer],
+    quantized: Sequence[QTensor | None],
+    reading: jax.Array | None = None,
+    reduce: Any = no_reduction,
+) -> DotGeneralState:
+    """Return the cotangent of the result of `read`, from the tensors that were
+    quantized.
+
+    Args:
+        quantizers: the quantizers of the product.
+        quantized: a QTensor for each of them; None for a tensor that was not quantized,
+            whose state stays.
+        reading: the reading of the product, where its state was read before a loop.
+        reduce: see `OperandOptions.reduce`.
+    """
+    states = [None if q is None else q.recorded for q in quantized]
+    if reading is not None:
+        recorded = [
+            None if amax is None else (amax, q.scale_inv)
+            for amax, q in zip(states[:3], quantized[:3], strict=True)
+        ]
+        ct = _reading.cotangent(recorded, reduce, reading)
+        states[:3] = None, None, QuantizerState(None, ct)
+        return DotGeneralState(*states)
+    for i, (quantizer, q) in enumerate(zip(quantizers, quantized, strict=False)):
+        if states[i] is not None and isinstance(quantizer, DelayedScalingQuantizer):
+            amax = reduce(states[i], q.scale_inv)
+            states[i] = Scale(
+                _compat.to_max(amax, _AMAX), _compat.to_max(q.scale_inv), None
+            )
+    return DotGeneralState(*states)
