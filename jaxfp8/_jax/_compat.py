@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import pkgutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -313,26 +313,62 @@ _lax_module._stop_gradient = _stop_gradient
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
-class _Cast(Primitive):
-    """A linear change of dtype. JAX's own conversion of extended dtypes has no working
-    transpose.
+def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
+    """Return arrays in other dtypes, those that `max_dtype` makes among them. It is
+    linear: JAX's own conversion of extended dtypes has no working transpose.
     """
+    return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
-    def __init__(self, name, lower, transpose):
-        super().__init__(name)
-        self.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
-        self.def_impl(compiled(self))
-        mlir.register_lowering(self, lower)
-        ad.deflinear2(self, transpose)
-        linearizes_by(self, self._linearize)
-        batching.defvectorized(self)
 
-    def _linearize(self, is_vjp, is_linear, x, *, dtype):
-        # A cast is linear: it keeps no residuals, and the tangent takes the same cast.
-        def cast(residuals, tangent):
-            return self.bind(tangent, dtype=dtype)
+def _lower_cast(ctx, *xs, dtypes):
+    results = []
+    for x, old, new in zip(xs, ctx.avals_in, ctx.avals_out, strict=True):
+        old, new = _physical_aval(old), _physical_aval(new)
+        if old.dtype != new.dtype:
+            convert = mlir.lower_fun(
+                functools.partial(lax.convert_element_type, new_dtype=new.dtype),
+                multiple_results=False,
+            )
+            (x,) = convert(ctx.replace(avals_in=[old], avals_out=[new]), x)
+        results.append(x)
+    return results
 
-        return linearized(self.bind(x, dtype=dtype), (), cast)
+
+def _transpose_cast(cotangents, *xs, dtypes):
+    results = [None] * len(xs)
+    places = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    cotangents = [cotangents[i] for i in places]
+    dtypes = [xs[i].aval.dtype for i in places]
+    for i, ct in zip(places, cast(cotangents, dtypes), strict=True):
+        results[i] = ct
+    return results
+
+
+def _linearize_cast(is_vjp, is_linear, *xs, dtypes):
+    # A cast keeps no residuals, and the tangents take the same cast.
+    def cast_tangents(residuals, *tangents):
+        return cast(map(ad.instantiate_zeros, tangents), dtypes)
+
+    return linearized(cast(xs, dtypes), (), cast_tangents)
+
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+_cast_p = Primitive("jaxfp8_cast")
+_cast_p.multiple_results = True
+_cast_p.def_abstract_eval(
+    lambda *xs, dtypes: [
+        x.update(dtype=dtype, weak_type=False)
+        for x, dtype in zip(xs, dtypes, strict=True)
+    ]
+)
+_cast_p.def_impl(compiled(_cast_p))
+mlir.register_lowering(_cast_p, _lower_cast)
+ad.deflinear2(_cast_p, _transpose_cast)
+linearizes_by(_cast_p, _linearize_cast)
+batching.primitive_batchers[_cast_p] = lambda xs, dims, *, dtypes: (
+    cast(xs, dtypes),
+    dims,
+)
 
 
 # of tracers, by id: a reference to the tracer, and {key: (references to operands,
@@ -353,30 +389,49 @@ def once(function: Callable[..., Any], static: Any, operands: list) -> Any:
         static: hashable data.
         operands: a list of arrays.
     """
-    traces = [getattr(x, "_trace", None) for x in operands]
-    trace = traces[0]
-    if trace is None or traces.count(trace) < len(traces):
+    trace = _common_trace(operands)
+    if trace is None:
         return function(static, operands)
-    results = _results_of(operands[0])
-    key = function, static, tuple(map(id, operands))
-    if key in results:
-        references, leaves, tree = results[key]
-        leaves = [leaf() for leaf in leaves]
-        # The id of a tracer that has died may be that of another tracer now.
-        is_same = all(r() is x for r, x in zip(references, operands, strict=True))
-        if is_same and all(leaf is not None for leaf in leaves):
-            return tree.unflatten(leaves)
-    with set_current_trace(trace):
-        result = function(static, operands)
-    leaves, tree = jax.tree.flatten(result)
-    # A result of `jit`'s trace holds its operands, and lives as long as it is used.
-    hold = weakref.ref if isinstance(trace, _DynamicJaxprTrace) else _strong_reference
-    results[key] = list(map(weakref.ref, operands)), list(map(hold, leaves)), tree
+    result = _recall((function, static), operands)
+    if result is None:
+        with set_current_trace(trace):
+            result = function(static, operands)
+        _remember((function, static), operands, result)
     return result
 
 
+def _common_trace(operands):
+    """Return the trace of all operands; None where they have no trace, or several."""
+    traces = [getattr(x, "_trace", None) for x in operands]
+    return traces[0] if traces.count(traces[0]) == len(traces) else None
+
+
+def _recall(key, operands):
+    """Return what `_remember` was given; None where it has died."""
+    results = _results_of(operands[0])
+    key = key, tuple(map(id, operands))
+    if key not in results:
+        return None
+    references, leaves, tree = results[key]
+    leaves = [leaf() for leaf in leaves]
+    # The id of a tracer that has died may be that of another tracer now.
+    is_same = all(r() is x for r, x in zip(references, operands, strict=True))
+    is_alive = all(leaf is not None for leaf in leaves)
+    return tree.unflatten(leaves) if is_same and is_alive else None
+
+
+def _remember(key, operands, result) -> None:
+    leaves, tree = jax.tree.flatten(result)
+    # A result of `jit`'s trace holds its operands, and lives as long as it is used.
+    is_held = isinstance(operands[0]._trace, _DynamicJaxprTrace)
+    hold = weakref.ref if is_held else _strong_reference
+    results = _results_of(operands[0])
+    references = list(map(weakref.ref, operands))
+    results[key, tuple(map(id, operands))] = references, list(map(hold, leaves)), tree
+
+
 def _results_of(tracer) -> dict:
-    """Return the results that `once` has of a tracer, which die with it."""
+    """Return the results that are remembered of a tracer, which die with it."""
     name = id(tracer)
     if name not in _results:
         # At the end of Python the module loses its names.
@@ -391,19 +446,6 @@ def _forget(results, name, reference):
 
 def _strong_reference(x):
     return lambda: x
-
-
-_from_max_p = _Cast(
-    "jaxfp8_from_max",
-    lambda ctx, x, dtype: [x],
-    lambda ct, x, dtype: [to_max(ct, x.aval.dtype)],
-)
-_to_max_p = _Cast(
-    "jaxfp8_to_max",
-    # Trainers may have cast the tree: state in a narrower dtype is read as f32.
-    mlir.lower_fun(lambda x, dtype: x.astype(jnp.float32), multiple_results=False),
-    lambda ct, x, dtype: [from_max(ct).astype(x.aval.dtype)],
-)
 
 
 # The modules whose methods an array of the max dtype lacks.
@@ -443,15 +485,46 @@ def to_max(x, dtype=MAX_DTYPE):
     """Convert a float array to the max dtype, or to another dtype that `max_dtype`
     made.
     """
-    return once(_cast_to_max, dtype, [x])
+    return all_to_max([x], dtype)[0]
 
 
-def _cast_to_max(dtype, operands):
-    return _to_max_p.bind(*operands, dtype=dtype)
+def all_to_max(xs: Sequence[Any], dtype: Any = MAX_DTYPE) -> list:
+    """Convert float arrays as `to_max` does. One value has the same result wherever it
+    is used, so that all its cotangents meet there.
+    """
+    results, missing = list(xs), {}
+    for i, x in enumerate(xs):
+        trace = getattr(x, "_trace", None)
+        results[i] = None if trace is None else _recall((cast, dtype), [x])
+        if results[i] is None:
+            missing.setdefault(id(trace), []).append(i)
+    for places in missing.values():
+        operands = [xs[i] for i in places]
+        new = once(_cast_all, dtype, operands)
+        for i, x, result in zip(places, operands, new, strict=True):
+            results[i] = result
+            if isinstance(x, jax.core.Tracer):
+                _remember((cast, dtype), [x], result)
+    return results
+
+
+def _cast_all(dtype, operands):
+    return cast(operands, [dtype] * len(operands))
 
 
 def from_max(x):
     """Convert an array of the max dtype, or of another dtype that `max_dtype` made, to
     float32.
     """
-    return _from_max_p.bind(x, dtype=_FLOAT32)
+    return cast([x], [_FLOAT32])[0]
+
+
+def plain(xs: Sequence[Any]) -> list:
+    """Return arrays with float32 in the place of the dtypes that `max_dtype` made."""
+    places = [i for i, x in enumerate(xs) if is_max(x)]
+    results = list(xs)
+    if places:
+        new = cast([xs[i] for i in places], [_FLOAT32] * len(places))
+        for i, x in zip(places, new, strict=True):
+            results[i] = x
+    return results

@@ -40,14 +40,26 @@ def shared(state: Any) -> Any:
     conversion would be a copy.
     """
 
-    def use(leaf):
-        if _compat.is_max(leaf):
-            return leaf if _reading.is_reading(leaf) else _compat.from_max(leaf)
-        if isinstance(leaf, jax.core.Tracer):
-            return _compat.from_max(_compat.to_max(leaf))
-        return jnp.asarray(leaf).astype(jnp.float32)
+    leaves, tree = jax.tree.flatten(state)
+    leaves = _with_max(leaves)
+    others = [i for i, leaf in enumerate(leaves) if not _reading.is_reading(leaf)]
+    for i, leaf in zip(others, _compat.plain([leaves[i] for i in others]), strict=True):
+        leaves[i] = leaf
+    return tree.unflatten(leaves)
 
-    return jax.tree.map(use, state)
+
+def _with_max(leaves: list) -> list:
+    """Return traced float arrays in the max dtype, and others in float32."""
+    leaves, traced = list(leaves), []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, jax.core.Tracer):
+            leaves[i] = jnp.asarray(leaf).astype(jnp.float32)
+        elif not _compat.is_max(leaf):
+            traced.append(i)
+    new = _compat.all_to_max([leaves[i] for i in traced])
+    for i, leaf in zip(traced, new, strict=True):
+        leaves[i] = leaf
+    return leaves
 
 
 def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
@@ -78,22 +90,10 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
         asks = [q.first_step == "current" for q in delayed]
         with_empty = any(asks) or not is_differentiated(leaves)
         static = _Static(delayed, with_empty, selected())
-        scales = _compat.once(_bind, static, list(map(_with_max, leaves)))
+        scales = _compat.once(_bind, static, _with_max(leaves))
         for i, scale in zip(positions, scales, strict=True):
             states[i] = scale
     return DotGeneralState(*states)
-
-
-def _with_max(leaf):
-    if _compat.is_max(leaf):
-        return leaf
-    if isinstance(leaf, jax.core.Tracer):
-        return _compat.to_max(leaf)
-    return jnp.asarray(leaf).astype(jnp.float32)
-
-
-def _plain(leaf):
-    return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
 
 
 class _Static(NamedTuple):
@@ -124,7 +124,6 @@ def _bind(static, leaves) -> list[Scale]:
 
 
 def _pairs(leaves) -> list[tuple]:
-    leaves = list(map(_plain, leaves))
     return list(zip(leaves[::2], leaves[1::2], strict=True))
 
 
@@ -141,7 +140,7 @@ def _results(*leaves, static):
     for _ in range(static.vmap_dims):
         read_one = jax.vmap(read_one)
     with using(static.implementation):
-        return read_one(_pairs(leaves))
+        return read_one(_pairs(_compat.plain(leaves)))
 
 
 def _types(*leaves, static):
@@ -207,13 +206,12 @@ def _transpose(cotangents, *args, types, static):
     for _ in range(static.vmap_dims):
         write_one = jax.vmap(write_one)
     with using(static.implementation):
-        written = write_one(_pairs(leaves), _pairs(cotangents))
+        plain = _compat.plain([*leaves, *cotangents])
+        pairs = _pairs(plain)
+        written = write_one(pairs[: len(leaves) // 2], pairs[len(leaves) // 2 :])
     written = [leaf for pair in written for leaf in pair]
-    cotangents = [
-        _compat.to_max(new) if _compat.is_max(old) else new.astype(old.dtype)
-        for new, old in zip(written, leaves, strict=True)
-    ]
-    return cotangents + [None] * len(leaves)
+    dtypes = [leaf.dtype for leaf in leaves]
+    return _compat.cast(written, dtypes) + [None] * len(leaves)
 
 
 def _batch(args, dims, *, static):
@@ -276,10 +274,11 @@ def scales_of(
     if reading is not None:
         histories = [old.amax_history for old in scales[:3]]
         scales[:3] = scales_of_reading(quantizers, reading, histories, has_backward)
+    leaves, tree = jax.tree.flatten(scales)
+    scales = tree.unflatten(_compat.plain(leaves))
     for i, scale in enumerate(scales):
         if isinstance(scale, Scale) and scale.amax is not None:
-            plain = jax.tree.map(_plain, scale)
-            scales[i] = quantizers[i].for_step(plain, has_backward)
+            scales[i] = quantizers[i].for_step(scale, has_backward)
     return scales
 
 
@@ -355,10 +354,17 @@ def cotangent(
         ct = _reading.cotangent(recorded, reduce, reading)
         states[:3] = None, None, QuantizerState(None, ct)
         return DotGeneralState(*states)
-    for i, (quantizer, q) in enumerate(zip(quantizers, quantized, strict=False)):
-        if states[i] is not None and isinstance(quantizer, DelayedScalingQuantizer):
-            amax = reduce(states[i], q.scale_inv)
-            states[i] = Scale(
-                _compat.to_max(amax, _AMAX), _compat.to_max(q.scale_inv), None
-            )
+    delayed = [
+        i
+        for i, amax in enumerate(states)
+        if amax is not None and isinstance(quantizers[i], DelayedScalingQuantizer)
+    ]
+    numbers = []
+    for i in delayed:
+        scale_inv = quantized[i].scale_inv
+        numbers += reduce(states[i], scale_inv), scale_inv
+    dtypes = (_AMAX, _compat.MAX_DTYPE) * len(delayed)
+    numbers = _compat.cast(numbers, dtypes) if delayed else []
+    for i, pair in zip(delayed, _pairs(numbers), strict=True):
+        states[i] = Scale(*pair, None)
     return DotGeneralState(*states)
