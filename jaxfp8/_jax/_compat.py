@@ -334,22 +334,41 @@ def _lower_cast(ctx, *xs, dtypes):
     return results
 
 
-def _transpose_cast(cotangents, *xs, dtypes):
+def _cast_some(xs, dtypes) -> list:
+    """Cast tangents or cotangents that are not zero; return None for the others."""
     results = [None] * len(xs)
-    places = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    cotangents = [cotangents[i] for i in places]
-    dtypes = [xs[i].aval.dtype for i in places]
-    for i, ct in zip(places, cast(cotangents, dtypes), strict=True):
-        results[i] = ct
+    places = [i for i, x in enumerate(xs) if type(x) is not ad.Zero]
+    new = cast([xs[i] for i in places], [dtypes[i] for i in places])
+    for i, x in zip(places, new, strict=True):
+        results[i] = x
     return results
 
 
+def _transpose_cast(cotangents, *xs, dtypes):
+    return _cast_some(cotangents, [x.aval.dtype for x in xs])
+
+
+def _tangents_of_cast(types, tangents, dtypes):
+    new = _cast_some(tangents, dtypes)
+    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in types]
+    return [zero if x is None else x for x, zero in zip(new, zeros, strict=True)]
+
+
+def _jvp_of_cast(xs, tangents, *, dtypes):
+    results = cast(xs, dtypes)
+    types = list(map(jax.typeof, results))
+    return results, _tangents_of_cast(types, tangents, dtypes)
+
+
 def _linearize_cast(is_vjp, is_linear, *xs, dtypes):
+    results = cast(xs, dtypes)
+    types = list(map(jax.typeof, results))
+
     # A cast keeps no residuals, and the tangents take the same cast.
     def cast_tangents(residuals, *tangents):
-        return cast(map(ad.instantiate_zeros, tangents), dtypes)
+        return _tangents_of_cast(types, tangents, dtypes)
 
-    return linearized(cast(xs, dtypes), (), cast_tangents)
+    return linearized(results, (), cast_tangents, list(is_linear))
 
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -364,6 +383,7 @@ _cast_p.def_abstract_eval(
 _cast_p.def_impl(compiled(_cast_p))
 mlir.register_lowering(_cast_p, _lower_cast)
 ad.deflinear2(_cast_p, _transpose_cast)
+ad.primitive_jvps[_cast_p] = _jvp_of_cast
 linearizes_by(_cast_p, _linearize_cast)
 batching.primitive_batchers[_cast_p] = lambda xs, dims, *, dtypes: (
     cast(xs, dtypes),

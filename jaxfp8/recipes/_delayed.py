@@ -215,23 +215,8 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     def scale_from(self, state: QuantizerState) -> Scale:
         """Return the scale of a state, f32, in a product with a backward."""
         (scale,) = scales_from([self], [state])
-        empty = is_empty(state.amax_history)
-        return self.for_step(dataclasses.replace(scale, is_empty=empty))
-
-    def for_step(self, scale: Scale, has_backward: bool = True) -> Scale:
-        """Return the scale of a product: where `is_empty` stays, the tensor's own amax
-        may give it.
-
-        A scale of 1 that no amax chose gives way to it in a product without a backward:
-        a copy that never trains would keep the 1 for ever.
-        """
-        empty = scale.is_empty
-        if empty is not None and self.first_step == "current":
-            # The scale of a state below zero is NaN, whatever the tensor is.
-            empty &= scale.scale == scale.scale
-        elif empty is not None:
-            empty = None if has_backward else empty & (scale.scale == 1)
-        return dataclasses.replace(scale, is_empty=empty)
+        history = state.amax_history if self.first_step == "current" else None
+        return dataclasses.replace(scale, history=history)
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the scale of the state, or without a state the scale of the tensor's
@@ -239,7 +224,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """
         if scale is None:
             return super().choose_scale(current_amax, scale, reduce)
-        if scale.is_empty is None:
+        if scale.history is None:
             return scale
 
         def current_scale():
@@ -251,9 +236,14 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 margin=self.margin,
             )
 
-        pair, is_empty = (scale.scale, scale.scale_inv), scale.is_empty.reshape(())
-        chosen = jax.lax.cond(is_empty, current_scale, lambda: pair)
-        return Scale(*chosen, scale.amax)
+        # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1
+        # that no amax chose gives way in a product without a backward: a copy that
+        # never trains would keep it for ever.
+        is_current = self.first_step == "current"
+        gives_way = scale.scale == (scale.scale if is_current else 1)
+        takes_own = gives_way.reshape(()) & is_empty(scale.history)
+        pair = scale.scale, scale.scale_inv
+        return Scale(*jax.lax.cond(takes_own, current_scale, lambda: pair), scale.amax)
 
 
 def scales_from(
@@ -301,8 +291,8 @@ def _scale_of_window(quantizer, state):
 
 
 def is_empty(history: jax.Array) -> jax.Array:
-    """Return bool[1], whether a history f32 `(H,)` has no amax."""
-    return ~jnp.any(_scaling.positive_finite(history)).reshape(1)
+    """Return bool[], whether a history f32 `(H,)` has no amax."""
+    return ~jnp.any(_scaling.positive_finite(history))
 
 
 def _is_below_zero(state):

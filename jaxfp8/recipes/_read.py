@@ -23,7 +23,7 @@ from .._jax._primitives import compiled, is_differentiated, refuse_derivative
 from ..numerics import _scaling, fp8_max
 from ..ops._support import selected, using
 from . import _reading
-from ._delayed import DelayedScalingQuantizer, is_empty, scales_from
+from ._delayed import DelayedScalingQuantizer, scales_from
 from ._quantizer import Quantizer, no_reduction
 from ._state import DotGeneralState, QuantizerState, Scale
 from ._tensor import QTensor
@@ -85,15 +85,23 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
     leaves = jax.tree.leaves([states[i] for i in positions])
     states = [None if i in positions else shared(old) for i, old in enumerate(states)]
     if positions:
+        leaves = _with_max(leaves)
         delayed = tuple(quantizers[i] for i in positions)
-        # A product that is certain to have a backward does not ask for empty histories.
-        asks = [q.first_step == "current" for q in delayed]
-        with_empty = any(asks) or not is_differentiated(leaves)
-        static = _Static(delayed, with_empty, selected())
-        scales = _compat.once(_bind, static, _with_max(leaves))
-        for i, scale in zip(positions, scales, strict=True):
-            states[i] = scale
+        scales = _compat.once(_bind, _Static(delayed, selected()), leaves)
+        histories = [None] * len(positions)
+        if _may_ask(delayed, leaves):
+            histories = _compat.plain(jax.lax.stop_gradient(leaves[::2]))
+        for i, scale, history in zip(positions, scales, histories, strict=True):
+            states[i] = dataclasses.replace(scale, history=history)
     return DotGeneralState(*states)
+
+
+def _may_ask(quantizers, leaves) -> bool:
+    """Tell whether a product may ask if a history is empty. It does not where it is
+    sure to have a backward, unless the first step takes current scales.
+    """
+    is_current = [q.first_step == "current" for q in quantizers]
+    return any(is_current) or not is_differentiated(leaves)
 
 
 class _Static(NamedTuple):
@@ -101,26 +109,19 @@ class _Static(NamedTuple):
 
     Attributes:
         quantizers: those of delayed scaling.
-        with_empty: whether scales tell if their history is empty.
         implementation: the implementation of the ops.
         vmap_dims: how many leading dimensions of all leaves enumerate states.
     """
 
     quantizers: tuple
-    with_empty: bool
     implementation: str | None
     vmap_dims: int = 0
-
-    @property
-    def results(self) -> int:
-        """Return the number of results of each quantizer, the fields of a Scale."""
-        return 3 + self.with_empty
 
 
 def _bind(static, leaves) -> list[Scale]:
     """Read states, whose histories and scales are `leaves` in turn."""
-    results, step = _read_p.bind(*leaves, static=static), static.results
-    return [Scale(*results[i : i + step]) for i in range(0, len(results), step)]
+    results = _read_p.bind(*leaves, static=static)
+    return [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]
 
 
 def _pairs(leaves) -> list[tuple]:
@@ -130,12 +131,7 @@ def _pairs(leaves) -> list[tuple]:
 def _results(*leaves, static):
     def read_one(pairs):
         states = [QuantizerState(*pair) for pair in pairs]
-        results = []
-        for i, scale in enumerate(scales_from(static.quantizers, states)):
-            results += scale.scale, scale.scale_inv, scale.amax
-            if static.with_empty:
-                results.append(is_empty(states[i].amax_history))
-        return results
+        return jax.tree.leaves(scales_from(static.quantizers, states))
 
     for _ in range(static.vmap_dims):
         read_one = jax.vmap(read_one)
@@ -149,13 +145,12 @@ def _types(*leaves, static):
     """
     types = []
     for scale in leaves[1::2]:
-        dtypes = [np.dtype(np.float32)] * 3 + [np.dtype(bool)]
+        plain = scale.update(dtype=np.dtype(np.float32), weak_type=False)
         if _compat.is_max(scale):
-            dtypes[:2] = _AMAX, _compat.MAX_DTYPE
-        types += [
-            scale.update(dtype=dtype, weak_type=False)
-            for dtype in dtypes[: static.results]
-        ]
+            types += plain.update(dtype=_AMAX), plain.update(dtype=_compat.MAX_DTYPE)
+        else:
+            types += plain, plain
+        types.append(plain)
     return types
 
 
@@ -172,7 +167,7 @@ def _linearize(is_vjp, is_linear, *leaves, static):
     def linear(leaves, *tangents):
         return _tangents(leaves, tangents, types, static)
 
-    has_tangent = [i % static.results < 2 for i in range(len(results))]
+    has_tangent = [True, True, False] * len(static.quantizers)
     return _compat.linearized(results, leaves, linear, has_tangent)
 
 
@@ -185,13 +180,13 @@ def _tangents(leaves, tangents, types, static):
     tangents = map(ad.instantiate_zeros, tangents)
     recorded = _record_p.bind(*tangents, *leaves, types=types, static=static)
     results = [ad.Zero(aval) for aval in types]
-    results[:: static.results] = recorded[::2]
-    results[1 :: static.results] = recorded[1::2]
+    results[::3] = recorded[::2]
+    results[1::3] = recorded[1::2]
     return results
 
 
 def _types_of_recorded(*args, types, static):
-    pairs = zip(types[:: static.results], types[1 :: static.results], strict=True)
+    pairs = zip(types[::3], types[1::3], strict=True)
     return [aval for pair in pairs for aval in pair]
 
 
@@ -277,8 +272,9 @@ def scales_of(
     leaves, tree = jax.tree.flatten(scales)
     scales = tree.unflatten(_compat.plain(leaves))
     for i, scale in enumerate(scales):
-        if isinstance(scale, Scale) and scale.amax is not None:
-            scales[i] = quantizers[i].for_step(scale, has_backward)
+        if isinstance(scale, Scale) and scale.history is not None:
+            if has_backward and quantizers[i].first_step == "unit":
+                scales[i] = dataclasses.replace(scale, history=None)
     return scales
 
 
@@ -315,7 +311,7 @@ def scales_of_reading(
         else:
             scales += scales_from([quantizer], [state])
         if quantizer.first_step == "current" or not has_backward:
-            scales[i] = dataclasses.replace(scales[i], is_empty=is_empty(history))
+            scales[i] = dataclasses.replace(scales[i], history=history)
     return scales
 
 

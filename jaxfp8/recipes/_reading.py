@@ -128,11 +128,16 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
         For each product its reading `[..., 6 * k]`. The backward turns cotangents of
         readings into next states.
     """
-    plain = jax.tree.map(_compat.from_max, products)
+    plain = _plain(products)
     readings = ops.read_histories(
         plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain]
     )
-    return [_compat.to_max(reading, READING) for reading in readings]
+    return _compat.cast(readings, [READING] * len(readings))
+
+
+def _plain(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_compat.plain(leaves))
 
 
 def _read_forward(products):
@@ -143,11 +148,10 @@ def _read_backward(products, cotangents):
     """Return the next histories and scales; zeros for a quantizer that recorded
     nothing, which keeps its state.
     """
-    plain, recorded = (
-        jax.tree.map(_compat.from_max, tree) for tree in (products, cotangents)
-    )
-    written = map(_compat.to_max, jax.tree.leaves(ops.write_histories(plain, recorded)))
-    return (jax.tree.unflatten(jax.tree.structure(products), written),)
+    written = ops.write_histories(_plain(products), _plain(cotangents))
+    leaves, structure = jax.tree.flatten(products)
+    new = _compat.cast(jax.tree.leaves(written), [leaf.dtype for leaf in leaves])
+    return (structure.unflatten(new),)
 
 
 read.defvjp(_read_forward, _read_backward)

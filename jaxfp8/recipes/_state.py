@@ -38,14 +38,14 @@ class Scale:
             it was not quantized.
         amax: f32 `(1,)`, 0: a buffer that the pass that quantizes raises; None where
             the scale is fixed, in inference: nothing is recorded.
-        is_empty: bool `(1,)`, whether the history has no amax, so that the tensor's own
-            gives the scale; None where it never does.
+        history: f32 `(H,)`, without gradient, where the tensor's own amax gives the
+            scale if the history has none; None where it never does.
     """
 
     scale: jax.Array
     scale_inv: jax.Array
     amax: jax.Array | None
-    is_empty: jax.Array | None = None
+    history: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
