@@ -8,7 +8,6 @@ one is refused at import.
 """
 
 import dataclasses
-import functools
 import pkgutil
 import weakref
 from collections.abc import Callable, Sequence
@@ -321,74 +320,47 @@ def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
 
 
 def _lower_cast(ctx, *xs, dtypes):
-    results = []
-    for x, old, new in zip(xs, ctx.avals_in, ctx.avals_out, strict=True):
-        old, new = _physical_aval(old), _physical_aval(new)
-        if old.dtype != new.dtype:
-            convert = mlir.lower_fun(
-                functools.partial(lax.convert_element_type, new_dtype=new.dtype),
-                multiple_results=False,
-            )
-            (x,) = convert(ctx.replace(avals_in=[old], avals_out=[new]), x)
-        results.append(x)
-    return results
+    old, new = (
+        list(map(_physical_aval, avals)) for avals in (ctx.avals_in, ctx.avals_out)
+    )
+    if [aval.dtype for aval in old] == [aval.dtype for aval in new]:
+        return xs
 
+    # Trainers may have cast the tree: state in a narrower dtype is read as f32.
+    def convert(*xs):
+        return [x.astype(aval.dtype) for x, aval in zip(xs, new, strict=True)]
 
-def _cast_some(xs, dtypes) -> list:
-    """Cast tangents or cotangents that are not zero; return None for the others."""
-    results = [None] * len(xs)
-    places = [i for i, x in enumerate(xs) if type(x) is not ad.Zero]
-    new = cast([xs[i] for i in places], [dtypes[i] for i in places])
-    for i, x in zip(places, new, strict=True):
-        results[i] = x
-    return results
+    ctx = ctx.replace(avals_in=old, avals_out=new)
+    return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
 
 
 def _transpose_cast(cotangents, *xs, dtypes):
-    return _cast_some(cotangents, [x.aval.dtype for x in xs])
-
-
-def _tangents_of_cast(types, tangents, dtypes):
-    new = _cast_some(tangents, dtypes)
-    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in types]
-    return [zero if x is None else x for x, zero in zip(new, zeros, strict=True)]
-
-
-def _jvp_of_cast(xs, tangents, *, dtypes):
-    results = cast(xs, dtypes)
-    types = list(map(jax.typeof, results))
-    return results, _tangents_of_cast(types, tangents, dtypes)
+    cotangents = map(ad.instantiate_zeros, cotangents)
+    return cast(cotangents, [x.aval.dtype for x in xs])
 
 
 def _linearize_cast(is_vjp, is_linear, *xs, dtypes):
-    results = cast(xs, dtypes)
-    types = list(map(jax.typeof, results))
-
     # A cast keeps no residuals, and the tangents take the same cast.
     def cast_tangents(residuals, *tangents):
-        return _tangents_of_cast(types, tangents, dtypes)
+        return cast(map(ad.instantiate_zeros, tangents), dtypes)
 
-    return linearized(results, (), cast_tangents, list(is_linear))
+    return linearized(cast(xs, dtypes), (), cast_tangents)
+
+
+def _cast_types(*xs, dtypes):
+    pairs = zip(xs, dtypes, strict=True)
+    return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
 
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _cast_p = Primitive("jaxfp8_cast")
 _cast_p.multiple_results = True
-_cast_p.def_abstract_eval(
-    lambda *xs, dtypes: [
-        x.update(dtype=dtype, weak_type=False)
-        for x, dtype in zip(xs, dtypes, strict=True)
-    ]
-)
+_cast_p.def_abstract_eval(_cast_types)
 _cast_p.def_impl(compiled(_cast_p))
 mlir.register_lowering(_cast_p, _lower_cast)
 ad.deflinear2(_cast_p, _transpose_cast)
-ad.primitive_jvps[_cast_p] = _jvp_of_cast
 linearizes_by(_cast_p, _linearize_cast)
-batching.primitive_batchers[_cast_p] = lambda xs, dims, *, dtypes: (
-    cast(xs, dtypes),
-    dims,
-)
+batching.primitive_batchers[_cast_p] = lambda xs, dims, dtypes: (cast(xs, dtypes), dims)
 
 
 # of tracers, by id: a reference to the tracer, and {key: (references to operands,
@@ -409,59 +381,38 @@ def once(function: Callable[..., Any], static: Any, operands: list) -> Any:
         static: hashable data.
         operands: a list of arrays.
     """
-    trace = _common_trace(operands)
-    if trace is None:
+    traces = [getattr(x, "_trace", None) for x in operands]
+    trace = traces[0]
+    if trace is None or traces.count(trace) < len(traces):
         return function(static, operands)
-    result = _recall((function, static), operands)
-    if result is None:
-        with set_current_trace(trace):
-            result = function(static, operands)
-        _remember((function, static), operands, result)
+    results = _results_of(operands[0])
+    key = function, static, tuple(map(id, operands))
+    if key in results:
+        references, leaves, tree = results[key]
+        leaves = [leaf() for leaf in leaves]
+        # The id of a tracer that has died may be that of another tracer now.
+        is_same = all(r() is x for r, x in zip(references, operands, strict=True))
+        if is_same and all(leaf is not None for leaf in leaves):
+            return tree.unflatten(leaves)
+    with set_current_trace(trace):
+        result = function(static, operands)
+    leaves, tree = jax.tree.flatten(result)
+    # A result of `jit`'s trace holds its operands, and lives as long as it is used.
+    hold = weakref.ref if isinstance(trace, _DynamicJaxprTrace) else _strong_reference
+    results[key] = list(map(weakref.ref, operands)), list(map(hold, leaves)), tree
     return result
 
 
-def _common_trace(operands):
-    """Return the trace of all operands; None where they have no trace, or several."""
-    traces = [getattr(x, "_trace", None) for x in operands]
-    return traces[0] if traces.count(traces[0]) == len(traces) else None
-
-
-def _recall(key, operands):
-    """Return what `_remember` was given; None where it has died."""
-    results = _results_of(operands[0])
-    key = key, tuple(map(id, operands))
-    if key not in results:
-        return None
-    references, leaves, tree = results[key]
-    leaves = [leaf() for leaf in leaves]
-    # The id of a tracer that has died may be that of another tracer now.
-    is_same = all(r() is x for r, x in zip(references, operands, strict=True))
-    is_alive = all(leaf is not None for leaf in leaves)
-    return tree.unflatten(leaves) if is_same and is_alive else None
-
-
-def _remember(key, operands, result) -> None:
-    leaves, tree = jax.tree.flatten(result)
-    # A result of `jit`'s trace holds its operands, and lives as long as it is used.
-    is_held = isinstance(operands[0]._trace, _DynamicJaxprTrace)
-    hold = weakref.ref if is_held else _strong_reference
-    results = _results_of(operands[0])
-    references = list(map(weakref.ref, operands))
-    results[key, tuple(map(id, operands))] = references, list(map(hold, leaves)), tree
-
-
 def _results_of(tracer) -> dict:
-    """Return the results that are remembered of a tracer, which die with it."""
+    """Return the results that `once` has of a tracer, which die with it."""
     name = id(tracer)
     if name not in _results:
         # At the end of Python the module loses its names.
-        forget = functools.partial(_forget, _results, name)
+        def forget(_, results=_results):
+            del results[name]
+
         _results[name] = weakref.ref(tracer, forget), {}
     return _results[name][1]
-
-
-def _forget(results, name, reference):
-    del reference, results[name]
 
 
 def _strong_reference(x):
@@ -503,33 +454,13 @@ def largest(x):
 
 def to_max(x, dtype=MAX_DTYPE):
     """Convert a float array to the max dtype, or to another dtype that `max_dtype`
-    made.
+    made. One value has the same result wherever it is used.
     """
-    return all_to_max([x], dtype)[0]
+    return once(_to_max, dtype, [x])
 
 
-def all_to_max(xs: Sequence[Any], dtype: Any = MAX_DTYPE) -> list:
-    """Convert float arrays as `to_max` does. One value has the same result wherever it
-    is used, so that all its cotangents meet there.
-    """
-    results, missing = list(xs), {}
-    for i, x in enumerate(xs):
-        trace = getattr(x, "_trace", None)
-        results[i] = None if trace is None else _recall((cast, dtype), [x])
-        if results[i] is None:
-            missing.setdefault(id(trace), []).append(i)
-    for places in missing.values():
-        operands = [xs[i] for i in places]
-        new = once(_cast_all, dtype, operands)
-        for i, x, result in zip(places, operands, new, strict=True):
-            results[i] = result
-            if isinstance(x, jax.core.Tracer):
-                _remember((cast, dtype), [x], result)
-    return results
-
-
-def _cast_all(dtype, operands):
-    return cast(operands, [dtype] * len(operands))
+def _to_max(dtype, operands):
+    return cast(operands, [dtype])[0]
 
 
 def from_max(x):

@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .. import ops
 from .._jax import _compat
+from .._jax._batching import batch_of, in_front, repeat_state
 from .._jax._primitives import compiled, is_differentiated, refuse_derivative
 from ..numerics import _scaling, fp8_max
 from ..ops._support import selected, using
@@ -40,26 +41,20 @@ def shared(state: Any) -> Any:
     conversion would be a copy.
     """
 
-    leaves, tree = jax.tree.flatten(state)
-    leaves = _with_max(leaves)
-    others = [i for i, leaf in enumerate(leaves) if not _reading.is_reading(leaf)]
-    for i, leaf in zip(others, _compat.plain([leaves[i] for i in others]), strict=True):
-        leaves[i] = leaf
-    return tree.unflatten(leaves)
+    def use(leaf):
+        leaf = _with_max(leaf)
+        return leaf if _reading.is_reading(leaf) else _compat.plain([leaf])[0]
+
+    return jax.tree.map(use, state)
 
 
-def _with_max(leaves: list) -> list:
-    """Return traced float arrays in the max dtype, and others in float32."""
-    leaves, traced = list(leaves), []
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, jax.core.Tracer):
-            leaves[i] = jnp.asarray(leaf).astype(jnp.float32)
-        elif not _compat.is_max(leaf):
-            traced.append(i)
-    new = _compat.all_to_max([leaves[i] for i in traced])
-    for i, leaf in zip(traced, new, strict=True):
-        leaves[i] = leaf
-    return leaves
+def _with_max(leaf):
+    """Return a traced float array in the max dtype, another one in float32."""
+    if _compat.is_max(leaf):
+        return leaf
+    if isinstance(leaf, jax.core.Tracer):
+        return _compat.to_max(leaf)
+    return jnp.asarray(leaf).astype(jnp.float32)
 
 
 def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
@@ -85,7 +80,7 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
     leaves = jax.tree.leaves([states[i] for i in positions])
     states = [None if i in positions else shared(old) for i, old in enumerate(states)]
     if positions:
-        leaves = _with_max(leaves)
+        leaves = list(map(_with_max, leaves))
         delayed = tuple(quantizers[i] for i in positions)
         scales = _compat.once(_bind, _Static(delayed, selected()), leaves)
         histories = [None] * len(positions)
@@ -155,42 +150,32 @@ def _types(*leaves, static):
 
 
 def _jvp(leaves, tangents, *, static):
-    results = _read_p.bind(*leaves, static=static)
-    types = _tangent_types(results)
-    return results, _tangents(leaves, tangents, types, static)
+    return _read_p.bind(*leaves, static=static), _tangents(leaves, tangents, static)
 
 
 def _linearize(is_vjp, is_linear, *leaves, static):
-    results = _read_p.bind(*leaves, static=static)
-    types = _tangent_types(results)
-
     def linear(leaves, *tangents):
-        return _tangents(leaves, tangents, types, static)
+        return _tangents(leaves, tangents, static)
 
     has_tangent = [True, True, False] * len(static.quantizers)
+    results = _read_p.bind(*leaves, static=static)
     return _compat.linearized(results, leaves, linear, has_tangent)
 
 
-def _tangent_types(results) -> tuple:
-    return tuple(jax.typeof(result).to_tangent_aval() for result in results)
-
-
-def _tangents(leaves, tangents, types, static):
+def _tangents(leaves, tangents, static):
     """Return the tangents of scales and scale_invs; those of the buffers are zero."""
     tangents = map(ad.instantiate_zeros, tangents)
-    recorded = _record_p.bind(*tangents, *leaves, types=types, static=static)
-    results = [ad.Zero(aval) for aval in types]
-    results[::3] = recorded[::2]
-    results[1::3] = recorded[1::2]
-    return results
+    recorded = iter(_record_p.bind(*tangents, *leaves, static=static))
+    types = _types(*map(jax.typeof, leaves), static=static)
+    return [ad.Zero(t) if i % 3 == 2 else next(recorded) for i, t in enumerate(types)]
 
 
-def _types_of_recorded(*args, types, static):
-    pairs = zip(types[::3], types[1::3], strict=True)
-    return [aval for pair in pairs for aval in pair]
+def _types_of_recorded(*args, static):
+    types = _types(*args[len(args) // 2 :], static=static)
+    return [aval for i, aval in enumerate(types) if i % 3 < 2]
 
 
-def _transpose(cotangents, *args, types, static):
+def _transpose(cotangents, *args, static):
     """Write the next histories and scales from what the step recorded."""
     leaves = args[len(args) // 2 :]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
@@ -210,24 +195,12 @@ def _transpose(cotangents, *args, types, static):
 
 
 def _batch(args, dims, *, static):
-    """Read states with a batch, and states that the examples share, each by a call."""
-    results, quantizers = {}, range(len(static.quantizers))
-    is_batched = [list(dims[2 * i : 2 * i + 2]) != [None, None] for i in quantizers]
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    for batched in set(is_batched):
-        chosen = [i for i in quantizers if is_batched[i] == batched]
-        places = [place for i in chosen for place in (2 * i, 2 * i + 1)]
-        leaves = [args[place] for place in places]
-        if batched:
-            leaves = [batching.bdim_at_front(args[p], dims[p], size) for p in places]
-        part = static._replace(
-            quantizers=tuple(static.quantizers[i] for i in chosen),
-            vmap_dims=static.vmap_dims + batched,
-        )
-        for i, scale in zip(chosen, _bind(part, leaves), strict=True):
-            results[i] = jax.tree.leaves(scale)
-    dims = [0 if is_batched[i] else None for i in quantizers for _ in results[i]]
-    return [x for i in quantizers for x in results[i]], dims
+    batch = batch_of(args, dims)
+    pairs = zip(args, dims, strict=True)
+    leaves = [in_front(batch, leaf, d, repeat_state) for leaf, d in pairs]
+    more = static._replace(vmap_dims=static.vmap_dims + 1)
+    results = _read_p.bind(*leaves, static=more)
+    return results, [0] * len(results)
 
 
 _read_p = Primitive("fp8_read_histories")

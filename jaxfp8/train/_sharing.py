@@ -49,23 +49,27 @@ def max_grad(tree: Tree) -> Tree:
         `tree`, with the leaves of differentiated state cast.
     """
 
-    # 1. Cast all state that is differentiated. A second cast of a leaf gives the same
-    #    array, so that all its uses meet there.
+    # 1. Cast all state. A second cast of a leaf gives the same array, so that all its
+    #    uses meet there.
+    def cast(leaf):
+        if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(
+            leaf.dtype, jnp.floating
+        ):
+            return leaf  # not differentiated, or already cast
+        return _compat.to_max(leaf)
+
     flat = _state_tree.flatten(tree)
-    state = {i: flat.leaves[i] for i in flat.positions()}
-    traced = [i for i, x in state.items() if isinstance(x, jax.core.Tracer)]
-    casts = [i for i in traced if jnp.issubdtype(state[i].dtype, jnp.floating)]
-    new = _compat.all_to_max([state[i] for i in casts])
-    state |= zip(casts, new, strict=True)
+    state = {i: cast(flat.leaves[i]) for i in flat.positions()}
 
     # 2. Read the state of stacked layers: a loop over them needs the readings alone,
     #    and these get its gradients.
     products = _reading.stacked_products(flat)
     positions = [[q.positions() for q in quantizers] for quantizers in products]
     readings = _reading.read(jax.tree.map(state.get, positions)) if products else []
-    stacked = jax.tree.leaves(positions)
-    fixed = jax.lax.stop_gradient([flat.leaves[i] for i in stacked])
-    state |= zip(stacked, _compat.all_to_max(fixed), strict=True)
+    state |= {
+        i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i]))
+        for i in jax.tree.leaves(positions)
+    }
     state |= {
         quantizers[-1].scale: reading
         for quantizers, reading in zip(products, readings, strict=True)
