@@ -312,111 +312,115 @@ _lax_module._stop_gradient = _stop_gradient
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
-def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
-    """Return arrays in other dtypes, those that `max_dtype` makes among them. It is
-    linear: JAX's own conversion of extended dtypes has no working transpose.
-    """
-    return _cast_p.bind(*xs, dtypes=tuple(dtypes))
-
-
-def _lower_cast(ctx, *xs, dtypes):
-    old, new = (
-        list(map(_physical_aval, avals)) for avals in (ctx.avals_in, ctx.avals_out)
-    )
-    if [aval.dtype for aval in old] == [aval.dtype for aval in new]:
-        return xs
-
-    # Trainers may have cast the tree: state in a narrower dtype is read as f32.
-    def convert(*xs):
-        return [x.astype(aval.dtype) for x, aval in zip(xs, new, strict=True)]
-
-    ctx = ctx.replace(avals_in=old, avals_out=new)
-    return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
-
-
-def _transpose_cast(cotangents, *xs, dtypes):
-    cotangents = map(ad.instantiate_zeros, cotangents)
-    return cast(cotangents, [x.aval.dtype for x in xs])
-
-
-def _linearize_cast(is_vjp, is_linear, *xs, dtypes):
-    # A cast keeps no residuals, and the tangents take the same cast.
-    def cast_tangents(residuals, *tangents):
-        return cast(map(ad.instantiate_zeros, tangents), dtypes)
-
-    return linearized(cast(xs, dtypes), (), cast_tangents)
-
-
-def _cast_types(*xs, dtypes):
-    pairs = zip(xs, dtypes, strict=True)
-    return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
-
-
-_FLOAT32 = jnp.dtype(jnp.float32)
-_cast_p = Primitive("jaxfp8_cast")
-_cast_p.multiple_results = True
-_cast_p.def_abstract_eval(_cast_types)
-_cast_p.def_impl(compiled(_cast_p))
-mlir.register_lowering(_cast_p, _lower_cast)
-ad.deflinear2(_cast_p, _transpose_cast)
-linearizes_by(_cast_p, _linearize_cast)
-batching.primitive_batchers[_cast_p] = lambda xs, dims, dtypes: (cast(xs, dtypes), dims)
-
-
-# of tracers, by id: a reference to the tracer, and {key: (references to operands,
-# references to results, their tree)}
-_results = {}
-
-
-def once(function: Callable[..., Any], static: Any, operands: list) -> Any:
-    """Return `function(static, operands)`, computed where the operands are from, and
-    once: the cotangents of all uses meet there.
+class OncePrimitive(Primitive):
+    """An operation with several results that runs where its operands are from, and once
+    on the same operands: the cotangents of all uses meet there.
 
     What a loop body, a branch or a rematerialized function computes of operands from
     outside is then computed outside. Operands that are no tracers, or are from several
-    traces, are computed with here.
-
-    Args:
-        function: returns a pytree of arrays.
-        static: hashable data.
-        operands: a list of arrays.
+    traces, are computed with where they are used.
     """
-    traces = [getattr(x, "_trace", None) for x in operands]
-    trace = traces[0]
-    if trace is None or traces.count(trace) < len(traces):
-        return function(static, operands)
-    results = _results_of(operands[0])
-    key = function, static, tuple(map(id, operands))
-    if key in results:
-        references, leaves, tree = results[key]
-        leaves = [leaf() for leaf in leaves]
+
+    multiple_results = True
+    # of tracers, by id: a reference to the tracer, and {key: (references to operands,
+    # references to results)}
+    memo = {}
+
+    def bind_with_trace(self, trace, args, *rest):
+        traces = [getattr(x, "_trace", None) for x in args]
+        if traces[0] is None or traces.count(traces[0]) < len(traces):
+            return super().bind_with_trace(trace, args, *rest)
+        results_of_first = self._results_of(args[0])
+        key = self, tuple(map(id, args)), tuple(rest[-1].items())
+        operands, results = results_of_first.get(key, ((), ()))
+        results = [result() for result in results]
         # The id of a tracer that has died may be that of another tracer now.
-        is_same = all(r() is x for r, x in zip(references, operands, strict=True))
-        if is_same and all(leaf is not None for leaf in leaves):
-            return tree.unflatten(leaves)
-    with set_current_trace(trace):
-        result = function(static, operands)
-    leaves, tree = jax.tree.flatten(result)
-    # A result of `jit`'s trace holds its operands, and lives as long as it is used.
-    hold = weakref.ref if isinstance(trace, _DynamicJaxprTrace) else _strong_reference
-    results[key] = list(map(weakref.ref, operands)), list(map(hold, leaves)), tree
-    return result
+        is_known = bool(results) and all(map(_refers, operands, args))
+        if is_known and all(result is not None for result in results):
+            return results
+        with set_current_trace(traces[0]):
+            results = super().bind_with_trace(traces[0], args, *rest)
+        # A result of `jit`'s trace holds its operands, and lives as long as it is used.
+        is_of_jit = isinstance(traces[0], _DynamicJaxprTrace)
+        hold = weakref.ref if is_of_jit else _strong_reference
+        results_of_first[key] = list(map(weakref.ref, args)), list(map(hold, results))
+        return results
+
+    def _results_of(self, tracer) -> dict:
+        """Return the results that are known of a tracer, which die with it."""
+        name, memo = id(tracer), self.memo
+        if name not in memo:
+
+            def forget(reference):
+                del memo[name]
+
+            memo[name] = weakref.ref(tracer, forget), {}
+        return memo[name][1]
 
 
-def _results_of(tracer) -> dict:
-    """Return the results that `once` has of a tracer, which die with it."""
-    name = id(tracer)
-    if name not in _results:
-        # At the end of Python the module loses its names.
-        def forget(_, results=_results):
-            del results[name]
-
-        _results[name] = weakref.ref(tracer, forget), {}
-    return _results[name][1]
+def _refers(reference, x) -> bool:
+    return reference() is x
 
 
 def _strong_reference(x):
     return lambda: x
+
+
+def _defined_cast(op: Primitive) -> Primitive:
+    """Define a primitive as a change of dtypes, which is linear; JAX's own conversion
+    of extended dtypes has no working transpose.
+    """
+
+    def types(*xs, dtypes):
+        pairs = zip(xs, dtypes, strict=True)
+        return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
+
+    def lower(ctx, *xs, dtypes):
+        old, new = (
+            list(map(_physical_aval, avals)) for avals in (ctx.avals_in, ctx.avals_out)
+        )
+        if [aval.dtype for aval in old] == [aval.dtype for aval in new]:
+            return xs
+
+        # Trainers may have cast the tree: state in a narrower dtype is read as f32.
+        def convert(*xs):
+            return [x.astype(aval.dtype) for x, aval in zip(xs, new, strict=True)]
+
+        ctx = ctx.replace(avals_in=old, avals_out=new)
+        return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
+
+    def transpose(cotangents, *xs, dtypes):
+        cotangents = map(ad.instantiate_zeros, cotangents)
+        return cast(cotangents, [x.aval.dtype for x in xs])
+
+    def linearize(is_vjp, is_linear, *xs, dtypes):
+        # A cast keeps no residuals, and the tangents take the same cast.
+        def of_tangents(residuals, *tangents):
+            return op.bind(*map(ad.instantiate_zeros, tangents), dtypes=dtypes)
+
+        return linearized(op.bind(*xs, dtypes=dtypes), (), of_tangents)
+
+    op.multiple_results = True
+    op.def_abstract_eval(types)
+    op.def_impl(compiled(op))
+    mlir.register_lowering(op, lower)
+    ad.deflinear2(op, transpose)
+    linearizes_by(op, linearize)
+    batching.primitive_batchers[op] = lambda xs, dims, dtypes: (
+        op.bind(*xs, dtypes=dtypes),
+        dims,
+    )
+    return op
+
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+_cast_p = _defined_cast(Primitive("jaxfp8_cast"))
+_to_max_p = _defined_cast(OncePrimitive("jaxfp8_to_max"))
+
+
+def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
+    """Return arrays in other dtypes, those that `max_dtype` makes among them."""
+    return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
 
 # The modules whose methods an array of the max dtype lacks.
@@ -456,11 +460,7 @@ def to_max(x, dtype=MAX_DTYPE):
     """Convert a float array to the max dtype, or to another dtype that `max_dtype`
     made. One value has the same result wherever it is used.
     """
-    return once(_to_max, dtype, [x])
-
-
-def _to_max(dtype, operands):
-    return cast(operands, [dtype])[0]
+    return _to_max_p.bind(x, dtypes=(dtype,))[0]
 
 
 def from_max(x):

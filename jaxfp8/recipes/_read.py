@@ -82,7 +82,8 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
     if positions:
         leaves = list(map(_with_max, leaves))
         delayed = tuple(quantizers[i] for i in positions)
-        scales = _compat.once(_bind, _Static(delayed, selected()), leaves)
+        results = _read_p.bind(*leaves, static=_Static(delayed, selected()))
+        scales = [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]
         histories = [None] * len(positions)
         if _may_ask(delayed, leaves):
             histories = _compat.plain(jax.lax.stop_gradient(leaves[::2]))
@@ -111,12 +112,6 @@ class _Static(NamedTuple):
     quantizers: tuple
     implementation: str | None
     vmap_dims: int = 0
-
-
-def _bind(static, leaves) -> list[Scale]:
-    """Read states, whose histories and scales are `leaves` in turn."""
-    results = _read_p.bind(*leaves, static=static)
-    return [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]
 
 
 def _pairs(leaves) -> list[tuple]:
@@ -203,8 +198,7 @@ def _batch(args, dims, *, static):
     return results, [0] * len(results)
 
 
-_read_p = Primitive("fp8_read_histories")
-_read_p.multiple_results = True
+_read_p = _compat.OncePrimitive("fp8_read_histories")
 _read_p.def_abstract_eval(_types)
 _read_p.def_impl(compiled(_read_p))
 mlir.register_lowering(_read_p, mlir.lower_fun(_results, multiple_results=True))
