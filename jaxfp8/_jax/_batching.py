@@ -24,7 +24,10 @@ def in_front(batch: tuple[int, Any], x: Any, dim: int | None, repeated: Callable
     """Return `x` with the batch as its first dimension; where it has none, repeated by
     `repeat` or `repeat_state`.
     """
-    return repeated(batch, x) if dim is None else jnp.moveaxis(x, dim, 0)
+    if dim is None:
+        return repeated(batch, x)
+    # A moved array would be one of the innermost trace.
+    return x if dim == 0 else jnp.moveaxis(x, dim, 0)
 
 
 def repeat(batch: tuple[int, Any], x: jax.Array) -> jax.Array:

@@ -236,14 +236,17 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 margin=self.margin,
             )
 
-        # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1
-        # that no amax chose gives way in a product without a backward: a copy that
-        # never trains would keep it for ever.
-        is_current = self.first_step == "current"
-        gives_way = scale.scale == (scale.scale if is_current else 1)
-        takes_own = gives_way.reshape(()) & is_empty(scale.history)
-        pair = scale.scale, scale.scale_inv
+        takes_own, pair = _takes_own_amax(self, scale), (scale.scale, scale.scale_inv)
         return Scale(*jax.lax.cond(takes_own, current_scale, lambda: pair), scale.amax)
+
+
+def _takes_own_amax(quantizer, scale) -> jax.Array:
+    """Return bool[], whether the amax of the tensor gives its scale."""
+    # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1 that
+    # no amax chose gives way in a product without a backward: a copy that never trains
+    # would keep it for ever.
+    gives_way = scale.scale == (scale.scale if quantizer.first_step == "current" else 1)
+    return gives_way.reshape(()) & is_empty(scale.history)
 
 
 def scales_from(
