@@ -24,6 +24,7 @@ NEEDED = {
         "jax._src.dispatch.prim_requires_devices_during_lowering",
         "jax._src.interpreters.ad.LinearizeTrace",
         "jax._src.interpreters.ad.primitive_linearizations",
+        "jax._src.interpreters.partial_eval.DynamicJaxprTrace",
         "jax._src.ad_util.raw_jaxval_adders",
         "jax._src.ad_util.stop_gradient_p",
         "jax._src.core.physical_aval",

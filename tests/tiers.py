@@ -2,9 +2,8 @@
 and the table below.
 
 `slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few
-tests carry either by hand. Of a product of parameters `make test` runs a diagonal, and
-CI the cases that differ from the first values in one place, or of the longest products
-the diagonal too.
+tests carry either by hand. Of a product of parameters both run a diagonal, so that each
+value occurs, and `make test-all` runs every case.
 """
 
 import collections
@@ -127,29 +126,6 @@ ONE_CASE = {
     ),
     *("linen/test_fused_layers.py", "ops/test_transpose_blocks.py"),
 }
-# Where CI runs the diagonal too: the custom calls and the jnp reference of an op are
-# programs of their own.
-DIAGONAL_IN_CI = "ops"
-# Where CI runs nothing but the diagonal: long products of parameters, of which
-# `make test-all` runs every case.
-DIAGONAL_ALONE = {
-    *(
-        "cuda/test_emulated_kernels.py",
-        "cuda/test_emulated_ragged.py",
-        "mesh/test_odd_shards.py",
-    ),
-    *(
-        "ops/test_produced.py",
-        "ops/test_quantize_blocks.py",
-        "ops/test_raw_targets.py",
-        "ops/test_transforms.py",
-    ),
-    *(
-        "optim/test_quantized.py",
-        "programs/test_custom_vjp.py",
-        "recipes/test_meshes.py",
-    ),
-}
 # Whole files go to workers, in this order and then by name: the longest first, so that
 # none is left for one core.
 LONGEST = (
@@ -203,15 +179,10 @@ def mark(items, tests: pathlib.Path) -> None:
         for case, position in zip(cases, positions, strict=True):
             on_diagonal = _is_diagonal(position, sizes)
             in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
-            in_nightly = _differences(case, position) > 1 and not (
-                on_diagonal and path.parts[0] == DIAGONAL_IN_CI
-            )
-            if _is_interpreted(case) or DIAGONAL_ALONE & _where(path):
-                in_nightly = not on_diagonal
             if _takes_minutes(case, path):
                 case.add_marker("slow")
             if not in_fast:
-                case.add_marker("slow" if in_nightly else "ci")
+                case.add_marker("ci" if on_diagonal else "slow")
 
 
 def is_in_ci(path: pathlib.Path) -> bool:
@@ -254,30 +225,6 @@ def _positions(case, values) -> dict:
         names: values[names].setdefault(key, len(values[names]))
         for names, key in keys.items()
     }
-
-
-def _differences(case, position) -> int:
-    """How many `parametrize` marks do not give their first value; the jnp reference and
-    emulation are too.
-    """
-    if not hasattr(case, "callspec"):
-        return 0
-    others = sum(
-        bool(position[_names(mark.args[0])])
-        for mark in case.iter_markers("parametrize")
-    )
-    return others + (
-        case.callspec.params.get("implementation") in ("reference", "emulated")
-    )
-
-
-def _is_interpreted(case) -> bool:
-    """Whether a case runs PTX thread by thread, in seconds: CI runs the diagonal of the
-    other parameters.
-    """
-    return hasattr(case, "callspec") and case.callspec.params.get(
-        "launchers", ""
-    ).startswith("ptx")
 
 
 def _names(argument) -> tuple:

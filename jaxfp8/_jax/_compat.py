@@ -10,7 +10,7 @@ one is refused at import.
 import dataclasses
 import pkgutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ def _hook(name: str) -> Any:
 # missing.
 _need_devices = _hook("jax._src.dispatch.prim_requires_devices_during_lowering")
 _linearizations = _hook("jax._src.interpreters.ad.primitive_linearizations")
+_DynamicJaxprTrace = _hook("jax._src.interpreters.partial_eval.DynamicJaxprTrace")
 _LinearizeTrace = _hook("jax._src.interpreters.ad.LinearizeTrace")
 _ExtendedDType = _hook("jax._src.dtypes.ExtendedDType")
 _EArray = _hook("jax._src.earray.EArray")
@@ -73,7 +74,7 @@ def linearizes_by(op: Primitive, rule) -> None:
         _linearizations[op] = rule
 
 
-def linearized(results, residuals, function) -> tuple:
+def linearized(results, residuals, function, has_tangent=True) -> tuple:
     """Return the result of a rule of `linearizes_by`.
 
     Args:
@@ -81,9 +82,11 @@ def linearized(results, residuals, function) -> tuple:
         residuals: a pytree of arrays.
         function: `(residuals, *tangents) -> tangents of the results`, which is linear
             and takes the tangents of all operands.
+        has_tangent: whether every result has a tangent; or a bool for each.
     """
-    # Every result has a tangent: JAX calls no rule where no operand has a tangent.
-    has_tangent = [True] * len(results) if isinstance(results, list) else True
+    # JAX calls no rule where no operand has a tangent.
+    if has_tangent is True and isinstance(results, list):
+        has_tangent = [True] * len(results)
     if not _has_structured:
         return results, has_tangent, residuals, function
 
@@ -254,7 +257,7 @@ class _MaxRules:
 @dataclasses.dataclass(frozen=True)
 class _MaxDtype(_ExtendedDType):
     name: str
-    combine: Callable[..., Any]
+    clean: Callable[..., Any]
     _rules: type = _MaxRules
     type: type = _MaxType
     itemsize: int = 4
@@ -263,7 +266,7 @@ class _MaxDtype(_ExtendedDType):
         return self.name
 
 
-MAX_DTYPE = _MaxDtype("float32_max", lax.max)
+MAX_DTYPE = _MaxDtype("float32_max", lambda x: x)
 
 
 def _add_concrete(x, y):
@@ -309,77 +312,126 @@ _lax_module._stop_gradient = _stop_gradient
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
-class _Cast(Primitive):
-    """A linear change of dtype. JAX's own conversion of extended dtypes has no working
-    transpose.
+class OncePrimitive(Primitive):
+    """An operation with several results that runs where its operands are from, and once
+    on the same operands: the cotangents of all uses meet there.
+
+    What a loop body, a branch or a rematerialized function computes of operands from
+    outside is then computed outside. Operands that are no tracers, or are from several
+    traces, are computed with where they are used.
     """
 
-    def __init__(self, name, lower, transpose):
-        super().__init__(name)
-        self.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
-        self.def_impl(compiled(self))
-        mlir.register_lowering(self, lower)
-        ad.deflinear2(self, transpose)
-        linearizes_by(self, self._linearize)
-        batching.defvectorized(self)
-
-    def _linearize(self, is_vjp, is_linear, x, *, dtype):
-        # A cast is linear: it keeps no residuals, and the tangent takes the same cast.
-        def cast(residuals, tangent):
-            return self.bind(tangent, dtype=dtype)
-
-        return linearized(self.bind(x, dtype=dtype), (), cast)
-
-
-class _MemoizedCast(_Cast):
-    """A cast that gives one value the same result wherever it is used, so that all
-    cotangents meet there.
-
-    Casting an outer value inside a loop body, a branch or a rematerialized function
-    happens outside, where the value is from. Traces hold their tracers weakly and so
-    does this memo: a result that died was not used.
-    """
-
-    # of traces: {id(x): (weakref(x), weakref(result))}
-    _memo = weakref.WeakKeyDictionary()
+    multiple_results = True
+    # of tracers, by id: a reference to the tracer, and {key: (references to operands,
+    # references to results)}
+    memo = {}
 
     def bind_with_trace(self, trace, args, *rest):
-        (x,) = args
-        if not isinstance(x, jax.core.Tracer):
+        traces = [getattr(x, "_trace", None) for x in args]
+        if traces[0] is None or traces.count(traces[0]) < len(traces):
             return super().bind_with_trace(trace, args, *rest)
-        # Bind in the trace where x is from, so that every use of x has this one result.
-        with set_current_trace(x._trace):
-            memo = self._memo.setdefault(x._trace, {})
-            if id(x) in memo:
-                source, result = (ref() for ref in memo[id(x)])
-                # The id of a tracer that has died may be the id of another tracer now.
-                if source is x and result is not None:
-                    return result
-            result = super().bind_with_trace(x._trace, args, *rest)
-            memo[id(x)] = weakref.ref(x), weakref.ref(result)
-        return result
+        results_of_first = self._results_of(args[0])
+        key = self, tuple(map(id, args)), tuple(rest[-1].items())
+        operands, results = results_of_first.get(key, ((), ()))
+        results = [result() for result in results]
+        # The id of a tracer that has died may be that of another tracer now.
+        is_known = bool(results) and all(map(_refers, operands, args))
+        if is_known and all(result is not None for result in results):
+            return results
+        with set_current_trace(traces[0]):
+            results = super().bind_with_trace(traces[0], args, *rest)
+        # A result of `jit`'s trace holds its operands, and lives as long as it is used.
+        is_of_jit = isinstance(traces[0], _DynamicJaxprTrace)
+        hold = weakref.ref if is_of_jit else _strong_reference
+        results_of_first[key] = list(map(weakref.ref, args)), list(map(hold, results))
+        return results
+
+    def _results_of(self, tracer) -> dict:
+        """Return the results that are known of a tracer, which die with it."""
+        name, memo = id(tracer), self.memo
+        if name not in memo:
+
+            def forget(reference):
+                del memo[name]
+
+            memo[name] = weakref.ref(tracer, forget), {}
+        return memo[name][1]
 
 
-_from_max_p = _Cast(
-    "jaxfp8_from_max",
-    lambda ctx, x, dtype: [x],
-    lambda ct, x, dtype: [to_max(ct, x.aval.dtype)],
-)
-_to_max_p = _MemoizedCast(
-    "jaxfp8_to_max",
-    # Trainers may have cast the tree: state in a narrower dtype is read as f32.
-    mlir.lower_fun(lambda x, dtype: x.astype(jnp.float32), multiple_results=False),
-    lambda ct, x, dtype: [from_max(ct).astype(x.aval.dtype)],
-)
+def _refers(reference, x) -> bool:
+    return reference() is x
+
+
+def _strong_reference(x):
+    return lambda: x
+
+
+def _defined_cast(op: Primitive) -> Primitive:
+    """Define a primitive as a change of dtypes, which is linear; JAX's own conversion
+    of extended dtypes has no working transpose.
+    """
+
+    def types(*xs, dtypes):
+        pairs = zip(xs, dtypes, strict=True)
+        return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
+
+    def lower(ctx, *xs, dtypes):
+        old, new = (
+            list(map(_physical_aval, avals)) for avals in (ctx.avals_in, ctx.avals_out)
+        )
+        if [aval.dtype for aval in old] == [aval.dtype for aval in new]:
+            return xs
+
+        # Trainers may have cast the tree: state in a narrower dtype is read as f32.
+        def convert(*xs):
+            return [x.astype(aval.dtype) for x, aval in zip(xs, new, strict=True)]
+
+        ctx = ctx.replace(avals_in=old, avals_out=new)
+        return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
+
+    def transpose(cotangents, *xs, dtypes):
+        cotangents = map(ad.instantiate_zeros, cotangents)
+        return cast(cotangents, [x.aval.dtype for x in xs])
+
+    def linearize(is_vjp, is_linear, *xs, dtypes):
+        # A cast keeps no residuals, and the tangents take the same cast.
+        def of_tangents(residuals, *tangents):
+            return op.bind(*map(ad.instantiate_zeros, tangents), dtypes=dtypes)
+
+        return linearized(op.bind(*xs, dtypes=dtypes), (), of_tangents)
+
+    op.multiple_results = True
+    op.def_abstract_eval(types)
+    op.def_impl(compiled(op))
+    mlir.register_lowering(op, lower)
+    ad.deflinear2(op, transpose)
+    linearizes_by(op, linearize)
+    batching.primitive_batchers[op] = lambda xs, dims, dtypes: (
+        op.bind(*xs, dtypes=dtypes),
+        dims,
+    )
+    return op
+
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+_cast_p = _defined_cast(Primitive("jaxfp8_cast"))
+_to_max_p = _defined_cast(OncePrimitive("jaxfp8_to_max"))
+
+
+def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
+    """Return arrays in other dtypes, those that `max_dtype` makes among them."""
+    return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
 
 # The modules whose methods an array of the max dtype lacks.
 METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
-def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
-    """Return a dtype called `name` whose cotangents, as float32, meet in `combine`."""
-    return _MaxDtype(name, combine)
+def max_dtype(name: str, clean: Callable[..., Any]) -> Any:
+    """Return a dtype called `name` whose cotangents, as float32, meet in
+    `max(clean(a), clean(b))`.
+    """
+    return _MaxDtype(name, clean)
 
 
 def is_max(x) -> bool:
@@ -391,18 +443,39 @@ def is_max(x) -> bool:
 
 def combined(x, y):
     """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
-    return to_max(x.dtype.combine(from_max(x), from_max(y)), x.dtype)
+    clean = x.dtype.clean
+    return to_max(lax.max(clean(from_max(x)), clean(from_max(y))), x.dtype)
+
+
+def largest(x):
+    """Combine the entries of an array along the first axis, as `combined` does; an
+    array of another dtype by their maximum.
+    """
+    if not is_max(x):
+        return jnp.max(x, axis=0)
+    return to_max(jnp.max(x.dtype.clean(from_max(x)), axis=0), x.dtype)
 
 
 def to_max(x, dtype=MAX_DTYPE):
     """Convert a float array to the max dtype, or to another dtype that `max_dtype`
-    made.
+    made. One value has the same result wherever it is used.
     """
-    return _to_max_p.bind(x, dtype=dtype)
+    return _to_max_p.bind(x, dtypes=(dtype,))[0]
 
 
 def from_max(x):
     """Convert an array of the max dtype, or of another dtype that `max_dtype` made, to
     float32.
     """
-    return _from_max_p.bind(x, dtype=_FLOAT32)
+    return cast([x], [_FLOAT32])[0]
+
+
+def plain(xs: Sequence[Any]) -> list:
+    """Return arrays with float32 in the place of the dtypes that `max_dtype` made."""
+    places = [i for i, x in enumerate(xs) if is_max(x)]
+    results = list(xs)
+    if places:
+        new = cast([xs[i] for i in places], [_FLOAT32] * len(places))
+        for i, x in zip(places, new, strict=True):
+            results[i] = x
+    return results

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from .._jax import _mesh
-from ..dot import Static, checked_quantizers, shared, vmapped_state, warn_of_state
+from ..dot import Static, checked_quantizers, vmapped_state, warn_of_state
 from ..dot.checkpoint_policies import RESIDUAL_NAME
 from ..ops import _checks, _support
 from ..recipes import (
@@ -28,10 +28,10 @@ from ..recipes import (
     QTensor,
     Quantizer,
     Recipe,
-    histories_of,
-    next_states,
-    read_states,
+    cotangent,
+    read,
     reading_of,
+    scales_of,
 )
 
 
@@ -226,13 +226,13 @@ def transfer(
         )
     both = _Transfer(
         collective,
-        quantizers[:3],
+        quantizers,
         AmaxReduction.for_recipe(recipe),
         _support.selected(),
     )
-    # `shared` and `vmapped_state` combine the cotangents of a state's uses, and of
+    # `read` and `vmapped_state` combine the cotangents of a state's uses, and of
     # examples that share it, by max; JAX would add them up.
-    source, codes = _compiled(both, x, vmapped_state(shared(state), x))
+    source, codes = _compiled(both, x, vmapped_state(read(quantizers, state), x))
     # Codes have no derivative: the gradient goes to the source.
     return (
         QTensor(source, None)
@@ -259,7 +259,7 @@ class _Transfer:
     implementation: str | None
 
     def move(
-        self, send, quantizer: Quantizer, x, use, dtype
+        self, send, quantizer: Quantizer, x, scale, dtype
     ) -> tuple[jax.Array, QTensor | None, QTensor]:
         """Send the codes of x by `send`; return their values in `dtype`, the codes, and
         the QTensor for the next state.
@@ -267,7 +267,7 @@ class _Transfer:
         In high precision, without a scale, x travels as it is, and the codes are None.
         """
         options = OperandOptions(rows=x.ndim - 1, columnwise=False, reduce=self.reduce)
-        q, _ = quantizer.quantize_operand(x, use, options)
+        q, _ = quantizer.quantize_operand(x, scale, options)
         data = _as_bytes(send, q.data)
         if q.scale_inv is None:
             return data.astype(dtype), None, q.for_next_state()
@@ -321,22 +321,14 @@ def _as_bytes(send, x):
 
 def _forward(both, x, state: DotGeneralState, has_backward):
     """Return the results of `_transfer`, and the residuals
-    `(q, use of the gradient, histories)`.
+    `(q, scale of the gradient, reading)`.
     """
-    reading = reading_of(state)
-    # Without a backward nothing quantizes a gradient, so the state of its quantizer is
-    # not read.
-    states = state.input, None, state.output_grad if has_backward else None
-    use, _, grad_use = read_states(both.quantizers, states, reading, has_backward)
+    scale, _, grad_scale, *_ = scales_of(both.quantizers, state, has_backward)
     source, codes, q = both.move(
-        both.collective.send, both.quantizers[0], x, use, x.dtype
+        both.collective.send, both.quantizers[0], x, scale, x.dtype
     )
-    histories = (
-        histories_of([state.input, None, state.output_grad])
-        if reading is None
-        else reading
-    )
-    return (source, checkpoint_name(codes, RESIDUAL_NAME)), (q, grad_use, histories)
+    codes = checkpoint_name(codes, RESIDUAL_NAME)
+    return (source, codes), (q, grad_scale, reading_of(state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -362,7 +354,7 @@ def _transfer_bwd(both, residuals, cotangents):
     """Send the cotangent back as codes of `output_grad`; where devices add cotangents,
     in its own dtype.
     """
-    (q, grad_use, histories), x = residuals
+    (q, grad_scale, reading), x = residuals
     ct, _ = cotangents
     # A cotangent of zeros is quantized all the same: x has run, so its state has a next
     # value.
@@ -373,13 +365,11 @@ def _transfer_bwd(both, residuals, cotangents):
     )
     with _support.using(both.implementation):
         dx, _, grad = both.move(
-            both.collective.send_back, quantizer, ct, grad_use, x.value.dtype
+            both.collective.send_back, quantizer, ct, grad_scale, x.value.dtype
         )
-        next_state = DotGeneralState(
-            *next_states([q, None, grad], histories, both.reduce)
-        )
+        recorded = cotangent(both.quantizers, [q, None, grad], reading, both.reduce)
     # The cotangent of a replicated x is the sum over the devices.
-    return _mesh.cotangent_of(x.value, dx), next_state
+    return _mesh.cotangent_of(x.value, dx), recorded
 
 
 _transfer.defvjp(_transfer_fwd, _transfer_bwd, symbolic_zeros=True)

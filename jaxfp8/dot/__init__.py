@@ -2,7 +2,7 @@
 wgrad; fused inputs.
 """
 
-from ._autodiff import Static, shared, vmapped_state, warn_of_state
+from ._autodiff import Static, vmapped_state, warn_of_state
 from ._compute_dtype import (
     check_gate,
     check_norm,

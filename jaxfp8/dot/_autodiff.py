@@ -10,16 +10,14 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax import _compat, _warnings
+from .._jax import _warnings
+from .._jax._batching import batch_of, in_front, repeat_state
 from .._jax._primitives import compiled, is_differentiated, undefined_tangents
 from ..numerics import FP8_DTYPES
-from ..recipes import FP8StateWarning, QTensor, StateUse, is_reading, largest
+from ..recipes import FP8StateWarning, QTensor, Scale
 from ._gemms import Product
 
 _NOT_UPDATED = (
@@ -38,24 +36,6 @@ _NO_STATE = (
 )
 
 
-def shared(state):
-    """Return `state` as f32, such that the cotangents of all uses of its leaves meet in
-    a max.
-
-    A reading stays as it is: a loop keeps its inputs for the backward anyway, and a
-    conversion would be a copy.
-    """
-
-    def use(leaf):
-        if _compat.is_max(leaf):
-            return leaf if is_reading(leaf) else _compat.from_max(leaf)
-        if isinstance(leaf, jax.core.Tracer):
-            return _compat.from_max(_compat.to_max(leaf))
-        return jnp.asarray(leaf).astype(jnp.float32)
-
-    return jax.tree.map(use, state)
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
@@ -64,36 +44,6 @@ class Static:
     """
 
     value: Any
-
-
-def repeat(batch, x):
-    """Repeat `x` for each example of a batch, given as its size and the mesh axis that
-    cuts it.
-    """
-    (size, axis), sharding = batch, jax.typeof(x).sharding
-    out = (
-        None
-        if sharding.mesh.empty
-        else NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
-    )
-    return lax.broadcast_in_dim(
-        x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out
-    )
-
-
-# `repeat_state` is `repeat` for state: the next states of the examples combine by max.
-repeat_state = jax.custom_vjp(repeat, nondiff_argnums=(0,))
-
-
-def _repeat_state_fwd(batch, x):
-    return repeat(batch, x), None
-
-
-def _repeat_state_bwd(batch, residuals, ct):
-    return (largest(ct),)
-
-
-repeat_state.defvjp(_repeat_state_fwd, _repeat_state_bwd)
 
 
 def vmapped_state(state, *operands):
@@ -109,14 +59,9 @@ def vmapped_state(state, *operands):
 
 
 def _batch(args, dims, *, count):
-    # A mesh axis may cut the batch; repeated leaves have to be cut by the same axis.
-    size, axis = next(
-        (x.shape[d], jax.typeof(x).sharding.spec[d])
-        for x, d in zip(args, dims, strict=True)
-        if d is not None
-    )
+    batch = batch_of(args, dims)
     leaves = [
-        repeat_state((size, axis), leaf) if d is None else jnp.moveaxis(leaf, d, 0)
+        in_front(batch, leaf, d, repeat_state)
         for leaf, d in zip(args[:count], dims[:count], strict=True)
     ]
     # The operands go along so that an outer `vmap` sees them; the place of their batch
@@ -184,13 +129,12 @@ def _(primals, tangents):
 
 
 def state_is_left_out(state) -> bool:
-    """Tell whether no gradient around a product can be with respect to its state: it is
-    an array, and not fixed.
+    """Tell whether no gradient around a product can be with respect to its state, the
+    result of `read`: it is an array, and not fixed.
     """
     # No step updates a fixed scale, in inference.
-    return not isinstance(state.input, StateUse) and not is_differentiated(
-        jax.tree.leaves(state)
-    )
+    is_fixed = isinstance(state.input, Scale) and state.input.amax is None
+    return not is_fixed and not is_differentiated(jax.tree.leaves(state))
 
 
 def checked_codes(

@@ -17,7 +17,6 @@ from .._jax import _mesh
 from ..ops import _checks, _quantize_activation
 from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _contexts
-from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
 from ._contexts import current_layer
 from ._fused_input import Activated, FusedInput, Normalized, activated
@@ -145,10 +144,9 @@ def dot_general(
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
+    scales = recipes.read(quantizers, state)
     codes = x.codes_alone, kernel.codes_alone
-    y, *values = multiply(
-        product, x.array, kernel.array, bias, shared(state), codes, None
-    )
+    y, *values = multiply(product, x.array, kernel.array, bias, scales, codes, None)
     if values:
         return Activated(y, activation, source=values[0])
     return _activated(checkpoint_name(y, OUTPUT_NAME), activation)

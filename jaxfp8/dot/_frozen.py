@@ -86,23 +86,21 @@ def freeze_operands(
         raise ValueError(
             f"freeze: recipe: expected an output without state, got {quantizers[3]!r}"
         )
-    input_use, kernel_use = recipes.read_states(
-        quantizers[:2], [state.input, state.kernel]
-    )
+    scales = recipes.scales_of(quantizers, recipes.read(quantizers, state))
     # 2. Quantize the kernel.
     q = _quantized(
         kernel,
         quantizers[1],
         both[1],
-        kernel_use,
+        scales[1],
         recipes.AmaxReduction.for_recipe(recipe),
     )
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     # 3. Fix the scales of the input and the kernel.
-    fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", input_use)
+    fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", scales[0])
     # the codes keep that scale
-    quantizers[1].fixed_scale("freeze: recipe: for the kernel", kernel_use)
+    quantizers[1].fixed_scale("freeze: recipe: for the kernel", scales[1])
     frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
     if fixed is not None:
         frozen |= {INPUT_SCALE: fixed.scale, INPUT_SCALE_INV: fixed.scale_inv}
@@ -136,13 +134,13 @@ def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax
     return jnp.logical_not(jnp.logical_and(*same))
 
 
-def _quantized(kernel, quantizer, layout, use, reduce) -> recipes.QTensor:
+def _quantized(kernel, quantizer, layout, scale, reduce) -> recipes.QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
     options = recipes.OperandOptions(
         layout.rows, layout.cols, columnwise=first, contract_first=first, reduce=reduce
     )
-    q, _ = quantizer.quantize_operand(layout.ordered(kernel), use, options)
+    q, _ = quantizer.quantize_operand(layout.ordered(kernel), scale, options)
     return q.transposed(len(layout.batch)) if first else q
 
 
@@ -190,7 +188,8 @@ def multiply(
         q = _checked_scaling(frozen, kernel, kernel_layout, recipe)
         codes = dataclasses.replace(codes, block=q.block, power_2_scale=q.power_2_scale)
         if INPUT_SCALE in frozen:
-            fixed = recipes.StateUse.fixed(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV])
+            # Both numbers: 1 / (1 / scale) may be another number than the scale.
+            fixed = recipes.Scale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV], None)
             state = dataclasses.replace(state, input=fixed)
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     if preferred_element_type is None:

@@ -258,14 +258,15 @@ def normalized(
     return Normalized(without_numpy(x), scale, bias, kind, epsilon)
 
 
-def quantize_fused(fused: FusedInput, quantizer: Any, use: Any, reduce: Any) -> QTensor:
+def quantize_fused(
+    fused: FusedInput, quantizer: Any, scale: Any, reduce: Any
+) -> QTensor:
     """Quantize a fused input as a matrix whose rows are all dimensions but the last.
 
     Args:
         fused: the input.
         quantizer: the quantizer of x, which has one scale for the whole tensor.
-        use: the result of `read_states` for this quantizer, or None where there is no
-            state.
+        scale: see `Quantizer.quantize_operand`.
         reduce: the AmaxReduction of the product.
     """
 
@@ -273,13 +274,13 @@ def quantize_fused(fused: FusedInput, quantizer: Any, use: Any, reduce: Any) -> 
         return ops.amax(fused.value)
 
     options = OperandOptions(len(fused.shape) - 1, reduce=reduce)
-    return _quantize_by(fused.quantize, quantizer, use, options, current_amax)[0]
+    return _quantize_by(fused.quantize, quantizer, scale, options, current_amax)[0]
 
 
 def quantize_gradient(
     quantizer: Any,
     grad: jax.Array | ActivationGradient,
-    use: Any,
+    scale: Any,
     options: OperandOptions,
 ) -> Quantized:
     """Quantize the gradient of a product's result; see `Quantizer.quantize_operand`.
@@ -288,16 +289,16 @@ def quantize_gradient(
     until it is rounded to FP8. Other quantizers take the gradient in the dtype of y.
     """
     if not isinstance(grad, ActivationGradient):
-        return quantizer.quantize_operand(grad, use, options)
+        return quantizer.quantize_operand(grad, scale, options)
     if not quantizer.has_one_scale:
-        return quantizer.quantize_operand(grad.value, use, options)
+        return quantizer.quantize_operand(grad.value, scale, options)
 
     def values():
         return activation_grad(grad.y, grad.grad, grad.activation)
 
     # The op has no columns for a batch of kernels.
     if options.cols != 1 + ops.is_gated(grad.activation):
-        return quantizer.quantize_operand(values(), use, options)
+        return quantizer.quantize_operand(values(), scale, options)
 
     def current_amax():
         # Reduce in jnp: XLA then computes the values where it reduces them; a custom
@@ -321,13 +322,13 @@ def quantize_gradient(
             column_sums=has_sums,
         )
 
-    q, *sums = _quantize_by(quantize, quantizer, use, options, current_amax)
+    q, *sums = _quantize_by(quantize, quantizer, scale, options, current_amax)
     return q, sums[0] if has_sums else options.sum_rows(
         values()
     ) if options.column_sums else None
 
 
-def _quantize_by(quantize, quantizer, use, options, current_amax) -> tuple:
+def _quantize_by(quantize, quantizer, scale, options, current_amax) -> tuple:
     """Choose the scale, quantize by an op that computes the tensor, and record its
     amax.
 
@@ -335,16 +336,16 @@ def _quantize_by(quantize, quantizer, use, options, current_amax) -> tuple:
         quantize: `(scale, dtype, amax so far or None) -> (data, data_t, amax, *column
             sums)`.
         quantizer: has one scale for the whole tensor.
-        use, options: see `Quantizer.quantize_operand`.
+        scale, options: see `Quantizer.quantize_operand`.
         current_amax: returns the amax of the tensor, see `TensorwiseQuantizer`.
 
     Returns:
         `(QTensor, *column sums)`.
     """
-    scale, scale_inv, amax = quantizer.choose_scale(current_amax, use, options.reduce)
-    data, data_t, amax, *sums = quantize(scale, quantizer.fp8_dtype, amax)
-    use = quantizer.record(use, amax)
-    return QTensor(data, scale_inv, data_t, use=use, cols=options.cols), *sums
+    chosen = quantizer.choose_scale(current_amax, scale, options.reduce)
+    data, data_t, amax, *sums = quantize(chosen.scale, quantizer.fp8_dtype, chosen.amax)
+    q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
+    return q, *sums
 
 
 def compressed(x: jax.Array) -> QTensor:

@@ -181,14 +181,14 @@ class Product:
             )
         return multiply_dequantized(a, b, out_dtype, self.batch, bias)
 
-    def requantize(self, i, y, use, cols):
+    def requantize(self, i, y, scale, cols):
         """Quantize and dequantize the result y by quantizer `i`; return y and the
         QTensor for the next state.
         """
         options = OperandOptions(
             y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce
         )
-        q, _ = self.quantizers[i].quantize_operand(y, use, options)
+        q, _ = self.quantizers[i].quantize_operand(y, scale, options)
         return q.dequantize(y.dtype), q.for_next_state()
 
 
@@ -208,7 +208,7 @@ def forward(
         product: the static part.
         x, kernel: the operands, or the data of QTensors without a source.
         bias: shaped like the free dimensions of kernel; or None.
-        state: the state of the product; its leaves are f32.
+        state: the state of the product, as `recipes.read` gives it.
         codes: `(x, kernel)`: the QTensor of an operand that is already quantized; for x
             also the fused input, without gradient, that x is the value of; else None.
         group_sizes: see `Product.gemm`.
@@ -217,10 +217,10 @@ def forward(
             the other: a layout that no product reads is not written.
 
     Returns:
-        `(y, (residuals, histories))`. The residuals are named for remat. They hold the
+        `(y, (residuals, reading))`. The residuals are named for remat. They hold the
         amaxes of x and kernel too: a remat policy that keeps the codes then has no
-        reason to quantize again. The histories, or the reading made of them, have no
-        name: a loop that runs over them keeps no copy.
+        reason to quantize again. A reading has no name: a loop that runs over readings
+        keeps no copy.
     """
     if product.vmap_dims:
         each = functools.partial(
@@ -229,20 +229,9 @@ def forward(
         return jax.vmap(each)(x, kernel, bias, state, codes, group_sizes)
     x = x if codes[0] is not None else product.in_groups(x, group_sizes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
-    # 1. Read the states. A pre-quantized operand has consumed its state; without a
-    #    backward no gradient needs a scale.
-    states, reading = state.by_quantizer(), recipes.reading_of(state)
-    histories = recipes.histories_of(states) if reading is None else reading
-    states[:2] = (
-        None if isinstance(q, QTensor) else old
-        for old, q in zip(states, codes, strict=False)
-    )
-    if differentiated is None:
-        states[2] = states[4] = None
-        states[5:] = [None] * 3  # those of second products
-    uses = recipes.read_states(
-        product.quantizers, states, reading, has_backward=differentiated is not None
-    )
+    # 1. Take the scales from the state.
+    is_step, reading = differentiated is not None, recipes.reading_of(state)
+    scales = recipes.scales_of(product.quantizers, state, has_backward=is_step)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last,
     #    the backward with them first. The gradient of one reads the other.
@@ -254,8 +243,8 @@ def forward(
             operand,
             layouts_of_both[i],
             codes[i],
-            uses,
-            is_read_again=differentiated is not None and partner in differentiated,
+            scales,
+            is_read_again=is_step and partner in differentiated,
         )
         operands.append(last)
         residuals.append(residual)
@@ -273,22 +262,20 @@ def forward(
             bias=bias,
             group_sizes=group_sizes,
         )
-    y, output = product.requantize(3, y, uses[3], len(layouts_of_both[1].free))
+    y, output = product.requantize(3, y, scales[3], len(layouts_of_both[1].free))
+    grad_scales = [scales[2], recipes.second(scales, 2), scales[4]]
     if reading is not None and recipes.reading_suffices(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them
         # from the residuals.
         for i, given in enumerate(codes):
             if not isinstance(given, QTensor):
                 residuals[i] = dataclasses.replace(residuals[i], scale_inv=None)
-        uses[2] = None
-    grad_uses = uses[2], recipes.second(uses, 2), uses[4]
-    return y, (
-        checkpoint_name((*residuals, *again, output, *grad_uses), RESIDUAL_NAME),
-        histories,
-    )
+        grad_scales[0] = None
+    kept = *residuals, *again, output, *grad_scales
+    return y, (checkpoint_name(kept, RESIDUAL_NAME), reading)
 
 
-def _operand(product, i, operand, layout, codes, uses, is_read_again):
+def _operand(product, i, operand, layout, codes, scales, is_read_again):
     """Quantize x (i = 0) or the kernel (i = 1).
 
     Args:
@@ -296,7 +283,7 @@ def _operand(product, i, operand, layout, codes, uses, is_read_again):
         i: the position of the operand and of its quantizer.
         operand, layout: the array and its layout.
         codes: a QTensor or a fused input, or None, as in `forward`.
-        uses: the uses of all quantizers.
+        scales: what all quantizers take, see `recipes.scales_of`.
         is_read_again: whether the backward reads the operand.
 
     Returns:
@@ -312,12 +299,12 @@ def _operand(product, i, operand, layout, codes, uses, is_read_again):
     if codes is None:
         options = options._replace(contract_first=layout.contract_first)
         q, _ = product.quantizers[i].quantize_operand(
-            layout.ordered(operand), uses[i], options
+            layout.ordered(operand), scales[i], options
         )
     else:
         q = codes
         if isinstance(codes, FusedInput):
-            q = quantize_fused(codes, product.quantizers[i], uses[i], product.reduce)
+            q = quantize_fused(codes, product.quantizers[i], scales[i], product.reduce)
             # A policy that saves the codes has no reason to compute the input again.
             q = checkpoint_name(q, RESIDUAL_NAME)
         q = _in_order(product.names[i], q, layout, options.columnwise)
@@ -334,7 +321,7 @@ def _operand(product, i, operand, layout, codes, uses, is_read_again):
         residual = recipes.as_bytes(residual)
     again = None
     if is_read_again and not is_kept:
-        again = _quantized_again(product, i, operand, layout, uses)
+        again = _quantized_again(product, i, operand, layout, scales)
     return last, residual, again
 
 
@@ -343,14 +330,15 @@ def _is_all_of(codes, operand) -> bool:
     return isinstance(codes, QTensor) and codes.is_all_of(operand)
 
 
-def _quantized_again(product, i, operand, layout, uses) -> QTensor:
+def _quantized_again(product, i, operand, layout, scales) -> QTensor:
     """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it,
     its contraction last.
     """
     first = layout.contract_first
     options = layout.options(columnwise=not first, reduce=product.reduce)
-    quantizer, use = recipes.second(product.quantizers, i), recipes.second(uses, i)
-    q, _ = quantizer.quantize_operand(layout.ordered(operand), use, options)
+    quantizer = recipes.second(product.quantizers, i)
+    scale = recipes.second(scales, i)
+    q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
     return recipes.as_bytes(both_layouts(q, len(layout.batch), first, True)[1])
 
 
@@ -363,14 +351,14 @@ def backward(
     grad,
     group_sizes,
 ):
-    """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand
-    that is not differentiated.
+    """Compute `(dx, dkernel, dbias, cotangent of the state)`; None for a gradient of an
+    operand that is not differentiated.
 
     Args:
         product: the static part.
         x_shape, kernel_shape: shapes of the operands, with the vmapped dimensions.
         differentiated: as in `forward`.
-        residuals: `(residuals, histories)` of `forward`.
+        residuals: `(residuals, reading)` of `forward`.
         grad: the gradient of y, or an ActivationGradient, which is computed and
             quantized in one pass.
         group_sizes: see `Product.gemm`.
@@ -385,15 +373,15 @@ def backward(
         )
         return jax.vmap(each)(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
-    kept, histories = residuals
-    x, kernel, x_again, kernel_again, output, *grad_uses, input_grad_use = (
+    kept, reading = residuals
+    x, kernel, x_again, kernel_again, output, *grad_scales, input_grad_scale = (
         recipes.as_codes(kept)
     )
-    if recipes.is_reading(histories) and recipes.reading_suffices(product.quantizers):
-        x_use, kernel_use, grad_uses[0] = recipes.read_states(
-            product.quantizers[:3], [histories] * 3, histories
+    if reading is not None and recipes.reading_suffices(product.quantizers):
+        x_scale, kernel_scale, grad_scales[0] = recipes.scales_of_reading(
+            product.quantizers, reading
         )
-        x, kernel = _with_scale(x, x_use), _with_scale(kernel, kernel_use)
+        x, kernel = _with_scale(x, x_scale), _with_scale(kernel, kernel_scale)
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
     if "kernel" in differentiated:
         x = _turned(x, x_layout)
@@ -403,7 +391,7 @@ def backward(
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     cols = len(kernel_layout.free)
     options = OperandOptions(len(x_layout.free), cols, reduce=product.reduce)
-    quantized_grad = _quantize_grad(product, grad, grad_uses, options, differentiated)
+    quantized_grad = _quantize_grad(product, grad, grad_scales, options, differentiated)
 
     # 2. Multiply.
     dx = dkernel = dbias = input_grad = None
@@ -414,7 +402,7 @@ def backward(
             quantized_grad.rowwise,
             second,
             x_layout,
-            input_grad_use,
+            input_grad_scale,
             group_sizes,
         )
     if "kernel" in differentiated:
@@ -426,22 +414,20 @@ def backward(
         sums = quantized_grad.sums
         dbias = jnp.sum(sums, axis=tuple(range(sums.ndim - cols)))
 
-    # 3. Give the next state, in the order of DotGeneralState.
+    # 3. Give what was recorded, in the order of DotGeneralState.
     first, again = quantized_grad.first, quantized_grad.again
     quantized = [x, kernel, first, output, input_grad, x_again, kernel_again, again]
-    next_state = recipes.next_states(quantized, histories, product.reduce)
-    return dx, dkernel, dbias, DotGeneralState(*next_state)
+    ct = recipes.cotangent(product.quantizers, quantized, reading, product.reduce)
+    return dx, dkernel, dbias, ct
 
 
-def _with_scale(q: QTensor, use) -> QTensor:
+def _with_scale(q: QTensor, scale) -> QTensor:
     """Return a residual with the scale that it was quantized with, where the forward
     dropped it.
     """
-    return (
-        q
-        if q.scale_inv is not None
-        else dataclasses.replace(q, scale_inv=use.scale_inv)
-    )
+    if q.scale_inv is not None:
+        return q
+    return dataclasses.replace(q, scale_inv=scale.scale_inv)
 
 
 def _turned(q: QTensor, layout: Layout) -> QTensor:
@@ -469,7 +455,7 @@ class _QuantizedGrad(NamedTuple):
     sums: jax.Array | None
 
 
-def _quantize_grad(product, grad, uses, options, differentiated) -> _QuantizedGrad:
+def _quantize_grad(product, grad, scales, options, differentiated) -> _QuantizedGrad:
     """Quantize the gradient of y, an array or an ActivationGradient, for the products
     that read it.
     """
@@ -478,26 +464,26 @@ def _quantize_grad(product, grad, uses, options, differentiated) -> _QuantizedGr
     quantizer, second = product.quantizers[2], recipes.second(product.quantizers, 2)
     if recipes.shares_codes(product.quantizers, 2):
         options = options._replace(columnwise=needs_dkernel)
-        q, sums = quantize_gradient(quantizer, grad, uses[0], options)
+        q, sums = quantize_gradient(quantizer, grad, scales[0], options)
         rowwise, columnwise = both_layouts(q, product.batch, False, needs_dkernel)
         return _QuantizedGrad(rowwise, columnwise, q, None, sums)
     grad = grad.value if isinstance(grad, ActivationGradient) else grad
     rowwise = columnwise = q = again = sums = None
     if needs_dkernel:
-        again, sums = second.quantize_operand(grad, uses[1], options)
+        again, sums = second.quantize_operand(grad, scales[1], options)
         columnwise = both_layouts(again, product.batch, False, True)[1]
         # One pass over grad gives the sums.
         options = options._replace(column_sums=False)
     if needs_dx or not needs_dkernel:
         q, more_sums = quantizer.quantize_operand(
-            grad, uses[0], options._replace(columnwise=False)
+            grad, scales[0], options._replace(columnwise=False)
         )
         rowwise = dataclasses.replace(q, data_t=None)
         sums = more_sums if sums is None else sums
     return _QuantizedGrad(rowwise, columnwise, q, again, sums)
 
 
-def _dgrad(product, grad, kernel, x_layout, use, group_sizes):
+def _dgrad(product, grad, kernel, x_layout, scale, group_sizes):
     """Return the gradient of x, and its QTensor for the next state."""
     swap = x_layout.contract_first
     with _contexts.gemm(GEMMType.DGRAD):
@@ -505,7 +491,7 @@ def _dgrad(product, grad, kernel, x_layout, use, group_sizes):
             GEMMType.DGRAD, grad, kernel, product.x_dtype, swap, group_sizes=group_sizes
         )
     cols = len(x_layout.free if swap else x_layout.contract)
-    dx, q = product.requantize(4, dx, use, cols)
+    dx, q = product.requantize(4, dx, scale, cols)
     return x_layout.restored(dx), q
 
 
@@ -558,7 +544,7 @@ def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTenso
         data,
         q.scale_inv,
         data_t if columnwise and data is q.data else None,
-        use=q.use,
+        recorded=q.recorded,
         cols=cols,
     )
 

@@ -21,13 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import ops
 from .._jax import _compat, _mesh
+from .._jax._batching import batch_of, in_front, repeat, repeat_state
 from .._jax._primitives import compiled, refuse_derivative
 from ..ops._support import selected, using
 from ..recipes import QTensor, as_codes, value_of
 from ._autodiff import (
     checked_codes,
-    repeat,
-    repeat_state,
     state_is_left_out,
     warn_of_state,
 )
@@ -161,7 +160,7 @@ def _batch(args, dims, *, product, tree, implementation):
     kernel has its own scale.
     """
     params = {"tree": tree, "implementation": implementation}
-    if _batch_size(args, dims) == 0:  # nothing to multiply
+    if batch_of(args, dims)[0] == 0:  # nothing to multiply
         one = functools.partial(product_p.bind, product=product, **params)
         outs = jax.eval_shape(one, *map(_without, args, dims))
         return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
@@ -174,7 +173,7 @@ def _batch_value(args, dims, *, product, tree, implementation):
     """Batch `_value_p`: its results are laid out as those of the batched product."""
     count = 1 if product.activation is None else 2
     results, operands, operand_dims = args[:count], args[count:], dims[count:]
-    if _batch_size(operands, operand_dims) == 0:
+    if batch_of(operands, operand_dims)[0] == 0:
         return results, dims[:count]
     operands, product, out_dim = _batched(operands, operand_dims, product, tree)
     results = [jnp.moveaxis(y, d, out_dim) for y, d in zip(results, dims, strict=False)]
@@ -182,10 +181,6 @@ def _batch_value(args, dims, *, product, tree, implementation):
         *results, *operands, product=product, tree=tree, implementation=implementation
     )
     return results, [out_dim] * count
-
-
-def _batch_size(args, dims) -> int:
-    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
 
 def _batched(args, dims, product, tree):
@@ -244,16 +239,8 @@ def _batch_in_front(args, dims, plain: int, is_ragged: bool) -> list:
     # A state that the examples share is still one state: its cotangents combine by max.
     states = len(args) - plain - is_ragged
     repeats = [repeat] * plain + [repeat_state] * states + [repeat] * is_ragged
-    # the mesh axis that cuts the batch
-    axis = None
-    for a, d in zip(args, dims, strict=True):
-        if axis is None and d is not None:
-            axis = jax.typeof(a).sharding.spec[d]
-    batch = _batch_size(args, dims), axis
-    return [
-        repeated(batch, a) if d is None else jnp.moveaxis(a, d, 0)
-        for repeated, a, d in zip(repeats, args, dims, strict=True)
-    ]
+    batch = batch_of(args, dims)
+    return [in_front(batch, *each) for each in zip(args, dims, repeats, strict=True)]
 
 
 def _larger_product(product, operands, dims):
@@ -442,7 +429,7 @@ def _transpose(
     differentiated = _differentiated(is_linear, len(operands))
     x, kernel = operands[:2]
     with using(implementation):
-        *gradients, next_state = backward(
+        *gradients, ct_of_state = backward(
             product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes
         )
     # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of
@@ -451,10 +438,9 @@ def _transpose(
         None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
         for aval, ct in zip(operands, gradients, strict=False)
     ]
-    for count, state in zip(state_leaves, next_state.by_quantizer(), strict=True):
-        # A quantizer without a use, such as that of a pre-quantized operand, gives no
-        # cotangent: its state stays. The cotangent of a reading stands for those of the
-        # histories.
+    for count, state in zip(state_leaves, ct_of_state.by_quantizer(), strict=True):
+        # A quantizer that recorded nothing gives no cotangent: its state stays. The
+        # cotangent of a reading stands for those of the histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
         cotangents += [None] * count if state is None else leaves[:count]
     # codes have no cotangents

@@ -21,11 +21,11 @@ from ..recipes import (
     HighPrecisionQuantizer,
     QTensor,
     Recipe,
+    read,
     second,
     value_of,
 )
 from . import _contexts
-from ._autodiff import shared
 from ._compute_dtype import compute_dtype, not_wider, promoted, to_compute
 from ._dot_general import (
     checked_quantizers,
@@ -150,10 +150,9 @@ def ragged_dot(
         reduce=AmaxReduction.for_recipe(recipe),
         layer=_contexts.current_layer(),
     )
+    scales = read(quantizers, state)
     codes = lhs.codes_alone, rhs.codes_alone
-    (y,) = multiply(
-        product, lhs.array, rhs.array, None, shared(state), codes, group_sizes
-    )
+    (y,) = multiply(product, lhs.array, rhs.array, None, scales, codes, group_sizes)
     return checkpoint_name(y, OUTPUT_NAME)
 
 

@@ -16,11 +16,9 @@ from .._jax._table import aligned, labelled_runs, member, natural
 from ..dot import FusedInput, _contexts, _product
 from ..recipes import (
     TensorwiseQuantizer,
-    read_states,
-    reading_of,
+    scales_of,
     second,
     shares_codes,
-    without_max,
 )
 
 _TENSORS = (
@@ -147,19 +145,13 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
     """
     site = _Site(next(_numbers), _contexts.current_layer() or "product")
     # 1. Count x and the kernel, with the scales that the product will choose.
-    reading, states = (
-        reading_of(state),
-        jax.lax.stop_gradient(without_max(state).by_quantizer()),
-    )
-    uses = read_states(product.quantizers, states, reading)
+    scales = jax.lax.stop_gradient(scales_of(product.quantizers, state))
     values = [
         _values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)
     ]
     if values[0] is not None:
         values[0] = product.in_groups(values[0], group_sizes)
-    forward = [
-        _fractions(product, i, value, uses, states) for i, value in enumerate(values)
-    ]
+    forward = [_fractions(product, i, value, scales) for i, value in enumerate(values)]
 
     def record(fractions):
         _runs.append((site, np.asarray(fractions)))
@@ -172,10 +164,10 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
         return y
 
     def backward(residuals, grad):
-        forward, uses, states, group_sizes = residuals
+        forward, scales, group_sizes = residuals
         counted = product.in_groups(grad, group_sizes)
         firsts, seconds = zip(
-            *forward, _fractions(product, 2, counted, uses, states), strict=True
+            *forward, _fractions(product, 2, counted, scales), strict=True
         )
         fractions = jnp.stack([*firsts, *seconds])
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -186,10 +178,10 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
 
     watched.defvjp(lambda y, *residuals: (y, residuals), backward)
     y = _product.multiply_fp8(product, x, kernel, bias, state, codes, group_sizes)
-    return watched(y, forward, uses, states, group_sizes)
+    return watched(y, forward, scales, group_sizes)
 
 
-def _fractions(product, i, values, uses, states) -> list[jax.Array]:
+def _fractions(product, i, values, scales) -> list[jax.Array]:
     """Return the fractions of a tensor's elements that saturate and that become zero,
     f32 `[2]`, for both its products.
 
@@ -200,19 +192,16 @@ def _fractions(product, i, values, uses, states) -> list[jax.Array]:
         product: the static part.
         i: the position of the tensor's first quantizer.
         values: the tensor, or None.
-        uses: the results of `read_states` for all quantizers.
-        states: their states, which say over which devices the tensor is reduced.
+        scales: what all quantizers take, see `recipes.scales_of`.
     """
-    both = [(product.quantizers[i], uses[i], states[i])]
+    both = [(product.quantizers[i], scales[i])]
     if not shares_codes(product.quantizers, i):
-        both.append(
-            tuple(second(each, i) for each in (product.quantizers, uses, states))
-        )
+        both.append((second(product.quantizers, i), second(scales, i)))
     fractions = [_fractions_of_quantizer(product, values, *each) for each in both]
     return [*fractions, jnp.full((2,), jnp.nan, jnp.float32)][:2]
 
 
-def _fractions_of_quantizer(product, values, quantizer, use, state):
+def _fractions_of_quantizer(product, values, quantizer, scale):
     """Return the fractions of one quantizer; see `_fractions`."""
     if values is None or not isinstance(quantizer, TensorwiseQuantizer):
         return jnp.full((2,), jnp.nan, jnp.float32)
@@ -220,11 +209,11 @@ def _fractions_of_quantizer(product, values, quantizer, use, state):
     def current_amax():
         return ops.amax(values)
 
-    scale, *_ = quantizer.choose_scale(current_amax, use, product.reduce)
+    chosen = quantizer.choose_scale(current_amax, scale, product.reduce)
     fractions = ops.count_saturated_and_flushed(
-        values, scale, quantizer.fp8_dtype
+        values, chosen.scale, quantizer.fp8_dtype
     ) / np.float32(max(values.size, 1))
-    return product.reduce(fractions, state, jax.lax.pmean)
+    return product.reduce(fractions, scale, jax.lax.pmean)
 
 
 def _values(operand, codes):

@@ -16,16 +16,17 @@ from ._blockwise import (
 )
 from ._by_product import ByProduct, all_quantizers, second, shares_codes, with_state
 from ._custom import ROLES, CustomRecipe
-from ._delayed import (
-    DelayedScaling,
-    DelayedScalingQuantizer,
-    histories_of,
-    next_states,
-    read_states,
-    reading_suffices,
-)
+from ._delayed import DelayedScaling, DelayedScalingQuantizer, scales_from
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
-from ._reading import holds_max, is_reading, largest, reading_of, without_max
+from ._read import (
+    cotangent,
+    read,
+    reading_suffices,
+    scales_of,
+    scales_of_reading,
+    shared,
+)
+from ._reading import holds_max, is_reading, reading_of, without_max
 from ._recipe import HighPrecision, HighPrecisionQuantizer, Recipe, checked
 from ._rules import (
     Rule,
@@ -43,7 +44,7 @@ from ._rules import (
 from ._state import (
     DotGeneralState,
     QuantizerState,
-    StateUse,
+    Scale,
     init_state,
     keeps_state,
     map_variables,

@@ -35,7 +35,7 @@ class BlockwiseQuantizer(FP8Quantizer):
     rounding = "ceil"
 
     def quantize_operand(
-        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+        self, x: jax.Array, scale: Any, options: OperandOptions = DEFAULT
     ) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
         # A GPU writes both layouts in one pass; elsewhere XLA drops the one nobody
@@ -60,7 +60,6 @@ class BlockwiseQuantizer(FP8Quantizer):
             data,
             scale_inv,
             *transposed,
-            use=use,
             block=self.block,
             cols=options.cols,
             power_2_scale=self.power_2_scale,

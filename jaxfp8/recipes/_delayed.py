@@ -17,9 +17,9 @@ from .. import ops
 from .._jax import _compat
 from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
 from . import _reading
-from ._quantizer import Quantizer, no_reduction
+from ._quantizer import Quantizer
 from ._recipe import Recipe
-from ._state import QuantizerState, StateUse
+from ._state import QuantizerState, Scale
 from ._tensor import QTensor
 from ._tensorwise import TensorwiseQuantizer
 
@@ -156,13 +156,13 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """Raise unless `state` is None or one of this quantizer; `name` names the
         argument in the message.
 
-        A StateUse of `fixed_scale` is a state too, which no step updates.
+        A Scale of `fixed_scale` is a state too, which no step updates.
 
         Raises:
             TypeError: `state` is not a QuantizerState of float arrays.
             ValueError: the history has another length, or a leaf another shape.
         """
-        if state is None or isinstance(state, StateUse):
+        if state is None or isinstance(state, Scale):
             return
         leaves = [getattr(state, "amax_history", None), getattr(state, "scale", None)]
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
@@ -201,229 +201,103 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Quantize a matrix; return `(QTensor, next state)`."""
-        (use,) = read_states([self], [state])
-        q, _ = self.quantize_operand(x, use)
-        (state,) = next_states([q], histories_of([state]))
-        return q, state
+        q, _ = self.quantize_operand(x, self.scale_from(state))
+        pair = state.amax_history, state.scale.reshape(1)
+        (((*pair,),),) = ops.write_histories([[pair]], [[(q.recorded, q.scale_inv)]])
+        return q, QuantizerState(*pair)
 
-    def fixed_scale(self, name: str, use: StateUse | None) -> StateUse | None:
+    def fixed_scale(self, name: str, scale: Scale | None) -> Scale | None:
         """Return the scale of the state, for `jaxfp8.freeze`; see
         `Quantizer.fixed_scale`.
         """
-        return None if use is None else StateUse.fixed(use.scale, use.scale_inv)
+        return scale
 
-    def choose_scale(
-        self, current_amax: Any, use: Any, reduce: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def scale_from(self, state: QuantizerState) -> Scale:
+        """Return the scale of a state, f32, in a product with a backward."""
+        (scale,) = scales_from([self], [state])
+        history = state.amax_history if self.first_step == "current" else None
+        return dataclasses.replace(scale, history=history)
+
+    def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the scale of the state, or without a state the scale of the tensor's
         own amax.
         """
-        if use is None:
-            return super().choose_scale(current_amax, use, reduce)
-        scales = use.scale, use.scale_inv
-        if use.is_empty is not None:
+        if scale is None:
+            return super().choose_scale(current_amax, scale, reduce)
+        if scale.history is None:
+            return scale
 
-            def current_scale():
-                amax = reduce(current_amax(), use.scale).reshape(1)
-                return ops.amax_to_scale(
-                    amax,
-                    use.scale_inv,
-                    fp8_max=fp8_max(self.fp8_dtype),
-                    margin=self.margin,
-                )
+        def current_scale():
+            amax = reduce(current_amax(), scale.scale).reshape(1)
+            return ops.amax_to_scale(
+                amax,
+                scale.scale_inv,
+                fp8_max=fp8_max(self.fp8_dtype),
+                margin=self.margin,
+            )
 
-            scales = jax.lax.cond(use.is_empty, current_scale, lambda: scales)
-        return (*scales, use.amax)
-
-    def record(self, use: Any, amax: jax.Array | None) -> Any:
-        """Record the amax of the tensor, unless the scale is fixed; see
-        `TensorwiseQuantizer.record`.
-        """
-        return None if amax is None else use.after(amax)
+        takes_own, pair = _takes_own_amax(self, scale), (scale.scale, scale.scale_inv)
+        return Scale(*jax.lax.cond(takes_own, current_scale, lambda: pair), scale.amax)
 
 
-def read_states(
-    quantizers: Sequence[Quantizer],
-    states: Sequence[Any],
-    reading: jax.Array | None = None,
-    has_backward: bool = True,
-) -> list[Any]:
-    """Read the states of quantizers that run in one product; one op reads the states of
-    equal delayed scaling.
+def _takes_own_amax(quantizer, scale) -> jax.Array:
+    """Return bool[], whether the amax of the tensor gives its scale."""
+    # The scale of a state below zero is NaN, whatever the tensor is. A scale of 1 that
+    # no amax chose gives way in a product without a backward: a copy that never trains
+    # would keep it for ever.
+    gives_way = scale.scale == (scale.scale if quantizer.first_step == "current" else 1)
+    return gives_way.reshape(()) & is_empty(scale.history)
 
-    Args:
-        quantizers: the quantizers of the product, of any kind.
-        states: a state for each quantizer; None for a quantizer without state. A
-            StateUse has been read already.
-        reading: the reading `[6 * k]` of the product, where its state was read before a
-            loop; else None.
-        has_backward: whether the product is differentiated. In one that is not, a scale
-            of 1 that no amax chose gives way to that of the tensor's own amax: a copy
-            that never trains would keep it for ever.
 
-    Returns:
-        For each quantizer the `use` of its `quantize_operand`: a StateUse for delayed
-        scaling, else the state.
-
-    Raises:
-        TypeError: there is a reading, and a quantizer that it covers is not of delayed
-            scaling.
+def scales_from(
+    quantizers: Sequence[DelayedScalingQuantizer], states: Sequence[QuantizerState]
+) -> list[Scale]:
+    """Compute the scales of states of delayed scaling, f32; one op serves quantizers
+    with equal options.
     """
-    if reading is not None:
-        states = _read_again(quantizers, states, reading, has_backward)
-    uses = list(states)
-    alike = {}
-    for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
-        is_read = state is None or isinstance(state, StateUse)
-        if isinstance(quantizer, DelayedScalingQuantizer) and not is_read:
-            alike.setdefault(
-                (quantizer.margin, quantizer.amax_compute_algo), []
-            ).append(i)
+    scales, alike = [None] * len(states), {}
+    for i, quantizer in enumerate(quantizers):
+        options = quantizer.margin, quantizer.amax_compute_algo
+        alike.setdefault(options, []).append(i)
     for (margin, algo), positions in alike.items():
         is_named = isinstance(algo, str)
-        scales = ops.delayed_scales(
+        results = ops.delayed_scales(
             [states[i].amax_history for i in positions],
             [states[i].scale.reshape(1) for i in positions],
             fp8_max=[fp8_max(quantizers[i].fp8_dtype) for i in positions],
             margin=margin,
             algo=algo if is_named else "max",
         )
-        for i, read in zip(positions, scales, strict=True):
+        for i, (scale, scale_inv, zero) in zip(positions, results, strict=True):
             quantizer, state = quantizers[i], states[i]
-            scale, scale_inv = read.scale, read.scale_inv
             if not is_named:
-                window = _window(algo, state.amax_history)
-                window = jnp.where(_is_below_zero(state), jnp.float32(-1), window)
-                scale, scale_inv = ops.amax_to_scale(
-                    window,
-                    state.scale.reshape(1),
-                    fp8_max=fp8_max(quantizer.fp8_dtype),
-                    margin=margin,
-                )
-            is_empty = _takes_own_amax(quantizer, state, scale, has_backward)
-            uses[i] = StateUse(read.amax, scale, scale_inv, is_empty)
-    return uses
+                scale, scale_inv = _scale_of_window(quantizer, state)
+            scales[i] = Scale(scale, scale_inv, zero)
+    return scales
 
 
-def _read_again(quantizers, states, reading, has_backward):
-    """Return the uses of states that were read before a loop, whose scales the reading
-    has.
-
-    For a quantizer with other options this is a state instead, which the loop reads: of
-    the reading's two amaxes.
-    """
-    numbers = _reading.by_quantizer(reading)
-    if not all(
-        isinstance(quantizer, DelayedScalingQuantizer)
-        for quantizer in quantizers[: len(numbers)]
-    ):
-        raise TypeError(
-            "max_grad: tree: expected the QuantizerStates in a DotGeneralState with a "
-            "leading dimension to be of delayed scaling, got those of "
-            f"{quantizers[: len(numbers)]}; return another class from Quantizer.init"
-        )
-    read = list(states)
-    for i, (history, old_scale, amax, scale, scale_inv) in enumerate(numbers):
-        quantizer, algo = quantizers[i], quantizers[i].amax_compute_algo
-        if states[i] is not None:
-            read[i] = state = QuantizerState(
-                states[i].amax_history if callable(algo) else history, old_scale
-            )
-            if (
-                algo == "max"
-                and quantizer.margin == 0
-                and fp8_max(quantizer.fp8_dtype) == _reading.FP8_MAX[i]
-            ):
-                is_empty = _takes_own_amax(quantizer, state, scale, has_backward)
-                read[i] = StateUse(amax, scale, scale_inv, is_empty)
-    return read
-
-
-def reading_suffices(quantizers: Sequence[Quantizer]) -> bool:
-    """Tell whether the reading of a product suffices for its scales: no quantizer needs
-    a history or the tensor.
-    """
-    return all(
-        isinstance(q.amax_compute_algo, str) and q.first_step == "unit"
-        for q in quantizers[:3]
-    )
-
-
-def _window(algo, history) -> jax.Array:
-    """Call a user's function for the amax of a window, f32 `(1,)`.
+def _scale_of_window(quantizer, state):
+    """Return the scale and scale_inv of the amax that a user's function chooses.
 
     An empty history gives 0, so that the stored scale counts also where the function
     has a lower bound.
     """
-    history = _scaling.clean(history)
-    window = jnp.asarray(algo(history), jnp.float32).reshape(1)
-    return jnp.where(
-        jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window)
+    history = _scaling.clean(state.amax_history)
+    amax = jnp.asarray(quantizer.amax_compute_algo(history), jnp.float32).reshape(1)
+    amax = jnp.where(is_empty(history), jnp.zeros_like(amax), amax)
+    return ops.amax_to_scale(
+        jnp.where(_is_below_zero(state), jnp.float32(-1), amax),
+        state.scale.reshape(1),
+        fp8_max=fp8_max(quantizer.fp8_dtype),
+        margin=quantizer.margin,
     )
 
 
-def _takes_own_amax(quantizer, state, scale, has_backward) -> jax.Array | None:
-    """Return bool[], whether the scale is that of the tensor's own amax; None where it
-    is that of the state.
-    """
-    # The scale of a state below zero is NaN, whatever the tensor is.
-    if quantizer.first_step == "current":
-        return _is_empty(state) & ~_is_below_zero(state)
-    return None if has_backward else _is_empty(state) & (scale.reshape(()) == 1)
-
-
-def _is_empty(state):
-    return ~jnp.any(_scaling.positive_finite(state.amax_history))
+def is_empty(history: jax.Array) -> jax.Array:
+    """Return bool[], whether a history f32 `(H,)` has no amax."""
+    return ~jnp.any(_scaling.positive_finite(history))
 
 
 def _is_below_zero(state):
-    return jnp.any(_scaling.below_zero(state.amax_history)) | jnp.any(
-        _scaling.below_zero(state.scale)
-    )
-
-
-def histories_of(states: Sequence[Any]) -> list[QuantizerState | None]:
-    """Return the states that `next_states` writes: those of delayed scaling, None for
-    any other.
-    """
-    return [state if isinstance(state, QuantizerState) else None for state in states]
-
-
-def next_states(
-    quantized: Sequence[QTensor | None],
-    histories: Sequence[QuantizerState | None] | jax.Array,
-    reduce: Callable[..., Any] = no_reduction,
-) -> list[Any]:
-    """Return the next state of each quantizer, from the tensor that it quantized; None
-    where there is no state.
-
-    Args:
-        quantized: QTensors with the uses of their quantizers' states; None for a tensor
-            that was not quantized.
-        histories: the states that the step read, as `histories_of` gives them; or the
-            reading of the product. With a reading the states of input and kernel are
-            None, and the scale of `output_grad` holds the cotangent of the reading.
-        reduce: see `OperandOptions.reduce`.
-    """
-    states = [None if q is None else q.use for q in quantized]
-    if _reading.is_reading(histories):
-        recorded = [
-            use and (use.amax, q.scale_inv)
-            for q, use in zip(quantized[:3], states, strict=False)
-        ]
-        ct = _reading.cotangent(recorded, reduce, histories)
-        return [None, None, QuantizerState(None, ct), *states[3:]]
-    pairs, recorded = {}, []
-    for i, use in enumerate(states):
-        if isinstance(use, StateUse):
-            states[i], old = None, histories[i]
-            if old is not None:
-                pairs[i] = old.amax_history, old.scale.reshape(1)
-                recorded.append(
-                    (reduce(use.amax, old.amax_history), quantized[i].scale_inv)
-                )
-    if pairs:
-        (written,) = ops.write_histories([list(pairs.values())], [recorded])
-        for i, pair in zip(pairs, written, strict=True):
-            states[i] = QuantizerState(*pair)
-    return states
+    history, scale = state.amax_history, state.scale
+    return jnp.any(_scaling.below_zero(history)) | jnp.any(_scaling.below_zero(scale))

@@ -195,34 +195,35 @@ class Quantizer:
                     f"got {leaf.shape}"
                 )
 
-    def fixed_scale(self, name: str, use: Any) -> Any:
-        """Return the StateUse that `jaxfp8.freeze` keeps in place of the state; None
-        where there is no state.
+    def fixed_scale(self, name: str, scale: Any) -> Any:
+        """Return the Scale that `jaxfp8.freeze` keeps in place of the state; None where
+        there is no state.
 
         Raises:
-            ValueError: `use` has leaves: only the author of this quantizer knows which
-                scale its state stands for. `name` names the quantizer in the message.
+            ValueError: `scale` has leaves: only the author of this quantizer knows
+                which scale its state stands for. `name` names the quantizer in the
+                message.
         """
-        if jax.tree.leaves(use):
+        if jax.tree.leaves(scale):
             raise ValueError(
                 f"{name}: expected delayed scaling, or a quantizer without state, got "
                 f"{self!r}"
             )
 
     def quantize_operand(
-        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+        self, x: jax.Array, scale: Any, options: OperandOptions = DEFAULT
     ) -> Quantized:
         """Quantize an operand of a product.
 
         Args:
             x: bfloat16, float16 or float32 `[*batch, *rows, *cols]`.
-            use: the result of `read_states` for this quantizer, or None where there is
-                no state.
+            scale: what the state gives this quantizer: a Scale for delayed scaling,
+                the state itself for a user's quantizer; None where there is no state.
             options: the part of the operand in its product.
 
         Returns:
-            `(q, column sums f32 [*batch, *cols] or None)`; `q.use` is the use after x,
-            from which `next_states` makes the next state.
+            `(q, column sums f32 [*batch, *cols] or None)`; `q.recorded` is the amax
+            of delayed scaling, or the next state of a user's quantizer.
 
         Raises:
             TypeError, ValueError: a user's `quantize` returned no `(QTensor, state)`
@@ -230,7 +231,7 @@ class Quantizer:
         """
         rows, cols, contract_first = options.rows, options.cols, options.contract_first
         batch = x.ndim - rows - cols
-        state = self.init() if use is None else use
+        state = self.init() if scale is None else scale
         # A user's `quantize` knows matrices alone: rows and columns are merged, batch
         # dimensions are vmapped.
         matrices = _shapes.merge(x, *[1] * batch, rows)
@@ -259,7 +260,7 @@ class Quantizer:
             next_state = jax.tree.map(largest, next_state)
             q = q.map_scales(as_matrices)
         # The devices that share a state agree on the next one.
-        if use is None:
+        if scale is None:
             next_state = None
         else:
 
@@ -267,7 +268,7 @@ class Quantizer:
                 return options.reduce(new.astype(jnp.float32), old)
 
             next_state = jax.tree.map(reduced, next_state, state)
-        q = dataclasses.replace(q.reshape(x.shape, batch, cols), use=next_state)
+        q = dataclasses.replace(q.reshape(x.shape, batch, cols), recorded=next_state)
         return q, options.sum_rows(x)
 
 

@@ -40,13 +40,9 @@ def _usable(ct):
     return jnp.where(is_amax, _scaling.clean(ct), ct)
 
 
-def _combine(a, b):
-    return jnp.maximum(_usable(a), _usable(b))
-
-
 # A cotangent of this dtype holds the amax that each quantizer recorded, finite or not,
 # and its scale_inv; zeros for a quantizer that did not run.
-READING = _compat.max_dtype("float32_max_reading", _combine)
+READING = _compat.max_dtype("float32_max_reading", _usable)
 
 
 def is_reading(x: Any) -> bool:
@@ -78,13 +74,6 @@ def without_max(tree: Any) -> Any:
 def holds_max(tree: Any) -> bool:
     """Tell whether any leaf of `tree` has the max dtype, or is a reading."""
     return any(map(_compat.is_max, jax.tree.leaves(tree)))
-
-
-def largest(ct: jax.Array) -> jax.Array:
-    """Combine the cotangents of a state, or of a reading, along the first axis."""
-    if is_reading(ct):
-        return _compat.to_max(jnp.max(_usable(_compat.from_max(ct)), axis=0), READING)
-    return jnp.max(ct, axis=0)
 
 
 def stacked_products(flat: StateTree) -> list[list]:
@@ -139,11 +128,16 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
         For each product its reading `[..., 6 * k]`. The backward turns cotangents of
         readings into next states.
     """
-    plain = jax.tree.map(_compat.from_max, products)
+    plain = _plain(products)
     readings = ops.read_histories(
         plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain]
     )
-    return [_compat.to_max(reading, READING) for reading in readings]
+    return _compat.cast(readings, [READING] * len(readings))
+
+
+def _plain(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_compat.plain(leaves))
 
 
 def _read_forward(products):
@@ -154,11 +148,10 @@ def _read_backward(products, cotangents):
     """Return the next histories and scales; zeros for a quantizer that recorded
     nothing, which keeps its state.
     """
-    plain, recorded = (
-        jax.tree.map(_compat.from_max, tree) for tree in (products, cotangents)
-    )
-    written = map(_compat.to_max, jax.tree.leaves(ops.write_histories(plain, recorded)))
-    return (jax.tree.unflatten(jax.tree.structure(products), written),)
+    written = ops.write_histories(_plain(products), _plain(cotangents))
+    leaves, structure = jax.tree.flatten(products)
+    new = _compat.cast(jax.tree.leaves(written), [leaf.dtype for leaf in leaves])
+    return (structure.unflatten(new),)
 
 
 read.defvjp(_read_forward, _read_backward)

@@ -206,7 +206,7 @@ class HighPrecisionQuantizer(Quantizer):
         return QTensor(x, None), state
 
     def quantize_operand(
-        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+        self, x: jax.Array, scale: Any, options: OperandOptions = DEFAULT
     ) -> Quantized:
         """Return x as an operand of a product; see `Quantizer.quantize_operand`."""
         return QTensor(x, None, cols=options.cols), options.sum_rows(x)

@@ -29,37 +29,23 @@ class QuantizerState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StateUse:
-    """One use of a state of delayed scaling: the scale that the state gives, then the
-    amax of the tensor.
+class Scale:
+    """What a state of delayed scaling gives its quantizer for one step.
 
     Attributes:
-        amax: f32 `(1,)`; 0 before the tensor is quantized; None where the scale is
-            fixed, so that nothing is recorded.
-        scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the
-            QTensor has the scale_inv.
-        is_empty: bool[], whether the history was empty, so that the tensor's own amax
-            gives its scale; None where it never does, and after the tensor is
-            quantized.
+        scale, scale_inv: f32 `(1,)`. Their cotangents are what the step recorded: the
+            amax of the tensor, and the scale_inv that it was quantized with; 0 where
+            it was not quantized.
+        amax: f32 `(1,)`, 0: a buffer that the pass that quantizes raises; None where
+            the scale is fixed, in inference: nothing is recorded.
+        history: f32 `(H,)`, without gradient, where the tensor's own amax gives the
+            scale if the history has none; None where it never does.
     """
 
+    scale: jax.Array
+    scale_inv: jax.Array
     amax: jax.Array | None
-    scale: jax.Array | None
-    scale_inv: jax.Array | None
-    is_empty: jax.Array | None = None
-
-    @staticmethod
-    def fixed(scale: jax.Array, scale_inv: jax.Array) -> "StateUse":
-        """Return the use of a tensor in inference, whose scale is fixed.
-
-        The inverse is given because 1 / (1 / scale) may be another number than the
-        scale.
-        """
-        return StateUse(None, scale, scale_inv)
-
-    def after(self, amax: jax.Array) -> "StateUse":
-        """Return the use after a tensor with this amax was quantized."""
-        return StateUse(amax, None, None)
+    history: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -36,8 +36,8 @@ class QTensor:
             are other blocks. Without them `data_t` holds the codes of `data`.
         source: the tensor that was quantized, which gets the gradient; or None.
             `jaxfp8.quantize_params` sets it.
-        use: the use of the quantizer's state, from which a product makes the next
-            state; or None.
+        recorded: what the quantizer's state is to record of the tensor: the amax f32
+            `(1,)` of delayed scaling, or the next state of a user's quantizer; or None.
         block: `(r, c)`, the rows and columns that share a scale, in `data` and, with
             `scale_inv_t`, in `data_t`; None in place of r or c means all rows or
             columns. Without `block` the tensor has one scale f32[1], or the scales
@@ -53,7 +53,7 @@ class QTensor:
     data_t: jax.Array | None = None
     scale_inv_t: jax.Array | None = None
     source: jax.Array | None = None
-    use: Any = None
+    recorded: Any = None
     block: Block | None = dataclasses.field(default=None, metadata={"static": True})
     cols: int = dataclasses.field(default=1, metadata={"static": True})
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -131,13 +131,12 @@ class QTensor:
         return dataclasses.replace(turned, scale_inv=self.scale_inv.mT, block=block)
 
     def for_next_state(self) -> "QTensor":
-        """Return the QTensor without codes: `next_states` needs the use and, for one
-        scale, the `scale_inv`.
+        """Return the QTensor without codes: the next state takes what was recorded and,
+        for one scale, the `scale_inv`.
         """
-        scale_inv = (
-            self.scale_inv if self.has_one_scale and self.use is not None else None
-        )
-        return QTensor(None, scale_inv, use=self.use, cols=self.cols)
+        is_needed = self.has_one_scale and self.recorded is not None
+        scale_inv = self.scale_inv if is_needed else None
+        return QTensor(None, scale_inv, recorded=self.recorded, cols=self.cols)
 
     def reshape(self, shape: tuple[int, ...], batch: int, cols: int) -> "QTensor":
         """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay

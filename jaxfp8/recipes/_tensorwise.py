@@ -15,6 +15,7 @@ from .._jax import _warnings
 from ..numerics import HYBRID, Format, _scaling, fp8_max
 from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
+from ._state import Scale
 from ._tensor import QTensor
 
 
@@ -34,75 +35,58 @@ class TensorwiseQuantizer(FP8Quantizer):
     margin = 0
 
     def quantize_operand(
-        self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT
+        self, x: jax.Array, scale: Any, options: OperandOptions = DEFAULT
     ) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the
-        #    scale from the state, and an
-        # amax so far, which the next pass raises.
-        scale, scale_inv, amax = self.choose_scale(
-            functools.partial(ops.amax, x), use, options.reduce
+        # Current scaling reads x for its scale. Delayed scaling has a scale and an amax
+        # so far; the pass over x that writes all layouts raises the amax.
+        chosen = self.choose_scale(
+            functools.partial(ops.amax, x), scale, options.reduce
         )
-        # 2. Quantize: one pass over x writes all layouts that products read, and raises
-        #    the amax.
         if options.columnwise:
             data, data_t, amax, *sums = ops.quantize_transpose(
                 x,
-                scale,
+                chosen.scale,
                 self.fp8_dtype,
-                amax=amax,
-                with_amax=amax is not None,
+                amax=chosen.amax,
+                with_amax=chosen.amax is not None,
                 rows=options.rows,
                 cols=options.cols,
                 column_sums=options.column_sums,
             )
         else:
             data, amax = ops.quantize(
-                x, scale, self.fp8_dtype, amax=amax, with_amax=amax is not None
+                x,
+                chosen.scale,
+                self.fp8_dtype,
+                amax=chosen.amax,
+                with_amax=chosen.amax is not None,
             )
             data_t, sums = None, [options.sum_rows(x)]
-        # 3. Record the amax.
-        use = self.record(use, amax)
-        return QTensor(data, scale_inv, data_t, use=use, cols=options.cols), *(
-            sums or [None]
-        )
+        q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
+        return q, *(sums or [None])
 
-    def choose_scale(
-        self, current_amax: Any, use: Any, reduce: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where
-        the step records no amax.
+    def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
+        """Return the scale of a tensor, whose amax is None where the step records no
+        amax.
 
         Args:
             current_amax: returns the amax of the tensor, f32[]. A quantizer calls it
                 only where the scale may depend on the amax, and then inside a
                 conditional if the state decides.
-            use: see `quantize_operand`.
+            scale: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
-        amax, default = (
-            reduce(current_amax(), None).reshape(1),
-            jnp.ones((1,), jnp.float32),
-        )
-        scale, scale_inv = ops.amax_to_scale(
+        amax = reduce(current_amax(), None).reshape(1)
+        default = jnp.ones((1,), jnp.float32)
+        pair = ops.amax_to_scale(
             amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
         )
+        if self.power_2_scale:
+            pair = _scaling.floor_to_power_of_two(pair[0])
         # Without a state nothing records the amax, so the pass that quantizes need not
         # find it again.
-        return *(
-            _scaling.floor_to_power_of_two(scale)
-            if self.power_2_scale
-            else (scale, scale_inv)
-        ), None
-
-    def record(self, use: Any, amax: jax.Array | None) -> Any:
-        """Return the use of the state after a tensor was quantized.
-
-        Args:
-            use: the use of the state before the tensor was quantized.
-            amax: f32[1], the amax of the tensor; None where `choose_scale` gave None.
-        """
-        return use
+        return Scale(*pair, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,13 +251,11 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype
     bound: float
 
-    def choose_scale(
-        self, current_amax: Any, use: Any, reduce: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the constant scale; see `TensorwiseQuantizer.choose_scale`."""
         with np.errstate(over="ignore"):  # a bound near the smallest floats
             quotient = np.float32(fp8_max(self.fp8_dtype)) / np.float32(self.bound)
         scale = np.clip(
             quotient, np.float32(_scaling.MIN_SCALE), np.float32(_scaling.MAX_SCALE)
         ).reshape(1)
-        return jax.numpy.asarray(scale), jax.numpy.asarray(np.float32(1) / scale), None
+        return Scale(jnp.asarray(scale), jnp.asarray(np.float32(1) / scale), None)

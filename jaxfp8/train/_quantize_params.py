@@ -10,14 +10,13 @@ import jax
 
 from .._jax import _mesh
 from .._jax._primitives import without_numpy
-from ..dot import shared
 from ..recipes import (
     AmaxReduction,
     OperandOptions,
     QuantizerState,
     _state_tree,
     checked,
-    read_states,
+    shared,
     some,
 )
 
@@ -139,13 +138,13 @@ def _quantized(quantizer, kernel, state, reduce):
     # state to the product's state.
     kernel = _mesh.without_reduced(without_numpy(kernel))
     x, state = jax.lax.stop_gradient((kernel, shared(state)))
-    (step,) = read_states([quantizer], [state])
+    scale = None if state is None else quantizer.scale_from(state)
     # One scale holds for the whole kernel, whose columns may be several dimensions;
     # blocks lie in matrices.
     options = OperandOptions(reduce=reduce)
     if quantizer.has_one_scale:
         options = options._replace(cols=x.ndim - 1, columnwise=x.ndim == 2)
-    q, _ = quantizer.quantize_operand(x, step, options)
+    q, _ = quantizer.quantize_operand(x, scale, options)
     return dataclasses.replace(q, source=kernel)
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from .._jax import _compat
 from .._jax._trees import Tree
-from ..dot import shared
-from ..recipes import _reading, _state_tree, holds_max, without_max
+from ..recipes import _reading, _state_tree, holds_max, shared, without_max
 
 
 def max_grad(tree: Tree) -> Tree:

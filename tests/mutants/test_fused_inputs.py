@@ -109,9 +109,7 @@ def without_derivative(original):
 def forgets_the_amax_of_a_gradient(original):
     def mutant(*arguments):
         q, dbias = original(*arguments)
-        return dataclasses.replace(
-            q, use=dataclasses.replace(q.use, amax=0 * q.use.amax)
-        ), dbias
+        return dataclasses.replace(q, recorded=0 * q.recorded), dbias
 
     return mutant
 
@@ -129,7 +127,7 @@ def forgets_the_activation(original):
 
 
 def forgets_the_amax(q):
-    return dataclasses.replace(q.use, amax=0 * q.use.amax)
+    return 0 * q.recorded
 
 
 MUTANTS = {
@@ -142,7 +140,7 @@ MUTANTS = {
     "codes: no bias": attribute(ops, "quantize_norm", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
     "an amax is forgotten": attribute(
-        _gemms, "quantize_fused", change(use=forgets_the_amax)
+        _gemms, "quantize_fused", change(recorded=forgets_the_amax)
     ),
     "codes have another scale": attribute(
         _gemms, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)

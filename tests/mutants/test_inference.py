@@ -5,15 +5,17 @@ is wrong on purpose.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from equality import assert_same_bits
 from inference import models, test_calibrate, test_copies
 from inference.models import X
 
 import jaxfp8
+from jaxfp8 import recipes
 from jaxfp8.dot import _frozen
 from jaxfp8.inference import _calibrate
-from jaxfp8.recipes import _delayed
+from jaxfp8.recipes import _delayed, _read
 
 
 def compare(change=lambda frozen: frozen):
@@ -38,20 +40,22 @@ def test_a_wrong_scale(name):
         compare(change)
 
 
-def test_the_scale_before_the_last_batch(monkeypatch):
-    """Stored scales lag behind the history by a step."""
-    read_states = _frozen.recipes.read_states
+def test_the_scale_of_another_step(monkeypatch):
+    """Stored scales are those of another step."""
+    scales_of = recipes.scales_of
 
-    def lagging(quantizers, states, *reading, **options):
-        uses = read_states(quantizers, states, *reading, **options)
-        if reading:  # a product, and not freeze
-            return uses
+    def of_another_step(quantizers, state, **options):
+        scales = scales_of(quantizers, state, **options)
+        if options:  # a product, and not freeze
+            return scales
         return [
-            dataclasses.replace(step, scale=1 / s.scale)
-            for step, s in zip(uses, states, strict=True)
+            dataclasses.replace(scale, scale=2 * scale.scale)
+            if isinstance(scale, recipes.Scale)
+            else scale
+            for scale in scales
         ]
 
-    monkeypatch.setattr(_frozen.recipes, "read_states", lagging)
+    monkeypatch.setattr(recipes, "scales_of", of_another_step)
     with pytest.raises(AssertionError, match="differ"):
         compare()
 
@@ -102,24 +106,36 @@ def test_histories_that_do_not_move(monkeypatch):
         test_calibrate.test_linen()
 
 
-def of_training(quantizer, state, scale, has_backward):
+def of_training(monkeypatch):
     """A copy keeps the scale 1."""
-    return None
+    monkeypatch.setattr(_delayed, "_takes_own_amax", lambda *_: jnp.bool_(False))
 
 
-def whatever_the_scale(quantizer, state, scale, has_backward):
+def whatever_the_scale(monkeypatch):
     """A stored scale without a history gives way too."""
-    return None if has_backward else _delayed._is_empty(state)
+    monkeypatch.setattr(
+        _delayed,
+        "_takes_own_amax",
+        lambda quantizer, scale: _delayed.is_empty(scale.history),
+    )
 
 
-def whatever_the_history(quantizer, state, scale, has_backward):
+def whatever_the_history(monkeypatch):
     """An amax of 448, whose scale is 1, gives way too."""
-    return None if has_backward else scale.reshape(()) == 1
+    monkeypatch.setattr(
+        _delayed,
+        "_takes_own_amax",
+        lambda quantizer, scale: scale.scale.reshape(()) == 1,
+    )
 
 
-def in_training(quantizer, state, scale, has_backward):
+def in_training(monkeypatch):
     """The first step of training takes the scale of the tensor too."""
-    return _delayed._is_empty(state) & (scale.reshape(()) == 1)
+    scales_of = recipes.scales_of
+    monkeypatch.setattr(_read, "_may_ask", lambda *_: True)
+    monkeypatch.setattr(
+        recipes, "scales_of", lambda *args, has_backward: scales_of(*args, False)
+    )
 
 
 COPIES = {
@@ -144,7 +160,7 @@ COPIES = {
 def test_a_mutant_of_copies_is_caught(mutant, monkeypatch):
     COPIES[mutant]()
     jax.clear_caches()
-    monkeypatch.setattr(_delayed, "_takes_own_amax", mutant)
+    mutant(monkeypatch)
     with pytest.raises(AssertionError):
         COPIES[mutant]()
     jax.clear_caches()

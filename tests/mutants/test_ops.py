@@ -17,8 +17,9 @@ from ops import cases
 from recipes.delayed_cases import compare_run, scripted_run
 
 import jaxfp8
-from jaxfp8 import ops, recipes
+from jaxfp8 import ops
 from jaxfp8.numerics import _scaling
+from jaxfp8.recipes import _read
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 HISTORY = 4
@@ -59,49 +60,34 @@ def only(product, change):
 
 
 def read_mutant(change):
-    """Change what is read of states: `change(step, state) -> step`."""
+    """Change what is read of states: `change(scale, state) -> scale`."""
 
     def install(monkeypatch):
-        def mutant(
-            quantizers, states, reading, original=recipes.read_states, **options
-        ):
-            steps = zip(
-                original(quantizers, states, reading, **options), states, strict=True
-            )
-            return [
-                None if step is None else change(step, state) for step, state in steps
-            ]
+        def mutant(quantizers, states, original=_read.scales_from):
+            return list(map(change, original(quantizers, states), states))
 
-        monkeypatch.setattr(recipes, "read_states", mutant)
+        monkeypatch.setattr(_read, "scales_from", mutant)
 
     return install
 
 
-def next_mutant(change):
-    """Change the next states: `change(next state, q) -> next state`."""
+def write_mutant(before=lambda history: history, after=lambda history, scale, amax: ()):
+    """Change the histories that a step moves by one slot, or what it writes:
+    `after(history, scale, amax) -> history, scale`.
+    """
 
     def install(monkeypatch):
-        def mutant(quantized, histories, reduce, original=recipes.next_states):
-            states = zip(original(quantized, histories, reduce), quantized, strict=True)
-            return [None if state is None else change(state, q) for state, q in states]
-
-        monkeypatch.setattr(recipes, "next_states", mutant)
-
-    return install
-
-
-def history_mutant(change):
-    """Change the histories that a step writes, which it moves by one slot."""
-
-    def install(monkeypatch):
-        def mutant(states, original=recipes.histories_of):
+        def mutant(products, recorded, original=ops.write_histories):
+            changed = [(before(history), scale) for history, scale in products[0]]
+            (written,) = original([changed], recorded)
             return [
-                state
-                and dataclasses.replace(state, amax_history=change(state.amax_history))
-                for state in original(states)
+                [
+                    after(*pair, amax) or pair
+                    for pair, (amax, _) in zip(written, recorded[0], strict=True)
+                ]
             ]
 
-        monkeypatch.setattr(recipes, "histories_of", mutant)
+        monkeypatch.setattr(ops, "write_histories", mutant)
 
     return install
 
@@ -191,30 +177,24 @@ STEP_MUTANTS = {
     "e4m3 and e5m2 swapped": swapped_formats,
     "e4m3 for everything": e4m3_for_everything,
     "stale scale_inv": read_mutant(
-        lambda step, state: dataclasses.replace(step, scale_inv=state.scale)
+        lambda scale, state: dataclasses.replace(scale, scale_inv=state.scale)
     ),
-    "scale not stored": next_mutant(
-        lambda nxt, q: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])
+    "scale not stored": write_mutant(
+        after=lambda history, scale, amax: (history, jnp.ones_like(scale))
     ),
-    "scale stored instead of scale_inv": next_mutant(
-        lambda nxt, q: dataclasses.replace(nxt, scale=1 / nxt.scale)
+    "scale stored instead of scale_inv": write_mutant(
+        after=lambda history, scale, amax: (history, 1 / scale)
     ),
-    "the roll forgotten": history_mutant(lambda history: jnp.roll(history, 1)),
-    "rolled the other way": history_mutant(lambda history: jnp.roll(history, 2)),
-    "newest in the last slot": next_mutant(
-        lambda nxt, q: dataclasses.replace(
-            nxt, amax_history=jnp.roll(nxt.amax_history, -1)
-        )
+    "the roll forgotten": write_mutant(lambda history: jnp.roll(history, 1)),
+    "rolled the other way": write_mutant(lambda history: jnp.roll(history, 2)),
+    "newest in the last slot": write_mutant(
+        after=lambda history, scale, amax: (jnp.roll(history, -1), scale)
     ),
-    "inf recorded in the history": next_mutant(
-        lambda nxt, q: dataclasses.replace(
-            nxt, amax_history=nxt.amax_history.at[0].set(q.use.amax[0])
-        )
+    "inf recorded in the history": write_mutant(
+        after=lambda history, scale, amax: (history.at[0].set(amax[0]), scale)
     ),
-    "the amax of a step lost": next_mutant(
-        lambda nxt, q: dataclasses.replace(
-            nxt, amax_history=nxt.amax_history.at[0].set(0)
-        )
+    "the amax of a step lost": write_mutant(
+        after=lambda history, scale, amax: (history.at[0].set(0), scale)
     ),
     "amax of this step in this step's scale": op_mutant(
         lambda x, scale: (

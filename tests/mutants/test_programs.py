@@ -77,9 +77,7 @@ def cast_at_every_use(monkeypatch):
     """The casts of two uses are two values, so that autodiff adds their cotangents in
     f32.
     """
-    monkeypatch.setattr(
-        _compat._MemoizedCast, "bind_with_trace", _compat._Cast.bind_with_trace
-    )
+    monkeypatch.delattr(_compat.OncePrimitive, "bind_with_trace")
 
 
 def max_grad_forgotten(monkeypatch):
@@ -111,8 +109,7 @@ MUTANTS = {
     "the last use for max, scan": (addition(lambda x, y: x), "scan"),
     "the first use for max": (addition(lambda x, y: y), "loop"),
     "the first use for max, scan": (addition(lambda x, y: y), "scan"),
-    "roll per microbatch, called twice": (addition(rolled_again), "loop"),
-    "roll per microbatch, scan": (addition(rolled_again), "scan"),
+    "roll per microbatch, carry": (addition(rolled_again), "carry"),
     "neutral element -inf": (neutral_element(-jnp.inf), "not taken"),
     "neutral element 1": (neutral_element(1.0), "not taken"),
     "neutral element 1, some iterations": (neutral_element(1.0), "some iterations"),
@@ -166,21 +163,17 @@ def without(position):
 
 def not_finite_amaxes_count(monkeypatch):
     """The amax of a use that is not finite hides that of another use."""
-    monkeypatch.setattr(_reading, "_usable", lambda ct: ct)
+    monkeypatch.setitem(vars(_reading.READING), "clean", lambda ct: ct)
 
 
 def another_kernels_scale(monkeypatch):
     """The scale that the backward computes again is that of x for the kernel, too."""
 
-    def mutant(quantizers, states, reading, original=recipes.read_states, **options):
-        steps = original(quantizers, states, reading, **options)
-        return (
-            [steps[0], steps[0], *steps[2:]]
-            if reading is not None and len(steps) == 3
-            else steps
-        )
+    def mutant(quantizers, reading, original=recipes.scales_of_reading):
+        scales = original(quantizers, reading)
+        return [scales[0], scales[0], scales[2]]
 
-    monkeypatch.setattr(recipes, "read_states", mutant)
+    monkeypatch.setattr(recipes, "scales_of_reading", mutant)
 
 
 READINGS = {
