@@ -127,7 +127,7 @@ case $call in
     ;;
   bench)
     step benchmarks "$budget" "$python" benchmarks/gpu.py --budget "$((budget - SECONDS - 105))" --json "$out/gpu.json" --only \
-      ceilings gemm dense small_dense quantize launches gated_mlp transformer_layer torch_linear adamw
+      ceilings gemm dense small_dense launches gated_mlp model torch_linear adamw
     step trainers 60 env JAX_PLATFORMS=cuda "$python" benchmarks/trainers.py --turns 50 --json "$out/trainers.json"
     ;;
   sanitize)
