@@ -25,7 +25,9 @@ def run(program, *options, code=0):
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    output = run("gpu.py", "--tiny", "--platform", "cpu", "--json", path)
+    output = run(
+        "gpu.py", "--tiny", "--platform", "cpu", "--budget", 840, "--json", path
+    )
     return output, json.loads(path.read_text()), path
 
 
