@@ -2,18 +2,17 @@
 
 A case takes `Options` and returns `(rows, errors)`: a row for each candidate by name,
 with `us` and the figures that the goals (_gpu_goals.py) read; and for each missing peer
-the reason.
+the reason. A long case yields them again and again as they grow.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from _gpu_ceilings import ceilings, launches
-from _gpu_layers import dense, gated_mlp, small_dense, torch_linear, transformer_layer
-from _gpu_ops import gemm, quantize
+from _gpu_layers import dense, gated_mlp, small_dense, torch_linear
+from _gpu_ops import gemm
 from _gpu_optimizers import adamw
+from _gpu_training import losses, model, scan
 from kernels import KERNELS, kernels
 
 
@@ -22,7 +21,7 @@ class Case:
     """Candidates that are built, checked and timed together, in a process of their own.
 
     Attributes:
-        run: `(options) -> (rows, errors)`; with parts
+        run: `(options) -> (rows, errors)`, or an iterator of them; with parts
             `(options, part) -> (rows, errors)`.
         seconds: the seconds that the case may take on a GPU.
         xla_flags: XLA's flags of the process.
@@ -42,21 +41,18 @@ CASES = {
     "ceilings": Case(ceilings, 60),
     "kernels": Case(kernels, 120, parts=tuple(KERNELS)),
     "gemm": Case(gemm),
-    "quantize bf16": Case(quantize, 60),
-    "quantize_transpose bf16": Case(
-        functools.partial(quantize, op="quantize_transpose"), 60
-    ),
     "dense": Case(dense, 180),
     "small_dense": Case(small_dense, 180),
     "launches": Case(launches, 60),
     "launches, no graphs": Case(launches, 60, NO_GRAPHS),
     "gated_mlp": Case(gated_mlp, 180),
-    "transformer_layer": Case(transformer_layer, 240),
-    "quantize f32": Case(functools.partial(quantize, dtype=jnp.float32), 60),
-    "quantize_transpose f32": Case(
-        functools.partial(quantize, op="quantize_transpose", dtype=jnp.float32), 60
-    ),
+    "model": Case(model, 150),
+    "losses": Case(losses, 120),
+    "scan": Case(scan, 150),
     "torch_linear": Case(torch_linear, 180),
     "adamw": Case(adamw, 60),
     "small_dense, no graphs": Case(small_dense, 120, NO_GRAPHS),
+    "small_dense, skip temp": Case(
+        small_dense, 60, "--xla_gpu_command_buffer_update_mode=SKIP_TEMP"
+    ),
 }

@@ -63,7 +63,7 @@ class Results:
         if not real:
             raise Missing(f"{case}: {prefix} ran no FP8 GEMM, so it is no peer")
         values = [row[key] for row in real]
-        return min(values) if key in ("us", "memory_mib") else max(values)
+        return min(values) if key == "us" else max(values)
 
     def worst(self, case: str, prefix: str, key: str) -> float:
         """Return the lowest rate of the rows whose names begin with `prefix`, which
@@ -117,14 +117,6 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
             lambda: results.faster(case, *names, **options),
         )
 
-    def of_copy(case):
-        # Compare with the faster of two copies: that of as many bytes in this case, and
-        # that of gigabytes.
-        copies = [results.best(case, "copy", "gb_s")]
-        if "ceilings" in cases:
-            copies.append(results.best("ceilings", "copy", "gb_s"))
-        return 100 * results.best(case, "jaxfp8", "gb_s") / max(copies)
-
     bf16, flax, own, drop_in = "bf16", "flax", "jaxfp8 own", "jaxfp8 drop-in"
     quantized = [
         (op, dtype, limits)
@@ -167,19 +159,6 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
             lambda: results.best("gemm", "jaxfp8 fast", "tflops"),
         ),
     ]
-    for op, dtype, limits in quantized:
-        case = f"{op} {dtype}"
-        table.append(
-            of(
-                f"{case}, of a copy",
-                case,
-                "%",
-                *limits,
-                lambda case=case: of_copy(case),
-            )
-        )
-        if op == "quantize_transpose":
-            table.append(faster(f"{case}, to XLA", 1.5, 1.8, case, "jaxfp8", "XLA"))
     table += [
         faster("Dense, own, to bf16", 1.5, 1.65, "dense", own, bf16),
         faster("Dense, own, to Flax", 1.12, 1.2, "dense", own, flax, fp8=True),
@@ -197,25 +176,9 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
             "small Dense, own, to Flax", 2.2, 2.6, "small_dense", own, flax, fp8=True
         ),
         faster("gated MLP, own, to bf16", 1.4, 1.55, "gated_mlp", own, bf16),
-        faster(
-            "Llama layer + Adam, own, to bf16",
-            1.35,
-            1.5,
-            "transformer_layer",
-            own,
-            bf16,
-        ),
-        of(
-            "Llama layer, memory of bf16 over ours",
-            "transformer_layer",
-            "x",
-            1 / 0.85,
-            1 / 0.75,
-            lambda: (
-                results.best("transformer_layer", bf16, "memory_mib")
-                / results.best("transformer_layer", own, "memory_mib")
-            ),
-        ),
+        faster("Llama, own, to bf16", 1.35, 1.5, "model", own, bf16),
+        faster("Llama, quantize, to bf16", 1.3, 1.4, "model", "jaxfp8 quantize", bf16),
+        faster("Llama, own, to Flax", 1.05, 1.15, "model", own, flax, fp8=True),
     ]
     return table
 

@@ -1,6 +1,4 @@
-"""Layers, forward and backward, and the training step of a layer: jaxfp8, Flax's FP8,
-bfloat16, PyTorch.
-"""
+"""Layers, forward and backward: jaxfp8, Flax's FP8, bfloat16, PyTorch."""
 
 import functools
 
@@ -8,14 +6,9 @@ import _gpu_models as models
 import _gpu_torch
 import jax
 import jax.numpy as jnp
-import optax
 from _gpu_answers import expect_close
 from _gpu_inputs import BF16, normal
-from _gpu_timing import Candidate, attempt, measure, program
-from _hlo_gemms import gemms
-from flax.training.train_state import TrainState
-
-import jaxfp8
+from _gpu_timing import attempt, measure, program
 
 
 def _layer(options, make, names, m, k, n, sets):
@@ -153,83 +146,6 @@ def torch_linear(options):
             candidates, errors, name, functools.partial(_gpu_torch.linear, n, n, n, fp8)
         )
     return rows | measure(candidates, options.turns), errors
-
-
-def transformer_layer(options):
-    """Time a training step of a layer of Llama 8B with Adam, on two sequences
-    of 4096.
-    """
-    length, width = options.size(4096), options.size(4096)
-    heads, key_heads, hidden = (
-        options.size(32, 4),
-        options.size(8, 2),
-        options.size(14336, 128),
-    )
-    x, target = normal(0, (2, length, width)), normal(1, (2, length, width))
-    candidates, errors, losses = {}, {}, {}
-
-    def loss_fn(variables, apply_fn, x, target):
-        return jnp.mean((apply_fn(variables, x) - target).astype(jnp.float32) ** 2)
-
-    def train_step(state, x, target):
-        loss, grads = jax.value_and_grad(loss_fn)(
-            state.params, state.apply_fn, x, target
-        )
-        return state.apply_gradients(grads=grads), loss
-
-    def build(name, suffix, compiler, attention):
-        model = models.TransformerLayer(name, heads, key_heads, hidden, attention)
-        variables = jax.jit(model.init)(jax.random.key(2), x)
-        cls = (
-            jaxfp8.linen.TrainState
-            if name in (models.OWN, models.DROP_IN)
-            else TrainState
-        )
-        state = cls.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-4))
-        step = (
-            jax.jit(train_step, donate_argnums=0)
-            .lower(state, x, target)
-            .compile(compiler_options=compiler)
-        )
-        facts = {
-            "gemms": gemms(step.as_text()),
-            "memory_mib": memory_mib(step),
-            "attention": attention or "xla",
-        }
-        holder = [state]
-
-        def call():
-            holder[0], loss = step(holder[0], x, target)
-            return loss
-
-        losses[name + suffix] = float(call())
-        return Candidate(call, 1, facts)
-
-    on_gpu = jax.default_backend() == "gpu"
-    for name in LAYERS:
-        for suffix, compiler in options.compilers(name).items():
-            for attention in ("cudnn", "xla") if on_gpu else (None,):
-                errors.pop(name + suffix, None)
-                made = functools.partial(build, name, suffix, compiler, attention)
-                attempt(candidates, errors, name + suffix, made)
-                if name + suffix in candidates:
-                    break
-
-    def check(name):
-        # Both the target and the residual stream have variance 1 or more; the first
-        # losses differ by rounding.
-        if not abs(losses[name] - losses[models.BF16]) < 0.1 * losses[models.BF16]:
-            raise AssertionError(
-                f"{name}: loss {losses[name]}, bf16 {losses[models.BF16]}"
-            )
-
-    _drop_wrong(candidates, errors, check)
-    rows = measure(candidates, options.turns)
-    stats = jax.devices()[0].memory_stats() or {}
-    # the peak is that of all candidates together; `memory_mib` is that of one candidate
-    for row in rows.values():
-        row["peak_of_the_process_mib"] = stats.get("peak_bytes_in_use", 0) / 2**20
-    return rows, errors
 
 
 def memory_mib(compiled) -> float:

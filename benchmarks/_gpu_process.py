@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 
 PART_SECONDS = 30  # a part that takes longer hangs
 INTERRUPTED = "interrupted"
@@ -50,9 +51,11 @@ def run_case(
             faulthandler.dump_traceback_later(PART_SECONDS, exit=True)
         lost = False
         try:
-            rows, errors = case.run(options, *([part] if parts else []))
-            result["rows"] |= rows
-            result["errors"] |= errors
+            answer = case.run(options, *([part] if parts else []))
+            for rows, errors in answer if isinstance(answer, Iterator) else [answer]:
+                result["rows"] |= rows
+                result["errors"] |= errors
+                save()
         except Exception as error:  # the others go on
             traceback.print_exc()
             result["errors"][part] = f"{type(error).__name__}: {error}"[:1500]

@@ -115,6 +115,9 @@ def facts(row: dict) -> str:
         ("of_copy", "% of a copy"),
         ("memory_mib", "MiB"),
         ("us_a_launch", "us a launch"),
+        ("tokens_a_second", "tokens/s"),
+        ("host_ms", "ms on the host"),
+        ("loss", "nat"),
     )
     rates = [f"{row[key]:.4g} {unit}" for key, unit in units if key in row]
     if "kernel" in row and not row["custom_calls"]:
@@ -215,6 +218,9 @@ def main():
             )
     shown = [line for line in lines if line.case in cases]
     print(f"\nwritten to {args.json}\n\n{table(shown, described['dry_run'])}")
+    blank = [name for name in chosen if not cases[name]["rows"]]
+    if blank:
+        sys.exit(f"gpu.py: no row of {', '.join(blank)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The kernels of layers on a GPU, one by one, by JAX's profiler: how often, how long,
 and in which order.
 
-    python benchmarks/gpu_trace.py [--calls N]
+    python benchmarks/gpu_trace.py [--calls N] [--only PROGRAM ...]
 
 Prints for each program the launches of a call, the time from the first to the last, the
 time that the device worked, and the kernels by their share of it. An earlier form of
@@ -16,7 +16,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import _gpu_models as models
+import _gpu_training
 import jax
+import numpy as np
 from _gpu_inputs import normal
 from kernels import KERNELS, _chain
 
@@ -90,6 +92,41 @@ def layer(name: str, calls: int, model, m: int, k: int, n: int) -> None:
     show(name, calls, models.forward_and_backward(model), variables, x, grad)
 
 
+def llama(name: str, calls: int) -> None:
+    """Trace the gradients of the benchmark's model as a scan."""
+    model = _gpu_training.llama(name, in_a_scan=True)
+    batch = np.zeros((2, 4097), np.int32)
+    variables = jax.jit(model.init)(jax.random.key(0), batch[:, :-1])
+
+    def gradients(variables, batch):
+        loss = _gpu_training.loss_fn
+        return jax.value_and_grad(loss)(variables, model.apply, batch)
+
+    show(f"llama {name}", calls, gradients, variables, batch)
+
+
+def kernel(part: str, calls: int) -> None:
+    make, shapes = KERNELS[part]
+    work = make(*shapes[0])
+    show(part, calls, functools.partial(_chain, work, 20), *work.arguments(0))
+
+
+def programs(calls: int) -> dict:
+    """Return the functions that trace, by name."""
+    traces = {}
+    for name in LAYERS:
+        for title, m, n in (("small dense", 2048, 1024), ("dense", 8192, 8192)):
+            title, model = f"{title} {name}", models.dense(name, n)
+            traces[title] = functools.partial(layer, title, calls, model, m, n, n)
+        traces[f"llama {name}"] = functools.partial(llama, name, calls)
+    mlp = models.gated_mlp(models.OWN, 14336)
+    title = "gated own"
+    traces[title] = functools.partial(layer, title, calls, mlp, 8192, 4096, 4096)
+    for part in ("delayed_scales", "read_histories, write_histories", "amax_to_scale"):
+        traces[part] = functools.partial(kernel, part, calls)
+    return traces
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,15 +134,13 @@ def main():
     parser.add_argument(
         "--calls", type=int, default=3, help="calls that are traced (default: 3)"
     )
-    calls = parser.parse_args().calls
-    for name in LAYERS:
-        layer(f"small dense {name}", calls, models.dense(name, 1024), 2048, 1024, 1024)
-        layer(f"dense {name}", calls, models.dense(name, 8192), 8192, 8192, 8192)
-    layer("gated own", calls, models.gated_mlp(models.OWN, 14336), 8192, 4096, 4096)
-    for part in ("delayed_scales", "read_histories, write_histories", "amax_to_scale"):
-        make, shapes = KERNELS[part]
-        work = make(*shapes[0])
-        show(part, calls, functools.partial(_chain, work, 20), *work.arguments(0))
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="how names of programs begin"
+    )
+    args = parser.parse_args()
+    for name, trace in programs(args.calls).items():
+        if name.startswith(tuple(args.only)):
+            trace()
 
 
 if __name__ == "__main__":

@@ -38,21 +38,20 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> list[pathlib.
         NoResult: the folder has no JSON of a GPU, or that of a dry run, or of no
             commit.
     """
-    records = {
-        name: json.loads(path.read_text())
+    # A call may write several records of a kind: gpu_model.json, gpu_scan.json.
+    records = [
+        (name, json.loads(path.read_text()))
         for name in NAMES
-        if (path := folder / f"{name}.json").exists()
-    }
-    measured = [
-        record["environment"] for record in records.values() if "cases" in record
+        for path in sorted(folder.glob(f"{name}*.json"))
     ]
+    measured = [record["environment"] for _, record in records if "cases" in record]
     if not measured:
         raise NoResult(f"{folder}: no kernels.json or gpu.json")
     for environment in measured:
         if environment["dry_run"] or not environment["commit"]:
             raise NoResult(f"{folder}: a dry run, or without a commit: {environment}")
     written = []
-    for name, record in records.items():
+    for name, record in records:
         path = results / f"{_slug(measured[0]['device'])}_{name}.json"
         if "cases" not in record:
             # the self-test, which describes the machine its own way

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What a GPU is needed for, in three calls of ten minutes, each by itself on a bare machine without a network:
+# What a GPU is needed for, in calls of ten minutes, each by itself on a bare machine without a network:
 #
 #   OUT=gpu-session/test tools/gpu_session.sh test [SECONDS]            build, self-test, benchmark of kernels, GPU tests
 #   OUT=gpu-session/bench tools/gpu_session.sh bench [SECONDS]          the other benchmarks
 #   OUT=gpu-session/sanitize tools/gpu_session.sh sanitize [SECONDS]    compute-sanitizer
+#   OUT=gpu-session/minutes tools/gpu_session.sh minutes [SECONDS]      what comes first where there are fifteen minutes in all
 #
 # SECONDS, 570 by default, is for the whole call. Steps run in order of importance, each under a limit of its own and
 # what is left of the budget; one that fails stops nothing but what needs its build. A step at its limit is interrupted,
@@ -25,7 +26,7 @@ cd "$(dirname "$0")/.." || exit 1
 die() { printf 'gpu_session: %s\n' "$*" >&2; exit 2; }
 
 call=${1:-} budget=${2:-570}
-[[ $call =~ ^(test|bench|sanitize)$ ]] || die "expected test, bench or sanitize, got '$call'"
+[[ $call =~ ^(test|bench|sanitize|minutes)$ ]] || die "expected test, bench, sanitize or minutes, got '$call'"
 python=$(command -v "${PYTHON:-python3}") || die "${PYTHON:-python3} not found"
 
 built() { sed -n "$1p" wheelhouse/built 2>/dev/null; }
@@ -127,13 +128,27 @@ case $call in
     ;;
   bench)
     step benchmarks "$budget" "$python" benchmarks/gpu.py --budget "$((budget - SECONDS - 105))" --json "$out/gpu.json" --only \
-      ceilings gemm dense small_dense quantize launches gated_mlp transformer_layer torch_linear adamw
+      ceilings gemm dense small_dense launches gated_mlp model torch_linear adamw
     step trainers 60 env JAX_PLATFORMS=cuda "$python" benchmarks/trainers.py --turns 50 --json "$out/trainers.json"
     ;;
   sanitize)
     for tool in memcheck racecheck initcheck synccheck; do
       step "$tool" 140 env -C tests "$python" cuda/sanitize.py "$tool"
     done
+    ;;
+  minutes)
+    # Each step has its own record. What does not fit is named in steps.txt: STEPS="install losses" is a second call.
+    gpu=("$python" benchmarks/gpu.py)
+    step selftest 60 env -C tests "$python" -m jaxfp8.selftest --json "$out/selftest.json"
+    step gpu-tests 45 "${pytest[@]}" -n 8 -m gpu -k "adam or histories or ragged or graph"
+    step kernels 45 "${gpu[@]}" --json "$out/kernels.json" --only kernels --parts adam_update read_histories encode_moment
+    step model 160 "${gpu[@]}" --json "$out/gpu_model.json" --only model
+    step scan 160 "${gpu[@]}" --json "$out/gpu_scan.json" --only scan
+    step small 70 "${gpu[@]}" --json "$out/gpu_small.json" --peers-once --turns 5 --only small_dense
+    step gemm 50 bash -c 'nvidia-smi --query-gpu=timestamp,power.draw,clocks.sm --format=csv -lms 200 >"$work/logs/watts.csv" &
+      "$@"; code=$?; kill $! 2>/dev/null; exit "$code"' - "${gpu[@]}" --json "$out/gpu_gemm.json" --only gemm
+    step trace 60 "$python" benchmarks/gpu_trace.py --only llama
+    step losses 130 "${gpu[@]}" --json "$out/gpu_losses.json" --only losses
     ;;
 esac
 
@@ -143,6 +158,7 @@ report() {
     name=$(basename "$log" .log)
     case $name in
       kernels | benchmarks) printf '\n--- %s\n' "$name" && tail -c 6500 "$log" ;;
+      model | scan | small | gemm | losses) printf '\n--- %s\n' "$name" && tail -c 2000 "$log" ;;
       gpu-tests*)
         printf '\n--- %s\n' "$name"
         # Of a test that hangs pytest's workers print the stack, and nothing else says which one it was.

@@ -1,5 +1,5 @@
-"""The GPU benchmark's cases at small sizes on a CPU, its JSON and its picture; the CPU
-goals' program likewise.
+"""The GPU benchmark's cases at small sizes on a CPU, and its JSON; the CPU goals'
+program likewise.
 """
 
 import json
@@ -25,7 +25,9 @@ def run(program, *options, code=0):
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    output = run("gpu.py", "--tiny", "--platform", "cpu", "--json", path)
+    output = run(
+        "gpu.py", "--tiny", "--platform", "cpu", "--budget", 840, "--json", path
+    )
     return output, json.loads(path.read_text()), path
 
 
@@ -44,7 +46,14 @@ def test_every_case_runs(dry_run):
     )
     assert "quantize_norm rms, 128x256" in output and "% of a copy" in output
     assert len(record["cases"]["adamw"]["rows"]) == 2
-    layers = ("dense", "small_dense", "gated_mlp", "transformer_layer")
+    for name in ("model", "losses", "scan"):
+        rows = record["cases"][name]["rows"]
+        assert {"jaxfp8 own", "jaxfp8 quantize", "flax", "bf16"} <= set(rows)
+        for row in rows.values():
+            assert row["tokens_a_second"] > 0 and row["host_ms"] > 0
+            assert row["memory_mib"] > 1 and len(row["losses"]) == row["steps"] + 2
+    assert "flax, no zeros" in record["cases"]["scan"]["rows"]
+    layers = ("dense", "small_dense", "gated_mlp")
     for name in layers:
         rows = record["cases"][name]["rows"]
         assert {"jaxfp8 own", "jaxfp8 drop-in", "flax", "bf16"} <= set(rows)
@@ -110,8 +119,71 @@ def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("case", ["small_dense", "transformer_layer"])
-def test_peers_compiled_in_two_ways(options, monkeypatch, case):
+@pytest.mark.parametrize(
+    "losses, factor, why",
+    [
+        ([5.0, 5.0, 4.0], 1.0, None),
+        ([5.0, 5.2, 4.0], 1.0, "losses"),
+        ([5.0, float("nan"), 4.0], 1.0, "losses"),
+        ([5.0, 5.0, 4.0], 0.0, "moment"),
+        ([5.0, 5.0, 4.0], float("nan"), "moment"),
+    ],
+)
+def test_a_model_that_trains_otherwise_is_wrong(options, losses, factor, why):
+    import _gpu_training
+
+    def arm(losses, moment):
+        return _gpu_training.Arm(None, None, {}, losses=losses, moment=moment)
+
+    moment = jnp.arange(6.0).reshape(2, 3)
+    reference = arm([5.0, 5.0, 4.0], moment)
+    arguments = "flax", arm(losses, factor * moment), reference, 0.75
+    if why is None:
+        _gpu_training.check(*arguments)
+    else:
+        with pytest.raises(AssertionError, match=f"flax: {why}"):
+            _gpu_training.check(*arguments)
+
+
+def test_an_arm_that_fails_leaves_the_rows_of_the_others(options, monkeypatch):
+    """Rows are there after each turn; an arm that fails has an error."""
+    import _gpu_training
+
+    class Arm(_gpu_training.Arm):
+        def turn(self, batches):
+            if self.facts["fails"]:
+                raise RuntimeError("out of memory")
+            self.seconds.append(0.5)
+            self.host.append(0.1)
+            self.losses, self.moment = [5.0], jnp.ones(3)
+
+    made = iter([False, True, False, False])
+    monkeypatch.setattr(
+        _gpu_training,
+        "compile_arm",
+        lambda make, batch, compiler: Arm(make, None, {"fails": next(made)}),
+    )
+    turns = _gpu_training.model(options)
+    counts = [(len(rows), len(errors)) for rows, errors in turns]
+    assert counts == [(1, 0), (1, 1), (2, 1), (3, 1)]
+
+
+def test_a_case_that_is_cut_off_keeps_what_it_yielded(options, tmp_path):
+    from _gpu_cases import Case
+    from _gpu_process import run_case
+
+    path = tmp_path / "case.json"
+
+    def run(options):
+        yield {"bf16": {"us": 1}}, {}
+        assert json.loads(path.read_text())["rows"] == {"bf16": {"us": 1}}
+        raise RuntimeError("lost")
+
+    result = run_case("model", Case(run), options, [], path)
+    assert result["rows"] == {"bf16": {"us": 1}} and "lost" in result["errors"]["model"]
+
+
+def test_peers_compiled_in_two_ways(options, monkeypatch):
     """On a GPU peers have a second name, for XLA without Triton."""
     import _gpu_layers
     from _gpu_inputs import Options
@@ -122,7 +194,7 @@ def test_peers_compiled_in_two_ways(options, monkeypatch, case):
         "compilers",
         lambda self, name: {"": None} if name.startswith("jaxfp8") else again,
     )
-    rows, errors = getattr(_gpu_layers, case)(options)
+    rows, errors = _gpu_layers.small_dense(options)
     peers = {name + suffix for name in ("flax", "bf16") for suffix in again}
     assert not errors and set(rows) == peers | {"jaxfp8 own", "jaxfp8 drop-in"}
 

@@ -31,12 +31,31 @@ STEPS = {
         "initcheck",
         "synccheck",
     ],
+    "minutes": [
+        "machine",
+        "install",
+        "selftest",
+        "gpu-tests",
+        "kernels",
+        "model",
+        "scan",
+        "small",
+        "gemm",
+        "trace",
+        "losses",
+    ],
 }
+RECORDS = ("model", "scan", "small", "gemm", "losses")  # of gpu.py, one each
 # What a call leaves, beside steps.txt and logs.tar.gz.
 JSON = {
     "test": {"selftest.json", "kernels.json"},
     "bench": {"gpu.json", "trainers.json"},
     "sanitize": set(),
+    "minutes": {
+        "selftest.json",
+        "kernels.json",
+        *(f"gpu_{name}.json" for name in RECORDS),
+    },
 }
 # Says what it was asked, as a pip that installs jaxfp8 and as programs that write JSON
 # and a table. `$json` is the argument of --json, `$target` that of --target.
@@ -148,7 +167,8 @@ def session(root, call="test", cases="", budget=100, **environment):
 def test_a_whole_call(checkout, call):
     done, steps, logs = session(checkout, call)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(steps) == [call, *STEPS[call]] and set(logs) == set(STEPS[call])
+    assert list(steps) == [call, *STEPS[call]]
+    assert set(logs) - {"watts"} == set(STEPS[call])
     assert all(" exit 0 " in steps[name] for name in STEPS[call]), steps
     assert steps[call] == f"{call} of abc1234"
     out = checkout.parent / f"out-{call}"
@@ -182,6 +202,11 @@ def test_a_whole_call(checkout, call):
         assert "--only ceilings kernels --budget 90" in logs["kernels"]
     if call == "bench":
         assert "--only ceilings gemm dense" in logs["benchmarks"]
+    if call == "minutes":
+        assert "NVIDIA H200" in logs["watts"]
+        for name in RECORDS:
+            only = {"small": "small_dense"}.get(name, name)
+            assert f"gpu_{name}.json" in logs[name] and f"--only {only} " in logs[name]
     # Where the sources do not hide the installed package; and they all know the commit.
     in_tests = [
         name
@@ -206,6 +231,22 @@ def test_a_failure_stops_nothing_else(checkout):
         "gpu-tests",
     ]
     assert "3 failed" in done.stdout and "--- selftest" in done.stdout
+
+
+def test_what_is_cut_off_takes_nothing_else(checkout):
+    """A step that hangs is interrupted; what came before is there, what comes after is
+    named.
+    """
+    hangs = "*'--only scan'*) sleep 60;;"
+    done, steps, _ = session(checkout, "minutes", hangs, budget=15)
+    assert done.returncode == 1
+    ends = {name: steps[name].split() for name in STEPS["minutes"]}
+    assert ends["model"][1:3] == ["exit", "0"] and ends["scan"][2] in ("124", "137")
+    for name in ("small", "gemm", "trace", "losses"):
+        assert "not started: the budget of 15 s is spent" in steps[name]
+    out = checkout.parent / "out-minutes"
+    assert (out / "gpu_model.json").exists() and (out / "kernels.json").exists()
+    assert not (out / "gpu_losses.json").exists()
 
 
 def test_wheels_of_other_modules_are_left(checkout):
