@@ -67,6 +67,7 @@ CI = {
         "programs/test_nestings.py",
     ),
     *("programs/test_readings.py", "train/test_cross_entropy.py", "train/test_x64.py"),
+    "train/test_change_of_recipe.py",
     *(
         "recipes/test_custom.py",
         "recipes/test_custom_state.py",

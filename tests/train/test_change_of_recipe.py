@@ -1,0 +1,253 @@
+"""The recipe changes in a run: parameters, the optimizer's state and the FP8 state of
+quantizers that stay go on, and the next step is that of a model that is built anew.
+"""
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equality import assert_same_bits
+from flax import nnx, traverse_util
+
+import jaxfp8
+import jaxfp8.nnx
+from jaxfp8.nnx import OverwriteWithGradient
+
+pytestmark = pytest.mark.usefixtures("as_users_have_jax")
+
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+DELAYED = jaxfp8.DelayedScaling(amax_history_len=4)
+RECIPES = {
+    "fprop in bfloat16": jaxfp8.ByProduct(fprop=None, dgrad=DELAYED, wgrad=DELAYED),
+    "e4m3": jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=jaxfp8.Format.E4M3),
+    "current": jaxfp8.Float8CurrentScaling(),
+    "bfloat16": None,
+}
+X = np.random.default_rng(0).standard_normal((8, 16, 32)).astype(np.float32)
+TX = optax.adamw(1e-2)
+
+
+def linen_model(recipe):
+    cls = recipe and jaxfp8.make_dot_general_cls(recipe)
+    up, down = (nn.Dense(n, dtype=jnp.bfloat16, dot_general_cls=cls) for n in (48, 32))
+    return nn.Sequential([up, nn.relu, down])
+
+
+def changed_linen(train, recipe):
+    """The five lines of docs/recipes.md."""
+    model = linen_model(recipe)
+    fresh = model.init(jax.random.key(1), X[0]).get(OWG, {})
+    state = traverse_util.flatten_dict(fresh)
+    state |= traverse_util.flatten_dict(train.params[OWG])
+    variables = train.params | {OWG: traverse_util.unflatten_dict(state)}
+    created = train.create(apply_fn=model.apply, params=variables, tx=train.tx)
+    return created.replace(step=train.step, opt_state=train.opt_state)
+
+
+@jax.jit
+def linen_step(train, x):
+    grads = jax.grad(lambda v: jnp.mean(train.apply_fn(v, x) ** 2))(train.params)
+    return train.apply_gradients(grads=grads)
+
+
+def linen_train():
+    model = linen_model(DELAYED)
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), X[0]), tx=TX
+    )
+    for x in X[:3]:
+        train = linen_step(train, x)
+    return train
+
+
+def arrays(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def built_anew(train, recipe, state):
+    """A TrainState of a new model, with the same arrays; `state` is the FP8 state that
+    it has.
+    """
+    variables = {"params": arrays(train.params["params"])}
+    if state:
+        variables[OWG] = traverse_util.unflatten_dict(arrays(state))
+    anew = jaxfp8.linen.TrainState.create(
+        apply_fn=linen_model(recipe).apply, params=variables, tx=optax.adamw(1e-2)
+    )
+    return anew.replace(step=train.step, opt_state=arrays(train.opt_state))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_linen(name):
+    recipe, train = RECIPES[name], linen_train()
+    changed = changed_linen(train, recipe)
+    for field in ("step", "opt_state"):
+        assert_same_bits(getattr(changed, field), getattr(train, field), field)
+    # 1. What the new model has by itself: state of quantizers that stay, or empty.
+    fresh = linen_model(recipe).init(jax.random.key(1), X[0]).get(OWG, {})
+    fresh = traverse_util.flatten_dict(fresh)
+    old = traverse_util.flatten_dict(train.params[OWG])
+    expected = {path: old.get(path, leaf) for path, leaf in fresh.items()}
+    assert (len(expected.keys() & old.keys()), len(expected)) == {
+        "fprop in bfloat16": (4, 12),
+        "e4m3": (12, 12),
+        "current": (0, 0),
+        "bfloat16": (0, 0),
+    }[name]
+    # 2. The next step is that of a model that is built anew with these arrays.
+    after = linen_step(changed, X[3])
+    anew = linen_step(built_anew(train, recipe, expected), X[3])
+    for field in ("step", "opt_state"):
+        assert_same_bits(getattr(after, field), getattr(anew, field), field)
+    assert_same_bits(after.params["params"], anew.params["params"], "parameters")
+    got = traverse_util.flatten_dict(after.params[OWG])
+    new = traverse_util.flatten_dict(anew.params.get(OWG, {}))
+    # State of quantizers that do not run stays, for the way back.
+    assert_same_bits(got, old | new, "state")
+    # 3. And back.
+    back = linen_step(changed_linen(after, DELAYED), X[4])
+    kept = {path: got[path] for path in old}
+    anew = linen_step(built_anew(after, DELAYED, kept), X[4])
+    assert_same_bits(back.opt_state, anew.opt_state, "opt_state")
+    assert_same_bits(back.params["params"], anew.params["params"], "parameters")
+
+
+def test_linen_from_a_checkpoint():
+    """Restored into the TrainState of the old recipe, the same lines change it."""
+    train = linen_train()
+    saved = flax.serialization.to_bytes(train)
+    restored = flax.serialization.from_bytes(linen_train(), saved)
+    recipe = RECIPES["fprop in bfloat16"]
+    after, expected = (
+        linen_step(changed_linen(t, recipe), X[3]) for t in (restored, train)
+    )
+    assert_same_bits(
+        (after.params, after.opt_state), (expected.params, expected.opt_state), "step"
+    )
+
+
+def test_a_region_in_bfloat16():
+    """One line, in Linen: a bfloat16 model's steps, and FP8 state that waits."""
+    train = linen_train()
+    after, plain = train, built_anew(train, None, {})
+    for x in X[3:5]:
+        with jaxfp8.autocast(enabled=False):
+            after = linen_step(after, x)
+        plain = linen_step(plain, x)
+    assert_same_bits(after.opt_state, plain.opt_state, "opt_state")
+    assert_same_bits(after.params["params"], plain.params["params"], "parameters")
+    assert_same_bits(after.params[OWG], train.params[OWG], "state")
+    state = traverse_util.flatten_dict(train.params[OWG])
+    back = linen_step(after, X[5])
+    anew = linen_step(built_anew(after, DELAYED, state), X[5])
+    assert_same_bits(
+        (back.params, back.opt_state), (anew.params, anew.opt_state), "back"
+    )
+
+
+def nnx_model(recipe):
+    rngs = nnx.Rngs(0)
+    up, down = (
+        nnx.Linear(k, n, dtype=jnp.bfloat16, rngs=rngs) for k, n in ((32, 48), (48, 32))
+    )
+    model = nnx.Sequential(up, nnx.relu, down)
+    return jaxfp8.quantize(model, [(".*", recipe or jaxfp8.HighPrecision())])
+
+
+@nnx.jit
+def nnx_step(model, optimizer, x):
+    grads = jaxfp8.nnx.grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+    optimizer.update(model, grads)
+
+
+def nnx_train():
+    model = nnx_model(DELAYED)
+    optimizer = jaxfp8.nnx.Optimizer(model, TX, wrt=nnx.Param)
+    for x in X[:3]:
+        nnx_step(model, optimizer, x)
+    return model, optimizer
+
+
+def change_nnx(model, recipe):
+    """The three lines of docs/recipes.md."""
+    state = nnx.state(model, OverwriteWithGradient)
+    jaxfp8.quantize(model, [(".*", recipe or jaxfp8.HighPrecision())])
+    nnx.update(model, state)
+
+
+def state_of(model):
+    state = nnx.to_pure_dict(nnx.state(model, OverwriteWithGradient))
+    return arrays(traverse_util.flatten_dict(state))
+
+
+def nnx_anew(model, optimizer, recipe, state):
+    """A new model and optimizer with the same arrays, and the FP8 state `state`."""
+    anew = nnx_model(recipe)
+    fresh = jaxfp8.nnx.Optimizer(anew, optax.adamw(1e-2), wrt=nnx.Param)
+    params = arrays(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    nnx.update(anew, params)
+    if state:
+        nnx.update(anew, traverse_util.unflatten_dict(state))
+    nnx.update(fresh, arrays(nnx.to_pure_dict(nnx.state(optimizer))))
+    assert state_of(anew).keys() == state.keys()
+    return anew, fresh
+
+
+def params_and_moments(model, optimizer):
+    trees = nnx.state(model, nnx.Param), nnx.state(optimizer)
+    return arrays(tuple(map(nnx.to_pure_dict, trees)))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nnx(name):
+    recipe, (model, optimizer) = RECIPES[name], nnx_train()
+    old, before = state_of(model), params_and_moments(model, optimizer)
+    change_nnx(model, recipe)
+    assert_same_bits(params_and_moments(model, optimizer), before, "kept")
+    fresh = state_of(nnx_model(recipe))
+    expected = {path: old.get(path, leaf) for path, leaf in fresh.items()}
+    anew = nnx_anew(model, optimizer, recipe, expected)
+    for pair in ((model, optimizer), anew):
+        nnx_step(*pair, X[3])
+    assert_same_bits(
+        params_and_moments(model, optimizer), params_and_moments(*anew), "step"
+    )
+    got = state_of(model)
+    assert_same_bits(got, old | state_of(anew[0]), "state")
+    # and back
+    change_nnx(model, DELAYED)
+    anew = nnx_anew(model, optimizer, DELAYED, {path: got[path] for path in old})
+    for pair in ((model, optimizer), anew):
+        nnx_step(*pair, X[4])
+    assert_same_bits(
+        params_and_moments(model, optimizer), params_and_moments(*anew), "back"
+    )
+
+
+def test_an_nnx_region_in_bfloat16():
+    model, optimizer = nnx_train()
+    old = state_of(model)
+    plain = nnx_anew(model, optimizer, None, {})
+    with jaxfp8.autocast(enabled=False):
+        nnx_step(model, optimizer, X[3])
+    nnx_step(*plain, X[3])
+    assert_same_bits(
+        params_and_moments(model, optimizer), params_and_moments(*plain), "step"
+    )
+    assert_same_bits(state_of(model), old, "state")
+
+
+def test_without_the_old_state_the_step_is_another():
+    """The control: a change that drops the state of quantizers that stay shows."""
+    train = linen_train()
+    recipe = RECIPES["fprop in bfloat16"]
+    empty = linen_model(recipe).init(jax.random.key(1), X[0])[OWG]
+    kept = linen_step(changed_linen(train, recipe), X[3])
+    dropped = linen_step(
+        built_anew(train, recipe, traverse_util.flatten_dict(empty)), X[3]
+    )
+    with pytest.raises(AssertionError):
+        assert_same_bits(kept.opt_state, dropped.opt_state, "opt_state")
