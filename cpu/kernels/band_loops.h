@@ -92,8 +92,8 @@ void BandAmaxes(const BlockBand& band, uint32_t* amaxes) {
   });
 }
 
-// The factor and the scale_inv of each block of a band, as BlockScale has them; whether a scale is NaN. One loop for each
-// kind of scale, so that it is vectorised. A function of its own, which the dtypes of x share.
+// The factor and the scale_inv of each block of a band, as BlockScale has them; returns whether a scale is NaN. One loop
+// for each kind of scale, so that it is vectorised. A function of its own, which the dtypes of x share.
 template <class Format>
 bool BandScales(BlockScaling scaling, const uint32_t* amaxes, int64_t count, float* factors, uint32_t* scale_invs) {
   int any_nan = 0;

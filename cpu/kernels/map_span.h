@@ -29,8 +29,8 @@ bool CanStream(const T* pointer, Store store) {
 }
 
 // Applies block(in, out) to [0, size); ragged ends go through a block of zeros. Blocks have two forms: kCached writes
-// anywhere, kStreamed needs `out` on a cache line. Whoever streams fences, before others may read. Where `Blocks` has no
-// streaming stores, the second form would be the first again: it is left out.
+// anywhere, kStreamed needs `out` on a cache line. Whoever streams fences, before others may read. Where `Blocks`
+// has no streaming stores, the second form would be the first again: it is left out.
 template <class Blocks, class Block, class In, class Out>
 void MapSpan(Block& block, const In* in, Out* out, int64_t size, Store store) {
   const auto ragged = [&](int64_t begin, int64_t count) {
