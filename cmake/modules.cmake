@@ -29,7 +29,11 @@ function(jaxfp8_add_module name source)
   if(JAXFP8_SANITIZE)
     list(APPEND options NOSTRIP)
   endif()
+  # Nanobind as one file: its headers, most of the work, are read once.
+  set(CMAKE_UNITY_BUILD ON)
+  set(CMAKE_UNITY_BUILD_BATCH_SIZE 0)
   nanobind_add_module(${name} ${options} ${source})
+  set_target_properties(${name} PROPERTIES UNITY_BUILD OFF)
   target_compile_options(${name} PRIVATE -Wall -Wextra)
   target_link_libraries(${name} PRIVATE jaxfp8_headers ${ARGN})
   # Hidden visibility does not reach the standard library's templates; an export list does.

@@ -138,12 +138,29 @@ def make_optimizer(steps):
     )
 
 
+def init_all(model, seed):
+    return model.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
+
+
 @functools.partial(jax.jit, static_argnums=0)
+def init_parameters(model, seed):
+    return init_all(model, seed)["params"]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init_state(model, seed):
+    variables = init_all(model, seed)
+    return {name: variables[name] for name in variables if name != "params"}
+
+
 def init(model, seed):
     """Make the parameters, the same in every arm, and in FP8 arms the collection of
     scales and amax histories.
+
+    All arms take the parameters of the one in bf16, so that they are compiled once.
     """
-    return model.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
+    bf16 = model.clone(dot_general_cls=None)
+    return {"params": init_parameters(bf16, seed), **init_state(model, seed)}
 
 
 def create_state(model, seed, optimizer):
@@ -182,7 +199,8 @@ def train(models, optimizer, seed, batches, validation, steps, bar):
                 run.record_scales(
                     i, states[name].params.get(jaxfp8.OVERWRITE_WITH_GRADIENT, {})
                 )
-        if i % max(1, steps // 10) == 0 or i == steps:
+        # Validation takes as long as seven steps.
+        if i % max(30, steps // 10) == 0 or i == steps:
             for name, run in runs.items():
                 run.validation.append((i, float(mean_loss(states[name], validation))))
     return runs

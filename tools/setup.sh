@@ -38,7 +38,9 @@ sources=$(find CMakeLists.txt cmake common cpu cuda -name build -prune -o -type 
 dependencies="$(digest pyproject.toml) $extra"
 build="$(digest pyproject.toml $sources) $(command -v "${CXX:-c++}" || command -v g++ || true)"
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+# Without --no-compile pip would translate every file of every package, most of which nobody imports: half of its time.
+# Python translates a file when it is imported first.
+pip_install() { "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile "$@"; }
 
 # The requirements of an extra, one a line; with `only`, without those of the package and its build.
 requirements() {
@@ -61,11 +63,11 @@ PY
 
 stamp="$venv/.jaxfp8-$extra"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$dependencies" ]; then
-  step "installing Python packages for '$extra'" pip install -U pip \
+  step "installing Python packages for '$extra'" pip_install -U pip \
     || die "pip cannot reach a package index"
   # The build runs in this environment: its jaxlib has the FFI headers.
   requirements "$extra" >"$venv/requirements.txt"
-  step "  downloading (a few hundred MB the first time)" pip install -r "$venv/requirements.txt" \
+  step "  downloading (a few hundred MB the first time)" pip_install -r "$venv/requirements.txt" \
     || die "these packages could not be installed: $(tr '\n' ' ' <"$venv/requirements.txt")"
   printf '%s' "$dependencies" >"$stamp"
 fi
@@ -76,13 +78,13 @@ if [ "$want_cuda" = cuda ]; then
   if [ ! -e "$toolkit" ]; then
     requirements toolkit only >"$venv/requirements.txt"
     step "installing the CUDA 13.0 toolkit from wheels (500 MB the first time)" \
-      pip install -r "$venv/requirements.txt" \
+      pip_install -r "$venv/requirements.txt" \
       || die "no CUDA toolkit: its wheels could not be installed here"
     # XLA's compiler for TPUs, likewise: JAX would look for a TPU. A JAX reads the programs of the version that it names.
     libtpu=$("$venv/bin/python" -c 'import importlib.metadata
 print(next(r.split(";")[0] for r in importlib.metadata.requires("jax") if r.startswith("libtpu")))')
     step "installing $libtpu, to compile for TPUs without one" \
-      pip install --no-deps --target "$venv/tpu" "$libtpu" \
+      pip_install --no-deps --target "$venv/tpu" "$libtpu" \
       || say "warning: no libtpu; programs of tests/tpu will be skipped"
     touch "$toolkit"
   fi
@@ -91,7 +93,7 @@ print(next(r.split(";")[0] for r in importlib.metadata.requires("jax") if r.star
   version=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
   for cuda in cuda13 cuda12; do
     [ -d "$venv/aot-$cuda" ] || step "installing JAX's plugin $version for $cuda, to compile for GPUs without one" \
-      pip install --no-deps --target "$venv/aot-$cuda" "jax-$cuda-plugin==$version" "jax-$cuda-pjrt==$version" \
+      pip_install --no-deps --target "$venv/aot-$cuda" "jax-$cuda-plugin==$version" "jax-$cuda-pjrt==$version" \
       || say "warning: no plugin for $cuda and JAX $version; tests of it in tests/aot will be skipped"
   done
   define=ON
@@ -108,7 +110,7 @@ if [ "$built" != "$build ON all" ] && [ "$built" != "$wanted" ]; then
   started=$SECONDS
   options=(-C cmake.define.JAXFP8_CUDA="$define" -C cmake.define.JAXFP8_CUDA_ARCHITECTURES="$architectures")
   PATH="$(cd "$venv/bin" && pwd):$PATH" step "building the compiled modules (CUDA: $define, GPUs: $architectures)" \
-    pip install --no-build-isolation --no-deps -e . "${options[@]}" -C build-dir="build/$(basename "$venv")" \
+    pip_install --no-build-isolation --no-deps -e . "${options[@]}" -C build-dir="build/$(basename "$venv")" \
     || die "the compiled modules could not be built"
   say "built in $((SECONDS - started)) s"
   # What was not built, and why.

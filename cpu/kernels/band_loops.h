@@ -92,14 +92,10 @@ void BandAmaxes(const BlockBand& band, uint32_t* amaxes) {
   });
 }
 
-// Quantizes a band whose blocks have these amaxes. Gives the scale_inv of each block as BlockScale has it.
-template <class Blocks, class In, class Format>
-void QuantizeBand(const BlockBand& band, BlockScaling scaling, const uint32_t* amaxes, uint32_t* scale_invs,
-                  uint8_t* codes, int64_t stride) {
-  constexpr int64_t kColumns = BlockBand::kColumns;
-  // 1. The scale of each block: one loop for each kind, so that it is vectorised.
-  float factors[kColumns + kBlock];
-  const int64_t count = 1 + (band.columns > band.first ? (band.columns - band.first - 1) / band.width + 1 : 0);
+// The factor and the scale_inv of each block of a band, as BlockScale has them; returns whether a scale is NaN. One loop
+// for each kind of scale, so that it is vectorised. A function of its own, which the dtypes of x share.
+template <class Format>
+bool BandScales(BlockScaling scaling, const uint32_t* amaxes, int64_t count, float* factors, uint32_t* scale_invs) {
   int any_nan = 0;
   const auto is = [&](auto kind) {
     constexpr BlockScaling kScaling = decltype(kind)::value;
@@ -115,6 +111,18 @@ void QuantizeBand(const BlockBand& band, BlockScaling scaling, const uint32_t* a
   is(std::integral_constant<BlockScaling, BlockScaling::kF32PowerOf2>{});
   is(std::integral_constant<BlockScaling, BlockScaling::kE8M0Ceil>{});
   is(std::integral_constant<BlockScaling, BlockScaling::kE8M0Floor>{});
+  return any_nan != 0;
+}
+
+// Quantizes a band whose blocks have these amaxes. Gives the scale_inv of each block as BlockScale has it.
+template <class Blocks, class In, class Format>
+void QuantizeBand(const BlockBand& band, BlockScaling scaling, const uint32_t* amaxes, uint32_t* scale_invs,
+                  uint8_t* codes, int64_t stride) {
+  constexpr int64_t kColumns = BlockBand::kColumns;
+  // 1. The scale of each block.
+  float factors[kColumns + kBlock];
+  const int64_t count = 1 + (band.columns > band.first ? (band.columns - band.first - 1) / band.width + 1 : 0);
+  const bool any_nan = BandScales<Format>(scaling, amaxes, count, factors, scale_invs);
 
   // 2. The scale of each column, and the codes of all rows. A ragged end is computed with scales of nothing.
   float each[kColumns + kBlock];
@@ -141,12 +149,12 @@ void QuantizeBand(const BlockBand& band, BlockScaling scaling, const uint32_t* a
     for (int64_t row = 0; row < band.rows; ++row) {
       typename Blocks::template QuantizeEach<In, Format> quantize(scales);
       const In* x = static_cast<const In*>(band.x) + row * band.n;
-      MapSpan(quantize, x + begin, codes + row * stride + begin, limit - begin, Store::kCached);
+      MapSpan<Blocks>(quantize, x + begin, codes + row * stride + begin, limit - begin, Store::kCached);
     }
   }
 
   // 3. No vector loop knows a scale that is NaN.
-  if (any_nan == 0) return;
+  if (!any_nan) return;
   ForEachBlock(band, [&](int64_t index, int64_t begin, int64_t end) {
     if (amaxes[index] < kInfBits) return;
     for (int64_t row = 0; row < band.rows; ++row) memset(codes + row * stride + begin, Format::kNanCode, end - begin);

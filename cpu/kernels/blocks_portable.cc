@@ -112,6 +112,7 @@ struct PortableBlocks {
     }
   };
 
+  static constexpr bool kStreams = false;
   static void Fence() {}
 
   template <Store>

@@ -40,7 +40,7 @@ uint32_t AmaxSpan(const void* x, int64_t size) {
 template <class Blocks, class In, class Format>
 uint32_t QuantizeSpan(const void* x, float scale, uint8_t* data, int64_t size, Store store) {
   typename Blocks::template Quantize<In, Format> quantize(scale);
-  MapSpan(quantize, static_cast<const In*>(x), data, size, store);
+  MapSpan<Blocks>(quantize, static_cast<const In*>(x), data, size, store);
   if (store == Store::kStreamed) Blocks::Fence();
   return quantize.AmaxBits();
 }
@@ -48,7 +48,7 @@ uint32_t QuantizeSpan(const void* x, float scale, uint8_t* data, int64_t size, S
 template <class Blocks, class Format, class Out>
 void DequantizeSpan(const uint8_t* data, float scale_inv, void* out, int64_t size, Store store) {
   typename Blocks::template Dequantize<Format, Out> dequantize(scale_inv);
-  MapSpan(dequantize, data, static_cast<Out*>(out), size, store);
+  MapSpan<Blocks>(dequantize, data, static_cast<Out*>(out), size, store);
   if (store == Store::kStreamed) Blocks::Fence();
 }
 
@@ -57,7 +57,7 @@ template <class Blocks>
 void CopyCodes(const uint8_t* codes, const Panel& panel, Store store) {
   typename Blocks::Copy copy;
   for (int64_t row = 0; row < panel.rows; ++row) {
-    MapSpan(copy, codes + row * Panel::kStride, panel.data + row * panel.n, panel.columns, store);
+    MapSpan<Blocks>(copy, codes + row * Panel::kStride, panel.data + row * panel.n, panel.columns, store);
   }
 }
 
@@ -67,7 +67,7 @@ void CopyCodes(const uint8_t* codes, const Panel& panel, Store store) {
 // and only what belongs to the panel is copied.
 template <class Blocks>
 void TransposeCodes(uint8_t* codes, const Panel& panel, Store store) {
-  const bool streamed = store == Store::kStreamed && panel.m % kBlock == 0 &&
+  const bool streamed = Blocks::kStreams && store == Store::kStreamed && panel.m % kBlock == 0 &&
                         reinterpret_cast<uintptr_t>(panel.data_t) % kBlock == 0;
   for (int64_t column = 0; column < panel.columns; column += kBlock) {
     for (int64_t row = 0; row < panel.rows; row += kBlock) {
@@ -107,8 +107,8 @@ uint32_t QuantizeTransposePanel(const Panel& panel, float scale, Store store) {
   for (int64_t row = 0; row < panel.rows; ++row) {
     PrefetchAhead(x, panel.n * sizeof(In), panel.columns * sizeof(In), panel.rows, row);
     uint8_t* row_codes = codes + row * Panel::kStride;
-    MapSpan(quantize, x + row * panel.n, row_codes, panel.columns, Store::kCached);
-    MapSpan(copy, row_codes, panel.data + row * panel.n, panel.columns, store);
+    MapSpan<Blocks>(quantize, x + row * panel.n, row_codes, panel.columns, Store::kCached);
+    MapSpan<Blocks>(copy, row_codes, panel.data + row * panel.n, panel.columns, store);
   }
   TransposeCodes<Blocks>(codes, panel, store);
   if (store == Store::kStreamed) Blocks::Fence();

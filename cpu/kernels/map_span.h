@@ -29,8 +29,9 @@ bool CanStream(const T* pointer, Store store) {
 }
 
 // Applies block(in, out) to [0, size); ragged ends go through a block of zeros. Blocks have two forms: kCached writes
-// anywhere, kStreamed needs `out` on a cache line. Whoever streams fences, before others may read.
-template <class Block, class In, class Out>
+// anywhere, kStreamed needs `out` on a cache line. Whoever streams fences, before others may read. Where `Blocks`
+// has no streaming stores, the second form would be the first again: it is left out.
+template <class Blocks, class Block, class In, class Out>
 void MapSpan(Block& block, const In* in, Out* out, int64_t size, Store store) {
   const auto ragged = [&](int64_t begin, int64_t count) {
     alignas(64) In padded[kBlock] = {};
@@ -40,7 +41,7 @@ void MapSpan(Block& block, const In* in, Out* out, int64_t size, Store store) {
     memcpy(out + begin, results, count * sizeof(Out));
   };
   int64_t i = 0;
-  if (CanStream(out, store)) {
+  if (Blocks::kStreams && CanStream(out, store)) {
     i = ElementsToLine(out, size);
     if (i > 0) ragged(0, i);
     for (; i + kBlock <= size; i += kBlock) block.template operator()<Store::kStreamed>(in + i, out + i);

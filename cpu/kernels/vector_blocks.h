@@ -233,6 +233,7 @@ struct VectorBlocks {
     }
   };
 
+  static constexpr bool kStreams = true;
   static void Fence() { V::Fence(); }
 
   template <Store kStore>
