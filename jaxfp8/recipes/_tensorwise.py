@@ -251,6 +251,19 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype
     bound: float
 
+    def check_state(self, name: str, state: Any) -> None:
+        """Raise unless `state` is None or the Scale of a frozen model; see
+        `Quantizer.check_state`.
+        """
+        if not isinstance(state, Scale):
+            super().check_state(name, state)
+
+    def fixed_scale(self, name: str, scale: Any) -> Scale:
+        """Return the constant scale, for `jaxfp8.freeze`: a file for a server has it;
+        see `Quantizer.fixed_scale`.
+        """
+        return self.choose_scale(None, None, None)
+
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the constant scale; see `TensorwiseQuantizer.choose_scale`."""
         with np.errstate(over="ignore"):  # a bound near the smallest floats

@@ -45,6 +45,28 @@ def quantized(layout, kernel, state=None):
     )
 
 
+@pytest.mark.parametrize("bound", [3.0, None])
+def test_a_constant_scale_of_inputs(bound, tmp_path):
+    """A server would take the scale of each input, where the file says none."""
+    recipe = jaxfp8.StaticScaling(input=bound, kernel=2.0)
+    dense = nn.Dense(K, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
+    variables = dense.init(jax.random.key(0), X)
+    frozen = jaxfp8.freeze(dense, variables, X)
+    oracle.assert_bitwise(
+        np.asarray(dense.apply(frozen, X)), np.asarray(dense.apply(variables, X)), "y"
+    )
+    path = tmp_path / "model.safetensors"
+    config = to_safetensors(frozen, path, layout="tensor")
+    tensors = numpy_reader.read(path)
+    scheme = config["config_groups"]["group_0"]["input_activations"]
+    assert scheme["dynamic"] == (bound is None) == ("input_scale" not in tensors)
+    if bound is not None:
+        scale = np.float32(448) / np.float32(bound)
+        oracle.assert_bitwise(
+            tensors["input_scale"], (1 / scale).reshape(1), "input_scale"
+        )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_and_scales_are_those_of_training(layout, tmp_path):
     _, variables, frozen = trained(layout)
