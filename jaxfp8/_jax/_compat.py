@@ -309,9 +309,6 @@ def _stop_gradient(x):
 _lax_module._stop_gradient = _stop_gradient
 
 
-_FLOAT32 = jnp.dtype(jnp.float32)
-
-
 class OncePrimitive(Primitive):
     """An operation with several results that runs where its operands are from, and once
     on the same operands: the cotangents of all uses meet there.
@@ -322,8 +319,8 @@ class OncePrimitive(Primitive):
     """
 
     multiple_results = True
-    # of tracers, by id: a reference to the tracer, and {key: (references to operands,
-    # references to results)}
+    # What is known of tracers, by their id: a reference to the tracer, and {key:
+    # (references to operands, references to results)}. All primitives share it.
     memo = {}
 
     def bind_with_trace(self, trace, args, *rest):
@@ -332,12 +329,12 @@ class OncePrimitive(Primitive):
             return super().bind_with_trace(trace, args, *rest)
         results_of_first = self._results_of(args[0])
         key = self, tuple(map(id, args)), tuple(rest[-1].items())
-        operands, results = results_of_first.get(key, ((), ()))
-        results = [result() for result in results]
-        # The id of a tracer that has died may be that of another tracer now.
-        is_known = bool(results) and all(map(_refers, operands, args))
-        if is_known and all(result is not None for result in results):
-            return results
+        if key in results_of_first:
+            operands, results = ([x() for x in xs] for xs in results_of_first[key])
+            # The id of a tracer that has died may be that of another tracer now.
+            is_same = all(x is arg for x, arg in zip(operands, args, strict=True))
+            if is_same and all(result is not None for result in results):
+                return results
         with set_current_trace(traces[0]):
             results = super().bind_with_trace(traces[0], args, *rest)
         # A result of `jit`'s trace holds its operands, and lives as long as it is used.
@@ -356,10 +353,6 @@ class OncePrimitive(Primitive):
 
             memo[name] = weakref.ref(tracer, forget), {}
         return memo[name][1]
-
-
-def _refers(reference, x) -> bool:
-    return reference() is x
 
 
 def _strong_reference(x):

@@ -63,7 +63,8 @@ class AmaxReduction:
         return AmaxReduction(axes, stages)
 
     def __call__(self, amax, state, combine=lax.pmax):
-        """Reduce `amax` by `combine` over the devices that share `state`.
+        """Reduce `amax` by `combine` over the devices that share `state`, any arrays
+        that vary as the state does.
 
         A reduction goes over all devices that share the state, also over axes along
         which `amax` does not vary: a maximum stays the same, and reductions over the

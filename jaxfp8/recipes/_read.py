@@ -29,7 +29,8 @@ from ._quantizer import Quantizer, no_reduction
 from ._state import DotGeneralState, QuantizerState, Scale
 from ._tensor import QTensor
 
-# The cotangents of a scale are amaxes, finite or not; those of a scale_inv are plain.
+# The cotangents of a scale are amaxes, finite or not; those of a scale_inv need no
+# cleaning.
 _AMAX = _compat.max_dtype("float32_max_amax", _scaling.clean)
 
 
@@ -134,9 +135,9 @@ def _types(*leaves, static):
     max.
     """
     types = []
-    for scale in leaves[1::2]:
+    for history, scale in _pairs(leaves):
         plain = scale.update(dtype=np.dtype(np.float32), weak_type=False)
-        if _compat.is_max(scale):
+        if _compat.is_max(history) or _compat.is_max(scale):
             types += plain.update(dtype=_AMAX), plain.update(dtype=_compat.MAX_DTYPE)
         else:
             types += plain, plain
@@ -221,7 +222,8 @@ def scales_of(
     quantizers: Sequence[Quantizer], state: DotGeneralState, has_backward: bool = True
 ) -> list[Any]:
     """Return what the quantizers of a product take: a Scale for delayed scaling, else
-    the state.
+    the state. Here it is known whether a product has a backward, and so whether it may
+    ask for its history.
 
     Args:
         quantizers: the quantizers of the product.

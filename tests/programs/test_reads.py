@@ -2,6 +2,7 @@
 products use it, and wherever they are.
 """
 
+import dataclasses
 import gc
 
 import jax
@@ -130,6 +131,19 @@ def test_a_state_of_two_recipes():
     assert reads_and_writes(jax.grad(loss)) == [2, 2]
     next_state = jax.grad(loss)(jaxfp8.init_state(RECIPE))
     assert next_state.input.amax_history[0] == 9
+
+
+def test_the_gradient_of_a_history_alone():
+    """Its scale is no part of the gradient: the read is where its product is."""
+    state = jaxfp8.init_state(RECIPE)
+
+    def loss(history):
+        of_input = dataclasses.replace(state.input, amax_history=history)
+        return three_calls(dataclasses.replace(state, input=of_input))
+
+    for step in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        next_history = step(state.input.amax_history)
+        np.testing.assert_array_equal(next_history, [9, 0, 0, 0])
 
 
 @pytest.mark.parametrize("amax", [np.inf, np.nan])
