@@ -30,18 +30,21 @@ inline ffi::Error CheckState(const char* op, const char* name, int64_t quantizer
 
 // f32 [g, length], or [length], with at least one slot. The history of the first quantizer says which, and how many
 // groups all have.
-inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history, ffi::AnyBuffer first,
-                               int64_t* groups) {
-  const std::string numbered = "history " + std::to_string(quantizer);
-  const Operand operand{op, numbered.c_str(), history};
+inline ffi::Error CheckHistory(const Operand& operand, ffi::AnyBuffer first, int64_t* groups) {
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
   std::vector<int64_t> dims = Dims(first);
   const bool is_one_group = dims.size() == 1;
   JAXFP8_RETURN_IF_ERROR(CheckInput(operand, is_one_group ? 1 : 2));
-  dims.back() = history.dimensions().back();
+  dims.back() = operand.buffer.dimensions().back();
   if (dims.back() == 0) return Mismatch(operand, "at least one slot");
   *groups = is_one_group ? 1 : dims[0];
   return CheckShape(operand, dims);
+}
+
+inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history, ffi::AnyBuffer first,
+                               int64_t* groups) {
+  const std::string numbered = "history " + std::to_string(quantizer);
+  return CheckHistory({op, numbered.c_str(), history}, first, groups);
 }
 
 inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count) {

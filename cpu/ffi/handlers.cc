@@ -18,6 +18,7 @@
 #include "cpu/ffi/decode_moment.h"
 #include "cpu/ffi/quantize_blocks_transpose.h"
 #include "cpu/ffi/reading_numbers.h"
+#include "cpu/ffi/undo_factors.h"
 #include "cpu/kernels/amax.h"
 #include "cpu/kernels/amax_to_scale.h"
 #include "cpu/kernels/delayed_scales.h"
@@ -30,6 +31,7 @@
 #include "cpu/kernels/reading_numbers.h"
 #include "cpu/kernels/task_pool.h"
 #include "cpu/kernels/transpose_blocks.h"
+#include "cpu/kernels/undo_factors.h"
 #include "cpu/kernels/write_histories.h"
 
 namespace jaxfp8::cpu {
@@ -97,6 +99,8 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_split_reading_v1, (kSerial<SplitReadingOp, S
                              SplitReadingOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
                              TransposeBlocksOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_undo_factors_v1, (kSerial<UndoFactorsOp, UndoFactors>),
+                             UndoFactorsOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v5, (kSerial<WriteHistoriesOp, WriteHistories>),
                              WriteHistoriesOp::Bind(OnThread()));
 

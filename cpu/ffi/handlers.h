@@ -19,6 +19,7 @@
   DO(jaxfp8_read_histories_v3)            \
   DO(jaxfp8_split_reading_v1)             \
   DO(jaxfp8_transpose_blocks_v1)          \
+  DO(jaxfp8_undo_factors_v1)              \
   DO(jaxfp8_write_histories_v5)
 
 #define JAXFP8_DECLARE_HANDLER(name) extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame*);

@@ -319,6 +319,12 @@ def _join_recorded(kind, rng):
     ]
 
 
+def _undo_factors(kind, rng):
+    history, factor = np.abs(_history(kind, rng)), np.float32(kind.turn((1, 2, 0.75)))
+    after = np.roll(history, -1) * factor
+    return ops.undo_factors, [history, np.ones(1, _F32), after, np.ones(1, _F32)]
+
+
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (
@@ -468,7 +474,8 @@ _FUNCTIONS = (
         _quantize_norm,
     ),
     *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
-    *(_adam_update, _decode_moment, _encode_moment, _join_recorded, _split_reading),
+    *(_adam_update, _decode_moment, _encode_moment),
+    *(_join_recorded, _split_reading, _undo_factors),
     *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),
 )
 OPS = {function.__name__.removeprefix("_"): function for function in _FUNCTIONS}

@@ -32,6 +32,7 @@ from ._reading_numbers import join_recorded, split_reading
 from ._readings import READING_NUMBERS, read_histories, write_histories
 from ._scaled_matmul import scaled_matmul
 from ._support import implementation
+from ._undo_factors import FACTOR_TOLERANCE, undo_factors
 
 __all__ = [
     "ACTIVATIONS",

@@ -46,7 +46,12 @@ _CUDA_ONLY = {
     "ragged_matmul": 1,
     "scaled_matmul": 2,
 }
-_CPU_ONLY = {"decode_moment": 1, "join_recorded": 1, "split_reading": 1}
+_CPU_ONLY = {
+    "decode_moment": 1,
+    "join_recorded": 1,
+    "split_reading": 1,
+    "undo_factors": 1,
+}
 OPS = _ON_BOTH | _CUDA_ONLY | _CPU_ONLY
 _TARGETS = {"cpu": _ON_BOTH | _CPU_ONLY, "CUDA": _ON_BOTH | _CUDA_ONLY}
 _loaded = {}  # platform -> module

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class QTensor:
     cols: int = dataclasses.field(default=1, metadata={"static": True})
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def __jax_array__(self):
+    def __jax_array__(self) -> NoReturn:
         """Refuse to be an array: a layer that does not know codes would print them in
         its error, or round them.
         """

@@ -31,7 +31,13 @@ def traced_and_operations(step, arguments):
 
 @pytest.mark.filterwarnings("ignore:the parameters were updated")
 @pytest.mark.parametrize(
-    "case", ["12 layers", "12 layers, NNX", "12 layers, four microbatches"]
+    "case",
+    [
+        "README's program",
+        "12 layers",
+        "12 layers, NNX",
+        "12 layers, four microbatches",
+    ],
 )
 def test_no_effects_and_few_operations(trainers, case):
     goals = trainers.ACCUMULATION_GOALS if case == trainers.MICRO else trainers.GOALS

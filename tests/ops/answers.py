@@ -236,6 +236,12 @@ def _join_recorded(*operands, results):
     return [recorded.reshape(len(recorded), 6 * k)]
 
 
+def _undo_factors(history, scale, new_history, new_scale, results):
+    rows = zip(history, scale, new_history, new_scale, strict=True)
+    numbers = np.reshape([oracle.undo_factor(*row) for row in rows], (-1, 4))
+    return list(numbers.astype(F32).T)
+
+
 _ANSWERS = {
     function.__name__[1:]: function
     for function in (
@@ -256,7 +262,7 @@ _ANSWERS = {
             _read_histories,
             _write_histories,
         ),
-        *(_split_reading, _join_recorded),
+        *(_split_reading, _join_recorded, _undo_factors),
     )
 }
 

@@ -82,9 +82,10 @@ TARGETS = {
     "read_histories": "jaxfp8_read_histories_v3",
     "split_reading": "jaxfp8_split_reading_v1",
     "transpose_blocks": "jaxfp8_transpose_blocks_v1",
+    "undo_factors": "jaxfp8_undo_factors_v1",
     "write_histories": "jaxfp8_write_histories_v5",
 }
-CPU_ONLY = ("decode_moment", "join_recorded", "split_reading")
+CPU_ONLY = ("decode_moment", "join_recorded", "split_reading", "undo_factors")
 CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} | {
     "quantize_activation": "jaxfp8_quantize_activation_v2",
     "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",

@@ -91,12 +91,17 @@ SPECS = {
         "scale # f32[g], scale_inv # f32[g]"
     ),
     "join_recorded": "amax # f32[g], scale_inv # f32[g] -> recorded f32[g 6k]",
+    "undo_factors": (
+        "history f32[g? H0], scale f32[g], new history f32[g? H0], new scale f32[g] -> "
+        "amax f32[g], scale_inv f32[g], stays f32[g], factor f32[g]"
+    ),
 }
 NOT_OF_CUDA = (
     "quantize_blocks_transpose",
     "decode_moment",
     "join_recorded",
     "split_reading",
+    "undo_factors",
 )
 CUDA_SPECS = {
     op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)

@@ -165,6 +165,84 @@ def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
     ], scale_inv
 
 
+TINY, MAX = F32(2.0**-126), np.finfo(F32).max
+
+
+def undo_factor(history, scale, new_history, new_scale) -> list[np.float32]:
+    """(amax, scale_inv, stays, factor) that update_state writes of one quantizer, by
+    the rules of its docstring. Arithmetic flushes subnormals, as on XLA's CPU threads.
+    """
+
+    # 1. What a step reads; what the tail of the new history is without a factor.
+    def keep(x, other):
+        keeps = is_below_zero(x) | (clean_history(x) > 0)
+        return np.where(keeps, x, other).astype(F32)
+
+    old, scale = keep(np.asarray(history, F32), F32(0)), keep(F32(scale), F32(1))[()]
+    amax, tail, same = new_history[0], new_history[1:], old[1:]
+    rolled = np.append(old[2:], old[:1])[: len(tail)]
+    is_bad = bool(is_below_zero(old).any() or is_below_zero(scale))
+    top, new_top = (max(map(float, np.abs(x)), default=0.0) for x in (rolled, tail))
+    readable = [*tail, amax, new_scale]
+    is_new = bool(np.isfinite(readable).all() and abs(new_scale) >= TINY and not is_bad)
+    if is_bad or not is_new:
+        return [old[0], scale, F32(1), F32(np.nan) if is_bad else F32(1)]
+    amax = clean_history([amax])[0]
+
+    # 2. A step that is stored already: the larger amax.
+    def off(tail_of_old):
+        return max(map(_difference, tail_of_old, tail), default=0)
+
+    if off(same) < off(rolled) and _difference(scale, new_scale) < 2:
+        return [max(old[0], amax), scale, F32(1), F32(1)]
+    # 3. The factor, and what is left when it is undone.
+    factor = F32(1)
+    if top >= TINY:
+        factor = np.sign(new_scale) * _flushed(F32(new_top)) / F32(top)
+    elif top == 0 and old[:2].max() == 0:
+        factor = _factor_of_scale(scale, new_scale, amax)
+    factor = _flushed(factor)
+    if abs(factor - F32(1)) <= F32(0.01):
+        written = new_scale if np.isfinite(new_scale) and new_scale > 0 else scale
+        return [amax, written, F32(0), factor]
+    is_sum = factor > 1.5 and abs(factor - np.rint(factor)) <= F32(0.01) * factor
+    if not is_sum and not _is_power_of_two(factor, 0.01):
+        return [old[0], -abs(scale), F32(1), factor]
+    written = _flushed(new_scale / factor)
+    undone = np.minimum(_flushed(_flushed(amax) / factor), MAX) if factor < 1 else amax
+    return [undone, written if 0 < written < np.inf else scale, F32(0), factor]
+
+
+def _flushed(x) -> np.float32:
+    return F32(0) if abs(x) < TINY else F32(x)
+
+
+def _difference(a, b) -> int:
+    """0 for equal numbers, 1 where a cast to bfloat16 may have changed one, else 2."""
+    a, b = _flushed(a), _flushed(b)
+    return 2 if abs(_flushed(a - b)) > _flushed(F32(0.01) * a) else int(a != b)
+
+
+def _is_power_of_two(x, tolerance) -> bool:
+    if not TINY <= x < np.inf:
+        return False
+    significand = F32(2) * np.frexp(x)[0]
+    return bool(
+        significand <= F32(1 + tolerance) or significand >= F32(2 / (1 + tolerance))
+    )
+
+
+def _factor_of_scale(scale, new_scale, amax) -> np.float32:
+    """The factor on the scale while the history is empty; none on the scale of the
+    tensor at hand, `FP8_MAX / 2**margin` below its amax, or on the smallest scale.
+    """
+    ratio = _flushed(_flushed(amax) / F32(7 * abs(new_scale)))
+    root = _flushed(F32(np.sqrt(2)) * ratio)
+    is_current = _is_power_of_two(ratio, 5e-5) or _is_power_of_two(root, 5e-5)
+    is_current = is_current or abs(new_scale) <= F32(SCALE_MIN)
+    return F32(1) if is_current else new_scale / scale
+
+
 def next_state(state: State, scale, amax_now) -> State:
     """History rolled by -1, the oldest entry dropped, slot 0 the new amax (0 when it is
     not finite); s' = 1 / scale.

@@ -16,6 +16,9 @@ from . import values
 # --------------------------------------------------------------------------- good calls
 
 
+LENGTHS = (1, 2, 3, 4, 16, 1024)  # of a history
+
+
 def _pick(rng, options):
     return options[rng.integers(len(options))]
 
@@ -24,7 +27,7 @@ def _sizes(rng, op) -> tuple[dict, int]:
     """Sides by name, and how many quantizers."""
     if "#" in targets.SPECS[op]:
         k = int(rng.integers(1, targets.LARGEST_K[op] + 1))
-        lengths = {f"H{i}": int(_pick(rng, (1, 2, 3, 4, 16, 1024))) for i in range(k)}
+        lengths = {f"H{i}": int(_pick(rng, LENGTHS)) for i in range(k)}
         return {"g": values.dims(rng, 1, 64)[0]} | lengths, k
     rank = {
         "amax": 2,
@@ -42,6 +45,7 @@ def _sizes(rng, op) -> tuple[dict, int]:
         "m": rest[0] if rest else 0,
         "n": rest[-1] if rest else 0,
         "*": rest,
+        "H0": int(_pick(rng, LENGTHS)),
     }, 2
 
 

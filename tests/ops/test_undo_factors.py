@@ -1,0 +1,70 @@
+"""undo_factors: custom call and reference bitwise against the oracle, for rows of every
+kind.
+"""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+F32 = np.float32
+# Only CPUs have a custom call.
+IMPLEMENTATIONS = ("ffi", "reference")
+ROWS = 600
+FACTORS = F32([1, 1, 1.004, 2, 3, 0.5, 2.0**-20, 2.0**100, 1.02, 0.7, -1])
+FP8_MAX = F32([448, 57344, 448 / np.sqrt(2)])
+HARD = F32([0, -0.0, np.inf, -np.inf, np.nan, 2.0**-149, 2.0**-126, 3e38, -1])
+
+
+def rows(length, seed=0):
+    """Old states and cotangents: of a step, times a factor, or stored already; some
+    histories are empty, some numbers hard.
+    """
+    rng = np.random.default_rng(seed)
+    history = rng.lognormal(0, 2, (ROWS, length)).astype(F32)
+    history[rng.random(ROWS) < 0.2] = 0
+    amax = rng.lognormal(0, 2, (ROWS, 1)).astype(F32)
+    scale = rng.choice(F32([1, 0.3, 2.0**-7]), (ROWS, 1))
+    current = amax / rng.choice(FP8_MAX, (ROWS, 1))
+    is_stored = rng.random((ROWS, 1)) < 0.15
+    factor = np.where(is_stored, F32(1), rng.choice(FACTORS, (ROWS, 1)))
+    rolled = np.concatenate([amax, history[:, 2:], history[:, :1]], axis=1)
+    stored = np.concatenate([amax, history[:, 1:]], axis=1)
+    new_history = np.where(is_stored, stored, rolled[:, :length] * factor)
+    is_current = ~is_stored & (rng.random((ROWS, 1)) < 0.5)
+    new_scale = np.where(is_current, current, scale) * factor
+    arrays = [x.astype(F32) for x in (history, scale, new_history, new_scale)]
+    for array in arrays:
+        is_hard = rng.random(array.shape) < 0.01
+        array[is_hard] = rng.choice(HARD, is_hard.sum())
+    return arrays
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 16])
+def test_bits(length, implementation):
+    arrays = rows(length)
+    results = np.asarray(jax.jit(ops.undo_factors)(*arrays))[..., 0].T
+    flat = [
+        array[:, 0] if array.shape[1] == 1 and i % 2 else array
+        for i, array in enumerate(arrays)
+    ]
+    with np.errstate(all="ignore"):
+        expected = F32([oracle.undo_factor(*row) for row in zip(*flat, strict=True)])
+    np.testing.assert_array_equal(results.view(np.uint32), expected.view(np.uint32))
+    used = expected[:, 2] == 0
+    assert 0.05 < used.mean() < 0.98, "rows of both kinds"
+    assert np.isnan(expected[:, 3]).any(), "and rows below zero"
+    assert (expected[:, 1] < 0).any() or length == 1, "and factors that nobody undoes"
+
+
+def test_dimensions():
+    """A batch, and dimensions that vmap adds, are rows."""
+    arrays = [array.reshape(3, 4, -1, array.shape[-1]) for array in rows(5)]
+    flat = ops.undo_factors(*(array.reshape(-1, array.shape[-1]) for array in arrays))
+    for function in (ops.undo_factors, jax.vmap(jax.vmap(ops.undo_factors, 1), 0)):
+        for got, expected in zip(function(*arrays), flat, strict=True):
+            axes = (0, 2, 1, 3) if function is not ops.undo_factors else (0, 1, 2, 3)
+            got = np.transpose(got, axes)
+            np.testing.assert_array_equal(got.reshape(expected.shape), expected)
