@@ -174,6 +174,7 @@ def test_every_name_of_the_reference_by_task_has_an_example():
 OTHERS = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "examples/README.md",
     "benchmarks/README.md",
     "tests/README.md",
