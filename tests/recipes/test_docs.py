@@ -59,10 +59,10 @@ def test_a_recipe_by_its_name_runs(code):
     recipe = eval(code, vars(jaxfp8) | {"rows": rows})
     dimensions, state = (((1,), (0,)), ((), ())), jaxfp8.init_state(recipe)
 
-    def product(x, kernel):
+    def product(x, kernel, state):
         y = jaxfp8.dot_general(x, kernel, dimensions, recipe=recipe, state=state)
         return jnp.sum(y)
 
     x = jax.random.normal(jax.random.key(0), (32, 128))
-    gradients = jax.grad(product, argnums=(0, 1))(x, jnp.ones((128, 64)))
-    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+    gradients = jax.grad(product, argnums=(0, 1, 2))(x, jnp.ones((128, 64)), state)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
