@@ -13,7 +13,7 @@ from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning
 
 # How the user gets from TransformerEngine's state to that of a product.
 TRANSFORMER_ENGINE_BY_HAND = (
-    "convert TransformerEngine's state by hand, once (docs/checkpoints.md): scale = 1 "
+    "convert TransformerEngine's state by hand, once (docs/inference.md): scale = 1 "
     "/ its scale, and amax_history = jnp.roll(its amax_history, 1, axis=-1), which "
     "moves its newest amax from the last slot to slot 0, and its empty slot 0 to slot "
     "1, the oldest"

@@ -55,9 +55,9 @@ def implementation(name: str):
         name: `"ffi"` runs custom calls only, and raises on platforms without them.
             `"reference"` runs plain jnp. `"xla"` runs the reference too, but with the
             GEMM as the convert-multiply-dot pattern that XLA's compiler for GPUs
-            rewrites to FP8 (docs/xla.md). `"tpu"` runs what TPUs run, plain jnp too, on
-            every platform; it is needed only to compile for TPUs on a machine without
-            one (docs/tpu.md).
+            rewrites to FP8 (docs/performance.md). `"tpu"` runs what TPUs run, plain jnp
+            too, on every platform; it is needed only to compile for TPUs on a machine
+            without one.
 
     Raises:
         ValueError: unknown `name`.

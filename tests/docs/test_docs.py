@@ -39,7 +39,7 @@ def check_mixed_precision(names):
     )
 
 
-def check_xla(names):
+def check_performance(names):
     assert names["y"].dtype == jnp.bfloat16
     state = names["variables"][jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
     assert all(leaf[0] > 0 for name, leaf in state.items() if name.endswith("history"))
@@ -50,7 +50,7 @@ CHECKS = {
     "docs/custom_recipes.md": check_custom_recipes,
     "docs/experts.md": check_experts,
     "docs/mixed_precision.md": check_mixed_precision,
-    "docs/xla.md": check_xla,
+    "docs/performance.md": check_performance,
 }
 
 
