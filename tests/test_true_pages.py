@@ -10,7 +10,7 @@ import tiers
 from test_floors import FLOORS
 
 ROOT = snippets.ROOT
-PAGES = ["CONTRIBUTING.md", "docs/architecture.md", "docs/adding_a_kernel.md"]
+PAGES = ["CONTRIBUTING.md", "docs/architecture.md"]
 SOURCES = [
     "jaxfp8/**/*.py",
     "common/**/*.*",

@@ -96,10 +96,7 @@ def through_numpy(tree, template, folder):
 FORMATS = {"orbax": through_orbax, "msgpack": through_msgpack, "numpy": through_numpy}
 
 
-@row(
-    "save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the "
-    "straight run"
-)
+@row("save at step 5 (orbax, msgpack, numpy), restore, go on to 10: bitwise")
 def restored(library):
     """Ours also within an accumulation of three mini-steps, and in NNX: the amaxes of
     steps 3 and 4, which are the largest of theirs, are in the window at step 10 and not

@@ -44,11 +44,7 @@ def reload(library):
     return tally.verdict("the same bits")
 
 
-@row(
-    "export and reload without the library: an error that names the call, process "
-    "alive",
-    peer=NONE,
-)
+@row("export, reload without the library: an error names the call", peer=NONE)
 def reload_without(library):
     tally, (program, arguments, _) = Tally(), exported(library)
     said = another_process.call_exported(program, arguments, "")
@@ -56,11 +52,7 @@ def reload_without(library):
     return tally.verdict(said[:100])
 
 
-@row(
-    "a persistent compile cache from another version: an error that names the call, "
-    "process alive",
-    peer=NONE,
-)
+@row("a compile cache of another version: an error names the call", peer=NONE)
 def cache(library):
     """Compiled where the calls are, run where they are not: the program comes from the
     cache.

@@ -60,11 +60,7 @@ def in_shard_map(library, gradient, checked):
     )
 
 
-@row(
-    "the same in `shard_map`, `check_vma` on and off, gradients inside and outside, "
-    "some axes manual",
-    any_layer=True,
-)
+@row("`shard_map`, `check_vma` on and off: the amax of all devices", any_layer=True)
 def with_shard_map(library):
     tally, operands = Tally(), data()
     x, kernel, grad = operands

@@ -39,10 +39,7 @@ def with_amaxes(library, x, kernel, grad):
     )
 
 
-@row(
-    "gradients of 1e-30: the product of the scales is no normal number, the result is",
-    any_layer=True,
-)
+@row("gradients of 1e-30: the product of the scales is subnormal", any_layer=True)
 def tiny_gradients(library):
     """dx of a kernel of 1e-5 and a gradient of 1e-30 is 1e-35, the product of their
     scales 4e-43.
@@ -53,10 +50,7 @@ def tiny_gradients(library):
     return tally.verdict(f"off by {worst:.2g} times what FP8 may cost")
 
 
-@row(
-    "operands of 1e24: the product of the scales overflows, zeros stay zeros",
-    any_layer=True,
-)
+@row("operands of 1e24: the product of the scales overflows", any_layer=True)
 def huge_operands(library):
     tally, (x, kernel, grad) = Tally(), operands(M, K, N, data=1e24, kernel=1e24)
     x[3] = kernel[:, 2] = 0
@@ -67,10 +61,7 @@ def huge_operands(library):
     return tally.verdict()
 
 
-@row(
-    "the gradient through a quantized tensor's values goes to its source",
-    peer="Flax has no quantized tensor",
-)
+@row("the gradient through a QTensor's values", peer="Flax has no quantized tensor")
 def through_dequantize(library):
     del library
     tally, kernel = Tally(), in_two_octaves(1, (K, N), 4)
@@ -154,11 +145,7 @@ def symbolic_batch(library):
     return tally.verdict()
 
 
-@row(
-    "vmap of a cond under a gradient: the amax of the examples that took the branch, "
-    "or a named error",
-    any_layer=True,
-)
+@row("vmap of a cond: the taken branch's amax, or an error", any_layer=True)
 def vmap_of_cond(library):
     """Of two examples the one of 8 times the size does not take the branch."""
     tally, (x, kernel, grad) = Tally(), operands(M, K, N)

@@ -171,10 +171,7 @@ NO_FUNCTIONS = "Flax's FP8 is Linen modules"
 USES = 3
 
 
-@row(
-    "Equinox's checkpointed while loop: state in the carry, or an error that says so",
-    peer=NO_FUNCTIONS,
-)
+@row("Equinox's checkpointed while loop: the true amax or an error", peer=NO_FUNCTIONS)
 def checkpointed_loop(library):
     """The loop's own backward adds cotangents up. With `fork` in its carry the true
     amax, as its bounded kind has by itself; state that it closes over is refused."""

@@ -89,7 +89,7 @@ def train(library, seed, cls=None, frozen=False) -> float:
     )
 
 
-@row("proof of training: as f32, and a control with all scales fixed at 1 is not")
+@row("training as in f32; a control with all scales at 1 is not")
 def proof(library):
     """The mean difference to f32 over three seeds is at most 0.02 nat; the control
     shows that the model needs scales.

@@ -105,10 +105,7 @@ def two_hundred_steps(library, grad):
     return tally.verdict("the true amax")
 
 
-@row(
-    "all four stable for 200 steps",
-    "by the gradient that the docs give for shared state",
-)
+@row("all four stable for 200 steps", "by the documented gradient")
 def documented_gradient(library):
     return two_hundred_steps(library, library.grad)
 
@@ -295,11 +292,7 @@ def _add(library):
     )
 
 
-@row(
-    "gradient accumulation by scan, by a Python loop",
-    "by a Python loop",
-    any_layer=True,
-)
+@row("gradient accumulation", "by a Python loop", any_layer=True)
 def accumulation_in_a_loop(library):
     one, add = _of_one(library), _add(library)
 
@@ -309,7 +302,7 @@ def accumulation_in_a_loop(library):
     return accumulated(library, total)
 
 
-@row("gradient accumulation by scan, by a Python loop", "by scan", any_layer=True)
+@row("gradient accumulation", "by scan", any_layer=True)
 def accumulation_in_a_scan(library):
     one, add = _of_one(library), _add(library)
 

@@ -108,7 +108,7 @@ def flax_dynamic_scale(library):
     return tally.verdict("the true amax")
 
 
-@row("the whole gradient clipped by hand under jit: the next loss is not finite")
+@row("the whole gradient clipped under jit: NaN in the next loss")
 def clipped_by_hand(library):
     """The norm holds the state's entries, so that the parameters' step is far too
     small: a healthy loss would lie.
@@ -257,7 +257,7 @@ SLIPPED = {
 }
 
 
-@row("what slips through never gives garbage", any_layer=True)
+@row("state scaled as a whole: right two steps later", any_layer=True)
 def slipped(library):
     """State after what trainers do to whole trees: the next step has no NaN, the one
     after it has right products.
