@@ -105,16 +105,9 @@ def launches(module: hlo.Module) -> list[Launch]:
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
             if opcode == "while":
-                trips = re.search(
-                    r'"known_trip_count":\{"n":"(\d+)"\}', instruction.rest
-                )
-                if not trips:
-                    raise ValueError(
-                        f"{instruction.name}: a loop whose trip count the program "
-                        "does not say"
-                    )
                 (body,) = instruction.called("body")
-                visit(module.computations[body], times * int(trips[1]), True)
+                trips = trip_count(instruction)
+                visit(module.computations[body], times * trips, True)
             elif opcode == "conditional":
                 if module.taken is None:
                     raise ValueError(
@@ -136,6 +129,22 @@ def launches(module: hlo.Module) -> list[Launch]:
 
     visit(module.entry, 1)
     return found
+
+
+def trip_count(loop: hlo.Instruction) -> int:
+    """How often a `while` runs its body."""
+    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
+    if not trips:
+        raise ValueError(
+            f"{loop.name}: a loop whose trip count the program does not say"
+        )
+    return int(trips[1])
+
+
+def is_product(instruction: hlo.Instruction) -> bool:
+    """Whether an instruction is a matrix product: a `dot`, or the call of a library."""
+    target = instruction.attribute("custom_call_target") or ""
+    return instruction.opcode == "dot" or bool(_GEMM_TARGETS.match(target))
 
 
 def _launch(module, computation, instruction, times, in_loop) -> Launch:
@@ -163,8 +172,7 @@ def _gemm(computation, instruction, body) -> tuple[bool, bool]:
     """Whether it is one, and in FP8."""
     for inside in body.instructions.values() if body else [instruction]:
         around = body or computation
-        target = inside.attribute("custom_call_target") or ""
-        if inside.opcode == "dot" or _GEMM_TARGETS.match(target):
+        if is_product(inside):
             factors = [
                 around.instructions[name].arrays[0].dtype
                 for name in inside.operands[:2]

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxfp8
 from jaxfp8.ops import _ffi
 
-from . import count
+from . import count, timeline
 
 DENSES = {
     "bf16": nn.Dense,
@@ -323,7 +323,9 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
     residuals = count.residual_bytes(forward, variables, x)
-    return count.summary(compiled.as_text(), case.reads) | {
+    text = compiled.as_text()
+    return count.summary(text, case.reads) | {
+        "timeline": timeline.summary(text),
         "operations": count.stablehlo_operations(lowered.as_text()),
         "residual_bytes": residuals,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,

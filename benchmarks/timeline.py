@@ -1,0 +1,102 @@
+"""Estimates the time of programs compiled for H200s, by replaying XLA's schedule. No
+GPU is needed.
+
+    python benchmarks/timeline.py [--json FILE]
+
+`tests/aot/timeline.py` has the rates, and what is assumed. The first table is the
+check: layers that ran on an H200 (`results/h200_gpu.json`), estimated and measured. The
+second has layers on eight H200s: the time, the time if all collectives were hidden,
+what the compute stream waits for them in one layer of a scan, or in the program, and
+the least and the most with another wire (30 %) or memory (20 %).
+"""
+
+import json
+import pathlib
+import sys
+
+from _environment import environment, result_parser
+
+RESULTS = pathlib.Path(__file__).with_name("results")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+
+from aot import compiler  # noqa: E402  (the line above finds it)
+
+# `gpu.py`'s names of a case and its candidates, by those of `aot.programs`.
+RECORDED = {
+    "dense": (
+        "dense",
+        {"flax": "flax", "drop-in": "jaxfp8 drop-in", "own": "jaxfp8 own"},
+    ),
+    "gated mlp": (
+        "gated_mlp",
+        {"flax": "flax", "drop-in": "jaxfp8 drop-in", "fused": "jaxfp8 own"},
+    ),
+}
+
+
+def check(cases) -> list[str]:
+    """Return the lines of the table of layers that ran."""
+    record = json.loads((RESULTS / "h200_gpu.json").read_text())["cases"]
+    lines = [
+        "| layer | | estimated, ms | measured, ms | off by |",
+        "|---|---|---|---|---|",
+    ]
+    for case, (name, candidates) in RECORDED.items():
+        for candidate, recorded in {"bf16": "bf16", **candidates}.items():
+            estimated = cases[case][candidate]["timeline"]["ms"]
+            measured = record[name]["rows"][recorded]["us"] / 1e3
+            off = estimated / measured - 1
+            numbers = f"{estimated:.2f} | {measured:.2f} | {off:+.0%}"
+            lines.append(f"| {case} | {candidate} | {numbers} |")
+    return lines
+
+
+def sharded(cases) -> list[str]:
+    """Return the lines of the table of layers on eight devices."""
+    lines = [
+        "| layer | | ms | times bf16 | hidden, ms | waits, us | at other rates, ms |",
+        "|---" * 7 + "|",
+    ]
+    for case, candidates in cases.items():
+        bf16 = candidates["bf16"]["timeline"]["ms"]
+        for candidate, counts in candidates.items():
+            found = counts["timeline"]
+            others = found["perturbed_ms"].values()
+            cells = [
+                case,
+                candidate,
+                f"{found['ms']:.1f}",
+                f"{bf16 / found['ms']:.2f}",
+                f"{found['hidden_ms']:.1f}",
+                f"{found['wait_us']:.0f}",
+                f"{min(others):.1f} to {max(others):.1f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main():
+    args = result_parser(__doc__).parse_args()
+    if reason := compiler.missing():
+        sys.exit(f"benchmarks/timeline.py: {reason}")
+    described = environment()
+    for key, value in described.items():
+        print(f"{key}: {value}")
+    cases = {
+        group: json.loads(compiler.run("programs", "--quickly", group))
+        for group in ("dense", "sharded")
+    }
+    print("\n" + "\n".join(check(cases["dense"])))
+    print("\n" + "\n".join(sharded(cases["sharded"])))
+    if args.json:
+        times = {
+            case: {name: found["timeline"] for name, found in candidates.items()}
+            for group in cases.values()
+            for case, candidates in group.items()
+        }
+        result = {"environment": described, "cases": times}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The time line, of programs written by hand: what runs beside what, and how long."""
+
+import pytest
+
+from . import hlo, timeline
+
+RATES = timeline.Rates(
+    fp8=2e6, bf16=1e6, memory=1e3, wire=1e3, launch=0.0, collective=0.0
+)
+GROUPS = "replica_groups={{0,1}}"
+# 2 * 10 * 10 * 10 FLOPs of FP8: 1 ms; 800 bytes, half of them on the wire: 400 ms.
+PRODUCT = (
+    "  %y = f32[10,10]{1,0} custom-call(%a, %b), "
+    'custom_call_target="jaxfp8_scaled_matmul_v2"'
+)
+GATHERED = f"(%x), dimensions={{0}}, {GROUPS}"
+
+
+def program(*lines, body=()):
+    """A program with these instructions, and another computation `body`."""
+    operands = [
+        "  %a = f8e4m3fn[10,10]{1,0} parameter(0)",
+        "  %b = f8e4m3fn[10,10]{1,0} parameter(1)",
+        "  %x = f32[100]{0} parameter(2)",
+    ]
+    parts = [["%body () -> f32[] {", *operands, *body, "}"]] if body else []
+    parts.append(["ENTRY %main () -> f32[] {", *operands, *lines, "}"])
+    return hlo.parse("\n\n".join("\n".join(part) for part in parts))
+
+
+STARTED = "  %s = (f32[100]{0}, f32[200]{0}) " + "all-gather-start" + GATHERED
+DONE = "  %d = f32[200]{0} all-gather-done(%s)"
+
+
+def test_what_is_beside_a_product_is_hidden():
+    """The product of 1 ms hides its part; the wait is the rest."""
+    alone = timeline.replay(program(PRODUCT), RATES)
+    assert alone.total == pytest.approx(1e-3)
+    beside = timeline.replay(program(STARTED, PRODUCT, DONE), RATES)
+    assert beside.total == pytest.approx(0.4)
+    assert beside.waits == pytest.approx(0.4 - 1e-3)
+    behind = timeline.replay(program(STARTED, DONE, PRODUCT), RATES)
+    assert behind.total == pytest.approx(0.4 + 1e-3)
+    assert behind.waits == pytest.approx(0.4)
+    at_once = program("  %d = f32[200]{0} " + "all-gather" + GATHERED, PRODUCT)
+    assert timeline.replay(at_once, RATES) == behind
+
+
+def test_hidden_rates_have_no_collectives():
+    module = program(STARTED, DONE, PRODUCT)
+    hidden = timeline.replay(module, timeline.HIDDEN)
+    assert hidden.waits == 0
+    assert hidden.total == hidden.products
+
+
+def test_a_loop_runs_its_body_as_often_as_it_says():
+    loop = (
+        "  %w = f32[] while(%a), condition=%body, body=%body, "
+        'backend_config={"known_trip_count":{"n":"5"}}'
+    )
+    times = timeline.replay(program(loop, body=(STARTED, PRODUCT, DONE)), RATES)
+    assert times.total == pytest.approx(5 * 0.4)
+    assert times.waits == pytest.approx(0.4 - 1e-3), "those of one pass"
+
+
+@pytest.mark.parametrize(
+    "groups, devices",
+    [
+        ("{{0,1,2,3}}", 4),
+        ("[2,8]<=[16]", 8),
+        ("mesh['a'=4,'b'=2] {'a'}", 4),
+        ("mesh['a'=4,'b'=2] {'a','b'}", 8),
+        ("mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'b'}", 2),
+    ],
+)
+def test_devices_of_a_group(groups, devices):
+    line = STARTED.replace(GROUPS, f"replica_groups={groups}")
+    times = timeline.replay(program(line, DONE), RATES)
+    assert times.total == pytest.approx(0.8 * (devices - 1) / devices)
+
+
+@pytest.mark.parametrize(
+    "b, out, rate",
+    [("4,10,10", "10,10", "rows"), ("10,10", "4,10,10", "contraction")],
+)
+def test_ragged_products_count_each_row_once(b, out, rate):
+    line = (
+        f"  %y = f32[{out}] custom-call(%a, %e), "
+        'custom_call_target="jaxfp8_ragged_matmul_v1"'
+    )
+    module = program(f"  %e = f8e4m3fn[{b}] parameter(3)", line)
+    times = timeline.replay(module, RATES)
+    assert times.products == pytest.approx(2000 / getattr(RATES, rate))
