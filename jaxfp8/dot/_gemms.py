@@ -7,7 +7,6 @@ wgrad   dkernel = x.T    @ grad
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
 from ..ops._support import is_for_tpu
-from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
+from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
 from ._fused_input import (
     RESIDUAL_NAME,
@@ -29,7 +28,6 @@ from ._fused_input import (
 )
 from ._high_precision import (
     is_blockwise,
-    is_tensorwise,
     multiply_by,
     multiply_dequantized,
 )
@@ -41,9 +39,7 @@ class Product:
     """The static part of one product.
 
     Attributes:
-        quantizers: the quantizers of x, kernel, grad, y and the gradient of x; then
-            those of the second product that reads x, kernel and grad
-            (`recipes.second`), which are equal to the first but in a `ByProduct`.
+        quantizers: the quantizers of the recipe.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped
             dimensions.
         x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
@@ -61,7 +57,7 @@ class Product:
             layers are one product.
     """
 
-    quantizers: tuple
+    quantizers: recipes.ByQuantizer
     dimension_numbers: tuple
     x_dtype: np.dtype
     kernel_dtype: np.dtype
@@ -122,22 +118,17 @@ class Product:
             b: a QTensor `[*batch, *n, *k]`.
             out_dtype: bfloat16, float16 or float32.
             swap: whether to return the transpose.
-            bias: bfloat16, float16 or float32 `[*batch, *n]`, or None; not with swap.
+            bias: bfloat16, float16 or float32 `[*n]`, or None; not with swap.
             group_sizes: int32 `[g]` of a RaggedProduct, else None.
 
         Returns:
             `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
         """
-        x, kernel, grad = self.quantizers[:3]
-        wgrad_x, dgrad_kernel, wgrad_grad = (
-            recipes.second(self.quantizers, i) for i in range(3)
-        )
-        pairs = {
-            GEMMType.FPROP: (x, kernel),
-            GEMMType.DGRAD: (grad, dgrad_kernel),
-            GEMMType.WGRAD: (wgrad_x, wgrad_grad),
-        }
-        qgemm = pairs[gemm_type][0].qgemm or pairs[gemm_type][1].qgemm
+        if bias is not None:
+            batch = a.shape[: self.batch]
+            bias = jnp.broadcast_to(bias.astype(out_dtype), (*batch, *bias.shape))
+        first, second = self.quantizers.for_product(gemm_type)
+        qgemm = first.qgemm or second.qgemm
         if qgemm is not None:
             return multiply_by(
                 qgemm, a, b, gemm_type, out_dtype, self.batch, bias, swap
@@ -149,7 +140,7 @@ class Product:
         # Take the fastest kernel that reads both operands. Beside an operand with
         # blocks, a tensor with one scale is a matrix of one block; operands that no
         # kernel reads are dequantized.
-        if is_tensorwise(a) and is_tensorwise(b):
+        if a.is_tensorwise and b.is_tensorwise:
             return ops.scaled_matmul(
                 a.data,
                 b.data,
@@ -181,14 +172,14 @@ class Product:
             )
         return multiply_dequantized(a, b, out_dtype, self.batch, bias)
 
-    def requantize(self, i, y, scale, cols):
-        """Quantize and dequantize the result y by quantizer `i`; return y and the
-        QTensor for the next state.
+    def requantize(self, quantizer, y, scale, cols):
+        """Quantize and dequantize the result y; return y and the QTensor for the next
+        state.
         """
         options = OperandOptions(
             y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce
         )
-        q, _ = self.quantizers[i].quantize_operand(y, scale, options)
+        q, _ = quantizer.quantize_operand(y, scale, options)
         return q.dequantize(y.dtype), q.for_next_state()
 
 
@@ -223,9 +214,11 @@ def forward(
         keeps no copy.
     """
     if product.vmap_dims:
-        each = functools.partial(
-            forward, product.with_vmap_dims(-1), differentiated=differentiated
-        )
+        inner = product.with_vmap_dims(-1)
+
+        def each(*operands):
+            return forward(inner, *operands, differentiated)
+
         return jax.vmap(each)(x, kernel, bias, state, codes, group_sizes)
     x = x if codes[0] is not None else product.in_groups(x, group_sizes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
@@ -235,25 +228,17 @@ def forward(
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last,
     #    the backward with them first. The gradient of one reads the other.
-    operands, residuals, again = [], [], []
+    both = []
     for i, (operand, partner) in enumerate(((x, "kernel"), (kernel, "x"))):
-        last, residual, second = _operand(
-            product,
-            i,
-            operand,
-            layouts_of_both[i],
-            codes[i],
-            scales,
-            is_read_again=is_step and partner in differentiated,
+        is_read_again = is_step and partner in differentiated
+        layout = layouts_of_both[i]
+        quantized = _operand(
+            product, i, operand, layout, codes[i], scales, is_read_again
         )
-        operands.append(last)
-        residuals.append(residual)
-        again.append(second)
+        both.append(quantized)
+    operands, residuals, again = zip(*both, strict=True)
 
     # 3. Multiply.
-    if bias is not None:
-        batch = [x.shape[d] for d in product.dimension_numbers[1][0]]
-        bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
     with _contexts.gemm(GEMMType.FPROP):
         y = product.gemm(
             GEMMType.FPROP,
@@ -262,17 +247,25 @@ def forward(
             bias=bias,
             group_sizes=group_sizes,
         )
-    y, output = product.requantize(3, y, scales[3], len(layouts_of_both[1].free))
-    grad_scales = [scales[2], recipes.second(scales, 2), scales[4]]
+    cols = len(layouts_of_both[1].free)
+    y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
+    grad_scales = [*scales.of_operand(2), scales.input_grad]
     if reading is not None and recipes.reading_suffices(product.quantizers):
-        # The backward of a loop computes the scales from the reading again: drop them
-        # from the residuals.
-        for i, given in enumerate(codes):
-            if not isinstance(given, QTensor):
-                residuals[i] = dataclasses.replace(residuals[i], scale_inv=None)
+        residuals = _without_scales(residuals, codes)
         grad_scales[0] = None
     kept = *residuals, *again, output, *grad_scales
     return y, (checkpoint_name(kept, RESIDUAL_NAME), reading)
+
+
+def _without_scales(residuals, codes) -> list[QTensor]:
+    """Return residuals without the scales that the backward of a loop computes from the
+    reading again; codes from outside of the product keep theirs.
+    """
+    kept = []
+    for q, given in zip(residuals, codes, strict=True):
+        is_given = isinstance(given, QTensor)
+        kept.append(q if is_given else dataclasses.replace(q, scale_inv=None))
+    return kept
 
 
 def _operand(product, i, operand, layout, codes, scales, is_read_again):
@@ -290,21 +283,21 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         `(q, residual, again)`: the operand of fprop; what the backward keeps of it; and
         codes for the backward that fprop does not read, or None.
     """
-    shares_codes = recipes.shares_codes(product.quantizers, i)
-    is_kept = is_read_again and (shares_codes or _is_all_of(codes, operand))
+    quantizer, second_quantizer = product.quantizers.of_operand(i)
+    scale, second_scale = scales.of_operand(i)
+    shares_codes = second_quantizer == SharedCodes() or _is_all_of(codes, operand)
+    is_kept = is_read_again and shares_codes
     options = layout.options(
         columnwise=is_kept or layout.contract_first, reduce=product.reduce
     )
     # 1. Get the codes in the order of the product's dimensions.
     if codes is None:
         options = options._replace(contract_first=layout.contract_first)
-        q, _ = product.quantizers[i].quantize_operand(
-            layout.ordered(operand), scales[i], options
-        )
+        q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
     else:
         q = codes
         if isinstance(codes, FusedInput):
-            q = quantize_fused(codes, product.quantizers[i], scales[i], product.reduce)
+            q = quantize_fused(codes, quantizer, scale, product.reduce)
             # A policy that saves the codes has no reason to compute the input again.
             q = checkpoint_name(q, RESIDUAL_NAME)
         q = _in_order(product.names[i], q, layout, options.columnwise)
@@ -321,25 +314,20 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         residual = recipes.as_bytes(residual)
     again = None
     if is_read_again and not is_kept:
-        again = _quantized_again(product, i, operand, layout, scales)
+        # The second product has the contraction last.
+        first = layout.contract_first
+        options = layout.options(columnwise=not first, reduce=product.reduce)
+        again, _ = second_quantizer.quantize_operand(
+            layout.ordered(operand), second_scale, options
+        )
+        again = both_layouts(again, len(layout.batch), first, True)[1]
+        again = recipes.as_bytes(again)
     return last, residual, again
 
 
 def _is_all_of(codes, operand) -> bool:
     """Tell whether an operand is codes alone, which serve both of its products."""
     return isinstance(codes, QTensor) and codes.is_all_of(operand)
-
-
-def _quantized_again(product, i, operand, layout, scales) -> QTensor:
-    """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it,
-    its contraction last.
-    """
-    first = layout.contract_first
-    options = layout.options(columnwise=not first, reduce=product.reduce)
-    quantizer = recipes.second(product.quantizers, i)
-    scale = recipes.second(scales, i)
-    q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
-    return recipes.as_bytes(both_layouts(q, len(layout.batch), first, True)[1])
 
 
 def backward(
@@ -364,13 +352,13 @@ def backward(
         group_sizes: see `Product.gemm`.
     """
     if product.vmap_dims:
-        each = functools.partial(
-            backward,
-            product.with_vmap_dims(-1),
-            x_shape[1:],
-            kernel_shape[1:],
-            differentiated,
-        )
+        inner = product.with_vmap_dims(-1)
+
+        def each(*operands):
+            return backward(
+                inner, x_shape[1:], kernel_shape[1:], differentiated, *operands
+            )
+
         return jax.vmap(each)(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
     kept, reading = residuals
@@ -461,8 +449,8 @@ def _quantize_grad(product, grad, scales, options, differentiated) -> _Quantized
     """
     needs_dx, needs_dkernel = "x" in differentiated, "kernel" in differentiated
     options = options._replace(column_sums="bias" in differentiated)
-    quantizer, second = product.quantizers[2], recipes.second(product.quantizers, 2)
-    if recipes.shares_codes(product.quantizers, 2):
+    quantizer, second = product.quantizers.of_operand(2)
+    if second == SharedCodes():
         options = options._replace(columnwise=needs_dkernel)
         q, sums = quantize_gradient(quantizer, grad, scales[0], options)
         rowwise, columnwise = both_layouts(q, product.batch, False, needs_dkernel)
@@ -491,7 +479,7 @@ def _dgrad(product, grad, kernel, x_layout, scale, group_sizes):
             GEMMType.DGRAD, grad, kernel, product.x_dtype, swap, group_sizes=group_sizes
         )
     cols = len(x_layout.free if swap else x_layout.contract)
-    dx, q = product.requantize(4, dx, scale, cols)
+    dx, q = product.requantize(product.quantizers.input_grad, dx, scale, cols)
     return x_layout.restored(dx), q
 
 
@@ -567,7 +555,7 @@ def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> Q
             q.data, q.scale_inv, block=q.block, rows=options.rows, cols=options.cols
         )
         return dataclasses.replace(q, data_t=data_t, scale_inv_t=scale_inv_t)
-    again, _ = product.quantizers[0].quantize_operand(
+    again, _ = product.quantizers.input.quantize_operand(
         q.dequantize(product.x_dtype), None, options
     )
     if again.scale_inv_t is None or again.block != q.block:

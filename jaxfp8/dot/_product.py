@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._batching import batch_of, in_front, repeat, repeat_state
-from .._jax._primitives import compiled, refuse_derivative
+from .._jax._primitives import compiled, linear_primitive, refuse_derivative
 from ..ops._support import selected, using
 from ..recipes import QTensor, as_codes, value_of
 from ._autodiff import (
@@ -30,7 +30,7 @@ from ._autodiff import (
     state_is_left_out,
     warn_of_state,
 )
-from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
+from ._fused_input import ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -305,13 +305,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
         implementation=implementation,
     )
     differentiated = _differentiated(is_linear, plain)
-    # 2. Name the codes for remat: if a policy saves them, the computation of their
-    #    source does not run again.
-    codes = [
-        checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q
-        for q in codes
-    ]
-    # 3. Compute the results and the residuals.
+    # 2. Compute the results and the residuals.
     with using(implementation):
         y, residuals = forward(
             product, x, kernel, bias, state, codes, group_sizes, differentiated
@@ -325,14 +319,14 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
             else results[0]
         )
     residuals = residuals, y, group_sizes
-    # 4. Make the results differentiable: a loss around this gradient may take its
+    # 3. Make the results differentiable: a loss around this gradient may take its
     #    value, and differentiates that value
     # for the first time. The ops that compute it have no derivative; the derivative of
     # the product is what is meant.
     results = _value_p.bind(
         *results, *primals, product=product, tree=tree, implementation=implementation
     )
-    # 5. Put everything else that the backward needs into static params, so that remat
+    # 4. Put everything else that the backward needs into static params, so that remat
     #    and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
     operands = tuple(jax.typeof(operand) for operand in primals[:plain])
@@ -450,10 +444,6 @@ def _transpose(
     return linear + [None] * (len(args) - len(linear))
 
 
-def _abstract_linear(*args, outs, **params):
-    return outs
-
-
 def _gradient(product, y, ct, ct_activated=None):
     """Return the gradient of y from the cotangents of y and of its activation; None
     where both are zero.
@@ -491,11 +481,7 @@ mlir.register_lowering(
 batching.primitive_batchers[_value_p] = _batch_value
 ad.primitive_jvps[_value_p] = _jvp_of_value
 
-_linear_p = Primitive("fp8_product_linear")
-_linear_p.multiple_results = True
-_linear_p.def_abstract_eval(_abstract_linear)
-ad.deflinear2(_linear_p, _transpose)
+_linear_p = linear_primitive(
+    "fp8_product_linear", lambda *args, outs, **params: outs, _transpose
+)
 ad.primitive_jvps[_linear_p] = refuse_derivative
-batching.primitive_batchers[_linear_p] = refuse_derivative
-_linear_p.def_impl(refuse_derivative)
-mlir.register_lowering(_linear_p, refuse_derivative)

@@ -12,20 +12,24 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .. import ops
 from .._jax import _compat
 from .._jax._batching import batch_of, in_front, repeat_state
-from .._jax._primitives import compiled, is_differentiated, refuse_derivative
+from .._jax._primitives import (
+    compiled,
+    is_differentiated,
+    linear_primitive,
+    refuse_derivative,
+)
 from ..numerics import _scaling, fp8_max
 from ..ops._support import selected, using
 from . import _reading
 from ._delayed import DelayedScalingQuantizer, scales_from
 from ._quantizer import Quantizer, no_reduction
+from ._recipe import ByQuantizer
 from ._state import DotGeneralState, QuantizerState, Scale
 from ._tensor import QTensor
 
@@ -43,19 +47,10 @@ def shared(state: Any) -> Any:
     """
 
     def use(leaf):
-        leaf = _with_max(leaf)
+        leaf = _compat.with_max(leaf)
         return leaf if _reading.is_reading(leaf) else _compat.plain([leaf])[0]
 
     return jax.tree.map(use, state)
-
-
-def _with_max(leaf):
-    """Return a traced float array in the max dtype, another one in float32."""
-    if _compat.is_max(leaf):
-        return leaf
-    if isinstance(leaf, jax.core.Tracer):
-        return _compat.to_max(leaf)
-    return jnp.asarray(leaf).astype(jnp.float32)
 
 
 def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
@@ -81,7 +76,7 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
     leaves = jax.tree.leaves([states[i] for i in positions])
     states = [None if i in positions else shared(old) for i, old in enumerate(states)]
     if positions:
-        leaves = list(map(_with_max, leaves))
+        leaves = list(map(_compat.with_max, leaves))
         delayed = tuple(quantizers[i] for i in positions)
         results = _read_p.bind(*leaves, static=_Static(delayed, selected()))
         scales = [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]
@@ -208,19 +203,13 @@ ad.primitive_jvps[_read_p] = _jvp
 _compat.linearizes_by(_read_p, _linearize)
 
 # What a step records, as a linear function of the states: its transpose writes them.
-_record_p = Primitive("fp8_write_histories")
-_record_p.multiple_results = True
-_record_p.def_abstract_eval(_types_of_recorded)
-ad.deflinear2(_record_p, _transpose)
+_record_p = linear_primitive("fp8_write_histories", _types_of_recorded, _transpose)
 ad.primitive_jvps[_record_p] = refuse_derivative
-batching.primitive_batchers[_record_p] = refuse_derivative
-_record_p.def_impl(refuse_derivative)
-mlir.register_lowering(_record_p, refuse_derivative)
 
 
 def scales_of(
     quantizers: Sequence[Quantizer], state: DotGeneralState, has_backward: bool = True
-) -> list[Any]:
+) -> ByQuantizer:
     """Return what the quantizers of a product take: a Scale for delayed scaling, else
     the state. Here it is known whether a product has a backward, and so whether it may
     ask for its history.
@@ -234,7 +223,7 @@ def scales_of(
         TypeError: the state was read before a loop, and a quantizer that the reading
             covers is not of delayed scaling.
     """
-    scales, reading = state.by_quantizer(), _reading.reading_of(state)
+    scales, reading = list(state.by_quantizer()), _reading.reading_of(state)
     if reading is not None:
         histories = [old.amax_history for old in scales[:3]]
         scales[:3] = scales_of_reading(quantizers, reading, histories, has_backward)
@@ -244,7 +233,7 @@ def scales_of(
         if isinstance(scale, Scale) and scale.history is not None:
             if has_backward and quantizers[i].first_step == "unit":
                 scales[i] = dataclasses.replace(scale, history=None)
-    return scales
+    return ByQuantizer(*scales)
 
 
 def scales_of_reading(
