@@ -248,10 +248,10 @@ def check(function, arguments, outer, inner):
 
 @OPS
 def test_vmap(implementation, op):
-    """All arguments, each alone, all but each."""
+    """All arguments, and all but each."""
     function, *arguments = CALLS[op]
     every = set(range(len(arguments)))
-    for batched in [every, *({i} for i in every), *(every - {i} for i in every)]:
+    for batched in [every, *(every - {i} for i in every)]:
         if batched:
             check(function, arguments, batched, set())
 
@@ -263,13 +263,7 @@ def test_nested_vmap(implementation, op):
     function, *arguments = CALLS[op]
     every = set(range(len(arguments)))
     first, rest = {0}, every - {0} or {0}
-    for outer, inner in (
-        (every, every),
-        (first, rest),
-        (rest, first),
-        (every, first),
-        (first, every),
-    ):
+    for outer, inner in ((every, every), (first, rest), (rest, first)):
         check(function, arguments, outer, inner)
 
 
