@@ -248,10 +248,11 @@ def check(function, arguments, outer, inner):
 
 @OPS
 def test_vmap(implementation, op):
-    """All arguments, and all but each."""
+    """All arguments, and all but each; a product has a rule for one operand alone."""
     function, *arguments = CALLS[op]
     every = set(range(len(arguments)))
-    for batched in [every, *(every - {i} for i in every)]:
+    alone = [{0}, {1}] if "matmul" in op else []
+    for batched in [every, *(every - {i} for i in every), *alone]:
         if batched:
             check(function, arguments, batched, set())
 
