@@ -309,9 +309,8 @@ def test_names():
         for part, shape in state.items()
     }
     # the variance of one expert's fan-in
-    kernel = GATED.clone(count=64, hidden_features=64).init(
-        jax.random.key(0), x, expert, weights
-    )["params"]["wo"]["kernel"]
+    init = jax.jit(GATED.clone(count=64, hidden_features=64).init)
+    kernel = init(jax.random.key(0), x, expert, weights)["params"]["wo"]["kernel"]
     np.testing.assert_allclose(np.std(kernel), 64**-0.5, rtol=0.05)
 
 
