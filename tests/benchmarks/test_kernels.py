@@ -27,17 +27,16 @@ def wrong(leaf, is_product):
     """Each of these answers in place of the right one: an element, a row, or NaN."""
     dtype, x = leaf.dtype, np.asarray(leaf).astype(np.float32)
     if is_product:
-        elements = [slice(None)] if x.ndim == 2 else [(-1, slice(None))]
-        values = [1.25 * x]
+        last = slice(None) if x.ndim == 2 else (-1, slice(None))
+        changes = [(last, 1.25 * x)]
     else:
-        largest = np.unravel_index(np.argmax(x), x.shape)
-        elements, values = [largest, (-1,) * x.ndim], [x / 2, 2 * x + 1]
-    for where in elements:
-        for value in (*values, np.full_like(x, np.nan)):
-            changed = x.copy()
-            changed[where] = value[where]
-            if not np.array_equal(changed, x):
-                yield jnp.asarray(changed.astype(dtype))
+        largest, last = np.unravel_index(np.argmax(x), x.shape), (-1,) * x.ndim
+        changes = [(largest, x / 2), (last, 2 * x + 1)]
+    for where, value in (*changes, (last, np.full_like(x, np.nan))):
+        changed = x.copy()
+        changed[where] = value[where]
+        if not np.array_equal(changed, x):
+            yield jnp.asarray(changed.astype(dtype))
 
 
 @pytest.mark.parametrize("name", kernels.KERNELS)

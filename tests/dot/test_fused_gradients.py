@@ -178,7 +178,7 @@ def both(name, operands, given, through=lambda loss: loss, **options):
     return [run(*operands, given) for run in wanted]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "most_recent", "margin", "e4m3", *KINDS])
+@pytest.mark.parametrize("recipe", ["delayed", "e4m3", *KINDS])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_float32_is_the_plain_path(name, recipe):
     recipe = RECIPES[recipe].recipe
@@ -245,7 +245,7 @@ def test_products_that_are_not_fp8(why):
 
 TRANSFORMATIONS = {
     "remat": jax.checkpoint,
-    **{f"remat, {name}": remat for name, remat in functional.POLICIES.items()},
+    "remat, save_gemm_outputs": functional.POLICIES["save_gemm_outputs"],
     "jit": jax.jit,
     "vmap over x": lambda loss: (
         lambda x, *rest: jnp.sum(

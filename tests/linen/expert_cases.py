@@ -12,9 +12,7 @@ COUNT, WIDTH, HIDDEN, HISTORY = 4, 6, 8, 4
 F32 = np.float32
 # The experts of each token. Those of the last case name no expert in places.
 CHOSEN = {
-    "one": [[2], [0], [3], [1], [0], [2], [2]],
     "two": [[2, 0], [0, 3], [3, 1], [1, 2], [0, 1], [2, 3], [2, 0]],
-    "an expert without tokens": [[2, 0], [0, 3], [3, 2], [3, 2], [0, 2]],
     "all tokens to one": [[1], [1], [1], [1], [1]],
     "no expert": [[2, -1], [COUNT, 3], [-7, 99], [1, 2], [0, -1], [2, 3]],
 }

@@ -8,12 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 import pytest
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
-from recipes.cases import KINDS, RECIPES
+from recipes.cases import RECIPES
 
 import jaxfp8
 from jaxfp8.linen import Experts
@@ -91,12 +90,10 @@ def test_a_loop_over_experts(name, dtype):
     compare_with_loop(name, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["two", "no expert"])
-@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
-def test_high_precision(name, dtype):
-    compare_with_loop(name, HIGH, dtype)
+def test_high_precision():
+    compare_with_loop("no expert", HIGH, BF16)
     with jaxfp8.autocast(enabled=False):
-        c = case(name)
+        c = case("two")
         variables = RELU.init(jax.random.key(0), c.x, c.expert, c.weights)
         assert OWG not in variables
 
@@ -116,7 +113,8 @@ def tokens(*leading, seed=0, dtype=F32, chosen=2):
 
 def used_variables(layer, *args):
     """Variables with scales that are no powers of two."""
-    variables, rng = layer.init(jax.random.key(0), *args), np.random.default_rng(1)
+    variables = jax.jit(layer.init)(jax.random.key(0), *args)
+    rng = np.random.default_rng(1)
     draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
     return {
         name: jax.tree.map(draw, tree) if name == OWG else tree
@@ -166,8 +164,7 @@ def written_out(layer, variables, x, expert, weights):
 
 
 @pytest.mark.parametrize("recipe, activation, dtype", [
-    *((recipe, "silu_gated", F32) for recipe in ("delayed", *KINDS)),
-    ("delayed", "gelu_gated", BF16), ("delayed", "silu", F32),
+    ("delayed", "silu_gated", F32), ("block", "gelu_gated", BF16), ("mx", "silu", F32),
 ])  # fmt: skip
 def test_is_made_of_the_functions(recipe, activation, dtype):
     """Whose numbers dot/ compares with the oracle; batches are tokens."""
@@ -217,16 +214,19 @@ def test_the_order_of_tokens_and_of_choices_does_not_matter():
 
 def test_leading_dimensions_and_vmap():
     args = tokens(2, 5)
-    variables = used_variables(GATED, *args)
-    y = GATED.apply(variables, *args)
-    flat = [arg.reshape(10, -1) for arg in args]
-    assert_same_bits(y.reshape(10, -1), GATED.apply(variables, *flat), "flat")
-    one_by_one = jax.vmap(functools.partial(GATED.apply, variables))(*args)
+    apply = functools.partial(GATED.apply, used_variables(GATED, *args))
+    one, none = (arg[0, 0] for arg in args), (arg[:, :0] for arg in args)
+    flat = (arg.reshape(10, -1) for arg in args)
+    y, flat, one_by_one, one, none = jax.jit(
+        lambda *all_of: (
+            *(apply(*some) for some in all_of[:2]),
+            jax.vmap(apply)(*all_of[0]),
+            *(apply(*some) for some in all_of[2:]),
+        )
+    )(args, tuple(flat), tuple(one), tuple(none))
+    assert_same_bits(y.reshape(10, -1), flat, "flat")
     assert_same_bits(one_by_one, y, "vmap")
-    one = GATED.apply(variables, *(arg[0, 0] for arg in args))
-    assert one.shape == (WIDTH,)
-    none = GATED.apply(variables, *(arg[:, :0] for arg in args))
-    assert none.shape == (2, 0, WIDTH)
+    assert one.shape == (WIDTH,) and none.shape == (2, 0, WIDTH)
 
 
 def test_scan_over_layers():
@@ -294,7 +294,7 @@ def test_uses_of_one_layer_combine_by_max():
 def test_names():
     """Those of checkpoints."""
     x, expert, weights = tokens(5)
-    variables = GATED.init(jax.random.key(0), x, expert, weights)
+    variables = jax.eval_shape(GATED.init, jax.random.key(0), x, expert, weights)
     leaves = {
         name: leaf.shape for name, leaf in flatten_dict(variables, sep="/").items()
     }
@@ -309,9 +309,8 @@ def test_names():
         for part, shape in state.items()
     }
     # the variance of one expert's fan-in
-    kernel = GATED.clone(count=64, hidden_features=64).init(
-        jax.random.key(0), x, expert, weights
-    )["params"]["wo"]["kernel"]
+    init = jax.jit(GATED.clone(count=64, hidden_features=64).init)
+    kernel = init(jax.random.key(0), x, expert, weights)["params"]["wo"]["kernel"]
     np.testing.assert_allclose(np.std(kernel), 64**-0.5, rtol=0.05)
 
 
@@ -383,42 +382,14 @@ def test_freeze_and_quantize_params():
     assert_same_bits(GATED.apply(variables | {"params": codes}, *args), y, "codes")
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_freeze_without_state(recipe):
     layer, args = GATED.clone(recipe=RECIPES[recipe][0]), tokens(5)
-    variables = layer.init(jax.random.key(0), *args)
+    variables = jax.jit(layer.init)(jax.random.key(0), *args)
     frozen = jaxfp8.freeze(layer, variables, *args)
     assert_same_bits(
         layer.apply(frozen, *args), layer.apply(variables, *args), "frozen"
     )
-
-
-def test_training_lowers_the_loss():
-    x, expert, weights = args = tokens(64)
-    target = np.random.default_rng(3).standard_normal(x.shape).astype(F32)
-    train = jaxfp8.linen.TrainState.create(
-        apply_fn=GATED.apply, params=GATED.init(jax.random.key(0), *args),
-        tx=optax.sgd(0.5),
-    )  # fmt: skip
-
-    @jax.jit
-    def step(train):
-        def loss(variables):
-            return jnp.mean(
-                (train.apply_fn(variables, x, expert, weights) - target) ** 2
-            )
-
-        value, grads = jax.value_and_grad(loss)(train.params)
-        return value, train.apply_gradients(grads=grads)
-
-    losses = []
-    for _ in range(4):
-        value, train = step(train)
-        losses.append(float(value))
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-    # the first of three steps is in slot 1 by now: histories turn
-    history = train.params[OWG]["wi"]["Fp8RaggedDot_0"]["input_amax_history"]
-    assert np.all(np.asarray(history)[[0, 1]] > 0)
 
 
 @pytest.mark.parametrize("changed, error, message", [

@@ -199,19 +199,19 @@ def test_axes_and_vmap(implementation):
         cube = jax.tree.map(lambda x, a=axis: move(x, a) if x.ndim > 1 else x, rows)
         right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows))
         assert_same(_adam_update.adam_update([cube], [axis])[0], right, f"axis {axis}:")
-        for batch in {0, 1, 2} - {axis}:
+        batch = (axis + 1) % 3
 
-            def run(leaf, lone, a=axis - (batch < axis)):
-                return _adam_update.adam_update([leaf, lone], [a, 1])
+        def run(leaf, lone, a=axis - (batch < axis)):
+            return _adam_update.adam_update([leaf, lone], [a, 1])
 
-            # The second leaf is not batched: it is stepped once.
-            axes = jax.tree.map(
-                lambda x, b=batch: x.ndim - 3 + b if x.ndim > 1 else None, cube
-            )
-            got, lone = jax.vmap(run, (axes, None), [batch, None])(cube, rows)
-            assert_same(got, right, f"axis {axis}, batch {batch}:")
-            assert_same(lone, expected(rows), "not batched:")
-        if axis:
+        # The second leaf is not batched: it is stepped once.
+        axes = jax.tree.map(
+            lambda x, b=batch: x.ndim - 3 + b if x.ndim > 1 else None, cube
+        )
+        got, lone = jax.vmap(run, (axes, None), [batch, None])(cube, rows)
+        assert_same(got, right, f"axis {axis}, batch {batch}:")
+        assert_same(lone, expected(rows), "not batched:")
+        if axis == 1:
             axes = jax.tree.map(lambda x: max(x.ndim - 3, 0), cube)
             got = jax.vmap(
                 lambda leaf, a=axis - 1: _adam_update.adam_update([leaf], [a])[0],

@@ -150,13 +150,13 @@ def test_axes_and_vmap(implementation):
         oracle.assert_bitwise(
             values, move(oracle_moments.decode(*old), axis), f"axis {axis}: elements"
         )
-        for batch in {0, 1, 2} - {axis}:
-            run = jax.vmap(
-                lambda *x, a=axis - (batch < axis): encode(x[:3], *x[3:], True, a),
-                batch,
-                batch,
-            )
-            assert_same(run(*operands), wanted, f"axis {axis}, batch {batch}:")
+        batch = (axis + 1) % 3
+        run = jax.vmap(
+            lambda *x, a=axis - (batch < axis): encode(x[:3], *x[3:], True, a),
+            batch,
+            batch,
+        )
+        assert_same(run(*operands), wanted, f"axis {axis}, batch {batch}:")
 
 
 def shards(mesh, entry) -> int:

@@ -53,9 +53,6 @@ PARTS = {
     ),
     "train.optimizer": lambda q: jaxfp8.train.optimizer(q(adam())),
     "adamw": lambda q: optim.adamw(1e-2) if q is optim.quantized else optax.adamw(1e-2),
-    "adamw in a chain": lambda q: optax.chain(
-        optax.clip_by_global_norm(1.0), PARTS["adamw"](q)
-    ),
     "adamw, several": lambda q: optax.partition(
         {"a": PARTS["adamw"](q), "b": optax.sgd(1e-2)}, LABELS
     ),

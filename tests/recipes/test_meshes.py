@@ -30,13 +30,7 @@ PLACES = {
 SHAPES, PART = cases.dense(24, 136, 16), cases.dense(6, 136, 16)
 
 
-BY_PRODUCT = [("current | block | None", "columns"), ("rowwise | current | mx", "FSDP")]
-
-
-@pytest.mark.parametrize(
-    "name, where", [*((name, where) for where in PLACES for name in KINDS), *BY_PRODUCT]
-)
-def test_any_numbers(name, where):
+def compare_any_numbers(name, where):
     """Scales that are no powers of two are those of one device: within its bounds. An
     amax of a shard would not be.
 
@@ -54,6 +48,20 @@ def test_any_numbers(name, where):
         )
         results = cases.run(SHAPES, recipe, *placed)[:3]
     SHAPES.check(SHAPES.expected(rule, x, kernel, grad), *results, f"{name} {where}")
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", KINDS)
+def test_any_numbers(name, where):
+    compare_any_numbers(name, where)
+
+
+@pytest.mark.parametrize(
+    "name, where",
+    [("current | block | None", "columns"), ("rowwise | current | mx", "FSDP")],
+)
+def test_any_numbers_by_product(name, where):
+    compare_any_numbers(name, where)
 
 
 # Numbers of blocks that some of the devices divide: XLA cuts scales over a part of a

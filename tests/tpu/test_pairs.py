@@ -74,16 +74,11 @@ def test_a_product_over_a_pair_is_exact():
     oracle.assert_bitwise(product, expected, "product")
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize(
-    "recipe", [jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling()]
-)
-def test_a_step_of_a_gated_layer_is_that_of_the_reference(recipe, use_bias):
-    layer = jaxfp8.linen.GatedMLP(
-        512, recipe=recipe, use_bias=use_bias, dtype=jnp.bfloat16
-    )
+def test_a_step_of_a_gated_layer_is_that_of_the_reference():
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
+    layer = jaxfp8.linen.GatedMLP(512, recipe=recipe, use_bias=True, dtype=jnp.bfloat16)
     x = jax.random.normal(jax.random.key(0), (3, 16, 32), jnp.bfloat16)
-    variables, results = layer.init(jax.random.key(1), x), []
+    variables, results = jax.jit(layer.init)(jax.random.key(1), x), []
 
     def loss(variables, x):
         return jnp.sum(jnp.sin(layer.apply(variables, x).astype(jnp.float32)))
