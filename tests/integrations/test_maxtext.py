@@ -607,15 +607,16 @@ def test_devices_with_scales_of_their_own(standin):
     assert (y != expected).any()
 
 
-def test_stages_have_scales_of_their_own(standin, recwarn):
-    """MaxText's pipelines map a layer over stages, on a mesh axis of that name."""
+def compare_stages(standin):
+    """MaxText's pipelines map a layer over stages, on a mesh axis of that name. Each
+    stage is compared with the product of that stage alone.
+    """
     x, kernel, _ = operands()
     mesh = jax.make_mesh(
         (DEVICES, 1), ("stage", "fsdp"), axis_types=(AxisType.Auto,) * 2
     )
     sizes = jnp.asarray(SIZES)
     kernels = jnp.stack([kernel * size for size in (1, 3, 5, 7)])
-    maxtext.install()
 
     @functools.partial(jax.vmap, spmd_axis_name="stage")
     @functools.partial(
@@ -629,11 +630,24 @@ def test_stages_have_scales_of_their_own(standin, recwarn):
         return grouped(standin, "te_fp8_currentscaling", x, kernel, sizes)
 
     y = jax.jit(product)(x, kernels, sizes)
-    assert not recwarn.list
     recipe = jaxfp8.Float8CurrentScaling()
     for stage in range(DEVICES):
         alone = jaxfp8.ragged_dot(x[stage], kernels[stage], sizes[stage], recipe=recipe)
         assert_same_bits(y[stage], alone)
+
+
+def test_stages_have_scales_of_their_own(standin, recwarn):
+    maxtext.install()
+    compare_stages(standin)
+    assert not recwarn.list
+
+
+def test_stages_that_share_scales(standin, monkeypatch):
+    """The control of the test above."""
+    maxtext.install()
+    monkeypatch.setattr(maxtext, "_STAGES", ())
+    with pytest.raises(AssertionError):
+        compare_stages(standin)
 
 
 class QArray:
