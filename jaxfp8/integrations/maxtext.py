@@ -7,8 +7,9 @@ accumulation.
     # python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
 
 This module was written after MaxText 0.2.5, which makes all products from one object of
-`layers/quantizations.py`. `install` first looks up all attributes that it changes. It
-refuses a MaxText that lacks one of them, and changes nothing then.
+`layers/quantizations.py`, but for grouped products of experts, which are calls of
+`megablox.gmm`. `install` first looks up all attributes that it changes. It refuses a
+MaxText that lacks one of them, and changes nothing then.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from ..dot import checkpoint_policies
+from ..dot import checkpoint_policies, ragged_dot
 from ..linen import Fp8DotGeneral, Fp8Einsum
 from ..nnx import max_grad
 from ..recipes import (
@@ -34,6 +35,7 @@ from ..recipes import (
     Recipe,
     StaticScaling,
     checked,
+    keeps_state,
 )
 from ._maxtext_accumulation import accumulate_with_state
 
@@ -55,11 +57,14 @@ _CALIBRATIONS = {
     "kernel": "weight_quantization_calibration_method",
     "output_grad": "bwd_quantization_calibration_method",
 }
+# mesh axes of a pipeline's stages, and of the replicas of DiLoCo
+_STAGES = ("stage", "diloco")
 _TRIED = "0.2.5"
 _VALIDATOR = "set_derived_and_validate_values"
 _TRAIN = "maxtext.trainers.pre_train.train"
 _HOOKS = {
     "maxtext.layers.quantizations": ("configure_quantization", "Fp8Quantization"),
+    "maxtext.kernels.megablox": ("gmm",),
     "maxtext.layers.nnx_decoders": ("NNXDecoder.minimal_policy",),
     "maxtext.utils.gradient_accumulation": (
         "gradient_accumulation_loss_and_grad",
@@ -92,12 +97,13 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     scale of that bound, see `StaticScaling`; with `absmax`, their default, it has the
     scale of its own amax.
 
-    TransformerEngine need not be installed. Dense layers get an `Fp8DotGeneral` and the
-    experts' einsums an `Fp8Einsum`. State has the names and places that Flax's classes
-    give it under `fp8`, so a run can go on with checkpoints of Flax's FP8.
-    `gradient_accumulation_steps` may be more than 1: all microbatches of a step run on
-    the same state, and their next states combine by max. In the loss all uses of one
-    state combine by max too, as under `jaxfp8.value_and_grad`.
+    TransformerEngine need not be installed. Dense layers get an `Fp8DotGeneral`, the
+    experts' einsums an `Fp8Einsum`, and their grouped products (`sparse_matmul=true`,
+    whatever `megablox` is) are `jaxfp8.ragged_dot`. State has the names and places that
+    Flax's classes give it under `fp8`, so a run can go on with checkpoints of Flax's
+    FP8. `gradient_accumulation_steps` may be more than 1: all microbatches of a step
+    run on the same state, and their next states combine by max. In the loss all uses of
+    one state combine by max too, as under `jaxfp8.value_and_grad`.
     `remat_policy=minimal_with_quantization` keeps FP8 codes.
 
     Args:
@@ -114,7 +120,10 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
         TypeError: `recipe` is not a Recipe.
 
     A model that is made later raises a ValueError for another calibration method than
-    these two.
+    these two. Experts with `sparse_matmul=true` raise one for a recipe that keeps
+    state, and for flags that change the grouped products: `use_tokamax_gmm`,
+    `num_moe_emb_chunks`, `moe_quantize_token_all_gather`, kernels that are quantized,
+    and `use_ragged_sort` where rows of other devices' experts come first.
     """
     global _installed
     recipes = _RECIPES
@@ -128,13 +137,16 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     # 2. Undo an earlier call, then make all changes or none.
     _installed.close()
     with contextlib.ExitStack() as undo:
-        quantizations, decoders, accumulation, config, checks, train = modules.values()
+        quantizations, megablox, decoders, accumulation, config, checks, train = (
+            modules.values()
+        )
         for owner, name, wrap in (
             (
                 quantizations,
                 "configure_quantization",
                 functools.partial(_configure, recipes=recipes),
             ),
+            (megablox, "gmm", _grouped),
             (decoders.NNXDecoder, "minimal_policy", _keep_codes),
             (
                 accumulation,
@@ -240,9 +252,11 @@ def _configure(module, original, recipes):
     # MaxText's experts check for this class: its einsums keep state
     class Quantization(module.Fp8Quantization):
         recipe: Any
-        # the dtype of grouped products, which MaxText quantizes itself, under `fp8`
-        # only
-        quantize_dtype: Any = None
+
+        @property
+        def quantize_dtype(self):
+            # MaxText's experts give it to `megablox.gmm`, see `_grouped`.
+            return self.recipe
 
         def dot_general_cls(self, mesh_axes=()):
             del mesh_axes
@@ -260,10 +274,7 @@ def _configure(module, original, recipes):
         quantization = original(_With(config, quantization="fp8"), *args, **options)
         if not isinstance(quantization, module.Fp8Quantization):
             return quantization
-        return Quantization(
-            recipe,
-            quantization.quantize_dtype if config.quantization == "fp8" else None,
-        )
+        return Quantization(recipe)
 
     return configure
 
@@ -305,6 +316,62 @@ def _bound(flag: str, method: str) -> float | None:
     return high
 
 
+def _grouped(module, original):
+    """Wrap MaxText's grouped product: with a recipe in the place of a dtype it is
+    jaxfp8's.
+    """
+
+    def gmm(lhs, rhs, group_sizes, *args, **options):
+        recipe = options.get("lhs_quantize_dtype")
+        if not isinstance(recipe, Recipe):
+            return original(lhs, rhs, group_sizes, *args, **options)
+        _check_served(recipe, lhs, rhs, options)
+        if recipe.pipeline_axes is None:
+            manual = jax.sharding.get_abstract_mesh().manual_axes
+            stages = tuple(axis for axis in _STAGES if axis in manual)
+            recipe = dataclasses.replace(recipe, pipeline_axes=stages)
+        return ragged_dot(
+            lhs,
+            rhs,
+            # A ring of experts has the sizes of all experts, those at hand first.
+            group_sizes[: rhs.shape[0]],
+            recipe=recipe,
+            preferred_element_type=options["preferred_element_type"],
+        )
+
+    return gmm
+
+
+def _check_served(recipe: Recipe, lhs, rhs, options: dict) -> None:
+    """Raise a ValueError that names the flag of MaxText by which experts make a product
+    that jaxfp8 lacks.
+    """
+    if keeps_state(recipe):
+        raise ValueError(
+            "maxtext: sparse_matmul: expected false with a recipe that keeps state, "
+            "because MaxText's grouped products have none, got true with "
+            f"{recipe!r}; set sparse_matmul=false, or for example "
+            "quantization=te_fp8_currentscaling"
+        )
+    offset = options.get("group_offset")
+    tokens, kernels = (
+        None if isinstance(x, jax.Array) else type(x).__name__ for x in (lhs, rhs)
+    )
+    for flag, is_set, got in (
+        ("use_tokamax_gmm", options.get("use_tokamax_backend"), "a call of Tokamax"),
+        ("num_moe_emb_chunks", options.get("partial_sum") is not None, "a partial sum"),
+        # An array is the place of the device's experts among all of them.
+        ("use_ragged_sort", isinstance(offset, jax.Array) or offset, "a group_offset"),
+        ("moe_quantize_token_all_gather", tokens, f"tokens in a {tokens}"),
+        ("checkpoint_is_quantized", kernels, f"kernels in a {kernels}"),
+    ):
+        if is_set:
+            raise ValueError(
+                f"maxtext: {flag}: expected its default, under which grouped products "
+                f"can be jaxfp8's, got {got}; unset {flag}, or set sparse_matmul=false"
+            )
+
+
 def _keep_codes(decoder, original):
     """Wrap MaxText's policy of rematerialization: `with_quantization` then keeps
     jaxfp8's FP8 residuals too.
@@ -336,7 +403,7 @@ def _share_state(module, original):
 
 def _parse(module, original):
     """Wrap MaxText's parser of its configuration: it knows block scaling, and FP8 with
-    gradient accumulation.
+    gradient accumulation and in grouped products.
     """
 
     def parse(argv=None, config_class=module.types.MaxTextConfig, **options):
@@ -353,6 +420,9 @@ def _config_class(base):
 
     def with_accumulation(self):
         quantization = self.quantization
+        if quantization in _RECIPES:
+            # experts call `megablox.gmm` under this flag only
+            self.megablox = True
         if quantization not in _RECIPES or self.gradient_accumulation_steps == 1:
             return validate(self)
         self.quantization = "te_no_quant"  # quantized for all other checks

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
 from nnx.cases import assert_state, expected_state
 
 import jaxfp8
@@ -43,6 +45,37 @@ def quantizations():
     return types.SimpleNamespace(
         Fp8Quantization=Fp8Quantization, configure_quantization=configure_quantization
     )
+
+
+def megablox():
+    """The grouped product, with the arguments of MaxText's."""
+
+    def gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        preferred_element_type=jnp.float32,
+        tiling=(128,) * 9,
+        group_offset=None,
+        existing_out=None,
+        transpose_rhs=False,
+        interpret=None,
+        lhs_quantize_dtype=None,
+        rhs_quantize_dtype=None,
+        use_qwix_quantization=False,
+        use_tokamax_backend=False,
+        weight_gather_axes=None,
+        lhs_vma_axes=(),
+        rhs_vma_axes=(),
+        qwix_rule=None,
+        use_manual_quantization=False,
+        use_gmm_v2=False,
+        use_gmm_v2_heuristic_tiling=False,
+        partial_sum=None,
+    ):
+        return "megablox", lhs_quantize_dtype, tiling
+
+    return types.SimpleNamespace(gmm=gmm)
 
 
 def nnx_decoders():
@@ -107,6 +140,7 @@ class Config:
     }
     quantization = "fp8"
     gradient_accumulation_steps = 4
+    megablox = False
 
     def set_derived_and_validate_values(self):
         if self.quantization == "fp8" and self.gradient_accumulation_steps > 1:
@@ -132,6 +166,7 @@ def standin(monkeypatch):
     )
     modules = {
         "layers.quantizations": quantizations(),
+        "kernels.megablox": megablox(),
         "layers.nnx_decoders": nnx_decoders(),
         "utils.gradient_accumulation": gradient_accumulation(),
         "configs.pyconfig": pyconfig,
@@ -330,9 +365,7 @@ def test_flags(standin, flag, recipe):
             and type(product).__name__ == "Fp8DirectDotGeneralOp"
         )
         assert product.recipe == ours.einsum().recipe == recipe
-        # TransformerEngine's flags leave MaxText's own grouped products in high
-        # precision.
-        assert ours.quantize_dtype == (jnp.float8_e4m3fn if flag == "fp8" else None)
+        assert ours.quantize_dtype == recipe
         assert ours == quantization(standin, flag)
         assert (ours == quantization(standin, "te_mxfp8")) == (flag == "te_mxfp8")
         assert (
@@ -425,6 +458,240 @@ def test_einsum(standin):
     ].shape == (H,)
 
 
+def grouped(standin, flag, lhs, rhs, group_sizes, **changed):
+    """A grouped product as MaxText's experts call it."""
+    dtype = quantization(standin, flag).quantize_dtype
+    call = {
+        "preferred_element_type": jnp.float32,
+        "tiling": (512,) * 9,
+        "group_offset": 0,
+        "lhs_quantize_dtype": dtype,
+        "rhs_quantize_dtype": dtype,
+        "use_qwix_quantization": False,
+        "use_tokamax_backend": False,
+        "weight_gather_axes": [],
+        "lhs_vma_axes": (),
+        "rhs_vma_axes": (),
+        "use_gmm_v2": False,
+        "use_gmm_v2_heuristic_tiling": False,
+        "partial_sum": None,
+        "interpret": True,
+    }
+    return standin.megablox.gmm(
+        lhs=lhs, rhs=rhs, group_sizes=group_sizes, **call | changed
+    )
+
+
+STATELESS = {
+    "te_fp8_currentscaling": jaxfp8.Float8CurrentScaling(),
+    "te_fp8_blockscaling": jaxfp8.Float8BlockScaling(),
+    "te_mxfp8": jaxfp8.MXFP8BlockScaling(),
+}
+SIZES = np.asarray([[40, 0, 88], [1, 100, 27], [128, 0, 0], [0, 3, 125]], np.int32)
+DEVICES, EXPERTS = SIZES.shape
+ROWS, WIDTH, HIDDEN = 128, 128, 256
+
+
+def operands():
+    """x, kernels and the gradient; the rows of each device are larger than those of the
+    one before.
+    """
+    keys = jax.random.split(jax.random.key(0), 3)
+    size = 8.0 ** jnp.arange(float(DEVICES))[:, None, None]
+    x = size * jax.random.normal(keys[0], (DEVICES, ROWS, WIDTH))
+    kernel = jax.random.normal(keys[1], (EXPERTS, WIDTH, HIDDEN))
+    grad = size * jax.random.normal(keys[2], (DEVICES, ROWS, HIDDEN))
+    return x, kernel, grad
+
+
+@pytest.mark.parametrize("flag", STATELESS)
+def test_grouped_product(standin, flag):
+    """That of `ragged_dot` in every bit. A ring of experts gives the sizes of all
+    experts, those of the kernels at hand first; the last rows are of no expert.
+    """
+    x, kernel, grad = operands()
+    sizes = jnp.asarray([40, 0, 80], jnp.int32)
+    of_all = jnp.asarray([40, 0, 80, 5, 3], jnp.int32)
+
+    def of_jaxfp8(x, kernel):
+        return jaxfp8.ragged_dot(x, kernel, sizes, recipe=STATELESS[flag])
+
+    def of_maxtext(x, kernel):
+        return grouped(standin, flag, x, kernel, of_all)
+
+    maxtext.install()
+    results = []
+    for product in (of_jaxfp8, of_maxtext):
+        y, vjp = jax.vjp(product, x[0], kernel)
+        results.append((y, vjp(grad[0])))
+    assert_same_bits(*results)
+
+
+def on_devices(standin, flag, tensor):
+    """The product in `shard_map`, as MaxText's experts have it, where types do not tell
+    what varies: rows on an axis of DEVICES, columns on an axis of `tensor`.
+    """
+    mesh = jax.make_mesh(
+        (DEVICES, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2
+    )
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("fsdp"), P(None, None, "tensor"), P("fsdp")),
+        out_specs=P("fsdp", None, "tensor"),
+        check_vma=False,
+    )
+    def product(x, kernel, sizes):
+        return grouped(standin, flag, x[0], kernel, sizes[0])[None]
+
+    return lambda x, kernel: product(x, kernel, jnp.asarray(SIZES))
+
+
+def with_gradients(product, x, kernel, grad):
+    """y and the gradients, which are taken outside of `shard_map`."""
+
+    @jax.jit
+    def compute(x, kernel):
+        y, vjp = jax.vjp(product, x, kernel)
+        return y, *vjp(grad)
+
+    return compute(x, kernel)
+
+
+def on_one_device(recipe, x, kernel, grad):
+    """The same with all rows in one array; each device's groups have kernels of their
+    own, so that the gradient of kernels is `[devices, experts, width, hidden]`.
+    """
+
+    def product(x, kernels):
+        y = jaxfp8.ragged_dot(
+            x.reshape(-1, WIDTH),
+            kernels.reshape(-1, WIDTH, HIDDEN),
+            jnp.asarray(SIZES.reshape(-1)),
+            recipe=recipe,
+        )
+        return y.reshape(grad.shape)
+
+    return with_gradients(product, x, jnp.stack([kernel] * DEVICES), grad)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("flag", STATELESS)
+def test_grouped_products_of_devices(standin, flag, tensor, recwarn):
+    """Devices that hold parts of one tensor share its scales, without a warning."""
+    x, kernel, grad = operands()
+    maxtext.install()
+    product = on_devices(standin, flag, tensor)
+    y, of_x, of_kernel = with_gradients(product, x, kernel, grad)
+    assert not recwarn.list
+    expected = on_one_device(STATELESS[flag], x, kernel, grad)
+    assert_same_bits(y, expected[0])
+    # Sums in f32 of HIDDEN terms, in another order. A code is at most 9/8 of its value.
+    terms = jnp.abs(grad) @ jnp.max(jnp.abs(kernel), axis=0).T * (9 / 8) ** 2
+    assert (jnp.abs(of_x - expected[1]) <= HIDDEN * 2.0**-23 * terms).all()
+    # the same of DEVICES terms
+    terms = jnp.sum(jnp.abs(expected[2]), axis=0)
+    difference = jnp.abs(of_kernel - jnp.sum(expected[2], axis=0))
+    assert (difference <= DEVICES * 2.0**-23 * terms).all()
+
+
+def test_devices_with_scales_of_their_own(standin):
+    """The control of the test above."""
+    x, kernel, grad = operands()
+    recipe = jaxfp8.Float8CurrentScaling(pipeline_axes=("fsdp",))
+    maxtext.install(recipe)
+    product = on_devices(standin, "te_fp8_currentscaling", 1)
+    y, _, _ = with_gradients(product, x, kernel, grad)
+    expected, _, _ = on_one_device(jaxfp8.Float8CurrentScaling(), x, kernel, grad)
+    assert (y != expected).any()
+
+
+def compare_stages(standin):
+    """MaxText's pipelines map a layer over stages, on a mesh axis of that name. Each
+    stage is compared with the product of that stage alone.
+    """
+    x, kernel, _ = operands()
+    mesh = jax.make_mesh(
+        (DEVICES, 1), ("stage", "fsdp"), axis_types=(AxisType.Auto,) * 2
+    )
+    sizes = jnp.asarray(SIZES)
+    kernels = jnp.stack([kernel * size for size in (1, 3, 5, 7)])
+
+    @functools.partial(jax.vmap, spmd_axis_name="stage")
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("fsdp"), P(), P()),
+        out_specs=P("fsdp"),
+        check_vma=False,
+    )
+    def product(x, kernel, sizes):
+        return grouped(standin, "te_fp8_currentscaling", x, kernel, sizes)
+
+    y = jax.jit(product)(x, kernels, sizes)
+    recipe = jaxfp8.Float8CurrentScaling()
+    for stage in range(DEVICES):
+        alone = jaxfp8.ragged_dot(x[stage], kernels[stage], sizes[stage], recipe=recipe)
+        assert_same_bits(y[stage], alone)
+
+
+def test_stages_have_scales_of_their_own(standin, recwarn):
+    maxtext.install()
+    compare_stages(standin)
+    assert not recwarn.list
+
+
+def test_stages_that_share_scales(standin, monkeypatch):
+    """The control of the test above."""
+    maxtext.install()
+    monkeypatch.setattr(maxtext, "_STAGES", ())
+    with pytest.raises(AssertionError):
+        compare_stages(standin)
+
+
+class QArray:
+    """Codes of Qwix, or of AQT."""
+
+    shape = (EXPERTS, WIDTH, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("flag", "changed"),
+    [
+        ("use_tokamax_gmm", {"use_tokamax_backend": True}),
+        ("num_moe_emb_chunks", {"partial_sum": jnp.zeros((ROWS, HIDDEN))}),
+        ("use_ragged_sort", {"group_offset": jnp.int32(0)}),
+        ("use_ragged_sort", {"group_offset": 2}),
+        ("moe_quantize_token_all_gather", {"lhs": QArray()}),
+        ("checkpoint_is_quantized", {"rhs": QArray()}),
+    ],
+)
+def test_grouped_products_that_are_refused(standin, flag, changed):
+    x, kernel, _ = operands()
+    call = {"lhs": x[0], "rhs": kernel, "group_sizes": jnp.asarray(SIZES[0])} | changed
+    maxtext.install()
+    with pytest.raises(ValueError, match=f"maxtext: {flag}: expected its default"):
+        grouped(standin, "te_mxfp8", **call)
+
+
+@pytest.mark.parametrize("flag", ["fp8", "te_fp8_delayedscaling"])
+def test_grouped_products_have_no_state(standin, flag):
+    x, kernel, _ = operands()
+    maxtext.install()
+    with pytest.raises(ValueError, match="maxtext: sparse_matmul: expected false with"):
+        grouped(standin, flag, x[0], kernel, jnp.asarray(SIZES[0]))
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float8_e4m3fn])
+def test_grouped_products_that_stay_maxtexts(standin, dtype):
+    maxtext.install()
+    result = standin.megablox.gmm(
+        None, None, None, jnp.float32, (64,) * 9, lhs_quantize_dtype=dtype
+    )
+    assert result == ("megablox", dtype, (64,) * 9)
+
+
 def test_state_of_the_loss_combines_by_max(standin):
     """State that a rematerialized function takes as an argument, twice: JAX alone would
     add up what comes back.
@@ -512,6 +779,7 @@ def test_its_configuration(standin, flag, steps, validated_as):
     config.quantization, config.gradient_accumulation_steps = flag, steps
     assert config.set_derived_and_validate_values() is config
     assert (config.quantization, config.validated_as) == (flag, validated_as)
+    assert config.megablox == (flag != "int8")
 
 
 @pytest.mark.parametrize(
@@ -519,6 +787,7 @@ def test_its_configuration(standin, flag, steps, validated_as):
     [
         ("quantizations", None, "configure_quantization"),
         ("quantizations", None, "Fp8Quantization"),
+        ("megablox", None, "gmm"),
         ("nnx_decoders", "NNXDecoder", "minimal_policy"),
         ("gradient_accumulation", None, "gradient_accumulation_loss_and_grad"),
         ("pyconfig", None, "_initialize_pydantic"),
