@@ -1,8 +1,13 @@
 """The time line, of programs written by hand: what runs beside what, and how long."""
 
+import json
+import pathlib
+
 import pytest
 
 from . import hlo, timeline
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 RATES = timeline.Rates(
     fp8=2e6, bf16=1e6, memory=1e3, wire=1e3, launch=0.0, collective=0.0
@@ -91,3 +96,14 @@ def test_ragged_products_count_each_row_once(b, out, rate):
     module = program(f"  %e = f8e4m3fn[{b}] parameter(3)", line)
     times = timeline.replay(module, RATES)
     assert times.products == pytest.approx(2000 / getattr(RATES, rate))
+
+
+def test_the_page_has_the_figures_of_the_results():
+    results = ROOT / "benchmarks" / "results" / "timeline_h200.json"
+    rows = json.loads(results.read_text())["cases"]["fsdp-8 scan"]
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for name in ("bf16", "flax", "drop-in", "own", "fused"):
+        found = rows[name]
+        ratio = rows["bf16"]["ms"] / found["ms"]
+        cells = f"| {found['ms']:.1f} | {ratio:.2f} | {found['hidden_ms']:.1f} |"
+        assert cells in page, name
