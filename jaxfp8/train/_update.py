@@ -79,9 +79,20 @@ def update_state(old: Tree, new: Any) -> Tree:
     """
     before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
     expect_state(before, gradient)
+    values, factors = _next_of_quantizers(before, gradient)
+    user_values, least = _next_of_users(before, gradient)
+    _check_factors(before, factors)
+    _check_not_negative(least)
+    return before.replace(values | user_values)
+
+
+def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
+    """Return the next leaves of quantizers, by position; and the factors by which their
+    gradients were multiplied, by names of quantizers.
+    """
     # 1. Collect the quantizers whose leaves have the same types: each group is one
     #    call.
-    alike, values, factors, least = {}, {}, {}, {}
+    alike = {}
     for q in before.quantizers:
         positions = q.positions()
         if any(gradient.get(before.paths[i]) is None for i in positions):
@@ -95,40 +106,34 @@ def update_state(old: Tree, new: Any) -> Tree:
             (leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then
         )
         alike.setdefault(kind, []).append((q.name, positions, now + then))
-    # 2. Compute the next state of each group, and the factors by which the gradients
-    #    were multiplied on their way.
+    # 2. Compute the next state of each group, and its factors.
+    values, factors = {}, {}
     for group in alike.values():
-        histories, scales, of_group = _next_quantizers([leaves for *_, leaves in group])
-        for (_, positions, _), *leaves in zip(group, histories, scales, strict=True):
-            values |= dict(zip(positions, leaves, strict=True))
-        factors[tuple(name for name, *_ in group)] = of_group
-    # 3. Overwrite the state of users' own quantizers.
+        names, positions, leaves = zip(*group, strict=True)
+        histories, scales, factors[names] = _next_quantizers(leaves)
+        for pair, *state in zip(positions, histories, scales, strict=True):
+            values |= dict(zip(pair, state, strict=True))
+    return values, factors
+
+
+def _next_of_users(before, gradient) -> tuple[dict, dict]:
+    """Return the next state of users' own quantizers, by position; and outside of a
+    trace the smallest number in each, by name.
+    """
+    values, least = {}, {}
     for i in before.unpaired:
-        leaf = gradient.get(before.paths[i])
-        if leaf is not None and leaf.dtype != jax.dtypes.float0:
-            _check_shapes(before.name(i), [before.leaves[i]], [leaf])
-            old_leaf, leaf = (
-                before.leaves[i].astype(jnp.float32),
-                leaf.astype(jnp.float32),
-            )
-            values[i] = _next_user_state(old_leaf, leaf)
-            if not isinstance(leaf, jax.core.Tracer):
-                least[before.name(i)] = jnp.minimum(
-                    jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0)
-                )
-    # 4. Outside of jit, report factors on the state and numbers below zero.
-    factors = {
-        name: rows
-        for names, of_group in _on_host(factors).items()
-        for name, rows in zip(names, of_group, strict=True)
-    }
-    if any(np.isnan(rows).any() for rows in factors.values()):
-        raise ValueError(
-            f"update_state: old: {_below_zero.describe(before)}{_below_zero.REPAIR}"
-        )
-    _check_factors(factors)
-    _check_not_negative(_on_host(least))
-    return before.replace(values)
+        new = gradient.get(before.paths[i])
+        if new is None or new.dtype == jax.dtypes.float0:
+            continue
+        _check_shapes(before.name(i), [before.leaves[i]], [new])
+        old, new = (x.astype(jnp.float32) for x in (before.leaves[i], new))
+        # A gradient that is all zero, negative or not finite does not overwrite it.
+        is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
+        values[i] = jnp.where(is_touched, new, old)
+        if not isinstance(new, jax.core.Tracer):
+            both = jnp.stack([old, new])
+            least[before.name(i)] = jnp.min(both, initial=0)
+    return values, least
 
 
 def expect_state(before: _state_tree.StateTree, gradient) -> None:
@@ -225,14 +230,6 @@ def _stacked(leaves):
     return lax.concatenate(leaves, 0).reshape(len(leaves), -1)
 
 
-def _next_user_state(old, new):
-    """Overwrite the state of a user's own quantizer, unless the gradient is all zero,
-    negative or not finite.
-    """
-    is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
-    return jnp.where(is_touched, new, old)
-
-
 def _on_host(values):
     """Return the values that this process can see, by one transfer.
 
@@ -265,30 +262,36 @@ _REMEDIES = (
 )
 
 
-def _check_factors(factors):
-    """Raise for a factor that is not 1.
+def _check_factors(before, factors):
+    """Outside of a trace, raise for a factor that is not 1.
 
     Args:
-        factors: for each quantizer's name the factors of its rows, on the host.
+        before: the old state.
+        factors: f32 `[quantizers, *batch, 1]` by the names of quantizers.
     """
-    for name, factor in factors.items():
-        bad = ~(np.abs(factor - 1) <= ops.FACTOR_TOLERANCE)
-        if bad.any():
-            worst = factor[bad][0]
-            row = (
-                f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}"
-                if factor.size > 1
-                else ""
-            )
-            cause = (
-                "summed over uses or devices"
-                if worst > 1
-                else "averaged, clipped or unscaled"
-            )
-            raise ValueError(
-                _FACTOR.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause)
-                + _REMEDIES
-            )
+    factors = _on_host(factors)
+    if any(np.isnan(rows).any() for rows in factors.values()):
+        raise ValueError(
+            f"update_state: old: {_below_zero.describe(before)}{_below_zero.REPAIR}"
+        )
+    for names, of_group in factors.items():
+        for name, factor in zip(names, of_group, strict=True):
+            _check_factor(name, factor)
+
+
+def _check_factor(name, factor):
+    bad = ~(np.abs(factor - 1) <= ops.FACTOR_TOLERANCE)
+    if not bad.any():
+        return
+    worst = factor[bad][0]
+    row = ""
+    if factor.size > 1:
+        row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}"
+    cause = "averaged, clipped or unscaled"
+    if worst > 1:
+        cause = "summed over uses or devices"
+    message = _FACTOR.format(name=name + row, factor=f"{worst:.4g}", cause=cause)
+    raise ValueError(message + _REMEDIES)
 
 
 _NEGATIVE = (
@@ -299,9 +302,9 @@ _NEGATIVE = (
 
 
 def _check_not_negative(least):
-    """Raise for state of users' own quantizers that is below zero; `least` is the
-    smallest number by name.
+    """Outside of a trace, raise for state of users' own quantizers that is below zero;
+    `least` is the smallest number by name.
     """
-    for name, value in least.items():
+    for name, value in _on_host(least).items():
         if value < 0:
             raise ValueError(_NEGATIVE.format(name=name, least=f"{value:.4g}"))
