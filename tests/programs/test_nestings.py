@@ -110,7 +110,7 @@ def check(program, seed):
     )
 
 
-@settings(max_examples=8, **SETTINGS)
+@settings(max_examples=4, **SETTINGS)
 @given(programs(), st.integers(0, 2**16))
 def test_random_programs(program, seed):
     check(program, seed)

@@ -23,8 +23,8 @@ WEIGHTS = RNG.uniform(0, 1, BATCH).astype(np.float32)
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 STATE = jaxfp8.init_state(RECIPE)
 
-# One chunk, equal chunks, a smaller last one, columns.
-CHUNKS = pytest.mark.parametrize("chunk_size", [100, 40, 8, 11, 1])
+# One chunk, equal chunks, a smaller last one.
+CHUNKS = pytest.mark.parametrize("chunk_size", [100, 8, 11])
 
 
 def weighted(losses):
