@@ -458,9 +458,9 @@ def test_einsum(standin):
     ].shape == (H,)
 
 
-def grouped(standin, flag, lhs, rhs, group_sizes, **changed):
+def grouped(standin, lhs, rhs, group_sizes, **changed):
     """A grouped product as MaxText's experts call it."""
-    dtype = quantization(standin, flag).quantize_dtype
+    dtype = quantization(standin).quantize_dtype
     call = {
         "preferred_element_type": jnp.float32,
         "tiling": (512,) * 9,
@@ -482,11 +482,14 @@ def grouped(standin, flag, lhs, rhs, group_sizes, **changed):
     )
 
 
-STATELESS = {
-    "te_fp8_currentscaling": jaxfp8.Float8CurrentScaling(),
-    "te_fp8_blockscaling": jaxfp8.Float8BlockScaling(),
-    "te_mxfp8": jaxfp8.MXFP8BlockScaling(),
-}
+# Recipes whose scales are those of one device. Float8RowwiseScaling gives each device a
+# scale for its part of a row.
+ON_DEVICES = [
+    jaxfp8.Float8CurrentScaling(),
+    jaxfp8.Float8BlockScaling(),
+    jaxfp8.MXFP8BlockScaling(),
+]
+STATELESS = [*ON_DEVICES, jaxfp8.Float8RowwiseScaling()]
 SIZES = np.asarray([[40, 0, 88], [1, 100, 27], [128, 0, 0], [0, 3, 125]], np.int32)
 DEVICES, EXPERTS = SIZES.shape
 ROWS, WIDTH, HIDDEN = 128, 128, 256
@@ -504,8 +507,8 @@ def operands():
     return x, kernel, grad
 
 
-@pytest.mark.parametrize("flag", STATELESS)
-def test_grouped_product(standin, flag):
+@pytest.mark.parametrize("recipe", STATELESS, ids=lambda recipe: type(recipe).__name__)
+def test_grouped_product(standin, recipe):
     """That of `ragged_dot` in every bit. A ring of experts gives the sizes of all
     experts, those of the kernels at hand first; the last rows are of no expert.
     """
@@ -514,12 +517,12 @@ def test_grouped_product(standin, flag):
     of_all = jnp.asarray([40, 0, 80, 5, 3], jnp.int32)
 
     def of_jaxfp8(x, kernel):
-        return jaxfp8.ragged_dot(x, kernel, sizes, recipe=STATELESS[flag])
+        return jaxfp8.ragged_dot(x, kernel, sizes, recipe=recipe)
 
     def of_maxtext(x, kernel):
-        return grouped(standin, flag, x, kernel, of_all)
+        return grouped(standin, x, kernel, of_all)
 
-    maxtext.install()
+    maxtext.install(recipe)
     results = []
     for product in (of_jaxfp8, of_maxtext):
         y, vjp = jax.vjp(product, x[0], kernel)
@@ -527,7 +530,7 @@ def test_grouped_product(standin, flag):
     assert_same_bits(*results)
 
 
-def on_devices(standin, flag, tensor):
+def on_devices(standin, tensor):
     """The product in `shard_map`, as MaxText's experts have it, where types do not tell
     what varies: rows on an axis of DEVICES, columns on an axis of `tensor`.
     """
@@ -543,7 +546,7 @@ def on_devices(standin, flag, tensor):
         check_vma=False,
     )
     def product(x, kernel, sizes):
-        return grouped(standin, flag, x[0], kernel, sizes[0])[None]
+        return grouped(standin, x[0], kernel, sizes[0])[None]
 
     return lambda x, kernel: product(x, kernel, jnp.asarray(SIZES))
 
@@ -577,15 +580,15 @@ def on_one_device(recipe, x, kernel, grad):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("flag", STATELESS)
-def test_grouped_products_of_devices(standin, flag, tensor, recwarn):
+@pytest.mark.parametrize("recipe", ON_DEVICES, ids=lambda recipe: type(recipe).__name__)
+def test_grouped_products_of_devices(standin, recipe, tensor, recwarn):
     """Devices that hold parts of one tensor share its scales, without a warning."""
     x, kernel, grad = operands()
-    maxtext.install()
-    product = on_devices(standin, flag, tensor)
+    maxtext.install(recipe)
+    product = on_devices(standin, tensor)
     y, of_x, of_kernel = with_gradients(product, x, kernel, grad)
     assert not recwarn.list
-    expected = on_one_device(STATELESS[flag], x, kernel, grad)
+    expected = on_one_device(recipe, x, kernel, grad)
     assert_same_bits(y, expected[0])
     # Sums in f32 of HIDDEN terms, in another order. A code is at most 9/8 of its value.
     terms = jnp.abs(grad) @ jnp.max(jnp.abs(kernel), axis=0).T * (9 / 8) ** 2
@@ -599,9 +602,8 @@ def test_grouped_products_of_devices(standin, flag, tensor, recwarn):
 def test_devices_with_scales_of_their_own(standin):
     """The control of the test above."""
     x, kernel, grad = operands()
-    recipe = jaxfp8.Float8CurrentScaling(pipeline_axes=("fsdp",))
-    maxtext.install(recipe)
-    product = on_devices(standin, "te_fp8_currentscaling", 1)
+    maxtext.install(jaxfp8.Float8CurrentScaling(pipeline_axes=("fsdp",)))
+    product = on_devices(standin, 1)
     y, _, _ = with_gradients(product, x, kernel, grad)
     expected, _, _ = on_one_device(jaxfp8.Float8CurrentScaling(), x, kernel, grad)
     assert (y != expected).any()
@@ -627,7 +629,7 @@ def compare_stages(standin):
         check_vma=False,
     )
     def product(x, kernel, sizes):
-        return grouped(standin, "te_fp8_currentscaling", x, kernel, sizes)
+        return grouped(standin, x, kernel, sizes)
 
     y = jax.jit(product)(x, kernels, sizes)
     recipe = jaxfp8.Float8CurrentScaling()
@@ -637,14 +639,14 @@ def compare_stages(standin):
 
 
 def test_stages_have_scales_of_their_own(standin, recwarn):
-    maxtext.install()
+    maxtext.install(jaxfp8.Float8CurrentScaling())
     compare_stages(standin)
     assert not recwarn.list
 
 
 def test_stages_that_share_scales(standin, monkeypatch):
     """The control of the test above."""
-    maxtext.install()
+    maxtext.install(jaxfp8.Float8CurrentScaling())
     monkeypatch.setattr(maxtext, "_STAGES", ())
     with pytest.raises(AssertionError):
         compare_stages(standin)
@@ -670,17 +672,16 @@ class QArray:
 def test_grouped_products_that_are_refused(standin, flag, changed):
     x, kernel, _ = operands()
     call = {"lhs": x[0], "rhs": kernel, "group_sizes": jnp.asarray(SIZES[0])} | changed
-    maxtext.install()
+    maxtext.install(jaxfp8.MXFP8BlockScaling())
     with pytest.raises(ValueError, match=f"maxtext: {flag}: expected its default"):
-        grouped(standin, "te_mxfp8", **call)
+        grouped(standin, **call)
 
 
-@pytest.mark.parametrize("flag", ["fp8", "te_fp8_delayedscaling"])
-def test_grouped_products_have_no_state(standin, flag):
+def test_grouped_products_have_no_state(standin):
     x, kernel, _ = operands()
     maxtext.install()
     with pytest.raises(ValueError, match="maxtext: sparse_matmul: expected false with"):
-        grouped(standin, flag, x[0], kernel, jnp.asarray(SIZES[0]))
+        grouped(standin, x[0], kernel, jnp.asarray(SIZES[0]))
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float8_e4m3fn])
