@@ -51,7 +51,7 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
     manual = first.manual_axis_type.update(varying=varying(*operands))
     results = []
     for named, dtype in zip(result_names, dtypes, strict=True):
-        spec = _once([axes.get(name) for name in named])
+        spec = once([axes.get(name) for name in named])
         result = first.update(
             shape=tuple(map(sizes.get, named)),
             dtype=jnp.dtype(dtype),
@@ -63,7 +63,7 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
     return results
 
 
-def _once(entries) -> PartitionSpec:
+def once(entries) -> PartitionSpec:
     """Return a PartitionSpec without the mesh axes that an earlier entry has."""
     used, kept = set(), []
     for entry in entries:

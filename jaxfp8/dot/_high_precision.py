@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
+from .._jax import _mesh
 from ..recipes import QTensor, dequantized
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
@@ -51,9 +53,31 @@ def multiply_dequantized(a, b, out_dtype, batch, bias):
         numbers = contract, (leading, leading)
         wide = promoted(dtype, out_dtype if bias is None else jnp.float32)
         y = lax.dot_general(
-            a.astype(dtype), b.astype(dtype), numbers, preferred_element_type=wide
+            a.astype(dtype),
+            b.astype(dtype),
+            numbers,
+            preferred_element_type=wide,
+            out_sharding=_out_sharding(a, b, numbers),
         )
     return plus(y, bias, batch, out_dtype)
+
+
+def _out_sharding(a, b, numbers):
+    """Return the sharding of a product whose contracted dimensions a mesh with explicit
+    axes may cut, where JAX does not choose; None elsewhere.
+
+    The dimensions that are not contracted keep their axes, as in FP8 products.
+    """
+    specs = [jax.typeof(x).sharding.spec for x in (a, b)]
+    mesh = jax.typeof(a).sharding.mesh
+    (a_contract, b_contract), (batch, _) = numbers
+    if not mesh.explicit_axes:
+        return None
+    entries = [axes for i, axes in enumerate(specs[0]) if i not in a_contract]
+    entries += [
+        axes for i, axes in enumerate(specs[1]) if i not in (*batch, *b_contract)
+    ]
+    return NamedSharding(mesh, _mesh.once(entries))
 
 
 def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):

@@ -58,7 +58,11 @@ def test_any_numbers(name, where):
 
 @pytest.mark.parametrize(
     "name, where",
-    [("current | block | None", "columns"), ("rowwise | current | mx", "FSDP")],
+    [
+        ("current | block | None", "columns"),
+        ("current | block | None", "explicit data"),
+        ("rowwise | current | mx", "FSDP"),
+    ],
 )
 def test_any_numbers_by_product(name, where):
     compare_any_numbers(name, where)
