@@ -8,6 +8,7 @@ canonical forms: a leading group dimension.
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -90,23 +91,22 @@ def _cached(name: str, *arguments, headers: tuple[Path, ...] = ()) -> Path:
         + _digest(*headers)
     )
     result = CACHE / f"{hashlib.sha256(key).hexdigest()[:16]}-{name}"
-    if not result.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        # two workers may be here: the last one wins
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            command = [
-                compiler(),
-                *FLAGS.split(),
-                f"-I{EMULATOR}",
-                f"-I{ROOT}",
-                *map(str, arguments),
-                "-o",
-                name,
-            ]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            os.replace(Path(folder, name), result)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    # Of two workers one compiles, and the other one waits for it.
+    with open(CACHE / f"{result.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            _compile(name, arguments, result)
     return result
+
+
+def _compile(name: str, arguments, result: Path) -> None:
+    command = [compiler(), *FLAGS.split(), f"-I{EMULATOR}", f"-I{ROOT}"]
+    command += [*map(str, arguments), "-o", name]
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        os.replace(Path(folder, name), result)
 
 
 def _object(source: Path) -> Path:
