@@ -185,7 +185,7 @@ def test_names_of_flax_are_in_the_table():
         str(path.relative_to(ROOT)): path.read_text()
         for path in (ROOT / "jaxfp8").rglob("*.py")
     }
-    defined = {"_asdict", "_replace", "_config"}.union(
+    defined = {"_asdict", "_fields", "_replace", "_config"}.union(
         *map(defined_in, sources.values())
     )
     outside = {

@@ -323,12 +323,12 @@ def _forward(both, x, state: DotGeneralState, has_backward):
     """Return the results of `_transfer`, and the residuals
     `(q, scale of the gradient, reading)`.
     """
-    scale, _, grad_scale, *_ = scales_of(both.quantizers, state, has_backward)
+    scales = scales_of(both.quantizers, state, has_backward)
     source, codes, q = both.move(
-        both.collective.send, both.quantizers[0], x, scale, x.dtype
+        both.collective.send, both.quantizers.input, x, scales.input, x.dtype
     )
     codes = checkpoint_name(codes, RESIDUAL_NAME)
-    return (source, codes), (q, grad_scale, reading_of(state))
+    return (source, codes), (q, scales.output_grad, reading_of(state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -361,7 +361,9 @@ def _transfer_bwd(both, residuals, cotangents):
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = (
-        HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
+        HighPrecisionQuantizer()
+        if both.collective.sums_back
+        else both.quantizers.output_grad
     )
     with _support.using(both.implementation):
         dx, _, grad = both.move(

@@ -198,7 +198,8 @@ def fused_operand(x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand
     scale, for both its products, and where `can_fuse`.
     """
     array = fused.values(fp8_residual=True) if recipe.fp8_residuals else x.array
-    has_one_scale = quantizers[0].has_one_scale and recipes.shares_codes(quantizers, 0)
+    quantizer, second = quantizers.of_operand(0)
+    has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
     return Operand(array, fused.fixed if has_one_scale and can_fuse else None)
 
 
@@ -267,14 +268,15 @@ def why(recipe) -> str:
     return "autocast is off" if recipes.is_off() else "the recipe is None"
 
 
-def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
-    """Return the quantizers of a recipe, one for each field of a state, and `state`, an
-    argument of `op`.
+def checked_quantizers(
+    op: str, recipe, state
+) -> tuple[recipes.ByQuantizer, DotGeneralState]:
+    """Return the quantizers of a recipe, and `state`, an argument of `op`.
 
     Raises:
         TypeError, ValueError: `state` is not a state of this recipe.
     """
-    quantizers = recipes.all_quantizers(recipes.checked(f"{op}: recipe", recipe))
+    quantizers = recipes.checked(f"{op}: recipe", recipe).quantizers()
     if state is None:
         if recipes.keeps_state(recipe):
             raise ValueError(
@@ -288,10 +290,8 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
         raise TypeError(
             f"{op}: state: expected a DotGeneralState, got {type(state).__name__}"
         )
-    for field, quantizer in zip(
-        dataclasses.fields(DotGeneralState), recipes.with_state(quantizers), strict=True
-    ):
-        quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
+    for name, quantizer in quantizers._asdict().items():
+        quantizer.check_state(f"{op}: state.{name}", getattr(state, name))
     for leaf in jax.tree.leaves(state):
         if jax.typeof(leaf).sharding.spec.reduced:
             raise ValueError(

@@ -84,23 +84,24 @@ def freeze_operands(
         return None
     if jax.tree.leaves(state.output):
         raise ValueError(
-            f"freeze: recipe: expected an output without state, got {quantizers[3]!r}"
+            f"freeze: recipe: expected an output without state, got "
+            f"{quantizers.output!r}"
         )
     scales = recipes.scales_of(quantizers, recipes.read(quantizers, state))
     # 2. Quantize the kernel.
     q = _quantized(
         kernel,
-        quantizers[1],
+        quantizers.kernel,
         both[1],
-        scales[1],
+        scales.kernel,
         recipes.AmaxReduction.for_recipe(recipe),
     )
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     # 3. Fix the scales of the input and the kernel.
-    fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", scales[0])
+    fixed = quantizers.input.fixed_scale("freeze: recipe: for the input", scales.input)
     # the codes keep that scale
-    quantizers[1].fixed_scale("freeze: recipe: for the kernel", scales[1])
+    quantizers.kernel.fixed_scale("freeze: recipe: for the kernel", scales.kernel)
     frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
     if fixed is not None:
         frozen |= {INPUT_SCALE: fixed.scale, INPUT_SCALE_INV: fixed.scale_inv}
@@ -217,7 +218,7 @@ def _checked_scaling(frozen, kernel, layout, recipe):
 
     def quantized(kernel):
         return _quantized(
-            kernel, recipe.quantizers()[1], layout, None, recipes.no_reduction
+            kernel, recipe.quantizers().kernel, layout, None, recipes.no_reduction
         )
 
     q = jax.eval_shape(quantized, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
 from ..ops._support import is_for_tpu
-from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
+from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
 from ._fused_input import (
     RESIDUAL_NAME,
@@ -35,15 +35,20 @@ from ._high_precision import (
 )
 from ._layout import Layout, both_layouts, layouts
 
+# The operands of each product. Of two products of their own the first one's counts.
+_OPERANDS = {
+    GEMMType.FPROP: ("input", "kernel"),
+    GEMMType.DGRAD: ("output_grad", "kernel"),
+    GEMMType.WGRAD: ("input", "output_grad"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """The static part of one product.
 
     Attributes:
-        quantizers: the quantizers of x, kernel, grad, y and the gradient of x; then
-            those of the second product that reads x, kernel and grad
-            (`recipes.second`), which are equal to the first but in a `ByProduct`.
+        quantizers: the quantizers of the recipe.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped
             dimensions.
         x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
@@ -61,7 +66,7 @@ class Product:
             layers are one product.
     """
 
-    quantizers: tuple
+    quantizers: recipes.ByQuantizer
     dimension_numbers: tuple
     x_dtype: np.dtype
     kernel_dtype: np.dtype
@@ -128,16 +133,9 @@ class Product:
         Returns:
             `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
         """
-        x, kernel, grad = self.quantizers[:3]
-        wgrad_x, dgrad_kernel, wgrad_grad = (
-            recipes.second(self.quantizers, i) for i in range(3)
-        )
-        pairs = {
-            GEMMType.FPROP: (x, kernel),
-            GEMMType.DGRAD: (grad, dgrad_kernel),
-            GEMMType.WGRAD: (wgrad_x, wgrad_grad),
-        }
-        qgemm = pairs[gemm_type][0].qgemm or pairs[gemm_type][1].qgemm
+        names = _OPERANDS[gemm_type]
+        first, second = (self.quantizers.for_product(name, gemm_type) for name in names)
+        qgemm = first.qgemm or second.qgemm
         if qgemm is not None:
             return multiply_by(
                 qgemm, a, b, gemm_type, out_dtype, self.batch, bias, swap
@@ -181,14 +179,14 @@ class Product:
             )
         return multiply_dequantized(a, b, out_dtype, self.batch, bias)
 
-    def requantize(self, i, y, scale, cols):
-        """Quantize and dequantize the result y by quantizer `i`; return y and the
-        QTensor for the next state.
+    def requantize(self, quantizer, y, scale, cols):
+        """Quantize and dequantize the result y; return y and the QTensor for the next
+        state.
         """
         options = OperandOptions(
             y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce
         )
-        q, _ = self.quantizers[i].quantize_operand(y, scale, options)
+        q, _ = quantizer.quantize_operand(y, scale, options)
         return q.dequantize(y.dtype), q.for_next_state()
 
 
@@ -262,8 +260,9 @@ def forward(
             bias=bias,
             group_sizes=group_sizes,
         )
-    y, output = product.requantize(3, y, scales[3], len(layouts_of_both[1].free))
-    grad_scales = [scales[2], recipes.second(scales, 2), scales[4]]
+    cols = len(layouts_of_both[1].free)
+    y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
+    grad_scales = [*scales.of_operand(2), scales.input_grad]
     if reading is not None and recipes.reading_suffices(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them
         # from the residuals.
@@ -290,21 +289,21 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         `(q, residual, again)`: the operand of fprop; what the backward keeps of it; and
         codes for the backward that fprop does not read, or None.
     """
-    shares_codes = recipes.shares_codes(product.quantizers, i)
-    is_kept = is_read_again and (shares_codes or _is_all_of(codes, operand))
+    quantizer, second_quantizer = product.quantizers.of_operand(i)
+    scale, second_scale = scales.of_operand(i)
+    shares_codes = second_quantizer == SharedCodes() or _is_all_of(codes, operand)
+    is_kept = is_read_again and shares_codes
     options = layout.options(
         columnwise=is_kept or layout.contract_first, reduce=product.reduce
     )
     # 1. Get the codes in the order of the product's dimensions.
     if codes is None:
         options = options._replace(contract_first=layout.contract_first)
-        q, _ = product.quantizers[i].quantize_operand(
-            layout.ordered(operand), scales[i], options
-        )
+        q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
     else:
         q = codes
         if isinstance(codes, FusedInput):
-            q = quantize_fused(codes, product.quantizers[i], scales[i], product.reduce)
+            q = quantize_fused(codes, quantizer, scale, product.reduce)
             # A policy that saves the codes has no reason to compute the input again.
             q = checkpoint_name(q, RESIDUAL_NAME)
         q = _in_order(product.names[i], q, layout, options.columnwise)
@@ -321,25 +320,20 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         residual = recipes.as_bytes(residual)
     again = None
     if is_read_again and not is_kept:
-        again = _quantized_again(product, i, operand, layout, scales)
+        # The second product has the contraction last.
+        first = layout.contract_first
+        options = layout.options(columnwise=not first, reduce=product.reduce)
+        again, _ = second_quantizer.quantize_operand(
+            layout.ordered(operand), second_scale, options
+        )
+        again = both_layouts(again, len(layout.batch), first, True)[1]
+        again = recipes.as_bytes(again)
     return last, residual, again
 
 
 def _is_all_of(codes, operand) -> bool:
     """Tell whether an operand is codes alone, which serve both of its products."""
     return isinstance(codes, QTensor) and codes.is_all_of(operand)
-
-
-def _quantized_again(product, i, operand, layout, scales) -> QTensor:
-    """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it,
-    its contraction last.
-    """
-    first = layout.contract_first
-    options = layout.options(columnwise=not first, reduce=product.reduce)
-    quantizer = recipes.second(product.quantizers, i)
-    scale = recipes.second(scales, i)
-    q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
-    return recipes.as_bytes(both_layouts(q, len(layout.batch), first, True)[1])
 
 
 def backward(
@@ -461,8 +455,8 @@ def _quantize_grad(product, grad, scales, options, differentiated) -> _Quantized
     """
     needs_dx, needs_dkernel = "x" in differentiated, "kernel" in differentiated
     options = options._replace(column_sums="bias" in differentiated)
-    quantizer, second = product.quantizers[2], recipes.second(product.quantizers, 2)
-    if recipes.shares_codes(product.quantizers, 2):
+    quantizer, second = product.quantizers.of_operand(2)
+    if second == SharedCodes():
         options = options._replace(columnwise=needs_dkernel)
         q, sums = quantize_gradient(quantizer, grad, scales[0], options)
         rowwise, columnwise = both_layouts(q, product.batch, False, needs_dkernel)
@@ -491,7 +485,7 @@ def _dgrad(product, grad, kernel, x_layout, scale, group_sizes):
             GEMMType.DGRAD, grad, kernel, product.x_dtype, swap, group_sizes=group_sizes
         )
     cols = len(x_layout.free if swap else x_layout.contract)
-    dx, q = product.requantize(4, dx, scale, cols)
+    dx, q = product.requantize(product.quantizers.input_grad, dx, scale, cols)
     return x_layout.restored(dx), q
 
 
@@ -567,7 +561,7 @@ def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> Q
             q.data, q.scale_inv, block=q.block, rows=options.rows, cols=options.cols
         )
         return dataclasses.replace(q, data_t=data_t, scale_inv_t=scale_inv_t)
-    again, _ = product.quantizers[0].quantize_operand(
+    again, _ = product.quantizers.input.quantize_operand(
         q.dequantize(product.x_dtype), None, options
     )
     if again.scale_inv_t is None or again.block != q.block:

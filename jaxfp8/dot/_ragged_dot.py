@@ -22,7 +22,6 @@ from ..recipes import (
     QTensor,
     Recipe,
     read,
-    second,
     value_of,
 )
 from . import _contexts
@@ -233,7 +232,8 @@ def _check_recipe(recipe, quantizers) -> None:
     """Raise unless each operand of the three products is in high precision, or in codes
     that a ragged product takes, and one of them in codes.
     """
-    operands = (*quantizers[:3], *(second(quantizers, i) for i in range(3)))
+    both = [quantizers.of_operand(i) for i in range(3)]
+    operands = sum(both, ())
     has_codes = [not isinstance(q, HighPrecisionQuantizer) for q in operands]
     fits = [q.has_one_scale or q.block is not None for q in operands]
     if not any(has_codes) or not all(

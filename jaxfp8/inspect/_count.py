@@ -17,8 +17,6 @@ from ..dot import FusedInput, _contexts, _product
 from ..recipes import (
     TensorwiseQuantizer,
     scales_of,
-    second,
-    shares_codes,
 )
 
 _TENSORS = (
@@ -190,15 +188,12 @@ def _fractions(product, i, values, scales) -> list[jax.Array]:
 
     Args:
         product: the static part.
-        i: the position of the tensor's first quantizer.
+        i: 0 for x, 1 for the kernel, 2 for grad.
         values: the tensor, or None.
         scales: what all quantizers take, see `recipes.scales_of`.
     """
-    both = [(product.quantizers[i], scales[i])]
-    if not shares_codes(product.quantizers, i):
-        both.append((second(product.quantizers, i), second(scales, i)))
-    fractions = [_fractions_of_quantizer(product, values, *each) for each in both]
-    return [*fractions, jnp.full((2,), jnp.nan, jnp.float32)][:2]
+    both = zip(product.quantizers.of_operand(i), scales.of_operand(i), strict=True)
+    return [_fractions_of_quantizer(product, values, *each) for each in both]
 
 
 def _fractions_of_quantizer(product, values, quantizer, scale):

@@ -14,7 +14,7 @@ from ._blockwise import (
     MXFP8BlockScaling,
     MXFP8Quantizer,
 )
-from ._by_product import ByProduct, all_quantizers, second, shares_codes, with_state
+from ._by_product import ByProduct
 from ._custom import ROLES, CustomRecipe
 from ._delayed import DelayedScaling, DelayedScalingQuantizer, scales_from
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
@@ -27,7 +27,14 @@ from ._read import (
     shared,
 )
 from ._reading import holds_max, is_reading, reading_of, without_max
-from ._recipe import HighPrecision, HighPrecisionQuantizer, Recipe, checked
+from ._recipe import (
+    ByQuantizer,
+    HighPrecision,
+    HighPrecisionQuantizer,
+    Recipe,
+    SharedCodes,
+    checked,
+)
 from ._rules import (
     Rule,
     Rules,

@@ -9,7 +9,6 @@ from jax import lax
 
 from .._jax import _warnings
 from .._jax._mesh import varying
-from ._by_product import all_quantizers
 from ._state import keeps_state
 from ._warning import FP8StateWarning
 
@@ -50,7 +49,7 @@ class AmaxReduction:
             )
         axes = tuple(axis for axis in manual if axis not in stages)
         reduces = keeps_state(recipe) or any(
-            quantizer.reduces_amax for quantizer in all_quantizers(recipe)
+            quantizer.reduces_amax for quantizer in recipe.quantizers()
         )
         if recipe.pipeline_axes is None and reduces:
             _warnings.warn(

@@ -94,11 +94,9 @@ class Float8RowwiseScaling(Recipe):
     fp8_format: Format = HYBRID
     power_2_scale: bool = False
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of `x`, `kernel` and `grad`."""
-        return self.for_formats(
-            lambda dtype: Float8RowwiseQuantizer(dtype, self.power_2_scale)
-        )
+    def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:
+        """Return the quantizer of an operand; see `Recipe.quantizer_in`."""
+        return Float8RowwiseQuantizer(dtype, self.power_2_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +140,10 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = E4M3
     power_2_scale: bool = False
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of `x`, `kernel` and `grad`."""
-        x, _, grad = self.for_formats(
-            lambda dtype: Float8BlockQuantizer(dtype, 1, self.power_2_scale)
-        )
-        return x, dataclasses.replace(x, block_scaling_dim=2), grad
+    def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:
+        """Return the quantizer of an operand; see `Recipe.quantizer_in`."""
+        block_scaling_dim = 2 if operand == "kernel" else 1
+        return Float8BlockQuantizer(dtype, block_scaling_dim, self.power_2_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +212,9 @@ class MXFP8BlockScaling(Recipe):
         super().__post_init__()
         self.expect(self.rounding in ROUNDINGS, "rounding", f"one of {ROUNDINGS}")
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of `x`, `kernel` and `grad`."""
-        return self.for_formats(lambda dtype: MXFP8Quantizer(dtype, self.rounding))
+    def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:
+        """Return the quantizer of an operand; see `Recipe.quantizer_in`."""
+        return MXFP8Quantizer(dtype, self.rounding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,16 @@
 """ByProduct: a recipe for each of the three products of a layer.
 
 Each operand is read by two products: x by fprop and wgrad, the kernel by fprop and
-dgrad, grad by dgrad and wgrad. So there are two quantizers of each. They are equal in
-all other recipes, and then both products read the same codes.
+dgrad, grad by dgrad and wgrad. Their quantizers are equal in all other recipes, and
+then both products read the same codes.
 """
 
 import dataclasses
 
 from ._quantizer import Quantizer
-from ._recipe import PRODUCTS, HighPrecision, HighPrecisionQuantizer, Recipe, checked
+from ._recipe import PRODUCTS, HighPrecision, Recipe, checked
 
 _SHARED = tuple(field.name for field in dataclasses.fields(Recipe))
-# Positions in `ByProduct.quantizers`: the quantizers of second products are as many
-# places after those of first ones.
-_SECOND = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +54,6 @@ class ByProduct(Recipe):
     dgrad: Recipe | None = None
     wgrad: Recipe | None = None
 
-    operands = (
-        *Recipe.operands,
-        "output",
-        "input_grad",
-        "wgrad_input",
-        "dgrad_kernel",
-        "wgrad_output_grad",
-    )
-
     def __post_init__(self) -> None:
         for product in PRODUCTS:
             recipe = getattr(self, product)
@@ -95,63 +83,6 @@ class ByProduct(Recipe):
             )
         super().__post_init__()
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of x, kernel, grad, y and the gradient of x, then those
-        of second products.
-
-        Second products are wgrad for x, dgrad for the kernel, wgrad for grad.
-        """
-        fprop, dgrad, wgrad = (
-            all_quantizers(getattr(self, name) or HighPrecision()) for name in PRODUCTS
-        )
-        return (
-            fprop[0],
-            fprop[1],
-            dgrad[2],
-            fprop[3],
-            dgrad[4],
-            wgrad[0],
-            dgrad[1],
-            wgrad[2],
-        )
-
-
-def all_quantizers(recipe: Recipe) -> tuple[Quantizer, ...]:
-    """Return the quantizers of a recipe, one for each field of DotGeneralState, in the
-    order of its fields.
-    """
-    quantizers = recipe.quantizers()
-    quantizers += (HighPrecisionQuantizer(),) * (_SECOND - len(quantizers))
-    return quantizers if len(quantizers) > _SECOND else (*quantizers, *quantizers[:3])
-
-
-def second(values: tuple, operand: int):
-    """Return the one of `values`, one for each quantizer, that belongs to the second
-    product of an operand.
-
-    Args:
-        values: quantizers, states or uses, in the order of the fields of
-            DotGeneralState.
-        operand: 0 for x, 1 for the kernel, 2 for the gradient of the output.
-    """
-    return values[_SECOND + operand]
-
-
-def shares_codes(quantizers: tuple[Quantizer, ...], operand: int) -> bool:
-    """Tell whether both products of an operand, numbered as for `second`, read the same
-    codes.
-    """
-    return quantizers[operand] == second(quantizers, operand)
-
-
-def with_state(quantizers: tuple[Quantizer, ...]) -> list[Quantizer]:
-    """Return the quantizers whose states a product keeps: where two products read the
-    same codes, there is one.
-    """
-    unused = (
-        HighPrecisionQuantizer()
-        if shares_codes(quantizers, i)
-        else second(quantizers, i)
-        for i in range(3)
-    )
-    return [*quantizers[:_SECOND], *unused]
+    def quantizer(self, tensor: str, product: str) -> Quantizer:
+        """Return the quantizer that the recipe of the product gives the tensor."""
+        return (getattr(self, product) or HighPrecision()).quantizer(tensor, product)

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Callable
 
 from ._quantizer import Quantizer
-from ._recipe import HighPrecisionQuantizer, Recipe
+from ._recipe import ByQuantizer, HighPrecisionQuantizer, Recipe
 
-# In the order of `Recipe.quantizers`.
+# In the order of `ByQuantizer`.
 ROLES = (
     "linear_input",
     "linear_weight",
@@ -78,36 +78,40 @@ class CustomRecipe(Recipe):
         )
         super().__post_init__()
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of `x`, `kernel`, `grad`, `y` and the gradient of x."""
-        return _quantizers(self.qfactory)
+    def quantizer(self, tensor: str, product: str) -> Quantizer:
+        """Return the quantizer that the factory gives the role of the tensor.
+
+        Raises:
+            TypeError: the factory returns neither a Quantizer that hashes nor None; or
+                the first state of its quantizer is not of float32 arrays.
+            ValueError: a number in that state is negative or not finite.
+        """
+        return _quantizer(self.qfactory, ROLES[ByQuantizer._fields.index(tensor)])
 
 
-@functools.lru_cache(maxsize=256)
-def _quantizers(qfactory) -> tuple:
-    """Call the factory once for each role and cache the answers, so that equal recipes
-    hit jit's cache.
+@functools.lru_cache(maxsize=1024)
+def _quantizer(qfactory, role) -> Quantizer:
+    """Call the factory once for a role, so that both products that read an operand have
+    one quantizer.
     """
-    quantizers = []
-    for role in ROLES:
-        quantizer = qfactory(role)
-        quantizer = HighPrecisionQuantizer() if quantizer is None else quantizer
-        if not isinstance(quantizer, Quantizer):
-            hint = "; it is the class, call it" if isinstance(quantizer, type) else ""
-            needed = f"a jaxfp8.Quantizer or None for {role!r}"
-            raise TypeError(
-                f"CustomRecipe: qfactory: expected {needed}, got {quantizer!r}{hint}"
-            )
-        if not _hashes(quantizer):
-            raise TypeError(
-                f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a "
-                "hash, as programs with equal quantizers are the same program; got "
-                f"{quantizer!r}: make it a dataclass with frozen=True"
-            )
-        # Check the first state once, here; every layer will make one.
-        quantizer.check_init()
-        quantizers.append(quantizer)
-    return tuple(quantizers)
+    quantizer = qfactory(role)
+    if quantizer is None:
+        return HighPrecisionQuantizer()
+    if not isinstance(quantizer, Quantizer):
+        hint = "; it is the class, call it" if isinstance(quantizer, type) else ""
+        needed = f"a jaxfp8.Quantizer or None for {role!r}"
+        raise TypeError(
+            f"CustomRecipe: qfactory: expected {needed}, got {quantizer!r}{hint}"
+        )
+    if not _hashes(quantizer):
+        raise TypeError(
+            f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a "
+            "hash, as programs with equal quantizers are the same program; got "
+            f"{quantizer!r}: make it a dataclass with frozen=True"
+        )
+    # Check the first state once, here; every layer will make one.
+    quantizer.check_init()
+    return quantizer
 
 
 def _hashes(value) -> bool:

@@ -120,15 +120,15 @@ class DelayedScaling(Recipe):
         self.expect(is_told, "margin", 'a multiple of 1/2 with first_step="current"')
         super().__post_init__()
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of `x`, `kernel` and `grad`."""
-        options = (
+    def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:
+        """Return the quantizer of an operand; see `Recipe.quantizer_in`."""
+        return DelayedScalingQuantizer(
+            dtype,
             self.margin,
             self.amax_history_len,
             self.amax_compute_algo,
             self.first_step,
         )
-        return self.for_formats(lambda dtype: DelayedScalingQuantizer(dtype, *options))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ..ops._support import selected, using
 from . import _reading
 from ._delayed import DelayedScalingQuantizer, scales_from
 from ._quantizer import Quantizer, no_reduction
+from ._recipe import ByQuantizer
 from ._state import DotGeneralState, QuantizerState, Scale
 from ._tensor import QTensor
 
@@ -220,7 +221,7 @@ mlir.register_lowering(_record_p, refuse_derivative)
 
 def scales_of(
     quantizers: Sequence[Quantizer], state: DotGeneralState, has_backward: bool = True
-) -> list[Any]:
+) -> ByQuantizer:
     """Return what the quantizers of a product take: a Scale for delayed scaling, else
     the state. Here it is known whether a product has a backward, and so whether it may
     ask for its history.
@@ -234,7 +235,7 @@ def scales_of(
         TypeError: the state was read before a loop, and a quantizer that the reading
             covers is not of delayed scaling.
     """
-    scales, reading = state.by_quantizer(), _reading.reading_of(state)
+    scales, reading = list(state.by_quantizer()), _reading.reading_of(state)
     if reading is not None:
         histories = [old.amax_history for old in scales[:3]]
         scales[:3] = scales_of_reading(quantizers, reading, histories, has_backward)
@@ -244,7 +245,7 @@ def scales_of(
         if isinstance(scale, Scale) and scale.history is not None:
             if has_backward and quantizers[i].first_step == "unit":
                 scales[i] = dataclasses.replace(scale, history=None)
-    return scales
+    return ByQuantizer(*scales)
 
 
 def scales_of_reading(

@@ -3,8 +3,9 @@ stay as they are.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Self
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import numpy as np
@@ -14,6 +15,49 @@ from ._quantizer import DEFAULT, OperandOptions, Quantized, Quantizer
 from ._tensor import QTensor
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+class ByQuantizer(NamedTuple):
+    """One value for each quantizer of a product: its quantizers, states or scales. The
+    fields are those of `DotGeneralState`.
+
+    Two products read each operand, x, kernel and grad. The last three fields belong to
+    the second one; where both have equal quantizers they share their codes, and the
+    second one's quantizer is `SharedCodes`.
+    """
+
+    input: Any
+    kernel: Any
+    output_grad: Any
+    output: Any = None
+    input_grad: Any = None
+    wgrad_input: Any = None
+    dgrad_kernel: Any = None
+    wgrad_output_grad: Any = None
+
+    def of_operand(self, operand: int) -> tuple[Any, Any]:
+        """Return the values of both products that read an operand: 0 for x, 1 for the
+        kernel, 2 for grad.
+        """
+        return self[operand], self[5 + operand]
+
+    def for_product(self, operand: str, product: str) -> Any:
+        """Return the quantizer of an operand, `"input"`, `"kernel"` or `"output_grad"`,
+        for a product that reads it.
+        """
+        second = getattr(self, f"{product}_{operand}", SharedCodes())
+        return getattr(self, operand) if second == SharedCodes() else second
+
+
+# The tensor and the product of each quantizer.
+_FIRST = (
+    ("input", "fprop"),
+    ("kernel", "fprop"),
+    ("output_grad", "dgrad"),
+    ("output", "fprop"),
+    ("input_grad", "dgrad"),
+)
+_SECOND = ("input", "wgrad"), ("kernel", "dgrad"), ("output_grad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,25 +125,40 @@ class Recipe:
         raise _as_product(type(self).__name__)
 
     # Names of the quantizers' variables, in the order of `quantizers()`.
-    operands = ("input", "kernel", "output_grad")
+    operands = ByQuantizer._fields
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of x, kernel and grad; a `CustomRecipe` adds those of y
-        and of the gradient of x.
+    def quantizer(self, tensor: str, product: str) -> Quantizer:
+        """Return the quantizer of a tensor for one product.
+
+        Operands are in the dtypes of `fp8_format`; results stay in high precision.
+
+        Args:
+            tensor: an operand of the product, `"input"`, `"kernel"` or `"output_grad"`;
+                or its result: `"output"` of fprop, `"input_grad"` of dgrad.
+            product: `"fprop"`, `"dgrad"` or `"wgrad"`.
+        """
+        if tensor in ("output", "input_grad"):
+            return HighPrecisionQuantizer()
+        if tensor == "output_grad":
+            return self.quantizer_in(self.fp8_format.backward_dtype, tensor)
+        return self.quantizer_in(self.fp8_format.dtype, tensor)
+
+    def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:
+        """Return the quantizer of an operand in an FP8 dtype: all that a recipe with an
+        `fp8_format` defines.
 
         Raises:
-            NotImplementedError: the subclass does not define `quantizers`.
+            NotImplementedError: the subclass does not define it.
         """
-        raise NotImplementedError(f"{type(self).__name__}: quantizers")
+        raise NotImplementedError(f"{type(self).__name__}: quantizer_in")
 
-    def for_formats(
-        self, quantizer: Callable[[np.dtype], Quantizer]
-    ) -> tuple[Quantizer, ...]:
-        """Return `quantizer(dtype)` for x, kernel and grad, in the dtypes of
-        `fp8_format`.
+    def quantizers(self) -> ByQuantizer:
+        """Return the quantizers of a product, `quantizer` of each tensor: of x, kernel,
+        grad, y and the gradient of x; then those of second products.
+
+        Equal recipes give the same quantizers: each is made once.
         """
-        forward = quantizer(self.fp8_format.dtype)
-        return forward, forward, quantizer(self.fp8_format.backward_dtype)
+        return _quantizers(self)
 
     def expect(
         self,
@@ -162,6 +221,16 @@ class Recipe:
         self.expect(self.min_size >= 0, "min_size", "at least 0")
 
 
+@functools.lru_cache(maxsize=256)
+def _quantizers(recipe) -> ByQuantizer:
+    first = [recipe.quantizer(*tensor) for tensor in _FIRST]
+    second = [recipe.quantizer(*tensor) for tensor in _SECOND]
+    for i in range(3):
+        if second[i] == first[i]:
+            second[i] = SharedCodes()
+    return ByQuantizer(*first, *second)
+
+
 def _as_product(name: str) -> TypeError:
     return TypeError(
         f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, "
@@ -213,6 +282,13 @@ class HighPrecisionQuantizer(Quantizer):
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedCodes(HighPrecisionQuantizer):
+    """Stands for the second of two equal quantizers: its product reads the codes of the
+    first.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
 class HighPrecision(Recipe):
     """Compute without FP8: a layer with this recipe computes as without jaxfp8, also in
     `autocast`; it has no state.
@@ -221,6 +297,6 @@ class HighPrecision(Recipe):
     is None has the default one.
     """
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return a `HighPrecisionQuantizer` for each tensor."""
-        return (HighPrecisionQuantizer(),) * 3
+    def quantizer(self, tensor: str, product: str) -> Quantizer:
+        """Return a `HighPrecisionQuantizer`."""
+        return HighPrecisionQuantizer()

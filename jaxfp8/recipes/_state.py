@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from ._by_product import all_quantizers, with_state
-from ._recipe import Recipe, checked
+from ._recipe import ByQuantizer, Recipe, checked
 
 
 @jax.tree_util.register_dataclass
@@ -73,9 +72,9 @@ class DotGeneralState:
     dgrad_kernel: Any = None
     wgrad_output_grad: Any = None
 
-    def by_quantizer(self) -> list[Any]:
+    def by_quantizer(self) -> ByQuantizer:
         """Return the states in the order of `Recipe.quantizers`."""
-        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return ByQuantizer(*(getattr(self, name) for name in ByQuantizer._fields))
 
 
 for _cls in (QuantizerState, DotGeneralState):
@@ -96,8 +95,8 @@ def init_state(recipe: Recipe) -> DotGeneralState:
     Raises:
         TypeError: `recipe` is not a Recipe.
     """
-    quantizers = all_quantizers(checked("init_state: recipe", recipe))
-    return DotGeneralState(*(quantizer.init() for quantizer in with_state(quantizers)))
+    quantizers = checked("init_state: recipe", recipe).quantizers()
+    return DotGeneralState(*(quantizer.init() for quantizer in quantizers))
 
 
 def map_variables(recipe: Recipe, function: Callable[..., Any]) -> DotGeneralState:
@@ -123,12 +122,9 @@ def map_variables(recipe: Recipe, function: Callable[..., Any]) -> DotGeneralSta
         )
         return function(f"{operands[field.name]}_{name}", lambda: first_leaves()[path])
 
-    # Stock recipes have no quantizers of results.
-    operands = dict(zip(_FIELDS, recipe.operands, strict=False))
+    # A custom recipe has names of its own, for the first five.
+    operands = dict(zip(ByQuantizer._fields, recipe.operands, strict=False))
     return jax.tree_util.tree_map_with_path(leaf, _types_of_state(recipe))
-
-
-_FIELDS = [field.name for field in dataclasses.fields(DotGeneralState)]
 
 
 @functools.lru_cache(maxsize=256)

@@ -116,11 +116,9 @@ class Float8CurrentScaling(Recipe):
     fp8_format: Format = HYBRID
     power_2_scale: bool = False
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of `x`, `kernel` and `grad`."""
-        return self.for_formats(
-            lambda dtype: Float8CurrentScalingQuantizer(dtype, self.power_2_scale)
-        )
+    def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:
+        """Return the quantizer of an operand; see `Recipe.quantizer_in`."""
+        return Float8CurrentScalingQuantizer(dtype, self.power_2_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +196,7 @@ class StaticScaling(Recipe):
     fp8_format: Format = HYBRID
 
     def __post_init__(self) -> None:
-        for name in self.operands:
+        for name in ("input", "kernel", "output_grad"):
             bound = getattr(self, name)
             if bound is not None:
                 is_number = isinstance(
@@ -214,28 +212,18 @@ class StaticScaling(Recipe):
                 self.expect(in_range, name, "a bound above 0 and finite in float32")
         super().__post_init__()
 
-    def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of `x`, `kernel` and `grad`."""
-        forward, backward = self.fp8_format.dtype, self.fp8_format.backward_dtype
-        return (
-            _quantizer(forward, self.input),
-            _quantizer(forward, self.kernel),
-            _quantizer(backward, self.output_grad),
-        )
+    def quantizer_in(self, dtype: np.dtype, operand: str) -> Quantizer:
+        """Return the quantizer of an operand; see `Recipe.quantizer_in`."""
+        bound = getattr(self, operand)
+        if bound is None:
+            return Float8CurrentScalingQuantizer(dtype)
+        return StaticScalingQuantizer(dtype, bound)
 
     @property
     def grad(self) -> float | None:
         """Return `output_grad`; the old name of that, which warns."""
         _warn_of_grad()
         return self.output_grad
-
-
-def _quantizer(dtype: np.dtype, bound: float | None) -> Quantizer:
-    return (
-        Float8CurrentScalingQuantizer(dtype)
-        if bound is None
-        else StaticScalingQuantizer(dtype, bound)
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ def quantize_params(
         _state_tree.flatten(params),
         checked("quantize_params: recipe", recipe),
     )
-    quantizer, reduce = recipe.quantizers()[1], AmaxReduction.for_recipe(recipe)
+    quantizer, reduce = recipe.quantizers().kernel, AmaxReduction.for_recipe(recipe)
     if not quantizer.has_one_scale and quantizer.block is None:
         raise ValueError(
             "quantize_params: recipe: expected kernels in FP8 with one scale, or one "

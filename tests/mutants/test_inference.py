@@ -48,12 +48,8 @@ def test_the_scale_of_another_step(monkeypatch):
         scales = scales_of(quantizers, state, **options)
         if options:  # a product, and not freeze
             return scales
-        return [
-            dataclasses.replace(scale, scale=2 * scale.scale)
-            if isinstance(scale, recipes.Scale)
-            else scale
-            for scale in scales
-        ]
+        doubled = dataclasses.replace(scales.input, scale=2 * scales.input.scale)
+        return scales._replace(input=doubled)
 
     monkeypatch.setattr(recipes, "scales_of", of_another_step)
     with pytest.raises(AssertionError, match="differ"):

@@ -19,7 +19,7 @@ from recipes.delayed_cases import compare_run, scripted_run
 import jaxfp8
 from jaxfp8 import ops
 from jaxfp8.numerics import _scaling
-from jaxfp8.recipes import _read
+from jaxfp8.recipes import ByQuantizer, _read
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 HISTORY = 4
@@ -96,17 +96,20 @@ def swapped_formats(monkeypatch):
     original = jaxfp8.DelayedScaling.quantizers
 
     def mutant(self):
-        forward, _, backward = original(self)
-        return backward, backward, forward
+        forward, _, backward, *others = original(self)
+        return ByQuantizer(backward, backward, forward, *others)
 
     monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
 
 
 def e4m3_for_everything(monkeypatch):
     original = jaxfp8.DelayedScaling.quantizers
-    monkeypatch.setattr(
-        jaxfp8.DelayedScaling, "quantizers", lambda self: (original(self)[0],) * 3
-    )
+
+    def mutant(self):
+        forward, _, _, *others = original(self)
+        return ByQuantizer(forward, forward, forward, *others)
+
+    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
 
 
 # Both quantizing ops, where quantizers call them.

@@ -15,6 +15,7 @@ from equality import assert_same_bits
 from flax import nnx
 
 import jaxfp8
+from jaxfp8.recipes import HighPrecisionQuantizer, SharedCodes
 from recipes import cases
 from recipes.cases import CURRENT, PLAIN
 
@@ -41,6 +42,27 @@ def run(recipe, arrays, state=None):
         return y, *vjp(grad)
 
     return step(x, kernel, grad, jaxfp8.init_state(recipe) if state is None else state)
+
+
+def test_each_product_has_the_quantizers_of_its_recipe():
+    """Also for its result; of two equal ones the second has the codes of the first."""
+    e5m2 = jaxfp8.recipes.Float8CurrentScalingQuantizer(jnp.float8_e5m2)
+    results = ("linear_output", "linear_grad_input")
+    custom = jaxfp8.CustomRecipe(lambda role: e5m2 if role in results else None)
+    got = jaxfp8.ByProduct(custom, DELAYED, SHORT).quantizers()
+    kept, shared, delayed = (
+        HighPrecisionQuantizer(),
+        SharedCodes(),
+        DELAYED.quantizers(),
+    )
+    assert got.input == got.kernel == kept and got.output == e5m2
+    assert got.dgrad_kernel == delayed.kernel and got.input_grad == kept
+    assert got.output_grad == delayed.output_grad
+    assert got.wgrad_input == SHORT.quantizers().input
+    assert got.wgrad_output_grad == SHORT.quantizers().output_grad
+    assert delayed[5:] == (shared,) * 3
+    two = jaxfp8.ByProduct(DELAYED, None, DELAYED).quantizers()
+    assert two[5:] == (shared, kept, delayed.output_grad)
 
 
 def test_two_histories_of_one_operand():
