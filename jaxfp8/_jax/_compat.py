@@ -456,6 +456,17 @@ def to_max(x, dtype=MAX_DTYPE):
     return _to_max_p.bind(x, dtypes=(dtype,))[0]
 
 
+def with_max(x):
+    """Return a traced float array in the max dtype, another one in float32; an array of
+    a dtype that `max_dtype` made stays as it is.
+    """
+    if is_max(x):
+        return x
+    if isinstance(x, jax.core.Tracer):
+        return to_max(x)
+    return jnp.asarray(x).astype(jnp.float32)
+
+
 def from_max(x):
     """Convert an array of the max dtype, or of another dtype that `max_dtype` made, to
     float32.

@@ -6,72 +6,21 @@ of the whole mesh. Inside `shard_map` values are those of one device, and amaxes
 cotangents of replicated operands have to be combined.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def varying(*values) -> frozenset:
     """Return the manual mesh axes over which any value, or type, varies; empty with
     `check_vma=False`.
     """
-    avals = (
-        x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in values
-    )
-    return frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
-
-
-def plain(aval):
-    """Return the type of an array on one device."""
-    return jax.core.ShapedArray(aval.shape, aval.dtype)
-
-
-def split(mesh, sizes) -> AbstractMesh:
-    """Return a mesh of the same devices in the same order, whose axes have prime sizes.
-
-    XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh
-    itself can say: 12 heads over 4 of 8 devices. These are the first devices of the
-    axis, as many as divide the dimension. So an axis of 6 is 2 by 3 if more of `sizes`,
-    those of all dimensions, can be cut over 2 but not 6 devices than over 3 but not 6.
-    """
-    parts = []
-    for axis in mesh.axis_sizes:
-        divided, before = (
-            [math.gcd(size, axis) for size in set(sizes) if size % axis],
-            1,
-        )
-        while before < axis:
-            primes = [
-                p
-                for p in range(2, axis + 1)
-                if axis // before % p == 0 and all(p % q for q in range(2, p))
-            ]
-            following = {
-                p: sum(devices % (before * p) == 0 for devices in divided)
-                for p in primes
-            }
-            parts.append(max((count, p) for p, count in following.items())[1])
-            before *= parts[-1]
-    return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
-
-
-def names_cuts(mesh, split_mesh, size: int) -> bool:
-    """Return whether a mesh from `split` names each cut of a dimension of this size
-    over an axis of `mesh`.
-
-    An axis of 6 as 3 by 2 names cuts over 3 and over 6 devices, and none over 2.
-    """
-    parts = iter(split_mesh.axis_sizes)
-    for axis in mesh.axis_sizes:
-        named = {1}
-        while max(named) < axis:
-            named.add(max(named) * next(parts))
-        if math.gcd(size, axis) not in named:
-            return False
-    return True
+    axes = frozenset()
+    for x in values:
+        aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+        axes |= aval.manual_axis_type.varying
+    return axes
 
 
 def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
@@ -97,34 +46,31 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
             axes[name] = axes.get(name) or axis
     # 2. Write them into the types of the results.
     # constants know no mesh
-    first = next((x for x in operands if not x.sharding.mesh.empty), operands[0])
+    on_mesh = [x for x in operands if not x.sharding.mesh.empty]
+    first = (on_mesh or operands)[0]
     manual = first.manual_axis_type.update(varying=varying(*operands))
-    return [
-        first.update(
-            shape=tuple(sizes[name] for name in named),
+    results = []
+    for named, dtype in zip(result_names, dtypes, strict=True):
+        spec = _once([axes.get(name) for name in named])
+        result = first.update(
+            shape=tuple(map(sizes.get, named)),
             dtype=jnp.dtype(dtype),
-            sharding=NamedSharding(
-                first.sharding.mesh,
-                PartitionSpec(*_once(axes.get(name) for name in named)),
-            ),
+            sharding=NamedSharding(first.sharding.mesh, spec),
             manual_axis_type=manual,
             weak_type=False,
         )
-        for named, dtype in zip(result_names, dtypes, strict=True)
-    ]
+        results.append(result)
+    return results
 
 
-def _once(entries):
-    """Yield the entries of a PartitionSpec without mesh axes that an earlier entry
-    has.
-    """
-    used = set()
+def _once(entries) -> PartitionSpec:
+    """Return a PartitionSpec without the mesh axes that an earlier entry has."""
+    used, kept = set(), []
     for entry in entries:
-        axes = (
-            entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
-        )
-        yield None if used & set(axes) else entry
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        kept.append(None if used & set(axes) else entry)
         used |= set(axes)
+    return PartitionSpec(*kept)
 
 
 def with_varying(aval, axes):

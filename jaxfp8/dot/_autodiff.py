@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -18,6 +19,7 @@ from .._jax._batching import batch_of, in_front, repeat_state
 from .._jax._primitives import compiled, is_differentiated, undefined_tangents
 from ..numerics import FP8_DTYPES
 from ..recipes import FP8StateWarning, QTensor, Scale
+from ._fused_input import RESIDUAL_NAME
 from ._gemms import Product
 
 _NOT_UPDATED = (
@@ -143,6 +145,7 @@ def checked_codes(
     """Check that a gradient has the sources of its codes; return the codes of operands.
 
     A second derivative of the returned codes, with respect to their source, raises.
+    Codes are named for remat.
 
     Args:
         product: the static part.
@@ -165,7 +168,13 @@ def checked_codes(
                 "train the variables it was frozen from, or differentiate with "
                 "respect to other variables than its kernels"
             )
-    return [
-        q and differentiated_once(q, operand)
-        for q, operand in zip(codes, operands, strict=True)
-    ]
+    checked = []
+    for q, operand in zip(codes, operands, strict=True):
+        if q is not None:
+            q = differentiated_once(q, operand)
+        if isinstance(q, QTensor):
+            # If a remat policy saves the codes, the computation of their source does
+            # not run again.
+            q = checkpoint_name(q, RESIDUAL_NAME)
+        checked.append(q)
+    return checked

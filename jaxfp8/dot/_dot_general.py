@@ -109,23 +109,15 @@ def dot_general(
     out_dtype = result_dtype("dot_general", preferred_element_type, x, kernel)
     bias = _checked_bias(bias, both[1])
     if activation is not None:
-        result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
-        _quantize_activation.check(
-            "dot_general", result, activation, name="activation: the product"
-        )
+        _check_activation(activation, both, out_dtype)
 
     # 2. Leave to JAX what does not run in FP8: empty, high precision, and small
     #    products.
-    if 0 in x.array.shape or 0 in kernel.array.shape:
-        # There is no element: gradients are zero, the state is not touched.
-        zeros = jnp.zeros(out_shape(*both), jnp.float32)
-        return _activated(plus(zeros, bias, 0, out_dtype), activation)
-    if recipe is None or is_small(recipe, *both):
-        with _contexts.high_precision(why(recipe)):
-            y = _multiply_in_high_precision(
-                x, kernel, numbers, bias, precision, out_dtype, out_sharding
-            )
-        return _activated(plus(y, bias, 0, out_dtype), activation)
+    is_empty = 0 in x.array.shape or 0 in kernel.array.shape
+    if is_empty or recipe is None or is_small(recipe, *both):
+        options = numbers, precision, out_dtype, out_sharding
+        y = _without_fp8(recipe, x, kernel, bias, both, *options)
+        return _activated(y, activation)
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and
     #    multiply.
@@ -147,9 +139,9 @@ def dot_general(
     scales = recipes.read(quantizers, state)
     codes = x.codes_alone, kernel.codes_alone
     y, *values = multiply(product, x.array, kernel.array, bias, scales, codes, None)
-    if values:
-        return Activated(y, activation, source=values[0])
-    return _activated(checkpoint_name(y, OUTPUT_NAME), activation)
+    if not values:
+        y = checkpoint_name(y, OUTPUT_NAME)
+    return _activated(y, activation, *values)
 
 
 class Operand(NamedTuple):
@@ -223,27 +215,43 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def _activated(y, activation: str | None):
-    """Return the product y, or with an activation the `Activated` of it."""
+def _check_activation(activation: str, both, out_dtype) -> None:
+    result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
+    _quantize_activation.check(
+        "dot_general", result, activation, name="activation: the product"
+    )
+
+
+def _activated(y, activation: str | None, *values):
+    """Return the product y, or with an activation the `Activated` of it, whose values
+    may be known.
+    """
+    if values:
+        return Activated(y, activation, source=values[0])
     return y if activation is None else activated(y, activation)
 
 
-def _multiply_in_high_precision(
-    x, kernel, dimension_numbers, bias, precision, out_dtype, out_sharding
+def _without_fp8(
+    recipe, x, kernel, bias, both, numbers, precision, out_dtype, out_sharding
 ):
-    """Multiply the values of two operands; the result is float32 where a bias will be
-    added.
-    """
+    """Return the product of the values of two operands, with the bias."""
+    if 0 in x.array.shape or 0 in kernel.array.shape:
+        # There is no element: gradients are zero, the state is not touched.
+        y = jnp.zeros(out_shape(*both), jnp.float32)
+        return plus(y, bias, 0, out_dtype)
     dtypes = high_precision_dtypes(x, kernel)
     dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
-    return lax.dot_general(
-        recipes.value_of(*x, dtype),
-        recipes.value_of(*kernel, dtype),
-        dimension_numbers,
-        precision=precision,
-        preferred_element_type=out_dtype if bias is None else jnp.float32,
-        out_sharding=out_sharding,
-    )
+    with _contexts.high_precision(why(recipe)):
+        y = lax.dot_general(
+            recipes.value_of(*x, dtype),
+            recipes.value_of(*kernel, dtype),
+            numbers,
+            precision=precision,
+            # a bias is added in float32
+            preferred_element_type=out_dtype if bias is None else jnp.float32,
+            out_sharding=out_sharding,
+        )
+    return plus(y, bias, 0, out_dtype)
 
 
 def is_small(recipe, x, kernel) -> bool:
@@ -291,7 +299,9 @@ def checked_quantizers(
             f"{op}: state: expected a DotGeneralState, got {type(state).__name__}"
         )
     for name, quantizer in quantizers._asdict().items():
-        quantizer.check_state(f"{op}: state.{name}", getattr(state, name))
+        old = getattr(state, name)
+        if old is not None:
+            quantizer.check_state(f"{op}: state.{name}", old)
     for leaf in jax.tree.leaves(state):
         if jax.typeof(leaf).sharding.spec.reduced:
             raise ValueError(

@@ -7,7 +7,6 @@ wgrad   dkernel = x.T    @ grad
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -29,18 +28,10 @@ from ._fused_input import (
 )
 from ._high_precision import (
     is_blockwise,
-    is_tensorwise,
     multiply_by,
     multiply_dequantized,
 )
 from ._layout import Layout, both_layouts, layouts
-
-# The operands of each product. Of two products of their own the first one's counts.
-_OPERANDS = {
-    GEMMType.FPROP: ("input", "kernel"),
-    GEMMType.DGRAD: ("output_grad", "kernel"),
-    GEMMType.WGRAD: ("input", "output_grad"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +118,16 @@ class Product:
             b: a QTensor `[*batch, *n, *k]`.
             out_dtype: bfloat16, float16 or float32.
             swap: whether to return the transpose.
-            bias: bfloat16, float16 or float32 `[*batch, *n]`, or None; not with swap.
+            bias: bfloat16, float16 or float32 `[*n]`, or None; not with swap.
             group_sizes: int32 `[g]` of a RaggedProduct, else None.
 
         Returns:
             `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
         """
-        names = _OPERANDS[gemm_type]
-        first, second = (self.quantizers.for_product(name, gemm_type) for name in names)
+        if bias is not None:
+            batch = a.shape[: self.batch]
+            bias = jnp.broadcast_to(bias.astype(out_dtype), (*batch, *bias.shape))
+        first, second = self.quantizers.for_product(gemm_type)
         qgemm = first.qgemm or second.qgemm
         if qgemm is not None:
             return multiply_by(
@@ -147,7 +140,7 @@ class Product:
         # Take the fastest kernel that reads both operands. Beside an operand with
         # blocks, a tensor with one scale is a matrix of one block; operands that no
         # kernel reads are dequantized.
-        if is_tensorwise(a) and is_tensorwise(b):
+        if a.is_tensorwise and b.is_tensorwise:
             return ops.scaled_matmul(
                 a.data,
                 b.data,
@@ -221,9 +214,11 @@ def forward(
         keeps no copy.
     """
     if product.vmap_dims:
-        each = functools.partial(
-            forward, product.with_vmap_dims(-1), differentiated=differentiated
-        )
+        inner = product.with_vmap_dims(-1)
+
+        def each(*operands):
+            return forward(inner, *operands, differentiated)
+
         return jax.vmap(each)(x, kernel, bias, state, codes, group_sizes)
     x = x if codes[0] is not None else product.in_groups(x, group_sizes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
@@ -233,25 +228,17 @@ def forward(
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last,
     #    the backward with them first. The gradient of one reads the other.
-    operands, residuals, again = [], [], []
+    both = []
     for i, (operand, partner) in enumerate(((x, "kernel"), (kernel, "x"))):
-        last, residual, second = _operand(
-            product,
-            i,
-            operand,
-            layouts_of_both[i],
-            codes[i],
-            scales,
-            is_read_again=is_step and partner in differentiated,
+        is_read_again = is_step and partner in differentiated
+        layout = layouts_of_both[i]
+        quantized = _operand(
+            product, i, operand, layout, codes[i], scales, is_read_again
         )
-        operands.append(last)
-        residuals.append(residual)
-        again.append(second)
+        both.append(quantized)
+    operands, residuals, again = zip(*both, strict=True)
 
     # 3. Multiply.
-    if bias is not None:
-        batch = [x.shape[d] for d in product.dimension_numbers[1][0]]
-        bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
     with _contexts.gemm(GEMMType.FPROP):
         y = product.gemm(
             GEMMType.FPROP,
@@ -264,14 +251,21 @@ def forward(
     y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
     grad_scales = [*scales.of_operand(2), scales.input_grad]
     if reading is not None and recipes.reading_suffices(product.quantizers):
-        # The backward of a loop computes the scales from the reading again: drop them
-        # from the residuals.
-        for i, given in enumerate(codes):
-            if not isinstance(given, QTensor):
-                residuals[i] = dataclasses.replace(residuals[i], scale_inv=None)
+        residuals = _without_scales(residuals, codes)
         grad_scales[0] = None
     kept = *residuals, *again, output, *grad_scales
     return y, (checkpoint_name(kept, RESIDUAL_NAME), reading)
+
+
+def _without_scales(residuals, codes) -> list[QTensor]:
+    """Return residuals without the scales that the backward of a loop computes from the
+    reading again; codes from outside of the product keep theirs.
+    """
+    kept = []
+    for q, given in zip(residuals, codes, strict=True):
+        is_given = isinstance(given, QTensor)
+        kept.append(q if is_given else dataclasses.replace(q, scale_inv=None))
+    return kept
 
 
 def _operand(product, i, operand, layout, codes, scales, is_read_again):
@@ -358,13 +352,13 @@ def backward(
         group_sizes: see `Product.gemm`.
     """
     if product.vmap_dims:
-        each = functools.partial(
-            backward,
-            product.with_vmap_dims(-1),
-            x_shape[1:],
-            kernel_shape[1:],
-            differentiated,
-        )
+        inner = product.with_vmap_dims(-1)
+
+        def each(*operands):
+            return backward(
+                inner, x_shape[1:], kernel_shape[1:], differentiated, *operands
+            )
+
         return jax.vmap(each)(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
     kept, reading = residuals

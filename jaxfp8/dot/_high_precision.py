@@ -17,16 +17,11 @@ from ._compute_dtype import not_wider, promoted
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 
 
-def is_tensorwise(q: QTensor) -> bool:
-    """Tell whether q is FP8 with one scale."""
-    return q.is_fp8 and q.has_one_scale
-
-
 def is_blockwise(q: QTensor) -> bool:
     """Tell whether q is FP8 with a scale for each block; a tensor with one scale is one
     block.
     """
-    return is_tensorwise(q) or (
+    return q.is_tensorwise or (
         q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES
     )
 

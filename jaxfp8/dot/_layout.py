@@ -5,6 +5,7 @@ Dimensions are put in order and never merged: on a mesh each keeps its own shard
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 
@@ -31,7 +32,7 @@ class Layout:
     free: tuple[int, ...]
     contract: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def contract_first(self) -> bool:
         """Tell whether the contracting dimensions are the rows (else the columns)."""
         return self.batch + self.contract + self.free == tuple(
@@ -114,8 +115,8 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
         ("contracting", x_contract, kernel_contract),
         ("batch", x_batch, kernel_batch),
     ):
-        in_range = all(0 <= d < len(x_shape) for d in x_dims) and all(
-            0 <= d < len(kernel_shape) for d in kernel_dims
+        in_range = set(x_dims) <= set(range(len(x_shape))) and set(kernel_dims) <= set(
+            range(len(kernel_shape))
         )
         if not in_range or [x_shape[d] for d in x_dims] != [
             kernel_shape[d] for d in kernel_dims
@@ -152,7 +153,7 @@ def _layout(name, shape, batch, contract) -> Layout:
             f"dot_general: dimension_numbers: a dimension of {name}{tuple(shape)} is "
             f"named twice: {used}"
         )
-    free = tuple(d for d in range(len(shape)) if d not in used)
+    free = tuple([d for d in range(len(shape)) if d not in used])
     return Layout(tuple(shape), tuple(batch), free, tuple(contract))
 
 

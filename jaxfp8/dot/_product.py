@@ -30,7 +30,7 @@ from ._autodiff import (
     state_is_left_out,
     warn_of_state,
 )
-from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
+from ._fused_input import ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -305,13 +305,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
         implementation=implementation,
     )
     differentiated = _differentiated(is_linear, plain)
-    # 2. Name the codes for remat: if a policy saves them, the computation of their
-    #    source does not run again.
-    codes = [
-        checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q
-        for q in codes
-    ]
-    # 3. Compute the results and the residuals.
+    # 2. Compute the results and the residuals.
     with using(implementation):
         y, residuals = forward(
             product, x, kernel, bias, state, codes, group_sizes, differentiated
@@ -325,14 +319,14 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
             else results[0]
         )
     residuals = residuals, y, group_sizes
-    # 4. Make the results differentiable: a loss around this gradient may take its
+    # 3. Make the results differentiable: a loss around this gradient may take its
     #    value, and differentiates that value
     # for the first time. The ops that compute it have no derivative; the derivative of
     # the product is what is meant.
     results = _value_p.bind(
         *results, *primals, product=product, tree=tree, implementation=implementation
     )
-    # 5. Put everything else that the backward needs into static params, so that remat
+    # 4. Put everything else that the backward needs into static params, so that remat
     #    and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
     operands = tuple(jax.typeof(operand) for operand in primals[:plain])

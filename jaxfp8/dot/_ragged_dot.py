@@ -112,14 +112,7 @@ def ragged_dot(
     if fused is not None:
         lhs = fused = dataclasses.replace(fused, x=in_a_group(fused.x, group_sizes))
     lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
-    _check_shapes(lhs.array.shape, rhs.array.shape, group_sizes.size)
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        if x.codes is not None and not is_blockwise(x.codes):
-            raise ValueError(
-                f"{op}: {name}: expected a QTensor of FP8 codes with one scale, or "
-                f"one for each block, got codes of {x.codes.data.dtype} and "
-                f"block={x.codes.block}"
-            )
+    _check_operands(lhs, rhs, group_sizes.size)
     if isinstance(recipe, HighPrecision):
         recipe = None
     if recipe is not None:
@@ -218,7 +211,8 @@ def _of_jax(lhs, rhs, group_sizes, out_dtype):
         )
 
 
-def _check_shapes(lhs, rhs, groups: int) -> None:
+def _check_operands(lhs_operand, rhs_operand, groups: int) -> None:
+    lhs, rhs = lhs_operand.array.shape, rhs_operand.array.shape
     if len(lhs) != 2:
         raise ValueError(f"ragged_dot: lhs: expected [m, k], got {lhs}")
     if len(rhs) != 3 or rhs[:2] != (groups, lhs[1]):
@@ -226,6 +220,13 @@ def _check_shapes(lhs, rhs, groups: int) -> None:
             f"ragged_dot: rhs: expected [{groups}, {lhs[1]}, n] to go with "
             f"lhs{list(lhs)} and {groups} group_sizes, got {rhs}"
         )
+    for name, x in (("lhs", lhs_operand), ("rhs", rhs_operand)):
+        if x.codes is not None and not is_blockwise(x.codes):
+            raise ValueError(
+                f"ragged_dot: {name}: expected a QTensor of FP8 codes with one scale, "
+                f"or one for each block, got codes of {x.codes.data.dtype} and "
+                f"block={x.codes.block}"
+            )
 
 
 def _check_recipe(recipe, quantizers) -> None:

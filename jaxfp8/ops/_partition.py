@@ -27,7 +27,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from .._jax import _compat, _mesh
+from .._jax import _compat
 from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
@@ -77,7 +77,7 @@ def lower_partitioned(
     """
     # The inside of an op has types without mesh axes: the types of the op itself say
     # where its results are.
-    plain = list(map(_mesh.plain, ctx.avals_in))
+    plain = _plain(ctx.avals_in)
     devices, count = (
         _compat.devices_of(ctx),
         len(operands) - len(dimensions.second_layouts),
@@ -92,31 +92,28 @@ def lower_partitioned(
         # The rule below has to name each part of a mesh axis over which XLA may cut a
         # dimension.
         abstract_mesh = ctx.module_context.axis_context.abstract_mesh
-        mesh = _mesh.split(
+        mesh = _split(
             abstract_mesh,
             [size for aval in (*plain, *ctx.avals_out) for size in aval.shape],
         )
-        is_whole = functools.partial(
-            _is_whole, abstract_mesh, mesh, dimensions.on_shards is not None
-        )
-        operands = [
-            _uncut(ctx, list(map(is_whole, names, aval.shape)), aval, operand)
-            for names, aval, operand in zip(
-                dimensions.operands, plain, operands, strict=True
-            )
-        ]
+        has_whole = dimensions.on_shards is not None
+
+        def uncut(all_names, avals, values):
+            results = []
+            for names, aval, value in zip(all_names, avals, values, strict=True):
+                is_whole = [
+                    _is_whole(abstract_mesh, mesh, has_whole, name, size)
+                    for name, size in zip(names, aval.shape, strict=True)
+                ]
+                results.append(_uncut(ctx, is_whole, aval, value))
+            return results
+
+        operands = uncut(dimensions.operands, plain, operands)
         run = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes)
         results = _lower_untyped(
             _compat.with_mesh(ctx, mesh), lambda *x: list(run(*x)), plain, operands
         )
-        return [
-            _uncut(
-                ctx, list(map(is_whole, names, aval.shape)), _mesh.plain(aval), result
-            )
-            for names, aval, result in zip(
-                dimensions.results, ctx.avals_out, results, strict=True
-            )
-        ]
+        return uncut(dimensions.results, _plain(ctx.avals_out), results)
     # On one device, and in jnp code that XLA cuts, nothing chooses between layouts:
     # leave out the second layouts.
     jitted = _jitted(run.func, tuple(run.keywords.items()))
@@ -149,11 +146,61 @@ def combine_of(names) -> Callable:
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
+def _plain(avals) -> list:
+    """Return the types of arrays on one device."""
+    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+
+def _split(mesh, sizes) -> AbstractMesh:
+    """Return a mesh of the same devices in the same order, whose axes have prime sizes.
+
+    XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh
+    itself can say: 12 heads over 4 of 8 devices. These are the first devices of the
+    axis, as many as divide the dimension. So an axis of 6 is 2 by 3 if more of `sizes`,
+    those of all dimensions, can be cut over 2 but not 6 devices than over 3 but not 6.
+    """
+    parts = []
+    for axis in mesh.axis_sizes:
+        divided, before = (
+            [math.gcd(size, axis) for size in set(sizes) if size % axis],
+            1,
+        )
+        while before < axis:
+            primes = [
+                p
+                for p in range(2, axis + 1)
+                if axis // before % p == 0 and all(p % q for q in range(2, p))
+            ]
+            following = {
+                p: sum(devices % (before * p) == 0 for devices in divided)
+                for p in primes
+            }
+            parts.append(max((count, p) for p, count in following.items())[1])
+            before *= parts[-1]
+    return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
+
+
+def _names_cuts(mesh, split_mesh, size: int) -> bool:
+    """Return whether a mesh from `_split` names each cut of a dimension of this size
+    over an axis of `mesh`.
+
+    An axis of 6 as 3 by 2 names cuts over 3 and over 6 devices, and none over 2.
+    """
+    parts = iter(split_mesh.axis_sizes)
+    for axis in mesh.axis_sizes:
+        named = {1}
+        while max(named) < axis:
+            named.add(max(named) * next(parts))
+        if math.gcd(size, axis) not in named:
+            return False
+    return True
+
+
 def _is_whole(abstract_mesh, split_mesh, has_whole, name, size) -> bool:
     """Return whether a dimension must not be cut: its name says so, or the parts of a
     mesh axis cannot say the cut.
     """
-    return (has_whole and name.startswith(WHOLE)) or not _mesh.names_cuts(
+    return (has_whole and name.startswith(WHOLE)) or not _names_cuts(
         abstract_mesh, split_mesh, size
     )
 

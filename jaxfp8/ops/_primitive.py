@@ -28,9 +28,10 @@ from ._partition import ONE as ONE, Dimensions, lower_partitioned
 OPS: dict[Primitive, "Op"] = {}
 
 
+@functools.cache
 def dims(name: str, count: int) -> tuple[str, ...]:
     """Return the names of `count` dimensions."""
-    return tuple(f"{name}{i}" for i in range(count))
+    return tuple([f"{name}{i}" for i in range(count)])
 
 
 def not_on(primitive: Primitive, gpus, *types, spec) -> str | None:
@@ -197,7 +198,7 @@ class Op:
         operand_names, result_names = self.all_names(operands, vmap_dims, spec)
         # A result has the size and the mesh axes of each dimension that an operand has
         # too; other sizes are computed.
-        new = self.sizes(*(x.shape[vmap_dims:] for x in operands), spec=spec)
+        new = self.sizes(*[x.shape[vmap_dims:] for x in operands], spec=spec)
         dtypes = self.dtypes(*operands, spec=spec) or [jnp.float32] * len(result_names)
         return _mesh.types(operands, operand_names, result_names, dtypes, new)
 
@@ -206,10 +207,10 @@ class Op:
         result.
         """
         leading = dims("vmapped", vmap_dims)
-        sides = self.names(*(x.ndim - vmap_dims for x in operands), spec=spec)
-        return tuple(
-            tuple(leading + tuple(tensor) for tensor in side) for side in sides
-        )
+        before, after = self.names(*[x.ndim - vmap_dims for x in operands], spec=spec)
+        operand_names = tuple([(*leading, *names) for names in before])
+        result_names = tuple([(*leading, *names) for names in after])
+        return operand_names, result_names
 
     def batch(self, operands, batch_dims, *, implementation, vmap_dims, spec):
         """Batch the op."""

@@ -76,29 +76,26 @@ class AmaxReduction:
         """
         if self.axes is not None:
             return combine(amax, self.axes) if self.axes else amax
-        stages = set(self.pipeline_axes)
-        state_axes = (
-            varying(amax) & stages
-            if state is None
-            else varying(*jax.tree.leaves(state))
-        )
-        one_state = (varying(amax) - state_axes) & stages
+        manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+        if not manual_axes:
+            return amax
+        stages, amax_axes = set(self.pipeline_axes), varying(amax)
+        state_axes = amax_axes & stages
+        if state is not None:
+            state_axes = varying(*jax.tree.leaves(state))
+        one_state = (amax_axes - state_axes) & stages
         if one_state:
             raise ValueError(
                 f"dot_general: recipe.pipeline_axes names {sorted(one_state)}, but "
                 "the state does not vary over it; give each stage its own: stack the "
                 "states and pass them with that axis in in_specs"
             )
-        missing = tuple(sorted(state_axes - varying(amax)))
-        amax = lax.pcast(amax, missing, to="varying") if missing else amax
-        if varying(amax) <= state_axes:
-            return amax
-        axes = [
-            axis
-            for axis in jax.sharding.get_abstract_mesh().manual_axes
-            if axis not in state_axes
-        ]
-        unlike = tuple(axis for axis in axes if axis not in varying(amax))
-        return combine(
-            lax.pcast(amax, unlike, to="varying") if unlike else amax, tuple(axes)
-        )
+        if amax_axes <= state_axes:
+            axes = ()
+            unlike = state_axes - amax_axes
+        else:
+            axes = tuple([axis for axis in manual_axes if axis not in state_axes])
+            unlike = (state_axes | set(axes)) - amax_axes
+        if unlike:
+            amax = lax.pcast(amax, tuple(sorted(unlike)), to="varying")
+        return combine(amax, axes) if axes else amax

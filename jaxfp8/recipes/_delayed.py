@@ -153,8 +153,8 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         )
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raise unless `state` is None or one of this quantizer; `name` names the
-        argument in the message.
+        """Raise unless `state` is one of this quantizer; `name` names the argument in
+        the message.
 
         A Scale of `fixed_scale` is a state too, which no step updates.
 
@@ -162,14 +162,14 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             TypeError: `state` is not a QuantizerState of float arrays.
             ValueError: the history has another length, or a leaf another shape.
         """
-        if state is None or isinstance(state, Scale):
+        if isinstance(state, Scale):
             return
         leaves = [getattr(state, "amax_history", None), getattr(state, "scale", None)]
-        if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
-            raise TypeError(
-                f"{name}: expected a QuantizerState of arrays, got {state!r}"
-            )
         for leaf in leaves:
+            if not hasattr(leaf, "shape"):
+                raise TypeError(
+                    f"{name}: expected a QuantizerState of arrays, got {state!r}"
+                )
             if getattr(leaf.dtype, "name", None) == "fp8_meta32":
                 raise TypeError(
                     f"{name}: expected float32 leaves, got Flax's "
@@ -177,7 +177,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                     "jaxfp8.grad or jaxfp8.value_and_grad, in which its uses combine "
                     "by max"
                 )
-            is_float = _compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
+            is_float = jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_max(leaf)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         # The shapes tell what has most likely happened: state of a stack, or of another

@@ -172,16 +172,14 @@ class Quantizer:
                     )
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raise unless `state` is None or one of this quantizer; `name` names the
-        argument in the message.
+        """Raise unless `state` is one of this quantizer; `name` names the argument in
+        the message.
 
         Raises:
             TypeError: `state` has another structure than the result of `init`.
             ValueError: a leaf has another shape.
         """
         expected = jax.eval_shape(self.init)
-        if state is None:
-            return
         if jax.tree.structure(state) != jax.tree.structure(expected):
             raise TypeError(
                 f"{name}: {type(self).__name__} keeps {expected}, got {state!r}"

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -44,19 +43,10 @@ def shared(state: Any) -> Any:
     """
 
     def use(leaf):
-        leaf = _with_max(leaf)
+        leaf = _compat.with_max(leaf)
         return leaf if _reading.is_reading(leaf) else _compat.plain([leaf])[0]
 
     return jax.tree.map(use, state)
-
-
-def _with_max(leaf):
-    """Return a traced float array in the max dtype, another one in float32."""
-    if _compat.is_max(leaf):
-        return leaf
-    if isinstance(leaf, jax.core.Tracer):
-        return _compat.to_max(leaf)
-    return jnp.asarray(leaf).astype(jnp.float32)
 
 
 def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
@@ -82,7 +72,7 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
     leaves = jax.tree.leaves([states[i] for i in positions])
     states = [None if i in positions else shared(old) for i, old in enumerate(states)]
     if positions:
-        leaves = list(map(_with_max, leaves))
+        leaves = list(map(_compat.with_max, leaves))
         delayed = tuple(quantizers[i] for i in positions)
         results = _read_p.bind(*leaves, static=_Static(delayed, selected()))
         scales = [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]

@@ -14,7 +14,13 @@ from ..numerics import Format
 from ._quantizer import DEFAULT, OperandOptions, Quantized, Quantizer
 from ._tensor import QTensor
 
-PRODUCTS = ("fprop", "dgrad", "wgrad")
+# The operands of each product.
+OPERANDS = {
+    "fprop": ("input", "kernel"),
+    "dgrad": ("output_grad", "kernel"),
+    "wgrad": ("input", "output_grad"),
+}
+PRODUCTS = tuple(OPERANDS)
 
 
 class ByQuantizer(NamedTuple):
@@ -41,12 +47,16 @@ class ByQuantizer(NamedTuple):
         """
         return self[operand], self[5 + operand]
 
-    def for_product(self, operand: str, product: str) -> Any:
-        """Return the quantizer of an operand, `"input"`, `"kernel"` or `"output_grad"`,
-        for a product that reads it.
+    def for_product(self, product: str) -> list[Any]:
+        """Return the quantizers of both operands of a product: those whose codes it
+        reads.
         """
-        second = getattr(self, f"{product}_{operand}", SharedCodes())
-        return getattr(self, operand) if second == SharedCodes() else second
+        quantizers = []
+        for operand in OPERANDS[product]:
+            second = getattr(self, f"{product}_{operand}", SharedCodes())
+            shares_codes = second == SharedCodes()
+            quantizers.append(getattr(self, operand) if shares_codes else second)
+        return quantizers
 
 
 # The tensor and the product of each quantizer.
@@ -261,7 +271,7 @@ class HighPrecisionQuantizer(Quantizer):
     """Keep a tensor as it is: `data` is the tensor, and there is no scale."""
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raise a ValueError unless `state` is None; `name` names the argument in the
+        """Raise a ValueError if `state` has leaves; `name` names the argument in the
         message.
         """
         if jax.tree.leaves(state):

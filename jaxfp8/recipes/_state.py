@@ -74,7 +74,7 @@ class DotGeneralState:
 
     def by_quantizer(self) -> ByQuantizer:
         """Return the states in the order of `Recipe.quantizers`."""
-        return ByQuantizer(*(getattr(self, name) for name in ByQuantizer._fields))
+        return ByQuantizer(**vars(self))
 
 
 for _cls in (QuantizerState, DotGeneralState):

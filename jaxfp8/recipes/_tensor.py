@@ -112,6 +112,11 @@ class QTensor:
         """Tell whether the tensor has codes, and these are FP8."""
         return self.scale_inv is not None and self.data.dtype in FP8_DTYPES
 
+    @property
+    def is_tensorwise(self) -> bool:
+        """Tell whether the tensor has FP8 codes with one scale."""
+        return self.is_fp8 and self.has_one_scale
+
     def transposed(self, batch: int = 0) -> "QTensor":
         """Return the tensor with its rows as columns, `[*batch, *cols, *rows]`."""
         first = self.data.ndim - self.cols

@@ -240,7 +240,7 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
     bound: float
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raise unless `state` is None or the Scale of a frozen model; see
+        """Raise unless `state` is the Scale of a frozen model; see
         `Quantizer.check_state`.
         """
         if not isinstance(state, Scale):
