@@ -125,13 +125,30 @@ def _transpose(cotangents, *tangents, avals, op):
     return [None] * len(tangents)
 
 
-_undefined_p = Primitive("jaxfp8_undefined_derivative")
-_undefined_p.multiple_results = True
-_undefined_p.def_abstract_eval(lambda *tangents, avals, op: list(avals))
-_undefined_p.def_impl(refuse_derivative)
-ad.deflinear2(_undefined_p, _transpose)
-batching.primitive_batchers[_undefined_p] = refuse_derivative
-mlir.register_lowering(_undefined_p, refuse_derivative)
+def linear_primitive(name: str, types: Callable, transpose: Callable) -> Primitive:
+    """Return a primitive with several results for tangents alone: it is there to be
+    transposed, and what would compute it raises.
+
+    Args:
+        name: the primitive's name.
+        types: its rule for the types of results.
+        transpose: `(cotangents, *operands, **params) -> cotangents of the operands`.
+    """
+    op = Primitive(name)
+    op.multiple_results = True
+    op.def_abstract_eval(types)
+    ad.deflinear2(op, transpose)
+    op.def_impl(refuse_derivative)
+    batching.primitive_batchers[op] = refuse_derivative
+    mlir.register_lowering(op, refuse_derivative)
+    return op
+
+
+_undefined_p = linear_primitive(
+    "jaxfp8_undefined_derivative",
+    lambda *tangents, avals, op: list(avals),
+    _transpose,
+)
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:

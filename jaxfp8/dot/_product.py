@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._batching import batch_of, in_front, repeat, repeat_state
-from .._jax._primitives import compiled, refuse_derivative
+from .._jax._primitives import compiled, linear_primitive, refuse_derivative
 from ..ops._support import selected, using
 from ..recipes import QTensor, as_codes, value_of
 from ._autodiff import (
@@ -444,10 +444,6 @@ def _transpose(
     return linear + [None] * (len(args) - len(linear))
 
 
-def _abstract_linear(*args, outs, **params):
-    return outs
-
-
 def _gradient(product, y, ct, ct_activated=None):
     """Return the gradient of y from the cotangents of y and of its activation; None
     where both are zero.
@@ -485,11 +481,7 @@ mlir.register_lowering(
 batching.primitive_batchers[_value_p] = _batch_value
 ad.primitive_jvps[_value_p] = _jvp_of_value
 
-_linear_p = Primitive("fp8_product_linear")
-_linear_p.multiple_results = True
-_linear_p.def_abstract_eval(_abstract_linear)
-ad.deflinear2(_linear_p, _transpose)
+_linear_p = linear_primitive(
+    "fp8_product_linear", lambda *args, outs, **params: outs, _transpose
+)
 ad.primitive_jvps[_linear_p] = refuse_derivative
-batching.primitive_batchers[_linear_p] = refuse_derivative
-_linear_p.def_impl(refuse_derivative)
-mlir.register_lowering(_linear_p, refuse_derivative)

@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .. import ops
 from .._jax import _compat
 from .._jax._batching import batch_of, in_front, repeat_state
-from .._jax._primitives import compiled, is_differentiated, refuse_derivative
+from .._jax._primitives import (
+    compiled,
+    is_differentiated,
+    linear_primitive,
+    refuse_derivative,
+)
 from ..numerics import _scaling, fp8_max
 from ..ops._support import selected, using
 from . import _reading
@@ -199,14 +203,8 @@ ad.primitive_jvps[_read_p] = _jvp
 _compat.linearizes_by(_read_p, _linearize)
 
 # What a step records, as a linear function of the states: its transpose writes them.
-_record_p = Primitive("fp8_write_histories")
-_record_p.multiple_results = True
-_record_p.def_abstract_eval(_types_of_recorded)
-ad.deflinear2(_record_p, _transpose)
+_record_p = linear_primitive("fp8_write_histories", _types_of_recorded, _transpose)
 ad.primitive_jvps[_record_p] = refuse_derivative
-batching.primitive_batchers[_record_p] = refuse_derivative
-_record_p.def_impl(refuse_derivative)
-mlir.register_lowering(_record_p, refuse_derivative)
 
 
 def scales_of(
