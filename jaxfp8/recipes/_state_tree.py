@@ -101,15 +101,7 @@ def flatten(tree) -> StateTree:
             leaves.append(inner)
             paths.append(_names((*path, *rest)))
             nodes.append(leaf)
-    if taken := next(
-        (path for path in paths if path and path[-1].endswith(f"{_HISTORY}/{_SCALE}")),
-        None,
-    ):
-        raise ValueError(
-            "nn.WeightNorm: variable_filter: expected a filter of kernels, got one "
-            f"that matches FP8 state, and made of it {'/'.join(taken)}: name the "
-            f"kernel alone, variable_filter={{'layer_instance/kernel'}}"
-        )
+    _refuse_weight_norm(paths)
     quantizers = _pairs(paths)
     paired = {i for q in quantizers for i in q.positions()}
     is_state = [
@@ -121,6 +113,16 @@ def flatten(tree) -> StateTree:
     return StateTree(
         jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables
     )
+
+
+def _refuse_weight_norm(paths) -> None:
+    for path in paths:
+        if path and path[-1].endswith(f"{_HISTORY}/{_SCALE}"):
+            raise ValueError(
+                "nn.WeightNorm: variable_filter: expected a filter of kernels, got one "
+                f"that matches FP8 state, and made of it {'/'.join(path)}: name the "
+                f"kernel alone, variable_filter={{'layer_instance/kernel'}}"
+            )
 
 
 def prefix_of(name: str) -> str | None:

@@ -74,55 +74,19 @@ def quantize_params(
             does not fit the recipe; `state` and `where` are both None; the recipe keeps
             kernels in high precision.
     """
-    tree, recipe = (
-        _state_tree.flatten(params),
-        checked("quantize_params: recipe", recipe),
-    )
+    tree = _state_tree.flatten(params)
+    recipe = checked("quantize_params: recipe", recipe)
     quantizer, reduce = recipe.quantizers().kernel, AmaxReduction.for_recipe(recipe)
     if not quantizer.has_one_scale and quantizer.block is None:
         raise ValueError(
             "quantize_params: recipe: expected kernels in FP8 with one scale, or one "
             f"for each block, got {recipe!r}"
         )
-    matches = [
-        where is None or re.fullmatch(where, tree.name(i)) is not None
-        for i in range(len(tree.leaves))
-    ]
     # 1. Find the kernels, and the state of each.
     if state is None:
-        if where is None:
-            raise ValueError(
-                "quantize_params: where: without a state nothing says which parameters "
-                "are kernels; pass a regex of their paths, for example "
-                'where=".*/kernel"'
-            )
-        states = {i: None for i, is_kernel in enumerate(matches) if is_kernel}
-    elif isinstance(quantizer.init(), QuantizerState):
-        states_of_kernels = dict(_states_of_kernels(tree, state, quantizer))
-        states = {i: old for i, old in states_of_kernels.items() if matches[i]}
-        if states_of_kernels and not states:
-            names = some([tree.name(i) for i in states_of_kernels])
-            raise ValueError(
-                f"quantize_params: where: no kernel with state matches {where!r} as a "
-                f"whole; kernels with state are {names}"
-            )
+        states = _kernels_by_name(tree, where)
     else:
-        raise ValueError(
-            "quantize_params: recipe: expected DelayedScaling beside a state, got "
-            f"{recipe!r}, which keeps none; pass state=None and where=, a regex of "
-            "the paths of kernels"
-        )
-    if not states:
-        raise ValueError(
-            "quantize_params: state: expected the state of kernels in params, found "
-            "no state of a kernel; pass the `_overwrite_with_gradient` collection, or "
-            "a tree of DotGeneralState with the structure of params"
-            if state is not None
-            else (
-                f"quantize_params: where: no path in params matches {where!r}; paths "
-                f"are such as {tree.name(0)!r}"
-            )
-        )
+        states = _kernels_with_state(tree, state, recipe, where)
     # 2. Quantize them; other parameters stay.
     return tree.replace(
         {
@@ -130,6 +94,57 @@ def quantize_params(
             for i, old in states.items()
         }
     )
+
+
+def _kernels_by_name(tree, where) -> dict[int, None]:
+    """Return the positions of the leaves that match `where`, each without a state."""
+    if where is None:
+        raise ValueError(
+            "quantize_params: where: without a state nothing says which parameters "
+            "are kernels; pass a regex of their paths, for example "
+            'where=".*/kernel"'
+        )
+    positions = range(len(tree.leaves))
+    kernels = [i for i in positions if re.fullmatch(where, tree.name(i))]
+    if not kernels:
+        raise ValueError(
+            f"quantize_params: where: no path in params matches {where!r}; paths are "
+            f"such as {tree.name(0)!r}"
+        )
+    return dict.fromkeys(kernels)
+
+
+def _kernels_with_state(tree, state, recipe, where) -> dict[int, QuantizerState]:
+    """Return the positions of the kernels that have state, and match `where` if that
+    is not None, with their states.
+    """
+    quantizer = recipe.quantizers().kernel
+    if not isinstance(quantizer.init(), QuantizerState):
+        raise ValueError(
+            "quantize_params: recipe: expected DelayedScaling beside a state, got "
+            f"{recipe!r}, which keeps none; pass state=None and where=, a regex of "
+            "the paths of kernels"
+        )
+    states = dict(_states_of_kernels(tree, state, quantizer))
+    if not states:
+        raise ValueError(
+            "quantize_params: state: expected the state of kernels in params, found "
+            "no state of a kernel; pass the `_overwrite_with_gradient` collection, or "
+            "a tree of DotGeneralState with the structure of params"
+        )
+    if where is None:
+        return states
+    matching = {}
+    for i, old in states.items():
+        if re.fullmatch(where, tree.name(i)):
+            matching[i] = old
+    if not matching:
+        names = some([tree.name(i) for i in states])
+        raise ValueError(
+            f"quantize_params: where: no kernel with state matches {where!r} as a "
+            f"whole; kernels with state are {names}"
+        )
+    return matching
 
 
 def _quantized(quantizer, kernel, state, reduce):
