@@ -414,7 +414,7 @@ def test_a_use_that_freezing_did_not_see():
         jnp.dot(X, layer.kernel)
     with pytest.raises(
         ValueError,
-        match=r"nnx.quantize: : jaxfp8.freeze left codes of its kernel alone",
+        match=r"nnx.quantize: model: jaxfp8.freeze left codes of its kernel alone",
     ):
         jaxfp8.nnx.quantize(layer, [(".*", jaxfp8.MXFP8BlockScaling())])
 
