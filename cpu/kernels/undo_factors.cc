@@ -16,8 +16,8 @@ constexpr float kRoot = 1.41421356237309515f;
 constexpr float kTiny = std::numeric_limits<float>::min();
 constexpr float kMax = std::numeric_limits<float>::max();
 
-// 0 if a and b are equal, 1 if a cast to bfloat16 may explain their difference, else 2.
-int32_t Difference(float a, float b) { return std::fabs(a - b) > kTolerance * a ? 2 : a != b; }
+// Whether no cast to bfloat16 explains the difference of a and b.
+bool IsFar(float a, float b) { return std::fabs(a - b) > kTolerance * a; }
 
 bool IsPowerOfTwo(float x, double tolerance) {
   const float significand = BitsToFloat((FloatToBits(x) & 0x007fffffu) | 0x3f800000u);
@@ -38,42 +38,83 @@ float FactorOfScale(float old_scale, float new_scale, float amax) {
   return is_current ? 1.0f : new_scale / old_scale;
 }
 
-// An entry or a scale as a step reads it: what is below zero stays.
-float Cleaned(float x, float otherwise) {
+// An entry or a scale as a step reads it, as bits: what is below zero stays.
+uint32_t CleanedBits(float x, uint32_t otherwise) {
   const uint32_t bits = FloatToBits(x);
-  return IsPositiveFinite(bits) || IsBelowZero(bits) ? x : otherwise;
+  return IsPositiveFinite(bits) | IsBelowZero(bits) ? bits : otherwise;
 }
 
+// What counts of the slots of a tail: the largest bits, and numbers of slots.
 struct Tails {
-  uint32_t expected = 0, tail = 0;  // the largest entry of the old tail and of the new one, as bits
-  int32_t from_old = 0, from_rolled = 0;
+  int32_t old_bits = 0, new_bits = 0;
+  int32_t below_zero = 0;
+  int32_t not_old = 0, far_from_old = 0;
+  int32_t not_rolled = 0, far_from_rolled = 0;
 
-  void Add(float rolled, float same, float entry) {
-    expected = std::max(expected, EntryBits(rolled));
-    tail = std::max(tail, std::min(FloatToBits(entry) & kAbsMask, kInfBits));
-    from_old = std::max(from_old, Difference(same, entry));
-    from_rolled = std::max(from_rolled, Difference(rolled, entry));
+  // Slots whose old entries are `same`, whose entries after a step would be `rolled`, and are `entries`. One loop for
+  // each number: of loops with several the compiler makes no vectors.
+  void Add(const float* rolled, const float* same, const float* entries, int64_t count) {
+    const auto largest = [=](int32_t start, auto bits) {
+      for (int64_t i = 0; i < count; ++i) start = bits(i) > start ? bits(i) : start;
+      return start;
+    };
+    const auto number = [=](auto is_counted) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < count; ++i) sum += is_counted(i);
+      return sum;
+    };
+    old_bits = largest(old_bits, [=](int64_t i) { return static_cast<int32_t>(FloatToBits(rolled[i])); });
+    new_bits = largest(new_bits, [=](int64_t i) { return static_cast<int32_t>(FloatToBits(entries[i]) & kAbsMask); });
+    // 0 is in the place of all else with a sign
+    below_zero += number([=](int64_t i) { return static_cast<int32_t>(FloatToBits(rolled[i])) < 0; });
+    not_old += number([=](int64_t i) { return same[i] != entries[i]; });
+    far_from_old += number([=](int64_t i) { return IsFar(same[i], entries[i]); });
+    not_rolled += number([=](int64_t i) { return rolled[i] != entries[i]; });
+    far_from_rolled += number([=](int64_t i) { return IsFar(rolled[i], entries[i]); });
   }
+
+  float expected() const { return BitsToFloat(below_zero ? kInfBits : static_cast<uint32_t>(old_bits)); }
+  float new_tail() const { return BitsToFloat(std::min(static_cast<uint32_t>(new_bits), kInfBits)); }
+  int from_old() const { return far_from_old ? 2 : not_old != 0; }
+  int from_rolled() const { return far_from_rolled ? 2 : not_rolled != 0; }
 };
+
+Tails ReduceTails(const float* history, const float* new_history, int64_t length) {
+  constexpr int64_t kChunk = 256;
+  float entries[kChunk + 1];
+  const auto clean = [&](int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) entries[i] = BitsToFloat(CleanedBits(history[first + i], 0));
+  };
+  const int64_t last = length - 1;
+  Tails tails;
+  for (int64_t slot = 1; slot < last; slot += kChunk) {
+    const int64_t count = std::min(kChunk, last - slot);
+    clean(slot, count + 1);
+    tails.Add(entries + 1, entries, new_history + slot, count);
+  }
+  if (last > 0) {
+    const float newest = BitsToFloat(CleanedBits(history[0], 0));
+    clean(last, 1);
+    tails.Add(&newest, entries, new_history + last, 1);
+  }
+  return tails;
+}
 
 void UndoFactor(const UndoFactorsParams& params, int64_t group) {
   const float* history = params.history + group * params.length;
   const float* new_history = params.new_history + group * params.length;
-  const auto entry = [&](int64_t slot) { return Cleaned(history[slot], 0.0f); };
-  const float old_scale = Cleaned(params.scale[group], 1.0f), new_scale = params.new_scale[group];
-  const float newest = entry(0), amax = BitsToFloat(CleanBits(new_history[0]));
-  const int64_t last = params.length - 1;
+  const float old_scale = BitsToFloat(CleanedBits(params.scale[group], FloatToBits(1.0f)));
+  const float new_scale = params.new_scale[group], amax = BitsToFloat(CleanBits(new_history[0]));
+  const float newest = BitsToFloat(CleanedBits(history[0], 0)), oldest = history[params.length > 1];
 
   // 1. Reduce the tails.
-  Tails tails;
-  for (int64_t slot = 1; slot < last; ++slot) tails.Add(entry(slot + 1), entry(slot), new_history[slot]);
-  if (last > 0) tails.Add(newest, entry(last), new_history[last]);
-  const uint32_t largest = std::max(tails.expected, EntryBits(last > 0 ? entry(1) : newest));
+  const Tails tails = ReduceTails(history, new_history, params.length);
+  const float expected = tails.expected(), new_tail = tails.new_tail();
+  const uint32_t largest = std::max(FloatToBits(expected), EntryBits(oldest));
   const bool is_below_zero = largest == kInfBits || IsBelowZero(FloatToBits(old_scale));
-  const float expected = BitsToFloat(tails.expected), new_tail = BitsToFloat(tails.tail);
-  const bool is_new = tails.tail != kInfBits && std::isfinite(new_history[0]) && std::isfinite(new_scale) &&
+  const bool is_new = new_tail < BitsToFloat(kInfBits) && std::isfinite(new_history[0]) && std::isfinite(new_scale) &&
                       std::fabs(new_scale) >= kTiny && !is_below_zero;
-  const bool is_done = is_new && tails.from_old < tails.from_rolled && Difference(old_scale, new_scale) < 2;
+  const bool is_done = is_new && tails.from_old() < tails.from_rolled() && !IsFar(old_scale, new_scale);
   const bool touched = is_new && !is_done;
 
   // 2. Find the factor.

@@ -145,16 +145,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
         }
 
     # 1. Find the parameters that codes are made of.
-    try:
-        quantized = _read(with_codes, params, collections, arrays)
-    except TypeError as error:
-        if "branch" not in str(error):
-            raise
-        raise ValueError(
-            "freeze: model: products in the branches of nn.cond or nn.switch cannot "
-            "be frozen: each branch would store codes of its own; branch outside of "
-            "the model, or leave such layers in high precision"
-        ) from error
+    quantized = _read_by_codes(with_codes, params, collections, arrays)
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
     several = {
@@ -165,18 +156,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
-    for product, differs in several.items():
-        # A product that was frozen before reads a placeholder, which is no other
-        # kernel.
-        if (
-            product in products
-            and not isinstance(differs, jax.core.Tracer)
-            and np.any(np.asarray(differs))
-        ):
-            raise ValueError(
-                f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a "
-                "product of its own"
-            )
+    _refuse_other_kernels(products, several)
     state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)
     # 3. Take away the parameters that nothing but their codes reads.
@@ -196,6 +176,24 @@ def _variables(params, collections):
     return {PARAMS: traverse_util.unflatten_dict(params), **collections}
 
 
+def _read_by_codes(with_codes, params, *collections) -> set:
+    """Find the parameters that codes are made of.
+
+    Raises:
+        ValueError: products are in branches.
+    """
+    try:
+        return _read(with_codes, params, *collections)
+    except TypeError as error:
+        if "branch" not in str(error):
+            raise
+        raise ValueError(
+            "freeze: model: products in the branches of nn.cond or nn.switch cannot "
+            "be frozen: each branch would store codes of its own; branch outside of "
+            "the model, or leave such layers in high precision"
+        ) from error
+
+
 def _read(function, params: dict[Any, Any], *collections) -> set:
     """Find the parameters that the results of `function(params, *collections)` depend
     on.
@@ -213,6 +211,22 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
 
 def _is_no_text(leaf) -> bool:
     return not isinstance(leaf, (str, bytes))
+
+
+def _refuse_other_kernels(products, several) -> None:
+    """Raise a ValueError where one product had several kernels; `several` says by
+    product whether they differ.
+    """
+    for product, differs in several.items():
+        # A product that was frozen before reads a placeholder, which is no other
+        # kernel.
+        if product not in products or isinstance(differs, jax.core.Tracer):
+            continue
+        if np.any(np.asarray(differs)):
+            raise ValueError(
+                f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a "
+                "product of its own"
+            )
 
 
 def _refuse_untouched(products, state) -> None:

@@ -103,31 +103,38 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):
         _warn_of_rules(model, fp8_paths, model_layers)
     else:
-        names = {
-            "/".join(map(str, path)): layer_names(path, name is None)
-            for path, _, name in model_layers
-        }
-        # An embedding or a norm is in high precision, as a rule may say; a block of
-        # layers alone is not.
-        own_arrays = dict(_own_arrays(model))
-        around = {path[:i] for path, *_ in model_layers for i in range(len(path))}
-        around -= {path[:-1] for path in own_arrays}
-        modules = [
-            path
-            for path, module in nnx.iter_modules(model)
-            if not isinstance(module, _Fp8Product)
-        ]
-        rest = ["/".join(map(str, path)) for path in modules if path not in around]
-        to_layers = [
-            rule
-            for rule in rules
-            if rule.recipe is not None or not rule.matches(rest, "dot_general")
-        ]
-        warn_of_idle_rules("nnx.quantize", type(model).__name__, to_layers, names)
-        warn_of_own_arrays("nnx.quantize", rules, own_arrays)
+        _check_rules(model, rules, model_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
+
+
+def _check_rules(model, rules, model_layers) -> None:
+    """Warn of rules that match no layer, and of modules that multiply arrays of their
+    own.
+    """
+    names = {
+        "/".join(map(str, path)): layer_names(path, name is None)
+        for path, _, name in model_layers
+    }
+    # An embedding or a norm is in high precision, as a rule may say; a block of
+    # layers alone is not.
+    own_arrays = dict(_own_arrays(model))
+    around = {path[:i] for path, *_ in model_layers for i in range(len(path))}
+    around -= {path[:-1] for path in own_arrays}
+    modules = [
+        path
+        for path, module in nnx.iter_modules(model)
+        if not isinstance(module, _Fp8Product)
+    ]
+    rest = ["/".join(map(str, path)) for path in modules if path not in around]
+    to_layers = [
+        rule
+        for rule in rules
+        if rule.recipe is not None or not rule.matches(rest, "dot_general")
+    ]
+    warn_of_idle_rules("nnx.quantize", type(model).__name__, to_layers, names)
+    warn_of_own_arrays("nnx.quantize", rules, own_arrays)
 
 
 def layers(model):

@@ -42,7 +42,7 @@ def rows(length, seed=0):
     return arrays
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 16])
+@pytest.mark.parametrize("length", [1, 2, 3, 16, 300])
 def test_bits(length, implementation):
     arrays = rows(length)
     results = np.asarray(jax.jit(ops.undo_factors)(*arrays))[..., 0].T
