@@ -168,6 +168,7 @@ def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
 TINY, MAX = F32(2.0**-126), np.finfo(F32).max
 
 
+@np.errstate(all="ignore")
 def undo_factor(history, scale, new_history, new_scale) -> list[np.float32]:
     """(amax, scale_inv, stays, factor) that update_state writes of one quantizer, by
     the rules of its docstring. Arithmetic flushes subnormals, as on XLA's CPU threads.
@@ -214,7 +215,7 @@ def undo_factor(history, scale, new_history, new_scale) -> list[np.float32]:
 
 
 def _flushed(x) -> np.float32:
-    return F32(0) if abs(x) < TINY else F32(x)
+    return np.copysign(F32(0), F32(x)) if abs(x) < TINY else F32(x)
 
 
 def _difference(a, b) -> int:
@@ -240,7 +241,7 @@ def _factor_of_scale(scale, new_scale, amax) -> np.float32:
     root = _flushed(F32(np.sqrt(2)) * ratio)
     is_current = _is_power_of_two(ratio, 5e-5) or _is_power_of_two(root, 5e-5)
     is_current = is_current or abs(new_scale) <= F32(SCALE_MIN)
-    return F32(1) if is_current else new_scale / scale
+    return F32(1) if is_current else new_scale / _flushed(scale)
 
 
 def next_state(state: State, scale, amax_now) -> State:
