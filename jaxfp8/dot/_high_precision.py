@@ -68,15 +68,14 @@ def _out_sharding(a, b, numbers):
 
     The dimensions that are not contracted keep their axes, as in FP8 products.
     """
-    specs = [jax.typeof(x).sharding.spec for x in (a, b)]
     mesh = jax.typeof(a).sharding.mesh
-    (a_contract, b_contract), (batch, _) = numbers
     if not mesh.explicit_axes:
         return None
-    entries = [axes for i, axes in enumerate(specs[0]) if i not in a_contract]
-    entries += [
-        axes for i, axes in enumerate(specs[1]) if i not in (*batch, *b_contract)
-    ]
+    a_spec, b_spec = (jax.typeof(x).sharding.spec for x in (a, b))
+    (a_contract, b_contract), (batch, _) = numbers
+    left_out = *batch, *b_contract
+    entries = [axes for i, axes in enumerate(a_spec) if i not in a_contract]
+    entries += [axes for i, axes in enumerate(b_spec) if i not in left_out]
     return NamedSharding(mesh, _mesh.once(entries))
 
 

@@ -377,6 +377,19 @@ class Op:
         return self.reference if lacks.hardware else self.by_xla, native_spec
 
 
+class OpOfCpus(Op):
+    """An op that is one call on a CPU alone, where each of its operations would be a
+    program to compile. XLA fuses them elsewhere, and on a mesh moves reductions of
+    amaxes through them.
+    """
+
+    def on_one_device_only(self, spec):
+        return True
+
+    def cuda(self, *operands, vmap_dims, spec):
+        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
+
+
 class OpOfUnits(Op):
     """An op that computes several independent units, such as the quantizers of a
     product.

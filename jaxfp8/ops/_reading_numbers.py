@@ -11,7 +11,7 @@ from jax import lax
 
 from . import _ffi, _shapes
 from ._partition import WHOLE
-from ._primitive import ONE, Op, dims, halves
+from ._primitive import ONE, OpOfCpus, dims, halves
 from ._readings import READING_NUMBERS, Pairs
 
 # the numbers in each part of a quantizer's reading: both amaxes are one part
@@ -52,22 +52,8 @@ def join_recorded(recorded: Pairs) -> jax.Array:
     )[0]
 
 
-class _OfOneProduct(Op):
-    """An op of the numbers of one product; the spec is the number of its quantizers.
-
-    Only on CPUs, where each slice is a program to compile, it is one call. XLA fuses
-    slices elsewhere, and on a mesh moves reductions of amaxes through slices and
-    updates.
-    """
-
-    def on_one_device_only(self, spec):
-        return True
-
-    def cuda(self, *operands, vmap_dims, spec):
-        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
-
-
-class _SplitReading(_OfOneProduct):
+class _SplitReading(OpOfCpus):
+    # the spec is the number of the product's quantizers
     name = "split_reading"
 
     def names(self, reading, spec):
@@ -108,7 +94,8 @@ class _SplitReading(_OfOneProduct):
 _split = _SplitReading()
 
 
-class _JoinRecorded(_OfOneProduct):
+class _JoinRecorded(OpOfCpus):
+    # the spec is as above
     name = "join_recorded"
 
     def names(self, *ranks, spec):

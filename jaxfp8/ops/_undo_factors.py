@@ -10,7 +10,7 @@ from jax import lax
 from ..numerics import _scaling
 from . import _ffi, _shapes
 from ._partition import WHOLE
-from ._primitive import ONE, Op, dims
+from ._primitive import ONE, OpOfCpus, dims
 
 # A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were
 # summed change it by 100 %.
@@ -47,23 +47,13 @@ def undo_factors(
     return _undo(history, scale, new_history, new_scale)
 
 
-class _UndoFactors(Op):
-    """Only on CPUs is it one call: there each of some hundred operations is compiled
-    for itself. Elsewhere XLA makes one reduction and one kernel of it.
-    """
-
+class _UndoFactors(OpOfCpus):
     name = "undo_factors"
 
     def names(self, history, *ranks, spec):
         batch = dims("batch", history - 1)
         slots, one = (*batch, f"{WHOLE}_slot"), (*batch, *ONE)
         return [slots, one, slots, one], [one] * 4
-
-    def on_one_device_only(self, spec):
-        return True
-
-    def cuda(self, *operands, vmap_dims, spec):
-        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
 
     def cpu(self, history, scale, new_history, new_scale, vmap_dims, spec):
         histories = [

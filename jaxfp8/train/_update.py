@@ -29,14 +29,14 @@ def update_state(old: Tree, new: Any) -> Tree:
                                                   # is slot 0 of `new`
         s' = the scale of `new`
 
-    A row that was not touched (its new scale is 0) or whose new numbers are not finite
-    keeps its old value. Where `old` already holds a gradient of the same step, from a
-    second optimizer for example, the two combine: slot 0 is the larger amax. The
-    returned state is clean: old history entries that are not finite become 0, an old
-    scale that is 0 or not finite becomes 1. Old state below zero, which an optimizer
-    that stepped on the state makes, or a factor that cannot be undone, is an error; in
-    a trace it stays as it is, and its scale is NaN. The returned state is float32,
-    whatever cast `old` went through.
+    A row that was not touched (its new scale is 0, or subnormal) or whose new numbers
+    are not finite keeps its old value. Where `old` already holds a gradient of the same
+    step, from a second optimizer for example, the two combine: slot 0 is the larger
+    amax. The returned state is clean: old history entries that are not finite become 0,
+    an old scale that is 0 or not finite becomes 1. Old state below zero, which an
+    optimizer that stepped on the state makes, or a factor that cannot be undone, is an
+    error; in a trace it stays as it is, and its scale is NaN. The returned state is
+    float32, whatever cast `old` went through.
 
     The old history tells what the tail of the new history must be. If the new tail is c
     times that, with c off from 1 by more than 1 %, the state was summed over c uses

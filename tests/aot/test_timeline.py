@@ -68,6 +68,12 @@ def test_a_loop_runs_its_body_as_often_as_it_says():
     assert times.waits == pytest.approx(0.4 - 1e-3), "those of one pass"
 
 
+def test_a_computation_that_it_does_not_know_is_refused():
+    line = "  %s = ((f32[100]{0}), f32[100]{0}) async-start(%x), calls=%body"
+    with pytest.raises(ValueError, match="s: the time line knows no such"):
+        timeline.replay(program(line, body=(PRODUCT,)), RATES)
+
+
 @pytest.mark.parametrize(
     "groups, devices",
     [

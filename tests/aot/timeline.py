@@ -76,8 +76,8 @@ def replay(module: hlo.Module, rates: Rates = RATES) -> Times:
     """The time line of a program.
 
     Raises:
-        ValueError: as `count.launches` does: a loop has no known trip count, or which
-            branch of a conditional runs is not known.
+        ValueError: a loop has no known trip count, or there is a computation that the
+            time line does not know: a branch, or an asynchronous one.
     """
     launches = {
         (launch.computation.name, launch.instruction.name): launch
@@ -134,6 +134,8 @@ def _called(module, instruction):
         return body, count.trip_count(instruction)
     if instruction.opcode == "call":
         return module.computations[instruction.called("to_apply", "calls")[0]], 1
+    if instruction.opcode in ("conditional", "async-start"):
+        raise ValueError(f"{instruction.name}: the time line knows no such computation")
     return None, 0
 
 
@@ -190,11 +192,11 @@ def _seconds_of_launch(module, launch, rates) -> float:
     return 2 * math.sqrt(a.elements * b.elements * out.elements / groups) / rate
 
 
-def summary(text: str, taken: bool | None = None) -> dict:
+def summary(text: str) -> dict:
     """The time line of a compiled program as JSON holds it: milliseconds, and
     microseconds of waits.
     """
-    module = dataclasses.replace(hlo.parse(text), taken=taken)
+    module = hlo.parse(text)
     times, hidden = replay(module), replay(module, HIDDEN)
     return {
         "ms": 1e3 * times.total,
