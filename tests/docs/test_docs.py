@@ -151,6 +151,7 @@ OTHERS = [
     "SECURITY.md",
     "examples/README.md",
     "benchmarks/README.md",
+    "benchmarks/losses.md",
     "tests/README.md",
 ]
 
