@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 NAMES = ("kernels", "gpu", "selftest")
 PAGES = {
     "kernels": ROOT / "benchmarks" / "README.md",
-    "gpu": ROOT / "docs" / "performance.md",
+    "gpu": ROOT / "benchmarks" / "README.md",
 }
 NOT_MEASURED = "Not measured yet."
 

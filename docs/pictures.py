@@ -1,5 +1,5 @@
-"""Draws pictures of docs/images/: FP8's numbers, a scale, launches and bytes beside
-peers, gaps with intervals.
+"""Draws pictures of docs/images/: FP8's numbers, a scale, a layer's kernels in time,
+launches and bytes beside peers, gaps with intervals.
 
     # reads benchmarks/results/, needs matplotlib; the same input gives the same files
     python docs/pictures.py
@@ -7,6 +7,7 @@ peers, gaps with intervals.
 
 import json
 import pathlib
+import re
 import sys
 
 import matplotlib
@@ -75,6 +76,49 @@ def scale():
     return figure
 
 
+def timeline():
+    """The kernels of a Dense layer on an H200, one after the other, without the gaps
+    between them.
+    """
+    trace = (RESULTS / "h200_trace.txt").read_text()
+    layers = {
+        "dense": "Dense, 8192 x 8192 x 8192: forward and backward",
+        "small dense": "Dense, 2048 x 1024 x 1024",
+    }
+    arms = {"bf16": "bfloat16", "flax": "Flax FP8", "jaxfp8 own": "jaxfp8.linen.Dense"}
+    figure, axes = plt.subplots(2, 1, figsize=(9, 4), layout="constrained")
+    for axis, (layer, title) in zip(axes, layers.items(), strict=True):
+        for y, arm in enumerate(arms):
+            section = trace.split(f"== {layer} {arm}\n")[1]
+            end = draw_kernels(axis, y, section)
+            busy = float(re.search(r"busy ([\d.]+) us", section)[1])
+            axis.text(1.01 * end, y, f"{busy:.0f} us", va="center", fontsize=8)
+        axis.set(yticks=range(3), title=title)
+        axis.margins(x=0.12)
+        axis.set_yticklabels(arms.values())
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_xlabel("us of the device's work")
+    axes[0].barh([0], [0], color=OURS, label="products")
+    axes[0].barh([0], [0], color="#ffb000", label="quantization, casts, the rest")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def draw_kernels(axis, y, section) -> float:
+    """A bar for each kernel in the first `seq:` line of a trace; returns their time."""
+    sequence = section.partition("seq: ")[2].partition("\n")[0]
+    start = 0.0
+    for kernel in sequence.split(" | "):
+        name, us = re.fullmatch(r"(.*) ([\d.]+) \(\S+\)", kernel).groups()
+        is_product = name.startswith(("nvjet", "gemm_fusion"))
+        color = OURS if is_product else "#ffb000"
+        axis.barh(y, float(us), 0.6, start, color=color, edgecolor="white", lw=0.4)
+        start += float(us)
+    return start
+
+
 def launches():
     """Launches, and bytes outside of GEMMs, of programs compiled for an H200."""
     cases = json.loads((RESULTS / "aot_h200.json").read_text())["cases"]
@@ -140,7 +184,13 @@ def gaps():
     return figure
 
 
-PICTURES = {"formats": formats, "scale": scale, "launches": launches, "gaps": gaps}
+PICTURES = {
+    "formats": formats,
+    "scale": scale,
+    "timeline": timeline,
+    "launches": launches,
+    "gaps": gaps,
+}
 
 
 def main(folder: pathlib.Path = IMAGES) -> None:

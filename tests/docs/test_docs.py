@@ -133,8 +133,10 @@ def test_pictures_are_drawn_and_shown(tmp_path):
     pictures = pytest.importorskip("pictures")
     pictures.main(tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert len(drawn) == 4 and all("</svg>" in text for text in drawn.values())
+    assert len(drawn) == 5 and all("</svg>" in text for text in drawn.values())
     # as in performance.md
+    assert "<!-- 2364 us -->" in drawn["timeline.svg"]
+    # as in benchmarks/compiled.md
     assert all(
         f"<!-- {label} -->" in drawn["launches.svg"] for label in (30, 1920, 3056)
     )
@@ -151,6 +153,8 @@ OTHERS = [
     "SECURITY.md",
     "examples/README.md",
     "benchmarks/README.md",
+    "benchmarks/compiled.md",
+    "benchmarks/losses.md",
     "tests/README.md",
 ]
 

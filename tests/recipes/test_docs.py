@@ -1,4 +1,4 @@
-"""docs/custom_recipes.md: its table is what the benchmark found. docs/recipes.md: each
+"""benchmarks/losses.md: its table is what the benchmark found. docs/recipes.md: each
 recipe by a known name is one that a product runs with.
 """
 
@@ -20,7 +20,7 @@ BY_NAME = re.findall(
     .partition("\n## ")[0],
     re.MULTILINE,
 )
-PAGE = "docs/custom_recipes.md"
+PAGE = "benchmarks/losses.md"
 
 
 def test_table_is_the_record():

@@ -10,7 +10,7 @@ import pytest
 from . import compiler
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "performance.md").read_text()
+PAGE = (ROOT / "benchmarks" / "compiled.md").read_text()
 CASES = json.loads((ROOT / "benchmarks" / "results" / "tpu_v7.json").read_text())[
     "cases"
 ]
