@@ -116,7 +116,7 @@ __all__ = [
     "value_and_grad",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not
 # public.

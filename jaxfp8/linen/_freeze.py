@@ -148,11 +148,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
     quantized = _read_by_codes(with_codes, params, collections, arrays)
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
-    several = {
-        path[:-1]: codes.pop(path)
-        for path in list(codes)
-        if path[-1] == _frozen.HAS_ANOTHER
-    }
+    several = _pop_has_another(codes)
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
@@ -161,15 +157,27 @@ def freeze(model: nn.Module, variables, args, kwargs):
     _refuse_untouched(products, state)
     # 3. Take away the parameters that nothing but their codes reads.
     read = _read(apply_as_called, params | codes, collections, arrays)
-    for path in quantized - read:
-        (kernel,) = jax.tree.leaves(params[path])
-        params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
+    params |= {path: _placeholder(params[path]) for path in quantized - read}
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
     if unfrozen := {
         path: leaf for path, leaf in state.items() if path[:-1] not in products
     }:
         collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(unfrozen)
     return _variables(params | codes, collections)
+
+
+def _placeholder(param) -> FrozenKernel:
+    """Return the placeholder of a kernel, which may be in a box."""
+    (kernel,) = jax.tree.leaves(param)
+    return FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
+
+
+def _pop_has_another(codes) -> dict:
+    """Take the flags of products with several kernels out of the codes; return them by
+    product.
+    """
+    flags = [path for path in codes if path[-1] == _frozen.HAS_ANOTHER]
+    return {path[:-1]: codes.pop(path) for path in flags}
 
 
 def _variables(params, collections):

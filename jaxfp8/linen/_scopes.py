@@ -110,18 +110,20 @@ def check_rules(model, ran, foreign) -> None:
         path[:i] for path in leaves for i in range(len(model.path), len(path))
     } - set(ran)
     layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
+    if not leaves:
+        return
     # 2. See whether there is FP8, or could be in the rest.
-    fp8_paths, gets_fp8 = [], True in ran.values()
-    for region in regions(model.scope) if leaves else ():
-        rules = [rule for rule in region.rules if rule.recipe is not None]
-        names = _names(rest, region.root)
-        gets_fp8 |= any(
-            rule.matches(names, op)
-            for rule in rules
-            for op in ("dot_general", "einsum")
-        )
-        fp8_paths += [rule.path for rule in rules]
-    if fp8_paths and not gets_fp8:
+    fp8_rules = [
+        (rule, region.root)
+        for region in regions(model.scope)
+        for rule in region.rules
+        if rule.recipe is not None
+    ]
+    gets_fp8 = True in ran.values() or any(
+        rule.matches_a_product(_names(rest, root)) for rule, root in fp8_rules
+    )
+    if fp8_rules and not gets_fp8:
+        fp8_paths = [rule.path for rule, _ in fp8_rules]
         _warnings.warn(
             f"linen.quantize: rules: none of {fp8_paths} gives a layer of "
             f"{type(model).__name__} FP8: a regex has to match the whole path of a "
@@ -131,7 +133,7 @@ def check_rules(model, ran, foreign) -> None:
         )
     # 3. See whether each rule matches, once for equal rules of models of one class;
     #    `init` may make a part of a model.
-    elif leaves and not model.is_initializing() and not type(model)._fp8_has_checked:
+    elif not model.is_initializing() and not type(model)._fp8_has_checked:
         type(model)._fp8_has_checked = True
         _check_each_rule(model, layers, rest, foreign)
 

@@ -35,6 +35,10 @@ class Rule(NamedTuple):
             re.fullmatch(self.path, path) for path in paths
         )
 
+    def matches_a_product(self, paths: Iterable[str]) -> bool:
+        """Tell whether the rule matches one of `paths` for products of any kind."""
+        return any(self.matches(paths, op) for op in ("dot_general", "einsum"))
+
     @property
     def layer_recipe(self) -> Recipe:
         """The recipe for the field of a layer, in which `HighPrecision()` stands for
@@ -127,11 +131,7 @@ def warn_of_idle_rules(
         layers: the names of each layer, by its path.
     """
     names = [name for names in layers.values() for name in names]
-    idle = [
-        rule.path
-        for rule in rules
-        if not any(rule.matches(names, op) for op in ("dot_general", "einsum"))
-    ]
+    idle = [rule.path for rule in rules if not rule.matches_a_product(names)]
     if idle:
         _warnings.warn(
             f"{where}: rules: no layer of {model} matches {some(idle)}: a regex has "
