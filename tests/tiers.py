@@ -148,6 +148,12 @@ def mark(items, tests: pathlib.Path) -> None:
         functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         path = cases[0].path.relative_to(tests)
+        for case in cases:
+            if _takes_minutes(case, path):
+                case.add_marker("slow")
+        # The diagonal is one of the cases that are not slow by themselves: else a value
+        # would run nowhere that meets a slow one on it.
+        cases = [case for case in cases if not case.get_closest_marker("slow")]
         in_ci, one_case = is_in_ci(path), bool(ONE_CASE & _where(path))
         values = collections.defaultdict(dict)
         positions = [_positions(case, values) for case in cases]
@@ -155,8 +161,6 @@ def mark(items, tests: pathlib.Path) -> None:
         for case, position in zip(cases, positions, strict=True):
             on_diagonal = _is_diagonal(position, sizes)
             in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
-            if _takes_minutes(case, path):
-                case.add_marker("slow")
             if not in_fast:
                 case.add_marker("ci" if on_diagonal else "slow")
 
