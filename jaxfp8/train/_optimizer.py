@@ -359,8 +359,10 @@ def _with_state(tree, source, function) -> Any:
     nodes = jax.tree.leaves(
         _state_tree.unmarked(source), is_leaf=_state_tree.is_variable
     )
-    for i in flat.positions():
-        leaves[i] = jax.tree.map(function, nodes[i])
+    # `tree` lacks the leaves of `source` that have no gradient, such as functions.
+    holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, NoState)]
+    for hole, i in zip(holes, flat.positions(), strict=True):
+        leaves[hole] = jax.tree.map(function, nodes[i])
     return treedef.unflatten(leaves)
 
 

@@ -71,6 +71,7 @@ def test_programs(page, runs, tmp_path, monkeypatch, capsys):
     and the files of the first.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(snippets.ROOT / "examples")  # files that users copy
     monkeypatch.setenv("MPLBACKEND", "agg")
     names = None
     for _ in range(runs):

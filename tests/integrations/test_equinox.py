@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equality import assert_same_bits
 from equinox.internal import while_loop
 from programs import cases
 from programs.known_amax import used_state
@@ -60,6 +61,20 @@ def test_updates_of_equinox_raise():
     updated = jaxfp8.train.apply_updates(model, updates)
     cases.assert_state(updated.state, expected.state)
     assert updated.activation is model.activation and updated.name == model.name
+
+
+def test_leaves_without_a_gradient_may_come_first():
+    """A whole model as `params`: its functions are leaves in front of the state, and
+    the updates lack them.
+    """
+    model, x, grad, _ = setting()
+    gradient = eqx.filter_grad(lambda pair: loss_fn(pair[1], x, grad))((model, model))
+    tx = jaxfp8.train.optimizer(optax.sgd(0.1))
+    opt_state = tx.init(eqx.filter((model, model), eqx.is_array))
+    updates, _ = tx.update(gradient, opt_state, (model, model))
+    _, updated = jaxfp8.train.apply_updates((model, model), updates)
+    assert_same_bits(updated.state, gradient[1].state, "state")
+    assert (updated.kernel != model.kernel).any()
 
 
 @pytest.mark.parametrize(
