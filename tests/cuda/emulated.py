@@ -269,19 +269,15 @@ class Emulated:
         return buffers.results()
 
     def amax(self, x, shift=0):
-        x_buffer, top = (
-            Buffer(x.shape, x.dtype, shift, x),
-            Buffer(x.shape[:1], np.float32),
-        )
+        x_buffer = Buffer(x.shape, x.dtype, shift, x)
+        top = Buffer(x.shape[:1], np.float32)
         self._launch("amax", DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
         return top.result("amax")
 
     def quantize(self, x, scale, fmt, shift=0, data_shift=None):
         scale = np.atleast_1d(np.float32(scale))
-        x_buffer, scale_buffer = (
-            Buffer(x.shape, x.dtype, shift, x),
-            Buffer(scale.shape, np.float32, 0, scale),
-        )
+        x_buffer = Buffer(x.shape, x.dtype, shift, x)
+        scale_buffer = Buffer(scale.shape, np.float32, 0, scale)
         data = Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
         top = Buffer(x.shape[:1], np.float32)
         self._launch(
@@ -314,10 +310,8 @@ class Emulated:
         Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
         """
         g, m, n = x.shape
-        x_buffer, amaxes = (
-            Buffer(x.shape, x.dtype, shift, x),
-            Buffer((g, m + n * transpose), np.float32),
-        )
+        x_buffer = Buffer(x.shape, x.dtype, shift, x)
+        amaxes = Buffer((g, m + n * transpose), np.float32)
         results = []
         for shape, of_data in (
             ((m, n), shift),

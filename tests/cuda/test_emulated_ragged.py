@@ -34,10 +34,8 @@ def launchers(request):
         if reason := machine.why_not():
             pytest.skip(reason)
         library = machine.build_for_warps() if name == "warps" else machine.build(name)
-        made, tile = (
-            machine.Interpreted(library),
-            "warpgroups" if name == "90a" else "warps",
-        )
+        made = machine.Interpreted(library)
+        tile = "warpgroups" if name == "90a" else "warps"
     else:
         made, tile = request.getfixturevalue("emulated_library"), name
         made.library.emulator_be_hopper(tile == "warpgroups")

@@ -22,10 +22,8 @@ pytestmark = pytest.mark.gpu
 
 def test_accumulation_in_place():
     """A donated accumulator: C and D are one buffer."""
-    a, b = (
-        random_codes((64, 128), oracle.E4M3, 1),
-        random_codes((96, 128), oracle.E4M3, 2),
-    )
+    a = random_codes((64, 128), oracle.E4M3, 1)
+    b = random_codes((96, 128), oracle.E4M3, 2)
     one = np.float32(2.0**-8)
 
     @jax.jit
@@ -58,10 +56,8 @@ def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
     """cuBLASLt does not say in which order it multiplies: what it does is recorded, and
     no wrong number is accepted.
     """
-    a, b = (
-        np.full((16, 32), 16, oracle.E4M3.dtype),
-        np.full((16, 32), 16, oracle.E4M3.dtype),
-    )
+    a = np.full((16, 32), 16, oracle.E4M3.dtype)
+    b = np.full((16, 32), 16, oracle.E4M3.dtype)
     a[0] = 0
     got = np.asarray(
         ops.scaled_matmul(
@@ -143,10 +139,8 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
 def test_large_ragged_products(sizes, m, k, n, ragged):
     """More slices and tiles than tests/ops has."""
     shapes = ((m, k), (len(sizes), n, k)) if ragged == "rows" else ((k, m), (n, m))
-    a, b = (
-        random_codes(shapes[0], oracle.E4M3, 1),
-        random_codes(shapes[1], oracle.E5M2, 2),
-    )
+    a = random_codes(shapes[0], oracle.E4M3, 1)
+    b = random_codes(shapes[1], oracle.E5M2, 2)
     scales = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
     for precise in (False, True):
         got = ops.ragged_matmul(

@@ -118,10 +118,8 @@ def product(eqn, a, b, a_inv, b_inv) -> oracle.Product:
     )
     a64, b64 = a.astype(np.float64), b.astype(np.float64)
     s = float(a_inv) * float(b_inv)
-    exact, total = (
-        np.einsum(eqn, a64, b64) * s,
-        np.einsum(eqn, np.abs(a64), np.abs(b64)) * s,
-    )
+    exact = np.einsum(eqn, a64, b64) * s
+    total = np.einsum(eqn, np.abs(a64), np.abs(b64)) * s
     growth = k * oracle.PRECISE
     bound = total * (growth / (1 - growth) + 2 * oracle.PRECISE)
     bound = (bound + 2.0**-24 * (np.abs(exact) + bound)) * (1 + 2.0**-10) + 2.0**-126

@@ -40,10 +40,8 @@ def exact_operands(name, dtype, seed):
     """Integers and eighths, whose product is exact in every dtype; the gradient of the
     activation is not.
     """
-    rng, features = (
-        np.random.default_rng(seed),
-        (*(2,) * name.endswith("_gated"), HIDDEN),
-    )
+    rng = np.random.default_rng(seed)
+    features = (*(2,) * name.endswith("_gated"), HIDDEN)
     x = rng.integers(-2, 3, (ROWS, WIDTH)).astype(F32).astype(dtype)
     kernel, bias = (
         rng.integers(-4, 5, shape).astype(F32) / 8

@@ -69,11 +69,9 @@ def test_without_state():
 )
 def test_no_elements(m, k, n, g):
     """Zeros, and a state that is not touched."""
-    lhs, rhs, sizes = (
-        np.ones((m, k), np.float32),
-        np.ones((g, k, n), np.float32),
-        np.zeros(g, np.int32),
-    )
+    lhs = np.ones((m, k), np.float32)
+    rhs = np.ones((g, k, n), np.float32)
+    sizes = np.zeros(g, np.int32)
 
     def loss(lhs, rhs, state):
         y = jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state)

@@ -132,10 +132,8 @@ def test_formats_and_output_dtypes(implementation, formats, out_dtype):
 def test_empty_operands(implementation, out_dtype):
     for m, n, k in ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)):
         for pair in PAIRS:
-            a, b = (
-                np.zeros((m, k), oracle.E4M3.dtype),
-                np.zeros((n, k), oracle.E4M3.dtype),
-            )
+            a = np.zeros((m, k), oracle.E4M3.dtype)
+            b = np.zeros((n, k), oracle.E4M3.dtype)
             scales = [operand(x.shape, s)[1] for x, s in zip((a, b), pair, strict=True)]
             got = ops.block_scaled_matmul(
                 a, b, *scales, **blocks_of(pair), out_dtype=out_dtype

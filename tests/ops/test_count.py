@@ -56,10 +56,13 @@ def test_by_hand(implementation, fmt, top, half):
     """On the boundaries: the largest number does not saturate, half of the smallest
     rounds to zero, zero is zero.
     """
-    up, down = (
-        (lambda y: np.nextafter(np.float32(y), np.float32(np.inf))),
-        (lambda y: np.nextafter(np.float32(y), 0)),
-    )
+
+    def up(y):
+        return np.nextafter(np.float32(y), np.float32(np.inf))
+
+    def down(y):
+        return np.nextafter(np.float32(y), 0)
+
     saturating = [up(top), -up(top), np.inf, -np.inf, 3e38]
     becoming_zero = [half, -half, down(half), 2.0**-149]
     others = [

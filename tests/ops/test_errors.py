@@ -15,16 +15,12 @@ from . import cases
 
 E4M3 = oracle.E4M3.dtype
 X, S, H = np.ones((4, 6), np.float32), np.float32(1), np.ones(4, np.float32)
-A, B, W = (
-    np.ones((4, 6), E4M3),
-    np.ones((5, 6), oracle.E5M2.dtype),
-    np.ones(6, np.float32),
-)
+A = np.ones((4, 6), E4M3)
+B = np.ones((5, 6), oracle.E5M2.dtype)
+W = np.ones(6, np.float32)
 BLOCKS = np.ones((4, 64), E4M3), np.ones((6, 64), E4M3)
-STATE, R = (
-    [np.ones((2, n), np.float32) for n in (3, 1)],
-    [np.ones((2, n), np.float32) for n in (12, 6)],
-)
+STATE = [np.ones((2, n), np.float32) for n in (3, 1)]
+R = [np.ones((2, n), np.float32) for n in (12, 6)]
 QUANTIZER = {"x": X, "scale": S, "dtype": E4M3}
 PRODUCT = {"a": A, "b": B, "a_scale_inv": S, "b_scale_inv": S}
 GOOD = {

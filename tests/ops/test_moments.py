@@ -29,10 +29,8 @@ def numbers(rng, shape, squared=False):
     """Rows of numbers of all sizes, of spans from 0 to 40 octaves, among them zeros,
     subnormals, NaNs and Infs.
     """
-    size, span = (
-        rng.integers(-140, 126, (shape[0], 1)),
-        rng.choice([0, 4, 12, 40], (shape[0], 1)),
-    )
+    size = rng.integers(-140, 126, (shape[0], 1))
+    span = rng.choice([0, 4, 12, 40], (shape[0], 1))
     with np.errstate(over="ignore"):
         x = np.float32(
             rng.standard_normal(shape) * np.exp2(size - span * rng.random(shape))

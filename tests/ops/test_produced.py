@@ -56,10 +56,8 @@ def parameters(name, shape, dtype=np.float32, seed=0):
     if name in GRADIENTS:
         return (cases.random_values(shape, dtype, seed + 1, 1.0),)
     rng, n = np.random.default_rng(seed), shape[-1]
-    gamma, beta = (
-        (1 + 0.3 * rng.standard_normal(n)).astype(dtype),
-        rng.standard_normal(n).astype(dtype),
-    )
+    gamma = (1 + 0.3 * rng.standard_normal(n)).astype(dtype)
+    beta = rng.standard_normal(n).astype(dtype)
     return gamma, beta if NORMS[name][1] else None
 
 
@@ -87,17 +85,13 @@ def values(name, x, *params, epsilon=EPSILON):
 def check(
     got, name, x, *params, scale=SCALE, fmt=oracle.E4M3, epsilon=EPSILON, **options
 ):
-    (data, data_t, top, *sums), m = (
-        (None if out is None else np.asarray(out) for out in got),
-        len(x),
-    )
+    data, data_t, top, *sums = (None if out is None else np.asarray(out) for out in got)
+    m = len(x)
     expected = values(name, x, *params, epsilon=epsilon)
     columns = data.shape[1:]
     assert data_t is None or data_t.shape == (*columns, m)
-    data, data_t = (
-        data.reshape(m, -1),
-        None if data_t is None else data_t.reshape(-1, m),
-    )
+    data = data.reshape(m, -1)
+    data_t = None if data_t is None else data_t.reshape(-1, m)
     expected.check(data, data_t, top, scale, fmt, **options)
     for total in sums:
         # m additions in any order, each off by u of what it adds up.
@@ -143,10 +137,8 @@ def test_gradient_of_every_magnitude(implementation, dtype, name):
     powers = 2.0 ** rng.uniform(
         -40, 15 if dtype == oracle.F16 else 40, shape
     ) * rng.choice([-1, 1], shape)
-    x, (grad,) = (
-        powers.astype(np.float32).astype(dtype),
-        parameters(name, (64, 128), dtype),
-    )
+    x = powers.astype(np.float32).astype(dtype)
+    (grad,) = parameters(name, (64, 128), dtype)
     with np.errstate(over="ignore"):
         check(
             run(name, x, grad, scale=ONE, dtype=E5M2.dtype),
@@ -252,10 +244,8 @@ BAD += [
 @pytest.mark.parametrize("n", [8, 5, 256])
 def test_bad_gradients_stay_where_they_are(implementation, name, x, grad, n):
     """In vectors, element by element, and in a whole tile."""
-    operand, ct = (
-        np.ones((128, *(2,) * name.endswith("_gated"), n), np.float32),
-        np.ones((128, n), np.float32),
-    )
+    operand = np.ones((128, *(2,) * name.endswith("_gated"), n), np.float32)
+    ct = np.ones((128, n), np.float32)
     operand[17, ..., 3], ct[17, 3] = x, grad
     data, data_t, top = run(f"gradient of {name}", operand, ct, scale=ONE)
     bad = np.isnan(oracle.widen(data))
@@ -459,10 +449,8 @@ def test_what_it_lowers_to(name, options, cuda_custom_calls):
     """For CUDA one custom call, and sums of a norm's rows or of parts of column sums;
     on a CPU jnp, then one.
     """
-    x, params = (
-        inputs(name, (4, 8, 16), oracle.BF16),
-        parameters(name, (4, 8, 16), oracle.BF16),
-    )
+    x = inputs(name, (4, 8, 16), oracle.BF16)
+    params = parameters(name, (4, 8, 16), oracle.BF16)
     traced = jax.jit(
         lambda x, *rest: run(name, x, *rest[:-1], amax=rest[-1], rows=2, **options)
     ).trace(x, *params, SCALE)

@@ -97,10 +97,8 @@ def test_shapes(implementation, fmt, name):
         else cases.MATRIX_SHAPES + cases.EMPTY_MATRIX_SHAPES
     )
     for seed, shape in enumerate(shapes):
-        x, scale = (
-            cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed),
-            np.float32(3.7),
-        )
+        x = cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed)
+        scale = np.float32(3.7)
         got = getattr(ops, name)(
             x, scale.reshape((1,) * (seed % 2)), cases.dtype_of(fmt)
         )
@@ -184,10 +182,8 @@ def test_same_bytes_on_every_run(implementation, name):
 @FORMATS
 def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
     # threads are slow there
-    rng, parts = (
-        np.random.default_rng(17),
-        1 if implementation in ("emulated", "ptx") else 32,
-    )
+    rng = np.random.default_rng(17)
+    parts = 1 if implementation in ("emulated", "ptx") else 32
     for dtype in (oracle.BF16, oracle.F16):
         for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[
             :parts
@@ -236,10 +232,8 @@ def test_the_amax_that_is_given_stays(implementation, name):
 @NAMES
 def test_codes_alone(implementation, name):
     """The codes, in the layouts that the op has, by its form without an amax."""
-    x, scales = (
-        cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1),
-        np.float32([2, 0.5, 16]),
-    )
+    x = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1)
+    scales = np.float32([2, 0.5, 16])
     *members, top = jax.vmap(
         lambda x, scale: getattr(ops, name)(x, scale, E4M3, with_amax=False)
     )(x, scales)

@@ -179,10 +179,8 @@ def test_numbers_of_several_products(sides, named, prefix):
             targets.build(op, sizes, 3), lambda *x: abs(values.array(rng, *x))
         )
         *others, numbers = getattr(whole, place)
-        is_result, parts = (
-            place == "results",
-            [np.ones((2, side), np.float32) for side in sides],
-        )
+        is_result = place == "results"
+        parts = [np.ones((2, side), np.float32) for side in sides]
         if not is_result and named is None:
             parts = np.split(numbers, np.cumsum(sides)[:-1], 1)
         call = dataclasses.replace(

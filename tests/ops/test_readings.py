@@ -61,7 +61,7 @@ def product(batch, lengths, seed=0):
 def record(pairs, seed=0):
     """What a step may give for these, the numbers that do not count included."""
     rng, batch = np.random.default_rng(seed), pairs[0][0].shape[:-1]
-    kinds = AMAXES, SCALE_INVS, STAYS, *(BELOW_ZERO, AMAXES, AMAXES)
+    kinds = AMAXES, SCALE_INVS, STAYS, BELOW_ZERO, AMAXES, AMAXES
     numbers = [[rng.choice(values, batch) for values in kinds] for _ in pairs]
     return np.stack(list(itertools.chain(*numbers)), -1).astype(np.float32)
 
@@ -164,10 +164,8 @@ def test_a_product_by_itself(implementation):
     """
     for seed in range(3):
         pairs = product((), LENGTHS, seed)
-        amaxes, scales = (
-            history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1)),
-            history(len(LENGTHS), seed + 9, (0,)),
-        )
+        amaxes = history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1))
+        scales = history(len(LENGTHS), seed + 9, (0,))
         recorded = [(amaxes[i : i + 1], scales[i : i + 1]) for i in range(len(pairs))]
         (written,) = jax.jit(ops.write_histories)([pairs], [recorded])
         for i, (got, (before, _)) in enumerate(zip(written, pairs, strict=True)):

@@ -246,10 +246,8 @@ def test_an_amax_that_is_not_there_is_empty(name, of_amax, cuda_custom_calls):
 )
 def test_static_scales_need_no_amax(grad, amaxes, cuda_custom_calls):
     """A Dense step is six launches; the gradient's own scale takes two more."""
-    recipe, (x, kernel, cotangent, _) = (
-        jaxfp8.StaticScaling(output_grad=grad),
-        dense_arguments(),
-    )
+    recipe = jaxfp8.StaticScaling(output_grad=grad)
+    x, kernel, cotangent, _ = dense_arguments()
 
     def step(x, kernel, cotangent):
         y, vjp = jax.vjp(

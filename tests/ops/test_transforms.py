@@ -91,7 +91,9 @@ CALLS = {
     ),
     "quantize_transpose": (
         lambda x, s, a: ops.quantize_transpose(x, s, E4M3, amax=a, column_sums=True),
-        *(integers(6, 10, dtype=oracle.BF16), powers(), AMAX),
+        integers(6, 10, dtype=oracle.BF16),
+        powers(),
+        AMAX,
     ),
     "dequantize": (
         lambda x, s: ops.dequantize(x, s, np.float32),
@@ -105,7 +107,10 @@ CALLS = {
     ),
     "delayed_scales": (
         lambda h, k, s, t: ops.delayed_scales([h, k], [s, t], fp8_max=[448.0, 57344.0]),
-        *(amaxes(4), amaxes(7), powers(), 2 * powers()),
+        amaxes(4),
+        amaxes(7),
+        powers(),
+        2 * powers(),
     ),
     "read_histories": (
         lambda *leaves: ops.read_histories(as_products(*leaves)),
@@ -113,13 +118,20 @@ CALLS = {
     ),
     "write_histories": (
         lambda *leaves: ops.write_histories(as_products(*leaves[:6]), leaves[6:]),
-        *(*PRODUCTS, amaxes(12), amaxes(6)),
+        *PRODUCTS,
+        amaxes(12),
+        amaxes(6),
     ),
     "write_histories, a product": (
         lambda h, k, s, t, a, b: ops.write_histories(
             [[(h, s), (k, t)]], [[(a, s), (b, t)]]
         ),
-        *(amaxes(4), amaxes(7), powers(1), 2 * powers(1), amaxes(1), 3 * powers(1)),
+        amaxes(4),
+        amaxes(7),
+        powers(1),
+        2 * powers(1),
+        amaxes(1),
+        3 * powers(1),
     ),
     "count": (
         lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3),
@@ -136,80 +148,86 @@ CALLS = {
     ),
     "transpose_blocks": (
         lambda x, s: ops.transpose_blocks(x, s, block=(1, 4)),
-        *(integers(6, 8, dtype=E4M3), powers(6, 2, dtype=oracle_blocks.E8M0)),
+        integers(6, 8, dtype=E4M3),
+        powers(6, 2, dtype=oracle_blocks.E8M0),
     ),
     "quantize_activation": (
         lambda x, s, a: ops.quantize_activation(
             x, s, E4M3, activation="silu_gated", amax=a
         ),
-        *(gated(6, 2, 8), powers(), AMAX),
+        gated(6, 2, 8),
+        powers(),
+        AMAX,
     ),
     "quantize_activation_grad": (
         lambda x, g, s, a: ops.quantize_activation_grad(
             x, g, s, E5M2, activation="silu_gated", amax=a, column_sums=True
         ),
-        *(gated(6, 2, 8), integers(6, 8), powers(), AMAX),
+        gated(6, 2, 8),
+        integers(6, 8),
+        powers(),
+        AMAX,
     ),
     "quantize_norm": (
         lambda x, gamma, beta, s: ops.quantize_norm(
             x, gamma, beta, s, E4M3, kind="layer", epsilon=1.0
         ),
-        *(integers(6, 16), integers(16), integers(16), powers()),
+        integers(6, 16),
+        integers(16),
+        integers(16),
+        powers(),
     ),
     "scaled_matmul": (
         lambda a, b, s, t, bias, sum_: PRODUCT(a, b, s, t, bias=bias, accumulator=sum_),
-        *(
-            integers(6, 33, dtype=E4M3),
-            integers(7, 33, dtype=E5M2),
-            powers(),
-            powers(),
-            integers(7),
-            integers(6, 7),
-        ),
+        integers(6, 33, dtype=E4M3),
+        integers(7, 33, dtype=E5M2),
+        powers(),
+        powers(),
+        integers(7),
+        integers(6, 7),
     ),
     "scaled_matmul of codes alone": (
         PRODUCT,
-        *(integers(6, 33, dtype=E4M3), integers(7, 33, dtype=E5M2), powers(), powers()),
+        integers(6, 33, dtype=E4M3),
+        integers(7, 33, dtype=E5M2),
+        powers(),
+        powers(),
     ),
     "scaled_matmul of batches": (
         lambda a, b, s, bias: PRODUCT(a, b, s, np.float32(2), bias=bias, batch=1),
-        *(
-            integers(2, 6, 33, dtype=E4M3),
-            integers(2, 7, 33, dtype=E5M2),
-            powers(),
-            integers(2, 7),
-        ),
+        integers(2, 6, 33, dtype=E4M3),
+        integers(2, 7, 33, dtype=E5M2),
+        powers(),
+        integers(2, 7),
     ),
     "block_scaled_matmul": (
         functools.partial(BLOCKS, a_block=(1, 32), b_block=(1, 32)),
-        *(integers(6, 64, dtype=E4M3), integers(7, 64, dtype=E4M3)),
-        *(
-            powers(6, 2, dtype=oracle_blocks.E8M0),
-            powers(7, 2, dtype=oracle_blocks.E8M0),
-        ),
+        integers(6, 64, dtype=E4M3),
+        integers(7, 64, dtype=E4M3),
+        powers(6, 2, dtype=oracle_blocks.E8M0),
+        powers(7, 2, dtype=oracle_blocks.E8M0),
     ),
     "block_scaled_matmul by a tensor": (
         functools.partial(BLOCKS, a_block=(1, 128), b_block=None),
-        *(
-            integers(6, 160, dtype=E4M3),
-            integers(7, 160, dtype=E4M3),
-            powers(6, 2),
-            powers(1),
-        ),
+        integers(6, 160, dtype=E4M3),
+        integers(7, 160, dtype=E4M3),
+        powers(6, 2),
+        powers(1),
     ),
     "ragged_matmul, rows": (
         functools.partial(RAGGED, ragged="rows"),
-        *(
-            integers(9, 8, dtype=E4M3),
-            integers(2, 5, 8, dtype=E5M2),
-            powers(),
-            powers(),
-        ),
+        integers(9, 8, dtype=E4M3),
+        integers(2, 5, 8, dtype=E5M2),
+        powers(),
+        powers(),
         np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
     ),
     "ragged_matmul, contraction": (
         functools.partial(RAGGED, ragged="contraction"),
-        *(integers(8, 9, dtype=E4M3), integers(5, 9, dtype=E5M2), powers(), powers()),
+        integers(8, 9, dtype=E4M3),
+        integers(5, 9, dtype=E5M2),
+        powers(),
+        powers(),
         np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
     ),
 }

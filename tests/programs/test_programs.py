@@ -70,19 +70,13 @@ def test_ragged_dot(program, recipe):
 @pytest.mark.parametrize(
     "program, recipe",
     [
-        *(
-            ("jax, scan", "mixed"),
-            ("jax, members", "mixed"),
-            ("linen, scan of layers, remat", "mixed"),
-        ),
-        *(
-            ("jax, vmap", "delayed, wgrad plain"),
-            ("jax, layers in a scan", "delayed, wgrad plain"),
-        ),
-        *(
-            ("nnx, remat of each", "mixed"),
-            ("linen, scan of layers", "delayed, wgrad plain"),
-        ),
+        ("jax, scan", "mixed"),
+        ("jax, members", "mixed"),
+        ("linen, scan of layers, remat", "mixed"),
+        ("jax, vmap", "delayed, wgrad plain"),
+        ("jax, layers in a scan", "delayed, wgrad plain"),
+        ("nnx, remat of each", "mixed"),
+        ("linen, scan of layers", "delayed, wgrad plain"),
     ],
 )
 def test_by_product(program, recipe):

@@ -20,11 +20,9 @@ from jaxfp8.recipes._autocast import resolve
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 K, N = 40, 6
 MATMUL = (((1,), (0,)), ((), ()))
-CURRENT, MX, ROWWISE = (
-    jaxfp8.Float8CurrentScaling(),
-    jaxfp8.MXFP8BlockScaling(),
-    jaxfp8.Float8RowwiseScaling(),
-)
+CURRENT = jaxfp8.Float8CurrentScaling()
+MX = jaxfp8.MXFP8BlockScaling()
+ROWWISE = jaxfp8.Float8RowwiseScaling()
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=2)
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((8, K)) * 2.0 ** RNG.integers(-3, 4, (8, K))).astype(

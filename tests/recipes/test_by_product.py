@@ -19,10 +19,8 @@ from jaxfp8.recipes import HighPrecisionQuantizer, SharedCodes
 from recipes import cases
 from recipes.cases import CURRENT, PLAIN
 
-DELAYED, SHORT = (
-    jaxfp8.DelayedScaling(amax_history_len=3),
-    jaxfp8.DelayedScaling(1, 2, "most_recent"),
-)
+DELAYED = jaxfp8.DelayedScaling(amax_history_len=3)
+SHORT = jaxfp8.DelayedScaling(1, 2, "most_recent")
 SHAPES = cases.dense(5, 36, 4)
 STATE = "_overwrite_with_gradient"
 
@@ -37,7 +35,9 @@ def run(recipe, arrays, state=None):
             lambda x, kernel, state: jaxfp8.dot_general(
                 x, kernel, cases.MATMUL, recipe=recipe, state=state
             ),
-            *(x, kernel, state),
+            x,
+            kernel,
+            state,
         )
         return y, *vjp(grad)
 
@@ -50,11 +50,9 @@ def test_each_product_has_the_quantizers_of_its_recipe():
     results = ("linear_output", "linear_grad_input")
     custom = jaxfp8.CustomRecipe(lambda role: e5m2 if role in results else None)
     got = jaxfp8.ByProduct(custom, DELAYED, SHORT).quantizers()
-    kept, shared, delayed = (
-        HighPrecisionQuantizer(),
-        SharedCodes(),
-        DELAYED.quantizers(),
-    )
+    kept = HighPrecisionQuantizer()
+    shared = SharedCodes()
+    delayed = DELAYED.quantizers()
     assert got.input == got.kernel == kept and got.output == e5m2
     assert got.dgrad_kernel == delayed.kernel and got.input_grad == kept
     assert got.output_grad == delayed.output_grad
@@ -77,7 +75,11 @@ def test_two_histories_of_one_operand():
     state = jaxfp8.init_state(recipe)
     has_state = {name: value is not None for name, value in vars(state).items()}
     assert [name for name, has in has_state.items() if has] == [
-        *("input", "kernel", "output_grad", "wgrad_input", "wgrad_output_grad")
+        "input",
+        "kernel",
+        "output_grad",
+        "wgrad_input",
+        "wgrad_output_grad",
     ]
     arrays = [SHAPES.arrays(seed) for seed in (0, 1)]
     states = [state]
@@ -93,8 +95,11 @@ def test_two_histories_of_one_operand():
     rule = cases.ByProduct(cases.Rule(**rules[0]), cases.Rule(**rules[1]), twice)
     SHAPES.check(SHAPES.expected(rule, *arrays[1][:3]), *results)
     for name, operand, slots in (
-        *(("input", 0, 3), ("kernel", 1, 3), ("output_grad", 2, 3)),
-        *(("wgrad_input", 0, 2), ("wgrad_output_grad", 2, 2)),
+        ("input", 0, 3),
+        ("kernel", 1, 3),
+        ("output_grad", 2, 3),
+        ("wgrad_input", 0, 2),
+        ("wgrad_output_grad", 2, 2),
     ):
         first, second = (step[operand] for step in amaxes)
         history = np.float32([second, 0, first] if slots == 3 else [second, first])
@@ -127,10 +132,8 @@ def test_three_equal_recipes_are_that_recipe(recipe):
 
 def test_only_what_is_differentiated_is_quantized_again():
     """A frozen kernel needs no x for wgrad: its history stays empty."""
-    recipe, (x, kernel, grad, _) = (
-        jaxfp8.ByProduct(DELAYED, None, SHORT),
-        SHAPES.arrays(),
-    )
+    recipe = jaxfp8.ByProduct(DELAYED, None, SHORT)
+    x, kernel, grad, _ = SHAPES.arrays()
 
     def product(x, state):
         return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
@@ -251,10 +254,10 @@ def test_kernels_that_are_quantized_before():
 
 def test_freeze():
     """A frozen layer has the codes of fprop, and gives the bits that the layer gave."""
-    recipe, x = (
-        jaxfp8.ByProduct(jaxfp8.Float8BlockScaling(), None, jaxfp8.MXFP8BlockScaling()),
-        SHAPES.arrays()[0],
+    recipe = jaxfp8.ByProduct(
+        jaxfp8.Float8BlockScaling(), None, jaxfp8.MXFP8BlockScaling()
     )
+    x = SHAPES.arrays()[0]
     layer = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
     variables = layer.init(jax.random.key(0), x)
     frozen = jaxfp8.freeze(layer, variables, x)
@@ -281,17 +284,12 @@ def test_a_ragged_product_in_high_precision(plain):
         )
         return dict(zip(("fprop", "dgrad", "wgrad"), (y, *vjp(grad)), strict=True))
 
-    got, in_fp8 = (
-        results(
-            jaxfp8.ByProduct(
-                **(
-                    {"fprop": current, "dgrad": current, "wgrad": current}
-                    | {plain: None}
-                )
-            )
-        ),
-        results(current),
+    got = results(
+        jaxfp8.ByProduct(
+            **({"fprop": current, "dgrad": current, "wgrad": current} | {plain: None})
+        )
     )
+    in_fp8 = results(current)
     exact = {
         "fprop": np.zeros((12, 5)),
         "dgrad": np.zeros((12, 6)),

@@ -74,10 +74,8 @@ def test_results_are_quantized_and_dequantized():
 
 
 def test_each_product_reads_its_own_codes():
-    steps, steps_t = (
-        STEPS,
-        {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2},
-    )
+    steps = STEPS
+    steps_t = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
     got = run(
         recipe_of({role: TwoGrids(steps[role], steps_t[role]) for role in steps}),
         *grids.data(),

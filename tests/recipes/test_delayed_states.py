@@ -79,10 +79,8 @@ def test_states_that_a_trainer_may_leave(history, scale, options):
         values(rng, shape, 1.0, np.float32) for shape in ((M, K), (K, N), (M, N))
     ]
     is_bad = (history, scale) in BELOW_ZERO.values()
-    step, options = (
-        training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options)),
-        oracle.Options(**options),
-    )
+    step = training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options))
+    options = oracle.Options(**options)
     for name in OPERANDS:
         state = oracle.LayerState(
             **{other: odd if other == name else clean for other in OPERANDS}
@@ -137,10 +135,8 @@ def test_without_state(margin):
     expected = oracle.dense_step(
         *operands, oracle.LayerState(*states), oracle.Options(margin=margin)
     )
-    step, without = (
-        training_step(jaxfp8.DelayedScaling(margin=margin)),
-        jaxfp8.DotGeneralState(None, None, None),
-    )
+    step = training_step(jaxfp8.DelayedScaling(margin=margin))
+    without = jaxfp8.DotGeneralState(None, None, None)
     y, dx, dkernel, after = step(*operands, without)
     expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert after == without

@@ -319,10 +319,8 @@ def twice(f):
 )
 @pytest.mark.ci
 def test_only_first_derivatives(name, transform):
-    product, (x, kernel, grad, _) = (
-        cases.product(SMALL, RECIPES[name][0]),
-        SMALL.arrays(),
-    )
+    product = cases.product(SMALL, RECIPES[name][0])
+    x, kernel, grad, _ = SMALL.arrays()
     with pytest.raises(TypeError, match="first derivatives"):
         transform(lambda x: jnp.vdot(product(x, kernel), grad) ** 2)(x)
 
@@ -401,11 +399,9 @@ def test_debug_nans_names_the_operation(recipe, program, context):
     """`jax_debug_nans` runs a program again, operation by operation, to find which one
     makes a NaN of an Inf.
     """
-    x, kernel, state = (
-        jnp.ones((32, 64)).at[0, 0].set(np.inf),
-        jnp.ones((64, 16)),
-        jaxfp8.init_state(recipe),
-    )
+    x = jnp.ones((32, 64)).at[0, 0].set(np.inf)
+    kernel = jnp.ones((64, 16))
+    state = jaxfp8.init_state(recipe)
 
     def run(kernel, x):
         return jnp.sum(

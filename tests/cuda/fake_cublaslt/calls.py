@@ -283,10 +283,8 @@ def capture(folder):
 
 def _reason(gemm, **options) -> str:
     a = aligned(np.zeros((1, 16, 32), oracle.E4M3.dtype))
-    one, out = (
-        aligned(np.ones(1, np.float32)),
-        aligned(np.zeros((1, 16, 16), np.float32)),
-    )
+    one = aligned(np.ones(1, np.float32))
+    out = aligned(np.zeros((1, 16, 16), np.float32))
     return gemm.error(a, a, one, one, out, **options)
 
 
