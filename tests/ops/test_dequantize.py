@@ -62,24 +62,3 @@ def test_shapes(implementation, fmt):
             oracle.dequantize(codes, np.float32(0.37), dtype),
             f"dequantize of {shape}",
         )
-
-
-@FORMATS
-def test_sliced_and_transposed_operands(implementation, fmt):
-    codes = (
-        np.random.default_rng(1)
-        .integers(0, 256, (66, 35), dtype=np.uint8)
-        .view(fmt.dtype)
-    )
-    views = {
-        "transposed": lambda x: x.T,
-        "sliced": lambda x: x[3:60, 1:30],
-        "strided": lambda x: x[::2],
-    }
-    for name, view in views.items():
-        got = jax.jit(lambda x, s, view=view: ops.dequantize(view(x), s, np.float32))(
-            codes, np.float32(3)
-        )
-        cases.assert_bitwise(
-            got, oracle.dequantize(view(codes), np.float32(3), np.float32), name
-        )

@@ -94,32 +94,6 @@ def test_extreme_and_bad_scales(implementation, fmt, kind):
     check(data, scale_inv, fmt, 3)
 
 
-@FORMATS
-@KINDS
-def test_beside_a_second_quantization(fmt, kind):
-    """Scales are equal or larger; by the larger ones x has the same codes wherever they
-    are normal.
-    """
-    x = cases.random_values((96, 160), np.float32, 3, spread=6)
-    data, scale_inv = ops.quantize_blocks(x, fmt.dtype, block=(1, 32), **kind)
-    data_t, scale_inv_t = ops.transpose_blocks(data, scale_inv, block=(1, 32))
-    scales, own = (
-        oracle_blocks.element_scales(s, (1, 32), (160, 96))
-        for s in (
-            scale_inv_t,
-            ops.quantize_blocks(x.T, fmt.dtype, block=(1, 32), **kind)[1],
-        )
-    )
-    assert (scales >= own).all() and (scales > own).any() and (scales == own).any()
-    once = oracle.encode((x.T / scales).astype(np.float32), fmt)
-    got = np.asarray(data_t)
-    is_normal = (
-        np.abs(oracle.widen(got)) >= float(jnp.finfo(fmt.dtype).smallest_normal) * 2
-    )
-    assert is_normal.any() and not is_normal.all()
-    oracle.assert_bitwise(got[is_normal], once[is_normal], "normal codes")
-
-
 def test_merged_dimensions_vmap_and_meshes(implementation):
     fmt, c = oracle.E4M3, 4
     data = (
