@@ -189,6 +189,20 @@ def sure_codes(values, scale, fmt):
     return ends[0]
 
 
+def next_of(state, scale, values, got) -> oracle.State:
+    """The next state of a quantizer of values; its amax is the one in `got`, which must
+    be that of some values within the bounds.
+    """
+    top = np.asarray(got.amax_history)[0]
+    least, most = (
+        np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1)
+    )
+    assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), (
+        f"amax {top!r}, expected {least!r} to {most!r}"
+    )
+    return oracle.next_state(state, scale, top)
+
+
 def check_step(
     case, operands, kernel, grad, state: oracle.LayerState, got
 ) -> oracle.LayerState:
@@ -222,15 +236,7 @@ def check_step(
         )
         oracle.Product(exact, bound).check(found, f"gradient of operand {i}")
 
-    top = np.asarray(next_state.input.amax_history)[0]
-    least, most = (
-        np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1)
-    )
-    assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), (
-        f"amax {top!r}, expected {least!r} to {most!r}"
-    )
-    expected = oracle.LayerState(
-        oracle.next_state(state.input, scale, top), k_state, g_state
-    )
+    of_input = next_of(state.input, scale, values, next_state.input)
+    expected = oracle.LayerState(of_input, k_state, g_state)
     assert_state(next_state, expected)
     return expected

@@ -119,6 +119,12 @@ def expected(leaf, numbers=None):
     return adam.step(leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers)
 
 
+def placed(mesh, leaf, spec):
+    """A leaf on a mesh, cut where devices divide a dimension."""
+    cut = jax.tree.map(lambda x: moments.put(mesh, x, spec), leaf)
+    return cut._replace(keys=moments.put(mesh, leaf.keys, (None, *spec)))
+
+
 def assert_same(got, right, what=""):
     out, exact = np.asarray(got[0]), right[0]
     nan = np.isnan(exact)
@@ -236,9 +242,7 @@ def test_meshes(n, spec, kind):
 
     with jax.set_mesh(mesh):
         operands = [
-            jax.tree.map(lambda x, s=s: moments.put(mesh, x, s), leaf)._replace(
-                keys=moments.put(mesh, leaf.keys, (None, *s))
-            )
+            placed(mesh, leaf, s)
             for leaf, s in zip(leaves, (spec, P("y")), strict=True)
         ]
         program = (

@@ -174,11 +174,8 @@ def test_one_value_that_is_not_finite(name, where, value):
     arrays = dict(zip(("x", "kernel", "grad"), shapes.arrays()[:3], strict=True))
     arrays[where][1, 2] = value
     wanted = shapes.expected(rule, **arrays)
-    y, dx, dkernel, _ = cases.run(shapes, recipe, **arrays)
-    shapes.check(wanted, y, dx, dkernel, f"{name} {where}")
-    lost = {"x": (y, dkernel), "kernel": (y, dx), "grad": (dx, dkernel)}[where]
-    assert all(np.isnan(result).any() for result in lost)
-    assert np.isfinite({"x": dx, "kernel": dkernel, "grad": y}[where]).all()
+    results = cases.run(shapes, recipe, **arrays)[:3]
+    shapes.check(wanted, *results, f"{name} {where}")
 
 
 @pytest.mark.parametrize("name", KINDS)
