@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
+from parametrize import each_row
 from programs import known_amax
 
 import jaxfp8
@@ -66,9 +67,7 @@ NOT_FUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "rows, kernel_shape, dimension_numbers", NOT_FUSED.values(), ids=NOT_FUSED
-)
+@each_row("rows, kernel_shape, dimension_numbers", NOT_FUSED)
 @pytest.mark.parametrize("name", ["silu_gated", "layer with bias"])
 def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers):
     """They take the value: the bits are those of the product of the value, in bf16
@@ -203,7 +202,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("call, error, message", BAD.values(), ids=BAD)
+@each_row("call, error, message", BAD)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

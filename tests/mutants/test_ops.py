@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from ops import cases
+from parametrize import each_row
 from recipes.delayed_cases import compare_run, scripted_run
 
 import jaxfp8
@@ -217,7 +218,7 @@ STEP_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("install", STEP_MUTANTS.values(), ids=STEP_MUTANTS)
+@each_row("install", STEP_MUTANTS)
 def test_mutant_of_a_step_is_caught(install, monkeypatch):
     install(monkeypatch)
     with pytest.raises(AssertionError):
@@ -249,9 +250,7 @@ RECIPE_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "keywords, options", RECIPE_MUTANTS.values(), ids=RECIPE_MUTANTS
-)
+@each_row("keywords, options", RECIPE_MUTANTS)
 def test_mutant_of_the_recipe_is_caught(keywords, options):
     """The package runs another recipe than the oracle: no option may pass for
     another.
@@ -329,7 +328,7 @@ CODE_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", CODE_MUTANTS.values(), ids=CODE_MUTANTS)
+@each_row("mutant", CODE_MUTANTS)
 def test_mutant_of_quantize_is_caught(mutant):
     """Each on inputs that are finite where that is not what the mutant is about, so
     that NaNs do not catch them all.

@@ -10,6 +10,7 @@ import pytest
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EACH_DTYPE
 
 
 def check(x, what: str = "amax") -> None:
@@ -38,7 +39,7 @@ def test_f32_bit_patterns_alone(implementation):
     )
 
 
-@pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+@EACH_DTYPE
 def test_shapes(implementation, dtype):
     for seed, shape in enumerate(cases.SHAPES + cases.EMPTY_SHAPES):
         check(cases.random_values(shape, dtype, seed), f"amax of {shape}")
@@ -49,7 +50,7 @@ def test_shapes(implementation, dtype):
 @pytest.mark.parametrize(
     "bad", [np.nan, -np.nan, np.inf, -np.inf], ids=["nan", "-nan", "inf", "-inf"]
 )
-@pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+@EACH_DTYPE
 def test_one_bad_value_is_seen_wherever_it_stands(implementation, dtype, bad):
     for size in (8, 4095, 4096, 70001):
         for position in (0, size // 2, size - 1):

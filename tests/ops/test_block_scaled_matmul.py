@@ -17,7 +17,7 @@ from jaxfp8 import ops
 from jaxfp8.ops import _block_scaled_matmul, _blocks
 
 from . import cases
-from .conftest import EMULATED
+from .conftest import EACH_OUT_DTYPE, EMULATED
 from .test_support import gpu, machine as machine
 
 F32, E8M0 = np.dtype(np.float32), oracle_blocks.E8M0
@@ -47,9 +47,6 @@ PAIRS = (
 )
 ALL_PAIRS = pytest.mark.parametrize("pair", PAIRS, ids=" by ".join)
 FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
-OUT_DTYPES = pytest.mark.parametrize(
-    "out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS
-)
 
 
 # On a GPU: cuBLASLt where it has the mode, else the reference.
@@ -111,7 +108,7 @@ def test_shapes(implementation, shape, pair):
 @pytest.mark.parametrize(
     "formats", FORMAT_PAIRS, ids=lambda formats: "x".join(fmt.name for fmt in formats)
 )
-@OUT_DTYPES
+@EACH_OUT_DTYPE
 def test_formats_and_output_dtypes(implementation, formats, out_dtype):
     for pair in (("1x128", "128x128"), ("MX", "MX"), ("rows", "rows")):
         args = operands(33, 17, 150, pair, formats)
@@ -128,7 +125,7 @@ def test_formats_and_output_dtypes(implementation, formats, out_dtype):
             )
 
 
-@OUT_DTYPES
+@EACH_OUT_DTYPE
 def test_empty_operands(implementation, out_dtype):
     for m, n, k in ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)):
         for pair in PAIRS:

@@ -8,6 +8,7 @@ import pytest
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EACH_DTYPE, EACH_FORMAT
 
 IMPLEMENTATIONS = ("ffi", "reference", pytest.param("cuda", marks=pytest.mark.gpu))
 
@@ -21,8 +22,8 @@ def assert_counted(x, scale, fmt, what):
     cases.assert_bitwise(found, oracle.counts(x, scale, fmt), what)
 
 
-@pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
-@pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+@EACH_FORMAT
+@EACH_DTYPE
 @pytest.mark.parametrize(
     "scales",
     [SCALES, SUBNORMAL_SCALES, cases.STRANGE_SCALES],

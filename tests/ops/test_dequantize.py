@@ -5,14 +5,11 @@ and output dtypes.
 import jax
 import numpy as np
 import oracle
-import pytest
 
 from jaxfp8 import ops
 
 from . import cases
-
-FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
-DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+from .conftest import EACH_DTYPE, EACH_FORMAT
 
 
 def check_rows(codes, scales, dtype, what):
@@ -24,15 +21,15 @@ def check_rows(codes, scales, dtype, what):
         )
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_every_code_at_every_scale(implementation, dtype, fmt):
     scales = np.concatenate([cases.SCALES, cases.STRANGE_SCALES])
     check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt):
     """XLA:CPU runs with flush-to-zero: products that are subnormal in f32, bf16 or f16,
     and subnormal scales.
@@ -49,7 +46,7 @@ def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt)
     check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
 
 
-@FORMATS
+@EACH_FORMAT
 def test_shapes(implementation, fmt):
     for seed, shape in enumerate(cases.SHAPES + cases.EMPTY_SHAPES):
         dtype = cases.INPUT_DTYPES[seed % 3]

@@ -14,6 +14,7 @@ from oracle import gradients as oracle_gradients
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EACH_DTYPE, EACH_FORMAT
 
 ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
 # kind, has a beta
@@ -23,7 +24,6 @@ NORMS = {
     "layer with beta": ("layer", True),
 }
 GRADIENTS = tuple(f"gradient of {name}" for name in ACTIVATIONS)
-DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 SCALE, EPSILON, E4M3, E5M2 = np.float32(3.3), 1e-6, oracle.E4M3.dtype, oracle.E5M2
 ONE = np.float32(1)
 
@@ -104,8 +104,8 @@ def check(
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS, *GRADIENTS])
-@DTYPES
-@pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
+@EACH_DTYPE
+@EACH_FORMAT
 def test_values(implementation, fmt, dtype, name):
     """On a GPU long rows too, which do not fit into shared memory."""
     long = (
@@ -128,7 +128,7 @@ def test_values(implementation, fmt, dtype, name):
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-@DTYPES
+@EACH_DTYPE
 def test_gradient_of_every_magnitude(implementation, dtype, name):
     """Tails on both sides, where nothing may cancel: from 2^-40 to 2^40 a derivative is
     between -0.2 and 1.2.
@@ -360,7 +360,7 @@ def test_no_elements(implementation, name, shape):
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS])
-@DTYPES
+@EACH_DTYPE
 def test_activate_and_normalize(dtype, name):
     """Within the same bound, and one rounding to x's dtype; gradients are in
     `dot/test_fused_gradients.py`.
@@ -394,7 +394,7 @@ def test_slopes_far_from_zero(name):
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-@DTYPES
+@EACH_DTYPE
 def test_the_reference_of_a_gradient_is_what_jax_differentiates(dtype, name):
     """In f32, without a rounding in between: every bit."""
     x, (grad,) = inputs(name, (33, 40), dtype, 3), parameters(name, (33, 40), dtype, 3)

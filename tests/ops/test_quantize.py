@@ -10,9 +10,8 @@ import pytest
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EACH_DTYPE, EACH_FORMAT
 
-FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
-DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 NAMES = pytest.mark.parametrize("name", ["quantize", "quantize_transpose"])
 E4M3 = cases.dtype_of(oracle.E4M3)
 TWO = np.float32(2)
@@ -38,7 +37,7 @@ def check_rows(name, x, scales, fmt, what):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 @pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
 def test_every_half_code_at_every_scale(implementation, dtype, fmt, name):
     check_rows(
@@ -47,7 +46,7 @@ def test_every_half_code_at_every_scale(implementation, dtype, fmt, name):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_every_rounding_boundary_and_its_neighbours(implementation, fmt, name):
     check_rows(
         name,
@@ -59,7 +58,7 @@ def test_every_rounding_boundary_and_its_neighbours(implementation, fmt, name):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
     """0, negative, infinite and NaN scales too: no recipe produces them; the rules
     still say what comes out.
@@ -75,7 +74,7 @@ def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_subnormal_scales(implementation, fmt, name):
     """A scale below 2**-126 with x large enough to matter: the product is an ordinary
     number.
@@ -88,7 +87,7 @@ def test_subnormal_scales(implementation, fmt, name):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_shapes(implementation, fmt, name):
     """Of one call, with f32[] and f32[1] scales."""
     shapes = (
@@ -106,8 +105,8 @@ def test_shapes(implementation, fmt, name):
         cases.assert_codes(name, got, x, scale, fmt, f"{shape}")
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
     """Every size class of a vectorised kernel; the bad value's code is NaN, its
     neighbours keep theirs.
@@ -124,8 +123,8 @@ def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
             assert np.isnan(oracle.widen(got[0])).sum() == 1
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
     x = cases.random_values((67, 131), dtype, 3, spread=1)
     x[0, 0], x[66, 130], x[63, 64], x[64, 63], x[31, 130] = (
@@ -145,8 +144,8 @@ def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
 
 
 @NAMES
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
     """Views of a larger array, inside jit, where XLA may choose a column-major
     layout.
@@ -179,7 +178,7 @@ def test_same_bytes_on_every_run(implementation, name):
 
 
 @pytest.mark.slow
-@FORMATS
+@EACH_FORMAT
 def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
     # threads are slow there
     rng = np.random.default_rng(17)
@@ -201,7 +200,7 @@ def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_the_amax_is_raised(implementation, fmt, name):
     """The codes do not know of it. Empty arrays leave it as it is. Its shape is that of
     the argument.
@@ -261,7 +260,7 @@ SUM_SHAPES = (
 )
 
 
-@DTYPES
+@EACH_DTYPE
 def test_column_sums(implementation, dtype):
     """The sums come beside results that do not know of them, and twice the same."""
     for seed, shape in enumerate(SUM_SHAPES):

@@ -16,7 +16,7 @@ from jaxfp8.numerics import _scaling
 from jaxfp8.ops import _blocks
 
 from . import cases
-from .conftest import EMULATED
+from .conftest import EACH_DTYPE, EACH_FORMAT, EMULATED
 
 # The custom call of a CPU; the reference is what other platforms run, and meshes where
 # blocks are long.
@@ -28,8 +28,6 @@ IMPLEMENTATIONS = (
 )
 
 F32, F16, BF16 = np.dtype(np.float32), oracle.F16, oracle.BF16
-FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
-DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 KINDS = {
     "f32": {},
     "f32, power of two": {"power_2_scale": True},
@@ -91,7 +89,7 @@ EDGES = {
 }
 
 
-@DTYPES
+@EACH_DTYPE
 def test_edges(implementation, dtype):
     """Of MX: where its exponents step, saturate and end."""
     x = np.zeros((len(EDGES), 32), F32)
@@ -106,7 +104,7 @@ def test_edges(implementation, dtype):
 # ------------------------------------------------------------------------------ bitwise
 
 
-@FORMATS
+@EACH_FORMAT
 @ALL_KINDS
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_every_half_code(implementation, dtype, fmt, options):
@@ -120,7 +118,7 @@ def test_every_half_code(implementation, dtype, fmt, options):
     check(mixed, fmt, (1, 128), "mixed", **options)
 
 
-@FORMATS
+@EACH_FORMAT
 @ALL_KINDS
 def test_f32_corner_cases(implementation, fmt, options):
     """Subnormals, the largest numbers, NaNs with payloads; blocks of one element have
@@ -140,7 +138,7 @@ def test_f32_corner_cases(implementation, fmt, options):
     )
 
 
-@FORMATS
+@EACH_FORMAT
 @ALL_KINDS
 def test_every_significand_next_to_the_boundary(implementation, fmt, options):
     """The exponent steps where the significand of amax passes 1.75; f32 neighbours of
@@ -158,7 +156,7 @@ def test_every_significand_next_to_the_boundary(implementation, fmt, options):
     check(x.reshape(-1, 1), fmt, (1, 1), "1.75", **options)
 
 
-@FORMATS
+@EACH_FORMAT
 @ALL_KINDS
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_blocks_and_ragged_edges(implementation, block, fmt, options):
@@ -172,7 +170,7 @@ def test_blocks_and_ragged_edges(implementation, block, fmt, options):
         )
 
 
-@DTYPES
+@EACH_DTYPE
 @ALL_KINDS
 def test_dtypes_and_sliced_operands(implementation, dtype, options):
     x = cases.random_values((40, 70), dtype, 5)

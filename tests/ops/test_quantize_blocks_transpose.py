@@ -15,7 +15,8 @@ import jaxfp8
 from jaxfp8 import ops
 
 from . import cases
-from .test_quantize_blocks import ALL_KINDS, DTYPES, IMPLEMENTATIONS as IMPLEMENTATIONS
+from .conftest import EACH_DTYPE
+from .test_quantize_blocks import ALL_KINDS, IMPLEMENTATIONS as IMPLEMENTATIONS
 
 # Those of the custom call, and others, for which the reference runs.
 BLOCKS = pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def assert_layouts(got, x, fmt, block, what="", **options):
 
 @BLOCKS
 @ALL_KINDS
-@DTYPES
+@EACH_DTYPE
 def test_layouts(implementation, block, options, dtype):
     """Sizes around blocks; a NaN in one block and an Inf in another."""
     shapes = (130, 70), (33, 257), *cases.EMPTY_MATRIX_SHAPES

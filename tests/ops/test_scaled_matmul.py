@@ -12,6 +12,7 @@ import pytest
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EACH_OUT_DTYPE
 
 # (m, n, k): square, odd, single, tall, wide, long contraction; none a multiple of
 # another's tile.
@@ -38,9 +39,6 @@ ONE_PAIR = pytest.mark.parametrize(
         for p in FORMAT_PAIRS
     ],
     ids=PAIR_IDS,
-)
-OUT_DTYPES = pytest.mark.parametrize(
-    "out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS
 )
 # Scales of operands whose codes fill the format: products come out near 1, so that no
 # dtype over- or underflows.
@@ -97,7 +95,7 @@ def test_shapes(implementation, a_fmt, b_fmt):
 @pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("with_accumulator", [False, True], ids=["", "accumulator"])
-@OUT_DTYPES
+@EACH_OUT_DTYPE
 def test_bias_and_accumulator(
     implementation, precise, with_bias, with_accumulator, out_dtype
 ):
@@ -127,7 +125,7 @@ def test_bias_and_accumulator(
             without.check(got)
 
 
-@OUT_DTYPES
+@EACH_OUT_DTYPE
 def test_empty_operands_give_zeros(implementation, out_dtype):
     for m, n, k in EMPTY_SHAPES:
         a, b = np.zeros((m, k), oracle.E4M3.dtype), np.zeros((n, k), oracle.E5M2.dtype)
@@ -175,7 +173,7 @@ def test_the_largest_and_smallest_codes(implementation, a_fmt, b_fmt):
     cases.assert_bitwise(got, one_rounding, "two-term products")
 
 
-@OUT_DTYPES
+@EACH_OUT_DTYPE
 def test_nan_codes_reach_their_row_and_column_only(implementation, out_dtype):
     a, b = operands(20, 18, 40, oracle.E4M3, oracle.E5M2)
     a[3, 7] = b[11, 0] = np.nan

@@ -14,8 +14,8 @@ from jaxfp8 import ops
 from jaxfp8.ops import _quantize_blocks
 
 from . import cases
+from .conftest import EACH_FORMAT
 
-FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
 SHAPES = ((1, 1), (7, 33), (130, 257), *cases.EMPTY_MATRIX_SHAPES)
 MX, F32 = {"scale": "e8m0"}, {"power_2_scale": True}
 KINDS = pytest.mark.parametrize("kind", [MX, F32], ids=["e8m0", "f32"])
@@ -50,7 +50,7 @@ def check(data, scale_inv, fmt, c, what=""):
     )
 
 
-@FORMATS
+@EACH_FORMAT
 @KINDS
 def test_every_code_and_every_shift(implementation, fmt, kind):
     """Column i has code i, in rows whose scales lie 0 to 39 places below the
@@ -67,7 +67,7 @@ def test_every_code_and_every_shift(implementation, fmt, kind):
     )
 
 
-@FORMATS
+@EACH_FORMAT
 @KINDS
 @pytest.mark.parametrize("c", [1, 3, 32, 128, 1000])
 def test_blocks_and_ragged_edges(implementation, c, fmt, kind):
@@ -78,7 +78,7 @@ def test_blocks_and_ragged_edges(implementation, c, fmt, kind):
         check(data, random_scales((m, -(-n // c)), kind, n, spread), fmt, c, f"{m, n}")
 
 
-@FORMATS
+@EACH_FORMAT
 @KINDS
 def test_extreme_and_bad_scales(implementation, fmt, kind):
     """The smallest and the largest scale in one block, a NaN; float32 that is no power

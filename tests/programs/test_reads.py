@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8._jax import _compat
@@ -88,8 +89,8 @@ def reads_and_writes(step, state=None):
     return [equations(jaxpr, name) for name in names]
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@each_row("gradient", GRADIENTS)
+@each_row("program", PROGRAMS)
 def test_once(program, gradient):
     step = gradient(program)
     state = jaxfp8.init_state(RECIPE)
@@ -100,7 +101,7 @@ def test_once(program, gradient):
         np.testing.assert_array_equal(next_state.kernel.amax_history, [1, 0, 0, 0])
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@each_row("gradient", GRADIENTS)
 def test_states_of_stages(gradient):
     """As a pipeline does: each tick runs all stages, each with a state of its own."""
     stages = jax.vmap(layer, in_axes=(None, 0))
