@@ -22,6 +22,8 @@ from jaxfp8 import ops
 from jaxfp8.numerics import _scaling
 from jaxfp8.recipes import ByQuantizer, _read
 
+from . import attribute
+
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 HISTORY = 4
 
@@ -93,24 +95,17 @@ def write_mutant(before=lambda history: history, after=lambda history, scale, am
     return install
 
 
-def swapped_formats(monkeypatch):
-    original = jaxfp8.DelayedScaling.quantizers
+def quantizers_mutant(change):
+    """Other quantizers: `change(forward, backward) -> input, kernel, output_grad`."""
 
-    def mutant(self):
-        forward, _, backward, *others = original(self)
-        return ByQuantizer(backward, backward, forward, *others)
+    def mutant(original):
+        def quantizers(self):
+            forward, _, backward, *others = original(self)
+            return ByQuantizer(*change(forward, backward), *others)
 
-    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
+        return quantizers
 
-
-def e4m3_for_everything(monkeypatch):
-    original = jaxfp8.DelayedScaling.quantizers
-
-    def mutant(self):
-        forward, _, _, *others = original(self)
-        return ByQuantizer(forward, forward, forward, *others)
-
-    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
+    return attribute(jaxfp8.DelayedScaling, "quantizers", mutant)
 
 
 # Both quantizing ops, where quantizers call them.
@@ -178,8 +173,8 @@ STEP_MUTANTS = {
         )
     ),
     "scale where scale_inv belongs": matmul_mutant(lambda i, a, b: (1 / a, b)),
-    "e4m3 and e5m2 swapped": swapped_formats,
-    "e4m3 for everything": e4m3_for_everything,
+    "e4m3 and e5m2 swapped": quantizers_mutant(lambda f, b: (b, b, f)),
+    "e4m3 for everything": quantizers_mutant(lambda f, b: (f, f, f)),
     "stale scale_inv": read_mutant(
         lambda scale, state: dataclasses.replace(scale, scale_inv=state.scale)
     ),
