@@ -11,7 +11,7 @@ import lowering
 import numpy as np
 import oracle
 import pytest
-from oracle import blocks as oracle_blocks
+from oracle import E4M3, E5M2, blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.ops import _block_scaled_matmul, _blocks
@@ -53,7 +53,7 @@ FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
 IMPLEMENTATIONS = ("cpu", EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
 
 
-def operand(shape, scaling, fmt=oracle.E4M3, seed=0):
+def operand(shape, scaling, fmt=E4M3, seed=0):
     """(codes, scales) of random numbers as the oracle quantizes them; neighbouring
     blocks differ by up to 2**8.
     """
@@ -67,7 +67,7 @@ def operand(shape, scaling, fmt=oracle.E4M3, seed=0):
     return oracle_blocks.quantize(x, fmt, block, scale=scale)
 
 
-def operands(m, n, k, pair, formats=(oracle.E4M3, oracle.E4M3)):
+def operands(m, n, k, pair, formats=(E4M3, E4M3)):
     sides = [
         operand((rows, k), s, fmt, i)
         for i, (rows, s, fmt) in enumerate(zip((m, n), pair, formats, strict=True))
@@ -129,8 +129,8 @@ def test_formats_and_output_dtypes(implementation, formats, out_dtype):
 def test_empty_operands(implementation, out_dtype):
     for m, n, k in ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)):
         for pair in PAIRS:
-            a = np.zeros((m, k), oracle.E4M3.dtype)
-            b = np.zeros((n, k), oracle.E4M3.dtype)
+            a = np.zeros((m, k), E4M3.dtype)
+            b = np.zeros((n, k), E4M3.dtype)
             scales = [operand(x.shape, s)[1] for x, s in zip((a, b), pair, strict=True)]
             got = ops.block_scaled_matmul(
                 a, b, *scales, **blocks_of(pair), out_dtype=out_dtype
@@ -148,8 +148,8 @@ def test_extreme_powers_of_two(implementation, value, exponents):
     """2**-127 is a subnormal float. Results are exact: all products are the same
     multiple of a power of two.
     """
-    a = np.full((2, 64), 448, oracle.E4M3.dtype)
-    b = np.full((3, 64), value, oracle.E4M3.dtype)
+    a = np.full((2, 64), 448, E4M3.dtype)
+    b = np.full((3, 64), value, E4M3.dtype)
     scales = [
         np.full((rows, 2), e + 127, np.uint8).view(E8M0)
         for rows, e in zip((2, 3), exponents, strict=True)
@@ -167,7 +167,7 @@ def test_bad_blocks_reach_their_rows_and_columns_only(implementation):
     x[3, 40] = np.inf
     for pair in (("MX", "MX"), ("1x128", "1x128"), ("rows", "rows")):
         block, scale = SCALINGS[pair[0]]
-        a, a_scale = ops.quantize_blocks(x, oracle.E4M3.dtype, block=block, scale=scale)
+        a, a_scale = ops.quantize_blocks(x, E4M3.dtype, block=block, scale=scale)
         b, b_scale = operand((18, 96), pair[1])
         b[11, 0] = np.nan
         got = np.isnan(
@@ -311,7 +311,7 @@ NOWHERE = (
 )
 
 
-def cuda_text(pair, m=32, n=48, k=256, formats=(oracle.E4M3, oracle.E4M3), **options):
+def cuda_text(pair, m=32, n=48, k=256, formats=(E4M3, E4M3), **options):
     args = operands(m, n, k, pair, formats)
     return lowering.cuda_text(
         lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), **options),
@@ -433,7 +433,7 @@ def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
 
 def test_two_e5m2_have_no_custom_call(machine):
     machine(lowered_for=[gpu("9.0")])
-    both = oracle.E5M2, oracle.E5M2
+    both = E5M2, E5M2
     with pytest.warns(
         RuntimeWarning, match="no tensor core multiplies two float8_e5m2"
     ):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from oracle import BF16, F32
 
 from jaxfp8 import ops
 
@@ -13,8 +14,8 @@ from .conftest import EACH_DTYPE, EACH_FORMAT
 IMPLEMENTATIONS = ("ffi", "reference", pytest.param("cuda", marks=pytest.mark.gpu))
 
 E4M3 = cases.dtype_of(oracle.E4M3)
-SCALES = np.float32([1, 3.7, 2.0**-20, 2.0**40, 2.0**-126, np.finfo(np.float32).max])
-SUBNORMAL_SCALES = np.uint32([1, 0x400000, 0x7FFFFF]).view(np.float32)
+SCALES = F32([1, 3.7, 2.0**-20, 2.0**40, 2.0**-126, np.finfo(F32).max])
+SUBNORMAL_SCALES = np.uint32([1, 0x400000, 0x7FFFFF]).view(F32)
 
 
 def assert_counted(x, scale, fmt, what):
@@ -56,8 +57,8 @@ def test_every_value(implementation, dtype, fmt, scales):
     ids=str,
 )
 def test_shapes(implementation, shape):
-    x = cases.random_values(shape, oracle.BF16, 3, spread=8)
-    assert_counted(x, np.float32(16), oracle.E4M3, str(shape))
+    x = cases.random_values(shape, BF16, 3, spread=8)
+    assert_counted(x, F32(16), oracle.E4M3, str(shape))
 
 
 def test_more_than_f32_can_count(implementation):
@@ -65,7 +66,5 @@ def test_more_than_f32_can_count(implementation):
     2**24.
     """
     x = np.full((2**24 + 2**10,), 449, np.float16)
-    found = jax.jit(lambda x: ops.count_saturated_and_flushed(x, np.float32(1), E4M3))(
-        x
-    )
-    cases.assert_bitwise(found, np.float32([2**24 + 2**10, 0]), "all saturate")
+    found = jax.jit(lambda x: ops.count_saturated_and_flushed(x, F32(1), E4M3))(x)
+    cases.assert_bitwise(found, F32([2**24 + 2**10, 0]), "all saturate")

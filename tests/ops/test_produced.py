@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from oracle import gradients as oracle_gradients
+from oracle import BF16, F16, F32, gradients as oracle_gradients
 
 from jaxfp8 import ops
 
@@ -24,8 +24,8 @@ NORMS = {
     "layer with beta": ("layer", True),
 }
 GRADIENTS = tuple(f"gradient of {name}" for name in ACTIVATIONS)
-SCALE, EPSILON, E4M3, E5M2 = np.float32(3.3), 1e-6, oracle.E4M3.dtype, oracle.E5M2
-ONE = np.float32(1)
+SCALE, EPSILON, E4M3, E5M2 = F32(3.3), 1e-6, oracle.E4M3.dtype, oracle.E5M2
+ONE = F32(1)
 
 
 def activation_of(name):
@@ -42,12 +42,12 @@ def inputs(name, shape, dtype, seed=0):
     rows = 2.0 ** rng.uniform(-4, 4, (*shape[:-1], 1))
     return (
         (rows * (rng.standard_normal(shape) + rng.uniform(-3, 3, rows.shape)))
-        .astype(np.float32)
+        .astype(F32)
         .astype(dtype)
     )
 
 
-def parameters(name, shape, dtype=np.float32, seed=0):
+def parameters(name, shape, dtype=F32, seed=0):
     """gamma and beta of a norm; the gradient of an activation's result; nothing of an
     activation.
     """
@@ -134,10 +134,10 @@ def test_gradient_of_every_magnitude(implementation, dtype, name):
     between -0.2 and 1.2.
     """
     rng, shape = np.random.default_rng(5), (64, *(2,) * name.endswith("_gated"), 128)
-    powers = 2.0 ** rng.uniform(
-        -40, 15 if dtype == oracle.F16 else 40, shape
-    ) * rng.choice([-1, 1], shape)
-    x = powers.astype(np.float32).astype(dtype)
+    powers = 2.0 ** rng.uniform(-40, 15 if dtype == F16 else 40, shape) * rng.choice(
+        [-1, 1], shape
+    )
+    x = powers.astype(F32).astype(dtype)
     (grad,) = parameters(name, (64, 128), dtype)
     with np.errstate(over="ignore"):
         check(
@@ -154,13 +154,13 @@ def test_gradient_of_every_magnitude(implementation, dtype, name):
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
-@pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_activation_of_every_half_code(implementation, dtype, name):
     """Tails, overflows, infinities and NaNs; a scale for which the tail is in range of
     the codes.
     """
     x = oracle.all_half_codes(dtype).reshape(256, 256)
-    for scale in np.float32([1, 2.0**-8, 2.0**60]):
+    for scale in F32([1, 2.0**-8, 2.0**60]):
         got = run(name, x, scale=scale, dtype=E5M2.dtype)
         check(got, name, x, scale=scale, fmt=E5M2, what=f"{name} at scale {scale}")
 
@@ -195,10 +195,10 @@ GATED_EDGES = [
 def test_edges(implementation, name):
     """Alone, so that each shows in the amax."""
     for value in EDGES:
-        x = np.float32([[value, 0]])
+        x = F32([[value, 0]])
         check(run(name, x, scale=ONE), name, x, scale=ONE, what=f"{name}({value})")
     for gate, up in GATED_EDGES:
-        x = np.float32([[[gate, 1], [up, 1]]])
+        x = F32([[[gate, 1], [up, 1]]])
         got = run(f"{name}_gated", x, scale=ONE)
         check(got, f"{name}_gated", x, scale=ONE, what=f"{name}({gate}) * {up}")
         assert np.isposinf(got[2])
@@ -223,8 +223,8 @@ BAD += [
 @pytest.mark.parametrize("n", [8, 5, 256])
 def test_bad_gradients_stay_where_they_are(implementation, name, x, grad, n):
     """In vectors, element by element, and in a whole tile."""
-    operand = np.ones((128, *(2,) * name.endswith("_gated"), n), np.float32)
-    ct = np.ones((128, n), np.float32)
+    operand = np.ones((128, *(2,) * name.endswith("_gated"), n), F32)
+    ct = np.ones((128, n), F32)
     operand[17, ..., 3], ct[17, 3] = x, grad
     data, data_t, top = run(f"gradient of {name}", operand, ct, scale=ONE)
     bad = np.isnan(oracle.widen(data))
@@ -243,11 +243,9 @@ def test_bad_gradients_stay_where_they_are(implementation, name, x, grad, n):
 @pytest.mark.parametrize("name", ["rms", "layer"])
 def test_epsilon(implementation, name):
     """Large beside the variance; zero; a row of zeros and a constant row need it."""
-    x = inputs(name, (6, 64), np.float32)
-    x = np.concatenate(
-        [x, np.zeros((1, 64), np.float32), np.full((1, 64), 5, np.float32)]
-    )
-    params = np.ones(64, np.float32), None
+    x = inputs(name, (6, 64), F32)
+    x = np.concatenate([x, np.zeros((1, 64), F32), np.full((1, 64), 5, F32)])
+    params = np.ones(64, F32), None
     for epsilon in (1e-6, 3.0):
         got = run(name, x, *params, epsilon=epsilon)
         check(got, name, x, *params, epsilon=epsilon, what=f"epsilon {epsilon}")
@@ -259,9 +257,7 @@ def test_a_large_mean(implementation):
     """Variance by E[x^2] - E[x]^2 would lose all of it: 2^14 squared is 2^28, of which
     f32 keeps multiples of 16.
     """
-    x = (2.0**14 + np.random.default_rng(1).integers(-3, 4, (8, 256))).astype(
-        np.float32
-    )
+    x = (2.0**14 + np.random.default_rng(1).integers(-3, 4, (8, 256))).astype(F32)
     params = parameters("layer", x.shape)
     # Sums of 256 integers below 2^15 are exact in f32 in any order, and so is the mean:
     # nothing but roundings of the distances and later is left, as for n = 8.
@@ -274,7 +270,7 @@ def test_a_large_mean(implementation):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_bad_values_stay_in_their_row(implementation, name, bad):
     """An infinity leaves zeros beside it for "rms", as in Flax, and NaN for "layer"."""
-    x = inputs(name, (5, 48), np.float32)
+    x = inputs(name, (5, 48), F32)
     params = parameters(name, x.shape)
     x[2, 7] = bad
     data, _, top = run(name, x, *params)
@@ -304,8 +300,8 @@ def test_options(implementation, name):
     """Without the transpose; an amax to start from; rows of several dimensions and
     batches of matrices.
     """
-    x, is_gradient = inputs(name, (2, 3, 5, 24), oracle.BF16), name in GRADIENTS
-    params = parameters(name, (2, 3, 5, 24), oracle.BF16)
+    x, is_gradient = inputs(name, (2, 3, 5, 24), BF16), name in GRADIENTS
+    params = parameters(name, (2, 3, 5, 24), BF16)
     flat = [
         part.reshape(30, *part.shape[3:])
         for part in ((x, *params) if is_gradient else (x,))
@@ -318,11 +314,11 @@ def test_options(implementation, name):
         data_t.reshape(-1, 30), data.reshape(30, -1).T.copy(), "data_t"
     )
     for start in (0.25 * float(top), 4 * float(top), np.inf):
-        alone = run(name, *flat, transpose=False, amax=np.float32([start]))
+        alone = run(name, *flat, transpose=False, amax=F32([start]))
         assert alone[1] is None
         cases.assert_bitwise(alone[0], data, "data without data_t")
         cases.assert_bitwise(
-            alone[2], np.maximum(np.float32([start]), top), f"amax from {start}"
+            alone[2], np.maximum(F32([start]), top), f"amax from {start}"
         )
     for rows, batch in ((3, ()), (2, (2,)), (1, (2, 3))):
         got = run(name, x, *params, rows=rows, **options)
@@ -346,7 +342,7 @@ def test_options(implementation, name):
     "name", ["gelu_gated", "layer with beta", "gradient of silu_gated"]
 )
 def test_no_elements(implementation, name, shape):
-    x, params = inputs(name, shape, oracle.BF16), parameters(name, shape, oracle.BF16)
+    x, params = inputs(name, shape, BF16), parameters(name, shape, BF16)
     data, data_t, top, *sums = run(
         name, x, *params, **({"column_sums": True} if name in GRADIENTS else {})
     )
@@ -376,9 +372,7 @@ def test_activate_and_normalize(dtype, name):
     assert got.dtype == dtype
     with np.errstate(over="ignore"):
         error = np.abs(np.asarray(got).astype(np.float64) - exact.exact)
-    unit = {2: 2.0**-8 if dtype == oracle.BF16 else 2.0**-11, 4: 2.0**-24}[
-        dtype.itemsize
-    ]
+    unit = {2: 2.0**-8 if dtype == BF16 else 2.0**-11, 4: 2.0**-24}[dtype.itemsize]
     assert (error <= exact.bound + unit * np.abs(exact.exact) + 2.0**-25)[
         np.isfinite(np.asarray(got))
     ].all()
@@ -388,7 +382,7 @@ def test_activate_and_normalize(dtype, name):
 def test_slopes_far_from_zero(name):
     """No NaN where exp(-x) overflows."""
     slopes = jax.grad(lambda x: ops.activate(x, name).sum())(
-        np.float32([-1e4, -200, -90, 90, 200, 1e4])
+        F32([-1e4, -200, -90, 90, 200, 1e4])
     )
     np.testing.assert_allclose(slopes, [0, 0, 0, 1, 1, 1], atol=1e-30)
 
@@ -428,8 +422,8 @@ def test_what_it_lowers_to(name, options, cuda_custom_calls):
     """For CUDA one custom call, and sums of a norm's rows or of parts of column sums;
     on a CPU jnp, then one.
     """
-    x = inputs(name, (4, 8, 16), oracle.BF16)
-    params = parameters(name, (4, 8, 16), oracle.BF16)
+    x = inputs(name, (4, 8, 16), BF16)
+    params = parameters(name, (4, 8, 16), BF16)
     traced = jax.jit(
         lambda x, *rest: run(name, x, *rest[:-1], amax=rest[-1], rows=2, **options)
     ).trace(x, *params, SCALE)

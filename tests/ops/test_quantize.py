@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from oracle import BF16, E5M2, F16, F32
 
 from jaxfp8 import ops
 
@@ -14,7 +15,7 @@ from .conftest import EACH_DTYPE, EACH_FORMAT
 
 NAMES = pytest.mark.parametrize("name", ["quantize", "quantize_transpose"])
 E4M3 = cases.dtype_of(oracle.E4M3)
-TWO = np.float32(2)
+TWO = F32(2)
 
 
 def check_rows(name, x, scales, fmt, what):
@@ -38,7 +39,7 @@ def check_rows(name, x, scales, fmt, what):
 
 @NAMES
 @EACH_FORMAT
-@pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_every_half_code_at_every_scale(implementation, dtype, fmt, name):
     check_rows(
         name, oracle.all_half_codes(dtype), cases.SCALES, fmt, "every 16-bit code"
@@ -79,9 +80,9 @@ def test_subnormal_scales(implementation, fmt, name):
     """A scale below 2**-126 with x large enough to matter: the product is an ordinary
     number.
     """
-    scales = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
+    scales = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(F32)
     x = np.concatenate(
-        [oracle.f32_corner_cases(4), np.float32([2.0**127, 3e38, -3e38, 2.0**100])]
+        [oracle.f32_corner_cases(4), F32([2.0**127, 3e38, -3e38, 2.0**100])]
     )
     check_rows(name, x, scales, fmt, "subnormal scale")
 
@@ -97,7 +98,7 @@ def test_shapes(implementation, fmt, name):
     )
     for seed, shape in enumerate(shapes):
         x = cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed)
-        scale = np.float32(3.7)
+        scale = F32(3.7)
         got = getattr(ops, name)(
             x, scale.reshape((1,) * (seed % 2)), cases.dtype_of(fmt)
         )
@@ -171,7 +172,7 @@ def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
 @NAMES
 def test_same_bytes_on_every_run(implementation, name):
     """Large enough for several threads; amax must not depend on who finishes first."""
-    x = cases.random_values((1 << 9, 1 << 11), oracle.BF16, 13)
+    x = cases.random_values((1 << 9, 1 << 11), BF16, 13)
     quantize = jax.jit(lambda x, s: getattr(ops, name)(x, s, E4M3))
     for _ in range(4):
         cases.assert_codes(name, quantize(x, TWO), x, TWO, oracle.E4M3, "again")
@@ -183,10 +184,8 @@ def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
     # threads are slow there
     rng = np.random.default_rng(17)
     parts = 1 if implementation in ("emulated", "ptx") else 32
-    for dtype in (oracle.BF16, oracle.F16):
-        for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[
-            :parts
-        ]:
+    for dtype in (BF16, F16):
+        for scales in np.split(F32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[:parts]:
             check_rows(
                 "quantize",
                 oracle.all_half_codes(dtype),
@@ -205,7 +204,7 @@ def test_the_amax_is_raised(implementation, fmt, name):
     """The codes do not know of it. Empty arrays leave it as it is. Its shape is that of
     the argument.
     """
-    x = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1)
+    x = cases.random_values((3, 21, 41), BF16, 23, spread=1)
     own = oracle.amax(x)
     codes = oracle.quantize(x, TWO, fmt)[0]
     for amax in cases.AMAXES_SO_FAR:
@@ -220,19 +219,19 @@ def test_the_amax_is_raised(implementation, fmt, name):
 @NAMES
 def test_the_amax_that_is_given_stays(implementation, name):
     """It is raised in a copy where the program needs it otherwise."""
-    x, amax = np.float32([[3, -4]]), np.float32([1])
+    x, amax = F32([[3, -4]]), F32([1])
     *_, raised, same = jax.jit(
-        lambda x, a: (*getattr(ops, name)(x, np.float32(1), E4M3, amax=a), a)
+        lambda x, a: (*getattr(ops, name)(x, F32(1), E4M3, amax=a), a)
     )(x, amax)
-    cases.assert_bitwise(raised, np.float32([4]), "raised")
+    cases.assert_bitwise(raised, F32([4]), "raised")
     cases.assert_bitwise(same, amax, "the operand")
 
 
 @NAMES
 def test_codes_alone(implementation, name):
     """The codes, in the layouts that the op has, by its form without an amax."""
-    x = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1)
-    scales = np.float32([2, 0.5, 16])
+    x = cases.random_values((3, 21, 41), BF16, 23, spread=1)
+    scales = F32([2, 0.5, 16])
     *members, top = jax.vmap(
         lambda x, scale: getattr(ops, name)(x, scale, E4M3, with_amax=False)
     )(x, scales)
@@ -266,14 +265,10 @@ def test_column_sums(implementation, dtype):
     for seed, shape in enumerate(SUM_SHAPES):
         x = cases.random_values(shape, dtype, seed, spread=1)
         run = jax.jit(
-            lambda x: ops.quantize_transpose(
-                x, TWO, oracle.E5M2.dtype, column_sums=True
-            )
+            lambda x: ops.quantize_transpose(x, TWO, E5M2.dtype, column_sums=True)
         )
         *others, sums = run(x)
-        cases.assert_codes(
-            "quantize_transpose", others, x, TWO, oracle.E5M2, f"{shape}"
-        )
+        cases.assert_codes("quantize_transpose", others, x, TWO, E5M2, f"{shape}")
         oracle.assert_column_sums(sums, x, f"{shape}")
         cases.assert_bitwise(run(x)[-1], sums, "the second time")
 
@@ -282,7 +277,7 @@ def test_column_sums_of_bad_values(implementation):
     """As in any sum: infinities stay, opposite ones and NaN make NaN, other columns
     know of nothing.
     """
-    x = np.ones((300, 70), np.float32)
+    x = np.ones((300, 70), F32)
     x[5, 0], x[299, 1], x[0, 2], x[200, 2], x[131, 69] = (
         np.inf,
         -np.inf,
@@ -290,10 +285,8 @@ def test_column_sums_of_bad_values(implementation):
         -np.inf,
         np.nan,
     )
-    *_, sums = ops.quantize_transpose(
-        x, np.float32(1), oracle.E5M2.dtype, column_sums=True
-    )
-    expected = np.full(70, 300, np.float32)
+    *_, sums = ops.quantize_transpose(x, F32(1), E5M2.dtype, column_sums=True)
+    expected = np.full(70, 300, F32)
     expected[[0, 1, 2, 69]] = np.inf, -np.inf, np.nan, np.nan
     np.testing.assert_array_equal(sums, expected)
 
@@ -302,11 +295,11 @@ def test_column_sums_of_many_dimensions(implementation):
     """Batches and members have sums of their own; rows and columns may be several
     dimensions.
     """
-    x = cases.random_values((2, 3, 5, 40, 6), oracle.BF16, 3, spread=1)
+    x = cases.random_values((2, 3, 5, 40, 6), BF16, 3, spread=1)
 
     def sums(x, rows=2, cols=1):
         return ops.quantize_transpose(
-            x, TWO, oracle.E5M2.dtype, rows=rows, cols=cols, column_sums=True
+            x, TWO, E5M2.dtype, rows=rows, cols=cols, column_sums=True
         )[-1]
 
     for got in (sums(x), jax.vmap(sums)(x), jax.vmap(jax.vmap(sums))(x)):

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from oracle import blocks as oracle_blocks
+from oracle import E4M3, blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.numerics import _scaling
@@ -176,10 +176,10 @@ def test_dtypes_and_sliced_operands(implementation, dtype, options):
     x = cases.random_values((40, 70), dtype, 5)
     run = jax.jit(
         lambda x: ops.quantize_blocks(
-            x[3:, ::2].T, oracle.E4M3.dtype, block=(1, 16), **options
+            x[3:, ::2].T, E4M3.dtype, block=(1, 16), **options
         )
     )
-    assert_blocks(run(x), x[3:, ::2].T, oracle.E4M3, (1, 16), **options)
+    assert_blocks(run(x), x[3:, ::2].T, E4M3, (1, 16), **options)
 
 
 # ------------------------------------------------------------------- shapes, transforms
@@ -193,7 +193,7 @@ def test_merged_rows_and_columns(implementation, options):
     x = cases.random_values((2, 3, 4, 5, 6), F32, 3)
     for rows, cols in itertools.product((1, 2), (1, 2)):
         data, scale_inv = ops.quantize_blocks(
-            x, oracle.E4M3.dtype, block=(3, 7), rows=rows, cols=cols, **options
+            x, E4M3.dtype, block=(3, 7), rows=rows, cols=cols, **options
         )
         assert data.shape == x.shape
         batch = x.ndim - rows - cols
@@ -202,7 +202,7 @@ def test_merged_rows_and_columns(implementation, options):
         for i, matrix in enumerate(x.reshape(-1, m, n)):
             got = flat[0][i].reshape(m, n), flat[1][i]
             assert_blocks(
-                got, matrix, oracle.E4M3, (3, 7), f"{rows} by {cols}, {i}", **options
+                got, matrix, E4M3, (3, 7), f"{rows} by {cols}, {i}", **options
             )
 
 
@@ -226,11 +226,11 @@ def test_meshes(axis_type, spec, block):
         for options in KINDS.values():
             run = jax.jit(
                 functools.partial(
-                    ops.quantize_blocks, dtype=oracle.E4M3.dtype, block=block, **options
+                    ops.quantize_blocks, dtype=E4M3.dtype, block=block, **options
                 )
             )
             got = run(cut)
-            assert_blocks(got, x, oracle.E4M3, block, f"{spec}", **options)
+            assert_blocks(got, x, E4M3, block, f"{spec}", **options)
             if axis_type is AxisType.Explicit:
                 assert jax.typeof(got[0]).sharding.spec == jax.typeof(cut).sharding.spec
 
@@ -241,9 +241,9 @@ def test_shard_map_quantizes_its_own_shards():
     @jax.jit
     @jax.shard_map(mesh=mesh(), in_specs=P("data", "tp"), out_specs=P("data", "tp"))
     def run(x):
-        return ops.quantize_blocks(x, oracle.E4M3.dtype, block=(1, 32), scale="e8m0")
+        return ops.quantize_blocks(x, E4M3.dtype, block=(1, 32), scale="e8m0")
 
-    assert_blocks(run(x), x, oracle.E4M3, (1, 16), scale="e8m0")
+    assert_blocks(run(x), x, E4M3, (1, 16), scale="e8m0")
 
 
 # ------------------------------------------------------------------------------ mutants
@@ -317,7 +317,7 @@ def test_mutants_are_caught(monkeypatch, mutant):
         x = cases.random_values((6, 80), F32, 2)
         x[1], x[2, 3], x[3, :40] = 0, np.nan, 1e-40
         for options in KINDS.values():
-            check(x, oracle.E4M3, (1, 32), **options)
+            check(x, E4M3, (1, 32), **options)
 
     with ops.implementation("reference"):
         compare()

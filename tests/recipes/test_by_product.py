@@ -13,7 +13,7 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import nnx
-from oracle import blocks as oracle_blocks
+from oracle import E4M3, E5M2, F32, blocks as oracle_blocks
 
 import jaxfp8
 from jaxfp8.recipes import HighPrecisionQuantizer, SharedCodes
@@ -91,7 +91,7 @@ def test_two_histories_of_one_operand():
     # margin of 1.
     amaxes = [[oracle.amax(a) for a in values[:3]] for values in arrays]
     bounds = amaxes[0]
-    rules = [dict(bounds=bounds, backward=fmt) for fmt in (oracle.E5M2, oracle.E4M3)]
+    rules = [dict(bounds=bounds, backward=fmt) for fmt in (E5M2, E4M3)]
     twice = cases.Rule(bounds=tuple(2 * bound for bound in bounds))
     rule = cases.ByProduct(cases.Rule(**rules[0]), cases.Rule(**rules[1]), twice)
     SHAPES.check(SHAPES.expected(rule, *arrays[1][:3]), *results)
@@ -103,7 +103,7 @@ def test_two_histories_of_one_operand():
         ("wgrad_output_grad", 2, 2),
     ):
         first, second = (step[operand] for step in amaxes)
-        history = np.float32([second, 0, first] if slots == 3 else [second, first])
+        history = F32([second, 0, first] if slots == 3 else [second, first])
         oracle.assert_bitwise(
             np.asarray(getattr(states[-1], name).amax_history), history, name
         )
@@ -153,7 +153,7 @@ def test_bias_and_activation():
     computed where products differ.
     """
     x, kernel, grad, _ = SHAPES.arrays()
-    bias = np.linspace(-1, 1, 4, dtype=np.float32)
+    bias = np.linspace(-1, 1, 4, dtype=F32)
 
     def loss(recipe, x, kernel, bias):
         h = jaxfp8.dot_general(
@@ -274,8 +274,7 @@ def test_a_ragged_product_of_codes_and_numbers(role):
     """
     rng, sizes = np.random.default_rng(0), np.int32([5, 7])
     lhs, rhs, grad = (
-        rng.uniform(-1, 1, shape).astype(np.float32)
-        for shape in ((12, 6), (2, 6, 5), (12, 5))
+        rng.uniform(-1, 1, shape).astype(F32) for shape in ((12, 6), (2, 6, 5), (12, 5))
     )
     lhs[0, 0] = rhs[0, 0, 0] = 1.75  # the amax, of which the scale is 448 / 1.75 = 2**8
     quantizer = jaxfp8.recipes.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
@@ -286,12 +285,7 @@ def test_a_ragged_product_of_codes_and_numbers(role):
     dlhs, drhs = vjp(grad)
 
     def rounded(x):
-        return (
-            oracle.widen(
-                oracle.quantize(x, np.float32(2**8), oracle.E4M3)[0], np.float64
-            )
-            / 2**8
-        )
+        return oracle.widen(oracle.quantize(x, F32(2**8), E4M3)[0], np.float64) / 2**8
 
     lhs, rhs = (rounded(lhs), rhs) if role == "linear_input" else (lhs, rounded(rhs))
     one, ones = np.ones(1), np.ones((2, 1))
@@ -336,7 +330,7 @@ def test_negative_group_sizes(plain):
     )
     rng = np.random.default_rng(0)
     lhs, rhs, grad = (
-        rng.standard_normal(shape).astype(np.float32)
+        rng.standard_normal(shape).astype(F32)
         for shape in ((12, 6), (3, 6, 5), (12, 5))
     )
 
@@ -352,9 +346,9 @@ def test_negative_group_sizes(plain):
 
 def test_ragged_products_in_high_precision_under_vmap():
     current, sizes = jaxfp8.Float8CurrentScaling(), np.int32([[5, 7], [8, 4], [0, 12]])
-    weights = np.linspace(-1, 1, 60, dtype=np.float32).reshape(12, 5)
+    weights = np.linspace(-1, 1, 60, dtype=F32).reshape(12, 5)
     lhs, rhs = (
-        np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        np.random.default_rng(0).standard_normal(shape).astype(F32)
         for shape in ((3, 12, 6), (2, 6, 5))
     )
 

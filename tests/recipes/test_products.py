@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from oracle import F32
+from oracle import E4M3, E5M2, F32
 
 import jaxfp8
 from jaxfp8.dot import _gemms, _high_precision, _product
@@ -335,8 +335,8 @@ MUTANTS = {
     "scale of a row, not of the tensor": ("current", {"tile": (1, None)}),
     "scale of the tensor, not of a row": ("rowwise", {"tile": None}),
     "kernel in tiles": ("block", {"square": (1, 128)}),
-    "e5m2 backward": ("mx", {"backward": oracle.E5M2}),
-    "e4m3 backward": ("current", {"backward": oracle.E4M3}),
+    "e5m2 backward": ("mx", {"backward": E5M2}),
+    "e4m3 backward": ("current", {"backward": E4M3}),
     "floor": ("mx", {"rounding": "floor"}),
     "powers of two": ("block", {"power_2_scale": True}),
     "dgrad as fprop": ("current | block | None", {"dgrad": cases.CURRENT}),

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from oracle import F32
 
 import jaxfp8
 from jaxfp8 import ops
@@ -17,19 +18,19 @@ from jaxfp8 import ops
 from . import compiler
 
 E4M3, E5M2 = oracle.FORMATS.values()
-ONE = np.ones(1, np.float32)
+ONE = np.ones(1, F32)
 
 
 def whole(rng, *shape):
     """Small whole numbers, whose sums of products are exact in any order."""
-    return rng.integers(-4, 5, shape).astype(np.float32)
+    return rng.integers(-4, 5, shape).astype(F32)
 
 
 @pytest.mark.parametrize("special", [1.0, np.nan])
 def test_codes_of_a_pair_are_the_oracles(special):
-    x = np.random.default_rng(0).standard_normal((24, 2, 40)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((24, 2, 40)).astype(F32)
     x[3, 1, 5] = special
-    scale = np.float32([3.7])
+    scale = F32([3.7])
 
     def quantized(x):
         return ops.quantize_transpose(x, scale, E4M3.dtype, cols=2, amax=ONE)
@@ -46,13 +47,13 @@ def test_codes_of_a_pair_are_the_oracles(special):
 # The second shape is that of a gradient `[k, 2, n]` whose tiles of 2 rows are written
 # as tiles of 8 rows.
 @pytest.mark.parametrize("m, n", [(5, 24), (16, 512)])
-@pytest.mark.parametrize("out_dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("out_dtype", [F32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("is_gradient", [False, True])
 def test_a_product_with_a_pair_is_exact(m, n, out_dtype, is_gradient):
     rng = np.random.default_rng(1)
     a, b, bias = whole(rng, m, 12), whole(rng, 2, n, 12), whole(rng, 2, n)
     codes = a.astype(E4M3.dtype), b.astype(E5M2.dtype)
-    scales = np.float32([0.5]), np.float32([0.25])
+    scales = F32([0.5]), F32([0.25])
     options = {"batch": 0, "out_dtype": out_dtype, "narrow_sums": is_gradient}
     with ops.implementation("tpu"):
         product = ops.scaled_matmul(*codes, *scales, **options)
@@ -89,7 +90,7 @@ def test_a_step_of_a_gated_layer_is_that_of_the_reference():
     for expected, got in zip(*map(jax.tree.leaves, results), strict=True):
         assert expected.dtype == got.dtype
         # Sums may be in another order.
-        expected, got = np.float32(expected), np.float32(got)
+        expected, got = F32(expected), F32(got)
         np.testing.assert_allclose(
             got, expected, rtol=2**-7, atol=2**-9 * np.max(np.abs(expected))
         )
