@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from oracle import blocks as oracle_blocks
+from oracle import F32, blocks as oracle_blocks
 
 from .buffers import DTYPES, Buffer, Leaves, Tiles, operand
 
@@ -279,14 +279,14 @@ class Emulated:
         return buffers.results()
 
     def amax(self, x, shift=0):
-        top = Buffer(x.shape[:1], np.float32)
+        top = Buffer(x.shape[:1], F32)
         self._launch("amax", x.dtype, operand(x, shift), top, *x.shape)
         return top.result("amax")
 
     def quantize(self, x, scale, fmt, shift=0, data_shift=None):
-        scale = np.atleast_1d(np.float32(scale))
+        scale = np.atleast_1d(F32(scale))
         data = Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
-        top = Buffer(x.shape[:1], np.float32)
+        top = Buffer(x.shape[:1], F32)
         self._launch(
             "quantize", x.dtype, fmt.dtype, operand(x, shift), operand(scale),
             scale.size > 1, data, None, top, *x.shape,
@@ -298,7 +298,7 @@ class Emulated:
     ):
         tiles = Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)
         g, m, n = x.shape
-        parts = Buffer((g, -(-m // 128), n), np.float32)
+        parts = Buffer((g, -(-m // 128), n), F32)
         self._launch(
             "quantize_transpose",
             tiles.params,
@@ -316,7 +316,7 @@ class Emulated:
         Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
         """
         g, m, n = x.shape
-        amaxes = Buffer((g, m + n * transpose), np.float32)
+        amaxes = Buffer((g, m + n * transpose), F32)
         results = []
         for shape, of_data in (
             ((m, n), shift),
@@ -326,7 +326,7 @@ class Emulated:
                 len(oracle_blocks.bounds(size, b))
                 for size, b in zip(shape, block, strict=True)
             ]
-            dtype = np.float32 if scaling.startswith("f32") else np.uint8
+            dtype = F32 if scaling.startswith("f32") else np.uint8
             scales = oracle_blocks.cublaslt_layout(
                 np.zeros(blocks, dtype), block, *shape
             )
@@ -381,7 +381,7 @@ class Emulated:
         """
         g, m, parts, n = x.shape
         tiles = Tiles(x, scale, fmt, columns=parts * n, shift=shift, **options)
-        column_sums = Buffer((g, -(-m // 128), parts * n), np.float32)
+        column_sums = Buffer((g, -(-m // 128), parts * n), F32)
         self._launch(
             "quantize_activation_grad", tiles.params, operand(grad, shift),
             ACTIVATIONS.index(activation), column_sums if sums else None,
@@ -408,7 +408,7 @@ class Emulated:
         return tiles.results()
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):
-        scale_inv = np.atleast_1d(np.float32(scale_inv))
+        scale_inv = np.atleast_1d(F32(scale_inv))
         out = Buffer(codes.shape, dtype, shift)
         self._launch(
             "dequantize", codes.dtype, np.dtype(dtype), operand(codes, shift),
@@ -438,16 +438,14 @@ class Emulated:
         b_scale,
         sizes,
         *,
-        out_dtype=np.float32,
+        out_dtype=F32,
         precise=False,
         shift=0,
     ):
         """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b
         `[v, n, m]`.
         """
-        a_scale, b_scale = (
-            np.atleast_1d(np.float32(scale)) for scale in (a_scale, b_scale)
-        )
+        a_scale, b_scale = (np.atleast_1d(F32(scale)) for scale in (a_scale, b_scale))
         contraction = b.ndim == 3
         (members, rows, length), columns, groups = a.shape, b.shape[-2], sizes.shape[1]
         shape = (

@@ -16,7 +16,7 @@ import pytest
 from aot import count
 from equality import assert_same_bits
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from oracle import gradients as oracle_gradients
 from programs import functional
 from programs.known_amax import HISTORY, RECIPES
@@ -270,16 +270,11 @@ def test_transformations(name, way):
     assert_same_bits(*both(name, parameters(name), states(), TRANSFORMATIONS[way]), way)
 
 
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
-)
+@cases.AXIS_TYPES
 def test_data_parallel(axis_type):
     """The rows over three devices: codes and amaxes are those of one."""
     by_hand = axis_type == "shard_map"
-    axis_types = (AxisType.Auto if by_hand else axis_type,)
-    mesh = jax.make_mesh(
-        (3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3]
-    )
+    mesh = cases.three_devices(axis_type)
     operands, given = parameters("silu_gated"), states()
 
     def through(loss):

@@ -12,7 +12,7 @@ import oracle
 import pytest
 from aot import count
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from lowering import cuda_text
 from programs import functional, known_amax
 
@@ -113,9 +113,7 @@ def test_a_batch_of_examples_has_one_scale(name):
     )
 
 
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
-)
+@cases.AXIS_TYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):
     """The rows over three devices: the state is that of all rows, and so are the
@@ -126,10 +124,7 @@ def test_data_parallel(name, axis_type):
     state = known_amax.used_state()
     operands, grads = uses(case)
     by_hand = axis_type == "shard_map"
-    axis_types = (AxisType.Auto if by_hand else axis_type,)
-    mesh = jax.make_mesh(
-        (3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3]
-    )
+    mesh = cases.three_devices(axis_type)
 
     def total(operands, kernel, state, grads):
         x, *parameters = operands

@@ -89,7 +89,13 @@ def table(fast):
 # All kinds, and every option once, with one shape; what only the order of dimensions
 # decides, for one kind each.
 READ = {
-    (name, "blocks") for name in (*KINDS, "rowwise e4m3 power_2", "mx e5m2 floor")
+    (name, "blocks")
+    for name in (
+        *KINDS,
+        "rowwise e4m3 power_2",
+        "block hybrid power_2",
+        "mx e5m2 floor",
+    )
 } | {
     ("mx", "both transposed"),
     ("block", "batch"),
