@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from oracle import blocks as oracle_blocks
+from oracle import assert_bitwise, blocks as oracle_blocks
 from recipes.cases import RECIPES, ByProduct
 
 import jaxfp8
@@ -116,11 +116,11 @@ def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: op
         if monkeypatch is None or codes[0].scales is None:
             continue
         for (data, scale_inv), of in zip(read.pop(0), codes, strict=True):
-            oracle.assert_bitwise(
+            assert_bitwise(
                 np.asarray(data).reshape(of.codes.shape), of.codes, f"{what}: codes"
             )
             scales = of.scales if of.block else of.scales[0]
-            oracle.assert_bitwise(
+            assert_bitwise(
                 np.asarray(scale_inv).reshape(scales.shape),
                 scales,
                 f"{what}: scale_inv",
@@ -220,6 +220,6 @@ def test_vmap():
 
     got = jax.vmap(product, in_axes=(0, None, 0))(both, rhs, sizes)
     for i in range(2):
-        oracle.assert_bitwise(
+        assert_bitwise(
             got[i], np.asarray(product(both[i], rhs, sizes[i])), f"member {i}"
         )

@@ -11,6 +11,7 @@ import lowering
 import numpy as np
 import oracle
 import pytest
+from numpy.testing import assert_array_equal
 from oracle import E4M3, E5M2, blocks as oracle_blocks
 
 from jaxfp8 import ops
@@ -177,7 +178,7 @@ def test_bad_blocks_reach_their_rows_and_columns_only(implementation):
         )
         wanted = np.zeros((20, 18), bool)
         wanted[3], wanted[:, 11] = True, True
-        np.testing.assert_array_equal(got, wanted)
+        assert_array_equal(got, wanted)
 
 
 # ------------------------------------------------------------------- shapes, transforms
@@ -416,9 +417,7 @@ def test_powers_of_two_are_exact_as_mx(fmt, scaling):
     got = np.asarray(_blocks.as_mx(scales[None], block, rows, k))[0]
     assert got.shape == (rows, -(-k // 32)) and got.dtype == E8M0
     expected = oracle_blocks.dequantize(codes, scales, block)
-    np.testing.assert_array_equal(
-        oracle_blocks.dequantize(codes, got, (1, 32)), expected
-    )
+    assert_array_equal(oracle_blocks.dequantize(codes, got, (1, 32)), expected)
 
 
 def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
@@ -427,7 +426,7 @@ def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
     scales = np.concatenate([exact, wrong])[None, None]
     got = np.asarray(_blocks.as_mx(scales, (1, 128), 1, 128 * scales.size))[0]
     got = oracle_blocks.scale_values(got[:, ::4])[0]
-    np.testing.assert_array_equal(got[: len(exact)], exact)
+    assert_array_equal(got[: len(exact)], exact)
     assert np.isnan(got[len(exact) :]).all()
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from oracle import BF16, F16, F32, gradients as oracle_gradients
+from oracle import BF16, F16, F32, assert_bitwise, gradients as oracle_gradients
 
 from jaxfp8 import ops
 
@@ -233,7 +233,7 @@ def test_bad_gradients_stay_where_they_are(implementation, name, x, grad, n):
         and bad[17, ..., 3].any()
         and bad.sum() == bad[17, ..., 3].sum()
     )
-    cases.assert_bitwise(
+    assert_bitwise(
         np.asarray(data_t).reshape(-1, 128),
         np.asarray(data).reshape(128, -1).T.copy(),
         "data_t",
@@ -310,25 +310,21 @@ def test_options(implementation, name):
     options = {"column_sums": True} if is_gradient else {}
     data, data_t, top, *sums = map(np.asarray, run(name, *flat, **options))
     rest = data.shape[1:]
-    cases.assert_bitwise(
-        data_t.reshape(-1, 30), data.reshape(30, -1).T.copy(), "data_t"
-    )
+    assert_bitwise(data_t.reshape(-1, 30), data.reshape(30, -1).T.copy(), "data_t")
     for start in (0.25 * float(top), 4 * float(top), np.inf):
         alone = run(name, *flat, transpose=False, amax=F32([start]))
         assert alone[1] is None
-        cases.assert_bitwise(alone[0], data, "data without data_t")
-        cases.assert_bitwise(
-            alone[2], np.maximum(F32([start]), top), f"amax from {start}"
-        )
+        assert_bitwise(alone[0], data, "data without data_t")
+        assert_bitwise(alone[2], np.maximum(F32([start]), top), f"amax from {start}")
     for rows, batch in ((3, ()), (2, (2,)), (1, (2, 3))):
         got = run(name, x, *params, rows=rows, **options)
         assert got[1].shape == (*batch, *rest, *x.shape[len(batch) : 3])
-        cases.assert_bitwise(got[0].reshape(30, *rest), data, "data")
+        assert_bitwise(got[0].reshape(30, *rest), data, "data")
         back = np.moveaxis(
             np.asarray(got[1]).reshape(*batch, *rest, -1), -1, len(batch)
         )
-        cases.assert_bitwise(back.reshape(30, *rest), data, f"rows={rows}")
-        cases.assert_bitwise(got[2], top, "amax")
+        assert_bitwise(back.reshape(30, *rest), data, f"rows={rows}")
+        assert_bitwise(got[2], top, "amax")
         for total, of_all in zip(got[3:], sums, strict=True):
             assert total.shape == (*batch, *rest)
             total = np.asarray(total).reshape(-1, *rest).sum(0)
@@ -404,7 +400,7 @@ def test_the_reference_of_a_gradient_is_what_jax_differentiates(dtype, name):
         for part, value, what in zip(
             got, expected(x, grad), ("data", "data_t", "amax"), strict=True
         ):
-            cases.assert_bitwise(part, np.asarray(value), what)
+            assert_bitwise(part, np.asarray(value), what)
 
 
 LOWERED = {"silu_gated": "activation_v2", "layer with beta": "norm_v2"}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from oracle import BF16, E5M2, F16, F32
+from oracle import BF16, E5M2, F16, F32, assert_bitwise
 
 from jaxfp8 import ops
 
@@ -210,10 +210,10 @@ def test_the_amax_is_raised(implementation, fmt, name):
     for amax in cases.AMAXES_SO_FAR:
         for shaped in (amax, amax.reshape(1)):
             data, *_, top = getattr(ops, name)(x, TWO, cases.dtype_of(fmt), amax=shaped)
-            cases.assert_bitwise(top, np.maximum(shaped, own), f"amax so far {amax}")
-            cases.assert_bitwise(data, codes, f"amax so far {amax}: codes")
+            assert_bitwise(top, np.maximum(shaped, own), f"amax so far {amax}")
+            assert_bitwise(data, codes, f"amax so far {amax}: codes")
         *_, top = getattr(ops, name)(x[:0], TWO, cases.dtype_of(fmt), amax=amax)
-        cases.assert_bitwise(top, amax, f"empty, amax so far {amax}")
+        assert_bitwise(top, amax, f"empty, amax so far {amax}")
 
 
 @NAMES
@@ -223,8 +223,8 @@ def test_the_amax_that_is_given_stays(implementation, name):
     *_, raised, same = jax.jit(
         lambda x, a: (*getattr(ops, name)(x, F32(1), E4M3, amax=a), a)
     )(x, amax)
-    cases.assert_bitwise(raised, F32([4]), "raised")
-    cases.assert_bitwise(same, amax, "the operand")
+    assert_bitwise(raised, F32([4]), "raised")
+    assert_bitwise(same, amax, "the operand")
 
 
 @NAMES
@@ -239,7 +239,7 @@ def test_codes_alone(implementation, name):
     for i, scale in enumerate(scales):
         *expected, _ = getattr(oracle, name)(x[i], scale, oracle.E4M3)
         for member, want in zip(members, expected, strict=True):
-            cases.assert_bitwise(member[i], want, f"member {i}")
+            assert_bitwise(member[i], want, f"member {i}")
 
 
 # -------------------------------------------------------------------------- column sums
@@ -270,7 +270,7 @@ def test_column_sums(implementation, dtype):
         *others, sums = run(x)
         cases.assert_codes("quantize_transpose", others, x, TWO, E5M2, f"{shape}")
         oracle.assert_column_sums(sums, x, f"{shape}")
-        cases.assert_bitwise(run(x)[-1], sums, "the second time")
+        assert_bitwise(run(x)[-1], sums, "the second time")
 
 
 def test_column_sums_of_bad_values(implementation):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from oracle import BF16, E4M3, E5M2, F32
+from oracle import BF16, E4M3, E5M2, F32, assert_bitwise
 
 from jaxfp8 import ops
 
@@ -129,7 +129,7 @@ def test_empty_operands_give_zeros(implementation, out_dtype):
     for m, n, k in EMPTY_SHAPES:
         a, b = np.zeros((m, k), E4M3.dtype), np.zeros((n, k), E5M2.dtype)
         got = ops.scaled_matmul(a, b, A_INV, B_INV, out_dtype=out_dtype)
-        cases.assert_bitwise(got, np.zeros((m, n), out_dtype), f"{m}x{n}x{k}")
+        assert_bitwise(got, np.zeros((m, n), out_dtype), f"{m}x{n}x{k}")
 
 
 def test_empty_contraction_keeps_bias_and_accumulator(implementation):
@@ -139,7 +139,7 @@ def test_empty_contraction_keeps_bias_and_accumulator(implementation):
     got = ops.scaled_matmul(
         a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=F32
     )
-    cases.assert_bitwise(got, accumulator + bias, "K = 0")
+    assert_bitwise(got, accumulator + bias, "K = 0")
 
 
 @PAIRS
@@ -167,7 +167,7 @@ def test_the_largest_and_smallest_codes(implementation, a_fmt, b_fmt):
         return  # a tensor core may drop the smaller addend
     exact = a.astype(np.float64)[:, None] * b.astype(np.float64)[None]
     one_rounding = F32(exact.sum(-1) / 8)  # two terms: a single f32 addition
-    cases.assert_bitwise(got, one_rounding, "two-term products")
+    assert_bitwise(got, one_rounding, "two-term products")
 
 
 @EACH_OUT_DTYPE

@@ -6,6 +6,7 @@ import fractions
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import oracle
 from oracle import BF16, E4M3, F16, F32
@@ -58,7 +59,7 @@ def encode_by_search(y: np.ndarray, fmt: oracle.Format) -> np.ndarray:
 @FORMATS
 def test_oracle_decodes_every_code(fmt):
     got = oracle.all_codes(fmt).astype(np.float64)
-    np.testing.assert_array_equal(got, decode_by_definition(fmt))
+    assert_array_equal(got, decode_by_definition(fmt))
     finite = got[np.isfinite(got)]
     assert finite.max() == fmt.max and finite.min() == -fmt.max
     assert np.isnan(got[fmt.nan_code])
@@ -75,7 +76,7 @@ def test_oracle_encodes_as_exact_search(fmt, source):
     }[source]()
     with np.errstate(invalid="ignore"):  # signalling NaNs
         expected = encode_by_search(values.astype(np.float64), fmt)
-    np.testing.assert_array_equal(oracle.bits(oracle.encode(values, fmt)), expected)
+    assert_array_equal(oracle.bits(oracle.encode(values, fmt)), expected)
 
 
 @FORMATS
@@ -83,10 +84,8 @@ def test_oracle_saturates_the_finite_and_shows_the_rest(fmt):
     x = F32([fmt.max * 1.0625, 3e38, -3e38, np.inf, -np.inf, np.nan, -np.nan])
     for scale in (1.0, 2.0**126):
         codes, top = oracle.quantize(x, F32(scale), fmt)
-        np.testing.assert_array_equal(
-            codes[:3].astype(F32), F32([fmt.max, fmt.max, -fmt.max])
-        )
-        np.testing.assert_array_equal(codes[3:].view(np.uint8), [fmt.nan_code] * 4)
+        assert_array_equal(codes[:3].astype(F32), F32([fmt.max, fmt.max, -fmt.max]))
+        assert_array_equal(codes[3:].view(np.uint8), [fmt.nan_code] * 4)
         assert top == np.inf
     # The negative control: saturation after the cast, as a plain astype would do it, is
     # not the same thing.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 
 import jaxfp8
 import jaxfp8.linen
@@ -52,7 +53,7 @@ WITHOUT_STATE = CURRENT
 
 def assert_runs(recipe, model=None, variables=PARAMS):
     y = (model or layer()).apply(variables, X)
-    np.testing.assert_array_equal(y, of(recipe))
+    assert_array_equal(y, of(recipe))
     for other in (CURRENT, MX, ROWWISE, None):
         if other != recipe:
             assert np.any(y != of(other)), other
@@ -164,16 +165,14 @@ def test_disabled_leaves_state_alone():
 
     variables = jaxfp8.update_state(variables, gradient(variables))
     with jaxfp8.autocast(enabled=False):
-        np.testing.assert_array_equal(
-            model.apply(variables, X), X @ variables["params"]["kernel"]
-        )
+        assert_array_equal(model.apply(variables, X), X @ variables["params"]["kernel"])
         new = gradient(variables)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(new[OWG]))
     kept = jaxfp8.update_state(variables, new)
     for a, b in zip(
         *(jax.tree.leaves(tree[OWG]) for tree in (kept, variables)), strict=True
     ):
-        np.testing.assert_array_equal(a, b)
+        assert_array_equal(a, b)
 
 
 def test_jit_caches():
@@ -232,8 +231,8 @@ def test_threads():
         for thread in threads:
             thread.join()
         assert_runs(None)
-    np.testing.assert_array_equal(found["mx"], of(MX))
-    np.testing.assert_array_equal(found["rowwise"], of(ROWWISE))
+    assert_array_equal(found["mx"], of(MX))
+    assert_array_equal(found["rowwise"], of(ROWWISE))
 
 
 def test_nnx():
@@ -253,9 +252,9 @@ def test_nnx():
         assert not jax.tree.leaves(
             nnx.state(made_for_mx, jaxfp8.nnx.OverwriteWithGradient)
         )
-    np.testing.assert_array_equal(made_for_mx(X), of(MX))
+    assert_array_equal(made_for_mx(X), of(MX))
     with jaxfp8.autocast(ROWWISE):
-        np.testing.assert_array_equal(made_for_mx(X), of(ROWWISE))
+        assert_array_equal(made_for_mx(X), of(ROWWISE))
     with (
         jaxfp8.autocast(DELAYED),
         pytest.raises(
@@ -267,9 +266,9 @@ def test_nnx():
         assert not jax.tree.leaves(
             nnx.state(linear(DELAYED), jaxfp8.nnx.OverwriteWithGradient)
         )
-        np.testing.assert_array_equal(made_for_mx(X), of(None))
+        assert_array_equal(made_for_mx(X), of(None))
     with jaxfp8.autocast(MX):
-        np.testing.assert_array_equal(linear(ROWWISE)(X), of(ROWWISE))
+        assert_array_equal(linear(ROWWISE)(X), of(ROWWISE))
 
 
 WRONG = [

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from oracle import E4M3, E5M2, F32
+from oracle import E4M3, E5M2, F32, assert_bitwise
 
 import jaxfp8
 from jaxfp8.dot import _gemms, _high_precision, _product
@@ -57,17 +57,15 @@ def operands_read(monkeypatch, run):
 def assert_read(got, wanted: cases.Codes, what):
     """Bitwise. One scale for all matrices may be there once."""
     codes = np.asarray(got.data)
-    oracle.assert_bitwise(
-        codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes"
-    )
+    assert_bitwise(codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes")
     if wanted.scales is None:
         assert got.scale_inv is None, what
         return
     scales = np.asarray(got.scale_inv)
     if wanted.block is None:
-        oracle.assert_bitwise(scales, wanted.scales[0], f"{what}: scale_inv")
+        assert_bitwise(scales, wanted.scales[0], f"{what}: scale_inv")
     else:
-        oracle.assert_bitwise(
+        assert_bitwise(
             scales.reshape(wanted.scales.shape), wanted.scales, f"{what}: scale_inv"
         )
         assert (got.block or (None,))[-1] == wanted.block[
@@ -135,13 +133,13 @@ def test_other_blocks_are_seen(tile):
     recipe, rule = RECIPES["mx"]
     q, _ = recipe.quantizers()[0].quantize(jnp.asarray(X), None)
     codes = rule.quantize(X[None], rule.tile, rule.forward)
-    oracle.assert_bitwise(np.asarray(q.data)[None], codes.codes, "codes")
-    oracle.assert_bitwise(np.asarray(q.scale_inv)[None], codes.scales, "scales")
+    assert_bitwise(np.asarray(q.data)[None], codes.codes, "codes")
+    assert_bitwise(np.asarray(q.scale_inv)[None], codes.scales, "scales")
     wrong = rule.quantize(X[None], tile, rule.forward)
     with pytest.raises(AssertionError):
-        oracle.assert_bitwise(np.asarray(q.scale_inv)[None], wrong.scales, "scales")
+        assert_bitwise(np.asarray(q.scale_inv)[None], wrong.scales, "scales")
     with pytest.raises(AssertionError):
-        oracle.assert_bitwise(np.asarray(q.data)[None], wrong.codes, "codes")
+        assert_bitwise(np.asarray(q.data)[None], wrong.codes, "codes")
 
 
 @pytest.mark.parametrize("name, shapes", table(RESULTS))

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from oracle import F32
+from oracle import F32, assert_bitwise
 
 import jaxfp8
 from jaxfp8 import ops
@@ -39,9 +39,9 @@ def test_codes_of_a_pair_are_the_oracles(special):
         one, each = jax.jit(quantized)(x), jax.jit(jax.vmap(quantized))(x[None])
     codes, _ = oracle.quantize(x, scale[0], E4M3)
     for data, data_t, amax in (one, [array[0] for array in each]):
-        oracle.assert_bitwise(data, codes, "data")
-        oracle.assert_bitwise(data_t, np.moveaxis(codes, 0, -1), "data_t")
-        oracle.assert_bitwise(amax, np.maximum(oracle.amax(x), ONE), "amax")
+        assert_bitwise(data, codes, "data")
+        assert_bitwise(data_t, np.moveaxis(codes, 0, -1), "data_t")
+        assert_bitwise(amax, np.maximum(oracle.amax(x), ONE), "amax")
 
 
 # The second shape is that of a gradient `[k, 2, n]` whose tiles of 2 rows are written
@@ -59,8 +59,8 @@ def test_a_product_with_a_pair_is_exact(m, n, out_dtype, is_gradient):
         product = ops.scaled_matmul(*codes, *scales, **options)
         with_bias = ops.scaled_matmul(*codes, *scales, bias=bias, **options)
     expected = np.einsum("mk,pnk->mpn", a, b) / 8
-    oracle.assert_bitwise(product, expected.astype(out_dtype), "product")
-    oracle.assert_bitwise(with_bias, (expected + bias).astype(out_dtype), "with a bias")
+    assert_bitwise(product, expected.astype(out_dtype), "product")
+    assert_bitwise(with_bias, (expected + bias).astype(out_dtype), "with a bias")
 
 
 def test_a_product_over_a_pair_is_exact():
@@ -72,7 +72,7 @@ def test_a_product_over_a_pair_is_exact():
             a.astype(E5M2.dtype), b.astype(E4M3.dtype), ONE, ONE, **options
         )
     expected = np.einsum("abpn,kpn->abk", a, b).astype(ml_dtypes.bfloat16)
-    oracle.assert_bitwise(product, expected, "product")
+    assert_bitwise(product, expected, "product")
 
 
 def test_a_step_of_a_gated_layer_is_that_of_the_reference():
