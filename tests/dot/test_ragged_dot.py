@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from parametrize import each_row
 from programs.cases import assert_state
 from programs.known_amax import merged, sum_of
 
@@ -26,7 +27,7 @@ from .ragged_cases import (
 )
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@each_row("sizes", SIZES)
 def test_steps(sizes):
     compare_steps(sizes=sizes)
 

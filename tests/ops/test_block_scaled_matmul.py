@@ -12,6 +12,7 @@ import oracle
 import pytest
 from numpy.testing import assert_array_equal
 from oracle import E4M3, E5M2, blocks as oracle_blocks
+from parametrize import each_row
 
 from jaxfp8 import ops
 from jaxfp8.ops import _blocks
@@ -328,7 +329,7 @@ AMAXES = np.float32(
 )
 
 
-@pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
+@each_row("fmt", oracle.FORMATS)
 @pytest.mark.parametrize("scaling", ["1x128", "128x128", "rows"])
 def test_powers_of_two_are_exact_as_mx(fmt, scaling):
     """The same codes with the scales of blocks of 32 are the same numbers."""

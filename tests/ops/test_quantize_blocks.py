@@ -10,6 +10,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from oracle import E4M3, blocks as oracle_blocks
+from parametrize import each_row
 
 from jaxfp8 import ops
 
@@ -32,7 +33,7 @@ KINDS = {
     "ceil": {"scale": "e8m0"},
     "floor": {"scale": "e8m0", "rounding": "floor"},
 }
-ALL_KINDS = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+ALL_KINDS = each_row("options", KINDS)
 BLOCKS = (
     (1, 32),
     (1, 128),

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import blocks as oracle_blocks
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8 import ops
@@ -86,7 +87,7 @@ QUANTIZERS = {
 }
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@each_row("quantizer", QUANTIZERS)
 def test_quantizers_use_it(quantizer):
     """Both layouts come from one op; recipes/test_products.py has their bits."""
     x = cases.random_values((140, 150), oracle.BF16, 1)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mesh import hlo
 from oracle import E4M3, E5M2, F32
+from parametrize import each_row
 
 from jaxfp8 import ops
 from jaxfp8.ops import _ragged_matmul as module
@@ -57,7 +58,7 @@ def check(implementation, kind, sizes, a, b):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@each_row("sizes", SIZES)
 def test_sizes(implementation, kind, sizes):
     check(implementation, kind, sizes, *operands(kind, len(sizes)))
 

@@ -7,11 +7,12 @@ import fractions
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from parametrize import each_row
 
 import oracle
 from oracle import BF16, E4M3, F16, F32
 
-FORMATS = pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
+FORMATS = each_row("fmt", oracle.FORMATS)
 # (exponent bits, mantissa bits, bias): OCP 8-bit floating point specification, tables 1
 # and 2.
 LAYOUT = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}

@@ -6,6 +6,7 @@ import flax.nnx
 import jax
 import oracle
 import pytest
+from parametrize import each_row
 from recipes.cases import KINDS
 
 from . import functional, linen, nnx
@@ -167,7 +168,7 @@ OTHER_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("adapter, program", OTHER_LAYERS.values(), ids=OTHER_LAYERS)
+@each_row("adapter, program", OTHER_LAYERS)
 def test_other_layers(adapter, program):
     check(adapter, program, steps=3)
 

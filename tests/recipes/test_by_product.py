@@ -14,6 +14,7 @@ import pytest
 from equality import assert_same_bits
 from flax import nnx
 from oracle import E4M3, E5M2, F32, assert_bitwise, blocks as oracle_blocks
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.recipes import HighPrecisionQuantizer, SharedCodes
@@ -407,7 +408,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("recipes, error, message", WRONG.values(), ids=WRONG)
+@each_row("recipes, error, message", WRONG)
 def test_errors(recipes, error, message):
     with pytest.raises(error, match=message):
         jaxfp8.ByProduct(*recipes)

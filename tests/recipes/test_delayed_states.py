@@ -5,6 +5,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import BF16, F32
+from parametrize import each_row
 
 import jaxfp8
 
@@ -68,7 +69,7 @@ OPTIONS = {
     [*STATES.values(), *BELOW_ZERO.values()],
     ids=[*STATES, *BELOW_ZERO],
 )
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_row("options", OPTIONS)
 def test_states_that_a_trainer_may_leave(history, scale, options):
     """Each quantizer in turn: the product of two scales of 2**126 would overflow f32,
     which is GEMM's business.

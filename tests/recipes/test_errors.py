@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from oracle import F32
+from parametrize import each_row
 
 import jaxfp8
 import jaxfp8.linen
@@ -30,7 +31,7 @@ NO_RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe, says", NO_RECIPES.values(), ids=NO_RECIPES)
+@each_row("recipe, says", NO_RECIPES)
 def test_not_a_recipe(recipe, says):
     """Wherever a recipe is taken."""
     takers = {

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import E4M3, F32
+from parametrize import each_row
 
 from jaxfp8 import numerics, ops
 from jaxfp8.numerics import _scaling, _tpu
@@ -24,7 +25,7 @@ def amax(x):
         return _scaling.abs_max(x)
 
 
-@pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
+@each_row("fmt", oracle.FORMATS)
 def test_codes_are_the_oracles(fmt):
     @jax.jit
     def encode(x, scale):
