@@ -51,6 +51,11 @@ class Buffer:
         return self.array
 
 
+def operand(x, shift=0, **options) -> Buffer:
+    """The buffer of an array."""
+    return Buffer(x.shape, x.dtype, shift, x, **options)
+
+
 class _TileParams(ctypes.Structure):
     """jaxfp8::cuda::TileParams."""
 
@@ -85,8 +90,8 @@ class Tiles:
         columns = n if columns is None else columns
         scale = np.atleast_1d(np.float32(scale))
         self._x, self._scale = (
-            Buffer(x.shape, x.dtype, shift, x),
-            Buffer(scale.shape, np.float32, 0, scale),
+            operand(x, shift),
+            operand(scale),
         )
         self._data = Buffer((g, m, columns), fmt.dtype, shift)
         self._data_t = Buffer(
@@ -209,5 +214,5 @@ class Leaves:
         return results
 
     def _operand(self, x, shift=0, *, in_place=False):
-        self._operands.append(Buffer(x.shape, x.dtype, shift, x, in_place=in_place))
+        self._operands.append(operand(x, shift, in_place=in_place))
         return self._operands[-1]

@@ -20,9 +20,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from oracle import blocks as oracle_blocks
+from oracle import F32, blocks as oracle_blocks
 
-from .buffers import DTYPES, Buffer, Leaves, Tiles
+from .buffers import DTYPES, Buffer, Leaves, Tiles, operand
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
@@ -252,11 +252,21 @@ class Emulated:
         self.library.emulator_approximate(error_of_exp2)
 
     def _launch(self, op, *arguments):
-        arguments = [
-            ctypes.c_int64(a) if isinstance(a, (int, np.integer)) else a
-            for a in arguments
-        ]
-        assert getattr(self.library, f"launch_{op}")(*arguments) == 0, (
+        """Buffers, None for one that is not there, dtypes, numbers, and parameters."""
+
+        def passed(argument):
+            if argument is None:
+                return ctypes.c_void_p()
+            if isinstance(argument, Buffer):
+                return argument.pointer
+            if isinstance(argument, np.dtype):
+                argument = DTYPES[argument]
+            if isinstance(argument, (int, np.integer)):
+                return ctypes.c_int64(argument)
+            return ctypes.byref(argument)
+
+        launch = getattr(self.library, f"launch_{op}")
+        assert launch(*map(passed, arguments)) == 0, (
             f"{op}: launch failed or blocks hang"
         )
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
@@ -265,29 +275,21 @@ class Emulated:
     def adam_update(self, leaves, **options):
         """Out, mu and nu of each leaf; `leaves` are arguments of the oracle."""
         buffers = Leaves(leaves, **options)
-        self._launch("adam_update", ctypes.byref(buffers.params))
+        self._launch("adam_update", buffers.params)
         return buffers.results()
 
     def amax(self, x, shift=0):
-        x_buffer, top = (
-            Buffer(x.shape, x.dtype, shift, x),
-            Buffer(x.shape[:1], np.float32),
-        )
-        self._launch("amax", DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
+        top = Buffer(x.shape[:1], F32)
+        self._launch("amax", x.dtype, operand(x, shift), top, *x.shape)
         return top.result("amax")
 
     def quantize(self, x, scale, fmt, shift=0, data_shift=None):
-        scale = np.atleast_1d(np.float32(scale))
-        x_buffer, scale_buffer = (
-            Buffer(x.shape, x.dtype, shift, x),
-            Buffer(scale.shape, np.float32, 0, scale),
-        )
+        scale = np.atleast_1d(F32(scale))
         data = Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
-        top = Buffer(x.shape[:1], np.float32)
+        top = Buffer(x.shape[:1], F32)
         self._launch(
-            "quantize", DTYPES[x.dtype], DTYPES[fmt.dtype], x_buffer.pointer,
-            scale_buffer.pointer, int(scale.size > 1), data.pointer, ctypes.c_void_p(),
-            top.pointer, *x.shape,
+            "quantize", x.dtype, fmt.dtype, operand(x, shift), operand(scale),
+            scale.size > 1, data, None, top, *x.shape,
         )  # fmt: skip
         return data.result("data"), top.result("amax")
 
@@ -296,11 +298,11 @@ class Emulated:
     ):
         tiles = Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)
         g, m, n = x.shape
-        parts = Buffer((g, -(-m // 128), n), np.float32)
+        parts = Buffer((g, -(-m // 128), n), F32)
         self._launch(
             "quantize_transpose",
-            ctypes.byref(tiles.params),
-            parts.pointer if sums else ctypes.c_void_p(),
+            tiles.params,
+            parts if sums else None,
         )
         return (
             (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
@@ -314,10 +316,7 @@ class Emulated:
         Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
         """
         g, m, n = x.shape
-        x_buffer, amaxes = (
-            Buffer(x.shape, x.dtype, shift, x),
-            Buffer((g, m + n * transpose), np.float32),
-        )
+        amaxes = Buffer((g, m + n * transpose), F32)
         results = []
         for shape, of_data in (
             ((m, n), shift),
@@ -327,7 +326,7 @@ class Emulated:
                 len(oracle_blocks.bounds(size, b))
                 for size, b in zip(shape, block, strict=True)
             ]
-            dtype = np.float32 if scaling.startswith("f32") else np.uint8
+            dtype = F32 if scaling.startswith("f32") else np.uint8
             scales = oracle_blocks.cublaslt_layout(
                 np.zeros(blocks, dtype), block, *shape
             )
@@ -336,13 +335,10 @@ class Emulated:
                 Buffer((g, scales.size), dtype),
             ]
         results = results if transpose else results[:2]
-        pointers = [buffer.pointer for buffer in results] + [ctypes.c_void_p()] * (
-            4 - len(results)
-        )
         self._launch(
-            "quantize_blocks_transpose", DTYPES[x.dtype], DTYPES[fmt.dtype],
-            BLOCKS.index(block), SCALINGS.index(scaling), x_buffer.pointer, *pointers,
-            amaxes.pointer, g, m, n,
+            "quantize_blocks_transpose", x.dtype, fmt.dtype, BLOCKS.index(block),
+            SCALINGS.index(scaling), operand(x, shift), *results,
+            *[None] * (4 - len(results)), amaxes, g, m, n,
         )  # fmt: skip
         amaxes.result("amaxes")
         names = ("data", "scale_inv", "data_t", "scale_inv_t")
@@ -354,16 +350,14 @@ class Emulated:
         """data_t and scale_inv_t; scales are codes of E8M0."""
         g, m, n = data.shape
         of_data_t = shift if data_t_shift is None else data_t_shift
-        operands = (
-            Buffer(data.shape, data.dtype, shift, data),
-            Buffer(scale_inv.shape, np.uint8, 0, scale_inv),
-        )
         results = (
             Buffer((g, n, m), data.dtype, of_data_t),
             Buffer((g, n, -(-m // block)), np.uint8),
         )
-        pointers = [buffer.pointer for buffer in (*operands, *results)]
-        self._launch("transpose_blocks", DTYPES[data.dtype], *pointers, block, g, m, n)
+        self._launch(
+            "transpose_blocks", data.dtype, operand(data, shift), operand(scale_inv),
+            *results, block, g, m, n,
+        )  # fmt: skip
         return [
             buffer.result(name)
             for buffer, name in zip(results, ("data_t", "scale_inv_t"), strict=True)
@@ -374,7 +368,7 @@ class Emulated:
         tiles = Tiles(x, scale, fmt, **options)
         self._launch(
             "quantize_activation",
-            ctypes.byref(tiles.params),
+            tiles.params,
             ACTIVATIONS.index(activation),
         )
         return tiles.results()
@@ -387,12 +381,10 @@ class Emulated:
         """
         g, m, parts, n = x.shape
         tiles = Tiles(x, scale, fmt, columns=parts * n, shift=shift, **options)
-        of_grad = Buffer(grad.shape, grad.dtype, shift, grad)
-        column_sums = Buffer((g, -(-m // 128), parts * n), np.float32)
+        column_sums = Buffer((g, -(-m // 128), parts * n), F32)
         self._launch(
-            "quantize_activation_grad", ctypes.byref(tiles.params), of_grad.pointer,
-            ACTIVATIONS.index(activation),
-            column_sums.pointer if sums else ctypes.c_void_p(),
+            "quantize_activation_grad", tiles.params, operand(grad, shift),
+            ACTIVATIONS.index(activation), column_sums if sums else None,
         )  # fmt: skip
         return (
             (*tiles.results(), column_sums.result("column_sums"))
@@ -407,31 +399,20 @@ class Emulated:
         beta may be None.
         """
         tiles = Tiles(x, scale, fmt, **options)
-        of_rows, gamma_buffer = (
-            Buffer(p.shape, np.float32, shift, p)
-            for p, shift in ((statistics, 0), (gamma, parameter_shift))
-        )
-        beta_buffer = (
-            None
-            if beta is None
-            else Buffer(beta.shape, np.float32, parameter_shift, beta)
-        )
         self._launch(
-            "quantize_norm", ctypes.byref(tiles.params), of_rows.pointer,
-            int(statistics.shape[2] == 2), gamma_buffer.pointer,
-            beta_buffer.pointer if beta_buffer else ctypes.c_void_p(),
+            "quantize_norm", tiles.params, operand(statistics),
+            statistics.shape[2] == 2, operand(gamma, parameter_shift),
+            None if beta is None else operand(beta, parameter_shift),
             x.shape[2] if gamma.shape[0] > 1 else 0,
         )  # fmt: skip
         return tiles.results()
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):
-        scale_inv = np.atleast_1d(np.float32(scale_inv))
-        data = Buffer(codes.shape, codes.dtype, shift, codes)
-        scale_buffer = Buffer(scale_inv.shape, np.float32, 0, scale_inv)
+        scale_inv = np.atleast_1d(F32(scale_inv))
         out = Buffer(codes.shape, dtype, shift)
         self._launch(
-            "dequantize", DTYPES[codes.dtype], DTYPES[np.dtype(dtype)], data.pointer,
-            scale_buffer.pointer, int(scale_inv.size > 1), out.pointer, *codes.shape,
+            "dequantize", codes.dtype, np.dtype(dtype), operand(codes, shift),
+            operand(scale_inv), scale_inv.size > 1, out, *codes.shape,
         )  # fmt: skip
         return out.result("out")
 
@@ -440,36 +421,13 @@ class Emulated:
     ):
         """The next moment, three arrays; `keys` may be None."""
         shifts = shift // 4 if data_shift is None else data_shift, 0, 0
-        old = [
-            Buffer(x.shape, x.dtype, s, x, in_place=in_place)
-            for x, s in zip(moment, shifts, strict=True)
-        ]
-        results = (
-            old
-            if in_place
-            else [
-                Buffer(x.shape, x.dtype, s) for x, s in zip(moment, shifts, strict=True)
-            ]
-        )
-        operands = [
-            Buffer(x.shape, x.dtype, s, x)
-            for x, s in ((after, shift), (keys, 0))
-            if x is not None
-        ]
-        pointers = [buffer.pointer for buffer in operands] + [ctypes.c_void_p()] * (
-            keys is None
-        )
-        old_pointers, next_pointers = (
-            [buffer.pointer for buffer in buffers] for buffers in (old, results)
-        )
+        pairs = list(zip(moment, shifts, strict=True))
+        old = [operand(x, s, in_place=in_place) for x, s in pairs]
+        results = old if in_place else [Buffer(x.shape, x.dtype, s) for x, s in pairs]
         self._launch(
-            "encode_moment",
-            *old_pointers,
-            *pointers,
-            int(squared),
-            *next_pointers,
-            *after.shape,
-        )
+            "encode_moment", *old, operand(after, shift),
+            None if keys is None else operand(keys), squared, *results, *after.shape,
+        )  # fmt: skip
         return [buffer.result("moment") for buffer in results]
 
     def ragged_matmul(
@@ -480,38 +438,27 @@ class Emulated:
         b_scale,
         sizes,
         *,
-        out_dtype=np.float32,
+        out_dtype=F32,
         precise=False,
         shift=0,
     ):
         """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b
         `[v, n, m]`.
         """
-        a_scale, b_scale = (
-            np.atleast_1d(np.float32(scale)) for scale in (a_scale, b_scale)
-        )
+        a_scale, b_scale = (np.atleast_1d(F32(scale)) for scale in (a_scale, b_scale))
         contraction = b.ndim == 3
         (members, rows, length), columns, groups = a.shape, b.shape[-2], sizes.shape[1]
-        inputs = [Buffer(x.shape, x.dtype, shift, x) for x in (a, b)]
-        inputs += [
-            Buffer(x.shape, x.dtype, 0, x)
-            for x in (a_scale, b_scale, sizes.astype(np.int32))
-        ]
         shape = (
             (members, groups, rows, columns)
             if contraction
             else (members, rows, columns)
         )
         out = Buffer(shape, out_dtype, shift * np.dtype(out_dtype).itemsize)
-        a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, sizes_pointer = (
-            buffer.pointer for buffer in inputs
-        )
         self._launch(
-            "ragged_matmul", DTYPES[a.dtype], DTYPES[b.dtype],
-            DTYPES[np.dtype(out_dtype)], a_pointer, b_pointer, a_scale_pointer,
-            b_scale_pointer, int(a_scale.size > 1), int(b_scale.size > 1),
-            sizes_pointer, out.pointer, int(precise), int(contraction), members, groups,
-            rows, columns, length,
+            "ragged_matmul", a.dtype, b.dtype, np.dtype(out_dtype), operand(a, shift),
+            operand(b, shift), operand(a_scale), operand(b_scale), a_scale.size > 1,
+            b_scale.size > 1, operand(sizes.astype(np.int32)), out, precise,
+            contraction, members, groups, rows, columns, length,
         )  # fmt: skip
         return out.result("out")
 

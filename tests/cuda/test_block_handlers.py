@@ -10,6 +10,7 @@ import oracle
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from oracle import blocks as oracle_blocks
+from parametrize import each_row
 
 from jaxfp8 import ops
 from jaxfp8.ops import _block_scaled_matmul
@@ -26,7 +27,7 @@ BLOCK_KINDS = {
 }
 
 
-@pytest.mark.parametrize("options", BLOCK_KINDS.values(), ids=BLOCK_KINDS)
+@each_row("options", BLOCK_KINDS)
 @pytest.mark.parametrize(
     "spec", [P("x"), P(None, "x"), P("y", "x"), P(("x", "y"))], ids=str
 )
@@ -71,7 +72,7 @@ SCALED_PAIRS = {
     "128x128 by 1x128": ((128, 128), (1, 128)),
     "1x128 by 1x128": ((1, 128), (1, 128)),
 }
-PAIRS = pytest.mark.parametrize("blocks", SCALED_PAIRS.values(), ids=SCALED_PAIRS)
+PAIRS = each_row("blocks", SCALED_PAIRS)
 
 
 def scaled_operands(m, n, k, blocks, seed=0, power_2_scale=False):

@@ -8,7 +8,7 @@ precise there are.
 import numpy as np
 import oracle
 import pytest
-from oracle import accumulation as oracle_accumulation
+from oracle import BF16, E4M3, E5M2, F32, accumulation as oracle_accumulation
 
 from .conftest import OTHER_ARCHITECTURES as OTHERS
 from .gpu import random_codes
@@ -18,7 +18,7 @@ FORMATS = tuple(oracle.FORMATS.values())
 TILE, SLICE, CHUNK = 128, 64, 16
 # How products add, and after how many elements f32 takes over in a precise one.
 DEVICES = {"warps": ("8.9", {"step": 16}, 32), "warpgroups": ("9.0", {"step": 32}, 128)}
-A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
+A_INV, B_INV = F32(0.0123), F32(1.7e-4)
 
 
 @pytest.fixture(
@@ -34,10 +34,8 @@ def launchers(request):
         if reason := machine.why_not():
             pytest.skip(reason)
         library = machine.build_for_warps() if name == "warps" else machine.build(name)
-        made, tile = (
-            machine.Interpreted(library),
-            "warpgroups" if name == "90a" else "warps",
-        )
+        made = machine.Interpreted(library)
+        tile = "warpgroups" if name == "90a" else "warps"
     else:
         made, tile = request.getfixturevalue("emulated_library"), name
         made.library.emulator_be_hopper(tile == "warpgroups")
@@ -47,9 +45,7 @@ def launchers(request):
         made.library.emulator_be_hopper(0)
 
 
-def operands(
-    contraction, groups, m, k, n, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, members=1
-):
+def operands(contraction, groups, m, k, n, a_fmt=E4M3, b_fmt=E5M2, members=1):
     a, b = ((k, m), (n, m)) if contraction else ((m, k), (groups, n, k))
     return random_codes((members, *a), a_fmt, 1), random_codes((members, *b), b_fmt, 2)
 
@@ -63,7 +59,7 @@ def check(
     b_scale=B_INV,
     *,
     precise=True,
-    out_dtype=np.float32,
+    out_dtype=F32,
     shift=0,
     what="",
 ):
@@ -106,7 +102,7 @@ def check(
 def test_sizes(kernels, contraction, sizes, m, k, n):
     """Operands and result on a 16-byte boundary, and off it."""
     a, b = operands(contraction, len(sizes), m, k, n)
-    for shift, out_dtype in ((0, np.float32), (1, oracle.BF16), (16, oracle.BF16)):
+    for shift, out_dtype in ((0, F32), (1, BF16), (16, BF16)):
         check(kernels, a, b, sizes, shift=shift, out_dtype=out_dtype)
 
 
@@ -118,7 +114,7 @@ def test_sums_are_those_of_the_model(launchers, b_fmt, precise):
     """
     a, b = operands(False, 1, 40, 320, 24, b_fmt=b_fmt)
     # subnormal codes, and zeros, alone
-    a[0, :16] = np.resize(oracle.all_codes(oracle.E4M3)[:9], (16, 320))
+    a[0, :16] = np.resize(oracle.all_codes(E4M3)[:9], (16, 320))
     got = launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=precise)
     promotion = launchers.promotion if precise else None
     expected = oracle_accumulation.tensor_core_matmul(
@@ -132,8 +128,7 @@ def test_fast_is_not_precise(launchers):
     kernel can miss.
     """
     a, b = (
-        np.abs(x.astype(np.float32)).astype(x.dtype)
-        for x in operands(False, 1, 40, 2048, 24)
+        np.abs(x.astype(F32)).astype(x.dtype) for x in operands(False, 1, 40, 2048, 24)
     )
     precise = oracle.ragged_matmul(
         a[0], b[0], 1, 1, [40], accumulation="precise", device=launchers.device
@@ -154,8 +149,8 @@ def test_scales_without_a_normal_product(kernels, contraction):
     """
     a, b = operands(contraction, 2, 160, 32, 24, members=3)
     extremes = (
-        np.float32([1.7e-35, 1e25, 2.0**-100]),
-        np.float32([1.1e-5, 1e20, 2.0**-30]),
+        F32([1.7e-35, 1e25, 2.0**-100]),
+        F32([1.1e-5, 1e20, 2.0**-30]),
     )
     check(kernels, a, b, [[100, 20], [0, 0], [3, 157]], *extremes)
 

@@ -49,10 +49,8 @@ def test_more_than_2_to_the_31_elements():
 
 def chain(x, kernel, scale):
     """Every op once, but amax_to_scale."""
-    histories, stored = (
-        [jnp.full((4,), 448, jnp.float32)] * 2,
-        [jnp.reshape(1 / scale, 1)] * 2,
-    )
+    histories = [jnp.full((4,), 448, jnp.float32)] * 2
+    stored = [jnp.reshape(1 / scale, 1)] * 2
     for_x, for_kernel = ops.delayed_scales(histories, stored, fp8_max=(448.0, 448.0))
     q, q_t, top = ops.quantize_transpose(x, scale, jnp.float8_e4m3fn, amax=for_x.amax)
     k, k_top = ops.quantize(
@@ -118,10 +116,8 @@ def test_same_bytes_every_time():
 
 def test_first_call_inside_a_graph():
     """A GEMM of a new shape, whose plan is made while XLA captures."""
-    a, b = (
-        random_codes((48, 80), oracle.E4M3, 1),
-        random_codes((112, 80), oracle.E4M3, 2),
-    )
+    a = random_codes((48, 80), oracle.E4M3, 1)
+    b = random_codes((112, 80), oracle.E4M3, 2)
     one = np.float32(2.0**-8)
 
     def product(a, b):

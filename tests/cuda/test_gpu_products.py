@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from ops import cases
-from oracle import blocks as oracle_blocks
+from oracle import E4M3, E5M2, F32, blocks as oracle_blocks
 
 from jaxfp8 import ops
 
@@ -22,11 +22,9 @@ pytestmark = pytest.mark.gpu
 
 def test_accumulation_in_place():
     """A donated accumulator: C and D are one buffer."""
-    a, b = (
-        random_codes((64, 128), oracle.E4M3, 1),
-        random_codes((96, 128), oracle.E4M3, 2),
-    )
-    one = np.float32(2.0**-8)
+    a = random_codes((64, 128), E4M3, 1)
+    b = random_codes((96, 128), E4M3, 2)
+    one = F32(2.0**-8)
 
     @jax.jit
     def four_times(accumulator):
@@ -58,19 +56,13 @@ def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
     """cuBLASLt does not say in which order it multiplies: what it does is recorded, and
     no wrong number is accepted.
     """
-    a, b = (
-        np.full((16, 32), 16, oracle.E4M3.dtype),
-        np.full((16, 32), 16, oracle.E4M3.dtype),
-    )
+    a = np.full((16, 32), 16, E4M3.dtype)
+    b = np.full((16, 32), 16, E4M3.dtype)
     a[0] = 0
     got = np.asarray(
-        ops.scaled_matmul(
-            a, b, np.float32(a_scale), np.float32(b_scale), out_dtype=jnp.float32
-        )
+        ops.scaled_matmul(a, b, F32(a_scale), F32(b_scale), out_dtype=jnp.float32)
     )
-    right = np.float32(
-        float(np.float32(a_scale)) * float(np.float32(b_scale)) * 2.0**13
-    )
+    right = F32(float(F32(a_scale)) * float(F32(b_scale)) * 2.0**13)
     record_property("zero", str(got[0, 0]))
     record_property("largest", f"{got[1, 0]}, exact {right}")
     np.testing.assert_array_equal(got[1:], np.full((15, 16), got[1, 0]))
@@ -143,11 +135,9 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
 def test_large_ragged_products(sizes, m, k, n, ragged):
     """More slices and tiles than tests/ops has."""
     shapes = ((m, k), (len(sizes), n, k)) if ragged == "rows" else ((k, m), (n, m))
-    a, b = (
-        random_codes(shapes[0], oracle.E4M3, 1),
-        random_codes(shapes[1], oracle.E5M2, 2),
-    )
-    scales = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
+    a = random_codes(shapes[0], E4M3, 1)
+    b = random_codes(shapes[1], E5M2, 2)
+    scales = F32(2.0**-9), F32(0.3 * 2.0**-9)
     for precise in (False, True):
         got = ops.ragged_matmul(
             a,
@@ -169,11 +159,11 @@ def test_ragged_neighbours(ragged):
     replay one program, and one graph.
     """
     m, k, n = 304, 96, 64
-    a = random_codes((m, k) if ragged == "rows" else (k, m), oracle.E4M3, 1)
-    b = random_codes((3, n, k) if ragged == "rows" else (n, m), oracle.E5M2, 2)
+    a = random_codes((m, k) if ragged == "rows" else (k, m), E4M3, 1)
+    b = random_codes((3, n, k) if ragged == "rows" else (n, m), E5M2, 2)
     rows = a if ragged == "rows" else a.T
     rows[139] = rows[260:] = np.nan
-    one = np.float32(2.0**-9)
+    one = F32(2.0**-9)
 
     def product(a, b, sizes):
         return ops.ragged_matmul(

@@ -39,10 +39,8 @@ def assert_named(op, results, operands, message, **attributes):
 @pytest.mark.parametrize("m, n, k", [(8, 32, 48), (16, 31, 48), (16, 32, 40)])
 def test_unaligned_matmul_is_refused(m, n, k):
     """Python pads; what arrives unaligned all the same is named."""
-    codes, results = (
-        [((1, m, k), E4M3), ((1, n, k), E4M3)],
-        [((1, m, n), F32), ((0,), U8)],
-    )
+    codes = [((1, m, k), E4M3), ((1, n, k), E4M3)]
+    results = [((1, m, n), F32), ((0,), U8)]
     for op, scales, attributes in (
         (
             "scaled_matmul",
@@ -113,10 +111,8 @@ def test_scales_lie_where_products_read_them(block, shape, wrong):
 
 def test_matmul_scales_of_other_groups_are_named():
     specs = [((4, 16, 32), E4M3), ((4, 16, 32), E4M3), ((4, 4), F32), ((2, 4), F32)]
-    message, terms = (
-        r"b_scale_inv: expected F32\[1\] or F32\[4,4\]",
-        {"has_bias": False, "has_accumulator": False},
-    )
+    message = r"b_scale_inv: expected F32\[1\] or F32\[4,4\]"
+    terms = {"has_bias": False, "has_accumulator": False}
     assert_named(
         "scaled_matmul", [((4, 16, 16), F32), ((0,), U8)], specs, message, **terms
     )

@@ -65,10 +65,8 @@ def test_swizzle(emulated_library, vector):
     """Slots of 8 codes tile shared memory; half-warps write and quarter-warps read
     without bank conflicts.
     """
-    slot_offset, pair_offset = (
-        emulated_library.library.slot_offset,
-        emulated_library.library.pair_offset,
-    )
+    slot_offset = emulated_library.library.slot_offset
+    pair_offset = emulated_library.library.pair_offset
     places = [slot_offset(c, s, c // vector) for c in range(SIDE) for s in range(16)]
     assert sorted(places) == list(range(0, SIDE * SIDE, 8))
     for slot in range(16):

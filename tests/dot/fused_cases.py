@@ -13,6 +13,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import oracle
+import pytest
+from jax.sharding import AxisType
 from oracle import gradients as oracle_gradients
 from programs.cases import assert_state as assert_state, pack as pack
 from programs.known_amax import HISTORY
@@ -144,6 +146,18 @@ def kernel_and_grad(seed=0, dtype=F32):
     ).astype(F32).astype(dtype)
 
 
+AXIS_TYPES = pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
+)
+
+
+def three_devices(axis_type):
+    """A mesh "data"; "shard_map" takes Auto."""
+    kind = AxisType.Auto if axis_type == "shard_map" else axis_type
+    devices = jax.devices()[:3]
+    return jax.make_mesh((3,), ("data",), axis_types=(kind,), devices=devices)
+
+
 def product(fused, kernel, state, dtype=None, recipe=RECIPE):
     """Over the last dimension of `fused`."""
     dimension_numbers = (((len(fused.shape) - 1,), (0,)), ((), ()))
@@ -189,6 +203,20 @@ def sure_codes(values, scale, fmt):
     return ends[0]
 
 
+def next_of(state, scale, values, got) -> oracle.State:
+    """The next state of a quantizer of values; its amax is the one in `got`, which must
+    be that of some values within the bounds.
+    """
+    top = np.asarray(got.amax_history)[0]
+    least, most = (
+        np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1)
+    )
+    assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), (
+        f"amax {top!r}, expected {least!r} to {most!r}"
+    )
+    return oracle.next_state(state, scale, top)
+
+
 def check_step(
     case, operands, kernel, grad, state: oracle.LayerState, got
 ) -> oracle.LayerState:
@@ -222,15 +250,7 @@ def check_step(
         )
         oracle.Product(exact, bound).check(found, f"gradient of operand {i}")
 
-    top = np.asarray(next_state.input.amax_history)[0]
-    least, most = (
-        np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1)
-    )
-    assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), (
-        f"amax {top!r}, expected {least!r} to {most!r}"
-    )
-    expected = oracle.LayerState(
-        oracle.next_state(state.input, scale, top), k_state, g_state
-    )
+    of_input = next_of(state.input, scale, values, next_state.input)
+    expected = oracle.LayerState(of_input, k_state, g_state)
     assert_state(next_state, expected)
     return expected

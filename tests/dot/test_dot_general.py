@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from lowering import cuda_text
+from parametrize import each_row
 from programs import cases
 from programs.known_amax import used_state
 
@@ -111,12 +112,12 @@ NO_GRADIENT = {
 }
 
 
-@pytest.mark.parametrize("run", NEVER_UPDATED.values(), ids=NEVER_UPDATED)
+@each_row("run", NEVER_UPDATED)
 def test_gradients_that_never_update_state_warn_once(run):
     assert warned(run) == 1
 
 
-@pytest.mark.parametrize("run", NO_GRADIENT.values(), ids=NO_GRADIENT)
+@each_row("run", NO_GRADIENT)
 def test_no_warning(run):
     assert warned(run) == 0
 

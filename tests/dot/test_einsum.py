@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from oracle import BF16, E4M3, E5M2, F16, F32
 from programs.cases import assert_state, pack
 
 import jaxfp8
@@ -118,10 +119,8 @@ def product(eqn, a, b, a_inv, b_inv) -> oracle.Product:
     )
     a64, b64 = a.astype(np.float64), b.astype(np.float64)
     s = float(a_inv) * float(b_inv)
-    exact, total = (
-        np.einsum(eqn, a64, b64) * s,
-        np.einsum(eqn, np.abs(a64), np.abs(b64)) * s,
-    )
+    exact = np.einsum(eqn, a64, b64) * s
+    total = np.einsum(eqn, np.abs(a64), np.abs(b64)) * s
     growth = k * oracle.PRECISE
     bound = total * (growth / (1 - growth) + 2 * oracle.PRECISE)
     bound = (bound + 2.0**-24 * (np.abs(exact) + bound)) * (1 + 2.0**-10) + 2.0**-126
@@ -156,7 +155,7 @@ def fractions(rng, shape, step):
     """f32 multiples of `step` of at most 7 bits: every sum of them here is exact, in
     any order.
     """
-    return (rng.integers(-127, 128, shape) * step).astype(np.float32)
+    return (rng.integers(-127, 128, shape) * step).astype(F32)
 
 
 def operands(case, seed=0):
@@ -167,7 +166,7 @@ def operands(case, seed=0):
 
 def first_state():
     return oracle.LayerState(
-        *(oracle.State(np.float32([a, 0]), np.float32(1)) for a in (5.0, 0.3, 1e-3))
+        *(oracle.State(F32([a, 0]), F32(1)) for a in (5.0, 0.3, 1e-3))
     )
 
 
@@ -192,13 +191,11 @@ def check(case, run=einsum):
     y, dx, dkernel, next_state = step(x, kernel, grad, pack(state))
     assert (y.shape, y.dtype) == (wanted.shape, wanted.dtype)
 
-    x_codes, _, x_next = oracle.step(
-        apply_first(case.x_first, x), state.input, oracle.E4M3
-    )
+    x_codes, _, x_next = oracle.step(apply_first(case.x_first, x), state.input, E4M3)
     k_codes, _, k_next = oracle.step(
-        apply_first(case.kernel_first, kernel), state.kernel, oracle.E4M3
+        apply_first(case.kernel_first, kernel), state.kernel, E4M3
     )
-    g_codes, _, g_next = oracle.step(grad, state.output_grad, oracle.E5M2)
+    g_codes, _, g_next = oracle.step(grad, state.output_grad, E5M2)
     assert_state(next_state, oracle.LayerState(x_next, k_next, g_next))
     terms = case.product or case.eqn
     x_term, k_term, y_term = terms.replace("->", ",").split(",")
@@ -254,8 +251,8 @@ def test_sums_are_not_rounded_to_the_operand():
     60000 would be infinite.
     """
     for dtype, terms, total in (
-        (oracle.BF16, (256, 1), 257),
-        (oracle.F16, (60000, 60000), 120000),
+        (BF16, (256, 1), 257),
+        (F16, (60000, 60000), 120000),
     ):
         x = np.full((3, 2), terms, dtype)
 
@@ -264,15 +261,15 @@ def test_sums_are_not_rounded_to_the_operand():
                 einsum(
                     "ma,mn->n",
                     x,
-                    np.ones((3, 2), np.float32),
+                    np.ones((3, 2), F32),
                     recipe=RECIPE,
                     state=state,
                 )
             )
 
         state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
-        assert state.input.amax_history[0] == np.float32(
-            np.asarray(terms, dtype).astype(np.float32).sum()
+        assert state.input.amax_history[0] == F32(
+            np.asarray(terms, dtype).astype(F32).sum()
         )
         assert state.input.amax_history[0] > 0.99 * total
 
@@ -293,8 +290,8 @@ def test_nothing_to_see():
 
         y, vjp = jax.vjp(
             run,
-            np.ones(x, np.float32),
-            np.ones(kernel, np.float32),
+            np.ones(x, F32),
+            np.ones(kernel, F32),
             jaxfp8.init_state(RECIPE),
         )
         assert y.shape == shape and not np.any(y)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from aot.count import residual_bytes
 from equality import assert_same_bits
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.dot import _fused_input
@@ -63,7 +64,7 @@ def test_what_e4m3_holds_is_kept_exactly(layer):
     assert_same_bits(results(layer, x, fp8_residuals=True), results(layer, x))
 
 
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@each_row("layer", LAYERS)
 def test_only_gradients_differ_and_by_little(layer):
     """e4m3 rounds by at most 2**-4 of an element: of the factor that multiplies the
     gradient, and of what the derivative of silu or the norm is taken at, which passes

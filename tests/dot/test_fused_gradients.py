@@ -16,7 +16,7 @@ import pytest
 from aot import count
 from equality import assert_same_bits
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from oracle import gradients as oracle_gradients
 from programs import functional
 from programs.known_amax import HISTORY, RECIPES
@@ -30,7 +30,6 @@ from .test_fused_programs import calls
 
 ROWS, WIDTH, HIDDEN, OUT = 6, 16, 8, 5
 ACTIVATIONS = ("relu", "silu", "gelu", "silu_gated", "gelu_gated")
-MATMUL = (((1,), (0,)), ((), ()))
 
 
 # ----------------------------------------------------------- one product, to the oracle
@@ -40,10 +39,8 @@ def exact_operands(name, dtype, seed):
     """Integers and eighths, whose product is exact in every dtype; the gradient of the
     activation is not.
     """
-    rng, features = (
-        np.random.default_rng(seed),
-        (*(2,) * name.endswith("_gated"), HIDDEN),
-    )
+    rng = np.random.default_rng(seed)
+    features = (*(2,) * name.endswith("_gated"), HIDDEN)
     x = rng.integers(-2, 3, (ROWS, WIDTH)).astype(F32).astype(dtype)
     kernel, bias = (
         rng.integers(-4, 5, shape).astype(F32) / 8
@@ -86,7 +83,7 @@ def test_steps(name, dtype):
                 "bias": bias,
                 "preferred_element_type": dtype,
             }
-            h = jaxfp8.dot_general(x, kernel, MATMUL, **options, activation=name)
+            h = jaxfp8.dot_general(x, kernel, cases.MATMUL, **options, activation=name)
             return jnp.sum((h.value * grad).astype(jnp.float32)), h.x
 
         step = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
@@ -117,17 +114,10 @@ def test_steps(name, dtype):
             np.asarray(dbias).reshape(-1), "gradient of the bias"
         )
 
-        top = np.asarray(next_state.output_grad.amax_history)[0]
-        least, most = (
-            np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1)
+        of_grad = cases.next_of(
+            state.output_grad, g_scale, values, next_state.output_grad
         )
-        assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), (
-            f"amax {top!r}, expected {least!r} to {most!r}"
-        )
-        state = oracle.LayerState(
-            x_state, k_state, oracle.next_state(state.output_grad, g_scale, top)
-        )
-        cases.assert_state(next_state, state)
+        cases.assert_state(next_state, oracle.LayerState(x_state, k_state, of_grad))
         state = exact_state(2)
 
 
@@ -280,16 +270,11 @@ def test_transformations(name, way):
     assert_same_bits(*both(name, parameters(name), states(), TRANSFORMATIONS[way]), way)
 
 
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
-)
+@cases.AXIS_TYPES
 def test_data_parallel(axis_type):
     """The rows over three devices: codes and amaxes are those of one."""
     by_hand = axis_type == "shard_map"
-    axis_types = (AxisType.Auto if by_hand else axis_type,)
-    mesh = jax.make_mesh(
-        (3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3]
-    )
+    mesh = cases.three_devices(axis_type)
     operands, given = parameters("silu_gated"), states()
 
     def through(loss):

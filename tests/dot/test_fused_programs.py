@@ -12,7 +12,7 @@ import oracle
 import pytest
 from aot import count
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from lowering import cuda_text
 from programs import functional, known_amax
 
@@ -71,11 +71,9 @@ def check_uses(case, operands, kernel, grads, expected_state, got):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
 def test_several_uses(name, way):
-    case, (kernel, _), state = (
-        CASES[name],
-        cases.kernel_and_grad(),
-        known_amax.used_state(),
-    )
+    case = CASES[name]
+    kernel, _ = cases.kernel_and_grad()
+    state = known_amax.used_state()
     operands, grads = uses(case)
 
     def of_layer(layer, x, grad):
@@ -97,11 +95,9 @@ def test_a_batch_of_examples_has_one_scale(name):
     """They are more rows of one product, also where its scale is that of the tensor at
     hand.
     """
-    case, (kernel, _), recipe = (
-        CASES[name],
-        cases.kernel_and_grad(),
-        jaxfp8.Float8CurrentScaling(),
-    )
+    case = CASES[name]
+    kernel, _ = cases.kernel_and_grad()
+    recipe = jaxfp8.Float8CurrentScaling()
     (x, *parameters), _ = uses(case)
 
     @jax.jit
@@ -117,25 +113,18 @@ def test_a_batch_of_examples_has_one_scale(name):
     )
 
 
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str
-)
+@cases.AXIS_TYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):
     """The rows over three devices: the state is that of all rows, and so are the
     gradients.
     """
-    case, (kernel, _), state = (
-        CASES[name],
-        cases.kernel_and_grad(),
-        known_amax.used_state(),
-    )
+    case = CASES[name]
+    kernel, _ = cases.kernel_and_grad()
+    state = known_amax.used_state()
     operands, grads = uses(case)
     by_hand = axis_type == "shard_map"
-    axis_types = (AxisType.Auto if by_hand else axis_type,)
-    mesh = jax.make_mesh(
-        (3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3]
-    )
+    mesh = cases.three_devices(axis_type)
 
     def total(operands, kernel, state, grads):
         x, *parameters = operands
@@ -208,10 +197,8 @@ def test_one_custom_call_on_cuda(name):
     that is not FP8.
     """
     case, state = CASES[name], jaxfp8.init_state(RECIPE)
-    operands, (kernel, grad) = (
-        cases.operands(case, 0, BF16),
-        cases.kernel_and_grad(0, BF16),
-    )
+    operands = cases.operands(case, 0, BF16)
+    kernel, grad = cases.kernel_and_grad(0, BF16)
     op = (
         "quantize_norm" if name in ("rms", "layer with bias") else "quantize_activation"
     )

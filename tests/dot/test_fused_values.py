@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
+from parametrize import each_row
 from programs import known_amax
 
 import jaxfp8
@@ -29,10 +30,8 @@ def test_steps(name, dtype, implementation):
     case, expected = CASES[name], known_amax.used_state()
     state = cases.pack(expected)
     for i in range(2):
-        operands, (kernel, grad) = (
-            cases.operands(case, i, dtype),
-            cases.kernel_and_grad(i, dtype),
-        )
+        operands = cases.operands(case, i, dtype)
+        kernel, grad = cases.kernel_and_grad(i, dtype)
         with ops.implementation(implementation):
             got = cases.step(case, operands, kernel, grad, state)
         expected = cases.check_step(case, operands, kernel, grad, expected, got)
@@ -68,9 +67,7 @@ NOT_FUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "rows, kernel_shape, dimension_numbers", NOT_FUSED.values(), ids=NOT_FUSED
-)
+@each_row("rows, kernel_shape, dimension_numbers", NOT_FUSED)
 @pytest.mark.parametrize("name", ["silu_gated", "layer with bias"])
 def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers):
     """They take the value: the bits are those of the product of the value, in bf16
@@ -91,10 +88,8 @@ def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers
 @pytest.mark.parametrize("name", ["gelu_gated", "rms"])
 def test_small_products_stay_in_high_precision(name):
     recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, min_size=100)
-    operands, (kernel, _) = (
-        cases.operands(CASES[name], 0, BF16),
-        cases.kernel_and_grad(),
-    )
+    operands = cases.operands(CASES[name], 0, BF16)
+    kernel, _ = cases.kernel_and_grad()
     got, expected = both(
         CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe
     )
@@ -207,7 +202,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("call, error, message", BAD.values(), ids=BAD)
+@each_row("call, error, message", BAD)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from programs.known_amax import merged
-from recipes.delayed_cases import assert_state
+from parametrize import each_row
+from programs.cases import assert_state
+from programs.known_amax import merged, sum_of
 
 import jaxfp8
 from jaxfp8 import ops
@@ -26,7 +27,7 @@ from .ragged_cases import (
 )
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@each_row("sizes", SIZES)
 def test_steps(sizes):
     compare_steps(sizes=sizes)
 
@@ -69,11 +70,9 @@ def test_without_state():
 )
 def test_no_elements(m, k, n, g):
     """Zeros, and a state that is not touched."""
-    lhs, rhs, sizes = (
-        np.ones((m, k), np.float32),
-        np.ones((g, k, n), np.float32),
-        np.zeros(g, np.int32),
-    )
+    lhs = np.ones((m, k), np.float32)
+    rhs = np.ones((g, k, n), np.float32)
+    sizes = np.zeros(g, np.int32)
 
     def loss(lhs, rhs, state):
         y = jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state)
@@ -104,11 +103,9 @@ def test_vmap(share):
     """As many products as members; what they share gets the sum of their gradients, a
     state the merged.
     """
-    members = 2
-    lhs, rhs, grad = operands(3, shape=(members,))
+    lhs, rhs, grad = operands(3, shape=(2,))
     lhs[1] *= 3
     sizes = np.int32([[10, 33, 7], [50, 0, 40]])
-    state = jax.tree.map(lambda x: jnp.stack([x] * members), jaxfp8.init_state(RECIPE))
     shared = {
         "nothing": (),
         "state": (3,),
@@ -117,54 +114,40 @@ def test_vmap(share):
         "all but sizes": (0, 1, 3),
         "all but lhs": (1, 2, 3),
     }[share]
-    args = [
-        jax.tree.map(lambda x: x[0], x) if i in shared else x
-        for i, x in enumerate((lhs, rhs, sizes, state))
-    ]
-    axes = tuple(None if i in shared else 0 for i in range(4))
+    state = jax.tree.map(lambda x: jnp.stack([x] * 2), jaxfp8.init_state(RECIPE))
+    arrays = [lhs, rhs, sizes, state]
+    axes = [None if i in shared else 0 for i in range(4)]
+    for i in shared:
+        arrays[i] = jax.tree.map(lambda x: x[0], arrays[i])
+        if i < 3:
+            (lhs, rhs, sizes)[i][1] = arrays[i]
 
     def loss(lhs, rhs, state):
         def product(lhs, rhs, sizes, state):
             return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state)
 
-        y = jax.vmap(product, in_axes=axes)(lhs, rhs, args[2], state)
+        y = jax.vmap(product, axes)(lhs, rhs, arrays[2], state)
         return jnp.sum(y * grad), y
 
     run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
-    (dlhs, drhs, next_state), y = run(args[0], args[1], args[3])
+    (dlhs, drhs, next_state), y = run(arrays[0], arrays[1], arrays[3])
     init = oracle.LayerState.init(HISTORY)
     steps = [
-        oracle.ragged_step(
-            *(
-                x if axis is None else x[i]
-                for x, axis in zip(args[:3], axes, strict=False)
-            ),
-            grad[i],
-            init,
-        )
-        for i in range(members)
+        oracle.ragged_step(*member, init)
+        for member in zip(lhs, rhs, sizes, grad, strict=True)
     ]
-    for i, step in enumerate(steps):
-        step.y.check(y[i], f"member {i}")
-    for got, name, axis in ((dlhs, "dgrad", axes[0]), (drhs, "wgrad", axes[1])):
+    for got, name, axis in (
+        (y, "y", 0),
+        (dlhs, "dgrad", axes[0]),
+        (drhs, "wgrad", axes[1]),
+    ):
         products = [getattr(step, name) for step in steps]
         if axis is None:
-            exact = sum(p.exact for p in products)
-            # and one addition
-            bound = sum(p.bound for p in products) + 2 * oracle.PRECISE * np.abs(exact)
-            assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all(), name
-        else:
-            for i, product in enumerate(products):
-                product.check(got[i], f"{name} of member {i}")
-    if axes[3] is None:
-        assert_state(next_state, merged([step.state for step in steps]), share)
-    else:
-        for i, step in enumerate(steps):
-            assert_state(
-                jax.tree.map(lambda x: x[i], next_state),  # noqa: B023
-                step.state,
-                f"member {i}",
-            )
+            got, products = [got], [sum_of(products)]
+        for member, product in zip(got, products, strict=True):
+            product.check(member, name)
+    states = [step.state for step in steps]
+    assert_state(next_state, merged(states) if axes[3] is None else states, share)
 
 
 # ------------------------------------------------------------------------------- errors

@@ -12,6 +12,7 @@ import pytest
 from equality import assert_same_bits
 from jax import lax
 from lowering import cuda_text
+from parametrize import each_row
 from programs import cases as transforms
 from programs.known_amax import used_state
 
@@ -56,7 +57,7 @@ def gradients(recipe, prepare, lhs, rhs, grad, state):
     return step(lhs, rhs, state)
 
 
-@pytest.mark.parametrize("recipe, state", RECIPES.values(), ids=RECIPES)
+@each_row("recipe, state", RECIPES)
 def test_quantized_experts(recipe, state):
     """Kernels that are quantized before the product give its bits, and so do their
     gradients and the state.
@@ -155,7 +156,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
+@each_row("fused", FUSED)
 @pytest.mark.parametrize(
     "recipe", [DELAYED, jaxfp8.Float8BlockScaling()], ids=["delayed", "block"]
 )

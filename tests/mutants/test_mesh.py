@@ -76,10 +76,8 @@ def one_axis(amax, axes):
 
 def over_stages(original):
     def mutant(self, amax, state):
-        amax, own = (
-            original(self, amax, state),
-            tuple(_mesh.varying(*jax.tree.leaves(state))),
-        )
+        amax = original(self, amax, state)
+        own = tuple(_mesh.varying(*jax.tree.leaves(state)))
         if self.axes is not None:
             return lax.pmax(amax, self.pipeline_axes)
         return (

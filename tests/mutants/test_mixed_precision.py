@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from mixed_precision import test_finite, test_loss_scale, test_training, trainers
+from parametrize import each_row
 
 from jaxfp8 import mixed_precision
 from jaxfp8.mixed_precision import DynamicLossScale, _floats
@@ -166,7 +167,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("check, owner, name, mutant", MUTANTS.values(), ids=MUTANTS)
+@each_row("check, owner, name, mutant", MUTANTS)
 def test_mutant_is_caught(check, owner, name, mutant, monkeypatch):
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError):

@@ -14,12 +14,15 @@ import numpy as np
 import oracle
 import pytest
 from ops import cases
+from parametrize import each_row
 from recipes.delayed_cases import compare_run, scripted_run
 
 import jaxfp8
 from jaxfp8 import ops
 from jaxfp8.numerics import _scaling
 from jaxfp8.recipes import ByQuantizer, _read
+
+from . import attribute
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 HISTORY = 4
@@ -92,24 +95,17 @@ def write_mutant(before=lambda history: history, after=lambda history, scale, am
     return install
 
 
-def swapped_formats(monkeypatch):
-    original = jaxfp8.DelayedScaling.quantizers
+def quantizers_mutant(change):
+    """Other quantizers: `change(forward, backward) -> input, kernel, output_grad`."""
 
-    def mutant(self):
-        forward, _, backward, *others = original(self)
-        return ByQuantizer(backward, backward, forward, *others)
+    def mutant(original):
+        def quantizers(self):
+            forward, _, backward, *others = original(self)
+            return ByQuantizer(*change(forward, backward), *others)
 
-    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
+        return quantizers
 
-
-def e4m3_for_everything(monkeypatch):
-    original = jaxfp8.DelayedScaling.quantizers
-
-    def mutant(self):
-        forward, _, _, *others = original(self)
-        return ByQuantizer(forward, forward, forward, *others)
-
-    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
+    return attribute(jaxfp8.DelayedScaling, "quantizers", mutant)
 
 
 # Both quantizing ops, where quantizers call them.
@@ -177,8 +173,8 @@ STEP_MUTANTS = {
         )
     ),
     "scale where scale_inv belongs": matmul_mutant(lambda i, a, b: (1 / a, b)),
-    "e4m3 and e5m2 swapped": swapped_formats,
-    "e4m3 for everything": e4m3_for_everything,
+    "e4m3 and e5m2 swapped": quantizers_mutant(lambda f, b: (b, b, f)),
+    "e4m3 for everything": quantizers_mutant(lambda f, b: (f, f, f)),
     "stale scale_inv": read_mutant(
         lambda scale, state: dataclasses.replace(scale, scale_inv=state.scale)
     ),
@@ -217,7 +213,7 @@ STEP_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("install", STEP_MUTANTS.values(), ids=STEP_MUTANTS)
+@each_row("install", STEP_MUTANTS)
 def test_mutant_of_a_step_is_caught(install, monkeypatch):
     install(monkeypatch)
     with pytest.raises(AssertionError):
@@ -249,9 +245,7 @@ RECIPE_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "keywords, options", RECIPE_MUTANTS.values(), ids=RECIPE_MUTANTS
-)
+@each_row("keywords, options", RECIPE_MUTANTS)
 def test_mutant_of_the_recipe_is_caught(keywords, options):
     """The package runs another recipe than the oracle: no option may pass for
     another.
@@ -329,7 +323,7 @@ CODE_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", CODE_MUTANTS.values(), ids=CODE_MUTANTS)
+@each_row("mutant", CODE_MUTANTS)
 def test_mutant_of_quantize_is_caught(mutant):
     """Each on inputs that are finite where that is not what the mutant is about, so
     that NaNs do not catch them all.

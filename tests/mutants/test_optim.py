@@ -4,6 +4,7 @@ import functools
 
 import pytest
 from optim import test_adam
+from parametrize import each_row
 
 from jaxfp8.optim import _adam
 
@@ -69,7 +70,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("owner, name, mutant, check", MUTANTS.values(), ids=MUTANTS)
+@each_row("owner, name, mutant, check", MUTANTS)
 def test_mutants_are_seen(monkeypatch, owner, name, mutant, check):
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError):

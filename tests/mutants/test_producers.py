@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from jax import lax
-from oracle import gradients as oracle_gradients
+from oracle import E4M3, F32, gradients as oracle_gradients
 
 from jaxfp8 import ops
 from jaxfp8.ops import _quantize_activation, _quantize_norm, _shapes
@@ -22,44 +22,42 @@ def activation_inputs(rng):
     """`(activation, x)` of each activation."""
     for name in _quantize_activation.ACTIVATIONS:
         shape = (64, 2, 128) if name.endswith("_gated") else (64, 128)
-        yield name, (3 * rng.standard_normal(shape)).astype(np.float32)
+        yield name, (3 * rng.standard_normal(shape)).astype(F32)
 
 
 def compare_activations() -> None:
     for name, x in activation_inputs(np.random.default_rng(0)):
         # with the second the tails are what has codes
-        for scale in np.float32([3.3, 2.0**24]):
+        for scale in F32([3.3, 2.0**24]):
             with ops.implementation("reference"):
-                got = ops.quantize_activation(
-                    x, scale, oracle.E4M3.dtype, activation=name
-                )
+                got = ops.quantize_activation(x, scale, E4M3.dtype, activation=name)
             oracle.activation(x, name).check(
-                *map(np.asarray, got), scale, oracle.E4M3, what=name
+                *map(np.asarray, got), scale, E4M3, what=name
             )
 
 
 def compare_norms() -> None:
     rng = np.random.default_rng(0)
     # Integers, whose sums are exact in f32: `depth` 1, whatever the order.
-    x = (2.0**13 + rng.integers(-3, 4, (64, 128))).astype(np.float32)
-    gamma, beta = rng.standard_normal((2, 128)).astype(np.float32)
+    x = (2.0**13 + rng.integers(-3, 4, (64, 128))).astype(F32)
+    gamma, beta = rng.standard_normal((2, 128)).astype(F32)
     for kind, b in (("rms", None), ("layer", beta)):
         with ops.implementation("reference"):
             got = ops.quantize_norm(
-                x, gamma, b, np.float32(30), oracle.E4M3.dtype, kind=kind, epsilon=0.5
+                x, gamma, b, F32(30), E4M3.dtype, kind=kind, epsilon=0.5
             )
         # The squares of "rms" are below 2^27, and their sums rounded.
         values = oracle.norm(x, gamma, b, kind, 0.5, depth=128 if kind == "rms" else 1)
-        values.check(*map(np.asarray, got), np.float32(30), oracle.E4M3, what=kind)
+        values.check(*map(np.asarray, got), F32(30), E4M3, what=kind)
 
 
 def compare_gradients() -> None:
     rng = np.random.default_rng(0)
     for name, x in activation_inputs(rng):
-        grad = rng.standard_normal((64, 128)).astype(np.float32)
+        grad = rng.standard_normal((64, 128)).astype(F32)
         with ops.implementation("reference"):
             got = ops.quantize_activation_grad(
-                x, grad, np.float32(3.3), oracle.E4M3.dtype, activation=name
+                x, grad, F32(3.3), E4M3.dtype, activation=name
             )
         data, data_t, top = map(np.asarray, got)
         values = oracle_gradients.activation(x, grad, name)
@@ -67,7 +65,7 @@ def compare_gradients() -> None:
             *(part.reshape(64, -1) for part in (values.exact, values.bound))
         )
         codes = data.reshape(64, -1), data_t.reshape(-1, 64), top
-        values.check(*codes, np.float32(3.3), oracle.E4M3, what=name)
+        values.check(*codes, F32(3.3), E4M3, what=name)
 
 
 def function(name, mutant):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parametrize import each_row
 from programs import functional, known_amax, test_readings
 from programs.functional import PROGRAMS
 
@@ -119,7 +120,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("install, program", MUTANTS.values(), ids=MUTANTS)
+@each_row("install, program", MUTANTS)
 def test_mutant_is_caught(install, program, monkeypatch):
     install(monkeypatch)
     with pytest.raises(AssertionError):
@@ -188,7 +189,7 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("install, loop", READINGS.values(), ids=READINGS)
+@each_row("install, loop", READINGS)
 def test_mutant_of_a_reading_is_caught(install, loop, monkeypatch):
     install(monkeypatch)
     with pytest.raises(AssertionError):

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from parametrize import each_row
 from train import test_accumulate, test_optimizer, test_update_state
 
 from jaxfp8 import ops
@@ -118,7 +119,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("owner, name, mutant, check", MUTANTS.values(), ids=MUTANTS)
+@each_row("owner, name, mutant, check", MUTANTS)
 def test_mutants_are_seen(monkeypatch, owner, name, mutant, check):
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):

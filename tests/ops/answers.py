@@ -245,24 +245,22 @@ def _undo_factors(history, scale, new_history, new_scale, results):
 _ANSWERS = {
     function.__name__[1:]: function
     for function in (
-        *(
-            _transpose_blocks,
-            _amax,
-            _quantize,
-            _quantize_blocks_transpose,
-            _quantize_transpose,
-            _dequantize,
-            _amax_to_scale,
-        ),
-        *(
-            _adam_update,
-            _decode_moment,
-            _encode_moment,
-            _delayed_scales,
-            _read_histories,
-            _write_histories,
-        ),
-        *(_split_reading, _join_recorded, _undo_factors),
+        _transpose_blocks,
+        _amax,
+        _quantize,
+        _quantize_blocks_transpose,
+        _quantize_transpose,
+        _dequantize,
+        _amax_to_scale,
+        _adam_update,
+        _decode_moment,
+        _encode_moment,
+        _delayed_scales,
+        _read_histories,
+        _write_histories,
+        _split_reading,
+        _join_recorded,
+        _undo_factors,
     )
 }
 

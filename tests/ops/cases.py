@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from oracle import assert_bitwise as assert_bitwise
+from oracle import BF16, F16, F32, assert_bitwise as assert_bitwise
 
 FORMATS = tuple(oracle.FORMATS.values())
 FORMAT_IDS = tuple(oracle.FORMATS)
-INPUT_DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
+INPUT_DTYPES = (BF16, F16, np.dtype(F32))
 DTYPE_IDS = ("bf16", "f16", "f32")
 
 
@@ -39,16 +39,16 @@ def _scales() -> np.ndarray:
         ]
     )
     scattered = 2.0 ** rng.uniform(-40, 40, 20)
-    near_one = np.nextafter(np.float32(1), np.float32([0, 2]))
-    return np.concatenate(
-        [powers, scattered, near_one, [np.finfo(np.float32).max]]
-    ).astype(np.float32)
+    near_one = np.nextafter(F32(1), F32([0, 2]))
+    return np.concatenate([powers, scattered, near_one, [np.finfo(F32).max]]).astype(
+        F32
+    )
 
 
 SCALES = _scales()  # every scale is a normal f32
 # Scales no recipe produces. Rules: finite x and infinite product saturate; 0 * inf and
 # any NaN product give NaN.
-STRANGE_SCALES = np.float32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
+STRANGE_SCALES = F32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
 SHAPES = (
     (),
     (1,),
@@ -109,7 +109,7 @@ def run_target(call, prefix: str = "", **options):
 
 # Amaxes so far: none, one that counts, one that does not, and what a step that
 # overflowed leaves behind.
-AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e-3, 1e30, np.inf])
+AMAXES_SO_FAR = F32([0, 2.0**-149, 1e-3, 1e30, np.inf])
 
 
 def assert_codes(name, got, x, scale, fmt: oracle.Format, what: str) -> None:
@@ -147,13 +147,13 @@ def random_values(shape, dtype, seed: int = 0, spread: float = 4.0) -> np.ndarra
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape) * 2.0 ** (spread * rng.standard_normal(shape))
     with np.errstate(over="ignore"):  # float16: an infinity among the inputs is welcome
-        return np.asarray(values, np.float32).astype(dtype)
+        return np.asarray(values, F32).astype(dtype)
 
 
 def random_codes(shape, fmt: oracle.Format, seed: int = 0) -> np.ndarray:
     """Codes of normal values with amax near the largest value of the format."""
-    values = random_values(shape, np.float32, seed, spread=1.0)
-    return oracle.quantize(values, np.float32(fmt.max / 8), fmt)[0]
+    values = random_values(shape, F32, seed, spread=1.0)
+    return oracle.quantize(values, F32(fmt.max / 8), fmt)[0]
 
 
 def probes_for(scales, fmt: oracle.Format) -> np.ndarray:
@@ -168,13 +168,13 @@ def probes_for(scales, fmt: oracle.Format) -> np.ndarray:
     rows = []
     for scale in np.asarray(scales, np.float64):
         with np.errstate(over="ignore", under="ignore"):
-            x = (boundaries / scale).astype(np.float32)
+            x = (boundaries / scale).astype(F32)
             rows.append(
                 np.concatenate(
                     [
                         x,
-                        np.nextafter(x, np.float32(np.inf)),
-                        np.nextafter(x, np.float32(-np.inf)),
+                        np.nextafter(x, F32(np.inf)),
+                        np.nextafter(x, F32(-np.inf)),
                     ]
                 )
             )

@@ -9,6 +9,13 @@ from cuda.ptx import machine
 from cuda import emulated
 from jaxfp8 import ops
 
+from . import cases
+
+EACH_FORMAT = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
+EACH_DTYPE = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+EACH_OUT_DTYPE = pytest.mark.parametrize(
+    "out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS
+)
 EMULATED = pytest.param("emulated", marks=pytest.mark.ci)
 # Every case over interpreted PTX takes minutes; CI has tests/cuda/ptx.
 INTERPRETED = pytest.param("ptx", marks=pytest.mark.slow)

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
-from oracle import adam
+from oracle import F32, adam
 
 from jaxfp8.ops import _adam_update
 
@@ -38,7 +38,7 @@ def step_numbers(rng, rows=1, eps_root=1e-12):
     )
     return np.stack(
         [*np.broadcast_arrays(*columns), rng.choice([1, 0.37], rows)], axis=-1
-    ).astype(np.float32)
+    ).astype(F32)
 
 
 def make_leaf(rng, shape, applies):
@@ -67,13 +67,11 @@ def plain_leaf(rng, shape, applies):
     """
     rows = (shape[0], 1)
     size = np.exp2(
-        np.float32(
-            rng.choice([-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31], rows)
-        )
+        F32(rng.choice([-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31], rows))
     )
 
     def normal():
-        return rng.standard_normal(shape).astype(np.float32)
+        return rng.standard_normal(shape).astype(F32)
 
     def zeros():
         return rng.random(shape) < 0.05
@@ -89,19 +87,19 @@ def plain_leaf(rng, shape, applies):
     mu, nu = (
         (
             x.view(moments.E4M3),
-            amax * rng.uniform(0.5, 1, blocks).astype(np.float32),
+            amax * rng.uniform(0.5, 1, blocks).astype(F32),
             next(exponents),
         )
         for x, amax in (
             (signed, size),
-            (nu, np.where(size < 2.0**-50, np.float32(0), size * size)),
+            (nu, np.where(size < 2.0**-50, F32(0), size * size)),
         )
     )
     keys = rng.integers(0, 2**32, (2, *blocks), np.uint32)
-    grads = np.where(
-        zeros(), np.copysign(np.float32(0), normal()), normal() * size
-    ).astype(np.float32)
-    params = normal() * rng.choice(np.float32([1, 1, 2.0**-60, 2.0**-100]), rows)
+    grads = np.where(zeros(), np.copysign(F32(0), normal()), normal() * size).astype(
+        F32
+    )
+    params = normal() * rng.choice(F32([1, 1, 2.0**-60, 2.0**-100]), rows)
     eps_root = rng.choice([0, 1e-12])
     numbers = step_numbers(rng, eps_root=eps_root)[0]
     return _adam_update.AdamLeaf(
@@ -119,13 +117,19 @@ def expected(leaf, numbers=None):
     return adam.step(leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers)
 
 
+def placed(mesh, leaf, spec):
+    """A leaf on a mesh, cut where devices divide a dimension."""
+    cut = jax.tree.map(lambda x: moments.put(mesh, x, spec), leaf)
+    return cut._replace(keys=moments.put(mesh, leaf.keys, (None, *spec)))
+
+
 def assert_same(got, right, what=""):
     out, exact = np.asarray(got[0]), right[0]
     nan = np.isnan(exact)
     np.testing.assert_array_equal(np.isnan(out), nan, f"{what} result")
     oracle.assert_bitwise(
         np.where(nan, 0, out),
-        np.where(nan, 0, exact).astype(np.float32),
+        np.where(nan, 0, exact).astype(F32),
         f"{what} result",
     )
     for name, values, exact in zip(("mu", "nu"), got[1:], right[1:], strict=True):
@@ -236,9 +240,7 @@ def test_meshes(n, spec, kind):
 
     with jax.set_mesh(mesh):
         operands = [
-            jax.tree.map(lambda x, s=s: moments.put(mesh, x, s), leaf)._replace(
-                keys=moments.put(mesh, leaf.keys, (None, *s))
-            )
+            placed(mesh, leaf, s)
             for leaf, s in zip(leaves, (spec, P("y")), strict=True)
         ]
         program = (

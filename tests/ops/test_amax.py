@@ -6,16 +6,18 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from oracle import assert_bitwise
 
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EACH_DTYPE
 
 
 def check(x, what: str = "amax") -> None:
     got = ops.amax(x)
     assert got.shape == (), f"{what}: shape {got.shape}"
-    cases.assert_bitwise(got, oracle.amax(x), what)
+    assert_bitwise(got, oracle.amax(x), what)
 
 
 @pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
@@ -23,7 +25,7 @@ def test_every_half_code_alone(implementation, dtype):
     codes = oracle.all_half_codes(dtype)
     got = jax.vmap(ops.amax)(codes[:, None])
     magnitude = np.abs(oracle.widen(codes))
-    cases.assert_bitwise(
+    assert_bitwise(
         got,
         np.where(np.isnan(magnitude), np.float32(np.inf), magnitude),
         "amax of one value",
@@ -33,12 +35,10 @@ def test_every_half_code_alone(implementation, dtype):
 def test_f32_bit_patterns_alone(implementation):
     values = oracle.f32_corner_cases(1)
     expected = np.array([oracle.amax(value) for value in values])
-    cases.assert_bitwise(
-        jax.vmap(ops.amax)(values[:, None]), expected, "amax of one value"
-    )
+    assert_bitwise(jax.vmap(ops.amax)(values[:, None]), expected, "amax of one value")
 
 
-@pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+@EACH_DTYPE
 def test_shapes(implementation, dtype):
     for seed, shape in enumerate(cases.SHAPES + cases.EMPTY_SHAPES):
         check(cases.random_values(shape, dtype, seed), f"amax of {shape}")
@@ -49,7 +49,7 @@ def test_shapes(implementation, dtype):
 @pytest.mark.parametrize(
     "bad", [np.nan, -np.nan, np.inf, -np.inf], ids=["nan", "-nan", "inf", "-inf"]
 )
-@pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+@EACH_DTYPE
 def test_one_bad_value_is_seen_wherever_it_stands(implementation, dtype, bad):
     for size in (8, 4095, 4096, 70001):
         for position in (0, size // 2, size - 1):
@@ -68,7 +68,7 @@ def test_the_largest_is_found_at_every_position(implementation, size):
     )
     x = np.tile(np.float32(-1), (len(positions), size))
     x[np.arange(len(positions)), list(positions)] = -7
-    cases.assert_bitwise(
+    assert_bitwise(
         jax.vmap(ops.amax)(x), np.full(len(positions), 7, np.float32), "amax"
     )
 

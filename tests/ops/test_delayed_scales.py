@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from oracle import F32
 
 from jaxfp8 import ops
 
@@ -21,10 +22,10 @@ def history(length, seed, bad=(0, -0.0, np.inf, np.nan, -np.nan)):
     counts as none.
     """
     rng = np.random.default_rng(seed)
-    values = rng.integers(1, 0x7F800000, length, dtype=np.int32).view(np.float32)
+    values = rng.integers(1, 0x7F800000, length, dtype=np.int32).view(F32)
     return np.where(
-        rng.random(length) < 0.3, rng.choice(np.float32(bad), length), values
-    ).astype(np.float32)
+        rng.random(length) < 0.3, rng.choice(F32(bad), length), values
+    ).astype(F32)
 
 
 @functools.partial(jax.jit, static_argnames=("fp8_max", "margin", "algo"))
@@ -36,7 +37,7 @@ def check_scales(histories, stored, fp8_max, margin=0.0, algo="max"):
     got = scales_of(histories, stored, fp8_max=tuple(fp8_max), margin=margin, algo=algo)
     assert len(got) == len(histories)
     for i, scale in enumerate(got):
-        numerator = np.float32(fp8_max[i] * 2.0**-margin)
+        numerator = F32(fp8_max[i] * 2.0**-margin)
         pair = oracle.delayed_scale(
             histories[i], stored[i], numerator, algo == "most_recent"
         )
@@ -45,7 +46,7 @@ def check_scales(histories, stored, fp8_max, margin=0.0, algo="max"):
             (scale.scale, scale.scale_inv), pair, ("scale", "scale_inv"), strict=True
         ):
             cases.assert_bitwise(value, np.reshape(expected, 1), f"{what}: {name}")
-        cases.assert_bitwise(scale.amax, np.zeros(1, np.float32), f"{what}: amax")
+        cases.assert_bitwise(scale.amax, np.zeros(1, F32), f"{what}: amax")
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
@@ -73,12 +74,10 @@ def test_state_that_is_not_batched_is_not_repeated():
     """A kernel's batch does not make a batch of what all members share."""
 
     def scales(mine, shared):
-        return ops.delayed_scales(
-            [mine, shared], [np.float32(1)] * 2, fp8_max=[448.0] * 2
-        )
+        return ops.delayed_scales([mine, shared], [F32(1)] * 2, fp8_max=[448.0] * 2)
 
     batched = jax.make_jaxpr(jax.vmap(scales, in_axes=(0, None), out_axes=(0)))(
-        np.ones((5, 4), np.float32), np.ones(4, np.float32)
+        np.ones((5, 4), F32), np.ones(4, F32)
     )
     shapes = [
         [v.aval.shape for v in eqn.outvars]

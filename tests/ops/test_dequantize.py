@@ -5,14 +5,11 @@ and output dtypes.
 import jax
 import numpy as np
 import oracle
-import pytest
 
 from jaxfp8 import ops
 
 from . import cases
-
-FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
-DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+from .conftest import EACH_DTYPE, EACH_FORMAT
 
 
 def check_rows(codes, scales, dtype, what):
@@ -24,15 +21,15 @@ def check_rows(codes, scales, dtype, what):
         )
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_every_code_at_every_scale(implementation, dtype, fmt):
     scales = np.concatenate([cases.SCALES, cases.STRANGE_SCALES])
     check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt):
     """XLA:CPU runs with flush-to-zero: products that are subnormal in f32, bf16 or f16,
     and subnormal scales.
@@ -49,7 +46,7 @@ def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt)
     check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
 
 
-@FORMATS
+@EACH_FORMAT
 def test_shapes(implementation, fmt):
     for seed, shape in enumerate(cases.SHAPES + cases.EMPTY_SHAPES):
         dtype = cases.INPUT_DTYPES[seed % 3]
@@ -61,25 +58,4 @@ def test_shapes(implementation, fmt):
             got,
             oracle.dequantize(codes, np.float32(0.37), dtype),
             f"dequantize of {shape}",
-        )
-
-
-@FORMATS
-def test_sliced_and_transposed_operands(implementation, fmt):
-    codes = (
-        np.random.default_rng(1)
-        .integers(0, 256, (66, 35), dtype=np.uint8)
-        .view(fmt.dtype)
-    )
-    views = {
-        "transposed": lambda x: x.T,
-        "sliced": lambda x: x[3:60, 1:30],
-        "strided": lambda x: x[::2],
-    }
-    for name, view in views.items():
-        got = jax.jit(lambda x, s, view=view: ops.dequantize(view(x), s, np.float32))(
-            codes, np.float32(3)
-        )
-        cases.assert_bitwise(
-            got, oracle.dequantize(view(codes), np.float32(3), np.float32), name
         )

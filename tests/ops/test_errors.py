@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from oracle import BF16, E5M2, F32
 
 import jaxfp8
 from jaxfp8 import ops
@@ -14,17 +15,13 @@ from jaxfp8 import ops
 from . import cases
 
 E4M3 = oracle.E4M3.dtype
-X, S, H = np.ones((4, 6), np.float32), np.float32(1), np.ones(4, np.float32)
-A, B, W = (
-    np.ones((4, 6), E4M3),
-    np.ones((5, 6), oracle.E5M2.dtype),
-    np.ones(6, np.float32),
-)
+X, S, H = np.ones((4, 6), F32), F32(1), np.ones(4, F32)
+A = np.ones((4, 6), E4M3)
+B = np.ones((5, 6), E5M2.dtype)
+W = np.ones(6, F32)
 BLOCKS = np.ones((4, 64), E4M3), np.ones((6, 64), E4M3)
-STATE, R = (
-    [np.ones((2, n), np.float32) for n in (3, 1)],
-    [np.ones((2, n), np.float32) for n in (12, 6)],
-)
+STATE = [np.ones((2, n), F32) for n in (3, 1)]
+R = [np.ones((2, n), F32) for n in (12, 6)]
 QUANTIZER = {"x": X, "scale": S, "dtype": E4M3}
 PRODUCT = {"a": A, "b": B, "a_scale_inv": S, "b_scale_inv": S}
 GOOD = {
@@ -40,7 +37,7 @@ GOOD = {
     "quantize_blocks_transpose": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "transpose_blocks": {
         "data": A,
-        "scale_inv": np.ones((4, 1), np.float32),
+        "scale_inv": np.ones((4, 1), F32),
         "block": (1, 32),
     },
     "delayed_scales": {
@@ -51,7 +48,7 @@ GOOD = {
     "read_histories": {"products": [[STATE, STATE], [STATE]]},
     "write_histories": {"products": [[STATE, STATE], [STATE]], "recorded": R},
     "amax_to_scale": {"amax": S, "stored": S, "fp8_max": 448.0},
-    "dequantize": {"data": A, "scale_inv": S, "dtype": np.float32},
+    "dequantize": {"data": A, "scale_inv": S, "dtype": F32},
     "scaled_matmul": PRODUCT,
     "block_scaled_matmul": {
         "a": BLOCKS[0],
@@ -60,11 +57,11 @@ GOOD = {
         "b_block": (1, 32),
     }
     | {
-        "a_scale_inv": np.ones((4, 2), np.float32),
-        "b_scale_inv": np.ones((6, 2), np.float32),
+        "a_scale_inv": np.ones((4, 2), F32),
+        "b_scale_inv": np.ones((6, 2), F32),
     },
     "ragged_matmul": PRODUCT
-    | {"b": np.ones((2, 5, 6), oracle.E5M2.dtype), "group_sizes": np.int32([2, 1])},
+    | {"b": np.ones((2, 5, 6), E5M2.dtype), "group_sizes": np.int32([2, 1])},
 }
 # Wrong dtype is a TypeError, wrong shape a ValueError.
 ODD = ["text", object(), {1}, jnp.float32, None]
@@ -76,20 +73,17 @@ CODES = [
     X,
     *(
         np.ones((4, 6), dtype)
-        for dtype in (oracle.BF16, np.int8, np.uint8, bool, "float8_e4m3b11fnuz")
+        for dtype in (BF16, np.int8, np.uint8, bool, "float8_e4m3b11fnuz")
     ),
     *ODD,
 ]
 SCALE_DTYPES = [
-    *(
-        np.ones((), dtype)
-        for dtype in (oracle.BF16, np.float16, np.int32, np.complex64, E4M3)
-    ),
+    *(np.ones((), dtype) for dtype in (BF16, np.float16, np.int32, np.complex64, E4M3)),
     True,
     *ODD,
 ]
-SCALE_SHAPES = [np.ones(shape, np.float32) for shape in ((2,), (1, 1), (0,))]
-NOT_FP8_DTYPES = [np.float32, np.int8, "float8_e4m3b11fnuz", "no such dtype", 7, None]
+SCALE_SHAPES = [np.ones(shape, F32) for shape in ((2,), (1, 1), (0,))]
+NOT_FP8_DTYPES = [F32, np.int8, "float8_e4m3b11fnuz", "no such dtype", 7, None]
 NOT_WIDE_DTYPES = [np.float64, np.int32, E4M3, "no such dtype", 7, None]
 ACTIVATIONS = ("quantize_activation", "quantize_activation_grad")
 PRODUCERS = (*ACTIVATIONS, "quantize_norm")
@@ -111,8 +105,8 @@ BAD = [
     (["quantize_transpose"], "x", VALUE, [S, X[0]]),
     (IN_BLOCKS, "x", VALUE, [{"rows": 2}]),
     (IN_BLOCKS, "block", VALUE, [32, (1, 0), (1, 2, 3), None]),
-    (["transpose_blocks"], "scale_inv", TYPE, [np.ones((4, 1), oracle.BF16)]),
-    (["transpose_blocks"], "scale_inv", VALUE, [np.ones((4, 2), np.float32)]),
+    (["transpose_blocks"], "scale_inv", TYPE, [np.ones((4, 1), BF16)]),
+    (["transpose_blocks"], "scale_inv", VALUE, [np.ones((4, 2), F32)]),
     (IN_BLOCKS, "scale", VALUE, ["bf16"]),
     (IN_BLOCKS, "rounding", VALUE, ["floor", {"scale": "e8m0", "rounding": "up"}]),
     (IN_BLOCKS, "power_2_scale", VALUE, [{"scale": "e8m0", "power_2_scale": True}]),
@@ -130,13 +124,13 @@ BAD = [
     (("scaled_matmul", "ragged_matmul"), "a_scale_inv", VALUE, SCALE_SHAPES),
     (("scaled_matmul", "ragged_matmul"), "b_scale_inv", VALUE, SCALE_SHAPES),
     (["block_scaled_matmul"], "a_block", VALUE, [32]),
-    (["block_scaled_matmul"], "a_scale_inv", TYPE, [np.ones((4, 2), oracle.BF16)]),
-    (["block_scaled_matmul"], "a_scale_inv", VALUE, [np.ones((4, 3), np.float32)]),
+    (["block_scaled_matmul"], "a_scale_inv", TYPE, [np.ones((4, 2), BF16)]),
+    (["block_scaled_matmul"], "a_scale_inv", VALUE, [np.ones((4, 3), F32)]),
     (
         ["block_scaled_matmul"],
         "b_scale_inv",
         VALUE,
-        [np.ones(1, np.float32), {"b_block": None}],
+        [np.ones(1, F32), {"b_block": None}],
     ),
     (["block_scaled_matmul"], "power_2_scale", TYPE, [1]),
     (PRODUCTS, "out_dtype", TYPE, NOT_WIDE_DTYPES),
@@ -147,18 +141,18 @@ BAD = [
         TYPE,
         [np.ones(5, dtype) for dtype in (np.int32, np.float64, E4M3)],
     ),
-    (PRODUCTS, "bias", VALUE, [np.ones(4, np.float32), np.ones((1, 5), np.float32), S]),
+    (PRODUCTS, "bias", VALUE, [np.ones(4, F32), np.ones((1, 5), F32), S]),
     (
         ["scaled_matmul"],
         "accumulator",
         TYPE,
-        [np.ones((4, 5), dtype) for dtype in (oracle.BF16, np.int32)],
+        [np.ones((4, 5), dtype) for dtype in (BF16, np.int32)],
     ),
     (
         ["scaled_matmul"],
         "accumulator",
         VALUE,
-        [np.ones((5, 4), np.float32), np.ones(5, np.float32)],
+        [np.ones((5, 4), F32), np.ones(5, F32)],
     ),
 ]
 ROWS = [
@@ -228,15 +222,13 @@ def test_float32_is_right_under_x64(implementation):
     with jax.enable_x64(True):
         for fmt in cases.FORMATS:
             cases.assert_quantized(
-                ops.quantize(x, np.float32(3), fmt.dtype), x, np.float32(3), fmt, "x64"
+                ops.quantize(x, F32(3), fmt.dtype), x, F32(3), fmt, "x64"
             )
             codes = oracle.all_codes(fmt)
-            wide = oracle.dequantize(codes, np.float32(3), np.float32)
-            cases.assert_bitwise(
-                ops.dequantize(codes, np.float32(3), np.float32), wide, "x64"
-            )
-        out = ops.scaled_matmul(**PRODUCT, out_dtype=np.float32)
-        cases.assert_bitwise(out, np.full((4, 5), 6, np.float32), "x64")
+            wide = oracle.dequantize(codes, F32(3), F32)
+            cases.assert_bitwise(ops.dequantize(codes, F32(3), F32), wide, "x64")
+        out = ops.scaled_matmul(**PRODUCT, out_dtype=F32)
+        cases.assert_bitwise(out, np.full((4, 5), 6, F32), "x64")
 
 
 # An op, the argument that is differentiated, and what it is made of x `[4, 6]`.
@@ -258,7 +250,7 @@ DIFFERENTIATED = [
     (
         "write_histories",
         "recorded",
-        lambda x: [np.ones((2, 12), np.float32), x[:2, :6]],
+        lambda x: [np.ones((2, 12), F32), x[:2, :6]],
     ),
     ("dequantize", "scale_inv", lambda x: x[0, 0]),
     ("scaled_matmul", "a_scale_inv", lambda x: x[0, 0]),

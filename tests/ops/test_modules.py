@@ -58,10 +58,8 @@ def warning_in(installation) -> str:
     """Import the package of that folder in a new process, which must warn once: the
     warning.
     """
-    folder, environment = (
-        installation.parent,
-        os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""},
-    )
+    folder = installation.parent
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
     command = [sys.executable, "-c", SCRIPT, str(folder)]
     done = subprocess.run(
         command,
@@ -172,10 +170,8 @@ def test_a_project_of_another_version(project, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(_ffi, "_errors", {})
     write_version(tmp_path, project, "0.1.0")
     assert not _ffi._load("CUDA")
-    version, extra = (
-        importlib.metadata.version("jaxfp8"),
-        project.removeprefix("jaxfp8_"),
-    )
+    version = importlib.metadata.version("jaxfp8")
+    extra = project.removeprefix("jaxfp8_")
     reason = (
         f"of version 0.1.0, expected that of jaxfp8, {version}: pip install "
         f'"jaxfp8[{extra}]=={version}"'
@@ -195,10 +191,8 @@ def test_projects_have_one_version_and_one_build():
         tomllib.loads((root / name).read_text())
         for name in ("pyproject.toml", "cuda/pyproject.toml")
     )
-    version, extras = (
-        package["project"]["version"],
-        package["project"]["optional-dependencies"],
-    )
+    version = package["project"]["version"]
+    extras = package["project"]["optional-dependencies"]
     assert jaxfp8.__version__ == version and re.findall(
         module["tool"]["scikit-build"]["metadata"]["version"]["regex"],
         (root / "pyproject.toml").read_text(),

@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from oracle import BF16, E5M2, F16, F32, assert_bitwise
 
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EACH_DTYPE, EACH_FORMAT
 
-FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
-DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 NAMES = pytest.mark.parametrize("name", ["quantize", "quantize_transpose"])
 E4M3 = cases.dtype_of(oracle.E4M3)
-TWO = np.float32(2)
+TWO = F32(2)
 
 
 def check_rows(name, x, scales, fmt, what):
@@ -38,8 +38,8 @@ def check_rows(name, x, scales, fmt, what):
 
 
 @NAMES
-@FORMATS
-@pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
+@EACH_FORMAT
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_every_half_code_at_every_scale(implementation, dtype, fmt, name):
     check_rows(
         name, oracle.all_half_codes(dtype), cases.SCALES, fmt, "every 16-bit code"
@@ -47,7 +47,7 @@ def test_every_half_code_at_every_scale(implementation, dtype, fmt, name):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_every_rounding_boundary_and_its_neighbours(implementation, fmt, name):
     check_rows(
         name,
@@ -59,7 +59,7 @@ def test_every_rounding_boundary_and_its_neighbours(implementation, fmt, name):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
     """0, negative, infinite and NaN scales too: no recipe produces them; the rules
     still say what comes out.
@@ -75,20 +75,20 @@ def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_subnormal_scales(implementation, fmt, name):
     """A scale below 2**-126 with x large enough to matter: the product is an ordinary
     number.
     """
-    scales = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
+    scales = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(F32)
     x = np.concatenate(
-        [oracle.f32_corner_cases(4), np.float32([2.0**127, 3e38, -3e38, 2.0**100])]
+        [oracle.f32_corner_cases(4), F32([2.0**127, 3e38, -3e38, 2.0**100])]
     )
     check_rows(name, x, scales, fmt, "subnormal scale")
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_shapes(implementation, fmt, name):
     """Of one call, with f32[] and f32[1] scales."""
     shapes = (
@@ -97,10 +97,8 @@ def test_shapes(implementation, fmt, name):
         else cases.MATRIX_SHAPES + cases.EMPTY_MATRIX_SHAPES
     )
     for seed, shape in enumerate(shapes):
-        x, scale = (
-            cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed),
-            np.float32(3.7),
-        )
+        x = cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed)
+        scale = F32(3.7)
         got = getattr(ops, name)(
             x, scale.reshape((1,) * (seed % 2)), cases.dtype_of(fmt)
         )
@@ -108,8 +106,8 @@ def test_shapes(implementation, fmt, name):
         cases.assert_codes(name, got, x, scale, fmt, f"{shape}")
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
     """Every size class of a vectorised kernel; the bad value's code is NaN, its
     neighbours keep theirs.
@@ -126,8 +124,8 @@ def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
             assert np.isnan(oracle.widen(got[0])).sum() == 1
 
 
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
     x = cases.random_values((67, 131), dtype, 3, spread=1)
     x[0, 0], x[66, 130], x[63, 64], x[64, 63], x[31, 130] = (
@@ -147,8 +145,8 @@ def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
 
 
 @NAMES
-@FORMATS
-@DTYPES
+@EACH_FORMAT
+@EACH_DTYPE
 def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
     """Views of a larger array, inside jit, where XLA may choose a column-major
     layout.
@@ -174,24 +172,20 @@ def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
 @NAMES
 def test_same_bytes_on_every_run(implementation, name):
     """Large enough for several threads; amax must not depend on who finishes first."""
-    x = cases.random_values((1 << 9, 1 << 11), oracle.BF16, 13)
+    x = cases.random_values((1 << 9, 1 << 11), BF16, 13)
     quantize = jax.jit(lambda x, s: getattr(ops, name)(x, s, E4M3))
     for _ in range(4):
         cases.assert_codes(name, quantize(x, TWO), x, TWO, oracle.E4M3, "again")
 
 
 @pytest.mark.slow
-@FORMATS
+@EACH_FORMAT
 def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
     # threads are slow there
-    rng, parts = (
-        np.random.default_rng(17),
-        1 if implementation in ("emulated", "ptx") else 32,
-    )
-    for dtype in (oracle.BF16, oracle.F16):
-        for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[
-            :parts
-        ]:
+    rng = np.random.default_rng(17)
+    parts = 1 if implementation in ("emulated", "ptx") else 32
+    for dtype in (BF16, F16):
+        for scales in np.split(F32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[:parts]:
             check_rows(
                 "quantize",
                 oracle.all_half_codes(dtype),
@@ -205,41 +199,39 @@ def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
 
 
 @NAMES
-@FORMATS
+@EACH_FORMAT
 def test_the_amax_is_raised(implementation, fmt, name):
     """The codes do not know of it. Empty arrays leave it as it is. Its shape is that of
     the argument.
     """
-    x = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1)
+    x = cases.random_values((3, 21, 41), BF16, 23, spread=1)
     own = oracle.amax(x)
     codes = oracle.quantize(x, TWO, fmt)[0]
     for amax in cases.AMAXES_SO_FAR:
         for shaped in (amax, amax.reshape(1)):
             data, *_, top = getattr(ops, name)(x, TWO, cases.dtype_of(fmt), amax=shaped)
-            cases.assert_bitwise(top, np.maximum(shaped, own), f"amax so far {amax}")
-            cases.assert_bitwise(data, codes, f"amax so far {amax}: codes")
+            assert_bitwise(top, np.maximum(shaped, own), f"amax so far {amax}")
+            assert_bitwise(data, codes, f"amax so far {amax}: codes")
         *_, top = getattr(ops, name)(x[:0], TWO, cases.dtype_of(fmt), amax=amax)
-        cases.assert_bitwise(top, amax, f"empty, amax so far {amax}")
+        assert_bitwise(top, amax, f"empty, amax so far {amax}")
 
 
 @NAMES
 def test_the_amax_that_is_given_stays(implementation, name):
     """It is raised in a copy where the program needs it otherwise."""
-    x, amax = np.float32([[3, -4]]), np.float32([1])
+    x, amax = F32([[3, -4]]), F32([1])
     *_, raised, same = jax.jit(
-        lambda x, a: (*getattr(ops, name)(x, np.float32(1), E4M3, amax=a), a)
+        lambda x, a: (*getattr(ops, name)(x, F32(1), E4M3, amax=a), a)
     )(x, amax)
-    cases.assert_bitwise(raised, np.float32([4]), "raised")
-    cases.assert_bitwise(same, amax, "the operand")
+    assert_bitwise(raised, F32([4]), "raised")
+    assert_bitwise(same, amax, "the operand")
 
 
 @NAMES
 def test_codes_alone(implementation, name):
     """The codes, in the layouts that the op has, by its form without an amax."""
-    x, scales = (
-        cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1),
-        np.float32([2, 0.5, 16]),
-    )
+    x = cases.random_values((3, 21, 41), BF16, 23, spread=1)
+    scales = F32([2, 0.5, 16])
     *members, top = jax.vmap(
         lambda x, scale: getattr(ops, name)(x, scale, E4M3, with_amax=False)
     )(x, scales)
@@ -247,7 +239,7 @@ def test_codes_alone(implementation, name):
     for i, scale in enumerate(scales):
         *expected, _ = getattr(oracle, name)(x[i], scale, oracle.E4M3)
         for member, want in zip(members, expected, strict=True):
-            cases.assert_bitwise(member[i], want, f"member {i}")
+            assert_bitwise(member[i], want, f"member {i}")
 
 
 # -------------------------------------------------------------------------- column sums
@@ -267,29 +259,25 @@ SUM_SHAPES = (
 )
 
 
-@DTYPES
+@EACH_DTYPE
 def test_column_sums(implementation, dtype):
     """The sums come beside results that do not know of them, and twice the same."""
     for seed, shape in enumerate(SUM_SHAPES):
         x = cases.random_values(shape, dtype, seed, spread=1)
         run = jax.jit(
-            lambda x: ops.quantize_transpose(
-                x, TWO, oracle.E5M2.dtype, column_sums=True
-            )
+            lambda x: ops.quantize_transpose(x, TWO, E5M2.dtype, column_sums=True)
         )
         *others, sums = run(x)
-        cases.assert_codes(
-            "quantize_transpose", others, x, TWO, oracle.E5M2, f"{shape}"
-        )
+        cases.assert_codes("quantize_transpose", others, x, TWO, E5M2, f"{shape}")
         oracle.assert_column_sums(sums, x, f"{shape}")
-        cases.assert_bitwise(run(x)[-1], sums, "the second time")
+        assert_bitwise(run(x)[-1], sums, "the second time")
 
 
 def test_column_sums_of_bad_values(implementation):
     """As in any sum: infinities stay, opposite ones and NaN make NaN, other columns
     know of nothing.
     """
-    x = np.ones((300, 70), np.float32)
+    x = np.ones((300, 70), F32)
     x[5, 0], x[299, 1], x[0, 2], x[200, 2], x[131, 69] = (
         np.inf,
         -np.inf,
@@ -297,10 +285,8 @@ def test_column_sums_of_bad_values(implementation):
         -np.inf,
         np.nan,
     )
-    *_, sums = ops.quantize_transpose(
-        x, np.float32(1), oracle.E5M2.dtype, column_sums=True
-    )
-    expected = np.full(70, 300, np.float32)
+    *_, sums = ops.quantize_transpose(x, F32(1), E5M2.dtype, column_sums=True)
+    expected = np.full(70, 300, F32)
     expected[[0, 1, 2, 69]] = np.inf, -np.inf, np.nan, np.nan
     np.testing.assert_array_equal(sums, expected)
 
@@ -309,11 +295,11 @@ def test_column_sums_of_many_dimensions(implementation):
     """Batches and members have sums of their own; rows and columns may be several
     dimensions.
     """
-    x = cases.random_values((2, 3, 5, 40, 6), oracle.BF16, 3, spread=1)
+    x = cases.random_values((2, 3, 5, 40, 6), BF16, 3, spread=1)
 
     def sums(x, rows=2, cols=1):
         return ops.quantize_transpose(
-            x, TWO, oracle.E5M2.dtype, rows=rows, cols=cols, column_sums=True
+            x, TWO, E5M2.dtype, rows=rows, cols=cols, column_sums=True
         )[-1]
 
     for got in (sums(x), jax.vmap(sums)(x), jax.vmap(jax.vmap(sums))(x)):

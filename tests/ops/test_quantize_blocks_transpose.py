@@ -10,12 +10,14 @@ import numpy as np
 import oracle
 import pytest
 from oracle import blocks as oracle_blocks
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8 import ops
 
 from . import cases
-from .test_quantize_blocks import ALL_KINDS, DTYPES, IMPLEMENTATIONS as IMPLEMENTATIONS
+from .conftest import EACH_DTYPE
+from .test_quantize_blocks import ALL_KINDS, IMPLEMENTATIONS as IMPLEMENTATIONS
 
 # Those of the custom call, and others, for which the reference runs.
 BLOCKS = pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def assert_layouts(got, x, fmt, block, what="", **options):
 
 @BLOCKS
 @ALL_KINDS
-@DTYPES
+@EACH_DTYPE
 def test_layouts(implementation, block, options, dtype):
     """Sizes around blocks; a NaN in one block and an Inf in another."""
     shapes = (130, 70), (33, 257), *cases.EMPTY_MATRIX_SHAPES
@@ -85,27 +87,11 @@ QUANTIZERS = {
 }
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@each_row("quantizer", QUANTIZERS)
 def test_quantizers_use_it(quantizer):
-    """Both layouts come from one op, and are what it gives."""
+    """Both layouts come from one op; recipes/test_products.py has their bits."""
     x = cases.random_values((140, 150), oracle.BF16, 1)
     jaxpr = jax.make_jaxpr(lambda x: quantizer.quantize(x, None)[0])(x)
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == [
         "jaxfp8_quantize_blocks_transpose"
     ]
-    q, _ = quantizer.quantize(x, None)
-    options = {
-        "block": quantizer.block,
-        "scale": quantizer.scale_dtype,
-        "rounding": quantizer.rounding,
-    }
-    options["power_2_scale"] = (
-        quantizer.power_2_scale and quantizer.scale_dtype == "f32"
-    )
-    assert_layouts(
-        (q.data, q.scale_inv, q.data_t, q.scale_inv_t),
-        x,
-        oracle.E4M3,
-        options.pop("block"),
-        **options,
-    )

@@ -9,6 +9,8 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mesh import hlo
+from oracle import E4M3, E5M2, F32
+from parametrize import each_row
 
 from jaxfp8 import ops
 from jaxfp8.ops import _ragged_matmul as module
@@ -27,10 +29,10 @@ SIZES = {
     "rows of one": [1] * 64,
 }
 KINDS = ("rows", "contraction")
-A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
+A_INV, B_INV = F32(0.0123), F32(1.7e-4)
 
 
-def operands(kind, groups, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, seed=0):
+def operands(kind, groups, a_fmt=E4M3, b_fmt=E5M2, seed=0):
     shapes = ((M, K), (groups, N, K)) if kind == "rows" else ((K, M), (N, M))
     return [
         cases.random_codes(s, fmt, seed + i)
@@ -56,7 +58,7 @@ def check(implementation, kind, sizes, a, b):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@each_row("sizes", SIZES)
 def test_sizes(implementation, kind, sizes):
     check(implementation, kind, sizes, *operands(kind, len(sizes)))
 
@@ -64,7 +66,7 @@ def test_sizes(implementation, kind, sizes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtypes(implementation, kind):
     """Every pair of formats and output dtype, as one program."""
-    sizes, b_inv = [40, 0, 70], np.float32(B_INV / 64)
+    sizes, b_inv = [40, 0, 70], F32(B_INV / 64)
     pairs = [
         operands(kind, 3, *formats)
         for formats in itertools.product(cases.FORMATS, repeat=2)
@@ -187,13 +189,13 @@ def test_shards(implementation, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m, k, n", [(0, 4, 5), (6, 0, 5), (6, 4, 0)])
 def test_no_elements(implementation, kind, m, k, n):
-    a = np.zeros((m, k) if kind == "rows" else (k, m), oracle.E4M3.dtype)
-    b = np.zeros((2, n, k) if kind == "rows" else (n, m), oracle.E4M3.dtype)
+    a = np.zeros((m, k) if kind == "rows" else (k, m), E4M3.dtype)
+    b = np.zeros((2, n, k) if kind == "rows" else (n, m), E4M3.dtype)
     got = ops.ragged_matmul(
         a, b, 1.0, 1.0, np.zeros(2, np.int32), ragged=kind, out_dtype=jnp.float32
     )
     oracle.assert_bitwise(
-        got, np.zeros((m, n) if kind == "rows" else (2, k, n), np.float32), kind
+        got, np.zeros((m, n) if kind == "rows" else (2, k, n), F32), kind
     )
 
 

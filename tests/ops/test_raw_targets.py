@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from bad_days.fuzz import values
+from oracle import F32
 
 from cuda import emulated
 from jaxfp8 import ops
@@ -39,10 +40,10 @@ ANSWERS = {
     # the third is empty
     "quantize_blocks_transpose, stored": [
         448,
-        np.float32(1 / 448),
+        F32(1 / 448),
         0,
         448,
-        np.float32(1 / 448),
+        F32(1 / 448),
     ],
     "quantize_norm": [1, 1, 1],
 }
@@ -68,7 +69,7 @@ def assert_right(call: targets.Call, prefix="", **options) -> None:
     # a workspace has no answer
     for out, answer in zip(got, ANSWERS[call.op], strict=False):
         np.testing.assert_array_equal(
-            oracle.widen(out), np.full(out.shape, answer, np.float32)
+            oracle.widen(out), np.full(out.shape, answer, F32)
         )
 
 
@@ -179,10 +180,8 @@ def test_numbers_of_several_products(sides, named, prefix):
             targets.build(op, sizes, 3), lambda *x: abs(values.array(rng, *x))
         )
         *others, numbers = getattr(whole, place)
-        is_result, parts = (
-            place == "results",
-            [np.ones((2, side), np.float32) for side in sides],
-        )
+        is_result = place == "results"
+        parts = [np.ones((2, side), F32) for side in sides]
         if not is_result and named is None:
             parts = np.split(numbers, np.cumsum(sides)[:-1], 1)
         call = dataclasses.replace(
@@ -205,17 +204,15 @@ def test_errors_inside_jit_next_to_good_calls():
     """
 
     def good(x):
-        return ops.quantize(x, np.float32(2), targets.E4M3)
+        return ops.quantize(x, F32(2), targets.E4M3)
 
     def bad(x):
         data, _ = good(x)
-        shapes = [jax.ShapeDtypeStruct((7,), np.float32)]
-        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(data.astype(np.float32))[
-            0
-        ]
+        shapes = [jax.ShapeDtypeStruct((7,), F32)]
+        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(data.astype(F32))[0]
 
-    x = cases.random_values((9, 11), np.float32, 1)
+    x = cases.random_values((9, 11), F32, 1)
     for _ in range(3):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"amax: amax: expected"):
             jax.block_until_ready(jax.jit(bad)(x))
-        cases.assert_quantized(jax.jit(good)(x), x, np.float32(2), cases.FORMATS[0])
+        cases.assert_quantized(jax.jit(good)(x), x, F32(2), cases.FORMATS[0])

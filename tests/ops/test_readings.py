@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from oracle import F32
 
 from cuda import emulated
 from jaxfp8 import ops
@@ -17,14 +18,14 @@ from jaxfp8.ops import _readings
 from . import cases
 from .test_delayed_scales import LENGTHS, history
 
-BELOW_ZERO = np.float32([-1, -np.inf, -(2.0**-149)])
-AMAXES = np.float32(
+BELOW_ZERO = F32([-1, -np.inf, -(2.0**-149)])
+AMAXES = F32(
     [
         0,
         1,
         2.0**-149,
         2.0**-126,
-        np.finfo(np.float32).max,
+        np.finfo(F32).max,
         np.inf,
         np.nan,
         -0.0,
@@ -32,10 +33,8 @@ AMAXES = np.float32(
         -np.inf,
     ]
 )
-STAYS = np.float32([0, 0, -0.0, 1, 2.0**-149, np.nan, -1])
-SCALE_INVS = np.float32(
-    [0, -0.0, 1, 2.0**-126, 2.0**126, np.nan, 2.0**-149, -1, np.inf]
-)
+STAYS = F32([0, 0, -0.0, 1, 2.0**-149, np.nan, -1])
+SCALE_INVS = F32([0, -0.0, 1, 2.0**-126, 2.0**126, np.nan, 2.0**-149, -1, np.inf])
 
 
 def product(batch, lengths, seed=0):
@@ -46,7 +45,7 @@ def product(batch, lengths, seed=0):
     for i, length in enumerate(lengths):
         entries = history(groups * length, 10 * seed + i).reshape(groups, length)
         scales = rng.choice(
-            np.float32([1, 0.3, 2.0**-140, np.nan, np.inf, 0, -0.0]), (groups, 1)
+            F32([1, 0.3, 2.0**-140, np.nan, np.inf, 0, -0.0]), (groups, 1)
         )
         for group in range(groups):
             kind = rng.integers(4)
@@ -61,13 +60,13 @@ def product(batch, lengths, seed=0):
 def record(pairs, seed=0):
     """What a step may give for these, the numbers that do not count included."""
     rng, batch = np.random.default_rng(seed), pairs[0][0].shape[:-1]
-    kinds = AMAXES, SCALE_INVS, STAYS, *(BELOW_ZERO, AMAXES, AMAXES)
+    kinds = AMAXES, SCALE_INVS, STAYS, BELOW_ZERO, AMAXES, AMAXES
     numbers = [[rng.choice(values, batch) for values in kinds] for _ in pairs]
-    return np.stack(list(itertools.chain(*numbers)), -1).astype(np.float32)
+    return np.stack(list(itertools.chain(*numbers)), -1).astype(F32)
 
 
 def expected_reading(pairs):
-    out = np.empty((*pairs[0][0].shape[:-1], 6 * len(pairs)), np.float32)
+    out = np.empty((*pairs[0][0].shape[:-1], 6 * len(pairs)), F32)
     for i in np.ndindex(out.shape[:-1]):
         out[i] = np.concatenate([oracle.reading(h[i], scale[i]) for h, scale in pairs])
     return out
@@ -137,7 +136,7 @@ def test_scales_of_each_format(implementation):
         for pairs, values, reading in zip(products, formats, readings, strict=True):
             for i in np.ndindex(batch):
                 numbers = [
-                    oracle.reading(h[i], scale[i], np.float32(value))
+                    oracle.reading(h[i], scale[i], F32(value))
                     for (h, scale), value in zip(pairs, values, strict=True)
                 ]
                 cases.assert_bitwise(
@@ -164,10 +163,8 @@ def test_a_product_by_itself(implementation):
     """
     for seed in range(3):
         pairs = product((), LENGTHS, seed)
-        amaxes, scales = (
-            history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1)),
-            history(len(LENGTHS), seed + 9, (0,)),
-        )
+        amaxes = history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1))
+        scales = history(len(LENGTHS), seed + 9, (0,))
         recorded = [(amaxes[i : i + 1], scales[i : i + 1]) for i in range(len(pairs))]
         (written,) = jax.jit(ops.write_histories)([pairs], [recorded])
         for i, (got, (before, _)) in enumerate(zip(written, pairs, strict=True)):
@@ -191,7 +188,7 @@ def test_numbers_of_a_reading(implementation, batch, k):
     """
     bits = np.random.default_rng(k).integers(0, 2**32, (*batch, k, 6), np.uint32)
     bits[..., ::2, :2] = np.uint32([1, 0xFFC12345])
-    rows = bits.view(np.float32)
+    rows = bits.view(F32)
     function = split_and_join
     for _ in batch:
         function = jax.vmap(function)

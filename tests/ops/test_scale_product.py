@@ -84,13 +84,11 @@ def test_one_product(a_inv, b_inv):
 def test_ragged_product(implementation, kind, a_inv, b_inv):
     a, b = operands(a_inv, b_inv)
     got = ops.ragged_matmul(
-        *(
-            a,
-            b[None] if kind == "rows" else b,
-            a_inv,
-            b_inv,
-            np.int32([M if kind == "rows" else K]),
-        ),
+        a,
+        b[None] if kind == "rows" else b,
+        a_inv,
+        b_inv,
+        np.int32([M if kind == "rows" else K]),
         ragged=kind,
         out_dtype=F32,
     )
@@ -120,7 +118,10 @@ def test_each_pair_of_rows():
     )
     a, b = operands(2.0, 2.0)
     got = ops.block_scaled_matmul(
-        *(a, b, a_inv[:, None], b_inv[:, None]),
+        a,
+        b,
+        a_inv[:, None],
+        b_inv[:, None],
         a_block=(1, None),
         b_block=(1, None),
         out_dtype=F32,

@@ -2,6 +2,7 @@
 one warning.
 """
 
+import functools
 import types
 import warnings
 
@@ -19,7 +20,7 @@ from jaxfp8._jax import _compat
 from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi, _support
 
-from .test_structure import OPS, custom_calls, dense_arguments, dense_step
+from .test_structure import OPS, custom_calls, dense_arguments, dense_step, product
 
 ON_GPUS = [op for op in OPS if op not in _ffi._CPU_ONLY]
 SLOWER = "same results within their bounds, slower"
@@ -218,15 +219,10 @@ def test_others_do_not_ask(machine):
 
 def test_what_says_that_an_op_is_disabled(machine):
     """`python -m jaxfp8` and `assert_fp8`."""
-
-    def product(x, kernel):
-        return jaxfp8.dot_general(
-            x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
-        )
-
+    current = functools.partial(product, recipe=jaxfp8.Float8CurrentScaling())
     operands = [np.ones((32, 32), oracle.BF16)] * 2
     machine()
-    inspect.assert_fp8(product, *operands, platform="cuda")
+    inspect.assert_fp8(current, *operands, platform="cuda")
     machine(disabled="quantize_norm,scaled_matmul")
     rows = _machine.active_ops("cuda")
     assert {row["name"] for row in rows if row["why"] == "no kernel for cuda"} == set(
@@ -245,7 +241,7 @@ def test_what_says_that_an_op_is_disabled(machine):
         "JAXFP8_DISABLE names scaled_matmul",
     )
     with pytest.raises(AssertionError, match="JAXFP8_DISABLE names scaled_matmul"):
-        inspect.assert_fp8(product, *operands, platform="cuda")
+        inspect.assert_fp8(current, *operands, platform="cuda")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from jax.experimental.layout import Format, Layout
-from oracle import blocks as oracle_blocks
+from oracle import BF16, F32, blocks as oracle_blocks
 
 from jaxfp8 import ops
 
@@ -34,20 +34,20 @@ E4M3, E5M2 = oracle.E4M3.dtype, oracle.E5M2.dtype
 OUTER, INNER = 2, 3
 
 
-def integers(*shape, dtype=np.float32, largest=8):
+def integers(*shape, dtype=F32, largest=8):
     """Of each member, some of them as large as others are in total."""
     rng = np.random.default_rng(len(shape) + sum(shape))
     return rng.integers(-largest, largest + 1, (OUTER, INNER, *shape)).astype(dtype)
 
 
-def powers(*shape, dtype=np.float32):
+def powers(*shape, dtype=F32):
     exponents = np.random.default_rng(sum(shape)).integers(
         -3, 4, (OUTER, INNER, *shape)
     )
     return (
         np.uint8(exponents + 127).view(dtype)
         if dtype == oracle_blocks.E8M0
-        else np.ldexp(np.float32(1), exponents)
+        else np.ldexp(F32(1), exponents)
     )
 
 
@@ -56,18 +56,18 @@ def gated(*shape):
     return 128 * integers(*shape, largest=1)
 
 
-AMAX = np.float32([[0, 1e6, 1], [3, 0, 2]])
+AMAX = F32([[0, 1e6, 1], [3, 0, 2]])
 PRODUCT = functools.partial(ops.scaled_matmul, out_dtype=jnp.float32, precise=True)
 RAGGED = functools.partial(ops.ragged_matmul, out_dtype=jnp.float32, precise=True)
 BLOCKS = functools.partial(ops.block_scaled_matmul, out_dtype=jnp.float32, precise=True)
-X, S = cases.random_values((6, 10), oracle.BF16, 1), np.float32(3.3)
+X, S = cases.random_values((6, 10), BF16, 1), F32(3.3)
 
 
 def amaxes(*shape):
     """Histories, and what else is not below zero; all of some members is zero, so that
     the stored scale counts.
     """
-    return np.abs(integers(*shape)) * np.float32([[1, 0, 1], [0, 1, 1]]).reshape(
+    return np.abs(integers(*shape)) * F32([[1, 0, 1], [0, 1, 1]]).reshape(
         OUTER, INNER, *(1,) * len(shape)
     )
 
@@ -85,16 +85,18 @@ CALLS = {
     "amax": (ops.amax, integers(6, 10)),
     "quantize": (
         lambda x, s, a: ops.quantize(x, s, E4M3, amax=a),
-        integers(6, 10, dtype=oracle.BF16),
+        integers(6, 10, dtype=BF16),
         powers(),
         AMAX,
     ),
     "quantize_transpose": (
         lambda x, s, a: ops.quantize_transpose(x, s, E4M3, amax=a, column_sums=True),
-        *(integers(6, 10, dtype=oracle.BF16), powers(), AMAX),
+        integers(6, 10, dtype=BF16),
+        powers(),
+        AMAX,
     ),
     "dequantize": (
-        lambda x, s: ops.dequantize(x, s, np.float32),
+        lambda x, s: ops.dequantize(x, s, F32),
         integers(6, 10, dtype=E4M3),
         powers(),
     ),
@@ -105,7 +107,10 @@ CALLS = {
     ),
     "delayed_scales": (
         lambda h, k, s, t: ops.delayed_scales([h, k], [s, t], fp8_max=[448.0, 57344.0]),
-        *(amaxes(4), amaxes(7), powers(), 2 * powers()),
+        amaxes(4),
+        amaxes(7),
+        powers(),
+        2 * powers(),
     ),
     "read_histories": (
         lambda *leaves: ops.read_histories(as_products(*leaves)),
@@ -113,13 +118,20 @@ CALLS = {
     ),
     "write_histories": (
         lambda *leaves: ops.write_histories(as_products(*leaves[:6]), leaves[6:]),
-        *(*PRODUCTS, amaxes(12), amaxes(6)),
+        *PRODUCTS,
+        amaxes(12),
+        amaxes(6),
     ),
     "write_histories, a product": (
         lambda h, k, s, t, a, b: ops.write_histories(
             [[(h, s), (k, t)]], [[(a, s), (b, t)]]
         ),
-        *(amaxes(4), amaxes(7), powers(1), 2 * powers(1), amaxes(1), 3 * powers(1)),
+        amaxes(4),
+        amaxes(7),
+        powers(1),
+        2 * powers(1),
+        amaxes(1),
+        3 * powers(1),
     ),
     "count": (
         lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3),
@@ -132,84 +144,90 @@ CALLS = {
     ),
     "quantize_blocks_transpose": (
         lambda x: ops.quantize_blocks_transpose(x, E5M2, block=(1, 32), scale="e8m0"),
-        integers(6, 40, dtype=oracle.BF16),
+        integers(6, 40, dtype=BF16),
     ),
     "transpose_blocks": (
         lambda x, s: ops.transpose_blocks(x, s, block=(1, 4)),
-        *(integers(6, 8, dtype=E4M3), powers(6, 2, dtype=oracle_blocks.E8M0)),
+        integers(6, 8, dtype=E4M3),
+        powers(6, 2, dtype=oracle_blocks.E8M0),
     ),
     "quantize_activation": (
         lambda x, s, a: ops.quantize_activation(
             x, s, E4M3, activation="silu_gated", amax=a
         ),
-        *(gated(6, 2, 8), powers(), AMAX),
+        gated(6, 2, 8),
+        powers(),
+        AMAX,
     ),
     "quantize_activation_grad": (
         lambda x, g, s, a: ops.quantize_activation_grad(
             x, g, s, E5M2, activation="silu_gated", amax=a, column_sums=True
         ),
-        *(gated(6, 2, 8), integers(6, 8), powers(), AMAX),
+        gated(6, 2, 8),
+        integers(6, 8),
+        powers(),
+        AMAX,
     ),
     "quantize_norm": (
         lambda x, gamma, beta, s: ops.quantize_norm(
             x, gamma, beta, s, E4M3, kind="layer", epsilon=1.0
         ),
-        *(integers(6, 16), integers(16), integers(16), powers()),
+        integers(6, 16),
+        integers(16),
+        integers(16),
+        powers(),
     ),
     "scaled_matmul": (
         lambda a, b, s, t, bias, sum_: PRODUCT(a, b, s, t, bias=bias, accumulator=sum_),
-        *(
-            integers(6, 33, dtype=E4M3),
-            integers(7, 33, dtype=E5M2),
-            powers(),
-            powers(),
-            integers(7),
-            integers(6, 7),
-        ),
+        integers(6, 33, dtype=E4M3),
+        integers(7, 33, dtype=E5M2),
+        powers(),
+        powers(),
+        integers(7),
+        integers(6, 7),
     ),
     "scaled_matmul of codes alone": (
         PRODUCT,
-        *(integers(6, 33, dtype=E4M3), integers(7, 33, dtype=E5M2), powers(), powers()),
+        integers(6, 33, dtype=E4M3),
+        integers(7, 33, dtype=E5M2),
+        powers(),
+        powers(),
     ),
     "scaled_matmul of batches": (
-        lambda a, b, s, bias: PRODUCT(a, b, s, np.float32(2), bias=bias, batch=1),
-        *(
-            integers(2, 6, 33, dtype=E4M3),
-            integers(2, 7, 33, dtype=E5M2),
-            powers(),
-            integers(2, 7),
-        ),
+        lambda a, b, s, bias: PRODUCT(a, b, s, F32(2), bias=bias, batch=1),
+        integers(2, 6, 33, dtype=E4M3),
+        integers(2, 7, 33, dtype=E5M2),
+        powers(),
+        integers(2, 7),
     ),
     "block_scaled_matmul": (
         functools.partial(BLOCKS, a_block=(1, 32), b_block=(1, 32)),
-        *(integers(6, 64, dtype=E4M3), integers(7, 64, dtype=E4M3)),
-        *(
-            powers(6, 2, dtype=oracle_blocks.E8M0),
-            powers(7, 2, dtype=oracle_blocks.E8M0),
-        ),
+        integers(6, 64, dtype=E4M3),
+        integers(7, 64, dtype=E4M3),
+        powers(6, 2, dtype=oracle_blocks.E8M0),
+        powers(7, 2, dtype=oracle_blocks.E8M0),
     ),
     "block_scaled_matmul by a tensor": (
         functools.partial(BLOCKS, a_block=(1, 128), b_block=None),
-        *(
-            integers(6, 160, dtype=E4M3),
-            integers(7, 160, dtype=E4M3),
-            powers(6, 2),
-            powers(1),
-        ),
+        integers(6, 160, dtype=E4M3),
+        integers(7, 160, dtype=E4M3),
+        powers(6, 2),
+        powers(1),
     ),
     "ragged_matmul, rows": (
         functools.partial(RAGGED, ragged="rows"),
-        *(
-            integers(9, 8, dtype=E4M3),
-            integers(2, 5, 8, dtype=E5M2),
-            powers(),
-            powers(),
-        ),
+        integers(9, 8, dtype=E4M3),
+        integers(2, 5, 8, dtype=E5M2),
+        powers(),
+        powers(),
         np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
     ),
     "ragged_matmul, contraction": (
         functools.partial(RAGGED, ragged="contraction"),
-        *(integers(8, 9, dtype=E4M3), integers(5, 9, dtype=E5M2), powers(), powers()),
+        integers(8, 9, dtype=E4M3),
+        integers(5, 9, dtype=E5M2),
+        powers(),
+        powers(),
         np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
     ),
 }
@@ -317,13 +335,12 @@ def test_handlers_that_run_at_once(implementation):
     A handler that waits for the pool it runs in can deadlock as soon as two of them
     run; 60 s are a thousand times what this needs.
     """
-    x = cases.random_values((6, 256, 520), oracle.BF16, 7)
+    x = cases.random_values((6, 256, 520), BF16, 7)
 
     @jax.jit
     def program(x):
         return [
-            ops.quantize_transpose(x[i], np.float32(1 + i % 3), E4M3)
-            for i in range(len(x))
+            ops.quantize_transpose(x[i], F32(1 + i % 3), E4M3) for i in range(len(x))
         ]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -338,7 +355,7 @@ def test_handlers_that_run_at_once(implementation):
                     "quantize_transpose",
                     got,
                     x[i],
-                    np.float32(1 + i % 3),
+                    F32(1 + i % 3),
                     oracle.E4M3,
                     "in a thread",
                 )

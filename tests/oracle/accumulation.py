@@ -143,11 +143,9 @@ def tensor_core_matmul(
             accumulator = _cut(added, _quantum(_exponent(added), out_bits), rounding)
             since += step
             if promotion and since >= promotion:
-                total, accumulator, since = (
-                    total + accumulator.astype(np.float32),
-                    zero,
-                    0,
-                )
+                total = total + accumulator.astype(np.float32)
+                accumulator = zero
+                since = 0
         result = result + (total + accumulator.astype(np.float32))
     return result
 

@@ -92,10 +92,8 @@ def transpose(codes, scales, fmt: Format, c: int):
     out, scales_t = np.zeros((n, m), np.uint8), np.zeros((n, len(bounds(m, c))))
     for i, (top, bottom) in enumerate(bounds(m, c)):
         for j, (left, right) in enumerate(bounds(n, c)):
-            part, of_rows = (
-                (slice(top, bottom), slice(left, right)),
-                values[top:bottom, j],
-            )
+            part = (slice(top, bottom), slice(left, right))
+            of_rows = values[top:bottom, j]
             largest = of_rows.max() if is_power[top:bottom, j].all() else np.nan
             moved = oracle.encode(
                 (wide[part] * (of_rows / largest)[:, None]).astype(F32), fmt
@@ -207,10 +205,8 @@ def matmul(
     """
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(invalid="ignore", over="ignore"):
-        wide_a, wide_b = (
-            dequantize(a, a_scales, a_block),
-            dequantize(b, b_scales, b_block),
-        )
+        wide_a = dequantize(a, a_scales, a_block)
+        wide_b = dequantize(b, b_scales, b_block)
         k = wide_a.shape[1]
         exact = wide_a @ wide_b.T
         total = np.abs(wide_a) @ np.abs(wide_b).T

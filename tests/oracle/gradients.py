@@ -30,12 +30,10 @@ def activation(x, grad, name: str, grad_bound=0.0) -> Values:
     gate, up = (x[..., 0, :], x[..., 1, :]) if gated else (x, np.ones_like(x))
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if name == "relu":
-            f, f_bound, df, df_bound = (
-                np.maximum(gate, 0),
-                0.0,
-                np.where(gate <= 0, 0.0, 1.0),
-                0.0,
-            )
+            f = np.maximum(gate, 0)
+            f_bound = 0.0
+            df = np.where(gate <= 0, 0.0, 1.0)
+            df_bound = 0.0
         else:
             c = 2 * np.sqrt(2 / np.pi)
             z, dz = (
@@ -48,10 +46,8 @@ def activation(x, grad, name: str, grad_bound=0.0) -> Values:
             inner = np.where(rest == 0, 0, np.where(s == 0, 0, gate * s * rest * dz))
             inner_off = np.where(z >= 25, np.abs(inner), np.abs(gate) * s * dz * off)
             f, f_bound = gate * s, np.abs(gate * s) * off
-            df, df_bound = (
-                s + inner,
-                np.where(s == 0, 0, s * np.minimum(off, 1) + inner_off),
-            )
+            df = s + inner
+            df_bound = np.where(s == 0, 0, s * np.minimum(off, 1) + inner_off)
         parts = [_times(grad, grad_bound, df * up, df_bound * np.abs(up))]
         if gated:
             parts.append(_times(grad, grad_bound, f, f_bound))

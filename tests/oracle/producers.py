@@ -51,10 +51,8 @@ class Values:
                 np.sort([low * F32(scale), high * F32(scale)], axis=0)[i]
                 for i in (0, 1)
             )
-            least, most = (
-                np.nextafter(least, F32(-np.inf)),
-                np.nextafter(most, F32(np.inf)),
-            )
+            least = np.nextafter(least, F32(-np.inf))
+            most = np.nextafter(most, F32(np.inf))
         got, least, most = (
             widen(v) for v in (data, encode(least, fmt), encode(most, fmt))
         )

@@ -66,16 +66,12 @@ def scale_pair(amax, stored, numerator) -> tuple[np.ndarray, np.ndarray]:
     """
     with np.errstate(invalid="ignore"):  # signalling NaNs
         is_state = ~(is_below_zero(amax) | is_below_zero(stored))
-        amax, stored, numerator = (
-            np.asarray(amax, np.float64),
-            np.asarray(stored, np.float64),
-            float(numerator),
-        )
+        amax = np.asarray(amax, np.float64)
+        stored = np.asarray(stored, np.float64)
+        numerator = float(numerator)
     low, high = float(SCALE_MIN), float(SCALE_MAX)
-    smallest, largest = (
-        max(numerator / high, low),
-        min(numerator / low, float(np.finfo(F32).max)),
-    )
+    smallest = max(numerator / high, low)
+    largest = min(numerator / low, float(np.finfo(F32).max))
     has_amax, has_stored = ((v > 0) & (v < np.inf) for v in (amax, stored))
     divisor = np.where(
         has_amax,

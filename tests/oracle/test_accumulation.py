@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 
 import oracle
-from oracle import accumulation as oracle_accumulation, blocks as oracle_blocks
+from oracle import (
+    E4M3,
+    E5M2,
+    F32,
+    accumulation as oracle_accumulation,
+    blocks as oracle_blocks,
+)
 from oracle.accumulation import tensor_core_matmul
 
 M, N = 24, 40
-A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-3)
+A_INV, B_INV = F32(0.0123), F32(1.7e-3)
 
 # What a simulated GPU may do, by device and accumulation; "9.0" is Hopper.
 FAST = {
@@ -44,8 +50,8 @@ GPUS = [
 ]
 
 
-def quantized(x, fmt=oracle.E4M3):
-    return oracle.quantize(np.float32(x), np.float32(fmt.max / np.abs(x).max()), fmt)[0]
+def quantized(x, fmt=E4M3):
+    return oracle.quantize(F32(x), F32(fmt.max / np.abs(x).max()), fmt)[0]
 
 
 def cancelling(m, n, k):
@@ -55,7 +61,7 @@ def cancelling(m, n, k):
     a, b = np.full((m, k), 7.5), np.ones((n, k))
     a[:, ::32] = b[:, ::32] = 256
     a[:, ::64] *= -1
-    return a.astype(oracle.E4M3.dtype), b.astype(oracle.E4M3.dtype)
+    return a.astype(E4M3.dtype), b.astype(E4M3.dtype)
 
 
 @functools.cache
@@ -72,7 +78,7 @@ def operands(kind, k, m=M, n=N):
             )
         case "lognormal":
             return tuple(
-                quantized(np.exp(2 * rng.standard_normal(shape)), oracle.E5M2)
+                quantized(np.exp(2 * rng.standard_normal(shape)), E5M2)
                 for shape in shapes
             )
         case "any code":
@@ -83,7 +89,7 @@ def operands(kind, k, m=M, n=N):
             }
             return tuple(rng.choice(finite[fmt], shape) for shape, fmt in pairs)
         case "subnormal":
-            codes = oracle.all_codes(oracle.E4M3)
+            codes = oracle.all_codes(E4M3)
             return rng.choice(codes[[0, 1, 3, 7, 129]], shapes[0]), rng.choice(
                 codes[:127], shapes[1]
             )
@@ -98,7 +104,7 @@ def exact(a, b):
 
 def row(*values):
     """One row of 32 e4m3 codes, zeros after the values."""
-    return np.array([[*values, *[0] * (32 - len(values))]], oracle.E4M3.dtype)
+    return np.array([[*values, *[0] * (32 - len(values))]], E4M3.dtype)
 
 
 def test_additions_by_hand():
@@ -208,7 +214,7 @@ MUTANTS = {
 SMALL = {
     "scale 1/64 larger": lambda a, b, run: run(a, b) * (1 + 2.0**-6),
     "scale of a step before, whose amax was 5/4": lambda a, b, run: (
-        run(a, b) * np.float32(1.25)
+        run(a, b) * F32(1.25)
     ),
     "32 of K dropped": last_step_dropped,
     "128 of K dropped in one tile": tile_dropped_in_a_corner,
@@ -240,7 +246,7 @@ def test_wrong_products_are_outside(accumulation, k):
 def test_scales_of_rows_that_are_swapped_are_outside():
     a, b = operands("normal", 1024, 32, 32)
     rng = np.random.default_rng(0)
-    scales = [np.float32(rng.uniform(0.5, 2, (32, 1))) for _ in range(2)]
+    scales = [F32(rng.uniform(0.5, 2, (32, 1))) for _ in range(2)]
     blocks = {"a_block": (1, None), "b_block": (1, None)}
     product = oracle_blocks.matmul(
         a, b, *scales, **blocks, accumulation="fast", device="9.0"
@@ -256,14 +262,14 @@ def test_wrong_blocks_are_outside():
     k, blocks = 640, {"a_block": (1, 128), "b_block": (128, 128)}
     spread = 2.0 ** rng.uniform(-3, 3, 5).repeat(128)
     a, a_scale = oracle_blocks.quantize(
-        np.float32(rng.standard_normal((M, k)) * spread), oracle.E4M3, (1, 128)
+        F32(rng.standard_normal((M, k)) * spread), E4M3, (1, 128)
     )
     b, b_scale = oracle_blocks.quantize(
-        np.float32(rng.standard_normal((N, k))), oracle.E4M3, (128, 128)
+        F32(rng.standard_normal((N, k))), E4M3, (128, 128)
     )
 
     def run(a_scale, b_scale, blocks=range(5)):
-        total = np.zeros((M, N), np.float32)
+        total = np.zeros((M, N), F32)
         for i in blocks:
             part = slice(i * 128, i * 128 + 128)
             total += tensor_core_matmul(a[:, part], b[:, part]) * (

@@ -6,10 +6,13 @@ import fractions
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
+from parametrize import each_row
 
 import oracle
+from oracle import BF16, E4M3, F16, F32
 
-FORMATS = pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
+FORMATS = each_row("fmt", oracle.FORMATS)
 # (exponent bits, mantissa bits, bias): OCP 8-bit floating point specification, tables 1
 # and 2.
 LAYOUT = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}
@@ -57,7 +60,7 @@ def encode_by_search(y: np.ndarray, fmt: oracle.Format) -> np.ndarray:
 @FORMATS
 def test_oracle_decodes_every_code(fmt):
     got = oracle.all_codes(fmt).astype(np.float64)
-    np.testing.assert_array_equal(got, decode_by_definition(fmt))
+    assert_array_equal(got, decode_by_definition(fmt))
     finite = got[np.isfinite(got)]
     assert finite.max() == fmt.max and finite.min() == -fmt.max
     assert np.isnan(got[fmt.nan_code])
@@ -67,36 +70,34 @@ def test_oracle_decodes_every_code(fmt):
 @pytest.mark.parametrize("source", ["bf16", "f16", "probes", "corners"])
 def test_oracle_encodes_as_exact_search(fmt, source):
     values = {
-        "bf16": lambda: oracle.widen(oracle.all_half_codes(oracle.BF16)),
-        "f16": lambda: oracle.widen(oracle.all_half_codes(oracle.F16)),
+        "bf16": lambda: oracle.widen(oracle.all_half_codes(BF16)),
+        "f16": lambda: oracle.widen(oracle.all_half_codes(F16)),
         "probes": lambda: oracle.rounding_probes(fmt),
         "corners": lambda: oracle.f32_corner_cases(),
     }[source]()
     with np.errstate(invalid="ignore"):  # signalling NaNs
         expected = encode_by_search(values.astype(np.float64), fmt)
-    np.testing.assert_array_equal(oracle.bits(oracle.encode(values, fmt)), expected)
+    assert_array_equal(oracle.bits(oracle.encode(values, fmt)), expected)
 
 
 @FORMATS
 def test_oracle_saturates_the_finite_and_shows_the_rest(fmt):
-    x = np.float32([fmt.max * 1.0625, 3e38, -3e38, np.inf, -np.inf, np.nan, -np.nan])
+    x = F32([fmt.max * 1.0625, 3e38, -3e38, np.inf, -np.inf, np.nan, -np.nan])
     for scale in (1.0, 2.0**126):
-        codes, top = oracle.quantize(x, np.float32(scale), fmt)
-        np.testing.assert_array_equal(
-            codes[:3].astype(np.float32), np.float32([fmt.max, fmt.max, -fmt.max])
-        )
-        np.testing.assert_array_equal(codes[3:].view(np.uint8), [fmt.nan_code] * 4)
+        codes, top = oracle.quantize(x, F32(scale), fmt)
+        assert_array_equal(codes[:3].astype(F32), F32([fmt.max, fmt.max, -fmt.max]))
+        assert_array_equal(codes[3:].view(np.uint8), [fmt.nan_code] * 4)
         assert top == np.inf
     # The negative control: saturation after the cast, as a plain astype would do it, is
     # not the same thing.
     with np.errstate(invalid="ignore"):
-        assert not np.isfinite(x[1:2].astype(fmt.dtype).astype(np.float32)).any()
+        assert not np.isfinite(x[1:2].astype(fmt.dtype).astype(F32)).any()
 
 
 def test_probes_hit_every_interval_from_both_sides():
     for fmt in oracle.FORMATS.values():
         codes = oracle.bits(oracle.encode(oracle.rounding_probes(fmt), fmt))
-        values = oracle.all_codes(fmt).astype(np.float32)
+        values = oracle.all_codes(fmt).astype(F32)
         counts = np.bincount(codes, minlength=256)
         assert (counts[np.isfinite(values)] >= 3).all(), (
             "each finite code: itself and a neighbour on each side"
@@ -111,15 +112,15 @@ def test_multiply_add_is_rounded_once():
     rng = np.random.default_rng(0)
     x, y, z = (
         rng.standard_normal((3, 300)) * 2.0 ** rng.integers(-70, 60, (3, 300))
-    ).astype(np.float32)
+    ).astype(F32)
     # the product is a midpoint of two f32
     x[:100], y[:100] = 1 + 2.0**-12, 1 + 2.0**-12
-    z[:100] = np.resize(np.float32([2.0**-100, -(2.0**-100), 0, 2.0**-140]), 100)
+    z[:100] = np.resize(F32([2.0**-100, -(2.0**-100), 0, 2.0**-140]), 100)
     for got, terms in zip(
         oracle.multiply_add(x, y, z), zip(x, y, z, strict=True), strict=True
     ):
         a, b, c = (fractions.Fraction(float(term)) for term in terms)
-        neighbours = [np.nextafter(got, np.float32(end)) for end in (-np.inf, np.inf)]
+        neighbours = [np.nextafter(got, F32(end)) for end in (-np.inf, np.inf)]
         distances = [
             abs(fractions.Fraction(float(value)) - (a * b + c))
             for value in (got, *neighbours)
@@ -135,20 +136,18 @@ def test_scale_of_an_amax(fmt):
     clamps.
     """
     rng = np.random.default_rng(3)
-    for a in np.float32(2.0 ** rng.uniform(-110, 110, 200)):
+    for a in F32(2.0 ** rng.uniform(-110, 110, 200)):
         scale = oracle.amax_to_scale(a, fmt)
         wanted = fractions.Fraction(fmt.max) / fractions.Fraction(float(a))
         error = abs(fractions.Fraction(float(scale)) - wanted)
         for neighbour in (
-            np.nextafter(scale, np.float32(0)),
-            np.nextafter(scale, np.float32(np.inf)),
+            np.nextafter(scale, F32(0)),
+            np.nextafter(scale, F32(np.inf)),
         ):
             assert error <= abs(fractions.Fraction(float(neighbour)) - wanted)
-        assert (
-            oracle.amax_to_scale(a, fmt, 3) == scale / 8 == np.float32(fmt.max) / a / 8
-        )
-    assert oracle.amax_to_scale(np.float32(1e-45), fmt) == 2.0**126
-    assert oracle.amax_to_scale(np.float32(3e38), fmt, 60) == 2.0**-126
+        assert oracle.amax_to_scale(a, fmt, 3) == scale / 8 == F32(fmt.max) / a / 8
+    assert oracle.amax_to_scale(F32(1e-45), fmt) == 2.0**126
+    assert oracle.amax_to_scale(F32(3e38), fmt, 60) == 2.0**-126
 
 
 def test_product_bound_is_tight_enough_to_see_one_code():
@@ -157,15 +156,15 @@ def test_product_bound_is_tight_enough_to_see_one_code():
     """
     rng = np.random.default_rng(5)
     a, b = (
-        oracle.encode(rng.standard_normal((9, 64)).astype(np.float32) * 50, oracle.E4M3)
+        oracle.encode(rng.standard_normal((9, 64)).astype(F32) * 50, E4M3)
         for _ in range(2)
     )
-    product = oracle.scaled_matmul(a, b, 0.25, 0.5, out_dtype=np.float32)
-    got = (a.astype(np.float32) @ b.astype(np.float32).T) * np.float32(0.125)
+    product = oracle.scaled_matmul(a, b, 0.25, 0.5, out_dtype=F32)
+    got = (a.astype(F32) @ b.astype(F32).T) * F32(0.125)
     product.check(got)
     moved = a.copy()
     moved.view(np.uint8)[3, 5] ^= 1
-    wrong = (moved.astype(np.float32) @ b.astype(np.float32).T) * np.float32(0.125)
+    wrong = (moved.astype(F32) @ b.astype(F32).T) * F32(0.125)
     with pytest.raises(AssertionError, match="out of bound"):
         product.check(wrong)
     with pytest.raises(AssertionError, match="shape"):

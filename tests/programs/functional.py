@@ -335,7 +335,14 @@ PROGRAMS = {
 RAGGED = {
     name: PROGRAMS[name]
     for name in (
-        *("loop", "scan", "vmap", "scan in vmap", "carry", "remat with arguments"),
-        *("shard_map", "layers in a scan", "members"),
+        "loop",
+        "scan",
+        "vmap",
+        "scan in vmap",
+        "carry",
+        "remat with arguments",
+        "shard_map",
+        "layers in a scan",
+        "members",
     )
 }

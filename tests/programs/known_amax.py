@@ -20,6 +20,7 @@ from collections.abc import Callable
 import numpy as np
 import oracle
 from equality import assert_same_bits
+from oracle import E4M3, F32
 from recipes import cases
 
 import jaxfp8
@@ -80,7 +81,7 @@ RECIPES = {
     "margin": _delayed(margin=2),
     "e4m3": Recipe(
         jaxfp8.DelayedScaling(amax_history_len=HISTORY, fp8_format=jaxfp8.Format.E4M3),
-        {"backward": oracle.E4M3},
+        {"backward": E4M3},
     ),
     **{
         name: Recipe(recipe, rule=rule)
@@ -103,20 +104,16 @@ WITHOUT_STATE = Recipe(jaxfp8.DelayedScaling(), rule=cases.CURRENT)
 # ---------------------------------------------------------------------------- the layer
 
 
-def operands(step, own=(), dtype=np.float32):
+def operands(step, own=(), dtype=F32):
     """x `[USES, M, K]`, kernel `[K, N]` or `[USES, K, N]`, grad `[USES, M, N]`: the
     largest amaxes change places.
     """
     rng = np.random.default_rng(step)
-    sizes = np.float32(2) ** rng.permutation(USES)[:, None, None]
-    x = rng.standard_normal((USES, M, K)).astype(np.float32) * sizes
-    grad = (
-        rng.standard_normal((USES, M, N)).astype(np.float32)
-        * sizes[::-1]
-        * np.float32(1e-3)
-    )
+    sizes = F32(2) ** rng.permutation(USES)[:, None, None]
+    x = rng.standard_normal((USES, M, K)).astype(F32) * sizes
+    grad = rng.standard_normal((USES, M, N)).astype(F32) * sizes[::-1] * F32(1e-3)
     kernel = rng.standard_normal((*([USES] if "kernel" in own else []), K, N)).astype(
-        np.float32
+        F32
     )
     return x.astype(dtype), kernel, grad.astype(dtype)
 
@@ -124,9 +121,9 @@ def operands(step, own=(), dtype=np.float32):
 def used_state(seed=0) -> oracle.LayerState:
     """Full histories, no two slots alike, and stored scales that no history gives."""
     rng = np.random.default_rng(seed + 1000)
-    histories = [rng.uniform(1, 9, HISTORY).astype(np.float32) for _ in OPERANDS]
+    histories = [rng.uniform(1, 9, HISTORY).astype(F32) for _ in OPERANDS]
     return oracle.LayerState(
-        *(oracle.State(history, np.float32(rng.uniform(1, 2))) for history in histories)
+        *(oracle.State(history, F32(rng.uniform(1, 2))) for history in histories)
     )
 
 
@@ -206,7 +203,7 @@ def check(
     recipe: Recipe = RECIPES["delayed"],
     *,
     steps=2,
-    dtype=np.float32,
+    dtype=F32,
     **options,
 ):
     """Run some steps of a program; compare value, gradients and state with the oracle,

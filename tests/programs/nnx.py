@@ -70,10 +70,8 @@ class NNX:
         differentiate=jaxfp8.nnx.value_and_grad,
         jit=True,
     ):
-        make, keys = (
-            functools.partial(self.make, recipe),
-            jax.random.split(jax.random.key(0), USES),
-        )
+        make = functools.partial(self.make, recipe)
+        keys = jax.random.split(jax.random.key(0), USES)
         self.layer = nnx.vmap(make)(keys) if kernel.ndim == 3 else make(0)
         if state:
             variables = nnx.state(self.layer, jaxfp8.nnx.OverwriteWithGradient)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from equality import assert_same_bits
 from flax import nnx
+from numpy.testing import assert_allclose
 
 import jaxfp8
 
@@ -116,7 +117,7 @@ def assert_right(got, expected):
     # The head's gradient is a sum of chunks in another order, of which the body's
     # output gradient is made.
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         got,
         expected,
     )
@@ -171,7 +172,7 @@ def test_stacked_state():
     got, want = (
         jax.jit(jaxfp8.grad(loss))((kernels, state), X) for loss in (own, layers)
     )
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    assert_allclose(got[0], want[0], rtol=1e-6)
     assert_same_bits(got[1], want[1], "state")
 
 
@@ -210,9 +211,7 @@ def test_nnx(gradient, jit):
     head = nnx.Linear(4, 8, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral())
     own, plain_loss = chunked_nnx(gradient)
     got, want = (jit(jaxfp8.nnx.grad(loss))(head, X) for loss in (own, plain_loss))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want
-    )
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
     assert_same_bits(
         *(nnx.state(g, jaxfp8.nnx.OverwriteWithGradient) for g in (got, want)), "state"
     )

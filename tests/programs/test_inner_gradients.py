@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from equality import assert_same_bits
 from jax import lax
+from numpy.testing import assert_allclose
 
 import jaxfp8
 
@@ -95,7 +96,7 @@ def test_adversarial_inputs(differentiate, names):
     for name, x in zip(names, inputs, strict=True):
         np.testing.assert_array_equal(x, moved, err_msg=name)
     assert_same_bits(state, next_state, "state")
-    np.testing.assert_allclose(gradient, len(names) * expected, rtol=1e-5, atol=1e-5)
+    assert_allclose(gradient, len(names) * expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("inner", [of_kernel, of_all])
@@ -111,7 +112,7 @@ def test_first_order_steps(inner):
     expected = jax.jit(jax.grad(loss))((after, LAYER[1]), 2 * X)
     # XLA rounds the step as it fuses it.
     jax.tree.map(
-        lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5),
+        lambda got, wanted: assert_allclose(got, wanted, rtol=1e-5),
         in_jit(outer)(LAYER),
         expected,
     )
@@ -182,7 +183,7 @@ def test_the_value_of_an_inner_gradient(name, differentiate):
     if name == "vmap of kernels":
         half = jax.jit(jax.grad(lambda layer, x: loss(layer, x) / 2))(LAYER, X)
         expected, next_state = 2 * half[0], half[1]
-    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    assert_allclose(gradient, expected, rtol=1e-6)
     assert_same_bits(state, next_state, "state")
 
 

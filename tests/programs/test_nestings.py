@@ -84,10 +84,8 @@ def programs(draw, depth=3):
         )
 
     if draw(st.integers(0, 3)) == 0:
-        run, own = (
-            drawn((functional.layers_in_a_scan, functional.members(0, 0))),
-            known_amax.OWN,
-        )
+        run = drawn((functional.layers_in_a_scan, functional.members(0, 0)))
+        own = known_amax.OWN
     else:
         run, own = drawn(LOOPS), ()
         for _ in range(draw(st.integers(0, depth - 1))):

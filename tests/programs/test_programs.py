@@ -6,6 +6,7 @@ import flax.nnx
 import jax
 import oracle
 import pytest
+from parametrize import each_row
 from recipes.cases import KINDS
 
 from . import functional, linen, nnx
@@ -70,19 +71,13 @@ def test_ragged_dot(program, recipe):
 @pytest.mark.parametrize(
     "program, recipe",
     [
-        *(
-            ("jax, scan", "mixed"),
-            ("jax, members", "mixed"),
-            ("linen, scan of layers, remat", "mixed"),
-        ),
-        *(
-            ("jax, vmap", "delayed, wgrad plain"),
-            ("jax, layers in a scan", "delayed, wgrad plain"),
-        ),
-        *(
-            ("nnx, remat of each", "mixed"),
-            ("linen, scan of layers", "delayed, wgrad plain"),
-        ),
+        ("jax, scan", "mixed"),
+        ("jax, members", "mixed"),
+        ("linen, scan of layers, remat", "mixed"),
+        ("jax, vmap", "delayed, wgrad plain"),
+        ("jax, layers in a scan", "delayed, wgrad plain"),
+        ("nnx, remat of each", "mixed"),
+        ("linen, scan of layers", "delayed, wgrad plain"),
     ],
 )
 def test_by_product(program, recipe):
@@ -173,7 +168,7 @@ OTHER_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("adapter, program", OTHER_LAYERS.values(), ids=OTHER_LAYERS)
+@each_row("adapter, program", OTHER_LAYERS)
 def test_other_layers(adapter, program):
     check(adapter, program, steps=3)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from equality import assert_same_bits
 from jax import lax
+from parametrize import each_row
 
 import jaxfp8
 
@@ -152,13 +153,13 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
     assert any(np.any(leaf) for leaf in jax.tree.leaves(states))
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@each_row("recipe", RECIPES)
 def test_recipes(recipe, reads):
     assert_same_steps(scan, recipe)
     assert reads
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@each_row("recipe", RECIPES)
 def test_the_arithmetic_of_scales_is_not_in_the_program(recipe):
     """Exact quotients are a hundred operations for each product and pass, which XLA
     compiles: ops compute them.
@@ -197,7 +198,7 @@ def test_a_row_by_its_index_names_unstack(jit):
         jit(jaxfp8.grad(first))(states)
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@each_row("loop", LOOPS)
 def test_loops(loop, reads):
     assert_same_steps(loop, DELAYED)
     assert reads
@@ -263,7 +264,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("use, recipe, init, is_read", OTHERS.values(), ids=OTHERS)
+@each_row("use, recipe, init, is_read", OTHERS)
 def test_other_products(use, recipe, init, is_read, reads):
     """With the state read outside of the loop or, where `is_read` is False, in it."""
     assert_same_steps(scan, recipe, use, init)

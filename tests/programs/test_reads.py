@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8._jax import _compat
@@ -88,19 +90,19 @@ def reads_and_writes(step, state=None):
     return [equations(jaxpr, name) for name in names]
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@each_row("gradient", GRADIENTS)
+@each_row("program", PROGRAMS)
 def test_once(program, gradient):
     step = gradient(program)
     state = jaxfp8.init_state(RECIPE)
     assert reads_and_writes(step) == [1, 1]
     for run in (step, jax.jit(step)):
         next_state = run(state)
-        np.testing.assert_array_equal(next_state.input.amax_history, [9, 0, 0, 0])
-        np.testing.assert_array_equal(next_state.kernel.amax_history, [1, 0, 0, 0])
+        assert_array_equal(next_state.input.amax_history, [9, 0, 0, 0])
+        assert_array_equal(next_state.kernel.amax_history, [1, 0, 0, 0])
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@each_row("gradient", GRADIENTS)
 def test_states_of_stages(gradient):
     """As a pipeline does: each tick runs all stages, each with a state of its own."""
     stages = jax.vmap(layer, in_axes=(None, 0))
@@ -108,7 +110,7 @@ def test_states_of_stages(gradient):
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), jaxfp8.init_state(RECIPE))
     assert reads_and_writes(step, states) == [1, 1]
     next_state = step(states)
-    np.testing.assert_array_equal(next_state.input.amax_history, [[9, 0, 0, 0]] * 2)
+    assert_array_equal(next_state.input.amax_history, [[9, 0, 0, 0]] * 2)
 
 
 def test_a_read_at_every_use_is_seen(monkeypatch, nothing_stays_traced):
@@ -143,7 +145,7 @@ def test_the_gradient_of_a_history_alone():
 
     for step in (jax.grad(loss), jax.jit(jax.grad(loss))):
         next_history = step(state.input.amax_history)
-        np.testing.assert_array_equal(next_history, [9, 0, 0, 0])
+        assert_array_equal(next_history, [9, 0, 0, 0])
 
 
 @pytest.mark.parametrize("amax", [np.inf, np.nan])
@@ -152,7 +154,7 @@ def test_an_amax_that_is_not_finite_does_not_hide_another(amax):
         return sum(layer(x, state) for x in XS.at[0, 0].set(amax))
 
     next_state = jax.grad(loss)(jaxfp8.init_state(RECIPE))
-    np.testing.assert_array_equal(next_state.input.amax_history, [9, 0, 0, 0])
+    assert_array_equal(next_state.input.amax_history, [9, 0, 0, 0])
 
 
 def test_nothing_is_kept():

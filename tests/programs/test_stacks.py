@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.ops import _ffi
@@ -81,8 +82,8 @@ def assert_no_stack_is_converted(program):
 
 
 @pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@each_row("policy", POLICIES)
+@each_row("recipe", RECIPES)
 def test_recipes(recipe, policy):
     assert_no_stack_is_converted(compiled(dense(recipe), policy))
 

@@ -201,10 +201,8 @@ def test_ensembles(name):
     got = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, state_axis, 0), got)
     cases.assert_state(got, [step.state for step in steps])
     for i, step in enumerate(steps):
-        member, dx_i = (
-            np.take(np.asarray(y), i, out_axis),
-            np.take(np.asarray(dx), i, axis),
-        )
+        member = np.take(np.asarray(y), i, out_axis)
+        dx_i = np.take(np.asarray(dx), i, axis)
         step.check(
             f"member {i}",
             y=member.reshape(-1, cases.N),
@@ -216,10 +214,8 @@ def test_ensembles(name):
 def test_a_bias_for_each_kernel(state_axis):
     """Experts: the gradient of each bias is the sum of its rows of grad."""
     x, kernels, grad = cases.operands(B, kernels=(B,))
-    biases, states = (
-        np.float32(np.arange(B * cases.N).reshape(B, -1)),
-        [used_state(seed) for seed in range(B)],
-    )
+    biases = np.float32(np.arange(B * cases.N).reshape(B, -1))
+    states = [used_state(seed) for seed in range(B)]
     packed = cases.pack(states if state_axis == 0 else states[0])
 
     def product(x, kernel, bias, state):

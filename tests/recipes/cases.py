@@ -89,10 +89,8 @@ class Codes:
         if self.scales is None and other.scales is None:
             # They multiply in the dtype of the result, but not in a wider one than
             # theirs.
-            one, widest = (
-                np.ones((len(self.codes), 1), F32),
-                np.promote_types(self.codes.dtype, other.codes.dtype),
-            )
+            one = np.ones((len(self.codes), 1), F32)
+            widest = np.promote_types(self.codes.dtype, other.codes.dtype)
             dtype = (
                 out_dtype if np.promote_types(widest, out_dtype) == widest else widest
             )
@@ -184,11 +182,9 @@ def _with(rule, **fields):
     return dataclasses.replace(rule, **fields)
 
 
-_E4M3, _HYBRID, _E5M2 = (
-    {"backward": E4M3},
-    {"backward": E5M2},
-    {"forward": E5M2, "backward": E5M2},
-)
+_E4M3 = {"backward": E4M3}
+_HYBRID = {"backward": E5M2}
+_E5M2 = {"forward": E5M2, "backward": E5M2}
 # name -> (recipe, rule)
 RECIPES = {
     "current": (jaxfp8.Float8CurrentScaling(), CURRENT),
@@ -393,12 +389,10 @@ SHAPES = {
         {"b": "bc", "m": "m", "k": "k", "n": "n"},
     ),
     "rows of two": Shapes(
-        *(
-            "abk",
-            "kno",
-            {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5},
-            {"m": "ab", "k": "k", "n": "no"},
-        ),
+        "abk",
+        "kno",
+        {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5},
+        {"m": "ab", "k": "k", "n": "no"},
         x_dtype=BF16,
         bias=True,
     ),

@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
+from oracle import BF16, E4M3, E5M2, F16, F32
 from programs.cases import pack
 from programs.known_amax import OPERANDS as OPERANDS
 
@@ -15,12 +16,12 @@ import jaxfp8
 M, K, N = 24, 40, 33
 MATMUL = (((1,), (0,)), ((), ()))
 DTYPES = pytest.mark.parametrize(
-    "dtype", [np.dtype(np.float32), oracle.BF16, oracle.F16], ids=["f32", "bf16", "f16"]
+    "dtype", [np.dtype(F32), BF16, F16], ids=["f32", "bf16", "f16"]
 )
 FORMATS = {
-    "HYBRID": (jaxfp8.Format.HYBRID, oracle.E4M3, oracle.E5M2),
-    "E4M3": (jaxfp8.Format.E4M3, oracle.E4M3, oracle.E4M3),
-    "E5M2": (jaxfp8.Format.E5M2, oracle.E5M2, oracle.E5M2),
+    "HYBRID": (jaxfp8.Format.HYBRID, E4M3, E5M2),
+    "E4M3": (jaxfp8.Format.E4M3, E4M3, E4M3),
+    "E5M2": (jaxfp8.Format.E5M2, E5M2, E5M2),
 }
 
 
@@ -29,12 +30,12 @@ def newest_two(history):
     return history[:2].max()
 
 
-def to_package(state: oracle.LayerState, dtype=np.float32):
+def to_package(state: oracle.LayerState, dtype=F32):
     """The oracle's state as the package's pytree."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), pack(state))
 
 
-def assert_state(got, expected: oracle.LayerState, what: str, dtype=np.float32) -> None:
+def assert_state(got, expected: oracle.LayerState, what: str, dtype=F32) -> None:
     assert_same_bits(got, to_package(expected, dtype), f"{what}: state")
 
 
@@ -84,7 +85,7 @@ def compare_run(recipe, run, options=None, **formats):
 
 def values(rng, shape, size, dtype):
     with np.errstate(over="ignore", under="ignore"):
-        return (rng.standard_normal(shape) * size).astype(np.float32).astype(dtype)
+        return (rng.standard_normal(shape) * size).astype(F32).astype(dtype)
 
 
 def random_run(seed: int, steps: int, dtype):

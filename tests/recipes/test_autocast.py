@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 
 import jaxfp8
 import jaxfp8.linen
@@ -20,11 +21,9 @@ from jaxfp8.recipes._autocast import resolve
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 K, N = 40, 6
 MATMUL = (((1,), (0,)), ((), ()))
-CURRENT, MX, ROWWISE = (
-    jaxfp8.Float8CurrentScaling(),
-    jaxfp8.MXFP8BlockScaling(),
-    jaxfp8.Float8RowwiseScaling(),
-)
+CURRENT = jaxfp8.Float8CurrentScaling()
+MX = jaxfp8.MXFP8BlockScaling()
+ROWWISE = jaxfp8.Float8RowwiseScaling()
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=2)
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((8, K)) * 2.0 ** RNG.integers(-3, 4, (8, K))).astype(
@@ -54,7 +53,7 @@ WITHOUT_STATE = CURRENT
 
 def assert_runs(recipe, model=None, variables=PARAMS):
     y = (model or layer()).apply(variables, X)
-    np.testing.assert_array_equal(y, of(recipe))
+    assert_array_equal(y, of(recipe))
     for other in (CURRENT, MX, ROWWISE, None):
         if other != recipe:
             assert np.any(y != of(other)), other
@@ -166,16 +165,14 @@ def test_disabled_leaves_state_alone():
 
     variables = jaxfp8.update_state(variables, gradient(variables))
     with jaxfp8.autocast(enabled=False):
-        np.testing.assert_array_equal(
-            model.apply(variables, X), X @ variables["params"]["kernel"]
-        )
+        assert_array_equal(model.apply(variables, X), X @ variables["params"]["kernel"])
         new = gradient(variables)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(new[OWG]))
     kept = jaxfp8.update_state(variables, new)
     for a, b in zip(
         *(jax.tree.leaves(tree[OWG]) for tree in (kept, variables)), strict=True
     ):
-        np.testing.assert_array_equal(a, b)
+        assert_array_equal(a, b)
 
 
 def test_jit_caches():
@@ -234,8 +231,8 @@ def test_threads():
         for thread in threads:
             thread.join()
         assert_runs(None)
-    np.testing.assert_array_equal(found["mx"], of(MX))
-    np.testing.assert_array_equal(found["rowwise"], of(ROWWISE))
+    assert_array_equal(found["mx"], of(MX))
+    assert_array_equal(found["rowwise"], of(ROWWISE))
 
 
 def test_nnx():
@@ -255,9 +252,9 @@ def test_nnx():
         assert not jax.tree.leaves(
             nnx.state(made_for_mx, jaxfp8.nnx.OverwriteWithGradient)
         )
-    np.testing.assert_array_equal(made_for_mx(X), of(MX))
+    assert_array_equal(made_for_mx(X), of(MX))
     with jaxfp8.autocast(ROWWISE):
-        np.testing.assert_array_equal(made_for_mx(X), of(ROWWISE))
+        assert_array_equal(made_for_mx(X), of(ROWWISE))
     with (
         jaxfp8.autocast(DELAYED),
         pytest.raises(
@@ -269,9 +266,9 @@ def test_nnx():
         assert not jax.tree.leaves(
             nnx.state(linear(DELAYED), jaxfp8.nnx.OverwriteWithGradient)
         )
-        np.testing.assert_array_equal(made_for_mx(X), of(None))
+        assert_array_equal(made_for_mx(X), of(None))
     with jaxfp8.autocast(MX):
-        np.testing.assert_array_equal(linear(ROWWISE)(X), of(ROWWISE))
+        assert_array_equal(linear(ROWWISE)(X), of(ROWWISE))
 
 
 WRONG = [

@@ -53,6 +53,7 @@ def test_each_role_is_asked_for_once():
     assert sorted(asked) == sorted(ROLES)
 
 
+BATCHES = (((2,), (1,)), ((0,), (0,)))
 STEPS = {"linear_input": 16, "linear_weight": 8, "linear_grad_output": 4}
 
 
@@ -73,33 +74,30 @@ def test_results_are_quantized_and_dequantized():
     assert_layer(got, grids.layer(*grids.data(), steps))
 
 
+# of what is read transposed
+STEPS_T = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
+TWO_GRIDS = {role: TwoGrids(STEPS[role], STEPS_T[role]) for role in STEPS}
+
+
 def test_each_product_reads_its_own_codes():
-    steps, steps_t = (
-        STEPS,
-        {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2},
-    )
-    got = run(
-        recipe_of({role: TwoGrids(steps[role], steps_t[role]) for role in steps}),
-        *grids.data(),
-    )
-    assert_layer(got, grids.layer(*grids.data(), steps, steps_t))
+    got = run(recipe_of(TWO_GRIDS), *grids.data())
+    assert_layer(got, grids.layer(*grids.data(), STEPS, STEPS_T))
 
 
 def test_batches_are_matrices():
     """A batch dimension, and members under vmap: each a matrix, each as it is alone."""
-    steps_t = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
-    recipe = recipe_of({role: TwoGrids(STEPS[role], steps_t[role]) for role in STEPS})
+    recipe = recipe_of(TWO_GRIDS)
     x, kernel, grad = (
         np.stack(arrays)
         for arrays in zip(*(grids.data(seed) for seed in (0, 7, 9)), strict=True)
     )
     each = [
-        grids.layer(*arrays, STEPS, steps_t)
+        grids.layer(*arrays, STEPS, STEPS_T)
         for arrays in zip(x, kernel, grad, strict=True)
     ]
     expected = [np.stack(arrays) for arrays in zip(*each, strict=True)]
     assert_layer(
-        run(recipe, x, kernel, grad, dimension_numbers=(((2,), (1,)), ((0,), (0,)))),
+        run(recipe, x, kernel, grad, dimension_numbers=BATCHES),
         expected,
     )
     assert_layer(
@@ -139,14 +137,11 @@ def seen_in(recipe, *arrays, **options):
     return got, sorted(set(SEEN))
 
 
-STEPS_T = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
+OWN = {role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS}
 
 
 def test_qgemm_gets_every_product():
-    recipe = recipe_of(
-        {role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS}
-    )
-    got, seen = seen_in(recipe, *grids.data())
+    got, seen = seen_in(recipe_of(OWN), *grids.data())
     m, k, n = grids.M, grids.K, grids.N
     assert seen == [
         (
@@ -176,10 +171,7 @@ def test_qgemm_gets_every_product():
 @pytest.mark.parametrize("others", [True, False], ids=["codes", "high-precision"])
 def test_qgemm_gets_the_products_of_its_quantizer(owner, products, others):
     """Of the others there are codes, or there are none: then their scales are None."""
-    quantizers = (
-        {role: TwoGrids(STEPS[role], STEPS_T[role]) for role in STEPS} if others else {}
-    )
-    quantizers[owner] = OwnProduct(STEPS[owner], STEPS_T[owner], owner)
+    quantizers = (TWO_GRIDS if others else {}) | {owner: OWN[owner]}
     got, seen = seen_in(recipe_of(quantizers), *grids.data())
     assert [(name, kind) for name, kind, *_ in seen] == [
         (owner, kind) for kind in sorted(products.split())
@@ -195,9 +187,6 @@ def test_qgemm_gets_the_products_of_its_quantizer(owner, products, others):
 
 
 def test_qgemm_with_a_bias_and_a_batch():
-    recipe = recipe_of(
-        {role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS}
-    )
     x, kernel, grad = (np.stack([a, 2 * a]) for a in grids.data())
     bias = grids.fractions((grids.N,), 5)
     expected = [
@@ -210,12 +199,7 @@ def test_qgemm_with_a_bias_and_a_batch():
     ]
     expected[0] = expected[0] + bias
     got, seen = seen_in(
-        recipe,
-        x,
-        kernel,
-        grad,
-        dimension_numbers=(((2,), (1,)), ((0,), (0,))),
-        bias=bias,
+        recipe_of(OWN), x, kernel, grad, dimension_numbers=BATCHES, bias=bias
     )
     assert_layer(got, expected)
     assert all(len(shape) == 2 for _, _, shapes, *_ in seen for shape in shapes)
@@ -256,9 +240,6 @@ def test_stock_quantizers_are_the_stock_recipe(stock):
             oracle.assert_bitwise(a, b, f"step {step}: {name}")
         for a, b in zip(*map(jax.tree.leaves, states), strict=True):
             oracle.assert_bitwise(a, b, f"step {step}: state")
-
-
-# Layers -------------------------------------------------------------------------------
 
 
 # Errors -------------------------------------------------------------------------------

@@ -38,10 +38,8 @@ def test_fp8_einsum_is_that_of_flax():
     """A plain swap: variables, arguments and fields; its products are in
     `programs/`.
     """
-    classes, operands = (
-        (Fp8Einsum, nn.Fp8Einsum),
-        (np.ones((3, 5, 6), np.float32), np.ones((2, 3, 4, 5), np.float32)),
-    )
+    classes = (Fp8Einsum, nn.Fp8Einsum)
+    operands = (np.ones((3, 5, 6), np.float32), np.ones((2, 3, 4, 5), np.float32))
     assert_same_bits(
         *(cls().init(jax.random.key(0), "emh,gecm->gech", *operands) for cls in classes)
     )

@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from oracle import BF16, F32
+from parametrize import each_row
 
 import jaxfp8
 
@@ -20,7 +22,7 @@ from .delayed_cases import (
     values,
 )
 
-NAN, INF = np.float32(np.nan), np.float32(np.inf)
+NAN, INF = F32(np.nan), F32(np.inf)
 STATES = {
     "clean": ([3, 1, 2, 0], 0.5),
     "non-finite entries": ([NAN, 2, -NAN, INF], 0.5),
@@ -67,22 +69,18 @@ OPTIONS = {
     [*STATES.values(), *BELOW_ZERO.values()],
     ids=[*STATES, *BELOW_ZERO],
 )
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_row("options", OPTIONS)
 def test_states_that_a_trainer_may_leave(history, scale, options):
     """Each quantizer in turn: the product of two scales of 2**126 would overflow f32,
     which is GEMM's business.
     """
-    clean = oracle.State(np.float32([2, 1, 1, 1]), np.float32(0.01))
-    odd = oracle.State(np.float32(history), np.float32(scale))
+    clean = oracle.State(F32([2, 1, 1, 1]), F32(0.01))
+    odd = oracle.State(F32(history), F32(scale))
     rng = np.random.default_rng(6)
-    operands = [
-        values(rng, shape, 1.0, np.float32) for shape in ((M, K), (K, N), (M, N))
-    ]
+    operands = [values(rng, shape, 1.0, F32) for shape in ((M, K), (K, N), (M, N))]
     is_bad = (history, scale) in BELOW_ZERO.values()
-    step, options = (
-        training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options)),
-        oracle.Options(**options),
-    )
+    step = training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options))
+    options = oracle.Options(**options)
     for name in OPERANDS:
         state = oracle.LayerState(
             **{other: odd if other == name else clean for other in OPERANDS}
@@ -111,17 +109,15 @@ def test_bf16_state_is_read_as_f32():
     """Trainers cast trees; the arithmetic stays f32 and the cotangent has the leaf's
     dtype, as autodiff demands.
     """
-    rounded = np.float32(np.float32([3.3, 0.7, 1.1]).astype(oracle.BF16))
-    part = oracle.State(rounded, np.float32(np.float32(0.013).astype(oracle.BF16)))
+    rounded = F32(F32([3.3, 0.7, 1.1]).astype(BF16))
+    part = oracle.State(rounded, F32(F32(0.013).astype(BF16)))
     state = oracle.LayerState(part, part, part)
     recipe = jaxfp8.DelayedScaling(amax_history_len=3)
-    operands = next(random_run(7, 1, np.float32))
-    y, dx, dkernel, got = training_step(recipe)(
-        *operands, to_package(state, oracle.BF16)
-    )
+    operands = next(random_run(7, 1, F32))
+    y, dx, dkernel, got = training_step(recipe)(*operands, to_package(state, BF16))
     expected = oracle.dense_step(*operands, state)
     expected.check(y=y, dgrad=dx, wgrad=dkernel)
-    assert_state(got, expected.state, "bf16 state", oracle.BF16)
+    assert_state(got, expected.state, "bf16 state", BF16)
 
 
 @pytest.mark.parametrize("margin", [0, 1])
@@ -129,18 +125,16 @@ def test_without_state(margin):
     """Inference: a product is what delayed scaling gives when every history holds the
     tensor's own amax.
     """
-    operands = next(random_run(11, 1, np.float32))
+    operands = next(random_run(11, 1, F32))
     states = [
-        oracle.State(np.full(4, oracle.amax(operand), np.float32), np.float32(1))
+        oracle.State(np.full(4, oracle.amax(operand), F32), F32(1))
         for operand in operands
     ]
     expected = oracle.dense_step(
         *operands, oracle.LayerState(*states), oracle.Options(margin=margin)
     )
-    step, without = (
-        training_step(jaxfp8.DelayedScaling(margin=margin)),
-        jaxfp8.DotGeneralState(None, None, None),
-    )
+    step = training_step(jaxfp8.DelayedScaling(margin=margin))
+    without = jaxfp8.DotGeneralState(None, None, None)
     y, dx, dkernel, after = step(*operands, without)
     expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert after == without

@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 import oracle
 import pytest
+from parametrize import each_row
 
 import jaxfp8
 
@@ -64,7 +65,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("keywords, options", OPTIONS.values(), ids=OPTIONS)
+@each_row("keywords, options", OPTIONS)
 def test_options(keywords, options):
     compare_run(
         jaxfp8.DelayedScaling(amax_history_len=4, **keywords),
@@ -80,7 +81,7 @@ def test_history_lengths(length):
     )
 
 
-@pytest.mark.parametrize("fmt, forward, backward", FORMATS.values(), ids=FORMATS)
+@each_row("fmt, forward, backward", FORMATS)
 def test_formats_and_that_a_wrong_one_would_be_seen(fmt, forward, backward):
     """Steps start at scale 1: then only codes differ, and already they are out of
     bound.

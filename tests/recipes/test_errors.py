@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from oracle import F32
+from parametrize import each_row
 
 import jaxfp8
 import jaxfp8.linen
 import jaxfp8.nnx
 from recipes.cases import RECIPES
 
-X, KERNEL = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
+X, KERNEL = np.ones((4, 6), F32), np.ones((6, 5), F32)
 MATMUL = (((1,), (0,)), ((), ()))
 NO_RECIPES = {
     "string": ("mx", "got 'mx'"),
@@ -29,7 +31,7 @@ NO_RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe, says", NO_RECIPES.values(), ids=NO_RECIPES)
+@each_row("recipe, says", NO_RECIPES)
 def test_not_a_recipe(recipe, says):
     """Wherever a recipe is taken."""
     takers = {
@@ -141,7 +143,7 @@ POSITIONAL = {
     jaxfp8.StaticScaling: {
         "input": 1.5,
         "kernel": 2,
-        "output_grad": np.float32(3),
+        "output_grad": F32(3),
         "fp8_format": jaxfp8.Format.E5M2,
     },
     jaxfp8.CustomRecipe: {"qfactory": most_recent},
@@ -198,7 +200,7 @@ GOOD = {
     "ragged_dot": {
         **{
             "lhs": X,
-            "rhs": np.ones((2, 6, 5), np.float32),
+            "rhs": np.ones((2, 6, 5), F32),
             "group_sizes": np.int32([2, 1]),
         },
         **{"recipe": RECIPE, "state": WITHOUT},
@@ -206,10 +208,10 @@ GOOD = {
 }
 HIGHEST, DEFAULT = lax.Precision.HIGHEST, lax.Precision.DEFAULT
 BATCHES = {
-    **{"x": np.ones((2, 4, 6), np.float32), "kernel": np.ones((3, 6, 5), np.float32)},
+    **{"x": np.ones((2, 4, 6), F32), "kernel": np.ones((3, 6, 5), F32)},
     "dimension_numbers": (((2,), (1,)), ((0,), (0,))),
 }
-PAIR = np.ones((6, 2, 5), np.float32)
+PAIR = np.ones((6, 2, 5), F32)
 NO_NUMBERS = [
     1,
     None,
@@ -226,11 +228,11 @@ ARGUMENTS = [
         "dot_general",
         "",
         VALUE,
-        [{"kernel": np.ones((5, 4), np.float32)}],
+        [{"kernel": np.ones((5, 4), F32)}],
         "contracting",
     ),
     ("dot_general", "x", TYPE, [X.astype(">f4")], r"swapped.*\.astype\(np\.float32\)"),
-    ("dot_general", "", VALUE, [{"x": np.float32(1)}], r"x\(\)"),
+    ("dot_general", "", VALUE, [{"x": F32(1)}], r"x\(\)"),
     ("dot_general", "dimension_numbers", (TYPE, VALUE), NO_NUMBERS, r"\(\(\(1"),
     (
         "dot_general",
@@ -273,7 +275,7 @@ ARGUMENTS = [
         "dot_general",
         "precision",
         VALUE,
-        [lax.DotAlgorithm(*[np.float32] * 3)],
+        [lax.DotAlgorithm(*[F32] * 3)],
         "expected",
     ),
     ("dot_general", "out_sharding", TYPE, ["data"], "expected"),
@@ -281,7 +283,7 @@ ARGUMENTS = [
         "dot_general",
         "bias",
         VALUE,
-        [np.ones(4, np.float32)],
+        [np.ones(4, F32)],
         r"expected shape \(5,\), got float32\[4\]",
     ),
     ("dot_general", "bias", TYPE, [np.ones(5, np.int32)], "expected bfloat16"),
@@ -321,10 +323,10 @@ ARGUMENTS = [
         "ragged_dot",
         "rhs",
         VALUE,
-        [np.ones(s, np.float32) for s in ((3, 6, 5), (2, 3, 5), (6, 5))],
+        [np.ones(s, F32) for s in ((3, 6, 5), (2, 3, 5), (6, 5))],
         "",
     ),
-    ("ragged_dot", "group_sizes", TYPE, [np.float32([2, 3])], ""),
+    ("ragged_dot", "group_sizes", TYPE, [F32([2, 3])], ""),
     ("ragged_dot", "group_sizes", VALUE, [np.int32([[2, 3]])], ""),
     ("ragged_dot", "preferred_element_type", TYPE, [np.int32], ""),
     (

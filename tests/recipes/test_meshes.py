@@ -137,10 +137,8 @@ def test_layers_of_blocks_that_some_devices_divide():
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, kernel, experts)
 
-    wanted, mesh = (
-        jax.device_get(step(x, kernel, experts)),
-        meshes.mesh("auto", (8,), ("a",)),
-    )
+    wanted = jax.device_get(step(x, kernel, experts))
+    mesh = meshes.mesh("auto", (8,), ("a",))
     placed = meshes.put(
         (x, kernel, experts), mesh, (P("a"), P("a"), P(None, None, "a"))
     )

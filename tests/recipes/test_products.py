@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from oracle import F32
+from oracle import E4M3, E5M2, F32, assert_bitwise
 
 import jaxfp8
 from jaxfp8.dot import _gemms, _high_precision, _product
@@ -57,17 +57,15 @@ def operands_read(monkeypatch, run):
 def assert_read(got, wanted: cases.Codes, what):
     """Bitwise. One scale for all matrices may be there once."""
     codes = np.asarray(got.data)
-    oracle.assert_bitwise(
-        codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes"
-    )
+    assert_bitwise(codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes")
     if wanted.scales is None:
         assert got.scale_inv is None, what
         return
     scales = np.asarray(got.scale_inv)
     if wanted.block is None:
-        oracle.assert_bitwise(scales, wanted.scales[0], f"{what}: scale_inv")
+        assert_bitwise(scales, wanted.scales[0], f"{what}: scale_inv")
     else:
-        oracle.assert_bitwise(
+        assert_bitwise(
             scales.reshape(wanted.scales.shape), wanted.scales, f"{what}: scale_inv"
         )
         assert (got.block or (None,))[-1] == wanted.block[
@@ -89,7 +87,13 @@ def table(fast):
 # All kinds, and every option once, with one shape; what only the order of dimensions
 # decides, for one kind each.
 READ = {
-    (name, "blocks") for name in (*KINDS, "rowwise e4m3 power_2", "mx e5m2 floor")
+    (name, "blocks")
+    for name in (
+        *KINDS,
+        "rowwise e4m3 power_2",
+        "block hybrid power_2",
+        "mx e5m2 floor",
+    )
 } | {
     ("mx", "both transposed"),
     ("block", "batch"),
@@ -129,13 +133,13 @@ def test_other_blocks_are_seen(tile):
     recipe, rule = RECIPES["mx"]
     q, _ = recipe.quantizers()[0].quantize(jnp.asarray(X), None)
     codes = rule.quantize(X[None], rule.tile, rule.forward)
-    oracle.assert_bitwise(np.asarray(q.data)[None], codes.codes, "codes")
-    oracle.assert_bitwise(np.asarray(q.scale_inv)[None], codes.scales, "scales")
+    assert_bitwise(np.asarray(q.data)[None], codes.codes, "codes")
+    assert_bitwise(np.asarray(q.scale_inv)[None], codes.scales, "scales")
     wrong = rule.quantize(X[None], tile, rule.forward)
     with pytest.raises(AssertionError):
-        oracle.assert_bitwise(np.asarray(q.scale_inv)[None], wrong.scales, "scales")
+        assert_bitwise(np.asarray(q.scale_inv)[None], wrong.scales, "scales")
     with pytest.raises(AssertionError):
-        oracle.assert_bitwise(np.asarray(q.data)[None], wrong.codes, "codes")
+        assert_bitwise(np.asarray(q.data)[None], wrong.codes, "codes")
 
 
 @pytest.mark.parametrize("name, shapes", table(RESULTS))
@@ -174,11 +178,8 @@ def test_one_value_that_is_not_finite(name, where, value):
     arrays = dict(zip(("x", "kernel", "grad"), shapes.arrays()[:3], strict=True))
     arrays[where][1, 2] = value
     wanted = shapes.expected(rule, **arrays)
-    y, dx, dkernel, _ = cases.run(shapes, recipe, **arrays)
-    shapes.check(wanted, y, dx, dkernel, f"{name} {where}")
-    lost = {"x": (y, dkernel), "kernel": (y, dx), "grad": (dx, dkernel)}[where]
-    assert all(np.isnan(result).any() for result in lost)
-    assert np.isfinite({"x": dx, "kernel": dkernel, "grad": y}[where]).all()
+    results = cases.run(shapes, recipe, **arrays)[:3]
+    shapes.check(wanted, *results, f"{name} {where}")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -319,10 +320,8 @@ def twice(f):
 )
 @pytest.mark.ci
 def test_only_first_derivatives(name, transform):
-    product, (x, kernel, grad, _) = (
-        cases.product(SMALL, RECIPES[name][0]),
-        SMALL.arrays(),
-    )
+    product = cases.product(SMALL, RECIPES[name][0])
+    x, kernel, grad, _ = SMALL.arrays()
     with pytest.raises(TypeError, match="first derivatives"):
         transform(lambda x: jnp.vdot(product(x, kernel), grad) ** 2)(x)
 
@@ -340,8 +339,8 @@ MUTANTS = {
     "scale of a row, not of the tensor": ("current", {"tile": (1, None)}),
     "scale of the tensor, not of a row": ("rowwise", {"tile": None}),
     "kernel in tiles": ("block", {"square": (1, 128)}),
-    "e5m2 backward": ("mx", {"backward": oracle.E5M2}),
-    "e4m3 backward": ("current", {"backward": oracle.E4M3}),
+    "e5m2 backward": ("mx", {"backward": E5M2}),
+    "e4m3 backward": ("current", {"backward": E4M3}),
     "floor": ("mx", {"rounding": "floor"}),
     "powers of two": ("block", {"power_2_scale": True}),
     "dgrad as fprop": ("current | block | None", {"dgrad": cases.CURRENT}),
@@ -401,11 +400,9 @@ def test_debug_nans_names_the_operation(recipe, program, context):
     """`jax_debug_nans` runs a program again, operation by operation, to find which one
     makes a NaN of an Inf.
     """
-    x, kernel, state = (
-        jnp.ones((32, 64)).at[0, 0].set(np.inf),
-        jnp.ones((64, 16)),
-        jaxfp8.init_state(recipe),
-    )
+    x = jnp.ones((32, 64)).at[0, 0].set(np.inf)
+    kernel = jnp.ones((64, 16))
+    state = jaxfp8.init_state(recipe)
 
     def run(kernel, x):
         return jnp.sum(

@@ -14,10 +14,8 @@ import jaxfp8
 import jaxfp8.linen
 import jaxfp8.nnx
 
-CURRENT, DELAYED = (
-    jaxfp8.Float8CurrentScaling(),
-    jaxfp8.DelayedScaling(amax_history_len=3),
-)
+CURRENT = jaxfp8.Float8CurrentScaling()
+DELAYED = jaxfp8.DelayedScaling(amax_history_len=3)
 ALL = [(".*", DELAYED)]
 X = jnp.ones((4, 8))
 
@@ -130,11 +128,9 @@ def test_one_rule_of_a_list_matches_nothing():
 )
 def test_rules_that_keep_what_has_no_product_in_high_precision(paths, idle):
     rngs = nnx.Rngs(0)
-    conv, norm, out = (
-        nnx.Conv(8, 8, (3,), rngs=rngs),
-        nnx.LayerNorm(8, rngs=rngs),
-        nnx.Linear(8, 8, rngs=rngs),
-    )
+    conv = nnx.Conv(8, 8, (3,), rngs=rngs)
+    norm = nnx.LayerNorm(8, rngs=rngs)
+    out = nnx.Linear(8, 8, rngs=rngs)
     model = nnx.Dict(
         embed=nnx.Embed(16, 8, rngs=rngs), block=nnx.Dict(conv=conv, norm=norm, out=out)
     )

@@ -25,10 +25,8 @@ _SCALARS = 1024  # elements at most of amaxes and other scalars, which are no da
 def count(text: str) -> dict:
     """What is in a compiled program, from its text: cycles, products, collectives."""
     module = hlo.parse(text)
-    products, collective = (
-        collections.Counter(),
-        collections.defaultdict(lambda: [0, 0]),
-    )
+    products = collections.Counter()
+    collective = collections.defaultdict(lambda: [0, 0])
     cycles, without = 0, 0
     for computation, instruction, times in _run(module):
         kind = instruction.opcode.removesuffix("-start")

@@ -154,10 +154,8 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
         platform="tpu", topology_name=topology
     ).devices
     mesh = jax.sharding.Mesh(devices[: 1 if spec is None else 8], ("data",))
-    model, is_shared = (
-        make(candidate, size),
-        case == "scan" and candidate not in ("bf16", "flax"),
-    )
+    model = make(candidate, size)
+    is_shared = case == "scan" and candidate not in ("bf16", "flax")
 
     def placed(leaf, spec=WHOLE):
         return jax.ShapeDtypeStruct(

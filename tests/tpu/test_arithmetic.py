@@ -10,11 +10,13 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from oracle import E4M3, F32
+from parametrize import each_row
 
 from jaxfp8 import numerics, ops
 from jaxfp8.numerics import _scaling, _tpu
 
-TINY = np.float32(2.0**-126)
+TINY = F32(2.0**-126)
 
 
 @jax.jit
@@ -23,7 +25,7 @@ def amax(x):
         return _scaling.abs_max(x)
 
 
-@pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
+@each_row("fmt", oracle.FORMATS)
 def test_codes_are_the_oracles(fmt):
     @jax.jit
     def encode(x, scale):
@@ -32,9 +34,9 @@ def test_codes_are_the_oracles(fmt):
 
     x = np.concatenate([oracle.f32_corner_cases(), oracle.rounding_probes(fmt)])
     x = x[~(np.abs(x) < TINY) | (x == 0)]
-    for scale in np.float32([1, 3.7, 2.0**-100, 2.0**100, 2.0**126]):
+    for scale in F32([1, 3.7, 2.0**-100, 2.0**100, 2.0**126]):
         for values in (x, x.astype(ml_dtypes.bfloat16)):
-            normal = values[~(np.abs(values.astype(np.float32)) < TINY) | (values == 0)]
+            normal = values[~(np.abs(values.astype(F32)) < TINY) | (values == 0)]
             codes = np.asarray(encode(normal, scale.reshape(1)))
             expected, _ = oracle.quantize(normal, scale, fmt)
             assert np.array_equal(codes.view(np.uint8), expected.view(np.uint8)), (
@@ -46,14 +48,12 @@ def test_codes_are_the_oracles(fmt):
     "special", [(), (np.nan,), (-np.inf,)], ids=["finite", "NaN", "Inf"]
 )
 def test_the_amax_is_the_oracles(special):
-    x = np.append(np.random.default_rng(0).standard_normal(5000), special).astype(
-        np.float32
-    )
+    x = np.append(np.random.default_rng(0).standard_normal(5000), special).astype(F32)
     assert np.asarray(amax(x)) == oracle.amax(x)
     assert np.asarray(amax(x[:0])) == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("special", [1000, np.nan, -np.inf])
 @pytest.mark.parametrize("row", [0, 127], ids=["first part", "last part"])
 def test_the_amax_by_parts_is_the_oracles(row, special, dtype):
@@ -65,14 +65,14 @@ def test_the_amax_by_parts_is_the_oracles(row, special, dtype):
 
 
 def test_values_of_codes_are_the_oracles():
-    codes = oracle.all_codes(oracle.E4M3)
+    codes = oracle.all_codes(E4M3)
 
     @jax.jit
     def decode(x, scale):
         with _tpu.devices("one"):
-            return numerics.decode(x, scale, np.dtype(np.float32))
+            return numerics.decode(x, scale, np.dtype(F32))
 
-    expected = codes.astype(np.float32) * np.float32(0.37)
+    expected = codes.astype(F32) * F32(0.37)
     assert np.array_equal(
-        np.asarray(decode(codes, np.float32([0.37]))), expected, equal_nan=True
+        np.asarray(decode(codes, F32([0.37]))), expected, equal_nan=True
     )

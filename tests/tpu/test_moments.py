@@ -11,7 +11,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
 from ops import test_adam as adam
 
 from jaxfp8 import ops as jaxfp8_ops
@@ -62,21 +62,8 @@ def test_meshes(n, kind, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     leaf = adam.make_leaf(np.random.default_rng(n), (16, n), True)
 
-    def put(x, spec=spec):
-        shards = [
-            np.prod([mesh.shape[name] for name in axes or ()], dtype=int)
-            for axes in spec
-        ]
-        entries = [
-            axes if size % n == 0 else None
-            for size, axes, n in zip(x.shape, spec, shards, strict=False)
-        ]
-        return jax.device_put(x, NamedSharding(mesh, P(*entries)))
-
     with jax.set_mesh(mesh):
-        got = step(
-            jax.tree.map(put, leaf)._replace(keys=put(leaf.keys, (None, *spec))), 1
-        )
+        got = step(adam.placed(mesh, leaf, spec), 1)
     adam.assert_same(got, adam.expected(leaf))
 
 

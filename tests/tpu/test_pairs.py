@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from oracle import F32, assert_bitwise
 
 import jaxfp8
 from jaxfp8 import ops
@@ -17,19 +18,19 @@ from jaxfp8 import ops
 from . import compiler
 
 E4M3, E5M2 = oracle.FORMATS.values()
-ONE = np.ones(1, np.float32)
+ONE = np.ones(1, F32)
 
 
 def whole(rng, *shape):
     """Small whole numbers, whose sums of products are exact in any order."""
-    return rng.integers(-4, 5, shape).astype(np.float32)
+    return rng.integers(-4, 5, shape).astype(F32)
 
 
 @pytest.mark.parametrize("special", [1.0, np.nan])
 def test_codes_of_a_pair_are_the_oracles(special):
-    x = np.random.default_rng(0).standard_normal((24, 2, 40)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((24, 2, 40)).astype(F32)
     x[3, 1, 5] = special
-    scale = np.float32([3.7])
+    scale = F32([3.7])
 
     def quantized(x):
         return ops.quantize_transpose(x, scale, E4M3.dtype, cols=2, amax=ONE)
@@ -38,28 +39,28 @@ def test_codes_of_a_pair_are_the_oracles(special):
         one, each = jax.jit(quantized)(x), jax.jit(jax.vmap(quantized))(x[None])
     codes, _ = oracle.quantize(x, scale[0], E4M3)
     for data, data_t, amax in (one, [array[0] for array in each]):
-        oracle.assert_bitwise(data, codes, "data")
-        oracle.assert_bitwise(data_t, np.moveaxis(codes, 0, -1), "data_t")
-        oracle.assert_bitwise(amax, np.maximum(oracle.amax(x), ONE), "amax")
+        assert_bitwise(data, codes, "data")
+        assert_bitwise(data_t, np.moveaxis(codes, 0, -1), "data_t")
+        assert_bitwise(amax, np.maximum(oracle.amax(x), ONE), "amax")
 
 
 # The second shape is that of a gradient `[k, 2, n]` whose tiles of 2 rows are written
 # as tiles of 8 rows.
 @pytest.mark.parametrize("m, n", [(5, 24), (16, 512)])
-@pytest.mark.parametrize("out_dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("out_dtype", [F32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("is_gradient", [False, True])
 def test_a_product_with_a_pair_is_exact(m, n, out_dtype, is_gradient):
     rng = np.random.default_rng(1)
     a, b, bias = whole(rng, m, 12), whole(rng, 2, n, 12), whole(rng, 2, n)
     codes = a.astype(E4M3.dtype), b.astype(E5M2.dtype)
-    scales = np.float32([0.5]), np.float32([0.25])
+    scales = F32([0.5]), F32([0.25])
     options = {"batch": 0, "out_dtype": out_dtype, "narrow_sums": is_gradient}
     with ops.implementation("tpu"):
         product = ops.scaled_matmul(*codes, *scales, **options)
         with_bias = ops.scaled_matmul(*codes, *scales, bias=bias, **options)
     expected = np.einsum("mk,pnk->mpn", a, b) / 8
-    oracle.assert_bitwise(product, expected.astype(out_dtype), "product")
-    oracle.assert_bitwise(with_bias, (expected + bias).astype(out_dtype), "with a bias")
+    assert_bitwise(product, expected.astype(out_dtype), "product")
+    assert_bitwise(with_bias, (expected + bias).astype(out_dtype), "with a bias")
 
 
 def test_a_product_over_a_pair_is_exact():
@@ -71,7 +72,7 @@ def test_a_product_over_a_pair_is_exact():
             a.astype(E5M2.dtype), b.astype(E4M3.dtype), ONE, ONE, **options
         )
     expected = np.einsum("abpn,kpn->abk", a, b).astype(ml_dtypes.bfloat16)
-    oracle.assert_bitwise(product, expected, "product")
+    assert_bitwise(product, expected, "product")
 
 
 def test_a_step_of_a_gated_layer_is_that_of_the_reference():
@@ -89,7 +90,7 @@ def test_a_step_of_a_gated_layer_is_that_of_the_reference():
     for expected, got in zip(*map(jax.tree.leaves, results), strict=True):
         assert expected.dtype == got.dtype
         # Sums may be in another order.
-        expected, got = np.float32(expected), np.float32(got)
+        expected, got = F32(expected), F32(got)
         np.testing.assert_allclose(
             got, expected, rtol=2**-7, atol=2**-9 * np.max(np.abs(expected))
         )

@@ -6,14 +6,13 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import oracle
 from gemm import FIRST, Gemm, aligned, spaced
-from oracle import blocks as oracle_blocks
+from oracle import BF16, E4M3, E5M2, F16, F32, blocks as oracle_blocks
 
 FORMATS = (
-    (oracle.E4M3, oracle.E4M3),
-    (oracle.E4M3, oracle.E5M2),
-    (oracle.E5M2, oracle.E4M3),
+    (E4M3, E4M3),
+    (E4M3, E5M2),
+    (E5M2, E4M3),
 )
 
 
@@ -23,7 +22,7 @@ def products(folder):
     for formats in FORMATS:
         gemm.check(1, 16, 48, 32, formats)
     for bias in (False, True):
-        for out_dtype in (oracle.BF16, oracle.F16):
+        for out_dtype in (BF16, F16):
             gemm.check(1, 32, 16, 64, bias=bias, out_dtype=out_dtype)
         for accumulator in (None, "apart", "in place"):
             gemm.check(1, 32, 16, 64, bias=bias, accumulator=accumulator)
@@ -80,12 +79,7 @@ def _scaled(gemm, modes, g, m, n, k, capability=None, scale_shift=0):
         ).repeat(16, axis=2)
         kind = {"scale": "e8m0"} if mode == MX else {}
         sides.append(
-            [
-                oracle_blocks.quantize(
-                    np.float32(y), oracle.E4M3, BLOCK_OF[mode], **kind
-                )
-                for y in x
-            ]
+            [oracle_blocks.quantize(F32(y), E4M3, BLOCK_OF[mode], **kind) for y in x]
         )
         codes, scales = (np.stack([side[i] for side in sides[-1]]) for i in range(2))
         layouts = [
@@ -94,7 +88,7 @@ def _scaled(gemm, modes, g, m, n, k, capability=None, scale_shift=0):
         ]
         padded.append((aligned(codes), aligned(np.stack(layouts), scale_shift)))
     (a, a_scale), (b, b_scale) = padded
-    out = aligned(np.full((g, m, n), np.nan, np.float32))
+    out = aligned(np.full((g, m, n), np.nan, F32))
     # As jaxfp8.ops asks for it: fast accumulation with whole rows alone.
     error = gemm.error(
         a, b, a_scale, b_scale, out, modes=modes, precise=modes != (ROWS, ROWS)
@@ -125,7 +119,7 @@ def plans(folder):
     assert asked(1, 16, 48, 32, precise=True) == 1 and gemm.counts()["fast"] == 0
     assert asked(1, 16, 48, 32, workspace=1024) == 1
     assert asked(1, 48, 16, 32) == 1
-    assert asked(1, 16, 48, 32, (oracle.E5M2, oracle.E4M3)) == 1
+    assert asked(1, 16, 48, 32, (E5M2, E4M3)) == 1
     assert asked(1, 16, 48, 32, bias=True) == 1
     assert asked(1, 16, 48, 32, accumulator="apart") == 1
     assert asked(2, 16, 48, 32) == 1
@@ -215,9 +209,9 @@ def unaligned_scales(folder):
     for modes in PAIRS:
         assert _scaled(gemm, modes, 2, 160, 48, 272, scale_shift=4) == "", modes
     for scales, workspace in (((1, 1), 3), ((3, 1), 35)):
-        a = aligned(np.zeros((3, 16, 32), oracle.E4M3.dtype))
-        a_scale, b_scale = (spaced(np.ones(count, np.float32), 4) for count in scales)
-        out = aligned(np.zeros((3, 16, 16), np.float32))
+        a = aligned(np.zeros((3, 16, 32), E4M3.dtype))
+        a_scale, b_scale = (spaced(np.ones(count, F32), 4) for count in scales)
+        out = aligned(np.zeros((3, 16, 16), F32))
         reason = gemm.error(a, a, a_scale, b_scale, out, workspace=workspace)
         assert (
             "a_scale_inv: expected a pointer that is a multiple of 16 bytes" in reason
@@ -282,11 +276,9 @@ def capture(folder):
 
 
 def _reason(gemm, **options) -> str:
-    a = aligned(np.zeros((1, 16, 32), oracle.E4M3.dtype))
-    one, out = (
-        aligned(np.ones(1, np.float32)),
-        aligned(np.zeros((1, 16, 16), np.float32)),
-    )
+    a = aligned(np.zeros((1, 16, 32), E4M3.dtype))
+    one = aligned(np.ones(1, F32))
+    out = aligned(np.zeros((1, 16, 16), F32))
     return gemm.error(a, a, one, one, out, **options)
 
 
@@ -340,8 +332,8 @@ def old_library(folder):
 def no_terms(folder):
     """k = 0 needs no cuBLASLt."""
     gemm = Gemm(folder, fake=None)
-    out = aligned(np.full((2, 16, 32), np.nan, np.float32))
-    one = np.ones(1, np.float32)
-    a, b = (np.zeros((2, rows, 0), oracle.E4M3.dtype) for rows in (16, 32))
+    out = aligned(np.full((2, 16, 32), np.nan, F32))
+    one = np.ones(1, F32)
+    a, b = (np.zeros((2, rows, 0), E4M3.dtype) for rows in (16, 32))
     assert gemm.error(a, b, one, one, out) == ""
     assert (out == 0).all()

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import oracle
+from oracle import BF16, E4M3, E5M2, F16, F32
 
 # jaxfp8::Dtype
-DTYPES = {
-    dtype: code
-    for code, dtype in enumerate((oracle.BF16, oracle.F16, np.dtype(np.float32)))
-}
-DTYPES |= {oracle.E4M3.dtype: 3, oracle.E5M2.dtype: 4}
+DTYPES = {dtype: code for code, dtype in enumerate((BF16, F16, np.dtype(F32)))}
+DTYPES |= {E4M3.dtype: 3, E5M2.dtype: 4}
 COUNTS = (
     "heuristics",
     "matmuls",
@@ -78,8 +76,8 @@ class Gemm:
         return text.value.decode()
 
     def check(
-        self, g, m, n, k, formats=(oracle.E4M3, oracle.E4M3), scales=(1, 1), bias=False,
-        accumulator=None, shift=0, scale_shifts=(0, 0), out_dtype=np.float32, **options,
+        self, g, m, n, k, formats=(E4M3, E4M3), scales=(1, 1), bias=False,
+        accumulator=None, shift=0, scale_shifts=(0, 0), out_dtype=F32, **options,
     ):  # fmt: skip
         """One product of random codes, against the oracle.
 
@@ -91,16 +89,14 @@ class Gemm:
             aligned(oracle.quantize(rng.standard_normal((g, rows, k)), 8, fmt)[0], off)
             for rows, fmt, off in zip((m, n), formats, (shift, 0), strict=True)
         )
-        a_scale, b_scale = (
-            rng.uniform(0.5, 2, count).astype(np.float32) for count in scales
-        )
+        a_scale, b_scale = (rng.uniform(0.5, 2, count).astype(F32) for count in scales)
         out_dtype = np.dtype(out_dtype)
-        bias_dtype = oracle.F16 if out_dtype == oracle.F16 else oracle.BF16
+        bias_dtype = F16 if out_dtype == F16 else BF16
         bias = aligned(rng.standard_normal(n).astype(bias_dtype)) if bias else None
         out = aligned(np.full((g, m, n), np.nan, out_dtype))
         add = None
         if accumulator:
-            add = aligned(rng.standard_normal((g, m, n)).astype(np.float32))
+            add = aligned(rng.standard_normal((g, m, n)).astype(F32))
             addend = add.copy()
             out = add if accumulator == "in place" else out
         buffers = (

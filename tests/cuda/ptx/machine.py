@@ -282,10 +282,8 @@ class Interpreted(emulated.Emulated):
     def _launch(self, op, *arguments):
         alive = [buffer for buffer in buffers.alive if buffer.array.nbytes]
         for buffer in alive:
-            size, uses = (
-                ctypes.c_uint64(buffer.array.nbytes),
-                (buffer.is_operand, buffer.is_result),
-            )
+            size = ctypes.c_uint64(buffer.array.nbytes)
+            uses = (buffer.is_operand, buffer.is_result)
             self.library.ptx_add_buffer(buffer.pointer, size, *map(int, uses))
         try:
             super()._launch(op, *arguments)

@@ -12,6 +12,7 @@ import oracle
 import pytest
 from equality import assert_all_bitwise
 from ops import cases, targets, test_adam as test_op_adam
+from oracle import BF16, E4M3, F32
 
 from .. import test_emulated_kernels as kernels, test_emulated_ragged as ragged
 from . import machine
@@ -51,31 +52,29 @@ def edited(library, folder, kernel, pattern, replacement, *, original=machine.co
 
 
 def quantize(interpreted, size=1031):
-    x = kernels.random_values((1, size), oracle.BF16)
-    expected = kernels.each_group(oracle.quantize, x, np.float32(-3), oracle.E4M3)
-    assert_all_bitwise(interpreted.quantize(x, -3, oracle.E4M3), expected, "quantize")
+    x = kernels.random_values((1, size), BF16)
+    expected = kernels.each_group(oracle.quantize, x, F32(-3), E4M3)
+    assert_all_bitwise(interpreted.quantize(x, -3, E4M3), expected, "quantize")
 
 
 def amax(interpreted):
-    x = kernels.random_values((1, 9000), oracle.BF16)
+    x = kernels.random_values((1, 9000), BF16)
     oracle.assert_bitwise(
         interpreted.amax(x),
-        oracle.quantize(x[0], np.float32(1), oracle.E4M3)[1][None],
+        oracle.quantize(x[0], F32(1), E4M3)[1][None],
         "amax",
     )
 
 
 def amax_of_nan(interpreted):
-    x = np.ones((1, 100), np.float32)
+    x = np.ones((1, 100), F32)
     x[0, 33] = np.nan
-    oracle.assert_bitwise(interpreted.amax(x), np.float32([np.inf]), "amax")
+    oracle.assert_bitwise(interpreted.amax(x), F32([np.inf]), "amax")
 
 
 def tiles(op):
     def run(interpreted):
-        call, check = kernels.TILES[op](
-            kernels.random_values((1, 128, 128), oracle.BF16)
-        )
+        call, check = kernels.TILES[op](kernels.random_values((1, 128, 128), BF16))
         check(call(interpreted))
 
     return run
