@@ -126,6 +126,51 @@ def mantissa(bits: int) -> jaxfp8.CustomRecipe:
     )
 
 
+DEVICES = 8
+
+
+@jax.custom_vjp
+def one_a_device(kernel):
+    """A copy of the kernel for each device, whose gradients a ring of devices adds in
+    bfloat16: each addition is rounded.
+    """
+    return jnp.broadcast_to(kernel, (DEVICES, *kernel.shape))
+
+
+def add_in_a_ring(_, gradients):
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = lax.reduce_precision(total + gradient, exponent_bits=8, mantissa_bits=7)
+    return (total,)
+
+
+one_a_device.defvjp(lambda kernel: (one_a_device(kernel), None), add_in_a_ring)
+
+
+class DenseOfDevices(nn.Module):
+    """`jaxfp8.linen.Dense` as eight devices compute it, each a part of the batch, and
+    add the gradients of the kernel.
+    """
+
+    features: int
+    use_bias: bool
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        assert not self.use_bias
+        init, shape = nn.linear.default_kernel_init, (x.shape[-1], self.features)
+        kernels = one_a_device(self.param("kernel", init, shape))
+        rows = x.reshape(DEVICES, -1, x.shape[-1])
+        y = jaxfp8.linen.Fp8DotGeneral()(
+            rows,
+            kernels,
+            (((2,), (1,)), ((0,), (0,))),
+            preferred_element_type=self.dtype,
+        )
+        return y.reshape(*x.shape[:-1], self.features)
+
+
 def only(role: str, quantizer: jaxfp8.Quantizer):
     """A recipe that quantizes one tensor of the product."""
     return jaxfp8.CustomRecipe(lambda asked: quantizer if asked == role else None)
@@ -221,6 +266,13 @@ ABLATION = {
     # Beside "current", which rounds to nearest.
     "stochastic_grad": Arm(
         "current scaling, gradients rounded at random", jaxfp8.CustomRecipe(stochastic)
+    ),
+    # What the devices of a mesh add.
+    "narrow_sums": Arm(
+        "wgrad and its sum over 8 devices in bf16, above `linen.Dense`",
+        jaxfp8.DelayedScaling(wgrad_dtype=jnp.bfloat16),
+        DenseOfDevices,
+        reference="own_layer",
     ),
     # Without bfloat16, neither before the quantizers nor after the products.
     "f32": Arm("float32", dtype=jnp.float32, reference="f32"),

@@ -127,7 +127,7 @@ def dot_general(
         quantizers=quantizers,
         dimension_numbers=numbers,
         x_dtype=x.array.dtype,
-        kernel_dtype=kernel.array.dtype,
+        wgrad_dtype=wgrad_dtype(recipe, kernel),
         out_dtype=out_dtype,
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
@@ -260,6 +260,11 @@ def is_small(recipe, x, kernel) -> bool:
     """
     size = math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
     return size < recipe.min_size**3
+
+
+def wgrad_dtype(recipe, kernel: Operand) -> np.dtype:
+    """Return the dtype in which the product of the kernel's gradient is written."""
+    return kernel.array.dtype if recipe.wgrad_dtype is None else recipe.wgrad_dtype
 
 
 def high_precision_dtypes(*operands: Operand) -> list:

@@ -42,7 +42,9 @@ class Product:
         quantizers: the quantizers of the recipe.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped
             dimensions.
-        x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
+        x_dtype: dtype of x, and so of its gradient.
+        wgrad_dtype: dtype in which the kernel's gradient is written, and in which
+            devices add it.
         out_dtype: dtype of the result.
         precise: names, out of fprop, dgrad and wgrad, of the products that accumulate
             precisely.
@@ -60,7 +62,7 @@ class Product:
     quantizers: recipes.ByQuantizer
     dimension_numbers: tuple
     x_dtype: np.dtype
-    kernel_dtype: np.dtype
+    wgrad_dtype: np.dtype
     out_dtype: np.dtype
     precise: frozenset
     reduce: recipes.AmaxReduction
@@ -488,7 +490,7 @@ def _wgrad(product, x, grad, kernel_layout, group_sizes):
     swap = not kernel_layout.contract_first
     with _contexts.gemm(GEMMType.WGRAD):
         dkernel = product.gemm(
-            GEMMType.WGRAD, x, grad, product.kernel_dtype, swap, group_sizes=group_sizes
+            GEMMType.WGRAD, x, grad, product.wgrad_dtype, swap, group_sizes=group_sizes
         )
     return kernel_layout.restored(dkernel)
 

@@ -427,11 +427,14 @@ def _transpose(
             product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes
         )
     # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of
-    #    the cotangents of all devices.
-    cotangents = [
-        None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
-        for aval, ct in zip(operands, gradients, strict=False)
-    ]
+    #    the cotangents of all devices, that of the kernel in the dtype of its product.
+    cotangents = []
+    for i, (aval, ct) in enumerate(zip(operands, gradients, strict=False)):
+        if ct is not None:
+            is_kernel = i == 1
+            ct = ct if is_kernel else ct.astype(aval.dtype)
+            ct = _mesh.cotangent_of(aval, ct).astype(aval.dtype)
+        cotangents.append(ct)
     for count, state in zip(state_leaves, ct_of_state.by_quantizer(), strict=True):
         # A quantizer that recorded nothing gives no cotangent: its state stays. The
         # cotangent of a reading stands for those of the histories.

@@ -32,6 +32,7 @@ from ._dot_general import (
     high_precision_dtypes,
     operand,
     result_dtype,
+    wgrad_dtype,
     why,
 )
 from ._fused_input import Activated, FusedInput, Normalized
@@ -136,7 +137,7 @@ def ragged_dot(
         quantizers=quantizers,
         dimension_numbers=(((1,), (1,)), ((), ())),
         x_dtype=lhs.array.dtype,
-        kernel_dtype=rhs.array.dtype,
+        wgrad_dtype=wgrad_dtype(recipe, rhs),
         out_dtype=out_dtype,
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),

@@ -40,7 +40,7 @@ class Dense(nn.Module):
 
     - The kernel goes to the quantizer in `param_dtype`. A float32 kernel is rounded
       once, to FP8; there is no bfloat16 copy of it, and its gradient comes from the
-      product in float32.
+      product in float32, or in the `wgrad_dtype` of the recipe.
     - The kernel may be a QTensor of `jaxfp8.quantize_params`, quantized once for all
       microbatches.
     - The bias is added in the product, in float32, before its only rounding; the

@@ -85,7 +85,8 @@ class Float8RowwiseScaling(Recipe):
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         power_2_scale: round scales down to a power of two; Blackwell needs that, see
             `Float8BlockScaling`.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -131,7 +132,8 @@ class Float8BlockScaling(Recipe):
         power_2_scale: round scales down to a power of two. NVIDIA's Blackwell
             multiplies no other scales of blocks in FP8; there the product repeats each
             scale for blocks of 32, which MXFP8 has.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -199,7 +201,8 @@ class MXFP8BlockScaling(Recipe):
         fp8_format: `E4M3`, the usual choice, for x, kernel and `grad`; `HYBRID` has
             e5m2 for `grad`; or `E5M2`.
         rounding: how `e` is rounded, `"ceil"` or `"floor"`.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.

@@ -39,9 +39,9 @@ class ByProduct(Recipe):
         fprop, dgrad, wgrad: the recipe of each product, or None. Of a `CustomRecipe`
             for fprop the output's quantizer counts too, of one for dgrad that of the
             gradient of x.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`;
-            they belong to all three products, so the recipes of the products leave them
-            as they are.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`; they belong to all three products, so the recipes of the products
+            leave them as they are.
 
     Raises:
         TypeError: the recipe of a product is neither a Recipe nor None, or is a

@@ -48,7 +48,8 @@ class CustomRecipe(Recipe):
             `linear_grad_input` (the gradient of x), which are dequantized at once,
             because no product reads their codes. A tensor whose role gets None stays in
             high precision.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`.
 
     Raises:
         ValueError: an option has a value it cannot have.

@@ -58,7 +58,8 @@ class DelayedScaling(Recipe):
             steps. Without a backward both are that of the tensor's own amax.
         reduce_amax: keyword-only, an option of TransformerEngine's recipe. Only True is
             legal: an amax is always that of the whole tensor, on all devices.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.

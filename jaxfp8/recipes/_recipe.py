@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..numerics import Format
+from ..ops import _checks
 from ._quantizer import DEFAULT, OperandOptions, Quantized, Quantizer
 from ._tensor import QTensor
 
@@ -101,12 +103,18 @@ class Recipe:
             kept for the backward in FP8, a byte an element, with a power of two for the
             whole tensor as its scale. The forward gives the same values; gradients are
             a few percent off.
+        wgrad_dtype: the dtype, bfloat16, float16 or float32, in which the product of
+            wgrad is written and the devices of a mesh add their parts of it; the sum is
+            then converted to the kernel's dtype. None is the kernel's dtype. The layers
+            of `jaxfp8.linen` and `jaxfp8.nnx` keep float32 kernels: with bfloat16 half
+            of the bytes cross devices, and each part and each addition is rounded.
     """
 
     precise: tuple[str, ...] = ("dgrad", "wgrad")
     min_size: int = 0
     pipeline_axes: tuple[str, ...] | None = None
     fp8_residuals: bool = False
+    wgrad_dtype: DTypeLike | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make recipes static nodes of pytrees, so that `jax.jit` takes one as an
@@ -229,6 +237,13 @@ class Recipe:
         )
         self.expect(is_size, "min_size", "an int", TypeError)
         self.expect(self.min_size >= 0, "min_size", "at least 0")
+        if self.wgrad_dtype is not None:
+            # Equal dtypes have several names, and equal recipes one program.
+            name = type(self).__name__
+            dtype = _checks.dtype(
+                name, "wgrad_dtype", self.wgrad_dtype, _checks.HIGH_PRECISION
+            )
+            object.__setattr__(self, "wgrad_dtype", dtype)
 
 
 @functools.lru_cache(maxsize=256)

@@ -107,7 +107,8 @@ class Float8CurrentScaling(Recipe):
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         power_2_scale: round scales down to a power of two, so that scaling itself does
             not round.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -183,7 +184,8 @@ class StaticScaling(Recipe):
             output, in their own units; None takes the operand's own amax, as
             `Float8CurrentScaling` does.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
-        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
+            `Recipe`.
 
     Raises:
         ValueError, TypeError: a bound is no number, or as float32 not above 0 and

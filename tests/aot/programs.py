@@ -11,7 +11,8 @@ a `jaxfp8.linen.Dense`.
 GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no
 autotuning without a GPU, and XLA's default would be Triton kernels with tiles that
 nobody would run. `bf16, Triton` and `flax, Triton` show what that default changes.
-`own, xla` is `own` under `implementation("xla")`. Gradients are as `jaxfp8.grad` takes
+`own, xla` is `own` under `implementation("xla")`, and `, bf16 sums` are layers whose
+recipe has `wgrad_dtype=bfloat16`. Gradients are as `jaxfp8.grad` takes
 them, those of `own, bare` as `jax.grad`. `--quickly` leaves machine code unoptimized:
 the same counts in less time.
 """
@@ -65,6 +66,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 TRITON = ", Triton"
 XLA = ", xla"
 BARE = ", bare"
+NARROW = ", bf16 sums"
 AXES = ("fsdp", "tp")
 TOKENS, WIDTH, HIDDEN, LAYERS = 8192, 4096, 14336, 8
 STATE = "_overwrite_with_gradient"
@@ -232,7 +234,7 @@ GROUPS = {
         "fsdp-8 scan": Case(
             layers(),
             (8 * TOKENS, WIDTH),
-            (*_MLPS, "own" + BARE),
+            (*_MLPS, "own" + BARE, "own" + NARROW, "fused" + NARROW),
             mesh=(8, 1),
             kernels=_rows,
         ),
@@ -267,6 +269,9 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     if candidate.endswith(XLA):
         with jaxfp8.ops.implementation("xla"):
             return report(case, candidate.removesuffix(XLA), quickly, gpu)
+    if candidate.endswith(NARROW):
+        with jaxfp8.autocast(jaxfp8.DelayedScaling(wgrad_dtype=jnp.bfloat16)):
+            return report(case, candidate.removesuffix(NARROW), quickly, gpu)
     is_shared = not candidate.startswith("flax") and not candidate.endswith(BARE)
     candidate = candidate.removesuffix(BARE)
     model = case.model(candidate.removesuffix(TRITON))

@@ -41,7 +41,8 @@ def amaxes(found) -> list:
 def test_every_gemm_is_fp8(counts, case):
     for name, found in ours(counts, case).items():
         # In GatedMLP gate and up are one product: two of three are left.
-        expected = counts[case]["bf16"]["gemms"] * (2 if name == "fused" else 3) // 3
+        products = 2 if name.startswith("fused") else 3
+        expected = counts[case]["bf16"]["gemms"] * products // 3
         assert found["fp8_gemms"] == found["gemms"] == expected, name
 
 
@@ -136,3 +137,18 @@ def test_gradients_are_reduced_as_elsewhere(counts):
     }
     assert sizes["bf16"] == sizes["flax"] == sizes["drop-in"] == 2 * KERNELS
     assert sizes["own"] == 4 * KERNELS
+
+
+@pytest.mark.parametrize("name", ["own", "fused"])
+def test_gradients_are_reduced_in_their_dtype(counts, name):
+    """`wgrad_dtype`: half of the bytes cross devices, and a shard alone is
+    converted.
+    """
+    in_f32, narrow = (
+        counts["fsdp-8 scan"][candidate] for candidate in (name, f"{name}, bf16 sums")
+    )
+    reduced = of_kind(narrow, "reduce-scatter")
+    assert {dtype for c in reduced for dtype in c["dtypes"]} == {"bf16"}
+    assert sum(c["times"] * c["bytes"] for c in reduced) == 8 * 2 * KERNELS
+    assert narrow["bytes"] <= in_f32["bytes"] + 8 * 1.5 * KERNELS
+    assert narrow["timeline"]["ms"] < in_f32["timeline"]["ms"]

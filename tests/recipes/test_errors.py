@@ -92,6 +92,7 @@ OPTIONS = [
     ([DELAYED], "margin", (TYPE, VALUE), ["1", None, np.nan, np.inf]),
     ([DELAYED], "reduce_amax", VALUE, [False, None, "yes"]),
     ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
+    ([DELAYED], "wgrad_dtype", TYPE, ["fp8", jnp.float8_e4m3fn, np.float64, 3]),
     *[
         (STATELESS[4:], name, TYPE, ["224", True])
         for name in ("input", "kernel", "output_grad")

@@ -1,0 +1,126 @@
+"""`wgrad_dtype`: the kernel's gradient is rounded to that dtype in its product, and is
+in the kernel's dtype all the same.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from equality import assert_same_bits
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from oracle import BF16, F16, F32
+from programs.known_amax import RECIPES as WITH_STATE
+
+import jaxfp8
+import jaxfp8.nnx
+from recipes import cases
+from recipes.cases import RECIPES, SHAPES
+
+DELAYED = WITH_STATE["delayed"].recipe
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_products(name, dtype):
+    """The oracle's product with that result; y and dx are those without the option."""
+    (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]
+    x, kernel, grad, _ = shapes.arrays()
+    narrow = dataclasses.replace(recipe, wgrad_dtype=dtype)
+    y, dx, dkernel, _ = cases.run(shapes, narrow, x, kernel, grad)
+    wanted = cases.step(
+        rule, x[None], kernel.T[None], grad[None], kernel_dtype=dtype
+    ).dkernel
+    rounded = np.asarray(dkernel).astype(dtype)
+    wanted.check(rounded.T[None], name)
+    oracle.assert_bitwise(dkernel, rounded.astype(F32), name)
+    in_f32 = cases.run(shapes, recipe, x, kernel, grad)
+    assert_same_bits((y, dx), in_f32[:2], name)
+    assert not np.array_equal(dkernel, in_f32[2])
+
+
+def test_wider_than_the_kernel():
+    """A float32 product of a bfloat16 kernel is rounded afterwards: the same bits."""
+    shapes, recipe = SHAPES["7x5x3"], jaxfp8.Float8CurrentScaling()
+    shapes = dataclasses.replace(shapes, kernel_dtype=BF16)
+    x, kernel, grad, _ = shapes.arrays()
+    wide = dataclasses.replace(recipe, wgrad_dtype=F32)
+    expected = cases.run(shapes, recipe, x, kernel, grad)
+    assert_same_bits(cases.run(shapes, wide, x, kernel, grad), expected)
+
+
+def test_equal_dtypes_are_equal_recipes():
+    names = [jnp.bfloat16, "bfloat16", BF16]
+    recipes = {jaxfp8.DelayedScaling(wgrad_dtype=name) for name in names}
+    assert recipes == {jaxfp8.DelayedScaling(wgrad_dtype=BF16)}
+
+
+def test_ragged_dot():
+    x, kernel = np.ones((6, 5), F32) / 3, np.ones((2, 5, 3), F32) / 3
+    grad = np.random.default_rng(0).standard_normal((6, 3)).astype(F32)
+    sizes = np.int32([4, 2])
+
+    def gradient(wgrad_dtype):
+        recipe = jaxfp8.Float8CurrentScaling(wgrad_dtype=wgrad_dtype)
+        product = lambda k: jaxfp8.ragged_dot(x, k, sizes, recipe=recipe)  # noqa: E731
+        return jax.vjp(product, kernel)[1](grad)[0]
+
+    rounded = np.asarray(gradient(None)).astype(BF16).astype(F32)
+    oracle.assert_bitwise(gradient(BF16), rounded, "ragged_dot")
+
+
+# ------------------------------------------------------------------------------- layers
+
+X = np.random.default_rng(0).standard_normal((6, 8)).astype(F32)
+EXPERT, WEIGHTS = np.int32([[0], [1], [1], [0], [2], [2]]), np.ones((6, 1), F32)
+# Name of the class -> sizes in Linen and in NNX, inputs.
+LAYERS = {
+    "Dense": ((7,), (8, 7), (X,)),
+    "NormDense": ((7,), (8, 7), (X,)),
+    "GatedMLP": ((16,), (8, 16), (X,)),
+    "Experts": ((3, 16), (3, 8, 16), (X, EXPERT, WEIGHTS)),
+}
+
+
+def gradients_of_linen(name, recipe):
+    sizes, _, inputs = LAYERS[name]
+    layer = getattr(jaxfp8.linen, name)(*sizes, recipe=recipe, dtype=jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), *inputs)
+
+    def loss(variables):
+        return jnp.sum(jnp.sin(layer.apply(variables, *inputs).astype(F32)))
+
+    return flatten_dict(jax.jit(jax.grad(loss))(variables)["params"])
+
+
+def gradients_of_nnx(name, recipe):
+    _, sizes, inputs = LAYERS[name]
+    cls = getattr(jaxfp8.nnx, "Linear" if name == "Dense" else name)
+    layer = cls(*sizes, recipe=recipe, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def gradient(layer):
+        return jaxfp8.nnx.grad(
+            lambda layer: jnp.sum(jnp.sin(layer(*inputs).astype(F32)))
+        )(layer)
+
+    params = nnx.filter_state(gradient(layer), nnx.Param)
+    return flatten_dict(nnx.to_pure_dict(params))
+
+
+@pytest.mark.parametrize("gradients", [gradients_of_linen, gradients_of_nnx])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, gradients):
+    """Kernels are float32 and get rounded gradients, in float32; norms and biases are
+    as they were.
+    """
+    expected = gradients(name, DELAYED)
+    got = gradients(name, dataclasses.replace(DELAYED, wgrad_dtype=BF16))
+    for path, leaf in expected.items():
+        leaf = np.asarray(leaf)
+        if path[-1] == "kernel":
+            leaf = leaf.astype(BF16).astype(F32)
+        oracle.assert_bitwise(got[path], leaf, f"{name}: {path}")
