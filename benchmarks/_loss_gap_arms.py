@@ -33,6 +33,10 @@ class Arm(NamedTuple):
         reference: the arm whose loss is subtracted.
         evaluated_in: the arm whose precision the validation loss is computed in; the
             empty one is this arm.
+        after: `(arm, part)`: the last `part` of the steps, after those of that arm;
+            None for a whole run.
+        beside: the arm whose loss the second difference is to.
+        layers: of the model.
     """
 
     title: str
@@ -42,13 +46,18 @@ class Arm(NamedTuple):
     rules: tuple = ()
     reference: str = "bf16"
     evaluated_in: str = ""
+    after: tuple[str, float] | None = None
+    beside: str = "delayed"
+    layers: int = 2
 
     @property
     def precision(self) -> Precision:
         return Precision(self.dtype, "", self.recipe)
 
-    def model(self, vocabulary: int, length: int, width: int, layers: int) -> nn.Module:
-        model = LanguageModel(vocabulary, length, self.dtype, width, layers, self.dense)
+    def model(self, vocabulary: int, length: int, width: int) -> nn.Module:
+        model = LanguageModel(
+            vocabulary, length, self.dtype, width, self.layers, self.dense
+        )
         return jaxfp8.linen.quantize(model, self.rules) if self.rules else model
 
 
@@ -239,4 +248,35 @@ ABLATION = {
         "trained in bf16, evaluated in FP8", evaluated_in="current"
     ),
 }
-ARMS = RECIPES | ABLATION
+
+# fprop in bf16, whose new quantizers start with the scales of the tensors at hand.
+_started = jaxfp8.DelayedScaling(first_step="current")
+_fprop_bf16 = jaxfp8.ByProduct(None, _started, _started)
+
+
+def last(part: float) -> Arm:
+    """Delayed scaling, with fprop in bf16 for the last `part` of the steps."""
+    title = f"fprop in bf16 for the last {part:.0%} of the steps"
+    return Arm(title, _fprop_bf16, after=("delayed", part))
+
+
+_FOUR = {"reference": "bf16_4", "beside": "delayed_4", "layers": 4}
+
+# Each is evaluated twice: as served in bf16 and as served in FP8.
+SERVED = {
+    "bf16": RECIPES["bf16"],
+    "delayed": RECIPES["delayed"],
+    "fprop_bf16": RECIPES["fprop_bf16"],
+    "last_5": last(0.05),
+    "last_10": last(0.1),
+    "last_20": last(0.2),
+    "bf16_4": Arm("4 blocks: bf16", **_FOUR),
+    "delayed_4": Arm("4 blocks: delayed scaling", delayed, **_FOUR),
+    "last_block_4": Arm(
+        "4 blocks: the last one in bf16",
+        delayed,
+        rules=((r"block3/.*", None),),
+        **_FOUR,
+    ),
+}
+ARMS = RECIPES | ABLATION | SERVED
