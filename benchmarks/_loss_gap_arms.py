@@ -31,8 +31,6 @@ class Arm(NamedTuple):
         dtype: of everything that is not FP8.
         rules: of `jaxfp8.linen.quantize`, for layers that differ from the others.
         reference: the arm whose loss is subtracted.
-        evaluated_in: the arm whose precision the validation loss is computed in; the
-            empty one is this arm.
         after: `(arm, part)`: the last `part` of the steps, after those of that arm;
             None for a whole run.
         beside: the arm whose loss the second difference is to.
@@ -45,7 +43,6 @@ class Arm(NamedTuple):
     dtype: Any = jnp.bfloat16
     rules: tuple = ()
     reference: str = "bf16"
-    evaluated_in: str = ""
     after: tuple[str, float] | None = None
     beside: str = "delayed"
     layers: int = 2
@@ -240,13 +237,6 @@ ABLATION = {
     # of GPUs has 4.
     "mantissa_3": Arm("3 bits of mantissa, any exponent", mantissa(3)),
     "mantissa_4": Arm("4 bits of mantissa, any exponent", mantissa(4)),
-    # The weights that FP8 trained, in a bf16 model; and bf16's weights in an FP8 model.
-    "evaluated_in_bf16": Arm(
-        "trained in FP8, evaluated in bf16", delayed, evaluated_in="bf16"
-    ),
-    "evaluated_in_fp8": Arm(
-        "trained in bf16, evaluated in FP8", evaluated_in="current"
-    ),
 }
 
 # fprop in bf16, whose new quantizers start with the scales of the tensors at hand.

@@ -67,7 +67,6 @@ class Training:
         arm, start = ARMS[name], time.perf_counter()
         state, done, curve = self.first_state(text, name, seed)
         validation = self.validation(text)
-        evaluated = ARMS[arm.evaluated_in or name].precision
         kept = {
             self.steps_before(other.after[1])
             for other in ARMS.values()
@@ -80,8 +79,7 @@ class Training:
                     train_step(state, jnp.asarray(batch))
                 )
                 if i % max(1, self.steps // POINTS) == 0 or i == self.steps:
-                    with evaluated.region():
-                        curve.append([i, float(mean_loss(state, validation))])
+                    curve.append([i, float(mean_loss(state, validation))])
                 if i in kept:
                     self.kept[text, name, seed, i] = jax.device_get(state), [*curve]
         served = {}
