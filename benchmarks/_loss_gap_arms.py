@@ -31,8 +31,10 @@ class Arm(NamedTuple):
         dtype: of everything that is not FP8.
         rules: of `jaxfp8.linen.quantize`, for layers that differ from the others.
         reference: the arm whose loss is subtracted.
-        evaluated_in: the arm whose precision the validation loss is computed in; the
-            empty one is this arm.
+        after: `(arm, part)`: the last `part` of the steps, after those of that arm;
+            None for a whole run.
+        beside: the arm whose loss the second difference is to.
+        layers: of the model.
     """
 
     title: str
@@ -41,14 +43,18 @@ class Arm(NamedTuple):
     dtype: Any = jnp.bfloat16
     rules: tuple = ()
     reference: str = "bf16"
-    evaluated_in: str = ""
+    after: tuple[str, float] | None = None
+    beside: str = "delayed"
+    layers: int = 2
 
     @property
     def precision(self) -> Precision:
         return Precision(self.dtype, "", self.recipe)
 
-    def model(self, vocabulary: int, length: int, width: int, layers: int) -> nn.Module:
-        model = LanguageModel(vocabulary, length, self.dtype, width, layers, self.dense)
+    def model(self, vocabulary: int, length: int, width: int) -> nn.Module:
+        model = LanguageModel(
+            vocabulary, length, self.dtype, width, self.layers, self.dense
+        )
         return jaxfp8.linen.quantize(model, self.rules) if self.rules else model
 
 
@@ -283,12 +289,36 @@ ABLATION = {
     # of GPUs has 4.
     "mantissa_3": Arm("3 bits of mantissa, any exponent", mantissa(3)),
     "mantissa_4": Arm("4 bits of mantissa, any exponent", mantissa(4)),
-    # The weights that FP8 trained, in a bf16 model; and bf16's weights in an FP8 model.
-    "evaluated_in_bf16": Arm(
-        "trained in FP8, evaluated in bf16", delayed, evaluated_in="bf16"
-    ),
-    "evaluated_in_fp8": Arm(
-        "trained in bf16, evaluated in FP8", evaluated_in="current"
+}
+
+# fprop in bf16, whose new quantizers start with the scales of the tensors at hand.
+_started = jaxfp8.DelayedScaling(first_step="current")
+_fprop_bf16 = jaxfp8.ByProduct(None, _started, _started)
+
+
+def last(part: float) -> Arm:
+    """Delayed scaling, with fprop in bf16 for the last `part` of the steps."""
+    title = f"fprop in bf16 for the last {part:.0%} of the steps"
+    return Arm(title, _fprop_bf16, after=("delayed", part))
+
+
+_FOUR = {"reference": "bf16_4", "beside": "delayed_4", "layers": 4}
+
+# Each is evaluated twice: as served in bf16 and as served in FP8.
+SERVED = {
+    "bf16": RECIPES["bf16"],
+    "delayed": RECIPES["delayed"],
+    "fprop_bf16": RECIPES["fprop_bf16"],
+    "last_5": last(0.05),
+    "last_10": last(0.1),
+    "last_20": last(0.2),
+    "bf16_4": Arm("4 blocks: bf16", **_FOUR),
+    "delayed_4": Arm("4 blocks: delayed scaling", delayed, **_FOUR),
+    "last_block_4": Arm(
+        "4 blocks: the last one in bf16",
+        delayed,
+        rules=((r"block3/.*", None),),
+        **_FOUR,
     ),
 }
-ARMS = RECIPES | ABLATION
+ARMS = RECIPES | ABLATION | SERVED

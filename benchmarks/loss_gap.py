@@ -13,6 +13,8 @@ confidence intervals (Student's t):
 - nat above bf16: its loss at the end less that of its reference, which is "f32" in
   float32 and else "bf16".
 - less delayed: its loss less that of delayed scaling's run, the same way.
+- as served: the same two, with both models evaluated in bf16, or the arm in FP8 with
+  current scaling; the reference is evaluated in bf16 either way.
 - lag: how many steps earlier the reference was where the arm is at its end, as a
   fraction of the run: its validation curve, between its points a straight line, first
   gets down to the arm's final loss there. Where the arm ends below its reference, roles
@@ -33,16 +35,19 @@ import time
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
 from _compare_runs import interval  # noqa: E402
 from _compare_training import create_state, make_optimizer, mean_loss, train_step  # noqa: E402
 from _environment import environment  # noqa: E402
-from _loss_gap_arms import ABLATION, ARMS, RECIPES  # noqa: E402
+from _loss_gap_arms import ABLATION, ARMS, RECIPES, SERVED  # noqa: E402
 from _runs import TEXTS, corpora, found_runs, run_missing  # noqa: E402
 
+import jaxfp8  # noqa: E402
+
 RUNS = pathlib.Path(__file__).parent / "results" / "loss_gap.jsonl"
-STEPS, BATCH, LENGTH, WIDTH, LAYERS = 600, 16, 64, 64, 2
+STEPS, BATCH, LENGTH, WIDTH = 600, 16, 64, 64
 POINTS = 10  # of a validation curve
 
 
@@ -52,35 +57,77 @@ class Training:
     def __init__(self, steps: int):
         self.steps, self.corpora, self.models = steps, corpora(), {}
         self.optimizer = make_optimizer(steps)
+        # `(state, curve)` from which other arms go on, by text, arm, seed and step
+        self.kept = {}
 
-    def run(self, text: str, arm: str, seed: int) -> dict:
-        """Train; return the final loss, the validation curve `[step, loss]` and the
-        time that it took.
+    def run(self, text: str, name: str, seed: int) -> dict:
+        """Train; return the final loss, the validation curve `[step, loss]`, the final
+        loss as served in bf16 and in FP8, and the time that it took.
         """
-        corpus, start = self.corpora[text], time.perf_counter()
-        model = self.models.setdefault(
-            (text, arm), ARMS[arm].model(len(corpus.vocabulary), LENGTH, WIDTH, LAYERS)
-        )
-        validation, curve = jnp.asarray(corpus.validation_batches(BATCH, LENGTH)), []
-        state = create_state(ARMS[arm].precision, model, seed, self.optimizer)
-        evaluated = ARMS[ARMS[arm].evaluated_in or arm].precision
-        with ARMS[arm].precision.region():
-            for i, batch in enumerate(
-                corpus.random_batches(seed, self.steps, BATCH, LENGTH), start=1
-            ):
+        arm, start = ARMS[name], time.perf_counter()
+        state, done, curve = self.first_state(text, name, seed)
+        validation = self.validation(text)
+        kept = {
+            self.steps_before(other.after[1])
+            for other in ARMS.values()
+            if other.after and other.after[0] == name
+        }
+        batches = self.corpora[text].random_batches(seed, self.steps, BATCH, LENGTH)
+        with arm.precision.region():
+            for i, batch in itertools.islice(enumerate(batches, start=1), done, None):
                 state, loss, _ = jax.block_until_ready(
                     train_step(state, jnp.asarray(batch))
                 )
                 if i % max(1, self.steps // POINTS) == 0 or i == self.steps:
-                    with evaluated.region():
-                        curve.append([i, float(mean_loss(state, validation))])
-        seconds = round(time.perf_counter() - start, 1)
+                    curve.append([i, float(mean_loss(state, validation))])
+                if i in kept:
+                    self.kept[text, name, seed, i] = jax.device_get(state), [*curve]
+        served = {}
+        for precision, other in (("bf16", "bf16"), ("fp8", "current")):
+            with ARMS[other].precision.region():
+                served[precision] = float(mean_loss(state, validation))
         return {
             "validation": curve[-1][1],
             "curve": curve,
+            "served": served,
             "train": float(loss),
-            "seconds": seconds,
+            "seconds": round(time.perf_counter() - start, 1),
         }
+
+    def steps_before(self, part: float) -> int:
+        """The steps before the last `part` of a run."""
+        return self.steps - round(part * self.steps)
+
+    def validation(self, text: str):
+        return jnp.asarray(self.corpora[text].validation_batches(BATCH, LENGTH))
+
+    def first_state(self, text: str, name: str, seed: int):
+        """The state that an arm starts from, how many steps it has, and its curve."""
+        arm, vocabulary = ARMS[name], len(self.corpora[text].vocabulary)
+        model = self.models.setdefault(
+            (text, name), arm.model(vocabulary, LENGTH, WIDTH)
+        )
+        state = create_state(arm.precision, model, seed, self.optimizer)
+        if arm.after is None:
+            return state, 0, []
+        before, part = arm.after
+        done = self.steps_before(part)
+        if (text, before, seed, done) not in self.kept:
+            self.run(text, before, seed)
+        old, curve = self.kept[text, before, seed, done]
+        return changed(state, old), done, [*curve]
+
+
+def changed(state, old):
+    """The run of `old` under another recipe, of which `state` is the first state.
+
+    Weights and optimizer go on, and the FP8 state that both recipes have.
+    """
+    owg = jaxfp8.OVERWRITE_WITH_GRADIENT
+    fp8 = flatten_dict(state.params.get(owg, {}))
+    fp8 |= flatten_dict(old.params.get(owg, {}))
+    params = old.params | {owg: unflatten_dict(fp8)}
+    return state.replace(step=old.step, opt_state=old.opt_state, params=params)
 
 
 def first_step(curve, loss: float) -> float:
@@ -158,19 +205,68 @@ def figures(found: dict) -> dict:
             row["to_delayed"] = interval(
                 [a["validation"] - b["validation"] for a, b in with_delayed.values()]
             )
+        row["served"] = served(found, text, name)
         results.setdefault(text, {})[name] = row
     return results
 
 
+def served(found: dict, text: str, name: str) -> dict:
+    """Return for both precisions of evaluation the loss of an arm above that of its
+    reference in bf16, and less that of the arm beside it in the same precision; empty
+    without such runs.
+    """
+
+    def differences(other, precision, others_precision):
+        return [
+            run["served"][precision] - beside["served"][others_precision]
+            for run, beside in pairs(found, text, name, other).values()
+            if "served" in run and "served" in beside
+        ]
+
+    rows = {}
+    for precision in ("bf16", "fp8"):
+        above = differences(ARMS[name].reference, precision, "bf16")
+        less = differences(ARMS[name].beside, precision, precision)
+        if above and less:
+            rows[precision] = {"difference": interval(above)}
+            rows[precision] |= {"to_delayed": interval(less)}
+    return rows
+
+
+def cell(row, name, form=".4f") -> str:
+    """A figure with its interval; a dash where the row has none."""
+    if name not in row:
+        return "-"
+    mean, high = row[name]["mean"], row[name]["high"]
+    return f"{mean:+{form}}" + ("" if high is None else f"±{high - mean:{form}}")
+
+
+def served_table(results: dict) -> str:
+    """A line for each arm that was evaluated as served in bf16 and in FP8."""
+    heads = [
+        f"{precision}, {head}: {text}"
+        for precision in ("bf16", "FP8")
+        for head in ("above bf16", "less delayed")
+        for text in results
+    ]
+    lines = [f"| | pairs | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    for name, arm in SERVED.items():
+        rows = [rows.get(name, {}).get("served") for rows in results.values()]
+        if not all(rows):
+            continue
+        count = ", ".join(str(row["fp8"]["difference"]["seeds"]) for row in rows)
+        cells = [
+            cell(row[precision], key)
+            for precision in ("bf16", "fp8")
+            for key in ("difference", "to_delayed")
+            for row in rows
+        ]
+        lines.append(f"| {arm.title} | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def table(results: dict, arms=RECIPES) -> str:
     """A line for each of `arms` that has a result; the lag of recipes alone."""
-
-    def cell(row, name, form):
-        if name not in row:
-            return "-"
-        mean, high = row[name]["mean"], row[name]["high"]
-        return f"{mean:+{form}}" + ("" if high is None else f"±{high - mean:{form}}")
-
     columns = [
         ("above bf16", "difference", ".4f"),
         ("less delayed", "to_delayed", ".4f"),
@@ -236,7 +332,8 @@ def main(argv=None) -> int:
         ]
         found = run_missing(args.runs, keys, args.steps, Training(args.steps).run)
     results = figures(found)
-    print(f"{table(results, RECIPES)}\n\n{table(results, ABLATION)}")
+    tables = table(results), table(results, ABLATION), served_table(results)
+    print("\n\n".join(tables))
     if args.json:
         args.json.write_text(
             json.dumps({"environment": environment(), "results": results}, indent=1)

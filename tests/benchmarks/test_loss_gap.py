@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
 def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
-    arms = ["bf16", "flax", "ends_in_bf16"]
+    arms = ["bf16", "delayed", "flax", "ends_in_bf16", "last_20"]
     corpus = program.corpora()["source"]
     corpus.validation = corpus.validation[:200]
     monkeypatch.setattr(program, "corpora", lambda: {"source": corpus})
@@ -59,6 +59,10 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
             "commit",
             "jax",
         } <= set(run["environment"])
+        assert run["served"]["bf16"] != run["served"]["fp8"]
+    # Its first two steps are those of delayed scaling, and the third is another.
+    whole, tail = (runs[i]["curve"] for i in (1, 4))
+    assert whole[:2] == tail[:2] and whole[2] != tail[2]
     # What is there is not run again: the report has the same table.
     monkeypatch.setattr(program.Training, "run", lambda *_: pytest.fail("run again"))
     first = capsys.readouterr().out
@@ -69,7 +73,7 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     rows = json.loads(written.read_text())["results"]["source"]
     assert list(rows) == arms and rows["flax"]["difference"]["seeds"] == 2
     losses = [row["validation"] for row in rows.values()]
-    assert len({loss for pair in losses for loss in pair}) == 6, (
+    assert len({loss for pair in losses for loss in pair}) == 10, (
         "no two arms, and no two seeds, are the same run"
     )
 
@@ -79,7 +83,7 @@ def test_arms_start_from_the_same_weights(program):
     weights = {}
     for name, arm in program.ARMS.items():
         with arm.precision.region():
-            weights[name] = jax.jit(arm.model(20, 8, 32, 1).init)(
+            weights[name] = jax.jit(arm._replace(layers=1).model(20, 8, 32).init)(
                 jax.random.key(3), tokens
             )["params"]
     for name in program.ARMS:
@@ -128,6 +132,7 @@ def test_the_docs_have_the_figures(program):
     assert program.table(results, program.RECIPES) in recipes
     losses = (root / "benchmarks" / "losses.md").read_text()
     assert program.table(results, program.ABLATION) in losses
+    assert program.served_table(results) in losses
     # The figures are those of the runs.
     again = program.figures(program.found_runs(program.RUNS, program.STEPS))
     assert json.loads(json.dumps(again)) == results
