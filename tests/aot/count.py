@@ -329,10 +329,8 @@ def collectives(module: hlo.Module) -> list[Collective]:
     for launch in launches(module):
         if not launch.is_collective:
             continue
-        instruction, arrays = (
-            launch.instruction,
-            results(launch.computation, launch.instruction),
-        )
+        instruction = launch.instruction
+        arrays = results(launch.computation, launch.instruction)
         if launch.kind == "reduce-scatter":
             arrays = [
                 a

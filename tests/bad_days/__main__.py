@@ -45,10 +45,8 @@ def verdicts(
             found[name] = pipe.recv()
         except (EOFError, ConnectionError):
             process.join()
-            found[name], process = (
-                Verdict(Outcome.CRASH, f"exit status {process.exitcode}"),
-                None,
-            )
+            found[name] = Verdict(Outcome.CRASH, f"exit status {process.exitcode}")
+            process = None
         said(name, found[name])
     if process is not None:
         pipe.close()

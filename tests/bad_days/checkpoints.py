@@ -236,10 +236,8 @@ def changed_length(library):
 
     for length in (2, 7):
         variables = restore(library, start(library, history=length).params, saved)
-        entries, expected = (
-            newest_first(variables),
-            [*newest_first(saved), *[0] * length][:length],
-        )
+        entries = newest_first(variables)
+        expected = [*newest_first(saved), *[0] * length][:length]
         what = (
             f"the model asks for {length} entries and has {len(entries)}: {entries} "
             f"for {expected}"

@@ -15,11 +15,9 @@ NONE = "Flax makes no custom calls"
 
 def exported(library):
     """An exported gradient step, its arguments, and what it gives here."""
-    layer, x, variables = (
-        library.dense(5),
-        normal(0, (6, 8)),
-        library.variables(normal(1, (8, 5))),
-    )
+    layer = library.dense(5)
+    x = normal(0, (6, 8))
+    variables = library.variables(normal(1, (8, 5)))
 
     @jax.jit
     def step(variables, x):

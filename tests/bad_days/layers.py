@@ -110,11 +110,9 @@ def left_out_state(library):
     kernel, for NNX knows no paths.
     """
     del library
-    tally, (x, _, grad), by_kernel = (
-        Tally(),
-        operands(0),
-        f"Fp8DotGeneral with a kernel [{K}, {N}]: ",
-    )
+    tally = Tally()
+    (x, _, grad) = operands(0)
+    by_kernel = f"Fp8DotGeneral with a kernel [{K}, {N}]: "
     for gradient, names in ((jaxfp8.nnx.grad, ["0: "]), (nnx.grad, [by_kernel])):
         for wrap in (nnx.jit, lambda step: step):
             layers = nnx.List([nnx_layer(), nnx_layer()])
@@ -240,11 +238,9 @@ def two_optimizers(library):
 
     class Model(nnx.Module):
         def __init__(self):
-            self.a, self.b = (
-                nnx_layer(),
-                nnx.Linear(
-                    N, N, rngs=nnx.Rngs(1), dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
-                ),
+            self.a = nnx_layer()
+            self.b = nnx.Linear(
+                N, N, rngs=nnx.Rngs(1), dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
             )
 
         def __call__(self, x):
@@ -284,12 +280,10 @@ def named_initializers(library):
     the names where they belong.
     """
     del library
-    tally, x, key, init = (
-        Tally(),
-        operands(0)[0],
-        jax.random.key(0),
-        nn.initializers.lecun_normal(),
-    )
+    tally = Tally()
+    x = operands(0)[0]
+    key = jax.random.key(0)
+    init = nn.initializers.lecun_normal()
     linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of((2,), ("m",), AxisType.Auto)
     cases = {
         "Dense": (
@@ -362,11 +356,9 @@ def out_sharding(library):
     its numbers are one device's.
     """
     del library
-    tally, mesh, x = (
-        Tally(),
-        mesh_of((2, 2), ("d", "m"), AxisType.Explicit),
-        operands(0)[0],
-    )
+    tally = Tally()
+    mesh = mesh_of((2, 2), ("d", "m"), AxisType.Explicit)
+    x = operands(0)[0]
     linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
     bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731
     unbound = lambda layer: (  # noqa: E731

@@ -102,10 +102,8 @@ class _Nnx:
         self.features, self.dtype, self.recipe = features, dtype, cls.keywords["recipe"]
 
     def apply(self, variables, x):
-        kernel, product = (
-            variables["params"]["kernel"],
-            jaxfp8.nnx.Fp8DotGeneral(self.recipe),
-        )
+        kernel = variables["params"]["kernel"]
+        product = jaxfp8.nnx.Fp8DotGeneral(self.recipe)
         zeros = nnx.initializers.zeros_init()
         layer = nnx.Linear(
             *kernel.shape,

@@ -47,10 +47,8 @@ def train(
     wrapped = jaxfp8.train.optimizer(tx)
     variables = variables_of(library)
     params, state = start(variables), library.state(variables)
-    opt_state, alone_state = (
-        wrapped.init(params),
-        tx.init(start({"params": variables["params"]})),
-    )
+    opt_state = wrapped.init(params)
+    alone_state = tx.init(start({"params": variables["params"]}))
     of_step = jax.jit(
         lambda variables, fp8, x, grad: loss_of(
             library, {OWG: fp8, **variables}, x, grad
@@ -78,10 +76,8 @@ def train(
             alone, alone_state = optax.with_extra_args_support(tx).update(
                 grads, alone_state, without, **options
             )
-        params, kernel = (
-            optax.apply_updates(params, updates),
-            np.asarray(trained["params"]["kernel"]),
-        )
+        params = optax.apply_updates(params, updates)
+        kernel = np.asarray(trained["params"]["kernel"])
         for got, expected in zip(
             _kernels(params), _kernels(optax.apply_updates(without, alone)), strict=True
         ):

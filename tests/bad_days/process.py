@@ -26,10 +26,8 @@ def main(name, rank, port, file):
 
     from . import libraries, meshes
 
-    library, mesh = (
-        libraries.LIBRARIES[name],
-        jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
-    )
+    library = libraries.LIBRARIES[name]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
     def put(value, spec):
         return jax.make_array_from_callback(

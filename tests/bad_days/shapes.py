@@ -67,12 +67,10 @@ def empty_expert(library):
     """Of three experts the second got no tokens: its state stays, and those of the
     others move.
     """
-    layer, loads, x, grad = (
-        library.dense(5),
-        (6, 0, 3),
-        normal(0, (9, 8)),
-        normal(1, (9, 5)),
-    )
+    layer = library.dense(5)
+    loads = (6, 0, 3)
+    x = normal(0, (9, 8))
+    grad = normal(1, (9, 5))
     kernels = [normal(2 + i, (8, 5)) for i in range(3)]
     variables = {i: library.variables(kernels[i], used_state()) for i in range(3)}
     rows = np.split(x, np.cumsum(loads)[:-1]), np.split(grad, np.cumsum(loads)[:-1])
@@ -112,11 +110,9 @@ def empty_expert(library):
 @row("empty shard", any_layer=True)
 def empty_shard(library):
     """Eight devices with no rows each, in shard_map."""
-    layer, variables, tally = (
-        library.dense(5),
-        library.variables(normal(0, (8, 5)), used_state()),
-        Tally(),
-    )
+    layer = library.dense(5)
+    variables = library.variables(normal(0, (8, 5)), used_state())
+    tally = Tally()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     gradient = jax.grad(
         lambda variables, x: jnp.sum(layer.apply(variables, x) ** 2), argnums=(0, 1)

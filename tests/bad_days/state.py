@@ -167,10 +167,8 @@ def frozen_layer(library):
 @row("jit = eager = second run = donated, bitwise", any_layer=True)
 def same_from_every_way(library):
     layer, tally = library.dense(20, dtype=jnp.bfloat16), Tally()
-    x, g = (
-        normal(1, (48, 36), dtype=jnp.bfloat16),
-        normal(2, (48, 20), dtype=jnp.bfloat16),
-    )
+    x = normal(1, (48, 36), dtype=jnp.bfloat16)
+    g = normal(2, (48, 20), dtype=jnp.bfloat16)
     variables = library.variables(normal(0, (36, 20)), used_state())
 
     def step(variables, x, g):
@@ -200,10 +198,8 @@ def same_from_every_way(library):
 
 def donated_loop(tally, library):
     """Twenty steps: no array of an earlier step is alive, in the loop or after it."""
-    step, variables = (
-        step_of(library, N, donate=True),
-        jax.tree.map(jnp.array, library.variables(normal(0, (K, N)))),
-    )
+    step = step_of(library, N, donate=True)
+    variables = jax.tree.map(jnp.array, library.variables(normal(0, (K, N))))
     x, grad = jnp.asarray(normal(1, (M, K))), jnp.asarray(normal(2, (M, N)))
     old, alive = [], []
     for _ in range(20):

@@ -166,11 +166,9 @@ def mean_over_devices(library):
                 "out_specs": P(),
                 "check_vma": checked,
             }
-            run, variables, state = (
-                jax.jit(jax.shard_map(step, mesh=mesh, **specs)),
-                library.variables(kernel),
-                None,
-            )
+            run = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+            variables = library.variables(kernel)
+            state = None
             for i in range(3 if library.is_ours else 1):
                 parts = [operands(8 * i + j, 2.0**j) for j in range(8)]
                 x, grad = (
@@ -187,10 +185,8 @@ def mean_over_devices(library):
                     rtol=1e-5,
                 )
                 for name in OPERANDS if library.is_ours else ():
-                    got, expected = (
-                        getattr(library.state(variables), name),
-                        getattr(state, name),
-                    )
+                    got = getattr(library.state(variables), name)
+                    expected = getattr(state, name)
                     near = np.allclose(
                         got.amax_history, expected.amax_history, rtol=MEAN, atol=0
                     )

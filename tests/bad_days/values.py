@@ -118,12 +118,10 @@ def nan_on_one_device(library):
     """With the batch over eight devices: a finite state, that of one device, on all;
     ours also in `shard_map`.
     """
-    layer, x, kernel, tally = (
-        library.dense(5),
-        normal(0, (16, 6)),
-        normal(1, (6, 5)),
-        Tally(),
-    )
+    layer = library.dense(5)
+    x = normal(0, (16, 6))
+    kernel = normal(1, (6, 5))
+    tally = Tally()
     x[5, 3] = np.nan
     variables = library.variables(kernel)
     gradient = jax.grad(lambda v, x: (layer.apply(v, x) ** 2).sum())
@@ -391,10 +389,8 @@ def float16(library):
             "dkernel": (wide_x.T @ wide, of_gradients),
         }
         for name, (value, relative) in exact.items():
-            error, norm = (
-                np.linalg.norm(np.asarray(getattr(got, name), np.float64) - value),
-                np.linalg.norm(value),
-            )
+            error = np.linalg.norm(np.asarray(getattr(got, name), np.float64) - value)
+            norm = np.linalg.norm(value)
             # To the nearest float16 subnormal: 2**-25 / sqrt(3) in the mean square.
             limit = (relative + 2.0**-11) * norm + 2.0**-25 / 3**0.5 * value.size**0.5
             worst = max(worst, error / norm)
@@ -469,10 +465,8 @@ def codes(library, values, scales) -> Verdict:
         x = x[~np.isinf(oracle.widen(x))]
         for fmt in oracle.FORMATS.values():
             for scale in scales:
-                got, expected = (
-                    np.asarray(library.quantize(x, scale, fmt)),
-                    oracle.quantize(x, scale, fmt)[0],
-                )
+                got = np.asarray(library.quantize(x, scale, fmt))
+                expected = oracle.quantize(x, scale, fmt)[0]
                 # A NaN is a NaN, whatever its sign and payload.
                 nan = np.isnan(oracle.widen(expected))
                 wrong = np.where(

@@ -52,23 +52,18 @@ def test_arms_train(tmp_path, arms):
         ms, ratio, peak, kept, loss, difference, skipped = (
             printed[name] if name not in FP8_ARMS else first(done, name)
         )
-        assert (
-            float(ms) == pytest.approx(row["median_ms_per_step"], abs=0.06)
-            and float(ms) > 0
-        )
+        assert float(ms) == pytest.approx(row["median_ms_per_step"], abs=0.06)
+        assert float(ms) > 0
         bf16 = results["bf16"]
         assert float(ratio) == pytest.approx(
             row["median_ms_per_step"] / bf16["median_ms_per_step"], abs=0.006
         )
         # Four steps from the same weights, log(103 characters) = 4.6: the arms agree,
         # and no two of them to the bit.
-        assert (
-            float(loss) == pytest.approx(row["mean_validation_loss"], abs=1e-4)
-            and 4 < float(loss) < 5
-        )
-        assert abs(row["mean_minus_bf16"]) < 0.1 and (difference == "-") == (
-            name == "bf16"
-        )
+        assert float(loss) == pytest.approx(row["mean_validation_loss"], abs=1e-4)
+        assert 4 < float(loss) < 5
+        assert abs(row["mean_minus_bf16"]) < 0.1
+        assert (difference == "-") == (name == "bf16")
         assert skipped == (str(sum(row["skipped"])) if name == "f16" else "-")
         memory = row["memory_bytes"]
         needed = (
@@ -77,9 +72,8 @@ def test_arms_train(tmp_path, arms):
             - memory["aliased"]
             + memory["temporaries"]
         )
-        assert row["peak_bytes"] == needed and float(peak) == pytest.approx(
-            needed / 2**20, abs=0.06
-        )
+        assert row["peak_bytes"] == needed
+        assert float(peak) == pytest.approx(needed / 2**20, abs=0.06)
         assert memory["aliased"] > 0.9 * memory["outputs"], "the state is donated"
         assert float(kept) == pytest.approx(row["kept_bytes"] / 2**20, abs=0.06)
         # Four layers: three products each, and three tensors, each quantized once for
@@ -95,10 +89,8 @@ def test_arms_train(tmp_path, arms):
         results[name]["fp8"]["quantizers_by_kernel"]
         for name in {"current", "mxfp8"} & set(arms)
     } == {12}
-    assert (
-        "12 products of widened codes by XLA:CPU" in done.stdout
-        and "not the speed of FP8 units" in done.stdout
-    )
+    assert "12 products of widened codes by XLA:CPU" in done.stdout
+    assert "not the speed of FP8 units" in done.stdout
     # four steps prove nothing
     assert "PASS" not in done.stdout and "FAIL" not in done.stdout
     assert written["settings"]["steps"] == 4 and written["machine"]["devices"]
@@ -194,6 +186,5 @@ def test_proof_sets_the_exit_status(
     if verdict is None:
         assert not last.startswith(("PASS", "FAIL"))
     else:
-        assert last.startswith(f"{verdict}: ") and all(
-            f"{name} " in last for name in FP8_ARMS
-        )
+        assert last.startswith(f"{verdict}: ")
+        assert all(f"{name} " in last for name in FP8_ARMS)

@@ -128,6 +128,5 @@ def test_an_interrupted_benchmark_keeps_what_it_measured(monkeypatch):
     joined = _gpu_process.run_in_a_process(
         "kernels", "", ["one", "two", "three"], [], 10
     )
-    assert joined["rows"] == {"one, 8x8": {"us": 1.0}} and joined["errors"] == {
-        "two": "interrupted"
-    }
+    assert joined["rows"] == {"one, 8x8": {"us": 1.0}}
+    assert joined["errors"] == {"two": "interrupted"}

@@ -52,10 +52,10 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     ]
     for run in runs:
         assert (run["text"], run["steps"]) == ("source", 3)
-        assert [step for step, _ in run["curve"]] == [1, 2, 3] and run["curve"][-1][
-            1
-        ] == run["validation"]
-        assert all(3 < loss < 6 for _, loss in run["curve"]) and {
+        assert [step for step, _ in run["curve"]] == [1, 2, 3]
+        assert run["curve"][-1][1] == run["validation"]
+        assert all(3 < loss < 6 for _, loss in run["curve"])
+        assert {
             "commit",
             "jax",
         } <= set(run["environment"])
@@ -125,10 +125,8 @@ def test_the_docs_have_the_figures(program):
         (root / "benchmarks" / "results" / "loss_gap.json").read_text()
     )["results"]
     page = (root / "docs" / "recipes.md").read_text()
-    assert (
-        program.table(results, program.RECIPES) in page
-        and program.table(results, program.ABLATION) in page
-    )
+    assert program.table(results, program.RECIPES) in page
+    assert program.table(results, program.ABLATION) in page
     # The figures are those of the runs.
     again = program.figures(program.found_runs(program.RUNS, program.STEPS))
     assert json.loads(json.dumps(again)) == results

@@ -62,7 +62,8 @@ def weight(tensors, module: str, layout: str) -> np.ndarray:
     n, k = values.shape
     if layout == "block128":
         scales = tensors[f"{module}.weight_scale_inv"]
-        assert scales.dtype == np.float32 and scales.shape == (
+        assert scales.dtype == np.float32
+        assert scales.shape == (
             -(-n // 128),
             -(-k // 128),
         )

@@ -96,10 +96,8 @@ def test_merge_keeps_what_the_checkpoint_has():
 
 
 def test_merge_fits_length_and_dtype():
-    new, old = (
-        model_variables(seed=7, length=6, lead=(2,)),
-        model_variables(seed=8, length=4, lead=(2,)),
-    )
+    new = model_variables(seed=7, length=6, lead=(2,))
+    old = model_variables(seed=8, length=4, lead=(2,))
     expected = convert.resize_history(old, 6)
     assert_same_tree(convert.merge_state(new, old), expected, "a longer history")
     narrow = jax.tree.map(lambda leaf: leaf.astype(oracle.BF16), old[OWG])

@@ -41,12 +41,10 @@ def frozen_shapes(name, recipe):
     is frozen.
     """
     n, k = read_safetensors(path_of(name))["up.weight"].data.shape
-    layer, x = (
-        nn.Dense(
-            n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False
-        ),
-        jnp.ones((2, k)),
+    layer = nn.Dense(
+        n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False
     )
+    x = jnp.ones((2, k))
     return layer, jax.eval_shape(
         lambda: jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x)
     )
@@ -56,10 +54,8 @@ def frozen_shapes(name, recipe):
 def test_published_weights(name):
     """Every 17th row is to the bit what the library that wrote the file makes of it."""
     tensors = read_safetensors(path_of(name))
-    assert (
-        set(tensors) == {"up.weight", "expected"}
-        and tensors["up.weight"].block == FILES[name][0]
-    )
+    assert set(tensors) == {"up.weight", "expected"}
+    assert tensors["up.weight"].block == FILES[name][0]
     weight = tensors["up.weight"].decode()
     oracle.assert_bitwise(weight[::17], tensors["expected"].data, name)
     # The master copy, in the dtype of the model; other parameters stay.
@@ -81,10 +77,8 @@ def test_frozen_codes(name):
     through them to what trains.
     """
     layer, shapes = frozen_shapes(name, FILES[name][1])
-    frozen, stored = (
-        from_safetensors(shapes, path_of(name), WEIGHT),
-        read_safetensors(path_of(name))["up.weight"],
-    )
+    frozen = from_safetensors(shapes, path_of(name), WEIGHT)
+    stored = read_safetensors(path_of(name))["up.weight"]
     product = frozen["params"]["Fp8DotGeneral_0"]
     oracle.assert_bitwise(np.asarray(product["kernel"]), stored.data, "codes")
     oracle.assert_bitwise(
@@ -123,11 +117,9 @@ def test_names_and_shapes(tmp_path):
         for i in range(2)
         for j, part in enumerate("gu")
     }
-    one, bias, head = (
-        np.ones(1, np.float32),
-        np.arange(6, dtype=np.float32),
-        matrix(4, 6, seed=99),
-    )
+    one = np.ones(1, np.float32)
+    bias = np.arange(6, dtype=np.float32)
+    head = matrix(4, 6, seed=99)
     files = [
         write(tmp_path / "a", **weights, norm=one),
         write(
@@ -330,11 +322,9 @@ def test_frozen_models_of_other_recipes():
     """Codes are taken as they are, so their scales have to be those of the model's
     recipe.
     """
-    current, mx, e5m2 = (
-        jaxfp8.Float8CurrentScaling(),
-        jaxfp8.MXFP8BlockScaling(),
-        jaxfp8.Float8CurrentScaling(jaxfp8.Format.E5M2),
-    )
+    current = jaxfp8.Float8CurrentScaling()
+    mx = jaxfp8.MXFP8BlockScaling()
+    e5m2 = jaxfp8.Float8CurrentScaling(jaxfp8.Format.E5M2)
     for name, recipe, message in (
         (
             "channel",

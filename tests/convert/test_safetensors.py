@@ -379,9 +379,8 @@ def test_the_reader_decodes_every_code(tmp_path):
         weights | {"y.activation_scale": np.array(5, np.float32)}, tmp_path / "file"
     )
     read = read_safetensors(tmp_path / "file")
-    assert (
-        set(read) == {"x.weight", "y.weight"} and read["y.weight"].input_scale_inv == 5
-    )
+    assert set(read) == {"x.weight", "y.weight"}
+    assert read["y.weight"].input_scale_inv == 5
     np.testing.assert_array_equal(
         read["x.weight"].decode(np.float64), 8 * numpy_reader.E4M3[codes]
     )
@@ -412,11 +411,9 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
         "norm": {"scale": frozen["params"]["norm"]["scale"] + 1}
     }
     to_safetensors(frozen | {"params": changed}, link, NAMES, layout="tensor")
-    assert (
-        set(tmp_path.iterdir()) == {file, link}
-        and link.is_symlink()
-        and file.stat().st_mode & 0o777 == 0o640
-    )
+    assert set(tmp_path.iterdir()) == {file, link}
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o640
     np.testing.assert_array_equal(mapped, norm)
     np.testing.assert_array_equal(read_safetensors(file)["norm.weight"].data, norm + 1)
 

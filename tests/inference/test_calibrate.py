@@ -79,10 +79,8 @@ def test_linen():
         float(oracle.amax(x)) for x in BATCHES[::-1]
     ]
     # The first forward pass after it has the scale of the largest amax.
-    kernel, wanted = (
-        np.asarray(variables["params"]["kernel"]),
-        expected(variables["params"]["kernel"], BATCHES),
-    )
+    kernel = np.asarray(variables["params"]["kernel"])
+    wanted = expected(variables["params"]["kernel"], BATCHES)
     oracle.dense_step(BATCHES[0], kernel, GRADS[0], wanted).y.check(
         model.apply(calibrated, BATCHES[0])
     )
@@ -163,10 +161,8 @@ def test_state_that_is_not_there():
 
 
 def test_a_named_tuple_is_one_argument():
-    model, batch = (
-        dense(),
-        collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0]),
-    )
+    model = dense()
+    batch = collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0])
     variables = variables_of(model, batch.x)
     got = jaxfp8.calibrate(
         lambda variables, batch: model.apply(variables, batch.x), variables, [batch]
@@ -196,10 +192,8 @@ def test_nnx():
     model = Model(nnx.Rngs(0))
     before = int(model.dropout.rngs.count.get_value())
     assert jaxfp8.calibrate(model, BATCHES) is model
-    product, wanted = (
-        model.dense.dot_general,
-        expected(model.dense.kernel.get_value(), BATCHES),
-    )
+    product = model.dense.dot_general
+    wanted = expected(model.dense.kernel.get_value(), BATCHES)
     state = {
         name: value.get_value()
         for name, value in vars(product).items()

@@ -86,9 +86,8 @@ def test_steps():
         after = oracle.dense_step(*operands, oracle_state)
         scales = [after.scales[name] for name in OPERANDS]
         fractions = expected(operands, scales)
-        assert np.any([pair[0] > 0 for pair in fractions]) == (i < 2) and np.all(
-            [pair[1] > 0 for pair in fractions]
-        )
+        assert np.any([pair[0] > 0 for pair in fractions]) == (i < 2)
+        assert np.all([pair[1] > 0 for pair in fractions])
         new, counts = inspect.count(step, state, operands[0])
         assert_counts(counts, fractions, f"step {i}")
         assert_same_bits(new, step(state, operands[0]), f"step {i}")
@@ -332,11 +331,9 @@ def test_bounds():
     ]
     assert_counts(counts, expected((x, kernel, grad), scales), "static")
     saturated = {row["tensor"]: row["saturated"] for row in counts.rows}
-    assert (
-        saturated["input"] > 0.2
-        and saturated["kernel"] == 0
-        and saturated["output_grad"] > 0.2
-    )
+    assert saturated["input"] > 0.2
+    assert saturated["kernel"] == 0
+    assert saturated["output_grad"] > 0.2
 
 
 def test_by_product():

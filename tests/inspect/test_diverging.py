@@ -94,10 +94,8 @@ def test_a_layer_whose_state_stands_still(page):
         "middle"
     }
     worst = products[0]
-    assert (
-        worst["layer"] == "middle"
-        and max(worst["output"], worst["kernel_grad"]) < 10 < worst["input_grad"]
-    )
+    assert worst["layer"] == "middle"
+    assert max(worst["output"], worst["kernel_grad"]) < 10 < worst["input_grad"]
 
 
 def test_state_that_is_not_updated(page):

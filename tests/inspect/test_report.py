@@ -87,7 +87,8 @@ def test_linen(capsys):
     expect(
         rows, wanted("MultiHeadDotProductAttention", "DenseGeneral", "Dense", "Einsum")
     )
-    assert rows["attn/out"]["input"] == (2, 6, 2, 4) and rows["mix"]["input"] == (
+    assert rows["attn/out"]["input"] == (2, 6, 2, 4)
+    assert rows["mix"]["input"] == (
         2,
         6,
         8,
@@ -169,9 +170,8 @@ def test_linen_layers_that_init_alone_calls(block, rules):
 
     model = linen.quantize(Model(), rules) if rules else Model()
     rows = by_layer(jaxfp8.report(model, jnp.ones((4, 8)), 2.0, train=True))
-    assert set(rows) == {"qkv", "out0", "out1"} and all(
-        row["recipe"] for row in rows.values()
-    )
+    assert set(rows) == {"qkv", "out0", "out1"}
+    assert all(row["recipe"] for row in rows.values())
     assert [
         name for name, row in rows.items() if row["why"].endswith("; not called")
     ] == ["qkv"]
@@ -213,10 +213,8 @@ def test_models_without_rules():
     )
     assert fields[""]["recipe"] == jaxfp8.DelayedScaling(amax_history_len=7)
     other = by_layer(jaxfp8.report(nn.Dense(3, dot_general_cls=nn.Fp8DotGeneral), X))
-    assert (
-        other[""]["why"].startswith("own Fp8DirectDotGeneralOp")
-        and other[""]["recipe"] is None
-    )
+    assert other[""]["why"].startswith("own Fp8DirectDotGeneralOp")
+    assert other[""]["recipe"] is None
     nnx_rows = by_layer(jaxfp8.report(Nnx(nnx.Rngs(0))))
     assert nnx_rows["code"]["why"] == "default" and nnx_rows["mix"]["why"] == "no rule"
 

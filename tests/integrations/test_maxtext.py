@@ -24,6 +24,8 @@ import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.integrations import maxtext
 
+KEY = jax.random.key(0)
+
 K, N, H, STEPS = 8, 5, 4, 4
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
 
@@ -300,7 +302,7 @@ def test_state_of_linen_is_not_added_up(standin):
     """
     with maxtext.install(RECIPE):
         model = nn.Dense(N, dot_general_cls=quantization(standin).dot_general_cls())
-        params = model.init(jax.random.key(0), jnp.ones((1, K)))
+        params = model.init(KEY, jnp.ones((1, K)))
         with pytest.raises(
             TypeError,
             match=(
@@ -317,15 +319,13 @@ def test_a_recipe_for_each_product(standin):
     """Under the flag, fprop is that of the recipe and wgrad is exact; there is no state
     but that of fprop and dgrad.
     """
-    recipe, x = (
-        jaxfp8.ByProduct(RECIPE, RECIPE),
-        np.random.default_rng(0).standard_normal((6, K)).astype(np.float32),
-    )
+    recipe = jaxfp8.ByProduct(RECIPE, RECIPE)
+    x = np.random.default_rng(0).standard_normal((6, K)).astype(np.float32)
     with maxtext.install(recipe):
         layer = nn.Dense(
             N, use_bias=False, dot_general_cls=quantization(standin).dot_general_cls()
         )
-        params = layer.init(jax.random.key(0), x)
+        params = layer.init(KEY, x)
         y, vjp = jax.vjp(lambda params: layer.apply(params, x), params)
     (dot,) = params["_overwrite_with_gradient"].values()
     assert len(dot) == 6  # a history and a scale of input, kernel and output_grad
@@ -356,14 +356,10 @@ def test_flags(standin, flag, recipe):
     with maxtext.install():
         ours = quantization(standin, flag)
         product = ours.dot_general_cls(mesh_axes=("embed", "mlp"))()
-        assert (
-            isinstance(ours, standin.quantizations.Fp8Quantization)
-            and not ours.needs_apply_rngs
-        )
-        assert (
-            isinstance(product, jaxfp8.Fp8DotGeneral)
-            and type(product).__name__ == "Fp8DirectDotGeneralOp"
-        )
+        assert isinstance(ours, standin.quantizations.Fp8Quantization)
+        assert not ours.needs_apply_rngs
+        assert isinstance(product, jaxfp8.Fp8DotGeneral)
+        assert type(product).__name__ == "Fp8DirectDotGeneralOp"
         assert product.recipe == ours.einsum().recipe == recipe
         assert ours.quantize_dtype == recipe
         assert ours == quantization(standin, flag)
@@ -449,7 +445,7 @@ def test_einsum(standin):
     maxtext.install(RECIPE)
     x, kernel = jnp.ones((2, K), jnp.bfloat16), jnp.ones((K, N))
     einsum = quantization(standin).einsum(dtype=jnp.bfloat16)
-    y, variables = einsum.init_with_output(jax.random.key(0), "ab,bc->ac", x, kernel)
+    y, variables = einsum.init_with_output(KEY, "ab,bc->ac", x, kernel)
     assert y.dtype == jnp.bfloat16
     mask = jnp.eye(2, dtype=bool)  # of tokens to experts
     np.testing.assert_array_equal(einsum.apply(variables, "ab,bc->ac", mask, x), x)
@@ -499,7 +495,7 @@ def operands():
     """x, kernels and the gradient; the rows of each device are larger than those of the
     one before.
     """
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(KEY, 3)
     size = 8.0 ** jnp.arange(float(DEVICES))[:, None, None]
     x = size * jax.random.normal(keys[0], (DEVICES, ROWS, WIDTH))
     kernel = jax.random.normal(keys[1], (EXPERTS, WIDTH, HIDDEN))
@@ -704,10 +700,8 @@ def test_state_of_the_loss_combines_by_max(standin):
         def apply(state, x):
             return nnx.merge(graphdef, state, kernel)(x)
 
-        state, apply = (
-            nnx.state(model, jaxfp8.nnx.OverwriteWithGradient),
-            jax.checkpoint(apply),
-        )
+        state = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)
+        apply = jax.checkpoint(apply)
         return (apply(state, 3 * data) + apply(state, 2 * data)).sum()
 
     standin.train.loss_fn = twice

@@ -14,6 +14,8 @@ from equality import assert_same_bits as assert_same
 import jaxfp8
 from jaxfp8.linen import quantize
 
+KEY = jax.random.key(0)
+
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
 BATCH, D = 4, 8
@@ -114,8 +116,8 @@ def step(module):
 
 def compare_training(quantized, hand, *x, steps=2):
     """Variables, and some steps of training, of both: every bit."""
-    variables = quantized.init(jax.random.key(0), *x)
-    assert_same(variables, hand.init(jax.random.key(0), *x), "init")
+    variables = quantized.init(KEY, *x)
+    assert_same(variables, hand.init(KEY, *x), "init")
     run, run_hand = step(quantized), step(hand)
     for i in range(steps):
         got, wanted = run(variables, *x), run_hand(variables, *x)
@@ -131,8 +133,8 @@ def compare_training(quantized, hand, *x, steps=2):
 
 def compare_programs(quantized, hand, *x):
     """The variables and the training step of both, traced: the same operations."""
-    variables = jax.eval_shape(quantized.init, jax.random.key(0), *x)
-    wanted = jax.eval_shape(hand.init, jax.random.key(0), *x)
+    variables = jax.eval_shape(quantized.init, KEY, *x)
+    wanted = jax.eval_shape(hand.init, KEY, *x)
     assert jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), variables
     ) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted)

@@ -17,6 +17,8 @@ from programs.known_amax import RECIPES, leaves
 import jaxfp8
 from jaxfp8.linen import Dense
 
+KEY = jax.random.key(0)
+
 RECIPE, OWG = RECIPES["delayed"].recipe, jaxfp8.OVERWRITE_WITH_GRADIENT
 
 M, K, N = 9, 14, 11
@@ -41,7 +43,7 @@ def test_steps(dtype):
     """
     layer = Dense(N, recipe=RECIPE, dtype=dtype, bias_init=BIAS)
     x, grad = operands(0, dtype)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
 
     @jax.jit
     def step(variables, x, grad):
@@ -77,7 +79,7 @@ def test_steps(dtype):
 
 def program(layer):
     x, grad = operands(0, BF16)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     step = jax.jit(
         lambda variables, x, grad: jax.vjp(layer.apply, variables, x)[1](grad)
     )
@@ -123,11 +125,9 @@ def test_dtypes_are_those_of_nn_dense(x_dtype, dtype, param_dtype):
     x = jax.ShapeDtypeStruct((M, K), x_dtype)
     options = {"dtype": dtype, "param_dtype": param_dtype}
     with jax.numpy_dtype_promotion("standard"):  # nn.Dense promotes
-        y, _ = jax.eval_shape(
-            nn.Dense(N, **options).init_with_output, jax.random.key(0), x
-        )
+        y, _ = jax.eval_shape(nn.Dense(N, **options).init_with_output, KEY, x)
     got, variables = jax.eval_shape(
-        Dense(N, recipe=RECIPE, **options).init_with_output, jax.random.key(0), x
+        Dense(N, recipe=RECIPE, **options).init_with_output, KEY, x
     )
     assert (got.shape, got.dtype) == (y.shape, y.dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables["params"])} == {
@@ -145,7 +145,7 @@ def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
     rng = np.random.default_rng(5)
     x = (rng.standard_normal((M, K)) * 20).astype(F32).astype(x_dtype)
     layer = Dense(N, recipe=RECIPE, dtype=dtype, use_bias=False)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     arrives = x.astype(dtype or F32)
     state = jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, x).astype(F32))))(
         variables

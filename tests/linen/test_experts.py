@@ -28,6 +28,8 @@ from linen.expert_cases import (
     next_states,
 )
 
+KEY = jax.random.key(0)
+
 OWG, BF16 = jaxfp8.OVERWRITE_WITH_GRADIENT, oracle.BF16
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
 HIGH = jaxfp8.HighPrecision()
@@ -37,7 +39,7 @@ GATED = Experts(COUNT, HIDDEN, recipe=RECIPE)
 
 def variables_of(layer, c):
     """Variables of a layer before its first step, with the kernels of a case."""
-    variables = layer.init(jax.random.key(0), c.x, c.expert, c.weights)
+    variables = layer.init(KEY, c.x, c.expert, c.weights)
     return variables | {"params": {"wi": {"kernel": c.wi}, "wo": {"kernel": c.wo}}}
 
 
@@ -94,7 +96,7 @@ def test_high_precision():
     compare_with_loop("no expert", HIGH, BF16)
     with jaxfp8.autocast(enabled=False):
         c = case("two")
-        variables = RELU.init(jax.random.key(0), c.x, c.expert, c.weights)
+        variables = RELU.init(KEY, c.x, c.expert, c.weights)
         assert OWG not in variables
 
 
@@ -113,7 +115,7 @@ def tokens(*leading, seed=0, dtype=F32, chosen=2):
 
 def used_variables(layer, *args):
     """Variables with scales that are no powers of two."""
-    variables = jax.jit(layer.init)(jax.random.key(0), *args)
+    variables = jax.jit(layer.init)(KEY, *args)
     rng = np.random.default_rng(1)
     draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
     return {
@@ -251,7 +253,7 @@ def test_scan_over_layers():
             return scan(name="blocks")(x, None)[0]
 
     stack = Stack()
-    variables = stack.init(jax.random.key(0), x)
+    variables = stack.init(KEY, x)
     gradients = jax.jit(jax.grad(lambda v: jnp.sum(stack.apply(v, x) ** 2)))(variables)
     layers = [jax.tree.map(lambda a: a[i], variables) for i in range(2)]  # noqa: B023
     layers = [
@@ -294,7 +296,7 @@ def test_uses_of_one_layer_combine_by_max():
 def test_names():
     """Those of checkpoints."""
     x, expert, weights = tokens(5)
-    variables = jax.eval_shape(GATED.init, jax.random.key(0), x, expert, weights)
+    variables = jax.eval_shape(GATED.init, KEY, x, expert, weights)
     leaves = {
         name: leaf.shape for name, leaf in flatten_dict(variables, sep="/").items()
     }
@@ -310,7 +312,7 @@ def test_names():
     }
     # the variance of one expert's fan-in
     init = jax.jit(GATED.clone(count=64, hidden_features=64).init)
-    kernel = init(jax.random.key(0), x, expert, weights)["params"]["wo"]["kernel"]
+    kernel = init(KEY, x, expert, weights)["params"]["wo"]["kernel"]
     np.testing.assert_allclose(np.std(kernel), 64**-0.5, rtol=0.05)
 
 
@@ -330,7 +332,7 @@ def test_rules_and_report():
     }
     assert rows["experts/wo"]["input"] == (10, HIDDEN)
     assert rows["experts/wo"]["kernel"] == (COUNT, HIDDEN, WIDTH)
-    variables = model.init(jax.random.key(0), x)
+    variables = model.init(KEY, x)
     assert set(variables[OWG]["experts"]) == {"wo"}
     by_rule = jaxfp8.linen.quantize(Experts(COUNT, HIDDEN), [(".*", RECIPE)])
     variables = used_variables(by_rule, *args)
@@ -352,7 +354,7 @@ def test_products_of_a_step():
     program.
     """
     args = tokens(5)
-    variables = GATED.init(jax.random.key(0), *args)
+    variables = GATED.init(KEY, *args)
 
     def loss(variables, x):
         return jnp.sum(GATED.apply(variables, x, *args[1:]) ** 2)
@@ -385,7 +387,7 @@ def test_freeze_and_quantize_params():
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_freeze_without_state(recipe):
     layer, args = GATED.clone(recipe=RECIPES[recipe][0]), tokens(5)
-    variables = jax.jit(layer.init)(jax.random.key(0), *args)
+    variables = jax.jit(layer.init)(KEY, *args)
     frozen = jaxfp8.freeze(layer, variables, *args)
     assert_same_bits(
         layer.apply(frozen, *args), layer.apply(variables, *args), "frozen"
@@ -403,9 +405,9 @@ def test_freeze_without_state(recipe):
 def test_bad_arguments(changed, error, message):
     args = dict(zip(("x", "expert", "weights"), tokens(5), strict=True)) | changed
     with pytest.raises(error, match=message):
-        GATED.init(jax.random.key(0), **args)
+        GATED.init(KEY, **args)
 
 
 def test_bad_activation():
     with pytest.raises(ValueError, match='Experts: activation: expected one of "gelu"'):
-        GATED.clone(activation="tanh").init(jax.random.key(0), *tokens(5))
+        GATED.clone(activation="tanh").init(KEY, *tokens(5))

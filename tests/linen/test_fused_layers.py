@@ -18,6 +18,8 @@ from recipes.cases import KINDS
 import jaxfp8
 from jaxfp8.linen import Dense, GatedMLP, NormDense
 
+KEY = jax.random.key(0)
+
 RECIPE, OWG = RECIPES["delayed"].recipe, jaxfp8.OVERWRITE_WITH_GRADIENT
 
 ROWS, WIDTH, HIDDEN = 5, 6, 8
@@ -55,7 +57,7 @@ def inputs(dtype=F32, rows=(ROWS,)):
 
 def init(layer, x):
     """The variables of a layer that has run, so that scales are no powers of two."""
-    variables, rng = layer.init(jax.random.key(0), x), np.random.default_rng(1)
+    variables, rng = layer.init(KEY, x), np.random.default_rng(1)
     draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
     return {
         name: jax.tree.map(draw, tree) if name == OWG else tree
@@ -169,7 +171,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_parameters(layer):
-    params = LAYERS[layer].init(jax.random.key(0), inputs())["params"]
+    params = LAYERS[layer].init(KEY, inputs())["params"]
     assert {
         name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()
     } == PARAMETERS[layer]
@@ -197,7 +199,5 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), x_dtype)
-    y, _ = jax.eval_shape(
-        layer.clone(dtype=dtype).init_with_output, jax.random.key(0), x
-    )
+    y, _ = jax.eval_shape(layer.clone(dtype=dtype).init_with_output, KEY, x)
     assert y.dtype == y_dtype

@@ -151,10 +151,8 @@ def tensor(rng, level):
 
 def hidden_sizes(rng, row):
     """f32 `[b, 1, f]`: 0.5, and 1 in one block of a row; and where that begins."""
-    size, column = (
-        np.full((BATCH, 1, HIDDEN), 0.5, np.float32),
-        rng.integers(HIDDEN // 8) * 8,
-    )
+    size = np.full((BATCH, 1, HIDDEN), 0.5, np.float32)
+    column = rng.integers(HIDDEN // 8) * 8
     size[row, :, column : column + 8] = 1
     return size, column
 

@@ -130,11 +130,9 @@ def test_gradients_of_reduced_kernels(implementation, recipe, product):
 
 
 def test_a_reduced_state_and_an_unreduced_result_are_refused():
-    recipe, dims, axes = (
-        REDUCED_RECIPES["delayed"],
-        (((1,), (0,)), ((), ())),
-        set(cases.AXES),
-    )
+    recipe = REDUCED_RECIPES["delayed"]
+    dims = (((1,), (0,)), ((), ()))
+    axes = set(cases.AXES)
     with jax.set_mesh(cases.mesh("explicit")):
         x, kernel, state = (
             reshard(tree, P())

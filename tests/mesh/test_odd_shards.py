@@ -109,11 +109,9 @@ def test_heads_that_some_devices_divide(devices, heads):
     8 devices, then each over 2.
     """
     features = 12 * heads
-    x, kernel, target = (
-        numbers(0, (6, features)),
-        numbers(1, (heads, 12, 4), 3.5),
-        numbers(2, (6, 4)),
-    )
+    x = numbers(0, (6, features))
+    kernel = numbers(1, (heads, 12, 4), 3.5)
+    target = numbers(2, (6, 4))
 
     @jax.jit
     def step(x, kernel, target, state):
@@ -149,11 +147,9 @@ def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
     """Of x `[192, 384]` two rows of blocks ask for 2 of 6 devices and three columns for
     3: no parts of 6 name both.
     """
-    x, kernel, target = (
-        numbers(0, (192, 384)),
-        numbers(1, (384, 384), 3.5),
-        numbers(2, (192, 384)),
-    )
+    x = numbers(0, (192, 384))
+    kernel = numbers(1, (384, 384), 3.5)
+    target = numbers(2, (192, 384))
 
     @jax.jit
     def step(x, kernel, target):
@@ -284,11 +280,9 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
     all.
     """
     mesh, layers = cases.mesh(kind), 4
-    x, target, kernels = (
-        numbers(0, (8, 16, 32)),
-        numbers(1, (8, 16, 32)),
-        numbers(2, (layers, 32, 32), 3.5),
-    )
+    x = numbers(0, (8, 16, 32))
+    target = numbers(1, (8, 16, 32))
+    kernels = numbers(2, (layers, 32, 32), 3.5)
     state = jaxfp8.init_state(cases.RECIPE)
     if not is_shared:
         state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), state)
@@ -313,10 +307,8 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
         run = jax.jit(
             functools.partial(train, out=P("data") if kind == "explicit" else None)
         )
-        tensors, specs = (
-            (x, kernels, target, state),
-            (P("data"), P(None, "fsdp", "tp"), P("data"), P()),
-        )
+        tensors = (x, kernels, target, state)
+        specs = (P("data"), P(None, "fsdp", "tp"), P("data"), P())
         placed = [
             cases.put(tensor, mesh, spec)
             for tensor, spec in zip(tensors, specs, strict=True)

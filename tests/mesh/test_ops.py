@@ -164,11 +164,10 @@ def test_counts(spec):
     """Each device counts its shard; one sum over the devices makes them counts of the
     tensor.
     """
-    x, scale = (
-        values(4, 6, 10)
-        * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(np.float32),
-        np.float32(3),
+    x = values(4, 6, 10) * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(
+        np.float32
     )
+    scale = np.float32(3)
     cut = put(x, spec)
     with ops.implementation("ffi"):
         count = (

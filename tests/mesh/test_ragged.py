@@ -157,10 +157,8 @@ def test_codes_that_are_gathered_by_hand(name):
         "block": FP8["block"],
     }[name]
     rng = np.random.default_rng(0)
-    lhs, rhs = (
-        rng.standard_normal((8 * 16, 64)).astype(np.float32),
-        rng.standard_normal((G, 64, 40)).astype(np.float32),
-    )
+    lhs = rng.standard_normal((8 * 16, 64)).astype(np.float32)
+    rhs = rng.standard_normal((G, 64, 40)).astype(np.float32)
     sizes = np.int32([[4, 0, 0, 5, 0, 1, 2, 3]] * 8)
 
     def gather(a):

@@ -262,10 +262,8 @@ def test_constants_inside_of_the_map(name, constant):
             )
         )
 
-    state, specs = (
-        jaxfp8.init_state(RECIPE),
-        (P(), P("data") if other == "x" else P(None, "data")),
-    )
+    state = jaxfp8.init_state(RECIPE)
+    specs = (P(), P("data") if other == "x" else P(None, "data"))
     got = mapped(lambda state, value: total(state, value, fixed), *specs)(
         state, operands[other]
     )
@@ -277,11 +275,9 @@ def test_constants_inside_of_the_map(name, constant):
 @pytest.mark.parametrize("where", ["check_vma", "no check_vma", "around"])
 def test_wrapped(where, wrap):
     """Inside of the map, or around it."""
-    mesh, layout, around = (
-        cases.mesh(),
-        cases.LAYOUTS["tp"],
-        functools.partial(wrapped, WRAPPERS[wrap]),
-    )
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["tp"]
+    around = functools.partial(wrapped, WRAPPERS[wrap])
     if where == "around":
         step = step_outside(mesh, layout, True, around=around)
     else:

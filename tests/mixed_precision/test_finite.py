@@ -54,9 +54,8 @@ def test_one_bad_value(value, dtype):
     check = jax.jit(all_finite)
     assert check(tree(dtype=dtype)) and all_finite(tree(dtype=dtype))
     for leaf in "ab":
-        assert not check(tree(leaf, value, dtype)) and not all_finite(
-            tree(leaf, value, dtype)
-        )
+        assert not check(tree(leaf, value, dtype))
+        assert not all_finite(tree(leaf, value, dtype))
 
 
 def test_state_does_not_decide():
@@ -161,9 +160,8 @@ def test_which_layer():
     """The layer whose backward made the NaN is the one nearest to the loss; all before
     it have it too.
     """
-    assert (
-        first_nonfinite(layers()) is None and first_nonfinite(layers(), ORDER) is None
-    )
+    assert first_nonfinite(layers()) is None
+    assert first_nonfinite(layers(), ORDER) is None
     bad = layers(*ORDER[:4])
     assert first_nonfinite(bad, ORDER) == "params/layers/12/kernel"
     assert first_nonfinite(bad) == "params/embed/kernel", (
@@ -290,11 +288,9 @@ def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
         in_specs=(specs,),
         out_specs=(P(), P(), P(axes), specs),
     )(gradients(bad))
-    assert (
-        seen.tolist() == [not bad] * DEVICES
-        and finite == (not bad)
-        and index == (0 if bad else -1)
-    )
+    assert seen.tolist() == [not bad] * DEVICES
+    assert finite == (not bad)
+    assert index == (0 if bad else -1)
     sign = 1 if bad else -1
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad)
@@ -314,6 +310,5 @@ def test_gradients_that_agree_need_no_collective():
             .as_text()
         )
 
-    assert (
-        "all_reduce" not in lowered(P()) and lowered(P("data")).count("all_reduce") == 1
-    )
+    assert "all_reduce" not in lowered(P())
+    assert lowered(P("data")).count("all_reduce") == 1

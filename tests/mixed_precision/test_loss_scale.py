@@ -102,10 +102,8 @@ def test_never_zero_and_never_infinite():
     """At both bounds the value and its inverse are normal floats, and unscaling undoes
     scaling.
     """
-    top, bottom = (
-        DynamicLossScale(2.0**125, growth_interval=1),
-        DynamicLossScale(2.0**-125),
-    )
+    top = DynamicLossScale(2.0**125, growth_interval=1)
+    bottom = DynamicLossScale(2.0**-125)
     for _ in range(5):
         top, bottom = adjust(top, True), adjust(bottom, False)
     assert float(top.value) == 2.0**126 and float(bottom.value) == 2.0**-126

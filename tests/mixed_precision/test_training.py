@@ -224,6 +224,5 @@ def test_value_and_grad_is_jax_s():
     with jax.numpy_dtype_promotion("standard"):
         (value, aux), grads = f(w, v, bias=jnp.float32(0.5))
     assert value == 12 and aux["w"].tolist() == [1, 2]
-    assert [g.tolist() for g in grads] == [[3, 4], [1, 2]] and {
-        g.dtype for g in grads
-    } == {jnp.dtype("float32")}
+    assert [g.tolist() for g in grads] == [[3, 4], [1, 2]]
+    assert {g.dtype for g in grads} == {jnp.dtype("float32")}

@@ -102,10 +102,12 @@ def linen(cls, fp8, tx):
 
     else:
         train = cls.create(apply_fn=layer.apply, params=variables, tx=tx)
-        variables_of, apply = (
-            lambda train: train.params,
-            lambda train, grads: train.apply_gradients(grads=grads),
-        )
+
+        def variables_of(train):
+            return train.params
+
+        def apply(train, grads):
+            return train.apply_gradients(grads=grads)
 
     def gradient(train, loss_scale, x, grad):
         return mixed_precision.value_and_grad(of_loss, loss_scale)(
@@ -170,11 +172,9 @@ class Account:
     """The run in numpy: kernel, FP8 state, loss scale."""
 
     def __init__(self, **options):
-        self.kernel, self.state, self.scaler = (
-            KERNEL.copy(),
-            oracle.LayerState.init(HISTORY),
-            GradScaler(**options),
-        )
+        self.kernel = KERNEL.copy()
+        self.state = oracle.LayerState.init(HISTORY)
+        self.scaler = GradScaler(**options)
 
     def gradient(self, batches):
         """The mean over the microbatches, and whether any overflows in float16."""

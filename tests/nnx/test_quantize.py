@@ -189,10 +189,8 @@ def test_own_layers():
     make = lambda recipe: jaxfp8.nnx.GatedMLP(D, 16, recipe=recipe, rngs=nnx.Rngs(0))  # noqa: E731
     compare(quantize(make(B), [(".*", A)]), make(A))
     off = quantize(make(B), [("wi", None), ("wo", A)])
-    assert (
-        list(state_of(off)["wi"]) == ["kernel"]
-        and off.wi.dot_general.recipe == jaxfp8.HighPrecision()
-    )
+    assert list(state_of(off)["wi"]) == ["kernel"]
+    assert off.wi.dot_general.recipe == jaxfp8.HighPrecision()
     compare(quantize(off, [(".*", A)]), make(A))  # and on again
 
 
@@ -229,10 +227,8 @@ def test_copies(how):
     jaxfp8.nnx.update_state(model, gradients)
     copied = COPIES[how](model)
     assert type(copied) is Model and hash(copied) != hash(model)
-    assert (
-        nnx.graphdef(copied) == nnx.graphdef(model)
-        and copied.fp8_rules == model.fp8_rules
-    )
+    assert nnx.graphdef(copied) == nnx.graphdef(model)
+    assert copied.fp8_rules == model.fp8_rules
     compare(copied, model)
     assert str(jaxfp8.report(copied)) == str(jaxfp8.report(model))
 

@@ -258,9 +258,8 @@ def test_argnums():
         loss, argnums=(0, 1, nnx.DiffState(2, OverwriteWithGradient))
     )(x, first, second)
     assert value.shape == () and dx.shape == x.shape
-    assert set(of_first) == {"kernel", "dot_general"} and set(of_second) == {
-        "dot_general"
-    }
+    assert set(of_first) == {"kernel", "dot_general"}
+    assert set(of_second) == {"dot_general"}
     state = oracle.LayerState.init(H)
     for layer, gradients in ((first, of_first), (second, of_second)):
         kernel = np.asarray(layer.kernel.get_value())
@@ -357,10 +356,8 @@ def test_optimizer_state_restored_without_a_target(tmp_path):
     """It has no entry for FP8 state, so that what Orbax makes of nodes without leaves
     does not matter.
     """
-    tx, x = (
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-        jnp.ones((4, 8)),
-    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    x = jnp.ones((4, 8))
 
     def build():
         layer = jaxfp8.quantize(

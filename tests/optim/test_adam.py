@@ -118,10 +118,8 @@ def test_it_is_quantized_adamw():
     """With its random bits. Products and sums in XLA may be rounded at once, by which
     few codes are others.
     """
-    fused, whole = (
-        optim.adamw(1e-2, **DECAY),
-        optim.quantized(optax.adamw(1e-2, **DECAY)),
-    )
+    fused = optim.adamw(1e-2, **DECAY)
+    whole = optim.quantized(optax.adamw(1e-2, **DECAY))
     (a, a_state), (b, b_state) = (
         steps(tx, cases.params(), 3, False) for tx in (fused, whole)
     )
@@ -193,10 +191,8 @@ def test_masks_schedules_and_traced_numbers():
         return optim.adamw(rate, **DECAY).apply(grads, state, params)
 
     state = optim.adamw(0.0).init(params)
-    got, expected = (
-        step(1e-2, cases.grads(0), state, params),
-        jax.jit(optim.adamw(1e-2, **DECAY).apply)(cases.grads(0), state, params),
-    )
+    got = step(1e-2, cases.grads(0), state, params)
+    expected = jax.jit(optim.adamw(1e-2, **DECAY).apply)(cases.grads(0), state, params)
     assert_same_bits(cases.moments(got[1]), cases.moments(expected[1]))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
@@ -259,10 +255,8 @@ def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
     """Parameters cut along rows, with whole blocks on each device; one is on all."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
     rng = np.random.default_rng(0)
-    shapes, specs = (
-        {"a": (64, 256), "b": (16, 3, 130), "c": (70, 70)},
-        {"a": P("d"), "b": P("d"), "c": P()},
-    )
+    shapes = {"a": (64, 256), "b": (16, 3, 130), "c": (70, 70)}
+    specs = {"a": P("d"), "b": P("d"), "c": P()}
     params = {
         name: jnp.asarray(rng.normal(size=shape), jnp.float32)
         for name, shape in shapes.items()
@@ -293,10 +287,8 @@ def test_parameters_and_moments_stay_where_they_are(axis, apply):
     """XLA cuts gradients as products leave them; without out_shardings the next step
     would find its state moved.
     """
-    mesh, cuts = (
-        jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)),
-        [P("d", None), P(None, "d")],
-    )
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    cuts = [P("d", None), P(None, "d")]
     here, there = (NamedSharding(mesh, cut) for cut in (cuts[axis], cuts[1 - axis]))
     params, tx = jax.device_put(jnp.ones((256, 1024)), here), optim.adamw(1e-2)
     state = jax.jit(
@@ -326,10 +318,8 @@ def test_compilation_of_many_leaves():
     """XLA's CPU compiler makes a module of each fusion: beside the op a leaf has one,
     of the keys of both moments.
     """
-    tx, params = (
-        optim.adamw(1e-2),
-        {str(i): jnp.zeros((64 + 8 * i, 128)) for i in range(12)},
-    )
+    tx = optim.adamw(1e-2)
+    params = {str(i): jnp.zeros((64 + 8 * i, 128)) for i in range(12)}
     program = (
         jax.jit(tx.apply, donate_argnums=(1, 2))
         .lower(params, tx.init(params), params)
@@ -560,11 +550,9 @@ def test_a_loss_that_contains_a_step():
 
         return of_gradients
 
-    adamw, quantized, plain = (
-        optim.adamw(1e-3),
-        optim.quantized(optax.adamw(1e-3)),
-        optax.adamw(1e-3),
-    )
+    adamw = optim.adamw(1e-3)
+    quantized = optim.quantized(optax.adamw(1e-3))
+    plain = optax.adamw(1e-3)
     for steps in (1, 2):
         with pytest.raises(
             TypeError,

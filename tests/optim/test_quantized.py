@@ -180,11 +180,9 @@ def test_a_square_that_overflows_stops_its_parameter():
         for size in (1e25, 1.0, 1.0):
             updates, state = step({"a": params["a"].at[3, 5].set(size)}, state, after)
             after = optax.apply_updates(after, updates)
-        assert (
-            after["a"][3, 5] == 1
-            and np.isfinite(after["a"]).all()
-            and after["a"][4, 5] < 0.99
-        )
+        assert after["a"][3, 5] == 1
+        assert np.isfinite(after["a"]).all()
+        assert after["a"][4, 5] < 0.99
         assert optim.dequantize_state(state)[0].nu["a"][3, 5] == np.inf
 
 

@@ -35,10 +35,8 @@ def batch(seed: int, size: float = 1.0):
     """
     rng = np.random.default_rng(seed)
     size = size * 2.0 ** rng.uniform(-3, 3)
-    x, grad = (
-        rng.standard_normal((M, K)) * size,
-        rng.standard_normal((M, N)) * size / 100,
-    )
+    x = rng.standard_normal((M, K)) * size
+    grad = rng.standard_normal((M, N)) * size / 100
     return x.astype(np.float32), grad.astype(np.float32)
 
 

@@ -183,10 +183,8 @@ def test_clipping_outside_is_loud(steps):
     """`chain(clip, optimizer(...))` clips state too: an error outside of jit, under jit
     NaN in the next product.
     """
-    good, tx = (
-        train.optimizer(optax.sgd(0.1)),
-        optax.chain(optax.clip_by_global_norm(0.1), train.optimizer(optax.sgd(0.1))),
-    )
+    good = train.optimizer(optax.sgd(0.1))
+    tx = optax.chain(optax.clip_by_global_norm(0.1), train.optimizer(optax.sgd(0.1)))
     now = start(good)
     for batch in BATCHES[:steps]:
         now = bare_loop(good)(now, *batch)

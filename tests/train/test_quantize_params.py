@@ -133,10 +133,8 @@ def test_kernels_by_their_paths(recipe):
     def loss(params, where):
         if where:
             params = jaxfp8.quantize_params(params, None, recipe, where=where)
-            assert (
-                isinstance(params["block"]["up"], jaxfp8.QTensor)
-                and params["block"]["down"].dtype == np.float32
-            )
+            assert isinstance(params["block"]["up"], jaxfp8.QTensor)
+            assert params["block"]["down"].dtype == np.float32
         x = xs[0]
         for kernel in (params["block"]["up"], params["block"]["down"]):
             x = jaxfp8.dot_general(
@@ -157,10 +155,8 @@ def test_kernels_by_their_paths(recipe):
 def test_where_beside_state():
     params, states, *_ = two_layers()
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE, where="up")
-    assert (
-        isinstance(quantized["up"], jaxfp8.QTensor)
-        and quantized["down"] is params["down"]
-    )
+    assert isinstance(quantized["up"], jaxfp8.QTensor)
+    assert quantized["down"] is params["down"]
 
 
 def test_blocks_that_move():
@@ -175,10 +171,10 @@ def test_blocks_that_move():
         lambda a: jnp.concatenate([a, a], axis=1),
         lambda a: a.mT,
     ):
-        moved, expected = (
-            q.map(move),
-            jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")["a"],
-        )
+        moved = q.map(move)
+        expected = jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")[
+            "a"
+        ]
         assert moved.data_t is None
         for name in ("data", "scale_inv", "source"):
             oracle.assert_bitwise(

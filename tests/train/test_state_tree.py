@@ -29,10 +29,8 @@ class NnxLayer(nnx.Module):
     def __init__(self):
         self.kernel = nnx.Param(jnp.ones((2, 2)))
         self.scale = nnx.Param(jnp.ones(2))
-        self.input_amax_history, self.input_scale = (
-            StateVariable(jnp.zeros(3)),
-            StateVariable(jnp.ones(1)),
-        )
+        self.input_amax_history = StateVariable(jnp.zeros(3))
+        self.input_scale = StateVariable(jnp.ones(1))
 
 
 class EqxLayer(eqx.Module):
@@ -108,13 +106,10 @@ def test_quantizers_are_found(make, names, parameters):
     found = _state_tree.flatten(tree)
     assert [q.name for q in found.quantizers] == names
     for q in found.quantizers:
-        assert found.leaves[q.amax_history].shape == (3,) and found.leaves[
-            q.scale
-        ].shape == (1,)
-    assert (
-        len(found.positions()) == 2 * len(names)
-        and len(found.leaves) == 2 * len(names) + parameters
-    )
+        assert found.leaves[q.amax_history].shape == (3,)
+        assert found.leaves[q.scale].shape == (1,)
+    assert len(found.positions()) == 2 * len(names)
+    assert len(found.leaves) == 2 * len(names) + parameters
     assert jax.tree.structure(found.replace({})) == jax.tree.structure(tree)
 
 

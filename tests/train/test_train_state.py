@@ -21,6 +21,8 @@ from jaxfp8.linen._train_state import TrainState
 
 from . import replay
 
+KEY = jax.random.key(0)
+
 pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 
 BATCHES = [replay.batch(i) for i in range(8)]
@@ -54,11 +56,9 @@ def test_five_steps(cls):
 
 
 def test_gradient_through_a_layer_of_flax_names_the_way_out():
-    layer, x = (
-        nn.Dense(4, dot_general_cls=nn.Fp8DotGeneral),
-        np.ones((16, 32), np.float32),
-    )
-    variables = layer.init(jax.random.key(0), x)
+    layer = nn.Dense(4, dot_general_cls=nn.Fp8DotGeneral)
+    x = np.ones((16, 32), np.float32)
+    variables = layer.init(KEY, x)
     with pytest.raises(
         TypeError, match="jaxfp8.Fp8DotGeneral in layers with Flax's own FP8"
     ):
@@ -151,7 +151,7 @@ def test_without_state_it_is_flax():
     with FP8 state.
     """
     layer = nn.Dense(3)
-    variables = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
+    variables = layer.init(KEY, np.ones((2, 4), np.float32))
     results = []
     for cls, params in (
         (TrainState, variables),
@@ -209,10 +209,10 @@ def test_optimizer_state_outlives_the_recipe(tx):
         name: jaxfp8.quantize(Block(), rules) if rules else Block()
         for name, rules in RULES.items()
     }
-    variables = models["delayed"].init(jax.random.key(0), x)
+    variables = models["delayed"].init(KEY, x)
     opt_state, steps = None, 0
     for name in ("delayed", "current", "bf16", "delayed", "delayed"):
-        fresh = models[name].init(jax.random.key(0), x)
+        fresh = models[name].init(KEY, x)
         variables = {**fresh, "params": variables["params"]}
         train = TrainState.create(apply_fn=models[name].apply, params=variables, tx=tx)
         assert set(train.params) == set(variables)
@@ -245,7 +245,7 @@ def test_variables_of_a_stateless_recipe_are_variables():
     """Labels of the parameters fit, whatever the recipe."""
     for name, rules in RULES.items():
         model = jaxfp8.quantize(Block(), rules) if rules else Block()
-        variables = model.init(jax.random.key(0), np.ones((4, 8), np.float32))
+        variables = model.init(KEY, np.ones((4, 8), np.float32))
         tx = optax.multi_transform(
             {"trains": optax.adam(0.1)}, labels_of(variables["params"])
         )
@@ -256,7 +256,7 @@ def test_variables_of_a_stateless_recipe_are_variables():
 
 def test_parameters_alone_of_a_model_with_state_are_said():
     model = jaxfp8.quantize(Block(), DELAYED)
-    params = model.init(jax.random.key(0), np.ones((4, 8), np.float32))["params"]
+    params = model.init(KEY, np.ones((4, 8), np.float32))["params"]
     with pytest.warns(
         jaxfp8.FP8StateWarning,
         match=r"create: params: expected all variables.*params=variables",

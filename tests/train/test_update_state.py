@@ -189,11 +189,9 @@ def test_layers_without_a_gradient_are_untouched():
 
 # Sums over 2, 3, 90 uses, loss scales that were undone; then means over fewer uses than
 # microbatches, clips, a step.
-SUMS, SCALES, OTHERS = (
-    (2, 3, 90.24),
-    (0.5, 2.0**-16),
-    (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01),
-)
+SUMS = (2, 3, 90.24)
+SCALES = (0.5, 2.0**-16)
+OTHERS = (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01)
 
 
 def in_layer(state):

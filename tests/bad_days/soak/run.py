@@ -79,10 +79,8 @@ class Place:
     def __init__(self, name):
         self.mesh = None
         if name != "one device":
-            self.mesh, self.layout = (
-                cases.mesh(shape=SHAPES[name]),
-                cases.LAYOUTS[LAYOUTS[name]],
-            )
+            self.mesh = cases.mesh(shape=SHAPES[name])
+            self.layout = cases.LAYOUTS[LAYOUTS[name]]
         self.steps = {}
 
     def put(self, tree):
