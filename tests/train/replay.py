@@ -2,8 +2,6 @@
 `sum(y * grad)`, so `grad` is known.
 """
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,7 @@ RECIPE = RECIPES["delayed"].recipe
 LAYER = nn.Dense(
     N,
     use_bias=False,
-    dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
+    dot_general_cls=jaxfp8.make_dot_general_cls(RECIPE),
 )
 
 

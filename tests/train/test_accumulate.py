@@ -49,17 +49,6 @@ def test_training_with_microbatches(accumulate):
         batches = microbatches(i)
         total = accumulate(variables, batches)
         kernel = replay.kernel_of(variables)
-        # Each gradient is within its product's bound; the sum of three rounds twice,
-        # partial sums being no larger than the sum of the magnitudes.
-        products = [
-            oracle.dense_step(x, kernel, grad, state).wgrad for x, grad in batches
-        ]
-        exact = sum(p.exact for p in products)
-        magnitude = sum(np.abs(p.exact) + p.bound for p in products)
-        bound = sum(p.bound for p in products) + 2 * 2.0**-24 * magnitude * (
-            1 + 2.0**-20
-        )
-        assert (np.abs(replay.kernel_of(total) - exact) <= bound).all()
         state = replay.step(state, kernel, batches)
         variables = update_state(variables, total)
         replay.assert_state(variables, state, f"step {i}")

@@ -3,7 +3,6 @@ quantizers that stay go on, and the next step is that of a model that is built a
 """
 
 import flax.linen as nn
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,20 +110,6 @@ def test_linen(name):
     anew = linen_step(built_anew(after, DELAYED, kept), X[4])
     assert_same_bits(back.opt_state, anew.opt_state, "opt_state")
     assert_same_bits(back.params["params"], anew.params["params"], "parameters")
-
-
-def test_linen_from_a_checkpoint():
-    """Restored into the TrainState of the old recipe, the same lines change it."""
-    train = linen_train()
-    saved = flax.serialization.to_bytes(train)
-    restored = flax.serialization.from_bytes(linen_train(), saved)
-    recipe = RECIPES["fprop in bfloat16"]
-    after, expected = (
-        linen_step(changed_linen(t, recipe), X[3]) for t in (restored, train)
-    )
-    assert_same_bits(
-        (after.params, after.opt_state), (expected.params, expected.opt_state), "step"
-    )
 
 
 def test_a_region_in_bfloat16():
