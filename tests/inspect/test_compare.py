@@ -11,11 +11,11 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
+from programs.cases import MATMUL
 
 import jaxfp8
 from jaxfp8 import inspect
 
-MATMUL = (((1,), (0,)), ((), ()))
 A = jaxfp8.DelayedScaling(amax_history_len=2)
 FIGURES = ("output", "input_grad", "kernel_grad")
 # f64 in numpy and f32 in JAX differ by 2**-20 of a tensor, which moves few codes to a
@@ -231,29 +231,21 @@ def test_what_is_lost_wholly_or_not_at_all():
     }
 
 
+def gram(x):
+    """`x.T @ x` in FP8."""
+    return jaxfp8.einsum("mk,mn->kn", x, x, recipe=jaxfp8.Float8CurrentScaling())
+
+
 def test_results_that_are_not_arrays():
     """Numbers, text and None are results too; the mean of squares leaves them out."""
     x = jnp.linspace(-1, 1, 32).reshape(4, 8)
 
-    def product(x):
-        return jaxfp8.dot_general(
-            x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
-        )
-
-    found = inspect.compare(
-        lambda x: {"y": product(x), "rest": (3, 1.5, "text", None)}, x
-    )
-    assert found.rows == inspect.compare(product, x).rows
+    found = inspect.compare(lambda x: {"y": gram(x), "rest": (3, 1.5, "text", None)}, x)
+    assert found.rows == inspect.compare(gram, x).rows
 
 
 def test_errors():
     x = jnp.ones((4, 8))
-
-    def fp8(x):
-        return jaxfp8.dot_general(
-            x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
-        )
-
     with pytest.raises(
         ValueError,
         match="compare: model: expected FP8 products, got none; is autocast off",
@@ -263,17 +255,17 @@ def test_errors():
         ValueError,
         match="compare: loss: expected a loss whose gradient reaches an FP8 product",
     ):
-        inspect.compare(fp8, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
+        inspect.compare(gram, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
     with pytest.raises(
         TypeError,
         match="compare: model: expected a result with .*, got none; register the class",
     ):
-        inspect.compare(lambda x: jnp.argmax(fp8(x)), x)
+        inspect.compare(lambda x: jnp.argmax(gram(x)), x)
     with pytest.raises(
         TypeError,
         match="compare: variables: expected None for a model that is not Linen's",
     ):
-        inspect.compare(fp8, x, {})
+        inspect.compare(gram, x, {})
     with pytest.raises(
         TypeError,
         match="compare: model: expected a Linen or NNX module or a function, got int",

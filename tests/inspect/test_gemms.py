@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from lowering import cuda_text
+from programs.cases import MATMUL
 
 import jaxfp8
 from jaxfp8 import inspect
@@ -28,7 +29,6 @@ CURRENT = jaxfp8.Float8CurrentScaling()
 BLOCK = jaxfp8.Float8BlockScaling()
 MX = jaxfp8.MXFP8BlockScaling()
 E4M3 = jaxfp8.Format.E4M3.dtype
-MATMUL = (((1,), (0,)), ((), ()))
 X = jax.ShapeDtypeStruct((32, 64), jnp.float32)
 K = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 

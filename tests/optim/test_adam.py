@@ -3,9 +3,9 @@ and optax.
 """
 
 import copy
-import functools
 import re
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -109,8 +109,7 @@ def test_apply_is_update_and_apply_updates():
         steps(tx, cases.params(), 3, apply) for apply in (False, True)
     )
     assert_same_bits(cases.moments(a_state), cases.moments(b_state))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=6 * 2.0**-23, atol=6 * 2.0**-23)
+    chex.assert_trees_all_close(a, b, rtol=6 * 2.0**-23, atol=6 * 2.0**-23)
     assert a_state.update_count == b_state.update_count == a_state.inner.count == 3
 
 
@@ -130,9 +129,8 @@ def test_it_is_quantized_adamw():
     )
     pairs = zip(cases.moments(a_state), other, strict=True)
     assert min(cases.same_codes(*pair) for pair in pairs) < 0.9
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        # a step is 1e-2, of which a code's neighbour has 0.3
-        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)
+    # a step is 1e-2, of which a code's neighbour has 0.3
+    chex.assert_trees_all_close(a, b, rtol=0, atol=3e-3)
 
 
 @pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
@@ -149,8 +147,7 @@ def test_max_norm_clips_as_optax(max_norm, apply):
     for x, y in zip(cases.moments(a_state), cases.moments(b_state), strict=True):
         assert cases.same_codes(x, y) > 0.999
         np.testing.assert_allclose(x.amax, y.amax, rtol=1e-5)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)
+    chex.assert_trees_all_close(a, b, rtol=0, atol=3e-3)
     # The control: the norm is that of all gradients, and not of each leaf.
     amax = max(float(x.amax.max()) for x in cases.moments(b_state))
     assert (amax < 0.05) == (max_norm == 0.5)
@@ -175,16 +172,11 @@ def test_masks_schedules_and_traced_numbers():
             steps(make(schedule, weight_decay=0.5, mask=mask), params, 3, apply)
             for make, apply in ((optim.adamw, True), (optax.adamw, False))
         )
-        for (path, x), y in zip(
-            jax.tree_util.tree_leaves_with_path(got[0]),
-            jax.tree.leaves(expected[0]),
-            strict=True,
-        ):
-            # The decay moves a parameter of size 1 by 8e-3; an update is off by 3 parts
-            # in 10.
-            np.testing.assert_allclose(
-                x, y, rtol=0, atol=5e-3, err_msg=f"{name}{jax.tree_util.keystr(path)}"
-            )
+        # The decay moves a parameter of size 1 by 8e-3; an update is off by 3 parts in
+        # 10.
+        chex.assert_trees_all_close(
+            got[0], expected[0], rtol=0, atol=5e-3, custom_message=name
+        )
 
     @jax.jit
     def step(rate, grads, state, params):
@@ -194,11 +186,7 @@ def test_masks_schedules_and_traced_numbers():
     got = step(1e-2, cases.grads(0), state, params)
     expected = jax.jit(optim.adamw(1e-2, **DECAY).apply)(cases.grads(0), state, params)
     assert_same_bits(cases.moments(got[1]), cases.moments(expected[1]))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
-        got[0],
-        expected[0],
-    )
+    chex.assert_trees_all_close(got[0], expected[0], rtol=1e-6, atol=1e-7)
 
 
 def test_dtypes_of_parameters_and_gradients():
@@ -467,13 +455,8 @@ def test_updates_have_the_dtypes_of_optax(dtype, grad_dtype):
     assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(
         jnp.result_type, expected
     )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(
-            *(z.astype(jnp.float32) for z in (x, y)), rtol=0.3
-        ),
-        updates,
-        expected,
-    )
+    wide = (optax.tree.cast(tree, jnp.float32) for tree in (updates, expected))
+    chex.assert_trees_all_close(*wide, rtol=0.3)
     without, _ = tx.update(grads, tx.init(params))
     assert (
         all((np.asarray(x, np.float32) < 0).all() for x in jax.tree.leaves(without))
@@ -559,22 +542,18 @@ def test_a_loss_that_contains_a_step():
             match=r"^jaxfp8.optim.adamw has no derivative: a step rounds.* optax.adamw",
         ):
             jax.grad(loss(adamw, steps))(moved)
-    with pytest.raises(
-        TypeError,
-        match=(
-            "^jaxfp8.optim.quantized has no derivative through its state, nor in "
-            "forward"
-        ),
+    for derivative in (
+        lambda: jax.grad(loss(quantized, 2))(moved),
+        lambda: jax.jvp(loss(quantized, 1), (moved,), (moved,)),
     ):
-        jax.grad(loss(quantized, 2))(moved)
-    with pytest.raises(
-        TypeError,
-        match=(
-            "^jaxfp8.optim.quantized has no derivative through its state, nor in "
-            "forward"
-        ),
-    ):
-        jax.jvp(loss(quantized, 1), (moved,), (moved,))
+        with pytest.raises(
+            TypeError,
+            match=(
+                "^jaxfp8.optim.quantized has no derivative through its state, nor in "
+                "forward"
+            ),
+        ):
+            derivative()
     np.testing.assert_allclose(
         *(jax.grad(loss(tx, 1))(moved) for tx in (quantized, plain)), rtol=1e-5
     )
