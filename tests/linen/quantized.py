@@ -2,7 +2,6 @@
 bitwise.
 """
 
-import functools
 import re
 
 import flax.linen as nn
@@ -22,11 +21,7 @@ BATCH, D = 4, 8
 
 
 def fp8(recipe):
-    return (
-        None
-        if recipe is None
-        else functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
-    )
+    return recipe and jaxfp8.make_dot_general_cls(recipe)
 
 
 class Block(nn.Module):

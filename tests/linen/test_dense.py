@@ -2,7 +2,6 @@
 gradient comes in f32.
 """
 
-import functools
 import re
 
 import flax.linen as nn
@@ -100,11 +99,8 @@ def test_no_copy_of_the_kernel_in_the_compute_dtype():
     """nn.Dense rounds the kernel to bf16 and its gradient as well; here no f32 of its
     shape is, only codes widen.
     """
-    theirs = nn.Dense(
-        N,
-        dtype=BF16,
-        dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
-    )
+    cls = jaxfp8.make_dot_general_cls(RECIPE)
+    theirs = nn.Dense(N, dtype=BF16, dot_general_cls=cls)
     ours = Dense(N, recipe=RECIPE, dtype=BF16)
     assert kernel_conversions(program(theirs)) >= {("f32", "bf16"), ("bf16", "f32")}
     text = program(ours)

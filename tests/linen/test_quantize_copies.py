@@ -12,7 +12,6 @@ import time
 import another_process
 import flax.linen as nn
 import jax
-import numpy as np
 import oracle
 import pytest
 
@@ -178,7 +177,7 @@ def test_in_another_process(pickler):
     wanted = jax.tree.leaves((variables, step(quantized)(variables, x())))
     got = another_process.run(IN_ANOTHER_PROCESS, pickler.dumps((quantized, x())))
     for i, (got_leaf, leaf) in enumerate(zip(got, wanted, strict=True)):
-        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
+        oracle.assert_bitwise(got_leaf, leaf, f"leaf {i}")
 
 
 def test_mutant_that_pickles_by_the_class_is_caught(monkeypatch):

@@ -27,10 +27,7 @@ STACKED = {
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        dense = nn.Dense(
-            WIDTH,
-            dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
-        )
+        dense = nn.Dense(WIDTH, dot_general_cls=jaxfp8.make_dot_general_cls(RECIPE))
         return nn.relu(dense(x)), None
 
 
