@@ -11,13 +11,14 @@ import numpy as np
 import oracle
 import pytest
 import safetensors.numpy
+from equality import assert_same_bits
 from flax import nnx
 
 import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.convert import from_safetensors, read_safetensors
 
-from .cases import OWG, assert_same_tree
+from .cases import OWG
 
 PUBLISHED = pathlib.Path(__file__).parent / "published"
 # file of `published/write.py` -> (block, recipe whose kernels have such scales)
@@ -66,9 +67,7 @@ def test_published_weights(name):
         }
         params = from_safetensors({"params": leaves}, path_of(name), NAMES)["params"]
         assert params["bias"] is leaves["bias"]
-        oracle.assert_bitwise(
-            np.asarray(params["kernel"]), weight.T.astype(dtype), name
-        )
+        oracle.assert_bitwise(params["kernel"], weight.T.astype(dtype), name)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -80,7 +79,7 @@ def test_frozen_codes(name):
     frozen = from_safetensors(shapes, path_of(name), WEIGHT)
     stored = read_safetensors(path_of(name))["up.weight"]
     product = frozen["params"]["Fp8DotGeneral_0"]
-    oracle.assert_bitwise(np.asarray(product["kernel"]), stored.data, "codes")
+    oracle.assert_bitwise(product["kernel"], stored.data, "codes")
     oracle.assert_bitwise(
         np.asarray(product["kernel_scale_inv"]).astype(np.float32),
         stored.scale_inv,
@@ -161,9 +160,7 @@ def test_nnx():
     layer = nnx.eval_shape(lambda: nnx.Linear(64, 6, use_bias=False, rngs=nnx.Rngs(0)))
     assert from_safetensors(layer, path_of("channel"), WEIGHT) is layer
     weight = read_safetensors(path_of("channel"))["up.weight"].decode()
-    oracle.assert_bitwise(
-        np.asarray(layer.kernel[...]), np.ascontiguousarray(weight.T), "kernel"
-    )
+    oracle.assert_bitwise(layer.kernel[...], np.ascontiguousarray(weight.T), "kernel")
 
 
 @pytest.mark.parametrize("kind", ["linen", "stacked", "nnx"])
@@ -193,8 +190,8 @@ def test_state_of_shapes(kind):
         )[OWG]
         trained = variables | {OWG: jax.tree.map(lambda leaf: leaf + 2, expected)}
         kept = from_safetensors(trained, path_of("channel"), WEIGHT)[OWG]
-        assert_same_tree(kept, trained[OWG], "trained state")
-    assert_same_tree(got, expected, kind)
+        assert_same_bits(kept, trained[OWG], "trained state")
+    assert_same_bits(got, expected, kind)
 
 
 def test_shapes_without_values():
