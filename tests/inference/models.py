@@ -21,7 +21,7 @@ BF16 = {"dtype": jnp.bfloat16}
 
 
 def fp8(recipe=RECIPE):
-    return functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    return jaxfp8.make_dot_general_cls(recipe)
 
 
 class Block(nn.Module):

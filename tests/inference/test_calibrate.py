@@ -3,7 +3,6 @@ changes.
 """
 
 import collections
-import functools
 
 import flax.linen as nn
 import jax
@@ -19,7 +18,7 @@ import jaxfp8.nnx
 
 H, M, K, N = 4, 8, 16, 5
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
-FP8 = functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE)
+FP8 = jaxfp8.make_dot_general_cls(RECIPE)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 FORWARD = ("input", "kernel")
 

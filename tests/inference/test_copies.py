@@ -16,13 +16,13 @@ import pytest
 from aot import hlo
 from flax import nnx
 from jax import lax
+from programs.cases import MATMUL
 
 import jaxfp8
 import jaxfp8.nnx
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
-DIMS = (((1,), (0,)), ((), ()))
 M, K = 32, 64
 # e4m3 rounds a number by at most 2**-4 of it. The error of both operands is
 # independent, and at most uniform.
@@ -50,7 +50,7 @@ def error(y, exact) -> float:
 
 
 def product(x, kernel, state, recipe=RECIPE):
-    return jaxfp8.dot_general(x, kernel, DIMS, recipe=recipe, state=state)
+    return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
 
 
 def differentiated(function, *arguments):
@@ -110,13 +110,13 @@ def ragged_in_float32(x, kernel):
 
 def activated(x, kernel, state):
     return jaxfp8.dot_general(
-        jaxfp8.activated(x, "relu"), kernel, DIMS, recipe=RECIPE, state=state
+        jaxfp8.activated(x, "relu"), kernel, MATMUL, recipe=RECIPE, state=state
     )
 
 
 def activates(x, kernel, state):
     return jaxfp8.dot_general(
-        x, kernel, DIMS, recipe=RECIPE, state=state, activation="relu"
+        x, kernel, MATMUL, recipe=RECIPE, state=state, activation="relu"
     ).value
 
 

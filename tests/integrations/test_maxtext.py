@@ -19,6 +19,7 @@ from equality import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 from nnx.cases import assert_state, expected_state
+from programs.cases import MATMUL
 
 import jaxfp8
 import jaxfp8.nnx
@@ -231,11 +232,11 @@ class Model(nnx.Module):
             self.product,
             jnp.zeros((1, K)),
             self.kernel.get_value(),
-            (((1,), (0,)), ((), ())),
+            MATMUL,
         )
 
     def __call__(self, x):
-        y = self.product(x, self.kernel.get_value(), (((1,), (0,)), ((), ())))
+        y = self.product(x, self.kernel.get_value(), MATMUL)
         # MaxText's bridge stores anew what it has read
         for name, variable in list(vars(self.product).items()):
             if isinstance(variable, jaxfp8.nnx.OverwriteWithGradient):
@@ -731,7 +732,7 @@ def test_policy_of_codes(standin, with_quantization):
             jaxfp8.dot_general(
                 x,
                 kernel,
-                (((1,), (0,)), ((), ())),
+                MATMUL,
                 recipe=jaxfp8.Float8CurrentScaling(),
             )
         )

@@ -25,6 +25,7 @@ STEPS = 10
 BATCH, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
 AXES = ("data", "fsdp", "tp")
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
+MATMUL = (((1,), (0,)), ((), ()))
 ROWS_BY_COLUMNS = (((2,), (0,)), ((), ()))  # x [b, s, k], kernel [k, n]
 
 
@@ -109,12 +110,12 @@ class Run:
 
 def mesh(kind: str = "auto", shape=(2, 2, 2), axes=AXES):
     """A mesh with `auto` or `explicit` axes."""
-    return jax.make_mesh(
-        shape,
-        axes,
-        axis_types=({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],)
-        * len(axes),
-    )
+    return jax.make_mesh(shape, axes, axis_types=(AxisType[kind.title()],) * len(axes))
+
+
+def stacked(tree, count):
+    """The tree of so many layers, all alike."""
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), tree)
 
 
 def weights() -> dict:
@@ -287,7 +288,7 @@ def assert_same(got, wanted, what):
                     f"{name}: differs on {first.device} and {shard.device}"
                 )
         assert leaf.dtype == value.dtype, f"{name}: {leaf.dtype}, not {value.dtype}"
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(value), err_msg=name)
+        np.testing.assert_array_equal(leaf, value, err_msg=name)
 
 
 def _bits(x) -> bytes:

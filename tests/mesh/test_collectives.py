@@ -202,7 +202,6 @@ def test_separate_reductions_are_caught(monkeypatch):
 def scanned(kind, in_shard_map, policy) -> str:
     """The compiled gradient of a scan over three layers with FSDP."""
     specs, mesh = (P(None, cases.AXES), P(), P(cases.AXES)), cases.mesh(kind)
-    recipe, dims = jaxfp8.DelayedScaling(amax_history_len=4), (((1,), (0,)), ((), ()))
 
     def loss(kernels, states, x):
         def layer(x, kernel_and_state):
@@ -212,7 +211,9 @@ def scanned(kind, in_shard_map, policy) -> str:
             elif kind == "explicit":
                 kernel = jax.sharding.reshard(kernel, P())
             return jnp.tanh(
-                jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state)
+                jaxfp8.dot_general(
+                    x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state
+                )
             ), None
 
         layer = (
@@ -226,7 +227,7 @@ def scanned(kind, in_shard_map, policy) -> str:
     step = jaxfp8.grad(loss, argnums=(0, 1))
     if in_shard_map:
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
+    states = cases.stacked(jaxfp8.init_state(cases.RECIPE), 3)
     arguments = jnp.ones((3, 64, 64)), states, jnp.ones((128, 64))
     with jax.set_mesh(mesh):
         arguments = [

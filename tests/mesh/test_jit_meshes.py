@@ -75,10 +75,12 @@ def _by_recipe(recipe, product, kernel, x):
         return jaxfp8.ragged_dot(
             reshard(x, P()), kernel[None], sizes, recipe=recipe, state=state
         )
-    bias, dims = jnp.zeros(kernel.shape[1:]), (((1,), (0,)), ((), ()))
     if product == "quantize_params":
         kernel = jaxfp8.quantize_params(kernel, None, recipe, where=".*")
-    return jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state, bias=bias)
+    bias = jnp.zeros(kernel.shape[1:])
+    return jaxfp8.dot_general(
+        x, kernel, cases.MATMUL, recipe=recipe, state=state, bias=bias
+    )
 
 
 @pytest.mark.filterwarnings("ignore:this gradient never updates FP8 state")
@@ -131,7 +133,6 @@ def test_gradients_of_reduced_kernels(implementation, recipe, product):
 
 def test_a_reduced_state_and_an_unreduced_result_are_refused():
     recipe = REDUCED_RECIPES["delayed"]
-    dims = (((1,), (0,)), ((), ()))
     axes = set(cases.AXES)
     with jax.set_mesh(cases.mesh("explicit")):
         x, kernel, state = (
@@ -146,7 +147,7 @@ def test_a_reduced_state_and_an_unreduced_result_are_refused():
         with pytest.raises(
             ValueError, match="dot_general: state: expected one without `reduced` axes"
         ):
-            jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=reduced)
+            jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=reduced)
         with pytest.raises(
             ValueError,
             match="dot_general: out_sharding: expected one without `unreduced`",
@@ -154,7 +155,7 @@ def test_a_reduced_state_and_an_unreduced_result_are_refused():
             jaxfp8.dot_general(
                 x,
                 kernel,
-                dims,
+                cases.MATMUL,
                 recipe=recipe,
                 state=state,
                 out_sharding=P(unreduced=axes),

@@ -19,7 +19,6 @@ from mesh import cases
 
 KINDS = ("auto", "explicit")
 LAYOUT = cases.LAYOUTS["all"]
-MATRICES = (((1,), (0,)), ((), ()))
 
 
 def numbers(seed, shape, largest=7):
@@ -44,7 +43,7 @@ def step(x, kernel, target, state, place=lambda value, name: value, out=None):
     def loss(state, x, kernel):
         x, kernel = place(x, "x"), place(kernel, "kernel")
         y = jaxfp8.dot_general(
-            x, kernel, MATRICES, recipe=cases.RECIPE, state=state, out_sharding=out
+            x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, out_sharding=out
         )
         return jnp.sum(place(y, "y") * target)
 
@@ -157,7 +156,7 @@ def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
             y = jaxfp8.dot_general(
                 x,
                 kernel,
-                MATRICES,
+                cases.MATMUL,
                 recipe=jaxfp8.Float8BlockScaling(power_2_scale=True),
             )
             return jnp.sum(y * target)
@@ -242,12 +241,12 @@ def test_vmap(own, kind, spmd_axis_name):
     kernel = np.stack([numbers(20 + i, (16, 12), 3.5) for i in range(members)])
     kernel = kernel if "kernel" in own else kernel[0]
     if "state" in own:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * members), state)
+        state = cases.stacked(state, members)
 
     def train(x, kernel, target, state, spmd_axis_name=None):
         def dot(x, kernel, state):
             return jaxfp8.dot_general(
-                x, kernel, MATRICES, recipe=cases.RECIPE, state=state
+                x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state
             )
 
         def loss(kernel, state):
@@ -285,7 +284,7 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
     kernels = numbers(2, (layers, 32, 32), 3.5)
     state = jaxfp8.init_state(cases.RECIPE)
     if not is_shared:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), state)
+        state = cases.stacked(state, layers)
 
     def train(x, kernels, target, state, out=None):
         def loss(kernels, state):

@@ -246,9 +246,8 @@ def test_constants_inside_of_the_map(name, constant):
 
     def total(state, other_value, fixed):
         both = {name: fixed, other: other_value}
-        contract = (((1,), (0,)), ((), ()))
         y = jaxfp8.dot_general(
-            both["x"], both["kernel"], contract, recipe=RECIPE, state=state
+            both["x"], both["kernel"], cases.MATMUL, recipe=RECIPE, state=state
         )
         return jax.lax.psum(jnp.sum(y), "data")
 
@@ -338,22 +337,20 @@ def test_amax_of_partial_sums(program):
     states = [jaxfp8.init_state(RECIPE) for _ in weights]
 
     def next_states(states, weights, x, total=lambda y: y, out_sharding=None):
-        matmul = (((1,), (0,)), ((), ()))
-
         def loss(states):
             h = jaxfp8.dot_general(
-                x, weights[0], matmul, recipe=RECIPE, state=states[0]
+                x, weights[0], cases.MATMUL, recipe=RECIPE, state=states[0]
             )
             y = jaxfp8.dot_general(
                 h,
                 weights[1],
-                matmul,
+                cases.MATMUL,
                 recipe=RECIPE,
                 state=states[1],
                 out_sharding=out_sharding,
             )
             z = jaxfp8.dot_general(
-                total(y), weights[2], matmul, recipe=RECIPE, state=states[2]
+                total(y), weights[2], cases.MATMUL, recipe=RECIPE, state=states[2]
             )
             return jnp.sum(z * z)
 
@@ -468,7 +465,7 @@ def test_unchecked_warns_where_an_amax_is_reduced(recipe, reduces):
     def gradients(x, kernel):
         return jax.grad(
             lambda *pair: jnp.sum(
-                jaxfp8.dot_general(*pair, (((1,), (0,)), ((), ())), recipe=recipe)
+                jaxfp8.dot_general(*pair, cases.MATMUL, recipe=recipe)
             )
         )(x, kernel)
 

@@ -5,7 +5,6 @@ says along which axis.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -41,12 +40,11 @@ def test_stages_scale_by_themselves(name, checked):
     kernels = rng.integers(-6, 7, (stages, 8, 8)).astype(np.float32)
     kernels[:, 0, 0] = 7
     kernels *= np.float32([[[1]], [[2]], [[2**12]], [[2**-6]]])
-    matmul = (((1,), (0,)), ((), ()))
 
     def gradient(kernel, state, x, grad):
         y, vjp = jax.vjp(
             lambda *args: jaxfp8.dot_general(
-                x, args[0], matmul, recipe=recipe, state=args[1]
+                x, args[0], cases.MATMUL, recipe=recipe, state=args[1]
             ),
             kernel,
             state,
@@ -67,7 +65,7 @@ def test_stages_scale_by_themselves(name, checked):
     )
     wanted = [jax.jit(gradient)(kernel, state, x, grad) for kernel in kernels]
     wanted = jax.tree.map(lambda *leaves: np.stack(leaves), *wanted)
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * stages), state)
+    states = cases.stacked(state, stages)
     mapped = jax.shard_map(
         of_stage,
         mesh=cases.mesh(shape=(stages, 2), axes=("stage", "data")),

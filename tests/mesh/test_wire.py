@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from programs.cases import MATMUL
 
 import jaxfp8
 from jaxfp8 import collectives
@@ -16,7 +17,6 @@ from mesh import collective_cases as cases, hlo
 
 ROWS, WIDTH, HIDDEN = 64, 256, 128
 FAST = ("delayed", "block")
-MATMUL = (((1,), (0,)), ((), ()))
 RECIPES = {
     name: cases.RECIPES[name][0]
     for name in ("delayed", "current", "rowwise", "block", "mx")

@@ -21,7 +21,7 @@ adjust = jax.jit(lambda loss_scale, finite: loss_scale.adjust(finite))
 
 
 def assert_agrees(loss_scale, scaler, what):
-    oracle.assert_bitwise(loss_scale.value, np.asarray(scaler.scale), f"{what}: value")
+    oracle.assert_bitwise(loss_scale.value, scaler.scale, f"{what}: value")
     oracle.assert_bitwise(
         loss_scale.good_steps,
         np.asarray(scaler.growth_tracker, np.int32),

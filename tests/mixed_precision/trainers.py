@@ -83,9 +83,7 @@ class Trainer:
 
 
 def linen(cls, fp8, tx):
-    dot_general = (
-        functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE) if fp8 else None
-    )
+    dot_general = jaxfp8.make_dot_general_cls(RECIPE) if fp8 else None
     layer = nn.Dense(N, use_bias=False, dtype=jnp.float16, dot_general_cls=dot_general)
     variables = {
         **layer.init(jax.random.key(0), np.ones((M, K), np.float32)),
@@ -207,7 +205,7 @@ class Account:
         any.
         """
         oracle.assert_bitwise(
-            loss_scale.value, np.asarray(self.scaler.scale), f"{what}: loss scale"
+            loss_scale.value, self.scaler.scale, f"{what}: loss scale"
         )
         oracle.assert_bitwise(
             loss_scale.good_steps,
