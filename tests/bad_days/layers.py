@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 
@@ -43,10 +44,6 @@ def tally_warning(tally, call, says: str, what: str) -> None:
         all(w.filename == __file__ for w in said),
         f"{what}: points at {[w.filename for w in said]}",
     )
-
-
-def mesh_of(sizes, names, kind):
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
 
 
 def nnx_layer():
@@ -284,7 +281,7 @@ def named_initializers(library):
     x = operands(0)[0]
     key = jax.random.key(0)
     init = nn.initializers.lecun_normal()
-    linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of((2,), ("m",), AxisType.Auto)
+    linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of(m=2)
     cases = {
         "Dense": (
             (None, "m"),
@@ -357,7 +354,7 @@ def out_sharding(library):
     """
     del library
     tally = Tally()
-    mesh = mesh_of((2, 2), ("d", "m"), AxisType.Explicit)
+    mesh = mesh_of("Explicit", d=2, m=2)
     x = operands(0)[0]
     linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
     bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731

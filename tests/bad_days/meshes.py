@@ -10,7 +10,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 from .libraries import LIBRARIES, OWG
 from .steps import amaxes, operands as given
@@ -20,9 +21,7 @@ M, K, N = 16, 24, 8
 
 
 def cube():
-    return jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3
-    )
+    return mesh_of(data=2, fsdp=2, tp=2)
 
 
 def data(i=0):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 
@@ -113,7 +114,7 @@ def empty_shard(library):
     layer = library.dense(5)
     variables = library.variables(normal(0, (8, 5)), used_state())
     tally = Tally()
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     gradient = jax.grad(
         lambda variables, x: jnp.sum(layer.apply(variables, x) ** 2), argnums=(0, 1)
     )

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import oracle
 from flax.training import dynamic_scale
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 
@@ -150,7 +151,7 @@ def mean_over_devices(library):
     Checked or not, devices must end with the largest amax of all; ours with the state
     of one device in each step.
     """
-    mesh, tally = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), Tally()
+    mesh, tally = mesh_of(data=8), Tally()
     layer, kernel = library.dense(N), operands(0)[1]
 
     def step(variables, x, grad):

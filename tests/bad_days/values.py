@@ -5,7 +5,8 @@ import functools
 import jax
 import numpy as np
 import oracle
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 
 from . import libraries
 from .events import BAD_NUMBERS
@@ -143,7 +144,7 @@ def nan_on_one_device(library):
             tally(near, f"{what}: the state is not that of one device: {other[:2]}")
 
     for kind in ("Auto", "Explicit")[: 2 if library.is_ours else 1]:
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
+        mesh = mesh_of(kind, data=8)
         with jax.set_mesh(mesh):
             placed = jax.device_put(variables, NamedSharding(mesh, P()))
             together = jax.jit(gradient)(
@@ -174,7 +175,7 @@ def nan_on_one_device(library):
             "out_specs": P("data"),
             "check_vma": check_vma,
         }
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        mesh = mesh_of(data=8)
         state = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(variables, x)
         judge(jax.tree.leaves(state), f"check_vma={check_vma}")
     return tally.verdict()

@@ -13,6 +13,7 @@ import pytest
 from equality import assert_same_bits
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 import jaxfp8.nnx
@@ -126,9 +127,7 @@ def test_on_a_mesh():
     """Codes lie as their kernel does, so nothing is gathered; outputs are one device's
     where sums are exact.
     """
-    mesh = jax.make_mesh(
-        (2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    mesh = mesh_of(data=2, model=4)
     model, variables, _ = models.linen("Dense, bf16")
 
     def place(path, leaf):

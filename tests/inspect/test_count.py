@@ -15,7 +15,8 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 from programs.cases import MATMUL
 from programs.known_amax import OPERANDS
 
@@ -248,17 +249,17 @@ def test_experts_and_kernels_that_are_quantized_before():
     assert_counts(counts, expected((x, kernel, grad)), "quantized before")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_meshes(kind):
     """x, kernel and grad cut along different axes: the fractions of whole tensors,
     which are one device's bits.
     """
     (x,), kernel, (grad,) = tensors(5)
-    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(kind,) * 2)
+    mesh = mesh_of(kind, data=4, tp=2)
     place = lambda value, *spec: jax.device_put(value, NamedSharding(mesh, P(*spec)))  # noqa: E731
 
     def loss(state, kernel, x, grad):
-        out = P("data", "tp") if kind == AxisType.Explicit else None
+        out = P("data", "tp") if kind == "Explicit" else None
         y = jaxfp8.dot_general(
             x, kernel, MATMUL, recipe=RECIPE, state=state, out_sharding=out
         )
@@ -277,7 +278,7 @@ def test_meshes(kind):
 def test_shard_map(check_vma):
     """Each of eight devices has a row, with the fraction of the whole tensor."""
     (x,), kernel, (grad,) = tensors(6)
-    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=4, tp=2)
     recipe = dataclasses.replace(RECIPE, pipeline_axes=())
 
     def local(state, kernel, x, grad):

@@ -17,7 +17,8 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from nnx.cases import assert_state, expected_state
 from programs.cases import MATMUL
 
@@ -531,9 +532,7 @@ def on_devices(standin, tensor):
     """The product in `shard_map`, as MaxText's experts have it, where types do not tell
     what varies: rows on an axis of DEVICES, columns on an axis of `tensor`.
     """
-    mesh = jax.make_mesh(
-        (DEVICES, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = mesh_of(fsdp=DEVICES, tensor=tensor)
 
     @functools.partial(
         jax.shard_map,
@@ -611,9 +610,7 @@ def compare_stages(standin):
     stage is compared with the product of that stage alone.
     """
     x, kernel, _ = operands()
-    mesh = jax.make_mesh(
-        (DEVICES, 1), ("stage", "fsdp"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = mesh_of(stage=DEVICES, fsdp=1)
     sizes = jnp.asarray(SIZES)
     kernels = jnp.stack([kernel * size for size in (1, 3, 5, 7)])
 

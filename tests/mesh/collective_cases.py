@@ -12,7 +12,8 @@ import numpy as np
 import oracle
 from equality import assert_same_bits
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from oracle import BF16, F32, blocks as oracle_blocks
 from programs.cases import pack
 from programs.known_amax import HISTORY, used_state
@@ -28,7 +29,7 @@ LOCAL = (8, 8, 160)
 
 
 def mesh():
-    return jax.make_mesh((DEVICES,), ("e",), axis_types=(AxisType.Auto,))
+    return mesh_of(e=DEVICES)
 
 
 # -------------------------------------------------------------------------- collectives

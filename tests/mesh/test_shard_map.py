@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 from mesh import cases, hlo
@@ -236,7 +237,7 @@ def test_constants_inside_of_the_map(name, constant):
     """An operand that is closed over knows no mesh; it is as one that every device was
     given.
     """
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     rng = np.random.default_rng(0)
     operands = {
         "x": rng.standard_normal((16, 16)).astype(np.float32),

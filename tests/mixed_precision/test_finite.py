@@ -10,7 +10,8 @@ import pytest
 from equality import assert_same_bits
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 from jaxfp8.mixed_precision import (
@@ -210,12 +211,6 @@ def test_an_order_of_another_model():
 # ------------------------------------------------------------------------------- meshes
 
 
-def mesh_of(kind, *shape):
-    return jax.make_mesh(
-        shape, ("data", "model")[: len(shape)], axis_types=(kind,) * len(shape)
-    )
-
-
 def gradients(bad):
     """Two leaves, one of them cut by rows; a NaN on device 5 alone, or nowhere."""
     cut = np.ones((DEVICES, 4), np.float32)
@@ -228,10 +223,10 @@ def values_on_devices(x):
     return [np.asarray(shard.data).item() for shard in x.addressable_shards]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("bad", [True, False])
 def test_arrays_cut_by_jit(kind, bad):
-    mesh = mesh_of(kind, DEVICES)
+    mesh = mesh_of(kind, data=DEVICES)
     with jax.set_mesh(mesh):
         grads = {
             "cut": jax.device_put(
@@ -266,7 +261,7 @@ def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
     """FSDP, or pipeline stages: one device has the NaN, all skip. The answer has no
     axis left in its type.
     """
-    mesh = mesh_of(AxisType.Auto, *shape)
+    mesh = mesh_of(**dict(zip(("data", "model"), shape, strict=False)))
     axes = tuple(mesh.axis_names)
 
     def function(grads):
@@ -301,7 +296,7 @@ def test_gradients_that_agree_need_no_collective():
     """Summed over the devices already, as types say: one reduction a leaf, and no
     all-reduce.
     """
-    mesh = mesh_of(AxisType.Auto, DEVICES)
+    mesh = mesh_of(data=DEVICES)
 
     def lowered(spec):
         return (

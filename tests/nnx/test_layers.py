@@ -11,7 +11,8 @@ import optax
 import oracle
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 import jaxfp8.nnx
@@ -188,7 +189,7 @@ def test_einsum_out_sharding():
     """On a mesh with explicit axes, as Gemma asks for it: the kernel's labels come
     before and after x's.
     """
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of("Explicit", data=2, model=2)
     x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
     layer = nnx.Einsum(
         "btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0)

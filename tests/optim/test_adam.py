@@ -14,7 +14,8 @@ import optax
 import pytest
 from equality import assert_same_bits
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 from oracle import adam
 
 import jaxfp8
@@ -236,12 +237,10 @@ def test_an_ensemble_has_numbers_and_codes_of_its_members():
         np.testing.assert_allclose(got[0]["a"][i], member[0]["a"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
-)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
     """Parameters cut along rows, with whole blocks on each device; one is on all."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    mesh = mesh_of(kind, d=8)
     rng = np.random.default_rng(0)
     shapes = {"a": (64, 256), "b": (16, 3, 130), "c": (70, 70)}
     specs = {"a": P("d"), "b": P("d"), "c": P()}
@@ -275,7 +274,7 @@ def test_parameters_and_moments_stay_where_they_are(axis, apply):
     """XLA cuts gradients as products leave them; without out_shardings the next step
     would find its state moved.
     """
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(d=8)
     cuts = [P("d", None), P(None, "d")]
     here, there = (NamedSharding(mesh, cut) for cut in (cuts[axis], cuts[1 - axis]))
     params, tx = jax.device_put(jnp.ones((256, 1024)), here), optim.adamw(1e-2)

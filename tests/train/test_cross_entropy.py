@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equality import assert_same_bits
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 
 import jaxfp8
 from jaxfp8.train import _cross_entropy
@@ -278,7 +279,7 @@ def test_errors(changed, error, message):
 @pytest.mark.parametrize("cut", [P("d"), P(None, None, "d")], ids=["tokens", "width"])
 def test_on_a_mesh(cut):
     """One device's loss and state; sums over devices have another order."""
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+    mesh = mesh_of(d=2)
 
     def gradients(x):
         return jaxfp8.value_and_grad(loss, argnums=(0, 1, 3))(

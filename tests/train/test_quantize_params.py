@@ -13,6 +13,7 @@ import pytest
 from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
+from meshes import mesh_of
 from programs import cases
 from programs.known_amax import HISTORY, used_state
 
@@ -276,7 +277,7 @@ def test_codes_that_are_gathered(check_vma):
     """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes
     back scattered.
     """
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(fsdp=2)
     recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, pipeline_axes=())
     x, kernel, grad = cases.operands()
     state = cases.pack(used_state())

@@ -10,6 +10,7 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from programs.cases import MATMUL
 
 import jaxfp8
@@ -456,7 +457,7 @@ def test_no_false_alarm(recipe):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_rows(kind):
     """Pipeline stages: rows live on different devices and are updated there."""
-    mesh = jax.make_mesh((8,), ("pipe",), axis_types=(jax.sharding.AxisType[kind],))
+    mesh = mesh_of(kind, pipe=8)
     sharding = jax.sharding.NamedSharding(mesh, P("pipe"))
     old = {k: np.stack([v * (i + 1) for i in range(8)]) for k, v in old_state().items()}
     new = {
