@@ -79,7 +79,8 @@ def reads(monkeypatch):
     """The products whose state is read before a loop."""
     from jaxfp8.recipes import _reading
 
-    found, read = [], _reading.read
+    found = []
+    read = _reading.read
     monkeypatch.setattr(
         _reading, "read", lambda products: found.extend(products) or read(products)
     )

@@ -52,7 +52,8 @@ def run(page: str, names: dict | None = None) -> dict:
     Args:
         names: those of an earlier run, for a second one in the same process.
     """
-    path, names = ROOT / page, names or {"__name__": "docs"}
+    path = ROOT / page
+    names = names or {"__name__": "docs"}
     text = text_of(page)
     found = list(_BLOCK.finditer(text))
     assert found, f"{page} has no Python"

@@ -132,7 +132,8 @@ def test_a_recipe_as_dot_general_cls():
     """
     cls = jaxfp8.make_dot_general_cls(RECIPE)
     assert cls is jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling(amax_history_len=4))
-    x, layers = jnp.ones((4, 8)), (cls, lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
+    x = jnp.ones((4, 8))
+    layers = (cls, lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
     given, by_hand = (
         nn.Dense(3, dot_general_cls=cls).init(jax.random.key(0), x) for cls in layers
     )

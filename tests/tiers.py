@@ -148,7 +148,8 @@ def mark(items, tests: pathlib.Path) -> None:
         functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         path = cases[0].path.relative_to(tests)
-        in_ci, one_case = is_in_ci(path), bool(ONE_CASE & _where(path))
+        in_ci = is_in_ci(path)
+        one_case = bool(ONE_CASE & _where(path))
         values = collections.defaultdict(dict)
         positions = [_positions(case, values) for case in cases]
         sizes = {names: len(keys) for names, keys in values.items()}

@@ -224,7 +224,8 @@ def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
         t: sum(size for begin, end, size, _ in alive if begin <= t <= end)
         for t in {row[0] for row in alive}
     }
-    peak, kinds = max(sums, key=sums.get), Counter()
+    peak = max(sums, key=sums.get)
+    kinds = Counter()
     for begin, end, size, shape in alive:
         if begin <= peak <= end:
             kinds[kind(shape)] += size

@@ -31,7 +31,8 @@ def verdicts(
     library: str, names: list[str], big: bool, said=lambda name, found: None
 ) -> dict[str, Verdict]:
     """Of the rows with these names, for one library."""
-    found, process = {}, None
+    found = {}
+    process = None
     for name in names:
         if process is None:
             pipe, end = SPAWN.Pipe()

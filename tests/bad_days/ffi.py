@@ -33,7 +33,8 @@ def exported(library):
 
 @row("export and reload in another process: the same bits")
 def reload(library):
-    tally, (program, arguments, here) = Tally(), exported(library)
+    tally = Tally()
+    (program, arguments, here) = exported(library)
     got = another_process.call_exported(
         program, arguments, "import jaxfp8" if library.is_ours else ""
     )
@@ -44,7 +45,8 @@ def reload(library):
 
 @row("export, reload without the library: an error names the call", peer=NONE)
 def reload_without(library):
-    tally, (program, arguments, _) = Tally(), exported(library)
+    tally = Tally()
+    (program, arguments, _) = exported(library)
     said = another_process.call_exported(program, arguments, "")
     tally("jaxfp8_" in said, said)
     return tally.verdict(said[:100])
@@ -55,7 +57,8 @@ def cache(library):
     """Compiled where the calls are, run where they are not: the program comes from the
     cache.
     """
-    tally, (program, arguments, here) = Tally(), exported(library)
+    tally = Tally()
+    (program, arguments, here) = exported(library)
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "JAX_COMPILATION_CACHE_DIR": folder,

@@ -64,7 +64,8 @@ def nnx_loss(layer, x, grad):
 def no_state(library):
     """Flax's usual TrainState holds `params` alone: that trains with other scales, and
     has to be said, with the layer's path; and by the report."""
-    model, tally = nn.Sequential([library.dense(N)]), Tally()
+    model = nn.Sequential([library.dense(N)])
+    tally = Tally()
     x, kernel, grad = operands(0)
     params = {"layers_0": {"kernel": kernel}}
 
@@ -140,7 +141,8 @@ def foreign_state(library):
     """Flax's or TransformerEngine's state beside a layer that does not read it: the
     warning says how to convert it.
     """
-    model, tally = nn.Sequential([library.dense(N)]), Tally()
+    model = nn.Sequential([library.dense(N)])
+    tally = Tally()
     x, kernel, _ = operands(0)
     theirs = nn.Sequential(
         [nn.Dense(N, use_bias=False, dot_general_cls=nn.Fp8DotGeneral)]
@@ -166,7 +168,8 @@ def dropped_state(library):
     update_state it is right.
     """
     del library
-    tally, (x, _, grad) = Tally(), operands(0)
+    tally = Tally()
+    (x, _, grad) = operands(0)
 
     def run(stores, wrap, make=nnx.Optimizer):
         layer = nnx_layer()
@@ -202,7 +205,9 @@ def two_gradients(library):
     """Two losses at the same parameters, one after the other stored: one step, whose
     amaxes are the larger ones.
     """
-    train, tally, before = create(library, optax.sgd(1e-3)), Tally(), 0
+    train = create(library, optax.sgd(1e-3))
+    tally = Tally()
+    before = 0
 
     @jax.jit
     def step(train, *uses):
@@ -281,7 +286,9 @@ def named_initializers(library):
     x = operands(0)[0]
     key = jax.random.key(0)
     init = nn.initializers.lecun_normal()
-    linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of(m=2)
+    linen = jaxfp8.linen
+    of_nnx = jaxfp8.nnx
+    mesh = mesh_of(m=2)
     cases = {
         "Dense": (
             (None, "m"),
@@ -356,7 +363,9 @@ def out_sharding(library):
     tally = Tally()
     mesh = mesh_of("Explicit", d=2, m=2)
     x = operands(0)[0]
-    linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
+    linen = jaxfp8.linen
+    of_nnx = jaxfp8.nnx
+    spec = P("d", "m")
     bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731
     unbound = lambda layer: (  # noqa: E731
         nnx.state(layer),
@@ -388,11 +397,13 @@ def logged_scale(library):
     its checkpoint.
     """
     del library
-    tally, (x, _, grad) = Tally(), operands(0)
+    tally = Tally()
+    (x, _, grad) = operands(0)
 
     class Logs(nnx.Module):
         def __init__(self):
-            self.layer, self.log = nnx_layer(), nnx.Variable(jnp.zeros(1))
+            self.layer = nnx_layer()
+            self.log = nnx.Variable(jnp.zeros(1))
 
         def __call__(self, x):
             self.log.set_value(self.layer.dot_general.input_scale.get_value())

@@ -67,7 +67,8 @@ class Library:
         self, kernel, state: oracle.LayerState | None = None, history=HISTORY
     ) -> dict:
         """Of one layer of `dense`; both libraries store amax / FP8_MAX as scale."""
-        state, leaves = state or oracle.LayerState.init(history), {}
+        state = state or oracle.LayerState.init(history)
+        leaves = {}
         for name in OPERANDS:
             part = getattr(state, name)
             leaves |= {
@@ -99,7 +100,9 @@ class _Nnx:
     """`nnx.Linear` with the variables of a Linen layer."""
 
     def __init__(self, features, dtype, cls):
-        self.features, self.dtype, self.recipe = features, dtype, cls.keywords["recipe"]
+        self.features = features
+        self.dtype = dtype
+        self.recipe = cls.keywords["recipe"]
 
     def apply(self, variables, x):
         kernel = variables["params"]["kernel"]

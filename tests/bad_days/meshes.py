@@ -61,7 +61,8 @@ def in_shard_map(library, gradient, checked):
 
 @row("`shard_map`, `check_vma` on and off: the amax of all devices", any_layer=True)
 def with_shard_map(library):
-    tally, operands = Tally(), data()
+    tally = Tally()
+    operands = data()
     x, kernel, grad = operands
     for checked in (True, False):
         with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
@@ -101,7 +102,8 @@ def processes(library):
     """Two processes with half of the batch each, a step with a NaN on the second: both
     have one device's state.
     """
-    tally, root = Tally(), pathlib.Path(__file__).parents[2]
+    tally = Tally()
+    root = pathlib.Path(__file__).parents[2]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

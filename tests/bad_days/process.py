@@ -39,7 +39,8 @@ def main(name, rank, port, file):
         lambda leaf: put(np.asarray(leaf), P()), library.variables(kernel)
     )
     step = jax.jit(meshes.gradient_of(library), out_shardings=NamedSharding(mesh, P()))
-    bad, found = x.copy(), {}
+    bad = x.copy()
+    found = {}
     bad[-1, 0] = np.nan
     for what, batch in (("good", x), ("bad", bad)):
         after = step(variables, put(batch, P("data")), put(grad, P("data")))

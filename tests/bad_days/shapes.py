@@ -23,7 +23,8 @@ DTYPES = (np.dtype(np.float32), oracle.BF16)
 
 def empty(library, *sizes):
     """Zeros of the right shape and dtype; the stored history is what it was."""
-    n, tally = 5, Tally()
+    n = 5
+    tally = Tally()
     for (m, k), dtype in itertools.product(
         sizes, DTYPES[: 2 if library.is_ours else 1]
     ):
@@ -82,7 +83,8 @@ def empty_expert(library):
             for i, (x, g) in enumerate(zip(*rows, strict=True))
         )
 
-    gradient, tally = jax.jit(jax.grad(loss))(variables), Tally()
+    gradient = jax.jit(jax.grad(loss))(variables)
+    tally = Tally()
     after = {i: library.update(variables[i], gradient[i]) for i in range(3)}
     tally(
         same_bits(after[1][OWG], variables[1][OWG]),
@@ -148,7 +150,9 @@ def large(library):
     """
     if not library.big:
         raise NotRun("needs --big and 12 GiB")
-    rows, cols, tally = 2**25 + 65, 64, Tally()
+    rows = 2**25 + 65
+    cols = 64
+    tally = Tally()
     x = jnp.ones((rows, cols), jnp.bfloat16).at[-1, -1].set(-3.5).at[-2, 0].set(2)
     if library.is_ours:
         quantizer = jaxfp8.DelayedScaling(
@@ -187,12 +191,14 @@ def large(library):
 
 def products(library):
     """`(x, kernel) -> product` in every way that the library has."""
-    numbers, module = (((1,), (0,)), ((), ())), library.dot_general_cls()()
+    numbers = (((1,), (0,)), ((), ()))
+    module = library.dot_general_cls()()
     yield lambda x, kernel: module.init_with_output(
         jax.random.key(0), x, kernel, numbers
     )[0]
     if library.is_ours:
-        einsum, recipe = library.einsum(), jaxfp8.DelayedScaling(amax_history_len=2)
+        einsum = library.einsum()
+        recipe = jaxfp8.DelayedScaling(amax_history_len=2)
         state = {"recipe": recipe, "state": jaxfp8.init_state(recipe)}
         yield lambda x, kernel: einsum.init_with_output(
             jax.random.key(0), "mk,kn->mn", x, kernel
@@ -210,7 +216,8 @@ def not_floats(library):
     """
     tally = Tally()
     for dtype in ("int32", "bool", "complex64", "float8_e4m3fn", "float8_e5m2"):
-        x, kernel = np.full((2, 3), 3, np.float32), np.full((3, 4), 2, np.float32)
+        x = np.full((2, 3), 3, np.float32)
+        kernel = np.full((3, 4), 2, np.float32)
         odd = 1 + 2j if dtype == "complex64" else 1
         for name, pair in (
             ("x", ((x * odd).astype(dtype), kernel)),

@@ -125,7 +125,8 @@ def test_breaks_do_what_they_say(program, tmp_path, capsys):
     assert capsys.readouterr().out == table
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "runs.json").read_text())
-    rows, runs = record["summary"]["breaks"], record["runs"]
+    rows = record["summary"]["breaks"]
+    runs = record["runs"]
     assert list(rows) == list(program.BREAKS) and set(runs) == {"clean", *program.SHOWN}
     assert {"commit", "jax"} <= set(record["environment"])
     assert {len(found["figures"]) for found in runs.values()} == {4}

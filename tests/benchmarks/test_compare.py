@@ -46,7 +46,8 @@ def test_arms_train(tmp_path, arms):
         "all.png",
     )
     written = json.loads((tmp_path / "out/all.json").read_text())
-    results, printed = written["results"], rows(done.stdout)
+    results = written["results"]
+    printed = rows(done.stdout)
     assert list(results) == arms and set(arms) <= set(printed)
     for name, row in results.items():
         ms, ratio, peak, kept, loss, difference, skipped = (

@@ -152,7 +152,8 @@ def test_an_arm_that_fails_leaves_the_rows_of_the_others(options, monkeypatch):
                 raise RuntimeError("out of memory")
             self.seconds.append(0.5)
             self.host.append(0.1)
-            self.losses, self.moment = [5.0], jnp.ones(3)
+            self.losses = [5.0]
+            self.moment = jnp.ones(3)
 
     made = iter([False, True, False, False])
     monkeypatch.setattr(

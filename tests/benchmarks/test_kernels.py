@@ -25,12 +25,14 @@ pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 def wrong(leaf, is_product):
     """Each of these answers in place of the right one: an element, a row, or NaN."""
-    dtype, x = leaf.dtype, np.asarray(leaf).astype(np.float32)
+    dtype = leaf.dtype
+    x = np.asarray(leaf).astype(np.float32)
     if is_product:
         last = slice(None) if x.ndim == 2 else (-1, slice(None))
         changes = [(last, 1.25 * x)]
     else:
-        largest, last = np.unravel_index(np.argmax(x), x.shape), (-1,) * x.ndim
+        largest = np.unravel_index(np.argmax(x), x.shape)
+        last = (-1,) * x.ndim
         changes = [(largest, x / 2), (last, 2 * x + 1)]
     for where, value in (*changes, (last, np.full_like(x, np.nan))):
         changed = x.copy()

@@ -165,7 +165,8 @@ def test_stochastic_rounding_is_right_on_average(program):
     )
     grid = grid[np.isfinite(grid)]
     for column, value in zip(codes.T, values.astype(np.float64), strict=True):
-        low, high = grid[grid <= value].max(), grid[grid >= value].min()
+        low = grid[grid <= value].max()
+        high = grid[grid >= value].min()
         assert set(column) <= {low, high}
         # A mean of draws from two values has a standard deviation of at most half their
         # distance / sqrt(rows): six.

@@ -17,7 +17,8 @@ from .cases import OWG, model_variables
 
 def histories(length, amaxes):
     """The history after each step of a run, by the oracle."""
-    state, after = oracle.State.init(length), []
+    state = oracle.State.init(length)
+    after = []
     for amax in amaxes:
         state = oracle.next_state(state, np.float32(1), np.float32(amax))
         after.append(state.amax_history)
@@ -69,7 +70,8 @@ def test_resized_as_if_the_run_had_had_that_length(length, new_length):
 
 
 def test_merge_keeps_what_the_checkpoint_has():
-    new, old = model_variables(seed=7), model_variables(seed=8)
+    new = model_variables(seed=7)
+    old = model_variables(seed=8)
     assert_same_bits(convert.merge_state(new, old), old, "same model")
     bf16 = {"params": old["params"], "batch_stats": {"mean": np.ones(2, np.float32)}}
     assert_same_bits(

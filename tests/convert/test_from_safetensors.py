@@ -178,7 +178,8 @@ def test_state_of_shapes(kind):
             )
 
         model = from_safetensors(nnx.eval_shape(make), path_of("channel"), WEIGHT)
-        got, expected = nnx.state(model.dot_general), nnx.state(make().dot_general)
+        got = nnx.state(model.dot_general)
+        expected = nnx.state(make().dot_general)
     else:
         state = jax.tree.map(
             lambda leaf: jnp.stack([leaf] * 3) if kind == "stacked" else leaf, first

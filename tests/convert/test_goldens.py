@@ -81,7 +81,8 @@ def test_answers_are_the_oracle_s(read):
         oracle.State(state[f"{name}_amax_history"], state[f"{name}_scale"][0])
         for name in names
     ]
-    kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
+    kernel = variables["params"]["kernel"]
+    bias = variables["params"]["bias"]
     expected = oracle.dense_step(x, kernel, grad, oracle.LayerState(*states))
     np.testing.assert_array_equal(y, expected.y.exact + bias)
     np.testing.assert_array_equal(gradients["params"]["kernel"], expected.wgrad.exact)

@@ -389,11 +389,14 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     """Who has mapped the old file reads on in it; where the disk is full it stays.
     Links and permissions stay.
     """
-    frozen, file, link = trained("tensor")[2], tmp_path / "file", tmp_path / "link"
+    frozen = trained("tensor")[2]
+    file = tmp_path / "file"
+    link = tmp_path / "link"
     to_safetensors(frozen, file, NAMES, layout="tensor")
     file.chmod(0o640)
     link.symlink_to(file)
-    raw, mapped = file.read_bytes(), read_safetensors(file)["norm.weight"].data
+    raw = file.read_bytes()
+    mapped = read_safetensors(file)["norm.weight"].data
     norm = mapped.copy()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -546,7 +549,9 @@ REPLACED = {
 def test_a_file_that_is_replaced_while_it_is_read(name, tmp_path, monkeypatch):
     """Names, shapes and data are those of one file, whole."""
     (first, *others), expected = REPLACED[name]
-    path, files, safe_open = tmp_path / "file", iter(others), safetensors.safe_open
+    path = tmp_path / "file"
+    files = iter(others)
+    safe_open = safetensors.safe_open
     path.write_bytes(first)
 
     def opened(*args):

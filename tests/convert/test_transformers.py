@@ -106,7 +106,8 @@ def test_llama(layout, tmp_path):
         name for name in info["unexpected_keys"] if not name.endswith("input_scale")
     }
     assert not info["missing_keys"] and not unknown and not info["mismatched_keys"]
-    state, ours = theirs.state_dict(), read_safetensors(tmp_path / "model.safetensors")
+    state = theirs.state_dict()
+    ours = read_safetensors(tmp_path / "model.safetensors")
     assert set(state) == set(ours)
     for name, tensor in ours.items():
         np.testing.assert_array_equal(state[name].numpy(), tensor.decode(), name)

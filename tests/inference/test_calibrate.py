@@ -125,7 +125,8 @@ class Shared(nn.Module):
 
 
 def shared_state():
-    model, (x, y, _) = Shared(), BATCHES
+    model = Shared()
+    (x, y, _) = BATCHES
     variables = variables_of(model, x, y)
     calibrated = jaxfp8.calibrate(model, variables, [(x, y)])
     both = np.concatenate([x, y])
@@ -222,7 +223,8 @@ class Opaque:
 
 def test_results_that_are_not_arrays():
     """Numbers, text, None and objects beside an array leave the state what it is."""
-    model, variables = dense(), variables_of(dense(), BATCHES[0])
+    model = dense()
+    variables = variables_of(dense(), BATCHES[0])
     filled = jaxfp8.calibrate(model, variables, BATCHES[:1])
     others = (3, 1.5, "text", None, Opaque(1))
     assert_same_bits(

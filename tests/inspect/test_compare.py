@@ -61,7 +61,8 @@ def two_layers(scales):
     e5m2 = oracle.E5M2
 
     def layer(x, kernel, scale):
-        x, kernel = rounded(x, scale[0]), rounded(kernel, scale[1])
+        x = rounded(x, scale[0])
+        kernel = rounded(kernel, scale[1])
         return x @ kernel, lambda grad: (
             rounded(grad, scale[2], e5m2) @ kernel.T,
             x.T @ rounded(grad, scale[2], e5m2),
@@ -72,7 +73,8 @@ def two_layers(scales):
     exact = {"0": (h, None, None), "1": (y, w @ k1.T, np.maximum(h, 0).T @ w)}
     grad_h = (w @ k1.T) * (h > 0)
     exact["0"] = (h, grad_h @ k0.T, x.T @ grad_h)
-    alone, model = {}, {}
+    alone = {}
+    model = {}
     for name, operands in (("0", (x, k0, grad_h)), ("1", (np.maximum(h, 0), k1, w))):
         out, back = layer(*operands[:2], scales[name])
         alone[name] = (out, *back(operands[2]))
@@ -210,7 +212,8 @@ def test_a_loop_that_reads_state_before_it_runs():
 
 
 def test_what_is_lost_wholly_or_not_at_all():
-    x, kernel = jnp.ones((4, 8)), jnp.ones((8, 4))
+    x = jnp.ones((4, 8))
+    kernel = jnp.ones((8, 4))
 
     def compared(*amaxes):
         def product(x, kernel):

@@ -81,7 +81,8 @@ def test_steps():
         traces.append(None)
         return jaxfp8.update_state(state, jax.grad(use)(state, kernel, x, grad[0]))
 
-    state, oracle_state = jaxfp8.init_state(RECIPE), oracle.LayerState.init(H)
+    state = jaxfp8.init_state(RECIPE)
+    oracle_state = oracle.LayerState.init(H)
     for i, size in enumerate(np.float32([1, 4, 0.5])):
         operands = (x[0] * size, kernel, grad[0])
         after = oracle.dense_step(*operands, oracle_state)
@@ -201,11 +202,13 @@ def test_inputs_that_are_computed_on_the_way():
     and 0 for the others.
     """
     x = np.zeros((M, 16), oracle.BF16)
-    x[:, :4], gamma = 2.0 ** np.arange(M)[:, None] / 16, np.ones(16, np.float32)
+    x[:, :4] = 2.0 ** np.arange(M)[:, None] / 16
+    gamma = np.ones(16, np.float32)
     gamma[:4] = np.float32([224, 224, 2**-11, 2**-11]) * np.float32(
         [1, 1 + 2**-12, 1, 1 + 2**-12]
     )
-    kernel, grad = np.ones((16, N), oracle.BF16), np.ones((M, N), oracle.BF16)
+    kernel = np.ones((16, N), oracle.BF16)
+    grad = np.ones((M, N), oracle.BF16)
 
     def loss(state):
         return use(
@@ -320,7 +323,8 @@ def test_by_product():
         jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe
     )
     got = {row["tensor"]: (row["saturated"], row["flushed"]) for row in counts.rows}
-    e4m3, e5m2 = np.float32(448), np.float32(57344)
+    e4m3 = np.float32(448)
+    e5m2 = np.float32(57344)
     rows = {
         "input": (x, e4m3 / 4, oracle.E4M3),
         "kernel": (kernel, e4m3 / np.float32(1e6), oracle.E4M3),

@@ -26,7 +26,9 @@ def train(page, fault=None, steps=60, enabled=True):
     after 20 steps.
     """
     loss_scale = 1e-6 if fault == "not updated" else 1.0
-    tx, x, y = optax.adam(3e-3), page["x"], page["y"]
+    tx = optax.adam(3e-3)
+    x = page["x"]
+    y = page["y"]
 
     def scaled_loss(variables, x, y):
         return loss_scale * page["loss_of"](variables, x, y)

@@ -124,7 +124,8 @@ class OwnProduct(nnx.Module):
     """A layer that multiplies its parameter itself, as tunix's Einsum."""
 
     def __init__(self, eqn, shape):
-        self.eqn, self.w = eqn, nnx.Param(jnp.ones(shape))
+        self.eqn = eqn
+        self.w = nnx.Param(jnp.ones(shape))
 
     def __call__(self, x):
         return jnp.einsum(self.eqn, x, self.w.get_value())
@@ -144,7 +145,8 @@ def test_names_of_a_report_are_patterns():
     """An einsum has its equation behind the name; a model may be the function
     itself.
     """
-    model, names = ForeignModel(), ["block/q_proj", "lm_head", "up"]
+    model = ForeignModel()
+    names = ["block/q_proj", "lm_head", "up"]
     assert sorted(by_layer(jaxfp8.report(model))) == names
     rows = inspect.gemms(model, X).rows
     assert sorted(row["layer"] for row in rows) == [

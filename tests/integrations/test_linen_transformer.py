@@ -148,7 +148,8 @@ def test_scan_over_blocks():
     plain, scanned = (
         jaxfp8.linen.quantize(Model(is_scan), RULES) for is_scan in (False, True)
     )
-    variables, of_scan = init(plain), init(scanned)
+    variables = init(plain)
+    of_scan = init(scanned)
     assert of_scan["params"]["blocks"]["up"]["kernel"].names == (
         "layers",
         "embed",

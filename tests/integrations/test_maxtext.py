@@ -445,7 +445,8 @@ def test_flags_that_stay_maxtexts(standin):
 
 def test_einsum(standin):
     maxtext.install(RECIPE)
-    x, kernel = jnp.ones((2, K), jnp.bfloat16), jnp.ones((K, N))
+    x = jnp.ones((2, K), jnp.bfloat16)
+    kernel = jnp.ones((K, N))
     einsum = quantization(standin).einsum(dtype=jnp.bfloat16)
     y, variables = einsum.init_with_output(KEY, "ab,bc->ac", x, kernel)
     assert y.dtype == jnp.bfloat16

@@ -113,9 +113,11 @@ def compare_training(quantized, hand, *x, steps=2):
     """Variables, and some steps of training, of both: every bit."""
     variables = quantized.init(KEY, *x)
     assert_same(variables, hand.init(KEY, *x), "init")
-    run, run_hand = step(quantized), step(hand)
+    run = step(quantized)
+    run_hand = step(hand)
     for i in range(steps):
-        got, wanted = run(variables, *x), run_hand(variables, *x)
+        got = run(variables, *x)
+        wanted = run_hand(variables, *x)
         assert_same(got, wanted, f"step {i}")
         _, gradients = got
         params = jax.tree.map(

@@ -73,7 +73,8 @@ def test_steps(dtype):
         params = jax.tree.map(
             lambda p, g: p - g, variables["params"], gradient["params"]
         )
-        variables, state = {"params": params, OWG: gradient[OWG]}, expected.state
+        variables = {"params": params, OWG: gradient[OWG]}
+        state = expected.state
 
 
 def program(layer):

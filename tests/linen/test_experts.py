@@ -217,7 +217,8 @@ def test_the_order_of_tokens_and_of_choices_does_not_matter():
 def test_leading_dimensions_and_vmap():
     args = tokens(2, 5)
     apply = functools.partial(GATED.apply, used_variables(GATED, *args))
-    one, none = (arg[0, 0] for arg in args), (arg[:, :0] for arg in args)
+    one = (arg[0, 0] for arg in args)
+    none = (arg[:, :0] for arg in args)
     flat = (arg.reshape(10, -1) for arg in args)
     y, flat, one_by_one, one, none = jax.jit(
         lambda *all_of: (
@@ -277,7 +278,8 @@ def test_scan_over_layers():
 
 
 def test_uses_of_one_layer_combine_by_max():
-    small, large = case("two"), case("two")
+    small = case("two")
+    large = case("two")
     variables = variables_of(RELU, small)
 
     def state(scales):
@@ -342,7 +344,8 @@ def test_rules_and_report():
 
 
 def test_no_rule_reaches_a_ragged_dot_of_jax():
-    x, kernel = np.ones((4, WIDTH), F32), np.ones((2, WIDTH, 3), F32)
+    x = np.ones((4, WIDTH), F32)
+    kernel = np.ones((2, WIDTH, 3), F32)
     sizes = np.int32([1, 3])
     with jaxfp8.autocast(RECIPE):
         rows = jaxfp8.inspect.gemms(jax.lax.ragged_dot, x, kernel, sizes).rows
@@ -386,7 +389,8 @@ def test_freeze_and_quantize_params():
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_freeze_without_state(recipe):
-    layer, args = GATED.clone(recipe=RECIPES[recipe][0]), tokens(5)
+    layer = GATED.clone(recipe=RECIPES[recipe][0])
+    args = tokens(5)
     variables = jax.jit(layer.init)(KEY, *args)
     frozen = jaxfp8.freeze(layer, variables, *args)
     assert_same_bits(

@@ -57,7 +57,8 @@ def inputs(dtype=F32, rows=(ROWS,)):
 
 def init(layer, x):
     """The variables of a layer that has run, so that scales are no powers of two."""
-    variables, rng = layer.init(KEY, x), np.random.default_rng(1)
+    variables = layer.init(KEY, x)
+    rng = np.random.default_rng(1)
     draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
     return {
         name: jax.tree.map(draw, tree) if name == OWG else tree
@@ -67,7 +68,8 @@ def init(layer, x):
 
 def product(x, variables, path, recipe, dtype, **options):
     """What a Dense is: one product, from its parameters and state."""
-    params, state = functools.reduce(dict.__getitem__, path, variables["params"]), None
+    params = functools.reduce(dict.__getitem__, path, variables["params"])
+    state = None
     if OWG in variables:
         leaves = functools.reduce(
             dict.__getitem__, (*path, "Fp8DotGeneral_0"), variables[OWG]
@@ -119,7 +121,8 @@ def test_values_and_gradients(layer, recipe, dtype):
     state in some recipes.
     """
     recipe = RECIPES[recipe].recipe
-    layer, x = layer.clone(recipe=recipe, dtype=dtype), inputs(dtype)
+    layer = layer.clone(recipe=recipe, dtype=dtype)
+    x = inputs(dtype)
     variables = init(layer, x)
 
     def loss(variables, x, apply):
@@ -181,7 +184,9 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
     """As nn.Dense and nn.DenseGeneral do for the same key; so the variance is that of
     the fan-in.
     """
-    x, key, size = inputs(), jax.random.key(3), int(np.prod(FEATURES))
+    x = inputs()
+    key = jax.random.key(3)
+    size = int(np.prod(FEATURES))
     ours = Dense(FEATURES, recipe=RECIPE).init(key, x)["params"]["kernel"]
     oracle.assert_bitwise(
         ours.reshape(WIDTH, size),

@@ -171,7 +171,8 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        axes, rngs = {"params": 0, OWG: 0}, {"params": True}
+        axes = {"params": 0, OWG: 0}
+        rngs = {"params": True}
         return nn.scan(ScanBody, variable_axes=axes, split_rngs=rngs, length=2)(
             self.recipes, name="blocks"
         )(x, None)[0]
@@ -210,7 +211,8 @@ STACKS = {
 @pytest.mark.parametrize("stack", STACKS)
 def test_blocks_in_nn_jit(stack):
     """The first block runs one recipe, the second another one, the last none."""
-    plain, hand = STACKS[stack](), STACKS[stack](recipes=(A, B, None))
+    plain = STACKS[stack]()
+    hand = STACKS[stack](recipes=(A, B, None))
     # the program of all blocks that a cache could find
     plain.init(KEY, x())
     compare_training(quantize(plain, STACK_RULES), hand, x(), steps=1)

@@ -144,7 +144,8 @@ def tensor(rng, level):
     times 2**level; and the row.
     """
     values = rng.integers(-28, 29, (BATCH, LENGTH, WIDTH)).astype(np.float32) / 8
-    row, half = rng.integers(BATCH), rng.integers(2) * LENGTH // 2
+    row = rng.integers(BATCH)
+    half = rng.integers(2) * LENGTH // 2
     values[row, half : half + LENGTH // 2] *= 2
     values[row, half + rng.integers(LENGTH // 2), rng.integers(WIDTH)] = 7
     return values * np.float32(2.0**level), row

@@ -198,7 +198,8 @@ def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):
         return jnp.sum(y.astype(jnp.float32) * grad.astype(jnp.float32)), y
 
     def shard(xs, grads, state):
-        xs, grads = xs[:, 0], grads[:, 0]
+        xs = xs[:, 0]
+        grads = grads[:, 0]
         state = jax.tree.map(lambda leaf: leaf[0], state) if state_spec else state
 
         def loss(xs, state):
@@ -260,7 +261,8 @@ def next_state(case: Case, xs, grads, state: oracle.LayerState):
 
 def compare(case_name, recipe_name, program=loop, check_vma=True) -> None:
     """Compare a step with numpy, to the bit."""
-    case, (recipe, rule) = CASES[case_name], RECIPES[recipe_name]
+    case = CASES[case_name]
+    (recipe, rule) = RECIPES[recipe_name]
     xs, grads = operands(case)
     state = used_state()
     start = pack(state) if rule is None else None

@@ -175,7 +175,8 @@ def by_ppermute(
         return lax.psum(x, axes) if checked else summed(x, axes)
 
     def loss(weights, state, x, target):
-        kernel, own = weights[0], jax.tree.map(lambda leaf: leaf[0], state)
+        kernel = weights[0]
+        own = jax.tree.map(lambda leaf: leaf[0], state)
         if not checked and "data" in manual:
             kernel = replicated(kernel, ("data",))
         stage = lax.axis_index("stage")

@@ -64,7 +64,8 @@ def test_layers_in_a_loop():
 @pytest.mark.parametrize("recipe", ["delayed", "block", "mx"])
 def test_nan_and_inf_arrive_as_nan(recipe):
     """They enter no amax of a state; they are where the elements arrive."""
-    case, state = cases.CASES["all_to_all"], used_state()
+    case = cases.CASES["all_to_all"]
+    state = used_state()
     xs, grads = cases.operands(case)
     xs[0, 2, 3, 1, 5] = np.nan
     xs[0, 4, 0, 0, 159] = -np.inf
@@ -241,7 +242,8 @@ def test_products_take_the_codes(recipe, batch):
     )
     # the gradient of the kernel reads other scales: below
     if recipe == cases.RECIPES["mx"][0]:
-        codes, values = codes[:2], values[:2]
+        codes = codes[:2]
+        values = values[:2]
     assert_same_bits(codes, values)
 
 
@@ -268,7 +270,8 @@ def test_wgrad_shifts_exponents(recipe):
     )
 
     def dkernel(q):
-        numbers, kernel = (((1,), (0,)), ((), ())), jnp.ones((256, 32), jnp.float32)
+        numbers = (((1,), (0,)), ((), ()))
+        kernel = jnp.ones((256, 32), jnp.float32)
         return jax.grad(
             lambda kernel: jnp.sum(
                 jnp.sin(jaxfp8.dot_general(q, kernel, numbers, recipe=recipe))
@@ -303,7 +306,8 @@ ERRORS = {
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(message):
-    x, send = jnp.ones((64, 256), jnp.bfloat16), ERRORS[message]
+    x = jnp.ones((64, 256), jnp.bfloat16)
+    send = ERRORS[message]
     with pytest.raises((TypeError, ValueError), match=message):
         jax.shard_map(
             lambda x: send(x).data, mesh=cases.mesh(), in_specs=P("e"), out_specs=P("e")

@@ -19,7 +19,8 @@ KINDS = ("auto", "explicit")
 
 
 def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
+    mesh = cases.mesh(kind)
+    layout = cases.LAYOUTS[name]
     with jax.set_mesh(mesh):
         weights, state, batches = cases.arguments(mesh, layout, recipe, with_state)
         return cases.train(
@@ -50,7 +51,8 @@ def test_gradient_of_the_input(kind, name):
 
         return of_input
 
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
+    mesh = cases.mesh(kind)
+    layout = cases.LAYOUTS[name]
     wanted = jax.jit(make_step(cases.loss))(
         cases.weights(), cases.state(), cases.batches(jnp.float32)[0]
     )
@@ -123,7 +125,8 @@ def test_gradients_of_reduced_kernels(implementation, recipe, product):
         jax.set_mesh(cases.mesh("explicit")),
         jaxfp8.ops.implementation(implementation),
     ):
-        kernel, x = reshard(kernel, P(None, None)), reshard(x, P(cases.AXES, None))
+        kernel = reshard(kernel, P(None, None))
+        x = reshard(x, P(cases.AXES, None))
         expected = jax.jit(gradient)(kernel, x)
         for function in (summed, made_plain_again):
             assert jnp.array_equal(jax.jit(function)(kernel, x), expected), (

@@ -41,7 +41,8 @@ def step(x, kernel, target, state, place=lambda value, name: value, out=None):
     """The loss, and the gradients of state, x and kernel, of one product."""
 
     def loss(state, x, kernel):
-        x, kernel = place(x, "x"), place(kernel, "kernel")
+        x = place(x, "x")
+        kernel = place(kernel, "kernel")
         y = jaxfp8.dot_general(
             x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, out_sharding=out
         )
@@ -72,7 +73,8 @@ def train_uneven(cut, shape):
     def place(value, name):
         return lax.with_sharding_constraint(value, NamedSharding(mesh, specs[name]))
 
-    tensors, state = one_product(*shape), jaxfp8.init_state(cases.RECIPE)
+    tensors = one_product(*shape)
+    state = jaxfp8.init_state(cases.RECIPE)
     wanted = jax.jit(step)(*tensors, state)
     cases.assert_same(
         jax.jit(functools.partial(step, place=place))(*tensors, state),
@@ -227,7 +229,8 @@ def test_vmap(own, kind, spmd_axis_name):
     """A batch over "data", of x and of what its members own; rows are cut over "fsdp",
     columns over "tp".
     """
-    mesh, members = cases.mesh(kind), 4
+    mesh = cases.mesh(kind)
+    members = 4
     in_axes = (0, 0 if "kernel" in own else None, 0 if "state" in own else None)
     state = jaxfp8.init_state(cases.RECIPE)
     sizes = [2.0**-i for i in range(members)]
@@ -278,7 +281,8 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
     """Kernels `[layers, k, n]` cut over "fsdp" and "tp"; a state for each, or one for
     all.
     """
-    mesh, layers = cases.mesh(kind), 4
+    mesh = cases.mesh(kind)
+    layers = 4
     x = numbers(0, (8, 16, 32))
     target = numbers(1, (8, 16, 32))
     kernels = numbers(2, (layers, 32, 32), 3.5)
@@ -331,11 +335,13 @@ def test_arguments_on_no_mesh(kind):
 
 def test_a_kernel_on_no_mesh():
     """While the data are on a mesh with explicit axes."""
-    mesh, state = line("explicit"), jaxfp8.init_state(cases.RECIPE)
+    mesh = line("explicit")
+    state = jaxfp8.init_state(cases.RECIPE)
     x, kernel, target = one_product(8, 16, 8)
     wanted = jax.jit(step)(x, kernel, target, state)
     with jax.set_mesh(mesh):
-        x, target = cases.put(x, mesh, P("d")), cases.put(target, mesh, P("d"))
+        x = cases.put(x, mesh, P("d"))
+        target = cases.put(target, mesh, P("d"))
         cases.assert_same(jax.jit(step)(x, kernel, target, state), wanted, "numpy")
 
 

@@ -38,7 +38,8 @@ def codes(*shape, seed=0):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_one_tensor(spec):
-    x, scale = values(4, 6, 10), np.float32(3)
+    x = values(4, 6, 10)
+    scale = np.float32(3)
     data, top = oracle.quantize(x, scale, FORMAT)
     cut = put(x, spec)
     oracle.assert_bitwise(jax.jit(ops.amax)(cut), top, "amax")
@@ -66,7 +67,8 @@ def test_producers(spec):
     """Rows and columns may be cut, but not the two halves of a gated activation, nor a
     row that is normalised.
     """
-    x, scale = values(8, 2, 16), np.float32(3)
+    x = values(8, 2, 16)
+    scale = np.float32(3)
     for name, m, n in (("silu_gated", 8, 16), ("gelu", 16, 16)):
         operand = (
             put(x, spec)
@@ -136,7 +138,8 @@ def test_product(spec, extra):
     has a part of the sum.
     """
     m, n, k = 8, 4, 16
-    a, b = codes(m, k, seed=1), codes(n, k, seed=2)
+    a = codes(m, k, seed=1)
+    b = codes(n, k, seed=2)
     scales = np.float32(2.0**-7), np.float32(0.3)
     options = {
         name: values(*shape, seed=3)
@@ -224,7 +227,8 @@ def test_histories_are_written_by_xla_on_a_mesh():
         (scale,) = ops.delayed_scales([history], [amax], fp8_max=[448.0])
         return ops.write_histories([[(history, amax)]], [[(amax, scale.scale_inv)]])
 
-    history, amax = np.ones(8, np.float32), np.ones(1, np.float32)
+    history = np.ones(8, np.float32)
+    amax = np.ones(1, np.float32)
     with ops.implementation("ffi"):
         cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
         alone = jax.jit(step).lower(history, amax).compile().as_text()
@@ -273,7 +277,8 @@ def test_state_of_layers(spec):
     """Layers and experts are cut as they lie, without a collective; a window that comes
     cut is still one window.
     """
-    rng, leaves = np.random.default_rng(0), ((4, 2), (4, 2), (4,))
+    rng = np.random.default_rng(0)
+    leaves = ((4, 2), (4, 2), (4,))
     products = [
         [
             (

@@ -69,7 +69,8 @@ def local_loss(layout, checked, recipe=RECIPE):
     they are (TP): the second product is then a sum over devices, which either all get
     or each gets its places of the sequence (SP).
     """
-    of_batch, of_places = axes_of(layout.y[0]), axes_of(*layout.y[1:])
+    of_batch = axes_of(layout.y[0])
+    of_places = axes_of(*layout.y[1:])
 
     def whole(kernel, spec):
         if not checked:
@@ -153,7 +154,8 @@ def test_gradient_inside(name, checked):
     """Ten steps; all amaxes of one, forward and backward, go in one all-reduce over all
     devices.
     """
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     weights, state, batches = cases.arguments(mesh, layout)
     step = (
         jax.jit(step_inside(mesh, layout, checked))
@@ -171,7 +173,8 @@ def test_gradient_inside(name, checked):
 
 @pytest.mark.parametrize("name", ["dp", "fsdp", "tp", "sp"])
 def test_gradient_outside(name):
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     run = train(step_outside(mesh, layout, True), mesh, layout)
     cases.assert_same(run, cases.reference(), f"{name}, outside")
 
@@ -188,7 +191,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_programs(name, checked):
     kind, recipe, with_state = OTHERS[name]
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS["all"]
+    mesh = cases.mesh(kind)
+    layout = cases.LAYOUTS["all"]
     run = train(
         step_inside(mesh, layout, checked, recipe), mesh, layout, recipe, with_state
     )
@@ -243,7 +247,8 @@ def test_constants_inside_of_the_map(name, constant):
         "x": rng.standard_normal((16, 16)).astype(np.float32),
         "kernel": np.eye(16, dtype=np.float32),
     }
-    fixed, other = constant(operands[name]), "kernel" if name == "x" else "x"
+    fixed = constant(operands[name])
+    other = "kernel" if name == "x" else "x"
 
     def total(state, other_value, fixed):
         both = {name: fixed, other: other_value}
@@ -291,7 +296,8 @@ def test_wrapped(where, wrap):
 @MOSTLY_CHECKED
 def test_a_map_in_a_map(checked):
     """The outer map has the axis data, the inner one the others."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     inner, outer = (restricted(layout, axes) for axes in (("fsdp", "tp"), ("data",)))
     step = cases.make_step(local_loss(layout, checked))
     out_specs = (layout.weights, P(), P())
@@ -308,7 +314,8 @@ def test_a_map_in_a_map(checked):
 @CHECKED
 def test_some_axes_manual(name, manual, checked):
     """XLA cuts along the other axes."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     step = step_inside(mesh, restricted(layout, manual), checked, manual=manual)
     cases.assert_same(
         train(step, mesh, layout), cases.reference(), f"{name}, manual {manual}"
@@ -358,7 +365,8 @@ def test_amax_of_partial_sums(program):
         return jax.grad(loss)(states)
 
     wanted = jax.device_get(jax.jit(next_states)(states, weights, x))
-    term, y = x @ half1 @ half2, x @ weights[0] @ weights[1]
+    term = x @ half1 @ half2
+    y = x @ weights[0] @ weights[1]
     # small integers, exact at scale 1
     assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]
 
@@ -397,7 +405,8 @@ def test_unchecked_with_the_gradient_outside(steps_before):
     of two: a current scale would look like that. So all tensors of it are three times
     as large.
     """
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     state = cases.reference(steps=steps_before).state if steps_before else cases.state()
     size = 1 if steps_before else 3
     weights, batch = jax.tree.map(
@@ -430,7 +439,8 @@ def is_quantizer(node) -> bool:
     "recipe, warned", [(cases.RECIPE, True), (RECIPE, False)], ids=["not said", "said"]
 )
 def test_unchecked_warns_unless_told(recipe, warned):
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     arguments = cases.weights(), cases.state(recipe), cases.batches()[0]
     for checked in (True, False):
         with warnings.catch_warnings(record=True, action="always") as caught:

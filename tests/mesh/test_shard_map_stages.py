@@ -31,7 +31,8 @@ def test_stages_scale_by_themselves(name, checked):
     All amaxes are 7 times a power of two and all sums exact. With a scale for all
     kernels the small ones would be 0.
     """
-    recipe, stages = STAGED[name], 4
+    recipe = STAGED[name]
+    stages = 4
     rng = np.random.default_rng(0)
     x, grad = (
         np.append(rng.integers(-6, 7, 16 * 8 - 1), 7).astype(np.float32).reshape(16, 8)
@@ -78,7 +79,8 @@ def test_stages_scale_by_themselves(name, checked):
 
 def test_pipeline_axis_of_a_state_that_all_share():
     recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("fsdp",))
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     with pytest.raises(
         ValueError,
         match=r"pipeline_axes names \['fsdp'\], but the state does not vary over it",
@@ -89,7 +91,8 @@ def test_pipeline_axis_of_a_state_that_all_share():
 def test_pipeline_axis_that_does_not_exist():
     """Where types do not tell, a typo would reduce over the stages."""
     recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("stages",))
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     with pytest.raises(
         ValueError, match=r"pipeline_axes: expected axes of this shard_map.*stages"
     ):

@@ -37,11 +37,13 @@ def experts(send_rows, send_results, recipe):
 
         return jax.grad(loss, argnums=(0, 1, 2))(x, kernel, states)
 
-    dispatch, combine = recipe, recipe and cases.backward_only(recipe, pipeline_axes=())
+    dispatch = recipe
+    combine = recipe and cases.backward_only(recipe, pipeline_axes=())
     states = [jaxfp8.init_state(r) if r else None for r in (dispatch, recipe, combine)]
     specs = {"in_specs": (P("e"), P("e"), P()), "out_specs": (P("e"), P("e"), P())}
     step = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))
-    x, kernel = jnp.ones((8 * ROWS, WIDTH), jnp.bfloat16), jnp.ones((8 * WIDTH, HIDDEN))
+    x = jnp.ones((8 * ROWS, WIDTH), jnp.bfloat16)
+    kernel = jnp.ones((8 * WIDTH, HIDDEN))
     return step.lower(x, kernel, states).compile(hlo.QUICKLY).as_text()
 
 

@@ -112,9 +112,11 @@ def test_select(finite):
             "key": jax.random.key(seed),
         }
 
-    new, old = draw(1), draw(2)
+    new = draw(1)
+    old = draw(2)
     for function in (select, jax.jit(select)):
-        got, wanted = function(finite, new, old), new if finite else old
+        got = function(finite, new, old)
+        wanted = new if finite else old
         assert jax.tree.structure(got) == jax.tree.structure(wanted)
         assert jnp.array_equal(
             jax.random.key_data(got.pop("key")), jax.random.key_data(wanted["key"])

@@ -105,7 +105,8 @@ def test_never_zero_and_never_infinite():
     top = DynamicLossScale(2.0**125, growth_interval=1)
     bottom = DynamicLossScale(2.0**-125)
     for _ in range(5):
-        top, bottom = adjust(top, True), adjust(bottom, False)
+        top = adjust(top, True)
+        bottom = adjust(bottom, False)
     assert float(top.value) == 2.0**126 and float(bottom.value) == 2.0**-126
     for loss_scale in (top, bottom):
         assert loss_scale.unscale(loss_scale.scale(np.float32(1.5))) == 1.5

@@ -42,13 +42,16 @@ def run(make, fp8, step=None):
     """Fourteen steps, three of which overflow; the scale grows after three good
     ones.
     """
-    trainer, account = make(fp8, SGD), Account(growth_interval=3)
-    train, loss_scale = trainer.train, DynamicLossScale(growth_interval=3)
+    trainer = make(fp8, SGD)
+    account = Account(growth_interval=3)
+    train = trainer.train
+    loss_scale = DynamicLossScale(growth_interval=3)
     step = jax.jit(step or trainer.step)
     skipped = 0
     for i in range(14):
         x, grad = batch(i, HUGE if i in (4, 5, 11) else TINY)
-        before, kernel = train, trainer.kernel(train)
+        before = train
+        kernel = trainer.kernel(train)
         train, loss_scale = step(train, loss_scale, x, grad)
         if account.step([(x, grad)]):
             skipped += 1
@@ -71,7 +74,8 @@ def test_gradient_of_an_fp8_layer(init_scale):
     """Scaled in, unscaled out: the product of the codes of the scaled gradient, within
     the bound of any product.
     """
-    trainer, account = MAKERS["our TrainState"](True, SGD), Account()
+    trainer = MAKERS["our TrainState"](True, SGD)
+    account = Account()
     x, grad = batch(0, 2.0**-20)
     got = trainer.gradient(trainer.train, DynamicLossScale(init_scale), x, grad)[
         "params"
@@ -160,7 +164,9 @@ def scaled_sums(trainer, train, loss_scale, xs, grads, adjust_inside=False):
     """As GradScaler is used: what is summed is scaled, and unscaled once. The scale
     must not change on the way.
     """
-    no_scale, now, total = DynamicLossScale(1.0), loss_scale, None
+    no_scale = DynamicLossScale(1.0)
+    now = loss_scale
+    total = None
     for x, grad in zip(xs, grads, strict=True):
         # The gradient of the scaled loss: grad enters it linearly.
         gradient = trainer.gradient(train, no_scale, x, grad * now.value)
@@ -178,8 +184,10 @@ def accumulate(make, fp8, form, steps=8):
     """Four microbatches a step; in the third and the sixth step one of them overflows,
     and the step is skipped.
     """
-    trainer, account = make(fp8, SGD), Account(growth_interval=2)
-    train, loss_scale = trainer.train, DynamicLossScale(growth_interval=2)
+    trainer = make(fp8, SGD)
+    account = Account(growth_interval=2)
+    train = trainer.train
+    loss_scale = DynamicLossScale(growth_interval=2)
     step = jax.jit(functools.partial(form, trainer))
     for i in range(steps):
         batches = [
@@ -211,7 +219,8 @@ def test_value_and_grad_is_jax_s():
     def of_loss(w, v, *, bias):
         return (w * v + bias).sum(), {"w": w}
 
-    w, v = jnp.float32([1, 2]), jnp.float16([3, 4])
+    w = jnp.float32([1, 2])
+    v = jnp.float16([3, 4])
     f = mixed_precision.value_and_grad(
         of_loss, DynamicLossScale(2.0**8), argnums=(0, 1), has_aux=True
     )

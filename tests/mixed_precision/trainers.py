@@ -39,7 +39,8 @@ def batch(seed, size=TINY):
     """(x, grad): integers up to 3, and up to 4 times `size`."""
     rng = np.random.default_rng(seed)
     signs = rng.choice([-1, 1], (M, N))
-    x, grad = rng.integers(-3, 4, (M, K)), rng.integers(1, 5, (M, N)) * signs
+    x = rng.integers(-3, 4, (M, K))
+    grad = rng.integers(1, 5, (M, N)) * signs
     x[0, 0], grad[0, 0] = 3, 4
     return x.astype(np.float32), (grad * size).astype(np.float32)
 

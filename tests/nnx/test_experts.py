@@ -67,7 +67,8 @@ class Model(nnx.Module):
 
 
 def test_rules_and_report():
-    args, model = tokens(5), Model()
+    args = tokens(5)
+    model = Model()
     jaxfp8.nnx.quantize(model, [("experts/wi", None), (".*/wo", RECIPE)])
     rows = {row["layer"]: row for row in jaxfp8.report(model, *args).rows}
     assert {path: row["recipe"] for path, row in rows.items()} == {
@@ -84,7 +85,8 @@ def test_rules_and_report():
 
 
 def test_freeze():
-    args, model = tokens(5), Model(RECIPE)
+    args = tokens(5)
+    model = Model(RECIPE)
     gradients = jaxfp8.nnx.grad(lambda model: jnp.sum(model(*args)))(model)
     jaxfp8.nnx.update_state(model, gradients)
     y = model(*args)

@@ -137,11 +137,13 @@ COPIES = {
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 def test_copies_go_on_bitwise(copy):
-    first, second = (layer := trained()), copy(layer)
+    first = (layer := trained())
+    second = copy(layer)
     (x,), (grad,) = operands(1, 1)
     for layer in (first, second):
         jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
-    first, second = state_variables(first), state_variables(second)
+    first = state_variables(first)
+    second = state_variables(second)
     assert first["dot_general"]["input_amax_history"][3] != 0, (
         "the second step is seen on top of the first"
     )

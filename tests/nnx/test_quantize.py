@@ -139,7 +139,8 @@ class Experts(nnx.Module):
     """Products that a module holds itself, by name."""
 
     def __init__(self, up=None, down=None):
-        self.up, self.down = Fp8Einsum(up), Fp8Einsum(down)
+        self.up = Fp8Einsum(up)
+        self.down = Fp8Einsum(down)
 
 
 def test_products_that_modules_hold():
@@ -160,7 +161,8 @@ class Parameters(nnx.Module):
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
         self.kernel = nnx.Param(init(rngs(), (D, D)), eager_sharding=False)
         self.pair = nnx.Param((jnp.ones(D), jnp.ones((D, D))))
-        self.number, self.nothing = nnx.Param(1.0), nnx.Param(None)
+        self.number = nnx.Param(1.0)
+        self.nothing = nnx.Param(None)
         self.mlp = nnx.Linear(D, D, rngs=rngs)
 
 
@@ -204,7 +206,8 @@ def stacked(recipe=None):
 
 
 def test_stacked_layers():
-    quantized, hand = quantize(stacked(), [(".*", A)]), stacked(A)
+    quantized = quantize(stacked(), [(".*", A)])
+    hand = stacked(A)
     assert_same(state_of(quantized), state_of(hand))
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -254,7 +257,8 @@ def test_a_recipe_that_raises_leaves_the_model_alone():
             raise RuntimeError("no state")
 
     for make in (Model, lambda: Model(B, B, B, B)):
-        model, before = make(), nnx.graphdef(make())
+        model = make()
+        before = nnx.graphdef(make())
         with pytest.raises(RuntimeError, match="no state"):
             quantize(model, [("again", A), (r"blocks/0/.*", A), (".*", Unlucky())])
         assert nnx.graphdef(model) == before

@@ -32,7 +32,8 @@ def steps(tx, variables, count, apply):
     """The parameters and the state after some steps."""
     if not apply:
         return cases.train(tx, variables, count)
-    state, step = tx.init(variables), jax.jit(tx.apply)
+    state = tx.init(variables)
+    step = jax.jit(tx.apply)
     for i in range(count):
         variables, state = step(cases.grads(i), state, variables)
     return variables, state
@@ -43,7 +44,9 @@ def of_oracle(shape, axis, grads, params, mu, nu, step, numbers, seed=0):
     keys = [oracle.keys(seed, step, leaf, shape, axis) for leaf in (1, 2)]
 
     def function(g, p, *moments):
-        m, n, k = moments[:3], moments[3:6], moments[6:]
+        m = moments[:3]
+        n = moments[3:6]
+        k = moments[6:]
         out, mu, nu = adam.step(g, p, m, n, *k, np.float32([numbers]))
         return out, *mu, *nu
 
@@ -56,7 +59,9 @@ def test_steps_are_those_of_the_oracle(shape):
     """Parameters and moments to the bit, of gradients that are clipped: b1**t is
     0.5**t, which is exact.
     """
-    axis, b1, b2 = cases.SHAPES[shape], 0.5, 0.75
+    axis = cases.SHAPES[shape]
+    b1 = 0.5
+    b2 = 0.75
     rng = np.random.default_rng(0)
     params = rng.normal(size=shape).astype(np.float32)
     tx = optim.adamw(
@@ -140,7 +145,8 @@ def test_max_norm_clips_as_optax(max_norm, apply):
     """By a factor in place of a quotient and a product: gradients differ by 2 ulp,
     their codes hardly.
     """
-    clip, rest = optax.clip_by_global_norm(max_norm), optim.adamw(1e-2, **DECAY)
+    clip = optax.clip_by_global_norm(max_norm)
+    rest = optim.adamw(1e-2, **DECAY)
     a, a_state = steps(optax.chain(clip, rest), cases.params(), 2, False)
     b, b_state = steps(
         optim.adamw(1e-2, **DECAY, max_norm=max_norm), cases.params(), 2, apply
@@ -277,7 +283,8 @@ def test_parameters_and_moments_stay_where_they_are(axis, apply):
     mesh = mesh_of(d=8)
     cuts = [P("d", None), P(None, "d")]
     here, there = (NamedSharding(mesh, cut) for cut in (cuts[axis], cuts[1 - axis]))
-    params, tx = jax.device_put(jnp.ones((256, 1024)), here), optim.adamw(1e-2)
+    params = jax.device_put(jnp.ones((256, 1024)), here)
+    tx = optim.adamw(1e-2)
     state = jax.jit(
         tx.init, out_shardings=optim.shardings(jax.eval_shape(tx.init, params), params)
     )(params)
@@ -383,7 +390,8 @@ def test_nnx_optimizer_writes_parameters_in_one_pass(graph):
         )
 
     tx = optim.adamw(1e-2)
-    applied, updated = trained(tx), trained(optax.GradientTransformationExtraArgs(*tx))
+    applied = trained(tx)
+    updated = trained(optax.GradientTransformationExtraArgs(*tx))
     assert applied[0] is None and jax.tree.leaves(updated[0])
     np.testing.assert_allclose(
         applied[1], updated[1], rtol=6 * 2.0**-23, atol=6 * 2.0**-23
@@ -393,7 +401,8 @@ def test_nnx_optimizer_writes_parameters_in_one_pass(graph):
 
 
 def test_optimizer_of_variables_writes_parameters_in_one_pass():
-    model, x = nn.Dense(256, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((16, 128))
+    model = nn.Dense(256, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    x = jnp.ones((16, 128))
     variables = model.init(jax.random.key(1), x)
     grads = jaxfp8.grad(lambda variables: jnp.mean(model.apply(variables, x) ** 2))(
         variables
@@ -423,7 +432,8 @@ def test_state_converts():
     """A float32 state of optax becomes one in FP8 and goes on, as does one of
     `quantized(optax.adamw)`; the reverse.
     """
-    params, tx = cases.params(), optim.adamw(1e-2)
+    params = cases.params()
+    tx = optim.adamw(1e-2)
     _, plain_state = cases.train(optax.adamw(1e-2), params, 1)
     state = optim.quantize_state(plain_state[0])
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
@@ -448,7 +458,8 @@ def test_updates_have_the_dtypes_of_optax(dtype, grad_dtype):
     """
     params = {"large": jnp.ones((64, 128), dtype), "small": jnp.ones(8, dtype)}
     grads = jax.tree.map(lambda x: jnp.ones(x.shape, grad_dtype), params)
-    tx, plain = optim.adamw(1e-8, weight_decay=0.0), optax.adamw(1e-8, weight_decay=0.0)
+    tx = optim.adamw(1e-8, weight_decay=0.0)
+    plain = optax.adamw(1e-8, weight_decay=0.0)
     updates, _ = tx.update(grads, tx.init(params), params)
     expected, _ = plain.update(grads, plain.init(params), params)
     assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(
@@ -486,7 +497,8 @@ def test_gradients_that_are_small(size, eps):
 
 
 def test_copies_and_what_takes_the_place_of_a_function():
-    tx, params = optim.adamw(1e-2), cases.params()
+    tx = optim.adamw(1e-2)
+    params = cases.params()
     for other in (copy.copy(tx), copy.deepcopy(tx)):
         assert_same_bits(
             other.apply(cases.grads(0), tx.init(params), params),
@@ -520,7 +532,8 @@ def test_a_loss_that_contains_a_step():
     """Reverse mode through the updates of one step of `quantized` is that of optax; all
     else names the optimizer.
     """
-    p, moved = jnp.ones((64, 64)), jnp.linspace(-1, 1, 4096).reshape(64, 64)
+    p = jnp.ones((64, 64))
+    moved = jnp.linspace(-1, 1, 4096).reshape(64, 64)
 
     def loss(tx, steps, state=lambda state: state):
         def of_gradients(grads):
@@ -597,7 +610,8 @@ def test_errors():
             match=f"optim.adamw: max_norm: expected a positive number, got {norm}",
         ):
             optim.adamw(1e-3, max_norm=norm)
-    params, tx = cases.params(), optim.adamw(1e-3)
+    params = cases.params()
+    tx = optim.adamw(1e-3)
     state = tx.init(params)
     for name in ("update", "apply"):
         with pytest.raises(

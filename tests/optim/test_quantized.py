@@ -71,7 +71,8 @@ def test_it_trains_as_without_fp8(place):
     A few steps with moments that are off by as much add up to no more: of each update
     the error is below a half.
     """
-    start, quantizers = cases.params(), (optim.quantized, lambda tx: tx)
+    start = cases.params()
+    quantizers = (optim.quantized, lambda tx: tx)
     (got, state), (expected, plain_state) = (
         cases.train(PLACES[place](q), start, 4) for q in quantizers
     )
@@ -129,7 +130,8 @@ def test_what_is_small_or_no_moment_stays():
 )
 def test_the_steps_between_change_no_moment(wrap, dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), cases.params())
-    tx, states = wrap(adam()), []
+    tx = wrap(adam())
+    states = []
     state = tx.init(params)
     for i in range(4):
         _, state = jax.jit(tx.update)(
@@ -155,7 +157,8 @@ def test_a_step_that_is_rejected_changes_no_moment():
 def test_a_gradient_that_is_nan_spoils_what_it_spoils_without_fp8():
     grads = cases.grads(1)
     grads = grads | {"odd": {"kernel": grads["odd"]["kernel"].at[3, 5].set(jnp.nan)}}
-    params, states = cases.params(), {}
+    params = cases.params()
+    states = {}
     for name, tx in {"fp8": optim.quantized(adam()), "float32": adam()}.items():
         _, state = jax.jit(tx.update)(grads, tx.init(params), params)
         states[name] = optim.dequantize_state(state)[0]
@@ -170,7 +173,9 @@ def test_a_square_that_overflows_stops_its_parameter():
     """
     params = {"a": jnp.ones((64, 128))}
     for tx in (optim.quantized(adam()), adam()):
-        state, after, step = tx.init(params), params, jax.jit(tx.update)
+        state = tx.init(params)
+        after = params
+        step = jax.jit(tx.update)
         for size in (1e25, 1.0, 1.0):
             updates, state = step({"a": params["a"].at[3, 5].set(size)}, state, after)
             after = optax.apply_updates(after, updates)
@@ -215,7 +220,8 @@ def test_updates_have_the_dtypes_of_optax(place, dtype, mu_dtype):
 
 @pytest.mark.filterwarnings("ignore:jaxfp8.optim. these leaves")
 def test_the_moments_of_amsgrad_that_its_maximum_needs_are_exact():
-    params, states = {"a": jnp.ones((64, 128))}, []
+    params = {"a": jnp.ones((64, 128))}
+    states = []
     for quantizer in (optim.quantized, lambda tx: tx):
         tx = quantizer(optax.amsgrad(1e-2))
         state = tx.init(params)
@@ -276,7 +282,8 @@ def test_tools_of_optax():
 
 
 def test_donated_states_are_updated_in_place():
-    tx, params = optim.quantized(adam()), cases.params()
+    tx = optim.quantized(adam())
+    params = cases.params()
     step = jax.jit(lambda grads, state: tx.update(grads, state)[1], donate_argnums=1)
     compiled = step.lower(params, tx.init(params)).compile()
     moments = sum(x.nbytes for x in jax.tree.leaves(tx.init(params)))

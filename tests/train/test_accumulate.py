@@ -44,7 +44,8 @@ def test_training_with_microbatches(accumulate):
     """Steps of SGD on sums of microbatch gradients end in the replayed state; sums of
     amaxes would be up to 3 times.
     """
-    variables, state = replay.variables(), replay.first()
+    variables = replay.variables()
+    state = replay.first()
     for i in range(STEPS):
         batches = microbatches(i)
         total = accumulate(variables, batches)
@@ -58,7 +59,8 @@ def test_training_with_microbatches(accumulate):
 
 
 def test_the_mean_is_of_parameters_alone():
-    variables, batches = replay.variables(), microbatches(0)
+    variables = replay.variables()
+    batches = microbatches(0)
     mean = None
     for batch in batches:
         mean = accumulate_gradients(
@@ -132,7 +134,8 @@ def test_changes_that_keep_the_tail_are_not_found(change):
     """As docs/state.md says: nothing raises, and another amax is stored; the loop of
     that page stores the true one.
     """
-    variables, right = replay.variables(), replay.variables()
+    variables = replay.variables()
+    right = replay.variables()
     tx = optimizer(optax.sgd(0.1))
     for step in range(2):
         batches = microbatches(step)
@@ -157,7 +160,8 @@ def test_weights_multiply_in_float32(dtype):
     """Three thirds are one, and a product that the narrow dtype does not hold is kept
     in a float32 sum.
     """
-    ones, total = {"w": jnp.ones(2, dtype)}, None
+    ones = {"w": jnp.ones(2, dtype)}
+    total = None
     for _ in range(3):
         total = accumulate_gradients(total, ones, weight=1 / 3)
     assert total["w"].dtype == dtype and total["w"].tolist() == [1, 1]

@@ -80,7 +80,8 @@ def built_anew(train, recipe, state):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_linen(name):
-    recipe, train = RECIPES[name], linen_train()
+    recipe = RECIPES[name]
+    train = linen_train()
     changed = changed_linen(train, recipe)
     for field in ("step", "opt_state"):
         assert_same_bits(getattr(changed, field), getattr(train, field), field)
@@ -115,7 +116,8 @@ def test_linen(name):
 def test_a_region_in_bfloat16():
     """One line, in Linen: a bfloat16 model's steps, and FP8 state that waits."""
     train = linen_train()
-    after, plain = train, built_anew(train, None, {})
+    after = train
+    plain = built_anew(train, None, {})
     for x in X[3:5]:
         with jaxfp8.autocast(enabled=False):
             after = linen_step(after, x)
@@ -186,8 +188,10 @@ def params_and_moments(model, optimizer):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_nnx(name):
-    recipe, (model, optimizer) = RECIPES[name], nnx_train()
-    old, before = state_of(model), params_and_moments(model, optimizer)
+    recipe = RECIPES[name]
+    (model, optimizer) = nnx_train()
+    old = state_of(model)
+    before = params_and_moments(model, optimizer)
     change_nnx(model, recipe)
     assert_same_bits(params_and_moments(model, optimizer), before, "kept")
     fresh = state_of(nnx_model(recipe))

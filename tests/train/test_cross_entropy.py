@@ -39,7 +39,8 @@ def loss(x, kernel, bias, state=None, **options):
 
 def in_float64(labels=LABELS):
     """The losses, and the gradients of their weighted sum by x, kernel and bias."""
-    x, kernel = X.reshape(-1, D).astype(np.float64), KERNEL.astype(np.float64)
+    x = X.reshape(-1, D).astype(np.float64)
+    kernel = KERNEL.astype(np.float64)
     logits = x @ kernel + BIAS
     one_hot = labels.reshape(-1, 1) == np.arange(VOCABULARY)
     largest = logits.max(1, keepdims=True)
@@ -113,7 +114,8 @@ def compare_fp8(chunk_size, gradient=jaxfp8.value_and_grad, steps=3):
     }
     state = STATE
     for step in range(steps):
-        x, kernel = (1 + step) * X, KERNEL / (1 + step)
+        x = (1 + step) * X
+        kernel = KERNEL / (1 + step)
         value, whole = run["whole"](x, kernel, BIAS, state)
         got, chunks = run["chunks"](x, kernel, BIAS, state)
         np.testing.assert_allclose(got, value, rtol=1e-5)

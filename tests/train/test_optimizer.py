@@ -73,9 +73,11 @@ def test_state_is_overwritten_and_out_of_reach(make):
     """
     tx = train.optimizer(make())
     alone = make()
-    advance, state = bare_loop(tx), replay.first()
+    advance = bare_loop(tx)
+    state = replay.first()
     now = start(tx)
-    params, alone_state = now[0]["params"], alone.init(now[0]["params"])
+    params = now[0]["params"]
+    alone_state = alone.init(now[0]["params"])
     update_alone = jax.jit(
         lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(
             *alone.update(g, s, p)
@@ -217,7 +219,9 @@ def test_multi_steps(make, k):
     bit.
     """
     tx = train.optimizer(make(k))
-    advance, state, now = bare_loop(tx), replay.first(), start(tx)
+    advance = bare_loop(tx)
+    state = replay.first()
+    now = start(tx)
     for i in range(3):
         batches = [replay.batch(100 * i + j) for j in range(k)]
         kernel = replay.kernel_of(now[0])
@@ -236,7 +240,8 @@ def spoil(batch):
     """The batch with an Inf in x, which makes the gradient of the kernel NaN, and a
     large amax of its gradient.
     """
-    x, grad = batch[0].copy(), batch[1] * np.float32(100)
+    x = batch[0].copy()
+    grad = batch[1] * np.float32(100)
     x[0, 0] = np.inf
     return x, grad
 
@@ -255,7 +260,9 @@ def test_rejected_steps_roll_back(make):
     there.
     """
     tx = train.optimizer(make())
-    advance, now, state = bare_loop(tx), start(tx), replay.first()
+    advance = bare_loop(tx)
+    now = start(tx)
+    state = replay.first()
     for i, batch in enumerate(BATCHES[:5]):
         if i in (0, 2, 3):
             before = now[0]
@@ -297,8 +304,10 @@ def test_what_is_skipped_never_happened(name):
     """
     make, steps = SKIPS[name]
     tx = train.optimizer(make())
-    advance, now = bare_loop(tx), start(tx)
-    kernel, state = replay.kernel_of(now[0]), replay.first()
+    advance = bare_loop(tx)
+    now = start(tx)
+    kernel = replay.kernel_of(now[0])
+    state = replay.first()
     for i, stored in steps:
         now = advance(now, *numbered(i))
         if stored:
@@ -313,7 +322,8 @@ def test_accumulation_around_a_guard():
     ago says nothing.
     """
     tx = train.optimizer(optax.MultiSteps(optax.apply_if_finite(optax.sgd(0.1), 5), 2))
-    advance, now = bare_loop(tx), start(tx)
+    advance = bare_loop(tx)
+    now = start(tx)
     kernel = replay.kernel_of(now[0])
     now = advance(advance(now, *BATCHES[0]), *spoil(BATCHES[1]))
     replay.assert_state(now[0], replay.first(), "rejected")

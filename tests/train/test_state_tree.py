@@ -126,7 +126,8 @@ def test_layers_stacked_on_another_axis(length):
     )
     gradient = jaxfp8.DotGeneralState(recorded, recorded, recorded)
     rows_last = lambda tree: jax.tree.map(jnp.transpose, tree)  # noqa: E731
-    moved, moved_gradient = rows_last(state), rows_last(gradient)
+    moved = rows_last(state)
+    moved_gradient = rows_last(gradient)
     assert str(jaxfp8.inspect.summary(moved_gradient)) == str(
         jaxfp8.inspect.summary(gradient)
     )
@@ -184,7 +185,8 @@ def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
     """Its filter of kernels matches the names of state too; the norm of a history would
     be its state.
     """
-    dense, x = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((4, 16))
+    dense = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    x = jnp.ones((4, 16))
     variables = nn.WeightNorm(dense).init(jax.random.key(0), x)
     name = (
         "layer_instance/Fp8DotGeneral_0/kernel_amax_history/scale: name the kernel "

@@ -68,9 +68,11 @@ def test_interchange_with_flax():
     """The same fields and the same optimizer state: checkpoints of one load into the
     other, and training agrees.
     """
-    ours, theirs = create(), create(train_state.TrainState)
+    ours = create()
+    theirs = create(train_state.TrainState)
     for batch in BATCHES[:3]:
-        ours, theirs = advance(ours, *batch), advance(theirs, *batch)
+        ours = advance(ours, *batch)
+        theirs = advance(theirs, *batch)
     assert_same_bits(*map(flax.serialization.to_state_dict, (ours, theirs)))
     loaded = flax.serialization.from_bytes(
         create(), flax.serialization.to_bytes(theirs)
@@ -217,7 +219,8 @@ def test_optimizer_state_outlives_the_recipe(tx):
             )
 
         for _ in range(2):
-            train, steps = step(train), steps + 1
+            train = step(train)
+            steps = steps + 1
         counts = [
             int(leaf)
             for leaf in jax.tree.leaves(train.opt_state)
@@ -252,10 +255,12 @@ def test_two_losses_of_one_point():
     """Two gradients at one state, stored one after the other: one history entry, the
     larger amax.
     """
-    train, state = create(tx=optax.sgd(0.0)), oracle.LayerState.init(replay.HISTORY)
+    train = create(tx=optax.sgd(0.0))
+    state = oracle.LayerState.init(replay.HISTORY)
     step = jax.jit(lambda train, grads: train.apply_gradients(grads=grads))
     for i in range(2):  # also from a history that is not empty
-        batches, variables = BATCHES[2 * i : 2 * i + 2], train.params
+        batches = BATCHES[2 * i : 2 * i + 2]
+        variables = train.params
         state = replay.step(state, replay.kernel_of(variables), batches)
         for batch in batches:
             train = step(train, replay.gradient(variables, *batch))
@@ -270,7 +275,8 @@ def test_a_step_has_no_effects(how):
     pytest.importorskip("flatbuffers")
     tx = optax.adam(0.1)
     if how == "TrainState":
-        step, state = advance, create(tx=tx)
+        step = advance
+        state = create(tx=tx)
     else:
         ours = jaxfp8.train.optimizer(tx)
         state = replay.variables(), ours.init(replay.variables())

@@ -279,7 +279,8 @@ def test_safe_under_jit(factor):
     roundings of 2**-24 each, and the reciprocal steps of a compiler two more: below
     2**-21 in all.
     """
-    old, new = old_state(), made(old_state())
+    old = old_state()
+    new = made(old_state())
     got = jax.tree.map(np.asarray, jax.jit(update_state)(old, times(factor, new)))
     oracle.assert_bitwise(
         got["input_amax_history"][1:], new["input_amax_history"][1:], "tail"
