@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from cpu_mesh import mesh_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 

@@ -10,8 +10,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cpu_mesh import mesh_of
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 
 from .libraries import LIBRARIES, OWG
 from .steps import amaxes, operands as given

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from cpu_mesh import mesh_of
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 

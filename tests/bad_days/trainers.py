@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
+from cpu_mesh import mesh_of
 from flax.training import dynamic_scale
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 

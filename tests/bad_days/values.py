@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import oracle
+from cpu_mesh import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 
 from . import libraries
 from .events import BAD_NUMBERS

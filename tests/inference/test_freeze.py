@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 import jaxfp8.nnx

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 from programs.cases import MATMUL
 from programs.known_amax import OPERANDS
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 from nnx.cases import assert_state, expected_state
 from programs.cases import MATMUL
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 from oracle import BF16, F32, blocks as oracle_blocks
 from programs.cases import pack
 from programs.known_amax import HISTORY, used_state

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from dot.ragged_cases import HISTORY, RECIPE, WITHOUT, operands
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 from recipes.delayed_cases import assert_step
 
 import jaxfp8

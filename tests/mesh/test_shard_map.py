@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_mesh import mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 from mesh import cases, hlo

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 from jaxfp8.mixed_precision import (

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 import jaxfp8.nnx

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 from oracle import adam
 
 import jaxfp8

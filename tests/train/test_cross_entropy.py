@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
 
 import jaxfp8
 from jaxfp8.train import _cross_entropy

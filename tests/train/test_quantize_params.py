@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
-from meshes import mesh_of
 from programs import cases
 from programs.known_amax import HISTORY, used_state
 

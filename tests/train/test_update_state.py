@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
 from programs.cases import MATMUL
 
 import jaxfp8
