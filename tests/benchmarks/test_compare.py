@@ -3,18 +3,16 @@
 import json
 import math
 import pathlib
-import sys
 
+import _compare_plot
 import another_process
+import compare
 import pytest
+from _compare_arms import ARMS, FP8_ARMS
+from _compare_programs import Program
+from _compare_runs import Run
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-import _compare_plot  # noqa: E402
-import compare  # noqa: E402
-from _compare_arms import ARMS, FP8_ARMS  # noqa: E402
-from _compare_programs import Program  # noqa: E402
-from _compare_runs import Run  # noqa: E402
 
 HERE = [name for name in ARMS if name != "tf32"]  # a CPU has no TensorFloat-32
 

@@ -3,15 +3,11 @@
 """
 
 import math
-import pathlib
 import statistics
-import sys
 
+import _compare_report
 import pytest
-
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-import _compare_report  # noqa: E402
-from _compare_runs import Run, interval, student_t, summarize  # noqa: E402
+from _compare_runs import Run, interval, student_t, summarize
 
 # Two-sided 95 %, as statistical tables print it: three decimals, so within half of the
 # last one.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import another_process
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import pytest
+from promotion import as_users_have_jax
 
 from jaxfp8 import ops
 
@@ -75,10 +75,9 @@ def test_cpu_goals(case, tmp_path):
 
 
 @pytest.fixture
-def options(monkeypatch):
+def options():
     """Options of a dry run; JAX as a program has it."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         from _gpu_inputs import Options
 
         yield Options(tiny=True, turns=1)

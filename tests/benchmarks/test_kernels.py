@@ -3,22 +3,17 @@ along, the traffic it counts.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import pytest
 from lowering import cuda_text
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-sys.path.append(BENCHMARKS)
-
-import kernels  # noqa: E402
-
-from jaxfp8 import ops  # noqa: E402
-from jaxfp8.ops import _ffi  # noqa: E402
+from jaxfp8 import ops
+from jaxfp8.ops import _ffi
 
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 

@@ -18,6 +18,7 @@ from flax import nnx
 from inference import models
 from inference.models import OWG
 from oracle import blocks as oracle_blocks
+from promotion import as_users_have_jax
 
 import jaxfp8
 import jaxfp8.nnx
@@ -302,7 +303,7 @@ class Others(nn.Module):
 
 def test_what_is_no_frozen_kernel(tmp_path):
     """It is written as it is; state is not."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = Others()
         variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
         frozen = jaxfp8.freeze(model, variables, X, with_second=False)
@@ -323,7 +324,7 @@ def test_what_is_no_frozen_kernel(tmp_path):
 
 
 def test_nnx(tmp_path):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = models.NNX["scan"](nnx.Rngs(0))
         kernels = np.asarray(model.blocks.down.kernel[...])
         jaxfp8.freeze(jaxfp8.calibrate(model, [models.X]), models.X)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from equality import assert_same_bits
+from promotion import as_users_have_jax
 
 import jaxfp8
 from convert import numpy_reader, numpy_server, served_model
@@ -38,7 +39,7 @@ def model_of(name, dtype):
 @functools.cache
 def frozen(name, dtype="float32", at="variables"):
     run = served_model.trained(name)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         return jaxfp8.freeze(model_of(name, dtype), getattr(run, at), run.tokens[0])
 
 

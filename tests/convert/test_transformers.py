@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from promotion import as_users_have_jax
 
 import jaxfp8
 from convert.exported import LAYOUTS, RECIPES
@@ -78,7 +79,7 @@ def test_llama(layout, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     tokens = jnp.arange(24).reshape(2, 12)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = Llama(RECIPES[layout])
         variables = model.init(jax.random.key(0), tokens)
         variables = (

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from promotion import as_users_have_jax
 
 import jaxfp8
 import jaxfp8.nnx
@@ -183,7 +184,7 @@ NNX = {
 @functools.cache
 def linen(name):
     """`(model, calibrated variables, frozen variables)`."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = LINEN[name]()
         variables = model.init(jax.random.key(1), X)
         if OWG in variables:
@@ -192,7 +193,7 @@ def linen(name):
 
 
 def run(model, variables, x=X):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         return jax.jit(model.apply)(variables, x)
 
 

@@ -14,6 +14,7 @@ from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec as P
+from promotion import as_users_have_jax
 
 import jaxfp8
 import jaxfp8.nnx
@@ -57,7 +58,7 @@ def test_linen(name):
 
 @pytest.mark.parametrize("name", cases(models.NNX))
 def test_nnx(name):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = models.NNX[name](nnx.Rngs(0))
         if jax.tree.leaves(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)):
             jaxfp8.calibrate(model, [X, 2 * X])
@@ -93,7 +94,7 @@ def test_other_arguments_stay():
             return self.one(x)
 
     model = Model()
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with as_users_have_jax():
         variables = model.init(KEY, X, train=False)
         both = jax.eval_shape(lambda: model.init(KEY, X, train=False, more=True))
         variables = jaxfp8.calibrate(model, variables, [X], train=False)
@@ -351,23 +352,20 @@ def test_errors():
         ValueError, match=r"freeze: input: no amax was recorded.*jaxfp8.calibrate"
     ):
         jaxfp8.freeze(models.NNX["Linear, f32"](nnx.Rngs(0)), X)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"freeze: model: expected FP8 products that are not frozen yet, found "
-            r"none"
-        ),
-    ):
-        jaxfp8.freeze(nn.Dense(N), nn.Dense(N).init(KEY, X), X)
     model, _, frozen = models.linen("Dense, bf16")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"freeze: model: expected FP8 products that are not frozen yet, found "
-            r"none"
-        ),
+    for given in (
+        (nn.Dense(N), nn.Dense(N).init(KEY, X), X),
+        (model, frozen, X),
+        (nnx.Linear(K, N, rngs=nnx.Rngs(0)), X),
     ):
-        jaxfp8.freeze(model, frozen, X)
+        with pytest.raises(
+            ValueError,
+            match=(
+                "freeze: model: expected FP8 products that are not frozen yet, found "
+                "none"
+            ),
+        ):
+            jaxfp8.freeze(*given)
     with pytest.raises(
         ValueError, match=r"freeze: variables: expected a collection 'params'"
     ):
@@ -380,13 +378,6 @@ def test_errors():
         TypeError, match=r"freeze: model: expected a Linen or an NNX module, got dict"
     ):
         jaxfp8.freeze(frozen)
-    with pytest.raises(
-        ValueError,
-        match=(
-            "freeze: model: expected FP8 products that are not frozen yet, found none"
-        ),
-    ):
-        jaxfp8.freeze(nnx.Linear(K, N, rngs=nnx.Rngs(0)), X)
 
 
 @pytest.mark.slow

@@ -193,17 +193,17 @@ def test_einsum_out_sharding():
     """
     mesh = mesh_of("Explicit", data=2, model=2)
     x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
-    layer = nnx.Einsum(
-        "btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0)
-    )
+
+    def make():
+        product = Fp8Einsum(RECIPE)
+        return nnx.Einsum(
+            "btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=product, rngs=nnx.Rngs(0)
+        )
+
+    layer = make()
     wanted = layer(jnp.asarray(x))
     with jax.set_mesh(mesh):
-        put = nnx.Einsum(
-            "btd,sndh->sbtnh",
-            (3, 2, 8, 4),
-            einsum_op=Fp8Einsum(RECIPE),
-            rngs=nnx.Rngs(0),
-        )
+        put = make()
         put.kernel.set_value(jax.device_put(layer.kernel.get_value(), P(None, "model")))
         y = put(
             jax.device_put(x, P("data")), out_sharding=P(None, "data", None, "model")

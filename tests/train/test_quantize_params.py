@@ -230,30 +230,28 @@ def test_inference_without_the_kernel():
 
 def test_errors():
     params, states, *_ = two_layers()
-    with pytest.raises(ValueError, match="found no state of a kernel"):
-        jaxfp8.quantize_params(params, {"elsewhere": states["up"]}, cases.RECIPE)
-    with pytest.raises(ValueError, match="resize_history"):
-        jaxfp8.quantize_params(
-            params, states, jaxfp8.DelayedScaling(amax_history_len=7)
-        )
-    with pytest.raises(ValueError, match="quantize_params: where: without a state"):
-        jaxfp8.quantize_params(params, None, cases.RECIPE)
-    with pytest.raises(
-        ValueError,
-        match="quantize_params: where: no path in params matches 'lm_.*'; .* 'down'",
+    other_length = jaxfp8.DelayedScaling(amax_history_len=7)
+    high = jaxfp8.CustomRecipe(lambda role: None)
+    for state, recipe, where, message in (
+        ({"elsewhere": states["up"]}, cases.RECIPE, None, "found no state of a kernel"),
+        (states, other_length, None, "resize_history"),
+        (None, cases.RECIPE, None, "where: without a state"),
+        (
+            None,
+            cases.RECIPE,
+            "lm_.*",
+            "where: no path in params matches 'lm_.*'; .* 'down'",
+        ),
+        (
+            states,
+            WITHOUT_STATE["current"],
+            None,
+            "recipe: expected DelayedScaling beside a state",
+        ),
+        (None, high, ".*", "recipe: expected kernels in FP8"),
     ):
-        jaxfp8.quantize_params(params, None, cases.RECIPE, where="lm_.*")
-    with pytest.raises(
-        ValueError,
-        match="quantize_params: recipe: expected DelayedScaling beside a state",
-    ):
-        jaxfp8.quantize_params(params, states, jaxfp8.Float8CurrentScaling())
-    with pytest.raises(
-        ValueError, match="quantize_params: recipe: expected kernels in FP8"
-    ):
-        jaxfp8.quantize_params(
-            params, None, jaxfp8.CustomRecipe(lambda role: None), where=".*"
-        )
+        with pytest.raises(ValueError, match=f"quantize_params: .*{message}"):
+            jaxfp8.quantize_params(params, state, recipe, where=where)
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
     with pytest.raises(TypeError, match="kernel"):
         jaxfp8.einsum(

@@ -140,17 +140,14 @@ def test_state_of_own_quantizers(update):
 
 def test_trees_that_do_not_fit():
     old = old_state()
-    with pytest.raises(
-        ValueError,
-        match="update_state: new: expected the gradient of input_amax_history",
+    two = pair(np.zeros((2, 4)), 1)
+    for before, new, message in (
+        (old, {"kernel": two}, "new: expected the gradient of input_amax_history"),
+        (old, pair(np.zeros(8), 1), r"new: input: .*\(4,\)"),
+        (two, two, r"old: input: .*history \(..., H\)"),
     ):
-        update_state(old, {"kernel": np.ones(2, F32)})
-    with pytest.raises(ValueError, match=r"update_state: new: input: .*\(4,\)"):
-        update_state(old, pair(np.zeros(8), 1))
-    with pytest.raises(
-        ValueError, match=r"update_state: old: input: .*history \(..., H\)"
-    ):
-        update_state(pair(np.zeros((2, 4)), 1), pair(np.zeros((2, 4)), 1))
+        with pytest.raises(ValueError, match=f"update_state: {message}"):
+            update_state(before, new)
 
 
 def test_a_state_for_each_example():
