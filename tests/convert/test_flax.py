@@ -9,6 +9,7 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import linen as nn
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import convert
@@ -40,8 +41,7 @@ class Model(nn.Module):
         x = einsum()("ab,bc->ac", x, kernel)
         layers = nn.scan(
             _Layer,
-            variable_axes={"params": 0, OWG: 0},
-            split_rngs={"params": True},
+            **STACKED,
             length=2,
             in_axes=nn.broadcast,
         )

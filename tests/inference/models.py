@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from programs.linen import STACKED
 from promotion import as_users_have_jax
 
 import jaxfp8
@@ -38,10 +39,8 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        axes = {"params": self.axis, OWG: 0}
-        return nn.scan(
-            self.block, variable_axes=axes, split_rngs={"params": True}, length=3
-        )()(x, None)[0]
+        options = STACKED | {"variable_axes": {"params": self.axis, OWG: 0}}
+        return nn.scan(self.block, **options, length=3)()(x, None)[0]
 
 
 class Members(nn.Module):
@@ -50,8 +49,7 @@ class Members(nn.Module):
         members = nn.vmap(
             Block,
             in_axes=0,
-            variable_axes={"params": 0, OWG: 0},
-            split_rngs={"params": True},
+            **STACKED,
         )
         return members()(x)[0]
 

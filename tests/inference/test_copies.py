@@ -17,6 +17,7 @@ from aot import hlo
 from flax import nnx
 from jax import lax
 from programs.cases import MATMUL
+from programs.linen import STACKED
 
 import jaxfp8
 import jaxfp8.nnx
@@ -283,10 +284,7 @@ class Stack(nn.Module):
             def __call__(self, x, _):
                 return dense()(x), None
 
-        axes = {"params": 0, OWG: 0}
-        return self.scan(
-            Block, variable_axes=axes, split_rngs={"params": True}, length=3
-        )()(x, None)[0]
+        return self.scan(Block, **STACKED, length=3)()(x, None)[0]
 
 
 def dense(layer=None, case="small kernel"):

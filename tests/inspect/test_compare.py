@@ -12,6 +12,7 @@ import oracle
 import pytest
 from flax import nnx
 from programs.cases import MATMUL
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import inspect
@@ -198,8 +199,7 @@ def test_a_loop_that_reads_state_before_it_runs():
             return nn.Dense(16, dot_general_cls=jaxfp8.make_dot_general_cls(A))(x), None
 
     def compared(scan):
-        axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
-        model = scan(Block, variable_axes=axes, split_rngs={"params": True}, length=2)()
+        model = scan(Block, **STACKED, length=2)()
         x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
         return inspect.compare(
             model,

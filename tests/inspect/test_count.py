@@ -19,6 +19,7 @@ from equality import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
 from programs.cases import MATMUL
 from programs.known_amax import OPERANDS
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import inspect
@@ -174,8 +175,7 @@ def test_stacked_layers():
 
     model = jaxfp8.linen.scan(
         Block,
-        variable_axes={"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0},
-        split_rngs={"params": True},
+        **STACKED,
         length=3,
     )()
     x = tensors(4)[0][0]

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from lowering import cuda_text
 from programs.cases import MATMUL
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import inspect
@@ -491,11 +492,9 @@ def test_layers_of_linen():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
             x, _ = nn.scan(
                 nn.remat(Body),
-                variable_axes=axes,
-                split_rngs={"params": True},
+                **STACKED,
                 length=3,
             )(name="stack")(x, None)
             x = nn.remat(nn.Dense)(64, name="last")(x)

@@ -254,6 +254,12 @@ def test_a_product_that_two_layers_share():
     ]
 
 
+def both(rules):
+    """The models with these rules, and what a report of each takes."""
+    yield linen.quantize(Linen(), rules), [X]
+    yield jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []
+
+
 def test_rules_for_one_kind_of_product():
     dense = ("dot_general",)
     rules = [
@@ -261,10 +267,7 @@ def test_rules_for_one_kind_of_product():
         Rule("mix", None, dense),
         Rule("own|mix", CURRENT, dense),
     ]
-    for model, args in (
-        (linen.quantize(Linen(), rules), [X]),
-        (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []),
-    ):
+    for model, args in both(rules):
         with pytest.warns(
             UserWarning, match="rules that decide nothing: rule 1 'mix' dot_general"
         ):
@@ -274,10 +277,7 @@ def test_rules_for_one_kind_of_product():
 
 def test_unused_rules():
     rules = [("own", A), ("own", None), ("nothing", A)]
-    for model, args in (
-        (linen.quantize(Linen(), rules), [X]),
-        (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []),
-    ):
+    for model, args in both(rules):
         with pytest.warns(
             UserWarning,
             match="rules that decide nothing: rule 1 'own'; rule 2 'nothing'",

@@ -12,6 +12,7 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
+from programs.linen import STACKED
 from recipes.cases import RECIPES
 
 import jaxfp8
@@ -247,8 +248,7 @@ def test_scan_over_layers():
         def __call__(self, x):
             scan = nn.scan(
                 nn.remat(Block, prevent_cse=False),
-                variable_axes={"params": 0, OWG: 0},
-                split_rngs={"params": True},
+                **STACKED,
                 length=2,
             )
             return scan(name="blocks")(x, None)[0]

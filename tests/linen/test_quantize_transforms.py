@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import core
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8.linen import _scopes, quantize
@@ -51,8 +52,7 @@ def mapped(recipe=None):
         def __call__(self, x):
             dense = nn.vmap(
                 nn.Dense,
-                variable_axes={"params": 0, OWG: 0},
-                split_rngs={"params": True},
+                **STACKED,
             )
             return dense(5, name="heads", dot_general_cls=fp8(recipe))(x)
 
@@ -171,11 +171,8 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        axes = {"params": 0, OWG: 0}
-        rngs = {"params": True}
-        return nn.scan(ScanBody, variable_axes=axes, split_rngs=rngs, length=2)(
-            self.recipes, name="blocks"
-        )(x, None)[0]
+        scan = nn.scan(ScanBody, **STACKED, length=2)
+        return scan(self.recipes, name="blocks")(x, None)[0]
 
 
 class ScanBody(nn.Module):

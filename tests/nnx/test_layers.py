@@ -2,8 +2,6 @@
 copies, what is refused, sharding.
 """
 
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,10 +125,9 @@ def through_pure_dicts(layer):
     return nnx.merge(graphdef, abstract)
 
 
+# Others are in test_quantize.py.
 COPIES = {
-    "clone": nnx.clone,
     "split and merge": merged,
-    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
     "pure dicts": through_pure_dicts,
 }
 
