@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from programs.known_amax import OPERANDS
 
 import jaxfp8
 
 E4M3, E8M0 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
 OWG = "_overwrite_with_gradient"
-OPERANDS = ("input", "kernel", "output_grad")
 
 
 def state_leaves(seed, length=4, lead=()):
