@@ -99,10 +99,8 @@ def run(code: str, payload: bytes):
     """Run `code` and return the object that it pickles to stdout; `payload` is its
     stdin.
     """
-    command, environment = (
-        [sys.executable, "-c", code],
-        os.environ | {"PYTHONPATH": PATH},
-    )
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": PATH}
     process = subprocess.run(
         command, input=payload, capture_output=True, env=environment
     )

@@ -17,6 +17,7 @@ sys.path.insert(0, str(TESTS))
 
 import compile_cache  # noqa: E402
 import jax  # noqa: E402  (the flag above must come first)
+import promotion  # noqa: E402
 import pytest  # noqa: E402
 import tiers  # noqa: E402
 
@@ -63,7 +64,7 @@ def cuda_custom_calls(monkeypatch):
 @pytest.fixture
 def as_users_have_jax():
     """JAX's own rules of promotion, in place of the strict ones of the session."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with promotion.as_users_have_jax():
         yield
 
 
@@ -79,7 +80,8 @@ def reads(monkeypatch):
     """The products whose state is read before a loop."""
     from jaxfp8.recipes import _reading
 
-    found, read = [], _reading.read
+    found = []
+    read = _reading.read
     monkeypatch.setattr(
         _reading, "read", lambda products: found.extend(products) or read(products)
     )

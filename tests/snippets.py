@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 
-import jax
+from promotion import as_users_have_jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A block that does not run has the reason in front of it, where readers see it.
@@ -52,11 +52,12 @@ def run(page: str, names: dict | None = None) -> dict:
     Args:
         names: those of an earlier run, for a second one in the same process.
     """
-    path, names = ROOT / page, names or {"__name__": "docs"}
+    path = ROOT / page
+    names = names or {"__name__": "docs"}
     text = text_of(page)
     found = list(_BLOCK.finditer(text))
     assert found, f"{page} has no Python"
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         for block in found:
             if not block["excused"]:
                 before = text[: block.start("code")].count("\n")

@@ -93,7 +93,8 @@ def not_downward(folder: pathlib.Path) -> list[str]:
     found = []
     for module, others in imports(folder).items():
         for other in others:
-            above, below = module.split(".")[0], other.split(".")[0]
+            above = module.split(".")[0]
+            below = other.split(".")[0]
             if above != below and not FLOOR.get(above, -1) > FLOOR.get(
                 below, len(FLOORS)
             ):

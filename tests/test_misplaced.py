@@ -34,6 +34,10 @@ def linen(layer, *args, **fields):
     layer(*args, **fields).init(jax.random.key(0), X)
 
 
+def dense(**fields):
+    linen(nn.Dense, 8, **fields)
+
+
 def linen_attention(einsum):
     fields = {
         "qk_attn_weights_einsum_cls": einsum,
@@ -170,11 +174,11 @@ CASES = {
         NNX_INSTANCE,
     ),
     "instance of NNX as a class in nn.Dense": (
-        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral()),
+        lambda: dense(dot_general_cls=jaxfp8.nnx.Fp8DotGeneral()),
         NNX_INSTANCE + r".*Linen takes the class jaxfp8\.linen\.Fp8DotGeneral",
     ),
     "instance as a class in nn.Dense": (
-        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.Fp8DotGeneral()),
+        lambda: dense(dot_general_cls=jaxfp8.Fp8DotGeneral()),
         LINEN_INSTANCE.format("Dense: dot_general_cls", "dot_general_cls")
         + "jaxfp8.linen.Fp8DotGeneral",
     ),
@@ -191,27 +195,27 @@ CASES = {
         "qk_attn_weights_einsum_cls=jaxfp8.linen.Fp8Einsum",
     ),
     "class as a product in nn.Dense": (
-        lambda: linen(nn.Dense, 8, dot_general=jaxfp8.Fp8DotGeneral),
+        lambda: dense(dot_general=jaxfp8.Fp8DotGeneral),
         "dot_general_cls",
     ),
     "class of NNX in nn.Dense": (
-        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral),
+        lambda: dense(dot_general_cls=jaxfp8.nnx.Fp8DotGeneral),
         "jaxfp8.linen.Fp8Dot",
     ),
     "product of NNX in nn.Dense": (
-        lambda: linen(nn.Dense, 8, dot_general=jaxfp8.nnx.Fp8DotGeneral()),
+        lambda: dense(dot_general=jaxfp8.nnx.Fp8DotGeneral()),
         "jaxfp8.linen.Fp8Dot",
     ),
     "recipe in nn.Dense": (
-        lambda: linen(nn.Dense, 8, dot_general_cls=RECIPE),
+        lambda: dense(dot_general_cls=RECIPE),
         "make_dot_general_cls",
     ),
     "class of a recipe as a class": (
-        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.DelayedScaling),
+        lambda: dense(dot_general_cls=jaxfp8.DelayedScaling),
         "make_dot_general_cls|partial",
     ),
     "class of a recipe": (
-        lambda: linen(nn.Dense, 8, dot_general=jaxfp8.DelayedScaling),
+        lambda: dense(dot_general=jaxfp8.DelayedScaling),
         "DelayedScaling: a layer was given the recipe as its dot_general_cls or "
         "dot_general",
     ),
@@ -261,13 +265,13 @@ CASES = {
         "linen.TrainState: apply_gradients: opt_state: expected the state that .* got "
         "the state of another tree",
     ),
-    "seed 1.5": (lambda: jaxfp8.optim.quantized(ADAM, seed=1.5), SEED.format("1.5")),
-    "seed a": (lambda: jaxfp8.optim.quantized(ADAM, seed="a"), SEED.format("'a'")),
-    "seed None": (lambda: jaxfp8.optim.quantized(ADAM, seed=None), SEED.format("None")),
-    "seeds": (
-        lambda: jaxfp8.optim.quantized(ADAM, seed=jnp.ones(2, jnp.int32)),
-        SEED.format(".*"),
-    ),
+    **{
+        f"seed {seed}": (
+            lambda seed=seed: jaxfp8.optim.quantized(ADAM, seed=seed),
+            SEED.format(".*" if isinstance(seed, jax.Array) else repr(seed)),
+        )
+        for seed in (1.5, "a", None, jnp.ones(2, jnp.int32))
+    },
     "codes in nn.Dense": (
         lambda: nn.Dense(8).apply(
             {"params": jaxfp8.quantize_params(PARAMS, STATE, RECIPE)}, X

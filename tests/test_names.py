@@ -121,11 +121,9 @@ def test_version_and_formats():
     assert jaxfp8.__version__ == pyproject["project"]["version"]
     for name in ("HYBRID", "E4M3", "E5M2"):
         fmt = getattr(jaxfp8.Format, name)
-        assert (
-            isinstance(fmt, jaxfp8.Format)
-            and repr(fmt) == name
-            and pickle.loads(pickle.dumps(fmt)) == fmt
-        )
+        assert isinstance(fmt, jaxfp8.Format)
+        assert repr(fmt) == name
+        assert pickle.loads(pickle.dumps(fmt)) == fmt
 
 
 def test_a_recipe_as_dot_general_cls():
@@ -134,7 +132,8 @@ def test_a_recipe_as_dot_general_cls():
     """
     cls = jaxfp8.make_dot_general_cls(RECIPE)
     assert cls is jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling(amax_history_len=4))
-    x, layers = jnp.ones((4, 8)), (cls, lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
+    x = jnp.ones((4, 8))
+    layers = (cls, lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
     given, by_hand = (
         nn.Dense(3, dot_general_cls=cls).init(jax.random.key(0), x) for cls in layers
     )
@@ -157,9 +156,8 @@ def test_quantize_by_the_model():
             return nn.Dense(4, name="up")(x)
 
     model = Linear()
-    assert jaxfp8.quantize(model, RULES) is model and isinstance(
-        model.up.dot_general, jaxfp8.nnx.Fp8DotGeneral
-    )
+    assert jaxfp8.quantize(model, RULES) is model
+    assert isinstance(model.up.dot_general, jaxfp8.nnx.Fp8DotGeneral)
     assert jaxfp8.quantize(Dense(), RULES) == jaxfp8.linen.quantize(Dense(), RULES)
     for wrong in (Dense, Linear, None, {"params": 1}):
         with pytest.raises(

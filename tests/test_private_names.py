@@ -59,7 +59,8 @@ def private_names(source: str) -> set[str]:
     """The names from `jax._src` that a program imports, and the attributes that it
     reads of such modules.
     """
-    modules, names = {}, set()
+    modules = {}
+    names = set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
@@ -110,7 +111,8 @@ def test_a_jax_without_a_hook_is_refused(name, monkeypatch):
     """
     path = ROOT / "jaxfp8" / "_jax" / "_compat.py"
     spec = importlib.util.spec_from_file_location("jaxfp8._jax.another_compat", path)
-    adders, stop_gradient = dict(ad_util.raw_jaxval_adders), lax_module._stop_gradient
+    adders = dict(ad_util.raw_jaxval_adders)
+    stop_gradient = lax_module._stop_gradient
     with monkeypatch.context() as changes:
         without(changes, name)
         with pytest.raises(

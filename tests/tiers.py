@@ -154,7 +154,8 @@ def mark(items, tests: pathlib.Path) -> None:
         # The diagonal is one of the cases that are not slow by themselves: else a value
         # would run nowhere that meets a slow one on it.
         cases = [case for case in cases if not case.get_closest_marker("slow")]
-        in_ci, one_case = is_in_ci(path), bool(ONE_CASE & _where(path))
+        in_ci = is_in_ci(path)
+        one_case = bool(ONE_CASE & _where(path))
         values = collections.defaultdict(dict)
         positions = [_positions(case, values) for case in cases]
         sizes = {names: len(keys) for names, keys in values.items()}

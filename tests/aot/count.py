@@ -233,7 +233,8 @@ def _bytes(computation, instruction, kind, body) -> int:
 
 def _read(body, parameter) -> int:
     """How much of a parameter a fusion reads."""
-    total, names = 0, [parameter.name]
+    total = 0
+    names = [parameter.name]
     while names:
         name = names.pop()
         for user in body.users[name]:
@@ -287,7 +288,8 @@ def reads(module: hlo.Module, argument: str) -> int:
         for launch in launches(module)
         if launch.computation is entry
     }
-    versions, count = {parameter.name}, 0
+    versions = {parameter.name}
+    count = 0
     for instruction in entry.instructions.values():
         if not versions & set(instruction.operands):
             continue
@@ -329,10 +331,8 @@ def collectives(module: hlo.Module) -> list[Collective]:
     for launch in launches(module):
         if not launch.is_collective:
             continue
-        instruction, arrays = (
-            launch.instruction,
-            results(launch.computation, launch.instruction),
-        )
+        instruction = launch.instruction
+        arrays = results(launch.computation, launch.instruction)
         if launch.kind == "reduce-scatter":
             arrays = [
                 a

@@ -73,7 +73,8 @@ def compiled(fp8, place):
 
 
 def main():
-    mesh, report = gpus("h200", (4, 2)), {}
+    mesh = gpus("h200", (4, 2))
+    report = {}
     of_shards = collectives(
         compiled(True, lambda *axes: NamedSharding(mesh, P(*axes))).as_text()
     )

@@ -117,7 +117,9 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: there is no entry computation, or a line is not understood.
     """
-    computations, entry, current = {}, None, None
+    computations = {}
+    entry = None
+    current = None
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%([\w.\-]+) .*\{$", line)
         if header and " = " not in line.split("(")[0]:
@@ -152,7 +154,8 @@ def _instruction(line: str) -> Instruction:
         raise ValueError(f"not an instruction: {line!r}")
     rest = line[match.end() :]
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    type_, rest = rest[:end], rest[end:].lstrip()
+    type_ = rest[:end]
+    rest = rest[end:].lstrip()
     opened = rest.index("(")
     closed = _closing(rest, opened)
     text = rest[opened + 1 : closed]

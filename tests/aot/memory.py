@@ -40,10 +40,8 @@ from .programs import (
 )
 
 EXPERTS, EXPERT_HIDDEN = 16, 2048
-DELAYED, KEPT = (
-    jaxfp8.DelayedScaling(amax_history_len=16),
-    jaxfp8.DelayedScaling(amax_history_len=16, fp8_residuals=True),
-)
+DELAYED = jaxfp8.DelayedScaling(amax_history_len=16)
+KEPT = jaxfp8.DelayedScaling(amax_history_len=16, fp8_residuals=True)
 BY_PRODUCT = jaxfp8.ByProduct(DELAYED, DELAYED)
 RECIPES = {"fused": DELAYED, "fused, FP8 kept": KEPT, "own, wgrad in bf16": BY_PRODUCT}
 
@@ -66,11 +64,9 @@ class Block(nn.Module):
             )
         norm = functools.partial(nn.remat(nn.RMSNorm), dtype=jnp.bfloat16)
         h = norm(name="norm_attention")(x)
-        q, k, v = (
-            dense(WIDTH, name="q")(h),
-            dense(WIDTH // 4, name="k")(h),
-            dense(WIDTH // 4, name="v")(h),
-        )
+        q = dense(WIDTH, name="q")(h)
+        k = dense(WIDTH // 4, name="k")(h)
+        v = dense(WIDTH // 4, name="v")(h)
         x = x + dense(WIDTH, name="o")(q + jnp.concatenate([k, v, v, k], axis=-1))
         h = norm(name="norm_mlp")(x)
         if self.candidate.startswith("fused"):
@@ -228,7 +224,8 @@ def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
         t: sum(size for begin, end, size, _ in alive if begin <= t <= end)
         for t in {row[0] for row in alive}
     }
-    peak, kinds = max(sums, key=sums.get), Counter()
+    peak = max(sums, key=sums.get)
+    kinds = Counter()
     for begin, end, size, shape in alive:
         if begin <= peak <= end:
             kinds[kind(shape)] += size

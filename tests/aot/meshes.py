@@ -87,7 +87,8 @@ def scanned(mesh, in_shard_map, policy) -> str:
     """Return the compiled gradient of a scan over eight layers with FSDP, whose bodies
     `jax.checkpoint` wraps.
     """
-    layers, specs = 8, (P(None, AXES), P(), P(AXES))
+    layers = 8
+    specs = (P(None, AXES), P(), P(AXES))
 
     def loss(kernels, states, x):
         def layer(x, kernel_and_state):
@@ -129,7 +130,8 @@ POLICIES = {
 
 
 def main():
-    mesh, report = gpus("h200", (4, 2)), {"scan": {}}
+    mesh = gpus("h200", (4, 2))
+    report = {"scan": {}}
     for name, policy in POLICIES.items():
         for in_shard_map in (False, True):
             found = count.summary(scanned(mesh, in_shard_map, policy))["collectives"]

@@ -148,7 +148,8 @@ def report(text) -> dict:
     """What `count` finds; and of every FP8 product of XLA's the result's dtype, the
     epilogue and the precision.
     """
-    module, products = hlo.parse(text), []
+    module = hlo.parse(text)
+    products = []
     for launch in count.launches(module):
         instruction = launch.instruction
         if instruction.attribute("custom_call_target") == "__cublas$lt$matmul$f8":

@@ -18,11 +18,9 @@ from jaxfp8.ops import _ffi
 
 from . import count, programs
 
-ONE, FOUR, SMALL = (
-    [(8192, 8192)],
-    [(4096, 4096)] * 3 + [(2048, 8192)],
-    [(512, 1024)] * 32,
-)
+ONE = [(8192, 8192)]
+FOUR = [(4096, 4096)] * 3 + [(2048, 8192)]
+SMALL = [(512, 1024)] * 32
 ADAMW, LION, FUSED = optax.adamw(1e-3), optax.lion(1e-3), optim.adamw(1e-3)
 # name -> the transformation, the shapes of the kernels. `apply` writes the parameters
 # of those that can.

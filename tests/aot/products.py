@@ -69,7 +69,9 @@ def custom_calls(text):
 
 
 def main():
-    mesh, asked, gpus_of = gpus("h200", (4, 2)), [], _support.gpus
+    mesh = gpus("h200", (4, 2))
+    asked = []
+    gpus_of = _support.gpus
     warnings.simplefilter("ignore")
 
     def record(ctx):

@@ -20,7 +20,8 @@ def test_the_counts_of_others_are_known(counts):
     """What was counted by hand in their programs; a counter that is wrong would be
     wrong here.
     """
-    bf16, flax = counts["dense"]["bf16"], counts["dense"]["flax"]
+    bf16 = counts["dense"]["bf16"]
+    flax = counts["dense"]["flax"]
     # Two conversions of 8192^2 numbers, of the kernel to bf16 and of its gradient to
     # f32: 2 * (4 + 2) bytes each.
     assert (bf16["launches"], bf16["bytes"], bf16["copies"]) == (5, 768 * MIB, 0)

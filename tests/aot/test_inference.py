@@ -20,7 +20,8 @@ def test_the_counts_of_others_are_known(report):
     For x and the kernel each two launches find out that there is an amax, and two copy
     a scale out of the conditional.
     """
-    bf16, trained = report["bf16"], report["fp8"]
+    bf16 = report["bf16"]
+    trained = report["fp8"]
     assert (bf16["launches"], bf16["bytes"], bf16["fp8_gemms"], bf16["weights"]) == (
         1,
         0,
@@ -66,7 +67,8 @@ def test_gated_mlp(report):
     """Gate and up are one product; their results are read once, for the codes of the
     hidden activations.
     """
-    found, hidden = report["frozen mlp"], 2048 * 14336
+    found = report["frozen mlp"]
+    hidden = 2048 * 14336
     assert found["gemms"] == found["fp8_gemms"] == 2 and found["launches"] <= 6
     # The fused kernel writes both layouts, of which one is read.
     assert found["bytes"] <= 48 * MIB + (2 * 2 + 2) * hidden + 1024

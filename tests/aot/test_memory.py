@@ -64,7 +64,8 @@ def test_committed_bytes():
     for model, candidates in models.items():
         bf16 = candidates["bf16"]["temporary_bytes"]
         for found in candidates.values():
-            held, peak = found["held"], found["temporary_bytes"]
+            held = found["held"]
+            peak = found["temporary_bytes"]
             assert 0.98 * peak < sum(held.values()) <= peak, model
             cells = [
                 held.get(name, 0)
@@ -81,7 +82,8 @@ def test_committed_bytes():
                 f"| {peak / 2**20:.0f} | {peak / bf16:.2f} | {' | '.join(cells)} |"
                 in page
             )
-    experts, llama = models["experts"], models["llama"]
+    experts = models["experts"]
+    llama = models["llama"]
     assert experts["fused"]["temporary_bytes"] < experts["bf16"]["temporary_bytes"]
     assert (
         llama["fused, FP8 kept"]["temporary_bytes"]

@@ -38,13 +38,15 @@ def test_block_scaled_products_of_shards(report, scaling, layout):
     """With scales in cuBLASLt's layouts. No tensor core of Hopper's reads those of
     MX.
     """
-    (m, n, k), blocks = SHARDS[layout], SHARDS[layout][2] // 128
+    (m, n, k) = SHARDS[layout]
+    blocks = SHARDS[layout][2] // 128
     scales = (
         ((1, m), (1, n))
         if scaling == "rows"
         else ((1, blocks, m), (1, n // 128, -(-blocks // 4) * 4))
     )
-    shapes, dtypes = [(m, k), (n, k), *scales], ["f8e4m3fn", "f8e4m3fn", "f32", "f32"]
+    shapes = [(m, k), (n, k), *scales]
+    dtypes = ["f8e4m3fn", "f8e4m3fn", "f32", "f32"]
     expected = [
         [dtype, list(shape)] for dtype, shape in zip(dtypes, shapes, strict=True)
     ]

@@ -88,7 +88,9 @@ def replay(module: hlo.Module, rates: Rates = RATES) -> Times:
 
 def _replay(module, computation, launches, rates) -> Times:
     now = on_wire = on_copies = products = other = collectives = 0.0
-    waits, waits_of_loops, ends = 0.0, 0.0, {}
+    waits = 0.0
+    waits_of_loops = 0.0
+    ends = {}
     for name, instruction in computation.instructions.items():
         inner, trips = _called(module, instruction)
         launch = launches.get((computation.name, name))
@@ -197,7 +199,8 @@ def summary(text: str) -> dict:
     microseconds of waits.
     """
     module = hlo.parse(text)
-    times, hidden = replay(module), replay(module, HIDDEN)
+    times = replay(module)
+    hidden = replay(module, HIDDEN)
     return {
         "ms": 1e3 * times.total,
         "hidden_ms": 1e3 * hidden.total,

@@ -31,7 +31,8 @@ def verdicts(
     library: str, names: list[str], big: bool, said=lambda name, found: None
 ) -> dict[str, Verdict]:
     """Of the rows with these names, for one library."""
-    found, process = {}, None
+    found = {}
+    process = None
     for name in names:
         if process is None:
             pipe, end = SPAWN.Pipe()
@@ -45,10 +46,8 @@ def verdicts(
             found[name] = pipe.recv()
         except (EOFError, ConnectionError):
             process.join()
-            found[name], process = (
-                Verdict(Outcome.CRASH, f"exit status {process.exitcode}"),
-                None,
-            )
+            found[name] = Verdict(Outcome.CRASH, f"exit status {process.exitcode}")
+            process = None
         said(name, found[name])
     if process is not None:
         pipe.close()

@@ -209,7 +209,8 @@ def goes_on(tally, library, variables, what, **fields):
 
 @row("bf16 checkpoint into an FP8 model and back")
 def from_high_precision(library):
-    saved, tally = run(start(None), range(2)).params, Tally()
+    saved = run(start(None), range(2)).params
+    tally = Tally()
     new = start(library).params
     variables = restore(library, new, saved)
     tally(same_bits(variables["params"], saved["params"]), "parameters changed")
@@ -226,7 +227,8 @@ def from_high_precision(library):
 @row("changed history length")
 def changed_length(library):
     """The window has the length that the model asks for, and its newest entries."""
-    saved, tally = run(start(library), range(5)).params, Tally()
+    saved = run(start(library), range(5)).params
+    tally = Tally()
 
     def newest_first(variables):
         history = np.asarray(
@@ -236,10 +238,8 @@ def changed_length(library):
 
     for length in (2, 7):
         variables = restore(library, start(library, history=length).params, saved)
-        entries, expected = (
-            newest_first(variables),
-            [*newest_first(saved), *[0] * length][:length],
-        )
+        entries = newest_first(variables)
+        expected = [*newest_first(saved), *[0] * length][:length]
         what = (
             f"the model asks for {length} entries and has {len(entries)}: {entries} "
             f"for {expected}"
@@ -254,7 +254,8 @@ def changed_recipe(library):
     """Saved with one margin, restored with another: the next products are right by the
     window that was saved.
     """
-    tally, operands = Tally(), steps.operands(M, K, N, 100.0)
+    tally = Tally()
+    operands = steps.operands(M, K, N, 100.0)
     x, kernel, grad = operands
     saved = step_of(library, N)(library.variables(kernel), x, grad).variables
     for fields in (
@@ -345,7 +346,8 @@ def foreign(tally, library):
 
 @row("missing state")
 def missing_state(library):
-    saved, tally = run(start(library), range(5)).params, Tally()
+    saved = run(start(library), range(5)).params
+    tally = Tally()
     lost = {**saved, OWG: {"Dense_1": saved[OWG]["Dense_1"]}}
     new = start(library).params
     variables = restore(library, new, lost)
@@ -376,7 +378,8 @@ BAD_LEAVES = {
 @row("NaN in state")
 def bad_numbers(library):
     """Products one step after a state that cannot be are right."""
-    tally, step = Tally(), step_of(library, N)
+    tally = Tally()
+    step = step_of(library, N)
     operands = steps.operands(M, K, N, 4, 4, 4)
     x, kernel, grad = operands
     for what, (history, scale) in BAD_LEAVES.items():

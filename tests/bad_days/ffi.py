@@ -15,11 +15,9 @@ NONE = "Flax makes no custom calls"
 
 def exported(library):
     """An exported gradient step, its arguments, and what it gives here."""
-    layer, x, variables = (
-        library.dense(5),
-        normal(0, (6, 8)),
-        library.variables(normal(1, (8, 5))),
-    )
+    layer = library.dense(5)
+    x = normal(0, (6, 8))
+    variables = library.variables(normal(1, (8, 5)))
 
     @jax.jit
     def step(variables, x):
@@ -35,7 +33,8 @@ def exported(library):
 
 @row("export and reload in another process: the same bits")
 def reload(library):
-    tally, (program, arguments, here) = Tally(), exported(library)
+    tally = Tally()
+    (program, arguments, here) = exported(library)
     got = another_process.call_exported(
         program, arguments, "import jaxfp8" if library.is_ours else ""
     )
@@ -46,7 +45,8 @@ def reload(library):
 
 @row("export, reload without the library: an error names the call", peer=NONE)
 def reload_without(library):
-    tally, (program, arguments, _) = Tally(), exported(library)
+    tally = Tally()
+    (program, arguments, _) = exported(library)
     said = another_process.call_exported(program, arguments, "")
     tally("jaxfp8_" in said, said)
     return tally.verdict(said[:100])
@@ -57,7 +57,8 @@ def cache(library):
     """Compiled where the calls are, run where they are not: the program comes from the
     cache.
     """
-    tally, (program, arguments, here) = Tally(), exported(library)
+    tally = Tally()
+    (program, arguments, here) = exported(library)
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "JAX_COMPILATION_CACHE_DIR": folder,

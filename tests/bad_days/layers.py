@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from cpu_mesh import mesh_of
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
 
@@ -45,10 +46,6 @@ def tally_warning(tally, call, says: str, what: str) -> None:
     )
 
 
-def mesh_of(sizes, names, kind):
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
-
-
 def nnx_layer():
     return nnx.Linear(
         K,
@@ -67,7 +64,8 @@ def nnx_loss(layer, x, grad):
 def no_state(library):
     """Flax's usual TrainState holds `params` alone: that trains with other scales, and
     has to be said, with the layer's path; and by the report."""
-    model, tally = nn.Sequential([library.dense(N)]), Tally()
+    model = nn.Sequential([library.dense(N)])
+    tally = Tally()
     x, kernel, grad = operands(0)
     params = {"layers_0": {"kernel": kernel}}
 
@@ -110,11 +108,9 @@ def left_out_state(library):
     kernel, for NNX knows no paths.
     """
     del library
-    tally, (x, _, grad), by_kernel = (
-        Tally(),
-        operands(0),
-        f"Fp8DotGeneral with a kernel [{K}, {N}]: ",
-    )
+    tally = Tally()
+    (x, _, grad) = operands(0)
+    by_kernel = f"Fp8DotGeneral with a kernel [{K}, {N}]: "
     for gradient, names in ((jaxfp8.nnx.grad, ["0: "]), (nnx.grad, [by_kernel])):
         for wrap in (nnx.jit, lambda step: step):
             layers = nnx.List([nnx_layer(), nnx_layer()])
@@ -145,7 +141,8 @@ def foreign_state(library):
     """Flax's or TransformerEngine's state beside a layer that does not read it: the
     warning says how to convert it.
     """
-    model, tally = nn.Sequential([library.dense(N)]), Tally()
+    model = nn.Sequential([library.dense(N)])
+    tally = Tally()
     x, kernel, _ = operands(0)
     theirs = nn.Sequential(
         [nn.Dense(N, use_bias=False, dot_general_cls=nn.Fp8DotGeneral)]
@@ -171,7 +168,8 @@ def dropped_state(library):
     update_state it is right.
     """
     del library
-    tally, (x, _, grad) = Tally(), operands(0)
+    tally = Tally()
+    (x, _, grad) = operands(0)
 
     def run(stores, wrap, make=nnx.Optimizer):
         layer = nnx_layer()
@@ -207,7 +205,9 @@ def two_gradients(library):
     """Two losses at the same parameters, one after the other stored: one step, whose
     amaxes are the larger ones.
     """
-    train, tally, before = create(library, optax.sgd(1e-3)), Tally(), 0
+    train = create(library, optax.sgd(1e-3))
+    tally = Tally()
+    before = 0
 
     @jax.jit
     def step(train, *uses):
@@ -240,11 +240,9 @@ def two_optimizers(library):
 
     class Model(nnx.Module):
         def __init__(self):
-            self.a, self.b = (
-                nnx_layer(),
-                nnx.Linear(
-                    N, N, rngs=nnx.Rngs(1), dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
-                ),
+            self.a = nnx_layer()
+            self.b = nnx.Linear(
+                N, N, rngs=nnx.Rngs(1), dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
             )
 
         def __call__(self, x):
@@ -284,13 +282,13 @@ def named_initializers(library):
     the names where they belong.
     """
     del library
-    tally, x, key, init = (
-        Tally(),
-        operands(0)[0],
-        jax.random.key(0),
-        nn.initializers.lecun_normal(),
-    )
-    linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of((2,), ("m",), AxisType.Auto)
+    tally = Tally()
+    x = operands(0)[0]
+    key = jax.random.key(0)
+    init = nn.initializers.lecun_normal()
+    linen = jaxfp8.linen
+    of_nnx = jaxfp8.nnx
+    mesh = mesh_of(m=2)
     cases = {
         "Dense": (
             (None, "m"),
@@ -362,12 +360,12 @@ def out_sharding(library):
     its numbers are one device's.
     """
     del library
-    tally, mesh, x = (
-        Tally(),
-        mesh_of((2, 2), ("d", "m"), AxisType.Explicit),
-        operands(0)[0],
-    )
-    linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
+    tally = Tally()
+    mesh = mesh_of("Explicit", d=2, m=2)
+    x = operands(0)[0]
+    linen = jaxfp8.linen
+    of_nnx = jaxfp8.nnx
+    spec = P("d", "m")
     bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731
     unbound = lambda layer: (  # noqa: E731
         nnx.state(layer),
@@ -399,11 +397,13 @@ def logged_scale(library):
     its checkpoint.
     """
     del library
-    tally, (x, _, grad) = Tally(), operands(0)
+    tally = Tally()
+    (x, _, grad) = operands(0)
 
     class Logs(nnx.Module):
         def __init__(self):
-            self.layer, self.log = nnx_layer(), nnx.Variable(jnp.zeros(1))
+            self.layer = nnx_layer()
+            self.log = nnx.Variable(jnp.zeros(1))
 
         def __call__(self, x):
             self.log.set_value(self.layer.dot_general.input_scale.get_value())

@@ -15,11 +15,11 @@ import oracle
 from flax import nnx
 from flax.linen import fp8_ops
 from flax.training import train_state
+from programs.known_amax import OPERANDS as OPERANDS, leaves
 
 import jaxfp8
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
-OPERANDS = ("input", "kernel", "output_grad")
 HISTORY = 4
 
 
@@ -67,20 +67,14 @@ class Library:
         self, kernel, state: oracle.LayerState | None = None, history=HISTORY
     ) -> dict:
         """Of one layer of `dense`; both libraries store amax / FP8_MAX as scale."""
-        state, leaves = state or oracle.LayerState.init(history), {}
-        for name in OPERANDS:
-            part = getattr(state, name)
-            leaves |= {
-                f"{name}_amax_history": part.amax_history,
-                f"{name}_scale": np.reshape(part.scale, (1,)),
-            }
-        return {"params": {"kernel": kernel}, OWG: {self.module: leaves}}
+        state = leaves(state or oracle.LayerState.init(history))
+        return {"params": {"kernel": kernel}, OWG: {self.module: state}}
 
     def state(self, variables) -> oracle.LayerState:
         """What `variables` took."""
-        leaves = jax.tree.map(np.asarray, variables[OWG][self.module])
+        state = jax.tree.map(np.asarray, variables[OWG][self.module])
         parts = [
-            oracle.State(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"][0])
+            oracle.State(state[f"{name}_amax_history"], state[f"{name}_scale"][0])
             for name in OPERANDS
         ]
         return oracle.LayerState(*parts)
@@ -99,13 +93,13 @@ class _Nnx:
     """`nnx.Linear` with the variables of a Linen layer."""
 
     def __init__(self, features, dtype, cls):
-        self.features, self.dtype, self.recipe = features, dtype, cls.keywords["recipe"]
+        self.features = features
+        self.dtype = dtype
+        self.recipe = cls.keywords["recipe"]
 
     def apply(self, variables, x):
-        kernel, product = (
-            variables["params"]["kernel"],
-            jaxfp8.nnx.Fp8DotGeneral(self.recipe),
-        )
+        kernel = variables["params"]["kernel"]
+        product = jaxfp8.nnx.Fp8DotGeneral(self.recipe)
         zeros = nnx.initializers.zeros_init()
         layer = nnx.Linear(
             *kernel.shape,

@@ -10,7 +10,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec as P
+from cpu_mesh import mesh_of
+from jax.sharding import PartitionSpec as P
 
 from .libraries import LIBRARIES, OWG
 from .steps import amaxes, operands as given
@@ -20,9 +21,7 @@ M, K, N = 16, 24, 8
 
 
 def cube():
-    return jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3
-    )
+    return mesh_of(data=2, fsdp=2, tp=2)
 
 
 def data(i=0):
@@ -62,7 +61,8 @@ def in_shard_map(library, gradient, checked):
 
 @row("`shard_map`, `check_vma` on and off: the amax of all devices", any_layer=True)
 def with_shard_map(library):
-    tally, operands = Tally(), data()
+    tally = Tally()
+    operands = data()
     x, kernel, grad = operands
     for checked in (True, False):
         with warnings.catch_warnings(), tally.raising(f"check_vma={checked}"):
@@ -102,7 +102,8 @@ def processes(library):
     """Two processes with half of the batch each, a step with a NaN on the second: both
     have one device's state.
     """
-    tally, root = Tally(), pathlib.Path(__file__).parents[2]
+    tally = Tally()
+    root = pathlib.Path(__file__).parents[2]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

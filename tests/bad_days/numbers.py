@@ -44,7 +44,8 @@ def tiny_gradients(library):
     """dx of a kernel of 1e-5 and a gradient of 1e-30 is 1e-35, the product of their
     scales 4e-43.
     """
-    tally, given = Tally(), operands(M, K, N, grads=1e-30, kernel=1e-5)
+    tally = Tally()
+    given = operands(M, K, N, grads=1e-30, kernel=1e-5)
     step = step_of(library, N)(with_amaxes(library, *given), given[0], given[2])
     worst = tally_products(tally, step, given, "gradients of 1e-30")
     return tally.verdict(f"off by {worst:.2g} times what FP8 may cost")
@@ -52,7 +53,8 @@ def tiny_gradients(library):
 
 @row("operands of 1e24: the product of the scales overflows", any_layer=True)
 def huge_operands(library):
-    tally, (x, kernel, grad) = Tally(), operands(M, K, N, data=1e24, kernel=1e24)
+    tally = Tally()
+    (x, kernel, grad) = operands(M, K, N, data=1e24, kernel=1e24)
     x[3] = kernel[:, 2] = 0
     y = np.asarray(
         step_of(library, N)(with_amaxes(library, x, kernel, grad), x, grad).y
@@ -64,7 +66,8 @@ def huge_operands(library):
 @row("the gradient through a QTensor's values", peer="Flax has no quantized tensor")
 def through_dequantize(library):
     del library
-    tally, kernel = Tally(), in_two_octaves(1, (K, N), 4)
+    tally = Tally()
+    kernel = in_two_octaves(1, (K, N), 4)
     weight = normal(2, (K, N))
     for recipe in (jaxfp8.DelayedScaling(), *RECIPES):
         quantizer = recipe.quantizers()[1]
@@ -100,7 +103,8 @@ def through_dequantize(library):
 @row("export with a batch of any size, read again")
 def symbolic_batch(library):
     """Values, in every recipe of ours, and gradients."""
-    tally, (x, kernel, grad) = Tally(), operands(40, K, N)
+    tally = Tally()
+    (x, kernel, grad) = operands(40, K, N)
     variables = with_amaxes(library, x, kernel, grad)
     (b,) = export.symbolic_shape("b")
 
@@ -130,10 +134,8 @@ def symbolic_batch(library):
         with tally.raising(name):
             run = exported(both)
             for size in (1, 40) if name == "the layer" else (40,):
-                got, expected = (
-                    run(x[:size], grad[:size]),
-                    jax.jit(both)(x[:size], grad[:size]),
-                )
+                got = run(x[:size], grad[:size])
+                expected = jax.jit(both)(x[:size], grad[:size])
                 # A contraction of any size adds in another order: two roundings a term,
                 # and the sum.
                 for a, e in zip(got, expected, strict=True):
@@ -148,8 +150,10 @@ def symbolic_batch(library):
 @row("vmap of a cond: the taken branch's amax, or an error", any_layer=True)
 def vmap_of_cond(library):
     """Of two examples the one of 8 times the size does not take the branch."""
-    tally, (x, kernel, grad) = Tally(), operands(M, K, N)
-    layer, variables = library.dense(N), with_amaxes(library, x, kernel, grad)
+    tally = Tally()
+    (x, kernel, grad) = operands(M, K, N)
+    layer = library.dense(N)
+    variables = with_amaxes(library, x, kernel, grad)
     examples = jnp.stack([x, 8 * x])
 
     def loss(transform):

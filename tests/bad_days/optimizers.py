@@ -46,11 +46,10 @@ def train(
     kernel = operands(0)[1]
     wrapped = jaxfp8.train.optimizer(tx)
     variables = variables_of(library)
-    params, state = start(variables), library.state(variables)
-    opt_state, alone_state = (
-        wrapped.init(params),
-        tx.init(start({"params": variables["params"]})),
-    )
+    params = start(variables)
+    state = library.state(variables)
+    opt_state = wrapped.init(params)
+    alone_state = tx.init(start({"params": variables["params"]}))
     of_step = jax.jit(
         lambda variables, fp8, x, grad: loss_of(
             library, {OWG: fp8, **variables}, x, grad
@@ -78,10 +77,8 @@ def train(
             alone, alone_state = optax.with_extra_args_support(tx).update(
                 grads, alone_state, without, **options
             )
-        params, kernel = (
-            optax.apply_updates(params, updates),
-            np.asarray(trained["params"]["kernel"]),
-        )
+        params = optax.apply_updates(params, updates)
+        kernel = np.asarray(trained["params"]["kernel"])
         for got, expected in zip(
             _kernels(params), _kernels(optax.apply_updates(without, alone)), strict=True
         ):
@@ -157,7 +154,8 @@ def schedule_free(library):
         library, optax.contrib.schedule_free_sgd(1e-2), tally, "schedule-free"
     )
     evaluated = optax.contrib.schedule_free_eval_params(opt_state, params)
-    z, b1 = opt_state.z["params"]["kernel"], opt_state.b1
+    z = opt_state.z["params"]["kernel"]
+    b1 = opt_state.b1
     kernel = (np.asarray(params["params"]["kernel"]) - (1 - b1) * np.asarray(z)) / b1
     tally(
         np.allclose(evaluated["params"]["kernel"], kernel, rtol=1e-6),
@@ -179,7 +177,8 @@ def checkpointed_loop(library):
         while_loop = importlib.import_module("equinox.internal").while_loop
     except ImportError:
         raise NotRun("Equinox is not installed") from None
-    tally, recipe = Tally(), jaxfp8.DelayedScaling(amax_history_len=4)
+    tally = Tally()
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
     x, _, _ = steps.operands(M, K, K)
     kernel = steps.operands(K, K, K, seed=5)[0]
 
@@ -216,7 +215,8 @@ def checkpointed_loop(library):
 
     # The amaxes of x and its successors: exact products, since a first step has scale 1
     # and rounds as the oracle does.
-    largest, y = [], x
+    largest = []
+    y = x
     for _ in range(USES):
         largest.append(np.abs(y).max())
         codes = [steps.FORMATS[name].dtype for name in ("input", "kernel")]
@@ -248,7 +248,8 @@ def checkpointed_loop(library):
 def norm_of_all(library):
     """State is no part of a norm: an error that says so, where gradients of state
     combine by max; of the parameters alone it is right."""
-    tally, (x, kernel, grad) = Tally(), operands(0)
+    tally = Tally()
+    (x, kernel, grad) = operands(0)
     variables = variables_of(library)
     for name, norm in (
         ("optax.global_norm", optax.global_norm),
@@ -272,7 +273,9 @@ def stale_gradient(library):
     """State that is stored from a gradient which was taken of the state before the
     last: an error that names it.
     """
-    tally, variables, grads = Tally(), variables_of(library), []
+    tally = Tally()
+    variables = variables_of(library)
+    grads = []
     for i in range(4):
         x, _, grad = operands(i)
         grads.append(
@@ -295,7 +298,8 @@ def pmapped(library):
     """Eight devices with data of their own: the largest amax of all on each; what is
     said of it names pmap.
     """
-    tally, (_, kernel, _) = Tally(), operands(0)
+    tally = Tally()
+    (_, kernel, _) = operands(0)
     variables = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (8, *np.shape(leaf))),
         library.variables(kernel),

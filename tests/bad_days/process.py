@@ -26,10 +26,8 @@ def main(name, rank, port, file):
 
     from . import libraries, meshes
 
-    library, mesh = (
-        libraries.LIBRARIES[name],
-        jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
-    )
+    library = libraries.LIBRARIES[name]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
     def put(value, spec):
         return jax.make_array_from_callback(
@@ -41,7 +39,8 @@ def main(name, rank, port, file):
         lambda leaf: put(np.asarray(leaf), P()), library.variables(kernel)
     )
     step = jax.jit(meshes.gradient_of(library), out_shardings=NamedSharding(mesh, P()))
-    bad, found = x.copy(), {}
+    bad = x.copy()
+    found = {}
     bad[-1, 0] = np.nan
     for what, batch in (("good", x), ("bad", bad)):
         after = step(variables, put(batch, P("data")), put(grad, P("data")))

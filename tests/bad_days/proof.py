@@ -58,7 +58,8 @@ def train(library, seed, cls=None, frozen=False) -> float:
     """Validation loss after 200 steps; `frozen` throws the next state away, so that
     scales stay at 1.
     """
-    model, cut = Model(cls), len(text()) * 9 // 10
+    model = Model(cls)
+    cut = len(text()) * 9 // 10
     variables = model.init(jax.random.key(seed), windows(0, 0, cut)[0])
     make = library.train_state if cls else jaxfp8.linen.TrainState
     state = make.create(apply_fn=model.apply, params=variables, tx=optax.adam(3e-3))
@@ -96,7 +97,9 @@ def proof(library):
 
     The full proof is `make train ARGS='--steps 1000 --seeds 3 --control'`.
     """
-    tally, seeds, cls = Tally(), range(3), library.dot_general_cls(16)
+    tally = Tally()
+    seeds = range(3)
+    cls = library.dot_general_cls(16)
     difference = np.mean(
         [train(library, seed, cls) - train(library, seed) for seed in seeds]
     )

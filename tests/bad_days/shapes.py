@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from jax.sharding import AxisType, PartitionSpec as P
+from cpu_mesh import mesh_of
+from jax.sharding import PartitionSpec as P
 
 import jaxfp8
 
@@ -22,7 +23,8 @@ DTYPES = (np.dtype(np.float32), oracle.BF16)
 
 def empty(library, *sizes):
     """Zeros of the right shape and dtype; the stored history is what it was."""
-    n, tally = 5, Tally()
+    n = 5
+    tally = Tally()
     for (m, k), dtype in itertools.product(
         sizes, DTYPES[: 2 if library.is_ours else 1]
     ):
@@ -67,12 +69,10 @@ def empty_expert(library):
     """Of three experts the second got no tokens: its state stays, and those of the
     others move.
     """
-    layer, loads, x, grad = (
-        library.dense(5),
-        (6, 0, 3),
-        normal(0, (9, 8)),
-        normal(1, (9, 5)),
-    )
+    layer = library.dense(5)
+    loads = (6, 0, 3)
+    x = normal(0, (9, 8))
+    grad = normal(1, (9, 5))
     kernels = [normal(2 + i, (8, 5)) for i in range(3)]
     variables = {i: library.variables(kernels[i], used_state()) for i in range(3)}
     rows = np.split(x, np.cumsum(loads)[:-1]), np.split(grad, np.cumsum(loads)[:-1])
@@ -83,7 +83,8 @@ def empty_expert(library):
             for i, (x, g) in enumerate(zip(*rows, strict=True))
         )
 
-    gradient, tally = jax.jit(jax.grad(loss))(variables), Tally()
+    gradient = jax.jit(jax.grad(loss))(variables)
+    tally = Tally()
     after = {i: library.update(variables[i], gradient[i]) for i in range(3)}
     tally(
         same_bits(after[1][OWG], variables[1][OWG]),
@@ -112,12 +113,10 @@ def empty_expert(library):
 @row("empty shard", any_layer=True)
 def empty_shard(library):
     """Eight devices with no rows each, in shard_map."""
-    layer, variables, tally = (
-        library.dense(5),
-        library.variables(normal(0, (8, 5)), used_state()),
-        Tally(),
-    )
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    layer = library.dense(5)
+    variables = library.variables(normal(0, (8, 5)), used_state())
+    tally = Tally()
+    mesh = mesh_of(data=8)
     gradient = jax.grad(
         lambda variables, x: jnp.sum(layer.apply(variables, x) ** 2), argnums=(0, 1)
     )
@@ -151,7 +150,9 @@ def large(library):
     """
     if not library.big:
         raise NotRun("needs --big and 12 GiB")
-    rows, cols, tally = 2**25 + 65, 64, Tally()
+    rows = 2**25 + 65
+    cols = 64
+    tally = Tally()
     x = jnp.ones((rows, cols), jnp.bfloat16).at[-1, -1].set(-3.5).at[-2, 0].set(2)
     if library.is_ours:
         quantizer = jaxfp8.DelayedScaling(
@@ -190,12 +191,14 @@ def large(library):
 
 def products(library):
     """`(x, kernel) -> product` in every way that the library has."""
-    numbers, module = (((1,), (0,)), ((), ())), library.dot_general_cls()()
+    numbers = (((1,), (0,)), ((), ()))
+    module = library.dot_general_cls()()
     yield lambda x, kernel: module.init_with_output(
         jax.random.key(0), x, kernel, numbers
     )[0]
     if library.is_ours:
-        einsum, recipe = library.einsum(), jaxfp8.DelayedScaling(amax_history_len=2)
+        einsum = library.einsum()
+        recipe = jaxfp8.DelayedScaling(amax_history_len=2)
         state = {"recipe": recipe, "state": jaxfp8.init_state(recipe)}
         yield lambda x, kernel: einsum.init_with_output(
             jax.random.key(0), "mk,kn->mn", x, kernel
@@ -213,7 +216,8 @@ def not_floats(library):
     """
     tally = Tally()
     for dtype in ("int32", "bool", "complex64", "float8_e4m3fn", "float8_e5m2"):
-        x, kernel = np.full((2, 3), 3, np.float32), np.full((3, 4), 2, np.float32)
+        x = np.full((2, 3), 3, np.float32)
+        kernel = np.full((3, 4), 2, np.float32)
         odd = 1 + 2j if dtype == "complex64" else 1
         for name, pair in (
             ("x", ((x * odd).astype(dtype), kernel)),

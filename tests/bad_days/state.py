@@ -45,7 +45,8 @@ def train(tally, library, loss, grad, steps, what):
     the oracle's bits.
     """
     variables = start = library.variables(normal(9, (K, N)))
-    state, worst = library.state(variables), 1.0
+    state = library.state(variables)
+    worst = 1.0
     step = jax.jit(lambda v, x, g: grad(lambda v: loss(library, v, x, g))(v))
     for i in range(steps):
         uses = uses_of(start["params"]["kernel"], *data(i % 8))
@@ -120,7 +121,8 @@ def unused(library, loss):
     was, products right.
     """
     variables = start = library.variables(normal(1, (K, N)), used_state())
-    step, tally = jax.jit(jax.grad(loss)), Tally()
+    step = jax.jit(jax.grad(loss))
+    tally = Tally()
     variables = library.update(variables, step(variables))
     variables = library.update(variables, step(variables))
     scale = float(variables[OWG][library.module]["input_scale"][0])
@@ -137,7 +139,8 @@ def unused(library, loss):
 
 @row("cond branch not taken", any_layer=True)
 def branch_not_taken(library):
-    layer, x = library.dense(N), normal(0, (M, K))
+    layer = library.dense(N)
+    x = normal(0, (M, K))
 
     def loss(v):
         return jax.lax.cond(
@@ -158,7 +161,8 @@ def unused_expert(library):
 
 @row("frozen layer", any_layer=True)
 def frozen_layer(library):
-    layer, x = library.dense(N), normal(0, (M, K))
+    layer = library.dense(N)
+    x = normal(0, (M, K))
     return unused(
         library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x))
     ).verdict()
@@ -166,11 +170,10 @@ def frozen_layer(library):
 
 @row("jit = eager = second run = donated, bitwise", any_layer=True)
 def same_from_every_way(library):
-    layer, tally = library.dense(20, dtype=jnp.bfloat16), Tally()
-    x, g = (
-        normal(1, (48, 36), dtype=jnp.bfloat16),
-        normal(2, (48, 20), dtype=jnp.bfloat16),
-    )
+    layer = library.dense(20, dtype=jnp.bfloat16)
+    tally = Tally()
+    x = normal(1, (48, 36), dtype=jnp.bfloat16)
+    g = normal(2, (48, 20), dtype=jnp.bfloat16)
     variables = library.variables(normal(0, (36, 20)), used_state())
 
     def step(variables, x, g):
@@ -200,12 +203,12 @@ def same_from_every_way(library):
 
 def donated_loop(tally, library):
     """Twenty steps: no array of an earlier step is alive, in the loop or after it."""
-    step, variables = (
-        step_of(library, N, donate=True),
-        jax.tree.map(jnp.array, library.variables(normal(0, (K, N)))),
-    )
-    x, grad = jnp.asarray(normal(1, (M, K))), jnp.asarray(normal(2, (M, N)))
-    old, alive = [], []
+    step = step_of(library, N, donate=True)
+    variables = jax.tree.map(jnp.array, library.variables(normal(0, (K, N))))
+    x = jnp.asarray(normal(1, (M, K)))
+    grad = jnp.asarray(normal(2, (M, N)))
+    old = []
+    alive = []
     for _ in range(20):
         old += [weakref.ref(leaf) for leaf in jax.tree.leaves(variables)]
         variables = step(variables, x, grad).variables
@@ -223,7 +226,8 @@ def two_threads(library):
     """Each trains on its own data and ends in the bits of a run alone, also where both
     trace at once, where each has a function of its own, and where state is given away.
     """
-    tally, steps = Tally(), 12
+    tally = Tally()
+    steps = 12
 
     def run(step, thread, barrier=None):
         variables = jax.tree.map(jnp.array, library.variables(normal(thread, (K, N))))
@@ -236,7 +240,8 @@ def two_threads(library):
 
     def both(make, what):
         alone = [run(step, thread) for thread, step in enumerate(make())]
-        made, barrier = make(), threading.Barrier(2)
+        made = make()
+        barrier = threading.Barrier(2)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             futures = [
                 pool.submit(run, step, thread, barrier)
@@ -263,11 +268,13 @@ def two_threads(library):
 
 def accumulated(library, total):
     """Slot 0 after one optimizer step is the largest amax of its microbatches."""
-    tally, variables = Tally(), library.variables(normal(9, (K, N)))
+    tally = Tally()
+    variables = library.variables(normal(9, (K, N)))
     for i in range(3):
         x, g = data(i)
         after = library.update(variables, total(variables, x, g))
-        state, kernel = library.state(variables), variables["params"]["kernel"]
+        state = library.state(variables)
+        kernel = variables["params"]["kernel"]
         tally_amaxes(tally, library, after, (x, kernel, g))
         tally_state(
             tally, library, after, state, *uses_of(kernel, x, g), what=f"step {i}"
@@ -294,7 +301,8 @@ def _add(library):
 
 @row("gradient accumulation", "by a Python loop", any_layer=True)
 def accumulation_in_a_loop(library):
-    one, add = _of_one(library), _add(library)
+    one = _of_one(library)
+    add = _add(library)
 
     def total(variables, x, g):
         return functools.reduce(add, [one(variables, x[i], g[i]) for i in range(USES)])
@@ -304,7 +312,8 @@ def accumulation_in_a_loop(library):
 
 @row("gradient accumulation", "by scan", any_layer=True)
 def accumulation_in_a_scan(library):
-    one, add = _of_one(library), _add(library)
+    one = _of_one(library)
+    add = _add(library)
 
     @jax.jit
     def total(variables, x, g):

@@ -68,7 +68,8 @@ def excess(product, a, b, round_a, round_b) -> float:
     its smallest subnormal.
     """
     product = np.asarray(product)
-    unit, tiny = UNIT[product.dtype], 2.0**-25 if product.dtype == np.float16 else 0
+    unit = UNIT[product.dtype]
+    tiny = 2.0**-25 if product.dtype == np.float16 else 0
     a, b, got = (np.asarray(v).astype(np.float64) for v in (a, b, product))
     if not np.isfinite(got).all():
         return float("nan")

@@ -114,10 +114,8 @@ def test_products_after_a_hundred_steps(cls):
     """With our TrainState the products are right. Flax's stores what DynamicScale has
     divided, and nobody says so.
     """
-    library, scaler = (
-        dataclasses.replace(OURS, train_state=cls),
-        dynamic_scale.DynamicScale(scale=65536.0),
-    )
+    library = dataclasses.replace(OURS, train_state=cls)
+    scaler = dynamic_scale.DynamicScale(scale=65536.0)
     x, _, _ = trainers.operands(0)
     grad = normal(1, (trainers.M, trainers.N), 1e-4)
     with jax.numpy_dtype_promotion("standard"):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
+from cpu_mesh import mesh_of
 from flax.training import dynamic_scale
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxfp8
 
@@ -99,7 +100,8 @@ def scaled_steps(tally, library, gradient, factor):
 @row("DynamicScale")
 def flax_dynamic_scale(library):
     """Flax's own loss scaling, which divides the whole tree of gradients by 65536."""
-    tally, scaler = Tally(), dynamic_scale.DynamicScale(scale=65536.0)
+    tally = Tally()
+    scaler = dynamic_scale.DynamicScale(scale=65536.0)
 
     def gradient(train, x, grad):
         return scaler.value_and_grad(lambda v: loss(train, v, x, grad))(train.params)[3]
@@ -150,8 +152,10 @@ def mean_over_devices(library):
     Checked or not, devices must end with the largest amax of all; ours with the state
     of one device in each step.
     """
-    mesh, tally = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), Tally()
-    layer, kernel = library.dense(N), operands(0)[1]
+    mesh = mesh_of(data=8)
+    tally = Tally()
+    layer = library.dense(N)
+    kernel = operands(0)[1]
 
     def step(variables, x, grad):
         gradient = jax.grad(lambda v: jnp.vdot(layer.apply(v, x), grad))(variables)
@@ -166,11 +170,9 @@ def mean_over_devices(library):
                 "out_specs": P(),
                 "check_vma": checked,
             }
-            run, variables, state = (
-                jax.jit(jax.shard_map(step, mesh=mesh, **specs)),
-                library.variables(kernel),
-                None,
-            )
+            run = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+            variables = library.variables(kernel)
+            state = None
             for i in range(3 if library.is_ours else 1):
                 parts = [operands(8 * i + j, 2.0**j) for j in range(8)]
                 x, grad = (
@@ -187,10 +189,8 @@ def mean_over_devices(library):
                     rtol=1e-5,
                 )
                 for name in OPERANDS if library.is_ours else ():
-                    got, expected = (
-                        getattr(library.state(variables), name),
-                        getattr(state, name),
-                    )
+                    got = getattr(library.state(variables), name)
+                    expected = getattr(state, name)
                     near = np.allclose(
                         got.amax_history, expected.amax_history, rtol=MEAN, atol=0
                     )
@@ -206,10 +206,12 @@ def apply_if_finite(library):
     """A step with an Inf is rejected; state is clean and the next products are
     right.
     """
-    train, tally = create(library, optax.apply_if_finite(optax.sgd(1e-3), 5)), Tally()
+    train = create(library, optax.apply_if_finite(optax.sgd(1e-3), 5))
+    tally = Tally()
     x, _, grad = operands(0)
     train = advance(train, x, grad)
-    kernel, bad = np.asarray(train.params["params"]["kernel"]), x.copy()
+    kernel = np.asarray(train.params["params"]["kernel"])
+    bad = x.copy()
     bad[0, 0] = np.inf
     train = advance(train, bad, grad)
     tally(np.array_equal(train.params["params"]["kernel"], kernel), "the kernel moved")
@@ -223,7 +225,8 @@ def cast_gradients(library):
     """Gradients cast as a whole: stored state stays float32 (a run is not traced
     again), products are right.
     """
-    train, tally = create(library, optax.sgd(1e-3)), Tally()
+    train = create(library, optax.sgd(1e-3))
+    tally = Tally()
 
     @jax.jit
     def step(train, x, grad):
@@ -262,7 +265,8 @@ def slipped(library):
     """State after what trainers do to whole trees: the next step has no NaN, the one
     after it has right products.
     """
-    tally, step = Tally(), step_of(library, N)
+    tally = Tally()
+    step = step_of(library, N)
     for name, slip in SLIPPED.items():
         # Ours also with data of 1e5 and gradients of 1e-7.
         for sizes in ((1.0, 1.0), (1e5, 1e-7))[: 2 if library.is_ours else 1]:
@@ -302,7 +306,8 @@ def slipped(library):
 def parameters_alone(library):
     """Without the gradient of the state nothing updates it, and scales stay at 1: that
     must be said, once for all layers, traces and calls; inference is no mistake."""
-    layer, tally = library.dense(N), Tally()
+    layer = library.dense(N)
+    tally = Tally()
     x, kernel, grad = operands(0)
     variables = library.variables(kernel)
 

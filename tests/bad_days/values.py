@@ -5,7 +5,8 @@ import functools
 import jax
 import numpy as np
 import oracle
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from cpu_mesh import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from . import libraries
 from .events import BAD_NUMBERS
@@ -37,7 +38,8 @@ def bad_value(library, spoilt) -> Verdict:
     Peers record the Inf and freeze the scale for a whole window, or saturate it to 448
     and show nothing.
     """
-    tally, which = Tally(), OPERANDS.index(spoilt)
+    tally = Tally()
+    which = OPERANDS.index(spoilt)
     for size, (rows, cols) in SIZES.items():
         mkn = {
             "input": (rows, cols, SMALL),
@@ -118,12 +120,10 @@ def nan_on_one_device(library):
     """With the batch over eight devices: a finite state, that of one device, on all;
     ours also in `shard_map`.
     """
-    layer, x, kernel, tally = (
-        library.dense(5),
-        normal(0, (16, 6)),
-        normal(1, (6, 5)),
-        Tally(),
-    )
+    layer = library.dense(5)
+    x = normal(0, (16, 6))
+    kernel = normal(1, (6, 5))
+    tally = Tally()
     x[5, 3] = np.nan
     variables = library.variables(kernel)
     gradient = jax.grad(lambda v, x: (layer.apply(v, x) ** 2).sum())
@@ -145,7 +145,7 @@ def nan_on_one_device(library):
             tally(near, f"{what}: the state is not that of one device: {other[:2]}")
 
     for kind in ("Auto", "Explicit")[: 2 if library.is_ours else 1]:
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
+        mesh = mesh_of(kind, data=8)
         with jax.set_mesh(mesh):
             placed = jax.device_put(variables, NamedSharding(mesh, P()))
             together = jax.jit(gradient)(
@@ -176,7 +176,7 @@ def nan_on_one_device(library):
             "out_specs": P("data"),
             "check_vma": check_vma,
         }
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        mesh = mesh_of(data=8)
         state = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(variables, x)
         judge(jax.tree.leaves(state), f"check_vma={check_vma}")
     return tally.verdict()
@@ -193,10 +193,13 @@ def first_steps(library, right_from, steps) -> Verdict:
     """The products of some steps on the same data are right from step `right_from`
     on.
     """
-    tally, worst = Tally(), 0.0
+    tally = Tally()
+    worst = 0.0
     for what, sizes in FIRST_DATA.items():
         x, kernel, grad = given = operands(16, 24, 8, *sizes)
-        step, variables, runs = step_of(library, 8), library.variables(kernel), []
+        step = step_of(library, 8)
+        variables = library.variables(kernel)
+        runs = []
         for _ in range(steps):
             runs.append(step(variables, x, grad))
             variables = runs[-1].variables
@@ -230,17 +233,20 @@ def tiny_amax(library):
     """448 / 2**126 is 5.3e-36, 57344 / 2**126 is 6.7e-34: below, FP8_MAX / amax has no
     normal inverse.
     """
-    tally, step = Tally(), step_of(library, 5)
+    tally = Tally()
+    step = step_of(library, 5)
     for size in (4e-36, 1e-37, 1e-40):
         for tiny in (*OPERANDS, "all"):
             x, kernel, grad = given = operands(6, 8, 5, make=normal)
             for name, value in zip(OPERANDS, given, strict=True):
                 if tiny in (name, "all"):
                     value[:] = np.sign(value) * np.float32(size)
-            variables, state = library.variables(kernel), oracle.LayerState.init(4)
+            variables = library.variables(kernel)
+            state = oracle.LayerState.init(4)
             for i in range(3):
                 got = step(variables, x, grad)
-                variables, what = got.variables, f"step {i}, {tiny} of {size:g}"
+                variables = got.variables
+                what = f"step {i}, {tiny} of {size:g}"
                 tally(got.is_finite, f"{what}: a product is not finite")
                 scales = [
                     float(getattr(library.state(variables), name).scale)
@@ -272,7 +278,8 @@ def subnormals(library):
     for dtype in (np.dtype(np.float32), oracle.BF16, oracle.F16):
         smallest = np.array(1, f"u{dtype.itemsize}").view(dtype)
         x = np.full((6, 8), smallest) * np.array([1, 3, -7, 0, 1, 2, -1, 5], dtype)
-        step, grad = step_of(library, 5, dtype=dtype), normal(2, (6, 5)).astype(dtype)
+        step = step_of(library, 5, dtype=dtype)
+        grad = normal(2, (6, 5)).astype(dtype)
         got = step(library.variables(normal(1, (8, 5))), x, grad)
         amax = library.history(got.variables, "input")[0]
         true = 7 * oracle.widen(smallest)
@@ -334,11 +341,15 @@ def _same(state, expected) -> bool:
 @row("zero blocks: exact zeros", any_layer=True)
 def zero_blocks(library):
     """Beside others of 1e4, and other rows do not notice."""
-    x, kernel, grad = normal(0, (64, 96), 1e4), normal(1, (96, 32)), normal(2, (64, 32))
+    x = normal(0, (64, 96), 1e4)
+    kernel = normal(1, (96, 32))
+    grad = normal(2, (64, 32))
     x[16:48], kernel[:, 8:16], grad[:, 24:] = 0, 0, 0
     step = step_of(library, 32)
     got = step(step(library.variables(kernel), x, grad).variables, x, grad)
-    y, dkernel, tally = np.asarray(got.y), np.asarray(got.dkernel), Tally()
+    y = np.asarray(got.y)
+    dkernel = np.asarray(got.dkernel)
+    tally = Tally()
     tally(
         not y[16:48].any() and not y[:, 8:16].any() and not dkernel[:, 24:].any(),
         "zeros are not exact",
@@ -370,10 +381,14 @@ def float16(library):
     2**-24 where a result is subnormal: its root mean square is counted too. A kernel
     that casts before it scales overflows at 65504.
     """
-    k, dtype, tally, worst = 4096, oracle.F16, Tally(), 0.0
+    k = 4096
+    dtype = oracle.F16
+    tally = Tally()
+    worst = 0.0
     of_y, of_gradients = (np.hypot(RMS["e4m3"], RMS[name]) for name in ("e4m3", "e5m2"))
     step = step_of(library, 16, dtype=dtype)
-    x, kernel = normal(0, (8, k), dtype=dtype), normal(1, (k, 16), k**-0.5)
+    x = normal(0, (8, k), dtype=dtype)
+    kernel = normal(1, (k, 16), k**-0.5)
     variables = library.variables(kernel)
     wide_x, wide_kernel = (
         np.asarray(value.astype(dtype), np.float64) for value in (x, kernel)
@@ -391,10 +406,8 @@ def float16(library):
             "dkernel": (wide_x.T @ wide, of_gradients),
         }
         for name, (value, relative) in exact.items():
-            error, norm = (
-                np.linalg.norm(np.asarray(getattr(got, name), np.float64) - value),
-                np.linalg.norm(value),
-            )
+            error = np.linalg.norm(np.asarray(getattr(got, name), np.float64) - value)
+            norm = np.linalg.norm(value)
             # To the nearest float16 subnormal: 2**-25 / sqrt(3) in the mean square.
             limit = (relative + 2.0**-11) * norm + 2.0**-25 / 3**0.5 * value.size**0.5
             worst = max(worst, error / norm)
@@ -469,10 +482,8 @@ def codes(library, values, scales) -> Verdict:
         x = x[~np.isinf(oracle.widen(x))]
         for fmt in oracle.FORMATS.values():
             for scale in scales:
-                got, expected = (
-                    np.asarray(library.quantize(x, scale, fmt)),
-                    oracle.quantize(x, scale, fmt)[0],
-                )
+                got = np.asarray(library.quantize(x, scale, fmt))
+                expected = oracle.quantize(x, scale, fmt)[0]
                 # A NaN is a NaN, whatever its sign and payload.
                 nan = np.isnan(oracle.widen(expected))
                 wrong = np.where(

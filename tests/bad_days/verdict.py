@@ -83,7 +83,9 @@ class Tally:
     """
 
     def __init__(self):
-        self.count, self.wrong, self.silent = 0, [], False
+        self.count = 0
+        self.wrong = []
+        self.silent = False
 
     def __call__(self, good, what: str, silent: bool = True) -> None:
         self.count += 1

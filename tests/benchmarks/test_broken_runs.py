@@ -79,10 +79,8 @@ def test_results_are_of_pairs(program):
         [1, 0],
         [None],
     )
-    assert (
-        row["leaves, every 1"] == [[1] * 6, [0] * 6]
-        and row["leaves, every 10"] == [[None] * 6] * 2
-    )
+    assert row["leaves, every 1"] == [[1] * 6, [0] * 6]
+    assert row["leaves, every 10"] == [[None] * 6] * 2
     assert "| learning rate x 30 | +0 to +1 | no | +0 |" in program.tables(
         json.loads(json.dumps(summary))
     )
@@ -124,11 +122,11 @@ def test_breaks_do_what_they_say(program, tmp_path, capsys):
         program.main([*options, "--report", "--picture", str(tmp_path / "runs.png")])
         == 0
     )
-    assert capsys.readouterr().out == table and (
-        tmp_path / "runs.png"
-    ).read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == table
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "runs.json").read_text())
-    rows, runs = record["summary"]["breaks"], record["runs"]
+    rows = record["summary"]["breaks"]
+    runs = record["runs"]
     assert list(rows) == list(program.BREAKS) and set(runs) == {"clean", *program.SHOWN}
     assert {"commit", "jax"} <= set(record["environment"])
     assert {len(found["figures"]) for found in runs.values()} == {4}
@@ -138,10 +136,8 @@ def test_breaks_do_what_they_say(program, tmp_path, capsys):
 
     # A factor of the tensor is one of its amax: of the kernel, and within a doubling of
     # the products behind it.
-    assert (
-        64 <= largest("weights", "growth") < 128
-        and largest("weights", "saturated") > 0.5
-    )
+    assert 64 <= largest("weights", "growth") < 128
+    assert largest("weights", "saturated") > 0.5
     for name, power in (("outlier_14", 14), ("outlier_20", 20)):
         assert abs(largest(name, "largest scale_lag") - power) < 1.5
     shown = {name: np.array(found["figures"]) for name, found in runs.items()}
@@ -151,10 +147,8 @@ def test_breaks_do_what_they_say(program, tmp_path, capsys):
     assert abs(shown["gradients_40"][0, lag] + 40 - shown["clean"][0, lag]) < 4
     assert shown["gradients_40"][:, program.FIGURES.index("flushed")].min() > 0.99
     # A skipped step leaves its amax in the window, and nothing else.
-    assert (
-        runs["outlier_20"]["loss"][0] is None
-        and shown["outlier_20"][1:, lag].max() < -15
-    )
+    assert runs["outlier_20"]["loss"][0] is None
+    assert shown["outlier_20"][1:, lag].max() < -15
 
 
 def test_the_docs_have_the_tables(program):
@@ -169,6 +163,5 @@ def test_the_docs_have_the_tables(program):
     assert extremes in figures and leads in figures
     clean_range = "\n".join(extremes.splitlines()[:3])
     assert "| clean, range |" in clean_range and clean_range in page
-    assert (
-        ROOT / "docs" / "images" / "broken_runs.png"
-    ).exists() and "images/broken_runs.png)" in page
+    assert (ROOT / "docs" / "images" / "broken_runs.png").exists()
+    assert "images/broken_runs.png)" in page

@@ -3,18 +3,16 @@
 import json
 import math
 import pathlib
-import sys
 
+import _compare_plot
 import another_process
+import compare
 import pytest
+from _compare_arms import ARMS, FP8_ARMS
+from _compare_programs import Program
+from _compare_runs import Run
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-import _compare_plot  # noqa: E402
-import compare  # noqa: E402
-from _compare_arms import ARMS, FP8_ARMS  # noqa: E402
-from _compare_programs import Program  # noqa: E402
-from _compare_runs import Run  # noqa: E402
 
 HERE = [name for name in ARMS if name != "tf32"]  # a CPU has no TensorFloat-32
 
@@ -46,29 +44,25 @@ def test_arms_train(tmp_path, arms):
         "all.png",
     )
     written = json.loads((tmp_path / "out/all.json").read_text())
-    results, printed = written["results"], rows(done.stdout)
+    results = written["results"]
+    printed = rows(done.stdout)
     assert list(results) == arms and set(arms) <= set(printed)
     for name, row in results.items():
         ms, ratio, peak, kept, loss, difference, skipped = (
             printed[name] if name not in FP8_ARMS else first(done, name)
         )
-        assert (
-            float(ms) == pytest.approx(row["median_ms_per_step"], abs=0.06)
-            and float(ms) > 0
-        )
+        assert float(ms) == pytest.approx(row["median_ms_per_step"], abs=0.06)
+        assert float(ms) > 0
         bf16 = results["bf16"]
         assert float(ratio) == pytest.approx(
             row["median_ms_per_step"] / bf16["median_ms_per_step"], abs=0.006
         )
         # Four steps from the same weights, log(103 characters) = 4.6: the arms agree,
         # and no two of them to the bit.
-        assert (
-            float(loss) == pytest.approx(row["mean_validation_loss"], abs=1e-4)
-            and 4 < float(loss) < 5
-        )
-        assert abs(row["mean_minus_bf16"]) < 0.1 and (difference == "-") == (
-            name == "bf16"
-        )
+        assert float(loss) == pytest.approx(row["mean_validation_loss"], abs=1e-4)
+        assert 4 < float(loss) < 5
+        assert abs(row["mean_minus_bf16"]) < 0.1
+        assert (difference == "-") == (name == "bf16")
         assert skipped == (str(sum(row["skipped"])) if name == "f16" else "-")
         memory = row["memory_bytes"]
         needed = (
@@ -77,9 +71,8 @@ def test_arms_train(tmp_path, arms):
             - memory["aliased"]
             + memory["temporaries"]
         )
-        assert row["peak_bytes"] == needed and float(peak) == pytest.approx(
-            needed / 2**20, abs=0.06
-        )
+        assert row["peak_bytes"] == needed
+        assert float(peak) == pytest.approx(needed / 2**20, abs=0.06)
         assert memory["aliased"] > 0.9 * memory["outputs"], "the state is donated"
         assert float(kept) == pytest.approx(row["kept_bytes"] / 2**20, abs=0.06)
         # Four layers: three products each, and three tensors, each quantized once for
@@ -95,10 +88,8 @@ def test_arms_train(tmp_path, arms):
         results[name]["fp8"]["quantizers_by_kernel"]
         for name in {"current", "mxfp8"} & set(arms)
     } == {12}
-    assert (
-        "12 products of widened codes by XLA:CPU" in done.stdout
-        and "not the speed of FP8 units" in done.stdout
-    )
+    assert "12 products of widened codes by XLA:CPU" in done.stdout
+    assert "not the speed of FP8 units" in done.stdout
     # four steps prove nothing
     assert "PASS" not in done.stdout and "FAIL" not in done.stdout
     assert written["settings"]["steps"] == 4 and written["machine"]["devices"]
@@ -194,6 +185,5 @@ def test_proof_sets_the_exit_status(
     if verdict is None:
         assert not last.startswith(("PASS", "FAIL"))
     else:
-        assert last.startswith(f"{verdict}: ") and all(
-            f"{name} " in last for name in FP8_ARMS
-        )
+        assert last.startswith(f"{verdict}: ")
+        assert all(f"{name} " in last for name in FP8_ARMS)

@@ -1,19 +1,14 @@
 """Arms of `benchmarks/compare.py` start from equal weights and optimizers."""
 
-import pathlib
-import sys
-
+import _compare_training
 import chex
 import jax
 import numpy as np
 import pytest
+from _compare_arms import ARMS
+from _compare_model import LanguageModel
 
 import jaxfp8
-
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-import _compare_training  # noqa: E402
-from _compare_arms import ARMS  # noqa: E402
-from _compare_model import LanguageModel  # noqa: E402
 
 LENGTH, VOCABULARY = 16, 50
 

@@ -3,15 +3,11 @@
 """
 
 import math
-import pathlib
 import statistics
-import sys
 
+import _compare_report
 import pytest
-
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-import _compare_report  # noqa: E402
-from _compare_runs import Run, interval, student_t, summarize  # noqa: E402
+from _compare_runs import Run, interval, student_t, summarize
 
 # Two-sided 95 %, as statistical tables print it: three decimals, so within half of the
 # last one.
@@ -37,10 +33,8 @@ def test_interval():
     found = interval(differences)
     # the table's digits: half of 0.001 in 3.182
     half = PRINTED[3] * statistics.stdev(differences) / math.sqrt(4)
-    assert (
-        found["mean"] == pytest.approx(statistics.fmean(differences))
-        and found["seeds"] == 4
-    )
+    assert found["mean"] == pytest.approx(statistics.fmean(differences))
+    assert found["seeds"] == 4
     assert found["high"] - found["mean"] == pytest.approx(half, rel=0.0005 / 3.182)
     assert found["mean"] - found["low"] == pytest.approx(half, rel=0.0005 / 3.182)
     assert interval([0.004]) == {"mean": 0.004, "low": None, "high": None, "seeds": 1}
@@ -59,8 +53,6 @@ def test_the_table_has_intervals_of_several_seeds(seeds):
     head, bf16, delayed = _compare_report.table(results).splitlines()
     assert ("95 %" in head) == (seeds == 2)
     if seeds == 2:  # a mean of 0.003, and 12.706 * 0.004 / sqrt(2) / sqrt(2) beside it
-        assert (
-            "+0.0030" in delayed
-            and "-0.0224 to +0.0284" in delayed
-            and " to " not in bf16
-        )
+        assert "+0.0030" in delayed
+        assert "-0.0224 to +0.0284" in delayed
+        assert " to " not in bf16

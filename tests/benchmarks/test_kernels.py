@@ -3,34 +3,31 @@ along, the traffic it counts.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import pytest
 from lowering import cuda_text
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-sys.path.append(BENCHMARKS)
-
-import kernels  # noqa: E402
-
-from jaxfp8 import ops  # noqa: E402
-from jaxfp8.ops import _ffi  # noqa: E402
+from jaxfp8 import ops
+from jaxfp8.ops import _ffi
 
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
 def wrong(leaf, is_product):
     """Each of these answers in place of the right one: an element, a row, or NaN."""
-    dtype, x = leaf.dtype, np.asarray(leaf).astype(np.float32)
+    dtype = leaf.dtype
+    x = np.asarray(leaf).astype(np.float32)
     if is_product:
         last = slice(None) if x.ndim == 2 else (-1, slice(None))
         changes = [(last, 1.25 * x)]
     else:
-        largest, last = np.unravel_index(np.argmax(x), x.shape), (-1,) * x.ndim
+        largest = np.unravel_index(np.argmax(x), x.shape)
+        last = (-1,) * x.ndim
         changes = [(largest, x / 2), (last, 2 * x + 1)]
     for where, value in (*changes, (last, np.full_like(x, np.nan))):
         changed = x.copy()
@@ -128,6 +125,5 @@ def test_an_interrupted_benchmark_keeps_what_it_measured(monkeypatch):
     joined = _gpu_process.run_in_a_process(
         "kernels", "", ["one", "two", "three"], [], 10
     )
-    assert joined["rows"] == {"one, 8x8": {"us": 1.0}} and joined["errors"] == {
-        "two": "interrupted"
-    }
+    assert joined["rows"] == {"one, 8x8": {"us": 1.0}}
+    assert joined["errors"] == {"two": "interrupted"}

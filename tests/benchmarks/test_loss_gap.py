@@ -52,10 +52,10 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     ]
     for run in runs:
         assert (run["text"], run["steps"]) == ("source", 3)
-        assert [step for step, _ in run["curve"]] == [1, 2, 3] and run["curve"][-1][
-            1
-        ] == run["validation"]
-        assert all(3 < loss < 6 for _, loss in run["curve"]) and {
+        assert [step for step, _ in run["curve"]] == [1, 2, 3]
+        assert run["curve"][-1][1] == run["validation"]
+        assert all(3 < loss < 6 for _, loss in run["curve"])
+        assert {
             "commit",
             "jax",
         } <= set(run["environment"])
@@ -171,7 +171,8 @@ def test_stochastic_rounding_is_right_on_average(program):
     )
     grid = grid[np.isfinite(grid)]
     for column, value in zip(codes.T, values.astype(np.float64), strict=True):
-        low, high = grid[grid <= value].max(), grid[grid >= value].min()
+        low = grid[grid <= value].max()
+        high = grid[grid >= value].min()
         assert set(column) <= {low, high}
         # A mean of draws from two values has a standard deviation of at most half their
         # distance / sqrt(rows): six.

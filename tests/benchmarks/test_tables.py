@@ -3,14 +3,9 @@ and what is no result.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import tables  # noqa: E402
+import tables
 
 
 @pytest.mark.parametrize("name, page", tables.PAGES.items())

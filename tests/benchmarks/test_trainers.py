@@ -5,20 +5,15 @@ benchmarks/trainers.py.
 import re
 
 import pytest
+from promotion import as_users_have_jax
 
 
 @pytest.fixture(scope="module")
 def trainers():
-    from pathlib import Path
+    with as_users_have_jax():
+        import trainers
 
-    import jax
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            import trainers
-
-            yield trainers
+        yield trainers
 
 
 def traced_and_operations(step, arguments):

@@ -5,30 +5,14 @@ comparison of trees.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+from programs.known_amax import OPERANDS
 
 import jaxfp8
 
 E4M3, E8M0 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
 OWG = "_overwrite_with_gradient"
-OPERANDS = ("input", "kernel", "output_grad")
-
-
-def flat(tree) -> dict:
-    return {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-
-
-def assert_same_tree(got, expected, what: str):
-    got, expected = flat(got), flat(expected)
-    assert set(got) == set(expected), what
-    for name, leaf in expected.items():
-        oracle.assert_bitwise(got[name], np.asarray(leaf), f"{what} {name}")
 
 
 def state_leaves(seed, length=4, lead=()):

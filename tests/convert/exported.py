@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from promotion import as_users_have_jax
 
 import jaxfp8
 
@@ -47,7 +48,7 @@ class Model(nn.Module):
 @functools.cache
 def trained(layout):
     """`(model, variables after four steps, frozen variables)`."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = Model(RECIPES[layout])
         variables = model.init(jax.random.key(0), X)
 

@@ -14,7 +14,9 @@ def e4m3(code: int) -> float:
     """Sign, four bits of exponent, three of mantissa; no infinity, and one NaN of each
     sign.
     """
-    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    sign = code >> 7
+    exponent = code >> 3 & 15
+    mantissa = code & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
     magnitude = (
@@ -34,12 +36,16 @@ def read(path) -> dict[str, np.ndarray]:
     """
     raw = open(path, "rb").read()
     (size,) = struct.unpack("<Q", raw[:8])
-    header, data, end, tensors = json.loads(raw[8 : 8 + size]), raw[8 + size :], 0, {}
+    header = json.loads(raw[8 : 8 + size])
+    data = raw[8 + size :]
+    end = 0
+    tensors = {}
     assert size % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, after = entry["data_offsets"]
         assert begin == end, "holes are not allowed"
-        end, part = after, data[begin:after]
+        end = after
+        part = data[begin:after]
         if entry["dtype"] == "BF16":
             array = (np.frombuffer(part, "<u2").astype(np.uint32) << 16).view(
                 np.float32
@@ -62,7 +68,8 @@ def weight(tensors, module: str, layout: str) -> np.ndarray:
     n, k = values.shape
     if layout == "block128":
         scales = tensors[f"{module}.weight_scale_inv"]
-        assert scales.dtype == np.float32 and scales.shape == (
+        assert scales.dtype == np.float32
+        assert scales.shape == (
             -(-n // 128),
             -(-k // 128),
         )

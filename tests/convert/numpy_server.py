@@ -117,7 +117,8 @@ class Server:
         factors, x_scales = self.input_scales(rows, size, name)
         y = np.zeros((len(rows), len(weight)))
         for i, start in enumerate(range(0, rows.shape[1], size)):
-            group, column = slice(start, start + size), slice(i, i + 1)
+            group = slice(start, start + size)
+            column = slice(i, i + 1)
             if self.divides:
                 scaled = rows[:, group] / x_scales[:, column]
             else:

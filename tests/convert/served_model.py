@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from promotion import as_users_have_jax
 
 import jaxfp8
 
@@ -99,7 +100,7 @@ class Trained:
 @functools.cache
 def trained(name) -> Trained:
     """Train in float32 by the recipe of this name."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = Transformer(RECIPES[name])
         variables = jax.jit(model.init)(jax.random.key(0), batch(0)[:, :-1])
         train = jaxfp8.linen.TrainState.create(
@@ -130,6 +131,6 @@ def trained(name) -> Trained:
 
 def forward(model, variables, tokens, **compiler_options):
     """Logits f32 `[batches, batch, length, vocabulary]` of a compiled forward pass."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         apply = jax.jit(model.apply, compiler_options=compiler_options)
         return np.stack([apply(variables, batch) for batch in tokens])

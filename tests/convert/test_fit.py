@@ -6,17 +6,19 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from flax import nnx
 
 import jaxfp8
 from jaxfp8 import convert
 
-from .cases import OWG, assert_same_tree, model_variables
+from .cases import OWG, model_variables
 
 
 def histories(length, amaxes):
     """The history after each step of a run, by the oracle."""
-    state, after = oracle.State.init(length), []
+    state = oracle.State.init(length)
+    after = []
     for amax in amaxes:
         state = oracle.next_state(state, np.float32(1), np.float32(amax))
         after.append(state.amax_history)
@@ -68,15 +70,16 @@ def test_resized_as_if_the_run_had_had_that_length(length, new_length):
 
 
 def test_merge_keeps_what_the_checkpoint_has():
-    new, old = model_variables(seed=7), model_variables(seed=8)
-    assert_same_tree(convert.merge_state(new, old), old, "same model")
+    new = model_variables(seed=7)
+    old = model_variables(seed=8)
+    assert_same_bits(convert.merge_state(new, old), old, "same model")
     bf16 = {"params": old["params"], "batch_stats": {"mean": np.ones(2, np.float32)}}
-    assert_same_tree(
+    assert_same_bits(
         convert.merge_state(new, bf16),
         {**bf16, OWG: new[OWG]},
         "bfloat16 checkpoint, FP8 model",
     )
-    assert_same_tree(
+    assert_same_bits(
         convert.merge_state({"params": new["params"]}, bf16), bf16, "no FP8 anywhere"
     )
     counters = {"input_counters": np.zeros(3, np.float32)}  # of releases until 0.2
@@ -84,27 +87,25 @@ def test_merge_keeps_what_the_checkpoint_has():
         name: {"Fp8DotGeneral_0": layer["Fp8DotGeneral_0"] | counters}
         for name, layer in old[OWG].items()
     }
-    assert_same_tree(convert.merge_state(new, {**old, OWG: counted}), old, "counters")
+    assert_same_bits(convert.merge_state(new, {**old, OWG: counted}), old, "counters")
     one = {**old, OWG: {"Dense_1": old[OWG]["Dense_1"]}}
     expected = {
         **old,
         OWG: {"Dense_0": new[OWG]["Dense_0"], "Dense_1": old[OWG]["Dense_1"]},
     }
-    assert_same_tree(
+    assert_same_bits(
         convert.merge_state(new, one), expected, "a layer that is new in FP8"
     )
 
 
 def test_merge_fits_length_and_dtype():
-    new, old = (
-        model_variables(seed=7, length=6, lead=(2,)),
-        model_variables(seed=8, length=4, lead=(2,)),
-    )
+    new = model_variables(seed=7, length=6, lead=(2,))
+    old = model_variables(seed=8, length=4, lead=(2,))
     expected = convert.resize_history(old, 6)
-    assert_same_tree(convert.merge_state(new, old), expected, "a longer history")
+    assert_same_bits(convert.merge_state(new, old), expected, "a longer history")
     narrow = jax.tree.map(lambda leaf: leaf.astype(oracle.BF16), old[OWG])
     got = convert.merge_state(new, {**old, OWG: narrow})[OWG]
-    assert_same_tree(
+    assert_same_bits(
         got,
         convert.resize_history(jax.tree.map(oracle.widen, narrow), 6),
         "cast to bfloat16",

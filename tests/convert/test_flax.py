@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from flax import linen as nn
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import convert
 from jaxfp8.linen import Fp8Einsum
 
-from .cases import OWG, assert_same_tree, state_leaves
+from .cases import OWG, state_leaves
 
 
 class Model(nn.Module):
@@ -39,8 +41,7 @@ class Model(nn.Module):
         x = einsum()("ab,bc->ac", x, kernel)
         layers = nn.scan(
             _Layer,
-            variable_axes={"params": 0, OWG: 0},
-            split_rngs={"params": True},
+            **STACKED,
             length=2,
             in_axes=nn.broadcast,
         )
@@ -80,18 +81,17 @@ def test_flax_tree_becomes_ours_and_returns_bitwise(name):
     assert jax.tree.map(np.shape, got) == jax.tree.map(np.shape, ours), (
         "stacked layers too"
     )
-    assert_same_tree(convert.to_flax(got, name=name), theirs, "round trip")
+    assert_same_bits(convert.to_flax(got, name=name), theirs, "round trip")
 
     collection = convert.from_flax(theirs[OWG])
-    assert_same_tree(collection, got[OWG], "the bare collection")
-    assert_same_tree(
+    assert_same_bits(collection, got[OWG], "the bare collection")
+    assert_same_bits(
         convert.to_flax(collection, name=name), theirs[OWG], "the bare collection back"
     )
     dense = got[OWG]["Dense_0"]["Fp8DotGeneral_0"]
-    for leaf, value in theirs[OWG]["Dense_0"][f"{name}_0"].items():
-        oracle.assert_bitwise(dense[leaf], value, leaf)
+    assert_same_bits(dense, theirs[OWG]["Dense_0"][f"{name}_0"])
     assert got["params"] is theirs["params"], "other collections are not touched"
-    assert_same_tree(convert.from_flax(got), got, "our own tree stays")
+    assert_same_bits(convert.from_flax(got), got, "our own tree stays")
 
 
 def test_einsum_whose_operands_flax_exchanges():
@@ -128,9 +128,9 @@ def test_einsum_whose_operands_flax_exchanges():
         {"block": {"Fp8Einsum_0": theirs}}, swapped=["block/Fp8Einsum_.*"]
     )
     got = converted["block"]["Fp8Einsum_0"]
-    assert_same_tree(got, ours, "as our own layer has it")
+    assert_same_bits(got, ours, "as our own layer has it")
     back = convert.to_flax(converted, swapped=["block/Fp8Einsum_.*"])
-    assert_same_tree(back["block"]["Fp8Einsum_0"], theirs, "exchanged back")
+    assert_same_bits(back["block"]["Fp8Einsum_0"], theirs, "exchanged back")
 
 
 def test_state_cast_to_bfloat16_is_widened():
@@ -138,5 +138,4 @@ def test_state_cast_to_bfloat16_is_widened():
     got = convert.from_flax({"Dense_0": {"Fp8DirectDotGeneralOp_0": module}})[
         "Dense_0"
     ]["Fp8DotGeneral_0"]
-    for name, leaf in module.items():
-        oracle.assert_bitwise(got[name], oracle.widen(leaf), name)
+    assert_same_bits(got, jax.tree.map(oracle.widen, module))

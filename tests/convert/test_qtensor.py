@@ -66,14 +66,10 @@ def test_qarray(name, dequantize):
     q, shape, is_same = SHAPES[name]
     array = to_qarray(q)
     assert array.qvalue.unsafe_buffer_pointer() == q.data.unsafe_buffer_pointer()
-    assert (
-        array.scale.shape == shape
-        and array.scale.dtype == jnp.float32
-        and array.zero_point is None
-    )
-    np.testing.assert_array_equal(
-        dequantize(array), np.asarray(q.dequantize(jnp.float32))
-    )
+    assert array.scale.shape == shape
+    assert array.scale.dtype == jnp.float32
+    assert array.zero_point is None
+    np.testing.assert_array_equal(dequantize(array), q.dequantize(jnp.float32))
     assert (array.qtype == "mxfp8") == (name == "MX")
     back = from_qarray(array, batch=1 if name == "experts" else 0)
     assert back.data.unsafe_buffer_pointer() == q.data.unsafe_buffer_pointer()
@@ -169,11 +165,9 @@ def test_scaled_matmul(recipe, batch):
     ).reshape(y.shape)
     assert (np.abs(ours - y) <= 69 * 2.0**-24 * absolute).all()
     back = from_scaled_matmul(a, a_scales)
-    assert (
-        back.data is a
-        and back.scale_inv is a_scales
-        and back.power_2_scale == (a_scales.dtype == E8M0)
-    )
+    assert back.data is a
+    assert back.scale_inv is a_scales
+    assert back.power_2_scale == (a_scales.dtype == E8M0)
     np.testing.assert_array_equal(
         back.dequantize(jnp.float32).reshape(x.shape),
         quantize[0](x).dequantize(jnp.float32),

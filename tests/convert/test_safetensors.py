@@ -18,6 +18,7 @@ from flax import nnx
 from inference import models
 from inference.models import OWG
 from oracle import blocks as oracle_blocks
+from promotion import as_users_have_jax
 
 import jaxfp8
 import jaxfp8.nnx
@@ -52,9 +53,7 @@ def test_a_constant_scale_of_inputs(bound, tmp_path):
     dense = nn.Dense(K, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
     variables = dense.init(jax.random.key(0), X)
     frozen = jaxfp8.freeze(dense, variables, X)
-    oracle.assert_bitwise(
-        np.asarray(dense.apply(frozen, X)), np.asarray(dense.apply(variables, X)), "y"
-    )
+    oracle.assert_bitwise(dense.apply(frozen, X), dense.apply(variables, X), "y")
     path = tmp_path / "model.safetensors"
     config = to_safetensors(frozen, path, layout="tensor")
     tensors = numpy_reader.read(path)
@@ -100,9 +99,7 @@ def test_codes_and_scales_are_those_of_training(layout, tmp_path):
     assert set(tensors) == expected and json.loads(json.dumps(config)) == config
     # In high precision: a norm as it is, a kernel transposed, each in its dtype.
     params = variables["params"]
-    oracle.assert_bitwise(
-        tensors["norm.weight"], np.asarray(params["norm"]["scale"]), "norm"
-    )
+    oracle.assert_bitwise(tensors["norm.weight"], params["norm"]["scale"], "norm")
     head = np.asarray(params["head"]["kernel"]).T
     oracle.assert_bitwise(
         tensors["lm_head.weight"], head.astype(np.float32), "bfloat16"
@@ -306,7 +303,7 @@ class Others(nn.Module):
 
 def test_what_is_no_frozen_kernel(tmp_path):
     """It is written as it is; state is not."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = Others()
         variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
         frozen = jaxfp8.freeze(model, variables, X, with_second=False)
@@ -327,7 +324,7 @@ def test_what_is_no_frozen_kernel(tmp_path):
 
 
 def test_nnx(tmp_path):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = models.NNX["scan"](nnx.Rngs(0))
         kernels = np.asarray(model.blocks.down.kernel[...])
         jaxfp8.freeze(jaxfp8.calibrate(model, [models.X]), models.X)
@@ -379,9 +376,8 @@ def test_the_reader_decodes_every_code(tmp_path):
         weights | {"y.activation_scale": np.array(5, np.float32)}, tmp_path / "file"
     )
     read = read_safetensors(tmp_path / "file")
-    assert (
-        set(read) == {"x.weight", "y.weight"} and read["y.weight"].input_scale_inv == 5
-    )
+    assert set(read) == {"x.weight", "y.weight"}
+    assert read["y.weight"].input_scale_inv == 5
     np.testing.assert_array_equal(
         read["x.weight"].decode(np.float64), 8 * numpy_reader.E4M3[codes]
     )
@@ -394,11 +390,14 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     """Who has mapped the old file reads on in it; where the disk is full it stays.
     Links and permissions stay.
     """
-    frozen, file, link = trained("tensor")[2], tmp_path / "file", tmp_path / "link"
+    frozen = trained("tensor")[2]
+    file = tmp_path / "file"
+    link = tmp_path / "link"
     to_safetensors(frozen, file, NAMES, layout="tensor")
     file.chmod(0o640)
     link.symlink_to(file)
-    raw, mapped = file.read_bytes(), read_safetensors(file)["norm.weight"].data
+    raw = file.read_bytes()
+    mapped = read_safetensors(file)["norm.weight"].data
     norm = mapped.copy()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -412,11 +411,9 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
         "norm": {"scale": frozen["params"]["norm"]["scale"] + 1}
     }
     to_safetensors(frozen | {"params": changed}, link, NAMES, layout="tensor")
-    assert (
-        set(tmp_path.iterdir()) == {file, link}
-        and link.is_symlink()
-        and file.stat().st_mode & 0o777 == 0o640
-    )
+    assert set(tmp_path.iterdir()) == {file, link}
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o640
     np.testing.assert_array_equal(mapped, norm)
     np.testing.assert_array_equal(read_safetensors(file)["norm.weight"].data, norm + 1)
 
@@ -553,7 +550,9 @@ REPLACED = {
 def test_a_file_that_is_replaced_while_it_is_read(name, tmp_path, monkeypatch):
     """Names, shapes and data are those of one file, whole."""
     (first, *others), expected = REPLACED[name]
-    path, files, safe_open = tmp_path / "file", iter(others), safetensors.safe_open
+    path = tmp_path / "file"
+    files = iter(others)
+    safe_open = safetensors.safe_open
     path.write_bytes(first)
 
     def opened(*args):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from inference import models
+from promotion import as_users_have_jax
 
 import jaxfp8
 from convert.exported import NAMES, RECIPES, K, N, X, trained
@@ -18,7 +19,7 @@ def with_kernel(layout, change):
     """Frozen variables of a model whose kernel `up` was changed."""
     model, variables, _ = trained(layout)
     up = {"kernel": change(variables["params"]["up"]["kernel"])}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         return jaxfp8.freeze(
             model, variables | {"params": variables["params"] | {"up": up}}, X
         )

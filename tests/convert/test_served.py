@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from equality import assert_same_bits
+from promotion import as_users_have_jax
 
 import jaxfp8
 from convert import numpy_reader, numpy_server, served_model
@@ -38,7 +39,7 @@ def model_of(name, dtype):
 @functools.cache
 def frozen(name, dtype="float32", at="variables"):
     run = served_model.trained(name)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         return jaxfp8.freeze(model_of(name, dtype), getattr(run, at), run.tokens[0])
 
 
@@ -55,7 +56,8 @@ def channels(variables, path):
             module.pop()
             name = {"kernel": "weight", "kernel_scale_inv": "weight_scale"}[name]
         elif name != "bias":
-            array, name = array.T if name == "kernel" else array, "weight"
+            array = array.T if name == "kernel" else array
+            name = "weight"
         tensors[".".join([*module, name])] = np.ascontiguousarray(array)
     safetensors.numpy.save_file(tensors, path, {"format": "pt"})
     scales = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -89,7 +91,8 @@ def log_softmax(logits):
 
 def divergence(expected, got):
     """KL of each position, in nat."""
-    expected, got = log_softmax(expected), log_softmax(got)
+    expected = log_softmax(expected)
+    got = log_softmax(got)
     return np.sum(np.exp(expected) * (expected - got), axis=-1)
 
 
@@ -128,7 +131,8 @@ def compare(name, dtype, path, change=unchanged):
     got = served(server, tokens)
     server.noise = NOISE
     noisy = served(server, tokens)
-    kl, bound = divergence(expected, got).mean(), 4 * divergence(got, noisy).mean()
+    kl = divergence(expected, got).mean()
+    bound = 4 * divergence(got, noisy).mean()
     assert kl <= bound, f"KL {kl:.1e} is above {bound:.1e}"
     # the best token is the same, or it is near the second
     lead = np.diff(np.sort(expected, axis=-1)[..., -2:])[..., 0]
@@ -231,7 +235,8 @@ def test_what_else_moves_logits(tmp_path):
     model says so, are farther from the trainer than the server.
     """
     name = "tensor, static"
-    run, expected = served_model.trained(name), trainer_logits(name, "bfloat16")
+    run = served_model.trained(name)
+    expected = trainer_logits(name, "bfloat16")
     got = served_in_bfloat16(name, tmp_path / "file")
     plain = served_model.Transformer(None, jnp.bfloat16)
     params = {"params": run.variables["params"]}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from promotion import as_users_have_jax
 
 import jaxfp8
 from convert.exported import LAYOUTS, RECIPES
@@ -78,7 +79,7 @@ def test_llama(layout, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     tokens = jnp.arange(24).reshape(2, 12)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = Llama(RECIPES[layout])
         variables = model.init(jax.random.key(0), tokens)
         variables = (
@@ -106,7 +107,8 @@ def test_llama(layout, tmp_path):
         name for name in info["unexpected_keys"] if not name.endswith("input_scale")
     }
     assert not info["missing_keys"] and not unknown and not info["mismatched_keys"]
-    state, ours = theirs.state_dict(), read_safetensors(tmp_path / "model.safetensors")
+    state = theirs.state_dict()
+    ours = read_safetensors(tmp_path / "model.safetensors")
     assert set(state) == set(ours)
     for name, tensor in ours.items():
         np.testing.assert_array_equal(state[name].numpy(), tensor.decode(), name)

@@ -5,7 +5,7 @@ import importlib
 import pathlib
 
 import another_process
-import jax
+from promotion import as_users_have_jax
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -23,7 +23,7 @@ def run(folder, name, *options):
 def imported(monkeypatch, name):
     """An example as a module, with JAX as a user has it."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         yield importlib.import_module(name)
 
 

@@ -32,11 +32,9 @@ def check_experts(names):
 
 
 def check_mixed_precision(names):
-    assert (
-        jnp.isfinite(names["loss"])
-        and names["loss_scale"].value <= 65536
-        and 1 <= names["train"].step <= 6
-    )
+    assert jnp.isfinite(names["loss"])
+    assert names["loss_scale"].value <= 65536
+    assert 1 <= names["train"].step <= 6
 
 
 def check_performance(names):
@@ -143,9 +141,8 @@ def test_pictures_are_drawn_and_shown(tmp_path):
     )
     shown = "".join((snippets.ROOT / page).read_text() for page in snippets.pages())
     for name in drawn:
-        assert (
-            snippets.ROOT / "docs" / "images" / name
-        ).exists() and f"images/{name})" in shown
+        assert (snippets.ROOT / "docs" / "images" / name).exists()
+        assert f"images/{name})" in shown
 
 
 OTHERS = [

@@ -26,7 +26,7 @@ def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):
     )
     parameters = [leaf for leaf in model if leaf.shape not in ((1,), (1024,))]
     for ours, theirs in zip(parameters, bf16, strict=True):
-        oracle.assert_bitwise(ours, np.asarray(theirs), "initial weights")
+        oracle.assert_bitwise(ours, theirs, "initial weights")
     assert len(moments) == len(bf16_moments), "the optimizer sees parameters alone"
 
     model, opt_state = arms["jaxfp8"]

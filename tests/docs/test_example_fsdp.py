@@ -33,9 +33,8 @@ def straight(folder):
 
 
 def test_prints_collectives_and_a_table(straight):
-    assert (
-        "Warning" not in straight.stderr and "rematerialization" not in straight.stderr
-    )
+    assert "Warning" not in straight.stderr
+    assert "rematerialization" not in straight.stderr
     lines = straight.stdout.splitlines()
     moved = {line.split()[0]: line for line in lines if "one step moves" in line}
     assert set(moved) == {"bf16", "jaxfp8"}

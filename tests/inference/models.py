@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from programs.linen import STACKED
+from promotion import as_users_have_jax
 
 import jaxfp8
 import jaxfp8.nnx
@@ -21,7 +23,7 @@ BF16 = {"dtype": jnp.bfloat16}
 
 
 def fp8(recipe=RECIPE):
-    return functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    return jaxfp8.make_dot_general_cls(recipe)
 
 
 class Block(nn.Module):
@@ -37,10 +39,8 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        axes = {"params": self.axis, OWG: 0}
-        return nn.scan(
-            self.block, variable_axes=axes, split_rngs={"params": True}, length=3
-        )()(x, None)[0]
+        options = STACKED | {"variable_axes": {"params": self.axis, OWG: 0}}
+        return nn.scan(self.block, **options, length=3)()(x, None)[0]
 
 
 class Members(nn.Module):
@@ -49,8 +49,7 @@ class Members(nn.Module):
         members = nn.vmap(
             Block,
             in_axes=0,
-            variable_axes={"params": 0, OWG: 0},
-            split_rngs={"params": True},
+            **STACKED,
         )
         return members()(x)[0]
 
@@ -183,7 +182,7 @@ NNX = {
 @functools.cache
 def linen(name):
     """`(model, calibrated variables, frozen variables)`."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         model = LINEN[name]()
         variables = model.init(jax.random.key(1), X)
         if OWG in variables:
@@ -192,7 +191,7 @@ def linen(name):
 
 
 def run(model, variables, x=X):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users_have_jax():
         return jax.jit(model.apply)(variables, x)
 
 

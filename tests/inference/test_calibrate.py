@@ -3,7 +3,6 @@ changes.
 """
 
 import collections
-import functools
 
 import flax.linen as nn
 import jax
@@ -13,13 +12,14 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import nnx
+from programs.known_amax import leaves
 
 import jaxfp8
 import jaxfp8.nnx
 
 H, M, K, N = 4, 8, 16, 5
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
-FP8 = functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE)
+FP8 = jaxfp8.make_dot_general_cls(RECIPE)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 FORWARD = ("input", "kernel")
 
@@ -49,16 +49,9 @@ def expected(kernel, xs, grads=GRADS, state=None):
 
 
 def assert_state(variables, wanted, names, what):
-    for name in names:
-        part = getattr(wanted, name)
-        oracle.assert_bitwise(
-            variables[f"{name}_amax_history"],
-            part.amax_history,
-            f"{what}: {name} history",
-        )
-        oracle.assert_bitwise(
-            variables[f"{name}_scale"], part.scale.reshape(1), f"{what}: {name} scale"
-        )
+    for name, leaf in leaves(wanted).items():
+        if name.startswith(tuple(names)):
+            oracle.assert_bitwise(variables[name], leaf, f"{what}: {name}")
 
 
 def test_linen():
@@ -79,10 +72,8 @@ def test_linen():
         float(oracle.amax(x)) for x in BATCHES[::-1]
     ]
     # The first forward pass after it has the scale of the largest amax.
-    kernel, wanted = (
-        np.asarray(variables["params"]["kernel"]),
-        expected(variables["params"]["kernel"], BATCHES),
-    )
+    kernel = np.asarray(variables["params"]["kernel"])
+    wanted = expected(variables["params"]["kernel"], BATCHES)
     oracle.dense_step(BATCHES[0], kernel, GRADS[0], wanted).y.check(
         model.apply(calibrated, BATCHES[0])
     )
@@ -128,7 +119,8 @@ class Shared(nn.Module):
 
 
 def shared_state():
-    model, (x, y, _) = Shared(), BATCHES
+    model = Shared()
+    (x, y, _) = BATCHES
     variables = variables_of(model, x, y)
     calibrated = jaxfp8.calibrate(model, variables, [(x, y)])
     both = np.concatenate([x, y])
@@ -163,10 +155,8 @@ def test_state_that_is_not_there():
 
 
 def test_a_named_tuple_is_one_argument():
-    model, batch = (
-        dense(),
-        collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0]),
-    )
+    model = dense()
+    batch = collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0])
     variables = variables_of(model, batch.x)
     got = jaxfp8.calibrate(
         lambda variables, batch: model.apply(variables, batch.x), variables, [batch]
@@ -196,10 +186,8 @@ def test_nnx():
     model = Model(nnx.Rngs(0))
     before = int(model.dropout.rngs.count.get_value())
     assert jaxfp8.calibrate(model, BATCHES) is model
-    product, wanted = (
-        model.dense.dot_general,
-        expected(model.dense.kernel.get_value(), BATCHES),
-    )
+    product = model.dense.dot_general
+    wanted = expected(model.dense.kernel.get_value(), BATCHES)
     state = {
         name: value.get_value()
         for name, value in vars(product).items()
@@ -229,7 +217,8 @@ class Opaque:
 
 def test_results_that_are_not_arrays():
     """Numbers, text, None and objects beside an array leave the state what it is."""
-    model, variables = dense(), variables_of(dense(), BATCHES[0])
+    model = dense()
+    variables = variables_of(dense(), BATCHES[0])
     filled = jaxfp8.calibrate(model, variables, BATCHES[:1])
     others = (3, 1.5, "text", None, Opaque(1))
     assert_same_bits(

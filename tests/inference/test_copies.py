@@ -16,13 +16,14 @@ import pytest
 from aot import hlo
 from flax import nnx
 from jax import lax
+from programs.cases import MATMUL
+from programs.linen import STACKED
 
 import jaxfp8
 import jaxfp8.nnx
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
-DIMS = (((1,), (0,)), ((), ()))
 M, K = 32, 64
 # e4m3 rounds a number by at most 2**-4 of it. The error of both operands is
 # independent, and at most uniform.
@@ -50,7 +51,7 @@ def error(y, exact) -> float:
 
 
 def product(x, kernel, state, recipe=RECIPE):
-    return jaxfp8.dot_general(x, kernel, DIMS, recipe=recipe, state=state)
+    return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
 
 
 def differentiated(function, *arguments):
@@ -110,13 +111,13 @@ def ragged_in_float32(x, kernel):
 
 def activated(x, kernel, state):
     return jaxfp8.dot_general(
-        jaxfp8.activated(x, "relu"), kernel, DIMS, recipe=RECIPE, state=state
+        jaxfp8.activated(x, "relu"), kernel, MATMUL, recipe=RECIPE, state=state
     )
 
 
 def activates(x, kernel, state):
     return jaxfp8.dot_general(
-        x, kernel, DIMS, recipe=RECIPE, state=state, activation="relu"
+        x, kernel, MATMUL, recipe=RECIPE, state=state, activation="relu"
     ).value
 
 
@@ -163,7 +164,9 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, jit, case):
     fp8, float32, of_kernel, of_state = FUNCTIONS[name]
-    x, kernel, state = INPUTS[case], kernels(case, *of_kernel), empty(*of_state)
+    x = INPUTS[case]
+    kernel = kernels(case, *of_kernel)
+    state = empty(*of_state)
     exact = float32(x.astype(np.float64), kernel.astype(np.float64))
     y = (jax.jit(fp8) if jit else fp8)(x, kernel, state)
     assert error(y, exact) < BOUND
@@ -179,7 +182,8 @@ def test_each_tensor_by_itself(touched):
     """A tensor that has an amax keeps the scale of its history, bit for bit; the other
     takes its own.
     """
-    x, kernel = INPUTS["large channel"], kernels("small kernel")
+    x = INPUTS["large channel"]
+    kernel = kernels("small kernel")
     used = jaxfp8.recipes.QuantizerState(jnp.array([0, 0, 3.0, 0]), jnp.ones(1))
     state = jaxfp8.init_state(RECIPE)
     fields = {
@@ -248,7 +252,9 @@ def test_a_teacher_in_a_loss():
     """`stop_gradient` of the variables, and of all that reaches the teacher: it is not
     differentiated.
     """
-    x, kernel, state = X, kernels("small kernel"), jaxfp8.init_state(RECIPE)
+    x = X
+    kernel = kernels("small kernel")
+    state = jaxfp8.init_state(RECIPE)
     exact = x.astype(np.float64) @ kernel
 
     def loss(kernel, state):
@@ -278,10 +284,7 @@ class Stack(nn.Module):
             def __call__(self, x, _):
                 return dense()(x), None
 
-        axes = {"params": 0, OWG: 0}
-        return self.scan(
-            Block, variable_axes=axes, split_rngs={"params": True}, length=3
-        )()(x, None)[0]
+        return self.scan(Block, **STACKED, length=3)()(x, None)[0]
 
 
 def dense(layer=None, case="small kernel"):
@@ -309,7 +312,8 @@ def test_linen(name, case):
     """A copy of the variables of `init`; layers after the first get smaller inputs than
     scale 1 holds.
     """
-    model, x = LINEN[name](), INPUTS[case]
+    model = LINEN[name]()
+    x = INPUTS[case]
     copy = model.init(jax.random.key(0), x)
     (kernel,) = jax.tree.leaves(copy["params"])
     exact = x.astype(np.float64)
@@ -335,7 +339,8 @@ def test_nnx(rules, case):
         model = nnx.Linear(
             K, K, **options, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
         )
-    copy, x = nnx.clone(model), INPUTS[case]
+    copy = nnx.clone(model)
+    x = INPUTS[case]
     exact = x.astype(np.float64) @ np.asarray(copy.kernel[...], np.float64)
     assert error(nnx.jit(lambda model, x: model(x))(copy, x), exact) < BOUND
     y, _ = jaxfp8.nnx.value_and_grad(

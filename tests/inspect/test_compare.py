@@ -11,11 +11,12 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
+from programs.cases import MATMUL
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import inspect
 
-MATMUL = (((1,), (0,)), ((), ()))
 A = jaxfp8.DelayedScaling(amax_history_len=2)
 FIGURES = ("output", "input_grad", "kernel_grad")
 # f64 in numpy and f32 in JAX differ by 2**-20 of a tensor, which moves few codes to a
@@ -61,7 +62,8 @@ def two_layers(scales):
     e5m2 = oracle.E5M2
 
     def layer(x, kernel, scale):
-        x, kernel = rounded(x, scale[0]), rounded(kernel, scale[1])
+        x = rounded(x, scale[0])
+        kernel = rounded(kernel, scale[1])
         return x @ kernel, lambda grad: (
             rounded(grad, scale[2], e5m2) @ kernel.T,
             x.T @ rounded(grad, scale[2], e5m2),
@@ -72,7 +74,8 @@ def two_layers(scales):
     exact = {"0": (h, None, None), "1": (y, w @ k1.T, np.maximum(h, 0).T @ w)}
     grad_h = (w @ k1.T) * (h > 0)
     exact["0"] = (h, grad_h @ k0.T, x.T @ grad_h)
-    alone, model = {}, {}
+    alone = {}
+    model = {}
     for name, operands in (("0", (x, k0, grad_h)), ("1", (np.maximum(h, 0), k1, w))):
         out, back = layer(*operands[:2], scales[name])
         alone[name] = (out, *back(operands[2]))
@@ -196,8 +199,7 @@ def test_a_loop_that_reads_state_before_it_runs():
             return nn.Dense(16, dot_general_cls=jaxfp8.make_dot_general_cls(A))(x), None
 
     def compared(scan):
-        axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
-        model = scan(Block, variable_axes=axes, split_rngs={"params": True}, length=2)()
+        model = scan(Block, **STACKED, length=2)()
         x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
         return inspect.compare(
             model,
@@ -210,7 +212,8 @@ def test_a_loop_that_reads_state_before_it_runs():
 
 
 def test_what_is_lost_wholly_or_not_at_all():
-    x, kernel = jnp.ones((4, 8)), jnp.ones((8, 4))
+    x = jnp.ones((4, 8))
+    kernel = jnp.ones((8, 4))
 
     def compared(*amaxes):
         def product(x, kernel):
@@ -231,29 +234,21 @@ def test_what_is_lost_wholly_or_not_at_all():
     }
 
 
+def gram(x):
+    """`x.T @ x` in FP8."""
+    return jaxfp8.einsum("mk,mn->kn", x, x, recipe=jaxfp8.Float8CurrentScaling())
+
+
 def test_results_that_are_not_arrays():
     """Numbers, text and None are results too; the mean of squares leaves them out."""
     x = jnp.linspace(-1, 1, 32).reshape(4, 8)
 
-    def product(x):
-        return jaxfp8.dot_general(
-            x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
-        )
-
-    found = inspect.compare(
-        lambda x: {"y": product(x), "rest": (3, 1.5, "text", None)}, x
-    )
-    assert found.rows == inspect.compare(product, x).rows
+    found = inspect.compare(lambda x: {"y": gram(x), "rest": (3, 1.5, "text", None)}, x)
+    assert found.rows == inspect.compare(gram, x).rows
 
 
 def test_errors():
     x = jnp.ones((4, 8))
-
-    def fp8(x):
-        return jaxfp8.dot_general(
-            x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()
-        )
-
     with pytest.raises(
         ValueError,
         match="compare: model: expected FP8 products, got none; is autocast off",
@@ -263,17 +258,17 @@ def test_errors():
         ValueError,
         match="compare: loss: expected a loss whose gradient reaches an FP8 product",
     ):
-        inspect.compare(fp8, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
+        inspect.compare(gram, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
     with pytest.raises(
         TypeError,
         match="compare: model: expected a result with .*, got none; register the class",
     ):
-        inspect.compare(lambda x: jnp.argmax(fp8(x)), x)
+        inspect.compare(lambda x: jnp.argmax(gram(x)), x)
     with pytest.raises(
         TypeError,
         match="compare: variables: expected None for a model that is not Linen's",
     ):
-        inspect.compare(fp8, x, {})
+        inspect.compare(gram, x, {})
     with pytest.raises(
         TypeError,
         match="compare: model: expected a Linen or NNX module or a function, got int",

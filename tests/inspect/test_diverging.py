@@ -26,7 +26,9 @@ def train(page, fault=None, steps=60, enabled=True):
     after 20 steps.
     """
     loss_scale = 1e-6 if fault == "not updated" else 1.0
-    tx, x, y = optax.adam(3e-3), page["x"], page["y"]
+    tx = optax.adam(3e-3)
+    x = page["x"]
+    y = page["y"]
 
     def scaled_loss(variables, x, y):
         return loss_scale * page["loss_of"](variables, x, y)
@@ -94,10 +96,8 @@ def test_a_layer_whose_state_stands_still(page):
         "middle"
     }
     worst = products[0]
-    assert (
-        worst["layer"] == "middle"
-        and max(worst["output"], worst["kernel_grad"]) < 10 < worst["input_grad"]
-    )
+    assert worst["layer"] == "middle"
+    assert max(worst["output"], worst["kernel_grad"]) < 10 < worst["input_grad"]
 
 
 def test_state_that_is_not_updated(page):

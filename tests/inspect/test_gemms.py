@@ -16,23 +16,22 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from lowering import cuda_text
+from programs.cases import MATMUL
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8 import inspect
 from jaxfp8.ops import _ffi, _support
 
+KEY = jax.random.key(0)
+
 A = jaxfp8.DelayedScaling(amax_history_len=2)
-CURRENT, BLOCK, MX = (
-    jaxfp8.Float8CurrentScaling(),
-    jaxfp8.Float8BlockScaling(),
-    jaxfp8.MXFP8BlockScaling(),
-)
+CURRENT = jaxfp8.Float8CurrentScaling()
+BLOCK = jaxfp8.Float8BlockScaling()
+MX = jaxfp8.MXFP8BlockScaling()
 E4M3 = jaxfp8.Format.E4M3.dtype
-MATMUL = (((1,), (0,)), ((), ()))
-X, K = (
-    jax.ShapeDtypeStruct((32, 64), jnp.float32),
-    jax.ShapeDtypeStruct((64, 128), jnp.float32),
-)
+X = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+K = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
 
 def fp8(x, kernel, recipe=CURRENT):
@@ -84,7 +83,7 @@ def test_the_message_names_layer_shapes_line_and_reason():
             return nn.Dense(16, dtype=jnp.bfloat16, name="head")(x)  # this line
 
     model = Model()
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    variables = jax.eval_shape(model.init, KEY, X)
 
     def step(variables, x):
         return jax.grad(lambda variables: jnp.sum(model.apply(variables, x)))(variables)
@@ -126,7 +125,8 @@ class OwnProduct(nnx.Module):
     """A layer that multiplies its parameter itself, as tunix's Einsum."""
 
     def __init__(self, eqn, shape):
-        self.eqn, self.w = eqn, nnx.Param(jnp.ones(shape))
+        self.eqn = eqn
+        self.w = nnx.Param(jnp.ones(shape))
 
     def __call__(self, x):
         return jnp.einsum(self.eqn, x, self.w.get_value())
@@ -146,7 +146,8 @@ def test_names_of_a_report_are_patterns():
     """An einsum has its equation behind the name; a model may be the function
     itself.
     """
-    model, names = ForeignModel(), ["block/q_proj", "lm_head", "up"]
+    model = ForeignModel()
+    names = ["block/q_proj", "lm_head", "up"]
     assert sorted(by_layer(jaxfp8.report(model))) == names
     rows = inspect.gemms(model, X).rows
     assert sorted(row["layer"] for row in rows) == [
@@ -277,7 +278,7 @@ def test_reasons(case):
 
 def test_autocast():
     dense = nn.Dense(16, dot_general_cls=jaxfp8.Fp8DotGeneral)
-    variables = jax.eval_shape(dense.init, jax.random.key(0), X)
+    variables = jax.eval_shape(dense.init, KEY, X)
     inspect.assert_fp8(dense.apply, variables, X)
     with jaxfp8.autocast(enabled=False):
         assert the_reason(dense.apply, variables, X) == "autocast is off"
@@ -286,7 +287,7 @@ def test_autocast():
 def test_rules():
     rules = [("layers_0", A), ("layers_1", None)]
     model = jaxfp8.linen.quantize(nn.Sequential([nn.Dense(64), nn.Dense(64)]), rules)
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    variables = jax.eval_shape(model.init, KEY, X)
     assert the_reason(model.apply, variables, X) == "rule 1 says None"
     inspect.assert_fp8(model.apply, variables, X, allow="layers_1")
 
@@ -491,11 +492,9 @@ def test_layers_of_linen():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
             x, _ = nn.scan(
                 nn.remat(Body),
-                variable_axes=axes,
-                split_rngs={"params": True},
+                **STACKED,
                 length=3,
             )(name="stack")(x, None)
             x = nn.remat(nn.Dense)(64, name="last")(x)
@@ -504,7 +503,7 @@ def test_layers_of_linen():
     model = jaxfp8.linen.quantize(
         Model(), [("last", CURRENT), ("attention/(query|key|value)", CURRENT)]
     )
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    variables = jax.eval_shape(model.init, KEY, X)
     rows = inspect.gemms(
         jax.grad(lambda v, x: jnp.sum(model.apply(v, x))), variables, X
     ).rows
@@ -553,9 +552,8 @@ def test_nnx_and_its_training_step():
     inspect.assert_fp8(step, model, optimizer, x, allow="blocks/0")
     with pytest.raises(AssertionError, match="3 of 5 matrix products of step"):
         inspect.assert_fp8(step, model, optimizer, x)
-    assert type(model.up) is jaxfp8.nnx.Linear and not hasattr(
-        model.up, "inspected_path"
-    )
+    assert type(model.up) is jaxfp8.nnx.Linear
+    assert not hasattr(model.up, "inspected_path")
     assert isinstance(model.up.kernel.get_value(), jax.Array)
 
 

@@ -87,7 +87,8 @@ def test_linen(capsys):
     expect(
         rows, wanted("MultiHeadDotProductAttention", "DenseGeneral", "Dense", "Einsum")
     )
-    assert rows["attn/out"]["input"] == (2, 6, 2, 4) and rows["mix"]["input"] == (
+    assert rows["attn/out"]["input"] == (2, 6, 2, 4)
+    assert rows["mix"]["input"] == (
         2,
         6,
         8,
@@ -169,9 +170,8 @@ def test_linen_layers_that_init_alone_calls(block, rules):
 
     model = linen.quantize(Model(), rules) if rules else Model()
     rows = by_layer(jaxfp8.report(model, jnp.ones((4, 8)), 2.0, train=True))
-    assert set(rows) == {"qkv", "out0", "out1"} and all(
-        row["recipe"] for row in rows.values()
-    )
+    assert set(rows) == {"qkv", "out0", "out1"}
+    assert all(row["recipe"] for row in rows.values())
     assert [
         name for name, row in rows.items() if row["why"].endswith("; not called")
     ] == ["qkv"]
@@ -213,10 +213,8 @@ def test_models_without_rules():
     )
     assert fields[""]["recipe"] == jaxfp8.DelayedScaling(amax_history_len=7)
     other = by_layer(jaxfp8.report(nn.Dense(3, dot_general_cls=nn.Fp8DotGeneral), X))
-    assert (
-        other[""]["why"].startswith("own Fp8DirectDotGeneralOp")
-        and other[""]["recipe"] is None
-    )
+    assert other[""]["why"].startswith("own Fp8DirectDotGeneralOp")
+    assert other[""]["recipe"] is None
     nnx_rows = by_layer(jaxfp8.report(Nnx(nnx.Rngs(0))))
     assert nnx_rows["code"]["why"] == "default" and nnx_rows["mix"]["why"] == "no rule"
 
@@ -256,6 +254,12 @@ def test_a_product_that_two_layers_share():
     ]
 
 
+def both(rules):
+    """The models with these rules, and what a report of each takes."""
+    yield linen.quantize(Linen(), rules), [X]
+    yield jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []
+
+
 def test_rules_for_one_kind_of_product():
     dense = ("dot_general",)
     rules = [
@@ -263,10 +267,7 @@ def test_rules_for_one_kind_of_product():
         Rule("mix", None, dense),
         Rule("own|mix", CURRENT, dense),
     ]
-    for model, args in (
-        (linen.quantize(Linen(), rules), [X]),
-        (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []),
-    ):
+    for model, args in both(rules):
         with pytest.warns(
             UserWarning, match="rules that decide nothing: rule 1 'mix' dot_general"
         ):
@@ -276,10 +277,7 @@ def test_rules_for_one_kind_of_product():
 
 def test_unused_rules():
     rules = [("own", A), ("own", None), ("nothing", A)]
-    for model, args in (
-        (linen.quantize(Linen(), rules), [X]),
-        (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []),
-    ):
+    for model, args in both(rules):
         with pytest.warns(
             UserWarning,
             match="rules that decide nothing: rule 1 'own'; rule 2 'nothing'",

@@ -88,12 +88,10 @@ def test_nothing_recorded_and_a_scale_that_is_none():
         row[name] for name in ("newest", "max", "min", "filled", "peak", "scale")
     ] == [None] * 3 + [0, None, 1.0]
     row = row_of([1, 0, 2], np.nan)
-    assert (
-        row["scale"] is None
-        and row["peak"] is None
-        and row["follows"] is None
-        and row["max"] == 2
-    )
+    assert row["scale"] is None
+    assert row["peak"] is None
+    assert row["follows"] is None
+    assert row["max"] == 2
 
 
 def test_a_line_of_the_table():
@@ -102,10 +100,8 @@ def test_a_line_of_the_table():
 
 
 def test_a_row_for_each_layer_of_a_stack():
-    histories, scales = (
-        np.arange(1, 25).reshape(2, 3, 4),
-        np.arange(1, 7).reshape(2, 3) / 448,
-    )
+    histories = np.arange(1, 25).reshape(2, 3, 4)
+    scales = np.arange(1, 7).reshape(2, 3) / 448
     rows = inspect.summary(state(histories, scales)).rows
     assert [row["name"] for row in rows] == [
         f"layer/input[{i},{j}]" for i in range(2) for j in range(3)
@@ -136,7 +132,8 @@ def test_a_large_model_takes_a_screen():
         "optimizer has stepped"
     )
     lines = [line.split()[:5] for line in table.split("\n")]
-    assert len(found.rows) == 41 and [line[:2] for line in lines[1:3]] == [
+    assert len(found.rows) == 41
+    assert [line[:2] for line in lines[1:3]] == [
         ["block_*/layer/input", "x30"],
         lines[2][:2],
     ]
@@ -237,10 +234,8 @@ def test_figures_by_hand():
     difference = (
         forward["layer/output_grad/scale_lag"] - found["layer/output_grad/scale_lag"]
     )
-    assert (
-        abs(difference - 7) < 1e-6
-        and forward["layer/input[0]/scale_lag"] == found["layer/input[0]/scale_lag"]
-    )
+    assert abs(difference - 7) < 1e-6
+    assert forward["layer/input[0]/scale_lag"] == found["layer/input[0]/scale_lag"]
     assert np.isnan(inspect.scalars(state([4], 1))["fp8/layer/input/growth"])
 
 

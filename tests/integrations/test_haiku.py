@@ -13,6 +13,8 @@ from programs.known_amax import HISTORY, OPERANDS
 
 import jaxfp8
 
+KEY = jax.random.key(0)
+
 hk = pytest.importorskip("haiku")
 
 STEPS = 3
@@ -75,7 +77,7 @@ def as_argument(x):
         hk.transform(lambda x, state: cases.product(x, kernel_parameter(x), state))
     )
     state = jaxfp8.init_state(cases.RECIPE)
-    variables = transformed.init(jax.random.key(0), x, state), state
+    variables = transformed.init(KEY, x, state), state
     return (
         variables,
         lambda v, x: transformed.apply(v[0], x, v[1]),
@@ -88,7 +90,7 @@ def as_parameters(x):
     transformed = hk.without_apply_rng(
         hk.transform(lambda x: WithParameters(name="layer")(x))
     )
-    variables = transformed.init(jax.random.key(0), x)
+    variables = transformed.init(KEY, x)
     return (
         variables,
         transformed.apply,
@@ -101,7 +103,7 @@ def as_haiku_state(x):
     transformed = hk.without_apply_rng(
         hk.transform_with_state(lambda x: WithHaikuState(name="layer")(x))
     )
-    variables = transformed.init(jax.random.key(0), x)
+    variables = transformed.init(KEY, x)
 
     def apply(variables, x):
         y, state = transformed.apply(*variables, x)

@@ -148,7 +148,8 @@ def test_scan_over_blocks():
     plain, scanned = (
         jaxfp8.linen.quantize(Model(is_scan), RULES) for is_scan in (False, True)
     )
-    variables, of_scan = init(plain), init(scanned)
+    variables = init(plain)
+    of_scan = init(scanned)
     assert of_scan["params"]["blocks"]["up"]["kernel"].names == (
         "layers",
         "embed",
@@ -173,10 +174,8 @@ def test_scan_over_blocks():
         gradient, aside = jax.jit(jax.grad(loss, has_aux=True))(variables)
         return jaxfp8.update_state(variables, gradient)[OWG], aside
 
-    (got, aside), (wanted, _) = (
-        state_of(scanned, stacked),
-        state_of(plain, nn.meta.unbox(variables)),
-    )
+    (got, aside) = state_of(scanned, stacked)
+    (wanted, _) = state_of(plain, nn.meta.unbox(variables))
     assert aside["blocks"]["norm"][0].shape == (2,)
     for i in range(2):
         # amaxes of bf16 values, which may round to either neighbour: 2**-8 each way

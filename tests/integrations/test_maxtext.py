@@ -15,14 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from nnx.cases import assert_state, expected_state
+from programs.cases import MATMUL
 
 import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.integrations import maxtext
+
+KEY = jax.random.key(0)
 
 K, N, H, STEPS = 8, 5, 4, 4
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
@@ -229,11 +233,11 @@ class Model(nnx.Module):
             self.product,
             jnp.zeros((1, K)),
             self.kernel.get_value(),
-            (((1,), (0,)), ((), ())),
+            MATMUL,
         )
 
     def __call__(self, x):
-        y = self.product(x, self.kernel.get_value(), (((1,), (0,)), ((), ())))
+        y = self.product(x, self.kernel.get_value(), MATMUL)
         # MaxText's bridge stores anew what it has read
         for name, variable in list(vars(self.product).items()):
             if isinstance(variable, jaxfp8.nnx.OverwriteWithGradient):
@@ -300,7 +304,7 @@ def test_state_of_linen_is_not_added_up(standin):
     """
     with maxtext.install(RECIPE):
         model = nn.Dense(N, dot_general_cls=quantization(standin).dot_general_cls())
-        params = model.init(jax.random.key(0), jnp.ones((1, K)))
+        params = model.init(KEY, jnp.ones((1, K)))
         with pytest.raises(
             TypeError,
             match=(
@@ -317,15 +321,13 @@ def test_a_recipe_for_each_product(standin):
     """Under the flag, fprop is that of the recipe and wgrad is exact; there is no state
     but that of fprop and dgrad.
     """
-    recipe, x = (
-        jaxfp8.ByProduct(RECIPE, RECIPE),
-        np.random.default_rng(0).standard_normal((6, K)).astype(np.float32),
-    )
+    recipe = jaxfp8.ByProduct(RECIPE, RECIPE)
+    x = np.random.default_rng(0).standard_normal((6, K)).astype(np.float32)
     with maxtext.install(recipe):
         layer = nn.Dense(
             N, use_bias=False, dot_general_cls=quantization(standin).dot_general_cls()
         )
-        params = layer.init(jax.random.key(0), x)
+        params = layer.init(KEY, x)
         y, vjp = jax.vjp(lambda params: layer.apply(params, x), params)
     (dot,) = params["_overwrite_with_gradient"].values()
     assert len(dot) == 6  # a history and a scale of input, kernel and output_grad
@@ -356,14 +358,10 @@ def test_flags(standin, flag, recipe):
     with maxtext.install():
         ours = quantization(standin, flag)
         product = ours.dot_general_cls(mesh_axes=("embed", "mlp"))()
-        assert (
-            isinstance(ours, standin.quantizations.Fp8Quantization)
-            and not ours.needs_apply_rngs
-        )
-        assert (
-            isinstance(product, jaxfp8.Fp8DotGeneral)
-            and type(product).__name__ == "Fp8DirectDotGeneralOp"
-        )
+        assert isinstance(ours, standin.quantizations.Fp8Quantization)
+        assert not ours.needs_apply_rngs
+        assert isinstance(product, jaxfp8.Fp8DotGeneral)
+        assert type(product).__name__ == "Fp8DirectDotGeneralOp"
         assert product.recipe == ours.einsum().recipe == recipe
         assert ours.quantize_dtype == recipe
         assert ours == quantization(standin, flag)
@@ -447,9 +445,10 @@ def test_flags_that_stay_maxtexts(standin):
 
 def test_einsum(standin):
     maxtext.install(RECIPE)
-    x, kernel = jnp.ones((2, K), jnp.bfloat16), jnp.ones((K, N))
+    x = jnp.ones((2, K), jnp.bfloat16)
+    kernel = jnp.ones((K, N))
     einsum = quantization(standin).einsum(dtype=jnp.bfloat16)
-    y, variables = einsum.init_with_output(jax.random.key(0), "ab,bc->ac", x, kernel)
+    y, variables = einsum.init_with_output(KEY, "ab,bc->ac", x, kernel)
     assert y.dtype == jnp.bfloat16
     mask = jnp.eye(2, dtype=bool)  # of tokens to experts
     np.testing.assert_array_equal(einsum.apply(variables, "ab,bc->ac", mask, x), x)
@@ -499,7 +498,7 @@ def operands():
     """x, kernels and the gradient; the rows of each device are larger than those of the
     one before.
     """
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(KEY, 3)
     size = 8.0 ** jnp.arange(float(DEVICES))[:, None, None]
     x = size * jax.random.normal(keys[0], (DEVICES, ROWS, WIDTH))
     kernel = jax.random.normal(keys[1], (EXPERTS, WIDTH, HIDDEN))
@@ -534,9 +533,7 @@ def on_devices(standin, tensor):
     """The product in `shard_map`, as MaxText's experts have it, where types do not tell
     what varies: rows on an axis of DEVICES, columns on an axis of `tensor`.
     """
-    mesh = jax.make_mesh(
-        (DEVICES, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = mesh_of(fsdp=DEVICES, tensor=tensor)
 
     @functools.partial(
         jax.shard_map,
@@ -614,9 +611,7 @@ def compare_stages(standin):
     stage is compared with the product of that stage alone.
     """
     x, kernel, _ = operands()
-    mesh = jax.make_mesh(
-        (DEVICES, 1), ("stage", "fsdp"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = mesh_of(stage=DEVICES, fsdp=1)
     sizes = jnp.asarray(SIZES)
     kernels = jnp.stack([kernel * size for size in (1, 3, 5, 7)])
 
@@ -704,10 +699,8 @@ def test_state_of_the_loss_combines_by_max(standin):
         def apply(state, x):
             return nnx.merge(graphdef, state, kernel)(x)
 
-        state, apply = (
-            nnx.state(model, jaxfp8.nnx.OverwriteWithGradient),
-            jax.checkpoint(apply),
-        )
+        state = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)
+        apply = jax.checkpoint(apply)
         return (apply(state, 3 * data) + apply(state, 2 * data)).sum()
 
     standin.train.loss_fn = twice
@@ -737,7 +730,7 @@ def test_policy_of_codes(standin, with_quantization):
             jaxfp8.dot_general(
                 x,
                 kernel,
-                (((1,), (0,)), ((), ())),
+                MATMUL,
                 recipe=jaxfp8.Float8CurrentScaling(),
             )
         )

@@ -62,14 +62,18 @@ def case(name: str) -> Case:
 
 def loop(case: Case) -> dict:
     """A relu mixture by its definition, token by token, with its gradients."""
-    y, dx = np.zeros_like(case.x), np.zeros_like(case.x)
+    y = np.zeros_like(case.x)
+    dx = np.zeros_like(case.x)
     dweights = np.zeros_like(case.weights)
-    dwi, dwo = np.zeros_like(case.wi), np.zeros_like(case.wo)
+    dwi = np.zeros_like(case.wi)
+    dwo = np.zeros_like(case.wo)
     for token, slot in np.ndindex(case.expert.shape):
-        e, weight = case.expert[token, slot], case.weights[token, slot]
+        e = case.expert[token, slot]
+        weight = case.weights[token, slot]
         if not 0 <= e < COUNT:
             continue
-        x, grad = case.x[token], case.grad[token]
+        x = case.x[token]
+        grad = case.grad[token]
         before = x @ case.wi[e]
         hidden = np.maximum(before, 0)
         result = hidden @ case.wo[e]

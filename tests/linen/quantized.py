@@ -2,7 +2,6 @@
 bitwise.
 """
 
-import functools
 import re
 
 import flax.linen as nn
@@ -14,17 +13,15 @@ from equality import assert_same_bits as assert_same
 import jaxfp8
 from jaxfp8.linen import quantize
 
+KEY = jax.random.key(0)
+
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
 BATCH, D = 4, 8
 
 
 def fp8(recipe):
-    return (
-        None
-        if recipe is None
-        else functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
-    )
+    return recipe and jaxfp8.make_dot_general_cls(recipe)
 
 
 class Block(nn.Module):
@@ -114,11 +111,13 @@ def step(module):
 
 def compare_training(quantized, hand, *x, steps=2):
     """Variables, and some steps of training, of both: every bit."""
-    variables = quantized.init(jax.random.key(0), *x)
-    assert_same(variables, hand.init(jax.random.key(0), *x), "init")
-    run, run_hand = step(quantized), step(hand)
+    variables = quantized.init(KEY, *x)
+    assert_same(variables, hand.init(KEY, *x), "init")
+    run = step(quantized)
+    run_hand = step(hand)
     for i in range(steps):
-        got, wanted = run(variables, *x), run_hand(variables, *x)
+        got = run(variables, *x)
+        wanted = run_hand(variables, *x)
         assert_same(got, wanted, f"step {i}")
         _, gradients = got
         params = jax.tree.map(
@@ -131,8 +130,8 @@ def compare_training(quantized, hand, *x, steps=2):
 
 def compare_programs(quantized, hand, *x):
     """The variables and the training step of both, traced: the same operations."""
-    variables = jax.eval_shape(quantized.init, jax.random.key(0), *x)
-    wanted = jax.eval_shape(hand.init, jax.random.key(0), *x)
+    variables = jax.eval_shape(quantized.init, KEY, *x)
+    wanted = jax.eval_shape(hand.init, KEY, *x)
     assert jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), variables
     ) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted)

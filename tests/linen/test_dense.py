@@ -2,7 +2,6 @@
 gradient comes in f32.
 """
 
-import functools
 import re
 
 import flax.linen as nn
@@ -16,6 +15,8 @@ from programs.known_amax import RECIPES, leaves
 
 import jaxfp8
 from jaxfp8.linen import Dense
+
+KEY = jax.random.key(0)
 
 RECIPE, OWG = RECIPES["delayed"].recipe, jaxfp8.OVERWRITE_WITH_GRADIENT
 
@@ -41,7 +42,7 @@ def test_steps(dtype):
     """
     layer = Dense(N, recipe=RECIPE, dtype=dtype, bias_init=BIAS)
     x, grad = operands(0, dtype)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
 
     @jax.jit
     def step(variables, x, grad):
@@ -72,12 +73,13 @@ def test_steps(dtype):
         params = jax.tree.map(
             lambda p, g: p - g, variables["params"], gradient["params"]
         )
-        variables, state = {"params": params, OWG: gradient[OWG]}, expected.state
+        variables = {"params": params, OWG: gradient[OWG]}
+        state = expected.state
 
 
 def program(layer):
     x, grad = operands(0, BF16)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     step = jax.jit(
         lambda variables, x, grad: jax.vjp(layer.apply, variables, x)[1](grad)
     )
@@ -98,11 +100,8 @@ def test_no_copy_of_the_kernel_in_the_compute_dtype():
     """nn.Dense rounds the kernel to bf16 and its gradient as well; here no f32 of its
     shape is, only codes widen.
     """
-    theirs = nn.Dense(
-        N,
-        dtype=BF16,
-        dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
-    )
+    cls = jaxfp8.make_dot_general_cls(RECIPE)
+    theirs = nn.Dense(N, dtype=BF16, dot_general_cls=cls)
     ours = Dense(N, recipe=RECIPE, dtype=BF16)
     assert kernel_conversions(program(theirs)) >= {("f32", "bf16"), ("bf16", "f32")}
     text = program(ours)
@@ -123,11 +122,9 @@ def test_dtypes_are_those_of_nn_dense(x_dtype, dtype, param_dtype):
     x = jax.ShapeDtypeStruct((M, K), x_dtype)
     options = {"dtype": dtype, "param_dtype": param_dtype}
     with jax.numpy_dtype_promotion("standard"):  # nn.Dense promotes
-        y, _ = jax.eval_shape(
-            nn.Dense(N, **options).init_with_output, jax.random.key(0), x
-        )
+        y, _ = jax.eval_shape(nn.Dense(N, **options).init_with_output, KEY, x)
     got, variables = jax.eval_shape(
-        Dense(N, recipe=RECIPE, **options).init_with_output, jax.random.key(0), x
+        Dense(N, recipe=RECIPE, **options).init_with_output, KEY, x
     )
     assert (got.shape, got.dtype) == (y.shape, y.dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables["params"])} == {
@@ -145,7 +142,7 @@ def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
     rng = np.random.default_rng(5)
     x = (rng.standard_normal((M, K)) * 20).astype(F32).astype(x_dtype)
     layer = Dense(N, recipe=RECIPE, dtype=dtype, use_bias=False)
-    variables = layer.init(jax.random.key(0), x)
+    variables = layer.init(KEY, x)
     arrives = x.astype(dtype or F32)
     state = jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, x).astype(F32))))(
         variables

@@ -12,6 +12,7 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
+from programs.linen import STACKED
 from recipes.cases import RECIPES
 
 import jaxfp8
@@ -28,6 +29,8 @@ from linen.expert_cases import (
     next_states,
 )
 
+KEY = jax.random.key(0)
+
 OWG, BF16 = jaxfp8.OVERWRITE_WITH_GRADIENT, oracle.BF16
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
 HIGH = jaxfp8.HighPrecision()
@@ -37,7 +40,7 @@ GATED = Experts(COUNT, HIDDEN, recipe=RECIPE)
 
 def variables_of(layer, c):
     """Variables of a layer before its first step, with the kernels of a case."""
-    variables = layer.init(jax.random.key(0), c.x, c.expert, c.weights)
+    variables = layer.init(KEY, c.x, c.expert, c.weights)
     return variables | {"params": {"wi": {"kernel": c.wi}, "wo": {"kernel": c.wo}}}
 
 
@@ -94,7 +97,7 @@ def test_high_precision():
     compare_with_loop("no expert", HIGH, BF16)
     with jaxfp8.autocast(enabled=False):
         c = case("two")
-        variables = RELU.init(jax.random.key(0), c.x, c.expert, c.weights)
+        variables = RELU.init(KEY, c.x, c.expert, c.weights)
         assert OWG not in variables
 
 
@@ -113,7 +116,7 @@ def tokens(*leading, seed=0, dtype=F32, chosen=2):
 
 def used_variables(layer, *args):
     """Variables with scales that are no powers of two."""
-    variables = jax.jit(layer.init)(jax.random.key(0), *args)
+    variables = jax.jit(layer.init)(KEY, *args)
     rng = np.random.default_rng(1)
     draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
     return {
@@ -215,7 +218,8 @@ def test_the_order_of_tokens_and_of_choices_does_not_matter():
 def test_leading_dimensions_and_vmap():
     args = tokens(2, 5)
     apply = functools.partial(GATED.apply, used_variables(GATED, *args))
-    one, none = (arg[0, 0] for arg in args), (arg[:, :0] for arg in args)
+    one = (arg[0, 0] for arg in args)
+    none = (arg[:, :0] for arg in args)
     flat = (arg.reshape(10, -1) for arg in args)
     y, flat, one_by_one, one, none = jax.jit(
         lambda *all_of: (
@@ -244,14 +248,13 @@ def test_scan_over_layers():
         def __call__(self, x):
             scan = nn.scan(
                 nn.remat(Block, prevent_cse=False),
-                variable_axes={"params": 0, OWG: 0},
-                split_rngs={"params": True},
+                **STACKED,
                 length=2,
             )
             return scan(name="blocks")(x, None)[0]
 
     stack = Stack()
-    variables = stack.init(jax.random.key(0), x)
+    variables = stack.init(KEY, x)
     gradients = jax.jit(jax.grad(lambda v: jnp.sum(stack.apply(v, x) ** 2)))(variables)
     layers = [jax.tree.map(lambda a: a[i], variables) for i in range(2)]  # noqa: B023
     layers = [
@@ -275,7 +278,8 @@ def test_scan_over_layers():
 
 
 def test_uses_of_one_layer_combine_by_max():
-    small, large = case("two"), case("two")
+    small = case("two")
+    large = case("two")
     variables = variables_of(RELU, small)
 
     def state(scales):
@@ -294,7 +298,7 @@ def test_uses_of_one_layer_combine_by_max():
 def test_names():
     """Those of checkpoints."""
     x, expert, weights = tokens(5)
-    variables = jax.eval_shape(GATED.init, jax.random.key(0), x, expert, weights)
+    variables = jax.eval_shape(GATED.init, KEY, x, expert, weights)
     leaves = {
         name: leaf.shape for name, leaf in flatten_dict(variables, sep="/").items()
     }
@@ -310,7 +314,7 @@ def test_names():
     }
     # the variance of one expert's fan-in
     init = jax.jit(GATED.clone(count=64, hidden_features=64).init)
-    kernel = init(jax.random.key(0), x, expert, weights)["params"]["wo"]["kernel"]
+    kernel = init(KEY, x, expert, weights)["params"]["wo"]["kernel"]
     np.testing.assert_allclose(np.std(kernel), 64**-0.5, rtol=0.05)
 
 
@@ -330,7 +334,7 @@ def test_rules_and_report():
     }
     assert rows["experts/wo"]["input"] == (10, HIDDEN)
     assert rows["experts/wo"]["kernel"] == (COUNT, HIDDEN, WIDTH)
-    variables = model.init(jax.random.key(0), x)
+    variables = model.init(KEY, x)
     assert set(variables[OWG]["experts"]) == {"wo"}
     by_rule = jaxfp8.linen.quantize(Experts(COUNT, HIDDEN), [(".*", RECIPE)])
     variables = used_variables(by_rule, *args)
@@ -340,7 +344,8 @@ def test_rules_and_report():
 
 
 def test_no_rule_reaches_a_ragged_dot_of_jax():
-    x, kernel = np.ones((4, WIDTH), F32), np.ones((2, WIDTH, 3), F32)
+    x = np.ones((4, WIDTH), F32)
+    kernel = np.ones((2, WIDTH, 3), F32)
     sizes = np.int32([1, 3])
     with jaxfp8.autocast(RECIPE):
         rows = jaxfp8.inspect.gemms(jax.lax.ragged_dot, x, kernel, sizes).rows
@@ -352,7 +357,7 @@ def test_products_of_a_step():
     program.
     """
     args = tokens(5)
-    variables = GATED.init(jax.random.key(0), *args)
+    variables = GATED.init(KEY, *args)
 
     def loss(variables, x):
         return jnp.sum(GATED.apply(variables, x, *args[1:]) ** 2)
@@ -384,8 +389,9 @@ def test_freeze_and_quantize_params():
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_freeze_without_state(recipe):
-    layer, args = GATED.clone(recipe=RECIPES[recipe][0]), tokens(5)
-    variables = jax.jit(layer.init)(jax.random.key(0), *args)
+    layer = GATED.clone(recipe=RECIPES[recipe][0])
+    args = tokens(5)
+    variables = jax.jit(layer.init)(KEY, *args)
     frozen = jaxfp8.freeze(layer, variables, *args)
     assert_same_bits(
         layer.apply(frozen, *args), layer.apply(variables, *args), "frozen"
@@ -403,9 +409,9 @@ def test_freeze_without_state(recipe):
 def test_bad_arguments(changed, error, message):
     args = dict(zip(("x", "expert", "weights"), tokens(5), strict=True)) | changed
     with pytest.raises(error, match=message):
-        GATED.init(jax.random.key(0), **args)
+        GATED.init(KEY, **args)
 
 
 def test_bad_activation():
     with pytest.raises(ValueError, match='Experts: activation: expected one of "gelu"'):
-        GATED.clone(activation="tanh").init(jax.random.key(0), *tokens(5))
+        GATED.clone(activation="tanh").init(KEY, *tokens(5))

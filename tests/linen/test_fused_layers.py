@@ -18,6 +18,8 @@ from recipes.cases import KINDS
 import jaxfp8
 from jaxfp8.linen import Dense, GatedMLP, NormDense
 
+KEY = jax.random.key(0)
+
 RECIPE, OWG = RECIPES["delayed"].recipe, jaxfp8.OVERWRITE_WITH_GRADIENT
 
 ROWS, WIDTH, HIDDEN = 5, 6, 8
@@ -55,7 +57,8 @@ def inputs(dtype=F32, rows=(ROWS,)):
 
 def init(layer, x):
     """The variables of a layer that has run, so that scales are no powers of two."""
-    variables, rng = layer.init(jax.random.key(0), x), np.random.default_rng(1)
+    variables = layer.init(KEY, x)
+    rng = np.random.default_rng(1)
     draw = lambda leaf: rng.uniform(1, 2, leaf.shape).astype(F32)  # noqa: E731
     return {
         name: jax.tree.map(draw, tree) if name == OWG else tree
@@ -65,7 +68,8 @@ def init(layer, x):
 
 def product(x, variables, path, recipe, dtype, **options):
     """What a Dense is: one product, from its parameters and state."""
-    params, state = functools.reduce(dict.__getitem__, path, variables["params"]), None
+    params = functools.reduce(dict.__getitem__, path, variables["params"])
+    state = None
     if OWG in variables:
         leaves = functools.reduce(
             dict.__getitem__, (*path, "Fp8DotGeneral_0"), variables[OWG]
@@ -117,7 +121,8 @@ def test_values_and_gradients(layer, recipe, dtype):
     state in some recipes.
     """
     recipe = RECIPES[recipe].recipe
-    layer, x = layer.clone(recipe=recipe, dtype=dtype), inputs(dtype)
+    layer = layer.clone(recipe=recipe, dtype=dtype)
+    x = inputs(dtype)
     variables = init(layer, x)
 
     def loss(variables, x, apply):
@@ -169,7 +174,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_parameters(layer):
-    params = LAYERS[layer].init(jax.random.key(0), inputs())["params"]
+    params = LAYERS[layer].init(KEY, inputs())["params"]
     assert {
         name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()
     } == PARAMETERS[layer]
@@ -179,7 +184,9 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
     """As nn.Dense and nn.DenseGeneral do for the same key; so the variance is that of
     the fan-in.
     """
-    x, key, size = inputs(), jax.random.key(3), int(np.prod(FEATURES))
+    x = inputs()
+    key = jax.random.key(3)
+    size = int(np.prod(FEATURES))
     ours = Dense(FEATURES, recipe=RECIPE).init(key, x)["params"]["kernel"]
     oracle.assert_bitwise(
         ours.reshape(WIDTH, size),
@@ -197,7 +204,5 @@ def test_kernels_are_initialized_as_those_of_one_dimension():
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), x_dtype)
-    y, _ = jax.eval_shape(
-        layer.clone(dtype=dtype).init_with_output, jax.random.key(0), x
-    )
+    y, _ = jax.eval_shape(layer.clone(dtype=dtype).init_with_output, KEY, x)
     assert y.dtype == y_dtype

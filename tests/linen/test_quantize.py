@@ -14,6 +14,7 @@ import jaxfp8
 from jaxfp8.linen import quantize
 
 from .quantized import (
+    KEY,
     OWG,
     RULES,
     A,
@@ -48,7 +49,7 @@ def test_trains_as_the_model_edited_by_hand():
     ],
 )
 def test_every_way_to_call(method):
-    variables = by_hand().init(jax.random.key(0), x())
+    variables = by_hand().init(KEY, x())
     got = by_rules().apply(variables, x(), method=method)
     assert_same(got, by_hand().apply(variables, x(), method=method))
     plain = model().apply({"params": variables["params"]}, x(), method=method)
@@ -56,7 +57,7 @@ def test_every_way_to_call(method):
 
 
 def test_bound_models():
-    variables = by_hand().init(jax.random.key(0), x())
+    variables = by_hand().init(KEY, x())
     hand = by_hand().bind(variables)
     assert_same(by_rules().bind(variables)(x()), hand(x()))
     assert_same(by_rules().bind(variables).encode(x()), hand.encode(x()))
@@ -77,7 +78,7 @@ def test_bound_submodules_in_containers():
             return self.towers["b"][0](self.towers["a"](x))
 
     quantized = quantize(Towers(), [("towers_a", A), ("towers_b_0", B)])
-    variables = quantized.init(jax.random.key(0), x())
+    variables = quantized.init(KEY, x())
     bound = quantized.bind(variables)
     hidden = nn.Dense(D, dot_general_cls=fp8(A)).apply(
         {name: tree["towers_a"] for name, tree in variables.items()}, x()
@@ -94,11 +95,11 @@ def test_is_a_module_like_its_model():
     assert quantized != model() and quantized != quantize(model(), RULES[1:])
     assert quantized.clone(h=A) != quantized and quantized.clone(h=A).h == A
     assert_same(
-        quantized.clone().init(jax.random.key(0), x()),
-        by_hand().init(jax.random.key(0), x()),
+        quantized.clone().init(KEY, x()),
+        by_hand().init(KEY, x()),
     )
     assert "MultiHeadDotProductAttention" in quantized.tabulate(
-        jax.random.key(0), x(), console_kwargs={"width": 300}
+        KEY, x(), console_kwargs={"width": 300}
     )
     assert repr(quantized) == repr(model())
 
@@ -111,15 +112,14 @@ def test_other_rules_are_traced_anew():
         traces.append(module)
         return module.apply({"params": params}, x)
 
-    params = model().init(jax.random.key(0), x())["params"]
+    params = model().init(KEY, x())["params"]
     outputs = [
         np.asarray(apply(m, params, x()))
         for m in (model(), by_rules(), by_rules(), model())
     ]
     assert len(traces) == 2
-    assert np.array_equal(outputs[0], outputs[3]) and np.array_equal(
-        outputs[1], outputs[2]
-    )
+    assert np.array_equal(outputs[0], outputs[3])
+    assert np.array_equal(outputs[1], outputs[2])
     assert not np.array_equal(outputs[0], outputs[1])
 
 
@@ -187,10 +187,10 @@ def test_own_layers():
 
 def test_own_layers_in_high_precision():
     mlp = quantize(jaxfp8.linen.GatedMLP(16), [("wi", None)])
-    variables = mlp.init(jax.random.key(0), x())
+    variables = mlp.init(KEY, x())
     assert set(variables[OWG]) == {"wo"}
     both = quantize(jaxfp8.linen.GatedMLP(16), [("w[io]", None)])
-    assert OWG not in both.init(jax.random.key(0), x())
+    assert OWG not in both.init(KEY, x())
     wi, wo = (np.float64(variables["params"][name]["kernel"]) for name in ("wi", "wo"))
     hidden = np.einsum("bld,dgh->gblh", np.float64(x()), wi)
     exact = (hidden[0] / (1 + np.exp(-hidden[0])) * hidden[1]) @ wo
@@ -221,7 +221,7 @@ class EditedEinsum(nn.Module):
 def test_einsum(bias):
     plain = nn.Einsum((D, 2, 4), "bld,dhk->blhk", use_bias=bias)
     compare_training(quantize(plain, [("", A)]), EditedEinsum(bias), x())
-    variables = plain.init(jax.random.key(0), x())
+    variables = plain.init(KEY, x())
     assert_same(
         quantize(plain, [("", None)]).apply(variables, x()), plain.apply(variables, x())
     )
@@ -263,7 +263,7 @@ class Parameters(nn.Module):
 def test_parameters_that_are_no_arrays():
     """Boxed matrices are named by their shapes; nothing else is in the way."""
     quantized = quantize(Parameters(), [(".*", A)])
-    variables = quantized.init(jax.random.key(0), x())
+    variables = quantized.init(KEY, x())
     with pytest.warns(jaxfp8.FP8StateWarning, match="as with 'kernel 8x8': where"):
         quantized.apply(variables, x())
 
@@ -300,4 +300,4 @@ def test_bound_model_is_an_error():
     with pytest.raises(
         ValueError, match="linen.quantize: model: expected an unbound module"
     ):
-        quantize(model().bind(model().init(jax.random.key(0), x())), RULES)
+        quantize(model().bind(model().init(KEY, x())), RULES)

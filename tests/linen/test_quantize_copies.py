@@ -12,14 +12,13 @@ import time
 import another_process
 import flax.linen as nn
 import jax
-import numpy as np
 import oracle
 import pytest
 
 import jaxfp8
 from jaxfp8.linen import _quantize_by_rules, quantize
 
-from .quantized import RULES, A, B, Block, D, Model, assert_same, fp8, step, x
+from .quantized import KEY, RULES, A, B, Block, D, Model, assert_same, fp8, step, x
 
 try:
     import cloudpickle
@@ -121,10 +120,8 @@ def test_copies(name, how):
     """
     plain, rules = MODELS[name]
     quantized = quantize(plain, rules)
-    plain_copy, quantized_copy = (
-        outcome(COPIES[how], plain),
-        outcome(COPIES[how], quantized),
-    )
+    plain_copy = outcome(COPIES[how], plain)
+    quantized_copy = outcome(COPIES[how], quantized)
     rules_copy = rules if how == "clone" else outcome(COPIES[how], rules)
     for part in (plain_copy, rules_copy):
         if isinstance(part, type):
@@ -176,11 +173,11 @@ def test_in_another_process(pickler):
     )
     local = quantize(Local(), [("mlp", recipe)])
     quantized = quantize(Block(), BLOCK_RULES) if pickler is pickle else local
-    variables = quantized.init(jax.random.key(0), x())
+    variables = quantized.init(KEY, x())
     wanted = jax.tree.leaves((variables, step(quantized)(variables, x())))
     got = another_process.run(IN_ANOTHER_PROCESS, pickler.dumps((quantized, x())))
     for i, (got_leaf, leaf) in enumerate(zip(got, wanted, strict=True)):
-        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
+        oracle.assert_bitwise(got_leaf, leaf, f"leaf {i}")
 
 
 def test_mutant_that_pickles_by_the_class_is_caught(monkeypatch):
@@ -218,9 +215,8 @@ def test_equal_models_of_several_threads():
 
     barrier = threading.Barrier(4)
     models = in_threads(*[lambda: (barrier.wait(), quantize(Fresh(), RULES))[1]] * 4)
-    assert len(set(map(type, models))) == 1 and all(
-        model == models[0] for model in models
-    )
+    assert len(set(map(type, models))) == 1
+    assert all(model == models[0] for model in models)
 
 
 class Meet(nn.Module):
@@ -240,18 +236,14 @@ class Meet(nn.Module):
 def test_models_that_run_at_the_same_time():
     """Each has its own rules; one has none."""
     alone = threading.Barrier(1)
-    wanted = [
-        Meet(alone, recipe).init(jax.random.key(0), x()) for recipe in (A, B, None)
-    ]
+    wanted = [Meet(alone, recipe).init(KEY, x()) for recipe in (A, B, None)]
     barrier = threading.Barrier(3)
     models = [
         quantize(Meet(barrier), [("dense", A)]),
         quantize(Meet(barrier), [("dense", B)]),
         Meet(barrier),
     ]
-    got = in_threads(
-        *[functools.partial(model.init, jax.random.key(0), x()) for model in models]
-    )
+    got = in_threads(*[functools.partial(model.init, KEY, x()) for model in models])
     assert_same(got, wanted)
 
 

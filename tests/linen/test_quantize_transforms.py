@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import pytest
 from flax import core
+from programs.linen import STACKED
 
 import jaxfp8
 from jaxfp8.linen import _scopes, quantize
 
 from .quantized import (
+    KEY,
     OWG,
     A,
     B,
@@ -50,8 +52,7 @@ def mapped(recipe=None):
         def __call__(self, x):
             dense = nn.vmap(
                 nn.Dense,
-                variable_axes={"params": 0, OWG: 0},
-                split_rngs={"params": True},
+                **STACKED,
             )
             return dense(5, name="heads", dot_general_cls=fp8(recipe))(x)
 
@@ -80,7 +81,7 @@ def test_scan_without_state():
             ValueError,
             match=r"^blocks/dense/.*: DelayedScaling keeps state, .*variable_axes",
         ):
-            model.init(jax.random.key(0), x())
+            model.init(KEY, x())
     current = jaxfp8.Float8CurrentScaling()
     plain = scanned(collections=("params",))
     compare_training(
@@ -95,11 +96,11 @@ def test_rnn():
     with pytest.raises(
         ValueError, match=rf"nn.RNN does, pass variable_broadcast=\('params', '{OWG}'\)"
     ):
-        quantize(nn.RNN(nn.SimpleCell(D)), [(".*", A)]).init(jax.random.key(0), x())
+        quantize(nn.RNN(nn.SimpleCell(D)), [(".*", A)]).init(KEY, x())
     rnn = quantize(
         nn.RNN(nn.SimpleCell(D), variable_broadcast=("params", OWG)), [(".*", A)]
     )
-    variables = rnn.init(jax.random.key(0), x())
+    variables = rnn.init(KEY, x())
     gradient = jax.jit(jaxfp8.grad(lambda variables, x: rnn.apply(variables, x).sum()))
     for steps in (3, 2):
         batch = steps * x()[:, :steps]
@@ -170,10 +171,8 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        axes, rngs = {"params": 0, OWG: 0}, {"params": True}
-        return nn.scan(ScanBody, variable_axes=axes, split_rngs=rngs, length=2)(
-            self.recipes, name="blocks"
-        )(x, None)[0]
+        scan = nn.scan(ScanBody, **STACKED, length=2)
+        return scan(self.recipes, name="blocks")(x, None)[0]
 
 
 class ScanBody(nn.Module):
@@ -209,9 +208,10 @@ STACKS = {
 @pytest.mark.parametrize("stack", STACKS)
 def test_blocks_in_nn_jit(stack):
     """The first block runs one recipe, the second another one, the last none."""
-    plain, hand = STACKS[stack](), STACKS[stack](recipes=(A, B, None))
+    plain = STACKS[stack]()
+    hand = STACKS[stack](recipes=(A, B, None))
     # the program of all blocks that a cache could find
-    plain.init(jax.random.key(0), x())
+    plain.init(KEY, x())
     compare_training(quantize(plain, STACK_RULES), hand, x(), steps=1)
 
 
@@ -220,7 +220,7 @@ def test_blocks_in_nn_jit_outside_of_jit():
     model; other rules are not.
     """
     hand = Compact(Jitted, (A, B, None))
-    variables = hand.init(jax.random.key(0), x())
+    variables = hand.init(KEY, x())
     wanted = [hand.apply(variables, x(seed)) for seed in (1, 2)]
     for _ in range(2):
         quantized = quantize(Compact(Jitted), STACK_RULES)
@@ -229,7 +229,7 @@ def test_blocks_in_nn_jit_outside_of_jit():
         Compact(Jitted), [("stack_0/.*", None), ("stack_1/.*", B), ("stack_2/.*", A)]
     )
     hand = Compact(Jitted, (None, B, A))
-    variables = hand.init(jax.random.key(0), x())
+    variables = hand.init(KEY, x())
     assert_same(other.apply(variables, x()), hand.apply(variables, x()))
 
 
@@ -238,12 +238,12 @@ def test_path_that_nn_jit_cannot_see_is_refused():
     flags.
     """
     hidden = nn.remat(nn.Sequential)([Jitted(), Jitted()])
-    hidden.init(jax.random.key(0), x())
+    hidden.init(KEY, x())
     with pytest.raises(
         ValueError,
         match=r"layers_\d is in nn.jit, inside of another transform.*take nn.jit away",
     ):
-        quantize(hidden, STACK_RULES).init(jax.random.key(0), x())
+        quantize(hidden, STACK_RULES).init(KEY, x())
 
 
 @pytest.mark.parametrize("stack", STACKS)

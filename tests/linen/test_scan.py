@@ -11,26 +11,19 @@ import numpy as np
 import optax
 import pytest
 from equality import assert_same_bits
+from programs.linen import STACKED
 
 import jaxfp8
 
 LAYERS, ROWS, WIDTH = 3, 8, 16
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 X = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
-STACKED = {
-    "variable_axes": {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0},
-    "split_rngs": {"params": True},
-    "length": LAYERS,
-}
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        dense = nn.Dense(
-            WIDTH,
-            dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
-        )
+        dense = nn.Dense(WIDTH, dot_general_cls=jaxfp8.make_dot_general_cls(RECIPE))
         return nn.relu(dense(x)), None
 
 
@@ -41,8 +34,10 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
         if self.is_class:
-            return self.scan(Block, **STACKED)()(x, None)[0]
-        return self.scan(lambda block, x, _: block(x), **STACKED)(Block(), x, None)[0]
+            return self.scan(Block, **STACKED, length=LAYERS)()(x, None)[0]
+        return self.scan(lambda block, x, _: block(x), **STACKED, length=LAYERS)(
+            Block(), x, None
+        )[0]
 
 
 def gradients(apply, variables):

@@ -25,6 +25,7 @@ STEPS = 10
 BATCH, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
 AXES = ("data", "fsdp", "tp")
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
+MATMUL = (((1,), (0,)), ((), ()))
 ROWS_BY_COLUMNS = (((2,), (0,)), ((), ()))  # x [b, s, k], kernel [k, n]
 
 
@@ -109,12 +110,12 @@ class Run:
 
 def mesh(kind: str = "auto", shape=(2, 2, 2), axes=AXES):
     """A mesh with `auto` or `explicit` axes."""
-    return jax.make_mesh(
-        shape,
-        axes,
-        axis_types=({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],)
-        * len(axes),
-    )
+    return jax.make_mesh(shape, axes, axis_types=(AxisType[kind.title()],) * len(axes))
+
+
+def stacked(tree, count):
+    """The tree of so many layers, all alike."""
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), tree)
 
 
 def weights() -> dict:
@@ -143,7 +144,8 @@ def tensor(rng, level):
     times 2**level; and the row.
     """
     values = rng.integers(-28, 29, (BATCH, LENGTH, WIDTH)).astype(np.float32) / 8
-    row, half = rng.integers(BATCH), rng.integers(2) * LENGTH // 2
+    row = rng.integers(BATCH)
+    half = rng.integers(2) * LENGTH // 2
     values[row, half : half + LENGTH // 2] *= 2
     values[row, half + rng.integers(LENGTH // 2), rng.integers(WIDTH)] = 7
     return values * np.float32(2.0**level), row
@@ -151,10 +153,8 @@ def tensor(rng, level):
 
 def hidden_sizes(rng, row):
     """f32 `[b, 1, f]`: 0.5, and 1 in one block of a row; and where that begins."""
-    size, column = (
-        np.full((BATCH, 1, HIDDEN), 0.5, np.float32),
-        rng.integers(HIDDEN // 8) * 8,
-    )
+    size = np.full((BATCH, 1, HIDDEN), 0.5, np.float32)
+    column = rng.integers(HIDDEN // 8) * 8
     size[row, :, column : column + 8] = 1
     return size, column
 
@@ -289,7 +289,7 @@ def assert_same(got, wanted, what):
                     f"{name}: differs on {first.device} and {shard.device}"
                 )
         assert leaf.dtype == value.dtype, f"{name}: {leaf.dtype}, not {value.dtype}"
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(value), err_msg=name)
+        np.testing.assert_array_equal(leaf, value, err_msg=name)
 
 
 def _bits(x) -> bytes:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from oracle import BF16, F32, blocks as oracle_blocks
 from programs.cases import pack
 from programs.known_amax import HISTORY, used_state
@@ -28,7 +29,7 @@ LOCAL = (8, 8, 160)
 
 
 def mesh():
-    return jax.make_mesh((DEVICES,), ("e",), axis_types=(AxisType.Auto,))
+    return mesh_of(e=DEVICES)
 
 
 # -------------------------------------------------------------------------- collectives
@@ -197,7 +198,8 @@ def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):
         return jnp.sum(y.astype(jnp.float32) * grad.astype(jnp.float32)), y
 
     def shard(xs, grads, state):
-        xs, grads = xs[:, 0], grads[:, 0]
+        xs = xs[:, 0]
+        grads = grads[:, 0]
         state = jax.tree.map(lambda leaf: leaf[0], state) if state_spec else state
 
         def loss(xs, state):
@@ -259,7 +261,8 @@ def next_state(case: Case, xs, grads, state: oracle.LayerState):
 
 def compare(case_name, recipe_name, program=loop, check_vma=True) -> None:
     """Compare a step with numpy, to the bit."""
-    case, (recipe, rule) = CASES[case_name], RECIPES[recipe_name]
+    case = CASES[case_name]
+    (recipe, rule) = RECIPES[recipe_name]
     xs, grads = operands(case)
     state = used_state()
     start = pack(state) if rule is None else None

@@ -62,10 +62,8 @@ def collectives(text: str) -> list[Collective]:
     """
     found = []
     for module, computation, instruction in _instructions(text):
-        kind, applied = (
-            instruction.opcode.removesuffix("-start"),
-            instruction.attribute("to_apply"),
-        )
+        kind = instruction.opcode.removesuffix("-start")
+        applied = instruction.attribute("to_apply")
         if kind in count.COLLECTIVES:
             groups = () if kind == "collective-permute" else _groups(instruction.rest)
             reducer = module.computations[applied].root.opcode if applied else None

@@ -29,7 +29,6 @@ from mesh import cases, hlo
 from mesh.by_hand import replicated, summed
 
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 5, 4, 16
-MATMUL = (((1,), (0,)), ((), ()))
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 
 
@@ -59,7 +58,9 @@ activation.defvjp(lambda y: (activation(y), None), lambda _, ct: (activation(ct)
 
 
 def layer(kernel, state, x, recipe=RECIPE):
-    return activation(jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state))
+    return activation(
+        jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
+    )
 
 
 def weights():
@@ -73,9 +74,7 @@ def weights():
 
 
 def state():
-    return jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * STAGES), jaxfp8.init_state(RECIPE)
-    )
+    return cases.stacked(jaxfp8.init_state(RECIPE), STAGES)
 
 
 def batches():
@@ -176,7 +175,8 @@ def by_ppermute(
         return lax.psum(x, axes) if checked else summed(x, axes)
 
     def loss(weights, state, x, target):
-        kernel, own = weights[0], jax.tree.map(lambda leaf: leaf[0], state)
+        kernel = weights[0]
+        own = jax.tree.map(lambda leaf: leaf[0], state)
         if not checked and "data" in manual:
             kernel = replicated(kernel, ("data",))
         stage = lax.axis_index("stage")

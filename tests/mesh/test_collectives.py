@@ -21,7 +21,8 @@ AMAXES = 6  # of one step of `cases.mlp`: input, kernel and output_grad of two p
 
 
 def compiled(kind, name, **options) -> str:
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
+    mesh = cases.mesh(kind)
+    layout = cases.LAYOUTS[name]
     with jax.set_mesh(mesh):
         weights, state, batches = cases.arguments(mesh, layout, **options)
         return (
@@ -35,7 +36,8 @@ def compiled(kind, name, **options) -> str:
 def compiled_in_bf16(kind, name, monkeypatch) -> str:
     def dot(x, kernel, state, recipe, out_sharding):
         del state, recipe
-        kernel, out = kernel.astype(x.dtype), jnp.float32
+        kernel = kernel.astype(x.dtype)
+        out = jnp.float32
         return lax.dot_general(
             x,
             kernel,
@@ -102,7 +104,8 @@ def check_work(text, name):
     """Each device quantizes its shards and computes its part of the products, both
     once.
     """
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     sizes = sorted(shard_size(mesh, *tensor) for tensor in quantized(layout).values())
     operands = [
         math.prod(operands[0][1])
@@ -118,7 +121,8 @@ def check_gathers(text, name):
     """Only codes are gathered, and only of tensors that are cut along an axis that
     their product is not cut along.
     """
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     gathers = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
     assert {dtype for c in gathers for dtype, _ in c.results} <= {"u8"}
     over_rows = {axis for axis in cases.AXES if axis in str(layout.x[:1])}
@@ -201,8 +205,8 @@ def test_separate_reductions_are_caught(monkeypatch):
 
 def scanned(kind, in_shard_map, policy) -> str:
     """The compiled gradient of a scan over three layers with FSDP."""
-    specs, mesh = (P(None, cases.AXES), P(), P(cases.AXES)), cases.mesh(kind)
-    recipe, dims = jaxfp8.DelayedScaling(amax_history_len=4), (((1,), (0,)), ((), ()))
+    specs = (P(None, cases.AXES), P(), P(cases.AXES))
+    mesh = cases.mesh(kind)
 
     def loss(kernels, states, x):
         def layer(x, kernel_and_state):
@@ -212,7 +216,9 @@ def scanned(kind, in_shard_map, policy) -> str:
             elif kind == "explicit":
                 kernel = jax.sharding.reshard(kernel, P())
             return jnp.tanh(
-                jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state)
+                jaxfp8.dot_general(
+                    x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state
+                )
             ), None
 
         layer = (
@@ -226,7 +232,7 @@ def scanned(kind, in_shard_map, policy) -> str:
     step = jaxfp8.grad(loss, argnums=(0, 1))
     if in_shard_map:
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
+    states = cases.stacked(jaxfp8.init_state(cases.RECIPE), 3)
     arguments = jnp.ones((3, 64, 64)), states, jnp.ones((128, 64))
     with jax.set_mesh(mesh):
         arguments = [

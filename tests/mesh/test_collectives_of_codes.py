@@ -48,10 +48,8 @@ def test_programs(program, recipe, case, check_vma):
 
 def test_layers_in_a_loop():
     """Without a cotangent of `output_grad`, of which the reading tells nothing."""
-    collective, states = (
-        cases.CASES["all_gather"],
-        [used_state(seed) for seed in range(cases.USES)],
-    )
+    collective = cases.CASES["all_gather"]
+    states = [used_state(seed) for seed in range(cases.USES)]
     xs, grads = cases.operands(collective)
     step = cases.step(collective, cases.RECIPES["delayed"][0], cases.layers)
     ys, dxs, after = step(xs, grads, pack(states))
@@ -66,13 +64,12 @@ def test_layers_in_a_loop():
 @pytest.mark.parametrize("recipe", ["delayed", "block", "mx"])
 def test_nan_and_inf_arrive_as_nan(recipe):
     """They enter no amax of a state; they are where the elements arrive."""
-    case, state = cases.CASES["all_to_all"], used_state()
+    case = cases.CASES["all_to_all"]
+    state = used_state()
     xs, grads = cases.operands(case)
-    xs[0, 2, 3, 1, 5], xs[0, 4, 0, 0, 159], grads[1, 0, 1, 1, 0] = (
-        np.nan,
-        -np.inf,
-        np.inf,
-    )
+    xs[0, 2, 3, 1, 5] = np.nan
+    xs[0, 4, 0, 0, 159] = -np.inf
+    grads[1, 0, 1, 1, 0] = np.inf
     start = pack(state) if recipe == "delayed" else None
     ys, dxs, after = cases.step(case, cases.RECIPES[recipe][0])(xs, grads, start)
     expected = [
@@ -137,10 +134,8 @@ def test_two_uses_of_a_replicated_x():
     """The gradient is the sum of what all devices send back: integers that are FP8
     numbers. The state is the larger.
     """
-    recipe, x = (
-        jaxfp8.DelayedScaling(amax_history_len=4),
-        np.float32([[1, -2, 3, 4]] * 8),
-    )
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
+    x = np.float32([[1, -2, 3, 4]] * 8)
     state = jaxfp8.init_state(recipe)
 
     def shard(x, grad, state):
@@ -220,10 +215,8 @@ def test_products_take_the_codes(recipe, batch):
     recipe, rule = cases.RECIPES[recipe]
     state = pack(used_state()) if rule is None else jaxfp8.init_state(recipe)
     rng = np.random.default_rng(0)
-    x, kernel = (
-        rng.standard_normal((64, 6, 160)).astype(BF16),
-        rng.standard_normal((8, 160, 16)).astype(F32),
-    )
+    x = rng.standard_normal((64, 6, 160)).astype(BF16)
+    kernel = rng.standard_normal((8, 160, 16)).astype(F32)
     numbers, kernel = (
         ((((2,), (1,)), ((0,), (0,))), kernel)
         if batch
@@ -249,7 +242,8 @@ def test_products_take_the_codes(recipe, batch):
     )
     # the gradient of the kernel reads other scales: below
     if recipe == cases.RECIPES["mx"][0]:
-        codes, values = codes[:2], values[:2]
+        codes = codes[:2]
+        values = values[:2]
     assert_same_bits(codes, values)
 
 
@@ -276,7 +270,8 @@ def test_wgrad_shifts_exponents(recipe):
     )
 
     def dkernel(q):
-        numbers, kernel = (((1,), (0,)), ((), ())), jnp.ones((256, 32), jnp.float32)
+        numbers = (((1,), (0,)), ((), ()))
+        kernel = jnp.ones((256, 32), jnp.float32)
         return jax.grad(
             lambda kernel: jnp.sum(
                 jnp.sin(jaxfp8.dot_general(q, kernel, numbers, recipe=recipe))
@@ -311,7 +306,8 @@ ERRORS = {
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(message):
-    x, send = jnp.ones((64, 256), jnp.bfloat16), ERRORS[message]
+    x = jnp.ones((64, 256), jnp.bfloat16)
+    send = ERRORS[message]
     with pytest.raises((TypeError, ValueError), match=message):
         jax.shard_map(
             lambda x: send(x).data, mesh=cases.mesh(), in_specs=P("e"), out_specs=P("e")

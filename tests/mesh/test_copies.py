@@ -75,7 +75,8 @@ def test_jit(function, layout, case):
 @CASES
 @pytest.mark.parametrize("layout", ["data", "columns"])
 def test_explicit_axes(layout, case):
-    arguments, mesh = (INPUTS[case], kernels(case), empty()), cases.mesh("explicit")
+    arguments = (INPUTS[case], kernels(case), empty())
+    mesh = cases.mesh("explicit")
     with jax.set_mesh(mesh):
         y = jax.jit(product)(*placed(mesh, layout, *arguments))
     check(y, product, *arguments)
@@ -86,7 +87,8 @@ def test_explicit_axes(layout, case):
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
 @pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
 def test_shard_map(checked, layout, case):
-    arguments, mesh = (INPUTS[case], kernels(case), empty()), cases.mesh("auto")
+    arguments = (INPUTS[case], kernels(case), empty())
+    mesh = cases.mesh("auto")
     of_x, of_kernel = LAYOUTS[layout]
     summed = of_x[1:] and of_x[1]
 

@@ -19,7 +19,8 @@ KINDS = ("auto", "explicit")
 
 
 def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
+    mesh = cases.mesh(kind)
+    layout = cases.LAYOUTS[name]
     with jax.set_mesh(mesh):
         weights, state, batches = cases.arguments(mesh, layout, recipe, with_state)
         return cases.train(
@@ -50,7 +51,8 @@ def test_gradient_of_the_input(kind, name):
 
         return of_input
 
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
+    mesh = cases.mesh(kind)
+    layout = cases.LAYOUTS[name]
     wanted = jax.jit(make_step(cases.loss))(
         cases.weights(), cases.state(), cases.batches(jnp.float32)[0]
     )
@@ -75,10 +77,12 @@ def _by_recipe(recipe, product, kernel, x):
         return jaxfp8.ragged_dot(
             reshard(x, P()), kernel[None], sizes, recipe=recipe, state=state
         )
-    bias, dims = jnp.zeros(kernel.shape[1:]), (((1,), (0,)), ((), ()))
     if product == "quantize_params":
         kernel = jaxfp8.quantize_params(kernel, None, recipe, where=".*")
-    return jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state, bias=bias)
+    bias = jnp.zeros(kernel.shape[1:])
+    return jaxfp8.dot_general(
+        x, kernel, cases.MATMUL, recipe=recipe, state=state, bias=bias
+    )
 
 
 @pytest.mark.filterwarnings("ignore:this gradient never updates FP8 state")
@@ -121,7 +125,8 @@ def test_gradients_of_reduced_kernels(implementation, recipe, product):
         jax.set_mesh(cases.mesh("explicit")),
         jaxfp8.ops.implementation(implementation),
     ):
-        kernel, x = reshard(kernel, P(None, None)), reshard(x, P(cases.AXES, None))
+        kernel = reshard(kernel, P(None, None))
+        x = reshard(x, P(cases.AXES, None))
         expected = jax.jit(gradient)(kernel, x)
         for function in (summed, made_plain_again):
             assert jnp.array_equal(jax.jit(function)(kernel, x), expected), (
@@ -130,11 +135,8 @@ def test_gradients_of_reduced_kernels(implementation, recipe, product):
 
 
 def test_a_reduced_state_and_an_unreduced_result_are_refused():
-    recipe, dims, axes = (
-        REDUCED_RECIPES["delayed"],
-        (((1,), (0,)), ((), ())),
-        set(cases.AXES),
-    )
+    recipe = REDUCED_RECIPES["delayed"]
+    axes = set(cases.AXES)
     with jax.set_mesh(cases.mesh("explicit")):
         x, kernel, state = (
             reshard(tree, P())
@@ -148,7 +150,7 @@ def test_a_reduced_state_and_an_unreduced_result_are_refused():
         with pytest.raises(
             ValueError, match="dot_general: state: expected one without `reduced` axes"
         ):
-            jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=reduced)
+            jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=reduced)
         with pytest.raises(
             ValueError,
             match="dot_general: out_sharding: expected one without `unreduced`",
@@ -156,7 +158,7 @@ def test_a_reduced_state_and_an_unreduced_result_are_refused():
             jaxfp8.dot_general(
                 x,
                 kernel,
-                dims,
+                cases.MATMUL,
                 recipe=recipe,
                 state=state,
                 out_sharding=P(unreduced=axes),

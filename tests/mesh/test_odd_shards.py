@@ -19,7 +19,6 @@ from mesh import cases
 
 KINDS = ("auto", "explicit")
 LAYOUT = cases.LAYOUTS["all"]
-MATRICES = (((1,), (0,)), ((), ()))
 
 
 def numbers(seed, shape, largest=7):
@@ -42,9 +41,10 @@ def step(x, kernel, target, state, place=lambda value, name: value, out=None):
     """The loss, and the gradients of state, x and kernel, of one product."""
 
     def loss(state, x, kernel):
-        x, kernel = place(x, "x"), place(kernel, "kernel")
+        x = place(x, "x")
+        kernel = place(kernel, "kernel")
         y = jaxfp8.dot_general(
-            x, kernel, MATRICES, recipe=cases.RECIPE, state=state, out_sharding=out
+            x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, out_sharding=out
         )
         return jnp.sum(place(y, "y") * target)
 
@@ -73,7 +73,8 @@ def train_uneven(cut, shape):
     def place(value, name):
         return lax.with_sharding_constraint(value, NamedSharding(mesh, specs[name]))
 
-    tensors, state = one_product(*shape), jaxfp8.init_state(cases.RECIPE)
+    tensors = one_product(*shape)
+    state = jaxfp8.init_state(cases.RECIPE)
     wanted = jax.jit(step)(*tensors, state)
     cases.assert_same(
         jax.jit(functools.partial(step, place=place))(*tensors, state),
@@ -109,11 +110,9 @@ def test_heads_that_some_devices_divide(devices, heads):
     8 devices, then each over 2.
     """
     features = 12 * heads
-    x, kernel, target = (
-        numbers(0, (6, features)),
-        numbers(1, (heads, 12, 4), 3.5),
-        numbers(2, (6, 4)),
-    )
+    x = numbers(0, (6, features))
+    kernel = numbers(1, (heads, 12, 4), 3.5)
+    target = numbers(2, (6, 4))
 
     @jax.jit
     def step(x, kernel, target, state):
@@ -149,11 +148,9 @@ def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
     """Of x `[192, 384]` two rows of blocks ask for 2 of 6 devices and three columns for
     3: no parts of 6 name both.
     """
-    x, kernel, target = (
-        numbers(0, (192, 384)),
-        numbers(1, (384, 384), 3.5),
-        numbers(2, (192, 384)),
-    )
+    x = numbers(0, (192, 384))
+    kernel = numbers(1, (384, 384), 3.5)
+    target = numbers(2, (192, 384))
 
     @jax.jit
     def step(x, kernel, target):
@@ -161,7 +158,7 @@ def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
             y = jaxfp8.dot_general(
                 x,
                 kernel,
-                MATRICES,
+                cases.MATMUL,
                 recipe=jaxfp8.Float8BlockScaling(power_2_scale=True),
             )
             return jnp.sum(y * target)
@@ -232,7 +229,8 @@ def test_vmap(own, kind, spmd_axis_name):
     """A batch over "data", of x and of what its members own; rows are cut over "fsdp",
     columns over "tp".
     """
-    mesh, members = cases.mesh(kind), 4
+    mesh = cases.mesh(kind)
+    members = 4
     in_axes = (0, 0 if "kernel" in own else None, 0 if "state" in own else None)
     state = jaxfp8.init_state(cases.RECIPE)
     sizes = [2.0**-i for i in range(members)]
@@ -246,12 +244,12 @@ def test_vmap(own, kind, spmd_axis_name):
     kernel = np.stack([numbers(20 + i, (16, 12), 3.5) for i in range(members)])
     kernel = kernel if "kernel" in own else kernel[0]
     if "state" in own:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * members), state)
+        state = cases.stacked(state, members)
 
     def train(x, kernel, target, state, spmd_axis_name=None):
         def dot(x, kernel, state):
             return jaxfp8.dot_general(
-                x, kernel, MATRICES, recipe=cases.RECIPE, state=state
+                x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state
             )
 
         def loss(kernel, state):
@@ -283,15 +281,14 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
     """Kernels `[layers, k, n]` cut over "fsdp" and "tp"; a state for each, or one for
     all.
     """
-    mesh, layers = cases.mesh(kind), 4
-    x, target, kernels = (
-        numbers(0, (8, 16, 32)),
-        numbers(1, (8, 16, 32)),
-        numbers(2, (layers, 32, 32), 3.5),
-    )
+    mesh = cases.mesh(kind)
+    layers = 4
+    x = numbers(0, (8, 16, 32))
+    target = numbers(1, (8, 16, 32))
+    kernels = numbers(2, (layers, 32, 32), 3.5)
     state = jaxfp8.init_state(cases.RECIPE)
     if not is_shared:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), state)
+        state = cases.stacked(state, layers)
 
     def train(x, kernels, target, state, out=None):
         def loss(kernels, state):
@@ -313,10 +310,8 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
         run = jax.jit(
             functools.partial(train, out=P("data") if kind == "explicit" else None)
         )
-        tensors, specs = (
-            (x, kernels, target, state),
-            (P("data"), P(None, "fsdp", "tp"), P("data"), P()),
-        )
+        tensors = (x, kernels, target, state)
+        specs = (P("data"), P(None, "fsdp", "tp"), P("data"), P())
         placed = [
             cases.put(tensor, mesh, spec)
             for tensor, spec in zip(tensors, specs, strict=True)
@@ -340,11 +335,13 @@ def test_arguments_on_no_mesh(kind):
 
 def test_a_kernel_on_no_mesh():
     """While the data are on a mesh with explicit axes."""
-    mesh, state = line("explicit"), jaxfp8.init_state(cases.RECIPE)
+    mesh = line("explicit")
+    state = jaxfp8.init_state(cases.RECIPE)
     x, kernel, target = one_product(8, 16, 8)
     wanted = jax.jit(step)(x, kernel, target, state)
     with jax.set_mesh(mesh):
-        x, target = cases.put(x, mesh, P("d")), cases.put(target, mesh, P("d"))
+        x = cases.put(x, mesh, P("d"))
+        target = cases.put(target, mesh, P("d"))
         cases.assert_same(jax.jit(step)(x, kernel, target, state), wanted, "numpy")
 
 

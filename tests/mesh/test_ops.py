@@ -38,10 +38,11 @@ def codes(*shape, seed=0):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_one_tensor(spec):
-    x, scale = values(4, 6, 10), np.float32(3)
+    x = values(4, 6, 10)
+    scale = np.float32(3)
     data, top = oracle.quantize(x, scale, FORMAT)
     cut = put(x, spec)
-    oracle.assert_bitwise(np.asarray(jax.jit(ops.amax)(cut)), top, "amax")
+    oracle.assert_bitwise(jax.jit(ops.amax)(cut), top, "amax")
     assert_all_bitwise(
         jax.jit(lambda x: ops.quantize(x, scale, FORMAT.dtype))(cut),
         (data, top),
@@ -51,7 +52,7 @@ def test_one_tensor(spec):
     assert_all_bitwise(both, (data, data.swapaxes(1, 2), top), "quantize_transpose")
     out = jax.jit(lambda q: ops.dequantize(q, scale, np.float32))(put(data, spec))
     oracle.assert_bitwise(
-        np.asarray(out),
+        out,
         oracle.dequantize(data, scale, np.dtype(np.float32)),
         "dequantize",
     )
@@ -66,7 +67,8 @@ def test_producers(spec):
     """Rows and columns may be cut, but not the two halves of a gated activation, nor a
     row that is normalised.
     """
-    x, scale = values(8, 2, 16), np.float32(3)
+    x = values(8, 2, 16)
+    scale = np.float32(3)
     for name, m, n in (("silu_gated", 8, 16), ("gelu", 16, 16)):
         operand = (
             put(x, spec)
@@ -136,7 +138,8 @@ def test_product(spec, extra):
     has a part of the sum.
     """
     m, n, k = 8, 4, 16
-    a, b = codes(m, k, seed=1), codes(n, k, seed=2)
+    a = codes(m, k, seed=1)
+    b = codes(n, k, seed=2)
     scales = np.float32(2.0**-7), np.float32(0.3)
     options = {
         name: values(*shape, seed=3)
@@ -164,11 +167,10 @@ def test_counts(spec):
     """Each device counts its shard; one sum over the devices makes them counts of the
     tensor.
     """
-    x, scale = (
-        values(4, 6, 10)
-        * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(np.float32),
-        np.float32(3),
+    x = values(4, 6, 10) * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(
+        np.float32
     )
+    scale = np.float32(3)
     cut = put(x, spec)
     with ops.implementation("ffi"):
         count = (
@@ -176,9 +178,7 @@ def test_counts(spec):
             .lower(cut)
             .compile()
         )
-    oracle.assert_bitwise(
-        np.asarray(count(cut)), oracle.counts(x, scale, FORMAT), str(spec)
-    )
+    oracle.assert_bitwise(count(cut), oracle.counts(x, scale, FORMAT), str(spec))
     sums = [collective.results for collective in hlo.collectives(count.as_text())]
     assert sums == [(("f32", (2,)),)] * any(spec)
 
@@ -227,7 +227,8 @@ def test_histories_are_written_by_xla_on_a_mesh():
         (scale,) = ops.delayed_scales([history], [amax], fp8_max=[448.0])
         return ops.write_histories([[(history, amax)]], [[(amax, scale.scale_inv)]])
 
-    history, amax = np.ones(8, np.float32), np.ones(1, np.float32)
+    history = np.ones(8, np.float32)
+    amax = np.ones(1, np.float32)
     with ops.implementation("ffi"):
         cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
         alone = jax.jit(step).lower(history, amax).compile().as_text()
@@ -276,7 +277,8 @@ def test_state_of_layers(spec):
     """Layers and experts are cut as they lie, without a collective; a window that comes
     cut is still one window.
     """
-    rng, leaves = np.random.default_rng(0), ((4, 2), (4, 2), (4,))
+    rng = np.random.default_rng(0)
+    leaves = ((4, 2), (4, 2), (4,))
     products = [
         [
             (
@@ -311,7 +313,7 @@ def test_state_of_layers(spec):
         for j in np.ndindex(leaves[i]):
             numbers = [oracle.reading(h[j], scale[j]) for h, scale in pairs]
             oracle.assert_bitwise(
-                np.asarray(readings[i][j]), np.concatenate(numbers), f"product {i}: {j}"
+                readings[i][j], np.concatenate(numbers), f"product {i}: {j}"
             )
             for q, (h, _) in enumerate(pairs):
                 expected = oracle.write_history(h[j], recorded[i][j][6 * q :])

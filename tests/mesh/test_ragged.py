@@ -7,22 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from dot.ragged_cases import HISTORY, RECIPE, WITHOUT, operands
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.delayed_cases import assert_step
 
 import jaxfp8
 from mesh import hlo
 
 
-def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
+def compare_on_mesh(lhs_spec, rhs_spec, kind="Auto"):
     """One step, of operands that a mesh of 2 by 2 devices cuts; a group lies on both
     sides of a cut.
     """
-    mesh = jax.make_mesh(
-        (2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = mesh_of(kind, x=2, y=2)
     lhs, rhs, grad = operands(4)
     sizes = [30, 7, 0, 40]
     expected = oracle.ragged_step(
@@ -41,7 +40,7 @@ def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
             )
 
         y, vjp = jax.vjp(product, lhs, rhs, state)
-        if axis_type is AxisType.Explicit:
+        if kind == "Explicit":
             grad = jax.sharding.reshard(grad, jax.typeof(y).sharding)
         return (y, *vjp(grad))
 
@@ -63,14 +62,12 @@ def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
         ((), (("x", "y"),)),
     ],
 )
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
-)
-def test_meshes(lhs_spec, rhs_spec, axis_type):
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_meshes(lhs_spec, rhs_spec, kind):
     """Rows, experts, k and n may be cut; a device finds its groups in the sizes of
     all.
     """
-    compare_on_mesh(lhs_spec, rhs_spec, axis_type)
+    compare_on_mesh(lhs_spec, rhs_spec, kind)
 
 
 # Of the width each of eight devices has whole blocks of 128.
@@ -82,9 +79,7 @@ def collectives_of(recipe, lhs_spec, rhs_spec, axes):
     """The collectives of a gradient, of kernels that are quantized where they are; all
     operands keep their place.
     """
-    mesh = jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
-    )
+    mesh = mesh_of(**axes)
     lhs_sharding, rhs_sharding = (
         NamedSharding(mesh, P(*spec)) for spec in (lhs_spec, rhs_spec)
     )
@@ -151,16 +146,14 @@ def test_codes_that_are_gathered_by_hand(name):
     """FSDP in shard_map: one gather of codes, half the bytes of bfloat16; kernels'
     gradients come back scattered.
     """
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(fsdp=8)
     recipe = {
         "delayed": jaxfp8.DelayedScaling(amax_history_len=HISTORY),
         "block": FP8["block"],
     }[name]
     rng = np.random.default_rng(0)
-    lhs, rhs = (
-        rng.standard_normal((8 * 16, 64)).astype(np.float32),
-        rng.standard_normal((G, 64, 40)).astype(np.float32),
-    )
+    lhs = rng.standard_normal((8 * 16, 64)).astype(np.float32)
+    rhs = rng.standard_normal((G, 64, 40)).astype(np.float32)
     sizes = np.int32([[4, 0, 0, 5, 0, 1, 2, 3]] * 8)
 
     def gather(a):

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_mesh import mesh_of
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxfp8
 from mesh import cases, hlo
@@ -68,7 +69,8 @@ def local_loss(layout, checked, recipe=RECIPE):
     they are (TP): the second product is then a sum over devices, which either all get
     or each gets its places of the sequence (SP).
     """
-    of_batch, of_places = axes_of(layout.y[0]), axes_of(*layout.y[1:])
+    of_batch = axes_of(layout.y[0])
+    of_places = axes_of(*layout.y[1:])
 
     def whole(kernel, spec):
         if not checked:
@@ -152,7 +154,8 @@ def test_gradient_inside(name, checked):
     """Ten steps; all amaxes of one, forward and backward, go in one all-reduce over all
     devices.
     """
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     weights, state, batches = cases.arguments(mesh, layout)
     step = (
         jax.jit(step_inside(mesh, layout, checked))
@@ -170,7 +173,8 @@ def test_gradient_inside(name, checked):
 
 @pytest.mark.parametrize("name", ["dp", "fsdp", "tp", "sp"])
 def test_gradient_outside(name):
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     run = train(step_outside(mesh, layout, True), mesh, layout)
     cases.assert_same(run, cases.reference(), f"{name}, outside")
 
@@ -187,7 +191,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_programs(name, checked):
     kind, recipe, with_state = OTHERS[name]
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS["all"]
+    mesh = cases.mesh(kind)
+    layout = cases.LAYOUTS["all"]
     run = train(
         step_inside(mesh, layout, checked, recipe), mesh, layout, recipe, with_state
     )
@@ -236,19 +241,19 @@ def test_constants_inside_of_the_map(name, constant):
     """An operand that is closed over knows no mesh; it is as one that every device was
     given.
     """
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=8)
     rng = np.random.default_rng(0)
     operands = {
         "x": rng.standard_normal((16, 16)).astype(np.float32),
         "kernel": np.eye(16, dtype=np.float32),
     }
-    fixed, other = constant(operands[name]), "kernel" if name == "x" else "x"
+    fixed = constant(operands[name])
+    other = "kernel" if name == "x" else "x"
 
     def total(state, other_value, fixed):
         both = {name: fixed, other: other_value}
-        contract = (((1,), (0,)), ((), ()))
         y = jaxfp8.dot_general(
-            both["x"], both["kernel"], contract, recipe=RECIPE, state=state
+            both["x"], both["kernel"], cases.MATMUL, recipe=RECIPE, state=state
         )
         return jax.lax.psum(jnp.sum(y), "data")
 
@@ -262,10 +267,8 @@ def test_constants_inside_of_the_map(name, constant):
             )
         )
 
-    state, specs = (
-        jaxfp8.init_state(RECIPE),
-        (P(), P("data") if other == "x" else P(None, "data")),
-    )
+    state = jaxfp8.init_state(RECIPE)
+    specs = (P(), P("data") if other == "x" else P(None, "data"))
     got = mapped(lambda state, value: total(state, value, fixed), *specs)(
         state, operands[other]
     )
@@ -277,11 +280,9 @@ def test_constants_inside_of_the_map(name, constant):
 @pytest.mark.parametrize("where", ["check_vma", "no check_vma", "around"])
 def test_wrapped(where, wrap):
     """Inside of the map, or around it."""
-    mesh, layout, around = (
-        cases.mesh(),
-        cases.LAYOUTS["tp"],
-        functools.partial(wrapped, WRAPPERS[wrap]),
-    )
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["tp"]
+    around = functools.partial(wrapped, WRAPPERS[wrap])
     if where == "around":
         step = step_outside(mesh, layout, True, around=around)
     else:
@@ -295,7 +296,8 @@ def test_wrapped(where, wrap):
 @MOSTLY_CHECKED
 def test_a_map_in_a_map(checked):
     """The outer map has the axis data, the inner one the others."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     inner, outer = (restricted(layout, axes) for axes in (("fsdp", "tp"), ("data",)))
     step = cases.make_step(local_loss(layout, checked))
     out_specs = (layout.weights, P(), P())
@@ -312,7 +314,8 @@ def test_a_map_in_a_map(checked):
 @CHECKED
 def test_some_axes_manual(name, manual, checked):
     """XLA cuts along the other axes."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS[name]
     step = step_inside(mesh, restricted(layout, manual), checked, manual=manual)
     cases.assert_same(
         train(step, mesh, layout), cases.reference(), f"{name}, manual {manual}"
@@ -342,29 +345,28 @@ def test_amax_of_partial_sums(program):
     states = [jaxfp8.init_state(RECIPE) for _ in weights]
 
     def next_states(states, weights, x, total=lambda y: y, out_sharding=None):
-        matmul = (((1,), (0,)), ((), ()))
-
         def loss(states):
             h = jaxfp8.dot_general(
-                x, weights[0], matmul, recipe=RECIPE, state=states[0]
+                x, weights[0], cases.MATMUL, recipe=RECIPE, state=states[0]
             )
             y = jaxfp8.dot_general(
                 h,
                 weights[1],
-                matmul,
+                cases.MATMUL,
                 recipe=RECIPE,
                 state=states[1],
                 out_sharding=out_sharding,
             )
             z = jaxfp8.dot_general(
-                total(y), weights[2], matmul, recipe=RECIPE, state=states[2]
+                total(y), weights[2], cases.MATMUL, recipe=RECIPE, state=states[2]
             )
             return jnp.sum(z * z)
 
         return jax.grad(loss)(states)
 
     wanted = jax.device_get(jax.jit(next_states)(states, weights, x))
-    term, y = x @ half1 @ half2, x @ weights[0] @ weights[1]
+    term = x @ half1 @ half2
+    y = x @ weights[0] @ weights[1]
     # small integers, exact at scale 1
     assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]
 
@@ -403,7 +405,8 @@ def test_unchecked_with_the_gradient_outside(steps_before):
     of two: a current scale would look like that. So all tensors of it are three times
     as large.
     """
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     state = cases.reference(steps=steps_before).state if steps_before else cases.state()
     size = 1 if steps_before else 3
     weights, batch = jax.tree.map(
@@ -436,7 +439,8 @@ def is_quantizer(node) -> bool:
     "recipe, warned", [(cases.RECIPE, True), (RECIPE, False)], ids=["not said", "said"]
 )
 def test_unchecked_warns_unless_told(recipe, warned):
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     arguments = cases.weights(), cases.state(recipe), cases.batches()[0]
     for checked in (True, False):
         with warnings.catch_warnings(record=True, action="always") as caught:
@@ -472,7 +476,7 @@ def test_unchecked_warns_where_an_amax_is_reduced(recipe, reduces):
     def gradients(x, kernel):
         return jax.grad(
             lambda *pair: jnp.sum(
-                jaxfp8.dot_general(*pair, (((1,), (0,)), ((), ())), recipe=recipe)
+                jaxfp8.dot_general(*pair, cases.MATMUL, recipe=recipe)
             )
         )(x, kernel)
 

@@ -5,7 +5,6 @@ says along which axis.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -32,7 +31,8 @@ def test_stages_scale_by_themselves(name, checked):
     All amaxes are 7 times a power of two and all sums exact. With a scale for all
     kernels the small ones would be 0.
     """
-    recipe, stages = STAGED[name], 4
+    recipe = STAGED[name]
+    stages = 4
     rng = np.random.default_rng(0)
     x, grad = (
         np.append(rng.integers(-6, 7, 16 * 8 - 1), 7).astype(np.float32).reshape(16, 8)
@@ -41,12 +41,11 @@ def test_stages_scale_by_themselves(name, checked):
     kernels = rng.integers(-6, 7, (stages, 8, 8)).astype(np.float32)
     kernels[:, 0, 0] = 7
     kernels *= np.float32([[[1]], [[2]], [[2**12]], [[2**-6]]])
-    matmul = (((1,), (0,)), ((), ()))
 
     def gradient(kernel, state, x, grad):
         y, vjp = jax.vjp(
             lambda *args: jaxfp8.dot_general(
-                x, args[0], matmul, recipe=recipe, state=args[1]
+                x, args[0], cases.MATMUL, recipe=recipe, state=args[1]
             ),
             kernel,
             state,
@@ -67,7 +66,7 @@ def test_stages_scale_by_themselves(name, checked):
     )
     wanted = [jax.jit(gradient)(kernel, state, x, grad) for kernel in kernels]
     wanted = jax.tree.map(lambda *leaves: np.stack(leaves), *wanted)
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * stages), state)
+    states = cases.stacked(state, stages)
     mapped = jax.shard_map(
         of_stage,
         mesh=cases.mesh(shape=(stages, 2), axes=("stage", "data")),
@@ -80,7 +79,8 @@ def test_stages_scale_by_themselves(name, checked):
 
 def test_pipeline_axis_of_a_state_that_all_share():
     recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("fsdp",))
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     with pytest.raises(
         ValueError,
         match=r"pipeline_axes names \['fsdp'\], but the state does not vary over it",
@@ -91,7 +91,8 @@ def test_pipeline_axis_of_a_state_that_all_share():
 def test_pipeline_axis_that_does_not_exist():
     """Where types do not tell, a typo would reduce over the stages."""
     recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("stages",))
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
     with pytest.raises(
         ValueError, match=r"pipeline_axes: expected axes of this shard_map.*stages"
     ):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from programs.cases import MATMUL
 
 import jaxfp8
 from jaxfp8 import collectives
@@ -16,7 +17,6 @@ from mesh import collective_cases as cases, hlo
 
 ROWS, WIDTH, HIDDEN = 64, 256, 128
 FAST = ("delayed", "block")
-MATMUL = (((1,), (0,)), ((), ()))
 RECIPES = {
     name: cases.RECIPES[name][0]
     for name in ("delayed", "current", "rowwise", "block", "mx")
@@ -37,11 +37,13 @@ def experts(send_rows, send_results, recipe):
 
         return jax.grad(loss, argnums=(0, 1, 2))(x, kernel, states)
 
-    dispatch, combine = recipe, recipe and cases.backward_only(recipe, pipeline_axes=())
+    dispatch = recipe
+    combine = recipe and cases.backward_only(recipe, pipeline_axes=())
     states = [jaxfp8.init_state(r) if r else None for r in (dispatch, recipe, combine)]
     specs = {"in_specs": (P("e"), P("e"), P()), "out_specs": (P("e"), P("e"), P())}
     step = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))
-    x, kernel = jnp.ones((8 * ROWS, WIDTH), jnp.bfloat16), jnp.ones((8 * WIDTH, HIDDEN))
+    x = jnp.ones((8 * ROWS, WIDTH), jnp.bfloat16)
+    kernel = jnp.ones((8 * WIDTH, HIDDEN))
     return step.lower(x, kernel, states).compile(hlo.QUICKLY).as_text()
 
 

@@ -21,7 +21,7 @@ adjust = jax.jit(lambda loss_scale, finite: loss_scale.adjust(finite))
 
 
 def assert_agrees(loss_scale, scaler, what):
-    oracle.assert_bitwise(loss_scale.value, np.asarray(scaler.scale), f"{what}: value")
+    oracle.assert_bitwise(loss_scale.value, scaler.scale, f"{what}: value")
     oracle.assert_bitwise(
         loss_scale.good_steps,
         np.asarray(scaler.growth_tracker, np.int32),
@@ -102,12 +102,11 @@ def test_never_zero_and_never_infinite():
     """At both bounds the value and its inverse are normal floats, and unscaling undoes
     scaling.
     """
-    top, bottom = (
-        DynamicLossScale(2.0**125, growth_interval=1),
-        DynamicLossScale(2.0**-125),
-    )
+    top = DynamicLossScale(2.0**125, growth_interval=1)
+    bottom = DynamicLossScale(2.0**-125)
     for _ in range(5):
-        top, bottom = adjust(top, True), adjust(bottom, False)
+        top = adjust(top, True)
+        bottom = adjust(bottom, False)
     assert float(top.value) == 2.0**126 and float(bottom.value) == 2.0**-126
     for loss_scale in (top, bottom):
         assert loss_scale.unscale(loss_scale.scale(np.float32(1.5))) == 1.5

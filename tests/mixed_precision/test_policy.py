@@ -44,9 +44,8 @@ def test_parse(text):
     assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == tuple(
         map(jnp.dtype, PARSED[text])
     )
-    assert Policy.parse(str(policy)) == policy and hash(
-        Policy.parse(str(policy))
-    ) == hash(policy)
+    assert Policy.parse(str(policy)) == policy
+    assert hash(Policy.parse(str(policy))) == hash(policy)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,8 @@ def test_all_else_stays(to):
     got, source = leaves.assert_others_stay(
         getattr(Policy.parse("f16"), f"cast_to_{to}"), tree
     )
-    assert got["complex"] is tree["complex"] and (got["number"], got["text"]) == (
+    assert got["complex"] is tree["complex"]
+    assert (got["number"], got["text"]) == (
         1.5,
         "relu",
     )
@@ -119,10 +119,8 @@ def test_state_of_nnx_models():
         type(v): v.get_value().dtype
         for _, v in nnx.to_flat_state(HALF.cast_to_compute(nnx.state(model)))
     }
-    assert (
-        dtypes[nnx.Param] == jnp.float16
-        and dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
-    )
+    assert dtypes[nnx.Param] == jnp.float16
+    assert dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
 
 
 LOGITS = np.linspace(-9, 9, 4096)
@@ -183,11 +181,9 @@ def test_products_by_the_name_of_their_class(name):
 
 
 def test_widest_operations():
-    half, bf16, full = (
-        np.ones(3, np.float16),
-        np.ones(3, oracle.BF16),
-        np.ones(3, np.float32),
-    )
+    half = np.ones(3, np.float16)
+    bf16 = np.ones(3, oracle.BF16)
+    full = np.ones(3, np.float32)
     for function in (jnp.add, jnp.multiply):
         assert HALF.op(function)(half, full).dtype == jnp.float32
         assert HALF.op(function)(half, half).dtype == jnp.float16

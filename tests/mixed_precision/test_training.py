@@ -42,19 +42,20 @@ def run(make, fp8, step=None):
     """Fourteen steps, three of which overflow; the scale grows after three good
     ones.
     """
-    trainer, account = make(fp8, SGD), Account(growth_interval=3)
-    train, loss_scale = trainer.train, DynamicLossScale(growth_interval=3)
+    trainer = make(fp8, SGD)
+    account = Account(growth_interval=3)
+    train = trainer.train
+    loss_scale = DynamicLossScale(growth_interval=3)
     step = jax.jit(step or trainer.step)
     skipped = 0
     for i in range(14):
         x, grad = batch(i, HUGE if i in (4, 5, 11) else TINY)
-        before, kernel = train, trainer.kernel(train)
+        before = train
+        kernel = trainer.kernel(train)
         train, loss_scale = step(train, loss_scale, x, grad)
         if account.step([(x, grad)]):
             skipped += 1
-            assert_same_bits(
-                jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped"
-            )
+            assert_same_bits(train, before, f"step {i} was skipped")
         else:
             assert not np.array_equal(trainer.kernel(train), kernel), (
                 "the kernel trains"
@@ -73,7 +74,8 @@ def test_gradient_of_an_fp8_layer(init_scale):
     """Scaled in, unscaled out: the product of the codes of the scaled gradient, within
     the bound of any product.
     """
-    trainer, account = MAKERS["our TrainState"](True, SGD), Account()
+    trainer = MAKERS["our TrainState"](True, SGD)
+    account = Account()
     x, grad = batch(0, 2.0**-20)
     got = trainer.gradient(trainer.train, DynamicLossScale(init_scale), x, grad)[
         "params"
@@ -102,7 +104,7 @@ def test_a_skipped_step_leaves_everything(make, fp8):
     step = jax.jit(trainer.step)
     train, loss_scale = step(trainer.train, DynamicLossScale(), *batch(0))
     skipped, smaller = step(train, loss_scale, *batch(1, HUGE))
-    assert_same_bits(jax.tree.leaves(skipped), jax.tree.leaves(train), "skipped")
+    assert_same_bits(skipped, train, "skipped")
     assert smaller.value == 32768 and smaller.good_steps == 0
     good, _ = step(train, loss_scale, *batch(1))
     alike = [
@@ -128,9 +130,7 @@ def test_nnx_states_are_no_copies():
     nnx.update(
         model, mixed_precision.select(False, nnx.as_pure(nnx.state(model)), before)
     )
-    oracle.assert_bitwise(
-        model.kernel.get_value(), np.asarray(before["kernel"]), "rolled back"
-    )
+    oracle.assert_bitwise(model.kernel.get_value(), before["kernel"], "rolled back")
 
 
 # ------------------------------------------------------------------------- accumulation
@@ -164,7 +164,9 @@ def scaled_sums(trainer, train, loss_scale, xs, grads, adjust_inside=False):
     """As GradScaler is used: what is summed is scaled, and unscaled once. The scale
     must not change on the way.
     """
-    no_scale, now, total = DynamicLossScale(1.0), loss_scale, None
+    no_scale = DynamicLossScale(1.0)
+    now = loss_scale
+    total = None
     for x, grad in zip(xs, grads, strict=True):
         # The gradient of the scaled loss: grad enters it linearly.
         gradient = trainer.gradient(train, no_scale, x, grad * now.value)
@@ -182,8 +184,10 @@ def accumulate(make, fp8, form, steps=8):
     """Four microbatches a step; in the third and the sixth step one of them overflows,
     and the step is skipped.
     """
-    trainer, account = make(fp8, SGD), Account(growth_interval=2)
-    train, loss_scale = trainer.train, DynamicLossScale(growth_interval=2)
+    trainer = make(fp8, SGD)
+    account = Account(growth_interval=2)
+    train = trainer.train
+    loss_scale = DynamicLossScale(growth_interval=2)
     step = jax.jit(functools.partial(form, trainer))
     for i in range(steps):
         batches = [
@@ -196,9 +200,7 @@ def accumulate(make, fp8, form, steps=8):
         )
         if account.step(batches):
             assert i in (2, 5)
-            assert_same_bits(
-                jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped"
-            )
+            assert_same_bits(train, before, f"step {i} was skipped")
         account.check(trainer, train, loss_scale, fp8, f"step {i}")
 
 
@@ -217,13 +219,13 @@ def test_value_and_grad_is_jax_s():
     def of_loss(w, v, *, bias):
         return (w * v + bias).sum(), {"w": w}
 
-    w, v = jnp.float32([1, 2]), jnp.float16([3, 4])
+    w = jnp.float32([1, 2])
+    v = jnp.float16([3, 4])
     f = mixed_precision.value_and_grad(
         of_loss, DynamicLossScale(2.0**8), argnums=(0, 1), has_aux=True
     )
     with jax.numpy_dtype_promotion("standard"):
         (value, aux), grads = f(w, v, bias=jnp.float32(0.5))
     assert value == 12 and aux["w"].tolist() == [1, 2]
-    assert [g.tolist() for g in grads] == [[3, 4], [1, 2]] and {
-        g.dtype for g in grads
-    } == {jnp.dtype("float32")}
+    assert [g.tolist() for g in grads] == [[3, 4], [1, 2]]
+    assert {g.dtype for g in grads} == {jnp.dtype("float32")}

@@ -39,7 +39,8 @@ def batch(seed, size=TINY):
     """(x, grad): integers up to 3, and up to 4 times `size`."""
     rng = np.random.default_rng(seed)
     signs = rng.choice([-1, 1], (M, N))
-    x, grad = rng.integers(-3, 4, (M, K)), rng.integers(1, 5, (M, N)) * signs
+    x = rng.integers(-3, 4, (M, K))
+    grad = rng.integers(1, 5, (M, N)) * signs
     x[0, 0], grad[0, 0] = 3, 4
     return x.astype(np.float32), (grad * size).astype(np.float32)
 
@@ -83,9 +84,7 @@ class Trainer:
 
 
 def linen(cls, fp8, tx):
-    dot_general = (
-        functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE) if fp8 else None
-    )
+    dot_general = jaxfp8.make_dot_general_cls(RECIPE) if fp8 else None
     layer = nn.Dense(N, use_bias=False, dtype=jnp.float16, dot_general_cls=dot_general)
     variables = {
         **layer.init(jax.random.key(0), np.ones((M, K), np.float32)),
@@ -102,10 +101,12 @@ def linen(cls, fp8, tx):
 
     else:
         train = cls.create(apply_fn=layer.apply, params=variables, tx=tx)
-        variables_of, apply = (
-            lambda train: train.params,
-            lambda train, grads: train.apply_gradients(grads=grads),
-        )
+
+        def variables_of(train):
+            return train.params
+
+        def apply(train, grads):
+            return train.apply_gradients(grads=grads)
 
     def gradient(train, loss_scale, x, grad):
         return mixed_precision.value_and_grad(of_loss, loss_scale)(
@@ -170,11 +171,9 @@ class Account:
     """The run in numpy: kernel, FP8 state, loss scale."""
 
     def __init__(self, **options):
-        self.kernel, self.state, self.scaler = (
-            KERNEL.copy(),
-            oracle.LayerState.init(HISTORY),
-            GradScaler(**options),
-        )
+        self.kernel = KERNEL.copy()
+        self.state = oracle.LayerState.init(HISTORY)
+        self.scaler = GradScaler(**options)
 
     def gradient(self, batches):
         """The mean over the microbatches, and whether any overflows in float16."""
@@ -207,7 +206,7 @@ class Account:
         any.
         """
         oracle.assert_bitwise(
-            loss_scale.value, np.asarray(self.scaler.scale), f"{what}: loss scale"
+            loss_scale.value, self.scaler.scale, f"{what}: loss scale"
         )
         oracle.assert_bitwise(
             loss_scale.good_steps,

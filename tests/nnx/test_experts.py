@@ -1,11 +1,8 @@
 """nnx.Experts: the bits of linen.Experts, in NNX's own training, and its rules."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 import pytest
 from equality import assert_same_bits
@@ -17,65 +14,12 @@ import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.nnx import Experts, OverwriteWithGradient
 
-
-def of_nnx(layer, seed=0):
-    """The layer of NNX with the fields of a Linen layer."""
-    names = {field.name for field in dataclasses.fields(layer)} - {"parent", "name"}
-    fields = {name: getattr(layer, name) for name in names}
-    return Experts(in_features=WIDTH, **fields, rngs=nnx.Rngs(seed))
-
-
-def as_linen(model):
-    """The variables of a model as Linen nests them."""
-    params, state = (
-        nnx.to_pure_dict(nnx.state(model, kind))
-        for kind in (nnx.Param, OverwriteWithGradient)
-    )
-    variables = {"params": params}
-    if state:
-        variables[OWG] = {
-            name: {"Fp8RaggedDot_0": tree["ragged_dot"]} for name, tree in state.items()
-        }
-    return variables
+from .cases import as_linen, compare_with_linen, of_nnx
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(F32), oracle.BF16], ids=str)
 def test_linen_and_nnx_agree(dtype):
-    """Same fields, same parameters, same tree, same bits: two steps of SGD."""
-    module = GATED.clone(dtype=dtype)
-    model, (x, expert, weights) = of_nnx(module), tokens(5, dtype=dtype)
-    variables = as_linen(model)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), x, expert, weights)
-    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables)
-    optimizer = jaxfp8.nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
-
-    def loss_of(y):
-        return jnp.sum(jnp.sin(y.astype(F32))), y
-
-    @nnx.jit
-    def step(model, optimizer):
-        gradients, y = jaxfp8.nnx.grad(
-            lambda model: loss_of(model(x, expert, weights)), has_aux=True
-        )(model)
-        optimizer.update(model, gradients)
-        return y
-
-    @jax.jit
-    def linen_step(variables):
-        gradients, y = jax.grad(
-            lambda v: loss_of(module.apply(v, x, expert, weights)), has_aux=True
-        )(variables)
-        params = jax.tree.map(
-            lambda p, g: p - F32(0.125) * g, variables["params"], gradients["params"]
-        )
-        return {"params": params, OWG: gradients[OWG]}, y
-
-    for i in range(2):
-        y = step(model, optimizer)
-        variables, expected = linen_step(variables)
-        assert_same_bits(y, expected, f"step {i}: y")
-        assert_same_bits(as_linen(model), variables, f"step {i}: ")
-        assert y.dtype == dtype
+    compare_with_linen(GATED.clone(dtype=dtype), WIDTH, *tokens(5, dtype=dtype))
 
 
 def test_scan_over_layers():
@@ -86,7 +30,7 @@ def test_scan_over_layers():
 
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):
-        return of_nnx(GATED.clone(recipe=jaxfp8.HighPrecision()), key)
+        return of_nnx(GATED.clone(recipe=jaxfp8.HighPrecision()), WIDTH, key)
 
     stack = make(jax.random.split(jax.random.key(0), 2))
     assert not jax.tree.leaves(nnx.state(stack, OverwriteWithGradient))
@@ -123,7 +67,8 @@ class Model(nnx.Module):
 
 
 def test_rules_and_report():
-    args, model = tokens(5), Model()
+    args = tokens(5)
+    model = Model()
     jaxfp8.nnx.quantize(model, [("experts/wi", None), (".*/wo", RECIPE)])
     rows = {row["layer"]: row for row in jaxfp8.report(model, *args).rows}
     assert {path: row["recipe"] for path, row in rows.items()} == {
@@ -140,7 +85,8 @@ def test_rules_and_report():
 
 
 def test_freeze():
-    args, model = tokens(5), Model(RECIPE)
+    args = tokens(5)
+    model = Model(RECIPE)
     gradients = jaxfp8.nnx.grad(lambda model: jnp.sum(model(*args)))(model)
     jaxfp8.nnx.update_state(model, gradients)
     y = model(*args)

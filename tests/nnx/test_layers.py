@@ -2,16 +2,15 @@
 copies, what is refused, sharding.
 """
 
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxfp8
 import jaxfp8.nnx
@@ -98,9 +97,8 @@ def test_frozen_kernel():
         oracle.dense_step(x, kernel, grad, oracle.LayerState.init(H)).state,
         "frozen",
     )
-    assert layer.lora.lora_b.get_value().any() and np.array_equal(
-        layer.kernel.get_value(), kernel
-    )
+    assert layer.lora.lora_b.get_value().any()
+    assert np.array_equal(layer.kernel.get_value(), kernel)
 
 
 # ------------------------------------------------------------------ the module protocol
@@ -127,21 +125,22 @@ def through_pure_dicts(layer):
     return nnx.merge(graphdef, abstract)
 
 
+# Others are in test_quantize.py.
 COPIES = {
-    "clone": nnx.clone,
     "split and merge": merged,
-    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
     "pure dicts": through_pure_dicts,
 }
 
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 def test_copies_go_on_bitwise(copy):
-    first, second = (layer := trained()), copy(layer)
+    first = (layer := trained())
+    second = copy(layer)
     (x,), (grad,) = operands(1, 1)
     for layer in (first, second):
         jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
-    first, second = state_variables(first), state_variables(second)
+    first = state_variables(first)
+    second = state_variables(second)
     assert first["dot_general"]["input_amax_history"][3] != 0, (
         "the second step is seen on top of the first"
     )
@@ -189,19 +188,19 @@ def test_einsum_out_sharding():
     """On a mesh with explicit axes, as Gemma asks for it: the kernel's labels come
     before and after x's.
     """
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of("Explicit", data=2, model=2)
     x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
-    layer = nnx.Einsum(
-        "btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0)
-    )
+
+    def make():
+        product = Fp8Einsum(RECIPE)
+        return nnx.Einsum(
+            "btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=product, rngs=nnx.Rngs(0)
+        )
+
+    layer = make()
     wanted = layer(jnp.asarray(x))
     with jax.set_mesh(mesh):
-        put = nnx.Einsum(
-            "btd,sndh->sbtnh",
-            (3, 2, 8, 4),
-            einsum_op=Fp8Einsum(RECIPE),
-            rngs=nnx.Rngs(0),
-        )
+        put = make()
         put.kernel.set_value(jax.device_put(layer.kernel.get_value(), P(None, "model")))
         y = put(
             jax.device_put(x, P("data")), out_sharding=P(None, "data", None, "model")

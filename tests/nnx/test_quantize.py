@@ -139,7 +139,8 @@ class Experts(nnx.Module):
     """Products that a module holds itself, by name."""
 
     def __init__(self, up=None, down=None):
-        self.up, self.down = Fp8Einsum(up), Fp8Einsum(down)
+        self.up = Fp8Einsum(up)
+        self.down = Fp8Einsum(down)
 
 
 def test_products_that_modules_hold():
@@ -160,7 +161,8 @@ class Parameters(nnx.Module):
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
         self.kernel = nnx.Param(init(rngs(), (D, D)), eager_sharding=False)
         self.pair = nnx.Param((jnp.ones(D), jnp.ones((D, D))))
-        self.number, self.nothing = nnx.Param(1.0), nnx.Param(None)
+        self.number = nnx.Param(1.0)
+        self.nothing = nnx.Param(None)
         self.mlp = nnx.Linear(D, D, rngs=rngs)
 
 
@@ -189,10 +191,8 @@ def test_own_layers():
     make = lambda recipe: jaxfp8.nnx.GatedMLP(D, 16, recipe=recipe, rngs=nnx.Rngs(0))  # noqa: E731
     compare(quantize(make(B), [(".*", A)]), make(A))
     off = quantize(make(B), [("wi", None), ("wo", A)])
-    assert (
-        list(state_of(off)["wi"]) == ["kernel"]
-        and off.wi.dot_general.recipe == jaxfp8.HighPrecision()
-    )
+    assert list(state_of(off)["wi"]) == ["kernel"]
+    assert off.wi.dot_general.recipe == jaxfp8.HighPrecision()
     compare(quantize(off, [(".*", A)]), make(A))  # and on again
 
 
@@ -206,7 +206,8 @@ def stacked(recipe=None):
 
 
 def test_stacked_layers():
-    quantized, hand = quantize(stacked(), [(".*", A)]), stacked(A)
+    quantized = quantize(stacked(), [(".*", A)])
+    hand = stacked(A)
     assert_same(state_of(quantized), state_of(hand))
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -229,10 +230,8 @@ def test_copies(how):
     jaxfp8.nnx.update_state(model, gradients)
     copied = COPIES[how](model)
     assert type(copied) is Model and hash(copied) != hash(model)
-    assert (
-        nnx.graphdef(copied) == nnx.graphdef(model)
-        and copied.fp8_rules == model.fp8_rules
-    )
+    assert nnx.graphdef(copied) == nnx.graphdef(model)
+    assert copied.fp8_rules == model.fp8_rules
     compare(copied, model)
     assert str(jaxfp8.report(copied)) == str(jaxfp8.report(model))
 
@@ -258,7 +257,8 @@ def test_a_recipe_that_raises_leaves_the_model_alone():
             raise RuntimeError("no state")
 
     for make in (Model, lambda: Model(B, B, B, B)):
-        model, before = make(), nnx.graphdef(make())
+        model = make()
+        before = nnx.graphdef(make())
         with pytest.raises(RuntimeError, match="no state"):
             quantize(model, [("again", A), (r"blocks/0/.*", A), (".*", Unlucky())])
         assert nnx.graphdef(model) == before

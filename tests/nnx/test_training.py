@@ -61,7 +61,8 @@ def test_five_steps(make):
     """State is the oracle's; parameters get what optax gives them where there is no FP8
     state at all.
     """
-    layer, state = linear(0), oracle.LayerState.init(H)
+    layer = linear(0)
+    state = oracle.LayerState.init(H)
     update = make(layer, HARSH)
     params = {"kernel": layer.kernel.get_value()}
     opt_state = HARSH.init(params)
@@ -105,7 +106,8 @@ def test_state_is_float32_whatever_cast_the_model_went_through(dtype):
 @pytest.mark.parametrize("how", ["MultiSteps", "accumulate_gradients"])
 def test_microbatches_make_one_entry(how):
     """The max over the microbatches, once per optimizer step."""
-    layer, state = linear(0), oracle.LayerState.init(H)
+    layer = linear(0)
+    state = oracle.LayerState.init(H)
     tx = (
         optax.MultiSteps(optax.sgd(1e-3), 3) if how == "MultiSteps" else optax.sgd(1e-3)
     )
@@ -154,7 +156,8 @@ def test_optimizer_state_outlives_the_recipe(tx):
         jaxfp8.Float8CurrentScaling(),
         None,
     )
-    model, saved = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), None
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    saved = None
     x = jnp.ones((4, 8))
     for i, recipe in enumerate((*recipes, recipes[0])):
         model = jaxfp8.quantize(model, [(".*", recipe)])
@@ -177,7 +180,9 @@ def test_optimizer_state_outlives_the_recipe(tx):
 
 def test_an_optimizer_made_anew_is_not_traced_anew():
     """As Flax's own: equal arguments make an equal graph."""
-    tx, x, traces = optax.adam(0.1), jnp.ones((4, K)), []
+    tx = optax.adam(0.1)
+    x = jnp.ones((4, K))
+    traces = []
 
     @nnx.jit
     def step(model, optimizer):
@@ -202,7 +207,8 @@ def test_a_second_gradient_of_one_point(how):
     """The state that the first one stored is found: one history entry, the larger
     amax.
     """
-    layer, state = linear(0), oracle.LayerState.init(H)
+    layer = linear(0)
+    state = oracle.LayerState.init(H)
     if how == "two groups":
         optimizers = [
             jaxfp8.nnx.Optimizer(layer, optax.sgd(1e-3), wrt=nnx.PathContains(p))
@@ -227,7 +233,8 @@ def test_a_second_gradient_of_one_point(how):
 
 def test_masks_and_lbfgs_are_those_of_parameters():
     """Written as for Flax's own optimizer with `wrt=nnx.Param`."""
-    layer, x = linear(0), jnp.ones((4, K))
+    layer = linear(0)
+    x = jnp.ones((4, K))
     loss = lambda layer: jnp.sum((layer(x) - 1) ** 2)  # noqa: E731
     params = nnx.as_pure(nnx.state(layer, nnx.Param))
     masked = jaxfp8.nnx.Optimizer(
@@ -251,16 +258,16 @@ def test_masks_and_lbfgs_are_those_of_parameters():
 
 def test_argnums():
     """Ints and DiffStates, several of them, among arrays."""
-    first, second = linear(0), linear(1)
+    first = linear(0)
+    second = linear(1)
     (x,), (grad,) = operands(0, 1)
     loss = lambda x, first, second: use(first, x, grad) + use(second, x, grad)  # noqa: E731
     value, (dx, of_first, of_second) = jaxfp8.nnx.value_and_grad(
         loss, argnums=(0, 1, nnx.DiffState(2, OverwriteWithGradient))
     )(x, first, second)
     assert value.shape == () and dx.shape == x.shape
-    assert set(of_first) == {"kernel", "dot_general"} and set(of_second) == {
-        "dot_general"
-    }
+    assert set(of_first) == {"kernel", "dot_general"}
+    assert set(of_second) == {"dot_general"}
     state = oracle.LayerState.init(H)
     for layer, gradients in ((first, of_first), (second, of_second)):
         kernel = np.asarray(layer.kernel.get_value())
@@ -357,10 +364,8 @@ def test_optimizer_state_restored_without_a_target(tmp_path):
     """It has no entry for FP8 state, so that what Orbax makes of nodes without leaves
     does not matter.
     """
-    tx, x = (
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-        jnp.ones((4, 8)),
-    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    x = jnp.ones((4, 8))
 
     def build():
         layer = jaxfp8.quantize(

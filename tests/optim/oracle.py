@@ -26,10 +26,8 @@ def blocks(shape, axis):
 
 def keys(seed, step, leaf, shape, axis):
     """Of blocks in the row-major order of their amaxes."""
-    mix, number = (
-        oracle_moments.mix,
-        np.arange(np.prod(blocks(shape, axis)), dtype=np.uint32),
-    )
+    mix = oracle_moments.mix
+    number = np.arange(np.prod(blocks(shape, axis)), dtype=np.uint32)
     with np.errstate(over="ignore"):
         key = mix(mix(mix(np.uint32(seed)) ^ np.uint32(step)) ^ np.uint32(leaf))
         return mix(key ^ number).reshape(blocks(shape, axis))

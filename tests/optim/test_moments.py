@@ -29,7 +29,10 @@ def updated(kind, x, seed=0, count=0):
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_codes_are_those_of_the_oracle(kind, shape):
     """Of two leaves that are equal: their random bits are not."""
-    x, axis, count, seed = cases.moment(kind, shape), cases.SHAPES[shape], 3, 7
+    x = cases.moment(kind, shape)
+    axis = cases.SHAPES[shape]
+    count = 3
+    seed = 7
     state = updated(kind, [x, x], seed, count)
     for leaf in range(2):
         keys = oracle.keys(seed, count, leaf, shape, axis)
@@ -154,7 +157,8 @@ def test_the_mean_step_is_that_of_float32():
     Rounding leaves sqrt(v) with a variance of 0.6 to 3 %. Its estimate from 16384
     elements has an error of 0.14 %, of which 0.5 % is more than three.
     """
-    shape, decay = (128, 128), np.float32(0.999)
+    shape = (128, 128)
+    decay = np.float32(0.999)
     for sigma in (0.0, 2.0):
         scale = jnp.exp(sigma * jax.random.normal(jax.random.key(0), shape))
         tx = cases.quantized_store("squared")
@@ -184,8 +188,10 @@ def test_a_signed_moment_follows_a_gradient_that_turns_round(decay):
     The mean of 126 elements of 16 blocks has an error of 0.5 % at most, from draws with
     relative errors of up to 23 % that share no bits.
     """
-    shape, steps = (16, 128), int(8 / (1 - decay))
-    tx, decay = cases.quantized_store("signed"), jnp.float32(decay)
+    shape = (16, 128)
+    steps = int(8 / (1 - decay))
+    tx = cases.quantized_store("signed")
+    decay = jnp.float32(decay)
 
     def step(state, i):
         g = (
@@ -208,7 +214,8 @@ def test_a_signed_moment_follows_a_gradient_that_turns_round(decay):
 def test_the_error_and_the_size_of_a_signed_moment(decay, largest):
     """With noise three times the mean, relative to float32's moment."""
     shape = (64, 128)
-    tx, decay = cases.quantized_store("signed"), jnp.float32(decay)
+    tx = cases.quantized_store("signed")
+    decay = jnp.float32(decay)
 
     def step(carry, i):
         state, exact = carry

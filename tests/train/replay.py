@@ -2,8 +2,6 @@
 `sum(y * grad)`, so `grad` is known.
 """
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,7 @@ RECIPE = RECIPES["delayed"].recipe
 LAYER = nn.Dense(
     N,
     use_bias=False,
-    dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE),
+    dot_general_cls=jaxfp8.make_dot_general_cls(RECIPE),
 )
 
 
@@ -35,10 +33,8 @@ def batch(seed: int, size: float = 1.0):
     """
     rng = np.random.default_rng(seed)
     size = size * 2.0 ** rng.uniform(-3, 3)
-    x, grad = (
-        rng.standard_normal((M, K)) * size,
-        rng.standard_normal((M, N)) * size / 100,
-    )
+    x = rng.standard_normal((M, K)) * size
+    grad = rng.standard_normal((M, N)) * size / 100
     return x.astype(np.float32), grad.astype(np.float32)
 
 

@@ -90,11 +90,9 @@ def test_nnx_and_plain_trees():
         "state": jax.tree.map(lambda x: x + 1, state),
     }
     got = jaxfp8.train.average(old, new, 0.5)
-    assert (
-        got["w"].dtype == jnp.bfloat16
-        and got["w"].tolist() == [0.5, 0.5]
-        and got["count"] == 2
-    )
+    assert got["w"].dtype == jnp.bfloat16
+    assert got["w"].tolist() == [0.5, 0.5]
+    assert got["count"] == 2
     assert_same_bits(got["state"], new["state"])
 
 

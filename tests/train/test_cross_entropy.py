@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
 from jaxfp8.train import _cross_entropy
@@ -38,7 +39,8 @@ def loss(x, kernel, bias, state=None, **options):
 
 def in_float64(labels=LABELS):
     """The losses, and the gradients of their weighted sum by x, kernel and bias."""
-    x, kernel = X.reshape(-1, D).astype(np.float64), KERNEL.astype(np.float64)
+    x = X.reshape(-1, D).astype(np.float64)
+    kernel = KERNEL.astype(np.float64)
     logits = x @ kernel + BIAS
     one_hot = labels.reshape(-1, 1) == np.arange(VOCABULARY)
     largest = logits.max(1, keepdims=True)
@@ -112,7 +114,8 @@ def compare_fp8(chunk_size, gradient=jaxfp8.value_and_grad, steps=3):
     }
     state = STATE
     for step in range(steps):
-        x, kernel = (1 + step) * X, KERNEL / (1 + step)
+        x = (1 + step) * X
+        kernel = KERNEL / (1 + step)
         value, whole = run["whole"](x, kernel, BIAS, state)
         got, chunks = run["chunks"](x, kernel, BIAS, state)
         np.testing.assert_allclose(got, value, rtol=1e-5)
@@ -278,7 +281,7 @@ def test_errors(changed, error, message):
 @pytest.mark.parametrize("cut", [P("d"), P(None, None, "d")], ids=["tokens", "width"])
 def test_on_a_mesh(cut):
     """One device's loss and state; sums over devices have another order."""
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+    mesh = mesh_of(d=2)
 
     def gradients(x):
         return jaxfp8.value_and_grad(loss, argnums=(0, 1, 3))(

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from programs.cases import MATMUL
 
 import jaxfp8
 
-MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 KERNEL = np.full((8, 4), 0.5, np.float32)
 XS = np.stack([np.full((2, 8), value, np.float32) for value in (1, 5, 3)])

@@ -27,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 
 def layer_of(history):
     recipe = jaxfp8.DelayedScaling(amax_history_len=history)
-    return nn.Dense(
-        4, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
-    )
+    return nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
 
 
 LAYER, SHORT = layer_of(4), layer_of(1)

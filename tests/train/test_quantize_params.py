@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
@@ -133,10 +134,8 @@ def test_kernels_by_their_paths(recipe):
     def loss(params, where):
         if where:
             params = jaxfp8.quantize_params(params, None, recipe, where=where)
-            assert (
-                isinstance(params["block"]["up"], jaxfp8.QTensor)
-                and params["block"]["down"].dtype == np.float32
-            )
+            assert isinstance(params["block"]["up"], jaxfp8.QTensor)
+            assert params["block"]["down"].dtype == np.float32
         x = xs[0]
         for kernel in (params["block"]["up"], params["block"]["down"]):
             x = jaxfp8.dot_general(
@@ -157,10 +156,8 @@ def test_kernels_by_their_paths(recipe):
 def test_where_beside_state():
     params, states, *_ = two_layers()
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE, where="up")
-    assert (
-        isinstance(quantized["up"], jaxfp8.QTensor)
-        and quantized["down"] is params["down"]
-    )
+    assert isinstance(quantized["up"], jaxfp8.QTensor)
+    assert quantized["down"] is params["down"]
 
 
 def test_blocks_that_move():
@@ -175,15 +172,13 @@ def test_blocks_that_move():
         lambda a: jnp.concatenate([a, a], axis=1),
         lambda a: a.mT,
     ):
-        moved, expected = (
-            q.map(move),
-            jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")["a"],
-        )
+        moved = q.map(move)
+        expected = jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")[
+            "a"
+        ]
         assert moved.data_t is None
         for name in ("data", "scale_inv", "source"):
-            oracle.assert_bitwise(
-                getattr(moved, name), np.asarray(getattr(expected, name)), name
-            )
+            oracle.assert_bitwise(getattr(moved, name), getattr(expected, name), name)
     with pytest.raises(
         ValueError, match="QTensor.map: function: expected whole blocks"
     ):
@@ -224,7 +219,7 @@ def test_inference_without_the_kernel():
     with_source, without = (
         cases.product(xs[0], kernel, states["up"]) for kernel in (q, codes)
     )
-    oracle.assert_bitwise(without, np.asarray(with_source), "y")
+    oracle.assert_bitwise(without, with_source, "y")
     with pytest.raises(TypeError, match="source"):
         jax.grad(
             lambda data: jnp.sum(
@@ -235,30 +230,28 @@ def test_inference_without_the_kernel():
 
 def test_errors():
     params, states, *_ = two_layers()
-    with pytest.raises(ValueError, match="found no state of a kernel"):
-        jaxfp8.quantize_params(params, {"elsewhere": states["up"]}, cases.RECIPE)
-    with pytest.raises(ValueError, match="resize_history"):
-        jaxfp8.quantize_params(
-            params, states, jaxfp8.DelayedScaling(amax_history_len=7)
-        )
-    with pytest.raises(ValueError, match="quantize_params: where: without a state"):
-        jaxfp8.quantize_params(params, None, cases.RECIPE)
-    with pytest.raises(
-        ValueError,
-        match="quantize_params: where: no path in params matches 'lm_.*'; .* 'down'",
+    other_length = jaxfp8.DelayedScaling(amax_history_len=7)
+    high = jaxfp8.CustomRecipe(lambda role: None)
+    for state, recipe, where, message in (
+        ({"elsewhere": states["up"]}, cases.RECIPE, None, "found no state of a kernel"),
+        (states, other_length, None, "resize_history"),
+        (None, cases.RECIPE, None, "where: without a state"),
+        (
+            None,
+            cases.RECIPE,
+            "lm_.*",
+            "where: no path in params matches 'lm_.*'; .* 'down'",
+        ),
+        (
+            states,
+            WITHOUT_STATE["current"],
+            None,
+            "recipe: expected DelayedScaling beside a state",
+        ),
+        (None, high, ".*", "recipe: expected kernels in FP8"),
     ):
-        jaxfp8.quantize_params(params, None, cases.RECIPE, where="lm_.*")
-    with pytest.raises(
-        ValueError,
-        match="quantize_params: recipe: expected DelayedScaling beside a state",
-    ):
-        jaxfp8.quantize_params(params, states, jaxfp8.Float8CurrentScaling())
-    with pytest.raises(
-        ValueError, match="quantize_params: recipe: expected kernels in FP8"
-    ):
-        jaxfp8.quantize_params(
-            params, None, jaxfp8.CustomRecipe(lambda role: None), where=".*"
-        )
+        with pytest.raises(ValueError, match=f"quantize_params: .*{message}"):
+            jaxfp8.quantize_params(params, state, recipe, where=where)
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
     with pytest.raises(TypeError, match="kernel"):
         jaxfp8.einsum(
@@ -282,7 +275,7 @@ def test_codes_that_are_gathered(check_vma):
     """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes
     back scattered.
     """
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(fsdp=2)
     recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, pipeline_axes=())
     x, kernel, grad = cases.operands()
     state = cases.pack(used_state())

@@ -29,10 +29,8 @@ class NnxLayer(nnx.Module):
     def __init__(self):
         self.kernel = nnx.Param(jnp.ones((2, 2)))
         self.scale = nnx.Param(jnp.ones(2))
-        self.input_amax_history, self.input_scale = (
-            StateVariable(jnp.zeros(3)),
-            StateVariable(jnp.ones(1)),
-        )
+        self.input_amax_history = StateVariable(jnp.zeros(3))
+        self.input_scale = StateVariable(jnp.ones(1))
 
 
 class EqxLayer(eqx.Module):
@@ -108,13 +106,10 @@ def test_quantizers_are_found(make, names, parameters):
     found = _state_tree.flatten(tree)
     assert [q.name for q in found.quantizers] == names
     for q in found.quantizers:
-        assert found.leaves[q.amax_history].shape == (3,) and found.leaves[
-            q.scale
-        ].shape == (1,)
-    assert (
-        len(found.positions()) == 2 * len(names)
-        and len(found.leaves) == 2 * len(names) + parameters
-    )
+        assert found.leaves[q.amax_history].shape == (3,)
+        assert found.leaves[q.scale].shape == (1,)
+    assert len(found.positions()) == 2 * len(names)
+    assert len(found.leaves) == 2 * len(names) + parameters
     assert jax.tree.structure(found.replace({})) == jax.tree.structure(tree)
 
 
@@ -131,7 +126,8 @@ def test_layers_stacked_on_another_axis(length):
     )
     gradient = jaxfp8.DotGeneralState(recorded, recorded, recorded)
     rows_last = lambda tree: jax.tree.map(jnp.transpose, tree)  # noqa: E731
-    moved, moved_gradient = rows_last(state), rows_last(gradient)
+    moved = rows_last(state)
+    moved_gradient = rows_last(gradient)
     assert str(jaxfp8.inspect.summary(moved_gradient)) == str(
         jaxfp8.inspect.summary(gradient)
     )
@@ -189,7 +185,8 @@ def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
     """Its filter of kernels matches the names of state too; the norm of a history would
     be its state.
     """
-    dense, x = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((4, 16))
+    dense = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    x = jnp.ones((4, 16))
     variables = nn.WeightNorm(dense).init(jax.random.key(0), x)
     name = (
         "layer_instance/Fp8DotGeneral_0/kernel_amax_history/scale: name the kernel "

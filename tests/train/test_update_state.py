@@ -8,8 +8,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from cpu_mesh import mesh_of
 from equality import assert_same_bits
 from jax.sharding import PartitionSpec as P
+from programs.cases import MATMUL
 
 import jaxfp8
 from jaxfp8.train import update_state
@@ -138,17 +140,14 @@ def test_state_of_own_quantizers(update):
 
 def test_trees_that_do_not_fit():
     old = old_state()
-    with pytest.raises(
-        ValueError,
-        match="update_state: new: expected the gradient of input_amax_history",
+    two = pair(np.zeros((2, 4)), 1)
+    for before, new, message in (
+        (old, {"kernel": two}, "new: expected the gradient of input_amax_history"),
+        (old, pair(np.zeros(8), 1), r"new: input: .*\(4,\)"),
+        (two, two, r"old: input: .*history \(..., H\)"),
     ):
-        update_state(old, {"kernel": np.ones(2, F32)})
-    with pytest.raises(ValueError, match=r"update_state: new: input: .*\(4,\)"):
-        update_state(old, pair(np.zeros(8), 1))
-    with pytest.raises(
-        ValueError, match=r"update_state: old: input: .*history \(..., H\)"
-    ):
-        update_state(pair(np.zeros((2, 4)), 1), pair(np.zeros((2, 4)), 1))
+        with pytest.raises(ValueError, match=f"update_state: {message}"):
+            update_state(before, new)
 
 
 def test_a_state_for_each_example():
@@ -189,11 +188,9 @@ def test_layers_without_a_gradient_are_untouched():
 
 # Sums over 2, 3, 90 uses, loss scales that were undone; then means over fewer uses than
 # microbatches, clips, a step.
-SUMS, SCALES, OTHERS = (
-    (2, 3, 90.24),
-    (0.5, 2.0**-16),
-    (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01),
-)
+SUMS = (2, 3, 90.24)
+SCALES = (0.5, 2.0**-16)
+OTHERS = (1 / 3, 0.0317, 0.985, 1.5, 1.03, -0.01)
 
 
 def in_layer(state):
@@ -279,7 +276,8 @@ def test_safe_under_jit(factor):
     roundings of 2**-24 each, and the reciprocal steps of a compiler two more: below
     2**-21 in all.
     """
-    old, new = old_state(), made(old_state())
+    old = old_state()
+    new = made(old_state())
     got = jax.tree.map(np.asarray, jax.jit(update_state)(old, times(factor, new)))
     oracle.assert_bitwise(
         got["input_amax_history"][1:], new["input_amax_history"][1:], "tail"
@@ -431,9 +429,7 @@ def test_no_false_alarm(recipe):
     @jax.jit
     def gradient(state, x, kernel):
         product = lambda state: jnp.sum(  # noqa: E731
-            jaxfp8.dot_general(
-                x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
-            )
+            jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
             * jnp.float32(1 / 3)
         )
         return jax.grad(product)(state)
@@ -449,10 +445,7 @@ def test_no_false_alarm(recipe):
                 x[0, 0], kernel[:] = np.inf, 0
             new = gradient(state, x, kernel)
             got = update_state(state, new)
-            for ours, theirs in zip(
-                jax.tree.leaves(got), jax.tree.leaves(new), strict=True
-            ):
-                oracle.assert_bitwise(ours, theirs, f"size {size}, step {i}")
+            assert_same_bits(got, new, f"size {size}, step {i}")
             state = got
 
 
@@ -462,7 +455,7 @@ def test_no_false_alarm(recipe):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_rows(kind):
     """Pipeline stages: rows live on different devices and are updated there."""
-    mesh = jax.make_mesh((8,), ("pipe",), axis_types=(jax.sharding.AxisType[kind],))
+    mesh = mesh_of(kind, pipe=8)
     sharding = jax.sharding.NamedSharding(mesh, P("pipe"))
     old = {k: np.stack([v * (i + 1) for i in range(8)]) for k, v in old_state().items()}
     new = {

@@ -56,7 +56,8 @@ def _numerators(rng, count):
 def good_call(rng, op: str) -> Call:
     sizes, k = _sizes(rng, op)
     call = targets.build(op, sizes, k, lambda options, last=True: _pick(rng, options))
-    operands, (buffers, _) = [], targets.table(op, k)
+    operands = []
+    (buffers, _) = targets.table(op, k)
     for buffer, (shape, dtype) in zip(buffers, call.operands, strict=True):
         make = {
             "scale": values.scales,
@@ -87,7 +88,8 @@ def good_call(rng, op: str) -> Call:
 
 
 def _other_shape(rng, shape):
-    shape, kind = list(shape), rng.integers(6)
+    shape = list(shape)
+    kind = rng.integers(6)
     if kind == 0 and shape:
         i = rng.integers(len(shape))
         shape[i] = max(0, shape[i] + int(rng.choice([-1, 1])))
@@ -106,7 +108,9 @@ def _other_shape(rng, shape):
 
 def mutate(rng, operands, results, attributes):
     """One thing changed; it may still be a good call."""
-    operands, results, attributes = list(operands), list(results), dict(attributes)
+    operands = list(operands)
+    results = list(results)
+    attributes = dict(attributes)
     kind = rng.integers(9)
     if kind == 0:
         i = rng.integers(len(operands))

@@ -62,7 +62,8 @@ def array(rng, shape, dtype) -> np.ndarray:
     """Any bits; or normal numbers of one size; or zeros and ones; or hard f32 numbers,
     cast.
     """
-    dtype, size = np.dtype(dtype), int(np.prod(shape))
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape))
     kind = rng.integers(4)
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(bool)

@@ -16,7 +16,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bad_days.soak")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    options, start = parser.parse_args(), time.monotonic()
+    options = parser.parse_args()
+    start = time.monotonic()
 
     def said(step, counts):
         if (step + 1) % 50 == 0:

@@ -74,7 +74,8 @@ def events(steps: int, seed: int):
     for _ in range(steps):
         if rng.random() < MOVE:
             mesh = str(rng.choice([name for name in MESHES if name != mesh]))
-        what, trainer = choice(KINDS), choice(TRAINERS)
+        what = choice(KINDS)
+        trainer = choice(TRAINERS)
         count = 2 if trainer == "accumulating" else 1
         # Of two microbatches the last is as the step, the other ordinary.
         batches = [batch(rng, "ordinary") for _ in range(count - 1)] + [

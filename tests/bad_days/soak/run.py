@@ -79,10 +79,8 @@ class Place:
     def __init__(self, name):
         self.mesh = None
         if name != "one device":
-            self.mesh, self.layout = (
-                cases.mesh(shape=SHAPES[name]),
-                cases.LAYOUTS[LAYOUTS[name]],
-            )
+            self.mesh = cases.mesh(shape=SHAPES[name])
+            self.layout = cases.LAYOUTS[LAYOUTS[name]]
         self.steps = {}
 
     def put(self, tree):
@@ -167,9 +165,11 @@ def soak(events, said=lambda step, counts: None) -> collections.Counter:
         AssertionError: at the first bit that differs, with the step, its event and the
             leaf.
     """
-    places, counts = {}, collections.Counter()
+    places = {}
+    counts = collections.Counter()
     simulated = simulation.Run.start(cases.weights())
-    mesh, tree = program.MESHES[0], None
+    mesh = program.MESHES[0]
+    tree = None
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(pathlib.Path(folder))
         for i, event in enumerate(events):
@@ -192,7 +192,8 @@ def soak(events, said=lambda step, counts: None) -> collections.Counter:
             tree = place.step(event.trainer)(
                 tree, [place.put_batch(batch) for batch in event.batches]
             )
-            before, simulated = simulated, simulation.step(simulated, event)
+            before = simulated
+            simulated = simulation.step(simulated, event)
             where = f"step {i} ({event})"
             cases.assert_same(tree, expected(simulated), where)
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)), (

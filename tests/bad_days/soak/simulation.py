@@ -46,9 +46,11 @@ def product(a, b, a_inv, b_inv, dtype=np.float32):
     Raises:
         AssertionError: some order of f32 additions could round.
     """
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    a = np.asarray(a, np.float64)
+    b = np.asarray(b, np.float64)
     x, y = (np.where(np.isnan(v), 0, v) for v in (a, b))
-    exact, magnitude = x @ y, np.abs(x) @ np.abs(y)
+    exact = x @ y
+    magnitude = np.abs(x) @ np.abs(y)
     assert magnitude.max() <= 2.0**24 * unit(x) * unit(y), (
         "the run leaves the range of exact sums"
     )
@@ -76,7 +78,8 @@ def gradient(run: Run, batch):
     """
     x, target, size, pin = batch
     rows = x.reshape(-1, x.shape[-1])
-    first, second = run.state["w1"], run.state["w2"]
+    first = run.state["w1"]
+    second = run.state["w2"]
     x1, _, x1_next = oracle.step(rows, first.input, oracle.E4M3)
     k1, _, k1_next = oracle.step(run.weights["w1"], first.kernel, oracle.E4M3)
     y1 = product(x1, k1, x1_next.scale, k1_next.scale)

@@ -54,7 +54,8 @@ def extremes(weight, block):
 
 def compressed(preset, rows, columns, block):
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(columns, rows, bias=False)})
-    up, weight = model["up"], weight_of(rows, columns)
+    up = model["up"]
+    weight = weight_of(rows, columns)
     scheme = preset_name_to_scheme(preset, ["Linear"])
     apply_quantization_config(
         model, QuantizationConfig(config_groups={"group_0": scheme})
