@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from .. import recipes
 from ..dot import dot_general
-from ..numerics import E4M3
 from ..ops import _ffi, _support
 from . import _op_calls
 
@@ -94,12 +93,9 @@ _FP8_DOT = re.compile(
 _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
-def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
+def _example(op: str, index: int = 0) -> tuple[Callable, list]:
     """Return a function that calls an op, and the function's arguments."""
-    shape = (_N,) * (3 if op in _op_calls.PRODUCTS else 2)
-    return _op_calls.call(
-        op, _op_calls.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index)
-    )[:2]
+    return _op_calls.call(op, _op_calls.Kind.square(op, _N, index))[:2]
 
 
 # `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases
