@@ -136,11 +136,11 @@ def merge_state(
     _check_widths(where, variables, restored)
     # Begin with the state of the model, and put the checkpoint's state in its place,
     # module by module.
-    merged, stored = (
+    merged, old = (
         _tree.modules_of(where, tree.get(OVERWRITE_WITH_GRADIENT, {}))
         for tree in (variables, restored)
     )
-    for path, module in stored.items():
+    for path, module in old.items():
         initial = merged.get(path, {})
         for name, leaf in sorted(module.items()):
             place = f"{where}: restored: {_tree.at(path, name)}"

@@ -109,8 +109,8 @@ def _convert(where, variables, classes, swapped):
     unused = set(swapped)
     for path, module in modules.items():
         # Leaves that are no state stay where they are.
-        others = {name: x for name, x in module.items() if name not in _tree.STATE}
-        _insert(where, converted, path, others)
+        rest = {name: x for name, x in module.items() if name not in _tree.STATE}
+        _insert(where, converted, path, rest)
         if _tree.STATE.isdisjoint(module):
             continue
         # Modules whose einsum exchanges its operands have x and kernel exchanged.

@@ -95,7 +95,7 @@ def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.A
     `[*in, *out]`.
     """
     values = np.empty(leaf.shape, np.float32)
-    for index, name, parts, shape in _stored(path, templates, leaf, tensors):
+    for index, name, parts, shape in _parts(path, templates, leaf, tensors):
         decoded = [part.decode() for part in parts]
         whole = np.concatenate(decoded) if parts[1:] else decoded[0]
         if path[-1] == _frozen.KERNEL:
@@ -119,7 +119,7 @@ def _frozen_kernel(
         return {}
     codes, scale_inv = old[_frozen.KERNEL], old[_frozen.KERNEL_SCALE_INV]
     new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
-    for index, name, parts, shape in _stored(path, templates, codes, tensors):
+    for index, name, parts, shape in _parts(path, templates, codes, tensors):
         for part in parts:
             if part.data.dtype != codes.dtype:
                 raise _error(
@@ -142,7 +142,7 @@ def _frozen_kernel(
     return {name: _placed(array, old[name]) for name, array in new.items()}
 
 
-def _stored(path, templates: tuple[Template, ...], leaf, tensors) -> Iterator[tuple]:
+def _parts(path, templates: tuple[Template, ...], leaf, tensors) -> Iterator[tuple]:
     """Yield `(index, name, parts, shape)` for each stacked parameter in `leaf`: the
     tensors of its rows, the name of the first, and the shape that it needs.
     """
