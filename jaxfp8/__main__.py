@@ -64,37 +64,31 @@ def text(machine: dict[str, Any]) -> str:
     """Write the result of `about` for people."""
     # Any part may be an error in place of its value; `_rows` and `_or_error` then write
     # the error.
+    platform = machine["platform"]
     cublaslt = machine["cublaslt"]
-    lines = ["versions", *_rows(machine["versions"], lambda item: item)]
-    lines += [
+    version = cublaslt.get("error") or f"{cublaslt['version']} ({cublaslt['library']})"
+    if platform in ("cpu", "tpu") and "error" in cublaslt:
+        version = f"not needed on a {platform.upper()} ({version})"
+    driver = machine["driver"]
+    lines = [
+        "versions",
+        *_rows(machine["versions"], tuple),
         f"system     {machine['system']}",
         f"processor  {_or_error(machine['processor'])}",
-    ]
-    lines += [
         "settings",
-        *(_rows(machine["settings"], lambda item: item) or ["  none"]),
-    ]
-    lines += [
+        *(_rows(machine["settings"], tuple) or ["  none"]),
         "devices",
-        *_rows(
-            machine["devices"],
-            lambda row: (f"{row['count']} x {row['kind']}", _device(row)),
-        ),
-    ]
-    lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
-    lines += [
+        *_rows(machine["devices"], _device),
+        *[f"driver     {_or_error(driver)}"] * bool(driver),
         "libraries",
-        *_rows(machine["libraries"], lambda row: (row["platform"], _library(row))),
+        *_rows(machine["libraries"], _library),
+        f"cuBLASLt   {version}",
+        f"kernels    {_kernels(machine)}",
+        f"ops on {_or_error(platform)}",
+        *_rows(machine["ops"], lambda row: (row["name"], _runs(row))),
+        "recipes, forward and backward of a layer",
+        *_rows(machine["recipes"], lambda row: (row["name"], _recipe(row))),
     ]
-    version = cublaslt.get("error") or f"{cublaslt['version']} ({cublaslt['library']})"
-    if machine["platform"] in ("cpu", "tpu") and "error" in cublaslt:
-        version = f"not needed on a {machine['platform'].upper()} ({version})"
-    lines += [f"cuBLASLt   {version}"]
-    lines += [f"kernels    {_kernels(machine)}"]
-    lines += [f"ops on {_or_error(machine['platform'])}"]
-    lines += _rows(machine["ops"], lambda row: (row["name"], _runs(row)))
-    lines += ["recipes, forward and backward of a layer"]
-    lines += _rows(machine["recipes"], lambda row: (row["name"], _recipe(row)))
     return "\n".join(lines)
 
 
@@ -108,31 +102,32 @@ def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
     """
     if "error" in part:
         return [f"  {part['error']}"]
-    rows = [
-        ("", *cells(row)) for row in (part.items() if isinstance(part, dict) else part)
-    ]
+    items = part.items() if isinstance(part, dict) else part
+    rows = [("", *cells(item)) for item in items]
     return aligned(rows).splitlines() if rows else []
 
 
-def _device(row) -> str:
-    return (
-        f"{row['platform']}"
-        f"{', compute capability ' + row['capability'] if row['capability'] else ''}"
-    )
+def _device(row) -> tuple[str, str]:
+    text = row["platform"]
+    if row["capability"]:
+        text += f", compute capability {row['capability']}"
+    return f"{row['count']} x {row['kind']}", text
 
 
-def _library(row) -> str:
-    if row["error"]:
-        return row["error"] + (f" ({row['path']})" if row["path"] else "")
-    return (
-        f"loaded, {'in use' if row['platform'] == 'cpu' else 'built for'}: "
-        f"{row['built_for']} ({row['path']})"
-    )
+def _library(row) -> tuple[str, str]:
+    text = row["error"]
+    if not text:
+        use = "in use" if row["platform"] == "cpu" else "built for"
+        text = f"loaded, {use}: {row['built_for']}"
+    if row["path"]:
+        text += f" ({row['path']})"
+    return row["platform"], text
 
 
 def _kernels(machine) -> str:
     """Write whether every op that has a kernel for this platform runs it."""
-    ops, platform = machine["ops"], machine["platform"]
+    ops = machine["ops"]
+    platform = machine["platform"]
     if "error" in ops or "error" in platform:
         return "unknown, because a part of this report failed"
     if platform == "tpu":
@@ -159,11 +154,11 @@ def _runs(row) -> str:
     """Write a cell: the program that runs the op, and why no custom call runs it."""
     if row["custom_call"]:
         return "custom call"
+    if row["why"].startswith(_machine.REFUSED):
+        return row["why"]
     program = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"
     if _is_intended(row):
         return f"{program}, as intended"
-    if row["why"].startswith(_machine.REFUSED):
-        return row["why"]
     return f"{program}: {row['why']}" if row["why"] else program
 
 
@@ -171,23 +166,18 @@ def _recipe(row) -> str:
     """Write a cell: the precision that multiplies the codes of the three products, and
     the custom calls.
     """
-    calls = (
-        ", ".join(f"{count} {name}" for name, count in row["calls"].items()) or "none"
-    )
     if row["why"].startswith(_machine.REFUSED):
         return row["why"]
-    if row["fp8_products"] and not row["calls"]:
-        return f"{row['fp8_products']} of 3 products of FP8 operands, compiled by XLA"
+    count = row["fp8_products"]
+    if count and not row["calls"]:
+        return f"{count} of 3 products of FP8 operands, compiled by XLA"
+    products = f"{count} of 3 products by FP8 kernels"
     if _is_intended(row):
-        return (
-            "3 products of FP8 codes, multiplied in high precision as intended; "
-            f"custom calls: {calls}"
-        )
-    why = f" ({row['why']})" if row["why"] else ""
-    return (
-        f"{row['fp8_products']} of 3 products by FP8 kernels{why}; custom calls: "
-        f"{calls}"
-    )
+        products = "3 products of FP8 codes, multiplied in high precision as intended"
+    elif row["why"]:
+        products += f" ({row['why']})"
+    calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items())
+    return f"{products}; custom calls: {calls or 'none'}"
 
 
 def main(argv: list[str] | None = None) -> int:

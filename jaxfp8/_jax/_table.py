@@ -57,11 +57,12 @@ def labelled_runs(
         `label` is the layer, with ` (call 1)` for its second product; `iteration` is
         `(i,)` in a loop, else `()`.
     """
-    products_of_layer, calls = Counter(layer for layer, _ in products), Counter()
+    products_of_layer = Counter(layer for layer, _ in products)
+    calls = Counter()
     for layer, runs in products:
-        label = (
-            f"{layer} (call {calls[layer]})" if products_of_layer[layer] > 1 else layer
-        )
+        label = layer
+        if products_of_layer[layer] > 1:
+            label += f" (call {calls[layer]})"
         calls[layer] += 1
         for i, run in enumerate(reversed(runs)):
             yield label, (i,) if len(runs) > 1 else (), run

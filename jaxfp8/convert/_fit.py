@@ -12,9 +12,13 @@ from .._jax import _warnings
 from ..linen._freeze import PARAMS
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
 from ..numerics import _scaling
-from ..recipes import FP8StateWarning, _below_zero, _state_tree
+from ..recipes import (
+    OVERWRITE_WITH_GRADIENT,
+    FP8StateWarning,
+    _below_zero,
+    _state_tree,
+)
 from . import _tree
-from ._tree import OVERWRITE_WITH_GRADIENT
 
 _HISTORY = "amax_history"
 
@@ -67,7 +71,7 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
         )
     axes = dict.fromkeys(histories, -1)
     for quantizer in flat.quantizers:
-        pair = flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale]
+        pair = [flat.leaves[i] for i in quantizer.positions()]
         axes[quantizer.amax_history] = _state_tree.slot_axis(
             f"resize_history: tree: {quantizer.name}", *pair
         )
@@ -132,36 +136,34 @@ def merge_state(
     _check_widths(where, variables, restored)
     # Begin with the state of the model, and put the checkpoint's state in its place,
     # module by module.
-    merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
-    for path, module in _tree.modules_of(
-        where, restored.get(OVERWRITE_WITH_GRADIENT, {})
-    ).items():
+    merged, old = (
+        _tree.modules_of(where, tree.get(OVERWRITE_WITH_GRADIENT, {}))
+        for tree in (variables, restored)
+    )
+    for path, module in old.items():
+        initial = merged.get(path, {})
         for name, leaf in sorted(module.items()):
-            if (missing := _other_half(name)) in merged.get(
-                path, {}
-            ) and missing not in module:
+            place = f"{where}: restored: {_tree.at(path, name)}"
+            missing = _other_half(name)
+            if missing in initial and missing not in module:
                 raise ValueError(
-                    f"{where}: restored: {_tree.at(path, name)}: expected {missing} "
+                    f"{place}: expected {missing} "
                     f"beside it, got {sorted(module)}; a scale belongs to its "
                     "history: restore both, or drop both to begin with the model's"
                 )
-            if name in merged.get(path, {}):
-                merged[path][name] = _fit(
-                    where, _tree.at(path, name), merged[path][name], leaf
-                )
+            if name in initial:
+                initial[name] = _fit(place, name, initial[name], leaf)
             # Counters, which releases until 0.2 had, are left out; any other state
             # without a place is an error.
-            elif not _tree.is_counters(name, module):
-                is_transformer_engine = any(
-                    part.startswith("TEWrapper_dot_general_") for part in path
-                )
-                way_out = (
-                    TRANSFORMER_ENGINE_BY_HAND
-                    if is_transformer_engine
-                    else "state of Flax goes through from_flax"
-                )
+            elif not (
+                name.endswith("_counters")
+                and name.replace("_counters", f"_{_HISTORY}") in module
+            ):
+                way_out = "state of Flax goes through from_flax"
+                if any(part.startswith("TEWrapper_dot_general_") for part in path):
+                    way_out = TRANSFORMER_ENGINE_BY_HAND
                 raise ValueError(
-                    f"{where}: restored: {_tree.at(path, name)}: the model has no "
+                    f"{place}: the model has no "
                     f"such state, it has {sorted(map(_tree.at, merged))}; {way_out}; "
                     "drop from the checkpoint modules that the model no longer has in "
                     "FP8"
@@ -192,21 +194,15 @@ def _check_widths(where, variables, restored):
 
 def _other_half(name):
     """Return the name of the scale of a history, or of the history of a scale."""
-    prefix = name.removesuffix(_HISTORY)
-    return (
-        f"{prefix}scale"
-        if prefix != name
-        else f"{name.removesuffix('scale')}{_HISTORY}"
-    )
+    if name.endswith(_HISTORY):
+        return f"{name.removesuffix(_HISTORY)}scale"
+    return f"{name.removesuffix('scale')}{_HISTORY}"
 
 
-def _fit(where, name, initial, leaf):
+def _fit(place, name, initial, leaf):
     if leaf.dtype != initial.dtype:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"{where}: restored: {name}: expected a floating dtype, got "
-                f"{leaf.dtype}"
-            )
+            raise TypeError(f"{place}: expected a floating dtype, got {leaf.dtype}")
         leaf = leaf.astype(initial.dtype)
     # Only the length of a history may differ.
     is_history = name.endswith(_HISTORY)
@@ -214,7 +210,7 @@ def _fit(where, name, initial, leaf):
         return leaf if leaf.shape == initial.shape else _resize(leaf, initial.shape[-1])
     if leaf.shape != initial.shape:
         raise ValueError(
-            f"{where}: restored: {name}: expected shape {tuple(initial.shape)}"
+            f"{place}: expected shape {tuple(initial.shape)}"
             f"{' up to the history length' if is_history else ''}, got "
             f"{tuple(leaf.shape)}"
         )
@@ -258,10 +254,9 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
     values = {}
     for quantizer in flat.quantizers:
         positions = quantizer.positions()
-        leaves = [jnp.asarray(flat.leaves[i]) for i in positions]
+        history, scale = leaves = [jnp.asarray(flat.leaves[i]) for i in positions]
         # Transforms stack state along any axis, so the slots need not be last.
         axis = _state_tree.slot_axis(f"reset_state: tree: {quantizer.name}", *leaves)
-        history, scale = leaves
         # One slot below zero gives its whole row a NaN scale, so the row is reset as a
         # whole.
         is_bad = jnp.any(

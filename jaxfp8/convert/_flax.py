@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..recipes import OVERWRITE_WITH_GRADIENT
 from . import _tree
 
 _MODULE = "Fp8DotGeneral"
@@ -89,46 +90,61 @@ def _convert(where, variables, classes, swapped):
             f"{swapped!r}"
         )
 
-    def convert(modules: _tree.Modules):
-        if not any(
-            name in _tree.STATE for module in modules.values() for name in module
-        ):
-            return
-        unused = set(swapped)
-        for path, module in modules.items():
-            # Leaves that are no state stay where they are.
-            yield (
-                path,
-                {
-                    name: leaf
-                    for name, leaf in module.items()
-                    if name not in _tree.STATE
-                },
-            )
-            if set(_tree.STATE).isdisjoint(module):
-                continue
-            # Modules whose einsum exchanges its operands have x and kernel exchanged.
-            matching = {
-                pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))
-            }
-            unused -= matching
-            operands = (
-                ("kernel", "input", "output_grad") if matching else _tree.OPERANDS
-            )
-            for operand, name in zip(operands, _tree.OPERANDS, strict=True):
-                state = _tree.named(
-                    operand, *_tree.quantizer(where, path, module, name)
-                )
-                yield _renamed(where, path, classes), state
-        # A pattern that matches nothing is a typo: x and the kernel of that einsum
-        # would have each other's state.
-        if unused:
-            paths = sorted(map(_tree.at, modules))
-            raise ValueError(
-                f"{where}: swapped: {sorted(unused)} match no module; there are {paths}"
-            )
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"{where}: variables: expected a dict of variables or of one collection, "
+            f"got {type(variables).__name__}; of a TrainState pass `.params`"
+        )
+    # Variables without the collection of state are that collection itself.
+    is_bare = OVERWRITE_WITH_GRADIENT not in variables
+    modules = _tree.modules_of(
+        where, variables if is_bare else variables[OVERWRITE_WITH_GRADIENT]
+    )
+    if all(_tree.STATE.isdisjoint(module) for module in modules.values()):
+        raise ValueError(
+            f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} "
+            f"with FP8 state, or such a collection itself, got {sorted(variables)}"
+        )
+    converted: _tree.Modules = {}
+    unused = set(swapped)
+    for path, module in modules.items():
+        # Leaves that are no state stay where they are.
+        rest = {name: x for name, x in module.items() if name not in _tree.STATE}
+        _insert(where, converted, path, rest)
+        if _tree.STATE.isdisjoint(module):
+            continue
+        # Modules whose einsum exchanges its operands have x and kernel exchanged.
+        matching = {each for each in swapped if re.fullmatch(each, _tree.at(path))}
+        unused -= matching
+        operands = ("kernel", "input", "output_grad") if matching else _tree.OPERANDS
+        state = {}
+        for operand, name in zip(operands, _tree.OPERANDS, strict=True):
+            history, scale = _tree.quantizer(where, path, module, name)
+            state |= {f"{operand}_amax_history": history, f"{operand}_scale": scale}
+        _insert(where, converted, _renamed(where, path, classes), state)
+    # A pattern that matches nothing is a typo: x and the kernel of that einsum would
+    # have each other's state.
+    if unused:
+        paths = sorted(map(_tree.at, modules))
+        raise ValueError(
+            f"{where}: swapped: {sorted(unused)} match no module; there are {paths}"
+        )
+    collection = _tree.nested(converted)
+    return collection if is_bare else {**variables, OVERWRITE_WITH_GRADIENT: collection}
 
-    return _tree.convert_state(where, variables, convert)
+
+def _insert(where: str, modules: _tree.Modules, path: _tree.Path, module: dict) -> None:
+    """Add leaves to the module at `path`; raise a ValueError where a name is there
+    already.
+    """
+    leaves = modules.setdefault(path, {})
+    for name in module:
+        if name in leaves:
+            raise ValueError(
+                f"{where}: {_tree.at(path, name)}: two quantizers would get this name; "
+                "rename one module first"
+            )
+    leaves.update(module)
 
 
 def _renamed(where, path: _tree.Path, classes) -> _tree.Path:

@@ -4,19 +4,18 @@ freeze them.
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import core, nnx, traverse_util
-from flax.core import meta
+from flax import core, nnx
 
 from ..dot import _frozen
 from ..linen._freeze import PARAMS
 from ..recipes import _state_tree, some
-from ._frozen_kernels import PLACEHOLDERS, parameters
+from ._frozen_kernels import PLACEHOLDERS, parameters, take_products
 from ._read_safetensors import (
     Name,
     Names,
@@ -27,12 +26,6 @@ from ._read_safetensors import (
 )
 from ._tree import Path, at
 
-_CODES = (
-    _frozen.KERNEL,
-    _frozen.KERNEL_SCALE_INV,
-    _frozen.INPUT_SCALE,
-    _frozen.INPUT_SCALE_INV,
-)
 _FLOATS = ("F8_E4M3", "F8_E5M2", "BF16", "F16", "F32", "F64")
 
 
@@ -82,57 +75,37 @@ def from_safetensors(
     """
     where = "from_safetensors"
     leaves = parameters(f"{where}: variables", variables)
-    tensors, find = read_safetensors(path), Names(where, names)
-    filled_leaves = {}
+    tensors = read_safetensors(path)
+    find = Names(where, names)
+    new = {}
     # 1. The codes of frozen kernels.
-    for product in [
-        path_[:-1] for path_ in leaves if path_[-1] == _frozen.KERNEL_SCALE_INV
-    ]:
-        kernel = (*product[:-1], _frozen.KERNEL)
-        if not isinstance(leaves.get(kernel), PLACEHOLDERS):
-            kernel = (*product, _frozen.KERNEL)
-        old = {name: leaves.pop((*product, name), None) for name in _CODES}
-        new = _frozen_kernel(kernel, find(kernel), old, tensors)
-        filled_leaves |= {(*product, name): array for name, array in new.items()}
+    for product, kernel, _, old in take_products(leaves):
+        arrays = _frozen_kernel(kernel, find(kernel), old, tensors)
+        new |= {(*product, name): array for name, array in arrays.items()}
     # 2. All others, in the dtypes of the model.
     for path_, leaf in leaves.items():
         if not isinstance(leaf, PLACEHOLDERS) and (templates := find(path_)):
-            filled_leaves[path_] = _master(path_, templates, leaf, tensors)
+            new[path_] = _master(path_, templates, leaf, tensors)
     find.check_used()
-    return _with_leaves(_with_fresh_state(variables, set(filled_leaves)), filled_leaves)
+    return _with_leaves(variables, new)
 
 
 def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.Array:
     """Return a parameter in the dtype of `leaf`: matrices `[out, in]` become kernels
     `[*in, *out]`.
     """
-    stacked = len(templates[0]) - 1
-    _check_stacked(path, templates, leaf.shape)
     values = np.empty(leaf.shape, np.float32)
-    for index in np.ndindex(leaf.shape[:stacked]):
-        parts = [
-            _tensor(path, filled(template, index), tensors).decode()
-            for template in templates
-        ]
-        name, needed = filled(templates[0], index), leaf.shape[stacked:]
-        whole = np.concatenate(parts) if parts[1:] else parts[0]
+    for index, name, parts, shape in _parts(path, templates, leaf, tensors):
+        decoded = [part.decode() for part in parts]
+        whole = np.concatenate(decoded) if parts[1:] else decoded[0]
         if path[-1] == _frozen.KERNEL:
-            _check_shape(
-                path,
-                name,
-                whole,
-                needed[::-1] if len(needed) == 2 else "[out, in]",
-                _fits(whole.T, needed),
-            )
+            needed = shape[::-1] if len(shape) == 2 else "[out, in]"
+            _check_shape(path, name, whole, needed, _fits(whole.T, shape))
             whole = whole.T
         else:
-            is_right = whole.shape == needed or (
-                path[-1] == "bias"
-                and whole.ndim == 1
-                and whole.size == math.prod(needed)
-            )
-            _check_shape(path, name, whole, needed, is_right)
-        values[index] = whole.reshape(needed)
+            is_flat = path[-1] == "bias" and whole.shape == (math.prod(shape),)
+            _check_shape(path, name, whole, shape, is_flat or whole.shape == shape)
+        values[index] = whole.reshape(shape)
     return _placed(values.astype(leaf.dtype), leaf)
 
 
@@ -144,21 +117,9 @@ def _frozen_kernel(
     """
     if not templates:
         return {}
-    codes, scale_inv, has_input = (
-        old[_frozen.KERNEL],
-        old[_frozen.KERNEL_SCALE_INV],
-        old[_frozen.INPUT_SCALE] is not None,
-    )
-    stacked, new = (
-        len(templates[0]) - 1,
-        {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None},
-    )
-    _check_stacked(path, templates, codes.shape)
-    for index in np.ndindex(codes.shape[:stacked]):
-        name = filled(templates[0], index)
-        parts = [
-            _tensor(path, filled(template, index), tensors) for template in templates
-        ]
+    codes, scale_inv = old[_frozen.KERNEL], old[_frozen.KERNEL_SCALE_INV]
+    new = {name: np.empty(a.shape, a.dtype) for name, a in old.items() if a is not None}
+    for index, name, parts, shape in _parts(path, templates, codes, tensors):
         for part in parts:
             if part.data.dtype != codes.dtype:
                 raise _error(
@@ -169,30 +130,48 @@ def _frozen_kernel(
                     "load a model that is not frozen",
                 )
         data = np.concatenate([part.data for part in parts])
-        _check_shape(path, name, data, "[out, in]", _fits(data, codes.shape[stacked:]))
-        new[_frozen.KERNEL][index] = data.reshape(codes.shape[stacked:])
+        _check_shape(path, name, data, "[out, in]", _fits(data, shape))
+        new[_frozen.KERNEL][index] = data.reshape(shape)
         new[_frozen.KERNEL_SCALE_INV][index] = _scales(
-            path, name, parts, scale_inv, scale_inv.shape[stacked:]
+            path, name, parts, scale_inv, scale_inv.shape[len(index) :]
         )
-        if has_input:
-            inputs = {
-                None if part.input_scale_inv is None else float(part.input_scale_inv[0])
-                for part in parts
-            }
-            if len(inputs) > 1 or None in inputs:
-                needed = "one fixed scale of the input, as the model has"
-                raise _error(
-                    path,
-                    name,
-                    needed,
-                    f"{sorted(map(str, inputs))}",
-                    "freeze a model with Float8CurrentScaling",
-                )
-            new[_frozen.INPUT_SCALE_INV][index] = np.float32(inputs.pop())
-            new[_frozen.INPUT_SCALE][index] = (
-                np.float32(1) / new[_frozen.INPUT_SCALE_INV][index]
-            )
+        if _frozen.INPUT_SCALE in new:
+            fixed = _input_scale_inv(path, name, parts)
+            new[_frozen.INPUT_SCALE_INV][index] = fixed
+            new[_frozen.INPUT_SCALE][index] = 1 / fixed
     return {name: _placed(array, old[name]) for name, array in new.items()}
+
+
+def _parts(path, templates: tuple[Template, ...], leaf, tensors) -> Iterator[tuple]:
+    """Yield `(index, name, parts, shape)` for each stacked parameter in `leaf`: the
+    tensors of its rows, the name of the first, and the shape that it needs.
+    """
+    stacked = len(templates[0]) - 1
+    if stacked > len(leaf.shape):
+        needed = f"at least {stacked} dimensions, one for each {{}} of the name"
+        name = "{}".join(templates[0])
+        raise _error(path, name, needed, f"{list(leaf.shape)}", "write fewer {}")
+    for index in np.ndindex(leaf.shape[:stacked]):
+        names = [filled(template, index) for template in templates]
+        parts = [_tensor(path, name, tensors) for name in names]
+        yield index, names[0], parts, leaf.shape[stacked:]
+
+
+def _input_scale_inv(path, name, parts: list[StoredTensor]) -> np.float32:
+    """Return the fixed scale of the input that all parts of a frozen kernel have."""
+    inputs = {
+        None if part.input_scale_inv is None else float(part.input_scale_inv[0])
+        for part in parts
+    }
+    if len(inputs) > 1 or None in inputs:
+        raise _error(
+            path,
+            name,
+            "one fixed scale of the input, as the model has",
+            f"{sorted(map(str, inputs))}",
+            "freeze a model with Float8CurrentScaling",
+        )
+    return np.float32(inputs.pop())
 
 
 def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
@@ -200,26 +179,20 @@ def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarr
     that the model has.
     """
     scales = np.concatenate([part.scale_inv for part in parts])
-    if (
-        scales.shape != shape
-        and all(part.block is None for part in parts)
-        and len(np.unique(scales)) == 1
-    ):
+    has_blocks = any(part.block for part in parts)
+    if scales.shape != shape and not has_blocks and len(np.unique(scales)) == 1:
         scales = scales[:1]  # parts that have one scale for all
     with np.errstate(over="ignore"):
         rounded = scales.astype(scale_inv.dtype)
     if scales.shape != shape or not np.array_equal(rounded.astype(np.float32), scales):
         blocks = sorted({str(part.block or "the tensor") for part in parts})
-        needed = f"scales {scale_inv.dtype}{list(shape)}, as the model's recipe has"
-        advice = (
-            "freeze a model with the recipe of the file, or load one that is not frozen"
-        )
         raise _error(
             path,
             name,
-            needed,
+            f"scales {scale_inv.dtype}{list(shape)}, as the model's recipe has",
             f"{list(scales.shape)}, a scale for each of {', '.join(blocks)}",
-            advice,
+            "freeze a model with the recipe of the file, or load one that is not "
+            "frozen",
         )
     return rounded
 
@@ -228,21 +201,11 @@ def _tensor(path: Path, name: str, tensors: dict[str, StoredTensor]) -> StoredTe
     """Return a tensor of the file, with its scales where it is codes."""
     tensor = tensors.get(name)
     if tensor is None:
-        raise _error(
-            path,
-            name,
-            "this tensor in the file",
-            "none",
-            f"the file has {some(sorted(tensors), 4)}",
-        )
+        present = f"the file has {some(sorted(tensors), 4)}"
+        raise _error(path, name, "this tensor in the file", "none", present)
     if tensor.dtype not in _FLOATS:
-        raise _error(
-            path,
-            name,
-            f"a dtype of {_FLOATS}",
-            tensor.dtype,
-            "no other weights are read",
-        )
+        needed = f"a dtype of {_FLOATS}"
+        raise _error(path, name, needed, tensor.dtype, "no other weights are read")
     if tensor.dtype.startswith("F8") and tensor.scale_inv is None:
         needed = f"scales {name}_scale or {name}_scale_inv"
         raise _error(
@@ -268,22 +231,9 @@ def _fits(array, shape) -> bool:
 def _check_shape(path, name, array, needed, is_right: bool) -> None:
     if not is_right:
         needed = needed if isinstance(needed, str) else list(needed)
-        raise _error(
-            path,
-            name,
-            f"shape {needed} for the model's",
-            f"{list(array.shape)}",
-            "check the model's sizes",
-        )
-
-
-def _check_stacked(path, templates, shape) -> None:
-    stacked = len(templates[0]) - 1
-    if stacked > len(shape):
-        needed = f"at least {stacked} dimensions, one for each {{}} of the name"
-        raise _error(
-            path, "{}".join(templates[0]), needed, f"{list(shape)}", "write fewer {}"
-        )
+        needed = f"shape {needed} for the model's"
+        got = f"{list(array.shape)}"
+        raise _error(path, name, needed, got, "check the model's sizes")
 
 
 def _error(path: Path, name: str, needed: str, got: str, advice: str) -> ValueError:
@@ -295,21 +245,14 @@ def _error(path: Path, name: str, needed: str, got: str, advice: str) -> ValueEr
 
 def _placed(array: np.ndarray, leaf) -> jax.Array:
     """Return `array` where `leaf` lies, if it was put somewhere."""
-    is_placed = getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct))
-    return (
-        jax.device_put(array, leaf.sharding if is_placed else None)
-        if is_placed
-        else jnp.asarray(array)
-    )
+    if getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct)):
+        return jax.device_put(array, leaf.sharding)
+    return jnp.asarray(array)
 
 
-def _with_fresh_state(variables, filled: set[Path]):
-    """Return `variables` with the FP8 state of `init` in the place of shapes, where
-    only shapes of it are given.
-
-    Args:
-        variables: those of the model.
-        filled: paths, as `parameters` names them, whose shapes get arrays of the file.
+def _with_leaves(variables, leaves: dict[Path, jax.Array]):
+    """Return `variables` with other leaves at these paths, as `parameters` names them,
+    and the FP8 state of `init` where only shapes of it are given.
 
     Raises:
         ValueError: another leaf is a shape.
@@ -318,55 +261,28 @@ def _with_fresh_state(variables, filled: set[Path]):
     flat = _state_tree.flatten(
         nnx.state(variables) if is_module else dict(core.unfreeze(variables))
     )
-    shapes = {
-        i
-        for i, leaf in enumerate(flat.leaves)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    }
-    fresh = {}
+    shapes = {}
+    for i, leaf in enumerate(flat.leaves):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            shapes[i] = leaf
+    new = {}
     for quantizer in flat.quantizers:
         for i, value in zip(quantizer.positions(), (0, 1), strict=True):
             if i in shapes:
-                leaf = flat.leaves[i]
-                fresh[i] = _placed(np.full(leaf.shape, value, leaf.dtype), leaf)
-    left = [
-        flat.name(i)
-        for i in sorted(shapes - set(fresh))
-        if (path := flat.paths[i]) not in filled
-        and (path[0] != PARAMS or path[1:] not in filled)
-    ]
+                array = np.full(shapes[i].shape, value, shapes[i].dtype)
+                new[i] = _placed(array, shapes[i])
+    for i, path in enumerate(flat.paths):
+        key = path[1:] if path[0] == PARAMS and not is_module else path
+        if key in leaves:
+            new[i] = leaves[key]
+    left = [flat.name(i) for i in shapes if i not in new]
     if left:
         raise ValueError(
             f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "
             "tensor of the file is read, got jax.ShapeDtypeStruct; put arrays there "
             "first, for example those of init"
         )
-    if not fresh:
-        return variables
-    if is_module:
-        nnx.update(variables, flat.replace(fresh))
-        return variables
-    return flat.replace(fresh)
-
-
-def _with_leaves(variables, leaves: dict[Path, jax.Array]):
-    """Return `variables` with other leaves at these paths, as `parameters` names
-    them.
-    """
-    if isinstance(variables, nnx.Module):
-        for path, variable in nnx.to_flat_state(
-            nnx.state(variables, (nnx.Param, nnx.BatchStat))
-        ):
-            if (key := tuple(map(str, path))) in leaves:
-                variable.set_value(leaves.pop(key))
-        return variables
-    flat = traverse_util.flatten_dict(dict(core.unfreeze(variables)))
-    for path, old in flat.items():
-        key = path[1:] if path[0] == PARAMS else path
-        if key in leaves:
-            flat[path] = (
-                old.replace_boxed(leaves[key])
-                if isinstance(old, meta.AxisMetadata)
-                else leaves[key]
-            )
-    return traverse_util.unflatten_dict(flat)
+    if not is_module:
+        return flat.replace(new)
+    nnx.update(variables, flat.replace(new))
+    return variables

@@ -31,10 +31,6 @@ _ARRAYS = (
     _frozen.INPUT_SCALE_INV,
     _frozen.INPUT_SCALE,
 )
-_NOT_FROZEN = (
-    "to_safetensors: frozen: expected the variables, or the NNX model, that "
-    "jaxfp8.freeze gave"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +123,10 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
     if isinstance(frozen, nnx.Module):
         state = nnx.to_flat_state(nnx.state(frozen, (nnx.Param, nnx.BatchStat)))
         leaves = {path: variable.get_value() for path, variable in state}
-        kernels = (
-            (path, getattr(module, _frozen.KERNEL, None))
-            for path, module in nnx.iter_modules(frozen)
-        )
-        leaves |= {
-            (*path, _frozen.KERNEL): kernel
-            for path, kernel in kernels
-            if isinstance(kernel, PLACEHOLDERS)
-        }
+        for path, module in nnx.iter_modules(frozen):
+            kernel = getattr(module, _frozen.KERNEL, None)
+            if isinstance(kernel, PLACEHOLDERS):
+                leaves[*path, _frozen.KERNEL] = kernel
         return {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
     if not isinstance(frozen, Mapping):
         raise TypeError(
@@ -148,19 +139,12 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
             f"{where}: expected variables, got a dict without 'params': "
             f"{sorted(frozen)}"
         )
-    leaves = traverse_util.flatten_dict(
-        collections.pop(linen_freeze.PARAMS)
-    ) | traverse_util.flatten_dict(collections)
-    boxes = {
-        path: leaf
-        for path, leaf in leaves.items()
-        if isinstance(leaf, meta.AxisMetadata)
-    }
-    return leaves | {
-        path: box.unbox()
-        for path, box in boxes.items()
-        if not isinstance(box, PLACEHOLDERS)
-    }
+    leaves = traverse_util.flatten_dict(collections.pop(linen_freeze.PARAMS))
+    leaves |= traverse_util.flatten_dict(collections)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, meta.AxisMetadata) and not isinstance(leaf, PLACEHOLDERS):
+            leaves[path] = leaf.unbox()
+    return leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +179,7 @@ class FP8Kernel:
         Raises:
             ValueError: see `to_safetensors`.
         """
-        codes, scale, input_scale = self.codes, self.scale_inv, self.input_scale_inv
+        scale, input_scale = self.scale_inv, self.input_scale_inv
         n, k = self._matrix_shape(stacked)
         self._check_layout(stacked, n, k, layout)
         block = LAYOUTS[layout].block
@@ -209,44 +193,30 @@ class FP8Kernel:
             )
         self._check_numbers()
         lead = scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))
-        for index in np.ndindex(codes.shape[:stacked]):
-            matrices = np.split(codes[index].reshape(n, k), parts)
-            kernel_scales, inputs = (
-                scale[index[:lead]],
-                None if input_scale is None else input_scale[index[:lead]],
-            )
-            scales = (
-                np.split(kernel_scales, parts)
-                if is_divided
-                else [kernel_scales] * parts
-            )
-            for part, (matrix, row_scales) in enumerate(
-                zip(matrices, scales, strict=True)
-            ):
-                # E8M0 is stored as its codes.
-                yield (
-                    index,
-                    part,
-                    matrix,
-                    row_scales.view(np.uint8)
-                    if row_scales.itemsize == 1
-                    else row_scales,
-                    inputs,
-                )
+        for index in np.ndindex(self.codes.shape[:stacked]):
+            matrices = np.split(self.codes[index].reshape(n, k), parts)
+            inputs = None if input_scale is None else input_scale[index[:lead]]
+            one = scale[index[:lead]]
+            if one.itemsize == 1:  # E8M0 is stored as its codes
+                one = one.view(np.uint8)
+            scales = np.split(one, parts) if is_divided else [one] * parts
+            for part, pair in enumerate(zip(matrices, scales, strict=True)):
+                yield index, part, *pair, inputs
 
     def _matrix_shape(self, stacked) -> tuple[int, int]:
         """Return `(rows, columns)` of each kernel: the sizes of outputs and inputs."""
         shape = self.codes.shape
-        leading, codes = shape[:stacked], shape[stacked:]
+        codes = shape[stacked:]
         kernel = getattr(self.placeholder, "shape", None)
+        counts = []
         if kernel is not None:  # a placeholder of NNX has no stacked dimensions
             kernel = shape[: len(shape) - len(kernel)] + kernel
-        has_leading = kernel is None or kernel[:stacked] == leading
-        if has_leading and len(codes) == 2:
-            return codes
-        # A kernel of Flax is `[*in, *out]`.
-        counts = range(1, len(codes)) if has_leading and kernel is not None else ()
-        counts = [i for i in counts if kernel[stacked:] == codes[-i:] + codes[:-i]]
+        if kernel is None or kernel[:stacked] == shape[:stacked]:
+            if len(codes) == 2:
+                return codes
+            # A kernel of Flax is `[*in, *out]`.
+            splits = range(1, len(codes)) if kernel else ()
+            counts = [i for i in splits if kernel[stacked:] == codes[-i:] + codes[:-i]]
         if len(counts) != 1:
             raise self._error(
                 "a matrix, or a kernel [*inputs, *outputs]",
@@ -277,17 +247,16 @@ class FP8Kernel:
 
         fitting = [name for name in LAYOUTS if fits(LAYOUTS[name])]
         if layout not in fitting:
-            recipes = (
-                " or ".join(LAYOUTS[name].recipes for name in fitting)
-                or "Float8RowwiseScaling or a custom one"
-            )
+            recipes = "Float8RowwiseScaling or a custom one"
+            advice = "no layout has such scales"
+            if fitting:
+                recipes = " or ".join(LAYOUTS[name].recipes for name in fitting)
+                advice = f"write layout {' or '.join(map(repr, fitting))}"
             raise self._error(
                 f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
                 f"scales {scale.dtype}{list(scale.shape)} of codes "
                 f"{list(codes.shape)}, those of the recipe {recipes}",
-                f"write layout {' or '.join(map(repr, fitting))}"
-                if fitting
-                else "no layout has such scales",
+                advice,
             )
         if codes.dtype != E4M3.dtype:
             raise self._error(
@@ -306,14 +275,11 @@ class FP8Kernel:
         """Raise a ValueError for NaN codes, and for scales that are not positive and
         finite.
         """
-        scales = [
-            a.astype(np.float32)
-            for a in (self.scale_inv, self.input_scale_inv)
-            if a is not None
-        ]
-        if np.any(self.codes.view(np.uint8) & 127 == 127) or not all(
-            np.all(np.isfinite(a) & (a > 0)) for a in scales
-        ):
+        is_bad = np.any(self.codes.view(np.uint8) & 127 == 127)
+        for scales in jax.tree.leaves((self.scale_inv, self.input_scale_inv)):
+            scales = scales.astype(np.float32)
+            is_bad |= not np.all(np.isfinite(scales) & (scales > 0))
+        if is_bad:
             raise self._error(
                 "finite codes and scales",
                 "NaN",
@@ -326,29 +292,37 @@ class FP8Kernel:
         )
 
 
+def take_products(leaves: dict[Path, Any]) -> Iterator[tuple]:
+    """Remove the frozen products from parameters by path, and yield `(product, kernel,
+    placeholder, arrays by name)`: the paths of both, and None for what is not there.
+    """
+    for *product, last in list(leaves):
+        if last == _frozen.KERNEL_SCALE_INV:
+            arrays = {name: leaves.pop((*product, name), None) for name in _ARRAYS}
+            kernel = (*product[:-1], _frozen.KERNEL)
+            placeholder = leaves.get(kernel)
+            if not isinstance(placeholder, PLACEHOLDERS):
+                kernel, placeholder = (*product, _frozen.KERNEL), None
+            yield product, kernel, placeholder, arrays
+
+
 def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
-    """Remove the frozen products from parameters by path, and return them.
+    """Remove the frozen products and placeholders from parameters by path, and return
+    the products.
 
     Raises:
         ValueError: the parameters hold no frozen product.
     """
     kernels = []
-    for product in [
-        path[:-1] for path in leaves if path[-1] == _frozen.KERNEL_SCALE_INV
-    ]:
-        arrays = [leaves.pop((*product, name), None) for name in _ARRAYS]
-        codes, scale_inv, input_scale_inv, _ = (
-            None if a is None else np.asarray(jax.device_get(a)) for a in arrays
-        )
-        path = (*product[:-1], _frozen.KERNEL)
-        placeholder = leaves.get(path)
-        if not isinstance(placeholder, PLACEHOLDERS):
-            path, placeholder = (*product, _frozen.KERNEL), None
+    for _, path, placeholder, arrays in take_products(leaves):
+        codes, scale_inv, input_scale_inv, _ = jax.device_get(list(arrays.values()))
         kernels.append(FP8Kernel(path, placeholder, codes, scale_inv, input_scale_inv))
-    for path in [
-        path for path, leaf in leaves.items() if isinstance(leaf, PLACEHOLDERS)
-    ]:
-        del leaves[path]
+    for path, leaf in list(leaves.items()):
+        if isinstance(leaf, PLACEHOLDERS):
+            del leaves[path]
     if not kernels:
-        raise ValueError(f"{_NOT_FROZEN}, found no frozen product in it")
+        raise ValueError(
+            "to_safetensors: frozen: expected the variables, or the NNX model, that "
+            "jaxfp8.freeze gave, found no frozen product in it"
+        )
     return kernels

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..numerics import FP8_DTYPES
+from ..numerics import E4M3, FP8_DTYPES
 from ..recipes import QTensor
 
 _E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
@@ -39,21 +39,16 @@ def to_qarray(q: QTensor) -> Any:
     if block is None:
         shape = (1,) * q.ndim
     else:
-        batch, first = scale_inv.ndim - 2, q.ndim - q.cols
-        rows, cols = q.shape[batch:first], q.shape[first:]
-        shape = (
-            *q.shape[:batch],
-            *_spread(q, rows, block[0]),
-            *_spread(q, cols, block[1]),
-        )
+        batch = scale_inv.ndim - 2
+        first = q.ndim - q.cols
+        rows = _spread(q, q.shape[batch:first], block[0])
+        cols = _spread(q, q.shape[first:], block[1])
+        shape = (*q.shape[:batch], *rows, *cols)
+    qtype = q.data.dtype
     # qwix says "mxfp8" for E4M3 in blocks of 32 whose scales are powers of two.
-    is_mx = (
-        scale_inv.dtype == _E8M0
-        and block == (1, 32)
-        and q.data.dtype == jnp.float8_e4m3fn
-    )
-    scale = scale_inv.astype(jnp.float32).reshape(shape)
-    return QArray(q.data, scale, qtype="mxfp8" if is_mx else q.data.dtype)
+    if scale_inv.dtype == _E8M0 and block == (1, 32) and qtype == E4M3.dtype:
+        qtype = "mxfp8"
+    return QArray(q.data, scale_inv.astype(jnp.float32).reshape(shape), qtype=qtype)
 
 
 def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
@@ -73,7 +68,8 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
         ValueError: the codes are not FP8; there is a zero point; or no block `(r, c)`
             describes the tiles.
     """
-    codes, scale = array.qvalue, array.scale
+    codes = array.qvalue
+    scale = array.scale
     if codes.dtype not in FP8_DTYPES or array.zero_point is not None:
         raise ValueError(
             "from_qarray: array: expected codes in FP8 without a zero point, got "
@@ -83,7 +79,8 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
     if scale.size == 1:
         return QTensor(codes, scale.astype(jnp.float32).reshape(1))
     pairs = list(zip(codes.shape, scale.shape, strict=True))
-    r, c = _merged(pairs[batch:-1]), _merged(pairs[-1:])
+    r = _merged(pairs[batch:-1])
+    c = _merged(pairs[-1:])
     if r is None or any(size != count for size, count in pairs[:batch]):
         raise ValueError(
             "from_qarray: array: expected a scale for each block of rows and columns, "
@@ -120,14 +117,9 @@ def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
             block is cut off.
     """
     scale_inv, block = _scales_and_block("to_scaled_matmul", q)
-    batch = scale_inv.ndim - 2
-    m, k = (
-        math.prod(dims)
-        for dims in (
-            q.shape[max(batch, 0) : q.ndim - q.cols],
-            q.shape[q.ndim - q.cols :],
-        )
-    )
+    first = q.ndim - q.cols
+    m = math.prod(q.shape[max(scale_inv.ndim - 2, 0) : first])
+    k = math.prod(q.shape[first:])
     if block is None or block[0] != 1 or k % (block[1] or k):
         raise ValueError(
             f"to_scaled_matmul: q: expected blocks (1, c) that divide the {k} "
@@ -175,11 +167,10 @@ def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
         return q.scale_inv, None
     if q.block is not None:
         return q.scale_inv, q.block
+    *batch, rows, cols = q.scale_inv.shape
     first = q.ndim - q.cols
-    sizes = math.prod(q.shape[q.scale_inv.ndim - 2 : first]), math.prod(q.shape[first:])
-    return q.scale_inv, tuple(
-        size // count for size, count in zip(sizes, q.scale_inv.shape[-2:], strict=True)
-    )
+    m = math.prod(q.shape[len(batch) : first])
+    return q.scale_inv, (m // rows, math.prod(q.shape[first:]) // cols)
 
 
 def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ...]:

@@ -7,11 +7,13 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..ops import _blocks
 from ._tree import Path, at
 
 # The dtypes of arrays by the names that safetensors gives to them.
@@ -70,12 +72,9 @@ class StoredTensor:
         if self.scale_inv is not None:
             scales = self.scale_inv.astype(np.float64)
             if self.block is not None:
-                for axis, (size, step) in enumerate(
-                    zip(values.shape, self.block, strict=True)
-                ):
-                    scales = scales.take(
-                        np.arange(size) // (step or max(size, 1)), axis
-                    )
+                m, n = values.shape
+                rows, cols = _blocks.shape(self.block, m, n)
+                scales = scales.repeat(rows, 0).repeat(cols, 1)[:m, :n]
             values = values.astype(np.float64) * scales
         return values.astype(dtype)
 
@@ -116,9 +115,11 @@ def read_safetensors(
     References:
         The format: https://huggingface.co/docs/safetensors, "Format".
     """
-    is_one = isinstance(path, (str, os.PathLike))
-    tensors, where_of = {}, {}
-    for file in (path,) if is_one else path:
+    if isinstance(path, (str, os.PathLike)):
+        path = (path,)
+    tensors = {}
+    where_of = {}
+    for file in path:
         where = f"read_safetensors: {file}"
         for name, tensor in _tensors_of_file(where, file).items():
             if name in tensors:
@@ -126,7 +127,8 @@ def read_safetensors(
                     f"{where}: {name}: expected one tensor of this name, got another "
                     f"in {where_of[name]}"
                 )
-            tensors[name], where_of[name] = tensor, where
+            tensors[name] = tensor
+            where_of[name] = where
     scales = set()
     for name, tensor in list(tensors.items()):
         if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
@@ -153,7 +155,10 @@ def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTen
         begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
         pairs = _header_pairs(data[8:begin].tobytes())
         if _is_header(pairs, entries, data.size - begin):
-            _check_twice(where, [name for name, _ in pairs])
+            # safetensors takes the last of two tensors of one name
+            for name, count in Counter(name for name, _ in pairs).items():
+                if count > 1:
+                    raise ValueError(f"{where}: {name} is there twice")
             return _views(where, data, begin, entries)
     raise ValueError(
         f"{where}: expected a file that stays as it is, got one that is being "
@@ -236,15 +241,6 @@ def _views(
     return tensors
 
 
-def _check_twice(where: str, names: list[str]) -> None:
-    """Raise a ValueError for a name that is there twice; safetensors takes the last."""
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"{where}: {next(name for name in names if names.count(name) > 1)} is "
-            "there twice"
-        )
-
-
 def package(function: str):
     """Import safetensors, which is no dependency."""
     try:
@@ -260,60 +256,51 @@ def package(function: str):
 def _with_scales(where, name, weight, tensors):
     """Return a weight with its scales, and the names that they have in the file."""
     prefix = name.removesuffix("weight")
-    squares, tensorwise = f"{name}_scale_inv", f"{name}_scale"
-    inputs = f"{prefix}input_scale", f"{prefix}activation_scale"
-    names = [_only(where, tensors, pair) for pair in ((squares, tensorwise), inputs)]
-    scale, fixed = map(tensors.get, names)
+    squares = f"{name}_scale_inv"
+    name_of_scale = _only(where, tensors, squares, f"{name}_scale")
+    name_of_input = _only(
+        where, tensors, f"{prefix}input_scale", f"{prefix}activation_scale"
+    )
     scale_inv = block = input_scale_inv = None
-    if fixed is not None:
-        input_scale_inv = _scales(f"{where}: {names[1]}", fixed).reshape(-1)
+    if name_of_input:
+        fixed = tensors[name_of_input]
+        input_scale_inv = _scales(f"{where}: {name_of_input}", fixed).reshape(-1)
         if input_scale_inv.shape != (1,):
             raise ValueError(
                 f"{where}: expected one scale of the input, got "
-                f"{list(fixed.data.shape)} of {names[1]}"
+                f"{list(fixed.data.shape)} of {name_of_input}"
             )
-    if scale is not None:
-        scale_inv = _scales(f"{where}: {names[0]}", scale)
-        if names[0] == squares:
+    if name_of_scale:
+        scale = tensors[name_of_scale]
+        scale_inv = _scales(f"{where}: {name_of_scale}", scale)
+        blocks = []
+        if name_of_scale == squares:
             blocks = [(128, 128)]
         elif scale.dtype in _E8M0:
             blocks = [(1, 32)]
-        else:
-            blocks = [(128, 128), (1, None)] if scale.data.size > 1 else []
-        shapes = [
-            _count(block, weight.data.shape)
-            for block in blocks
-            if weight.data.ndim == 2
-        ]
-        if scale_inv.shape in shapes:
-            block = blocks[shapes.index(scale_inv.shape)]
-        else:
+        elif scale.data.size > 1:
+            blocks = [(128, 128), (1, None)]
+        shapes = {}
+        if weight.data.ndim == 2:
+            shapes = {_blocks.count(each, *weight.data.shape): each for each in blocks}
+        block = shapes.get(scale_inv.shape)
+        if block is None:
             scale_inv = scale_inv.reshape(-1)
             if scale_inv.shape != (1,):
-                needed = (
-                    f"scales {' or '.join(map(str, shapes))}, or one,"
-                    if shapes
-                    else "one scale"
-                )
+                needed = "one scale"
+                if shapes:
+                    needed = f"scales {' or '.join(map(str, shapes))}, or one,"
                 raise ValueError(
                     f"{where}: expected {needed} for codes {weight.data.shape}, got "
-                    f"{scale.data.shape} of {names[0]}"
+                    f"{scale.data.shape} of {name_of_scale}"
                 )
     scaled = dataclasses.replace(
         weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv
     )
-    return scaled, filter(None, names)
+    return scaled, (name_of_scale, name_of_input)
 
 
-def _count(block, shape) -> tuple[int, ...]:
-    """Return the numbers of blocks along the rows and the columns of a matrix."""
-    return tuple(
-        -(-size // (step or max(size, 1)))
-        for size, step in zip(shape, block, strict=True)
-    )
-
-
-def _only(where, tensors, names) -> str | None:
+def _only(where, tensors, *names) -> str | None:
     """Return which of two names is in the file; None where neither is."""
     present = [name for name in names if name in tensors]
     if len(present) > 1:
@@ -327,9 +314,10 @@ def _scales(where, scale: StoredTensor) -> np.ndarray:
         raise ValueError(
             f"{where}: expected scales in {sorted(_OF_SCALES)}, got {scale.dtype}"
         )
-    return (
-        scale.data.view(DTYPES["F8_E8M0"]) if scale.dtype == "U8" else scale.data
-    ).astype(np.float32)
+    data = scale.data
+    if scale.dtype == "U8":
+        data = data.view(DTYPES["F8_E8M0"])
+    return data.astype(np.float32)
 
 
 class Names:
@@ -353,13 +341,8 @@ class Names:
         `names` leaves it out.
         """
         if self.names is None:
-            return (
-                (
-                    ".".join(
-                        (*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])
-                    ),
-                ),
-            )
+            last = "weight" if path[-1] in _WEIGHTS else path[-1]
+            return ((".".join((*path[:-1], last)),),)
         if callable(self.names):
             return self._templates(path, self.names(at(path)), str)
         for pattern, name in self.names.items():
@@ -374,9 +357,7 @@ class Names:
         )
 
     def _templates(self, path, name, expand) -> tuple[Template, ...]:
-        parts = (
-            () if name is None else (name,) if isinstance(name, str) else tuple(name)
-        )
+        parts = (name,) if isinstance(name, str) else tuple(name or ())
         templates = tuple(tuple(map(expand, part.split("{}"))) for part in parts)
         if len(set(map(len, templates))) > 1:
             raise ValueError(

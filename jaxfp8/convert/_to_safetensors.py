@@ -77,12 +77,10 @@ def to_safetensors(
     safetensors = package("to_safetensors")
     leaves = parameters("to_safetensors: frozen", frozen)
     kernels = take_fp8_kernels(leaves)
-    find, tensors, ignored, fixed = (
-        Names("to_safetensors", names),
-        {},
-        [],
-        {True: [], False: []},
-    )
+    find = Names("to_safetensors", names)
+    tensors = {}
+    ignored = []
+    fixed = {True: [], False: []}
 
     def add(name, array):
         if name in tensors or name == _METADATA:
@@ -101,22 +99,21 @@ def to_safetensors(
     # 1. FP8 kernels and their scales.
     for kernel in kernels:
         templates = find(kernel.path)
-        if templates:
-            fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
-            matrices = kernel.matrices(
-                layout, stacked=len(templates[0]) - 1, parts=len(templates)
-            )
-            for index, part, codes, scales, input_scale_inv in matrices:
-                name = filled(templates[part], index)
-                if name.rpartition(".")[2] != "weight":
-                    raise ValueError(
-                        f"to_safetensors: names: {at(kernel.path)}: expected a name "
-                        f"<module>.weight, got {name!r}"
-                    )
-                add(name, codes)
-                add(name + LAYOUTS[layout].suffix, scales)
-                if input_scale_inv is not None:
-                    add(f"{name.removesuffix('weight')}input_scale", input_scale_inv)
+        if not templates:
+            continue
+        fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
+        matrices = kernel.matrices(layout, len(templates[0]) - 1, len(templates))
+        for index, part, codes, scales, input_scale_inv in matrices:
+            name = filled(templates[part], index)
+            if name.rpartition(".")[2] != "weight":
+                raise ValueError(
+                    f"to_safetensors: names: {at(kernel.path)}: expected a name "
+                    f"<module>.weight, got {name!r}"
+                )
+            add(name, codes)
+            add(name + LAYOUTS[layout].suffix, scales)
+            if input_scale_inv is not None:
+                add(f"{name.removesuffix('weight')}input_scale", input_scale_inv)
     if all(fixed.values()):
         raise ValueError(
             "to_safetensors: frozen: expected inputs with fixed scales in all layers "
@@ -141,9 +138,11 @@ def _arrays(
     """Yield the names and arrays of a parameter in high precision."""
     if not templates:
         return
-    array, stacked = np.asarray(jax.device_get(leaf)), len(templates[0]) - 1
-    needed = {"kernel": stacked + 2}.get(path[-1])
-    if array.ndim < stacked + (len(templates) > 1) or needed not in (None, array.ndim):
+    array = np.asarray(jax.device_get(leaf))
+    stacked = len(templates[0]) - 1
+    count = len(templates)
+    needed = stacked + 2 if path[-1] == "kernel" else None
+    if array.ndim < stacked + (count > 1) or needed not in (None, array.ndim):
         raise ValueError(
             f"to_safetensors: {at(path)}: expected {needed or f'more than {stacked}'} "
             f"dimensions for {'{}'.join(templates[0])!r}, got {list(array.shape)}; "
@@ -151,18 +150,15 @@ def _arrays(
         )
     for index in np.ndindex(array.shape[:stacked]):
         one = array[index]
-        one = (
-            one.T
-            if path[-1] == "kernel"
-            else one.reshape(-1)
-            if path[-1] == "bias"
-            else one
-        )
-        if templates[1:] and len(one) % len(templates):
+        if path[-1] == "kernel":
+            one = one.T
+        elif path[-1] == "bias":
+            one = one.reshape(-1)
+        if count > 1 and len(one) % count:
             raise ValueError(
-                f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, "
+                f"to_safetensors: {at(path)}: expected {count} equal parts, "
                 f"got {len(one)} rows"
             )
-        divided = np.split(one, len(templates)) if templates[1:] else [one]
+        divided = np.split(one, count) if count > 1 else [one]
         for template, part in zip(templates, divided, strict=True):
             yield filled(template, index), part

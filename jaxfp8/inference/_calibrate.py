@@ -1,7 +1,7 @@
 """Calibrate and freeze models for inference: Linen and NNX models, and functions."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -69,43 +69,21 @@ def calibrate(
     # 1. Check how the arguments fit the kind of model.
     is_nnx = isinstance(model, nnx.Module)
     if len(variables_and_batches) != (1 if is_nnx else 2):
-        expected = (
-            "calibrate(model, batches)"
-            if is_nnx
-            else "calibrate(model, variables, batches)"
+        expected = "model, batches" if is_nnx else "model, variables, batches"
+        got = (type(argument).__name__ for argument in (model, *variables_and_batches))
+        raise TypeError(
+            f"calibrate: expected calibrate({expected}), got ({', '.join(got)})"
         )
-        got = ", ".join(
-            type(argument).__name__ for argument in (model, *variables_and_batches)
-        )
-        raise TypeError(f"calibrate: expected {expected}, got ({got})")
     if loss_fn is not None and kwargs:
         raise TypeError(
             "calibrate: expected no arguments of the model beside loss_fn, got "
             f"{sorted(kwargs)}"
         )
-    *variables, batches = variables_and_batches
-    if hasattr(batches, "shape"):
-        got = (
-            f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
-        )
-        raise TypeError(
-            f"calibrate: batches: expected an iterable of batches, got {got}; for one "
-            "batch pass [x]"
-        )
-    # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple
-    # of arguments.
-    batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
-    first = next(batches, None)
-    if first is None:
-        raise ValueError(
-            "calibrate: batches: expected at least one batch, got none; an iterator "
-            "can be read only once"
-        )
-    batches = itertools.chain([first], batches)
+    batches = _checked_batches(variables_and_batches[-1])
     # 2. Reduce every kind of model to a function of variables and a batch.
     if is_nnx:
         return _calibrate_nnx(model, batches, loss_fn, kwargs)
-    (variables,) = variables
+    variables = variables_and_batches[0]
     apply = model.apply if isinstance(model, nn.Module) else model
 
     def run(variables, *batch, **changes):
@@ -119,8 +97,29 @@ def calibrate(
         def first_state(variables, batch):
             return run(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT])[1]
 
+        first = next(batches)
         variables = {**variables, **first_state(variables, first)}
+        batches = itertools.chain([first], batches)
     return _filled(loss_fn or run, variables, batches, loss_fn is not None)
+
+
+def _checked_batches(batches) -> Iterator[tuple]:
+    """Return an iterator over the arguments of each batch, at least one."""
+    if hasattr(batches, "shape"):
+        raise TypeError(
+            "calibrate: batches: expected an iterable of batches, got an array of "
+            f"shape {tuple(batches.shape)}, whose rows would be the batches; for one "
+            "batch pass [x]"
+        )
+    # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple
+    # of arguments.
+    batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
+    for first in batches:
+        return itertools.chain([first], batches)
+    raise ValueError(
+        "calibrate: batches: expected at least one batch, got none; an iterator can "
+        "be read only once"
+    )
 
 
 def _calibrate_nnx(model, batches, loss_fn, kwargs):
@@ -131,10 +130,8 @@ def _calibrate_nnx(model, batches, loss_fn, kwargs):
         return model(*batch, **kwargs) if loss_fn is None else loss_fn(model, *batch)
 
     both = {OVERWRITE_WITH_GRADIENT: state, "rest": rest}
-    nnx.update(
-        model,
-        _filled(function, both, batches, loss_fn is not None)[OVERWRITE_WITH_GRADIENT],
-    )
+    filled = _filled(function, both, batches, loss_fn is not None)
+    nnx.update(model, filled[OVERWRITE_WITH_GRADIENT])
     return model
 
 
@@ -155,27 +152,21 @@ def _filled(function, variables, batches, is_loss: bool):
 
     @jax.jit
     def next_state(variables, batch):
-        leaves, tree = jax.tree.flatten(variables)
+        flat = _state_tree.flatten(variables)
 
         # The cotangent of the state is its next value, whatever the gradient of the
         # outputs.
         def total(state):
-            by_position = dict(zip(positions, state, strict=True))
-            changed = tree.unflatten(
-                [by_position.get(i, leaf) for i, leaf in enumerate(leaves)]
-            )
-            return _total(function(max_grad(changed), *batch), is_loss)
+            return _total(function(max_grad(flat.replace(state)), *batch), is_loss)
 
-        return jax.grad(total)([leaves[i] for i in positions])
+        return jax.grad(total)({i: flat.leaves[i] for i in positions})
 
     for batch in batches:
-        gradients = next_state(variables, batch)
         old = _state_tree.flatten(variables)
         # Zeros mean that a quantizer was not used: it keeps its state.
-        new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(
-            zip(positions, gradients, strict=True)
-        )
-        variables = update_state(variables, old.replace(new))
+        zeros = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()}
+        new = old.replace(zeros | next_state(variables, batch))
+        variables = update_state(variables, new)
     return variables
 
 
@@ -194,11 +185,8 @@ def _total(outputs, is_loss: bool):
     """
     if is_loss:
         return outputs
-    leaves = [
-        leaf
-        for leaf in split_arrays(outputs)[0]
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
+    arrays, _ = split_arrays(outputs)
+    leaves = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves:
         raise TypeError(
             "calibrate: model: expected a result with floating-point arrays, got "

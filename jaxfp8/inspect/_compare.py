@@ -1,7 +1,6 @@
 """compare: measure the error of every FP8 product of a model, layer by layer."""
 
 import dataclasses
-import functools
 import math
 import operator
 from collections import defaultdict
@@ -52,16 +51,11 @@ class Comparison:
     unreached: list[str]
 
     def __str__(self) -> str:
-        lines = [_COLUMNS] + [
-            (row["layer"], *(_text(row[name]) for name in _COLUMNS[1:]))
-            for row in self.rows
-        ]
-        return "\n".join(
-            [
-                aligned(lines, right=1),
-                *(f"not reached by the gradient: {n}" for n in self.unreached),
-            ]
-        )
+        lines = [_COLUMNS]
+        for row in self.rows:
+            lines.append([_text(row[column]) for column in _COLUMNS])
+        unreached = (f"not reached by the gradient: {n}" for n in self.unreached)
+        return "\n".join([aligned(lines, right=1), *unreached])
 
 
 def compare(
@@ -102,11 +96,11 @@ def compare(
             there is no `loss`; or there are variables for a model that is not Linen's.
         ValueError: there is no FP8 product, or no gradient reaches one.
     """
-    fn, arrays = _function(
-        model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs
-    )
-    loss = _mean_of_squares if loss is None else loss
-    exact, fp8 = _Recorder(runs_fp8=False), _Recorder(runs_fp8=True)
+    args = batch if isinstance(batch, tuple) else (batch,)
+    fn, arrays = _function(model, args, variables, kwargs)
+    loss = loss or _mean_of_squares
+    exact = _Recorder(runs_fp8=False)
+    fp8 = _Recorder(runs_fp8=True)
     _run(fn, arrays, loss, exact)
     if not exact.names:
         raise ValueError(
@@ -119,36 +113,32 @@ def compare(
             "got one without such"
         )
     _run(fn, arrays, loss, fp8)
-    sites = sorted(exact.runs)
-    products = [
-        (exact.names[i], list(zip(exact.runs[i], fp8.runs[i], strict=True)))
-        for i in sites
-    ]
-    rows = [
-        row
-        for label, iteration, pair in labelled_runs(products)
-        for row in _rows(label, iteration, *pair)
-    ]
-    unreached = set(exact.names) - {layer for layer, _ in products}
+    products = []
+    unreached = set(exact.names)
+    for i, runs in sorted(exact.runs.items()):
+        products.append((exact.names[i], list(zip(runs, fp8.runs[i], strict=True))))
+        unreached.discard(exact.names[i])
+    rows = []
+    for label, iteration, pair in labelled_runs(products):
+        rows += _rows(label, iteration, *pair)
     return Comparison(sorted(rows, key=_worst_first), sorted(unreached, key=natural))
 
 
 def _function(model, args, variables, kwargs):
     """Return `(function of a tree of arrays, the tree)` for a call of the model."""
     if isinstance(model, nn.Module):
-        variables = (
-            model.init(jax.random.key(0), *args, **kwargs)
-            if variables is None
-            else variables
-        )
-        fn, args = model.apply, (variables, *args)
+        if variables is None:
+            variables = model.init(jax.random.key(0), *args, **kwargs)
+        fn = model.apply
+        args = (variables, *args)
     elif variables is not None:
         raise TypeError(
             "compare: variables: expected None for a model that is not Linen's, which "
             "holds its own arrays"
         )
     elif isinstance(model, nnx.Module):
-        fn, args = operator.call, (model, *args)
+        fn = operator.call
+        args = (model, *args)
     elif callable(model):
         fn = model
     else:
@@ -163,7 +153,7 @@ def _run(fn, arrays, loss, recorder) -> None:
     """Run one step forward and backward, in which `recorder` stands for each product
     and records its tensors.
     """
-    arrays = jax.tree.map(_as_array, arrays)
+    arrays = jax.tree.map(jnp.asarray, arrays)
     floats, joined = split_arrays(arrays, _is_float)
 
     def loss_of(floats):
@@ -173,27 +163,20 @@ def _run(fn, arrays, loss, recorder) -> None:
     jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
 
 
-def _as_array(leaf) -> jax.Array:
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
 def _is_float(leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in FP8_DTYPES
 
 
 def _mean_of_squares(output):
     arrays, _ = split_arrays(output)
-    leaves = [
-        leaf.astype(jnp.float32)
-        for leaf in arrays
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
+    leaves = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     if not leaves:
         raise TypeError(
             "compare: model: expected a result with floating-point arrays, got none; "
             "register the class of the result as a pytree, or pass loss"
         )
-    return sum(jnp.sum(leaf**2) for leaf in leaves) / sum(leaf.size for leaf in leaves)
+    total = sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
+    return total / sum(x.size for x in leaves)
 
 
 class _Recorder:
@@ -210,82 +193,67 @@ class _Recorder:
     """
 
     def __init__(self, runs_fp8: bool):
-        self.runs_fp8, self.names, self.runs = runs_fp8, [], defaultdict(list)
+        self.runs_fp8 = runs_fp8
+        self.names = []
+        self.runs = defaultdict(list)
 
     def __call__(self, product, *operands):
-        fp8 = functools.partial(_product.multiply_fp8, product)
-        f32 = functools.partial(_product.multiply_float32, product)
         site = len(self.names)
         self.names.append(_contexts.current_layer() or "product")
         # `custom_vjp` takes arrays; group sizes and codes among them are integers,
         # which have no gradient.
         leaves, tree = jax.tree.flatten(operands)
 
-        def result(function, leaves):
-            return function(*tree.unflatten(leaves))
+        def fp8(*leaves):
+            return _product.multiply_fp8(product, *tree.unflatten(leaves))
 
-        def gradients(function, leaves, grad):
-            """Compute the output, and the gradients of all float leaves."""
-            floats, joined = split_arrays(leaves, _is_float)
+        def f32(*leaves):
+            return _product.multiply_float32(product, *tree.unflatten(leaves))
 
-            def output_of_floats(floats):
-                return result(function, joined(floats))
-
-            y, pullback = jax.vjp(output_of_floats, floats)
-            cotangents = iter(*pullback(grad.astype(y.dtype)))
-            return y, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]
-
-        out_dtype = jax.eval_shape(fp8, *operands).dtype
+        precisions = (fp8,) if self.runs_fp8 else (f32, fp8)
+        out_dtype = jax.eval_shape(fp8, *leaves).dtype
 
         @jax.custom_vjp
         def run(*leaves):
-            return result(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
-
-        def forward(*leaves):
-            return run(*leaves), leaves
+            return precisions[0](*leaves).astype(out_dtype)
 
         def backward(leaves, grad):
             # Both precisions run on the same operands and the same gradient, so errors
             # of other layers do not count.
-            runs = [
-                gradients(function, leaves, grad)
-                for function in ((fp8,) if self.runs_fp8 else (f32, fp8))
-            ]
-            tensors = [
-                [x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])]
-                for y, cts in runs
-            ]
+            runs = [_tensors(function, leaves, grad) for function in precisions]
 
-            def record(tensors):
-                return self._record(site, grad.ndim, tensors)
+            def record(runs):
+                # Leading dimensions beyond those of the gradient are a batch.
+                runs = jax.tree.map(np.asarray, runs)
+                y = runs[0][0]
+                batch = y.shape[: y.ndim - grad.ndim]
+                self.runs[site].append((batch, runs))
+                return np.zeros(batch, np.float32)
 
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            wide = jax.tree.map(lambda x: x.astype(jnp.float32), runs)
             # The gradients depend on a zero from the callback, without which XLA would
             # drop the callback.
-            zero = jax.pure_callback(
-                record, scalar, tensors, vmap_method="broadcast_all"
-            )
+            zero = jax.pure_callback(record, scalar, wide, vmap_method="broadcast_all")
             # Only x and the kernel have a gradient.
-            cotangents = [*runs[0][1][:2], *[None] * len(leaves[2:])]
+            cotangents = [*runs[0][1:], *[None] * len(leaves[2:])]
             return tuple(
                 _cotangent(leaf, ct, zero)
                 for leaf, ct in zip(leaves, cotangents, strict=True)
             )
 
-        run.defvjp(forward, backward)
+        run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)
         return run(*leaves)
 
-    def _record(self, site, rank, tensors):
-        """Record `[[output, gradient of x, gradient of kernel], ...]`; leading
-        dimensions beyond `rank` are a batch.
-        """
-        tensors = [
-            [None if x is None else np.asarray(x) for x in run] for run in tensors
-        ]
-        y = tensors[0][0]
-        batch = y.shape[: y.ndim - rank]
-        self.runs[site].append((batch, tensors))
-        return np.zeros(batch, np.float32)
+
+def _tensors(function, leaves, grad) -> list:
+    """Return the output of a product and the gradients of x and the kernel; None for
+    one without a gradient.
+    """
+    floats, joined = split_arrays(leaves, _is_float)
+    y, pullback = jax.vjp(lambda floats: function(*joined(floats)), floats)
+    cotangents = iter(*pullback(grad.astype(y.dtype)))
+    return [y, *(next(cotangents) if _is_float(leaf) else None for leaf in leaves[:2])]
 
 
 def _cotangent(leaf, ct, zero):
@@ -296,27 +264,26 @@ def _cotangent(leaf, ct, zero):
         return _compat.to_max(jnp.zeros(leaf.shape, jnp.float32), leaf.dtype)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return np.zeros(leaf.shape, jax.dtypes.float0)
-    return (
-        jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)
-    )
+    return jnp.zeros_like(leaf) if ct is None else ct + zero.astype(ct.dtype)
 
 
 def _rows(layer: str, iteration: tuple[int, ...], exact_run, fp8_run) -> list[dict]:
-    (batch, (exact, by_itself)), (_, (in_model,)) = exact_run, fp8_run
+    batch, (exact, by_itself) = exact_run
+    _, (in_model,) = fp8_run
     rows = []
     for index in np.ndindex(batch):
         row = {"layer": layer + member(iteration + index)}
         for prefix, got in (("", by_itself), ("model_", in_model)):
             for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
-                row[prefix + name] = (
-                    None if x is None else _sqnr(x[index], x_fp8[index])
-                )
+                figure = None if x is None else _sqnr(x[index], x_fp8[index])
+                row[prefix + name] = figure
         rows.append(row)
     return rows
 
 
 def _sqnr(exact, got) -> float:
-    exact, got = exact.astype(np.float64), got.astype(np.float64)
+    exact = exact.astype(np.float64)
+    got = got.astype(np.float64)
     if not np.all(np.isfinite(exact)):
         return math.nan
     if not np.all(np.isfinite(got)):
@@ -329,14 +296,12 @@ def _sqnr(exact, got) -> float:
 
 def _worst_first(row):
     """Return a sorting key for rows."""
-    return min(_worst(row[name]) for name in _TENSORS), natural(row["layer"])
+    figures = [row[name] for name in _TENSORS if row[name] is not None]
+    worst = min(-math.inf if math.isnan(figure) else figure for figure in figures)
+    return worst, natural(row["layer"])
 
 
-def _worst(value: float | None) -> float:
-    if value is None:
-        return math.inf
-    return -math.inf if math.isnan(value) else value
-
-
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _text(cell) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:.1f}" if isinstance(cell, float) else cell

@@ -4,6 +4,7 @@ that become zero.
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,7 @@ import numpy as np
 from .. import ops
 from .._jax._table import aligned, labelled_runs, member, natural
 from ..dot import FusedInput, _contexts, _product
-from ..recipes import (
-    TensorwiseQuantizer,
-    scales_of,
-)
+from ..recipes import TensorwiseQuantizer, scales_of
 
 _TENSORS = (
     "input",
@@ -50,16 +48,11 @@ class Counts:
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        lines = [
-            (
-                row["layer"],
-                row["tensor"],
-                f"{row['saturated']:.2%}",
-                f"{row['flushed']:.2%}",
-            )
-            for row in self.rows
-        ]
-        return aligned([_COLUMNS, *lines], right=2)
+        lines = [_COLUMNS]
+        for row in self.rows:
+            layer, tensor, *fractions = row.values()
+            lines.append([layer, tensor, *(f"{x:.2%}" for x in fractions)])
+        return aligned(lines, right=2)
 
 
 def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Counts]:
@@ -96,42 +89,24 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
             "products, got one without such; give it the training step, or jax.grad "
             "of a loss"
         )
-    runs = {}
+    runs = defaultdict(list)
     for site, fractions in _runs:
-        runs.setdefault(site, []).append(fractions)
-    products = [
-        (site.layer, runs[site]) for site in sorted(runs, key=lambda site: site.number)
-    ]
-    rows = [
-        row
-        for label, iteration, fractions in labelled_runs(products)
-        for row in _rows(label, iteration, fractions)
-    ]
-    return result, Counts(
-        sorted(
-            rows,
-            key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"])),
-        )
+        runs[site].append(fractions)
+    products = [(layer, runs[number, layer]) for number, layer in sorted(runs)]
+    rows = []
+    for label, iteration, fractions in labelled_runs(products):
+        rows += _rows(label, iteration, fractions)
+    rows.sort(
+        key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"]))
     )
+    return result, Counts(rows)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Site:
-    """A product in a traced program.
-
-    Attributes:
-        number: sites are numbered in the order of tracing.
-        layer: the path of its layer.
-    """
-
-    number: int
-    layer: str
-
-
+# Numbers of products in the order of tracing.
 _numbers = itertools.count()
-# What the products of the running step have counted: pairs of a site and an array
-# [*batch, 6, 2].
-_runs: list[tuple[_Site, np.ndarray]] = []
+# What the products of the running step have counted: the number of a product and the
+# path of its layer, and an array [*batch, 6, 2].
+_runs: list[tuple[tuple[int, str], np.ndarray]] = []
 
 
 def _counted(product, x, kernel, bias, state, codes, group_sizes):
@@ -141,15 +116,17 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
     This is one function for all steps, so that JAX compiles a step that is counted
     once.
     """
-    site = _Site(next(_numbers), _contexts.current_layer() or "product")
+    site = next(_numbers), _contexts.current_layer() or "product"
     # 1. Count x and the kernel, with the scales that the product will choose.
     scales = jax.lax.stop_gradient(scales_of(product.quantizers, state))
-    values = [
-        _values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)
+    x_codes, kernel_codes = codes
+    x_values = _values(x, x_codes)
+    if x_values is not None:
+        x_values = product.in_groups(x_values, group_sizes)
+    forward = [
+        _fractions(product, 0, x_values, scales),
+        _fractions(product, 1, _values(kernel, kernel_codes), scales),
     ]
-    if values[0] is not None:
-        values[0] = product.in_groups(values[0], group_sizes)
-    forward = [_fractions(product, i, value, scales) for i, value in enumerate(values)]
 
     def record(fractions):
         _runs.append((site, np.asarray(fractions)))
@@ -158,16 +135,13 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
     # 2. Count the gradient where it arrives, and give the counts to the host.
     @jax.custom_vjp
     def watched(y, *residuals):
-        del residuals
         return y
 
     def backward(residuals, grad):
         forward, scales, group_sizes = residuals
         counted = product.in_groups(grad, group_sizes)
-        firsts, seconds = zip(
-            *forward, _fractions(product, 2, counted, scales), strict=True
-        )
-        fractions = jnp.stack([*firsts, *seconds])
+        both = *forward, _fractions(product, 2, counted, scales)
+        fractions = jnp.swapaxes(jnp.stack(both), 0, 1).reshape(-1, 2)
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
         # The gradient depends on a zero from the callback, without which XLA would drop
@@ -179,9 +153,9 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
     return watched(y, forward, scales, group_sizes)
 
 
-def _fractions(product, i, values, scales) -> list[jax.Array]:
+def _fractions(product, i, values, scales) -> jax.Array:
     """Return the fractions of a tensor's elements that saturate and that become zero,
-    f32 `[2]`, for both its products.
+    for both its products, f32 `[2, 2]`.
 
     They are NaN where the tensor has no scale for the whole of it, and where the second
     product reads the codes of the first.
@@ -192,23 +166,21 @@ def _fractions(product, i, values, scales) -> list[jax.Array]:
         values: the tensor, or None.
         scales: what all quantizers take, see `recipes.scales_of`.
     """
-    both = zip(product.quantizers.of_operand(i), scales.of_operand(i), strict=True)
-    return [_fractions_of_quantizer(product, values, *each) for each in both]
-
-
-def _fractions_of_quantizer(product, values, quantizer, scale):
-    """Return the fractions of one quantizer; see `_fractions`."""
-    if values is None or not isinstance(quantizer, TensorwiseQuantizer):
-        return jnp.full((2,), jnp.nan, jnp.float32)
-
-    def current_amax():
-        return ops.amax(values)
-
-    chosen = quantizer.choose_scale(current_amax, scale, product.reduce)
-    fractions = ops.count_saturated_and_flushed(
-        values, chosen.scale, quantizer.fp8_dtype
-    ) / np.float32(max(values.size, 1))
-    return product.reduce(fractions, scale, jax.lax.pmean)
+    both = []
+    quantizers = product.quantizers.of_operand(i)
+    for quantizer, scale in zip(quantizers, scales.of_operand(i), strict=True):
+        fractions = jnp.full(2, jnp.nan, jnp.float32)
+        if values is not None and isinstance(quantizer, TensorwiseQuantizer):
+            chosen = quantizer.choose_scale(
+                lambda: ops.amax(values), scale, product.reduce
+            )
+            counts = ops.count_saturated_and_flushed(
+                values, chosen.scale, quantizer.fp8_dtype
+            )
+            fractions = counts / np.float32(max(values.size, 1))
+            fractions = product.reduce(fractions, scale, jax.lax.pmean)
+        both.append(fractions)
+    return jnp.stack(both)
 
 
 def _values(operand, codes):
@@ -225,10 +197,9 @@ def _values(operand, codes):
 def _rows(layer: str, iteration: tuple[int, ...], fractions) -> list[dict[str, Any]]:
     rows = []
     for index in np.ndindex(fractions.shape[:-2]):
-        for tensor, (saturated, flushed) in zip(
-            _TENSORS, fractions[index].tolist(), strict=True
-        ):
-            if not np.isnan(saturated):
-                values = (layer + member(iteration + index), tensor, saturated, flushed)
+        name = layer + member(iteration + index)
+        for tensor, pair in zip(_TENSORS, fractions[index].tolist(), strict=True):
+            if not np.isnan(pair[0]):
+                values = name, tensor, *pair
                 rows.append(dict(zip(_COLUMNS, values, strict=True)))
     return rows

@@ -3,6 +3,7 @@ does not run in FP8.
 """
 
 import dataclasses
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -89,33 +90,29 @@ def gemms(
         ValueError: `platform` is unknown.
     """
     target = Target.parse(platform)
+    got = type(fn).__name__
     if isinstance(fn, nn.Module) and fn.scope is None:
         raise TypeError(
-            f"gemms: fn: expected a function, got a {type(fn).__name__}, a Linen "
+            f"gemms: fn: expected a function, got a {got}, a Linen "
             "model without variables; pass its apply, as in gemms(model.apply, "
             "variables, x)"
         )
     if not callable(fn):
-        got = type(fn).__name__
         raise TypeError(
             "gemms: fn: expected a function, as in gemms(step, state, batch), got a "
             f"{got}"
         )
     if isinstance(fn, nnx.Module):
-        args, fn = (fn, *args), _call
+        args = (fn, *args)
+        fn = operator.call
     program = traced(*function_of_arrays(fn, args, kwargs))
     # A Counter keeps the order in which rows first appear, which is that of the
     # program.
-    counts = Counter(
-        row for eqn, place in equations(program) for row in _rows(eqn, place, target)
-    )
-    return Gemms(
-        [{**dict(row), "times": times} for row, times in counts.items()], target.name
-    )
-
-
-def _call(model, *args, **kwargs):
-    return model(*args, **kwargs)
+    counts = Counter()
+    for eqn, place in equations(program):
+        counts.update(_rows(eqn, place, target))
+    rows = [{**dict(row), "times": times} for row, times in counts.items()]
+    return Gemms(rows, target.name)
 
 
 def assert_fp8(
@@ -157,22 +154,14 @@ def assert_fp8(
         ValueError: `platform` is unknown.
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
-    patterns = [allow] if isinstance(allow, str) else list(allow)
-    missed = [
-        row
-        for row in products.rows
-        if not row["fp8"] and not any(_allows(p, row) for p in patterns)
-    ]
-    idle = [
-        pattern
-        for pattern in patterns
-        if not any(_allows(pattern, row) for row in products.rows)
-    ]
-    name = (
-        type(fn).__name__
-        if isinstance(fn, nnx.Module)
-        else getattr(fn, "__name__", repr(fn))
-    )
+    missed = [row for row in products.rows if not row["fp8"]]
+    idle = []
+    for pattern in [allow] if isinstance(allow, str) else allow:
+        missed = [row for row in missed if not _allows(pattern, row)]
+        if not any(_allows(pattern, row) for row in products.rows):
+            idle.append(pattern)
+    named = type(fn) if isinstance(fn, nnx.Module) else fn
+    name = getattr(named, "__name__", repr(fn))
     # A function without any product is hardly the function that the caller meant, so it
     # does not pass.
     if not products.rows:
@@ -217,31 +206,27 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
     # A product that is not differentiated is one equation: look at the equations of its
     # forward.
     if name == "fp8_product":
-        inner = [
-            (inner_eqn, place._replace(gemm=inside.gemm, reason=inside.reason))
-            for inner_eqn, inside in equations(_forward(eqn))
-        ]
-        return [
-            row
-            for inner_eqn, inner_place in inner
-            for row in _rows(inner_eqn, inner_place, target)
-        ]
+        rows = []
+        for inner, inside in equations(_forward(eqn)):
+            inside = place._replace(gemm=inside.gemm, reason=inside.reason)
+            rows += _rows(inner, inside, target)
+        return rows
     if name in GEMM_OPS:
         why = target.why_not(eqn)
     elif name in _PLAIN:
         why = _why_plain(eqn, place, target)
     else:
         return []
-    product = " x ".join(_text(var.aval) for var in eqn.invars[:2])
-    direction = "backward" if place.is_backward else "forward"
     values = {
         "layer": _below_model(place.layer),
-        "pass": direction,
+        "pass": "backward" if place.is_backward else "forward",
         "gemm": place.gemm,
-        "product": product,
+        "product": " x ".join(_text(var.aval) for var in eqn.invars[:2]),
         "line": place.line,
+        "fp8": why is None,
+        "why": why,
     }
-    return [tuple((values | {"fp8": why is None, "why": why}).items())]
+    return [tuple(values.items())]
 
 
 def _below_model(scopes: str) -> str:
@@ -249,11 +234,8 @@ def _below_model(scopes: str) -> str:
     with the class of the model.
     """
     root, _, path = scopes.partition("/")
-    return (
-        path
-        if path and root.partition(".")[0] in _names_of_classes(nn.Module)
-        else scopes
-    )
+    is_model = root.partition(".")[0] in _names_of_classes(nn.Module)
+    return path if path and is_model else scopes
 
 
 def _names_of_classes(base: type) -> set[str]:
@@ -284,17 +266,16 @@ def _forward(eqn):
 
     def run(operands):
         x, kernel, *leaves = operands
+        rest = jax.tree.unflatten(params["tree"], leaves)
         with using(params["implementation"]):
-            return _gemms.forward(
-                product, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None
-            )[0]
+            _gemms.forward(product, x, kernel, *rest, None)
 
     # The forward reads state in the max dtype as float32.
-    types = (
-        (v.aval.shape, jnp.float32 if _compat.is_max(v.aval) else v.aval.dtype)
-        for v in eqn.invars
-    )
-    return traced(run, [jax.ShapeDtypeStruct(*shaped) for shaped in types])
+    operands = []
+    for aval in (var.aval for var in eqn.invars):
+        dtype = jnp.float32 if _compat.is_max(aval) else aval.dtype
+        operands.append(jax.ShapeDtypeStruct(aval.shape, dtype))
+    return traced(run, operands)
 
 
 def _text(aval) -> str:

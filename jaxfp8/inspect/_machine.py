@@ -2,6 +2,7 @@
 runs, and why.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 
 from .. import recipes
 from ..dot import dot_general
-from ..numerics import E4M3
 from ..ops import _ffi, _support
 from . import _op_calls
 
@@ -33,21 +33,17 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """
     versions = {"python": platform.python_version()}
     for package in packages:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            pass
     return versions
 
 
 def processor() -> str:
     """Return the system's name of the processor."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [
-        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor() or platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    name = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 def devices() -> list[dict[str, Any]]:
@@ -91,15 +87,11 @@ REFUSED = "refused: "
 _FP8_DOT = re.compile(
     r"stablehlo\.dot_general .*\(tensor<\w*xf8E\w+>, tensor<\w*xf8E\w+>\)"
 )
-_SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
-def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
+def _example(op: str, index: int = 0) -> tuple[Callable, list]:
     """Return a function that calls an op, and the function's arguments."""
-    shape = (_N,) * (3 if op in _op_calls.PRODUCTS else 2)
-    return _op_calls.call(
-        op, _op_calls.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index)
-    )[:2]
+    return _op_calls.call(op, _op_calls.Kind.square(op, _N, index))[:2]
 
 
 # `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases
@@ -121,13 +113,10 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
         calls, reasons, _ = _lowered(platform, function, arguments)
         # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`,
         # which needs half of its results.
-        target = _SHARED_CALL.get(name, name)
-        why = (
-            "" if target in calls else "; ".join(reasons) or _why_not(platform, target)
-        )
-        rows.append(
-            {"name": name, "custom_call": target in calls, "calls": calls, "why": why}
-        )
+        target = "quantize_blocks_transpose" if name == "quantize_blocks" else name
+        has_call = target in calls
+        why = "" if has_call else "; ".join(reasons) or _why_not(platform, target)
+        rows.append({"name": name, "custom_call": has_call, "calls": calls, "why": why})
     return rows
 
 
@@ -153,21 +142,14 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
         step = jax.value_and_grad(loss, argnums=(0, 1, 2))
         calls, reasons, products = _lowered(platform, step, (_X, _KERNEL, state))
         if platform != "tpu":
-            products = sum(
-                calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul")
-            )
-        why = (
-            ""
-            if products == 3
-            else "; ".join(reasons) or _why_not(platform, "scaled_matmul")
-        )
+            products = calls.get("scaled_matmul", 0)
+            products += calls.get("block_scaled_matmul", 0)
+        why = ""
+        if products != 3:
+            why = "; ".join(reasons) or _why_not(platform, "scaled_matmul")
+        name = type(recipe).__name__
         rows.append(
-            {
-                "name": type(recipe).__name__,
-                "fp8_products": products,
-                "calls": calls,
-                "why": why,
-            }
+            {"name": name, "fp8_products": products, "calls": calls, "why": why}
         )
     return rows
 
@@ -194,11 +176,11 @@ def _why_not(platform: str, target: str) -> str:
     """Return why the custom call is not in a program whose lowering gives no warning;
     "" where no reason is known.
     """
-    library = next((row for row in _ffi.libraries() if row.platform == platform), None)
+    for library in _ffi.libraries():
+        if library.platform == platform and target in library.ops:
+            return f"the native library: {library.error}" if library.error else ""
+        if library.platform == platform:
+            return f"{NO_KERNEL} {platform}"
     if platform == "tpu":  # XLA compiles the jnp programs
         return f"{NO_KERNEL} {platform}"
-    if library is None:
-        return f"no native library serves {platform}"
-    if target not in library.ops:
-        return f"{NO_KERNEL} {platform}"
-    return f"the native library: {library.error}" if library.error else ""
+    return f"no native library serves {platform}"

@@ -6,6 +6,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
@@ -15,12 +16,11 @@ from ..ops import _blocks
 _F32 = np.dtype(np.float32)
 _ROW, _MX, _TILE, _SQUARE = (1, None), (1, 32), (1, 128), (128, 128)
 _QUANTIZED_BLOCKS = (
-    *(
-        {"block": _TILE},
-        {"block": _SQUARE, "power_2_scale": True},
-        {"block": _MX, "scale": "e8m0"},
-    ),
-    *({"block": _ROW}, {"block": _MX, "scale": "e8m0", "rounding": "floor"}),
+    {"block": _TILE},
+    {"block": _SQUARE, "power_2_scale": True},
+    {"block": _MX, "scale": "e8m0"},
+    {"block": _ROW},
+    {"block": _MX, "scale": "e8m0", "rounding": "floor"},
 )
 _MULTIPLIED_BLOCKS = (
     (_TILE, _TILE),
@@ -30,69 +30,16 @@ _MULTIPLIED_BLOCKS = (
     (_SQUARE, _TILE),
 )
 MOST_OPTIONS = 5  # the largest number of options that an op has
-_TINY = 2.0**-149
 _HARD = np.float32(
-    [
-        np.inf,
-        -np.inf,
-        np.nan,
-        0.0,
-        -0.0,
-        _TINY,
-        -_TINY,
-        2.0**-126,
-        -3e38,
-        6e4,
-        448.0,
-        2.0**-10,
-    ]
+    "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
 _SCALES = np.float32([1, 3.7, 2.0**-7, 2.0**40, 2.0**-126, 2.0**126])
 # Larger arrays repeat this many numbers; it is a prime, so that no two tiles are alike.
 _PERIOD = 999_983
 
 
-def numbers(
-    rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0
-) -> np.ndarray:
-    """Return normal numbers times powers of two; `hard` puts NaN, infinities,
-    subnormals and large numbers in.
-    """
-    size = int(np.prod(shape))
-    spread = 2.0 ** (octaves * rng.standard_normal(min(size, _PERIOD)))
-    values = np.resize(
-        (rng.standard_normal(spread.size) * spread).astype(np.float32), size
-    )
-    if hard:
-        values[rng.permutation(size)[: _HARD.size]] = _HARD[:size]
-    with np.errstate(over="ignore", invalid="ignore"):  # float16
-        return values.reshape(shape).astype(dtype)
-
-
-def codes(rng, shape, form, *, hard: bool = False) -> np.ndarray:
-    """Return FP8 codes of normal numbers that use the range of the format; `hard` puts
-    a NaN in.
-    """
-    values = numbers(
-        rng, min(int(np.prod(shape)), _PERIOD), np.float32, octaves=1
-    ) * np.float32(form.max / 16)
-    if hard:
-        values[values.size // 3] = np.nan
-    return np.resize(np.clip(values, -form.max, form.max).astype(form.dtype), shape)
-
-
-def random_scale(rng) -> np.ndarray:
-    """Return a random scale f32[1] that may be ordinary, large or small."""
-    return rng.choice(_SCALES, 1)
-
-
-def factors(rng, shape, octaves: float = 4.0) -> np.ndarray:
-    """Return positive f32 numbers between `2**-octaves` and `2**octaves`."""
-    return np.exp2(rng.uniform(-octaves, octaves, shape)).astype(np.float32)
-
-
 class Kind(NamedTuple):
-    """The variant of a call of an op.
+    """The variant of a call of an op, and the numbers of its arguments.
 
     Attributes:
         shape: `(m, n)`, or `(m, n, k)` of a product.
@@ -100,6 +47,7 @@ class Kind(NamedTuple):
         form: the format of codes.
         index: the number of the case, by which options of the op take turns.
         hard: whether NaN, infinities and subnormals are among the numbers.
+        rng: what `call` draws the numbers from.
     """
 
     shape: tuple[int, ...]
@@ -107,10 +55,69 @@ class Kind(NamedTuple):
     form: Format
     index: int = 0
     hard: bool = False
+    rng: Any = None
+
+    @classmethod
+    def square(cls, op: str, n: int, index: int = 0) -> "Kind":
+        """Return the kind of an op with bfloat16 matrices of n rows and columns."""
+        rank = 3 if op in PRODUCTS else 2
+        return cls((n,) * rank, np.dtype(jnp.bfloat16), E4M3, index)
 
     def turn(self, options: tuple) -> Any:
         """Return the option whose turn `index` is."""
         return options[self.index % len(options)]
+
+    def numbers(self, shape, dtype, octaves: float = 1.0) -> np.ndarray:
+        """Return normal numbers times powers of two."""
+        size = int(np.prod(shape))
+        spread = 2.0 ** (octaves * self.rng.standard_normal(min(size, _PERIOD)))
+        values = self.rng.standard_normal(spread.size) * spread
+        return np.resize(values.astype(np.float32), shape).astype(dtype)
+
+    def hard_numbers(self, shape, dtype) -> np.ndarray:
+        """Return numbers of more octaves; with `hard` NaN, infinities, subnormals and
+        large numbers are among them.
+        """
+        values = self.numbers(shape, _F32, 4.0)
+        if self.hard:
+            places = self.rng.permutation(values.size)[: _HARD.size]
+            values.flat[places] = _HARD[: values.size]
+        with np.errstate(over="ignore", invalid="ignore"):  # float16
+            return values.astype(dtype)
+
+    def tensor(self) -> np.ndarray:
+        """Return a tensor to quantize."""
+        return self.hard_numbers(self.shape, self.dtype)
+
+    def history(self) -> np.ndarray:
+        """Return a history."""
+        return self.hard_numbers(self.shape[-1], _F32)
+
+    def factors(self, shape, octaves: float = 4.0) -> np.ndarray:
+        """Return positive f32 numbers between `2**-octaves` and `2**octaves`."""
+        return np.exp2(self.rng.uniform(-octaves, octaves, shape)).astype(np.float32)
+
+    def scale(self) -> np.ndarray:
+        """Return a scale f32[1] that may be ordinary, large or small."""
+        return self.rng.choice(_SCALES, 1)
+
+    def codes(self, shape, form: Format) -> np.ndarray:
+        """Return FP8 codes of normal numbers that use the range of the format; `hard`
+        puts a NaN in.
+        """
+        values = self.numbers(shape, _F32) * np.float32(form.max / 16)
+        if self.hard:
+            values.flat[values.size // 3] = np.nan
+        return np.clip(values, -form.max, form.max).astype(form.dtype)
+
+    def operands(self, a, b, a_scales=1, b_scales=1) -> list[np.ndarray]:
+        """Return codes of a and b, and scales that make the terms of a product about 1,
+        in these shapes; b is in E4M3, because no tensor core multiplies E5M2 by E5M2.
+        """
+        codes = [self.codes(a, self.form), self.codes(b, E4M3)]
+        a_scale = self.factors(a_scales, 1) * np.float32(16 / self.form.max)
+        b_scale = self.factors(b_scales, 1) * np.float32(16 / E4M3.max)
+        return [*codes, a_scale, b_scale]
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
@@ -121,14 +128,14 @@ def call(op: str, kind: Kind, group: int = 0) -> tuple:
     float64, scaled, whose products are stacked by rows, and arrays `[..., 1 or m, n]`
     that are added.
     """
-    return OPS[op](kind, np.random.default_rng([kind.index, group]))
+    return OPS[op](kind._replace(rng=np.random.default_rng([kind.index, group])))
 
 
-def _amax(kind, rng):
-    return ops.amax, [_numbers(kind, rng)]
+def _amax(kind):
+    return ops.amax, [kind.tensor()]
 
 
-def _quantize(kind, rng, op=ops.quantize):
+def _quantize(kind, op=ops.quantize):
     # The amax starts from 0, is raised from a given amax, or is no result: the custom
     # call has a form for each.
     options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
@@ -136,38 +143,37 @@ def _quantize(kind, rng, op=ops.quantize):
     def function(x, scale, least):
         return op(x, scale, kind.form.dtype, **{"amax": least} | options)
 
-    return function, (_numbers(kind, rng), random_scale(rng), factors(rng, 1))
+    return function, [kind.tensor(), kind.scale(), kind.factors(1)]
 
 
-def _quantize_transpose(kind, rng):
-    return _quantize(kind, rng, ops.quantize_transpose)
+def _quantize_transpose(kind):
+    return _quantize(kind, ops.quantize_transpose)
 
 
-def _quantize_activation(kind, rng):
+def _quantize_activation(kind):
     name = kind.turn(ops.ACTIVATIONS)
-    shape = (kind.shape[0], 2, kind.shape[1]) if ops.is_gated(name) else kind.shape
-    arguments = numbers(rng, shape, kind.dtype, octaves=1), factors(rng, 1, 1)
-    return lambda x, scale: ops.quantize_activation(
-        x, scale, kind.form.dtype, activation=name
-    ), arguments
+    m, n = kind.shape
+    x = kind.numbers((m, 2, n) if ops.is_gated(name) else (m, n), kind.dtype)
+
+    def function(x, scale):
+        return ops.quantize_activation(x, scale, kind.form.dtype, activation=name)
+
+    return function, [x, kind.factors(1, 1)]
 
 
-def _quantize_activation_grad(kind, rng):
-    name, grad = (
-        kind.turn(ops.ACTIVATIONS),
-        numbers(rng, kind.shape, kind.dtype, octaves=1),
-    )
-    _, (x, scale) = _quantize_activation(kind, rng)
+def _quantize_activation_grad(kind):
+    grad = kind.numbers(kind.shape, kind.dtype)
+    _, arguments = _quantize_activation(kind)
 
-    def function(x, grad, scale):
+    def function(x, scale, grad):
         return ops.quantize_activation_grad(
-            x, grad, scale, kind.form.dtype, activation=name
+            x, grad, scale, kind.form.dtype, activation=kind.turn(ops.ACTIVATIONS)
         )
 
-    return function, (x, grad, scale)
+    return function, [*arguments, grad]
 
 
-def _quantize_norm(kind, rng):
+def _quantize_norm(kind):
     def function(x, gamma, beta, scale):
         options = kind.turn(
             ({"beta": None, "kind": "rms"}, {"beta": beta, "kind": "layer"})
@@ -177,209 +183,174 @@ def _quantize_norm(kind, rng):
         )
 
     shapes = kind.shape, kind.shape[1], kind.shape[1]
-    x, gamma, beta = (numbers(rng, shape, kind.dtype, octaves=1) for shape in shapes)
-    return function, (x, gamma, beta, factors(rng, 1, 1))
+    operands = [kind.numbers(shape, kind.dtype) for shape in shapes]
+    return function, [*operands, kind.factors(1, 1)]
 
 
-def _quantize_blocks_transpose(kind, rng):
-    op, options = (
-        kind.turn((ops.quantize_blocks_transpose, ops.quantize_blocks)),
-        kind.turn(_QUANTIZED_BLOCKS),
-    )
-    return lambda x: op(x, kind.form.dtype, **options), [_numbers(kind, rng)]
+def _quantize_blocks_transpose(kind):
+    op = kind.turn((ops.quantize_blocks_transpose, ops.quantize_blocks))
+    options = kind.turn(_QUANTIZED_BLOCKS)
+    return lambda x: op(x, kind.form.dtype, **options), [kind.tensor()]
 
 
-def _transpose_blocks(kind, rng):
-    (m, n), data = kind.shape, codes(rng, kind.shape, kind.form, hard=kind.hard)
-    scales = np.exp2(rng.integers(-4, 4, (m, *_blocks.count(_MX, m, n)[1:]))).astype(
-        kind.turn((_blocks.E8M0, _F32))
-    )
-    return lambda data, scales: ops.transpose_blocks(data, scales, block=_MX), [
-        data,
-        scales,
-    ]
+def _transpose_blocks(kind):
+    data = kind.codes(kind.shape, kind.form)
+    exponents = kind.rng.integers(-4, 4, _blocks.count(_MX, *kind.shape))
+    scales = np.exp2(exponents).astype(kind.turn((_blocks.E8M0, _F32)))
+    return lambda *operands: ops.transpose_blocks(*operands, block=_MX), [data, scales]
 
 
-def _dequantize(kind, rng):
-    arguments = (
-        rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype),
-        random_scale(rng),
-    )
-    return lambda data, scale_inv: ops.dequantize(
-        data, scale_inv, kind.dtype
-    ), arguments
+def _dequantize(kind):
+    data = kind.rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype)
+    arguments = [data, kind.scale()]
+    return lambda *operands: ops.dequantize(*operands, kind.dtype), arguments
 
 
-def _decode_moment(kind, rng):
-    m, n = kind.shape
-    data = codes(rng, kind.shape, E4M3, hard=kind.hard)
-    blocks = m, *_blocks.count((1, ops.MOMENT_BLOCK), m, n)[1:]
-    arguments = data, factors(rng, blocks), rng.integers(-1, 2, blocks).astype(np.int8)
+def _decode_moment(kind):
+    data = kind.codes(kind.shape, E4M3)
+    blocks = _blocks.count((1, ops.MOMENT_BLOCK), *kind.shape)
+    exponents = kind.rng.integers(-1, 2, blocks).astype(np.int8)
+    arguments = [data, kind.factors(blocks), exponents]
     return lambda *moment: (ops.decode_moment(*moment, axis=1),), arguments
 
 
-def _encode_moment(kind, rng):
-    squared, (_, (data, amax, exponent)) = (
-        kind.turn((False, True)),
-        _decode_moment(kind, rng),
-    )
-    after, keys = (
-        numbers(rng, kind.shape, _F32, hard=kind.hard),
-        rng.integers(0, 2**32, amax.shape, np.uint32),
-    )
+def _encode_moment(kind):
+    squared = kind.turn((False, True))
+    _, moment = _decode_moment(kind)
+    after = kind.hard_numbers(kind.shape, _F32)
+    keys = kind.rng.integers(0, 2**32, moment[1].shape, np.uint32)
     # The first row of the moment does not change.
-    data[:1], after[:1] = 0, 0
+    moment[0][:1] = after[:1] = 0
 
     def function(*operands):
-        operands = (*operands[:4], operands[4] if squared else None)
-        return ops.encode_moment(*operands, squared=squared, axis=1)
+        *operands, keys = operands
+        return ops.encode_moment(
+            *operands, keys if squared else None, squared=squared, axis=1
+        )
 
-    return function, (data, amax, exponent, after, keys)
+    return function, [*moment, after, keys]
 
 
-def _adam_update(kind, rng):
+def _adam_update(kind):
     # Two leaves in one call, with or without parameters.
-    applies, leaves = kind.turn((False, True)), []
+    applies = kind.turn((False, True))
+    leaves = []
     for _ in range(2):
-        (_, mu), (_, (data, *scales)) = (
-            _decode_moment(kind, rng),
-            _decode_moment(kind, rng),
-        )
-        squares = data.view(np.uint8) & 0x7F
-        grads, params = (
-            numbers(rng, kind.shape, _F32, hard=kind.hard) for _ in range(2)
-        )
-        keys = rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
+        _, mu = _decode_moment(kind)
+        _, (data, *scales) = _decode_moment(kind)
+        squares = (data.view(np.uint8) & 0x7F).view(data.dtype)
+        grads = kind.hard_numbers(kind.shape, _F32)
+        params = kind.hard_numbers(kind.shape, _F32) if applies else None
+        keys = kind.rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
         hyper = np.float32(
             [0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5]
         )
-        nu = squares.view(data.dtype), *scales
-        leaves.append(
-            ops.AdamLeaf(grads, params if applies else None, mu, nu, keys, hyper)
-        )
-
+        leaves.append(ops.AdamLeaf(grads, params, mu, (squares, *scales), keys, hyper))
     arguments, treedef = jax.tree.flatten(leaves)
 
     def function(*arguments):
         stepped = ops.adam_update(treedef.unflatten(arguments), [1, 1])
-        return [out for out, *_ in stepped] + [
-            x for _, *moments in stepped for x in jax.tree.leaves(moments)
-        ]
+        outs, *moments = zip(*stepped, strict=True)
+        return outs, list(zip(*moments, strict=True))
 
     return function, arguments
 
 
-def _amax_to_scale(kind, rng):
-    function = jax.vmap(
-        lambda amax, scale_inv: ops.amax_to_scale(
-            amax, scale_inv, fp8_max=kind.form.max
-        )
-    )
-    return function, [_history(kind, rng), _history(kind, rng)]
+def _amax_to_scale(kind):
+    def function(amax, scale_inv):
+        return ops.amax_to_scale(amax, scale_inv, fp8_max=kind.form.max)
+
+    return jax.vmap(function), [kind.history(), kind.history()]
 
 
-def _delayed_scales(kind, rng):
+def _delayed_scales(kind):
     def function(history, scale_inv):
-        options = {
-            "fp8_max": [kind.form.max] * 2,
-            "algo": kind.turn(("max", "most_recent")),
-        }
-        return ops.delayed_scales([history, history[:1]], [scale_inv] * 2, **options)
+        return ops.delayed_scales(
+            [history, history[:1]],
+            [scale_inv] * 2,
+            fp8_max=[kind.form.max] * 2,
+            algo=kind.turn(("max", "most_recent")),
+        )
 
-    return function, [_history(kind, rng), factors(rng, 1)]
+    return function, [kind.history(), kind.factors(1)]
 
 
-def _read_histories(kind, rng):
+def _read_histories(kind):
     def function(history, scale):
         return ops.read_histories(
             [[(history, scale), (history[:1], scale)]], fp8_max=[[kind.form.max, 448.0]]
         )
 
-    return function, [_history(kind, rng), factors(rng, 1)]
+    return function, [kind.history(), kind.factors(1)]
 
 
-def _write_histories(kind, rng):
+def _write_histories(kind):
     def function(history, recorded):
         pairs = [(history, history[:1]), (history[:1], history[:1])]
         numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
         return ops.write_histories([pairs], [kind.turn((recorded, numbers))])
 
-    return function, [_history(kind, rng), factors(rng, 12)]
+    return function, [kind.history(), kind.factors(12)]
 
 
-def _split_reading(kind, rng):
-    return ops.split_reading, [factors(rng, 6 * kind.turn((1, 3)))]
+def _split_reading(kind):
+    return ops.split_reading, [kind.factors(6 * kind.turn((1, 3)))]
 
 
-def _join_recorded(kind, rng):
+def _join_recorded(kind):
     count = kind.turn((1, 3))
-    return lambda *numbers: ops.join_recorded([numbers] * count), [
-        _history(kind, rng)[:1],
-        factors(rng, 1),
-    ]
+    arguments = [kind.history()[:1], kind.factors(1)]
+    return lambda *numbers: ops.join_recorded([numbers] * count), arguments
 
 
-def _undo_factors(kind, rng):
-    history, factor = np.abs(_history(kind, rng)), np.float32(kind.turn((1, 2, 0.75)))
-    after = np.roll(history, -1) * factor
-    return ops.undo_factors, [history, np.ones(1, _F32), after, np.ones(1, _F32)]
+def _undo_factors(kind):
+    history = np.abs(kind.history())
+    after = np.roll(history, -1) * np.float32(kind.turn((1, 2, 0.75)))
+    scale = np.ones(1, _F32)
+    return ops.undo_factors, [history, scale, after, scale]
 
 
-def _scaled_matmul(kind, rng):
+def _scaled_matmul(kind):
     m, n, k = kind.shape
-    bias, accumulator = (
-        numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n))
-    )
+    bias = kind.numbers(n, _F32).astype(kind.dtype)
+    accumulator = kind.numbers((m, n), _F32)
     # Add one summand at a time: with both a bias and an accumulator the kernel itself
     # adds neither.
-    summands = kind.turn(
-        ({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator})
-    )
+    summands = kind.turn(({}, {"bias": bias}, {"accumulator": accumulator}))
 
     def function(a, b, a_scale, b_scale, *added):
-        options = dict(zip(summands, added, strict=True)) | {
-            "precise": kind.turn((False, True))
-        }
         return ops.scaled_matmul(
-            a, b, a_scale, b_scale, out_dtype=kind.dtype, **options
+            a,
+            b,
+            a_scale,
+            b_scale,
+            out_dtype=kind.dtype,
+            precise=kind.turn((False, True)),
+            **dict(zip(summands, added, strict=True)),
         )
 
     def terms(a, b, a_scale, b_scale, *added):
         added = [_wide(x[..., None, :] if "bias" in summands else x) for x in added]
         return [(_wide(a, a_scale[..., None]), _wide(b, b_scale[..., None]))], added
 
-    return (
-        function,
-        [
-            *_operands(kind, rng, (m, k), (n, k)),
-            *_scales(kind, rng, 1, 1),
-            *summands.values(),
-        ],
-        terms,
-    )
+    arguments = kind.operands((m, k), (n, k))
+    return function, [*arguments, *summands.values()], terms
 
 
-def _block_scaled_matmul(kind, rng):
-    (m, n, k), blocks = kind.shape, kind.turn(_MULTIPLIED_BLOCKS)
-    scales = _scales(
-        kind,
-        rng,
-        *(
-            _blocks.count(block, size, k)
-            for block, size in zip(blocks, (m, n), strict=True)
-        ),
-    )
+def _block_scaled_matmul(kind):
+    m, n, k = kind.shape
+    a_block, b_block = blocks = kind.turn(_MULTIPLIED_BLOCKS)
+    counts = _blocks.count(a_block, m, k), _blocks.count(b_block, n, k)
+    a, b, *scales = kind.operands((m, k), (n, k), *counts)
     # MX scales are powers of two. Round them here, so that the exact product has the
     # same scales.
-    if blocks[0] == _MX:
-        scales = [
-            np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0) for scale in scales
-        ]
+    if a_block == _MX:
+        powers = [np.exp2(np.round(np.log2(scale))) for scale in scales]
+        scales = [power.astype(_blocks.E8M0) for power in powers]
 
-    def function(a, b, *scales):
-        a_block, b_block = blocks
+    def function(*operands):
         return ops.block_scaled_matmul(
-            a, b, *scales, a_block=a_block, b_block=b_block, out_dtype=kind.dtype
+            *operands, a_block=a_block, b_block=b_block, out_dtype=kind.dtype
         )
 
     def terms(a, b, *scales):
@@ -387,75 +358,41 @@ def _block_scaled_matmul(kind, rng):
         for codes, scale, block in zip((a, b), scales, blocks, strict=True):
             # Blocks at the edges are smaller: repeat scales for whole blocks, and cut
             # off the part outside the matrix.
-            rows, cols = _blocks.shape(block, *codes.shape[-2:])
+            height, width = codes.shape[-2:]
+            rows, cols = _blocks.shape(block, height, width)
             spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
-            sides.append(
-                _wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]])
-            )
+            sides.append(_wide(codes, spread[..., :height, :width]))
         return [sides], []
 
-    return function, [*_operands(kind, rng, (m, k), (n, k)), *scales], terms
+    return function, [a, b, *scales], terms
 
 
-def _ragged_matmul(kind, rng):
-    (m, n, k), ragged = kind.shape, kind.turn(("rows", "contraction"))
+def _ragged_matmul(kind):
+    m, n, k = kind.shape
+    ragged = kind.turn(("rows", "contraction"))
+    is_rows = ragged == "rows"
     # The second group is empty, like the group of an expert without tokens.
-    is_rows, ends = ragged == "rows", [0, m // 3, m // 3, m]
+    ends = [0, m // 3, m // 3, m]
 
-    def function(a, b, a_scale, b_scale, sizes):
-        out = ops.ragged_matmul(
-            a, b, a_scale, b_scale, sizes, ragged=ragged, out_dtype=kind.dtype
-        )
+    def function(*operands):
+        out = ops.ragged_matmul(*operands, ragged=ragged, out_dtype=kind.dtype)
         return out.reshape(-1, n)
 
     def terms(a, b, a_scale, b_scale, sizes):
-        a, b = (
-            _wide(a, a_scale[..., None]),
-            _wide(b, b_scale[..., None, None] if is_rows else b_scale[..., None]),
-        )
-        return [
-            (a[..., i:j, :], b[..., group, :, :])
-            if is_rows
-            else (a[..., i:j], b[..., i:j])
-            for group, (i, j) in enumerate(itertools.pairwise(ends))
-        ], []
+        a = _wide(a, a_scale[..., None])
+        b_scale = b_scale[..., None]
+        b = _wide(b, b_scale[..., None] if is_rows else b_scale)
+        pieces = []
+        for group, (i, j) in enumerate(itertools.pairwise(ends)):
+            if is_rows:
+                pieces.append((a[..., i:j, :], b[..., group, :, :]))
+            else:
+                pieces.append((a[..., i:j], b[..., i:j]))
+        return pieces, []
 
-    operands = _operands(
-        kind, rng, *(((m, k), (3, n, k)) if is_rows else ((k, m), (n, m)))
-    )
-    return (
-        function,
-        [*operands, *_scales(kind, rng, 1, 1), np.diff(ends).astype(np.int32)],
-        terms,
-    )
-
-
-def _numbers(kind, rng):
-    return numbers(rng, kind.shape, kind.dtype, hard=kind.hard)
-
-
-def _history(kind, rng):
-    return numbers(rng, kind.shape[-1], _F32, hard=kind.hard)
-
-
-def _operands(kind, rng, *shapes):
-    """Return codes of a and b; b is in E4M3, because no tensor core multiplies E5M2 by
-    E5M2.
-    """
-    forms = kind.form, E4M3
-    return [
-        codes(rng, shape, form, hard=kind.hard)
-        for shape, form in zip(shapes, forms, strict=True)
-    ]
-
-
-def _scales(kind, rng, *shapes):
-    """Return scales that make the terms of a product about 1."""
-    tops = kind.form.max, E4M3.max
-    return [
-        factors(rng, shape, 1) * _F32.type(16 / top)
-        for shape, top in zip(shapes, tops, strict=True)
-    ]
+    shapes = ((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))
+    sizes = np.diff(ends).astype(np.int32)
+    return function, [*kind.operands(*shapes), sizes], terms
 
 
 def _wide(x, factor=1.0):
@@ -465,18 +402,28 @@ def _wide(x, factor=1.0):
 
 # The call of each op, by the name of its custom call.
 _FUNCTIONS = (
-    *(_amax, _amax_to_scale, _delayed_scales, _read_histories, _write_histories),
-    *(
-        _quantize,
-        _quantize_transpose,
-        _quantize_activation,
-        _quantize_activation_grad,
-        _quantize_norm,
-    ),
-    *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
-    *(_adam_update, _decode_moment, _encode_moment),
-    *(_join_recorded, _split_reading, _undo_factors),
-    *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),
+    _amax,
+    _amax_to_scale,
+    _delayed_scales,
+    _read_histories,
+    _write_histories,
+    _quantize,
+    _quantize_transpose,
+    _quantize_activation,
+    _quantize_activation_grad,
+    _quantize_norm,
+    _quantize_blocks_transpose,
+    _transpose_blocks,
+    _dequantize,
+    _adam_update,
+    _decode_moment,
+    _encode_moment,
+    _join_recorded,
+    _split_reading,
+    _undo_factors,
+    _scaled_matmul,
+    _block_scaled_matmul,
+    _ragged_matmul,
 )
 OPS = {function.__name__.removeprefix("_"): function for function in _FUNCTIONS}
 PRODUCTS = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul")

@@ -25,12 +25,9 @@ _SCOPES_OF_PRODUCTS = (
     "dot_general",
     "ragged_dot",
 )
-_PACKAGES = [
-    sys.modules[name] for name in ("jax", "jaxlib", "flax") if name in sys.modules
-]
 _FOLDERS = [
-    os.path.dirname(os.path.dirname(__file__)),
-    *(os.path.dirname(package.__file__) for package in _PACKAGES),
+    os.path.dirname(sys.modules[name].__file__)
+    for name in (__package__.partition(".")[0], "jax", "jaxlib", "flax")
 ]
 _FOLDERS += [
     sysconfig.get_paths()[kind]
@@ -76,21 +73,17 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
 
 def _place(stack, eqn) -> Place:
     scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
-    is_backward = any(
-        type(item).__name__ == "Transform" and item.name == "transpose"
-        for item in stack
-    )
-    reason = next(filter(None, map(_contexts.reason, scopes)), None)
-    gemm = next(filter(None, map(_contexts.gemm_of, scopes)), None)
-    no_layer = [
-        scope for scope in scopes if _contexts.reason(scope) or _contexts.gemm_of(scope)
-    ]
-    scopes = [
-        scope for scope in scopes if scope not in (*_SCOPES_OF_TRANSFORMS, *no_layer)
-    ]
-    return Place(
-        _joined(scopes), is_backward, gemm, reason, _line(eqn.source_info.traceback)
-    )
+    transforms = [item.name for item in stack if type(item).__name__ == "Transform"]
+    reason = gemm = None
+    path = []
+    for scope in scopes:
+        reason = reason or _contexts.reason(scope)
+        gemm = gemm or _contexts.gemm_of(scope)
+        is_ours = _contexts.reason(scope) or _contexts.gemm_of(scope)
+        if not is_ours and scope not in _SCOPES_OF_TRANSFORMS:
+            path.append(scope)
+    line = _line(eqn.source_info.traceback)
+    return Place(_joined(path), "transpose" in transforms, gemm, reason, line)
 
 
 def _joined(scopes) -> str:
@@ -175,29 +168,19 @@ class Target(NamedTuple):
             backend = _support.backend()
             platform = "cuda" if local or backend == "cpu" else backend
         # The last digit is the minor version: `sm_90` is 9.0, and `sm_100` is 10.0.
-        capability = (
-            re.fullmatch(r"sm_(\d+)(\d)a?", platform)
-            if isinstance(platform, str)
-            else None
-        )
+        capability = re.fullmatch(r"sm_(\d+)(\d)a?", str(platform))
         if capability:
             return Target(platform, (_Gpu(platform, ".".join(capability.groups())),))
         if platform in ("cuda", "gpu"):
             # Local GPUs need the CUDA library of this installation. For GPUs elsewhere
             # the library is assumed.
-            missing = local and not _ffi.has_cuda_kernels()
-            return Target(
-                "cuda",
-                local,
-                "jaxfp8 was installed without its CUDA library" if missing else None,
-            )
+            lacks = None
+            if local and not _ffi.has_cuda_kernels():
+                lacks = "jaxfp8 was installed without its CUDA library"
+            return Target("cuda", local, lacks)
         if platform in _WITHOUT_FP8_GEMMS:
-            return Target(
-                platform,
-                (),
-                f"{platform} has no FP8 GEMM: codes are widened, exactly, and "
-                "multiplied",
-            )
+            lacks = "has no FP8 GEMM: codes are widened, exactly, and multiplied"
+            return Target(platform, lacks=f"{platform} {lacks}")
         raise ValueError(
             'gemms: platform: expected None, "cuda", a compute capability such as '
             f'"sm_90", or one of {_WITHOUT_FP8_GEMMS}, got {platform!r}'
@@ -210,10 +193,8 @@ class Target(NamedTuple):
         is left to XLA.
         """
         name = eqn.primitive.name.removeprefix("jaxfp8_")
-        types, implementation = (
-            [var.aval for var in eqn.invars],
-            eqn.params.get("implementation", "xla"),
-        )
+        types = [var.aval for var in eqn.invars]
+        implementation = eqn.params.get("implementation", "xla")
         # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no
         #    cuBLASLt.
         if self.lacks:
@@ -226,20 +207,13 @@ class Target(NamedTuple):
         # 2. Ask the implementation that was selected while tracing.
         if implementation == "reference":
             return 'implementation("reference") is selected'
-        if (
-            name in ("scaled_matmul", "dot_general")
-            and types[0].dtype == types[1].dtype == E5M2.dtype
-        ):
+        is_tensorwise = name in ("scaled_matmul", "dot_general")
+        if is_tensorwise and types[0].dtype == types[1].dtype == E5M2.dtype:
             return "no tensor core multiplies two float8_e5m2"
         if implementation == "xla":
-            is_rewritten = name == "dot_general" or (
-                name == "scaled_matmul" and not eqn.params["vmap_dims"]
-            )
-            return (
-                None
-                if is_rewritten
-                else f'implementation("xla"): XLA has no FP8 product for this {name}'
-            )
+            if is_tensorwise and not eqn.params.get("vmap_dims"):
+                return None
+            return f'implementation("xla"): XLA has no FP8 product for this {name}'
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
         return _primitive.not_on(
             eqn.primitive, self.gpus, *types, spec=eqn.params["spec"]

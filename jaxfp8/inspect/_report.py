@@ -25,7 +25,6 @@ from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
     HighPrecision,
-    QTensor,
     is_off,
     keeps_state,
     kind,
@@ -75,12 +74,10 @@ class Report:
     unused: list[str]
 
     def __repr__(self) -> str:
-        rows = [
-            row | {"recipe": row["recipe"] or "high precision"} for row in self.rows
-        ]
-        lines = [_COLUMNS] + [
-            tuple(_text(row[column]) for column in _COLUMNS) for row in rows
-        ]
+        lines = [_COLUMNS]
+        for row in self.rows:
+            cells = row | {"recipe": row["recipe"] or "high precision"}
+            lines.append([_text(cells[column]) for column in _COLUMNS])
         return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
 
 
@@ -132,8 +129,8 @@ def report(
         )
     else:
         rows = _nnx_rows(model, args, kwargs)
-    by_path = sorted(rows.by_path, key=natural)
-    result = Report([rows.by_path[path] for path in by_path], rows.unused())
+    paths = sorted(rows.by_path, key=natural)
+    result = Report([rows.by_path[path] for path in paths], rows.unused())
     if result.unused:
         message = (
             f"report: rules that decide nothing: {'; '.join(result.unused)}; is the "
@@ -151,7 +148,9 @@ class _Rows:
     """
 
     def __init__(self):
-        self.by_path, self.regions, self.used = {}, [], set()
+        self.by_path = {}
+        self.regions = []
+        self.used = set()
 
     def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> None:
         recipe = None if isinstance(recipe, HighPrecision) else recipe
@@ -162,19 +161,14 @@ class _Rows:
         """Add a module without an FP8 product: where a rule matches it in vain, and
         where it multiplies arrays.
         """
-        reasons = (
-            reason
-            for classes, reason in _NO_PRODUCT.items()
-            if isinstance(module, classes)
-        )
-        reason = next(reasons, None)
+        reason = None
+        for classes, text in _NO_PRODUCT.items():
+            if isinstance(module, classes):
+                reason = text
         if decided is not None and (reason or kernel):
-            rule = self.use(decided)
-            why = (
-                rule
-                if decided.rule.recipe is None
-                else f"skipped: {reason or _OWN_ARRAYS} ({rule})"
-            )
+            why = self.use(decided)
+            if decided.rule.recipe is not None:
+                why = f"skipped: {reason or _OWN_ARRAYS} ({why})"
             self.add(path, module, None, why, input, kernel)
         elif kernel and not reason:
             self.add(path, module, None, f"no rule; {_OWN_ARRAYS}", input, kernel)
@@ -185,30 +179,26 @@ class _Rows:
         return _rule_text(decided.index, decided.rule)
 
     def unused(self) -> list[str]:
-        rules = [
-            (region, i, rule)
-            for region in self.regions
-            for i, rule in enumerate(region.rules)
-        ]
         return [
             _rule_text(i, rule)
-            for region, i, rule in rules
+            for region in self.regions
+            for i, rule in enumerate(region.rules)
             if (region, i) not in self.used
         ]
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
-    rows, called, key = _Recorder(), _Recorder(), jax.random.key(0)
+    rows = _Recorder()
+    called = _Recorder()
+    key = jax.random.key(0)
     arrays, joined = split_arrays((variables, args, kwargs))
 
-    def apply(arrays):
+    def run(arrays):
         variables, args, kwargs = joined(arrays)
         with nn.intercept_methods(rows.record):
-            model.apply(variables, *args, **kwargs)
-
-    def init_and_apply(arrays):
-        _, args, kwargs = joined(arrays)
-        with nn.intercept_methods(rows.record):
+            if variables is not None:
+                model.apply(variables, *args, **kwargs)
+                return
             variables = model.init(key, *args, **kwargs)
         # `init` may call layers that no step calls, for their parameters alone. A model
         # whose `apply` takes other arguments, as a decoder does after the first call,
@@ -220,7 +210,7 @@ def _linen_rows(model, variables, args, kwargs) -> _Rows:
                     row["why"] += "; not called"
 
     with _report(object()):
-        jax.eval_shape(init_and_apply if variables is None else apply, arrays)
+        jax.eval_shape(run, arrays)
     return rows
 
 
@@ -257,27 +247,23 @@ class _Recorder(_Rows):
         first = self.owners.setdefault(owner, product.path)
         is_named = not product.path or product.path[-1] != f"{type(product).__name__}_0"
         path = "/".join(product.path) if is_named or first != product.path else owner
-        arrays = [
-            arg.data if isinstance(arg, QTensor) else arg
-            for arg in args
-            if hasattr(arg, "shape")
-        ]
+        shapes = [tuple(arg.shape) for arg in args if hasattr(arg, "shape")]
         # 2. Find the recipe, and the rule or the code that names it.
         decided = decision(product)
+        rule = None
         if decided is None:
-            named, why = product.named_recipe(), None
+            named = product.named_recipe()
         else:
-            named, why = decided.rule.layer_recipe, self.use(decided)
-        recipe, why = _recipe_and_reason(named, DEFAULT_RECIPE, why)
+            named = decided.rule.layer_recipe
+            rule = self.use(decided)
+        recipe, why = _recipe_and_reason(named, DEFAULT_RECIPE, rule)
         if (
             recipe is not None
             and keeps_state(recipe)
             and OVERWRITE_WITH_GRADIENT not in product.variables
         ):
             why += "; the variables have no state of it: scales of the tensors at hand"
-        self.add(
-            path, product, recipe, why, *(tuple(array.shape) for array in arrays[:2])
-        )
+        self.add(path, product, recipe, why, *shapes[:2])
 
     def _module(self, module, args) -> None:
         """Record any other module: a layer, or a module whose parameters have no FP8
@@ -288,10 +274,8 @@ class _Recorder(_Rows):
             if path in self.by_path:
                 self.by_path[path]["kind"] = type(module).__name__
             return
-        decided, kernel = (
-            decision(module),
-            _first_matrix(nn.meta.unbox(module.variables.get("params", {}))),
-        )
+        decided = decision(module)
+        kernel = _first_matrix(nn.meta.unbox(module.variables.get("params", {})))
         x = tuple(args[0].shape) if args and hasattr(args[0], "shape") else None
         if is_layer(module):
             why = _own_product(module) if decided is None else self.use(decided)
@@ -302,47 +286,40 @@ class _Recorder(_Rows):
 
 def _nnx_rows(model, args, kwargs) -> _Rows:
     region = Region(getattr(model, nnx_rules.RULES, ()), ())
-    rows, owners = _Rows(), {}
+    rows = _Rows()
     rows.regions.append(region)
+    owners = {}
+    known = set()
 
     def decide(path, module):
         index = nnx_rules.decision(region.rules, path, module)
         return None if index is None else Decision(region.rules[index], index, region)
 
     # 1. Report the layers that take rules.
-    layers = nnx_rules.layers(model)
     calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
-    for path, layer, attribute in layers:
-        call, is_passed_by = calls.get(path), path in calls and calls[path] is None
-        decided, product, path = (
-            decide(path, layer),
-            nnx_rules.product(layer),
-            "/".join(map(str, path)),
-        )
-        recipe, why = _nnx_recipe_and_reason(
-            layer, product, decided, None if decided is None else rows.use(decided)
-        )
-        if (
-            product is not None
-            and (owner := owners.setdefault(id(product), path)) != path
-        ):
+    for path, layer, attribute in nnx_rules.layers(model):
+        known.add(id(layer))
+        name = "/".join(map(str, path))
+        product = nnx_rules.product(layer)
+        recipe, why = _nnx_recipe_and_reason(rows, layer, product, decide(path, layer))
+        owner = owners.setdefault(id(product), name)
+        if product is not None and owner != name:
             why += f"; shares the product and the state of {owner}"
-        if is_passed_by:
-            why += "; not called"
-        rows.add(
-            path,
-            layer,
-            recipe,
-            why,
-            None if call is None else _input(attribute, call),
-            _kernel(layer),
-        )
+        x = None
+        if path in calls:
+            if calls[path] is None:
+                why += "; not called"
+            else:
+                x = calls[path].x_shape
+                # the rows of all experts are recorded as a batch of each expert's
+                if attribute == "ragged_dot":
+                    x = x[1:]
+        rows.add(name, layer, recipe, why, x, _kernel(layer))
     # 2. Report modules without a product where a rule matches the module in vain.
-    known = {id(layer) for _, layer, _ in layers}
     for path, module in nnx.iter_modules(model):
         if id(module) not in known and not isinstance(module, _Fp8Product):
-            decided, path = decide(path, module), "/".join(map(str, path))
-            rows.add_skipped(path, module, decided, None, _kernel(module))
+            name = "/".join(map(str, path))
+            rows.add_skipped(name, module, decide(path, module), None, _kernel(module))
     return rows
 
 
@@ -360,22 +337,18 @@ def _nnx_calls(model, args, kwargs) -> dict:
     return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
 
 
-def _input(attribute: str | None, call) -> tuple[int, ...]:
-    """Return the shape of the x that a layer gave its product."""
-    # the rows of all experts are recorded as a batch of each expert's
-    return call.x_shape[1:] if attribute == "ragged_dot" else call.x_shape
-
-
-def _nnx_recipe_and_reason(layer, product, decided, rule: str | None):
+def _nnx_recipe_and_reason(rows: _Rows, layer, product, decided: Decision | None):
     """Return `(recipe, why)` of a layer; `decided` is the rule that matches it; code
     may have overridden the rule.
     """
+    rule = None
+    if decided is not None:
+        rule = rows.use(decided)
     if product is None:
-        return None, rule if rule and decided.rule.recipe is None else _own_product(
-            layer
-        )
+        is_rule = rule and decided.rule.recipe is None
+        return None, rule if is_rule else _own_product(layer)
     named = product.recipe if product.names_recipe else None
-    is_rule = rule is not None and named == decided.rule.layer_recipe
+    is_rule = rule and named == decided.rule.layer_recipe
     return _recipe_and_reason(named, product.recipe, rule if is_rule else None)
 
 
@@ -386,12 +359,11 @@ def _kernel(module):
     frozen = getattr(module, "kernel", None)
     if isinstance(frozen, FrozenKernel):
         return frozen.shape
-    params = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, nnx.Param)
-    }
-    return _first_matrix({name: param.get_value() for name, param in params.items()})
+    params = {}
+    for name, value in vars(module).items():
+        if isinstance(value, nnx.Param):
+            params[name] = value.get_value()
+    return _first_matrix(params)
 
 
 def _rule_text(index: int, rule) -> str:
@@ -406,13 +378,11 @@ def _own_product(layer) -> str:
     """Return why a layer that no rule decides about has no FP8 product: its code may
     name another product.
     """
-    named = (
-        getattr(layer, name, None)
-        for name in ("dot_general_cls", "dot_general", "einsum_op", "ragged_dot")
-    )
-    product = next((value for value in named if value is not None), None)
-    is_plain = product in (None, jax.lax.dot_general, jnp.einsum)
-    return "no rule" if is_plain else f"own {getattr(product, '__name__', product)}"
+    for name in ("dot_general_cls", "dot_general", "einsum_op", "ragged_dot"):
+        product = getattr(layer, name, None)
+        if product not in (None, jax.lax.dot_general, jnp.einsum):
+            return f"own {getattr(product, '__name__', product)}"
+    return "no rule"
 
 
 def _first_matrix(params) -> tuple[int, ...] | None:
@@ -455,21 +425,12 @@ def _text(value) -> str:
     if value is None:
         return "-"
     if dataclasses.is_dataclass(value):
-        fields = [
-            field
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) != field.default
-        ]
-        options = ", ".join(
-            f"{field.name}={_option(getattr(value, field.name))}" for field in fields
-        )
-        return f"{type(value).__name__}({options})"
+        options = []
+        for field in dataclasses.fields(value):
+            option = getattr(value, field.name)
+            if option != field.default:
+                name = getattr(option, "name", repr(option))
+                name = getattr(option, "__qualname__", name)
+                options.append(f"{field.name}={name}")
+        return f"{type(value).__name__}({', '.join(options)})"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _option(value) -> str:
-    return (
-        getattr(value, "__qualname__", None)
-        or getattr(value, "name", None)
-        or repr(value)
-    )

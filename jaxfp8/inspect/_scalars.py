@@ -53,17 +53,18 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
     """
-    names, values = [], []
+    names = []
+    values = []
     for arrays in quantizers("measure: variables", variables):
         history = jnp.asarray(arrays.amax_history).astype(jnp.float32)
         scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
         # Numbers below zero make the scale NaN. Look for them before `clean`, which
         # replaces them.
-        is_bad = jnp.any(_scaling.below_zero(history), axis=-1) | _scaling.below_zero(
-            scale_inv
-        )
+        is_bad = jnp.any(_scaling.below_zero(history), axis=-1)
+        is_bad |= _scaling.below_zero(scale_inv)
         history = _scaling.clean(history)
-        scale, newest = jnp.where(is_bad, jnp.nan, 1 / scale_inv), history[..., 0]
+        newest = history[..., 0]
+        scale = jnp.where(is_bad, jnp.nan, 1 / scale_inv)
         is_grad = arrays.name.endswith("output_grad")
         largest = fp8_max(fp8_format.backward_dtype if is_grad else fp8_format.dtype)
         before = jnp.max(history[..., 1:], axis=-1, initial=0)
@@ -166,30 +167,21 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
         key=lambda group: (*_OPERANDS, group).index(group),
     )
     figure = Figure(figsize=(12, 3.2 * len(groups) + 0.6), layout="constrained")
-    axes = dict(
-        zip(
-            groups,
-            figure.subplots(len(groups), 2, squeeze=False, sharex=True),
-            strict=True,
-        )
-    )
-    colors = {
-        name: f"C{i % 10}"
-        for i, name in enumerate(dict.fromkeys(name for _, _, name, _ in lines))
-    }
+    rows = figure.subplots(len(groups), 2, squeeze=False, sharex=True)
+    axes = dict(zip(groups, rows, strict=True))
+    colors = {}
     for group, is_scale, name, values in lines:
         # 0 means that nothing was recorded; a log scale has no 0
         drawn = np.where(values > 0, values, np.nan)
-        axes[group][int(is_scale)].plot(
-            drawn, color=colors[name], linewidth=1, label=name
-        )
+        color = colors.setdefault(name, f"C{len(colors) % 10}")
+        axes[group][is_scale].plot(drawn, color=color, linewidth=1, label=name)
     for group, pair in axes.items():
         for axis, title in zip(pair, ("amax", "scale"), strict=True):
             axis.set(title=f"{title} of {group}" if group else title, yscale="log")
             axis.grid(alpha=0.25)
             if 0 < len(axis.get_legend_handles_labels()[1]) <= _MOST_LABELS:
                 axis.legend(frameon=False, fontsize="x-small")
-    for axis in axes[groups[-1]]:
+    for axis in rows[-1]:
         axis.set_xlabel("step")
     if path is not None:
         figure.savefig(path, dpi=130)

@@ -76,16 +76,14 @@ class Summary:
         lines = [[_HEADS.get(key, key) for key in _COLUMNS]]
         for row in self.rows if len(self.rows) <= _SCREEN else _groups(self.rows):
             cells = row | {"filled": f"{row['filled']}/{row['length']}"}
-            lines.append(tuple(_text(key, cells[key]) for key in _COLUMNS))
+            lines.append([_text(cells[key]) for key in _COLUMNS])
+        table = aligned(lines, right=1)
         below_zero = {
             row["name"]: row["least"] for row in self.rows if row["least"] < 0
         }
-        table = aligned(lines, right=1)
-        return (
-            f"{table}\n\n{_below_zero.message(below_zero)}{_below_zero.REPAIR}"
-            if below_zero
-            else table
-        )
+        if below_zero:
+            table += f"\n\n{_below_zero.message(below_zero)}{_below_zero.REPAIR}"
+        return table
 
 
 def summary(variables: Any, *, worst: int | None = None) -> Summary:
@@ -114,29 +112,24 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
             works.
     """
     rows = rows_of("summary: variables", variables)
-    return Summary(
-        rows if worst is None else sorted(rows, key=_badness, reverse=True)[:worst]
-    )
+    if worst is not None:
+        rows = sorted(rows, key=_badness, reverse=True)[:worst]
+    return Summary(rows)
 
 
 def rows_of(where: str, variables) -> list[dict[str, Any]]:
     """Return the rows of a `Summary`; `where` names the function and the argument, for
     messages.
     """
-    states = quantizers(where, variables)
-    if any(
-        isinstance(leaf, jax.core.Tracer)
-        for arrays in states
-        for leaf in (arrays.amax_history, arrays.scale_inv)
-    ):
-        raise TypeError(
-            f"{where}: expected concrete arrays, got tracers; in jit use "
-            "jaxfp8.inspect.measure"
-        )
     rows = []
-    for arrays in states:
-        on_host = jax.device_get((arrays.amax_history, arrays.scale_inv))
-        history, scale_inv = (np.asarray(x, np.float64) for x in on_host)
+    for arrays in quantizers(where, variables):
+        state = arrays.amax_history, arrays.scale_inv
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in state):
+            raise TypeError(
+                f"{where}: expected concrete arrays, got tracers; in jit use "
+                "jaxfp8.inspect.measure"
+            )
+        history, scale_inv = (np.asarray(x, np.float64) for x in jax.device_get(state))
         for index in np.ndindex(arrays.stack):
             name = arrays.name + member(index)
             rows.append(_row(name, history[index], float(scale_inv[index][0])))
@@ -155,25 +148,24 @@ def _groups(rows) -> list[dict[str, Any]]:
     groups = {}
     for row in rows:
         groups.setdefault(re.sub(r"\d+", "*", row["name"]), []).append(row)
-    names = {
-        name: f"{name} x{len(group)}" if len(group) > 1 else group[0]["name"]
-        for name, group in groups.items()
-    }
-    return [
-        max(group, key=_badness) | {"name": names[name]}
-        for name, group in groups.items()
-    ]
+    worst = []
+    for name, group in groups.items():
+        row = max(group, key=_badness)
+        worst.append(row | {"name": f"{name} x{len(group)}"} if group[1:] else row)
+    return worst
 
 
 def _row(name, history, scale_inv) -> dict[str, Any]:
     is_recorded = np.isfinite(history) & (history > 0)
-    entries, before = history[is_recorded], history[1:][is_recorded[1:]].max(initial=0)
-    is_scale = np.isfinite(scale_inv) and scale_inv > 0
+    entries = history[is_recorded]
+    before = history[1:][is_recorded[1:]].max(initial=0)
     newest = float(history[0]) if entries.size else None
-    scale = 1 / scale_inv if is_scale else None
-    follows, steps = _origin(history, scale_inv) if is_scale else (None, None)
+    scale = follows = steps = None
     if np.any(history < 0) or scale_inv < 0:
-        scale, follows, steps = np.nan, "below zero", None
+        scale, follows = np.nan, "below zero"
+    elif np.isfinite(scale_inv) and scale_inv > 0:
+        scale = 1 / scale_inv
+        follows, steps = _origin(history, scale_inv)
     return {
         "name": name,
         "scale": scale,
@@ -228,7 +220,7 @@ def _is_scale_of(amax, scale_inv) -> bool:
     )
 
 
-def _text(key: str, value) -> str:
+def _text(value) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -278,18 +270,11 @@ def quantizers(where: str, tree) -> list[Arrays]:
         leaves = [flat.leaves[i] for i in quantizer.positions()]
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
         # Transforms stack along any axis; here the slots go last.
-        is_last = axis in (-1, leaves[0].ndim - 1)
-        history, scale_inv = (
-            leaves
-            if is_last
-            else (jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves)
-        )
-        _, collection, name = f"/{quantizer.name}".partition(
-            f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
-        )
-        arrays.append(
-            Arrays(name if collection else quantizer.name, history, scale_inv)
-        )
+        if axis not in (-1, leaves[0].ndim - 1):
+            leaves = [jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves]
+        collection = f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
+        name = f"/{quantizer.name}".partition(collection)[2] or quantizer.name
+        arrays.append(Arrays(name, *leaves))
     if not arrays:
         raise ValueError(
             f"{where}: expected a tree that holds FP8 state (amax_history and scale "

@@ -62,6 +62,7 @@ _STAGES = ("stage", "diloco")
 _TRIED = "0.2.5"
 _VALIDATOR = "set_derived_and_validate_values"
 _TRAIN = "maxtext.trainers.pre_train.train"
+# What `install` needs of MaxText's modules; it changes the first name of each.
 _HOOKS = {
     "maxtext.layers.quantizations": ("configure_quantization", "Fp8Quantization"),
     "maxtext.kernels.megablox": ("gmm",),
@@ -129,42 +130,36 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     recipes = _RECIPES
     if recipe is not None:
         recipes = dict.fromkeys(_RECIPES, checked("maxtext.install: recipe", recipe))
+    wraps = (
+        functools.partial(_configure, recipes=recipes),
+        _grouped,
+        _keep_codes,
+        accumulate_with_state,
+        _parse,
+        _check,
+        _share_state,
+    )
     # 1. Look up everything before the first change.
-    modules = {name: _module(name) for name in _HOOKS}
-    for name, hooks in _HOOKS.items():
+    modules = [_module(name) for name in _HOOKS]
+    for module, hooks in zip(modules, _HOOKS.values(), strict=True):
         for hook in hooks:
-            _require(modules[name], hook)
+            _require(module, hook)
     # 2. Undo an earlier call, then make all changes or none.
     _installed.close()
     with contextlib.ExitStack() as undo:
-        quantizations, megablox, decoders, accumulation, config, checks, train = (
-            modules.values()
-        )
-        for owner, name, wrap in (
-            (
-                quantizations,
-                "configure_quantization",
-                functools.partial(_configure, recipes=recipes),
-            ),
-            (megablox, "gmm", _grouped),
-            (decoders.NNXDecoder, "minimal_policy", _keep_codes),
-            (
-                accumulation,
-                "gradient_accumulation_loss_and_grad",
-                accumulate_with_state,
-            ),
-            (config, "_initialize_pydantic", _parse),
-            (checks, "validate_train_config", _check),
-            (train, "loss_fn", _share_state),
+        for owner, (hook, *_), wrap in zip(
+            modules, _HOOKS.values(), wraps, strict=True
         ):
+            *path, name = hook.split(".")
+            for part in path:
+                owner = getattr(owner, part)
             original = getattr(owner, name)
             for importer in _importers(name, original) or [owner]:
-                _set(
-                    undo,
-                    importer,
-                    name,
-                    functools.wraps(original)(wrap(owner, original)),
-                )
+                new = functools.wraps(original)(wrap(owner, original))
+                # `vars` gives the stored object: `getattr` would unwrap a static or
+                # class method, and undoing would store that.
+                undo.callback(setattr, importer, name, vars(importer)[name])
+                setattr(importer, name, new)
         _installed = undo.pop_all()
     return _installed
 
@@ -199,19 +194,11 @@ def _importers(name: str, value) -> list:
     """Return MaxText's modules that have `value` as their `name`: the defining one, and
     those that import it.
     """
-    modules = [
+    return [
         module
         for key, module in sys.modules.items()
-        if key.partition(".")[0] == "maxtext"
+        if key.partition(".")[0] == "maxtext" and vars(module).get(name) is value
     ]
-    return [module for module in modules if vars(module).get(name) is value]
-
-
-def _set(undo: contextlib.ExitStack, owner, name: str, value) -> None:
-    # `vars` gives the stored object: `getattr` would unwrap a static or class method,
-    # and undoing would store that.
-    undo.callback(setattr, owner, name, vars(owner)[name])
-    setattr(owner, name, value)
 
 
 # ----------------------------------------------------------------------------- products
@@ -283,15 +270,11 @@ def _calibrated(config) -> Recipe:
     """Return current scaling, with constant scales for the operands that MaxText's
     flags give a fixed range.
     """
-    bounds = {
-        option: _bound(flag, getattr(config, flag, "absmax"))
-        for option, flag in _CALIBRATIONS.items()
-    }
-    return (
-        _RECIPES[_CURRENT]
-        if set(bounds.values()) == {None}
-        else StaticScaling(**bounds)
-    )
+    bounds = {}
+    for option, flag in _CALIBRATIONS.items():
+        bounds[option] = _bound(flag, getattr(config, flag, "absmax"))
+    is_fixed = set(bounds.values()) != {None}
+    return StaticScaling(**bounds) if is_fixed else _RECIPES[_CURRENT]
 
 
 def _bound(flag: str, method: str) -> float | None:
@@ -448,10 +431,9 @@ def _check(module, original):
     """
 
     def check(config):
-        accumulates = config.quantization in _RECIPES
-        return original(
-            _With(config, gradient_accumulation_steps=1) if accumulates else config
-        )
+        if config.quantization in _RECIPES:
+            config = _With(config, gradient_accumulation_steps=1)
+        return original(config)
 
     return check
 

@@ -30,11 +30,8 @@ def is_inexact(leaf) -> bool:
     """Return whether `leaf` is a Python float, or an array of floats or complex
     numbers.
     """
-    return (
-        isinstance(leaf, (float, complex))
-        or is_float(leaf)
-        or getattr(leaf, "dtype", None) in _COMPLEX
-    )
+    is_complex = getattr(leaf, "dtype", None) in _COMPLEX
+    return is_complex or is_float(leaf) or isinstance(leaf, (float, complex))
 
 
 def outside_state(tree):
@@ -56,19 +53,15 @@ def outside_state(tree):
     def visit(leaf, is_inside):
         if not isinstance(leaf, QTensor):
             return not is_inside
-        structure = jax.tree.structure(leaf)
-        nothing = structure.unflatten([False] * structure.num_leaves)
-        return dataclasses.replace(
-            nothing, source=None if leaf.source is None else True
-        )
+        nothing = jax.tree.map(lambda _: False, leaf)
+        return dataclasses.replace(nothing, source=leaf.source is not None or None)
 
     return jax.tree.map(
-        visit, tree, flat.treedef.unflatten(inside), is_leaf=_is_qtensor
+        visit,
+        tree,
+        flat.treedef.unflatten(inside),
+        is_leaf=lambda x: isinstance(x, QTensor),
     )
-
-
-def _is_qtensor(x) -> bool:
-    return isinstance(x, QTensor)
 
 
 def map_outside_state(function, tree):
@@ -100,7 +93,7 @@ def all_finite(tree: Any) -> jax.Array:
     Returns:
         bool[]; True for a tree without floats.
     """
-    return jnp.logical_not(jnp.any(_nonfinite(tree)))
+    return ~jnp.any(_nonfinite(tree))
 
 
 def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
@@ -122,7 +115,8 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
             both trees hold the same arrays, like two `nnx.state` of one module (use
             `jaxfp8.nnx.step_if`).
     """
-    expected, got = jax.tree.structure(old), jax.tree.structure(new)
+    expected = jax.tree.structure(old)
+    got = jax.tree.structure(new)
     if got != expected:
         raise ValueError(
             f"select: new: expected the structure of old, {expected}, got {got}"
@@ -137,7 +131,8 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
         )
 
     def choose(path, new_leaf, old_leaf):
-        new_leaf, old_leaf = jnp.asarray(new_leaf), jnp.asarray(old_leaf)
+        new_leaf = jnp.asarray(new_leaf)
+        old_leaf = jnp.asarray(old_leaf)
         # `lax.select` would refuse these as well, without a path to the leaf.
         if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
             raise ValueError(
@@ -220,8 +215,7 @@ def _nonfinite(tree):
     NaN on any device.
     """
     # One flag for each leaf, combined over the devices in one reduction.
-    leaves = _gradients(tree)[1]
-    bad = [jnp.logical_not(jnp.all(jnp.isfinite(leaf))) for leaf in leaves]
+    bad = [~jnp.all(jnp.isfinite(leaf)) for leaf in _gradients(tree)[1]]
     bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
     axes = _differing_axes(bad)
     return lax.pmax(bad.astype(jnp.int32), axes) > 0 if axes else bad
@@ -237,11 +231,13 @@ def _differing_axes(x) -> tuple[str, ...]:
 
 def _gradients(tree) -> tuple[list[str], list]:
     flat = _state_tree.flatten(tree)
-    is_outside = jax.tree.leaves(outside_state(tree))
-    kept = [
-        i for i, leaf in enumerate(flat.leaves) if is_outside[i] and is_inexact(leaf)
-    ]
-    return [flat.name(i) for i in kept], [flat.leaves[i] for i in kept]
+    names = []
+    gradients = []
+    for i, is_outside in enumerate(jax.tree.leaves(outside_state(tree))):
+        if is_outside and is_inexact(flat.leaves[i]):
+            names.append(flat.name(i))
+            gradients.append(flat.leaves[i])
+    return names, gradients
 
 
 def _ordered(tree, order) -> tuple[list[str], list[int]]:
@@ -249,30 +245,23 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
     in the tree.
     """
     names = _gradients(tree)[0]
-    layers = list(order or ())
-    unknown = [
-        layer for layer in layers if not any(_is_below(name, layer) for name in names)
-    ]
+    depths = [-1] * len(names)
+    unknown = []
+    for depth, layer in enumerate(order or ()):
+        # The parts of a layer are side by side in a path: `Dense_0` in
+        # `params/Dense_0/kernel`.
+        parts = f"/{layer.strip('/')}/"
+        below = [i for i, name in enumerate(names) if parts in f"/{name}/"]
+        for i in below:
+            depths[i] = depth
+        if not below:
+            unknown.append(layer)
     if unknown:
         raise ValueError(
             f"first_nonfinite: order: expected the names of layers in {names}, got "
             f"{unknown}"
         )
-
-    def depth(position):
-        return max(
-            (i for i, layer in enumerate(layers) if _is_below(names[position], layer)),
-            default=-1,
-        )
-
     # The layer nearest to the loss comes first; leaves of no layer in `order` come
     # last. Sorting is stable.
-    positions = sorted(range(len(names)), key=depth, reverse=True)
+    positions = sorted(range(len(names)), key=depths.__getitem__, reverse=True)
     return [names[i] for i in positions], positions
-
-
-def _is_below(name, layer) -> bool:
-    """Return whether the path `name` has the parts of `layer` side by side: `Dense_0`
-    in `params/Dense_0/kernel`.
-    """
-    return f"/{layer.strip('/')}/" in f"/{name}/"

@@ -74,33 +74,33 @@ class DynamicLossScale:
         # JAX unflattens pytrees through this method, with tracers or placeholders as
         # values: only the `init_scale` of a user is checked and converted.
         if self.value is _UNSET:
-            _check_number("init_scale", init_scale)
-            in_range = _scaling.MIN_SCALE <= init_scale <= _scaling.MAX_SCALE
             _check(
-                in_range, "init_scale", "a number from 2**-126 to 2**126", init_scale
+                init_scale,
+                "init_scale",
+                "a number from 2**-126 to 2**126",
+                lambda scale: _scaling.MIN_SCALE <= scale <= _scaling.MAX_SCALE,
             )
             object.__setattr__(self, "value", jnp.asarray(np.float32(init_scale)))
         if self.good_steps is _UNSET:
             object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
-        growth, backoff, interval = (
+        _check(
             self.growth_factor,
+            "growth_factor",
+            "a number above 1, and finite, in float32",
+            lambda factor: 1 < _scaling.to_float32(factor) < np.inf,
+        )
+        _check(
             self.backoff_factor,
+            "backoff_factor",
+            "a number between 0 and 1 in float32",
+            lambda factor: 0 < _scaling.to_float32(factor) < 1,
+        )
+        _check(
             self.growth_interval,
+            "growth_interval",
+            "a positive integer below 2**31",
+            lambda count: 1 <= count < 2**31 and count == int(count),
         )
-        for name in ("growth_factor", "backoff_factor", "growth_interval"):
-            _check_number(name, getattr(self, name))
-        grows, shrinks = (
-            1 < _scaling.to_float32(growth) < np.inf,
-            0 < _scaling.to_float32(backoff) < 1,
-        )
-        _check(
-            grows, "growth_factor", "a number above 1, and finite, in float32", growth
-        )
-        _check(
-            shrinks, "backoff_factor", "a number between 0 and 1 in float32", backoff
-        )
-        is_count = 1 <= interval < 2**31 and interval == int(interval)
-        _check(is_count, "growth_interval", "a positive integer below 2**31", interval)
 
     def scale(self, tree: Any) -> Any:
         """Multiply `tree` by `value`, in f32 or wider: for the loss, before the
@@ -149,17 +149,13 @@ class DynamicLossScale:
             )
         # Grow after enough good steps, shrink at once; keep the value and its inverse
         # normal floats.
-        value, good_steps = (
-            jnp.asarray(self.value, jnp.float32),
-            jnp.asarray(self.good_steps, jnp.int32) + 1,
-        )
+        value = jnp.asarray(self.value, jnp.float32)
+        good_steps = jnp.asarray(self.good_steps, jnp.int32) + 1
         grows = good_steps >= self.growth_interval
-        grown = jnp.minimum(
-            value * np.float32(self.growth_factor), np.float32(_scaling.MAX_SCALE)
-        )
-        shrunk = jnp.maximum(
-            value * np.float32(self.backoff_factor), np.float32(_scaling.MIN_SCALE)
-        )
+        grown = value * np.float32(self.growth_factor)
+        grown = jnp.minimum(grown, np.float32(_scaling.MAX_SCALE))
+        shrunk = value * np.float32(self.backoff_factor)
+        shrunk = jnp.maximum(shrunk, np.float32(_scaling.MIN_SCALE))
         value = jnp.where(finite, jnp.where(grows, grown, value), shrunk)
         good_steps = jnp.where(finite & ~grows, good_steps, np.int32(0))
         return dataclasses.replace(self, value=value, good_steps=good_steps)
@@ -216,14 +212,11 @@ def value_and_grad(
     return value_and_gradients
 
 
-def _check_number(name, value):
-    if not (
-        isinstance(value, numbers.Real)
-        or jnp.issubdtype(getattr(value, "dtype", bool), np.number)
-    ):
+def _check(value, name, expected, is_right):
+    is_array = jnp.issubdtype(getattr(value, "dtype", bool), np.number)
+    if not (is_array or isinstance(value, numbers.Real)):
         raise TypeError(f"DynamicLossScale: {name}: expected a number, got {value!r}")
-
-
-def _check(holds, name, expected, got):
-    if not holds:
-        raise ValueError(f"DynamicLossScale: {name}: expected {expected}, got {got!r}")
+    if not is_right(value):
+        raise ValueError(
+            f"DynamicLossScale: {name}: expected {expected}, got {value!r}"
+        )

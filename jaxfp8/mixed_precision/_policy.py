@@ -2,6 +2,7 @@
 in float32.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -80,12 +81,9 @@ class Policy:
     output_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(
-                self,
-                field.name,
-                _float_dtype(f"Policy: {field.name}", getattr(self, field.name)),
-            )
+        for name, dtype in list(vars(self).items()):
+            dtype = _float_dtype(f"Policy: {name}", dtype)
+            object.__setattr__(self, name, dtype)
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -157,15 +155,11 @@ class Policy:
             ValueError: the table has no such operation.
         """
         kind = _kind_of(operation)
-        if kind == _COMPUTE:
-            return self.compute_dtype
-        if kind != _FLOAT32:
+        if kind == _WIDEST:
             return None
-        return (
-            self.compute_dtype
-            if self.compute_dtype.itemsize >= 4
-            else np.dtype(np.float32)
-        )
+        if kind == _COMPUTE or self.compute_dtype.itemsize >= 4:
+            return self.compute_dtype
+        return np.dtype(np.float32)
 
     def op(
         self, function: Callable[..., Any], like: str | None = None
@@ -193,7 +187,8 @@ class Policy:
         name = like or getattr(function, "__name__", repr(function))
         # Only products and convolutions narrow their inputs: elsewhere wider floats
         # stay.
-        dtype, narrows = self.dtype_of(name), _kind_of(name) == _COMPUTE
+        dtype = self.dtype_of(name)
+        narrows = _kind_of(name) == _COMPUTE
 
         @functools.wraps(function)
         def cast_and_call(*args, **kwargs):
@@ -233,17 +228,15 @@ def _widest_of(tree):
 
 
 def _float_dtype(where, dtype) -> np.dtype:
-    try:
-        name = (
-            _DTYPES.get(dtype, dtype)
-            if isinstance(dtype, str)
-            else jnp.dtype(dtype).name
-        )
-    except TypeError:
-        name = None
+    name = None
+    if isinstance(dtype, str):
+        name = _DTYPES.get(dtype, dtype)
     # `jnp.dtype(None)` is float64, but None, which Flax's layers take as a dtype, is no
     # choice here.
-    if dtype is None or name not in _DTYPES.values():
+    elif dtype is not None:
+        with contextlib.suppress(TypeError):
+            name = jnp.dtype(dtype).name
+    if name not in _DTYPES.values():
         raise ValueError(
             f"{where}: expected float16, bfloat16, float32 or float64, got {dtype!r}"
         )

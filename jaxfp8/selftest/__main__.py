@@ -113,13 +113,11 @@ def checks(ops: list[str], platform: str | None) -> tuple[list[list[str]], list[
     ]
     # On a CPU two processes share the checks; a process that dies fails one check only
     # (`_workers.finish`).
-    jobs = (
-        [[name] for name in names]
-        if on_gpu
-        else [names]
-        if platform == "tpu"
-        else [names[::2], names[1::2]]
-    )
+    jobs = [names[::2], names[1::2]]
+    if platform == "tpu":
+        jobs = [names]
+    if on_gpu:
+        jobs = [[name] for name in names]
     return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
 
 
@@ -136,37 +134,24 @@ def table(rows: list[dict]) -> str:
         row = by_name.get(f"speed:{op}", {})
         # A product is compared with a product in bfloat16, every other op with the copy
         # of an array.
-        key, bound = (
-            ("tflops", "bf16 product") if "tflops" in row else ("gb_per_s", "copy")
-        )
-        ratio = (
-            f"{row[key] / best:.0%}"
-            if (best := by_name.get(f"speed:{bound}", {}).get(key)) and key in row
-            else "-"
-        )
-        return [
-            *(
-                f"{row[name]:.4g}" if name in row else "-"
-                for name in ("us", "gb_per_s", "tflops")
-            ),
-            ratio,
+        key, bound = "gb_per_s", "copy"
+        if "tflops" in row:
+            key, bound = "tflops", "bf16 product"
+        best = by_name.get(f"speed:{bound}", {}).get(key)
+        cells = [
+            f"{row[name]:.4g}" if name in row else "-"
+            for name in ("us", "gb_per_s", "tflops")
         ]
+        return [*cells, f"{row[key] / best:.0%}" if best and key in row else "-"]
 
     lines = [_COLUMNS]
     for op in (*_checks.BASELINES, *_op_calls.OPS):
         if not any(name.endswith(f":{op}") for name in by_name):
             continue
-        row = by_name.get(f"values:{op}", {})
-        runs = (
-            "-"
-            if "custom_calls" not in row
-            else "custom call"
-            if row["custom_calls"]
-            else "jnp"
-        )
-        lines.append(
-            (op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op))
-        )
+        calls = by_name.get(f"values:{op}", {}).get("custom_calls")
+        runs = "custom call" if calls else "-" if calls is None else "jnp"
+        checked = status(f"values:{op}"), status(f"graph:{op}")
+        lines.append((op, runs, *checked, *figures(op)))
     # A check without an op in its name checks the machine.
     machine_rows = [
         f"{name}: {row['status']}, {row['detail']}"
@@ -206,12 +191,9 @@ def remedy(rows: list[dict]) -> str:
     if any(f"speed:{name}" in failed for name in _checks.BASELINES):
         failed = [check for check in failed if not check.startswith("speed:")]
     bad = ops_in(failed)
-    off = [
-        name
-        for name in os.environ.get(_support.VARIABLE, "").split(",")
-        if name and name not in bad
-    ]
-    return f"{_support.VARIABLE}={','.join(off + bad)}" if bad else ""
+    off = os.environ.get(_support.VARIABLE, "").split(",")
+    names = dict.fromkeys(filter(None, [*off, *bad]))
+    return f"{_support.VARIABLE}={','.join(names)}" if bad else ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -231,19 +213,21 @@ def main(argv: list[str] | None = None) -> int:
     if not args.no_speed:
         rows += _workers.finish([serial], args.timeout, args.quick, 1)
     passed = all(row["status"] == "passed" for row in rows)
+    seconds = time.perf_counter() - start
     report = {
         "passed": passed,
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
         "quick": args.quick,
         "rows": rows,
+        "environment": about,
     }
     if args.json:
         with _files.replaced(args.json, "w") as file:
-            json.dump(report | {"environment": about}, file, indent=1)
+            json.dump(report, file, indent=1)
     print(table(rows))
     if switch := remedy(rows):
         print(f"until it is repaired, set {switch}")
-    print(f"{'passed' if passed else 'FAILED'} in {report['seconds']:.0f} s")
+    print(f"{'passed' if passed else 'FAILED'} in {seconds:.0f} s")
     return 0 if passed else 1
 
 

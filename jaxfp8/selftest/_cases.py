@@ -16,12 +16,8 @@ import numpy as np
 from ..inspect._op_calls import PRODUCTS, Kind, call
 from ..numerics import E4M3, E5M2
 
-_PAIRS = tuple(
-    itertools.product(
-        (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)),
-        (E4M3, E5M2),
-    )
-)
+_DTYPES = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32)))
+_PAIRS = tuple(itertools.product(_DTYPES, (E4M3, E5M2)))
 # The shapes are tiny, odd, empty, aligned, in groups by vmap, or of many tiles. Their
 # number, 7, is prime to that of _PAIRS, 6, so that every shape meets every pair.
 _MATRICES = ((1, 1), (7, 129), (217, 41), (0, 5), (256, 512), (3, 33, 65), (2048, 4096))
@@ -123,6 +119,10 @@ NUMBERS = Comparison(
 )
 
 
+def _same(got, right):
+    return (got == right) | (np.isnan(got) & np.isnan(right))
+
+
 def _step_problem(results, expected):
     # Two updates or parameters, then two moments of each. A GPU's jnp divides and takes
     # roots with errors of 2 ulp, of a number below 4 where a parameter's sum cancels.
@@ -130,7 +130,7 @@ def _step_problem(results, expected):
     for i, (got, right) in enumerate(zip(results[:2], expected[:2], strict=True)):
         with np.errstate(invalid="ignore"):
             near = np.abs(got - right) <= 8 * 2.0**-23 * np.maximum(np.abs(right), 1)
-            good = near | (got == right) | (np.isnan(got) & np.isnan(right))
+            good = near | _same(got, right)
         if not good.all():
             return f"result {i}: {_first(good, got, right)}"
     return _bit_problem(results[2:], expected[2:])
@@ -155,9 +155,8 @@ def _code_problem(results, expected):
     # a NaN into another code.
     is_nan = np.isnan(right.astype(np.float32))
     distance = np.abs(_order(data) - _order(right))
-    good = np.where(
-        is_nan, distance == 0, (distance <= 1) & ~np.isnan(data.astype(np.float32))
-    )
+    is_near = (distance <= 1) & ~np.isnan(data.astype(np.float32))
+    good = np.where(is_nan, distance == 0, is_near)
     if not good.all():
         return f"codes: {_first(good, data, right)}"
     # Only a few values lie so near the middle of two codes that their last bits decide.
@@ -165,16 +164,10 @@ def _code_problem(results, expected):
         return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
     # The other layout must have the same codes, rows last. With a gated activation gate
     # and up are both columns, so the reference tells which dimension is the rows.
-    dims = range(data.ndim - 1)
-    rows = next(
-        (
-            d
-            for d in dims
-            if _bit_problem([np.moveaxis(right, d, -1)], [right_t]) is None
-        ),
-        0,
-    )
-    if problem := _bit_problem([data_t], [np.moveaxis(data, rows, -1)]):
+    for dim in range(data.ndim - 1):
+        if _bit_problem([np.moveaxis(right, dim, -1)], [right_t]) is None:
+            break
+    if problem := _bit_problem([data_t], [np.moveaxis(data, dim, -1)]):
         return f"transposed codes: {problem}"
     with np.errstate(invalid="ignore"):
         good = (amax == right_amax) | (np.abs(amax - right_amax) <= _AMAX * right_amax)
@@ -222,20 +215,15 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
         # subnormal results; 1 + 2**-10 covers products of these errors.
         bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
         exact = sum(added, exact)
-        bound = (1 + 2.0**-10) * (
-            bound + _ROUNDING[out_dtype] * (np.abs(exact) + bound)
-        ) + _SMALLEST[out_dtype]
+        bound += _ROUNDING[out_dtype] * (np.abs(exact) + bound)
+        bound = (1 + 2.0**-10) * bound + _SMALLEST[out_dtype]
 
     def problem(results, expected):
         got = results[0].astype(np.float64)
         if (got.shape, results[0].dtype.name) != (exact.shape, out_dtype):
             return f"{results[0].dtype}{got.shape}, expected {out_dtype}{exact.shape}"
         with np.errstate(invalid="ignore"):
-            good = (
-                (np.abs(got - exact) <= bound)
-                | (got == exact)
-                | (np.isnan(got) & np.isnan(exact))
-            )
+            good = (np.abs(got - exact) <= bound) | _same(got, exact)
         return None if good.all() else _first(good, got, exact)
 
     def without_a_step(results):
@@ -244,9 +232,8 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
         """
         if not np.any(last):
             return None
-        place = np.unravel_index(
-            np.argmax(np.nan_to_num(np.abs(last) / bound)), exact.shape
-        )
+        beside_bound = np.nan_to_num(np.abs(last) / bound)
+        place = np.unravel_index(np.argmax(beside_bound), exact.shape)
         wrong = np.array(results[0])
         wrong[place] = exact[place] - last[place]
         return [wrong]
@@ -259,24 +246,19 @@ def _piece(a, b, tensor_cores):
     last step adds.
     """
     k = a.shape[-1]
+    b = np.swapaxes(b, -1, -2)
     steps = [
-        a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2)
+        a[..., i : i + _STEP] @ b[..., i : i + _STEP, :]
         for i in range(0, max(k, 1), _STEP)
     ]
     # However a kernel cuts k, its sum so far is the difference of two of these sums.
     sums = np.cumsum(steps, axis=0)
+    a, b = np.abs(a), np.abs(b)
     if not tensor_cores:
-        return (
-            sums[-1],
-            k * 2.0**-24 * (np.abs(a) @ np.swapaxes(np.abs(b), -1, -2)),
-            steps[-1],
-        )
+        return sums[-1], k * 2.0**-24 * (a @ b), steps[-1]
     # The largest number that a step aligns to: a product of two elements, or a sum so
     # far.
-    largest = (
-        np.abs(a).max(-1, initial=0)[..., :, None]
-        * np.abs(b).max(-1, initial=0)[..., None, :]
-    )
+    largest = a.max(-1, keepdims=True, initial=0) * b.max(-2, keepdims=True, initial=0)
     largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
     growth = len(steps) * (_STEP + 2) * 2.0**-13
     return sums[-1], growth / (1 - growth) * largest, steps[-1]
@@ -308,11 +290,9 @@ def cases(op: str, quick: bool = False) -> Iterator[Case]:
     turn; with `quick` five fewer.
     """
     shapes = _PRODUCTS if op in PRODUCTS else _MATRICES
-    count = len(shapes) + (0 if quick else 5)
-    turns = zip(
-        itertools.cycle(shapes), itertools.cycle(_PAIRS), range(count), strict=False
-    )
-    for shape, pair, index in turns:
+    for index in range(len(shapes) + (0 if quick else 5)):
+        shape = shapes[index % len(shapes)]
+        pair = _PAIRS[index % len(_PAIRS)]
         yield case(op, Kind(shape, *pair, index, hard=100 < np.prod(shape) < 10**5))
 
 
@@ -322,28 +302,26 @@ def case(op: str, kind: Kind) -> Case:
     """
     rank = 3 if op in PRODUCTS else 2
     groups = kind.shape[:-rank]
-    each = [
-        call(op, kind._replace(shape=kind.shape[-rank:]), group)
-        for group in range(*groups or (1,))
-    ]
-    function, arguments, *terms = each[0]
+    one = kind._replace(shape=kind.shape[-rank:])
+    calls = [call(op, one, group) for group in range(*groups or (1,))]
+    function, arguments, *terms = calls[0]
     if groups:
-        function, arguments = (
-            jax.vmap(function),
-            tuple(map(np.stack, zip(*(parts[1] for parts in each), strict=True))),
-        )
+        function = jax.vmap(function)
+        arguments = map(np.stack, zip(*(parts[1] for parts in calls), strict=True))
+    arguments = tuple(arguments)
 
     def comparison(tensor_cores):
         if terms:
             return product(*terms[0](*arguments), kind.dtype, tensor_cores)
-        if op in ("adam_update", "dequantize"):
-            return STEP if op == "adam_update" else NUMBERS
+        if op == "adam_update":
+            return STEP
+        if op == "dequantize":
+            return NUMBERS
         return CODES if op in COMPUTED else BITS
 
-    name = (
-        f"{kind.dtype.name}[{','.join(map(str, kind.shape))}] {kind.form}, {kind.index}"
-    )
-    return Case(name, function, tuple(arguments), comparison)
+    shape = ",".join(map(str, kind.shape))
+    name = f"{kind.dtype.name}[{shape}] {kind.form}, {kind.index}"
+    return Case(name, function, arguments, comparison)
 
 
 def on_tpu(x: np.ndarray) -> np.ndarray:

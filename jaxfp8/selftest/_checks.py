@@ -16,7 +16,6 @@ import numpy as np
 from .. import ops
 from ..dot import dot_general
 from ..inspect import _op_calls
-from ..numerics import E4M3
 from ..ops import _ffi, _support
 from ..recipes import DelayedScaling, init_state
 from . import _cases
@@ -27,7 +26,6 @@ _GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
 }
-_BF16 = np.dtype(jnp.bfloat16)
 # The bounds of the speed of ops: a function, how many arguments it has, and their
 # dtype.
 BASELINES = {
@@ -42,14 +40,13 @@ def library() -> dict[str, Any]:
     """
     platform = _support.backend()
     library = next((row for row in _ffi.libraries() if row.platform == platform), None)
-    missing = (
-        _support.missing_on(_support.local_gpus(), cublaslt=True)
-        if platform == "cuda"
-        else None
-    )
     if library is None:
         return _row(None, f"{platform} has none, jnp runs")
-    return _row(library.error or (missing and missing.reason), library.built_for)
+    problem = library.error
+    if platform == "cuda" and not problem:
+        missing = _support.missing_on(_support.local_gpus(), cublaslt=True)
+        problem = missing and missing.reason
+    return _row(problem, library.built_for)
 
 
 def values(op: str, *, quick: bool = False) -> dict[str, Any]:
@@ -59,7 +56,8 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
     On a TPU numbers below 2**-126 count as zeros, in operands and results, and a
     product that is refused has no check.
     """
-    problems, reasons, count, calls, refused, without = [], [], 0, 0, 0, 0
+    problems, reasons = [], []
+    count = calls = refused = without = 0
     on_tpu = _support.backend() == "tpu"
     for case in _cases.cases(op, quick):
         case = case.on_tpu() if on_tpu else case
@@ -71,36 +69,33 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
                 raise
             without += 1
             continue
-        calls, reasons, count = calls + _has_call(lowered, op), reasons + why, count + 1
-        # After the results are right, the comparison must refuse a wrong answer that is
-        # made from them.
-        got, comparison = (
-            _numpy(lowered.compile()(*case.arguments)),
-            case.comparison(_on_tensor_cores()),
-        )
+        count += 1
+        calls += _has_call(lowered, op)
+        reasons += why
+        got = _numpy(lowered.compile()(*case.arguments))
+        comparison = case.comparison(_on_tensor_cores())
         expected = _reference(case, comparison)
         if on_tpu:
-            got, expected = (
-                [*map(_cases.on_tpu, results or [])] for results in (got, expected)
-            )
+            got = list(map(_cases.on_tpu, got))
+            expected = list(map(_cases.on_tpu, expected))
         problem = comparison.problem(got, expected)
-        if not problem and (control := comparison.control(got)) is not None:
+        # After the results are right, the comparison must refuse a wrong answer that is
+        # made from them.
+        control = None if problem else comparison.control(got)
+        if control is not None:
             refused += 1
-            problem = (
-                None
-                if comparison.problem(control, got)
-                else "the comparison does not refuse a wrong answer"
-            )
-        problems += [f"{case.name}: {problem}"] if problem else []
+            if not comparison.problem(control, got):
+                problem = "the comparison does not refuse a wrong answer"
+        if problem:
+            problems.append(f"{case.name}: {problem}")
     detail = (
         f"{count} cases, {calls} by the custom call; {refused} wrong answers refused"
     )
-    detail += f"; {without} cases have no product on a TPU" if without else ""
+    if without:
+        detail += f"; {without} cases have no product on a TPU"
+    why = "" if calls else "; ".join(dict.fromkeys(reasons))
     row = _row("; ".join(problems[:3]), detail)
-    return row | {
-        "custom_calls": calls,
-        "why": "" if calls else "; ".join(dict.fromkeys(reasons)),
-    }
+    return row | {"custom_calls": calls, "why": why}
 
 
 def graph(op: str) -> dict[str, Any]:
@@ -110,21 +105,16 @@ def graph(op: str) -> dict[str, Any]:
     index = _with_kernel(op)
     if index is None:
         return _row(None, "no kernel to record")
-    case = _cases.case(op, _kind(op, 256, index))
+    case = _cases.case(op, _op_calls.Kind.square(op, 256, index))
     compiled, recorded = record(case.function, case.arguments)
     # each run has its own buffers, which update the graph
     runs = [compiled(*case.arguments) for _ in range(3)]
     comparison = case.comparison(_on_tensor_cores())
     expected = _reference(case, comparison)
-    problems = [
-        problem
-        for got in runs
-        if (problem := comparison.problem(_numpy(got), expected))
-    ]
-    return _row(
-        "; ".join(problems) or (None if recorded else "XLA did not record it"),
-        "recorded, replayed twice",
-    )
+    problems = [comparison.problem(_numpy(got), expected) for got in runs]
+    if not recorded:
+        problems.append("XLA did not record it")
+    return _row("; ".join(filter(None, problems)), "recorded, replayed twice")
 
 
 def record(function, arguments):
@@ -135,16 +125,12 @@ def record(function, arguments):
     """
     with tempfile.TemporaryDirectory() as folder:
         options = _GRAPHS | {"xla_dump_to": folder}
-        compiled = (
-            jax.jit(function, compiler_options=options).lower(*arguments).compile()
-        )
-        thunks = "".join(
-            path.read_text()
-            for path in pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes*")
-        )
-    return compiled, "kCommandBuffer" in thunks and not re.search(
-        r"^\d+: kCustomCall", thunks, re.MULTILINE
-    )
+        jitted = jax.jit(function, compiler_options=options)
+        compiled = jitted.lower(*arguments).compile()
+        paths = pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes*")
+        thunks = "".join(map(pathlib.Path.read_text, paths))
+    left = re.search(r"^\d+: kCustomCall", thunks, re.MULTILINE)
+    return compiled, "kCommandBuffer" in thunks and not left
 
 
 def training() -> dict[str, Any]:
@@ -170,24 +156,20 @@ def training() -> dict[str, Any]:
             out, state = step(x * 2**i, kernel, grad / 3**i, state)
         return out, _numpy(state)
 
-    recipe, rng = DelayedScaling(amax_history_len=4), np.random.default_rng(0)
-    x, kernel, grad = (
-        jnp.asarray(rng.standard_normal((256, 256)), jnp.bfloat16) for _ in range(3)
-    )
+    recipe = DelayedScaling(amax_history_len=4)
+    numbers = np.random.default_rng(0).standard_normal((3, 256, 256))
+    x, kernel, grad = jnp.asarray(numbers, jnp.bfloat16)
     out, state = run()
     with ops.implementation("reference"):
         right, expected = run()
     # A product may add up in another order than the reference. State is made of maxima
     # and has to be equal.
-    error = float(
-        jnp.linalg.norm((out - right).astype(jnp.float32))
-        / jnp.linalg.norm(right.astype(jnp.float32))
-    )
+    difference, right = (x.astype(jnp.float32) for x in (out - right, right))
+    error = float(jnp.linalg.norm(difference) / jnp.linalg.norm(right))
     problem = _cases.BITS.problem(state, expected)
-    return _row(
-        problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None),
-        "state equal to the bit",
-    )
+    if not (problem or error < 0.01):
+        problem = f"outputs differ by {error:.2%}"
+    return _row(problem, "state equal to the bit")
 
 
 def speed(op: str) -> dict[str, Any]:
@@ -199,9 +181,8 @@ def speed(op: str) -> dict[str, Any]:
         function, count, dtype = BASELINES[op]
         arguments = [np.ones((n, n), dtype)] * count
     else:
-        function, arguments, *_ = _op_calls.call(
-            op, _kind(op, n, _with_kernel(op) or 0)
-        )
+        kind = _op_calls.Kind.square(op, n, _with_kernel(op) or 0)
+        function, arguments, *_ = _op_calls.call(op, kind)
     # more than a cache holds
     sets = [jax.device_put(list(arguments)) for _ in range(4)]
     run = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
@@ -210,15 +191,11 @@ def speed(op: str) -> dict[str, Any]:
     # is written once.
     arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
     nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
-    row = _row(None, f"n = {n}") | {
-        "us": seconds * 1e6,
-        "gb_per_s": nbytes / seconds / 1e9,
-    }
-    return row | (
-        {"tflops": 2 * n**3 / seconds / 1e12}
-        if op in (*_op_calls.PRODUCTS, "bf16 product")
-        else {}
-    )
+    row = _row(None, f"n = {n}")
+    row |= {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
+    if op in (*_op_calls.PRODUCTS, "bf16 product"):
+        row["tflops"] = 2 * n**3 / seconds / 1e12
+    return row
 
 
 def _seconds(run, sets) -> float:
@@ -243,16 +220,11 @@ def _with_kernel(op) -> int | None:
     here.
     """
     for index in range(_op_calls.MOST_OPTIONS):
-        function, arguments, *_ = _op_calls.call(op, _kind(op, 256, index))
+        kind = _op_calls.Kind.square(op, 256, index)
+        function, arguments, *_ = _op_calls.call(op, kind)
         if _has_call(jax.jit(function).lower(*arguments), op):
             return index
     return None
-
-
-def _kind(op, n, index):
-    return _op_calls.Kind(
-        (n,) * (3 if op in _op_calls.PRODUCTS else 2), _BF16, E4M3, index
-    )
 
 
 def _on_tensor_cores() -> bool:
@@ -265,7 +237,7 @@ def _has_call(lowered, op) -> bool:
 
 def _reference(case, comparison):
     if not comparison.has_reference:
-        return None
+        return []
     with ops.implementation("reference"):
         return _numpy(jax.jit(case.function)(*case.arguments))
 

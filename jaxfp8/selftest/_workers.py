@@ -2,6 +2,7 @@
 context fails alone.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -59,11 +60,8 @@ def finish(
     """
     options = ["--timeout", str(limit), *["--quick"] * quick]
     with ThreadPoolExecutor(at_once) as pool:
-        return [
-            row
-            for rows in pool.map(lambda names: _finish(names, limit, options), jobs)
-            for row in rows
-        ]
+        rows = pool.map(lambda names: _finish(names, limit, options), jobs)
+        return list(itertools.chain.from_iterable(rows))
 
 
 def _finish(names, limit, options):
@@ -73,16 +71,11 @@ def _finish(names, limit, options):
         # another for the rest.
         new, died = _start(names[len(rows) :], limit, options)
         rows += new
+        failed = {"status": "failed", "detail": died or "no result"}
         if died and len(rows) == len(names):
-            rows[-1] |= {"status": "failed", "detail": f"at exit: {died}"}
+            rows[-1] |= failed | {"detail": f"at exit: {died}"}
         elif died or not new:
-            rows.append(
-                {
-                    "check": names[len(rows)],
-                    "status": "failed",
-                    "detail": died or "no result",
-                }
-            )
+            rows.append({"check": names[len(rows)], **failed})
     return rows
 
 
@@ -90,37 +83,34 @@ def _start(names, limit, options):
     """Return the rows of one process, and why the process died; "" or 0 for a process
     that ended well.
     """
+    device, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     environment = os.environ | {
         # many processes share a GPU, and each needs one
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
-            0
-        ],
+        "CUDA_VISIBLE_DEVICES": device,
         # XLA dumps no thunks of a program from the cache
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
-    command, limit_of_all = (
-        [*COMMAND, *options, "--worker", *names],
-        limit * len(names) + _START,
-    )
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, timeout=limit_of_all
+            [*COMMAND, *options, "--worker", *names],
+            env=environment,
+            capture_output=True,
+            timeout=limit * len(names) + _START,
         )
         code = done.returncode
     except subprocess.TimeoutExpired as stopped:  # not even SIGALRM has ended it
-        done, code = stopped, -signal.SIGALRM
+        done = stopped
+        code = -signal.SIGALRM
     lines, last = (
-        (text or b"").decode(errors="replace").splitlines()
+        (text or b"").decode(errors="replace").strip().splitlines()
         for text in (done.stdout, done.stderr)
     )
     # Libraries print too: only lines that begin like a row are rows.
     rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
-    message = next((line for line in reversed(last) if line.strip()), "")[:500]
     if code == -signal.SIGALRM:
         return rows, f"no answer within {limit} s"
-    return rows, code and (
-        f"crashed ({signal.Signals(-code).name})"
-        if code < 0
-        else f"exit code {code}: {message}"
-    )
+    if code < 0:
+        return rows, f"crashed ({signal.Signals(-code).name})"
+    message = last[-1][:500] if last else ""
+    return rows, code and f"exit code {code}: {message}"

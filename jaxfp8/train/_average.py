@@ -4,13 +4,13 @@ one.
 
 import numbers
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from .._jax._trees import Tree
 from ..recipes import _state_tree
+from ._steps import expect_structure
 
 
 def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
@@ -40,18 +40,18 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
         TypeError: `decay` is not a number.
     """
     _check_decay(decay)
-    before, after = _state_tree.flatten(old), _state_tree.flatten(new)
-    if before.paths != after.paths:
-        odd = sorted({"/".join(path) for path in set(before.paths) ^ set(after.paths)})
-        raise ValueError(
-            "train.average: new: expected the structure of old, got a tree that "
-            f"differs at {odd[:3]}; begin with a copy of the trained variables"
-        )
-    state = set(after.positions())
-    pairs = enumerate(zip(before.leaves, after.leaves, strict=True))
-    return before.replace(
-        {i: y if i in state else _average(x, y, decay) for i, (x, y) in pairs}
+    before = _state_tree.flatten(old)
+    after = _state_tree.flatten(new)
+    expect_structure(
+        "train.average: new: expected the structure of old",
+        before,
+        after,
+        "begin with a copy of the trained variables",
     )
+    values = dict(enumerate(after.leaves))
+    for i in values.keys() - after.positions():
+        values[i] = _average(before.leaves[i], values[i], decay)
+    return before.replace(values)
 
 
 def _check_decay(decay):
@@ -70,10 +70,7 @@ def _check_decay(decay):
 
 def _average(old, new, decay):
     dtype = jnp.result_type(old)
-    if not (
-        jnp.issubdtype(dtype, jnp.inexact)
-        and not jnp.issubdtype(dtype, jax.dtypes.extended)
-    ):
+    if not jnp.issubdtype(dtype, jnp.inexact):
         return new
     wide = np.promote_types(dtype, np.float32)  # jnp's raises where promotion is strict
     decay = jnp.asarray(decay).astype(wide)

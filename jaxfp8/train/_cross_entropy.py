@@ -114,25 +114,22 @@ def cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(head, x, kernel, bias, state, labels):
-    normalizer, picked = _online(
-        head, functools.partial(_logits, head), x, kernel, bias, state, labels
-    )
-    return normalizer - picked
+    logits_of = functools.partial(_logits, head)
+    return _online(head, logits_of, x, kernel, bias, state, labels)[0]
 
 
-def _forward(head, x, kernel, bias, state, labels):
+def _forward(head, *operands):
     # The products take the scales that those of the backward take: on an empty history
     # a product that nothing differentiates has the scale of its own tensors.
     def differentiated(*operands):
-        logits, _ = jax.vjp(functools.partial(_logits, head), *operands)
-        return logits
+        return jax.vjp(functools.partial(_logits, head), *operands)[0]
 
-    normalizer, picked = _online(head, differentiated, x, kernel, bias, state, labels)
-    return normalizer - picked, (x, kernel, bias, state, labels, normalizer)
+    losses, normalizer = _online(head, differentiated, *operands)
+    return losses, (*operands, normalizer)
 
 
 def _online(head, logits_of, x, kernel, bias, state, labels):
-    """Return the logsumexp of each token's logits and the logit at its label."""
+    """Return the loss of each token, and the logsumexp of its logits."""
 
     def add_chunk(carry, start, size):
         largest, total, picked = carry
@@ -147,7 +144,8 @@ def _online(head, logits_of, x, kernel, bias, state, labels):
     zeros = jnp.zeros(labels.shape, _F32)
     start = jnp.full(labels.shape, -jnp.inf, _F32), zeros, zeros
     largest, total, picked = _over_chunks(head, kernel, start, add_chunk)
-    return largest + jnp.log(total), picked
+    normalizer = largest + jnp.log(total)
+    return normalizer - picked, normalizer
 
 
 def _backward(head, residuals, ct):
@@ -166,11 +164,11 @@ def _backward(head, residuals, ct):
         x_grad, chunk_grads, state_grad = grad(surrogate, argnums=(0, 1, 2))(
             wide, columns, state, start
         )
-        column_grads = jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, -1),
-            column_grads,
-            chunk_grads,
-        )
+
+        def put(whole, part):
+            return lax.dynamic_update_slice_in_dim(whole, part, start, -1)
+
+        column_grads = jax.tree.map(put, column_grads, chunk_grads)
         return accumulate_gradients(so_far, (x_grad, state_grad)), column_grads
 
     # The gradient of x has the dtype of x, so a wide x gives wide sums.

@@ -118,11 +118,11 @@ def _wrapped(tx):
             )
         # 1. Restore what only the types of NNX variables said at `init`: Flax gives
         #    arrays to the optimizer.
-        paths = opt_state.paths if isinstance(opt_state, _InVariables) else None
-        if paths:
-            params, grads = (
-                _state_tree.marked(tree, paths) for tree in (params, grads)
-            )
+        paths = None
+        if isinstance(opt_state, _InVariables):
+            paths = opt_state.paths
+            params = _state_tree.marked(params, paths)
+            grads = _state_tree.marked(grads, paths)
             opt_state = opt_state.inner
         trained = _trained(params)
         before = _state_tree.flatten(trained)
@@ -130,11 +130,10 @@ def _wrapped(tx):
         if name == "update":
             _warn_of_cast_state(before)
         # 2. Let `tx` see parameters alone, in its arguments as well.
-        extra_args = {
-            name: _argument_without_state(value, trained)
-            for name, value in extra_args.items()
-        }
-        parameters, inner = _without_state(params), _steps.inner(opt_state)
+        for argument, value in extra_args.items():
+            extra_args[argument] = _argument_without_state(value, trained)
+        parameters = _without_state(params)
+        inner = _steps.inner(opt_state)
         advice = (
             "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; "
             "in NNX make the jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed "
@@ -148,11 +147,8 @@ def _wrapped(tx):
             )
         # 3. Take the next state where `tx` has made a step.
         state, opt_state = _steps.finish(trained, grads, opt_state, after, result)
-        state = (
-            state
-            if trained is params
-            else optax.LookaheadParams(fast=state, slow=state)
-        )
+        if trained is not params:
+            state = optax.LookaheadParams(fast=state, slow=state)
         return result, state, _InVariables(opt_state, paths) if paths else opt_state
 
     def update(grads, opt_state, params=None, **extra_args):
@@ -172,16 +168,17 @@ def _warn_of_cast_state(before: _state_tree.StateTree) -> None:
     """Warn where a cast of the whole tree took the FP8 state along:
     `optax.apply_updates` keeps the dtype of a leaf.
     """
-    cast = [i for i in before.positions() if before.leaves[i].dtype != jnp.float32]
-    if cast:
-        _warnings.warn(
-            "jaxfp8.train.optimizer: update: params: expected float32 FP8 state, got "
-            f"{before.name(cast[0])} in {before.leaves[cast[0]].dtype}, which "
-            "optax.apply_updates keeps. Cast the parameters alone, or take "
-            "jaxfp8.train.apply_updates, in NNX jaxfp8.nnx.Optimizer, which make the "
-            "state float32",
-            FP8StateWarning,
-        )
+    for i in before.positions():
+        dtype = before.leaves[i].dtype
+        if dtype != jnp.float32:
+            _warnings.warn(
+                "jaxfp8.train.optimizer: update: params: expected float32 FP8 state, "
+                f"got {before.name(i)} in {dtype}, which optax.apply_updates keeps. "
+                "Cast the parameters alone, or take jaxfp8.train.apply_updates, in NNX "
+                "jaxfp8.nnx.Optimizer, which make the state float32",
+                FP8StateWarning,
+            )
+            return
 
 
 def apply_updates(params: Tree, updates: Any) -> Tree:
@@ -201,8 +198,10 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
     """
 
     def apply(update, leaf):
-        if update is None or isinstance(update, NeedsJaxfp8ApplyUpdates):
-            return leaf if update is None else leaf + update
+        if update is None:
+            return leaf
+        if isinstance(update, NeedsJaxfp8ApplyUpdates):
+            return leaf + update
         return jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
 
     def is_update(node):
@@ -264,7 +263,8 @@ class NeedsJaxfp8ApplyUpdates:
     def tree_unflatten(cls, dtype, bits) -> "NeedsJaxfp8ApplyUpdates":
         """Make an update of what `tree_flatten` gave, after whatever was done to it."""
         update = object.__new__(cls)
-        update._bits, update._dtype = tuple(bits), dtype
+        update._bits = tuple(bits)
+        update._dtype = dtype
         return update
 
     def __radd__(self, leaf):
@@ -294,9 +294,8 @@ def _unsigned(dtype) -> np.dtype:
 
 def _checked(bits):
     # A sum or multiple of pairs `(b, b ^ pattern)` is such a pair only by accident.
-    return bits ^ np.asarray(
-        0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize), bits.dtype
-    )
+    pattern = 0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize)
+    return bits ^ np.asarray(pattern, bits.dtype)
 
 
 def _trained(params):
@@ -354,7 +353,9 @@ def _with_state(tree, source, function) -> Any:
     empty node of that leaf.
     """
     flat = _state_tree.flatten(source)
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_masked)
+    leaves, treedef = jax.tree.flatten(
+        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )
     # A leaf in an NNX variable comes with the variable.
     nodes = jax.tree.leaves(
         _state_tree.unmarked(source), is_leaf=_state_tree.is_variable
@@ -364,10 +365,6 @@ def _with_state(tree, source, function) -> Any:
     for hole, i in zip(holes, flat.positions(), strict=True):
         leaves[hole] = jax.tree.map(function, nodes[i])
     return treedef.unflatten(leaves)
-
-
-def _is_masked(node) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _argument_without_state(argument, params):
@@ -383,11 +380,9 @@ def _argument_without_state(argument, params):
     structure = jax.tree.structure(_without_state(params))
 
     def filled(arg):
-        return (
-            _with_state(arg, params, lax.stop_gradient)
-            if jax.tree.structure(arg) == structure
-            else arg
-        )
+        if jax.tree.structure(arg) != structure:
+            return arg
+        return _with_state(arg, params, lax.stop_gradient)
 
     def function(*args, **kwargs):
         # `tx` differentiates by parameters alone on purpose, so the warning about that

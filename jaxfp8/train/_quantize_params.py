@@ -76,7 +76,8 @@ def quantize_params(
     """
     tree = _state_tree.flatten(params)
     recipe = checked("quantize_params: recipe", recipe)
-    quantizer, reduce = recipe.quantizers().kernel, AmaxReduction.for_recipe(recipe)
+    quantizer = recipe.quantizers().kernel
+    reduce = AmaxReduction.for_recipe(recipe)
     if not quantizer.has_one_scale and quantizer.block is None:
         raise ValueError(
             "quantize_params: recipe: expected kernels in FP8 with one scale, or one "
@@ -86,14 +87,11 @@ def quantize_params(
     if state is None:
         states = _kernels_by_name(tree, where)
     else:
-        states = _kernels_with_state(tree, state, recipe, where)
+        states = _kernels_with_state(tree, state, quantizer, recipe, where)
     # 2. Quantize them; other parameters stay.
-    return tree.replace(
-        {
-            i: _quantized(quantizer, tree.leaves[i], old, reduce)
-            for i, old in states.items()
-        }
-    )
+    for i, old in states.items():
+        states[i] = _quantized(quantizer, tree.leaves[i], old, reduce)
+    return tree.replace(states)
 
 
 def _kernels_by_name(tree, where) -> dict[int, None]:
@@ -114,11 +112,12 @@ def _kernels_by_name(tree, where) -> dict[int, None]:
     return dict.fromkeys(kernels)
 
 
-def _kernels_with_state(tree, state, recipe, where) -> dict[int, QuantizerState]:
+def _kernels_with_state(
+    tree, state, quantizer, recipe, where
+) -> dict[int, QuantizerState]:
     """Return the positions of the kernels that have state, and match `where` if that
     is not None, with their states.
     """
-    quantizer = recipe.quantizers().kernel
     if not isinstance(quantizer.init(), QuantizerState):
         raise ValueError(
             "quantize_params: recipe: expected DelayedScaling beside a state, got "
@@ -134,15 +133,12 @@ def _kernels_with_state(tree, state, recipe, where) -> dict[int, QuantizerState]
         )
     if where is None:
         return states
-    matching = {}
-    for i, old in states.items():
-        if re.fullmatch(where, tree.name(i)):
-            matching[i] = old
+    names = {i: tree.name(i) for i in states}
+    matching = {i: x for i, x in states.items() if re.fullmatch(where, names[i])}
     if not matching:
-        names = some([tree.name(i) for i in states])
         raise ValueError(
             f"quantize_params: where: no kernel with state matches {where!r} as a "
-            f"whole; kernels with state are {names}"
+            f"whole; kernels with state are {some(list(names.values()))}"
         )
     return matching
 
@@ -167,29 +163,24 @@ def _states_of_kernels(tree, state, quantizer):
     """Yield the position of each kernel in the tree that has state, and its
     QuantizerState.
     """
-    states, positions = (
-        _state_tree.flatten(state),
-        {path: i for i, path in enumerate(tree.paths)},
-    )
+    states = _state_tree.flatten(state)
+    positions = {path: i for i, path in enumerate(tree.paths)}
     for pair in states.quantizers:
-        paths = _kernel_paths(states.paths[pair.amax_history])
-        position = next((positions[path] for path in paths if path in positions), None)
-        if position is not None:
-            old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
-            quantizer.check_state(f"quantize_params: state: {pair.name}", old)
-            yield position, old
+        for path in _kernel_paths(states.paths[pair.amax_history]):
+            if path in positions:
+                old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
+                quantizer.check_state(f"quantize_params: state: {pair.name}", old)
+                yield positions[path], old
+                break
 
 
-def _kernel_paths(history_path):
-    """Yield the paths where the kernel of a history may be, best first; for other
+def _kernel_paths(history_path) -> list[tuple]:
+    """Return the paths where the kernel of a history may be, best first; for other
     operands' histories, no path.
     """
     *parent, leaf = history_path
-    if leaf == "amax_history":  # a field of a QuantizerState
-        if not parent or parent.pop() != "kernel":
-            return
-    elif leaf != "kernel_amax_history":
-        return
-    yield tuple(parent)
-    yield (*parent, "kernel")
-    yield (*parent[:-1], "kernel")
+    if leaf == "amax_history" and parent:  # a field of a QuantizerState
+        leaf = f"{parent.pop()}_{leaf}"
+    if leaf != "kernel_amax_history":
+        return []
+    return [tuple(parent), (*parent, "kernel"), (*parent[:-1], "kernel")]

@@ -52,11 +52,10 @@ def max_grad(tree: Tree) -> Tree:
     # 1. Cast all state. A second cast of a leaf gives the same array, so that all its
     #    uses meet there.
     def cast(leaf):
-        if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(
-            leaf.dtype, jnp.floating
-        ):
-            return leaf  # not differentiated, or already cast
-        return _compat.to_max(leaf)
+        is_traced = isinstance(leaf, jax.core.Tracer)
+        if is_traced and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return _compat.to_max(leaf)
+        return leaf  # not differentiated, or already cast
 
     flat = _state_tree.flatten(tree)
     state = {i: cast(flat.leaves[i]) for i in flat.positions()}
@@ -254,15 +253,14 @@ def fork(state: Any) -> Any:
         `(state, state)`.
     """
     leaves, tree = jax.tree.flatten(state)
-    pairs = [
-        (leaf, leaf) if _compat.is_max(leaf) else _fork(shared(leaf).astype(leaf.dtype))
-        for leaf in leaves
-    ]
-    return (
-        tuple(tree.unflatten(list(handles)) for handles in zip(*pairs, strict=True))
-        if pairs
-        else (state, state)
-    )
+    first, second = [], []
+    for leaf in leaves:
+        pair = leaf, leaf
+        if not _compat.is_max(leaf):
+            pair = _fork(shared(leaf).astype(leaf.dtype))
+        first.append(pair[0])
+        second.append(pair[1])
+    return tree.unflatten(first), tree.unflatten(second)
 
 
 @jax.custom_vjp

@@ -74,17 +74,13 @@ def begin(opt_state, tree):
     left out.
     """
     flat = _state_tree.flatten(tree)
-    state = [flat.leaves[i] for i in flat.positions()]
-    shapes = [leaf.shape for leaf in state]
-    if (
-        isinstance(opt_state, Accumulating)
-        and [leaf.shape for leaf in opt_state.state] == shapes
-    ):
-        return opt_state
-    opt_state = inner(opt_state)
-    if not state or not _all(optax.MultiStepsState, opt_state):
-        return opt_state
-    return Accumulating(opt_state, tuple(map(jnp.zeros_like, state)))
+    state = tuple(jnp.zeros_like(flat.leaves[i]) for i in flat.positions())
+    if isinstance(opt_state, Accumulating):
+        if [x.shape for x in opt_state.state] == [x.shape for x in state]:
+            return opt_state
+        opt_state = opt_state.inner
+    has_steps = state and _all(optax.MultiStepsState, opt_state)
+    return Accumulating(opt_state, state) if has_steps else opt_state
 
 
 def inner(opt_state):
@@ -115,11 +111,7 @@ def finish(old, grads, before, after, updates):
     """
     # 1. See whether the wrapped optimizer rejected the step. Without MultiSteps, every
     #    other step stores its state.
-    was, now = (
-        _all(optax.ApplyIfFiniteState, opt_state)
-        for opt_state in (inner(before), after)
-    )
-    rejected = _rejected(was, now, updates) if was else None
+    rejected = _rejected(inner(before), after, updates)
     tree = _state_tree.flatten(old)
     if not isinstance(before, Accumulating):
         state = update_state(old, grads)
@@ -127,44 +119,39 @@ def finish(old, grads, before, after, updates):
 
     # 2. See whether MultiSteps counted this mini-step, and whether it emitted an
     #    update.
-    was, now = (
-        _all(optax.MultiStepsState, inner(before)),
-        _all(optax.MultiStepsState, after),
-    )
-    emitted = _any_differs("gradient_step", was, now)
-    counted = emitted | _any_differs("mini_step", was, now)
+    steps = optax.MultiStepsState, before.inner, after
+    emitted = _any_differs("gradient_step", *steps)
+    counted = emitted | _any_differs("mini_step", *steps)
     is_stored = emitted
     if rejected is not None:
-        counted, is_stored = counted & ~rejected, emitted & ~rejected
-    # 3. Take the max with the state of the mini-steps so far.
-    positions, gradient = tree.positions(), _state_tree.flatten(grads).by_path()
-    pairs = zip(positions, before.state, strict=True)
-    totals = [
-        maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far)))
-        for i, so_far in pairs
-    ]
-    # 4. Store the max in a step that emits an update; else carry the max on, without a
-    #    step that did not count.
-    new = tree.replace(dict(zip(positions, totals, strict=True)))
-    state = _where(is_stored, tree, update_state(old, new))
-    pending = (
-        jnp.where(emitted, jnp.zeros_like(total), jnp.where(counted, total, so_far))
-        for total, so_far in zip(totals, before.state, strict=True)
-    )
+        counted &= ~rejected
+        is_stored = emitted & ~rejected
+    # 3. Take the max with the state of the mini-steps so far. Store it in a step that
+    #    emits an update; else carry it on, without a step that did not count.
+    gradient = _state_tree.flatten(grads).by_path()
+    totals = {}
+    pending = []
+    for i, so_far in zip(tree.positions(), before.state, strict=True):
+        zeros = jnp.zeros_like(so_far)
+        totals[i] = maximum(so_far, gradient.get(tree.paths[i], zeros))
+        kept = jnp.where(counted, totals[i], so_far)
+        pending.append(jnp.where(emitted, zeros, kept))
+    state = _where(is_stored, tree, update_state(old, tree.replace(totals)))
     return state, Accumulating(after, tuple(pending))
 
 
-def _rejected(was, now, updates):
+def _rejected(before, after, updates):
     """Return whether `optax.apply_if_finite` met gradients that are not finite and
-    dropped the step.
+    dropped the step; None without an `apply_if_finite`.
 
     After some rejections in a row `apply_if_finite` lets such gradients through: then
     the updates are not finite.
     """
-    all_finite = jnp.all(
-        jnp.array([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)], bool)
-    )
-    return _any_differs("total_notfinite", was, now) & all_finite
+    if not _all(optax.ApplyIfFiniteState, before):
+        return None
+    finite = [jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]
+    has_met = _any_differs("total_notfinite", optax.ApplyIfFiniteState, before, after)
+    return has_met & jnp.all(jnp.array(finite, bool))
 
 
 def _all(kind, tree) -> list:
@@ -172,22 +159,22 @@ def _all(kind, tree) -> list:
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
-def _any_differs(field, was, now):
-    differ = [
-        getattr(a, field) != getattr(b, field) for a, b in zip(was, now, strict=True)
-    ]
-    return jnp.any(jnp.array(differ, bool))
+def _any_differs(field, kind, before, after):
+    was, now = (
+        jnp.array([getattr(state, field) for state in _all(kind, tree)])
+        for tree in (before, after)
+    )
+    return jnp.any(was != now)
 
 
 def _where(condition, old, tree):
     """Select `tree` where the condition holds, else the state of `old`, a flat tree."""
-    new = _state_tree.flatten(tree).leaves
-    return old.replace(
-        {
-            i: jnp.where(condition, new[i], old.leaves[i].astype(new[i].dtype))
-            for i in old.positions()
-        }
-    )
+    leaves = _state_tree.flatten(tree).leaves
+    values = {}
+    for i in old.positions():
+        new = leaves[i]
+        values[i] = jnp.where(condition, new, old.leaves[i].astype(new.dtype))
+    return old.replace(values)
 
 
 def accumulate_gradients(
@@ -239,36 +226,46 @@ def accumulate_gradients(
         so_far = [jnp.zeros_like(leaf) for leaf in new.leaves]
     else:
         before = _state_tree.flatten(acc)
-        if before.paths != new.paths:
-            odd = sorted(
-                {"/".join(path) for path in set(before.paths) ^ set(new.paths)}
-            )
-            raise ValueError(
-                "accumulate_gradients: acc: expected the structure of grads, got a "
-                f"tree that differs at {odd[:3]}; start with None, or with zeros like "
-                "the gradients"
-            )
+        expect_structure(
+            "accumulate_gradients: acc: expected the structure of grads",
+            before,
+            new,
+            "start with None, or with zeros like the gradients",
+        )
         so_far = before.leaves
     # Uses of one state combine by max, gradients of parameters add.
     state = set(new.positions())
-    pairs = enumerate(zip(so_far, new.leaves, strict=True))
-    total = [maximum(a, g) if i in state else _add(a, g, weight) for i, (a, g) in pairs]
+    total = []
+    for i, (a, g) in enumerate(zip(so_far, new.leaves, strict=True)):
+        total.append(maximum(a, g) if i in state else _add(a, g, weight))
     return new.treedef.unflatten(total)
+
+
+def expect_structure(
+    expected: str,
+    before: _state_tree.StateTree,
+    after: _state_tree.StateTree,
+    advice: str,
+) -> None:
+    """Raise a ValueError where two trees have leaves at other paths."""
+    if before.paths != after.paths:
+        odd = sorted({"/".join(path) for path in {*before.paths} ^ {*after.paths}})
+        raise ValueError(f"{expected}, got a tree that differs at {odd[:3]}; {advice}")
 
 
 def _add(acc, grad, weight):
     if jnp.result_type(grad) == jax.dtypes.float0:
         return grad
-    acc, grad = jnp.asarray(acc), jnp.asarray(grad)
+    acc = jnp.asarray(acc)
+    grad = jnp.asarray(grad)
     if weight is None:
         return acc + grad.astype(acc.dtype)
     # In float32 at least: a third in bfloat16 is off by 0.2 %, and a small product is 0
     # in float16.
     # jnp.promote_types raises where promotion is strict.
     wide = np.promote_types(np.promote_types(acc.dtype, grad.dtype), np.float32)
-    return (acc.astype(wide) + grad.astype(wide) * weight.astype(wide)).astype(
-        acc.dtype
-    )
+    total = acc.astype(wide) + grad.astype(wide) * weight.astype(wide)
+    return total.astype(acc.dtype)
 
 
 @jax.jit  # one operation in the caller's program

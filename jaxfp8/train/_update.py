@@ -77,7 +77,8 @@ def update_state(old: Tree, new: Any) -> Tree:
             or is below zero. Always: the shapes of `old` and `new` differ, or `new`
             holds none of the state.
     """
-    before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
+    before = _state_tree.flatten(old)
+    gradient = _state_tree.flatten(new).by_path()
     expect_state(before, gradient)
     values, factors = _next_of_quantizers(before, gradient)
     user_values, least = _next_of_users(before, gradient)
@@ -95,10 +96,10 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
     alike = {}
     for q in before.quantizers:
         positions = q.positions()
-        if any(gradient.get(before.paths[i]) is None for i in positions):
-            continue
         now = [before.leaves[i] for i in positions]
-        then = [gradient[before.paths[i]] for i in positions]
+        then = [gradient.get(before.paths[i]) for i in positions]
+        if any(leaf is None for leaf in then):
+            continue
         for argument, leaves in (("old", now), ("new", then)):
             _state_tree.slot_axis(f"update_state: {argument}: {q.name}", *leaves)
         _check_shapes(q.name, now, then)
@@ -107,7 +108,8 @@ def _next_of_quantizers(before, gradient) -> tuple[dict, dict]:
         )
         alike.setdefault(kind, []).append((q.name, positions, now + then))
     # 2. Compute the next state of each group, and its factors.
-    values, factors = {}, {}
+    values = {}
+    factors = {}
     for group in alike.values():
         names, positions, leaves = zip(*group, strict=True)
         histories, scales, factors[names] = _next_quantizers(leaves)
@@ -120,7 +122,8 @@ def _next_of_users(before, gradient) -> tuple[dict, dict]:
     """Return the next state of users' own quantizers, by position; and outside of a
     trace the smallest number in each, by name.
     """
-    values, least = {}, {}
+    values = {}
+    least = {}
     for i in before.unpaired:
         new = gradient.get(before.paths[i])
         if new is None or new.dtype == jax.dtypes.float0:
@@ -158,19 +161,17 @@ _PER_EXAMPLE = (
 
 
 def _check_shapes(name, old, new):
-    shapes, expected = ([leaf.shape for leaf in leaves] for leaves in (new, old))
+    shapes = [leaf.shape for leaf in new]
+    expected = [leaf.shape for leaf in old]
     if shapes == expected:
         return
-    is_per_example = [shape[1:] for shape in shapes] == expected
-    remedy = (
-        _PER_EXAMPLE.format(count=shapes[0][0])
-        if is_per_example
-        else "pass the gradient with respect to old"
-    )
-    expected, shapes = (" and ".join(map(str, each)) for each in (expected, shapes))
+    remedy = "pass the gradient with respect to old"
+    if [shape[1:] for shape in shapes] == expected:
+        remedy = _PER_EXAMPLE.format(count=shapes[0][0])
     raise ValueError(
-        f"update_state: new: {name}: expected the shapes of old, {expected}, got "
-        f"{shapes}; {remedy}"
+        f"update_state: new: {name}: expected the shapes of old, "
+        f"{' and '.join(map(str, expected))}, got {' and '.join(map(str, shapes))}; "
+        f"{remedy}"
     )
 
 
@@ -202,10 +203,9 @@ def _next_quantizers(quantizers):
     # 2. Find the numbers to write, six of each row as `write_histories` takes them.
     *numbers, factors = ops.undo_factors(*map(_stacked, columns))
     recorded = jnp.concatenate(numbers, axis=-1)
-    unread = ops.READING_NUMBERS - len(numbers)
-    recorded = lax.pad(
-        recorded, np.float32(0), [(0, 0, 0)] * (recorded.ndim - 1) + [(0, unread, 0)]
-    )
+    padding = [(0, 0, 0)] * recorded.ndim
+    padding[-1] = (0, ops.READING_NUMBERS - len(numbers), 0)
+    recorded = lax.pad(recorded, np.float32(0), padding)
     recorded = jnp.moveaxis(recorded, 0, -2)
     # 3. Write the histories and scales, as those of products that one call takes.
     pairs = list(zip(*columns[:2], strict=True))
@@ -217,9 +217,9 @@ def _next_quantizers(quantizers):
     rows = [row.reshape(*row.shape[:-2], -1) for row in rows]
     written = ops.write_histories([pairs[call] for call in calls], rows)
     histories, scales = zip(*itertools.chain.from_iterable(written), strict=True)
-    return *(
-        [jnp.moveaxis(x, -1, axis) for x in leaves] for leaves in (histories, scales)
-    ), factors
+    histories = [jnp.moveaxis(x, -1, axis) for x in histories]
+    scales = [jnp.moveaxis(x, -1, axis) for x in scales]
+    return histories, scales, factors
 
 
 def _stacked(leaves):
@@ -236,15 +236,12 @@ def _on_host(values):
     Values that other processes cannot see are left out, because one process must not
     raise alone.
     """
-    concrete = {
-        name: x for name, x in values.items() if not isinstance(x, jax.core.Tracer)
-    }
-    concrete = {
-        name: x
-        for name, x in concrete.items()
-        if x.is_fully_addressable or x.is_fully_replicated
-    }
-    return jax.device_get(concrete)
+    visible = {}
+    for name, x in values.items():
+        is_concrete = not isinstance(x, jax.core.Tracer)
+        if is_concrete and (x.is_fully_addressable or x.is_fully_replicated):
+            visible[name] = x
+    return jax.device_get(visible)
 
 
 _FACTOR = (
@@ -284,13 +281,12 @@ def _check_factor(name, factor):
     if not bad.any():
         return
     worst = factor[bad][0]
-    row = ""
     if factor.size > 1:
-        row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}"
+        name += f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}"
     cause = "averaged, clipped or unscaled"
     if worst > 1:
         cause = "summed over uses or devices"
-    message = _FACTOR.format(name=name + row, factor=f"{worst:.4g}", cause=cause)
+    message = _FACTOR.format(name=name, factor=f"{worst:.4g}", cause=cause)
     raise ValueError(message + _REMEDIES)
 
 

@@ -10,7 +10,7 @@ from . import programs
 
 def main() -> None:
     def recorded(op):
-        function, arguments, *_ = _op_calls.call(op, _checks._kind(op, 256, 0))
+        function, arguments, *_ = _op_calls.call(op, _op_calls.Kind.square(op, 256))
         return _checks.record(function, programs.on_one(arguments))
 
     for op in _op_calls.OPS:
