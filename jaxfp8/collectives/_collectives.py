@@ -26,7 +26,6 @@ from ..recipes import (
     HighPrecisionQuantizer,
     OperandOptions,
     QTensor,
-    Quantizer,
     Recipe,
     cotangent,
     read,
@@ -154,19 +153,19 @@ def all_gather(
 
 
 @functools.cache
-def _call(function, **arguments) -> Callable:
+def _call(function, **arguments):
     """Return a partial, the same object for equal arguments: JAX caches programs by
     it.
     """
     return functools.partial(function, **arguments)
 
 
-def _names(axis_name) -> tuple[str, ...]:
+def _names(axis_name):
     """Return mesh axes as a tuple."""
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
-def _axis(op: str, name: str, axis: int, x: ArrayLike, more: int = 0) -> int:
+def _axis(op, name, axis, x, more=0):
     """Return a dimension of x, or of a result with `more` dimensions, counted from the
     front.
     """
@@ -200,12 +199,7 @@ class Collective:
     sums_back: bool = False
 
 
-def transfer(
-    collective: Collective,
-    x: jax.typing.ArrayLike,
-    recipe: Recipe | None,
-    state: DotGeneralState | None,
-) -> QTensor:
+def transfer(collective, x, recipe, state):
     """Quantize x, send its codes, and return the QTensor that arrives."""
     x = _checks.rank(
         collective.name, "x", _checks.high_precision(collective.name, "x", x), 1
@@ -225,10 +219,7 @@ def transfer(
             DotGeneralState(None, None, None),
         )
     both = _Transfer(
-        collective,
-        quantizers,
-        AmaxReduction.for_recipe(recipe),
-        _support.selected(),
+        collective, quantizers, AmaxReduction.for_recipe(recipe), _support.selected()
     )
     # `read` and `vmapped_state` combine the cotangents of a state's uses, and of
     # examples that share it, by max; JAX would add them up.
@@ -258,9 +249,7 @@ class _Transfer:
     reduce: AmaxReduction
     implementation: str | None
 
-    def move(
-        self, send, quantizer: Quantizer, x, scale, dtype
-    ) -> tuple[jax.Array, QTensor | None, QTensor]:
+    def move(self, send, quantizer, x, scale, dtype):
         """Send the codes of x by `send`; return their values in `dtype`, the codes, and
         the QTensor for the next state.
 
@@ -275,7 +264,7 @@ class _Transfer:
         codes = QTensor(data, scale_inv, block=block, power_2_scale=q.power_2_scale)
         return codes.dequantize(dtype), codes, q.for_next_state()
 
-    def send_scales(self, send, q: QTensor, data, quantizer: Quantizer):
+    def send_scales(self, send, q, data, quantizer):
         """Return the scales of the codes `data` that arrived, and their block."""
         # 1. Send no scale where all devices have the same scale: types tell, or the
         #    reduction of amaxes tells.
@@ -319,7 +308,7 @@ def _as_bytes(send, x):
     )
 
 
-def _forward(both, x, state: DotGeneralState, has_backward):
+def _forward(both, x, state, has_backward):
     """Return the results of `_transfer`, and the residuals
     `(q, scale of the gradient, reading)`.
     """

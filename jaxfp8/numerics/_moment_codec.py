@@ -5,7 +5,6 @@ exponent.
 axes: blocks, and the elements of one.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -33,7 +32,7 @@ _SIGNED_SPANS = (np.float32(2.0**-9.4), np.float32(2.0**-18.8))
 _SQUARED_SPANS = (np.float32(2.0**-7.4), np.float32(2.0**-14.8))
 
 
-def mix(x: jax.Array) -> jax.Array:
+def mix(x):
     """Mix the bits of a u32: a bijection in which each bit of x changes half of the
     bits of the result.
 

@@ -25,7 +25,7 @@ ONE_DEVICE = ("one", "shard")
 devices = jax.make_user_context(default_value=None)
 
 
-def is_target() -> bool:
+def is_target():
     """Tell whether the program that is traced is for TPUs."""
     return devices.value is not None
 
@@ -101,19 +101,19 @@ def abs_max_by_parts(x):
 # give halves, and what reads the result of a product takes its halves from there.
 
 
-def are_apart(shape: tuple[int, ...], on: str) -> bool:
+def are_apart(shape, on):
     """Tell whether a product with columns of this shape is one with each half, on such
     `devices`.
     """
     return len(shape) == 2 and shape[0] == 2 and on in ONE_DEVICE
 
 
-def halves(x: jax.Array, axis: int = -2) -> list[jax.Array]:
+def halves(x, axis=-2):
     """Return both halves of x, without the dimension of 2."""
     return [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(2)]
 
 
-def joined(parts: list[jax.Array], is_gradient: bool = False) -> jax.Array:
+def joined(parts, is_gradient=False):
     """Stack halves `[..., n]` to `[..., 2, n]`: XLA drops the stack where halves alone
     are read.
 
@@ -154,7 +154,7 @@ BLOCK = 128
 _MAX_BLOCKS = 1024  # of a row, in one product
 
 
-def each(numbers: jax.Array, axis: int) -> jax.Array:
+def each(numbers, axis):
     """Give each element the number of its block, an f32 or an integer below 2**24; no
     bit is below 2**-126.
 
@@ -184,7 +184,7 @@ def each(numbers: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(elements, -1, axis).astype(numbers.dtype)
 
 
-def span(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def span(x, axis):
     """Return the largest and the smallest normal magnitude of each block; 0 and
     infinity where it has none.
     """
@@ -194,7 +194,7 @@ def span(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     return top, _reduce(jnp.min, jnp.where(is_normal, magnitudes, jnp.inf), axis)
 
 
-def all_zero(x: jax.Array, axis: int) -> jax.Array:
+def all_zero(x, axis):
     """Tell of each block whether its integers are 0."""
     return _reduce(jnp.max, (x != 0).astype(jnp.float32), axis) == 0
 

@@ -42,9 +42,7 @@ class AdamLeaf(NamedTuple):
     numbers: jax.Array
 
 
-def adam_update(
-    leaves: list[AdamLeaf], axes: list[int]
-) -> list[tuple[jax.Array, tuple, tuple]]:
+def adam_update(leaves, axes):
     """Take a step of Adam: decode the moments of leaves, average, compute the updates
     and encode the moments, at once.
 
@@ -107,7 +105,7 @@ class _AdamSpec(NamedTuple):
     applies: bool
 
     @property
-    def operands(self) -> int:
+    def operands(self):
         """The number of operands of a leaf."""
         return 9 + self.applies
 

@@ -2,7 +2,6 @@
 from one amax or from histories.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -61,9 +60,7 @@ class _Amax(Op):
 _amax = _Amax()
 
 
-def amax_to_scale(
-    amax: ArrayLike, stored: ArrayLike, *, fp8_max: float, margin: float = 0.0
-) -> tuple[jax.Array, jax.Array]:
+def amax_to_scale(amax, stored, *, fp8_max, margin=0.0):
     """Compute the scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
 
     Equivalent to, in f32, each division rounded correctly and the scale clamped to
@@ -128,14 +125,7 @@ class DelayedScale(NamedTuple):
     amax: jax.Array
 
 
-def delayed_scales(
-    histories: Sequence[ArrayLike],
-    stored: Sequence[ArrayLike],
-    *,
-    fp8_max: Sequence[float],
-    margin: float = 0.0,
-    algo: str = "max",
-) -> list[DelayedScale]:
+def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     """Compute the scales of several quantizers from their amax histories.
 
     Equivalent to, for each quantizer:

@@ -142,7 +142,7 @@ class _Side:
     contracting: int
 
     @property
-    def matrix(self) -> tuple[int, int]:
+    def matrix(self):
         """Return the size of the merged matrix."""
         rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
         return math.prod(rows), math.prod(
@@ -150,7 +150,7 @@ class _Side:
         )
 
     @property
-    def scales_rows(self) -> bool:
+    def scales_rows(self):
         """Return whether a scale is one number along the whole contraction."""
         if self.block is None:
             return True
@@ -158,7 +158,7 @@ class _Side:
         return count in (0, 1) and not self.is_exact
 
     @property
-    def is_exact(self) -> bool:
+    def is_exact(self):
         """Return whether the product of a code and its scale is exact in bfloat16."""
         return self.scales.dtype == _blocks.E8M0
 

@@ -43,7 +43,7 @@ _ON_HOPPER = {
 _ON_BLACKWELL = {("1x32", "1x32")}
 
 
-def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
+def checked(op, name, block):
     """Return a block as a tuple of Python integers of at least 1, or None."""
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
     if not is_pair or not all(
@@ -56,7 +56,7 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     return tuple(None if b is None else int(b) for b in block)
 
 
-def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
+def checked_scale(op, prefix, scale, block, leading, rows, cols):
     """Return the inverse scale of an operand `[*leading, *rows, *cols]`, one or one for
     each block, and the block.
 
@@ -76,14 +76,14 @@ def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
     ), block
 
 
-def shape(block, m: int, n: int) -> tuple[int, int]:
+def shape(block, m, n):
     """Return the size of a block in a matrix `[m, n]`."""
     return tuple(
         max(size, 1) if b is None else b for b, size in zip(block, (m, n), strict=True)
     )
 
 
-def count(block, m: int, n: int) -> tuple[int, int]:
+def count(block, m, n):
     """Return how many blocks a matrix `[m, n]` has along its rows and columns."""
     # No float arithmetic and no comparison by order: a size of a program to be exported
     # may be symbolic.
@@ -104,13 +104,13 @@ def cut(x, block):
     return x.reshape(*leading, rows, r, cols, c)
 
 
-def uncut(x, m: int, n: int):
+def uncut(x, m, n):
     """Undo `cut`."""
     *leading, rows, r, cols, c = x.shape
     return x.reshape(*leading, rows * r, cols * c)[..., :m, :n]
 
 
-def spread(scales, block, m: int, n: int):
+def spread(scales, block, m, n):
     """Repeat scales `[..., R, C]` for each element of a matrix `[m, n]`."""
     r, c = shape(block, m, n)
     *leading, rows, cols = scales.shape
@@ -118,7 +118,7 @@ def spread(scales, block, m: int, n: int):
     return uncut(lax.broadcast_in_dim(scales, (*leading, rows, r, cols, c), axes), m, n)
 
 
-def scaled(values, scales, block, m: int, n: int):
+def scaled(values, scales, block, m, n):
     """Multiply each value of matrices `[m, n]`, given in any shape, by the scale of its
     block, in the values' dtype.
     """
@@ -252,14 +252,14 @@ def aligned(axes, sizes, mesh_shape, followers):
     return axes
 
 
-def _is_cut_into_whole(size, entry, mesh_shape, block) -> bool:
+def _is_cut_into_whole(size, entry, mesh_shape, block):
     """Return whether each of these devices has whole blocks; one device has them."""
     return (
         not entry or size // math.prod(mesh_shape[axis] for axis in entry) % block == 0
     )
 
 
-def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
+def layouts(rank, rows, cols):
     """Return the names of the dimensions of codes, their scales, transposed codes and
     their scales.
     """
@@ -277,7 +277,7 @@ def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
     return [leading + row + col, scales, leading + col + row, scales_t]
 
 
-def sizes_of_layouts(codes, block, rows, cols) -> dict[str, int]:
+def sizes_of_layouts(codes, block, rows, cols):
     """Return the numbers of blocks, by the names of `layouts`: the `sizes` of an
     `Op`.
     """
@@ -301,7 +301,7 @@ def aligned_layouts(axes, sizes, mesh_shape, block):
 # The layouts of cuBLASLt --------------------------------------------------------------
 
 
-def mode(block, dtype) -> str | None:
+def mode(block, dtype):
     """Return the name of cuBLASLt's mode for scales of these blocks; None where it has
     no mode.
     """
@@ -309,7 +309,7 @@ def mode(block, dtype) -> str | None:
     return NAMES.get(block) if is_e8m0 == (block == (1, 32)) else None
 
 
-def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
+def missing(modes, capabilities, power_2_scale=False):
     """Return why cuBLASLt has no product of operands with these two modes on all of
     these GPUs; or None.
 
@@ -349,7 +349,7 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
     return None
 
 
-def runs_as_mx(modes, capabilities, power_2_scale: bool) -> bool:
+def runs_as_mx(modes, capabilities, power_2_scale):
     """Return whether a product with float32 scales runs as a product with E8M0 scales
     on these GPUs; see `as_mx`.
     """
@@ -361,14 +361,14 @@ def runs_as_mx(modes, capabilities, power_2_scale: bool) -> bool:
     )
 
 
-def depth(mode: str) -> int:
+def depth(mode):
     """Return the multiple to which k is padded, so that blocks along it are whole and
     rows are 16-byte pieces.
     """
     return {"rows": 16, "1x32": 32}.get(mode, 128)
 
 
-def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
+def stored_shape(block, rows, k):
     """Return the shape of the scales of one matrix `[rows, k]` as custom calls write
     and read them.
 
@@ -384,7 +384,7 @@ def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
     }[NAMES[block]]
 
 
-def by_block(scales, block, rows: int, k: int):
+def by_block(scales, block, rows, k):
     """Order scales `[g, *stored_shape]` as blocks, `[g, R, C]`; if nothing is cut off,
     XLA cancels `to_stored`.
     """
@@ -402,7 +402,7 @@ def by_block(scales, block, rows: int, k: int):
     return scales[:, :r, :c]
 
 
-def to_stored(scales, mode: str, rows: int):
+def to_stored(scales, mode, rows):
     """Order scales `[g, R, C]` as custom calls read them; a matrix padded to `rows` has
     scales of 0 in the padding.
     """
@@ -423,7 +423,7 @@ def to_stored(scales, mode: str, rows: int):
     return tiles.reshape(g, m // 128, n // 4, 512)
 
 
-def as_mx(scales, block, rows: int, k: int):
+def as_mx(scales, block, rows, k):
     """Convert scales of large blocks, powers of two, to E8M0 scales of blocks of 32,
     `[g, rows, ceil(k / 32)]`.
 

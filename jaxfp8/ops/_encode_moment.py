@@ -17,7 +17,6 @@ threads compute with subnormals as if they were zero.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -38,9 +37,7 @@ from ._primitive import Op, dims
 MOMENT_BLOCK = BLOCK
 
 
-def decode_moment(
-    data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis: int
-) -> jax.Array:
+def decode_moment(data, amax, exponent, *, axis):
     """Compute the f32 elements of a moment: `sign(data) amax (|data| / 448)**(1 / k)`.
 
     Args:
@@ -54,16 +51,7 @@ def decode_moment(
     return _decode(data, amax, exponent, spec=_Spec(axis - data.ndim))[0]
 
 
-def encode_moment(
-    data: jax.Array,
-    amax: jax.Array,
-    exponent: jax.Array,
-    after: jax.Array,
-    keys: jax.Array | None,
-    *,
-    squared: bool,
-    axis: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
     """Quantize `after` where a block differs from what the moment decodes to; keep the
     bits of other blocks.
 

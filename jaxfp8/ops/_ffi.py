@@ -13,9 +13,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -85,7 +83,7 @@ class Library(NamedTuple):
     ops: tuple[str, ...]
 
 
-def target_name(op: str) -> str:
+def target_name(op):
     """Return the name of the custom call of `op`."""
     return f"jaxfp8_{op}_v{OPS[op]}"
 
@@ -101,13 +99,13 @@ class Unavailable(Exception):
     """A compiled module that cannot be used; the message is a clause that says why."""
 
 
-def _find(name: str) -> ModuleSpec | None:
+def _find(name):
     packages = filter(importlib.util.find_spec, _PACKAGES)
     specs = (importlib.util.find_spec(f"{package}.{name}") for package in packages)
     return next(filter(None, specs), None)
 
 
-def module_path(name: str) -> str | None:
+def module_path(name):
     """Return the file of the module `name`, such as `"_cpu"`; None if there is no file
     for this Python.
     """
@@ -115,7 +113,7 @@ def module_path(name: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _load_module(name: str) -> ModuleType:
+def _load_module(name):
     """Import the module `name`.
 
     Raises:
@@ -133,7 +131,7 @@ def _load_module(name: str) -> ModuleType:
         raise Unavailable(f"does not load: {error}") from error
 
 
-def _check_version(package: str) -> None:
+def _check_version(package):
     version, expected = map(importlib.metadata.version, (package, _PACKAGE))
     if version != expected:
         install = f'pip install "jaxfp8[{package.removeprefix("jaxfp8_")}]=={expected}"'
@@ -142,7 +140,7 @@ def _check_version(package: str) -> None:
         )
 
 
-def _why_missing(name: str) -> str:
+def _why_missing(name):
     built = _build_report().get(name.removeprefix("_"), "")
     if built.startswith("not built: "):
         return built
@@ -160,7 +158,7 @@ def _why_missing(name: str) -> str:
     )
 
 
-def _build_report() -> dict[str, str]:
+def _build_report():
     """Return `{module: line of the build}`. An editable install has two folders: the
     sources and the built modules.
     """
@@ -174,7 +172,7 @@ def _build_report() -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
-def _load(platform: str) -> bool:
+def _load(platform):
     """Register the targets of one platform; False where its module is missing or does
     not load.
     """
@@ -209,7 +207,7 @@ def _load(platform: str) -> bool:
     return True
 
 
-def libraries() -> list[Library]:
+def libraries():
     """Return a `Library` for each platform, whether or not its module is loaded."""
     rows = []
     for platform, ops in _TARGETS.items():
@@ -226,21 +224,21 @@ def libraries() -> list[Library]:
     return rows
 
 
-def error(platform: str) -> str:
+def error(platform):
     """Return why the module of `"cpu"` or `"cuda"` is not loaded, a clause."""
     return next(
         library.error for library in libraries() if library.platform == platform
     )
 
 
-def _built_for(platform: str) -> str:
+def _built_for(platform):
     module = _loaded.get(platform)
     if module is None:
         return ""
     return module.instruction_set() if platform == "cpu" else module.architectures()
 
 
-def cuda_architectures() -> list[str]:
+def cuda_architectures():
     """Return the GPU architectures that the CUDA module has code for, such as
     `"sm_90a"`; empty if it is not loaded.
     """
@@ -265,7 +263,7 @@ def has_cuda_kernels() -> bool:
     return _has_cuda_kernels
 
 
-def call(op: str, results, *operands, aliases=None, **attributes):
+def call(op, results, *operands, aliases=None, **attributes):
     """Make one custom call.
 
     Args:
@@ -287,7 +285,7 @@ def call(op: str, results, *operands, aliases=None, **attributes):
     )
 
 
-def cublaslt_version() -> int:
+def cublaslt_version():
     """Return the version of cuBLASLt; raise a RuntimeError that says why it cannot be
     opened, or what it lacks.
     """

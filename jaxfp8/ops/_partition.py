@@ -139,19 +139,19 @@ def _jitted(run, static):
     return jax.jit(functools.partial(run, **dict(static)))
 
 
-def combine_of(names) -> Callable:
+def combine_of(names):
     """Return the function that combines the shards of a result: max for amaxes, sum for
     products and column sums.
     """
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
-def _plain(avals) -> list:
+def _plain(avals):
     """Return the types of arrays on one device."""
     return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
 
 
-def _split(mesh, sizes) -> AbstractMesh:
+def _split(mesh, sizes):
     """Return a mesh of the same devices in the same order, whose axes have prime sizes.
 
     XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh
@@ -180,7 +180,7 @@ def _split(mesh, sizes) -> AbstractMesh:
     return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
 
 
-def _names_cuts(mesh, split_mesh, size: int) -> bool:
+def _names_cuts(mesh, split_mesh, size):
     """Return whether a mesh from `_split` names each cut of a dimension of this size
     over an axis of `mesh`.
 
@@ -196,7 +196,7 @@ def _names_cuts(mesh, split_mesh, size: int) -> bool:
     return True
 
 
-def _is_whole(abstract_mesh, split_mesh, has_whole, name, size) -> bool:
+def _is_whole(abstract_mesh, split_mesh, has_whole, name, size):
     """Return whether a dimension must not be cut: its name says so, or the parts of a
     mesh axis cannot say the cut.
     """
@@ -352,7 +352,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
     return op
 
 
-def _cut(mesh, axes, name: str) -> tuple[jax.Array | int, int]:
+def _cut(mesh, axes, name):
     """Return the index of this device's shard of a dimension, and how many shards that
     has.
     """
@@ -360,16 +360,16 @@ def _cut(mesh, axes, name: str) -> tuple[jax.Array | int, int]:
     return (lax.axis_index(entry), _shards(mesh, entry)) if entry else (0, 1)
 
 
-def _shards(mesh, axes) -> int:
+def _shards(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _entry_axes(entry) -> tuple[str, ...]:
+def _entry_axes(entry):
     """Return the mesh axes of an entry of a PartitionSpec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def _is_gathered(spec, names, axes) -> bool:
+def _is_gathered(spec, names, axes):
     """Return whether a tensor with the sharding `spec` has to be gathered along a
     dimension to have `axes`.
     """
@@ -383,7 +383,7 @@ def _as_bytes(x):
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype in FP8_DTYPES else x
 
 
-def _assign(mesh, tensors) -> dict:
+def _assign(mesh, tensors):
     """Return the mesh axes of each dimension.
 
     A mesh axis that cuts several dimensions serves the dimension that it cuts in most
@@ -414,7 +414,7 @@ def _assign(mesh, tensors) -> dict:
     return axes
 
 
-def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
+def _reduced_over(mesh, axes, names, combine):
     """Return the mesh axes over which a result is combined: those of the dimensions
     that the result lacks.
 

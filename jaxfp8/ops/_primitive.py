@@ -29,12 +29,12 @@ OPS: dict[Primitive, "Op"] = {}
 
 
 @functools.cache
-def dims(name: str, count: int) -> tuple[str, ...]:
+def dims(name, count):
     """Return the names of `count` dimensions."""
     return tuple([f"{name}{i}" for i in range(count)])
 
 
-def not_on(primitive: Primitive, gpus, *types, spec) -> str | None:
+def not_on(primitive, gpus, *types, spec):
     """Return why no kernel of the CUDA library runs an equation of an op on these
     GPUs.
     """
@@ -432,7 +432,7 @@ class OpOfUnits(Op):
         return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
 
 
-def halves(arrays: Sequence) -> tuple[Sequence, Sequence]:
+def halves(arrays):
     """Return the first half of the arrays, such as the histories of all units, and the
     second, such as their scales.
     """

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ..numerics import _tpu
 from . import _checks, _quantize, _shapes
@@ -114,16 +114,8 @@ def _gate(activation, gate, up):
 
 
 def quantize_activation(
-    x: ArrayLike,
-    scale: ArrayLike,
-    dtype: DTypeLike,
-    *,
-    activation: str,
-    transpose: bool = True,
-    amax: ArrayLike | None = None,
-    with_amax: bool = True,
-    rows: int = 1,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    x, scale, dtype, *, activation, transpose=True, amax=None, with_amax=True, rows=1
+):
     """Quantize `activate(x, activation)`, kept in f32, with one read of `x`.
 
     Equivalent to, without a rounding in between:
@@ -203,7 +195,7 @@ class _QuantizeActivation(Producer):
 _quantize_activation = _QuantizeActivation()
 
 
-def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array:
+def activation_grad(x, grad, activation):
     """Compute the gradient of `activate` with respect to x, in f32 and not rounded to
     the dtype of x.
 
@@ -228,18 +220,18 @@ def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array
 
 
 def quantize_activation_grad(
-    x: ArrayLike,
-    grad: ArrayLike,
-    scale: ArrayLike,
-    dtype: DTypeLike,
+    x,
+    grad,
+    scale,
+    dtype,
     *,
-    activation: str,
-    transpose: bool = True,
-    amax: ArrayLike | None = None,
-    with_amax: bool = True,
-    rows: int = 1,
-    column_sums: bool = False,
-) -> tuple[jax.Array | None, ...]:
+    activation,
+    transpose=True,
+    amax=None,
+    with_amax=True,
+    rows=1,
+    column_sums=False,
+):
     """Quantize the gradient of `activate` with respect to x, kept in f32, with one read
     of `x` and `grad`.
 

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from . import _checks, _shapes
 from ._primitive import dims
@@ -80,19 +80,19 @@ def _affine(x, rstd, mean, gamma, beta):
 
 
 def quantize_norm(
-    x: ArrayLike,
-    gamma: ArrayLike,
-    beta: ArrayLike | None,
-    scale: ArrayLike,
-    dtype: DTypeLike,
+    x,
+    gamma,
+    beta,
+    scale,
+    dtype,
     *,
-    kind: str,
-    epsilon: float,
-    transpose: bool = True,
-    amax: ArrayLike | None = None,
-    with_amax: bool = True,
-    rows: int = 1,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    kind,
+    epsilon,
+    transpose=True,
+    amax=None,
+    with_amax=True,
+    rows=1,
+):
     """Quantize `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
 
     On a GPU XLA computes the statistics of the rows of x, if possible in the pass that

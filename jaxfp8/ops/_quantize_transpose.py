@@ -113,13 +113,13 @@ class Producer(Op):
 
     is_fused = True
 
-    def columns(self, spec) -> tuple[str, ...]:
+    def columns(self, spec):
         """Return the names of the columns of the result, which are the last dimensions
         of x.
         """
         return dims("col", 1)
 
-    def operand_names(self, batch, row, col, spec) -> list:
+    def operand_names(self, batch, row, col, spec):
         """Return the names of x and `more`, given those of the result; `batch` are
         dimensions of x beyond them.
         """
@@ -129,7 +129,7 @@ class Producer(Op):
         """Compute the values in jnp, f32 `[..., m, n]`."""
         raise NotImplementedError
 
-    def canonical(self, x, *more, vmap_dims, spec) -> tuple:
+    def canonical(self, x, *more, vmap_dims, spec):
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
 

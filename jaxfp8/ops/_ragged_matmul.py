@@ -133,10 +133,10 @@ class _Spec:
     has_b_t: bool
 
     @property
-    def has_blocks(self) -> bool:
+    def has_blocks(self):
         return self.a_block is not None or self.b_block is not None
 
-    def shape(self, a, b, group_sizes, vmap_dims) -> tuple[int, ...]:
+    def shape(self, a, b, group_sizes, vmap_dims):
         """Return the shape of the result."""
         leading = (
             a.shape[:vmap_dims] if self.by_rows else group_sizes.shape[: vmap_dims + 1]
@@ -144,7 +144,7 @@ class _Spec:
         return (*leading, a.shape[-2], b.shape[-2])
 
 
-def _moved(x, shifts, axis: int):
+def _moved(x, shifts, axis):
     """Move the matrices `[count, ...]` along an axis, round the end, each by its own
     shift.
     """
@@ -160,7 +160,7 @@ def _dims(spec):
     )
 
 
-def _scales(operand: str, dims, block) -> tuple[str, ...]:
+def _scales(operand, dims, block):
     """Return the names of the dimensions of scales.
 
     Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA,
@@ -359,7 +359,7 @@ _ragged_matmul = _RaggedMatmul()
 
 # The jnp program loops over chunks of groups, so that neither work nor memory grow with
 # their number.
-def ends_of_groups(group_sizes, m: int):
+def ends_of_groups(group_sizes, m):
     """Return the row after the last one of each group. Sizes below 0 count as 0, and
     groups end at the last row.
     """
@@ -389,7 +389,7 @@ class Chunks(NamedTuple):
     chunks: jax.Array
 
     @staticmethod
-    def cut(group_sizes, m: int, first) -> "Chunks":
+    def cut(group_sizes, m, first):
         """Cut groups of these sizes, of `m` rows in all; the first group begins at row
         `first`.
         """

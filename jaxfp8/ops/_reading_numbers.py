@@ -5,20 +5,19 @@ records as one.
 import itertools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import _ffi, _shapes
 from ._partition import WHOLE
 from ._primitive import ONE, OpOfCpus, dims, halves
-from ._readings import READING_NUMBERS, Pairs
+from ._readings import READING_NUMBERS
 
 # the numbers in each part of a quantizer's reading: both amaxes are one part
 _PARTS = (2, 1, 1, 1, 1)
 
 
-def split_reading(reading: jax.Array) -> list[list[jax.Array]]:
+def split_reading(reading):
     """Return the parts of a reading, each an array.
 
     Args:
@@ -37,7 +36,7 @@ def split_reading(reading: jax.Array) -> list[list[jax.Array]]:
     return [parts[i::count] for i in range(count)]
 
 
-def join_recorded(recorded: Pairs) -> jax.Array:
+def join_recorded(recorded):
     """Put together what a product recorded: f32 `[6 * k]`, with 0 for the others, so
     that no history stays.
 

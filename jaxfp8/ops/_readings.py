@@ -8,10 +8,9 @@ its state by `delayed_scales`, and writes it by the same `write_histories`.
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,9 +27,7 @@ READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step record
 Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 
 
-def read_histories(
-    products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[float]] | None = None
-) -> list[jax.Array]:
+def read_histories(products, *, fp8_max=None):
     """Read the amax histories and the scales of products, each of k quantizers.
 
     For each quantizer the reading has six numbers: the newest entry of its history, the
@@ -73,9 +70,7 @@ def read_histories(
     return [readings[i] for i in range(len(products))]
 
 
-def write_histories(
-    products: Sequence[Pairs], recorded: Sequence[ArrayLike | Pairs]
-) -> list[list[tuple[jax.Array, ...]]]:
+def write_histories(products, recorded):
     """Write the next amax histories and scales of products, from what a step recorded.
 
     Equivalent to, for each quantizer:
@@ -133,7 +128,7 @@ def _write_by_quantizer(pairs, recorded):
     return list(zip(*halves(results), strict=True))
 
 
-def _calls(products) -> Iterable[list[int]]:
+def _calls(products):
     """Divide the products, given by their positions, among custom calls.
 
     The products of one call have the same batch dimensions, so that a mesh can cut all
@@ -188,7 +183,7 @@ class _ReadSpec(NamedTuple):
     numerators: tuple[tuple[float, ...], ...]
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self):
         return tuple(map(len, self.numerators))
 
     def units(self, operand_count):

@@ -175,7 +175,7 @@ def _finish(spec, out, bias, accumulator, vmap_dims):
     return ((out if accumulator is None else out + accumulator).astype(spec.out_dtype),)
 
 
-def _is_rewritten(a, b, vmap_dims) -> bool:
+def _is_rewritten(a, b, vmap_dims):
     """Return whether XLA has an FP8 product of these operands: one pair of scales, and
     not E5M2 twice.
     """

@@ -7,7 +7,6 @@ Below are the dimensions and the scales of products.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +154,7 @@ class ProductSpec:
     rows: int
     contracting: int
 
-    def names(self, b_rank: int):
+    def names(self, b_rank):
         """Return the names of the dimensions: `(batch, m, n, k)`."""
         n = dims("n", b_rank - self.batch - self.contracting)
         return (
@@ -201,12 +200,7 @@ class ProductSpec:
         return out + lax.broadcast_in_dim(bias.astype(out.dtype), out.shape, columns)
 
 
-def rescaled(
-    sums: jax.Array,
-    a_scale_inv: jax.Array,
-    b_scale_inv: jax.Array,
-    spread: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
+def rescaled(sums, a_scale_inv, b_scale_inv, spread):
     """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h
     does.
 
@@ -242,7 +236,7 @@ def _factors(a_scale_inv, b_scale_inv):
     )
 
 
-def bias_operands(op: str, bias, shape) -> list:
+def bias_operands(op, bias, shape):
     """Check a bias of this shape, and return it in a list; an empty list for None."""
     return (
         []

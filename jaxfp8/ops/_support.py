@@ -8,7 +8,6 @@ library.
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,14 +77,14 @@ def implementation(name: str):
         yield
 
 
-def using(name: str | None):
+def using(name):
     """Return a context in which `selected()` is `name`: for a program that is lowered
     later than it was traced.
     """
     return _context(name)
 
 
-def is_for_tpu() -> bool:
+def is_for_tpu():
     """Tell whether a program is traced for TPUs: where JAX's default backend is one, or
     by `implementation("tpu")`.
     """
@@ -94,12 +93,12 @@ def is_for_tpu() -> bool:
     )
 
 
-def selected() -> str | None:
+def selected():
     """Return the name given to the innermost `implementation`, or None."""
     return _context.value
 
 
-def parsed(value: str) -> frozenset[str]:
+def parsed(value):
     """Return the ops that a value of JAXFP8_DISABLE names, separated by commas.
 
     Raises:
@@ -121,14 +120,14 @@ def parsed(value: str) -> frozenset[str]:
 _disabled = parsed(os.environ.get(VARIABLE, ""))
 
 
-def why_disabled(op: str) -> str | None:
+def why_disabled(op):
     """Return the reason if the custom call of `op` is switched off, a clause; else
     None.
     """
     return f"{VARIABLE} names {op}" if op in _disabled else None
 
 
-def missing_by_choice(op: str) -> Missing | None:
+def missing_by_choice(op):
     """Return `why_disabled` as a `Missing`, for lowering rules."""
     if clause := why_disabled(op):
         return Missing(
@@ -139,7 +138,7 @@ def missing_by_choice(op: str) -> Missing | None:
     return None
 
 
-def local_gpus() -> list:
+def local_gpus():
     """Return the NVIDIA GPUs that JAX sees."""
     try:
         return jax.devices("cuda")
@@ -147,7 +146,7 @@ def local_gpus() -> list:
         return []
 
 
-def backend() -> str:
+def backend():
     """Return the platform of this process, as programs are lowered for it: JAX calls
     both CUDA and ROCm "gpu".
     """
@@ -157,14 +156,14 @@ def backend() -> str:
     return "cuda" if local_gpus() else "rocm"
 
 
-def gpus(ctx) -> list:
+def gpus(ctx):
     """Return the GPUs that the program of a lowering rule is for, else those of this
     machine.
     """
     return _compat.gpus_of(ctx) or local_gpus()
 
 
-def capability(gpu) -> tuple[int, ...]:
+def capability(gpu):
     """Return `(major, minor)` of an NVIDIA GPU; `()` for another GPU, such as AMD's
     "gfx942", or an unknown one.
     """
@@ -172,7 +171,7 @@ def capability(gpu) -> tuple[int, ...]:
     return () if match is None else tuple(map(int, match.groups()))
 
 
-def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
+def missing_on(gpus, *, cublaslt):
     """Return what keeps a CUDA custom call from running on these GPUs.
 
     Without a GPU a program is compiled ahead of time, for GPUs that are assumed to have
@@ -214,7 +213,7 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
     return None
 
 
-def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
+def _runs(architecture, capability):
     """Tell whether code such as `sm_89` runs: on its generation from its version on,
     with an `a` on its version.
     """
@@ -228,7 +227,7 @@ def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
     )
 
 
-def warn(reason: str, instead: str = _WITHOUT) -> None:
+def warn(reason, instead=_WITHOUT):
     """Warn once for each reason that programs run without custom calls."""
     if _listeners:
         _listeners[-1].append(reason)
@@ -238,7 +237,7 @@ def warn(reason: str, instead: str = _WITHOUT) -> None:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[str]]:
+def listening():
     """Collect the reasons that programs lowered inside would warn of, each once, in
     place of the warnings.
     """
@@ -251,7 +250,7 @@ def listening() -> Iterator[list[str]]:
         reasons[:] = dict.fromkeys(reasons)
 
 
-def driver() -> str:
+def driver():
     """Return the version of NVIDIA's driver; empty where there is none."""
     version = Path("/proc/driver/nvidia/version")
     match = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")

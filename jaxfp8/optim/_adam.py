@@ -186,10 +186,7 @@ def adamw(
 
         for is_written, group in _groups(quantized, written):
             results |= _step_by_op(
-                group,
-                is_written,
-                functools.partial(numbers, count, rate, factor),
-                keys,
+                group, is_written, functools.partial(numbers, count, rate, factor), keys
             )
 
         # 4. Decay and scale what is an update yet.
@@ -255,7 +252,7 @@ class _Leaf(NamedTuple):
     decay: ArrayLike
 
 
-def _leaves(name, grads, inner, params, decay, mask) -> tuple[list[_Leaf], Any]:
+def _leaves(name, grads, inner, params, decay, mask):
     """Return the leaves of all trees of a step, and the structure of the trees."""
     paths = [
         jax.tree_util.keystr(path)
@@ -282,7 +279,7 @@ def _leaves(name, grads, inner, params, decay, mask) -> tuple[list[_Leaf], Any]:
     return [_Leaf(*leaf) for leaf in parts], treedef
 
 
-def _step_by_optax(small, leaves, count, factor) -> dict[int, tuple]:
+def _step_by_optax(small, leaves, count, factor):
     """Return `(update, mu, nu)` of leaves by their numbers; `factor`, unless it is
     None, clips the gradients.
     """
@@ -295,7 +292,7 @@ def _step_by_optax(small, leaves, count, factor) -> dict[int, tuple]:
     return {leaf.number: r for leaf, r in zip(leaves, results, strict=True)}
 
 
-def _step_by_op(leaves, is_written, numbers, keys) -> dict[int, tuple]:
+def _step_by_op(leaves, is_written, numbers, keys):
     """Return `(out, mu, nu)` of leaves with moments in FP8 by their numbers.
 
     Args:
@@ -325,7 +322,7 @@ def _step_by_op(leaves, is_written, numbers, keys) -> dict[int, tuple]:
     return results
 
 
-def _decayed(leaf: _Leaf, update, rate, applies):
+def _decayed(leaf, update, rate, applies):
     """Return the update with decay and rate, or with `applies` the next parameter, in
     the dtype in which optax adds a parameter and its update.
     """

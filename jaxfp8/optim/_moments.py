@@ -24,7 +24,7 @@ _INF_CODE = np.uint8(0xFF)
 _INF_BITS, _NEGATIVE_NAN_BITS = np.uint32(0x7F800000), np.uint32(0xFFC00000)
 
 
-def block_axis(shape: tuple[int, ...]) -> int:
+def block_axis(shape):
     """Return the axis along which blocks lie: the last axis with at least 64 elements,
     else the last largest axis.
 
@@ -39,13 +39,13 @@ def block_axis(shape: tuple[int, ...]) -> int:
     )
 
 
-def amax_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def amax_shape(shape):
     """Return the shape of an array with one number for each block."""
     axis = block_axis(shape)
     return (*shape[:axis], -(-shape[axis] // ops.MOMENT_BLOCK), *shape[axis + 1 :])
 
 
-def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def block_sharding(sharding, shape):
     """Return the sharding of an array with one number for each block of a moment.
 
     Axes of the mesh that do not divide the number of blocks are left out.
@@ -106,7 +106,7 @@ class SquaredMoment(Moment):
 
 # which has a mesh of type Explicit, without `jax.set_mesh`
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def encode(kind: type[Moment], x: jax.Array) -> Moment:
+def encode(kind, x):
     """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round
     to nearest.
     """
@@ -126,7 +126,7 @@ def encode(kind: type[Moment], x: jax.Array) -> Moment:
     return encode_changes(zeros, x, None)
 
 
-def decode(moment: Moment) -> jax.Array:
+def decode(moment):
     """Compute the f32 elements of a moment, also of a stack of moments that `jax.vmap`
     made.
 
@@ -148,7 +148,7 @@ def decode(moment: Moment) -> jax.Array:
     )
 
 
-def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> Moment:
+def encode_changes(moment, after, keys):
     """Quantize the blocks of `after` that differ from the decoded `moment`; keep the
     codes of the other blocks.
 

@@ -153,7 +153,7 @@ def quantized(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def refuse_state(where: str, params) -> None:
+def refuse_state(where, params):
     """Raise for FP8 state among the parameters: the optimizer would step on it."""
     flat = _state_tree.flatten(params)
     if positions := flat.positions():
@@ -165,7 +165,7 @@ def refuse_state(where: str, params) -> None:
         )
 
 
-def check_min_size(function: str, min_size: Any) -> None:
+def check_min_size(function, min_size):
     """Raise a TypeError in the name of `function` if `min_size` is no int."""
     try:
         operator.index(min_size)
@@ -177,7 +177,7 @@ def check_min_size(function: str, min_size: Any) -> None:
         ) from error
 
 
-def to_seed(function: str, seed: Any) -> int:
+def to_seed(function, seed):
     """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it is
     no int.
     """
@@ -191,7 +191,7 @@ def to_seed(function: str, seed: Any) -> int:
         ) from error
 
 
-def leaf_key(seed: int, step: jax.Array, leaf: int | np.ndarray) -> jax.Array:
+def leaf_key(seed, step, leaf):
     """Return the key u32, in the shape of `leaf`, from which the random bits of a
     moment in one update are made.
 
@@ -207,7 +207,7 @@ def leaf_key(seed: int, step: jax.Array, leaf: int | np.ndarray) -> jax.Array:
     return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))
 
 
-def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def block_keys(key, shape):
     """Return a key for each block of a moment of `shape`, u32 in the shape of its
     amaxes.
 
@@ -312,11 +312,11 @@ def dequantize_state(opt_state: Any) -> Any:
     return jax.tree.map(dequantize, opt_state, is_leaf=_is_quantized_state)
 
 
-def _is_quantized_state(node) -> bool:
+def _is_quantized_state(node):
     return isinstance(node, QuantizedState)
 
 
-def dequantize_moments(tree: Any) -> Any:
+def dequantize_moments(tree):
     """Decode the moments in FP8 of a tree."""
 
     def decode_moment(x):
@@ -325,7 +325,7 @@ def dequantize_moments(tree: Any) -> Any:
     return jax.tree.map(decode_moment, tree, is_leaf=is_moment)
 
 
-def map_moments(function, tree, table: Table) -> Any:
+def map_moments(function, tree, table):
     """Apply `function(kind, leaf)` to the leaves of the fields that the table names; a
     Moment is one leaf.
     """
@@ -345,9 +345,7 @@ def map_moments(function, tree, table: Table) -> Any:
     return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
 
 
-def check(
-    function: str, state: Any, table: Table, min_size: int, inner: type | None = None
-) -> None:
+def check(function, state, table, min_size, inner=None):
     """Raise a ValueError in the name of `function` unless `state` is a QuantizedState
     with this table and `min_size`.
 
@@ -391,12 +389,12 @@ def check(
     map_moments(check_leaf, state.inner, table)
 
 
-def leaves(tree: Any) -> list:
+def leaves(tree):
     """Return the leaves of a tree; a Moment is one leaf."""
     return jax.tree.leaves(tree, is_leaf=is_moment)
 
 
-def is_moment(node: Any) -> bool:
+def is_moment(node):
     return isinstance(node, Moment)
 
 
@@ -404,11 +402,11 @@ def _is_leaf(node):
     return is_moment(node) or _is_variable(node)
 
 
-def _is_variable(node) -> bool:
+def _is_variable(node):
     return hasattr(node, "get_raw_value")  # a Variable of Flax NNX
 
 
-def _keep_whole(variable, axis) -> None:
+def _keep_whole(variable, axis):
     """Take the mesh axes of `axis` out of a Variable's annotations, which it has from a
     parameter of another shape.
     """
@@ -432,7 +430,7 @@ def _keep_whole(variable, axis) -> None:
     )
 
 
-def is_large(x: Any, min_size: int) -> bool:
+def is_large(x, min_size):
     """Return whether a leaf is an array of floats with `min_size` elements or more."""
     return (
         jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)

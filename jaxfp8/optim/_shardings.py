@@ -78,7 +78,7 @@ def shardings(opt_state: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, opt_state, is_leaf=is_moment)
 
 
-def _names(path) -> tuple[str, ...]:
+def _names(path):
     """Return a path without the kinds of its keys, which differ in a state that was
     restored, and without boxes.
     """
@@ -155,7 +155,7 @@ def memory(opt_state: Any, params: Any) -> Memory:
     )
 
 
-def _row(kind, parameters, group) -> dict[str, Any]:
+def _row(kind, parameters, group):
     elements = sum(
         math.prod(np.shape(leaf.data if isinstance(leaf, Moment) else leaf))
         for leaf in group
