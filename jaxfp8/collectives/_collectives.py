@@ -87,27 +87,22 @@ def all_to_all(
             which elements share scales.
     """
     op = "all_to_all"
-    split_axis, concat_axis = (
-        _axis(op, "split_axis", split_axis, x),
-        _axis(op, "concat_axis", concat_axis, x),
-    )
+    split_axis = _axis(op, "split_axis", split_axis, x)
+    concat_axis = _axis(op, "concat_axis", concat_axis, x)
     names = _names(axis_name)
-    send, send_back = (
-        _call(
+
+    def exchange(split, concat):
+        return _call(
             lax.all_to_all,
             axis_name=names,
-            split_axis=first,
-            concat_axis=second,
+            split_axis=split,
+            concat_axis=concat,
             tiled=tiled,
         )
-        for first, second in ((split_axis, concat_axis), (concat_axis, split_axis))
-    )
-    return transfer(
-        Collective(op, names, send, send_back, (split_axis, concat_axis)),
-        x,
-        recipe,
-        state,
-    )
+
+    axes = split_axis, concat_axis
+    both = Collective(op, names, exchange(*axes), exchange(*axes[::-1]), axes)
+    return transfer(both, x, recipe, state)
 
 
 def all_gather(
@@ -144,12 +139,8 @@ def all_gather(
     send_back = _call(
         lax.psum_scatter, axis_name=names, scatter_dimension=axis, tiled=tiled
     )
-    return transfer(
-        Collective("all_gather", names, send, send_back, (axis,), sums_back=True),
-        x,
-        recipe,
-        state,
-    )
+    both = Collective("all_gather", names, send, send_back, (axis,), sums_back=True)
+    return transfer(both, x, recipe, state)
 
 
 @functools.cache
@@ -214,10 +205,8 @@ def transfer(collective, x, recipe, state):
         recipe, state = HighPrecision(pipeline_axes=()), None
     quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # an array without elements leaves the state as it is
-        quantizers, state = (
-            HighPrecision().quantizers(),
-            DotGeneralState(None, None, None),
-        )
+        quantizers = HighPrecision().quantizers()
+        state = DotGeneralState(None, None, None)
     both = _Transfer(
         collective, quantizers, AmaxReduction.for_recipe(recipe), _support.selected()
     )
@@ -225,11 +214,9 @@ def transfer(collective, x, recipe, state):
     # examples that share it, by max; JAX would add them up.
     source, codes = _compiled(both, x, vmapped_state(read(quantizers, state), x))
     # Codes have no derivative: the gradient goes to the source.
-    return (
-        QTensor(source, None)
-        if codes is None
-        else dataclasses.replace(lax.stop_gradient(codes), source=source)
-    )
+    if codes is None:
+        return QTensor(source, None)
+    return dataclasses.replace(lax.stop_gradient(codes), source=source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +266,9 @@ class _Transfer:
         # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one
         #    scale is repeated for each row.
         rows, is_one = q.shape[:-1], q.has_one_scale
-        scales = (
-            jnp.broadcast_to(q.scale_inv, (math.prod(rows), 1))
-            if is_one
-            else q.scale_inv
-        )
+        scales, block = q.scale_inv, q.block
+        if is_one:
+            scales, block = jnp.broadcast_to(scales, (math.prod(rows), 1)), (1, None)
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
             raise ValueError(
                 f"{self.collective.name}: recipe: expected one scale for the tensor "
@@ -294,7 +279,7 @@ class _Transfer:
                 "recipe with one scale, such as Float8CurrentScaling()"
             )
         moved = _as_bytes(send, scales.reshape(*rows, -1))
-        return moved.reshape(-1, moved.shape[-1]), (1, None) if is_one else q.block
+        return moved.reshape(-1, moved.shape[-1]), block
 
 
 def _as_bytes(send, x):
@@ -303,9 +288,7 @@ def _as_bytes(send, x):
     """
     if x.dtype.itemsize > 1:
         return send(x)
-    return lax.bitcast_convert_type(
-        send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype
-    )
+    return send(x.view(jnp.uint8)).view(x.dtype)
 
 
 def _forward(both, x, state, has_backward):
@@ -349,11 +332,9 @@ def _transfer_bwd(both, residuals, cotangents):
     # value.
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
-    quantizer = (
-        HighPrecisionQuantizer()
-        if both.collective.sums_back
-        else both.quantizers.output_grad
-    )
+    quantizer = both.quantizers.output_grad
+    if both.collective.sums_back:
+        quantizer = HighPrecisionQuantizer()
     with _support.using(both.implementation):
         dx, _, grad = both.move(
             both.collective.send_back, quantizer, ct, grad_scale, x.value.dtype

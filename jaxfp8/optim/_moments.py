@@ -32,11 +32,9 @@ def block_axis(shape):
     token, whose moments are similar.
     """
     wide = [axis for axis, size in enumerate(shape) if size >= _NARROWEST]
-    return (
-        wide[-1]
-        if wide
-        else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
-    )
+    if wide:
+        return wide[-1]
+    return max(range(len(shape)), key=lambda axis: (shape[axis], axis))
 
 
 def amax_shape(shape):
@@ -57,11 +55,8 @@ def block_sharding(sharding, shape):
 
     def divisible(size, axes):
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        return (
-            axes
-            if size % math.prod(sharding.mesh.shape[name] for name in names) == 0
-            else None
-        )
+        devices = math.prod(sharding.mesh.shape[name] for name in names)
+        return axes if size % devices == 0 else None
 
     return NamedSharding(
         sharding.mesh, PartitionSpec(*map(divisible, shape, sharding.spec))
@@ -141,11 +136,7 @@ def decode(moment):
     x = ops.decode_moment(*moment, axis=axis)
     if not isinstance(moment, SquaredMoment):
         return x
-    return jnp.where(
-        lax.bitcast_convert_type(moment.data, jnp.uint8) == _INF_CODE,
-        np.float32(np.inf),
-        x,
-    )
+    return jnp.where(moment.data.view(jnp.uint8) == _INF_CODE, np.float32(np.inf), x)
 
 
 def encode_changes(moment, after, keys):
@@ -166,10 +157,8 @@ def encode_changes(moment, after, keys):
     if squared:
         # The sum of squares that overflows is Inf, by which a parameter does not move.
         # Codes have no Inf, squares no sign: a NaN with a sign stands for it.
-        bits = lax.bitcast_convert_type(after, jnp.uint32)
-        after = lax.bitcast_convert_type(
-            jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits), jnp.float32
-        )
+        bits = after.view(jnp.uint32)
+        after = jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits).view(jnp.float32)
     return type(moment)(
         *ops.encode_moment(*moment, after, keys, squared=squared, axis=axis)
     )

@@ -165,30 +165,29 @@ def refuse_state(where, params):
         )
 
 
-def check_min_size(function, min_size):
-    """Raise a TypeError in the name of `function` if `min_size` is no int."""
+def to_int(function, name, value, advice):
+    """Return an int; raise a TypeError in the name of `function` if it is none."""
     try:
-        operator.index(min_size)
+        return operator.index(value)
     except TypeError as error:
         raise TypeError(
-            f"{function}: min_size: expected an int, got {min_size!r}; pass the number "
-            "of elements from which on a moment is quantized, and to "
-            'optax.inject_hyperparams static_args=("min_size", "seed")'
+            f"{function}: {name}: expected an int, got {value!r}; pass {advice}, and "
+            'to optax.inject_hyperparams static_args=("min_size", "seed")'
         ) from error
+
+
+def check_min_size(function, min_size):
+    """Raise a TypeError in the name of `function` if `min_size` is no int."""
+    advice = "the number of elements from which on a moment is quantized"
+    to_int(function, "min_size", min_size, advice)
 
 
 def to_seed(function, seed):
     """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it is
     no int.
     """
-    try:
-        return operator.index(seed) % 2**32
-    except TypeError as error:
-        raise TypeError(
-            f"{function}: seed: expected an int, got {seed!r}; pass a number of your "
-            "choice, such as seed=0, and to optax.inject_hyperparams "
-            'static_args=("min_size", "seed")'
-        ) from error
+    advice = "a number of your choice, such as seed=0"
+    return to_int(function, "seed", seed, advice) % 2**32
 
 
 def leaf_key(seed, step, leaf):
@@ -352,9 +351,9 @@ def check(function, state, table, min_size, inner=None):
     A state that was restored from the checkpoint of another transformation fails here.
     The state in it is of the class `inner`; None is any class.
     """
-    kinds = [type(state)] + (
-        [type(state.inner)] if isinstance(state, QuantizedState) and inner else []
-    )
+    kinds = [type(state)]
+    if inner and isinstance(state, QuantizedState):
+        kinds.append(type(state.inner))
     expected = [QuantizedState, inner][: len(kinds)]
     if kinds != expected:
         got, right = (
@@ -415,11 +414,9 @@ def _keep_whole(variable, axis):
         if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, whole(sharding.spec))
         names = [None if i == axis else name for i, name in enumerate(sharding)]
-        return (
-            PartitionSpec(*names)
-            if isinstance(sharding, PartitionSpec)
-            else tuple(names)
-        )
+        if isinstance(sharding, PartitionSpec):
+            return PartitionSpec(*names)
+        return tuple(names)
 
     metadata = variable.get_metadata()
     annotations = {
