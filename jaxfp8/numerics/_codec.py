@@ -212,5 +212,5 @@ def decode(data, scale_inv, dtype):
     if dtype == jnp.bfloat16:
         odd = (bits >> 16) & 1
         rounded = jnp.where(is_nan, _QUIET_NAN_BITS, bits + 0x7FFF + odd) >> 16
-        return lax.bitcast_convert_type(rounded.astype(jnp.int16), dtype)
+        return rounded.astype(jnp.int16).view(dtype)
     return from_bits(bits).astype(dtype)

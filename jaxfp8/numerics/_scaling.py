@@ -59,17 +59,15 @@ def _full(x, value, dtype):
     )
     if is_small:
         return np.full(x.shape, value, dtype)
-    return (
-        jnp.broadcast_to(np.asarray(value, dtype), x.shape)
-        if np.ndim(value)
-        else lax.full_like(x, value, dtype)
-    )
+    if np.ndim(value):
+        return jnp.broadcast_to(np.asarray(value, dtype), x.shape)
+    return lax.full_like(x, value, dtype)
 
 
 def positive_finite(x):
     """Return whether `0 < x < inf`, subnormals included."""
     # unsigned: negative numbers and NaN are above inf
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = x.view(jnp.uint32)
     below_zero = bits - _full(bits, 1, np.uint32)  # 0 wraps around
     return lax.lt(below_zero, _full(bits, _INF_BITS - 1, np.uint32))
 
@@ -80,7 +78,7 @@ def below_zero(x):
     No training step makes such state: an optimizer has stepped on it.
     """
     # -0 and negative NaN are just outside
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    bits = x.astype(jnp.float32).view(jnp.uint32)
     return lax.lt(
         bits - _full(bits, 0x80000001, np.uint32), _full(bits, _INF_BITS, np.uint32)
     )

@@ -59,21 +59,18 @@ def abs_max(x, axis):
     # begin with the same conversion. `is_finite` is not the comparison in `encode`: if
     # both were one, XLA would quantize the slices of stacked kernels twice, in two
     # shapes, and with no |x| in common it would read float32 kernels twice.
-    x = x.astype(jnp.float32)
-    return jnp.max(
-        jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)),
-        axis=axis,
-        initial=0,
-    )
+    return jnp.max(_magnitudes(x.astype(jnp.float32)), axis=axis, initial=0)
+
+
+def _magnitudes(x):
+    return jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf))
 
 
 def larger(x, y):
     """Compute the larger magnitude of each element of two f32 arrays; NaN counts as
     infinite.
     """
-    return jnp.maximum(
-        *(jnp.where(lax.is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y))
-    )
+    return jnp.maximum(_magnitudes(x), _magnitudes(y))
 
 
 def abs_max_by_parts(x):
@@ -90,9 +87,8 @@ def abs_max_by_parts(x):
         jnp.where(lax.is_finite(part), jnp.abs(part), jnp.inf)
         for part in jnp.split(x, _PARTS)
     ]
-    return jnp.max(functools.reduce(jnp.maximum, magnitudes), initial=0).astype(
-        jnp.float32
-    )
+    largest = functools.reduce(jnp.maximum, magnitudes)
+    return jnp.max(largest, initial=0).astype(jnp.float32)
 
 
 # Pairs: arrays `[..., 2, n]`, such as the kernels of gate and up side by side. JAX lays
@@ -172,8 +168,8 @@ def each(numbers, axis):
         return jnp.moveaxis(elements, -1, axis)
     rest, parts = numbers.astype(jnp.float32), []
     for _ in range(3):
-        upper_bits = lax.bitcast_convert_type(rest, jnp.int32) & -0x10000
-        parts.append(lax.bitcast_convert_type(upper_bits, jnp.float32))
+        upper_bits = rest.view(jnp.int32) & -0x10000
+        parts.append(upper_bits.view(jnp.float32))
         rest = rest - parts[-1]
     part, element = (
         lax.broadcasted_iota(jnp.int32, (3 * count, BLOCK * count), i) for i in range(2)

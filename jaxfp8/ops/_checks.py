@@ -80,10 +80,8 @@ def scale(op, name, x):
 
 def quantizer_operands(op, scale_value, amax):
     """Return the arguments `scale` and, unless it is None, `amax`: each f32[1]."""
-    return [
-        scale(op, "scale", scale_value),
-        *([] if amax is None else [scale(op, "amax", amax)]),
-    ]
+    amaxes = [] if amax is None else [scale(op, "amax", amax)]
+    return [scale(op, "scale", scale_value), *amaxes]
 
 
 def flag(op, name, value):
@@ -91,6 +89,12 @@ def flag(op, name, value):
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{op}: {name}: expected a bool, got {value!r}")
     return bool(value)
+
+
+def one_of(op, name, value, allowed):
+    """Raise a ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
 
 
 def group_sizes(op, x):

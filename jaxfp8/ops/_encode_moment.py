@@ -141,7 +141,7 @@ class _DecodeMoment(_Moment):
 
     def reference(self, data, amax, exponent, vmap_dims, spec):
         axis = spec.axis
-        codes = split(lax.bitcast_convert_type(data, jnp.uint8), axis)
+        codes = split(data.view(jnp.uint8), axis)
         values = decoded(codes, each_amax(amax, axis), each(exponent, axis))
         return (join(values, axis, data.shape),)
 
@@ -173,9 +173,7 @@ class _EncodeMoment(_Moment):
         # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
         #    storing what its decoding, this step and the next have in common, which
         #    would be more bytes than the moment.
-        codes, after = lax.optimization_barrier(
-            (lax.bitcast_convert_type(data, jnp.uint8), after)
-        )
+        codes, after = lax.optimization_barrier((data.view(jnp.uint8), after))
         keep, top, bottom = changes_and_span(
             split(codes, axis), amax, exponent, split(after, axis), axis
         )
@@ -189,7 +187,7 @@ class _EncodeMoment(_Moment):
             split(after, axis), top, bottom, keys[0] if keys else None, squared, axis
         )
         codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
-        data = lax.bitcast_convert_type(join(codes, axis, data.shape), data.dtype)
+        data = join(codes, axis, data.shape).view(data.dtype)
         return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
 
     def cpu(self, *operands, vmap_dims, spec):

@@ -162,13 +162,11 @@ def _build_report():
     """Return `{module: line of the build}`. An editable install has two folders: the
     sources and the built modules.
     """
-    files = (Path(folder) / "_modules.txt" for folder in sys.modules[_PACKAGE].__path__)
-    lines = [
-        line
-        for file in files
-        if file.exists()
-        for line in file.read_text().splitlines()
-    ]
+    lines = []
+    for folder in sys.modules[_PACKAGE].__path__:
+        file = Path(folder) / "_modules.txt"
+        if file.exists():
+            lines += file.read_text().splitlines()
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
@@ -179,18 +177,14 @@ def _load(platform):
     name = f"_{platform.lower()}"
     try:
         module = _load_module(name)
-        registrations = module.registrations()
-        targets = {
-            target: registrations.get(target)
-            for target in map(target_name, _TARGETS[platform])
-        }
+        handlers = module.registrations()
+        targets = list(map(target_name, _TARGETS[platform]))
         # A module of an older build lacks a target, or has it under another version.
         # Its contract differs, so nothing of this module may be called.
-        if lacking := [
-            target for target, handler in targets.items() if handler is None
-        ]:
+        lacking = ", ".join(target for target in targets if target not in handlers)
+        if lacking:
             raise Unavailable(
-                f"does not load: built from other sources, without {', '.join(lacking)}"
+                f"does not load: built from other sources, without {lacking}"
             )
     except Unavailable as error:
         _errors[platform] = str(error)
@@ -201,8 +195,8 @@ def _load(platform):
         return False
     # Targets are registered all together or not at all, so that no program meets half
     # of a library.
-    for target, handler in targets.items():
-        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    for target in targets:
+        jax.ffi.register_ffi_target(target, handlers[target], platform=platform)
     _loaded[platform] = module
     return True
 
@@ -211,24 +205,11 @@ def libraries():
     """Return a `Library` for each platform, whether or not its module is loaded."""
     rows = []
     for platform, ops in _TARGETS.items():
-        path = module_path(f"_{platform.lower()}")
-        rows.append(
-            Library(
-                platform.lower(),
-                path,
-                _errors.get(platform, ""),
-                _built_for(platform),
-                tuple(ops),
-            )
-        )
+        name = platform.lower()
+        error, built_for = _errors.get(platform, ""), _built_for(platform)
+        row = name, module_path(f"_{name}"), error, built_for, tuple(ops)
+        rows.append(Library(*row))
     return rows
-
-
-def error(platform):
-    """Return why the module of `"cpu"` or `"cuda"` is not loaded, a clause."""
-    return next(
-        library.error for library in libraries() if library.platform == platform
-    )
 
 
 def _built_for(platform):
@@ -263,6 +244,15 @@ def has_cuda_kernels() -> bool:
     return _has_cuda_kernels
 
 
+def is_loaded(platform):
+    """Tell whether the module of `"cpu"` or `"cuda"` is in use; no other platform has
+    one.
+    """
+    if platform == "cpu":
+        return has_cpu_kernels
+    return platform == "cuda" and has_cuda_kernels()
+
+
 def call(op, results, *operands, aliases=None, **attributes):
     """Make one custom call.
 
@@ -275,14 +265,12 @@ def call(op, results, *operands, aliases=None, **attributes):
         **attributes: Python bools and strings, NumPy scalars or arrays of one
             dimension, whose dtypes handlers check.
     """
-    return jax.ffi.ffi_call(
-        target_name(op),
-        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results],
-        input_output_aliases=aliases,
-    )(
-        *operands,
-        **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()},
-    )
+    types = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results]
+    for name, value in attributes.items():
+        if isinstance(value, bool):
+            attributes[name] = np.bool_(value)
+    function = jax.ffi.ffi_call(target_name(op), types, input_output_aliases=aliases)
+    return function(*operands, **attributes)
 
 
 def cublaslt_version():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from .._jax import _compat, _warnings
-from . import _ffi
+from . import _checks, _ffi
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
@@ -35,7 +35,7 @@ class Missing(NamedTuple):
     Attributes:
         reason: a clause that says why.
         hardware: whether only the reference can run; else only cuBLASLt is missing.
-        instead: a clause for the warning, which says what runs.
+        instead: a clause for the warning, which says what runs; empty for no warning.
     """
 
     reason: str
@@ -62,16 +62,13 @@ def implementation(name: str):
         ValueError: unknown `name`.
         RuntimeError: `"ffi"` where no compiled module is loaded.
     """
-    if name not in _CHOICES:
-        raise ValueError(
-            f"implementation: name: expected one of {_CHOICES}, got {name!r}"
-        )
+    _checks.one_of("implementation", "name", name, _CHOICES)
     # Refuse what no platform of this process can do. For one platform of several the
     # lowering rule refuses.
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
         raise RuntimeError(
             'implementation("ffi"): no compiled module is loaded; for CPUs: '
-            f"{_ffi.error('cpu')}"
+            f"{_ffi.libraries()[0].error}"
         )
     with using(name):
         yield
@@ -88,9 +85,7 @@ def is_for_tpu():
     """Tell whether a program is traced for TPUs: where JAX's default backend is one, or
     by `implementation("tpu")`.
     """
-    return selected() == "tpu" or (
-        selected() is None and jax.default_backend() == "tpu"
-    )
+    return (selected() or jax.default_backend()) == "tpu"
 
 
 def selected():
@@ -129,13 +124,9 @@ def why_disabled(op):
 
 def missing_by_choice(op):
     """Return `why_disabled` as a `Missing`, for lowering rules."""
-    if clause := why_disabled(op):
-        return Missing(
-            clause,
-            True,
-            "the jnp reference runs: same results within their bounds, slower",
-        )
-    return None
+    clause = why_disabled(op)
+    instead = "the jnp reference runs: same results within their bounds, slower"
+    return clause and Missing(clause, True, instead)
 
 
 def local_gpus():
@@ -171,6 +162,11 @@ def capability(gpu):
     return () if match is None else tuple(map(int, match.groups()))
 
 
+def capabilities(gpus):
+    """Return the compute capabilities of GPUs, as far as they are known."""
+    return set(map(capability, gpus)) - {()}
+
+
 def missing_on(gpus, *, cublaslt):
     """Return what keeps a CUDA custom call from running on these GPUs.
 
@@ -181,24 +177,19 @@ def missing_on(gpus, *, cublaslt):
         gpus: anything with a `device_kind` and a `compute_capability`.
         cublaslt: whether the call needs cuBLASLt.
     """
+    built = _ffi.cuda_architectures()
+    need = ".".join(map(str, _MIN_CAPABILITY))
     for gpu in gpus:
-        if () < capability(gpu) < _MIN_CAPABILITY:
-            have, need = (
-                ".".join(map(str, version))
-                for version in (capability(gpu), _MIN_CAPABILITY)
-            )
+        version = capability(gpu)
+        have = ".".join(map(str, version))
+        if () < version < _MIN_CAPABILITY:
             return Missing(
                 f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} "
                 "or newer",
                 True,
             )
-        built = _ffi.cuda_architectures()
-        if (
-            capability(gpu)
-            and built
-            and not any(_runs(architecture, capability(gpu)) for architecture in built)
-        ):
-            have = ".".join(map(str, capability(gpu)))
+        runs = any(_runs(architecture, version) for architecture in built)
+        if version and built and not runs:
             return Missing(
                 f"{gpu.device_kind} has compute capability {have}, the CUDA library "
                 f"has code for {', '.join(built)}; add yours to "
@@ -217,14 +208,12 @@ def _runs(architecture, capability):
     """Tell whether code such as `sm_89` runs: on its generation from its version on,
     with an `a` on its version.
     """
-    number, is_specific = (
-        architecture.removeprefix("sm_").rstrip("af"),
-        architecture.endswith("a"),
-    )
+    number = architecture.removeprefix("sm_").rstrip("af")
     major, minor = int(number[:-1]), int(number[-1])
-    return capability[0] == major and (
-        capability[1] == minor if is_specific else capability[1] >= minor
-    )
+    if capability[:1] != (major,):
+        return False
+    is_specific = architecture.endswith("a")
+    return capability[1] == minor if is_specific else capability[1] >= minor
 
 
 def warn(reason, instead=_WITHOUT):
