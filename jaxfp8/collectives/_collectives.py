@@ -26,7 +26,6 @@ from ..recipes import (
     HighPrecisionQuantizer,
     OperandOptions,
     QTensor,
-    Quantizer,
     Recipe,
     cotangent,
     read,
@@ -88,27 +87,22 @@ def all_to_all(
             which elements share scales.
     """
     op = "all_to_all"
-    split_axis, concat_axis = (
-        _axis(op, "split_axis", split_axis, x),
-        _axis(op, "concat_axis", concat_axis, x),
-    )
+    split_axis = _axis(op, "split_axis", split_axis, x)
+    concat_axis = _axis(op, "concat_axis", concat_axis, x)
     names = _names(axis_name)
-    send, send_back = (
-        _call(
+
+    def exchange(split, concat):
+        return _call(
             lax.all_to_all,
             axis_name=names,
-            split_axis=first,
-            concat_axis=second,
+            split_axis=split,
+            concat_axis=concat,
             tiled=tiled,
         )
-        for first, second in ((split_axis, concat_axis), (concat_axis, split_axis))
-    )
-    return transfer(
-        Collective(op, names, send, send_back, (split_axis, concat_axis)),
-        x,
-        recipe,
-        state,
-    )
+
+    axes = split_axis, concat_axis
+    both = Collective(op, names, exchange(*axes), exchange(*axes[::-1]), axes)
+    return transfer(both, x, recipe, state)
 
 
 def all_gather(
@@ -145,28 +139,24 @@ def all_gather(
     send_back = _call(
         lax.psum_scatter, axis_name=names, scatter_dimension=axis, tiled=tiled
     )
-    return transfer(
-        Collective("all_gather", names, send, send_back, (axis,), sums_back=True),
-        x,
-        recipe,
-        state,
-    )
+    both = Collective("all_gather", names, send, send_back, (axis,), sums_back=True)
+    return transfer(both, x, recipe, state)
 
 
 @functools.cache
-def _call(function, **arguments) -> Callable:
+def _call(function, **arguments):
     """Return a partial, the same object for equal arguments: JAX caches programs by
     it.
     """
     return functools.partial(function, **arguments)
 
 
-def _names(axis_name) -> tuple[str, ...]:
+def _names(axis_name):
     """Return mesh axes as a tuple."""
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
-def _axis(op: str, name: str, axis: int, x: ArrayLike, more: int = 0) -> int:
+def _axis(op, name, axis, x, more=0):
     """Return a dimension of x, or of a result with `more` dimensions, counted from the
     front.
     """
@@ -200,12 +190,7 @@ class Collective:
     sums_back: bool = False
 
 
-def transfer(
-    collective: Collective,
-    x: jax.typing.ArrayLike,
-    recipe: Recipe | None,
-    state: DotGeneralState | None,
-) -> QTensor:
+def transfer(collective, x, recipe, state):
     """Quantize x, send its codes, and return the QTensor that arrives."""
     x = _checks.rank(
         collective.name, "x", _checks.high_precision(collective.name, "x", x), 1
@@ -220,25 +205,18 @@ def transfer(
         recipe, state = HighPrecision(pipeline_axes=()), None
     quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # an array without elements leaves the state as it is
-        quantizers, state = (
-            HighPrecision().quantizers(),
-            DotGeneralState(None, None, None),
-        )
+        quantizers = HighPrecision().quantizers()
+        state = DotGeneralState(None, None, None)
     both = _Transfer(
-        collective,
-        quantizers,
-        AmaxReduction.for_recipe(recipe),
-        _support.selected(),
+        collective, quantizers, AmaxReduction.for_recipe(recipe), _support.selected()
     )
     # `read` and `vmapped_state` combine the cotangents of a state's uses, and of
     # examples that share it, by max; JAX would add them up.
     source, codes = _compiled(both, x, vmapped_state(read(quantizers, state), x))
     # Codes have no derivative: the gradient goes to the source.
-    return (
-        QTensor(source, None)
-        if codes is None
-        else dataclasses.replace(lax.stop_gradient(codes), source=source)
-    )
+    if codes is None:
+        return QTensor(source, None)
+    return dataclasses.replace(lax.stop_gradient(codes), source=source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +236,7 @@ class _Transfer:
     reduce: AmaxReduction
     implementation: str | None
 
-    def move(
-        self, send, quantizer: Quantizer, x, scale, dtype
-    ) -> tuple[jax.Array, QTensor | None, QTensor]:
+    def move(self, send, quantizer, x, scale, dtype):
         """Send the codes of x by `send`; return their values in `dtype`, the codes, and
         the QTensor for the next state.
 
@@ -275,7 +251,7 @@ class _Transfer:
         codes = QTensor(data, scale_inv, block=block, power_2_scale=q.power_2_scale)
         return codes.dequantize(dtype), codes, q.for_next_state()
 
-    def send_scales(self, send, q: QTensor, data, quantizer: Quantizer):
+    def send_scales(self, send, q, data, quantizer):
         """Return the scales of the codes `data` that arrived, and their block."""
         # 1. Send no scale where all devices have the same scale: types tell, or the
         #    reduction of amaxes tells.
@@ -290,11 +266,9 @@ class _Transfer:
         # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one
         #    scale is repeated for each row.
         rows, is_one = q.shape[:-1], q.has_one_scale
-        scales = (
-            jnp.broadcast_to(q.scale_inv, (math.prod(rows), 1))
-            if is_one
-            else q.scale_inv
-        )
+        scales, block = q.scale_inv, q.block
+        if is_one:
+            scales, block = jnp.broadcast_to(scales, (math.prod(rows), 1)), (1, None)
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
             raise ValueError(
                 f"{self.collective.name}: recipe: expected one scale for the tensor "
@@ -305,7 +279,7 @@ class _Transfer:
                 "recipe with one scale, such as Float8CurrentScaling()"
             )
         moved = _as_bytes(send, scales.reshape(*rows, -1))
-        return moved.reshape(-1, moved.shape[-1]), (1, None) if is_one else q.block
+        return moved.reshape(-1, moved.shape[-1]), block
 
 
 def _as_bytes(send, x):
@@ -314,12 +288,10 @@ def _as_bytes(send, x):
     """
     if x.dtype.itemsize > 1:
         return send(x)
-    return lax.bitcast_convert_type(
-        send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype
-    )
+    return send(x.view(jnp.uint8)).view(x.dtype)
 
 
-def _forward(both, x, state: DotGeneralState, has_backward):
+def _forward(both, x, state, has_backward):
     """Return the results of `_transfer`, and the residuals
     `(q, scale of the gradient, reading)`.
     """
@@ -360,11 +332,9 @@ def _transfer_bwd(both, residuals, cotangents):
     # value.
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
-    quantizer = (
-        HighPrecisionQuantizer()
-        if both.collective.sums_back
-        else both.quantizers.output_grad
-    )
+    quantizer = both.quantizers.output_grad
+    if both.collective.sums_back:
+        quantizer = HighPrecisionQuantizer()
     with _support.using(both.implementation):
         dx, _, grad = both.move(
             both.collective.send_back, quantizer, ct, grad_scale, x.value.dtype

@@ -11,7 +11,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from . import _tpu
 from ._scaling import from_bits, to_bits
@@ -70,7 +69,7 @@ HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
 Format.E4M3, Format.E5M2, Format.HYBRID = E4M3, E5M2, HYBRID
 
 
-def fp8_max(dtype: DTypeLike) -> float:
+def fp8_max(dtype):
     """Return the largest finite value of an FP8 dtype."""
     return float(jnp.finfo(dtype).max)
 
@@ -213,5 +212,5 @@ def decode(data, scale_inv, dtype):
     if dtype == jnp.bfloat16:
         odd = (bits >> 16) & 1
         rounded = jnp.where(is_nan, _QUIET_NAN_BITS, bits + 0x7FFF + odd) >> 16
-        return lax.bitcast_convert_type(rounded.astype(jnp.int16), dtype)
+        return rounded.astype(jnp.int16).view(dtype)
     return from_bits(bits).astype(dtype)

@@ -11,9 +11,7 @@ loop, into launches of their own.
 """
 
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,7 +24,7 @@ MAX_SCALE = 2.0**126
 MIN_SCALE = 2.0**-126
 
 
-def to_float32(number: float) -> np.float32:
+def to_float32(number):
     """Round a number to float32; also an int that is too large for any float gives
     infinity.
     """
@@ -61,34 +59,32 @@ def _full(x, value, dtype):
     )
     if is_small:
         return np.full(x.shape, value, dtype)
-    return (
-        jnp.broadcast_to(np.asarray(value, dtype), x.shape)
-        if np.ndim(value)
-        else lax.full_like(x, value, dtype)
-    )
+    if np.ndim(value):
+        return jnp.broadcast_to(np.asarray(value, dtype), x.shape)
+    return lax.full_like(x, value, dtype)
 
 
-def positive_finite(x: jax.Array) -> jax.Array:
+def positive_finite(x):
     """Return whether `0 < x < inf`, subnormals included."""
     # unsigned: negative numbers and NaN are above inf
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = x.view(jnp.uint32)
     below_zero = bits - _full(bits, 1, np.uint32)  # 0 wraps around
     return lax.lt(below_zero, _full(bits, _INF_BITS - 1, np.uint32))
 
 
-def below_zero(x: jax.Array) -> jax.Array:
+def below_zero(x):
     """Return whether `-inf <= x < 0`, subnormals included.
 
     No training step makes such state: an optimizer has stepped on it.
     """
     # -0 and negative NaN are just outside
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    bits = x.astype(jnp.float32).view(jnp.uint32)
     return lax.lt(
         bits - _full(bits, 0x80000001, np.uint32), _full(bits, _INF_BITS, np.uint32)
     )
 
 
-def clean(x: jax.Array) -> jax.Array:
+def clean(x):
     """Return state as f32, with 0 in place of an entry that is negative or not
     finite.
     """
@@ -96,7 +92,7 @@ def clean(x: jax.Array) -> jax.Array:
     return lax.select(positive_finite(x), x, np.zeros(x.shape, np.float32))
 
 
-def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
+def abs_max(x, axis=None):
     """Compute the max of |x| as f32, where NaN counts as +inf; 0 for an empty array.
 
     The NaN is counted before the reduction: a float max may lose it (XLA:CPU does for
@@ -109,7 +105,7 @@ def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
     return from_bits(jnp.max(bits, axis=axis, initial=0))
 
 
-def round_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+def round_quotient(x, y):
     """Divide x by y, correctly rounded, for positive normal f32 x and y with a normal
     quotient.
 
@@ -156,7 +152,7 @@ def round_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     return from_bits((exponent << number(23)) + (quotient - number(_HIDDEN_BIT)))
 
 
-def round_sqrt(x: jax.Array) -> jax.Array:
+def round_sqrt(x):
     """Compute the square root, correctly rounded, of an f32 x that is 0 or positive and
     normal; no NaN of a NaN.
 
@@ -174,16 +170,14 @@ def round_sqrt(x: jax.Array) -> jax.Array:
     return from_bits(q_bits + step)
 
 
-def scale_numerator(fp8_max: float, margin: float) -> np.float32:
+def scale_numerator(fp8_max, margin):
     """Return `fp8_max / 2**margin`: with the power of two in the numerator a scale
     takes one division and rounding.
     """
     return np.float32(fp8_max * 2.0**-margin)
 
 
-def amax_to_scale(
-    amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float32 | np.ndarray
-) -> tuple[jax.Array, jax.Array]:
+def amax_to_scale(amax, old_scale_inv, numerator):
     """Return `(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or
     `1 / old_scale_inv`.
 
@@ -222,7 +216,7 @@ def amax_to_scale(
     )
 
 
-def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def floor_to_power_of_two(scale):
     """Round an f32 scale in [2**-126, 2**126] down to a power of two; return
     `(scale, scale_inv)`.
     """

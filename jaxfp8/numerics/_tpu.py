@@ -25,7 +25,7 @@ ONE_DEVICE = ("one", "shard")
 devices = jax.make_user_context(default_value=None)
 
 
-def is_target() -> bool:
+def is_target():
     """Tell whether the program that is traced is for TPUs."""
     return devices.value is not None
 
@@ -59,21 +59,18 @@ def abs_max(x, axis):
     # begin with the same conversion. `is_finite` is not the comparison in `encode`: if
     # both were one, XLA would quantize the slices of stacked kernels twice, in two
     # shapes, and with no |x| in common it would read float32 kernels twice.
-    x = x.astype(jnp.float32)
-    return jnp.max(
-        jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)),
-        axis=axis,
-        initial=0,
-    )
+    return jnp.max(_magnitudes(x.astype(jnp.float32)), axis=axis, initial=0)
+
+
+def _magnitudes(x):
+    return jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf))
 
 
 def larger(x, y):
     """Compute the larger magnitude of each element of two f32 arrays; NaN counts as
     infinite.
     """
-    return jnp.maximum(
-        *(jnp.where(lax.is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y))
-    )
+    return jnp.maximum(_magnitudes(x), _magnitudes(y))
 
 
 def abs_max_by_parts(x):
@@ -90,9 +87,8 @@ def abs_max_by_parts(x):
         jnp.where(lax.is_finite(part), jnp.abs(part), jnp.inf)
         for part in jnp.split(x, _PARTS)
     ]
-    return jnp.max(functools.reduce(jnp.maximum, magnitudes), initial=0).astype(
-        jnp.float32
-    )
+    largest = functools.reduce(jnp.maximum, magnitudes)
+    return jnp.max(largest, initial=0).astype(jnp.float32)
 
 
 # Pairs: arrays `[..., 2, n]`, such as the kernels of gate and up side by side. JAX lays
@@ -101,19 +97,19 @@ def abs_max_by_parts(x):
 # give halves, and what reads the result of a product takes its halves from there.
 
 
-def are_apart(shape: tuple[int, ...], on: str) -> bool:
+def are_apart(shape, on):
     """Tell whether a product with columns of this shape is one with each half, on such
     `devices`.
     """
     return len(shape) == 2 and shape[0] == 2 and on in ONE_DEVICE
 
 
-def halves(x: jax.Array, axis: int = -2) -> list[jax.Array]:
+def halves(x, axis=-2):
     """Return both halves of x, without the dimension of 2."""
     return [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(2)]
 
 
-def joined(parts: list[jax.Array], is_gradient: bool = False) -> jax.Array:
+def joined(parts, is_gradient=False):
     """Stack halves `[..., n]` to `[..., 2, n]`: XLA drops the stack where halves alone
     are read.
 
@@ -154,7 +150,7 @@ BLOCK = 128
 _MAX_BLOCKS = 1024  # of a row, in one product
 
 
-def each(numbers: jax.Array, axis: int) -> jax.Array:
+def each(numbers, axis):
     """Give each element the number of its block, an f32 or an integer below 2**24; no
     bit is below 2**-126.
 
@@ -172,8 +168,8 @@ def each(numbers: jax.Array, axis: int) -> jax.Array:
         return jnp.moveaxis(elements, -1, axis)
     rest, parts = numbers.astype(jnp.float32), []
     for _ in range(3):
-        upper_bits = lax.bitcast_convert_type(rest, jnp.int32) & -0x10000
-        parts.append(lax.bitcast_convert_type(upper_bits, jnp.float32))
+        upper_bits = rest.view(jnp.int32) & -0x10000
+        parts.append(upper_bits.view(jnp.float32))
         rest = rest - parts[-1]
     part, element = (
         lax.broadcasted_iota(jnp.int32, (3 * count, BLOCK * count), i) for i in range(2)
@@ -184,7 +180,7 @@ def each(numbers: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(elements, -1, axis).astype(numbers.dtype)
 
 
-def span(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def span(x, axis):
     """Return the largest and the smallest normal magnitude of each block; 0 and
     infinity where it has none.
     """
@@ -194,7 +190,7 @@ def span(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     return top, _reduce(jnp.min, jnp.where(is_normal, magnitudes, jnp.inf), axis)
 
 
-def all_zero(x: jax.Array, axis: int) -> jax.Array:
+def all_zero(x, axis):
     """Tell of each block whether its integers are 0."""
     return _reduce(jnp.max, (x != 0).astype(jnp.float32), axis) == 0
 

@@ -28,8 +28,13 @@ from ._quantize_blocks import (
 from ._quantize_norm import normalize, quantize_norm
 from ._quantize_transpose import quantize_transpose
 from ._ragged_matmul import ragged_matmul
-from ._reading_numbers import join_recorded, split_reading
-from ._readings import READING_NUMBERS, read_histories, write_histories
+from ._readings import (
+    READING_NUMBERS,
+    join_recorded,
+    read_histories,
+    split_reading,
+    write_histories,
+)
 from ._scaled_matmul import scaled_matmul
 from ._support import implementation
 from ._undo_factors import FACTOR_TOLERANCE, undo_factors

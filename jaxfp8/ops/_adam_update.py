@@ -1,17 +1,17 @@
 """adam_update: a whole step of Adam on moments in FP8, for many leaves at once."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._jax import _compat
-from ..numerics._adam_step import adam_step
+from ..numerics._moment_codec import adam_step
 from . import _ffi
 from ._encode_moment import aligned_blocks, from_rows, moment_names, to_rows
 from ._partition import WHOLE
-from ._primitive import OpOfUnits
+from ._primitive import OpOfUnits, spec_of_units
 
 # The largest number of leaves in one call of `adam_update`, and how many numbers a step
 # of a leaf has.
@@ -42,9 +42,7 @@ class AdamLeaf(NamedTuple):
     numbers: jax.Array
 
 
-def adam_update(
-    leaves: list[AdamLeaf], axes: list[int]
-) -> list[tuple[jax.Array, tuple, tuple]]:
+def adam_update(leaves, axes):
     """Take a step of Adam: decode the moments of leaves, average, compute the updates
     and encode the moments, at once.
 
@@ -68,26 +66,22 @@ def adam_update(
         For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`. In place, where XLA
         finds that it can: p in params, u in grads.
     """
+    from_the_end = [
+        axis - leaf.grads.ndim for leaf, axis in zip(leaves, axes, strict=True)
+    ]
     results = []
     for start in range(0, len(leaves), MAX_LEAVES):
-        call = leaves[start : start + MAX_LEAVES]
-        spec = _AdamSpec(
-            tuple(
-                axis - leaf.grads.ndim
-                for leaf, axis in zip(call, axes[start:], strict=False)
-            ),
-            call[0].params is not None,
-        )
-        # Gradients come last: where XLA would cut them along another axis, results are
-        # cut as what they replace.
-        operands = [
-            x for grads, *rest in map(jax.tree.leaves, call) for x in (*rest, grads)
-        ]
+        part = slice(start, start + MAX_LEAVES)
+        spec = _AdamSpec(tuple(from_the_end[part]), leaves[start].params is not None)
+        operands = []
+        for leaf in leaves[part]:
+            # Gradients come last: where XLA would cut them along another axis, results
+            # are cut as what they replace.
+            grads, *rest = jax.tree.leaves(leaf)
+            operands += [*rest, grads]
         flat = _adam(*operands, spec=spec)
-        results += [
-            (out, tuple(both[:3]), tuple(both[3:]))
-            for out, *both in _batched(flat, _ADAM_RESULTS)
-        ]
+        for out, *both in _batched(flat, _ADAM_RESULTS):
+            results.append((out, tuple(both[:3]), tuple(both[3:])))
     return results
 
 
@@ -107,22 +101,14 @@ class _AdamSpec(NamedTuple):
     applies: bool
 
     @property
-    def operands(self) -> int:
+    def operands(self):
         """The number of operands of a leaf."""
         return 9 + self.applies
 
     def units(self, operand_count):
-        each, results = self.operands, _ADAM_RESULTS
-        return [
-            (
-                list(range(each * i, each * (i + 1))),
-                list(range(results * i, results * (i + 1))),
-            )
-            for i in range(len(self.axes))
-        ]
-
-    def chosen(self, indices):
-        return _AdamSpec(tuple(self.axes[i] for i in indices), self.applies)
+        operands = _batched(range(operand_count), self.operands)
+        results = _batched(range(len(self.axes) * _ADAM_RESULTS), _ADAM_RESULTS)
+        return list(zip(operands, results, strict=True))
 
 
 class _AdamUpdate(OpOfUnits):
@@ -132,67 +118,34 @@ class _AdamUpdate(OpOfUnits):
         operands, results = [], []
         for i, axis in enumerate(spec.axes):
             elements, blocks = moment_names(ranks[spec.operands * i], axis, f"leaf{i}_")
-            moment = [elements, blocks, blocks]
-            operands += [elements] * spec.applies + 2 * moment
-            operands += [
-                (f"{WHOLE}_moment{i}", *blocks),
-                (f"{WHOLE}_numbers{i}",),
-                elements,
-            ]
-            results += [elements, *moment, *moment]
+            moments = 2 * [elements, blocks, blocks]
+            operands += [elements] * spec.applies + moments
+            operands += [(f"{WHOLE}_moment{i}", *blocks), (f"{WHOLE}_numbers{i}",)]
+            operands.append(elements)
+            results += [elements, *moments]
         return operands, results
 
     def dtypes(self, *operands, spec):
-        f32, moment = (
-            np.dtype(np.float32),
-            [x.dtype for x in operands[spec.applies :][:3]],
-        )
-        return [f32, *moment, *moment] * len(spec.axes)
+        moment = [x.dtype for x in operands[spec.applies :][:3]]
+        return [jnp.float32, *moment, *moment] * len(spec.axes)
 
     def align(self, axes, sizes, mesh_shape, spec):
         return aligned_blocks(axes, sizes, mesh_shape, "leaf0_")
 
-    def lower(
-        self,
-        ctx,
-        operands,
-        platform,
-        native,
-        is_loaded,
-        implementation,
-        vmap_dims,
-        spec,
-    ):
+    def lower(self, platform, ctx, *operands, implementation, vmap_dims, spec):
         """Lower each leaf by itself on a mesh, which may cut each along other axes."""
+        lower = functools.partial(
+            super().lower, platform, implementation=implementation, vmap_dims=vmap_dims
+        )
         if _compat.devices_of(ctx) != "mesh" or len(spec.axes) == 1:
-            return super().lower(
-                ctx,
-                operands,
-                platform,
-                native,
-                is_loaded,
-                implementation,
-                vmap_dims,
-                spec,
-            )
+            return lower(ctx, *operands, spec=spec)
         results = []
         for i, (ins, outs) in enumerate(spec.units(len(operands))):
-            types = [
-                [avals[j] for j in part]
-                for avals, part in ((ctx.avals_in, ins), (ctx.avals_out, outs))
-            ]
-            results += super().lower(
-                ctx.replace(avals_in=types[0], avals_out=types[1]),
-                *(
-                    [operands[j] for j in ins],
-                    platform,
-                    native,
-                    is_loaded,
-                    implementation,
-                    vmap_dims,
-                ),
-                spec.chosen([i]),
-            )
+            types_in = [ctx.avals_in[j] for j in ins]
+            types_out = [ctx.avals_out[j] for j in outs]
+            of_leaf = ctx.replace(avals_in=types_in, avals_out=types_out)
+            leaf = [operands[j] for j in ins]
+            results += lower(of_leaf, *leaf, spec=spec_of_units(spec, [i]))
         return results
 
     def reference(self, *operands, vmap_dims, spec):
@@ -204,34 +157,26 @@ class _AdamUpdate(OpOfUnits):
         ]
 
     def cpu(self, *operands, vmap_dims, spec):
-        leaves = list(zip(spec.axes, _batched(operands, spec.operands), strict=True))
-        rows, keys, results, aliases = [], [], [], {}
-        for i, (axis, (*leaf, keys_of_both, numbers, grads)) in enumerate(leaves):
-            # The parameters, or else the gradients, and both moments are written over.
-            first = len(rows) + spec.applies
+        leaves = zip(spec.axes, _batched(operands, spec.operands), strict=True)
+        rows, keys, aliases, axes, shapes = [], [], {}, [], []
+        for axis, (*leaf, keys_of_both, numbers, grads) in leaves:
             # The keys of all leaves are one operand: XLA computes them in one launch.
-            keys.append(
-                to_rows(jnp.moveaxis(keys_of_both, vmap_dims, 0), axis).reshape(-1)
-            )
-            rows += [to_rows(x, axis) for x in (grads, *leaf)]
-            places = range(first, first + _ADAM_RESULTS)
-            results += [(rows[place].shape, rows[place].dtype) for place in places]
-            aliases |= dict(
-                zip(
-                    places,
-                    range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)),
-                    strict=True,
-                )
-            )
+            keys_of_both = jnp.moveaxis(keys_of_both, vmap_dims, 0)
+            keys.append(to_rows(keys_of_both, axis).reshape(-1))
+            for i, x in enumerate((grads, *leaf)):
+                # The parameters, or else the gradients, and both moments are written
+                # over.
+                if i >= spec.applies:
+                    aliases[len(rows)] = len(aliases)
+                    axes.append(axis)
+                    shapes.append(x.shape)
+                rows.append(to_rows(x, axis))
             rows.append(numbers.reshape(-1, ADAM_NUMBERS))
+        results = [(rows[place].shape, rows[place].dtype) for place in aliases]
         operands = *rows, jnp.concatenate(keys)
         new = _ffi.call(
             "adam_update", results, *operands, aliases=aliases, apply=spec.applies
         )
-        shapes = [
-            x.shape for _, leaf in leaves for x in (leaf[0], *leaf[spec.applies : -3])
-        ]
-        axes = [axis for axis in spec.axes for _ in range(_ADAM_RESULTS)]
         return list(map(from_rows, new, axes, shapes))
 
 

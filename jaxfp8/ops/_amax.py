@@ -2,7 +2,6 @@
 from one amax or from histories.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -61,9 +60,7 @@ class _Amax(Op):
 _amax = _Amax()
 
 
-def amax_to_scale(
-    amax: ArrayLike, stored: ArrayLike, *, fp8_max: float, margin: float = 0.0
-) -> tuple[jax.Array, jax.Array]:
+def amax_to_scale(amax, stored, *, fp8_max, margin=0.0):
     """Compute the scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
 
     Equivalent to, in f32, each division rounded correctly and the scale clamped to
@@ -88,9 +85,9 @@ def amax_to_scale(
     Raises:
         TypeError: the op is differentiated.
     """
-    operands = jnp.reshape(amax, 1), jnp.reshape(stored, 1)
+    spec = _scaling.scale_numerator(fp8_max, margin)
     return tuple(
-        _amax_to_scale(*operands, spec=_scaling.scale_numerator(fp8_max, margin))
+        _amax_to_scale(jnp.reshape(amax, 1), jnp.reshape(stored, 1), spec=spec)
     )
 
 
@@ -128,14 +125,7 @@ class DelayedScale(NamedTuple):
     amax: jax.Array
 
 
-def delayed_scales(
-    histories: Sequence[ArrayLike],
-    stored: Sequence[ArrayLike],
-    *,
-    fp8_max: Sequence[float],
-    margin: float = 0.0,
-    algo: str = "max",
-) -> list[DelayedScale]:
+def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     """Compute the scales of several quantizers from their amax histories.
 
     Equivalent to, for each quantizer:
@@ -164,9 +154,8 @@ def delayed_scales(
     """
     numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
     operands = *histories, *(jnp.reshape(value, 1) for value in stored)
-    results = _delayed_scales(
-        *operands, spec=_Quantizers(numerators, algo == "most_recent")
-    )
+    spec = _Quantizers(numerators, algo == "most_recent")
+    results = _delayed_scales(*operands, spec=spec)
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
 
 
@@ -182,9 +171,6 @@ class _Quantizers(NamedTuple):
         count = operand_count // 2
         return [([i, count + i], range(i, 3 * count, count)) for i in range(count)]
 
-    def chosen(self, indices):
-        return _Quantizers(tuple(self.numerators[i] for i in indices), self.most_recent)
-
 
 class _DelayedScales(OpOfUnits):
     name = "delayed_scales"
@@ -192,9 +178,8 @@ class _DelayedScales(OpOfUnits):
     def names(self, *ranks, spec):
         count = len(ranks) // 2
         # No mesh cuts a history: the maximum of a part is no scale.
-        return [*((f"{WHOLE}_slot{i}",) for i in range(count)), *[ONE] * count], [
-            ONE
-        ] * (3 * count)
+        slots = [(f"{WHOLE}_slot{i}",) for i in range(count)]
+        return slots + [ONE] * count, [ONE] * (3 * count)
 
     def reference(self, *operands, vmap_dims, spec):
         results = []
@@ -203,46 +188,30 @@ class _DelayedScales(OpOfUnits):
         ):
             # An entry below zero counts as infinite, so that one reduction finds it and
             # the largest entry.
-            is_below_zero, history = (
-                _scaling.below_zero(history),
-                _scaling.clean(history),
-            )
+            is_below_zero = _scaling.below_zero(history)
+            history = _scaling.clean(history)
             newest = history[..., :1]
-            marked = lax.select(
-                is_below_zero, np.full(history.shape, np.inf, np.float32), history
-            )
+            infinity = np.full(history.shape, np.inf, np.float32)
+            marked = lax.select(is_below_zero, infinity, history)
             largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
-            amax = jnp.where(
-                largest == jnp.inf,
-                jnp.float32(-1),
-                newest if spec.most_recent else largest,
-            )
-            results.append(
-                (
-                    *_scaling.amax_to_scale(amax, stored, numerator),
-                    jnp.zeros_like(newest),
-                )
-            )
+            amax = newest if spec.most_recent else largest
+            amax = jnp.where(largest == jnp.inf, jnp.float32(-1), amax)
+            scales = _scaling.amax_to_scale(amax, stored, numerator)
+            results.append((*scales, jnp.zeros_like(newest)))
         return [part for parts in zip(*results, strict=True) for part in parts]
 
     def cpu(self, *operands, vmap_dims, spec):
         histories, stored = halves(operands)
-        histories, stored = (
-            [_shapes.merge_groups(h, vmap_dims) for h in histories],
-            [s.reshape(-1) for s in stored],
-        )
+        flat = [s.reshape(-1) for s in stored]
         results = _ffi.call(
             "delayed_scales",
-            [(s.shape, jnp.float32) for s in stored] * 3,
-            *histories,
-            *stored,
+            [(s.shape, jnp.float32) for s in flat] * 3,
+            *(_shapes.merge_groups(h, vmap_dims) for h in histories),
+            *flat,
             numerators=np.array(spec.numerators, np.float32),
             most_recent=spec.most_recent,
         )
-        return [
-            out.reshape(x.shape)
-            for out, x in zip(results, operands[len(histories) :] * 3, strict=True)
-        ]
+        return [out.reshape(stored[0].shape) for out in results]
 
 
 _delayed_scales = _DelayedScales()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,10 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import _tpu
-from . import _blocks, _checks, _ffi, _shapes
-from ._primitive import ONE, Op
-from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
-from ._shapes import ProductSpec, bias_operands, rescaled
+from . import _blocks, _checks, _shapes
+from ._primitive import ONE
+from ._scaled_matmul import ALIGNMENT, E5M2, Product, call_cublaslt
+from ._shapes import ProductSpec, rescaled
 
 
 def block_scaled_matmul(
@@ -88,29 +87,23 @@ def block_scaled_matmul(
             ints or Nones.
     """
     op = "block_scaled_matmul"
-    a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
+    a, b, (leading, m, n, k), biases, fields = _shapes.checked_product(
+        op, a, b, bias, batch, contracting, out_dtype, precise
+    )
     a_scale_inv, a_block = _blocks.checked_scale(
         op, "a_", a_scale_inv, a_block, leading, m, k
     )
     b_scale_inv, b_block = _blocks.checked_scale(
         op, "b_", b_scale_inv, b_block, leading, n, k
     )
+    power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
     spec = _Spec(
-        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        precise=_checks.flag(op, "precise", precise),
-        has_bias=bias is not None,
-        batch=len(leading),
-        rows=len(m),
-        contracting=contracting,
-        power_2_scale=_checks.flag(op, "power_2_scale", power_2_scale),
-        a_block=a_block,
-        b_block=b_block,
+        **fields, power_2_scale=power_2_scale, a_block=a_block, b_block=b_block
     )
-    biases = bias_operands(op, bias, (*leading, *n))
     return _block_scaled_matmul(a, b, a_scale_inv, b_scale_inv, *biases, spec=spec)[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Spec(ProductSpec):
     """The static part of one product; the operands are a, b, a_scale_inv, b_scale_inv,
     and bias if `has_bias`.
@@ -142,23 +135,24 @@ class _Side:
     contracting: int
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """Return the size of the merged matrix."""
-        rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
-        return math.prod(rows), math.prod(
-            self.codes.shape[self.codes.ndim - self.contracting :]
-        )
+    def rows(self):
+        return self.codes.shape[self.leading : self.codes.ndim - self.contracting]
 
     @property
-    def scales_rows(self) -> bool:
+    def matrix(self):
+        """Return the size of the merged matrix."""
+        return _shapes.merged(self.codes.shape[self.leading :], len(self.rows))
+
+    @property
+    def scales_rows(self):
         """Return whether a scale is one number along the whole contraction."""
         if self.block is None:
             return True
-        count = _blocks.count(self.block, *self.matrix)[1]
+        _, count = _blocks.count(self.block, *self.matrix)
         return count in (0, 1) and not self.is_exact
 
     @property
-    def is_exact(self) -> bool:
+    def is_exact(self):
         """Return whether the product of a code and its scale is exact in bfloat16."""
         return self.scales.dtype == _blocks.E8M0
 
@@ -167,35 +161,25 @@ class _Side:
         the product.
         """
         values = self.codes.astype(dtype)
-        return (
-            values
-            if self.scales_rows
-            else _blocks.scaled(values, self.scales, self.block, *self.matrix)
-        )
+        if self.scales_rows:
+            return values
+        return _blocks.scaled(values, self.scales, self.block, *self.matrix)
 
     def row_scales(self):
         """Return the scale of each row, f32 `[*leading, *rows]` or
-        `[*leading, 1, ...]`; None if `widened` uses it.
+        `[*leading, 1, ...]`, where a scale is one number along the contraction.
         """
-        rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
-        if not self.scales_rows:
-            return None
+        scales = self.scales
         if self.block is None:
-            vmapped = self.scales.shape[:-1]
-            return self.scales.reshape(
-                *vmapped, *[1] * (self.leading - len(vmapped) + len(rows))
-            )
-        spread = _blocks.spread(
-            self.scales, (self.block[0], 1), self.matrix[0], self.scales.shape[-1]
-        )
+            # f32 [*vmapped, 1]
+            ones = self.leading + len(self.rows) - scales.ndim + 1
+            return scales.reshape(*scales.shape[:-1], *[1] * ones)
         # Without any column the contraction is empty, and its sum is zero whatever the
         # scale.
-        spread = (
-            spread[..., 0]
-            if spread.shape[-1]
-            else jnp.ones(spread.shape[:-1], jnp.float32)
-        )
-        return spread.reshape(*self.codes.shape[: self.leading], *rows)
+        if not scales.shape[-1]:
+            scales = jnp.ones((*scales.shape[:-1], 1), jnp.float32)
+        spread = _blocks.spread(scales, (self.block[0], 1), self.matrix[0], 1)
+        return spread.reshape(*self.codes.shape[: self.leading], *self.rows)
 
 
 def _modes(a_scale_inv, b_scale_inv, spec):
@@ -206,34 +190,30 @@ def _modes(a_scale_inv, b_scale_inv, spec):
     return tuple(_blocks.mode(block, scale.dtype) for scale, block in pairs)
 
 
-class _BlockScaledMatmul(Op):
+class _BlockScaledMatmul(Product):
     name = "block_scaled_matmul"
 
     def names(self, a, b, *_, spec):
         leading, m, n, k = spec.names(b)
         a_scales = ONE if spec.a_block is None else (*leading, "a_rows", "a_cols")
         b_scales = ONE if spec.b_block is None else (*leading, "b_rows", "b_cols")
-        return [
-            leading + m + k,
-            leading + n + k,
-            a_scales,
-            b_scales,
-            *[leading + n] * spec.has_bias,
-        ], [leading + m + n]
+        operands = [leading + m + k, leading + n + k, a_scales, b_scales]
+        return operands + [leading + n] * spec.has_bias, [leading + m + n]
 
-    def dtypes(self, *operands, spec):
-        return [spec.out_dtype]
-
-    def added(self, spec):
-        return range(4, 4 + spec.has_bias)
-
-    def reference(self, a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
+    def reference(self, *operands, vmap_dims, spec):
         """Multiply whole tensors, so that XLA can partition the product."""
+        a, b, a_scale_inv, b_scale_inv, bias, _ = spec.split(operands)
         leading = vmap_dims + spec.batch
         # 1. Widen the codes, with the scales that change along the contraction.
-        sides = [_Side(a, a_scale_inv, spec.a_block, leading, spec.contracting)]
-        sides += [_Side(b, b_scale_inv, spec.b_block, leading, spec.contracting)]
-        if _tpu.is_target() and not all(side.scales_rows for side in sides):
+        dimensions = leading, spec.contracting
+        sides = [_Side(a, a_scale_inv, spec.a_block, *dimensions)]
+        sides += [_Side(b, b_scale_inv, spec.b_block, *dimensions)]
+        of_rows = [side.scales_rows for side in sides]
+        exact = all(side.is_exact or side.scales_rows for side in sides)
+        if not _tpu.is_target():
+            wide = jnp.bfloat16 if exact else jnp.float32
+            a, b = (side.widened(wide) for side in sides)
+        elif not all(of_rows):
             raise NotImplementedError(
                 "block_scaled_matmul: expected one scale for each row or for the "
                 f"tensor, got blocks {spec.a_block} by {spec.b_block}: TPUs have no "
@@ -242,106 +222,80 @@ class _BlockScaledMatmul(Op):
                 'Float8RowwiseScaling; jaxfp8.ops.implementation("reference") runs '
                 "blocks without FP8 products"
             )
-        exact = all(side.is_exact or side.scales_rows for side in sides)
-        wide = jnp.bfloat16 if exact else jnp.float32
-        operands = [
-            side.codes if _tpu.is_target() else side.widened(wide) for side in sides
-        ]
         # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
         precision = None if exact else lax.Precision.HIGHEST
 
-        def product(*operands, dtype):
+        def product(*operands, dtype=jnp.float32):
             return spec.dot(*operands, vmap_dims, dtype, precision)
 
-        def in_f32(*operands):
+        def on_cpu(*operands):
             # XLA:CPU has no product of transposed bfloat16 with an f32 result; the
             # barrier keeps transposes out of it.
-            plain = functools.partial(product, dtype=jnp.float32)
-            on_cpu = lambda *operands: plain(*lax.optimization_barrier(operands))  # noqa: E731
-            return lax.platform_dependent(*operands, cpu=on_cpu, default=plain)
+            return product(*lax.optimization_barrier(operands))
 
-        if exact and not spec.has_bias and not any(side.scales_rows for side in sides):
+        def in_f32(*operands):
+            return lax.platform_dependent(*operands, cpu=on_cpu, default=product)
+
+        if exact and not (spec.has_bias or any(of_rows)):
             # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read
             # them again.
             rounded = functools.partial(product, dtype=spec.out_dtype)
-            in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
-            return (
-                lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),
-            )
-        # 2. Multiply. 3. Apply the scales that are one number along the contraction.
-        out = in_f32(*operands)
-        factors = []
-        for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
-            scale = side.row_scales()
-            if scale is not None:
-                axes = (*range(leading), *range(first, first + scale.ndim - leading))
-                factors.append(
-                    jnp.expand_dims(scale, tuple(set(range(out.ndim)) - set(axes)))
-                )
+
+            def in_two_steps(*operands):
+                return in_f32(*operands).astype(spec.out_dtype)
+
+            return (lax.platform_dependent(a, b, cuda=rounded, default=in_two_steps),)
+        # 2. Multiply, and apply the scales that are one number along the contraction.
+        out = in_f32(a, b)
+        shape = out.shape
+        columns = leading + spec.rows
+        axes = range(columns, out.ndim), range(leading, columns)
+        factors = [
+            jnp.expand_dims(side.row_scales(), tuple(axis))
+            for side, axis in zip(sides, axes, strict=True)
+            if side.scales_rows
+        ]
         if len(factors) == 2:
-            out = rescaled(
-                out, *factors, lambda factor: jnp.broadcast_to(factor, out.shape)
-            )
+            out = rescaled(out, *factors, lambda x: jnp.broadcast_to(x, shape))
         elif factors:
-            out = out * jnp.broadcast_to(factors[0], out.shape)
-        return (
-            spec.add_bias(out, *(bias or [None]), vmap_dims).astype(spec.out_dtype),
-        )
+            out = out * jnp.broadcast_to(*factors, shape)
+        return spec.finish(out, bias, None, vmap_dims)
 
     # XLA may rewrite the product in jnp to calls of cuBLASLt.
     cpu = by_xla = reference
 
-    def cuda(self, a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
+    def cuda(self, *operands, vmap_dims, spec):
         """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
         bias.
         """
         # 1. Merge the dimensions to groups of matrices.
-        modes = (
-            ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
-        )
-        *codes, shape = spec.groups(a, b, vmap_dims)
-        (*groups, m, k), n = codes[0].shape, codes[1].shape[-2]
+        a, b, *scales, bias, _ = spec.split(operands)
+        modes = ("1x32", "1x32") if spec.as_mx else _modes(*scales, spec)
+        a, b, shape = spec.groups(a, b, vmap_dims)
+        (*groups, m, k), n = a.shape, b.shape[-2]
         if 0 in (*groups, m, n, k):
-            return self.reference(
-                a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec
-            )
-        scales = [
-            _shapes.merge(scale, vmap_dims + spec.batch, 1)
-            for scale in (a_scale_inv, b_scale_inv)
-        ]
-        if spec.as_mx:
-            blocks = spec.a_block, spec.b_block
-            scales = [
-                _blocks.as_mx(*scaled, k)
-                for scaled in zip(scales, blocks, (m, n), strict=True)
-            ]
-        # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt
-        #    reads them.
-        depth = -k % max(map(_blocks.depth, modes))
-        codes = [_shapes.pad(x, -x.shape[-2] % ALIGNMENT, depth) for x in codes]
-        rows = [x.shape[-2] for x in codes]
-        scales = [
-            _blocks.to_stored(*scaled)
-            for scaled in zip(scales, modes, rows, strict=True)
-        ]
-        # 3. Multiply, cut off the padding and add the bias.
-        dtype = jnp.float32 if spec.has_bias else spec.out_dtype
-        results = [((*groups, *rows), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
-        # Fast accumulation would span blocks, whose scales differ.
-        precise = spec.precise or modes[0] != "rows"
-        out, _ = _ffi.call(
+            return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
+        # 2. Order the scales as cuBLASLt reads them.
+        call_operands, blocks = [a, b], (spec.a_block, spec.b_block)
+        for scale, block, mode, rows in zip(scales, blocks, modes, (m, n), strict=True):
+            scale = _shapes.merge(scale, vmap_dims + spec.batch, 1)
+            if spec.as_mx:
+                scale = _blocks.as_mx(scale, block, rows, k)
+            scale = _blocks.to_stored(scale, mode, rows + -rows % ALIGNMENT)
+            call_operands.append(scale)
+        # 3. Multiply whole blocks and aligned rows, and add the bias.
+        out = call_cublaslt(
             "block_scaled_matmul",
-            results,
-            *codes,
-            *scales,
-            precise=precise,
+            *call_operands,
+            depth=max(map(_blocks.depth, modes)),
+            shape=shape,
+            dtype=jnp.float32 if spec.has_bias else spec.out_dtype,
+            # Fast accumulation would span blocks, whose scales differ.
+            precise=spec.precise or modes[0] != "rows",
             a_scales=modes[0],
             b_scales=modes[1],
         )
-        out = spec.add_bias(
-            out[..., :m, :n].reshape(shape), *(bias or [None]), vmap_dims
-        )
-        return (out.astype(spec.out_dtype),)
+        return spec.finish(out, bias, None, vmap_dims)
 
     def not_on(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
         """Return why cuBLASLt cannot multiply these operands on GPUs of these compute
@@ -349,17 +303,13 @@ class _BlockScaledMatmul(Op):
         """
         if a.dtype == b.dtype == E5M2:
             return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
-        reason = _blocks.missing(
-            _modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale
-        )
-        a_scales, b_scales = (
-            f"{a_scale_inv.dtype} of {spec.a_block}",
-            f"{b_scale_inv.dtype} of {spec.b_block}",
-        )
+        modes = _modes(a_scale_inv, b_scale_inv, spec)
+        reason = _blocks.missing(modes, capabilities, spec.power_2_scale)
+        if reason is None:
+            return None
         return (
-            None
-            if reason is None
-            else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
+            f"block_scaled_matmul: {reason} (scales are {a_scale_inv.dtype} of "
+            f"{spec.a_block} by {b_scale_inv.dtype} of {spec.b_block})"
         )
 
     def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):

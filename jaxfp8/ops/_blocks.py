@@ -43,7 +43,7 @@ _ON_HOPPER = {
 _ON_BLACKWELL = {("1x32", "1x32")}
 
 
-def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
+def checked(op, name, block):
     """Return a block as a tuple of Python integers of at least 1, or None."""
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
     if not is_pair or not all(
@@ -56,7 +56,7 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     return tuple(None if b is None else int(b) for b in block)
 
 
-def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
+def checked_scale(op, prefix, scale, block, leading, rows, cols):
     """Return the inverse scale of an operand `[*leading, *rows, *cols]`, one or one for
     each block, and the block.
 
@@ -71,19 +71,18 @@ def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
             f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; "
             "scales are not rounded"
         )
-    return _checks.shape(
-        op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols)))
-    ), block
+    needed = *leading, *count(block, math.prod(rows), math.prod(cols))
+    return _checks.shape(op, name, scale, needed), block
 
 
-def shape(block, m: int, n: int) -> tuple[int, int]:
+def shape(block, m, n):
     """Return the size of a block in a matrix `[m, n]`."""
     return tuple(
         max(size, 1) if b is None else b for b, size in zip(block, (m, n), strict=True)
     )
 
 
-def count(block, m: int, n: int) -> tuple[int, int]:
+def count(block, m, n):
     """Return how many blocks a matrix `[m, n]` has along its rows and columns."""
     # No float arithmetic and no comparison by order: a size of a program to be exported
     # may be symbolic.
@@ -104,13 +103,13 @@ def cut(x, block):
     return x.reshape(*leading, rows, r, cols, c)
 
 
-def uncut(x, m: int, n: int):
+def uncut(x, m, n):
     """Undo `cut`."""
     *leading, rows, r, cols, c = x.shape
     return x.reshape(*leading, rows * r, cols * c)[..., :m, :n]
 
 
-def spread(scales, block, m: int, n: int):
+def spread(scales, block, m, n):
     """Repeat scales `[..., R, C]` for each element of a matrix `[m, n]`."""
     r, c = shape(block, m, n)
     *leading, rows, cols = scales.shape
@@ -118,15 +117,15 @@ def spread(scales, block, m: int, n: int):
     return uncut(lax.broadcast_in_dim(scales, (*leading, rows, r, cols, c), axes), m, n)
 
 
-def scaled(values, scales, block, m: int, n: int):
+def scaled(values, scales, block, m, n):
     """Multiply each value of matrices `[m, n]`, given in any shape, by the scale of its
     block, in the values' dtype.
     """
-    for factor in (
-        e8m0_factors(scales, values.dtype)
-        if scales.dtype == E8M0
-        else [scales.astype(values.dtype)]
-    ):
+    if scales.dtype == E8M0:
+        factors = e8m0_factors(scales, values.dtype)
+    else:
+        factors = [scales.astype(values.dtype)]
+    for factor in factors:
         values = values * spread(factor, block, m, n).reshape(values.shape)
     return values
 
@@ -134,14 +133,13 @@ def scaled(values, scales, block, m: int, n: int):
 def e8m0(exponent, is_nan):
     """Return the scales `2**exponent`, int32 in [-127, 127]; NaN where `is_nan`."""
     codes = jnp.where(is_nan, NAN_CODE, exponent + _BIAS)
-    return lax.bitcast_convert_type(codes.astype(jnp.uint8), E8M0)
+    return codes.astype(jnp.uint8).view(E8M0)
 
 
 def power_of_two(exponent, is_nan):
     """Return f32 `2**exponent` for an exponent in [-126, 127]; NaN where `is_nan`."""
-    return lax.bitcast_convert_type(
-        jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23), jnp.float32
-    )
+    bits = jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23)
+    return bits.view(jnp.float32)
 
 
 def exponent_codes(scales):
@@ -149,8 +147,8 @@ def exponent_codes(scales):
     codes, uint8; else NAN_CODE.
     """
     if scales.dtype == E8M0:
-        return lax.bitcast_convert_type(scales, jnp.uint8)
-    bits = lax.bitcast_convert_type(scales, jnp.uint32)
+        return scales.view(jnp.uint8)
+    bits = scales.view(jnp.uint32)
     exponent = bits >> 23
     # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor
     # 255 (Inf, NaN); the sign bit of a negative number, which is shifted in with the
@@ -162,7 +160,7 @@ def exponent_codes(scales):
 def scales_of_codes(codes, dtype):
     """Undo `exponent_codes`: return scales of `dtype`, float8_e8m0fnu or float32."""
     if dtype == E8M0:
-        return lax.bitcast_convert_type(codes, dtype)
+        return codes.view(dtype)
     return power_of_two(codes.astype(jnp.int32) - _BIAS, codes == NAN_CODE)
 
 
@@ -170,24 +168,20 @@ def e8m0_factors(scales, dtype):
     """Return two normal numbers of `dtype` whose product is the scale: each is about
     its square root.
     """
-    codes = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
+    codes = scales.view(jnp.uint8).astype(jnp.int32)
     exponent, is_nan = codes - _BIAS, codes == NAN_CODE
     # A single factor is not enough: 2**-127 is subnormal, which XLA's CPU threads read
     # as zero. Its parts, 2**-64 and 2**-63, are normal.
     first = exponent >> 1
-    return [
-        power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)
-    ]
+    parts = first, exponent - first
+    return [power_of_two(part, is_nan).astype(dtype) for part in parts]
 
 
 def f32_scales(amax, dtype, power_2_scale):
     """Return `(scale, scale_inv)` of each block."""
-    scale, scale_inv = _scaling.amax_to_scale(
-        amax, jnp.ones_like(amax), _scaling.scale_numerator(fp8_max(dtype), 0)
-    )
-    return (
-        _scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
-    )
+    numerator = _scaling.scale_numerator(fp8_max(dtype), 0)
+    scales = _scaling.amax_to_scale(amax, jnp.ones_like(amax), numerator)
+    return _scaling.floor_to_power_of_two(scales[0]) if power_2_scale else scales
 
 
 def e8m0_scales(amax, dtype, rounding):
@@ -199,12 +193,11 @@ def e8m0_scales(amax, dtype, rounding):
     read as -127, which does not matter: e is -127 for every subnormal amax.
     """
     largest = np.float32(fp8_max(dtype)).view(np.int32)
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    bits = amax.view(jnp.int32)
     exponent = (bits >> 23) - int(largest >> 23)
     if rounding == "ceil":
-        exponent = exponent + (
-            bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)
-        ).astype(jnp.int32)
+        is_above = bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)
+        exponent = exponent + is_above.astype(jnp.int32)
     exponent, is_nan = jnp.maximum(exponent, -127), bits >= _EXPONENT_BITS
     return power_of_two(-exponent, is_nan), e8m0(exponent, is_nan)
 
@@ -224,60 +217,43 @@ def aligned(axes, sizes, mesh_shape, followers):
             block; None means one block, which has no cut. An op may lack some.
     """
     # 1. Forget how the scales are cut: they follow the matrix.
-    counts = {
-        name for sizes_of_blocks in followers.values() for name in sizes_of_blocks
-    }
+    counts = set().union(*followers.values())
     axes = {name: entry for name, entry in axes.items() if name not in counts}
-    for kind, sizes_of_blocks in followers.items():
-        sizes_of_blocks = {
-            name: b for name, b in sizes_of_blocks.items() if name in sizes
-        }
+    for kind, blocks in followers.items():
         names = [name for name in dims(kind, len(sizes)) if name in sizes]
-        # 2. Find the most devices of which each has whole blocks.
-        size, entry = (
-            math.prod(sizes[name] for name in names),
-            axes.get(names[0], ()) if names else (),
-        )
-        while not all(
-            b is None or _is_cut_into_whole(size, entry, mesh_shape, b)
-            for b in sizes_of_blocks.values()
-        ):
+        # 2. Find the most devices of which each has whole blocks; one device has them.
+        size = math.prod(sizes[name] for name in names)
+        entry = axes.get(names[0], ()) if names else ()
+        blocks = {name: b for name, b in blocks.items() if name in sizes and b}
+        while entry and not is_cut_into_whole(size, entry, mesh_shape, blocks):
             entry = entry[:-1]
         # 3. Cut the first dimension over these, and the scales with it.
         axes = {name: entry for name, entry in axes.items() if name not in names}
         if entry:
-            axes |= {
-                name: entry for name, b in sizes_of_blocks.items() if b is not None
-            } | {names[0]: entry}
+            axes |= dict.fromkeys([*blocks, names[0]], entry)
     return axes
 
 
-def _is_cut_into_whole(size, entry, mesh_shape, block) -> bool:
-    """Return whether each of these devices has whole blocks; one device has them."""
-    return (
-        not entry or size // math.prod(mesh_shape[axis] for axis in entry) % block == 0
-    )
+def is_cut_into_whole(size, entry, mesh_shape, blocks):
+    """Return whether each of these devices has whole blocks."""
+    shard = size // math.prod(mesh_shape[axis] for axis in entry)
+    return all(shard % b == 0 for b in blocks.values())
 
 
-def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
+def layouts(rank, rows, cols):
     """Return the names of the dimensions of codes, their scales, transposed codes and
     their scales.
     """
     # The transpose has other names for the numbers of blocks, which differ unless
     # blocks are square.
-    leading, row, col = (
-        dims("batch", rank - rows - cols),
-        dims("row", rows),
-        dims("col", cols),
-    )
-    scales, scales_t = (
-        (*leading, "row_blocks", "col_blocks"),
-        (*leading, "col_blocks_t", "row_blocks_t"),
-    )
-    return [leading + row + col, scales, leading + col + row, scales_t]
+    leading = dims("batch", rank - rows - cols)
+    row, col = dims("row", rows), dims("col", cols)
+    scales, scales_t = ("row_blocks", "col_blocks"), ("col_blocks_t", "row_blocks_t")
+    sides = row + col, scales, col + row, scales_t
+    return [leading + side for side in sides]
 
 
-def sizes_of_layouts(codes, block, rows, cols) -> dict[str, int]:
+def sizes_of_layouts(codes, block, rows, cols):
     """Return the numbers of blocks, by the names of `layouts`: the `sizes` of an
     `Op`.
     """
@@ -291,17 +267,17 @@ def aligned_layouts(axes, sizes, mesh_shape, block):
     `Op`.
     """
     down, across = block
-    rows, cols = (
-        {"row_blocks": down, "row_blocks_t": across},
-        {"col_blocks": across, "col_blocks_t": down},
-    )
-    return aligned(axes, sizes, mesh_shape, {"row": rows, "col": cols})
+    followers = {
+        "row": {"row_blocks": down, "row_blocks_t": across},
+        "col": {"col_blocks": across, "col_blocks_t": down},
+    }
+    return aligned(axes, sizes, mesh_shape, followers)
 
 
 # The layouts of cuBLASLt --------------------------------------------------------------
 
 
-def mode(block, dtype) -> str | None:
+def mode(block, dtype):
     """Return the name of cuBLASLt's mode for scales of these blocks; None where it has
     no mode.
     """
@@ -309,7 +285,7 @@ def mode(block, dtype) -> str | None:
     return NAMES.get(block) if is_e8m0 == (block == (1, 32)) else None
 
 
-def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
+def missing(modes, capabilities, power_2_scale=False):
     """Return why cuBLASLt has no product of operands with these two modes on all of
     these GPUs; or None.
 
@@ -323,52 +299,43 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
     # scales: see `as_mx`.
     if runs_as_mx(modes, capabilities, power_2_scale):
         return None
-    hopper, blackwell = modes in _ON_HOPPER, modes in _ON_BLACKWELL
-    if not (hopper or blackwell):
+    hopper, scales = modes in _ON_HOPPER, " by ".join(map(str, modes))
+    if not (hopper or modes in _ON_BLACKWELL):
         return "cuBLASLt has no product of operands with these scales"
     # A program for GPUs of several kinds runs its kernel on all of them, or the
     # reference on all of them.
+    need = "9.0" if hopper else "10.0 or newer"
     for capability in capabilities:
         if capability != (9, 0) if hopper else capability < (10, 0):
-            have, need = (
-                ".".join(map(str, capability)),
-                "9.0" if hopper else "10.0 or newer",
-            )
-            scales = " by ".join(modes)
+            have = ".".join(map(str, capability))
             reason = (
                 f"cuBLASLt multiplies scales of {scales} on compute capability "
                 f"{need}, this GPU has {have}"
             )
             # One option of the recipe would give these GPUs an FP8 product, so the
             # reason names it.
-            as_mx = hopper and capability >= (10, 0) and not power_2_scale
-            return (
-                reason
-                + ", which multiplies those of a recipe with power_2_scale=True" * as_mx
-            )
+            if hopper and capability >= (10, 0) and not power_2_scale:
+                reason += ", which multiplies those of a recipe with power_2_scale=True"
+            return reason
     return None
 
 
-def runs_as_mx(modes, capabilities, power_2_scale: bool) -> bool:
+def runs_as_mx(modes, capabilities, power_2_scale):
     """Return whether a product with float32 scales runs as a product with E8M0 scales
     on these GPUs; see `as_mx`.
     """
-    return (
-        power_2_scale
-        and modes in _ON_HOPPER
-        and bool(capabilities)
-        and min(capabilities) >= (10, 0)
-    )
+    is_blackwell = bool(capabilities) and min(capabilities) >= (10, 0)
+    return power_2_scale and modes in _ON_HOPPER and is_blackwell
 
 
-def depth(mode: str) -> int:
+def depth(mode):
     """Return the multiple to which k is padded, so that blocks along it are whole and
     rows are 16-byte pieces.
     """
     return {"rows": 16, "1x32": 32}.get(mode, 128)
 
 
-def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
+def stored_shape(block, rows, k):
     """Return the shape of the scales of one matrix `[rows, k]` as custom calls write
     and read them.
 
@@ -376,15 +343,16 @@ def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
     has scales too.
     """
     row_tiles, tiles = -(-rows // 128), -(-k // 128)
-    return {
+    shapes = {
         "rows": count(block, rows, k),
         "1x32": (row_tiles, tiles, 512),
         "1x128": (tiles, rows),
         "128x128": (row_tiles, tiles + -tiles % 4),
-    }[NAMES[block]]
+    }
+    return shapes[NAMES[block]]
 
 
-def by_block(scales, block, rows: int, k: int):
+def by_block(scales, block, rows, k):
     """Order scales `[g, *stored_shape]` as blocks, `[g, R, C]`; if nothing is cut off,
     XLA cancels `to_stored`.
     """
@@ -394,15 +362,14 @@ def by_block(scales, block, rows: int, k: int):
         # In a tile of 128 rows by 4 blocks, row r and block b are at [r % 32, r // 32,
         # b].
         g, row_tiles, tiles, _ = scales.shape
-        scales = scales.reshape(g, row_tiles, tiles, 32, 4, 4).transpose(
-            0, 1, 4, 3, 2, 5
-        )
+        scales = scales.reshape(g, row_tiles, tiles, 32, 4, 4)
+        scales = scales.transpose(0, 1, 4, 3, 2, 5)
         scales = scales.reshape(g, row_tiles * 128, tiles * 4)
     r, c = count(block, rows, k)
     return scales[:, :r, :c]
 
 
-def to_stored(scales, mode: str, rows: int):
+def to_stored(scales, mode, rows):
     """Order scales `[g, R, C]` as custom calls read them; a matrix padded to `rows` has
     scales of 0 in the padding.
     """
@@ -416,14 +383,14 @@ def to_stored(scales, mode: str, rows: int):
         return _shapes.pad(scales, -scales.shape[2] % 4)
     # E8M0 has no zero to pad with, so its scales are padded and moved as bytes, in the
     # order that `by_block` undoes.
-    codes = lax.bitcast_convert_type(scales, jnp.uint8)
+    codes = scales.view(jnp.uint8)
     codes = _shapes.pad(codes, -codes.shape[1] % 128, -codes.shape[2] % 4)
     g, m, n = codes.shape
     tiles = codes.reshape(g, m // 128, 4, 32, n // 4, 4).transpose(0, 1, 4, 3, 2, 5)
     return tiles.reshape(g, m // 128, n // 4, 512)
 
 
-def as_mx(scales, block, rows: int, k: int):
+def as_mx(scales, block, rows, k):
     """Convert scales of large blocks, powers of two, to E8M0 scales of blocks of 32,
     `[g, rows, ceil(k / 32)]`.
 
@@ -438,7 +405,6 @@ def as_mx(scales, block, rows: int, k: int):
     """
     # One scale of a row now stands for 32 columns: `block` has c // 32 of them.
     r, c = block
-    codes = spread(
-        exponent_codes(scales), (r, None if c is None else c // 32), rows, -(-k // 32)
-    )
-    return lax.bitcast_convert_type(codes, E8M0)
+    block = r, None if c is None else c // 32
+    codes = spread(exponent_codes(scales), block, rows, -(-k // 32))
+    return codes.view(E8M0)

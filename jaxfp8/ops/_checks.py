@@ -10,11 +10,11 @@ from ..numerics import FP8_DTYPES
 HIGH_PRECISION = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
-def _describe(x) -> str:
+def _describe(x):
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def array(op: str, name: str, x):
+def array(op, name, x):
     """Return `x` as an array; raise a TypeError where it is not one."""
     try:
         return jnp.asarray(x)
@@ -29,7 +29,7 @@ def array(op: str, name: str, x):
         raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
 
 
-def high_precision(op: str, name: str, x):
+def high_precision(op, name, x):
     """Return an array of bfloat16, float16 or float32."""
     fix = "cast it, for example with .astype(jnp.float32)"
     if hasattr(x, "dtype") and x.dtype == np.float64:
@@ -52,7 +52,7 @@ def high_precision(op: str, name: str, x):
     return x
 
 
-def fp8(op: str, name: str, x):
+def fp8(op, name, x):
     """Return an array of float8_e4m3fn or float8_e5m2."""
     x = array(op, name, x)
     if x.dtype not in FP8_DTYPES:
@@ -63,7 +63,7 @@ def fp8(op: str, name: str, x):
     return x
 
 
-def scale(op: str, name: str, x):
+def scale(op, name, x):
     """Return a scale, f32[] or f32[1], as f32[1]. Python numbers are taken as f32."""
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         x = jnp.float32(x)
@@ -78,22 +78,26 @@ def scale(op: str, name: str, x):
     return x.reshape(1)
 
 
-def quantizer_operands(op: str, scale_value, amax) -> list:
+def quantizer_operands(op, scale_value, amax):
     """Return the arguments `scale` and, unless it is None, `amax`: each f32[1]."""
-    return [
-        scale(op, "scale", scale_value),
-        *([] if amax is None else [scale(op, "amax", amax)]),
-    ]
+    amaxes = [] if amax is None else [scale(op, "amax", amax)]
+    return [scale(op, "scale", scale_value), *amaxes]
 
 
-def flag(op: str, name: str, value) -> bool:
+def flag(op, name, value):
     """Return a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{op}: {name}: expected a bool, got {value!r}")
     return bool(value)
 
 
-def group_sizes(op: str, x):
+def one_of(op, name, value, allowed):
+    """Raise a ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
+
+
+def group_sizes(op, x):
     """Return the argument `group_sizes`, int32 `[g]`."""
     x = array(op, "group_sizes", x)
     if x.dtype != jnp.int32:
@@ -108,7 +112,7 @@ def group_sizes(op: str, x):
     return x
 
 
-def rank(op: str, name: str, x, least: int):
+def rank(op, name, x, least):
     """Return an array of rank `least` or more."""
     if x.ndim < least:
         raise ValueError(
@@ -117,14 +121,14 @@ def rank(op: str, name: str, x, least: int):
     return x
 
 
-def shape(op: str, name: str, x, expected: tuple[int, ...]):
+def shape(op, name, x, expected):
     """Return an array of shape `expected`."""
     if x.shape != expected:
         raise ValueError(f"{op}: {name}: expected shape {expected}, got {_describe(x)}")
     return x
 
 
-def dtype(op: str, name: str, value, allowed) -> np.dtype:
+def dtype(op, name, value, allowed):
     """Return a dtype out of `allowed`."""
     try:
         result = np.dtype(jnp.dtype(value))
@@ -136,7 +140,7 @@ def dtype(op: str, name: str, value, allowed) -> np.dtype:
     return result
 
 
-def product(op: str, a, b, batch: int | None, contracting: int):
+def product(op, a, b, batch, contracting):
     """Check a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, and return
     `(a, b, batch, m, n, k)`.
 

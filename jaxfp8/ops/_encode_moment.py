@@ -17,7 +17,6 @@ threads compute with subnormals as if they were zero.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -38,9 +37,7 @@ from ._primitive import Op, dims
 MOMENT_BLOCK = BLOCK
 
 
-def decode_moment(
-    data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis: int
-) -> jax.Array:
+def decode_moment(data, amax, exponent, *, axis):
     """Compute the f32 elements of a moment: `sign(data) amax (|data| / 448)**(1 / k)`.
 
     Args:
@@ -54,16 +51,7 @@ def decode_moment(
     return _decode(data, amax, exponent, spec=_Spec(axis - data.ndim))[0]
 
 
-def encode_moment(
-    data: jax.Array,
-    amax: jax.Array,
-    exponent: jax.Array,
-    after: jax.Array,
-    keys: jax.Array | None,
-    *,
-    squared: bool,
-    axis: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
     """Quantize `after` where a block differs from what the moment decodes to; keep the
     bits of other blocks.
 
@@ -153,7 +141,7 @@ class _DecodeMoment(_Moment):
 
     def reference(self, data, amax, exponent, vmap_dims, spec):
         axis = spec.axis
-        codes = split(lax.bitcast_convert_type(data, jnp.uint8), axis)
+        codes = split(data.view(jnp.uint8), axis)
         values = decoded(codes, each_amax(amax, axis), each(exponent, axis))
         return (join(values, axis, data.shape),)
 
@@ -185,9 +173,7 @@ class _EncodeMoment(_Moment):
         # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
         #    storing what its decoding, this step and the next have in common, which
         #    would be more bytes than the moment.
-        codes, after = lax.optimization_barrier(
-            (lax.bitcast_convert_type(data, jnp.uint8), after)
-        )
+        codes, after = lax.optimization_barrier((data.view(jnp.uint8), after))
         keep, top, bottom = changes_and_span(
             split(codes, axis), amax, exponent, split(after, axis), axis
         )
@@ -201,7 +187,7 @@ class _EncodeMoment(_Moment):
             split(after, axis), top, bottom, keys[0] if keys else None, squared, axis
         )
         codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
-        data = lax.bitcast_convert_type(join(codes, axis, data.shape), data.dtype)
+        data = join(codes, axis, data.shape).view(data.dtype)
         return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
 
     def cpu(self, *operands, vmap_dims, spec):

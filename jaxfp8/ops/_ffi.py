@@ -13,9 +13,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -85,7 +83,7 @@ class Library(NamedTuple):
     ops: tuple[str, ...]
 
 
-def target_name(op: str) -> str:
+def target_name(op):
     """Return the name of the custom call of `op`."""
     return f"jaxfp8_{op}_v{OPS[op]}"
 
@@ -101,13 +99,13 @@ class Unavailable(Exception):
     """A compiled module that cannot be used; the message is a clause that says why."""
 
 
-def _find(name: str) -> ModuleSpec | None:
+def _find(name):
     packages = filter(importlib.util.find_spec, _PACKAGES)
     specs = (importlib.util.find_spec(f"{package}.{name}") for package in packages)
     return next(filter(None, specs), None)
 
 
-def module_path(name: str) -> str | None:
+def module_path(name):
     """Return the file of the module `name`, such as `"_cpu"`; None if there is no file
     for this Python.
     """
@@ -115,7 +113,7 @@ def module_path(name: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _load_module(name: str) -> ModuleType:
+def _load_module(name):
     """Import the module `name`.
 
     Raises:
@@ -133,7 +131,7 @@ def _load_module(name: str) -> ModuleType:
         raise Unavailable(f"does not load: {error}") from error
 
 
-def _check_version(package: str) -> None:
+def _check_version(package):
     version, expected = map(importlib.metadata.version, (package, _PACKAGE))
     if version != expected:
         install = f'pip install "jaxfp8[{package.removeprefix("jaxfp8_")}]=={expected}"'
@@ -142,7 +140,7 @@ def _check_version(package: str) -> None:
         )
 
 
-def _why_missing(name: str) -> str:
+def _why_missing(name):
     built = _build_report().get(name.removeprefix("_"), "")
     if built.startswith("not built: "):
         return built
@@ -160,39 +158,33 @@ def _why_missing(name: str) -> str:
     )
 
 
-def _build_report() -> dict[str, str]:
+def _build_report():
     """Return `{module: line of the build}`. An editable install has two folders: the
     sources and the built modules.
     """
-    files = (Path(folder) / "_modules.txt" for folder in sys.modules[_PACKAGE].__path__)
-    lines = [
-        line
-        for file in files
-        if file.exists()
-        for line in file.read_text().splitlines()
-    ]
+    lines = []
+    for folder in sys.modules[_PACKAGE].__path__:
+        file = Path(folder) / "_modules.txt"
+        if file.exists():
+            lines += file.read_text().splitlines()
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
-def _load(platform: str) -> bool:
+def _load(platform):
     """Register the targets of one platform; False where its module is missing or does
     not load.
     """
     name = f"_{platform.lower()}"
     try:
         module = _load_module(name)
-        registrations = module.registrations()
-        targets = {
-            target: registrations.get(target)
-            for target in map(target_name, _TARGETS[platform])
-        }
+        handlers = module.registrations()
+        targets = list(map(target_name, _TARGETS[platform]))
         # A module of an older build lacks a target, or has it under another version.
         # Its contract differs, so nothing of this module may be called.
-        if lacking := [
-            target for target, handler in targets.items() if handler is None
-        ]:
+        lacking = ", ".join(target for target in targets if target not in handlers)
+        if lacking:
             raise Unavailable(
-                f"does not load: built from other sources, without {', '.join(lacking)}"
+                f"does not load: built from other sources, without {lacking}"
             )
     except Unavailable as error:
         _errors[platform] = str(error)
@@ -203,44 +195,31 @@ def _load(platform: str) -> bool:
         return False
     # Targets are registered all together or not at all, so that no program meets half
     # of a library.
-    for target, handler in targets.items():
-        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    for target in targets:
+        jax.ffi.register_ffi_target(target, handlers[target], platform=platform)
     _loaded[platform] = module
     return True
 
 
-def libraries() -> list[Library]:
+def libraries():
     """Return a `Library` for each platform, whether or not its module is loaded."""
     rows = []
     for platform, ops in _TARGETS.items():
-        path = module_path(f"_{platform.lower()}")
-        rows.append(
-            Library(
-                platform.lower(),
-                path,
-                _errors.get(platform, ""),
-                _built_for(platform),
-                tuple(ops),
-            )
-        )
+        name = platform.lower()
+        error, built_for = _errors.get(platform, ""), _built_for(platform)
+        row = name, module_path(f"_{name}"), error, built_for, tuple(ops)
+        rows.append(Library(*row))
     return rows
 
 
-def error(platform: str) -> str:
-    """Return why the module of `"cpu"` or `"cuda"` is not loaded, a clause."""
-    return next(
-        library.error for library in libraries() if library.platform == platform
-    )
-
-
-def _built_for(platform: str) -> str:
+def _built_for(platform):
     module = _loaded.get(platform)
     if module is None:
         return ""
     return module.instruction_set() if platform == "cpu" else module.architectures()
 
 
-def cuda_architectures() -> list[str]:
+def cuda_architectures():
     """Return the GPU architectures that the CUDA module has code for, such as
     `"sm_90a"`; empty if it is not loaded.
     """
@@ -265,7 +244,16 @@ def has_cuda_kernels() -> bool:
     return _has_cuda_kernels
 
 
-def call(op: str, results, *operands, aliases=None, **attributes):
+def is_loaded(platform):
+    """Tell whether the module of `"cpu"` or `"cuda"` is in use; no other platform has
+    one.
+    """
+    if platform == "cpu":
+        return has_cpu_kernels
+    return platform == "cuda" and has_cuda_kernels()
+
+
+def call(op, results, *operands, aliases=None, **attributes):
     """Make one custom call.
 
     Args:
@@ -277,17 +265,15 @@ def call(op: str, results, *operands, aliases=None, **attributes):
         **attributes: Python bools and strings, NumPy scalars or arrays of one
             dimension, whose dtypes handlers check.
     """
-    return jax.ffi.ffi_call(
-        target_name(op),
-        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results],
-        input_output_aliases=aliases,
-    )(
-        *operands,
-        **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()},
-    )
+    types = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results]
+    for name, value in attributes.items():
+        if isinstance(value, bool):
+            attributes[name] = np.bool_(value)
+    function = jax.ffi.ffi_call(target_name(op), types, input_output_aliases=aliases)
+    return function(*operands, **attributes)
 
 
-def cublaslt_version() -> int:
+def cublaslt_version():
     """Return the version of cuBLASLt; raise a RuntimeError that says why it cannot be
     opened, or what it lacks.
     """

@@ -78,44 +78,40 @@ def lower_partitioned(
     # The inside of an op has types without mesh axes: the types of the op itself say
     # where its results are.
     plain = _plain(ctx.avals_in)
-    devices, count = (
-        _compat.devices_of(ctx),
-        len(operands) - len(dimensions.second_layouts),
-    )
+    devices = _compat.devices_of(ctx)
+    has_whole = dimensions.on_shards is not None
     # XLA partitions jnp code by itself. It would cut a custom call only by the rule
     # below, which needs a known mesh.
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
-    elif devices == "mesh" and (
-        run.func != jnp_program.func or dimensions.on_shards is not None
-    ):
+    elif devices == "mesh" and (run.func != jnp_program.func or has_whole):
         # The rule below has to name each part of a mesh axis over which XLA may cut a
         # dimension.
         abstract_mesh = ctx.module_context.axis_context.abstract_mesh
-        mesh = _split(
-            abstract_mesh,
-            [size for aval in (*plain, *ctx.avals_out) for size in aval.shape],
-        )
-        has_whole = dimensions.on_shards is not None
+        results = _plain(ctx.avals_out)
+        sizes = [size for aval in (*plain, *results) for size in aval.shape]
+        mesh = _split(abstract_mesh, sizes)
 
-        def uncut(all_names, avals, values):
-            results = []
-            for names, aval, value in zip(all_names, avals, values, strict=True):
-                is_whole = [
-                    _is_whole(abstract_mesh, mesh, has_whole, name, size)
-                    for name, size in zip(names, aval.shape, strict=True)
-                ]
-                results.append(_uncut(ctx, is_whole, aval, value))
-            return results
+        def uncut(names, aval, value):
+            # A dimension must not be cut where its name says so, or where the parts of
+            # a mesh axis cannot say the cut.
+            is_whole = [
+                (has_whole and name.startswith(WHOLE))
+                or not _names_cuts(abstract_mesh, mesh, size)
+                for name, size in zip(names, aval.shape, strict=True)
+            ]
+            return _uncut(ctx, is_whole, aval, value)
 
-        operands = uncut(dimensions.operands, plain, operands)
-        run = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes)
-        results = _lower_untyped(
-            _compat.with_mesh(ctx, mesh), lambda *x: list(run(*x)), plain, operands
+        operands = list(map(uncut, dimensions.operands, plain, operands))
+        dtypes = [aval.dtype for aval in plain]
+        partitioned = functools.partial(_partitioned, run, dtypes, dimensions, as_bytes)
+        values = _lower_untyped(
+            _compat.with_mesh(ctx, mesh), partitioned, plain, operands
         )
-        return uncut(dimensions.results, _plain(ctx.avals_out), results)
+        return list(map(uncut, dimensions.results, results, values))
     # On one device, and in jnp code that XLA cuts, nothing chooses between layouts:
     # leave out the second layouts.
+    count = len(operands) - len(dimensions.second_layouts)
     jitted = _jitted(run.func, tuple(run.keywords.items()))
     with use_abstract_mesh(AbstractMesh((), ())):
         return _compat.lower_jitted(ctx, jitted, plain[:count], operands[:count])
@@ -125,10 +121,12 @@ def _lower_untyped(ctx, function, plain, operands):
     """Lower a function of operands whose types are `plain`, without mesh axes: it is
     traced without a mesh.
     """
+    rule, ctx = (
+        mlir.lower_fun(function, multiple_results=True),
+        ctx.replace(avals_in=plain),
+    )
     with use_abstract_mesh(AbstractMesh((), ())):
-        return mlir.lower_fun(function, multiple_results=True)(
-            ctx.replace(avals_in=plain), *operands
-        )
+        return rule(ctx, *operands)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,19 +137,19 @@ def _jitted(run, static):
     return jax.jit(functools.partial(run, **dict(static)))
 
 
-def combine_of(names) -> Callable:
+def combine_of(names):
     """Return the function that combines the shards of a result: max for amaxes, sum for
     products and column sums.
     """
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
-def _plain(avals) -> list:
+def _plain(avals):
     """Return the types of arrays on one device."""
     return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
 
 
-def _split(mesh, sizes) -> AbstractMesh:
+def _split(mesh, sizes):
     """Return a mesh of the same devices in the same order, whose axes have prime sizes.
 
     XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh
@@ -161,26 +159,20 @@ def _split(mesh, sizes) -> AbstractMesh:
     """
     parts = []
     for axis in mesh.axis_sizes:
-        divided, before = (
-            [math.gcd(size, axis) for size in set(sizes) if size % axis],
-            1,
-        )
+        divided = [math.gcd(size, axis) for size in set(sizes) if size % axis]
+        before = 1
         while before < axis:
-            primes = [
-                p
-                for p in range(2, axis + 1)
-                if axis // before % p == 0 and all(p % q for q in range(2, p))
-            ]
-            following = {
-                p: sum(devices % (before * p) == 0 for devices in divided)
-                for p in primes
-            }
-            parts.append(max((count, p) for p, count in following.items())[1])
-            before *= parts[-1]
+            best = 0, 0
+            for p in range(2, axis + 1):
+                if axis // before % p == 0 and all(p % q for q in range(2, p)):
+                    count = sum(devices % (before * p) == 0 for devices in divided)
+                    best = max(best, (count, p))
+            parts.append(best[1])
+            before *= best[1]
     return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
 
 
-def _names_cuts(mesh, split_mesh, size: int) -> bool:
+def _names_cuts(mesh, split_mesh, size):
     """Return whether a mesh from `_split` names each cut of a dimension of this size
     over an axis of `mesh`.
 
@@ -196,15 +188,6 @@ def _names_cuts(mesh, split_mesh, size: int) -> bool:
     return True
 
 
-def _is_whole(abstract_mesh, split_mesh, has_whole, name, size) -> bool:
-    """Return whether a dimension must not be cut: its name says so, or the parts of a
-    mesh axis cannot say the cut.
-    """
-    return (has_whole and name.startswith(WHOLE)) or not _names_cuts(
-        abstract_mesh, split_mesh, size
-    )
-
-
 def _uncut(ctx, is_whole, aval, value):
     """Return a lowered operand or result that is not cut along these dimensions.
 
@@ -213,146 +196,106 @@ def _uncut(ctx, is_whole, aval, value):
     """
     if not any(is_whole):
         return value
-    mesh = ctx.module_context.axis_context.abstract_mesh
-    mesh = AbstractMesh(
-        mesh.axis_sizes,
-        mesh.axis_names,
-        axis_types=(AxisType.Auto,) * len(mesh.axis_names),
-    )
+    mesh = _with_axes(ctx.module_context.axis_context.abstract_mesh, AxisType.Auto)
     entries = (None if whole else PartitionSpec.UNCONSTRAINED for whole in is_whole)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    return _lower_untyped(
-        ctx, lambda x: [lax.with_sharding_constraint(x, sharding)], [aval], [value]
-    )[0]
+
+    def constrained(x):
+        return [lax.with_sharding_constraint(x, sharding)]
+
+    return _lower_untyped(ctx, constrained, [aval], [value])[0]
 
 
-def _partitioned(run, dtypes, dimensions, as_bytes):
-    """Return `run` as a function that XLA may give any shards."""
+def _partitioned(run, dtypes, dimensions, as_bytes, *operands):
+    """Run the program of one device on shards of the operands, whatever shards XLA
+    chooses.
+    """
     operand_names, result_names, second_layouts, added, align, on_shards = dimensions
     count = len(operand_names) - len(second_layouts)
     combines = list(map(combine_of, result_names))
     raw = _as_bytes if as_bytes else lambda x: x
 
-    def op(*operands):
-        def typed(*operands):
-            return run(
-                *map(lax.bitcast_convert_type, operands[:count], dtypes),
-                *operands[count:],
-            )
+    def typed(*operands):
+        first = map(lax.bitcast_convert_type, operands[:count], dtypes)
+        return run(*first, *operands[count:])
 
-        def untyped(*operands):
-            return list(map(raw, typed(*operands[:count])))
+    def untyped(*operands):
+        return list(map(raw, typed(*operands[:count])))
 
-        def partition(mesh, operands, results):
-            # 1. Give each dimension its mesh axes: those that most tensors have there
-            #    already, ...
-            tensors = list(
-                zip(
-                    (*operands[:count], *results),
-                    operand_names[:count] + result_names,
-                    strict=True,
-                )
-            )
-            axes = _assign(
-                mesh, [(x.shape, x.sharding.spec, names) for x, names in tensors]
-            )
-            # ... where the op can be cut there.
-            sizes = {
-                name: size
-                for x, names in tensors
-                for name, size in zip(names, x.shape, strict=True)
-            }
-            axes = align(axes, sizes, mesh.shape)
-            # 2. Gather one layout, for all products that read the tensor; transpose it
-            #    locally to get the first.
-            gathered = {
-                i: j
-                for i, j in second_layouts.items()
-                if _is_gathered(operands[i].sharding.spec, operand_names[i], axes)
-            }
-            # 3. Find the mesh axes over which the shards of each result combine.
-            reduced = [
-                _reduced_over(mesh, axes, *result)
-                for result in zip(result_names, combines, strict=True)
-            ]
+    def partition(mesh, operands, results):
+        # 1. Give each dimension its mesh axes: those that most tensors have there
+        #    already, where the op can be cut there.
+        tensors = *operands[:count], *results
+        names = operand_names[:count] + result_names
+        axes, sizes = _assign(mesh, list(zip(tensors, names, strict=True)))
+        axes = align(axes, sizes, mesh.shape)
+        # 2. Gather one layout, for all products that read the tensor; transpose it
+        #    locally to get the first.
+        gathered = {
+            i: j
+            for i, j in second_layouts.items()
+            if _is_gathered(operands[i].sharding.spec, operand_names[i], axes)
+        }
+        # 3. Find the mesh axes over which the shards of each result combine.
+        reduced = [
+            _reduced_over(mesh, axes, *result)
+            for result in zip(result_names, combines, strict=True)
+        ]
 
-            def on_one_device(*shards):
-                shards = list(shards)
-                # In the program of one device all axes are manual, so that collectives
-                # and `axis_index` can name them.
-                with use_abstract_mesh(_manual(mesh)):
-                    for i, j in gathered.items():
-                        order = [
-                            operand_names[j].index(name) for name in operand_names[i]
-                        ]
-                        shards[i] = lax.transpose(shards[j], order)
-                    if reduced[0]:
-                        # The first result is a sum over devices: one device adds the
-                        # bias to its part of it.
-                        for i in added:
-                            is_first = lax.axis_index(reduced[0]) == 0
-                            shards[i] = jnp.where(
-                                is_first, shards[i], jnp.zeros_like(shards[i])
-                            )
-                    shards = shards[:count]
-                    if on_shards is not None:
-                        shards = on_shards(shards, functools.partial(_cut, mesh, axes))
-                    outputs = zip(
-                        map(raw, typed(*shards)), combines, reduced, strict=True
-                    )
-                    return [
-                        combine(x, over) if over else x for x, combine, over in outputs
-                    ]
+        def on_one_device(*shards):
+            shards = list(shards)
+            # In the program of one device all axes are manual, so that collectives and
+            # `axis_index` can name them.
+            with use_abstract_mesh(_with_axes(mesh, AxisType.Manual)):
+                for i, j in gathered.items():
+                    order = [operand_names[j].index(name) for name in operand_names[i]]
+                    shards[i] = lax.transpose(shards[j], order)
+                # Where the first result is a sum over devices, one device adds the bias
+                # to its part of it.
+                for i in added if reduced[0] else ():
+                    x, is_first = shards[i], lax.axis_index(reduced[0]) == 0
+                    shards[i] = jnp.where(is_first, x, jnp.zeros_like(x))
+                shards = shards[:count]
+                if on_shards is not None:
+                    shards = on_shards(shards, functools.partial(_cut, mesh, axes))
+                outputs = list(map(raw, typed(*shards)))
+                for i, over in enumerate(reduced):
+                    if over:
+                        outputs[i] = combines[i](outputs[i], over)
+                return outputs
 
-            def shardings(tensors):
-                specs = (
-                    PartitionSpec(*(axes.get(name) for name in names))
-                    for names in tensors
-                )
-                return [NamedSharding(mesh, spec) for spec in specs]
+        def sharding(names):
+            return NamedSharding(mesh, PartitionSpec(*map(axes.get, names)))
 
-            # 4. Ask for operands with these axes. The layout that is not read stays
-            #    where it is.
-            operand_shardings = shardings(operand_names)
-            for i, j in second_layouts.items():
-                unread = i if i in gathered else j
-                operand_shardings[unread] = operands[unread].sharding
-            return (
-                mesh,
-                on_one_device,
-                shardings(result_names),
-                tuple(operand_shardings),
-            )
+        # 4. Ask for operands with these axes. The layout that is not read stays where
+        #    it is.
+        operand_shardings = list(map(sharding, operand_names))
+        for i, j in second_layouts.items():
+            unread = i if i in gathered else j
+            operand_shardings[unread] = operands[unread].sharding
+        result_shardings = list(map(sharding, result_names))
+        return mesh, on_one_device, result_shardings, tuple(operand_shardings)
 
-        on_all_devices = custom_partitioning(untyped)
-        # Shardy expects factors in the order in which the rule has them.
-        factors = list(dict.fromkeys(name for names in operand_names for name in names))
-        uncut = tuple(name for name in factors if name.startswith(WHOLE))
-        kept = set(uncut).union(*result_names)
-        on_all_devices.def_partition(
-            partition=partition,
-            sharding_rule=" -> ".join(
-                ", ".join(map(" ".join, tensors))
-                for tensors in (operand_names, result_names)
-            ),
-            reduction_factors=tuple(name for name in factors if name not in kept),
-            need_replication_factors=uncut,
-        )
-        # Results leave as bytes too, so their dtypes are read from the op on typed
-        # operands.
-        out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands[:count])]
-        return list(
-            map(
-                lax.bitcast_convert_type,
-                on_all_devices(*map(raw, operands)),
-                out_dtypes,
-            )
-        )
-
-    return op
+    on_all_devices = custom_partitioning(untyped)
+    # Shardy expects factors in the order in which the rule has them.
+    factors = list(dict.fromkeys(name for names in operand_names for name in names))
+    uncut = tuple(name for name in factors if name.startswith(WHOLE))
+    kept = set(uncut).union(*result_names)
+    sides = (", ".join(map(" ".join, side)) for side in (operand_names, result_names))
+    on_all_devices.def_partition(
+        partition=partition,
+        sharding_rule=" -> ".join(sides),
+        reduction_factors=tuple(name for name in factors if name not in kept),
+        need_replication_factors=uncut,
+    )
+    # Results leave as bytes too, so their dtypes are read from the op on typed
+    # operands.
+    out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands[:count])]
+    results = on_all_devices(*map(raw, operands))
+    return list(map(lax.bitcast_convert_type, results, out_dtypes))
 
 
-def _cut(mesh, axes, name: str) -> tuple[jax.Array | int, int]:
+def _cut(mesh, axes, name):
     """Return the index of this device's shard of a dimension, and how many shards that
     has.
     """
@@ -360,31 +303,31 @@ def _cut(mesh, axes, name: str) -> tuple[jax.Array | int, int]:
     return (lax.axis_index(entry), _shards(mesh, entry)) if entry else (0, 1)
 
 
-def _shards(mesh, axes) -> int:
+def _shards(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _entry_axes(entry) -> tuple[str, ...]:
+def _entry_axes(entry):
     """Return the mesh axes of an entry of a PartitionSpec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def _is_gathered(spec, names, axes) -> bool:
+def _is_gathered(spec, names, axes):
     """Return whether a tensor with the sharding `spec` has to be gathered along a
     dimension to have `axes`.
     """
     return any(
-        set(_entry_axes(entry)) - set(axes.get(name, ()))
+        not set(_entry_axes(entry)) <= set(axes.get(name, ()))
         for entry, name in zip(spec, names, strict=False)
     )
 
 
 def _as_bytes(x):
-    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype in FP8_DTYPES else x
+    return x.view(jnp.uint8) if x.dtype in FP8_DTYPES else x
 
 
-def _assign(mesh, tensors) -> dict:
-    """Return the mesh axes of each dimension.
+def _assign(mesh, tensors):
+    """Return the mesh axes of each dimension, and its size.
 
     A mesh axis that cuts several dimensions serves the dimension that it cuts in most
     tensors. So a product keeps the shards of a contracted dimension if both operands
@@ -393,13 +336,13 @@ def _assign(mesh, tensors) -> dict:
 
     Args:
         mesh: the mesh.
-        tensors: `(shape, spec, names)` of each operand, then of each result.
+        tensors: `(x, names)` of each operand, then of each result.
     """
     # 1. Let every tensor vote for the axes that it has.
     votes, sizes = Counter(), {}
-    for shape, spec, names in tensors:
-        sizes.update(zip(names, shape, strict=True))
-        for entry, name in zip(spec, names, strict=False):
+    for x, names in tensors:
+        sizes.update(zip(names, x.shape, strict=True))
+        for entry, name in zip(x.sharding.spec, names, strict=False):
             if entry is not None and not name.startswith(WHOLE):
                 votes[name, _entry_axes(entry)] += 1
     # 2. Serve the dimensions by their votes, and in the order of `tensors` where votes
@@ -411,10 +354,10 @@ def _assign(mesh, tensors) -> dict:
         if name not in axes and not used & set(entry) and sizes[name] % shards == 0:
             axes[name] = entry
             used |= set(entry)
-    return axes
+    return axes, sizes
 
 
-def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
+def _reduced_over(mesh, axes, names, combine):
     """Return the mesh axes over which a result is combined: those of the dimensions
     that the result lacks.
 
@@ -422,25 +365,16 @@ def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
     do not change a max, and reductions over the same devices become one collective.
     """
     kept = {axis for name in names for axis in axes.get(name, ())}
-    lost = list(
-        dict.fromkeys(
-            axis for entry in axes.values() for axis in entry if axis not in kept
-        )
-    )
-    if lost and combine is lax.pmax:
-        lost = [
-            axis
-            for axis in mesh.axis_names
-            if axis not in kept and mesh.shape[axis] > 1
-        ]
-    return tuple(lost)
+    lost = dict.fromkeys(axis for entry in axes.values() for axis in entry)
+    if combine is lax.pmax and not lost.keys() <= kept:
+        lost = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    return tuple(axis for axis in lost if axis not in kept)
 
 
 @functools.lru_cache(maxsize=64)
-def _manual(mesh):
-    """Return the mesh with manual axes, as the program of one device has it."""
-    return AbstractMesh(
-        mesh.axis_sizes,
-        mesh.axis_names,
-        axis_types=(AxisType.Manual,) * len(mesh.axis_names),
-    )
+def _with_axes(mesh, kind):
+    """Return the mesh with axes of another kind; the program of one device has manual
+    axes.
+    """
+    kinds = (kind,) * len(mesh.axis_names)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._jax import _compat, _mesh
+from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
@@ -29,19 +29,18 @@ OPS: dict[Primitive, "Op"] = {}
 
 
 @functools.cache
-def dims(name: str, count: int) -> tuple[str, ...]:
+def dims(name, count):
     """Return the names of `count` dimensions."""
     return tuple([f"{name}{i}" for i in range(count)])
 
 
-def not_on(primitive: Primitive, gpus, *types, spec) -> str | None:
+def not_on(primitive, gpus, *types, spec):
     """Return why no kernel of the CUDA library runs an equation of an op on these
     GPUs.
     """
-    op, capabilities = OPS[primitive], set(map(_support.capability, gpus)) - {()}
-    return _support.why_disabled(op.custom_call or op.name) or op.not_on(
-        capabilities, *types, spec=spec
-    )
+    op = OPS[primitive]
+    reason = _support.why_disabled(op.custom_call or op.name)
+    return reason or op.not_on(_support.capabilities(gpus), *types, spec=spec)
 
 
 class Op:
@@ -177,10 +176,9 @@ class Op:
         batching.primitive_batchers[self.primitive] = self.batch
         # The rule without a platform is the default: platforms without a native library
         # lower to the reference.
-        mlir.register_lowering(self.primitive, self.lower_reference)
-        mlir.register_lowering(self.primitive, self.lower_tpu, platform="tpu")
-        mlir.register_lowering(self.primitive, self.lower_cpu, platform="cpu")
-        mlir.register_lowering(self.primitive, self.lower_cuda, platform="cuda")
+        for platform in (None, "tpu", "cpu", "cuda"):
+            rule = functools.partial(self.lower, platform)
+            mlir.register_lowering(self.primitive, rule, platform=platform)
         _compat.needs_devices(self.primitive)
         OPS[self.primitive] = self
 
@@ -222,91 +220,27 @@ class Op:
             return results
         # 2. Move the batch dimension of every operand to the front; repeat an operand
         #    that has none.
-        size = next(
-            x.shape[d]
-            for x, d in zip(operands, batch_dims, strict=True)
-            if d is not None
-        )
+        batch = _batching.batch_of(operands, batch_dims)
         operands = [
-            jnp.broadcast_to(x, (size, *x.shape))
-            if d is None
-            else jnp.moveaxis(x, d, 0)
-            for x, d in zip(operands, batch_dims, strict=True)
+            _batching.in_front(batch, x, dim, _batching.repeat)
+            for x, dim in zip(operands, batch_dims, strict=True)
         ]
         # 3. Bind the same op with one vmapped dimension more, which every result has in
         #    front.
         outputs = run(*operands, vmap_dims=vmap_dims + 1, spec=spec)
         return outputs, [0] * len(outputs)
 
-    def lower_reference(self, ctx, *operands, implementation, vmap_dims, spec):
-        """Lower for a platform without a native library."""
-        return self.lower(
-            ctx,
-            operands,
-            "other",
-            self.reference,
-            False,
-            implementation,
-            vmap_dims,
-            spec,
-        )
-
-    def lower_tpu(self, ctx, *operands, implementation, vmap_dims, spec):
-        """Lower for TPUs."""
-        return self.lower(
-            ctx, operands, "tpu", self.tpu, False, implementation, vmap_dims, spec
-        )
-
-    def lower_cpu(self, ctx, *operands, implementation, vmap_dims, spec):
-        """Lower for CPUs."""
-        return self.lower(
-            ctx,
-            operands,
-            "cpu",
-            self.cpu,
-            _ffi.has_cpu_kernels,
-            implementation,
-            vmap_dims,
-            spec,
-        )
-
-    def lower_cuda(self, ctx, *operands, implementation, vmap_dims, spec):
-        """Lower for NVIDIA GPUs."""
-        return self.lower(
-            ctx,
-            operands,
-            "cuda",
-            self.cuda,
-            _ffi.has_cuda_kernels(),
-            implementation,
-            vmap_dims,
-            spec,
-        )
-
-    def lower(
-        self,
-        ctx,
-        operands,
-        platform,
-        native,
-        is_loaded,
-        implementation,
-        vmap_dims,
-        spec,
-    ):
-        """Lower to the implementation that runs: `native`, if the library of the
-        platform is loaded, or another.
+    def lower(self, platform, ctx, *operands, implementation, vmap_dims, spec):
+        """Lower to the implementation that runs on a platform; None is one without a
+        native library.
         """
         # The names and the reference use `spec`: `for_gpus` changes how a kernel runs,
         # and not the op's results.
-        run, run_spec = self.choose(
-            ctx, platform, native, is_loaded, implementation, spec
-        )
+        run, run_spec = self.choose(platform, ctx, implementation, spec)
         program = functools.partial(run, vmap_dims=vmap_dims, spec=run_spec)
         in_jnp = functools.partial(self.reference, vmap_dims=vmap_dims, spec=spec)
-        if implementation == "tpu" or (
-            platform == "tpu" and implementation != "reference"
-        ):
+        is_for_tpu = platform == "tpu" and implementation != "reference"
+        if is_for_tpu or implementation == "tpu":
             devices = _compat.devices_of(ctx)
             # JAX registers no custom partitioning for TPUs
             if devices == "mesh" and self.on_shards is not None:
@@ -321,60 +255,59 @@ class Op:
         on_shards = self.on_shards and functools.partial(
             self.on_shards, vmap_dims=vmap_dims, spec=spec
         )
+        dimensions = Dimensions(
+            *self.all_names(ctx.avals_in, vmap_dims, spec),
+            self.second_layouts(spec),
+            self.added(spec),
+            functools.partial(self.align, spec=spec),
+            on_shards,
+        )
         return lower_partitioned(
             program,
             in_jnp,
-            Dimensions(
-                *self.all_names(ctx.avals_in, vmap_dims, spec),
-                self.second_layouts(spec),
-                self.added(spec),
-                functools.partial(self.align, spec=spec),
-                on_shards,
-            ),
+            dimensions,
             on_one_device_only=self.on_one_device_only(spec),
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,
         )
 
-    def choose(self, ctx, platform, native, is_loaded, implementation, spec):
+    def choose(self, platform, ctx, implementation, spec):
         """Return the implementation that runs, and its `spec`."""
-        if implementation == "ffi" and not is_loaded:
-            raise RuntimeError(
-                f'jaxfp8.ops.{self.name}: implementation("ffi"): no native library '
-                "serves this platform"
-            )
         if implementation == "xla" and self.by_xla is not None:
             return self.by_xla, spec
         # In an op without `by_xla` the implementation "xla" is the reference.
-        if implementation not in (None, "ffi") or not is_loaded:
+        if implementation not in (None, "ffi"):
             return self.reference, spec
-        # The native library serves this platform. Find the reason why its kernel cannot
-        # run: it is switched off, ...
         gpus = _support.gpus(ctx) if platform == "cuda" else []
-        lacks, native_spec = (
-            _support.missing_by_choice(self.custom_call or self.name),
-            spec,
-        )
-        if lacks is None and platform == "cuda":
-            # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
-            lacks = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
-            capabilities = set(map(_support.capability, gpus)) - {()}
-            reason = (
-                None if lacks else self.not_on(capabilities, *ctx.avals_in, spec=spec)
-            )
-            lacks = lacks if reason is None else _support.Missing(reason, True)
-            native_spec = self.for_gpus(capabilities, *ctx.avals_in, spec=spec)
+        lacks = self.lacks(platform, gpus, ctx.avals_in, spec)
         if lacks is None:
-            return native, native_spec
+            capabilities = _support.capabilities(gpus)
+            spec = self.for_gpus(capabilities, *ctx.avals_in, spec=spec)
+            return getattr(self, platform), spec
         if implementation == "ffi":
             raise RuntimeError(
                 f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
             )
+        if lacks.instead:
+            _support.warn(lacks.reason, lacks.instead)
         # Without FP8 hardware only the reference is left. Where just cuBLASLt is
         # missing, XLA may still call its own.
-        _support.warn(lacks.reason, lacks.instead)
-        return self.reference if lacks.hardware else self.by_xla, native_spec
+        return self.reference if lacks.hardware else self.by_xla, spec
+
+    def lacks(self, platform, gpus, types, spec) -> _support.Missing | None:
+        """Return why the native library of a platform cannot run the op; or None."""
+        if not _ffi.is_loaded(platform):
+            reason = "no native library serves this platform"
+            return _support.Missing(reason, True, instead="")
+        missing = _support.missing_by_choice(self.custom_call or self.name)
+        if missing is None and platform == "cuda":
+            missing = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
+            if missing is None:
+                capabilities = _support.capabilities(gpus)
+                reason = self.not_on(capabilities, *types, spec=spec)
+                missing = reason and _support.Missing(reason, True)
+        return missing
 
 
 class OpOfCpus(Op):
@@ -394,9 +327,9 @@ class OpOfUnits(Op):
     """An op that computes several independent units, such as the quantizers of a
     product.
 
-    Its `spec` has two methods. `units(operand_count)` returns the positions of the
-    operands and of the results of each unit, in order; `chosen(indices)` returns the
-    `spec` of some of the units.
+    Its `spec` is a NamedTuple, whose first field has an entry for each unit.
+    `spec.units(operand_count)` returns the positions of the operands and of the results
+    of each unit, in order.
     """
 
     def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
@@ -405,34 +338,39 @@ class OpOfUnits(Op):
         """
         # 1. Find the units that are batched.
         units = spec.units(len(operands))
-        is_batched = [
-            any(batch_dims[i] is not None for i in positions) for positions, _ in units
-        ]
-        if all(is_batched):
+        with_batch, rest = [], []
+        for i, (positions, _) in enumerate(units):
+            is_batched = any(batch_dims[position] is not None for position in positions)
+            (with_batch if is_batched else rest).append(i)
+        if not rest:
             return None  # the rule of all ops applies
         # 2. Make one call for the units that are not batched, and one under `vmap` for
         #    those that are.
         results = {}
-        for batched in (False, True):
-            chosen = [i for i, is_one in enumerate(is_batched) if is_one == batched]
+        for chosen, dim in ((rest, None), (with_batch, 0)):
             # Operands and results are ordered as in the whole call.
-            ins, outs = (
-                sorted(position for i in chosen for position in units[i][side])
-                for side in (0, 1)
+            ins = sorted(position for i in chosen for position in units[i][0])
+            outs = sorted(position for i in chosen for position in units[i][1])
+            call = functools.partial(
+                run, vmap_dims=vmap_dims, spec=spec_of_units(spec, chosen)
             )
-            call = functools.partial(run, vmap_dims=vmap_dims, spec=spec.chosen(chosen))
-            if batched:
+            if chosen is with_batch:
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
-            for position, output in zip(
-                outs, call(*(operands[i] for i in ins)), strict=True
-            ):
-                results[position] = output, 0 if batched else None
+            outputs = call(*(operands[i] for i in ins))
+            for position, output in zip(outs, outputs, strict=True):
+                results[position] = output, dim
         # 3. Put the results, and their batch dimensions, in the order of the whole
         #    call.
         return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
 
 
-def halves(arrays: Sequence) -> tuple[Sequence, Sequence]:
+def spec_of_units(spec, indices):
+    """Return the `spec` of some units of an `OpOfUnits`."""
+    each, *rest = spec
+    return type(spec)(tuple(each[i] for i in indices), *rest)
+
+
+def halves(arrays):
     """Return the first half of the arrays, such as the histories of all units, and the
     second, such as their scales.
     """

@@ -60,7 +60,9 @@ def quantize(
     x = _checks.high_precision("quantize", "x", x)
     operands = _checks.quantizer_operands("quantize", scale, amax)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
-    data, *raised = quantize_op(x, *operands, spec=QuantizeSpec(dtype, with_amax))
+    data, *raised = quantize_op(
+        x, *operands, spec=QuantizeSpec(dtype, False, with_amax)
+    )
     return data, returned_amax(amax, *raised)
 
 
@@ -68,59 +70,68 @@ def returned_amax(amax, raised=None):
     """Return a raised amax, f32[1], in the shape of the argument `amax`, f32[] by
     default; None where there is none.
     """
-    return (
-        None
-        if raised is None
-        else raised.reshape(() if amax is None else jnp.shape(amax))
-    )
+    if raised is None:
+        return None
+    return raised.reshape(() if amax is None else jnp.shape(amax))
 
 
-def reference(
-    x,
-    scale,
-    *amax_so_far,
-    vmap_dims,
-    dtype,
-    with_amax,
-    transpose=False,
-    rows=0,
-    cols=0,
-    column_sums=False,
-):
+class QuantizeSpec(NamedTuple):
+    """The static part of `quantize` and of producers.
+
+    Attributes:
+        dtype: the dtype of the codes.
+        transpose, with_amax, column_sums: whether these are results.
+        rows, cols: the numbers of dimensions that m and n stand for; `quantize` has
+            none.
+        activation: the name of the activation, for those that have one.
+        has_beta: for quantize_norm, whether there is a beta.
+    """
+
+    dtype: np.dtype
+    transpose: bool = True
+    with_amax: bool = True
+    column_sums: bool = False
+    rows: int = 1
+    cols: int = 1
+    activation: str | None = None
+    has_beta: bool = False
+
+
+def reference(x, scale, *amax_so_far, vmap_dims, spec):
     """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are not
     asked for.
     """
-    results = [encode(x, _shapes.stretch(scale, x), dtype)]
-    if transpose:
-        results.append(_shapes.transpose(results[0], rows, cols))
-    if with_amax:
+    results = [encode(x, _shapes.stretch(scale, x), spec.dtype)]
+    if spec.transpose:
+        results.append(_shapes.transpose(results[0], spec.rows, spec.cols))
+    if spec.with_amax:
         results.append(_shapes.raise_amax(_shapes.abs_max(x, vmap_dims), *amax_so_far))
-    if column_sums:
-        first = x.ndim - rows - cols
-        results.append(
-            jnp.sum(x, axis=tuple(range(first, first + rows)), dtype=jnp.float32)
-        )
+    if spec.column_sums:
+        first = x.ndim - spec.rows - spec.cols
+        axes = tuple(range(first, first + spec.rows))
+        results.append(jnp.sum(x, axis=axes, dtype=jnp.float32))
     return results
 
 
 def call(
     name,
+    results,
     groups,
     scale,
     amax_so_far,
     *more,
     vmapped,
     with_amax,
-    data,
-    after=(),
+    place=1,
     batch=1,
-    attributes=None,
+    **attributes,
 ):
     """Make one custom call that quantizes groups `[g, ...]`, or one group without g,
     and raises amaxes in place.
 
     Args:
         name: the name of the custom call.
+        results: `(shape, dtype)` of the results but the amax.
         groups: the tensor in canonical form.
         scale: f32 `[*vmapped, 1]`.
         amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where
@@ -128,80 +139,57 @@ def call(
         *more: further operands of the custom call.
         vmapped: the sizes of the vmapped dimensions.
         with_amax: whether the amax is a result.
-        data, after: `(shape, dtype)` of the results before and after the amax.
+        place: the number of results before the amax.
         batch: the number of groups for each index of the vmapped dimensions.
-        attributes: the attributes of the custom call.
+        **attributes: the attributes of the custom call.
 
     Returns:
-        `(data, amax, after)`, lists of results: the amax f32 `[*vmapped, 1]`, if
-        `with_amax`.
+        `(results, amax)`: the results but the amax, and in a list the amax
+        f32 `[*vmapped, 1]`, if `with_amax`.
     """
     # In the canonical form f32 [0] stands for the amax that is no operand, or no
-    # result.
-    operand = (
-        _shapes.group_amaxes(*amax_so_far, batch)
-        if amax_so_far
-        else jnp.zeros((0,), jnp.float32)
+    # result. The amax is raised in the operand's buffer. Another buffer would need a
+    # copy first, one more launch on a GPU.
+    if amax_so_far:
+        amax, aliases = _shapes.group_amaxes(*amax_so_far, batch), {2: place}
+    else:
+        amax, aliases = jnp.zeros((0,), jnp.float32), None
+    count = batch * math.prod(vmapped) if with_amax else 0
+    scales = _shapes.group_scales(scale, len(vmapped), batch)
+    outputs = _ffi.call(
+        name,
+        [*results[:place], ((count,), jnp.float32), *results[place:]],
+        *(groups, scales, amax, *more),
+        aliases=aliases,
+        **attributes,
     )
-    result = ((batch * math.prod(vmapped) if with_amax else 0,), jnp.float32)
-    operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
-    # The amax is raised in the operand's buffer. Another buffer would need a copy
-    # first, one more launch on a GPU.
-    aliases = {2: len(data)} if amax_so_far else None
-    results = _ffi.call(
-        name, [*data, result, *after], *operands, aliases=aliases, **(attributes or {})
-    )
-    amaxes = (
-        [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)]
-        if with_amax
-        else []
-    )
-    if with_amax and amax_so_far and not batch:  # without groups no amax was raised
-        amaxes = amax_so_far
-    return results[: len(data)], amaxes, results[len(data) + 1 :]
-
-
-class QuantizeSpec(NamedTuple):
-    """The static part of `quantize`: the dtype of the codes, and whether the amax is a
-    result.
-    """
-
-    dtype: np.dtype
-    with_amax: bool
+    amaxes = outputs.pop(place)
+    if not with_amax:
+        return outputs, []
+    if amax_so_far and not batch:  # without groups no amax was raised
+        return outputs, amax_so_far
+    return outputs, [_shapes.vmapped_amaxes(amaxes, vmapped, batch)]
 
 
 class _Quantize(Op):
     name = "quantize"
+    reference = staticmethod(reference)
 
     def names(self, x, *scalars, spec):
-        return [dims("x", x), *[ONE] * len(scalars)], [
-            dims("x", x),
-            *[ONE] * spec.with_amax,
-        ]
+        x = dims("x", x)
+        return [x, *[ONE] * len(scalars)], [x, *[ONE] * spec.with_amax]
 
     def dtypes(self, *operands, spec):
         return [spec.dtype, *[jnp.float32] * spec.with_amax]
 
-    def reference(self, x, scale, *amax_so_far, vmap_dims, spec):
-        return reference(
-            x,
-            scale,
-            *amax_so_far,
-            vmap_dims=vmap_dims,
-            dtype=spec.dtype,
-            with_amax=spec.with_amax,
-        )
-
     def cpu(self, x, scale, *amax_so_far, vmap_dims, spec):
         groups = _shapes.merge(x, vmap_dims)
-        (data,), amax, _ = call(
+        (data,), amax = call(
             "quantize",
-            groups,
-            scale,
-            amax_so_far,
+            [(groups.shape, spec.dtype)],
+            *(groups, scale, amax_so_far),
             vmapped=x.shape[:vmap_dims],
             with_amax=spec.with_amax,
-            data=[(groups.shape, spec.dtype)],
         )
         return [data.reshape(x.shape), *amax]
 

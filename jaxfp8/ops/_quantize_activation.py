@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ..numerics import _tpu
 from . import _checks, _quantize, _shapes
@@ -98,11 +98,9 @@ def _activate(x, activation):
         # a TPU widens the halves: XLA finds them in a product where nothing widens the
         # pair
         x = x.astype(jnp.float32)
-    return (
-        _gate(activation, *_halves(x))
-        if is_gated(activation)
-        else _FUNCTIONS[activation](x.astype(jnp.float32))
-    )
+    if is_gated(activation):
+        return _gate(activation, *_halves(x))
+    return _FUNCTIONS[activation](x.astype(jnp.float32))
 
 
 def _halves(x):
@@ -113,17 +111,7 @@ def _gate(activation, gate, up):
     return _FUNCTIONS[activation](gate) * up
 
 
-def quantize_activation(
-    x: ArrayLike,
-    scale: ArrayLike,
-    dtype: DTypeLike,
-    *,
-    activation: str,
-    transpose: bool = True,
-    amax: ArrayLike | None = None,
-    with_amax: bool = True,
-    rows: int = 1,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+def quantize_activation(x, scale, dtype, *, activation, amax=None, **options):
     """Quantize `activate(x, activation)`, kept in f32, with one read of `x`.
 
     Equivalent to, without a rounding in between:
@@ -156,15 +144,7 @@ def quantize_activation(
         ValueError: scale or amax has another shape.
     """
     return _quantize_activation.quantize(
-        x,
-        scale,
-        (),
-        amax,
-        dtype=dtype,
-        transpose=transpose,
-        with_amax=with_amax,
-        rows=rows,
-        activation=activation,
+        x, scale, (), amax, dtype, activation=activation, **options
     )
 
 
@@ -172,10 +152,7 @@ def check(op, x, activation, name="x"):
     """Raise unless `activation` is known and x, the argument `name`, has a shape for
     that activation.
     """
-    if activation not in _FUNCTIONS:
-        raise ValueError(
-            f"{op}: activation: expected one of {ACTIVATIONS}, got {activation!r}"
-        )
+    _checks.one_of(op, "activation", activation, ACTIVATIONS)
     if is_gated(activation) and _checks.rank(op, name, x, 2).shape[-2] != 2:
         raise ValueError(
             f"{op}: {name}: expected [..., 2, n] for {activation!r}, got "
@@ -203,7 +180,7 @@ class _QuantizeActivation(Producer):
 _quantize_activation = _QuantizeActivation()
 
 
-def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array:
+def activation_grad(x, grad, activation):
     """Compute the gradient of `activate` with respect to x, in f32 and not rounded to
     the dtype of x.
 
@@ -221,25 +198,14 @@ def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array
     Returns:
         f32, of the shape of x.
     """
-    _, vjp = jax.vjp(
-        functools.partial(_activate, activation=activation), x.astype(jnp.float32)
-    )
+    activated = functools.partial(_activate, activation=activation)
+    _, vjp = jax.vjp(activated, x.astype(jnp.float32))
     return vjp(grad.astype(jnp.float32))[0]
 
 
 def quantize_activation_grad(
-    x: ArrayLike,
-    grad: ArrayLike,
-    scale: ArrayLike,
-    dtype: DTypeLike,
-    *,
-    activation: str,
-    transpose: bool = True,
-    amax: ArrayLike | None = None,
-    with_amax: bool = True,
-    rows: int = 1,
-    column_sums: bool = False,
-) -> tuple[jax.Array | None, ...]:
+    x, grad, scale, dtype, *, activation, amax=None, **options
+):
     """Quantize the gradient of `activate` with respect to x, kept in f32, with one read
     of `x` and `grad`.
 
@@ -277,17 +243,9 @@ def quantize_activation_grad(
         TypeError: scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: scale or amax has another shape.
     """
+    options["cols"] = 1 + is_gated(activation)
     return _quantize_activation_grad.quantize(
-        x,
-        scale,
-        (grad,),
-        amax,
-        dtype=dtype,
-        transpose=transpose,
-        with_amax=with_amax,
-        column_sums=column_sums,
-        rows=rows,
-        activation=activation,
+        x, scale, (grad,), amax, dtype, activation=activation, **options
     )
 
 
@@ -306,48 +264,26 @@ class _QuantizeActivationGrad(Producer):
     def tpu(self, x, scale, grad, *amax_so_far, vmap_dims, spec, devices):
         """Compute the gradients of gate and up apart, with one amax."""
         if not is_gated(spec.activation):
+            operands = x, scale, grad, *amax_so_far
             return super().tpu(
-                x,
-                scale,
-                grad,
-                *amax_so_far,
-                vmap_dims=vmap_dims,
-                spec=spec,
-                devices=devices,
+                *operands, vmap_dims=vmap_dims, spec=spec, devices=devices
             )
         _, vjp = jax.vjp(functools.partial(_gate, spec.activation), *_halves(x))
         gradients = vjp(grad.astype(jnp.float32))
-        quantize = functools.partial(
-            _quantize.reference,
-            vmap_dims=vmap_dims,
-            dtype=spec.dtype,
-            with_amax=False,
-            transpose=spec.transpose,
-            rows=spec.rows,
-            cols=1,
-            column_sums=spec.column_sums,
-        )
+        of_half = spec._replace(with_amax=False, cols=1)
         with _tpu.devices(devices):
-            (data, *rest), amax = (
-                zip(*(quantize(half, scale) for half in gradients), strict=True),
-                [],
-            )
+            results = [
+                _quantize.reference(half, scale, vmap_dims=vmap_dims, spec=of_half)
+                for half in gradients
+            ]
+            (data, *rest), amax = zip(*results, strict=True), []
             if spec.with_amax:
-                amax = [
-                    _shapes.raise_amax(
-                        _shapes.abs_max(_tpu.larger(*gradients), vmap_dims),
-                        *amax_so_far,
-                    )
-                ]
-        data_t = [
-            jnp.stack(codes, axis=-2 - spec.rows) for codes in rest[: spec.transpose]
-        ]
-        return [
-            _tpu.joined(data),
-            *data_t,
-            *amax,
-            *map(_tpu.joined, rest[spec.transpose :]),
-        ]
+                largest = _shapes.abs_max(_tpu.larger(*gradients), vmap_dims)
+                amax = [_shapes.raise_amax(largest, *amax_so_far)]
+        outputs = [_tpu.joined(data)]
+        if spec.transpose:
+            outputs.append(jnp.stack(rest.pop(0), axis=-2 - spec.rows))
+        return [*outputs, *amax, *map(_tpu.joined, rest)]
 
     def canonical(self, x, grad, vmap_dims, spec):
         (x,), attributes = _quantize_activation.canonical(x, vmap_dims, spec)

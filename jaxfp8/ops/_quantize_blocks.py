@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, _scaling, encode
@@ -74,10 +73,8 @@ def quantize_blocks(
             is not listed above; or power_2_scale comes with E8M0 scales, or
             rounding="floor" with f32 scales.
     """
-    x, spec = _checked(
-        "quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols
-    )
-    return tuple(_quantize_blocks(x, spec=spec))
+    options = dtype, block, scale, rounding, power_2_scale, rows, cols
+    return _quantize_blocks.quantize(x, *options)
 
 
 def quantize_blocks_transpose(
@@ -117,18 +114,8 @@ def quantize_blocks_transpose(
     Raises:
         TypeError, ValueError: see `quantize_blocks`.
     """
-    x, spec = _checked(
-        "quantize_blocks_transpose",
-        x,
-        dtype,
-        block,
-        scale,
-        rounding,
-        power_2_scale,
-        rows,
-        cols,
-    )
-    return tuple(_quantize_blocks_transpose(x, spec=spec))
+    options = dtype, block, scale, rounding, power_2_scale, rows, cols
+    return _quantize_blocks_transpose.quantize(x, *options)
 
 
 class _Spec(NamedTuple):
@@ -141,32 +128,6 @@ class _Spec(NamedTuple):
     power_2_scale: bool
     rows: int
     cols: int
-
-
-def _checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
-    """Check the arguments, and return x and the `_Spec`."""
-    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
-    dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    # Options that do not go together are refused: one of them would have no effect.
-    for name, value, allowed in (
-        ("scale", scale, SCALES),
-        ("rounding", rounding, ROUNDINGS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
-    power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
-    if scale == "e8m0" and power_2_scale:
-        raise ValueError(
-            f"{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out "
-            'for scale="e8m0"'
-        )
-    if scale == "f32" and rounding != "ceil":
-        raise ValueError(
-            f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; it '
-            'goes with "e8m0"'
-        )
-    block = _blocks.checked(op, "block", block)
-    return x, _Spec(dtype, block, scale, rounding, power_2_scale, int(rows), int(cols))
 
 
 def _reference(x, vmap_dims, spec):
@@ -183,64 +144,11 @@ def _reference(x, vmap_dims, spec):
     else:
         factor, scale_inv = _blocks.f32_scales(amax, spec.dtype, spec.power_2_scale)
     # 2. Quantize each block, and put the matrix together again. Move the codes as
-    #    bytes: XLA's CPU
-    # compiler may move FP8 through float16, which changes the bits of NaNs.
-    data = lax.bitcast_convert_type(
-        encode(blocks, factor[..., :, None, :, None], spec.dtype), jnp.uint8
-    )
-    return lax.bitcast_convert_type(
-        _blocks.uncut(data, m, n).reshape(x.shape), spec.dtype
-    ), scale_inv
-
-
-def _custom_call(x, platform, transpose, spec):
-    """Make one custom call: `[data, scale_inv]`, and with `transpose` also
-    `[data_t, scale_inv_t]`.
-    """
-    # 1. Merge the dimensions to groups of matrices.
-    block, is_e8m0 = spec.block, spec.scale == "e8m0"
-    leading, row, col = _shapes.parts(x.shape, spec.rows, spec.cols)
-    groups = _shapes.merge(x, len(leading), spec.rows)
-    g, m, n = groups.shape
-    # 2. CPUs take any block and order scales by block. GPUs take the blocks of
-    #    cuBLASLt, and order scales as it does.
-    on_cpu, lines = platform == "cpu", 0
-    if None in block:
-        lines = m + n if transpose else m
-    scales_shape = _blocks.count if on_cpu else _blocks.stored_shape
-    attribute = np.int64([b or 0 for b in block]) if on_cpu else _blocks.NAMES[block]
-    # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with scratch
-    #    for amaxes of lines between them.
-    scales_dtype = jnp.uint8 if is_e8m0 else jnp.float32
-    kind = (
-        f"e8m0_{spec.rounding}"
-        if is_e8m0
-        else "f32_power_2"
-        if spec.power_2_scale
-        else "f32"
-    )
-    matrices = [(m, n), (n, m)][: 1 + transpose]
-    results = [
-        [((g, *matrix), spec.dtype), ((g, *scales_shape(block, *matrix)), scales_dtype)]
-        for matrix in matrices
-    ]
-    scratch = [] if on_cpu else [((g, lines), jnp.float32)]
-    results = [*results[0], *scratch, *sum(results[1:], [])]
-    data, scale_inv, *rest = _ffi.call(
-        "quantize_blocks_transpose", results, groups, block=attribute, scaling=kind
-    )
-    # 4. Order the scales by block. XLA cancels this with the product's `to_stored`.
-    outputs, layouts = [], [(data, scale_inv), rest[len(scratch) :]]
-    for matrix, shape, (codes, scales) in zip(
-        matrices, (row + col, col + row), layouts, strict=False
-    ):
-        scales = scales if on_cpu else _blocks.by_block(scales, block, *matrix)
-        scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if is_e8m0 else scales
-        outputs += [
-            codes.reshape(*leading, *shape),
-            scales.reshape(*leading, *scales.shape[1:]),
-        ]
-    return outputs
+    #    bytes: XLA's CPU compiler may move FP8 through float16, which changes the bits
+    #    of NaNs.
+    codes = encode(blocks, factor[..., :, None, :, None], spec.dtype)
+    data = _blocks.uncut(codes.view(jnp.uint8), m, n)
+    return data.reshape(x.shape).view(spec.dtype), scale_inv
 
 
 class _QuantizeBlocks(Op):
@@ -252,6 +160,29 @@ class _QuantizeBlocks(Op):
     custom_call = "quantize_blocks_transpose"
     transpose = False
 
+    def quantize(self, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
+        """Check the arguments, and bind the primitive."""
+        op = self.name
+        x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
+        dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
+        # Options that do not go together are refused: one of them would have no effect.
+        _checks.one_of(op, "scale", scale, SCALES)
+        _checks.one_of(op, "rounding", rounding, ROUNDINGS)
+        power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
+        if scale == "e8m0" and power_2_scale:
+            raise ValueError(
+                f"{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it "
+                'out for scale="e8m0"'
+            )
+        if scale == "f32" and rounding != "ceil":
+            raise ValueError(
+                f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; '
+                'it goes with "e8m0"'
+            )
+        block = _blocks.checked(op, "block", block)
+        options = scale, rounding, power_2_scale, int(rows), int(cols)
+        return tuple(self(x, spec=_Spec(dtype, block, *options)))
+
     def names(self, x, spec):
         codes, *results = _blocks.layouts(x, spec.rows, spec.cols)
         return [codes], [codes, *results[: 1 + 2 * self.transpose]]
@@ -260,21 +191,63 @@ class _QuantizeBlocks(Op):
         return _blocks.sizes_of_layouts(x, spec.block, spec.rows, spec.cols)
 
     def dtypes(self, x, spec):
-        return [spec.dtype, _blocks.E8M0 if spec.scale == "e8m0" else jnp.float32] * (
-            1 + self.transpose
-        )
+        scales = _blocks.E8M0 if spec.scale == "e8m0" else jnp.float32
+        return [spec.dtype, scales] * (1 + self.transpose)
 
     reference = staticmethod(_reference)
 
+    def call(self, x, on_cpu, spec):
+        """Make the custom call."""
+        # 1. Merge the dimensions to groups of matrices.
+        leading, row, col = _shapes.parts(x.shape, spec.rows, spec.cols)
+        groups, block = _shapes.merge(x, len(leading), spec.rows), spec.block
+        g, m, n = groups.shape
+        sides = [(m, n, row + col), (n, m, col + row)][: 1 + self.transpose]
+        # 2. CPUs take any block and order scales by block. GPUs take the blocks of
+        #    cuBLASLt, and order scales as it does.
+        count, attribute = _blocks.count, np.int64([b or 0 for b in block])
+        if not on_cpu:
+            count, attribute = _blocks.stored_shape, _blocks.NAMES[block]
+        dtype, scaling = jnp.float32, "f32_power_2" if spec.power_2_scale else "f32"
+        if spec.scale == "e8m0":
+            dtype, scaling = jnp.uint8, f"e8m0_{spec.rounding}"
+        # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with
+        #    scratch for amaxes of lines between them.
+        results = []
+        for *matrix, _ in sides:
+            results.append(((g, *matrix), spec.dtype))
+            results.append(((g, *count(block, *matrix)), dtype))
+        if not on_cpu:
+            lines = sum(matrix[0] for matrix in sides) if None in block else 0
+            results.insert(2, ((g, lines), jnp.float32))
+        outputs = _ffi.call(
+            "quantize_blocks_transpose",
+            results,
+            groups,
+            block=attribute,
+            scaling=scaling,
+        )
+        # 4. Order the scales by block. XLA cancels this with the product's `to_stored`.
+        layouts = []
+        for i, (*matrix, shape) in enumerate(sides):
+            codes, scales = outputs[-2:] if i else outputs[:2]
+            if not on_cpu:
+                scales = _blocks.by_block(scales, block, *matrix)
+            if spec.scale == "e8m0":
+                scales = scales.view(_blocks.E8M0)
+            layouts.append(codes.reshape(*leading, *shape))
+            layouts.append(scales.reshape(*leading, *scales.shape[1:]))
+        return layouts
+
     def cpu(self, x, vmap_dims, spec):
-        return _custom_call(x, "cpu", self.transpose, spec)
+        return self.call(x, True, spec)
 
     def cuda(self, x, vmap_dims, spec):
         # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in
         # jnp.
         if spec.block not in _blocks.NAMES:
             return self.reference(x, vmap_dims, spec)
-        return _custom_call(x, "cuda", self.transpose, spec)
+        return self.call(x, False, spec)
 
     def on_one_device_only(self, spec):
         # On a mesh that cuts blocks as long as the matrix, devices have to reduce their
@@ -296,11 +269,9 @@ class _QuantizeBlocksTranspose(_QuantizeBlocks):
         # they have half the bytes, or less.
         if spec.block[0] != spec.block[1]:
             columnwise = _reference(x, vmap_dims, spec._replace(block=spec.block[::-1]))
-        return (
-            *rowwise,
-            _shapes.transpose(columnwise[0], spec.rows, spec.cols),
-            columnwise[1].mT,
-        )
+        data, scale_inv = columnwise
+        data = _shapes.transpose(data, spec.rows, spec.cols)
+        return *rowwise, data, scale_inv.mT
 
 
 _quantize_blocks = _QuantizeBlocks()
@@ -361,20 +332,18 @@ def transpose_blocks(
     scale_inv, block = _blocks.checked_scale(
         "transpose_blocks", "", scale_inv, block, leading, row, col
     )
-    data_t, scale_inv_t = _transpose_blocks(
-        data, scale_inv, spec=_TransposeSpec(block, int(rows), int(cols))
-    )
-    return data_t, scale_inv_t
+    spec = _TransposeSpec(block, int(rows), int(cols))
+    return tuple(_transpose_blocks(data, scale_inv, spec=spec))
 
 
 def _shift_down(data, shift):
     """Return the codes of `data / 2**shift`, for int32 shifts of at least 0; codes of
     NaN and Inf stay.
     """
-    codes = lax.bitcast_convert_type(data, jnp.uint8)
+    codes = data.view(jnp.uint8)
     # A larger shift gives the same zeros, and its factor would not be a normal number.
     factor = _blocks.power_of_two(-jnp.minimum(shift, 64), False)
-    shifted = lax.bitcast_convert_type(encode(data, factor, data.dtype), jnp.uint8)
+    shifted = encode(data, factor, data.dtype).view(jnp.uint8)
     largest = int(np.array(jnp.finfo(data.dtype).max, data.dtype).view(np.uint8))
     return jnp.where(codes & 0x7F > largest, codes, shifted)
 
@@ -412,37 +381,30 @@ class _TransposeBlocks(Op):
         of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
         # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may
         #    move FP8 through float16.
-        shift, of_elements = (
-            _blocks.spread(x, spec.block, m, n) for x in (of_rows - codes, of_rows)
-        )
-        nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
-        shifted = jnp.where(
-            of_elements == _blocks.NAN_CODE,
-            jnp.uint8(nan_code),
-            _shift_down(matrix, shift),
-        )
+        shift = _blocks.spread(of_rows - codes, spec.block, m, n)
+        of_elements = _blocks.spread(of_rows, spec.block, m, n)
+        nan_code = jnp.uint8(0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E)
+        is_nan = of_elements == _blocks.NAN_CODE
+        shifted = jnp.where(is_nan, nan_code, _shift_down(matrix, shift))
         data_t = _shapes.transpose(shifted.reshape(data.shape), spec.rows, spec.cols)
+        data_t = data_t.view(data.dtype)
         scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
-        data_t = lax.bitcast_convert_type(data_t, data.dtype)
-        return data_t, _blocks.scales_of_codes(
-            scales_t.astype(jnp.uint8), scale_inv.dtype
-        )
+        scales_t = scales_t.astype(jnp.uint8)
+        return data_t, _blocks.scales_of_codes(scales_t, scale_inv.dtype)
 
     def cpu(self, data, scale_inv, vmap_dims, spec):
         """Make one custom call on groups of matrices, with scales as E8M0 codes."""
         leading, row, col = _shapes.parts(data.shape, spec.rows, spec.cols)
-        groups, block = _shapes.merge(data, len(leading), spec.rows), spec.block
-        g, m, n = groups.shape
-        scales = _blocks.exponent_codes(scale_inv).reshape(
-            g, *scale_inv.shape[len(leading) :]
-        )
-        results = [((g, n, m), data.dtype), ((g, n, -(-m // block[1])), jnp.uint8)]
+        groups = _shapes.merge(data, len(leading), spec.rows)
+        (g, m, n), size = groups.shape, spec.block[1]
+        scales = _blocks.exponent_codes(scale_inv)
+        scales = scales.reshape(g, *scale_inv.shape[len(leading) :])
+        results = [((g, n, m), data.dtype), ((g, n, -(-m // size)), jnp.uint8)]
         data_t, scales_t = _ffi.call(
-            "transpose_blocks", results, groups, scales, block=np.int64(block[1])
+            "transpose_blocks", results, groups, scales, block=np.int64(size)
         )
-        scales_t = _blocks.scales_of_codes(
-            scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype
-        )
+        scales_t = scales_t.reshape(*leading, *scales_t.shape[1:])
+        scales_t = _blocks.scales_of_codes(scales_t, scale_inv.dtype)
         return data_t.reshape(*leading, *col, *row), scales_t
 
     def align(self, axes, sizes, mesh_shape, spec):

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from . import _checks, _shapes
 from ._primitive import dims
@@ -63,9 +63,9 @@ def _statistics(x, kind, epsilon):
     if kind == "layer":
         mean = _mean(x)
         x = x - mean
-    return jax.lax.rsqrt(
-        _mean(x * x) + jax.lax.full((1,) * x.ndim, epsilon, jnp.float32)
-    ), mean
+    variance = _mean(x * x)
+    epsilon = jax.lax.full((1,) * x.ndim, epsilon, jnp.float32)
+    return jax.lax.rsqrt(variance + epsilon), mean
 
 
 def _mean(x):
@@ -79,20 +79,7 @@ def _affine(x, rstd, mean, gamma, beta):
     return y if beta is None else y + beta
 
 
-def quantize_norm(
-    x: ArrayLike,
-    gamma: ArrayLike,
-    beta: ArrayLike | None,
-    scale: ArrayLike,
-    dtype: DTypeLike,
-    *,
-    kind: str,
-    epsilon: float,
-    transpose: bool = True,
-    amax: ArrayLike | None = None,
-    with_amax: bool = True,
-    rows: int = 1,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+def quantize_norm(x, gamma, beta, scale, dtype, *, kind, epsilon, amax=None, **options):
     """Quantize `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
 
     On a GPU XLA computes the statistics of the rows of x, if possible in the pass that
@@ -132,23 +119,11 @@ def quantize_norm(
     # The statistics of a row are known only after the whole row was read. XLA computes
     # them, if possible in the pass that writes x. Statistics and parameters are small:
     # in f32 the kernel needs no variant for each dtype.
-    statistics = jnp.concatenate(
-        [s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1
-    )
-    more = [
-        statistics,
-        *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None),
-    ]
+    statistics = [s for s in _statistics(x, kind, epsilon) if s is not None]
+    parameters = [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
+    more = jnp.concatenate(statistics, axis=-1), *parameters
     return _quantize_norm.quantize(
-        x,
-        scale,
-        more,
-        amax,
-        dtype=dtype,
-        transpose=transpose,
-        with_amax=with_amax,
-        rows=rows,
-        has_beta=beta is not None,
+        x, scale, more, amax, dtype, has_beta=beta is not None, **options
     )
 
 
@@ -156,21 +131,21 @@ def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
     """Check the arguments: arrays, and an epsilon of f32. `names` are those of gamma
     and beta in messages.
     """
-    if kind not in KINDS:
-        raise ValueError(f"{op}: kind: expected one of {KINDS}, got {kind!r}")
+    _checks.one_of(op, "kind", kind, KINDS)
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), 1)
-    gamma = _checks.shape(
-        op, names[0], _checks.high_precision(op, names[0], gamma), x.shape[-1:]
-    )
+
+    def parameter(name, value):
+        value = _checks.high_precision(op, name, value)
+        return _checks.shape(op, name, value, x.shape[-1:])
+
+    gamma = parameter(names[0], gamma)
     if beta is not None:
         if kind == "rms":
             raise ValueError(
                 f'{op}: {names[1]}: expected None for kind "rms", got an array; '
                 '"layer" takes one'
             )
-        beta = _checks.shape(
-            op, names[1], _checks.high_precision(op, names[1], beta), x.shape[-1:]
-        )
+        beta = parameter(names[1], beta)
     # The program has epsilon in f32, so the check and the result take the f32 number.
     if not 0 <= np.float32(epsilon) < np.inf:
         raise ValueError(
@@ -211,9 +186,8 @@ class _QuantizeNorm(Producer):
         if vmap_dims and batch != 1:
             parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
         beta = [] if spec.has_beta else [jnp.zeros((0,), jnp.float32)]
-        x, statistics = (
-            _shapes.merge(operand, leading, spec.rows) for operand in (x, statistics)
-        )
+        x = _shapes.merge(x, leading, spec.rows)
+        statistics = _shapes.merge(statistics, leading, spec.rows)
         return (x, statistics, *parameters, *beta), {}
 
 

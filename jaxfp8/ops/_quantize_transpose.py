@@ -3,11 +3,9 @@
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES
@@ -63,8 +61,7 @@ def quantize_transpose(
         scale,
         (),
         amax,
-        dtype=dtype,
-        transpose=True,
+        dtype,
         with_amax=with_amax,
         column_sums=_checks.flag(op, "column_sums", column_sums),
         rows=rows,
@@ -72,31 +69,9 @@ def quantize_transpose(
     )
 
 
-class ProducerSpec(NamedTuple):
-    """The static part of a producer.
-
-    Attributes:
-        dtype: the dtype of the codes.
-        transpose, with_amax, column_sums: whether these are results.
-        rows: the number of dimensions that m stands for.
-        cols: for quantize_transpose, the number of dimensions that n stands for.
-        activation: the name of the activation, for those that have one.
-        has_beta: for quantize_norm, whether there is a beta.
-    """
-
-    dtype: np.dtype
-    transpose: bool
-    with_amax: bool
-    column_sums: bool
-    rows: int
-    cols: int = 1
-    activation: str | None = None
-    has_beta: bool = False
-
-
 class Producer(Op):
     """An op that quantizes what it computes from x and `more`, in both layouts; its
-    spec is a `ProducerSpec`.
+    spec is a `QuantizeSpec`.
 
     The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t
     if `transpose`; the amax if `with_amax`, at least `amax_so_far` where that is given;
@@ -113,13 +88,13 @@ class Producer(Op):
 
     is_fused = True
 
-    def columns(self, spec) -> tuple[str, ...]:
+    def columns(self, spec):
         """Return the names of the columns of the result, which are the last dimensions
         of x.
         """
-        return dims("col", 1)
+        return dims("col", spec.cols)
 
-    def operand_names(self, batch, row, col, spec) -> list:
+    def operand_names(self, batch, row, col, spec):
         """Return the names of x and `more`, given those of the result; `batch` are
         dimensions of x beyond them.
         """
@@ -129,48 +104,26 @@ class Producer(Op):
         """Compute the values in jnp, f32 `[..., m, n]`."""
         raise NotImplementedError
 
-    def canonical(self, x, *more, vmap_dims, spec) -> tuple:
+    def canonical(self, x, *more, vmap_dims, spec):
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
 
-    def quantize(
-        self,
-        x,
-        scale,
-        more,
-        amax,
-        *,
-        dtype,
-        transpose,
-        with_amax,
-        rows,
-        column_sums=False,
-        cols=1,
-        activation=None,
-        has_beta=False,
-    ):
-        """Check the arguments that all producers take, and bind the primitive.
+    def quantize(self, x, scale, more, amax, dtype, **options):
+        """Check the arguments that all producers take, and bind the primitive; the
+        options are those of `QuantizeSpec`.
 
         Returns:
             `(data, data_t, amax)`, the amax in the shape of the argument; None for
             data_t without `transpose` and for the amax without `with_amax`. With
             `column_sums` also the sums.
         """
-        scale, *amax_so_far = _checks.quantizer_operands(self.name, scale, amax)
+        operands = _checks.quantizer_operands(self.name, scale, amax)
         dtype = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES)
-        spec = ProducerSpec(
-            dtype,
-            bool(transpose),
-            with_amax,
-            column_sums,
-            rows,
-            cols,
-            activation,
-            has_beta,
-        )
+        spec = _quantize.QuantizeSpec(dtype, **options)
+        scale, *amax_so_far = operands
         data, *rest = self(x, scale, *more, *amax_so_far, spec=spec)
-        data_t = rest.pop(0) if transpose else None
-        new_amax = rest.pop(0) if with_amax else None
+        data_t = rest.pop(0) if spec.transpose else None
+        new_amax = rest.pop(0) if spec.with_amax else None
         return data, data_t, _quantize.returned_amax(amax, new_amax), *rest
 
     def names(self, x, *ranks, spec):
@@ -180,11 +133,8 @@ class Producer(Op):
         batch = dims("batch", x - len(self._names_without_batch(spec)[0]))
         x_names, *more_names = self.operand_names(batch, row, col, spec)
         _, amax_so_far = self._split(ranks[1:], spec)
-        results = [
-            batch + row + col,
-            *[batch + col + row] * spec.transpose,
-            *[ONE] * spec.with_amax,
-        ]
+        results = [batch + row + col]
+        results += [batch + col + row] * spec.transpose + [ONE] * spec.with_amax
         # The sums lack the rows, so a mesh that cuts rows adds up the sums of its
         # devices.
         results += [batch + col] * spec.column_sums
@@ -199,49 +149,36 @@ class Producer(Op):
         return rest[:count], rest[count:]
 
     def dtypes(self, *operands, spec):
-        return [spec.dtype] * (1 + spec.transpose) + [jnp.float32] * (
-            spec.with_amax + spec.column_sums
-        )
+        f32 = [jnp.float32] * (spec.with_amax + spec.column_sums)
+        return [spec.dtype] * (1 + spec.transpose) + f32
 
-    def reference(self, x, scale, *rest, vmap_dims, spec):
-        more, amax_so_far = self._split(rest, spec)
+    def reference(self, *operands, vmap_dims, spec):
         # The values stay in f32, as in the kernel: another rounding would give other
         # codes.
-        return _quantize.reference(
-            self.produce(x, *more, vmap_dims=vmap_dims, spec=spec),
-            scale,
-            *amax_so_far,
-            vmap_dims=vmap_dims,
-            dtype=spec.dtype,
-            with_amax=spec.with_amax,
-            transpose=spec.transpose,
-            rows=spec.rows,
-            cols=len(self.columns(spec)),
-            column_sums=spec.column_sums,
-        )
+        produced = self._produced(operands, vmap_dims, spec)
+        return _quantize.reference(*produced, vmap_dims=vmap_dims, spec=spec)
 
-    def cpu(self, x, scale, *rest, vmap_dims, spec):
-        # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
+    def _produced(self, operands, vmap_dims, spec):
+        """Return the values, the scale and `amax_so_far`."""
+        x, scale, *rest = operands
         more, amax_so_far = self._split(rest, spec)
         values = self.produce(x, *more, vmap_dims=vmap_dims, spec=spec)
-        operands = values, scale, *amax_so_far
-        if not spec.transpose:
-            once = _quantize.QuantizeSpec(spec.dtype, spec.with_amax)
-            return _quantize.quantize_op(*operands, vmap_dims=vmap_dims, spec=once)
-        cols = len(self.columns(spec))
-        both = spec._replace(cols=cols, activation=None, has_beta=False)
-        return _quantize_transpose(*operands, vmap_dims=vmap_dims, spec=both)
+        return values, scale, *amax_so_far
+
+    def cpu(self, *operands, vmap_dims, spec):
+        # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
+        produced = self._produced(operands, vmap_dims, spec)
+        op = _quantize_transpose if spec.transpose else _quantize.quantize_op
+        spec = spec._replace(activation=None, has_beta=False)
+        return op(*produced, vmap_dims=vmap_dims, spec=spec)
 
     def cuda(self, x, scale, *rest, vmap_dims, spec):
-        return self.call(x, scale, *rest, vmap_dims=vmap_dims, spec=spec)
-
-    def call(self, x, scale, *rest, vmap_dims, spec):
         """Make the custom call of this op, in its canonical form."""
         more, amax_so_far = self._split(rest, spec)
         # Results take their sizes from x as it comes in: `canonical` reshapes it.
         first = x.ndim - len(self._names_without_batch(spec)[0])
         leading, row = x.shape[:first], x.shape[first : first + spec.rows]
-        col = x.shape[x.ndim - len(self.columns(spec)) :]
+        col = x.shape[x.ndim - spec.cols :]
         m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
         (x, *more), attributes = self.canonical(
             x, *more, vmap_dims=vmap_dims, spec=spec
@@ -249,44 +186,33 @@ class Producer(Op):
         # A single matrix needs no group dimension, but the fused producers have one
         # always.
         groups = x.shape[:1] if self.is_fused or leading else ()
-        # Results that may be left out come after the amax: the sums, and data_t of a
-        # producer.
-        layouts = [
-            ((*groups, m, n), spec.dtype),
-            *[((*groups, n, m), spec.dtype)] * spec.transpose,
-        ]
-        count = 1 if self.is_fused else len(layouts)
-        before, amax, after = _quantize.call(
+        results = [((*groups, m, n), spec.dtype)]
+        results += [((*groups, n, m), spec.dtype)] * spec.transpose
+        sums = (*groups, -(-m // _SUMMED_ROWS), n), jnp.float32
+        (data, *rest), amax = _quantize.call(
             self.name,
-            x,
-            scale,
-            amax_so_far,
-            *more,
+            results + [sums] * spec.column_sums,
+            *(x, scale, amax_so_far, *more),
             vmapped=leading[:vmap_dims],
             with_amax=spec.with_amax,
-            data=layouts[:count],
-            after=layouts[count:]
-            + [((*groups, -(-m // _SUMMED_ROWS), n), jnp.float32)] * spec.column_sums,
+            # Results that may be left out come after the amax: the sums, and data_t of
+            # a producer.
+            place=1 if self.is_fused else 2,
             batch=batch,
-            attributes=attributes,
+            **attributes,
         )
-        data, *rest = *before, *after
-        data_t = [
-            codes.reshape(*leading, *col, *row) for codes in rest[: spec.transpose]
-        ]
-        sums = [
-            jnp.sum(parts, axis=-2).reshape(*leading, *col)
-            for parts in rest[spec.transpose :]
-        ]
-        return [data.reshape(*leading, *row, *col), *data_t, *amax, *sums]
+        outputs = [data.reshape(*leading, *row, *col)]
+        if spec.transpose:
+            outputs.append(rest[0].reshape(*leading, *col, *row))
+        outputs += amax
+        if spec.column_sums:
+            outputs.append(jnp.sum(rest[-1], axis=-2).reshape(*leading, *col))
+        return outputs
 
 
 class _QuantizeTranspose(Producer):
     name = "quantize_transpose"
     is_fused = False
-
-    def columns(self, spec):
-        return dims("col", spec.cols)
 
     def operand_names(self, batch, row, col, spec):
         return [batch + row + col]
@@ -298,8 +224,7 @@ class _QuantizeTranspose(Producer):
         leading = x.ndim - spec.rows - spec.cols
         return (_shapes.merge_groups(x, leading, spec.rows),), {}
 
-    def cpu(self, x, scale, *rest, vmap_dims, spec):
-        return self.call(x, scale, *rest, vmap_dims=vmap_dims, spec=spec)
+    cpu = Producer.cuda
 
 
 _quantize_transpose = _QuantizeTranspose()

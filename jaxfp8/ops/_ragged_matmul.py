@@ -103,14 +103,9 @@ def ragged_matmul(
     operands = [a, b, a_scale_inv, b_scale_inv, group_sizes]
     if b_t is not None:
         operands.append(b_t)
-    spec = _Spec(
-        ragged == "rows",
-        np.dtype(out_dtype),
-        precise,
-        a_block,
-        b_block,
-        has_b_t=b_t is not None,
-    )
+    is_t = b_t is not None
+    options = np.dtype(out_dtype), precise, a_block, b_block
+    spec = _Spec(ragged == "rows", *options, has_b_t=is_t)
     return _ragged_matmul(*operands, spec=spec)[0]
 
 
@@ -133,18 +128,18 @@ class _Spec:
     has_b_t: bool
 
     @property
-    def has_blocks(self) -> bool:
+    def has_blocks(self):
         return self.a_block is not None or self.b_block is not None
 
-    def shape(self, a, b, group_sizes, vmap_dims) -> tuple[int, ...]:
+    def shape(self, a, b, group_sizes, vmap_dims):
         """Return the shape of the result."""
-        leading = (
-            a.shape[:vmap_dims] if self.by_rows else group_sizes.shape[: vmap_dims + 1]
-        )
+        leading = group_sizes.shape[: vmap_dims + 1]
+        if self.by_rows:
+            leading = a.shape[:vmap_dims]
         return (*leading, a.shape[-2], b.shape[-2])
 
 
-def _moved(x, shifts, axis: int):
+def _moved(x, shifts, axis):
     """Move the matrices `[count, ...]` along an axis, round the end, each by its own
     shift.
     """
@@ -153,14 +148,12 @@ def _moved(x, shifts, axis: int):
 
 def _dims(spec):
     """Return the names of the dimensions of a and b."""
-    return (
-        (("m0", "k0"), ("g0", "n0", "k0"))
-        if spec.by_rows
-        else (("p0", "m0"), ("n0", "m0"))
-    )
+    if spec.by_rows:
+        return ("m0", "k0"), ("g0", "n0", "k0")
+    return ("p0", "m0"), ("n0", "m0")
 
 
-def _scales(operand: str, dims, block) -> tuple[str, ...]:
+def _scales(operand, dims, block):
     """Return the names of the dimensions of scales.
 
     Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA,
@@ -169,11 +162,9 @@ def _scales(operand: str, dims, block) -> tuple[str, ...]:
     if block is None:
         return ONE
     *leading, rows, _ = dims
-    return (
-        *leading,
-        rows if block[0] == 1 else f"{WHOLE}_{operand}_rows",
-        f"{WHOLE}_{operand}_cols",
-    )
+    if block[0] != 1:
+        rows = f"{WHOLE}_{operand}_rows"
+    return *leading, rows, f"{WHOLE}_{operand}_cols"
 
 
 class _RaggedMatmul(Op):
@@ -182,16 +173,11 @@ class _RaggedMatmul(Op):
     def names(self, *ranks, spec):
         a, b = _dims(spec)
         # Where a group begins depends on the sizes of all before it.
-        operands = [
-            a,
-            b,
-            _scales("a", a, spec.a_block),
-            _scales("b", b, spec.b_block),
-            (f"{WHOLE}_g",),
-        ]
-        return operands + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t, [
-            ("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")
-        ]
+        groups = (f"{WHOLE}_g",)
+        scales = _scales("a", a, spec.a_block), _scales("b", b, spec.b_block)
+        operands = [a, b, *scales, groups] + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t
+        out = ("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")
+        return operands, [out]
 
     def sizes(self, *shapes, spec):
         return {} if spec.by_rows else {"g0": shapes[4][0]}
@@ -224,9 +210,8 @@ class _RaggedMatmul(Op):
         shape = spec.shape(a, b, group_sizes, vmap_dims)
         if 0 in a.shape or 0 in b.shape:
             return (lax.full(shape, 0, spec.out_dtype),)
-        first = (
-            lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
-        )
+        if first is None:
+            first = lax.full(group_sizes.shape[:-1], 0, jnp.int32)
         # 1. Widen the codes. Scales of blocks multiply the codes: they are then no
         #    factor of the product.
         one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
@@ -235,28 +220,21 @@ class _RaggedMatmul(Op):
             widen, precision = to_f32, lax.Precision.HIGHEST
         a, b = widen(a), widen(b)
         if spec.a_block is not None:
-            a, a_scale_inv = (
-                _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:]),
-                one,
-            )
+            a = _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:])
+            a_scale_inv = one
         if spec.b_block is not None:
-            b, b_scale_inv = (
-                _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:]),
-                one,
-            )
+            b = _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:])
+            b_scale_inv = one
         # 2. Multiply.
-        product = ragged_rows if spec.by_rows else ragged_contraction
+        multiply = ragged_rows if spec.by_rows else ragged_contraction
+        operands = a, b, group_sizes, first
         if vmap_dims == 0:
-            out = product(a, b, group_sizes, first, precision)
+            out = multiply(*operands, precision)
         else:
             # Run the loops one after the other: as a batch, each step would touch the
             # product of every vmapped index.
-            flat = (
-                x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first)
-            )
-            out = lax.map(
-                lambda operands: product(*operands, precision), tuple(flat)
-            ).reshape(shape)
+            flat = tuple(x.reshape(-1, *x.shape[vmap_dims:]) for x in operands)
+            out = lax.map(lambda x: multiply(*x, precision), flat).reshape(shape)
         # 3. Apply the scales of whole operands.
         out = rescaled(
             out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape)
@@ -269,51 +247,34 @@ class _RaggedMatmul(Op):
             *operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu()
         )
 
-    def cuda(
-        self,
-        a,
-        b,
-        a_scale_inv,
-        b_scale_inv,
-        group_sizes,
-        first=None,
-        *,
-        vmap_dims,
-        spec,
-    ):
+    def cuda(self, a, b, *rest, vmap_dims, spec):
+        *scales, group_sizes = rest[:3]
         shape = spec.shape(a, b, group_sizes, vmap_dims)
         count = math.prod(a.shape[:vmap_dims])
-        a, b, group_sizes = (
-            x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes)
+        a, b, group_sizes, *first = (
+            x.reshape(count, *x.shape[vmap_dims:])
+            for x in (a, b, group_sizes, *rest[3:])
         )
-        scales = (
-            _shapes.group_scales(scale, vmap_dims)
-            for scale in (a_scale_inv, b_scale_inv)
-        )
-        result = (count, *shape[vmap_dims:]), spec.out_dtype
+        scales = [_shapes.group_scales(scale, vmap_dims) for scale in scales]
         # The kernel takes the first group at row 0: move the rows there, and the rows
         # of the result back.
-        if first is not None:
-            first = first.reshape(count)
-            a = _moved(a, -first, 0 if spec.by_rows else 1)
-            b = b if spec.by_rows else _moved(b, -first, 1)
-        (out,) = _ffi.call(
-            "ragged_matmul", [result], a, b, *scales, group_sizes, precise=spec.precise
-        )
-        if first is not None and spec.by_rows:
-            out = _moved(out, first, 0)
+        for begin in first:
+            a = _moved(a, -begin, 0 if spec.by_rows else 1)
+            b = b if spec.by_rows else _moved(b, -begin, 1)
+        result = (count, *shape[vmap_dims:]), spec.out_dtype
+        operands = a, b, *scales, group_sizes
+        (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=spec.precise)
+        for begin in first if spec.by_rows else ():
+            out = _moved(out, begin, 0)
         return (out.reshape(shape),)
 
     def align(self, axes, sizes, mesh_shape, spec):
-        followers = {}
-        for operand, dims, block in zip(
-            "ab", _dims(spec), (spec.a_block, spec.b_block), strict=True
-        ):
-            for dim, name, size in zip(
-                dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False
-            ):
-                if name.startswith(WHOLE):
-                    followers.setdefault(dim[0], {})[name] = size
+        followers, blocks = {}, (spec.a_block, spec.b_block)
+        for operand, dims, block in zip("ab", _dims(spec), blocks, strict=True):
+            scales = _scales(operand, dims, block)
+            for i in (-2, -1) if block else ():
+                if scales[i].startswith(WHOLE):
+                    followers.setdefault(dims[i][0], {})[scales[i]] = block[i]
         return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
     def on_shards(self, operands, cut, *, vmap_dims, spec):
@@ -326,32 +287,22 @@ class _RaggedMatmul(Op):
         *matrices, group_sizes = operands
         # 1. Find where each group of the whole matrix begins and ends, as a row of this
         #    device.
-        rows, groups = (
-            operands[0].shape[-2 if spec.by_rows else -1],
-            group_sizes.shape[-1] // group_shards,
-        )
+        rows = matrices[0].shape[-2 if spec.by_rows else -1]
+        groups = group_sizes.shape[-1] // group_shards
         ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
-        bounds = jnp.concatenate(
-            [lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1
-        )
+        begin = lax.full_like(ends[..., :1], 0) - row * rows
+        bounds = jnp.clip(jnp.concatenate([begin, ends], axis=-1), 0, rows)
         # 2. Take the groups of this device.
-        bounds = lax.dynamic_slice_in_dim(
-            jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1
-        )
-        return [
-            *matrices,
-            jnp.diff(bounds),
-            *([] if group_shards == 1 else [bounds[..., 0]]),
-        ]
+        bounds = lax.dynamic_slice_in_dim(bounds, group * groups, groups + 1, axis=-1)
+        operands = [*matrices, jnp.diff(bounds)]
+        return operands if group_shards == 1 else [*operands, bounds[..., 0]]
 
     def not_on(self, capabilities, *types, spec):
         """Return why no kernel multiplies these operands; or None."""
+        if not spec.has_blocks:
+            return None
         blocks = f"{spec.a_block} by {spec.b_block}"
-        return (
-            f"ragged_matmul: no kernel has scales for blocks ({blocks})"
-            if spec.has_blocks
-            else None
-        )
+        return f"ragged_matmul: no kernel has scales for blocks ({blocks})"
 
 
 _ragged_matmul = _RaggedMatmul()
@@ -359,13 +310,12 @@ _ragged_matmul = _RaggedMatmul()
 
 # The jnp program loops over chunks of groups, so that neither work nor memory grow with
 # their number.
-def ends_of_groups(group_sizes, m: int):
+def ends_of_groups(group_sizes, m):
     """Return the row after the last one of each group. Sizes below 0 count as 0, and
     groups end at the last row.
     """
-    return jnp.minimum(
-        jnp.cumsum(jnp.clip(group_sizes, 0, m), axis=-1, dtype=jnp.int32), m
-    )
+    sizes = jnp.clip(group_sizes, 0, m)
+    return jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), m)
 
 
 class Chunks(NamedTuple):
@@ -389,21 +339,19 @@ class Chunks(NamedTuple):
     chunks: jax.Array
 
     @staticmethod
-    def cut(group_sizes, m: int, first) -> "Chunks":
+    def cut(group_sizes, m, first):
         """Cut groups of these sizes, of `m` rows in all; the first group begins at row
         `first`.
         """
         groups = group_sizes.shape[0]
         # A chunk has about as many rows as a group has on average, a power of two.
         average = max(m // groups, 1)
-        rows = min(
-            m, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (average - 1).bit_length()))
-        )
+        rows = min(_MOST_ROWS, 1 << (average - 1).bit_length())
+        rows = min(m, max(_FEWEST_ROWS, rows))
         ends = ends_of_groups(group_sizes, m)
         sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
-        ends = ends + first
         chunks = jnp.cumsum((sizes + (rows - 1)) // rows, dtype=jnp.int32)
-        return Chunks(rows, m, sizes, ends, chunks)
+        return Chunks(rows, m, sizes, ends + first, chunks)
 
     def loop(self, body, out):
         """Run `out = body(out, group, begin, inside)` for every chunk.
@@ -416,27 +364,17 @@ class Chunks(NamedTuple):
         def step(i, out):
             # 1. Find the group of chunk i, and the first row of the chunk.
             group = jnp.sum((self.chunks <= i).astype(jnp.int32))
-            end = self.ends[group]
-            first = (
-                end
-                - self.sizes[group]
-                + (i - (self.chunks[group] - self._count(group))) * self.rows
-            )
+            end, size = self.ends[group], self.sizes[group]
+            count = (size + (self.rows - 1)) // self.rows
+            first = end - size + (i - (self.chunks[group] - count)) * self.rows
             # 2. Keep the window inside the matrix, and mask its rows that are not of
             #    the chunk.
             begin = jnp.minimum(first, self.m - self.rows)
             row = begin + lax.iota(jnp.int32, self.rows)
-            return body(
-                out,
-                group,
-                begin,
-                (row >= first) & (row < jnp.minimum(first + self.rows, end)),
-            )
+            inside = (row >= first) & (row < jnp.minimum(first + self.rows, end))
+            return body(out, group, begin, inside)
 
         return lax.fori_loop(0, self.chunks[-1], step, out)
-
-    def _count(self, group):
-        return (self.sizes[group] + (self.rows - 1)) // self.rows
 
 
 def _dot(a, b, precision):
@@ -452,13 +390,11 @@ def ragged_rows(a, b, group_sizes, first, precision):
 
     def body(out, group, begin, inside):
         rows = lax.dynamic_slice_in_dim(a, begin, chunks.rows, axis=0)
-        new = _dot(
-            rows, lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False), precision
-        )
+        matrix = lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False)
+        new = _dot(rows, matrix, precision)
         old = lax.dynamic_slice_in_dim(out, begin, chunks.rows, axis=0)
-        return lax.dynamic_update_slice_in_dim(
-            out, jnp.where(inside[:, None], new, old), begin, axis=0
-        )
+        new = jnp.where(inside[:, None], new, old)
+        return lax.dynamic_update_slice_in_dim(out, new, begin, axis=0)
 
     return chunks.loop(body, lax.full((a.shape[0], b.shape[1]), 0, jnp.float32))
 
@@ -473,9 +409,8 @@ def ragged_contraction(a, b, group_sizes, first, precision):
             return jnp.where(inside[None, :], x, lax.full(x.shape, 0, x.dtype))
 
         old = lax.dynamic_index_in_dim(out, group, axis=0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(
-            out, old + _dot(columns(a), columns(b), precision), group, axis=0
-        )
+        new = old + _dot(columns(a), columns(b), precision)
+        return lax.dynamic_update_index_in_dim(out, new, group, axis=0)
 
     shape = (group_sizes.shape[0], a.shape[0], b.shape[0])
     return chunks.loop(body, lax.full(shape, 0, jnp.float32))

@@ -1,5 +1,6 @@
 """read_histories and write_histories: the state of delayed scaling, read before a loop
-over layers, and written.
+over layers, and written; split_reading and join_recorded: the numbers of a reading as
+arrays, and what a step records as one.
 
 The state may be that of many layers. Of this state a step needs only a reading, six
 numbers for each quantizer, and records as many. A product that is not in a loop reads
@@ -8,10 +9,9 @@ its state by `delayed_scales`, and writes it by the same `write_histories`.
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,16 +21,14 @@ from ..numerics import E4M3, _scaling
 from . import _ffi, _shapes
 from ._amax import MAX_QUANTIZERS
 from ._partition import WHOLE
-from ._primitive import ONE, OpOfUnits, dims, halves
+from ._primitive import ONE, OpOfCpus, OpOfUnits, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
 
 Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 
 
-def read_histories(
-    products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[float]] | None = None
-) -> list[jax.Array]:
+def read_histories(products, *, fp8_max=None):
     """Read the amax histories and the scales of products, each of k quantizers.
 
     For each quantizer the reading has six numbers: the newest entry of its history, the
@@ -56,26 +54,21 @@ def read_histories(
     Raises:
         TypeError: the op is differentiated.
     """
-    fp8_max = (
-        [(E4M3.max,) * len(pairs) for pairs in products] if fp8_max is None else fp8_max
-    )
-    readings = {}
-    for call in _calls(products):
-        numerators = tuple(
-            tuple(_scaling.scale_numerator(value, 0) for value in fp8_max[i])
-            for i in call
-        )
-        readings |= zip(
-            call,
-            _read(*_columns(products, call), spec=_ReadSpec(numerators)),
-            strict=True,
-        )
-    return [readings[i] for i in range(len(products))]
+    if fp8_max is None:
+        fp8_max = [(E4M3.max,) * len(pairs) for pairs in products]
+    numerators = [
+        tuple(_scaling.scale_numerator(value, 0) for value in values)
+        for values in fp8_max
+    ]
+
+    def read(call):
+        spec = _ReadSpec(tuple(numerators[i] for i in call))
+        return _read(*_columns(products, call), spec=spec)
+
+    return _in_calls(products, read)
 
 
-def write_histories(
-    products: Sequence[Pairs], recorded: Sequence[ArrayLike | Pairs]
-) -> list[list[tuple[jax.Array, ...]]]:
+def write_histories(products, recorded):
     """Write the next amax histories and scales of products, from what a step recorded.
 
     Equivalent to, for each quantizer:
@@ -106,49 +99,41 @@ def write_histories(
         TypeError: the op is differentiated.
     """
     if len(products) == 1 and isinstance(recorded[0], (list, tuple)):
-        return [_write_by_quantizer(products[0], recorded[0])]
-    written = {}
-    for call in _calls(products):
-        counts = tuple(len(products[i]) for i in call)
+        # Amaxes and scales of quantizers are arrays of their own.
+        (pairs,), numbers = products, _columns(recorded, [0])
+        histories = [history for history, _ in pairs]
+        spec = _WriteSpec((1,) * len(pairs), by_quantizer=True)
+        written = _write(*histories, *numbers, spec=spec)
+        return [list(zip(*halves(written), strict=True))]
+
+    def write(call):
         histories, _ = halves(_columns(products, call))
-        results = _write(
-            *histories,
-            *(recorded[i] for i in call),
-            spec=_WriteSpec(counts, by_quantizer=False),
-        )
-        pairs = zip(*halves(results), strict=True)
-        written |= {i: list(itertools.islice(pairs, len(products[i]))) for i in call}
-    return [written[i] for i in range(len(products))]
+        spec = _WriteSpec(tuple(len(products[i]) for i in call), by_quantizer=False)
+        written = _write(*histories, *(recorded[i] for i in call), spec=spec)
+        pairs = zip(*halves(written), strict=True)
+        return [list(itertools.islice(pairs, count)) for count in spec.counts]
+
+    return _in_calls(products, write)
 
 
-def _write_by_quantizer(pairs, recorded):
-    """Write the state of one product, of whose quantizers the amaxes and scales are
-    arrays of their own.
-    """
-    numbers = [pair[side] for side in (0, 1) for pair in recorded]
-    histories = [history for history, _ in pairs]
-    results = _write(
-        *histories, *numbers, spec=_WriteSpec((1,) * len(pairs), by_quantizer=True)
-    )
-    return list(zip(*halves(results), strict=True))
-
-
-def _calls(products) -> Iterable[list[int]]:
-    """Divide the products, given by their positions, among custom calls.
+def _in_calls(products, run):
+    """Return `run(call)` of all products, which are divided among custom calls; a call
+    has the positions of its products.
 
     The products of one call have the same batch dimensions, so that a mesh can cut all
     of them alike.
     """
     calls = {}
     for i, pairs in enumerate(products):
-        calls_of_shape = calls.setdefault(pairs[0][1].shape, [[]])
-        if (
-            sum(len(products[j]) for j in calls_of_shape[-1]) + len(pairs)
-            > MAX_QUANTIZERS
-        ):
-            calls_of_shape.append([])
-        calls_of_shape[-1].append(i)
-    return itertools.chain.from_iterable(calls.values())
+        of_shape = calls.setdefault(pairs[0][1].shape, [[]])
+        count = sum(len(products[j]) for j in of_shape[-1])
+        if count + len(pairs) > MAX_QUANTIZERS:
+            of_shape.append([])
+        of_shape[-1].append(i)
+    results = {}
+    for call in itertools.chain.from_iterable(calls.values()):
+        results |= zip(call, run(call), strict=True)
+    return [results[i] for i in range(len(products))]
 
 
 def _columns(products, call):
@@ -169,10 +154,8 @@ def _names(ranks, counts):
     # A batch may be cut, by layers or experts; a window and the numbers of a product
     # stay together.
     batch = dims("batch", ranks[0] - 1)
-    histories, readings = (
-        [(*batch, f"{WHOLE}_{kind}{i}") for i in range(count)]
-        for kind, count in (("slot", sum(counts)), ("number", len(counts)))
-    )
+    histories = [(*batch, f"{WHOLE}_slot{i}") for i in range(sum(counts))]
+    readings = [(*batch, f"{WHOLE}_number{i}") for i in range(len(counts))]
     return histories, [(*batch, *ONE)] * len(histories), readings
 
 
@@ -188,30 +171,30 @@ class _ReadSpec(NamedTuple):
     numerators: tuple[tuple[float, ...], ...]
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self):
         return tuple(map(len, self.numerators))
 
     def units(self, operand_count):
-        half, products = operand_count // 2, enumerate(_slices(self.counts))
-        return [
-            ([*places, *(half + i for i in places)], [product])
-            for product, places in products
-        ]
+        both = _of_both(self.counts)
+        return [(positions, [product]) for product, positions in enumerate(both)]
 
-    def chosen(self, indices):
-        return _ReadSpec(tuple(self.numerators[i] for i in indices))
+
+def _of_both(counts):
+    """Return the positions of the histories and the scales of each product, in
+    `_columns`.
+    """
+    total = sum(counts)
+    return [[*places, *(total + i for i in places)] for places in _slices(counts)]
 
 
 def _amaxes(history, scale):
     """Return the newest and the largest entry of a history, f32 `[*batch, 1]`."""
     entries = _scaling.clean(history)
     newest, largest = entries[..., :1], _scaling.abs_max(entries, axis=-1)[..., None]
-    is_below_zero = jnp.any(
-        _scaling.below_zero(history), axis=-1, keepdims=True
-    ) | _scaling.below_zero(scale)
-    return [
-        jnp.where(is_below_zero, jnp.float32(-1), amax) for amax in (newest, largest)
-    ]
+    is_below_zero = jnp.any(_scaling.below_zero(history), axis=-1, keepdims=True)
+    is_below_zero |= _scaling.below_zero(scale)
+    below_zero = jnp.float32(-1)
+    return [jnp.where(is_below_zero, below_zero, x) for x in (newest, largest)]
 
 
 class _WriteSpec(NamedTuple):
@@ -226,19 +209,16 @@ class _WriteSpec(NamedTuple):
     by_quantizer: bool
 
     def units(self, operand_count):
-        total = sum(self.counts)
+        count = total = sum(self.counts)
         if self.by_quantizer:
-            return [
-                ([i, total + i, 2 * total + i], [i, total + i]) for i in range(total)
+            places = [
+                (range(i, 3 * count, count), [i, count + i]) for i in range(count)
             ]
-        products = enumerate(_slices(self.counts))
-        return [
-            ([*places, total + product], [*places, *(total + i for i in places)])
-            for product, places in products
-        ]
-
-    def chosen(self, indices):
-        return _WriteSpec(tuple(self.counts[i] for i in indices), self.by_quantizer)
+            return places
+        units, slices = [], _slices(self.counts)
+        for product, both in enumerate(_of_both(self.counts)):
+            units.append(([*slices[product], total + product], both))
+        return units
 
 
 def _next_history(history, amax, scale_inv, stays=None):
@@ -248,17 +228,16 @@ def _next_history(history, amax, scale_inv, stays=None):
     With `stays`, whether each row stays: there the amax takes slot 0 and no other slot
     moves.
     """
-    moved = lax.concatenate(
-        [amax, history[..., 2:], history[..., :1]], history.ndim - 1
-    )[..., : history.shape[-1]]
-    is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
+    axis = history.ndim - 1
+    moved = lax.concatenate([amax, history[..., 2:], history[..., :1]], axis)
+    moved = moved[..., : history.shape[-1]]
     if stays is not None:
         stays = stays << 1 != 0
-        moved = jnp.where(
-            stays, lax.concatenate([amax, history[..., 1:]], history.ndim - 1), moved
-        )
+        stayed = lax.concatenate([amax, history[..., 1:]], axis)
+        moved = jnp.where(stays, stayed, moved)
+    is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
+    if stays is not None:
         is_below_zero = moved - jnp.uint32(0x80000001) < jnp.uint32(0x7F800000)
-        is_entry = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)
         is_entry |= stays & is_below_zero
     return jnp.where(is_entry & (scale_inv << 1 != 0), moved, jnp.uint32(0))
 
@@ -286,27 +265,23 @@ class _ReadHistories(OpOfUnits):
         )
         numerators = np.array(sum(spec.numerators, ()), np.float32)
         next_scales = _scaling.amax_to_scale(largest, scale, numerators)
-        table = jnp.stack(
-            (newest, largest, scale, jnp.zeros_like(scale), *next_scales), axis=-1
-        )
-        parts = (
-            table[..., places.start : places.stop, :] for places in _slices(spec.counts)
-        )
-        return [
-            part.reshape(*part.shape[:-2], part.shape[-2] * READING_NUMBERS)
-            for part in parts
-        ]
+        numbers = newest, largest, scale, jnp.zeros_like(scale), *next_scales
+        table, readings = jnp.stack(numbers, axis=-1), []
+        for places in _slices(spec.counts):
+            part = table[..., places.start : places.stop, :]
+            shape = *part.shape[:-2], part.shape[-2] * READING_NUMBERS
+            readings.append(part.reshape(shape))
+        return readings
 
     def cpu(self, *operands, vmap_dims, spec):
         histories, scales = halves(operands)
         batch, groups = scales[0].shape[:-1], scales[0].size
-        results = [
-            ((groups, READING_NUMBERS * count), jnp.float32) for count in spec.counts
-        ]
-        operands = *_groups(histories), *(scale.reshape(-1) for scale in scales)
-        numerators = np.array(sum(spec.numerators, ()), np.float32)
         readings = _ffi.call(
-            "read_histories", results, *operands, numerators=numerators
+            "read_histories",
+            [((groups, READING_NUMBERS * k), jnp.float32) for k in spec.counts],
+            *_groups(histories),
+            *(scale.reshape(-1) for scale in scales),
+            numerators=np.array(sum(spec.numerators, ()), np.float32),
         )
         return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
@@ -319,10 +294,8 @@ class _WriteHistories(OpOfUnits):
 
     def names(self, *ranks, spec):
         histories, scales, readings = _names(ranks, spec.counts)
-        return [*histories, *(scales * 2 if spec.by_quantizer else readings)], [
-            *histories,
-            *scales,
-        ]
+        recorded = scales * 2 if spec.by_quantizer else readings
+        return [*histories, *recorded], [*histories, *scales]
 
     def on_one_device_only(self, spec):
         # On a mesh in jnp, which XLA fuses and moves together with the reductions of
@@ -332,44 +305,144 @@ class _WriteHistories(OpOfUnits):
     def reference(self, *operands, vmap_dims, spec):
         # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices
         # and concatenations.
-        bits = [
-            lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-            for x in operands
-        ]
+        bits = [x.astype(jnp.float32).view(jnp.uint32) for x in operands]
         histories, numbers = bits[: sum(spec.counts)], bits[sum(spec.counts) :]
         if spec.by_quantizer:
-            amaxes, scales = halves(numbers)
-            written = map(_next_history, histories, amaxes, scales)
+            columns = halves(numbers)
         else:
-            columns = [
-                reading[..., i : i + 1]
-                for reading in numbers
-                for i in range(reading.shape[-1])
-            ]
-            amaxes, scales, stays = (columns[i::READING_NUMBERS] for i in range(3))
-            written = map(_next_history, histories, amaxes, scales, stays)
-        return [lax.bitcast_convert_type(x, jnp.float32) for x in (*written, *scales)]
+            numbers = [x for r in numbers for x in jnp.split(r, r.shape[-1], axis=-1)]
+            columns = [numbers[i::READING_NUMBERS] for i in range(3)]
+        written = map(_next_history, histories, *columns)
+        results = *written, *columns[1]
+        return [x.view(jnp.float32) for x in results]
 
     def cpu(self, *operands, vmap_dims, spec):
         histories, recorded = operands[: sum(spec.counts)], operands[sum(spec.counts) :]
         batch, groups = histories[0].shape[:-1], _groups(histories)
         scales = [((math.prod(batch),), jnp.float32)] * len(groups)
+        if spec.by_quantizer:
+            # The histories of a product that is not in a loop are mostly arguments of
+            # the program: XLA would copy them.
+            aliases, numbers = {}, [x.reshape(-1) for x in recorded]
+        else:
+            aliases = {i: i for i in range(len(groups))}
+            numbers = [_shapes.merge(x, x.ndim - 1) for x in recorded]
         results = [(h.shape, jnp.float32) for h in groups] + scales
-        # The histories of a product that is not in a loop are mostly arguments of the
-        # program: XLA would copy them.
-        aliases = {} if spec.by_quantizer else {i: i for i in range(len(groups))}
-        numbers = [
-            x.reshape(-1) if spec.by_quantizer else _shapes.merge(x, x.ndim - 1)
-            for x in recorded
-        ]
         written = _ffi.call(
             "write_histories", results, *groups, *numbers, aliases=aliases
         )
-        histories, scales = halves(written)
-        return [
-            *(h.reshape(*batch, h.shape[-1]) for h in histories),
-            *(scale.reshape(*batch, 1) for scale in scales),
-        ]
+        sizes = [h.shape[-1] for h in histories] + [1] * len(groups)
+        return [x.reshape(*batch, size) for x, size in zip(written, sizes, strict=True)]
 
 
 _write = _WriteHistories()
+
+
+# The numbers of a reading as arrays, and what a step records as one ------------------
+
+# the numbers in each part of a quantizer's reading, `[start, end)`: both amaxes are one
+# part
+_PARTS = (0, 2), (2, 3), (3, 4), (4, 5), (5, 6)
+
+
+def split_reading(reading):
+    """Return the parts of a reading, each an array.
+
+    Args:
+        reading: f32 `[6 * k]`, of a product in one iteration of a loop.
+
+    Returns:
+        For each quantizer a history `(2,)`, the newest and the largest entry; and
+        stored, a zero, scale and scale_inv, `(1,)`. The history gives the scale and the
+        emptiness of the whole.
+
+    Raises:
+        TypeError: the op is differentiated.
+    """
+    count = reading.shape[-1] // READING_NUMBERS
+    parts = _split(reading, spec=count)
+    return [parts[i::count] for i in range(count)]
+
+
+def join_recorded(recorded):
+    """Put together what a product recorded: f32 `[6 * k]`, with 0 for the others, so
+    that no history stays.
+
+    Args:
+        recorded: for each quantizer an amax and a scale_inv, f32 `(1,)`.
+
+    Raises:
+        TypeError: the op is differentiated.
+    """
+    amaxes, scale_invs = zip(*recorded, strict=True)
+    return _join(*amaxes, *scale_invs, spec=len(recorded))[0]
+
+
+class _SplitReading(OpOfCpus):
+    # the spec is the number of the product's quantizers
+    name = "split_reading"
+
+    def names(self, reading, spec):
+        batch = dims("batch", reading - 1)
+        pairs, numbers = [(*batch, f"{WHOLE}_pair")], [(*batch, *ONE)]
+        results = pairs * spec + numbers * (spec * (len(_PARTS) - 1))
+        return [(*batch, f"{WHOLE}_number")], results
+
+    def sizes(self, reading, spec):
+        return {f"{WHOLE}_pair": 2}
+
+    def reference(self, reading, vmap_dims, spec):
+        # Columns of the parts of one quantizer, from which those of the next are six
+        # numbers away.
+        firsts = range(0, READING_NUMBERS * spec, READING_NUMBERS)
+        return [
+            reading[..., first + start : first + end]
+            for start, end in _PARTS
+            for first in firsts
+        ]
+
+    def cpu(self, reading, vmap_dims, spec):
+        batch = reading.shape[:-1]
+        numbers = _shapes.merge(reading, len(batch))
+        groups = numbers.shape[:1]
+        results = [((*groups, 2), jnp.float32)] * spec
+        results += [(groups, jnp.float32)] * (spec * (len(_PARTS) - 1))
+        parts = _ffi.call("split_reading", results, numbers)
+        return [part.reshape(*batch, part.size // numbers.shape[0]) for part in parts]
+
+
+_split = _SplitReading()
+
+
+class _JoinRecorded(OpOfCpus):
+    # the spec is as above
+    name = "join_recorded"
+
+    def names(self, *ranks, spec):
+        batch = dims("batch", ranks[0] - 1)
+        return [(*batch, *ONE)] * len(ranks), [(*batch, f"{WHOLE}_number")]
+
+    def sizes(self, *shapes, spec):
+        return {f"{WHOLE}_number": READING_NUMBERS * spec}
+
+    def reference(self, *operands, vmap_dims, spec):
+        (*amaxes, amax), scale_invs = halves(operands)
+        axis = amax.ndim - 1
+        rest = jnp.zeros((*amax.shape[:-1], READING_NUMBERS - 2), jnp.float32)
+        pairs = zip((*amaxes, jnp.zeros_like(amax)), scale_invs, strict=True)
+        row = lax.concatenate([x for pair in pairs for x in (*pair, rest)], axis)
+        # The amax of the gradient comes last: XLA moves the all-reduce of an amax out
+        # of a loop where nothing but updates of slices is between it and the result of
+        # the loop.
+        last = READING_NUMBERS * (spec - 1)
+        return (lax.dynamic_update_slice_in_dim(row, amax, last, axis),)
+
+    def cpu(self, *operands, vmap_dims, spec):
+        batch = operands[0].shape[:-1]
+        results = [((math.prod(batch), READING_NUMBERS * spec), jnp.float32)]
+        flat = [x.reshape(-1) for x in operands]
+        (recorded,) = _ffi.call("join_recorded", results, *flat)
+        return (recorded.reshape(*batch, recorded.shape[-1]),)
+
+
+_join = _JoinRecorded()

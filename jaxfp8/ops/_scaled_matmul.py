@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -10,11 +11,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._jax import _batching
 from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, Op
 from ._quantize import widening_on_cpu
-from ._shapes import ProductSpec, bias_operands, rescaled
+from ._shapes import ProductSpec, rescaled
 
 # The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs.
 # XLA lends the memory to other steps of the program.
@@ -89,14 +91,11 @@ def scaled_matmul(
         ValueError: an argument has another shape.
     """
     op = "scaled_matmul"
-    a, b, leading, m, n, _ = _checks.product(op, a, b, batch, contracting)
-    operands = [
-        a,
-        b,
-        _checks.scale(op, "a_scale_inv", a_scale_inv),
-        _checks.scale(op, "b_scale_inv", b_scale_inv),
-    ]
-    operands += bias_operands(op, bias, (*leading, *n))
+    a, b, (leading, m, n, _), terms, fields = _shapes.checked_product(
+        op, a, b, bias, batch, contracting, out_dtype, precise
+    )
+    a_scale_inv = _checks.scale(op, "a_scale_inv", a_scale_inv)
+    b_scale_inv = _checks.scale(op, "b_scale_inv", b_scale_inv)
     if accumulator is not None:
         accumulator = _checks.array(op, "accumulator", accumulator)
         if accumulator.dtype != np.float32:
@@ -104,27 +103,19 @@ def scaled_matmul(
                 f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast "
                 "it first"
             )
-        operands.append(
-            _checks.shape(op, "accumulator", accumulator, (*leading, *m, *n))
-        )
+        terms.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
     spec = _Spec(
-        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        precise=_checks.flag(op, "precise", precise),
-        has_bias=bias is not None,
-        batch=len(leading),
-        rows=len(m),
-        contracting=contracting,
+        **fields,
         has_accumulator=accumulator is not None,
         has_a_t=a_t is not None,
         has_b_t=b_t is not None,
         narrow_sums=_checks.flag(op, "narrow_sums", narrow_sums),
     )
-    return _scaled_matmul(
-        *operands, *(x for x in (a_t, b_t) if x is not None), spec=spec
-    )[0]
+    terms += [x for x in (a_t, b_t) if x is not None]
+    return _scaled_matmul(a, b, a_scale_inv, b_scale_inv, *terms, spec=spec)[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Spec(ProductSpec):
     """The static part of one product: which of the operands bias, accumulator, a_t and
     b_t follow the first four.
@@ -132,19 +123,9 @@ class _Spec(ProductSpec):
     `narrow_sums` says in what dtype TPUs add their parts of the result.
     """
 
-    has_accumulator: bool
     has_a_t: bool
     has_b_t: bool
     narrow_sums: bool
-
-    def split(self, operands):
-        """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or
-        None)`.
-        """
-        rest = list(operands[4:])
-        bias = rest.pop(0) if self.has_bias else None
-        accumulator = rest.pop(0) if self.has_accumulator else None
-        return (*operands[:4], bias, accumulator)
 
 
 def to_f32(codes):
@@ -160,22 +141,33 @@ def _spaced(scale):
     """Space scales `[s]` as `[s, 4]`: cuBLASLt reads each at 16 bytes. `[1]` stays: XLA
     aligns buffers.
     """
-    return (
-        scale
-        if scale.shape[0] == 1
-        else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
-    )
+    (count,) = scale.shape
+    return scale if count == 1 else lax.broadcast_in_dim(scale, (count, 4), (0,))
 
 
-def _finish(spec, out, bias, accumulator, vmap_dims):
-    """Add the bias and the accumulator to a scaled product of whole tensors, and round
-    it to `out_dtype`.
+def call_cublaslt(name, a, b, *more, depth, shape, dtype, aliases=None, **attributes):
+    """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`.
+
+    Args:
+        name: the name of the custom call.
+        a, b: the codes. Every size is padded; zeros add nothing to a sum.
+        *more: further operands, padded as well.
+        depth: the multiple to which k is padded.
+        shape, dtype: those of the result.
+        aliases: see `_ffi.call`.
+        **attributes: the attributes of the custom call.
     """
-    out = spec.add_bias(out, bias, vmap_dims)
-    return ((out if accumulator is None else out + accumulator).astype(spec.out_dtype),)
+    (*groups, m, k), n = a.shape, b.shape[-2]
+    a, b = (_shapes.pad(x, -x.shape[-2] % ALIGNMENT, -k % depth) for x in (a, b))
+    results = [
+        ((*groups, a.shape[-2], b.shape[-2]), dtype),
+        ((WORKSPACE_BYTES,), jnp.uint8),
+    ]
+    out, _ = _ffi.call(name, results, a, b, *more, aliases=aliases, **attributes)
+    return out[..., :m, :n].reshape(shape)
 
 
-def _is_rewritten(a, b, vmap_dims) -> bool:
+def _is_rewritten(a, b, vmap_dims):
     """Return whether XLA has an FP8 product of these operands: one pair of scales, and
     not E5M2 twice.
     """
@@ -188,9 +180,9 @@ def _pattern(*operands, vmap_dims, spec, dtype):
     wide = a.astype(dtype), b.astype(dtype)
     scales_inside = _is_rewritten(a, b, vmap_dims)
     if scales_inside:
+        scales = _scalar(a_scale_inv, dtype), _scalar(b_scale_inv, dtype)
         wide = (
-            x * lax.broadcast(_scalar(scale, dtype), x.shape)
-            for x, scale in zip(wide, operands[2:4], strict=True)
+            x * lax.broadcast(s, x.shape) for x, s in zip(wide, scales, strict=True)
         )
     # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
@@ -199,7 +191,7 @@ def _pattern(*operands, vmap_dims, spec, dtype):
         # Multiply by one factor: two would be two launches, and XLA's products have no
         # rule for scales that flush.
         out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
-    return _finish(spec, out, bias, accumulator, vmap_dims)
+    return spec.finish(out, bias, accumulator, vmap_dims)
 
 
 def _scalar(scale, dtype):
@@ -212,17 +204,8 @@ def _scalar(scale, dtype):
     return lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
 
-class _ScaledMatmul(Op):
-    name = "scaled_matmul"
-
-    def names(self, a, b, *rest, spec):
-        leading, m, n, k = spec.names(b)
-        operands = [leading + m + k, leading + n + k, ONE, ONE]
-        operands += [leading + n] * spec.has_bias + [
-            leading + m + n
-        ] * spec.has_accumulator
-        operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
-        return operands, [leading + m + n]
+class Product(Op):
+    """A product; its spec is a `ProductSpec`."""
 
     def dtypes(self, *operands, spec):
         return [spec.out_dtype]
@@ -230,12 +213,23 @@ class _ScaledMatmul(Op):
     def added(self, spec):
         return range(4, 4 + spec.has_bias + spec.has_accumulator)
 
+
+class _ScaledMatmul(Product):
+    name = "scaled_matmul"
+
+    def names(self, a, b, *rest, spec):
+        leading, m, n, k = spec.names(b)
+        out = leading + m + n
+        operands = [leading + m + k, leading + n + k, ONE, ONE]
+        operands += [leading + n] * spec.has_bias + [out] * spec.has_accumulator
+        operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
+        return operands, [out]
+
     def second_layouts(self, spec):
-        first = 4 + spec.has_bias + spec.has_accumulator
-        positions = [
-            position for position, has in enumerate((spec.has_a_t, spec.has_b_t)) if has
-        ]
-        return {position: first + i for i, position in enumerate(positions)}
+        positions = [0] * spec.has_a_t + [1] * spec.has_b_t
+        return dict(
+            zip(positions, itertools.count(self.added(spec).stop), strict=False)
+        )
 
     def reference(self, *operands, vmap_dims, spec, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32
@@ -246,13 +240,9 @@ class _ScaledMatmul(Op):
         is_narrow = spec.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
         dtype = spec.out_dtype if is_narrow else jnp.float32
         out = spec.dot(widen(a), widen(b), vmap_dims, dtype).astype(jnp.float32)
-        out = rescaled(
-            out,
-            a_scale_inv,
-            b_scale_inv,
-            lambda scale: _shapes.spread(scale, out.shape),
-        )
-        return _finish(spec, out, bias, accumulator, vmap_dims)
+        scales, shape = (a_scale_inv, b_scale_inv), out.shape
+        out = rescaled(out, *scales, lambda factor: _shapes.spread(factor, shape))
+        return spec.finish(out, bias, accumulator, vmap_dims)
 
     def tpu(self, *operands, vmap_dims, spec, devices):
         """Multiply by both halves of a pair apart, such as the kernels of gate and
@@ -260,12 +250,11 @@ class _ScaledMatmul(Op):
         """
         multiply = functools.partial(super().tpu, vmap_dims=vmap_dims, devices=devices)
         a, b, *scales, bias, accumulator = spec.split(operands)
+        if accumulator is not None:
+            return multiply(*operands, spec=spec)
         leading = vmap_dims + spec.batch
-        columns, contracted = (
-            b.shape[leading : -spec.contracting],
-            b.shape[-spec.contracting :],
-        )
-        if accumulator is None and _tpu.are_apart(columns, devices):
+        columns = b.shape[leading : -spec.contracting]
+        if _tpu.are_apart(columns, devices):
             biases = [()] * 2 if bias is None else zip(_tpu.halves(bias))
             parts = [
                 multiply(a, kernel, *scales, *half, spec=spec)[0]
@@ -273,10 +262,10 @@ class _ScaledMatmul(Op):
             ]
             # The product of `narrow_sums` is the gradient of a kernel.
             return [_tpu.joined(parts, is_gradient=spec.narrow_sums)]
-        if accumulator is None and bias is None and _tpu.are_apart(contracted, devices):
-            in_f32 = dataclasses.replace(
-                spec, contracting=1, out_dtype=np.dtype(np.float32)
-            )
+        contracted = b.shape[-spec.contracting :]
+        if bias is None and _tpu.are_apart(contracted, devices):
+            f32 = np.dtype(np.float32)
+            in_f32 = dataclasses.replace(spec, contracting=1, out_dtype=f32)
             pairs = zip(_tpu.halves(a), _tpu.halves(b), strict=True)
             gate, up = (multiply(*halves, *scales, spec=in_f32)[0] for halves in pairs)
             return [(gate + up).astype(spec.out_dtype)]
@@ -294,72 +283,47 @@ class _ScaledMatmul(Op):
         """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
         terms that cuBLASLt does not.
         """
-        a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+        a, b, *scales, bias, accumulator = spec.split(operands)
         # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2
-        #    by E5M2, and cuBLASLt refuses
-        # empty operands: leave both to XLA.
+        #    by E5M2, and cuBLASLt refuses empty operands: leave both to XLA.
         a, b, shape = spec.groups(a, b, vmap_dims)
         (*groups, m, k), n = a.shape, b.shape[-2]
-        g = math.prod(groups)
-        if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
+        if a.dtype == b.dtype == E5M2 or 0 in (*groups, m, n, k):
             return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
 
         # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16
-        #    for float32), and an f32
-        # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA
-        # fuses the rest into one pass.
+        #    for float32), or an f32 accumulator where the output is f32. Otherwise the
+        #    GEMM returns f32 and XLA fuses the rest into one pass.
         bias_dtype = jnp.float16 if spec.out_dtype == np.float16 else jnp.bfloat16
-        bias_inside = (
-            bias is not None
-            and g == 1
-            and bias.dtype == bias_dtype
-            and accumulator is None
-        )
-        accumulator_inside = (
-            accumulator is not None and bias is None and spec.out_dtype == np.float32
-        )
-        finished = (bias is None or bias_inside) and (
-            accumulator is None or accumulator_inside
-        )
+        has_bias = has_accumulator = False
+        more = [_spaced(_shapes.group_scales(scale, vmap_dims)) for scale in scales]
+        if accumulator is None:
+            is_one = bias is not None and math.prod(groups) == 1
+            has_bias = is_one and bias.dtype == bias_dtype
+        elif bias is None:
+            has_accumulator = spec.out_dtype == np.float32
+        if has_bias:
+            more.append(_shapes.pad(bias.reshape(n), -n % ALIGNMENT))
+            bias = None
+        if has_accumulator:
+            sums = accumulator.reshape(*groups, m, n)
+            more.append(_shapes.pad(sums, -m % ALIGNMENT, -n % ALIGNMENT))
+            accumulator = None
 
-        # 3. Pad every size to the alignment; zeros add nothing to a sum.
-        pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
-        scales = (
-            _spaced(_shapes.group_scales(scale, vmap_dims))
-            for scale in (a_scale_inv, b_scale_inv)
-        )
-        call_operands = [
-            _shapes.pad(a, pad_m, pad_k),
-            _shapes.pad(b, pad_n, pad_k),
-            *scales,
-        ]
-        if bias_inside:
-            call_operands.append(_shapes.pad(bias.reshape(n), pad_n))
-        if accumulator_inside:
-            call_operands.append(
-                _shapes.pad(accumulator.reshape(*groups, m, n), pad_m, pad_n)
-            )
-        # 4. Multiply, cut off the padding and add the terms that the epilogue did not
-        #    take.
-        dtype, aliases = (
-            spec.out_dtype if finished else jnp.float32,
-            {4: 0} if accumulator_inside else None,
-        )
-        results = [
-            ((*groups, m + pad_m, n + pad_n), dtype),
-            ((WORKSPACE_BYTES,), jnp.uint8),
-        ]
-        out, _ = _ffi.call(
+        # 3. Multiply, and add the terms that the epilogue did not take.
+        finished = bias is None and accumulator is None
+        out = call_cublaslt(
             "scaled_matmul",
-            results,
-            *call_operands,
-            aliases=aliases,
+            *(a, b, *more),
+            depth=ALIGNMENT,
+            shape=shape,
+            dtype=spec.out_dtype if finished else jnp.float32,
+            aliases={4: 0} if has_accumulator else None,
             precise=spec.precise,
-            has_bias=bias_inside,
-            has_accumulator=accumulator_inside,
+            has_bias=has_bias,
+            has_accumulator=has_accumulator,
         )
-        out = out[..., :m, :n].reshape(shape)
-        return (out,) if finished else _finish(spec, out, bias, accumulator, vmap_dims)
+        return spec.finish(out, bias, accumulator, vmap_dims)
 
     def by_xla(self, *operands, vmap_dims, spec):
         """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert,
@@ -370,85 +334,54 @@ class _ScaledMatmul(Op):
         GPUs the pattern has the dtype bfloat16 if the result has. On other platforms
         bfloat16 operands would be rounded, so the pattern stays in float32.
         """
-        in_f32 = functools.partial(
-            _pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32
-        )
+        pattern = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec)
+        in_f32 = functools.partial(pattern, dtype=jnp.float32)
         narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
-        if not (narrow and _is_rewritten(operands[0], operands[1], vmap_dims)):
+        if not (narrow and _is_rewritten(*operands[:2], vmap_dims)):
             return in_f32(*operands)
-        in_bf16 = functools.partial(
-            _pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.bfloat16
-        )
+        in_bf16 = functools.partial(pattern, dtype=jnp.bfloat16)
         return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
 
     def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
         """Merge a batch of a alone, or of b alone, into its rows; make a batch with
         shared scales a batch dimension.
         """
+        batched = {i for i, dim in enumerate(batch_dims) if dim is not None}
+        second, operands = self.second_layouts(spec), list(operands)
         # 1. Find the only operand that is batched, alone or with its second layout.
-        batched = {i for i, d in enumerate(batch_dims) if d is not None}
-        second = self.second_layouts(spec)
-        position = next(
-            (
-                i
-                for i in (0, 1)
-                if batched == {i} | ({second[i]} if i in second else set())
-            ),
-            None,
-        )
-        # 2. Terms that are added have no room for more rows. Batched scales need the
-        #    rule of all ops.
-        if (
-            position is None
-            or spec.has_accumulator
-            or (position == 1 and spec.has_bias)
-        ):
-            return (
-                None
-                if batched & {2, 3}
-                else self._share_scales(run, operands, batch_dims, vmap_dims, spec)
-            )
-        # 3. Make the batch the first dimension of m, or of n, in both layouts.
-        leading, operands = vmap_dims + spec.batch, list(operands)
-        operands[position] = jnp.moveaxis(
-            operands[position], batch_dims[position], leading
-        )
-        if position in second:
-            i = second[position]
-            operands[i] = jnp.moveaxis(
-                operands[i], batch_dims[i], leading + spec.contracting
-            )
-        # 4. The result has the batch before m, or before n.
-        if position == 0:
-            spec = dataclasses.replace(spec, rows=spec.rows + 1)
-        return run(*operands, vmap_dims=vmap_dims, spec=spec), [
-            leading + (spec.rows if position == 1 else 0)
-        ]
+        #    Terms that are added have no room for more rows.
+        positions = [i for i in (0, 1) if batched == {i, second.get(i, i)}]
+        has_no_room = spec.has_accumulator or (positions == [1] and spec.has_bias)
+        if has_no_room or not positions:
+            # Batched scales need the rule of all ops.
+            if batched & {2, 3}:
+                return None
+            return self._share_scales(run, operands, batch_dims, vmap_dims, spec)
+        # 2. Make the batch the first dimension of m, or of n, in both layouts.
+        (first,), leading = positions, vmap_dims + spec.batch
+        operands[first] = jnp.moveaxis(operands[first], batch_dims[first], leading)
+        if first in second:
+            i, place = second[first], leading + spec.contracting
+            operands[i] = jnp.moveaxis(operands[i], batch_dims[i], place)
+        # 3. The result has the batch before m, or before n.
+        if first == 1:
+            return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading + spec.rows]
+        spec = dataclasses.replace(spec, rows=spec.rows + 1)
+        return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading]
 
     def _share_scales(self, run, operands, batch_dims, vmap_dims, spec):
         """Make the batch a batch dimension of a, b and the operands that are added; all
         examples share the scales.
         """
-        (size,) = {
-            x.shape[d]
-            for x, d in zip(operands, batch_dims, strict=True)
-            if d is not None
-        }
-
-        def batched(x, d):
-            if d is None:
-                x, d = jnp.broadcast_to(x, (size, *x.shape)), 0
-            return jnp.moveaxis(x, d, vmap_dims)
-
-        operands = [
-            x if i in (2, 3) else batched(x, d)
-            for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))
-        ]
-        return run(
-            *operands,
-            vmap_dims=vmap_dims,
-            spec=dataclasses.replace(spec, batch=spec.batch + 1),
-        ), [vmap_dims]
+        size, _ = _batching.batch_of(operands, batch_dims)
+        for i, dim in enumerate(batch_dims):
+            x = operands[i]
+            if i not in (2, 3):
+                if dim is None:
+                    x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
+                operands[i] = jnp.moveaxis(x, dim, vmap_dims)
+        spec = dataclasses.replace(spec, batch=spec.batch + 1)
+        return run(*operands, vmap_dims=vmap_dims, spec=spec), [vmap_dims]
 
 
 _scaled_matmul = _ScaledMatmul()

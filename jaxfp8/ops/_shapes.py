@@ -7,7 +7,6 @@ Below are the dimensions and the scales of products.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +111,8 @@ def raise_amax(amax, *amax_so_far):
     """Return the largest of non-negative f32 arrays, compared as integers: XLA's CPU
     threads flush subnormal floats.
     """
-    bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (amax, *amax_so_far))
-    return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
+    bits = (x.view(jnp.uint32) for x in (amax, *amax_so_far))
+    return functools.reduce(jnp.maximum, bits).view(jnp.float32)
 
 
 def stretch(scale, x):
@@ -135,7 +134,7 @@ def spread(scale, shape):
 # Products -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductSpec:
     """The static part of a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`,
     kept as `[*batch, *m, *n]`.
@@ -143,27 +142,34 @@ class ProductSpec:
     Attributes:
         out_dtype: dtype of the result.
         precise: whether fast accumulation is off.
-        has_bias: whether a bias `[*batch, *n]` is added.
         batch, rows, contracting: the numbers of dimensions of a that are batch, m and
             k.
+        has_bias: whether a bias `[*batch, *n]` is added.
+        has_accumulator: whether an f32 array in the shape of the result is added.
     """
 
     out_dtype: np.dtype
     precise: bool
-    has_bias: bool
     batch: int
     rows: int
     contracting: int
+    has_bias: bool
+    has_accumulator: bool = False
 
-    def names(self, b_rank: int):
+    def split(self, operands):
+        """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or
+        None)`.
+        """
+        rest = list(operands[4:])
+        bias = rest.pop(0) if self.has_bias else None
+        accumulator = rest.pop(0) if self.has_accumulator else None
+        return (*operands[:4], bias, accumulator)
+
+    def names(self, b_rank):
         """Return the names of the dimensions: `(batch, m, n, k)`."""
         n = dims("n", b_rank - self.batch - self.contracting)
-        return (
-            dims("batch", self.batch),
-            dims("m", self.rows),
-            n,
-            dims("k", self.contracting),
-        )
+        batch, m = dims("batch", self.batch), dims("m", self.rows)
+        return batch, m, n, dims("k", self.contracting)
 
     def dot(self, a, b, vmap_dims, dtype, precision=None):
         """Multiply whole tensors to `dtype`, so that XLA can partition the product."""
@@ -181,32 +187,50 @@ class ProductSpec:
         Without leading dimensions there is no g.
         """
         leading = vmap_dims + self.batch
-        shape = (
-            *a.shape[: a.ndim - self.contracting],
-            *b.shape[leading : b.ndim - self.contracting],
-        )
-        columns = b.ndim - leading - self.contracting
-        return (
-            merge_groups(a, leading, self.rows),
-            merge_groups(b, leading, columns),
-            shape,
-        )
+        columns = b.shape[leading : b.ndim - self.contracting]
+        shape = *a.shape[: a.ndim - self.contracting], *columns
+        a = merge_groups(a, leading, self.rows)
+        return a, merge_groups(b, leading, len(columns)), shape
 
-    def add_bias(self, out, bias, vmap_dims):
-        """Add a bias in the dtype of the product; None adds nothing."""
-        if bias is None:
-            return out
-        leading = vmap_dims + self.batch
-        columns = (*range(leading), *range(leading + self.rows, out.ndim))
-        return out + lax.broadcast_in_dim(bias.astype(out.dtype), out.shape, columns)
+    def finish(self, out, bias, accumulator, vmap_dims):
+        """Add the bias and the accumulator to a scaled product of whole tensors, and
+        round it to `out_dtype`; None adds nothing.
+        """
+        if bias is not None:
+            leading = vmap_dims + self.batch
+            columns = (*range(leading), *range(leading + self.rows, out.ndim))
+            bias = bias.astype(out.dtype)
+            out = out + lax.broadcast_in_dim(bias, out.shape, columns)
+        if accumulator is not None:
+            out = out + accumulator
+        return (out.astype(self.out_dtype),)
 
 
-def rescaled(
-    sums: jax.Array,
-    a_scale_inv: jax.Array,
-    b_scale_inv: jax.Array,
-    spread: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
+def checked_product(op, a, b, bias, batch, contracting, out_dtype, precise):
+    """Check the arguments that products share; see `_checks.product`.
+
+    Returns:
+        `(a, b, (batch, m, n, k), biases, fields)`: the sizes, the bias in a list, which
+        is empty for None, and the fields of `ProductSpec`.
+    """
+    a, b, *sizes = _checks.product(op, a, b, batch, contracting)
+    leading, m, n, _ = sizes
+    biases = []
+    if bias is not None:
+        bias = _checks.high_precision(op, "bias", bias)
+        biases.append(_checks.shape(op, "bias", bias, (*leading, *n)))
+    fields = {
+        "out_dtype": _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
+        "precise": _checks.flag(op, "precise", precise),
+        "batch": len(leading),
+        "rows": len(m),
+        "contracting": contracting,
+        "has_bias": bias is not None,
+    }
+    return a, b, sizes, biases, fields
+
+
+def rescaled(sums, a_scale_inv, b_scale_inv, spread):
     """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h
     does.
 
@@ -229,25 +253,11 @@ def _factors(a_scale_inv, b_scale_inv):
     share this function.
     """
     product, limits = a_scale_inv * b_scale_inv, np.finfo(np.float32)
-    a_scale_inv, b_scale_inv = (
-        jnp.broadcast_to(scale, product.shape) for scale in (a_scale_inv, b_scale_inv)
-    )
+    a_scale_inv = jnp.broadcast_to(a_scale_inv, product.shape)
+    b_scale_inv = jnp.broadcast_to(b_scale_inv, product.shape)
     size = jnp.abs(product)
     is_normal = lax.clamp(limits.tiny, size, limits.max) == size
     # The 1 comes first: XLA may contract the last factor with a following addition,
     # such as a bias, as with one factor.
-    unit = is_normal.astype(product.dtype)
-    return lax.select(is_normal, unit, a_scale_inv), lax.select(
-        is_normal, product, b_scale_inv
-    )
-
-
-def bias_operands(op: str, bias, shape) -> list:
-    """Check a bias of this shape, and return it in a list; an empty list for None."""
-    return (
-        []
-        if bias is None
-        else [
-            _checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), shape)
-        ]
-    )
+    first = lax.select(is_normal, is_normal.astype(product.dtype), a_scale_inv)
+    return first, lax.select(is_normal, product, b_scale_inv)

@@ -8,14 +8,13 @@ library.
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from .._jax import _compat, _warnings
-from . import _ffi
+from . import _checks, _ffi
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
@@ -36,7 +35,7 @@ class Missing(NamedTuple):
     Attributes:
         reason: a clause that says why.
         hardware: whether only the reference can run; else only cuBLASLt is missing.
-        instead: a clause for the warning, which says what runs.
+        instead: a clause for the warning, which says what runs; empty for no warning.
     """
 
     reason: str
@@ -63,43 +62,38 @@ def implementation(name: str):
         ValueError: unknown `name`.
         RuntimeError: `"ffi"` where no compiled module is loaded.
     """
-    if name not in _CHOICES:
-        raise ValueError(
-            f"implementation: name: expected one of {_CHOICES}, got {name!r}"
-        )
+    _checks.one_of("implementation", "name", name, _CHOICES)
     # Refuse what no platform of this process can do. For one platform of several the
     # lowering rule refuses.
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
         raise RuntimeError(
             'implementation("ffi"): no compiled module is loaded; for CPUs: '
-            f"{_ffi.error('cpu')}"
+            f"{_ffi.libraries()[0].error}"
         )
     with using(name):
         yield
 
 
-def using(name: str | None):
+def using(name):
     """Return a context in which `selected()` is `name`: for a program that is lowered
     later than it was traced.
     """
     return _context(name)
 
 
-def is_for_tpu() -> bool:
+def is_for_tpu():
     """Tell whether a program is traced for TPUs: where JAX's default backend is one, or
     by `implementation("tpu")`.
     """
-    return selected() == "tpu" or (
-        selected() is None and jax.default_backend() == "tpu"
-    )
+    return (selected() or jax.default_backend()) == "tpu"
 
 
-def selected() -> str | None:
+def selected():
     """Return the name given to the innermost `implementation`, or None."""
     return _context.value
 
 
-def parsed(value: str) -> frozenset[str]:
+def parsed(value):
     """Return the ops that a value of JAXFP8_DISABLE names, separated by commas.
 
     Raises:
@@ -121,25 +115,21 @@ def parsed(value: str) -> frozenset[str]:
 _disabled = parsed(os.environ.get(VARIABLE, ""))
 
 
-def why_disabled(op: str) -> str | None:
+def why_disabled(op):
     """Return the reason if the custom call of `op` is switched off, a clause; else
     None.
     """
     return f"{VARIABLE} names {op}" if op in _disabled else None
 
 
-def missing_by_choice(op: str) -> Missing | None:
+def missing_by_choice(op):
     """Return `why_disabled` as a `Missing`, for lowering rules."""
-    if clause := why_disabled(op):
-        return Missing(
-            clause,
-            True,
-            "the jnp reference runs: same results within their bounds, slower",
-        )
-    return None
+    clause = why_disabled(op)
+    instead = "the jnp reference runs: same results within their bounds, slower"
+    return clause and Missing(clause, True, instead)
 
 
-def local_gpus() -> list:
+def local_gpus():
     """Return the NVIDIA GPUs that JAX sees."""
     try:
         return jax.devices("cuda")
@@ -147,7 +137,7 @@ def local_gpus() -> list:
         return []
 
 
-def backend() -> str:
+def backend():
     """Return the platform of this process, as programs are lowered for it: JAX calls
     both CUDA and ROCm "gpu".
     """
@@ -157,14 +147,14 @@ def backend() -> str:
     return "cuda" if local_gpus() else "rocm"
 
 
-def gpus(ctx) -> list:
+def gpus(ctx):
     """Return the GPUs that the program of a lowering rule is for, else those of this
     machine.
     """
     return _compat.gpus_of(ctx) or local_gpus()
 
 
-def capability(gpu) -> tuple[int, ...]:
+def capability(gpu):
     """Return `(major, minor)` of an NVIDIA GPU; `()` for another GPU, such as AMD's
     "gfx942", or an unknown one.
     """
@@ -172,7 +162,12 @@ def capability(gpu) -> tuple[int, ...]:
     return () if match is None else tuple(map(int, match.groups()))
 
 
-def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
+def capabilities(gpus):
+    """Return the compute capabilities of GPUs, as far as they are known."""
+    return set(map(capability, gpus)) - {()}
+
+
+def missing_on(gpus, *, cublaslt):
     """Return what keeps a CUDA custom call from running on these GPUs.
 
     Without a GPU a program is compiled ahead of time, for GPUs that are assumed to have
@@ -182,24 +177,19 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
         gpus: anything with a `device_kind` and a `compute_capability`.
         cublaslt: whether the call needs cuBLASLt.
     """
+    built = _ffi.cuda_architectures()
+    need = ".".join(map(str, _MIN_CAPABILITY))
     for gpu in gpus:
-        if () < capability(gpu) < _MIN_CAPABILITY:
-            have, need = (
-                ".".join(map(str, version))
-                for version in (capability(gpu), _MIN_CAPABILITY)
-            )
+        version = capability(gpu)
+        have = ".".join(map(str, version))
+        if () < version < _MIN_CAPABILITY:
             return Missing(
                 f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} "
                 "or newer",
                 True,
             )
-        built = _ffi.cuda_architectures()
-        if (
-            capability(gpu)
-            and built
-            and not any(_runs(architecture, capability(gpu)) for architecture in built)
-        ):
-            have = ".".join(map(str, capability(gpu)))
+        runs = any(_runs(architecture, version) for architecture in built)
+        if version and built and not runs:
             return Missing(
                 f"{gpu.device_kind} has compute capability {have}, the CUDA library "
                 f"has code for {', '.join(built)}; add yours to "
@@ -214,21 +204,19 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
     return None
 
 
-def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
+def _runs(architecture, capability):
     """Tell whether code such as `sm_89` runs: on its generation from its version on,
     with an `a` on its version.
     """
-    number, is_specific = (
-        architecture.removeprefix("sm_").rstrip("af"),
-        architecture.endswith("a"),
-    )
+    number = architecture.removeprefix("sm_").rstrip("af")
     major, minor = int(number[:-1]), int(number[-1])
-    return capability[0] == major and (
-        capability[1] == minor if is_specific else capability[1] >= minor
-    )
+    if capability[:1] != (major,):
+        return False
+    is_specific = architecture.endswith("a")
+    return capability[1] == minor if is_specific else capability[1] >= minor
 
 
-def warn(reason: str, instead: str = _WITHOUT) -> None:
+def warn(reason, instead=_WITHOUT):
     """Warn once for each reason that programs run without custom calls."""
     if _listeners:
         _listeners[-1].append(reason)
@@ -238,7 +226,7 @@ def warn(reason: str, instead: str = _WITHOUT) -> None:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[str]]:
+def listening():
     """Collect the reasons that programs lowered inside would warn of, each once, in
     place of the warnings.
     """
@@ -251,7 +239,7 @@ def listening() -> Iterator[list[str]]:
         reasons[:] = dict.fromkeys(reasons)
 
 
-def driver() -> str:
+def driver():
     """Return the version of NVIDIA's driver; empty where there is none."""
     version = Path("/proc/driver/nvidia/version")
     match = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")

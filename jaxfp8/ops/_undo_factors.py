@@ -2,7 +2,6 @@
 cotangent of that state, free of the factors that loss scales and sums put on it.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,9 +21,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 _INF_BITS = np.int32(0x7F800000)
 
 
-def undo_factors(
-    history: jax.Array, scale: jax.Array, new_history: jax.Array, new_scale: jax.Array
-) -> list[jax.Array]:
+def undo_factors(history, scale, new_history, new_scale):
     """Find the factor on the cotangent of each quantizer's state, and undo it.
 
     A step from `history` gives `[amax, h[2], ..., h[H - 1], h[0]]`, so the tail of

@@ -107,18 +107,15 @@ def adamw(
         "b2": b2,
         "eps": eps,
         "eps_root": eps_root,
+        "weight_decay": weight_decay,
+        "max_norm": max_norm,
     }
-    for name, value in (
-        options | {"weight_decay": weight_decay, "max_norm": max_norm}
-    ).items():
+    for name, value in options.items():
         _check_number(name, value)
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
 
-    if not (
-        max_norm is None
-        or isinstance(max_norm, jax.core.Tracer)
-        or np.all(np.asarray(max_norm) > 0)
-    ):
+    is_known = max_norm is not None and not isinstance(max_norm, jax.core.Tracer)
+    if is_known and not np.all(np.asarray(max_norm) > 0):
         raise ValueError(
             f"optim.adamw: max_norm: expected a positive number, got {max_norm}"
         )
@@ -129,7 +126,7 @@ def adamw(
     def init(params):
         refuse_state("optim.adamw", params)
         if mask is not None:
-            jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
+            _masked(mask, params)
         return quantize_state(small.init(params), min_size=min_size)
 
     def numbers(count, rate, factor, decay):
@@ -139,12 +136,8 @@ def adamw(
         one, t = jnp.float32(1), count.astype(jnp.float32)
         averages = (x for b in (b1, b2) for x in (b, 1 - b))
         unbias = (one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2))
-        return jnp.stack(
-            [
-                jnp.asarray(x, jnp.float32)
-                for x in (*averages, *unbias, eps_root, eps, rate, decay, factor)
-            ]
-        )
+        all_numbers = *averages, *unbias, eps_root, eps, rate, decay, factor
+        return jnp.stack([jnp.asarray(x, jnp.float32) for x in all_numbers])
 
     def step(name, grads, state, params):
         """Return the updates, or of `apply` the next parameters, and the next state."""
@@ -157,55 +150,39 @@ def adamw(
             )
         check(f"optim.adamw: {name}", state, MOMENTS, min_size, optax.ScaleByAdamState)
         steps = state.inner.count
-        decay = weight_decay(steps) if callable(weight_decay) else weight_decay
+        decay, rate = _at(weight_decay, steps), _at(learning_rate, steps)
         leaves, treedef = _leaves(name, grads, state.inner, params, decay, mask)
         count = optax.safe_increment(steps)
-        rate = learning_rate(steps) if callable(learning_rate) else learning_rate
         factor = _clip_factor([leaf.grad for leaf in leaves], max_norm)
 
         # 2. Let optax step the leaves whose moments are not in FP8.
         plain = [leaf for leaf in leaves if not is_moment(leaf.mu)]
-        results = _step_by_optax(
-            small, plain, steps, None if max_norm is None else factor
-        )
+        clips = None if max_norm is None else factor
+        results = _step_by_optax(small, plain, steps, clips)
 
         # 3. Step the others by one op for a large leaf, or for several small ones; of
         #    float32 parameters up to the end.
-        quantized = [leaf for leaf in leaves if is_moment(leaf.mu)]
-        written = set()
-        if applies:
-            written = {
-                leaf.number for leaf in quantized if leaf.param.dtype == jnp.float32
-            }
-
         def keys(leaf):
             # The leaves of the state are numbered: the count, all of mu, all of nu.
             places = np.uint32([1 + leaf.number, 1 + leaf.number + len(leaves)])
             keys = leaf_key(seed, state.update_count, places)
             return jax.vmap(functools.partial(block_keys, shape=leaf.grad.shape))(keys)
 
-        for is_written, group in _groups(quantized, written):
-            results |= _step_by_op(
-                group,
-                is_written,
-                functools.partial(numbers, count, rate, factor),
-                keys,
-            )
+        numbers_of = functools.partial(numbers, count, rate, factor)
+        for group in _groups(leaves):
+            results |= _step_by_op(group, numbers_of, keys)
 
         # 4. Decay and scale what is an update yet.
-        outs, mu, nu = (
-            [results[leaf.number][part] for leaf in leaves] for part in range(3)
-        )
+        outs, mu, nu = zip(*(results[leaf.number] for leaf in leaves), strict=True)
         outs = [
-            out if leaf.number in written else _decayed(leaf, out, rate, applies)
+            _decayed(leaf, out, rate, applies)
             for leaf, out in zip(leaves, outs, strict=True)
         ]
         inner = optax.ScaleByAdamState(
             count, treedef.unflatten(mu), treedef.unflatten(nu)
         )
-        return treedef.unflatten(outs), QuantizedState(
-            optax.safe_increment(state.update_count), inner
-        )
+        update_count = optax.safe_increment(state.update_count)
+        return treedef.unflatten(outs), QuantizedState(update_count, inner)
 
     def update(grads, state, params=None, **extra_args):
         del extra_args
@@ -217,15 +194,17 @@ def adamw(
     return AppliedTransformation(init, update, apply)
 
 
+def _at(value, steps):
+    """Return a number, or what a schedule gives after so many steps."""
+    return value(steps) if callable(value) else value
+
+
 def _check_number(name, value):
     """Raise unless an option is a number that float32 can hold, an array or a schedule;
     `max_norm` may be None.
     """
-    if (
-        callable(value)
-        or hasattr(value, "dtype")
-        or (name == "max_norm" and value is None)
-    ):
+    is_left_out = name == "max_norm" and value is None
+    if is_left_out or callable(value) or hasattr(value, "dtype"):
         return
     if not isinstance(value, numbers.Real):
         raise TypeError(f"optim.adamw: {name}: expected a number, got {value!r}")
@@ -245,6 +224,7 @@ class _Leaf(NamedTuple):
         param: the parameter; None where the step has none.
         mu, nu: the moments: arrays, or moments in FP8.
         decay: the weight decay.
+        is_written: whether the op writes the next parameter, in place of an update.
     """
 
     number: int
@@ -253,36 +233,42 @@ class _Leaf(NamedTuple):
     mu: Any
     nu: Any
     decay: ArrayLike
+    is_written: bool
 
 
-def _leaves(name, grads, inner, params, decay, mask) -> tuple[list[_Leaf], Any]:
+def _leaves(name, grads, inner, params, decay, mask):
     """Return the leaves of all trees of a step, and the structure of the trees."""
-    paths = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(grads)
-    ]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
     mu, nu = treedef.flatten_up_to(inner.mu), treedef.flatten_up_to(inner.nu)
-    if params is None:
-        params = [None] * len(grads)
-    else:
-        params = list(map(jnp.asarray, treedef.flatten_up_to(params)))
-    for path, grad, moment in zip(paths, grads, mu, strict=True):
-        shape = jax.tree.leaves(moment)[0].shape  # that of its codes
+    count = len(grads)
+    decays, params_of = [decay] * count, [None] * count
+    if params is not None:
+        params_of = list(map(jnp.asarray, treedef.flatten_up_to(params)))
+    if mask is not None:
+        is_decayed = _masked(mask, treedef.unflatten(params_of))
+        decays = [jnp.where(x, decay, 0) for x in is_decayed]
+    leaves = []
+    for i, grad in enumerate(grads):
+        shape = jax.tree.leaves(mu[i])[0].shape  # that of its codes
         if grad.shape != shape:
             raise ValueError(
-                f"optim.adamw: {name}: grads{path}: expected the shape of the "
-                f"parameter, {shape}, got {grad.shape}"
+                f"optim.adamw: {name}: grads{jax.tree_util.keystr(paths[i])}: expected "
+                f"the shape of the parameter, {shape}, got {grad.shape}"
             )
-    if mask is None:
-        decays = [decay] * len(grads)
-    else:
-        decays = _decays(mask, treedef, params, decay)
-    parts = zip(range(len(grads)), grads, params, mu, nu, decays, strict=True)
-    return [_Leaf(*leaf) for leaf in parts], treedef
+        param = params_of[i]
+        is_written = is_moment(mu[i]) and name == "apply" and param.dtype == jnp.float32
+        leaves.append(_Leaf(i, grad, param, mu[i], nu[i], decays[i], is_written))
+    return leaves, treedef
 
 
-def _step_by_optax(small, leaves, count, factor) -> dict[int, tuple]:
+def _masked(mask, params):
+    """Return what a mask says of each leaf of the parameters."""
+    mask = mask(params) if callable(mask) else mask
+    return jax.tree.leaves(jax.tree.broadcast(mask, params))
+
+
+def _step_by_optax(small, leaves, count, factor):
     """Return `(update, mu, nu)` of leaves by their numbers; `factor`, unless it is
     None, clips the gradients.
     """
@@ -291,27 +277,27 @@ def _step_by_optax(small, leaves, count, factor) -> dict[int, tuple]:
         grads = [(grad * factor).astype(grad.dtype) for grad in grads]
     mu, nu = [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves]
     updates, state = small.update(grads, optax.ScaleByAdamState(count, mu, nu))
+    numbers = [leaf.number for leaf in leaves]
     results = zip(updates, state.mu, state.nu, strict=True)
-    return {leaf.number: r for leaf, r in zip(leaves, results, strict=True)}
+    return dict(zip(numbers, results, strict=True))
 
 
-def _step_by_op(leaves, is_written, numbers, keys) -> dict[int, tuple]:
+def _step_by_op(leaves, numbers, keys):
     """Return `(out, mu, nu)` of leaves with moments in FP8 by their numbers.
 
     Args:
         leaves: the leaves of one call.
-        is_written: whether `out` is the next parameter, else the update.
         numbers: a function of the weight decay; see `ops.AdamLeaf`.
         keys: a function of the leaf; see `ops.AdamLeaf`.
     """
     arguments = [
         ops.AdamLeaf(
-            grads=leaf.grad.astype(jnp.float32),
-            params=leaf.param if is_written else None,
-            mu=tuple(jax.tree.leaves(leaf.mu)),
-            nu=tuple(jax.tree.leaves(leaf.nu)),
-            keys=keys(leaf),
-            numbers=numbers(leaf.decay),
+            leaf.grad.astype(jnp.float32),
+            leaf.param if leaf.is_written else None,
+            tuple(jax.tree.leaves(leaf.mu)),
+            tuple(jax.tree.leaves(leaf.nu)),
+            keys(leaf),
+            numbers(leaf.decay),
         )
         for leaf in leaves
     ]
@@ -325,11 +311,13 @@ def _step_by_op(leaves, is_written, numbers, keys) -> dict[int, tuple]:
     return results
 
 
-def _decayed(leaf: _Leaf, update, rate, applies):
+def _decayed(leaf, update, rate, applies):
     """Return the update with decay and rate, or with `applies` the next parameter, in
     the dtype in which optax adds a parameter and its update.
     """
     grad, param = leaf.grad, leaf.param
+    if leaf.is_written:
+        return update
     if param is None:
         is_float = jnp.issubdtype(grad.dtype, jnp.floating)
         return (-rate * update).astype(grad.dtype if is_float else jnp.float32)
@@ -337,15 +325,6 @@ def _decayed(leaf: _Leaf, update, rate, applies):
     if applies:
         return (param + change).astype(param.dtype)
     return change.astype(jnp.result_type(grad.dtype, param.dtype))
-
-
-def _decays(mask, treedef, params, weight_decay):
-    """Return the weight decay of each leaf."""
-    mask = mask(treedef.unflatten(params)) if callable(mask) else mask
-    return [
-        jnp.where(x, weight_decay, 0)
-        for x in jax.tree.leaves(jax.tree.broadcast(mask, treedef.unflatten(params)))
-    ]
 
 
 def _clip_factor(grads, max_norm):
@@ -358,13 +337,13 @@ def _clip_factor(grads, max_norm):
     return jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
 
 
-def _groups(leaves, written):
-    """Divide leaves among calls of the op, as pairs `(is_written, leaves)`: a large
-    leaf alone, and small leaves of a kind together.
+def _groups(leaves):
+    """Divide leaves with moments in FP8 among calls of the op: a large leaf alone, and
+    small leaves of a kind together.
     """
     groups = {}
     for leaf in leaves:
-        is_written = leaf.number in written
-        large = leaf.number if leaf.grad.size > _SMALL else None
-        groups.setdefault((is_written, large), []).append(leaf)
-    return [(is_written, group) for (is_written, _), group in groups.items()]
+        if is_moment(leaf.mu):
+            large = leaf.number if leaf.grad.size > _SMALL else None
+            groups.setdefault((leaf.is_written, large), []).append(leaf)
+    return groups.values()

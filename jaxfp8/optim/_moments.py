@@ -24,7 +24,7 @@ _INF_CODE = np.uint8(0xFF)
 _INF_BITS, _NEGATIVE_NAN_BITS = np.uint32(0x7F800000), np.uint32(0xFFC00000)
 
 
-def block_axis(shape: tuple[int, ...]) -> int:
+def block_axis(shape):
     """Return the axis along which blocks lie: the last axis with at least 64 elements,
     else the last largest axis.
 
@@ -32,20 +32,18 @@ def block_axis(shape: tuple[int, ...]) -> int:
     token, whose moments are similar.
     """
     wide = [axis for axis, size in enumerate(shape) if size >= _NARROWEST]
-    return (
-        wide[-1]
-        if wide
-        else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
-    )
+    if wide:
+        return wide[-1]
+    return max(range(len(shape)), key=lambda axis: (shape[axis], axis))
 
 
-def amax_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def amax_shape(shape):
     """Return the shape of an array with one number for each block."""
     axis = block_axis(shape)
     return (*shape[:axis], -(-shape[axis] // ops.MOMENT_BLOCK), *shape[axis + 1 :])
 
 
-def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def block_sharding(sharding, shape):
     """Return the sharding of an array with one number for each block of a moment.
 
     Axes of the mesh that do not divide the number of blocks are left out.
@@ -57,11 +55,8 @@ def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedShar
 
     def divisible(size, axes):
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        return (
-            axes
-            if size % math.prod(sharding.mesh.shape[name] for name in names) == 0
-            else None
-        )
+        devices = math.prod(sharding.mesh.shape[name] for name in names)
+        return axes if size % devices == 0 else None
 
     return NamedSharding(
         sharding.mesh, PartitionSpec(*map(divisible, shape, sharding.spec))
@@ -106,7 +101,7 @@ class SquaredMoment(Moment):
 
 # which has a mesh of type Explicit, without `jax.set_mesh`
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def encode(kind: type[Moment], x: jax.Array) -> Moment:
+def encode(kind, x):
     """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round
     to nearest.
     """
@@ -126,7 +121,7 @@ def encode(kind: type[Moment], x: jax.Array) -> Moment:
     return encode_changes(zeros, x, None)
 
 
-def decode(moment: Moment) -> jax.Array:
+def decode(moment):
     """Compute the f32 elements of a moment, also of a stack of moments that `jax.vmap`
     made.
 
@@ -141,14 +136,10 @@ def decode(moment: Moment) -> jax.Array:
     x = ops.decode_moment(*moment, axis=axis)
     if not isinstance(moment, SquaredMoment):
         return x
-    return jnp.where(
-        lax.bitcast_convert_type(moment.data, jnp.uint8) == _INF_CODE,
-        np.float32(np.inf),
-        x,
-    )
+    return jnp.where(moment.data.view(jnp.uint8) == _INF_CODE, np.float32(np.inf), x)
 
 
-def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> Moment:
+def encode_changes(moment, after, keys):
     """Quantize the blocks of `after` that differ from the decoded `moment`; keep the
     codes of the other blocks.
 
@@ -166,10 +157,8 @@ def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> 
     if squared:
         # The sum of squares that overflows is Inf, by which a parameter does not move.
         # Codes have no Inf, squares no sign: a NaN with a sign stands for it.
-        bits = lax.bitcast_convert_type(after, jnp.uint32)
-        after = lax.bitcast_convert_type(
-            jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits), jnp.float32
-        )
+        bits = after.view(jnp.uint32)
+        after = jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits).view(jnp.float32)
     return type(moment)(
         *ops.encode_moment(*moment, after, keys, squared=squared, axis=axis)
     )

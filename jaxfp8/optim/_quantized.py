@@ -153,7 +153,7 @@ def quantized(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def refuse_state(where: str, params) -> None:
+def refuse_state(where, params):
     """Raise for FP8 state among the parameters: the optimizer would step on it."""
     flat = _state_tree.flatten(params)
     if positions := flat.positions():
@@ -165,33 +165,32 @@ def refuse_state(where: str, params) -> None:
         )
 
 
-def check_min_size(function: str, min_size: Any) -> None:
-    """Raise a TypeError in the name of `function` if `min_size` is no int."""
+def to_int(function, name, value, advice):
+    """Return an int; raise a TypeError in the name of `function` if it is none."""
     try:
-        operator.index(min_size)
+        return operator.index(value)
     except TypeError as error:
         raise TypeError(
-            f"{function}: min_size: expected an int, got {min_size!r}; pass the number "
-            "of elements from which on a moment is quantized, and to "
-            'optax.inject_hyperparams static_args=("min_size", "seed")'
+            f"{function}: {name}: expected an int, got {value!r}; pass {advice}, and "
+            'to optax.inject_hyperparams static_args=("min_size", "seed")'
         ) from error
 
 
-def to_seed(function: str, seed: Any) -> int:
+def check_min_size(function, min_size):
+    """Raise a TypeError in the name of `function` if `min_size` is no int."""
+    advice = "the number of elements from which on a moment is quantized"
+    to_int(function, "min_size", min_size, advice)
+
+
+def to_seed(function, seed):
     """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it is
     no int.
     """
-    try:
-        return operator.index(seed) % 2**32
-    except TypeError as error:
-        raise TypeError(
-            f"{function}: seed: expected an int, got {seed!r}; pass a number of your "
-            "choice, such as seed=0, and to optax.inject_hyperparams "
-            'static_args=("min_size", "seed")'
-        ) from error
+    advice = "a number of your choice, such as seed=0"
+    return to_int(function, "seed", seed, advice) % 2**32
 
 
-def leaf_key(seed: int, step: jax.Array, leaf: int | np.ndarray) -> jax.Array:
+def leaf_key(seed, step, leaf):
     """Return the key u32, in the shape of `leaf`, from which the random bits of a
     moment in one update are made.
 
@@ -207,7 +206,7 @@ def leaf_key(seed: int, step: jax.Array, leaf: int | np.ndarray) -> jax.Array:
     return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))
 
 
-def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def block_keys(key, shape):
     """Return a key for each block of a moment of `shape`, u32 in the shape of its
     amaxes.
 
@@ -312,11 +311,11 @@ def dequantize_state(opt_state: Any) -> Any:
     return jax.tree.map(dequantize, opt_state, is_leaf=_is_quantized_state)
 
 
-def _is_quantized_state(node) -> bool:
+def _is_quantized_state(node):
     return isinstance(node, QuantizedState)
 
 
-def dequantize_moments(tree: Any) -> Any:
+def dequantize_moments(tree):
     """Decode the moments in FP8 of a tree."""
 
     def decode_moment(x):
@@ -325,7 +324,7 @@ def dequantize_moments(tree: Any) -> Any:
     return jax.tree.map(decode_moment, tree, is_leaf=is_moment)
 
 
-def map_moments(function, tree, table: Table) -> Any:
+def map_moments(function, tree, table):
     """Apply `function(kind, leaf)` to the leaves of the fields that the table names; a
     Moment is one leaf.
     """
@@ -345,18 +344,16 @@ def map_moments(function, tree, table: Table) -> Any:
     return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
 
 
-def check(
-    function: str, state: Any, table: Table, min_size: int, inner: type | None = None
-) -> None:
+def check(function, state, table, min_size, inner=None):
     """Raise a ValueError in the name of `function` unless `state` is a QuantizedState
     with this table and `min_size`.
 
     A state that was restored from the checkpoint of another transformation fails here.
     The state in it is of the class `inner`; None is any class.
     """
-    kinds = [type(state)] + (
-        [type(state.inner)] if isinstance(state, QuantizedState) and inner else []
-    )
+    kinds = [type(state)]
+    if inner and isinstance(state, QuantizedState):
+        kinds.append(type(state.inner))
     expected = [QuantizedState, inner][: len(kinds)]
     if kinds != expected:
         got, right = (
@@ -391,12 +388,12 @@ def check(
     map_moments(check_leaf, state.inner, table)
 
 
-def leaves(tree: Any) -> list:
+def leaves(tree):
     """Return the leaves of a tree; a Moment is one leaf."""
     return jax.tree.leaves(tree, is_leaf=is_moment)
 
 
-def is_moment(node: Any) -> bool:
+def is_moment(node):
     return isinstance(node, Moment)
 
 
@@ -404,11 +401,11 @@ def _is_leaf(node):
     return is_moment(node) or _is_variable(node)
 
 
-def _is_variable(node) -> bool:
+def _is_variable(node):
     return hasattr(node, "get_raw_value")  # a Variable of Flax NNX
 
 
-def _keep_whole(variable, axis) -> None:
+def _keep_whole(variable, axis):
     """Take the mesh axes of `axis` out of a Variable's annotations, which it has from a
     parameter of another shape.
     """
@@ -417,11 +414,9 @@ def _keep_whole(variable, axis) -> None:
         if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, whole(sharding.spec))
         names = [None if i == axis else name for i, name in enumerate(sharding)]
-        return (
-            PartitionSpec(*names)
-            if isinstance(sharding, PartitionSpec)
-            else tuple(names)
-        )
+        if isinstance(sharding, PartitionSpec):
+            return PartitionSpec(*names)
+        return tuple(names)
 
     metadata = variable.get_metadata()
     annotations = {
@@ -432,7 +427,7 @@ def _keep_whole(variable, axis) -> None:
     )
 
 
-def is_large(x: Any, min_size: int) -> bool:
+def is_large(x, min_size):
     """Return whether a leaf is an array of floats with `min_size` elements or more."""
     return (
         jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)

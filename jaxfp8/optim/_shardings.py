@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax._table import aligned
-from ._moments import Moment, block_sharding
+from ._moments import block_sharding
 from ._quantized import is_moment, leaves
 
 
@@ -78,7 +78,7 @@ def shardings(opt_state: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, opt_state, is_leaf=is_moment)
 
 
-def _names(path) -> tuple[str, ...]:
+def _names(path):
     """Return a path without the kinds of its keys, which differ in a state that was
     restored, and without boxes.
     """
@@ -133,36 +133,24 @@ def memory(opt_state: Any, params: Any) -> Memory:
             "pass the parameters"
         )
     # A moment in FP8 counts as one leaf, which has three arrays.
-    by_kind: dict[str, list] = {}
-    for leaf in leaves(opt_state):
-        kind = (
-            type(leaf).__name__
-            if isinstance(leaf, Moment)
-            else jax.numpy.result_type(leaf).name
-        )
+    by_kind, all_leaves = {}, leaves(opt_state)
+    for leaf in all_leaves:
+        kind = type(leaf).__name__
+        if not is_moment(leaf):
+            kind = jax.numpy.result_type(leaf).name
         by_kind.setdefault(kind, []).append(leaf)
     rows = [_row(kind, parameters, group) for kind, group in by_kind.items()]
     rows.sort(key=lambda row: -row["bytes"])
-    return Memory(
-        [
-            *rows,
-            _row(
-                "all",
-                parameters,
-                [leaf for group in by_kind.values() for leaf in group],
-            ),
-        ]
-    )
+    rows.append(_row("all", parameters, all_leaves))
+    return Memory(rows)
 
 
-def _row(kind, parameters, group) -> dict[str, Any]:
-    elements = sum(
-        math.prod(np.shape(leaf.data if isinstance(leaf, Moment) else leaf))
-        for leaf in group
-    )
+def _row(kind, parameters, group):
+    arrays = jax.tree.leaves(group)
+    codes = [leaf.data if is_moment(leaf) else leaf for leaf in group]
+    elements = sum(math.prod(np.shape(x)) for x in codes)
     size = sum(
-        math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize
-        for x in jax.tree.leaves(group)
+        math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize for x in arrays
     )
     return {
         "kind": kind,

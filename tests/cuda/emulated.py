@@ -197,9 +197,13 @@ def register(machine: str, library: ctypes.CDLL, prefix: str) -> None:
 
 
 def _lower(op, ctx, *operands, implementation, **static):
+    from jaxfp8.ops import _ffi
+
     if implementation not in ("emulated", "ptx"):
-        return op.lower_cpu(ctx, *operands, implementation=implementation, **static)
-    return op.lower(ctx, operands, "cuda", op.cuda, True, implementation=None, **static)
+        return op.lower("cpu", ctx, *operands, implementation=implementation, **static)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ffi, "_has_cuda_kernels", True)
+        return op.lower("cuda", ctx, *operands, implementation=None, **static)
 
 
 @contextlib.contextmanager
