@@ -167,3 +167,10 @@ def test_an_edit_elsewhere_changes_few(tmp_path, monkeypatch):
         file.read_text().replace("OUTSIDE", "def new():\n    return 7\n\n\nX")
     )
     assert len(chosen() & before) >= 4
+
+
+def test_in_turn():
+    seconds = {"a::1": 2.0, "a::2": 1.0, "a::3": 0.1, "b::1": 3.0, "c::1": 0.1}
+    baseline = {test: (seconds[test], []) for test in seconds}
+    order = kill_matrix.in_turn({"a::1", "a::2", "b::1"}, baseline)
+    assert order == ["a::2", "b::1", "a::1", "a::3"]
