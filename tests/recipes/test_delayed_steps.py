@@ -7,6 +7,7 @@ test adds anything to it.
 
 import itertools
 
+import jax
 import numpy as np
 import oracle
 import pytest
@@ -17,6 +18,8 @@ import jaxfp8
 from .delayed_cases import (
     DTYPES,
     FORMATS,
+    MATMUL,
+    assert_step,
     compare_run,
     newest_two,
     random_run,
@@ -79,6 +82,22 @@ def test_history_lengths(length):
     compare_run(
         jaxfp8.DelayedScaling(amax_history_len=length), random_run(3, 8, oracle.BF16)
     )
+
+
+def test_first_step_of_a_product_in_a_jit():
+    """Inside of the jit nothing tells training from inference, where an empty history
+    gives way to the tensor's own amax.
+    """
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
+    x, kernel, grad = next(random_run(2, 1, np.float32))
+
+    @jax.jit
+    def product(x, kernel, state):
+        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
+
+    y, vjp = jax.vjp(product, x, kernel, jaxfp8.init_state(recipe))
+    expected = oracle.dense_step(x, kernel, grad, oracle.LayerState.init(4))
+    assert_step((y, *vjp(grad)), expected, "first step")
 
 
 @each_row("fmt, forward, backward", FORMATS)

@@ -457,3 +457,16 @@ def test_no_stages_and_nothing_said_are_two_recipes():
         dataclasses.replace(unsaid),
     ):
         assert again == unsaid != said and again.pipeline_axes is None
+
+
+def test_codes_without_their_source_have_no_gradient():
+    """Zeros would stop the training of what the codes were made of, and say nothing."""
+    codes = jnp.ones((4, 6), jnp.float8_e4m3fn)
+
+    def decoded(scale_inv):
+        q = jaxfp8.QTensor(codes, scale_inv, block=(1, 3))
+        return jnp.sum(q.dequantize(jnp.float32))
+
+    says = "QTensor.dequantize: a QTensor without its source has no gradient"
+    with pytest.raises(TypeError, match=says):
+        jax.grad(decoded)(jnp.ones((4, 2)))
