@@ -49,8 +49,8 @@ def update_state(old: Tree, new: Any) -> Tree:
         any other c               the scale becomes negative, so that the next product
                                   is NaN
 
-    because any other factor, such as that of a clip or of an average over fewer than
-    all, has changed the gradients of the parameters too. Nobody is told the cause
+    because any other factor, such as that of a clip or of a division by 3, has changed
+    the gradients of the parameters too. Nobody is told the cause
     there: the next call outside of `jit`, `jaxfp8.inspect.summary` and
     `jaxfp8.convert.reset_state` name the quantizers. While a history is empty, the
     scale shows the factor. A history of length 1 has no tail and cannot be checked once

@@ -144,7 +144,7 @@ MISTAKES = {
         LOUD,
         once(lambda grads: optax.clip_by_global_norm(0.37).update(grads, None)[0]),
     ),
-    "averaged over fewer than all": (LOUD, once(times(1 / 3))),
+    "divided by a number that is no power of two": (LOUD, once(times(1 / 3))),
     "of another step": (LOUD, once(lambda _: gradient(trained(1)))),
     "averaged over steps": (
         LOUD,
