@@ -59,6 +59,7 @@ class Training:
         self.optimizer = make_optimizer(steps)
         # `(state, curve)` from which other arms go on, by text, arm, seed and step
         self.kept = {}
+        self.last = None  # the state at the end of the newest run
 
     def run(self, text: str, name: str, seed: int) -> dict:
         """Train; return the final loss, the validation curve `[step, loss]`, the final
@@ -82,6 +83,7 @@ class Training:
                     curve.append([i, float(mean_loss(state, validation))])
                 if i in kept:
                     self.kept[text, name, seed, i] = jax.device_get(state), [*curve]
+        self.last = state
         served = {}
         for precision, other in (("bf16", "bf16"), ("fp8", "current")):
             with ARMS[other].precision.region():
@@ -230,6 +232,12 @@ def served(found: dict, text: str, name: str) -> dict:
         if above and less:
             rows[precision] = {"difference": interval(above)}
             rows[precision] |= {"to_delayed": interval(less)}
+    if rows:
+        runs = [run for run, _ in pairs(found, text, name, name).values()]
+        own = [
+            run["served"]["fp8"] - run["validation"] for run in runs if "served" in run
+        ]
+        rows["fp8"]["to_own_precision"] = interval(own)
     return rows
 
 
@@ -262,6 +270,11 @@ def served_table(results: dict) -> str:
             for row in rows
         ]
         lines.append(f"| {arm.title} | {count} | {' | '.join(cells)} |")
+    own = [rows.get("delayed", {}).get("served") for rows in results.values()]
+    if own and all(own):
+        cells = ", ".join(cell(row["fp8"], "to_own_precision") for row in own)
+        title = "Delayed scaling in FP8, less its loss with its own scales"
+        lines += ["", f"{title}: {cells}."]
     return "\n".join(lines)
 
 
