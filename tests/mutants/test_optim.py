@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import pytest
 from optim import test_adam
 from parametrize import each_row
@@ -57,8 +58,8 @@ MUTANTS = {
     ),
     "everything decays": (
         _adam,
-        "_decays",
-        lambda mask, treedef, params, decay: [decay] * len(params),
+        "_masked",
+        lambda mask, params: [True] * len(jax.tree.leaves(params)),
         test_adam.test_masks_schedules_and_traced_numbers,
     ),
     "a leaf is clipped by its own norm": (
