@@ -153,7 +153,12 @@ def gaps():
     their mean and its interval.
     """
     texts = json.loads((RESULTS / "loss_gap.json").read_text())["results"]
-    arms = {name: arm.title for name, arm in ARMS.items() if arm.reference != name}
+    ran = set().union(*texts.values())
+    arms = {
+        name: arm.title
+        for name, arm in ARMS.items()
+        if arm.reference != name and name in ran
+    }
     figure, axes = plt.subplots(
         1, len(texts), figsize=(11, 7), sharey=True, layout="constrained"
     )
