@@ -121,10 +121,8 @@ def _lower_untyped(ctx, function, plain, operands):
     """Lower a function of operands whose types are `plain`, without mesh axes: it is
     traced without a mesh.
     """
-    rule, ctx = (
-        mlir.lower_fun(function, multiple_results=True),
-        ctx.replace(avals_in=plain),
-    )
+    rule = mlir.lower_fun(function, multiple_results=True)
+    ctx = ctx.replace(avals_in=plain)
     with use_abstract_mesh(AbstractMesh((), ())):
         return rule(ctx, *operands)
 
