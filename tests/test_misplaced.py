@@ -240,6 +240,10 @@ CASES = {
         lambda: updates(ADAM.init(VARIABLES)),
         OTHER_STATE,
     ),
+    "state of Flax's TrainState.create": (
+        lambda: updates(jaxfp8.train.optimizer(ADAM).init(VARIABLES["params"])),
+        "nor by Flax's TrainState.create",
+    ),
     "mask": (
         lambda: begins(optax.masked(ADAM, {"kernel": True, "bias": False})),
         OTHER_TREE,

@@ -135,7 +135,8 @@ def _wrapped(tx):
         parameters = _without_state(params)
         inner = _steps.inner(opt_state)
         advice = (
-            "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; "
+            "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone, "
+            "nor by Flax's TrainState.create, which gives it variables['params']; "
             "in NNX make the jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed "
             "the model; nnx.update gives it an old one's moments"
         )

@@ -20,7 +20,8 @@ from ._update import update_state
 
 
 class Accumulating(NamedTuple):
-    """Optimizer state that wraps an `optax.MultiSteps`.
+    """Optimizer state that wraps an `optax.MultiSteps`. Its steps are those of
+    `inner`, for `optax.MultiSteps.has_updated` and trainers that read them.
 
     Attributes:
         inner: the state of the wrapped transformation.
@@ -30,6 +31,14 @@ class Accumulating(NamedTuple):
 
     inner: Any
     state: tuple
+
+    @property
+    def mini_step(self):
+        return self.inner.mini_step
+
+    @property
+    def gradient_step(self):
+        return self.inner.gradient_step
 
 
 @contextlib.contextmanager

@@ -233,6 +233,19 @@ def test_multi_steps(make, k):
         assert not np.array_equal(kernel, replay.kernel_of(now[0]))
 
 
+def test_trainers_read_the_steps_of_multi_steps():
+    multi = optax.MultiSteps(optax.sgd(0.1), 2)
+    tx = train.optimizer(multi)
+    now = start(tx)
+    seen = []
+    for i in range(4):
+        now = bare_loop(tx)(now, *replay.batch(i))
+        opt_state = now[1]
+        seen.append((int(opt_state.mini_step), int(opt_state.gradient_step)))
+        assert multi.has_updated(opt_state) == (i % 2 == 1)
+    assert seen == [(1, 0), (0, 1), (1, 1), (0, 2)]
+
+
 # ------------------------------------------------------------------------ skipped steps
 
 
