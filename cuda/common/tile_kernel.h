@@ -52,6 +52,7 @@ struct TileTask {
   uint8_t* data_t;  // null: not wanted
   float* amax;      // null: not wanted
   bool wide_columns;  // 16-byte pieces of data_t are aligned, and its rows are whole pieces
+  bool wide_rows;  // vectors of x and data are aligned, rows are whole vectors, and the plan is small
 };
 
 // Where a thread's rows and columns of a tile are in matrices `[groups, m, n]`.
@@ -215,7 +216,8 @@ __device__ __forceinline__ void QuantizeShare(const TileTask& task, const Produc
   if constexpr (Producer::kSumsColumns) shared.sums.Put(place, sums);
 }
 
-template <class Producer, class Format, bool kWideRows>
+// One kernel for wide rows and others: of both the last resort is element by element, which is most of the code.
+template <class Producer, class Format>
 __global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
     TileKernel(const __grid_constant__ TileTask task, const __grid_constant__ Producer producer) {
   constexpr int kVector = 16 / sizeof(typename Producer::In);
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
   __shared__ SharedTile<Producer> shared;
 
   for (int64_t index = blockIdx.x; index < task.plan.tiles; index += gridDim.x) {
-    const Tile tile = kWideRows ? task.plan.AtSmall<kWidth>(index) : task.plan.At<kWidth>(index);
+    const Tile tile = task.wide_rows ? task.plan.AtSmall<kWidth>(index) : task.plan.At<kWidth>(index);
     const float scale = task.scale[tile.group * task.scale_stride];
     ProducerAmax<Producer> amax;
 #pragma unroll 1
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
       const auto quantize_share = [&](auto access) {
         QuantizeShare<Format, decltype(access)::value>(task, producer, tile, place, scale, amax, shared);
       };
-      if constexpr (kWideRows) {
+      if (task.wide_rows) {
         if (tile.IsWhole<kWidth>()) {
           quantize_share(AccessTag<Access::kWholeTile>{});
         } else {
@@ -269,25 +271,26 @@ cudaError_t LaunchTiles(const TileParams& params, const Producer& producer, bool
   if (params.groups == 0 || params.m == 0 || params.n == 0) return cudaSuccess;
   int multiprocessors = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
+  const TransposePlan plan = MakeTransposePlan(params.groups, params.m, params.n, kTileSide / Producer::kParts);
+  constexpr int kVector = 16 / sizeof(typename Producer::In);
+  const bool wide_rows = aligned && params.n % kVector == 0 && IsAligned(params.x, 16) &&
+                         IsAligned(params.data, kVector) && plan.is_small;
   const TileTask task = {
-      MakeTransposePlan(params.groups, params.m, params.n, kTileSide / Producer::kParts),
+      plan,
       params.scale,
       params.scale_stride,
       static_cast<uint8_t*>(params.data),
       static_cast<uint8_t*>(params.data_t),
       params.amax,
       params.m % 16 == 0 && IsAligned(params.data_t, 16),
+      wide_rows,
   };
   const int64_t max_blocks = int64_t{multiprocessors} * kBlocksPerMultiprocessor;
-  const int64_t blocks = task.plan.tiles < max_blocks ? task.plan.tiles : max_blocks;
-  constexpr int kVector = 16 / sizeof(typename Producer::In);
-  const bool wide_rows = aligned && params.n % kVector == 0 && IsAligned(params.x, 16) &&
-                         IsAligned(params.data, kVector) && task.plan.is_small;
+  const int64_t blocks = plan.tiles < max_blocks ? plan.tiles : max_blocks;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchFp8(params.format, [&](auto format) {
     using Format = typename decltype(format)::type;
-    const auto kernel = wide_rows ? TileKernel<Producer, Format, true> : TileKernel<Producer, Format, false>;
-    status = Launch(kernel, blocks, kBlockSize, stream, task, producer);
+    status = Launch(TileKernel<Producer, Format>, blocks, kBlockSize, stream, task, producer);
   });
   return status;
 }
