@@ -114,7 +114,7 @@ def to_safetensors(
             add(name + LAYOUTS[layout].suffix, scales)
             if input_scale_inv is not None:
                 add(f"{name.removesuffix('weight')}input_scale", input_scale_inv)
-    if all(fixed.values()):
+    if fixed[True] and fixed[False]:
         raise ValueError(
             "to_safetensors: frozen: expected inputs with fixed scales in all layers "
             f"or in none, got {fixed[True][0]} with one and {fixed[False][0]} "
