@@ -119,6 +119,52 @@ def draw_kernels(axis, y, section) -> float:
     return start
 
 
+def speed():
+    """The speed of Dense layers, forward and backward, beside bfloat16's by size."""
+    figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    for name, (color, points) in _speeds().items():
+        for arm, line in (("jaxfp8", "o-"), ("Flax FP8", "x:")):
+            values = [point[arm] for point in points.values()]
+            axis.plot([*points], values, line, color=color, label=f"{name}: {arm}")
+    axis.axhline(1, color="black", lw=0.8)
+    axis.text(58, 1.03, "bfloat16", fontsize=8)
+    axis.set(xscale="log", ylabel="times as fast as bfloat16", ylim=(0, 2.2))
+    axis.set_xlabel("cube root of rows x inputs x outputs")
+    axis.set_xticks([64, 128, 256, 512, 1024, 2048, 4096, 8192])
+    axis.xaxis.set_major_formatter("{x:.0f}")
+    axis.minorticks_off()
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _speeds() -> dict:
+    """The colour of each device, and by size how many times as fast both arms are."""
+    files = {
+        "CPU, AVX-512": (OURS, "train_step_epyc_2cpu.json"),
+        "CPU without": (BF16, "train_step_epyc_2cpu_no_avx512.json"),
+    }
+    found = {}
+    for name, (color, file) in files.items():
+        points = {}
+        for row in json.loads((RESULTS / file).read_text())["rows"]:
+            if row["case"].startswith("dense"):
+                size = int(row["case"].removeprefix("dense"))
+                beside = row["times_faster_than"]
+                flax = beside["bf16"] / beside["flax"]
+                points[size] = {"jaxfp8": beside["bf16"], "Flax FP8": flax}
+        found[name] = color, points
+    cases = json.loads((RESULTS / "h200_gpu.json").read_text())["cases"]
+    points = {}
+    sizes = {"small_dense": (2048 * 1024 * 1024) ** (1 / 3), "dense": 8192}
+    for case, size in sizes.items():
+        us = {arm: row["us"] for arm, row in cases[case]["rows"].items()}
+        ours, flax = us["bf16"] / us["jaxfp8 own"], us["bf16"] / us["flax"]
+        points[size] = {"jaxfp8": ours, "Flax FP8": flax}
+    found["H200"] = "#2a9d3f", points
+    return found
+
+
 def launches():
     """Launches, and bytes outside of GEMMs, of programs compiled for an H200."""
     cases = json.loads((RESULTS / "aot_h200.json").read_text())["cases"]
@@ -193,6 +239,7 @@ PICTURES = {
     "formats": formats,
     "scale": scale,
     "timeline": timeline,
+    "speed": speed,
     "launches": launches,
     "gaps": gaps,
 }

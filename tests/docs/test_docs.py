@@ -132,7 +132,7 @@ def test_pictures_are_drawn_and_shown(tmp_path):
     pictures = pytest.importorskip("pictures")
     pictures.main(tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert len(drawn) == 5 and all("</svg>" in text for text in drawn.values())
+    assert len(drawn) == 6 and all("</svg>" in text for text in drawn.values())
     # as in performance.md
     assert "<!-- 2364 us -->" in drawn["timeline.svg"]
     # as in benchmarks/compiled.md
