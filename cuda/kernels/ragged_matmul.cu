@@ -200,9 +200,10 @@ struct ScaleSource {
     const int32_t row = min(range.row + static_cast<int32_t>(threadIdx.x), plan.rows - 1);
     const int32_t column = min(range.column + static_cast<int32_t>(threadIdx.x), plan.columns - 1);
     of_row = params.a_scale_inv + (int64_t{range.member} * blocks + block) * plan.rows + row;
-    of_column = params.b_scale_inv + (plan.contraction
-                                          ? (matrix_of_b * blocks + block) * plan.columns + column
-                                          : (matrix_of_b * RaggedBlocks(plan.columns) + column / kRaggedBlock) * blocks);
+    const int64_t of_b = plan.contraction
+                             ? (matrix_of_b * blocks + block) * plan.columns + column
+                             : (matrix_of_b * RaggedBlocks(plan.columns) + column / kRaggedBlock) * blocks;
+    of_column = params.b_scale_inv + of_b;
   }
 
   __device__ __forceinline__ void CopyNext(float* scales) {
