@@ -65,6 +65,23 @@ def block_scaled_matmul(m, n, a_block, b_block):
     return Work(step, arguments, check, operations=2 * m * n * n)
 
 
+def _ragged_shapes(m, n, ragged):
+    return ((m, n), (EXPERTS, n, n)) if ragged == "rows" else ((n, m), (n, m))
+
+
+def _expect_ragged_product(m, ragged, limit, result, a, b, scales_of_group):
+    for i in range(EXPERTS):
+        group = slice(i * m // EXPERTS, (i + 1) * m // EXPERTS)
+        product = (
+            (result[group], a[group], b[i])
+            if ragged == "rows"
+            else (result[i], a[:, group], b[:, group])
+        )
+        expect_product(
+            f"ragged_matmul, group {i}", *product, limit, *scales_of_group(i, group)
+        )
+
+
 def ragged_matmul(m, n, ragged):
     sizes = jnp.full((EXPERTS,), m // EXPERTS, jnp.int32)
 
@@ -72,24 +89,56 @@ def ragged_matmul(m, n, ragged):
         return ops.ragged_matmul(a, b, SCALE_INV, SCALE_INV, sizes, ragged=ragged)
 
     def arguments(seed):
-        shapes = ((m, n), (EXPERTS, n, n)) if ragged == "rows" else ((n, m), (n, m))
+        shapes = _ragged_shapes(m, n, ragged)
         return tuple(codes(2 * seed + i, shape) for i, shape in enumerate(shapes))
 
     def check(result, a, b):
-        for i in range(EXPERTS):
-            group = slice(i * m // EXPERTS, (i + 1) * m // EXPERTS)
-            product = (
-                (result[group], a[group], b[i])
-                if ragged == "rows"
-                else (result[i], a[:, group], b[:, group])
-            )
-            expect_product(
-                f"ragged_matmul, group {i}",
-                *product,
-                PRODUCT_LIMITS["fast"],
-                SCALE_INV,
-                SCALE_INV,
-            )
+        limit = PRODUCT_LIMITS["fast"]
+        _expect_ragged_product(
+            m, ragged, limit, result, a, b, lambda i, group: (SCALE_INV, SCALE_INV)
+        )
+
+    return Work(step, arguments, check, operations=2 * m * n * n)
+
+
+def ragged_blocks(m, n, ragged):
+    is_rows = ragged == "rows"
+    sizes = jnp.full((EXPERTS,), m // EXPERTS, jnp.int32)
+    blocks = (1, 128), (128, 128) if is_rows else (1, 128)
+    out_dtype = jnp.bfloat16 if is_rows else jnp.float32
+
+    def arguments(seed):
+        operands = zip(_ragged_shapes(m, n, ragged), blocks, strict=True)
+        arrays = []
+        for i, (shape, block) in enumerate(operands):
+            x = normal(2 * seed + i, shape)
+            arrays += ops.quantize_blocks(x, E4M3, block=block)
+        return tuple(arrays)
+
+    def step(a, a_scale_inv, b, b_scale_inv):
+        return ops.ragged_matmul(
+            a,
+            b,
+            a_scale_inv,
+            b_scale_inv,
+            sizes,
+            ragged=ragged,
+            out_dtype=out_dtype,
+            a_block=blocks[0],
+            b_block=blocks[1],
+        )
+
+    def check(result, a, a_scale_inv, b, b_scale_inv):
+        a_scales = stretch(a_scale_inv, blocks[0], a.shape)
+
+        def scales_of_group(i, group):
+            if is_rows:
+                return a_scales[group], stretch(b_scale_inv[i], blocks[1], b.shape[1:])
+            b_scales = stretch(b_scale_inv, blocks[1], b.shape)
+            return a_scales[:, group], b_scales[:, group]
+
+        limit = PRODUCT_LIMITS["precise"]
+        _expect_ragged_product(m, ragged, limit, result, a, b, scales_of_group)
 
     return Work(step, arguments, check, operations=2 * m * n * n)
 
@@ -112,6 +161,10 @@ KERNELS = {
     },
     **{
         f"ragged_matmul {name}": functools.partial(ragged_matmul, ragged=name)
+        for name in ("rows", "contraction")
+    },
+    **{
+        f"ragged_matmul {name}, blocks": functools.partial(ragged_blocks, ragged=name)
         for name in ("rows", "contraction")
     },
 }

@@ -196,6 +196,14 @@ __device__ __forceinline__ void CopyAsync16(void* shared, const void* source, in
                : "memory");
 }
 
+// 4 bytes likewise, at addresses that are multiples of 4.
+__device__ __forceinline__ void CopyAsync4(void* shared, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(__cvta_generic_to_global(source))
+               : "memory");
+}
+
 // Ends a group of this thread's copies.
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 

@@ -10,9 +10,13 @@
 
 namespace jaxfp8::cuda {
 
-constexpr int kRaggedTile = 128;  // rows of an output tile
-constexpr int kRaggedSlice = 64;  // elements of the contraction that mma.sync's tiles take at a time, a row of 64 bytes
-constexpr int kRaggedChunk = 16;  // bytes that move at once
+constexpr int kRaggedTile = 128;   // rows of an output tile
+constexpr int kRaggedSlice = 64;   // elements of the contraction that mma.sync's tiles take at a time, a row of 64 bytes
+constexpr int kRaggedChunk = 16;   // bytes that move at once
+constexpr int kRaggedBlock = 128;  // elements of the contraction with one scale, where operands have scales of blocks
+
+// How many blocks a dimension has.
+JAXFP8_HD int32_t RaggedBlocks(int32_t size) { return (size + kRaggedBlock - 1) / kRaggedBlock; }
 
 // Where chunk `chunk` of row `row` of a slice is in shared memory. Eight rows of one chunk, which the tensor cores' loads
 // read together, and two whole rows, which the copies write together, are in different banks.

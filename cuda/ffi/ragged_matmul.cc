@@ -1,5 +1,6 @@
 // jaxfp8_ragged_matmul_v1: a [v, m, k], b [v, g, n, k], their scale_invs, group_sizes i32 [v, g] -> out [v, m, n];
 // or, where the groups cut the contraction: a [v, p, m], b [v, n, m] -> out [v, g, p, n].
+// The scale_invs are [1] or [v]. On compute capability 9.0 they may be those of blocks (kernels/ragged_matmul.h).
 #include "cuda/kernels/ragged_matmul.h"
 
 #include <string>
@@ -24,6 +25,11 @@ ffi::Error CheckCodes(const Operand& codes, size_t rank) {
   return CheckSizes(codes);
 }
 
+ffi::Error CheckBlockScales(const Operand& operand, std::initializer_list<int64_t> shape) {
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
+  return CheckShape(operand, shape);
+}
+
 ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale_inv,
                                ffi::AnyBuffer b_scale_inv, ffi::AnyBuffer group_sizes,
                                ffi::Result<ffi::AnyBuffer> out, bool precise) {
@@ -46,8 +52,19 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   JAXFP8_RETURN_IF_ERROR(CheckShape(sizes_operand, {members, groups}));
   JAXFP8_RETURN_IF_ERROR(contraction ? CheckShape(b_operand, {members, columns, length})
                                      : CheckShape(b_operand, {members, groups, columns, length}));
-  JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "a_scale_inv", a_scale_inv}, members));
-  JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "b_scale_inv", b_scale_inv}, members));
+  const Operand a_scale_operand{kOp, "a_scale_inv", a_scale_inv};
+  const Operand b_scale_operand{kOp, "b_scale_inv", b_scale_inv};
+  const bool blocks = a_scale_inv.dimensions().size() > 2 || b_scale_inv.dimensions().size() > 2;
+  if (blocks) {
+    const int64_t depth = RaggedBlocks(static_cast<int32_t>(length));
+    JAXFP8_RETURN_IF_ERROR(CheckBlockScales(a_scale_operand, {members, depth, rows}));
+    const int64_t column_blocks = RaggedBlocks(static_cast<int32_t>(columns));
+    JAXFP8_RETURN_IF_ERROR(contraction ? CheckBlockScales(b_scale_operand, {members, depth, columns})
+                                       : CheckBlockScales(b_scale_operand, {members, groups, column_blocks, depth}));
+  } else {
+    JAXFP8_RETURN_IF_ERROR(CheckScale(a_scale_operand, members));
+    JAXFP8_RETURN_IF_ERROR(CheckScale(b_scale_operand, members));
+  }
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(out_operand));
   JAXFP8_RETURN_IF_ERROR(contraction ? CheckShape(out_operand, {members, groups, rows, columns})
                                      : CheckShape(out_operand, {members, rows, columns}));
@@ -72,6 +89,7 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
   params.out = out->untyped_data();
   params.precise = precise;
+  params.blocks = blocks;
   return ToError(kOp, LaunchRaggedMatmul(params, stream));
 }
 

@@ -3,7 +3,8 @@
 // A block takes tiles from a walk over the groups' sizes (common/ragged_plan.h). Slices of the contraction pass through stages
 // of shared memory, copied while the tensor cores work on others (ragged_tile.h). No row of `a` is read for a group it is not
 // of; where a group begins or ends inside a slice of the contraction, the codes of its neighbours are replaced by zeros in
-// both operands, because a NaN among them would survive a product with zero.
+// both operands, because a NaN among them would survive a product with zero. Scales of blocks pass through the stages beside
+// the codes: a slice is one block of the contraction, counted from its first element and not from the group's.
 #include "cuda/kernels/ragged_matmul.h"
 
 #include <cuda_runtime.h>
@@ -34,12 +35,15 @@ struct KernelParams {
   Dtype out_dtype;
   bool wide;         // rows of a and b are whole, aligned chunks
   bool wide_stores;  // rows of out are whole, aligned pieces of 16 bytes
+  // From a row's or a column's scale of one slice to that of the next, of a tile with scales.
+  int32_t a_scale_step;
+  int32_t b_scale_step;
 };
 
 // The chunk at `place` of a row, with zeros before `begin` and from `end` on. A row that is null is all zeros.
 __device__ __forceinline__ void CopyChunk(uint8_t* shared, const uint8_t* row, int32_t place, int32_t begin,
                                           int32_t end, bool wide) {
-  if (row == nullptr || place >= end) {
+  if (row == nullptr || place >= end || place + kRaggedChunk <= begin) {
     StoreShared16(shared, 0, 0, 0, 0);
   } else if (wide && place >= begin) {
     CopyAsync16(shared, row + place, min(end - place, kRaggedChunk));
@@ -179,13 +183,55 @@ constexpr bool kHasWarps = false, kHasWarpgroups = true;
 constexpr bool kHasWarps = true, kHasWarpgroups = false;
 #endif
 
+// The scales of a tile's slices, of which each thread copies those of one row and of one column. What lies beyond the matrix
+// has those of its last row or column, and is not stored.
+template <class Tile, bool kHasScales>
+struct ScaleSource {
+  static_assert(Tile::kSlice == kRaggedBlock && Tile::kRows <= Tile::kThreads && Tile::kColumns <= Tile::kThreads);
+  const float* of_row;  // of the next slice
+  const float* of_column;
+  int32_t row_step;
+  int32_t column_step;
+
+  __device__ __forceinline__ ScaleSource(const KernelParams& params, const RaggedRange& range, int64_t matrix_of_b)
+      : row_step(params.a_scale_step), column_step(params.b_scale_step) {
+    const RaggedPlan& plan = params.plan;
+    const int32_t blocks = RaggedBlocks(plan.length), block = range.begin / kRaggedBlock;
+    const int32_t row = min(range.row + static_cast<int32_t>(threadIdx.x), plan.rows - 1);
+    const int32_t column = min(range.column + static_cast<int32_t>(threadIdx.x), plan.columns - 1);
+    of_row = params.a_scale_inv + (int64_t{range.member} * blocks + block) * plan.rows + row;
+    const int64_t of_b = plan.contraction
+                             ? (matrix_of_b * blocks + block) * plan.columns + column
+                             : (matrix_of_b * RaggedBlocks(plan.columns) + column / kRaggedBlock) * blocks;
+    of_column = params.b_scale_inv + of_b;
+  }
+
+  __device__ __forceinline__ void CopyNext(float* scales) {
+    if (threadIdx.x < Tile::kRows) CopyAsync4(scales + threadIdx.x, of_row);
+    if (threadIdx.x < Tile::kColumns) CopyAsync4(scales + Tile::kRows + threadIdx.x, of_column);
+    of_row += row_step;
+    of_column += column_step;
+  }
+};
+
+template <class Tile>
+struct ScaleSource<Tile, false> {
+  __device__ __forceinline__ ScaleSource(const KernelParams&, const RaggedRange&, int64_t) {}
+  __device__ __forceinline__ void CopyNext(float*) {}
+};
+
 // What a tile is the product of, and how it comes to the stages.
 template <class Tile>
 struct Input {
   static constexpr int kSliceBytes = (Tile::kRows + Tile::kColumns) * Tile::kSlice;
+  static constexpr int kScaleBytes = Tile::kHasScales ? (Tile::kRows + Tile::kColumns) * 4 : 0;
+  static constexpr int kStageBytes = kSliceBytes + (kScaleBytes + 1023) / 1024 * 1024;  // codes, then scales
+  // Chunks lie where rows of a and b are aligned, also where the group begins elsewhere; slices with scales are blocks.
+  static constexpr int kAlignment = Tile::kHasScales ? kRaggedBlock : kRaggedChunk;
 
   Source<Tile, Tile::kRows> a;
   Source<Tile, Tile::kColumns> b;
+  ScaleSource<Tile, Tile::kHasScales> scales;
   int32_t first, begin, end;
   int32_t slices;
   bool wide;
@@ -196,8 +242,8 @@ struct Input {
           range.row_end - range.row, params.plan.length),
         b(params.b + (MatrixOfB(params.plan, range) * params.plan.columns + range.column) * params.plan.length,
           params.plan.columns - range.column, params.plan.length),
-        // Chunks lie where rows of a and b are aligned, also where the group begins elsewhere.
-        first(range.begin / kRaggedChunk * kRaggedChunk),
+        scales(params, range, MatrixOfB(params.plan, range)),
+        first(range.begin / kAlignment * kAlignment),
         begin(range.begin),
         end(range.end),
         slices(range.end > range.begin ? (range.end - first + Tile::kSlice - 1) / Tile::kSlice : 0),
@@ -210,14 +256,18 @@ struct Input {
   __device__ __forceinline__ static int64_t MatrixOfB(const RaggedPlan& plan, const RaggedRange& range) {
     return plan.contraction ? range.member : int64_t{range.member} * plan.groups + range.group;
   }
-  __device__ __forceinline__ uint8_t* OfA(int32_t slice) const { return stages + slice % Tile::kStages * kSliceBytes; }
+  __device__ __forceinline__ uint8_t* OfA(int32_t slice) const { return stages + slice % Tile::kStages * kStageBytes; }
   __device__ __forceinline__ uint8_t* OfB(int32_t slice) const { return OfA(slice) + Tile::kRows * Tile::kSlice; }
+  __device__ __forceinline__ float* ScalesOf(int32_t slice) const {
+    return reinterpret_cast<float*>(OfA(slice) + kSliceBytes);
+  }
 
-  __device__ __forceinline__ void Copy(int32_t slice) const {
+  __device__ __forceinline__ void Copy(int32_t slice) {
     if (slice < slices) {
       const int32_t place = first + slice * Tile::kSlice;
       a.Copy(OfA(slice), place, begin, end, wide);
       b.Copy(OfB(slice), place, begin, end, wide);
+      scales.CopyNext(ScalesOf(slice));
     }
     CommitCopies();  // also an empty group of copies, so that their count is that of the slices
   }
@@ -225,7 +275,7 @@ struct Input {
 
 template <class Tile>
 __device__ __forceinline__ void MultiplyTiles(const KernelParams& params) {
-  uint8_t* const stages = DynamicShared<Tile::kStages * Input<Tile>::kSliceBytes>();
+  uint8_t* const stages = DynamicShared<Tile::kStages * Input<Tile>::kStageBytes>();
   RaggedWalk walk(params.plan, params.group_sizes);
   RaggedRange range;
   int64_t index = blockIdx.x;
@@ -240,7 +290,7 @@ __device__ __forceinline__ void MultiplyTiles(const KernelParams& params) {
       __syncthreads();  // this slice has arrived for all threads, and all are done with the one that is copied over
       tile.Start(input.OfA(slice), input.OfB(slice));
       input.Copy(slice + Tile::kAhead);
-      tile.Finish(input.OfA(slice), input.OfB(slice));
+      tile.Finish(input.OfA(slice), input.OfB(slice), input.ScalesOf(slice));
     }
     WaitForCopies<0>();
     tile.End();
@@ -252,8 +302,10 @@ __device__ __forceinline__ void MultiplyTiles(const KernelParams& params) {
     more = walk.Find(index, &range);
     if (more) input = Input<Tile>(params, range, stages);
     const int32_t member = multiplied.member;
-    const ScaleFactors scales = MultiplyScales(params.a_scale_inv[member * params.a_scale_stride],
-                                               params.b_scale_inv[member * params.b_scale_stride]);
+    const ScaleFactors scales = Tile::kHasScales
+                                    ? ScaleFactors{1, 1}
+                                    : MultiplyScales(params.a_scale_inv[member * params.a_scale_stride],
+                                                     params.b_scale_inv[member * params.b_scale_stride]);
     switch (params.out_dtype) {
       case Dtype::kBF16: StoreTile<BF16>(params, multiplied, scales, tile); break;
       case Dtype::kF16: StoreTile<F16>(params, multiplied, scales, tile); break;
@@ -284,12 +336,13 @@ cudaError_t Run(const RaggedMatmulParams& params, int multiprocessors, cudaStrea
       params.out_dtype,
       plan.length % kRaggedChunk == 0 && IsAligned(params.a, kRaggedChunk) && IsAligned(params.b, kRaggedChunk),
       plan.columns * ByteWidth(params.out_dtype) % 16 == 0 && IsAligned(params.out, 16),
+      plan.rows,
+      plan.contraction ? plan.columns : 1,
   };
-  constexpr int kSharedBytes = Tile::kStages * (Tile::kRows + Tile::kColumns) * Tile::kSlice;
   const int64_t max_blocks = int64_t{multiprocessors} * kBlocksAtOnce;
   const int64_t tiles = plan.MaxTiles();
   return LaunchWithShared(RaggedMatmulKernel<Tile>, tiles < max_blocks ? tiles : max_blocks, Tile::kThreads,
-                          kSharedBytes, stream, kernel_params);
+                          Tile::kStages * Input<Tile>::kStageBytes, stream, kernel_params);
 }
 
 template <class A, class B, bool kPrecise>
@@ -297,6 +350,12 @@ cudaError_t RunOnDevice(const RaggedMatmulParams& params, cudaStream_t stream) {
   int multiprocessors = 0, capability = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
   JAXFP8_RETURN_IF_CUDA_ERROR(DeviceAttribute(cudaDevAttrComputeCapabilityMajor, &capability));
+  if constexpr (kPrecise) {
+    if (params.blocks) {
+      if (capability != 9) return cudaErrorNotSupported;
+      return Run<WarpgroupTile<A, B, true, true>>(params, multiprocessors, stream);
+    }
+  }
   return capability == 9 ? Run<WarpgroupTile<A, B, kPrecise>>(params, multiprocessors, stream)
                          : Run<WarpTile<A, B, kPrecise>>(params, multiprocessors, stream);
 }
@@ -310,7 +369,8 @@ cudaError_t LaunchRaggedMatmul(const RaggedMatmulParams& params, cudaStream_t st
     DispatchFp8(params.b_dtype, [&](auto b) {
       using A = typename decltype(a)::type;
       using B = typename decltype(b)::type;
-      status = params.precise ? RunOnDevice<A, B, true>(params, stream) : RunOnDevice<A, B, false>(params, stream);
+      const bool precise = params.precise || params.blocks;
+      status = precise ? RunOnDevice<A, B, true>(params, stream) : RunOnDevice<A, B, false>(params, stream);
     });
   });
   return status;

@@ -18,13 +18,17 @@ struct RaggedMatmulParams {
   Dtype out_dtype;  // bf16, f16 or f32
   const void* a;
   const void* b;
-  const float* a_scale_inv;    // [1] or [members]
-  const float* b_scale_inv;    // [1] or [members]
-  int64_t a_scale_stride;      // 0 or 1
-  int64_t b_scale_stride;      // 0 or 1
+  // [1] or [members]. With `blocks` one for each block of 128 elements of the contraction: of a, and of b where the groups cut
+  // the contraction, for each row, [members, blocks, rows or columns]; of other b for each 128 columns,
+  // [members, groups, columns / 128, blocks].
+  const float* a_scale_inv;
+  const float* b_scale_inv;
+  int64_t a_scale_stride;      // 0 or 1, without `blocks`
+  int64_t b_scale_stride;      // 0 or 1, without `blocks`
   const int32_t* group_sizes;  // [members, groups], on the device
   void* out;  // [members, rows, columns]; where the groups cut the contraction, [members, groups, rows, columns]
   bool precise;
+  bool blocks;  // compute capability 9.0 only; always precise
 };
 
 cudaError_t LaunchRaggedMatmul(const RaggedMatmulParams& params, cudaStream_t stream);

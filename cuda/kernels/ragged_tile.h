@@ -3,7 +3,8 @@
 // A tile has kRows rows of a and kColumns of b. Slices of kSlice elements of both pass through kStages stages of shared
 // memory, where chunk `chunk` of row `row` is at Offset(row, chunk). The kernel calls, for each slice, Show when the slice
 // has arrived for a thread, Start when it has for all of them, and Finish after it has begun the copy of the slice that is
-// kAhead slices on; End comes after the last slice. A warp holds kRowBlocks blocks of 16 rows and kColumnBlocks of 8 columns
+// kAhead slices on; End comes after the last slice. `scales` are those of the slice, of a tile that kHasScales: one for each
+// row, then one for each column. A warp holds kRowBlocks blocks of 16 rows and kColumnBlocks of 8 columns
 // from FirstRow and FirstColumn on, in the layout of mma.sync's sums.
 #ifndef JAXFP8_CUDA_KERNELS_RAGGED_TILE_H_
 #define JAXFP8_CUDA_KERNELS_RAGGED_TILE_H_
@@ -20,7 +21,7 @@ namespace jaxfp8::cuda {
 template <class A, class B, bool kPrecise>
 class WarpTile {
  public:
-  static constexpr bool kUsesWarpgroups = false;
+  static constexpr bool kUsesWarpgroups = false, kHasScales = false;
   static constexpr int kThreads = 512, kRows = kRaggedTile, kColumns = 128;
   static constexpr int kSlice = kRaggedSlice, kStages = 3, kAhead = kStages - 1;
   static constexpr int kRowBlocks = 2, kColumnBlocks = 4;
@@ -32,7 +33,7 @@ class WarpTile {
   __device__ __forceinline__ void Show() {}
   __device__ __forceinline__ void Start(const uint8_t*, const uint8_t*) {}
 
-  __device__ __forceinline__ void Finish(const uint8_t* a, const uint8_t* b) {
+  __device__ __forceinline__ void Finish(const uint8_t* a, const uint8_t* b, const float*) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1  // unrolled, ptxas takes registers for both and spills
     for (int chunk = 0; chunk < kSlice / kRaggedChunk; chunk += 2) {  // 32 elements
@@ -80,10 +81,11 @@ class WarpTile {
 
 // Two warpgroups, each with 64 rows of the tile and all of its columns, in two halves of which each is a product of its own.
 // With kPrecise an f32 sum takes over after every slice, 128 elements: that of the first half while the second is multiplied.
-template <class A, class B, bool kPrecise>
+// With kScales, which needs kPrecise, a slice's sum is first multiplied by the product of its row's and its column's scale.
+template <class A, class B, bool kPrecise, bool kScales = false>
 class WarpgroupTile {
  public:
-  static constexpr bool kUsesWarpgroups = true;
+  static constexpr bool kUsesWarpgroups = true, kHasScales = kScales;
   static constexpr int kThreads = 2 * kWarpgroupThreads, kRows = 2 * kWarpgroupRows, kColumns = kPrecise ? 192 : 256;
   static constexpr int kSlice = kSwizzledRow, kStages = kPrecise ? 5 : 4;
   static constexpr int kAhead = kPrecise ? kStages - 1 : kStages - 2;  // the last slice's product may be under way
@@ -105,12 +107,12 @@ class WarpgroupTile {
     CommitProducts();
   }
 
-  __device__ __forceinline__ void Finish(const uint8_t*, const uint8_t*) {
+  __device__ __forceinline__ void Finish(const uint8_t*, const uint8_t*, const float* scales) {
     WaitForProducts<1>();
     if constexpr (kPrecise) {
-      TakeOver(0);
+      TakeOver(0, scales);
       WaitForProducts<0>();
-      TakeOver(1);
+      TakeOver(1, scales);
     }
   }
 
@@ -135,10 +137,22 @@ class WarpgroupTile {
     }
   }
 
-  __device__ __forceinline__ void TakeOver(int half) {
+  __device__ __forceinline__ void TakeOver(int half, const float* scales) {
     UseSums(sums_[half]);
+    if constexpr (kScales) {
+      const int lane = threadIdx.x % 32;
+      const float* of_rows = scales + FirstRow() + lane / 4;
+      const float* of_columns = scales + kRows + half * (kColumns / 2) + lane % 4 * 2;
+      const float of_row[2] = {of_rows[0], of_rows[8]};
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) totals_[half][i] += sums_[half][i];
+      for (int i = 0; i < kSums; ++i) {
+        const float scale = __fmul_rn(of_row[i % 4 / 2], of_columns[i / 4 * 8 + i % 2]);
+        totals_[half][i] = __fmaf_rn(scale, sums_[half][i], totals_[half][i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) totals_[half][i] += sums_[half][i];
+    }
   }
 
   float sums_[2][kSums] = {};

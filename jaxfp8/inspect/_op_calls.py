@@ -29,6 +29,13 @@ _MULTIPLIED_BLOCKS = (
     (_ROW, _ROW),
     (_SQUARE, _TILE),
 )
+# What the groups of a ragged product cut, and whether scales are those of blocks.
+_RAGGED = (
+    ("rows", False),
+    ("contraction", False),
+    ("rows", True),
+    ("contraction", True),
+)
 MOST_OPTIONS = 5  # the largest number of options that an op has
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
@@ -354,34 +361,32 @@ def _block_scaled_matmul(kind):
         )
 
     def terms(a, b, *scales):
-        sides = []
-        for codes, scale, block in zip((a, b), scales, blocks, strict=True):
-            # Blocks at the edges are smaller: repeat scales for whole blocks, and cut
-            # off the part outside the matrix.
-            height, width = codes.shape[-2:]
-            rows, cols = _blocks.shape(block, height, width)
-            spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
-            sides.append(_wide(codes, spread[..., :height, :width]))
-        return [sides], []
+        sides = zip((a, b), scales, blocks, strict=True)
+        return [[_scaled(*side) for side in sides]], []
 
     return function, [a, b, *scales], terms
 
 
 def _ragged_matmul(kind):
     m, n, k = kind.shape
-    ragged = kind.turn(("rows", "contraction"))
+    ragged, has_blocks = kind.turn(_RAGGED)
     is_rows = ragged == "rows"
+    blocks = (_TILE, _SQUARE if is_rows else _TILE) if has_blocks else (None, None)
     # The second group is empty, like the group of an expert without tokens.
     ends = [0, m // 3, m // 3, m]
 
     def function(*operands):
-        out = ops.ragged_matmul(*operands, ragged=ragged, out_dtype=kind.dtype)
+        out = ops.ragged_matmul(
+            *operands,
+            ragged=ragged,
+            out_dtype=kind.dtype,
+            a_block=blocks[0],
+            b_block=blocks[1],
+        )
         return out.reshape(-1, n)
 
     def terms(a, b, a_scale, b_scale, sizes):
-        a = _wide(a, a_scale[..., None])
-        b_scale = b_scale[..., None]
-        b = _wide(b, b_scale[..., None] if is_rows else b_scale)
+        a, b = _scaled(a, a_scale, blocks[0]), _scaled(b, b_scale, blocks[1])
         pieces = []
         for group, (i, j) in enumerate(itertools.pairwise(ends)):
             if is_rows:
@@ -391,8 +396,27 @@ def _ragged_matmul(kind):
         return pieces, []
 
     shapes = ((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))
+    scales = [
+        1 if block is None else (*shape[:-2], *_blocks.count(block, *shape[-2:]))
+        for shape, block in zip(shapes, blocks, strict=True)
+    ]
     sizes = np.diff(ends).astype(np.int32)
-    return function, [*kind.operands(*shapes), sizes], terms
+    return function, [*kind.operands(*shapes, *scales), sizes], terms
+
+
+def _scaled(codes, scale, block):
+    """Return codes in float64, each times the scale of its block, or with None the one
+    scale `[*vmapped, 1]`.
+    """
+    if block is None:
+        ones = codes.ndim + 1 - scale.ndim
+        return _wide(codes, scale.reshape(*scale.shape[:-1], *[1] * ones))
+    # Blocks at the edges are smaller: repeat scales for whole blocks, and cut off the
+    # part outside the matrix.
+    height, width = codes.shape[-2:]
+    rows, cols = _blocks.shape(block, height, width)
+    spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
+    return _wide(codes, spread[..., :height, :width])
 
 
 def _wide(x, factor=1.0):

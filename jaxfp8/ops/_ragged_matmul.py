@@ -22,6 +22,9 @@ from ._shapes import rescaled
 # The numbers of rows that the jnp program multiplies at once lie between these: about
 # the rows of a group.
 _FEWEST_ROWS, _MOST_ROWS = 32, 512
+# The blocks that Hopper's kernel has, those of DeepSeek-V3: of all operands, and of the
+# matrices of groups of rows.
+_TILE, _SQUARE = (1, 128), (128, 128)
 
 
 def ragged_matmul(
@@ -58,8 +61,16 @@ def ragged_matmul(
     begin and end inside of a block, and reads only its own elements.
 
     On NVIDIA GPUs one kernel multiplies operands with one scale on the FP8 tensor
-    cores. For other operands, and on other platforms, a loop over groups multiplies a
-    few hundred rows at a time, so that neither work nor memory grow with the number of
+    cores. On compute capability 9.0 it also takes float32 scales of `(1, 128)` for a
+    and `(128, 128)` for b, or `(1, 128)` for both of a "contraction", as DeepSeek-V3
+    has them. There the products of each block of 128 along the contraction are one sum
+    of the tensor cores, and with f32 scales:
+
+        total = fma(a_scale * b_scale, sum_of_block, total)
+
+    where the product of the scales is rounded to f32, and so overflows from 2**128 on.
+    For other operands, and on other platforms, a loop over groups multiplies a few
+    hundred rows at a time, so that neither work nor memory grow with the number of
     groups. A mesh may cut m and g: a device multiplies its rows by its matrices.
 
     Args:
@@ -75,9 +86,9 @@ def ragged_matmul(
         ragged: the dimension m that the groups cut: the `"rows"` of a, or the
             `"contraction"`.
         out_dtype: bfloat16, float16 or float32.
-        precise: adds every 128 products to an f32 sum, on Ada every 32. It matters on
-            Ada and Hopper, whose tensor cores keep 13 bits; Blackwell's keep those of
-            f32.
+        precise: adds every 128 products to an f32 sum, on Ada every 32, as products
+            with blocks always do. It matters on Ada and Hopper, whose tensor cores keep
+            13 bits; Blackwell's keep those of f32.
         a_block, b_block: `(rows, columns)` of a block, where None in the pair stands
             for all rows or columns. The default None means one scale for the operand.
         b_t: b as `[g, k, n]`, or `[m, n]` for "contraction", if another product reads b
@@ -251,21 +262,37 @@ class _RaggedMatmul(Op):
         *scales, group_sizes = rest[:3]
         shape = spec.shape(a, b, group_sizes, vmap_dims)
         count = math.prod(a.shape[:vmap_dims])
-        a, b, group_sizes, *first = (
-            x.reshape(count, *x.shape[vmap_dims:])
-            for x in (a, b, group_sizes, *rest[3:])
-        )
-        scales = [_shapes.group_scales(scale, vmap_dims) for scale in scales]
-        # The kernel takes the first group at row 0: move the rows there, and the rows
-        # of the result back.
+
+        def merged(x):
+            return x.reshape(count, *x.shape[vmap_dims:])
+
+        a, b, group_sizes, *first = map(merged, (a, b, group_sizes, *rest[3:]))
+        if spec.has_blocks:
+            a_scales, b_scales = map(merged, scales)
+        else:
+            a_scales, b_scales = (_shapes.group_scales(x, vmap_dims) for x in scales)
+        # The kernel takes the first group at row 0.
+        has_row_blocks = spec.has_blocks and not spec.by_rows
         for begin in first:
+            # Blocks of rows cannot move: the rows before are one more group.
+            if has_row_blocks:
+                group_sizes = jnp.concatenate([begin[:, None], group_sizes], axis=1)
+                continue
+            # Move other rows there, with their scales, and those of the result back.
             a = _moved(a, -begin, 0 if spec.by_rows else 1)
             b = b if spec.by_rows else _moved(b, -begin, 1)
-        result = (count, *shape[vmap_dims:]), spec.out_dtype
-        operands = a, b, *scales, group_sizes
+            a_scales = _moved(a_scales, -begin, 0) if spec.has_blocks else a_scales
+        # The scales of one block of all rows lie side by side, as they were written.
+        if spec.has_blocks:
+            a_scales = a_scales.mT
+            b_scales = b_scales if spec.by_rows else b_scales.mT
+        result = spec.shape(a, b, group_sizes, 1), spec.out_dtype
+        operands = a, b, a_scales, b_scales, group_sizes
         (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=spec.precise)
         for begin in first if spec.by_rows else ():
             out = _moved(out, begin, 0)
+        if first and has_row_blocks:
+            out = out[:, 1:]
         return (out.reshape(shape),)
 
     def align(self, axes, sizes, mesh_shape, spec):
@@ -298,11 +325,24 @@ class _RaggedMatmul(Op):
         return operands if group_shards == 1 else [*operands, bounds[..., 0]]
 
     def not_on(self, capabilities, *types, spec):
-        """Return why no kernel multiplies these operands; or None."""
+        """Return why no kernel multiplies these operands on GPUs of these compute
+        capabilities; or None.
+        """
         if not spec.has_blocks:
             return None
+        are_f32 = all(scale.dtype == jnp.float32 for scale in types[2:4])
+        needed = _TILE, _SQUARE if spec.by_rows else _TILE
         blocks = f"{spec.a_block} by {spec.b_block}"
-        return f"ragged_matmul: no kernel has scales for blocks ({blocks})"
+        if not are_f32 or (spec.a_block, spec.b_block) != needed:
+            return f"ragged_matmul: no kernel has scales for blocks ({blocks})"
+        without = capabilities - {(9, 0)}
+        if not without:
+            return None
+        have = ".".join(map(str, min(without)))
+        return (
+            f"ragged_matmul: the kernel with scales for blocks ({blocks}) needs "
+            f"compute capability 9.0, this GPU has {have}"
+        )
 
 
 _ragged_matmul = _RaggedMatmul()

@@ -1,5 +1,6 @@
-"""Compiles the gradients of a mixture of experts' product for an H200 and prints, as
-JSON, what is in the program.
+"""Compiles the gradients of a mixture of experts' product for an H200, with one scale a
+tensor, with scales of blocks and in bfloat16, and prints, as JSON, what is in the
+programs.
 """
 
 import json
@@ -17,24 +18,29 @@ import jaxfp8
 from .programs import AXES, gpus
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 4096, 1024, 2048, 16
-RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
+RECIPES = {
+    "fp8": jaxfp8.DelayedScaling(amax_history_len=16),
+    "blocks": jaxfp8.Float8BlockScaling(),
+    "bf16": None,
+}
 
 
-def compiled(fp8, place):
+def compiled(name, place):
     """The program of both gradients; `place(*axes)` is the sharding of an operand, None
     for one that is whole.
     """
+    recipe = RECIPES[name]
 
     def of_shape(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place(*axes))
 
     def product(x, kernels, sizes, state):
-        if fp8:
+        if recipe is not None:
             return jaxfp8.ragged_dot(
                 x,
                 kernels,
                 sizes,
-                recipe=RECIPE,
+                recipe=recipe,
                 state=state,
                 preferred_element_type=jnp.bfloat16,
             )
@@ -52,7 +58,8 @@ def compiled(fp8, place):
         return y, vjp(grad)
 
     state = jax.tree.map(
-        lambda leaf: of_shape(leaf.shape, leaf.dtype), jaxfp8.init_state(RECIPE)
+        lambda leaf: of_shape(leaf.shape, leaf.dtype),
+        jaxfp8.init_state(recipe or RECIPES["fp8"]),
     )
     operands = (
         of_shape((ROWS, WIDTH), jnp.bfloat16, AXES),
@@ -76,21 +83,24 @@ def main():
     mesh = gpus("h200", (4, 2))
     report = {}
     of_shards = collectives(
-        compiled(True, lambda *axes: NamedSharding(mesh, P(*axes))).as_text()
+        compiled("fp8", lambda *axes: NamedSharding(mesh, P(*axes))).as_text()
     )
     report["fsdp"] = [
         {"kind": c.kind, "bytes": c.bytes, "what": str(c)} for c in of_shards
     ]
-    for fp8 in (True, False):
+    for name in RECIPES:
         program = compiled(
-            fp8, lambda *axes: SingleDeviceSharding(mesh.devices.flat[0])
+            name, lambda *axes: SingleDeviceSharding(mesh.devices.flat[0])
         )
         text = program.as_text()
-        report["fp8" if fp8 else "bf16"] = {
+        entry = text[text.index("ENTRY") :]
+        report[name] = {
             "custom_calls": Counter(
                 re.findall(r'custom_call_target="jaxfp8_(\w+)_v\d+"', text)
             ),
             "while_loops": len(re.findall(r" while\(", text)),
+            # what XLA launches itself
+            "fusions": len(re.findall(r" (?:fusion|copy|transpose)\(", entry)),
             "dots": len(re.findall(r" dot\(|__cublas|__triton_gemm", text)),
             "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
             "largest": max(

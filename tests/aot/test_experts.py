@@ -14,6 +14,16 @@ def test_three_products_and_three_quantizations(report):
     assert report["fp8"]["dots"] == report["fp8"]["while_loops"] == 0, report["fp8"]
 
 
+def test_three_products_of_blocks(report):
+    """No loop of the reference. Beside the calls there are the sum of the sizes and the
+    masks of x and of the gradient: no scale is put in another order.
+    """
+    calls = report["blocks"]["custom_calls"]
+    assert report["blocks"]["fusions"] == 3
+    assert calls == {"ragged_matmul": 3, "quantize_blocks_transpose": 3}
+    assert report["blocks"]["dots"] == report["blocks"]["while_loops"] == 0
+
+
 def test_nothing_is_dense_in_groups(report):
     """XLA's own ragged product copies the rows for each group; ours has no array larger
     than an operand.

@@ -219,6 +219,16 @@ def lowered_to(machine: str):
 
 
 @contextlib.contextmanager
+def hopper(library: ctypes.CDLL):
+    """The emulated GPU is Hopper's inside, with products of warpgroups."""
+    library.emulator_be_hopper(1)
+    try:
+        yield
+    finally:
+        library.emulator_be_hopper(0)
+
+
+@contextlib.contextmanager
 def ops():
     """Ops on a CPU as on a GPU, over the emulated handlers."""
     library = register_handlers()
@@ -447,10 +457,13 @@ class Emulated:
         shift=0,
     ):
         """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b
-        `[v, n, m]`.
+        `[v, n, m]`. Scales of blocks are of as many dimensions as their operand.
         """
         a_scale, b_scale = (np.atleast_1d(F32(scale)) for scale in (a_scale, b_scale))
-        contraction = b.ndim == 3
+        contraction, blocks = b.ndim == 3, a_scale.ndim > 1
+        if blocks:
+            a_scale = np.ascontiguousarray(a_scale.mT)
+            b_scale = np.ascontiguousarray(b_scale.mT) if contraction else b_scale
         (members, rows, length), columns, groups = a.shape, b.shape[-2], sizes.shape[1]
         shape = (
             (members, groups, rows, columns)
@@ -461,7 +474,7 @@ class Emulated:
         self._launch(
             "ragged_matmul", a.dtype, b.dtype, np.dtype(out_dtype), operand(a, shift),
             operand(b, shift), operand(a_scale), operand(b_scale), a_scale.size > 1,
-            b_scale.size > 1, operand(sizes.astype(np.int32)), out, precise,
+            b_scale.size > 1, operand(sizes.astype(np.int32)), out, precise, blocks,
             contraction, members, groups, rows, columns, length,
         )  # fmt: skip
         return out.result("out")

@@ -43,8 +43,15 @@ KINDS = dict.fromkeys(OPS, ((ODD, 0),)) | {
     ),
     "transpose_blocks": ((BLOCKS, 0),),
     "encode_moment": ((BLOCKS, 1),),
-    # By rows, also in whole chunks of the contraction, and by the contraction.
-    "ragged_matmul": (((64, 40, 70), 0), ((64, 40, 784), 2), ((40, 33, 150), 1)),
+    # By rows, also in whole chunks of the contraction, and by the contraction; then
+    # both with scales of blocks, in two tiles of columns.
+    "ragged_matmul": (
+        ((64, 40, 70), 0),
+        ((64, 40, 784), 4),
+        ((40, 33, 150), 1),
+        ((64, 200, 784), 2),
+        ((300, 200, 40), 3),
+    ),
     "scaled_matmul": (((49, 112, 80), 0), ((3, 48, 112, 80), 1)),
     "block_scaled_matmul": (((129, 57, 200), 6),),
 }

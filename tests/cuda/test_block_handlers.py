@@ -9,11 +9,14 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from mesh import hlo
 from oracle import blocks as oracle_blocks
 from parametrize import each_row
 
 from jaxfp8 import ops
-from jaxfp8.ops import _block_scaled_matmul
+from jaxfp8.ops import _block_scaled_matmul, _ragged_matmul
+
+from . import emulated
 
 F32 = np.dtype(np.float32)
 
@@ -152,3 +155,87 @@ def test_block_scaled_products_on_a_mesh(blocks, specs):
     oracle_blocks.matmul(*args, **options, bias=bias).check(
         compiled(*put, bias), f"{blocks}, {specs}"
     )
+
+
+RAGGED = {
+    "rows": ((1, 128), (128, 128)),
+    "contraction": ((1, 128), (1, 128)),
+}
+
+
+def ragged_operands(kind, m=512, k=136, n=24):
+    """a, b, their scales, sizes of groups that begin inside of blocks, and options."""
+    rng, sizes = np.random.default_rng(0), np.int32([100, 0, 200, 130])
+    shapes = ((m, k), (4, n, k)) if kind == "rows" else ((k, m), (n, m))
+    sides = []
+    for shape, block in zip(shapes, RAGGED[kind], strict=True):
+        x = F32.type(rng.standard_normal(shape) * 2.0 ** rng.uniform(-9, 9, shape))
+        matrices = [
+            oracle_blocks.quantize(matrix, oracle.E4M3, block)
+            for matrix in x.reshape(-1, *shape[-2:])
+        ]
+        codes, scales = (np.stack(part) for part in zip(*matrices, strict=True))
+        sides.append((codes, scales) if len(shape) == 3 else (codes[0], scales[0]))
+    (a, a_scales), (b, b_scales) = sides
+    options = dict(zip(("a_block", "b_block"), RAGGED[kind], strict=True))
+    return (a, b, a_scales, b_scales, sizes), options
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_ragged_blocks(kind, handlers):
+    """Layouts of scales, of two products under `vmap` too."""
+    args, options = ragged_operands(kind)
+
+    def product(*args):
+        return ops.ragged_matmul(*args, **options, ragged=kind, out_dtype=F32)
+
+    with emulated.hopper(handlers):
+        got = jax.jit(jax.vmap(product))(*(np.stack([x, x[::-1]]) for x in args))
+        got.block_until_ready()
+    for i, step in enumerate((1, -1)):
+        expected = oracle_blocks.hopper_ragged_matmul(*(x[::step] for x in args))
+        oracle.assert_bitwise(np.asarray(got[i]), expected, kind)
+
+
+ROWS_BY_GROUPS = "rows", (P("x"), P("y"), P("x"))
+
+
+@pytest.mark.parametrize(
+    "kind, specs",
+    [
+        ROWS_BY_GROUPS,
+        ("contraction", (P(None, "x"), P(None, "x"), P())),
+        # On a device the first group begins inside of a block.
+        ("contraction", (P(None, "x"), P(None, "x"), P("y"))),
+    ],
+)
+def test_ragged_blocks_on_a_mesh(kind, specs, handlers):
+    """Each device multiplies its rows by its groups, with the scales of its blocks."""
+    args, options = ragged_operands(kind)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    places = [NamedSharding(mesh, spec) for spec in specs]
+
+    def product(a, b):
+        return ops.ragged_matmul(a, b, *args[2:], **options, ragged=kind, out_dtype=F32)
+
+    jitted = jax.jit(product, in_shardings=places[:2], out_shardings=places[2])
+    compiled = jitted.lower(*args[:2]).compile()
+    text = compiled.as_text()
+    assert "emulated_cuda_ragged_matmul" in text
+    assert not [c for c in hlo.collectives(text) if c.kind == "all-gather"]
+    with emulated.hopper(handlers):
+        got = compiled(*map(jax.device_put, args[:2], places)).block_until_ready()
+    oracle_blocks.ragged_matmul_on_hopper(*args, **options).check(got, kind)
+
+
+@pytest.mark.usefixtures("nothing_stays_traced")
+def test_scales_that_do_not_move_with_their_rows_are_caught(handlers, monkeypatch):
+    original = _ragged_matmul._moved
+
+    def mutant(x, shifts, axis):
+        are_scales = x.shape[-1] == 2  # of 136 elements
+        return x if are_scales else original(x, shifts, axis)
+
+    monkeypatch.setattr(_ragged_matmul, "_moved", mutant)
+    with pytest.raises(AssertionError, match="out of bound"):
+        test_ragged_blocks_on_a_mesh(*ROWS_BY_GROUPS, handlers)

@@ -15,7 +15,7 @@ from oracle import E4M3, E5M2, F32, blocks as oracle_blocks
 from jaxfp8 import ops
 
 from .gpu import GRAPHS, custom_calls as custom_calls, random_codes
-from .test_block_handlers import scaled_operands
+from .test_block_handlers import RAGGED, ragged_operands, scaled_operands
 
 pytestmark = pytest.mark.gpu
 
@@ -177,3 +177,26 @@ def test_ragged_neighbours(ragged):
                 a, b, one, one, sizes, **cases.accumulation("cuda", precise=True)
             )
             expected.check(run(a, b, np.int32(sizes)), f"{sizes}")
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_ragged_blocks(kind):
+    """Random codes within the bound; signs, whose sums the tensor cores add exactly, to
+    the bit.
+    """
+    capability = jax.devices("gpu")[0].compute_capability
+    if capability != "9.0":
+        pytest.skip(f"only 9.0 has scales of blocks, this GPU has {capability}")
+    (a, b, *rest), options = ragged_operands(kind)
+    signs = [np.sign(x.astype(F32)).astype(x.dtype) for x in (a, b)]
+
+    @jax.jit
+    def product(a, b):
+        return ops.ragged_matmul(
+            a, b, *rest, **options, ragged=kind, out_dtype=jnp.float32
+        )
+
+    expected = oracle_blocks.ragged_matmul_on_hopper(a, b, *rest, **options)
+    expected.check(product(a, b), kind)
+    exact = oracle_blocks.hopper_ragged_matmul(*signs, *rest)
+    oracle.assert_bitwise(np.asarray(product(*signs)), exact, kind)

@@ -174,21 +174,43 @@ def test_reference():
         compare("block")
 
 
-def test_custom_call():
-    """No kernel has scales of blocks; who asks for one hears it, and `assert_fp8` says
-    it.
+@pytest.mark.parametrize(
+    "recipe, platform, reason",
+    [
+        (jaxfp8.Float8BlockScaling(), "sm_90", None),
+        (
+            jaxfp8.Float8BlockScaling(),
+            "sm_100",
+            r"the kernel with scales for blocks \(\(1, 128\) by \(128, 128\)\) needs "
+            "compute capability 9.0, this GPU has 10.0",
+        ),
+        (
+            jaxfp8.MXFP8BlockScaling(),
+            "sm_90",
+            r"no kernel has scales for blocks \(\(1, 32\)",
+        ),
+    ],
+    ids=["Hopper", "Blackwell", "MX"],
+)
+def test_custom_call(recipe, platform, reason, cuda_custom_calls):
+    """Only Hopper's kernel has scales of blocks, those of `Float8BlockScaling`; for
+    others `assert_fp8` says why there is none.
     """
-    lhs, rhs, _ = operands()
-    product = functools.partial(
-        jaxfp8.ragged_dot,
-        group_sizes=np.int32(SIZES),
-        recipe=jaxfp8.Float8BlockScaling(),
-    )
-    with pytest.raises(
-        AssertionError,
-        match=r"ragged_matmul: no kernel has scales for blocks \(\(1, 128\)",
-    ):
-        jaxfp8.inspect.assert_fp8(product, lhs, rhs, platform="sm_90")
+    lhs, rhs, grad = operands()
+
+    def products(lhs, rhs, grad):
+        product = functools.partial(
+            jaxfp8.ragged_dot, group_sizes=np.int32(SIZES), recipe=recipe
+        )
+        y, vjp = jax.vjp(product, lhs, rhs)
+        return y, vjp(grad)
+
+    arguments = lhs, rhs, grad
+    if reason is None:
+        jaxfp8.inspect.assert_fp8(products, *arguments, platform=platform)
+        return
+    with pytest.raises(AssertionError, match=f"ragged_matmul: {reason}"):
+        jaxfp8.inspect.assert_fp8(products, *arguments, platform=platform)
 
 
 def test_nan_in_a_group():

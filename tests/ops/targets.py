@@ -123,6 +123,14 @@ CUDA_SPECS = {
         "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], "
         "group_sizes s32[g e] -> out high[g e m n]"
     ),
+    "ragged_matmul, blocks": (
+        "a fp8[g m k], b fp8[g ? n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g "
+        "? n/128 k/128], group_sizes s32[g ?] -> out high[g m n]"
+    ),
+    "ragged_matmul, contraction of blocks": (
+        "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g "
+        "k/128 n], group_sizes s32[g e] -> out high[g e m n]"
+    ),
     "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|g] -> "
     "data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
     "quantize_activation_grad": (
@@ -146,6 +154,8 @@ CUDA_SIZES = {
     "block_scaled_matmul": dict(m=16, n=32, k=160),
     "ragged_matmul": {"m": 4, "?": 4, "n": 5, "k": 6},
     "ragged_matmul, contraction": dict(m=5, e=3, n=6, k=4),
+    "ragged_matmul, blocks": {"m": 4, "?": 4, "n": 5, "k": 134},
+    "ragged_matmul, contraction of blocks": dict(m=5, e=3, n=6, k=130),
     "quantize_blocks_transpose, stored": dict(m=3, n=40),
 }
 ATTRIBUTES = {
@@ -167,6 +177,8 @@ ATTRIBUTES = {
     },
     "ragged_matmul": {"precise": np.bool_(True)},
     "ragged_matmul, contraction": {"precise": np.bool_(True)},
+    "ragged_matmul, blocks": {"precise": np.bool_(True)},
+    "ragged_matmul, contraction of blocks": {"precise": np.bool_(True)},
     "quantize_activation": {"activation": "gelu_gated"},
     "quantize_activation_grad": {"activation": "relu"},
     "quantize_blocks_transpose": {"block": np.int64([1, 128]), "scaling": "f32"},

@@ -11,7 +11,7 @@ import numpy as np
 
 import oracle
 from oracle import F32, PRECISE, Format, Product
-from oracle.accumulation import gemm_bound
+from oracle.accumulation import gemm_bound, tensor_core_matmul
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 # of an E8M0 scale; its code is 127 more, and 255 is NaN
@@ -233,6 +233,83 @@ def matmul(
             1 + 2.0**-10
         ) + oracle.ABSOLUTE[np.dtype(out_dtype)]
     return Product(exact, bound)
+
+
+def fused_multiply_add(x, y, z) -> np.ndarray:
+    """x * y + z of f32, rounded once.
+
+    The product is exact in f64, and so are its sum with z and the error of that sum
+    together (Knuth's two-sum). Where there is an error, the last bit of the sum becomes
+    1, away from the value that the sum was rounded to: rounded to odd, 53 bits round to
+    24 as the exact sum does (Boldo and Melquiond, Emulation of FMA, 2008).
+    """
+    x, y, z = (np.asarray(value, np.float64) for value in (x, y, z))
+    product = x * y
+    total = product + z
+    of_z = total - product
+    error = (product - (total - of_z)) + (z - of_z)
+    is_even = total.view(np.int64) % 2 == 0
+    odd = np.nextafter(total, np.copysign(np.inf, error))
+    return np.where((error != 0) & is_even, odd, total).astype(F32)
+
+
+def hopper_ragged_matmul(a, b, a_scales, b_scales, group_sizes) -> np.ndarray:
+    """The f32 results of Hopper's kernel for blocks, to the bit.
+
+    Operands are those of `ragged_matmul`, with scales of `(1, 128)`, and of
+    `(128, 128)` for b `[g, n, k]`. From one multiple of 128 along the contraction to
+    the next the tensor cores add the products of codes, from zero on. The product of
+    both scales is rounded to f32; that product times the sum is added to the total with
+    one rounding.
+    """
+    ranges = oracle.group_ranges(group_sizes)
+
+    def product(a, b, a_scales, b_scales, begin, end):
+        total = np.zeros((len(a), len(b)), F32)
+        places = np.arange(a.shape[1])
+        a, b = (
+            np.where((places >= begin) & (places < end), x, np.zeros((), x.dtype))
+            for x in (a, b)
+        )
+        for i, (first, last) in enumerate(bounds(a.shape[1], 128)):
+            if first < end and last > begin:
+                sums = tensor_core_matmul(a[:, first:last], b[:, first:last])
+                scales = a_scales[:, i, None] * b_scales[None, :, i]
+                total = fused_multiply_add(scales, sums, total)
+        return total
+
+    if b.ndim == 2:
+        return np.stack([product(a, b, a_scales, b_scales, *each) for each in ranges])
+    out = np.zeros((len(a), b.shape[1]), F32)
+    for e, (i, j) in enumerate(ranges):
+        of_columns = np.repeat(b_scales[e], 128, axis=0)[: b.shape[1]]
+        out[i:j] = product(a[i:j], b[e], a_scales[i:j], of_columns, 0, a.shape[1])
+    return out
+
+
+def ragged_matmul_on_hopper(a, b, a_scales, b_scales, group_sizes, **options):
+    """As `ragged_matmul`, with the bound of Hopper's tensor cores. Blocks of a have one
+    row.
+    """
+    options |= {"accumulation": "precise", "device": "9.0"}
+    ranges = oracle.group_ranges(group_sizes)
+    if b.ndim == 2:
+        places, parts = np.arange(a.shape[1]), []
+        for begin, end in ranges:
+            inside = (places >= begin) & (places < end)
+            codes = (np.where(inside, x, np.zeros((), x.dtype)) for x in (a, b))
+            parts.append(matmul(*codes, a_scales, b_scales, **options))
+        return Product(*(np.stack(x) for x in _fields(parts)))
+    parts = [
+        matmul(a[i:j], b[e], a_scales[i:j], b_scales[e], **options)
+        for e, (i, j) in enumerate(ranges)
+    ]
+    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
+    return Product(*(np.concatenate([*x, rest]) for x in _fields(parts)))
+
+
+def _fields(parts):
+    return [[getattr(part, name) for part in parts] for name in ("exact", "bound")]
 
 
 def ragged_matmul(

@@ -104,6 +104,7 @@ inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
 enum cudaError_t {
   cudaSuccess,
   cudaErrorInvalidValue,
+  cudaErrorNotSupported,
   cudaErrorLaunchFailure,
   cudaErrorStreamCaptureUnsupported,
 };

@@ -111,14 +111,17 @@ void AtomicMax(Warp& warp, const Instruction& in, uint32_t lanes) {
   });
 }
 
-// 9.7.9.25.3.1, cp.async [shared], [global], 16, count: the first `count` bytes, then zeros.
+// 9.7.9.25.3.1, cp.async [shared], [global], 16, count: the first `count` bytes, then zeros; [shared], [global], 4: 4 bytes.
 void CopyAsync(Warp& warp, const Instruction& in, uint32_t lanes) {
   ForLanes(lanes, [&](int lane) {
     const Register &target = warp.at(in.from[1]), &count = warp.at(in.from[2]);
     warp.CheckDefined((target.Undefined(lane) | count.Undefined(lane)) & 0xffffffff, "an operand of cp.async", lane);
     const uint64_t source = AddressOf(warp, in, lane, kGenericMask);
-    const Copy copy = {target.value[lane] & kSharedMask, source, static_cast<uint32_t>(count.value[lane]), in.line};
-    if (copy.count > 16) Refuse("undefined", "cp.async of " + std::to_string(copy.count) + " of 16 bytes");
+    const uint32_t bytes = static_cast<uint32_t>(in.bits) / 8;
+    const Copy copy = {target.value[lane] & kSharedMask, source, bytes, static_cast<uint32_t>(count.value[lane]), in.line};
+    if (copy.count > bytes) {
+      Refuse("undefined", "cp.async of " + std::to_string(copy.count) + " of " + std::to_string(bytes) + " bytes");
+    }
     warp.block().shared().Begin(copy);
     warp.copies(lane).back().push_back(copy);
   });
@@ -187,12 +190,14 @@ bool DecodeAccess(Parser& parser, const std::string& opcode, const std::vector<s
     if (has_result) in->to[0] = parser.Result(operands.at(0));
     parser.Address(operands.at(has_result), 0, in);
     in->from[1] = parser.Source(operands.at(has_result + 1));
-  } else if (opcode == "cp.async.cg.shared.global" && operands.size() == 4 && operands[2] == "16") {
+  } else if ((opcode == "cp.async.cg.shared.global" && operands.size() == 4 && operands[2] == "16") ||
+             (opcode == "cp.async.ca.shared.global" && operands.size() == 3 && operands[2] == "4")) {
     in->action = CopyAsync;
+    in->bits = 8 * std::stoi(operands[2]);
     parser.Address(operands[0], 1, in);
     if (in->offset != 0) return false;
     parser.Address(operands[1], 0, in);
-    in->from[2] = parser.Source(operands[3]);
+    in->from[2] = parser.Source(operands.back());
   } else if (opcode == "fence.proxy.async.shared::cta") {
     in->action = [](Warp& warp, const Instruction&, uint32_t lanes) {
       ForLanes(lanes, [&](int lane) {

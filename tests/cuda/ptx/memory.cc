@@ -245,9 +245,9 @@ void SharedMemory::ReadByTensorCores(uint64_t address, uint8_t* out, uint8_t* un
 void SharedMemory::Show() { shows_[Me()] = {shows_[Me()].count + 1, epoch.now}; }
 
 void SharedMemory::Begin(const Copy& copy) {
-  Check(copy.target, 16, "copies to");
-  CheckAlignment(copy.source, 16);
-  for (uint32_t i = 0; i < 16; ++i) {
+  Check(copy.target, copy.bytes, "copies to");
+  CheckAlignment(copy.source, copy.bytes);
+  for (uint32_t i = 0; i < copy.bytes; ++i) {
     bytes_[copy.target + i].history.Write(Me());
     bytes_[copy.target + i].copier = Me();
   }
@@ -264,8 +264,8 @@ void SharedMemory::Arrive(const Copy& copy) {
     std::memcpy(data, source, copy.count);
     std::memcpy(undefined, source_undefined, copy.count);
   }
-  for (uint32_t i = 0; i < 16; ++i) bytes_[copy.target + i].copier = 0;
-  Write(copy.target, 16, data, undefined);
+  for (uint32_t i = 0; i < copy.bytes; ++i) bytes_[copy.target + i].copier = 0;
+  Write(copy.target, copy.bytes, data, undefined);
 }
 
 }  // namespace ptx

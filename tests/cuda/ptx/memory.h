@@ -47,8 +47,9 @@ void WriteGlobal(uint64_t address, uint32_t bytes, const uint8_t* data);
 uint32_t AtomicMaxGlobal(uint64_t address, uint32_t value);
 
 // ------------------------------------------------------------------------------------------------------ shared memory
-struct Copy {  // cp.async of 16 bytes
+struct Copy {  // cp.async
   uint64_t target, source;
+  uint32_t bytes;
   uint32_t count;  // of source; zeros follow
   int line;
 };

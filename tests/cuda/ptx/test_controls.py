@@ -14,7 +14,11 @@ from equality import assert_all_bitwise
 from ops import cases, targets, test_adam as test_op_adam
 from oracle import BF16, E4M3, F32
 
-from .. import test_emulated_kernels as kernels, test_emulated_ragged as ragged
+from .. import (
+    test_emulated_kernels as kernels,
+    test_emulated_ragged as ragged,
+    test_ragged_blocks as ragged_blocks,
+)
 from . import machine
 
 RESULTS = "results"  # the launch ends, and the oracle has other numbers
@@ -94,6 +98,10 @@ def ragged_rows_of_warps(interpreted):
     interpreted.device = ragged.DEVICES["warps"][0]
     a, b = ragged.operands(False, 2, 40, 208, 32)
     ragged.check(interpreted, a, b, [16, 24])
+
+
+def ragged_rows_of_blocks(interpreted):
+    ragged_blocks.check(interpreted, ragged_blocks.operands(False, 291, 272, 24))
 
 
 def moments(squared):
@@ -207,6 +215,27 @@ CONTROLS = {
         r".reg .pred q; .reg .u32 t; mov.u32 t, %tid.x; setp.ge.u32 q, t, 32; @q \1",
         ragged_rows,
         "warpgroup",
+    ),
+    "a scale of blocks dropped": Control(
+        "ragged_matmul",
+        r"fma.rn.f32\s+(%\w+), %\w+, (%\w+), (%\w+);",
+        r"add.f32 \1, \2, \3;",
+        ragged_rows_of_blocks,
+        RESULTS,
+    ),
+    "sums of earlier blocks dropped": Control(
+        "ragged_matmul",
+        r"fma.rn.f32\s+(%\w+), (%\w+), (%\w+), %\w+;",
+        r"mul.f32 \1, \2, \3;",
+        ragged_rows_of_blocks,
+        RESULTS,
+    ),
+    "scales of blocks not copied": Control(
+        "ragged_matmul",
+        r"cp.async.ca.shared.global \[%\w+\], \[%\w+\], 4;",
+        "",
+        ragged_rows_of_blocks,
+        "undefined",
     ),
     "a barrier dropped": Control(
         "quantize_transpose",

@@ -163,6 +163,11 @@ inline void CopyAsync16(void* shared, const void* source, int count) {
   StartCopy(shared, source, 16, count);
 }
 
+inline void CopyAsync4(void* shared, const void* source) {
+  if (reinterpret_cast<uintptr_t>(shared) % 4 != 0 || reinterpret_cast<uintptr_t>(source) % 4 != 0) CountMisaligned();
+  StartCopy(shared, source, 4, 4);
+}
+
 inline void CommitCopies() { EndCopyGroup(); }
 
 template <int kPending>
