@@ -139,7 +139,7 @@ def compare(devices, program, gradient, spread=jaxfp8.train.spread):
 @pytest.mark.parametrize(
     "devices, program, gradient",
     [
-        (1, "scan", "jax"),
+        pytest.param(1, "scan", "jax", marks=pytest.mark.slow),
         (4, "remat", "jax"),
         (8, "branch", "jax"),
         (4, "scan", "ours"),
