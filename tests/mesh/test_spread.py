@@ -20,7 +20,7 @@ from mesh.test_shard_map import RECIPE
 LAYERS, WIDTH = 3, 16
 GRADIENTS = {"jax": jax.grad, "ours": jaxfp8.grad}
 KERNEL = P(None, "tp")
-MESHES = {1: (1, 1), 4: (2, 2), 8: (4, 2)}
+MESHES = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (4, 2)}
 
 
 def without_copies(state):
@@ -90,7 +90,7 @@ def product(state, kernel, x):
     return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=RECIPE, state=state)
 
 
-def mapped_layer(devices, spread):
+def mapped_layer(devices, spread, checked=False):
     mesh = mesh_of(data=MESHES[devices][0], tp=MESHES[devices][1])
     has_copies = spread is jaxfp8.train.spread
 
@@ -99,7 +99,7 @@ def mapped_layer(devices, spread):
         mesh=mesh,
         in_specs=(P(("data", "tp")) if has_copies else P(), KERNEL, P("data")),
         out_specs=P("data", "tp"),
-        check_vma=False,
+        check_vma=checked,
     )
     def on_device(state, kernel, x):
         return product(without_copies(state) if has_copies else state, kernel, x)
@@ -180,3 +180,19 @@ def test_two_maps_whose_copies_add_up(monkeypatch):
     """The control of the test above: JAX adds up what the copies return."""
     monkeypatch.setattr(_sharing, "shared", lambda state: state)
     assert newest_amax_of_two_maps() > 1
+
+
+def test_types_without_axes_of_one_device():
+    """An option of JAX that MaxText sets; such an axis comes first here."""
+    layer = mapped_layer(2, jaxfp8.train.spread, checked=True)
+    (kernel, *_), x = operands()
+    state = jaxfp8.init_state(RECIPE)
+    option = "jax_remove_size_one_mesh_axis_from_type"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        gradient = jaxfp8.grad(lambda state: jnp.sum(layer(state, kernel, x)))
+        new = jax.jit(gradient)(state)
+    finally:
+        jax.config.update(option, before)
+    assert new.input.amax_history[0] == np.abs(x).max()
