@@ -82,9 +82,9 @@ class _JaxWithState:
             if mesh.shape.get(axis, 1) > 1:
                 raise ValueError(
                     f"maxtext: {flag}: expected 1 for experts with sparse_matmul=true "
-                    f"and a recipe that keeps state, got {mesh.shape[axis]}; set "
-                    "sparse_matmul=false, or for example "
-                    "quantization=te_fp8_currentscaling"
+                    "and a recipe that keeps state, got a mesh with "
+                    f"{axis}={mesh.shape[axis]}; set sparse_matmul=false, or for "
+                    "example quantization=te_fp8_currentscaling"
                 )
 
         def on_device(copies, *args):

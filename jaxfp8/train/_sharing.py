@@ -293,6 +293,8 @@ def spread(state: Any, count: int) -> Any:
 
         copies[i] = state,   cotangent of state = max_i(cotangent of copies[i])
 
+    Place the copies by `jax.sharding.reshard` on a mesh of Explicit axes.
+
     Args:
         state: a tree of float arrays: a DotGeneralState, a collection, or what
             `max_grad` made of one.

@@ -166,8 +166,11 @@ def compare(standin, fsdp, tensor=1, layers=2, is_remat=False, **config):
 
 PROGRAMS = {
     "one device": {"fsdp": 1},
-    "four, remat": {"fsdp": 4, "is_remat": True},
-    "eight, chunks of tokens": {"fsdp": 8, "num_moe_token_chunks": 2},
+    "eight, remat of chunks": {
+        "fsdp": 8,
+        "is_remat": True,
+        "num_moe_token_chunks": 2,
+    },
     # A second layer would see sums over devices, in another order.
     "two for each row, fused kernels": {
         "fsdp": 4,
