@@ -38,6 +38,7 @@ from ..recipes import (
     keeps_state,
 )
 from ._maxtext_accumulation import accumulate_with_state
+from ._maxtext_experts import STAGES, next_state, share_among_devices
 
 __all__ = ["Fp8DirectDotGeneralOp", "install"]
 
@@ -57,8 +58,6 @@ _CALIBRATIONS = {
     "kernel": "weight_quantization_calibration_method",
     "output_grad": "bwd_quantization_calibration_method",
 }
-# mesh axes of a pipeline's stages, and of the replicas of DiLoCo
-_STAGES = ("stage", "diloco")
 _TRIED = "0.2.5"
 _VALIDATOR = "set_derived_and_validate_values"
 _TRAIN = "maxtext.trainers.pre_train.train"
@@ -66,6 +65,7 @@ _TRAIN = "maxtext.trainers.pre_train.train"
 _HOOKS = {
     "maxtext.layers.quantizations": ("configure_quantization", "Fp8Quantization"),
     "maxtext.kernels.megablox": ("gmm",),
+    "maxtext.layers.moe": ("RoutedMoE.sparse_matmul", "jax.shard_map"),
     "maxtext.layers.nnx_decoders": ("NNXDecoder.minimal_policy",),
     "maxtext.utils.gradient_accumulation": (
         "gradient_accumulation_loss_and_grad",
@@ -100,12 +100,12 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
 
     TransformerEngine need not be installed. Dense layers get an `Fp8DotGeneral`, the
     experts' einsums an `Fp8Einsum`, and their grouped products (`sparse_matmul=true`,
-    whatever `megablox` is) are `jaxfp8.ragged_dot`. State has the names and places that
-    Flax's classes give it under `fp8`, so a run can go on with checkpoints of Flax's
-    FP8. `gradient_accumulation_steps` may be more than 1: all microbatches of a step
-    run on the same state, and their next states combine by max. In the loss all uses of
-    one state combine by max too, as under `jaxfp8.value_and_grad`.
-    `remat_policy=minimal_with_quantization` keeps FP8 codes.
+    whatever `megablox` is) are `jaxfp8.ragged_dot` with the einsums' state. State has
+    the names and places that Flax's classes give it under `fp8`, so a run can go on
+    with checkpoints of Flax's FP8. `gradient_accumulation_steps` may be more than 1:
+    all microbatches of a step run on the same state, and their next states combine by
+    max. In the loss all uses of one state combine by max too, as under
+    `jaxfp8.value_and_grad`. `remat_policy=minimal_with_quantization` keeps FP8 codes.
 
     Args:
         recipe: how operands become FP8 under every one of the flags, in place of the
@@ -121,10 +121,11 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
         TypeError: `recipe` is not a Recipe.
 
     A model that is made later raises a ValueError for another calibration method than
-    these two. Experts with `sparse_matmul=true` raise one for a recipe that keeps
-    state, and for flags that change the grouped products: `use_tokamax_gmm`,
-    `num_moe_emb_chunks`, `moe_quantize_token_all_gather`, kernels that are quantized,
-    and `use_ragged_sort` where rows of other devices' experts come first.
+    these two. Experts with `sparse_matmul=true` raise one for flags that change the
+    grouped products: `use_tokamax_gmm`, `num_moe_emb_chunks`,
+    `moe_quantize_token_all_gather`, kernels that are quantized, and `use_ragged_sort`
+    where rows of other devices' experts come first. With a recipe that keeps state they
+    raise one for pipelines and DiLoCo too.
     """
     global _installed
     recipes = _RECIPES
@@ -133,6 +134,7 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     wraps = (
         functools.partial(_configure, recipes=recipes),
         _grouped,
+        share_among_devices,
         _keep_codes,
         accumulate_with_state,
         _parse,
@@ -147,15 +149,14 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     # 2. Undo an earlier call, then make all changes or none.
     _installed.close()
     with contextlib.ExitStack() as undo:
-        for owner, (hook, *_), wrap in zip(
+        for module, (hook, *_), wrap in zip(
             modules, _HOOKS.values(), wraps, strict=True
         ):
             *path, name = hook.split(".")
-            for part in path:
-                owner = getattr(owner, part)
+            owner = functools.reduce(getattr, path, module)
             original = getattr(owner, name)
             for importer in _importers(name, original) or [owner]:
-                new = functools.wraps(original)(wrap(owner, original))
+                new = functools.wraps(original)(wrap(module, original))
                 # `vars` gives the stored object: `getattr` would unwrap a static or
                 # class method, and undoing would store that.
                 undo.callback(setattr, importer, name, vars(importer)[name])
@@ -308,10 +309,11 @@ def _grouped(module, original):
         recipe = options.get("lhs_quantize_dtype")
         if not isinstance(recipe, Recipe):
             return original(lhs, rhs, group_sizes, *args, **options)
-        _check_served(recipe, lhs, rhs, options)
+        state = next_state() if keeps_state(recipe) else None
+        _check_served(recipe, state, lhs, rhs, options)
         if recipe.pipeline_axes is None:
             manual = jax.sharding.get_abstract_mesh().manual_axes
-            stages = tuple(axis for axis in _STAGES if axis in manual)
+            stages = tuple(axis for axis in STAGES if axis in manual)
             recipe = dataclasses.replace(recipe, pipeline_axes=stages)
         return ragged_dot(
             lhs,
@@ -319,22 +321,22 @@ def _grouped(module, original):
             # A ring of experts has the sizes of all experts, those at hand first.
             group_sizes[: rhs.shape[0]],
             recipe=recipe,
+            state=state,
             preferred_element_type=options["preferred_element_type"],
         )
 
     return gmm
 
 
-def _check_served(recipe: Recipe, lhs, rhs, options: dict) -> None:
+def _check_served(recipe: Recipe, state, lhs, rhs, options: dict) -> None:
     """Raise a ValueError that names the flag of MaxText by which experts make a product
     that jaxfp8 lacks.
     """
-    if keeps_state(recipe):
+    if state is None and keeps_state(recipe):
         raise ValueError(
-            "maxtext: sparse_matmul: expected false with a recipe that keeps state, "
-            "because MaxText's grouped products have none, got true with "
-            f"{recipe!r}; set sparse_matmul=false, or for example "
-            "quantization=te_fp8_currentscaling"
+            "maxtext: sparse_matmul: expected a grouped product of RoutedMoE with a "
+            f"recipe that keeps state, got one of another class with {recipe!r}; set "
+            "sparse_matmul=false, or for example quantization=te_fp8_currentscaling"
         )
     offset = options.get("group_offset")
     tokens, kernels = (
@@ -355,7 +357,7 @@ def _check_served(recipe: Recipe, lhs, rhs, options: dict) -> None:
             )
 
 
-def _keep_codes(decoder, original):
+def _keep_codes(module, original):
     """Wrap MaxText's policy of rematerialization: `with_quantization` then keeps
     jaxfp8's FP8 residuals too.
     """

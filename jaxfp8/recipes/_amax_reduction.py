@@ -36,11 +36,11 @@ class AmaxReduction:
             ValueError: with `check_vma=False`, `pipeline_axes` names an axis that the
                 `shard_map` or `pmap` lacks.
         """
-        stages, manual = (
-            recipe.pipeline_axes or (),
-            jax.sharding.get_abstract_mesh().manual_axes,
-        )
-        if not manual or varying(lax.axis_index(manual[0])):
+        mesh, stages = jax.sharding.get_abstract_mesh(), recipe.pipeline_axes or ()
+        manual = mesh.manual_axes
+        # An option of JAX takes axes of one device out of all types.
+        longest = max(manual, key=mesh.shape.get, default=None)
+        if longest is None or varying(lax.axis_index(longest)):
             return AmaxReduction(None, stages)
         if not set(stages) <= set(manual):
             needed = f"axes of this shard_map or pmap, which has {manual}"

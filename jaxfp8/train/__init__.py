@@ -12,6 +12,7 @@ from ._sharing import (
     grad,
     max_grad,
     named_errors,
+    spread,
     value_and_grad,
 )
 from ._steps import accumulate_gradients
@@ -25,5 +26,6 @@ __all__ = [
     "cross_entropy",
     "fork",
     "optimizer",
+    "spread",
     "update_state",
 ]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import _compat
+from .._jax._batching import repeat_state
 from .._jax._trees import Tree
 from ..recipes import _reading, _state_tree, holds_max, shared, without_max
 
@@ -277,3 +278,36 @@ def _fork_bwd(residuals, cotangents):
 
 
 _fork.defvjp(_fork_fwd, _fork_bwd)
+
+
+def spread(state: Any, count: int) -> Any:
+    """Return a copy of `state` for each device of a `shard_map` whose gradient is taken
+    outside of it.
+
+        copies = jaxfp8.train.spread(state, mesh.size)
+        # in_specs of the copies: PartitionSpec(mesh.axis_names); inside of the map:
+        state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), copies)
+
+    With `check_vma=False` JAX adds up what the devices return for an argument that they
+    share. Each copy gets its own cotangent, and those of all copies combine by max:
+
+        copies[i] = state,   cotangent of state = max_i(cotangent of copies[i])
+
+    Place the copies by `jax.sharding.reshard` on a mesh of Explicit axes.
+
+    Args:
+        state: a tree of float arrays: a DotGeneralState, a collection, or what
+            `max_grad` made of one.
+        count: the number of devices along the manual axes of the `shard_map`, without
+            axes along which the state itself is cut.
+
+    Returns:
+        `state`, with a leading dimension of size `count` in each leaf; other leaves
+        than those of `max_grad` are float32.
+    """
+
+    def copies(leaf):
+        leaf = leaf if _compat.is_max(leaf) else shared(leaf)
+        return repeat_state((count, None), leaf)
+
+    return jax.tree.map(copies, state)

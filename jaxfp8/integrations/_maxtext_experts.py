@@ -1,0 +1,113 @@
+"""MaxText's grouped products with FP8 state: each device has a copy of it.
+
+MaxText's experts multiply in a `shard_map` whose types do not tell what devices share,
+and take the gradient outside of it. JAX would add up what devices return for the state.
+So the state enters the `shard_map` as one more argument, see `train.spread`.
+"""
+
+import contextlib
+import contextvars
+import functools
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..nnx import OverwriteWithGradient
+from ..recipes import DotGeneralState, Recipe, keeps_state, map_variables
+from ..train import spread
+
+# Mesh axes of a pipeline's stages and of the replicas of DiLoCo, by their flag.
+STAGES = {
+    "stage": "ici_pipeline_parallelism",
+    "diloco": "ici_diloco_parallelism",
+}
+# The states of the products to come, in a `shard_map` of experts that is being traced.
+_coming: contextvars.ContextVar[Iterator[DotGeneralState] | None] = (
+    contextvars.ContextVar("coming", default=None)
+)
+
+
+def next_state() -> DotGeneralState | None:
+    """Return the state of the next grouped product; None outside of the `shard_map`."""
+    coming = _coming.get()
+    return None if coming is None else next(coming)
+
+
+def share_among_devices(module, original):
+    """Wrap MaxText's experts: their grouped products get the state that MaxText makes
+    for the experts' einsums.
+    """
+
+    def sparse_matmul(self, *args, **options):
+        recipe = getattr(self.quant, "recipe", None)
+        if not isinstance(recipe, Recipe) or not keeps_state(recipe):
+            return original(self, *args, **options)
+        names = ["wi_0", "wi_1", "wo"]
+        if self.config.prefuse_moe_weights:
+            # one product of both kernels
+            names.remove("wi_1")
+        states = [_state(recipe, self.quant_einsums[name]) for name in names]
+        # MaxText's method looks up `jax` in its module while it is traced, so the
+        # change can end with the call.
+        module.jax = _JaxWithState(states)
+        try:
+            return original(self, *args, **options)
+        finally:
+            module.jax = jax
+
+    return sparse_matmul
+
+
+def _state(recipe, einsum) -> DotGeneralState:
+    (variables,) = nnx.to_pure_dict(nnx.state(einsum, OverwriteWithGradient)).values()
+    return map_variables(recipe, lambda name, first: variables[name])
+
+
+class _JaxWithState:
+    """`jax` for MaxText's experts, whose `shard_map` takes the states of their
+    products, in the order of the products.
+    """
+
+    def __init__(self, states):
+        self._states = states
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+    def shard_map(self, f, *, mesh, in_specs, **options):
+        for axis, flag in STAGES.items():
+            if mesh.shape.get(axis, 1) > 1:
+                raise ValueError(
+                    f"maxtext: {flag}: expected 1 for experts with sparse_matmul=true "
+                    "and a recipe that keeps state, got a mesh with "
+                    f"{axis}={mesh.shape[axis]}; set sparse_matmul=false, or for "
+                    "example quantization=te_fp8_currentscaling"
+                )
+
+        def on_device(copies, *args):
+            states = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), copies)
+            with _products_of(states):
+                return f(*args)
+
+        mapped = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(jax.P(mesh.axis_names), *in_specs),
+            **options,
+        )
+        return functools.partial(mapped, spread(self._states, mesh.size))
+
+
+@contextlib.contextmanager
+def _products_of(states):
+    """Give grouped products these states, in turn: MaxText multiplies chunks of tokens,
+    and the branches of a `lax.cond`, one after the other.
+    """
+    token = _coming.set(itertools.cycle(states))
+    try:
+        yield
+    finally:
+        _coming.reset(token)

@@ -1,0 +1,198 @@
+"""train.spread: states in a `shard_map` with the gradient outside of it are those of
+one device, bit for bit, where types do not tell what devices share.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cpu_mesh import mesh_of
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8
+from jaxfp8.train import _sharing
+from mesh import cases, test_shard_map
+from mesh.test_shard_map import RECIPE
+
+LAYERS, WIDTH = 3, 16
+GRADIENTS = {"jax": jax.grad, "ours": jaxfp8.grad}
+KERNEL = P(None, "tp")
+MESHES = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (4, 2)}
+
+
+def without_copies(state):
+    return jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), state)
+
+
+def shared(state, count):
+    """The control: all devices have one state."""
+    del count
+    return state
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["no check_vma", "check_vma"])
+def test_training(checked):
+    """Ten steps, with collectives between the products."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS["fsdp+tp"]
+    loss = test_shard_map.local_loss(layout, True, RECIPE)
+
+    def on_device(weights, state, batch):
+        return loss(weights, without_copies(state), batch)
+
+    mapped = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(layout.weights, P(cases.AXES), layout.batch),
+        out_specs=P(),
+        check_vma=checked,
+    )
+
+    def outside(weights, state, batch):
+        return mapped(weights, jaxfp8.train.spread(state, mesh.size), batch)
+
+    run = test_shard_map.train(cases.make_step(outside), mesh, layout)
+    cases.assert_same(run, cases.reference(), "copies")
+
+
+def layers(around, layer):
+    """The loss of a scan over layers, each of which `around` wraps."""
+
+    def loss(state, kernels, x):
+        def body(x, of_layer):
+            y = around(layer)(*of_layer, x)
+            return cases.activation(y, jnp.ones_like(y)), None
+
+        y, _ = lax.scan(body, x, (state, kernels))
+        return jnp.sum(y * y)
+
+    return loss
+
+
+def in_a_branch(layer):
+    def one_of_two(state, kernel, x):
+        is_run = jnp.sum(x) < jnp.inf
+        return lax.cond(is_run, lambda: layer(state, kernel, x), lambda: x)
+
+    return one_of_two
+
+
+PROGRAMS = {
+    "scan": lambda layer: layer,
+    "remat": jax.checkpoint,
+    "branch": in_a_branch,
+}
+
+
+def product(state, kernel, x):
+    return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=RECIPE, state=state)
+
+
+def mapped_layer(devices, spread, checked=False):
+    mesh = mesh_of(data=MESHES[devices][0], tp=MESHES[devices][1])
+    has_copies = spread is jaxfp8.train.spread
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(("data", "tp")) if has_copies else P(), KERNEL, P("data")),
+        out_specs=P("data", "tp"),
+        check_vma=checked,
+    )
+    def on_device(state, kernel, x):
+        return product(without_copies(state) if has_copies else state, kernel, x)
+
+    return lambda state, *operands: on_device(spread(state, devices), *operands)
+
+
+@functools.cache
+def operands():
+    """Small integers, in every layer and step others."""
+    rng = np.random.default_rng(0)
+    kernels = rng.integers(-3, 4, (LAYERS, WIDTH, WIDTH)).astype(np.float32) / 4
+    return kernels, rng.integers(-8, 9, (8, WIDTH)).astype(np.float32)
+
+
+def two_steps(gradient, loss):
+    """The state of all layers after two steps."""
+
+    @jax.jit
+    def run(kernels, x):
+        state = cases.stacked(jaxfp8.init_state(RECIPE), LAYERS)
+        state = gradient(loss)(state, kernels, x)
+        return gradient(loss)(state, kernels, 2 * x)
+
+    return run(*operands())
+
+
+def compare(devices, program, gradient, spread=jaxfp8.train.spread):
+    around, gradient = PROGRAMS[program], GRADIENTS[gradient]
+    wanted = two_steps(gradient, layers(around, product))
+    newest_two = np.asarray(wanted.output_grad.amax_history)[:, [0, -1]]
+    assert np.all(newest_two > 0)
+    got = two_steps(gradient, layers(around, mapped_layer(devices, spread)))
+    cases.assert_same(got, jax.device_get(wanted), program)
+
+
+@pytest.mark.parametrize(
+    "devices, program, gradient",
+    [
+        pytest.param(1, "scan", "jax", marks=pytest.mark.slow),
+        (4, "remat", "jax"),
+        (8, "branch", "jax"),
+        (4, "scan", "ours"),
+        (8, "remat", "ours"),
+    ],
+)
+def test_layers(devices, program, gradient):
+    """A map in each layer, whose state has a row for each layer."""
+    compare(devices, program, gradient)
+
+
+def test_layers_that_share_state_with_devices():
+    """The control of the test above: JAX adds up the states."""
+    with pytest.raises(AssertionError, match="amax_history"):
+        compare(4, "scan", "jax", shared)
+
+
+def newest_amax_of_two_maps():
+    """The amax that is recorded where two maps use one state, as a fraction of the
+    right one.
+    """
+    layer = mapped_layer(4, jaxfp8.train.spread)
+    (kernel, *_), x = operands()
+
+    def loss(state):
+        small, large = layer(state, kernel, x), layer(state, kernel, 3 * x)
+        return jnp.sum(small) + jnp.sum(large)
+
+    state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
+    return state.input.amax_history[0] / (3 * np.abs(x).max())
+
+
+def test_two_maps_use_one_state():
+    assert newest_amax_of_two_maps() == 1
+
+
+def test_two_maps_whose_copies_add_up(monkeypatch):
+    """The control of the test above: JAX adds up what the copies return."""
+    monkeypatch.setattr(_sharing, "shared", lambda state: state)
+    assert newest_amax_of_two_maps() > 1
+
+
+def test_types_without_axes_of_one_device():
+    """An option of JAX that MaxText sets; such an axis comes first here."""
+    layer = mapped_layer(2, jaxfp8.train.spread, checked=True)
+    (kernel, *_), x = operands()
+    state = jaxfp8.init_state(RECIPE)
+    option = "jax_remove_size_one_mesh_axis_from_type"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        gradient = jaxfp8.grad(lambda state: jnp.sum(layer(state, kernel, x)))
+        new = jax.jit(gradient)(state)
+    finally:
+        jax.config.update(option, before)
+    assert new.input.amax_history[0] == np.abs(x).max()
