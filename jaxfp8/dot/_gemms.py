@@ -53,7 +53,7 @@ class Product:
             that enumerate independent products.
         out_sharding: PartitionSpec of the result on a mesh with explicit axes, without
             the vmapped dimensions; None leaves it to JAX.
-        activation: the name of the activation that the result goes through, or None.
+        activation: the activation that the result goes through, or None.
         fp8_residual: whether the backward of the activation reads codes of the result.
         layer: the path of the layer, for warnings, or None; equal products of two
             layers are one product.
@@ -68,7 +68,7 @@ class Product:
     reduce: recipes.AmaxReduction
     vmap_dims: int = 0
     out_sharding: jax.sharding.PartitionSpec | None = None
-    activation: str | None = None
+    activation: str | ops.ClampedSwiGLU | None = None
     fp8_residual: bool = False
     layer: str | None = dataclasses.field(default=None, compare=False)
 
