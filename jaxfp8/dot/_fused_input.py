@@ -37,6 +37,13 @@ from ..recipes import (
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"
+# The name that policies of MaxText have for the codes of TransformerEngine.
+_TE_NAME = "te_quantization"
+
+
+def as_residual(value):
+    """Name what the backward keeps, so that a policy with either name saves it."""
+    return checkpoint_name(checkpoint_name(value, _TE_NAME), RESIDUAL_NAME)
 
 
 class FusedInput:
@@ -360,7 +367,7 @@ def compressed(x: jax.Array) -> QTensor:
     q, _ = quantizer.quantize_operand(
         x, None, OperandOptions(rows=x.ndim - 1, columnwise=False)
     )
-    return checkpoint_name(as_bytes(q), RESIDUAL_NAME)
+    return as_residual(as_bytes(q))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

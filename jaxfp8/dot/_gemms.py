@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
 from ..ops._support import is_for_tpu
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
 from ._fused_input import (
-    RESIDUAL_NAME,
     ActivationGradient,
     FusedInput,
+    as_residual,
     quantize_fused,
     quantize_gradient,
 )
@@ -256,7 +255,7 @@ def forward(
         residuals = _without_scales(residuals, codes)
         grad_scales[0] = None
     kept = *residuals, *again, output, *grad_scales
-    return y, (checkpoint_name(kept, RESIDUAL_NAME), reading)
+    return y, (as_residual(kept), reading)
 
 
 def _without_scales(residuals, codes) -> list[QTensor]:
@@ -301,7 +300,7 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         if isinstance(codes, FusedInput):
             q = quantize_fused(codes, quantizer, scale, product.reduce)
             # A policy that saves the codes has no reason to compute the input again.
-            q = checkpoint_name(q, RESIDUAL_NAME)
+            q = as_residual(q)
         q = _in_order(product.names[i], q, layout, options.columnwise)
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
             q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
