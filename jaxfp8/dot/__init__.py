@@ -5,11 +5,11 @@ wgrad; fused inputs.
 from ._autodiff import Static, vmapped_state, warn_of_state
 from ._compute_dtype import (
     check_norm,
+    gated_activation,
     linear,
     norm_of_layer,
     promoted,
     sizes,
-    with_gate,
 )
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by

@@ -108,7 +108,7 @@ def norm_of_layer(x, scale, bias, *, kind: str, epsilon: float, dtype) -> Normal
     )
 
 
-def with_gate(
+def gated_activation(
     layer: str, activation: str | ops.ClampedSwiGLU
 ) -> str | ops.ClampedSwiGLU:
     """Return the activation of gate and up together for that of a gated layer.

@@ -18,12 +18,12 @@ from ..dot import (
     Normalized,
     check_norm,
     columns,
+    gated_activation,
     linear,
     mixture,
     norm_of_layer,
     ragged_linear,
     sizes,
-    with_gate,
 )
 from ..ops import ClampedSwiGLU
 from ..ops._quantize_activation import check_activation
@@ -261,7 +261,7 @@ class GatedMLP(nn.Module):
         """Compute y `[..., features]` of x `[..., k]`; `out_sharding` is that of y, as
         in `jaxfp8.dot_general`.
         """
-        activation = with_gate("GatedMLP", self.activation)
+        activation = gated_activation("GatedMLP", self.activation)
         check_norm("GatedMLP", "norm", self.norm, is_optional=True)
         x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
         hidden = (2, *sizes("GatedMLP: hidden_features", self.hidden_features))

@@ -17,12 +17,12 @@ from ..dot import (
     Normalized,
     check_norm,
     columns,
+    gated_activation,
     linear,
     mixture,
     norm_of_layer,
     ragged_linear,
     sizes,
-    with_gate,
 )
 from ..ops import ClampedSwiGLU
 from ..ops._quantize_activation import check_activation
@@ -202,7 +202,7 @@ class GatedMLP(_Normalizing):
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        with_gate("GatedMLP", activation)
+        gated_activation("GatedMLP", activation)
         check_norm("GatedMLP", "norm", norm, is_optional=True)
         super().__init__(
             norm,
@@ -246,7 +246,7 @@ class GatedMLP(_Normalizing):
         """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as
         in `jaxfp8.dot_general`.
         """
-        activation = with_gate("GatedMLP", self.activation)
+        activation = gated_activation("GatedMLP", self.activation)
         h = self.wi(self._normalized(x), activation=activation)
         return self.wo(h, out_sharding)
 

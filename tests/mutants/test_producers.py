@@ -25,7 +25,10 @@ def activation_inputs(rng):
     clamped = ops.ClampedSwiGLU(1.5, alpha=1.702, offset=1.0)
     for name in (*ops.ACTIVATIONS, clamped):
         shape = (64, 2, 128) if ops.is_gated(name) else (64, 128)
-        yield name, (3 * rng.standard_normal(shape)).astype(F32)
+        x = (3 * rng.standard_normal(shape)).astype(F32)
+        if name == clamped:
+            x[0] = clamped.limit
+        yield name, x
 
 
 def compare_activations() -> None:
@@ -175,6 +178,7 @@ GRADIENT_MUTANTS = {
     "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
     "square of x": function("relu_squared", lambda x: x * x),
     "straight through the clamp": clamp(cut_straight_through),
+    "half of it at the limit": clamp(jnp.minimum),
     "a rounding to bf16": values(
         _quantize_activation, "activation_grad", rounded_to_bf16
     ),

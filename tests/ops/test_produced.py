@@ -2,6 +2,7 @@
 values within a derived bound of the oracle; `activate` and `normalize`, their twins of
 the gradient path."""
 
+import dataclasses
 import re
 
 import jax
@@ -378,6 +379,25 @@ def test_activate_and_normalize(dtype, name):
     assert (error <= exact.bound + unit * np.abs(exact.exact) + 2.0**-25)[
         np.isfinite(np.asarray(got))
     ].all()
+
+
+def test_slopes_at_the_limit(implementation):
+    """1 at it, as below, and 0 beyond; of gate and up, on both sides."""
+    name, grad = "gradient of clamped_gated", np.ones((1, 6), F32)
+    limit, beyond = F32(1.5), np.nextafter(F32(1.5), F32(2))
+    gate = [limit, beyond, limit, limit, limit, beyond]
+    up = [0.5, 0.5, limit, beyond, -limit, -beyond]
+    x = np.stack([gate, up]).astype(F32)[None]
+    check(run(name, x, grad, scale=ONE), name, x, grad, scale=ONE)
+
+
+@pytest.mark.parametrize(
+    "number, value",
+    [("limit", 0), ("limit", np.inf), ("alpha", -1), ("offset", np.nan)],
+)
+def test_bad_numbers_of_a_clamp_are_named(number, value):
+    with pytest.raises(ValueError, match=f"ClampedSwiGLU: {number}: expected a .* got"):
+        dataclasses.replace(CLAMPED, **{number: value})
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
