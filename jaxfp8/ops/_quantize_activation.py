@@ -92,7 +92,7 @@ class ClampedSwiGLU:
     alpha: float = 1.0
     offset: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("limit", "alpha", "offset"):
             value = getattr(self, name)
             least, needed = (-np.inf, "finite") if name == "offset" else (0, "positive")
