@@ -6,10 +6,16 @@
 
 namespace jaxfp8::cuda {
 
-enum class Activation : int32_t { kGelu, kSilu, kRelu, kSiluGated, kGeluGated };
+enum class Activation : int32_t { kGelu, kSilu, kRelu, kSiluGated, kGeluGated, kReluSquared, kClampedSwiGlu };
+
+// The numbers of kClampedSwiGlu; other activations have none.
+struct ClampParams {
+  float limit, alpha, offset;
+};
 
 constexpr bool IsGated(Activation activation) {
-  return activation == Activation::kSiluGated || activation == Activation::kGeluGated;
+  return activation == Activation::kSiluGated || activation == Activation::kGeluGated ||
+         activation == Activation::kClampedSwiGlu;
 }
 
 }  // namespace jaxfp8::cuda

@@ -107,6 +107,19 @@ JAXFP8_INFINITIES_TO_NAN(F16, "f16x2")
 JAXFP8_INFINITIES_TO_NAN(F32, "f32")
 #undef JAXFP8_INFINITIES_TO_NAN
 
+// The smaller and the larger number; NaN where either is NaN.
+__device__ __forceinline__ float Smaller(float x, float y) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
+  return smaller;
+}
+
+__device__ __forceinline__ float Larger(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 // 2^x to 2 ulp. Subnormal results are 0, above 2^128 infinity.
 __device__ __forceinline__ float Exp2(float x) {
   float power;

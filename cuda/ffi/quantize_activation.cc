@@ -2,8 +2,6 @@
 // [g, m, n], amax f32 [g] or [0], and, if there is a third result, data_t [g, n, m].
 #include "cuda/kernels/quantize_activation.h"
 
-#include <string_view>
-
 #include "cuda/ffi/activations.h"
 #include "cuda/ffi/tiles.h"
 
@@ -15,12 +13,10 @@ constexpr const char* kOp = "quantize_activation";
 ffi::Error QuantizeActivationHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                                      ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
                                      ffi::Result<ffi::AnyBuffer> amax, ffi::RemainingRets rest,
-                                     std::string_view activation) {
-  Activation function;
-  JAXFP8_RETURN_IF_ERROR(CheckActivation(kOp, x, activation, &function));
+                                     ffi::Dictionary attributes) {
   QuantizeActivationParams params = {};
+  JAXFP8_RETURN_IF_ERROR(CheckActivation(kOp, x, attributes, &params));
   JAXFP8_RETURN_IF_ERROR(CheckTiles(kOp, x, scale, amax_so_far, *data, *amax, rest, &params));
-  params.activation = function;
   return ToError(kOp, LaunchQuantizeActivation(params, stream));
 }
 
@@ -36,5 +32,5 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v2, jaxfp8::cuda::Quanti
                                  .Ret<xla::ffi::AnyBuffer>()  // data
                                  .Ret<xla::ffi::AnyBuffer>()  // amax
                                  .RemainingRets()             // data_t
-                                 .Attr<std::string_view>("activation"),
+                                 .Attrs(),
                              {jaxfp8::cuda::kRecordable});

@@ -3,8 +3,6 @@
 // and if there is a fourth column_sums f32 [g, ceil(m / 128), N].
 #include "cuda/kernels/quantize_activation_grad.h"
 
-#include <string_view>
-
 #include "cuda/ffi/activations.h"
 #include "cuda/ffi/tiles.h"
 
@@ -16,9 +14,9 @@ constexpr const char* kOp = "quantize_activation_grad";
 ffi::Error QuantizeActivationGradHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                                          ffi::AnyBuffer amax_so_far, ffi::AnyBuffer grad,
                                          ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
-                                         ffi::RemainingRets rest, std::string_view activation) {
+                                         ffi::RemainingRets rest, ffi::Dictionary attributes) {
   QuantizeActivationGradParams params = {};
-  JAXFP8_RETURN_IF_ERROR(CheckActivation(kOp, x, activation, &params.activation));
+  JAXFP8_RETURN_IF_ERROR(CheckActivation(kOp, x, attributes, &params));
   const ffi::Span<const int64_t> dims = x.dimensions();
   JAXFP8_RETURN_IF_ERROR(CheckTiles(kOp, x, scale, amax_so_far, *data, *amax, rest, &params, dims[2], 2));
   const Operand grad_operand{kOp, "grad", grad};
@@ -44,5 +42,5 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_grad_v1, jaxfp8::cuda::Q
                                  .Ret<xla::ffi::AnyBuffer>()  // data
                                  .Ret<xla::ffi::AnyBuffer>()  // amax
                                  .RemainingRets()             // data_t, column_sums
-                                 .Attr<std::string_view>("activation"),
+                                 .Attrs(),
                              {jaxfp8::cuda::kRecordable});

@@ -24,6 +24,7 @@ struct Activated {
   };
 
   const In* x;
+  Activate activate;
 
   template <Access kAccess>
   __device__ __forceinline__ Columns LoadColumns(const MatrixShare<In, kAccess>&) const {
@@ -42,7 +43,7 @@ struct Activated {
       float inputs[kInputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) inputs[k] = Widen<In>(row.x[k].words, i);
-      values[i] = Activate::Of(inputs);
+      values[i] = activate.Of(inputs);
     }
   }
 };
@@ -53,8 +54,8 @@ cudaError_t LaunchQuantizeActivation(const QuantizeActivationParams& params, cud
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {
     using In = typename decltype(in)::type;
-    status = DispatchActivation(params.activation, [&](auto activate) {
-      const Activated<In, decltype(activate)> producer = {static_cast<const In*>(params.x)};
+    status = DispatchActivation(params.activation, params.clamp, [&](auto activate) {
+      const Activated<In, decltype(activate)> producer = {static_cast<const In*>(params.x), activate};
       return LaunchTiles(params, producer, true, stream);
     });
   });

@@ -12,6 +12,7 @@ namespace jaxfp8::cuda {
 // x: [groups, m, n]; gated [groups, m, 2, n], the gate and then what it multiplies.
 struct QuantizeActivationParams : TileParams {
   Activation activation;
+  ClampParams clamp;
 };
 
 cudaError_t LaunchQuantizeActivation(const QuantizeActivationParams& params, cudaStream_t stream);

@@ -39,6 +39,7 @@ struct ActivationGradient {
   const In* x;
   const In* grad;
   float* column_sums;
+  Activate activate;
 
   template <Access kAccess>
   __device__ __forceinline__ Columns LoadColumns(const MatrixShare<In, kAccess, kParts>& share) const {
@@ -58,7 +59,7 @@ struct ActivationGradient {
       float inputs[kParts];
 #pragma unroll
       for (int k = 0; k < kParts; ++k) inputs[k] = Widen<In>(row.x[k].words, i);
-      values[i] = Activate::Gradient(Widen<In>(row.grad.words, i), inputs, columns.part);
+      values[i] = activate.Gradient(Widen<In>(row.grad.words, i), inputs, columns.part);
     }
   }
 };
@@ -69,10 +70,10 @@ cudaError_t LaunchQuantizeActivationGrad(const QuantizeActivationGradParams& par
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {
     using In = typename decltype(in)::type;
-    status = DispatchActivation(params.activation, [&](auto activate) {
+    status = DispatchActivation(params.activation, params.clamp, [&](auto activate) {
       const auto launch = [&](auto has_sums) {
         const ActivationGradient<In, decltype(activate), decltype(has_sums)::value> producer = {
-            static_cast<const In*>(params.x), static_cast<const In*>(params.grad), params.column_sums};
+            static_cast<const In*>(params.x), static_cast<const In*>(params.grad), params.column_sums, activate};
         return LaunchTiles(params, producer, IsAligned(params.grad, 16), stream);
       };
       return params.column_sums == nullptr ? launch(std::false_type{}) : launch(std::true_type{});

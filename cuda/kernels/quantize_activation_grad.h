@@ -15,6 +15,7 @@ namespace jaxfp8::cuda {
 struct QuantizeActivationGradParams : QuantizeTransposeParams {
   const void* grad;  // [groups, m, n], of x's dtype
   Activation activation;
+  ClampParams clamp;
 };
 
 cudaError_t LaunchQuantizeActivationGrad(const QuantizeActivationGradParams& params, cudaStream_t stream);

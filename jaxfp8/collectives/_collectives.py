@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from .._jax import _mesh
 from ..dot import Static, checked_quantizers, vmapped_state, warn_of_state
-from ..dot.checkpoint_policies import RESIDUAL_NAME
+from ..dot._fused_input import as_residual
 from ..ops import _checks, _support
 from ..recipes import (
     AmaxReduction,
@@ -299,7 +298,7 @@ def _forward(both, x, state, has_backward):
     source, codes, q = both.move(
         both.collective.send, both.quantizers.input, x, scales.input, x.dtype
     )
-    codes = checkpoint_name(codes, RESIDUAL_NAME)
+    codes = as_residual(codes)
     return (source, codes), (q, scales.output_grad, reading_of(state))
 
 
@@ -319,7 +318,7 @@ def _transfer_fwd(both, x, state):
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
     with _support.using(both.implementation):
         results, residuals = _forward(both, x, state, True)
-    return results, (checkpoint_name(residuals, RESIDUAL_NAME), Static(jax.typeof(x)))
+    return results, (as_residual(residuals), Static(jax.typeof(x)))
 
 
 def _transfer_bwd(both, residuals, cotangents):

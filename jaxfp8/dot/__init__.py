@@ -4,8 +4,8 @@ wgrad; fused inputs.
 
 from ._autodiff import Static, vmapped_state, warn_of_state
 from ._compute_dtype import (
-    check_gate,
     check_norm,
+    gated_activation,
     linear,
     norm_of_layer,
     promoted,
@@ -13,6 +13,6 @@ from ._compute_dtype import (
 )
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
-from ._experts import check_activation, columns, mixture
+from ._experts import columns, mixture
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized
 from ._ragged_dot import ragged_dot, ragged_dot_by, ragged_linear

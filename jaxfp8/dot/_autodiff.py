@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -19,7 +18,7 @@ from .._jax._batching import batch_of, in_front, repeat_state
 from .._jax._primitives import compiled, is_differentiated, undefined_tangents
 from ..numerics import FP8_DTYPES
 from ..recipes import FP8StateWarning, QTensor, Scale
-from ._fused_input import RESIDUAL_NAME
+from ._fused_input import as_residual
 from ._gemms import Product
 
 _NOT_UPDATED = (
@@ -175,6 +174,6 @@ def checked_codes(
         if isinstance(q, QTensor):
             # If a remat policy saves the codes, the computation of their source does
             # not run again.
-            q = checkpoint_name(q, RESIDUAL_NAME)
+            q = as_residual(q)
         checked.append(q)
     return checked

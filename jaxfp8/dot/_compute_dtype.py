@@ -7,6 +7,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from .. import ops
 from ..recipes import QTensor
 from ._fused_input import FusedInput, Normalized, normalized
 
@@ -107,12 +108,22 @@ def norm_of_layer(x, scale, bias, *, kind: str, epsilon: float, dtype) -> Normal
     )
 
 
-def check_gate(layer: str, activation: str) -> None:
-    """Raise a ValueError unless a gated layer can have the activation."""
+def gated_activation(
+    layer: str, activation: str | ops.ClampedSwiGLU
+) -> str | ops.ClampedSwiGLU:
+    """Return the activation of gate and up together for that of a gated layer.
+
+    Raises:
+        ValueError: a gated layer cannot have the activation.
+    """
+    if isinstance(activation, ops.ClampedSwiGLU):
+        return activation
     if activation not in ("silu", "gelu"):
         raise ValueError(
-            f'{layer}: activation: expected "silu" or "gelu", got {activation!r}'
+            f'{layer}: activation: expected "silu" or "gelu", got {activation!r}; or '
+            "pass a jaxfp8.ops.ClampedSwiGLU"
         )
+    return f"{activation}_gated"
 
 
 def check_norm(layer: str, argument: str, kind: str | None, is_optional: bool) -> None:

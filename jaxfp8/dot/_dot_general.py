@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
 from .._jax import _mesh
-from ..ops import _checks, _quantize_activation
+from ..ops import ClampedSwiGLU, _checks, _quantize_activation
 from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
@@ -37,7 +37,7 @@ def dot_general(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
-    activation: str | None = None,
+    activation: str | ClampedSwiGLU | None = None,
 ) -> jax.Array:
     """Compute `jax.lax.dot_general` with both operands, and the gradient of the output,
     in FP8.
@@ -76,7 +76,7 @@ def dot_general(
             source; bfloat16 if both lack a source.
         out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with
             explicit axes, as for `jax.lax.dot_general`.
-        activation: a name of `jaxfp8.activated`. The result is then
+        activation: one of `jaxfp8.activated`. The result is then
             `jaxfp8.activated(y, activation)` of the product y, as the x of the next
             product: the pass that computes the gradient of y, from the gradient of the
             activated values, also quantizes it.
@@ -215,14 +215,14 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def _check_activation(activation: str, both, out_dtype) -> None:
+def _check_activation(activation, both, out_dtype) -> None:
     result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
     _quantize_activation.check(
         "dot_general", result, activation, name="activation: the product"
     )
 
 
-def _activated(y, activation: str | None, *values):
+def _activated(y, activation, *values):
     """Return the product y, or with an activation the `Activated` of it, whose values
     may be known.
     """

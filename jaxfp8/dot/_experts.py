@@ -8,21 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..ops import ACTIVATIONS, _checks, is_gated
+from ..ops import ClampedSwiGLU, _checks, is_gated
 from ._compute_dtype import to_compute
 from ._fused_input import activated
 
 
-def check_activation(layer: str, activation: str) -> None:
-    """Raise a ValueError unless `activation` is a name of `jaxfp8.activated`."""
-    if activation not in ACTIVATIONS:
-        names = ", ".join(f'"{name}"' for name in ACTIVATIONS)
-        raise ValueError(
-            f"{layer}: activation: expected one of {names}, got {activation!r}"
-        )
-
-
-def columns(hidden_features: int, activation: str) -> int:
+def columns(hidden_features: int, activation: str | ClampedSwiGLU) -> int:
     """Return the columns of an expert's first kernel: gate and up side by side where
     the activation is gated.
     """
@@ -35,7 +26,7 @@ def mixture(
     weights: ArrayLike,
     *,
     count: int,
-    activation: str,
+    activation: str | ClampedSwiGLU,
     dtype,
     wi: Callable[..., jax.Array],
     wo: Callable[..., jax.Array],

@@ -37,6 +37,13 @@ from ..recipes import (
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"
+# The name that policies of MaxText have for the codes of TransformerEngine.
+_TE_NAME = "te_quantization"
+
+
+def as_residual(value):
+    """Name what the backward keeps, so that a policy with either name saves it."""
+    return checkpoint_name(checkpoint_name(value, _TE_NAME), RESIDUAL_NAME)
 
 
 class FusedInput:
@@ -71,13 +78,13 @@ class Activated(FusedInput):
 
     Attributes:
         x: the input of the activation.
-        activation: a name that `jaxfp8.activated` takes.
+        activation: one that `jaxfp8.activated` takes.
         source: the values as a result of the product that made x, which takes their
             gradient to x; else None.
     """
 
     x: jax.Array
-    activation: str = dataclasses.field(metadata={"static": True})
+    activation: str | ops.ClampedSwiGLU = dataclasses.field(metadata={"static": True})
     source: jax.Array | None = None
 
     @property
@@ -173,12 +180,12 @@ class ActivationGradient:
     Attributes:
         y: the result of a product, `[..., n]`; gated `[..., 2, n]`.
         grad: the gradient of `ops.activate(y, activation)`, in the dtype of y.
-        activation: a name that `ops.activate` takes.
+        activation: one that `ops.activate` takes.
     """
 
     y: jax.Array
     grad: jax.Array
-    activation: str = dataclasses.field(metadata={"static": True})
+    activation: str | ops.ClampedSwiGLU = dataclasses.field(metadata={"static": True})
 
     @property
     def value(self) -> jax.Array:
@@ -186,7 +193,7 @@ class ActivationGradient:
         return jax.vjp(_activate(self.activation), self.y)[1](self.grad)[0]
 
 
-def activated(x: ArrayLike, activation: str) -> Activated:
+def activated(x: ArrayLike, activation: str | ops.ClampedSwiGLU) -> Activated:
     """Activate the x of a product in the pass that quantizes it.
 
         # wi [k, 2, n]
@@ -201,9 +208,10 @@ def activated(x: ArrayLike, activation: str) -> Activated:
     Args:
         x: bfloat16, float16 or float32 `[..., n]`; for a gated activation
             `[..., 2, n]`, gate first.
-        activation: `"relu"`, `"silu"`, `"gelu"` (its tanh form), or `"silu_gated"`,
-            `"gelu_gated"`: the activation of the gate times the other half.
-            `jaxfp8.ops.activate` has the formulas.
+        activation: `"relu"`, `"relu_squared"`, `"silu"`, `"gelu"` (its tanh form), or
+            `"silu_gated"`, `"gelu_gated"`: the activation of the gate times the other
+            half; or a `jaxfp8.ops.ClampedSwiGLU`. `jaxfp8.ops.activate` has the
+            formulas.
 
     Returns:
         An x for `jaxfp8.dot_general`, of shape `[..., n]` and the dtype of x; its
@@ -359,7 +367,7 @@ def compressed(x: jax.Array) -> QTensor:
     q, _ = quantizer.quantize_operand(
         x, None, OperandOptions(rows=x.ndim - 1, columnwise=False)
     )
-    return checkpoint_name(as_bytes(q), RESIDUAL_NAME)
+    return as_residual(as_bytes(q))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

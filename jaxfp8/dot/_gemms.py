@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
 from ..ops._support import is_for_tpu
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
 from ._fused_input import (
-    RESIDUAL_NAME,
     ActivationGradient,
     FusedInput,
+    as_residual,
     quantize_fused,
     quantize_gradient,
 )
@@ -53,7 +52,7 @@ class Product:
             that enumerate independent products.
         out_sharding: PartitionSpec of the result on a mesh with explicit axes, without
             the vmapped dimensions; None leaves it to JAX.
-        activation: the name of the activation that the result goes through, or None.
+        activation: the activation that the result goes through, or None.
         fp8_residual: whether the backward of the activation reads codes of the result.
         layer: the path of the layer, for warnings, or None; equal products of two
             layers are one product.
@@ -68,7 +67,7 @@ class Product:
     reduce: recipes.AmaxReduction
     vmap_dims: int = 0
     out_sharding: jax.sharding.PartitionSpec | None = None
-    activation: str | None = None
+    activation: str | ops.ClampedSwiGLU | None = None
     fp8_residual: bool = False
     layer: str | None = dataclasses.field(default=None, compare=False)
 
@@ -256,7 +255,7 @@ def forward(
         residuals = _for_loop(*_without_scales(residuals, codes))
         grad_scales[0] = None
     kept = *residuals, *again, output, *grad_scales
-    return y, (checkpoint_name(kept, RESIDUAL_NAME), reading)
+    return y, (as_residual(kept), reading)
 
 
 def _without_scales(residuals, codes) -> list[QTensor]:
@@ -312,7 +311,7 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         if isinstance(codes, FusedInput):
             q = quantize_fused(codes, quantizer, scale, product.reduce)
             # A policy that saves the codes has no reason to compute the input again.
-            q = checkpoint_name(q, RESIDUAL_NAME)
+            q = as_residual(q)
         q = _in_order(product.names[i], q, layout, options.columnwise)
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
             q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))

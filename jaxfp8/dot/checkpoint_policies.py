@@ -5,7 +5,8 @@ kept for the backward pass.
 
 JAX's own `dots_saveable` and its kin see no FP8 product. The values carry names
 instead, for `jax.checkpoint_policies`: `RESIDUAL_NAME` is on the FP8 codes of input and
-kernel, their scales and next states, `OUTPUT_NAME` on results.
+kernel, their scales and next states, `OUTPUT_NAME` on results. What has `RESIDUAL_NAME`
+also has `"te_quantization"`, MaxText's name for the codes of TransformerEngine.
 """
 
 from collections.abc import Callable

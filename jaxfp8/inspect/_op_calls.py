@@ -36,7 +36,8 @@ _RAGGED = (
     ("rows", True),
     ("contraction", True),
 )
-MOST_OPTIONS = 5  # the largest number of options that an op has
+_ACTIVATIONS = *ops.ACTIVATIONS, ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
+MOST_OPTIONS = 7  # the largest number of options that an op has
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
@@ -158,7 +159,7 @@ def _quantize_transpose(kind):
 
 
 def _quantize_activation(kind):
-    name = kind.turn(ops.ACTIVATIONS)
+    name = kind.turn(_ACTIVATIONS)
     m, n = kind.shape
     x = kind.numbers((m, 2, n) if ops.is_gated(name) else (m, n), kind.dtype)
 
@@ -174,7 +175,7 @@ def _quantize_activation_grad(kind):
 
     def function(x, scale, grad):
         return ops.quantize_activation_grad(
-            x, grad, scale, kind.form.dtype, activation=kind.turn(ops.ACTIVATIONS)
+            x, grad, scale, kind.form.dtype, activation=kind.turn(_ACTIVATIONS)
         )
 
     return function, [*arguments, grad]

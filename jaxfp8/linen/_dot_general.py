@@ -23,6 +23,7 @@ from ..dot import (
     ragged_dot_by,
 )
 from ..numerics import E4M3, E5M2, HYBRID
+from ..ops import ClampedSwiGLU
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
@@ -220,7 +221,7 @@ class Fp8DotGeneral(Fp8Module):
         out_sharding: Any = None,
         *,
         bias: ArrayLike | None = None,
-        activation: str | None = None,
+        activation: str | ClampedSwiGLU | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self.naming():

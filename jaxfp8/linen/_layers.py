@@ -16,16 +16,17 @@ from ..dot import (
     Activated,
     FusedInput,
     Normalized,
-    check_activation,
-    check_gate,
     check_norm,
     columns,
+    gated_activation,
     linear,
     mixture,
     norm_of_layer,
     ragged_linear,
     sizes,
 )
+from ..ops import ClampedSwiGLU
+from ..ops._quantize_activation import check_activation
 from ._dot_general import Fp8DotGeneral, Fp8RaggedDot
 
 
@@ -76,7 +77,7 @@ class Dense(nn.Module):
         self,
         x: ArrayLike | Activated | Normalized,
         out_sharding: NamedSharding | PartitionSpec | None = None,
-        activation: str | None = None,
+        activation: str | ClampedSwiGLU | None = None,
     ) -> jax.Array:
         """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` and `activation`
         as in `jaxfp8.dot_general`.
@@ -225,7 +226,7 @@ class GatedMLP(nn.Module):
         features: the size of the output's last dimension; None is the size of the last
             dimension of x.
         activation: the activation of the gate, `"silu"` (SwiGLU) or `"gelu"` (GEGLU,
-            the tanh form).
+            the tanh form); or a `jaxfp8.ops.ClampedSwiGLU`, of gate and up.
         recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see
             `Dense`; they hold for both layers. A `kernel_init` of
             `nn.with_partitioning` names the mesh axes of `[k, hidden_features]`; the
@@ -240,7 +241,7 @@ class GatedMLP(nn.Module):
 
     hidden_features: int
     features: int | None = None
-    activation: str = "silu"
+    activation: str | ClampedSwiGLU = "silu"
     recipe: Any = None
     use_bias: bool = False
     dtype: Any = None
@@ -260,7 +261,7 @@ class GatedMLP(nn.Module):
         """Compute y `[..., features]` of x `[..., k]`; `out_sharding` is that of y, as
         in `jaxfp8.dot_general`.
         """
-        check_gate("GatedMLP", self.activation)
+        activation = gated_activation("GatedMLP", self.activation)
         check_norm("GatedMLP", "norm", self.norm, is_optional=True)
         x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
         hidden = (2, *sizes("GatedMLP: hidden_features", self.hidden_features))
@@ -273,7 +274,7 @@ class GatedMLP(nn.Module):
             "wi",
         )
         wo = _dense(self, features, self.kernel_init, self.bias_init, "wo")
-        return wo(wi(x, activation=f"{self.activation}_gated"), out_sharding)
+        return wo(wi(x, activation=activation), out_sharding)
 
 
 def _with_gate(init, axis: int):
@@ -313,7 +314,7 @@ class Experts(nn.Module):
     Attributes:
         count: the number of experts.
         hidden_features: the size between the products.
-        activation: a name that `jaxfp8.activated` takes; `"silu_gated"` is SwiGLU.
+        activation: one that `jaxfp8.activated` takes; `"silu_gated"` is SwiGLU.
         recipe, dtype, param_dtype: see `Dense`; they hold for both products. In high
             precision both are `jax.lax.ragged_dot`.
         kernel_init: initializer of both kernels, whose first dimension counts experts.
@@ -324,7 +325,7 @@ class Experts(nn.Module):
 
     count: int
     hidden_features: int
-    activation: str = "silu_gated"
+    activation: str | ClampedSwiGLU = "silu_gated"
     recipe: Any = None
     dtype: Any = None
     param_dtype: Any = jnp.float32

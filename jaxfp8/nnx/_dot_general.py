@@ -22,6 +22,7 @@ from ..dot import (
     einsum_by,
     ragged_dot_by,
 )
+from ..ops import ClampedSwiGLU
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
@@ -209,7 +210,7 @@ class Fp8DotGeneral(_Fp8Product):
         out_sharding: Any = None,
         *,
         bias: ArrayLike | None = None,
-        activation: str | None = None,
+        activation: str | ClampedSwiGLU | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self._naming(kernel):

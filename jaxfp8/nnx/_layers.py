@@ -15,16 +15,17 @@ from ..dot import (
     Activated,
     FusedInput,
     Normalized,
-    check_activation,
-    check_gate,
     check_norm,
     columns,
+    gated_activation,
     linear,
     mixture,
     norm_of_layer,
     ragged_linear,
     sizes,
 )
+from ..ops import ClampedSwiGLU
+from ..ops._quantize_activation import check_activation
 from ._dot_general import Fp8DotGeneral, Fp8RaggedDot
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -91,7 +92,7 @@ class Linear(nnx.Module):
         self,
         x: ArrayLike | Activated | Normalized,
         out_sharding: jax.NamedSharding | jax.P | None = None,
-        activation: str | None = None,
+        activation: str | ClampedSwiGLU | None = None,
     ) -> jax.Array:
         """Compute y `[..., *out_features]` of x `[..., in_features]`; other arguments
         as in `jaxfp8.dot_general`.
@@ -187,7 +188,7 @@ class GatedMLP(_Normalizing):
         hidden_features: int,
         out_features: int | None = None,
         *,
-        activation: str = "silu",
+        activation: str | ClampedSwiGLU = "silu",
         norm: str | None = None,
         epsilon: float = 1e-6,
         scale_init: Initializer = _SCALE_INIT,
@@ -201,7 +202,7 @@ class GatedMLP(_Normalizing):
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        check_gate("GatedMLP", activation)
+        gated_activation("GatedMLP", activation)
         check_norm("GatedMLP", "norm", norm, is_optional=True)
         super().__init__(
             norm,
@@ -245,10 +246,9 @@ class GatedMLP(_Normalizing):
         """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as
         in `jaxfp8.dot_general`.
         """
-        return self.wo(
-            self.wi(self._normalized(x), activation=f"{self.activation}_gated"),
-            out_sharding,
-        )
+        activation = gated_activation("GatedMLP", self.activation)
+        h = self.wi(self._normalized(x), activation=activation)
+        return self.wo(h, out_sharding)
 
 
 def _with_gate(init, axis: int):
@@ -378,7 +378,7 @@ class Experts(nnx.Module):
         in_features: int,
         hidden_features: int,
         *,
-        activation: str = "silu_gated",
+        activation: str | ClampedSwiGLU = "silu_gated",
         recipe: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,

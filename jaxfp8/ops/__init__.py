@@ -15,6 +15,7 @@ from ._ffi import custom_call_targets, has_cuda_kernels
 from ._quantize import count_saturated_and_flushed, dequantize, quantize
 from ._quantize_activation import (
     ACTIVATIONS,
+    ClampedSwiGLU,
     activate,
     is_gated,
     quantize_activation,
@@ -41,6 +42,7 @@ from ._undo_factors import FACTOR_TOLERANCE, undo_factors
 
 __all__ = [
     "ACTIVATIONS",
+    "ClampedSwiGLU",
     "activate",
     "amax",
     "block_scaled_matmul",

@@ -5,7 +5,7 @@ count_saturated_and_flushed: how many elements quantize loses.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class QuantizeSpec(NamedTuple):
         transpose, with_amax, column_sums: whether these are results.
         rows, cols: the numbers of dimensions that m and n stand for; `quantize` has
             none.
-        activation: the name of the activation, for those that have one.
+        activation: the activation, for those that have one.
         has_beta: for quantize_norm, whether there is a beta.
     """
 
@@ -93,7 +93,7 @@ class QuantizeSpec(NamedTuple):
     column_sums: bool = False
     rows: int = 1
     cols: int = 1
-    activation: str | None = None
+    activation: Any = None
     has_beta: bool = False
 
 

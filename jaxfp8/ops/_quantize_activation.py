@@ -2,11 +2,13 @@
 quantized in one pass.
 """
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -34,6 +36,11 @@ def _relu(x):
     return jnp.where(x <= 0, _full(x, 0), x)  # keeps NaN; the derivative at 0 is 0
 
 
+def _relu_squared(x):
+    x = _relu(x)
+    return x * x
+
+
 def _full(x, value):
     return lax.full_like(x, value)
 
@@ -45,40 +52,88 @@ _FUNCTIONS = {
     "relu": _relu,
     "silu_gated": _silu,
     "gelu_gated": _gelu,
+    "relu_squared": _relu_squared,
 }
 # The names that `quantize_activation` and `activate` take.
 ACTIVATIONS = tuple(_FUNCTIONS)
 
 
-def is_gated(activation: str) -> bool:
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """SwiGLU whose gate and up are clamped before they are multiplied; taken wherever
+    the name of an activation is.
+
+        jaxfp8.ops.ClampedSwiGLU(limit=7.0, alpha=1.702, offset=1.0)  # gpt-oss
+        jaxfp8.ops.ClampedSwiGLU(limit=10.0)                          # DeepSeek-V4
+
+    With `s(z) = 1 / (1 + exp(-z))` and x `[..., 2, n]`, gate first:
+
+        gate = min(x[..., 0, :], limit)
+        up = min(max(x[..., 1, :], -limit), limit)
+        gate * s(alpha * gate) * (up + offset)
+
+    NaN stays NaN. The derivative of a clamp is 1 up to the limit, and at it, and 0
+    beyond: that of torch.clamp, where jnp.clip and jnp.minimum differ at the limit.
+
+    Source: TransformerEngine's ClampedSwiGLU, with its `glu_linear_offset` as `offset`.
+    gpt-oss interleaves gate and up; put them in two halves.
+
+    Attributes:
+        limit: a positive number; computed with in float32, as the others.
+        alpha: a positive number, the factor in the sigmoid.
+        offset: a number that is added to up, after the clamp.
+
+    Raises:
+        ValueError: a number is not finite in float32, or `limit` or `alpha` not
+            positive.
+    """
+
+    limit: float
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha", "offset"):
+            value = getattr(self, name)
+            least, needed = (-np.inf, "finite") if name == "offset" else (0, "positive")
+            if not least < np.float32(value) < np.inf:
+                raise ValueError(
+                    f"ClampedSwiGLU: {name}: expected a {needed} number of float32, "
+                    f"got {value!r}"
+                )
+
+
+def is_gated(activation: str | ClampedSwiGLU) -> bool:
     """Return whether the x of an activation holds a gate and the values that the gate
     multiplies, `[..., 2, n]`.
     """
-    return activation.endswith("_gated")
+    return isinstance(activation, ClampedSwiGLU) or activation.endswith("_gated")
 
 
-def activate(x: ArrayLike, activation: str) -> jax.Array:
+def activate(x: ArrayLike, activation: str | ClampedSwiGLU) -> jax.Array:
     """Apply an activation function of `quantize_activation`, in f32 and rounded once to
     x's dtype; differentiable.
 
     With `s(z) = 1 / (1 + exp(-z))` and
     `z(x) = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)`:
 
-        "silu"        x * s(x)
-        "gelu"        x * s(z(x)), which is jax.nn.gelu(x, approximate=True) without its
-                      cancellation for x < 0
-        "relu"        max(x, 0)
-        "silu_gated"  silu(x[..., 0, :]) * x[..., 1, :]    (SwiGLU)
-        "gelu_gated"  gelu(x[..., 0, :]) * x[..., 1, :]    (GEGLU)
+        "silu"          x * s(x)
+        "gelu"          x * s(z(x)), which is jax.nn.gelu(x, approximate=True) without
+                        its cancellation for x < 0
+        "relu"          max(x, 0)
+        "relu_squared"  max(x, 0)**2
+        "silu_gated"    silu(x[..., 0, :]) * x[..., 1, :]    (SwiGLU)
+        "gelu_gated"    gelu(x[..., 0, :]) * x[..., 1, :]    (GEGLU)
 
-    Sources: GELU is arXiv:1606.08415, SwiGLU and GEGLU are arXiv:2002.05202.
+    `ClampedSwiGLU` has the formula of its own. Sources: GELU is arXiv:1606.08415, the
+    squared ReLU arXiv:2109.08668, SwiGLU and GEGLU are arXiv:2002.05202.
 
     NaN stays NaN and +inf gives inf; silu(-inf) and gelu(-inf) are products of infinity
     and 0 in f32, which give NaN.
 
     Args:
         x: bfloat16, float16 or float32 `[...]`; for a gated activation `[..., 2, n]`.
-        activation: one of the names above.
+        activation: one of the names above, or a `ClampedSwiGLU`.
 
     Returns:
         An array of x's dtype, `[...]`; for a gated activation `[..., n]`.
@@ -108,7 +163,18 @@ def _halves(x):
 
 
 def _gate(activation, gate, up):
-    return _FUNCTIONS[activation](gate) * up
+    if not isinstance(activation, ClampedSwiGLU):
+        return _FUNCTIONS[activation](gate) * up
+    limit, alpha, offset = (
+        _full(gate, value) for value in dataclasses.astuple(activation)
+    )
+    gate = _at_most(gate, limit)
+    up = jnp.where(up < -limit, -limit, _at_most(up, limit))
+    return gate * lax.logistic(alpha * gate) * (up + offset)
+
+
+def _at_most(x, limit):
+    return jnp.where(x > limit, limit, x)  # keeps NaN; the derivative at limit is 1
 
 
 def quantize_activation(x, scale, dtype, *, activation, amax=None, **options):
@@ -129,8 +195,7 @@ def quantize_activation(x, scale, dtype, *, activation, amax=None, **options):
             `[..., m, 2, n]`.
         scale: f32[] or f32[1], the factor of h.
         dtype: float8_e4m3fn or float8_e5m2.
-        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see
-            `activate`.
+        activation: see `activate`.
         transpose: whether to return data_t.
         amax, with_amax: see `quantize`.
         rows: the number of dimensions that m stands for.
@@ -152,11 +217,21 @@ def check(op, x, activation, name="x"):
     """Raise unless `activation` is known and x, the argument `name`, has a shape for
     that activation.
     """
-    _checks.one_of(op, "activation", activation, ACTIVATIONS)
+    check_activation(op, activation)
     if is_gated(activation) and _checks.rank(op, name, x, 2).shape[-2] != 2:
         raise ValueError(
             f"{op}: {name}: expected [..., 2, n] for {activation!r}, got "
             f"{x.dtype}{list(x.shape)}"
+        )
+
+
+def check_activation(op, activation):
+    """Raise a ValueError unless `activation` is one that `activate` takes."""
+    if not isinstance(activation, ClampedSwiGLU) and activation not in ACTIVATIONS:
+        names = ", ".join(f'"{name}"' for name in ACTIVATIONS)
+        raise ValueError(
+            f"{op}: activation: expected one of {names}, or a "
+            f"jaxfp8.ops.ClampedSwiGLU, got {activation!r}"
         )
 
 
@@ -174,7 +249,15 @@ class _QuantizeActivation(Producer):
         # kernel serves both.
         pair = int(is_gated(spec.activation))
         x = _shapes.merge(x, x.ndim - spec.rows - pair - 1, spec.rows, pair)
-        return (x,), {"activation": spec.activation}
+        return (x,), _attributes(spec.activation)
+
+
+def _attributes(activation):
+    """Return the attributes of the custom call."""
+    if not isinstance(activation, ClampedSwiGLU):
+        return {"activation": activation}
+    numbers = dataclasses.asdict(activation).items()
+    return {"activation": "clamped_swiglu"} | {k: np.float32(v) for k, v in numbers}
 
 
 _quantize_activation = _QuantizeActivation()
@@ -187,9 +270,11 @@ def activation_grad(x, grad, activation):
     With the gradient `g` of `activate(x, activation)`, `f` its function and `f'` the
     derivative of `f`:
 
-        "silu", "gelu", "relu"       g * f'(x)
+        without a gate               g * f'(x)
         "silu_gated", "gelu_gated"   g * x[..., 1, :] * f'(x[..., 0, :]) and
                                      g * f(x[..., 0, :]), stacked as x is
+        ClampedSwiGLU                the same of the clamped x and up + offset, times
+                                     the derivatives of the clamps
 
     Args:
         x, activation: the arguments of `activate`.
@@ -226,8 +311,7 @@ def quantize_activation_grad(
         grad: the gradient of `activate(x, activation)`, of x's dtype, `[..., m, n]`.
         scale: f32[] or f32[1], the factor of dx.
         dtype: float8_e4m3fn or float8_e5m2.
-        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see
-            `activate`.
+        activation: see `activate`.
         transpose: whether to return data_t.
         amax, with_amax: see `quantize`.
         rows: the number of dimensions that m stands for.

@@ -40,8 +40,8 @@ FLAGS = (
 # Pythons and runs.
 CACHE = ROOT / "build" / "emulated"
 
-# The order of jaxfp8::cuda::Activation.
-ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
+# The order of jaxfp8::cuda::Activation, whose last one is a clamped SwiGLU.
+ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated", "relu_squared")
 # The order of jaxfp8::cuda::BlockShape and jaxfp8::BlockScaling.
 BLOCKS = ((1, None), (1, 32), (1, 128), (128, 128))
 SCALINGS = ("f32", "f32, power of two", "ceil", "floor")
@@ -237,6 +237,15 @@ def ops():
     assert library.emulator_take_misaligned() == 0, "misaligned access"
 
 
+def activation_of(activation) -> tuple:
+    """The number of an activation and the numbers of a clamp, for a launcher."""
+    numbers = ctypes.c_float * 3
+    if isinstance(activation, str):
+        return ACTIVATIONS.index(activation), numbers()
+    swiglu = numbers(activation.limit, activation.alpha, activation.offset)
+    return len(ACTIVATIONS), swiglu
+
+
 def launches(library: ctypes.CDLL) -> tuple[int, int, int]:
     """What was put on streams since the last call: kernels, memsets, copies."""
     counts = (ctypes.c_int64 * 3)()
@@ -380,11 +389,7 @@ class Emulated:
     def quantize_activation(self, x, scale, fmt, activation, **options):
         """x `[g, m, 1 or 2, n]`."""
         tiles = Tiles(x, scale, fmt, **options)
-        self._launch(
-            "quantize_activation",
-            tiles.params,
-            ACTIVATIONS.index(activation),
-        )
+        self._launch("quantize_activation", tiles.params, *activation_of(activation))
         return tiles.results()
 
     def quantize_activation_grad(
@@ -398,7 +403,7 @@ class Emulated:
         column_sums = Buffer((g, -(-m // 128), parts * n), F32)
         self._launch(
             "quantize_activation_grad", tiles.params, operand(grad, shift),
-            ACTIVATIONS.index(activation), column_sums if sums else None,
+            *activation_of(activation), column_sums if sums else None,
         )  # fmt: skip
         return (
             (*tiles.results(), column_sums.result("column_sums"))

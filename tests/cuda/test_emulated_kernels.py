@@ -21,9 +21,12 @@ from oracle import (
     moments as oracle_moments,
 )
 
+from jaxfp8.ops import ClampedSwiGLU, is_gated
+
 from .gpu import random_values
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
+CLAMPED = ClampedSwiGLU(1.5, alpha=1.702, offset=1.0)
 
 
 def each_group(function, x, scale, *rest):
@@ -98,20 +101,18 @@ def with_sums(x):
 
 
 def activated(name, x):
-    x = np.stack([x, x[:, ::-1]], axis=2) if name.endswith("_gated") else x[:, :, None]
+    x = np.stack([x, x[:, ::-1]], axis=2) if is_gated(name) else x[:, :, None]
 
     def check(got):
         for i, (data, data_t, top) in enumerate(zip(*got, strict=True)):
-            values = oracle.activation(
-                x[i] if name.endswith("_gated") else x[i, :, 0], name
-            )
+            values = oracle.activation(x[i] if is_gated(name) else x[i, :, 0], name)
             values.check(data, data_t, top, np.float32(3), E4M3, what=f"{name}, {i}")
 
     return lambda k, **shifts: k.quantize_activation(x, 3, E4M3, name, **shifts), check
 
 
 def gradient(name, x):
-    gated = name.endswith("_gated")
+    gated = is_gated(name)
     x, grad = (
         (np.stack([x, x[:, ::-1]], axis=2) if gated else x[:, :, None]),
         x[:, :, ::-1].copy(),
@@ -218,6 +219,7 @@ TILES = {
     "gelu_gated": functools.partial(activated, "gelu_gated"),
     "gradient of gelu": functools.partial(gradient, "gelu"),
     "gradient of silu_gated": functools.partial(gradient, "silu_gated"),
+    "gradient of clamped": functools.partial(gradient, CLAMPED),
     "rms": functools.partial(normed, 1),
     "layer": functools.partial(normed, 2),
 } | {
@@ -252,13 +254,13 @@ def test_tiles(kernels, g, m, n, dtype, op):
         check(run(kernels, shift=shift, data_t_shift=data_t_shift))
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "gelu_gated", "silu_gated"])
+@pytest.mark.parametrize("name", ["gelu", "silu", "gelu_gated", "silu_gated", CLAMPED])
 def test_gradients_far_below_zero(kernels, name):
     """They are 0 where x is so large that g x z' of a nearly vanished sigmoid is
     not.
     """
     x = np.repeat(-(10.0 ** np.arange(1, 18, dtype=np.float32)), 8).reshape(1, -1, 1, 8)
-    x = np.concatenate([x, np.ones_like(x)], 2) if name.endswith("_gated") else x
+    x = np.concatenate([x, np.ones_like(x)], 2) if is_gated(name) else x
     for row in range(x.shape[1]):  # an amax alone shows what has no code
         x_row, grad = x[:, row : row + 1], np.full((1, 1, 8), 0.7, np.float32)
         data, data_t, top = (
@@ -266,7 +268,7 @@ def test_gradients_far_below_zero(kernels, name):
             for part in kernels.quantize_activation_grad(x_row, grad, 3, E5M2, name)
         )
         values = oracle_gradients.activation(
-            x_row[0] if name.endswith("_gated") else x_row[0, :, 0], grad[0], name
+            x_row[0] if is_gated(name) else x_row[0, :, 0], grad[0], name
         )
         exact, bound = (v.reshape(data.shape) for v in (values.exact, values.bound))
         oracle.Values(exact, bound).check(

@@ -20,7 +20,7 @@ BLOCK_SIZE = 256
 DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
 BUDGETS = {
     "ActivationGradientI.*ELb1EEENS": 128,  # 2 blocks, with sums of columns
-    r"^sm_1\d\d .*ActivationGradientI.*Gated": 128,  # 2 blocks
+    r"^sm_1\d\d .*ActivationGradientI.*(Gated|Clamped)": 128,  # 2 blocks
     "ActivationGradientI": 80,  # 3 blocks
     "RaggedMatmulKernel.*WarpgroupTile": 255,  # 1 block of 256 threads
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads

@@ -27,10 +27,16 @@ KERNELS = {
     "with sums": (r"TileKernel<Identity<BF16, true>, E4M3>", 64, 7.9),
     "silu": (r"TileKernel<Activated<BF16, Plain<Silu> ?>, E4M3>", 64, 12.1),
     "gated silu": (r"TileKernel<Activated<BF16, Gated<Silu> ?>, E4M3>", 64, 14.5),
+    "clamped": (r"TileKernel<Activated<BF16, ClampedSwiGlu ?>, E4M3>", 64, 18.6),
     "gradient of gated silu": (
         r"TileKernel<ActivationGradient<BF16, Gated<Silu>, false>, E5M2>",
         64,
         24.0,
+    ),
+    "gradient of clamped": (
+        r"TileKernel<ActivationGradient<BF16, ClampedSwiGlu, false>, E5M2>",
+        64,
+        34.2,
     ),
     "RMSNorm": (r"TileKernel<Normalized<BF16, false>, E4M3>", 64, 9.5),
     "LayerNorm": (r"TileKernel<Normalized<BF16, true>, E4M3>", 64, 10.8),

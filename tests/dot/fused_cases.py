@@ -24,6 +24,7 @@ import jaxfp8
 ROWS, INNER, OUT = 6, 16, 5
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
 MATMUL = (((1,), (0,)), ((), ()))
+CLAMPED = jaxfp8.ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
 F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
 EPSILON = 0.25  # as large as what it is added to, so that it matters
 
@@ -106,7 +107,7 @@ def _activation(name):
         fuse=lambda x: jaxfp8.activated(x, name),
         values=lambda x: oracle.activation(x, name),
         gradients=functools.partial(_activation_gradients, name),
-        shapes=((2, INNER) if name.endswith("_gated") else (INNER,),),
+        shapes=((2, INNER) if jaxfp8.ops.is_gated(name) else (INNER,),),
     )
 
 
@@ -124,6 +125,7 @@ CASES = {
     for name in ("relu", "silu", "gelu", "silu_gated", "gelu_gated")
 }
 CASES |= {
+    "clamped": _activation(CLAMPED),
     "rms": _norm("rms", False),
     "layer": _norm("layer", False),
     "layer with bias": _norm("layer", True),

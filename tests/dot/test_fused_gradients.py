@@ -29,7 +29,8 @@ from .fused_cases import BF16, F16, F32, RECIPE
 from .test_fused_programs import calls
 
 ROWS, WIDTH, HIDDEN, OUT = 6, 16, 8, 5
-ACTIVATIONS = ("relu", "silu", "gelu", "silu_gated", "gelu_gated")
+ACTIVATIONS = ("relu", "silu", "gelu", "silu_gated", "gelu_gated", "relu_squared")
+ACTIVATIONS += (cases.CLAMPED,)
 
 
 # ----------------------------------------------------------- one product, to the oracle
@@ -40,7 +41,7 @@ def exact_operands(name, dtype, seed):
     activation is not.
     """
     rng = np.random.default_rng(seed)
-    features = (*(2,) * name.endswith("_gated"), HIDDEN)
+    features = (*(2,) * jaxfp8.ops.is_gated(name), HIDDEN)
     x = rng.integers(-2, 3, (ROWS, WIDTH)).astype(F32).astype(dtype)
     kernel, bias = (
         rng.integers(-4, 5, shape).astype(F32) / 8
@@ -126,7 +127,7 @@ def test_steps(name, dtype):
 
 def parameters(name, dtype=F32, seed=0, rows=(ROWS,)):
     """x, and wi, its bias and wo."""
-    rng, pair = np.random.default_rng(seed), (2,) * name.endswith("_gated")
+    rng, pair = np.random.default_rng(seed), (2,) * jaxfp8.ops.is_gated(name)
     shapes = (WIDTH, *pair, HIDDEN), (*pair, HIDDEN), (HIDDEN, OUT)
     x = rng.standard_normal((*rows, WIDTH)).astype(F32).astype(dtype)
     return x, *(rng.standard_normal(shape).astype(F32) for shape in shapes)

@@ -19,6 +19,7 @@ from jaxfp8 import checkpoint_policies as policies, ops
 
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
+SAVE_AS_MAXTEXT = jax.checkpoint_policies.save_only_these_names("te_quantization")
 X, KERNEL = np.full((32, 64), 0.5, oracle.BF16), np.full((64, 48), 0.25, np.float32)
 
 
@@ -75,11 +76,12 @@ NOTHING_AGAIN = (3, 3)
     [
         (policies.save_fp8_residuals_and_gemm_outputs, NOTHING_AGAIN, NOTHING_AGAIN),
         (policies.save_fp8_residuals, (5, 4), NOTHING_AGAIN),
+        (SAVE_AS_MAXTEXT, (5, 4), NOTHING_AGAIN),
         (policies.save_gemm_outputs, (5, 3), (5, 3)),
         (jax.checkpoint_policies.everything_saveable, NOTHING_AGAIN, NOTHING_AGAIN),
         (jax.checkpoint_policies.nothing_saveable, (5, 4), (5, 3)),
     ],
-    ids=["residuals and outputs", "residuals", "outputs", "everything", "nothing"],
+    ids="residuals_and_outputs residuals te outputs everything nothing".split(),
 )
 def test_what_runs_again(policy, nonlinear, linear, monkeypatch):
     if not jaxfp8.ops.has_cuda_kernels():

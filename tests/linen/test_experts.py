@@ -17,6 +17,7 @@ from recipes.cases import RECIPES
 
 import jaxfp8
 from jaxfp8.linen import Experts
+from jaxfp8.ops import ClampedSwiGLU, is_gated
 from linen.expert_cases import (
     CHOSEN,
     COUNT,
@@ -159,7 +160,7 @@ def written_out(layer, variables, x, expert, weights):
         )
 
     hidden = product("wi", rows)
-    if layer.activation.endswith("_gated"):
+    if is_gated(layer.activation):
         hidden = hidden.reshape(-1, 2, HIDDEN)
     results = product("wo", jaxfp8.activated(hidden, layer.activation))
     y = results[np.argsort(order)].reshape(*expert.shape, WIDTH).astype(F32)
@@ -167,7 +168,8 @@ def written_out(layer, variables, x, expert, weights):
 
 
 @pytest.mark.parametrize("recipe, activation, dtype", [
-    ("delayed", "silu_gated", F32), ("block", "gelu_gated", BF16), ("mx", "silu", F32),
+    ("delayed", "silu_gated", F32), ("mx", "relu_squared", F32),
+    ("block", ClampedSwiGLU(0.5, alpha=1.702, offset=1.0), BF16),
 ])  # fmt: skip
 def test_is_made_of_the_functions(recipe, activation, dtype):
     """Whose numbers dot/ compares with the oracle; batches are tokens."""

@@ -17,6 +17,7 @@ from recipes.cases import KINDS
 
 import jaxfp8
 from jaxfp8.linen import Dense, GatedMLP, NormDense
+from jaxfp8.ops import ClampedSwiGLU
 
 KEY = jax.random.key(0)
 
@@ -35,7 +36,13 @@ LAYERS = {
     "dense": Dense(FEATURES, **OPTIONS),
     "silu mlp": GatedMLP(HIDDEN, **OPTIONS),
     "gelu mlp": GatedMLP(HIDDEN, features=7, activation="gelu", **OPTIONS),
-    "norm mlp": GatedMLP(HIDDEN, norm="layer", **OPTIONS, **NORM),
+    "norm mlp": GatedMLP(
+        HIDDEN,
+        norm="layer",
+        activation=ClampedSwiGLU(0.5, alpha=1.702, offset=1.0),
+        **OPTIONS,
+        **NORM,
+    ),
     "rms dense": NormDense(FEATURES, kind="rms", **OPTIONS, **NORM),
     "layer dense": NormDense(7, kind="layer", **OPTIONS, **NORM),
 }
@@ -105,9 +112,10 @@ def written_out(layer, variables, x, dtype):
             epsilon=layer.epsilon,
         )
     if isinstance(layer, GatedMLP):
-        h = product(
-            x, variables, ("wi",), *options, activation=f"{layer.activation}_gated"
-        )
+        activation = layer.activation
+        if isinstance(activation, str):
+            activation += "_gated"
+        h = product(x, variables, ("wi",), *options, activation=activation)
         return product(h, variables, ("wo",), *options)
     if isinstance(layer, NormDense):
         return product(x, variables, ("dense",), *options)

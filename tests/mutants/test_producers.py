@@ -2,6 +2,8 @@
 as it is must not.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +22,13 @@ pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 def activation_inputs(rng):
     """`(activation, x)` of each activation."""
-    for name in _quantize_activation.ACTIVATIONS:
-        shape = (64, 2, 128) if name.endswith("_gated") else (64, 128)
-        yield name, (3 * rng.standard_normal(shape)).astype(F32)
+    clamped = ops.ClampedSwiGLU(1.5, alpha=1.702, offset=1.0)
+    for name in (*ops.ACTIVATIONS, clamped):
+        shape = (64, 2, 128) if ops.is_gated(name) else (64, 128)
+        x = (3 * rng.standard_normal(shape)).astype(F32)
+        if name == clamped:
+            x[0] = clamped.limit
+        yield name, x
 
 
 def compare_activations() -> None:
@@ -72,6 +78,35 @@ def function(name, mutant):
     return lambda monkeypatch: monkeypatch.setitem(
         _quantize_activation._FUNCTIONS, name, mutant
     )
+
+
+def clamp(mutant):
+    """`mutant(x, limit)` in place of the clamp from above."""
+    return attribute(_quantize_activation, "_at_most", lambda _: mutant)
+
+
+def clamped_with(**numbers):
+    """The formula with other numbers."""
+
+    def install(original):
+        def gate(activation, *halves):
+            if not isinstance(activation, str):
+                activation = dataclasses.replace(activation, **numbers)
+            return original(activation, *halves)
+
+        return gate
+
+    return attribute(_quantize_activation, "_gate", install)
+
+
+@jax.custom_jvp
+def cut_straight_through(x, limit):
+    return jnp.minimum(x, limit)
+
+
+cut_straight_through.defjvp(
+    lambda primals, tangents: (cut_straight_through(*primals), tangents[0])
+)
 
 
 def values(module, name, change):
@@ -131,12 +166,19 @@ ACTIVATION_MUTANTS = {
     "gelu that cancels": function("gelu", jax.nn.gelu),
     "silu of 1.702 x": function("silu", lambda x: x * lax.logistic(1.702 * x)),
     "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
+    "square of x": function("relu_squared", lambda x: x * x),
+    "no clamp from above": clamp(lambda x, limit: x),
+    "no alpha": clamped_with(alpha=1.0),
+    "no offset": clamped_with(offset=0.0),
     "a rounding to bf16": values(_quantize_activation, "_activate", rounded_to_bf16),
     "amax of what is left": amax_of_codes,
 }
 GRADIENT_MUTANTS = {
     "silu of 1.702 x": function("silu", lambda x: x * lax.logistic(1.702 * x)),
     "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
+    "square of x": function("relu_squared", lambda x: x * x),
+    "straight through the clamp": clamp(cut_straight_through),
+    "half of it at the limit": clamp(jnp.minimum),
     "a rounding to bf16": values(
         _quantize_activation, "activation_grad", rounded_to_bf16
     ),

@@ -84,6 +84,7 @@ def bad_counts(op: str):
                 yield bad
 
 
+CLAMPED = {"activation": "clamped_swiglu"}
 BAD_NUMERATORS = np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
 # `(attributes, message)`: what the error says after the op's name, or None where it is
 # XLA's own without one. Numbers of another type are others than in good calls, because
@@ -159,6 +160,15 @@ BAD_ATTRIBUTES = {
                 f"{'x' if name == other else 'activation'}: expected .*got",
             )
             for name in ("tanh", "", other)
+        ]
+        + [
+            (CLAMPED, "expected the attribute activation, limit, .* got 1"),
+            ({"limit": np.float32(1)}, "expected the attribute activation alone"),
+            (CLAMPED | dict.fromkeys(("limit", "alpha", "beta"), np.float32(1)), None),
+            (
+                CLAMPED | dict.fromkeys(("limit", "alpha", "offset"), np.float64(5)),
+                None,
+            ),
         ]
         for op, other in (
             ("quantize_activation", "gelu"),

@@ -2,6 +2,7 @@
 values within a derived bound of the oracle; `activate` and `normalize`, their twins of
 the gradient path."""
 
+import dataclasses
 import re
 
 import jax
@@ -16,7 +17,10 @@ from jaxfp8 import ops
 from . import cases
 from .conftest import EACH_DTYPE, EACH_FORMAT
 
-ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
+ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated", "relu_squared")
+ACTIVATIONS += ("clamped_gated",)
+# A limit that many of the values are beyond.
+CLAMPED = ops.ClampedSwiGLU(1.5, alpha=1.702, offset=1.0)
 # kind, has a beta
 NORMS = {
     "rms": ("rms", False),
@@ -29,7 +33,8 @@ ONE = F32(1)
 
 
 def activation_of(name):
-    return name.removeprefix("gradient of ")
+    name = name.removeprefix("gradient of ")
+    return CLAMPED if name == "clamped_gated" else name
 
 
 def inputs(name, shape, dtype, seed=0):
@@ -75,7 +80,7 @@ def values(name, x, *params, epsilon=EPSILON):
     if name in NORMS:
         return oracle.norm(x, *params, NORMS[name][0], epsilon)
     if name in ACTIVATIONS:
-        return oracle.activation(x, name)
+        return oracle.activation(x, activation_of(name))
     gradient = oracle_gradients.activation(x, *params, activation_of(name))
     return oracle.Values(
         *(part.reshape(len(x), -1) for part in (gradient.exact, gradient.bound))
@@ -148,12 +153,12 @@ def test_gradient_of_every_magnitude(implementation, dtype, name):
             scale=ONE,
             fmt=E5M2,
         )
-    if not name.endswith("_gated"):
+    if not name.endswith(("_gated", "squared")):
         data, _, top = run(name, x, np.ones_like(grad), scale=ONE)
         assert 1 <= top < 1.2 and np.abs(oracle.widen(data)).max() <= 1.25
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "relu_squared"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_activation_of_every_half_code(implementation, dtype, name):
     """Tails, overflows, infinities and NaNs; a scale for which the tail is in range of
@@ -211,11 +216,13 @@ BAD = [
     ("silu", 1, np.nan),
     ("gelu", 1, np.inf),
     ("relu", np.nan, np.nan),
+    ("relu_squared", np.nan, 1),
 ]
 BAD += [
     ("silu_gated", (np.nan, 1), 1),
     ("silu_gated", (1, np.inf), 1),
     ("gelu_gated", (1, 2), -np.inf),
+    ("clamped_gated", (1, np.nan), 1),
 ]
 
 
@@ -360,7 +367,7 @@ def test_activate_and_normalize(dtype, name):
     x, params = inputs(name, (40, 60), dtype, 6), parameters(name, (40, 60), dtype)
     is_activation = name in ACTIVATIONS
     got = (
-        ops.activate(x, name)
+        ops.activate(x, activation_of(name))
         if is_activation
         else ops.normalize(x, *params, NORMS[name][0], EPSILON)
     )
@@ -372,6 +379,25 @@ def test_activate_and_normalize(dtype, name):
     assert (error <= exact.bound + unit * np.abs(exact.exact) + 2.0**-25)[
         np.isfinite(np.asarray(got))
     ].all()
+
+
+def test_slopes_at_the_limit(implementation):
+    """1 at it, as below, and 0 beyond; of gate and up, on both sides."""
+    name, grad = "gradient of clamped_gated", np.ones((1, 6), F32)
+    limit, beyond = F32(1.5), np.nextafter(F32(1.5), F32(2))
+    gate = [limit, beyond, limit, limit, limit, beyond]
+    up = [0.5, 0.5, limit, beyond, -limit, -beyond]
+    x = np.stack([gate, up]).astype(F32)[None]
+    check(run(name, x, grad, scale=ONE), name, x, grad, scale=ONE)
+
+
+@pytest.mark.parametrize(
+    "number, value",
+    [("limit", 0), ("limit", np.inf), ("alpha", -1), ("offset", np.nan)],
+)
+def test_bad_numbers_of_a_clamp_are_named(number, value):
+    with pytest.raises(ValueError, match=f"ClampedSwiGLU: {number}: expected a .* got"):
+        dataclasses.replace(CLAMPED, **{number: value})
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])

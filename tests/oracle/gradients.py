@@ -4,12 +4,12 @@ from them; shares no code with the package.
 
 import numpy as np
 
-from oracle import Values, widen
+from oracle import Values, producers, widen
 
 _U = 2.0**-24
 
 
-def activation(x, grad, name: str, grad_bound=0.0) -> Values:
+def activation(x, grad, name, grad_bound=0.0) -> Values:
     """The gradient of `oracle.activation(x, name)` with respect to x, of its shape,
     from that of its result.
 
@@ -20,27 +20,38 @@ def activation(x, grad, name: str, grad_bound=0.0) -> Values:
     below 2^-126, at most 2^-116 of the gradient: there x z' is below 2^9, and s falls
     faster than x z' grows.
 
+    A clamped SwiGLU has these derivatives at its clamped gate, with z' = alpha, and up
+    + offset, and 0 beyond the limit. That sum is one of the roundings of `_times`. The
+    derivative of the square of max(x, 0) is 2 x.
+
     Args:
         x: `[..., n]`, gated `[..., 2, n]`.
         grad: of the result, `[..., n]`; it is off by `grad_bound`.
-        name: of the activation.
+        name: of the activation; or a clamped SwiGLU.
     """
     x, grad = widen(x, np.float64), widen(grad, np.float64)
-    gated = name.endswith("_gated")
+    is_clamped = not isinstance(name, str)
+    gated = is_clamped or name.endswith("_gated")
     gate, up = (x[..., 0, :], x[..., 1, :]) if gated else (x, np.ones_like(x))
+    beyond = [False, False]
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        if name == "relu":
+        if not is_clamped and name.startswith("relu"):
             f = np.maximum(gate, 0)
             f_bound = 0.0
-            df = np.where(gate <= 0, 0.0, 1.0)
+            slope = 2 * gate if "squared" in name else np.ones_like(gate)
+            df = np.where(gate <= 0, 0.0, slope)
             df_bound = 0.0
         else:
             c = 2 * np.sqrt(2 / np.pi)
-            z, dz = (
-                (gate, 1.0)
-                if "silu" in name
-                else (c * (gate + 0.044715 * gate**3), c * (1 + 0.134145 * gate**2))
-            )
+            if is_clamped:
+                gate, up, limit, alpha, offset = producers.clamped(x, name)
+                beyond = [x[..., 0, :] > limit, np.abs(x[..., 1, :]) > limit]
+                up, z, dz = up + offset, alpha * gate, alpha
+            elif "silu" in name:
+                z, dz = gate, 1.0
+            else:
+                z = c * (gate + 0.044715 * gate**3)
+                dz = c * (1 + 0.134145 * gate**2)
             s, rest = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
             off = (5 * np.abs(z) + 24) * _U
             inner = np.where(rest == 0, 0, np.where(s == 0, 0, gate * s * rest * dz))
@@ -48,9 +59,11 @@ def activation(x, grad, name: str, grad_bound=0.0) -> Values:
             f, f_bound = gate * s, np.abs(gate * s) * off
             df = s + inner
             df_bound = np.where(s == 0, 0, s * np.minimum(off, 1) + inner_off)
-        parts = [_times(grad, grad_bound, df * up, df_bound * np.abs(up))]
-        if gated:
-            parts.append(_times(grad, grad_bound, f, f_bound))
+        factors = [(df * up, df_bound * np.abs(up)), (f, f_bound)][: 1 + gated]
+        parts = [
+            np.where(is_beyond, 0.0, _times(grad, grad_bound, *factor))
+            for factor, is_beyond in zip(factors, beyond, strict=False)
+        ]
     exact, bound = (
         np.stack(part, axis=-2) if gated else part[0]
         for part in zip(*parts, strict=True)

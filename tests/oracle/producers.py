@@ -91,8 +91,21 @@ def _sigmoid(z):
         return 1 / (1 + np.exp(-z))
 
 
-def activation(x, name: str) -> Values:
-    """gelu (tanh), silu, relu of x; gated: of x[..., 0, :], times x[..., 1, :].
+def clamped(x, swiglu) -> tuple:
+    """gate and up of a clamped SwiGLU, after its clamps, in f64, and its numbers, which
+    are f32: `(gate, up, limit, alpha, offset)`. NaN stays.
+    """
+    limit, alpha, offset = (
+        np.float64(F32(number))
+        for number in (swiglu.limit, swiglu.alpha, swiglu.offset)
+    )
+    gate, up = x[..., 0, :], x[..., 1, :]
+    return np.minimum(gate, limit), np.clip(up, -limit, limit), limit, alpha, offset
+
+
+def activation(x, name) -> Values:
+    """gelu (tanh), silu, relu of x and its square; gated: of x[..., 0, :], times x[...,
+    1, :]; for a clamped SwiGLU in place of a name gate * s(alpha gate) * (up + offset).
 
     The bound, for x * s(z) with s(z) = 1 / (1 + exp(-z)), z = x or 2 sqrt(2/pi) (x +
     0.044715 x^3). An exponent that is off by 5u of itself (two constants, a square, a
@@ -102,26 +115,35 @@ def activation(x, name: str) -> Values:
         |error| <= |result| (s(-z) (5 |z| + 4) + 4) u
 
     The implementations may flush subnormals, or lose a result to an exp(-z) above the
-    largest f32: at most 88 * 2^-126 is lost. A gate multiplies all this and rounds once
-    more. A product of terms in u is below u^2 (5 * 88 + 8)^2 < u, which one more u
-    covers.
+    largest f32: at most 88 * 2^-126 is lost, 88 / alpha with z = alpha x. A gate
+    multiplies all this and rounds once more. A product of terms in u is below u^2 (5 *
+    88 + 8)^2 < u, which one more u covers.
+
+    In a clamped SwiGLU up + offset is rounded too. What is lost of a subnormal up is
+    multiplied by the limit. A square is rounded once.
     """
-    x = widen(x, np.float64)
-    gated = name.endswith("_gated")
+    x, is_clamped = widen(x, np.float64), not isinstance(name, str)
+    gated = is_clamped or name.endswith("_gated")
     gate, up = (x[..., 0, :], x[..., 1, :]) if gated else (x, np.float64(1))
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        if name == "relu":
-            return Values(np.where(gate <= 0, 0, gate), np.full(gate.shape, 2.0**-126))
-        z = (
-            gate
-            if name.startswith("silu")
-            else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-        )
+        if not is_clamped and name.startswith("relu"):
+            exact = np.where(gate <= 0, 0, gate) ** (2 if "squared" in name else 1)
+            return Values(exact, exact * _U + 2.0**-126)
+        lost = 88
+        if is_clamped:
+            gate, up, limit, alpha, offset = clamped(x, name)
+            up, z = up + offset, alpha * gate
+            lost = max(88, 88 / alpha, limit)
+        elif name.startswith("silu"):
+            z = gate
+        else:
+            z = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
         # Beyond, s(z) is a zero of f64 as well, but 0 * inf is not.
         share = np.where(z < -700, 1, _sigmoid(-z))
         exact = gate * _sigmoid(z) * up
-        relative = (share * (5 * np.minimum(np.abs(z), 88) + 4) + 4 + gated + 1) * _U
-        bound = np.abs(exact) * relative + 88 * 2.0**-126 * np.maximum(1, np.abs(up))
+        roundings = 4 + gated + is_clamped + 1
+        relative = (share * (5 * np.minimum(np.abs(z), 88) + 4) + roundings) * _U
+        bound = np.abs(exact) * relative + lost * 2.0**-126 * np.maximum(1, np.abs(up))
         # Next to the largest f32 the function of a gate may round to infinity before it
         # is multiplied.
         bound = np.where(

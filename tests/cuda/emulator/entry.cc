@@ -58,14 +58,16 @@ EXPORT int launch_transpose_blocks(int format, const uint8_t* data, const uint8_
       {static_cast<Dtype>(format), data, scale_inv, data_t, scale_inv_t, block, groups, m, n}, nullptr);
 }
 
-EXPORT int launch_quantize_activation(const jaxfp8::TileParams* params, int activation) {
-  return jaxfp8::cuda::LaunchQuantizeActivation({*params, static_cast<jaxfp8::cuda::Activation>(activation)}, nullptr);
+EXPORT int launch_quantize_activation(const jaxfp8::TileParams* params, int activation,
+                                      const jaxfp8::cuda::ClampParams* clamp) {
+  const auto function = static_cast<jaxfp8::cuda::Activation>(activation);
+  return jaxfp8::cuda::LaunchQuantizeActivation({*params, function, *clamp}, nullptr);
 }
 
 EXPORT int launch_quantize_activation_grad(const jaxfp8::TileParams* params, const void* grad, int activation,
-                                           float* column_sums) {
+                                           const jaxfp8::cuda::ClampParams* clamp, float* column_sums) {
   const auto function = static_cast<jaxfp8::cuda::Activation>(activation);
-  return jaxfp8::cuda::LaunchQuantizeActivationGrad({{*params, column_sums}, grad, function}, nullptr);
+  return jaxfp8::cuda::LaunchQuantizeActivationGrad({{*params, column_sums}, grad, function, *clamp}, nullptr);
 }
 
 EXPORT int launch_quantize_norm(const jaxfp8::TileParams* params, const float* statistics, int64_t has_mean,

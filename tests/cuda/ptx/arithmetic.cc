@@ -90,7 +90,8 @@ u64 DivFloat(u64 a, u64 b, u64) { return AsBits(AsFloat(a) / AsFloat(b)); }
 u64 SqrtFloat(u64 a, u64, u64) { return AsBits(std::sqrt(AsFloat(a))); }
 u64 AbsFloat(u64 a, u64, u64) { return AsBits(std::fabs(AsFloat(a))); }
 u64 NegFloat(u64 a, u64, u64) { return AsBits(-AsFloat(a)); }
-u64 MinFloat(u64 a, u64 b, u64) { return AsBits(Smaller(AsFloat(a), AsFloat(b))); }
+u64 MinFloat(u64 a, u64 b, u64) { return AsBits(Smaller(AsFloat(a), AsFloat(b), false)); }
+u64 MinFloatOrNan(u64 a, u64 b, u64) { return AsBits(Smaller(AsFloat(a), AsFloat(b), true)); }
 u64 MaxFloat(u64 a, u64 b, u64) { return AsBits(Larger(AsFloat(a), AsFloat(b), false)); }
 u64 MaxFloatOrNan(u64 a, u64 b, u64) { return AsBits(Larger(AsFloat(a), AsFloat(b), true)); }
 u64 Exp2(u64 a, u64, u64) { return AsBits(ApproximateExp2(AsFloat(a))); }
@@ -228,6 +229,7 @@ const std::unordered_map<std::string, Action> kActions = {
     {"fma.rn.f32", Each<FmaFloat, Whole<u32>>}, {"div.rn.f32", Each<DivFloat, Whole<u32>>},
     {"sqrt.rn.f32", Each<SqrtFloat, Whole<u32>>}, {"abs.f32", Each<AbsFloat, Whole<u32>>},
     {"neg.f32", Each<NegFloat, Whole<u32>>}, {"min.f32", Each<MinFloat, Whole<u32>>},
+    {"min.NaN.f32", Each<MinFloatOrNan, Whole<u32>>},
     {"max.f32", Each<MaxFloat, Whole<u32>>}, {"max.NaN.f32", Each<MaxFloatOrNan, Whole<u32>>},
     {"ex2.approx.ftz.f32", Each<Exp2, Whole<u32>>}, {"rcp.approx.ftz.f32", Each<Reciprocal, Whole<u32>>},
     {"rsqrt.approx.ftz.f32", Each<ReciprocalRoot, Whole<u32>>},

@@ -76,7 +76,7 @@ inline float Larger(float x, float y, bool keeps_nan) {
   if (!has_x || !has_y) return has_x ? x : y;
   return x == y ? (std::signbit(x) ? y : x) : std::max(x, y);
 }
-inline float Smaller(float x, float y) { return -Larger(-x, -y, false); }
+inline float Smaller(float x, float y, bool keeps_nan) { return -Larger(-x, -y, keeps_nan); }
 
 // 9.7.4.8, max.NaN.xorsign.abs: the larger magnitude, with the product of the signs.
 inline uint32_t LargerMagnitude(const Format& format, uint32_t x, uint32_t y) {

@@ -85,6 +85,10 @@ uint32_t InfinitiesToNan(uint32_t x) {
   return half(x & 0xffffu, kInf) | half(x >> 16, kInf) << 16;
 }
 
+// NaN where either is NaN.
+inline float Smaller(float x, float y) { return x != x || y != y ? BitsToFloat(0x7fffffffu) : std::fmin(x, y); }
+inline float Larger(float x, float y) { return -Smaller(-x, -y); }
+
 // 0 for what would be subnormal.
 inline float Flushed(float x) { return (FloatToBits(x) & kInfBits) == 0 ? std::copysign(0.0f, x) : x; }
 
