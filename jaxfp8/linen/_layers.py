@@ -12,6 +12,7 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from ..collectives._experts import experts_over
 from ..dot import (
     Activated,
     FusedInput,
@@ -310,6 +311,17 @@ class Experts(nn.Module):
     `2 * hidden_features` columns, first those of the gate. State is in
     `wi/Fp8RaggedDot_0` and `wo/Fp8RaggedDot_0`.
 
+    With `expert_axis` the experts lie on the devices of a mesh axis. Call `init`
+    outside of `shard_map`; inside cut both kernels by `PartitionSpec(expert_axis)`, the
+    tokens over the devices, and copy the state. Rows go to the devices of their experts
+    as the codes that `wi` multiplies, results come back in the compute dtype, the
+    gradients of results go as the codes of `output_grad` of `wo`, and those of rows as
+    codes with a scale of their own, from the tensor at hand. With one scale a tensor
+    results and state are those of one device; the gradient of x is rounded once more.
+    No row is dropped: each device has room for all rows of every device, `devices *
+    tokens * chosen` rows, which is also what it sends. Outside of a `shard_map` over
+    the axis the layer has all experts.
+
     Attributes:
         count: the number of experts.
         hidden_features: the size between the products.
@@ -317,9 +329,12 @@ class Experts(nn.Module):
         recipe, dtype, param_dtype: see `Dense`; they hold for both products. In high
             precision both are `jax.lax.ragged_dot`.
         kernel_init: initializer of both kernels, whose first dimension counts experts.
+        expert_axis: a mesh axis of the `shard_map` around the call; None keeps all
+            experts on each device.
 
     Raises:
-        ValueError: `activation` is unknown.
+        ValueError: `activation` is unknown; the mesh has no axis `expert_axis`, or more
+            devices along it than divide `count`; or `init` runs inside the `shard_map`.
     """
 
     count: int
@@ -331,6 +346,7 @@ class Experts(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal(
         batch_axis=(0,)
     )
+    expert_axis: str | None = None
 
     @nn.compact
     def __call__(
@@ -357,6 +373,14 @@ class Experts(nn.Module):
         check_activation("Experts", self.activation)
         x = jnp.asarray(x)
         (hidden,) = sizes("Experts: hidden_features", (self.hidden_features,))
+        count, route = experts_over(self.expert_axis, self.count)
+        if count < self.count and self.is_initializing():
+            raise ValueError(
+                "Experts: init: expected a call outside of shard_map, which makes the "
+                f"kernels of all {self.count} experts, got one inside, where each "
+                "device would draw the same; cut the kernels by "
+                f"in_specs=PartitionSpec({self.expert_axis!r})"
+            )
         return mixture(
             x,
             expert,
@@ -364,14 +388,15 @@ class Experts(nn.Module):
             count=self.count,
             activation=self.activation,
             dtype=self.dtype,
-            wi=self._product("wi", columns(hidden, self.activation)),
-            wo=self._product("wo", x.shape[-1] if x.shape else 0),
+            wi=self._product("wi", count, columns(hidden, self.activation)),
+            wo=self._product("wo", count, x.shape[-1] if x.shape else 0),
+            route=route,
         )
 
     @nn.nowrap
-    def _product(self, name: str, features: int) -> "RaggedDense":
+    def _product(self, name: str, count: int, features: int) -> "RaggedDense":
         return RaggedDense(
-            self.count,
+            count,
             features,
             recipe=self.recipe,
             dtype=self.dtype,
@@ -394,8 +419,8 @@ class RaggedDense(nn.Module):
     kernel_init: nn.initializers.Initializer
 
     @nn.compact
-    def __call__(self, x, group_sizes) -> jax.Array:
+    def __call__(self, x, group_sizes, by) -> jax.Array:
         shape = (self.count, x.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         product = Fp8RaggedDot(recipe=self.recipe)
-        return ragged_linear(product, x, kernel, group_sizes, dtype=self.dtype)
+        return ragged_linear(product, x, kernel, group_sizes, by, dtype=self.dtype)

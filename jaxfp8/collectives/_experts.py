@@ -1,0 +1,132 @@
+"""Experts on the devices of a mesh axis: rows go to the devices of their experts as
+codes, and results come back.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ..dot import (
+    Route,
+    permuted,
+    ragged_dot,
+    ragged_product,
+    restored,
+    sorted_by_expert,
+)
+from ..recipes import QTensor
+from ._collectives import as_bytes, exchange, transfer
+
+
+def experts_over(axis: str | None, count: int) -> tuple[int, Callable[..., Route]]:
+    """Return how many of `count` experts a device has, and the route to them.
+
+    Args:
+        axis: the field `expert_axis` of the layer.
+        count: the number of all experts.
+
+    Raises:
+        ValueError: the mesh around the call has no such axis, or the size of the axis
+            does not divide `count`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis is None or mesh.empty:
+        return count, Route
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            "Experts: expert_axis: expected an axis of the mesh, which has "
+            f"{mesh.axis_names}, got {axis!r}; None keeps all experts on each device"
+        )
+    if axis not in mesh.manual_axes:
+        return count, Route
+    devices = mesh.shape[axis]
+    if count % devices:
+        raise ValueError(
+            f"Experts: count: expected a multiple of {devices}, the devices along "
+            f"expert_axis={axis!r}, got {count}"
+        )
+    return count // devices, functools.partial(ExchangedRoute, axis, devices)
+
+
+class ExchangedRoute(Route):
+    """The way of rows to experts on the devices of a mesh axis, and back.
+
+    Each device has `m` slots for each device, as many as it has rows, so that any
+    choice of experts fits: `[devices * m, k]` arrives, most of it zeros. The rows that
+    a device gets are sorted by its own experts, in the order of the devices that they
+    come from.
+    """
+
+    def __init__(self, axis: str, devices: int, expert: jax.Array, count: int):
+        self._exchange = exchange((axis,), 0, 0, tiled=True)
+        at = jnp.arange(expert.size, dtype=jnp.int32)
+        # 1. Give each row a slot, in the order of experts: those of no expert come
+        #    last, behind all slots.
+        order, sizes = sorted_by_expert(expert, count)
+        sizes = sizes.reshape(devices, count // devices)
+        ends = jnp.cumsum(jnp.sum(sizes, axis=1, dtype=jnp.int32), dtype=jnp.int32)
+        device = jnp.searchsorted(ends, at, side="right")
+        begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+        slot = device * expert.size + at - begins[device]
+        self._slot = restored(slot, order)
+        self._slots = devices * expert.size
+        # 2. Find the expert of each slot that arrives: those of a device come in the
+        #    order of experts, and zeros behind them.
+        sizes = self._exchange.send(sizes)
+        ends = jnp.cumsum(sizes, axis=1, dtype=jnp.int32)
+        arrived = jax.vmap(lambda ends: jnp.searchsorted(ends, at, side="right"))(ends)
+        self._order, self.group_sizes = sorted_by_expert(
+            arrived.reshape(-1), count // devices
+        )
+
+    def placed(self, rows: jax.Array) -> jax.Array:
+        """Return rows in their slots, `[devices * m, k]`."""
+        slots = jnp.zeros((self._slots, rows.shape[-1]), rows.dtype)
+        return slots.at[self._slot].set(rows, unique_indices=True, mode="drop")
+
+    def restored(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of the slots; zeros for those of no expert."""
+        return rows.at[self._slot].get(unique_indices=True, mode="fill", fill_value=0)
+
+    def first(self, rows, kernel, group_sizes, *, recipe, state, **options):
+        """Send rows as the codes that the product multiplies."""
+        q = transfer(self._exchange, rows, recipe, state, "input")
+        rows = _permuted(q, self._order)
+        return ragged_dot(
+            rows, kernel, group_sizes, recipe=recipe, state=state, **options
+        )
+
+    def second(self, rows, kernel, group_sizes, *, recipe, state, **options):
+        """Send results back; their gradients come as the codes that the product
+        multiplies, whose amax the transfer records.
+        """
+        y = ragged_product(
+            rows,
+            kernel,
+            group_sizes,
+            recipe=recipe,
+            state=state,
+            records_grad=False,
+            **options,
+        )
+        y = restored(y, self._order)
+        return transfer(self._exchange, y, recipe, state, "output_grad").data
+
+
+def _permuted(q: QTensor, order: jax.Array) -> QTensor | jax.Array:
+    """Return the rows of codes that arrived in this order; of an array in high
+    precision the array.
+    """
+
+    def move(rows):
+        return permuted(rows, order)
+
+    if q.scale_inv is None:
+        return move(q.data)
+    data, source = as_bytes(move, q.data), move(q.source)
+    # scales of blocks are those of rows
+    scale_inv = q.scale_inv if q.has_one_scale else as_bytes(move, q.scale_inv)
+    return dataclasses.replace(q, data=data, scale_inv=scale_inv, source=source)
