@@ -4,6 +4,7 @@ codes, and results come back.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -21,17 +22,25 @@ from ..recipes import QTensor
 from ._collectives import as_bytes, exchange, transfer
 
 
-def experts_over(axis: str | None, count: int) -> tuple[int, Callable[..., Route]]:
+def experts_over(
+    axis: str | None, count: int, capacity: int | None
+) -> tuple[int, Callable[..., Route]]:
     """Return how many of `count` experts a device has, and the route to them.
 
     Args:
         axis: the field `expert_axis` of the layer.
         count: the number of all experts.
+        capacity: the field of the layer.
 
     Raises:
         ValueError: the mesh around the call has no such axis, or the size of the axis
-            does not divide `count`.
+            does not divide `count`; or `capacity` is below 1.
     """
+    if capacity is not None and capacity < 1:
+        raise ValueError(
+            "Experts: capacity: expected at least 1 row, or None for all rows, got "
+            f"{capacity}"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     if axis is None or mesh.empty:
         return count, Route
@@ -48,47 +57,63 @@ def experts_over(axis: str | None, count: int) -> tuple[int, Callable[..., Route
             f"Experts: count: expected a multiple of {devices}, the devices along "
             f"expert_axis={axis!r}, got {count}"
         )
-    return count // devices, functools.partial(ExchangedRoute, axis, devices)
+    route = functools.partial(ExchangedRoute, axis, devices, capacity)
+    return count // devices, route
 
 
 class ExchangedRoute(Route):
     """The way of rows to experts on the devices of a mesh axis, and back.
 
-    Each device has `m` slots for each device, as many as it has rows, so that any
-    choice of experts fits: `[devices * m, k]` arrives, most of it zeros. The rows that
-    a device gets are sorted by its own experts, in the order of the devices that they
-    come from.
+    A device has as many slots for each device as it may send rows there: `capacity`, or
+    all of its `m` rows, so that any choice of experts fits. `[devices * slots, k]`
+    arrives, zeros where no row was. The rows that a device gets are sorted by its own
+    experts, in the order of the devices that they come from.
+
+    Attributes:
+        dropped: int32[], how many rows of this device have found no slot.
     """
 
-    def __init__(self, axis: str, devices: int, expert: jax.Array, count: int):
+    def __init__(
+        self,
+        axis: str,
+        devices: int,
+        capacity: int | None,
+        expert: jax.Array,
+        count: int,
+    ):
+        rows = expert.size
+        slots = rows if capacity is None else min(capacity, rows)
+        self._shape = devices, slots
         self._exchange = exchange((axis,), 0, 0, tiled=True)
-        at = jnp.arange(expert.size, dtype=jnp.int32)
-        # 1. Give each row a slot, in the order of experts: those of no expert come
-        #    last, behind all slots.
+        # 1. Give each row a slot, in the order of experts. Rows of no expert come last,
+        #    and behind all slots, with those that are too many for their device.
         order, sizes = sorted_by_expert(expert, count)
         sizes = sizes.reshape(devices, count // devices)
-        ends = jnp.cumsum(jnp.sum(sizes, axis=1, dtype=jnp.int32), dtype=jnp.int32)
-        device = jnp.searchsorted(ends, at, side="right")
+        ends = _cumsum(jnp.sum(sizes, axis=1, dtype=jnp.int32))
         begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-        slot = device * expert.size + at - begins[device]
+        at = jnp.arange(rows, dtype=jnp.int32)
+        device = jnp.searchsorted(ends, at, side="right")
+        slot = at - begins[device]
+        fits = (device < devices) & (slot < slots)
+        slot = jnp.where(fits, device * slots + slot, devices * slots + at)
         self._slot = restored(slot, order)
-        self._slots = devices * expert.size
+        self.dropped = ends[-1] - jnp.sum(fits, dtype=jnp.int32)
         # 2. Find the expert of each slot that arrives: those of a device come in the
         #    order of experts, and zeros behind them.
-        sizes = self._exchange.send(sizes)
-        ends = jnp.cumsum(sizes, axis=1, dtype=jnp.int32)
+        ends = self._exchange.send(_cumsum(sizes))
+        at = jnp.arange(slots, dtype=jnp.int32)
         arrived = jax.vmap(lambda ends: jnp.searchsorted(ends, at, side="right"))(ends)
         self._order, self.group_sizes = sorted_by_expert(
             arrived.reshape(-1), count // devices
         )
 
     def placed(self, rows: jax.Array) -> jax.Array:
-        """Return rows in their slots, `[devices * m, k]`."""
-        slots = jnp.zeros((self._slots, rows.shape[-1]), rows.dtype)
+        """Return rows in their slots, `[devices * slots, k]`."""
+        slots = jnp.zeros((math.prod(self._shape), rows.shape[-1]), rows.dtype)
         return slots.at[self._slot].set(rows, unique_indices=True, mode="drop")
 
     def restored(self, rows: jax.Array) -> jax.Array:
-        """Return the rows of the slots; zeros for those of no expert."""
+        """Return the rows of the slots; zeros for those without a slot."""
         return rows.at[self._slot].get(unique_indices=True, mode="fill", fill_value=0)
 
     def first(self, rows, kernel, group_sizes, *, recipe, state, **options):
@@ -114,6 +139,10 @@ class ExchangedRoute(Route):
         )
         y = restored(y, self._order)
         return transfer(self._exchange, y, recipe, state, "output_grad").data
+
+
+def _cumsum(sizes):
+    return jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
 
 
 def _permuted(q: QTensor, order: jax.Array) -> QTensor | jax.Array:

@@ -37,9 +37,11 @@ class Route:
     Attributes:
         group_sizes: int32 `[count]`, the rows of each expert of this device.
         first, second: functions like `ragged_dot` for the two products of an expert.
+        dropped: how many rows have found no place.
     """
 
     first = second = staticmethod(ragged_dot)
+    dropped = 0
 
     def __init__(self, expert: jax.Array, count: int):
         self._order, self.group_sizes = sorted_by_expert(expert, count)

@@ -318,9 +318,12 @@ class Experts(nn.Module):
     gradients of results go as the codes of `output_grad` of `wo`, and those of rows as
     codes with a scale of their own, from the tensor at hand. With one scale a tensor
     results and state are those of one device; the gradient of x is rounded once more.
-    No row is dropped: each device has room for all rows of every device, `devices *
-    tokens * chosen` rows, which is also what it sends. Outside of a `shard_map` over
-    the axis the layer has all experts.
+    Outside of a `shard_map` over the axis the layer has all experts.
+
+    By default no row is dropped: a device has room for all rows of every device, and
+    sends and multiplies `devices * tokens * chosen` rows, most of them zeros. With
+    `capacity` it sends so many rows to each device; further rows, those of the last
+    experts and tokens, have no expert, and `dropped_rows` counts them.
 
     Attributes:
         count: the number of experts.
@@ -331,10 +334,13 @@ class Experts(nn.Module):
         kernel_init: initializer of both kernels, whose first dimension counts experts.
         expert_axis: a mesh axis of the `shard_map` around the call; None keeps all
             experts on each device.
+        capacity: how many rows a device sends to each device of `expert_axis` at most;
+            None is all of its rows.
 
     Raises:
-        ValueError: `activation` is unknown; the mesh has no axis `expert_axis`, or more
-            devices along it than divide `count`; or `init` runs inside the `shard_map`.
+        ValueError: `activation` is unknown; `capacity` is below 1; the mesh has no axis
+            `expert_axis`, or its size does not divide `count`; or `init` runs inside
+            the `shard_map`.
     """
 
     count: int
@@ -347,6 +353,7 @@ class Experts(nn.Module):
         batch_axis=(0,)
     )
     expert_axis: str | None = None
+    capacity: int | None = None
 
     @nn.compact
     def __call__(
@@ -373,7 +380,7 @@ class Experts(nn.Module):
         check_activation("Experts", self.activation)
         x = jnp.asarray(x)
         (hidden,) = sizes("Experts: hidden_features", (self.hidden_features,))
-        count, route = experts_over(self.expert_axis, self.count)
+        count, route = experts_over(self.expert_axis, self.count, self.capacity)
         if count < self.count and self.is_initializing():
             raise ValueError(
                 "Experts: init: expected a call outside of shard_map, which makes the "
@@ -392,6 +399,14 @@ class Experts(nn.Module):
             wo=self._product("wo", count, x.shape[-1] if x.shape else 0),
             route=route,
         )
+
+    @nn.nowrap
+    def dropped_rows(self, expert: jax.Array) -> jax.Array:
+        """Count the rows of this device that `capacity` leaves out, int32[], for the
+        `expert` of a call.
+        """
+        _, route = experts_over(self.expert_axis, self.count, self.capacity)
+        return jnp.int32(route(expert.reshape(-1), self.count).dropped)
 
     @nn.nowrap
     def _product(self, name: str, count: int, features: int) -> "RaggedDense":

@@ -365,14 +365,14 @@ class Experts(nnx.Module):
     Args:
         count: the number of experts.
         in_features, hidden_features: the sizes of x, and between the products.
-        activation, recipe, dtype, param_dtype, kernel_init, expert_axis: the fields of
-            `jaxfp8.linen.Experts`. With `expert_axis` make the layer outside of the
-            `shard_map`.
+        activation, recipe, dtype, param_dtype, kernel_init, expert_axis, capacity: the
+            fields of `jaxfp8.linen.Experts`. With `expert_axis` make the layer outside
+            of the `shard_map`.
         rngs: keys; the stream `params` initializes the kernels.
 
     Raises:
         ValueError: `activation` is unknown; when called, `expert_axis` does not fit the
-            mesh.
+            mesh, or `capacity` is below 1.
     """
 
     def __init__(
@@ -387,12 +387,13 @@ class Experts(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = _EXPERTS_INIT,
         expert_axis: str | None = None,
+        capacity: int | None = None,
         rngs: nnx.Rngs,
     ):
         check_activation("Experts", activation)
         (hidden,) = sizes("Experts: hidden_features", (hidden_features,))
         self.count, self.activation, self.dtype = count, activation, dtype
-        self.expert_axis = expert_axis
+        self.expert_axis, self.capacity = expert_axis, capacity
 
         def product(in_features, out_features):
             shape = count, in_features, out_features
@@ -409,7 +410,7 @@ class Experts(nnx.Module):
         """Compute y of the shape of x `[..., in_features]`; `expert` and `weights`
         `[..., chosen]`, errors and the result are those of `jaxfp8.linen.Experts`.
         """
-        _, route = experts_over(self.expert_axis, self.count)
+        _, route = experts_over(self.expert_axis, self.count, self.capacity)
         return mixture(
             x,
             expert,
@@ -421,6 +422,11 @@ class Experts(nnx.Module):
             wo=self.wo,
             route=route,
         )
+
+    def dropped_rows(self, expert: jax.Array) -> jax.Array:
+        """Count the rows that `capacity` leaves out; see `jaxfp8.linen.Experts`."""
+        _, route = experts_over(self.expert_axis, self.count, self.capacity)
+        return jnp.int32(route(expert.reshape(-1), self.count).dropped)
 
 
 class RaggedLinear(nnx.Module):

@@ -253,6 +253,30 @@ def test_what_is_sent():
     assert sum(c.bytes for c in sent) == sum(by_dtype.values())
 
 
+def test_capacity():
+    """Rows above it have no expert: those of the last experts and tokens."""
+    args, capacity = operands(), 8
+    layer = GATED.clone(expert_axis="e", capacity=capacity)
+    variables = used_variables(layer, *args[:3])
+
+    def run(variables, x, expert, weights, _):
+        y = layer.apply(variables, x, expert, weights)
+        return (y, layer.dropped_rows(expert)[None]), variables
+
+    (got, dropped), _ = cut(run, {"e": 2}, variables)(variables, *args)
+    x, expert, weights, _ = args
+    kept = expert.copy()
+    for device in range(2):
+        mine = kept[12 * device : 12 * (device + 1)].reshape(-1)
+        for there in range(2):
+            rows = [r for r in np.argsort(mine, kind="stable") if mine[r] // 2 == there]
+            mine[rows[capacity:]] = -1
+        assert dropped[device] == np.sum((kept != expert)[12 * device :][:12])
+    assert dropped.sum() > 0
+    wanted = jax.jit(GATED.apply)(variables, x, kept, weights)
+    assert_same_bits(got, wanted, "y")
+
+
 def test_names_of_mesh_axes():
     """Specs of an initializer with axes are those of the shard_map."""
     init = nn.with_partitioning(GATED.kernel_init, ("e", None, None))
@@ -276,6 +300,8 @@ def test_bad_axes(axis, count, message):
     )
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(run, variables, *args)
+    with pytest.raises(ValueError, match="capacity: expected at least 1 row"):
+        layer.clone(capacity=0).dropped_rows(args[1])
 
 
 def test_init_is_outside():
