@@ -92,7 +92,7 @@ class ExchangedRoute(Route):
         ends = _cumsum(jnp.sum(sizes, axis=1, dtype=jnp.int32))
         begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
         at = jnp.arange(rows, dtype=jnp.int32)
-        device = jnp.searchsorted(ends, at, side="right")
+        device = _find(ends, at)
         slot = at - begins[device]
         fits = (device < devices) & (slot < slots)
         slot = jnp.where(fits, device * slots + slot, devices * slots + at)
@@ -102,7 +102,7 @@ class ExchangedRoute(Route):
         #    order of experts, and zeros behind them.
         ends = self._exchange.send(_cumsum(sizes))
         at = jnp.arange(slots, dtype=jnp.int32)
-        arrived = jax.vmap(lambda ends: jnp.searchsorted(ends, at, side="right"))(ends)
+        arrived = jax.vmap(_find, in_axes=(0, None))(ends, at)
         self._order, self.group_sizes = sorted_by_expert(
             arrived.reshape(-1), count // devices
         )
@@ -143,6 +143,12 @@ class ExchangedRoute(Route):
 
 def _cumsum(sizes):
     return jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
+
+
+def _find(ends, at):
+    """Return in which of the groups with these ends each position lies."""
+    # without a loop, which would be many launches
+    return jnp.searchsorted(ends, at, side="right", method="compare_all")
 
 
 def _permuted(q: QTensor, order: jax.Array) -> QTensor | jax.Array:
