@@ -311,19 +311,23 @@ class Experts(nn.Module):
     `2 * hidden_features` columns, first those of the gate. State is in
     `wi/Fp8RaggedDot_0` and `wo/Fp8RaggedDot_0`.
 
-    With `expert_axis` the experts lie on the devices of a mesh axis. Call `init`
-    outside of `shard_map`; inside cut both kernels by `PartitionSpec(expert_axis)`, the
-    tokens over the devices, and copy the state. Rows go to the devices of their experts
-    as the codes that `wi` multiplies, results come back in the compute dtype, the
-    gradients of results go as the codes of `output_grad` of `wo`, and those of rows as
-    codes with a scale of their own, from the tensor at hand. With one scale a tensor
-    results and state are those of one device; the gradient of x is rounded once more.
-    Outside of a `shard_map` over the axis the layer has all experts.
+    With `expert_axis`, inside a `shard_map`, the experts lie on the devices of a mesh
+    axis. Cut both kernels by `PartitionSpec(expert_axis)` and the tokens over the
+    devices, and copy the state. `init` runs outside. If the `kernel_init` is that of
+    `nn.with_partitioning`, `nn.get_partition_spec` gives the specs; unbox the variables
+    with `nn.meta.unbox`.
+
+    What crosses devices: rows go to their experts as the codes that `wi` multiplies.
+    Results come back in the compute dtype. The gradients of results go as the codes of
+    `output_grad` of `wo`, and those of rows come back as codes with the scale of their
+    own amax. With one scale a tensor results and state are those of one device; the
+    gradient of x is rounded to FP8 once more. Outside of a `shard_map` over the axis
+    the layer has all experts.
 
     By default no row is dropped: a device has room for all rows of every device, and
     sends and multiplies `devices * tokens * chosen` rows, most of them zeros. With
-    `capacity` it sends so many rows to each device; further rows, those of the last
-    experts and tokens, have no expert, and `dropped_rows` counts them.
+    `capacity` it sends at most that many rows to each device; further rows, those of
+    the last experts and tokens, have no expert, and `dropped_rows` counts them.
 
     Attributes:
         count: the number of experts.
