@@ -237,7 +237,8 @@ def test_what_is_sent():
     variables = used_variables(layer, *args[:3])
     step = cut(gradients(layer.apply), {"e": 4}, variables)
     text = step.lower(variables, *args).compile(hlo.QUICKLY).as_text()
-    sent = [c for c in hlo.collectives(text) if c.kind == "all-to-all"]
+    found = hlo.collectives(text)
+    sent = [c for c in found if c.kind == "all-to-all"]
     by_dtype = {
         dtype: sum(c.bytes for c in sent if {d for d, _ in c.results} == {dtype})
         for dtype in ("u8", "f32", "s32")
@@ -251,6 +252,8 @@ def test_what_is_sent():
         "s32": 4 * COUNT,
     }
     assert sum(c.bytes for c in sent) == sum(by_dtype.values())
+    # the amaxes of six quantizers, and that of the gradient of rows
+    assert [c.bytes for c in found if c.is_amax] == [4 * 7]
 
 
 def test_capacity():
