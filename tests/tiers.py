@@ -36,6 +36,7 @@ CI = {
     "linen/test_scan.py",
     "mesh/test_collectives.py",
     "mesh/test_collectives_of_codes.py",
+    "mesh/test_experts.py",
     "mesh/test_odd_shards.py",
     "mesh/test_pipeline.py",
     "mesh/test_ragged.py",

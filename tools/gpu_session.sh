@@ -141,7 +141,8 @@ case $call in
     gpu=("$python" benchmarks/gpu.py)
     step selftest 60 env -C tests "$python" -m jaxfp8.selftest --json "$out/selftest.json"
     step gpu-tests 45 "${pytest[@]}" -n 8 -m gpu -k "adam or histories or ragged or graph"
-    step kernels 45 "${gpu[@]}" --json "$out/kernels.json" --only kernels --parts adam_update read_histories encode_moment
+    step kernels 60 "${gpu[@]}" --json "$out/kernels.json" --only kernels --parts \
+      ragged_matmul adam_update read_histories encode_moment
     step model 160 "${gpu[@]}" --json "$out/gpu_model.json" --only model
     step scan 160 "${gpu[@]}" --json "$out/gpu_scan.json" --only scan
     step small 70 "${gpu[@]}" --json "$out/gpu_small.json" --peers-once --turns 5 --only small_dense

@@ -2,8 +2,9 @@
 bytes.
 
 A part of the case is one kernel. Its answer is checked. Then it is timed in turns with
-the driver's copy of as many bytes as it reads and writes; or, where a launch is all it
-costs, as a chain of launches that wait for each other.
+the driver's copy of as many bytes as it reads and writes, but for products whose limit
+is their operations; or, where a launch is all it costs, as a chain of launches that
+wait for each other.
 """
 
 import functools
@@ -24,7 +25,7 @@ KERNELS = {
     },
     **_launches.KERNELS,
 }
-# 32 kernels, two shapes, two candidates: some 10 s in all.
+# 35 kernels, two shapes, two candidates: some 10 s in all.
 TURN_SECONDS = 6e-3
 # Bytes of one program: a few times the L2 cache, and longer on the device than the
 # program's dispatch takes.
@@ -59,7 +60,7 @@ def kernels(options, part):
         )
         if work.operations:
             rows[name]["operations"] = work.operations
-        else:
+        if work.is_copied or not work.operations:
             rows[name]["bytes"] = traffic
             candidates[_copy_of(name)] = _copies(traffic, count)
     times = measure(candidates, options.turns, TURN_SECONDS)
@@ -68,9 +69,9 @@ def kernels(options, part):
         if "bytes" in row:
             row["gb_s"] = row["bytes"] / row["us"] * 1e-3
             row["of_copy"] = 100 * times[_copy_of(name)]["us"] / row["us"]
-        elif "operations" in row:
+        if "operations" in row:
             row["tflops"] = row["operations"] / row["us"] * 1e-6
-        else:
+        if not row.keys() & {"bytes", "operations"}:
             row["us_a_launch"] = row["us"] / launches
     return rows, {}
 

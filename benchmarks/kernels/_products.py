@@ -5,12 +5,12 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 from _gpu_answers import PRODUCT_LIMITS, expect_product, stretch
-from _gpu_inputs import E4M3, normal
+from _gpu_inputs import BF16, E4M3, normal
 
 from jaxfp8 import ops
 
 from ._memory import scale_kind
-from ._work import SCALE, Work, codes
+from ._work import F32, SCALE, Work, codes
 
 EXPERTS = 8
 SCALE_INV = np.float32(1 / SCALE)
@@ -82,23 +82,35 @@ def _expect_ragged_product(m, ragged, limit, result, a, b, scales_of_group):
         )
 
 
-def ragged_matmul(m, n, ragged):
+def ragged_matmul(m, n, ragged, accumulation, out_dtype):
+    """Eight experts. A copy of the bytes is the other limit: matrices of all experts
+    are read, or in a contraction written.
+    """
     sizes = jnp.full((EXPERTS,), m // EXPERTS, jnp.int32)
 
     def step(a, b):
-        return ops.ragged_matmul(a, b, SCALE_INV, SCALE_INV, sizes, ragged=ragged)
+        return ops.ragged_matmul(
+            a,
+            b,
+            SCALE_INV,
+            SCALE_INV,
+            sizes,
+            ragged=ragged,
+            precise=accumulation == "precise",
+            out_dtype=out_dtype,
+        )
 
     def arguments(seed):
         shapes = _ragged_shapes(m, n, ragged)
         return tuple(codes(2 * seed + i, shape) for i, shape in enumerate(shapes))
 
     def check(result, a, b):
-        limit = PRODUCT_LIMITS["fast"]
+        limit = PRODUCT_LIMITS[accumulation]
         _expect_ragged_product(
             m, ragged, limit, result, a, b, lambda i, group: (SCALE_INV, SCALE_INV)
         )
 
-    return Work(step, arguments, check, operations=2 * m * n * n)
+    return Work(step, arguments, check, operations=2 * m * n * n, is_copied=True)
 
 
 def ragged_blocks(m, n, ragged):
@@ -140,9 +152,18 @@ def ragged_blocks(m, n, ragged):
         limit = PRODUCT_LIMITS["precise"]
         _expect_ragged_product(m, ragged, limit, result, a, b, scales_of_group)
 
-    return Work(step, arguments, check, operations=2 * m * n * n)
+    return Work(step, arguments, check, operations=2 * m * n * n, is_copied=True)
 
 
+# What training runs: fprop is "rows", dgrad "rows precise", wgrad "contraction
+# precise", in the dtype of the kernel or of `wgrad_dtype`.
+_RAGGED = {
+    "rows": ("rows", "fast", BF16),
+    "rows precise": ("rows", "precise", BF16),
+    "contraction": ("contraction", "fast", BF16),
+    "contraction precise": ("contraction", "precise", BF16),
+    "contraction precise to f32": ("contraction", "precise", F32),
+}
 _PAIRS = {
     "1x128 by 128x128": ((1, 128), (128, 128)),
     "row-wise": ((1, None), (1, None)),
@@ -160,8 +181,10 @@ KERNELS = {
         for name, (a_block, b_block) in _PAIRS.items()
     },
     **{
-        f"ragged_matmul {name}": functools.partial(ragged_matmul, ragged=name)
-        for name in ("rows", "contraction")
+        f"ragged_matmul {name}": functools.partial(
+            ragged_matmul, ragged=ragged, accumulation=accumulation, out_dtype=dtype
+        )
+        for name, (ragged, accumulation, dtype) in _RAGGED.items()
     },
     **{
         f"ragged_matmul {name}, blocks": functools.partial(ragged_blocks, ragged=name)

@@ -26,6 +26,8 @@ class Work:
         reads: how often the first argument is read.
         operations: the number of operations of a product, for its TFLOP/s; None for
             other kernels.
+        is_copied: whether a product is also timed beside a copy of its bytes, as other
+            kernels are.
         chain: `(results, arguments)` -> arguments of the next launch, where a launch is
             all that a kernel costs.
     """
@@ -35,6 +37,7 @@ class Work:
     check: Callable
     reads: int = 1
     operations: int | None = None
+    is_copied: bool = False
     chain: Callable | None = None
 
 

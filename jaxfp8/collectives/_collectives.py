@@ -88,19 +88,7 @@ def all_to_all(
     op = "all_to_all"
     split_axis = _axis(op, "split_axis", split_axis, x)
     concat_axis = _axis(op, "concat_axis", concat_axis, x)
-    names = _names(axis_name)
-
-    def exchange(split, concat):
-        return _call(
-            lax.all_to_all,
-            axis_name=names,
-            split_axis=split,
-            concat_axis=concat,
-            tiled=tiled,
-        )
-
-    axes = split_axis, concat_axis
-    both = Collective(op, names, exchange(*axes), exchange(*axes[::-1]), axes)
+    both = exchange(_names(axis_name), split_axis, concat_axis, tiled)
     return transfer(both, x, recipe, state)
 
 
@@ -167,6 +155,22 @@ def _axis(op, name, axis, x, more=0):
     return axis % ndim
 
 
+def exchange(names, split_axis, concat_axis, tiled) -> "Collective":
+    """Return an all_to_all over the mesh axes `names`."""
+    axes = split_axis, concat_axis
+    send, send_back = (
+        _call(
+            lax.all_to_all,
+            axis_name=names,
+            split_axis=split,
+            concat_axis=concat,
+            tiled=tiled,
+        )
+        for split, concat in (axes, axes[::-1])
+    )
+    return Collective("all_to_all", names, send, send_back, axes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective of `jax.lax`, its arguments included.
@@ -189,8 +193,14 @@ class Collective:
     sums_back: bool = False
 
 
-def transfer(collective, x, recipe, state):
-    """Quantize x, send its codes, and return the QTensor that arrives."""
+def transfer(collective, x, recipe, state, part=None) -> QTensor:
+    """Quantize x, send its codes, and return the QTensor that arrives.
+
+    Args:
+        collective: the Collective.
+        x, recipe, state: as `all_to_all` takes them.
+        part: see `_Transfer`.
+    """
     x = _checks.rank(
         collective.name, "x", _checks.high_precision(collective.name, "x", x), 1
     )
@@ -207,7 +217,11 @@ def transfer(collective, x, recipe, state):
         quantizers = HighPrecision().quantizers()
         state = DotGeneralState(None, None, None)
     both = _Transfer(
-        collective, quantizers, AmaxReduction.for_recipe(recipe), _support.selected()
+        collective,
+        quantizers,
+        AmaxReduction.for_recipe(recipe),
+        _support.selected(),
+        part,
     )
     # `read` and `vmapped_state` combine the cotangents of a state's uses, and of
     # examples that share it, by max; JAX would add them up.
@@ -228,12 +242,17 @@ class _Transfer:
             and of the cotangent.
         reduce: `(amax, state) -> amax`, over the mesh.
         implementation: the implementation of the ops, in the forward and the backward.
+        part: the only part of the state that belongs to this transfer, where it is that
+            of a product. `"input"`: x is what the product reads, and the cotangent
+            takes its scale from the tensor at hand. `"output_grad"`: x travels in high
+            precision, and its cotangent is that of the product. None: both belong.
     """
 
     collective: Collective
     quantizers: tuple
     reduce: AmaxReduction
     implementation: str | None
+    part: str | None = None
 
     def move(self, send, quantizer, x, scale, dtype):
         """Send the codes of x by `send`; return their values in `dtype`, the codes, and
@@ -243,7 +262,7 @@ class _Transfer:
         """
         options = OperandOptions(rows=x.ndim - 1, columnwise=False, reduce=self.reduce)
         q, _ = quantizer.quantize_operand(x, scale, options)
-        data = _as_bytes(send, q.data)
+        data = as_bytes(send, q.data)
         if q.scale_inv is None:
             return data.astype(dtype), None, q.for_next_state()
         scale_inv, block = self.send_scales(send, q, data, quantizer)
@@ -277,11 +296,11 @@ class _Transfer:
                 f"{list(data.shape)}. Move others than the last dimension, or take a "
                 "recipe with one scale, such as Float8CurrentScaling()"
             )
-        moved = _as_bytes(send, scales.reshape(*rows, -1))
+        moved = as_bytes(send, scales.reshape(*rows, -1))
         return moved.reshape(-1, moved.shape[-1]), block
 
 
-def _as_bytes(send, x):
+def as_bytes(send, x):
     """Send x, with dtypes of one byte as uint8, because XLA widens float8 numbers where
     it cannot send them.
     """
@@ -295,11 +314,18 @@ def _forward(both, x, state, has_backward):
     `(q, scale of the gradient, reading)`.
     """
     scales = scales_of(both.quantizers, state, has_backward)
-    source, codes, q = both.move(
-        both.collective.send, both.quantizers.input, x, scales.input, x.dtype
+    quantizer, scale, grad_scale = (
+        both.quantizers.input,
+        scales.input,
+        scales.output_grad,
     )
+    if both.part == "input":
+        grad_scale = None
+    elif both.part == "output_grad":
+        quantizer, scale = HighPrecisionQuantizer(), None
+    source, codes, q = both.move(both.collective.send, quantizer, x, scale, x.dtype)
     codes = as_residual(codes)
-    return (source, codes), (q, scales.output_grad, reading_of(state))
+    return (source, codes), (q, grad_scale, reading_of(state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -338,6 +364,8 @@ def _transfer_bwd(both, residuals, cotangents):
         dx, _, grad = both.move(
             both.collective.send_back, quantizer, ct, grad_scale, x.value.dtype
         )
+        if both.part == "input":
+            grad = None
         recorded = cotangent(both.quantizers, [q, None, grad], reading, both.reduce)
     # The cotangent of a replicated x is the sum over the devices.
     return _mesh.cotangent_of(x.value, dx), recorded

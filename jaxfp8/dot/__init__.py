@@ -13,6 +13,13 @@ from ._compute_dtype import (
 )
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
-from ._experts import columns, mixture
+from ._experts import (
+    Route,
+    columns,
+    mixture,
+    permuted,
+    restored,
+    sorted_by_expert,
+)
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized
-from ._ragged_dot import ragged_dot, ragged_dot_by, ragged_linear
+from ._ragged_dot import ragged_dot, ragged_dot_by, ragged_linear, ragged_product

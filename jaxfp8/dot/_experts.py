@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from ..ops import ClampedSwiGLU, _checks, is_gated
 from ._compute_dtype import to_compute
 from ._fused_input import activated
+from ._ragged_dot import ragged_dot
 
 
 def columns(hidden_features: int, activation: str | ClampedSwiGLU) -> int:
@@ -18,6 +19,31 @@ def columns(hidden_features: int, activation: str | ClampedSwiGLU) -> int:
     the activation is gated.
     """
     return hidden_features * (2 if is_gated(activation) else 1)
+
+
+class Route:
+    """The way of rows to their experts and back, where a device has all experts: the
+    rows of an expert lie next to each other, those of no expert last.
+
+    Attributes:
+        group_sizes: int32 `[count]`, the rows of each expert of this device.
+        first, second: functions like `ragged_dot` for the two products of an expert.
+        dropped: how many rows have found no place.
+    """
+
+    first = second = staticmethod(ragged_dot)
+    dropped = 0
+
+    def __init__(self, expert: jax.Array, count: int):
+        self._order, self.group_sizes = sorted_by_expert(expert, count)
+
+    def placed(self, rows: jax.Array) -> jax.Array:
+        """Return rows, in the order of `expert`, as the first product takes them."""
+        return permuted(rows, self._order)
+
+    def restored(self, rows: jax.Array) -> jax.Array:
+        """Return results of the second product in the order of `expert`."""
+        return restored(rows, self._order)
 
 
 def mixture(
@@ -30,29 +56,32 @@ def mixture(
     dtype,
     wi: Callable[..., jax.Array],
     wo: Callable[..., jax.Array],
+    route: Callable[[jax.Array, int], Route] = Route,
 ) -> jax.Array:
     """Add up the weighted results of the experts of each token; see `linen.Experts`.
 
     Args:
         x, expert, weights: the arguments of the layer.
         count, activation, dtype: the fields of the layer.
-        wi, wo: the products of the layer, `(rows, group_sizes) -> rows`.
+        wi, wo: the products of the layer, `(rows, group_sizes, by) -> rows`, where `by`
+            is a function like `ragged_dot`.
+        route: `(expert [m], count) -> Route`.
     """
     x, expert, weights = _checked(x, expert, weights)
     leading, chosen = x.shape[:-1], expert.shape[-1]
     x = x.reshape(-1, x.shape[-1])
     if dtype is not None:
         x = to_compute(x, dtype)
-    # 1. Sort: the rows of an expert next to each other, those of no expert last.
-    order, group_sizes = _sorted(expert.reshape(-1), count)
-    rows = _permuted(jnp.repeat(x, chosen, axis=0), order)
+    # 1. Bring each row to its expert.
+    way = route(expert.reshape(-1), count)
+    rows = way.placed(jnp.repeat(x, chosen, axis=0))
     # 2. Multiply, with the activation on its way to FP8.
-    hidden = wi(rows, group_sizes)
+    hidden = wi(rows, way.group_sizes, way.first)
     if is_gated(activation):
         hidden = hidden.reshape(hidden.shape[0], 2, hidden.shape[1] // 2)
-    rows = wo(activated(hidden, activation), group_sizes)
+    rows = wo(activated(hidden, activation), way.group_sizes, way.second)
     # 3. Put the rows back, and add up those of a token.
-    y = _restored(rows, order).reshape(*leading, chosen, rows.shape[-1])
+    y = way.restored(rows).reshape(*leading, chosen, rows.shape[-1])
     return _weighted_sum(y, weights)
 
 
@@ -60,7 +89,7 @@ def mixture(
 _ROWS = {"unique_indices": True, "mode": "promise_in_bounds"}
 
 
-def _sorted(expert, count) -> tuple[jax.Array, jax.Array]:
+def sorted_by_expert(expert: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Return the order that sorts rows by their expert, `[m]`, and the rows of each
     expert, `[count]`; rows of no expert come last.
     """
@@ -70,12 +99,13 @@ def _sorted(expert, count) -> tuple[jax.Array, jax.Array]:
     return order, jnp.bincount(expert, length=count).astype(jnp.int32)
 
 
-def _permuted(rows, order):
+def permuted(rows: jax.Array, order: jax.Array) -> jax.Array:
+    """Return the rows in this order."""
     return rows.at[order].get(**_ROWS)
 
 
-def _restored(rows, order):
-    """Undo `_permuted`."""
+def restored(rows: jax.Array, order: jax.Array) -> jax.Array:
+    """Undo `permuted`."""
     return jnp.zeros_like(rows).at[order].set(rows, **_ROWS)
 
 

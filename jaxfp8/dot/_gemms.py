@@ -54,6 +54,8 @@ class Product:
             the vmapped dimensions; None leaves it to JAX.
         activation: the activation that the result goes through, or None.
         fp8_residual: whether the backward of the activation reads codes of the result.
+        records_grad: whether the state records the gradient of y; not where a transfer
+            that brought it here has recorded it.
         layer: the path of the layer, for warnings, or None; equal products of two
             layers are one product.
     """
@@ -69,6 +71,7 @@ class Product:
     out_sharding: jax.sharding.PartitionSpec | None = None
     activation: str | ops.ClampedSwiGLU | None = None
     fp8_residual: bool = False
+    records_grad: bool = True
     layer: str | None = dataclasses.field(default=None, compare=False)
 
     # Names of the operands in messages.
@@ -417,6 +420,8 @@ def backward(
 
     # 3. Give what was recorded, in the order of DotGeneralState.
     first, again = quantized_grad.first, quantized_grad.again
+    if not product.records_grad:
+        first = None
     quantized = [x, kernel, first, output, input_grad, x_again, kernel_again, again]
     ct = recipes.cotangent(product.quantizers, quantized, reading, product.reduce)
     return dx, dkernel, dbias, ct

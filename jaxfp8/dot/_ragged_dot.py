@@ -105,6 +105,27 @@ def ragged_dot(
             history length; no quantizer of the recipe makes FP8; or the recipe or a
             QTensor has scales other than one for the tensor or one for each block.
     """
+    return ragged_product(
+        lhs,
+        rhs,
+        group_sizes,
+        recipe=recipe,
+        state=state,
+        preferred_element_type=preferred_element_type,
+    )
+
+
+def ragged_product(
+    lhs,
+    rhs,
+    group_sizes,
+    *,
+    recipe,
+    state,
+    preferred_element_type=None,
+    records_grad=True,
+) -> jax.Array:
+    """Compute `ragged_dot`; `records_grad` is that of `Product`."""
     # 1. Check the operands.
     op = "ragged_dot"
     group_sizes = _checks.group_sizes(op, group_sizes)
@@ -141,6 +162,7 @@ def ragged_dot(
         out_dtype=out_dtype,
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
+        records_grad=records_grad,
         layer=_contexts.current_layer(),
     )
     scales = read(quantizers, state)
@@ -150,7 +172,7 @@ def ragged_dot(
 
 
 def ragged_dot_by(
-    product, lhs, rhs, group_sizes, *, preferred_element_type=None
+    product, lhs, rhs, group_sizes, *, preferred_element_type=None, by=ragged_dot
 ) -> jax.Array:
     """Compute `ragged_dot` by a module that holds recipe and state, or frozen codes.
 
@@ -158,6 +180,7 @@ def ragged_dot_by(
         product: as for `einsum_by`; it takes `by`, a function in the place of
             `dot_general`.
         lhs, rhs, group_sizes, preferred_element_type: as `ragged_dot` takes them.
+        by: a function of the arguments of `ragged_dot`.
     """
 
     def by_rows(x, kernel, dimension_numbers, **options):
@@ -165,7 +188,7 @@ def ragged_dot_by(
         # frozen codes are `[g, n, k]`
         is_frozen = dimension_numbers != _OF_EACH_EXPERT
         kernel = kernel.transposed(1) if is_frozen else kernel
-        return ragged_dot(lhs, kernel, group_sizes, **options)
+        return by(lhs, kernel, group_sizes, **options)
 
     if preferred_element_type is None:
         preferred_element_type = compute_dtype(lhs, rhs)
@@ -181,20 +204,22 @@ def ragged_dot_by(
 _OF_EACH_EXPERT = (((2,), (1,)), ((0,), (0,)))
 
 
-def ragged_linear(product, x, kernel, group_sizes, *, dtype) -> jax.Array:
+def ragged_linear(product, x, kernel, group_sizes, by, *, dtype) -> jax.Array:
     """Multiply groups of rows of x by the matrices of a kernel, in the compute dtype of
     a layer.
 
     Args:
-        product: a function like `ragged_dot` without recipe and state.
+        product: a function like `ragged_dot` without recipe and state, which takes
+            `by` too.
         x: an array `[m, k]`, or a FusedInput.
         kernel: an array or codes `[g, k, n]`.
         group_sizes: int32 `[g]`.
+        by: the function in place of `ragged_dot`.
         dtype: the dtype of the layer, see `compute_dtype`.
     """
     dtype = compute_dtype(x, kernel, dtype=dtype)
     x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
-    return product(x, kernel, group_sizes, preferred_element_type=dtype)
+    return product(x, kernel, group_sizes, preferred_element_type=dtype, by=by)
 
 
 def _of_jax(lhs, rhs, group_sizes, out_dtype):

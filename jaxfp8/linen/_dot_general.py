@@ -20,6 +20,7 @@ from ..dot import (
     _frozen,
     dot_general,
     einsum_by,
+    ragged_dot,
     ragged_dot_by,
 )
 from ..numerics import E4M3, E5M2, HYBRID
@@ -289,9 +290,11 @@ class Fp8RaggedDot(Fp8Module):
         rhs: ArrayLike | QTensor,
         group_sizes: ArrayLike,
         preferred_element_type: DTypeLike | None = None,
+        by: Callable[..., jax.Array] = ragged_dot,
     ) -> jax.Array:
         """Compute `jax.lax.ragged_dot` in FP8, `[m, n]` of lhs `[m, k]`, rhs
-        `[g, k, n]` and int32 group_sizes `[g]`; see `jaxfp8.ragged_dot`.
+        `[g, k, n]` and int32 group_sizes `[g]`; see `jaxfp8.ragged_dot`. `by` takes
+        the place of that function, with its arguments, recipe and state.
         """
         with self.naming():
             return ragged_dot_by(
@@ -300,6 +303,7 @@ class Fp8RaggedDot(Fp8Module):
                 rhs,
                 group_sizes,
                 preferred_element_type=preferred_element_type,
+                by=by,
             )
 
 

@@ -12,6 +12,7 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from ..collectives._experts import experts_over
 from ..dot import (
     Activated,
     FusedInput,
@@ -311,6 +312,24 @@ class Experts(nn.Module):
     `2 * hidden_features` columns, first those of the gate. State is in
     `wi/Fp8RaggedDot_0` and `wo/Fp8RaggedDot_0`.
 
+    With `expert_axis`, inside a `shard_map`, the experts lie on the devices of a mesh
+    axis. Cut both kernels by `PartitionSpec(expert_axis)` and the tokens over the
+    devices, and copy the state. `init` runs outside. If the `kernel_init` is that of
+    `nn.with_partitioning`, `nn.get_partition_spec` gives the specs; unbox the variables
+    with `nn.meta.unbox`.
+
+    What crosses devices: rows go to their experts as the codes that `wi` multiplies.
+    Results come back in the compute dtype. The gradients of results go as the codes of
+    `output_grad` of `wo`, and those of rows come back as codes with the scale of their
+    own amax. With one scale a tensor results and state are those of one device; the
+    gradient of x is rounded to FP8 once more. Outside of a `shard_map` over the axis
+    the layer has all experts.
+
+    By default no row is dropped: a device has room for all rows of every device, and
+    sends and multiplies `devices * tokens * chosen` rows, most of them zeros. With
+    `capacity` it sends at most that many rows to each device; further rows, those of
+    the last experts and tokens, have no expert, and `dropped_rows` counts them.
+
     Attributes:
         count: the number of experts.
         hidden_features: the size between the products.
@@ -318,9 +337,15 @@ class Experts(nn.Module):
         recipe, dtype, param_dtype: see `Dense`; they hold for both products. In high
             precision both are `jax.lax.ragged_dot`.
         kernel_init: initializer of both kernels, whose first dimension counts experts.
+        expert_axis: a mesh axis of the `shard_map` around the call; None keeps all
+            experts on each device.
+        capacity: how many rows a device sends to each device of `expert_axis` at most;
+            None is all of its rows.
 
     Raises:
-        ValueError: `activation` is unknown.
+        ValueError: `activation` is unknown; `capacity` is below 1; the mesh has no axis
+            `expert_axis`, or its size does not divide `count`; or `init` runs inside
+            the `shard_map`.
     """
 
     count: int
@@ -332,6 +357,8 @@ class Experts(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal(
         batch_axis=(0,)
     )
+    expert_axis: str | None = None
+    capacity: int | None = None
 
     @nn.compact
     def __call__(
@@ -358,6 +385,14 @@ class Experts(nn.Module):
         check_activation("Experts", self.activation)
         x = jnp.asarray(x)
         (hidden,) = sizes("Experts: hidden_features", (self.hidden_features,))
+        count, route = experts_over(self.expert_axis, self.count, self.capacity)
+        if count < self.count and self.is_initializing():
+            raise ValueError(
+                "Experts: init: expected a call outside of shard_map, which makes the "
+                f"kernels of all {self.count} experts, got one inside, where each "
+                "device would draw the same; cut the kernels by "
+                f"in_specs=PartitionSpec({self.expert_axis!r})"
+            )
         return mixture(
             x,
             expert,
@@ -365,14 +400,23 @@ class Experts(nn.Module):
             count=self.count,
             activation=self.activation,
             dtype=self.dtype,
-            wi=self._product("wi", columns(hidden, self.activation)),
-            wo=self._product("wo", x.shape[-1] if x.shape else 0),
+            wi=self._product("wi", count, columns(hidden, self.activation)),
+            wo=self._product("wo", count, x.shape[-1] if x.shape else 0),
+            route=route,
         )
 
     @nn.nowrap
-    def _product(self, name: str, features: int) -> "RaggedDense":
+    def dropped_rows(self, expert: jax.Array) -> jax.Array:
+        """Count the rows of this device that `capacity` leaves out, int32[], for the
+        `expert` of a call.
+        """
+        _, route = experts_over(self.expert_axis, self.count, self.capacity)
+        return jnp.int32(route(expert.reshape(-1), self.count).dropped)
+
+    @nn.nowrap
+    def _product(self, name: str, count: int, features: int) -> "RaggedDense":
         return RaggedDense(
-            self.count,
+            count,
             features,
             recipe=self.recipe,
             dtype=self.dtype,
@@ -395,8 +439,8 @@ class RaggedDense(nn.Module):
     kernel_init: nn.initializers.Initializer
 
     @nn.compact
-    def __call__(self, x, group_sizes) -> jax.Array:
+    def __call__(self, x, group_sizes, by) -> jax.Array:
         shape = (self.count, x.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         product = Fp8RaggedDot(recipe=self.recipe)
-        return ragged_linear(product, x, kernel, group_sizes, dtype=self.dtype)
+        return ragged_linear(product, x, kernel, group_sizes, by, dtype=self.dtype)

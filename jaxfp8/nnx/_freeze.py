@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._jax._primitives import inner_jaxprs
 from .._jax._trees import split_arrays
-from ..dot import _frozen, dot_general, einsum_by, ragged_dot_by
+from ..dot import _frozen, dot_general, einsum_by, ragged_dot, ragged_dot_by
 from ..recipes import QuantizerState
 from ._dot_general import current_recipe, frozen_arrays, read_state
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
@@ -166,13 +166,16 @@ class _Recorder(NamedTuple):
             out_sharding=out_sharding,
         )
 
-    def ragged_dot(self, lhs, rhs, group_sizes, preferred_element_type=None):
+    def ragged_dot(
+        self, lhs, rhs, group_sizes, preferred_element_type=None, by=ragged_dot
+    ):
         return ragged_dot_by(
             self.product,
             lhs,
             rhs,
             group_sizes,
             preferred_element_type=preferred_element_type,
+            by=by,
         )
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
+from ..collectives._experts import experts_over
 from ..dot import (
     Activated,
     FusedInput,
@@ -364,12 +365,14 @@ class Experts(nnx.Module):
     Args:
         count: the number of experts.
         in_features, hidden_features: the sizes of x, and between the products.
-        activation, recipe, dtype, param_dtype, kernel_init: the fields of
-            `jaxfp8.linen.Experts`.
+        activation, recipe, dtype, param_dtype, kernel_init, expert_axis, capacity: the
+            fields of `jaxfp8.linen.Experts`. With `expert_axis` make the layer outside
+            of the `shard_map`.
         rngs: keys; the stream `params` initializes the kernels.
 
     Raises:
-        ValueError: `activation` is unknown.
+        ValueError: `activation` is unknown; when called, `expert_axis` does not fit the
+            mesh, or `capacity` is below 1.
     """
 
     def __init__(
@@ -383,11 +386,14 @@ class Experts(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = _EXPERTS_INIT,
+        expert_axis: str | None = None,
+        capacity: int | None = None,
         rngs: nnx.Rngs,
     ):
         check_activation("Experts", activation)
         (hidden,) = sizes("Experts: hidden_features", (hidden_features,))
         self.count, self.activation, self.dtype = count, activation, dtype
+        self.expert_axis, self.capacity = expert_axis, capacity
 
         def product(in_features, out_features):
             shape = count, in_features, out_features
@@ -404,6 +410,7 @@ class Experts(nnx.Module):
         """Compute y of the shape of x `[..., in_features]`; `expert` and `weights`
         `[..., chosen]`, errors and the result are those of `jaxfp8.linen.Experts`.
         """
+        _, route = experts_over(self.expert_axis, self.count, self.capacity)
         return mixture(
             x,
             expert,
@@ -413,7 +420,13 @@ class Experts(nnx.Module):
             dtype=self.dtype,
             wi=self.wi,
             wo=self.wo,
+            route=route,
         )
+
+    def dropped_rows(self, expert: jax.Array) -> jax.Array:
+        """Count the rows that `capacity` leaves out; see `jaxfp8.linen.Experts`."""
+        _, route = experts_over(self.expert_axis, self.count, self.capacity)
+        return jnp.int32(route(expert.reshape(-1), self.count).dropped)
 
 
 class RaggedLinear(nnx.Module):
@@ -428,6 +441,10 @@ class RaggedLinear(nnx.Module):
         self.ragged_dot = Fp8RaggedDot(recipe)
         self.kernel_shape, self.dtype = shape, dtype
 
-    def __call__(self, x: ArrayLike | FusedInput, group_sizes: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: ArrayLike | FusedInput, group_sizes: jax.Array, by: Any
+    ) -> jax.Array:
         kernel = self.kernel.get_value()
-        return ragged_linear(self.ragged_dot, x, kernel, group_sizes, dtype=self.dtype)
+        return ragged_linear(
+            self.ragged_dot, x, kernel, group_sizes, by, dtype=self.dtype
+        )

@@ -1,6 +1,6 @@
-"""Compiles the gradients of a mixture of experts' product for an H200, with one scale a
-tensor, with scales of blocks and in bfloat16, and prints, as JSON, what is in the
-programs.
+"""Compiles the gradients of a mixture of experts' product, with one scale a tensor, with
+scales of blocks and in bfloat16, and of a layer of experts, for an H200 and prints, as
+JSON, what is in the programs.
 """
 
 import json
@@ -15,7 +15,8 @@ from mesh.hlo import collectives
 
 import jaxfp8
 
-from .programs import AXES, gpus
+from . import count
+from .programs import AXES, QUICKLY, gpus
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 4096, 1024, 2048, 16
 RECIPES = {
@@ -79,6 +80,32 @@ def compiled(name, place):
     )
 
 
+def compiled_layer(recipe, place):
+    """The program of forward and backward of a layer, in which each token has two
+    experts.
+    """
+    layer = jaxfp8.linen.Experts(EXPERTS, HIDDEN, recipe=recipe, dtype=jnp.bfloat16)
+    tokens = ROWS // 2
+    x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.bfloat16)
+    expert = jax.ShapeDtypeStruct((tokens, 2), jnp.int32)
+    weights = jax.ShapeDtypeStruct((tokens, 2), jnp.float32)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x, expert, weights)
+
+    def step(variables, x, expert, weights, grad):
+        def loss(variables, x, weights):
+            y = layer.apply(variables, x, expert, weights)
+            return jnp.sum((y * grad).astype(jnp.float32)), y
+
+        return jaxfp8.grad(loss, argnums=(0, 1, 2), has_aux=True)(variables, x, weights)
+
+    operands = variables, x, expert, weights, x
+    operands = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        operands,
+    )
+    return jax.jit(step).lower(*operands).compile(compiler_options=QUICKLY)
+
+
 def main():
     mesh = gpus("h200", (4, 2))
     report = {}
@@ -107,6 +134,16 @@ def main():
                 math.prod(map(int, shape.split(",")))
                 for shape in re.findall(r"\b[a-z]+\d+\w*\[([\d,]+)\]", text)
             ),
+        }
+    for name, recipe in (("fp8", RECIPES["fp8"]), ("bf16", jaxfp8.HighPrecision())):
+        place = SingleDeviceSharding(mesh.devices.flat[0])
+        program = compiled_layer(recipe, place)
+        found = count.summary(program.as_text())
+        report[f"{name} layer"] = {
+            "launches": found["launches"],
+            "kinds": found["kinds"],
+            "fp8_gemms": found["fp8_gemms"],
+            "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
         }
     print(json.dumps(report))
 

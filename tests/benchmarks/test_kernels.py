@@ -106,6 +106,21 @@ def test_traffic(name, bytes_an_element):
     assert 0 <= counted - bytes_an_element * m * n <= 4 * 2 * (m + n) + 64
 
 
+@pytest.mark.parametrize("name, bytes_of_a_matrix", [
+    ("rows", 1), ("rows precise", 1), ("contraction precise", 2),
+    ("contraction precise to f32", 4),
+])  # fmt: skip
+def test_traffic_of_experts(name, bytes_of_a_matrix):
+    """Eight matrices of experts, read as codes or written; and rows of both sides."""
+    make, _ = kernels.KERNELS[f"ragged_matmul {name}"]
+    m, n = 64, 32
+    work = make(m, n)
+    rows = 2 * m * n if bytes_of_a_matrix > 1 else 3 * m * n
+    needed = rows + bytes_of_a_matrix * 8 * n * n
+    assert kernels._traffic(work, work.arguments(0)) == needed
+    assert work.operations == 2 * m * n * n
+
+
 def test_an_interrupted_benchmark_keeps_what_it_measured(monkeypatch):
     """A call on a GPU ends when its time is over, in the middle of a kernel."""
     import _gpu_process

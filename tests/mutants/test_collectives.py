@@ -126,7 +126,7 @@ def of_one_device(aval, ct):
 # name -> (what it changes, the comparison that sees it)
 MUTANTS = {
     "codes are float8 numbers": (
-        attribute(_collectives, "_as_bytes", lambda _: as_numbers),
+        attribute(_collectives, "as_bytes", lambda _: as_numbers),
         wire("current"),
     ),
     "the cotangent is not quantized": (method(backward_as_it_is), wire("block")),
@@ -140,7 +140,7 @@ MUTANTS = {
         numpy("all_to_all", "current", check_vma=False),
     ),
     "scales of rows stay": (
-        attribute(_collectives, "_as_bytes", scales_stay),
+        attribute(_collectives, "as_bytes", scales_stay),
         numpy("all_to_all", "rowwise"),
     ),
     "scales of stages stay": (

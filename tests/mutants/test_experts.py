@@ -3,8 +3,12 @@
 import jax.numpy as jnp
 import pytest
 from linen.test_experts import compare_with_loop
+from mesh import test_experts as on_a_mesh
 
+from jaxfp8.collectives import _experts as exchanged
 from jaxfp8.dot import _experts
+
+from . import attribute
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
@@ -39,13 +43,16 @@ def _with_all_rows(original):
 
 
 MUTANTS = {
-    "not restored": ("_restored", _not_restored),
+    "not restored": ("restored", _not_restored),
     "without weights": ("_weighted_sum", _without_weights),
     "sizes of the next expert": (
-        "_sorted",
-        _with_sizes_of_the_next_expert(_experts._sorted),
+        "sorted_by_expert",
+        _with_sizes_of_the_next_expert(_experts.sorted_by_expert),
     ),
-    "no expert is the last": ("_sorted", _with_all_rows(_experts._sorted)),
+    "no expert is the last": (
+        "sorted_by_expert",
+        _with_all_rows(_experts.sorted_by_expert),
+    ),
 }
 
 
@@ -56,3 +63,38 @@ def test_mutants_are_caught(monkeypatch, mutant):
     case = "no expert" if mutant == "no expert is the last" else "two"
     with pytest.raises(AssertionError):
         compare_with_loop(case)
+
+
+def _of_transfers(change):
+    """`transfer` with another part of the state."""
+
+    def mutant(original):
+        return lambda *args: original(*args[:-1], change(args[-1]))
+
+    return attribute(exchanged, "transfer", mutant)
+
+
+ON_A_MESH = {
+    "the transfer records the gradient of tokens": _of_transfers(
+        lambda part: None if part == "input" else part
+    ),
+    "the product records codes": attribute(
+        exchanged,
+        "ragged_product",
+        lambda original: (
+            lambda *args, records_grad, **options: original(*args, **options)
+        ),
+    ),
+    "rows as they arrive": attribute(
+        exchanged, "permuted", lambda _: lambda rows, order: rows
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", ON_A_MESH)
+def test_mutants_on_a_mesh_are_caught(monkeypatch, mutant):
+    ON_A_MESH[mutant](monkeypatch)
+    on_a_mesh.of_linen.cache_clear()
+    with pytest.raises(AssertionError):
+        on_a_mesh.compare_with_one_device()
+    on_a_mesh.of_linen.cache_clear()

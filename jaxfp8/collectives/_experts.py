@@ -1,0 +1,167 @@
+"""Experts on the devices of a mesh axis: rows go to the devices of their experts as
+codes, and results come back.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ..dot import (
+    Route,
+    permuted,
+    ragged_dot,
+    ragged_product,
+    restored,
+    sorted_by_expert,
+)
+from ..recipes import QTensor
+from ._collectives import as_bytes, exchange, transfer
+
+
+def experts_over(
+    axis: str | None, count: int, capacity: int | None
+) -> tuple[int, Callable[..., Route]]:
+    """Return how many of `count` experts a device has, and the route to them.
+
+    Args:
+        axis: the field `expert_axis` of the layer.
+        count: the number of all experts.
+        capacity: the field of the layer.
+
+    Raises:
+        ValueError: the mesh around the call has no such axis, or the size of the axis
+            does not divide `count`; or `capacity` is below 1.
+    """
+    if capacity is not None and capacity < 1:
+        raise ValueError(
+            "Experts: capacity: expected at least 1 row, or None for all rows, got "
+            f"{capacity}"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis is None or mesh.empty:
+        return count, Route
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            "Experts: expert_axis: expected an axis of the mesh, which has "
+            f"{mesh.axis_names}, got {axis!r}; None keeps all experts on each device"
+        )
+    if axis not in mesh.manual_axes:
+        return count, Route
+    devices = mesh.shape[axis]
+    if count % devices:
+        raise ValueError(
+            f"Experts: count: expected a multiple of {devices}, the devices along "
+            f"expert_axis={axis!r}, got {count}"
+        )
+    route = functools.partial(ExchangedRoute, axis, devices, capacity)
+    return count // devices, route
+
+
+class ExchangedRoute(Route):
+    """The way of rows to experts on the devices of a mesh axis, and back.
+
+    A device has as many slots for each device as it may send rows there: `capacity`, or
+    all of its `m` rows, so that any choice of experts fits. `[devices * slots, k]`
+    arrives, zeros where no row was. The rows that a device gets are sorted by its own
+    experts, in the order of the devices that they come from.
+
+    Attributes:
+        dropped: int32[], how many rows of this device have found no slot.
+    """
+
+    def __init__(
+        self,
+        axis: str,
+        devices: int,
+        capacity: int | None,
+        expert: jax.Array,
+        count: int,
+    ):
+        rows = expert.size
+        slots = rows if capacity is None else min(capacity, rows)
+        self._shape = devices, slots
+        self._exchange = exchange((axis,), 0, 0, tiled=True)
+        # 1. Give each row a slot, in the order of experts. Rows of no expert come last,
+        #    and behind all slots, with those that are too many for their device.
+        order, sizes = sorted_by_expert(expert, count)
+        sizes = sizes.reshape(devices, count // devices)
+        ends = _cumsum(jnp.sum(sizes, axis=1, dtype=jnp.int32))
+        begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+        at = jnp.arange(rows, dtype=jnp.int32)
+        device = _find(ends, at)
+        slot = at - begins[device]
+        fits = (device < devices) & (slot < slots)
+        slot = jnp.where(fits, device * slots + slot, devices * slots + at)
+        self._slot = restored(slot, order)
+        self.dropped = ends[-1] - jnp.sum(fits, dtype=jnp.int32)
+        # 2. Find the expert of each slot that arrives: those of a device come in the
+        #    order of experts, and zeros behind them.
+        ends = self._exchange.send(_cumsum(sizes))
+        at = jnp.arange(slots, dtype=jnp.int32)
+        arrived = jax.vmap(_find, in_axes=(0, None))(ends, at)
+        self._order, self.group_sizes = sorted_by_expert(
+            arrived.reshape(-1), count // devices
+        )
+
+    def placed(self, rows: jax.Array) -> jax.Array:
+        """Return rows in their slots, `[devices * slots, k]`."""
+        slots = jnp.zeros((math.prod(self._shape), rows.shape[-1]), rows.dtype)
+        return slots.at[self._slot].set(rows, unique_indices=True, mode="drop")
+
+    def restored(self, rows: jax.Array) -> jax.Array:
+        """Return the rows of the slots; zeros for those without a slot."""
+        return rows.at[self._slot].get(unique_indices=True, mode="fill", fill_value=0)
+
+    def first(self, rows, kernel, group_sizes, *, recipe, state, **options):
+        """Send rows as the codes that the product multiplies."""
+        q = transfer(self._exchange, rows, recipe, state, "input")
+        rows = _permuted(q, self._order)
+        return ragged_dot(
+            rows, kernel, group_sizes, recipe=recipe, state=state, **options
+        )
+
+    def second(self, rows, kernel, group_sizes, *, recipe, state, **options):
+        """Send results back; their gradients come as the codes that the product
+        multiplies, whose amax the transfer records.
+        """
+        y = ragged_product(
+            rows,
+            kernel,
+            group_sizes,
+            recipe=recipe,
+            state=state,
+            records_grad=False,
+            **options,
+        )
+        y = restored(y, self._order)
+        return transfer(self._exchange, y, recipe, state, "output_grad").data
+
+
+def _cumsum(sizes):
+    return jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
+
+
+def _find(ends, at):
+    """Return in which of the groups with these ends each position lies."""
+    # without a loop, which would be many launches
+    return jnp.searchsorted(ends, at, side="right", method="compare_all")
+
+
+def _permuted(q: QTensor, order: jax.Array) -> QTensor | jax.Array:
+    """Return the rows of codes that arrived in this order; of an array in high
+    precision the array.
+    """
+
+    def move(rows):
+        return permuted(rows, order)
+
+    if q.scale_inv is None:
+        return move(q.data)
+    data, source = as_bytes(move, q.data), move(q.source)
+    # scales of blocks are those of rows
+    scale_inv = q.scale_inv if q.has_one_scale else as_bytes(move, q.scale_inv)
+    return dataclasses.replace(q, data=data, scale_inv=scale_inv, source=source)
