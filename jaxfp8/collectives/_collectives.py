@@ -15,8 +15,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from .._jax import _mesh
-from ..dot import Static, checked_quantizers, vmapped_state, warn_of_state
-from ..dot._fused_input import as_residual
+from ..dot import (
+    Static,
+    as_residual,
+    checked_quantizers,
+    vmapped_state,
+    warn_of_state,
+)
 from ..ops import _checks, _support
 from ..recipes import (
     AmaxReduction,

@@ -116,15 +116,24 @@ class ExchangedRoute(Route):
         """Return the rows of the slots; zeros for those without a slot."""
         return rows.at[self._slot].get(unique_indices=True, mode="fill", fill_value=0)
 
-    def first(self, rows, kernel, group_sizes, *, recipe, state, **options):
+    def first(
+        self, rows, kernel, group_sizes, *, recipe, state, preferred_element_type
+    ):
         """Send rows as the codes that the product multiplies."""
         q = transfer(self._exchange, rows, recipe, state, "input")
         rows = _permuted(q, self._order)
         return ragged_dot(
-            rows, kernel, group_sizes, recipe=recipe, state=state, **options
+            rows,
+            kernel,
+            group_sizes,
+            recipe=recipe,
+            state=state,
+            preferred_element_type=preferred_element_type,
         )
 
-    def second(self, rows, kernel, group_sizes, *, recipe, state, **options):
+    def second(
+        self, rows, kernel, group_sizes, *, recipe, state, preferred_element_type
+    ):
         """Send results back; their gradients come as the codes that the product
         multiplies, whose amax the transfer records.
         """
@@ -134,8 +143,8 @@ class ExchangedRoute(Route):
             group_sizes,
             recipe=recipe,
             state=state,
+            preferred_element_type=preferred_element_type,
             records_grad=False,
-            **options,
         )
         y = restored(y, self._order)
         return transfer(self._exchange, y, recipe, state, "output_grad").data

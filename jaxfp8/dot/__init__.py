@@ -21,5 +21,12 @@ from ._experts import (
     restored,
     sorted_by_expert,
 )
-from ._fused_input import Activated, FusedInput, Normalized, activated, normalized
+from ._fused_input import (
+    Activated,
+    FusedInput,
+    Normalized,
+    activated,
+    as_residual,
+    normalized,
+)
 from ._ragged_dot import ragged_dot, ragged_dot_by, ragged_linear, ragged_product

@@ -23,8 +23,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from .._jax._primitives import without_numpy
 from ..numerics import E4M3
-from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..ops._quantize_activation import activation_grad
+from ..ops import _checks, _quantize_activation, _quantize_norm, activation_grad
 from ..ops._support import using
 from ..recipes import (
     Float8CurrentScalingQuantizer,

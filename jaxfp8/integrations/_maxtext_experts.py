@@ -43,22 +43,25 @@ def share_among_devices(module, original):
 
     def sparse_matmul(self, *args, **options):
         recipe = getattr(self.quant, "recipe", None)
-        if not isinstance(recipe, Recipe) or not keeps_state(recipe):
-            return original(self, *args, **options)
-        names = ["wi_0", "wi_1", "wo"]
-        if self.config.prefuse_moe_weights:
-            # one product of both kernels
-            names.remove("wi_1")
-        states = [_state(recipe, self.quant_einsums[name]) for name in names]
         # MaxText's method looks up `jax` in its module while it is traced, so the
         # change can end with the call.
-        module.jax = _JaxWithState(states)
+        if isinstance(recipe, Recipe) and keeps_state(recipe):
+            module.jax = _JaxWithState(_states(self, recipe))
         try:
             return original(self, *args, **options)
         finally:
             module.jax = jax
 
     return sparse_matmul
+
+
+def _states(experts, recipe) -> list[DotGeneralState]:
+    """Return the states of the products, in their order."""
+    names = ["wi_0", "wi_1", "wo"]
+    if experts.config.prefuse_moe_weights:
+        # one product of both kernels
+        names.remove("wi_1")
+    return [_state(recipe, experts.quant_einsums[name]) for name in names]
 
 
 def _state(recipe, einsum) -> DotGeneralState:

@@ -12,7 +12,7 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..collectives._experts import experts_over
+from ..collectives import experts_over
 from ..dot import (
     Activated,
     FusedInput,
@@ -26,8 +26,7 @@ from ..dot import (
     ragged_linear,
     sizes,
 )
-from ..ops import ClampedSwiGLU
-from ..ops._quantize_activation import check_activation
+from ..ops import ClampedSwiGLU, check_activation
 from ._dot_general import Fp8DotGeneral, Fp8RaggedDot
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
-from ..collectives._experts import experts_over
+from ..collectives import experts_over
 from ..dot import (
     Activated,
     FusedInput,
@@ -25,8 +25,7 @@ from ..dot import (
     ragged_linear,
     sizes,
 )
-from ..ops import ClampedSwiGLU
-from ..ops._quantize_activation import check_activation
+from ..ops import ClampedSwiGLU, check_activation
 from ._dot_general import Fp8DotGeneral, Fp8RaggedDot
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()

@@ -17,6 +17,8 @@ from ._quantize_activation import (
     ACTIVATIONS,
     ClampedSwiGLU,
     activate,
+    activation_grad,
+    check_activation,
     is_gated,
     quantize_activation,
     quantize_activation_grad,

@@ -1,6 +1,6 @@
-"""Compiles the gradients of a mixture of experts' product, with one scale a tensor, with
-scales of blocks and in bfloat16, and of a layer of experts, for an H200 and prints, as
-JSON, what is in the programs.
+"""Compiles the gradients of a mixture of experts' product, with one scale a tensor,
+with scales of blocks and in bfloat16, and of a layer of experts, for an H200 and
+prints, as JSON, what is in the programs.
 """
 
 import json

@@ -318,6 +318,23 @@ def test_state_returned_by_the_loss_is_plain():
     assert all(leaf.dtype == np.dtype(np.float32) for leaf in jax.tree.leaves(aux))
 
 
+def test_new_state_overwritten_with_the_old_one_warns():
+    layer = linear(0)
+    old = nnx.as_pure(nnx.state(layer, OverwriteWithGradient))
+    xs, grads = operands(0, 1)
+    optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1))
+    gradients = jaxfp8.nnx.grad(use)(layer, xs[0], grads[0])
+    optimizer.update(layer, gradients)
+    history = layer.dot_general.input_amax_history
+    assert history[0] == np.abs(xs[0]).max()
+    nnx.update(layer, old)  # the fault
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        del gradients  # the end of the step
+    assert ["was not stored" in str(w.message) for w in caught] == [True]
+    rows = jaxfp8.inspect.summary(layer).rows
+    assert {row["filled"] for row in rows} == {0}
+
+
 def test_gradient_of_parameters_alone_warns():
     layer = linear(0)
     (x,), (grad,) = operands(0, 1)
