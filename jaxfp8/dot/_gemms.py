@@ -255,7 +255,7 @@ def forward(
     y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
     grad_scales = [*scales.of_operand(2), scales.input_grad]
     if reading is not None and recipes.reading_suffices(product.quantizers):
-        residuals = _for_loop(*_without_scales(residuals, codes))
+        residuals = _without_scales(residuals, codes)
         grad_scales[0] = None
     kept = *residuals, *again, output, *grad_scales
     return y, (as_residual(kept), reading)
@@ -270,17 +270,6 @@ def _without_scales(residuals, codes) -> list[QTensor]:
         is_given = isinstance(given, QTensor)
         kept.append(q if is_given else dataclasses.replace(q, scale_inv=None))
     return kept
-
-
-def _for_loop(x: QTensor, kernel: QTensor) -> tuple[QTensor, QTensor]:
-    """Return residuals with the amaxes of both in one array, that of x: a loop stacks
-    it in one launch. `_from_loop` undoes it.
-    """
-    if x.scale_inv is None and kernel.scale_inv is None:
-        both = jnp.concatenate([x.recorded, kernel.recorded])
-        x = dataclasses.replace(x, recorded=both)
-        kernel = dataclasses.replace(kernel, recorded=None)
-    return x, kernel
 
 
 def _operand(product, i, operand, layout, codes, scales, is_read_again):
@@ -384,7 +373,6 @@ def backward(
         x_scale, kernel_scale, grad_scales[0] = recipes.scales_of_reading(
             product.quantizers, reading
         )
-        x, kernel = _from_loop(x, kernel)
         x, kernel = _with_scale(x, x_scale), _with_scale(kernel, kernel_scale)
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
     if "kernel" in differentiated:
@@ -425,15 +413,6 @@ def backward(
     quantized = [x, kernel, first, output, input_grad, x_again, kernel_again, again]
     ct = recipes.cotangent(product.quantizers, quantized, reading, product.reduce)
     return dx, dkernel, dbias, ct
-
-
-def _from_loop(x: QTensor, kernel: QTensor) -> tuple[QTensor, QTensor]:
-    """Return residuals with an amax each; see `_for_loop`."""
-    if x.scale_inv is None and kernel.scale_inv is None:
-        amax, kernel_amax = jnp.split(x.recorded, 2)
-        x = dataclasses.replace(x, recorded=amax)
-        kernel = dataclasses.replace(kernel, recorded=kernel_amax)
-    return x, kernel
 
 
 def _with_scale(q: QTensor, scale) -> QTensor:
