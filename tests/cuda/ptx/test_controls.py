@@ -488,6 +488,6 @@ def test_every_kernel_is_known(interpreted):
     entries = sum(
         file.read_text().count("\n.entry ") for file in machine.compiled().glob("*.ptx")
     )
-    assert interpreted.library.ptx_parse_all() == entries > 300, machine.take_fault(
+    assert interpreted.library.ptx_parse_all() == entries > 250, machine.take_fault(
         interpreted.library
     )
