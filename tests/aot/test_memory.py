@@ -67,21 +67,7 @@ def test_committed_bytes():
             held = found["held"]
             peak = found["temporary_bytes"]
             assert 0.98 * peak < sum(held.values()) <= peak, model
-            cells = [
-                held.get(name, 0)
-                for name in (
-                    "codes",
-                    "transposed codes",
-                    "codes of kernels",
-                    "f32",
-                    "bf16",
-                )
-            ]
-            cells = [f"{size / 2**20:.0f}" for size in cells]
-            assert (
-                f"| {peak / 2**20:.0f} | {peak / bf16:.2f} | {' | '.join(cells)} |"
-                in page
-            )
+            assert f"| {peak / 2**20:.0f} | {peak / bf16:.2f} |" in page
     experts = models["experts"]
     llama = models["llama"]
     assert experts["fused"]["temporary_bytes"] < experts["bf16"]["temporary_bytes"]
