@@ -216,7 +216,7 @@ __device__ __forceinline__ void QuantizeShare(const TileTask& task, const Produc
   if constexpr (Producer::kSumsColumns) shared.sums.Put(place, sums);
 }
 
-// One kernel for wide rows and others: of both the last resort is element by element, which is most of the code.
+// One kernel serves wide rows and others: both need the path element by element, which is most of the code.
 template <class Producer, class Format>
 __global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
     TileKernel(const __grid_constant__ TileTask task, const __grid_constant__ Producer producer) {
