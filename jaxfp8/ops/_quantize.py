@@ -151,14 +151,15 @@ def call(
     # result. The amax is raised in the operand's buffer. Another buffer would need a
     # copy first, one more launch on a GPU.
     if amax_so_far:
-        amax, aliases = _shapes.group_amaxes(*amax_so_far, batch), {2: place}
+        amax = _shapes.group_scales(*amax_so_far, len(vmapped), batch)
+        aliases = {2: place}
     else:
         amax, aliases = jnp.zeros((0,), jnp.float32), None
-    count = batch * math.prod(vmapped) if with_amax else 0
+    count = batch * math.prod(vmapped) if vmapped else 1
     scales = _shapes.group_scales(scale, len(vmapped), batch)
     outputs = _ffi.call(
         name,
-        [*results[:place], ((count,), jnp.float32), *results[place:]],
+        [*results[:place], ((count * with_amax,), jnp.float32), *results[place:]],
         *(groups, scales, amax, *more),
         aliases=aliases,
         **attributes,
