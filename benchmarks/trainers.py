@@ -86,9 +86,11 @@ def squared(y):
     return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
 
 
-def with_train_state(model, cls, x):
-    """Return README's step, and its first arguments."""
-    variables = model.init(jax.random.key(1), x)
+def with_train_state(model, cls, x, change=dict):
+    """Return README's step, and its first arguments, of variables as `change` makes
+    them.
+    """
+    variables = change(model.init(jax.random.key(1), x))
     state = cls.create(apply_fn=model.apply, params=variables, tx=TX)
 
     @jax.jit
@@ -154,6 +156,9 @@ def linen(widths):
         "flax's FP8": with_train_state(MLP(widths, nn.Fp8DotGeneral), TrainState, x),
         "flax": with_train_state(MLP(widths, jaxfp8.Fp8DotGeneral), TrainState, x),
         "linen.TrainState": with_train_state(fp8, jaxfp8.linen.TrainState, x),
+        "linen, stacked": with_train_state(
+            fp8, jaxfp8.linen.TrainState, x, jaxfp8.train.stack_state
+        ),
         "train.optimizer": with_optimizer(fp8, x),
     }
 
