@@ -156,11 +156,15 @@ def linen(widths):
         "flax's FP8": with_train_state(MLP(widths, nn.Fp8DotGeneral), TrainState, x),
         "flax": with_train_state(MLP(widths, jaxfp8.Fp8DotGeneral), TrainState, x),
         "linen.TrainState": with_train_state(fp8, jaxfp8.linen.TrainState, x),
-        "linen, stacked": with_train_state(
-            fp8, jaxfp8.linen.TrainState, x, jaxfp8.train.stack_state
-        ),
         "train.optimizer": with_optimizer(fp8, x),
     }
+
+
+def stacked(widths):
+    model, stack = jaxfp8.quantize(MLP(widths), RULES), jaxfp8.train.stack_state
+    x = batch(widths[-1])
+    step = with_train_state(model, jaxfp8.linen.TrainState, x, stack)
+    return {"linen, stacked": step}
 
 
 def nnx_models(widths):
@@ -203,7 +207,7 @@ DEEP, README = (WIDTH,) * 12, (256, 64)
 MICRO = "12 layers, four microbatches"
 CASES = {
     "README's program": lambda: linen(README),
-    "12 layers": lambda: linen(DEEP),
+    "12 layers": lambda: linen(DEEP) | stacked(DEEP),
     "12 layers, NNX": lambda: nnx_models(DEEP),
     MICRO: lambda: accumulation(DEEP),
 }

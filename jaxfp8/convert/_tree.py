@@ -142,7 +142,7 @@ def _stacked_from_state_dict(target: StackedState, saved: dict) -> StackedState:
     # a target of jax.eval_shape has no arrays
     positions = range(len(target.places))
     empty = target.treedef.unflatten(positions)
-    return StackedState.of(serialization.from_state_dict(empty, saved))
+    return StackedState.stack(serialization.from_state_dict(empty, saved))
 
 
 serialization.register_serialization_state(

@@ -34,7 +34,7 @@ class StackedState:
     places: tuple = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, collection: Any) -> Self:
+    def stack(cls, collection: Any) -> Self:
         """Stack a collection."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(collection)
         # 1. Find the products, and those that are alike.
@@ -48,13 +48,13 @@ class StackedState:
             alike.setdefault(kind, []).append(product)
         # 2. Stack each kind.
         arrays, rows = {}, {}
-        for kind, members in alike.items():
-            first = members[0]
+        for kind, group in alike.items():
+            first = group[0]
             arrays[first] = {}
             for name, _ in kind:
-                column = [products[product][name] for product in members]
+                column = [products[product][name] for product in group]
                 arrays[first][name] = jnp.stack(column)
-            rows |= {product: (first, row) for row, product in enumerate(members)}
+            rows |= {product: (first, row) for row, product in enumerate(group)}
         # 3. Note where each leaf went.
         places = []
         for path, _ in leaves:
@@ -110,7 +110,7 @@ def stack_state(tree: Tree) -> Tree:
     def stacked(path, child):
         is_collection = _product_and_name(path)[1] == OVERWRITE_WITH_GRADIENT
         return (
-            StackedState.of(child)
+            StackedState.stack(child)
             if is_collection and not _is_stacked(child)
             else child
         )
