@@ -86,9 +86,11 @@ def squared(y):
     return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
 
 
-def with_train_state(model, cls, x):
-    """Return README's step, and its first arguments."""
-    variables = model.init(jax.random.key(1), x)
+def with_train_state(model, cls, x, change=dict):
+    """Return README's step, and its first arguments, of variables as `change` makes
+    them.
+    """
+    variables = change(model.init(jax.random.key(1), x))
     state = cls.create(apply_fn=model.apply, params=variables, tx=TX)
 
     @jax.jit
@@ -158,6 +160,13 @@ def linen(widths):
     }
 
 
+def stacked(widths):
+    model, stack = jaxfp8.quantize(MLP(widths), RULES), jaxfp8.train.stack_state
+    x = batch(widths[-1])
+    step = with_train_state(model, jaxfp8.linen.TrainState, x, stack)
+    return {"linen, stacked": step}
+
+
 def nnx_models(widths):
     x = batch(widths[-1])
 
@@ -198,7 +207,7 @@ DEEP, README = (WIDTH,) * 12, (256, 64)
 MICRO = "12 layers, four microbatches"
 CASES = {
     "README's program": lambda: linen(README),
-    "12 layers": lambda: linen(DEEP),
+    "12 layers": lambda: linen(DEEP) | stacked(DEEP),
     "12 layers, NNX": lambda: nnx_models(DEEP),
     MICRO: lambda: accumulation(DEEP),
 }

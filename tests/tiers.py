@@ -69,6 +69,7 @@ CI = {
     "tpu",
     "train/test_change_of_recipe.py",
     "train/test_cross_entropy.py",
+    "train/test_stacked_state.py",
     "train/test_train_state.py",
     "train/test_x64.py",
 }

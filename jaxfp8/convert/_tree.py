@@ -7,6 +7,7 @@ where a path is a tuple of names.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from flax import serialization, traverse_util
 
 from ..mixed_precision import DynamicLossScale
 from ..recipes import DotGeneralState, QuantizerState
+from ..train import StackedState, unstack_state
 
 OPERANDS = ("input", "kernel", "output_grad")
 LEAVES = ("amax_history", "scale")
@@ -30,7 +32,8 @@ def modules_of(where: str, collection: Mapping) -> Modules:
         TypeError: a leaf is not an array.
     """
     modules: Modules = {}
-    for (*path, name), leaf in traverse_util.flatten_dict(collection).items():
+    leaves = traverse_util.flatten_dict(unstack_state(collection))
+    for (*path, name), leaf in leaves.items():
         if not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"{where}: {at(tuple(path), name)}: expected an array, got "
@@ -129,3 +132,19 @@ for _cls in (DotGeneralState, QuantizerState, DynamicLossScale):
     serialization.register_serialization_state(
         _cls, _to_state_dict, _from_state_dict, override=True
     )
+
+
+def _stacked_to_state_dict(state: StackedState) -> Any:
+    return serialization.to_state_dict(state.unstacked())
+
+
+def _stacked_from_state_dict(target: StackedState, saved: dict) -> StackedState:
+    # a target of jax.eval_shape has no arrays
+    positions = range(len(target.places))
+    empty = target.treedef.unflatten(positions)
+    return StackedState.stack(serialization.from_state_dict(empty, saved))
+
+
+serialization.register_serialization_state(
+    StackedState, _stacked_to_state_dict, _stacked_from_state_dict, override=True
+)

@@ -10,6 +10,7 @@ import numpy as np
 from .._jax._table import aligned, member
 from ..numerics import FP8_DTYPES, fp8_max
 from ..recipes import _below_zero, _state_tree
+from ..train import unstack_state
 
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
@@ -260,7 +261,7 @@ def quantizers(where: str, tree) -> list[Arrays]:
         ValueError: the tree has no quantizer, or the shapes of a history and its scale
             do not fit.
     """
-    flat = _state_tree.flatten(tree)
+    flat = _state_tree.flatten(unstack_state(tree))
     arrays = []
     for quantizer in flat.quantizers:
         # Moments that an optimizer keeps for state have the names of state too, but are

@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval
 from .._jax._trees import split_arrays
 from ..dot import _frozen
 from ..recipes import OVERWRITE_WITH_GRADIENT
+from ..train import unstack_state
 from . import _mistakes
 from ._quantize_by_rules import decision
 
@@ -110,7 +111,7 @@ jax.export.register_pytree_node_serialization(
 
 def freeze(model: nn.Module, variables, args, kwargs):
     """Freeze `variables`; see `jaxfp8.freeze`."""
-    collections = dict(core.unfreeze(variables))
+    collections = dict(core.unfreeze(unstack_state(variables)))
     if PARAMS not in collections:
         raise ValueError(
             f"freeze: variables: expected a collection {PARAMS!r}, got "

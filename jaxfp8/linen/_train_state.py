@@ -36,7 +36,8 @@ class TrainState(train_state.TrainState):
     `optax.MultiSteps` in `tx` the state of the mini-steps combines by max, is kept in
     `opt_state` and stored in the step that MultiSteps takes. A step that
     `optax.apply_if_finite` rejects leaves the state as it was. A `tx` that can write
-    the next parameters itself, such as `jaxfp8.optim.adamw`, does so.
+    the next parameters itself, such as `jaxfp8.optim.adamw`, does so. Variables of
+    `jaxfp8.train.stack_state` keep the state of many layers in few arrays.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:

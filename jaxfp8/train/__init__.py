@@ -15,6 +15,7 @@ from ._sharing import (
     spread,
     value_and_grad,
 )
+from ._stacked_state import StackedState, stack_state, unstack_state
 from ._steps import accumulate_gradients
 from ._update import expect_state, update_state
 
@@ -27,5 +28,7 @@ __all__ = [
     "fork",
     "optimizer",
     "spread",
+    "stack_state",
+    "unstack_state",
     "update_state",
 ]

@@ -16,6 +16,7 @@ from .._jax import _compat
 from .._jax._batching import repeat_state
 from .._jax._trees import Tree
 from ..recipes import _reading, _state_tree, holds_max, shared, without_max
+from ._stacked_state import unstack_state
 
 
 def max_grad(tree: Tree) -> Tree:
@@ -47,7 +48,8 @@ def max_grad(tree: Tree) -> Tree:
             is not being differentiated, stay as they are.
 
     Returns:
-        `tree`, with the leaves of differentiated state cast.
+        `tree`, with the leaves of differentiated state cast, and stacked state as
+        `unstack_state` leaves it.
     """
 
     # 1. Cast all state. A second cast of a leaf gives the same array, so that all its
@@ -74,7 +76,7 @@ def max_grad(tree: Tree) -> Tree:
         quantizers[-1].scale: reading
         for quantizers, reading in zip(products, readings, strict=True)
     }
-    return flat.replace(state)
+    return unstack_state(flat.replace(state))
 
 
 def apply_with_max_grad(

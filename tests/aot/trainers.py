@@ -36,14 +36,14 @@ class Layers(nn.Module):
         return x
 
 
-def report(cls, layers) -> dict:
-    """What is in the program of one step."""
+def report(cls, layers, change=dict) -> dict:
+    """What is in the program of one step, with variables as `change` makes them."""
     model = jaxfp8.quantize(Layers(layers), [(".*", jaxfp8.DelayedScaling())])
     x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
     state = jax.eval_shape(
         lambda: cls.create(
             apply_fn=model.apply,
-            params=model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)),
+            params=change(model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype))),
             tx=TX,
         )
     )
@@ -56,10 +56,13 @@ def report(cls, layers) -> dict:
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss
 
-    text = step.lower(*programs.on_one((state, x))).compile().as_text()
+    lowered = step.lower(*programs.on_one((state, x)))
+    text = lowered.compile().as_text()
     found = count.summary(text)
+    buffers = [len(jax.tree.leaves(x)) for x in (lowered.in_avals, lowered.out_info)]
     return {
         "launches": found["launches"],
+        "buffers": buffers,
         "write_histories": text.count('custom_call_target="jaxfp8_write_histories'),
     }
 
@@ -67,12 +70,16 @@ def report(cls, layers) -> dict:
 if __name__ == "__main__":
     # nothing runs here: the build may have code for one GPU alone
     _ffi.cuda_architectures = list
-    classes = {"flax": train_state.TrainState, "jaxfp8": jaxfp8.linen.TrainState}
+    trainers = {
+        "flax": (train_state.TrainState, dict),
+        "jaxfp8": (jaxfp8.linen.TrainState, dict),
+        "stacked": (jaxfp8.linen.TrainState, jaxfp8.train.stack_state),
+    }
     print(
         json.dumps(
             {
-                f"{name}, {n}": report(cls, n)
-                for name, cls in classes.items()
+                f"{name}, {n}": report(cls, n, change)
+                for name, (cls, change) in trainers.items()
                 for n in COUNTS
             }
         )
