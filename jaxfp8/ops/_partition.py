@@ -65,7 +65,7 @@ def lower_partitioned(
     a `shard_map`.
 
     Args:
-        run: the program of the op on the operands of one device.
+        run: the program of the op on the operands of one device, a method and its op.
         jnp_program: the op in jnp, which XLA can partition by itself.
         dimensions: the `Dimensions` of the op.
         on_one_device_only: whether `jnp_program` takes the place of `run` on a mesh and
@@ -112,7 +112,7 @@ def lower_partitioned(
     # On one device, and in jnp code that XLA cuts, nothing chooses between layouts:
     # leave out the second layouts.
     count = len(operands) - len(dimensions.second_layouts)
-    jitted = _jitted(run.func, tuple(run.keywords.items()))
+    jitted = _jitted(run.func, *run.args)
     with use_abstract_mesh(AbstractMesh((), ())):
         return _compat.lower_jitted(ctx, jitted, plain[:count], operands[:count])
 
@@ -128,11 +128,11 @@ def _lower_untyped(ctx, function, plain, operands):
 
 
 @functools.lru_cache(maxsize=1024)
-def _jitted(run, static):
-    """Return `run` with its static arguments as a function whose jaxpr JAX keeps, so
-    that equal ops are traced once.
+def _jitted(method, op):
+    """Return a method of an op as a function whose jaxpr JAX keeps, so that equal ops
+    are traced once.
     """
-    return jax.jit(functools.partial(run, **dict(static)))
+    return jax.jit(functools.partial(method, op))
 
 
 def combine_of(names):
