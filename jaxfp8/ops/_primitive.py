@@ -24,7 +24,7 @@ from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
-from ._partition import ONE as ONE, Dimensions, lower_partitioned
+from ._partition import ONE as ONE, lower_partitioned
 
 PRIMITIVES = []
 
@@ -218,19 +218,11 @@ class Op:
                     "jax.shard_map, each device with its own rows or groups"
                 )
             program = in_jnp = self.method("tpu")
-        dimensions = Dimensions(
-            *self.all_names(ctx.avals_in),
-            self.second_layouts(),
-            self.added(),
-            self.align,
-            self.on_shards,
-        )
         with _tpu.devices(devices):
             return lower_partitioned(
+                self,
                 program,
                 in_jnp,
-                dimensions,
-                on_one_device_only=self.on_one_device_only(),
                 as_bytes=platform == "cpu",
                 ctx=ctx,
                 operands=operands,

@@ -134,8 +134,8 @@ def spread(scale, shape):
 
 
 class Product(Op):
-    """A product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`,
-    kept as `[*batch, *m, *n]`.
+    """A product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, kept as
+    `[*batch, *m, *n]`.
 
     Attributes:
         out_dtype: dtype of the result.
