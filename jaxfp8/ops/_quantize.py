@@ -109,63 +109,58 @@ class Quantization(Op):
             results.append(jnp.sum(x, axis=axes, dtype=jnp.float32))
         return results
 
-
-def call(
-    name,
-    results,
-    groups,
-    scale,
-    amax_so_far,
-    *more,
-    vmapped,
-    with_amax,
-    place=1,
-    batch=1,
-    **attributes,
-):
-    """Make one custom call that quantizes groups `[g, ...]`, or one group without g,
-    and raises amaxes in place.
-
-    Args:
-        name: the name of the custom call.
-        results: `(shape, dtype)` of the results but the amax.
-        groups: the tensor in canonical form.
-        scale: f32 `[*vmapped, 1]`.
-        amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where
-            there is none.
-        *more: further operands of the custom call.
-        vmapped: the sizes of the vmapped dimensions.
-        with_amax: whether the amax is a result.
-        place: the number of results before the amax.
-        batch: the number of groups for each index of the vmapped dimensions.
-        **attributes: the attributes of the custom call.
-
-    Returns:
-        `(results, amax)`: the results but the amax, and in a list the amax
-        f32 `[*vmapped, 1]`, if `with_amax`.
-    """
-    # In the canonical form f32 [0] stands for the amax that is no operand, or no
-    # result. The amax is raised in the operand's buffer. Another buffer would need a
-    # copy first, one more launch on a GPU.
-    if amax_so_far:
-        amax, aliases = _shapes.group_amaxes(*amax_so_far, batch), {2: place}
-    else:
-        amax, aliases = jnp.zeros((0,), jnp.float32), None
-    count = batch * math.prod(vmapped) if with_amax else 0
-    scales = _shapes.group_scales(scale, len(vmapped), batch)
-    outputs = _ffi.call(
-        name,
-        [*results[:place], ((count,), jnp.float32), *results[place:]],
-        *(groups, scales, amax, *more),
-        aliases=aliases,
+    def call(
+        self,
+        results,
+        groups,
+        scale,
+        amax_so_far,
+        *more,
+        place=1,
+        batch=1,
         **attributes,
-    )
-    amaxes = outputs.pop(place)
-    if not with_amax:
-        return outputs, []
-    if amax_so_far and not batch:  # without groups no amax was raised
-        return outputs, amax_so_far
-    return outputs, [_shapes.vmapped_amaxes(amaxes, vmapped, batch)]
+    ):
+        """Make one custom call that quantizes groups `[g, ...]`, or one group without
+        g, and raises amaxes in place.
+
+        Args:
+            results: `(shape, dtype)` of the results but the amax.
+            groups: the tensor in canonical form.
+            scale: f32 `[*vmapped, 1]`.
+            amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where
+                there is none.
+            *more: further operands of the custom call.
+            place: the number of results before the amax.
+            batch: the number of groups for each index of the vmapped dimensions.
+            **attributes: the attributes of the custom call.
+
+        Returns:
+            `(results, amax)`: the results but the amax, and in a list the amax
+            f32 `[*vmapped, 1]`, if `with_amax`.
+        """
+        vmapped = scale.shape[:-1]
+        # In the canonical form f32 [0] stands for the amax that is no operand, or no
+        # result. The amax is raised in the operand's buffer. Another buffer would need
+        # a copy first, one more launch on a GPU.
+        if amax_so_far:
+            amax, aliases = _shapes.group_amaxes(*amax_so_far, batch), {2: place}
+        else:
+            amax, aliases = jnp.zeros((0,), jnp.float32), None
+        count = batch * math.prod(vmapped) if self.with_amax else 0
+        scales = _shapes.group_scales(scale, len(vmapped), batch)
+        outputs = _ffi.call(
+            self.name,
+            [*results[:place], ((count,), jnp.float32), *results[place:]],
+            *(groups, scales, amax, *more),
+            aliases=aliases,
+            **attributes,
+        )
+        amaxes = outputs.pop(place)
+        if not self.with_amax:
+            return outputs, []
+        if amax_so_far and not batch:  # without groups no amax was raised
+            return outputs, amax_so_far
+        return outputs, [_shapes.vmapped_amaxes(amaxes, vmapped, batch)]
 
 
 class Quantize(Quantization):
@@ -178,13 +173,8 @@ class Quantize(Quantization):
 
     def cpu(self, x, scale, *amax_so_far):
         groups = _shapes.merge(x, self.vmap_dims)
-        (data,), amax = call(
-            "quantize",
-            [(groups.shape, self.dtype)],
-            *(groups, scale, amax_so_far),
-            vmapped=x.shape[: self.vmap_dims],
-            with_amax=self.with_amax,
-        )
+        results = [(groups.shape, self.dtype)]
+        (data,), amax = self.call(results, groups, scale, amax_so_far)
         return [data.reshape(x.shape), *amax]
 
 

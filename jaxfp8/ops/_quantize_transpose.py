@@ -183,12 +183,9 @@ class Producer(_quantize.Quantization):
         results = [((*groups, m, n), self.dtype)]
         results += [((*groups, n, m), self.dtype)] * self.transpose
         sums = (*groups, -(-m // _SUMMED_ROWS), n), jnp.float32
-        (data, *rest), amax = _quantize.call(
-            self.name,
+        (data, *rest), amax = self.call(
             results + [sums] * self.column_sums,
             *(x, scale, amax_so_far, *more),
-            vmapped=leading[: self.vmap_dims],
-            with_amax=self.with_amax,
             # Results that may be left out come after the amax: the sums, and data_t of
             # a producer.
             place=1 if self.is_fused else 2,
