@@ -62,6 +62,9 @@ struct EncodeMomentParams {
   int64_t n;
 };
 
+// How many amaxes `groups` groups have: one together, where the stride is 0.
+inline int64_t AmaxCount(int64_t stride, int64_t groups) { return stride == 0 ? 1 : groups; }
+
 struct QuantizeParams {
   Dtype dtype;               // of x: bf16, f16 or f32
   Dtype format;              // of data: e4m3 or e5m2
@@ -69,8 +72,9 @@ struct QuantizeParams {
   const float* scale;        // [1] or [groups]
   int64_t scale_stride;      // 0 or 1
   void* data;                // [groups, size]
-  const float* amax_so_far;  // [groups], not negative; or null: 0
-  float* amax;               // [groups]: raised, from what it is so far; may be the same buffer. Null: not wanted
+  const float* amax_so_far;  // as amax, not negative; or null: 0
+  float* amax;               // [1] or [groups]: raised, from what it is so far; may be the same buffer. Null: not wanted
+  int64_t amax_stride;       // 0 or 1
   int64_t groups;
   int64_t size;
 };
@@ -96,8 +100,9 @@ struct TileParams {
   int64_t scale_stride;      // 0 or 1
   void* data;                // [groups, m, n]
   void* data_t;              // [groups, n, m], or null: not wanted
-  const float* amax_so_far;  // [groups], not negative; or null: 0
-  float* amax;               // [groups]: raised, from what it is so far; may be the same buffer. Null: not wanted
+  const float* amax_so_far;  // as amax, not negative; or null: 0
+  float* amax;               // [1] or [groups]: raised, from what it is so far; may be the same buffer. Null: not wanted
+  int64_t amax_stride;       // 0 or 1
   int64_t groups;
   int64_t m;
   int64_t n;

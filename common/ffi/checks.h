@@ -185,9 +185,10 @@ inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
 // Whether a buffer is [0]: what stands for an operand that there is not, or a result that nobody wants.
 inline bool IsNone(ffi::AnyBuffer buffer) { return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0; }
 
-// f32[groups], or f32[0] where there is none.
+
+// An amax as a scale is: one of all groups, or one for each; or f32[0] where there is none.
 inline ffi::Error CheckAmaxOrNone(const Operand& amax, int64_t groups) {
-  return CheckAmax(amax, IsNone(amax.buffer) ? 0 : groups);
+  return IsNone(amax.buffer) ? CheckDtype(amax, {ffi::DataType::F32}) : CheckScale(amax, groups);
 }
 
 // The elements of an f32 buffer; null where it has none.
@@ -242,7 +243,7 @@ T* Data(ffi::AnyBuffer buffer) {
   return static_cast<T*>(buffer.untyped_data());
 }
 
-// From one group's scale to the next, in a buffer that has passed CheckScale.
+// From one group's scale, or amax, to the next, in a buffer that has passed CheckScale.
 inline int64_t ScaleStride(ffi::AnyBuffer scale) { return scale.dimensions()[0] == 1 ? 0 : 1; }
 
 // Of a dtype that has passed CheckHighPrecision or CheckFp8.

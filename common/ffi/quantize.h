@@ -1,4 +1,4 @@
-// jaxfp8_quantize_v3: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
+// jaxfp8_quantize_v3: x [g, n], scale, amax_so_far f32 [1] or [g] -> data fp8 [g, n], amax as amax_so_far.
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy. An amax_so_far of f32 [0] means
 // zeros; an amax of f32 [0] means that nobody wants it.

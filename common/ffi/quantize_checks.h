@@ -10,8 +10,8 @@
 
 namespace jaxfp8 {
 
-// Checks scale f32 [1] or [g], amax_so_far f32 [g], data fp8 of the shape `dims` = [g, ...] and amax f32 [g], and sets
-// their fields and those of `x`, which is checked already. Where x lacks g, data does too. An amax_so_far of f32 [0]
+// Checks scale, amax_so_far and amax, each f32 [1] for all groups or [g], and data fp8 of the shape `dims` = [g, ...], and
+// sets their fields and those of `x`, which is checked already. Where x lacks g, data does too. An amax_so_far of f32 [0]
 // stands for zeros, and a caller who does not want the amax asks for f32 [0].
 template <class Params>
 ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
@@ -23,7 +23,11 @@ ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, f
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   const size_t lacks_groups = x.dimensions().size() < dims.size();
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {dims.begin() + lacks_groups, dims.size() - lacks_groups}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax", amax}, groups));
+  const Operand amax_operand{op, "amax", amax};
+  JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone(amax_operand, groups));
+  if (!IsNone(amax) && !IsNone(amax_so_far)) {
+    JAXFP8_RETURN_IF_ERROR(CheckShape(amax_operand, amax_so_far.dimensions()));
+  }
 
   params->dtype = ToDtype(x.element_type());
   params->format = ToDtype(data.element_type());
@@ -33,6 +37,7 @@ ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, f
   params->data = data.untyped_data();
   params->amax_so_far = FloatsOrNull(amax_so_far);
   params->amax = FloatsOrNull(amax);
+  params->amax_stride = ScaleStride(amax);
   params->groups = groups;
   return ffi::Error::Success();
 }

@@ -1,5 +1,5 @@
-// jaxfp8_quantize_transpose_v3: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
-// data_t [g, n, m], amax f32 [g]; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
+// jaxfp8_quantize_transpose_v3: x [g, m, n], scale, amax_so_far f32 [1] or [g] -> data [g, m, n],
+// data_t [g, n, m], amax as amax_so_far; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
 //
 // The amax is as that of jaxfp8_quantize_v3. Matrices and column_sums may lack g where it is 1.
 #ifndef JAXFP8_COMMON_FFI_QUANTIZE_TRANSPOSE_H_

@@ -11,10 +11,10 @@ inline void ClearAmax(float* amax, int64_t groups) { memset(amax, 0, groups * si
 
 // Where the amax is raised from: zeros if there is none so far. XLA gives a result and the operand that it aliases one
 // buffer where it can, and then there is nothing to do; nor is there without an amax.
-inline void StartAmax(float* amax, const float* amax_so_far, int64_t groups) {
+inline void StartAmax(float* amax, const float* amax_so_far, int64_t count) {
   if (amax == nullptr || amax == amax_so_far) return;
-  if (amax_so_far == nullptr) return ClearAmax(amax, groups);
-  memcpy(amax, amax_so_far, groups * sizeof(float));
+  if (amax_so_far == nullptr) return ClearAmax(amax, count);
+  memcpy(amax, amax_so_far, count * sizeof(float));
 }
 
 // `bits` as AmaxBits (fp8.h) gives them. Compiler builtins, because the cell is XLA's memory and not a std::atomic.

@@ -11,7 +11,7 @@
 namespace jaxfp8::cpu {
 
 void Quantize(TaskPool& pool, const QuantizeParams& params) {
-  StartAmax(params.amax, params.amax_so_far, params.groups);
+  StartAmax(params.amax, params.amax_so_far, AmaxCount(params.amax_stride, params.groups));
   const int64_t width = ByteWidth(params.dtype);
   const int64_t bytes = params.groups * params.size;
   const Store store = StoreFor(bytes, kStreamedSpan);
@@ -28,7 +28,7 @@ void Quantize(TaskPool& pool, const QuantizeParams& params) {
       const auto& kernels = KernelsForQuantize(scale).quantize[HighPrecisionIndex(params.dtype)];
       const auto kernel = kernels[Fp8Index(params.format)];
       const uint32_t bits = kernel(x + offset * width, scale, data + offset, chunk.end - chunk.begin, store);
-      if (params.amax != nullptr) RaiseAmax(&params.amax[group], bits);
+      if (params.amax != nullptr) RaiseAmax(&params.amax[group * params.amax_stride], bits);
     }
   });
 }

@@ -14,7 +14,7 @@ namespace jaxfp8::cpu {
 static_assert(PanelChunks::kRows == kColumnSumRows, "a panel is a part of the sums");
 
 void QuantizeTranspose(TaskPool& pool, const QuantizeTransposeParams& params) {
-  StartAmax(params.amax, params.amax_so_far, params.groups);
+  StartAmax(params.amax, params.amax_so_far, AmaxCount(params.amax_stride, params.groups));
   const int64_t m = params.m, n = params.n;
   const int64_t width = ByteWidth(params.dtype);
   const int64_t bytes = params.groups * m * n;
@@ -40,7 +40,7 @@ void QuantizeTranspose(TaskPool& pool, const QuantizeTransposeParams& params) {
     const int dtype = HighPrecisionIndex(params.dtype);
     const auto kernel = KernelsForQuantize(scale).quantize_transpose[dtype][Fp8Index(params.format)];
     const uint32_t bits = kernel(panel, scale, store);
-    if (params.amax != nullptr) RaiseAmax(&params.amax[chunk.group], bits);
+    if (params.amax != nullptr) RaiseAmax(&params.amax[chunk.group * params.amax_stride], bits);
     if (params.column_sums != nullptr) {
       const int64_t part = chunk.group * ColumnSumParts(m) + chunk.row_begin / kColumnSumRows;
       Kernels().column_sums[dtype](panel, params.column_sums + part * n + chunk.column_begin);

@@ -68,9 +68,9 @@ inline cudaError_t CopyUnlessAliased(float* to, const float* from, int64_t count
 
 // Gives the amaxes that a kernel is to raise their start: what they are so far, or 0 where `so_far` is null. A null
 // `amax` is not wanted.
-inline cudaError_t StartAmax(float* amax, const float* so_far, int64_t groups, cudaStream_t stream) {
+inline cudaError_t StartAmax(float* amax, const float* so_far, int64_t count, cudaStream_t stream) {
   if (amax == nullptr) return cudaSuccess;
-  return so_far == nullptr ? SetZero(amax, groups, stream) : CopyUnlessAliased(amax, so_far, groups, stream);
+  return so_far == nullptr ? SetZero(amax, count, stream) : CopyUnlessAliased(amax, so_far, count, stream);
 }
 
 }  // namespace jaxfp8::cuda

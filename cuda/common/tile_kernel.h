@@ -51,6 +51,7 @@ struct TileTask {
   uint8_t* data;
   uint8_t* data_t;  // null: not wanted
   float* amax;      // null: not wanted
+  int64_t amax_stride;
   bool wide_columns;  // 16-byte pieces of data_t are aligned, and its rows are whole pieces
   bool wide_rows;  // vectors of x and data are aligned, rows are whole vectors, and the plan is small
 };
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
     }
     if (task.amax != nullptr) shared.amax.Put(amax.OverWarp());
     __syncthreads();
-    if (task.amax != nullptr) shared.amax.Raise(task.amax + tile.group);
+    if (task.amax != nullptr) shared.amax.Raise(task.amax + tile.group * task.amax_stride);
     if constexpr (Producer::kSumsColumns) {
       const int column = threadIdx.x;
       if (column < kTileSide && ColumnOfPart<kWidth>(column) < tile.columns) {
@@ -267,7 +268,8 @@ __global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
 // Starts the amaxes and launches the kernel. `aligned`: what the producer loads besides x allows vectors.
 template <class Producer>
 cudaError_t LaunchTiles(const TileParams& params, const Producer& producer, bool aligned, cudaStream_t stream) {
-  JAXFP8_RETURN_IF_CUDA_ERROR(StartAmax(params.amax, params.amax_so_far, params.groups, stream));
+  const int64_t amaxes = AmaxCount(params.amax_stride, params.groups);
+  JAXFP8_RETURN_IF_CUDA_ERROR(StartAmax(params.amax, params.amax_so_far, amaxes, stream));
   if (params.groups == 0 || params.m == 0 || params.n == 0) return cudaSuccess;
   int multiprocessors = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
@@ -282,6 +284,7 @@ cudaError_t LaunchTiles(const TileParams& params, const Producer& producer, bool
       static_cast<uint8_t*>(params.data),
       static_cast<uint8_t*>(params.data_t),
       params.amax,
+      params.amax_stride,
       params.m % 16 == 0 && IsAligned(params.data_t, 16),
       wide_rows,
   };

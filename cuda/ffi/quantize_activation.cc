@@ -1,5 +1,5 @@
-// jaxfp8_quantize_activation_v2: x [g, m, 1 or 2, n], scale f32 [1] or [g], amax_so_far f32 [g] or [0] -> data fp8
-// [g, m, n], amax f32 [g] or [0], and, if there is a third result, data_t [g, n, m].
+// jaxfp8_quantize_activation_v2: x [g, m, 1 or 2, n], scale f32 [1] or [g], amax_so_far as scale or [0] -> data
+// fp8 [g, m, n], amax as amax_so_far, and, if there is a third result, data_t [g, n, m].
 #include "cuda/kernels/quantize_activation.h"
 
 #include "cuda/ffi/activations.h"

@@ -1,5 +1,5 @@
-// jaxfp8_quantize_activation_grad_v1: x [g, m, 1 or 2, n], scale f32 [1] or [g], amax_so_far f32 [g] or [0], grad
-// [g, m, n] -> with N = n or 2 n: data fp8 [g, m, N], amax f32 [g] or [0], if there is a third result data_t [g, N, m],
+// jaxfp8_quantize_activation_grad_v1: x [g, m, 1 or 2, n], scale f32 [1] or [g], amax_so_far as scale or [0], grad
+// [g, m, n] -> with N = n or 2 n: data fp8 [g, m, N], amax as amax_so_far, if there is a third result data_t [g, N, m],
 // and if there is a fourth column_sums f32 [g, ceil(m / 128), N].
 #include "cuda/kernels/quantize_activation_grad.h"
 

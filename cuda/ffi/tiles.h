@@ -1,5 +1,5 @@
-// What the fused producers share: scale and amax_so_far, and the results data fp8 [g, m, n], amax f32 [g], and, if there
-// is a third, data_t [g, n, m]. An amax_so_far or an amax of f32 [0] is none.
+// What the fused producers share: scale and amax_so_far, and the results data fp8 [g, m, n], amax as amax_so_far, and, if
+// there is a third, data_t [g, n, m]. An amax_so_far or an amax of f32 [0] is none.
 #ifndef JAXFP8_CUDA_FFI_TILES_H_
 #define JAXFP8_CUDA_FFI_TILES_H_
 

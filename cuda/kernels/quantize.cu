@@ -20,6 +20,7 @@ struct QuantizeBody {
   int64_t scale_stride;
   uint8_t* data;
   float* amax;  // null: not wanted
+  int64_t amax_stride;
   AmaxAccumulator<In> accumulator;
   Multiplier multiply{1.0f};
 
@@ -44,15 +45,15 @@ struct QuantizeBody {
   }
 
   __device__ void End(int64_t group, const StreamPlan& plan) {
-    FinishAmax(accumulator, plan, amax == nullptr ? nullptr : amax + group);
+    FinishAmax(accumulator, plan, amax == nullptr ? nullptr : amax + group * amax_stride);
   }
 };
 
 template <class In, class Format, int kVector>
 __global__ void __launch_bounds__(kBlockSize)
     QuantizeKernel(StreamPlan plan, const In* __restrict__ x, const float* __restrict__ scale, int64_t scale_stride,
-                   uint8_t* __restrict__ data, float* amax) {
-  Stream<kVector>(plan, x, QuantizeBody<In, Format>{scale, scale_stride, data, amax, {}});
+                   uint8_t* __restrict__ data, float* amax, int64_t amax_stride) {
+  Stream<kVector>(plan, x, QuantizeBody<In, Format>{scale, scale_stride, data, amax, amax_stride, {}});
 }
 
 template <class In, class Format, int kVector>
@@ -62,13 +63,14 @@ cudaError_t Run(const QuantizeParams& params, cudaStream_t stream) {
   const StreamPlan plan = MakeStreamPlan(params.groups, params.size, kVector, multiprocessors);
   return Launch(QuantizeKernel<In, Format, kVector>, plan.Blocks(), kBlockSize, stream, plan,
                 static_cast<const In*>(params.x), params.scale, params.scale_stride,
-                static_cast<uint8_t*>(params.data), params.amax);
+                static_cast<uint8_t*>(params.data), params.amax, params.amax_stride);
 }
 
 }  // namespace
 
 cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
-  JAXFP8_RETURN_IF_CUDA_ERROR(StartAmax(params.amax, params.amax_so_far, params.groups, stream));
+  const int64_t amaxes = AmaxCount(params.amax_stride, params.groups);
+  JAXFP8_RETURN_IF_CUDA_ERROR(StartAmax(params.amax, params.amax_so_far, amaxes, stream));
   if (params.groups == 0 || params.size == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {

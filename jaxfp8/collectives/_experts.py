@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ..dot import (
+    Order,
     Route,
     permuted,
-    ragged_dot,
     ragged_product,
     restored,
     sorted_by_expert,
@@ -122,13 +122,14 @@ class ExchangedRoute(Route):
         """Send rows as the codes that the product multiplies."""
         q = transfer(self._exchange, rows, recipe, state, "input")
         rows = _permuted(q, self._order)
-        return ragged_dot(
+        return ragged_product(
             rows,
             kernel,
             group_sizes,
             recipe=recipe,
             state=state,
             preferred_element_type=preferred_element_type,
+            has_zeros_beyond=True,
         )
 
     def second(
@@ -145,6 +146,7 @@ class ExchangedRoute(Route):
             state=state,
             preferred_element_type=preferred_element_type,
             records_grad=False,
+            has_zeros_beyond=True,
         )
         y = restored(y, self._order)
         return transfer(self._exchange, y, recipe, state, "output_grad").data
@@ -160,7 +162,7 @@ def _find(ends, at):
     return jnp.searchsorted(ends, at, side="right", method="compare_all")
 
 
-def _permuted(q: QTensor, order: jax.Array) -> QTensor | jax.Array:
+def _permuted(q: QTensor, order: Order) -> QTensor | jax.Array:
     """Return the rows of codes that arrived in this order; of an array in high
     precision the array.
     """

@@ -15,6 +15,7 @@ from ._compute_dtype import (
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
 from ._experts import (
+    Order,
     Route,
     columns,
     mixture,

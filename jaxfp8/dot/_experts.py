@@ -2,7 +2,9 @@
 experts, and the rows of a token become its result.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax.typing import ArrayLike
 from ..ops import ClampedSwiGLU, _checks, is_gated
 from ._compute_dtype import to_compute
 from ._fused_input import activated
-from ._ragged_dot import ragged_dot
+from ._ragged_dot import ragged_product
 
 
 def columns(hidden_features: int, activation: str | ClampedSwiGLU) -> int:
@@ -25,25 +27,34 @@ class Route:
     """The way of rows to their experts and back, where a device has all experts: the
     rows of an expert lie next to each other, those of no expert last.
 
+    Both ways the rows of no expert are zeros, and so are their gradients: the products
+    need not set them to zero.
+
     Attributes:
         group_sizes: int32 `[count]`, the rows of each expert of this device.
         first, second: functions like `ragged_dot` for the two products of an expert.
         dropped: how many rows have found no place.
     """
 
-    first = second = staticmethod(ragged_dot)
+    first = second = staticmethod(
+        functools.partial(ragged_product, has_zeros_beyond=True)
+    )
     dropped = 0
 
     def __init__(self, expert: jax.Array, count: int):
+        self._is_expert = is_expert(expert, count)
         self._order, self.group_sizes = sorted_by_expert(expert, count)
 
     def placed(self, rows: jax.Array) -> jax.Array:
         """Return rows, in the order of `expert`, as the first product takes them."""
-        return permuted(rows, self._order)
+        return permuted(self._of_experts(rows), self._order)
 
     def restored(self, rows: jax.Array) -> jax.Array:
         """Return results of the second product in the order of `expert`."""
-        return restored(rows, self._order)
+        return self._of_experts(restored(rows, self._order))
+
+    def _of_experts(self, rows):
+        return jnp.where(self._is_expert[:, None], rows, 0)
 
 
 def mixture(
@@ -85,28 +96,70 @@ def mixture(
     return _weighted_sum(y, weights)
 
 
-# Both name each row once, so no gradient is a sum, whose order a GPU would choose.
-_ROWS = {"unique_indices": True, "mode": "promise_in_bounds"}
+class Order(NamedTuple):
+    """An order of rows.
 
-
-def sorted_by_expert(expert: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the order that sorts rows by their expert, `[m]`, and the rows of each
-    expert, `[count]`; rows of no expert come last.
+    Attributes:
+        to: int32 `[m]`, which row comes at each place.
+        back: int32 `[m]`, the place of each row.
     """
-    is_expert = (expert >= 0) & (expert < count)
-    expert = jnp.where(is_expert, expert, count).astype(jnp.int32)
-    order = jnp.argsort(expert, stable=True)
-    return order, jnp.bincount(expert, length=count).astype(jnp.int32)
+
+    to: jax.Array
+    back: jax.Array
 
 
-def permuted(rows: jax.Array, order: jax.Array) -> jax.Array:
+def is_expert(expert: jax.Array, count: int) -> jax.Array:
+    """Tell which of these are experts, out of `count`."""
+    return (expert >= 0) & (expert < count)
+
+
+def sorted_by_expert(expert: jax.Array, count: int) -> tuple[Order, jax.Array]:
+    """Return the order that sorts rows by their expert, and the rows of each expert,
+    int32 `[count]`; rows of no expert come last.
+    """
+    last = jnp.where(is_expert(expert, count), expert, count).astype(jnp.int32)
+    to = jnp.argsort(last, stable=True).astype(jnp.int32)
+    places = jnp.arange(to.size, dtype=jnp.int32)
+    back = jnp.zeros_like(to).at[to].set(places, **_ROWS)
+    # compared with each expert: a scatter would be two launches, and atomic
+    is_of = jnp.arange(count, dtype=jnp.int32)[:, None] == last[None]
+    return Order(to, back), jnp.sum(is_of, axis=1, dtype=jnp.int32)
+
+
+def permuted(rows: jax.Array, order: Order) -> jax.Array:
     """Return the rows in this order."""
-    return rows.at[order].get(**_ROWS)
+    return _taken(rows, *order)
 
 
-def restored(rows: jax.Array, order: jax.Array) -> jax.Array:
+def restored(rows: jax.Array, order: Order) -> jax.Array:
     """Undo `permuted`."""
-    return jnp.zeros_like(rows).at[order].set(rows, **_ROWS)
+    return _taken(rows, order.back, order.to)
+
+
+_ROWS = {
+    "unique_indices": True,
+    "mode": "promise_in_bounds",
+    "wrap_negative_indices": False,
+}
+
+
+# The derivative of a gather would be a scatter: zeros, and writes at random places.
+@jax.custom_vjp
+def _taken(rows, places, back):
+    """Return the row at each of the places; `back` are the places of the inverse."""
+    return rows.at[places].get(**_ROWS)
+
+
+def _taken_forward(rows, places, back):
+    return _taken(rows, places, back), (places, back)
+
+
+def _taken_backward(order, grad):
+    places, back = order
+    return _taken(grad, back, places), None, None
+
+
+_taken.defvjp(_taken_forward, _taken_backward)
 
 
 def _weighted_sum(y, weights):

@@ -121,17 +121,18 @@ def ragged_product(
     group_sizes,
     *,
     recipe,
-    state,
+    state=None,
     preferred_element_type=None,
     records_grad=True,
+    has_zeros_beyond=False,
 ) -> jax.Array:
-    """Compute `ragged_dot`; `records_grad` is that of `Product`."""
+    """Compute `ragged_dot`; the last two are fields of `RaggedProduct`."""
     # 1. Check the operands.
     op = "ragged_dot"
     group_sizes = _checks.group_sizes(op, group_sizes)
     fused = lhs if isinstance(lhs, FusedInput) else None
     # the gradient of a fused input, and the amax of its residual, read x
-    if fused is not None:
+    if fused is not None and not has_zeros_beyond:
         lhs = fused = dataclasses.replace(fused, x=in_a_group(fused.x, group_sizes))
     lhs, rhs = operand("ragged_dot: lhs", lhs), operand("ragged_dot: rhs", rhs)
     _check_operands(lhs, rhs, group_sizes.size)
@@ -163,6 +164,7 @@ def ragged_product(
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
         records_grad=records_grad,
+        has_zeros_beyond=has_zeros_beyond,
         layer=_contexts.current_layer(),
     )
     scales = read(quantizers, state)
@@ -276,7 +278,13 @@ def _check_recipe(recipe, quantizers) -> None:
 class RaggedProduct(Product):
     """The static part of one product whose rows are cut into groups; x is lhs, the
     kernel is rhs.
+
+    Attributes:
+        has_zeros_beyond: whether the rows of x and of the gradient beyond the last
+            group are zeros already.
     """
+
+    has_zeros_beyond: bool = False
 
     names = ("ragged_dot: lhs", "ragged_dot: rhs")
     dims = ("m", "k"), ("g", "k", "n"), ("m", "n")
@@ -289,7 +297,7 @@ class RaggedProduct(Product):
 
     def in_groups(self, x, group_sizes):
         """Set the rows of x beyond the last group to zero."""
-        return in_a_group(x, group_sizes)
+        return x if self.has_zeros_beyond else in_a_group(x, group_sizes)
 
     def in_float32(self, x, kernel, group_sizes):
         """Return the product of two arrays, in float32."""

@@ -143,14 +143,16 @@ class Quantization(Op):
         # result. The amax is raised in the operand's buffer. Another buffer would need
         # a copy first, one more launch on a GPU.
         if amax_so_far:
-            amax, aliases = _shapes.group_amaxes(*amax_so_far, batch), {2: place}
+            amax = _shapes.group_scales(*amax_so_far, len(vmapped), batch)
+            aliases = {2: place}
         else:
             amax, aliases = jnp.zeros((0,), jnp.float32), None
-        count = batch * math.prod(vmapped) if self.with_amax else 0
+        count = batch * math.prod(vmapped) if vmapped else 1
+        amax_type = (count * self.with_amax,), jnp.float32
         scales = _shapes.group_scales(scale, len(vmapped), batch)
         outputs = _ffi.call(
             self.name,
-            [*results[:place], ((count,), jnp.float32), *results[place:]],
+            [*results[:place], amax_type, *results[place:]],
             *(groups, scales, amax, *more),
             aliases=aliases,
             **attributes,

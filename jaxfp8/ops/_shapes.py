@@ -70,32 +70,27 @@ def transpose(x, rows, cols):
 
 
 def group_scales(scale, vmap_dims, batch=1):
-    """Return the scale of each group: f32 `[*vmapped, 1]` as `[1]`, one for all groups,
-    or as `[g]`.
+    """Return the scale, or the amax so far, of each group: f32 `[*vmapped, 1]` as
+    `[1]`, one for all groups, or as `[g]`.
 
     Args:
-        scale: f32 `[*vmapped, 1]`, a scale for each index of the vmapped dimensions.
+        scale: f32 `[*vmapped, 1]`, one for each index of the vmapped dimensions.
         vmap_dims: the number of vmapped dimensions.
         batch: the number of groups of each index.
     """
-    # Handlers take one scale for all groups, so it is not repeated for each of them.
-    return scale if vmap_dims == 0 else group_amaxes(scale, batch)
-
-
-def group_amaxes(amax, batch):
-    """Return the amax so far of each group: f32 `[*vmapped, 1]` as `[g]`, `batch`
-    groups for each index.
-    """
-    amax = amax.reshape(-1)
-    return amax if batch == 1 else jnp.repeat(amax, batch)
+    # Handlers take one for all groups, so it is not repeated for each of them.
+    if vmap_dims == 0:
+        return scale
+    scale = scale.reshape(-1)
+    return scale if batch == 1 else jnp.repeat(scale, batch)
 
 
 def vmapped_amaxes(amaxes, vmapped, batch=1):
-    """Return the amax of each vmapped index: f32 `[g]`, `batch` groups an index, as
-    `[*vmapped, 1]`.
+    """Return the amax of each vmapped index: f32 `[g]`, `batch` groups an index, or
+    `[1]` without vmapped dimensions, as `[*vmapped, 1]`.
     """
     # The groups of a batch have one amax together.
-    if batch != 1:
+    if vmapped and batch != 1:
         amaxes = _scaling.abs_max(amaxes.reshape(math.prod(vmapped), batch), axis=1)
     return amaxes.reshape(*vmapped, 1)
 

@@ -67,7 +67,7 @@ class _TileParams(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("data", "data_t", "amax_so_far", "amax")
         ),
-        *((name, ctypes.c_int64) for name in ("groups", "m", "n")),
+        *((name, ctypes.c_int64) for name in ("amax_stride", "groups", "m", "n")),
     ]
 
 
@@ -103,7 +103,7 @@ class Tiles:
         self.params = _TileParams(
             DTYPES[x.dtype], DTYPES[fmt.dtype], self._x.pointer, self._scale.pointer,
             int(scale.size > 1), self._data.pointer, data_t, ctypes.c_void_p(),
-            self._top.pointer, g, m, n,
+            self._top.pointer, 1, g, m, n,
         )  # fmt: skip
 
     def results(self):

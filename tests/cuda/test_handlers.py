@@ -135,3 +135,14 @@ def test_no_amax(op):
     assert top.shape == (0,)
     oracle.assert_bitwise(got, np.asarray(data), "data")
     oracle.assert_bitwise(got_t, np.asarray(data_t), "data_t")
+
+
+@pytest.mark.parametrize("op", ["quantize", "quantize_transpose"])
+def test_one_amax(op):
+    """Of all groups: the last one raises it."""
+    good = targets.good(op)
+    shape, dtype = good.operands[0]
+    x, one = np.arange(np.prod(shape)).reshape(shape).astype(dtype), np.ones(1, F32)
+    place = targets.AMAXES[op]
+    results = good.changed("results", place, ((1,), F32)).results
+    np.testing.assert_array_equal(call(op, results, [x, one, one])[place], [x.max()])

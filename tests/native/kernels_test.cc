@@ -273,8 +273,8 @@ void CheckFlushingThread() {
   float amax[2], amax_t[2], out[2], column_sums[2];
   NoThreads pool;
   _mm_setcsr(flushing);
-  Quantize(pool, {Dtype::kF32, Dtype::kE4M3, x, scales, 0, data, so_far, amax, 2, 1});
-  const TileParams tiles = {Dtype::kF32, Dtype::kE4M3, x, scales, 0, data, data_t, so_far, amax_t, 2, 1, 1};
+  Quantize(pool, {Dtype::kF32, Dtype::kE4M3, x, scales, 0, data, so_far, amax, 1, 2, 1});
+  const TileParams tiles = {Dtype::kF32, Dtype::kE4M3, x, scales, 0, data, data_t, so_far, amax_t, 1, 2, 1, 1};
   QuantizeTranspose(pool, {tiles, column_sums});
   Dequantize(pool, {Dtype::kE4M3, Dtype::kF32, codes, scales + 1, 0, out, 1, 2});
   const uint32_t after = _mm_getcsr();

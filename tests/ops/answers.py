@@ -79,8 +79,9 @@ def _raised(x, so_far):
     """
     if np.signbit(so_far).any():
         return None
+    groups = x[None] if len(so_far) == 1 else x
     return np.float32(
-        [max(top, oracle.amax(row)) for row, top in zip(x, so_far, strict=True)]
+        [max(top, oracle.amax(rows)) for rows, top in zip(groups, so_far, strict=True)]
     )
 
 
@@ -103,7 +104,7 @@ def _quantize(x, scale, so_far, results):
     )
     if top[0] == (0,):
         return [codes, np.zeros(0, F32)]
-    return [codes, _raised(x, so_far if so_far.size else np.zeros(len(x), F32))]
+    return [codes, _raised(x, so_far if so_far.size else np.zeros(top[0], F32))]
 
 
 def _quantize_transpose(x, scale, so_far, results):

@@ -42,12 +42,12 @@ _STEPPED = (
 SPECS = {
     "amax": "x high[g n] -> amax f32[g]",
     "quantize": (
-        "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax "
-        "f32[0|g]"
+        "x high[g n], scale f32[1|g], amax_so_far f32[0|1|g] -> data fp8[g n], amax "
+        "f32[0|1|g]"
     ),
     "quantize_transpose": (
-        "x high[g? m n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g? m n], "
-        "data_t =data[g? n m], amax f32[0|g], column_sums? f32[g? m/128 n]"
+        "x high[g? m n], scale f32[1|g], amax_so_far f32[0|1|g] -> data fp8[g? m n], "
+        "data_t =data[g? n m], amax f32[0|1|g], column_sums? f32[g? m/128 n]"
     ),
     "quantize_blocks_transpose": (
         "x high[g m n] -> data fp8[g m n], scale_inv f32[g m n/128], data_t? =data[g "
@@ -131,11 +131,11 @@ CUDA_SPECS = {
         "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g "
         "k/128 n], group_sizes s32[g e] -> out high[g e m n]"
     ),
-    "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|g] -> "
-    "data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
+    "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|1|g] -> "
+    "data fp8[g m n], amax f32[0|1|g], data_t? =data[g n m]",
     "quantize_activation_grad": (
-        "x high[g m 1 n], scale f32[1|g], amax_so_far f32[0|g], grad =x[g m n] -> "
-        "data fp8[g m n], amax f32[0|g], data_t? =data[g n m], column_sums? f32[g "
+        "x high[g m 1 n], scale f32[1|g], amax_so_far f32[0|1|g], grad =x[g m n] -> "
+        "data fp8[g m n], amax f32[0|1|g], data_t? =data[g n m], column_sums? f32[g "
         "m/128 n]"
     ),
     "quantize_blocks_transpose, stored": (
@@ -143,8 +143,8 @@ CUDA_SPECS = {
         "data_t =data[g n m], scale_inv_t f32[g m/128 n]"
     ),
     "quantize_norm": (
-        "x high[g m n], scale f32[1|g], amax_so_far f32[0|g], statistics f32[g m "
-        "1|2], gamma f32[1|g n], beta f32[0/g n] -> data fp8[g m n], amax f32[0|g], "
+        "x high[g m n], scale f32[1|g], amax_so_far f32[0|1|g], statistics f32[g m "
+        "1|2], gamma f32[1|g n], beta f32[0/g n] -> data fp8[g m n], amax f32[0|1|g], "
         "data_t? =data[g n m]"
     ),
 }
@@ -194,6 +194,14 @@ ATTRIBUTES = {
 }
 # Calls that have all of the buffers that may be absent, or none of them.
 ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")
+# Where the amax is among the results; the amax so far is the third operand.
+AMAXES = {
+    "quantize": 1,
+    "quantize_transpose": 2,
+    "quantize_activation": 1,
+    "quantize_activation_grad": 1,
+    "quantize_norm": 1,
+}
 # The most quantizers of one call.
 LARGEST_K = dict.fromkeys(
     (
@@ -324,7 +332,19 @@ def build(
         n: np.resize(v, k) if n == "numerators" else v
         for n, v in ATTRIBUTES.get(op, {}).items()
     }
-    return Call(op, [make(b) for b in operands], [make(b) for b in results], attributes)
+    call = Call(op, [make(b) for b in operands], [make(b) for b in results], attributes)
+    if not amaxes_fit(call):
+        call = call.changed("results", AMAXES[op], call.operands[2])
+    return call
+
+
+def amaxes_fit(call: Call) -> bool:
+    """Whether the amax and that so far are as many, unless one of them is none."""
+    if call.op not in AMAXES:
+        return True
+    so_far, amax = call.operands[2], call.results[AMAXES[call.op]]
+    shapes = [spec(so_far)[0], spec(amax)[0]]
+    return (0,) in shapes or shapes[0] == shapes[1]
 
 
 def good(op: str) -> Call:
@@ -334,7 +354,7 @@ def good(op: str) -> Call:
 def every_choice(op: str, sizes: dict):
     """Good calls with every combination of alternative shapes and sides."""
     calls = {}
-    for picks in itertools.product((0, -1), repeat=4):
+    for picks in itertools.product((0, 1, -1), repeat=4):
         rest = iter(picks)
         call = build(
             op,
@@ -415,7 +435,7 @@ def fault(call: Call) -> str | None:
                 fits(shape, sides, sizes) for sides in buffer.shapes
             ):
                 return buffer.name
-    return None
+    return None if amaxes_fit(call) else "amax"
 
 
 def fits(shape, sides, sizes: dict) -> bool:

@@ -35,7 +35,7 @@ EXPORT int launch_amax_to_scale(const float* amax, const float* stored, float nu
 EXPORT int launch_quantize(int dtype, int format, const void* x, const float* scale, int64_t scale_stride, void* data,
                            const float* amax_so_far, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchQuantize({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale, scale_stride,
-                                       data, amax_so_far, amax, groups, size},
+                                       data, amax_so_far, amax, 1, groups, size},
                                       nullptr);
 }
 
