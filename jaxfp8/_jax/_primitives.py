@@ -108,7 +108,7 @@ def undefined_tangents(results, tangents, op: str | None = None) -> list:
     ]
 
 
-def not_differentiable(op: Primitive, name: str, primals, tangents, **params):
+def not_differentiable(op: Primitive, name: str, primals, tangents, /, **params):
     """Compute an op; the derivative of a rounding, which is zero almost everywhere, is
     undefined.
     """

@@ -143,34 +143,33 @@ def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTen
     """Return the tensors of one file, scales among them; safetensors has checked that
     they fill it without gaps.
     """
+    safetensors = package("read_safetensors")
     for _ in range(_TRIES):
-        entries = _checked_entries(where, path)
-        # safetensors makes no numpy arrays of FP8 dtypes, so the data is mapped here.
-        # By now another file may have the path: its header has to be the one that was
-        # checked.
-        try:
-            data = np.asarray(np.memmap(path, np.uint8, "r"))
-        except ValueError:  # it is empty by now
-            continue
+        with open(path, "rb") as file:
+            entries = _checked_entries(safetensors, where, path)
+            # Another file may have had the path: the open one has to be the one that
+            # was checked.
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                continue
+            # safetensors makes no numpy arrays of FP8 dtypes
+            data = np.asarray(np.memmap(file, np.uint8, "r"))
         begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        pairs = _header_pairs(data[8:begin].tobytes())
-        if _is_header(pairs, entries, data.size - begin):
-            # safetensors takes the last of two tensors of one name
-            for name, count in Counter(name for name, _ in pairs).items():
-                if count > 1:
-                    raise ValueError(f"{where}: {name} is there twice")
-            return _views(where, data, begin, entries)
+        # safetensors takes the last of two tensors of one name
+        pairs = json.loads(data[8:begin].tobytes(), object_pairs_hook=list)
+        for name, count in Counter(name for name, _ in pairs).items():
+            if count > 1:
+                raise ValueError(f"{where}: {name} is there twice")
+        return _views(where, data, begin, entries)
     raise ValueError(
         f"{where}: expected a file that stays as it is, got one that is being "
         "replaced; read it later"
     )
 
 
-def _checked_entries(where: str, path: str | os.PathLike) -> list[Entry]:
+def _checked_entries(safetensors, where: str, path: str | os.PathLike) -> list[Entry]:
     """Return the entries of a file that safetensors has checked, in the order of their
     data.
     """
-    safetensors = package("read_safetensors")
     try:
         with safetensors.safe_open(path, "numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
@@ -179,39 +178,6 @@ def _checked_entries(where: str, path: str | os.PathLike) -> list[Entry]:
         raise ValueError(
             f"{where}: expected a safetensors file that is whole; {error}"
         ) from error
-
-
-def _header_pairs(header: bytes) -> list:
-    """Return the names of a header, twice where they are there twice, and their
-    entries; nothing if it is no header.
-    """
-    try:
-        return json.loads(header, object_pairs_hook=list)
-    except (ValueError, RecursionError):
-        return []
-
-
-def _is_header(pairs: list, entries: list[Entry], size: int) -> bool:
-    """Tell whether a header has these entries, in the order of their data of `size`
-    bytes.
-    """
-    try:
-        tensors = {name: dict(entry) for name, entry in pairs if name != "__metadata__"}
-        of_header = [
-            (*entry["data_offsets"], name, entry["dtype"], entry["shape"])
-            for name, entry in tensors.items()
-        ]
-        # Tensors without elements lie between any others: they may come in another
-        # order.
-        in_order = [entry for entry in sorted(of_header) if entry[0] < entry[1]]
-        return (
-            [list(entry[2:]) for entry in in_order]
-            == [list(entry) for entry in entries if 0 not in entry[2]]
-            and sorted(entry[2:] for entry in of_header) == sorted(map(tuple, entries))
-            and size == max((entry[1] for entry in of_header), default=0)
-        )
-    except (ValueError, TypeError, KeyError, IndexError):
-        return False  # the header of no safetensors file
 
 
 def _views(

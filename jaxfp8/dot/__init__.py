@@ -3,6 +3,7 @@ wgrad; fused inputs.
 """
 
 from ._autodiff import Static, vmapped_state, warn_of_state
+from ._calls import DotGeneralCall, RaggedDotCall
 from ._compute_dtype import (
     check_norm,
     gated_activation,

@@ -6,11 +6,13 @@ kernel would be quantized with the input's state. So this module reads the equat
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
+from opt_einsum.parser import parse_einsum_input
 
 from ..ops import _checks
 from ..recipes import DotGeneralState, Recipe
@@ -89,7 +91,7 @@ def einsum_by(
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:
         preferred_element_type = promoted(x, kernel)
-    x_labels, kernel_labels, out_labels = _parse(eqn, x.ndim, kernel.ndim)
+    x_labels, kernel_labels, out_labels = _parse(eqn, x, kernel)
     is_empty = 0 in x.shape or 0 in kernel.shape
 
     # 1. Take diagonals, so that an operand has each label once, and find the sizes
@@ -162,80 +164,43 @@ def _error(eqn, message):
     return ValueError(f"einsum: eqn: {message}, got {eqn!r}")
 
 
-def _parse(
-    eqn, x_ndim: int, kernel_ndim: int
-) -> tuple[list[str], list[str], list[str]]:
-    """Return the labels of x, kernel and the output; an ellipsis has the labels `...1`,
-    `...2` from its end.
+# An operand or the output, and an equation.
+_TERM = r"[^\W\d_]*(?:\.\.\.)?[^\W\d_]*"
+_EQUATION = re.compile(f"({_TERM}),({_TERM})(?:->{_TERM})?")
+
+
+def _parse(eqn, x, kernel) -> list[list[str]]:
+    """Return the labels of x, kernel and the output; an ellipsis has letters that the
+    equation lacks, which count from its end.
     """
     if not isinstance(eqn, str):
         raise TypeError(
             "einsum: eqn: expected a string such as 'bk,kn->bn', got "
             f"{type(eqn).__name__}"
         )
-    inputs, arrow, output = eqn.replace(" ", "").partition("->")
-    operands = inputs.split(",")
-    if len(operands) != 2 or "," in output:
-        raise _error(
-            eqn, "expected two operands, separated by one comma, and one output"
-        )
-    # An ellipsis may have fewer dimensions in one operand. Its labels count from the
-    # end, so that they broadcast.
-    ranks = zip(("x", "kernel"), operands, (x_ndim, kernel_ndim), strict=True)
-    ellipses = [_ellipsis(eqn, name, term, ndim) for name, term, ndim in ranks]
-    x_labels, kernel_labels = (
-        _expand(eqn, term, dims) for term, dims in zip(operands, ellipses, strict=True)
-    )
-    longest = max(ellipses, key=len)
-    labels = x_labels + kernel_labels
-    if not arrow:
-        # The implicit output is NumPy's: the ellipsis, then the letters that appear
-        # once, in alphabetic order.
-        letters = sorted(
-            label
-            for label in labels
-            if labels.count(label) == 1 and label not in longest
-        )
-        return x_labels, kernel_labels, longest + letters
-    out_labels = _expand(eqn, output, longest)
-    for label in out_labels:
-        if out_labels.count(label) > 1:
-            raise _error(
-                eqn,
-                f"expected each label of the output once, the output has {label!r} "
-                "more often",
-            )
-        if label not in labels:
-            raise _error(
-                eqn,
-                "expected labels of the operands in the output, no operand has "
-                f"{label!r}",
-            )
-    return x_labels, kernel_labels, out_labels
-
-
-def _ellipsis(eqn, name, term, ndim) -> list[str]:
-    """Return the labels that the ellipsis of `term` stands for."""
-    letters = len(term.replace("...", "", 1))
-    if letters > ndim or (letters < ndim and "..." not in term):
+    text = eqn.replace(" ", "")
+    terms = _EQUATION.fullmatch(text)
+    if terms is None:
         raise _error(
             eqn,
-            f"expected a label for each of the {ndim} dimensions of {name}, {term!r} "
-            f"has {letters}",
+            "expected two operands, separated by one comma, and one output, each of "
+            "letters and at most one '...'",
         )
-    return [f"...{i}" for i in range(ndim - letters, 0, -1)]
-
-
-def _expand(eqn, term, ellipsis: list[str]) -> list[str]:
-    before, dots, after = term.partition("...")
-    for letter in before + after:
-        if not letter.isalpha():
+    operands = zip(("x", "kernel"), terms.groups(), (x, kernel), strict=True)
+    for name, term, operand in operands:
+        letters = len(term.replace("...", ""))
+        if letters > operand.ndim or (letters < operand.ndim and "..." not in term):
             raise _error(
                 eqn,
-                f"expected letters and at most one '...' an operand, {term!r} has "
-                f"{letter!r}",
+                f"expected a label for each of the {operand.ndim} dimensions of "
+                f"{name}, {term!r} has {letters}",
             )
-    return [*before, *(ellipsis if dots else ()), *after]
+    try:
+        inputs, output, _ = parse_einsum_input((text, x, kernel))
+    except ValueError as error:
+        needed = "expected labels of the operands in the output, each once"
+        raise _error(eqn, f"{needed} ({error})") from error
+    return [list(labels) for labels in (*inputs.split(","), output)]
 
 
 def _diagonals(eqn, name, value, labels):

@@ -194,6 +194,7 @@ class Target(NamedTuple):
         """
         name = eqn.primitive.name.removeprefix("jaxfp8_")
         types = [var.aval for var in eqn.invars]
+        op = eqn.params.get("op")
         implementation = eqn.params.get("implementation", "xla")
         # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no
         #    cuBLASLt.
@@ -211,13 +212,11 @@ class Target(NamedTuple):
         if is_tensorwise and types[0].dtype == types[1].dtype == E5M2.dtype:
             return "no tensor core multiplies two float8_e5m2"
         if implementation == "xla":
-            if is_tensorwise and not eqn.params.get("vmap_dims"):
+            if is_tensorwise and not getattr(op, "vmap_dims", 0):
                 return None
             return f'implementation("xla"): XLA has no FP8 product for this {name}'
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
-        return _primitive.not_on(
-            eqn.primitive, self.gpus, *types, spec=eqn.params["spec"]
-        )
+        return _primitive.not_on(op, self.gpus, *types)
 
 
 def are_fp8(*dtypes) -> bool:

@@ -14,22 +14,18 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
 from ..dot import (
-    Activated,
-    Normalized,
+    DotGeneralCall,
+    RaggedDotCall,
     _contexts,
     _frozen,
     dot_general,
     einsum_by,
-    ragged_dot,
-    ragged_dot_by,
 )
 from ..numerics import E4M3, E5M2, HYBRID
-from ..ops import ClampedSwiGLU
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
     DotGeneralState,
-    QTensor,
     Recipe,
 )
 from . import _mistakes
@@ -67,7 +63,7 @@ class Fp8Module(nn.Module):
         return path[:-1] if path and path[-1] == f"{type(self).__name__}_0" else path
 
     @nn.nowrap
-    def naming(self) -> contextlib.AbstractContextManager:
+    def _naming(self, kernel: Any) -> contextlib.AbstractContextManager:
         """Return a context in which the product has the path of its layer, for warnings
         and `inspect.compare`.
         """
@@ -211,30 +207,7 @@ class Fp8DotGeneral(Fp8Module):
             does not carry the collection of state.
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        x: ArrayLike | Activated | Normalized,
-        kernel: ArrayLike | QTensor,
-        dimension_numbers: jax.lax.DotDimensionNumbers,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-        *,
-        bias: ArrayLike | None = None,
-        activation: str | ClampedSwiGLU | None = None,
-    ) -> jax.Array:
-        """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
-        with self.naming():
-            operands = x, kernel, dimension_numbers
-            return self._product(*operands)(
-                *operands,
-                bias=bias,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
-                activation=activation,
-            )
+    __call__ = nn.compact(DotGeneralCall.__call__)
 
 
 class Fp8Einsum(Fp8Module):
@@ -262,7 +235,7 @@ class Fp8Einsum(Fp8Module):
         """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the
         kernel; see `jaxfp8.einsum`.
         """
-        with self.naming():
+        with self._naming(rhs):
             return einsum_by(
                 self._product,
                 eqn,
@@ -283,28 +256,7 @@ class Fp8RaggedDot(Fp8Module):
     State and fields are those of `Fp8DotGeneral`.
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        lhs: ArrayLike | Activated | Normalized | QTensor,
-        rhs: ArrayLike | QTensor,
-        group_sizes: ArrayLike,
-        preferred_element_type: DTypeLike | None = None,
-        by: Callable[..., jax.Array] = ragged_dot,
-    ) -> jax.Array:
-        """Compute `jax.lax.ragged_dot` in FP8, `[m, n]` of lhs `[m, k]`, rhs
-        `[g, k, n]` and int32 group_sizes `[g]`; see `jaxfp8.ragged_dot`. `by` takes
-        the place of that function, with its arguments, recipe and state.
-        """
-        with self.naming():
-            return ragged_dot_by(
-                self._product,
-                lhs,
-                rhs,
-                group_sizes,
-                preferred_element_type=preferred_element_type,
-                by=by,
-            )
+    __call__ = nn.compact(RaggedDotCall.__call__)
 
 
 def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:

@@ -14,16 +14,13 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from ..dot import (
-    Activated,
-    Normalized,
+    DotGeneralCall,
+    RaggedDotCall,
     _contexts,
     _frozen,
     dot_general,
     einsum_by,
-    ragged_dot,
-    ragged_dot_by,
 )
-from ..ops import ClampedSwiGLU
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
@@ -200,30 +197,7 @@ class Fp8DotGeneral(_Fp8Product):
             has state that the object lacks.
     """
 
-    @_mistakes.with_operands
-    def __call__(
-        self,
-        x: ArrayLike | Activated | Normalized,
-        kernel: ArrayLike | QTensor,
-        dimension_numbers: jax.lax.DotDimensionNumbers,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-        *,
-        bias: ArrayLike | None = None,
-        activation: str | ClampedSwiGLU | None = None,
-    ) -> jax.Array:
-        """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
-        with self._naming(kernel):
-            operands = x, kernel, dimension_numbers
-            return self._product(*operands)(
-                *operands,
-                bias=bias,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
-                activation=activation,
-            )
+    __call__ = _mistakes.with_operands(DotGeneralCall.__call__)
 
 
 class Fp8Einsum(_Fp8Product):
@@ -270,28 +244,7 @@ class Fp8RaggedDot(_Fp8Product):
     State, arguments and errors are those of `Fp8DotGeneral`.
     """
 
-    @_mistakes.with_operands
-    def __call__(
-        self,
-        lhs: ArrayLike | Activated | Normalized | QTensor,
-        rhs: ArrayLike | QTensor,
-        group_sizes: ArrayLike,
-        preferred_element_type: DTypeLike | None = None,
-        by: Callable[..., jax.Array] = ragged_dot,
-    ) -> jax.Array:
-        """Compute `jax.lax.ragged_dot` in FP8, `[m, n]` of lhs `[m, k]`, rhs
-        `[g, k, n]` and int32 group_sizes `[g]`; see `jaxfp8.ragged_dot`. `by` takes
-        the place of that function, with its arguments, recipe and state.
-        """
-        with self._naming(rhs):
-            return ragged_dot_by(
-                self._product,
-                lhs,
-                rhs,
-                group_sizes,
-                preferred_element_type=preferred_element_type,
-                by=by,
-            )
+    __call__ = _mistakes.with_operands(RaggedDotCall.__call__)
 
 
 # The product of a layer, by the attribute that holds it.

@@ -2,6 +2,7 @@
 placeholders replace the kernels.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,9 +14,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._jax._primitives import inner_jaxprs
 from .._jax._trees import split_arrays
-from ..dot import _frozen, dot_general, einsum_by, ragged_dot, ragged_dot_by
+from ..dot import _frozen, dot_general
 from ..recipes import QuantizerState
-from ._dot_general import current_recipe, frozen_arrays, read_state
+from ._dot_general import (
+    Fp8DotGeneral,
+    Fp8Einsum,
+    Fp8RaggedDot,
+    current_recipe,
+    frozen_arrays,
+    read_state,
+)
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the number of the
@@ -111,7 +119,7 @@ class _Recorder(NamedTuple):
     i: int
     calls: list[Call | None]
 
-    def product(self, x, kernel, dimension_numbers, by=dot_general):
+    def _product(self, x, kernel, dimension_numbers, by=dot_general):
         """Record the call; return `by` in high precision."""
         call = Call(
             x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
@@ -124,59 +132,12 @@ class _Recorder(NamedTuple):
 
         return multiply
 
-    def dot_general(
-        self,
-        x,
-        kernel,
-        dimension_numbers,
-        precision=None,
-        preferred_element_type=None,
-        out_sharding=None,
-        *,
-        bias=None,
-        activation=None,
-    ):
-        operands = x, kernel, dimension_numbers
-        return self.product(*operands)(
-            *operands,
-            bias=bias,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-            activation=activation,
-        )
+    def _naming(self, kernel):
+        return contextlib.nullcontext()
 
-    def einsum_op(
-        self,
-        eqn,
-        x,
-        kernel,
-        *,
-        precision=None,
-        preferred_element_type=None,
-        out_sharding=None,
-    ):
-        return einsum_by(
-            self.product,
-            eqn,
-            x,
-            kernel,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
-
-    def ragged_dot(
-        self, lhs, rhs, group_sizes, preferred_element_type=None, by=ragged_dot
-    ):
-        return ragged_dot_by(
-            self.product,
-            lhs,
-            rhs,
-            group_sizes,
-            preferred_element_type=preferred_element_type,
-            by=by,
-        )
+    dot_general = Fp8DotGeneral.__call__
+    einsum_op = Fp8Einsum.__call__
+    ragged_dot = Fp8RaggedDot.__call__
 
 
 def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], Any]:

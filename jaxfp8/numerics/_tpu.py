@@ -97,11 +97,9 @@ def abs_max_by_parts(x):
 # give halves, and what reads the result of a product takes its halves from there.
 
 
-def are_apart(shape, on):
-    """Tell whether a product with columns of this shape is one with each half, on such
-    `devices`.
-    """
-    return len(shape) == 2 and shape[0] == 2 and on in ONE_DEVICE
+def are_apart(shape):
+    """Tell whether a product with columns of this shape is one with each half."""
+    return len(shape) == 2 and shape[0] == 2 and devices.value in ONE_DEVICE
 
 
 def halves(x, axis=-2):

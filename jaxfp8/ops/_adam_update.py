@@ -11,7 +11,7 @@ from ..numerics._moment_codec import adam_step
 from . import _ffi
 from ._encode_moment import aligned_blocks, from_rows, moment_names, to_rows
 from ._partition import WHOLE
-from ._primitive import OpOfUnits, spec_of_units
+from ._primitive import OpOfUnits
 
 # The largest number of leaves in one call of `adam_update`, and how many numbers a step
 # of a leaf has.
@@ -72,15 +72,14 @@ def adam_update(leaves, axes):
     results = []
     for start in range(0, len(leaves), MAX_LEAVES):
         part = slice(start, start + MAX_LEAVES)
-        spec = _AdamSpec(tuple(from_the_end[part]), leaves[start].params is not None)
+        op = _AdamUpdate(tuple(from_the_end[part]), leaves[start].params is not None)
         operands = []
         for leaf in leaves[part]:
             # Gradients come last: where XLA would cut them along another axis, results
             # are cut as what they replace.
             grads, *rest = jax.tree.leaves(leaf)
             operands += [*rest, grads]
-        flat = _adam(*operands, spec=spec)
-        for out, *both in _batched(flat, _ADAM_RESULTS):
+        for out, *both in _batched(op(*operands), _ADAM_RESULTS):
             results.append((out, tuple(both[:3]), tuple(both[3:])))
     return results
 
@@ -92,12 +91,12 @@ def _batched(items, count):
     return [items[i : i + count] for i in range(0, len(items), count)]
 
 
-class _AdamSpec(NamedTuple):
-    """The static part: the axes that blocks cut, counted from the end, and whether
-    parameters are given and stepped.
+class _AdamUpdate(OpOfUnits):
+    """The units are leaves, with the axes that blocks cut, counted from the end;
+    `applies` says whether parameters are given and stepped.
     """
 
-    axes: tuple[int, ...]
+    name = "adam_update"
     applies: bool
 
     @property
@@ -107,66 +106,60 @@ class _AdamSpec(NamedTuple):
 
     def units(self, operand_count):
         operands = _batched(range(operand_count), self.operands)
-        results = _batched(range(len(self.axes) * _ADAM_RESULTS), _ADAM_RESULTS)
+        results = _batched(range(len(self.of_units) * _ADAM_RESULTS), _ADAM_RESULTS)
         return list(zip(operands, results, strict=True))
 
-
-class _AdamUpdate(OpOfUnits):
-    name = "adam_update"
-
-    def names(self, *ranks, spec):
+    def names(self, *ranks):
         operands, results = [], []
-        for i, axis in enumerate(spec.axes):
-            elements, blocks = moment_names(ranks[spec.operands * i], axis, f"leaf{i}_")
+        for i, axis in enumerate(self.of_units):
+            elements, blocks = moment_names(ranks[self.operands * i], axis, f"leaf{i}_")
             moments = 2 * [elements, blocks, blocks]
-            operands += [elements] * spec.applies + moments
+            operands += [elements] * self.applies + moments
             operands += [(f"{WHOLE}_moment{i}", *blocks), (f"{WHOLE}_numbers{i}",)]
             operands.append(elements)
             results += [elements, *moments]
         return operands, results
 
-    def dtypes(self, *operands, spec):
-        moment = [x.dtype for x in operands[spec.applies :][:3]]
-        return [jnp.float32, *moment, *moment] * len(spec.axes)
+    def dtypes(self, *operands):
+        moment = [x.dtype for x in operands[self.applies :][:3]]
+        return [jnp.float32, *moment, *moment] * len(self.of_units)
 
-    def align(self, axes, sizes, mesh_shape, spec):
+    def align(self, axes, sizes, mesh_shape):
         return aligned_blocks(axes, sizes, mesh_shape, "leaf0_")
 
-    def lower(self, platform, ctx, *operands, implementation, vmap_dims, spec):
+    def lower(self, platform, ctx, *operands, implementation):
         """Lower each leaf by itself on a mesh, which may cut each along other axes."""
-        lower = functools.partial(
-            super().lower, platform, implementation=implementation, vmap_dims=vmap_dims
-        )
-        if _compat.devices_of(ctx) != "mesh" or len(spec.axes) == 1:
-            return lower(ctx, *operands, spec=spec)
+        lower = functools.partial(OpOfUnits.lower, implementation=implementation)
+        if _compat.devices_of(ctx) != "mesh" or len(self.of_units) == 1:
+            return lower(self, platform, ctx, *operands)
         results = []
-        for i, (ins, outs) in enumerate(spec.units(len(operands))):
+        for i, (ins, outs) in enumerate(self.units(len(operands))):
             types_in = [ctx.avals_in[j] for j in ins]
             types_out = [ctx.avals_out[j] for j in outs]
             of_leaf = ctx.replace(avals_in=types_in, avals_out=types_out)
             leaf = [operands[j] for j in ins]
-            results += lower(of_leaf, *leaf, spec=spec_of_units(spec, [i]))
+            results += lower(self.of_some([i]), platform, of_leaf, *leaf)
         return results
 
-    def reference(self, *operands, vmap_dims, spec):
-        leaves = zip(spec.axes, _batched(operands, spec.operands), strict=True)
+    def reference(self, *operands):
+        leaves = zip(self.of_units, _batched(operands, self.operands), strict=True)
         return [
             x
             for axis, (*leaf, grads) in leaves
-            for x in adam_step(grads, *leaf, axis=axis, vmap_dims=vmap_dims)
+            for x in adam_step(grads, *leaf, axis=axis, vmap_dims=self.vmap_dims)
         ]
 
-    def cpu(self, *operands, vmap_dims, spec):
-        leaves = zip(spec.axes, _batched(operands, spec.operands), strict=True)
+    def cpu(self, *operands):
+        leaves = zip(self.of_units, _batched(operands, self.operands), strict=True)
         rows, keys, aliases, axes, shapes = [], [], {}, [], []
         for axis, (*leaf, keys_of_both, numbers, grads) in leaves:
             # The keys of all leaves are one operand: XLA computes them in one launch.
-            keys_of_both = jnp.moveaxis(keys_of_both, vmap_dims, 0)
+            keys_of_both = jnp.moveaxis(keys_of_both, self.vmap_dims, 0)
             keys.append(to_rows(keys_of_both, axis).reshape(-1))
             for i, x in enumerate((grads, *leaf)):
                 # The parameters, or else the gradients, and both moments are written
                 # over.
-                if i >= spec.applies:
+                if i >= self.applies:
                     aliases[len(rows)] = len(aliases)
                     axes.append(axis)
                     shapes.append(x.shape)
@@ -175,9 +168,6 @@ class _AdamUpdate(OpOfUnits):
         results = [(rows[place].shape, rows[place].dtype) for place in aliases]
         operands = *rows, jnp.concatenate(keys)
         new = _ffi.call(
-            "adam_update", results, *operands, aliases=aliases, apply=spec.applies
+            "adam_update", results, *operands, aliases=aliases, apply=self.applies
         )
         return list(map(from_rows, new, axes, shapes))
-
-
-_adam = _AdamUpdate()

@@ -33,31 +33,27 @@ def amax(x: ArrayLike) -> jax.Array:
     Raises:
         TypeError: x has another dtype; or the op is differentiated.
     """
-    return _amax(_checks.high_precision("amax", "x", x))[0].reshape(())
+    return _Amax()(_checks.high_precision("amax", "x", x))[0].reshape(())
 
 
 class _Amax(Op):
     name = "amax"
 
-    def names(self, x, spec):
+    def names(self, x):
         return [dims("x", x)], [ONE]
 
-    def reference(self, x, vmap_dims, spec):
-        return (_shapes.abs_max(x, vmap_dims),)
+    def reference(self, x):
+        return (_shapes.abs_max(x, self.vmap_dims),)
 
-    def tpu(self, x, vmap_dims, spec, devices):
-        if vmap_dims:
-            return super().tpu(x, vmap_dims=vmap_dims, spec=spec, devices=devices)
-        with _tpu.devices(devices):
-            return (_tpu.abs_max_by_parts(x).reshape(1),)
+    def tpu(self, x):
+        if self.vmap_dims:
+            return self.reference(x)
+        return (_tpu.abs_max_by_parts(x).reshape(1),)
 
-    def cpu(self, x, vmap_dims, spec):
-        groups = _shapes.merge(x, vmap_dims)
+    def cpu(self, x):
+        groups = _shapes.merge(x, self.vmap_dims)
         (amaxes,) = _ffi.call("amax", [(groups.shape[:1], jnp.float32)], groups)
-        return (_shapes.vmapped_amaxes(amaxes, x.shape[:vmap_dims]),)
-
-
-_amax = _Amax()
+        return (_shapes.vmapped_amaxes(amaxes, x.shape[: self.vmap_dims]),)
 
 
 def amax_to_scale(amax, stored, *, fp8_max, margin=0.0):
@@ -85,31 +81,27 @@ def amax_to_scale(amax, stored, *, fp8_max, margin=0.0):
     Raises:
         TypeError: the op is differentiated.
     """
-    spec = _scaling.scale_numerator(fp8_max, margin)
-    return tuple(
-        _amax_to_scale(jnp.reshape(amax, 1), jnp.reshape(stored, 1), spec=spec)
-    )
+    op = _AmaxToScale(_scaling.scale_numerator(fp8_max, margin))
+    return tuple(op(jnp.reshape(amax, 1), jnp.reshape(stored, 1)))
 
 
 class _AmaxToScale(Op):
-    """The spec is the numerator of the scale, `fp8_max / 2**margin`."""
+    """The numerator of the scale is `fp8_max / 2**margin`."""
 
     name = "amax_to_scale"
+    numerator: np.float32
 
-    def names(self, *ranks, spec):
+    def names(self, *ranks):
         return [ONE, ONE], [ONE, ONE]
 
-    def reference(self, amax, stored, vmap_dims, spec):
-        return _scaling.amax_to_scale(amax, stored, spec)
+    def reference(self, amax, stored):
+        return _scaling.amax_to_scale(amax, stored, self.numerator)
 
-    def cpu(self, amax, stored, vmap_dims, spec):
+    def cpu(self, amax, stored):
         flat = amax.reshape(-1), stored.reshape(-1)
         results = [(flat[0].shape, jnp.float32)] * 2
-        scales = _ffi.call("amax_to_scale", results, *flat, numerator=np.float32(spec))
+        scales = _ffi.call("amax_to_scale", results, *flat, numerator=self.numerator)
         return [scale.reshape(amax.shape) for scale in scales]
-
-
-_amax_to_scale = _AmaxToScale()
 
 
 class DelayedScale(NamedTuple):
@@ -154,37 +146,32 @@ def delayed_scales(histories, stored, *, fp8_max, margin=0.0, algo="max"):
     """
     numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
     operands = *histories, *(jnp.reshape(value, 1) for value in stored)
-    spec = _Quantizers(numerators, algo == "most_recent")
-    results = _delayed_scales(*operands, spec=spec)
+    results = _DelayedScales(numerators, algo == "most_recent")(*operands)
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
 
 
-class _Quantizers(NamedTuple):
-    """The static part: the numerator of each scale, `fp8_max / 2**margin`, and whether
-    the newest amax counts alone.
+class _DelayedScales(OpOfUnits):
+    """The units have the numerators of their scales, `fp8_max / 2**margin`;
+    `most_recent` says whether the newest amax counts alone.
     """
 
-    numerators: tuple[float, ...]
+    name = "delayed_scales"
     most_recent: bool
 
     def units(self, operand_count):
         count = operand_count // 2
         return [([i, count + i], range(i, 3 * count, count)) for i in range(count)]
 
-
-class _DelayedScales(OpOfUnits):
-    name = "delayed_scales"
-
-    def names(self, *ranks, spec):
+    def names(self, *ranks):
         count = len(ranks) // 2
         # No mesh cuts a history: the maximum of a part is no scale.
         slots = [(f"{WHOLE}_slot{i}",) for i in range(count)]
         return slots + [ONE] * count, [ONE] * (3 * count)
 
-    def reference(self, *operands, vmap_dims, spec):
+    def reference(self, *operands):
         results = []
         for history, stored, numerator in zip(
-            *halves(operands), spec.numerators, strict=True
+            *halves(operands), self.of_units, strict=True
         ):
             # An entry below zero counts as infinite, so that one reduction finds it and
             # the largest entry.
@@ -194,24 +181,21 @@ class _DelayedScales(OpOfUnits):
             infinity = np.full(history.shape, np.inf, np.float32)
             marked = lax.select(is_below_zero, infinity, history)
             largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
-            amax = newest if spec.most_recent else largest
+            amax = newest if self.most_recent else largest
             amax = jnp.where(largest == jnp.inf, jnp.float32(-1), amax)
             scales = _scaling.amax_to_scale(amax, stored, numerator)
             results.append((*scales, jnp.zeros_like(newest)))
         return [part for parts in zip(*results, strict=True) for part in parts]
 
-    def cpu(self, *operands, vmap_dims, spec):
+    def cpu(self, *operands):
         histories, stored = halves(operands)
         flat = [s.reshape(-1) for s in stored]
         results = _ffi.call(
             "delayed_scales",
             [(s.shape, jnp.float32) for s in flat] * 3,
-            *(_shapes.merge_groups(h, vmap_dims) for h in histories),
+            *(_shapes.merge_groups(h, self.vmap_dims) for h in histories),
             *flat,
-            numerators=np.array(spec.numerators, np.float32),
-            most_recent=spec.most_recent,
+            numerators=np.array(self.of_units, np.float32),
+            most_recent=self.most_recent,
         )
         return [out.reshape(stored[0].shape) for out in results]
-
-
-_delayed_scales = _DelayedScales()

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 from ..numerics import _tpu
 from . import _blocks, _checks, _shapes
 from ._primitive import ONE
-from ._scaled_matmul import ALIGNMENT, E5M2, Product, call_cublaslt
-from ._shapes import ProductSpec, rescaled
+from ._scaled_matmul import ALIGNMENT, E5M2, call_cublaslt
+from ._shapes import Product, rescaled
 
 
 def block_scaled_matmul(
@@ -97,29 +97,10 @@ def block_scaled_matmul(
         op, "b_", b_scale_inv, b_block, leading, n, k
     )
     power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
-    spec = _Spec(
+    product = _BlockScaledMatmul(
         **fields, power_2_scale=power_2_scale, a_block=a_block, b_block=b_block
     )
-    return _block_scaled_matmul(a, b, a_scale_inv, b_scale_inv, *biases, spec=spec)[0]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Spec(ProductSpec):
-    """The static part of one product; the operands are a, b, a_scale_inv, b_scale_inv,
-    and bias if `has_bias`.
-
-    Attributes:
-        power_2_scale: whether float32 scales of blocks are powers of two.
-        a_block, b_block: `(rows, columns)` of a block; None for an operand with one
-            scale.
-        as_mx: whether the GPUs multiply float32 scales as E8M0; this is known when a
-            program is lowered.
-    """
-
-    power_2_scale: bool
-    a_block: tuple | None
-    b_block: tuple | None
-    as_mx: bool = False
+    return product(a, b, a_scale_inv, b_scale_inv, *biases)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,32 +163,45 @@ class _Side:
         return spread.reshape(*self.codes.shape[: self.leading], *self.rows)
 
 
-def _modes(a_scale_inv, b_scale_inv, spec):
-    """Return cuBLASLt's modes for the scales of both operands; None where it has no
-    mode.
-    """
-    pairs = (a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block)
-    return tuple(_blocks.mode(block, scale.dtype) for scale, block in pairs)
-
-
 class _BlockScaledMatmul(Product):
+    """The operands are a, b, a_scale_inv, b_scale_inv, and bias if `has_bias`.
+
+    Attributes:
+        power_2_scale: whether float32 scales of blocks are powers of two.
+        a_block, b_block: `(rows, columns)` of a block; None for an operand with one
+            scale.
+        as_mx: whether the GPUs multiply float32 scales as E8M0; this is known when a
+            program is lowered.
+    """
+
     name = "block_scaled_matmul"
+    power_2_scale: bool = False
+    a_block: tuple | None = None
+    b_block: tuple | None = None
+    as_mx: bool = False
 
-    def names(self, a, b, *_, spec):
-        leading, m, n, k = spec.names(b)
-        a_scales = ONE if spec.a_block is None else (*leading, "a_rows", "a_cols")
-        b_scales = ONE if spec.b_block is None else (*leading, "b_rows", "b_cols")
+    def modes(self, a_scale_inv, b_scale_inv):
+        """Return cuBLASLt's modes for the scales of both operands; None where it has no
+        mode.
+        """
+        pairs = (a_scale_inv, self.a_block), (b_scale_inv, self.b_block)
+        return tuple(_blocks.mode(block, scale.dtype) for scale, block in pairs)
+
+    def names(self, a, b, *_):
+        leading, m, n, k = self.dimensions(b)
+        a_scales = ONE if self.a_block is None else (*leading, "a_rows", "a_cols")
+        b_scales = ONE if self.b_block is None else (*leading, "b_rows", "b_cols")
         operands = [leading + m + k, leading + n + k, a_scales, b_scales]
-        return operands + [leading + n] * spec.has_bias, [leading + m + n]
+        return operands + [leading + n] * self.has_bias, [leading + m + n]
 
-    def reference(self, *operands, vmap_dims, spec):
+    def reference(self, *operands):
         """Multiply whole tensors, so that XLA can partition the product."""
-        a, b, a_scale_inv, b_scale_inv, bias, _ = spec.split(operands)
-        leading = vmap_dims + spec.batch
+        a, b, a_scale_inv, b_scale_inv, bias, _ = self.split(operands)
+        leading = self.leading
         # 1. Widen the codes, with the scales that change along the contraction.
-        dimensions = leading, spec.contracting
-        sides = [_Side(a, a_scale_inv, spec.a_block, *dimensions)]
-        sides += [_Side(b, b_scale_inv, spec.b_block, *dimensions)]
+        dimensions = leading, self.contracting
+        sides = [_Side(a, a_scale_inv, self.a_block, *dimensions)]
+        sides += [_Side(b, b_scale_inv, self.b_block, *dimensions)]
         of_rows = [side.scales_rows for side in sides]
         exact = all(side.is_exact or side.scales_rows for side in sides)
         if not _tpu.is_target():
@@ -216,7 +210,7 @@ class _BlockScaledMatmul(Product):
         elif not all(of_rows):
             raise NotImplementedError(
                 "block_scaled_matmul: expected one scale for each row or for the "
-                f"tensor, got blocks {spec.a_block} by {spec.b_block}: TPUs have no "
+                f"tensor, got blocks {self.a_block} by {self.b_block}: TPUs have no "
                 "such FP8 product, and XLA compiles a slow one for minutes. Take "
                 "DelayedScaling, Float8CurrentScaling, StaticScaling or "
                 'Float8RowwiseScaling; jaxfp8.ops.implementation("reference") runs '
@@ -226,7 +220,7 @@ class _BlockScaledMatmul(Product):
         precision = None if exact else lax.Precision.HIGHEST
 
         def product(*operands, dtype=jnp.float32):
-            return spec.dot(*operands, vmap_dims, dtype, precision)
+            return self.dot(*operands, dtype, precision)
 
         def on_cpu(*operands):
             # XLA:CPU has no product of transposed bfloat16 with an f32 result; the
@@ -236,19 +230,19 @@ class _BlockScaledMatmul(Product):
         def in_f32(*operands):
             return lax.platform_dependent(*operands, cpu=on_cpu, default=product)
 
-        if exact and not (spec.has_bias or any(of_rows)):
+        if exact and not (self.has_bias or any(of_rows)):
             # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read
             # them again.
-            rounded = functools.partial(product, dtype=spec.out_dtype)
+            rounded = functools.partial(product, dtype=self.out_dtype)
 
             def in_two_steps(*operands):
-                return in_f32(*operands).astype(spec.out_dtype)
+                return in_f32(*operands).astype(self.out_dtype)
 
             return (lax.platform_dependent(a, b, cuda=rounded, default=in_two_steps),)
         # 2. Multiply, and apply the scales that are one number along the contraction.
         out = in_f32(a, b)
         shape = out.shape
-        columns = leading + spec.rows
+        columns = leading + self.rows
         axes = range(columns, out.ndim), range(leading, columns)
         factors = [
             jnp.expand_dims(side.row_scales(), tuple(axis))
@@ -259,27 +253,27 @@ class _BlockScaledMatmul(Product):
             out = rescaled(out, *factors, lambda x: jnp.broadcast_to(x, shape))
         elif factors:
             out = out * jnp.broadcast_to(*factors, shape)
-        return spec.finish(out, bias, None, vmap_dims)
+        return self.finish(out, bias)
 
     # XLA may rewrite the product in jnp to calls of cuBLASLt.
     cpu = by_xla = reference
 
-    def cuda(self, *operands, vmap_dims, spec):
+    def cuda(self, *operands):
         """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
         bias.
         """
         # 1. Merge the dimensions to groups of matrices.
-        a, b, *scales, bias, _ = spec.split(operands)
-        modes = ("1x32", "1x32") if spec.as_mx else _modes(*scales, spec)
-        a, b, shape = spec.groups(a, b, vmap_dims)
+        a, b, *scales, bias, _ = self.split(operands)
+        modes = ("1x32", "1x32") if self.as_mx else self.modes(*scales)
+        a, b, shape = self.groups(a, b)
         (*groups, m, k), n = a.shape, b.shape[-2]
         if 0 in (*groups, m, n, k):
-            return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
+            return self.reference(*operands)
         # 2. Order the scales as cuBLASLt reads them.
-        call_operands, blocks = [a, b], (spec.a_block, spec.b_block)
+        call_operands, blocks = [a, b], (self.a_block, self.b_block)
         for scale, block, mode, rows in zip(scales, blocks, modes, (m, n), strict=True):
-            scale = _shapes.merge(scale, vmap_dims + spec.batch, 1)
-            if spec.as_mx:
+            scale = _shapes.merge(scale, self.leading, 1)
+            if self.as_mx:
                 scale = _blocks.as_mx(scale, block, rows, k)
             scale = _blocks.to_stored(scale, mode, rows + -rows % ALIGNMENT)
             call_operands.append(scale)
@@ -289,38 +283,38 @@ class _BlockScaledMatmul(Product):
             *call_operands,
             depth=max(map(_blocks.depth, modes)),
             shape=shape,
-            dtype=jnp.float32 if spec.has_bias else spec.out_dtype,
+            dtype=jnp.float32 if self.has_bias else self.out_dtype,
             # Fast accumulation would span blocks, whose scales differ.
-            precise=spec.precise or modes[0] != "rows",
+            precise=self.precise or modes[0] != "rows",
             a_scales=modes[0],
             b_scales=modes[1],
         )
-        return spec.finish(out, bias, None, vmap_dims)
+        return self.finish(out, bias)
 
-    def not_on(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
+    def not_on(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_):
         """Return why cuBLASLt cannot multiply these operands on GPUs of these compute
         capabilities; or None.
         """
         if a.dtype == b.dtype == E5M2:
             return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
-        modes = _modes(a_scale_inv, b_scale_inv, spec)
-        reason = _blocks.missing(modes, capabilities, spec.power_2_scale)
+        modes = self.modes(a_scale_inv, b_scale_inv)
+        reason = _blocks.missing(modes, capabilities, self.power_2_scale)
         if reason is None:
             return None
         return (
             f"block_scaled_matmul: {reason} (scales are {a_scale_inv.dtype} of "
-            f"{spec.a_block} by {b_scale_inv.dtype} of {spec.b_block})"
+            f"{self.a_block} by {b_scale_inv.dtype} of {self.b_block})"
         )
 
-    def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
-        """Return the spec of `cuda` on GPUs of these compute capabilities."""
-        modes = _modes(a_scale_inv, b_scale_inv, spec)
-        as_mx = _blocks.runs_as_mx(modes, capabilities, spec.power_2_scale)
-        return dataclasses.replace(spec, as_mx=as_mx)
+    def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_):
+        """Return the op for GPUs of these compute capabilities."""
+        modes = self.modes(a_scale_inv, b_scale_inv)
+        as_mx = _blocks.runs_as_mx(modes, capabilities, self.power_2_scale)
+        return dataclasses.replace(self, as_mx=as_mx)
 
-    def align(self, axes, sizes, mesh_shape, spec):
+    def align(self, axes, sizes, mesh_shape):
         (a_rows, a_cols), (b_rows, b_cols) = (
-            block or (None, None) for block in (spec.a_block, spec.b_block)
+            block or (None, None) for block in (self.a_block, self.b_block)
         )
         followers = {
             "m": {"a_rows": a_rows},
@@ -328,6 +322,3 @@ class _BlockScaledMatmul(Product):
             "k": {"a_cols": a_cols, "b_cols": b_cols},
         }
         return _blocks.aligned(axes, sizes, mesh_shape, followers)
-
-
-_block_scaled_matmul = _BlockScaledMatmul()

@@ -240,40 +240,6 @@ def is_cut_into_whole(size, entry, mesh_shape, blocks):
     return all(shard % b == 0 for b in blocks.values())
 
 
-def layouts(rank, rows, cols):
-    """Return the names of the dimensions of codes, their scales, transposed codes and
-    their scales.
-    """
-    # The transpose has other names for the numbers of blocks, which differ unless
-    # blocks are square.
-    leading = dims("batch", rank - rows - cols)
-    row, col = dims("row", rows), dims("col", cols)
-    scales, scales_t = ("row_blocks", "col_blocks"), ("col_blocks_t", "row_blocks_t")
-    sides = row + col, scales, col + row, scales_t
-    return [leading + side for side in sides]
-
-
-def sizes_of_layouts(codes, block, rows, cols):
-    """Return the numbers of blocks, by the names of `layouts`: the `sizes` of an
-    `Op`.
-    """
-    m, n = _shapes.merged(codes[len(codes) - rows - cols :], rows)
-    names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
-    return dict(zip(names, count(block, m, n) + count(block, n, m), strict=True))
-
-
-def aligned_layouts(axes, sizes, mesh_shape, block):
-    """Cut the scales of each layout together with its blocks: the `align` of an
-    `Op`.
-    """
-    down, across = block
-    followers = {
-        "row": {"row_blocks": down, "row_blocks_t": across},
-        "col": {"col_blocks": across, "col_blocks_t": down},
-    }
-    return aligned(axes, sizes, mesh_shape, followers)
-
-
 # The layouts of cuBLASLt --------------------------------------------------------------
 
 

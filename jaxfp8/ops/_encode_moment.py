@@ -15,7 +15,6 @@ threads compute with subnormals as if they were zero.
 """
 
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -48,7 +47,7 @@ def decode_moment(data, amax, exponent, *, axis):
     Returns:
         f32, in the shape of `data`.
     """
-    return _decode(data, amax, exponent, spec=_Spec(axis - data.ndim))[0]
+    return _DecodeMoment(axis - data.ndim)(data, amax, exponent)[0]
 
 
 def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
@@ -69,11 +68,8 @@ def encode_moment(data, amax, exponent, after, keys, *, squared, axis):
         `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
     """
     keys = () if keys is None else (keys,)
-    return tuple(
-        _encode(
-            data, amax, exponent, after, *keys, spec=_Spec(axis - data.ndim, squared)
-        )
-    )
+    op = _EncodeMoment(axis - data.ndim, squared)
+    return tuple(op(data, amax, exponent, after, *keys))
 
 
 # --------------------------------------------------------------------- the custom calls
@@ -113,19 +109,12 @@ def aligned_blocks(axes, sizes, mesh_shape, leaf=""):
     )
 
 
-class _Spec(NamedTuple):
-    """The static part: the axis that blocks cut, counted from the end, and whether the
-    elements are squares.
-    """
+class _Moment(Op):
+    """An op of moments, with the axis that blocks cut, counted from the end."""
 
     axis: int
-    squared: bool = False
 
-
-class _Moment(Op):
-    """An op of moments."""
-
-    def align(self, axes, sizes, mesh_shape, spec):
+    def align(self, axes, sizes, mesh_shape):
         """Cut amaxes and exponents where the codes are cut, and these between
         blocks.
         """
@@ -135,20 +124,20 @@ class _Moment(Op):
 class _DecodeMoment(_Moment):
     name = "decode_moment"
 
-    def names(self, *ranks, spec):
-        elements, blocks = moment_names(ranks[0], spec.axis)
+    def names(self, *ranks):
+        elements, blocks = moment_names(ranks[0], self.axis)
         return [elements, blocks, blocks], [elements]
 
-    def reference(self, data, amax, exponent, vmap_dims, spec):
-        axis = spec.axis
+    def reference(self, data, amax, exponent):
+        axis = self.axis
         codes = split(data.view(jnp.uint8), axis)
         values = decoded(codes, each_amax(amax, axis), each(exponent, axis))
         return (join(values, axis, data.shape),)
 
-    def cpu(self, data, amax, exponent, vmap_dims, spec):
-        rows = [to_rows(x, spec.axis) for x in (data, amax, exponent)]
+    def cpu(self, data, amax, exponent):
+        rows = [to_rows(x, self.axis) for x in (data, amax, exponent)]
         (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
-        return (from_rows(out, spec.axis, data.shape),)
+        return (from_rows(out, self.axis, data.shape),)
 
     # XLA fuses it into the update, so that decoded moments are not read from memory
     cuda = reference
@@ -156,20 +145,21 @@ class _DecodeMoment(_Moment):
 
 class _EncodeMoment(_Moment):
     name = "encode_moment"
+    squared: bool
 
-    def names(self, *ranks, spec):
-        elements, blocks = moment_names(ranks[0], spec.axis)
+    def names(self, *ranks):
+        elements, blocks = moment_names(ranks[0], self.axis)
         return [elements, blocks, blocks, elements, blocks][: len(ranks)], [
             elements,
             blocks,
             blocks,
         ]
 
-    def dtypes(self, data, amax, exponent, *operands, spec):
+    def dtypes(self, data, amax, exponent, *operands):
         return [data.dtype, amax.dtype, exponent.dtype]
 
-    def reference(self, data, amax, exponent, after, *keys, vmap_dims, spec):
-        axis, squared = spec
+    def reference(self, data, amax, exponent, after, *keys):
+        axis = self.axis
         # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from
         #    storing what its decoding, this step and the next have in common, which
         #    would be more bytes than the moment.
@@ -184,14 +174,19 @@ class _EncodeMoment(_Moment):
         # 2. Encode all blocks, and keep the bits of those that are the same. Select
         #    bytes: XLA's CPU compiler may move FP8 through float16.
         codes, power = encoded(
-            split(after, axis), top, bottom, keys[0] if keys else None, squared, axis
+            split(after, axis),
+            top,
+            bottom,
+            keys[0] if keys else None,
+            self.squared,
+            axis,
         )
         codes = jnp.where(each(keep, axis), split(old, axis), codes.astype(jnp.uint8))
         data = join(codes, axis, data.shape).view(data.dtype)
         return data, jnp.where(keep, amax, top), jnp.where(keep, exponent, power)
 
-    def cpu(self, *operands, vmap_dims, spec):
-        rows = [to_rows(x, spec.axis) for x in operands]
+    def cpu(self, *operands):
+        rows = [to_rows(x, self.axis) for x in operands]
         rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
         results = [(x.shape, x.dtype) for x in rows[:3]]
         new = _ffi.call(
@@ -199,13 +194,9 @@ class _EncodeMoment(_Moment):
             results,
             *rows,
             aliases={0: 0, 1: 1, 2: 2},
-            squared=spec.squared,
+            squared=self.squared,
         )
         return [
-            from_rows(x, spec.axis, old.shape)
+            from_rows(x, self.axis, old.shape)
             for x, old in zip(new, operands[:3], strict=True)
         ]
-
-
-_decode = _DecodeMoment()
-_encode = _EncodeMoment()

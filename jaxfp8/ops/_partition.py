@@ -11,8 +11,6 @@ dimension whose name begins with `WHOLE` is never cut.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,41 +33,14 @@ WHOLE = "whole"
 ONE = ("one",)
 
 
-class Dimensions(NamedTuple):
-    """How the dimensions of an op's operands and results belong together; `Op` explains
-    each part.
-
-    Attributes:
-        operands, results: the names of the dimensions of each tensor.
-        second_layouts: `{position of an operand: position of the same tensor in another
-            order}`; second layouts are the last operands.
-        added: positions of the operands that are added to the first result.
-        align: `(axes, sizes, mesh_shape) -> axes`, by the names of dimensions and of
-            mesh axes.
-        on_shards: `(operands, cut) -> operands` of one device, which may be more; or
-            None.
-    """
-
-    operands: tuple
-    results: tuple
-    second_layouts: dict[int, int]
-    added: Iterable[int]
-    align: Callable
-    on_shards: Callable | None = None
-
-
-def lower_partitioned(
-    run, jnp_program, dimensions, *, on_one_device_only, as_bytes, ctx, operands
-):
+def lower_partitioned(op, run, jnp_program, *, as_bytes, ctx, operands):
     """Lower an op for the devices of its program: one device, a mesh, or one device of
     a `shard_map`.
 
     Args:
-        run: the program of the op on the operands of one device.
+        op: the op.
+        run: the program of the op on the operands of one device, a method and its op.
         jnp_program: the op in jnp, which XLA can partition by itself.
-        dimensions: the `Dimensions` of the op.
-        on_one_device_only: whether `jnp_program` takes the place of `run` on a mesh and
-            in a `shard_map`.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would
             gather FP8 as float16. With other compilers FP8 stays FP8, and XLA gathers a
             tensor once for several ops.
@@ -79,16 +50,16 @@ def lower_partitioned(
     # where its results are.
     plain = _plain(ctx.avals_in)
     devices = _compat.devices_of(ctx)
-    has_whole = dimensions.on_shards is not None
+    has_whole = op.on_shards is not None
     # XLA partitions jnp code by itself. It would cut a custom call only by the rule
     # below, which needs a known mesh.
-    if devices == "unknown" or (on_one_device_only and devices != "one"):
+    if devices == "unknown" or (devices != "one" and op.on_one_device_only()):
         run = jnp_program
     elif devices == "mesh" and (run.func != jnp_program.func or has_whole):
         # The rule below has to name each part of a mesh axis over which XLA may cut a
         # dimension.
         abstract_mesh = ctx.module_context.axis_context.abstract_mesh
-        results = _plain(ctx.avals_out)
+        results, names = _plain(ctx.avals_out), op.all_names(plain)
         sizes = [size for aval in (*plain, *results) for size in aval.shape]
         mesh = _split(abstract_mesh, sizes)
 
@@ -102,17 +73,18 @@ def lower_partitioned(
             ]
             return _uncut(ctx, is_whole, aval, value)
 
-        operands = list(map(uncut, dimensions.operands, plain, operands))
+        operands = list(map(uncut, names[0], plain, operands))
         dtypes = [aval.dtype for aval in plain]
-        partitioned = functools.partial(_partitioned, run, dtypes, dimensions, as_bytes)
+        raw = _as_bytes if as_bytes else lambda x: x
+        partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
         values = _lower_untyped(
             _compat.with_mesh(ctx, mesh), partitioned, plain, operands
         )
-        return list(map(uncut, dimensions.results, results, values))
+        return list(map(uncut, names[1], results, values))
     # On one device, and in jnp code that XLA cuts, nothing chooses between layouts:
     # leave out the second layouts.
-    count = len(operands) - len(dimensions.second_layouts)
-    jitted = _jitted(run.func, tuple(run.keywords.items()))
+    count = len(operands) - len(op.second_layouts())
+    jitted = _jitted(run.func, *run.args)
     with use_abstract_mesh(AbstractMesh((), ())):
         return _compat.lower_jitted(ctx, jitted, plain[:count], operands[:count])
 
@@ -128,11 +100,11 @@ def _lower_untyped(ctx, function, plain, operands):
 
 
 @functools.lru_cache(maxsize=1024)
-def _jitted(run, static):
-    """Return `run` with its static arguments as a function whose jaxpr JAX keeps, so
-    that equal ops are traced once.
+def _jitted(method, op):
+    """Return a method of an op as a function whose jaxpr JAX keeps, so that equal ops
+    are traced once.
     """
-    return jax.jit(functools.partial(run, **dict(static)))
+    return jax.jit(functools.partial(method, op))
 
 
 def combine_of(names):
@@ -204,14 +176,14 @@ def _uncut(ctx, is_whole, aval, value):
     return _lower_untyped(ctx, constrained, [aval], [value])[0]
 
 
-def _partitioned(run, dtypes, dimensions, as_bytes, *operands):
+def _partitioned(op, run, dtypes, names, raw, *operands):
     """Run the program of one device on shards of the operands, whatever shards XLA
     chooses.
     """
-    operand_names, result_names, second_layouts, added, align, on_shards = dimensions
+    operand_names, result_names = names
+    second_layouts = op.second_layouts()
     count = len(operand_names) - len(second_layouts)
     combines = list(map(combine_of, result_names))
-    raw = _as_bytes if as_bytes else lambda x: x
 
     def typed(*operands):
         first = map(lax.bitcast_convert_type, operands[:count], dtypes)
@@ -226,7 +198,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes, *operands):
         tensors = *operands[:count], *results
         names = operand_names[:count] + result_names
         axes, sizes = _assign(mesh, list(zip(tensors, names, strict=True)))
-        axes = align(axes, sizes, mesh.shape)
+        axes = op.align(axes, sizes, mesh.shape)
         # 2. Gather one layout, for all products that read the tensor; transpose it
         #    locally to get the first.
         gathered = {
@@ -250,12 +222,12 @@ def _partitioned(run, dtypes, dimensions, as_bytes, *operands):
                     shards[i] = lax.transpose(shards[j], order)
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
-                for i in added if reduced[0] else ():
+                for i in op.added() if reduced[0] else ():
                     x, is_first = shards[i], lax.axis_index(reduced[0]) == 0
                     shards[i] = jnp.where(is_first, x, jnp.zeros_like(x))
                 shards = shards[:count]
-                if on_shards is not None:
-                    shards = on_shards(shards, functools.partial(_cut, mesh, axes))
+                if op.on_shards is not None:
+                    shards = op.on_shards(shards, functools.partial(_cut, mesh, axes))
                 outputs = list(map(raw, typed(*shards)))
                 for i, over in enumerate(reduced):
                     if over:

@@ -11,6 +11,7 @@ and the user has not disabled the call, the jnp reference elsewhere; for TPUs th
 reference as they compute it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -23,9 +24,9 @@ from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
-from ._partition import ONE as ONE, Dimensions, lower_partitioned
+from ._partition import ONE as ONE, lower_partitioned
 
-OPS: dict[Primitive, "Op"] = {}
+PRIMITIVES = []
 
 
 @functools.cache
@@ -34,45 +35,45 @@ def dims(name, count):
     return tuple([f"{name}{i}" for i in range(count)])
 
 
-def not_on(primitive, gpus, *types, spec):
-    """Return why no kernel of the CUDA library runs an equation of an op on these
-    GPUs.
-    """
-    op = OPS[primitive]
+def not_on(op, gpus, *types):
+    """Return why no kernel of the CUDA library runs an op on these GPUs."""
     reason = _support.why_disabled(op.custom_call or op.name)
-    return reason or op.not_on(_support.capabilities(gpus), *types, spec=spec)
+    return reason or op.not_on(_support.capabilities(gpus), *types)
 
 
+@dataclasses.dataclass(frozen=True)
 class Op:
-    """An op. Its one instance is called, `op(*operands, vmap_dims=0, spec=None)`, and
-    returns a list of arrays.
+    """An op with the static part of a call, its fields. It is called with the operands,
+    and returns a list of arrays.
 
-    A subclass defines `name`, `names`, `reference` and `cpu`, and of the rest what
-    differs. `vmap_dims` counts the vmapped dimensions; `spec` is the static part of a
-    call, a hashable value such as a dtype or a NamedTuple.
+    A subclass becomes a frozen dataclass, and with a `name` a primitive. It defines
+    `name`, `names`, `reference` and `cpu`, and of the rest what differs. Fields hash,
+    so that equal calls are one program.
 
     Attributes:
+        vmap_dims: the number of vmapped dimensions.
         name: the op's name in messages and programs.
         custom_call: the custom call that `cpu` and `cuda` make; None for that of
             `name`.
         by_xla: a program like `reference` that XLA's GPU compiler rewrites to calls of
             cuBLASLt. It runs under `implementation("xla")`, and on a GPU with FP8 where
             `cuda` finds no cuBLASLt. None where `cuda` needs no cuBLASLt.
-        on_shards: `(operands, cut, *, vmap_dims, spec) -> operands`: the last change to
-            the operands of one device of a mesh, for an op whose part depends on the
-            device's place; the device's program may take more operands. `cut(name)`
-            returns the index of the device's shard of a dimension, and the number of
-            shards. XLA does not cut the reference of such an op.
+        on_shards: `(operands, cut) -> operands`: the last change to the operands of one
+            device of a mesh, for an op whose part depends on the device's place; the
+            device's program may take more operands. `cut(name)` returns the index of
+            the device's shard of a dimension, and the number of shards. XLA does not
+            cut the reference of such an op.
     """
 
-    name: str
-    custom_call: str | None = None
+    vmap_dims: int = dataclasses.field(default=0, kw_only=True)
+    name = None
+    custom_call = None
     by_xla = None
     on_shards = None
 
     # The definition of an op ----------------------------------------------------------
 
-    def names(self, *ranks, spec) -> tuple[Sequence, Sequence]:
+    def names(self, *ranks) -> tuple[Sequence, Sequence]:
         """Return the names of the dimensions of each operand and of each result,
         without vmapped dimensions.
 
@@ -81,48 +82,45 @@ class Op:
         """
         raise NotImplementedError
 
-    def reference(self, *operands, vmap_dims, spec) -> Sequence:
+    def reference(self, *operands) -> Sequence:
         """Compute the results in jnp."""
         raise NotImplementedError
 
-    def cpu(self, *operands, vmap_dims, spec) -> Sequence:
+    def cpu(self, *operands) -> Sequence:
         """Compute the results on a CPU."""
         raise NotImplementedError
 
-    def cuda(self, *operands, vmap_dims, spec) -> Sequence:
+    def cuda(self, *operands) -> Sequence:
         """Compute the results on NVIDIA GPUs, by default with the custom call of
         `cpu`.
         """
-        return self.cpu(*operands, vmap_dims=vmap_dims, spec=spec)
+        return self.cpu(*operands)
 
-    def tpu(self, *operands, vmap_dims, spec, devices) -> Sequence:
-        """Compute the results by `reference`, with the float arithmetic and the
-        products of codes that a TPU has.
-
-        `devices` are those of the program, as `_compat.devices_of` names them.
+    def tpu(self, *operands) -> Sequence:
+        """Compute the results by `reference`, which has the float arithmetic and the
+        products of codes of a TPU where `_tpu.devices` has a value.
         """
-        with _tpu.devices(devices):
-            return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
+        return self.reference(*operands)
 
-    def dtypes(self, *operands, spec) -> Sequence | None:
+    def dtypes(self, *operands) -> Sequence | None:
         """Return the dtypes of the results; None for float32."""
         return None
 
-    def sizes(self, *shapes, spec) -> dict[str, int]:
+    def sizes(self, *shapes) -> dict[str, int]:
         """Return the sizes of names that only results have, from the operands' shapes
         without vmapped dimensions.
         """
         return {}
 
-    def batch_first(self, run, operands, batch_dims, vmap_dims, spec) -> tuple | None:
+    def batch_first(self, run, operands, batch_dims) -> tuple | None:
         """Batch by a rule of the op's own, to `(results, dims)`; None where the rule of
         all ops applies.
 
-        `run(*operands, vmap_dims=..., spec=...)` binds the op.
+        `run(*operands, op=...)` binds an op.
         """
         return None
 
-    def second_layouts(self, spec) -> dict[int, int]:
+    def second_layouts(self) -> dict[int, int]:
         """Return positions of operands, and of the trailing operands that hold the same
         tensors in another order.
 
@@ -131,30 +129,30 @@ class Op:
         """
         return {}
 
-    def added(self, spec) -> Sequence[int]:
+    def added(self) -> Sequence[int]:
         """Return positions of operands that are added to the first result.
 
         Where a mesh sums parts of the result, one device adds them.
         """
         return ()
 
-    def on_one_device_only(self, spec) -> bool:
+    def on_one_device_only(self) -> bool:
         """Return whether custom calls run on one device only: on a mesh and in a
         `shard_map` the reference runs.
         """
         return False
 
-    def not_on(self, capabilities, *types, spec) -> str | None:
+    def not_on(self, capabilities, *types) -> str | None:
         """Return why `cuda` cannot take these operands on GPUs of these compute
         capabilities; None where it can.
         """
         return None
 
-    def for_gpus(self, capabilities, *types, spec):
-        """Return the `spec` of `cuda` on GPUs of these compute capabilities."""
-        return spec
+    def for_gpus(self, capabilities, *types) -> "Op":
+        """Return the op whose `cuda` runs on GPUs of these compute capabilities."""
+        return self
 
-    def align(self, axes, sizes, mesh_shape, spec) -> dict:
+    def align(self, axes, sizes, mesh_shape) -> dict:
         """Change the mesh axes of each dimension, `axes`, for an op that some cuts
         would break.
 
@@ -164,81 +162,51 @@ class Op:
 
     # The rules of all ops -------------------------------------------------------------
 
-    def __init__(self):
-        """Make the primitive and register its rules."""
-        self.primitive = Primitive(f"jaxfp8_{self.name}")
-        self.primitive.multiple_results = True
-        self.primitive.def_abstract_eval(self.abstract)
-        self.primitive.def_impl(compiled(self.primitive))
-        ad.primitive_jvps[self.primitive] = functools.partial(
-            not_differentiable, self.primitive, self.name
+    def __init_subclass__(cls) -> None:
+        """Make the class a dataclass; make its primitive, and register its rules."""
+        dataclasses.dataclass(frozen=True)(cls)
+        if "name" not in vars(cls):
+            return
+        cls.primitive = primitive = Primitive(f"jaxfp8_{cls.name}")
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(_abstract)
+        primitive.def_impl(compiled(primitive))
+        ad.primitive_jvps[primitive] = functools.partial(
+            not_differentiable, primitive, cls.name
         )
-        batching.primitive_batchers[self.primitive] = self.batch
+        batching.primitive_batchers[primitive] = _batch
         # The rule without a platform is the default: platforms without a native library
         # lower to the reference.
         for platform in (None, "tpu", "cpu", "cuda"):
-            rule = functools.partial(self.lower, platform)
-            mlir.register_lowering(self.primitive, rule, platform=platform)
-        _compat.needs_devices(self.primitive)
-        OPS[self.primitive] = self
+            rule = functools.partial(_lower, platform)
+            mlir.register_lowering(primitive, rule, platform=platform)
+        _compat.needs_devices(primitive)
+        PRIMITIVES.append(primitive)
 
-    def __call__(self, *operands, vmap_dims=0, spec=None):
+    def __call__(self, *operands):
         """Bind the primitive."""
         return self.primitive.bind(
-            *operands,
-            implementation=_support.selected(),
-            vmap_dims=vmap_dims,
-            spec=spec,
+            *operands, op=self, implementation=_support.selected()
         )
 
-    def abstract(self, *operands, implementation, vmap_dims, spec):
-        """Return the types of the results."""
-        operand_names, result_names = self.all_names(operands, vmap_dims, spec)
-        # A result has the size and the mesh axes of each dimension that an operand has
-        # too; other sizes are computed.
-        new = self.sizes(*[x.shape[vmap_dims:] for x in operands], spec=spec)
-        dtypes = self.dtypes(*operands, spec=spec) or [jnp.float32] * len(result_names)
-        return _mesh.types(operands, operand_names, result_names, dtypes, new)
-
-    def all_names(self, operands, vmap_dims, spec):
+    def all_names(self, operands):
         """Return `names` with the vmapped dimensions, which lead in every operand and
         result.
         """
-        leading = dims("vmapped", vmap_dims)
-        before, after = self.names(*[x.ndim - vmap_dims for x in operands], spec=spec)
+        leading = dims("vmapped", self.vmap_dims)
+        before, after = self.names(*[x.ndim - self.vmap_dims for x in operands])
         operand_names = tuple([(*leading, *names) for names in before])
         result_names = tuple([(*leading, *names) for names in after])
         return operand_names, result_names
 
-    def batch(self, operands, batch_dims, *, implementation, vmap_dims, spec):
-        """Batch the op."""
-        run = functools.partial(self.primitive.bind, implementation=implementation)
-        # 1. Try the op's own rule: it may make one larger product of a batch, without a
-        #    vmapped dimension.
-        results = self.batch_first(run, operands, batch_dims, vmap_dims, spec)
-        if results is not None:
-            return results
-        # 2. Move the batch dimension of every operand to the front; repeat an operand
-        #    that has none.
-        batch = _batching.batch_of(operands, batch_dims)
-        operands = [
-            _batching.in_front(batch, x, dim, _batching.repeat)
-            for x, dim in zip(operands, batch_dims, strict=True)
-        ]
-        # 3. Bind the same op with one vmapped dimension more, which every result has in
-        #    front.
-        outputs = run(*operands, vmap_dims=vmap_dims + 1, spec=spec)
-        return outputs, [0] * len(outputs)
-
-    def lower(self, platform, ctx, *operands, implementation, vmap_dims, spec):
+    def lower(self, platform, ctx, *operands, implementation):
         """Lower to the implementation that runs on a platform; None is one without a
         native library.
         """
-        # The names and the reference use `spec`: `for_gpus` changes how a kernel runs,
-        # and not the op's results.
-        run, run_spec = self.choose(platform, ctx, implementation, spec)
-        program = functools.partial(run, vmap_dims=vmap_dims, spec=run_spec)
-        in_jnp = functools.partial(self.reference, vmap_dims=vmap_dims, spec=spec)
+        # The names and the reference are those of `self`: `for_gpus` changes how a
+        # kernel runs, and not the op's results.
+        program = self.choose(platform, ctx, implementation)
+        in_jnp, devices = self.method("reference"), None
         is_for_tpu = platform == "tpu" and implementation != "reference"
         if is_for_tpu or implementation == "tpu":
             devices = _compat.devices_of(ctx)
@@ -249,42 +217,33 @@ class Op:
                     "mesh of TPUs, where XLA cannot cut this op; call it inside of "
                     "jax.shard_map, each device with its own rows or groups"
                 )
-            program = in_jnp = functools.partial(
-                self.tpu, vmap_dims=vmap_dims, spec=spec, devices=devices
+            program = in_jnp = self.method("tpu")
+        with _tpu.devices(devices):
+            return lower_partitioned(
+                self,
+                program,
+                in_jnp,
+                as_bytes=platform == "cpu",
+                ctx=ctx,
+                operands=operands,
             )
-        on_shards = self.on_shards and functools.partial(
-            self.on_shards, vmap_dims=vmap_dims, spec=spec
-        )
-        dimensions = Dimensions(
-            *self.all_names(ctx.avals_in, vmap_dims, spec),
-            self.second_layouts(spec),
-            self.added(spec),
-            functools.partial(self.align, spec=spec),
-            on_shards,
-        )
-        return lower_partitioned(
-            program,
-            in_jnp,
-            dimensions,
-            on_one_device_only=self.on_one_device_only(spec),
-            as_bytes=platform == "cpu",
-            ctx=ctx,
-            operands=operands,
-        )
 
-    def choose(self, platform, ctx, implementation, spec):
-        """Return the implementation that runs, and its `spec`."""
+    def method(self, name):
+        """Return a method with the op as its argument: equal ops have equal ones."""
+        return functools.partial(getattr(type(self), name), self)
+
+    def choose(self, platform, ctx, implementation):
+        """Return the implementation that runs."""
         if implementation == "xla" and self.by_xla is not None:
-            return self.by_xla, spec
+            return self.method("by_xla")
         # In an op without `by_xla` the implementation "xla" is the reference.
         if implementation not in (None, "ffi"):
-            return self.reference, spec
+            return self.method("reference")
         gpus = _support.gpus(ctx) if platform == "cuda" else []
-        lacks = self.lacks(platform, gpus, ctx.avals_in, spec)
+        lacks = self.lacks(platform, gpus, ctx.avals_in)
         if lacks is None:
             capabilities = _support.capabilities(gpus)
-            spec = self.for_gpus(capabilities, *ctx.avals_in, spec=spec)
-            return getattr(self, platform), spec
+            return self.for_gpus(capabilities, *ctx.avals_in).method(platform)
         if implementation == "ffi":
             raise RuntimeError(
                 f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
@@ -293,9 +252,9 @@ class Op:
             _support.warn(lacks.reason, lacks.instead)
         # Without FP8 hardware only the reference is left. Where just cuBLASLt is
         # missing, XLA may still call its own.
-        return self.reference if lacks.hardware else self.by_xla, spec
+        return self.method("reference" if lacks.hardware else "by_xla")
 
-    def lacks(self, platform, gpus, types, spec) -> _support.Missing | None:
+    def lacks(self, platform, gpus, types) -> _support.Missing | None:
         """Return why the native library of a platform cannot run the op; or None."""
         if not _ffi.is_loaded(platform):
             reason = "no native library serves this platform"
@@ -304,10 +263,45 @@ class Op:
         if missing is None and platform == "cuda":
             missing = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
             if missing is None:
-                capabilities = _support.capabilities(gpus)
-                reason = self.not_on(capabilities, *types, spec=spec)
+                reason = self.not_on(_support.capabilities(gpus), *types)
                 missing = reason and _support.Missing(reason, True)
         return missing
+
+
+def _abstract(*operands, op, implementation):
+    """Return the types of the results."""
+    operand_names, result_names = op.all_names(operands)
+    # A result has the size and the mesh axes of each dimension that an operand has too;
+    # other sizes are computed.
+    new = op.sizes(*[x.shape[op.vmap_dims :] for x in operands])
+    dtypes = op.dtypes(*operands) or [jnp.float32] * len(result_names)
+    return _mesh.types(operands, operand_names, result_names, dtypes, new)
+
+
+def _batch(operands, batch_dims, *, op, implementation):
+    """Batch an op."""
+    run = functools.partial(op.primitive.bind, implementation=implementation)
+    # 1. Try the op's own rule: it may make one larger product of a batch, without a
+    #    vmapped dimension.
+    results = op.batch_first(run, operands, batch_dims)
+    if results is not None:
+        return results
+    # 2. Move the batch dimension of every operand to the front; repeat an operand that
+    #    has none.
+    batch = _batching.batch_of(operands, batch_dims)
+    operands = [
+        _batching.in_front(batch, x, dim, _batching.repeat)
+        for x, dim in zip(operands, batch_dims, strict=True)
+    ]
+    # 3. Bind the same op with one vmapped dimension more, which every result has in
+    #    front.
+    vmapped = dataclasses.replace(op, vmap_dims=op.vmap_dims + 1)
+    outputs = run(*operands, op=vmapped)
+    return outputs, [0] * len(outputs)
+
+
+def _lower(platform, ctx, *operands, op, implementation):
+    return op.lower(platform, ctx, *operands, implementation=implementation)
 
 
 class OpOfCpus(Op):
@@ -316,28 +310,40 @@ class OpOfCpus(Op):
     amaxes through them.
     """
 
-    def on_one_device_only(self, spec):
+    def on_one_device_only(self):
         return True
 
-    def cuda(self, *operands, vmap_dims, spec):
-        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
+    def cuda(self, *operands):
+        return self.reference(*operands)
 
 
 class OpOfUnits(Op):
     """An op that computes several independent units, such as the quantizers of a
     product.
 
-    Its `spec` is a NamedTuple, whose first field has an entry for each unit.
-    `spec.units(operand_count)` returns the positions of the operands and of the results
-    of each unit, in order.
+    Attributes:
+        of_units: what is static of each unit.
     """
 
-    def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
+    of_units: tuple
+
+    def units(self, operand_count) -> list[tuple]:
+        """Return the positions of the operands and of the results of each unit, in
+        order.
+        """
+        raise NotImplementedError
+
+    def of_some(self, indices):
+        """Return the op of some units."""
+        chosen = tuple([self.of_units[i] for i in indices])
+        return dataclasses.replace(self, of_units=chosen)
+
+    def batch_first(self, run, operands, batch_dims):
         """Make one call for the batched units and one for the rest, whose state stays
         one state.
         """
         # 1. Find the units that are batched.
-        units = spec.units(len(operands))
+        units = self.units(len(operands))
         with_batch, rest = [], []
         for i, (positions, _) in enumerate(units):
             is_batched = any(batch_dims[position] is not None for position in positions)
@@ -351,9 +357,7 @@ class OpOfUnits(Op):
             # Operands and results are ordered as in the whole call.
             ins = sorted(position for i in chosen for position in units[i][0])
             outs = sorted(position for i in chosen for position in units[i][1])
-            call = functools.partial(
-                run, vmap_dims=vmap_dims, spec=spec_of_units(spec, chosen)
-            )
+            call = functools.partial(run, op=self.of_some(chosen))
             if chosen is with_batch:
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
             outputs = call(*(operands[i] for i in ins))
@@ -362,12 +366,6 @@ class OpOfUnits(Op):
         # 3. Put the results, and their batch dimensions, in the order of the whole
         #    call.
         return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
-
-
-def spec_of_units(spec, indices):
-    """Return the `spec` of some units of an `OpOfUnits`."""
-    each, *rest = spec
-    return type(spec)(tuple(each[i] for i in indices), *rest)
 
 
 def halves(arrays):

@@ -5,7 +5,6 @@ count_saturated_and_flushed: how many elements quantize loses.
 """
 
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +59,7 @@ def quantize(
     x = _checks.high_precision("quantize", "x", x)
     operands = _checks.quantizer_operands("quantize", scale, amax)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
-    data, *raised = quantize_op(
-        x, *operands, spec=QuantizeSpec(dtype, False, with_amax)
-    )
+    data, *raised = Quantize(dtype, False, with_amax)(x, *operands)
     return data, returned_amax(amax, *raised)
 
 
@@ -75,16 +72,14 @@ def returned_amax(amax, raised=None):
     return raised.reshape(() if amax is None else jnp.shape(amax))
 
 
-class QuantizeSpec(NamedTuple):
-    """The static part of `quantize` and of producers.
+class Quantization(Op):
+    """The base of `quantize` and of producers.
 
     Attributes:
         dtype: the dtype of the codes.
         transpose, with_amax, column_sums: whether these are results.
         rows, cols: the numbers of dimensions that m and n stand for; `quantize` has
             none.
-        activation: the activation, for those that have one.
-        has_beta: for quantize_norm, whether there is a beta.
     """
 
     dtype: np.dtype
@@ -93,109 +88,96 @@ class QuantizeSpec(NamedTuple):
     column_sums: bool = False
     rows: int = 1
     cols: int = 1
-    activation: Any = None
-    has_beta: bool = False
 
+    def dtypes(self, *operands):
+        f32 = [jnp.float32] * (self.with_amax + self.column_sums)
+        return [self.dtype] * (1 + self.transpose) + f32
 
-def reference(x, scale, *amax_so_far, vmap_dims, spec):
-    """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are not
-    asked for.
-    """
-    results = [encode(x, _shapes.stretch(scale, x), spec.dtype)]
-    if spec.transpose:
-        results.append(_shapes.transpose(results[0], spec.rows, spec.cols))
-    if spec.with_amax:
-        results.append(_shapes.raise_amax(_shapes.abs_max(x, vmap_dims), *amax_so_far))
-    if spec.column_sums:
-        first = x.ndim - spec.rows - spec.cols
-        axes = tuple(range(first, first + spec.rows))
-        results.append(jnp.sum(x, axis=axes, dtype=jnp.float32))
-    return results
+    def quantized(self, x, scale, *amax_so_far):
+        """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are
+        not asked for.
+        """
+        results = [encode(x, _shapes.stretch(scale, x), self.dtype)]
+        if self.transpose:
+            results.append(_shapes.transpose(results[0], self.rows, self.cols))
+        if self.with_amax:
+            amax = _shapes.abs_max(x, self.vmap_dims)
+            results.append(_shapes.raise_amax(amax, *amax_so_far))
+        if self.column_sums:
+            first = x.ndim - self.rows - self.cols
+            axes = tuple(range(first, first + self.rows))
+            results.append(jnp.sum(x, axis=axes, dtype=jnp.float32))
+        return results
 
-
-def call(
-    name,
-    results,
-    groups,
-    scale,
-    amax_so_far,
-    *more,
-    vmapped,
-    with_amax,
-    place=1,
-    batch=1,
-    **attributes,
-):
-    """Make one custom call that quantizes groups `[g, ...]`, or one group without g,
-    and raises amaxes in place.
-
-    Args:
-        name: the name of the custom call.
-        results: `(shape, dtype)` of the results but the amax.
-        groups: the tensor in canonical form.
-        scale: f32 `[*vmapped, 1]`.
-        amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where
-            there is none.
-        *more: further operands of the custom call.
-        vmapped: the sizes of the vmapped dimensions.
-        with_amax: whether the amax is a result.
-        place: the number of results before the amax.
-        batch: the number of groups for each index of the vmapped dimensions.
-        **attributes: the attributes of the custom call.
-
-    Returns:
-        `(results, amax)`: the results but the amax, and in a list the amax
-        f32 `[*vmapped, 1]`, if `with_amax`.
-    """
-    # In the canonical form f32 [0] stands for the amax that is no operand, or no
-    # result. The amax is raised in the operand's buffer. Another buffer would need a
-    # copy first, one more launch on a GPU.
-    if amax_so_far:
-        amax = _shapes.group_scales(*amax_so_far, len(vmapped), batch)
-        aliases = {2: place}
-    else:
-        amax, aliases = jnp.zeros((0,), jnp.float32), None
-    count = batch * math.prod(vmapped) if vmapped else 1
-    scales = _shapes.group_scales(scale, len(vmapped), batch)
-    outputs = _ffi.call(
-        name,
-        [*results[:place], ((count * with_amax,), jnp.float32), *results[place:]],
-        *(groups, scales, amax, *more),
-        aliases=aliases,
+    def call(
+        self,
+        results,
+        groups,
+        scale,
+        amax_so_far,
+        *more,
+        place=1,
+        batch=1,
         **attributes,
-    )
-    amaxes = outputs.pop(place)
-    if not with_amax:
-        return outputs, []
-    if amax_so_far and not batch:  # without groups no amax was raised
-        return outputs, amax_so_far
-    return outputs, [_shapes.vmapped_amaxes(amaxes, vmapped, batch)]
+    ):
+        """Make one custom call that quantizes groups `[g, ...]`, or one group without
+        g, and raises amaxes in place.
 
+        Args:
+            results: `(shape, dtype)` of the results but the amax.
+            groups: the tensor in canonical form.
+            scale: f32 `[*vmapped, 1]`.
+            amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where
+                there is none.
+            *more: further operands of the custom call.
+            place: the number of results before the amax.
+            batch: the number of groups for each index of the vmapped dimensions.
+            **attributes: the attributes of the custom call.
 
-class _Quantize(Op):
-    name = "quantize"
-    reference = staticmethod(reference)
-
-    def names(self, x, *scalars, spec):
-        x = dims("x", x)
-        return [x, *[ONE] * len(scalars)], [x, *[ONE] * spec.with_amax]
-
-    def dtypes(self, *operands, spec):
-        return [spec.dtype, *[jnp.float32] * spec.with_amax]
-
-    def cpu(self, x, scale, *amax_so_far, vmap_dims, spec):
-        groups = _shapes.merge(x, vmap_dims)
-        (data,), amax = call(
-            "quantize",
-            [(groups.shape, spec.dtype)],
-            *(groups, scale, amax_so_far),
-            vmapped=x.shape[:vmap_dims],
-            with_amax=spec.with_amax,
+        Returns:
+            `(results, amax)`: the results but the amax, and in a list the amax
+            f32 `[*vmapped, 1]`, if `with_amax`.
+        """
+        vmapped = scale.shape[:-1]
+        # In the canonical form f32 [0] stands for the amax that is no operand, or no
+        # result. The amax is raised in the operand's buffer. Another buffer would need
+        # a copy first, one more launch on a GPU.
+        if amax_so_far:
+            amax = _shapes.group_scales(*amax_so_far, len(vmapped), batch)
+            aliases = {2: place}
+        else:
+            amax, aliases = jnp.zeros((0,), jnp.float32), None
+        count = batch * math.prod(vmapped) if vmapped else 1
+        amax_type = (count * self.with_amax,), jnp.float32
+        scales = _shapes.group_scales(scale, len(vmapped), batch)
+        outputs = _ffi.call(
+            self.name,
+            [*results[:place], amax_type, *results[place:]],
+            *(groups, scales, amax, *more),
+            aliases=aliases,
+            **attributes,
         )
+        amaxes = outputs.pop(place)
+        if not self.with_amax:
+            return outputs, []
+        if amax_so_far and not batch:  # without groups no amax was raised
+            return outputs, amax_so_far
+        return outputs, [_shapes.vmapped_amaxes(amaxes, vmapped, batch)]
+
+
+class Quantize(Quantization):
+    name = "quantize"
+    reference = Quantization.quantized
+
+    def names(self, x, *scalars):
+        x = dims("x", x)
+        return [x, *[ONE] * len(scalars)], [x, *[ONE] * self.with_amax]
+
+    def cpu(self, x, scale, *amax_so_far):
+        groups = _shapes.merge(x, self.vmap_dims)
+        results = [(groups.shape, self.dtype)]
+        (data,), amax = self.call(results, groups, scale, amax_so_far)
         return [data.reshape(x.shape), *amax]
-
-
-quantize_op = _Quantize()
 
 
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -220,37 +202,37 @@ def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.A
     data = _checks.fp8("dequantize", "data", data)
     scale_inv = _checks.scale("dequantize", "scale_inv", scale_inv)
     dtype = _checks.dtype("dequantize", "dtype", dtype, _checks.HIGH_PRECISION)
-    return _dequantize(data, scale_inv, spec=dtype)[0]
+    return _Dequantize(dtype)(data, scale_inv)[0]
 
 
 class _Dequantize(Op):
-    """The spec is the dtype of the values."""
-
     name = "dequantize"
+    dtype: np.dtype  # of the values
 
-    def names(self, data, scale_inv, spec):
+    def names(self, data, scale_inv):
         return [dims("x", data), ONE], [dims("x", data)]
 
-    def dtypes(self, data, scale_inv, spec):
-        return [spec]
+    def dtypes(self, data, scale_inv):
+        return [self.dtype]
 
-    def reference(self, data, scale_inv, vmap_dims, spec):
-        return (decode(data, _shapes.stretch(scale_inv, data), spec),)
+    def reference(self, data, scale_inv):
+        return (decode(data, _shapes.stretch(scale_inv, data), self.dtype),)
 
-    def cpu(self, data, scale_inv, vmap_dims, spec):
+    def cpu(self, data, scale_inv):
         # Without vmapped dimensions one scale serves all groups, so the first dimension
         # may count as groups.
-        groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data
+        groups = (
+            _shapes.merge(data, self.vmap_dims)
+            if self.vmap_dims or data.ndim < 2
+            else data
+        )
         (out,) = _ffi.call(
             "dequantize",
-            [(groups.shape, spec)],
+            [(groups.shape, self.dtype)],
             groups,
-            _shapes.group_scales(scale_inv, vmap_dims),
+            _shapes.group_scales(scale_inv, self.vmap_dims),
         )
         return (out.reshape(data.shape),)
-
-
-_dequantize = _Dequantize()
 
 
 def widening_on_cpu():
@@ -263,7 +245,7 @@ def widening_on_cpu():
     if _support.why_disabled("dequantize"):
         return lambda data: data.astype(dtype)
     unit = jax.lax.full((1,), 1.0, np.float32)
-    return lambda data: _dequantize.cpu(data, unit, vmap_dims=0, spec=dtype)[0]
+    return lambda data: _Dequantize(dtype).cpu(data, unit)[0]
 
 
 def count_saturated_and_flushed(
@@ -295,7 +277,7 @@ def count_saturated_and_flushed(
     x = _checks.high_precision(op, "x", x)
     scale = _checks.scale(op, "scale", scale)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    return _count(x, scale, spec=dtype)[0]
+    return _Count(dtype)(x, scale)[0]
 
 
 def _row_sums(words):
@@ -310,25 +292,26 @@ def _row_sums(words):
 
 
 class _Count(Op):
-    """The spec is the dtype of the codes."""
-
     name = "count_saturated_and_flushed"
+    dtype: np.dtype  # of the codes
 
-    def names(self, x, scale, spec):
+    def names(self, x, scale):
         return [dims("x", x), ONE], [_COUNTS]
 
-    def sizes(self, *shapes, spec):
+    def sizes(self, *shapes):
         return {_COUNTS[0]: 2}
 
-    def reference(self, x, scale, vmap_dims, spec):
-        saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), spec)
+    def reference(self, x, scale):
+        saturated, flushed = is_saturated_or_flushed(
+            x, _shapes.stretch(scale, x), self.dtype
+        )
         # Two sums in one: a sum for each count would be two reductions, for which XLA
         # writes the product of every element to memory first. A row adds up both counts
         # as the halves of one word.
         words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
         rows = _shapes.merge(
-            _row_sums(words if x.ndim > vmap_dims else words[..., None]),
-            *[1] * vmap_dims,
+            _row_sums(words if x.ndim > self.vmap_dims else words[..., None]),
+            *[1] * self.vmap_dims,
         )
         counts = [
             jnp.sum(half, axis=-1, dtype=jnp.uint32)
@@ -336,11 +319,8 @@ class _Count(Op):
         ]
         return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
 
-    def cpu(self, x, scale, vmap_dims, spec):
+    def cpu(self, x, scale):
         # This is not `reference` itself, though it computes the same: XLA would cut the
         # reference on a mesh by itself, and add up the counts of all devices in 32
         # bits, which hold the counts of one.
-        return self.reference(x, scale, vmap_dims, spec)
-
-
-_count = _Count()
+        return self.reference(x, scale)

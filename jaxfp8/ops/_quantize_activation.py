@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import _tpu
-from . import _checks, _quantize, _shapes
+from . import _checks, _shapes
 from ._primitive import dims
 from ._quantize_transpose import Producer
 
@@ -208,7 +208,7 @@ def quantize_activation(x, scale, dtype, *, activation, amax=None, **options):
         TypeError: scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: scale or amax has another shape.
     """
-    return _quantize_activation.quantize(
+    return _QuantizeActivation.quantize(
         x, scale, (), amax, dtype, activation=activation, **options
     )
 
@@ -237,19 +237,20 @@ def check_activation(op, activation):
 
 class _QuantizeActivation(Producer):
     name = "quantize_activation"
+    activation: str | ClampedSwiGLU | None = None
 
-    def operand_names(self, batch, row, col, spec):
-        return [batch + row + dims("whole_pair", is_gated(spec.activation)) + col]
+    def operand_names(self, batch, row, col):
+        return [batch + row + dims("whole_pair", is_gated(self.activation)) + col]
 
-    def produce(self, x, vmap_dims, spec):
-        return _activate(x, spec.activation)
+    def produce(self, x):
+        return _activate(x, self.activation)
 
-    def canonical(self, x, vmap_dims, spec):
+    def canonical(self, x):
         # The pair is a dimension of its own, of size 1 without a gate, so that one
         # kernel serves both.
-        pair = int(is_gated(spec.activation))
-        x = _shapes.merge(x, x.ndim - spec.rows - pair - 1, spec.rows, pair)
-        return (x,), _attributes(spec.activation)
+        pair = int(is_gated(self.activation))
+        x = _shapes.merge(x, x.ndim - self.rows - pair - 1, self.rows, pair)
+        return (x,), _attributes(self.activation)
 
 
 def _attributes(activation):
@@ -258,9 +259,6 @@ def _attributes(activation):
         return {"activation": activation}
     numbers = dataclasses.asdict(activation).items()
     return {"activation": "clamped_swiglu"} | {k: np.float32(v) for k, v in numbers}
-
-
-_quantize_activation = _QuantizeActivation()
 
 
 def activation_grad(x, grad, activation):
@@ -328,51 +326,41 @@ def quantize_activation_grad(
         ValueError: scale or amax has another shape.
     """
     options["cols"] = 1 + is_gated(activation)
-    return _quantize_activation_grad.quantize(
+    return _QuantizeActivationGrad.quantize(
         x, scale, (grad,), amax, dtype, activation=activation, **options
     )
 
 
-class _QuantizeActivationGrad(Producer):
+class _QuantizeActivationGrad(_QuantizeActivation):
     name = "quantize_activation_grad"
 
-    def columns(self, spec):
-        return dims("whole_pair", is_gated(spec.activation)) + dims("col", 1)
+    def columns(self):
+        return dims("whole_pair", is_gated(self.activation)) + dims("col", 1)
 
-    def operand_names(self, batch, row, col, spec):
+    def operand_names(self, batch, row, col):
         return [batch + row + col, batch + row + col[-1:]]
 
-    def produce(self, x, grad, vmap_dims, spec):
-        return activation_grad(x, grad, spec.activation)
+    def produce(self, x, grad):
+        return activation_grad(x, grad, self.activation)
 
-    def tpu(self, x, scale, grad, *amax_so_far, vmap_dims, spec, devices):
+    def tpu(self, x, scale, grad, *amax_so_far):
         """Compute the gradients of gate and up apart, with one amax."""
-        if not is_gated(spec.activation):
-            operands = x, scale, grad, *amax_so_far
-            return super().tpu(
-                *operands, vmap_dims=vmap_dims, spec=spec, devices=devices
-            )
-        _, vjp = jax.vjp(functools.partial(_gate, spec.activation), *_halves(x))
+        if not is_gated(self.activation):
+            return self.reference(x, scale, grad, *amax_so_far)
+        _, vjp = jax.vjp(functools.partial(_gate, self.activation), *_halves(x))
         gradients = vjp(grad.astype(jnp.float32))
-        of_half = spec._replace(with_amax=False, cols=1)
-        with _tpu.devices(devices):
-            results = [
-                _quantize.reference(half, scale, vmap_dims=vmap_dims, spec=of_half)
-                for half in gradients
-            ]
-            (data, *rest), amax = zip(*results, strict=True), []
-            if spec.with_amax:
-                largest = _shapes.abs_max(_tpu.larger(*gradients), vmap_dims)
-                amax = [_shapes.raise_amax(largest, *amax_so_far)]
+        of_half = dataclasses.replace(self, with_amax=False, cols=1)
+        results = [of_half.quantized(half, scale) for half in gradients]
+        (data, *rest), amax = zip(*results, strict=True), []
+        if self.with_amax:
+            largest = _shapes.abs_max(_tpu.larger(*gradients), self.vmap_dims)
+            amax = [_shapes.raise_amax(largest, *amax_so_far)]
         outputs = [_tpu.joined(data)]
-        if spec.transpose:
-            outputs.append(jnp.stack(rest.pop(0), axis=-2 - spec.rows))
+        if self.transpose:
+            outputs.append(jnp.stack(rest.pop(0), axis=-2 - self.rows))
         return [*outputs, *amax, *map(_tpu.joined, rest)]
 
-    def canonical(self, x, grad, vmap_dims, spec):
-        (x,), attributes = _quantize_activation.canonical(x, vmap_dims, spec)
-        grad = _shapes.merge(grad, grad.ndim - spec.rows - 1, spec.rows)
+    def canonical(self, x, grad):
+        (x,), attributes = super().canonical(x)
+        grad = _shapes.merge(grad, grad.ndim - self.rows - 1, self.rows)
         return (x, grad), attributes
-
-
-_quantize_activation_grad = _QuantizeActivationGrad()

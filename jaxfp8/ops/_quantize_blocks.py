@@ -2,8 +2,6 @@
 transpose_blocks.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, _scaling, encode
 from . import _blocks, _checks, _ffi, _shapes
-from ._primitive import Op
+from ._primitive import Op, dims
 
 SCALES = ("f32", "e8m0")
 ROUNDINGS = ("ceil", "floor")
@@ -74,7 +72,7 @@ def quantize_blocks(
             rounding="floor" with f32 scales.
     """
     options = dtype, block, scale, rounding, power_2_scale, rows, cols
-    return _quantize_blocks.quantize(x, *options)
+    return _QuantizeBlocks.quantize(x, *options)
 
 
 def quantize_blocks_transpose(
@@ -115,43 +113,50 @@ def quantize_blocks_transpose(
         TypeError, ValueError: see `quantize_blocks`.
     """
     options = dtype, block, scale, rounding, power_2_scale, rows, cols
-    return _quantize_blocks_transpose.quantize(x, *options)
+    return _QuantizeBlocksTranspose.quantize(x, *options)
 
 
-class _Spec(NamedTuple):
-    """The static part: the arguments of `quantize_blocks`."""
+# The numbers of blocks of a matrix, and of its transpose.
+_BLOCKS = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
 
-    dtype: np.dtype
+
+class _OpOfBlocks(Op):
+    """An op of a matrix, its transpose and their scales; the fields are the arguments
+    of `quantize_blocks`.
+    """
+
     block: tuple[int | None, int | None]
-    scale: str
-    rounding: str
-    power_2_scale: bool
     rows: int
     cols: int
 
+    def layouts(self, rank):
+        """Return the names of the dimensions of codes, their scales, transposed codes
+        and their scales.
+        """
+        # The transpose has other names for the numbers of blocks, which differ unless
+        # blocks are square.
+        leading = dims("batch", rank - self.rows - self.cols)
+        row, col = dims("row", self.rows), dims("col", self.cols)
+        scales, scales_t = _BLOCKS[:2], _BLOCKS[2:]
+        sides = row + col, scales, col + row, scales_t
+        return [leading + side for side in sides]
 
-def _reference(x, vmap_dims, spec):
-    """Quantize blocks in jnp."""
-    # Vmapped dimensions are leading dimensions like any other.
-    leading = x.shape[: x.ndim - spec.rows - spec.cols]
-    matrix = _shapes.merge(x, *[1] * len(leading), spec.rows)
-    m, n = matrix.shape[-2:]
-    # 1. Cut the matrix into blocks, and find a scale for each.
-    blocks = _blocks.cut(matrix, spec.block)
-    amax = _scaling.abs_max(blocks, axis=(-3, -1))
-    if spec.scale == "e8m0":
-        factor, scale_inv = _blocks.e8m0_scales(amax, spec.dtype, spec.rounding)
-    else:
-        factor, scale_inv = _blocks.f32_scales(amax, spec.dtype, spec.power_2_scale)
-    # 2. Quantize each block, and put the matrix together again. Move the codes as
-    #    bytes: XLA's CPU compiler may move FP8 through float16, which changes the bits
-    #    of NaNs.
-    codes = encode(blocks, factor[..., :, None, :, None], spec.dtype)
-    data = _blocks.uncut(codes.view(jnp.uint8), m, n)
-    return data.reshape(x.shape).view(spec.dtype), scale_inv
+    def sizes(self, codes, *scales):
+        m, n = _shapes.merged(codes[len(codes) - self.rows - self.cols :], self.rows)
+        counts = _blocks.count(self.block, m, n) + _blocks.count(self.block, n, m)
+        return dict(zip(_BLOCKS, counts, strict=True))
+
+    def align(self, axes, sizes, mesh_shape):
+        """Cut the scales of each layout together with its blocks."""
+        down, across = self.block
+        followers = {
+            "row": {"row_blocks": down, "row_blocks_t": across},
+            "col": {"col_blocks": across, "col_blocks_t": down},
+        }
+        return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
 
-class _QuantizeBlocks(Op):
+class _QuantizeBlocks(_OpOfBlocks):
     """Quantize blocks, without or with `transpose` also those of the transpose, by the
     same custom call.
     """
@@ -159,48 +164,71 @@ class _QuantizeBlocks(Op):
     name = "quantize_blocks"
     custom_call = "quantize_blocks_transpose"
     transpose = False
+    dtype: np.dtype
+    scale: str
+    rounding: str
+    power_2_scale: bool
 
-    def quantize(self, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
+    @classmethod
+    def quantize(cls, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
         """Check the arguments, and bind the primitive."""
-        op = self.name
-        x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
-        dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
+        name = cls.name
+        x = _checks.rank(name, "x", _checks.high_precision(name, "x", x), rows + cols)
+        dtype = _checks.dtype(name, "dtype", dtype, FP8_DTYPES)
         # Options that do not go together are refused: one of them would have no effect.
-        _checks.one_of(op, "scale", scale, SCALES)
-        _checks.one_of(op, "rounding", rounding, ROUNDINGS)
-        power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
+        _checks.one_of(name, "scale", scale, SCALES)
+        _checks.one_of(name, "rounding", rounding, ROUNDINGS)
+        power_2_scale = _checks.flag(name, "power_2_scale", power_2_scale)
         if scale == "e8m0" and power_2_scale:
             raise ValueError(
-                f"{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it "
-                'out for scale="e8m0"'
+                f"{name}: power_2_scale: E8M0 scales are powers of two anyway; leave "
+                'it out for scale="e8m0"'
             )
         if scale == "f32" and rounding != "ceil":
             raise ValueError(
-                f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; '
+                f'{name}: rounding: expected "ceil" for scale="f32", got {rounding!r}; '
                 'it goes with "e8m0"'
             )
-        block = _blocks.checked(op, "block", block)
-        options = scale, rounding, power_2_scale, int(rows), int(cols)
-        return tuple(self(x, spec=_Spec(dtype, block, *options)))
+        block = _blocks.checked(name, "block", block)
+        op = cls(block, int(rows), int(cols), dtype, scale, rounding, power_2_scale)
+        return tuple(op(x))
 
-    def names(self, x, spec):
-        codes, *results = _blocks.layouts(x, spec.rows, spec.cols)
+    def names(self, x):
+        codes, *results = self.layouts(x)
         return [codes], [codes, *results[: 1 + 2 * self.transpose]]
 
-    def sizes(self, x, spec):
-        return _blocks.sizes_of_layouts(x, spec.block, spec.rows, spec.cols)
+    def dtypes(self, x):
+        scales = _blocks.E8M0 if self.scale == "e8m0" else jnp.float32
+        return [self.dtype, scales] * (1 + self.transpose)
 
-    def dtypes(self, x, spec):
-        scales = _blocks.E8M0 if spec.scale == "e8m0" else jnp.float32
-        return [spec.dtype, scales] * (1 + self.transpose)
+    def reference(self, x):
+        return self.quantized(x, self.block)
 
-    reference = staticmethod(_reference)
+    def quantized(self, x, block):
+        """Quantize blocks in jnp."""
+        # Vmapped dimensions are leading dimensions like any other.
+        leading = x.shape[: x.ndim - self.rows - self.cols]
+        matrix = _shapes.merge(x, *[1] * len(leading), self.rows)
+        m, n = matrix.shape[-2:]
+        # 1. Cut the matrix into blocks, and find a scale for each.
+        blocks = _blocks.cut(matrix, block)
+        amax = _scaling.abs_max(blocks, axis=(-3, -1))
+        if self.scale == "e8m0":
+            factor, scale_inv = _blocks.e8m0_scales(amax, self.dtype, self.rounding)
+        else:
+            factor, scale_inv = _blocks.f32_scales(amax, self.dtype, self.power_2_scale)
+        # 2. Quantize each block, and put the matrix together again. Move the codes as
+        #    bytes: XLA's CPU compiler may move FP8 through float16, which changes the
+        #    bits of NaNs.
+        codes = encode(blocks, factor[..., :, None, :, None], self.dtype)
+        data = _blocks.uncut(codes.view(jnp.uint8), m, n)
+        return data.reshape(x.shape).view(self.dtype), scale_inv
 
-    def call(self, x, on_cpu, spec):
+    def call(self, x, on_cpu):
         """Make the custom call."""
         # 1. Merge the dimensions to groups of matrices.
-        leading, row, col = _shapes.parts(x.shape, spec.rows, spec.cols)
-        groups, block = _shapes.merge(x, len(leading), spec.rows), spec.block
+        leading, row, col = _shapes.parts(x.shape, self.rows, self.cols)
+        groups, block = _shapes.merge(x, len(leading), self.rows), self.block
         g, m, n = groups.shape
         sides = [(m, n, row + col), (n, m, col + row)][: 1 + self.transpose]
         # 2. CPUs take any block and order scales by block. GPUs take the blocks of
@@ -208,14 +236,14 @@ class _QuantizeBlocks(Op):
         count, attribute = _blocks.count, np.int64([b or 0 for b in block])
         if not on_cpu:
             count, attribute = _blocks.stored_shape, _blocks.NAMES[block]
-        dtype, scaling = jnp.float32, "f32_power_2" if spec.power_2_scale else "f32"
-        if spec.scale == "e8m0":
-            dtype, scaling = jnp.uint8, f"e8m0_{spec.rounding}"
+        dtype, scaling = jnp.float32, "f32_power_2" if self.power_2_scale else "f32"
+        if self.scale == "e8m0":
+            dtype, scaling = jnp.uint8, f"e8m0_{self.rounding}"
         # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with
         #    scratch for amaxes of lines between them.
         results = []
         for *matrix, _ in sides:
-            results.append(((g, *matrix), spec.dtype))
+            results.append(((g, *matrix), self.dtype))
             results.append(((g, *count(block, *matrix)), dtype))
         if not on_cpu:
             lines = sum(matrix[0] for matrix in sides) if None in block else 0
@@ -233,49 +261,42 @@ class _QuantizeBlocks(Op):
             codes, scales = outputs[-2:] if i else outputs[:2]
             if not on_cpu:
                 scales = _blocks.by_block(scales, block, *matrix)
-            if spec.scale == "e8m0":
+            if self.scale == "e8m0":
                 scales = scales.view(_blocks.E8M0)
             layouts.append(codes.reshape(*leading, *shape))
             layouts.append(scales.reshape(*leading, *scales.shape[1:]))
         return layouts
 
-    def cpu(self, x, vmap_dims, spec):
-        return self.call(x, True, spec)
+    def cpu(self, x):
+        return self.call(x, True)
 
-    def cuda(self, x, vmap_dims, spec):
+    def cuda(self, x):
         # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in
         # jnp.
-        if spec.block not in _blocks.NAMES:
-            return self.reference(x, vmap_dims, spec)
-        return self.call(x, False, spec)
+        if self.block not in _blocks.NAMES:
+            return self.reference(x)
+        return self.call(x, False)
 
-    def on_one_device_only(self, spec):
+    def on_one_device_only(self):
         # On a mesh that cuts blocks as long as the matrix, devices have to reduce their
         # amaxes, which XLA does with the reference. Other blocks lie on one device
         # each, which quantizes them by itself.
-        return None in spec.block
-
-    def align(self, axes, sizes, mesh_shape, spec):
-        return _blocks.aligned_layouts(axes, sizes, mesh_shape, spec.block)
+        return None in self.block
 
 
 class _QuantizeBlocksTranspose(_QuantizeBlocks):
     name = "quantize_blocks_transpose"
     transpose = True
 
-    def reference(self, x, vmap_dims, spec):
-        rowwise = columnwise = _reference(x, vmap_dims, spec)
+    def reference(self, x):
+        rowwise = columnwise = self.quantized(x, self.block)
         # Blocks of the transpose lie down the columns of x. Transpose codes and not x:
         # they have half the bytes, or less.
-        if spec.block[0] != spec.block[1]:
-            columnwise = _reference(x, vmap_dims, spec._replace(block=spec.block[::-1]))
+        if self.block[0] != self.block[1]:
+            columnwise = self.quantized(x, self.block[::-1])
         data, scale_inv = columnwise
-        data = _shapes.transpose(data, spec.rows, spec.cols)
+        data = _shapes.transpose(data, self.rows, self.cols)
         return *rowwise, data, scale_inv.mT
-
-
-_quantize_blocks = _QuantizeBlocks()
-_quantize_blocks_transpose = _QuantizeBlocksTranspose()
 
 
 def transpose_blocks(
@@ -332,8 +353,8 @@ def transpose_blocks(
     scale_inv, block = _blocks.checked_scale(
         "transpose_blocks", "", scale_inv, block, leading, row, col
     )
-    spec = _TransposeSpec(block, int(rows), int(cols))
-    return tuple(_transpose_blocks(data, scale_inv, spec=spec))
+    op = _TransposeBlocks(block, int(rows), int(cols))
+    return tuple(op(data, scale_inv))
 
 
 def _shift_down(data, shift):
@@ -348,31 +369,20 @@ def _shift_down(data, shift):
     return jnp.where(codes & 0x7F > largest, codes, shifted)
 
 
-class _TransposeSpec(NamedTuple):
-    """The static part: the arguments of `transpose_blocks`."""
-
-    block: tuple[int, int]
-    rows: int
-    cols: int
-
-
-class _TransposeBlocks(Op):
+class _TransposeBlocks(_OpOfBlocks):
     name = "transpose_blocks"
 
-    def names(self, data, scale_inv, spec):
-        layouts = _blocks.layouts(data, spec.rows, spec.cols)
+    def names(self, data, scale_inv):
+        layouts = self.layouts(data)
         return layouts[:2], layouts[2:]
 
-    def sizes(self, data, scale_inv, spec):
-        return _blocks.sizes_of_layouts(data, spec.block, spec.rows, spec.cols)
-
-    def dtypes(self, data, scale_inv, spec):
+    def dtypes(self, data, scale_inv):
         return [data.dtype, scale_inv.dtype]
 
-    def reference(self, data, scale_inv, vmap_dims, spec):
+    def reference(self, data, scale_inv):
         """Transpose blocks in jnp."""
-        first, size = data.ndim - spec.rows - spec.cols, spec.block[1]
-        matrix = _shapes.merge(data, *[1] * first, spec.rows)
+        first, size = data.ndim - self.rows - self.cols, self.block[1]
+        matrix = _shapes.merge(data, *[1] * first, self.rows)
         m, n = matrix.shape[-2:]
         # 1. Find the scale of each new block; all columns of an old block have the same
         #    new scale.
@@ -381,22 +391,22 @@ class _TransposeBlocks(Op):
         of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
         # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may
         #    move FP8 through float16.
-        shift = _blocks.spread(of_rows - codes, spec.block, m, n)
-        of_elements = _blocks.spread(of_rows, spec.block, m, n)
+        shift = _blocks.spread(of_rows - codes, self.block, m, n)
+        of_elements = _blocks.spread(of_rows, self.block, m, n)
         nan_code = jnp.uint8(0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E)
         is_nan = of_elements == _blocks.NAN_CODE
         shifted = jnp.where(is_nan, nan_code, _shift_down(matrix, shift))
-        data_t = _shapes.transpose(shifted.reshape(data.shape), spec.rows, spec.cols)
+        data_t = _shapes.transpose(shifted.reshape(data.shape), self.rows, self.cols)
         data_t = data_t.view(data.dtype)
         scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
         scales_t = scales_t.astype(jnp.uint8)
         return data_t, _blocks.scales_of_codes(scales_t, scale_inv.dtype)
 
-    def cpu(self, data, scale_inv, vmap_dims, spec):
+    def cpu(self, data, scale_inv):
         """Make one custom call on groups of matrices, with scales as E8M0 codes."""
-        leading, row, col = _shapes.parts(data.shape, spec.rows, spec.cols)
-        groups = _shapes.merge(data, len(leading), spec.rows)
-        (g, m, n), size = groups.shape, spec.block[1]
+        leading, row, col = _shapes.parts(data.shape, self.rows, self.cols)
+        groups = _shapes.merge(data, len(leading), self.rows)
+        (g, m, n), size = groups.shape, self.block[1]
         scales = _blocks.exponent_codes(scale_inv)
         scales = scales.reshape(g, *scale_inv.shape[len(leading) :])
         results = [((g, n, m), data.dtype), ((g, n, -(-m // size)), jnp.uint8)]
@@ -406,9 +416,3 @@ class _TransposeBlocks(Op):
         scales_t = scales_t.reshape(*leading, *scales_t.shape[1:])
         scales_t = _blocks.scales_of_codes(scales_t, scale_inv.dtype)
         return data_t.reshape(*leading, *col, *row), scales_t
-
-    def align(self, axes, sizes, mesh_shape, spec):
-        return _blocks.aligned_layouts(axes, sizes, mesh_shape, spec.block)
-
-
-_transpose_blocks = _TransposeBlocks()

@@ -122,7 +122,7 @@ def quantize_norm(x, gamma, beta, scale, dtype, *, kind, epsilon, amax=None, **o
     statistics = [s for s in _statistics(x, kind, epsilon) if s is not None]
     parameters = [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
     more = jnp.concatenate(statistics, axis=-1), *parameters
-    return _quantize_norm.quantize(
+    return _QuantizeNorm.quantize(
         x, scale, more, amax, dtype, has_beta=beta is not None, **options
     )
 
@@ -156,15 +156,16 @@ def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
 
 class _QuantizeNorm(Producer):
     name = "quantize_norm"
+    has_beta: bool = False
 
-    def operand_names(self, batch, row, col, spec):
+    def operand_names(self, batch, row, col):
         return [
             batch + row + col,
             batch + row + dims("whole_statistic", 1),
-            *[col] * (1 + spec.has_beta),
+            *[col] * (1 + self.has_beta),
         ]
 
-    def produce(self, x, statistics, *parameters, vmap_dims, spec):
+    def produce(self, x, statistics, *parameters):
         rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
         # Parameters have the vmapped dimensions and n. They broadcast over the batch
         # and the rows in between.
@@ -174,21 +175,18 @@ class _QuantizeNorm(Producer):
         )
         return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 
-    def canonical(self, x, statistics, *parameters, vmap_dims, spec):
+    def canonical(self, x, statistics, *parameters):
         """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for
         all; a beta of `[0]` is none.
         """
         # Parameters are vmapped, never batched: each is repeated for the groups of its
         # vmapped index.
-        leading = x.ndim - spec.rows - 1
-        batch = math.prod(x.shape[vmap_dims:leading])
+        leading = x.ndim - self.rows - 1
+        batch = math.prod(x.shape[self.vmap_dims : leading])
         parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]
-        if vmap_dims and batch != 1:
+        if self.vmap_dims and batch != 1:
             parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
-        beta = [] if spec.has_beta else [jnp.zeros((0,), jnp.float32)]
-        x = _shapes.merge(x, leading, spec.rows)
-        statistics = _shapes.merge(statistics, leading, spec.rows)
+        beta = [] if self.has_beta else [jnp.zeros((0,), jnp.float32)]
+        x = _shapes.merge(x, leading, self.rows)
+        statistics = _shapes.merge(statistics, leading, self.rows)
         return (x, statistics, *parameters, *beta), {}
-
-
-_quantize_norm = _QuantizeNorm()

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES
 from . import _checks, _quantize, _shapes
-from ._primitive import ONE, Op, dims
+from ._primitive import ONE, dims
 
 # The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA
 # adds the sums up.
@@ -56,7 +56,7 @@ def quantize_transpose(
     """
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
-    return _quantize_transpose.quantize(
+    return _QuantizeTranspose.quantize(
         x,
         scale,
         (),
@@ -69,9 +69,8 @@ def quantize_transpose(
     )
 
 
-class Producer(Op):
-    """An op that quantizes what it computes from x and `more`, in both layouts; its
-    spec is a `QuantizeSpec`.
+class Producer(_quantize.Quantization):
+    """An op that quantizes what it computes from x and `more`, in both layouts.
 
     The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t
     if `transpose`; the amax if `with_amax`, at least `amax_so_far` where that is given;
@@ -88,113 +87,105 @@ class Producer(Op):
 
     is_fused = True
 
-    def columns(self, spec):
+    def columns(self):
         """Return the names of the columns of the result, which are the last dimensions
         of x.
         """
-        return dims("col", spec.cols)
+        return dims("col", self.cols)
 
-    def operand_names(self, batch, row, col, spec):
+    def operand_names(self, batch, row, col):
         """Return the names of x and `more`, given those of the result; `batch` are
         dimensions of x beyond them.
         """
         raise NotImplementedError
 
-    def produce(self, x, *more, vmap_dims, spec):
+    def produce(self, x, *more):
         """Compute the values in jnp, f32 `[..., m, n]`."""
         raise NotImplementedError
 
-    def canonical(self, x, *more, vmap_dims, spec):
+    def canonical(self, x, *more):
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
 
-    def quantize(self, x, scale, more, amax, dtype, **options):
+    @classmethod
+    def quantize(cls, x, scale, more, amax, dtype, **options):
         """Check the arguments that all producers take, and bind the primitive; the
-        options are those of `QuantizeSpec`.
+        options are the fields of the op.
 
         Returns:
             `(data, data_t, amax)`, the amax in the shape of the argument; None for
             data_t without `transpose` and for the amax without `with_amax`. With
             `column_sums` also the sums.
         """
-        operands = _checks.quantizer_operands(self.name, scale, amax)
-        dtype = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES)
-        spec = _quantize.QuantizeSpec(dtype, **options)
+        operands = _checks.quantizer_operands(cls.name, scale, amax)
+        dtype = _checks.dtype(cls.name, "dtype", dtype, FP8_DTYPES)
+        op = cls(dtype, **options)
         scale, *amax_so_far = operands
-        data, *rest = self(x, scale, *more, *amax_so_far, spec=spec)
-        data_t = rest.pop(0) if spec.transpose else None
-        new_amax = rest.pop(0) if spec.with_amax else None
+        data, *rest = op(x, scale, *more, *amax_so_far)
+        data_t = rest.pop(0) if op.transpose else None
+        new_amax = rest.pop(0) if op.with_amax else None
         return data, data_t, _quantize.returned_amax(amax, new_amax), *rest
 
-    def names(self, x, *ranks, spec):
-        col, row = self.columns(spec), dims("row", spec.rows)
+    def names(self, x, *ranks):
+        col, row = self.columns(), dims("row", self.rows)
         # x may have dimensions that the result lacks, such as the pair of a gated
         # activation. So its rank is compared with that of its names.
-        batch = dims("batch", x - len(self._names_without_batch(spec)[0]))
-        x_names, *more_names = self.operand_names(batch, row, col, spec)
-        _, amax_so_far = self._split(ranks[1:], spec)
+        batch = dims("batch", x - len(self._names_without_batch()[0]))
+        x_names, *more_names = self.operand_names(batch, row, col)
+        _, amax_so_far = self._split(ranks[1:])
         results = [batch + row + col]
-        results += [batch + col + row] * spec.transpose + [ONE] * spec.with_amax
+        results += [batch + col + row] * self.transpose + [ONE] * self.with_amax
         # The sums lack the rows, so a mesh that cuts rows adds up the sums of its
         # devices.
-        results += [batch + col] * spec.column_sums
+        results += [batch + col] * self.column_sums
         return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
 
-    def _names_without_batch(self, spec):
-        return self.operand_names((), dims("row", spec.rows), self.columns(spec), spec)
+    def _names_without_batch(self):
+        return self.operand_names((), dims("row", self.rows), self.columns())
 
-    def _split(self, rest, spec):
+    def _split(self, rest):
         """Return `more` and `amax_so_far`."""
-        count = len(self._names_without_batch(spec)) - 1
+        count = len(self._names_without_batch()) - 1
         return rest[:count], rest[count:]
 
-    def dtypes(self, *operands, spec):
-        f32 = [jnp.float32] * (spec.with_amax + spec.column_sums)
-        return [spec.dtype] * (1 + spec.transpose) + f32
-
-    def reference(self, *operands, vmap_dims, spec):
+    def reference(self, *operands):
         # The values stay in f32, as in the kernel: another rounding would give other
         # codes.
-        produced = self._produced(operands, vmap_dims, spec)
-        return _quantize.reference(*produced, vmap_dims=vmap_dims, spec=spec)
+        return self.quantized(*self._produced(operands))
 
-    def _produced(self, operands, vmap_dims, spec):
+    def _produced(self, operands):
         """Return the values, the scale and `amax_so_far`."""
         x, scale, *rest = operands
-        more, amax_so_far = self._split(rest, spec)
-        values = self.produce(x, *more, vmap_dims=vmap_dims, spec=spec)
+        more, amax_so_far = self._split(rest)
+        values = self.produce(x, *more)
         return values, scale, *amax_so_far
 
-    def cpu(self, *operands, vmap_dims, spec):
+    def cpu(self, *operands):
         # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
-        produced = self._produced(operands, vmap_dims, spec)
-        op = _quantize_transpose if spec.transpose else _quantize.quantize_op
-        spec = spec._replace(activation=None, has_beta=False)
-        return op(*produced, vmap_dims=vmap_dims, spec=spec)
+        cls = _QuantizeTranspose if self.transpose else _quantize.Quantize
+        results = self.transpose, self.with_amax, self.column_sums
+        sizes = self.rows, self.cols
+        op = cls(self.dtype, *results, *sizes, vmap_dims=self.vmap_dims)
+        return op(*self._produced(operands))
 
-    def cuda(self, x, scale, *rest, vmap_dims, spec):
+    def cuda(self, x, scale, *rest):
         """Make the custom call of this op, in its canonical form."""
-        more, amax_so_far = self._split(rest, spec)
+        more, amax_so_far = self._split(rest)
         # Results take their sizes from x as it comes in: `canonical` reshapes it.
-        first = x.ndim - len(self._names_without_batch(spec)[0])
-        leading, row = x.shape[:first], x.shape[first : first + spec.rows]
-        col = x.shape[x.ndim - spec.cols :]
-        m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
-        (x, *more), attributes = self.canonical(
-            x, *more, vmap_dims=vmap_dims, spec=spec
-        )
+        first = x.ndim - len(self._names_without_batch()[0])
+        leading, row = x.shape[:first], x.shape[first : first + self.rows]
+        col = x.shape[x.ndim - self.cols :]
+        m, n, batch = map(math.prod, (row, col, leading[self.vmap_dims :]))
+        (x, *more), attributes = self.canonical(x, *more)
         # A single matrix needs no group dimension, but the fused producers have one
         # always.
         groups = x.shape[:1] if self.is_fused or leading else ()
-        results = [((*groups, m, n), spec.dtype)]
-        results += [((*groups, n, m), spec.dtype)] * spec.transpose
+        results = [((*groups, m, n), self.dtype)]
+        results += [((*groups, n, m), self.dtype)] * self.transpose
         sums = (*groups, -(-m // _SUMMED_ROWS), n), jnp.float32
-        (data, *rest), amax = _quantize.call(
-            self.name,
-            results + [sums] * spec.column_sums,
+        (data, *rest), amax = self.call(
+            results + [sums] * self.column_sums,
             *(x, scale, amax_so_far, *more),
-            vmapped=leading[:vmap_dims],
-            with_amax=spec.with_amax,
             # Results that may be left out come after the amax: the sums, and data_t of
             # a producer.
             place=1 if self.is_fused else 2,
@@ -202,10 +193,10 @@ class Producer(Op):
             **attributes,
         )
         outputs = [data.reshape(*leading, *row, *col)]
-        if spec.transpose:
+        if self.transpose:
             outputs.append(rest[0].reshape(*leading, *col, *row))
         outputs += amax
-        if spec.column_sums:
+        if self.column_sums:
             outputs.append(jnp.sum(rest[-1], axis=-2).reshape(*leading, *col))
         return outputs
 
@@ -214,17 +205,14 @@ class _QuantizeTranspose(Producer):
     name = "quantize_transpose"
     is_fused = False
 
-    def operand_names(self, batch, row, col, spec):
+    def operand_names(self, batch, row, col):
         return [batch + row + col]
 
-    def produce(self, x, vmap_dims, spec):
+    def produce(self, x):
         return x
 
-    def canonical(self, x, vmap_dims, spec):
-        leading = x.ndim - spec.rows - spec.cols
-        return (_shapes.merge_groups(x, leading, spec.rows),), {}
+    def canonical(self, x):
+        leading = x.ndim - self.rows - self.cols
+        return (_shapes.merge_groups(x, leading, self.rows),), {}
 
     cpu = Producer.cuda
-
-
-_quantize_transpose = _QuantizeTranspose()

@@ -2,7 +2,6 @@
 sizes of the groups.
 """
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -116,14 +115,33 @@ def ragged_matmul(
         operands.append(b_t)
     is_t = b_t is not None
     options = np.dtype(out_dtype), precise, a_block, b_block
-    spec = _Spec(ragged == "rows", *options, has_b_t=is_t)
-    return _ragged_matmul(*operands, spec=spec)[0]
+    return _RaggedMatmul(ragged == "rows", *options, has_b_t=is_t)(*operands)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    """The static part of a product; the operands are a, b, a_scale_inv, b_scale_inv,
-    group_sizes, and b_t if `has_b_t`.
+def _moved(x, shifts, axis):
+    """Move the matrices `[count, ...]` along an axis, round the end, each by its own
+    shift.
+    """
+    return jax.vmap(lambda x, shift: jnp.roll(x, shift, axis))(x, shifts)
+
+
+def _scales(operand, dims, block):
+    """Return the names of the dimensions of scales.
+
+    Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA,
+    cuts other scales as it cuts their matrix.
+    """
+    if block is None:
+        return ONE
+    *leading, rows, _ = dims
+    if block[0] != 1:
+        rows = f"{WHOLE}_{operand}_rows"
+    return *leading, rows, f"{WHOLE}_{operand}_cols"
+
+
+class _RaggedMatmul(Op):
+    """The operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if
+    `has_b_t`.
 
     Attributes:
         by_rows: whether the groups cut the rows of a; else they cut the contraction.
@@ -131,6 +149,7 @@ class _Spec:
         has_b_t: whether there is a second layout of b.
     """
 
+    name = "ragged_matmul"
     by_rows: bool
     out_dtype: np.dtype
     precise: bool
@@ -149,55 +168,29 @@ class _Spec:
             leading = a.shape[:vmap_dims]
         return (*leading, a.shape[-2], b.shape[-2])
 
+    def dims(self):
+        """Return the names of the dimensions of a and b."""
+        if self.by_rows:
+            return ("m0", "k0"), ("g0", "n0", "k0")
+        return ("p0", "m0"), ("n0", "m0")
 
-def _moved(x, shifts, axis):
-    """Move the matrices `[count, ...]` along an axis, round the end, each by its own
-    shift.
-    """
-    return jax.vmap(lambda x, shift: jnp.roll(x, shift, axis))(x, shifts)
-
-
-def _dims(spec):
-    """Return the names of the dimensions of a and b."""
-    if spec.by_rows:
-        return ("m0", "k0"), ("g0", "n0", "k0")
-    return ("p0", "m0"), ("n0", "m0")
-
-
-def _scales(operand, dims, block):
-    """Return the names of the dimensions of scales.
-
-    Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA,
-    cuts other scales as it cuts their matrix.
-    """
-    if block is None:
-        return ONE
-    *leading, rows, _ = dims
-    if block[0] != 1:
-        rows = f"{WHOLE}_{operand}_rows"
-    return *leading, rows, f"{WHOLE}_{operand}_cols"
-
-
-class _RaggedMatmul(Op):
-    name = "ragged_matmul"
-
-    def names(self, *ranks, spec):
-        a, b = _dims(spec)
+    def names(self, *ranks):
+        a, b = self.dims()
         # Where a group begins depends on the sizes of all before it.
         groups = (f"{WHOLE}_g",)
-        scales = _scales("a", a, spec.a_block), _scales("b", b, spec.b_block)
-        operands = [a, b, *scales, groups] + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t
-        out = ("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")
+        scales = _scales("a", a, self.a_block), _scales("b", b, self.b_block)
+        operands = [a, b, *scales, groups] + [(*b[:-2], *b[:-3:-1])] * self.has_b_t
+        out = ("m0", "n0") if self.by_rows else ("g0", "p0", "n0")
         return operands, [out]
 
-    def sizes(self, *shapes, spec):
-        return {} if spec.by_rows else {"g0": shapes[4][0]}
+    def sizes(self, *shapes):
+        return {} if self.by_rows else {"g0": shapes[4][0]}
 
-    def dtypes(self, *operands, spec):
-        return [spec.out_dtype]
+    def dtypes(self, *operands):
+        return [self.out_dtype]
 
-    def second_layouts(self, spec):
-        return {1: 5} if spec.has_b_t else {}
+    def second_layouts(self):
+        return {1: 5} if self.has_b_t else {}
 
     def reference(
         self,
@@ -207,9 +200,6 @@ class _RaggedMatmul(Op):
         b_scale_inv,
         group_sizes,
         first=None,
-        *,
-        vmap_dims,
-        spec,
         widen=to_f32,
     ):
         """Widen the codes, which is exact, and multiply with f32 accumulation in a
@@ -218,93 +208,93 @@ class _RaggedMatmul(Op):
         `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is
         row 0.
         """
-        shape = spec.shape(a, b, group_sizes, vmap_dims)
+        shape = self.shape(a, b, group_sizes, self.vmap_dims)
         if 0 in a.shape or 0 in b.shape:
-            return (lax.full(shape, 0, spec.out_dtype),)
+            return (lax.full(shape, 0, self.out_dtype),)
         if first is None:
             first = lax.full(group_sizes.shape[:-1], 0, jnp.int32)
         # 1. Widen the codes. Scales of blocks multiply the codes: they are then no
         #    factor of the product.
-        one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
+        one, precision = lax.full((*shape[: self.vmap_dims], 1), 1, jnp.float32), None
         # these f32 have all their bits: GPUs must not cut them to TF32
-        if spec.has_blocks:
+        if self.has_blocks:
             widen, precision = to_f32, lax.Precision.HIGHEST
         a, b = widen(a), widen(b)
-        if spec.a_block is not None:
-            a = _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:])
+        if self.a_block is not None:
+            a = _blocks.scaled(a, a_scale_inv, self.a_block, *a.shape[-2:])
             a_scale_inv = one
-        if spec.b_block is not None:
-            b = _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:])
+        if self.b_block is not None:
+            b = _blocks.scaled(b, b_scale_inv, self.b_block, *b.shape[-2:])
             b_scale_inv = one
         # 2. Multiply.
-        multiply = ragged_rows if spec.by_rows else ragged_contraction
+        multiply = ragged_rows if self.by_rows else ragged_contraction
         operands = a, b, group_sizes, first
-        if vmap_dims == 0:
+        if self.vmap_dims == 0:
             out = multiply(*operands, precision)
         else:
             # Run the loops one after the other: as a batch, each step would touch the
             # product of every vmapped index.
-            flat = tuple(x.reshape(-1, *x.shape[vmap_dims:]) for x in operands)
+            flat = tuple(x.reshape(-1, *x.shape[self.vmap_dims :]) for x in operands)
             out = lax.map(lambda x: multiply(*x, precision), flat).reshape(shape)
         # 3. Apply the scales of whole operands.
         out = rescaled(
             out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape)
         )
-        return (out.astype(spec.out_dtype),)
+        return (out.astype(self.out_dtype),)
 
-    def cpu(self, *operands, vmap_dims, spec):
+    def cpu(self, *operands):
         """Widen to bfloat16, as scaled_matmul does on CPUs."""
-        return self.reference(
-            *operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu()
-        )
+        return self.reference(*operands, widen=widening_on_cpu())
 
-    def cuda(self, a, b, *rest, vmap_dims, spec):
+    def cuda(self, a, b, *rest):
         *scales, group_sizes = rest[:3]
-        shape = spec.shape(a, b, group_sizes, vmap_dims)
-        count = math.prod(a.shape[:vmap_dims])
+        shape = self.shape(a, b, group_sizes, self.vmap_dims)
+        count = math.prod(a.shape[: self.vmap_dims])
 
         def merged(x):
-            return x.reshape(count, *x.shape[vmap_dims:])
+            return x.reshape(count, *x.shape[self.vmap_dims :])
 
         a, b, group_sizes, *first = map(merged, (a, b, group_sizes, *rest[3:]))
-        if spec.has_blocks:
+        if self.has_blocks:
             a_scales, b_scales = map(merged, scales)
         else:
-            a_scales, b_scales = (_shapes.group_scales(x, vmap_dims) for x in scales)
+            a_scales, b_scales = (
+                _shapes.group_scales(x, self.vmap_dims) for x in scales
+            )
         # The kernel takes the first group at row 0.
-        has_row_blocks = spec.has_blocks and not spec.by_rows
+        has_row_blocks = self.has_blocks and not self.by_rows
         for begin in first:
             # Blocks of rows cannot move: the rows before are one more group.
             if has_row_blocks:
                 group_sizes = jnp.concatenate([begin[:, None], group_sizes], axis=1)
                 continue
             # Move other rows there, with their scales, and those of the result back.
-            a = _moved(a, -begin, 0 if spec.by_rows else 1)
-            b = b if spec.by_rows else _moved(b, -begin, 1)
-            a_scales = _moved(a_scales, -begin, 0) if spec.has_blocks else a_scales
+            a = _moved(a, -begin, 0 if self.by_rows else 1)
+            b = b if self.by_rows else _moved(b, -begin, 1)
+            a_scales = _moved(a_scales, -begin, 0) if self.has_blocks else a_scales
         # The scales of one block of all rows lie side by side, as they were written.
-        if spec.has_blocks:
+        if self.has_blocks:
             a_scales = a_scales.mT
-            b_scales = b_scales if spec.by_rows else b_scales.mT
-        result = spec.shape(a, b, group_sizes, 1), spec.out_dtype
+            b_scales = b_scales if self.by_rows else b_scales.mT
+        result = self.shape(a, b, group_sizes, 1), self.out_dtype
         operands = a, b, a_scales, b_scales, group_sizes
-        (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=spec.precise)
-        for begin in first if spec.by_rows else ():
+        (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=self.precise)
+        for begin in first if self.by_rows else ():
             out = _moved(out, begin, 0)
         if first and has_row_blocks:
             out = out[:, 1:]
         return (out.reshape(shape),)
 
-    def align(self, axes, sizes, mesh_shape, spec):
-        followers, blocks = {}, (spec.a_block, spec.b_block)
-        for operand, dims, block in zip("ab", _dims(spec), blocks, strict=True):
+    def align(self, axes, sizes, mesh_shape):
+        followers, blocks = {}, (self.a_block, self.b_block)
+        for operand, dims, block in zip("ab", self.dims(), blocks, strict=True):
             scales = _scales(operand, dims, block)
             for i in (-2, -1) if block else ():
                 if scales[i].startswith(WHOLE):
                     followers.setdefault(dims[i][0], {})[scales[i]] = block[i]
         return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
-    def on_shards(self, operands, cut, *, vmap_dims, spec):
+    def on_shards(self, operands, cut):
         """Give a device the sizes of its groups in its rows, and the row at which the
         first of them begins.
         """
@@ -314,7 +304,7 @@ class _RaggedMatmul(Op):
         *matrices, group_sizes = operands
         # 1. Find where each group of the whole matrix begins and ends, as a row of this
         #    device.
-        rows = matrices[0].shape[-2 if spec.by_rows else -1]
+        rows = matrices[0].shape[-2 if self.by_rows else -1]
         groups = group_sizes.shape[-1] // group_shards
         ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
         begin = lax.full_like(ends[..., :1], 0) - row * rows
@@ -324,16 +314,16 @@ class _RaggedMatmul(Op):
         operands = [*matrices, jnp.diff(bounds)]
         return operands if group_shards == 1 else [*operands, bounds[..., 0]]
 
-    def not_on(self, capabilities, *types, spec):
+    def not_on(self, capabilities, *types):
         """Return why no kernel multiplies these operands on GPUs of these compute
         capabilities; or None.
         """
-        if not spec.has_blocks:
+        if not self.has_blocks:
             return None
         are_f32 = all(scale.dtype == jnp.float32 for scale in types[2:4])
-        needed = _TILE, _SQUARE if spec.by_rows else _TILE
-        blocks = f"{spec.a_block} by {spec.b_block}"
-        if not are_f32 or (spec.a_block, spec.b_block) != needed:
+        needed = _TILE, _SQUARE if self.by_rows else _TILE
+        blocks = f"{self.a_block} by {self.b_block}"
+        if not are_f32 or (self.a_block, self.b_block) != needed:
             return f"ragged_matmul: no kernel has scales for blocks ({blocks})"
         without = capabilities - {(9, 0)}
         if not without:
@@ -343,9 +333,6 @@ class _RaggedMatmul(Op):
             f"ragged_matmul: the kernel with scales for blocks ({blocks}) needs "
             f"compute capability 9.0, this GPU has {have}"
         )
-
-
-_ragged_matmul = _RaggedMatmul()
 
 
 # The jnp program loops over chunks of groups, so that neither work nor memory grow with

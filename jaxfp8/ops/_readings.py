@@ -10,7 +10,6 @@ its state by `delayed_scales`, and writes it by the same `write_histories`.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,8 +61,8 @@ def read_histories(products, *, fp8_max=None):
     ]
 
     def read(call):
-        spec = _ReadSpec(tuple(numerators[i] for i in call))
-        return _read(*_columns(products, call), spec=spec)
+        op = _ReadHistories(tuple(numerators[i] for i in call))
+        return op(*_columns(products, call))
 
     return _in_calls(products, read)
 
@@ -102,16 +101,17 @@ def write_histories(products, recorded):
         # Amaxes and scales of quantizers are arrays of their own.
         (pairs,), numbers = products, _columns(recorded, [0])
         histories = [history for history, _ in pairs]
-        spec = _WriteSpec((1,) * len(pairs), by_quantizer=True)
-        written = _write(*histories, *numbers, spec=spec)
+        op = _WriteHistories((1,) * len(pairs), by_quantizer=True)
+        written = op(*histories, *numbers)
         return [list(zip(*halves(written), strict=True))]
 
     def write(call):
         histories, _ = halves(_columns(products, call))
-        spec = _WriteSpec(tuple(len(products[i]) for i in call), by_quantizer=False)
-        written = _write(*histories, *(recorded[i] for i in call), spec=spec)
+        counts = tuple(len(products[i]) for i in call)
+        op = _WriteHistories(counts, by_quantizer=False)
+        written = op(*histories, *(recorded[i] for i in call))
         pairs = zip(*halves(written), strict=True)
-        return [list(itertools.islice(pairs, count)) for count in spec.counts]
+        return [list(itertools.islice(pairs, count)) for count in counts]
 
     return _in_calls(products, write)
 
@@ -163,22 +163,6 @@ def _groups(histories):
     return [_shapes.merge_groups(history, history.ndim - 1) for history in histories]
 
 
-class _ReadSpec(NamedTuple):
-    """The static part of `read_histories`: the numerators of the scales of each
-    product's quantizers.
-    """
-
-    numerators: tuple[tuple[float, ...], ...]
-
-    @property
-    def counts(self):
-        return tuple(map(len, self.numerators))
-
-    def units(self, operand_count):
-        both = _of_both(self.counts)
-        return [(positions, [product]) for product, positions in enumerate(both)]
-
-
 def _of_both(counts):
     """Return the positions of the histories and the scales of each product, in
     `_columns`.
@@ -195,30 +179,6 @@ def _amaxes(history, scale):
     is_below_zero |= _scaling.below_zero(scale)
     below_zero = jnp.float32(-1)
     return [jnp.where(is_below_zero, below_zero, x) for x in (newest, largest)]
-
-
-class _WriteSpec(NamedTuple):
-    """The static part of `write_histories`: the number of quantizers of each product,
-    and the form of `recorded`.
-
-    With `by_quantizer` the recorded numbers are an array for each amax and each
-    scale_inv.
-    """
-
-    counts: tuple[int, ...]
-    by_quantizer: bool
-
-    def units(self, operand_count):
-        count = total = sum(self.counts)
-        if self.by_quantizer:
-            places = [
-                (range(i, 3 * count, count), [i, count + i]) for i in range(count)
-            ]
-            return places
-        units, slices = [], _slices(self.counts)
-        for product, both in enumerate(_of_both(self.counts)):
-            units.append(([*slices[product], total + product], both))
-        return units
 
 
 def _next_history(history, amax, scale_inv, stays=None):
@@ -243,19 +203,29 @@ def _next_history(history, amax, scale_inv, stays=None):
 
 
 class _ReadHistories(OpOfUnits):
+    """The units are products, with the numerators of the scales of their quantizers."""
+
     name = "read_histories"
 
-    def names(self, *ranks, spec):
-        histories, scales, readings = _names(ranks, spec.counts)
+    @property
+    def counts(self):
+        return tuple(map(len, self.of_units))
+
+    def units(self, operand_count):
+        both = _of_both(self.counts)
+        return [(positions, [product]) for product, positions in enumerate(both)]
+
+    def names(self, *ranks):
+        histories, scales, readings = _names(ranks, self.counts)
         return [*histories, *scales], readings
 
-    def sizes(self, *shapes, spec):
+    def sizes(self, *shapes):
         return {
             f"{WHOLE}_number{i}": READING_NUMBERS * count
-            for i, count in enumerate(spec.counts)
+            for i, count in enumerate(self.counts)
         }
 
-    def reference(self, *operands, vmap_dims, spec):
+    def reference(self, *operands):
         histories, scales = halves(operands)
         # The numbers of all quantizers are vectors, so that their scales are computed
         # once.
@@ -263,51 +233,67 @@ class _ReadHistories(OpOfUnits):
         newest, largest, scale = (
             jnp.concatenate(x, axis=-1) for x in (*zip(*amaxes, strict=True), scales)
         )
-        numerators = np.array(sum(spec.numerators, ()), np.float32)
+        numerators = np.array(sum(self.of_units, ()), np.float32)
         next_scales = _scaling.amax_to_scale(largest, scale, numerators)
         numbers = newest, largest, scale, jnp.zeros_like(scale), *next_scales
         table, readings = jnp.stack(numbers, axis=-1), []
-        for places in _slices(spec.counts):
+        for places in _slices(self.counts):
             part = table[..., places.start : places.stop, :]
             shape = *part.shape[:-2], part.shape[-2] * READING_NUMBERS
             readings.append(part.reshape(shape))
         return readings
 
-    def cpu(self, *operands, vmap_dims, spec):
+    def cpu(self, *operands):
         histories, scales = halves(operands)
         batch, groups = scales[0].shape[:-1], scales[0].size
         readings = _ffi.call(
             "read_histories",
-            [((groups, READING_NUMBERS * k), jnp.float32) for k in spec.counts],
+            [((groups, READING_NUMBERS * k), jnp.float32) for k in self.counts],
             *_groups(histories),
             *(scale.reshape(-1) for scale in scales),
-            numerators=np.array(sum(spec.numerators, ()), np.float32),
+            numerators=np.array(sum(self.of_units, ()), np.float32),
         )
         return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
 
-_read = _ReadHistories()
-
-
 class _WriteHistories(OpOfUnits):
-    name = "write_histories"
+    """The units are products, with the numbers of their quantizers.
 
-    def names(self, *ranks, spec):
-        histories, scales, readings = _names(ranks, spec.counts)
-        recorded = scales * 2 if spec.by_quantizer else readings
+    With `by_quantizer` the units are quantizers, and the recorded numbers an array for
+    each amax and each scale_inv.
+    """
+
+    name = "write_histories"
+    by_quantizer: bool
+
+    def units(self, operand_count):
+        count = total = sum(self.of_units)
+        if self.by_quantizer:
+            places = [
+                (range(i, 3 * count, count), [i, count + i]) for i in range(count)
+            ]
+            return places
+        units, slices = [], _slices(self.of_units)
+        for product, both in enumerate(_of_both(self.of_units)):
+            units.append(([*slices[product], total + product], both))
+        return units
+
+    def names(self, *ranks):
+        histories, scales, readings = _names(ranks, self.of_units)
+        recorded = scales * 2 if self.by_quantizer else readings
         return [*histories, *recorded], [*histories, *scales]
 
-    def on_one_device_only(self, spec):
+    def on_one_device_only(self):
         # On a mesh in jnp, which XLA fuses and moves together with the reductions of
         # the amaxes.
-        return spec.by_quantizer
+        return self.by_quantizer
 
-    def reference(self, *operands, vmap_dims, spec):
+    def reference(self, *operands):
         # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices
         # and concatenations.
         bits = [x.astype(jnp.float32).view(jnp.uint32) for x in operands]
-        histories, numbers = bits[: sum(spec.counts)], bits[sum(spec.counts) :]
-        if spec.by_quantizer:
+        histories, numbers = bits[: sum(self.of_units)], bits[sum(self.of_units) :]
+        if self.by_quantizer:
             columns = halves(numbers)
         else:
             numbers = [x for r in numbers for x in jnp.split(r, r.shape[-1], axis=-1)]
@@ -316,11 +302,14 @@ class _WriteHistories(OpOfUnits):
         results = *written, *columns[1]
         return [x.view(jnp.float32) for x in results]
 
-    def cpu(self, *operands, vmap_dims, spec):
-        histories, recorded = operands[: sum(spec.counts)], operands[sum(spec.counts) :]
+    def cpu(self, *operands):
+        histories, recorded = (
+            operands[: sum(self.of_units)],
+            operands[sum(self.of_units) :],
+        )
         batch, groups = histories[0].shape[:-1], _groups(histories)
         scales = [((math.prod(batch),), jnp.float32)] * len(groups)
-        if spec.by_quantizer:
+        if self.by_quantizer:
             # The histories of a product that is not in a loop are mostly arguments of
             # the program: XLA would copy them.
             aliases, numbers = {}, [x.reshape(-1) for x in recorded]
@@ -333,9 +322,6 @@ class _WriteHistories(OpOfUnits):
         )
         sizes = [h.shape[-1] for h in histories] + [1] * len(groups)
         return [x.reshape(*batch, size) for x, size in zip(written, sizes, strict=True)]
-
-
-_write = _WriteHistories()
 
 
 # The numbers of a reading as arrays, and what a step records as one ------------------
@@ -360,7 +346,7 @@ def split_reading(reading):
         TypeError: the op is differentiated.
     """
     count = reading.shape[-1] // READING_NUMBERS
-    parts = _split(reading, spec=count)
+    parts = _SplitReading(count)(reading)
     return [parts[i::count] for i in range(count)]
 
 
@@ -375,57 +361,54 @@ def join_recorded(recorded):
         TypeError: the op is differentiated.
     """
     amaxes, scale_invs = zip(*recorded, strict=True)
-    return _join(*amaxes, *scale_invs, spec=len(recorded))[0]
+    return _JoinRecorded(len(recorded))(*amaxes, *scale_invs)[0]
 
 
 class _SplitReading(OpOfCpus):
-    # the spec is the number of the product's quantizers
     name = "split_reading"
+    count: int  # of the product's quantizers
 
-    def names(self, reading, spec):
+    def names(self, reading):
         batch = dims("batch", reading - 1)
         pairs, numbers = [(*batch, f"{WHOLE}_pair")], [(*batch, *ONE)]
-        results = pairs * spec + numbers * (spec * (len(_PARTS) - 1))
+        results = pairs * self.count + numbers * (self.count * (len(_PARTS) - 1))
         return [(*batch, f"{WHOLE}_number")], results
 
-    def sizes(self, reading, spec):
+    def sizes(self, reading):
         return {f"{WHOLE}_pair": 2}
 
-    def reference(self, reading, vmap_dims, spec):
+    def reference(self, reading):
         # Columns of the parts of one quantizer, from which those of the next are six
         # numbers away.
-        firsts = range(0, READING_NUMBERS * spec, READING_NUMBERS)
+        firsts = range(0, READING_NUMBERS * self.count, READING_NUMBERS)
         return [
             reading[..., first + start : first + end]
             for start, end in _PARTS
             for first in firsts
         ]
 
-    def cpu(self, reading, vmap_dims, spec):
+    def cpu(self, reading):
         batch = reading.shape[:-1]
         numbers = _shapes.merge(reading, len(batch))
         groups = numbers.shape[:1]
-        results = [((*groups, 2), jnp.float32)] * spec
-        results += [(groups, jnp.float32)] * (spec * (len(_PARTS) - 1))
+        results = [((*groups, 2), jnp.float32)] * self.count
+        results += [(groups, jnp.float32)] * (self.count * (len(_PARTS) - 1))
         parts = _ffi.call("split_reading", results, numbers)
         return [part.reshape(*batch, part.size // numbers.shape[0]) for part in parts]
 
 
-_split = _SplitReading()
-
-
 class _JoinRecorded(OpOfCpus):
-    # the spec is as above
     name = "join_recorded"
+    count: int  # of the product's quantizers
 
-    def names(self, *ranks, spec):
+    def names(self, *ranks):
         batch = dims("batch", ranks[0] - 1)
         return [(*batch, *ONE)] * len(ranks), [(*batch, f"{WHOLE}_number")]
 
-    def sizes(self, *shapes, spec):
-        return {f"{WHOLE}_number": READING_NUMBERS * spec}
+    def sizes(self, *shapes):
+        return {f"{WHOLE}_number": READING_NUMBERS * self.count}
 
-    def reference(self, *operands, vmap_dims, spec):
+    def reference(self, *operands):
         (*amaxes, amax), scale_invs = halves(operands)
         axis = amax.ndim - 1
         rest = jnp.zeros((*amax.shape[:-1], READING_NUMBERS - 2), jnp.float32)
@@ -434,15 +417,12 @@ class _JoinRecorded(OpOfCpus):
         # The amax of the gradient comes last: XLA moves the all-reduce of an amax out
         # of a loop where nothing but updates of slices is between it and the result of
         # the loop.
-        last = READING_NUMBERS * (spec - 1)
+        last = READING_NUMBERS * (self.count - 1)
         return (lax.dynamic_update_slice_in_dim(row, amax, last, axis),)
 
-    def cpu(self, *operands, vmap_dims, spec):
+    def cpu(self, *operands):
         batch = operands[0].shape[:-1]
-        results = [((math.prod(batch), READING_NUMBERS * spec), jnp.float32)]
+        results = [((math.prod(batch), READING_NUMBERS * self.count), jnp.float32)]
         flat = [x.reshape(-1) for x in operands]
         (recorded,) = _ffi.call("join_recorded", results, *flat)
         return (recorded.reshape(*batch, recorded.shape[-1]),)
-
-
-_join = _JoinRecorded()

@@ -14,9 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 from .._jax import _batching
 from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
-from ._primitive import ONE, Op
+from ._primitive import ONE
 from ._quantize import widening_on_cpu
-from ._shapes import ProductSpec, rescaled
+from ._shapes import Product, rescaled
 
 # The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs.
 # XLA lends the memory to other steps of the program.
@@ -104,28 +104,15 @@ def scaled_matmul(
                 "it first"
             )
         terms.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
-    spec = _Spec(
+    terms += [x for x in (a_t, b_t) if x is not None]
+    product = _ScaledMatmul(
         **fields,
         has_accumulator=accumulator is not None,
         has_a_t=a_t is not None,
         has_b_t=b_t is not None,
         narrow_sums=_checks.flag(op, "narrow_sums", narrow_sums),
     )
-    terms += [x for x in (a_t, b_t) if x is not None]
-    return _scaled_matmul(a, b, a_scale_inv, b_scale_inv, *terms, spec=spec)[0]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Spec(ProductSpec):
-    """The static part of one product: which of the operands bias, accumulator, a_t and
-    b_t follow the first four.
-
-    `narrow_sums` says in what dtype TPUs add their parts of the result.
-    """
-
-    has_a_t: bool
-    has_b_t: bool
-    narrow_sums: bool
+    return product(a, b, a_scale_inv, b_scale_inv, *terms)[0]
 
 
 def to_f32(codes):
@@ -174,26 +161,6 @@ def _is_rewritten(a, b, vmap_dims):
     return vmap_dims == 0 and not a.dtype == b.dtype == E5M2
 
 
-def _pattern(*operands, vmap_dims, spec, dtype):
-    """Multiply by the pattern of `by_xla`, with operands of `dtype`."""
-    a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-    wide = a.astype(dtype), b.astype(dtype)
-    scales_inside = _is_rewritten(a, b, vmap_dims)
-    if scales_inside:
-        scales = _scalar(a_scale_inv, dtype), _scalar(b_scale_inv, dtype)
-        wide = (
-            x * lax.broadcast(s, x.shape) for x, s in zip(wide, scales, strict=True)
-        )
-    # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
-    precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
-    out = spec.dot(*wide, vmap_dims, dtype, precision)
-    if not scales_inside:
-        # Multiply by one factor: two would be two launches, and XLA's products have no
-        # rule for scales that flush.
-        out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
-    return spec.finish(out, bias, accumulator, vmap_dims)
-
-
 def _scalar(scale, dtype):
     """Convert an f32[1] scale as XLA needs it in the pattern.
 
@@ -204,104 +171,98 @@ def _scalar(scale, dtype):
     return lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
 
-class Product(Op):
-    """A product; its spec is a `ProductSpec`."""
-
-    def dtypes(self, *operands, spec):
-        return [spec.out_dtype]
-
-    def added(self, spec):
-        return range(4, 4 + spec.has_bias + spec.has_accumulator)
-
-
 class _ScaledMatmul(Product):
-    name = "scaled_matmul"
+    """The operands bias, accumulator, a_t and b_t may follow the first four.
 
-    def names(self, a, b, *rest, spec):
-        leading, m, n, k = spec.names(b)
+    `narrow_sums` says in what dtype TPUs add their parts of the result.
+    """
+
+    name = "scaled_matmul"
+    has_a_t: bool = False
+    has_b_t: bool = False
+    narrow_sums: bool = False
+
+    def names(self, a, b, *rest):
+        leading, m, n, k = self.dimensions(b)
         out = leading + m + n
         operands = [leading + m + k, leading + n + k, ONE, ONE]
-        operands += [leading + n] * spec.has_bias + [out] * spec.has_accumulator
-        operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
+        operands += [leading + n] * self.has_bias + [out] * self.has_accumulator
+        operands += [leading + k + m] * self.has_a_t + [leading + k + n] * self.has_b_t
         return operands, [out]
 
-    def second_layouts(self, spec):
-        positions = [0] * spec.has_a_t + [1] * spec.has_b_t
-        return dict(
-            zip(positions, itertools.count(self.added(spec).stop), strict=False)
-        )
+    def second_layouts(self):
+        positions = [0] * self.has_a_t + [1] * self.has_b_t
+        return dict(zip(positions, itertools.count(self.added().stop), strict=False))
 
-    def reference(self, *operands, vmap_dims, spec, widen=to_f32):
+    def reference(self, *operands, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32
         accumulation.
         """
-        a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+        a, b, a_scale_inv, b_scale_inv, bias, accumulator = self.split(operands)
         # XLA adds the parts of a product that a mesh has in the dtype of the dot.
-        is_narrow = spec.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
-        dtype = spec.out_dtype if is_narrow else jnp.float32
-        out = spec.dot(widen(a), widen(b), vmap_dims, dtype).astype(jnp.float32)
+        is_narrow = self.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
+        dtype = self.out_dtype if is_narrow else jnp.float32
+        out = self.dot(widen(a), widen(b), dtype).astype(jnp.float32)
         scales, shape = (a_scale_inv, b_scale_inv), out.shape
         out = rescaled(out, *scales, lambda factor: _shapes.spread(factor, shape))
-        return spec.finish(out, bias, accumulator, vmap_dims)
+        return self.finish(out, bias, accumulator)
 
-    def tpu(self, *operands, vmap_dims, spec, devices):
+    def tpu(self, *operands):
         """Multiply by both halves of a pair apart, such as the kernels of gate and
         up.
         """
-        multiply = functools.partial(super().tpu, vmap_dims=vmap_dims, devices=devices)
-        a, b, *scales, bias, accumulator = spec.split(operands)
+        a, b, *scales, bias, accumulator = self.split(operands)
         if accumulator is not None:
-            return multiply(*operands, spec=spec)
-        leading = vmap_dims + spec.batch
-        columns = b.shape[leading : -spec.contracting]
-        if _tpu.are_apart(columns, devices):
+            return self.reference(*operands)
+        columns = b.shape[self.leading : -self.contracting]
+        if _tpu.are_apart(columns):
+            kernels = _tpu.halves(b, self.leading)
             biases = [()] * 2 if bias is None else zip(_tpu.halves(bias))
             parts = [
-                multiply(a, kernel, *scales, *half, spec=spec)[0]
-                for kernel, half in zip(_tpu.halves(b, leading), biases, strict=True)
+                self.reference(a, kernel, *scales, *half)[0]
+                for kernel, half in zip(kernels, biases, strict=True)
             ]
             # The product of `narrow_sums` is the gradient of a kernel.
-            return [_tpu.joined(parts, is_gradient=spec.narrow_sums)]
-        contracted = b.shape[-spec.contracting :]
-        if bias is None and _tpu.are_apart(contracted, devices):
+            return [_tpu.joined(parts, is_gradient=self.narrow_sums)]
+        contracted = b.shape[-self.contracting :]
+        if bias is None and _tpu.are_apart(contracted):
             f32 = np.dtype(np.float32)
-            in_f32 = dataclasses.replace(spec, contracting=1, out_dtype=f32)
+            in_f32 = dataclasses.replace(self, contracting=1, out_dtype=f32)
             pairs = zip(_tpu.halves(a), _tpu.halves(b), strict=True)
-            gate, up = (multiply(*halves, *scales, spec=in_f32)[0] for halves in pairs)
-            return [(gate + up).astype(spec.out_dtype)]
-        return multiply(*operands, spec=spec)
+            gate, up = (in_f32.reference(*halves, *scales)[0] for halves in pairs)
+            return [(gate + up).astype(self.out_dtype)]
+        return self.reference(*operands)
 
-    def cpu(self, *operands, vmap_dims, spec):
+    def cpu(self, *operands):
         """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply
         it natively.
         """
-        return self.reference(
-            *operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu()
-        )
+        return self.reference(*operands, widen=widening_on_cpu())
 
-    def cuda(self, *operands, vmap_dims, spec):
+    def cuda(self, *operands):
         """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the
         terms that cuBLASLt does not.
         """
-        a, b, *scales, bias, accumulator = spec.split(operands)
+        a, b, *scales, bias, accumulator = self.split(operands)
         # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2
         #    by E5M2, and cuBLASLt refuses empty operands: leave both to XLA.
-        a, b, shape = spec.groups(a, b, vmap_dims)
+        a, b, shape = self.groups(a, b)
         (*groups, m, k), n = a.shape, b.shape[-2]
         if a.dtype == b.dtype == E5M2 or 0 in (*groups, m, n, k):
-            return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
+            return self.reference(*operands)
 
         # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16
         #    for float32), or an f32 accumulator where the output is f32. Otherwise the
         #    GEMM returns f32 and XLA fuses the rest into one pass.
-        bias_dtype = jnp.float16 if spec.out_dtype == np.float16 else jnp.bfloat16
+        bias_dtype = jnp.float16 if self.out_dtype == np.float16 else jnp.bfloat16
         has_bias = has_accumulator = False
-        more = [_spaced(_shapes.group_scales(scale, vmap_dims)) for scale in scales]
+        grouped = (_shapes.group_scales(scale, self.vmap_dims) for scale in scales)
+        more = list(map(_spaced, grouped))
         if accumulator is None:
             is_one = bias is not None and math.prod(groups) == 1
             has_bias = is_one and bias.dtype == bias_dtype
         elif bias is None:
-            has_accumulator = spec.out_dtype == np.float32
+            has_accumulator = self.out_dtype == np.float32
         if has_bias:
             more.append(_shapes.pad(bias.reshape(n), -n % ALIGNMENT))
             bias = None
@@ -317,15 +278,15 @@ class _ScaledMatmul(Product):
             *(a, b, *more),
             depth=ALIGNMENT,
             shape=shape,
-            dtype=spec.out_dtype if finished else jnp.float32,
+            dtype=self.out_dtype if finished else jnp.float32,
             aliases={4: 0} if has_accumulator else None,
-            precise=spec.precise,
+            precise=self.precise,
             has_bias=has_bias,
             has_accumulator=has_accumulator,
         )
-        return spec.finish(out, bias, accumulator, vmap_dims)
+        return self.finish(out, bias, accumulator)
 
-    def by_xla(self, *operands, vmap_dims, spec):
+    def by_xla(self, *operands):
         """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert,
         multiply by the scale, dot.
 
@@ -334,42 +295,60 @@ class _ScaledMatmul(Product):
         GPUs the pattern has the dtype bfloat16 if the result has. On other platforms
         bfloat16 operands would be rounded, so the pattern stays in float32.
         """
-        pattern = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec)
-        in_f32 = functools.partial(pattern, dtype=jnp.float32)
-        narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
-        if not (narrow and _is_rewritten(*operands[:2], vmap_dims)):
+        in_f32 = functools.partial(self.pattern, dtype=jnp.float32)
+        narrow = self.out_dtype == jnp.bfloat16 and not self.has_accumulator
+        if not (narrow and _is_rewritten(*operands[:2], self.vmap_dims)):
             return in_f32(*operands)
-        in_bf16 = functools.partial(pattern, dtype=jnp.bfloat16)
+        in_bf16 = functools.partial(self.pattern, dtype=jnp.bfloat16)
         return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
 
-    def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
+    def pattern(self, *operands, dtype):
+        """Multiply by the pattern of `by_xla`, with operands of `dtype`."""
+        a, b, a_scale_inv, b_scale_inv, bias, accumulator = self.split(operands)
+        wide = a.astype(dtype), b.astype(dtype)
+        scales_inside = _is_rewritten(a, b, self.vmap_dims)
+        if scales_inside:
+            scales = _scalar(a_scale_inv, dtype), _scalar(b_scale_inv, dtype)
+            wide = (
+                x * lax.broadcast(s, x.shape) for x, s in zip(wide, scales, strict=True)
+            )
+        # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
+        precision = lax.Precision.HIGHEST if self.precise else lax.Precision.DEFAULT
+        out = self.dot(*wide, dtype, precision)
+        if not scales_inside:
+            # Multiply by one factor: two would be two launches, and XLA's products have
+            # no rule for scales that flush.
+            out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
+        return self.finish(out, bias, accumulator)
+
+    def batch_first(self, run, operands, batch_dims):
         """Merge a batch of a alone, or of b alone, into its rows; make a batch with
         shared scales a batch dimension.
         """
         batched = {i for i, dim in enumerate(batch_dims) if dim is not None}
-        second, operands = self.second_layouts(spec), list(operands)
+        second, operands = self.second_layouts(), list(operands)
         # 1. Find the only operand that is batched, alone or with its second layout.
         #    Terms that are added have no room for more rows.
         positions = [i for i in (0, 1) if batched == {i, second.get(i, i)}]
-        has_no_room = spec.has_accumulator or (positions == [1] and spec.has_bias)
+        has_no_room = self.has_accumulator or (positions == [1] and self.has_bias)
         if has_no_room or not positions:
             # Batched scales need the rule of all ops.
             if batched & {2, 3}:
                 return None
-            return self._share_scales(run, operands, batch_dims, vmap_dims, spec)
+            return self._share_scales(run, operands, batch_dims)
         # 2. Make the batch the first dimension of m, or of n, in both layouts.
-        (first,), leading = positions, vmap_dims + spec.batch
+        (first,), leading = positions, self.leading
         operands[first] = jnp.moveaxis(operands[first], batch_dims[first], leading)
         if first in second:
-            i, place = second[first], leading + spec.contracting
+            i, place = second[first], leading + self.contracting
             operands[i] = jnp.moveaxis(operands[i], batch_dims[i], place)
         # 3. The result has the batch before m, or before n.
         if first == 1:
-            return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading + spec.rows]
-        spec = dataclasses.replace(spec, rows=spec.rows + 1)
-        return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading]
+            return run(*operands, op=self), [leading + self.rows]
+        op = dataclasses.replace(self, rows=self.rows + 1)
+        return run(*operands, op=op), [leading]
 
-    def _share_scales(self, run, operands, batch_dims, vmap_dims, spec):
+    def _share_scales(self, run, operands, batch_dims):
         """Make the batch a batch dimension of a, b and the operands that are added; all
         examples share the scales.
         """
@@ -379,9 +358,6 @@ class _ScaledMatmul(Product):
             if i not in (2, 3):
                 if dim is None:
                     x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
-                operands[i] = jnp.moveaxis(x, dim, vmap_dims)
-        spec = dataclasses.replace(spec, batch=spec.batch + 1)
-        return run(*operands, vmap_dims=vmap_dims, spec=spec), [vmap_dims]
-
-
-_scaled_matmul = _ScaledMatmul()
+                operands[i] = jnp.moveaxis(x, dim, self.vmap_dims)
+        op = dataclasses.replace(self, batch=self.batch + 1)
+        return run(*operands, op=op), [self.vmap_dims]

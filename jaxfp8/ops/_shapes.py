@@ -4,7 +4,6 @@
 Below are the dimensions and the scales of products.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -15,7 +14,7 @@ from jax import lax
 
 from ..numerics import _scaling
 from . import _checks
-from ._primitive import dims
+from ._primitive import Op, dims
 
 
 def merge(x, *counts):
@@ -129,10 +128,9 @@ def spread(scale, shape):
 # Products -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductSpec:
-    """The static part of a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`,
-    kept as `[*batch, *m, *n]`.
+class Product(Op):
+    """A product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, kept as
+    `[*batch, *m, *n]`.
 
     Attributes:
         out_dtype: dtype of the result.
@@ -151,6 +149,11 @@ class ProductSpec:
     has_bias: bool
     has_accumulator: bool = False
 
+    @property
+    def leading(self):
+        """The number of dimensions that a and b share, vmapped ones included."""
+        return self.vmap_dims + self.batch
+
     def split(self, operands):
         """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or
         None)`.
@@ -160,39 +163,45 @@ class ProductSpec:
         accumulator = rest.pop(0) if self.has_accumulator else None
         return (*operands[:4], bias, accumulator)
 
-    def names(self, b_rank):
+    def dtypes(self, *operands):
+        return [self.out_dtype]
+
+    def added(self):
+        return range(4, 4 + self.has_bias + self.has_accumulator)
+
+    def dimensions(self, b_rank):
         """Return the names of the dimensions: `(batch, m, n, k)`."""
         n = dims("n", b_rank - self.batch - self.contracting)
         batch, m = dims("batch", self.batch), dims("m", self.rows)
         return batch, m, n, dims("k", self.contracting)
 
-    def dot(self, a, b, vmap_dims, dtype, precision=None):
+    def dot(self, a, b, dtype, precision=None):
         """Multiply whole tensors to `dtype`, so that XLA can partition the product."""
-        leading = tuple(range(vmap_dims + self.batch))
+        leading = tuple(range(self.leading))
         contracting = [tuple(range(x.ndim - self.contracting, x.ndim)) for x in (a, b)]
         numbers = contracting, (leading, leading)
         return lax.dot_general(
             a, b, numbers, precision=precision, preferred_element_type=dtype
         )
 
-    def groups(self, a, b, vmap_dims):
+    def groups(self, a, b):
         """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their
         product before the merge.
 
         Without leading dimensions there is no g.
         """
-        leading = vmap_dims + self.batch
+        leading = self.leading
         columns = b.shape[leading : b.ndim - self.contracting]
         shape = *a.shape[: a.ndim - self.contracting], *columns
         a = merge_groups(a, leading, self.rows)
         return a, merge_groups(b, leading, len(columns)), shape
 
-    def finish(self, out, bias, accumulator, vmap_dims):
+    def finish(self, out, bias, accumulator=None):
         """Add the bias and the accumulator to a scaled product of whole tensors, and
         round it to `out_dtype`; None adds nothing.
         """
         if bias is not None:
-            leading = vmap_dims + self.batch
+            leading = self.leading
             columns = (*range(leading), *range(leading + self.rows, out.ndim))
             bias = bias.astype(out.dtype)
             out = out + lax.broadcast_in_dim(bias, out.shape, columns)
@@ -206,7 +215,7 @@ def checked_product(op, a, b, bias, batch, contracting, out_dtype, precise):
 
     Returns:
         `(a, b, (batch, m, n, k), biases, fields)`: the sizes, the bias in a list, which
-        is empty for None, and the fields of `ProductSpec`.
+        is empty for None, and the fields of `Product`.
     """
     a, b, *sizes = _checks.product(op, a, b, batch, contracting)
     leading, m, n, _ = sizes

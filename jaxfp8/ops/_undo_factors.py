@@ -41,18 +41,18 @@ def undo_factors(history, scale, new_history, new_scale):
     Raises:
         TypeError: the op is differentiated.
     """
-    return _undo(history, scale, new_history, new_scale)
+    return _UndoFactors()(history, scale, new_history, new_scale)
 
 
 class _UndoFactors(OpOfCpus):
     name = "undo_factors"
 
-    def names(self, history, *ranks, spec):
+    def names(self, history, *ranks):
         batch = dims("batch", history - 1)
         slots, one = (*batch, f"{WHOLE}_slot"), (*batch, *ONE)
         return [slots, one, slots, one], [one] * 4
 
-    def cpu(self, history, scale, new_history, new_scale, vmap_dims, spec):
+    def cpu(self, history, scale, new_history, new_scale):
         histories = [
             _shapes.merge_groups(x, x.ndim - 1) for x in (history, new_history)
         ]
@@ -63,7 +63,7 @@ class _UndoFactors(OpOfCpus):
         numbers = _ffi.call("undo_factors", results, *old, *new)
         return [x.reshape(scale.shape) for x in numbers]
 
-    def reference(self, history, old_scale, new_history, new_scale, vmap_dims, spec):
+    def reference(self, history, old_scale, new_history, new_scale):
         # 1. Clean the old state as a step reads it. What is below zero stays.
         keeps = _scaling.positive_finite(history) | _scaling.below_zero(history)
         history = jnp.where(keeps, history, jnp.float32(0))
@@ -136,9 +136,6 @@ class _UndoFactors(OpOfCpus):
         recorded = jnp.where(usable, recorded, kept)
         factor = jnp.where(is_below_zero, jnp.float32(jnp.nan), factor)
         return [recorded, scale, (~usable).astype(jnp.float32), factor]
-
-
-_undo = _UndoFactors()
 
 
 def _compared(rolled, same, tail):

@@ -192,18 +192,18 @@ def register(machine: str, library: ctypes.CDLL, prefix: str) -> None:
     for op in _ffi._TARGETS["CUDA"]:
         handler = jax.ffi.pycapsule(library[prefix + _ffi.target_name(op)])
         jax.ffi.register_ffi_target(f"{machine}_cuda_{op}", handler, platform="cpu")
-    for primitive, op in _primitive.OPS.items():
-        mlir.register_lowering(primitive, functools.partial(_lower, op), platform="cpu")
+    for primitive in _primitive.PRIMITIVES:
+        mlir.register_lowering(primitive, _lower, platform="cpu")
 
 
-def _lower(op, ctx, *operands, implementation, **static):
+def _lower(ctx, *operands, op, implementation):
     from jaxfp8.ops import _ffi
 
     if implementation not in ("emulated", "ptx"):
-        return op.lower("cpu", ctx, *operands, implementation=implementation, **static)
+        return op.lower("cpu", ctx, *operands, implementation=implementation)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_ffi, "_has_cuda_kernels", True)
-        return op.lower("cuda", ctx, *operands, implementation=None, **static)
+        return op.lower("cuda", ctx, *operands, implementation=None)
 
 
 @contextlib.contextmanager

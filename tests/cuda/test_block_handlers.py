@@ -103,14 +103,10 @@ def test_powers_of_two_as_mx(monkeypatch, pair, m, n, k):
     """
 
     class OnBlackwell(_block_scaled_matmul._BlockScaledMatmul):
-        def cpu(self, *operands, vmap_dims, spec):
-            return self.cuda(
-                *operands,
-                vmap_dims=vmap_dims,
-                spec=self.for_gpus({(10, 0)}, *operands, spec=spec),
-            )
+        def cpu(self, *operands):
+            return self.for_gpus({(10, 0)}, *operands).cuda(*operands)
 
-    monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", OnBlackwell())
+    monkeypatch.setattr(_block_scaled_matmul, "_BlockScaledMatmul", OnBlackwell)
     blocks = SCALED_PAIRS[pair]
     args = scaled_operands(m, n, k, blocks, power_2_scale=True)
     options = {"a_block": blocks[0], "b_block": blocks[1]}
