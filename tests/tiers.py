@@ -32,6 +32,7 @@ CI = {
     "inspect",
     "integrations",
     "linen/test_experts.py",
+    "linen/test_gated_rules.py",
     "linen/test_quantize_transforms.py",
     "linen/test_scan.py",
     "mesh/test_collectives.py",

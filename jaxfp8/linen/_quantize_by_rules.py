@@ -32,6 +32,7 @@ from ..recipes import (
     Rules,
     checked_rules,
     first_match,
+    gated_rule,
     is_foreign,
     keeps_state,
     kind,
@@ -39,6 +40,7 @@ from ..recipes import (
 )
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
+from ._gated_by_rule import call_gated, is_compared
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
 
 
@@ -138,6 +140,15 @@ def decision(module) -> Decision | None:
         index = first_match(region.rules, names, op)
         if index is not None:
             return Decision(region.rules[index], index, region)
+    return None
+
+
+def _gated_rule(module) -> Rule | None:
+    """Find the rule that makes a bound module a GatedMLP; None where no rule does."""
+    for region in regions(module.scope):
+        rule = gated_rule(region.rules, module.path, region.root)
+        if rule is not None:
+            return rule
     return None
 
 
@@ -342,6 +353,8 @@ def _intercepting(model):
     ran, foreign = {}, set()
 
     def intercept(next_method, args, kwargs, context):
+        if is_compared.get():
+            return next_method(*args, **kwargs)
         if not is_layer(context.module) and is_foreign(context.module):
             foreign.add(context.module.path)
         return _interceptor(ran, next_method, args, kwargs, context)
@@ -375,13 +388,20 @@ def _interceptor(ran, next_method, args, kwargs, context):
             else (module.path,)
         ):
             ran[path] = ran.get(path) or recipe is not None
+    gated = None
+    if context.method_name == "__call__" and not is_layer(module):
+        gated = _gated_rule(module)
     # 3. Run the module: as it is, or with the fields that give it the recipe of its
-    #    rule.
+    #    rule, or as a GatedMLP.
     is_flax_einsum = (
         getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
     )
     if is_flax_einsum and recipe is not None:
         return _einsum_layer(module, recipe, *args, **kwargs)
+    if gated is not None:
+        plain = module.clone(parent=None)
+        plain = _plain(plain) if isinstance(plain, _Quantized) else plain
+        return call_gated(next_method, args, kwargs, context, plain, gated)
     with contextlib.ExitStack() as stack:
         if decided is not None:
             stack.enter_context(_changed(module, _fields_of_rule(module, decided.rule)))

@@ -36,10 +36,12 @@ from ._recipe import (
     checked,
 )
 from ._rules import (
+    GatedLayers,
     Rule,
     Rules,
     checked_rules,
     first_match,
+    gated_rule,
     is_foreign,
     kind,
     layer_names,
