@@ -47,6 +47,7 @@ CI = {
     "native",
     "nnx/test_experts.py",
     "nnx/test_fused_layers.py",
+    "nnx/test_gated_rules.py",
     "nnx/test_quantize.py",
     "ops/test_moments.py",
     "ops/test_native_xla.py",

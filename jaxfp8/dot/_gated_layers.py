@@ -230,8 +230,8 @@ class GatedCall:
             right = np.asarray(ops.activate(np.stack([gate, up], -2), activation))
             samples = Samples()
             try:
-                (found,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
-                found = np.broadcast_to(np.asarray(found, np.float32), gate.shape)
+                (values,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
+                values = np.broadcast_to(np.asarray(values, np.float32), gate.shape)
             except NotOfSamples as error:
                 raise self._differs(expected, error) from error
             except (TypeError, ValueError) as error:
@@ -240,10 +240,10 @@ class GatedCall:
         # Both sum and multiply a few numbers of at most 1 + |gate| and 1 + |up|, each
         # rounded to float32; constants of the module are rounded to its dtype.
         tolerance = 80 * 2.0**-23 if samples.eps == 2.0**-23 else 2 * samples.eps
-        errors = np.abs(found - right) / ((1 + np.abs(gate)) * (1 + np.abs(up)))
+        errors = np.abs(values - right) / ((1 + np.abs(gate)) * (1 + np.abs(up)))
         if not errors.max() <= tolerance:
             at = errors.argmax()
-            got, needed, g, u = (v.flat[at] for v in (found, right, gate, up))
+            got, needed, g, u = (v.flat[at] for v in (values, right, gate, up))
             raise self._differs(
                 expected, f"{got:.6g} for gate {g:.6g} and up {u:.6g}, not {needed:.6g}"
             )

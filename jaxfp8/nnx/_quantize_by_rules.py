@@ -28,6 +28,7 @@ from ._dot_general import (
     _Fp8Product,
     frozen_arrays,
 )
+from ._gated_by_rule import gated_changes
 from ._layers import Linear, RaggedLinear
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
@@ -95,10 +96,13 @@ def quantize(model: Tree, rules: Rules) -> Tree:
                     _new_product(layer, attribute, rules[index], stacked),
                 )
             )
+    gated = gated_changes(model, rules)
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
     for layer, attribute, _, new_product in changes:
         _change(layer, attribute, new_product)
+    for holder, name, module in gated:
+        setattr(holder, name, module)
     fp8_paths = [rule.path for rule in rules if rule.recipe is not None]
     if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):
         _warn_of_rules(model, fp8_paths, model_layers)
