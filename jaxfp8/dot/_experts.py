@@ -85,8 +85,9 @@ def mixture(
     return _weighted_sum(y, weights)
 
 
-# Both name each row once, so no gradient is a sum, whose order a GPU would choose.
-_ROWS = {"unique_indices": True, "mode": "promise_in_bounds"}
+# `permuted` and `restored` name each row once, so no gradient is a sum, whose order a
+# GPU would choose.
+_IN_BOUNDS = "promise_in_bounds"
 
 
 def sorted_by_expert(expert: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -101,12 +102,13 @@ def sorted_by_expert(expert: jax.Array, count: int) -> tuple[jax.Array, jax.Arra
 
 def permuted(rows: jax.Array, order: jax.Array) -> jax.Array:
     """Return the rows in this order."""
-    return rows.at[order].get(**_ROWS)
+    return rows.at[order].get(unique_indices=True, mode=_IN_BOUNDS)
 
 
 def restored(rows: jax.Array, order: jax.Array) -> jax.Array:
     """Undo `permuted`."""
-    return jnp.zeros_like(rows).at[order].set(rows, **_ROWS)
+    zeros = jnp.zeros_like(rows)
+    return zeros.at[order].set(rows, unique_indices=True, mode=_IN_BOUNDS)
 
 
 def _weighted_sum(y, weights):

@@ -7,7 +7,6 @@ its own x, which is then not computed. Before, the forward is traced once more w
 arrays in place of gate and up: its x of down has to be the activation of the rule.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from .._jax._samples import NotOfSamples, Samples
 from ..ops import ClampedSwiGLU
 from ..recipes import DelayedScaling, DotGeneralState, GatedLayers, Recipe, checked
 from . import _contexts
-from ._compute_dtype import gated_activation, linear
+from ._compute_dtype import compute_dtype, gated_activation, to_compute
 from ._dot_general import dot_general
 from ._fused_input import Activated
 
@@ -135,16 +134,17 @@ class GatedCall:
 
     def _multiply(self, name, x, parameters, activation=None):
         layer, (kernel, bias, state) = self.layers[name], parameters
-        product = functools.partial(dot_general, recipe=self.gated.recipe, state=state)
+        dtype = compute_dtype(x, kernel, bias, dtype=layer.dtype)
         with _contexts.layer(f"{self.path}/{name}"):
-            return linear(
-                product,
-                x,
+            return dot_general(
+                x if isinstance(x, Activated) else to_compute(x, dtype),
                 kernel,
-                bias,
-                dtype=layer.dtype,
+                (((len(x.shape) - 1,), (0,)), ((), ())),
+                recipe=self.gated.recipe,
+                state=state,
+                bias=bias,
                 precision=layer.precision,
-                out_sharding=None,
+                preferred_element_type=dtype,
                 activation=activation,
             )
 

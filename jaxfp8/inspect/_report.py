@@ -227,12 +227,12 @@ class _Recorder(_Rows):
         to.
         """
         module = context.module
-        if is_compared.get():
-            return next_method(*args, **kwargs)
         self.regions += [
             region for region in regions(module.scope) if region not in self.regions
         ]
         result = next_method(*args, **kwargs)
+        if is_compared.get():
+            return result
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":
                 self._product(module, args)

@@ -31,8 +31,8 @@ from ..recipes import (
     Rule,
     Rules,
     checked_rules,
+    first_gated,
     first_match,
-    gated_rule,
     is_foreign,
     keeps_state,
     kind,
@@ -40,7 +40,7 @@ from ..recipes import (
 )
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
-from ._gated_by_rule import call_gated, is_compared
+from ._gated_by_rule import gated, is_compared
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
 
 
@@ -146,7 +146,7 @@ def decision(module) -> Decision | None:
 def _gated_rule(module) -> Rule | None:
     """Find the rule that makes a bound module a GatedMLP; None where no rule does."""
     for region in regions(module.scope):
-        rule = gated_rule(region.rules, module.path, region.root)
+        rule = first_gated(region.rules, module.path, region.root)
         if rule is not None:
             return rule
     return None
@@ -353,8 +353,8 @@ def _intercepting(model):
     ran, foreign = {}, set()
 
     def intercept(next_method, args, kwargs, context):
-        if is_compared.get():
-            return next_method(*args, **kwargs)
+        if is_compared.get():  # no layer of the model
+            return _interceptor({}, next_method, args, kwargs, context)
         if not is_layer(context.module) and is_foreign(context.module):
             foreign.add(context.module.path)
         return _interceptor(ran, next_method, args, kwargs, context)
@@ -388,9 +388,9 @@ def _interceptor(ran, next_method, args, kwargs, context):
             else (module.path,)
         ):
             ran[path] = ran.get(path) or recipe is not None
-    gated = None
+    gated_rule = None
     if context.method_name == "__call__" and not is_layer(module):
-        gated = _gated_rule(module)
+        gated_rule = _gated_rule(module)
     # 3. Run the module: as it is, or with the fields that give it the recipe of its
     #    rule, or as a GatedMLP.
     is_flax_einsum = (
@@ -398,11 +398,12 @@ def _interceptor(ran, next_method, args, kwargs, context):
     )
     if is_flax_einsum and recipe is not None:
         return _einsum_layer(module, recipe, *args, **kwargs)
-    if gated is not None:
-        plain = module.clone(parent=None)
-        plain = _plain(plain) if isinstance(plain, _Quantized) else plain
-        return call_gated(next_method, args, kwargs, context, plain, gated)
     with contextlib.ExitStack() as stack:
+        if gated_rule is not None:
+            plain = module.clone(parent=None)
+            if isinstance(plain, _Quantized):
+                plain = _plain(plain)
+            stack.enter_context(gated(args, kwargs, context, plain, gated_rule))
         if decided is not None:
             stack.enter_context(_changed(module, _fields_of_rule(module, decided.rule)))
             if recipe is None:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from .._jax._trees import split_arrays
 from ..dot import GatedCall, Parameters
-from ..recipes import QTensor, Rule, first_match, gated_rule, is_off, layer_names
+from ..recipes import QTensor, Rule, first_gated, first_match, is_off, layer_names
 from ._dot_general import Fp8DotGeneral, frozen_arrays, path_of, read_state
 from ._layers import Linear
 
@@ -28,38 +28,43 @@ class GatedModule:
 
     def __call__(self, *args, **kwargs):
         """Call the module, with the products of a GatedMLP in place of its layers."""
-        names = self._fp8_rule.gated.names
-        if _runs_apart([getattr(self, name, None) for name in names]):
-            return self._fp8_class.__call__(self, *args, **kwargs)
+        gated = self._fp8_rule.gated
+        layers = {name: getattr(self, name, None) for name in gated.names}
+
+        def run(module, call, args, kwargs):
+            functions = {} if call is None else {n: call(n) for n in gated.names}
+            module = _with_layers(module, functions)
+            return module(*args, **kwargs), module
 
         def forward(stand_in):
             graph, state = nnx.split(self)
             arrays, joined = split_arrays((state, args, kwargs))
 
-            def run(arrays):
+            def run_copy(arrays):
                 state, args, kwargs = joined(arrays)
-                copy = nnx.merge(graph, state)
-                layers = {
-                    name: functools.partial(stand_in, name, layer=getattr(copy, name))
-                    for name in names
-                }
-                _with_layers(copy, layers)(*args, **kwargs)
+                run(nnx.merge(graph, state), of_layer, args, kwargs)
 
-            return arrays, run
+            def of_layer(name):
+                return lambda x: stand_in(name, x, layers[name])
 
-        path = path_of(getattr(self, names[0]).dot_general)
-        call = GatedCall(
-            path.rpartition("/")[0] if path else type(self).__name__,
-            self._fp8_rule.gated,
-            lambda name: _parameters(getattr(self, name)),
-            forward,
-            (nnx.Linear, Linear),
-        )
-        layers = {name: functools.partial(call, name) for name in names}
-        module = _with_layers(self, layers)
-        y = module(*args, **kwargs)
-        # what the module stored in itself
-        vars(self).update(vars(module) | {name: getattr(self, name) for name in names})
+            return arrays, run_copy
+
+        call = None
+        if not _runs_apart(layers.values()):
+            path = path_of(layers[gated.gate].dot_general) or type(self).__name__
+            gated_call = GatedCall(
+                path.rpartition("/")[0] or path,
+                gated,
+                lambda name: _parameters(layers[name]),
+                forward,
+                (nnx.Linear, Linear),
+            )
+
+            def call(name):
+                return lambda x: gated_call(name, x)
+
+        y, module = run(self, call, args, kwargs)
+        vars(self).update(vars(module) | layers)  # what the module stored in itself
         return y
 
     def __reduce_ex__(self, protocol):  # pickle and deepcopy
@@ -154,7 +159,7 @@ def _changed(module, path, rules) -> nnx.Module | None:
     """Return what takes the place of the module at `path`; None where it stays."""
     is_gated = isinstance(module, GatedModule)
     plain = _with_layers(module, {}) if is_gated else module
-    rule = gated_rule(rules, path)
+    rule = first_gated(rules, path)
     if rule is not None and any(name in vars(module) for name in rule.gated.names):
         missing = [name for name in rule.gated.names if name not in vars(module)]
         if missing:

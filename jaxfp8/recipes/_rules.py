@@ -223,7 +223,7 @@ def first_match(rules, paths, op: str) -> int | None:
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
 
 
-def gated_rule(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
+def first_gated(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
     """Return the rule that makes the module at `path` a GatedMLP; None where no rule
     does.
 
