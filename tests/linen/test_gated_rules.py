@@ -14,7 +14,6 @@ import optax
 import pytest
 from equality import assert_same_bits as assert_same
 from flax.traverse_util import flatten_dict
-from lowering import cuda_text
 from parametrize import each_row
 
 import jaxfp8
@@ -203,30 +202,33 @@ def test_numbers_are_those_of_gated_mlp(options):
 
 @each_row("make", FORMS)
 def test_any_transform(make):
-    """The activation is quantized in one pass, and every state moves."""
+    """Every state moves; gate and up, whose kernels differ, record one amax of both."""
     model = with_rule(make())
     variables = model.init(KEY, X)
-    grads, _ = step(model, variables)
-    for name, leaf in flatten_dict(grads[OWG], sep="/").items():
-        assert np.all(np.max(leaf, axis=-1) > 0), name
-    assert calls(model, variables)["jaxfp8_quantize_activation"]
+    state = flatten_dict(step(model, variables)[0][OWG])
+    for path, leaf in state.items():
+        assert np.all(np.max(leaf, axis=-1) > 0), path
+        if "up_proj" in path:
+            gate = tuple(name.replace("up_proj", "gate_proj") for name in path)
+            assert_same(leaf, state[gate])
 
 
-def calls(model, variables):
-    text = cuda_text(
-        jax.grad(lambda variables: jnp.sum(model.apply(variables, X))), variables
-    )
-    found = re.findall(r"custom_call @(jaxfp8\w+?)_v\d", text)
-    return collections.Counter(found)
+def test_operations_are_those_of_gated_mlp():
+    """`tests/aot` counts launches on a GPU."""
 
+    def operations(model, variables):
+        def loss(variables):
+            return jnp.sum(model.apply(variables, X))
 
-def test_custom_calls_are_those_of_gated_mlp():
+        text = str(jax.make_jaxpr(jax.grad(loss))(variables))
+        return collections.Counter(re.findall(r"\b(fp8_\w+|quantize\w*)\[", text))
+
     model = with_rule(Model(MLP()))
     variables = model.init(KEY, X)
     own = Own((("recipe", DELAYED), ("dtype", jnp.bfloat16)))
-    found = calls(model, variables)
-    assert found == calls(own, as_own(variables))
-    assert found["jaxfp8_quantize_activation"] == 1
+    apart = quantize(Model(MLP()), [(".*_proj", DELAYED)])
+    assert operations(model, variables) == operations(own, as_own(variables))
+    assert operations(model, variables) != operations(apart, variables)
 
 
 def test_inner_values_are_those_of_the_layers():
