@@ -19,6 +19,7 @@ from parametrize import each_row
 import jaxfp8
 from jaxfp8.linen import GatedMLP, quantize
 from jaxfp8.ops import ClampedSwiGLU
+from jaxfp8.recipes import checked_rules
 
 KEY = jax.random.key(0)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
@@ -351,6 +352,13 @@ def test_activations_in_the_dtype_of_the_module():
     exact = function(lambda g, u: nn.gelu(g, approximate=False) * u)
     with pytest.raises(ValueError, match="'gelu' of gate_proj"):
         with_rule(Model(exact), activation="gelu").init(KEY, X)
+
+
+def test_a_rule_is_for_its_layers_alone():
+    (rule,) = checked_rules("quantize", [(".*mlp", named())])
+    assert rule.matches(["block/mlp/up_proj"], "dot_general")
+    for path in ("block/mlp", "block/mlp/router", "block/up_proj", "up_proj"):
+        assert not rule.matches([path], "dot_general")
 
 
 def test_rules_that_do_not_fit():
