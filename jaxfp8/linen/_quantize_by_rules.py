@@ -67,6 +67,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     attention scores and `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names
     those of them that a rule matches. No rule reaches a call of `jax.lax.ragged_dot`.
 
+    `GatedMLP.of(gate=, up=, down=)` in place of a recipe makes a module that the regex
+    matches a GatedMLP of three of its layers.
+
     Args:
         model: an unbound Linen module; it is not changed. If it has rules already, the
             new rules come first.
@@ -84,7 +87,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             multiplies its parameters itself.
         ValueError: `model` is bound, or a regex does not compile. While tracing: a
             block in `nn.jit` is in a field of a module in another transform, which
-            hides the path of the block.
+            hides the path of the block; or a module does not compute what `GatedMLP.of`
+            says.
     """
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):

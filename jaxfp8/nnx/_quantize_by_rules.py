@@ -59,6 +59,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     FP8 product; `jaxfp8.report` names those of them that a rule matches. No rule
     reaches a call of `jax.lax.ragged_dot`.
 
+    `GatedMLP.of(gate=, up=, down=)` in place of a recipe makes a module that the regex
+    matches a GatedMLP of three of its layers.
+
     Args:
         model: an NNX module, changed in place. If the model has rules already,
             `jaxfp8.report` reads the new rules first; only the new rules change layers.
@@ -72,7 +75,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             and a recipe.
         ValueError: a regex does not compile, or a layer is stacked along another axis
             than the first, or is frozen. The model is not changed then, nor where a
-            recipe raises.
+            recipe raises. When called: a module does not compute what `GatedMLP.of`
+            says.
         FP8StateWarning: rules ask for FP8, and none gives it to a layer; a rule matches
             no layer; or a module that a rule matches multiplies its parameters itself.
     """
