@@ -25,8 +25,12 @@ FORBIDDEN = {
     ),
     *("alone", "what", "members", "marks", "probe", "made", "asking"),
 }
-# Public arguments, which keep their names.
-PUBLIC = {("ops/_amax.py", "stored")}
+# Public names: an argument, and the function that names a user's layers.
+PUBLIC = {
+    ("ops/_amax.py", "stored"),
+    ("linen/_layers.py", "of"),
+    ("nnx/_layers.py", "of"),
+}
 
 
 def definitions(source: str) -> set[str]:

@@ -31,4 +31,5 @@ from ._fused_input import (
     as_residual,
     normalized,
 )
+from ._gated_layers import GatedCall, Parameters, gated_layers
 from ._ragged_dot import ragged_dot, ragged_dot_by, ragged_linear, ragged_product

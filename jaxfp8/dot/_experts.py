@@ -120,7 +120,16 @@ def sorted_by_expert(expert: jax.Array, count: int) -> tuple[Order, jax.Array]:
     last = jnp.where(is_expert(expert, count), expert, count).astype(jnp.int32)
     to = jnp.argsort(last, stable=True).astype(jnp.int32)
     places = jnp.arange(to.size, dtype=jnp.int32)
-    back = jnp.zeros_like(to).at[to].set(places, **_ROWS)
+    back = (
+        jnp.zeros_like(to)
+        .at[to]
+        .set(
+            places,
+            unique_indices=True,
+            mode="promise_in_bounds",
+            wrap_negative_indices=False,
+        )
+    )
     # compared with each expert: a scatter would be two launches, and atomic
     is_of = jnp.arange(count, dtype=jnp.int32)[:, None] == last[None]
     return Order(to, back), jnp.sum(is_of, axis=1, dtype=jnp.int32)
@@ -136,18 +145,13 @@ def restored(rows: jax.Array, order: Order) -> jax.Array:
     return _taken(rows, order.back, order.to)
 
 
-_ROWS = {
-    "unique_indices": True,
-    "mode": "promise_in_bounds",
-    "wrap_negative_indices": False,
-}
-
-
 # The derivative of a gather would be a scatter: zeros, and writes at random places.
 @jax.custom_vjp
 def _taken(rows, places, back):
     """Return the row at each of the places; `back` are the places of the inverse."""
-    return rows.at[places].get(**_ROWS)
+    return rows.at[places].get(
+        unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False
+    )
 
 
 def _taken_forward(rows, places, back):

@@ -20,6 +20,7 @@ from ..dot import (
     check_norm,
     columns,
     gated_activation,
+    gated_layers,
     linear,
     mixture,
     norm_of_layer,
@@ -238,6 +239,8 @@ class GatedMLP(nn.Module):
     Raises:
         ValueError: `activation` or `norm` is unknown.
     """
+
+    of = staticmethod(gated_layers)
 
     hidden_features: int
     features: int | None = None

@@ -89,7 +89,7 @@ class _Fp8Product(nnx.Module):
         """
         path = _contexts.current_layer()
         if path is None:
-            path = (_paths.get() or {}).get(id(self))
+            path = path_of(self)
         if path is None:
             shape = kernel.shape if isinstance(kernel, QTensor) else jnp.shape(kernel)
             path = f"{type(self).__name__} with a kernel {list(shape)}"
@@ -127,6 +127,11 @@ class _Fp8Product(nnx.Module):
 
 
 # Functions, because nnx.tabulate traces each public method of a module that runs.
+
+
+def path_of(product: _Fp8Product) -> str | None:
+    """Return the path of the product's layer, while a gradient is taken; else None."""
+    return (_paths.get() or {}).get(id(product))
 
 
 def frozen_arrays(product: _Fp8Product) -> dict[str, jax.Array] | None:

@@ -19,6 +19,7 @@ from ..dot import (
     check_norm,
     columns,
     gated_activation,
+    gated_layers,
     linear,
     mixture,
     norm_of_layer,
@@ -181,6 +182,8 @@ class GatedMLP(_Normalizing):
     Raises:
         ValueError: `activation` or `norm` is unknown.
     """
+
+    of = staticmethod(gated_layers)
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from ._dot_general import (
     _Fp8Product,
     frozen_arrays,
 )
+from ._gated_by_rule import gated_changes
 from ._layers import Linear, RaggedLinear
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
@@ -58,6 +59,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     FP8 product; `jaxfp8.report` names those of them that a rule matches. No rule
     reaches a call of `jax.lax.ragged_dot`.
 
+    `GatedMLP.of(gate=, up=, down=)` in place of a recipe makes a module that the regex
+    matches a GatedMLP of three of its layers.
+
     Args:
         model: an NNX module, changed in place. If the model has rules already,
             `jaxfp8.report` reads the new rules first; only the new rules change layers.
@@ -71,7 +75,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             and a recipe.
         ValueError: a regex does not compile, or a layer is stacked along another axis
             than the first, or is frozen. The model is not changed then, nor where a
-            recipe raises.
+            recipe raises. When called: a module does not compute what `GatedMLP.of`
+            says.
         FP8StateWarning: rules ask for FP8, and none gives it to a layer; a rule matches
             no layer; or a module that a rule matches multiplies its parameters itself.
     """
@@ -95,10 +100,13 @@ def quantize(model: Tree, rules: Rules) -> Tree:
                     _new_product(layer, attribute, rules[index], stacked),
                 )
             )
+    gated = gated_changes(model, rules)
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
     for layer, attribute, _, new_product in changes:
         _change(layer, attribute, new_product)
+    for holder, name, module in gated:
+        setattr(holder, name, module)
     fp8_paths = [rule.path for rule in rules if rule.recipe is not None]
     if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):
         _warn_of_rules(model, fp8_paths, model_layers)

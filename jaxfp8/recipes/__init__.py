@@ -36,9 +36,11 @@ from ._recipe import (
     checked,
 )
 from ._rules import (
+    GatedLayers,
     Rule,
     Rules,
     checked_rules,
+    first_gated,
     first_match,
     is_foreign,
     kind,

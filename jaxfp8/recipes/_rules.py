@@ -2,6 +2,7 @@
 read the same lists.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -12,28 +13,60 @@ from ._recipe import HighPrecision, Recipe, checked
 from ._warning import FP8StateWarning
 
 
+@dataclasses.dataclass(frozen=True)
+class GatedLayers:
+    """The layers that make a module a GatedMLP, for a rule: the result of
+    `GatedMLP.of`.
+
+    Attributes:
+        gate, up, down: the names of the layers in the module.
+        activation: the activation of the gate, as `GatedMLP` takes it.
+        recipe: how operands of the three layers become FP8.
+    """
+
+    gate: str
+    up: str
+    down: str
+    activation: Any
+    recipe: Recipe
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """The names of the layers."""
+        return self.gate, self.up, self.down
+
+
 class Rule(NamedTuple):
     """A rule: layers whose path the regex matches as a whole run `recipe`.
 
     Attributes:
         path: a regex for `re.fullmatch` on the path of a layer, its parts joined by
-            `/`.
+            `/`; with `gated` on the path of the module that holds the layer.
         recipe: how operands become FP8; None for high precision.
         op_names: the products that the rule is for, of `"dot_general"`, `"einsum"`; an
             empty tuple means all.
+        gated: the layers that the rule is for, where they make a module a GatedMLP.
     """
 
     path: str
     recipe: Any
     op_names: tuple[str, ...] = ()
+    gated: GatedLayers | None = None
 
     def matches(self, paths: Iterable[str], op: str) -> bool:
         """Tell whether the rule is for products `op` and matches one of `paths`, all
         names of one layer.
         """
         return (not self.op_names or op in self.op_names) and any(
-            re.fullmatch(self.path, path) for path in paths
+            map(self._matches_path, paths)
         )
+
+    def _matches_path(self, path: str) -> bool:
+        if self.gated is not None:
+            path, _, name = path.rpartition("/")
+            if name not in self.gated.names:
+                return False
+        return re.fullmatch(self.path, path) is not None
 
     def matches_a_product(self, paths: Iterable[str]) -> bool:
         """Tell whether the rule matches one of `paths` for products of any kind."""
@@ -48,7 +81,7 @@ class Rule(NamedTuple):
 
 
 # The type of the argument `rules` of `linen.quantize` and `nnx.quantize`.
-Rules = Sequence[Rule | tuple[str, Recipe | None]]
+Rules = Sequence[Rule | tuple[str, Recipe | GatedLayers | None]]
 
 
 def checked_rules(op: str, rules) -> tuple[Rule, ...]:
@@ -74,7 +107,10 @@ def _checked(where: str, rule) -> Rule:
             raise TypeError(
                 f"{where}: expected a pair (path_regex, recipe or None), got {rule!r}"
             )
-        rule = Rule(*rule)
+        path, recipe = rule
+        rule = Rule(path, recipe)
+        if isinstance(recipe, GatedLayers):
+            rule = Rule(path, recipe.recipe, gated=recipe)
     if not isinstance(rule.path, str):
         raise TypeError(
             f"{where}: path_regex: expected a string such as 'block0/.*', got "
@@ -185,6 +221,32 @@ def first_match(rules, paths, op: str) -> int | None:
     layer.
     """
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
+
+
+def first_gated(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
+    """Return the rule that makes the module at `path` a GatedMLP; None where no rule
+    does.
+
+    Raises:
+        ValueError: an earlier rule decides about some of the layers.
+    """
+    for i, rule in enumerate(rules):
+        if rule.gated is None:
+            continue
+        first = [
+            first_match(rules, layer_names((*path, name), False, root), "dot_general")
+            for name in rule.gated.names
+        ]
+        if i in first and set(first) != {i}:
+            module = "/".join(map(str, path))
+            raise ValueError(
+                f"quantize: rules: {module}: expected rule {i} {rule.path!r} to decide "
+                f"about {', '.join(rule.gated.names)}, which it makes a GatedMLP, got "
+                f"the rules {first}; put it before the others"
+            )
+        if i in first:
+            return rule
+    return None
 
 
 def layer_names(path: tuple, is_product: bool, root: tuple = ()) -> list[str]:

@@ -79,10 +79,11 @@ class DotGeneralState:
 
 for _cls in (QuantizerState, DotGeneralState):
     # Programs that take or return state can be saved: jax.export.Exported.serialize.
-    # there is none
-    _auxdata = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: ()}
     jax.export.register_pytree_node_serialization(
-        _cls, serialized_name=f"jaxfp8.{_cls.__name__}", **_auxdata
+        _cls,
+        serialized_name=f"jaxfp8.{_cls.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
     )
 
 

@@ -5,8 +5,8 @@ as JSON what `count` finds.
 
 A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with
 `nn.Fp8DirectDotGeneralOp`), `drop-in` (`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own`
-(`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`); or the name of the recipe of
-a `jaxfp8.linen.Dense`.
+(`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`), `named` (`bf16` with a rule
+that makes its layers `fused`); or the name of the recipe of a `jaxfp8.linen.Dense`.
 
 GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no
 autotuning without a GPU, and XLA's default would be Triton kernels with tiles that
@@ -61,6 +61,7 @@ RECIPES = {
     ),
 }
 MLPS = {"fused": None, "fused, FP8 kept": jaxfp8.DelayedScaling(fp8_residuals=True)}
+NAMED = jaxfp8.linen.GatedMLP.of(gate="gate", up="up", down="down")
 LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
 QUICKLY = {"xla_backend_optimization_level": 0}
 TRITON = ", Triton"
@@ -160,9 +161,13 @@ def layers(theirs=None, ours=None):
     """Layers whose remat has one policy where products are `dot_general`s, another
     where they are ours; or no remat.
     """
-    return lambda candidate: Layers(
-        candidate, theirs if candidate in ("bf16", "flax") else ours
-    )
+
+    def model(candidate):
+        if candidate == "named":
+            return jaxfp8.quantize(Layers("bf16", ours), [("layer", NAMED)])
+        return Layers(candidate, theirs if candidate in ("bf16", "flax") else ours)
+
+    return model
 
 
 _POLICIES = jax.checkpoint_policies
@@ -208,7 +213,9 @@ GROUPS = {
         ),
     },
     "layers": {
-        "scan": Case(layers(), candidates=(*_MLPS, "fused, FP8 kept", "own" + BARE)),
+        "scan": Case(
+            layers(), candidates=(*_MLPS, "fused, FP8 kept", "own" + BARE, "named")
+        ),
         "scan, nothing saved": Case(
             layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable),
             candidates=_MLPS,

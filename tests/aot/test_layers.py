@@ -10,14 +10,19 @@ from .results import ours, test_the_counts_are_those_of_the_programs  # noqa: F4
 GROUP = "layers"
 LAYERS = 8
 # of an MLP: gate and up are one there; 3 elsewhere
-PRODUCTS = {"fused": 2, "fused, FP8 kept": 2}
+PRODUCTS = {"fused": 2, "fused, FP8 kept": 2, "named": 2}
 CASES = ("scan", "scan, nothing saved", "scan, products saved")
 
 
 # The most launches, on JAX 0.10 and on JAX 0.12. XLA's part of a program differs: it
 # copies more in the older one.
 LAUNCHES = {
-    "scan": {"own": (526, 382), "fused": (349, 253), "drop-in": (526, 430)},
+    "scan": {
+        "own": (526, 382),
+        "fused": (349, 253),
+        "named": (360, None),
+        "drop-in": (526, 430),
+    },
     "scan, products saved": {"own": (None, 398)},
 }
 
@@ -86,6 +91,14 @@ def test_fp8_residuals_of_activations(counts):
         <= 0.40 * counts["scan"]["bf16"]["temporary_bytes"]
         < exact["temporary_bytes"]
     )
+
+
+def test_a_rule_makes_named_layers_a_gated_mlp(counts):
+    """The same library calls and bytes; each gradient goes to a stack of its own."""
+    named, fused = (counts["scan"][name] for name in ("named", "fused"))
+    assert named["kinds"]["custom-call"] == fused["kinds"]["custom-call"]
+    assert named["launches"] <= fused["launches"] + LAYERS + 3
+    assert named["bytes"] <= 1.0001 * fused["bytes"]
 
 
 def test_fewer_launches_than_flax(counts):
