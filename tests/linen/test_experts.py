@@ -205,18 +205,6 @@ def test_is_made_of_the_functions(recipe, activation, dtype):
     assert y.dtype == dtype
 
 
-def test_the_order_of_tokens_and_of_choices_does_not_matter():
-    c = case("two")
-    variables = variables_of(RELU, c)
-    y = RELU.apply(variables, c.x, c.expert, c.weights)
-    order = np.random.default_rng(0).permutation(len(c.x))
-    permuted = RELU.apply(variables, c.x[order], c.expert[order], c.weights[order])
-    np.testing.assert_array_equal(permuted, y[order])
-    swapped = RELU.apply(variables, c.x, c.expert[:, ::-1], c.weights[:, ::-1])
-    np.testing.assert_array_equal(swapped, y)
-    assert not np.array_equal(y, y[order])
-
-
 def test_leading_dimensions_and_vmap():
     args = tokens(2, 5)
     apply = functools.partial(GATED.apply, used_variables(GATED, *args))
@@ -277,24 +265,6 @@ def test_scan_over_layers():
             expected[i][OWG],
             f"layer {i}",
         )
-
-
-def test_uses_of_one_layer_combine_by_max():
-    small = case("two")
-    large = case("two")
-    variables = variables_of(RELU, small)
-
-    def state(scales):
-        def loss(variables):
-            return sum(
-                jnp.sum(RELU.apply(variables, s * c.x, c.expert, c.weights))
-                for s, c in zip(scales, (small, large), strict=False)
-            )
-
-        return jax.jit(jax.grad(loss))(variables)[OWG]
-
-    alone = [state([1]), state([2])]
-    assert_same_bits(state([1, 2]), jax.tree.map(jnp.maximum, *alone), "two uses")
 
 
 def test_names():

@@ -32,6 +32,11 @@ from .quantized import (
 )
 
 
+@functools.cache
+def variables_by_hand():
+    return jax.jit(by_hand().init)(KEY, x())
+
+
 @pytest.mark.ci
 def test_trains_as_the_model_edited_by_hand():
     compare_training(by_rules(), by_hand(), x())
@@ -49,7 +54,7 @@ def test_trains_as_the_model_edited_by_hand():
     ],
 )
 def test_every_way_to_call(method):
-    variables = by_hand().init(KEY, x())
+    variables = variables_by_hand()
     got = by_rules().apply(variables, x(), method=method)
     assert_same(got, by_hand().apply(variables, x(), method=method))
     plain = model().apply({"params": variables["params"]}, x(), method=method)
@@ -57,7 +62,7 @@ def test_every_way_to_call(method):
 
 
 def test_bound_models():
-    variables = by_hand().init(KEY, x())
+    variables = variables_by_hand()
     hand = by_hand().bind(variables)
     assert_same(by_rules().bind(variables)(x()), hand(x()))
     assert_same(by_rules().bind(variables).encode(x()), hand.encode(x()))

@@ -24,13 +24,13 @@ from .trainers import HUGE, MAKERS, TINY, Account, batch
 pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 
 SGD = optax.sgd(trainers.LEARNING_RATE)
+# Without FP8 optax and Flax's TrainState hold parameters alone, as ours does.
+PLAIN = ("our TrainState", "NNX")
 everywhere = pytest.mark.parametrize(
     "make, fp8",
-    [(make, fp8) for make in MAKERS.values() for fp8 in (True, False)],
-    ids=[
-        f"{name}, {'FP8' if fp8 else 'float16'}"
-        for name in MAKERS
-        for fp8 in (True, False)
+    [
+        *(pytest.param(make, True, id=f"{name}, FP8") for name, make in MAKERS.items()),
+        *(pytest.param(MAKERS[name], False, id=f"{name}, float16") for name in PLAIN),
     ],
 )
 

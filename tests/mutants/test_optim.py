@@ -76,8 +76,3 @@ def test_mutants_are_seen(monkeypatch, owner, name, mutant, check):
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError):
         check()
-
-
-def test_the_checks_pass_without_a_mutant():
-    for check in (oracle, clipped):
-        check()

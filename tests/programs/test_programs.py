@@ -86,11 +86,24 @@ def test_by_product(program, recipe):
     check(adapter, program, BY_PRODUCT[recipe])
 
 
+# One of each kind of loop, branch and boundary.
+PLAIN = {
+    f"jax, {name}"
+    for name in (
+        *functional.RAGGED,
+        "branches in scan",
+        "cond with arguments",
+        "not taken",
+        "some iterations",
+    )
+}
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(name, marks=[] if "jax, " in name else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in PLAIN else pytest.mark.slow)
         for name in PROGRAMS
     ],
 )
@@ -107,7 +120,7 @@ def test_plain_gradient(program):
 
 
 @pytest.mark.parametrize(
-    "program", [name for name, program in functional.PROGRAMS.items() if program.cast]
+    "program", ["remat with arguments", "cond with arguments", "carry"]
 )
 def test_max_grad(program):
     """One cast at the top of a loss that is differentiated by JAX."""

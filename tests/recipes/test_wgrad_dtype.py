@@ -23,8 +23,12 @@ from recipes.cases import RECIPES, SHAPES
 DELAYED = WITH_STATE["delayed"].recipe
 
 
+# The product of each kind of scales, and one in high precision.
+PRODUCTS = [*cases.KINDS, "static", "current | block | None"]
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name, dtype):
     """The oracle's product with that result; y and dx are those without the option."""
     (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]

@@ -186,15 +186,14 @@ LABELS = {name: {"kernel": "trains", "bias": "trains"} for name in ("up", "down"
 @pytest.mark.parametrize(
     "tx",
     [
-        optax.adam(0.1),
         optax.MultiSteps(optax.adam(0.1), 2),
         optax.multi_transform({"trains": optax.adam(0.1)}, LABELS),
     ],
-    ids=["adam", "MultiSteps", "multi_transform"],
+    ids=["MultiSteps", "multi_transform"],
 )
 def test_optimizer_state_outlives_the_recipe(tx):
-    """From delayed to current scaling, to bf16 and back: the moments and counts go
-    on.
+    """From delayed to current scaling, to bf16 and back: the moments and counts go on;
+    those of a plain optimizer in test_change_of_recipe.py.
     """
     x = np.ones((4, 8), np.float32)
     models = {
