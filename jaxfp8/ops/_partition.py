@@ -43,6 +43,7 @@ class Dimensions(NamedTuple):
         operands, results: the names of the dimensions of each tensor.
         second_layouts: `{position of an operand: position of the same tensor in another
             order}`; second layouts are the last operands.
+        turned: `(second, order) -> first`: a first layout, made of the second.
         added: positions of the operands that are added to the first result.
         align: `(axes, sizes, mesh_shape) -> axes`, by the names of dimensions and of
             mesh axes.
@@ -53,6 +54,7 @@ class Dimensions(NamedTuple):
     operands: tuple
     results: tuple
     second_layouts: dict[int, int]
+    turned: Callable
     added: Iterable[int]
     align: Callable
     on_shards: Callable | None = None
@@ -208,7 +210,8 @@ def _partitioned(run, dtypes, dimensions, as_bytes, *operands):
     """Run the program of one device on shards of the operands, whatever shards XLA
     chooses.
     """
-    operand_names, result_names, second_layouts, added, align, on_shards = dimensions
+    operand_names, result_names, second_layouts, turned, *rest = dimensions
+    added, align, on_shards = rest
     count = len(operand_names) - len(second_layouts)
     combines = list(map(combine_of, result_names))
     raw = _as_bytes if as_bytes else lambda x: x
@@ -247,7 +250,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes, *operands):
             with use_abstract_mesh(_with_axes(mesh, AxisType.Manual)):
                 for i, j in gathered.items():
                     order = [operand_names[j].index(name) for name in operand_names[i]]
-                    shards[i] = lax.transpose(shards[j], order)
+                    shards[i] = turned(shards[j], order)
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
                 for i in added if reduced[0] else ():

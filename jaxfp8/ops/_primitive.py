@@ -131,6 +131,12 @@ class Op:
         """
         return {}
 
+    def turned(self, second, order, implementation) -> jax.Array:
+        """Return the first layout of a tensor on one device, `jnp.transpose(second,
+        order)`.
+        """
+        return jnp.transpose(second, order)
+
     def added(self, spec) -> Sequence[int]:
         """Return positions of operands that are added to the first result.
 
@@ -258,6 +264,7 @@ class Op:
         dimensions = Dimensions(
             *self.all_names(ctx.avals_in, vmap_dims, spec),
             self.second_layouts(spec),
+            lambda *layout: self.turned(*layout, implementation),
             self.added(spec),
             functools.partial(self.align, spec=spec),
             on_shards,
