@@ -18,7 +18,7 @@ from ._primitive import ONE, Op
 from ._quantize import widening_on_cpu
 from ._scaled_matmul import to_f32
 from ._shapes import rescaled
-from ._transpose_codes import transpose_codes
+from ._transpose_codes import turned_codes
 
 # The numbers of rows that the jnp program multiplies at once lie between these: about
 # the rows of a group.
@@ -200,8 +200,7 @@ class _RaggedMatmul(Op):
     def second_layouts(self, spec):
         return {1: 5} if spec.has_b_t else {}
 
-    def turned(self, second, order, implementation):
-        return transpose_codes(second, order, implementation)
+    turned = staticmethod(turned_codes)
 
     def reference(
         self,

@@ -17,7 +17,7 @@ from . import _checks, _ffi, _shapes
 from ._primitive import ONE, Op
 from ._quantize import widening_on_cpu
 from ._shapes import ProductSpec, rescaled
-from ._transpose_codes import transpose_codes
+from ._transpose_codes import turned_codes
 
 # The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs.
 # XLA lends the memory to other steps of the program.
@@ -232,8 +232,7 @@ class _ScaledMatmul(Product):
             zip(positions, itertools.count(self.added(spec).stop), strict=False)
         )
 
-    def turned(self, second, order, implementation):
-        return transpose_codes(second, order, implementation)
+    turned = staticmethod(turned_codes)
 
     def reference(self, *operands, vmap_dims, spec, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32

@@ -4,26 +4,29 @@ gathers in one layout.
 
 import math
 
-from . import _ffi, _shapes
+from . import _ffi, _shapes, _support
 from ._primitive import Op, dims
 
 
-def transpose_codes(data, order, implementation=None):
+def transpose_codes(data, order):
     """Return `jnp.transpose(data, order)` by the kernel for codes; XLA's own transpose
     of bytes is slower on GPUs.
 
     Args:
         data: float8_e4m3fn or float8_e5m2, on a mesh of CPUs their bytes.
         order: moves the last dimensions before those in front of them.
-        implementation: see `ops.implementation`.
     """
     leading = next((i for i, j in enumerate(order) if i != j), data.ndim)
     if leading == data.ndim:
         return data
     spec = order[leading] - leading, data.ndim - order[leading]
-    return _transpose_codes.primitive.bind(
-        data, implementation=implementation, vmap_dims=0, spec=spec
-    )[0]
+    return _transpose_codes(data, spec=spec)[0]
+
+
+def turned_codes(data, order, implementation):
+    """Transpose codes by the implementation that a program was traced with."""
+    with _support.using(implementation):
+        return transpose_codes(data, order)
 
 
 class _TransposeCodes(Op):
