@@ -91,6 +91,14 @@ struct TransposeBlocksParams {
   int64_t n;
 };
 
+struct TransposeCodesParams {
+  const uint8_t* data;  // [groups, m, n]
+  uint8_t* data_t;      // [groups, n, m]
+  int64_t groups;
+  int64_t m;
+  int64_t n;
+};
+
 // The parameters of an op that quantizes a matrix tile by tile.
 struct TileParams {
   Dtype dtype;               // of x: bf16, f16 or f32

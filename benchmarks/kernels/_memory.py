@@ -193,6 +193,16 @@ def transpose_blocks(m, n):
     return Work(lambda *x: ops.transpose_blocks(*x, block=block), arguments, check)
 
 
+def transpose_codes(m, n):
+    def arguments(seed):
+        return ops.quantize(normal(seed, (m, n)), 1.0, E4M3)[:1]
+
+    def check(data_t, data):
+        expect_transposed("transpose_codes", data, data_t)
+
+    return Work(lambda data: ops.transpose_codes(data, (1, 0)), arguments, check)
+
+
 def encode_moment(m, n, squared):
     """A step of a moment, in which every block changes; the answer is that of jnp, to
     the bit.
@@ -302,6 +312,7 @@ KERNELS = {
         for name, block in BLOCKS.items()
     },
     "transpose_blocks 1x32": transpose_blocks,
+    "transpose_codes": transpose_codes,
     **{
         f"encode_moment {name}": functools.partial(
             encode_moment, squared=name == "squared"

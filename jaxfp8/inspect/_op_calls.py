@@ -208,6 +208,12 @@ def _transpose_blocks(kind):
     return lambda *operands: ops.transpose_blocks(*operands, block=_MX), [data, scales]
 
 
+def _transpose_codes(kind):
+    data = kind.rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype)
+    *leading, m, n = range(data.ndim)
+    return lambda data: (ops.transpose_codes(data, (*leading, n, m)),), [data]
+
+
 def _dequantize(kind):
     data = kind.rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype)
     arguments = [data, kind.scale()]
@@ -439,6 +445,7 @@ _FUNCTIONS = (
     _quantize_norm,
     _quantize_blocks_transpose,
     _transpose_blocks,
+    _transpose_codes,
     _dequantize,
     _adam_update,
     _decode_moment,

@@ -40,6 +40,7 @@ from ._readings import (
 )
 from ._scaled_matmul import scaled_matmul
 from ._support import implementation
+from ._transpose_codes import transpose_codes
 from ._undo_factors import FACTOR_TOLERANCE, undo_factors
 
 __all__ = [

@@ -43,6 +43,7 @@ _CUDA_ONLY = {
     "quantize_norm": 2,
     "ragged_matmul": 1,
     "scaled_matmul": 2,
+    "transpose_codes": 1,
 }
 _CPU_ONLY = {
     "decode_moment": 1,

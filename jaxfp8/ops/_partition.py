@@ -33,12 +33,13 @@ WHOLE = "whole"
 ONE = ("one",)
 
 
-def lower_partitioned(op, run, jnp_program, *, as_bytes, ctx, operands):
+def lower_partitioned(op, run, jnp_program, *, implementation, as_bytes, ctx, operands):
     """Lower an op for the devices of its program: one device, a mesh, or one device of
     a `shard_map`.
 
     Args:
         op: the op.
+        implementation: that which the program was traced with.
         run: the program of the op on the operands of one device, a method and its op.
         jnp_program: the op in jnp, which XLA can partition by itself.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would
@@ -76,7 +77,9 @@ def lower_partitioned(op, run, jnp_program, *, as_bytes, ctx, operands):
         operands = list(map(uncut, names[0], plain, operands))
         dtypes = [aval.dtype for aval in plain]
         raw = _as_bytes if as_bytes else lambda x: x
-        partitioned = functools.partial(_partitioned, op, run, dtypes, names, raw)
+        partitioned = functools.partial(
+            _partitioned, op, run, implementation, dtypes, names, raw
+        )
         values = _lower_untyped(
             _compat.with_mesh(ctx, mesh), partitioned, plain, operands
         )
@@ -176,7 +179,7 @@ def _uncut(ctx, is_whole, aval, value):
     return _lower_untyped(ctx, constrained, [aval], [value])[0]
 
 
-def _partitioned(op, run, dtypes, names, raw, *operands):
+def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
     """Run the program of one device on shards of the operands, whatever shards XLA
     chooses.
     """
@@ -219,7 +222,7 @@ def _partitioned(op, run, dtypes, names, raw, *operands):
             with use_abstract_mesh(_with_axes(mesh, AxisType.Manual)):
                 for i, j in gathered.items():
                     order = [operand_names[j].index(name) for name in operand_names[i]]
-                    shards[i] = lax.transpose(shards[j], order)
+                    shards[i] = op.turned(shards[j], order, implementation)
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
                 for i in op.added() if reduced[0] else ():

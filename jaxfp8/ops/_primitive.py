@@ -129,6 +129,12 @@ class Op:
         """
         return {}
 
+    def turned(self, second, order, implementation) -> jax.Array:
+        """Return the first layout of a tensor on one device, `jnp.transpose(second,
+        order)`.
+        """
+        return jnp.transpose(second, order)
+
     def added(self) -> Sequence[int]:
         """Return positions of operands that are added to the first result.
 
@@ -223,6 +229,7 @@ class Op:
                 self,
                 program,
                 in_jnp,
+                implementation=implementation,
                 as_bytes=platform == "cpu",
                 ctx=ctx,
                 operands=operands,

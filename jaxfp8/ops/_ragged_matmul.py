@@ -17,6 +17,7 @@ from ._primitive import ONE, Op
 from ._quantize import widening_on_cpu
 from ._scaled_matmul import to_f32
 from ._shapes import rescaled
+from ._transpose_codes import turned_codes
 
 # The numbers of rows that the jnp program multiplies at once lie between these: about
 # the rows of a group.
@@ -191,6 +192,8 @@ class _RaggedMatmul(Op):
 
     def second_layouts(self):
         return {1: 5} if self.has_b_t else {}
+
+    turned = staticmethod(turned_codes)
 
     def reference(
         self,

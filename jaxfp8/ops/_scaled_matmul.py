@@ -17,6 +17,7 @@ from . import _checks, _ffi, _shapes
 from ._primitive import ONE
 from ._quantize import widening_on_cpu
 from ._shapes import Product, rescaled
+from ._transpose_codes import turned_codes
 
 # The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs.
 # XLA lends the memory to other steps of the program.
@@ -193,6 +194,8 @@ class _ScaledMatmul(Product):
     def second_layouts(self):
         positions = [0] * self.has_a_t + [1] * self.has_b_t
         return dict(zip(positions, itertools.count(self.added().stop), strict=False))
+
+    turned = staticmethod(turned_codes)
 
     def reference(self, *operands, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32

@@ -55,6 +55,12 @@ def test_kernels_are_gathered_in_fp8(counts, case, times):
         assert sum(c["times"] * c["bytes"] for c in gathers) == times * KERNELS, name
 
 
+def test_xla_transposes_no_codes(counts):
+    """A kernel makes the layout that was not gathered."""
+    for name, found in ours(counts, "fsdp-8").items():
+        assert found["copies"] == 0, name
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_other_kind_of_collective(counts, case):
     """Those of bf16's program and the amaxes."""

@@ -30,7 +30,7 @@ KERNELS = (
     "adam_update", "amax", "amax_to_scale", "delayed_scales", "dequantize",
     "encode_moment", "quantize", "quantize_activation", "quantize_activation_grad",
     "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
-    "read_histories", "transpose_blocks", "write_histories",
+    "read_histories", "transpose_blocks", "transpose_codes", "write_histories",
 )  # fmt: skip
 FLAGS = (
     "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror "
@@ -385,6 +385,12 @@ class Emulated:
             buffer.result(name)
             for buffer, name in zip(results, ("data_t", "scale_inv_t"), strict=True)
         ]
+
+    def transpose_codes(self, data, shift=0, data_t_shift=0):
+        g, m, n = data.shape
+        data_t = Buffer((g, n, m), data.dtype, data_t_shift)
+        self._launch("transpose_codes", operand(data, shift), data_t, g, m, n)
+        return data_t.result("data_t")
 
     def quantize_activation(self, x, scale, fmt, activation, **options):
         """x `[g, m, 1 or 2, n]`."""

@@ -42,6 +42,7 @@ KINDS = dict.fromkeys(OPS, ((ODD, 0),)) | {
         (BLOCKS, 1),
     ),
     "transpose_blocks": ((BLOCKS, 0),),
+    "transpose_codes": ((ODD, 0), (BLOCKS, 0)),
     "encode_moment": ((BLOCKS, 1),),
     # By rows, also in whole chunks of the contraction, and by the contraction; then
     # both with scales of blocks, in two tiles of columns.

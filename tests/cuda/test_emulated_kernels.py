@@ -296,6 +296,15 @@ def test_transposed_blocks(kernels, g, m, n, block):
         assert_all_bitwise(got, expected, f"shifted by {shift}, {data_t_shift}")
 
 
+@pytest.mark.parametrize("g, m, n", SHAPES)
+def test_transposed_codes(kernels, g, m, n):
+    """All bytes, in vectors and one by one, on either side."""
+    data = np.random.default_rng(m).integers(0, 256, (g, m, n), np.uint8)
+    for shifts in ((0, 0), (8, 1), (1, 0)):
+        got = kernels.transpose_codes(data.view(E5M2.dtype), *shifts)
+        np.testing.assert_array_equal(got.view(np.uint8), data.swapaxes(1, 2))
+
+
 @pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
 def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(launchers, m, n):
     """Neither a beta, which here is what the values add up to 0 with, nor the

@@ -131,6 +131,7 @@ CUDA_SPECS = {
         "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g "
         "k/128 n], group_sizes s32[g e] -> out high[g e m n]"
     ),
+    "transpose_codes": "data fp8[g m n] -> data_t =data[g n m]",
     "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|1|g] -> "
     "data fp8[g m n], amax f32[0|1|g], data_t? =data[g n m]",
     "quantize_activation_grad": (

@@ -49,6 +49,7 @@ ANSWERS = {
         F32(1 / 448),
     ],
     "quantize_norm": [1, 1, 1],
+    "transpose_codes": [1],
 }
 
 

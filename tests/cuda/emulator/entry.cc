@@ -14,6 +14,7 @@
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/ragged_matmul.h"
 #include "cuda/kernels/transpose_blocks.h"
+#include "cuda/kernels/transpose_codes.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -56,6 +57,10 @@ EXPORT int launch_transpose_blocks(int format, const uint8_t* data, const uint8_
                                    uint8_t* scale_inv_t, int64_t block, int64_t groups, int64_t m, int64_t n) {
   return jaxfp8::cuda::LaunchTransposeBlocks(
       {static_cast<Dtype>(format), data, scale_inv, data_t, scale_inv_t, block, groups, m, n}, nullptr);
+}
+
+EXPORT int launch_transpose_codes(const uint8_t* data, uint8_t* data_t, int64_t groups, int64_t m, int64_t n) {
+  return jaxfp8::cuda::LaunchTransposeCodes({data, data_t, groups, m, n}, nullptr);
 }
 
 EXPORT int launch_quantize_activation(const jaxfp8::TileParams* params, int activation,
