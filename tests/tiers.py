@@ -8,7 +8,6 @@ value occurs, and `make test-all` runs every case.
 
 import collections
 import pathlib
-import re
 
 # Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages,
 # other libraries, what is built on training, and what a step on a mesh is beside right.
@@ -102,9 +101,6 @@ MINUTES = {
     "tpu/test_pairs.py::test_gated_layers_take_no_more_cycles_than_flax",
     "tpu/test_programs.py::test_drop_ins_in_a_scan_take_no_more_cycles_than_flax",
 }
-# What such a test can find is in other tests, and not in the package: every night, as
-# the kill matrix.
-TEST_OF_TESTS = re.compile("^mutants/|_(mutants?|caught|controls)(_|$)")
 # Where `make test` runs one case of each test; elsewhere it runs every value of every
 # parameter once.
 ONE_CASE = {
@@ -158,7 +154,7 @@ def mark(items, tests: pathlib.Path) -> None:
     for cases in functions.values():
         path = cases[0].path.relative_to(tests)
         for case in cases:
-            if _is_nightly(case, path):
+            if _takes_minutes(case, path):
                 case.add_marker("slow")
         # The diagonal is one of the cases that are not slow by themselves: else a value
         # would run nowhere that meets a slow one on it.
@@ -180,10 +176,9 @@ def is_in_ci(path: pathlib.Path) -> bool:
     return bool(CI & _where(path))
 
 
-def _is_nightly(case, path: pathlib.Path) -> bool:
+def _takes_minutes(case, path: pathlib.Path) -> bool:
     name = f"{path.as_posix()}::{case.name}"
-    takes_minutes = any(name.startswith(prefix) for prefix in MINUTES)
-    return takes_minutes or bool(TEST_OF_TESTS.search(name.partition("[")[0]))
+    return any(name.startswith(prefix) for prefix in MINUTES)
 
 
 def _where(path: pathlib.Path) -> set[str]:

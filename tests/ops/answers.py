@@ -142,6 +142,10 @@ def _transpose_blocks(data, scale_inv, results, block):
     ]
 
 
+def _transpose_codes(data, results):
+    return [np.ascontiguousarray(data.swapaxes(1, 2))]
+
+
 def _dequantize(data, scale_inv, results):
     dtype = np.dtype(results[0][1])
     return [
@@ -247,6 +251,7 @@ _ANSWERS = {
     function.__name__[1:]: function
     for function in (
         _transpose_blocks,
+        _transpose_codes,
         _amax,
         _quantize,
         _quantize_blocks_transpose,

@@ -49,7 +49,6 @@ ANSWERS = {
         F32(1 / 448),
     ],
     "quantize_norm": [1, 1, 1],
-    "transpose_codes": [1],
 }
 
 

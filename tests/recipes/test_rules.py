@@ -47,7 +47,7 @@ def test_bad_rules_are_named(rules, error, message):
 
 def test_pairs_become_rules():
     rules = _rules.checked_rules("op", [["head", None], ("a/.*", RECIPE)])
-    assert rules == (("head", None, ()), ("a/.*", RECIPE, ()))
+    assert rules == (_rules.Rule("head", None), _rules.Rule("a/.*", RECIPE))
     assert _rules.checked_rules("op", []) == ()
 
 
