@@ -201,6 +201,7 @@ def kernel_and_grad(role: str):
 
 
 delayed = jaxfp8.DelayedScaling()
+current = jaxfp8.Float8CurrentScaling()
 
 # Recipes, and Flax's FP8.
 RECIPES = {
@@ -217,7 +218,7 @@ RECIPES = {
         "Flax, `Fp8DotGeneralOp`",
         dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DotGeneralOp),
     ),
-    "current": Arm("current scaling", jaxfp8.Float8CurrentScaling()),
+    "current": Arm("current scaling", current),
     "rowwise": Arm("row-wise scaling", jaxfp8.Float8RowwiseScaling()),
     "block": Arm("block scaling", jaxfp8.Float8BlockScaling()),
     "mxfp8": Arm("MXFP8", jaxfp8.MXFP8BlockScaling()),
@@ -268,6 +269,19 @@ ABLATION = {
         "first and last layer in bf16",
         delayed,
         rules=((r"block0/qkv", None), (r"block1/down", None)),
+    ),
+    # The head's three products too, whose other arms compute logits in bf16.
+    "delayed_logits": Arm(
+        "FP8 logits, above delayed scaling",
+        delayed,
+        rules=((r"logits", delayed),),
+        reference="delayed",
+    ),
+    "current_logits": Arm(
+        "FP8 logits, above current scaling",
+        current,
+        rules=((r"logits", current),),
+        reference="current",
     ),
     # Beside "current", which rounds to nearest.
     "stochastic_grad": Arm(

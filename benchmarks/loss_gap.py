@@ -22,8 +22,8 @@ confidence intervals (Student's t):
   is no measure of longer runs: the learning rate falls, so the last steps of a run gain
   other amounts than more steps would.
 
-The model is a character-level transformer; embeddings and logits are bf16 in all FP8
-arms.
+The model is a character-level transformer; embeddings are bf16 in all FP8 arms, and
+logits but where the arm says otherwise.
 """
 
 import argparse

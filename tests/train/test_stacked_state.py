@@ -55,8 +55,8 @@ def inputs(step):
     return np.random.default_rng(step).standard_normal((8, WIDTH)) * 2.0**step
 
 
-# Compiled as users do: compiled quickly, as CI compiles, one program may round a product
-# before its sum where the other does not.
+# Compiled as users compile it. Compiled quickly, as in CI, one program may round a
+# product before its sum where the other does not.
 @functools.partial(
     jax.jit,
     compiler_options={
