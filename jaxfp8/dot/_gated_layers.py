@@ -157,7 +157,11 @@ class GatedCall:
         """
         gate, up, down = map(self.parameters, self.gated.names)
         names = ", ".join(self.gated.names)
-        shapes = [list(getattr(p.kernel, "shape", ())) for p in (gate, up, down)]
+        shapes = []
+        for name, layer in zip(self.gated.names, (gate, up, down), strict=True):
+            if layer.kernel is None:
+                raise self._differs(f"layers {names}", f"no kernel of {name!r}")
+            shapes.append(list(layer.kernel.shape))
         k, n = shapes[0] if len(shapes[0]) == 2 else (0, 0)
         if shapes[1] != [k, n] or len(shapes[2]) != 2 or shapes[2][0] != n:
             raise self._differs(f"kernels [k, n], [k, n] and [n, m] of {names}", shapes)

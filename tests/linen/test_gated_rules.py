@@ -325,7 +325,7 @@ MISTAKES = {
     "bias": (MLP(up_bias=True), "to have both a bias, or none"),
     "class": (MLP(up=nn.DenseGeneral), "up_proj to be a .*Dense or .*got DenseGeneral"),
     "x": (of_method(two_inputs)(), "to have the same x, got two arrays"),
-    "calls": (of_method(without_up)(), "kernels|a call of each of gate_proj, up_proj"),
+    "calls": (of_method(without_up)(), "no kernel of 'up_proj'|a call of each of"),
     "softmax": (of_method(with_softmax)(), "not of each element|reads another value"),
     "dropout": (of_method(with_dropout)(), "not of each element|reads another value"),
 }
