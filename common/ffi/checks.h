@@ -185,7 +185,6 @@ inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
 // Whether a buffer is [0]: what stands for an operand that there is not, or a result that nobody wants.
 inline bool IsNone(ffi::AnyBuffer buffer) { return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0; }
 
-
 // An amax as a scale is: one of all groups, or one for each; or f32[0] where there is none.
 inline ffi::Error CheckAmaxOrNone(const Operand& amax, int64_t groups) {
   return IsNone(amax.buffer) ? CheckDtype(amax, {ffi::DataType::F32}) : CheckScale(amax, groups);

@@ -1,6 +1,6 @@
-// jaxfp8_quantize_norm_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] or [0], statistics f32 [g, m, 1], rstd, or
-// [g, m, 2], with the mean, gamma f32 [1, n] or [g, n], beta f32 [0] or, with a mean, as gamma -> data fp8 [g, m, n], amax f32
-// [g] or [0], and, if there is a third result, data_t [g, n, m].
+// jaxfp8_quantize_norm_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far as scale or [0], statistics f32 [g, m, 1], rstd, or
+// [g, m, 2], with the mean, gamma f32 [1, n] or [g, n], beta f32 [0] or, with a mean, as gamma -> data fp8 [g, m, n], amax as
+// amax_so_far, and, if there is a third result, data_t [g, n, m].
 #include "cuda/kernels/quantize_norm.h"
 
 #include "cuda/ffi/tiles.h"

@@ -131,6 +131,7 @@ class _Layers:
             try:
                 nn.apply(method, self.plain, mutable=True)(variables, rngs=rngs)
             finally:
-                self.stand_in = is_compared.reset(token)
+                self.stand_in = None
+                is_compared.reset(token)
 
         return arrays, run
