@@ -4,6 +4,8 @@ scaling.
 
 import dataclasses
 import functools
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +17,9 @@ from _compare_model import DENSE, LanguageModel
 from jax import lax
 
 import jaxfp8
+
+sys.path[:0] = [str(pathlib.Path(__file__).parents[1] / "examples")]
+import custom_recipes  # noqa: E402
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 OPERANDS = ("linear_input", "linear_weight", "linear_grad_output")
@@ -318,6 +323,16 @@ def last(part: float) -> Arm:
 
 _FOUR = {"reference": "bf16_4", "beside": "delayed_4", "layers": 4}
 
+# Two codes for the worst columns of each input: of 7 % and of 33 % more products.
+RESIDUAL = {
+    "residual_21": Arm(
+        "two codes for the worst 21 % of the input's columns",
+        custom_recipes.residual(0.21),
+    ),
+    "residual_all": Arm("two codes for all of the input", custom_recipes.residual(1.0)),
+}
+ABLATION |= RESIDUAL
+
 # Each is evaluated twice: as served in bf16 and as served in FP8.
 SERVED = {
     "bf16": RECIPES["bf16"],
@@ -334,5 +349,5 @@ SERVED = {
         rules=((r"block3/.*", None),),
         **_FOUR,
     ),
-}
+} | RESIDUAL
 ARMS = RECIPES | ABLATION | SERVED

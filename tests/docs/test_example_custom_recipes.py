@@ -2,8 +2,11 @@
 themselves.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,8 +21,9 @@ MATMUL = (((1,), (0,)), ((), ()))
 def test_prints_a_table(tmp_path):
     done = running.run(tmp_path, NAME, "--tiny")
     table = running.rows(done.stdout.splitlines())
-    assert set(table) == {"arm", "bf16", "mixed", "int6", "rotated", "picture:"}
-    for arm in ("bf16", "mixed", "int6", "rotated"):
+    arms = {"bf16", "mixed", "int6", "rotated", "residual"}
+    assert set(table) == arms | {"arm", "picture:"}
+    for arm in arms:
         assert 0 < float(table[arm][0]) < 5  # log(103 characters) is 4.6
     assert (tmp_path / "custom_recipes.png").stat().st_size > 10_000
 
@@ -59,3 +63,37 @@ def test_precision(example, name, least, most):
     exact, got, _ = products(example.RECIPES[name])
     for e, g in zip(exact, got, strict=True):
         assert least < decibel(e, np.asarray(g, np.float64)) < most
+
+
+def e4m3(a, scale_inv):
+    return (a / scale_inv).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.21])
+def test_residual_codes(example, part):
+    """The product of codes of numpy's, with the worst columns of x twice."""
+    x = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
+    kernel = np.random.default_rng(1).standard_normal((96, 32)).astype(np.float32)
+    x[:, 7] *= 3.0
+    recipe = example.residual(part)
+    state = jaxfp8.init_state(recipe)
+    # in training the first scales are 1: histories are empty
+    q1, qw = e4m3(x, 1), e4m3(kernel, 1)
+    q2 = e4m3(x - q1, 1)
+    errors = (q2**2).sum(0) * (qw**2).sum(1)
+    worst = np.argsort(-errors, kind="stable")[: round(part * 96)]
+    assert (7 in worst) == (part > 0)
+    expected = q1 @ qw + q2[:, worst] @ qw[worst]
+    y, _ = jax.vjp(
+        lambda x: jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), x
+    )
+    # a sum of at most 116 products in float32
+    bound = 116 * 2.0**-24 * (np.abs(q1) @ np.abs(qw) + np.abs(q2) @ np.abs(qw))
+    assert np.all(np.abs(np.asarray(y) - expected) <= 2 * bound)
+
+
+def test_residual_codes_cost_their_part_of_fprop(example):
+    text = jax.jit(lambda: products(example.residual(0.21))[1]).lower().as_text()
+    first = re.findall(r"dot_general .*\(tensor<(\d+x\d+)x\w+>,", text)
+    # fprop contracts 96 columns and 20 of them again, dgrad 32 and wgrad 64
+    assert first == ["64x116", "64x32", "96x64"]
