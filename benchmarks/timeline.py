@@ -6,8 +6,9 @@ GPU is needed.
 `tests/aot/timeline.py` has the rates, and what is assumed. The first table is the
 check: layers that ran on an H200 (`results/h200_gpu.json`), estimated and measured. The
 second has layers on eight H200s: the time, the time if all collectives were hidden,
-what the compute stream waits for them in one layer of a scan, or in the program, and
-the least and the most with another wire (30 %) or memory (20 %).
+what the compute stream waits for them in one layer of a scan, or in the program, the
+least and the most with another wire (30 %) or memory (20 %); and of a scan compiled
+once more, with a profile of the first program, the time and the waits.
 """
 
 import json
@@ -54,8 +55,9 @@ def check(cases) -> list[str]:
 def sharded(cases) -> list[str]:
     """Return the lines of the table of layers on eight devices."""
     lines = [
-        "| layer | | ms | times bf16 | hidden, ms | waits, us | at other rates, ms |",
-        "|---" * 7 + "|",
+        "| layer | | ms | times bf16 | hidden, ms | waits, us | at other rates, ms "
+        "| profiled, ms | waits, us |",
+        "|---" * 9 + "|",
     ]
     for case, candidates in cases.items():
         bf16 = candidates["bf16"]["timeline"]["ms"]
@@ -71,6 +73,10 @@ def sharded(cases) -> list[str]:
                 f"{found['wait_us']:.0f}",
                 f"{min(others):.1f} to {max(others):.1f}",
             ]
+            if profiled := counts.get("profiled"):
+                cells += [f"{profiled['ms']:.1f}", f"{profiled['wait_us']:.0f}"]
+            else:
+                cells += ["-", "-"]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -89,8 +95,12 @@ def main():
     print("\n" + "\n".join(check(cases["dense"])))
     print("\n" + "\n".join(sharded(cases["sharded"])))
     if args.json:
+        kept = ("timeline", "profiled")
         times = {
-            case: {name: found["timeline"] for name, found in candidates.items()}
+            case: {
+                name: {key: found[key] for key in kept if key in found}
+                for name, found in candidates.items()
+            }
             for group in cases.values()
             for case, candidates in group.items()
         }

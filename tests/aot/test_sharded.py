@@ -89,23 +89,22 @@ def test_amax_all_reduces(counts, case, limit):
             )
 
 
-# The most milliseconds beyond those with all collectives hidden, by the time line, on
-# JAX 0.10: what XLA puts beside what is another thing in each of its versions.
-NOT_HIDDEN = {"own": 3.5, "fused": 3.5, "drop-in": 2.5}
+@pytest.mark.parametrize("name", ["own", "fused", "drop-in"])
+def test_a_profile_hides_the_collectives_of_a_scan(counts, name):
+    """XLA's scheduler takes a custom call for free, and starts collectives where
+    nothing is beside them, unless a profile says how long each call takes.
 
-
-@pytest.mark.parametrize("name", NOT_HIDDEN)
-def test_time_that_collectives_add_to_a_scan(counts, name):
-    if jax.__version_info__ >= (0, 11):
-        pytest.skip("estimated with JAX 0.10")
-    found = counts["fsdp-8 scan"][name]["timeline"]
-    assert found["ms"] - found["hidden_ms"] <= NOT_HIDDEN[name], found
+    By the time line, at most 2.5 of 66 to 83 ms are left.
+    """
+    found = counts["fsdp-8 scan"][name]["profiled"]
+    assert found["ms"] - found["hidden_ms"] <= 2.5, found
+    assert found["ms"] < counts["fsdp-8 scan"][name]["timeline"]["ms"]
 
 
 def test_fp8_is_faster_than_bf16_at_other_rates(counts):
     """Of a scan on eight devices, by the time line, whatever wire and memory are."""
     bf16 = counts["fsdp-8 scan"]["bf16"]["timeline"]["perturbed_ms"]
-    for name in NOT_HIDDEN:
+    for name in ("own", "fused", "drop-in"):
         found = counts["fsdp-8 scan"][name]["timeline"]["perturbed_ms"]
         for rates, milliseconds in found.items():
             assert milliseconds < 0.75 * bf16[rates], (name, rates)

@@ -51,6 +51,14 @@ def test_what_is_beside_a_product_is_hidden():
     assert timeline.replay(at_once, RATES) == behind
 
 
+def test_profile():
+    text = timeline.profile(program(STARTED, PRODUCT, DONE), RATES)
+    assert text == (
+        'costs { name: "s" cost_us: 400000.000 }\n'
+        'costs { name: "y" cost_us: 1000.000 }\n'
+    )
+
+
 def test_hidden_rates_have_no_collectives():
     module = program(STARTED, DONE, PRODUCT)
     hidden = timeline.replay(module, timeline.HIDDEN)

@@ -194,6 +194,21 @@ def _seconds_of_launch(module, launch, rates) -> float:
     return 2 * math.sqrt(a.elements * b.elements * out.elements / groups) / rate
 
 
+def profile(module: hlo.Module, rates: Rates = RATES) -> str:
+    """What each launch of a program takes, in the form of a profile that XLA's
+    scheduler reads: a `ProfiledInstructionsProto` as text.
+    """
+    lines = []
+    for launch in count.launches(module):
+        if launch.is_collective:
+            seconds = _seconds_of_collective(launch, rates)
+        else:
+            seconds = rates.launch + _seconds_of_launch(module, launch, rates)
+        name = launch.instruction.name
+        lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * seconds:.3f} }}\n')
+    return "".join(lines)
+
+
 def summary(text: str) -> dict:
     """The time line of a compiled program as JSON holds it: milliseconds, and
     microseconds of waits.
