@@ -149,6 +149,9 @@ case $call in
     step gemm 50 bash -c 'nvidia-smi --query-gpu=timestamp,power.draw,clocks.sm --format=csv -lms 200 >"$work/logs/watts.csv" &
       "$@"; code=$?; kill $! 2>/dev/null; exit "$code"' - "${gpu[@]}" --json "$out/gpu_gemm.json" --only gemm
     step trace 60 "$python" benchmarks/gpu_trace.py --only llama
+    # XLA says which instructions it found in the profile that JAX took.
+    step pgle 45 env JAX_PLATFORMS=cuda JAX_ENABLE_PGLE=true TF_CPP_MIN_LOG_LEVEL=0 \
+      "$python" benchmarks/trainers.py --turns 5 --only "12 layers"
     step losses 130 "${gpu[@]}" --json "$out/gpu_losses.json" --only losses
     ;;
 esac
@@ -160,6 +163,10 @@ report() {
     case $name in
       kernels | benchmarks) printf '\n--- %s\n' "$name" && tail -c 6500 "$log" ;;
       model | scan | small | gemm | losses) printf '\n--- %s\n' "$name" && tail -c 2000 "$log" ;;
+      pgle)
+        printf '\n--- %s\n' "$name"
+        grep -oE '(Found|Missing) [0-9]+ instructions|\] +custom-call.*' "$log" | sort | uniq -c | head -n 12
+        ;;
       gpu-tests*)
         printf '\n--- %s\n' "$name"
         # Of a test that hangs pytest's workers print the stack, and nothing else says which one it was.

@@ -42,6 +42,7 @@ STEPS = {
         "small",
         "gemm",
         "trace",
+        "pgle",
         "losses",
     ],
 }
