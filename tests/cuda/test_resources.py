@@ -23,6 +23,8 @@ BUDGETS = {
     r"^sm_1\d\d .*ActivationGradientI.*(Gated|Clamped)": 128,  # 2 blocks
     "ActivationGradientI": 80,  # 3 blocks
     "RaggedMatmulKernel.*WarpgroupTile": 255,  # 1 block of 256 threads
+    # 1 block of 384 threads, which setmaxnreg gives 40 or 232 of 168
+    "RaggedTmaKernel": 168,
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
     "^sm_120 .*(TileKernel|(Amax|Quantize)KernelI)": 80,  # 3 blocks
     # 1 block: element by element

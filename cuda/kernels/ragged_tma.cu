@@ -1,0 +1,212 @@
+// ragged_matmul of rows on Hopper, its slices copied by the copy engine (cuda/common/tma.h).
+//
+// Of a block's three warpgroups the last one copies and the others multiply. Slices of all of the block's tiles pass through
+// one ring of stages, each with two barriers: `full` ends a phase when the slice's bytes have arrived, `empty` when every
+// multiplying warp is done with it. Nothing else orders the warpgroups, so one stores its part of a tile while the other
+// multiplies, and the copies of the next tile go on.
+//
+// A box may reach over the end of its group to rows of the next one: these are multiplied, and not stored.
+#include <cuda_runtime.h>
+
+#include "common/scale_product.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/tma.h"
+#include "cuda/kernels/ragged_matmul.h"
+#include "cuda/kernels/ragged_store.h"
+#include "cuda/kernels/ragged_tile.h"
+
+namespace jaxfp8::cuda {
+namespace {
+
+// Of 504 for three threads, one of each warpgroup.
+constexpr int kCopyRegisters = 40, kProductRegisters = 232;
+
+struct KernelParams {
+  CUtensorMap a;  // [members, rows, length]
+  CUtensorMap b;  // [members * groups, columns, length]
+  RaggedPlan plan;
+  const float* a_scale_inv;
+  const float* b_scale_inv;
+  int64_t a_scale_stride;
+  int64_t b_scale_stride;
+  const int32_t* group_sizes;
+  RaggedOutput output;
+};
+
+// The stages, in turn. Each warpgroup walks over them by itself.
+template <class Tile>
+class Ring {
+ public:
+  static constexpr int kBytesOfA = Tile::kRows * Tile::kSlice, kStageBytes = kBytesOfA + Tile::kColumns * Tile::kSlice;
+  static constexpr int kBytes = Tile::kStages * (kStageBytes + 2 * static_cast<int>(sizeof(uint64_t)));
+
+  __device__ __forceinline__ explicit Ring(uint8_t* shared)
+      : stages_(shared), barriers_(reinterpret_cast<uint64_t*>(shared + Tile::kStages * kStageBytes)) {}
+
+  // By one thread, before any other member.
+  __device__ __forceinline__ void Init() const {
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      InitBarrier(barriers_ + 2 * stage, 1);
+      InitBarrier(barriers_ + 2 * stage + 1, Tile::kThreads / 32);
+    }
+  }
+
+  __device__ __forceinline__ uint8_t* a() const { return stages_ + stage_ * kStageBytes; }
+  __device__ __forceinline__ uint8_t* b() const { return a() + kBytesOfA; }
+  __device__ __forceinline__ uint64_t* full() const { return barriers_ + 2 * stage_; }
+  __device__ __forceinline__ uint64_t* empty() const { return full() + 1; }
+  __device__ __forceinline__ uint32_t parity() const { return parity_; }
+
+  __device__ __forceinline__ void Next() {
+    if (++stage_ < Tile::kStages) return;
+    stage_ = 0;
+    parity_ ^= 1;
+  }
+
+ private:
+  uint8_t* stages_;
+  uint64_t* barriers_;
+  uint32_t stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+template <class Tile>
+__device__ __forceinline__ int32_t Slices(const RaggedRange& range) {
+  return (range.end + Tile::kSlice - 1) / Tile::kSlice;  // rows of no group have none
+}
+
+// By one thread.
+template <class Tile>
+__device__ __forceinline__ void CopyTiles(const KernelParams& params, Ring<Tile> ring) {
+  RaggedWalk walk(params.plan, params.group_sizes);
+  RaggedRange range;
+  for (int64_t index = blockIdx.x; walk.Find(index, &range); index += gridDim.x) {
+    const int32_t matrix = range.member * params.plan.groups + range.group;
+    for (int32_t slice = 0; slice < Slices<Tile>(range); ++slice) {
+      WaitForPhase(ring.empty(), ring.parity() ^ 1);
+      ArriveAndExpect(ring.full(), Ring<Tile>::kStageBytes);
+      CopyBox(ring.a(), params.a, slice * Tile::kSlice, range.row, range.member, ring.full());
+      CopyBox(ring.b(), params.b, slice * Tile::kSlice, range.column, matrix, ring.full());
+      ring.Next();
+    }
+  }
+}
+
+// After the products that read the stage have ended for this warp.
+__device__ __forceinline__ void Release(uint64_t* empty) {
+  if (threadIdx.x % 32 == 0) Arrive(empty);
+}
+
+template <class Tile, bool kPrecise>
+__device__ __forceinline__ void MultiplyTiles(const KernelParams& params, Ring<Tile> ring) {
+  RaggedWalk walk(params.plan, params.group_sizes);
+  RaggedRange range;
+  for (int64_t index = blockIdx.x; walk.Find(index, &range); index += gridDim.x) {
+    Tile tile;
+    uint64_t* before = ring.empty();  // of the slice before, whose products may be under way unless they are precise
+#pragma unroll 1
+    for (int32_t slice = 0; slice < Slices<Tile>(range); ++slice) {
+      WaitForPhase(ring.full(), ring.parity());
+      tile.Start(ring.a(), ring.b());
+      tile.Finish(ring.a(), ring.b(), nullptr);
+      if (kPrecise) {
+        Release(ring.empty());
+      } else if (slice > 0) {
+        Release(before);
+      }
+      before = ring.empty();
+      ring.Next();
+    }
+    tile.End();
+    if (!kPrecise && range.end > 0) Release(before);
+    const ScaleFactors scales = MultiplyScales(params.a_scale_inv[range.member * params.a_scale_stride],
+                                               params.b_scale_inv[range.member * params.b_scale_stride]);
+    StoreTile(params.plan, params.output, range, scales, tile);
+  }
+}
+
+template <class A, class B, bool kPrecise>
+using TileOf = WarpgroupTile<A, B, kPrecise, false, 1>;
+
+template <class A, class B, bool kPrecise>
+__global__ void __launch_bounds__(TileOf<A, B, kPrecise>::kThreads + kWarpgroupThreads, 1)
+    RaggedTmaKernel(const __grid_constant__ KernelParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Tile = TileOf<A, B, kPrecise>;
+  const Ring<Tile> ring(DynamicShared<Ring<Tile>::kBytes>());
+  if (threadIdx.x == Tile::kThreads) {
+    ring.Init();
+    ShowToTensorCores();
+  }
+  __syncthreads();
+  if (threadIdx.x >= Tile::kThreads) {
+    KeepRegisters<kCopyRegisters>();
+    if (threadIdx.x == Tile::kThreads) CopyTiles<Tile>(params, ring);
+  } else {
+    TakeRegisters<kProductRegisters>();
+    MultiplyTiles<Tile, kPrecise>(params, ring);
+  }
+#endif
+}
+
+// Of codes [matrices, rows, length], in boxes of `box_rows` rows of 128 bytes, swizzled as the tensor cores read them.
+cudaError_t MakeMap(const void* codes, int64_t matrices, int64_t rows, int64_t length, int box_rows, CUtensorMap* map) {
+  const AllowSetupDuringCapture allow_setup;
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  JAXFP8_RETURN_IF_CUDA_ERROR(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                               cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(length), static_cast<cuuint64_t>(rows),
+                              static_cast<cuuint64_t>(matrices)};
+  const cuuint64_t strides[] = {sizes[0], sizes[0] * sizes[1]};
+  const cuuint32_t box[] = {kSwizzledRow, static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1};
+  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(codes), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <class A, class B, bool kPrecise>
+cudaError_t Run(const RaggedMatmulParams& params, cudaStream_t stream) {
+  using Tile = TileOf<A, B, kPrecise>;
+  int multiprocessors = 0;
+  JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
+  KernelParams kernel_params = {};
+  RaggedPlan& plan = kernel_params.plan = params.plan;
+  plan.column_tile = Tile::kColumns;
+  JAXFP8_RETURN_IF_CUDA_ERROR(
+      MakeMap(params.a, plan.members, plan.rows, plan.length, Tile::kRows, &kernel_params.a));
+  JAXFP8_RETURN_IF_CUDA_ERROR(MakeMap(params.b, int64_t{plan.members} * plan.groups, plan.columns, plan.length,
+                                      Tile::kColumns, &kernel_params.b));
+  kernel_params.a_scale_inv = params.a_scale_inv;
+  kernel_params.b_scale_inv = params.b_scale_inv;
+  kernel_params.a_scale_stride = params.a_scale_stride;
+  kernel_params.b_scale_stride = params.b_scale_stride;
+  kernel_params.group_sizes = params.group_sizes;
+  kernel_params.output = OutputOf(params);
+  const int64_t tiles = plan.MaxTiles();
+  return LaunchWithShared(RaggedTmaKernel<A, B, kPrecise>, tiles < multiprocessors ? tiles : multiprocessors,
+                          Tile::kThreads + kWarpgroupThreads, Ring<Tile>::kBytes, stream, kernel_params);
+}
+
+}  // namespace
+
+cudaError_t LaunchRaggedTma(const RaggedMatmulParams& params, cudaStream_t stream) {
+  const RaggedPlan& plan = params.plan;
+  const bool has_kernel = !plan.contraction && !params.blocks && params.b_dtype == Dtype::kE4M3;
+  const bool has_maps = HasWholeChunks(params) && plan.rows > 0 && plan.length > 0 && plan.groups > 0 &&
+                        int64_t{plan.members} * plan.groups <= kRaggedMaxSize;
+  int capability = 0;
+  JAXFP8_RETURN_IF_CUDA_ERROR(DeviceAttribute(cudaDevAttrComputeCapabilityMajor, &capability));
+  if (!has_kernel || !has_maps || capability != 9) return cudaErrorNotSupported;
+  cudaError_t status = cudaErrorInvalidValue;
+  DispatchFp8(params.a_dtype, [&](auto a) {
+    using A = typename decltype(a)::type;
+    status = params.precise ? Run<A, E4M3, true>(params, stream) : Run<A, E4M3, false>(params, stream);
+  });
+  return status;
+}
+
+}  // namespace jaxfp8::cuda
