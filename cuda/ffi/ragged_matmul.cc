@@ -91,7 +91,8 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   params.out = out->untyped_data();
   params.precise = precise;
   params.blocks = blocks;
-  params.tma = std::getenv("JAXFP8_RAGGED_TMA") != nullptr;  // until a GPU has run that kernel
+  const char* const tma = std::getenv("JAXFP8_RAGGED_TMA");  // until a GPU has run that kernel
+  params.tma = tma != nullptr && *tma == '1';
   return ToError(kOp, LaunchRaggedMatmul(params, stream));
 }
 

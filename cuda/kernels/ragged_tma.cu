@@ -1,12 +1,15 @@
-// ragged_matmul of rows on Hopper, its slices copied by the copy engine (cuda/common/tma.h).
+// ragged_matmul on Hopper, its slices copied by the copy engine (cuda/common/tma.h).
 //
 // Of a block's three warpgroups the last one copies and the others multiply. Slices of all of the block's tiles pass through
 // one ring of stages, each with two barriers: `full` ends a phase when the slice's bytes have arrived, `empty` when every
-// multiplying warp is done with it. Nothing else orders the warpgroups, so one stores its part of a tile while the other
+// multiplying warp is done with it. Little else orders the warpgroups, so one stores its part of a tile while the other
 // multiplies, and the copies of the next tile go on.
 //
-// A box may reach over the end of its group to rows of the next one: these are multiplied, and not stored.
+// A box may reach over the end of its group to rows of the next one: these are multiplied, and not stored. Where the groups cut
+// the contraction, the multiplying warps write zeros over the codes of other groups in the first and the last slice.
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "common/scale_product.h"
 #include "cuda/common/launch.h"
@@ -20,10 +23,11 @@ namespace {
 
 // Of 504 for three threads, one of each warpgroup.
 constexpr int kCopyRegisters = 40, kProductRegisters = 232;
+static_assert(kCopyRegisters + 2 * kProductRegisters <= 3 * 168, "what ptxas gives to 384 threads");
 
 struct KernelParams {
   CUtensorMap a;  // [members, rows, length]
-  CUtensorMap b;  // [members * groups, columns, length]
+  CUtensorMap b;  // [members * groups, columns, length]; [members, columns, length] where the groups cut length
   RaggedPlan plan;
   const float* a_scale_inv;
   const float* b_scale_inv;
@@ -38,7 +42,8 @@ template <class Tile>
 class Ring {
  public:
   static constexpr int kBytesOfA = Tile::kRows * Tile::kSlice, kStageBytes = kBytesOfA + Tile::kColumns * Tile::kSlice;
-  static constexpr int kBytes = Tile::kStages * (kStageBytes + 2 * static_cast<int>(sizeof(uint64_t)));
+  static constexpr int kBytes = Tile::kStages * kStageBytes + (2 * Tile::kStages + 1) * 8;
+  static_assert(kBytes <= 227 * 1024, "the shared memory of a block");
 
   __device__ __forceinline__ explicit Ring(uint8_t* shared)
       : stages_(shared), barriers_(reinterpret_cast<uint64_t*>(shared + Tile::kStages * kStageBytes)) {}
@@ -49,14 +54,20 @@ class Ring {
       InitBarrier(barriers_ + 2 * stage, 1);
       InitBarrier(barriers_ + 2 * stage + 1, Tile::kThreads / 32);
     }
+    InitBarrier(cleared(), Tile::kThreads);
   }
 
   __device__ __forceinline__ uint8_t* a() const { return stages_ + stage_ * kStageBytes; }
   __device__ __forceinline__ uint8_t* b() const { return a() + kBytesOfA; }
   __device__ __forceinline__ uint64_t* full() const { return barriers_ + 2 * stage_; }
   __device__ __forceinline__ uint64_t* empty() const { return full() + 1; }
+  __device__ __forceinline__ uint64_t* cleared() const { return barriers_ + 2 * Tile::kStages; }
   __device__ __forceinline__ uint32_t parity() const { return parity_; }
 
+  // After the products that read the stage have ended for this warp.
+  static __device__ __forceinline__ void Release(uint64_t* empty) {
+    if (threadIdx.x % 32 == 0) Arrive(empty);
+  }
   __device__ __forceinline__ void Next() {
     if (++stage_ < Tile::kStages) return;
     stage_ = 0;
@@ -70,10 +81,17 @@ class Ring {
   uint32_t parity_ = 0;
 };
 
+// Those of a tile's contraction: from the same elements on as the slices of ragged_matmul.cu, so that sums are the same.
 template <class Tile>
-__device__ __forceinline__ int32_t Slices(const RaggedRange& range) {
-  return (range.end + Tile::kSlice - 1) / Tile::kSlice;  // rows of no group have none
-}
+struct Slices {
+  int32_t first;  // element
+  int32_t count;
+
+  __device__ __forceinline__ explicit Slices(const RaggedRange& range)
+      : first(range.begin / kRaggedChunk * kRaggedChunk),
+        count(range.end > range.begin ? (range.end - first + Tile::kSlice - 1) / Tile::kSlice : 0) {}
+  __device__ __forceinline__ int32_t Place(int32_t slice) const { return first + slice * Tile::kSlice; }
+};
 
 // By one thread.
 template <class Tile>
@@ -81,44 +99,70 @@ __device__ __forceinline__ void CopyTiles(const KernelParams& params, Ring<Tile>
   RaggedWalk walk(params.plan, params.group_sizes);
   RaggedRange range;
   for (int64_t index = blockIdx.x; walk.Find(index, &range); index += gridDim.x) {
-    const int32_t matrix = range.member * params.plan.groups + range.group;
-    for (int32_t slice = 0; slice < Slices<Tile>(range); ++slice) {
+    const int32_t matrix = params.plan.contraction ? range.member : range.member * params.plan.groups + range.group;
+    const Slices<Tile> slices(range);
+    for (int32_t slice = 0; slice < slices.count; ++slice) {
       WaitForPhase(ring.empty(), ring.parity() ^ 1);
       ArriveAndExpect(ring.full(), Ring<Tile>::kStageBytes);
-      CopyBox(ring.a(), params.a, slice * Tile::kSlice, range.row, range.member, ring.full());
-      CopyBox(ring.b(), params.b, slice * Tile::kSlice, range.column, matrix, ring.full());
+      CopyBox(ring.a(), params.a, slices.Place(slice), range.row, range.member, ring.full());
+      CopyBox(ring.b(), params.b, slices.Place(slice), range.column, matrix, ring.full());
       ring.Next();
     }
   }
 }
 
-// After the products that read the stage have ended for this warp.
-__device__ __forceinline__ void Release(uint64_t* empty) {
-  if (threadIdx.x % 32 == 0) Arrive(empty);
+// Zeros in both operands' slice before its element `begin` and from `end` on: a NaN there would survive a product with zero.
+template <class Tile>
+__device__ __forceinline__ void ClearNeighbours(uint8_t* stage, int32_t begin, int32_t end) {
+#pragma unroll 1
+  for (int row = threadIdx.x; row < Tile::kRows + Tile::kColumns; row += Tile::kThreads) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < Tile::kSlice / kRaggedChunk; ++chunk) {
+      uint8_t* const codes = stage + Tile::Offset(row, chunk);
+      const int32_t first = chunk * kRaggedChunk;
+      if (first + kRaggedChunk <= begin || first >= end) {
+        StoreShared16(codes, 0, 0, 0, 0);
+      } else if (first < begin || first + kRaggedChunk > end) {
+#pragma unroll 1
+        for (int i = 0; i < kRaggedChunk; ++i) {
+          if (first + i < begin || first + i >= end) codes[i] = 0;
+        }
+      }
+    }
+  }
+  ShowToTensorCores();
 }
 
 template <class Tile, bool kPrecise>
 __device__ __forceinline__ void MultiplyTiles(const KernelParams& params, Ring<Tile> ring) {
   RaggedWalk walk(params.plan, params.group_sizes);
   RaggedRange range;
+  uint32_t clearings = 0;
   for (int64_t index = blockIdx.x; walk.Find(index, &range); index += gridDim.x) {
     Tile tile;
+    const Slices<Tile> slices(range);
     uint64_t* before = ring.empty();  // of the slice before, whose products may be under way unless they are precise
 #pragma unroll 1
-    for (int32_t slice = 0; slice < Slices<Tile>(range); ++slice) {
+    for (int32_t slice = 0; slice < slices.count; ++slice) {
       WaitForPhase(ring.full(), ring.parity());
+      const int32_t place = slices.Place(slice);
+      if (params.plan.contraction && (place < range.begin || place + Tile::kSlice > range.end)) {
+        ClearNeighbours<Tile>(ring.a(), range.begin - place, range.end - place);
+        Arrive(ring.cleared());
+        WaitForPhase(ring.cleared(), clearings++ % 2);
+      }
       tile.Start(ring.a(), ring.b());
       tile.Finish(ring.a(), ring.b(), nullptr);
       if (kPrecise) {
-        Release(ring.empty());
+        ring.Release(ring.empty());
       } else if (slice > 0) {
-        Release(before);
+        ring.Release(before);
       }
       before = ring.empty();
       ring.Next();
     }
     tile.End();
-    if (!kPrecise && range.end > 0) Release(before);
+    if (!kPrecise && slices.count > 0) ring.Release(before);
     const ScaleFactors scales = MultiplyScales(params.a_scale_inv[range.member * params.a_scale_stride],
                                                params.b_scale_inv[range.member * params.b_scale_stride]);
     StoreTile(params.plan, params.output, range, scales, tile);
@@ -178,8 +222,9 @@ cudaError_t Run(const RaggedMatmulParams& params, cudaStream_t stream) {
   plan.column_tile = Tile::kColumns;
   JAXFP8_RETURN_IF_CUDA_ERROR(
       MakeMap(params.a, plan.members, plan.rows, plan.length, Tile::kRows, &kernel_params.a));
-  JAXFP8_RETURN_IF_CUDA_ERROR(MakeMap(params.b, int64_t{plan.members} * plan.groups, plan.columns, plan.length,
-                                      Tile::kColumns, &kernel_params.b));
+  const int64_t matrices = plan.contraction ? plan.members : int64_t{plan.members} * plan.groups;
+  JAXFP8_RETURN_IF_CUDA_ERROR(
+      MakeMap(params.b, matrices, plan.columns, plan.length, Tile::kColumns, &kernel_params.b));
   kernel_params.a_scale_inv = params.a_scale_inv;
   kernel_params.b_scale_inv = params.b_scale_inv;
   kernel_params.a_scale_stride = params.a_scale_stride;
@@ -195,7 +240,7 @@ cudaError_t Run(const RaggedMatmulParams& params, cudaStream_t stream) {
 
 cudaError_t LaunchRaggedTma(const RaggedMatmulParams& params, cudaStream_t stream) {
   const RaggedPlan& plan = params.plan;
-  const bool has_kernel = !plan.contraction && !params.blocks && params.b_dtype == Dtype::kE4M3;
+  const bool has_kernel = !params.blocks && (params.a_dtype == Dtype::kE4M3 || params.b_dtype == Dtype::kE4M3);
   const bool has_maps = HasWholeChunks(params) && plan.rows > 0 && plan.length > 0 && plan.groups > 0 &&
                         int64_t{plan.members} * plan.groups <= kRaggedMaxSize;
   int capability = 0;
@@ -203,8 +248,13 @@ cudaError_t LaunchRaggedTma(const RaggedMatmulParams& params, cudaStream_t strea
   if (!has_kernel || !has_maps || capability != 9) return cudaErrorNotSupported;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchFp8(params.a_dtype, [&](auto a) {
-    using A = typename decltype(a)::type;
-    status = params.precise ? Run<A, E4M3, true>(params, stream) : Run<A, E4M3, false>(params, stream);
+    DispatchFp8(params.b_dtype, [&](auto b) {
+      using A = typename decltype(a)::type;
+      using B = typename decltype(b)::type;
+      if constexpr (std::is_same_v<A, E4M3> || std::is_same_v<B, E4M3>) {
+        status = params.precise ? Run<A, B, true>(params, stream) : Run<A, B, false>(params, stream);
+      }
+    });
   });
   return status;
 }

@@ -51,6 +51,7 @@ void SharedMemory::EndPhase(uint64_t address, Barrier& barrier) {
     if (copy.barrier == address) Refuse("count", "the phase ends while a copy is under way");
   }
   ++barrier.phase;
+  ++epoch.now;  // to plain accesses a barrier of the block
   barrier.missing = barrier.threads;
   barrier.ended.Add(barrier.arriving);
   barrier.arriving = {};

@@ -124,6 +124,14 @@ def early_tma_rows(interpreted):
         interpreted.configure()
 
 
+def tma_contraction(interpreted):
+    """Groups that begin and end inside of a slice."""
+    interpreted.device = ragged.DEVICES["warpgroups"][0]
+    a, b = ragged.operands(True, 2, 208, 40, 32)
+    a[..., 70:] = b[..., 70:] = np.nan
+    ragged.check(interpreted, a, b, [30, 40], tma=True)
+
+
 def moments(squared):
     def run(interpreted):
         kernels.encode_moment(interpreted, (60, 256), squared, True, in_place=True)
@@ -329,6 +337,23 @@ CONTROLS = {
         r"\1mov.b32\3, \2;",
         tma_rows,
         "race",
+    ),
+    "neighbours not cleared": Control(
+        "ragged_tma", r"st.shared.v4.u32 [^;]*;", "", tma_contraction, RESULTS
+    ),
+    "products before all warps have cleared": Control(
+        "ragged_tma",
+        r"(mov.u32\s+%r\d+), 256;(\s+// begin inline asm\s+mbarrier.init)",
+        r"\1, 128;\2",
+        tma_contraction,
+        "(race|overwrite)",
+    ),
+    "cleared, and not shown": Control(
+        "ragged_tma",
+        r"(?s)(fence.proxy.async.shared::cta;.*?)fence.proxy.async.shared::cta;",
+        r"\1",
+        tma_contraction,
+        "proxy",
     ),
     "a store where an atomic was": Control(
         "amax",
