@@ -56,7 +56,7 @@ JSON = {
     "minutes": {
         "selftest.json",
         "kernels.json",
-        "kernels_tma.json",
+        "ragged_tma.json",
         *(f"gpu_{name}.json" for name in RECORDS),
     },
 }
