@@ -143,7 +143,7 @@ case $call in
     step gpu-tests 45 "${pytest[@]}" -n 8 -m gpu -k "adam or histories or ragged or graph"
     step kernels 60 "${gpu[@]}" --json "$out/kernels.json" --only kernels --parts \
       ragged_matmul adam_update read_histories encode_moment
-    step gpu-tests-tma 45 env JAXFP8_RAGGED_TMA=1 "${pytest[@]}" -n 8 -m gpu -k ragged
+    step gpu-tests-tma 45 env JAXFP8_RAGGED_TMA=1 "${pytest[@]}" -n 8 -m gpu -k "ragged or graph"
     step tma 45 env JAXFP8_RAGGED_TMA=1 "${gpu[@]}" --json "$out/ragged_tma.json" --only kernels --parts ragged_matmul
     step model 160 "${gpu[@]}" --json "$out/gpu_model.json" --only model
     step scan 160 "${gpu[@]}" --json "$out/gpu_scan.json" --only scan
