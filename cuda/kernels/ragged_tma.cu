@@ -28,12 +28,7 @@ static_assert(kCopyRegisters + 2 * kProductRegisters <= 3 * 168, "what ptxas giv
 struct KernelParams {
   CUtensorMap a;  // [members, rows, length]
   CUtensorMap b;  // [members * groups, columns, length]; [members, columns, length] where the groups cut length
-  RaggedPlan plan;
-  const float* a_scale_inv;
-  const float* b_scale_inv;
-  int64_t a_scale_stride;
-  int64_t b_scale_stride;
-  const int32_t* group_sizes;
+  RaggedMatmulParams call;
   RaggedOutput output;
 };
 
@@ -96,10 +91,11 @@ struct Slices {
 // By one thread.
 template <class Tile>
 __device__ __forceinline__ void CopyTiles(const KernelParams& params, Ring<Tile> ring) {
-  RaggedWalk walk(params.plan, params.group_sizes);
+  RaggedWalk walk(params.call.plan, params.call.group_sizes);
   RaggedRange range;
   for (int64_t index = blockIdx.x; walk.Find(index, &range); index += gridDim.x) {
-    const int32_t matrix = params.plan.contraction ? range.member : range.member * params.plan.groups + range.group;
+    const RaggedPlan& plan = params.call.plan;
+    const int32_t matrix = plan.contraction ? range.member : range.member * plan.groups + range.group;
     const Slices<Tile> slices(range);
     for (int32_t slice = 0; slice < slices.count; ++slice) {
       WaitForPhase(ring.empty(), ring.parity() ^ 1);
@@ -135,7 +131,7 @@ __device__ __forceinline__ void ClearNeighbours(uint8_t* stage, int32_t begin, i
 
 template <class Tile, bool kPrecise>
 __device__ __forceinline__ void MultiplyTiles(const KernelParams& params, Ring<Tile> ring) {
-  RaggedWalk walk(params.plan, params.group_sizes);
+  RaggedWalk walk(params.call.plan, params.call.group_sizes);
   RaggedRange range;
   uint32_t clearings = 0;
   for (int64_t index = blockIdx.x; walk.Find(index, &range); index += gridDim.x) {
@@ -146,7 +142,7 @@ __device__ __forceinline__ void MultiplyTiles(const KernelParams& params, Ring<T
     for (int32_t slice = 0; slice < slices.count; ++slice) {
       WaitForPhase(ring.full(), ring.parity());
       const int32_t place = slices.Place(slice);
-      if (params.plan.contraction && (place < range.begin || place + Tile::kSlice > range.end)) {
+      if (params.call.plan.contraction && (place < range.begin || place + Tile::kSlice > range.end)) {
         ClearNeighbours<Tile>(ring.a(), range.begin - place, range.end - place);
         Arrive(ring.cleared());
         WaitForPhase(ring.cleared(), clearings++ % 2);
@@ -163,9 +159,10 @@ __device__ __forceinline__ void MultiplyTiles(const KernelParams& params, Ring<T
     }
     tile.End();
     if (!kPrecise && slices.count > 0) ring.Release(before);
-    const ScaleFactors scales = MultiplyScales(params.a_scale_inv[range.member * params.a_scale_stride],
-                                               params.b_scale_inv[range.member * params.b_scale_stride]);
-    StoreTile(params.plan, params.output, range, scales, tile);
+    const RaggedMatmulParams& call = params.call;
+    const ScaleFactors scales = MultiplyScales(call.a_scale_inv[range.member * call.a_scale_stride],
+                                               call.b_scale_inv[range.member * call.b_scale_stride]);
+    StoreTile(call.plan, params.output, range, scales, tile);
   }
 }
 
@@ -217,20 +214,14 @@ cudaError_t Run(const RaggedMatmulParams& params, cudaStream_t stream) {
   using Tile = TileOf<A, B, kPrecise>;
   int multiprocessors = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
-  KernelParams kernel_params = {};
-  RaggedPlan& plan = kernel_params.plan = params.plan;
+  KernelParams kernel_params = {{}, {}, params, OutputOf(params)};
+  RaggedPlan& plan = kernel_params.call.plan;
   plan.column_tile = Tile::kColumns;
   JAXFP8_RETURN_IF_CUDA_ERROR(
       MakeMap(params.a, plan.members, plan.rows, plan.length, Tile::kRows, &kernel_params.a));
   const int64_t matrices = plan.contraction ? plan.members : int64_t{plan.members} * plan.groups;
   JAXFP8_RETURN_IF_CUDA_ERROR(
       MakeMap(params.b, matrices, plan.columns, plan.length, Tile::kColumns, &kernel_params.b));
-  kernel_params.a_scale_inv = params.a_scale_inv;
-  kernel_params.b_scale_inv = params.b_scale_inv;
-  kernel_params.a_scale_stride = params.a_scale_stride;
-  kernel_params.b_scale_stride = params.b_scale_stride;
-  kernel_params.group_sizes = params.group_sizes;
-  kernel_params.output = OutputOf(params);
   const int64_t tiles = plan.MaxTiles();
   return LaunchWithShared(RaggedTmaKernel<A, B, kPrecise>, tiles < multiprocessors ? tiles : multiprocessors,
                           Tile::kThreads + kWarpgroupThreads, Ring<Tile>::kBytes, stream, kernel_params);
