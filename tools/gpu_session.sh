@@ -143,6 +143,8 @@ case $call in
     step gpu-tests 45 "${pytest[@]}" -n 8 -m gpu -k "adam or histories or ragged or graph"
     step kernels 60 "${gpu[@]}" --json "$out/kernels.json" --only kernels --parts \
       ragged_matmul adam_update read_histories encode_moment
+    step gpu-tests-tma 45 env JAXFP8_RAGGED_TMA=1 "${pytest[@]}" -n 8 -m gpu -k "ragged or graph"
+    step tma 45 env JAXFP8_RAGGED_TMA=1 "${gpu[@]}" --json "$out/ragged_tma.json" --only kernels --parts ragged_matmul
     step model 160 "${gpu[@]}" --json "$out/gpu_model.json" --only model
     step scan 160 "${gpu[@]}" --json "$out/gpu_scan.json" --only scan
     step small 70 "${gpu[@]}" --json "$out/gpu_small.json" --peers-once --turns 5 --only small_dense
@@ -162,7 +164,7 @@ report() {
     name=$(basename "$log" .log)
     case $name in
       kernels | benchmarks) printf '\n--- %s\n' "$name" && tail -c 6500 "$log" ;;
-      model | scan | small | gemm | losses) printf '\n--- %s\n' "$name" && tail -c 2000 "$log" ;;
+      tma | model | scan | small | gemm | losses) printf '\n--- %s\n' "$name" && tail -c 2000 "$log" ;;
       pgle)
         printf '\n--- %s\n' "$name"
         grep -oE '(Found|Missing) [0-9]+ instructions|\] +custom-call.*' "$log" | sort | uniq -c | head -n 12

@@ -60,43 +60,60 @@ __device__ __forceinline__ void UseSums(float (&sums)[kSums]) {
 
 // sums [64, kColumns] += a [64, 32] @ b [kColumns, 32]^T, or = without `adds`, beside the threads. With w the warp in its
 // warpgroup, g = lane / 4 and t = lane % 4: sums[4 j + c] is column 8 j + 2 t + c % 2 of row 16 w + g + 8 (c / 2).
-// Hopper adds with about 13 bits of mantissa.
-template <class A, class B>
-__device__ __forceinline__ void StartProduct(float (&sums)[64], uint64_t a, uint64_t b, bool adds);  // of 128 columns
-template <class A, class B>
-__device__ __forceinline__ void StartProduct(float (&sums)[48], uint64_t a, uint64_t b, bool adds);  // of 96 columns
+// Hopper adds with about 13 bits of mantissa. kSums is half of the columns.
+template <class A, class B, int kSums>
+struct Product;
+
+template <class A, class B, int kSums>
+__device__ __forceinline__ void StartProduct(float (&sums)[kSums], uint64_t a, uint64_t b, bool adds) {
+  Product<A, B, kSums>::Start(sums, a, b, adds);
+}
 
 #define JAXFP8_SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define JAXFP8_SUMS_16(i) JAXFP8_SUMS_4(i), JAXFP8_SUMS_4(i + 4), JAXFP8_SUMS_4(i + 8), JAXFP8_SUMS_4(i + 12)
-#define JAXFP8_SUMS_48 JAXFP8_SUMS_16(0), JAXFP8_SUMS_16(16), JAXFP8_SUMS_16(32)
-#define JAXFP8_NAMES_48                                                                                      \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-  "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
-  "%44, %45, %46, %47"
-#define JAXFP8_NAMES_64 \
-  JAXFP8_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAXFP8_START_PRODUCT(A, B, types)                                                                          \
-  template <>                                                                                                      \
-  __device__ __forceinline__ void StartProduct<A, B>(float(&sums)[64], uint64_t a, uint64_t b, bool adds) {         \
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32." types         \
-                 " {" JAXFP8_NAMES_64 "}, %64, %65, p, 1, 1;}"                                                     \
-                 : JAXFP8_SUMS_48, JAXFP8_SUMS_16(48)                                                              \
-                 : "l"(a), "l"(b), "r"(static_cast<uint32_t>(adds)));                                              \
-  }                                                                                                                \
-  template <>                                                                                                      \
-  __device__ __forceinline__ void StartProduct<A, B>(float(&sums)[48], uint64_t a, uint64_t b, bool adds) {         \
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k32.f32." types          \
-                 " {" JAXFP8_NAMES_48 "}, %48, %49, p, 1, 1;}"                                                     \
-                 : JAXFP8_SUMS_48                                                                                  \
-                 : "l"(a), "l"(b), "r"(static_cast<uint32_t>(adds)));                                              \
-  }
-JAXFP8_START_PRODUCT(E4M3, E4M3, "e4m3.e4m3")
-JAXFP8_START_PRODUCT(E4M3, E5M2, "e4m3.e5m2")
-JAXFP8_START_PRODUCT(E5M2, E4M3, "e5m2.e4m3")
-JAXFP8_START_PRODUCT(E5M2, E5M2, "e5m2.e5m2")
-#undef JAXFP8_START_PRODUCT
+#define JAXFP8_SUMS_48(i) JAXFP8_SUMS_16(i), JAXFP8_SUMS_16(i + 16), JAXFP8_SUMS_16(i + 32)
+#define JAXFP8_SUMS_64(i) JAXFP8_SUMS_48(i), JAXFP8_SUMS_16(i + 48)
+#define JAXFP8_SUMS_96(i) JAXFP8_SUMS_48(i), JAXFP8_SUMS_48(i + 48)
+#define JAXFP8_SUMS_128(i) JAXFP8_SUMS_64(i), JAXFP8_SUMS_64(i + 64)
+#define JAXFP8_EIGHT(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7"
+#define JAXFP8_TEN(t) JAXFP8_EIGHT(t) ", %" #t "8, %" #t "9, "
+#define JAXFP8_NAMES_48 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " JAXFP8_TEN(1) JAXFP8_TEN(2) JAXFP8_TEN(3) JAXFP8_EIGHT(4)
+#define JAXFP8_NAMES_64 JAXFP8_NAMES_48 ", %48, %49, " JAXFP8_TEN(5) "%60, %61, %62, %63"
+#define JAXFP8_NAMES_96 \
+  JAXFP8_NAMES_64 ", %64, %65, %66, %67, %68, %69, " JAXFP8_TEN(7) JAXFP8_TEN(8) "%90, %91, %92, %93, %94, %95"
+#define JAXFP8_NAMES_128 JAXFP8_NAMES_96 ", %96, %97, %98, %99, " JAXFP8_TEN(10) JAXFP8_TEN(11) JAXFP8_EIGHT(12)
+// The last two are the operands after the sums, by number.
+#define JAXFP8_PRODUCT(A, B, types, kSums, columns, a_and_b, adds_or_not)                                            \
+  template <>                                                                                                        \
+  struct Product<A, B, kSums> {                                                                                      \
+    static __device__ __forceinline__ void Start(float(&sums)[kSums], uint64_t a, uint64_t b, bool adds) {           \
+      asm volatile("{.reg .pred p; setp.ne.u32 p, " adds_or_not ", 0; wgmma.mma_async.sync.aligned.m64n" columns      \
+                   "k32.f32." types " {" JAXFP8_NAMES_##kSums "}, " a_and_b ", p, 1, 1;}"                            \
+                   : JAXFP8_SUMS_##kSums(0)                                                                          \
+                   : "l"(a), "l"(b), "r"(static_cast<uint32_t>(adds)));                                              \
+    }                                                                                                                \
+  };
+#define JAXFP8_PRODUCTS(A, B, types)                              \
+  JAXFP8_PRODUCT(A, B, types, 48, "96", "%48, %49", "%50")        \
+  JAXFP8_PRODUCT(A, B, types, 64, "128", "%64, %65", "%66")       \
+  JAXFP8_PRODUCT(A, B, types, 96, "192", "%96, %97", "%98")       \
+  JAXFP8_PRODUCT(A, B, types, 128, "256", "%128, %129", "%130")
+JAXFP8_PRODUCTS(E4M3, E4M3, "e4m3.e4m3")
+JAXFP8_PRODUCTS(E4M3, E5M2, "e4m3.e5m2")
+JAXFP8_PRODUCTS(E5M2, E4M3, "e5m2.e4m3")
+JAXFP8_PRODUCTS(E5M2, E5M2, "e5m2.e5m2")
+#undef JAXFP8_PRODUCTS
+#undef JAXFP8_PRODUCT
+#undef JAXFP8_NAMES_128
+#undef JAXFP8_NAMES_96
 #undef JAXFP8_NAMES_64
 #undef JAXFP8_NAMES_48
+#undef JAXFP8_TEN
+#undef JAXFP8_EIGHT
+#undef JAXFP8_SUMS_128
+#undef JAXFP8_SUMS_96
+#undef JAXFP8_SUMS_64
 #undef JAXFP8_SUMS_48
 #undef JAXFP8_SUMS_16
 #undef JAXFP8_SUMS_4

@@ -3,6 +3,7 @@
 // The scale_invs are [1] or [v]. On compute capability 9.0 they may be those of blocks (kernels/ragged_matmul.h).
 #include "cuda/kernels/ragged_matmul.h"
 
+#include <cstdlib>
 #include <string>
 
 #include "cuda/ffi/support.h"
@@ -90,6 +91,8 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   params.out = out->untyped_data();
   params.precise = precise;
   params.blocks = blocks;
+  const char* const tma = std::getenv("JAXFP8_RAGGED_TMA");  // until a GPU has run that kernel
+  params.tma = tma != nullptr && *tma == '1';
   return ToError(kOp, LaunchRaggedMatmul(params, stream));
 }
 

@@ -9,12 +9,11 @@
 
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
 #include "common/scale_product.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/memory.h"
 #include "cuda/common/ptx.h"
+#include "cuda/kernels/ragged_store.h"
 #include "cuda/kernels/ragged_tile.h"
 
 namespace jaxfp8::cuda {
@@ -31,10 +30,8 @@ struct KernelParams {
   int64_t a_scale_stride;
   int64_t b_scale_stride;
   const int32_t* group_sizes;
-  void* out;
-  Dtype out_dtype;
-  bool wide;         // rows of a and b are whole, aligned chunks
-  bool wide_stores;  // rows of out are whole, aligned pieces of 16 bytes
+  RaggedOutput output;
+  bool wide;  // rows of a and b are whole, aligned chunks
   // From a row's or a column's scale of one slice to that of the next, of a tile with scales.
   int32_t a_scale_step;
   int32_t b_scale_step;
@@ -93,86 +90,6 @@ struct Source {
     }
   }
 };
-
-template <class Out>
-__device__ __forceinline__ Bytes<2 * sizeof(Out)> Narrow(float first, float second) {
-  if constexpr (sizeof(Out) == 4) {
-    return {{FloatToBits(first), FloatToBits(second)}};
-  } else if constexpr (std::is_same_v<Out, BF16>) {
-    return {{FloatsToBF16x2(first, second)}};
-  } else {
-    return {{FloatsToF16x2(first, second)}};
-  }
-}
-
-// Exchanges two words with the lane whose number differs in bit `kBit`: the lane without the bit takes both first words, the
-// lane with it both second ones. Afterwards `first` is that of the lane without the bit.
-template <int kBit>
-__device__ __forceinline__ void ExchangeWords(uint32_t& first, uint32_t& second) {
-  const bool has_bit = threadIdx.x & kBit;
-  const uint32_t received = __shfl_xor_sync(0xffffffffu, has_bit ? first : second, kBit);
-  first = has_bit ? received : first;
-  second = has_bit ? second : received;
-}
-
-// Four neighbouring lanes have two columns each of each block of 8. Of as many blocks as make 16 bytes of a lane, `words`,
-// each lane takes 16 bytes of one row: then a row is stored in whole sectors.
-template <int kBytes>
-__device__ __forceinline__ void GatherRow(uint32_t (&words)[4]) {
-  if constexpr (kBytes == 2) {
-    ExchangeWords<1>(words[0], words[1]);
-    ExchangeWords<1>(words[2], words[3]);
-    ExchangeWords<2>(words[0], words[2]);
-    ExchangeWords<2>(words[1], words[3]);
-  } else {
-    ExchangeWords<1>(words[0], words[2]);
-    ExchangeWords<1>(words[1], words[3]);
-  }
-}
-
-template <class Out, class Tile>
-__device__ __forceinline__ void StoreTile(const KernelParams& params, const RaggedRange& range,
-                                          const ScaleFactors& scales, const Tile& tile) {
-  constexpr int kBytes = sizeof(Out), kBlocks = 8 / kBytes;  // that make 16 bytes of a lane
-  static_assert(Tile::kColumnBlocks % kBlocks == 0);
-  const int lane = threadIdx.x % 32, place = lane % 4;
-  const RaggedPlan& plan = params.plan;
-  const int64_t matrix = plan.contraction ? int64_t{range.member} * plan.groups + range.group : range.member;
-  const int32_t first_row = range.row + Tile::FirstRow() + lane / 4, first_column = range.column + Tile::FirstColumn();
-  Out* out = static_cast<Out*>(params.out) + (matrix * plan.rows + first_row) * plan.columns + first_column;
-#pragma unroll
-  for (int i = 0; i < Tile::kRowBlocks; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = i * 16 + half * 8;
-      const int32_t columns = first_row + row < range.row_end ? plan.columns - first_column : 0;
-      Out* address = out + int64_t{row} * plan.columns;
-#pragma unroll
-      for (int j = 0; j < Tile::kColumnBlocks; j += kBlocks) {
-        Bytes<16> words;
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          const auto pair = Narrow<Out>(scales.Scale(tile.Sum(i, j + block, 2 * half)),
-                                        scales.Scale(tile.Sum(i, j + block, 2 * half + 1)));
-#pragma unroll
-          for (int w = 0; w < 4 / kBlocks; ++w) words.words[block * (4 / kBlocks) + w] = pair.words[w];
-        }
-        if (params.wide_stores) {
-          GatherRow<kBytes>(words.words);
-          const int column = j * 8 + (kBytes == 2 ? place * 8 : place % 2 * 8 + place / 2 * 4);
-          if (column < columns) Store(address + column, words);
-        } else {
-#pragma unroll
-          for (int e = 0; e < 2 * kBlocks; ++e) {
-            const int column = (j + e / 2) * 8 + place * 2 + e % 2;
-            const uint32_t word = kBytes == 2 ? words.words[e / 2] >> (16 * (e % 2)) : words.words[e];
-            if (column < columns) Store(address + column, Bytes<kBytes>{{word}});
-          }
-        }
-      }
-    }
-  }
-}
 
 // What a device has no instructions for, and what it never runs, is not compiled for it.
 #if !defined(__CUDA_ARCH__)
@@ -274,6 +191,13 @@ struct Input {
 };
 
 template <class Tile>
+__device__ __forceinline__ ScaleFactors ScalesOf(const KernelParams& params, int32_t member) {
+  if constexpr (Tile::kHasScales) return {1, 1};
+  return MultiplyScales(params.a_scale_inv[member * params.a_scale_stride],
+                        params.b_scale_inv[member * params.b_scale_stride]);
+}
+
+template <class Tile>
 __device__ __forceinline__ void MultiplyTiles(const KernelParams& params) {
   uint8_t* const stages = DynamicShared<Tile::kStages * Input<Tile>::kStageBytes>();
   RaggedWalk walk(params.plan, params.group_sizes);
@@ -301,16 +225,7 @@ __device__ __forceinline__ void MultiplyTiles(const KernelParams& params) {
     index += gridDim.x;
     more = walk.Find(index, &range);
     if (more) input = Input<Tile>(params, range, stages);
-    const int32_t member = multiplied.member;
-    const ScaleFactors scales = Tile::kHasScales
-                                    ? ScaleFactors{1, 1}
-                                    : MultiplyScales(params.a_scale_inv[member * params.a_scale_stride],
-                                                     params.b_scale_inv[member * params.b_scale_stride]);
-    switch (params.out_dtype) {
-      case Dtype::kBF16: StoreTile<BF16>(params, multiplied, scales, tile); break;
-      case Dtype::kF16: StoreTile<F16>(params, multiplied, scales, tile); break;
-      default: StoreTile<F32>(params, multiplied, scales, tile); break;
-    }
+    StoreTile(params.plan, params.output, multiplied, ScalesOf<Tile>(params, multiplied.member), tile);
   }
 }
 
@@ -332,10 +247,8 @@ cudaError_t Run(const RaggedMatmulParams& params, int multiprocessors, cudaStrea
       params.a_scale_stride,
       params.b_scale_stride,
       params.group_sizes,
-      params.out,
-      params.out_dtype,
-      plan.length % kRaggedChunk == 0 && IsAligned(params.a, kRaggedChunk) && IsAligned(params.b, kRaggedChunk),
-      plan.columns * ByteWidth(params.out_dtype) % 16 == 0 && IsAligned(params.out, 16),
+      OutputOf(params),
+      HasWholeChunks(params),
       plan.rows,
       plan.contraction ? plan.columns : 1,
   };
@@ -364,7 +277,8 @@ cudaError_t RunOnDevice(const RaggedMatmulParams& params, cudaStream_t stream) {
 
 cudaError_t LaunchRaggedMatmul(const RaggedMatmulParams& params, cudaStream_t stream) {
   if (params.plan.MaxTiles() == 0) return cudaSuccess;
-  cudaError_t status = cudaErrorInvalidValue;
+  cudaError_t status = params.tma ? LaunchRaggedTma(params, stream) : cudaErrorNotSupported;
+  if (status != cudaErrorNotSupported) return status;
   DispatchFp8(params.a_dtype, [&](auto a) {
     DispatchFp8(params.b_dtype, [&](auto b) {
       using A = typename decltype(a)::type;

@@ -29,9 +29,13 @@ struct RaggedMatmulParams {
   void* out;  // [members, rows, columns]; where the groups cut the contraction, [members, groups, rows, columns]
   bool precise;
   bool blocks;  // compute capability 9.0 only; always precise
+  bool tma;     // by LaunchRaggedTma, where it is supported
 };
 
 cudaError_t LaunchRaggedMatmul(const RaggedMatmulParams& params, cudaStream_t stream);
+
+// The same bits by the kernel of ragged_tma.cu; cudaErrorNotSupported where it does not have these operands.
+cudaError_t LaunchRaggedTma(const RaggedMatmulParams& params, cudaStream_t stream);
 
 }  // namespace jaxfp8::cuda
 

@@ -79,10 +79,10 @@ class WarpTile {
   float sums_[kRowBlocks][kColumnBlocks][4] = {};
 };
 
-// Two warpgroups, each with 64 rows of the tile and all of its columns, in two halves of which each is a product of its own.
-// With kPrecise an f32 sum takes over after every slice, 128 elements: that of the first half while the second is multiplied.
+// Two warpgroups, each with 64 rows of the tile and all of its columns, in kParts parts of which each is a product of its own.
+// With kPrecise an f32 sum takes over after every slice, 128 elements: that of the first part while the second is multiplied.
 // With kScales, which needs kPrecise, a slice's sum is first multiplied by the product of its row's and its column's scale.
-template <class A, class B, bool kPrecise, bool kScales = false>
+template <class A, class B, bool kPrecise, bool kScales = false, int kParts = 2>
 class WarpgroupTile {
  public:
   static constexpr bool kUsesWarpgroups = true, kHasScales = kScales;
@@ -99,36 +99,39 @@ class WarpgroupTile {
 
   __device__ __forceinline__ void Start(const uint8_t* a, const uint8_t* b) {
     const SwizzledRows rows(a + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kSlice);
-    const SwizzledRows first(b), second(b + kColumns / 2 * kSlice);
     BeginProducts();
-    Multiply(sums_[0], rows, first);
-    if constexpr (kPrecise) CommitProducts();
-    Multiply(sums_[1], rows, second);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (kPrecise && part > 0) CommitProducts();
+      Multiply(sums_[part], rows, SwizzledRows(b + part * (kColumns / kParts) * kSlice));
+    }
     CommitProducts();
   }
 
   __device__ __forceinline__ void Finish(const uint8_t*, const uint8_t*, const float* scales) {
-    WaitForProducts<1>();
+    WaitForProducts<kPrecise ? kParts - 1 : 1>();
     if constexpr (kPrecise) {
       TakeOver(0, scales);
-      WaitForProducts<0>();
-      TakeOver(1, scales);
+      if constexpr (kParts == 2) {
+        WaitForProducts<0>();
+        TakeOver(1, scales);
+      }
     }
   }
 
   __device__ __forceinline__ void End() {
     WaitForProducts<0>();
-    UseSums(sums_[0]);
-    UseSums(sums_[1]);
+#pragma unroll
+    for (auto& sums : sums_) UseSums(sums);
   }
 
   __device__ __forceinline__ float Sum(int, int j, int element) const {
-    const int half = j / (kColumnBlocks / 2), place = j % (kColumnBlocks / 2) * 4 + element;
-    return kPrecise ? totals_[half][place] : sums_[half][place];
+    const int part = j / (kColumnBlocks / kParts), place = j % (kColumnBlocks / kParts) * 4 + element;
+    return kPrecise ? totals_[part][place] : sums_[part][place];
   }
 
  private:
-  static constexpr int kSums = kColumns / 4;  // a thread's, of half of the columns
+  static constexpr int kSums = kColumns / kParts / 2;  // a thread's, of a part of the columns
 
   static __device__ __forceinline__ void Multiply(float (&sums)[kSums], SwizzledRows a, SwizzledRows b) {
 #pragma unroll
@@ -137,26 +140,26 @@ class WarpgroupTile {
     }
   }
 
-  __device__ __forceinline__ void TakeOver(int half, const float* scales) {
-    UseSums(sums_[half]);
+  __device__ __forceinline__ void TakeOver(int part, const float* scales) {
+    UseSums(sums_[part]);
     if constexpr (kScales) {
       const int lane = threadIdx.x % 32;
       const float* of_rows = scales + FirstRow() + lane / 4;
-      const float* of_columns = scales + kRows + half * (kColumns / 2) + lane % 4 * 2;
+      const float* of_columns = scales + kRows + part * (kColumns / kParts) + lane % 4 * 2;
       const float of_row[2] = {of_rows[0], of_rows[8]};
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         const float scale = __fmul_rn(of_row[i % 4 / 2], of_columns[i / 4 * 8 + i % 2]);
-        totals_[half][i] = __fmaf_rn(scale, sums_[half][i], totals_[half][i]);
+        totals_[part][i] = __fmaf_rn(scale, sums_[part][i], totals_[part][i]);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) totals_[half][i] += sums_[half][i];
+      for (int i = 0; i < kSums; ++i) totals_[part][i] += sums_[part][i];
     }
   }
 
-  float sums_[2][kSums] = {};
-  float totals_[2][kPrecise ? kSums : 1] = {};
+  float sums_[kParts][kSums] = {};
+  float totals_[kParts][kPrecise ? kSums : 1] = {};
 };
 
 }  // namespace jaxfp8::cuda

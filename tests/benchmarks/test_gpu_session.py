@@ -37,6 +37,8 @@ STEPS = {
         "selftest",
         "gpu-tests",
         "kernels",
+        "gpu-tests-tma",
+        "tma",
         "model",
         "scan",
         "small",
@@ -55,6 +57,7 @@ JSON = {
     "minutes": {
         "selftest.json",
         "kernels.json",
+        "ragged_tma.json",
         *(f"gpu_{name}.json" for name in RECORDS),
     },
 }

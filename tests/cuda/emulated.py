@@ -466,6 +466,7 @@ class Emulated:
         out_dtype=F32,
         precise=False,
         shift=0,
+        tma=False,
     ):
         """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b
         `[v, n, m]`. Scales of blocks are of as many dimensions as their operand.
@@ -486,7 +487,7 @@ class Emulated:
             "ragged_matmul", a.dtype, b.dtype, np.dtype(out_dtype), operand(a, shift),
             operand(b, shift), operand(a_scale), operand(b_scale), a_scale.size > 1,
             b_scale.size > 1, operand(sizes.astype(np.int32)), out, precise, blocks,
-            contraction, members, groups, rows, columns, length,
+            tma, contraction, members, groups, rows, columns, length,
         )  # fmt: skip
         return out.result("out")
 

@@ -60,12 +60,12 @@ def check(
     *,
     precise=True,
     out_dtype=F32,
-    shift=0,
     what="",
+    **options,
 ):
     sizes = np.int32(sizes).reshape(a.shape[0], -1)
     got = kernels.ragged_matmul(
-        a, b, a_scale, b_scale, sizes, out_dtype=out_dtype, precise=precise, shift=shift
+        a, b, a_scale, b_scale, sizes, out_dtype=out_dtype, precise=precise, **options
     )
     a_scale, b_scale = (
         np.broadcast_to(scale, a.shape[:1]) for scale in (a_scale, b_scale)

@@ -132,25 +132,24 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
     "sizes, m, k, n",
     [([10, 0, 130, 1, 64], 304, 80, 40), ([700, 0, 1500, 3], 2500, 512, 384)],
 )
-def test_large_ragged_products(sizes, m, k, n, ragged):
-    """More slices and tiles than tests/ops has."""
+def test_large_ragged_products(monkeypatch, sizes, m, k, n, ragged):
+    """More slices and tiles than tests/ops has; by the copy engine the same bits."""
     shapes = ((m, k), (len(sizes), n, k)) if ragged == "rows" else ((k, m), (n, m))
     a = random_codes(shapes[0], E4M3, 1)
     b = random_codes(shapes[1], E5M2, 2)
     scales = F32(2.0**-9), F32(0.3 * 2.0**-9)
+    product = functools.partial(
+        ops.ragged_matmul, a, b, *scales, np.int32(sizes), ragged=ragged
+    )
     for precise in (False, True):
-        got = ops.ragged_matmul(
-            a,
-            b,
-            *scales,
-            np.int32(sizes),
-            ragged=ragged,
-            out_dtype=jnp.float32,
-            precise=precise,
-        )
+        monkeypatch.setenv("JAXFP8_RAGGED_TMA", "0")
+        got = product(out_dtype=jnp.float32, precise=precise)
         oracle.ragged_matmul(
             a, b, *scales, sizes, **cases.accumulation("cuda", precise)
         ).check(got, f"{sizes}")
+        monkeypatch.setenv("JAXFP8_RAGGED_TMA", "1")
+        by_tma = product(out_dtype=jnp.float32, precise=precise)
+        oracle.assert_bitwise(by_tma, np.asarray(got), f"{sizes}")
 
 
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])

@@ -23,6 +23,8 @@ BUDGETS = {
     r"^sm_1\d\d .*ActivationGradientI.*(Gated|Clamped)": 128,  # 2 blocks
     "ActivationGradientI": 80,  # 3 blocks
     "RaggedMatmulKernel.*WarpgroupTile": 255,  # 1 block of 256 threads
+    # 1 block of 384 threads, which setmaxnreg gives 40 or 232 of 168
+    "RaggedTmaKernel": 168,
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
     "^sm_120 .*(TileKernel|(Amax|Quantize)KernelI)": 80,  # 3 blocks
     # 1 block: element by element
@@ -110,11 +112,14 @@ def test_no_kernel_spills(kernels):
 
 
 def test_products_of_warpgroups_run_beside_their_warps():
-    """ptxas waits for each wgmma where a warp uses its sums too early, and says so."""
+    """ptxas waits for each wgmma where a warp uses its sums too early, or ignores a
+    setmaxnreg, and says so.
+    """
     logs = [log for log in REPORTS if "ragged" in log.name]
     if not logs:
         pytest.skip("the CUDA module was built without its report (make cuda)")
-    assert not any("serialized" in log.read_text() for log in logs)
+    for log in logs:
+        assert not re.search("serialized|setmaxnreg", log.read_text()), log
 
 
 def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):

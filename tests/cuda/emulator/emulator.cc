@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "cuda/kernels/ragged_matmul.h"
 #include "cuda_runtime.h"
 
 dim3 threadIdx, blockIdx, gridDim;
@@ -294,3 +295,6 @@ extern "C" __attribute__((visibility("default"))) void emulator_take_launches(in
     *count = 0;
   }
 }
+
+// Of Hopper's copy engine there is no emulation.
+cudaError_t jaxfp8::cuda::LaunchRaggedTma(const RaggedMatmulParams&, cudaStream_t) { return cudaErrorNotSupported; }

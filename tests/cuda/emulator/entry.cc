@@ -127,12 +127,12 @@ static jaxfp8::cuda::RaggedPlan RaggedPlanOf(int64_t contraction, int64_t member
 EXPORT int launch_ragged_matmul(int a_dtype, int b_dtype, int out_dtype, const void* a, const void* b,
                                 const float* a_scale_inv, const float* b_scale_inv, int64_t a_scale_stride,
                                 int64_t b_scale_stride, const int32_t* group_sizes, void* out, int64_t precise,
-                                int64_t blocks, int64_t contraction, int64_t members, int64_t groups, int64_t rows,
-                                int64_t columns, int64_t length) {
+                                int64_t blocks, int64_t tma, int64_t contraction, int64_t members, int64_t groups,
+                                int64_t rows, int64_t columns, int64_t length) {
   return jaxfp8::cuda::LaunchRaggedMatmul(
       {RaggedPlanOf(contraction, members, groups, rows, columns, length), static_cast<Dtype>(a_dtype),
        static_cast<Dtype>(b_dtype), static_cast<Dtype>(out_dtype), a, b, a_scale_inv, b_scale_inv, a_scale_stride,
-       b_scale_stride, group_sizes, out, precise != 0, blocks != 0},
+       b_scale_stride, group_sizes, out, precise != 0, blocks != 0, tma != 0},
       nullptr);
 }
 

@@ -9,6 +9,10 @@
 //   pending     an access to bytes on which an asynchronous copy is under way
 //   barrier     threads at different barriers, or threads that ended before a barrier
 //   warp        a .sync instruction that a lane of its mask does not reach
+//   phase       an access to what a copy brings before its barrier, or a wait for a phase that never ends
+//   count       a phase of a barrier with fewer or more bytes or threads than it expects
+//   overwrite   a copy to shared memory that may still be read
+//   registers   a setmaxnreg that the manual forbids
 //   endless     a kernel that does not end
 //   launch      a grid, a block or parameters that no launch may have
 //   unknown     an instruction that the interpreter does not have

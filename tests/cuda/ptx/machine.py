@@ -26,6 +26,8 @@ from .. import buffers, emulated
 HERE = Path(__file__).resolve().parent
 CACHE = emulated.ROOT / "build" / "ptx"
 ARCHITECTURE = "90a"
+# ragged_tma is Hopper's alone: the emulator does not have its instructions.
+KERNELS = (*emulated.KERNELS, "ragged_tma")
 
 
 @functools.cache
@@ -88,7 +90,7 @@ def _kept(name: str, key: bytes, make) -> Path:
 
 
 def compiled(
-    architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = tuple(emulated.KERNELS)
+    architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = KERNELS
 ) -> Path:
     """Return a folder with `<kernel>.o` and `<kernel>.ptx`, the text that the object
     was made of.
@@ -272,6 +274,14 @@ def take_fault(library: ctypes.CDLL) -> str:
     text = ctypes.create_string_buffer(1 << 14)
     library.ptx_take_fault(text, len(text))
     return text.value.decode()
+
+
+def launched(library: ctypes.CDLL, kernel: str) -> int:
+    """Return how often kernels with this in their names were launched."""
+    with tempfile.NamedTemporaryFile("r") as report:
+        library.ptx_report(report.name.encode())
+        lines = [line.split() for line in report if kernel in line]
+    return sum(int(count) for _, count in lines)
 
 
 class Interpreted(emulated.Emulated):

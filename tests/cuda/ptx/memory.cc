@@ -184,7 +184,8 @@ uint32_t AtomicMaxGlobal(uint64_t address, uint32_t value) {
 // ------------------------------------------------------------------------------------------------------ shared memory
 
 // History counts threads from 1; a block has at most 1024.
-SharedMemory::SharedMemory(uint64_t end) : data_(end), is_variable_(end), bytes_(end), shows_(1025) {}
+SharedMemory::SharedMemory(uint64_t end)
+    : data_(end), is_variable_(end), bytes_(end), shows_(1025), chunks_(end / 16 + 1) {}
 
 void SharedMemory::AddVariable(uint64_t address, int bytes) {
   std::fill_n(is_variable_.begin() + static_cast<int64_t>(address), bytes, true);
@@ -193,6 +194,11 @@ void SharedMemory::AddVariable(uint64_t address, int bytes) {
 void SharedMemory::BeginBlock() {
   std::fill(bytes_.begin(), bytes_.end(), Byte());
   std::fill(shows_.begin(), shows_.end(), Shows());
+  if (!barriers_.empty()) std::fill(chunks_.begin(), chunks_.end(), Chunk());
+  barriers_.clear();
+  boxes_.clear();
+  pasts_.fill({});
+  PassBarrier();
 }
 
 void SharedMemory::Check(uint64_t address, uint32_t bytes, const char* access) {
@@ -211,6 +217,7 @@ void SharedMemory::Check(uint64_t address, uint32_t bytes, const char* access) {
 
 void SharedMemory::Read(uint64_t address, uint32_t bytes, uint8_t* out, uint8_t* undefined) {
   Check(address, bytes, "reads");
+  Note(address, bytes);
   for (uint32_t i = 0; i < bytes; ++i) {
     bytes_[address + i].history.Read(Me());
     undefined[i] = bytes_[address + i].undefined;
@@ -220,8 +227,10 @@ void SharedMemory::Read(uint64_t address, uint32_t bytes, uint8_t* out, uint8_t*
 
 void SharedMemory::Write(uint64_t address, uint32_t bytes, const uint8_t* data, const uint8_t* undefined) {
   Check(address, bytes, "writes");
+  Note(address, bytes);
   for (uint32_t i = 0; i < bytes; ++i) {
     bytes_[address + i].history.Write(Me());
+    bytes_[address + i].is_of_box = false;
     bytes_[address + i].undefined = undefined[i];
     bytes_[address + i].shows = shows_[Me()].count;
   }
@@ -232,7 +241,7 @@ void SharedMemory::ReadByTensorCores(uint64_t address, uint8_t* out, uint8_t* un
   Read(address, 16, out, undefined);
   for (uint32_t i = 0; i < 16; ++i) {
     const Byte& byte = bytes_[address + i];
-    if (byte.undefined != 0) continue;
+    if (byte.undefined != 0 || byte.is_of_box) continue;
     const Shows& shows = shows_[byte.history.writer];
     const bool is_last = shows.count == byte.shows + 1;
     if (shows.count == byte.shows || (is_last && shows.last_epoch == epoch.now && byte.history.writer != Me())) {

@@ -5,8 +5,12 @@
 #ifndef JAXFP8_TESTS_CUDA_PTX_MEMORY_H_
 #define JAXFP8_TESTS_CUDA_PTX_MEMORY_H_
 
+#include <array>
 #include <cstdint>
+#include <map>
 #include <vector>
+
+#include "bulk.h"
 
 namespace ptx {
 
@@ -71,13 +75,34 @@ class SharedMemory {
   // Copies arrive as late as they may: when their thread waits for them.
   void Arrive(const Copy& copy);
 
+  // mbarrier and cp.async.bulk (bulk.cc), by the thread of `position`.
+  void MakeBarrier(uint64_t address, uint32_t threads);
+  void ArriveAt(uint64_t address, uint32_t bytes);
+  bool HasEnded(uint64_t address, uint64_t parity);
+  [[noreturn]] void RefuseToWait(uint64_t address);
+  void Begin(const BoxCopy& copy);
+  bool ArriveBox();
+  void PassBarrier();
+  // The chunk of 16 bytes that a product of the warp reads until it has ended.
+  void ReadLater(uint64_t address);
+  bool HasBarriers() const { return !barriers_.empty(); }
+  bool HasBoxes() const { return !boxes_.empty(); }
+
  private:
   struct Byte {
     History history;
     uint32_t copier = 0;  // the thread whose copy is under way
     uint32_t shows = 0;   // of the writer, before it wrote
     uint8_t undefined = 0xff;
+    bool is_of_box = false;
   };
+  struct Chunk {
+    uint64_t barrier = 0, phases = 0;  // that have to end before the latest box may be read
+    std::array<uint32_t, kMostWarps> accesses = {};  // of each warp: its arrivals before the latest one
+  };
+  Barrier& BarrierAt(uint64_t address);
+  void EndPhase(uint64_t address, Barrier& barrier);
+  void Note(uint64_t address, uint32_t bytes);
   void Check(uint64_t address, uint32_t bytes, const char* access);
 
   std::vector<uint8_t> data_;
@@ -87,6 +112,10 @@ class SharedMemory {
     uint32_t count = 0, last_epoch = 0;
   };
   std::vector<Shows> shows_;  // of each thread
+  std::vector<Chunk> chunks_;
+  std::map<uint64_t, Barrier> barriers_;
+  std::vector<BoxCopy> boxes_;  // under way
+  std::array<Past, kMostWarps> pasts_;
 };
 
 }  // namespace ptx

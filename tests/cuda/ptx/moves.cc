@@ -150,7 +150,8 @@ const std::unordered_map<std::string, Action> kActions = {
     {"cvt.rn.f16x2.e5m2x2", Each<HalvesOfCodes<kE5M2>, UndefinedOfCodes>},
     {"prmt.b32", Each<Permute, UndefinedOfPermute>},
     {"bfi.b32", InsertField},
-    // 9.7.9.20, cvta: the generic addresses of global memory are those of global memory.
+    // 9.7.9.20, cvta: the generic addresses of global memory and of parameters are their own.
+    {"cvta.param.u64", Each<Move<uint64_t>, Same<uint64_t>>},
     {"cvta.to.global.u64", Each<Move<uint64_t>, Same<uint64_t>>},
 };
 

@@ -218,7 +218,8 @@ void Parser::Decode(std::string_view statement) {
     in.flow = Flow::kReturn;
   } else {
     bool is_known = false;
-    for (Decoder decode : {DecodeArithmetic, DecodeMove, DecodeAccess, DecodeCollective, DecodeWarpgroup}) {
+    for (Decoder decode : {DecodeArithmetic, DecodeMove, DecodeAccess, DecodeCollective, DecodeWarpgroup,
+                           DecodeBulk}) {
       if ((is_known = decode(*this, opcode, operands, &in))) break;
     }
     if (!is_known) Refuse("unknown", "instruction " + opcode);

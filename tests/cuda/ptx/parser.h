@@ -76,6 +76,7 @@ bool DecodeMove(Parser&, const std::string& opcode, const std::vector<std::strin
 bool DecodeAccess(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
 bool DecodeCollective(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
 bool DecodeWarpgroup(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
+bool DecodeBulk(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
 
 }  // namespace ptx
 

@@ -28,7 +28,8 @@ enum class Flow : uint8_t {
   kBranch,     // to `target`
   kReturn,     //
   kBarrier,    // waits for the block
-  kCollective  // waits for the lanes of a mask, which is its first source
+  kCollective, // waits for the lanes of a mask, which is its first source
+  kWait        // for a phase of an mbarrier
 };
 
 struct Instruction {

@@ -1,5 +1,6 @@
 // Stands in for the CUDA runtime: nvcc's objects register their kernels here and launch them, with the grids and
 // parameters that the launchers give. The functions at the end are for the tests, some by names of the emulator.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "bulk.h"
 #include "faults.h"
 #include "memory.h"
 #include "numbers.h"
@@ -163,6 +165,36 @@ EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
     ptx::FillGlobal(reinterpret_cast<uint64_t>(to), bytes);
     std::memcpy(to, from, bytes);
   });
+}
+
+// What the driver asks of a map (cuTensorMapEncodeTiled), for the kind of map that the kernels have.
+static CUresult MakeTensorMap(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* sizes,
+                              const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
+                              CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                              CUtensorMapFloatOOBfill fill) {
+  const auto address = reinterpret_cast<uint64_t>(base);
+  const bool is_known = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 && rank == 3 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+                        swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+  bool is_right = is_known && address % 16 == 0 && reinterpret_cast<uint64_t>(map) % 64 == 0 && box[0] <= 128;
+  ptx::TensorMap made = {ptx::TensorMap::kMark, address, {}, {}, {}};
+  for (size_t i = 0; i < 3; ++i) {
+    made.sizes[i] = sizes[i];
+    made.box[i] = box[i];
+    is_right &= sizes[i] > 0 && sizes[i] <= uint64_t{1} << 32 && box[i] > 0 && box[i] <= 256 && steps[i] == 1;
+    if (i == 2) break;
+    made.strides[i] = strides[i];
+    is_right &= strides[i] % 16 == 0 && strides[i] < uint64_t{1} << 40;
+  }
+  if (!is_right || box[0] % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+  std::memcpy(map, &made, sizeof(made));
+  return CUDA_SUCCESS;
+}
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned int, unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* found) {
+  if (std::strcmp(symbol, "cuTensorMapEncodeTiled") != 0) Die(symbol);
+  *function = reinterpret_cast<void*>(MakeTensorMap);
+  *found = cudaDriverEntryPointSuccess;
+  return FirstUse();
 }
 
 // ------------------------------------------------------------------------------------------------------ for the tests

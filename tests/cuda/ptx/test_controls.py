@@ -104,6 +104,34 @@ def ragged_rows_of_blocks(interpreted):
     ragged_blocks.check(interpreted, ragged_blocks.operands(False, 291, 272, 24))
 
 
+def tma_rows(interpreted, precise=True, backwards=False):
+    """More slices than stages, in two groups that are not whole tiles."""
+    interpreted.device = ragged.DEVICES["warpgroups"][0]
+    interpreted.configure(backwards=backwards)
+    a, b = ragged.operands(False, 2, 200, 720, 32, b_fmt=E4M3)
+    ragged.check(interpreted, a, b, [16, 24], precise=precise, tma=True)
+
+
+def fast_tma_rows(interpreted):
+    tma_rows(interpreted, precise=False)
+
+
+def early_tma_rows(interpreted):
+    """Copies arrive at once, and the warp that copies runs first."""
+    try:
+        tma_rows(interpreted, backwards=True)
+    finally:
+        interpreted.configure()
+
+
+def tma_contraction(interpreted):
+    """Groups that begin and end inside of a slice."""
+    interpreted.device = ragged.DEVICES["warpgroups"][0]
+    a, b = ragged.operands(True, 2, 208, 40, 32)
+    a[..., 70:] = b[..., 70:] = np.nan
+    ragged.check(interpreted, a, b, [30, 40], tma=True)
+
+
 def moments(squared):
     def run(interpreted):
         kernels.encode_moment(interpreted, (60, 256), squared, True, in_place=True)
@@ -140,6 +168,23 @@ class Control(NamedTuple):
 
 
 E4M3_PAIR = r"(cvt.rn.satfinite.e4m3x2.f32 %\w+), (%\w+), (%\w+);"
+EXPECT = r"(mov.u32\s+%r\d+), 40960;"  # bytes of a precise stage
+
+
+def wait(threads, outcome):
+    """A pattern and a replacement: threads, a comparison with 256, wait for nothing
+    and go on as `outcome` says, registers p of whether the phase has ended and q of
+    its parity.
+    """
+    return (
+        r"\.reg \.pred p; (mbarrier\.try_wait\S+ p, \[%\w+\]), (%\w+);",
+        r".reg .pred p, w; .reg .u32 t, q; mov.u32 t, %tid.x; mov.u32 q, \2; "
+        rf"setp.{threads}.u32 w, t, 256; {outcome[0]} \1, q; {outcome[1]}",
+    )
+
+
+OTHER_PHASE = "@w xor.b32 q, q, 1;", ""
+NO_WAIT = "", "@w setp.eq.u32 p, t, t;"
 MMA = r"(mma.sync\S+ \{[^}]*\}, \{)(%r\d+), (%r\d+)"
 CONTROLS = {
     "operands of cvt exchanged": Control(
@@ -250,6 +295,65 @@ CONTROLS = {
         "",
         tiles("(1, 32), ceil"),
         "race",
+    ),
+    "fewer bytes than are copied": Control(
+        "ragged_tma", EXPECT, r"\1, 24576;", tma_rows, "count"
+    ),
+    "more bytes than are copied": Control(
+        "ragged_tma", EXPECT, r"\1, 40976;", tma_rows, "count"
+    ),
+    "a stage released by fewer warps than read it": Control(
+        "ragged_tma", r"(mov.u32\s+%r\d+), 8;", r"\1, 7;", tma_rows, "overwrite"
+    ),
+    "a wait for the other phase": Control(
+        "ragged_tma", *wait("ge", OTHER_PHASE), tma_rows, "phase"
+    ),
+    "a read of a stage that has not arrived": Control(
+        "ragged_tma", *wait("lt", NO_WAIT), early_tma_rows, "phase"
+    ),
+    "a copy to a stage that is read": Control(
+        "ragged_tma", *wait("ge", NO_WAIT), early_tma_rows, "overwrite"
+    ),
+    "a stage released before its product": Control(
+        "ragged_tma",
+        r"wgmma.wait_group.sync.aligned 1;",
+        "",
+        fast_tma_rows,
+        "overwrite",
+    ),
+    "barriers not shown to copies": Control(
+        "ragged_tma", r"fence.proxy.async.shared::cta;", "", tma_rows, "proxy"
+    ),
+    "registers that nobody gives": Control(
+        "ragged_tma",
+        "setmaxnreg.inc.sync.aligned.u32 232",
+        "setmaxnreg.inc.sync.aligned.u32 240",
+        tma_rows,
+        "registers",
+    ),
+    "a store past the group's last row": Control(
+        "ragged_tma",
+        r"(sub.s32\s+(%r\d+), %r\d+, %r\d+;\s+)selp.b32(\s+%r\d+), \2, 0, %p\d+;",
+        r"\1mov.b32\3, \2;",
+        tma_rows,
+        "race",
+    ),
+    "neighbours not cleared": Control(
+        "ragged_tma", r"st.shared.v4.u32 [^;]*;", "", tma_contraction, RESULTS
+    ),
+    "products before all warps have cleared": Control(
+        "ragged_tma",
+        r"(mov.u32\s+%r\d+), 256;(\s+// begin inline asm\s+mbarrier.init)",
+        r"\1, 128;\2",
+        tma_contraction,
+        "(race|overwrite)",
+    ),
+    "cleared, and not shown": Control(
+        "ragged_tma",
+        r"(?s)(fence.proxy.async.shared::cta;.*?)fence.proxy.async.shared::cta;",
+        r"\1",
+        tma_contraction,
+        "proxy",
     ),
     "a store where an atomic was": Control(
         "amax",

@@ -33,6 +33,7 @@ void Warp::Begin(uint32_t block_index, uint32_t block_size, uint32_t grid_size) 
     copies_[lane].assign(1, {});
   }
   products_ = {};
+  gave_up_ = 0;
 }
 
 uint32_t Warp::ReadyLanes() const {
@@ -41,8 +42,23 @@ uint32_t Warp::ReadyLanes() const {
   return ready;
 }
 
+// Whether the phase that a lane waits for has ended.
+bool Warp::TryWait(const Instruction& in, int lane) {
+  const Register &address = at(in.from[0]), &parity = at(in.from[1]);
+  CheckDefined((address.Undefined(lane) | parity.Undefined(lane)) & 0xffffffff, "an operand of try_wait", lane);
+  Locate(lane);
+  return block_.shared().HasEnded(address.value[lane] & 0xffffffff, parity.value[lane] & 1);
+}
+
+void Warp::Wake() {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (states_[lane] == State::kAtPhase && TryWait(instruction(lane), lane)) states_[lane] = State::kReady;
+  }
+}
+
 bool Warp::Run() {
   bool has_moved = false;
+  Wake();
   do {
     while (const uint32_t ready = ReadyLanes()) {
       RunReady(ready);
@@ -106,6 +122,22 @@ void Warp::RunReady(uint32_t ready) {
       case Flow::kCollective:
         leave(active, State::kAtCollective, place - 1);
         break;
+      case Flow::kWait: {
+        uint32_t waiting = 0;
+        ForLanes(active, [&](int lane) {
+          const bool has_ended = TryWait(in, lane);
+          const uint32_t bit = 1u << lane;
+          if (!has_ended && gave_up_ & bit) {
+            waiting |= bit;
+            return;
+          }
+          at(in.to[0]).Set(lane, has_ended);
+          gave_up_ = has_ended ? gave_up_ & ~bit : gave_up_ | bit;
+        });
+        leave(waiting, State::kAtPhase, place - 1);
+        if ((lanes &= ~waiting) == 0) return;
+        continue;
+      }
     }
     lanes = others;
     if (lanes == 0) return;
@@ -155,9 +187,12 @@ bool Warp::RunCollectives() {
 
 void Warp::RefuseWaiting() {
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (states_[lane] != State::kAtCollective) continue;
+    if (states_[lane] != State::kAtCollective && states_[lane] != State::kAtPhase) continue;
     Locate(lane);
     position.line = instruction(lane).line;
+    if (states_[lane] == State::kAtPhase) {
+      block_.shared().RefuseToWait(at(instruction(lane).from[0]).value[lane] & 0xffffffff);
+    }
     Refuse("warp", "waits for lanes that do not come");
   }
 }
@@ -173,6 +208,8 @@ void Warp::Release(bool any) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- blocks
+
+constexpr uint32_t kRegisters = 65536;  // of a multiprocessor
 
 Block::Block(const Kernel& kernel, uint32_t threads, uint32_t blocks, uint32_t dynamic_bytes,
              const std::vector<uint8_t>& parameters)
@@ -194,6 +231,7 @@ void Block::Run(uint32_t index) {
   epoch.block_begin = ++epoch.now;
   position.block = index;
   shared_.BeginBlock();
+  registers_.assign(warps_.size(), static_cast<int>(kRegisters / threads_ / 8 * 8));
   for (Warp& warp : warps_) warp.Begin(index, threads_, blocks_);
   const size_t count = warps_.size();
   for (;;) {
@@ -209,11 +247,12 @@ void Block::Run(uint32_t index) {
     if (ended == threads_) break;
     if (ended + waiting == threads_) {
       PassBarrier();
-    } else if (!has_moved) {
+    } else if (!has_moved && !shared_.ArriveBox()) {
       for (Warp& warp : warps_) warp.RefuseWaiting();
     }
   }
   CheckWarpgroups();
+  if (shared_.HasBoxes()) Refuse("pending", "the block ends before its copy has arrived");
   for (Warp& warp : warps_) {
     if (warp.products().IsPending()) Refuse("pending", "the warp ends before its wgmma has");
     ForLanes(warp.all(), [&](int lane) {
@@ -246,12 +285,27 @@ void Block::PassBarrier() {
   }
   CheckWarpgroups();
   ++epoch.now;
+  shared_.PassBarrier();
   for (Warp& warp : warps_) warp.Release(any);
 }
 
-// 9.7.15: the four warps of a warpgroup run the same wgmma.
+// 9.7.19.5: a count is a multiple of 8 from 24 to 256, and more is taken from what others have given.
+void Block::SetRegisters(int warp, int count, bool takes) {
+  int& registers = registers_[static_cast<size_t>(warp)];
+  const bool is_count = count % 8 == 0 && count >= 24 && count <= 256;
+  if (!is_count || (takes ? count < registers : count > registers)) {
+    Refuse("registers", "setmaxnreg from " + std::to_string(registers) + " to " + std::to_string(count));
+  }
+  registers = count;
+}
+
+// 9.7.15 and 9.7.19.5: the four warps of a warpgroup run the same wgmma and setmaxnreg.
 void Block::CheckWarpgroups() {
+  int taken = 0;
+  for (const int registers : registers_) taken += registers - static_cast<int>(kRegisters / threads_ / 8 * 8);
+  if (taken > 0) Refuse("registers", "setmaxnreg waits for registers that nobody gives");
   for (size_t i = 0; i < warps_.size(); ++i) {
+    if (registers_[i] != registers_[i / 4 * 4]) Refuse("warpgroup", "one of its warps has not run setmaxnreg");
     if (warps_[i].products().started == warps_[i / 4 * 4].products().started) continue;
     Refuse("warpgroup", "warp " + std::to_string(i) + " has not run as many wgmma as the others");
   }

@@ -34,7 +34,7 @@ struct Register {
   }
 };
 
-enum class State : uint8_t { kReady, kAtBarrier, kAtCollective, kEnded };
+enum class State : uint8_t { kReady, kAtBarrier, kAtCollective, kAtPhase, kEnded };
 
 // Calls `function(lane)` for the lanes of a mask.
 template <class Function>
@@ -75,6 +75,8 @@ class Warp {
   void RunReady(uint32_t ready);
   uint32_t GuardedLanes(const Instruction& in, uint32_t lanes);
   bool RunCollectives();
+  bool TryWait(const Instruction& in, int lane);
+  void Wake();
   uint32_t CollectiveMask(int lane) const;
 
   Block& block_;
@@ -83,6 +85,7 @@ class Warp {
   std::vector<Register> registers_;
   std::array<uint32_t, kLanes> places_;  // in the code
   std::array<State, kLanes> states_;
+  uint32_t gave_up_ = 0;  // lanes whose try_wait has given up once
   std::array<std::deque<std::vector<Copy>>, kLanes> copies_;  // groups; the last is not committed yet
   Products products_;
 };
@@ -97,6 +100,7 @@ class Block {
 
   SharedMemory& shared() { return shared_; }
   const std::vector<uint8_t>& parameters() const { return parameters_; }
+  void SetRegisters(int warp, int count, bool takes);
 
  private:
   void PassBarrier();
@@ -107,6 +111,7 @@ class Block {
   const std::vector<uint8_t>& parameters_;
   SharedMemory shared_;
   std::vector<Warp> warps_;
+  std::vector<int> registers_;  // of each warp's threads
 };
 
 // Whether blocks, and warps of a block, run from the last to the first.

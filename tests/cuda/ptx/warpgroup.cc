@@ -77,13 +77,17 @@ float Add(float sum, const Element* a, const Element* b, int format_bits) {
   return static_cast<float>(std::ldexp(static_cast<double>(total), last));
 }
 
-// 9.7.15.5.1.2.2, matrix descriptors, for rows of 128 bytes with the swizzle of 128: 16 bytes of `row`.
-std::array<Element, 16> ReadChunk(Warp& warp, uint64_t descriptor, int row, int chunk, const Format& format) {
+// 9.7.15.5.1.2.2, matrix descriptors, for rows of 128 bytes with the swizzle of 128: where 16 bytes of `row` are.
+uint64_t ChunkAddress(uint64_t descriptor, int row, int chunk) {
   const uint64_t start = (descriptor & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) Refuse("unknown", "matrix descriptor " + Hex(descriptor));
   const uint64_t linear = start + static_cast<uint64_t>(row / 8) * stride + static_cast<uint64_t>(row % 8 * 128 + chunk * 16);
+  return linear ^ (linear >> 7 & 7) << 4;
+}
+
+std::array<Element, 16> ReadChunk(Warp& warp, uint64_t descriptor, int row, int chunk, const Format& format) {
   uint8_t data[16], undefined[16];
-  warp.block().shared().ReadByTensorCores(linear ^ (linear >> 7 & 7) << 4, data, undefined);
+  warp.block().shared().ReadByTensorCores(ChunkAddress(descriptor, row, chunk), data, undefined);
   std::array<Element, 16> elements;
   const auto& table = Table(format);
   for (size_t i = 0; i < 16; ++i) {
@@ -144,6 +148,14 @@ uint64_t Uniform(Warp& warp, int index, uint64_t mask) {
   return source.value[0] & mask;
 }
 
+// No box may come where a product is to read.
+void ReadLater(Warp& warp, uint64_t descriptor, int first, int count) {
+  if (!warp.block().shared().HasBarriers()) return;
+  for (int chunk = 0; chunk < count * kDepth / 16; ++chunk) {
+    warp.block().shared().ReadLater(ChunkAddress(descriptor, first + chunk / 2, chunk % 2));
+  }
+}
+
 void Start(Warp& warp, const Instruction& in, uint32_t) {
   Products& products = warp.products();
   warp.Locate(0);
@@ -151,6 +163,9 @@ void Start(Warp& warp, const Instruction& in, uint32_t) {
   ++products.started;
   products.groups.back().push_back(
       {&in, Uniform(warp, in.from[1], ~uint64_t{0}), Uniform(warp, in.from[2], ~uint64_t{0}), Uniform(warp, in.from[3], 1) != 0});
+  const Product& product = products.groups.back().back();
+  ReadLater(warp, product.a, warp.rank() % 4 * kRows, kRows);
+  ReadLater(warp, product.b, 0, static_cast<int>(in.sums.size()) * 2);
   const auto [at, is_new] = products.sums.try_emplace(in.sums[0]);
   if (!is_new) return;
   Sums& sums = at->second;
