@@ -26,7 +26,7 @@ from ._compute_dtype import gated_activation, linear
 from ._dot_general import dot_general
 from ._fused_input import Activated
 
-# The least columns of a layer that lie side by side in a joined kernel.
+# The least columns of a layer that lie side by side in a kernel of several layers.
 _COLUMNS = 128
 
 
@@ -132,7 +132,10 @@ class LayersCall:
         called: the layers of the product that were called with x, by name.
         y: the product.
         results: the parts of y for layers that were not called yet, by name.
+        axis: the axis of `[..., groups, columns]` along which layers are joined.
     """
+
+    axis = -1
 
     def __init__(
         self,
@@ -232,7 +235,8 @@ class LayersCall:
         """Compute the product, and the results of all its layers."""
         kernels, biases, states = zip(*self._parts(), strict=True)
         features = [kernel.shape[1:] for kernel in kernels]
-        shapes, axis = self._shapes(features)
+        groups, axis = self._groups(features), self.axis
+        shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
         joined = Parameters(
             _joined(kernels, kernels[0].shape[:1], shapes, axis),
             None if biases[0] is None else _joined(biases, (), shapes, axis),
@@ -240,24 +244,25 @@ class LayersCall:
         )
         self.y = self._multiply(self.joined[0], layer, x, joined, self.activation)
         y = self.y.x if isinstance(self.y, Activated) else self.y
-        ends = np.cumsum([shape[axis] for shape in shapes])
+        ends = np.cumsum([_flat(shape)[axis] for shape in shapes])
         values = jnp.split(y, ends[:-1], axis)
-        for name, value, each in zip(self.joined, values, features, strict=True):
-            self.results[name] = value.reshape(*x.shape[:-1], *each)
+        rows = x.shape[:-1]
+        for i, name in enumerate(self.joined):
+            value = values[i].reshape(*rows, *shapes[i])
+            self.results[name] = value.reshape(*rows, *features[i])
 
-    def _shapes(self, features) -> tuple[list[tuple[int, int]], int]:
-        """Return `[groups, columns]` of each layer, whose columns are joined, and the
-        axis of the columns.
+    def _groups(self, features) -> int:
+        """Return the groups of columns: each has the same part of all layers, whole
+        heads of at least `_COLUMNS` columns.
 
         A mesh axis that divides the groups cuts the joined kernel as it cuts the
         kernels.
         """
-        widths = list(map(math.prod, features))
-        common = math.gcd(*widths)
-        groups = max(common // _COLUMNS, 1)
-        while common % groups:
+        heads = math.gcd(*(each[0] for each in features))
+        groups = max(min(map(math.prod, features)) // _COLUMNS, 1)
+        while heads % groups:
             groups -= 1
-        return [(groups, width // groups) for width in widths], -1
+        return groups
 
     def _multiply(self, name, layer, x, parameters, activation=None):
         kernel, bias, state = parameters
@@ -292,6 +297,8 @@ class GatedCall(LayersCall):
         is_checked: whether the module was compared with the rule.
     """
 
+    axis = -2  # of gate and up
+
     def __init__(self, path, named, parameters, kinds, forward: Callable[..., tuple]):
         super().__init__(path, named, parameters, kinds)
         *self.joined, self.down = named.names
@@ -314,8 +321,8 @@ class GatedCall(LayersCall):
         hidden, self.y = self.y, None
         return self._multiply(name, layer, hidden, self.parameters(name))
 
-    def _shapes(self, features):
-        return [(1, *each) for each in features], -2
+    def _groups(self, features) -> int:
+        return 1
 
     def check(self, x_shape: tuple[int, ...]) -> None:
         """Compare shapes and the activation with the forward of the module, for x of
@@ -399,13 +406,24 @@ class GatedCall(LayersCall):
 
 
 def _joined(arrays, lead, shapes, axis: int) -> jax.Array:
-    """Return arrays `[*lead, *features]` as one, with these shapes in place of
-    features, concatenated along `axis`.
+    """Return arrays `[*lead, *features]` as one, `[*lead, groups, columns]`.
+
+    Args:
+        arrays: the arrays.
+        lead: their dimensions before features.
+        shapes: features of each, the first split by groups. The first dimension may be
+            sharded, so that the others are joined apart.
+        axis: the axis of the result along which they are concatenated.
     """
     parts = []
     for array, shape in zip(arrays, shapes, strict=True):
-        parts.append(array.reshape(*lead, *shape))
+        array = array.reshape(*lead, *shape)
+        parts.append(array.reshape(*lead, *_flat(shape)))
     return jnp.concatenate(parts, axis)
+
+
+def _flat(shape) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
 
 
 def layers_call(path, named: NamedLayers, parameters, kinds, forward) -> LayersCall:
