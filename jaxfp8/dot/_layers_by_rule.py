@@ -22,7 +22,7 @@ from .._jax._samples import NotOfSamples, Samples
 from ..ops import ClampedSwiGLU
 from ..recipes import DelayedScaling, DotGeneralState, NamedLayers, Recipe, checked
 from . import _contexts
-from ._compute_dtype import gated_activation, linear
+from ._compute_dtype import compute_dtype, gated_activation, linear
 from ._dot_general import dot_general
 from ._fused_input import Activated
 
@@ -127,15 +127,18 @@ class LayersCall:
         path: the path of the module.
         named: the layers.
         parameters: returns the Parameters of a layer by its name.
-        kinds: the classes that a layer may have; all have `dtype` and `precision`.
+        kinds: the classes that a layer may have, that of jaxfp8 last; all have `dtype`
+            and `precision`.
         x: the x of the layers, as of the last call.
         called: the layers of the product that were called with x, by name.
         y: the product.
         results: the parts of y for layers that were not called yet, by name.
         axis: the axis of `[..., groups, columns]` along which layers are joined.
+        rounds_kernels: whether kernels of Flax's layers are rounded to the compute
+            dtype, as these layers do, before they are quantized.
     """
 
-    axis = -1
+    axis, rounds_kernels = -1, True
 
     def __init__(
         self,
@@ -192,9 +195,15 @@ class LayersCall:
         if name in self.called:
             raise self._differs(f"one call of each of {names}", f"two of {name}")
         self.x, self.called[name] = x, layer
-        options = [(each.dtype, each.precision) for each in self.called.values()]
-        if options[0] != options[-1]:
-            raise self._differs(f"equal dtype and precision of {names}", options)
+        first = next(iter(self.called.values()))
+        if (layer.dtype, layer.precision) != (first.dtype, first.precision):
+            raise self._differs(
+                f"equal dtype and precision of {names}", f"others of {name}"
+            )
+        if isinstance(layer, self.kinds[-1]) != isinstance(first, self.kinds[-1]):
+            raise self._differs(
+                f"{names} to be layers of Flax, or none", f"another {name}"
+            )
         if len(self.called) == len(self.joined):
             self.called = {}
 
@@ -234,6 +243,9 @@ class LayersCall:
     def _multiply_all(self, layer, x) -> None:
         """Compute the product, and the results of all its layers."""
         kernels, biases, states = zip(*self._parts(), strict=True)
+        if self.rounds_kernels and not isinstance(layer, self.kinds[-1]):
+            dtype = compute_dtype(x, *kernels, *biases, dtype=layer.dtype)
+            kernels = [kernel.astype(dtype) for kernel in kernels]
         features = [kernel.shape[1:] for kernel in kernels]
         groups, axis = self._groups(features), self.axis
         shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
@@ -297,7 +309,7 @@ class GatedCall(LayersCall):
         is_checked: whether the module was compared with the rule.
     """
 
-    axis = -2  # of gate and up
+    axis, rounds_kernels = -2, False  # as the layer GatedMLP
 
     def __init__(self, path, named, parameters, kinds, forward: Callable[..., tuple]):
         super().__init__(path, named, parameters, kinds)

@@ -40,6 +40,7 @@ from ..recipes import (
 )
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
+from ._layers import Dense
 from ._layers_by_rule import is_compared, run_together
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
 
@@ -161,7 +162,7 @@ def _module_rule(module) -> Rule | None:
 
 def is_layer(module) -> bool:
     """Tell whether rules can change the products of a module."""
-    return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(
+    return isinstance(module, (Fp8Module, nn.Einsum, Dense)) or _has_field(
         module, "dot_general_cls"
     )
 

@@ -28,24 +28,25 @@ BIAS = nn.initializers.normal(0.5)
 
 
 class Projections(nn.Module):
-    """q, k and v of grouped queries, of three kinds of layers, called in another order
-    than a rule names them; their parts of y side by side.
+    """q, k and v of grouped queries, called in another order than a rule names them;
+    their parts of y side by side.
     """
 
-    dtype: object = jnp.bfloat16
+    kinds: tuple = (nn.Dense, nn.DenseGeneral)
 
     @nn.compact
     def __call__(self, x):
-        options = {"dtype": self.dtype, "bias_init": BIAS}
-        value = Dense(4, name="value", **options)(x)
-        query = nn.DenseGeneral((4, 2), name="query", **options)(x)
-        key = nn.Dense(4, name="key", **options)(x)
+        dense, general = self.kinds
+        options = {"dtype": jnp.bfloat16, "bias_init": BIAS}
+        value = dense(4, name="value", **options)(x)
+        query = general((4, 2), name="query", **options)(x)
+        key = dense(4, name="key", **options)(x)
         query = query.reshape(*query.shape[:-2], -1)
         return jnp.concatenate([query, key, value], -1)
 
 
 class Own(nn.Module):
-    """What Projections with the rule have to be."""
+    """What Projections of Dense layers with the rule have to be."""
 
     @nn.compact
     def __call__(self, x):
@@ -56,6 +57,7 @@ class Model(nn.Module):
     """A scan over layers in remat; the sum is the next x."""
 
     make: object
+    options: tuple = ()
 
     @nn.compact
     def __call__(self, x):
@@ -68,7 +70,7 @@ class Model(nn.Module):
             split_rngs={"params": True},
             length=2,
         )
-        layer = nn.remat(self.make)(name="attention")
+        layer = nn.remat(self.make)(*self.options, name="attention")
         return scanned(layer, x.astype(jnp.bfloat16), None)[0]
 
 
@@ -84,8 +86,9 @@ def joined(layers, axis=-1):
 
 @pytest.mark.parametrize("columns", [128, 2])
 def test_steps(columns, monkeypatch):
-    """Three steps of the oracle over the kernels side by side. With two columns a
-    group the kernels are interleaved, which changes only the order of sums in dx.
+    """Three steps of the oracle over the kernels side by side, rounded as nn.Dense
+    rounds them. With two columns a group they are interleaved, which changes the order
+    of sums in dx alone.
     """
     monkeypatch.setattr(_layers_by_rule, "_COLUMNS", columns)
     model, x = quantize(Projections(), [("", QKV)]), X.astype(oracle.BF16)
@@ -105,19 +108,20 @@ def test_steps(columns, monkeypatch):
         params = jax.tree.map(np.asarray, joined(variables["params"]))
         expected = oracle.dense_step(
             x.reshape(-1, D),
-            params["kernel"],
+            params["kernel"].astype(oracle.BF16),
             grad.reshape(-1, 16),
             state,
             bias=params["bias"],
             out_dtype=oracle.BF16,
             dgrad_dtype=oracle.BF16,
+            wgrad_dtype=oracle.BF16,
         )
         gradients = joined(gradient["params"])
         expected.check(
             f"step {i}",
             y=np.asarray(y).reshape(-1, 16),
             dgrad=np.asarray(dx).reshape(-1, D),
-            wgrad=gradients["kernel"],
+            wgrad=gradients["kernel"].astype(oracle.BF16),
         )
         oracle.assert_column_sums(gradients["bias"], grad.reshape(-1, 16))
         states = [gradient[OWG][name]["Fp8DotGeneral_0"] for name in NAMES]
@@ -130,8 +134,11 @@ def test_steps(columns, monkeypatch):
 
 
 def test_loops_and_remat():
-    """A scan of layers in remat, to the bit."""
-    model, own = quantize(Model(Projections), [("attention", QKV)]), Model(Own)
+    """A scan of layers in remat, to the bit; Dense layers keep their kernels in
+    float32.
+    """
+    plain = Model(Projections, ((Dense, Dense),))
+    model, own = quantize(plain, [("attention", QKV)]), Model(Own)
     variables = model.init(KEY, X)
 
     def gradient(model, variables):
@@ -150,6 +157,8 @@ def test_loops_and_remat():
     loss, (grads, dx) = gradient(model, variables)
     right, (right_grads, right_dx) = gradient(own, as_own(variables))
     assert_same((loss, as_own(grads), dx), (right, right_grads, right_dx))
+    whys = [row["why"] for row in jaxfp8.report(model, X, strict=True).rows]
+    assert whys == ["rule 0 'attention' as one product"] * 3
 
 
 class Attention(nn.Module):
@@ -237,6 +246,10 @@ MISTAKES = {
         lambda x: (dense("query")(x), dense("key", dtype=jnp.bfloat16)(x)),
         "equal dtype and precision of query, key",
     ),
+    "kinds": (
+        lambda x: (dense("query", Dense)(x), dense("key")(x)),
+        "query, key to be layers of Flax, or none, got another key",
+    ),
     "axis": (
         lambda x: (dense("query", nn.DenseGeneral, axis=(1, 2))(x), dense("key")(x)),
         r"query to multiply the last dimension of x, got the axes \[1, 2\]",
@@ -256,7 +269,8 @@ MISTAKES = {
 def test_another_function_is_refused(forward, message):
     """Where a step is traced, and by `init` unless the parameters alone are wrong."""
     rules = [("", Dense.of("query", "key", recipe=RECIPE))]
-    model, apart = quantize(calling(forward), rules), quantize(calling(forward), [])
+    model = quantize(calling(forward), rules)
+    apart = quantize(calling(forward), [(".*", RECIPE)])
     variables = jax.eval_shape(apart.init, KEY, X)
     with pytest.raises(
         ValueError, match=f"model: as one product: expected .*(?:{message})"

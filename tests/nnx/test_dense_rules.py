@@ -21,13 +21,13 @@ QKV = Linear.of(*NAMES, recipe=RECIPE)
 
 
 class Projections(nnx.Module):
-    """q, k and v of grouped queries, of three kinds of layers, side by side."""
+    """q, k and v of grouped queries, side by side."""
 
     def __init__(self, rngs):
-        options = {"dtype": jnp.bfloat16, "rngs": rngs}
+        options = {"dtype": jnp.bfloat16, "use_bias": False, "rngs": rngs}
         self.query = nnx.LinearGeneral(D, FEATURES["query"], **options)
         self.key = nnx.Linear(D, FEATURES["key"], **options)
-        self.value = Linear(D, FEATURES["value"], **options)
+        self.value = nnx.Linear(D, FEATURES["value"], **options)
 
     def __call__(self, x):
         query = self.query(x, out_sharding=None)
@@ -70,7 +70,8 @@ def test_numbers_are_those_of_one_linear():
     before = set(nnx.to_flat_state(nnx.state(model, nnx.Param)).paths)
     quantize(model, [("qkv", QKV)])
     assert before == set(nnx.to_flat_state(nnx.state(model, nnx.Param)).paths)
-    one = Model(Linear(D, 16, recipe=RECIPE, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)))
+    linear = nnx.Linear(D, 16, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
+    one = quantize(Model(linear), [("qkv", RECIPE)])
     one.qkv.kernel[...] = side_by_side(model)
     optimizers = [jaxfp8.nnx.Optimizer(each, optax.sgd(0.1)) for each in (model, one)]
     for _ in range(2):
