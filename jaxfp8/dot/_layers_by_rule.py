@@ -27,7 +27,7 @@ from ._dot_general import dot_general
 from ._fused_input import Activated
 
 # The least columns of a layer that lie side by side in a kernel of several layers.
-_COLUMNS = 128
+_COLUMNS = 64
 
 
 def gated_layers(

@@ -84,7 +84,7 @@ def joined(layers, axis=-1):
     return result
 
 
-@pytest.mark.parametrize("columns", [128, 2])
+@pytest.mark.parametrize("columns", [64, 2])
 def test_steps(columns, monkeypatch):
     """Three steps of the oracle over the kernels side by side, rounded as nn.Dense
     rounds them. With two columns a group they are interleaved, which changes the order
@@ -95,6 +95,8 @@ def test_steps(columns, monkeypatch):
     variables = model.init(KEY, x)
     assert_same(variables, quantize(Projections(), [(".*", RECIPE)]).init(KEY, x))
     state = oracle.LayerState.init(RECIPE.amax_history_len)
+    # the state of the first name counts
+    variables[OWG]["key"] = jax.tree.map(lambda leaf: leaf + 7, variables[OWG]["key"])
 
     @jax.jit
     def step(variables, x, grad):
@@ -157,8 +159,9 @@ def test_loops_and_remat():
     loss, (grads, dx) = gradient(model, variables)
     right, (right_grads, right_dx) = gradient(own, as_own(variables))
     assert_same((loss, as_own(grads), dx), (right, right_grads, right_dx))
-    whys = [row["why"] for row in jaxfp8.report(model, X, strict=True).rows]
-    assert whys == ["rule 0 'attention' as one product"] * 3
+    for row in jaxfp8.report(model, X, variables=variables).rows:
+        assert row["recipe"] == RECIPE
+        assert row["why"] == "rule 0 'attention' as one product"
 
 
 class Attention(nn.Module):
