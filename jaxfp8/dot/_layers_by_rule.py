@@ -72,12 +72,12 @@ def dense_layers(*names: str, recipe: Recipe | None = None) -> NamedLayers:
         qkv = Dense.of("query", "key", "value")
         model = jaxfp8.quantize(model, [(r".*/attention", qkv)])
 
-    The product is that of a `Dense` with the kernels side by side,
-    `split(x @ concatenate(kernels, -1) + concatenate(biases, -1))`, with one scale for
-    each of x, all kernels and the gradient. Parameters and state keep their names and
-    shapes. The state of the first name counts; those of the others get the same next
-    values. A call of the module has to call each layer with the same array. For
-    cross-attention name key and value alone.
+    The product is `split(x @ concatenate(kernels, -1) + concatenate(biases, -1))`, with
+    one scale for each of x, all kernels and the gradient. Kernels are rounded as their
+    layers round them: those of Flax to the compute dtype, those of jaxfp8 only to FP8.
+    Parameters and state keep their names and shapes. The state of the first name
+    counts; those of the others get the same next values. A call of the module has to
+    call each layer with the same array. For cross-attention name key and value alone.
 
     Args:
         *names: the names of two layers or more in the module, which multiply the last
@@ -154,7 +154,7 @@ class LayersCall:
 
     def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
         """Compute the result of a layer; the arguments are those of `enter`."""
-        return self._result(name, layer, self.enter(name, layer, args, kwargs))
+        return self.result(name, layer, self.enter(name, layer, args, kwargs))
 
     def enter(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
         """Compare the call of a layer with what the rule says and with the calls
@@ -235,7 +235,8 @@ class LayersCall:
             )
         return parts
 
-    def _result(self, name, layer, x) -> jax.Array:
+    def result(self, name: str, layer: Any, x: jax.Array) -> jax.Array:
+        """Compute the result of a layer of x, as `enter` returns it."""
         if not self.results:
             self._multiply_all(layer, x)
         return self.results.pop(name)
@@ -325,11 +326,12 @@ class GatedCall(LayersCall):
         if self.x is not None and not self.is_checked:
             self.check(self.x.shape)
 
-    def _result(self, name, layer, x):
+    def result(self, name: str, layer: Any, x: jax.Array) -> jax.Array:
+        """Compute the result of a layer; see `LayersCall.result`."""
         if not self.is_checked:
             self.check(x.shape)
         if name != self.down:
-            return super()._result(name, layer, x)
+            return super().result(name, layer, x)
         hidden, self.y = self.y, None
         return self._multiply(name, layer, hidden, self.parameters(name))
 
