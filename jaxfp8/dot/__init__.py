@@ -31,5 +31,5 @@ from ._fused_input import (
     as_residual,
     normalized,
 )
-from ._gated_layers import GatedCall, Parameters, gated_layers
+from ._layers_by_rule import Parameters, dense_layers, gated_layers, layers_call
 from ._ragged_dot import ragged_dot, ragged_dot_by, ragged_linear, ragged_product

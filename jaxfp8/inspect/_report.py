@@ -16,7 +16,7 @@ from .._jax import _warnings
 from .._jax._table import aligned, natural
 from .._jax._trees import split_arrays
 from ..linen._dot_general import DEFAULT_RECIPE, Fp8Module
-from ..linen._gated_by_rule import is_compared
+from ..linen._layers_by_rule import is_compared
 from ..linen._quantize_by_rules import Decision, decision, is_layer
 from ..linen._scopes import Region, regions
 from ..nnx import _quantize_by_rules as nnx_rules
@@ -282,9 +282,9 @@ class _Recorder(_Rows):
         x = tuple(args[0].shape) if args and hasattr(args[0], "shape") else None
         if is_layer(module):
             why = _own_product(module) if decided is None else self.use(decided)
-            # The layers of a GatedMLP have no products of their own.
-            is_gated = decided is not None and decided.rule.gated is not None
-            recipe = decided.rule.recipe if is_gated else None
+            # Layers that run together have no products of their own.
+            is_joined = decided is not None and decided.rule.layers is not None
+            recipe = decided.rule.recipe if is_joined else None
             self.add(path, module, recipe, why, x, kernel)
         else:
             self.add_skipped(path, module, decided, x, kernel)
@@ -377,8 +377,8 @@ def _rule_text(index: int, rule) -> str:
     operations.
     """
     ops = f" {'/'.join(rule.op_names)}" if rule.op_names else ""
-    gated = " as a GatedMLP" if rule.gated is not None else ""
-    return f"rule {index} {rule.path!r}{ops}{gated}"
+    layers = f" as {rule.layers.kind}" if rule.layers is not None else ""
+    return f"rule {index} {rule.path!r}{ops}{layers}"
 
 
 def _own_product(layer) -> str:

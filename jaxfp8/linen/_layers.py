@@ -19,6 +19,7 @@ from ..dot import (
     Normalized,
     check_norm,
     columns,
+    dense_layers,
     gated_activation,
     gated_layers,
     linear,
@@ -63,6 +64,8 @@ class Dense(nn.Module):
         kernel_init, bias_init: initializers of the kernel `[k, *features]` and the bias
             `[*features]`.
     """
+
+    of = staticmethod(dense_layers)
 
     features: int | tuple[int, ...]
     recipe: Any = None

@@ -31,16 +31,17 @@ from ..recipes import (
     Rule,
     Rules,
     checked_rules,
-    first_gated,
     first_match,
     is_foreign,
     keeps_state,
     kind,
     layer_names,
+    module_rule,
 )
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
-from ._gated_by_rule import gated, is_compared
+from ._layers import Dense
+from ._layers_by_rule import is_compared, run_together
 from ._scopes import Region, add_rules, check_rules, regions, restore_path
 
 
@@ -67,8 +68,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     attention scores and `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names
     those of them that a rule matches. No rule reaches a call of `jax.lax.ragged_dot`.
 
-    `GatedMLP.of(gate=, up=, down=)` in place of a recipe makes a module that the regex
-    matches a GatedMLP of three of its layers.
+    In place of a recipe `Dense.of("query", "key", "value")` makes layers of a module
+    that the regex matches one product, and `GatedMLP.of(gate=, up=, down=)` makes three
+    layers a GatedMLP.
 
     Args:
         model: an unbound Linen module; it is not changed. If it has rules already, the
@@ -87,8 +89,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             multiplies its parameters itself.
         ValueError: `model` is bound, or a regex does not compile. While tracing: a
             block in `nn.jit` is in a field of a module in another transform, which
-            hides the path of the block; or a module does not compute what `GatedMLP.of`
-            says.
+            hides the path of the block; or a module does not compute what `Dense.of` or
+            `GatedMLP.of` says.
     """
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):
@@ -147,10 +149,12 @@ def decision(module) -> Decision | None:
     return None
 
 
-def _gated_rule(module) -> Rule | None:
-    """Find the rule that makes a bound module a GatedMLP; None where no rule does."""
+def _module_rule(module) -> Rule | None:
+    """Find the rule that runs layers of a bound module together; None where no rule
+    does.
+    """
     for region in regions(module.scope):
-        rule = first_gated(region.rules, module.path, region.root)
+        rule = module_rule(region.rules, module.path, region.root)
         if rule is not None:
             return rule
     return None
@@ -158,7 +162,7 @@ def _gated_rule(module) -> Rule | None:
 
 def is_layer(module) -> bool:
     """Tell whether rules can change the products of a module."""
-    return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(
+    return isinstance(module, (Fp8Module, nn.Einsum, Dense)) or _has_field(
         module, "dot_general_cls"
     )
 
@@ -392,22 +396,24 @@ def _interceptor(ran, next_method, args, kwargs, context):
             else (module.path,)
         ):
             ran[path] = ran.get(path) or recipe is not None
-    gated_rule = None
+    rule_of_module = None
     if context.method_name == "__call__" and not is_layer(module):
-        gated_rule = _gated_rule(module)
+        rule_of_module = _module_rule(module)
     # 3. Run the module: as it is, or with the fields that give it the recipe of its
-    #    rule, or as a GatedMLP.
+    #    rule, or with layers that run together.
     is_flax_einsum = (
         getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
     )
     if is_flax_einsum and recipe is not None:
         return _einsum_layer(module, recipe, *args, **kwargs)
     with contextlib.ExitStack() as stack:
-        if gated_rule is not None:
+        if rule_of_module is not None:
             plain = module.clone(parent=None)
             if isinstance(plain, _Quantized):
                 plain = _plain(plain)
-            stack.enter_context(gated(args, kwargs, context, plain, gated_rule))
+            stack.enter_context(
+                run_together(args, kwargs, context, plain, rule_of_module)
+            )
         if decided is not None:
             stack.enter_context(_changed(module, _fields_of_rule(module, decided.rule)))
             if recipe is None:

@@ -18,6 +18,7 @@ from ..dot import (
     Normalized,
     check_norm,
     columns,
+    dense_layers,
     gated_activation,
     gated_layers,
     linear,
@@ -54,6 +55,8 @@ class Linear(nnx.Module):
             `nnx.Linear`.
         rngs: keys; the stream `params` initializes kernel and bias.
     """
+
+    of = staticmethod(dense_layers)
 
     def __init__(
         self,

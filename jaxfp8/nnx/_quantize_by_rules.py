@@ -28,8 +28,8 @@ from ._dot_general import (
     _Fp8Product,
     frozen_arrays,
 )
-from ._gated_by_rule import gated_changes
 from ._layers import Linear, RaggedLinear
+from ._layers_by_rule import module_changes
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
 RULES = "fp8_rules"
@@ -59,8 +59,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     FP8 product; `jaxfp8.report` names those of them that a rule matches. No rule
     reaches a call of `jax.lax.ragged_dot`.
 
-    `GatedMLP.of(gate=, up=, down=)` in place of a recipe makes a module that the regex
-    matches a GatedMLP of three of its layers.
+    In place of a recipe `Linear.of("query", "key", "value")` makes layers of a module
+    that the regex matches one product, and `GatedMLP.of(gate=, up=, down=)` makes three
+    layers a GatedMLP.
 
     Args:
         model: an NNX module, changed in place. If the model has rules already,
@@ -75,8 +76,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             and a recipe.
         ValueError: a regex does not compile, or a layer is stacked along another axis
             than the first, or is frozen. The model is not changed then, nor where a
-            recipe raises. When called: a module does not compute what `GatedMLP.of`
-            says.
+            recipe raises. When called: a module does not compute what `Linear.of`
+            or `GatedMLP.of` says.
         FP8StateWarning: rules ask for FP8, and none gives it to a layer; a rule matches
             no layer; or a module that a rule matches multiplies its parameters itself.
     """
@@ -100,12 +101,12 @@ def quantize(model: Tree, rules: Rules) -> Tree:
                     _new_product(layer, attribute, rules[index], stacked),
                 )
             )
-    gated = gated_changes(model, rules)
+    modules = module_changes(model, rules)
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
     for layer, attribute, _, new_product in changes:
         _change(layer, attribute, new_product)
-    for holder, name, module in gated:
+    for holder, name, module in modules:
         setattr(holder, name, module)
     fp8_paths = [rule.path for rule in rules if rule.recipe is not None]
     if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):

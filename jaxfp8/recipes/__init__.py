@@ -36,15 +36,15 @@ from ._recipe import (
     checked,
 )
 from ._rules import (
-    GatedLayers,
+    NamedLayers,
     Rule,
     Rules,
     checked_rules,
-    first_gated,
     first_match,
     is_foreign,
     kind,
     layer_names,
+    module_rule,
     relative,
     some,
     warn_of_idle_rules,

@@ -14,26 +14,24 @@ from ._warning import FP8StateWarning
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedLayers:
-    """The layers that make a module a GatedMLP, for a rule: the result of
+class NamedLayers:
+    """Layers of a module that run together, for a rule: the result of `Dense.of` or
     `GatedMLP.of`.
 
     Attributes:
-        gate, up, down: the names of the layers in the module.
-        activation: the activation of the gate, as `GatedMLP` takes it.
-        recipe: how operands of the three layers become FP8.
+        names: the names of the layers in the module; of a GatedMLP gate, up and down.
+        recipe: how operands of the layers become FP8.
+        activation: the activation of a GatedMLP; None for layers of one x.
     """
 
-    gate: str
-    up: str
-    down: str
-    activation: Any
+    names: tuple[str, ...]
     recipe: Recipe
+    activation: Any = None
 
     @property
-    def names(self) -> tuple[str, str, str]:
-        """The names of the layers."""
-        return self.gate, self.up, self.down
+    def kind(self) -> str:
+        """What they run as, for messages."""
+        return "one product" if self.activation is None else "a GatedMLP"
 
 
 class Rule(NamedTuple):
@@ -41,17 +39,17 @@ class Rule(NamedTuple):
 
     Attributes:
         path: a regex for `re.fullmatch` on the path of a layer, its parts joined by
-            `/`; with `gated` on the path of the module that holds the layer.
+            `/`; with `layers` on the path of the module that holds the layer.
         recipe: how operands become FP8; None for high precision.
         op_names: the products that the rule is for, of `"dot_general"`, `"einsum"`; an
             empty tuple means all.
-        gated: the layers that the rule is for, where they make a module a GatedMLP.
+        layers: the layers of a module that the rule is for, where they run together.
     """
 
     path: str
     recipe: Any
     op_names: tuple[str, ...] = ()
-    gated: GatedLayers | None = None
+    layers: NamedLayers | None = None
 
     def matches(self, paths: Iterable[str], op: str) -> bool:
         """Tell whether the rule is for products `op` and matches one of `paths`, all
@@ -62,9 +60,9 @@ class Rule(NamedTuple):
         )
 
     def _matches_path(self, path: str) -> bool:
-        if self.gated is not None:
+        if self.layers is not None:
             path, _, name = path.rpartition("/")
-            if name not in self.gated.names:
+            if name not in self.layers.names:
                 return False
         return re.fullmatch(self.path, path) is not None
 
@@ -81,7 +79,7 @@ class Rule(NamedTuple):
 
 
 # The type of the argument `rules` of `linen.quantize` and `nnx.quantize`.
-Rules = Sequence[Rule | tuple[str, Recipe | GatedLayers | None]]
+Rules = Sequence[Rule | tuple[str, Recipe | NamedLayers | None]]
 
 
 def checked_rules(op: str, rules) -> tuple[Rule, ...]:
@@ -109,8 +107,8 @@ def _checked(where: str, rule) -> Rule:
             )
         path, recipe = rule
         rule = Rule(path, recipe)
-        if isinstance(recipe, GatedLayers):
-            rule = Rule(path, recipe.recipe, gated=recipe)
+        if isinstance(recipe, NamedLayers):
+            rule = Rule(path, recipe.recipe, layers=recipe)
     if not isinstance(rule.path, str):
         raise TypeError(
             f"{where}: path_regex: expected a string such as 'block0/.*', got "
@@ -223,26 +221,26 @@ def first_match(rules, paths, op: str) -> int | None:
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
 
 
-def first_gated(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
-    """Return the rule that makes the module at `path` a GatedMLP; None where no rule
-    does.
+def module_rule(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
+    """Return the rule that runs layers of the module at `path` together; None where no
+    rule does.
 
     Raises:
         ValueError: an earlier rule decides about some of the layers.
     """
     for i, rule in enumerate(rules):
-        if rule.gated is None:
+        if rule.layers is None:
             continue
         first = [
             first_match(rules, layer_names((*path, name), False, root), "dot_general")
-            for name in rule.gated.names
+            for name in rule.layers.names
         ]
         if i in first and set(first) != {i}:
             module = "/".join(map(str, path))
             raise ValueError(
                 f"quantize: rules: {module}: expected rule {i} {rule.path!r} to decide "
-                f"about {', '.join(rule.gated.names)}, which it makes a GatedMLP, got "
-                f"the rules {first}; put it before the others"
+                f"about {', '.join(rule.layers.names)}, which run together, got the "
+                f"rules {first}; put it before the others"
             )
         if i in first:
             return rule

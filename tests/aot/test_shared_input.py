@@ -28,13 +28,24 @@ def test_delayed_scaling_quantizes_for_each_layer(report):
     assert each["mib"] - once["mib"] == pytest.approx(2 * 2 * MIB_OF_X, abs=1e-3)
 
 
+def test_a_rule_saves_launches_bytes_and_time(report):
+    for program in ("rotary", "rotary scan"):
+        apart, joined = (
+            report[f"{program}, {w}, delayed"] for w in ("apart", "by rule")
+        )
+        for key in ("launches", "mib", "ms", "temporary_mib"):
+            assert joined[key] < 0.96 * apart[key], (program, key)
+
+
 def test_the_page_has_the_figures(report):
     if jax.__version__ not in CELLS:
         pytest.skip(f"compiled with JAX {', '.join(CELLS)}; XLA's part differs")
     first = CELLS[jax.__version__]
     page = (ROOT / "benchmarks" / "compiled.md").read_text()
-    for way in ("each", "once", "one product"):
-        alone, scan = (report[f"{at}, {way}, delayed"] for at in ("alone", "scan"))
+    rows = dict.fromkeys(("each", "once", "one product"), ("alone", "scan"))
+    rows |= dict.fromkeys(("apart", "by rule"), ("rotary", "rotary scan"))
+    for way, programs in rows.items():
+        alone, scan = (report[f"{program}, {way}, delayed"] for program in programs)
         (line,) = [x for x in page.splitlines() if x.startswith(f"| {way} |")]
         cells = line.strip("| ").split(" | ")
         expected = f"{alone['launches']}", f"{alone['mib']:.0f}", f"{alone['ms']:.2f}"

@@ -1,4 +1,4 @@
-"""NNX modules whose gate, up and down layers a rule names, run as a GatedMLP.
+"""NNX modules of which a rule runs layers together: as one product, or as a GatedMLP.
 
 Such a module is an instance of a subclass of its class, with the same attributes: its
 `__call__` runs that of the class with other functions in place of the layers.
@@ -9,13 +9,13 @@ import functools
 from flax import nnx
 
 from .._jax._trees import split_arrays
-from ..dot import GatedCall, Parameters
-from ..recipes import QTensor, Rule, first_gated, first_match, is_off, layer_names
+from ..dot import Parameters, layers_call
+from ..recipes import QTensor, Rule, first_match, is_off, layer_names, module_rule
 from ._dot_general import Fp8DotGeneral, frozen_arrays, path_of, read_state
 from ._layers import Linear
 
 
-class GatedModule:
+class JoinedModule:
     """Mixin for the class of a module whose layers a rule names.
 
     Attributes:
@@ -27,12 +27,12 @@ class GatedModule:
     _fp8_class: type[nnx.Module]
 
     def __call__(self, *args, **kwargs):
-        """Call the module, with the products of a GatedMLP in place of its layers."""
-        gated = self._fp8_rule.gated
-        layers = {name: getattr(self, name, None) for name in gated.names}
+        """Call the module, with functions that run together in place of its layers."""
+        named = self._fp8_rule.layers
+        layers = {name: getattr(self, name, None) for name in named.names}
 
         def run(module, call, args, kwargs):
-            functions = {} if call is None else {n: call(n) for n in gated.names}
+            functions = {} if call is None else {n: call(n) for n in named.names}
             module = _with_layers(module, functions)
             return module(*args, **kwargs), module
 
@@ -45,25 +45,27 @@ class GatedModule:
                 run(nnx.merge(graph, state), of_layer, args, kwargs)
 
             def of_layer(name):
-                return lambda x: stand_in(name, x, layers[name])
+                return lambda x: stand_in(name, x)
 
             return arrays, run_copy
 
         call = None
         if not _runs_apart(layers.values()):
-            path = path_of(layers[gated.gate].dot_general) or type(self).__name__
-            gated_call = GatedCall(
+            path = path_of(layers[named.names[0]].dot_general) or type(self).__name__
+            joined = layers_call(
                 path.rpartition("/")[0] or path,
-                gated,
+                named,
                 lambda name: _parameters(layers[name]),
+                (nnx.Linear, nnx.LinearGeneral, Linear),
                 forward,
-                (nnx.Linear, Linear),
             )
 
             def call(name):
-                return lambda x: gated_call(name, x)
+                return lambda *args, **kwargs: joined(name, layers[name], args, kwargs)
 
         y, module = run(self, call, args, kwargs)
+        if call is not None:
+            joined.finish()
         vars(self).update(vars(module) | layers)  # what the module stored in itself
         return y
 
@@ -87,7 +89,7 @@ def _with_rule(module, rule: Rule) -> nnx.Module:
 
 @functools.cache
 def _class_of(plain_class, rule: Rule) -> type[nnx.Module]:
-    class WithRule(GatedModule, plain_class):
+    class WithRule(JoinedModule, plain_class):
         _fp8_rule = rule
         _fp8_class = plain_class
 
@@ -124,11 +126,11 @@ def _parameters(layer) -> Parameters:
     )
 
 
-def gated_changes(
+def module_changes(
     model: nnx.Module, rules: tuple[Rule, ...]
 ) -> list[tuple[nnx.Module, str, nnx.Module]]:
-    """List `(holder, attribute, module)` of the modules in a model that become a
-    GatedMLP, or no longer are one.
+    """List `(holder, attribute, module)` of the modules in a model whose layers run
+    together from now on, or no longer.
 
     Raises:
         ValueError: a module lacks a layer, or is in no attribute of another module.
@@ -148,8 +150,8 @@ def gated_changes(
             raise ValueError(
                 f"nnx.quantize: rules: {'/'.join(map(str, path)) or 'model'}: expected "
                 "a module in an attribute of another module of the model, or in an "
-                f"nnx.List, got {type(module).__name__}; GatedMLP.of puts another "
-                "module in its place"
+                f"nnx.List, got {type(module).__name__}; a rule with names of "
+                "layers puts another module in its place"
             )
         changes += holders
     return changes
@@ -157,21 +159,21 @@ def gated_changes(
 
 def _changed(module, path, rules) -> nnx.Module | None:
     """Return what takes the place of the module at `path`; None where it stays."""
-    is_gated = isinstance(module, GatedModule)
-    plain = _with_layers(module, {}) if is_gated else module
-    rule = first_gated(rules, path)
-    if rule is not None and any(name in vars(module) for name in rule.gated.names):
-        missing = [name for name in rule.gated.names if name not in vars(module)]
+    is_joined = isinstance(module, JoinedModule)
+    plain = _with_layers(module, {}) if is_joined else module
+    rule = module_rule(rules, path)
+    if rule is not None and any(name in vars(module) for name in rule.layers.names):
+        missing = [name for name in rule.layers.names if name not in vars(module)]
         if missing:
             raise ValueError(
                 f"nnx.quantize: rules: {'/'.join(map(str, path))}: expected layers "
-                f"{', '.join(rule.gated.names)}, got no {', '.join(missing)}; correct "
-                "the names in GatedMLP.of"
+                f"{', '.join(rule.layers.names)}, got no {', '.join(missing)}; correct "
+                "the names in the rule"
             )
         return _with_rule(plain, rule)
-    if is_gated and any(
+    if is_joined and any(
         first_match(rules, layer_names((*path, name), False), "dot_general") is not None
-        for name in module._fp8_rule.gated.names
+        for name in module._fp8_rule.layers.names
     ):
         return plain
     return None

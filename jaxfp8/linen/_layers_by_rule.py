@@ -1,4 +1,6 @@
-"""Linen modules whose gate, up and down layers a rule names, run as a GatedMLP."""
+"""Linen modules of which a rule runs layers together: as one product, or as a
+GatedMLP.
+"""
 
 import contextlib
 import contextvars
@@ -8,7 +10,7 @@ import jax
 from flax import linen as nn
 
 from .._jax._trees import split_arrays
-from ..dot import GatedCall, Parameters, _frozen
+from ..dot import Parameters, _frozen, layers_call
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DotGeneralState,
@@ -27,7 +29,7 @@ is_compared = contextvars.ContextVar("is_compared", default=False)
 
 
 @contextlib.contextmanager
-def gated(args, kwargs, context, plain: nn.Module, rule: Rule):
+def run_together(args, kwargs, context, plain: nn.Module, rule: Rule):
     """Enter a context for the call of a module whose layers the rule names.
 
     Args:
@@ -38,15 +40,13 @@ def gated(args, kwargs, context, plain: nn.Module, rule: Rule):
     layers = _Layers(args, kwargs, context, plain, rule)
     with nn.intercept_methods(layers.intercept):
         yield
-        if layers.x_shape is not None:  # the parameters exist now
-            layers.call.check(layers.x_shape)
+        layers.call.finish()
 
 
 class _Layers:
     """The interceptor of the layers, for one call of their module.
 
     Attributes:
-        x_shape: the shape of x where `init` calls each layer apart; else None.
         stand_in: takes the place of the layers while the module is compared with the
             rule; else None.
     """
@@ -56,34 +56,34 @@ class _Layers:
         self.args, self.kwargs = args, kwargs
         # without the transforms of its decorators
         self.function = context.orig_method.func
-        self.x_shape = self.stand_in = None
+        self.stand_in = None
         path = "/".join(self.module.path)
-        kinds = nn.Dense, Dense
-        self.call = GatedCall(path, rule.gated, self._parameters, self._forward, kinds)
+        kinds = nn.Dense, nn.DenseGeneral, Dense
+        self.call = layers_call(
+            path, rule.layers, self._parameters, kinds, self._forward
+        )
 
     def intercept(self, next_method, args, kwargs, context):
-        """Run a method; a layer in its own way, or as a part of the GatedMLP."""
+        """Run a method; a layer in its own way, or together with the others."""
         layer = context.module
-        is_named = layer.name in self.rule.gated.names
+        is_named = layer.name in self.rule.layers.names
         is_named = is_named and context.method_name == "__call__"
         if is_named and self.stand_in is not None:
-            return self.stand_in(layer.name, *args, layer)
+            return self.stand_in(layer.name, args[0])
         # In a lifted transform the parent of the layers is a copy of the module, with
         # an interceptor of its own.
-        if not is_named or layer.parent is not self.module:
-            return next_method(*args, **kwargs)
-        (x,) = args
-        if self.module.is_initializing():
-            self.x_shape = x.shape
-        elif not self._runs_apart():
-            return self.call(layer.name, x)
-        return next_method(x)
+        is_own = is_named and layer.parent is self.module
+        if is_own and self.module.is_initializing():
+            self.call.enter(layer.name, layer, args, kwargs)
+        elif is_own and not self._runs_apart():
+            return self.call(layer.name, layer, args, kwargs)
+        return next_method(*args, **kwargs)
 
     def _runs_apart(self) -> bool:
         """Tell whether each layer runs a product of its own: in high precision, with
         codes of kernels, and where state is made.
         """
-        names = self.rule.gated.names
+        names = self.rule.layers.names
         params = [self._variables("params", name) for name in names]
         is_missing = any(
             _PRODUCT not in self._variables(OVERWRITE_WITH_GRADIENT, name)

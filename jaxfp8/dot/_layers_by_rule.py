@@ -1,0 +1,466 @@
+"""Layers of a user's module, by their names, run as one product of one x, or as the two
+products of GatedMLP.
+
+The forward of the user's module runs with these layers replaced. The first call of a
+layer computes the product of the kernels of all, and each layer returns its part. In a
+GatedMLP down multiplies the activation of that product in place of its own x, which is
+then not computed. Before, the forward is traced once more with arrays in place of gate
+and up: its x of down has to be the activation of the rule.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import ops
+from .._jax._samples import NotOfSamples, Samples
+from ..ops import ClampedSwiGLU
+from ..recipes import DelayedScaling, DotGeneralState, NamedLayers, Recipe, checked
+from . import _contexts
+from ._compute_dtype import compute_dtype, gated_activation, linear
+from ._dot_general import dot_general
+from ._fused_input import Activated
+
+# The least columns of a layer that lie side by side in a kernel of several layers.
+_COLUMNS = 64
+
+
+def gated_layers(
+    *,
+    gate: str,
+    up: str,
+    down: str,
+    activation: str | ClampedSwiGLU = "silu",
+    recipe: Recipe | None = None,
+) -> NamedLayers:
+    """Name the layers of your own module that a rule runs as a GatedMLP.
+
+        mlp = GatedMLP.of(gate="gate_proj", up="up_proj", down="down_proj")
+        model = jaxfp8.quantize(model, [(r".*/mlp", mlp)])
+
+    The module has to compute `down(activation(gate(x)) * up(x))`, with any code before
+    and after. Parameters and state keep their names and shapes. Gate and up are one
+    product, with one scale for each of x, both kernels and the gradient. The state of
+    the gate counts; that of up gets the same next values.
+
+    Args:
+        gate, up, down: the names of three layers in the module.
+        activation: the activation of the gate, as the field of `GatedMLP`.
+        recipe: how operands become FP8; None is `DelayedScaling()`.
+
+    Returns:
+        What stands for the recipe in a rule, whose regex matches the path of the
+        module.
+
+    Raises:
+        TypeError: `recipe` is not a Recipe.
+        ValueError: `activation` is unknown, or two layers have one name.
+    """
+    gated_activation("GatedMLP.of", activation)
+    return _named("GatedMLP.of: gate, up, down", (gate, up, down), recipe, activation)
+
+
+def dense_layers(*names: str, recipe: Recipe | None = None) -> NamedLayers:
+    """Name the layers of your own module that multiply one x, and that a rule runs as
+    one product.
+
+        qkv = Dense.of("query", "key", "value")
+        model = jaxfp8.quantize(model, [(r".*/attention", qkv)])
+
+    The product is `split(x @ concatenate(kernels, -1) + concatenate(biases, -1))`, with
+    one scale for each of x, all kernels and the gradient. Kernels are rounded as their
+    layers round them: those of Flax to the compute dtype, those of jaxfp8 only to FP8.
+    Parameters and state keep their names and shapes. The state of the first name
+    counts; those of the others get the same next values. A call of the module has to
+    call each layer with the same array. For cross-attention name key and value alone.
+
+    Args:
+        *names: the names of two layers or more in the module, which multiply the last
+            dimension of x: kernels `[k, *features]` of any features; biases in all of
+            them, or in none.
+        recipe: how operands become FP8; None is `DelayedScaling()`.
+
+    Returns:
+        What stands for the recipe in a rule, whose regex matches the path of the
+        module.
+
+    Raises:
+        TypeError: `recipe` is not a Recipe.
+        ValueError: there are less than two names, or two layers have one name.
+    """
+    return _named("Dense.of: names", names, recipe)
+
+
+def _named(where: str, names: tuple[str, ...], recipe, activation=None) -> NamedLayers:
+    recipe = DelayedScaling() if recipe is None else recipe
+    recipe = checked(f"{where.partition(':')[0]}: recipe", recipe)
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(
+            f"{where}: expected names of different layers, two or more, got {names}"
+        )
+    return NamedLayers(names, recipe, activation)
+
+
+class Parameters(NamedTuple):
+    """The arrays of a layer.
+
+    Attributes:
+        kernel: `[k, *features]`; None for a layer without one.
+        bias: `[*features]`, or None.
+        state: the state of its product.
+    """
+
+    kernel: jax.Array | None
+    bias: jax.Array | None
+    state: DotGeneralState
+
+
+class LayersCall:
+    """One call of a module of which a rule runs layers as one product.
+
+    Attributes:
+        path: the path of the module.
+        named: the layers.
+        parameters: returns the Parameters of a layer by its name.
+        kinds: the classes that a layer may have, that of jaxfp8 last; all have `dtype`
+            and `precision`.
+        x: the x of the layers, as of the last call.
+        called: the layers of the product that were called with x, by name.
+        y: the product.
+        results: the parts of y for layers that were not called yet, by name.
+        axis: the axis of `[..., groups, columns]` along which layers are joined.
+        rounds_kernels: whether kernels of Flax's layers are rounded to the compute
+            dtype, as these layers do, before they are quantized.
+    """
+
+    axis, rounds_kernels = -1, True
+
+    def __init__(
+        self,
+        path: str,
+        named: NamedLayers,
+        parameters: Callable[[str], Parameters],
+        kinds: tuple[type, ...],
+    ):
+        self.path, self.named, self.kinds = path, named, kinds
+        self.parameters, self.joined = parameters, named.names
+        self.activation = self.x = self.y = None
+        self.called, self.results = {}, {}
+
+    def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
+        """Compute the result of a layer; the arguments are those of `enter`."""
+        return self.result(name, layer, self.enter(name, layer, args, kwargs))
+
+    def enter(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
+        """Compare the call of a layer with what the rule says and with the calls
+        before.
+
+        Args:
+            name, layer: the layer.
+            args, kwargs: of its call.
+
+        Returns:
+            Its x, `[..., k]`.
+
+        Raises:
+            ValueError: the module does not compute what the rule says.
+        """
+        x, *options = *args, *kwargs.values()
+        if not isinstance(layer, self.kinds):
+            kinds = " or ".join(f"{k.__module__}.{k.__name__}" for k in self.kinds)
+            raise self._differs(f"{name} to be a {kinds}", type(layer).__name__)
+        if any(option is not None for option in options):
+            raise self._differs(f"calls of {name} with x alone", "other arguments")
+        axis = np.ravel(getattr(layer, "axis", -1)).tolist()
+        batch = getattr(layer, "batch_dims", getattr(layer, "batch_axis", ()))
+        if batch or axis not in ([-1], [len(x.shape) - 1]):
+            raise self._differs(
+                f"{name} to multiply the last dimension of x", f"the axes {axis}"
+            )
+        if name in self.joined:
+            self._enter_product(name, layer, x)
+        return x
+
+    def _enter_product(self, name, layer, x) -> None:
+        names = ", ".join(self.joined)
+        if self.called and x is not self.x:
+            raise self._differs(
+                f"{names} to have the same x", f"another array in the call of {name}"
+            )
+        if name in self.called:
+            raise self._differs(f"one call of each of {names}", f"two of {name}")
+        self.x, self.called[name] = x, layer
+        first = next(iter(self.called.values()))
+        if (layer.dtype, layer.precision) != (first.dtype, first.precision):
+            raise self._differs(
+                f"equal dtype and precision of {names}", f"others of {name}"
+            )
+        if isinstance(layer, self.kinds[-1]) != isinstance(first, self.kinds[-1]):
+            raise self._differs(
+                f"{names} to be layers of Flax, or none", f"another {name}"
+            )
+        if len(self.called) == len(self.joined):
+            self.called = {}
+
+    def finish(self) -> None:
+        """Compare the calls of layers with the rule, after the call of the module.
+
+        Raises:
+            ValueError: a layer was not called.
+        """
+        if self.called:
+            raise self._differs(
+                f"a call of each of {', '.join(self.joined)}",
+                f"calls of {', '.join(self.called)} alone",
+            )
+
+    def _part(self, name: str) -> Parameters:
+        part = self.parameters(name)
+        if part.kernel is None:
+            names = ", ".join(self.named.names)
+            raise self._differs(f"layers {names}", f"no kernel of {name!r}")
+        return part
+
+    def _parts(self) -> list[Parameters]:
+        """Return what the layers of the product have."""
+        parts = list(map(self._part, self.joined))
+        if len({part.bias is None for part in parts}) > 1:
+            raise self._differs(
+                f"{', '.join(self.joined)} to have all a bias, or none", "some with one"
+            )
+        return parts
+
+    def result(self, name: str, layer: Any, x: jax.Array) -> jax.Array:
+        """Compute the result of a layer of x, as `enter` returns it."""
+        if not self.results:
+            self._multiply_all(layer, x)
+        return self.results.pop(name)
+
+    def _multiply_all(self, layer, x) -> None:
+        """Compute the product, and the results of all its layers."""
+        kernels, biases, states = zip(*self._parts(), strict=True)
+        if self.rounds_kernels and not isinstance(layer, self.kinds[-1]):
+            dtype = compute_dtype(x, *kernels, *biases, dtype=layer.dtype)
+            kernels = [kernel.astype(dtype) for kernel in kernels]
+        features = [kernel.shape[1:] for kernel in kernels]
+        groups, axis = self._groups(features), self.axis
+        shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
+        joined = Parameters(
+            _joined(kernels, kernels[0].shape[:1], shapes, axis),
+            None if biases[0] is None else _joined(biases, (), shapes, axis),
+            _first_of(*states),
+        )
+        self.y = self._multiply(self.joined[0], layer, x, joined, self.activation)
+        y = self.y.x if isinstance(self.y, Activated) else self.y
+        ends = np.cumsum([_flat(shape)[axis] for shape in shapes])
+        values = jnp.split(y, ends[:-1], axis)
+        rows = x.shape[:-1]
+        for i, name in enumerate(self.joined):
+            value = values[i].reshape(*rows, *shapes[i])
+            self.results[name] = value.reshape(*rows, *features[i])
+
+    def _groups(self, features) -> int:
+        """Return the groups of columns: each has the same part of all layers, whole
+        heads of at least `_COLUMNS` columns.
+
+        A mesh axis that divides the groups cuts the joined kernel as it cuts the
+        kernels.
+        """
+        heads = math.gcd(*(each[0] for each in features))
+        groups = max(min(map(math.prod, features)) // _COLUMNS, 1)
+        while heads % groups:
+            groups -= 1
+        return groups
+
+    def _multiply(self, name, layer, x, parameters, activation=None):
+        kernel, bias, state = parameters
+        product = functools.partial(dot_general, recipe=self.named.recipe, state=state)
+        with _contexts.layer(f"{self.path}/{name}"):
+            return linear(
+                product,
+                x,
+                kernel,
+                bias,
+                dtype=layer.dtype,
+                precision=layer.precision,
+                out_sharding=None,
+                activation=activation,
+            )
+
+    def _differs(self, expected: str, got) -> ValueError:
+        return ValueError(
+            f"quantize: rules: {self.path or 'the model'}: as {self.named.kind}: "
+            f"expected {expected}, got {got}; correct the rule, or give the layers a "
+            "recipe each"
+        )
+
+
+class GatedCall(LayersCall):
+    """One call of a module of which a rule makes three layers a GatedMLP.
+
+    Attributes:
+        forward: `forward(stand_in)` returns all arrays that the module reads, and its
+            forward as a function of them, with `stand_in(name, x)` in place of each
+            call of a layer.
+        is_checked: whether the module was compared with the rule.
+    """
+
+    axis, rounds_kernels = -2, False  # as the layer GatedMLP
+
+    def __init__(self, path, named, parameters, kinds, forward: Callable[..., tuple]):
+        super().__init__(path, named, parameters, kinds)
+        *self.joined, self.down = named.names
+        self.activation = gated_activation("GatedMLP.of", named.activation)
+        self.forward, self.is_checked = forward, False
+
+    def finish(self) -> None:
+        """Compare the module with the rule where `init` called each layer apart: its
+        parameters exist now.
+        """
+        super().finish()
+        if self.x is not None and not self.is_checked:
+            self.check(self.x.shape)
+
+    def result(self, name: str, layer: Any, x: jax.Array) -> jax.Array:
+        """Compute the result of a layer; see `LayersCall.result`."""
+        if not self.is_checked:
+            self.check(x.shape)
+        if name != self.down:
+            return super().result(name, layer, x)
+        hidden, self.y = self.y, None
+        return self._multiply(name, layer, hidden, self.parameters(name))
+
+    def _groups(self, features) -> int:
+        return 1
+
+    def check(self, x_shape: tuple[int, ...]) -> None:
+        """Compare shapes and the activation with the forward of the module, for x of
+        this shape.
+
+        Raises:
+            ValueError: the module does not compute what the rule says.
+        """
+        self.is_checked = True
+        names = ", ".join(self.named.names)
+        parts = [*self._parts(), self._part(self.down)]
+        shapes = [list(part.kernel.shape) for part in parts]
+        k, n = shapes[0] if len(shapes[0]) == 2 else (0, 0)
+        if shapes[1] != [k, n] or len(shapes[2]) != 2 or shapes[2][0] != n:
+            raise self._differs(f"kernels [k, n], [k, n] and [n, m] of {names}", shapes)
+        jaxpr = self._traced(x_shape, *shapes[2])
+        self._check_activation(jaxpr, len(x_shape))
+
+    def _traced(self, x_shape, n, features):
+        """Trace the x of down as a function of gate and up, in float32, and of the
+        arrays that the module reads.
+        """
+        values, calls, names = {}, [], self.named.names
+
+        def stand_in(name, x):
+            calls.append(name)
+            if name != self.down:
+                return values[name]
+            values[name] = x
+            return jnp.zeros((*x.shape[:-1], features), x.dtype)
+
+        arrays, forward = self.forward(stand_in)
+
+        def hidden(gate_value, up_value, arrays):
+            values.update(zip(names, (gate_value, up_value), strict=False))
+            # the values would have the dtype that the module casts to
+            with jax.numpy_dtype_promotion("standard"):
+                forward(arrays)
+            if sorted(calls) != sorted(names):
+                raise self._differs(
+                    f"a call of each of {', '.join(names)}",
+                    f"calls of {', '.join(calls) or 'none of them'}",
+                )
+            return values.pop(self.down)
+
+        value = jax.ShapeDtypeStruct((*x_shape[:-1], n), jnp.float32)
+        return jax.make_jaxpr(hidden)(value, value, arrays)
+
+    def _check_activation(self, jaxpr, rank: int) -> None:
+        """Compare the x of down with the activation, at samples of gate and up."""
+        expected = (
+            f"the x of {self.down} to be {self.named.activation!r} of "
+            f"{' times '.join(self.joined)}"
+        )
+        shape = (1,) * (rank - 1) + (-1,)
+        gate = np.linspace(-20, 20, 161, dtype=np.float32).reshape(shape)
+        up = np.roll(gate, 57)[..., ::-1]
+        # the samples lie on one device, also inside of a shard_map
+        no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        with no_mesh, jax.ensure_compile_time_eval():
+            right = np.asarray(ops.activate(np.stack([gate, up], -2), self.activation))
+            samples = Samples()
+            try:
+                (values,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
+                values = np.broadcast_to(np.asarray(values, np.float32), gate.shape)
+            except NotOfSamples as error:
+                raise self._differs(expected, error) from error
+            except (TypeError, ValueError) as error:
+                got = f"a function that is not of each element ({error})"
+                raise self._differs(expected, got) from error
+        # Both sum and multiply a few numbers of at most 1 + |gate| and 1 + |up|, each
+        # rounded to float32; constants of the module are rounded to its dtype.
+        tolerance = 80 * 2.0**-23 if samples.eps == 2.0**-23 else 2 * samples.eps
+        errors = np.abs(values - right) / ((1 + np.abs(gate)) * (1 + np.abs(up)))
+        if not errors.max() <= tolerance:
+            at = errors.argmax()
+            got, needed, g, u = (v.flat[at] for v in (values, right, gate, up))
+            raise self._differs(
+                expected, f"{got:.6g} for gate {g:.6g} and up {u:.6g}, not {needed:.6g}"
+            )
+
+
+def _joined(arrays, lead, shapes, axis: int) -> jax.Array:
+    """Return arrays `[*lead, *features]` as one, `[*lead, groups, columns]`.
+
+    Args:
+        arrays: the arrays.
+        lead: their dimensions before features.
+        shapes: features of each, the first split by groups. The first dimension may be
+            sharded, so that the others are joined apart.
+        axis: the axis of the result along which they are concatenated.
+    """
+    parts = []
+    for array, shape in zip(arrays, shapes, strict=True):
+        array = array.reshape(*lead, *shape)
+        parts.append(array.reshape(*lead, *_flat(shape)))
+    return jnp.concatenate(parts, axis)
+
+
+def _flat(shape) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def layers_call(path, named: NamedLayers, parameters, kinds, forward) -> LayersCall:
+    """Return the call of a module for what a rule makes of its layers; arguments are
+    those of `GatedCall`.
+    """
+    if named.activation is None:
+        return LayersCall(path, named, parameters, kinds)
+    return GatedCall(path, named, parameters, kinds, forward)
+
+
+@jax.custom_vjp
+def _first_of(*states):
+    """Return the first of some states, and give all the same next state."""
+    return states[0]
+
+
+def _first_of_forward(*states):
+    return states[0], (None,) * len(states)
+
+
+def _first_of_backward(residuals, next_state):
+    return (next_state,) * len(residuals)
+
+
+_first_of.defvjp(_first_of_forward, _first_of_backward)
