@@ -64,8 +64,12 @@ class StackedState:
         return cls(arrays, treedef, tuple(places))
 
     def unstacked(self) -> Any:
-        """Return the collection."""
-        rows = jax.tree.map(jnp.unstack, self.arrays)
+        """Return the collection. A list of rows stands for their array."""
+        rows = jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, list) else jnp.unstack(leaf),
+            self.arrays,
+            is_leaf=lambda node: isinstance(node, list),
+        )
         return self.treedef.unflatten(
             [rows[kind][name][row] for kind, name, row in self.places]
         )
@@ -134,6 +138,15 @@ def unstack_state(tree: Tree) -> Tree:
         tree,
         is_leaf=_is_stacked,
     )
+
+
+def leaves_in_stacks(tree: Any) -> list[bool]:
+    """Tell of each leaf of a tree whether it is in a StackedState."""
+
+    def marked(node):
+        return jax.tree.map(lambda _: _is_stacked(node), node)
+
+    return jax.tree.leaves(jax.tree.map(marked, tree, is_leaf=_is_stacked))
 
 
 def _is_stacked(node) -> bool:
