@@ -57,13 +57,12 @@ def inputs(step):
 
 # Compiled as users compile it. Compiled quickly, as in CI, one program may round a
 # product before its sum where the other does not.
-@functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 3,
-        "xla_cpu_use_fusion_emitters": True,
-    },
-)
+OPTIONS = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 12):  # newer versions have no such option
+    OPTIONS["xla_cpu_use_fusion_emitters"] = True
+
+
+@functools.partial(jax.jit, compiler_options=OPTIONS)
 def advance(train, x):
     """Take a step whose loss calls the model twice."""
 
