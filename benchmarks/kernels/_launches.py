@@ -106,9 +106,39 @@ def histories(quantizers, length):
     )
 
 
+def rows(quantizers, length):
+    """Read the state of eight products that are rows of the same arrays, and write it:
+    each records its scale as the amax.
+    """
+
+    def step(pairs):
+        recorded = []
+        for reading in ops.read_rows(pairs, fp8_max=[FP8_MAX] * quantizers):
+            parts = ops.split_reading(reading)
+            scales = [part[3:] for part in parts]
+            recorded.append(ops.join_recorded(scales, in_loop=False))
+        return ops.write_rows(pairs, recorded)
+
+    def check(results, pairs):
+        for (next_history, next_scale), (history, _) in zip(
+            results, pairs, strict=True
+        ):
+            history = np.asarray(history)
+            scale = FP8_MAX / history.max(axis=1)
+            moved = np.roll(history, -1, axis=1)
+            moved[:, 0] = scale
+            expect("read_rows, write_rows", np.array_equal(next_history, moved))
+            wanted = np.float32(1) / scale[:, None]
+            expect("read_rows, write_rows", np.array_equal(next_scale, wanted))
+
+    work = histories(quantizers, length)
+    return Work(step, work.arguments, check, chain=work.chain)
+
+
 # By number of scales, and by quantizers and the length of their histories.
 KERNELS = {
     "amax_to_scale": (amax_to_scale, ((1,), (4096,))),
     "delayed_scales": (delayed_scales, ((3, 16), (16, 1024))),
     "read_histories, write_histories": (histories, ((3, 16), (64, 1024))),
+    "read_rows, write_rows": (rows, ((3, 16), (24, 1024))),
 }

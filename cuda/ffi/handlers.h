@@ -19,9 +19,11 @@
   DO(jaxfp8_quantize_transpose_v3)         \
   DO(jaxfp8_ragged_matmul_v1)              \
   DO(jaxfp8_read_histories_v3)             \
+  DO(jaxfp8_read_rows_v1)                  \
   DO(jaxfp8_transpose_blocks_v1)           \
   DO(jaxfp8_transpose_codes_v1)            \
-  DO(jaxfp8_write_histories_v5)
+  DO(jaxfp8_write_histories_v5)            \
+  DO(jaxfp8_write_rows_v1)
 
 // Handlers with an initialize stage, jaxfp8_scaled_matmul_initialize_v1.
 #define JAXFP8_CUBLASLT_HANDLERS(DO) \

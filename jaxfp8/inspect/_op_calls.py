@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .. import ops
 from ..numerics import E4M3, Format
@@ -307,6 +308,23 @@ def _write_histories(kind):
     return function, [kind.history(), kind.factors(12)]
 
 
+def _read_rows(kind):
+    def function(history, scale):
+        pair = [jnp.stack([leaf, leaf]) for leaf in (history, scale)]
+        return ops.read_rows([pair], fp8_max=[kind.form.max])
+
+    return function, [kind.history(), kind.factors(1)]
+
+
+def _write_rows(kind):
+    def function(history, recorded):
+        pair = jnp.stack([history, history]), jnp.ones((2, 1))
+        rows = [lax.pad(x, np.float32(0), [(0, 4, 0)]) for x in jnp.split(recorded, 2)]
+        return ops.write_rows([pair], rows)
+
+    return function, [kind.history(), kind.factors(4)]
+
+
 def _split_reading(kind):
     return ops.split_reading, [kind.factors(6 * kind.turn((1, 3)))]
 
@@ -437,7 +455,9 @@ _FUNCTIONS = (
     _amax_to_scale,
     _delayed_scales,
     _read_histories,
+    _read_rows,
     _write_histories,
+    _write_rows,
     _quantize,
     _quantize_transpose,
     _quantize_activation,

@@ -35,8 +35,10 @@ from ._readings import (
     READING_NUMBERS,
     join_recorded,
     read_histories,
+    read_rows,
     split_reading,
     write_histories,
+    write_rows,
 )
 from ._scaled_matmul import scaled_matmul
 from ._support import implementation

@@ -42,8 +42,10 @@ _CUDA_ONLY = {
     "quantize_activation_grad": 1,
     "quantize_norm": 2,
     "ragged_matmul": 1,
+    "read_rows": 1,
     "scaled_matmul": 2,
     "transpose_codes": 1,
+    "write_rows": 1,
 }
 _CPU_ONLY = {
     "decode_moment": 1,

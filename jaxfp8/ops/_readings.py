@@ -1,6 +1,7 @@
 """read_histories and write_histories: the state of delayed scaling, read before a loop
-over layers, and written; split_reading and join_recorded: the numbers of a reading as
-arrays, and what a step records as one.
+over layers, and written; read_rows and write_rows: that of products which are not in a
+loop, but rows of the same arrays; split_reading and join_recorded: the numbers of a
+reading as arrays, and what a step records as one.
 
 The state may be that of many layers. Of this state a step needs only a reading, six
 numbers for each quantizer, and records as many. A product that is not in a loop reads
@@ -17,10 +18,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import E4M3, _scaling
-from . import _ffi, _shapes
+from . import _ffi, _shapes, _support
 from ._amax import MAX_QUANTIZERS
 from ._partition import WHOLE
-from ._primitive import ONE, OpOfCpus, OpOfUnits, dims, halves
+from ._primitive import ONE, Op, OpOfCpus, OpOfUnits, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
 
@@ -324,6 +325,142 @@ class _WriteHistories(OpOfUnits):
         return [x.reshape(*batch, size) for x, size in zip(written, sizes, strict=True)]
 
 
+# Products whose state is rows of the same arrays -------------------------------------
+
+
+def read_rows(pairs, *, fp8_max):
+    """Read the state of n products that are rows of the same arrays.
+
+    Args:
+        pairs: k pairs of a history, f32 `[n, H]`, and a scale, f32 `[n, 1]`; as a
+            product of `read_histories`.
+        fp8_max: k numbers, the largest values of the FP8 formats.
+
+    Returns:
+        n readings f32 `[6 * k]`, the rows of what `read_histories` returns.
+
+    Raises:
+        TypeError: the op is differentiated.
+    """
+    numerators = tuple(_scaling.scale_numerator(value, 0) for value in fp8_max)
+    op = _ReadRows(_ReadHistories((numerators,)), len(pairs[0][0]))
+    return op(*_columns([pairs], [0]))
+
+
+def write_rows(pairs, recorded):
+    """Write the next state of n products that are rows of the same arrays.
+
+    Args:
+        pairs: the same argument as for `read_rows`.
+        recorded: n arrays f32 `[6 * k]`, as `write_histories` takes them; `stays` is 0.
+
+    Returns:
+        The k pairs of a history and a scale, in the shapes of the arguments.
+
+    Raises:
+        TypeError: the op is differentiated.
+    """
+    histories = [history for history, _ in pairs]
+    written = _WriteRows(len(pairs))(*histories, *recorded)
+    return list(zip(*halves(written), strict=True))
+
+
+class _ReadRows(Op):
+    """The rows of the one reading that `whole` gives."""
+
+    name = "read_rows"
+    custom_call = "read_histories"
+    whole: _ReadHistories
+    rows: int
+
+    def names(self, *ranks):
+        histories, scales = _names_of_rows(len(ranks) // 2)
+        return [*histories, *scales], [(f"{WHOLE}_number",)] * self.rows
+
+    def sizes(self, *shapes):
+        return {f"{WHOLE}_number": READING_NUMBERS * len(shapes) // 2}
+
+    def reference(self, *operands):
+        return jnp.unstack(*self.whole.reference(*operands), axis=-2)
+
+    def cpu(self, *operands):
+        return jnp.unstack(*self.whole.cpu(*operands), axis=-2)
+
+    def cuda(self, *operands):
+        """Give each row as a concatenation of numbers from buffers of their own. XLA
+        takes a number from there, where it would make a kernel to take it from an
+        array; and it leaves out the call whose numbers no product takes.
+        """
+        readings = self.cpu(*operands)
+        if self.vmap_dims or _support.why_disabled("read_rows"):
+            return readings
+        histories, scales = halves(operands)
+        total = len(histories) * self.rows
+        (numerators,) = self.whole.of_units
+        numbers = _ffi.call(
+            "read_rows",
+            [((1,), jnp.float32)] * (3 * total),
+            *histories,
+            *(scale.reshape(-1) for scale in scales),
+            numerators=np.array(numerators, np.float32),
+        )
+        rows = []
+        for row, reading in enumerate(readings):
+            parts = []
+            for i in range(len(histories)):
+                scale, scale_inv, zero = numbers[i * self.rows + row :: total]
+                first = READING_NUMBERS * i
+                parts += [reading[first : first + 3], zero, scale, scale_inv]
+            rows.append(lax.concatenate(parts, 0))
+        return rows
+
+
+class _WriteRows(Op):
+    """What `write_histories` writes, from the rows of what was recorded."""
+
+    name = "write_rows"
+    custom_call = "write_histories"
+    count: int  # of a product's quantizers
+
+    def names(self, *ranks):
+        histories, scales = _names_of_rows(self.count)
+        rows = [(f"{WHOLE}_number",)] * (len(ranks) - self.count)
+        return [*histories, *rows], [*histories, *scales]
+
+    def reference(self, *operands):
+        return self.of_stack(_WriteHistories.reference, operands)
+
+    def cpu(self, *operands):
+        return self.of_stack(_WriteHistories.cpu, operands)
+
+    def of_stack(self, write, operands):
+        recorded = jnp.stack(operands[self.count :], axis=-2)
+        op = _WriteHistories((self.count,), by_quantizer=False)
+        return write(op, *operands[: self.count], recorded)
+
+    def cuda(self, *operands):
+        """Take each number from the buffer where a product has left it."""
+        if self.vmap_dims or _support.why_disabled("write_rows"):
+            return self.cpu(*operands)
+        count = self.count
+        histories, rows = operands[:count], operands[count:]
+        numbers = []
+        for number in range(2):
+            for i in range(number, READING_NUMBERS * count, READING_NUMBERS):
+                numbers += [row[i : i + 1] for row in rows]
+        results = [(history.shape, jnp.float32) for history in histories]
+        results += [((len(rows),), jnp.float32)] * count
+        written = _ffi.call("write_rows", results, *histories, *numbers)
+        scales = [scale.reshape(-1, 1) for scale in written[count:]]
+        return [*written[:count], *scales]
+
+
+def _names_of_rows(count):
+    """Name the dimensions of histories and of scales; no mesh cuts rows."""
+    row = f"{WHOLE}_row"
+    return [(row, f"{WHOLE}_slot{i}") for i in range(count)], [(row, *ONE)] * count
+
+
 # The numbers of a reading as arrays, and what a step records as one ------------------
 
 # the numbers in each part of a quantizer's reading, `[start, end)`: both amaxes are one
@@ -350,18 +487,20 @@ def split_reading(reading):
     return [parts[i::count] for i in range(count)]
 
 
-def join_recorded(recorded):
+def join_recorded(recorded, *, in_loop=True):
     """Put together what a product recorded: f32 `[6 * k]`, with 0 for the others, so
     that no history stays.
 
     Args:
         recorded: for each quantizer an amax and a scale_inv, f32 `(1,)`.
+        in_loop: whether the result is that of an iteration of a loop; else XLA takes
+            the numbers from where they are.
 
     Raises:
         TypeError: the op is differentiated.
     """
     amaxes, scale_invs = zip(*recorded, strict=True)
-    return _JoinRecorded(len(recorded))(*amaxes, *scale_invs)[0]
+    return _JoinRecorded(len(recorded), in_loop)(*amaxes, *scale_invs)[0]
 
 
 class _SplitReading(OpOfCpus):
@@ -400,6 +539,7 @@ class _SplitReading(OpOfCpus):
 class _JoinRecorded(OpOfCpus):
     name = "join_recorded"
     count: int  # of the product's quantizers
+    in_loop: bool
 
     def names(self, *ranks):
         batch = dims("batch", ranks[0] - 1)
@@ -412,8 +552,11 @@ class _JoinRecorded(OpOfCpus):
         (*amaxes, amax), scale_invs = halves(operands)
         axis = amax.ndim - 1
         rest = jnp.zeros((*amax.shape[:-1], READING_NUMBERS - 2), jnp.float32)
-        pairs = zip((*amaxes, jnp.zeros_like(amax)), scale_invs, strict=True)
+        placed = jnp.zeros_like(amax) if self.in_loop else amax
+        pairs = zip((*amaxes, placed), scale_invs, strict=True)
         row = lax.concatenate([x for pair in pairs for x in (*pair, rest)], axis)
+        if not self.in_loop:
+            return (row,)
         # The amax of the gradient comes last: XLA moves the all-reduce of an amax out
         # of a loop where nothing but updates of slices is between it and the result of
         # the loop.

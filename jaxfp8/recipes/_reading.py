@@ -43,11 +43,13 @@ def _usable(ct):
 # A cotangent of this dtype holds the amax that each quantizer recorded, finite or not,
 # and its scale_inv; zeros for a quantizer that did not run.
 READING = _compat.max_dtype("float32_max_reading", _usable)
+# That of a reading which is no iteration's, but a row's of a StackedState.
+ROW = _compat.max_dtype("float32_max_row", _usable)
 
 
 def is_reading(x: Any) -> bool:
     """Tell whether `x` is a reading."""
-    return getattr(x, "dtype", None) == READING
+    return getattr(x, "dtype", None) in (READING, ROW)
 
 
 def reading_of(state: DotGeneralState) -> jax.Array | None:
@@ -149,12 +151,42 @@ def _read_backward(products, cotangents):
     nothing, which keeps its state.
     """
     written = ops.write_histories(_plain(products), _plain(cotangents))
-    leaves, structure = jax.tree.flatten(products)
+    return (_in_dtypes_of(products, written),)
+
+
+def _in_dtypes_of(tree, written):
+    leaves, structure = jax.tree.flatten(tree)
     new = _compat.cast(jax.tree.leaves(written), [leaf.dtype for leaf in leaves])
-    return (structure.unflatten(new),)
+    return structure.unflatten(new)
 
 
 read.defvjp(_read_forward, _read_backward)
+
+
+@jax.custom_vjp
+def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    """Read the state of products that are rows of the same arrays, as `read` does.
+
+    Args:
+        pairs: k pairs of a history `[n, H]` and a scale `[n, 1]`, in the max dtype.
+
+    Returns:
+        n readings `[6 * k]`.
+    """
+    readings = ops.read_rows(_plain(pairs), fp8_max=FP8_MAX[: len(pairs)])
+    return _compat.cast(readings, [ROW] * len(readings))
+
+
+def _read_rows_forward(pairs):
+    return read_rows(pairs), pairs
+
+
+def _read_rows_backward(pairs, cotangents):
+    written = ops.write_rows(_plain(pairs), _plain(cotangents))
+    return (_in_dtypes_of(pairs, written),)
+
+
+read_rows.defvjp(_read_rows_forward, _read_rows_backward)
 
 
 def by_quantizer(reading: jax.Array) -> list[list[jax.Array]]:
@@ -177,6 +209,7 @@ def cotangent(
     """
     zero = jnp.zeros((1,), jnp.float32)
     ct = ops.join_recorded(
-        [(zero, zero) if pair is None else pair for pair in recorded]
+        [(zero, zero) if pair is None else pair for pair in recorded],
+        in_loop=reading.dtype == READING,
     )
-    return _compat.to_max(reduce(ct, reading), READING)
+    return _compat.to_max(reduce(ct, reading), reading.dtype)

@@ -16,7 +16,7 @@ from .._jax import _compat
 from .._jax._batching import repeat_state
 from .._jax._trees import Tree
 from ..recipes import _reading, _state_tree, holds_max, shared, without_max
-from ._stacked_state import unstack_state
+from ._stacked_state import leaves_in_stacks, unstack_state
 
 
 def max_grad(tree: Tree) -> Tree:
@@ -65,17 +65,25 @@ def max_grad(tree: Tree) -> Tree:
 
     # 2. Read the state of stacked layers: a loop over them needs the readings alone,
     #    and these get its gradients.
-    products = _reading.stacked_products(flat)
-    positions = [[q.positions() for q in quantizers] for quantizers in products]
-    readings = _reading.read(jax.tree.map(state.get, positions)) if products else []
-    state |= {
-        i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i]))
-        for i in jax.tree.leaves(positions)
-    }
-    state |= {
-        quantizers[-1].scale: reading
-        for quantizers, reading in zip(products, readings, strict=True)
-    }
+    #    The rows of a StackedState are products that are not in a loop.
+    in_stacks = leaves_in_stacks(tree)
+    in_loops, readings = {}, {}
+    for quantizers in _reading.stacked_products(flat):
+        pairs = [[state[i] for i in q.positions()] for q in quantizers]
+        place = quantizers[-1].scale
+        if in_stacks[place] and pairs[0][0].ndim == 2:
+            readings[place] = _reading.read_rows(pairs)
+        else:
+            in_loops[place] = pairs
+        state |= {
+            i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i]))
+            for q in quantizers
+            for i in q.positions()
+        }
+    if in_loops:
+        of_loops = _reading.read(list(in_loops.values()))
+        readings |= zip(in_loops, of_loops, strict=True)
+    state |= readings
     return unstack_state(flat.replace(state))
 
 

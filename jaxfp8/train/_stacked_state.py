@@ -7,6 +7,7 @@ writes them, with one launch each.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -64,11 +65,37 @@ class StackedState:
         return cls(arrays, treedef, tuple(places))
 
     def unstacked(self) -> Any:
-        """Return the collection."""
-        rows = jax.tree.map(jnp.unstack, self.arrays)
+        """Return the collection. A list of rows stands for their array."""
+        rows = jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, list) else jnp.unstack(leaf),
+            self.arrays,
+            is_leaf=lambda node: isinstance(node, list),
+        )
         return self.treedef.unflatten(
             [rows[kind][name][row] for kind, name, row in self.places]
         )
+
+
+def _static_to_bytes(static) -> bytes:
+    treedef, places = static
+    return json.dumps(treedef.unflatten(places)).encode()
+
+
+def _static_from_bytes(text) -> tuple:
+    def is_place(node):
+        return isinstance(node, list)
+
+    places, treedef = jax.tree.flatten(json.loads(text), is_leaf=is_place)
+    return treedef, tuple(map(tuple, places))
+
+
+# Programs that take or return state can be saved: jax.export.Exported.serialize.
+jax.export.register_pytree_node_serialization(
+    StackedState,
+    serialized_name="jaxfp8.StackedState",
+    serialize_auxdata=_static_to_bytes,
+    deserialize_auxdata=_static_from_bytes,
+)
 
 
 def _product_and_name(path) -> tuple[str, str]:
@@ -134,6 +161,15 @@ def unstack_state(tree: Tree) -> Tree:
         tree,
         is_leaf=_is_stacked,
     )
+
+
+def leaves_in_stacks(tree: Any) -> list[bool]:
+    """Tell of each leaf of a tree whether it is in a StackedState."""
+
+    def marked(node):
+        return jax.tree.map(lambda _: _is_stacked(node), node)
+
+    return jax.tree.leaves(jax.tree.map(marked, tree, is_leaf=_is_stacked))
 
 
 def _is_stacked(node) -> bool:

@@ -63,7 +63,7 @@ def report(cls, layers, change=dict) -> dict:
     return {
         "launches": found["launches"],
         "buffers": buffers,
-        "write_histories": text.count('custom_call_target="jaxfp8_write_histories'),
+        "writes": text.count('custom_call_target="jaxfp8_write_'),
     }
 
 

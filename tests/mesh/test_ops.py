@@ -324,3 +324,19 @@ def test_state_of_layers(spec):
     assert text.count('custom_call_target="jaxfp8_read_histories_v3"') == 2
     assert text.count('custom_call_target="jaxfp8_write_histories_v5"') == 2
     assert is_cut or not hlo.collectives(text)
+
+
+def test_rows_are_whole():
+    """Rows that a mesh cuts are gathered for the calls that read and write them."""
+    rng = np.random.default_rng(0)
+    history, scale = (rng.uniform(1, 2, (8, n)).astype(np.float32) for n in (4, 1))
+    recorded = rng.uniform(1, 2, (8, 6)).astype(np.float32)
+    recorded[:, 2] = 0  # no history stays
+    pairs = [tuple(put(x, P("data")) for x in (history, scale))]
+    readings = jax.jit(lambda pairs: ops.read_rows(pairs, fp8_max=[448.0]))(pairs)
+    [written] = jax.jit(ops.write_rows)(pairs, list(recorded))
+    for i, row in enumerate(history):
+        assert_all_bitwise([readings[i]], [oracle.reading(row, scale[i])], f"row {i}")
+        expected = oracle.write_history(row, recorded[i])
+        got = (np.asarray(x[i]) for x in written)
+        assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"row {i}")

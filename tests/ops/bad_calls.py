@@ -194,6 +194,7 @@ BAD_ATTRIBUTES = {
         ({name: "1x64"}, f"{name}: expected .*got") for name in ("block", "scaling")
     ],
 }
+BAD_ATTRIBUTES["read_rows"] = BAD_ATTRIBUTES["read_histories"]
 
 
 def bad_attributes(op: str):

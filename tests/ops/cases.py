@@ -91,7 +91,9 @@ CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} 
     "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",
     "quantize_norm": "jaxfp8_quantize_norm_v2",
     "scaled_matmul": "jaxfp8_scaled_matmul_v2",
+    "read_rows": "jaxfp8_read_rows_v1",
     "transpose_codes": "jaxfp8_transpose_codes_v1",
+    "write_rows": "jaxfp8_write_rows_v1",
     "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",
     "ragged_matmul": "jaxfp8_ragged_matmul_v1",
 }

@@ -32,7 +32,7 @@ KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint3
 # of which a good call has the last; an upper-case side is not 0; `*` are any sides, `?`
 # is any side, `g%` any divisor of g, `2*g` a product; a `g?` of 1 may be left out, in
 # all buffers of a call or in none; `name?` may be absent; buffers with `#` are there
-# once for each of k quantizers.
+# once for each of k quantizers, with `##` for each of the two rows of each.
 _MOMENT = "{0} data 0 e4m3[g n], {0} amax 0 f32[g n/128], {0} exponent 0 s8[g n/128]"
 _MU, _NU, _NEXT_MU, _NEXT_NU = map(_MOMENT.format, ("mu", "nu", "next mu", "next nu"))
 _STEPPED = (
@@ -131,6 +131,14 @@ CUDA_SPECS = {
         "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g "
         "k/128 n], group_sizes s32[g e] -> out high[g e m n]"
     ),
+    "read_rows": (
+        "history # f32[g H#], stored # f32[g] -> scale ## f32[1], scale_inv ## f32[1], "
+        "amax ## f32[1]"
+    ),
+    "write_rows": (
+        "history # f32[g H#], amax ## f32[1], scale_inv ## f32[1] -> next history # "
+        "f32[g H#], next scale # f32[g]"
+    ),
     "transpose_codes": "data fp8[g m n] -> data_t =data[g n m]",
     "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|1|g] -> "
     "data fp8[g m n], amax f32[0|1|g], data_t? =data[g n m]",
@@ -166,6 +174,7 @@ ATTRIBUTES = {
         "most_recent": np.bool_(False),
     },
     "read_histories": {"numerators": np.ones(2, np.float32)},
+    "read_rows": {"numerators": np.ones(2, np.float32)},
     "scaled_matmul": {
         "precise": np.bool_(False),
         "has_bias": np.bool_(True),
@@ -282,12 +291,13 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
         return Buffer(name.rstrip("?"), dtypes, shapes, name.endswith("?"))
 
     def expand(part):
-        lines = part.split(", ")
-        return [
-            parse(text.replace("#", str(i)).replace("6k", str(6 * k)))
-            for text in lines
-            for i in range(k if "#" in text else 1)
-        ]
+        buffers = []
+        for text in part.split(", "):
+            times = k if "#" in text else 1
+            times *= 1 + ("##" in text)
+            text = text.replace("##", "#").replace("6k", str(6 * k))
+            buffers += [parse(text.replace("#", str(i))) for i in range(times)]
+        return buffers
 
     operands, results = (SPECS | CUDA_SPECS)[op].split(" -> ")
     return expand(operands), expand(results)
@@ -395,10 +405,7 @@ def quantizers(call: Call) -> int:
     """k, as the handlers count it."""
     if call.op == "split_reading":
         return len(call.results) // 5
-    return (
-        len(call.results if call.op.startswith("write_histories") else call.operands)
-        // 2
-    )
+    return len(call.results if call.op.startswith("write_") else call.operands) // 2
 
 
 def filled(call: Call, values=np.ones) -> Call:

@@ -141,6 +141,21 @@ def test_scales_of_each_format(implementation):
                 )
 
 
+@pytest.mark.parametrize("rows, lengths", [(1, (3,)), (5, (4, 1, 2)), (43, (2, 300))])
+def test_rows_of_histories(implementation, rows, lengths):
+    """The rows of arrays as products of their own, more of them too than one launch has
+    room for.
+    """
+    pairs = product((rows,), lengths)
+    recorded = record(pairs)
+    recorded[:, 2::6] = 0  # no history stays
+    fp8_max = [448.0] * len(lengths)
+    read = functools.partial(ops.read_rows, fp8_max=fp8_max)
+    assert_tree(jax.jit(read)(pairs), list(expected_reading(pairs)), "read")
+    written = jax.jit(ops.write_rows)(pairs, list(recorded))
+    assert_tree(written, expected_state(pairs, recorded), "written")
+
+
 def test_one_call_has_room_for_64():
     """By batch dimensions; and a product is not divided."""
     layers = [product((2,), (1, 1, 1), i) for i in range(22)]
@@ -174,7 +189,8 @@ def split_and_join(numbers):
     two numbers.
     """
     parts = ops.split_reading(numbers)
-    return parts, ops.join_recorded([(pair[:1], pair[1:]) for pair, *_ in parts])
+    recorded = [(pair[:1], pair[1:]) for pair, *_ in parts]
+    return parts, ops.join_recorded(recorded, in_loop=len(parts) != 3)
 
 
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)], ids=str)

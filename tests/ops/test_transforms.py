@@ -133,6 +133,18 @@ CALLS = {
         amaxes(1),
         3 * powers(1),
     ),
+    "read_rows": (
+        lambda h, s: ops.read_rows([(h, s)], fp8_max=[448.0]),
+        amaxes(3, 4),
+        powers(3, 1),
+    ),
+    "write_rows": (
+        lambda h, s, a, b: ops.write_rows([(h, s)], [ops.join_recorded([(a, b)])] * 3),
+        amaxes(3, 4),
+        powers(3, 1),
+        amaxes(1),
+        powers(1),
+    ),
     "count": (
         lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3),
         100 * integers(6, 10),

@@ -57,13 +57,12 @@ def inputs(step):
 
 # Compiled as users compile it. Compiled quickly, as in CI, one program may round a
 # product before its sum where the other does not.
-@functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 3,
-        "xla_cpu_use_fusion_emitters": True,
-    },
-)
+OPTIONS = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 12):  # newer versions have no such option
+    OPTIONS["xla_cpu_use_fusion_emitters"] = True
+
+
+@functools.partial(jax.jit, compiler_options=OPTIONS)
 def advance(train, x):
     """Take a step whose loss calls the model twice."""
 
@@ -154,3 +153,15 @@ def test_checkpoints_hold_the_state_of_each_product():
     # state that is stacked, or that is not there, stays
     assert stack_state(stacked)[replay.OWG] is stacked[replay.OWG]
     assert_same_bits(stack_state(variables["params"]), variables["params"])
+
+
+def test_a_program_of_stacked_state_is_saved():
+    variables = stack_state(replay.variables())
+    step = jax.jit(jaxfp8.grad(replay.loss))
+    arguments = variables, *replay.batch(0)
+    checks = map(
+        jax.export.DisabledSafetyCheck.custom_call, jaxfp8.ops.custom_call_targets()
+    )
+    exported = jax.export.export(step, disabled_checks=list(checks))(*arguments)
+    saved = jax.export.deserialize(exported.serialize())
+    assert_same_bits(saved.call(*arguments), step(*arguments))
