@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from ._primitives import compiled
 
@@ -119,37 +120,46 @@ def outermost_trace(tangent):
     return trace
 
 
-def lower_jitted(ctx, jitted, avals, operands):
-    """Lower a jitted function into the program of a lowering rule, from the jaxpr that
-    JAX keeps of the function.
+def without_mesh(avals) -> list:
+    """Return types of arrays without mesh axes, as the inside of an op has them: the
+    types of the op itself say where its results are.
+    """
+    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+
+def lower_jitted(ctx, jitted, operands):
+    """Lower a jitted function of the first operands into the program of a lowering
+    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh.
 
     `mlir.lower_fun` traces at each use. In a version of JAX that has not been tried it
     traces here too.
     """
-    if jax.__version_info__ >= (0, 13):
-        rule = mlir.lower_fun(
-            lambda *operands: list(jitted(*operands)), multiple_results=True
+    avals = without_mesh(ctx.avals_in[: len(operands)])
+    with use_abstract_mesh(AbstractMesh((), ())):
+        if jax.__version_info__ >= (0, 13):
+            rule = mlir.lower_fun(
+                lambda *operands: list(jitted(*operands)), multiple_results=True
+            )
+            return rule(ctx.replace(avals_in=avals), *operands)
+        closed = jitted.trace(*avals).jaxpr
+        module = (
+            ctx.module_context
+            if ctx.platforms is None
+            else ctx.module_context.replace(platforms=ctx.platforms)
         )
-        return rule(ctx.replace(avals_in=avals), *operands)
-    closed = jitted.trace(*avals).jaxpr
-    module = (
-        ctx.module_context
-        if ctx.platforms is None
-        else ctx.module_context.replace(platforms=ctx.platforms)
-    )
-    constants = [mlir.ir_constant(constant) for constant in closed.consts]
-    results, _ = mlir.jaxpr_subcomp(
-        module,
-        closed.jaxpr,
-        ctx.name_stack,
-        ctx.tokens_in,
-        constants,
-        *operands,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=None,
-    )
-    return results
+        constants = [mlir.ir_constant(constant) for constant in closed.consts]
+        results, _ = mlir.jaxpr_subcomp(
+            module,
+            closed.jaxpr,
+            ctx.name_stack,
+            ctx.tokens_in,
+            constants,
+            *operands,
+            dim_var_values=ctx.dim_var_values,
+            const_lowering=ctx.const_lowering,
+            outer_traceback=None,
+        )
+        return results
 
 
 def needs_devices(op: Primitive) -> None:
