@@ -329,8 +329,8 @@ class OncePrimitive(Primitive):
     """
 
     multiple_results = True
-    # What is known of tracers, by their id: a reference to the tracer, and {key:
-    # (references to operands, references to results)}. All primitives share it.
+    # What is known of tracers, by their id: {key: (references to operands, references
+    # to results)}. All primitives share it.
     memo = {}
 
     def bind_with_trace(self, trace, args, *rest):
@@ -357,12 +357,9 @@ class OncePrimitive(Primitive):
         """Return the results that are known of a tracer, which die with it."""
         name, memo = id(tracer), self.memo
         if name not in memo:
-
-            def forget(reference):
-                del memo[name]
-
-            memo[name] = weakref.ref(tracer, forget), {}
-        return memo[name][1]
+            memo[name] = {}
+            weakref.finalize(tracer, memo.pop, name)
+        return memo[name]
 
 
 def _strong_reference(x):
@@ -444,6 +441,11 @@ def is_max(x) -> bool:
     return isinstance(getattr(x, "dtype", None), _MaxDtype)
 
 
+def holds_max(tree: Any) -> bool:
+    """Tell whether any leaf of `tree` has a dtype that `max_dtype` made."""
+    return any(map(is_max, jax.tree.leaves(tree)))
+
+
 def combined(x, y):
     """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
     clean = x.dtype.clean
@@ -466,15 +468,17 @@ def to_max(x, dtype=MAX_DTYPE):
     return _to_max_p.bind(x, dtypes=(dtype,))[0]
 
 
-def with_max(x):
-    """Return a traced float array in the max dtype, another one in float32; an array of
-    a dtype that `max_dtype` made stays as it is.
+def with_max(xs: Sequence[Any]) -> list:
+    """Return traced float arrays in the max dtype, others in float32; an array of a
+    dtype that `max_dtype` made stays as it is.
     """
-    if is_max(x):
-        return x
-    if isinstance(x, jax.core.Tracer):
-        return to_max(x)
-    return jnp.asarray(x).astype(jnp.float32)
+    results = list(xs)
+    for i, x in enumerate(xs):
+        if isinstance(x, jax.core.Tracer) and not is_max(x):
+            results[i] = to_max(x)
+        elif not is_max(x):
+            results[i] = jnp.asarray(x).astype(jnp.float32)
+    return results
 
 
 def from_max(x):

@@ -25,8 +25,9 @@ from ._state import DotGeneralState
 from ._state_tree import StateTree, slot_axis
 
 _OPERANDS = ("input", "kernel", "output_grad")
-# The largest values of the formats whose scales a reading has, by operand.
-FP8_MAX = tuple(map(fp8_max, (HYBRID.dtype, HYBRID.dtype, HYBRID.backward_dtype)))
+# The dtypes whose scales a reading has, by operand.
+FP8_DTYPES = HYBRID.dtype, HYBRID.dtype, HYBRID.backward_dtype
+_FP8_MAX = list(map(fp8_max, FP8_DTYPES))
 
 
 def _usable(ct):
@@ -69,11 +70,6 @@ def without_max(tree: Any) -> Any:
         return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
 
     return jax.tree.map(plain, tree)
-
-
-def holds_max(tree: Any) -> bool:
-    """Tell whether any leaf of `tree` has the max dtype, or is a reading."""
-    return any(map(_compat.is_max, jax.tree.leaves(tree)))
 
 
 def stacked_products(flat: StateTree) -> list[list]:
@@ -130,7 +126,7 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
     """
     plain = _plain(products)
     readings = ops.read_histories(
-        plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain]
+        plain, fp8_max=[_FP8_MAX[: len(pairs)] for pairs in plain]
     )
     return _compat.cast(readings, [READING] * len(readings))
 
@@ -155,13 +151,6 @@ def _read_backward(products, cotangents):
 
 
 read.defvjp(_read_forward, _read_backward)
-
-
-def by_quantizer(reading: jax.Array) -> list[list[jax.Array]]:
-    """Return of each quantizer of a reading the parts that `ops.split_reading`
-    gives.
-    """
-    return ops.split_reading(lax.stop_gradient(_compat.from_max(reading)))
 
 
 def cotangent(

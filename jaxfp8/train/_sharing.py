@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._jax import _compat
 from .._jax._batching import repeat_state
 from .._jax._trees import Tree
-from ..recipes import _reading, _state_tree, holds_max, shared, without_max
+from ..recipes import _reading, _state_tree, shared, without_max
 from ._stacked_state import unstack_state
 
 
@@ -68,14 +68,10 @@ def max_grad(tree: Tree) -> Tree:
     products = _reading.stacked_products(flat)
     positions = [[q.positions() for q in quantizers] for quantizers in products]
     readings = _reading.read(jax.tree.map(state.get, positions)) if products else []
-    state |= {
-        i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i]))
-        for i in jax.tree.leaves(positions)
-    }
-    state |= {
-        quantizers[-1].scale: reading
-        for quantizers, reading in zip(products, readings, strict=True)
-    }
+    for i in jax.tree.leaves(positions):
+        state[i] = jax.lax.stop_gradient(flat.leaves[i])
+    for quantizers, reading in zip(products, readings, strict=True):
+        state[quantizers[-1].scale] = reading
     return unstack_state(flat.replace(state))
 
 
@@ -134,7 +130,7 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
         with named_errors("value_and_grad"):
-            is_cast = any(holds_max(args[i]) for i in positions(args))
+            is_cast = _compat.holds_max([args[i] for i in positions(args)])
             return (of_cast_state if is_cast else differentiated)(*args, **kwargs)
 
     return value_and_gradients
