@@ -178,8 +178,10 @@ class Product:
 
     def requantize(self, quantizer, y, scale, cols):
         """Quantize and dequantize the result y; return y and the QTensor for the next
-        state.
+        state, or None.
         """
+        if quantizer == recipes.HighPrecisionQuantizer():
+            return y, None
         options = OperandOptions(
             y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce
         )
@@ -505,7 +507,7 @@ def _is_turned_late(q: QTensor) -> bool:
 
     A loop would store transposed codes, which takes a copy of the operand in each step.
     """
-    return q.data is not None and q.has_one_scale and is_for_tpu()
+    return is_for_tpu() and q.data is not None and q.has_one_scale
 
 
 def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTensor:
