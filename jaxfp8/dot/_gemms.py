@@ -256,10 +256,13 @@ def forward(
     cols = len(layouts_of_both[1].free)
     y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
     grad_scales = [*scales.of_operand(2), scales.input_grad]
+    amaxes, recorded = None, [q.recorded for q in residuals]
+    if reading is not None and all(amax is not None for amax in recorded):
+        amaxes = jnp.concatenate(recorded)  # see `ops.join_recorded`
     if reading is not None and recipes.reading_suffices(product.quantizers):
         residuals = _without_scales(residuals, codes)
         grad_scales[0] = None
-    kept = *residuals, *again, output, *grad_scales
+    kept = *residuals, *again, output, amaxes, *grad_scales
     return y, (as_residual(kept), reading)
 
 
@@ -368,7 +371,7 @@ def backward(
         return jax.vmap(each)(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
     kept, reading = residuals
-    x, kernel, x_again, kernel_again, output, *grad_scales, input_grad_scale = (
+    x, kernel, x_again, kernel_again, output, amaxes, *grad_scales, input_grad_scale = (
         recipes.as_codes(kept)
     )
     if reading is not None and recipes.reading_suffices(product.quantizers):
@@ -413,7 +416,9 @@ def backward(
     if not product.records_grad:
         first = None
     quantized = [x, kernel, first, output, input_grad, x_again, kernel_again, again]
-    ct = recipes.cotangent(product.quantizers, quantized, reading, product.reduce)
+    ct = recipes.cotangent(
+        product.quantizers, quantized, reading, product.reduce, amaxes
+    )
     return dx, dkernel, dbias, ct
 
 

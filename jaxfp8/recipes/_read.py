@@ -286,6 +286,7 @@ def cotangent(
     quantized: Sequence[QTensor | None],
     reading: jax.Array | None = None,
     reduce: Any = no_reduction,
+    amaxes: jax.Array | None = None,
 ) -> DotGeneralState:
     """Return the cotangent of the result of `read`, from the tensors that were
     quantized.
@@ -296,6 +297,7 @@ def cotangent(
             whose state stays.
         reading: the reading of the product, where its state was read before a loop.
         reduce: see `OperandOptions.reduce`.
+        amaxes: see `ops.join_recorded`.
     """
     states = [None if q is None else q.recorded for q in quantized]
     if reading is not None:
@@ -303,7 +305,7 @@ def cotangent(
             None if amax is None else (amax, q.scale_inv)
             for amax, q in zip(states[:3], quantized[:3], strict=True)
         ]
-        ct = _reading.cotangent(recorded, reduce, reading)
+        ct = _reading.cotangent(recorded, reduce, reading, amaxes)
         states[:3] = None, None, QuantizerState(None, ct)
         return DotGeneralState(*states)
     delayed = [

@@ -154,7 +154,7 @@ read.defvjp(_read_forward, _read_backward)
 
 
 def cotangent(
-    recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array
+    recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array, amaxes: Any
 ) -> jax.Array:
     """Return the cotangent of a reading `[6 * k]`.
 
@@ -163,9 +163,10 @@ def cotangent(
             quantizer that did not run.
         reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
         reading: the reading, in whose dtype the cotangent is.
+        amaxes: see `ops.join_recorded`.
     """
     zero = jnp.zeros((1,), jnp.float32)
     ct = ops.join_recorded(
-        [(zero, zero) if pair is None else pair for pair in recorded]
+        [(zero, zero) if pair is None else pair for pair in recorded], amaxes
     )
     return _compat.to_max(reduce(ct, reading), READING)
