@@ -257,7 +257,8 @@ def forward(
     y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
     grad_scales = [*scales.of_operand(2), scales.input_grad]
     amaxes, recorded = None, [q.recorded for q in residuals]
-    if reading is not None and all(amax is not None for amax in recorded):
+    has_both = all(amax is not None for amax in recorded)
+    if is_step and reading is not None and has_both:
         amaxes = jnp.concatenate(recorded)  # see `ops.join_recorded`
     if reading is not None and recipes.reading_suffices(product.quantizers):
         residuals = _without_scales(residuals, codes)

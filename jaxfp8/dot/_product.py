@@ -311,18 +311,13 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
             product, x, kernel, bias, state, codes, group_sizes, differentiated
         )
         results = _results(product, _mesh.placed_as(outs[0], y))
-        y = (
-            None
-            if product.activation is None
-            else compressed(results[0])
-            if product.fp8_residual
-            else results[0]
-        )
+        y = None if product.activation is None else results[0]
+        if y is not None and product.fp8_residual:
+            y = compressed(y)
     residuals = residuals, y, group_sizes
     # 3. Make the results differentiable: a loss around this gradient may take its
-    #    value, and differentiates that value
-    # for the first time. The ops that compute it have no derivative; the derivative of
-    # the product is what is meant.
+    #    value, and differentiates that value for the first time. The ops that compute
+    #    it have no derivative; the derivative of the product is what is meant.
     results = _value_p.bind(
         *results, *primals, product=product, tree=tree, implementation=implementation
     )

@@ -250,7 +250,9 @@ def _shards(mesh, axes):
 
 def _entry_axes(entry):
     """Return the mesh axes of an entry of a PartitionSpec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _is_gathered(spec, names, axes):

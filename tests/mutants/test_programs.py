@@ -125,12 +125,10 @@ def without(position):
     """The cotangent of a reading lacks what an operand recorded."""
 
     def install(monkeypatch):
-        def mutant(recorded, reduce, reading, original=_reading.cotangent):
-            return original(
-                [None if i == position else pair for i, pair in enumerate(recorded)],
-                reduce,
-                reading,
-            )
+        def mutant(recorded, *rest, original=_reading.cotangent):
+            recorded = list(recorded)
+            recorded[position] = None
+            return original(recorded, *rest)
 
         monkeypatch.setattr(_reading, "cotangent", mutant)
 
