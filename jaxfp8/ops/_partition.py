@@ -33,7 +33,7 @@ WHOLE = "whole"
 ONE = ("one",)
 
 
-def lower_partitioned(op, run, *, implementation, as_bytes, ctx, operands):
+def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
     """Lower an op for all devices of a mesh.
 
     Args:

@@ -232,14 +232,9 @@ class Op:
         is_custom = program.func != getattr(type(self), in_jnp)
         with _tpu.devices(tpus):
             if devices == "mesh" and (is_custom or self.on_shards is not None):
-                return lower_partitioned(
-                    self,
-                    program,
-                    implementation=implementation,
-                    as_bytes=platform == "cpu",
-                    ctx=ctx,
-                    operands=operands,
-                )
+                as_bytes = platform == "cpu"
+                more = implementation, as_bytes, ctx, operands
+                return lower_partitioned(self, program, *more)
             # On one device, and in jnp code that XLA cuts, nothing chooses between
             # layouts: leave out the second layouts.
             count = len(operands) - len(self.second_layouts())

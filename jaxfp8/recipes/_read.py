@@ -301,11 +301,7 @@ def cotangent(
     """
     states = [None if q is None else q.recorded for q in quantized]
     if reading is not None:
-        recorded = [
-            None if amax is None else (amax, q.scale_inv)
-            for amax, q in zip(states[:3], quantized[:3], strict=True)
-        ]
-        ct = _reading.cotangent(recorded, reduce, reading, amaxes)
+        ct = _reading.cotangent(quantized[:3], reduce, reading, amaxes)
         states[:3] = None, None, QuantizerState(None, ct)
         return DotGeneralState(*states)
     delayed = [

@@ -23,6 +23,7 @@ from .._jax import _compat
 from ..numerics import HYBRID, _scaling, fp8_max
 from ._state import DotGeneralState
 from ._state_tree import StateTree, slot_axis
+from ._tensor import QTensor
 
 _OPERANDS = ("input", "kernel", "output_grad")
 # The dtypes whose scales a reading has, by operand.
@@ -154,19 +155,21 @@ read.defvjp(_read_forward, _read_backward)
 
 
 def cotangent(
-    recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array, amaxes: Any
+    quantized: Sequence[QTensor | None], reduce: Any, reading: jax.Array, amaxes: Any
 ) -> jax.Array:
     """Return the cotangent of a reading `[6 * k]`.
 
     Args:
-        recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None for a
-            quantizer that did not run.
+        quantized: for each quantizer the QTensor that it made; None for a quantizer
+            that did not run.
         reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
         reading: the reading, in whose dtype the cotangent is.
         amaxes: see `ops.join_recorded`.
     """
     zero = jnp.zeros((1,), jnp.float32)
-    ct = ops.join_recorded(
-        [(zero, zero) if pair is None else pair for pair in recorded], amaxes
-    )
+    recorded = [(zero, zero)] * len(quantized)
+    for i, q in enumerate(quantized):
+        if q is not None and q.recorded is not None:
+            recorded[i] = q.recorded, q.scale_inv
+    ct = ops.join_recorded(recorded, amaxes)
     return _compat.to_max(reduce(ct, reading), READING)

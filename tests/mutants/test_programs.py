@@ -125,10 +125,10 @@ def without(position):
     """The cotangent of a reading lacks what an operand recorded."""
 
     def install(monkeypatch):
-        def mutant(recorded, *rest, original=_reading.cotangent):
-            recorded = list(recorded)
-            recorded[position] = None
-            return original(recorded, *rest)
+        def mutant(quantized, *rest, original=_reading.cotangent):
+            quantized = list(quantized)
+            quantized[position] = None
+            return original(quantized, *rest)
 
         monkeypatch.setattr(_reading, "cotangent", mutant)
 
