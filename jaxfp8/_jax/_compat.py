@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from ._primitives import compiled
 
@@ -119,37 +120,46 @@ def outermost_trace(tangent):
     return trace
 
 
-def lower_jitted(ctx, jitted, avals, operands):
-    """Lower a jitted function into the program of a lowering rule, from the jaxpr that
-    JAX keeps of the function.
+def without_mesh(avals) -> list:
+    """Return types of arrays without mesh axes, as the inside of an op has them: the
+    types of the op itself say where its results are.
+    """
+    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+
+def lower_jitted(ctx, jitted, operands):
+    """Lower a jitted function of the first operands into the program of a lowering
+    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh.
 
     `mlir.lower_fun` traces at each use. In a version of JAX that has not been tried it
     traces here too.
     """
-    if jax.__version_info__ >= (0, 13):
-        rule = mlir.lower_fun(
-            lambda *operands: list(jitted(*operands)), multiple_results=True
+    avals = without_mesh(ctx.avals_in[: len(operands)])
+    with use_abstract_mesh(AbstractMesh((), ())):
+        if jax.__version_info__ >= (0, 13):
+            rule = mlir.lower_fun(
+                lambda *operands: list(jitted(*operands)), multiple_results=True
+            )
+            return rule(ctx.replace(avals_in=avals), *operands)
+        closed = jitted.trace(*avals).jaxpr
+        module = (
+            ctx.module_context
+            if ctx.platforms is None
+            else ctx.module_context.replace(platforms=ctx.platforms)
         )
-        return rule(ctx.replace(avals_in=avals), *operands)
-    closed = jitted.trace(*avals).jaxpr
-    module = (
-        ctx.module_context
-        if ctx.platforms is None
-        else ctx.module_context.replace(platforms=ctx.platforms)
-    )
-    constants = [mlir.ir_constant(constant) for constant in closed.consts]
-    results, _ = mlir.jaxpr_subcomp(
-        module,
-        closed.jaxpr,
-        ctx.name_stack,
-        ctx.tokens_in,
-        constants,
-        *operands,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=None,
-    )
-    return results
+        constants = [mlir.ir_constant(constant) for constant in closed.consts]
+        results, _ = mlir.jaxpr_subcomp(
+            module,
+            closed.jaxpr,
+            ctx.name_stack,
+            ctx.tokens_in,
+            constants,
+            *operands,
+            dim_var_values=ctx.dim_var_values,
+            const_lowering=ctx.const_lowering,
+            outer_traceback=None,
+        )
+        return results
 
 
 def needs_devices(op: Primitive) -> None:
@@ -319,8 +329,8 @@ class OncePrimitive(Primitive):
     """
 
     multiple_results = True
-    # What is known of tracers, by their id: a reference to the tracer, and {key:
-    # (references to operands, references to results)}. All primitives share it.
+    # What is known of tracers, by their id: {key: (references to operands, references
+    # to results)}. All primitives share it.
     memo = {}
 
     def bind_with_trace(self, trace, args, *rest):
@@ -347,12 +357,9 @@ class OncePrimitive(Primitive):
         """Return the results that are known of a tracer, which die with it."""
         name, memo = id(tracer), self.memo
         if name not in memo:
-
-            def forget(reference):
-                del memo[name]
-
-            memo[name] = weakref.ref(tracer, forget), {}
-        return memo[name][1]
+            memo[name] = {}
+            weakref.finalize(tracer, memo.pop, name)
+        return memo[name]
 
 
 def _strong_reference(x):
@@ -434,6 +441,11 @@ def is_max(x) -> bool:
     return isinstance(getattr(x, "dtype", None), _MaxDtype)
 
 
+def holds_max(tree: Any) -> bool:
+    """Tell whether any leaf of `tree` has a dtype that `max_dtype` made."""
+    return any(map(is_max, jax.tree.leaves(tree)))
+
+
 def combined(x, y):
     """Combine two arrays of one dtype that `max_dtype` made, as autodiff does."""
     clean = x.dtype.clean
@@ -456,15 +468,17 @@ def to_max(x, dtype=MAX_DTYPE):
     return _to_max_p.bind(x, dtypes=(dtype,))[0]
 
 
-def with_max(x):
-    """Return a traced float array in the max dtype, another one in float32; an array of
-    a dtype that `max_dtype` made stays as it is.
+def with_max(xs: Sequence[Any]) -> list:
+    """Return traced float arrays in the max dtype, others in float32; an array of a
+    dtype that `max_dtype` made stays as it is.
     """
-    if is_max(x):
-        return x
-    if isinstance(x, jax.core.Tracer):
-        return to_max(x)
-    return jnp.asarray(x).astype(jnp.float32)
+    results = list(xs)
+    for i, x in enumerate(xs):
+        if isinstance(x, jax.core.Tracer) and not is_max(x):
+            results[i] = to_max(x)
+        elif not is_max(x):
+            results[i] = jnp.asarray(x).astype(jnp.float32)
+    return results
 
 
 def from_max(x):

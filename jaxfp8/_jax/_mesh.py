@@ -73,15 +73,18 @@ def once(entries) -> PartitionSpec:
     return PartitionSpec(*kept)
 
 
-def with_varying(aval, axes):
-    """Return a type that varies over these manual axes."""
-    if aval.sharding.mesh.empty:  # the type of a constant
-        aval = aval.update(
-            sharding=aval.sharding.update(mesh=jax.sharding.get_abstract_mesh())
-        )
-    return aval.update(
-        manual_axis_type=aval.manual_axis_type.update(varying=frozenset(axes))
-    )
+def varying_alike(avals, values) -> list:
+    """Return types that vary over each manual axis over which one of them, or one of
+    `values`, varies.
+    """
+    axes, results = varying(*avals, *values), []
+    for aval in avals:
+        if aval.sharding.mesh.empty:  # the type of a constant
+            mesh = jax.sharding.get_abstract_mesh()
+            aval = aval.update(sharding=aval.sharding.update(mesh=mesh))
+        manual = aval.manual_axis_type.update(varying=axes)
+        results.append(aval.update(manual_axis_type=manual))
+    return results
 
 
 def placed_as(aval, x):

@@ -1,5 +1,5 @@
-"""Products and transfers in autodiff: the cotangents of a state meet in a max, and
-gradients have state and sources.
+"""State in autodiff: under `vmap` its cotangents meet in a max, and a gradient that
+leaves it out warns.
 
 `vmapped_state` is for transfers, which are a `custom_vjp`: under `vmap` JAX sums the
 cotangents of an argument that the examples share, which is right for a kernel and wrong
@@ -15,11 +15,8 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax import _warnings
 from .._jax._batching import batch_of, in_front, repeat_state
-from .._jax._primitives import compiled, is_differentiated, undefined_tangents
-from ..numerics import FP8_DTYPES
-from ..recipes import FP8StateWarning, QTensor, Scale
-from ._fused_input import as_residual
-from ._gemms import Product
+from .._jax._primitives import compiled
+from ..recipes import FP8StateWarning
 
 _NOT_UPDATED = (
     "this gradient never updates FP8 state: it is not taken with respect to the "
@@ -109,71 +106,3 @@ def warn_of_state(
         message = _NO_STATE
     if message:
         _warnings.warn_once(where, layer, message, FP8StateWarning)
-
-
-@jax.custom_jvp
-def differentiated_once(codes, source):
-    """Return `codes`. A derivative of this function with respect to `source`, a second
-    one of the product, raises.
-    """
-    del source
-    return codes
-
-
-@differentiated_once.defjvp
-def _(primals, tangents):
-    leaves, tree = jax.tree.flatten(primals[0])
-    undefined = undefined_tangents(leaves, jax.tree.leaves(tangents))
-    return differentiated_once(*primals), tree.unflatten(
-        map(ad.instantiate_zeros, undefined)
-    )
-
-
-def state_is_left_out(state) -> bool:
-    """Tell whether no gradient around a product can be with respect to its state, the
-    result of `read`: it is an array, and not fixed.
-    """
-    # No step updates a fixed scale, in inference.
-    is_fixed = isinstance(state.input, Scale) and state.input.amax is None
-    return not is_fixed and not is_differentiated(jax.tree.leaves(state))
-
-
-def checked_codes(
-    product: Product, operands, codes, differentiated
-) -> list[QTensor | None]:
-    """Check that a gradient has the sources of its codes; return the codes of operands.
-
-    A second derivative of the returned codes, with respect to their source, raises.
-    Codes are named for remat.
-
-    Args:
-        product: the static part.
-        operands: x and kernel, or the sources of their codes.
-        codes: `(x, kernel)`: the QTensor of an operand, or for x a fused input; else
-            None.
-        differentiated: for each operand, whether the gradient is taken with respect to
-            that operand.
-
-    Raises:
-        TypeError: the gradient is taken with respect to a QTensor without a source.
-    """
-    for name, operand, has_gradient in zip(
-        product.names, operands, differentiated, strict=False
-    ):
-        if operand.dtype in FP8_DTYPES and has_gradient:
-            raise TypeError(
-                f"{name}: a QTensor without its source has no gradient; see "
-                "jaxfp8.quantize_params. A model of jaxfp8.freeze does not train: "
-                "train the variables it was frozen from, or differentiate with "
-                "respect to other variables than its kernels"
-            )
-    checked = []
-    for q, operand in zip(codes, operands, strict=True):
-        if q is not None:
-            q = differentiated_once(q, operand)
-        if isinstance(q, QTensor):
-            # If a remat policy saves the codes, the computation of their source does
-            # not run again.
-            q = as_residual(q)
-        checked.append(q)
-    return checked

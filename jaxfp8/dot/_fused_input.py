@@ -330,9 +330,9 @@ def quantize_gradient(
         )
 
     q, *sums = _quantize_by(quantize, quantizer, scale, options, current_amax)
-    return q, sums[0] if has_sums else options.sum_rows(
-        values()
-    ) if options.column_sums else None
+    if options.column_sums and not has_sums:
+        sums = [options.sum_rows(values())]
+    return q, *(sums or [None])
 
 
 def _quantize_by(quantize, quantizer, scale, options, current_amax) -> tuple:

@@ -178,8 +178,10 @@ class Product:
 
     def requantize(self, quantizer, y, scale, cols):
         """Quantize and dequantize the result y; return y and the QTensor for the next
-        state.
+        state, or None.
         """
+        if quantizer == recipes.HighPrecisionQuantizer():
+            return y, None
         options = OperandOptions(
             y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce
         )
@@ -254,10 +256,14 @@ def forward(
     cols = len(layouts_of_both[1].free)
     y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
     grad_scales = [*scales.of_operand(2), scales.input_grad]
+    amaxes, recorded = None, [q.recorded for q in residuals]
+    has_both = all(amax is not None for amax in recorded)
+    if is_step and reading is not None and has_both:
+        amaxes = jnp.concatenate(recorded)  # see `ops.join_recorded`
     if reading is not None and recipes.reading_suffices(product.quantizers):
         residuals = _without_scales(residuals, codes)
         grad_scales[0] = None
-    kept = *residuals, *again, output, *grad_scales
+    kept = *residuals, *again, output, amaxes, *grad_scales
     return y, (as_residual(kept), reading)
 
 
@@ -366,7 +372,7 @@ def backward(
         return jax.vmap(each)(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
     kept, reading = residuals
-    x, kernel, x_again, kernel_again, output, *grad_scales, input_grad_scale = (
+    x, kernel, x_again, kernel_again, output, amaxes, *grad_scales, input_grad_scale = (
         recipes.as_codes(kept)
     )
     if reading is not None and recipes.reading_suffices(product.quantizers):
@@ -411,7 +417,9 @@ def backward(
     if not product.records_grad:
         first = None
     quantized = [x, kernel, first, output, input_grad, x_again, kernel_again, again]
-    ct = recipes.cotangent(product.quantizers, quantized, reading, product.reduce)
+    ct = recipes.cotangent(
+        product.quantizers, quantized, reading, product.reduce, amaxes
+    )
     return dx, dkernel, dbias, ct
 
 
@@ -505,7 +513,7 @@ def _is_turned_late(q: QTensor) -> bool:
 
     A loop would store transposed codes, which takes a copy of the operand in each step.
     """
-    return q.data is not None and q.has_one_scale and is_for_tpu()
+    return is_for_tpu() and q.data is not None and q.has_one_scale
 
 
 def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTensor:

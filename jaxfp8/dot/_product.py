@@ -22,15 +22,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._batching import batch_of, in_front, repeat, repeat_state
-from .._jax._primitives import compiled, linear_primitive, refuse_derivative
-from ..ops._support import selected, using
-from ..recipes import QTensor, as_codes, value_of
-from ._autodiff import (
-    checked_codes,
-    state_is_left_out,
-    warn_of_state,
+from .._jax._primitives import (
+    compiled,
+    is_differentiated,
+    linear_primitive,
+    refuse_derivative,
+    undefined_tangents,
 )
-from ._fused_input import ActivationGradient, FusedInput, compressed
+from ..numerics import FP8_DTYPES
+from ..ops._support import selected, using
+from ..recipes import QTensor, Scale, as_codes, value_of
+from ._autodiff import warn_of_state
+from ._fused_input import ActivationGradient, FusedInput, as_residual, compressed
 from ._gemms import backward, forward
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -114,11 +117,10 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
     """
     del tree, implementation
     vmapped = tuple(range(product.vmap_dims))
-    varying = _mesh.varying(x, kernel, *leaves)
+    x, kernel = _mesh.varying_alike([x, kernel], leaves)
     if product.dims is not None:
         *names, result = ((*vmapped, *dims) for dims in product.dims)
-        (y,) = _mesh.types([x, kernel], names, [result], [product.out_dtype], {})
-        return [_mesh.with_varying(y, varying)]
+        return _mesh.types([x, kernel], names, [result], [product.out_dtype], {})
     contract, batch = (
         [tuple(d + len(vmapped) for d in dims) for dims in pair]
         for pair in product.dimension_numbers
@@ -129,10 +131,8 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
         spec = PartitionSpec(*x.sharding.spec[: product.vmap_dims], *out_sharding)
         out_sharding = NamedSharding(x.sharding.mesh, spec)
     dot, _ = lax.dot_general_p.abstract_eval(
-        *(
-            _mesh.with_varying(a.update(dtype=product.out_dtype), varying)
-            for a in (x, kernel)
-        ),
+        x.update(dtype=product.out_dtype),
+        kernel.update(dtype=product.out_dtype),
         dimension_numbers=dimension_numbers,
         precision=None,
         preferred_element_type=None,
@@ -296,8 +296,8 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     bias, state, codes, group_sizes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    codes = checked_codes(product, (x, kernel), codes, is_linear)
-    is_left_out = state_is_left_out(state)
+    codes = _checked_codes(product, (x, kernel), codes, is_linear)
+    is_left_out = _state_is_left_out(state)
     outs = _abstract(
         *map(jax.typeof, primals),
         product=product,
@@ -311,18 +311,13 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
             product, x, kernel, bias, state, codes, group_sizes, differentiated
         )
         results = _results(product, _mesh.placed_as(outs[0], y))
-        y = (
-            None
-            if product.activation is None
-            else compressed(results[0])
-            if product.fp8_residual
-            else results[0]
-        )
+        y = None if product.activation is None else results[0]
+        if y is not None and product.fp8_residual:
+            y = compressed(y)
     residuals = residuals, y, group_sizes
     # 3. Make the results differentiable: a loss around this gradient may take its
-    #    value, and differentiates that value
-    # for the first time. The ops that compute it have no derivative; the derivative of
-    # the product is what is meant.
+    #    value, and differentiates that value for the first time. The ops that compute
+    #    it have no derivative; the derivative of the product is what is meant.
     results = _value_p.bind(
         *results, *primals, product=product, tree=tree, implementation=implementation
     )
@@ -356,6 +351,72 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     return _compat.linearized(
         list(map(_mesh.placed_as, outs, results)), residuals, linear
     )
+
+
+@jax.custom_jvp
+def _differentiated_once(codes, source):
+    """Return `codes`. A derivative of this function with respect to `source`, a second
+    one of the product, raises.
+    """
+    del source
+    return codes
+
+
+@_differentiated_once.defjvp
+def _(primals, tangents):
+    leaves, tree = jax.tree.flatten(primals[0])
+    undefined = undefined_tangents(leaves, jax.tree.leaves(tangents))
+    return _differentiated_once(*primals), tree.unflatten(
+        map(ad.instantiate_zeros, undefined)
+    )
+
+
+def _state_is_left_out(state) -> bool:
+    """Tell whether no gradient around a product can be with respect to its state, the
+    result of `read`: it is an array, and not fixed.
+    """
+    # No step updates a fixed scale, in inference.
+    is_fixed = isinstance(state.input, Scale) and state.input.amax is None
+    return not is_fixed and not is_differentiated(jax.tree.leaves(state))
+
+
+def _checked_codes(product, operands, codes, differentiated) -> list[QTensor | None]:
+    """Check that a gradient has the sources of its codes; return the codes of operands.
+
+    A second derivative of the returned codes, with respect to their source, raises.
+    Codes are named for remat.
+
+    Args:
+        product: the static part.
+        operands: x and kernel, or the sources of their codes.
+        codes: `(x, kernel)`: the QTensor of an operand, or for x a fused input; else
+            None.
+        differentiated: for each operand, whether the gradient is taken with respect to
+            that operand.
+
+    Raises:
+        TypeError: the gradient is taken with respect to a QTensor without a source.
+    """
+    for name, operand, has_gradient in zip(
+        product.names, operands, differentiated, strict=False
+    ):
+        if operand.dtype in FP8_DTYPES and has_gradient:
+            raise TypeError(
+                f"{name}: a QTensor without its source has no gradient; see "
+                "jaxfp8.quantize_params. A model of jaxfp8.freeze does not train: "
+                "train the variables it was frozen from, or differentiate with "
+                "respect to other variables than its kernels"
+            )
+    checked = []
+    for q, operand in zip(codes, operands, strict=True):
+        if q is not None:
+            q = _differentiated_once(q, operand)
+        if isinstance(q, QTensor):
+            # If a remat policy saves the codes, the computation of their source does
+            # not run again.
+            q = as_residual(q)
+        checked.append(q)
+    return checked
 
 
 def _jvp(primals, tangents, *, product, tree, implementation):

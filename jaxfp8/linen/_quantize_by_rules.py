@@ -134,13 +134,9 @@ def decision(module) -> Decision | None:
     """Find the first rule that matches a bound module, in the outermost region first;
     None where no rule matches.
     """
-    op = (
-        "einsum"
-        if isinstance(module, (nn.Einsum, Fp8Einsum))
-        else "dot_general"
-        if is_layer(module)
-        else None
-    )
+    op = "dot_general" if is_layer(module) else None
+    if isinstance(module, (nn.Einsum, Fp8Einsum)):
+        op = "einsum"
     for region in regions(module.scope):
         names = layer_names(module.path, isinstance(module, Fp8Module), region.root)
         index = first_match(region.rules, names, op)

@@ -13,13 +13,12 @@ import jax
 import optax
 from flax import nnx, traverse_util
 
-from .._jax import _warnings
+from .._jax import _compat, _warnings
 from ..mixed_precision import select
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     FP8StateWarning,
     _state_tree,
-    holds_max,
     without_max,
 )
 from ..train import (
@@ -94,10 +93,8 @@ def _differentiated(transform, f, argnums, has_aux, gradients_of):
 
     @functools.wraps(differentiate)
     def watched(*args, **kwargs):
-        is_cast = any(
-            holds_max(variable.get_value())
-            for variable in _variables(args, OverwriteWithGradient)
-        )
+        variables = _variables(args, OverwriteWithGradient)
+        is_cast = _compat.holds_max([v.get_value() for v in variables])
         with named_errors("nnx.value_and_grad"):
             out = (of_cast_state if is_cast else differentiate)(*args, **kwargs)
         if nnx.set_graph_mode.current_value():
@@ -197,7 +194,7 @@ def max_grad(*tree):
             variables[path].set_value(value)
         # the loss may have logged a scale
         for variable in _variables(tree, nnx.Variable):
-            if holds_max(variable.get_value()):
+            if _compat.holds_max(variable.get_value()):
                 variable.set_value(without_max(variable.get_value()))
 
 
@@ -217,7 +214,7 @@ def _with_max_grad(f):
             out = f(*args, **kwargs)
         # The result may hold state. Only then is the tree made anew: maps exchange NNX
         # objects for copies.
-        return without_max(out) if holds_max(out) else out
+        return without_max(out) if _compat.holds_max(out) else out
 
     return wrapped
 

@@ -12,7 +12,7 @@ from ._amax import MAX_QUANTIZERS, amax, amax_to_scale, delayed_scales
 from ._block_scaled_matmul import block_scaled_matmul
 from ._encode_moment import MOMENT_BLOCK, decode_moment, encode_moment
 from ._ffi import custom_call_targets, has_cuda_kernels
-from ._quantize import count_saturated_and_flushed, dequantize, quantize
+from ._quantize import Quantize, count_saturated_and_flushed, dequantize, quantize
 from ._quantize_activation import (
     ACTIVATIONS,
     ClampedSwiGLU,
@@ -29,7 +29,7 @@ from ._quantize_blocks import (
     transpose_blocks,
 )
 from ._quantize_norm import normalize, quantize_norm
-from ._quantize_transpose import quantize_transpose
+from ._quantize_transpose import QuantizeTranspose, quantize_transpose
 from ._ragged_matmul import ragged_matmul
 from ._readings import (
     READING_NUMBERS,

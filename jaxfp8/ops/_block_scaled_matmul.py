@@ -250,7 +250,7 @@ class _BlockScaledMatmul(Product):
             if side.scales_rows
         ]
         if len(factors) == 2:
-            out = rescaled(out, *factors, lambda x: jnp.broadcast_to(x, shape))
+            out = rescaled(out, *factors, jnp.broadcast_to)
         elif factors:
             out = out * jnp.broadcast_to(*factors, shape)
         return self.finish(out, bias)

@@ -33,63 +33,44 @@ WHOLE = "whole"
 ONE = ("one",)
 
 
-def lower_partitioned(op, run, jnp_program, *, implementation, as_bytes, ctx, operands):
-    """Lower an op for the devices of its program: one device, a mesh, or one device of
-    a `shard_map`.
+def lower_partitioned(op, run, implementation, as_bytes, ctx, operands):
+    """Lower an op for all devices of a mesh.
 
     Args:
         op: the op.
+        run: the program of the op on the operands of one device.
         implementation: that which the program was traced with.
-        run: the program of the op on the operands of one device, a method and its op.
-        jnp_program: the op in jnp, which XLA can partition by itself.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would
             gather FP8 as float16. With other compilers FP8 stays FP8, and XLA gathers a
             tensor once for several ops.
         ctx, operands: the arguments of the lowering rule.
     """
-    # The inside of an op has types without mesh axes: the types of the op itself say
-    # where its results are.
-    plain = _plain(ctx.avals_in)
-    devices = _compat.devices_of(ctx)
+    # The rule below has to name each part of a mesh axis over which XLA may cut a
+    # dimension.
+    abstract_mesh = ctx.module_context.axis_context.abstract_mesh
+    plain, results = map(_compat.without_mesh, (ctx.avals_in, ctx.avals_out))
+    sizes = [size for aval in (*plain, *results) for size in aval.shape]
+    names, mesh = op.all_names(plain), _split(abstract_mesh, sizes)
     has_whole = op.on_shards is not None
-    # XLA partitions jnp code by itself. It would cut a custom call only by the rule
-    # below, which needs a known mesh.
-    if devices == "unknown" or (devices != "one" and op.on_one_device_only()):
-        run = jnp_program
-    elif devices == "mesh" and (run.func != jnp_program.func or has_whole):
-        # The rule below has to name each part of a mesh axis over which XLA may cut a
-        # dimension.
-        abstract_mesh = ctx.module_context.axis_context.abstract_mesh
-        results, names = _plain(ctx.avals_out), op.all_names(plain)
-        sizes = [size for aval in (*plain, *results) for size in aval.shape]
-        mesh = _split(abstract_mesh, sizes)
 
-        def uncut(names, aval, value):
-            # A dimension must not be cut where its name says so, or where the parts of
-            # a mesh axis cannot say the cut.
-            is_whole = [
-                (has_whole and name.startswith(WHOLE))
-                or not _names_cuts(abstract_mesh, mesh, size)
-                for name, size in zip(names, aval.shape, strict=True)
-            ]
-            return _uncut(ctx, is_whole, aval, value)
+    def uncut(names, aval, value):
+        # A dimension must not be cut where its name says so, or where the parts of a
+        # mesh axis cannot say the cut.
+        is_whole = [
+            (has_whole and name.startswith(WHOLE))
+            or not _names_cuts(abstract_mesh, mesh, size)
+            for name, size in zip(names, aval.shape, strict=True)
+        ]
+        return _uncut(ctx, is_whole, aval, value)
 
-        operands = list(map(uncut, names[0], plain, operands))
-        dtypes = [aval.dtype for aval in plain]
-        raw = _as_bytes if as_bytes else lambda x: x
-        partitioned = functools.partial(
-            _partitioned, op, run, implementation, dtypes, names, raw
-        )
-        values = _lower_untyped(
-            _compat.with_mesh(ctx, mesh), partitioned, plain, operands
-        )
-        return list(map(uncut, names[1], results, values))
-    # On one device, and in jnp code that XLA cuts, nothing chooses between layouts:
-    # leave out the second layouts.
-    count = len(operands) - len(op.second_layouts())
-    jitted = _jitted(run.func, *run.args)
-    with use_abstract_mesh(AbstractMesh((), ())):
-        return _compat.lower_jitted(ctx, jitted, plain[:count], operands[:count])
+    operands = list(map(uncut, names[0], plain, operands))
+    dtypes = [aval.dtype for aval in plain]
+    raw = _as_bytes if as_bytes else lambda x: x
+    partitioned = functools.partial(
+        _partitioned, op, run, implementation, dtypes, names, raw
+    )
+    values = _lower_untyped(_compat.with_mesh(ctx, mesh), partitioned, plain, operands)
+    return list(map(uncut, names[1], results, values))
 
 
 def _lower_untyped(ctx, function, plain, operands):
@@ -102,24 +83,11 @@ def _lower_untyped(ctx, function, plain, operands):
         return rule(ctx, *operands)
 
 
-@functools.lru_cache(maxsize=1024)
-def _jitted(method, op):
-    """Return a method of an op as a function whose jaxpr JAX keeps, so that equal ops
-    are traced once.
-    """
-    return jax.jit(functools.partial(method, op))
-
-
 def combine_of(names):
     """Return the function that combines the shards of a result: max for amaxes, sum for
     products and column sums.
     """
     return lax.pmax if names[-1:] == ONE else lax.psum
-
-
-def _plain(avals):
-    """Return the types of arrays on one device."""
-    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
 
 
 def _split(mesh, sizes):
@@ -282,7 +250,9 @@ def _shards(mesh, axes):
 
 def _entry_axes(entry):
     """Return the mesh axes of an entry of a PartitionSpec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _is_gathered(spec, names, axes):

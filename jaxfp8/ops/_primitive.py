@@ -211,11 +211,10 @@ class Op:
         """
         # The names and the reference are those of `self`: `for_gpus` changes how a
         # kernel runs, and not the op's results.
-        program = self.choose(platform, ctx, implementation)
-        in_jnp, devices = self.method("reference"), None
+        program, in_jnp = self.choose(platform, ctx, implementation), "reference"
+        devices, tpus = _compat.devices_of(ctx), None
         is_for_tpu = platform == "tpu" and implementation != "reference"
         if is_for_tpu or implementation == "tpu":
-            devices = _compat.devices_of(ctx)
             # JAX registers no custom partitioning for TPUs
             if devices == "mesh" and self.on_shards is not None:
                 raise NotImplementedError(
@@ -223,17 +222,24 @@ class Op:
                     "mesh of TPUs, where XLA cannot cut this op; call it inside of "
                     "jax.shard_map, each device with its own rows or groups"
                 )
-            program = in_jnp = self.method("tpu")
-        with _tpu.devices(devices):
-            return lower_partitioned(
-                self,
-                program,
-                in_jnp,
-                implementation=implementation,
-                as_bytes=platform == "cpu",
-                ctx=ctx,
-                operands=operands,
-            )
+            in_jnp, tpus = "tpu", devices
+            program = self.method(in_jnp)
+        # XLA partitions jnp code by itself. It would cut a custom call only by the rule
+        # of `lower_partitioned`, which needs a known mesh.
+        is_one = devices == "one"
+        if devices == "unknown" or (not is_one and self.on_one_device_only()):
+            program = self.method(in_jnp)
+        is_custom = program.func != getattr(type(self), in_jnp)
+        with _tpu.devices(tpus):
+            if devices == "mesh" and (is_custom or self.on_shards is not None):
+                as_bytes = platform == "cpu"
+                more = implementation, as_bytes, ctx, operands
+                return lower_partitioned(self, program, *more)
+            # On one device, and in jnp code that XLA cuts, nothing chooses between
+            # layouts: leave out the second layouts.
+            count = len(operands) - len(self.second_layouts())
+            jitted = _jitted(program.func, *program.args)
+            return _compat.lower_jitted(ctx, jitted, operands[:count])
 
     def method(self, name):
         """Return a method with the op as its argument: equal ops have equal ones."""
@@ -249,8 +255,10 @@ class Op:
         gpus = _support.gpus(ctx) if platform == "cuda" else []
         lacks = self.lacks(platform, gpus, ctx.avals_in)
         if lacks is None:
-            capabilities = _support.capabilities(gpus)
-            return self.for_gpus(capabilities, *ctx.avals_in).method(platform)
+            op = self
+            if platform == "cuda":
+                op = self.for_gpus(_support.capabilities(gpus), *ctx.avals_in)
+            return op.method(platform)
         if implementation == "ffi":
             raise RuntimeError(
                 f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}'
@@ -305,6 +313,14 @@ def _batch(operands, batch_dims, *, op, implementation):
     vmapped = dataclasses.replace(op, vmap_dims=op.vmap_dims + 1)
     outputs = run(*operands, op=vmapped)
     return outputs, [0] * len(outputs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(method, op):
+    """Return a method of an op as a function whose jaxpr JAX keeps, so that equal ops
+    are traced once.
+    """
+    return jax.jit(functools.partial(method, op))
 
 
 def _lower(platform, ctx, *operands, op, implementation):

@@ -56,7 +56,7 @@ def quantize_transpose(
     """
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
-    return _QuantizeTranspose.quantize(
+    return QuantizeTranspose.quantize(
         x,
         scale,
         (),
@@ -162,7 +162,7 @@ class Producer(_quantize.Quantization):
 
     def cpu(self, *operands):
         # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
-        cls = _QuantizeTranspose if self.transpose else _quantize.Quantize
+        cls = QuantizeTranspose if self.transpose else _quantize.Quantize
         results = self.transpose, self.with_amax, self.column_sums
         sizes = self.rows, self.cols
         op = cls(self.dtype, *results, *sizes, vmap_dims=self.vmap_dims)
@@ -201,7 +201,7 @@ class Producer(_quantize.Quantization):
         return outputs
 
 
-class _QuantizeTranspose(Producer):
+class QuantizeTranspose(Producer):
     name = "quantize_transpose"
     is_fused = False
 

@@ -240,9 +240,7 @@ class _RaggedMatmul(Op):
             flat = tuple(x.reshape(-1, *x.shape[self.vmap_dims :]) for x in operands)
             out = lax.map(lambda x: multiply(*x, precision), flat).reshape(shape)
         # 3. Apply the scales of whole operands.
-        out = rescaled(
-            out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape)
-        )
+        out = rescaled(out, a_scale_inv, b_scale_inv)
         return (out.astype(self.out_dtype),)
 
     def cpu(self, *operands):

@@ -487,20 +487,27 @@ def split_reading(reading):
     return [parts[i::count] for i in range(count)]
 
 
-def join_recorded(recorded, *, in_loop=True):
+def join_recorded(recorded, amaxes=None, *, in_loop=True):
     """Put together what a product recorded: f32 `[6 * k]`, with 0 for the others, so
     that no history stays.
 
     Args:
         recorded: for each quantizer an amax and a scale_inv, f32 `(1,)`.
+        amaxes: the first two amaxes once more, as one array f32 `(2,)`; or None. A
+            program for one GPU reads it in their place: a loop then stacks one array,
+            and XLA drops the two. On a mesh XLA moves the all-reduce of an amax out of
+            a loop only where the amax is an array of its own.
         in_loop: whether the result is that of an iteration of a loop; else XLA takes
             the numbers from where they are.
 
     Raises:
         TypeError: the op is differentiated.
     """
-    amaxes, scale_invs = zip(*recorded, strict=True)
-    return _JoinRecorded(len(recorded), in_loop)(*amaxes, *scale_invs)[0]
+    pairs = zip(*recorded, strict=True)
+    operands = list(itertools.chain.from_iterable(pairs))
+    if amaxes is not None:
+        operands.append(amaxes)
+    return _JoinRecorded(len(recorded), in_loop)(*operands)[0]
 
 
 class _SplitReading(OpOfCpus):
@@ -542,14 +549,15 @@ class _JoinRecorded(OpOfCpus):
     in_loop: bool
 
     def names(self, *ranks):
-        batch = dims("batch", ranks[0] - 1)
-        return [(*batch, *ONE)] * len(ranks), [(*batch, f"{WHOLE}_number")]
+        batch, pairs = dims("batch", ranks[0] - 1), 2 * self.count
+        amaxes = [(*batch, f"{WHOLE}_pair")] * (len(ranks) - pairs)
+        return [(*batch, *ONE)] * pairs + amaxes, [(*batch, f"{WHOLE}_number")]
 
     def sizes(self, *shapes):
         return {f"{WHOLE}_number": READING_NUMBERS * self.count}
 
     def reference(self, *operands):
-        (*amaxes, amax), scale_invs = halves(operands)
+        (*amaxes, amax), scale_invs = halves(operands[: 2 * self.count])
         axis = amax.ndim - 1
         rest = jnp.zeros((*amax.shape[:-1], READING_NUMBERS - 2), jnp.float32)
         placed = jnp.zeros_like(amax) if self.in_loop else amax
@@ -563,9 +571,14 @@ class _JoinRecorded(OpOfCpus):
         last = READING_NUMBERS * (self.count - 1)
         return (lax.dynamic_update_slice_in_dim(row, amax, last, axis),)
 
+    def cuda(self, *operands):
+        if len(operands) > 2 * self.count:
+            operands = *jnp.split(operands[-1], 2, axis=-1), *operands[2:]
+        return self.reference(*operands)
+
     def cpu(self, *operands):
         batch = operands[0].shape[:-1]
         results = [((math.prod(batch), READING_NUMBERS * self.count), jnp.float32)]
-        flat = [x.reshape(-1) for x in operands]
+        flat = [x.reshape(-1) for x in operands[: 2 * self.count]]
         (recorded,) = _ffi.call("join_recorded", results, *flat)
         return (recorded.reshape(*batch, recorded.shape[-1]),)

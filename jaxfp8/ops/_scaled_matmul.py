@@ -206,8 +206,7 @@ class _ScaledMatmul(Product):
         is_narrow = self.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
         dtype = self.out_dtype if is_narrow else jnp.float32
         out = self.dot(widen(a), widen(b), dtype).astype(jnp.float32)
-        scales, shape = (a_scale_inv, b_scale_inv), out.shape
-        out = rescaled(out, *scales, lambda factor: _shapes.spread(factor, shape))
+        out = rescaled(out, a_scale_inv, b_scale_inv)
         return self.finish(out, bias, accumulator)
 
     def tpu(self, *operands):

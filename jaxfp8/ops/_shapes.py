@@ -234,7 +234,7 @@ def checked_product(op, a, b, bias, batch, contracting, out_dtype, precise):
     return a, b, sizes, biases, fields
 
 
-def rescaled(sums, a_scale_inv, b_scale_inv, spread):
+def rescaled(sums, a_scale_inv, b_scale_inv, spread=spread):
     """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h
     does.
 
@@ -245,10 +245,10 @@ def rescaled(sums, a_scale_inv, b_scale_inv, spread):
     Args:
         sums: f32.
         a_scale_inv, b_scale_inv: f32, of shapes that broadcast.
-        spread: broadcasts a factor from the scales' shape to the shape of sums.
+        spread: `(factor, shape of sums) -> factor`, from the scales' shape.
     """
     first, second = _factors(a_scale_inv, b_scale_inv)
-    return sums * spread(first) * spread(second)
+    return sums * spread(first, sums.shape) * spread(second, sums.shape)
 
 
 @jax.jit

@@ -88,6 +88,13 @@ def is_for_tpu():
     return (selected() or jax.default_backend()) == "tpu"
 
 
+def is_for_cpu():
+    """Tell whether a program is traced for CPUs, with their custom calls or the
+    reference.
+    """
+    return backend() == "cpu" and selected() not in ("xla", "tpu")
+
+
 def selected():
     """Return the name given to the innermost `implementation`, or None."""
     return _context.value

@@ -54,8 +54,8 @@ def block_sharding(sharding, shape):
     """
 
     def divisible(size, axes):
-        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        devices = math.prod(sharding.mesh.shape[name] for name in names)
+        names = axes if isinstance(axes, tuple) else (axes,)
+        devices = math.prod(sharding.mesh.shape.get(name, 1) for name in names)
         return axes if size % devices == 0 else None
 
     return NamedSharding(

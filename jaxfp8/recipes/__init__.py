@@ -26,7 +26,7 @@ from ._read import (
     scales_of_reading,
     shared,
 )
-from ._reading import holds_max, is_reading, reading_of, without_max
+from ._reading import is_reading, reading_of, without_max
 from ._recipe import (
     ByQuantizer,
     HighPrecision,

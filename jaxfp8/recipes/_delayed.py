@@ -16,6 +16,7 @@ import numpy as np
 from .. import ops
 from .._jax import _compat
 from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
+from ..ops import _checks
 from . import _reading
 from ._quantizer import Quantizer
 from ._recipe import Recipe
@@ -202,6 +203,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Quantize a matrix; return `(QTensor, next state)`."""
+        x = _checks.high_precision("DelayedScalingQuantizer.quantize", "x", x)
         q, _ = self.quantize_operand(x, self.scale_from(state))
         pair = state.amax_history, state.scale.reshape(1)
         (((*pair,),),) = ops.write_histories([[pair]], [[(q.recorded, q.scale_inv)]])

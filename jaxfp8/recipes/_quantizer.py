@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..numerics import FP8_DTYPES, Format
-from ..ops import _blocks, _shapes
+from ..ops import _blocks, _checks, _shapes
 from ._tensor import QTensor
 
 
@@ -288,6 +288,7 @@ class FP8Quantizer(Quantizer):
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Quantize a matrix; return `(QTensor, next state)`."""
+        x = _checks.high_precision(f"{type(self).__name__}.quantize", "x", x)
         return self.quantize_operand(x, None)[0], state
 
 

@@ -24,7 +24,7 @@ from .._jax._primitives import (
     linear_primitive,
     refuse_derivative,
 )
-from ..numerics import _scaling, fp8_max
+from ..numerics import _scaling
 from ..ops._support import selected, using
 from . import _reading
 from ._delayed import DelayedScalingQuantizer, scales_from
@@ -41,16 +41,9 @@ _AMAX = _compat.max_dtype("float32_max_amax", _scaling.clean)
 def shared(state: Any) -> Any:
     """Return `state` as f32, such that the cotangents of all uses of its leaves meet in
     a max.
-
-    A reading stays as it is: a loop keeps its inputs for the backward anyway, and a
-    conversion would be a copy.
     """
-
-    def use(leaf):
-        leaf = _compat.with_max(leaf)
-        return leaf if _reading.is_reading(leaf) else _compat.plain([leaf])[0]
-
-    return jax.tree.map(use, state)
+    leaves, tree = jax.tree.flatten(state)
+    return tree.unflatten(_compat.plain(_compat.with_max(leaves)))
 
 
 def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralState:
@@ -64,28 +57,33 @@ def read(quantizers: Sequence[Quantizer], state: DotGeneralState) -> DotGeneralS
         quantizers: the quantizers of the product, of any kind.
         state: a state for each of them; None for a quantizer without state.
     """
-    if _reading.reading_of(state) is not None:
-        return shared(state)
-    states = state.by_quantizer()
-    positions = [
-        i
-        for i, old in enumerate(states)
-        if isinstance(old, QuantizerState)
-        and isinstance(quantizers[i], DelayedScalingQuantizer)
-    ]
-    leaves = jax.tree.leaves([states[i] for i in positions])
-    states = [None if i in positions else shared(old) for i, old in enumerate(states)]
-    if positions:
-        leaves = list(map(_compat.with_max, leaves))
-        delayed = tuple(quantizers[i] for i in positions)
-        results = _read_p.bind(*leaves, static=_Static(delayed, selected()))
-        scales = [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]
-        histories = [None] * len(positions)
-        if _may_ask(delayed, leaves):
-            histories = _compat.plain(jax.lax.stop_gradient(leaves[::2]))
-        for i, scale, history in zip(positions, scales, histories, strict=True):
-            states[i] = dataclasses.replace(scale, history=history)
+    states, delayed = list(state.by_quantizer()), {}
+    # A loop keeps its inputs for the backward anyway; a conversion would be a copy.
+    is_read = _reading.reading_of(state) is not None
+    for i, old in enumerate(states):
+        is_delayed = is_read or isinstance(quantizers[i], DelayedScalingQuantizer)
+        if isinstance(old, QuantizerState) and is_delayed:
+            delayed[i], states[i] = old, None
+    states = shared(states)
+    if delayed and not is_read:
+        of_delayed = tuple([quantizers[i] for i in delayed])
+        scales = _scales(of_delayed, list(delayed.values()))
+        delayed = dict(zip(delayed, scales, strict=True))
+    for i, scale in delayed.items():
+        states[i] = scale
     return DotGeneralState(*states)
+
+
+def _scales(quantizers: tuple, states: list) -> list[Scale]:
+    """Read states of delayed scaling, all at once."""
+    leaves = _compat.with_max(jax.tree.leaves(states))
+    results = _read_p.bind(*leaves, static=_Static(quantizers, selected()))
+    scales = [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]
+    if not _may_ask(quantizers, leaves):
+        return scales
+    histories = _compat.plain(jax.lax.stop_gradient(leaves[::2]))
+    pairs = zip(scales, histories, strict=True)
+    return [dataclasses.replace(scale, history=history) for scale, history in pairs]
 
 
 def _may_ask(quantizers, leaves) -> bool:
@@ -250,7 +248,7 @@ def scales_of_reading(
     Raises:
         TypeError: a quantizer is not of delayed scaling.
     """
-    numbers = _reading.by_quantizer(reading)
+    numbers = ops.split_reading(jax.lax.stop_gradient(_compat.from_max(reading)))
     quantizers = quantizers[: len(numbers)]
     if not all(isinstance(q, DelayedScalingQuantizer) for q in quantizers):
         raise TypeError(
@@ -264,7 +262,7 @@ def scales_of_reading(
         history = shared(histories[i]) if callable(algo) else history
         state = QuantizerState(history, old_scale)
         is_default = algo == "max" and quantizer.margin == 0
-        if is_default and fp8_max(quantizer.fp8_dtype) == _reading.FP8_MAX[i]:
+        if is_default and quantizer.fp8_dtype == _reading.FP8_DTYPES[i]:
             scales.append(Scale(scale, scale_inv, zero))
         else:
             scales += scales_from([quantizer], [state])
@@ -288,6 +286,7 @@ def cotangent(
     quantized: Sequence[QTensor | None],
     reading: jax.Array | None = None,
     reduce: Any = no_reduction,
+    amaxes: jax.Array | None = None,
 ) -> DotGeneralState:
     """Return the cotangent of the result of `read`, from the tensors that were
     quantized.
@@ -298,14 +297,11 @@ def cotangent(
             whose state stays.
         reading: the reading of the product, where its state was read before a loop.
         reduce: see `OperandOptions.reduce`.
+        amaxes: see `ops.join_recorded`.
     """
     states = [None if q is None else q.recorded for q in quantized]
     if reading is not None:
-        recorded = [
-            None if amax is None else (amax, q.scale_inv)
-            for amax, q in zip(states[:3], quantized[:3], strict=True)
-        ]
-        ct = _reading.cotangent(recorded, reduce, reading)
+        ct = _reading.cotangent(quantized[:3], reduce, reading, amaxes)
         states[:3] = None, None, QuantizerState(None, ct)
         return DotGeneralState(*states)
     delayed = [

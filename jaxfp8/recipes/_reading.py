@@ -23,10 +23,12 @@ from .._jax import _compat
 from ..numerics import HYBRID, _scaling, fp8_max
 from ._state import DotGeneralState
 from ._state_tree import StateTree, slot_axis
+from ._tensor import QTensor
 
 _OPERANDS = ("input", "kernel", "output_grad")
-# The largest values of the formats whose scales a reading has, by operand.
-FP8_MAX = tuple(map(fp8_max, (HYBRID.dtype, HYBRID.dtype, HYBRID.backward_dtype)))
+# The dtypes whose scales a reading has, by operand.
+FP8_DTYPES = HYBRID.dtype, HYBRID.dtype, HYBRID.backward_dtype
+_FP8_MAX = list(map(fp8_max, FP8_DTYPES))
 
 
 def _usable(ct):
@@ -71,11 +73,6 @@ def without_max(tree: Any) -> Any:
         return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
 
     return jax.tree.map(plain, tree)
-
-
-def holds_max(tree: Any) -> bool:
-    """Tell whether any leaf of `tree` has the max dtype, or is a reading."""
-    return any(map(_compat.is_max, jax.tree.leaves(tree)))
 
 
 def stacked_products(flat: StateTree) -> list[list]:
@@ -132,7 +129,7 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
     """
     plain = _plain(products)
     readings = ops.read_histories(
-        plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain]
+        plain, fp8_max=[_FP8_MAX[: len(pairs)] for pairs in plain]
     )
     return _compat.cast(readings, [READING] * len(readings))
 
@@ -173,7 +170,7 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     Returns:
         n readings `[6 * k]`.
     """
-    readings = ops.read_rows(_plain(pairs), fp8_max=FP8_MAX[: len(pairs)])
+    readings = ops.read_rows(_plain(pairs), fp8_max=_FP8_MAX[: len(pairs)])
     return _compat.cast(readings, [ROW] * len(readings))
 
 
@@ -189,27 +186,23 @@ def _read_rows_backward(pairs, cotangents):
 read_rows.defvjp(_read_rows_forward, _read_rows_backward)
 
 
-def by_quantizer(reading: jax.Array) -> list[list[jax.Array]]:
-    """Return of each quantizer of a reading the parts that `ops.split_reading`
-    gives.
-    """
-    return ops.split_reading(lax.stop_gradient(_compat.from_max(reading)))
-
-
 def cotangent(
-    recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array
+    quantized: Sequence[QTensor | None], reduce: Any, reading: jax.Array, amaxes: Any
 ) -> jax.Array:
     """Return the cotangent of a reading `[6 * k]`.
 
     Args:
-        recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None for a
-            quantizer that did not run.
+        quantized: for each quantizer the QTensor that it made; None for a quantizer
+            that did not run.
         reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
         reading: the reading, in whose dtype the cotangent is.
+        amaxes: see `ops.join_recorded`.
     """
     zero = jnp.zeros((1,), jnp.float32)
-    ct = ops.join_recorded(
-        [(zero, zero) if pair is None else pair for pair in recorded],
-        in_loop=reading.dtype == READING,
-    )
+    recorded = [(zero, zero)] * len(quantized)
+    for i, q in enumerate(quantized):
+        if q is not None and q.recorded is not None:
+            recorded[i] = q.recorded, q.scale_inv
+    in_loop = reading.dtype == READING
+    ct = ops.join_recorded(recorded, amaxes if in_loop else None, in_loop=in_loop)
     return _compat.to_max(reduce(ct, reading), reading.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 from .. import ops
 from ..numerics import FP8_DTYPES
 from ..ops import _blocks
-from ..ops._support import backend, selected
+from ..ops._support import is_for_cpu
 
 Block = tuple[int | None, int | None]
 
@@ -337,8 +337,7 @@ def as_bytes(q: QTensor) -> QTensor:
             _Bytes(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype) if is_fp8 else x
         )
 
-    is_for_cpu = backend() == "cpu" and selected() not in ("xla", "tpu")
-    return jax.tree.map(convert, q) if is_for_cpu else q
+    return jax.tree.map(convert, q) if is_for_cpu() else q
 
 
 def as_codes(tree: Any) -> Any:

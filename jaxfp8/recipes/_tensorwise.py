@@ -38,33 +38,29 @@ class TensorwiseQuantizer(FP8Quantizer):
         self, x: jax.Array, scale: Any, options: OperandOptions = DEFAULT
     ) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        # Current scaling reads x for its scale. Delayed scaling has a scale and an amax
-        # so far; the pass over x that writes all layouts raises the amax.
+        # Products have checked x. Current scaling reads x for its scale. Delayed
+        # scaling has a scale and an amax so far; the pass over x that writes all
+        # layouts raises the amax.
         chosen = self.choose_scale(
             functools.partial(ops.amax, x), scale, options.reduce
         )
+        amaxes = [] if chosen.amax is None else [chosen.amax]
+        op = ops.Quantize(self.fp8_dtype, transpose=False, with_amax=bool(amaxes))
         if options.columnwise:
-            data, data_t, amax, *sums = ops.quantize_transpose(
-                x,
-                chosen.scale,
+            op = ops.QuantizeTranspose(
                 self.fp8_dtype,
-                amax=chosen.amax,
-                with_amax=chosen.amax is not None,
+                with_amax=bool(amaxes),
+                column_sums=options.column_sums,
                 rows=options.rows,
                 cols=options.cols,
-                column_sums=options.column_sums,
             )
-        else:
-            data, amax = ops.quantize(
-                x,
-                chosen.scale,
-                self.fp8_dtype,
-                amax=chosen.amax,
-                with_amax=chosen.amax is not None,
-            )
-            data_t, sums = None, [options.sum_rows(x)]
+        data, *rest = op(x, chosen.scale, *amaxes)
+        data_t = rest.pop(0) if options.columnwise else None
+        amax = rest.pop(0) if amaxes else None
         q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
-        return q, *(sums or [None])
+        if options.column_sums and not rest:
+            rest.append(options.sum_rows(x))
+        return q, *(rest or [None])
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the scale of a tensor, whose amax is None where the step records no

@@ -149,7 +149,9 @@ def table(rows: list[dict]) -> str:
         if not any(name.endswith(f":{op}") for name in by_name):
             continue
         calls = by_name.get(f"values:{op}", {}).get("custom_calls")
-        runs = "custom call" if calls else "-" if calls is None else "jnp"
+        runs = "custom call" if calls else "jnp"
+        if calls is None:
+            runs = "-"
         checked = status(f"values:{op}"), status(f"graph:{op}")
         lines.append((op, runs, *checked, *figures(op)))
     # A check without an op in its name checks the machine.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._jax import _compat
 from .._jax._batching import repeat_state
 from .._jax._trees import Tree
-from ..recipes import _reading, _state_tree, holds_max, shared, without_max
+from ..recipes import _reading, _state_tree, shared, without_max
 from ._stacked_state import leaves_in_stacks, unstack_state
 
 
@@ -69,17 +69,15 @@ def max_grad(tree: Tree) -> Tree:
     in_stacks = leaves_in_stacks(tree)
     in_loops, readings = {}, {}
     for quantizers in _reading.stacked_products(flat):
-        pairs = [[state[i] for i in q.positions()] for q in quantizers]
+        positions = [q.positions() for q in quantizers]
+        pairs = jax.tree.map(state.get, positions)
         place = quantizers[-1].scale
         if in_stacks[place] and pairs[0][0].ndim == 2:
             readings[place] = _reading.read_rows(pairs)
         else:
             in_loops[place] = pairs
-        state |= {
-            i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i]))
-            for q in quantizers
-            for i in q.positions()
-        }
+        for i in jax.tree.leaves(positions):
+            state[i] = jax.lax.stop_gradient(flat.leaves[i])
     if in_loops:
         of_loops = _reading.read(list(in_loops.values()))
         readings |= zip(in_loops, of_loops, strict=True)
@@ -142,7 +140,7 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
         with named_errors("value_and_grad"):
-            is_cast = any(holds_max(args[i]) for i in positions(args))
+            is_cast = _compat.holds_max([args[i] for i in positions(args)])
             return (of_cast_state if is_cast else differentiated)(*args, **kwargs)
 
     return value_and_gradients

@@ -125,12 +125,10 @@ def without(position):
     """The cotangent of a reading lacks what an operand recorded."""
 
     def install(monkeypatch):
-        def mutant(recorded, reduce, reading, original=_reading.cotangent):
-            return original(
-                [None if i == position else pair for i, pair in enumerate(recorded)],
-                reduce,
-                reading,
-            )
+        def mutant(quantized, *rest, original=_reading.cotangent):
+            quantized = list(quantized)
+            quantized[position] = None
+            return original(quantized, *rest)
 
         monkeypatch.setattr(_reading, "cotangent", mutant)
 

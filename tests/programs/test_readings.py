@@ -17,6 +17,7 @@ from jax import lax
 from parametrize import each_row
 
 import jaxfp8
+from jaxfp8.ops import _readings
 
 LAYERS, ROWS, WIDTH = 4, 8, 16
 MATMUL = (((1,), (0,)), ((), ()))
@@ -157,6 +158,22 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
 def test_recipes(recipe, reads):
     assert_same_steps(scan, recipe)
     assert reads
+
+
+def test_one_gpu_reads_both_amaxes_from_one_array(monkeypatch):
+    """The same steps by what one GPU computes, which does not read the amax of x or of
+    the kernel by itself.
+    """
+    joined = []
+
+    def as_on_one_gpu(op, *operands):
+        joined.append(len(operands))
+        unread = [jnp.full_like(amax, jnp.nan) for amax in operands[:2]]
+        return op.cuda(*unread, *operands[2:])
+
+    monkeypatch.setattr(_readings._JoinRecorded, "cpu", as_on_one_gpu)
+    assert_same_steps(scan, DELAYED)
+    assert set(joined) == {3 + 3 + 1}
 
 
 @each_row("recipe", RECIPES)

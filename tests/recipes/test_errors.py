@@ -4,6 +4,7 @@ do.
 
 import copy
 import dataclasses
+import functools
 import pickle
 
 import flax.linen as nn
@@ -172,11 +173,18 @@ def test_positions_of_options(cls):
         cls(*options.values(), ("fprop",))
 
 
-@pytest.mark.parametrize("cls", QUANTIZERS)
+STATIC = functools.partial(jaxfp8.recipes.StaticScalingQuantizer, bound=1.0)
+
+
+@pytest.mark.parametrize(
+    "make", [*QUANTIZERS, jaxfp8.recipes.DelayedScalingQuantizer, STATIC]
+)
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, jnp.float8_e5m2])
-def test_what_quantizers_refuse(cls, dtype):
+def test_what_quantizers_refuse(make, dtype):
+    """Products check their operands; a call of a user's does not come from one."""
+    quantizer = make(fp8_dtype=jnp.float8_e4m3fn)
     with pytest.raises(TypeError, match=r": x: expected .*bfloat16"):
-        cls(fp8_dtype=jnp.float8_e4m3fn).quantize(jnp.zeros((4, 4), dtype), None)
+        quantizer.quantize(jnp.zeros((4, 4), dtype), quantizer.init())
 
 
 # ---------------------------------------------------------------- arguments of products
