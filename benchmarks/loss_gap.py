@@ -59,7 +59,6 @@ class Training:
         self.optimizer = make_optimizer(steps)
         # `(state, curve)` from which other arms go on, by text, arm, seed and step
         self.kept = {}
-        self.last = None  # the state at the end of the newest run
 
     def run(self, text: str, name: str, seed: int) -> dict:
         """Train; return the final loss, the validation curve `[step, loss]`, the final
@@ -83,7 +82,6 @@ class Training:
                     curve.append([i, float(mean_loss(state, validation))])
                 if i in kept:
                     self.kept[text, name, seed, i] = jax.device_get(state), [*curve]
-        self.last = state
         served = {}
         for precision, other in (("bf16", "bf16"), ("fp8", "current")):
             with ARMS[other].precision.region():

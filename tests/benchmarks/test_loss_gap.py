@@ -149,19 +149,6 @@ def test_results_name_no_folder_of_the_machine(program, monkeypatch, tmp_path):
     )
 
 
-def test_parts_of_error(program):
-    """Ten of a hundred columns are no codes, and one of these meets no kernel."""
-    from error_columns import parts_of_error
-
-    x = np.ones((4, 100), np.float32)
-    x[0, 0] = 448  # the scale is 1
-    x[:, 50:60] += 1 / 64
-    kernel = np.ones((100, 3), np.float32)
-    assert parts_of_error(jnp.asarray(x), kernel) == pytest.approx([0.5, 1, 1, 1])
-    kernel[55] = 0
-    assert parts_of_error(jnp.asarray(x), kernel) == pytest.approx([5 / 9, 1, 1, 1])
-
-
 def test_stochastic_rounding_is_right_on_average(program):
     from _loss_gap_arms import StochasticQuantizer
 
