@@ -106,34 +106,34 @@ def quantizers_mutant(change):
     return attribute(jaxfp8.DelayedScaling, "quantizers", mutant)
 
 
-# Both quantizing ops, where quantizers call them.
-QUANTIZE = ("quantize", "quantize_transpose")
+# Both quantizing ops, as quantizers call them.
+QUANTIZE = (ops.Quantize, ops.QuantizeTranspose)
 
 
 def op_mutant(change):
     """Both quantizing ops with changed arguments: `change(x, scale) -> (x, scale)`."""
 
     def install(monkeypatch):
-        for name in QUANTIZE:
-            original = getattr(ops, name)
+        for op in QUANTIZE:
 
-            def mutant(x, scale, dtype, original=original, **options):
-                return original(*change(x, scale), dtype, **options)
+            def mutant(self, x, scale, *amaxes, original=op.__call__):
+                return original(self, *change(x, scale), *amaxes)
 
-            monkeypatch.setattr(ops, name, mutant)
+            monkeypatch.setattr(op, "__call__", mutant)
 
     return install
 
 
 def amax_after_scaling(monkeypatch):
-    for name in QUANTIZE:
-        original = getattr(ops, name)
+    for op in QUANTIZE:
 
-        def mutant(x, scale, dtype, original=original, **options):
-            *data, amax = original(x, scale, dtype, **options)
-            return *data, amax * jnp.reshape(scale, jnp.shape(amax))
+        def mutant(self, x, scale, *amaxes, original=op.__call__):
+            results = list(original(self, x, scale, *amaxes))
+            at = 1 + self.transpose
+            results[at] *= jnp.reshape(scale, jnp.shape(results[at]))
+            return results
 
-        monkeypatch.setattr(ops, name, mutant)
+        monkeypatch.setattr(op, "__call__", mutant)
 
 
 def unclamped_scale(monkeypatch):
