@@ -27,6 +27,7 @@ COLORS = {
 }
 # the arms of custom_recipes.py
 COLORS |= {"mixed": "#0b6fd6", "int6": "#e07b00", "rotated": "#2a9d58"}
+COLORS |= {"residual": "#8a4fbf"}
 OPERANDS = {
     "input": "input",
     "kernel": "kernel",

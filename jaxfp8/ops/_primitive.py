@@ -233,8 +233,9 @@ class Op:
         with _tpu.devices(tpus):
             if devices == "mesh" and (is_custom or self.on_shards is not None):
                 as_bytes = platform == "cpu"
-                more = implementation, as_bytes, ctx, operands
-                return lower_partitioned(self, program, *more)
+                return lower_partitioned(
+                    self, program, implementation, as_bytes, ctx, operands
+                )
             # On one device, and in jnp code that XLA cuts, nothing chooses between
             # layouts: leave out the second layouts.
             count = len(operands) - len(self.second_layouts())

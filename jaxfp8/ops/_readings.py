@@ -366,7 +366,7 @@ def write_rows(pairs, recorded):
 
 
 class _ReadRows(Op):
-    """The rows of the one reading that `whole` gives."""
+    """Give the rows of the one reading that `whole` gives."""
 
     name = "read_rows"
     custom_call = "read_histories"
@@ -416,7 +416,7 @@ class _ReadRows(Op):
 
 
 class _WriteRows(Op):
-    """What `write_histories` writes, from the rows of what was recorded."""
+    """Write what `write_histories` does, from the rows of what was recorded."""
 
     name = "write_rows"
     custom_call = "write_histories"

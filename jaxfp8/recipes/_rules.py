@@ -30,7 +30,7 @@ class NamedLayers:
 
     @property
     def kind(self) -> str:
-        """What they run as, for messages."""
+        """Say what they run as, for messages."""
         return "one product" if self.activation is None else "a GatedMLP"
 
 

@@ -45,7 +45,6 @@ class TensorwiseQuantizer(FP8Quantizer):
             functools.partial(ops.amax, x), scale, options.reduce
         )
         amaxes = [] if chosen.amax is None else [chosen.amax]
-        op = ops.Quantize(self.fp8_dtype, transpose=False, with_amax=bool(amaxes))
         if options.columnwise:
             op = ops.QuantizeTranspose(
                 self.fp8_dtype,
@@ -54,6 +53,8 @@ class TensorwiseQuantizer(FP8Quantizer):
                 rows=options.rows,
                 cols=options.cols,
             )
+        else:
+            op = ops.Quantize(self.fp8_dtype, transpose=False, with_amax=bool(amaxes))
         data, *rest = op(x, chosen.scale, *amaxes)
         data_t = rest.pop(0) if options.columnwise else None
         amax = rest.pop(0) if amaxes else None

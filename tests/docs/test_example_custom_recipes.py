@@ -28,6 +28,10 @@ def test_prints_a_table(tmp_path):
     assert (tmp_path / "custom_recipes.png").stat().st_size > 10_000
 
 
+def test_each_arm_has_a_color(example):
+    assert example.ARMS.keys() <= example._report.COLORS.keys()
+
+
 def products(recipe, state=None, seed=0):
     """(exact, got, next state): y, dx and dkernel of a layer."""
     rng = np.random.default_rng(seed)
