@@ -235,24 +235,6 @@ def matmul(
     return Product(exact, bound)
 
 
-def fused_multiply_add(x, y, z) -> np.ndarray:
-    """x * y + z of f32, rounded once.
-
-    The product is exact in f64, and so are its sum with z and the error of that sum
-    together (Knuth's two-sum). Where there is an error, the last bit of the sum becomes
-    1, away from the value that the sum was rounded to: rounded to odd, 53 bits round to
-    24 as the exact sum does (Boldo and Melquiond, Emulation of FMA, 2008).
-    """
-    x, y, z = (np.asarray(value, np.float64) for value in (x, y, z))
-    product = x * y
-    total = product + z
-    of_z = total - product
-    error = (product - (total - of_z)) + (z - of_z)
-    is_even = total.view(np.int64) % 2 == 0
-    odd = np.nextafter(total, np.copysign(np.inf, error))
-    return np.where((error != 0) & is_even, odd, total).astype(F32)
-
-
 def hopper_ragged_matmul(a, b, a_scales, b_scales, group_sizes) -> np.ndarray:
     """The f32 results of Hopper's kernel for blocks, to the bit.
 
@@ -275,7 +257,7 @@ def hopper_ragged_matmul(a, b, a_scales, b_scales, group_sizes) -> np.ndarray:
             if first < end and last > begin:
                 sums = tensor_core_matmul(a[:, first:last], b[:, first:last])
                 scales = a_scales[:, i, None] * b_scales[None, :, i]
-                total = fused_multiply_add(scales, sums, total)
+                total = oracle.multiply_add(scales, sums, total)
         return total
 
     if b.ndim == 2:
