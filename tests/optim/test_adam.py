@@ -216,64 +216,6 @@ def test_dtypes_of_parameters_and_gradients():
     np.testing.assert_allclose(nu.mean(), 0.25 * (1 - 0.999**300), rtol=0.02)
 
 
-def test_an_ensemble_has_numbers_and_codes_of_its_members():
-    rng = np.random.default_rng(0)
-    params = {
-        "a": jnp.asarray(rng.normal(size=(3, 64, 130)), jnp.float32),
-        "b": jnp.asarray(rng.normal(size=(3, 5))),
-    }
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    rates = jnp.float32([1e-2, 1e-3, 1e-4])
-
-    def step(rate, grads, state, params):
-        return optim.adamw(rate, **DECAY).apply(grads, state, params)
-
-    state = jax.vmap(optim.adamw(0.0).init)(params)
-    state = state._replace(
-        inner=state.inner._replace(count=jnp.arange(3, dtype=jnp.int32))
-    )
-    got = jax.jit(jax.vmap(step))(rates, params, state, params)
-    for i in range(3):
-        of_member = jax.tree.map(lambda x, i=i: x[i], (rates, params, state, params))
-        member = jax.jit(step)(*of_member)
-        assert_same_bits(
-            jax.tree.map(lambda x, i=i: x[i], got[1].inner.nu["a"]),
-            member[1].inner.nu["a"],
-        )
-        np.testing.assert_allclose(got[0]["a"][i], member[0]["a"], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
-    """Parameters cut along rows, with whole blocks on each device; one is on all."""
-    mesh = mesh_of(kind, d=8)
-    rng = np.random.default_rng(0)
-    shapes = {"a": (64, 256), "b": (16, 3, 130), "c": (70, 70)}
-    specs = {"a": P("d"), "b": P("d"), "c": P()}
-    params = {
-        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for name, shape in shapes.items()
-    }
-    tx = optim.adamw(1e-2, **DECAY)
-    lone = jax.jit(tx.apply)(params, tx.init(params), params)
-    cut = {
-        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
-        for name, x in params.items()
-    }
-    shardings = optim.shardings(jax.eval_shape(tx.init, cut), cut)
-    state = jax.jit(tx.init, out_shardings=shardings)(cut)
-    program = jax.jit(tx.apply).lower(cut, state, cut).compile()
-    got = program(cut, state, cut)
-    assert_same_bits(
-        jax.device_get(cases.moments(got[1])), jax.device_get(cases.moments(lone[1]))
-    )
-    jax.tree.map(np.testing.assert_array_equal, got[0], lone[0])
-    assert not re.findall(
-        r"all-gather|all-reduce|all-to-all|collective-permute", program.as_text()
-    )
-    assert got[1].inner.mu["a"].data.sharding.spec[0] == "d"
-
-
 @pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parameters_and_moments_stay_where_they_are(axis, apply):
