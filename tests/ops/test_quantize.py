@@ -145,31 +145,6 @@ def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
 
 
 @NAMES
-@EACH_FORMAT
-@EACH_DTYPE
-def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
-    """Views of a larger array, inside jit, where XLA may choose a column-major
-    layout.
-    """
-    x = cases.random_values((66, 35), dtype, 11)
-    views = {
-        "transposed": lambda x: x.T,
-        "sliced": lambda x: x[3:60, 1:30],
-        "strided": lambda x: x[::3, ::2],
-        "reversed": lambda x: x[::-1],
-        "unaligned": lambda x: x.reshape(-1)[1:1801].reshape(40, 45),
-    }
-    quantize = getattr(ops, name)
-    everything = jax.jit(
-        lambda x, s: [
-            quantize(view(x), s, cases.dtype_of(fmt)) for view in views.values()
-        ]
-    )
-    for got, (what, view) in zip(everything(x, TWO), views.items(), strict=True):
-        cases.assert_codes(name, got, view(x), TWO, fmt, what)
-
-
-@NAMES
 def test_same_bytes_on_every_run(implementation, name):
     """Large enough for several threads; amax must not depend on who finishes first."""
     x = cases.random_values((1 << 9, 1 << 11), BF16, 13)

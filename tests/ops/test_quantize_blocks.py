@@ -169,18 +169,6 @@ def test_blocks_and_ragged_edges(implementation, block, fmt, options):
         )
 
 
-@EACH_DTYPE
-@ALL_KINDS
-def test_dtypes_and_sliced_operands(implementation, dtype, options):
-    x = cases.random_values((40, 70), dtype, 5)
-    run = jax.jit(
-        lambda x: ops.quantize_blocks(
-            x[3:, ::2].T, E4M3.dtype, block=(1, 16), **options
-        )
-    )
-    assert_blocks(run(x), x[3:, ::2].T, E4M3, (1, 16), **options)
-
-
 # ------------------------------------------------------------------- shapes, transforms
 
 
