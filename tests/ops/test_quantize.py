@@ -153,23 +153,6 @@ def test_same_bytes_on_every_run(implementation, name):
         cases.assert_codes(name, quantize(x, TWO), x, TWO, oracle.E4M3, "again")
 
 
-@pytest.mark.slow
-@EACH_FORMAT
-def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
-    # threads are slow there
-    rng = np.random.default_rng(17)
-    parts = 1 if implementation in ("emulated", "ptx") else 32
-    for dtype in (BF16, F16):
-        for scales in np.split(F32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[:parts]:
-            check_rows(
-                "quantize",
-                oracle.all_half_codes(dtype),
-                scales,
-                fmt,
-                "every 16-bit code",
-            )
-
-
 # -------------------------------------------------------------------------- amax so far
 
 

@@ -172,27 +172,6 @@ def test_blocks_and_ragged_edges(implementation, block, fmt, options):
 # ------------------------------------------------------------------- shapes, transforms
 
 
-@ALL_KINDS
-def test_merged_rows_and_columns(implementation, options):
-    """Blocks are those of the merged matrix; leading dimensions are matrices of their
-    own.
-    """
-    x = cases.random_values((2, 3, 4, 5, 6), F32, 3)
-    for rows, cols in itertools.product((1, 2), (1, 2)):
-        data, scale_inv = ops.quantize_blocks(
-            x, E4M3.dtype, block=(3, 7), rows=rows, cols=cols, **options
-        )
-        assert data.shape == x.shape
-        batch = x.ndim - rows - cols
-        m, n = np.prod(x.shape[batch : batch + rows]), np.prod(x.shape[batch + rows :])
-        flat = [np.asarray(v).reshape(-1, *v.shape[batch:]) for v in (data, scale_inv)]
-        for i, matrix in enumerate(x.reshape(-1, m, n)):
-            got = flat[0][i].reshape(m, n), flat[1][i]
-            assert_blocks(
-                got, matrix, E4M3, (3, 7), f"{rows} by {cols}, {i}", **options
-            )
-
-
 def mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((2, 4), ("data", "tp"), axis_types=(axis_type,) * 2)
 

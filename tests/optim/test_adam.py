@@ -106,19 +106,6 @@ def test_steps_are_those_of_the_oracle(shape):
     assert len(np.unique(np.append(mu[2], nu[2]))) > 1
 
 
-def test_apply_is_update_and_apply_updates():
-    """States are the same to the bit; a sum of two roundings is 2 ulp of the larger
-    term from that of other two.
-    """
-    tx = optim.adamw(1e-2, **DECAY)
-    (a, a_state), (b, b_state) = (
-        steps(tx, cases.params(), 3, apply) for apply in (False, True)
-    )
-    assert_same_bits(cases.moments(a_state), cases.moments(b_state))
-    chex.assert_trees_all_close(a, b, rtol=6 * 2.0**-23, atol=6 * 2.0**-23)
-    assert a_state.update_count == b_state.update_count == a_state.inner.count == 3
-
-
 def test_it_is_quantized_adamw():
     """With its random bits. Products and sums in XLA may be rounded at once, by which
     few codes are others.

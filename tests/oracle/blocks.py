@@ -228,11 +228,7 @@ def matmul(
             bias = np.asarray(bias).astype(np.float64)
             exact, total = exact + bias, total + np.abs(bias)
             bound = bound + PRECISE * total
-        eps_out = oracle.UNIT_ROUNDOFF[np.dtype(out_dtype)]
-        bound = (bound + eps_out * (np.abs(exact) + bound)) * (
-            1 + 2.0**-10
-        ) + oracle.ABSOLUTE[np.dtype(out_dtype)]
-    return Product(exact, bound)
+        return Product(exact, oracle.rounded_bound(exact, bound, out_dtype))
 
 
 def hopper_ragged_matmul(a, b, a_scales, b_scales, group_sizes) -> np.ndarray:
@@ -281,17 +277,12 @@ def ragged_matmul_on_hopper(a, b, a_scales, b_scales, group_sizes, **options):
             inside = (places >= begin) & (places < end)
             codes = (np.where(inside, x, np.zeros((), x.dtype)) for x in (a, b))
             parts.append(matmul(*codes, a_scales, b_scales, **options))
-        return Product(*(np.stack(x) for x in _fields(parts)))
+        return oracle.joined(np.stack, parts)
     parts = [
         matmul(a[i:j], b[e], a_scales[i:j], b_scales[e], **options)
         for e, (i, j) in enumerate(ranges)
     ]
-    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
-    return Product(*(np.concatenate([*x, rest]) for x in _fields(parts)))
-
-
-def _fields(parts):
-    return [[getattr(part, name) for part in parts] for name in ("exact", "bound")]
+    return oracle.joined(np.concatenate, [*parts, oracle.rest(a, b, ranges)])
 
 
 def ragged_matmul(
@@ -311,25 +302,13 @@ def ragged_matmul(
             matmul(wide_a[:, i:j], wide_b[:, i:j], one, one, out_dtype=out_dtype)
             for i, j in ranges
         ]
-        return Product(
-            *(
-                np.stack([getattr(part, name) for part in parts])
-                for name in ("exact", "bound")
-            )
-        )
+        return oracle.joined(np.stack, parts)
     wide_b = [dequantize(*matrix, b_block) for matrix in zip(b, b_scales, strict=True)]
     parts = [
         matmul(wide_a[i:j], wide_b[e], one, one, out_dtype=out_dtype)
         for e, (i, j) in enumerate(ranges)
     ]
-    # exactly zero, whatever these rows hold
-    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
-    return Product(
-        *(
-            np.concatenate([*(getattr(part, name) for part in parts), rest])
-            for name in ("exact", "bound")
-        )
-    )
+    return oracle.joined(np.concatenate, [*parts, oracle.rest(a, b, ranges)])
 
 
 def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
