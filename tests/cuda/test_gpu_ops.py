@@ -15,11 +15,12 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_all_bitwise
+from ops.cases import random_values
 
 from jaxfp8 import ops
 from jaxfp8.ops import _encode_moment, _ffi
 
-from .gpu import GRAPHS, custom_calls as custom_calls, random_values
+from .gpu import GRAPHS, custom_calls as custom_calls
 
 pytestmark = pytest.mark.gpu
 

@@ -4,10 +4,10 @@ the host and its PTX, to the bit of `oracle.blocks.hopper_ragged_matmul`.
 
 import numpy as np
 import pytest
+from ops.cases import random_codes
 from oracle import BF16, E4M3, E5M2, F16, F32, assert_bitwise, blocks as oracle_blocks
 
 from . import emulated
-from .gpu import random_codes
 from .ptx import machine
 
 # Groups without rows, of one row, inside of a block, and from inside of one block to

@@ -6,18 +6,14 @@ import contextlib
 import re
 from typing import NamedTuple
 
-import jax
-import numpy as np
 import oracle
 import pytest
 from equality import assert_all_bitwise
-from ops import cases, targets
 from oracle import BF16, E4M3, F32
 
 from .. import (
     test_emulated_kernels as kernels,
     test_emulated_ragged as ragged,
-    test_ragged_blocks as ragged_blocks,
 )
 from . import machine
 
@@ -83,20 +79,12 @@ def fast_ragged_rows(interpreted):
     ragged_rows(interpreted, precise=False)
 
 
-def ragged_rows_of_blocks(interpreted):
-    ragged_blocks.check(interpreted, ragged_blocks.operands(False, 291, 272, 24))
-
-
-def tma_rows(interpreted, precise=True, backwards=False):
+def tma_rows(interpreted, backwards=False):
     """More slices than stages, in two groups that are not whole tiles."""
     interpreted.device = ragged.DEVICES["warpgroups"][0]
     interpreted.configure(backwards=backwards)
     a, b = ragged.operands(False, 2, 200, 720, 32, b_fmt=E4M3)
-    ragged.check(interpreted, a, b, [16, 24], precise=precise, tma=True)
-
-
-def fast_tma_rows(interpreted):
-    tma_rows(interpreted, precise=False)
+    ragged.check(interpreted, a, b, [16, 24], tma=True)
 
 
 def early_tma_rows(interpreted):
@@ -105,29 +93,6 @@ def early_tma_rows(interpreted):
         tma_rows(interpreted, backwards=True)
     finally:
         interpreted.configure()
-
-
-def tma_contraction(interpreted):
-    """Groups that begin and end inside of a slice."""
-    interpreted.device = ragged.DEVICES["warpgroups"][0]
-    a, b = ragged.operands(True, 2, 208, 40, 32)
-    a[..., 70:] = b[..., 70:] = np.nan
-    ragged.check(interpreted, a, b, [30, 40], tma=True)
-
-
-def moments(squared):
-    def run(interpreted):
-        kernels.encode_moment(interpreted, (60, 256), squared, True, in_place=True)
-
-    return run
-
-
-def adam(interpreted):
-    """Two leaves in place, with numbers of each row, and numbers of all sizes."""
-    for applies in (False, True):
-        kernels.adam_update(
-            interpreted, [((60, 256), 60), ((7, 130), 1)], applies, in_place=True
-        )
 
 
 class Control(NamedTuple):
@@ -160,9 +125,6 @@ def wait(threads, outcome):
 OTHER_PHASE = "@w xor.b32 q, q, 1;", ""
 NO_WAIT = "", "@w setp.eq.u32 p, t, t;"
 CONTROLS = {
-    "rows of wgmma without a swizzle": Control(
-        "ragged_matmul", str(64 << 32 | 1 << 62), str(64 << 32), ragged_rows, "unknown"
-    ),
     "a fence for the tensor cores dropped": Control(
         "ragged_matmul", r"fence.proxy.async.shared::cta;", "", ragged_rows, "proxy"
     ),
@@ -193,13 +155,6 @@ CONTROLS = {
         ragged_rows,
         "warpgroup",
     ),
-    "scales of blocks not copied": Control(
-        "ragged_matmul",
-        r"cp.async.ca.shared.global \[%\w+\], \[%\w+\], 4;",
-        "",
-        ragged_rows_of_blocks,
-        "undefined",
-    ),
     "a barrier dropped": Control(
         "quantize_transpose",
         r"bar.sync\s+0;",
@@ -207,18 +162,8 @@ CONTROLS = {
         tiles("quantize_transpose"),
         "(race|undefined)",
     ),
-    "a barrier dropped, of blocks": Control(
-        "quantize_blocks_transpose",
-        r"bar.sync\s+0;",
-        "",
-        tiles("(1, 32), ceil"),
-        "race",
-    ),
     "fewer bytes than are copied": Control(
         "ragged_tma", EXPECT, r"\1, 24576;", tma_rows, "count"
-    ),
-    "more bytes than are copied": Control(
-        "ragged_tma", EXPECT, r"\1, 40976;", tma_rows, "count"
     ),
     "a stage released by fewer warps than read it": Control(
         "ragged_tma", r"(mov.u32\s+%r\d+), 8;", r"\1, 7;", tma_rows, "overwrite"
@@ -232,43 +177,12 @@ CONTROLS = {
     "a copy to a stage that is read": Control(
         "ragged_tma", *wait("ge", NO_WAIT), early_tma_rows, "overwrite"
     ),
-    "a stage released before its product": Control(
-        "ragged_tma",
-        r"wgmma.wait_group.sync.aligned 1;",
-        "",
-        fast_tma_rows,
-        "overwrite",
-    ),
-    "barriers not shown to copies": Control(
-        "ragged_tma", r"fence.proxy.async.shared::cta;", "", tma_rows, "proxy"
-    ),
     "registers that nobody gives": Control(
         "ragged_tma",
         "setmaxnreg.inc.sync.aligned.u32 232",
         "setmaxnreg.inc.sync.aligned.u32 240",
         tma_rows,
         "registers",
-    ),
-    "a store past the group's last row": Control(
-        "ragged_tma",
-        r"(sub.s32\s+(%r\d+), %r\d+, %r\d+;\s+)selp.b32(\s+%r\d+), \2, 0, %p\d+;",
-        r"\1mov.b32\3, \2;",
-        tma_rows,
-        "race",
-    ),
-    "products before all warps have cleared": Control(
-        "ragged_tma",
-        r"(mov.u32\s+%r\d+), 256;(\s+// begin inline asm\s+mbarrier.init)",
-        r"\1, 128;\2",
-        tma_contraction,
-        "(race|overwrite)",
-    ),
-    "cleared, and not shown": Control(
-        "ragged_tma",
-        r"(?s)(fence.proxy.async.shared::cta;.*?)fence.proxy.async.shared::cta;",
-        r"\1",
-        tma_contraction,
-        "proxy",
     ),
     "a store where an atomic was": Control(
         "amax",
@@ -287,16 +201,6 @@ CONTROLS = {
     ),
     "a wait dropped": Control(
         "ragged_matmul", r"cp.async.wait_group 3;", "", ragged_rows, "pending"
-    ),
-    "a wait for one group fewer": Control(
-        "ragged_matmul",
-        r"cp.async.wait_group 3;",
-        "cp.async.wait_group 4;",
-        ragged_rows,
-        "pending",
-    ),
-    "a group not committed": Control(
-        "ragged_matmul", r"cp.async.commit_group;", "", ragged_rows, "pending"
     ),
     "a bound off by one": Control(
         "quantize", "setp.ge.s64", "setp.gt.s64", quantize, "outside"
@@ -322,13 +226,6 @@ CONTROLS = {
         tiles("quantize_transpose"),
         "misaligned",
     ),
-    "a copy off its alignment": Control(
-        "ragged_matmul",
-        r"(cp.async.cg.shared.global \[%\w+\], \[%\w+)\]",
-        r"\1+4]",
-        ragged_rows,
-        "misaligned",
-    ),
     "shared memory that nobody wrote": Control(
         "quantize_transpose",
         r"st.shared.u32.*;",
@@ -343,31 +240,8 @@ CONTROLS = {
         amax,
         "(nc|read-only)",
     ),
-    "a coherent load and a write": Control(
-        "amax",
-        r"ld.global.nc.v4.u32 (\{(%\w+)[^}]*\}, \[(%\w+)\];)",
-        r"ld.global.v4.u32 \1 st.global.u32 [\3], \2;",
-        amax,
-        "read-only",
-    ),
     "a loop that never ends": Control(
         "quantize", r"(\n\$L__BB0_3:)", r"\1 bra $L__BB0_3;", quantize, "endless"
-    ),
-    "the fraction of the next code": Control(
-        "encode_moment",
-        r"(ld.shared.f32\s+%f\d+, \[%r\d+)\]",
-        r"\1+4]",
-        moments(False),
-        "outside",
-    ),
-    "a moment read past its writes": Control(
-        "encode_moment", "ld.global.u32", "ld.global.nc.u32", moments(True), "nc"
-    ),
-    "a leaf in the place of another": Control(
-        "adam_update", r"(mul.lo.s64\s+%rd\d+, %rd\d+), 168;", r"\1, 0;", adam, "race"
-    ),
-    "a gradient read past its update": Control(
-        "adam_update", "ld.global.v4.u32", "ld.global.nc.v4.u32", adam, "nc"
     ),
     "an instruction of another kind": Control(
         "quantize", "copysign.f32", "lg2.approx.f32", quantize, "unknown"
@@ -392,28 +266,6 @@ def test_controls(name, interpreted, tmp_path):
             message,
             re.MULTILINE,
         ), message
-
-
-@pytest.mark.parametrize(
-    "op, pattern, replacement, kind",
-    [
-        ("write_histories", r"ld.global.u32", "ld.global.nc.u32", "nc"),
-        ("delayed_scales", r"bar.sync\s+0;", "", "(race|undefined)"),
-    ],
-)
-def test_controls_of_custom_calls(op, pattern, replacement, kind, tmp_path):
-    """Histories that are written in place; several warps that share what they read."""
-    library = machine.register_handlers()
-    call = targets.filled(targets.build(op, targets.SIZES | {"H0": 300, "H1": 300}))
-    options = {"input_output_aliases": {0: 0, 1: 1}} if op == "write_histories" else {}
-    cases.run_target(call, "ptx_cuda_", **options)
-    with edited(library, tmp_path, op, pattern, replacement):
-        with pytest.raises(
-            (jax.errors.JaxRuntimeError, ValueError),
-            match=rf"{kind}: [^\n]*\n  {op}.ptx:\d+: ",
-        ):
-            cases.run_target(call, "ptx_cuda_", **options)
-    assert re.match(kind, machine.take_fault(library))
 
 
 # Of 16 elements, of each of two kernels: a root and a quotient, and for each moment the
