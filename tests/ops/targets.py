@@ -220,10 +220,11 @@ LARGEST_K = dict.fromkeys(
         "read_histories",
         "write_histories",
         "write_histories, a product",
+        "split_reading",
+        "join_recorded",
     ),
     64,
 )
-LARGEST_K |= {"split_reading": 64, "join_recorded": 64}
 
 
 @dataclasses.dataclass(frozen=True)

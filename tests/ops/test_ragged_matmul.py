@@ -1,5 +1,6 @@
 """ragged_matmul: groups of every size, against the oracle's loop over groups."""
 
+import functools
 import itertools
 
 import jax
@@ -46,10 +47,14 @@ def accumulation(implementation, precise=False):
     return cases.accumulation(implementation, precise)
 
 
-def check(implementation, kind, sizes, a, b):
-    got = ops.ragged_matmul(
-        a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=jnp.float32
+def product(kind, sizes, a, b, **options):
+    return ops.ragged_matmul(
+        a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=F32, **options
     )
+
+
+def check(implementation, kind, sizes, a, b):
+    got = product(kind, sizes, a, b)
     expected = oracle.ragged_matmul(
         a, b, A_INV, B_INV, sizes, **accumulation(implementation)
     )
@@ -122,15 +127,7 @@ def test_sizes_that_cannot_be(implementation, kind):
     written.
     """
     a, b = operands(kind, 4)
-    got = ops.ragged_matmul(
-        a,
-        b,
-        A_INV,
-        B_INV,
-        np.int32([-5, 100, 2**31 - 1, 7]),
-        ragged=kind,
-        out_dtype=jnp.float32,
-    )
+    got = product(kind, [-5, 100, 2**31 - 1, 7], a, b)
     expected = oracle.ragged_matmul(
         a, b, A_INV, B_INV, [0, 100, 50, 0], **accumulation(implementation)
     )
@@ -159,20 +156,9 @@ def test_shards(implementation, kind):
         lambda spec: NamedSharding(mesh, spec), specs
     )
 
-    def product(a, b):
-        return ops.ragged_matmul(
-            a,
-            b,
-            A_INV,
-            B_INV,
-            np.int32(sizes),
-            ragged=kind,
-            out_dtype=jnp.float32,
-            precise=True,
-        )
-
+    run = functools.partial(product, kind, sizes, precise=True)
     compiled = (
-        jax.jit(product, in_shardings=(a_place, b_place), out_shardings=place)
+        jax.jit(run, in_shardings=(a_place, b_place), out_shardings=place)
         .lower(a, b)
         .compile()
     )
@@ -190,9 +176,7 @@ def test_shards(implementation, kind):
 def test_no_elements(implementation, kind, m, k, n):
     a = np.zeros((m, k) if kind == "rows" else (k, m), E4M3.dtype)
     b = np.zeros((2, n, k) if kind == "rows" else (n, m), E4M3.dtype)
-    got = ops.ragged_matmul(
-        a, b, 1.0, 1.0, np.zeros(2, np.int32), ragged=kind, out_dtype=jnp.float32
-    )
+    got = product(kind, [0, 0], a, b)
     oracle.assert_bitwise(
         got, np.zeros((m, n) if kind == "rows" else (2, k, n), F32), kind
     )
