@@ -185,21 +185,6 @@ def test_the_amax_that_is_given_stays(implementation, name):
     assert_bitwise(same, amax, "the operand")
 
 
-@NAMES
-def test_codes_alone(implementation, name):
-    """The codes, in the layouts that the op has, by its form without an amax."""
-    x = cases.random_values((3, 21, 41), BF16, 23, spread=1)
-    scales = F32([2, 0.5, 16])
-    *members, top = jax.vmap(
-        lambda x, scale: getattr(ops, name)(x, scale, E4M3, with_amax=False)
-    )(x, scales)
-    assert top is None
-    for i, scale in enumerate(scales):
-        *expected, _ = getattr(oracle, name)(x[i], scale, oracle.E4M3)
-        for member, want in zip(members, expected, strict=True):
-            assert_bitwise(member[i], want, f"member {i}")
-
-
 # -------------------------------------------------------------------------- column sums
 
 # Around the 128 rows of a part, the 128 columns of a tile and the 64 of a block.

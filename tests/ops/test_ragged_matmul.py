@@ -1,6 +1,5 @@
 """ragged_matmul: groups of every size, against the oracle's loop over groups."""
 
-import functools
 import itertools
 
 import jax
@@ -8,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from mesh import hlo
 from oracle import E4M3, E5M2, F32
 from parametrize import each_row
 
@@ -132,43 +129,6 @@ def test_sizes_that_cannot_be(implementation, kind):
         a, b, A_INV, B_INV, [0, 100, 50, 0], **accumulation(implementation)
     )
     expected.check(got, kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shards(implementation, kind):
-    """A device multiplies its rows by its groups, the first of which begins anywhere in
-    them.
-    """
-    if implementation == "cuda":
-        pytest.skip("needs four GPUs")
-    mesh = jax.make_mesh(
-        (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    sizes = [40, 10, 60, 30]
-    a, b = operands(kind, len(sizes))
-    rows, groups = P("x"), P("y")
-    specs = (
-        ((rows, groups), rows)
-        if kind == "rows"
-        else ((P(None, "x"), P(None, "x")), groups)
-    )
-    (a_place, b_place), place = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs
-    )
-
-    run = functools.partial(product, kind, sizes, precise=True)
-    compiled = (
-        jax.jit(run, in_shardings=(a_place, b_place), out_shardings=place)
-        .lower(a, b)
-        .compile()
-    )
-    assert not [
-        c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"
-    ]
-    expected = oracle.ragged_matmul(
-        a, b, A_INV, B_INV, sizes, **accumulation(implementation, precise=True)
-    )
-    expected.check(compiled(*map(jax.device_put, (a, b), (a_place, b_place))), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -201,23 +201,3 @@ def test_numbers_of_several_products(sides, named, prefix):
         answers.assert_results(
             whole, [np.concatenate(got, 1)] if is_result else got, answers.answer(whole)
         )
-
-
-def test_errors_inside_jit_next_to_good_calls():
-    """One bad call of a program fails the program, not the process; the same jitted
-    good function still works.
-    """
-
-    def good(x):
-        return ops.quantize(x, F32(2), targets.E4M3)
-
-    def bad(x):
-        data, _ = good(x)
-        shapes = [jax.ShapeDtypeStruct((7,), F32)]
-        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(data.astype(F32))[0]
-
-    x = cases.random_values((9, 11), F32, 1)
-    for _ in range(3):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"amax: amax: expected"):
-            jax.block_until_ready(jax.jit(bad)(x))
-        cases.assert_quantized(jax.jit(good)(x), x, F32(2), cases.FORMATS[0])
