@@ -182,7 +182,7 @@ def test_nan_and_infinity_stay_in_their_rows_and_columns():
         assert finite[np.arange(M) != 3][:, np.arange(N) != 5].all()
 
 
-def test_wrong_blocks_are_outside():
+def test_a_wrong_scale_of_a_block_is_outside():
     """1x128 by 128x128: each 128 of K from zero, times its scales, in f32."""
     rng = np.random.default_rng(0)
     k, blocks = 640, {"a_block": (1, 128), "b_block": (128, 128)}
@@ -194,9 +194,9 @@ def test_wrong_blocks_are_outside():
         F32(rng.standard_normal((N, k))), E4M3, (128, 128)
     )
 
-    def run(a_scale, b_scale, blocks=range(5)):
+    def run(a_scale):
         total = np.zeros((M, N), F32)
-        for i in blocks:
+        for i in range(5):
             part = slice(i * 128, i * 128 + 128)
             total += tensor_core_matmul(a[:, part], b[:, part]) * (
                 a_scale[:, i, None] * b_scale[0, i]
@@ -206,17 +206,8 @@ def test_wrong_blocks_are_outside():
     product = oracle_blocks.matmul(
         a, b, a_scale, b_scale, **blocks, accumulation="precise", device="9.0"
     )
-    product.check(run(a_scale, b_scale))
-    with pytest.raises(AssertionError, match="out of bound"):  # of f32, which it is not
-        oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks).check(
-            run(a_scale, b_scale)
-        )
-    one_off, next_block = a_scale.copy(), np.roll(b_scale, 1, axis=1)
+    product.check(run(a_scale))
+    one_off = a_scale.copy()
     one_off[7, 4] *= 1 + 2.0**-6
-    for wrong in (
-        run(one_off, b_scale),
-        run(a_scale, next_block),
-        run(a_scale, b_scale, range(4)),
-    ):
-        with pytest.raises(AssertionError, match="out of bound"):
-            product.check(wrong)
+    with pytest.raises(AssertionError, match="out of bound"):
+        product.check(run(one_off))
