@@ -235,9 +235,7 @@ def test_column_sums_of_bad_values(implementation):
 
 
 def test_column_sums_of_many_dimensions(implementation):
-    """Batches and members have sums of their own; rows and columns may be several
-    dimensions.
-    """
+    """Batches have sums of their own; rows and columns may be several dimensions."""
     x = cases.random_values((2, 3, 5, 40, 6), BF16, 3, spread=1)
 
     def sums(x, rows=2, cols=1):
@@ -245,9 +243,9 @@ def test_column_sums_of_many_dimensions(implementation):
             x, TWO, E5M2.dtype, rows=rows, cols=cols, column_sums=True
         )[-1]
 
-    for got in (sums(x), jax.vmap(sums)(x), jax.vmap(jax.vmap(sums))(x)):
-        for i in np.ndindex(2, 3):
-            oracle.assert_column_sums(got[i], x[i].reshape(200, 6), f"batch {i}")
+    got = sums(x)
+    for i in np.ndindex(2, 3):
+        oracle.assert_column_sums(got[i], x[i].reshape(200, 6), f"batch {i}")
     oracle.assert_column_sums(
         sums(x, 1, 3)[1].reshape(-1), x[1].reshape(3, -1), "three dimensions of columns"
     )
