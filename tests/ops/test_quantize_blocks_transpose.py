@@ -4,14 +4,11 @@ oracle of each.
 
 import itertools
 
-import jax
 import numpy as np
 import oracle
 import pytest
 from oracle import blocks as oracle_blocks
-from parametrize import each_row
 
-import jaxfp8
 from jaxfp8 import ops
 
 from . import cases
@@ -68,23 +65,3 @@ def test_merged_rows(implementation, block):
             scale_inv_t[i],
         )
         assert_layouts(got, x[i].reshape(36, 40), oracle.E5M2, block, f"{i}")
-
-
-QUANTIZERS = {
-    "row-wise": jaxfp8.recipes.Float8RowwiseQuantizer(),
-    "1x128": jaxfp8.recipes.Float8BlockQuantizer(),
-    "128x128": jaxfp8.recipes.Float8BlockQuantizer(
-        block_scaling_dim=2, power_2_scale=True
-    ),
-    "MX": jaxfp8.recipes.MXFP8Quantizer(rounding="floor"),
-}
-
-
-@each_row("quantizer", QUANTIZERS)
-def test_quantizers_use_it(quantizer):
-    """Both layouts come from one op; recipes/test_products.py has their bits."""
-    x = cases.random_values((140, 150), oracle.BF16, 1)
-    jaxpr = jax.make_jaxpr(lambda x: quantizer.quantize(x, None)[0])(x)
-    assert [eqn.primitive.name for eqn in jaxpr.eqns] == [
-        "jaxfp8_quantize_blocks_transpose"
-    ]
