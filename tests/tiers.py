@@ -98,7 +98,6 @@ MINUTES = {
     "native/test_native.py",
     "ops/test_adam.py::test_leaves_share_a_call[reference",
     "ops/test_adam.py::test_leaves_share_a_call[tpu",
-    "optim/test_moments.py::test_the_mean_step_is_that_of_float32",
     "tpu/test_moments.py::test_cycles",
     "tpu/test_pairs.py::test_gated_layers_take_no_more_cycles_than_flax",
     "tpu/test_programs.py::test_drop_ins_in_a_scan_take_no_more_cycles_than_flax",

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
-from jaxfp8.ops import _ffi
 
 from .programs import (
     DENSES,
@@ -37,6 +36,8 @@ from .programs import (
     TOKENS,
     WIDTH,
     gpus,
+    on_one,
+    training_step,
 )
 
 EXPERTS, EXPERT_HIDDEN = 16, 2048
@@ -142,21 +143,14 @@ def compiled(model, quickly, folder):
     `folder`.
     """
     where = NamedSharding(gpus("h200", (1, 1)), P())
-    placed = functools.partial(
-        jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
-    )
-    x = placed(jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16))
-    variables = placed(jax.eval_shape(model.init, jax.random.key(0), x))
+    x = on_one(jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16))
+    variables = on_one(jax.eval_shape(model.init, jax.random.key(0), x))
 
     def forward(variables, x):
         is_flax = model.candidate == "flax"  # its state has a dtype of its own
         return model.apply(variables if is_flax else jaxfp8.max_grad(variables), x)
 
-    def step(variables, x, grad):
-        y, vjp = jax.vjp(forward, variables, x)
-        y, grad = jax.lax.optimization_barrier((y, grad))
-        return y, vjp(grad)
-
+    step = training_step(forward)
     options = (
         LIBRARY_GEMMS
         | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -255,8 +249,6 @@ def main():
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--quickly", action="store_true")
     args = parser.parse_args()
-    # nothing runs here: the build may have code for one GPU alone
-    _ffi.cuda_architectures = list
     print(
         json.dumps(
             {

@@ -22,8 +22,6 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import _gpu_models as models  # noqa: E402
 import _gpu_training as training  # noqa: E402
 
-from jaxfp8.ops import _ffi  # noqa: E402
-
 from . import count, programs  # noqa: E402
 
 BATCH = jax.ShapeDtypeStruct((2, 4097), jnp.int32)
@@ -52,8 +50,6 @@ def report(name: str, in_a_scan: bool) -> dict:
 
 
 def main():
-    # nothing runs here: the build may have code for one GPU alone
-    _ffi.cuda_architectures = list
     # what a machine with a Hopper GPU says
     cudnn.check_cudnn_version = lambda: 91400
     cudnn.check_compute_capability = lambda capability: capability <= "9.0"

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxfp8 import optim
-from jaxfp8.ops import _ffi
 
 from . import count, programs
 
@@ -71,8 +70,6 @@ def report(name, tx, shapes) -> dict:
 
 
 if __name__ == "__main__":
-    # nothing runs here: the build may have code for one GPU alone
-    _ffi.cuda_architectures = list
     print(
         json.dumps({name: report(name, *program) for name, program in PROGRAMS.items()})
     )

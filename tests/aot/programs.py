@@ -256,6 +256,8 @@ GROUPS = {
 @functools.cache
 def gpus(name, sizes):
     """A mesh of GPUs that nobody needs to have: `name`.txtpb describes one."""
+    # nothing runs on them: the build may have code for one GPU alone
+    _ffi.cuda_architectures = list
     description = pathlib.Path(__file__).with_name(f"{name}.txtpb").read_text()
     devices = sizes[0] * sizes[1]
     topology = topologies.get_topology_desc(
@@ -271,6 +273,19 @@ def on_one(tree):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,
     )
+
+
+def training_step(forward):
+    """Forward and backward of `forward(variables, x)`, as where a loss is between them:
+    otherwise XLA fuses parts of the backward into the forward.
+    """
+
+    def step(variables, x, grad):
+        y, vjp = jax.vjp(forward, variables, x)
+        y, grad = jax.lax.optimization_barrier((y, grad))
+        return y, vjp(grad)
+
+    return step
 
 
 def profiled(lowered, options, text: str) -> str:
@@ -328,13 +343,7 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
             else model.apply(variables, x)
         )
 
-    def step(variables, x, grad):
-        y, vjp = jax.vjp(forward, variables, x)
-        # As where a loss is between them: otherwise XLA fuses parts of the backward
-        # into the forward.
-        y, grad = jax.lax.optimization_barrier((y, grad))
-        return y, vjp(grad)
-
+    step = training_step(forward)
     x = placed(P("fsdp"), jax.ShapeDtypeStruct(case.shape, jnp.bfloat16))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     variables = jax.tree.map_with_path(of_variable, variables)
@@ -375,8 +384,6 @@ def main():
     parser.add_argument("--quickly", action="store_true")
     parser.add_argument("--gpu", choices=("h200", "b200"), default="h200")
     args = parser.parse_args()
-    # nothing runs here: the build may have code for one GPU alone
-    _ffi.cuda_architectures = list
     # starts the compiler, so that no case pays for it
     report(GROUPS["dense"]["small dense"], "bf16", True, args.gpu)
     found = {}

@@ -23,7 +23,6 @@ from jax import lax
 
 import jaxfp8
 from jaxfp8 import recipes
-from jaxfp8.ops import _ffi
 
 from . import count, programs, timeline
 
@@ -139,16 +138,10 @@ def report(program: str, way: str, name: str) -> dict:
             lambda leaf: leaf.update(shape=(programs.LAYERS, *leaf.shape)), layers
         )
     x = jax.ShapeDtypeStruct((programs.TOKENS, programs.WIDTH), jnp.bfloat16)
-    grad = jax.eval_shape(lambda *args: run(way, recipe, *args), layers, x)
-
-    def step(layers, x, grad):
-        y, vjp = jax.vjp(lambda *args: run(way, recipe, *args), layers, x)
-        # as where a loss is between them
-        y, grad = lax.optimization_barrier((y, grad))
-        return y, vjp(grad)
-
+    forward = functools.partial(run, way, recipe)
+    grad = jax.eval_shape(forward, layers, x)
     compiled = (
-        jax.jit(step)
+        jax.jit(programs.training_step(forward))
         .lower(*programs.on_one((layers, x, grad)))
         .compile(programs.LIBRARY_GEMMS | programs.QUICKLY)
     )
@@ -164,8 +157,6 @@ def report(program: str, way: str, name: str) -> dict:
 
 
 def main():
-    # nothing runs here: the build may have code for one GPU alone
-    _ffi.cuda_architectures = list
     cases = [("alone", "each", name) for name in RECIPES]
     cases += [("scan", way, "current") for way in ("each", "once")]
     cases += [("alone", way, "delayed") for way in ("once", "one product")]

@@ -16,7 +16,6 @@ import optax
 from flax.training import train_state
 
 import jaxfp8
-from jaxfp8.ops import _ffi
 
 from . import count, programs
 
@@ -68,8 +67,6 @@ def report(cls, layers, change=dict) -> dict:
 
 
 if __name__ == "__main__":
-    # nothing runs here: the build may have code for one GPU alone
-    _ffi.cuda_architectures = list
     trainers = {
         "flax": (train_state.TrainState, dict),
         "jaxfp8": (jaxfp8.linen.TrainState, dict),

@@ -13,6 +13,7 @@ import oracle
 import pytest
 from equality import assert_all_bitwise
 from ops import test_adam as test_op_adam, test_moments as test_op_moments
+from ops.cases import random_values
 from oracle import (
     adam as oracle_adam,
     assert_bitwise,
@@ -22,8 +23,6 @@ from oracle import (
 )
 
 from jaxfp8.ops import ClampedSwiGLU, is_gated
-
-from .gpu import random_values
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
 CLAMPED = ClampedSwiGLU(1.5, alpha=1.702, offset=1.0)
@@ -122,17 +121,11 @@ def gradient(name, x):
         for i, (data, data_t, top, parts) in enumerate(zip(*got, strict=True)):
             values = oracle_gradients.activation(
                 x[i] if gated else x[i, :, 0], grad[i], name
-            )
-            exact, bound = (v.reshape(data.shape) for v in (values.exact, values.bound))
-            oracle.Values(exact, bound).check(
-                data, data_t, top, np.float32(3), E5M2, what=f"{name}, {i}"
-            )
+            ).rows()
+            values.check(data, data_t, top, np.float32(3), E5M2, what=f"{name}, {i}")
             for part, total in enumerate(parts):
-                rows = slice(128 * part, 128 * part + 128)
-                size = np.abs(exact[rows]).sum(0) + bound[rows].sum(0)
-                oracle.Product(
-                    exact[rows].sum(0), bound[rows].sum(0) + 128 * 2.0**-24 * size
-                ).check(total, "sums")
+                rows = values.rows(128 * part, 128 * part + 128)
+                rows.sums().check(total, "sums")
 
     def run(kernels, **shifts):
         *without, top = kernels.quantize_activation_grad(
@@ -270,10 +263,8 @@ def test_gradients_far_below_zero(kernels, name):
         values = oracle_gradients.activation(
             x_row[0] if is_gated(name) else x_row[0, :, 0], grad[0], name
         )
-        exact, bound = (v.reshape(data.shape) for v in (values.exact, values.bound))
-        oracle.Values(exact, bound).check(
-            data, data_t, top, np.float32(3), E5M2, what=f"{name}, {x_row.flat[0]}"
-        )
+        what = f"{name}, {x_row.flat[0]}"
+        values.rows().check(data, data_t, top, np.float32(3), E5M2, what=what)
 
 
 @pytest.mark.parametrize("g, m, n", SHAPES)

@@ -8,10 +8,10 @@ precise there are.
 import numpy as np
 import oracle
 import pytest
+from ops.cases import random_codes
 from oracle import BF16, E4M3, E5M2, F32, accumulation as oracle_accumulation
 
 from .conftest import OTHER_ARCHITECTURES as OTHERS
-from .gpu import random_codes
 from .ptx import machine
 
 FORMATS = tuple(oracle.FORMATS.values())

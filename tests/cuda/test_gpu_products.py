@@ -10,12 +10,14 @@ import numpy as np
 import oracle
 import pytest
 from ops import cases
+from ops.cases import random_codes
+from ops.test_block_scaled_matmul import ON_HOPPER, blocks_of, operands
 from oracle import E4M3, E5M2, F32, blocks as oracle_blocks
 
 from jaxfp8 import ops
 
-from .gpu import GRAPHS, custom_calls as custom_calls, random_codes
-from .test_block_handlers import RAGGED, ragged_operands, scaled_operands
+from .gpu import GRAPHS, custom_calls as custom_calls
+from .test_block_handlers import RAGGED, ragged_operands
 
 pytestmark = pytest.mark.gpu
 
@@ -75,38 +77,30 @@ def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
 
 # What cuBLASLt multiplies, by the compute capabilities that have it: powers of two on
 # 10 and 12 as blocks of 32.
-OF_HOPPER = (
-    ((1, None), (1, None)),
-    ((1, 128), (1, 128)),
-    ((1, 128), (128, 128)),
-    ((128, 128), (1, 128)),
-)
 SCALED_BLOCKS = {
-    **{(blocks, False): ("9.0",) for blocks in OF_HOPPER},
-    **{(blocks, True): ("9.0", "10", "12") for blocks in OF_HOPPER},
-    (((1, 32), (1, 32)), False): ("10", "12"),
+    **{(pair, False): ("9.0",) for pair in ON_HOPPER},
+    **{(pair, True): ("9.0", "10", "12") for pair in ON_HOPPER},
+    (("MX", "MX"), False): ("10", "12"),
 }
 
 
-@pytest.mark.parametrize("blocks, power_2_scale", SCALED_BLOCKS, ids=str)
+@pytest.mark.parametrize("pair, power_2_scale", SCALED_BLOCKS, ids=str)
 @pytest.mark.parametrize(
     "m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (512, 256, 2048)]
 )
-def test_block_scaled(blocks, power_2_scale, m, n, k):
+def test_block_scaled(pair, power_2_scale, m, n, k):
     """Scales that differ by powers of two from block to block show where cuBLASLt reads
     each.
     """
     capability = jax.devices("gpu")[0].compute_capability
-    capabilities = SCALED_BLOCKS[blocks, power_2_scale]
+    capabilities = SCALED_BLOCKS[pair, power_2_scale]
     if not capability.startswith(capabilities):
         pytest.skip(
             f"cuBLASLt has this on compute capability {capabilities}, this GPU has "
             f"{capability}"
         )
-    a, b, a_scale, b_scale = scaled_operands(
-        m, n, k, blocks, power_2_scale=power_2_scale
-    )
-    options = {"a_block": blocks[0], "b_block": blocks[1]}
+    a, b, a_scale, b_scale = operands(m, n, k, pair, power_2_scale=power_2_scale)
+    options = blocks_of(pair)
     product = functools.partial(
         ops.block_scaled_matmul,
         **options,
@@ -119,12 +113,12 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
         expected = oracle_blocks.matmul(
             a, b, a_scale, b_scale, **options, **cases.accumulation("cuda", precise)
         )
-        expected.check(got, f"{blocks}, precise {precise}")
+        expected.check(got, f"precise {precise}")
         stacked = [np.stack([x, np.roll(x, 1, axis=0)]) for x in (a, b)]
         pair = jax.jit(jax.vmap(product, (0, 0, None, None)))(
             *stacked, a_scale, b_scale
         )
-        expected.check(pair[0], f"{blocks}, group 0")
+        expected.check(pair[0], "group 0")
 
 
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])

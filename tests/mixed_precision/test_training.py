@@ -160,24 +160,19 @@ def in_a_scan(trainer, train, loss_scale, xs, grads):
     return trainer.finish(train, total, finite), loss_scale.adjust(finite)
 
 
-def scaled_sums(trainer, train, loss_scale, xs, grads, adjust_inside=False):
+def scaled_sums(trainer, train, loss_scale, xs, grads):
     """As GradScaler is used: what is summed is scaled, and unscaled once. The scale
     must not change on the way.
     """
     no_scale = DynamicLossScale(1.0)
-    now = loss_scale
     total = None
     for x, grad in zip(xs, grads, strict=True):
         # The gradient of the scaled loss: grad enters it linearly.
-        gradient = trainer.gradient(train, no_scale, x, grad * now.value)
+        gradient = trainer.gradient(train, no_scale, x, grad * loss_scale.value)
         total = jaxfp8.accumulate_gradients(total, gradient, weight=1 / len(xs))
-        if adjust_inside:
-            now = now.adjust(mixed_precision.all_finite(gradient))
-    total = now.unscale(total)
+    total = loss_scale.unscale(total)
     finite = mixed_precision.all_finite(total)
-    return trainer.finish(train, total, finite), now if adjust_inside else now.adjust(
-        finite
-    )
+    return trainer.finish(train, total, finite), loss_scale.adjust(finite)
 
 
 def accumulate(make, fp8, form, steps=8):

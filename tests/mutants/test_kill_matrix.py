@@ -1,6 +1,5 @@
 """The kill matrix of a package of a few lines."""
 
-import json
 import os
 import subprocess
 import sys
@@ -141,15 +140,6 @@ def test_who_can_leave():
     }
     tests = {"slow": 9.0, "cut": 10.0, "quick": 1.0, "idle": 5.0}
     assert kill_matrix.can_leave({"tests": tests, "mutants": rows}) == ["slow"]
-
-
-def test_stored(tmp_path):
-    row = {"at": "1:0", "fail": ["b"], "pass": ["a", "d", "e"], "untried": []}
-    matrix = {"tests": dict.fromkeys("edcba", 0.5), "mutants": {"x": row}}
-    kill_matrix.save(matrix, tmp_path / "matrix.json")
-    assert kill_matrix.load(tmp_path / "matrix.json") == matrix
-    stored = json.loads((tmp_path / "matrix.json").read_text())
-    assert stored["mutants"]["x"] == row | {"fail": "1", "pass": "0 3-4", "untried": ""}
 
 
 def test_an_edit_elsewhere_changes_few(tmp_path, monkeypatch):

@@ -24,9 +24,10 @@ sys.modules["jaxfp8"] = types.ModuleType("jaxfp8")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+from bad_days.fuzz import values  # noqa: E402
 from bad_days.fuzz.targets import good_call  # noqa: E402
 from ops import answers, bad_calls, cases, targets  # noqa: E402
-from ops.targets import BF16, E4M3, E5M2, F32, Call  # noqa: E402
+from ops.targets import E4M3, F32, Call  # noqa: E402
 
 CALLS = 80  # random ones of each op
 ALIASES = {"quantize": (2, 1), "quantize_transpose": (2, 2)}
@@ -59,38 +60,33 @@ def compare(call: Call) -> None:
             report(str(call), error)
 
 
+# An op, its sizes, and which of the dtypes: the first or the last.
+LARGE = (
+    ("quantize", {"n": (1 << 24) + 77}, 0),
+    ("dequantize", {"*": ((1 << 22) + 77,)}, -1),
+    ("quantize_transpose", {"m": 2048, "n": 2112}, 0),
+    ("quantize_transpose", {"m": 2047, "n": 2113}, -1),
+    ("quantize_blocks_transpose", {"m": 1032, "n": 1025}, -1),
+)
+
+
 def large_calls():
     """Sizes that are streamed and put into huge pages, with ragged ends."""
-    random, one, zero = np.random.default_rng(1), np.array([0.7], F32), np.zeros(1, F32)
-    x = random.integers(0, 1 << 16, (1, (1 << 24) + 77), np.uint16).view(BF16)
-    yield Call("quantize", [x, one, zero], [(x.shape, E4M3), ((1,), F32)], {})
-    codes = random.integers(0, 256, (1, (1 << 22) + 77), np.uint8).view(E5M2)
-    yield Call("dequantize", [codes, one], [(codes.shape, F32)], {})
-    for dtype, format, (m, n) in (
-        (BF16, E5M2, (2048, 2112)),
-        (F32, E4M3, (2047, 2113)),
-    ):
-        x = random.standard_normal((1, m, n)).astype(dtype)
-        results = [
-            ((1, m, n), format),
-            ((1, n, m), format),
-            ((1,), F32),
-            ((1, 16, n), F32),
-        ]
-        yield Call("quantize_transpose", [x, one, zero], results, {})
-    x = random.standard_normal((1, 1032, 1025)).astype(F32)
-    results = [
-        (x.shape, E5M2),
-        ((1, 1032, 9), F32),
-        ((1, 1025, 1032), E5M2),
-        ((1, 1025, 9), F32),
-    ]
-    yield Call(
-        "quantize_blocks_transpose",
-        [x],
-        results,
-        {"block": np.int64([1, 128]), "scaling": "f32"},
-    )
+    rng = np.random.default_rng(1)
+    for op, sizes, dtype in LARGE:
+        call = targets.build(
+            op,
+            targets.SIZES | {"g": 1} | sizes,
+            choose=lambda options, last=True, d=dtype: options[-1 if last else d],
+        )
+        yield targets.filled(
+            call,
+            lambda shape, dtype: (
+                np.ones(shape, dtype)
+                if shape == (1,)
+                else values.array(rng, shape, dtype)
+            ),
+        )
 
 
 def concurrent_calls():

@@ -37,32 +37,26 @@ def answer(call: Call) -> list | None:
 
 
 def _attributes_are_good(call: Call) -> bool:
-    given = call.attributes
-    if call.op == "amax_to_scale":
-        return set(given) == {"numerator"} and _is_numerator(given["numerator"])
-    if call.op in ATTRIBUTES and "block" in ATTRIBUTES[call.op]:
-        # the table has the sizes of these alone
-        return repr(given) == repr(ATTRIBUTES[call.op])
-    if call.op == "encode_moment":
-        return set(given) == {"squared"} and isinstance(given["squared"], np.bool_)
-    if call.target == "adam_update":
-        return repr(given) == repr(ATTRIBUTES[call.op])
-    if call.op not in ("delayed_scales", "read_histories"):
-        return not given
-    names = (
-        {"numerators"} if call.op == "read_histories" else {"numerators", "most_recent"}
+    right = ATTRIBUTES.get(call.op, {})
+    return set(call.attributes) == set(right) and all(
+        _is_good(call, name, right[name]) for name in right
     )
-    if set(given) != names or not isinstance(
-        given.get("most_recent", np.bool_(False)), np.bool_
-    ):
-        return False
-    numerators = given["numerators"]
-    is_array = isinstance(numerators, np.ndarray) and numerators.dtype == F32
-    return (
-        is_array
-        and len(numerators) == quantizers(call)
-        and all(map(_is_numerator, numerators))
-    )
+
+
+def _is_good(call: Call, name: str, right) -> bool:
+    value = call.attributes[name]
+    if name == "numerator":
+        return _is_numerator(value)
+    if name == "numerators":
+        is_array = isinstance(value, np.ndarray) and value.dtype == F32
+        return (
+            is_array
+            and len(value) == quantizers(call)
+            and all(map(_is_numerator, value))
+        )
+    if name in ("squared", "most_recent"):
+        return isinstance(value, np.bool_)
+    return repr(value) == repr(right)  # the table has the sizes of these alone
 
 
 def _is_numerator(value) -> bool:

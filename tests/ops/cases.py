@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from bad_days.fuzz import values
 from oracle import BF16, F16, F32, assert_bitwise as assert_bitwise
+
+from . import targets
 
 FORMATS = tuple(oracle.FORMATS.values())
 FORMAT_IDS = tuple(oracle.FORMATS)
@@ -97,6 +100,18 @@ CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} 
     "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",
     "ragged_matmul": "jaxfp8_ragged_matmul_v1",
 }
+
+
+def good_calls(op: str, sizes: dict):
+    """Good calls of an op at these sizes, with every choice of shapes, on hard numbers
+    that are not negative.
+    """
+    rng = np.random.default_rng(0)
+    for call in targets.every_choice(op, targets.SIZES | sizes):
+        with np.errstate(invalid="ignore"):  # integers have no infinity
+            yield targets.filled(
+                call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype)
+            )
 
 
 def run_target(call, prefix: str = "", **options):

@@ -158,6 +158,7 @@ CUDA_SPECS = {
     ),
 }
 SIZES = dict(g=2, m=3, n=4, H0=4, H1=1, w=1024) | {"*": (3, 4)}
+EMPTY = {"m": 0, "*": (0, 4)}, {"n": 0, "*": (3, 0)}
 CUDA_SIZES = {
     "scaled_matmul": dict(m=16, n=32, k=48),
     "block_scaled_matmul": dict(m=16, n=32, k=160),
@@ -219,10 +220,11 @@ LARGEST_K = dict.fromkeys(
         "read_histories",
         "write_histories",
         "write_histories, a product",
+        "split_reading",
+        "join_recorded",
     ),
     64,
 )
-LARGEST_K |= {"split_reading": 64, "join_recorded": 64}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
 IMPLEMENTATIONS = ("cpu", EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
 
 
-def operand(shape, scaling, fmt=E4M3, seed=0):
+def operand(shape, scaling, fmt=E4M3, seed=0, **options):
     """(codes, scales) of random numbers as the oracle quantizes them; neighbouring
     blocks differ by up to 2**8.
     """
@@ -65,12 +65,12 @@ def operand(shape, scaling, fmt=E4M3, seed=0):
     if block is None:
         scale = np.float32(fmt.max / max(float(np.abs(x).max(initial=0)), 1e-3))
         return oracle.quantize(x, scale, fmt)[0], np.float32([1 / scale])
-    return oracle_blocks.quantize(x, fmt, block, scale=scale)
+    return oracle_blocks.quantize(x, fmt, block, scale=scale, **options)
 
 
-def operands(m, n, k, pair, formats=(E4M3, E4M3)):
+def operands(m, n, k, pair, formats=(E4M3, E4M3), **options):
     sides = [
-        operand((rows, k), s, fmt, i)
+        operand((rows, k), s, fmt, i, **options)
         for i, (rows, s, fmt) in enumerate(zip((m, n), pair, formats, strict=True))
     ]
     (a, a_scale), (b, b_scale) = sides

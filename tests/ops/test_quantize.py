@@ -145,54 +145,12 @@ def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
 
 
 @NAMES
-@EACH_FORMAT
-@EACH_DTYPE
-def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
-    """Views of a larger array, inside jit, where XLA may choose a column-major
-    layout.
-    """
-    x = cases.random_values((66, 35), dtype, 11)
-    views = {
-        "transposed": lambda x: x.T,
-        "sliced": lambda x: x[3:60, 1:30],
-        "strided": lambda x: x[::3, ::2],
-        "reversed": lambda x: x[::-1],
-        "unaligned": lambda x: x.reshape(-1)[1:1801].reshape(40, 45),
-    }
-    quantize = getattr(ops, name)
-    everything = jax.jit(
-        lambda x, s: [
-            quantize(view(x), s, cases.dtype_of(fmt)) for view in views.values()
-        ]
-    )
-    for got, (what, view) in zip(everything(x, TWO), views.items(), strict=True):
-        cases.assert_codes(name, got, view(x), TWO, fmt, what)
-
-
-@NAMES
 def test_same_bytes_on_every_run(implementation, name):
     """Large enough for several threads; amax must not depend on who finishes first."""
     x = cases.random_values((1 << 9, 1 << 11), BF16, 13)
     quantize = jax.jit(lambda x, s: getattr(ops, name)(x, s, E4M3))
     for _ in range(4):
         cases.assert_codes(name, quantize(x, TWO), x, TWO, oracle.E4M3, "again")
-
-
-@pytest.mark.slow
-@EACH_FORMAT
-def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
-    # threads are slow there
-    rng = np.random.default_rng(17)
-    parts = 1 if implementation in ("emulated", "ptx") else 32
-    for dtype in (BF16, F16):
-        for scales in np.split(F32(2.0 ** rng.uniform(-126, 127, 2048)), 32)[:parts]:
-            check_rows(
-                "quantize",
-                oracle.all_half_codes(dtype),
-                scales,
-                fmt,
-                "every 16-bit code",
-            )
 
 
 # -------------------------------------------------------------------------- amax so far
@@ -225,21 +183,6 @@ def test_the_amax_that_is_given_stays(implementation, name):
     )(x, amax)
     assert_bitwise(raised, F32([4]), "raised")
     assert_bitwise(same, amax, "the operand")
-
-
-@NAMES
-def test_codes_alone(implementation, name):
-    """The codes, in the layouts that the op has, by its form without an amax."""
-    x = cases.random_values((3, 21, 41), BF16, 23, spread=1)
-    scales = F32([2, 0.5, 16])
-    *members, top = jax.vmap(
-        lambda x, scale: getattr(ops, name)(x, scale, E4M3, with_amax=False)
-    )(x, scales)
-    assert top is None
-    for i, scale in enumerate(scales):
-        *expected, _ = getattr(oracle, name)(x[i], scale, oracle.E4M3)
-        for member, want in zip(members, expected, strict=True):
-            assert_bitwise(member[i], want, f"member {i}")
 
 
 # -------------------------------------------------------------------------- column sums
@@ -292,9 +235,7 @@ def test_column_sums_of_bad_values(implementation):
 
 
 def test_column_sums_of_many_dimensions(implementation):
-    """Batches and members have sums of their own; rows and columns may be several
-    dimensions.
-    """
+    """Batches have sums of their own; rows and columns may be several dimensions."""
     x = cases.random_values((2, 3, 5, 40, 6), BF16, 3, spread=1)
 
     def sums(x, rows=2, cols=1):
@@ -302,9 +243,9 @@ def test_column_sums_of_many_dimensions(implementation):
             x, TWO, E5M2.dtype, rows=rows, cols=cols, column_sums=True
         )[-1]
 
-    for got in (sums(x), jax.vmap(sums)(x), jax.vmap(jax.vmap(sums))(x)):
-        for i in np.ndindex(2, 3):
-            oracle.assert_column_sums(got[i], x[i].reshape(200, 6), f"batch {i}")
+    got = sums(x)
+    for i in np.ndindex(2, 3):
+        oracle.assert_column_sums(got[i], x[i].reshape(200, 6), f"batch {i}")
     oracle.assert_column_sums(
         sums(x, 1, 3)[1].reshape(-1), x[1].reshape(3, -1), "three dimensions of columns"
     )

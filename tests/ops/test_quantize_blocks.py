@@ -1,15 +1,12 @@
 """quantize_blocks: codes and scales bitwise against the oracle."""
 
-import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from oracle import E4M3, blocks as oracle_blocks
+from oracle import blocks as oracle_blocks
 from parametrize import each_row
 
 from jaxfp8 import ops
@@ -169,77 +166,4 @@ def test_blocks_and_ragged_edges(implementation, block, fmt, options):
         )
 
 
-@EACH_DTYPE
-@ALL_KINDS
-def test_dtypes_and_sliced_operands(implementation, dtype, options):
-    x = cases.random_values((40, 70), dtype, 5)
-    run = jax.jit(
-        lambda x: ops.quantize_blocks(
-            x[3:, ::2].T, E4M3.dtype, block=(1, 16), **options
-        )
-    )
-    assert_blocks(run(x), x[3:, ::2].T, E4M3, (1, 16), **options)
-
-
 # ------------------------------------------------------------------- shapes, transforms
-
-
-@ALL_KINDS
-def test_merged_rows_and_columns(implementation, options):
-    """Blocks are those of the merged matrix; leading dimensions are matrices of their
-    own.
-    """
-    x = cases.random_values((2, 3, 4, 5, 6), F32, 3)
-    for rows, cols in itertools.product((1, 2), (1, 2)):
-        data, scale_inv = ops.quantize_blocks(
-            x, E4M3.dtype, block=(3, 7), rows=rows, cols=cols, **options
-        )
-        assert data.shape == x.shape
-        batch = x.ndim - rows - cols
-        m, n = np.prod(x.shape[batch : batch + rows]), np.prod(x.shape[batch + rows :])
-        flat = [np.asarray(v).reshape(-1, *v.shape[batch:]) for v in (data, scale_inv)]
-        for i, matrix in enumerate(x.reshape(-1, m, n)):
-            got = flat[0][i].reshape(m, n), flat[1][i]
-            assert_blocks(
-                got, matrix, E4M3, (3, 7), f"{rows} by {cols}, {i}", **options
-            )
-
-
-def mesh(axis_type=AxisType.Auto):
-    return jax.make_mesh((2, 4), ("data", "tp"), axis_types=(axis_type,) * 2)
-
-
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
-)
-@pytest.mark.parametrize(
-    "spec", [P("data"), P(None, "tp"), P("tp", "data"), P(("data", "tp"))], ids=str
-)
-@pytest.mark.parametrize("block", [(1, 32), (1, None), (5, 7)], ids=str)
-def test_meshes(axis_type, spec, block):
-    """Blocks may lie on several devices."""
-    x = cases.random_values((16, 64), F32, 9)
-    on = mesh(axis_type)
-    cut = jax.device_put(x, NamedSharding(on, spec))
-    with jax.set_mesh(on):
-        for options in KINDS.values():
-            run = jax.jit(
-                functools.partial(
-                    ops.quantize_blocks, dtype=E4M3.dtype, block=block, **options
-                )
-            )
-            got = run(cut)
-            assert_blocks(got, x, E4M3, block, f"{spec}", **options)
-            if axis_type is AxisType.Explicit:
-                assert jax.typeof(got[0]).sharding.spec == jax.typeof(cut).sharding.spec
-
-
-def test_shard_map_quantizes_its_own_shards():
-    x = cases.random_values((16, 64), F32, 9)
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh(), in_specs=P("data", "tp"), out_specs=P("data", "tp"))
-    def run(x):
-        return ops.quantize_blocks(x, E4M3.dtype, block=(1, 32), scale="e8m0")
-
-    assert_blocks(run(x), x, E4M3, (1, 16), scale="e8m0")

@@ -72,6 +72,13 @@ def lowered(op):
     return custom_calls(cuda_text(function, *arguments))
 
 
+def assert_custom_calls(but=None) -> None:
+    """Of all ops but one, and but the product of blocks, which is by mode."""
+    with warnings.catch_warnings(action="error"):
+        for op in set(ON_GPUS) - {but, "block_scaled_matmul"}:
+            assert lowered(op) == ON_CUDA[op], op
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("is_disabled", [False, True], ids=["old GPU", "disabled"])
 def test_the_reference_runs_in_its_place(op, is_disabled, machine):
@@ -122,11 +129,7 @@ def test_one_warning(machine):
 @pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "10.3", ""])
 def test_capable_gpus(capability, machine):
     machine(gpu(capability))
-    with warnings.catch_warnings(action="error"):
-        # which is by mode
-        assert all(
-            lowered(op) == ON_CUDA[op] for op in ON_GPUS if op != "block_scaled_matmul"
-        )
+    assert_custom_calls()
 
 
 @pytest.mark.parametrize(
@@ -190,12 +193,7 @@ def test_missing_cublaslt(machine):
     with ops.implementation("xla"):
         jax.clear_caches()
         assert text == cuda_text(function, *arguments)
-    with warnings.catch_warnings(action="error"):
-        assert all(
-            lowered(op) == ON_CUDA[op]
-            for op in ON_GPUS
-            if op not in ("scaled_matmul", "block_scaled_matmul")
-        )
+    assert_custom_calls(but="scaled_matmul")
     with (
         ops.implementation("ffi"),
         pytest.raises(

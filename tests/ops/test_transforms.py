@@ -79,6 +79,9 @@ def as_products(*leaves):
 
 
 PRODUCTS = amaxes(4), powers(1), amaxes(7), 2 * powers(1), amaxes(3), 4 * powers(1)
+GROUP_SIZES = np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]])
+# Operands of a product, and their scales.
+OPERANDS = integers(6, 33, dtype=E4M3), integers(7, 33, dtype=E5M2), powers(), powers()
 # The op as a function of what may be batched; each array has a value for every member
 # of a batch of batches.
 CALLS = {
@@ -191,20 +194,11 @@ CALLS = {
     ),
     "scaled_matmul": (
         lambda a, b, s, t, bias, sum_: PRODUCT(a, b, s, t, bias=bias, accumulator=sum_),
-        integers(6, 33, dtype=E4M3),
-        integers(7, 33, dtype=E5M2),
-        powers(),
-        powers(),
+        *OPERANDS,
         integers(7),
         integers(6, 7),
     ),
-    "scaled_matmul of codes alone": (
-        PRODUCT,
-        integers(6, 33, dtype=E4M3),
-        integers(7, 33, dtype=E5M2),
-        powers(),
-        powers(),
-    ),
+    "scaled_matmul of codes alone": (PRODUCT, *OPERANDS),
     "scaled_matmul of batches": (
         lambda a, b, s, bias: PRODUCT(a, b, s, F32(2), bias=bias, batch=1),
         integers(2, 6, 33, dtype=E4M3),
@@ -232,7 +226,7 @@ CALLS = {
         integers(2, 5, 8, dtype=E5M2),
         powers(),
         powers(),
-        np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
+        GROUP_SIZES,
     ),
     "ragged_matmul, contraction": (
         functools.partial(RAGGED, ragged="contraction"),
@@ -240,7 +234,7 @@ CALLS = {
         integers(5, 9, dtype=E5M2),
         powers(),
         powers(),
-        np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
+        GROUP_SIZES,
     ),
 }
 

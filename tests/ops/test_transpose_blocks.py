@@ -92,7 +92,7 @@ def test_extreme_and_bad_scales(implementation, fmt, kind):
     check(data, scale_inv, fmt, 3)
 
 
-def test_merged_dimensions_vmap_and_meshes(implementation):
+def test_merged_dimensions(implementation):
     fmt, c = oracle.E4M3, 4
     data = (
         np.random.default_rng(1)
@@ -100,15 +100,11 @@ def test_merged_dimensions_vmap_and_meshes(implementation):
         .view(fmt.dtype)
     )
     scale_inv = random_scales((2, 12, 2), MX, 1, 3)
-    for run in (
-        lambda d, s: ops.transpose_blocks(d, s, block=(1, c), rows=2),
-        jax.vmap(lambda d, s: ops.transpose_blocks(d, s, block=(1, c), rows=2)),
-    ):
-        got = run(data, scale_inv)
-        assert got[0].shape == (2, 8, 3, 4)
-        for i in range(2):
-            matrix = got[0][i].reshape(8, 12), got[1][i]
-            assert_transposed(matrix, data[i].reshape(12, 8), scale_inv[i], fmt, c)
+    got = ops.transpose_blocks(data, scale_inv, block=(1, c), rows=2)
+    assert got[0].shape == (2, 8, 3, 4)
+    for i in range(2):
+        matrix = got[0][i].reshape(8, 12), got[1][i]
+        assert_transposed(matrix, data[i].reshape(12, 8), scale_inv[i], fmt, c)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "tp"), P("tp", "data")], ids=str)

@@ -228,29 +228,7 @@ def matmul(
             bias = np.asarray(bias).astype(np.float64)
             exact, total = exact + bias, total + np.abs(bias)
             bound = bound + PRECISE * total
-        eps_out = oracle.UNIT_ROUNDOFF[np.dtype(out_dtype)]
-        bound = (bound + eps_out * (np.abs(exact) + bound)) * (
-            1 + 2.0**-10
-        ) + oracle.ABSOLUTE[np.dtype(out_dtype)]
-    return Product(exact, bound)
-
-
-def fused_multiply_add(x, y, z) -> np.ndarray:
-    """x * y + z of f32, rounded once.
-
-    The product is exact in f64, and so are its sum with z and the error of that sum
-    together (Knuth's two-sum). Where there is an error, the last bit of the sum becomes
-    1, away from the value that the sum was rounded to: rounded to odd, 53 bits round to
-    24 as the exact sum does (Boldo and Melquiond, Emulation of FMA, 2008).
-    """
-    x, y, z = (np.asarray(value, np.float64) for value in (x, y, z))
-    product = x * y
-    total = product + z
-    of_z = total - product
-    error = (product - (total - of_z)) + (z - of_z)
-    is_even = total.view(np.int64) % 2 == 0
-    odd = np.nextafter(total, np.copysign(np.inf, error))
-    return np.where((error != 0) & is_even, odd, total).astype(F32)
+        return Product(exact, oracle.rounded_bound(exact, bound, out_dtype))
 
 
 def hopper_ragged_matmul(a, b, a_scales, b_scales, group_sizes) -> np.ndarray:
@@ -275,7 +253,7 @@ def hopper_ragged_matmul(a, b, a_scales, b_scales, group_sizes) -> np.ndarray:
             if first < end and last > begin:
                 sums = tensor_core_matmul(a[:, first:last], b[:, first:last])
                 scales = a_scales[:, i, None] * b_scales[None, :, i]
-                total = fused_multiply_add(scales, sums, total)
+                total = oracle.multiply_add(scales, sums, total)
         return total
 
     if b.ndim == 2:
@@ -299,17 +277,12 @@ def ragged_matmul_on_hopper(a, b, a_scales, b_scales, group_sizes, **options):
             inside = (places >= begin) & (places < end)
             codes = (np.where(inside, x, np.zeros((), x.dtype)) for x in (a, b))
             parts.append(matmul(*codes, a_scales, b_scales, **options))
-        return Product(*(np.stack(x) for x in _fields(parts)))
+        return oracle.joined(np.stack, parts)
     parts = [
         matmul(a[i:j], b[e], a_scales[i:j], b_scales[e], **options)
         for e, (i, j) in enumerate(ranges)
     ]
-    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
-    return Product(*(np.concatenate([*x, rest]) for x in _fields(parts)))
-
-
-def _fields(parts):
-    return [[getattr(part, name) for part in parts] for name in ("exact", "bound")]
+    return oracle.joined(np.concatenate, [*parts, oracle.rest(a, b, ranges)])
 
 
 def ragged_matmul(
@@ -329,25 +302,13 @@ def ragged_matmul(
             matmul(wide_a[:, i:j], wide_b[:, i:j], one, one, out_dtype=out_dtype)
             for i, j in ranges
         ]
-        return Product(
-            *(
-                np.stack([getattr(part, name) for part in parts])
-                for name in ("exact", "bound")
-            )
-        )
+        return oracle.joined(np.stack, parts)
     wide_b = [dequantize(*matrix, b_block) for matrix in zip(b, b_scales, strict=True)]
     parts = [
         matmul(wide_a[i:j], wide_b[e], one, one, out_dtype=out_dtype)
         for e, (i, j) in enumerate(ranges)
     ]
-    # exactly zero, whatever these rows hold
-    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
-    return Product(
-        *(
-            np.concatenate([*(getattr(part, name) for part in parts), rest])
-            for name in ("exact", "bound")
-        )
-    )
+    return oracle.joined(np.concatenate, [*parts, oracle.rest(a, b, ranges)])
 
 
 def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:

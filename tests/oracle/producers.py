@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from oracle.codec import F32, Format, amax, assert_bitwise, encode, widen
+from oracle.codec import F32, PRECISE, Format, amax, assert_bitwise, encode, widen
+from oracle.products import Product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +18,19 @@ class Values:
 
     exact: np.ndarray
     bound: np.ndarray
+
+    def rows(self, begin=0, end=None) -> "Values":
+        """Some rows of the matrix, of which all other dimensions are columns."""
+        parts = (self.exact, self.bound)
+        return Values(*(part.reshape(len(part), -1)[begin:end] for part in parts))
+
+    def sums(self) -> Product:
+        """The sums of columns: an addition for each row in any order, each off by u of
+        what it adds up.
+        """
+        bound = self.bound.sum(0)
+        size = np.abs(self.exact).sum(0) + bound
+        return Product(self.exact.sum(0), bound + len(self.exact) * PRECISE * size)
 
     def check(
         self, data, data_t, top, scale, fmt: Format, *, start=0.0, what: str = "codes"

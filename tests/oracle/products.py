@@ -115,20 +115,36 @@ def scaled_matmul(
                 exact = exact + term
                 magnitude = magnitude + np.abs(term)
                 bound = bound + PRECISE * magnitude
-        out_dtype = np.dtype(out_dtype)
-        eps_out = UNIT_ROUNDOFF[out_dtype]
-        # A factor 1 + 2**-10 covers the products of the small terms above, each below
-        # 2**-10 for K <= 2**12.
-        bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + ABSOLUTE[
-            out_dtype
-        ]
-    return Product(exact, bound)
+        return Product(exact, rounded_bound(exact, bound, out_dtype))
 
 
 def group_ranges(group_sizes) -> list[tuple[int, int]]:
     """(begin, end) of each group of rows."""
     ends = [int(end) for end in np.cumsum(group_sizes)]
     return list(zip([0, *ends], ends, strict=False))
+
+
+def joined(join, parts) -> Product:
+    """The products of groups as one: `join` is np.stack or np.concatenate."""
+    fields = ([getattr(part, name) for part in parts] for name in ("exact", "bound"))
+    return Product(*map(join, fields))
+
+
+def rest(a, b, ranges) -> Product:
+    """Rows of a beyond the last group: exactly zero, whatever they hold."""
+    zeros = np.zeros((len(a) - ranges[-1][1], b.shape[1]))
+    return Product(zeros, zeros)
+
+
+def rounded_bound(exact, bound, out_dtype) -> np.ndarray:
+    """The bound of results after their rounding to `out_dtype`.
+
+    A factor 1 + 2**-10 covers the products of small terms, each below 2**-10 for
+    K <= 2**12.
+    """
+    out_dtype = np.dtype(out_dtype)
+    size = UNIT_ROUNDOFF[out_dtype] * (np.abs(exact) + bound)
+    return (bound + size) * (1 + 2.0**-10) + ABSOLUTE[out_dtype]
 
 
 def _columns(x, begin: int, end: int, on_gpu: bool):
@@ -153,21 +169,9 @@ def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Pro
         parts = [
             scaled_matmul(*cut, a_scale_inv, b_scale_inv, **options) for cut in cuts
         ]
-        return Product(
-            *(
-                np.stack([getattr(part, name) for part in parts])
-                for name in ("exact", "bound")
-            )
-        )
+        return joined(np.stack, parts)
     parts = [
         scaled_matmul(a[i:j], b[e], a_scale_inv, b_scale_inv, **options)
         for e, (i, j) in enumerate(ranges)
     ]
-    # exactly zero, whatever these rows hold
-    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))
-    return Product(
-        *(
-            np.concatenate([*(getattr(part, name) for part in parts), rest])
-            for name in ("exact", "bound")
-        )
-    )
+    return joined(np.concatenate, [*parts, rest(a, b, ranges)])

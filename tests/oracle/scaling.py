@@ -52,10 +52,6 @@ def clean_history(history) -> np.ndarray:
     return np.where(np.isfinite(history) & (history > 0), history, F32(0)).astype(F32)
 
 
-def _usable(value) -> bool:
-    return value is not None and bool(np.isfinite(value) and value > 0)
-
-
 def scale_pair(amax, stored, numerator) -> tuple[np.ndarray, np.ndarray]:
     """(scale, scale_inv) of each amax: numerator / amax, else 1 / stored, else 1;
     correctly rounded. NaN below zero.
@@ -97,28 +93,20 @@ def select_scale(
     """The scale of this step, from the stored history and scale (and the tensor in hand
     for first_step="current").
     """
-    if (
-        np.any(is_below_zero(np.asarray(state.amax_history).astype(F32)))
-        or is_below_zero(state.scale).any()
-    ):
-        return F32(np.nan)
     history = clean_history(state.amax_history)
     algorithm = options.amax_compute_algo
-    if algorithm == "max":
+    if is_below_zero(np.asarray(state.amax_history).astype(F32)).any():
+        a = -1
+    elif not history.any():
+        a = current_amax if options.first_step == "current" else 0
+    elif algorithm == "max":
         a = history.max()
     elif algorithm == "most_recent":
         a = history[0]
     else:
-        a = F32(algorithm(history))
-    if not history.any():
-        a = current_amax if options.first_step == "current" else F32(0)
-    if _usable(a):
-        return amax_to_scale(a, fmt, options.margin)
+        a = algorithm(history)
     stored = np.asarray(state.scale).astype(F32).reshape(())
-    if not _usable(stored):
-        return F32(1)
-    with np.errstate(over="ignore"):  # 1 / subnormal
-        return F32(min(max(F32(1) / stored, SCALE_MIN), SCALE_MAX))
+    return F32(scale_pair(F32(a), stored, fmt.max / 2.0**options.margin)[0])
 
 
 def delayed_scale(history, stored, numerator, most_recent=False):
@@ -244,9 +232,7 @@ def next_state(state: State, scale, amax_now) -> State:
     """History rolled by -1, the oldest entry dropped, slot 0 the new amax (0 when it is
     not finite); s' = 1 / scale.
     """
-    history = np.roll(clean_history(state.amax_history), -1)
-    history[0] = amax_now if np.isfinite(amax_now) else F32(0)
-    return State(history, F32(1) / F32(scale))
+    return State(*write_history(state.amax_history, (amax_now, F32(1) / F32(scale))))
 
 
 def step(x, state: State, fmt: Format, options: Options = DEFAULTS):

@@ -7,7 +7,6 @@ What is uncertain about the hardware is a parameter of the model
 
 import functools
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -183,80 +182,7 @@ def test_nan_and_infinity_stay_in_their_rows_and_columns():
         assert finite[np.arange(M) != 3][:, np.arange(N) != 5].all()
 
 
-# ------------------------------------------------------------------------------ mutants
-
-
-def tile_of_k_dropped(a, b, run):
-    a = a.copy()
-    a[:, 64:192] = 0
-    return run(a, b)
-
-
-def tile_dropped_in_a_corner(a, b, run):
-    product = run(a, b)
-    product[:16, :16] = tile_of_k_dropped(a[:16], b[:16], run)
-    return product
-
-
-def last_step_dropped(a, b, run):
-    return run(a[:, :-32], b[:, :-32])
-
-
-# Each gives a product that is wrong, from operands and a function that multiplies them.
-MUTANTS = {
-    "scale twice as large": lambda a, b, run: run(a, b) * 2,
-    "128 of K dropped": tile_of_k_dropped,
-    "e4m3 read as e5m2": lambda a, b, run: run(a.view(ml_dtypes.float8_e5m2), b),
-    "rows moved by one": lambda a, b, run: np.roll(run(a, b), 1, axis=0),
-    "sign of one operand": lambda a, b, run: -run(a, b),
-}
-# Fast sums of many products are too far from the exact ones to show these.
-SMALL = {
-    "scale 1/64 larger": lambda a, b, run: run(a, b) * (1 + 2.0**-6),
-    "scale of a step before, whose amax was 5/4": lambda a, b, run: (
-        run(a, b) * F32(1.25)
-    ),
-    "32 of K dropped": last_step_dropped,
-    "128 of K dropped in one tile": tile_dropped_in_a_corner,
-}
-
-
-@pytest.mark.parametrize("k", [128, 1024, 8192])
-@pytest.mark.parametrize("accumulation", ["fast", "precise"])
-def test_wrong_products_are_outside(accumulation, k):
-    a, b = operands("normal", k, 32, 32)
-
-    def run(a, b):
-        with np.errstate(all="ignore"):  # e5m2 has infinities where e4m3 has numbers
-            return tensor_core_matmul(
-                a, b, promotion=128 if accumulation == "precise" else None
-            ) * (A_INV * B_INV)
-
-    product = oracle.scaled_matmul(
-        a, b, A_INV, B_INV, accumulation=accumulation, device="9.0"
-    )
-    product.check(run(a, b))
-    mutants = MUTANTS | (SMALL if accumulation == "precise" or k <= 1024 else {})
-    for name, mutant in mutants.items():
-        with pytest.raises(AssertionError, match="out of bound"):
-            product.check(mutant(a, b, run), name)
-            pytest.fail(f"{name}: not found")
-
-
-def test_scales_of_rows_that_are_swapped_are_outside():
-    a, b = operands("normal", 1024, 32, 32)
-    rng = np.random.default_rng(0)
-    scales = [F32(rng.uniform(0.5, 2, (32, 1))) for _ in range(2)]
-    blocks = {"a_block": (1, None), "b_block": (1, None)}
-    product = oracle_blocks.matmul(
-        a, b, *scales, **blocks, accumulation="fast", device="9.0"
-    )
-    product.check(tensor_core_matmul(a, b) * (scales[0] * scales[1].T))
-    with pytest.raises(AssertionError, match="out of bound"):
-        product.check(tensor_core_matmul(a, b) * (scales[1] * scales[0].T))
-
-
-def test_wrong_blocks_are_outside():
+def test_a_wrong_scale_of_a_block_is_outside():
     """1x128 by 128x128: each 128 of K from zero, times its scales, in f32."""
     rng = np.random.default_rng(0)
     k, blocks = 640, {"a_block": (1, 128), "b_block": (128, 128)}
@@ -268,9 +194,9 @@ def test_wrong_blocks_are_outside():
         F32(rng.standard_normal((N, k))), E4M3, (128, 128)
     )
 
-    def run(a_scale, b_scale, blocks=range(5)):
+    def run(a_scale):
         total = np.zeros((M, N), F32)
-        for i in blocks:
+        for i in range(5):
             part = slice(i * 128, i * 128 + 128)
             total += tensor_core_matmul(a[:, part], b[:, part]) * (
                 a_scale[:, i, None] * b_scale[0, i]
@@ -280,17 +206,8 @@ def test_wrong_blocks_are_outside():
     product = oracle_blocks.matmul(
         a, b, a_scale, b_scale, **blocks, accumulation="precise", device="9.0"
     )
-    product.check(run(a_scale, b_scale))
-    with pytest.raises(AssertionError, match="out of bound"):  # of f32, which it is not
-        oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks).check(
-            run(a_scale, b_scale)
-        )
-    one_off, next_block = a_scale.copy(), np.roll(b_scale, 1, axis=1)
+    product.check(run(a_scale))
+    one_off = a_scale.copy()
     one_off[7, 4] *= 1 + 2.0**-6
-    for wrong in (
-        run(one_off, b_scale),
-        run(a_scale, next_block),
-        run(a_scale, b_scale, range(4)),
-    ):
-        with pytest.raises(AssertionError, match="out of bound"):
-            product.check(wrong)
+    with pytest.raises(AssertionError, match="out of bound"):
+        product.check(run(one_off))

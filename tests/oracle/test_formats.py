@@ -172,20 +172,3 @@ def test_product_bound_is_tight_enough_to_see_one_code():
     got[2, 2] = np.nan
     with pytest.raises(AssertionError, match="1 of 81"):
         product.check(got)
-
-
-@pytest.mark.parametrize(
-    "name, dtype, largest",
-    [("E4M3", "float8_e4m3fn", 448.0), ("E5M2", "float8_e5m2", 57344.0)],
-)
-def test_package_formats(name, dtype, largest):
-    import jaxfp8
-
-    fmt = getattr(jaxfp8.Format, name)
-    assert np.dtype(fmt.dtype).name == dtype
-    assert fmt.max == largest
-    assert isinstance(fmt, jaxfp8.Format)
-    assert hash(fmt) == hash(getattr(jaxfp8.Format, name)) and fmt == getattr(
-        jaxfp8.Format, name
-    )
-    assert fmt != jaxfp8.Format.HYBRID

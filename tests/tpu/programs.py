@@ -16,6 +16,7 @@ import time
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from aot.programs import DENSES as FOUR, STATE, training_step
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -24,23 +25,15 @@ import jaxfp8
 from . import count
 
 WHOLE = P()
-STATE = "_overwrite_with_gradient"
 RECIPES = {
     "current": jaxfp8.Float8CurrentScaling(),
     "static": jaxfp8.StaticScaling(),
     "row-wise": jaxfp8.Float8RowwiseScaling(),
 }
-DENSES = {
-    "bf16": nn.Dense,
-    "flax": functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp),
-    "drop-in": functools.partial(nn.Dense, dot_general_cls=jaxfp8.Fp8DotGeneral),
-    "own": jaxfp8.linen.Dense,
-    **{
-        name: functools.partial(jaxfp8.linen.Dense, recipe=recipe)
-        for name, recipe in RECIPES.items()
-    },
+DENSES = FOUR | {
+    name: functools.partial(jaxfp8.linen.Dense, recipe=recipe)
+    for name, recipe in RECIPES.items()
 }
-FOUR = ("bf16", "flax", "drop-in", "own")
 
 
 def dense(candidate, features):
@@ -165,13 +158,6 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
     def forward(variables, x):
         return model.apply(jaxfp8.max_grad(variables) if is_shared else variables, x)
 
-    def step(variables, x, grad):
-        y, vjp = jax.vjp(forward, variables, x)
-        # As where a loss is between them: otherwise XLA fuses parts of the backward
-        # into the forward.
-        y, grad = jax.lax.optimization_barrier((y, grad))
-        return y, vjp(grad)
-
     x = placed(jax.ShapeDtypeStruct(shape(size), jnp.bfloat16), P("data"))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     variables = jax.tree.map_with_path(
@@ -185,7 +171,9 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
         (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding),
     )
     with jaxfp8.ops.implementation("tpu"):
-        lowered = jax.jit(step, out_shardings=where).lower(variables, x, x)
+        lowered = jax.jit(training_step(forward), out_shardings=where).lower(
+            variables, x, x
+        )
     start = time.perf_counter()
     text = lowered.compile().as_text()
     seconds = time.perf_counter() - start
