@@ -180,6 +180,7 @@ class OwnProducts(nn.Module):
     """A model whose code multiplies its parameters, and adds one of them."""
 
     is_embedding: bool = False
+    has_product: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -191,6 +192,9 @@ class OwnProducts(nn.Module):
                 @ self.param("small", init, (8, 8))
                 @ self.param("large", init, (8, 16))
             )
+        if self.has_product:
+            kernel = self.param("kernel", init, (8, 16))
+            x = jaxfp8.linen.Fp8Einsum()("bi,io->bo", x, kernel)
         return nn.Dense(8)(x + self.param("pos_embedding", init, (4, x.shape[-1])))
 
 
@@ -223,6 +227,11 @@ def test_products_of_a_modules_own_code():
             )
             == []
         )
+    # A module that holds an FP8 product multiplies its parameters by that product.
+    assert said(runs(jaxfp8.quantize(OwnProducts(True, True), ALL))) == []
+    held = OwnProductsNnx()
+    held.product = jaxfp8.nnx.Fp8Einsum(DELAYED)
+    assert said(lambda: jaxfp8.quantize(nnx.List([held]), ALL)) == []
     # what has no product may be said to stay as it is
     for path in ("Conv_0", "Conv_0|Other"):
         assert (
