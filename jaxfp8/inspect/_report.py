@@ -51,9 +51,7 @@ _NO_PRODUCT = {
     ),
 }
 
-_OWN_ARRAYS = (
-    "rules do not reach products in its code; call jaxfp8.dot_general or einsum there"
-)
+_OWN_ARRAYS = "rules do not reach products in its code; use Fp8Einsum there"
 
 # This context is part of jit's cache key, so that blocks in nn.jit are traced anew for
 # each report; the methods of a cached block would not run.
