@@ -216,10 +216,11 @@ def test_products_of_a_modules_own_code():
 
     (text,) = said(runs(jaxfp8.quantize(OwnProducts(), ALL)))
     assert "as with 'large 8x16', 'small 8x8': where these are multiplied" in text
+    assert "use jaxfp8.linen.Fp8Einsum" in text
     assert said(runs(jaxfp8.quantize(OwnProducts(), [("", None), *ALL]))) == []
     assert said(runs(jaxfp8.quantize(OwnProducts(is_embedding=True), ALL))) == []
     (text,) = said(lambda: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), ALL))
-    assert "as with '0/w 8x8': where" in text
+    assert "as with '0/w 8x8': where" in text and "jaxfp8.nnx.Fp8Einsum" in text
     for rules in ([("0/out", DELAYED)], [("0", None), *ALL]):
         assert (
             said(
