@@ -14,7 +14,7 @@ SETUP = @tools/setup.sh $(VENV)
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
-	@echo "make test       build the CPU and CUDA modules, the latter for Hopper, and run the tests of numbers, layers and state (10 minutes)"
+	@echo "make test       build the CPU and CUDA modules, the latter for Hopper, and run the tests of numbers, layers and state (6 minutes)"
 	@echo "make test-all   all tests: CUDA without a GPU, tools, pages, and the slow ones"
 	@echo "make docs       build the documentation, docs/_build/html/index.html, with warnings as errors"
 	@echo "make cuda       build the CUDA module for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"

@@ -163,7 +163,8 @@ def test_quantize_by_the_model():
         with pytest.raises(
             TypeError,
             match=(
-                "quantize: model: expected an instance of a Linen or an NNX module, got"
+                "quantize: model: expected an instance of a Linen or an NNX module, "
+                "got .*; in plain functions call jaxfp8.dot_general"
             ),
         ):
             jaxfp8.quantize(wrong, RULES)

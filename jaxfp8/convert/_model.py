@@ -34,5 +34,5 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         return jaxfp8_nnx.quantize(model, rules)
     raise TypeError(
         "quantize: model: expected an instance of a Linen or an NNX module, got "
-        f"{kind(model)}"
+        f"{kind(model)}; in plain functions call jaxfp8.dot_general or jaxfp8.einsum"
     )

@@ -51,7 +51,7 @@ _NO_PRODUCT = {
     ),
 }
 
-_OWN_ARRAYS = "products of its own code are FP8 by jaxfp8.dot_general or jaxfp8.einsum"
+_OWN_ARRAYS = "rules do not reach products in its code; use Fp8Einsum there"
 
 # This context is part of jit's cache key, so that blocks in nn.jit are traced anew for
 # each report; the methods of a cached block would not run.

@@ -96,7 +96,7 @@ def check_rules(model, ran, foreign) -> None:
         model: the model.
         ran: the modules that ran, by their paths: whether a rule gives a layer FP8,
             None for other modules.
-        foreign: the paths of modules without a product that are none of Flax's.
+        foreign: the paths of modules that are neither Flax's nor layers by a field.
     """
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
     #    method may run some of these only, and a block that nn.jit has kept runs
@@ -164,7 +164,7 @@ def _check_each_rule(model, layers, rest, foreign) -> None:
     arrays = {
         path[len(model.path) :]: shape
         for path, shape in shapes.items()
-        if path[:-1] in foreign
+        if path[:-1] in foreign - set(layers)
     }
     warn_of_own_arrays("linen.quantize", model._fp8_rules, arrays)
 

@@ -177,10 +177,12 @@ def attribute_of(module) -> str | None:
 
 def _own_arrays(model):
     """Yield the path and the shape of each parameter of a module that is none of Flax's
-    and has no product.
+    and holds no product.
     """
     for path, module in nnx.iter_modules(model):
-        if _operation(module) is None and is_foreign(module):
+        values = vars(module).values()
+        is_layer = any(isinstance(value, _Fp8Product) for value in values)
+        if _operation(module) is None and is_foreign(module) and not is_layer:
             for name, value in vars(module).items():
                 if isinstance(value, nnx.Param):
                     yield (*path, name), getattr(value.get_value(), "shape", ())

@@ -207,9 +207,9 @@ def warn_of_own_arrays(
         )
         _warnings.warn(
             f"{where}: rules: no rule reaches the products that a module's own code "
-            f"makes, as with {names}: where these are multiplied, call "
-            "jaxfp8.dot_general or jaxfp8.einsum, or give their modules the recipe "
-            "None; see jaxfp8.report",
+            f"makes, as with {names}: where these are multiplied, use "
+            f"jaxfp8.{where.partition('.')[0]}.Fp8Einsum, or give their modules the "
+            "recipe None; see jaxfp8.report",
             FP8StateWarning,
         )
 

@@ -180,6 +180,7 @@ class OwnProducts(nn.Module):
     """A model whose code multiplies its parameters, and adds one of them."""
 
     is_embedding: bool = False
+    has_product: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -191,6 +192,9 @@ class OwnProducts(nn.Module):
                 @ self.param("small", init, (8, 8))
                 @ self.param("large", init, (8, 16))
             )
+        if self.has_product:
+            kernel = self.param("kernel", init, (8, 16))
+            x = jaxfp8.linen.Fp8Einsum()("bi,io->bo", x, kernel)
         return nn.Dense(8)(x + self.param("pos_embedding", init, (4, x.shape[-1])))
 
 
@@ -212,10 +216,11 @@ def test_products_of_a_modules_own_code():
 
     (text,) = said(runs(jaxfp8.quantize(OwnProducts(), ALL)))
     assert "as with 'large 8x16', 'small 8x8': where these are multiplied" in text
+    assert "use jaxfp8.linen.Fp8Einsum" in text
     assert said(runs(jaxfp8.quantize(OwnProducts(), [("", None), *ALL]))) == []
     assert said(runs(jaxfp8.quantize(OwnProducts(is_embedding=True), ALL))) == []
     (text,) = said(lambda: jaxfp8.quantize(nnx.List([OwnProductsNnx()]), ALL))
-    assert "as with '0/w 8x8': where" in text
+    assert "as with '0/w 8x8': where" in text and "jaxfp8.nnx.Fp8Einsum" in text
     for rules in ([("0/out", DELAYED)], [("0", None), *ALL]):
         assert (
             said(
@@ -223,6 +228,11 @@ def test_products_of_a_modules_own_code():
             )
             == []
         )
+    # A module that holds an FP8 product multiplies its parameters by that product.
+    assert said(runs(jaxfp8.quantize(OwnProducts(True, True), ALL))) == []
+    held = OwnProductsNnx()
+    held.product = jaxfp8.nnx.Fp8Einsum(DELAYED)
+    assert said(lambda: jaxfp8.quantize(nnx.List([held]), ALL)) == []
     # what has no product may be said to stay as it is
     for path in ("Conv_0", "Conv_0|Other"):
         assert (
