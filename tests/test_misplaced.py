@@ -290,6 +290,10 @@ CASES = {
         ),
         "frozen product: the recipe here is MXFP8BlockScaling",
     ),
+    "rules for a frozen NNX model": (
+        lambda: jaxfp8.nnx.quantize(frozen_nnx_model(), [(".*", RECIPE)]),
+        "nnx.quantize: model: jaxfp8.freeze left codes of its kernel alone",
+    ),
     "frozen scales that were cast": (
         lambda: runs_frozen(scales_as_bfloat16),
         "frozen product: params: expected the dtypes .*'kernel_scale_inv': "
