@@ -138,13 +138,6 @@ def test_the_package_is_refused_as_a_whole():
     assert "ImportError: jaxfp8 needs jax._src.earray.EArray, which JAX" in error
 
 
-def test_another_name_is_seen():
-    source = (
-        "from jax._src import core as c\nfrom jax._src.core import Trace\nc.eval_jaxpr"
-    )
-    assert private_names(source) == {"jax._src.core.Trace", "jax._src.core.eval_jaxpr"}
-
-
 def underscored(source: str, defined: set[str]) -> set[str]:
     """The attributes with an underscore that a program reads, of other names than
     `defined` or of a superclass.

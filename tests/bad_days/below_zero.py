@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from programs.cases import MATMUL, stacked
 
 import jaxfp8
 
@@ -50,12 +51,10 @@ def stacked_rows(library):
     recipe = jaxfp8.DelayedScaling(amax_history_len=4)
     x = normal(1, (4, K))
     kernels = jnp.asarray(normal(2, (3, K, N)))
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
+    state = stacked(jaxfp8.init_state(recipe), 3)
 
     def layer(state, kernel):
-        return jaxfp8.dot_general(
-            x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
-        )
+        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
 
     for path in ("amax_history", "scale"):
         part = {path: getattr(state.input, path).at[1, 0].set(-1e-3)}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from programs.cases import MATMUL
 
 import jaxfp8
 
@@ -191,9 +192,7 @@ def checkpointed_loop(library):
                 state, used = (
                     jaxfp8.train.fork(state) if is_carried else (state, params[1])
                 )
-                y = jaxfp8.dot_general(
-                    y, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=used
-                )
+                y = jaxfp8.dot_general(y, kernel, MATMUL, recipe=recipe, state=used)
                 return jnp.tanh(y), i + 1, state
 
             carry = jnp.asarray(x), jnp.int32(0), state if is_carried else None

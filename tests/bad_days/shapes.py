@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 from cpu_mesh import mesh_of
 from jax.sharding import PartitionSpec as P
+from programs.cases import MATMUL
 
 import jaxfp8
 
@@ -191,10 +192,9 @@ def large(library):
 
 def products(library):
     """`(x, kernel) -> product` in every way that the library has."""
-    numbers = (((1,), (0,)), ((), ()))
     module = library.dot_general_cls()()
     yield lambda x, kernel: module.init_with_output(
-        jax.random.key(0), x, kernel, numbers
+        jax.random.key(0), x, kernel, MATMUL
     )[0]
     if library.is_ours:
         einsum = library.einsum()
@@ -203,7 +203,7 @@ def products(library):
         yield lambda x, kernel: einsum.init_with_output(
             jax.random.key(0), "mk,kn->mn", x, kernel
         )[0]
-        yield lambda x, kernel: jaxfp8.dot_general(x, kernel, numbers, **state)
+        yield lambda x, kernel: jaxfp8.dot_general(x, kernel, MATMUL, **state)
         yield lambda x, kernel: jaxfp8.einsum("mk,kn->mn", x, kernel, **state)
 
 

@@ -3,13 +3,10 @@
 import dataclasses
 
 import jax
-import optax
 import pytest
-from flax.training import dynamic_scale
 
-from bad_days import rows, trainers
-from bad_days.libraries import FLAX, LAYERS, OURS
-from bad_days.steps import excesses, normal, step_of
+from bad_days import rows
+from bad_days.libraries import LAYERS, OURS
 from bad_days.verdict import Outcome, judged
 
 # One of each kind is what `make test` shows.
@@ -90,48 +87,6 @@ def test_row(row, layer):
     with jax.numpy_dtype_promotion(rules[0]), jax.numpy_rank_promotion(rules[1]):
         verdict = judged(row, dataclasses.replace(layer, big=row.name == "large"))
     assert verdict.outcome is Outcome.RIGHT, verdict
-
-
-# ----------------------------------------------------------------- what nobody can tell
-
-
-UNSEEN = pytest.mark.xfail(
-    strict=True,
-    reason=(
-        "a product cannot tell state that is right from state that was scaled as a "
-        "whole"
-    ),
-)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "cls",
-    [OURS.train_state, pytest.param(FLAX.train_state, marks=UNSEEN)],
-    ids=["ours", "Flax"],
-)
-def test_products_after_a_hundred_steps(cls):
-    """With our TrainState the products are right. Flax's stores what DynamicScale has
-    divided, and nobody says so.
-    """
-    library = dataclasses.replace(OURS, train_state=cls)
-    scaler = dynamic_scale.DynamicScale(scale=65536.0)
-    x, _, _ = trainers.operands(0)
-    grad = normal(1, (trainers.M, trainers.N), 1e-4)
-    with jax.numpy_dtype_promotion("standard"):
-        train = trainers.create(library, optax.sgd(0.1))
-
-        @jax.jit
-        def advance(train):
-            *_, grads = scaler.value_and_grad(
-                lambda v: trainers.loss(train, v, x, grad)
-            )(train.params)
-            return train.apply_gradients(grads=grads)
-
-        for _ in range(100):
-            train = advance(train)
-    got = step_of(library, trainers.N)(train.params, x, grad)
-    assert excesses(got, x, trainers.kernel_of(train), grad)["y"] <= 1
 
 
 def test_the_lists_name_rows():

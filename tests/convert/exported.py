@@ -7,7 +7,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
+from draws import normal
 from promotion import as_users_have_jax
 
 import jaxfp8
@@ -20,7 +20,7 @@ RECIPES = {
 }
 LAYOUTS = list(RECIPES)
 K, N = 160, 224  # blocks of 128 have a rest on both sides
-X = np.random.default_rng(0).standard_normal((6, K)).astype(np.float32)
+X = normal(6, K)
 NAMES = {
     r"(up|down)/kernel": r"model.\1_proj.weight",
     "down/bias": "model.down_proj.bias",

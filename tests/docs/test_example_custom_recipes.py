@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from draws import normal
+from programs.cases import MATMUL
 
 import jaxfp8
 
 from . import running
 
 NAME = "custom_recipes"
-MATMUL = (((1,), (0,)), ((), ()))
 
 
 def test_prints_a_table(tmp_path):
@@ -76,8 +77,8 @@ def e4m3(a, scale_inv):
 @pytest.mark.parametrize("part", [0.0, 0.21])
 def test_residual_codes(example, part):
     """The product of codes of numpy's, with the worst columns of x twice."""
-    x = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
-    kernel = np.random.default_rng(1).standard_normal((96, 32)).astype(np.float32)
+    x = normal(64, 96)
+    kernel = normal(96, 32, seed=1)
     x[:, 7] *= 3.0
     recipe = example.residual(part)
     state = jaxfp8.init_state(recipe)

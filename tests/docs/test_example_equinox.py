@@ -5,8 +5,6 @@ import jax
 import numpy as np
 import oracle
 
-import jaxfp8
-
 NAME = "equinox_language_model"
 
 
@@ -50,19 +48,3 @@ def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):
         history[0] > 0 and history[-1] > 0 and not history[1:-1].any()
         for history in histories
     )
-
-
-def test_a_layer_is_one_product(example):
-    """The example's Linear sees vectors, under two `vmap`s; what runs is one product of
-    all of them.
-    """
-    layer = example.Linear(8, 5, jaxfp8.DelayedScaling(), jax.random.key(0))
-    x = np.ones((2, 3, 8), oracle.BF16)
-
-    @eqx.filter_jit
-    def apply(layer, x):
-        return jax.vmap(jax.vmap(layer))(x)
-
-    with jaxfp8.ops.implementation("reference"):
-        assert apply.lower(layer, x).as_text().count("stablehlo.dot_general") == 1
-    assert apply(layer, x).dtype == x.dtype

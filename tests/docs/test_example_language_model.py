@@ -11,6 +11,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from programs.cases import MATMUL
 
 from . import running
 
@@ -91,7 +92,7 @@ def test_control_is_fp8_with_scale_one(language_model):
     x = np.array([[0.5, 1000.0]], np.float32)
     kernel = np.eye(2, dtype=np.float32)
     module = language_model.UnscaledFp8DotGeneral()
-    y = module.apply({}, x, kernel, (((1,), (0,)), ((), ())))
+    y = module.apply({}, x, kernel, MATMUL)
     np.testing.assert_array_equal(y, [[0.5, 448.0]])
 
 

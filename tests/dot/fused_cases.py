@@ -16,14 +16,13 @@ import oracle
 import pytest
 from jax.sharding import AxisType
 from oracle import gradients as oracle_gradients
-from programs.cases import assert_state as assert_state, pack as pack
+from programs.cases import MATMUL as MATMUL, assert_state as assert_state, pack as pack
 from programs.known_amax import HISTORY
 
 import jaxfp8
 
 ROWS, INNER, OUT = 6, 16, 5
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
-MATMUL = (((1,), (0,)), ((), ()))
 CLAMPED = jaxfp8.ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
 F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
 EPSILON = 0.25  # as large as what it is added to, so that it matters

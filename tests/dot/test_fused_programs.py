@@ -8,7 +8,6 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from aot import count
 from jax import lax
@@ -88,29 +87,6 @@ def test_several_uses(name, way):
 
     got = all_gradients(total)(operands, kernel, cases.pack(state), grads)
     check_uses(case, operands, kernel, grads, state, got)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_of_examples_has_one_scale(name):
-    """They are more rows of one product, also where its scale is that of the tensor at
-    hand.
-    """
-    case = CASES[name]
-    kernel, _ = cases.kernel_and_grad()
-    recipe = jaxfp8.Float8CurrentScaling()
-    (x, *parameters), _ = uses(case)
-
-    @jax.jit
-    def product(x):
-        return jaxfp8.dot_general(
-            case.fuse(x, *parameters), kernel, cases.MATMUL, recipe=recipe
-        )
-
-    whole = product(x.reshape(-1, *x.shape[2:])).reshape(*x.shape[:2], -1)
-    oracle.assert_bitwise(jax.vmap(product)(x), np.asarray(whole), name)
-    assert (np.stack([product(each) for each in x]) != whole).any(), (
-        "the same with a scale for each example"
-    )
 
 
 @cases.AXIS_TYPES

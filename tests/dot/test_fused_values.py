@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import normal
 from equality import assert_same_bits
 from parametrize import each_row
 from programs import known_amax
@@ -74,7 +75,7 @@ def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers
     too.
     """
     operands = cases.operands(CASES[name], 0, BF16, rows)
-    kernel = np.random.default_rng(1).standard_normal(kernel_shape).astype(F32)
+    kernel = normal(*kernel_shape, seed=1)
     got, expected = both(
         CASES[name],
         operands,
@@ -96,18 +97,6 @@ def test_small_products_stay_in_high_precision(name):
     assert_same_bits(got, expected, "small")
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(got[1][2])), (
         "the state is not touched"
-    )
-    exact = CASES[name].values(*operands).exact @ kernel
-    y = cases.product(
-        CASES[name].fuse(*operands), kernel, jaxfp8.init_state(recipe), F32, recipe
-    )
-    # The value is rounded to bf16, and INNER products of it are summed up.
-    np.testing.assert_allclose(
-        y,
-        exact,
-        rtol=0,
-        atol=2.0**-8
-        * (np.abs(CASES[name].values(*operands).exact) @ np.abs(kernel)).max(),
     )
 
 

@@ -141,7 +141,7 @@ def test_recipes(monkeypatch, name):
     compare(name, monkeypatch=monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["block", "mx"])
+@pytest.mark.parametrize("name", ["block", "mx", "current | block | None"])
 def test_jit_in_bfloat16(name):
     compare(name, dtype=oracle.BF16)
 

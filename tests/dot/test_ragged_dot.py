@@ -2,15 +2,13 @@
 bound, state bit by bit.
 """
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from parametrize import each_row
-from programs.cases import assert_state
+from programs.cases import assert_state, stacked
 from programs.known_amax import merged, sum_of
 
 import jaxfp8
@@ -20,10 +18,8 @@ from .ragged_cases import (
     HISTORY,
     RECIPE,
     SIZES,
-    WITHOUT,
     compare_steps,
     operands,
-    training_step,
 )
 
 
@@ -41,28 +37,6 @@ def test_dtypes(dtype):
 def test_implementations(name):
     with ops.implementation(name):
         compare_steps(steps=2)
-
-
-def test_without_state():
-    """Each scale from the tensor at hand, padding not in it: the same as a state whose
-    history has its amax.
-    """
-    lhs, rhs, grad = operands(3)
-    sizes = SIZES["rows beyond"]
-    lhs[50:] = 1e9
-    tops = [oracle.amax(x) for x in (lhs[:50], rhs, grad[:50])]
-    state = oracle.LayerState(
-        *(
-            oracle.State(np.full(HISTORY, top, np.float32), np.float32(1))
-            for top in tops
-        )
-    )
-    expected = oracle.ragged_step(lhs, rhs, sizes, grad, state)
-    y, dlhs, drhs, next_state = training_step()(
-        lhs, rhs, grad, np.int32(sizes), WITHOUT
-    )
-    expected.check(y=y, dgrad=dlhs, wgrad=drhs)
-    assert next_state == WITHOUT
 
 
 @pytest.mark.parametrize(
@@ -114,7 +88,7 @@ def test_vmap(share):
         "all but sizes": (0, 1, 3),
         "all but lhs": (1, 2, 3),
     }[share]
-    state = jax.tree.map(lambda x: jnp.stack([x] * 2), jaxfp8.init_state(RECIPE))
+    state = stacked(jaxfp8.init_state(RECIPE), 2)
     arrays = [lhs, rhs, sizes, state]
     axes = [None if i in shared else 0 for i in range(4)]
     for i in shared:
@@ -148,24 +122,3 @@ def test_vmap(share):
             product.check(member, name)
     states = [step.state for step in steps]
     assert_state(next_state, merged(states) if axes[3] is None else states, share)
-
-
-# ------------------------------------------------------------------------------- errors
-
-
-def _loss(lhs, state):
-    rhs, sizes = np.ones((2, 4, 5), np.float32), np.int32([2, 3])
-    return jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state) ** 2)
-
-
-def test_only_first_derivatives_in_reverse_mode():
-    lhs, state = jnp.ones((6, 4)), jaxfp8.init_state(RECIPE)
-    with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
-        with pytest.raises(TypeError, match="first derivatives in reverse mode only"):
-            jax.jvp(lambda x: _loss(x, state), (lhs,), (lhs,))
-        with pytest.raises(TypeError):
-            jax.jacfwd(lambda x: _loss(x, state))(lhs)
-        with pytest.raises(TypeError, match="stop_gradient of the inner gradient"):
-            jax.grad(lambda x: jnp.sum(jax.grad(_loss)(x, state)))(lhs)
-        with pytest.raises(TypeError):
-            jax.hessian(lambda x: _loss(x, state))(lhs)

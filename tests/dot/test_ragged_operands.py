@@ -1,5 +1,5 @@
 """Operands of ragged_dot that are codes already, or become codes where they are
-computed; layers in loops.
+computed.
 """
 
 import dataclasses
@@ -247,65 +247,3 @@ def test_fused_input_is_quantized_where_it_is_computed(cuda_custom_calls):
             lambda x, name=name: ragged_dot(FUSED[name](x), rhs, DELAYED, STATE), x
         )
         assert f"custom_call @jaxfp8_{op}" in text
-
-
-# -------------------------------------------------------------------------------- loops
-
-LAYERS, ROWS, WIDTH = 3, 12, 16
-GROUPS = np.int32([5, 0, 4])
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "quantized in the loop", "quantized before the loop"]
-)
-def test_layers_in_a_loop(name):
-    """Stacked kernels and state of layers in a scan, whose experts are quantized once
-    or in it: the bits of a list.
-    """
-    kernels = (
-        jax.random.normal(jax.random.key(0), (LAYERS, len(GROUPS), WIDTH, WIDTH)) / 4
-    )
-    states = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(RECIPE)
-    )
-
-    def codes(kernel, state):
-        return jaxfp8.quantize_params({"w": kernel}, {"w": state}, RECIPE)["w"]
-
-    def layer(x, at):
-        kernel, state = at
-        kernel = codes(kernel, state) if name == "quantized in the loop" else kernel
-        return x + jnp.maximum(
-            jaxfp8.ragged_dot(x, kernel, GROUPS, recipe=RECIPE, state=state), 0
-        ), None
-
-    def in_scan(trainable, x):
-        kernels, states = trainable
-        kernels = (
-            jax.vmap(codes)(kernels, states)
-            if name == "quantized before the loop"
-            else kernels
-        )
-        return jnp.sum(lax.scan(layer, x, (kernels, states))[0] ** 2)
-
-    def in_list(trainable, x):
-        for kernel, state in zip(*trainable, strict=True):
-            x = x + jnp.maximum(
-                jaxfp8.ragged_dot(x, kernel, GROUPS, recipe=RECIPE, state=state), 0
-            )
-        return jnp.sum(x**2)
-
-    scanned, listed = jax.jit(jaxfp8.grad(in_scan)), jax.jit(jaxfp8.grad(in_list))
-    for step in range(3):
-        x = jax.random.normal(jax.random.key(step), (ROWS, WIDTH)) * 2.0**step
-        rows = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(LAYERS)]
-        expected = [
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *of)
-            for of in listed((list(kernels), rows), x)
-        ]
-        dkernels, states = scanned((kernels, states), x)
-        assert_same_bits((dkernels, states), tuple(expected), f"step {step}")
-    assert (
-        np.asarray(states.kernel.amax_history).any()
-        and np.asarray(states.output_grad.amax_history).any()
-    )

@@ -7,7 +7,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
+from draws import normal
 from flax import nnx
 from programs.linen import STACKED
 from promotion import as_users_have_jax
@@ -18,7 +18,7 @@ import jaxfp8.nnx
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 B, L, K, N = 2, 8, 32, 48
-X = np.random.default_rng(0).standard_normal((B, L, K)).astype(np.float32)
+X = normal(B, L, K)
 BF16 = {"dtype": jnp.bfloat16}
 
 

@@ -6,18 +6,14 @@ backward, so they take the scale of each tensor's own amax where the state would
 """
 
 import contextlib
-import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from aot import hlo
-from flax import nnx
 from jax import lax
 from programs.cases import MATMUL
-from programs.linen import STACKED
 
 import jaxfp8
 import jaxfp8.nnx
@@ -267,86 +263,6 @@ def test_a_teacher_in_a_loss():
             kernel, state
         )[0]
         assert error(teacher, exact) < BOUND < error(student, exact) / 4
-
-
-# ------------------------------------------------------------------------------- layers
-
-
-class Stack(nn.Module):
-    """Layers in a loop."""
-
-    scan: object = nn.scan
-
-    @nn.compact
-    def __call__(self, x):
-        class Block(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return dense()(x), None
-
-        return self.scan(Block, **STACKED, length=3)()(x, None)[0]
-
-
-def dense(layer=None, case="small kernel"):
-    options = {"kernel_init": nn.initializers.normal(KERNELS[case]), "use_bias": False}
-    layer = functools.partial(nn.Dense, dot_general_cls=fp8) if layer is None else layer
-    return layer(K, **options)
-
-
-def fp8(**options):
-    return jaxfp8.Fp8DotGeneral(recipe=RECIPE, **options)
-
-
-LINEN = {
-    "drop-in": dense,
-    "own": lambda: dense(functools.partial(jaxfp8.linen.Dense, recipe=RECIPE)),
-    "quantize": lambda: jaxfp8.linen.quantize(dense(nn.Dense), [(".*", RECIPE)]),
-    "nn.scan": Stack,
-    "jaxfp8.linen.scan": lambda: Stack(jaxfp8.linen.scan),
-}
-
-
-@CASES
-@pytest.mark.parametrize("name", LINEN)
-def test_linen(name, case):
-    """A copy of the variables of `init`; layers after the first get smaller inputs than
-    scale 1 holds.
-    """
-    model = LINEN[name]()
-    x = INPUTS[case]
-    copy = model.init(jax.random.key(0), x)
-    (kernel,) = jax.tree.leaves(copy["params"])
-    exact = x.astype(np.float64)
-    for each in kernel.reshape(-1, K, K):
-        exact = exact @ each
-    count = kernel.size // K**2
-    assert error(jax.jit(model.apply)(copy, x), exact) < np.sqrt(count) * BOUND
-    trained, _ = jax.vjp(lambda variables: model.apply(variables, x), copy)
-    assert error(trained, exact) > 4 * BOUND
-
-
-@CASES
-@pytest.mark.parametrize("rules", [False, True], ids=["drop-in", "quantize"])
-def test_nnx(rules, case):
-    options = {
-        "kernel_init": nnx.initializers.normal(KERNELS[case]),
-        "use_bias": False,
-        "rngs": nnx.Rngs(0),
-    }
-    if rules:
-        model = jaxfp8.nnx.quantize(nnx.Linear(K, K, **options), [(".*", RECIPE)])
-    else:
-        model = nnx.Linear(
-            K, K, **options, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)
-        )
-    copy = nnx.clone(model)
-    x = INPUTS[case]
-    exact = x.astype(np.float64) @ np.asarray(copy.kernel[...], np.float64)
-    assert error(nnx.jit(lambda model, x: model(x))(copy, x), exact) < BOUND
-    y, _ = jaxfp8.nnx.value_and_grad(
-        lambda model: (lambda y: (jnp.sum(y), y))(model(x)), has_aux=True
-    )(model)
-    assert error(y[1], exact) > 4 * BOUND
 
 
 # ---------------------------------------------------------------------------- structure

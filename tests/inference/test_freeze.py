@@ -186,24 +186,6 @@ def test_it_does_not_train():
     assert np.linalg.norm(got - wanted) < 0.2 * np.linalg.norm(wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["row-wise", "MXFP8"])
-def test_gradients_of_x_through_blocks(name):
-    """One layout of the codes is there; the gradient of x multiplies with it the other
-    way.
-    """
-    model, variables, frozen = models.linen(name)
-    got, wanted = (
-        jax.grad(
-            lambda x, of=of: jnp.sum(jnp.sin(model.apply(of, x).astype(jnp.float32)))
-        )(X)
-        for of in (frozen, variables)
-    )
-    # Two quantizations of the kernel and one of the gradient, each off by at most 2**-4
-    # of an element.
-    assert np.linalg.norm(got - wanted) < 3 * 2.0**-4 * np.linalg.norm(wanted)
-
-
 class OneProduct(nn.Module):
     """One product for two kernels: their shapes, or their numbers, differ."""
 
@@ -319,27 +301,6 @@ def test_policies_leave_codes_and_scales_alone():
     )
 
 
-@pytest.mark.slow
-def test_another_recipe_than_it_was_frozen_with():
-    model = nn.Dense(N, dot_general_cls=jaxfp8.Fp8DotGeneral, **BF16)
-    with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
-        variables = model.init(KEY, X)
-        frozen = jaxfp8.freeze(model, variables, X)
-        assert_same_bits(
-            model.apply(frozen, X), model.apply(variables, X), "in the region"
-        )
-    with pytest.raises(
-        ValueError, match=r"frozen product: the recipe here is DelayedScaling"
-    ):
-        model.apply(frozen, X)
-    with jaxfp8.autocast(enabled=False):
-        y = model.apply(frozen, X)
-    exact = X @ np.asarray(variables["params"]["kernel"])
-    assert np.linalg.norm(np.asarray(y, np.float32) - exact) < 2.0**-4 * np.linalg.norm(
-        exact
-    )
-
-
 def test_errors():
     model = nn.Dense(N, dot_general_cls=models.fp8())
     variables = model.init(KEY, X)
@@ -378,31 +339,6 @@ def test_errors():
         TypeError, match=r"freeze: model: expected a Linen or an NNX module, got dict"
     ):
         jaxfp8.freeze(frozen)
-
-
-@pytest.mark.slow
-def test_a_use_that_freezing_did_not_see():
-    """What else reads the kernel shows: NaN, or an error; never a number that means
-    nothing.
-    """
-    model, _, frozen = models.linen("Dense, bf16")
-    with pytest.raises(
-        ValueError, match="expected the kernel of a layer in high precision"
-    ):
-        nn.Dense(N).apply({"params": frozen["params"]}, X)
-    assert jax.tree.leaves(nn.meta.unbox(frozen["params"]["kernel"]))[0].shape == (K, N)
-    layer = models.NNX["Linear, bf16"](nnx.Rngs(0))
-    jaxfp8.freeze(jaxfp8.calibrate(layer, [X]), X)
-    assert np.isnan(layer.kernel[...]).all()
-    with pytest.raises(
-        ValueError, match="frozen kernel: expected an array, got the placeholder"
-    ):
-        jnp.dot(X, layer.kernel)
-    with pytest.raises(
-        ValueError,
-        match=r"nnx.quantize: model: jaxfp8.freeze left codes of its kernel alone",
-    ):
-        jaxfp8.nnx.quantize(layer, [(".*", jaxfp8.MXFP8BlockScaling())])
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import another_process
 import flax.serialization
 import jax
 import jax.numpy as jnp
-import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
@@ -42,22 +41,6 @@ def test_export_with_weights_inside():
     assert "custom_call @jaxfp8_quantize" in program.mlir_module()
     (y,) = another_process.call_exported(program, ((X,), {}), JAX_PLATFORMS="cpu")
     oracle.assert_bitwise(y, models.run(model, variables), "y")
-
-
-@pytest.mark.slow
-def test_export_without_jaxfp8():
-    """The reference is plain StableHLO: a process with JAX alone runs it, to the same
-    bits.
-    """
-    model, variables, frozen = models.linen("own Dense")
-    with jaxfp8.ops.implementation("reference"):
-        program = another_process.export(lambda x: model.apply(frozen, x), X)
-        wanted = np.asarray(models.run(model, variables))
-    assert "custom_call @jaxfp8" not in program.mlir_module()
-    (y,) = another_process.call_exported(
-        program, ((X,), {}), imports="", JAX_PLATFORMS="cpu"
-    )
-    oracle.assert_bitwise(y, wanted, "y")
 
 
 def test_what_is_in_a_program():

@@ -1,5 +1,5 @@
-"""Haiku: FP8 state as an argument, as parameters and as Haiku state; three steps of
-each against the oracle.
+"""Haiku: FP8 state as parameters and as Haiku state; three steps of each against the
+oracle.
 """
 
 import jax
@@ -69,23 +69,6 @@ def state_of(parameters):
     return jaxfp8.DotGeneralState(*map(quantizer, OPERANDS))
 
 
-def as_argument(x):
-    """(variables, apply, kernel, state): the state is an argument of the transformed
-    function.
-    """
-    transformed = hk.without_apply_rng(
-        hk.transform(lambda x, state: cases.product(x, kernel_parameter(x), state))
-    )
-    state = jaxfp8.init_state(cases.RECIPE)
-    variables = transformed.init(KEY, x, state), state
-    return (
-        variables,
-        lambda v, x: transformed.apply(v[0], x, v[1]),
-        lambda v: v[0]["~"]["w"],
-        lambda v: v[1],
-    )
-
-
 def as_parameters(x):
     transformed = hk.without_apply_rng(
         hk.transform(lambda x: WithParameters(name="layer")(x))
@@ -120,7 +103,7 @@ def as_haiku_state(x):
     )
 
 
-@pytest.mark.parametrize("make", [as_argument, as_parameters, as_haiku_state])
+@pytest.mark.parametrize("make", [as_parameters, as_haiku_state])
 def test_trains(make):
     x, _, grad = cases.operands(STEPS)
     variables, apply, kernel_of, state_of = make(x[0])

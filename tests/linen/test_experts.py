@@ -12,7 +12,6 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
-from programs.linen import STACKED
 from recipes.cases import RECIPES
 
 import jaxfp8
@@ -223,50 +222,6 @@ def test_leading_dimensions_and_vmap():
     assert one.shape == (WIDTH,) and none.shape == (2, 0, WIDTH)
 
 
-def test_scan_over_layers():
-    """Each layer of a scan has the state that it has by itself."""
-    x, expert, weights = tokens(5)
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            experts = Experts(COUNT, HIDDEN, recipe=RECIPE, name="experts")
-            return x + experts(x, expert, weights), None
-
-    class Stack(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scan = nn.scan(
-                nn.remat(Block, prevent_cse=False),
-                **STACKED,
-                length=2,
-            )
-            return scan(name="blocks")(x, None)[0]
-
-    stack = Stack()
-    variables = stack.init(KEY, x)
-    gradients = jax.jit(jax.grad(lambda v: jnp.sum(stack.apply(v, x) ** 2)))(variables)
-    layers = [jax.tree.map(lambda a: a[i], variables) for i in range(2)]  # noqa: B023
-    layers = [
-        {kind: tree["blocks"]["experts"] for kind, tree in layer.items()}
-        for layer in layers
-    ]
-
-    def unrolled(layers):
-        y = x
-        for layer in layers:
-            y = y + GATED.apply(layer, y, expert, weights)
-        return jnp.sum(y**2)
-
-    expected = jax.jit(jax.grad(unrolled))(layers)
-    for i in range(2):
-        assert_same_bits(
-            jax.tree.map(lambda a: a[i], gradients[OWG]["blocks"]["experts"]),  # noqa: B023
-            expected[i][OWG],
-            f"layer {i}",
-        )
-
-
 def test_names():
     """Those of checkpoints."""
     x, expert, weights = tokens(5)
@@ -313,37 +268,6 @@ def test_rules_and_report():
     assert_same_bits(
         by_rule.apply(variables, *args), GATED.apply(variables, *args), "rule"
     )
-
-
-def test_no_rule_reaches_a_ragged_dot_of_jax():
-    x = np.ones((4, WIDTH), F32)
-    kernel = np.ones((2, WIDTH, 3), F32)
-    sizes = np.int32([1, 3])
-    with jaxfp8.autocast(RECIPE):
-        rows = jaxfp8.inspect.gemms(jax.lax.ragged_dot, x, kernel, sizes).rows
-    assert rows and not any(row["fp8"] for row in rows)
-
-
-def test_products_of_a_step():
-    """Three for each of the two products, all FP8, in the traced and in the lowered
-    program.
-    """
-    args = tokens(5)
-    variables = GATED.init(KEY, *args)
-
-    def loss(variables, x):
-        return jnp.sum(GATED.apply(variables, x, *args[1:]) ** 2)
-
-    gradients = jax.grad(loss, argnums=(0, 1))
-    rows = jaxfp8.inspect.gemms(gradients, variables, args[0], platform="sm_90").rows
-    assert all(row["fp8"] for row in rows)
-    assert sorted((row["layer"], row["gemm"]) for row in rows) == sorted(
-        (layer, gemm) for layer in ("wi", "wo") for gemm in ("fprop", "dgrad", "wgrad")
-    )
-    text = (
-        jax.jit(gradients).trace(variables, args[0]).lower(lowering_platforms=("cuda",))
-    )
-    assert text.as_text().count("jaxfp8_ragged_matmul_v1") == 6
 
 
 def test_freeze_and_quantize_params():

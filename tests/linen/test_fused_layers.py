@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import normal
 from equality import assert_same_bits
 from flax.traverse_util import flatten_dict
 from programs.known_amax import OPERANDS, RECIPES
@@ -54,12 +55,7 @@ CASES = [("delayed", dtype) for dtype in (F32, BF16, F16)] + [
 
 
 def inputs(dtype=F32, rows=(ROWS,)):
-    return (
-        np.random.default_rng(0)
-        .standard_normal((*rows, WIDTH))
-        .astype(F32)
-        .astype(dtype)
-    )
+    return normal(*rows, WIDTH).astype(dtype)
 
 
 def init(layer, x):

@@ -8,11 +8,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from flax import core
 from programs.linen import STACKED
 
 import jaxfp8
-from jaxfp8.linen import _scopes, quantize
+from jaxfp8.linen import quantize
 
 from .quantized import (
     KEY,
@@ -244,20 +243,3 @@ def test_path_that_nn_jit_cannot_see_is_refused():
         match=r"layers_\d is in nn.jit, inside of another transform.*take nn.jit away",
     ):
         quantize(hidden, STACK_RULES).init(KEY, x())
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_mutant_without_the_path_is_caught(monkeypatch, stack):
-    """Flags without the path: blocks share a program, and its recipes."""
-
-    def without_path(scope, regions):
-        alias = object.__new__(_scopes._RuledScope)
-        vars(alias).update(
-            vars(scope),
-            flags=core.freeze({**scope.flags, _scopes._FLAG: (regions, ())}),
-        )
-        return alias
-
-    monkeypatch.setattr(_scopes, "_ruled", without_path)
-    with pytest.raises(AssertionError):
-        test_blocks_in_nn_jit(stack)

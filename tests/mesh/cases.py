@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from programs.cases import MATMUL as MATMUL, stacked as stacked
 
 import jaxfp8
 
@@ -25,7 +26,6 @@ STEPS = 10
 BATCH, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
 AXES = ("data", "fsdp", "tp")
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
-MATMUL = (((1,), (0,)), ((), ()))
 ROWS_BY_COLUMNS = (((2,), (0,)), ((), ()))  # x [b, s, k], kernel [k, n]
 
 
@@ -111,11 +111,6 @@ class Run:
 def mesh(kind: str = "auto", shape=(2, 2, 2), axes=AXES):
     """A mesh with `auto` or `explicit` axes."""
     return jax.make_mesh(shape, axes, axis_types=(AxisType[kind.title()],) * len(axes))
-
-
-def stacked(tree, count):
-    """The tree of so many layers, all alike."""
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), tree)
 
 
 def weights() -> dict:

@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
-from jaxfp8.ops import _partition
 from mesh import cases, hlo
 
 AMAXES = 6  # of one step of `cases.mlp`: input, kernel and output_grad of two products
@@ -174,50 +173,15 @@ def test_a_step_of_the_model(kind, name, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "sp"])
-def test_operands_gathered_for_the_custom_calls_are_caught(name, monkeypatch):
-    """The control: what XLA does with a custom call that it knows nothing of."""
-    assign = _partition._assign
-    monkeypatch.setattr(
-        _partition, "_assign", lambda mesh, tensors: ({}, assign(mesh, tensors)[1])
-    )
-    text = compiled("auto", name)
-    with pytest.raises(AssertionError):
-        check_work(text, name)
-    with pytest.raises(ValueError):
-        check_amaxes(text, name)
-    if name != "tp":
-        with pytest.raises(AssertionError):
-            check_gathers(text, name)
-
-
-def test_separate_reductions_are_caught(monkeypatch):
-    """The control of `check_amaxes`: each amax over the axes that its tensor is cut
-    over.
-    """
-    whole = _partition._reduced_over
-
-    def lost_only(mesh, axes, named, combine):
-        return whole(mesh, axes, named, lax.psum)
-
-    monkeypatch.setattr(_partition, "_reduced_over", lost_only)
-    text = compiled("auto", "all")
-    with pytest.raises(ValueError):
-        check_amaxes(text, "all")
-
-
-def scanned(kind, in_shard_map, policy) -> str:
-    """The compiled gradient of a scan over three layers with FSDP."""
+def scanned(policy) -> str:
+    """The compiled gradient of a scan over three layers with FSDP, in a shard_map."""
     specs = (P(None, cases.AXES), P(), P(cases.AXES))
-    mesh = cases.mesh(kind)
+    mesh = cases.mesh()
 
     def loss(kernels, states, x):
         def layer(x, kernel_and_state):
             kernel, state = kernel_and_state
-            if in_shard_map:
-                kernel = lax.all_gather(kernel, cases.AXES, axis=0, tiled=True)
-            elif kind == "explicit":
-                kernel = jax.sharding.reshard(kernel, P())
+            kernel = lax.all_gather(kernel, cases.AXES, axis=0, tiled=True)
             return jnp.tanh(
                 jaxfp8.dot_general(
                     x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state
@@ -230,11 +194,10 @@ def scanned(kind, in_shard_map, policy) -> str:
             else jax.checkpoint(layer, policy=policy, prevent_cse=False)
         )
         total = jnp.sum(lax.scan(layer, x, (kernels, states))[0] ** 2)
-        return lax.psum(total, cases.AXES) if in_shard_map else total
+        return lax.psum(total, cases.AXES)
 
     step = jaxfp8.grad(loss, argnums=(0, 1))
-    if in_shard_map:
-        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
+    step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
     states = cases.stacked(jaxfp8.init_state(cases.RECIPE), 3)
     arguments = jnp.ones((3, 64, 64)), states, jnp.ones((128, 64))
     with jax.set_mesh(mesh):
@@ -254,16 +217,5 @@ def test_a_scan_in_a_shard_map(policy):
     """Devices keep the amaxes of their shards until the backward: one all-reduce for
     those of a product.
     """
-    (amaxes,) = (c for c in hlo.collectives(scanned("auto", True, policy)) if c.is_amax)
+    (amaxes,) = (c for c in hlo.collectives(scanned(policy)) if c.is_amax)
     assert amaxes.results == (("f32", (18,)),)
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_a_scan_in_jit(kind):
-    """The control: what the loop of the forward gives to that of the backward is
-    reduced before.
-    """
-    amaxes = [c for c in hlo.collectives(scanned(kind, False, None)) if c.is_amax]
-    assert sorted(len(c.results) for c in amaxes) == (
-        [1, 2] if kind == "auto" else [1, 1]
-    )

@@ -270,11 +270,10 @@ def test_wgrad_shifts_exponents(recipe):
     )
 
     def dkernel(q):
-        numbers = (((1,), (0,)), ((), ()))
         kernel = jnp.ones((256, 32), jnp.float32)
         return jax.grad(
             lambda kernel: jnp.sum(
-                jnp.sin(jaxfp8.dot_general(q, kernel, numbers, recipe=recipe))
+                jnp.sin(jaxfp8.dot_general(q, kernel, MATMUL, recipe=recipe))
             )
         )(kernel)
 

@@ -113,9 +113,6 @@ def test_shard_map(checked, layout, case):
         check_vma=checked,
     )
     check(jax.jit(run)(*placed(mesh, layout, *arguments)), product, *arguments)
-    # The control: the same products with a backward.
-    trained = jax.jit(lambda *arguments: jax.vjp(run, *arguments)[0])(*arguments)
-    assert error(trained, arguments[0].astype(np.float64) @ arguments[1]) > 4 * BOUND
 
 
 @CASES
@@ -138,5 +135,3 @@ def test_codes_on_the_wire(checked, case):
     x = kernels(case) if case == "small kernel" else INPUTS[case]
     gathered = jax.jit(run)(x, empty())
     assert error(gathered, np.concatenate([x, x])) < BOUND
-    trained = jax.jit(lambda *arguments: jax.vjp(run, *arguments)[0])(x, empty())
-    assert error(trained, np.concatenate([x, x])) > 4 * BOUND

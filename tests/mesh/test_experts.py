@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cpu_mesh import mesh_of
+from draws import normal
 from equality import assert_same_bits
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -119,7 +120,7 @@ def test_a_loop_over_experts(axes, dtype, check_vma):
 
 
 def operands(seed=0, chosen=2, dtype=F32):
-    ct = np.random.default_rng(seed + 1).standard_normal((24, WIDTH)).astype(F32)
+    ct = normal(24, WIDTH, seed=seed + 1)
     return *tokens(24, seed=seed, chosen=chosen, dtype=dtype), ct
 
 

@@ -3,16 +3,13 @@ on every device.
 """
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P, reshard
 
 import jaxfp8
-from jaxfp8.ops import _partition
 from mesh import cases
 
 KINDS = ("auto", "explicit")
@@ -163,56 +160,3 @@ def test_a_reduced_state_and_an_unreduced_result_are_refused():
                 state=state,
                 out_sharding=P(unreduced=axes),
             )
-
-
-def no_reduction(of):
-    """A mutant: results of the op's shards are taken for those of the whole."""
-    whole = _partition._reduced_over
-
-    def reduced_over(mesh, axes, named, combine):
-        return () if combine is of else whole(mesh, axes, named, combine)
-
-    return reduced_over
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("dp", "all") else pytest.mark.slow)
-        for name in cases.LAYOUTS
-    ],
-)
-def test_amaxes_of_shards_are_caught(name, monkeypatch):
-    monkeypatch.setattr(_partition, "_reduced_over", no_reduction(of=lax.pmax))
-    assert_caught("auto", name)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["dp", "tp"])
-def test_products_of_shards_are_caught(name, monkeypatch):
-    monkeypatch.setattr(_partition, "_reduced_over", no_reduction(of=lax.psum))
-    assert_caught("auto", name)
-
-
-@pytest.mark.ci
-def test_an_amax_over_some_of_the_axes_is_caught(monkeypatch):
-    whole = _partition._reduced_over
-
-    def some(mesh, axes, named, combine):
-        return whole(mesh, axes, named, combine)[: 2 if combine is lax.pmax else None]
-
-    monkeypatch.setattr(_partition, "_reduced_over", some)
-    assert_caught("auto", "all")
-
-
-@pytest.mark.ci
-def test_a_sum_of_amaxes_is_caught(monkeypatch):
-    monkeypatch.setattr(_partition, "combine_of", lambda names: lax.psum)
-    assert_caught("auto", "all")
-
-
-def assert_caught(kind, name):
-    with pytest.raises(AssertionError, match=re.escape(f"{kind} {name}:")):
-        cases.assert_same(
-            train(kind, name, steps=2), cases.reference(steps=2), f"{kind} {name}"
-        )

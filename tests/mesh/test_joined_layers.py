@@ -3,9 +3,9 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cpu_mesh import mesh_of
+from draws import normal
 from equality import assert_same_bits as assert_same
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -13,7 +13,7 @@ import jaxfp8
 from jaxfp8.linen import Dense, quantize
 from mesh.hlo import QUICKLY, collectives
 
-X = np.random.default_rng(0).standard_normal((4, 8, 32)).astype(np.float32)
+X = normal(4, 8, 32)
 FEATURES = {"query": (4, 64), "key": (2, 64), "value": (2, 64)}
 
 

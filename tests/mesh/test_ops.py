@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import normal
 from equality import assert_all_bitwise
 from jax.sharding import NamedSharding, PartitionSpec as P
 from oracle import gradients as oracle_gradients
@@ -22,19 +23,15 @@ def put(x, spec):
     return jax.device_put(x, NamedSharding(cases.mesh(), spec))
 
 
-def values(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 def codes(*shape, seed=0):
     return oracle.quantize(
-        values(*shape, seed=seed), np.float32(FORMAT.max / 8), FORMAT
+        normal(*shape, seed=seed), np.float32(FORMAT.max / 8), FORMAT
     )[0]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_one_tensor(spec):
-    x = values(4, 6, 10)
+    x = normal(4, 6, 10)
     scale = np.float32(3)
     data, top = oracle.quantize(x, scale, FORMAT)
     cut = put(x, spec)
@@ -63,7 +60,7 @@ def test_producers(spec):
     """Rows and columns may be cut, but not the two halves of a gated activation, nor a
     row that is normalised.
     """
-    x = values(8, 2, 16)
+    x = normal(8, 2, 16)
     scale = np.float32(3)
     for name, m, n in (("silu_gated", 8, 16), ("gelu", 16, 16)):
         operand = (
@@ -79,7 +76,7 @@ def test_producers(spec):
         oracle.activation(np.asarray(operand), name).check(
             *map(np.asarray, run(operand)), scale, FORMAT, what=name
         )
-        grad = put(values(m, n, seed=2), P(spec[0], spec[2]))
+        grad = put(normal(m, n, seed=2), P(spec[0], spec[2]))
         quantize_grad = lambda x, grad, name=name: ops.quantize_activation_grad(  # noqa: E731
             x, grad, scale, FORMAT.dtype, activation=name, column_sums=True
         )
@@ -99,7 +96,7 @@ def test_producers(spec):
         np.testing.assert_allclose(
             sums.reshape(-1), exact.exact.sum(0), rtol=1e-5, atol=1e-5
         )
-    gamma = values(16, seed=1)
+    gamma = normal(16, seed=1)
     both = jax.jit(
         lambda x, gamma: ops.quantize_norm(
             x,
@@ -138,7 +135,7 @@ def test_product(spec, extra):
     b = codes(n, k, seed=2)
     scales = np.float32(2.0**-7), np.float32(0.3)
     options = {
-        name: values(*shape, seed=3)
+        name: normal(*shape, seed=3)
         for name, shape in (("bias", (n,)), ("accumulator", (m, n)))
         if name in extra
     }
@@ -156,62 +153,6 @@ def test_product(spec, extra):
     expected.check(
         product(put(a, spec), put(b, P("fsdp")), options), f"a {spec}, b by rows"
     )
-
-
-@pytest.mark.parametrize("spec", [P(), *SPECS, P(("data", "tp"), "fsdp")], ids=str)
-def test_counts(spec):
-    """Each device counts its shard; one sum over the devices makes them counts of the
-    tensor.
-    """
-    x = values(4, 6, 10) * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(
-        np.float32
-    )
-    scale = np.float32(3)
-    cut = put(x, spec)
-    with ops.implementation("ffi"):
-        count = (
-            jax.jit(lambda x: ops.count_saturated_and_flushed(x, scale, FORMAT.dtype))
-            .lower(cut)
-            .compile()
-        )
-    oracle.assert_bitwise(count(cut), oracle.counts(x, scale, FORMAT), str(spec))
-    sums = [collective.results for collective in hlo.collectives(count.as_text())]
-    assert sums == [(("f32", (2,)),)] * any(spec)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("spec", [P(), P("data"), P(("data", "tp"))], ids=str)
-def test_histories(spec, count):
-    """A history may come cut, as other arrays of its size; it is still one window."""
-    rng = np.random.default_rng(0)
-    histories = [np.abs(values(8, seed=i)) for i in range(count)]
-    stored, amaxes = (
-        [np.float32([v]) for v in rng.uniform(1, 2, count)] for _ in range(2)
-    )
-
-    @jax.jit
-    def step(histories):
-        scales = ops.delayed_scales(histories, stored, fp8_max=[448.0] * count)
-        recorded = [
-            (amax, scale.scale_inv) for amax, scale in zip(amaxes, scales, strict=True)
-        ]
-        return scales, ops.write_histories(
-            [list(zip(histories, stored, strict=True))], [recorded]
-        )[0]
-
-    scales, written = step([put(history, spec) for history in histories])
-    for i in range(count):
-        pair = oracle.delayed_scale(histories[i], stored[i][0], np.float32(448))
-        next_history, next_scale = oracle.write_history(
-            histories[i], (amaxes[i][0], pair[1])
-        )
-        got = scales[i].scale, scales[i].scale_inv, *written[i]
-        expected = (
-            *(np.reshape(v, 1) for v in pair),
-            next_history,
-            np.reshape(next_scale, 1),
-        )
-        assert_all_bitwise(got, expected, f"quantizer {i}")
 
 
 def test_histories_are_written_by_xla_on_a_mesh():
@@ -239,7 +180,7 @@ def test_histories_are_written_by_xla_on_a_mesh():
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_column_sums(spec):
     """Summed over the devices that have the rows; amaxes over all, codes not at all."""
-    x = values(4, 6, 10)
+    x = normal(4, 6, 10)
     for rows, cols in ((1, 1), (2, 1), (1, 2)):
 
         def run(x, rows=rows, cols=cols):
@@ -278,7 +219,7 @@ def test_state_of_layers(spec):
     products = [
         [
             (
-                np.abs(values(*batch, length, seed=i)),
+                np.abs(normal(*batch, length, seed=i)),
                 rng.uniform(1, 2, (*batch, 1)).astype(np.float32),
             )
             for length in (8, 4)

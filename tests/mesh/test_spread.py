@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8
-from jaxfp8.train import _sharing
 from mesh import cases, test_shard_map
 from mesh.test_shard_map import RECIPE
 
@@ -25,12 +24,6 @@ MESHES = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (4, 2)}
 
 def without_copies(state):
     return jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), state)
-
-
-def shared(state, count):
-    """The control: all devices have one state."""
-    del count
-    return state
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["no check_vma", "check_vma"])
@@ -90,21 +83,22 @@ def product(state, kernel, x):
     return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=RECIPE, state=state)
 
 
-def mapped_layer(devices, spread, checked=False):
+def mapped_layer(devices, checked=False):
     mesh = mesh_of(data=MESHES[devices][0], tp=MESHES[devices][1])
-    has_copies = spread is jaxfp8.train.spread
 
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(P(("data", "tp")) if has_copies else P(), KERNEL, P("data")),
+        in_specs=(P(("data", "tp")), KERNEL, P("data")),
         out_specs=P("data", "tp"),
         check_vma=checked,
     )
     def on_device(state, kernel, x):
-        return product(without_copies(state) if has_copies else state, kernel, x)
+        return product(without_copies(state), kernel, x)
 
-    return lambda state, *operands: on_device(spread(state, devices), *operands)
+    return lambda state, *operands: on_device(
+        jaxfp8.train.spread(state, devices), *operands
+    )
 
 
 @functools.cache
@@ -127,15 +121,6 @@ def two_steps(gradient, loss):
     return run(*operands())
 
 
-def compare(devices, program, gradient, spread=jaxfp8.train.spread):
-    around, gradient = PROGRAMS[program], GRADIENTS[gradient]
-    wanted = two_steps(gradient, layers(around, product))
-    newest_two = np.asarray(wanted.output_grad.amax_history)[:, [0, -1]]
-    assert np.all(newest_two > 0)
-    got = two_steps(gradient, layers(around, mapped_layer(devices, spread)))
-    cases.assert_same(got, jax.device_get(wanted), program)
-
-
 @pytest.mark.parametrize(
     "devices, program, gradient",
     [
@@ -148,43 +133,28 @@ def compare(devices, program, gradient, spread=jaxfp8.train.spread):
 )
 def test_layers(devices, program, gradient):
     """A map in each layer, whose state has a row for each layer."""
-    compare(devices, program, gradient)
-
-
-def test_layers_that_share_state_with_devices():
-    """The control of the test above: JAX adds up the states."""
-    with pytest.raises(AssertionError, match="amax_history"):
-        compare(4, "scan", "jax", shared)
-
-
-def newest_amax_of_two_maps():
-    """The amax that is recorded where two maps use one state, as a fraction of the
-    right one.
-    """
-    layer = mapped_layer(4, jaxfp8.train.spread)
-    (kernel, *_), x = operands()
-
-    def loss(state):
-        small, large = layer(state, kernel, x), layer(state, kernel, 3 * x)
-        return jnp.sum(small) + jnp.sum(large)
-
-    state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
-    return state.input.amax_history[0] / (3 * np.abs(x).max())
+    around, gradient = PROGRAMS[program], GRADIENTS[gradient]
+    wanted = two_steps(gradient, layers(around, product))
+    newest_two = np.asarray(wanted.output_grad.amax_history)[:, [0, -1]]
+    assert np.all(newest_two > 0)
+    got = two_steps(gradient, layers(around, mapped_layer(devices)))
+    cases.assert_same(got, jax.device_get(wanted), program)
 
 
 def test_two_maps_use_one_state():
-    assert newest_amax_of_two_maps() == 1
+    layer = mapped_layer(4)
+    (kernel, *_), x = operands()
 
+    def loss(state):
+        return jnp.sum(layer(state, kernel, x)) + jnp.sum(layer(state, kernel, 3 * x))
 
-def test_two_maps_whose_copies_add_up(monkeypatch):
-    """The control of the test above: JAX adds up what the copies return."""
-    monkeypatch.setattr(_sharing, "shared", lambda state: state)
-    assert newest_amax_of_two_maps() > 1
+    state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
+    assert state.input.amax_history[0] == 3 * np.abs(x).max()
 
 
 def test_types_without_axes_of_one_device():
     """An option of JAX that MaxText sets; such an axis comes first here."""
-    layer = mapped_layer(2, jaxfp8.train.spread, checked=True)
+    layer = mapped_layer(2, checked=True)
     (kernel, *_), x = operands()
     state = jaxfp8.init_state(RECIPE)
     option = "jax_remove_size_one_mesh_axis_from_type"

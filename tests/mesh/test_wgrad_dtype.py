@@ -32,9 +32,8 @@ KERNEL = RNG.integers(-8, 8, (WIDTH, FEATURES)).astype(F32)
 
 def gradient(kernel, x, grad):
     def product(kernel):
-        numbers = ((1,), (0,)), ((), ())
         return jaxfp8.dot_general(
-            x, kernel, numbers, recipe=RECIPE, preferred_element_type=BF16
+            x, kernel, cases.MATMUL, recipe=RECIPE, preferred_element_type=BF16
         )
 
     return jax.vjp(product, kernel)[1](grad)[0]

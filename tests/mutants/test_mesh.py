@@ -1,9 +1,8 @@
 """Mutants of what happens over a mesh: each must make the comparison with one device
 fail; the package must not.
 
-Mutants of the ops on jit meshes are in test_jit_meshes.py. These here are wrong, not
-ill-typed: where types show which devices agree, JAX itself would refuse a reduction
-that is left out.
+They are wrong, not ill-typed: where types show which devices agree, JAX itself would
+refuse a reduction that is left out.
 """
 
 import jax

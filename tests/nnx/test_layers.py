@@ -9,6 +9,7 @@ import optax
 import oracle
 import pytest
 from cpu_mesh import mesh_of
+from draws import normal
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -24,14 +25,9 @@ from .cases import (
     N,
     assert_state,
     expected_state,
-    linear,
     operands,
     use,
 )
-
-
-def state_variables(module):
-    return nnx.to_pure_dict(nnx.state(module, OverwriteWithGradient))
 
 
 def test_the_type_is_registered():
@@ -101,52 +97,6 @@ def test_frozen_kernel():
     assert np.array_equal(layer.kernel.get_value(), kernel)
 
 
-# ------------------------------------------------------------------ the module protocol
-
-
-def trained():
-    layer = linear(0)
-    (x,), (grad,) = operands(0, 1)
-    jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
-    return layer
-
-
-def merged(layer):
-    return nnx.merge(*nnx.split(layer, nnx.Param, OverwriteWithGradient))
-
-
-def through_pure_dicts(layer):
-    """As a checkpoint would: numpy in nested dicts, into a module that was never
-    initialized.
-    """
-    stored = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer)))
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: linear(0)))
-    nnx.replace_by_pure_dict(abstract, stored)
-    return nnx.merge(graphdef, abstract)
-
-
-# Others are in test_quantize.py.
-COPIES = {
-    "split and merge": merged,
-    "pure dicts": through_pure_dicts,
-}
-
-
-@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_copies_go_on_bitwise(copy):
-    first = (layer := trained())
-    second = copy(layer)
-    (x,), (grad,) = operands(1, 1)
-    for layer in (first, second):
-        jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
-    first = state_variables(first)
-    second = state_variables(second)
-    assert first["dot_general"]["input_amax_history"][3] != 0, (
-        "the second step is seen on top of the first"
-    )
-    jax.tree.map(lambda a, b: oracle.assert_bitwise(a, b, "copy"), first, second)
-
-
 # ------------------------------------------------------------------------------- errors
 
 
@@ -189,7 +139,7 @@ def test_einsum_out_sharding():
     before and after x's.
     """
     mesh = mesh_of("Explicit", data=2, model=2)
-    x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
+    x = normal(4, 3, 8)
 
     def make():
         product = Fp8Einsum(RECIPE)

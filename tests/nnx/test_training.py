@@ -142,38 +142,6 @@ def stepped(model, optimizer, loss):
     optimizer.update(model, jaxfp8.nnx.grad(loss)(model))
 
 
-def test_optimizer_state_outlives_the_recipe():
-    """From delayed to current scaling, to none and back: `nnx.update` gives moments and
-    sums to the new optimizer.
-    """
-    tx = optax.MultiSteps(optax.adam(0.1), 2)
-    recipes = (
-        jaxfp8.DelayedScaling(amax_history_len=4),
-        jaxfp8.Float8CurrentScaling(),
-        None,
-    )
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    saved = None
-    x = jnp.ones((4, 8))
-    for i, recipe in enumerate((*recipes, recipes[0])):
-        model = jaxfp8.quantize(model, [(".*", recipe)])
-        optimizer = jaxfp8.nnx.Optimizer(model, tx)
-        if saved is not None:
-            saved.pop("mini_steps", None)  # of the other recipe
-            nnx.update(optimizer, saved)
-        for _ in range(2):
-            stepped(model, optimizer, lambda model: jnp.sum(model(x) ** 2))
-        saved = nnx.to_pure_dict(nnx.state(optimizer))
-        assert optimizer.step[...] == 2 * (i + 1)
-        assert set(
-            nnx.to_pure_dict(nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)))
-        ) <= set(saved)
-    flax = nnx.Optimizer(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-    assert jax.tree.structure(nnx.as_pure(flax.opt_state)) == jax.tree.structure(
-        nnx.as_pure(optimizer.opt_state)
-    )
-
-
 def test_an_optimizer_made_anew_is_not_traced_anew():
     """As Flax's own: equal arguments make an equal graph."""
     tx = optax.adam(0.1)
@@ -196,35 +164,6 @@ def test_an_optimizer_made_anew_is_not_traced_anew():
             layer = linear(0)
             step(layer, make(layer))
         assert len(traces) == before + 1
-
-
-@pytest.mark.parametrize("how", ["two groups", "two losses"])
-def test_a_second_gradient_of_one_point(how):
-    """The state that the first one stored is found: one history entry, the larger
-    amax.
-    """
-    layer = linear(0)
-    state = oracle.LayerState.init(H)
-    if how == "two groups":
-        optimizers = [
-            jaxfp8.nnx.Optimizer(layer, optax.sgd(1e-3), wrt=nnx.PathContains(p))
-            for p in ("kernel", "bias")
-        ]
-    else:
-        optimizers = [jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0))] * 2
-    for i in range(3):
-        xs, grads = operands(i, 2)
-        kernel = np.asarray(layer.kernel.get_value())
-        gradients = [
-            jaxfp8.nnx.grad(use)(layer, x, grad)
-            for x, grad in zip(xs, grads, strict=True)
-        ]
-        for optimizer, gradient in zip(optimizers, gradients, strict=True):
-            optimizer.update(layer, gradient)
-        state = expected_state(
-            [(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state
-        )
-        assert_state(layer.dot_general, state, f"step {i}")
 
 
 def test_masks_and_lbfgs_are_those_of_parameters():

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from equality import assert_same_bits
+from recipes.cases import MATMUL as MATMUL
 
 import jaxfp8
 from programs.known_amax import OPERANDS, RECIPES, K, M as ROWS, N
 
-MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = RECIPES["delayed"].recipe
 
 
@@ -40,6 +40,11 @@ def operands(*batch, seed=0, dtype=np.float32, kernels=()):
 
     x, grad = normal(batch, ROWS, K).astype(dtype), normal(batch, ROWS, N).astype(dtype)
     return x, normal(kernels, K, N), grad
+
+
+def stacked(tree, count):
+    """The tree of so many layers, all alike."""
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), tree)
 
 
 def pack(states):

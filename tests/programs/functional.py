@@ -129,6 +129,11 @@ def vmap(use, layer, xs, grads):
     return jnp.sum(jax.vmap(lambda x, grad: use(layer, x, grad))(xs, grads))
 
 
+def vmap_of_columns(use, layer, xs, grads):
+    each = jax.vmap(lambda x, grad: use(layer, x, grad), (1, 2))
+    return jnp.sum(each(jnp.moveaxis(xs, 0, 1), jnp.moveaxis(grads, 0, 2)))
+
+
 def pairs(array):
     return array.reshape(2, -1, *array.shape[1:])
 
@@ -331,6 +336,7 @@ PROGRAMS = {
     "members": Program(members(0, 0), own=OWN),
     "members of one kernel": Program(members(None, 0), own=("state",), groups=ALL),
     "experts of one state": Program(members(0, None), own=("kernel",)),
+    "vmap of columns": Program(vmap_of_columns, groups=ALL),
 }
 RAGGED = {
     name: PROGRAMS[name]

@@ -12,6 +12,7 @@ from flax import nnx
 from numpy.testing import assert_allclose
 
 import jaxfp8
+from programs.cases import MATMUL, stacked
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((16, 4)), jnp.float32)
@@ -148,15 +149,13 @@ def test_stacked_state():
     """The layers of a scan, whose state jaxfp8.grad reads before the loop."""
     recipe = jaxfp8.DelayedScaling(amax_history_len=4)
     kernels = jnp.asarray(RNG.standard_normal((3, 4, 4)), jnp.float32)
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
+    state = stacked(jaxfp8.init_state(recipe), 3)
 
     def layers(parameters, x):
         def body(x, layer):
             kernel, state = layer
             return jnp.tanh(
-                jaxfp8.dot_general(
-                    x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
-                )
+                jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
             ), None
 
         return jnp.sum(jax.lax.scan(body, x, parameters)[0])

@@ -13,10 +13,10 @@ from jax import lax
 from numpy.testing import assert_allclose
 
 import jaxfp8
+from programs.cases import MATMUL
 
 # Inner gradients with respect to x leave the state as it is.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
-MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
 RNG = np.random.default_rng(0)
 X, KERNEL = (
@@ -320,12 +320,3 @@ def test_refused(name, differentiate):
         ),
     ):
         jax.eval_shape(differentiate(REFUSED[name]), LAYER)
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_forward_mode_of_a_gradient(jit):
-    def of_gradient(x):
-        return jax.jvp(lambda x: jax.grad(loss, 1)(LAYER, x), (x,), (x,))
-
-    with pytest.raises(TypeError, match="first derivatives in reverse mode only"):
-        (jax.jit(of_gradient) if jit else of_gradient)(X)

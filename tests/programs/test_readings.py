@@ -18,9 +18,9 @@ from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.ops import _readings
+from programs.cases import MATMUL, stacked
 
 LAYERS, ROWS, WIDTH = 4, 8, 16
-MATMUL = (((1,), (0,)), ((), ()))
 DELAYED = jaxfp8.DelayedScaling(amax_history_len=4)
 RECIPES = {
     "H = 1": jaxfp8.DelayedScaling(amax_history_len=1),
@@ -103,7 +103,7 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
     """
     use = functools.partial(use, recipe)
     kernels = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / 4
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), init(recipe))
+    states = stacked(init(recipe), LAYERS)
 
     def one_after_the_other(use, x, kernels, states):
         for at in zip(kernels, states, strict=True):
@@ -182,9 +182,7 @@ def test_the_arithmetic_of_scales_is_not_in_the_program(recipe):
     compiles: ops compute them.
     """
     kernels = jnp.ones((LAYERS, WIDTH, WIDTH))
-    states = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(recipe)
-    )
+    states = stacked(jaxfp8.init_state(recipe), LAYERS)
 
     def loss(trainable, x):
         return jnp.sum(scan(functools.partial(layer, recipe), x, *trainable))
@@ -201,9 +199,7 @@ def test_the_arithmetic_of_scales_is_not_in_the_program(recipe):
 )
 def test_a_row_by_its_index_names_unstack(jit):
     """Outside of a loop; the dtype of a gradient of state has no such rule."""
-    states = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(DELAYED)
-    )
+    states = stacked(jaxfp8.init_state(DELAYED), LAYERS)
 
     def first(states):
         state = jax.tree.map(lambda leaf: leaf[0], states)

@@ -13,6 +13,7 @@ from parametrize import each_row
 
 import jaxfp8
 from jaxfp8.ops import _ffi
+from programs.cases import MATMUL
 
 LAYERS, ROWS, WIDTH = 5, 32, 64
 RECIPES = {
@@ -129,7 +130,7 @@ def test_other_platforms_keep_fp8(recipe, platform, dtypes, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     x = jnp.ones((16, 16))
     product = functools.partial(
-        jaxfp8.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe
+        jaxfp8.dot_general, dimension_numbers=MATMUL, recipe=recipe
     )
     _, backward = jax.eval_shape(lambda *operands: jax.vjp(product, *operands), x, x)
     assert {

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 import jaxfp8
 import jaxfp8.nnx
+from programs.cases import MATMUL, stacked
 
-MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
 KERNEL, X = jnp.full((8, 4), 5.0), jnp.full((2, 8), 3.0)
 STOPPED = {
@@ -71,9 +70,7 @@ def test_teachers(grad, run):
 
 def test_stacked_layers():
     """The loops of student and teacher run over one reading."""
-    layers = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * 3), (KERNEL, jaxfp8.init_state(RECIPE))
-    )
+    layers = stacked((KERNEL, jaxfp8.init_state(RECIPE)), 3)
 
     def loss(layers):
         return in_a_loop(X, *layers) + 100 * in_a_loop(
@@ -97,27 +94,3 @@ def test_state_alone():
         )
     assert_student_alone(state)
     np.testing.assert_allclose(gradient, np.full_like(gradient, 2 * 303), rtol=2**-4)
-
-
-def test_nnx():
-    model = jaxfp8.nnx.Linear(8, 4, use_bias=False, recipe=RECIPE, rngs=nnx.Rngs(0))
-    model.kernel.set_value(KERNEL)
-
-    def loss(model):
-        graphdef, state = nnx.split(model)
-        return jnp.sum(model(X)) + 100 * jnp.sum(
-            nnx.merge(graphdef, lax.stop_gradient(state))(100 * X)
-        )
-
-    gradients = nnx.jit(jaxfp8.nnx.grad(loss))(model)
-    histories = {
-        path[-1]: leaf
-        for path, leaf in nnx.to_flat_state(gradients)
-        if path[-1].endswith("amax_history")
-    }
-    newest = {name: float(leaf.get_value()[0]) for name, leaf in histories.items()}
-    assert newest == {
-        "input_amax_history": 3,
-        "kernel_amax_history": 5,
-        "output_grad_amax_history": 1,
-    }

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from draws import normal
 from equality import assert_same_bits
 
 import jaxfp8
@@ -37,28 +38,6 @@ def dense(x, kernel, grad, state) -> oracle.DenseStep:
     return oracle.dense_step(
         x, kernel, grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype
     )
-
-
-@DTYPES
-@pytest.mark.parametrize("in_axis, out_axis", [(0, 0), (1, 2), (-1, 1)])
-def test_batch_of_x(in_axis, out_axis, dtype):
-    """grad of vmap: one product, one state, the kernel's gradient summed."""
-    x, kernel, grad = cases.operands(B, dtype=dtype)
-    state = used_state()
-    expected = cases.one_product(x, kernel, grad, state)
-    y, dx, dkernel, got = gradients(
-        jax.vmap(cases.product, in_axes=(in_axis, None, None), out_axes=out_axis),
-        np.moveaxis(x, 0, in_axis),
-        kernel,
-        cases.pack(state),
-        np.moveaxis(grad, 0, out_axis),
-    )
-    cases.assert_state(got, expected.state)
-    rows = (
-        np.moveaxis(y, out_axis, 0).reshape(-1, cases.N),
-        np.moveaxis(dx, in_axis, 0).reshape(-1, cases.K),
-    )
-    expected.check(y=rows[0], dgrad=rows[1], wgrad=dkernel)
 
 
 @DTYPES
@@ -326,10 +305,7 @@ def test_arrays_of_numpy_in_a_vmap_in_jit(product, transform):
     """JAX's custom derivatives refuse them ("non-canonical constant"); products take
     them as `jnp` arrays.
     """
-    x, kernel = (
-        np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        for shape in ((2, 3, 8), (2, 8, 4))
-    )
+    x, kernel = (normal(*shape) for shape in ((2, 3, 8), (2, 8, 4)))
     each = jax.vmap(transform(lambda x, kernel: jnp.sum(product(x, kernel))))
     # XLA computes constants as it compiles, and rounds activations and norms otherwise
     # there.

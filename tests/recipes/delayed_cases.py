@@ -8,13 +8,12 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from oracle import BF16, E4M3, E5M2, F16, F32
-from programs.cases import pack
+from programs.cases import MATMUL, pack
 from programs.known_amax import OPERANDS as OPERANDS
 
 import jaxfp8
 
 M, K, N = 24, 40, 33
-MATMUL = (((1,), (0,)), ((), ()))
 DTYPES = pytest.mark.parametrize(
     "dtype", [np.dtype(F32), BF16, F16], ids=["f32", "bf16", "f16"]
 )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfp8
+from recipes.cases import MATMUL as MATMUL
 
 ROLES = (
     "linear_input",
@@ -21,7 +22,6 @@ ROLES = (
     "linear_grad_input",
 )
 M, K, N = 6, 10, 8
-MATMUL = (((1,), (0,)), ((), ()))
 
 
 @dataclasses.dataclass(frozen=True)

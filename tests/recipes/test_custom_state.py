@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from programs import functional
+from programs.cases import stacked
 
 import jaxfp8
 from recipes import grids
@@ -133,7 +134,7 @@ def test_members_keep_their_own():
     """vmap over states: each as it is alone."""
     x, kernel, grad = uses_of(3)
     kernels = np.stack([kernel, 2 * kernel, kernel / 2])
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(RECIPE))
+    state = stacked(jaxfp8.init_state(RECIPE), 3)
     state = jax.tree_util.tree_map_with_path(
         lambda p, a: a + jnp.arange(3.0)[:, None] * float("count" in str(p)), state
     )

@@ -5,15 +5,12 @@ shards give; within bounds.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mesh import cases as meshes, hlo
 from programs.known_amax import sum_of
 
-import jaxfp8
 from recipes import cases
 from recipes.cases import KINDS, RECIPES
 
@@ -112,40 +109,6 @@ def test_blocks_that_some_devices_divide(where):
         )
 
 
-@pytest.mark.ci
-def test_layers_of_blocks_that_some_devices_divide():
-    """FSDP over 8 devices of 2 blocks of rows and 6 of columns: of whole numbers whose
-    sums are exact, so every bit.
-    """
-    recipe, rng = RECIPES["mx"][0], np.random.default_rng(0)
-    shapes = (64, 192), (192, 64), (2, 192, 64)
-    x, kernel, experts = (
-        rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes
-    )
-
-    @jax.jit
-    def step(x, kernel, experts):
-        def loss(x, kernel, experts):
-            dense = jaxfp8.linen.Dense(64, recipe=recipe, use_bias=False)
-            variables = {"params": {"kernel": kernel}}
-            quantized = jaxfp8.quantize_params(
-                variables, None, recipe, where=".*kernel"
-            )
-            y = dense.apply(variables, x) + dense.apply(quantized, x)
-            y += jaxfp8.ragged_dot(x, experts, jnp.int32([30, 34]), recipe=recipe)
-            return jnp.sum(y * x[:, :64])
-
-        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, kernel, experts)
-
-    wanted = jax.device_get(step(x, kernel, experts))
-    mesh = meshes.mesh("auto", (8,), ("a",))
-    placed = meshes.put(
-        (x, kernel, experts), mesh, (P("a"), P("a"), P(None, None, "a"))
-    )
-    with jax.set_mesh(mesh):
-        meshes.assert_same(step(*placed), wanted, "layers")
-
-
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
 def test_shard_map(name, checked):
@@ -171,12 +134,12 @@ def test_shard_map(name, checked):
         check_vma=checked,
     )
     y, dx, dkernel = jax.jit(run)(x, kernel, grad)
-    whole = SHAPES.expected(rule, x, kernel, grad)
     parts = [
         PART.expected(rule, x[i : i + 6], kernel, grad[i : i + 6])
         for i in range(0, 24, 6)
     ]
     if name == "current":
+        whole = SHAPES.expected(rule, x, kernel, grad)
         SHAPES.check(whole, y, dx, dkernel, name)
         return
     for i, part in enumerate(parts):
@@ -184,11 +147,6 @@ def test_shard_map(name, checked):
         part.y.check(y[None, mine], f"y of device {i}")
         part.dx.check(dx[None, mine], f"dx of device {i}")
     sum_of([part.dkernel for part in parts]).check(dkernel.T[None], "dkernel")
-    if name == "mx":  # powers of two round alike in any block
-        return
-    # not the blocks of all rows
-    with pytest.raises(AssertionError, match="out of bound"):
-        whole.dkernel.check(dkernel.T[None])
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,15 +9,15 @@ import pytest
 
 import jaxfp8
 from jaxfp8 import ops
+from recipes.cases import MATMUL
 
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=3, min_size=8)
-MATRICES = (((1,), (0,)), ((), ()))
 
 
 def step(x, kernel, recipe, state):
     def loss(x, kernel, state):
         return jnp.sum(
-            jaxfp8.dot_general(x, kernel, MATRICES, recipe=recipe, state=state) ** 2
+            jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state) ** 2
         )
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, kernel, state)
@@ -69,12 +69,12 @@ def test_bias_and_codes():
     x, kernel = matrices(4, 4, 4)
     bias = np.float32([1, 2, 3, 4])
     state = jaxfp8.init_state(RECIPE)
-    y = jaxfp8.dot_general(x, kernel, MATRICES, recipe=RECIPE, state=state, bias=bias)
+    y = jaxfp8.dot_general(x, kernel, MATMUL, recipe=RECIPE, state=state, bias=bias)
     # Five roundings of sums below 16.
     np.testing.assert_allclose(y, x @ kernel + bias, rtol=0, atol=5 * 2**-20)
     data, _ = ops.quantize(kernel, jnp.float32(1), jnp.float8_e4m3fn)
     q = jaxfp8.QTensor(data, jnp.ones((1,)))
-    y = jaxfp8.dot_general(x, q, MATRICES, recipe=RECIPE, state=state)
+    y = jaxfp8.dot_general(x, q, MATMUL, recipe=RECIPE, state=state)
     np.testing.assert_allclose(
         y, x @ np.asarray(data).astype(np.float32), rtol=0, atol=4 * 2**-20
     )

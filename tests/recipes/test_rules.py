@@ -1,4 +1,4 @@
-"""Rules: what a list may hold, and which of its rules holds for a layer."""
+"""Rules: what a list may hold."""
 
 import pytest
 
@@ -43,33 +43,3 @@ UNHASHABLE = type("Algo", (), {"__hash__": None, "__call__": print})()
 def test_bad_rules_are_named(rules, error, message):
     with pytest.raises(error, match=message):
         _rules.checked_rules("op", rules)
-
-
-def test_pairs_become_rules():
-    rules = _rules.checked_rules("op", [["head", None], ("a/.*", RECIPE)])
-    assert rules == (_rules.Rule("head", None), _rules.Rule("a/.*", RECIPE))
-    assert _rules.checked_rules("op", []) == ()
-
-
-@pytest.mark.parametrize(
-    ("paths", "op", "index"),
-    [
-        (["head"], "dot_general", 0),
-        (["model/head"], "dot_general", 3),  # as a whole, not a part
-        (["block1/mlp"], "dot_general", 2),
-        (["block1/mlp"], "einsum", 1),
-        (["other", "head"], "dot_general", 0),  # a layer of two names
-        (["nothing"], "dot_general", None),
-    ],
-)
-def test_first_match(paths, op, index):
-    rules = _rules.checked_rules(
-        "op",
-        [
-            ("head", None),
-            _rules.Rule("block.*", None, ("einsum",)),
-            ("block.*", RECIPE),
-            (".*/.*", None),
-        ],
-    )
-    assert _rules.first_match(rules, paths, op) == index

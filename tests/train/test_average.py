@@ -43,17 +43,6 @@ def test_linen():
         np.testing.assert_allclose(
             got["params"][name], expected, rtol=2**-22, atol=2**-22
         )
-    # The average is as accurate as a trained model. A control with the averaged state
-    # of a step long ago is not.
-    exact = nn.Dense(4).apply({"params": got["params"]}, X)
-    long_ago = jax.tree.map(lambda leaf: leaf / 512, new["_overwrite_with_gradient"])
-    errors = [
-        float(
-            jnp.linalg.norm(model.apply(variables, X) - exact) / jnp.linalg.norm(exact)
-        )
-        for variables in (got, got | {"_overwrite_with_gradient": long_ago})
-    ]
-    assert errors[0] < 0.06 < errors[1]  # e4m3 rounds each operand by up to 2**-4
 
 
 def test_nnx_and_plain_trees():

@@ -357,30 +357,3 @@ def test_accumulation_around_a_guard():
     replay.assert_state(
         now[0], replay.step(replay.first(), kernel, BATCHES[2:4]), "the two good ones"
     )
-
-
-def test_updates_zeroed_by_hand():
-    """`where(finite, update, 0)`, as skipping is often written, leaves the state as it
-    was.
-    """
-    tx = train.optimizer(optax.sgd(0.1))
-    variables, opt_state = start(tx)
-
-    @jax.jit
-    def advance(variables, opt_state, x, grad, finite):
-        updates, opt_state = tx.update(
-            jax.grad(replay.loss)(variables, x, grad), opt_state, variables
-        )
-        updates = jax.tree.map(
-            lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates
-        )
-        return optax.apply_updates(variables, updates)
-
-    got = advance(variables, opt_state, *BATCHES[0], False)
-    assert_same_bits(got, variables, "skipped")
-    got = advance(variables, opt_state, *BATCHES[0], True)
-    replay.assert_state(
-        got,
-        replay.step(replay.first(), replay.kernel_of(variables), BATCHES[:1]),
-        "taken",
-    )

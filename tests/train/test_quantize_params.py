@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cpu_mesh import mesh_of
+from draws import normal
 from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
@@ -164,7 +165,7 @@ def test_blocks_that_move():
     """Scales of square blocks move with whole blocks of codes; blocks of a row
     cannot.
     """
-    kernel = np.random.default_rng(0).standard_normal((2, 256, 130)).astype(np.float32)
+    kernel = normal(2, 256, 130)
     recipe = jaxfp8.Float8BlockScaling()
     q = jaxfp8.quantize_params({"a": kernel}, None, recipe, where="a")["a"]
     for move in (
@@ -195,7 +196,7 @@ def test_blocks_that_move():
 
 def test_linen_dense():
     layer = jaxfp8.linen.Dense(8, recipe=cases.RECIPE, dtype=jnp.bfloat16)
-    x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    x = normal(4, 6)
     variables = layer.init(jax.random.key(0), x)
 
     def loss(variables, quantize):
