@@ -1,0 +1,169 @@
+"""Mutants of how uses combine: each must make the comparison of `programs/` fail, on
+the program named.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parametrize import each_row
+from programs import functional, known_amax, test_readings
+from programs.functional import PROGRAMS
+
+import jaxfp8
+from jaxfp8 import ops, recipes
+from jaxfp8._jax import _compat
+from jaxfp8.recipes import _reading
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
+
+
+class Raw(functional.Functional):
+    """`update_state` does not repair what comes back: the cotangent is the next state,
+    zeros leave the old one.
+    """
+
+    def step(self, kernel, xs, grads):
+        value, ((dkernel, state), dx) = self.run((kernel, self.packed), xs, grads)
+        self.packed = (
+            state
+            if any(np.any(leaf) for leaf in jax.tree.leaves(state))
+            else self.packed
+        )
+        return value, dkernel, dx
+
+
+def compare(name, recipe=known_amax.RECIPES["delayed"]):
+    program = PROGRAMS[name]
+    differentiate = functional.max_grad if program.cast else jax.value_and_grad
+    known_amax.check(Raw, program, recipe, differentiate=differentiate)
+
+
+def addition(function):
+    """The addition of the max dtype replaced by a function of f32 arrays."""
+
+    def install(monkeypatch):
+        def add(dtype, x, y):
+            return _compat.to_max(
+                function(_compat.from_max(x), _compat.from_max(y)), dtype
+            )
+
+        monkeypatch.setattr(_compat._MaxRules, "add", staticmethod(add))
+
+    return install
+
+
+def neutral_element(value):
+    def install(monkeypatch):
+        def zero(dtype):
+            return _compat._MaxRules.full((), value, dtype)
+
+        monkeypatch.setattr(_compat._MaxRules, "zero", staticmethod(zero))
+
+    return install
+
+
+def rolled_again(x, y):
+    """A use pushes its amax onto the history that the last use left: a history entry
+    for each microbatch.
+    """
+    if x.shape[-1] == 1:
+        return jnp.maximum(x, y)
+    return jnp.roll(x, -1, axis=-1).at[..., 0].set(y[..., 0])
+
+
+def cast_at_every_use(monkeypatch):
+    """The casts of two uses are two values, so that autodiff adds their cotangents in
+    f32.
+    """
+    monkeypatch.delattr(_compat.OncePrimitive, "bind_with_trace")
+
+
+def max_grad_forgotten(monkeypatch):
+    monkeypatch.setattr(jaxfp8, "max_grad", lambda tree: tree)
+
+
+def newest_amax_unrolled(monkeypatch):
+    """The newest amax overwrites slot 0 of a history that keeps its oldest entry."""
+
+    def mutant(products, recorded, original=ops.write_histories):
+        written = original(products, recorded)
+        return [
+            [
+                (history.at[..., 0].set(new[..., 0]), scale)
+                for (history, _), (new, scale) in zip(*pairs, strict=True)
+            ]
+            for pairs in zip(products, written, strict=True)
+        ]
+
+    monkeypatch.setattr(ops, "write_histories", mutant)
+
+
+MUTANTS = {
+    "sum for max, called twice": (addition(jnp.add), "loop"),
+    "sum for max, carry": (addition(jnp.add), "carry"),
+    "sum for max, scan in vmap": (addition(jnp.add), "scan in vmap"),
+    "the last use for max": (addition(lambda x, y: x), "loop"),
+    "the first use for max": (addition(lambda x, y: y), "loop"),
+    "roll per microbatch, carry": (addition(rolled_again), "carry"),
+    "neutral element -inf": (neutral_element(-jnp.inf), "not taken"),
+    "neutral element 1": (neutral_element(1.0), "not taken"),
+    "cast at every use": (cast_at_every_use, "loop"),
+    "max_grad forgotten": (max_grad_forgotten, "carry"),
+    "history not rolled": (newest_amax_unrolled, "loop"),
+}
+
+
+@each_row("install, program", MUTANTS)
+def test_mutant_is_caught(install, program, monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(program)
+
+
+def without(position):
+    """The cotangent of a reading lacks what an operand recorded."""
+
+    def install(monkeypatch):
+        def mutant(quantized, *rest, original=_reading.cotangent):
+            quantized = list(quantized)
+            quantized[position] = None
+            return original(quantized, *rest)
+
+        monkeypatch.setattr(_reading, "cotangent", mutant)
+
+    return install
+
+
+def not_finite_amaxes_count(monkeypatch):
+    """The amax of a use that is not finite hides that of another use."""
+    monkeypatch.setitem(vars(_reading.READING), "clean", lambda ct: ct)
+
+
+def another_kernels_scale(monkeypatch):
+    """The scale that the backward computes again is that of x for the kernel, too."""
+
+    def mutant(quantizers, reading, original=recipes.scales_of_reading):
+        scales = original(quantizers, reading)
+        return [scales[0], scales[0], scales[2]]
+
+    monkeypatch.setattr(recipes, "scales_of_reading", mutant)
+
+
+READINGS = {
+    "amax of x": (without(0), test_readings.scan),
+    "amax of the kernel": (without(1), test_readings.scan),
+    "amax of the gradient": (without(2), test_readings.scan),
+    "not finite amaxes count": (not_finite_amaxes_count, test_readings.called_twice),
+    "scale of another operand in the backward": (
+        another_kernels_scale,
+        test_readings.scan,
+    ),
+}
+
+
+@each_row("install, loop", READINGS)
+def test_mutant_of_a_reading_is_caught(install, loop, monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_readings.assert_same_steps(loop, test_readings.DELAYED)
