@@ -59,20 +59,14 @@ _has_structured = "structured_residuals" in _LinearizeTrace.__init__.__code__.co
 
 
 def linearizes_by(op: Primitive, rule) -> None:
-    """Have JAX linearize `op` by a rule.
-
-    JAX versions that have not been tried get no rule: they derive one from the jvp at
-    each use.
+    """Have JAX linearize `op` by a rule; else JAX derives one from the jvp at each use.
 
     Args:
         op: a primitive that has a jvp as well.
         rule: `(is_vjp, is_linear, *primals, **params) -> linearized(...)`. `is_linear`
             says which operands have tangents.
     """
-    # The form of the rule is private. In a version that has changed it, every gradient
-    # would fail.
-    if jax.__version_info__ < (0, 13):
-        _linearizations[op] = rule
+    _linearizations[op] = rule
 
 
 def linearized(results, residuals, function, has_tangent=True) -> tuple:
@@ -129,31 +123,20 @@ def without_mesh(avals) -> list:
 
 def lower_jitted(ctx, jitted, operands):
     """Lower a jitted function of the first operands into the program of a lowering
-    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh.
-
-    `mlir.lower_fun` traces at each use. In a version of JAX that has not been tried it
-    traces here too.
+    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh;
+    `mlir.lower_fun` would trace at each use.
     """
     avals = without_mesh(ctx.avals_in[: len(operands)])
     with use_abstract_mesh(AbstractMesh((), ())):
-        if jax.__version_info__ >= (0, 13):
-            rule = mlir.lower_fun(
-                lambda *operands: list(jitted(*operands)), multiple_results=True
-            )
-            return rule(ctx.replace(avals_in=avals), *operands)
-        closed = jitted.trace(*avals).jaxpr
-        module = (
-            ctx.module_context
-            if ctx.platforms is None
-            else ctx.module_context.replace(platforms=ctx.platforms)
-        )
-        constants = [mlir.ir_constant(constant) for constant in closed.consts]
+        closed, module = jitted.trace(*avals).jaxpr, ctx.module_context
+        if ctx.platforms is not None:
+            module = module.replace(platforms=ctx.platforms)
         results, _ = mlir.jaxpr_subcomp(
             module,
             closed.jaxpr,
             ctx.name_stack,
             ctx.tokens_in,
-            constants,
+            list(map(mlir.ir_constant, closed.consts)),
             *operands,
             dim_var_values=ctx.dim_var_values,
             const_lowering=ctx.const_lowering,
@@ -178,22 +161,19 @@ def devices_of(ctx) -> str:
     `custom_partitioning` cannot be written out.
     """
     context = ctx.module_context.axis_context
-    # A `shard_map` over some of the axes leaves the others to XLA: its program is
-    # neither that of one device nor that of the whole mesh.
     if hasattr(context, "manual_axes"):
-        return (
-            "shard"
-            if set(context.manual_axes) == set(context.mesh.axis_names)
-            else "unknown"
-        )
-    if getattr(context, "num_devices", None) == 1:
+        if set(context.manual_axes) == set(context.mesh.axis_names):
+            return "shard"
+        # A `shard_map` over some of the axes leaves the others to XLA: its program is
+        # neither that of one device nor that of the whole mesh.
+        return "unknown"
+    if context.num_devices == 1:
         return "one"
-    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
-    known = getattr(context, "device_assignment", None) is not None and getattr(
-        context, "abstract_mesh", None
-    )
-    return "mesh" if shardy and not exported and known else "unknown"
+    shardy = jax.config.jax_use_shardy_partitioner
+    exported = ctx.module_context.lowering_parameters.for_export
+    if shardy and not exported and context.device_assignment and context.abstract_mesh:
+        return "mesh"
+    return "unknown"
 
 
 def with_mesh(ctx, mesh):
@@ -212,12 +192,12 @@ def gpus_of(ctx) -> list:
     them.
     """
     context = ctx.module_context.axis_context
+    devices = getattr(context, "device_assignment", None) or ()
     # The context of a `shard_map` has a mesh and no assignment; an abstract mesh names
     # no devices.
     mesh = getattr(context, "mesh", None)
-    devices = getattr(context, "device_assignment", None) or (
-        mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
-    )
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices = mesh.devices.flat
     return [device for device in devices if device.platform == "gpu"]
 
 
@@ -376,15 +356,15 @@ def _defined_cast(op: Primitive) -> Primitive:
         return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
 
     def lower(ctx, *xs, dtypes):
-        old, new = (
-            list(map(_physical_aval, avals)) for avals in (ctx.avals_in, ctx.avals_out)
-        )
-        if [aval.dtype for aval in old] == [aval.dtype for aval in new]:
+        old = list(map(_physical_aval, ctx.avals_in))
+        new = list(map(_physical_aval, ctx.avals_out))
+        new_dtypes = [aval.dtype for aval in new]
+        if [aval.dtype for aval in old] == new_dtypes:
             return xs
 
         # Trainers may have cast the tree: state in a narrower dtype is read as f32.
         def convert(*xs):
-            return [x.astype(aval.dtype) for x, aval in zip(xs, new, strict=True)]
+            return list(map(lax.convert_element_type, xs, new_dtypes))
 
         ctx = ctx.replace(avals_in=old, avals_out=new)
         return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
@@ -472,13 +452,15 @@ def with_max(xs: Sequence[Any]) -> list:
     """Return traced float arrays in the max dtype, others in float32; an array of a
     dtype that `max_dtype` made stays as it is.
     """
-    results = list(xs)
-    for i, x in enumerate(xs):
-        if isinstance(x, jax.core.Tracer) and not is_max(x):
-            results[i] = to_max(x)
-        elif not is_max(x):
-            results[i] = jnp.asarray(x).astype(jnp.float32)
-    return results
+    return list(map(_with_max, xs))
+
+
+def _with_max(x):
+    if is_max(x):
+        return x
+    if isinstance(x, jax.core.Tracer):
+        return to_max(x)
+    return jnp.asarray(x).astype(jnp.float32)
 
 
 def from_max(x):

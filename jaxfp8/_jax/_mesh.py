@@ -18,8 +18,9 @@ def varying(*values) -> frozenset:
     """
     axes = frozenset()
     for x in values:
-        aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
-        axes |= aval.manual_axis_type.varying
+        if not isinstance(x, jax.core.AbstractValue):
+            x = jax.typeof(x)
+        axes |= x.manual_axis_type.varying
     return axes
 
 
@@ -67,9 +68,9 @@ def once(entries) -> PartitionSpec:
     """Return a PartitionSpec without the mesh axes that an earlier entry has."""
     used, kept = set(), []
     for entry in entries:
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        kept.append(None if used & set(axes) else entry)
-        used |= set(axes)
+        axes = set(entry if isinstance(entry, tuple) else (entry,))
+        kept.append(None if used & axes else entry)
+        used |= axes
     return PartitionSpec(*kept)
 
 
@@ -99,9 +100,9 @@ def without_reduced(x):
     `unreduced` over them.
     """
     spec = jax.typeof(x).sharding.spec
-    return (
-        jax.sharding.reshard(x, PartitionSpec(*spec.partitions)) if spec.reduced else x
-    )
+    if not spec.reduced:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*spec.partitions))
 
 
 def cotangent_of(aval, ct):
@@ -113,9 +114,8 @@ def cotangent_of(aval, ct):
     parts of one device, and add them up again.
     """
     axes = varying(ct) - varying(aval)
-    ct = lax.psum(ct, tuple(sorted(axes))) if axes else ct
-    return (
-        jax.sharding.reshard(ct, aval.sharding)
-        if aval.sharding.mesh.explicit_axes
-        else placed_as(aval, ct)
-    )
+    if axes:
+        ct = lax.psum(ct, tuple(sorted(axes)))
+    if aval.sharding.mesh.explicit_axes:
+        return jax.sharding.reshard(ct, aval.sharding)
+    return placed_as(aval, ct)

@@ -96,27 +96,23 @@ def undefined_tangents(results, tangents, op: str | None = None) -> list:
             `ad.Zero`.
         op: see `refuse_derivative`.
     """
+
+    def has_tangent(x):
+        return type(x) is not ad.Zero and x.dtype != jax.dtypes.float0
+
     types = [jax.typeof(result).to_tangent_aval() for result in results]
-    avals = tuple(aval for aval in types if aval.dtype != jax.dtypes.float0)
-    nonzero = [
-        t for t in tangents if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0
-    ]
+    avals = tuple(filter(has_tangent, types))
+    nonzero = filter(has_tangent, tangents)
     undefined = iter(_undefined_p.bind(*nonzero, avals=avals, op=op))
-    return [
-        ad.Zero(aval) if aval.dtype == jax.dtypes.float0 else next(undefined)
-        for aval in types
-    ]
+    return [next(undefined) if has_tangent(t) else ad.Zero(t) for t in types]
 
 
 def not_differentiable(op: Primitive, name: str, primals, tangents, /, **params):
-    """Compute an op; the derivative of a rounding, which is zero almost everywhere, is
-    undefined.
+    """Compute an op with several results; the derivative of a rounding, which is zero
+    almost everywhere, is undefined.
     """
     results = op.bind(*primals, **params)
-    undefined = undefined_tangents(
-        results if op.multiple_results else [results], tangents, name
-    )
-    return results, undefined if op.multiple_results else undefined[0]
+    return results, undefined_tangents(results, tangents, name)
 
 
 def _transpose(cotangents, *tangents, avals, op):

@@ -59,14 +59,12 @@ def warn_once(
         category: the class of the warning.
     """
     said = set() if where is None else _said.setdefault(where, set())
-    if message not in said:
-        said.add(message)
-        warn(
-            f"{layer}: {message}. Other layers like this one are not named"
-            if layer
-            else message,
-            category,
-        )
+    if message in said:
+        return
+    said.add(message)
+    if layer:
+        message = f"{layer}: {message}. Other layers like this one are not named"
+    warn(message, category)
 
 
 def warn(message: str, category: type[Warning], line: Line | None = None) -> None:
