@@ -149,11 +149,8 @@ class _EncodeMoment(_Moment):
 
     def names(self, *ranks):
         elements, blocks = moment_names(ranks[0], self.axis)
-        return [elements, blocks, blocks, elements, blocks][: len(ranks)], [
-            elements,
-            blocks,
-            blocks,
-        ]
+        moment = [elements, blocks, blocks]
+        return [*moment, elements, blocks][: len(ranks)], moment
 
     def dtypes(self, data, amax, exponent, *operands):
         return [data.dtype, amax.dtype, exponent.dtype]
@@ -189,12 +186,9 @@ class _EncodeMoment(_Moment):
         rows = [to_rows(x, self.axis) for x in operands]
         rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
         results = [(x.shape, x.dtype) for x in rows[:3]]
+        aliases = {0: 0, 1: 1, 2: 2}
         new = _ffi.call(
-            "encode_moment",
-            results,
-            *rows,
-            aliases={0: 0, 1: 1, 2: 2},
-            squared=self.squared,
+            "encode_moment", results, *rows, aliases=aliases, squared=self.squared
         )
         return [
             from_rows(x, self.axis, old.shape)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES
 from . import _checks, _quantize, _shapes
 from ._primitive import ONE, dims
 
@@ -106,25 +105,6 @@ class Producer(_quantize.Quantization):
     def canonical(self, x, *more):
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
-
-    @classmethod
-    def quantize(cls, x, scale, more, amax, dtype, **options):
-        """Check the arguments that all producers take, and bind the primitive; the
-        options are the fields of the op.
-
-        Returns:
-            `(data, data_t, amax)`, the amax in the shape of the argument; None for
-            data_t without `transpose` and for the amax without `with_amax`. With
-            `column_sums` also the sums.
-        """
-        operands = _checks.quantizer_operands(cls.name, scale, amax)
-        dtype = _checks.dtype(cls.name, "dtype", dtype, FP8_DTYPES)
-        op = cls(dtype, **options)
-        scale, *amax_so_far = operands
-        data, *rest = op(x, scale, *more, *amax_so_far)
-        data_t = rest.pop(0) if op.transpose else None
-        new_amax = rest.pop(0) if op.with_amax else None
-        return data, data_t, _quantize.returned_amax(amax, new_amax), *rest
 
     def names(self, x, *ranks):
         col, row = self.columns(), dims("row", self.rows)
