@@ -140,13 +140,11 @@ def epsilon_outside(x, kind, epsilon):
 
 def without_mean(x, kind, epsilon):
     del kind
-    return lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + epsilon), None
+    return [lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + epsilon)]
 
 
-def parameters_swapped(x, rstd, mean, gamma, beta):
-    gamma, beta = (gamma, None) if beta is None else (beta, gamma)
-    y = (x if mean is None else x - mean) * (rstd * gamma)
-    return y if beta is None else y + beta
+def with_parameters_swapped(affine):
+    return lambda x, statistics, parameters: affine(x, statistics, parameters[::-1])
 
 
 def own_derivative(x, grad, activation):
@@ -195,7 +193,7 @@ NORM_MUTANTS = {
     "epsilon outside of the root": statistics(epsilon_outside),
     "no mean": statistics(without_mean),
     "gamma and beta swapped": attribute(
-        _quantize_norm, "_affine", lambda _: parameters_swapped
+        _quantize_norm, "_affine", with_parameters_swapped
     ),
     "a rounding to bf16": values(_quantize_norm, "_affine", rounded_to_bf16),
     "amax of what is left": amax_of_codes,
