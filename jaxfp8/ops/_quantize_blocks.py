@@ -241,24 +241,22 @@ class _QuantizeBlocks(_OpOfBlocks):
             dtype, scaling = jnp.uint8, f"e8m0_{self.rounding}"
         # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with
         #    scratch for amaxes of lines between them.
-        results = []
+        results, lines = [], 0
         for *matrix, _ in sides:
             results.append(((g, *matrix), self.dtype))
             results.append(((g, *count(block, *matrix)), dtype))
+            lines += matrix[0] * (None in block)
         if not on_cpu:
-            lines = sum(matrix[0] for matrix in sides) if None in block else 0
             results.insert(2, ((g, lines), jnp.float32))
         outputs = _ffi.call(
-            "quantize_blocks_transpose",
-            results,
-            groups,
-            block=attribute,
-            scaling=scaling,
+            self.custom_call, results, groups, block=attribute, scaling=scaling
         )
+        if not on_cpu:
+            outputs.pop(2)
         # 4. Order the scales by block. XLA cancels this with the product's `to_stored`.
         layouts = []
         for i, (*matrix, shape) in enumerate(sides):
-            codes, scales = outputs[-2:] if i else outputs[:2]
+            codes, scales = outputs[2 * i : 2 * i + 2]
             if not on_cpu:
                 scales = _blocks.by_block(scales, block, *matrix)
             if self.scale == "e8m0":
