@@ -10,7 +10,7 @@ one is refused at import.
 import dataclasses
 import pkgutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from ._primitives import compiled
 
 
-def _hook(name: str) -> Any:
+def _hook(name):
     """Return a private object of JAX by its whole name.
 
     Raises:
@@ -58,7 +58,7 @@ _transpose_broadcast = ad.primitive_transposes[lax.broadcast_in_dim_p]
 _has_structured = "structured_residuals" in _LinearizeTrace.__init__.__code__.co_names
 
 
-def linearizes_by(op: Primitive, rule) -> None:
+def linearizes_by(op, rule):
     """Have JAX linearize `op` by a rule; else JAX derives one from the jvp at each use.
 
     Args:
@@ -69,7 +69,7 @@ def linearizes_by(op: Primitive, rule) -> None:
     _linearizations[op] = rule
 
 
-def linearized(results, residuals, function, has_tangent=True) -> tuple:
+def linearized(results, residuals, function, has_tangent=True):
     """Return the result of a rule of `linearizes_by`.
 
     Args:
@@ -91,7 +91,7 @@ def linearized(results, residuals, function, has_tangent=True) -> tuple:
     return results, has_tangent, residuals, None, with_structured
 
 
-def is_of_one_array(tangent) -> bool:
+def is_of_one_array(tangent):
     """Tell whether the gradient that this tangent belongs to is of one array; False
     inside of `jax.checkpoint`.
     """
@@ -114,7 +114,7 @@ def outermost_trace(tangent):
     return trace
 
 
-def without_mesh(avals) -> list:
+def without_mesh(avals):
     """Return types of arrays without mesh axes, as the inside of an op has them: the
     types of the op itself say where its results are.
     """
@@ -145,14 +145,14 @@ def lower_jitted(ctx, jitted, operands):
         return results
 
 
-def needs_devices(op: Primitive) -> None:
+def needs_devices(op):
     """Make JAX lower programs with `op` for the devices they will run on: _partition.py
     asks for them.
     """
     _need_devices.add(op)
 
 
-def devices_of(ctx) -> str:
+def devices_of(ctx):
     """Return the target of a lowering: `"one"` device, a `"shard"` of a `shard_map`, a
     `"mesh"`; or `"unknown"`.
 
@@ -187,7 +187,7 @@ def with_mesh(ctx, mesh):
     return ctx.replace(module_context=module.replace(axis_context=context))
 
 
-def gpus_of(ctx) -> list:
+def gpus_of(ctx):
     """Return the GPUs that a program is lowered for; empty where JAX does not name
     them.
     """
@@ -252,7 +252,7 @@ class _MaxDtype(_ExtendedDType):
     type: type = _MaxType
     itemsize: int = 4
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return self.name
 
 
@@ -333,7 +333,7 @@ class OncePrimitive(Primitive):
         results_of_first[key] = list(map(weakref.ref, args)), list(map(hold, results))
         return results
 
-    def _results_of(self, tracer) -> dict:
+    def _results_of(self, tracer):
         """Return the results that are known of a tracer, which die with it."""
         name, memo = id(tracer), self.memo
         if name not in memo:
@@ -346,7 +346,7 @@ def _strong_reference(x):
     return lambda: x
 
 
-def _defined_cast(op: Primitive) -> Primitive:
+def _defined_cast(op):
     """Define a primitive as a change of dtypes, which is linear; JAX's own conversion
     of extended dtypes has no working transpose.
     """
@@ -398,7 +398,7 @@ _cast_p = _defined_cast(Primitive("jaxfp8_cast"))
 _to_max_p = _defined_cast(OncePrimitive("jaxfp8_to_max"))
 
 
-def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
+def cast(xs, dtypes):
     """Return arrays in other dtypes, those that `max_dtype` makes among them."""
     return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
@@ -407,21 +407,21 @@ def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
 METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
-def max_dtype(name: str, clean: Callable[..., Any]) -> Any:
+def max_dtype(name, clean):
     """Return a dtype called `name` whose cotangents, as float32, meet in
     `max(clean(a), clean(b))`.
     """
     return _MaxDtype(name, clean)
 
 
-def is_max(x) -> bool:
+def is_max(x):
     """Return whether `x` is an array of the max dtype, or of another dtype that
     `max_dtype` made.
     """
     return isinstance(getattr(x, "dtype", None), _MaxDtype)
 
 
-def holds_max(tree: Any) -> bool:
+def holds_max(tree):
     """Tell whether any leaf of `tree` has a dtype that `max_dtype` made."""
     return any(map(is_max, jax.tree.leaves(tree)))
 
@@ -448,7 +448,7 @@ def to_max(x, dtype=MAX_DTYPE):
     return _to_max_p.bind(x, dtypes=(dtype,))[0]
 
 
-def with_max(xs: Sequence[Any]) -> list:
+def with_max(xs):
     """Return traced float arrays in the max dtype, others in float32; an array of a
     dtype that `max_dtype` made stays as it is.
     """
@@ -470,7 +470,7 @@ def from_max(x):
     return cast([x], [_FLOAT32])[0]
 
 
-def plain(xs: Sequence[Any]) -> list:
+def plain(xs):
     """Return arrays with float32 in the place of the dtypes that `max_dtype` made."""
     places = [i for i, x in enumerate(xs) if is_max(x)]
     results = list(xs)

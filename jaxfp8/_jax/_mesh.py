@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-def varying(*values) -> frozenset:
+def varying(*values):
     """Return the manual mesh axes over which any value, or type, varies; empty with
     `check_vma=False`.
     """
@@ -24,7 +24,7 @@ def varying(*values) -> frozenset:
     return axes
 
 
-def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
+def types(operands, operand_names, result_names, dtypes, new_sizes):
     """Return the types of an op's results, from sizes and shardings by the names of
     dimensions.
 
@@ -64,7 +64,7 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
     return results
 
 
-def once(entries) -> PartitionSpec:
+def once(entries):
     """Return a PartitionSpec without the mesh axes that an earlier entry has."""
     used, kept = set(), []
     for entry in entries:
@@ -74,7 +74,7 @@ def once(entries) -> PartitionSpec:
     return PartitionSpec(*kept)
 
 
-def varying_alike(avals, values) -> list:
+def varying_alike(avals, values):
     """Return types that vary over each manual axis over which one of them, or one of
     `values`, varies.
     """

@@ -3,8 +3,6 @@ the jaxprs of an equation.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -41,7 +39,7 @@ _NOT_FINITE = (
 )
 
 
-def compiled(op: Primitive) -> Callable:
+def compiled(op):
     """Return the function that runs a primitive outside of jit and in
     `jax.disable_jit()`: a jitted call per params.
     """
@@ -66,7 +64,7 @@ def compiled(op: Primitive) -> Callable:
     return run
 
 
-def refuse_derivative(*args, op: str | None = None, **params):
+def refuse_derivative(*args, op=None, **params):
     """Raise the error of a second derivative and of forward mode; `op` names an op,
     which has no derivative at all.
     """
@@ -81,7 +79,7 @@ def refuse_derivative(*args, op: str | None = None, **params):
     )
 
 
-def undefined_tangents(results, tangents, op: str | None = None) -> list:
+def undefined_tangents(results, tangents, op=None):
     """Return tangents for `results` whose use raises, where a derivative does not
     exist.
 
@@ -107,7 +105,7 @@ def undefined_tangents(results, tangents, op: str | None = None) -> list:
     return [next(undefined) if has_tangent(t) else ad.Zero(t) for t in types]
 
 
-def not_differentiable(op: Primitive, name: str, primals, tangents, /, **params):
+def not_differentiable(op, name, primals, tangents, /, **params):
     """Compute an op with several results; the derivative of a rounding, which is zero
     almost everywhere, is undefined.
     """
@@ -121,7 +119,7 @@ def _transpose(cotangents, *tangents, avals, op):
     return [None] * len(tangents)
 
 
-def linear_primitive(name: str, types: Callable, transpose: Callable) -> Primitive:
+def linear_primitive(name, types, transpose):
     """Return a primitive with several results for tangents alone: it is there to be
     transposed, and what would compute it raises.
 
@@ -147,7 +145,7 @@ _undefined_p = linear_primitive(
 )
 
 
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+def inner_jaxprs(params):
     """Yield the jaxprs among the parameters of a primitive; closed jaxprs are
     opened.
     """
@@ -158,7 +156,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
-def without_numpy(x: Any) -> Any:
+def without_numpy(x):
     """Return a traced x without the array of numpy that `vmap` leaves inside, which
     JAX's custom derivatives refuse.
 
@@ -179,7 +177,7 @@ batching.primitive_batchers[_identity_p] = lambda args, dims: (
 mlir.register_lowering(_identity_p, lambda ctx, x: [x])
 
 
-def is_differentiated(operands: Iterable[Any]) -> bool:
+def is_differentiated(operands):
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have
     a tangent.
     """

@@ -83,8 +83,9 @@ def to_rows(x, axis):
 
 def from_rows(rows, axis, shape):
     """Undo `to_rows` of an array of `shape`."""
-    sizes = [size for i, size in enumerate(shape) if i != len(shape) + axis]
-    return jnp.moveaxis(rows.reshape(*sizes, shape[axis]), -1, axis)
+    sizes = list(shape)
+    sizes.append(sizes.pop(axis))
+    return jnp.moveaxis(rows.reshape(sizes), -1, axis)
 
 
 # ----------------------------------------------------------------------- the primitives
