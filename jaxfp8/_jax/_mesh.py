@@ -64,11 +64,18 @@ def types(operands, operand_names, result_names, dtypes, new_sizes):
     return results
 
 
+def axes_of(entry):
+    """Return the mesh axes of an entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
 def once(entries):
     """Return a PartitionSpec without the mesh axes that an earlier entry has."""
     used, kept = set(), []
     for entry in entries:
-        axes = set(entry if isinstance(entry, tuple) else (entry,))
+        axes = set(axes_of(entry))
         kept.append(None if used & axes else entry)
         used |= axes
     return PartitionSpec(*kept)

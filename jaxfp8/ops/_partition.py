@@ -27,6 +27,7 @@ from jax.sharding import (
 )
 
 from .._jax import _compat
+from .._jax._mesh import axes_of
 from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
@@ -247,19 +248,12 @@ def _shards(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _entry_axes(entry):
-    """Return the mesh axes of an entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
 def _is_gathered(spec, names, axes):
     """Return whether a tensor with the sharding `spec` has to be gathered along a
     dimension to have `axes`.
     """
     return any(
-        not set(_entry_axes(entry)) <= set(axes.get(name, ()))
+        not set(axes_of(entry)) <= set(axes.get(name, ()))
         for entry, name in zip(spec, names, strict=False)
     )
 
@@ -286,7 +280,7 @@ def _assign(mesh, tensors):
         sizes.update(zip(names, x.shape, strict=True))
         for entry, name in zip(x.sharding.spec, names, strict=False):
             if entry is not None and not name.startswith(WHOLE):
-                votes[name, _entry_axes(entry)] += 1
+                votes[name, axes_of(entry)] += 1
     # 2. Serve the dimensions by their votes, and in the order of `tensors` where votes
     #    are equal.
     axes, used = {}, set()
@@ -313,7 +307,6 @@ def _reduced_over(mesh, axes, names, combine):
     return tuple(axis for axis in lost if axis not in kept)
 
 
-@functools.lru_cache(maxsize=64)
 def _with_axes(mesh, kind):
     """Return the mesh with axes of another kind; the program of one device has manual
     axes.

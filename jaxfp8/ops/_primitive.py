@@ -242,13 +242,17 @@ class Op:
             jitted = _jitted(program.func, *program.args)
             return _compat.lower_jitted(ctx, jitted, operands[:count])
 
+    def results(self, *operands):
+        """Return the types of the results of these arrays."""
+        return _abstract(*map(jax.typeof, operands), op=self, implementation=None)
+
     def call_on_groups(self, *operands, aliases=None, **attributes):
         """Make the custom call of an op whose arrays are all `[*batch, n]`.
 
         It takes and returns groups `[g, n]`; `[g]` where each has one number, and `[H]`
         of a history without a batch.
         """
-        types = _abstract(*map(jax.typeof, operands), op=self, implementation=None)
+        types = self.results(*operands)
         before, after = self.all_names(operands)
         results = [(shape, x.dtype) for shape, x in _in_groups(types, after)]
         flat = [x.reshape(shape) for shape, x in _in_groups(operands, before)]

@@ -351,14 +351,14 @@ class _QuantizeActivationGrad(_QuantizeActivation):
         gradients = vjp(grad.astype(jnp.float32))
         of_half = dataclasses.replace(self, with_amax=False, cols=1)
         results = [of_half.quantized(half, scale) for half in gradients]
-        data, *rest = zip(*results, strict=True)
+        (data, *rest), amax = zip(*results, strict=True), []
+        if self.with_amax:
+            largest = _shapes.abs_max(_tpu.larger(*gradients), self.vmap_dims)
+            amax = [_shapes.raise_amax(largest, *amax_so_far)]
         outputs = [_tpu.joined(data)]
         if self.transpose:
             outputs.append(jnp.stack(rest.pop(0), axis=-2 - self.rows))
-        if self.with_amax:
-            largest = _shapes.abs_max(_tpu.larger(*gradients), self.vmap_dims)
-            outputs.append(_shapes.raise_amax(largest, *amax_so_far))
-        return [*outputs, *map(_tpu.joined, rest)]
+        return [*outputs, *amax, *map(_tpu.joined, rest)]
 
     def canonical(self, x, grad):
         (x,), attributes = super().canonical(x)

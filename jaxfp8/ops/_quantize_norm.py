@@ -124,8 +124,8 @@ def quantize_norm(x, gamma, beta, scale, dtype, *, kind, epsilon, amax=None, **o
     # The statistics of a row are known only after the whole row was read. XLA computes
     # them, if possible in the pass that writes x. Statistics and parameters are small:
     # in f32 the kernel needs no variant for each dtype.
-    statistics = jnp.concatenate(_statistics(x, kind, epsilon), axis=-1)
-    more = statistics, *_parameters(gamma, beta)
+    statistics, parameters = _statistics(x, kind, epsilon), _parameters(gamma, beta)
+    more = jnp.concatenate(statistics, axis=-1), *parameters
     return _QuantizeNorm.quantize(
         x, scale, more, amax, dtype, has_beta=beta is not None, **options
     )
@@ -170,13 +170,13 @@ class _QuantizeNorm(Producer):
         ]
 
     def produce(self, x, statistics, *parameters):
+        columns = [statistics[..., i : i + 1] for i in range(statistics.shape[-1])]
         # Parameters have the vmapped dimensions and n. They broadcast over the batch
         # and the rows in between.
         parameters = [
             p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1])
             for p in parameters
         ]
-        columns = [statistics[..., i : i + 1] for i in range(statistics.shape[-1])]
         return _affine(x, columns, parameters)
 
     def canonical(self, x, statistics, *parameters):

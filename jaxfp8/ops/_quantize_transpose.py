@@ -151,10 +151,8 @@ class Producer(_quantize.Quantization):
     def cuda(self, x, scale, *rest):
         """Make the custom call of this op, in its canonical form."""
         more, amax_so_far = self._split(rest)
-        # Results take their sizes from x as it comes in: `canonical` reshapes it.
-        first = x.ndim - len(self._names_without_batch()[0])
-        leading, row = x.shape[:first], x.shape[first : first + self.rows]
-        col = x.shape[x.ndim - self.cols :]
+        types = self.results(x, scale, *rest)
+        leading, row, col = _shapes.parts(types[0].shape, self.rows, self.cols)
         m, n, batch = map(math.prod, (row, col, leading[self.vmap_dims :]))
         (x, *more), attributes = self.canonical(x, *more)
         # A single matrix needs no group dimension, but the fused producers have one
@@ -172,13 +170,10 @@ class Producer(_quantize.Quantization):
             batch=batch,
             **attributes,
         )
-        outputs = [data.reshape(*leading, *row, *col)]
-        if self.transpose:
-            outputs.append(rest[0].reshape(*leading, *col, *row))
-        outputs += amax
+        outputs = [data, *rest[: self.transpose], *amax]
         if self.column_sums:
-            outputs.append(jnp.sum(rest[-1], axis=-2).reshape(*leading, *col))
-        return outputs
+            outputs.append(jnp.sum(rest[-1], axis=-2))
+        return [x.reshape(t.shape) for x, t in zip(outputs, types, strict=True)]
 
 
 class QuantizeTranspose(Producer):
