@@ -78,9 +78,7 @@ struct AdamUpdateOp {
       const int64_t hypers = hyper.dimensions()[0];
       to.rows_per_hyper = hypers == 0 || to.rows == 0 ? 1 : to.rows / hypers;
     }
-    const Operand keys_operand{kName, "keys", keys};
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(keys_operand, {ffi::DataType::U32}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(keys_operand, {key_count}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "keys", keys}, ffi::DataType::U32, {key_count}));
     const uint32_t* next_keys = Data<const uint32_t>(keys);
     for (int64_t i = 0; i < count; ++i) {
       AdamLeaf& leaf = params->leaves[i];

@@ -29,7 +29,7 @@ struct AmaxOp {
     JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 2));
     params->groups = x.dimensions()[0];
     params->size = x.dimensions()[1];
-    JAXFP8_RETURN_IF_ERROR(CheckAmax({kName, "amax", *amax}, params->groups));
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "amax", *amax}, ffi::DataType::F32, {params->groups}));
 
     params->dtype = ToDtype(x.element_type());
     params->x = x.untyped_data();

@@ -31,8 +31,7 @@ struct AmaxToScaleOp {
     params->count = amax.dimensions()[0];
     const Operand others[] = {{kName, "stored", stored}, {kName, "scale", *scale}, {kName, "scale_inv", *scale_inv}};
     for (const Operand& other : others) {
-      JAXFP8_RETURN_IF_ERROR(CheckDtype(other, {ffi::DataType::F32}));
-      JAXFP8_RETURN_IF_ERROR(CheckShape(other, {params->count}));
+      JAXFP8_RETURN_IF_ERROR(CheckArray(other, ffi::DataType::F32, {params->count}));
     }
     JAXFP8_RETURN_IF_ERROR(CheckPositiveNormal(kName, "numerator", numerator));
 

@@ -34,8 +34,7 @@ inline ffi::Error ToBlockScaling(const char* op, std::string_view name, BlockSca
 // The dtype of scale_invs: F32, or U8 for the codes of E8M0.
 inline ffi::Error CheckBlockScales(const Operand& scale_inv, BlockScaling scaling,
                                    std::initializer_list<int64_t> dims) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(scale_inv, {IsE8M0(scaling) ? ffi::DataType::U8 : ffi::DataType::F32}));
-  return CheckShape(scale_inv, dims);
+  return CheckArray(scale_inv, IsE8M0(scaling) ? ffi::DataType::U8 : ffi::DataType::F32, dims);
 }
 
 // The results that some calls have beside three or two others: data_t and scale_inv_t, or neither.

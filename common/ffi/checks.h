@@ -143,6 +143,17 @@ inline ffi::Error CheckShape(const Operand& operand, std::initializer_list<int64
   return CheckShape(operand, ffi::Span<const int64_t>(dims.begin(), dims.size()));
 }
 
+// A buffer of one dtype and shape.
+template <class Dims>
+ffi::Error CheckArray(const Operand& operand, ffi::DataType dtype, const Dims& dims) {
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {dtype}));
+  return CheckShape(operand, dims);
+}
+
+inline ffi::Error CheckArray(const Operand& operand, ffi::DataType dtype, std::initializer_list<int64_t> dims) {
+  return CheckArray<>(operand, dtype, dims);
+}
+
 // A scale is f32 with one element for all groups, or one for each.
 inline ffi::Error CheckScale(const Operand& operand, int64_t groups) {
   const ffi::Span<const int64_t> dims = operand.buffer.dimensions();
@@ -176,12 +187,6 @@ inline ffi::Error CheckNoAttributes(const char* op, const ffi::Dictionary& attri
                                      std::to_string(attributes.size()));
 }
 
-// A result that is f32[groups].
-inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(amax, {ffi::DataType::F32}));
-  return CheckShape(amax, {groups});
-}
-
 // Whether a buffer is [0]: what stands for an operand that there is not, or a result that nobody wants.
 inline bool IsNone(ffi::AnyBuffer buffer) { return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0; }
 
@@ -193,12 +198,6 @@ inline ffi::Error CheckAmaxOrNone(const Operand& amax, int64_t groups) {
 // The elements of an f32 buffer; null where it has none.
 inline float* FloatsOrNull(ffi::AnyBuffer buffer) {
   return buffer.element_count() == 0 ? nullptr : static_cast<float*>(buffer.untyped_data());
-}
-
-// [g, ...]: any shape in a group, and small enough as above.
-inline ffi::Error CheckGrouped(const Operand& x) {
-  if (x.buffer.dimensions().size() < 2) return Mismatch(x, "rank 2 or more");
-  return CheckSize(x, sizeof(float));
 }
 
 // x: of `rank`, and small enough that neither it nor a result of the same shape overflows 64 bits.

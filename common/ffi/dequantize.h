@@ -28,7 +28,8 @@ struct DequantizeOp {
     const Operand data_operand{kName, "data", data};
     const Operand out_operand{kName, "out", *out};
     JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-    JAXFP8_RETURN_IF_ERROR(CheckGrouped(data_operand));
+    if (data.dimensions().size() < 2) return Mismatch(data_operand, "rank 2 or more");
+    JAXFP8_RETURN_IF_ERROR(CheckSize(data_operand, sizeof(float)));
     params->groups = data.dimensions()[0];
     params->size = params->groups == 0 ? 0 : static_cast<int64_t>(data.element_count()) / params->groups;
     JAXFP8_RETURN_IF_ERROR(CheckScale({kName, "scale_inv", scale_inv}, params->groups));

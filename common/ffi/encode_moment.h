@@ -20,12 +20,9 @@ struct MomentBuffers {
   ffi::Error Check(const Operand& like) const {
     const int64_t g = like.buffer.dimensions()[0], n = like.buffer.dimensions()[1];
     const int64_t across = n / kMomentBlock + (n % kMomentBlock != 0);
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(data, {ffi::DataType::F8E4M3FN}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(data, {g, n}));
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(amax, {ffi::DataType::F32}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(amax, {g, across}));
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(exponent, {ffi::DataType::S8}));
-    return CheckShape(exponent, {g, across});
+    JAXFP8_RETURN_IF_ERROR(CheckArray(data, ffi::DataType::F8E4M3FN, {g, n}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray(amax, ffi::DataType::F32, {g, across}));
+    return CheckArray(exponent, ffi::DataType::S8, {g, across});
   }
 };
 
@@ -57,23 +54,13 @@ struct EncodeMomentOp {
     JAXFP8_RETURN_IF_ERROR(CheckInput(moment.data, 2));
     JAXFP8_RETURN_IF_ERROR(moment.Check(moment.data));
     const int64_t g = data.dimensions()[0], n = data.dimensions()[1];
-    const Operand after_operand{kName, "after", after}, keys_operand{kName, "keys", keys};
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(after_operand, {ffi::DataType::F32}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(after_operand, {g, n}));
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(keys_operand, {ffi::DataType::U32}));
-    if (!IsNone(keys)) JAXFP8_RETURN_IF_ERROR(CheckShape(keys_operand, amax.dimensions()));
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "after", after}, ffi::DataType::F32, {g, n}));
+    const ffi::Span<const int64_t> of_keys = IsNone(keys) ? keys.dimensions() : amax.dimensions();
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "keys", keys}, ffi::DataType::U32, of_keys));
     JAXFP8_RETURN_IF_ERROR(next.Check(moment.data));
-    *params = {Data<const uint8_t>(data),
-               Data<const float>(amax),
-               Data<const int8_t>(exponent),
-               Data<const float>(after),
-               IsNone(keys) ? nullptr : Data<const uint32_t>(keys),
-               squared,
-               Data<uint8_t>(*next_data),
-               Data<float>(*next_amax),
-               Data<int8_t>(*next_exponent),
-               g,
-               n};
+    *params = {Data<const uint8_t>(data), Data<const float>(amax), Data<const int8_t>(exponent),
+               Data<const float>(after), IsNone(keys) ? nullptr : Data<const uint32_t>(keys), squared,
+               Data<uint8_t>(*next_data), Data<float>(*next_amax), Data<int8_t>(*next_exponent), g, n};
     return ffi::Error::Success();
   }
 };

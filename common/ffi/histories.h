@@ -19,13 +19,13 @@ inline std::vector<int64_t> Dims(ffi::AnyBuffer buffer) {
   return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }
 
-// f32 of the shape `dims`; `name` is numbered by the quantizer in messages.
-inline ffi::Error CheckState(const char* op, const char* name, int64_t quantizer, ffi::AnyBuffer buffer,
-                             const std::vector<int64_t>& dims) {
+// Checks f32 of the shape `dims`, and sets `elements`; `name` is numbered by the quantizer in messages.
+template <class T>
+ffi::Error ToState(const char* op, const char* name, int64_t quantizer, ffi::AnyBuffer buffer,
+                   const std::vector<int64_t>& dims, T** elements) {
   const std::string numbered = std::string(name) + " " + std::to_string(quantizer);
-  const Operand operand{op, numbered.c_str(), buffer};
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-  return CheckShape(operand, dims);
+  *elements = Data<float>(buffer);
+  return CheckArray({op, numbered.c_str(), buffer}, ffi::DataType::F32, ffi::Span<const int64_t>(dims));
 }
 
 // f32 [g, length], or [length], with at least one slot. The history of the first quantizer says which, and how many
@@ -41,10 +41,15 @@ inline ffi::Error CheckHistory(const Operand& operand, ffi::AnyBuffer first, int
   return CheckShape(operand, dims);
 }
 
-inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history, ffi::AnyBuffer first,
-                               int64_t* groups) {
+// Checks the history of a quantizer, and sets its fields.
+template <class Quantizer>
+ffi::Error ToHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history, ffi::AnyBuffer first, int64_t* groups,
+                     Quantizer* to) {
   const std::string numbered = "history " + std::to_string(quantizer);
-  return CheckHistory({op, numbered.c_str(), history}, first, groups);
+  JAXFP8_RETURN_IF_ERROR(CheckHistory({op, numbered.c_str(), history}, first, groups));
+  to->history = Data<float>(history);
+  to->length = history.dimensions().back();
+  return ffi::Error::Success();
 }
 
 inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count) {
@@ -53,8 +58,9 @@ inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted,
                                      std::to_string(kMaxQuantizers) + " quantizers, got another number");
 }
 
-inline ffi::Error CheckNumerator(const char* op, int64_t quantizer, float numerator) {
+inline ffi::Error ToNumerator(const char* op, int64_t quantizer, float numerator, float* to) {
   const std::string name = "numerator " + std::to_string(quantizer);
+  *to = numerator;
   return CheckPositiveNormal(op, name.c_str(), numerator);
 }
 
@@ -78,30 +84,18 @@ struct DelayedScalesOp {
                          static_cast<int64_t>(results.size()) == 3 * count;
     JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands, 3 results and a numerator", matches, count));
     params->count = count;
-    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     params->most_recent = most_recent;
+    const auto operand = [&](int64_t i) { return *operands.get<ffi::AnyBuffer>(i); };
+    const auto result = [&](int64_t i) { return **results.get<ffi::AnyBuffer>(i); };
     for (int64_t i = 0; i < count; ++i) {
-      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions().back();
-      const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
-      const ffi::AnyBuffer scale = **results.get<ffi::AnyBuffer>(i);
-      const ffi::AnyBuffer scale_inv = **results.get<ffi::AnyBuffer>(count + i);
-      const ffi::AnyBuffer amax = **results.get<ffi::AnyBuffer>(2 * count + i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale", i, scale, {groups}));
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale_inv", i, scale_inv, {groups}));
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
-      JAXFP8_RETURN_IF_ERROR(CheckNumerator(kName, i, numerators.begin()[i]));
-
-      DelayedScalesQuantizer& quantizer = params->quantizers[i];
-      quantizer.history = Data<float>(history);
-      quantizer.stored = Data<float>(stored);
-      quantizer.scale = Data<float>(scale);
-      quantizer.scale_inv = Data<float>(scale_inv);
-      quantizer.amax = Data<float>(amax);
-      quantizer.length = length;
-      quantizer.numerator = numerators.begin()[i];
+      DelayedScalesQuantizer& to = params->quantizers[i];
+      JAXFP8_RETURN_IF_ERROR(ToHistory(kName, i, operand(i), operand(0), &params->groups, &to));
+      const std::vector<int64_t> dims = {params->groups};
+      JAXFP8_RETURN_IF_ERROR(ToState(kName, "stored", i, operand(count + i), dims, &to.stored));
+      JAXFP8_RETURN_IF_ERROR(ToState(kName, "scale", i, result(i), dims, &to.scale));
+      JAXFP8_RETURN_IF_ERROR(ToState(kName, "scale_inv", i, result(count + i), dims, &to.scale_inv));
+      JAXFP8_RETURN_IF_ERROR(ToState(kName, "amax", i, result(2 * count + i), dims, &to.amax));
+      JAXFP8_RETURN_IF_ERROR(ToNumerator(kName, i, numerators.begin()[i], &to.numerator));
     }
     return ffi::Error::Success();
   }

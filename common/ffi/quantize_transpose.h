@@ -42,18 +42,13 @@ struct QuantizeTransposeOp {
     params->n = n;
     JAXFP8_RETURN_IF_ERROR(ToQuantized(kName, x, scale, amax_so_far, *data, *amax, {groups, m, n}, params));
     JAXFP8_RETURN_IF_ERROR(ToTransposed(kName, *data, *data_t, params));
-    return ToColumnSums(rest, *data, params);
-  }
-
- private:
-  static ffi::Error ToColumnSums(ffi::RemainingRets rest, ffi::AnyBuffer data, Params* params) {
     params->column_sums = nullptr;
     if (rest.size() == 0) return ffi::Error::Success();
     if (rest.size() > 1) {
       return ffi::Error::InvalidArgument(std::string(kName) + ": expected 3 or 4 results, got " +
                                          std::to_string(3 + rest.size()));
     }
-    return jaxfp8::ToColumnSums(kName, **rest.get<ffi::AnyBuffer>(0), data, &params->column_sums);
+    return ToColumnSums(kName, **rest.get<ffi::AnyBuffer>(0), *data, &params->column_sums);
   }
 };
 

@@ -63,20 +63,12 @@ struct ReadHistoriesOp {
     const bool matches = static_cast<int64_t>(operands.size()) == 2 * count;
     JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands and a numerator", matches, count));
     params->count = count;
-    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
+    const auto operand = [&](int64_t i) { return *operands.get<ffi::AnyBuffer>(i); };
     for (int64_t i = 0; i < count; ++i) {
-      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions().back();
-      const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
-      JAXFP8_RETURN_IF_ERROR(CheckNumerator(kName, i, numerators.begin()[i]));
-
-      ReadHistoriesQuantizer& quantizer = params->quantizers[i];
-      quantizer.history = Data<float>(history);
-      quantizer.stored = Data<float>(stored);
-      quantizer.length = length;
-      quantizer.numerator = numerators.begin()[i];
+      ReadHistoriesQuantizer& to = params->quantizers[i];
+      JAXFP8_RETURN_IF_ERROR(ToHistory(kName, i, operand(i), operand(0), &params->groups, &to));
+      JAXFP8_RETURN_IF_ERROR(ToState(kName, "stored", i, operand(count + i), {params->groups}, &to.stored));
+      JAXFP8_RETURN_IF_ERROR(ToNumerator(kName, i, numerators.begin()[i], &to.numerator));
     }
     return PlaceNumbers(
         kName, "reading", static_cast<int64_t>(results.size()), count, params->groups,
@@ -109,38 +101,27 @@ struct WriteHistoriesOp {
     JAXFP8_RETURN_IF_ERROR(
         CheckQuantizerCount(kName, "an operand, 6 recorded numbers and 2 results", matches, count));
     params->count = count;
-    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
+    const auto operand = [&](int64_t i) { return *operands.get<ffi::AnyBuffer>(i); };
+    const auto result = [&](int64_t i) { return **results.get<ffi::AnyBuffer>(i); };
     for (int64_t i = 0; i < count; ++i) {
-      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions().back();
-      const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, Dims(history)));
-      const ffi::AnyBuffer next_scale = **results.get<ffi::AnyBuffer>(count + i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next scale", i, next_scale, {groups}));
-
-      WriteHistoriesQuantizer& quantizer = params->quantizers[i];
-      quantizer.history = Data<float>(history);
-      quantizer.next_history = Data<float>(next_history);
-      quantizer.next_scale = Data<float>(next_scale);
-      quantizer.length = length;
+      WriteHistoriesQuantizer& to = params->quantizers[i];
+      JAXFP8_RETURN_IF_ERROR(ToHistory(kName, i, operand(i), operand(0), &params->groups, &to));
+      JAXFP8_RETURN_IF_ERROR(ToState(kName, "next history", i, result(i), Dims(operand(i)), &to.next_history));
+      JAXFP8_RETURN_IF_ERROR(ToState(kName, "next scale", i, result(count + i), {params->groups}, &to.next_scale));
     }
     // A product that is not in a loop gives two numbers of each quantizer, in buffers of their own.
     if (products == 2 * count) {
       for (int64_t i = 0; i < count; ++i) {
-        const ffi::AnyBuffer amax = *operands.get<ffi::AnyBuffer>(count + i);
-        const ffi::AnyBuffer scale_inv = *operands.get<ffi::AnyBuffer>(2 * count + i);
-        JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {params->groups}));
-        JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale_inv", i, scale_inv, {params->groups}));
-        params->quantizers[i].amax = Data<float>(amax);
-        params->quantizers[i].scale_inv = Data<float>(scale_inv);
-        params->quantizers[i].stride = 1;
+        WriteHistoriesQuantizer& to = params->quantizers[i];
+        JAXFP8_RETURN_IF_ERROR(ToState(kName, "amax", i, operand(count + i), {params->groups}, &to.amax));
+        JAXFP8_RETURN_IF_ERROR(ToState(kName, "scale_inv", i, operand(2 * count + i), {params->groups}, &to.scale_inv));
+        to.stride = 1;
       }
       return ffi::Error::Success();
     }
     return PlaceNumbers(
         kName, "recorded", products, count, params->groups,
-        [&](int64_t product) { return *operands.get<ffi::AnyBuffer>(count + product); },
+        [&](int64_t product) { return operand(count + product); },
         [&](int64_t i, const float* numbers, int64_t stride) {
           params->quantizers[i].amax = numbers;
           params->quantizers[i].scale_inv = numbers + 1;

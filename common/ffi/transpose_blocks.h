@@ -39,20 +39,12 @@ struct TransposeBlocksOp {
     JAXFP8_RETURN_IF_ERROR(CheckInput(data_operand, 3));
     const int64_t g = data.dimensions()[0], m = data.dimensions()[1], n = data.dimensions()[2];
     const auto blocks = [block](int64_t size) { return size / block + (size % block != 0); };
-    JAXFP8_RETURN_IF_ERROR(CheckBytes({kName, "scale_inv", scale_inv}, {g, m, blocks(n)}));
-    const Operand data_t_operand{kName, "data_t", *data_t};
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data.element_type()}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {g, n, m}));
-    JAXFP8_RETURN_IF_ERROR(CheckBytes({kName, "scale_inv_t", *scale_inv_t}, {g, n, blocks(m)}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "scale_inv", scale_inv}, ffi::DataType::U8, {g, m, blocks(n)}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "data_t", *data_t}, data.element_type(), {g, n, m}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "scale_inv_t", *scale_inv_t}, ffi::DataType::U8, {g, n, blocks(m)}));
     *params = {ToDtype(data.element_type()), Data<const uint8_t>(data),    Data<const uint8_t>(scale_inv),
                Data<uint8_t>(*data_t),       Data<uint8_t>(*scale_inv_t), block, g, m, n};
     return ffi::Error::Success();
-  }
-
- private:
-  static ffi::Error CheckBytes(const Operand& scales, std::initializer_list<int64_t> dims) {
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(scales, {ffi::DataType::U8}));
-    return CheckShape(scales, dims);
   }
 };
 

@@ -32,9 +32,7 @@ struct DecodeMomentOp {
     JAXFP8_RETURN_IF_ERROR(CheckInput(moment.data, 2));
     JAXFP8_RETURN_IF_ERROR(moment.Check(moment.data));
     const int64_t g = data.dimensions()[0], n = data.dimensions()[1];
-    const Operand out_operand{kName, "out", *out};
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(out_operand, {ffi::DataType::F32}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(out_operand, {g, n}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "out", *out}, ffi::DataType::F32, {g, n}));
     *params = {Data<const uint8_t>(data), Data<const float>(amax), Data<const int8_t>(exponent), Data<float>(*out), g,
                n};
     return ffi::Error::Success();

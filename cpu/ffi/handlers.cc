@@ -67,41 +67,28 @@ constexpr auto kParallel = [](ffi::ThreadPool pool, auto... buffers) -> ffi::Err
   return ffi::Error::Success();
 };
 
-auto OnThread() { return ffi::Ffi::Bind(); }
-auto OnPool() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
-
 }  // namespace
 
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_adam_update_v1, (kParallel<AdamUpdateOp, AdamUpdate>),
-                             AdamUpdateOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, (kParallel<AmaxOp, Amax>), AmaxOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, (kSerial<AmaxToScaleOp, AmaxToScale>),
-                             AmaxToScaleOp::Bind(OnThread()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_decode_moment_v1, (kParallel<DecodeMomentOp, DecodeMoment>),
-                             DecodeMomentOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v3, (kSerial<DelayedScalesOp, DelayedScales>),
-                             DelayedScalesOp::Bind(OnThread()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, (kParallel<DequantizeOp, Dequantize>),
-                             DequantizeOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_encode_moment_v1, (kParallel<EncodeMomentOp, EncodeMoment>),
-                             EncodeMomentOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_join_recorded_v1, (kSerial<JoinRecordedOp, JoinRecorded>),
-                             JoinRecordedOp::Bind(OnThread()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2,
-                             (kParallel<QuantizeBlocksTransposeOp, QuantizeBlocksTranspose>),
-                             QuantizeBlocksTransposeOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTransposeOp, QuantizeTranspose>),
-                             QuantizeTransposeOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v3, (kSerial<ReadHistoriesOp, ReadHistories>),
-                             ReadHistoriesOp::Bind(OnThread()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_split_reading_v1, (kSerial<SplitReadingOp, SplitReading>),
-                             SplitReadingOp::Bind(OnThread()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
-                             TransposeBlocksOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_undo_factors_v1, (kSerial<UndoFactorsOp, UndoFactors>),
-                             UndoFactorsOp::Bind(OnThread()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v5, (kSerial<WriteHistoriesOp, WriteHistories>),
-                             WriteHistoriesOp::Bind(OnThread()));
+#define JAXFP8_ON_THREAD(name, Op, launch) \
+  JAXFP8_DEFINE_HANDLER_SYMBOL(name, (kSerial<Op, launch>), Op::Bind(ffi::Ffi::Bind()))
+#define JAXFP8_ON_POOL(name, Op, launch) \
+  JAXFP8_DEFINE_HANDLER_SYMBOL(name, (kParallel<Op, launch>), Op::Bind(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()))
+
+JAXFP8_ON_POOL(jaxfp8_adam_update_v1, AdamUpdateOp, AdamUpdate);
+JAXFP8_ON_POOL(jaxfp8_amax_v1, AmaxOp, Amax);
+JAXFP8_ON_THREAD(jaxfp8_amax_to_scale_v1, AmaxToScaleOp, AmaxToScale);
+JAXFP8_ON_POOL(jaxfp8_decode_moment_v1, DecodeMomentOp, DecodeMoment);
+JAXFP8_ON_THREAD(jaxfp8_delayed_scales_v3, DelayedScalesOp, DelayedScales);
+JAXFP8_ON_POOL(jaxfp8_dequantize_v1, DequantizeOp, Dequantize);
+JAXFP8_ON_POOL(jaxfp8_encode_moment_v1, EncodeMomentOp, EncodeMoment);
+JAXFP8_ON_THREAD(jaxfp8_join_recorded_v1, JoinRecordedOp, JoinRecorded);
+JAXFP8_ON_POOL(jaxfp8_quantize_v3, QuantizeOp, Quantize);
+JAXFP8_ON_POOL(jaxfp8_quantize_blocks_transpose_v2, QuantizeBlocksTransposeOp, QuantizeBlocksTranspose);
+JAXFP8_ON_POOL(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, QuantizeTranspose);
+JAXFP8_ON_THREAD(jaxfp8_read_histories_v3, ReadHistoriesOp, ReadHistories);
+JAXFP8_ON_THREAD(jaxfp8_split_reading_v1, SplitReadingOp, SplitReading);
+JAXFP8_ON_POOL(jaxfp8_transpose_blocks_v1, TransposeBlocksOp, TransposeBlocks);
+JAXFP8_ON_THREAD(jaxfp8_undo_factors_v1, UndoFactorsOp, UndoFactors);
+JAXFP8_ON_THREAD(jaxfp8_write_histories_v5, WriteHistoriesOp, WriteHistories);
 
 }  // namespace jaxfp8::cpu

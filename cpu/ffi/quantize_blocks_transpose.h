@@ -76,8 +76,7 @@ struct QuantizeBlocksTransposeOp {
   // The codes of a layout [groups, rows, columns], and their scales.
   static ffi::Error CheckLayout(const Operand& data, const Operand& scale_inv, const Params& params,
                                 ffi::DataType format, const int64_t (&dims)[3]) {
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(data, {format}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(data, {dims[0], dims[1], dims[2]}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray(data, format, {dims[0], dims[1], dims[2]}));
     const int64_t down = CountBlocks(dims[1], params.block_rows), across = CountBlocks(dims[2], params.block_columns);
     return CheckBlockScales(scale_inv, params.scaling, {dims[0], down, across});
   }

@@ -31,8 +31,9 @@ ffi::Error PlaceParts(const char* op, const PartName (&parts)[kParts], int64_t c
       const ffi::AnyBuffer buffer = get(params->count);
       std::vector<int64_t> dims = {params->groups};
       if (part.width > 1) dims.push_back(part.width);
-      JAXFP8_RETURN_IF_ERROR(CheckState(op, part.name, quantizer, buffer, dims));
-      params->parts[params->count++] = {Data<float>(buffer), kReadingNumbers * quantizer + column, part.width};
+      float* numbers = nullptr;
+      JAXFP8_RETURN_IF_ERROR(ToState(op, part.name, quantizer, buffer, dims, &numbers));
+      params->parts[params->count++] = {numbers, kReadingNumbers * quantizer + column, part.width};
     }
     column += part.width;
   }
@@ -41,9 +42,8 @@ ffi::Error PlaceParts(const char* op, const PartName (&parts)[kParts], int64_t c
 
 inline ffi::Error PlaceNumbers(const Operand& numbers, int64_t quantizers, ReadingNumbersParams* params) {
   params->stride = kReadingNumbers * quantizers;
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(numbers, {ffi::DataType::F32}));
   params->numbers = Data<float>(numbers.buffer);
-  return CheckShape(numbers, {params->groups, params->stride});
+  return CheckArray(numbers, ffi::DataType::F32, {params->groups, params->stride});
 }
 
 struct SplitReadingOp {

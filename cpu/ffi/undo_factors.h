@@ -36,18 +36,12 @@ struct UndoFactorsOp {
     JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
     JAXFP8_RETURN_IF_ERROR(CheckHistory({kName, "history", history}, history, &params->groups));
     const int64_t groups = params->groups;
-    const Operand scale_operand{kName, "scale", scale}, tail{kName, "new history", new_history};
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(tail, {ffi::DataType::F32}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(tail, history.dimensions()));
-    const Operand vectors[] = {scale_operand,
-                               {kName, "new scale", new_scale},
-                               {kName, "amax", *amax},
-                               {kName, "scale_inv", *scale_inv},
-                               {kName, "stays", *stays},
-                               {kName, "factor", *factor}};
+    JAXFP8_RETURN_IF_ERROR(CheckArray({kName, "new history", new_history}, ffi::DataType::F32, history.dimensions()));
+    const Operand vectors[] = {{kName, "scale", scale},          {kName, "new scale", new_scale},
+                               {kName, "amax", *amax},           {kName, "scale_inv", *scale_inv},
+                               {kName, "stays", *stays},         {kName, "factor", *factor}};
     for (const Operand& vector : vectors) {
-      JAXFP8_RETURN_IF_ERROR(CheckDtype(vector, {ffi::DataType::F32}));
-      JAXFP8_RETURN_IF_ERROR(CheckShape(vector, {groups}));
+      JAXFP8_RETURN_IF_ERROR(CheckArray(vector, ffi::DataType::F32, {groups}));
     }
     *params = {Data<const float>(history), Data<const float>(scale),      Data<const float>(new_history),
                Data<const float>(new_scale), Data<float>(*amax),          Data<float>(*scale_inv),

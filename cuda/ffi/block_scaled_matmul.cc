@@ -23,18 +23,14 @@ std::optional<ScaleMode> ToScaleMode(std::string_view name) {
 ffi::Error CheckScales(const Operand& scales, ScaleMode mode, const Operand& matrix) {
   const auto [groups, rows, k] = MatrixDims(matrix.buffer);
   const int64_t blocks = CeilDiv(k, 128);
-  const bool is_e8m0 = mode == ScaleMode::kBlocks1x32;
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(scales, {is_e8m0 ? ffi::DataType::U8 : ffi::DataType::F32}));
-  if (mode == ScaleMode::kRows) {
-    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, rows}));
-  } else if (mode == ScaleMode::kBlocks1x32) {
-    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, CeilDiv(rows, 128), blocks, 512}));
-  } else if (mode == ScaleMode::kBlocks1x128) {
-    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, blocks, rows}));
-  } else {
-    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, CeilDiv(rows, 128), CeilDiv(blocks, 4) * 4}));
+  constexpr ffi::DataType kF32 = ffi::DataType::F32;
+  switch (mode) {
+    case ScaleMode::kRows: return CheckArray(scales, kF32, {groups, rows});
+    case ScaleMode::kBlocks1x32:
+      return CheckArray(scales, ffi::DataType::U8, {groups, CeilDiv(rows, 128), blocks, 512});
+    case ScaleMode::kBlocks1x128: return CheckArray(scales, kF32, {groups, blocks, rows});
+    default: return CheckArray(scales, kF32, {groups, CeilDiv(rows, 128), CeilDiv(blocks, 4) * 4});
   }
-  return ffi::Error::Success();
 }
 
 ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale_inv,
@@ -67,8 +63,7 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
   params.b_scale_stride = ScaleBytes(*b_mode, params.n, params.k);
   params.a_scales = *a_mode;
   params.b_scales = *b_mode;
-  const std::string error = LaunchScaledMatmul(params, stream);
-  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
+  return ToError(kOp, LaunchScaledMatmul(params, stream));
 }
 
 }  // namespace
@@ -76,8 +71,7 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
 
 // Its initialize stage is that of scaled_matmul.
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_block_scaled_matmul_v1, jaxfp8::cuda::BlockScaledMatmulHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // a
                                  .Arg<xla::ffi::AnyBuffer>()  // b
                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv

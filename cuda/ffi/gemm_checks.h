@@ -59,8 +59,7 @@ inline ffi::Error CheckSpacedScale(const Operand& scale, int64_t groups) {
 // How many scales are in a buffer that has passed CheckSpacedScale.
 inline int64_t CountScales(ffi::AnyBuffer scale) { return scale.dimensions()[0]; }
 
-// The product of checked buffers; how scales lie, a bias and an accumulator are for the handler to
-// add.
+// The product of checked buffers; how scales lie, a bias and an accumulator are for the handler to add.
 inline ScaledMatmulParams ToParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& a_scale_inv,
                                    const ffi::AnyBuffer& b_scale_inv, const ffi::AnyBuffer& out,
                                    const ffi::AnyBuffer& workspace, bool precise) {

@@ -34,15 +34,10 @@ constexpr auto kOnStream = [](cudaStream_t stream, auto... buffers) -> ffi::Erro
   return ToError(Op::kName, kLaunch(params, stream));
 };
 
-template <class Op>
-auto Bind() {
-  return Op::Bind(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>());
-}
-
 }  // namespace
 
 #define JAXFP8_ON_STREAM(name, Op, launch) \
-  JAXFP8_DEFINE_HANDLER_SYMBOL(name, (kOnStream<Op, launch>), Bind<Op>(), {kRecordable})
+  JAXFP8_DEFINE_HANDLER_SYMBOL(name, (kOnStream<Op, launch>), Op::Bind(OnStream()), {kRecordable})
 
 JAXFP8_ON_STREAM(jaxfp8_adam_update_v1, AdamUpdateOp, LaunchAdamUpdate);
 JAXFP8_ON_STREAM(jaxfp8_amax_v1, AmaxOp, LaunchAmax);

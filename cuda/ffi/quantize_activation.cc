@@ -24,8 +24,7 @@ ffi::Error QuantizeActivationHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi:
 }  // namespace jaxfp8::cuda
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v2, jaxfp8::cuda::QuantizeActivationHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // x
                                  .Arg<xla::ffi::AnyBuffer>()  // scale
                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far

@@ -19,9 +19,7 @@ ffi::Error QuantizeActivationGradHandler(cudaStream_t stream, ffi::AnyBuffer x, 
   JAXFP8_RETURN_IF_ERROR(CheckActivation(kOp, x, attributes, &params));
   const ffi::Span<const int64_t> dims = x.dimensions();
   JAXFP8_RETURN_IF_ERROR(CheckTiles(kOp, x, scale, amax_so_far, *data, *amax, rest, &params, dims[2], 2));
-  const Operand grad_operand{kOp, "grad", grad};
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(grad_operand, {x.element_type()}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(grad_operand, {dims[0], dims[1], dims[3]}));
+  JAXFP8_RETURN_IF_ERROR(CheckArray({kOp, "grad", grad}, x.element_type(), {dims[0], dims[1], dims[3]}));
   params.grad = grad.untyped_data();
   if (rest.size() == 2) {
     JAXFP8_RETURN_IF_ERROR(ToColumnSums(kOp, **rest.get<ffi::AnyBuffer>(1), *data, &params.column_sums));
@@ -33,8 +31,7 @@ ffi::Error QuantizeActivationGradHandler(cudaStream_t stream, ffi::AnyBuffer x, 
 }  // namespace jaxfp8::cuda
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_grad_v1, jaxfp8::cuda::QuantizeActivationGradHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // x
                                  .Arg<xla::ffi::AnyBuffer>()  // scale
                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far

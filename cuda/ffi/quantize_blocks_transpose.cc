@@ -29,8 +29,7 @@ std::optional<BlockShape> ToBlockShape(std::string_view name) {
 // The codes of a layout [groups, rows, k], and their scales.
 ffi::Error CheckLayout(const Operand& data, const Operand& scale_inv, BlockShape block, BlockScaling scaling,
                        ffi::DataType format, int64_t groups, int64_t rows, int64_t k) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(data, {format}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data, {groups, rows, k}));
+  JAXFP8_RETURN_IF_ERROR(CheckArray(data, format, {groups, rows, k}));
   const int64_t row_tiles = CeilDiv(rows, 128), tiles = CeilDiv(k, 128);
   switch (block) {
     case BlockShape::kRow: return CheckBlockScales(scale_inv, scaling, {groups, rows, k == 0 ? 0 : 1});
@@ -46,48 +45,37 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
                                           ffi::RemainingRets rest, std::string_view block, std::string_view scaling) {
   const std::optional<BlockShape> shape = ToBlockShape(block);
   if (!shape.has_value()) return UnknownAttribute(kOp, "block", "rows, 1x32, 1x128 or 128x128", block);
-  BlockScaling kind;
-  JAXFP8_RETURN_IF_ERROR(ToBlockScaling(kOp, scaling, &kind));
+  QuantizeBlocksTransposeParams params = {};
+  params.block = *shape;
+  JAXFP8_RETURN_IF_ERROR(ToBlockScaling(kOp, scaling, &params.scaling));
   const Operand x_operand{kOp, "x", x};
   const Operand data_operand{kOp, "data", *data};
-  const Operand amaxes_operand{kOp, "amaxes", *amaxes};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
   JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 3));
-  const int64_t groups = x.dimensions()[0];
-  const int64_t m = x.dimensions()[1];
-  const int64_t n = x.dimensions()[2];
+  const int64_t groups = params.groups = x.dimensions()[0];
+  const int64_t m = params.m = x.dimensions()[1];
+  const int64_t n = params.n = x.dimensions()[2];
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   const ffi::DataType format = data->element_type();
   JAXFP8_RETURN_IF_ERROR(
-      CheckLayout(data_operand, {kOp, "scale_inv", *scale_inv}, *shape, kind, format, groups, m, n));
+      CheckLayout(data_operand, {kOp, "scale_inv", *scale_inv}, *shape, params.scaling, format, groups, m, n));
   JAXFP8_RETURN_IF_ERROR(CheckTransposedCount(kOp, 3, rest.size()));
   const bool transposes = rest.size() == 2;
   const int64_t lines = *shape == BlockShape::kRow ? m + (transposes ? n : 0) : 0;
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(amaxes_operand, {ffi::DataType::F32}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(amaxes_operand, {groups, lines}));
-
-  QuantizeBlocksTransposeParams params = {};
+  JAXFP8_RETURN_IF_ERROR(CheckArray({kOp, "amaxes", *amaxes}, ffi::DataType::F32, {groups, lines}));
   if (transposes) {
-    auto data_t = rest.get<ffi::AnyBuffer>(0);
-    auto scale_inv_t = rest.get<ffi::AnyBuffer>(1);
-    if (!data_t.has_value()) return data_t.error();
-    if (!scale_inv_t.has_value()) return scale_inv_t.error();
-    JAXFP8_RETURN_IF_ERROR(CheckLayout({kOp, "data_t", **data_t}, {kOp, "scale_inv_t", **scale_inv_t}, *shape, kind,
-                                       format, groups, n, m));
-    params.data_t = (*data_t)->untyped_data();
-    params.scale_inv_t = (*scale_inv_t)->untyped_data();
+    const ffi::AnyBuffer data_t = **rest.get<ffi::AnyBuffer>(0), scale_inv_t = **rest.get<ffi::AnyBuffer>(1);
+    JAXFP8_RETURN_IF_ERROR(CheckLayout({kOp, "data_t", data_t}, {kOp, "scale_inv_t", scale_inv_t}, *shape,
+                                       params.scaling, format, groups, n, m));
+    params.data_t = data_t.untyped_data();
+    params.scale_inv_t = scale_inv_t.untyped_data();
   }
   params.dtype = ToDtype(x.element_type());
   params.format = ToDtype(format);
-  params.block = *shape;
-  params.scaling = kind;
   params.x = x.untyped_data();
   params.data = data->untyped_data();
   params.scale_inv = scale_inv->untyped_data();
   params.amaxes = Data<float>(*amaxes);
-  params.groups = groups;
-  params.m = m;
-  params.n = n;
   return ToError(kOp, LaunchQuantizeBlocksTranspose(params, stream));
 }
 
@@ -95,8 +83,7 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
 }  // namespace jaxfp8::cuda
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2, jaxfp8::cuda::QuantizeBlocksTransposeHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // x
                                  .Ret<xla::ffi::AnyBuffer>()  // data
                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv

@@ -10,11 +10,6 @@ namespace {
 
 constexpr const char* kOp = "quantize_norm";
 
-ffi::Error CheckFloats(const Operand& operand, std::initializer_list<int64_t> dims) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-  return CheckShape(operand, dims);
-}
-
 ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
                                ffi::AnyBuffer statistics, ffi::AnyBuffer gamma, ffi::AnyBuffer beta,
                                ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
@@ -27,14 +22,14 @@ ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   const Operand statistics_operand{kOp, "statistics", statistics};
   JAXFP8_RETURN_IF_ERROR(CheckRank(statistics_operand, 3));
   const bool has_mean = statistics.dimensions()[2] == 2;
-  JAXFP8_RETURN_IF_ERROR(CheckFloats(statistics_operand, {groups, m, has_mean ? 2 : 1}));
+  JAXFP8_RETURN_IF_ERROR(CheckArray(statistics_operand, ffi::DataType::F32, {groups, m, has_mean ? 2 : 1}));
   const Operand gamma_operand{kOp, "gamma", gamma};
   JAXFP8_RETURN_IF_ERROR(CheckRank(gamma_operand, 2));
   const int64_t rows = gamma.dimensions()[0] == 1 ? 1 : groups;
-  JAXFP8_RETURN_IF_ERROR(CheckFloats(gamma_operand, {rows, n}));
+  JAXFP8_RETURN_IF_ERROR(CheckArray(gamma_operand, ffi::DataType::F32, {rows, n}));
   const Operand beta_operand{kOp, "beta", beta};
   if (!IsNone(beta)) {
-    JAXFP8_RETURN_IF_ERROR(CheckFloats(beta_operand, {rows, n}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray(beta_operand, ffi::DataType::F32, {rows, n}));
     if (!has_mean) return Mismatch(beta_operand, "F32[0] where there is no mean");
   }
   QuantizeNormParams params = {};
@@ -51,8 +46,7 @@ ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
 }  // namespace jaxfp8::cuda
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_norm_v2, jaxfp8::cuda::QuantizeNormHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // x
                                  .Arg<xla::ffi::AnyBuffer>()  // scale
                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far

@@ -26,11 +26,6 @@ ffi::Error CheckCodes(const Operand& codes, size_t rank) {
   return CheckSizes(codes);
 }
 
-ffi::Error CheckBlockScales(const Operand& operand, std::initializer_list<int64_t> shape) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-  return CheckShape(operand, shape);
-}
-
 ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale_inv,
                                ffi::AnyBuffer b_scale_inv, ffi::AnyBuffer group_sizes,
                                ffi::Result<ffi::AnyBuffer> out, bool precise) {
@@ -45,9 +40,7 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   JAXFP8_RETURN_IF_ERROR(CheckDtype(sizes_operand, {ffi::DataType::S32}));
   JAXFP8_RETURN_IF_ERROR(CheckRank(sizes_operand, 2));
   JAXFP8_RETURN_IF_ERROR(CheckSizes(sizes_operand));
-  const int64_t members = a.dimensions()[0];
-  const int64_t rows = a.dimensions()[1];
-  const int64_t length = a.dimensions()[2];
+  const int64_t members = a.dimensions()[0], rows = a.dimensions()[1], length = a.dimensions()[2];
   const int64_t groups = group_sizes.dimensions()[1];
   const int64_t columns = b.dimensions()[contraction ? 1 : 2];
   JAXFP8_RETURN_IF_ERROR(CheckShape(sizes_operand, {members, groups}));
@@ -58,10 +51,11 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   const bool blocks = a_scale_inv.dimensions().size() > 2 || b_scale_inv.dimensions().size() > 2;
   if (blocks) {
     const int64_t depth = RaggedBlocks(static_cast<int32_t>(length));
-    JAXFP8_RETURN_IF_ERROR(CheckBlockScales(a_scale_operand, {members, depth, rows}));
+    JAXFP8_RETURN_IF_ERROR(CheckArray(a_scale_operand, ffi::DataType::F32, {members, depth, rows}));
     const int64_t column_blocks = RaggedBlocks(static_cast<int32_t>(columns));
-    JAXFP8_RETURN_IF_ERROR(contraction ? CheckBlockScales(b_scale_operand, {members, depth, columns})
-                                       : CheckBlockScales(b_scale_operand, {members, groups, column_blocks, depth}));
+    JAXFP8_RETURN_IF_ERROR(CheckDtype(b_scale_operand, {ffi::DataType::F32}));
+    JAXFP8_RETURN_IF_ERROR(contraction ? CheckShape(b_scale_operand, {members, depth, columns})
+                                       : CheckShape(b_scale_operand, {members, groups, column_blocks, depth}));
   } else {
     JAXFP8_RETURN_IF_ERROR(CheckScale(a_scale_operand, members));
     JAXFP8_RETURN_IF_ERROR(CheckScale(b_scale_operand, members));
@@ -100,8 +94,7 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
 }  // namespace jaxfp8::cuda
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_ragged_matmul_v1, jaxfp8::cuda::RaggedMatmulHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // a
                                  .Arg<xla::ffi::AnyBuffer>()  // b
                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv

@@ -28,18 +28,23 @@ ffi::Error CheckNumbers(const char* op, const std::array<const char*, kNames>& n
                                        " numbers of quantizers and rows, got " + std::to_string(count));
   }
   for (int64_t i = 0; i < count; ++i) {
-    JAXFP8_RETURN_IF_ERROR(CheckState(op, names[i / of_each], i % of_each, get(i), {1}));
+    const std::string numbered = std::string(names[i / of_each]) + " " + std::to_string(i % of_each);
+    JAXFP8_RETURN_IF_ERROR(CheckArray({op, numbered.c_str(), get(i)}, ffi::DataType::F32, {1}));
   }
   return ffi::Error::Success();
 }
 
-// `place(i, q, row, quantizer)` fills in the i-th row of all quantizers' rows. A launch has room for kMaxQuantizers.
+// `whole` has the arrays of the quantizers; `place(i, row, quantizer)` fills in the i-th row of all quantizers' rows, but
+// its history. A launch has room for kMaxQuantizers.
 template <class Params, class Place, class Launch>
-ffi::Error LaunchRows(const char* op, int64_t quantizers, int64_t rows, Place place, Launch launch) {
+ffi::Error LaunchRows(const char* op, const Params& whole, Place place, Launch launch) {
   Params params = {};
   params.groups = 1;
-  for (int64_t i = 0; i < quantizers * rows; ++i) {
-    place(i, i / rows, i % rows, &params.quantizers[params.count++]);
+  for (int64_t i = 0; i < whole.count * whole.groups; ++i) {
+    const int64_t row = i % whole.groups;
+    auto& quantizer = params.quantizers[params.count++] = whole.quantizers[i / whole.groups];
+    quantizer.history += row * quantizer.length;
+    place(i, row, &quantizer);
     if (params.count == kMaxQuantizers) {
       JAXFP8_RETURN_IF_ERROR(ToError(op, launch(params)));
       params.count = 0;
@@ -57,26 +62,24 @@ ffi::Error ReadRowsHandler(cudaStream_t stream, ffi::RemainingArgs operands, ffi
   const auto operand = [&](int64_t i) { return *operands.get<ffi::AnyBuffer>(i); };
   const auto result = [&](int64_t i) { return **results.get<ffi::AnyBuffer>(i); };
   JAXFP8_RETURN_IF_ERROR(CheckRank({kOp, "history 0", operand(0)}, 2));
-  int64_t rows = 0;
+  DelayedScalesParams whole = {};
+  whole.count = count;
   for (int64_t q = 0; q < count; ++q) {
-    JAXFP8_RETURN_IF_ERROR(CheckHistory(kOp, q, operand(q), operand(0), &rows));
-    JAXFP8_RETURN_IF_ERROR(CheckState(kOp, "stored", q, operand(count + q), {rows}));
-    JAXFP8_RETURN_IF_ERROR(CheckNumerator(kOp, q, numerators.begin()[q]));
+    DelayedScalesQuantizer& to = whole.quantizers[q];
+    JAXFP8_RETURN_IF_ERROR(ToHistory(kOp, q, operand(q), operand(0), &whole.groups, &to));
+    JAXFP8_RETURN_IF_ERROR(ToState(kOp, "stored", q, operand(count + q), {whole.groups}, &to.stored));
+    JAXFP8_RETURN_IF_ERROR(ToNumerator(kOp, q, numerators.begin()[q], &to.numerator));
   }
-  const int64_t of_each = count * rows;
+  const int64_t of_each = count * whole.groups;
   JAXFP8_RETURN_IF_ERROR(CheckNumbers<3>(kOp, {"scale", "scale_inv", "amax"}, static_cast<int64_t>(results.size()),
                                          of_each, result));
-  return LaunchRows<DelayedScalesParams>(
-      kOp, count, rows,
-      [&](int64_t i, int64_t q, int64_t row, DelayedScalesQuantizer* quantizer) {
-        const int64_t length = operand(q).dimensions().back();
-        quantizer->history = Data<float>(operand(q)) + row * length;
-        quantizer->stored = Data<float>(operand(count + q)) + row;
+  return LaunchRows(
+      kOp, whole,
+      [&](int64_t i, int64_t row, DelayedScalesQuantizer* quantizer) {
+        quantizer->stored += row;
         quantizer->scale = Data<float>(result(i));
         quantizer->scale_inv = Data<float>(result(of_each + i));
         quantizer->amax = Data<float>(result(2 * of_each + i));
-        quantizer->length = length;
-        quantizer->numerator = numerators.begin()[q];
       },
       [&](const DelayedScalesParams& params) { return LaunchDelayedScales(params, stream); });
 }
@@ -92,26 +95,25 @@ ffi::Error WriteRowsHandler(cudaStream_t stream, ffi::RemainingArgs operands, ff
   const auto operand = [&](int64_t i) { return *operands.get<ffi::AnyBuffer>(i); };
   const auto result = [&](int64_t i) { return **results.get<ffi::AnyBuffer>(i); };
   JAXFP8_RETURN_IF_ERROR(CheckRank({kOp, "history 0", operand(0)}, 2));
-  int64_t rows = 0;
+  WriteHistoriesParams whole = {};
+  whole.count = count;
   for (int64_t q = 0; q < count; ++q) {
-    JAXFP8_RETURN_IF_ERROR(CheckHistory(kOp, q, operand(q), operand(0), &rows));
-    JAXFP8_RETURN_IF_ERROR(CheckState(kOp, "next history", q, result(q), Dims(operand(q))));
-    JAXFP8_RETURN_IF_ERROR(CheckState(kOp, "next scale", q, result(count + q), {rows}));
+    WriteHistoriesQuantizer& to = whole.quantizers[q];
+    JAXFP8_RETURN_IF_ERROR(ToHistory(kOp, q, operand(q), operand(0), &whole.groups, &to));
+    JAXFP8_RETURN_IF_ERROR(ToState(kOp, "next history", q, result(q), Dims(operand(q)), &to.next_history));
+    JAXFP8_RETURN_IF_ERROR(ToState(kOp, "next scale", q, result(count + q), {whole.groups}, &to.next_scale));
+    to.stride = 1;
   }
-  const int64_t of_each = count * rows;
+  const int64_t of_each = count * whole.groups;
   const auto number = [&](int64_t i) { return operand(count + i); };
   JAXFP8_RETURN_IF_ERROR(CheckNumbers<2>(kOp, {"amax", "scale_inv"}, numbers, of_each, number));
-  return LaunchRows<WriteHistoriesParams>(
-      kOp, count, rows,
-      [&](int64_t i, int64_t q, int64_t row, WriteHistoriesQuantizer* quantizer) {
-        const int64_t length = operand(q).dimensions().back();
-        quantizer->history = Data<float>(operand(q)) + row * length;
+  return LaunchRows(
+      kOp, whole,
+      [&](int64_t i, int64_t row, WriteHistoriesQuantizer* quantizer) {
         quantizer->amax = Data<float>(number(i));
         quantizer->scale_inv = Data<float>(number(of_each + i));
-        quantizer->next_history = Data<float>(result(q)) + row * length;
-        quantizer->next_scale = Data<float>(result(count + q)) + row;
-        quantizer->length = length;
-        quantizer->stride = 1;
+        quantizer->next_history += row * quantizer->length;
+        quantizer->next_scale += row;
       },
       [&](const WriteHistoriesParams& params) { return LaunchWriteHistories(params, stream); });
 }
@@ -120,16 +122,14 @@ ffi::Error WriteRowsHandler(cudaStream_t stream, ffi::RemainingArgs operands, ff
 }  // namespace jaxfp8::cuda
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_rows_v1, jaxfp8::cuda::ReadRowsHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .RemainingArgs()  // histories, stored
                                  .RemainingRets()  // scales, scale_invs, amaxes
                                  .Attr<xla::ffi::Span<const float>>("numerators"),
                              {jaxfp8::cuda::kRecordable});
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_rows_v1, jaxfp8::cuda::WriteRowsHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .RemainingArgs()  // histories, amaxes, scale_invs
                                  .RemainingRets()  // histories, scales
                                  .Attrs(),

@@ -14,8 +14,7 @@ constexpr int64_t kScaleBytes = 4 * sizeof(float);  // from one scale to the nex
 ffi::Error CheckScales(const Operand& a_scale_inv, const Operand& b_scale_inv, int64_t groups) {
   JAXFP8_RETURN_IF_ERROR(CheckSpacedScale(a_scale_inv, groups));
   JAXFP8_RETURN_IF_ERROR(CheckSpacedScale(b_scale_inv, groups));
-  const int64_t a_scales = CountScales(a_scale_inv.buffer);
-  const int64_t b_scales = CountScales(b_scale_inv.buffer);
+  const int64_t a_scales = CountScales(a_scale_inv.buffer), b_scales = CountScales(b_scale_inv.buffer);
   if (a_scales == 1 || b_scales == 1 || a_scales == b_scales) return ffi::Error::Success();
   return Mismatch(b_scale_inv, "F32[1] or F32[" + std::to_string(a_scales) + ",4]");
 }
@@ -29,15 +28,14 @@ ffi::Error CheckOperandCount(const ffi::RemainingArgs& rest, bool has_bias, bool
 
 // cuBLASLt adds a bias of the output's type, and bf16 to f32.
 ffi::Error CheckBias(const Operand& bias, ffi::DataType out, int64_t n) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(bias, {out == ffi::DataType::F16 ? ffi::DataType::F16 : ffi::DataType::BF16}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(bias, {n}));
+  const ffi::DataType dtype = out == ffi::DataType::F16 ? ffi::DataType::F16 : ffi::DataType::BF16;
+  JAXFP8_RETURN_IF_ERROR(CheckArray(bias, dtype, {n}));
   return CheckPointer(bias);
 }
 
 // cuBLASLt's C has the type of D.
 ffi::Error CheckAccumulator(const Operand& accumulator, const Operand& out) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(accumulator, {ffi::DataType::F32}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(accumulator, out.buffer.dimensions()));
+  JAXFP8_RETURN_IF_ERROR(CheckArray(accumulator, ffi::DataType::F32, out.buffer.dimensions()));
   if (out.buffer.element_type() != ffi::DataType::F32) return Mismatch(out, "F32 with an accumulator");
   return CheckPointer(accumulator);
 }
@@ -59,16 +57,14 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
 
   ScaledMatmulParams params = ToParams(a, b, a_scale_inv, b_scale_inv, *out, *workspace, precise);
   if (has_bias) {
-    const auto bias = rest.get<ffi::AnyBuffer>(0);
-    if (!bias.has_value()) return bias.error();
-    JAXFP8_RETURN_IF_ERROR(CheckBias({kOp, "bias", *bias}, out->element_type(), n));
-    params.bias = bias->untyped_data();
+    const ffi::AnyBuffer bias = *rest.get<ffi::AnyBuffer>(0);
+    JAXFP8_RETURN_IF_ERROR(CheckBias({kOp, "bias", bias}, out->element_type(), n));
+    params.bias = bias.untyped_data();
   }
   if (has_accumulator) {
-    const auto accumulator = rest.get<ffi::AnyBuffer>(has_bias ? 1 : 0);
-    if (!accumulator.has_value()) return accumulator.error();
-    JAXFP8_RETURN_IF_ERROR(CheckAccumulator({kOp, "accumulator", *accumulator}, out_operand));
-    params.accumulator = Data<float>(*accumulator);
+    const ffi::AnyBuffer accumulator = *rest.get<ffi::AnyBuffer>(has_bias ? 1 : 0);
+    JAXFP8_RETURN_IF_ERROR(CheckAccumulator({kOp, "accumulator", accumulator}, out_operand));
+    params.accumulator = Data<float>(accumulator);
   }
   JAXFP8_RETURN_IF_ERROR(CheckMultiples(a_operand));
   JAXFP8_RETURN_IF_ERROR(CheckMultiples(b_operand));
@@ -78,19 +74,16 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   // Python computes empty products itself. Without extras they are zeros, which need no GEMM.
   if (k == 0 && (has_bias || has_accumulator)) return Mismatch(a_operand, "k of at least 16 with these attributes");
 
-  const int64_t a_scales = CountScales(a_scale_inv);
-  const int64_t b_scales = CountScales(b_scale_inv);
+  const int64_t a_scales = CountScales(a_scale_inv), b_scales = CountScales(b_scale_inv);
   params.batch = groups / std::max<int64_t>({1, a_scales, b_scales});
   params.a_scale_stride = a_scales == 1 ? 0 : kScaleBytes;
   params.b_scale_stride = b_scales == 1 ? 0 : kScaleBytes;
-  const std::string error = LaunchScaledMatmul(params, stream);
-  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
+  return ToError(kOp, LaunchScaledMatmul(params, stream));
 }
 
 // XLA calls this before each run or recording of a program, with the program's device current. It looks at no buffer.
 ffi::Error InitializeScaledMatmul() {
-  const std::string error = PrepareScaledMatmul();
-  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
+  return ToError(kOp, PrepareScaledMatmul());
 }
 
 }  // namespace
@@ -100,8 +93,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_initialize_v1, jaxfp8::cuda::
                               xla::ffi::Ffi::BindInitialize(), {jaxfp8::cuda::kRecordable});
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v2, jaxfp8::cuda::ScaledMatmulHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // a
                                  .Arg<xla::ffi::AnyBuffer>()  // b
                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv

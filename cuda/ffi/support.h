@@ -16,10 +16,18 @@ namespace jaxfp8::cuda {
 // record it into CUDA graphs.
 constexpr ffi::Traits kRecordable = ffi::Traits::kCmdBufferCompatible;
 
+// What every binding begins with.
+inline auto OnStream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
+
 inline ffi::Error ToError(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(op) + ": CUDA: " + cudaGetErrorName(status) + ": " +
                               cudaGetErrorString(status));
+}
+
+// `error` is empty for success.
+inline ffi::Error ToError(const char* op, const std::string& error) {
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(op) + ": " + error);
 }
 
 }  // namespace jaxfp8::cuda

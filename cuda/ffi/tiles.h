@@ -26,9 +26,7 @@ inline ffi::Error CheckTiles(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer sc
   }
   params->data_t = nullptr;
   if (rest.size() > 0) {
-    auto data_t = rest.get<ffi::AnyBuffer>(0);
-    if (!data_t.has_value()) return data_t.error();
-    JAXFP8_RETURN_IF_ERROR(ToTransposed(op, data, **data_t, params));
+    JAXFP8_RETURN_IF_ERROR(ToTransposed(op, data, **rest.get<ffi::AnyBuffer>(0), params));
   }
   return ffi::Error::Success();
 }

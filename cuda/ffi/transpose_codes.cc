@@ -15,9 +15,7 @@ ffi::Error TransposeCodesHandler(cudaStream_t stream, ffi::AnyBuffer data, ffi::
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   JAXFP8_RETURN_IF_ERROR(CheckInput(data_operand, 3));
   const int64_t g = data.dimensions()[0], m = data.dimensions()[1], n = data.dimensions()[2];
-  const Operand data_t_operand{kOp, "data_t", *data_t};
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data.element_type()}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {g, n, m}));
+  JAXFP8_RETURN_IF_ERROR(CheckArray({kOp, "data_t", *data_t}, data.element_type(), {g, n, m}));
   return ToError(kOp, LaunchTransposeCodes({Data<const uint8_t>(data), Data<uint8_t>(*data_t), g, m, n}, stream));
 }
 
@@ -25,8 +23,7 @@ ffi::Error TransposeCodesHandler(cudaStream_t stream, ffi::AnyBuffer data, ffi::
 }  // namespace jaxfp8::cuda
 
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_codes_v1, jaxfp8::cuda::TransposeCodesHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                             jaxfp8::cuda::OnStream()
                                  .Arg<xla::ffi::AnyBuffer>()  // data
                                  .Ret<xla::ffi::AnyBuffer>()  // data_t
                                  .Attrs(),

@@ -2,9 +2,6 @@
 examples share.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,14 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from . import _compat
 
 
-def batch_of(args: Sequence[Any], dims: Sequence[int | None]) -> tuple[int, Any]:
+def batch_of(args, dims):
     """Return the size of a batch, and the mesh axis that cuts it."""
     pairs = zip(args, dims, strict=True)
     x, d = next((x, d) for x, d in pairs if d is not None)
     return x.shape[d], jax.typeof(x).sharding.spec[d]
 
 
-def in_front(batch: tuple[int, Any], x: Any, dim: int | None, repeated: Callable):
+def in_front(batch, x, dim, repeated):
     """Return `x` with the batch as its first dimension; where it has none, repeated by
     `repeat` or `repeat_state`.
     """
@@ -30,7 +27,7 @@ def in_front(batch: tuple[int, Any], x: Any, dim: int | None, repeated: Callable
     return x if dim == 0 else jnp.moveaxis(x, dim, 0)
 
 
-def repeat(batch: tuple[int, Any], x: jax.Array) -> jax.Array:
+def repeat(batch, x):
     """Repeat `x` for each example of a batch."""
     (size, axis), sharding = batch, jax.typeof(x).sharding
     out = None

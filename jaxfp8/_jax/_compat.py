@@ -10,7 +10,7 @@ one is refused at import.
 import dataclasses
 import pkgutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from ._primitives import compiled
 
 
-def _hook(name: str) -> Any:
+def _hook(name):
     """Return a private object of JAX by its whole name.
 
     Raises:
@@ -58,24 +58,18 @@ _transpose_broadcast = ad.primitive_transposes[lax.broadcast_in_dim_p]
 _has_structured = "structured_residuals" in _LinearizeTrace.__init__.__code__.co_names
 
 
-def linearizes_by(op: Primitive, rule) -> None:
-    """Have JAX linearize `op` by a rule.
-
-    JAX versions that have not been tried get no rule: they derive one from the jvp at
-    each use.
+def linearizes_by(op, rule):
+    """Have JAX linearize `op` by a rule; else JAX derives one from the jvp at each use.
 
     Args:
         op: a primitive that has a jvp as well.
         rule: `(is_vjp, is_linear, *primals, **params) -> linearized(...)`. `is_linear`
             says which operands have tangents.
     """
-    # The form of the rule is private. In a version that has changed it, every gradient
-    # would fail.
-    if jax.__version_info__ < (0, 13):
-        _linearizations[op] = rule
+    _linearizations[op] = rule
 
 
-def linearized(results, residuals, function, has_tangent=True) -> tuple:
+def linearized(results, residuals, function, has_tangent=True):
     """Return the result of a rule of `linearizes_by`.
 
     Args:
@@ -97,7 +91,7 @@ def linearized(results, residuals, function, has_tangent=True) -> tuple:
     return results, has_tangent, residuals, None, with_structured
 
 
-def is_of_one_array(tangent) -> bool:
+def is_of_one_array(tangent):
     """Tell whether the gradient that this tangent belongs to is of one array; False
     inside of `jax.checkpoint`.
     """
@@ -120,7 +114,7 @@ def outermost_trace(tangent):
     return trace
 
 
-def without_mesh(avals) -> list:
+def without_mesh(avals):
     """Return types of arrays without mesh axes, as the inside of an op has them: the
     types of the op itself say where its results are.
     """
@@ -129,31 +123,20 @@ def without_mesh(avals) -> list:
 
 def lower_jitted(ctx, jitted, operands):
     """Lower a jitted function of the first operands into the program of a lowering
-    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh.
-
-    `mlir.lower_fun` traces at each use. In a version of JAX that has not been tried it
-    traces here too.
+    rule, from the jaxpr that JAX keeps of the function, which is traced without a mesh;
+    `mlir.lower_fun` would trace at each use.
     """
     avals = without_mesh(ctx.avals_in[: len(operands)])
     with use_abstract_mesh(AbstractMesh((), ())):
-        if jax.__version_info__ >= (0, 13):
-            rule = mlir.lower_fun(
-                lambda *operands: list(jitted(*operands)), multiple_results=True
-            )
-            return rule(ctx.replace(avals_in=avals), *operands)
-        closed = jitted.trace(*avals).jaxpr
-        module = (
-            ctx.module_context
-            if ctx.platforms is None
-            else ctx.module_context.replace(platforms=ctx.platforms)
-        )
-        constants = [mlir.ir_constant(constant) for constant in closed.consts]
+        closed, module = jitted.trace(*avals).jaxpr, ctx.module_context
+        if ctx.platforms is not None:
+            module = module.replace(platforms=ctx.platforms)
         results, _ = mlir.jaxpr_subcomp(
             module,
             closed.jaxpr,
             ctx.name_stack,
             ctx.tokens_in,
-            constants,
+            list(map(mlir.ir_constant, closed.consts)),
             *operands,
             dim_var_values=ctx.dim_var_values,
             const_lowering=ctx.const_lowering,
@@ -162,14 +145,14 @@ def lower_jitted(ctx, jitted, operands):
         return results
 
 
-def needs_devices(op: Primitive) -> None:
+def needs_devices(op):
     """Make JAX lower programs with `op` for the devices they will run on: _partition.py
     asks for them.
     """
     _need_devices.add(op)
 
 
-def devices_of(ctx) -> str:
+def devices_of(ctx):
     """Return the target of a lowering: `"one"` device, a `"shard"` of a `shard_map`, a
     `"mesh"`; or `"unknown"`.
 
@@ -178,22 +161,19 @@ def devices_of(ctx) -> str:
     `custom_partitioning` cannot be written out.
     """
     context = ctx.module_context.axis_context
-    # A `shard_map` over some of the axes leaves the others to XLA: its program is
-    # neither that of one device nor that of the whole mesh.
     if hasattr(context, "manual_axes"):
-        return (
-            "shard"
-            if set(context.manual_axes) == set(context.mesh.axis_names)
-            else "unknown"
-        )
-    if getattr(context, "num_devices", None) == 1:
+        if set(context.manual_axes) == set(context.mesh.axis_names):
+            return "shard"
+        # A `shard_map` over some of the axes leaves the others to XLA: its program is
+        # neither that of one device nor that of the whole mesh.
+        return "unknown"
+    if context.num_devices == 1:
         return "one"
-    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
-    known = getattr(context, "device_assignment", None) is not None and getattr(
-        context, "abstract_mesh", None
-    )
-    return "mesh" if shardy and not exported and known else "unknown"
+    shardy = jax.config.jax_use_shardy_partitioner
+    exported = ctx.module_context.lowering_parameters.for_export
+    if shardy and not exported and context.device_assignment and context.abstract_mesh:
+        return "mesh"
+    return "unknown"
 
 
 def with_mesh(ctx, mesh):
@@ -207,17 +187,17 @@ def with_mesh(ctx, mesh):
     return ctx.replace(module_context=module.replace(axis_context=context))
 
 
-def gpus_of(ctx) -> list:
+def gpus_of(ctx):
     """Return the GPUs that a program is lowered for; empty where JAX does not name
     them.
     """
     context = ctx.module_context.axis_context
+    devices = getattr(context, "device_assignment", None) or ()
     # The context of a `shard_map` has a mesh and no assignment; an abstract mesh names
     # no devices.
     mesh = getattr(context, "mesh", None)
-    devices = getattr(context, "device_assignment", None) or (
-        mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
-    )
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices = mesh.devices.flat
     return [device for device in devices if device.platform == "gpu"]
 
 
@@ -272,7 +252,7 @@ class _MaxDtype(_ExtendedDType):
     type: type = _MaxType
     itemsize: int = 4
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return self.name
 
 
@@ -353,7 +333,7 @@ class OncePrimitive(Primitive):
         results_of_first[key] = list(map(weakref.ref, args)), list(map(hold, results))
         return results
 
-    def _results_of(self, tracer) -> dict:
+    def _results_of(self, tracer):
         """Return the results that are known of a tracer, which die with it."""
         name, memo = id(tracer), self.memo
         if name not in memo:
@@ -366,7 +346,7 @@ def _strong_reference(x):
     return lambda: x
 
 
-def _defined_cast(op: Primitive) -> Primitive:
+def _defined_cast(op):
     """Define a primitive as a change of dtypes, which is linear; JAX's own conversion
     of extended dtypes has no working transpose.
     """
@@ -376,15 +356,15 @@ def _defined_cast(op: Primitive) -> Primitive:
         return [x.update(dtype=dtype, weak_type=False) for x, dtype in pairs]
 
     def lower(ctx, *xs, dtypes):
-        old, new = (
-            list(map(_physical_aval, avals)) for avals in (ctx.avals_in, ctx.avals_out)
-        )
-        if [aval.dtype for aval in old] == [aval.dtype for aval in new]:
+        old = list(map(_physical_aval, ctx.avals_in))
+        new = list(map(_physical_aval, ctx.avals_out))
+        new_dtypes = [aval.dtype for aval in new]
+        if [aval.dtype for aval in old] == new_dtypes:
             return xs
 
         # Trainers may have cast the tree: state in a narrower dtype is read as f32.
         def convert(*xs):
-            return [x.astype(aval.dtype) for x, aval in zip(xs, new, strict=True)]
+            return list(map(lax.convert_element_type, xs, new_dtypes))
 
         ctx = ctx.replace(avals_in=old, avals_out=new)
         return mlir.lower_fun(convert, multiple_results=True)(ctx, *xs)
@@ -418,7 +398,7 @@ _cast_p = _defined_cast(Primitive("jaxfp8_cast"))
 _to_max_p = _defined_cast(OncePrimitive("jaxfp8_to_max"))
 
 
-def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
+def cast(xs, dtypes):
     """Return arrays in other dtypes, those that `max_dtype` makes among them."""
     return _cast_p.bind(*xs, dtypes=tuple(dtypes))
 
@@ -427,21 +407,21 @@ def cast(xs: Sequence[Any], dtypes: Sequence[Any]) -> list:
 METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
-def max_dtype(name: str, clean: Callable[..., Any]) -> Any:
+def max_dtype(name, clean):
     """Return a dtype called `name` whose cotangents, as float32, meet in
     `max(clean(a), clean(b))`.
     """
     return _MaxDtype(name, clean)
 
 
-def is_max(x) -> bool:
+def is_max(x):
     """Return whether `x` is an array of the max dtype, or of another dtype that
     `max_dtype` made.
     """
     return isinstance(getattr(x, "dtype", None), _MaxDtype)
 
 
-def holds_max(tree: Any) -> bool:
+def holds_max(tree):
     """Tell whether any leaf of `tree` has a dtype that `max_dtype` made."""
     return any(map(is_max, jax.tree.leaves(tree)))
 
@@ -468,17 +448,19 @@ def to_max(x, dtype=MAX_DTYPE):
     return _to_max_p.bind(x, dtypes=(dtype,))[0]
 
 
-def with_max(xs: Sequence[Any]) -> list:
+def with_max(xs):
     """Return traced float arrays in the max dtype, others in float32; an array of a
     dtype that `max_dtype` made stays as it is.
     """
-    results = list(xs)
-    for i, x in enumerate(xs):
-        if isinstance(x, jax.core.Tracer) and not is_max(x):
-            results[i] = to_max(x)
-        elif not is_max(x):
-            results[i] = jnp.asarray(x).astype(jnp.float32)
-    return results
+    return list(map(_with_max, xs))
+
+
+def _with_max(x):
+    if is_max(x):
+        return x
+    if isinstance(x, jax.core.Tracer):
+        return to_max(x)
+    return jnp.asarray(x).astype(jnp.float32)
 
 
 def from_max(x):
@@ -488,7 +470,7 @@ def from_max(x):
     return cast([x], [_FLOAT32])[0]
 
 
-def plain(xs: Sequence[Any]) -> list:
+def plain(xs):
     """Return arrays with float32 in the place of the dtypes that `max_dtype` made."""
     places = [i for i, x in enumerate(xs) if is_max(x)]
     results = list(xs)

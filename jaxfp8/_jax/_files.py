@@ -4,12 +4,10 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from typing import IO
 
 
 @contextlib.contextmanager
-def replaced(path: str | os.PathLike, mode: str) -> Iterator[IO]:
+def replaced(path, mode):
     """Open a file for writing that takes the place of `path` when the context ends
     without an error.
 

@@ -12,18 +12,19 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-def varying(*values) -> frozenset:
+def varying(*values):
     """Return the manual mesh axes over which any value, or type, varies; empty with
     `check_vma=False`.
     """
     axes = frozenset()
     for x in values:
-        aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
-        axes |= aval.manual_axis_type.varying
+        if not isinstance(x, jax.core.AbstractValue):
+            x = jax.typeof(x)
+        axes |= x.manual_axis_type.varying
     return axes
 
 
-def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
+def types(operands, operand_names, result_names, dtypes, new_sizes):
     """Return the types of an op's results, from sizes and shardings by the names of
     dimensions.
 
@@ -63,17 +64,24 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
     return results
 
 
-def once(entries) -> PartitionSpec:
+def axes_of(entry):
+    """Return the mesh axes of an entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def once(entries):
     """Return a PartitionSpec without the mesh axes that an earlier entry has."""
     used, kept = set(), []
     for entry in entries:
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        kept.append(None if used & set(axes) else entry)
-        used |= set(axes)
+        axes = set(axes_of(entry))
+        kept.append(None if used & axes else entry)
+        used |= axes
     return PartitionSpec(*kept)
 
 
-def varying_alike(avals, values) -> list:
+def varying_alike(avals, values):
     """Return types that vary over each manual axis over which one of them, or one of
     `values`, varies.
     """
@@ -99,9 +107,9 @@ def without_reduced(x):
     `unreduced` over them.
     """
     spec = jax.typeof(x).sharding.spec
-    return (
-        jax.sharding.reshard(x, PartitionSpec(*spec.partitions)) if spec.reduced else x
-    )
+    if not spec.reduced:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*spec.partitions))
 
 
 def cotangent_of(aval, ct):
@@ -113,9 +121,8 @@ def cotangent_of(aval, ct):
     parts of one device, and add them up again.
     """
     axes = varying(ct) - varying(aval)
-    ct = lax.psum(ct, tuple(sorted(axes))) if axes else ct
-    return (
-        jax.sharding.reshard(ct, aval.sharding)
-        if aval.sharding.mesh.explicit_axes
-        else placed_as(aval, ct)
-    )
+    if axes:
+        ct = lax.psum(ct, tuple(sorted(axes)))
+    if aval.sharding.mesh.explicit_axes:
+        return jax.sharding.reshard(ct, aval.sharding)
+    return placed_as(aval, ct)

@@ -3,8 +3,6 @@ the jaxprs of an equation.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -41,7 +39,7 @@ _NOT_FINITE = (
 )
 
 
-def compiled(op: Primitive) -> Callable:
+def compiled(op):
     """Return the function that runs a primitive outside of jit and in
     `jax.disable_jit()`: a jitted call per params.
     """
@@ -66,7 +64,7 @@ def compiled(op: Primitive) -> Callable:
     return run
 
 
-def refuse_derivative(*args, op: str | None = None, **params):
+def refuse_derivative(*args, op=None, **params):
     """Raise the error of a second derivative and of forward mode; `op` names an op,
     which has no derivative at all.
     """
@@ -81,7 +79,7 @@ def refuse_derivative(*args, op: str | None = None, **params):
     )
 
 
-def undefined_tangents(results, tangents, op: str | None = None) -> list:
+def undefined_tangents(results, tangents, op=None):
     """Return tangents for `results` whose use raises, where a derivative does not
     exist.
 
@@ -96,27 +94,23 @@ def undefined_tangents(results, tangents, op: str | None = None) -> list:
             `ad.Zero`.
         op: see `refuse_derivative`.
     """
+
+    def has_tangent(x):
+        return type(x) is not ad.Zero and x.dtype != jax.dtypes.float0
+
     types = [jax.typeof(result).to_tangent_aval() for result in results]
-    avals = tuple(aval for aval in types if aval.dtype != jax.dtypes.float0)
-    nonzero = [
-        t for t in tangents if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0
-    ]
+    avals = tuple(filter(has_tangent, types))
+    nonzero = filter(has_tangent, tangents)
     undefined = iter(_undefined_p.bind(*nonzero, avals=avals, op=op))
-    return [
-        ad.Zero(aval) if aval.dtype == jax.dtypes.float0 else next(undefined)
-        for aval in types
-    ]
+    return [next(undefined) if has_tangent(t) else ad.Zero(t) for t in types]
 
 
-def not_differentiable(op: Primitive, name: str, primals, tangents, /, **params):
-    """Compute an op; the derivative of a rounding, which is zero almost everywhere, is
-    undefined.
+def not_differentiable(op, name, primals, tangents, /, **params):
+    """Compute an op with several results; the derivative of a rounding, which is zero
+    almost everywhere, is undefined.
     """
     results = op.bind(*primals, **params)
-    undefined = undefined_tangents(
-        results if op.multiple_results else [results], tangents, name
-    )
-    return results, undefined if op.multiple_results else undefined[0]
+    return results, undefined_tangents(results, tangents, name)
 
 
 def _transpose(cotangents, *tangents, avals, op):
@@ -125,7 +119,7 @@ def _transpose(cotangents, *tangents, avals, op):
     return [None] * len(tangents)
 
 
-def linear_primitive(name: str, types: Callable, transpose: Callable) -> Primitive:
+def linear_primitive(name, types, transpose):
     """Return a primitive with several results for tangents alone: it is there to be
     transposed, and what would compute it raises.
 
@@ -151,7 +145,7 @@ _undefined_p = linear_primitive(
 )
 
 
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+def inner_jaxprs(params):
     """Yield the jaxprs among the parameters of a primitive; closed jaxprs are
     opened.
     """
@@ -162,7 +156,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
-def without_numpy(x: Any) -> Any:
+def without_numpy(x):
     """Return a traced x without the array of numpy that `vmap` leaves inside, which
     JAX's custom derivatives refuse.
 
@@ -183,7 +177,7 @@ batching.primitive_batchers[_identity_p] = lambda args, dims: (
 mlir.register_lowering(_identity_p, lambda ctx, x: [x])
 
 
-def is_differentiated(operands: Iterable[Any]) -> bool:
+def is_differentiated(operands):
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have
     a tangent.
     """

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Literal
 
 # Operations that only type or place their operand.
 _IDENTITIES = {
@@ -34,7 +34,7 @@ class Samples:
     def __init__(self):
         self.eps = float(np.finfo(np.float32).eps)
 
-    def compute(self, jaxpr: ClosedJaxpr | Jaxpr, operands: list) -> list:
+    def compute(self, jaxpr, operands):
         """Return the results of `jaxpr` at `operands`, samples of its first operands.
 
         Raises:
@@ -64,7 +64,7 @@ class Samples:
         self.eps = max(self.eps, float(jnp.finfo(value.dtype).eps))
         return np.asarray(value, np.float32)
 
-    def _apply(self, eqn, operands: list) -> list:
+    def _apply(self, eqn, operands):
         name = eqn.primitive.name
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if inner is not None and name not in _LOOPS:

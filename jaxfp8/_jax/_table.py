@@ -4,11 +4,9 @@ the runs of a layer.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 
-def aligned(lines, right: int | None = None) -> str:
+def aligned(lines, right=None):
     """Return lines of cells as text in aligned columns; the first line is the head.
 
     Args:
@@ -28,7 +26,7 @@ def aligned(lines, right: int | None = None) -> str:
     )
 
 
-def natural(path: str):
+def natural(path):
     """Return a sorting key for paths in which `layers_2` is before `layers_10`."""
     return [
         [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)]
@@ -36,7 +34,7 @@ def natural(path: str):
     ]
 
 
-def member(index: tuple[int, ...]) -> str:
+def member(index):
     """Return `"[2,0]"`, the suffix of a layer's name for one layer of a stack; ""
     without a stack.
     """
@@ -44,8 +42,8 @@ def member(index: tuple[int, ...]) -> str:
 
 
 def labelled_runs(
-    products: Sequence[tuple[str, Sequence[Any]]],
-) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+    products,
+):
     """Yield `(label, iteration, run)` for each run of the products of a traced program.
 
     Args:

@@ -2,22 +2,19 @@
 take, as flags and functions.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf):
     """Tell whether a leaf has what tracing needs, a shape and a dtype:
     `jax.ShapeDtypeStruct` counts as an array.
     """
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def split_arrays(
-    tree: Any, is_split: Callable[[Any], bool] = is_array
-) -> tuple[list, Callable[[Any], Any]]:
+def split_arrays(tree, is_split=is_array):
     """Return `(arrays, joined)`: the leaves where `is_split` is true, and the function
     that puts arrays back.
     """

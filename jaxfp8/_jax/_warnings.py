@@ -4,7 +4,7 @@ import inspect
 import traceback
 import warnings
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Frames of these libraries lie between the user's line and the warning. Python 3.11 has
 # no `skip_file_prefixes`.
@@ -31,7 +31,7 @@ class Line(NamedTuple):
     registry: dict
 
 
-def user_line() -> Line:
+def user_line():
     """Find the innermost line outside of the libraries."""
     for frame, line in traceback.walk_stack(inspect.currentframe()):  # noqa: B007
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
@@ -47,9 +47,7 @@ def user_line() -> Line:
 _said = weakref.WeakKeyDictionary()
 
 
-def warn_once(
-    where: Any, layer: str | None, message: str, category: type[Warning]
-) -> None:
+def warn_once(where, layer, message, category):
     """Warn about the first layer alone of all that have one fault.
 
     Args:
@@ -59,17 +57,15 @@ def warn_once(
         category: the class of the warning.
     """
     said = set() if where is None else _said.setdefault(where, set())
-    if message not in said:
-        said.add(message)
-        warn(
-            f"{layer}: {message}. Other layers like this one are not named"
-            if layer
-            else message,
-            category,
-        )
+    if message in said:
+        return
+    said.add(message)
+    if layer:
+        message = f"{layer}: {message}. Other layers like this one are not named"
+    warn(message, category)
 
 
-def warn(message: str, category: type[Warning], line: Line | None = None) -> None:
+def warn(message, category, line=None):
     """Warn at `line`, or at the user's line; Python's filters show a message once for
     each line.
 

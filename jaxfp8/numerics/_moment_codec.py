@@ -200,7 +200,9 @@ def split(x, axis):
     width = BLOCK if _tpu.is_target() else min(max(size, 1), BLOCK)
     count = -(-size // width)
     if missing := count * width - size:
-        x = jnp.pad(x, [(0, missing if i == place else 0) for i in range(x.ndim)])
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = 0, missing
+        x = jnp.pad(x, widths)
     if _tpu.is_target():
         return x
     return x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
@@ -219,9 +221,9 @@ def each(numbers, axis):
     """Give each element the number of its block: an array that broadcasts to the blocks
     of `split`.
     """
-    return (
-        _tpu.each(numbers, axis) if _tpu.is_target() else jnp.expand_dims(numbers, axis)
-    )
+    if _tpu.is_target():
+        return _tpu.each(numbers, axis)
+    return jnp.expand_dims(numbers, axis)
 
 
 def each_amax(amax, axis):
@@ -229,10 +231,8 @@ def each_amax(amax, axis):
     if not _tpu.is_target():
         return each(amax, axis)
     # The last bits of a small amax are below 2**-126. Its sign tells that it is larger.
-    amax = each(
-        jnp.where(amax < np.float32(2.0**-64), amax * np.float32(-(2.0**64)), amax),
-        axis,
-    )
+    is_small = amax < np.float32(2.0**-64)
+    amax = each(jnp.where(is_small, amax * np.float32(-(2.0**64)), amax), axis)
     return jnp.where(amax < 0, amax * np.float32(-(2.0**-64)), amax)
 
 
@@ -257,9 +257,8 @@ def _exponent_and_random_bits(exponent, keys, blocks, axis):
         keys, exponent = (high << 16 | low).astype(jnp.uint32), (high >> 16) - 1
     else:
         keys, exponent = each(keys, axis), each(exponent, axis)
-    shape = [
-        size if i == blocks.ndim + axis else 1 for i, size in enumerate(blocks.shape)
-    ]
+    shape = [1] * blocks.ndim
+    shape[axis] = blocks.shape[axis]
     i = lax.broadcasted_iota(jnp.uint32, shape, blocks.ndim + axis) % np.uint32(BLOCK)
     linear = mix(keys)
     return exponent, keys + i * (linear + i * mix(linear))

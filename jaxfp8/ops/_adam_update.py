@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._jax import _compat
 from ..numerics._moment_codec import adam_step
@@ -104,10 +105,9 @@ class _AdamUpdate(OpOfUnits):
         """The number of operands of a leaf."""
         return 9 + self.applies
 
-    def units(self, operand_count):
-        operands = _batched(range(operand_count), self.operands)
-        results = _batched(range(len(self.of_units) * _ADAM_RESULTS), _ADAM_RESULTS)
-        return list(zip(operands, results, strict=True))
+    def owners(self, operand_count):
+        leaves = range(len(self.of_units))
+        return np.repeat(leaves, self.operands), np.repeat(leaves, _ADAM_RESULTS)
 
     def names(self, *ranks):
         operands, results = [], []
@@ -133,11 +133,10 @@ class _AdamUpdate(OpOfUnits):
         if _compat.devices_of(ctx) != "mesh" or len(self.of_units) == 1:
             return lower(self, platform, ctx, *operands)
         results = []
-        for i, (ins, outs) in enumerate(self.units(len(operands))):
-            types_in = [ctx.avals_in[j] for j in ins]
-            types_out = [ctx.avals_out[j] for j in outs]
-            of_leaf = ctx.replace(avals_in=types_in, avals_out=types_out)
-            leaf = [operands[j] for j in ins]
+        types_in = _batched(ctx.avals_in, self.operands)
+        types_out = _batched(ctx.avals_out, _ADAM_RESULTS)
+        for i, leaf in enumerate(_batched(operands, self.operands)):
+            of_leaf = ctx.replace(avals_in=types_in[i], avals_out=types_out[i])
             results += lower(self.of_some([i]), platform, of_leaf, *leaf)
         return results
 

@@ -12,8 +12,7 @@ from jax.typing import ArrayLike
 
 from ..numerics import _scaling, _tpu
 from . import _checks, _ffi, _shapes
-from ._partition import WHOLE
-from ._primitive import ONE, Op, OpOfUnits, dims, halves
+from ._primitive import ONE, SLOTS, Op, OpOfUnits, dims, halves
 
 MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
 
@@ -98,10 +97,7 @@ class _AmaxToScale(Op):
         return _scaling.amax_to_scale(amax, stored, self.numerator)
 
     def cpu(self, amax, stored):
-        flat = amax.reshape(-1), stored.reshape(-1)
-        results = [(flat[0].shape, jnp.float32)] * 2
-        scales = _ffi.call("amax_to_scale", results, *flat, numerator=self.numerator)
-        return [scale.reshape(amax.shape) for scale in scales]
+        return self.call_on_groups(amax, stored, numerator=self.numerator)
 
 
 class DelayedScale(NamedTuple):
@@ -158,14 +154,14 @@ class _DelayedScales(OpOfUnits):
     name = "delayed_scales"
     most_recent: bool
 
-    def units(self, operand_count):
-        count = operand_count // 2
-        return [([i, count + i], range(i, 3 * count, count)) for i in range(count)]
+    def owners(self, operand_count):
+        units = list(range(operand_count // 2))
+        return units * 2, units * 3
 
     def names(self, *ranks):
         count = len(ranks) // 2
         # No mesh cuts a history: the maximum of a part is no scale.
-        slots = [(f"{WHOLE}_slot{i}",) for i in range(count)]
+        slots = [(f"{SLOTS}{i}",) for i in range(count)]
         return slots + [ONE] * count, [ONE] * (3 * count)
 
     def reference(self, *operands):
@@ -188,14 +184,8 @@ class _DelayedScales(OpOfUnits):
         return [part for parts in zip(*results, strict=True) for part in parts]
 
     def cpu(self, *operands):
-        histories, stored = halves(operands)
-        flat = [s.reshape(-1) for s in stored]
-        results = _ffi.call(
-            "delayed_scales",
-            [(s.shape, jnp.float32) for s in flat] * 3,
-            *(_shapes.merge_groups(h, self.vmap_dims) for h in histories),
-            *flat,
+        return self.call_on_groups(
+            *operands,
             numerators=np.array(self.of_units, np.float32),
             most_recent=self.most_recent,
         )
-        return [out.reshape(stored[0].shape) for out in results]

@@ -184,8 +184,8 @@ class _BlockScaledMatmul(Product):
         """Return cuBLASLt's modes for the scales of both operands; None where it has no
         mode.
         """
-        pairs = (a_scale_inv, self.a_block), (b_scale_inv, self.b_block)
-        return tuple(_blocks.mode(block, scale.dtype) for scale, block in pairs)
+        a_mode = _blocks.mode(self.a_block, a_scale_inv.dtype)
+        return a_mode, _blocks.mode(self.b_block, b_scale_inv.dtype)
 
     def names(self, a, b, *_):
         leading, m, n, k = self.dimensions(b)
@@ -200,8 +200,10 @@ class _BlockScaledMatmul(Product):
         leading = self.leading
         # 1. Widen the codes, with the scales that change along the contraction.
         dimensions = leading, self.contracting
-        sides = [_Side(a, a_scale_inv, self.a_block, *dimensions)]
-        sides += [_Side(b, b_scale_inv, self.b_block, *dimensions)]
+        sides = [
+            _Side(a, a_scale_inv, self.a_block, *dimensions),
+            _Side(b, b_scale_inv, self.b_block, *dimensions),
+        ]
         of_rows = [side.scales_rows for side in sides]
         exact = all(side.is_exact or side.scales_rows for side in sides)
         if not _tpu.is_target():
@@ -240,19 +242,15 @@ class _BlockScaledMatmul(Product):
 
             return (lax.platform_dependent(a, b, cuda=rounded, default=in_two_steps),)
         # 2. Multiply, and apply the scales that are one number along the contraction.
-        out = in_f32(a, b)
-        shape = out.shape
-        columns = leading + self.rows
+        out, columns, factors = in_f32(a, b), leading + self.rows, []
         axes = range(columns, out.ndim), range(leading, columns)
-        factors = [
-            jnp.expand_dims(side.row_scales(), tuple(axis))
-            for side, axis in zip(sides, axes, strict=True)
-            if side.scales_rows
-        ]
+        for side, axis in zip(sides, axes, strict=True):
+            if side.scales_rows:
+                factors.append(jnp.expand_dims(side.row_scales(), tuple(axis)))
         if len(factors) == 2:
             out = rescaled(out, *factors, jnp.broadcast_to)
         elif factors:
-            out = out * jnp.broadcast_to(*factors, shape)
+            out = out * jnp.broadcast_to(*factors, out.shape)
         return self.finish(out, bias)
 
     # XLA may rewrite the product in jnp to calls of cuBLASLt.
@@ -313,9 +311,8 @@ class _BlockScaledMatmul(Product):
         return dataclasses.replace(self, as_mx=as_mx)
 
     def align(self, axes, sizes, mesh_shape):
-        (a_rows, a_cols), (b_rows, b_cols) = (
-            block or (None, None) for block in (self.a_block, self.b_block)
-        )
+        (a_rows, a_cols) = self.a_block or (None, None)
+        (b_rows, b_cols) = self.b_block or (None, None)
         followers = {
             "m": {"a_rows": a_rows},
             "n": {"b_rows": b_rows},

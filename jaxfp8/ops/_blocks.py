@@ -45,10 +45,12 @@ _ON_BLACKWELL = {("1x32", "1x32")}
 
 def checked(op, name, block):
     """Return a block as a tuple of Python integers of at least 1, or None."""
+
+    def is_size(b):
+        return b is None or (isinstance(b, (int, np.integer)) and b >= 1)
+
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
-    if not is_pair or not all(
-        b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block
-    ):
+    if not (is_pair and is_size(block[0]) and is_size(block[1])):
         raise ValueError(
             f"{op}: {name}: expected (rows, columns), each a positive int, or None "
             f"for all, got {block!r}"

@@ -78,12 +78,6 @@ def scale(op, name, x):
     return x.reshape(1)
 
 
-def quantizer_operands(op, scale_value, amax):
-    """Return the arguments `scale` and, unless it is None, `amax`: each f32[1]."""
-    amaxes = [] if amax is None else [scale(op, "amax", amax)]
-    return [scale(op, "scale", scale_value), *amaxes]
-
-
 def flag(op, name, value):
     """Return a bool."""
     if not isinstance(value, (bool, np.bool_)):

@@ -83,8 +83,9 @@ def to_rows(x, axis):
 
 def from_rows(rows, axis, shape):
     """Undo `to_rows` of an array of `shape`."""
-    sizes = [size for i, size in enumerate(shape) if i != len(shape) + axis]
-    return jnp.moveaxis(rows.reshape(*sizes, shape[axis]), -1, axis)
+    sizes = list(shape)
+    sizes.append(sizes.pop(axis))
+    return jnp.moveaxis(rows.reshape(sizes), -1, axis)
 
 
 # ----------------------------------------------------------------------- the primitives
@@ -149,11 +150,8 @@ class _EncodeMoment(_Moment):
 
     def names(self, *ranks):
         elements, blocks = moment_names(ranks[0], self.axis)
-        return [elements, blocks, blocks, elements, blocks][: len(ranks)], [
-            elements,
-            blocks,
-            blocks,
-        ]
+        moment = [elements, blocks, blocks]
+        return [*moment, elements, blocks][: len(ranks)], moment
 
     def dtypes(self, data, amax, exponent, *operands):
         return [data.dtype, amax.dtype, exponent.dtype]
@@ -189,12 +187,9 @@ class _EncodeMoment(_Moment):
         rows = [to_rows(x, self.axis) for x in operands]
         rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
         results = [(x.shape, x.dtype) for x in rows[:3]]
+        aliases = {0: 0, 1: 1, 2: 2}
         new = _ffi.call(
-            "encode_moment",
-            results,
-            *rows,
-            aliases={0: 0, 1: 1, 2: 2},
-            squared=self.squared,
+            "encode_moment", results, *rows, aliases=aliases, squared=self.squared
         )
         return [
             from_rows(x, self.axis, old.shape)

@@ -9,6 +9,7 @@ dimension whose name begins with `WHOLE` is never cut.
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 
@@ -26,6 +27,7 @@ from jax.sharding import (
 )
 
 from .._jax import _compat
+from .._jax._mesh import axes_of
 from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
@@ -172,16 +174,13 @@ def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
         axes = op.align(axes, sizes, mesh.shape)
         # 2. Gather one layout, for all products that read the tensor; transpose it
         #    locally to get the first.
-        gathered = {
-            i: j
-            for i, j in second_layouts.items()
-            if _is_gathered(operands[i].sharding.spec, operand_names[i], axes)
-        }
+        gathered = {}
+        for i, j in second_layouts.items():
+            if _is_gathered(operands[i].sharding.spec, operand_names[i], axes):
+                gathered[i] = j
         # 3. Find the mesh axes over which the shards of each result combine.
-        reduced = [
-            _reduced_over(mesh, axes, *result)
-            for result in zip(result_names, combines, strict=True)
-        ]
+        over_axes = functools.partial(_reduced_over, mesh, axes)
+        reduced = list(map(over_axes, result_names, combines))
 
         def on_one_device(*shards):
             shards = list(shards)
@@ -193,9 +192,10 @@ def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
                     shards[i] = op.turned(shards[j], order, implementation)
                 # Where the first result is a sum over devices, one device adds the bias
                 # to its part of it.
-                for i in op.added() if reduced[0] else ():
-                    x, is_first = shards[i], lax.axis_index(reduced[0]) == 0
-                    shards[i] = jnp.where(is_first, x, jnp.zeros_like(x))
+                for i in op.added():
+                    if reduced[0]:
+                        x, is_first = shards[i], lax.axis_index(reduced[0]) == 0
+                        shards[i] = jnp.where(is_first, x, jnp.zeros_like(x))
                 shards = shards[:count]
                 if op.on_shards is not None:
                     shards = op.on_shards(shards, functools.partial(_cut, mesh, axes))
@@ -219,7 +219,7 @@ def _partitioned(op, run, implementation, dtypes, names, raw, *operands):
 
     on_all_devices = custom_partitioning(untyped)
     # Shardy expects factors in the order in which the rule has them.
-    factors = list(dict.fromkeys(name for names in operand_names for name in names))
+    factors = list(dict.fromkeys(itertools.chain(*operand_names)))
     uncut = tuple(name for name in factors if name.startswith(WHOLE))
     kept = set(uncut).union(*result_names)
     sides = (", ".join(map(" ".join, side)) for side in (operand_names, result_names))
@@ -248,19 +248,12 @@ def _shards(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _entry_axes(entry):
-    """Return the mesh axes of an entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
 def _is_gathered(spec, names, axes):
     """Return whether a tensor with the sharding `spec` has to be gathered along a
     dimension to have `axes`.
     """
     return any(
-        not set(_entry_axes(entry)) <= set(axes.get(name, ()))
+        not set(axes_of(entry)) <= set(axes.get(name, ()))
         for entry, name in zip(spec, names, strict=False)
     )
 
@@ -287,7 +280,7 @@ def _assign(mesh, tensors):
         sizes.update(zip(names, x.shape, strict=True))
         for entry, name in zip(x.sharding.spec, names, strict=False):
             if entry is not None and not name.startswith(WHOLE):
-                votes[name, _entry_axes(entry)] += 1
+                votes[name, axes_of(entry)] += 1
     # 2. Serve the dimensions by their votes, and in the order of `tensors` where votes
     #    are equal.
     axes, used = {}, set()
@@ -307,14 +300,13 @@ def _reduced_over(mesh, axes, names, combine):
     A max combines over all axes but those of the result's own dimensions: more devices
     do not change a max, and reductions over the same devices become one collective.
     """
-    kept = {axis for name in names for axis in axes.get(name, ())}
-    lost = dict.fromkeys(axis for entry in axes.values() for axis in entry)
+    kept = set().union(*(axes.get(name, ()) for name in names))
+    lost = dict.fromkeys(itertools.chain(*axes.values()))
     if combine is lax.pmax and not lost.keys() <= kept:
         lost = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     return tuple(axis for axis in lost if axis not in kept)
 
 
-@functools.lru_cache(maxsize=64)
 def _with_axes(mesh, kind):
     """Return the mesh with axes of another kind; the program of one device has manual
     axes.

@@ -13,6 +13,7 @@ reference as they compute it.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -24,9 +25,11 @@ from .._jax import _batching, _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
 from . import _ffi, _support
-from ._partition import ONE as ONE, lower_partitioned
+from ._partition import ONE as ONE, WHOLE, lower_partitioned
 
 PRIMITIVES = []
+# The first letters of the name of a history's dimension.
+SLOTS = f"{WHOLE}_slot"
 
 
 @functools.cache
@@ -63,6 +66,9 @@ class Op:
             device's program may take more operands. `cut(name)` returns the index of
             the device's shard of a dimension, and the number of shards. XLA does not
             cut the reference of such an op.
+        turned: `(second, order, implementation) -> first`: the first layout of a tensor
+            on one device, `jnp.transpose(second, order)`, for an op with second
+            layouts.
     """
 
     vmap_dims: int = dataclasses.field(default=0, kw_only=True)
@@ -70,6 +76,7 @@ class Op:
     custom_call = None
     by_xla = None
     on_shards = None
+    turned = None
 
     # The definition of an op ----------------------------------------------------------
 
@@ -128,12 +135,6 @@ class Op:
         reads it.
         """
         return {}
-
-    def turned(self, second, order, implementation) -> jax.Array:
-        """Return the first layout of a tensor on one device, `jnp.transpose(second,
-        order)`.
-        """
-        return jnp.transpose(second, order)
 
     def added(self) -> Sequence[int]:
         """Return positions of operands that are added to the first result.
@@ -201,9 +202,8 @@ class Op:
         """
         leading = dims("vmapped", self.vmap_dims)
         before, after = self.names(*[x.ndim - self.vmap_dims for x in operands])
-        operand_names = tuple([(*leading, *names) for names in before])
-        result_names = tuple([(*leading, *names) for names in after])
-        return operand_names, result_names
+        operand_names = [(*leading, *names) for names in before]
+        return operand_names, [(*leading, *names) for names in after]
 
     def lower(self, platform, ctx, *operands, implementation):
         """Lower to the implementation that runs on a platform; None is one without a
@@ -242,6 +242,23 @@ class Op:
             jitted = _jitted(program.func, *program.args)
             return _compat.lower_jitted(ctx, jitted, operands[:count])
 
+    def results(self, *operands):
+        """Return the types of the results of these arrays."""
+        return _abstract(*map(jax.typeof, operands), op=self, implementation=None)
+
+    def call_on_groups(self, *operands, aliases=None, **attributes):
+        """Make the custom call of an op whose arrays are all `[*batch, n]`.
+
+        It takes and returns groups `[g, n]`; `[g]` where each has one number, and `[H]`
+        of a history without a batch.
+        """
+        types = self.results(*operands)
+        before, after = self.all_names(operands)
+        results = [(shape, x.dtype) for shape, x in _in_groups(types, after)]
+        flat = [x.reshape(shape) for shape, x in _in_groups(operands, before)]
+        outputs = _ffi.call(self.name, results, *flat, aliases=aliases, **attributes)
+        return [out.reshape(x.shape) for out, x in zip(outputs, types, strict=True)]
+
     def method(self, name):
         """Return a method with the op as its argument: equal ops have equal ones."""
         return functools.partial(getattr(type(self), name), self)
@@ -275,13 +292,27 @@ class Op:
         if not _ffi.is_loaded(platform):
             reason = "no native library serves this platform"
             return _support.Missing(reason, True, instead="")
-        missing = _support.missing_by_choice(self.custom_call or self.name)
-        if missing is None and platform == "cuda":
-            missing = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
-            if missing is None:
-                reason = self.not_on(_support.capabilities(gpus), *types)
-                missing = reason and _support.Missing(reason, True)
-        return missing
+        reason = _support.why_disabled(self.custom_call or self.name)
+        if reason:
+            return _support.Missing(reason, True, _support.INSTEAD)
+        if platform == "cpu":
+            return None
+        missing = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
+        if missing is not None:
+            return missing
+        reason = self.not_on(_support.capabilities(gpus), *types)
+        return None if reason is None else _support.Missing(reason, True)
+
+
+def _in_groups(arrays, names):
+    """Yield the shape of each array in `Op.call_on_groups`, and the array."""
+    for x, (*batch, last) in zip(arrays, names, strict=True):
+        shape = math.prod(x.shape[:-1]), x.shape[-1]
+        if last == ONE[0]:
+            shape = shape[:1]
+        elif last.startswith(SLOTS) and not batch:
+            shape = x.shape
+        yield shape, x
 
 
 def _abstract(*operands, op, implementation):
@@ -337,6 +368,9 @@ class OpOfCpus(Op):
     def on_one_device_only(self):
         return True
 
+    def cpu(self, *operands):
+        return self.call_on_groups(*operands)
+
     def cuda(self, *operands):
         return self.reference(*operands)
 
@@ -351,10 +385,8 @@ class OpOfUnits(Op):
 
     of_units: tuple
 
-    def units(self, operand_count) -> list[tuple]:
-        """Return the positions of the operands and of the results of each unit, in
-        order.
-        """
+    def owners(self, operand_count) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the number of the unit of each operand, and of each result."""
         raise NotImplementedError
 
     def of_some(self, indices):
@@ -367,29 +399,26 @@ class OpOfUnits(Op):
         one state.
         """
         # 1. Find the units that are batched.
-        units = self.units(len(operands))
-        with_batch, rest = [], []
-        for i, (positions, _) in enumerate(units):
-            is_batched = any(batch_dims[position] is not None for position in positions)
-            (with_batch if is_batched else rest).append(i)
+        ins, outs = self.owners(len(operands))
+        pairs = zip(ins, batch_dims, strict=True)
+        batched = {unit for unit, dim in pairs if dim is not None}
+        rest = set(ins) - batched
         if not rest:
             return None  # the rule of all ops applies
         # 2. Make one call for the units that are not batched, and one under `vmap` for
         #    those that are.
-        results = {}
-        for chosen, dim in ((rest, None), (with_batch, 0)):
-            # Operands and results are ordered as in the whole call.
-            ins = sorted(position for i in chosen for position in units[i][0])
-            outs = sorted(position for i in chosen for position in units[i][1])
-            call = functools.partial(run, op=self.of_some(chosen))
-            if chosen is with_batch:
-                call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
-            outputs = call(*(operands[i] for i in ins))
-            for position, output in zip(outs, outputs, strict=True):
-                results[position] = output, dim
-        # 3. Put the results, and their batch dimensions, in the order of the whole
-        #    call.
-        return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
+        results, result_dims = [None] * len(outs), [None] * len(outs)
+        for chosen in rest, batched:
+            places = [i for i, unit in enumerate(ins) if unit in chosen]
+            call = functools.partial(run, op=self.of_some(sorted(chosen)))
+            if chosen is batched:
+                call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in places))
+            outputs = iter(call(*(operands[i] for i in places)))
+            for i, unit in enumerate(outs):
+                if unit in chosen:
+                    results[i] = next(outputs)
+                    result_dims[i] = 0 if chosen is batched else None
+        return results, result_dims
 
 
 def halves(arrays):

@@ -4,8 +4,6 @@ values of codes.
 count_saturated_and_flushed: how many elements quantize loses.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,19 +55,8 @@ def quantize(
         ValueError: scale or amax has another shape.
     """
     x = _checks.high_precision("quantize", "x", x)
-    operands = _checks.quantizer_operands("quantize", scale, amax)
-    dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
-    data, *raised = Quantize(dtype, False, with_amax)(x, *operands)
-    return data, returned_amax(amax, *raised)
-
-
-def returned_amax(amax, raised=None):
-    """Return a raised amax, f32[1], in the shape of the argument `amax`, f32[] by
-    default; None where there is none.
-    """
-    if raised is None:
-        return None
-    return raised.reshape(() if amax is None else jnp.shape(amax))
+    data, _, amax = Quantize.quantize(x, scale, (), amax, dtype, with_amax=with_amax)
+    return data, amax
 
 
 class Quantization(Op):
@@ -88,6 +75,27 @@ class Quantization(Op):
     column_sums: bool = False
     rows: int = 1
     cols: int = 1
+
+    @classmethod
+    def quantize(cls, x, scale, more, amax, dtype, **options):
+        """Check the arguments that all quantizations take, and bind the primitive; the
+        options are the fields of the op.
+
+        Returns:
+            `(data, data_t, amax)`, the amax in the shape of the argument; None for
+            data_t without `transpose` and for the amax without `with_amax`. With
+            `column_sums` also the sums.
+        """
+        scale, amax_so_far = _checks.scale(cls.name, "scale", scale), []
+        if amax is not None:
+            amax_so_far.append(_checks.scale(cls.name, "amax", amax))
+        op = cls(_checks.dtype(cls.name, "dtype", dtype, FP8_DTYPES), **options)
+        data, *rest = op(x, scale, *more, *amax_so_far)
+        data_t = rest.pop(0) if op.transpose else None
+        raised = None
+        if op.with_amax:
+            raised = rest.pop(0).reshape(() if amax is None else jnp.shape(amax))
+        return data, data_t, raised, *rest
 
     def dtypes(self, *operands):
         f32 = [jnp.float32] * (self.with_amax + self.column_sums)
@@ -147,9 +155,8 @@ class Quantization(Op):
             aliases = {2: place}
         else:
             amax, aliases = jnp.zeros((0,), jnp.float32), None
-        count = batch * math.prod(vmapped) if vmapped else 1
-        amax_type = (count * self.with_amax,), jnp.float32
         scales = _shapes.group_scales(scale, len(vmapped), batch)
+        amax_type = (scales.size * self.with_amax,), jnp.float32
         outputs = _ffi.call(
             self.name,
             [*results[:place], amax_type, *results[place:]],
@@ -167,6 +174,7 @@ class Quantization(Op):
 
 class Quantize(Quantization):
     name = "quantize"
+    transpose: bool = False
     reference = Quantization.quantized
 
     def names(self, x, *scalars):
@@ -221,11 +229,9 @@ class _Dequantize(Op):
     def cpu(self, data, scale_inv):
         # Without vmapped dimensions one scale serves all groups, so the first dimension
         # may count as groups.
-        groups = (
-            _shapes.merge(data, self.vmap_dims)
-            if self.vmap_dims or data.ndim < 2
-            else data
-        )
+        groups = data
+        if self.vmap_dims or data.ndim < 2:
+            groups = _shapes.merge(data, self.vmap_dims)
         (out,) = _ffi.call(
             "dequantize",
             [(groups.shape, self.dtype)],
@@ -309,15 +315,12 @@ class _Count(Op):
         # writes the product of every element to memory first. A row adds up both counts
         # as the halves of one word.
         words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
-        rows = _shapes.merge(
-            _row_sums(words if x.ndim > self.vmap_dims else words[..., None]),
-            *[1] * self.vmap_dims,
-        )
-        counts = [
-            jnp.sum(half, axis=-1, dtype=jnp.uint32)
-            for half in (rows & 0xFFFF, rows >> 16)
-        ]
-        return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
+        if x.ndim == self.vmap_dims:
+            words = words[..., None]
+        rows = _shapes.merge(_row_sums(words), *[1] * self.vmap_dims)
+        saturated = jnp.sum(rows & 0xFFFF, axis=-1, dtype=jnp.uint32)
+        flushed = jnp.sum(rows >> 16, axis=-1, dtype=jnp.uint32)
+        return (jnp.stack([saturated, flushed], axis=-1).astype(jnp.float32),)
 
     def cpu(self, x, scale):
         # This is not `reference` itself, though it computes the same: XLA would cut the

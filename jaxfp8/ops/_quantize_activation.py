@@ -93,9 +93,10 @@ class ClampedSwiGLU:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "alpha", "offset"):
-            value = getattr(self, name)
-            least, needed = (-np.inf, "finite") if name == "offset" else (0, "positive")
+        for name, value in dataclasses.asdict(self).items():
+            least, needed = 0, "positive"
+            if name == "offset":
+                least, needed = -np.inf, "finite"
             if not least < np.float32(value) < np.inf:
                 raise ValueError(
                     f"ClampedSwiGLU: {name}: expected a {needed} number of float32, "
@@ -165,9 +166,8 @@ def _halves(x):
 def _gate(activation, gate, up):
     if not isinstance(activation, ClampedSwiGLU):
         return _FUNCTIONS[activation](gate) * up
-    limit, alpha, offset = (
-        _full(gate, value) for value in dataclasses.astuple(activation)
-    )
+    limit = _full(gate, activation.limit)
+    alpha, offset = _full(gate, activation.alpha), _full(gate, activation.offset)
     gate = _at_most(gate, limit)
     up = jnp.where(up < -limit, -limit, _at_most(up, limit))
     return gate * lax.logistic(alpha * gate) * (up + offset)
@@ -257,8 +257,8 @@ def _attributes(activation):
     """Return the attributes of the custom call."""
     if not isinstance(activation, ClampedSwiGLU):
         return {"activation": activation}
-    numbers = dataclasses.asdict(activation).items()
-    return {"activation": "clamped_swiglu"} | {k: np.float32(v) for k, v in numbers}
+    numbers = dataclasses.asdict(activation)
+    return {"activation": "clamped_swiglu"} | jax.tree.map(np.float32, numbers)
 
 
 def activation_grad(x, grad, activation):

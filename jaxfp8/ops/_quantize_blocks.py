@@ -227,10 +227,10 @@ class _QuantizeBlocks(_OpOfBlocks):
     def call(self, x, on_cpu):
         """Make the custom call."""
         # 1. Merge the dimensions to groups of matrices.
-        leading, row, col = _shapes.parts(x.shape, self.rows, self.cols)
-        groups, block = _shapes.merge(x, len(leading), self.rows), self.block
+        leading, block = x.ndim - self.rows - self.cols, self.block
+        groups, types = _shapes.merge(x, leading, self.rows), self.results(x)
         g, m, n = groups.shape
-        sides = [(m, n, row + col), (n, m, col + row)][: 1 + self.transpose]
+        sides = [(m, n), (n, m)][: 1 + self.transpose]
         # 2. CPUs take any block and order scales by block. GPUs take the blocks of
         #    cuBLASLt, and order scales as it does.
         count, attribute = _blocks.count, np.int64([b or 0 for b in block])
@@ -241,30 +241,28 @@ class _QuantizeBlocks(_OpOfBlocks):
             dtype, scaling = jnp.uint8, f"e8m0_{self.rounding}"
         # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with
         #    scratch for amaxes of lines between them.
-        results = []
-        for *matrix, _ in sides:
+        results, lines = [], 0
+        for matrix in sides:
             results.append(((g, *matrix), self.dtype))
             results.append(((g, *count(block, *matrix)), dtype))
+            lines += matrix[0] * (None in block)
         if not on_cpu:
-            lines = sum(matrix[0] for matrix in sides) if None in block else 0
             results.insert(2, ((g, lines), jnp.float32))
         outputs = _ffi.call(
-            "quantize_blocks_transpose",
-            results,
-            groups,
-            block=attribute,
-            scaling=scaling,
+            self.custom_call, results, groups, block=attribute, scaling=scaling
         )
+        if not on_cpu:
+            outputs.pop(2)
         # 4. Order the scales by block. XLA cancels this with the product's `to_stored`.
         layouts = []
-        for i, (*matrix, shape) in enumerate(sides):
-            codes, scales = outputs[-2:] if i else outputs[:2]
+        for i, matrix in enumerate(sides):
+            codes, scales = outputs[2 * i : 2 * i + 2]
             if not on_cpu:
                 scales = _blocks.by_block(scales, block, *matrix)
             if self.scale == "e8m0":
                 scales = scales.view(_blocks.E8M0)
-            layouts.append(codes.reshape(*leading, *shape))
-            layouts.append(scales.reshape(*leading, *scales.shape[1:]))
+            layouts.append(codes.reshape(types[2 * i].shape))
+            layouts.append(scales.reshape(types[2 * i + 1].shape))
         return layouts
 
     def cpu(self, x):
@@ -404,15 +402,15 @@ class _TransposeBlocks(_OpOfBlocks):
 
     def cpu(self, data, scale_inv):
         """Make one custom call on groups of matrices, with scales as E8M0 codes."""
-        leading, row, col = _shapes.parts(data.shape, self.rows, self.cols)
-        groups = _shapes.merge(data, len(leading), self.rows)
+        groups = _shapes.merge(data, data.ndim - self.rows - self.cols, self.rows)
         (g, m, n), size = groups.shape, self.block[1]
         scales = _blocks.exponent_codes(scale_inv)
-        scales = scales.reshape(g, *scale_inv.shape[len(leading) :])
+        scales = scales.reshape(g, *scale_inv.shape[-2:])
         results = [((g, n, m), data.dtype), ((g, n, -(-m // size)), jnp.uint8)]
         data_t, scales_t = _ffi.call(
             "transpose_blocks", results, groups, scales, block=np.int64(size)
         )
-        scales_t = scales_t.reshape(*leading, *scales_t.shape[1:])
+        codes_t, of_codes_t = self.results(data, scale_inv)
+        scales_t = scales_t.reshape(of_codes_t.shape)
         scales_t = _blocks.scales_of_codes(scales_t, scale_inv.dtype)
-        return data_t.reshape(*leading, *col, *row), scales_t
+        return data_t.reshape(codes_t.shape), scales_t

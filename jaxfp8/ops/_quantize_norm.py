@@ -48,35 +48,40 @@ def normalize(
     """
     x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon)
     shape = (1,) * (x.ndim - 1) + gamma.shape
-    gamma, beta = (
-        None if p is None else p.astype(jnp.float32).reshape(shape)
-        for p in (gamma, beta)
-    )
-    return _affine(x, *_statistics(x, kind, epsilon), gamma, beta).astype(x.dtype)
+    parameters = [p.reshape(shape) for p in _parameters(gamma, beta)]
+    return _affine(x, _statistics(x, kind, epsilon), parameters).astype(x.dtype)
+
+
+def _parameters(gamma, beta):
+    """Return `[gamma, beta]` in f32, without a beta that is None."""
+    return [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
 
 
 def _statistics(x, kind, epsilon):
-    """Return `(rstd, mean)` of each row, f32 `[..., 1]`; None in place of the mean for
-    "rms".
-    """
-    x, mean = x.astype(jnp.float32), None
+    """Return `[rstd, mean]` of each row, f32 `[..., 1]`; no mean for "rms"."""
+    x, mean = x.astype(jnp.float32), []
     if kind == "layer":
-        mean = _mean(x)
-        x = x - mean
+        mean = [_mean(x)]
+        x = x - mean[0]
     variance = _mean(x * x)
     epsilon = jax.lax.full((1,) * x.ndim, epsilon, jnp.float32)
-    return jax.lax.rsqrt(variance + epsilon), mean
+    return [jax.lax.rsqrt(variance + epsilon), *mean]
 
 
 def _mean(x):
     return jnp.mean(x, axis=-1, keepdims=True)
 
 
-def _affine(x, rstd, mean, gamma, beta):
-    """Compute `(x - mean) * (rstd * gamma) + beta` in f32."""
+def _affine(x, statistics, parameters):
+    """Compute `(x - mean) * (rstd * gamma) + beta` in f32, where mean and beta may be
+    missing.
+    """
+    (rstd, *mean), (gamma, *beta) = statistics, parameters
     x = x.astype(jnp.float32)
-    y = (x if mean is None else x - mean) * (rstd * gamma)
-    return y if beta is None else y + beta
+    if mean:
+        x = x - mean[0]
+    y = x * (rstd * gamma)
+    return y + beta[0] if beta else y
 
 
 def quantize_norm(x, gamma, beta, scale, dtype, *, kind, epsilon, amax=None, **options):
@@ -119,8 +124,7 @@ def quantize_norm(x, gamma, beta, scale, dtype, *, kind, epsilon, amax=None, **o
     # The statistics of a row are known only after the whole row was read. XLA computes
     # them, if possible in the pass that writes x. Statistics and parameters are small:
     # in f32 the kernel needs no variant for each dtype.
-    statistics = [s for s in _statistics(x, kind, epsilon) if s is not None]
-    parameters = [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
+    statistics, parameters = _statistics(x, kind, epsilon), _parameters(gamma, beta)
     more = jnp.concatenate(statistics, axis=-1), *parameters
     return _QuantizeNorm.quantize(
         x, scale, more, amax, dtype, has_beta=beta is not None, **options
@@ -166,14 +170,14 @@ class _QuantizeNorm(Producer):
         ]
 
     def produce(self, x, statistics, *parameters):
-        rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
+        columns = [statistics[..., i : i + 1] for i in range(statistics.shape[-1])]
         # Parameters have the vmapped dimensions and n. They broadcast over the batch
         # and the rows in between.
-        gamma, *beta = (
+        parameters = [
             p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1])
             for p in parameters
-        )
-        return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
+        ]
+        return _affine(x, columns, parameters)
 
     def canonical(self, x, statistics, *parameters):
         """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for

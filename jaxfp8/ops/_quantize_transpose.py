@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES
 from . import _checks, _quantize, _shapes
 from ._primitive import ONE, dims
 
@@ -107,25 +106,6 @@ class Producer(_quantize.Quantization):
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
 
-    @classmethod
-    def quantize(cls, x, scale, more, amax, dtype, **options):
-        """Check the arguments that all producers take, and bind the primitive; the
-        options are the fields of the op.
-
-        Returns:
-            `(data, data_t, amax)`, the amax in the shape of the argument; None for
-            data_t without `transpose` and for the amax without `with_amax`. With
-            `column_sums` also the sums.
-        """
-        operands = _checks.quantizer_operands(cls.name, scale, amax)
-        dtype = _checks.dtype(cls.name, "dtype", dtype, FP8_DTYPES)
-        op = cls(dtype, **options)
-        scale, *amax_so_far = operands
-        data, *rest = op(x, scale, *more, *amax_so_far)
-        data_t = rest.pop(0) if op.transpose else None
-        new_amax = rest.pop(0) if op.with_amax else None
-        return data, data_t, _quantize.returned_amax(amax, new_amax), *rest
-
     def names(self, x, *ranks):
         col, row = self.columns(), dims("row", self.rows)
         # x may have dimensions that the result lacks, such as the pair of a gated
@@ -171,10 +151,8 @@ class Producer(_quantize.Quantization):
     def cuda(self, x, scale, *rest):
         """Make the custom call of this op, in its canonical form."""
         more, amax_so_far = self._split(rest)
-        # Results take their sizes from x as it comes in: `canonical` reshapes it.
-        first = x.ndim - len(self._names_without_batch()[0])
-        leading, row = x.shape[:first], x.shape[first : first + self.rows]
-        col = x.shape[x.ndim - self.cols :]
+        types = self.results(x, scale, *rest)
+        leading, row, col = _shapes.parts(types[0].shape, self.rows, self.cols)
         m, n, batch = map(math.prod, (row, col, leading[self.vmap_dims :]))
         (x, *more), attributes = self.canonical(x, *more)
         # A single matrix needs no group dimension, but the fused producers have one
@@ -192,13 +170,10 @@ class Producer(_quantize.Quantization):
             batch=batch,
             **attributes,
         )
-        outputs = [data.reshape(*leading, *row, *col)]
-        if self.transpose:
-            outputs.append(rest[0].reshape(*leading, *col, *row))
-        outputs += amax
+        outputs = [data, *rest[: self.transpose], *amax]
         if self.column_sums:
-            outputs.append(jnp.sum(rest[-1], axis=-2).reshape(*leading, *col))
-        return outputs
+            outputs.append(jnp.sum(rest[-1], axis=-2))
+        return [x.reshape(t.shape) for x, t in zip(outputs, types, strict=True)]
 
 
 class QuantizeTranspose(Producer):

@@ -111,12 +111,10 @@ def ragged_matmul(
     b_scale_inv, b_block = _blocks.checked_scale(
         op, "b_", b_scale_inv, b_block, leading, b_rows, b_cols
     )
-    operands = [a, b, a_scale_inv, b_scale_inv, group_sizes]
-    if b_t is not None:
-        operands.append(b_t)
-    is_t = b_t is not None
     options = np.dtype(out_dtype), precise, a_block, b_block
-    return _RaggedMatmul(ragged == "rows", *options, has_b_t=is_t)(*operands)[0]
+    op = _RaggedMatmul(ragged == "rows", *options, has_b_t=b_t is not None)
+    second = [b_t] * op.has_b_t
+    return op(a, b, a_scale_inv, b_scale_inv, group_sizes, *second)[0]
 
 
 def _moved(x, shifts, axis):
@@ -160,7 +158,7 @@ class _RaggedMatmul(Op):
 
     @property
     def has_blocks(self):
-        return self.a_block is not None or self.b_block is not None
+        return (self.a_block, self.b_block) != (None, None)
 
     def shape(self, a, b, group_sizes, vmap_dims):
         """Return the shape of the result."""
@@ -259,20 +257,19 @@ class _RaggedMatmul(Op):
         if self.has_blocks:
             a_scales, b_scales = map(merged, scales)
         else:
-            a_scales, b_scales = (
+            a_scales, b_scales = [
                 _shapes.group_scales(x, self.vmap_dims) for x in scales
-            )
-        # The kernel takes the first group at row 0.
-        has_row_blocks = self.has_blocks and not self.by_rows
+            ]
+        # The kernel takes the first group at row 0: move rows there, with their scales.
         for begin in first:
-            # Blocks of rows cannot move: the rows before are one more group.
-            if has_row_blocks:
+            if self.by_rows:
+                a = _moved(a, -begin, 0)
+                a_scales = _moved(a_scales, -begin, 0) if self.has_blocks else a_scales
+            elif self.has_blocks:
+                # Blocks of rows cannot move: the rows before are one more group.
                 group_sizes = jnp.concatenate([begin[:, None], group_sizes], axis=1)
-                continue
-            # Move other rows there, with their scales, and those of the result back.
-            a = _moved(a, -begin, 0 if self.by_rows else 1)
-            b = b if self.by_rows else _moved(b, -begin, 1)
-            a_scales = _moved(a_scales, -begin, 0) if self.has_blocks else a_scales
+            else:
+                a, b = _moved(a, -begin, 1), _moved(b, -begin, 1)
         # The scales of one block of all rows lie side by side, as they were written.
         if self.has_blocks:
             a_scales = a_scales.mT
@@ -280,10 +277,11 @@ class _RaggedMatmul(Op):
         result = self.shape(a, b, group_sizes, 1), self.out_dtype
         operands = a, b, a_scales, b_scales, group_sizes
         (out,) = _ffi.call("ragged_matmul", [result], *operands, precise=self.precise)
-        for begin in first if self.by_rows else ():
-            out = _moved(out, begin, 0)
-        if first and has_row_blocks:
-            out = out[:, 1:]
+        for begin in first:
+            if self.by_rows:
+                out = _moved(out, begin, 0)
+            elif self.has_blocks:
+                out = out[:, 1:]
         return (out.reshape(shape),)
 
     def align(self, axes, sizes, mesh_shape):

@@ -9,7 +9,6 @@ its state by `delayed_scales`, and writes it by the same `write_histories`.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -18,10 +17,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import E4M3, _scaling
-from . import _ffi, _shapes, _support
+from . import _ffi, _support
 from ._amax import MAX_QUANTIZERS
 from ._partition import WHOLE
-from ._primitive import ONE, Op, OpOfCpus, OpOfUnits, dims, halves
+from ._primitive import ONE, SLOTS, Op, OpOfCpus, OpOfUnits, dims, halves
 
 READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
 
@@ -56,16 +55,17 @@ def read_histories(products, *, fp8_max=None):
     """
     if fp8_max is None:
         fp8_max = [(E4M3.max,) * len(pairs) for pairs in products]
-    numerators = [
-        tuple(_scaling.scale_numerator(value, 0) for value in values)
-        for values in fp8_max
-    ]
+    numerators = list(map(_numerators, fp8_max))
 
-    def read(call):
+    def read(call, histories, scales):
         op = _ReadHistories(tuple(numerators[i] for i in call))
-        return op(*_columns(products, call))
+        return op(*histories, *scales)
 
     return _in_calls(products, read)
+
+
+def _numerators(fp8_max):
+    return tuple(_scaling.scale_numerator(value, 0) for value in fp8_max)
 
 
 def write_histories(products, recorded):
@@ -100,14 +100,13 @@ def write_histories(products, recorded):
     """
     if len(products) == 1 and isinstance(recorded[0], (list, tuple)):
         # Amaxes and scales of quantizers are arrays of their own.
-        (pairs,), numbers = products, _columns(recorded, [0])
-        histories = [history for history, _ in pairs]
-        op = _WriteHistories((1,) * len(pairs), by_quantizer=True)
-        written = op(*histories, *numbers)
+        histories, _ = zip(*products[0], strict=True)
+        amaxes, scale_invs = zip(*recorded[0], strict=True)
+        op = _WriteHistories((1,) * len(histories), by_quantizer=True)
+        written = op(*histories, *amaxes, *scale_invs)
         return [list(zip(*halves(written), strict=True))]
 
-    def write(call):
-        histories, _ = halves(_columns(products, call))
+    def write(call, histories, _):
         counts = tuple(len(products[i]) for i in call)
         op = _WriteHistories(counts, by_quantizer=False)
         written = op(*histories, *(recorded[i] for i in call))
@@ -118,8 +117,8 @@ def write_histories(products, recorded):
 
 
 def _in_calls(products, run):
-    """Return `run(call)` of all products, which are divided among custom calls; a call
-    has the positions of its products.
+    """Return `run(call, histories, scales)` of all products, which are divided among
+    custom calls; a call has the positions of its products.
 
     The products of one call have the same batch dimensions, so that a mesh can cut all
     of them alike.
@@ -133,19 +132,15 @@ def _in_calls(products, run):
         of_shape[-1].append(i)
     results = {}
     for call in itertools.chain.from_iterable(calls.values()):
-        results |= zip(call, run(call), strict=True)
+        pairs = itertools.chain.from_iterable(products[i] for i in call)
+        of_call = run(call, *zip(*pairs, strict=True))
+        results |= zip(call, of_call, strict=True)
     return [results[i] for i in range(len(products))]
 
 
-def _columns(products, call):
-    """Return the histories of some products, then the scales."""
-    return [pair[side] for side in (0, 1) for i in call for pair in products[i]]
-
-
-def _slices(counts):
-    """Return the positions of the quantizers of each product."""
-    ends = itertools.accumulate(counts, initial=0)
-    return [range(start, end) for start, end in itertools.pairwise(ends)]
+def _owners(counts):
+    """Return the position of the product of each quantizer."""
+    return np.repeat(range(len(counts)), counts).tolist()
 
 
 def _names(ranks, counts):
@@ -155,21 +150,9 @@ def _names(ranks, counts):
     # A batch may be cut, by layers or experts; a window and the numbers of a product
     # stay together.
     batch = dims("batch", ranks[0] - 1)
-    histories = [(*batch, f"{WHOLE}_slot{i}") for i in range(sum(counts))]
+    histories = [(*batch, f"{SLOTS}{i}") for i in range(sum(counts))]
     readings = [(*batch, f"{WHOLE}_number{i}") for i in range(len(counts))]
     return histories, [(*batch, *ONE)] * len(histories), readings
-
-
-def _groups(histories):
-    return [_shapes.merge_groups(history, history.ndim - 1) for history in histories]
-
-
-def _of_both(counts):
-    """Return the positions of the histories and the scales of each product, in
-    `_columns`.
-    """
-    total = sum(counts)
-    return [[*places, *(total + i for i in places)] for places in _slices(counts)]
 
 
 def _amaxes(history, scale):
@@ -212,9 +195,8 @@ class _ReadHistories(OpOfUnits):
     def counts(self):
         return tuple(map(len, self.of_units))
 
-    def units(self, operand_count):
-        both = _of_both(self.counts)
-        return [(positions, [product]) for product, positions in enumerate(both)]
+    def owners(self, operand_count):
+        return _owners(self.counts) * 2, range(len(self.counts))
 
     def names(self, *ranks):
         histories, scales, readings = _names(ranks, self.counts)
@@ -237,24 +219,16 @@ class _ReadHistories(OpOfUnits):
         numerators = np.array(sum(self.of_units, ()), np.float32)
         next_scales = _scaling.amax_to_scale(largest, scale, numerators)
         numbers = newest, largest, scale, jnp.zeros_like(scale), *next_scales
-        table, readings = jnp.stack(numbers, axis=-1), []
-        for places in _slices(self.counts):
-            part = table[..., places.start : places.stop, :]
-            shape = *part.shape[:-2], part.shape[-2] * READING_NUMBERS
-            readings.append(part.reshape(shape))
+        table, start, readings = jnp.stack(numbers, axis=-1), 0, []
+        for count in self.counts:
+            part = table[..., start : start + count, :]
+            readings.append(part.reshape(*part.shape[:-2], count * READING_NUMBERS))
+            start += count
         return readings
 
     def cpu(self, *operands):
-        histories, scales = halves(operands)
-        batch, groups = scales[0].shape[:-1], scales[0].size
-        readings = _ffi.call(
-            "read_histories",
-            [((groups, READING_NUMBERS * k), jnp.float32) for k in self.counts],
-            *_groups(histories),
-            *(scale.reshape(-1) for scale in scales),
-            numerators=np.array(sum(self.of_units, ()), np.float32),
-        )
-        return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
+        numerators = np.array(sum(self.of_units, ()), np.float32)
+        return self.call_on_groups(*operands, numerators=numerators)
 
 
 class _WriteHistories(OpOfUnits):
@@ -267,17 +241,12 @@ class _WriteHistories(OpOfUnits):
     name = "write_histories"
     by_quantizer: bool
 
-    def units(self, operand_count):
-        count = total = sum(self.of_units)
+    def owners(self, operand_count):
+        quantizers = _owners(self.of_units)
+        recorded = range(operand_count - len(quantizers))
         if self.by_quantizer:
-            places = [
-                (range(i, 3 * count, count), [i, count + i]) for i in range(count)
-            ]
-            return places
-        units, slices = [], _slices(self.of_units)
-        for product, both in enumerate(_of_both(self.of_units)):
-            units.append(([*slices[product], total + product], both))
-        return units
+            recorded = quantizers * 2
+        return [*quantizers, *recorded], quantizers * 2
 
     def names(self, *ranks):
         histories, scales, readings = _names(ranks, self.of_units)
@@ -304,25 +273,12 @@ class _WriteHistories(OpOfUnits):
         return [x.view(jnp.float32) for x in results]
 
     def cpu(self, *operands):
-        histories, recorded = (
-            operands[: sum(self.of_units)],
-            operands[sum(self.of_units) :],
-        )
-        batch, groups = histories[0].shape[:-1], _groups(histories)
-        scales = [((math.prod(batch),), jnp.float32)] * len(groups)
-        if self.by_quantizer:
-            # The histories of a product that is not in a loop are mostly arguments of
-            # the program: XLA would copy them.
-            aliases, numbers = {}, [x.reshape(-1) for x in recorded]
-        else:
-            aliases = {i: i for i in range(len(groups))}
-            numbers = [_shapes.merge(x, x.ndim - 1) for x in recorded]
-        results = [(h.shape, jnp.float32) for h in groups] + scales
-        written = _ffi.call(
-            "write_histories", results, *groups, *numbers, aliases=aliases
-        )
-        sizes = [h.shape[-1] for h in histories] + [1] * len(groups)
-        return [x.reshape(*batch, size) for x, size in zip(written, sizes, strict=True)]
+        # The histories of a product that is not in a loop are mostly arguments of the
+        # program: XLA would copy them.
+        aliases = {}
+        if not self.by_quantizer:
+            aliases = {i: i for i in range(sum(self.of_units))}
+        return self.call_on_groups(*operands, aliases=aliases)
 
 
 # Products whose state is rows of the same arrays -------------------------------------
@@ -342,9 +298,9 @@ def read_rows(pairs, *, fp8_max):
     Raises:
         TypeError: the op is differentiated.
     """
-    numerators = tuple(_scaling.scale_numerator(value, 0) for value in fp8_max)
-    op = _ReadRows(_ReadHistories((numerators,)), len(pairs[0][0]))
-    return op(*_columns([pairs], [0]))
+    histories, scales = zip(*pairs, strict=True)
+    op = _ReadRows(_ReadHistories((_numerators(fp8_max),)), len(histories[0]))
+    return op(*histories, *scales)
 
 
 def write_rows(pairs, recorded):
@@ -458,7 +414,7 @@ class _WriteRows(Op):
 def _names_of_rows(count):
     """Name the dimensions of histories and of scales; no mesh cuts rows."""
     row = f"{WHOLE}_row"
-    return [(row, f"{WHOLE}_slot{i}") for i in range(count)], [(row, *ONE)] * count
+    return [(row, f"{SLOTS}{i}") for i in range(count)], [(row, *ONE)] * count
 
 
 # The numbers of a reading as arrays, and what a step records as one ------------------
@@ -533,15 +489,6 @@ class _SplitReading(OpOfCpus):
             for first in firsts
         ]
 
-    def cpu(self, reading):
-        batch = reading.shape[:-1]
-        numbers = _shapes.merge(reading, len(batch))
-        groups = numbers.shape[:1]
-        results = [((*groups, 2), jnp.float32)] * self.count
-        results += [(groups, jnp.float32)] * (self.count * (len(_PARTS) - 1))
-        parts = _ffi.call("split_reading", results, numbers)
-        return [part.reshape(*batch, part.size // numbers.shape[0]) for part in parts]
-
 
 class _JoinRecorded(OpOfCpus):
     name = "join_recorded"
@@ -577,8 +524,4 @@ class _JoinRecorded(OpOfCpus):
         return self.reference(*operands)
 
     def cpu(self, *operands):
-        batch = operands[0].shape[:-1]
-        results = [((math.prod(batch), READING_NUMBERS * self.count), jnp.float32)]
-        flat = [x.reshape(-1) for x in operands[: 2 * self.count]]
-        (recorded,) = _ffi.call("join_recorded", results, *flat)
-        return (recorded.reshape(*batch, recorded.shape[-1]),)
+        return self.call_on_groups(*operands[: 2 * self.count])

@@ -218,11 +218,12 @@ class _ScaledMatmul(Product):
             return self.reference(*operands)
         columns = b.shape[self.leading : -self.contracting]
         if _tpu.are_apart(columns):
-            kernels = _tpu.halves(b, self.leading)
-            biases = [()] * 2 if bias is None else zip(_tpu.halves(bias))
+            halves = [_tpu.halves(b, self.leading)]
+            if bias is not None:
+                halves.append(_tpu.halves(bias))
             parts = [
                 self.reference(a, kernel, *scales, *half)[0]
-                for kernel, half in zip(kernels, biases, strict=True)
+                for kernel, *half in zip(*halves, strict=True)
             ]
             # The product of `narrow_sums` is the gradient of a kernel.
             return [_tpu.joined(parts, is_gradient=self.narrow_sums)]
@@ -257,13 +258,11 @@ class _ScaledMatmul(Product):
         #    for float32), or an f32 accumulator where the output is f32. Otherwise the
         #    GEMM returns f32 and XLA fuses the rest into one pass.
         bias_dtype = jnp.float16 if self.out_dtype == np.float16 else jnp.bfloat16
+        more = [_spaced(_shapes.group_scales(x, self.vmap_dims)) for x in scales]
         has_bias = has_accumulator = False
-        grouped = (_shapes.group_scales(scale, self.vmap_dims) for scale in scales)
-        more = list(map(_spaced, grouped))
-        if accumulator is None:
-            is_one = bias is not None and math.prod(groups) == 1
-            has_bias = is_one and bias.dtype == bias_dtype
-        elif bias is None:
+        if accumulator is None and bias is not None:
+            has_bias = math.prod(groups) == 1 and bias.dtype == bias_dtype
+        elif accumulator is not None and bias is None:
             has_accumulator = self.out_dtype == np.float32
         if has_bias:
             more.append(_shapes.pad(bias.reshape(n), -n % ALIGNMENT))
@@ -274,13 +273,15 @@ class _ScaledMatmul(Product):
             accumulator = None
 
         # 3. Multiply, and add the terms that the epilogue did not take.
-        finished = bias is None and accumulator is None
+        dtype = self.out_dtype
+        if bias is not None or accumulator is not None:
+            dtype = jnp.float32
         out = call_cublaslt(
             "scaled_matmul",
             *(a, b, *more),
             depth=ALIGNMENT,
             shape=shape,
-            dtype=self.out_dtype if finished else jnp.float32,
+            dtype=dtype,
             aliases={4: 0} if has_accumulator else None,
             precise=self.precise,
             has_bias=has_bias,
@@ -307,16 +308,15 @@ class _ScaledMatmul(Product):
     def pattern(self, *operands, dtype):
         """Multiply by the pattern of `by_xla`, with operands of `dtype`."""
         a, b, a_scale_inv, b_scale_inv, bias, accumulator = self.split(operands)
-        wide = a.astype(dtype), b.astype(dtype)
         scales_inside = _is_rewritten(a, b, self.vmap_dims)
+        a, b = a.astype(dtype), b.astype(dtype)
         if scales_inside:
-            scales = _scalar(a_scale_inv, dtype), _scalar(b_scale_inv, dtype)
-            wide = (
-                x * lax.broadcast(s, x.shape) for x, s in zip(wide, scales, strict=True)
-            )
+            a_scale, b_scale = _scalar(a_scale_inv, dtype), _scalar(b_scale_inv, dtype)
+            a = a * lax.broadcast(a_scale, a.shape)
+            b = b * lax.broadcast(b_scale, b.shape)
         # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
         precision = lax.Precision.HIGHEST if self.precise else lax.Precision.DEFAULT
-        out = self.dot(*wide, dtype, precision)
+        out = self.dot(a, b, dtype, precision)
         if not scales_inside:
             # Multiply by one factor: two would be two launches, and XLA's products have
             # no rule for scales that flush.
@@ -328,18 +328,17 @@ class _ScaledMatmul(Product):
         shared scales a batch dimension.
         """
         batched = {i for i, dim in enumerate(batch_dims) if dim is not None}
-        second, operands = self.second_layouts(), list(operands)
+        # Batched scales need the rule of all ops.
+        if batched & {2, 3}:
+            return None
         # 1. Find the only operand that is batched, alone or with its second layout.
         #    Terms that are added have no room for more rows.
-        positions = [i for i in (0, 1) if batched == {i, second.get(i, i)}]
-        has_no_room = self.has_accumulator or (positions == [1] and self.has_bias)
-        if has_no_room or not positions:
-            # Batched scales need the rule of all ops.
-            if batched & {2, 3}:
-                return None
+        second, operands = self.second_layouts(), list(operands)
+        first, leading = min(batched), self.leading
+        has_no_room = self.has_accumulator or (first == 1 and self.has_bias)
+        if has_no_room or first > 1 or batched != {first, second.get(first, first)}:
             return self._share_scales(run, operands, batch_dims)
         # 2. Make the batch the first dimension of m, or of n, in both layouts.
-        (first,), leading = positions, self.leading
         operands[first] = jnp.moveaxis(operands[first], batch_dims[first], leading)
         if first in second:
             i, place = second[first], leading + self.contracting

@@ -18,6 +18,8 @@ from . import _checks, _ffi
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
+# What runs in place of one custom call that is switched off, and of all of them.
+INSTEAD = "the jnp reference runs: same results within their bounds, slower"
 _WITHOUT = "running without FP8 custom calls: same results within their bounds, slower"
 _warned = set()
 _listeners = []
@@ -127,13 +129,6 @@ def why_disabled(op):
     None.
     """
     return f"{VARIABLE} names {op}" if op in _disabled else None
-
-
-def missing_by_choice(op):
-    """Return `why_disabled` as a `Missing`, for lowering rules."""
-    clause = why_disabled(op)
-    instead = "the jnp reference runs: same results within their bounds, slower"
-    return clause and Missing(clause, True, instead)
 
 
 def local_gpus():

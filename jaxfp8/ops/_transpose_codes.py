@@ -2,8 +2,6 @@
 gathers in one layout.
 """
 
-import math
-
 from . import _ffi, _shapes, _support
 from ._primitive import Op, dims
 
@@ -49,8 +47,8 @@ class _TransposeCodes(Op):
 
     def cuda(self, data):
         """Make one custom call on groups of matrices."""
-        leading, row, col = _shapes.parts(data.shape, self.rows, self.cols)
-        g, m, n = map(math.prod, (leading, row, col))
-        result = (g, n, m), data.dtype
-        (data_t,) = _ffi.call("transpose_codes", [result], data.reshape(g, m, n))
-        return [data_t.reshape(*leading, *col, *row)]
+        groups = _shapes.merge(data, data.ndim - self.rows - self.cols, self.rows)
+        g, m, n = groups.shape
+        result, (of_whole,) = ((g, n, m), data.dtype), self.results(data)
+        (data_t,) = _ffi.call("transpose_codes", [result], groups)
+        return [data_t.reshape(of_whole.shape)]

@@ -7,9 +7,7 @@ import numpy as np
 from jax import lax
 
 from ..numerics import _scaling
-from . import _ffi, _shapes
-from ._partition import WHOLE
-from ._primitive import ONE, OpOfCpus, dims
+from ._primitive import ONE, SLOTS, OpOfCpus, dims
 
 # A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were
 # summed change it by 100 %.
@@ -49,19 +47,8 @@ class _UndoFactors(OpOfCpus):
 
     def names(self, history, *ranks):
         batch = dims("batch", history - 1)
-        slots, one = (*batch, f"{WHOLE}_slot"), (*batch, *ONE)
+        slots, one = (*batch, SLOTS), (*batch, *ONE)
         return [slots, one, slots, one], [one] * 4
-
-    def cpu(self, history, scale, new_history, new_scale):
-        histories = [
-            _shapes.merge_groups(x, x.ndim - 1) for x in (history, new_history)
-        ]
-        old, new = zip(
-            histories, (scale.reshape(-1), new_scale.reshape(-1)), strict=True
-        )
-        results = [((scale.size,), jnp.float32)] * 4
-        numbers = _ffi.call("undo_factors", results, *old, *new)
-        return [x.reshape(scale.shape) for x in numbers]
 
     def reference(self, history, old_scale, new_history, new_scale):
         # 1. Clean the old state as a step reads it. What is below zero stays.
