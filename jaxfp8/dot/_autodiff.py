@@ -49,11 +49,10 @@ def vmapped_state(state, *operands):
     a batch dimension too.
     """
     leaves, tree = jax.tree.flatten(state)
-    return tree.unflatten(
-        _vmapped_state_p.bind(*leaves, *operands, count=len(leaves))
-        if leaves
-        else leaves
-    )
+    if not leaves:
+        return state
+    leaves = _vmapped_state_p.bind(*leaves, *operands, count=len(leaves))
+    return tree.unflatten(leaves)
 
 
 def _batch(args, dims, *, count):
