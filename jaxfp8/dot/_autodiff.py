@@ -57,10 +57,7 @@ def vmapped_state(state, *operands):
 
 def _batch(args, dims, *, count):
     batch = batch_of(args, dims)
-    leaves = [
-        in_front(batch, leaf, d, repeat_state)
-        for leaf, d in zip(args[:count], dims[:count], strict=True)
-    ]
+    leaves = [in_front(batch, args[i], dims[i], repeat_state) for i in range(count)]
     # The operands go along so that an outer `vmap` sees them; the place of their batch
     # dimension no longer matters.
     return _vmapped_state_p.bind(*leaves, *args[count:], count=count), [0] * count

@@ -120,18 +120,10 @@ def dot_general(
         y = jnp.zeros(out_shape(*both), jnp.float32)
         return _activated(plus(y, bias, 0, out_dtype), activation)
     if recipe is None or is_small(recipe, *both):
-        dtype = not_wider(out_dtype, *high_precision_dtypes(x, kernel))
-        with _contexts.high_precision(why(recipe)):
-            y = lax.dot_general(
-                recipes.value_of(*x, dtype),
-                recipes.value_of(*kernel, dtype),
-                numbers,
-                precision=precision,
-                # a bias is added in float32
-                preferred_element_type=out_dtype if bias is None else jnp.float32,
-                out_sharding=out_sharding,
-            )
-        return _activated(plus(y, bias, 0, out_dtype), activation)
+        y = _without_fp8(
+            recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding
+        )
+        return _activated(y, activation)
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and
     #    multiply.
@@ -168,11 +160,6 @@ class Operand(NamedTuple):
 
     array: jax.Array
     codes: QTensor | FusedInput | None
-
-    @property
-    def has_high_precision(self) -> bool:
-        """Tell whether the array is not in FP8: an array as such, or a source."""
-        return self.codes is None or not self.codes.is_all_of(self.array)
 
     @property
     def codes_alone(self) -> QTensor | FusedInput | None:
@@ -234,6 +221,22 @@ def _activated(y, activation):
     return y if activation is None else activated(y, activation)
 
 
+def _without_fp8(recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding):
+    """Return the product of the values of two operands, with the bias."""
+    dtype = not_wider(out_dtype, *high_precision_dtypes(x, kernel))
+    with _contexts.high_precision(why(recipe)):
+        y = lax.dot_general(
+            recipes.value_of(*x, dtype),
+            recipes.value_of(*kernel, dtype),
+            numbers,
+            precision=precision,
+            # a bias is added in float32
+            preferred_element_type=out_dtype if bias is None else jnp.float32,
+            out_sharding=out_sharding,
+        )
+    return plus(y, bias, 0, out_dtype)
+
+
 def is_small(recipe, x, kernel) -> bool:
     """Tell whether the product of operands with these layouts is below the recipe's
     `min_size`.
@@ -246,7 +249,11 @@ def high_precision_dtypes(*operands: Operand) -> list:
     """Return the dtypes of the operands without codes, and of the sources of
     QTensors.
     """
-    return [x.array.dtype for x in operands if x.has_high_precision]
+    dtypes = []
+    for x in operands:
+        if x.codes is None or not x.codes.is_all_of(x.array):
+            dtypes.append(x.array.dtype)
+    return dtypes
 
 
 def why(recipe) -> str:

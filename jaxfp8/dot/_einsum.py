@@ -212,14 +212,14 @@ def _broadcast_sizes(
     """Return the size of each label, after broadcasting."""
     sizes = {**x_sizes, **kernel_sizes}
     for label in x_sizes.keys() & kernel_sizes.keys():
-        of_x, of_kernel = x_sizes[label], kernel_sizes[label]
-        if of_x != of_kernel and 1 not in (of_x, of_kernel):
+        x_size, kernel_size = x_sizes[label], kernel_sizes[label]
+        if x_size != kernel_size and 1 not in (x_size, kernel_size):
             raise _error(
                 eqn,
-                f"expected one size (or 1) for {label!r}, x has {of_x} and kernel "
-                f"{of_kernel}",
+                f"expected one size (or 1) for {label!r}, x has {x_size} and kernel "
+                f"{kernel_size}",
             )
-        sizes[label] = of_kernel if of_x == 1 else of_x
+        sizes[label] = kernel_size if x_size == 1 else x_size
     return sizes
 
 

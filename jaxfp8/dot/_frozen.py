@@ -185,14 +185,13 @@ def multiply(
     last = tuple(range(codes.ndim - contract, codes.ndim))
     numbers = (x_layout.contract, last), (x_layout.batch, tuple(range(batch)))
     # 2. Describe the scales of the codes, and the fixed scale of x, for the recipe.
-    state = recipes.DotGeneralState(None, None, None)
+    fixed = None
     if recipe is not None:
         q = _checked_scaling(frozen, kernel, kernel_layout, recipe)
         codes = dataclasses.replace(codes, block=q.block, power_2_scale=q.power_2_scale)
         if INPUT_SCALE in frozen:
             # Both numbers: 1 / (1 / scale) may be another number than the scale.
             fixed = recipes.Scale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV], None)
-            state = dataclasses.replace(state, input=fixed)
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     if preferred_element_type is None:
         preferred_element_type = promoted(x.dtype, kernel.dtype)
@@ -201,7 +200,7 @@ def multiply(
         codes,
         numbers,
         recipe=recipe,
-        state=state,
+        state=recipes.DotGeneralState(fixed, None, None),
         preferred_element_type=preferred_element_type,
         **options,
     )

@@ -240,9 +240,12 @@ def forward(
         q, residual, again = _operand(
             product, i, operand, layouts_of_both[i], codes[i], scales, is_read_again
         )
-        # The backward of a loop computes the scale from the reading again.
-        if is_reread and not isinstance(codes[i], QTensor):
-            residual = dataclasses.replace(residual, scale_inv=None)
+        # Codes from outside of the product stay as they are: a loop that runs over them
+        # keeps no copy. The backward of a loop computes other scales from the reading.
+        if not isinstance(codes[i], QTensor):
+            residual = recipes.as_bytes(residual)
+            if is_reread:
+                residual = dataclasses.replace(residual, scale_inv=None)
         both.append((q, residual, again))
     operands, residuals, again = zip(*both, strict=True)
 
@@ -258,9 +261,9 @@ def forward(
     cols = len(layouts_of_both[1].free)
     y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
     grad_scales = [*scales.of_operand(2), scales.input_grad]
-    amaxes, recorded = None, [q.recorded for q in residuals]
-    has_both = all(amax is not None for amax in recorded)
-    if is_step and reading is not None and has_both:
+    amaxes = None
+    recorded = [q.recorded for q in residuals if q.recorded is not None]
+    if is_step and reading is not None and len(recorded) == 2:
         amaxes = jnp.concatenate(recorded)  # see `ops.join_recorded`
     if is_reread:
         grad_scales[0] = None
@@ -289,8 +292,9 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     is_codes = isinstance(codes, QTensor) and codes.is_all_of(operand)
     shares_codes = is_codes or second_quantizer == SharedCodes()
     is_kept = is_read_again and shares_codes
-    batch, first = len(layout.batch), layout.contract_first
-    options = layout.options(columnwise=is_kept or first, reduce=product.reduce)
+    options = layout.options(
+        columnwise=is_kept or layout.contract_first, reduce=product.reduce
+    )
     # 1. Get the codes in the order of the product's dimensions.
     if codes is None:
         q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
@@ -304,14 +308,11 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
             q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
     # 2. Take the layouts of both products.
+    batch, first = len(layout.batch), layout.contract_first
     last, residual = both_layouts(q, batch, first, is_kept)
     if is_kept and _is_turned_late(q):
         last = dataclasses.replace(last, data_t=None)
         residual = dataclasses.replace(q, data_t=None)
-    # Codes from outside of the product stay as they are: a loop that runs over them
-    # keeps no copy.
-    if not isinstance(codes, QTensor):
-        residual = recipes.as_bytes(residual)
     again = None
     if is_read_again and not is_kept:
         # The second product has the contraction last.

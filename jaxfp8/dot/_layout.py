@@ -131,9 +131,9 @@ def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
     """Return the shape of the result: batch dimensions, then those of x, then those of
     kernel.
     """
-    of_x = [x.shape[d] for d in x.batch + x.free]
-    of_kernel = [kernel.shape[d] for d in kernel.free]
-    return *of_x, *of_kernel
+    x_sizes = [x.shape[d] for d in x.batch + x.free]
+    kernel_sizes = [kernel.shape[d] for d in kernel.free]
+    return *x_sizes, *kernel_sizes
 
 
 def _layout(name, shape, batch, contract) -> Layout:

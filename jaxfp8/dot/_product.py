@@ -177,14 +177,14 @@ def _batched(args, dims, product, tree):
     args, positions = list(args), tree.unflatten(range(len(args)))
     _, _, bias, state, (x_codes, _), group_sizes = positions
     is_ragged, has_kernels = group_sizes is not None, dims[1] is not None
-    others = [i for i, d in enumerate(dims) if i > 1 and d is not None]
+    batched = [i for i, d in enumerate(dims) if i > 1 and d is not None]
     # 1. A fused input with a batch of its own x alone is more rows: move this batch as
     #    that of x.
-    is_fused = isinstance(x_codes, FusedInput) and others == [x_codes.x]
+    is_fused = isinstance(x_codes, FusedInput) and batched == [x_codes.x]
     if is_fused and not has_kernels and not is_ragged:
         i = x_codes.x
         args[i] = jnp.moveaxis(args[i], dims[i], product.vmap_dims)
-        others = []
+        batched = []
 
     # 2. States with a batch, kernels that are scaled each by itself, rows in groups: a
     #    batch of products. A bias belongs to a kernel: both have a batch, or neither.
@@ -193,7 +193,7 @@ def _batched(args, dims, product, tree):
         state.kernel,
         state.output_grad,
     )
-    if is_ragged or others or (has_kernels and has_own_scales):
+    if is_ragged or batched or (has_kernels and has_own_scales):
         # A state that the examples share is still one state: its cotangents combine by
         # max.
         batch, of_state = batch_of(args, dims), set(jax.tree.leaves(state))
@@ -219,8 +219,8 @@ def _larger_product(product, operands, dims):
     cut = [i for i, d in enumerate(dims) if d is not None]
     for i in cut:
         operands[i] = jnp.moveaxis(operands[i], dims[i], first)
-        contract[i] = tuple(d + 1 for d in contract[i])
-        batch[i] = tuple(d + 1 for d in batch[i])
+        for numbers in (contract, batch):
+            numbers[i] = tuple([d + 1 for d in numbers[i]])
     if len(cut) == 2:
         batch, out_dim = [(0, *numbers) for numbers in batch], 0
     elif cut == [0]:  # the first free dimension of x

@@ -172,39 +172,6 @@ def ragged_product(
     return checkpoint_name(y, OUTPUT_NAME)
 
 
-def ragged_dot_by(
-    product, lhs, rhs, group_sizes, *, preferred_element_type=None, by=ragged_dot
-) -> jax.Array:
-    """Compute `ragged_dot` by a module that holds recipe and state, or frozen codes.
-
-    Args:
-        product: as for `einsum_by`; it takes `by`, a function in the place of
-            `dot_general`.
-        lhs, rhs, group_sizes, preferred_element_type: as `ragged_dot` takes them.
-        by: a function of the arguments of `ragged_dot`.
-    """
-
-    def by_rows(x, kernel, dimension_numbers, **options):
-        del x
-        # frozen codes are `[g, n, k]`
-        is_frozen = dimension_numbers != _OF_EACH_EXPERT
-        kernel = kernel.transposed(1) if is_frozen else kernel
-        return by(lhs, kernel, group_sizes, **options)
-
-    if preferred_element_type is None:
-        preferred_element_type = compute_dtype(lhs, rhs)
-    # To a module the experts are a batch of products of all rows: the layout of a
-    # kernel is the same.
-    rows = jax.ShapeDtypeStruct((rhs.shape[0], *lhs.shape), preferred_element_type)
-    operands = rows, rhs, _OF_EACH_EXPERT
-    return product(*operands, by=by_rows)(
-        *operands, preferred_element_type=preferred_element_type
-    )
-
-
-_OF_EACH_EXPERT = (((2,), (1,)), ((0,), (0,)))
-
-
 def ragged_linear(product, x, kernel, group_sizes, by, *, dtype) -> jax.Array:
     """Multiply groups of rows of x by the matrices of a kernel, in the compute dtype of
     a layer.

@@ -221,7 +221,12 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
 
         def current_scale():
             amax = reduce(current_amax(), scale.scale).reshape(1)
-            return self.scale_of_amax(amax, scale.scale_inv)
+            return ops.amax_to_scale(
+                amax,
+                scale.scale_inv,
+                fp8_max=fp8_max(self.fp8_dtype),
+                margin=self.margin,
+            )
 
         takes_own, pair = _takes_own_amax(self, scale), (scale.scale, scale.scale_inv)
         return Scale(*jax.lax.cond(takes_own, current_scale, lambda: pair), scale.amax)
@@ -270,8 +275,12 @@ def _scale_of_window(quantizer, state):
     history = _scaling.clean(state.amax_history)
     amax = jnp.asarray(quantizer.amax_compute_algo(history), jnp.float32).reshape(1)
     amax = jnp.where(is_empty(history), jnp.zeros_like(amax), amax)
-    amax = jnp.where(_is_below_zero(state), jnp.float32(-1), amax)
-    return quantizer.scale_of_amax(amax, state.scale.reshape(1))
+    return ops.amax_to_scale(
+        jnp.where(_is_below_zero(state), jnp.float32(-1), amax),
+        state.scale.reshape(1),
+        fp8_max=fp8_max(quantizer.fp8_dtype),
+        margin=quantizer.margin,
+    )
 
 
 def is_empty(history: jax.Array) -> jax.Array:

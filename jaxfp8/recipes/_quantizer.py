@@ -258,7 +258,14 @@ class Quantizer:
         next_state = (
             None if scale is None else jax.tree.map(combined, next_state, state)
         )
-        q = dataclasses.replace(q.reshape(x.shape, batch, cols), recorded=next_state)
+        data_t, shape, first = q.data_t, x.shape, batch + rows
+        if data_t is not None:
+            shape_t = *shape[:batch], *shape[first:], *shape[batch:first]
+            data_t = data_t.reshape(shape_t)
+        data = q.data.reshape(shape)
+        q = dataclasses.replace(
+            q, data=data, data_t=data_t, recorded=next_state, cols=cols
+        )
         return q, options.sum_rows(x)
 
 

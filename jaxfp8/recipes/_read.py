@@ -224,7 +224,8 @@ def scales_of(
     if reading is not None:
         histories = [old.amax_history for old in scales[:3]]
         scales[:3] = scales_of_reading(quantizers, reading, histories, has_backward)
-    scales = _reading.plain(scales)
+    leaves, tree = jax.tree.flatten(scales)
+    scales = tree.unflatten(_compat.plain(leaves))
     for i, scale in enumerate(scales):
         if isinstance(scale, Scale) and scale.history is not None:
             if has_backward and quantizers[i].first_step == "unit":

@@ -96,7 +96,8 @@ def stacked_products(flat: StateTree) -> list[list]:
 def _is_stacked(flat, quantizers) -> bool:
     leading = set()
     for quantizer in quantizers:
-        history, scale = [flat.leaves[i] for i in quantizer.positions()]
+        history = flat.leaves[quantizer.amax_history]
+        scale = flat.leaves[quantizer.scale]
         for leaf in (history, scale):
             if (
                 not isinstance(leaf, jax.core.Tracer)
@@ -141,7 +142,7 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read(dtype, states):
     """Return readings of a dtype, which says whether the states are in rows."""
-    states = plain(states)
+    states = _plain(states)
     if dtype == ROW:
         readings = ops.read_rows(states, fp8_max=_FP8_MAX[: len(states)])
     else:
@@ -159,7 +160,7 @@ def _read_backward(dtype, states, cotangents):
     nothing, which keeps its state.
     """
     write = ops.write_rows if dtype == ROW else ops.write_histories
-    written = jax.tree.leaves(write(plain(states), plain(cotangents)))
+    written = jax.tree.leaves(write(_plain(states), _plain(cotangents)))
     leaves, structure = jax.tree.flatten(states)
     new = _compat.cast(written, [leaf.dtype for leaf in leaves])
     return (structure.unflatten(new),)
@@ -168,7 +169,7 @@ def _read_backward(dtype, states, cotangents):
 _read.defvjp(_read_forward, _read_backward)
 
 
-def plain(tree: Any) -> Any:
+def _plain(tree):
     """Return a tree of state with float32 in place of the max dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(_compat.plain(leaves))

@@ -189,16 +189,16 @@ def warn_of_own_arrays(
         arrays: the shapes of parameters that belong to modules without a product, by
             their paths.
     """
-    found = []
+    largest = []
     for path, shape in sorted(arrays.items(), key=lambda item: -math.prod(item[1])):
         index = first_match(rules, layer_names(path[:-1], False), None)
         is_asked_for = index is not None and rules[index].recipe is not None
         name = "/".join(map(str, path))
         # An embedding is looked up, or added to.
         if is_asked_for and len(shape) > 1 and 1 not in shape and "emb" not in name:
-            found.append(f"{name} {'x'.join(map(str, shape))}")
-    if found:
-        names = some(found, 4)
+            largest.append(f"{name} {'x'.join(map(str, shape))}")
+    if largest:
+        names = some(largest, 4)
         _warnings.warn(
             f"{where}: rules: no rule reaches the products that a module's own code "
             f"makes, as with {names}: where these are multiplied, call "

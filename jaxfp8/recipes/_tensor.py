@@ -141,25 +141,6 @@ class QTensor:
         scale_inv = self.scale_inv if is_needed else None
         return QTensor(None, scale_inv, recorded=self.recorded, cols=self.cols)
 
-    def reshape(self, shape: tuple[int, ...], batch: int, cols: int) -> "QTensor":
-        """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay
-        as they are.
-
-        Args:
-            shape: the whole shape, `(*batch, *rows, *cols)`.
-            batch, cols: how many dimensions come before the rows, and how many after
-                the rows.
-        """
-        first = len(shape) - cols
-        shape_t = (*shape[:batch], *shape[first:], *shape[batch:first])
-        return dataclasses.replace(
-            self,
-            data_t=jax.tree.map(lambda x: x.reshape(shape_t), self.data_t),
-            source=jax.tree.map(lambda x: x.reshape(shape), self.source),
-            data=self.data.reshape(shape),
-            cols=cols,
-        )
-
     def map_scales(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Return the QTensor with `function(scale)` in place of each array of
         scales.

@@ -60,6 +60,8 @@ class TensorwiseQuantizer(FP8Quantizer):
         data_t = rest.pop(0) if options.columnwise else None
         amax = rest.pop(0) if amaxes else None
         q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
+        if not options.column_sums:
+            return q, None
         return q, rest[0] if rest else options.sum_rows(x)
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
@@ -75,20 +77,14 @@ class TensorwiseQuantizer(FP8Quantizer):
         """
         amax = reduce(current_amax(), None).reshape(1)
         default = jnp.ones((1,), jnp.float32)
-        pair = self.scale_of_amax(amax, default)
+        pair = ops.amax_to_scale(
+            amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
+        )
         if self.power_2_scale:
             pair = _scaling.floor_to_power_of_two(pair[0])
         # Without a state nothing records the amax, so the pass that quantizes need not
         # find it again.
         return Scale(*pair, None)
-
-    def scale_of_amax(self, amax: jax.Array, default: jax.Array) -> tuple:
-        """Return `(scale, scale_inv)` of an amax f32 `(1,)`; for an amax of 0, or one
-        that is not finite, those of the scale_inv `default`.
-        """
-        return ops.amax_to_scale(
-            amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
-        )
 
 
 @dataclasses.dataclass(frozen=True)
