@@ -49,19 +49,15 @@ def vmapped_state(state, *operands):
     a batch dimension too.
     """
     leaves, tree = jax.tree.flatten(state)
-    return tree.unflatten(
-        _vmapped_state_p.bind(*leaves, *operands, count=len(leaves))
-        if leaves
-        else leaves
-    )
+    if not leaves:
+        return state
+    leaves = _vmapped_state_p.bind(*leaves, *operands, count=len(leaves))
+    return tree.unflatten(leaves)
 
 
 def _batch(args, dims, *, count):
     batch = batch_of(args, dims)
-    leaves = [
-        in_front(batch, leaf, d, repeat_state)
-        for leaf, d in zip(args[:count], dims[:count], strict=True)
-    ]
+    leaves = [in_front(batch, args[i], dims[i], repeat_state) for i in range(count)]
     # The operands go along so that an outer `vmap` sees them; the place of their batch
     # dimension no longer matters.
     return _vmapped_state_p.bind(*leaves, *args[count:], count=count), [0] * count

@@ -14,8 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import ClampedSwiGLU
 from ..recipes import QTensor
+from ._compute_dtype import compute_dtype
 from ._fused_input import Activated, Normalized
-from ._ragged_dot import ragged_dot, ragged_dot_by
+from ._ragged_dot import ragged_dot
 
 
 class DotGeneralCall:
@@ -61,12 +62,24 @@ class RaggedDotCall:
         `[g, k, n]` and int32 group_sizes `[g]`; see `jaxfp8.ragged_dot`. `by` takes the
         place of that function, with its arguments, recipe and state.
         """
+
+        def by_rows(x, kernel, dimension_numbers, **options):
+            del x
+            # frozen codes are `[g, n, k]`
+            is_frozen = dimension_numbers != _OF_EACH_EXPERT
+            kernel = kernel.transposed(1) if is_frozen else kernel
+            return by(lhs, kernel, group_sizes, **options)
+
+        if preferred_element_type is None:
+            preferred_element_type = compute_dtype(lhs, rhs)
+        # The experts are a batch of products of all rows: the layout of a kernel is the
+        # same.
+        rows = jax.ShapeDtypeStruct((rhs.shape[0], *lhs.shape), preferred_element_type)
         with self._naming(rhs):
-            return ragged_dot_by(
-                self._product,
-                lhs,
-                rhs,
-                group_sizes,
-                preferred_element_type=preferred_element_type,
-                by=by,
+            operands = rows, rhs, _OF_EACH_EXPERT
+            return self._product(*operands, by=by_rows)(
+                *operands, preferred_element_type=preferred_element_type
             )
+
+
+_OF_EACH_EXPERT = (((2,), (1,)), ((0,), (0,)))

@@ -22,8 +22,10 @@ def promoted(*operands):
 
 def not_wider(dtype, *operands):
     """Return `dtype`, or the dtype that the operands, arrays or dtypes, promote to
-    where `dtype` is wider.
+    where `dtype` is wider; `dtype` where there is no operand.
     """
+    if not operands:
+        return dtype
     widest = promoted(*operands)
     return dtype if promoted(widest, dtype) == widest else widest
 
@@ -34,23 +36,27 @@ def compute_dtype(*arrays, dtype=None):
     """
     if dtype is not None:
         return jnp.dtype(dtype)
-    sources = (a.source if isinstance(a, QTensor) else a for a in arrays)
-    common = promoted(*(a.dtype for a in sources if a is not None))
-    return (
-        common if jnp.issubdtype(common, jnp.inexact) else promoted(common, jnp.float32)
-    )
+    dtypes = []
+    for array in arrays:
+        if isinstance(array, QTensor):
+            array = array.source
+        if array is not None:
+            dtypes.append(array.dtype)
+    common = promoted(*dtypes)
+    if jnp.issubdtype(common, jnp.inexact):
+        return common
+    return promoted(common, jnp.float32)
 
 
 def to_compute(x, dtype):
     """Convert `x` to the compute dtype, but do not widen it: the quantizer makes the
-    same codes of narrow floats.
+    same codes of narrow floats. A fused input stays as it is.
     """
-    with jax.numpy_dtype_promotion("standard"):
-        if (
-            jnp.issubdtype(x.dtype, jnp.floating)
-            and jnp.promote_types(x.dtype, dtype) == dtype
-        ):
-            return x
+    if isinstance(x, FusedInput):
+        return x
+    is_narrow = promoted(x.dtype, dtype) == dtype
+    if is_narrow and jnp.issubdtype(x.dtype, jnp.floating):
+        return x
     return x.astype(dtype)
 
 
@@ -64,7 +70,7 @@ def linear(product, x, kernel, bias, *, dtype, precision, out_sharding, activati
         precision, out_sharding, activation: as `jaxfp8.dot_general` takes them.
     """
     dtype = compute_dtype(x, kernel, bias, dtype=dtype)
-    x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
+    x = to_compute(x, dtype)
     numbers = ((len(x.shape) - 1,), (0,)), ((), ())
     return product(
         x,
@@ -82,13 +88,9 @@ def sizes(name: str, features) -> tuple[int, ...]:
     """Return one or several sizes as a tuple of ints; `name` names the argument in the
     message.
     """
+    all_features = features if isinstance(features, (tuple, list)) else (features,)
     try:
-        return tuple(
-            map(
-                operator.index,
-                features if isinstance(features, (tuple, list)) else (features,),
-            )
-        )
+        return tuple(map(operator.index, all_features))
     except TypeError:
         raise TypeError(
             f"{name}: expected an int or a tuple of ints, got {features!r}"
@@ -99,13 +101,8 @@ def norm_of_layer(x, scale, bias, *, kind: str, epsilon: float, dtype) -> Normal
     """Normalize the x of a layer whose dtype is `dtype`, see `jaxfp8.normalized`; scale
     and bias are parameters.
     """
-    return normalized(
-        to_compute(x, compute_dtype(x, scale, dtype=dtype)),
-        scale,
-        bias,
-        kind=kind,
-        epsilon=epsilon,
-    )
+    x = to_compute(x, compute_dtype(x, scale, dtype=dtype))
+    return normalized(x, scale, bias, kind=kind, epsilon=epsilon)
 
 
 def gated_activation(

@@ -47,13 +47,13 @@ def gemm(name: str):
 
 def gemm_of(scope: str) -> str | None:
     """Return the product in the name of a scope; None for other scopes."""
-    return scope.removeprefix(_GEMM) if scope.startswith(_GEMM) else None
+    return _after(_GEMM, scope)
 
 
 def reason(scope: str) -> str | None:
     """Return the reason in the name of a scope; None for other scopes."""
-    return (
-        scope.removeprefix(_HIGH_PRECISION)
-        if scope.startswith(_HIGH_PRECISION)
-        else None
-    )
+    return _after(_HIGH_PRECISION, scope)
+
+
+def _after(prefix, scope):
+    return scope.removeprefix(prefix) if scope.startswith(prefix) else None

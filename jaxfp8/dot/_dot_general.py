@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
 from .._jax import _mesh
 from ..ops import ClampedSwiGLU, _checks, _quantize_activation
-from ..recipes import DotGeneralState, QTensor, Recipe
+from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
 from ._contexts import current_layer
@@ -109,14 +109,20 @@ def dot_general(
     out_dtype = result_dtype("dot_general", preferred_element_type, x, kernel)
     bias = _checked_bias(bias, both[1])
     if activation is not None:
-        _check_activation(activation, both, out_dtype)
+        result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
+        name = "activation: the product"
+        _quantize_activation.check("dot_general", result, activation, name=name)
 
     # 2. Leave to JAX what does not run in FP8: empty, high precision, and small
     #    products.
-    is_empty = 0 in x.array.shape or 0 in kernel.array.shape
-    if is_empty or recipe is None or is_small(recipe, *both):
-        options = numbers, precision, out_dtype, out_sharding
-        y = _without_fp8(recipe, x, kernel, bias, both, *options)
+    if 0 in (*x.array.shape, *kernel.array.shape):
+        # There is no element: gradients are zero, the state is not touched.
+        y = jnp.zeros(out_shape(*both), jnp.float32)
+        return _activated(plus(y, bias, 0, out_dtype), activation)
+    if recipe is None or is_small(recipe, *both):
+        y = _without_fp8(
+            recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding
+        )
         return _activated(y, activation)
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and
@@ -127,7 +133,7 @@ def dot_general(
         quantizers=quantizers,
         dimension_numbers=numbers,
         x_dtype=x.array.dtype,
-        wgrad_dtype=wgrad_dtype(recipe, kernel),
+        wgrad_dtype=recipe.wgrad_dtype or kernel.array.dtype,
         out_dtype=out_dtype,
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
@@ -139,9 +145,9 @@ def dot_general(
     scales = recipes.read(quantizers, state)
     codes = x.codes_alone, kernel.codes_alone
     y, *values = multiply(product, x.array, kernel.array, bias, scales, codes, None)
-    if not values:
-        y = checkpoint_name(y, OUTPUT_NAME)
-    return _activated(y, activation, *values)
+    if values:
+        return Activated(y, activation, *values)
+    return _activated(checkpoint_name(y, OUTPUT_NAME), activation)
 
 
 class Operand(NamedTuple):
@@ -154,11 +160,6 @@ class Operand(NamedTuple):
 
     array: jax.Array
     codes: QTensor | FusedInput | None
-
-    @property
-    def has_high_precision(self) -> bool:
-        """Tell whether the array is not in FP8: an array as such, or a source."""
-        return self.codes is None or not self.codes.is_all_of(self.array)
 
     @property
     def codes_alone(self) -> QTensor | FusedInput | None:
@@ -215,32 +216,14 @@ def _checked_bias(bias, kernel: Layout) -> jax.Array | None:
     return _checks.shape("dot_general", "bias", bias, free)
 
 
-def _check_activation(activation, both, out_dtype) -> None:
-    result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
-    _quantize_activation.check(
-        "dot_general", result, activation, name="activation: the product"
-    )
-
-
-def _activated(y, activation, *values):
-    """Return the product y, or with an activation the `Activated` of it, whose values
-    may be known.
-    """
-    if values:
-        return Activated(y, activation, source=values[0])
+def _activated(y, activation):
+    """Return the product y, or with an activation the `Activated` of it."""
     return y if activation is None else activated(y, activation)
 
 
-def _without_fp8(
-    recipe, x, kernel, bias, both, numbers, precision, out_dtype, out_sharding
-):
+def _without_fp8(recipe, x, kernel, bias, numbers, precision, out_dtype, out_sharding):
     """Return the product of the values of two operands, with the bias."""
-    if 0 in x.array.shape or 0 in kernel.array.shape:
-        # There is no element: gradients are zero, the state is not touched.
-        y = jnp.zeros(out_shape(*both), jnp.float32)
-        return plus(y, bias, 0, out_dtype)
-    dtypes = high_precision_dtypes(x, kernel)
-    dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
+    dtype = not_wider(out_dtype, *high_precision_dtypes(x, kernel))
     with _contexts.high_precision(why(recipe)):
         y = lax.dot_general(
             recipes.value_of(*x, dtype),
@@ -262,16 +245,15 @@ def is_small(recipe, x, kernel) -> bool:
     return size < recipe.min_size**3
 
 
-def wgrad_dtype(recipe, kernel: Operand) -> np.dtype:
-    """Return the dtype in which the product of the kernel's gradient is written."""
-    return kernel.array.dtype if recipe.wgrad_dtype is None else recipe.wgrad_dtype
-
-
 def high_precision_dtypes(*operands: Operand) -> list:
     """Return the dtypes of the operands without codes, and of the sources of
     QTensors.
     """
-    return [x.array.dtype for x in operands if x.has_high_precision]
+    dtypes = []
+    for x in operands:
+        if x.codes is None or not x.codes.is_all_of(x.array):
+            dtypes.append(x.array.dtype)
+    return dtypes
 
 
 def why(recipe) -> str:
@@ -318,9 +300,7 @@ def checked_quantizers(
 
 def spec_of(op: str, out_sharding) -> PartitionSpec | None:
     """Return the PartitionSpec of an argument `out_sharding` of `op`."""
-    spec = (
-        out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    )
+    spec = getattr(out_sharding, "spec", out_sharding)
     if not isinstance(spec, PartitionSpec | None):
         raise TypeError(
             f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got "
@@ -334,18 +314,28 @@ def spec_of(op: str, out_sharding) -> PartitionSpec | None:
     return spec
 
 
+# Whether a precision is more than the recipe's own.
+_IS_PRECISE = {
+    None: False,
+    "default": False,
+    "fastest": False,
+    lax.Precision.DEFAULT: False,
+    "high": True,
+    "highest": True,
+    "float32": True,
+    lax.Precision.HIGH: True,
+    lax.Precision.HIGHEST: True,
+}
+
+
 def _precise(precision, recipe) -> frozenset:
     """Return the names of the products that accumulate precisely."""
-    names = set()
-    for p in precision if isinstance(precision, (tuple, list)) else (precision,):
-        if p is None:
-            names.add("DEFAULT")
-        else:
-            names.add(p.name if isinstance(p, lax.Precision) else str(p).upper())
-    if names <= {"DEFAULT", "FASTEST"}:
+    both = precision if isinstance(precision, (tuple, list)) else (precision,)
+    are_precise = set(map(_IS_PRECISE.get, both))
+    if are_precise == {False}:
         return frozenset(recipe.precise)
-    if names <= {"HIGH", "HIGHEST", "FLOAT32"}:
-        return frozenset(("fprop", "dgrad", "wgrad"))
+    if are_precise == {True}:
+        return frozenset(GEMMType)
     raise ValueError(
         "dot_general: precision: expected None, DEFAULT, HIGH or HIGHEST for both "
         f"operands, got {precision!r}"

@@ -92,72 +92,58 @@ def einsum_by(
     if preferred_element_type is None:
         preferred_element_type = promoted(x, kernel)
     x_labels, kernel_labels, out_labels = _parse(eqn, x, kernel)
-    is_empty = 0 in x.shape or 0 in kernel.shape
 
     # 1. Take diagonals, so that an operand has each label once, and find the sizes
     #    after broadcasting.
-    x, x_labels = _diagonals(eqn, "x", x, x_labels)
-    kernel, kernel_labels = _diagonals(eqn, "kernel", kernel, kernel_labels)
+    x, x_labels = _diagonals(eqn, x, x_labels)
+    kernel, kernel_labels = _diagonals(eqn, kernel, kernel_labels)
     x_sizes = dict(zip(x_labels, x.shape, strict=True))
     kernel_sizes = dict(zip(kernel_labels, kernel.shape, strict=True))
     sizes = _broadcast_sizes(eqn, x_sizes, kernel_sizes)
+    out_sharding = spec_of("einsum", out_sharding)
     # A sum over no element would be zeros, whose amax counts: return first, so that the
     # state stays.
-    if is_empty:
+    if 0 in (*x.shape, *kernel.shape):
         dtype = _checks.dtype(
             "einsum",
             "preferred_element_type",
             preferred_element_type,
             _checks.HIGH_PRECISION,
         )
-        return jnp.zeros(
-            [sizes[label] for label in out_labels],
-            dtype,
-            out_sharding=spec_of("einsum", out_sharding),
-        )
+        shape = list(map(sizes.get, out_labels))
+        return jnp.zeros(shape, dtype, out_sharding=out_sharding)
     # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels
     #    that are summed alone. A dimension of size 1 that broadcasts is dropped: its
     #    label then belongs to one operand.
     shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
-    x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
-    kernel, kernel_labels = _reduce(
-        kernel, kernel_labels, sizes, {*shared, *out_labels}
-    )
+    kept = {*shared, *out_labels}
+    x, x_labels = _reduce(x, x_labels, sizes, kept)
+    kernel, kernel_labels = _reduce(kernel, kernel_labels, sizes, kept)
 
     # 3. A shared label of the output is a batch dimension, any other is contracted. The
     #    product has the batch first, then what is left of x and of the kernel; the
     #    output may have another order.
-    batch = [label for label in shared if label in out_labels]
-    contract = [label for label in shared if label not in out_labels]
-    y_labels = batch + [
-        label for label in (*x_labels, *kernel_labels) if label not in shared
-    ]
+    batch, contract = [], []
+    for label in shared:
+        (batch if label in out_labels else contract).append(label)
+    free = [label for label in x_labels + kernel_labels if label not in shared]
+    y_labels = batch + free
+    if out_sharding is not None:
+        # a short spec leaves the last dimensions uncut
+        axes = dict(zip(out_labels, out_sharding, strict=False))
+        out_sharding = PartitionSpec(*map(axes.get, y_labels))
 
     def positions(labels):
-        return [x_labels.index(label) for label in labels], [
-            kernel_labels.index(label) for label in labels
-        ]
+        return list(map(x_labels.index, labels)), list(map(kernel_labels.index, labels))
 
     operands = x, kernel, (positions(contract), positions(batch))
     y = product(*operands)(
         *operands,
         precision=precision,
         preferred_element_type=preferred_element_type,
-        out_sharding=_permuted(out_sharding, out_labels, y_labels),
+        out_sharding=out_sharding,
     )
-    return jnp.transpose(y, [y_labels.index(label) for label in out_labels])
-
-
-def _permuted(out_sharding, out_labels, y_labels) -> PartitionSpec | None:
-    """Return the sharding of the product, whose dimensions are in the order of
-    `y_labels`.
-    """
-    spec = spec_of("einsum", out_sharding)
-    if spec is None:
-        return None
-    # a short spec leaves the last dimensions uncut
-    axes = dict(zip(out_labels, spec, strict=False))
-    return PartitionSpec(*(axes.get(label) for label in y_labels))
+    return jnp.transpose(y, list(map(y_labels.index, out_labels)))
 
 
 def _error(eqn, message):
@@ -169,9 +155,9 @@ _TERM = r"[^\W\d_]*(?:\.\.\.)?[^\W\d_]*"
 _EQUATION = re.compile(f"({_TERM}),({_TERM})(?:->{_TERM})?")
 
 
-def _parse(eqn, x, kernel) -> list[list[str]]:
-    """Return the labels of x, kernel and the output; an ellipsis has letters that the
-    equation lacks, which count from its end.
+def _parse(eqn, x, kernel) -> list[str]:
+    """Return the labels of x, kernel and the output, each a letter; an ellipsis has
+    letters that the equation lacks, which count from its end.
     """
     if not isinstance(eqn, str):
         raise TypeError(
@@ -200,27 +186,24 @@ def _parse(eqn, x, kernel) -> list[list[str]]:
     except ValueError as error:
         needed = "expected labels of the operands in the output, each once"
         raise _error(eqn, f"{needed} ({error})") from error
-    return [list(labels) for labels in (*inputs.split(","), output)]
+    return [*inputs.split(","), output]
 
 
-def _diagonals(eqn, name, value, labels):
-    """Take the diagonal of `value` over dimensions that share a label."""
-    while repeated := [label for label in labels if labels.count(label) > 1]:
-        first = labels.index(repeated[0])
-        second = labels.index(repeated[0], first + 1)
-        if value.shape[first] != value.shape[second]:
-            raise _error(
-                eqn,
-                f"expected one size for {repeated[0]!r}, {name} has "
-                f"{value.shape[first]} and {value.shape[second]}",
-            )
-        # The diagonal becomes the last dimension. A label that appears three times
-        # takes another turn of the loop.
-        value = jnp.diagonal(value, axis1=first, axis2=second)
-        labels = [
-            label for d, label in enumerate(labels) if d not in (first, second)
-        ] + [repeated[0]]
-    return value, labels
+def _diagonals(eqn, value, labels):
+    """Take the diagonal of `value` over dimensions that share a label; diagonals become
+    the last dimensions.
+    """
+
+    def order(label):
+        return labels.count(label) > 1, labels.index(label)
+
+    left = "".join(sorted(set(labels), key=order))
+    if left == labels:
+        return value, left
+    try:
+        return jnp.einsum(f"{labels}->{left}", value), left
+    except ValueError as error:
+        raise _error(eqn, f"expected a label to have one size ({error})") from error
 
 
 def _broadcast_sizes(
@@ -229,14 +212,14 @@ def _broadcast_sizes(
     """Return the size of each label, after broadcasting."""
     sizes = {**x_sizes, **kernel_sizes}
     for label in x_sizes.keys() & kernel_sizes.keys():
-        pair = (x_sizes[label], kernel_sizes[label])
-        if pair[0] != pair[1] and 1 not in pair:
+        x_size, kernel_size = x_sizes[label], kernel_sizes[label]
+        if x_size != kernel_size and 1 not in (x_size, kernel_size):
             raise _error(
                 eqn,
-                f"expected one size (or 1) for {label!r}, x has {pair[0]} and kernel "
-                f"{pair[1]}",
+                f"expected one size (or 1) for {label!r}, x has {x_size} and kernel "
+                f"{kernel_size}",
             )
-        sizes[label] = pair[1] if pair[0] == 1 else pair[0]
+        sizes[label] = kernel_size if x_size == 1 else x_size
     return sizes
 
 
@@ -244,11 +227,16 @@ def _reduce(value, labels, sizes, kept):
     """Remove the dimensions that broadcast, and sum `value` in f32 over the labels that
     are not `kept`.
     """
-    broadcast = [d for d, label in enumerate(labels) if value.shape[d] < sizes[label]]
+    broadcast, summed, left = [], [], ""
+    for d, label in enumerate(labels):
+        if value.shape[d] < sizes[label]:
+            broadcast.append(d)
+        elif label in kept:
+            left += label
+        else:
+            summed.append(d - len(broadcast))
     value = jnp.squeeze(value, axis=tuple(broadcast))
-    labels = [label for d, label in enumerate(labels) if d not in broadcast]
-    summed = [d for d, label in enumerate(labels) if label not in kept]
     if summed:
         # The sum is not rounded to the operand's dtype: quantization rounds it, once.
         value = jnp.sum(value.astype(jnp.float32), axis=tuple(summed))
-    return value, [label for label in labels if label in kept]
+    return value, left

@@ -122,25 +122,26 @@ def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax
         dataclasses.replace(recipe, min_size=0),
         state,
     )
-    pairs = (
-        []
-        if new is None
-        else [(frozen[name], new[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
-    )
-    if not pairs or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
-        raise ValueError(
-            f"{ANOTHER_KERNEL}: one of shape {kernel.shape}, after one of another shape"
-        )
-    same = [jnp.all((a == b) | ((a != a) & (b != b))) for a, b in pairs]
-    return jnp.logical_not(jnp.logical_and(*same))
+    same = []
+    for name in (KERNEL, KERNEL_SCALE_INV):
+        old = frozen[name]
+        if new is None or _type(old) != _type(new[name]):
+            raise ValueError(
+                f"{ANOTHER_KERNEL}: one of shape {kernel.shape}, after one of another "
+                "shape"
+            )
+        same.append(jnp.array_equal(old, new[name], equal_nan=True))
+    return ~(same[0] & same[1])
+
+
+def _type(x) -> tuple:
+    return x.shape, x.dtype
 
 
 def _quantized(kernel, quantizer, layout, scale, reduce) -> recipes.QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
-    options = recipes.OperandOptions(
-        layout.rows, layout.cols, columnwise=first, contract_first=first, reduce=reduce
-    )
+    options = layout.options(first, reduce)
     q, _ = quantizer.quantize_operand(layout.ordered(kernel), scale, options)
     return q.transposed(len(layout.batch)) if first else q
 
@@ -184,14 +185,13 @@ def multiply(
     last = tuple(range(codes.ndim - contract, codes.ndim))
     numbers = (x_layout.contract, last), (x_layout.batch, tuple(range(batch)))
     # 2. Describe the scales of the codes, and the fixed scale of x, for the recipe.
-    state = recipes.DotGeneralState(None, None, None)
+    fixed = None
     if recipe is not None:
         q = _checked_scaling(frozen, kernel, kernel_layout, recipe)
         codes = dataclasses.replace(codes, block=q.block, power_2_scale=q.power_2_scale)
         if INPUT_SCALE in frozen:
             # Both numbers: 1 / (1 / scale) may be another number than the scale.
             fixed = recipes.Scale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV], None)
-            state = dataclasses.replace(state, input=fixed)
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     if preferred_element_type is None:
         preferred_element_type = promoted(x.dtype, kernel.dtype)
@@ -200,7 +200,7 @@ def multiply(
         codes,
         numbers,
         recipe=recipe,
-        state=state,
+        state=recipes.DotGeneralState(fixed, None, None),
         preferred_element_type=preferred_element_type,
         **options,
     )
@@ -210,11 +210,6 @@ def _checked_scaling(frozen, kernel, layout, recipe):
     """Check that `frozen` fits this recipe and kernel; return the shapes of the QTensor
     that the recipe makes of it.
     """
-    types = {
-        name: (leaf.shape, leaf.dtype)
-        for name, leaf in frozen.items()
-        if name.startswith(KERNEL)
-    }
 
     def quantized(kernel):
         return _quantized(
@@ -223,21 +218,19 @@ def _checked_scaling(frozen, kernel, layout, recipe):
 
     q = jax.eval_shape(quantized, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
     expected = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
-    if q.scale_inv is not None and types == {
-        name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()
-    }:
-        return q
-    shapes = {name: shape for name, (shape, _) in types.items()}
-    if q.scale_inv is not None and shapes == {
-        name: leaf.shape for name, leaf in expected.items()
-    }:
-        got = {name: dtype.name for name, (_, dtype) in types.items()}
+    got = {name: frozen[name] for name in expected}
+    shapes = [jax.tree.map(np.shape, leaves) for leaves in (got, expected)]
+    if shapes[0] == shapes[1]:
+        got = {name: leaf.dtype.name for name, leaf in got.items()}
         needed = {name: leaf.dtype.name for name, leaf in expected.items()}
+        if got == needed:
+            return q
         raise ValueError(
             f"frozen product: params: expected the dtypes {needed}, got {got}: codes "
             "and scales were cast, or frozen in another FP8 format; freeze the model "
             "again, and keep casts to other parameters"
         )
+    types = {name: _type(leaf) for name, leaf in got.items()}
     raise ValueError(
         f"frozen product: the recipe here is {recipe!r}, but the frozen arrays "
         f"{types} are of another recipe; run the model with the recipes "

@@ -89,19 +89,14 @@ class Activated(FusedInput):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the values."""
-        return (
-            self.x.shape[:-2] + self.x.shape[-1:]
-            if ops.is_gated(self.activation)
-            else self.x.shape
-        )
+        shape = self.x.shape
+        return shape[:-2] + shape[-1:] if ops.is_gated(self.activation) else shape
 
     def values(self, fp8_residual: bool = False) -> jax.Array:
         """Return the values; see `FusedInput.values`."""
-        return (
-            _value(_activate(self.activation), fp8_residual, self.x)
-            if self.source is None
-            else self.source
-        )
+        if self.source is not None:
+            return self.source
+        return _value(_activate(self.activation), fp8_residual, self.x)
 
     @property
     def fixed(self) -> "Activated":
@@ -387,9 +382,10 @@ def _value_forward(function, fp8_residual, x, *operands):
 
 def _value_backward(function, fp8_residual, operands, ct):
     x, *operands = operands
-    return jax.vjp(
-        function, as_codes(x).dequantize(ct.dtype) if fp8_residual else x, *operands
-    )[1](ct)
+    if fp8_residual:
+        x = as_codes(x).dequantize(ct.dtype)
+    _, pullback = jax.vjp(function, x, *operands)
+    return pullback(ct)
 
 
 _value.defvjp(_value_forward, _value_backward)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from .. import ops, recipes
-from ..ops._support import is_for_tpu
+from ..ops._support import is_for_tpu, selected
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor, SharedCodes
 from . import _contexts
 from ._fused_input import (
@@ -58,6 +58,7 @@ class Product:
             that brought it here has recorded it.
         layer: the path of the layer, for warnings, or None; equal products of two
             layers are one product.
+        implementation: the implementation of the ops, where the product was made.
     """
 
     quantizers: recipes.ByQuantizer
@@ -73,6 +74,7 @@ class Product:
     fp8_residual: bool = False
     records_grad: bool = True
     layer: str | None = dataclasses.field(default=None, compare=False)
+    implementation: str | None = dataclasses.field(default_factory=selected)
 
     # Names of the operands in messages.
     names = ("dot_general: x", "dot_general: kernel")
@@ -220,28 +222,31 @@ def forward(
         keeps no copy.
     """
     if product.vmap_dims:
-        inner = product.with_vmap_dims(-1)
-
-        def each(*operands):
-            return forward(inner, *operands, differentiated)
-
-        return jax.vmap(each)(x, kernel, bias, state, codes, group_sizes)
+        one = product.with_vmap_dims(-1)
+        each = jax.vmap(lambda *operands: forward(one, *operands, differentiated))
+        return each(x, kernel, bias, state, codes, group_sizes)
     x = x if codes[0] is not None else product.in_groups(x, group_sizes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Take the scales from the state.
     is_step, reading = differentiated is not None, recipes.reading_of(state)
     scales = recipes.scales_of(product.quantizers, state, has_backward=is_step)
+    is_reread = reading is not None and recipes.reading_suffices(product.quantizers)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last,
     #    the backward with them first. The gradient of one reads the other.
     both = []
     for i, (operand, partner) in enumerate(((x, "kernel"), (kernel, "x"))):
         is_read_again = is_step and partner in differentiated
-        layout = layouts_of_both[i]
-        quantized = _operand(
-            product, i, operand, layout, codes[i], scales, is_read_again
+        q, residual, again = _operand(
+            product, i, operand, layouts_of_both[i], codes[i], scales, is_read_again
         )
-        both.append(quantized)
+        # Codes from outside of the product stay as they are: a loop that runs over them
+        # keeps no copy. The backward of a loop computes other scales from the reading.
+        if not isinstance(codes[i], QTensor):
+            residual = recipes.as_bytes(residual)
+            if is_reread:
+                residual = dataclasses.replace(residual, scale_inv=None)
+        both.append((q, residual, again))
     operands, residuals, again = zip(*both, strict=True)
 
     # 3. Multiply.
@@ -256,26 +261,14 @@ def forward(
     cols = len(layouts_of_both[1].free)
     y, output = product.requantize(product.quantizers.output, y, scales.output, cols)
     grad_scales = [*scales.of_operand(2), scales.input_grad]
-    amaxes, recorded = None, [q.recorded for q in residuals]
-    has_both = all(amax is not None for amax in recorded)
-    if is_step and reading is not None and has_both:
+    amaxes = None
+    recorded = [q.recorded for q in residuals if q.recorded is not None]
+    if is_step and reading is not None and len(recorded) == 2:
         amaxes = jnp.concatenate(recorded)  # see `ops.join_recorded`
-    if reading is not None and recipes.reading_suffices(product.quantizers):
-        residuals = _without_scales(residuals, codes)
+    if is_reread:
         grad_scales[0] = None
     kept = *residuals, *again, output, amaxes, *grad_scales
     return y, (as_residual(kept), reading)
-
-
-def _without_scales(residuals, codes) -> list[QTensor]:
-    """Return residuals without the scales that the backward of a loop computes from the
-    reading again; codes from outside of the product keep theirs.
-    """
-    kept = []
-    for q, given in zip(residuals, codes, strict=True):
-        is_given = isinstance(given, QTensor)
-        kept.append(q if is_given else dataclasses.replace(q, scale_inv=None))
-    return kept
 
 
 def _operand(product, i, operand, layout, codes, scales, is_read_again):
@@ -295,14 +288,15 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
     """
     quantizer, second_quantizer = product.quantizers.of_operand(i)
     scale, second_scale = scales.of_operand(i)
-    shares_codes = second_quantizer == SharedCodes() or _is_all_of(codes, operand)
+    # An operand that is codes alone serves both of its products.
+    is_codes = isinstance(codes, QTensor) and codes.is_all_of(operand)
+    shares_codes = is_codes or second_quantizer == SharedCodes()
     is_kept = is_read_again and shares_codes
     options = layout.options(
         columnwise=is_kept or layout.contract_first, reduce=product.reduce
     )
     # 1. Get the codes in the order of the product's dimensions.
     if codes is None:
-        options = options._replace(contract_first=layout.contract_first)
         q, _ = quantizer.quantize_operand(layout.ordered(operand), scale, options)
     else:
         q = codes
@@ -314,30 +308,21 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
             q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
     # 2. Take the layouts of both products.
-    last, residual = both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
+    batch, first = len(layout.batch), layout.contract_first
+    last, residual = both_layouts(q, batch, first, is_kept)
     if is_kept and _is_turned_late(q):
         last = dataclasses.replace(last, data_t=None)
         residual = dataclasses.replace(q, data_t=None)
-    # Codes from outside of the product stay as they are: a loop that runs over them
-    # keeps no copy.
-    if not isinstance(codes, QTensor):
-        residual = recipes.as_bytes(residual)
     again = None
     if is_read_again and not is_kept:
         # The second product has the contraction last.
-        first = layout.contract_first
-        options = layout.options(columnwise=not first, reduce=product.reduce)
+        options = options._replace(columnwise=not first, contract_first=False)
         again, _ = second_quantizer.quantize_operand(
             layout.ordered(operand), second_scale, options
         )
-        again = both_layouts(again, len(layout.batch), first, True)[1]
+        again = both_layouts(again, batch, first, True)[1]
         again = recipes.as_bytes(again)
     return last, residual, again
-
-
-def _is_all_of(codes, operand) -> bool:
-    """Tell whether an operand is codes alone, which serve both of its products."""
-    return isinstance(codes, QTensor) and codes.is_all_of(operand)
 
 
 def backward(
@@ -362,14 +347,9 @@ def backward(
         group_sizes: see `Product.gemm`.
     """
     if product.vmap_dims:
-        inner = product.with_vmap_dims(-1)
-
-        def each(*operands):
-            return backward(
-                inner, x_shape[1:], kernel_shape[1:], differentiated, *operands
-            )
-
-        return jax.vmap(each)(residuals, grad, group_sizes)
+        one = product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated
+        each = jax.vmap(lambda *operands: backward(*one, *operands))
+        return each(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
     kept, reading = residuals
     x, kernel, x_again, kernel_again, output, amaxes, *grad_scales, input_grad_scale = (
@@ -394,29 +374,39 @@ def backward(
     # 2. Multiply.
     dx = dkernel = dbias = input_grad = None
     if "x" in differentiated:
-        second = kernel if kernel_again is None else kernel_again
-        dx, input_grad = _dgrad(
-            product,
-            quantized_grad.rowwise,
-            second,
-            x_layout,
-            input_grad_scale,
-            group_sizes,
-        )
+        swap = x_layout.contract_first
+        with _contexts.gemm(GEMMType.DGRAD):
+            dx = product.gemm(
+                GEMMType.DGRAD,
+                quantized_grad.rowwise,
+                kernel_again or kernel,
+                product.x_dtype,
+                swap,
+                group_sizes=group_sizes,
+            )
+        quantizer = product.quantizers.input_grad
+        x_cols = len(x_layout.free if swap else x_layout.contract)
+        dx, input_grad = product.requantize(quantizer, dx, input_grad_scale, x_cols)
+        dx = x_layout.restored(dx)
     if "kernel" in differentiated:
-        second = x if x_again is None else x_again
-        dkernel = _wgrad(
-            product, second, quantized_grad.columnwise, kernel_layout, group_sizes
-        )
-    if quantized_grad.sums is not None:
-        sums = quantized_grad.sums
+        with _contexts.gemm(GEMMType.WGRAD):
+            dkernel = product.gemm(
+                GEMMType.WGRAD,
+                x_again or x,
+                quantized_grad.columnwise,
+                product.wgrad_dtype,
+                swap=not kernel_layout.contract_first,
+                group_sizes=group_sizes,
+            )
+        dkernel = kernel_layout.restored(dkernel)
+    sums = quantized_grad.sums
+    if sums is not None:
         dbias = jnp.sum(sums, axis=tuple(range(sums.ndim - cols)))
 
     # 3. Give what was recorded, in the order of DotGeneralState.
-    first, again = quantized_grad.first, quantized_grad.again
-    if not product.records_grad:
-        first = None
-    quantized = [x, kernel, first, output, input_grad, x_again, kernel_again, again]
+    first = quantized_grad.first if product.records_grad else None
+    again = x_again, kernel_again, quantized_grad.again
+    quantized = [x, kernel, first, output, input_grad, *again]
     ct = recipes.cotangent(
         product.quantizers, quantized, reading, product.reduce, amaxes
     )
@@ -469,7 +459,8 @@ def _quantize_grad(product, grad, scales, options, differentiated) -> _Quantized
         q, sums = quantize_gradient(quantizer, grad, scales[0], options)
         rowwise, columnwise = both_layouts(q, product.batch, False, needs_dkernel)
         return _QuantizedGrad(rowwise, columnwise, q, None, sums)
-    grad = grad.value if isinstance(grad, ActivationGradient) else grad
+    if isinstance(grad, ActivationGradient):
+        grad = grad.value
     rowwise = columnwise = q = again = sums = None
     if needs_dkernel:
         again, sums = second.quantize_operand(grad, scales[1], options)
@@ -485,28 +476,6 @@ def _quantize_grad(product, grad, scales, options, differentiated) -> _Quantized
     return _QuantizedGrad(rowwise, columnwise, q, again, sums)
 
 
-def _dgrad(product, grad, kernel, x_layout, scale, group_sizes):
-    """Return the gradient of x, and its QTensor for the next state."""
-    swap = x_layout.contract_first
-    with _contexts.gemm(GEMMType.DGRAD):
-        dx = product.gemm(
-            GEMMType.DGRAD, grad, kernel, product.x_dtype, swap, group_sizes=group_sizes
-        )
-    cols = len(x_layout.free if swap else x_layout.contract)
-    dx, q = product.requantize(product.quantizers.input_grad, dx, scale, cols)
-    return x_layout.restored(dx), q
-
-
-def _wgrad(product, x, grad, kernel_layout, group_sizes):
-    """Return the gradient of the kernel."""
-    swap = not kernel_layout.contract_first
-    with _contexts.gemm(GEMMType.WGRAD):
-        dkernel = product.gemm(
-            GEMMType.WGRAD, x, grad, product.wgrad_dtype, swap, group_sizes=group_sizes
-        )
-    return kernel_layout.restored(dkernel)
-
-
 def _is_turned_late(q: QTensor) -> bool:
     """Tell whether codes are kept as the first product reads them: on TPUs a transpose
     is part of the product.
@@ -520,35 +489,29 @@ def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTenso
     """Return a QTensor that was made outside of the product, in the order of the
     product's dimensions.
     """
-    data, data_t, cols = layout.ordered(q.data), q.data_t, layout.cols
+    data, cols = layout.ordered(q.data), layout.cols
+    is_moved = data is not q.data
+    if q.has_one_scale:
+        data_t = q.data_t if columnwise and not is_moved else None
+        return QTensor(data, q.scale_inv, data_t, recorded=q.recorded, cols=cols)
     batch = data.ndim - layout.rows - cols
-    if not q.has_one_scale:
-        if batch and q.block is not None and q.block[0] == 1 and q.scale_inv.ndim == 2:
-            # Scales that were made without the product count batch dimensions as rows.
-            q = q.map_scales(
-                lambda scale: scale.reshape(*data.shape[:batch], -1, scale.shape[-1])
-            )
-        is_other = (
-            data is not q.data
-            or cols != q.cols
-            or (q.scale_inv is not None and q.scale_inv.ndim != batch + 2)
+    is_of_rows = q.block is not None and q.block[0] == 1
+    if batch and is_of_rows and q.scale_inv.ndim == 2:
+        # Scales that were made without the product count batch dimensions as rows.
+        leading = data.shape[:batch]
+        q = q.map_scales(lambda x: x.reshape(*leading, -1, x.shape[-1]))
+    is_other = is_moved or cols != q.cols
+    if q.scale_inv is not None and q.scale_inv.ndim != batch + 2:
+        is_other = True
+    if q.data_t is None and layout.contract_first and not q.has_one_code:
+        is_other = True
+    if is_other:
+        raise ValueError(
+            f"{name}: a QTensor with a scale for each block of {q.block} fits "
+            f"products that contract its rows or its last {q.cols} dimensions; "
+            "quantize it inside of the product"
         )
-        if is_other or (
-            data_t is None and layout.contract_first and not q.has_one_code
-        ):
-            raise ValueError(
-                f"{name}: a QTensor with a scale for each block of {q.block} fits "
-                f"products that contract its rows or its last {q.cols} dimensions; "
-                "quantize it inside of the product"
-            )
-        return q
-    return QTensor(
-        data,
-        q.scale_inv,
-        data_t if columnwise and data is q.data else None,
-        recorded=q.recorded,
-        cols=cols,
-    )
+    return q
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:

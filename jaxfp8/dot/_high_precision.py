@@ -23,9 +23,9 @@ def is_blockwise(q: QTensor) -> bool:
     """Tell whether q is FP8 with a scale for each block; a tensor with one scale is one
     block.
     """
-    return q.is_tensorwise or (
-        q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES
-    )
+    if not q.is_fp8 or q.block is None:
+        return q.is_tensorwise
+    return q.scale_inv.dtype in _SCALE_DTYPES
 
 
 def multiply_dequantized(a, b, out_dtype, batch, bias):
@@ -34,32 +34,35 @@ def multiply_dequantized(a, b, out_dtype, batch, bias):
 
     Codes, and an operand beside codes, are widened to float32.
     """
-    plain = [q.data.dtype for q in (a, b) if q.scale_inv is None]
-    dtype = jnp.float32 if len(plain) < 2 else not_wider(out_dtype, *plain)
+    plain, values = [], []
+    for q in (a, b):
+        if q.scale_inv is None:
+            plain.append(q.data.dtype)
+            values.append(q.data)
+        else:
+            values.append(dequantized(q.data, q.scale_inv, q.block, q.cols))
+    dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
     leading = tuple(range(batch))
     contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
-    why = (
-        f"the recipe keeps an operand in {plain[0]}"
-        if plain
-        else "no FP8 product takes these codes and scales"
-    )
-    a, b = (
-        q.data
-        if q.scale_inv is None
-        else dequantized(q.data, q.scale_inv, q.block, q.cols)
-        for q in (a, b)
-    )
+    numbers = contract, (leading, leading)
+    why = "no FP8 product takes these codes and scales"
+    if plain:
+        why = f"the recipe keeps an operand in {plain[0]}"
     with _contexts.high_precision(why):
-        numbers = contract, (leading, leading)
-        wide = promoted(dtype, out_dtype if bias is None else jnp.float32)
         y = lax.dot_general(
-            a.astype(dtype),
-            b.astype(dtype),
+            *[value.astype(dtype) for value in values],
             numbers,
-            preferred_element_type=wide,
-            out_sharding=_out_sharding(a, b, numbers),
+            preferred_element_type=promoted(dtype, _wide(out_dtype, bias)),
+            out_sharding=_out_sharding(*values, numbers),
         )
     return plus(y, bias, batch, out_dtype)
+
+
+def _wide(out_dtype, bias):
+    """Return the dtype of a product to which a bias is added in float32, so that the
+    sum is rounded only once.
+    """
+    return out_dtype if bias is None else np.dtype(np.float32)
 
 
 def _out_sharding(a, b, numbers):
@@ -71,11 +74,11 @@ def _out_sharding(a, b, numbers):
     mesh = jax.typeof(a).sharding.mesh
     if not mesh.explicit_axes:
         return None
-    a_spec, b_spec = (jax.typeof(x).sharding.spec for x in (a, b))
     (a_contract, b_contract), (batch, _) = numbers
-    left_out = *batch, *b_contract
-    entries = [axes for i, axes in enumerate(a_spec) if i not in a_contract]
-    entries += [axes for i, axes in enumerate(b_spec) if i not in left_out]
+    entries = []
+    for x, left_out in ((a, a_contract), (b, (*batch, *b_contract))):
+        spec = jax.typeof(x).sharding.spec
+        entries += [axes for i, axes in enumerate(spec) if i not in left_out]
     return NamedSharding(mesh, _mesh.once(entries))
 
 
@@ -83,8 +86,7 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
     """Multiply by a user's own function `qgemm`, which multiplies matrices."""
     rows = [q.shape[batch : q.ndim - q.cols] for q in (a, b)]
     leading = a.shape[:batch]
-    # A bias is added to a product in float32, so that the sum is rounded only once.
-    dtype = out_dtype if bias is None else jnp.dtype(jnp.float32)
+    dtype = _wide(out_dtype, bias)
 
     def multiply(a, b):
         y = qgemm(
@@ -119,25 +121,21 @@ def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
     a, b = (_matrices(q, batch) for q in (a, b))
     for _ in range(batch):
         multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
-    with _contexts.high_precision(
-        "the recipe's qgemm multiplies something else than FP8"
-    ):
+    why = "the recipe's qgemm multiplies something else than FP8"
+    with _contexts.high_precision(why):
         y = multiply(a, b)
     # `qgemm` takes operands in the order of their roles, whatever `swap` is: transpose
     # the result.
-    y = y.mT if swap else y
-    first, second = reversed(rows) if swap else rows
-    return plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
+    if swap:
+        y, rows = y.mT, rows[::-1]
+    return plus(y.reshape(*leading, *rows[0], *rows[1]), bias, batch, out_dtype)
 
 
 def _matrices(q, batch: int) -> QTensor:
     """Merge the rows and the columns of q to one dimension each."""
     first = q.ndim - q.cols
-    shape = (
-        *q.shape[:batch],
-        math.prod(q.shape[batch:first]),
-        math.prod(q.shape[first:]),
-    )
+    rows, cols = math.prod(q.shape[batch:first]), math.prod(q.shape[first:])
+    shape = *q.shape[:batch], rows, cols
     return QTensor(q.data.reshape(shape), q.scale_inv, block=q.block)
 
 
@@ -147,8 +145,6 @@ def plus(y, bias, batch, out_dtype):
     """
     if bias is not None:
         rows = (1,) * (y.ndim - bias.ndim)
-        bias = bias.astype(jnp.float32).reshape(
-            *bias.shape[:batch], *rows, *bias.shape[batch:]
-        )
-        y = y.astype(jnp.float32) + bias
+        shape = *bias.shape[:batch], *rows, *bias.shape[batch:]
+        y = y.astype(jnp.float32) + bias.astype(jnp.float32).reshape(shape)
     return y.astype(out_dtype)

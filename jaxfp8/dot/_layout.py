@@ -35,20 +35,16 @@ class Layout:
     @functools.cached_property
     def contract_first(self) -> bool:
         """Tell whether the contracting dimensions are the rows (else the columns)."""
-        return self.batch + self.contract + self.free == tuple(
-            range(len(self.shape))
-        ) and bool(self.contract)
+        order = self.batch + self.contract + self.free
+        return bool(self.contract) and order == tuple(range(len(self.shape)))
 
     @property
     def is_rows_by_last(self) -> bool:
         """Tell whether the last dimension alone is contracted, and all others are
         rows.
         """
-        return (
-            not self.batch
-            and self.contract == (len(self.shape) - 1,)
-            and len(self.shape) > 1
-        )
+        last = len(self.shape) - 1
+        return not self.batch and self.contract == (last,) and last > 0
 
     @property
     def rows(self) -> int:
@@ -64,15 +60,16 @@ class Layout:
         self, columnwise: bool, reduce: Callable[..., jax.Array]
     ) -> OperandOptions:
         """Return the options of an operand `ordered`; see `OperandOptions`."""
-        return OperandOptions(self.rows, self.cols, columnwise, reduce=reduce)
+        first = self.contract_first
+        return OperandOptions(
+            self.rows, self.cols, columnwise, reduce=reduce, contract_first=first
+        )
 
     @property
     def _order(self) -> tuple[int, ...]:
-        return self.batch + (
-            self.contract + self.free
-            if self.contract_first
-            else self.free + self.contract
-        )
+        if self.contract_first:
+            return self.batch + self.contract + self.free
+        return self.batch + self.free + self.contract
 
     def ordered(self, x):
         """Transpose `x` to `[*batch, *rows, *cols]`."""
@@ -110,17 +107,11 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     Raises:
         ValueError: the dimension numbers do not fit the shapes.
     """
-    (x_contract, kernel_contract), (x_batch, kernel_batch) = dimension_numbers
-    for name, x_dims, kernel_dims in (
-        ("contracting", x_contract, kernel_contract),
-        ("batch", x_batch, kernel_batch),
-    ):
-        in_range = set(x_dims) <= set(range(len(x_shape))) and set(kernel_dims) <= set(
-            range(len(kernel_shape))
-        )
-        if not in_range or [x_shape[d] for d in x_dims] != [
-            kernel_shape[d] for d in kernel_dims
-        ]:
+    pairs = zip(("contracting", "batch"), dimension_numbers, strict=True)
+    for name, (x_dims, kernel_dims) in pairs:
+        x_sizes = list(map(dict(enumerate(x_shape)).get, x_dims))
+        kernel_sizes = list(map(dict(enumerate(kernel_shape)).get, kernel_dims))
+        if None in x_sizes or x_sizes != kernel_sizes:
             raise ValueError(
                 f"dot_general: dimension_numbers: {name} dimensions {tuple(x_dims)} "
                 f"of x{tuple(x_shape)} and {tuple(kernel_dims)} of "
@@ -128,7 +119,8 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
             )
     # Sort contracting dimensions as x holds them: with the usual kernels no operand
     # then needs a transpose.
-    pairs = sorted(zip(x_contract, kernel_contract, strict=True))
+    contract, (x_batch, kernel_batch) = dimension_numbers
+    pairs = sorted(zip(*contract, strict=True))
     return (
         _layout("x", x_shape, x_batch, [p[0] for p in pairs]),
         _layout("kernel", kernel_shape, kernel_batch, [p[1] for p in pairs]),
@@ -139,11 +131,9 @@ def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
     """Return the shape of the result: batch dimensions, then those of x, then those of
     kernel.
     """
-    return tuple(
-        layout.shape[d]
-        for layout, dims in ((x, x.batch + x.free), (kernel, kernel.free))
-        for d in dims
-    )
+    x_sizes = [x.shape[d] for d in x.batch + x.free]
+    kernel_sizes = [kernel.shape[d] for d in kernel.free]
+    return *x_sizes, *kernel_sizes
 
 
 def _layout(name, shape, batch, contract) -> Layout:
@@ -172,6 +162,5 @@ def both_layouts(
     first = q if contract_first else q.transposed(batch)
     # On a mesh the first product may gather the layout that the second one reads, once
     # for both.
-    return dataclasses.replace(last, data_t=first.data), dataclasses.replace(
-        first, data_t=None, scale_inv_t=None
-    )
+    last = dataclasses.replace(last, data_t=first.data)
+    return last, dataclasses.replace(first, data_t=None, scale_inv_t=None)

@@ -8,7 +8,6 @@ for every example.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -30,7 +29,7 @@ from .._jax._primitives import (
     undefined_tangents,
 )
 from ..numerics import FP8_DTYPES
-from ..ops._support import selected, using
+from ..ops._support import using
 from ..recipes import QTensor, Scale, as_codes, value_of
 from ._autodiff import warn_of_state
 from ._fused_input import ActivationGradient, FusedInput, as_residual, compressed
@@ -65,11 +64,8 @@ def multiply(product, *operands) -> list:
     replacement = _replacement.value
     if replacement is not None:
         return [replacement(dataclasses.replace(product, activation=None), *operands)]
-    x, kernel, *rest = operands
-    leaves, tree = jax.tree.flatten(tuple(rest))
-    return product_p.bind(
-        x, kernel, *leaves, product=product, tree=tree, implementation=selected()
-    )
+    leaves, tree = jax.tree.flatten(operands)
+    return product_p.bind(*leaves, product=product, tree=tree)
 
 
 def multiply_fp8(product, *operands):
@@ -81,22 +77,19 @@ def multiply_fp8(product, *operands):
 def multiply_float32(product, x, kernel, bias, state, codes, group_sizes):
     """Return the float32 product of the values that the operands stand for."""
     del state
-    x, kernel = (
-        value_of(operand, lax.stop_gradient(q), jnp.float32)
-        for operand, q in zip((x, kernel), codes, strict=True)
-    )
+    x_codes, kernel_codes = lax.stop_gradient(codes)
+    x = value_of(x, x_codes, jnp.float32)
+    kernel = value_of(kernel, kernel_codes, jnp.float32)
     y = product.in_float32(x, kernel, group_sizes)
     if bias is not None:
         y += jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return y
 
 
-def _primal(x, kernel, *leaves, product, tree, implementation):
-    with using(implementation):
-        return _results(
-            product,
-            forward(product, x, kernel, *jax.tree.unflatten(tree, leaves), None)[0],
-        )
+def _primal(*leaves, product, tree):
+    with using(product.implementation):
+        y, _ = forward(product, *tree.unflatten(leaves), None)
+        return _results(product, y)
 
 
 def _results(product, y) -> list:
@@ -111,11 +104,16 @@ def _results(product, y) -> list:
     return [y, ops.activate(y, product.activation)]
 
 
-def _abstract(x, kernel, *leaves, product, tree, implementation):
+def _count(product) -> int:
+    """Return the number of `_results`."""
+    return 1 if product.activation is None else 2
+
+
+def _abstract(x, kernel, *leaves, product, tree):
     """Type results as `lax.dot_general` does; a result varies over every mesh axis over
     which an operand varies.
     """
-    del tree, implementation
+    del tree
     vmapped = tuple(range(product.vmap_dims))
     x, kernel = _mesh.varying_alike([x, kernel], leaves)
     if product.dims is not None:
@@ -140,46 +138,35 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
     )
     if product.activation is None:
         return [dot]
-    if not ops.is_gated(product.activation):
-        return [dot, dot]
-    (*spec, _, last), (*shape, _, n) = dot.sharding.spec, dot.shape
-    return [
-        dot,
-        dot.update(
-            shape=(*shape, n),
-            sharding=dot.sharding.update(spec=PartitionSpec(*spec, last)),
-        ),
-    ]
+    values = dot
+    if ops.is_gated(product.activation):
+        (*spec, _, last), (*shape, _, n) = dot.sharding.spec, dot.shape
+        sharding = dot.sharding.update(spec=PartitionSpec(*spec, last))
+        values = dot.update(shape=(*shape, n), sharding=sharding)
+    return [dot, values]
 
 
-def _batch(args, dims, *, product, tree, implementation):
+def _batch(args, dims, *, product, tree):
     """Batch: examples that share a state are one larger product; states with a batch
     are a batch of products.
 
     A batch of kernels without state is a batch of products too: as in a loop, each
     kernel has its own scale.
     """
-    params = {"tree": tree, "implementation": implementation}
-    if batch_of(args, dims)[0] == 0:  # nothing to multiply
-        one = functools.partial(product_p.bind, product=product, **params)
-        outs = jax.eval_shape(one, *map(_without, args, dims))
-        return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
     operands, product, out_dim = _batched(args, dims, product, tree)
-    results = product_p.bind(*operands, product=product, **params)
-    return results, [out_dim] * len(results)
+    out_dims = [out_dim] * _count(product)
+    if batch_of(args, dims)[0] == 0:  # nothing to multiply
+        outs = _abstract(*map(jax.typeof, operands), product=product, tree=tree)
+        return [jnp.zeros(out.shape, out.dtype) for out in outs], out_dims
+    return product_p.bind(*operands, product=product, tree=tree), out_dims
 
 
-def _batch_value(args, dims, *, product, tree, implementation):
+def _batch_value(args, dims, *, product, tree):
     """Batch `_value_p`: its results are laid out as those of the batched product."""
-    count = 1 if product.activation is None else 2
-    results, operands, operand_dims = args[:count], args[count:], dims[count:]
-    if batch_of(operands, operand_dims)[0] == 0:
-        return results, dims[:count]
-    operands, product, out_dim = _batched(operands, operand_dims, product, tree)
-    results = [jnp.moveaxis(y, d, out_dim) for y, d in zip(results, dims, strict=False)]
-    results = _value_p.bind(
-        *results, *operands, product=product, tree=tree, implementation=implementation
-    )
+    count = _count(product)
+    operands, product, out_dim = _batched(args[count:], dims[count:], product, tree)
+    results = [jnp.moveaxis(args[i], dims[i], out_dim) for i in range(count)]
+    results = _value_p.bind(*results, *operands, product=product, tree=tree)
     return results, [out_dim] * count
 
 
@@ -187,24 +174,17 @@ def _batched(args, dims, product, tree):
     """Return the operands of the product for a batch, that product, and the batch
     dimension of its results.
     """
-    x, kernel, *leaves = args
-    x_dim, kernel_dim, *leaf_dims = dims
+    args, positions = list(args), tree.unflatten(range(len(args)))
+    _, _, bias, state, (x_codes, _), group_sizes = positions
+    is_ragged, has_kernels = group_sizes is not None, dims[1] is not None
+    batched = [i for i, d in enumerate(dims) if i > 1 and d is not None]
     # 1. A fused input with a batch of its own x alone is more rows: move this batch as
     #    that of x.
-    bias, state, _, group_sizes = jax.tree.unflatten(tree, leaves)
-    *_, (x_codes, _), _ = jax.tree.unflatten(tree, range(len(leaves)))
-    is_ragged = group_sizes is not None
-    batched = [i for i, d in enumerate(leaf_dims) if d is not None]
-    if (
-        kernel_dim is None
-        and isinstance(x_codes, FusedInput)
-        and batched == [x_codes.x]
-        and not is_ragged
-    ):
-        leaves[x_codes.x] = jnp.moveaxis(
-            leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims
-        )
-        leaf_dims = []
+    is_fused = isinstance(x_codes, FusedInput) and batched == [x_codes.x]
+    if is_fused and not has_kernels and not is_ragged:
+        i = x_codes.x
+        args[i] = jnp.moveaxis(args[i], dims[i], product.vmap_dims)
+        batched = []
 
     # 2. States with a batch, kernels that are scaled each by itself, rows in groups: a
     #    batch of products. A bias belongs to a kernel: both have a batch, or neither.
@@ -213,34 +193,18 @@ def _batched(args, dims, product, tree):
         state.kernel,
         state.output_grad,
     )
-    if (
-        is_ragged
-        or any(d is not None for d in leaf_dims)
-        or (kernel_dim is not None and has_own_scales)
-    ):
-        plain = 2 + (bias is not None)
-        operands = _batch_in_front(args, dims, plain, is_ragged)
-        return operands, product.with_vmap_dims(1), 0
+    if is_ragged or batched or (has_kernels and has_own_scales):
+        # A state that the examples share is still one state: its cotangents combine by
+        # max.
+        batch, of_state = batch_of(args, dims), set(jax.tree.leaves(state))
+        for i, d in enumerate(dims):
+            repeated = repeat_state if i in of_state else repeat
+            args[i] = in_front(batch, args[i], d, repeated)
+        return args, product.with_vmap_dims(1), 0
 
     # 3. One larger product.
-    operands, product, out_dim = _larger_product(product, (x, kernel), dims[:2])
-    return [*operands, *leaves], product, out_dim
-
-
-def _batch_in_front(args, dims, plain: int, is_ragged: bool) -> list:
-    """Return the operands with the batch as their first dimension, repeated where they
-    have no batch.
-
-    Args:
-        args, dims: as of a batching rule.
-        plain: the number of operands in front of the state.
-        is_ragged: whether the last operand is the sizes of groups.
-    """
-    # A state that the examples share is still one state: its cotangents combine by max.
-    states = len(args) - plain - is_ragged
-    repeats = [repeat] * plain + [repeat_state] * states + [repeat] * is_ragged
-    batch = batch_of(args, dims)
-    return [in_front(batch, *each) for each in zip(args, dims, repeats, strict=True)]
+    args[:2], product, out_dim = _larger_product(product, args[:2], dims[:2])
+    return args, product, out_dim
 
 
 def _larger_product(product, operands, dims):
@@ -255,8 +219,8 @@ def _larger_product(product, operands, dims):
     cut = [i for i, d in enumerate(dims) if d is not None]
     for i in cut:
         operands[i] = jnp.moveaxis(operands[i], dims[i], first)
-        contract[i] = tuple(d + 1 for d in contract[i])
-        batch[i] = tuple(d + 1 for d in batch[i])
+        for numbers in (contract, batch):
+            numbers[i] = tuple([d + 1 for d in numbers[i]])
     if len(cut) == 2:
         batch, out_dim = [(0, *numbers) for numbers in batch], 0
     elif cut == [0]:  # the first free dimension of x
@@ -277,36 +241,23 @@ def _larger_product(product, operands, dims):
     return operands, product, first + out_dim
 
 
-def _without(x, dim):
-    """Return the type of `x` without a dimension."""
-    shape = x.shape if dim is None else x.shape[:dim] + x.shape[dim + 1 :]
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
+def _linearize(is_vjp, is_linear, *primals, product, tree):
     """Compute the forward now; return the results, the residuals, and a function that
     binds a primitive of them.
 
     The residuals hold y for the backward of an activation.
     """
-    # 1. Check that the gradient has sources and state.
-    x, kernel, *leaves = primals
-    # The first operands are x, the kernel and maybe a bias; the state follows, whose
-    # gradient is its next value.
-    bias, state, codes, group_sizes = jax.tree.unflatten(tree, leaves)
-    plain = 2 + (bias is not None)
-    is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    codes = _checked_codes(product, (x, kernel), codes, is_linear)
+    # 1. Check that the gradient has sources and state, whose gradient is its next
+    #    value.
+    x, kernel, bias, state, codes, group_sizes = tree.unflatten(primals)
+    *of_operands, of_state, _, _ = tree.unflatten(is_linear)
+    codes = _checked_codes(product, (x, kernel), codes, of_operands)
     is_left_out = _state_is_left_out(state)
-    outs = _abstract(
-        *map(jax.typeof, primals),
-        product=product,
-        tree=tree,
-        implementation=implementation,
-    )
-    differentiated = _differentiated(is_linear, plain)
+    outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree)
+    names = zip(("x", "kernel", "bias"), of_operands, strict=True)
+    differentiated = tuple([name for name, is_linear in names if is_linear])
     # 2. Compute the results and the residuals.
-    with using(implementation):
+    with using(product.implementation):
         y, residuals = forward(
             product, x, kernel, bias, state, codes, group_sizes, differentiated
         )
@@ -318,39 +269,37 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     # 3. Make the results differentiable: a loss around this gradient may take its
     #    value, and differentiates that value for the first time. The ops that compute
     #    it have no derivative; the derivative of the product is what is meant.
-    results = _value_p.bind(
-        *results, *primals, product=product, tree=tree, implementation=implementation
-    )
+    results = _value_p.bind(*results, *primals, product=product, tree=tree)
     # 4. Put everything else that the backward needs into static params, so that remat
     #    and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
-    operands = tuple(jax.typeof(operand) for operand in primals[:plain])
-    state_leaves = tuple(len(jax.tree.leaves(old)) for old in state.by_quantizer())
+    types = tuple(map(jax.typeof, jax.tree.leaves((x, kernel, bias))))
+    state_leaves = tuple([len(jax.tree.leaves(old)) for old in state.by_quantizer()])
 
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = [t for t, linear in zip(tangents, is_linear, strict=True) if linear]
         # A gradient of one array that is no kernel, such as a saliency map, is no step
         # of training.
-        is_of_input = differentiated == ["x"] and _compat.is_of_one_array(tangents[0])
+        is_of_input = differentiated == ("x",) and _compat.is_of_one_array(tangents[0])
         if is_left_out and not is_of_input:
             where = _compat.outermost_trace(tangents[0])
+            is_updated = jax.tree.leaves(of_state)
             warn_of_state(product.quantizers, is_updated, product.layer, where)
         return _linear_p.bind(
             *tangents,
             *residuals,
             product=product,
             is_linear=tuple(is_linear),
+            differentiated=differentiated,
             residual_tree=residual_tree,
-            operands=operands,
+            operands=types,
             state_leaves=state_leaves,
-            implementation=implementation,
             outs=tuple(outs),
         )
 
-    return _compat.linearized(
-        list(map(_mesh.placed_as, outs, results)), residuals, linear
-    )
+    results = list(map(_mesh.placed_as, outs, results))
+    return _compat.linearized(results, residuals, linear)
 
 
 @jax.custom_jvp
@@ -397,9 +346,9 @@ def _checked_codes(product, operands, codes, differentiated) -> list[QTensor | N
     Raises:
         TypeError: the gradient is taken with respect to a QTensor without a source.
     """
-    for name, operand, has_gradient in zip(
-        product.names, operands, differentiated, strict=False
-    ):
+    checked = []
+    rows = zip(product.names, operands, codes, differentiated, strict=False)
+    for name, operand, q, has_gradient in rows:
         if operand.dtype in FP8_DTYPES and has_gradient:
             raise TypeError(
                 f"{name}: a QTensor without its source has no gradient; see "
@@ -407,8 +356,6 @@ def _checked_codes(product, operands, codes, differentiated) -> list[QTensor | N
                 "train the variables it was frozen from, or differentiate with "
                 "respect to other variables than its kernels"
             )
-    checked = []
-    for q, operand in zip(codes, operands, strict=True):
         if q is not None:
             q = _differentiated_once(q, operand)
         if isinstance(q, QTensor):
@@ -419,45 +366,24 @@ def _checked_codes(product, operands, codes, differentiated) -> list[QTensor | N
     return checked
 
 
-def _jvp(primals, tangents, *, product, tree, implementation):
+def _jvp(primals, tangents, **params):
     is_linear = [type(t) is not ad.Zero for t in tangents]
-    results, _, *residuals, linear = _linearize(
-        False,
-        is_linear,
-        *primals,
-        product=product,
-        tree=tree,
-        implementation=implementation,
-    )
+    results, _, *residuals, linear = _linearize(False, is_linear, *primals, **params)
     return results, linear(*residuals, *tangents)
 
 
-def _jvp_of_value(primals, tangents, *, product, tree, implementation):
-    count = 1 if product.activation is None else 2
-    params = {"product": product, "tree": tree, "implementation": implementation}
+def _jvp_of_value(primals, tangents, **params):
+    count = _count(params["product"])
     results = _value_p.bind(*primals, **params)
     if all(type(t) is ad.Zero for t in tangents[count:]):
         return results, [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in results]
     return results, _jvp(primals[count:], tangents[count:], **params)[1]
 
 
-def _first_results(*args, product, tree, implementation):
+def _first_results(*args, product, tree):
     """Return the results that `_value_p` gets beside the operands."""
-    del tree, implementation
-    return list(args[: 1 if product.activation is None else 2])
-
-
-def _differentiated(is_linear, plain) -> list[str]:
-    """Return the operands that get a gradient; the first `plain` linear inputs are not
-    state.
-    """
-    return [
-        name
-        for name, linear in zip(
-            ("x", "kernel", "bias")[:plain], is_linear, strict=False
-        )
-        if linear
-    ]
+    del tree
+    return list(args[: _count(product)])
 
 
 def _transpose(
@@ -465,27 +391,25 @@ def _transpose(
     *args,
     product,
     is_linear,
+    differentiated,
     residual_tree,
     operands,
     state_leaves,
-    implementation,
     outs,
 ):
     del outs
     # 1. Find the gradient of y.
-    residuals, y, group_sizes = jax.tree.unflatten(
-        residual_tree, args[sum(is_linear) :]
-    )
-    y = as_codes(y).dequantize(product.out_dtype) if isinstance(y, QTensor) else y
+    residuals, y, group_sizes = residual_tree.unflatten(args[sum(is_linear) :])
+    if isinstance(y, QTensor):
+        y = as_codes(y).dequantize(product.out_dtype)
     grad = _gradient(product, y, *cotangents)
     if grad is None:
         return [None] * len(args)
     # 2. Compute the gradients of the operands and the next state.
-    differentiated = _differentiated(is_linear, len(operands))
-    x, kernel = operands[:2]
-    with using(implementation):
+    shapes = [aval.shape for aval in operands[:2]]
+    with using(product.implementation):
         *gradients, ct_of_state = backward(
-            product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes
+            product, *shapes, differentiated, residuals, grad, group_sizes
         )
     # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of
     #    the cotangents of all devices, that of the kernel in the dtype of its product.
@@ -501,10 +425,9 @@ def _transpose(
         # cotangent of a reading stands for those of the histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
         cotangents += [None] * count if state is None else leaves[:count]
-    # codes have no cotangents
-    cotangents += [None] * (len(is_linear) - len(cotangents))
-    # 4. Give cotangents to the operands that are linear.
-    linear = [ct for ct, linear in zip(cotangents, is_linear, strict=True) if linear]
+    # 4. Give cotangents to the operands that are linear; codes have none.
+    pairs = zip(cotangents, is_linear, strict=False)
+    linear = [ct for ct, linear in pairs if linear]
     return linear + [None] * (len(args) - len(linear))
 
 
@@ -537,10 +460,7 @@ _value_p.multiple_results = True
 _value_p.def_abstract_eval(_first_results)
 _value_p.def_impl(_first_results)
 mlir.register_lowering(
-    _value_p,
-    lambda ctx, *args, product, **params: _first_results(
-        *args, product=product, tree=None, implementation=None
-    ),
+    _value_p, lambda ctx, *args, **params: _first_results(*args, **params)
 )
 batching.primitive_batchers[_value_p] = _batch_value
 ad.primitive_jvps[_value_p] = _jvp_of_value

@@ -32,7 +32,6 @@ from ._dot_general import (
     high_precision_dtypes,
     operand,
     result_dtype,
-    wgrad_dtype,
     why,
 )
 from ._fused_input import Activated, FusedInput, Normalized
@@ -159,7 +158,7 @@ def ragged_product(
         quantizers=quantizers,
         dimension_numbers=(((1,), (1,)), ((), ())),
         x_dtype=lhs.array.dtype,
-        wgrad_dtype=wgrad_dtype(recipe, rhs),
+        wgrad_dtype=recipe.wgrad_dtype or rhs.array.dtype,
         out_dtype=out_dtype,
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
@@ -171,39 +170,6 @@ def ragged_product(
     codes = lhs.codes_alone, rhs.codes_alone
     (y,) = multiply(product, lhs.array, rhs.array, None, scales, codes, group_sizes)
     return checkpoint_name(y, OUTPUT_NAME)
-
-
-def ragged_dot_by(
-    product, lhs, rhs, group_sizes, *, preferred_element_type=None, by=ragged_dot
-) -> jax.Array:
-    """Compute `ragged_dot` by a module that holds recipe and state, or frozen codes.
-
-    Args:
-        product: as for `einsum_by`; it takes `by`, a function in the place of
-            `dot_general`.
-        lhs, rhs, group_sizes, preferred_element_type: as `ragged_dot` takes them.
-        by: a function of the arguments of `ragged_dot`.
-    """
-
-    def by_rows(x, kernel, dimension_numbers, **options):
-        del x
-        # frozen codes are `[g, n, k]`
-        is_frozen = dimension_numbers != _OF_EACH_EXPERT
-        kernel = kernel.transposed(1) if is_frozen else kernel
-        return by(lhs, kernel, group_sizes, **options)
-
-    if preferred_element_type is None:
-        preferred_element_type = compute_dtype(lhs, rhs)
-    # To a module the experts are a batch of products of all rows: the layout of a
-    # kernel is the same.
-    rows = jax.ShapeDtypeStruct((rhs.shape[0], *lhs.shape), preferred_element_type)
-    operands = rows, rhs, _OF_EACH_EXPERT
-    return product(*operands, by=by_rows)(
-        *operands, preferred_element_type=preferred_element_type
-    )
-
-
-_OF_EACH_EXPERT = (((2,), (1,)), ((0,), (0,)))
 
 
 def ragged_linear(product, x, kernel, group_sizes, by, *, dtype) -> jax.Array:
@@ -220,7 +186,7 @@ def ragged_linear(product, x, kernel, group_sizes, by, *, dtype) -> jax.Array:
         dtype: the dtype of the layer, see `compute_dtype`.
     """
     dtype = compute_dtype(x, kernel, dtype=dtype)
-    x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
+    x = to_compute(x, dtype)
     return product(x, kernel, group_sizes, preferred_element_type=dtype, by=by)
 
 
@@ -228,8 +194,7 @@ def _of_jax(lhs, rhs, group_sizes, out_dtype):
     """Multiply by `jax.lax.ragged_dot`, in the dtype of the result where that of the
     operands is not narrower.
     """
-    dtypes = high_precision_dtypes(lhs, rhs)
-    dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
+    dtype = not_wider(out_dtype, *high_precision_dtypes(lhs, rhs))
     with _contexts.high_precision(why(None)):
         return lax.ragged_dot(
             value_of(*lhs, dtype),
@@ -261,13 +226,10 @@ def _check_recipe(recipe, quantizers) -> None:
     """Raise unless each operand of the three products is in high precision, or in codes
     that a ragged product takes, and one of them in codes.
     """
-    both = [quantizers.of_operand(i) for i in range(3)]
-    operands = sum(both, ())
-    has_codes = [not isinstance(q, HighPrecisionQuantizer) for q in operands]
-    fits = [q.has_one_scale or q.block is not None for q in operands]
-    if not any(has_codes) or not all(
-        fit or not coded for fit, coded in zip(fits, has_codes, strict=True)
-    ):
+    of_operands = *quantizers[:3], *quantizers[5:]
+    coded = [q for q in of_operands if not isinstance(q, HighPrecisionQuantizer)]
+    fits = [q.has_one_scale or q.block is not None for q in coded]
+    if not coded or not all(fits):
         raise ValueError(
             "ragged_dot: recipe: expected FP8 with one scale, or one for each block, "
             f"got {recipe!r}"
@@ -345,14 +307,11 @@ def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
     """
     plain = [q.data.dtype for q in (a, b) if q.scale_inv is None]
     dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
-    a, b = (
-        q.data.astype(dtype) if q.scale_inv is None else q.dequantize(dtype)
-        for q in (a, b)
-    )
-    contracting = (((1,), (1,)), ((), ())) if is_wgrad else (((1,), (2,)), ((), ()))
-    numbers = lax.RaggedDotDimensionNumbers(
-        contracting, [int(is_wgrad)], [] if is_wgrad else [0]
-    )
+    a, b = a.dequantize(dtype), b.dequantize(dtype)
+    contracting, groups = (((1,), (2,)), ((), ())), [0]
+    if is_wgrad:
+        contracting, groups = (((1,), (1,)), ((), ())), []
+    numbers = lax.RaggedDotDimensionNumbers(contracting, [int(is_wgrad)], groups)
     wide = promoted(dtype, jnp.float32)
     group_sizes = _in_bounds(group_sizes, a.shape[int(is_wgrad)])
 

@@ -265,10 +265,8 @@ def _forward(eqn):
     )
 
     def run(operands):
-        x, kernel, *leaves = operands
-        rest = jax.tree.unflatten(params["tree"], leaves)
-        with using(params["implementation"]):
-            _gemms.forward(product, x, kernel, *rest, None)
+        with using(product.implementation):
+            _gemms.forward(product, *params["tree"].unflatten(operands), None)
 
     # The forward reads state in the max dtype as float32.
     operands = []

@@ -16,7 +16,7 @@ from ._blockwise import (
 )
 from ._by_product import ByProduct
 from ._custom import ROLES, CustomRecipe
-from ._delayed import DelayedScaling, DelayedScalingQuantizer, scales_from
+from ._delayed import DelayedScaling, DelayedScalingQuantizer
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._read import (
     cotangent,
@@ -26,7 +26,7 @@ from ._read import (
     scales_of_reading,
     shared,
 )
-from ._reading import is_reading, reading_of, without_max
+from ._reading import reading_of, without_max
 from ._recipe import (
     ByQuantizer,
     HighPrecision,
@@ -58,7 +58,7 @@ from ._state import (
     keeps_state,
     map_variables,
 )
-from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
+from ._state_tree import OVERWRITE_WITH_GRADIENT, slot_axis
 from ._tensor import Block, QTensor, as_bytes, as_codes, dequantized, value_of
 from ._tensorwise import (
     Float8CurrentScaling,

@@ -49,7 +49,7 @@ class AmaxReduction:
             )
         axes = tuple(axis for axis in manual if axis not in stages)
         reduces = keeps_state(recipe) or any(
-            quantizer.reduces_amax for quantizer in recipe.quantizers()
+            q.reduces_amax for q in recipe.quantizers()
         )
         if recipe.pipeline_axes is None and reduces:
             _warnings.warn(
@@ -90,12 +90,10 @@ class AmaxReduction:
                 "the state does not vary over it; give each stage its own: stack the "
                 "states and pass them with that axis in in_specs"
             )
-        if amax_axes <= state_axes:
-            axes = ()
-            unlike = state_axes - amax_axes
-        else:
+        axes = ()
+        if not amax_axes <= state_axes:
             axes = tuple([axis for axis in manual_axes if axis not in state_axes])
-            unlike = (state_axes | set(axes)) - amax_axes
+        unlike = state_axes.union(axes) - amax_axes
         if unlike:
             amax = lax.pcast(amax, tuple(sorted(unlike)), to="varying")
         return combine(amax, axes) if axes else amax

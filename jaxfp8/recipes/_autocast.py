@@ -1,9 +1,8 @@
 """autocast: the recipe of layers that name no recipe."""
 
 import contextlib
-import dataclasses
 import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -17,27 +16,19 @@ class _Region(NamedTuple):
 
 # This context is part of jit's cache key: another recipe is another program. Each
 # thread has its own region.
-_region = jax.make_user_context(default_value=None)
-
-
-@dataclasses.dataclass(eq=False)
-class _Entered:
-    """A region that a thread has entered.
-
-    Attributes:
-        context: the entered context of JAX.
-        has_ended: whether the block of the region has ended.
-    """
-
-    context: Any
-    has_ended: bool = False
+_region = jax.make_user_context(default_value=_Region(None, True))
 
 
 class _Thread(threading.local):
-    """The regions that a thread has entered, outermost first."""
+    """The regions that a thread has entered, outermost first.
+
+    Attributes:
+        has_ended: by the entered context of JAX, whether the block of the region has
+            ended.
+    """
 
     def __init__(self):
-        self.regions = []
+        self.has_ended = {}
 
 
 _thread = _Thread()
@@ -79,13 +70,13 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         checked("autocast: recipe", recipe)
     if not isinstance(enabled, bool):
         raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
-    entered = _Entered(_region(_Region(recipe, enabled)))
-    entered.context.__enter__()
-    _thread.regions.append(entered)
+    context = _region(_Region(recipe, enabled))
+    context.__enter__()
+    _thread.has_ended[context] = False
     try:
         yield
     finally:
-        entered.has_ended = True
+        _thread.has_ended[context] = True
         _leave_ended()
 
 
@@ -96,17 +87,19 @@ def _leave_ended() -> None:
     JAX's contexts are left in the reverse order alone, so such a region waits for the
     one inside, which wins until then.
     """
-    regions = _thread.regions
-    while regions and regions[-1].has_ended:
-        regions.pop().context.__exit__(None, None, None)
+    while _thread.has_ended:
+        context, has_ended = _thread.has_ended.popitem()
+        if not has_ended:
+            _thread.has_ended[context] = False
+            break
+        context.__exit__(None, None, None)
 
 
 def is_off() -> bool:
     """Tell whether what is traced here computes in high precision whatever its
     recipe.
     """
-    region = _region.value
-    return region is not None and not region.enabled
+    return not _region.value.enabled
 
 
 def resolve(recipe: Recipe | None, default: Recipe) -> Recipe | None:
@@ -122,7 +115,6 @@ def resolve(recipe: Recipe | None, default: Recipe) -> Recipe | None:
     if is_off():
         return None
     if recipe is None:
-        region = _region.value
-        recipe = default if region is None or region.recipe is None else region.recipe
+        recipe = _region.value.recipe or default
     recipe = checked("layer: recipe", recipe)
     return None if isinstance(recipe, HighPrecision) else recipe

@@ -39,10 +39,10 @@ def describe(flat: _state_tree.StateTree) -> str:
     for quantizer in flat.quantizers:
         leaves = [flat.leaves[i] for i in quantizer.positions()]
         if all(map(_is_visible, leaves)):
-            smallest = min(
-                float(np.min(np.nan_to_num(leaf, nan=0.0), initial=0))
-                for leaf in jax.device_get(leaves)
-            )
+            smallest = 0.0
+            for leaf in jax.device_get(leaves):
+                numbers = np.nan_to_num(leaf, nan=0.0)
+                smallest = min(smallest, float(np.min(numbers, initial=0)))
             if smallest < 0:
                 least[quantizer.name] = smallest
     return message(least) if least else ""
@@ -51,8 +51,6 @@ def describe(flat: _state_tree.StateTree) -> str:
 def _is_visible(leaf) -> bool:
     if isinstance(leaf, jax.core.Tracer):
         return False
-    return (
-        not isinstance(leaf, jax.Array)
-        or leaf.is_fully_addressable
-        or leaf.is_fully_replicated
-    )
+    if not isinstance(leaf, jax.Array):
+        return True
+    return leaf.is_fully_addressable or leaf.is_fully_replicated

@@ -231,7 +231,6 @@ class MXFP8Quantizer(BlockwiseQuantizer):
             `MXFP8BlockScaling`.
 
     Raises:
-        ValueError: `rounding` is neither `"ceil"` nor `"floor"`.
         TypeError: `fp8_dtype` is not an FP8 dtype.
     """
 
@@ -240,11 +239,3 @@ class MXFP8Quantizer(BlockwiseQuantizer):
     block = (1, 32)
     scale_dtype = "e8m0"
     power_2_scale = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(
-                f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got "
-                f"{self.rounding!r}"
-            )

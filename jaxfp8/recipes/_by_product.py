@@ -55,27 +55,23 @@ class ByProduct(Recipe):
     wgrad: Recipe | None = None
 
     def __post_init__(self) -> None:
+        has_fp8 = False
         for product in PRODUCTS:
             recipe = getattr(self, product)
-            if recipe is not None:
-                checked(f"ByProduct: {product} (None is high precision)", recipe)
-                self.expect(
-                    not isinstance(recipe, ByProduct),
-                    product,
-                    "the recipe of one product",
-                    TypeError,
-                )
-                for name in _SHARED:
-                    if getattr(recipe, name) != getattr(Recipe(), name):
-                        raise ValueError(
-                            f"ByProduct: {product}: expected a recipe that leaves "
-                            f"{name} as it is, got {getattr(recipe, name)!r}; give "
-                            f"{name}= to ByProduct, for all three products"
-                        )
-        if all(
-            isinstance(getattr(self, product) or HighPrecision(), HighPrecision)
-            for product in PRODUCTS
-        ):
+            if recipe is None:
+                continue
+            has_fp8 |= not isinstance(recipe, HighPrecision)
+            checked(f"ByProduct: {product} (None is high precision)", recipe)
+            is_of_one = not isinstance(recipe, ByProduct)
+            self.expect(is_of_one, product, "the recipe of one product", TypeError)
+            for name in _SHARED:
+                if getattr(recipe, name) != getattr(Recipe(), name):
+                    raise ValueError(
+                        f"ByProduct: {product}: expected a recipe that leaves "
+                        f"{name} as it is, got {getattr(recipe, name)!r}; give "
+                        f"{name}= to ByProduct, for all three products"
+                    )
+        if not has_fp8:
             raise ValueError(
                 "ByProduct: expected a recipe with FP8 for fprop, dgrad or wgrad, got "
                 "None or HighPrecision() for all three; a layer without FP8 has the "

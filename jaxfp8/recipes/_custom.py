@@ -67,16 +67,11 @@ class CustomRecipe(Recipe):
     def __post_init__(self) -> None:
         # A class is callable too: a quantizer's class would take the role as its first
         # field.
-        is_function = callable(self.qfactory) and not isinstance(
-            self.qfactory, (type, Recipe)
-        )
+        is_class = isinstance(self.qfactory, (type, Recipe))
+        is_function = callable(self.qfactory) and not is_class
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
-        self.expect(
-            _hashes(self.qfactory),
-            "qfactory",
-            "a function that hashes; make its class frozen",
-            TypeError,
-        )
+        needed = "a function that hashes; make its class frozen"
+        self.expect(_hashes(self.qfactory), "qfactory", needed, TypeError)
         super().__post_init__()
 
     def quantizer(self, tensor: str, product: str) -> Quantizer:

@@ -6,6 +6,7 @@ picture *before rotation*.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -85,34 +86,22 @@ class DelayedScaling(Recipe):
                 "pipeline have scales of their own all the same; "
                 "shard_map(check_vma=False) takes their axes from pipeline_axes"
             )
-        number = (int, float, np.integer, np.floating)
-        is_number = isinstance(self.margin, number) and not isinstance(
-            self.margin, bool
-        )
-        self.expect(is_number, "margin", "a number", TypeError)
+        self.expect_number("margin", numbers.Real, "a number")
         self.expect(
             -64 <= self.margin <= 64,
             "margin",
             "a number of powers of two between -64 and 64",
         )
-        is_length = isinstance(
-            self.amax_history_len, (int, np.integer)
-        ) and not isinstance(self.amax_history_len, bool)
-        self.expect(is_length, "amax_history_len", "an int", TypeError)
+        self.expect_number("amax_history_len", numbers.Integral, "an int")
         self.expect(
             1 <= self.amax_history_len < 2**31,
             "amax_history_len",
             "at least 1, and below 2**31",
         )
-        is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in (
-            "max",
-            "most_recent",
-        )
-        self.expect(
-            is_algo,
-            "amax_compute_algo",
-            '"max", "most_recent" or a function of the history',
-        )
+        algos = "max", "most_recent"
+        is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in algos
+        needed = '"max", "most_recent" or a function of the history'
+        self.expect(is_algo, "amax_compute_algo", needed)
         self.expect(
             self.first_step in ("unit", "current"), "first_step", '"unit" or "current"'
         )
@@ -172,7 +161,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 raise TypeError(
                     f"{name}: expected a QuantizerState of arrays, got {state!r}"
                 )
-            if getattr(leaf.dtype, "name", None) == "fp8_meta32":
+            if leaf.dtype.name == "fp8_meta32":
                 raise TypeError(
                     f"{name}: expected float32 leaves, got Flax's "
                     "fp8_ops.fp32_max_grad; pass the state as it is, and take "
@@ -258,11 +247,10 @@ def scales_from(
     """Compute the scales of states of delayed scaling, f32; one op serves quantizers
     with equal options.
     """
-    scales, alike = [None] * len(states), {}
-    for i, quantizer in enumerate(quantizers):
-        options = quantizer.margin, quantizer.amax_compute_algo
-        alike.setdefault(options, []).append(i)
-    for (margin, algo), positions in alike.items():
+    scales = [None] * len(states)
+    options = [(q.margin, q.amax_compute_algo) for q in quantizers]
+    for margin, algo in dict.fromkeys(options):
+        positions = [i for i, each in enumerate(options) if each == (margin, algo)]
         is_named = isinstance(algo, str)
         results = ops.delayed_scales(
             [states[i].amax_history for i in positions],
@@ -272,9 +260,8 @@ def scales_from(
             algo=algo if is_named else "max",
         )
         for i, (scale, scale_inv, zero) in zip(positions, results, strict=True):
-            quantizer, state = quantizers[i], states[i]
             if not is_named:
-                scale, scale_inv = _scale_of_window(quantizer, state)
+                scale, scale_inv = _scale_of_window(quantizers[i], states[i])
             scales[i] = Scale(scale, scale_inv, zero)
     return scales
 

@@ -2,6 +2,7 @@
 tensor of a product into codes.
 """
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable
@@ -60,9 +61,8 @@ class OperandOptions(NamedTuple):
         if not self.column_sums:
             return None
         first = x.ndim - self.rows - self.cols
-        return jnp.sum(
-            x.astype(jnp.float32), axis=tuple(range(first, first + self.rows))
-        )
+        rows = tuple(range(first, first + self.rows))
+        return jnp.sum(x.astype(jnp.float32), axis=rows)
 
 
 DEFAULT = OperandOptions()
@@ -184,14 +184,13 @@ class Quantizer:
             raise TypeError(
                 f"{name}: {type(self).__name__} keeps {expected}, got {state!r}"
             )
-        for first, leaf in zip(
-            jax.tree.leaves(expected), jax.tree.leaves(state), strict=True
-        ):
-            if first.shape != leaf.shape:
-                raise ValueError(
-                    f"{name}: {type(self).__name__} keeps arrays of {first.shape}, "
-                    f"got {leaf.shape}"
-                )
+        needed, got = (
+            list(map(np.shape, jax.tree.leaves(tree))) for tree in (expected, state)
+        )
+        if needed != got:
+            raise ValueError(
+                f"{name}: {type(self).__name__} keeps arrays of {needed}, got {got}"
+            )
 
     def fixed_scale(self, name: str, scale: Any) -> Any:
         """Return the Scale that `jaxfp8.freeze` keeps in place of the state; None where
@@ -234,39 +233,39 @@ class Quantizer:
         # dimensions are vmapped.
         matrices = _shapes.merge(x, *[1] * batch, rows)
 
+        def as_matrix(scale):
+            return scale.reshape(1, 1) if scale.ndim == 1 else scale
+
         def of_matrix(matrix):
             matrix = matrix.mT if contract_first else matrix
-            q, next_state = _checked(
-                self, self.quantize(matrix, state), matrix.shape, state
-            )
-            return q.transposed() if contract_first else q, next_state
+            result = self.quantize(matrix, state)
+            q, next_state = _checked(self, result, matrix.shape, state)
+            if contract_first:
+                q = q.transposed()
+            return q.map_scales(as_matrix) if batch else q, next_state
+
+        # The devices that share a state agree on the next one, and all matrices of a
+        # batch have one state.
+        def combined(new, old):
+            if batch:
+                new = jnp.max(new, axis=tuple(range(batch)))
+            return options.reduce(new.astype(jnp.float32), old)
 
         function = of_matrix
         for _ in range(batch):
             function = jax.vmap(function)
         q, next_state = function(matrices)
-        if batch:  # one state for all of them, and a scale for each
-
-            def largest(leaf):
-                return jnp.max(leaf, axis=tuple(range(batch)))
-
-            def as_matrices(scale):
-                return (
-                    scale.reshape(*scale.shape, 1) if scale.ndim == batch + 1 else scale
-                )
-
-            next_state = jax.tree.map(largest, next_state)
-            q = q.map_scales(as_matrices)
-        # The devices that share a state agree on the next one.
-        if scale is None:
-            next_state = None
-        else:
-
-            def reduced(new, old):
-                return options.reduce(new.astype(jnp.float32), old)
-
-            next_state = jax.tree.map(reduced, next_state, state)
-        q = dataclasses.replace(q.reshape(x.shape, batch, cols), recorded=next_state)
+        next_state = (
+            None if scale is None else jax.tree.map(combined, next_state, state)
+        )
+        data_t, shape, first = q.data_t, x.shape, batch + rows
+        if data_t is not None:
+            shape_t = *shape[:batch], *shape[first:], *shape[batch:first]
+            data_t = data_t.reshape(shape_t)
+        data = q.data.reshape(shape)
+        q = dataclasses.replace(
+            q, data=data, data_t=data_t, recorded=next_state, cols=cols
+        )
         return q, options.sum_rows(x)
 
 
@@ -282,9 +281,8 @@ class FP8Quantizer(Quantizer):
     power_2_scale = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "fp8_dtype", _fp8_dtype(type(self).__name__, self.fp8_dtype)
-        )
+        dtype = _fp8_dtype(type(self).__name__, self.fp8_dtype)
+        object.__setattr__(self, "fp8_dtype", dtype)
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Quantize a matrix; return `(QTensor, next state)`."""
@@ -299,13 +297,13 @@ def _fp8_dtype(where: str, dtype) -> np.dtype:
     Raises:
         TypeError: `dtype` is something else; `where` begins the message.
     """
+    checked = None
     if isinstance(dtype, Format):  # HYBRID has two dtypes
-        checked = dtype.dtype if dtype.dtype == dtype.backward_dtype else None
+        if dtype.dtype == dtype.backward_dtype:
+            checked = dtype.dtype
     else:
-        try:
+        with contextlib.suppress(TypeError):
             checked = np.dtype(dtype)
-        except TypeError:
-            checked = None
     if checked not in FP8_DTYPES:
         raise TypeError(
             f"{where}: fp8_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype!r}"
@@ -361,13 +359,10 @@ def _check_scales(where, scales, shape, block) -> None:
             f"{scales!r}"
         )
     if block is None:
-        is_right = scales.shape in ((), (1,)) or (
-            scales.ndim == 2
-            and all(
-                count and size % count == 0
-                for size, count in zip(shape, scales.shape, strict=True)
-            )
-        )
+        is_right = scales.shape in ((), (1,))
+        if scales.ndim == 2 and 0 not in scales.shape:
+            rows, cols = scales.shape
+            is_right = shape[0] % rows == shape[1] % cols == 0
         needed = (
             f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) "
             "says which share a scale"

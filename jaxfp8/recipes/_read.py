@@ -78,20 +78,19 @@ def _scales(quantizers: tuple, states: list) -> list[Scale]:
     """Read states of delayed scaling, all at once."""
     leaves = _compat.with_max(jax.tree.leaves(states))
     results = _read_p.bind(*leaves, static=_Static(quantizers, selected()))
-    scales = [Scale(*results[i : i + 3]) for i in range(0, len(results), 3)]
-    if not _may_ask(quantizers, leaves):
-        return scales
-    histories = _compat.plain(jax.lax.stop_gradient(leaves[::2]))
-    pairs = zip(scales, histories, strict=True)
-    return [dataclasses.replace(scale, history=history) for scale, history in pairs]
+    histories = [None] * len(states)
+    if _may_ask(quantizers, leaves):
+        histories = _compat.plain(jax.lax.stop_gradient(leaves[::2]))
+    rows = zip(results[::3], results[1::3], results[2::3], histories, strict=True)
+    return [Scale(*row) for row in rows]
 
 
 def _may_ask(quantizers, leaves) -> bool:
     """Tell whether a product may ask if a history is empty. It does not where it is
     sure to have a backward, unless the first step takes current scales.
     """
-    is_current = [q.first_step == "current" for q in quantizers]
-    return any(is_current) or not is_differentiated(leaves)
+    is_current = any(q.first_step == "current" for q in quantizers)
+    return is_current or not is_differentiated(leaves)
 
 
 class _Static(NamedTuple):
@@ -304,17 +303,15 @@ def cotangent(
         ct = _reading.cotangent(quantized[:3], reduce, reading, amaxes)
         states[:3] = None, None, QuantizerState(None, ct)
         return DotGeneralState(*states)
-    delayed = [
-        i
-        for i, amax in enumerate(states)
-        if amax is not None and isinstance(quantizers[i], DelayedScalingQuantizer)
-    ]
-    numbers = []
-    for i in delayed:
-        scale_inv = quantized[i].scale_inv
-        numbers += reduce(states[i], scale_inv), scale_inv
+    delayed, numbers = [], []
+    for i, amax in enumerate(states):
+        if amax is not None and isinstance(quantizers[i], DelayedScalingQuantizer):
+            scale_inv = quantized[i].scale_inv
+            numbers += reduce(amax, scale_inv), scale_inv
+            delayed.append(i)
     dtypes = (_AMAX, _compat.MAX_DTYPE) * len(delayed)
-    numbers = _compat.cast(numbers, dtypes) if delayed else []
+    if delayed:
+        numbers = _compat.cast(numbers, dtypes)
     for i, pair in zip(delayed, _pairs(numbers), strict=True):
         states[i] = Scale(*pair, None)
     return DotGeneralState(*states)

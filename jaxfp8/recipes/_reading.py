@@ -11,6 +11,7 @@ operations, which XLA would compile once for each product and pass. Other option
 recipe take their scales in the loop, from the amaxes.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,10 +36,8 @@ def _usable(ct):
     """Return a cotangent with 0 in place of amaxes that are not finite, so that the
     amaxes of other uses count.
     """
-    is_amax = (
-        lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % ops.READING_NUMBERS
-        == 0
-    )
+    position = lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1)
+    is_amax = position % ops.READING_NUMBERS == 0
     return jnp.where(is_amax, _scaling.clean(ct), ct)
 
 
@@ -67,12 +66,12 @@ def without_max(tree: Any) -> Any:
     the max dtype float32.
     """
 
-    def plain(leaf):
+    def of_leaf(leaf):
         if is_reading(leaf):
             return _compat.from_max(leaf)[..., -4:-3]  # the scale of the last quantizer
         return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
 
-    return jax.tree.map(plain, tree)
+    return jax.tree.map(of_leaf, tree)
 
 
 def stacked_products(flat: StateTree) -> list[list]:
@@ -85,37 +84,35 @@ def stacked_products(flat: StateTree) -> list[list]:
     for quantizer in flat.quantizers:
         product, _, operand = quantizer.name.rpartition("/")
         products.setdefault(product, {})[operand] = quantizer
-    whole = [
-        by_operand
-        for by_operand in products.values()
-        if set(by_operand) == set(_OPERANDS)
-    ]
-    stacked = [[by_operand[operand] for operand in _OPERANDS] for by_operand in whole]
-    return [quantizers for quantizers in stacked if _is_stacked(flat, quantizers)]
+    stacked = []
+    for by_operand in products.values():
+        if set(by_operand) == set(_OPERANDS):
+            quantizers = [by_operand[operand] for operand in _OPERANDS]
+            if _is_stacked(flat, quantizers):
+                stacked.append(quantizers)
+    return stacked
 
 
 def _is_stacked(flat, quantizers) -> bool:
-    pairs = [
-        (flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale])
-        for quantizer in quantizers
-    ]
-    for leaf in sum(pairs, ()):
-        if (
-            not isinstance(leaf, jax.core.Tracer)
-            or not jnp.issubdtype(leaf.dtype, jnp.floating)
-            or leaf.ndim < 2
-        ):
+    leading = set()
+    for quantizer in quantizers:
+        history = flat.leaves[quantizer.amax_history]
+        scale = flat.leaves[quantizer.scale]
+        for leaf in (history, scale):
+            if (
+                not isinstance(leaf, jax.core.Tracer)
+                or not jnp.issubdtype(leaf.dtype, jnp.floating)
+                or leaf.ndim < 2
+            ):
+                return False
+        # A loop over another axis than the leading ones may have moved the slots from
+        # the last axis.
+        if slot_axis("max_grad: tree", history, scale) != history.ndim - 1:
             return False
-    # A loop over another axis than the leading ones may have moved the slots from the
-    # last axis.
-    axes = {
-        slot_axis("max_grad: tree", *pair) % pair[0].ndim - pair[0].ndim
-        for pair in pairs
-    }
-    return axes == {-1} and len({history.shape[:-1] for history, _ in pairs}) == 1
+        leading.add(history.shape[:-1])
+    return len(leading) == 1
 
 
-@jax.custom_vjp
 def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.Array]:
     """Read the state of products, each of k quantizers.
 
@@ -127,40 +124,9 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
         For each product its reading `[..., 6 * k]`. The backward turns cotangents of
         readings into next states.
     """
-    plain = _plain(products)
-    readings = ops.read_histories(
-        plain, fp8_max=[_FP8_MAX[: len(pairs)] for pairs in plain]
-    )
-    return _compat.cast(readings, [READING] * len(readings))
+    return _read(READING, products)
 
 
-def _plain(tree):
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_compat.plain(leaves))
-
-
-def _read_forward(products):
-    return read(products), products
-
-
-def _read_backward(products, cotangents):
-    """Return the next histories and scales; zeros for a quantizer that recorded
-    nothing, which keeps its state.
-    """
-    written = ops.write_histories(_plain(products), _plain(cotangents))
-    return (_in_dtypes_of(products, written),)
-
-
-def _in_dtypes_of(tree, written):
-    leaves, structure = jax.tree.flatten(tree)
-    new = _compat.cast(jax.tree.leaves(written), [leaf.dtype for leaf in leaves])
-    return structure.unflatten(new)
-
-
-read.defvjp(_read_forward, _read_backward)
-
-
-@jax.custom_vjp
 def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     """Read the state of products that are rows of the same arrays, as `read` does.
 
@@ -170,20 +136,43 @@ def read_rows(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     Returns:
         n readings `[6 * k]`.
     """
-    readings = ops.read_rows(_plain(pairs), fp8_max=_FP8_MAX[: len(pairs)])
-    return _compat.cast(readings, [ROW] * len(readings))
+    return _read(ROW, pairs)
 
 
-def _read_rows_forward(pairs):
-    return read_rows(pairs), pairs
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read(dtype, states):
+    """Return readings of a dtype, which says whether the states are in rows."""
+    states = _plain(states)
+    if dtype == ROW:
+        readings = ops.read_rows(states, fp8_max=_FP8_MAX[: len(states)])
+    else:
+        fp8_max = [_FP8_MAX[: len(pairs)] for pairs in states]
+        readings = ops.read_histories(states, fp8_max=fp8_max)
+    return _compat.cast(readings, [dtype] * len(readings))
 
 
-def _read_rows_backward(pairs, cotangents):
-    written = ops.write_rows(_plain(pairs), _plain(cotangents))
-    return (_in_dtypes_of(pairs, written),)
+def _read_forward(dtype, states):
+    return _read(dtype, states), states
 
 
-read_rows.defvjp(_read_rows_forward, _read_rows_backward)
+def _read_backward(dtype, states, cotangents):
+    """Return the next histories and scales; zeros for a quantizer that recorded
+    nothing, which keeps its state.
+    """
+    write = ops.write_rows if dtype == ROW else ops.write_histories
+    written = jax.tree.leaves(write(_plain(states), _plain(cotangents)))
+    leaves, structure = jax.tree.flatten(states)
+    new = _compat.cast(written, [leaf.dtype for leaf in leaves])
+    return (structure.unflatten(new),)
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _plain(tree):
+    """Return a tree of state with float32 in place of the max dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_compat.plain(leaves))
 
 
 def cotangent(

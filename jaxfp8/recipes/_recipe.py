@@ -4,6 +4,7 @@ stay as they are.
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -55,9 +56,9 @@ class ByQuantizer(NamedTuple):
         """
         quantizers = []
         for operand in OPERANDS[product]:
+            first = getattr(self, operand)
             second = getattr(self, f"{product}_{operand}", SharedCodes())
-            shares_codes = second == SharedCodes()
-            quantizers.append(getattr(self, operand) if shares_codes else second)
+            quantizers.append(first if second == SharedCodes() else second)
         return quantizers
 
 
@@ -194,6 +195,14 @@ class Recipe:
                 f"{getattr(self, name)!r}"
             )
 
+    def expect_number(self, name: str, kind: type, needed: str) -> None:
+        """Raise a TypeError unless the option `name` is a number of a kind, and not a
+        bool.
+        """
+        value = getattr(self, name)
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        self.expect(is_number, name, needed, TypeError)
+
     def __post_init__(self) -> None:
         """Check the options that all recipes share, and turn iterables of names into
         tuples.
@@ -202,19 +211,12 @@ class Recipe:
             ValueError, TypeError: an option has a value it cannot have.
         """
         if hasattr(self, "fp8_format"):
-            self.expect(
-                isinstance(self.fp8_format, Format),
-                "fp8_format",
-                "jaxfp8.Format.HYBRID, E4M3 or E5M2",
-                TypeError,
-            )
-        if hasattr(self, "power_2_scale"):
-            self.expect(
-                isinstance(self.power_2_scale, (bool, np.bool_)),
-                "power_2_scale",
-                "a bool",
-                TypeError,
-            )
+            needed = "jaxfp8.Format.HYBRID, E4M3 or E5M2"
+            is_format = isinstance(self.fp8_format, Format)
+            self.expect(is_format, "fp8_format", needed, TypeError)
+        for name in ("power_2_scale", "fp8_residuals"):
+            is_bool = isinstance(getattr(self, name, False), (bool, np.bool_))
+            self.expect(is_bool, name, "a bool", TypeError)
         names = {"precise": f"names out of {PRODUCTS}"}
         if self.pipeline_axes is not None:
             names["pipeline_axes"] = "mesh axis names"
@@ -226,23 +228,12 @@ class Recipe:
         self.expect(
             set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}"
         )
-        self.expect(
-            isinstance(self.fp8_residuals, (bool, np.bool_)),
-            "fp8_residuals",
-            "a bool",
-            TypeError,
-        )
-        is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(
-            self.min_size, bool
-        )
-        self.expect(is_size, "min_size", "an int", TypeError)
+        self.expect_number("min_size", numbers.Integral, "an int")
         self.expect(self.min_size >= 0, "min_size", "at least 0")
         if self.wgrad_dtype is not None:
             # Equal dtypes have several names, and equal recipes one program.
-            name = type(self).__name__
-            dtype = _checks.dtype(
-                name, "wgrad_dtype", self.wgrad_dtype, _checks.HIGH_PRECISION
-            )
+            where = type(self).__name__, "wgrad_dtype"
+            dtype = _checks.dtype(*where, self.wgrad_dtype, _checks.HIGH_PRECISION)
             object.__setattr__(self, "wgrad_dtype", dtype)
 
 

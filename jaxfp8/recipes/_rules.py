@@ -55,9 +55,8 @@ class Rule(NamedTuple):
         """Tell whether the rule is for products `op` and matches one of `paths`, all
         names of one layer.
         """
-        return (not self.op_names or op in self.op_names) and any(
-            map(self._matches_path, paths)
-        )
+        is_for_op = not self.op_names or op in self.op_names
+        return is_for_op and any(map(self._matches_path, paths))
 
     def _matches_path(self, path: str) -> bool:
         if self.layers is not None:
@@ -138,11 +137,9 @@ def kind(value) -> str:
     """Describe a value in a message; it may be a whole model, whose repr is pages
     long.
     """
-    return (
-        f"the class {value.__name__}"
-        if isinstance(value, type)
-        else f"an object of type {type(value).__name__}"
-    )
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"an object of type {type(value).__name__}"
 
 
 def some(names: list[str], most: int = 8) -> str:
@@ -192,19 +189,16 @@ def warn_of_own_arrays(
         arrays: the shapes of parameters that belong to modules without a product, by
             their paths.
     """
-    shapes = {}
-    for path, shape in arrays.items():
+    largest = []
+    for path, shape in sorted(arrays.items(), key=lambda item: -math.prod(item[1])):
         index = first_match(rules, layer_names(path[:-1], False), None)
         is_asked_for = index is not None and rules[index].recipe is not None
         name = "/".join(map(str, path))
         # An embedding is looked up, or added to.
         if is_asked_for and len(shape) > 1 and 1 not in shape and "emb" not in name:
-            shapes[name] = shape
-    if shapes:
-        largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
-        names = some(
-            [f"{name} {'x'.join(map(str, shapes[name]))}" for name in largest], 4
-        )
+            largest.append(f"{name} {'x'.join(map(str, shape))}")
+    if largest:
+        names = some(largest, 4)
         _warnings.warn(
             f"{where}: rules: no rule reaches the products that a module's own code "
             f"makes, as with {names}: where these are multiplied, use "
@@ -218,7 +212,10 @@ def first_match(rules, paths, op: str) -> int | None:
     """Return the index of the first rule that matches one of `paths`, all names of one
     layer.
     """
-    return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
+    for i, rule in enumerate(rules):
+        if rule.matches(paths, op):
+            return i
+    return None
 
 
 def module_rule(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
@@ -231,10 +228,10 @@ def module_rule(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | 
     for i, rule in enumerate(rules):
         if rule.layers is None:
             continue
-        first = [
-            first_match(rules, layer_names((*path, name), False, root), "dot_general")
-            for name in rule.layers.names
-        ]
+        first = []
+        for name in rule.layers.names:
+            names = layer_names((*path, name), False, root)
+            first.append(first_match(rules, names, "dot_general"))
         if i in first and set(first) != {i}:
             module = "/".join(map(str, path))
             raise ValueError(
@@ -253,14 +250,16 @@ def layer_names(path: tuple, is_product: bool, root: tuple = ()) -> list[str]:
 
     A product also answers to the path of the layer around it.
     """
-    paths = [path, path[:-1]] if is_product and path else [path]
-    return [
-        name for name in (relative(each, root) for each in paths) if name is not None
-    ]
+    names = [relative(path, root)]
+    if is_product and path:
+        names.append(relative(path[:-1], root))
+    return [name for name in names if name is not None]
 
 
 def relative(path: tuple, root: tuple) -> str | None:
     """Return the part of `path` below `root`, joined by `/`, as rules see it; None
     where `path` is not below `root`.
     """
-    return "/".join(map(str, path[len(root) :])) if path[: len(root)] == root else None
+    if path[: len(root)] != root:
+        return None
+    return "/".join(map(str, path[len(root) :]))

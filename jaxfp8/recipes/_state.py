@@ -116,12 +116,9 @@ def map_variables(recipe: Recipe, function: Callable[..., Any]) -> DotGeneralSta
 
     def leaf(path, _):
         field, *rest = path
-        name = (
-            jax.tree_util.keystr(tuple(rest), simple=True, separator="_")
-            if rest
-            else "state"
-        )
-        return function(f"{operands[field.name]}_{name}", lambda: first_leaves()[path])
+        name = jax.tree_util.keystr(tuple(rest), simple=True, separator="_")
+        name = f"{operands[field.name]}_{name or 'state'}"
+        return function(name, lambda: first_leaves()[path])
 
     # A custom recipe has names of its own, for the first five.
     operands = dict(zip(ByQuantizer._fields, recipe.operands, strict=False))

@@ -62,15 +62,15 @@ class StateTree(NamedTuple):
 
     def positions(self) -> list[int]:
         """Return the positions of all state leaves, ascending."""
-        return sorted(
-            [*(i for q in self.quantizers for i in q.positions()), *self.unpaired]
-        )
+        positions = list(self.unpaired)
+        for quantizer in self.quantizers:
+            positions += quantizer.positions()
+        return sorted(positions)
 
     def replace(self, values: dict[int, Any]):
         """Return the tree with some leaves replaced; a value may be a subtree."""
-        return self.treedef.unflatten(
-            [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
-        )
+        leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        return self.treedef.unflatten(leaves)
 
     def by_path(self) -> dict[tuple[str, ...], Any]:
         """Return all leaves by their path."""
@@ -92,23 +92,23 @@ def flatten(tree) -> StateTree:
         ValueError: `nn.WeightNorm` has made a parameter of quantizer state.
     """
     leaves, paths, nodes = [], [], []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]:
-        for rest, inner in (
-            jax.tree_util.tree_flatten_with_path(leaf)[0]
-            if _is_state(leaf)
-            else [((), leaf)]
-        ):
-            leaves.append(inner)
+    flatten_with_path = jax.tree_util.tree_flatten_with_path
+    for path, node in flatten_with_path(tree, is_leaf=_is_state)[0]:
+        inside = flatten_with_path(node)[0] if _is_state(node) else [((), node)]
+        for rest, leaf in inside:
+            leaves.append(leaf)
             paths.append(_names((*path, *rest)))
-            nodes.append(leaf)
+            nodes.append(node)
     _refuse_weight_norm(paths)
     quantizers = _pairs(paths)
-    paired = {i for q in quantizers for i in q.positions()}
-    is_state = [
-        _is_state(node) or OVERWRITE_WITH_GRADIENT in path
-        for node, path in zip(nodes, paths, strict=True)
-    ]
-    unpaired = [i for i in range(len(paths)) if i not in paired and is_state[i]]
+    paired = set()
+    for quantizer in quantizers:
+        paired.update(quantizer.positions())
+    unpaired = []
+    for i, (path, node) in enumerate(zip(paths, nodes, strict=True)):
+        is_state = _is_state(node) or OVERWRITE_WITH_GRADIENT in path
+        if is_state and i not in paired:
+            unpaired.append(i)
     in_variables = frozenset(paths[i] for i in unpaired if is_variable(nodes[i]))
     return StateTree(
         jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables
@@ -144,14 +144,11 @@ def slot_axis(where: str, history, scale) -> int:
         ValueError: the two shapes do not fit.
     """
     if len(history.shape) == len(scale.shape) > 0:
-        differ = [
-            i
-            for i, (h, s) in enumerate(zip(history.shape, scale.shape, strict=True))
-            if h != s
-        ]
+        axes = range(len(scale.shape))
+        differ = [i for i in axes if history.shape[i] != scale.shape[i]]
         # The scale has one element along the slots. With H = 1 the history has no other
         # shape than the scale.
-        slots = [i for i in (differ or range(len(scale.shape))) if scale.shape[i] == 1]
+        slots = [i for i in differ or axes if scale.shape[i] == 1]
         if slots and len(differ) <= 1:
             return slots[-1]
     raise ValueError(
@@ -179,14 +176,11 @@ def marked(tree, paths):
     """
     if not paths:
         return tree
-    flat = flatten(tree)
-    return flat.replace(
-        {
-            i: _Marked(leaf)
-            for i, leaf in enumerate(flat.leaves)
-            if flat.paths[i] in paths
-        }
-    )
+    flat, values = flatten(tree), {}
+    for i, path in enumerate(flat.paths):
+        if path in paths:
+            values[i] = _Marked(flat.leaves[i])
+    return flat.replace(values)
 
 
 def unmarked(tree):
@@ -219,11 +213,8 @@ def _names(path) -> tuple[str, ...]:
     if names[-1:] == ["value"]:
         # The box of an NNX variable, which a checkpoint that is restored without a
         # target has as a dict.
-        if (
-            isinstance(path[-1], jax.tree_util.GetAttrKey)
-            or names[-2:-1]
-            and names[-2].endswith((_HISTORY, _SCALE))
-        ):
+        is_attribute = isinstance(path[-1], jax.tree_util.GetAttrKey)
+        if is_attribute or "".join(names[-2:-1]).endswith((_HISTORY, _SCALE)):
             names.pop()
     return tuple(names)
 

@@ -73,11 +73,8 @@ class QTensor:
         """Tell whether `operand`, the array that a product took from this QTensor, is
         its codes and not its source.
         """
-        return (
-            self.source is None
-            and self.data is not None
-            and self.data.dtype == operand.dtype
-        )
+        has_codes = self.source is None and self.data is not None
+        return has_codes and self.data.dtype == operand.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,20 +89,16 @@ class QTensor:
     @property
     def has_one_scale(self) -> bool:
         """Tell whether one scale is that of the whole tensor."""
-        return (
-            self.scale_inv is not None
-            and self.block is None
-            and self.scale_inv.ndim <= 1
-        )
+        scale_inv = self.scale_inv
+        return scale_inv is not None and self.block is None and scale_inv.ndim <= 1
 
     @property
     def has_one_code(self) -> bool:
         """Tell whether both layouts hold the same codes: with one scale, or a scale for
         each square block.
         """
-        return self.has_one_scale or (
-            self.block is not None and self.block[0] == self.block[1]
-        )
+        is_square = self.block is not None and self.block[0] == self.block[1]
+        return is_square or self.has_one_scale
 
     @property
     def is_fp8(self) -> bool:
@@ -119,21 +112,26 @@ class QTensor:
 
     def transposed(self, batch: int = 0) -> "QTensor":
         """Return the tensor with its rows as columns, `[*batch, *cols, *rows]`."""
-        first = self.data.ndim - self.cols
-        order = (*range(batch), *range(first, self.data.ndim), *range(batch, first))
+        first = self.ndim - self.cols
+        order = (*range(batch), *range(first, self.ndim), *range(batch, first))
         data_t = jnp.transpose(self.data, order) if self.data_t is None else self.data_t
-        source = None if self.source is None else jnp.transpose(self.source, order)
-        turned = dataclasses.replace(
-            self, data=data_t, data_t=self.data, source=source, cols=first - batch
-        )
+        source = jax.tree.map(lambda x: jnp.transpose(x, order), self.source)
+        scale_inv, scale_inv_t, block = self.scale_inv, None, self.block
         if self.scale_inv_t is not None:
-            return dataclasses.replace(
-                turned, scale_inv=self.scale_inv_t, scale_inv_t=self.scale_inv
-            )
-        if self.scale_inv is None or self.has_one_scale:
-            return turned
-        block = None if self.block is None else self.block[::-1]
-        return dataclasses.replace(turned, scale_inv=self.scale_inv.mT, block=block)
+            scale_inv, scale_inv_t = self.scale_inv_t, scale_inv
+        elif scale_inv is not None and not self.has_one_scale:
+            scale_inv = scale_inv.mT
+            block = block and block[::-1]
+        return dataclasses.replace(
+            self,
+            data=data_t,
+            data_t=self.data,
+            scale_inv=scale_inv,
+            scale_inv_t=scale_inv_t,
+            source=source,
+            block=block,
+            cols=first - batch,
+        )
 
     def for_next_state(self) -> "QTensor":
         """Return the QTensor without codes: the next state takes what was recorded and,
@@ -143,34 +141,13 @@ class QTensor:
         scale_inv = self.scale_inv if is_needed else None
         return QTensor(None, scale_inv, recorded=self.recorded, cols=self.cols)
 
-    def reshape(self, shape: tuple[int, ...], batch: int, cols: int) -> "QTensor":
-        """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay
-        as they are.
-
-        Args:
-            shape: the whole shape, `(*batch, *rows, *cols)`.
-            batch, cols: how many dimensions come before the rows, and how many after
-                the rows.
-        """
-        shape_t = (
-            *shape[:batch],
-            *shape[len(shape) - cols :],
-            *shape[batch : len(shape) - cols],
-        )
-        data_t = None if self.data_t is None else self.data_t.reshape(shape_t)
-        source = None if self.source is None else self.source.reshape(shape)
-        return dataclasses.replace(
-            self, data=self.data.reshape(shape), data_t=data_t, source=source, cols=cols
-        )
-
     def map_scales(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Return the QTensor with `function(scale)` in place of each array of
         scales.
         """
-        scale_inv_t = None if self.scale_inv_t is None else function(self.scale_inv_t)
-        return dataclasses.replace(
-            self, scale_inv=function(self.scale_inv), scale_inv_t=scale_inv_t
-        )
+        scales = self.scale_inv, self.scale_inv_t
+        scale_inv, scale_inv_t = jax.tree.map(function, scales)
+        return dataclasses.replace(self, scale_inv=scale_inv, scale_inv_t=scale_inv_t)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Rearrange the codes and the source by `function`: an `all_gather`, a slice, a
@@ -213,7 +190,7 @@ class QTensor:
                     f"move, scales {needed} beside codes {data.shape}; got "
                     f"{scale_inv.shape}; move the kernel before it is quantized"
                 )
-        source = None if self.source is None else function(self.source)
+        source = jax.tree.map(function, self.source)
         return dataclasses.replace(
             self,
             data=data,
@@ -241,9 +218,8 @@ class QTensor:
         if self.has_one_scale and self.is_fp8:
             values = ops.dequantize(data, scale_inv, dtype)
         else:
-            values = dequantized(
-                *_final((data, scale_inv)), self.block, self.cols
-            ).astype(dtype)
+            data, scale_inv = _final((data, scale_inv))
+            values = dequantized(data, scale_inv, self.block, self.cols).astype(dtype)
         return values if self.source is None else _straight_through(self.source, values)
 
 
@@ -295,14 +271,9 @@ def dequantized(
     m, n = math.prod(data.shape[batch:first]), math.prod(data.shape[first:])
     counts = scale_inv.shape[batch:]
     if block is None:  # equal blocks
-        block = tuple(
-            -(-size // max(count, 1))
-            for size, count in zip((m, n), counts, strict=True)
-        )
-    if (
-        _blocks.count(block, m, n) != counts
-        or scale_inv.shape[:batch] != data.shape[:batch]
-    ):
+        block = -(-m // max(counts[0], 1)), -(-n // max(counts[1], 1))
+    is_right = _blocks.count(block, m, n) == counts
+    if not is_right or scale_inv.shape[:batch] != data.shape[:batch]:
         raise ValueError(
             f"QTensor: scale_inv: expected a scale for each block {block} of "
             f"{data.shape}, got shape {scale_inv.shape}; block=(rows, cols) says how "
@@ -332,10 +303,9 @@ def as_bytes(q: QTensor) -> QTensor:
     """
 
     def convert(x):
-        is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
-        return (
-            _Bytes(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype) if is_fp8 else x
-        )
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:
+            return _Bytes(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype)
+        return x
 
     return jax.tree.map(convert, q) if is_for_cpu() else q
 
@@ -344,10 +314,10 @@ def as_codes(tree: Any) -> Any:
     """Return a tree with FP8 in place of the bytes of `as_bytes`."""
 
     def convert(x):
-        return (
-            jax.lax.bitcast_convert_type(x.data, x.dtype)
-            if isinstance(x, _Bytes)
-            else x
-        )
+        return jax.lax.bitcast_convert_type(x.data, x.dtype) if _is_bytes(x) else x
 
-    return jax.tree.map(convert, tree, is_leaf=lambda x: isinstance(x, _Bytes))
+    return jax.tree.map(convert, tree, is_leaf=_is_bytes)
+
+
+def _is_bytes(x) -> bool:
+    return isinstance(x, _Bytes)

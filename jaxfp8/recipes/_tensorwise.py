@@ -4,6 +4,7 @@ from a bound in static scaling.
 
 import dataclasses
 import functools
+import numbers
 from typing import Any, TypeVar
 
 import jax
@@ -59,9 +60,9 @@ class TensorwiseQuantizer(FP8Quantizer):
         data_t = rest.pop(0) if options.columnwise else None
         amax = rest.pop(0) if amaxes else None
         q = QTensor(data, chosen.scale_inv, data_t, recorded=amax, cols=options.cols)
-        if options.column_sums and not rest:
-            rest.append(options.sum_rows(x))
-        return q, *(rest or [None])
+        if not options.column_sums:
+            return q, None
+        return q, rest[0] if rest else options.sum_rows(x)
 
     def choose_scale(self, current_amax: Any, scale: Any, reduce: Any) -> Scale:
         """Return the scale of a tensor, whose amax is None where the step records no
@@ -198,15 +199,8 @@ class StaticScaling(Recipe):
         for name in ("input", "kernel", "output_grad"):
             bound = getattr(self, name)
             if bound is not None:
-                is_number = isinstance(
-                    bound, (int, float, np.integer, np.floating)
-                ) and not isinstance(bound, bool)
-                self.expect(
-                    is_number,
-                    name,
-                    "a number, or None for the tensor's own amax",
-                    TypeError,
-                )
+                needed = "a number, or None for the tensor's own amax"
+                self.expect_number(name, numbers.Real, needed)
                 in_range = 0 < _scaling.to_float32(bound) < np.inf
                 self.expect(in_range, name, "a bound above 0 and finite in float32")
         super().__post_init__()

@@ -71,6 +71,7 @@ CASES = [
     Case("mk,kn->mn...", (5, 7), (7, 3), "mk,kn->mn"),
     # Size 1 broadcasts.
     Case("bmk,bkn->bmn", (1, 5, 7), (4, 7, 3), "mk,bkn->bmn", x_first="bmk->mk"),
+    Case("bamk,bkn->bmn", (1, 3, 5, 7), (4, 7, 3), "mk,bkn->bmn", x_first="bamk->mk"),
     Case(
         "...mk,...kn->...mn",
         (6, 5, 7),
