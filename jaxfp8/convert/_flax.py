@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..ops import _checks
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from . import _tree
 
@@ -75,8 +76,7 @@ def to_flax(
         ValueError, TypeError: as `from_flax`; also a ValueError if `name` is neither of
             the two.
     """
-    if name not in _FLAX:
-        raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")
+    _checks.one_of("to_flax", "name", name, _FLAX)
     return _convert("to_flax", variables, {_MODULE: name}, swapped)
 
 

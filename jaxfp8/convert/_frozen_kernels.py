@@ -236,26 +236,20 @@ class FP8Kernel:
         def fits(layout):
             shape = layout.scale_shape(n, k)
             leading = scale.ndim - len(shape)
-            is_stacked = leading == stacked or (
-                layout.block is None and 0 <= leading < stacked
-            )
-            return (
-                is_stacked
-                and scale.dtype == layout.dtype
-                and scale.shape == codes.shape[:leading] + shape
-            )
+            # a scale for a whole tensor may hold for several stacked kernels
+            least = 0 if layout.block is None else stacked
+            if scale.dtype != layout.dtype or not least <= leading <= stacked:
+                return False
+            return scale.shape == codes.shape[:leading] + shape
 
         fitting = [name for name in LAYOUTS if fits(LAYOUTS[name])]
         if layout not in fitting:
-            recipes = "Float8RowwiseScaling or a custom one"
             advice = "no layout has such scales"
             if fitting:
-                recipes = " or ".join(LAYOUTS[name].recipes for name in fitting)
                 advice = f"write layout {' or '.join(map(repr, fitting))}"
             raise self._error(
                 f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
-                f"scales {scale.dtype}{list(scale.shape)} of codes "
-                f"{list(codes.shape)}, those of the recipe {recipes}",
+                f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}",
                 advice,
             )
         if codes.dtype != E4M3.dtype:
