@@ -177,8 +177,8 @@ def warn_of_idle_rules(
         if not is_said and not rule.matches_a_product(names):
             idle.append(rule.path)
     if idle:
-        said = f"no layer of {model} matches {some(idle)}"
-        _warn_of_paths(where, said, list(layers))
+        message = f"no layer of {model} matches {some(idle)}"
+        _warn_of_paths(where, message, list(layers))
 
 
 def warn_of_no_fp8(
@@ -186,14 +186,14 @@ def warn_of_no_fp8(
 ) -> None:
     """Warn that no rule gives a layer of a model FP8; `layers` are their names."""
     paths = [rule.path for rule in rules if rule.recipe is not None]
-    said = f"none of {paths} gives a layer of {model} FP8"
-    _warn_of_paths(where, said, layers)
+    message = f"none of {paths} gives a layer of {model} FP8"
+    _warn_of_paths(where, message, layers)
 
 
-def _warn_of_paths(where, said, layers) -> None:
+def _warn_of_paths(where, message, layers) -> None:
     _warnings.warn(
-        f"{where}: rules: {said}: a regex has to match the whole path of a layer, as "
-        f"'.*Dense_0' does. The layers are {some(layers) or 'none'}; see "
+        f"{where}: rules: {message}: a regex has to match the whole path of a layer, "
+        f"as '.*Dense_0' does. The layers are {some(layers) or 'none'}; see "
         "jaxfp8.report",
         FP8StateWarning,
     )
