@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from .._jax import _warnings
-from ..linen._freeze import PARAMS
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
 from ..numerics import _scaling
 from ..recipes import (
@@ -171,7 +170,7 @@ def _check_widths(where, variables, restored):
     another shape.
     """
     needed, given = (
-        traverse_util.flatten_dict(dict(tree.get(PARAMS, {})))
+        traverse_util.flatten_dict(dict(tree.get("params", {})))
         for tree in (variables, restored)
     )
     for path, leaf in given.items():
@@ -179,7 +178,7 @@ def _check_widths(where, variables, restored):
         expected = getattr(needed.get(path), "shape", shape)
         if shape is not None and shape != expected:
             raise ValueError(
-                f"{where}: restored: {PARAMS}/{_tree.at(path)}: expected the model's "
+                f"{where}: restored: params/{_tree.at(path)}: expected the model's "
                 f"shape {tuple(expected)}, got {tuple(shape)}; give the variables of "
                 "a model as wide as that of the checkpoint"
             )

@@ -256,22 +256,21 @@ def _checked_scaling(frozen, kernel, layout, recipe):
     )
 
 
-def stand_in(shape, dtype):
-    """Return the placeholder of a removed kernel: NaN, so that any read outside of the
-    frozen product shows.
-    """
-    return jnp.full(shape, jnp.nan, dtype)
+class Placeholder:
+    """The base of placeholders for a removed kernel, with its `shape` and `dtype`."""
 
+    def stand_in(self) -> jax.Array:
+        """Return NaNs, so that any read outside of the frozen product shows."""
+        return jnp.full(self.shape, jnp.nan, self.dtype)
 
-def no_array() -> ValueError:
-    """Make the error of a computation with the placeholder itself, which has no
-    numbers.
-    """
-    return ValueError(
-        "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze "
-        "leaves of a kernel whose codes are in its FP8 product; give the input to "
-        "that product or layer, or take the variables from before freeze"
-    )
+    @property
+    def __jax_array__(self):
+        # JAX asks for this attribute wherever it expects an array
+        raise ValueError(
+            "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze "
+            "leaves of a kernel whose codes are in its FP8 product; give the input to "
+            "that product or layer, or take the variables from before freeze"
+        )
 
 
 def nothing_to_freeze() -> ValueError:

@@ -24,11 +24,9 @@ from ..train import unstack_state
 from . import _mistakes
 from ._quantize_by_rules import decision
 
-PARAMS = "params"
-
 
 @struct.dataclass
-class FrozenKernel(meta.AxisMetadata):
+class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
     """Placeholder for a kernel whose codes are in its product: shape and dtype, no
     array.
 
@@ -54,12 +52,7 @@ class FrozenKernel(meta.AxisMetadata):
         _mistakes.refuse_frozen_kernel(
             layer, decided is not None and decided.rule.recipe is not None
         )
-        return _frozen.stand_in(self.shape, self.dtype)
-
-    @property
-    def __jax_array__(self):
-        # JAX asks for this attribute wherever it expects an array
-        raise _frozen.no_array()
+        return self.stand_in()
 
     def replace_boxed(self, val):
         """Return `val`: the box holds nothing."""
@@ -100,12 +93,12 @@ jax.export.register_pytree_node_serialization(
 def freeze(model: nn.Module, variables, args, kwargs):
     """Freeze `variables`; see `jaxfp8.freeze`."""
     collections = dict(core.unfreeze(unstack_state(variables)))
-    if PARAMS not in collections:
+    if "params" not in collections:
         raise ValueError(
-            f"freeze: variables: expected a collection {PARAMS!r}, got "
+            f"freeze: variables: expected a collection 'params', got "
             f"{sorted(collections)}"
         )
-    params = traverse_util.flatten_dict(collections.pop(PARAMS))
+    params = traverse_util.flatten_dict(collections.pop("params"))
     mutable = kwargs.pop("mutable", False)
     arrays, joined = split_arrays((args, kwargs))
     arrays = [
@@ -120,10 +113,10 @@ def freeze(model: nn.Module, variables, args, kwargs):
         )
 
     def with_codes(params, collections, arrays):
-        written = core.scope.union_filters(mutable, PARAMS)
+        written = core.scope.union_filters(mutable, "params")
         with _frozen.freezing():
             _, changed = apply(params, collections, arrays, written)
-        leaves = traverse_util.flatten_dict(changed[PARAMS])
+        leaves = traverse_util.flatten_dict(changed["params"])
         return {path: leaf for path, leaf in leaves.items() if path not in params}
 
     # 1. Find the parameters that codes are made of.
@@ -158,7 +151,7 @@ def _pop_has_another(codes) -> dict:
 
 
 def _variables(params, collections):
-    return {PARAMS: traverse_util.unflatten_dict(params), **collections}
+    return {"params": traverse_util.unflatten_dict(params), **collections}
 
 
 def _read(function, params: dict[Any, Any], *collections) -> set:

@@ -32,7 +32,7 @@ _KERNEL_NAME = "jaxfp8_kernel_of_"
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenKernel:
+class FrozenKernel(_frozen.Placeholder):
     """Placeholder for the kernel of a layer whose codes are in its product: shape and
     dtype, no array.
 
@@ -45,15 +45,10 @@ class FrozenKernel:
 
     def get_value(self):
         """Return NaNs of this shape and dtype."""
-        return _frozen.stand_in(self.shape, self.dtype)
+        return self.stand_in()
 
     def __getitem__(self, index):
         return self.get_value()[index]
-
-    @property
-    def __jax_array__(self):
-        # JAX asks for this attribute wherever it expects an array
-        raise _frozen.no_array()
 
 
 def freeze(model, args, kwargs):
