@@ -5,7 +5,6 @@ cotangent back.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
+from numpy.lib.array_utils import normalize_axis_index
 
 from .._jax import _mesh
 from ..dot import (
@@ -93,7 +93,7 @@ def all_to_all(
     op = "all_to_all"
     split_axis = _axis(op, "split_axis", split_axis, x)
     concat_axis = _axis(op, "concat_axis", concat_axis, x)
-    both = exchange(_names(axis_name), split_axis, concat_axis, tiled)
+    both = AllToAll(_names(axis_name), (split_axis, concat_axis), tiled)
     return transfer(both, x, recipe, state)
 
 
@@ -126,21 +126,7 @@ def all_gather(
         TypeError, ValueError: see `all_to_all`.
     """
     axis = _axis("all_gather", "axis", axis, x, more=0 if tiled else 1)
-    names = _names(axis_name)
-    send = _call(lax.all_gather, axis_name=names, axis=axis, tiled=tiled)
-    send_back = _call(
-        lax.psum_scatter, axis_name=names, scatter_dimension=axis, tiled=tiled
-    )
-    both = Collective("all_gather", names, send, send_back, (axis,), sums_back=True)
-    return transfer(both, x, recipe, state)
-
-
-@functools.cache
-def _call(function, **arguments):
-    """Return a partial, the same object for equal arguments: JAX caches programs by
-    it.
-    """
-    return functools.partial(function, **arguments)
+    return transfer(AllGather(_names(axis_name), (axis,), tiled), x, recipe, state)
 
 
 def _names(axis_name):
@@ -152,57 +138,57 @@ def _axis(op, name, axis, x, more=0):
     """Return a dimension of x, or of a result with `more` dimensions, counted from the
     front.
     """
-    ndim = np.ndim(x) + more
-    if not -ndim <= axis < ndim:
-        raise ValueError(
-            f"{op}: {name}: expected a dimension out of {ndim}, got {axis}"
-        )
-    return axis % ndim
-
-
-def exchange(names, split_axis, concat_axis, tiled) -> "Collective":
-    """Return an all_to_all over the mesh axes `names`."""
-    axes = split_axis, concat_axis
-    send, send_back = (
-        _call(
-            lax.all_to_all,
-            axis_name=names,
-            split_axis=split,
-            concat_axis=concat,
-            tiled=tiled,
-        )
-        for split, concat in (axes, axes[::-1])
-    )
-    return Collective("all_to_all", names, send, send_back, axes)
+    return normalize_axis_index(axis, np.ndim(x) + more, f"{op}: {name}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective of `jax.lax`, its arguments included.
+class AllToAll:
+    """`jax.lax.all_to_all`, its arguments included: `send` moves an array of any dtype,
+    `send_back` the cotangent of the result.
 
     Attributes:
-        name: the name of the public function, for messages.
         axis_names: the mesh axes.
-        send: the function that moves an array of any dtype.
-        send_back: the function that moves the cotangent of `send`'s result.
         axes: the dimensions of the result that the collective cuts or joins.
+        tiled: see `jax.lax.all_to_all`.
+        name: the name of the public function, for messages.
         sums_back: whether `send_back` adds the arrays of several devices, so that it
             cannot take codes.
     """
 
-    name: str
     axis_names: tuple[str, ...]
-    send: Callable[[jax.Array], jax.Array]
-    send_back: Callable[[jax.Array], jax.Array]
-    axes: tuple[int, ...] = ()
-    sums_back: bool = False
+    axes: tuple[int, ...]
+    tiled: bool
+    name = "all_to_all"
+    sums_back = False
+
+    def send(self, x):
+        return lax.all_to_all(x, self.axis_names, *self.axes, tiled=self.tiled)
+
+    def send_back(self, x):
+        return lax.all_to_all(x, self.axis_names, *self.axes[::-1], tiled=self.tiled)
+
+
+class AllGather(AllToAll):
+    """`jax.lax.all_gather`, its arguments included; see `AllToAll`."""
+
+    name = "all_gather"
+    sums_back = True
+
+    def send(self, x):
+        return lax.all_gather(x, self.axis_names, axis=self.axes[0], tiled=self.tiled)
+
+    def send_back(self, x):
+        (axis,) = self.axes
+        return lax.psum_scatter(
+            x, self.axis_names, scatter_dimension=axis, tiled=self.tiled
+        )
 
 
 def transfer(collective, x, recipe, state, part=None) -> QTensor:
     """Quantize x, send its codes, and return the QTensor that arrives.
 
     Args:
-        collective: the Collective.
+        collective: an `AllToAll`, which may be an `AllGather`.
         x, recipe, state: as `all_to_all` takes them.
         part: see `_Transfer`.
     """
@@ -253,7 +239,7 @@ class _Transfer:
             precision, and its cotangent is that of the product. None: both belong.
     """
 
-    collective: Collective
+    collective: AllToAll
     quantizers: tuple
     reduce: AmaxReduction
     implementation: str | None
@@ -288,9 +274,8 @@ class _Transfer:
                 return q.scale_inv, None
         # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one
         #    scale is repeated for each row.
-        rows, is_one = q.shape[:-1], q.has_one_scale
-        scales, block = q.scale_inv, q.block
-        if is_one:
+        rows, scales, block = q.shape[:-1], q.scale_inv, q.block
+        if q.has_one_scale:
             scales, block = jnp.broadcast_to(scales, (math.prod(rows), 1)), (1, None)
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
             raise ValueError(

@@ -19,23 +19,18 @@ from ..dot import (
     sorted_by_expert,
 )
 from ..recipes import QTensor
-from ._collectives import as_bytes, exchange, transfer
+from ._collectives import AllToAll, as_bytes, transfer
 
 
-def experts_over(
-    axis: str | None, count: int, capacity: int | None
-) -> tuple[int, Callable[..., Route]]:
-    """Return how many of `count` experts a device has, and the route to them.
-
-    Args:
-        axis: the field `expert_axis` of the layer.
-        count: the number of all experts.
-        capacity: the field of the layer.
+def experts_over(layer) -> tuple[int, Callable[..., Route]]:
+    """Return how many experts of a layer, an `Experts` of Linen or NNX, a device has,
+    and the route to them.
 
     Raises:
         ValueError: the mesh around the call has no such axis, or the size of the axis
             does not divide `count`; or `capacity` is below 1.
     """
+    axis, count, capacity = layer.expert_axis, layer.count, layer.capacity
     if capacity is not None and capacity < 1:
         raise ValueError(
             "Experts: capacity: expected at least 1 row, or None for all rows, got "
@@ -61,6 +56,14 @@ def experts_over(
     return count // devices, route
 
 
+def dropped_rows(layer, expert: jax.Array) -> jax.Array:
+    """Count the rows of this device that the `capacity` of a layer leaves out,
+    int32[].
+    """
+    _, route = experts_over(layer)
+    return jnp.int32(route(expert.reshape(-1), layer.count).dropped)
+
+
 class ExchangedRoute(Route):
     """The way of rows to experts on the devices of a mesh axis, and back.
 
@@ -84,7 +87,7 @@ class ExchangedRoute(Route):
         rows = expert.size
         slots = rows if capacity is None else min(capacity, rows)
         self._shape = devices, slots
-        self._exchange = exchange((axis,), 0, 0, tiled=True)
+        self._exchange = AllToAll((axis,), (0, 0), tiled=True)
         # 1. Give each row a slot, in the order of experts. Rows of no expert come last,
         #    and behind all slots, with those that are too many for their device.
         order, sizes = sorted_by_expert(expert, count)

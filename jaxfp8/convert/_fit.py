@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from .._jax import _warnings
-from ..linen._freeze import PARAMS
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
 from ..numerics import _scaling
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
+    DelayedScaling,
     FP8StateWarning,
     _below_zero,
     _state_tree,
@@ -47,29 +47,20 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
             scale do not fit.
         TypeError: the length is not an int.
     """
-    if not isinstance(amax_history_len, int) or isinstance(amax_history_len, bool):
-        raise TypeError(
-            "resize_history: amax_history_len: expected an int, got "
-            f"{amax_history_len!r}"
-        )
-    if amax_history_len < 1:
-        raise ValueError(
-            "resize_history: amax_history_len: expected at least 1, got "
-            f"{amax_history_len}"
-        )
+    DelayedScaling(amax_history_len=amax_history_len)  # the rule of lengths
     # Without this check a tree without histories would come back unchanged, and the
     # error would come from the model.
     flat = _state_tree.flatten(tree)
-    histories = [
-        i for i, path in enumerate(flat.paths) if path and path[-1].endswith(_HISTORY)
-    ]
-    if not histories:
+    axes = {}
+    for i, path in enumerate(flat.paths):
+        if path and path[-1].endswith(_HISTORY):
+            axes[i] = -1
+    if not axes:
         raise ValueError(
             "resize_history: tree: expected arrays named ..._amax_history or "
             ".amax_history, got a tree without any; pass the variables, or the state "
             "of delayed scaling"
         )
-    axes = dict.fromkeys(histories, -1)
     for quantizer in flat.quantizers:
         pair = [flat.leaves[i] for i in quantizer.positions()]
         axes[quantizer.amax_history] = _state_tree.slot_axis(
@@ -179,16 +170,17 @@ def _check_widths(where, variables, restored):
     another shape.
     """
     needed, given = (
-        traverse_util.flatten_dict(dict(tree.get(PARAMS, {})))
+        traverse_util.flatten_dict(dict(tree.get("params", {})))
         for tree in (variables, restored)
     )
     for path, leaf in given.items():
-        shapes = [getattr(x, "shape", None) for x in (needed.get(path), leaf)]
-        if None not in shapes and shapes[0] != shapes[1]:
+        shape = getattr(leaf, "shape", None)
+        expected = getattr(needed.get(path), "shape", shape)
+        if shape is not None and shape != expected:
             raise ValueError(
-                f"{where}: restored: {PARAMS}/{_tree.at(path)}: expected the model's "
-                f"shape {tuple(shapes[0])}, got {tuple(shapes[1])}; give the "
-                "variables of a model as wide as that of the checkpoint"
+                f"{where}: restored: params/{_tree.at(path)}: expected the model's "
+                f"shape {tuple(expected)}, got {tuple(shape)}; give the variables of "
+                "a model as wide as that of the checkpoint"
             )
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..ops import _checks
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from . import _tree
 
@@ -75,8 +76,7 @@ def to_flax(
         ValueError, TypeError: as `from_flax`; also a ValueError if `name` is neither of
             the two.
     """
-    if name not in _FLAX:
-        raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")
+    _checks.one_of("to_flax", "name", name, _FLAX)
     return _convert("to_flax", variables, {_MODULE: name}, swapped)
 
 
@@ -96,10 +96,8 @@ def _convert(where, variables, classes, swapped):
             f"got {type(variables).__name__}; of a TrainState pass `.params`"
         )
     # Variables without the collection of state are that collection itself.
-    is_bare = OVERWRITE_WITH_GRADIENT not in variables
-    modules = _tree.modules_of(
-        where, variables if is_bare else variables[OVERWRITE_WITH_GRADIENT]
-    )
+    state = variables.get(OVERWRITE_WITH_GRADIENT, variables)
+    modules = _tree.modules_of(where, state)
     if all(_tree.STATE.isdisjoint(module) for module in modules.values()):
         raise ValueError(
             f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} "
@@ -117,11 +115,11 @@ def _convert(where, variables, classes, swapped):
         matching = {each for each in swapped if re.fullmatch(each, _tree.at(path))}
         unused -= matching
         operands = ("kernel", "input", "output_grad") if matching else _tree.OPERANDS
-        state = {}
+        leaves = {}
         for operand, name in zip(operands, _tree.OPERANDS, strict=True):
             history, scale = _tree.quantizer(where, path, module, name)
-            state |= {f"{operand}_amax_history": history, f"{operand}_scale": scale}
-        _insert(where, converted, _renamed(where, path, classes), state)
+            leaves |= {f"{operand}_amax_history": history, f"{operand}_scale": scale}
+        _insert(where, converted, _renamed(where, path, classes), leaves)
     # A pattern that matches nothing is a typo: x and the kernel of that einsum would
     # have each other's state.
     if unused:
@@ -130,7 +128,9 @@ def _convert(where, variables, classes, swapped):
             f"{where}: swapped: {sorted(unused)} match no module; there are {paths}"
         )
     collection = _tree.nested(converted)
-    return collection if is_bare else {**variables, OVERWRITE_WITH_GRADIENT: collection}
+    if state is variables:
+        return collection
+    return {**variables, OVERWRITE_WITH_GRADIENT: collection}
 
 
 def _insert(where: str, modules: _tree.Modules, path: _tree.Path, module: dict) -> None:

@@ -13,9 +13,8 @@ import numpy as np
 from flax import core, nnx
 
 from ..dot import _frozen
-from ..linen._freeze import PARAMS
 from ..recipes import _state_tree, some
-from ._frozen_kernels import PLACEHOLDERS, parameters, take_products
+from ._frozen_kernels import parameters, take_products
 from ._read_safetensors import (
     Name,
     Names,
@@ -84,7 +83,9 @@ def from_safetensors(
         new |= {(*product, name): array for name, array in arrays.items()}
     # 2. All others, in the dtypes of the model.
     for path_, leaf in leaves.items():
-        if not isinstance(leaf, PLACEHOLDERS) and (templates := find(path_)):
+        if isinstance(leaf, _frozen.Placeholder):
+            continue
+        if templates := find(path_):
             new[path_] = _master(path_, templates, leaf, tensors)
     find.check_used()
     return _with_leaves(variables, new)
@@ -272,7 +273,7 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
                 array = np.full(shapes[i].shape, value, shapes[i].dtype)
                 new[i] = _placed(array, shapes[i])
     for i, path in enumerate(flat.paths):
-        key = path[1:] if path[0] == PARAMS and not is_module else path
+        key = path[1:] if path[0] == "params" and not is_module else path
         if key in leaves:
             new[i] = leaves[key]
     left = [flat.name(i) for i in shapes if i not in new]

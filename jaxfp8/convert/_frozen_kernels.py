@@ -17,14 +17,11 @@ from flax import core, nnx, traverse_util
 from flax.core import meta
 
 from ..dot import _frozen
-from ..linen import _freeze as linen_freeze
-from ..nnx import _freeze as nnx_freeze
 from ..numerics import E4M3
 from ..ops import _blocks
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from ._tree import Path, at
 
-PLACEHOLDERS = (linen_freeze.FrozenKernel, nnx_freeze.FrozenKernel)
 _ARRAYS = (
     _frozen.KERNEL,
     _frozen.KERNEL_SCALE_INV,
@@ -125,7 +122,7 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
         leaves = {path: variable.get_value() for path, variable in state}
         for path, module in nnx.iter_modules(frozen):
             kernel = getattr(module, _frozen.KERNEL, None)
-            if isinstance(kernel, PLACEHOLDERS):
+            if isinstance(kernel, _frozen.Placeholder):
                 leaves[*path, _frozen.KERNEL] = kernel
         return {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
     if not isinstance(frozen, Mapping):
@@ -134,15 +131,16 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
         )
     collections = dict(core.unfreeze(frozen))
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    if linen_freeze.PARAMS not in collections:
+    if "params" not in collections:
         raise ValueError(
             f"{where}: expected variables, got a dict without 'params': "
             f"{sorted(frozen)}"
         )
-    leaves = traverse_util.flatten_dict(collections.pop(linen_freeze.PARAMS))
+    leaves = traverse_util.flatten_dict(collections.pop("params"))
     leaves |= traverse_util.flatten_dict(collections)
     for path, leaf in leaves.items():
-        if isinstance(leaf, meta.AxisMetadata) and not isinstance(leaf, PLACEHOLDERS):
+        is_removed = isinstance(leaf, _frozen.Placeholder)
+        if isinstance(leaf, meta.AxisMetadata) and not is_removed:
             leaves[path] = leaf.unbox()
     return leaves
 
@@ -236,26 +234,20 @@ class FP8Kernel:
         def fits(layout):
             shape = layout.scale_shape(n, k)
             leading = scale.ndim - len(shape)
-            is_stacked = leading == stacked or (
-                layout.block is None and 0 <= leading < stacked
-            )
-            return (
-                is_stacked
-                and scale.dtype == layout.dtype
-                and scale.shape == codes.shape[:leading] + shape
-            )
+            # a scale for a whole tensor may hold for several stacked kernels
+            least = 0 if layout.block is None else stacked
+            if scale.dtype != layout.dtype or not least <= leading <= stacked:
+                return False
+            return scale.shape == codes.shape[:leading] + shape
 
         fitting = [name for name in LAYOUTS if fits(LAYOUTS[name])]
         if layout not in fitting:
-            recipes = "Float8RowwiseScaling or a custom one"
             advice = "no layout has such scales"
             if fitting:
-                recipes = " or ".join(LAYOUTS[name].recipes for name in fitting)
                 advice = f"write layout {' or '.join(map(repr, fitting))}"
             raise self._error(
                 f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
-                f"scales {scale.dtype}{list(scale.shape)} of codes "
-                f"{list(codes.shape)}, those of the recipe {recipes}",
+                f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}",
                 advice,
             )
         if codes.dtype != E4M3.dtype:
@@ -301,7 +293,7 @@ def take_products(leaves: dict[Path, Any]) -> Iterator[tuple]:
             arrays = {name: leaves.pop((*product, name), None) for name in _ARRAYS}
             kernel = (*product[:-1], _frozen.KERNEL)
             placeholder = leaves.get(kernel)
-            if not isinstance(placeholder, PLACEHOLDERS):
+            if not isinstance(placeholder, _frozen.Placeholder):
                 kernel, placeholder = (*product, _frozen.KERNEL), None
             yield product, kernel, placeholder, arrays
 
@@ -318,7 +310,7 @@ def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
         codes, scale_inv, input_scale_inv, _ = jax.device_get(list(arrays.values()))
         kernels.append(FP8Kernel(path, placeholder, codes, scale_inv, input_scale_inv))
     for path, leaf in list(leaves.items()):
-        if isinstance(leaf, PLACEHOLDERS):
+        if isinstance(leaf, _frozen.Placeholder):
             del leaves[path]
     if not kernels:
         raise ValueError(

@@ -8,11 +8,10 @@ import jax
 import numpy as np
 
 from .._jax import _files
+from ..ops import _checks
 from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
 from ._read_safetensors import DTYPES, Names, Template, filled, package
 from ._tree import Path, at
-
-_METADATA = "__metadata__"  # an entry of the header that is no tensor
 
 
 def to_safetensors(
@@ -70,28 +69,26 @@ def to_safetensors(
             dtype that the format lacks.
         ImportError: the package safetensors is not installed.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(
-            f"to_safetensors: layout: expected one of {sorted(LAYOUTS)}, got {layout!r}"
-        )
+    _checks.one_of("to_safetensors", "layout", layout, sorted(LAYOUTS))
     safetensors = package("to_safetensors")
     leaves = parameters("to_safetensors: frozen", frozen)
     kernels = take_fp8_kernels(leaves)
     find = Names("to_safetensors", names)
     tensors = {}
     ignored = []
-    fixed = {True: [], False: []}
+    # the first layer whose input has a fixed scale, and the first other
+    fixed = {}
 
     def add(name, array):
-        if name in tensors or name == _METADATA:
+        if name in tensors:
             raise ValueError(
                 f"to_safetensors: names: two tensors would be {name!r}; every "
                 "parameter needs its own name"
             )
         if array.dtype not in DTYPES.values():
             raise TypeError(
-                f"to_safetensors: {name}: expected a dtype of "
-                f"{[*map(str, DTYPES.values())]}, got {array.dtype}"
+                f"to_safetensors: {name}: expected a dtype of {sorted(DTYPES)}, got "
+                f"{array.dtype}"
             )
         # safetensors reads its memory as it lies
         tensors[name] = np.ascontiguousarray(array).reshape(array.shape)
@@ -101,7 +98,7 @@ def to_safetensors(
         templates = find(kernel.path)
         if not templates:
             continue
-        fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
+        fixed.setdefault(kernel.input_scale_inv is not None, at(kernel.path))
         matrices = kernel.matrices(layout, len(templates[0]) - 1, len(templates))
         for index, part, codes, scales, input_scale_inv in matrices:
             name = filled(templates[part], index)
@@ -114,11 +111,11 @@ def to_safetensors(
             add(name + LAYOUTS[layout].suffix, scales)
             if input_scale_inv is not None:
                 add(f"{name.removesuffix('weight')}input_scale", input_scale_inv)
-    if fixed[True] and fixed[False]:
+    if len(fixed) > 1:
         raise ValueError(
             "to_safetensors: frozen: expected inputs with fixed scales in all layers "
-            f"or in none, got {fixed[True][0]} with one and {fixed[False][0]} "
-            "without; the config is that of all layers"
+            f"or in none, got {fixed[True]} with one and {fixed[False]} without; the "
+            "config is that of all layers"
         )
     # 2. Everything else, in the dtype that it has.
     for path_, leaf in leaves.items():
@@ -129,7 +126,7 @@ def to_safetensors(
     find.check_used()
     with _files.replaced(path, "wb") as file:
         file.write(safetensors.numpy.save(tensors, {"format": "pt"}))
-    return quantization_config(layout, ignored, bool(fixed[True]))
+    return quantization_config(layout, ignored, True in fixed)
 
 
 def _arrays(
@@ -141,24 +138,27 @@ def _arrays(
     array = np.asarray(jax.device_get(leaf))
     stacked = len(templates[0]) - 1
     count = len(templates)
-    needed = stacked + 2 if path[-1] == "kernel" else None
-    if array.ndim < stacked + (count > 1) or needed not in (None, array.ndim):
+    is_kernel = path[-1] == "kernel"
+    least = stacked + 2 if is_kernel else stacked + (count > 1)
+    if array.ndim < least or (is_kernel and array.ndim > least):
         raise ValueError(
-            f"to_safetensors: {at(path)}: expected {needed or f'more than {stacked}'} "
-            f"dimensions for {'{}'.join(templates[0])!r}, got {list(array.shape)}; "
-            "reshape it in the tree, under another name where it is not [in, out]"
+            f"to_safetensors: {at(path)}: expected {least} dimensions for "
+            f"{'{}'.join(templates[0])!r}, got {list(array.shape)}; reshape it in the "
+            "tree, under another name where it is not [in, out]"
         )
     for index in np.ndindex(array.shape[:stacked]):
         one = array[index]
-        if path[-1] == "kernel":
+        if is_kernel:
             one = one.T
         elif path[-1] == "bias":
             one = one.reshape(-1)
-        if count > 1 and len(one) % count:
-            raise ValueError(
-                f"to_safetensors: {at(path)}: expected {count} equal parts, "
-                f"got {len(one)} rows"
-            )
-        divided = np.split(one, count) if count > 1 else [one]
+        divided = [one]
+        if count > 1:
+            if len(one) % count:
+                raise ValueError(
+                    f"to_safetensors: {at(path)}: expected {count} equal parts, "
+                    f"got {len(one)} rows"
+                )
+            divided = np.split(one, count)
         for template, part in zip(templates, divided, strict=True):
             yield filled(template, index), part

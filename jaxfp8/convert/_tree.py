@@ -14,7 +14,7 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from ..mixed_precision import DynamicLossScale
-from ..recipes import DotGeneralState, QuantizerState
+from ..recipes import DotGeneralState, QuantizerState, _state_tree
 from ..train import StackedState, unstack_state
 
 OPERANDS = ("input", "kernel", "output_grad")
@@ -54,25 +54,14 @@ def nested(modules: Modules) -> dict:
 
 
 def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
-    """Return `(amax_history [..., H], scale [..., 1])` of one quantizer in float32.
+    """Return the history and the scale of one quantizer in float32.
 
     Raises:
         TypeError: a leaf has no floating dtype.
-        ValueError: a leaf is missing or has another shape.
+        ValueError: a leaf is missing, or the shapes do not fit.
     """
     history, scale = (_leaf(where, path, module, f"{prefix}_{leaf}") for leaf in LEAVES)
-    if history.ndim < 1 or history.shape[-1] < 1:
-        raise ValueError(
-            f"{where}: {at(path, prefix)}_amax_history: expected (..., H), H >= 1, "
-            f"got {history.shape}"
-        )
-    # History and scale may be stacked, in the same way.
-    expected = (*history.shape[:-1], 1)
-    if tuple(scale.shape) != expected:
-        raise ValueError(
-            f"{where}: {at(path, prefix)}_scale: expected shape {expected} beside a "
-            f"history of shape {history.shape}, got {tuple(scale.shape)}"
-        )
+    _state_tree.slot_axis(f"{where}: {at(path, prefix)}", history, scale)
     return history, scale
 
 

@@ -3,7 +3,7 @@ wgrad; fused inputs.
 """
 
 from ._autodiff import Static, vmapped_state, warn_of_state
-from ._calls import DotGeneralCall, RaggedDotCall
+from ._calls import DotGeneralCall, EinsumCall, NoClassAsProduct, RaggedDotCall
 from ._compute_dtype import (
     check_norm,
     gated_activation,
@@ -13,7 +13,7 @@ from ._compute_dtype import (
     sizes,
 )
 from ._dot_general import checked_quantizers, dot_general
-from ._einsum import einsum, einsum_by
+from ._einsum import einsum
 from ._experts import (
     Order,
     Route,

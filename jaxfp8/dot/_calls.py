@@ -7,7 +7,7 @@ Such an object has `_naming(kernel)`, a context that names its layer, and
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -15,8 +15,25 @@ from jax.typing import ArrayLike, DTypeLike
 from ..ops import ClampedSwiGLU
 from ..recipes import QTensor
 from ._compute_dtype import compute_dtype
+from ._einsum import einsum_by
 from ._fused_input import Activated, Normalized
 from ._ragged_dot import ragged_dot
+
+
+class NoClassAsProduct:
+    """Refuses the call of a layer that was given the class, and calls it as a
+    product.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "precision" in kwargs:
+            name = cls.__name__
+            raise TypeError(
+                f"{name}: a layer was given the class as its product; in Linen pass it "
+                f"as dot_general_cls; in NNX give it an instance, {name}(recipe), or "
+                "change the finished model with jaxfp8.nnx.quantize"
+            )
+        return super().__new__(cls)
 
 
 class DotGeneralCall:
@@ -44,6 +61,33 @@ class DotGeneralCall:
                 preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
                 activation=activation,
+            )
+
+
+class EinsumCall:
+    """A call like `jnp.einsum`."""
+
+    def __call__(
+        self,
+        eqn: str,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the
+        kernel; see `jaxfp8.einsum`.
+        """
+        with self._naming(rhs):
+            return einsum_by(
+                self._product,
+                eqn,
+                lhs,
+                rhs,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
             )
 
 

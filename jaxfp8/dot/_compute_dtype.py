@@ -97,12 +97,12 @@ def sizes(name: str, features) -> tuple[int, ...]:
         ) from None
 
 
-def norm_of_layer(x, scale, bias, *, kind: str, epsilon: float, dtype) -> Normalized:
-    """Normalize the x of a layer whose dtype is `dtype`, see `jaxfp8.normalized`; scale
-    and bias are parameters.
+def norm_of_layer(layer, kind: str, x, scale, bias) -> Normalized:
+    """Normalize the x of a layer, which has the fields `dtype` and `epsilon`, see
+    `jaxfp8.normalized`; scale and bias are parameters.
     """
-    x = to_compute(x, compute_dtype(x, scale, dtype=dtype))
-    return normalized(x, scale, bias, kind=kind, epsilon=epsilon)
+    x = to_compute(x, compute_dtype(x, scale, dtype=layer.dtype))
+    return normalized(x, scale, bias, kind=kind, epsilon=layer.epsilon)
 
 
 def gated_activation(

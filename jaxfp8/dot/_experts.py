@@ -58,22 +58,19 @@ class Route:
 
 
 def mixture(
+    layer,
     x: ArrayLike,
     expert: ArrayLike,
     weights: ArrayLike,
-    *,
-    count: int,
-    activation: str | ClampedSwiGLU,
-    dtype,
     wi: Callable[..., jax.Array],
     wo: Callable[..., jax.Array],
-    route: Callable[[jax.Array, int], Route] = Route,
+    route: Callable[[jax.Array, int], Route],
 ) -> jax.Array:
     """Add up the weighted results of the experts of each token; see `linen.Experts`.
 
     Args:
+        layer: an `Experts` of Linen or NNX, with its fields.
         x, expert, weights: the arguments of the layer.
-        count, activation, dtype: the fields of the layer.
         wi, wo: the products of the layer, `(rows, group_sizes, by) -> rows`, where `by`
             is a function like `ragged_dot`.
         route: `(expert [m], count) -> Route`.
@@ -81,16 +78,16 @@ def mixture(
     x, expert, weights = _checked(x, expert, weights)
     leading, chosen = x.shape[:-1], expert.shape[-1]
     x = x.reshape(-1, x.shape[-1])
-    if dtype is not None:
-        x = to_compute(x, dtype)
+    if layer.dtype is not None:
+        x = to_compute(x, layer.dtype)
     # 1. Bring each row to its expert.
-    way = route(expert.reshape(-1), count)
+    way = route(expert.reshape(-1), layer.count)
     rows = way.placed(jnp.repeat(x, chosen, axis=0))
     # 2. Multiply, with the activation on its way to FP8.
     hidden = wi(rows, way.group_sizes, way.first)
-    if is_gated(activation):
+    if is_gated(layer.activation):
         hidden = hidden.reshape(hidden.shape[0], 2, hidden.shape[1] // 2)
-    rows = wo(activated(hidden, activation), way.group_sizes, way.second)
+    rows = wo(activated(hidden, layer.activation), way.group_sizes, way.second)
     # 3. Put the rows back, and add up those of a token.
     y = way.restored(rows).reshape(*leading, chosen, rows.shape[-1])
     return _weighted_sum(y, weights)

@@ -108,6 +108,17 @@ def freeze_operands(
     return frozen
 
 
+def arrays_to_store(frozen, *operands) -> dict[str, jax.Array]:
+    """Return the arrays that a product stores while a model is frozen: those of
+    `freeze_operands(*operands)`; where it has them in `frozen`, whether it got another
+    kernel.
+    """
+    if frozen is None:
+        return freeze_operands(*operands) or {}
+    differs = is_another(frozen, *operands)
+    return {HAS_ANOTHER: differs | frozen.get(HAS_ANOTHER, False)}
+
+
 def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
     """Return bool[]: whether `freeze_operands` gives this kernel other codes or scales
     than `frozen` holds.
@@ -238,22 +249,21 @@ def _checked_scaling(frozen, kernel, layout, recipe):
     )
 
 
-def stand_in(shape, dtype):
-    """Return the placeholder of a removed kernel: NaN, so that any read outside of the
-    frozen product shows.
-    """
-    return jnp.full(shape, jnp.nan, dtype)
+class Placeholder:
+    """The base of placeholders for a removed kernel, with its `shape` and `dtype`."""
 
+    def stand_in(self) -> jax.Array:
+        """Return NaNs, so that any read outside of the frozen product shows."""
+        return jnp.full(self.shape, jnp.nan, self.dtype)
 
-def no_array() -> ValueError:
-    """Make the error of a computation with the placeholder itself, which has no
-    numbers.
-    """
-    return ValueError(
-        "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze "
-        "leaves of a kernel whose codes are in its FP8 product; give the input to "
-        "that product or layer, or take the variables from before freeze"
-    )
+    @property
+    def __jax_array__(self):
+        # JAX asks for this attribute wherever it expects an array
+        raise ValueError(
+            "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze "
+            "leaves of a kernel whose codes are in its FP8 product; give the input to "
+            "that product or layer, or take the variables from before freeze"
+        )
 
 
 def nothing_to_freeze() -> ValueError:
@@ -265,9 +275,11 @@ def nothing_to_freeze() -> ValueError:
 
 
 def refuse_untouched(name: str, history, scale_inv) -> None:
-    """Raise for the state of a quantizer, called `name`, that has no amax and no
-    scale.
+    """Raise for the state of a quantizer, called `name`, that has no amax and no scale;
+    not while it is traced.
     """
+    if isinstance(history, jax.core.Tracer):
+        return
     if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale_inv) == 1):
         raise ValueError(
             f"freeze: {name}: no amax was recorded, so its scale would be 1 for ever; "

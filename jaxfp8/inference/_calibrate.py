@@ -10,7 +10,7 @@ from flax import linen as nn, nnx
 
 from .._jax._trees import split_arrays
 from ..linen import _freeze as linen_freeze
-from ..nnx import OverwriteWithGradient, _freeze as nnx_freeze
+from ..nnx import _freeze as nnx_freeze
 from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
 from ..train import max_grad, update_state
 
@@ -68,11 +68,12 @@ def calibrate(
     """
     # 1. Check how the arguments fit the kind of model.
     is_nnx = isinstance(model, nnx.Module)
-    if len(variables_and_batches) != (1 if is_nnx else 2):
-        expected = "model, batches" if is_nnx else "model, variables, batches"
-        got = (type(argument).__name__ for argument in (model, *variables_and_batches))
+    expected = ["model", "batches"] if is_nnx else ["model", "variables", "batches"]
+    arguments = (model, *variables_and_batches)
+    if len(arguments) != len(expected):
+        got = ", ".join(type(argument).__name__ for argument in arguments)
         raise TypeError(
-            f"calibrate: expected calibrate({expected}), got ({', '.join(got)})"
+            f"calibrate: expected calibrate({', '.join(expected)}), got ({got})"
         )
     if loss_fn is not None and kwargs:
         raise TypeError(
@@ -113,7 +114,7 @@ def _checked_batches(batches) -> Iterator[tuple]:
         )
     # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple
     # of arguments.
-    batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
+    batches = (batch if type(batch) is tuple else (batch,) for batch in batches)
     for first in batches:
         return itertools.chain([first], batches)
     raise ValueError(
@@ -123,15 +124,13 @@ def _checked_batches(batches) -> Iterator[tuple]:
 
 
 def _calibrate_nnx(model, batches, loss_fn, kwargs):
-    graph, state, rest = nnx.split(model, OverwriteWithGradient, ...)
+    graph, state = nnx.split(model)
 
-    def function(both, *batch):
-        model = nnx.merge(graph, both[OVERWRITE_WITH_GRADIENT], both["rest"], copy=True)
+    def function(state, *batch):
+        model = nnx.merge(graph, state, copy=True)
         return model(*batch, **kwargs) if loss_fn is None else loss_fn(model, *batch)
 
-    both = {OVERWRITE_WITH_GRADIENT: state, "rest": rest}
-    filled = _filled(function, both, batches, loss_fn is not None)
-    nnx.update(model, filled[OVERWRITE_WITH_GRADIENT])
+    nnx.update(model, _filled(function, state, batches, loss_fn is not None))
     return model
 
 
@@ -140,9 +139,9 @@ def _filled(function, variables, batches, is_loss: bool):
     `function` is a `loss_fn`.
     """
     where = _state_tree.flatten(variables)
-    positions = [
-        i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])
-    ]
+    positions = where.positions()
+    if not is_loss:
+        positions = [i for i in positions if not _is_of_backward(where.paths[i])]
     if not positions:
         raise ValueError(
             "calibrate: variables: expected state of quantizers, found none: recipes "
@@ -174,9 +173,7 @@ def _is_of_backward(path) -> bool:
     """Tell whether a leaf belongs to a quantizer of the backward, by its name or a
     field above it in its path.
     """
-    return not set(_BACKWARD).isdisjoint(path) or path[-1].startswith(
-        tuple(f"{name}_" for name in _BACKWARD)
-    )
+    return any(name in path or path[-1].startswith(f"{name}_") for name in _BACKWARD)
 
 
 def _total(outputs, is_loss: bool):

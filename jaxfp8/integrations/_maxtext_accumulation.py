@@ -22,12 +22,8 @@ def _state(tree) -> dict:
     """Return the FP8 state of an NNX model, or of gradients, as a state collection of
     arrays.
     """
-    state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
-    return {
-        OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(
-            nnx.filter_state(state, OverwriteWithGradient)
-        )
-    }
+    state = nnx.state(tree, OverwriteWithGradient)
+    return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(state)}
 
 
 def accumulate_with_state(module, original):
@@ -90,11 +86,9 @@ class _NnxWithState:
             out, gradients = differentiate(model, *args, **options)
             # Every microbatch reads the state that the step began with.
             _put(model, old)
-            model.fp8_next_state.set_value(
-                accumulate_gradients(
-                    model.fp8_next_state.get_value(), _state(gradients)
-                )
-            )
+            so_far = model.fp8_next_state.get_value()
+            new = accumulate_gradients(so_far, _state(gradients))
+            model.fp8_next_state.set_value(new)
             # MaxText adds up all gradients that it gets, so it gets those of parameters
             # only.
             return out, nnx.filter_state(gradients, nnx.Param)

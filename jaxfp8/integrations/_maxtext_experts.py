@@ -5,11 +5,9 @@ and take the gradient outside of it. JAX would add up what devices return for th
 So the state enters the `shard_map` as one more argument, see `train.spread`.
 """
 
-import contextlib
 import contextvars
 import functools
 import itertools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +23,7 @@ STAGES = {
     "diloco": "ici_diloco_parallelism",
 }
 # The states of the products to come, in a `shard_map` of experts that is being traced.
-_coming: contextvars.ContextVar[Iterator[DotGeneralState] | None] = (
-    contextvars.ContextVar("coming", default=None)
-)
+_coming = contextvars.ContextVar("coming", default=None)
 
 
 def next_state() -> DotGeneralState | None:
@@ -92,8 +88,13 @@ class _JaxWithState:
 
         def on_device(copies, *args):
             states = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), copies)
-            with _products_of(states):
+            # MaxText multiplies chunks of tokens, and the branches of a `lax.cond`, one
+            # after the other.
+            token = _coming.set(itertools.cycle(states))
+            try:
                 return f(*args)
+            finally:
+                _coming.reset(token)
 
         mapped = jax.shard_map(
             on_device,
@@ -102,15 +103,3 @@ class _JaxWithState:
             **options,
         )
         return functools.partial(mapped, spread(self._states, mesh.size))
-
-
-@contextlib.contextmanager
-def _products_of(states):
-    """Give grouped products these states, in turn: MaxText multiplies chunks of tokens,
-    and the branches of a `lax.cond`, one after the other.
-    """
-    token = _coming.set(itertools.cycle(states))
-    try:
-        yield
-    finally:
-        _coming.reset(token)

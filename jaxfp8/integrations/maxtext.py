@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import sys
 from typing import Any, Literal
 
@@ -180,13 +179,9 @@ def _require(module, hook: str) -> None:
     for part in hook.split("."):
         attribute = getattr(attribute, part, None)
     if not callable(attribute):
-        try:
-            version = importlib.metadata.version("maxtext")
-        except importlib.metadata.PackageNotFoundError:
-            version = "of an unknown version"
         raise ImportError(
-            f"maxtext.install: expected {module.__name__}.{hook}, which MaxText "
-            f"{version} does not have; this was written after MaxText {_TRIED}: "
+            f"maxtext.install: expected {module.__name__}.{hook}, which MaxText as "
+            f"installed does not have; this was written after MaxText {_TRIED}: "
             "install that one, or report the version"
         )
 

@@ -5,21 +5,21 @@ products that hold their own state.
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
 from ..dot import (
     DotGeneralCall,
+    EinsumCall,
+    NoClassAsProduct,
     RaggedDotCall,
     _contexts,
     _frozen,
     dot_general,
-    einsum_by,
 )
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import (
@@ -34,7 +34,7 @@ from . import _mistakes
 DEFAULT_RECIPE = DelayedScaling()
 
 
-class Fp8Module(nn.Module):
+class Fp8Module(NoClassAsProduct, nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents
     state and fields.
     """
@@ -43,10 +43,6 @@ class Fp8Module(nn.Module):
     amax_history_length: int = 1024
     e4m3_dtype: Any = jnp.float8_e4m3fn
     e5m2_dtype: Any = jnp.float8_e5m2
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        _mistakes.refuse_class_as_product(cls, kwargs)
-        return super().__new__(cls)
 
     @nn.nowrap
     def _call_wrapped_method(self, fun, args, kwargs):
@@ -60,7 +56,8 @@ class Fp8Module(nn.Module):
         code named the product.
         """
         path = self.path
-        return path[:-1] if path and path[-1] == f"{type(self).__name__}_0" else path
+        is_unnamed = path[-1:] == (f"{type(self).__name__}_0",)
+        return path[:-1] if is_unnamed else path
 
     @nn.nowrap
     def _naming(self, kernel: Any) -> contextlib.AbstractContextManager:
@@ -77,50 +74,20 @@ class Fp8Module(nn.Module):
         recipe and the state of this module, or with the codes of `jaxfp8.freeze`.
         """
         recipe = recipes.resolve(self.named_recipe(), DEFAULT_RECIPE)
-        frozen = self._frozen_arrays()
-        state = (
-            self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
-        )
-        if _frozen.is_freezing() and recipe is not None:
-            self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
+        # The codes and scales that `jaxfp8.freeze` made are parameters of the product.
+        frozen = None
+        if self.has_variable("params", _frozen.KERNEL):
+            frozen = self.variables["params"]
+        is_freezing = _frozen.is_freezing() and recipe is not None
+        if frozen is None or is_freezing:
+            state = self.read_state(recipe)
+        if is_freezing:
+            operands = x.shape, kernel, dimension_numbers, recipe, state
+            for name, leaf in _frozen.arrays_to_store(frozen, *operands).items():
+                self.put_variable("params", name, leaf)
         if frozen is None:
             return functools.partial(by, recipe=recipe, state=state)
         return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
-
-    @nn.nowrap
-    def _frozen_arrays(self) -> dict[str, jax.Array] | None:
-        """Get the codes and scales that `jaxfp8.freeze` made; None where the product is
-        not frozen.
-        """
-        if not self.has_variable("params", _frozen.KERNEL):
-            return None
-        return {
-            name: self.get_variable("params", name) for name in self.variables["params"]
-        }
-
-    @nn.nowrap
-    def _freeze(
-        self, frozen, x_shape, kernel, dimension_numbers, recipe, state
-    ) -> None:
-        """Store the codes of the kernel; a later call stores whether it has another
-        kernel.
-        """
-        if frozen is None:
-            arrays = (
-                _frozen.freeze_operands(
-                    x_shape, kernel, dimension_numbers, recipe, state
-                )
-                or {}
-            )
-        else:
-            differs = _frozen.is_another(
-                frozen, x_shape, kernel, dimension_numbers, recipe, state
-            )
-            arrays = {
-                _frozen.HAS_ANOTHER: differs | frozen.get(_frozen.HAS_ANOTHER, False)
-            }
-        for name, leaf in arrays.items():
-            self.put_variable("params", name, leaf)
 
     @nn.nowrap
     def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
@@ -136,7 +103,8 @@ class Fp8Module(nn.Module):
         """
         if recipe is None:
             return None
-        missing, is_mutable = [], self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+        missing = []
+        is_mutable = self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
 
         def variable(name, first):
             if not self.has_variable(OVERWRITE_WITH_GRADIENT, name):
@@ -153,9 +121,9 @@ class Fp8Module(nn.Module):
         # which is not read here.
         if missing and not self.is_initializing():
             _mistakes.warn_of_foreign_state(self.parent, self.layer_path())
-        return (
-            DotGeneralState(None, None, None) if missing and not is_mutable else state
-        )
+        if missing and not is_mutable:
+            return DotGeneralState(None, None, None)
+        return state
 
     @nn.nowrap
     def named_recipe(self) -> Any:
@@ -222,29 +190,7 @@ class Fp8Einsum(Fp8Module):
     State and fields are those of `Fp8DotGeneral`.
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        eqn: str,
-        lhs: ArrayLike,
-        rhs: ArrayLike,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the
-        kernel; see `jaxfp8.einsum`.
-        """
-        with self._naming(rhs):
-            return einsum_by(
-                self._product,
-                eqn,
-                lhs,
-                rhs,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
-            )
+    __call__ = nn.compact(EinsumCall.__call__)
 
 
 class Fp8RaggedDot(Fp8Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import core, linen as nn, serialization, traverse_util
+from flax import core, linen as nn, struct, traverse_util
 from flax.core import meta
 from jax.interpreters import partial_eval
 
@@ -24,12 +24,9 @@ from ..train import unstack_state
 from . import _mistakes
 from ._quantize_by_rules import decision
 
-PARAMS = "params"
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FrozenKernel(meta.AxisMetadata):
+@struct.dataclass
+class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
     """Placeholder for a kernel whose codes are in its product: shape and dtype, no
     array.
 
@@ -41,8 +38,8 @@ class FrozenKernel(meta.AxisMetadata):
         dtype: the name of the kernel's dtype.
     """
 
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    dtype: str = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    dtype: str = struct.field(pytree_node=False)
 
     def unbox(self):
         """Return NaNs of this shape and dtype.
@@ -55,12 +52,7 @@ class FrozenKernel(meta.AxisMetadata):
         _mistakes.refuse_frozen_kernel(
             layer, decided is not None and decided.rule.recipe is not None
         )
-        return _frozen.stand_in(self.shape, self.dtype)
-
-    @property
-    def __jax_array__(self):
-        # JAX asks for this attribute wherever it expects an array
-        raise _frozen.no_array()
+        return self.stand_in()
 
     def replace_boxed(self, val):
         """Return `val`: the box holds nothing."""
@@ -81,14 +73,6 @@ class FrozenKernel(meta.AxisMetadata):
         )
 
 
-def _to_state_dict(kernel) -> dict:
-    return {}
-
-
-def _from_state_dict(kernel, state) -> FrozenKernel:
-    return kernel
-
-
 def _shape_and_dtype_to_bytes(shape_and_dtype) -> bytes:
     return json.dumps(shape_and_dtype).encode()
 
@@ -98,9 +82,6 @@ def _shape_and_dtype_from_bytes(text) -> tuple:
     return tuple(shape), dtype
 
 
-serialization.register_serialization_state(
-    FrozenKernel, _to_state_dict, _from_state_dict
-)
 jax.export.register_pytree_node_serialization(
     FrozenKernel,
     serialized_name="jaxfp8.FrozenKernel",
@@ -112,12 +93,12 @@ jax.export.register_pytree_node_serialization(
 def freeze(model: nn.Module, variables, args, kwargs):
     """Freeze `variables`; see `jaxfp8.freeze`."""
     collections = dict(core.unfreeze(unstack_state(variables)))
-    if PARAMS not in collections:
+    if "params" not in collections:
         raise ValueError(
-            f"freeze: variables: expected a collection {PARAMS!r}, got "
+            f"freeze: variables: expected a collection 'params', got "
             f"{sorted(collections)}"
         )
-    params = traverse_util.flatten_dict(collections.pop(PARAMS))
+    params = traverse_util.flatten_dict(collections.pop("params"))
     mutable = kwargs.pop("mutable", False)
     arrays, joined = split_arrays((args, kwargs))
     arrays = [
@@ -125,52 +106,40 @@ def freeze(model: nn.Module, variables, args, kwargs):
         for a in arrays
     ]
 
-    def apply(params, collections, arrays, mutable):
+    def apply(params, collections, arrays, mutable=mutable):
         args, kwargs = joined(arrays)
         return model.apply(
             _variables(params, collections), *args, mutable=mutable, **kwargs
         )
 
-    def apply_as_called(params, collections, arrays):
-        return apply(params, collections, arrays, mutable)
-
     def with_codes(params, collections, arrays):
+        written = core.scope.union_filters(mutable, "params")
         with _frozen.freezing():
-            _, changed = apply(
-                params, collections, arrays, core.scope.union_filters(mutable, PARAMS)
-            )
-        return {
-            path: leaf
-            for path, leaf in traverse_util.flatten_dict(changed[PARAMS]).items()
-            if path not in params
-        }
+            _, changed = apply(params, collections, arrays, written)
+        leaves = traverse_util.flatten_dict(changed["params"])
+        return {path: leaf for path, leaf in leaves.items() if path not in params}
 
     # 1. Find the parameters that codes are made of.
-    quantized = _read_by_codes(with_codes, params, collections, arrays)
+    quantized = _read(with_codes, params, collections, arrays)
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
     several = _pop_has_another(codes)
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
-    _refuse_other_kernels(products, several)
+    for product in sorted(products & several.keys()):
+        _refuse_other_kernels(product, several[product])
     state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)
     # 3. Take away the parameters that nothing but their codes reads.
-    read = _read(apply_as_called, params | codes, collections, arrays)
-    params |= {path: _placeholder(params[path]) for path in quantized - read}
+    for path in quantized - _read(apply, params | codes, collections, arrays):
+        (kernel,) = jax.tree.leaves(params[path])  # it may be in a box
+        params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    if unfrozen := {
-        path: leaf for path, leaf in state.items() if path[:-1] not in products
-    }:
-        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(unfrozen)
+    kept = {path: state[path] for path in state if path[:-1] not in products}
+    if kept:
+        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
     return _variables(params | codes, collections)
-
-
-def _placeholder(param) -> FrozenKernel:
-    """Return the placeholder of a kernel, which may be in a box."""
-    (kernel,) = jax.tree.leaves(param)
-    return FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
 
 
 def _pop_has_another(codes) -> dict:
@@ -182,17 +151,22 @@ def _pop_has_another(codes) -> dict:
 
 
 def _variables(params, collections):
-    return {PARAMS: traverse_util.unflatten_dict(params), **collections}
+    return {"params": traverse_util.unflatten_dict(params), **collections}
 
 
-def _read_by_codes(with_codes, params, *collections) -> set:
-    """Find the parameters that codes are made of.
+def _read(function, params: dict[Any, Any], *collections) -> set:
+    """Find the parameters that the results of `function(params, *collections)` depend
+    on.
 
     Raises:
         ValueError: products are in branches.
     """
+
+    def results(*args):  # a text among them depends on nothing
+        return split_arrays(function(*args), _is_no_text)[0]
+
     try:
-        return _read(with_codes, params, *collections)
+        closed = jax.make_jaxpr(results)(params, *collections)
     except TypeError as error:
         if "branch" not in str(error):
             raise
@@ -201,17 +175,6 @@ def _read_by_codes(with_codes, params, *collections) -> set:
             "be frozen: each branch would store codes of its own; branch outside of "
             "the model, or leave such layers in high precision"
         ) from error
-
-
-def _read(function, params: dict[Any, Any], *collections) -> set:
-    """Find the parameters that the results of `function(params, *collections)` depend
-    on.
-    """
-
-    def results(*args):  # a text among them depends on nothing
-        return split_arrays(function(*args), _is_no_text)[0]
-
-    closed = jax.make_jaxpr(results)(params, *collections)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     count = len(jax.tree.leaves(params))
     by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])
@@ -222,20 +185,13 @@ def _is_no_text(leaf) -> bool:
     return not isinstance(leaf, (str, bytes))
 
 
-def _refuse_other_kernels(products, several) -> None:
-    """Raise a ValueError where one product had several kernels; `several` says by
-    product whether they differ.
-    """
-    for product, differs in several.items():
-        # A product that was frozen before reads a placeholder, which is no other
-        # kernel.
-        if product not in products or isinstance(differs, jax.core.Tracer):
-            continue
-        if np.any(np.asarray(differs)):
-            raise ValueError(
-                f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a "
-                "product of its own"
-            )
+def _refuse_other_kernels(product, differs) -> None:
+    """Raise a ValueError where a product had several kernels that differ."""
+    if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
+        raise ValueError(
+            f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a "
+            "product of its own"
+        )
 
 
 def _refuse_untouched(products, state) -> None:
@@ -247,11 +203,6 @@ def _refuse_untouched(products, state) -> None:
             history = state.get((*product, f"{operand}_amax_history"))
             # the state's scale is the scale_inv of the last step
             scale_inv = state.get((*product, f"{operand}_scale"))
-            if (
-                history is not None
-                and scale_inv is not None
-                and not isinstance(history, jax.core.Tracer)
-            ):
-                _frozen.refuse_untouched(
-                    "/".join((*product, operand)), history, scale_inv
-                )
+            if history is not None and scale_inv is not None:
+                name = "/".join((*product, operand))
+                _frozen.refuse_untouched(name, history, scale_inv)

@@ -12,7 +12,7 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..collectives import experts_over
+from ..collectives import dropped_rows, experts_over
 from ..dot import (
     Activated,
     FusedInput,
@@ -94,6 +94,8 @@ class Dense(nn.Module):
             raise ValueError(f"Dense: x: expected [..., k], got {x.dtype}[]")
         features = sizes("Dense: features", self.features)
 
+        # An initializer takes fan-in and fan-out from a matrix: the dimensions of
+        # features are initialized as one.
         def kernel_init(key, shape, dtype):
             kernel = self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype)
             # the box names the dimensions of the kernel, not of the matrix
@@ -102,15 +104,11 @@ class Dense(nn.Module):
                 return kernel.replace_boxed(jnp.reshape(value, shape))
             return jnp.reshape(kernel, shape)
 
-        # An initializer takes fan-in and fan-out from a matrix: the dimensions of
-        # features are initialized as one.
-        init = self.kernel_init if len(features) == 1 else kernel_init
-        kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
-        bias = (
-            self.param("bias", self.bias_init, features, self.param_dtype)
-            if self.use_bias
-            else None
-        )
+        shape = (x.shape[-1], *features)
+        kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, features, self.param_dtype)
         return linear(
             Fp8DotGeneral(recipe=self.recipe),
             x,
@@ -204,9 +202,7 @@ def _normalized_by(module: nn.Module, kind: str, x: ArrayLike) -> Normalized:
         bias = module.param(
             "norm_bias", module.norm_bias_init, size, module.param_dtype
         )
-    return norm_of_layer(
-        x, scale, bias, kind=kind, epsilon=module.epsilon, dtype=module.dtype
-    )
+    return norm_of_layer(module, kind, x, scale, bias)
 
 
 class GatedMLP(nn.Module):
@@ -272,13 +268,8 @@ class GatedMLP(nn.Module):
         x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
         hidden = (2, *sizes("GatedMLP: hidden_features", self.hidden_features))
         features = x.shape[-1] if self.features is None else self.features
-        wi = _dense(
-            self,
-            hidden,
-            _with_gate(self.kernel_init, 1),
-            _with_gate(self.bias_init, 0),
-            "wi",
-        )
+        inits = _with_gate(self.kernel_init, 1), _with_gate(self.bias_init, 0)
+        wi = _dense(self, hidden, *inits, "wi")
         wo = _dense(self, features, self.kernel_init, self.bias_init, "wo")
         return wo(wi(x, activation=activation), out_sharding)
 
@@ -290,11 +281,9 @@ def _with_gate(init, axis: int):
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
-        return (
-            value.add_axis(axis, {meta.PARTITION_NAME: None})
-            if isinstance(value, meta.AxisMetadata)
-            else value
-        )
+        if isinstance(value, meta.AxisMetadata):
+            return value.add_axis(axis, {meta.PARTITION_NAME: None})
+        return value
 
     return with_gate
 
@@ -390,7 +379,7 @@ class Experts(nn.Module):
         check_activation("Experts", self.activation)
         x = jnp.asarray(x)
         (hidden,) = sizes("Experts: hidden_features", (self.hidden_features,))
-        count, route = experts_over(self.expert_axis, self.count, self.capacity)
+        count, route = experts_over(self)
         if count < self.count and self.is_initializing():
             raise ValueError(
                 "Experts: init: expected a call outside of shard_map, which makes the "
@@ -398,25 +387,16 @@ class Experts(nn.Module):
                 "device would draw the same; cut the kernels by "
                 f"in_specs=PartitionSpec({self.expert_axis!r})"
             )
-        return mixture(
-            x,
-            expert,
-            weights,
-            count=self.count,
-            activation=self.activation,
-            dtype=self.dtype,
-            wi=self._product("wi", count, columns(hidden, self.activation)),
-            wo=self._product("wo", count, x.shape[-1] if x.shape else 0),
-            route=route,
-        )
+        wi = self._product("wi", count, columns(hidden, self.activation))
+        wo = self._product("wo", count, x.shape[-1] if x.shape else 0)
+        return mixture(self, x, expert, weights, wi, wo, route)
 
     @nn.nowrap
     def dropped_rows(self, expert: jax.Array) -> jax.Array:
         """Count the rows of this device that `capacity` leaves out, int32[], for the
         `expert` of a call.
         """
-        _, route = experts_over(self.expert_axis, self.count, self.capacity)
-        return jnp.int32(route(expert.reshape(-1), self.count).dropped)
+        return dropped_rows(self, expert)
 
     @nn.nowrap
     def _product(self, name: str, count: int, features: int) -> "RaggedDense":

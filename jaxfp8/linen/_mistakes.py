@@ -29,18 +29,6 @@ _CONVERTERS = {
 }
 
 
-def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
-    """Refuse the call of a layer that has the class in its field `dot_general`, and
-    calls it as a product.
-    """
-    if "precision" in keywords:
-        raise TypeError(
-            f"{cls.__name__}: a layer was given the class as its product; pass it as "
-            "dot_general_cls to a layer of Linen, and to a layer of NNX an instance "
-            f"of jaxfp8.nnx.{cls.__name__}"
-        )
-
-
 def refuse_unbound(product: nn.Module, method: Callable[..., Any]) -> None:
     """Refuse the call of a product that no Linen module holds, as a layer of NNX makes
     it.
@@ -63,11 +51,8 @@ def refuse_instance_as_cls(product: nn.Module, operands: tuple[Any, ...]) -> Non
     """
     name = product.name or ""
     if name.endswith("_cls") and not operands:
-        cls = (
-            "jaxfp8.linen.Fp8Einsum"
-            if "einsum" in name
-            else "jaxfp8.linen.Fp8DotGeneral"
-        )
+        kind = "Fp8Einsum" if "einsum" in name else "Fp8DotGeneral"
+        cls = f"jaxfp8.linen.{kind}"
         raise TypeError(
             f"{type(product.parent).__name__}: {name}: expected a class or a function "
             f"that makes a product, got an instance; pass {name}={cls}, or with a "
@@ -122,20 +107,14 @@ def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> Non
     jaxfp8 does not read.
     """
     collections = getattr(layer, "variables", {})
-    for name in (
-        *collections.get(OVERWRITE_WITH_GRADIENT, {}),
-        *set(collections) - {"params"},
-    ):
-        way_out = next(
-            (way for way, prefixes in _CONVERTERS.items() if name.startswith(prefixes)),
-            None,
-        )
-        if way_out is not None:
-            message = (
-                f"the variables have state {name!r} of another library, which this "
-                f"layer does not read; {way_out}"
-            )
-            _warnings.warn_once(
-                layer.scope.root, "/".join(path), message, FP8StateWarning
-            )
-            return
+    modules = collections.get(OVERWRITE_WITH_GRADIENT, {})
+    for name in (*modules, *set(collections) - {"params"}):
+        for way_out, prefixes in _CONVERTERS.items():
+            if name.startswith(prefixes):
+                message = (
+                    f"the variables have state {name!r} of another library, which "
+                    f"this layer does not read; {way_out}"
+                )
+                at = "/".join(path)
+                _warnings.warn_once(layer.scope.root, at, message, FP8StateWarning)
+                return

@@ -15,7 +15,6 @@ transforms, `setup` or other modules make get their rules where they run.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import threading
@@ -115,9 +114,7 @@ def keeps_state_by_rules(model) -> bool:
     keeps state.
     """
     rules = model._fp8_rules if isinstance(model, _Quantized) else ()
-    return any(
-        rule.recipe is not None and keeps_state(rule.layer_recipe) for rule in rules
-    )
+    return any(keeps_state(rule.layer_recipe) for rule in rules)
 
 
 class Decision(NamedTuple):
@@ -164,7 +161,7 @@ def is_layer(module) -> bool:
 
 
 def _has_field(module, name: str) -> bool:
-    return any(field.name == name for field in dataclasses.fields(module))
+    return name in module.__dataclass_fields__
 
 
 class _Quantized:
@@ -203,10 +200,7 @@ class _Quantized:
         module = super().clone(parent=parent, **options)
         return module if parent is not None or self._fp8_rules else _plain(module)
 
-    def __copy__(self):
-        return _with_rules(copy.copy(_plain(self)), self._fp8_rules)
-
-    def __reduce_ex__(self, protocol):  # pickle and deepcopy
+    def __reduce_ex__(self, protocol):  # pickle, copy and deepcopy
         return _with_rules, (_plain(self), self._fp8_rules)
 
     # Python calls `__getattr__` for names that `__getattribute__` does not find. Before
@@ -227,10 +221,9 @@ class _Scope:
         return None if module is None else vars(module).get("scope")
 
     def __set__(self, module, scope):
-        rules = module._fp8_rules
-        vars(module)["scope"] = (
-            add_rules(scope, rules) if scope is not None and rules else scope
-        )
+        if scope is not None and module._fp8_rules:
+            scope = add_rules(scope, module._fp8_rules)
+        vars(module)["scope"] = scope
 
 
 _classes = weakref.WeakValueDictionary()
@@ -244,30 +237,17 @@ def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
     with _classes_lock:
         quantized = _classes.get((plain_class, rules))
         if quantized is None:
-            names = [
-                name
-                for name in dir(plain_class)
-                if hasattr(getattr(plain_class, name, None), _WRAPPED)
-            ]
-            same = (
-                "__module__",
-                "__qualname__",
-                "__doc__",
-                "__init__",
-                "__eq__",
-                "__hash__",
-            )
-            namespace = {name: getattr(plain_class, name) for name in same}
-            namespace |= {
-                name: _method(getattr(plain_class, name))
-                for name in names
-                if name != "setup"
-            }
-            namespace |= {
+            namespace = {
                 "_fp8_rules": rules,
                 "_fp8_class": plain_class,
                 "_fp8_has_checked": False,
             }
+            for name in _OF_PLAIN_CLASS:
+                namespace[name] = getattr(plain_class, name)
+            for name in dir(plain_class):
+                method = getattr(plain_class, name, None)
+                if hasattr(method, _WRAPPED) and name != "setup":
+                    namespace[name] = _method(method)
             quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
             # each module class has a `scope` of its own from Flax
             quantized.scope = _Scope()
@@ -275,6 +255,15 @@ def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
         return quantized
 
 
+# What a subclass would get anew.
+_OF_PLAIN_CLASS = (
+    "__module__",
+    "__qualname__",
+    "__doc__",
+    "__init__",
+    "__eq__",
+    "__hash__",
+)
 _WRAPPED = "method_handler_wrapped"  # Flax's mark of the methods that it manages
 
 
@@ -310,32 +299,25 @@ def _hand_out(model, name: str, value):
     """Return an attribute of a model to code outside of the model's methods: bound
     modules in it run with the rules.
     """
-    if (
-        name.startswith("_")
-        or name == "parent"
-        or _is_intercepting.value
-        or vars(model).get("scope") is None
-    ):
+    is_own = name.startswith("_") or name == "parent"
+    if is_own or _is_intercepting.value or vars(model).get("scope") is None:
         return value
     if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
         return value
-    return jax.tree.map(
-        _with_interceptor, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module)
-    )
+    return jax.tree.map(_with_interceptor, value, is_leaf=_is_module)
+
+
+def _is_module(leaf) -> bool:
+    return isinstance(leaf, nn.Module)
 
 
 def _with_interceptor(leaf):
-    if (
-        not isinstance(leaf, nn.Module)
-        or leaf.scope is None
-        or isinstance(leaf, _Quantized)
-    ):
+    if not _is_module(leaf) or isinstance(leaf, _Quantized) or leaf.scope is None:
         return leaf
-    fields = {
-        field.name: getattr(leaf, field.name)
-        for field in dataclasses.fields(leaf)
-        if field.init
-    }
+    fields = {}
+    for field in dataclasses.fields(leaf):
+        if field.init:
+            fields[field.name] = getattr(leaf, field.name)
     # `setup` runs again in the new module, and the rewound scope has the names free
     # that `setup` took before.
     return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
@@ -383,17 +365,17 @@ def _interceptor(ran, next_method, args, kwargs, context):
     object.__setattr__(module, "scope", restore_path(module.scope))
     # 2. Find the rule of a layer, and note whether it gives the layer FP8.
     ran.setdefault(module.path, None)
-    decided = decision(module) if is_layer(module) else None
-    recipe = None if decided is None else decided.rule.recipe
+    decided = recipe = rule_of_module = None
     if is_layer(module):
-        for path in (
-            (module.path, module.path[:-1])
-            if isinstance(module, Fp8Module)
-            else (module.path,)
-        ):
+        decided = decision(module)
+        if decided is not None:
+            recipe = decided.rule.recipe
+        paths = [module.path]
+        if isinstance(module, Fp8Module):
+            paths.append(module.path[:-1])
+        for path in paths:
             ran[path] = ran.get(path) or recipe is not None
-    rule_of_module = None
-    if context.method_name == "__call__" and not is_layer(module):
+    elif context.method_name == "__call__":
         rule_of_module = _module_rule(module)
     # 3. Run the module: as it is, or with the fields that give it the recipe of its
     #    rule, or with layers that run together.
@@ -435,11 +417,12 @@ def _changed(module, fields):
     """Change fields of a bound module for a while; Flax made the module for this call
     of `apply`.
     """
-    fields = {name: value for name, value in fields.items() if _has_field(module, name)}
-    before = {name: getattr(module, name) for name in fields}
+    before = {}
     try:
         for name, value in fields.items():
-            object.__setattr__(module, name, value)
+            if _has_field(module, name):
+                before[name] = getattr(module, name)
+                object.__setattr__(module, name, value)
         yield
     finally:
         for name, value in before.items():

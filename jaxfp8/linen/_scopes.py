@@ -13,13 +13,11 @@ from typing import NamedTuple
 from flax import core, linen as nn
 from flax.traverse_util import flatten_dict
 
-from .._jax import _warnings
 from ..recipes import (
-    FP8StateWarning,
     Rule,
     relative,
-    some,
     warn_of_idle_rules,
+    warn_of_no_fp8,
     warn_of_own_arrays,
 )
 
@@ -50,21 +48,17 @@ def regions(scope: core.Scope | None) -> tuple[Region, ...]:
 
 def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
     """Return the scope with a region of `rules` that begins at its path."""
-    region = Region(rules, scope.path)
-    return _ruled(
-        scope, regions(scope) + ((region,) if region not in regions(scope) else ())
-    )
+    around, region = regions(scope), Region(rules, scope.path)
+    return _ruled(scope, around if region in around else (*around, region))
 
 
 def restore_path(scope: core.Scope | None) -> core.Scope | None:
     """Return a scope below rules with its own path in the flags, where a lifted
     transform left another path.
     """
-    return (
-        _ruled(scope, regions(scope))
-        if regions(scope) and not isinstance(scope, _RuledScope)
-        else scope
-    )
+    if regions(scope) and not isinstance(scope, _RuledScope):
+        return _ruled(scope, regions(scope))
+    return scope
 
 
 def _ruled(scope, scope_regions) -> _RuledScope:
@@ -101,36 +95,26 @@ def check_rules(model, ran, foreign) -> None:
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
     #    method may run some of these only, and a block that nn.jit has kept runs
     #    unseen.
-    leaves = {
-        (*model.path, *path)
-        for tree in model.variables.values()
-        for path in flatten_dict(tree)
-    }
-    rest = {
-        path[:i] for path in leaves for i in range(len(model.path), len(path))
-    } - set(ran)
-    layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
-    if not leaves:
+    held = set()
+    for tree in model.variables.values():
+        for path in flatten_dict(tree):
+            held.update((*model.path, *path[:i]) for i in range(len(path)))
+    if not held:
         return
+    rest = held - ran.keys()
+    layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
     # 2. See whether there is FP8, or could be in the rest.
-    fp8_rules = [
-        (rule, region.root)
-        for region in regions(model.scope)
-        for rule in region.rules
-        if rule.recipe is not None
-    ]
-    gets_fp8 = True in ran.values() or any(
-        rule.matches_a_product(_names(rest, root)) for rule, root in fp8_rules
-    )
+    fp8_rules = []
+    gets_fp8 = True in ran.values()
+    for region in regions(model.scope):
+        names = _names(rest, region.root)
+        for rule in region.rules:
+            if rule.recipe is not None:
+                fp8_rules.append(rule)
+                gets_fp8 |= rule.matches_a_product(names)
     if fp8_rules and not gets_fp8:
-        fp8_paths = [rule.path for rule, _ in fp8_rules]
-        _warnings.warn(
-            f"linen.quantize: rules: none of {fp8_paths} gives a layer of "
-            f"{type(model).__name__} FP8: a regex has to match the whole path of a "
-            "layer, as '.*Dense_0' does. The layers that ran are "
-            f"{some(_names(layers)) or 'none'}; see jaxfp8.report(model, x)",
-            FP8StateWarning,
-        )
+        name = type(model).__name__
+        warn_of_no_fp8("linen.quantize", name, fp8_rules, _names(layers))
     # 3. See whether each rule matches, once for equal rules of models of one class;
     #    `init` may make a part of a model.
     elif not model.is_initializing() and not type(model)._fp8_has_checked:
@@ -147,30 +131,23 @@ def _check_each_rule(model, layers, rest, foreign) -> None:
         rest: the paths of modules that did not run.
         foreign: see `check_rules`.
     """
+    where, rules = "linen.quantize", model._fp8_rules
     names = {name: [name] for name in _names([*layers, *rest], model.path)}
+    others = set()
+    arrays = {}
     params = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
-    shapes = {
-        (*model.path, *path): getattr(leaf, "shape", ())
-        for path, leaf in params.items()
-    }
-    # An embedding or a norm is in high precision, as a rule may say.
-    without_product = _names({path[:-1] for path in shapes} - set(layers), model.path)
-    to_layers = [
-        r
-        for r in model._fp8_rules
-        if r.recipe is not None or not r.matches(without_product, "dot_general")
-    ]
-    warn_of_idle_rules("linen.quantize", type(model).__name__, to_layers, names)
-    arrays = {
-        path[len(model.path) :]: shape
-        for path, shape in shapes.items()
-        if path[:-1] in foreign - set(layers)
-    }
-    warn_of_own_arrays("linen.quantize", model._fp8_rules, arrays)
+    for path, leaf in params.items():
+        module = (*model.path, *path[:-1])
+        if module in layers:
+            continue
+        others.add("/".join(path[:-1]))
+        if module in foreign:
+            arrays[path] = getattr(leaf, "shape", ())
+    warn_of_idle_rules(where, type(model).__name__, rules, names, others)
+    warn_of_own_arrays(where, rules, arrays)
 
 
 def _names(paths, root: tuple[str, ...] = ()) -> list[str]:
     """Return the names that rules of a model at `root` have for modules at `paths`."""
-    return [
-        name for name in (relative(path, root) for path in paths) if name is not None
-    ]
+    names = (relative(path, root) for path in paths)
+    return [name for name in names if name is not None]

@@ -58,16 +58,13 @@ class TrainState(train_state.TrainState):
                 (outside of `jit`); or `opt_state` is not that of `tx` and the
                 parameters.
         """
-        if not _is_variables(self.params):
-            if not hasattr(self.tx, "apply"):
-                return super().apply_gradients(grads=grads, **kwargs)
-            params, opt_state = self.tx.apply(grads, self.opt_state, self.params)
-            return self.replace(
-                step=self.step + 1, params=params, opt_state=opt_state, **kwargs
-            )
-        params_gradient = grads["params"] if "params" in grads else grads
-        params = self.params["params"]
-        before = _steps.begin(self.opt_state, self.params)
+        params, params_gradient, before = self.params, grads, self.opt_state
+        has_variables = _is_variables(params)
+        if has_variables:
+            params = params["params"]
+            before = _steps.begin(before, self.params)
+            if "params" in grads:
+                params_gradient = grads["params"]
         inner = _steps.inner(before)
         advice = (
             "Make it by jaxfp8.linen.TrainState.create, or by "
@@ -76,33 +73,23 @@ class TrainState(train_state.TrainState):
         with _steps.naming_state(
             "linen.TrainState: apply_gradients", self.tx, params, inner, advice
         ):
-            if hasattr(self.tx, "apply"):
-                updates, (params, opt_state) = (
-                    (),
-                    self.tx.apply(params_gradient, inner, params),
-                )
+            step = _steps.take(self.tx, params_gradient, inner, params)
+            updates, params, opt_state = step
+        if has_variables:
+            changed = {"params": params}
+            owg = OVERWRITE_WITH_GRADIENT
+            if owg in self.params and owg in grads:
+                old, new = {owg: self.params[owg]}, {owg: grads[owg]}
+                state, opt_state = _steps.finish(old, new, before, opt_state, updates)
+                changed |= state
             else:
-                updates, opt_state = self.tx.update(params_gradient, inner, params)
-                params = optax.apply_updates(params, updates)
-        changed = {"params": params}
-        if OVERWRITE_WITH_GRADIENT in self.params and OVERWRITE_WITH_GRADIENT in grads:
-            old, new = (
-                {OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]}
-                for tree in (self.params, grads)
-            )
-            state, opt_state = _steps.finish(old, new, before, opt_state, updates)
-            changed |= state
-        else:
-            opt_state = _steps.keep(before, opt_state)
-        fields = {field.name for field in dataclasses.fields(self)}
-        changed |= {
-            name: kwargs.pop(name)
-            for name in list(kwargs)
-            if name in self.params and name not in fields
-        }
-        variables = core.copy(self.params, changed)
+                opt_state = _steps.keep(before, opt_state)
+            fields = {field.name for field in dataclasses.fields(self)}
+            for name in kwargs.keys() & self.params.keys() - fields:
+                changed[name] = kwargs.pop(name)
+            params = core.copy(self.params, changed)
         return self.replace(
-            step=self.step + 1, params=variables, opt_state=opt_state, **kwargs
+            step=self.step + 1, params=params, opt_state=opt_state, **kwargs
         )
 
     @classmethod
@@ -132,9 +119,12 @@ class TrainState(train_state.TrainState):
                 f"model, got the NNX module {type(params).__name__}; train it with "
                 "jaxfp8.nnx.Optimizer(model, tx)"
             )
-        if not _is_variables(params) and keeps_state_by_rules(
-            getattr(apply_fn, "__self__", None)
-        ):
+        parameters = params
+        if _is_variables(params):
+            parameters = params["params"]
+            if apply_fn is not None:
+                apply_fn = _ApplyWithMaxGrad(apply_fn)
+        elif keeps_state_by_rules(getattr(apply_fn, "__self__", None)):
             _warnings.warn(
                 "linen.TrainState: create: params: expected all variables of a model "
                 "whose recipes keep state, got parameters alone: layers without their "
@@ -142,9 +132,6 @@ class TrainState(train_state.TrainState):
                 "returned, params=variables, and call apply_fn(params, x)",
                 FP8StateWarning,
             )
-        if _is_variables(params) and apply_fn is not None:
-            apply_fn = _ApplyWithMaxGrad(apply_fn)
-        parameters = params["params"] if _is_variables(params) else params
         advice = (
             "all variables; tx sees the parameters alone: make them for "
             "variables['params']"

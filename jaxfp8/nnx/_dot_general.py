@@ -6,27 +6,25 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
 
 from ..dot import (
     DotGeneralCall,
+    EinsumCall,
+    NoClassAsProduct,
     RaggedDotCall,
     _contexts,
     _frozen,
     dot_general,
-    einsum_by,
 )
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
     DelayedScaling,
     DotGeneralState,
     HighPrecision,
-    QTensor,
     Recipe,
     map_variables,
     resolve,
@@ -43,14 +41,11 @@ def paths_in(trees: tuple):
     """Name the products in `trees` by their layers, for warnings, while the context
     lasts.
     """
-    products = [
-        (path[1:], node)
-        for path, node in nnx.iter_graph(trees)
-        if isinstance(node, _Fp8Product)
-    ]
-    token = _paths.set(
-        {id(node): "/".join(map(str, _layer_path(path))) for path, node in products}
-    )
+    paths = {}
+    for path, node in nnx.iter_graph(trees):
+        if isinstance(node, _Fp8Product):
+            paths[id(node)] = "/".join(map(str, _layer_path(path[1:])))
+    token = _paths.set(paths)
     try:
         yield
     finally:
@@ -64,14 +59,10 @@ def _layer_path(path: tuple) -> tuple:
     return path[:-1] if path and path[-1] in PRODUCTS else path
 
 
-class _Fp8Product(nnx.Module):
+class _Fp8Product(NoClassAsProduct, nnx.Module):
     """The state of one product: for each operand `{name}_amax_history` and
     `{name}_scale`, as Linen names them.
     """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        _mistakes.refuse_class_as_product(cls, kwargs)
-        return super().__new__(cls)
 
     def __init__(self, recipe: Recipe | None = None):
         _mistakes.refuse_inside_a_call(type(self).__name__)
@@ -91,18 +82,14 @@ class _Fp8Product(nnx.Module):
         if path is None:
             path = path_of(self)
         if path is None:
-            shape = kernel.shape if isinstance(kernel, QTensor) else jnp.shape(kernel)
-            path = f"{type(self).__name__} with a kernel {list(shape)}"
+            path = f"{type(self).__name__} with a kernel {list(np.shape(kernel))}"
         return _contexts.layer(path)
 
     def drop_state(self) -> None:
         """Delete the variables of the state."""
-        for name in [
-            name
-            for name, value in vars(self).items()
-            if isinstance(value, OverwriteWithGradient)
-        ]:
-            delattr(self, name)
+        for name, value in list(vars(self).items()):
+            if isinstance(value, OverwriteWithGradient):
+                delattr(self, name)
 
     def become(self, product: "_Fp8Product") -> None:
         """Take recipe and state of another product in place of one's own."""
@@ -138,10 +125,11 @@ def frozen_arrays(product: _Fp8Product) -> dict[str, jax.Array] | None:
     """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not
     frozen.
     """
-    names = [
-        name for name, value in vars(product).items() if isinstance(value, nnx.Param)
-    ]
-    return {name: getattr(product, name).get_value() for name in names} or None
+    arrays = {}
+    for name, value in vars(product).items():
+        if isinstance(value, nnx.Param):
+            arrays[name] = value.get_value()
+    return arrays or None
 
 
 def current_recipe(product: _Fp8Product) -> Recipe | None:
@@ -215,28 +203,7 @@ class Fp8Einsum(_Fp8Product):
     State, arguments and errors are those of `Fp8DotGeneral`.
     """
 
-    @_mistakes.with_operands
-    def __call__(
-        self,
-        eqn: str,
-        x: ArrayLike,
-        kernel: ArrayLike,
-        *,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
-        with self._naming(kernel):
-            return einsum_by(
-                self._product,
-                eqn,
-                x,
-                kernel,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
-            )
+    __call__ = _mistakes.with_operands(EinsumCall.__call__)
 
 
 class Fp8RaggedDot(_Fp8Product):

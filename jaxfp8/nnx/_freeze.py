@@ -32,7 +32,7 @@ _KERNEL_NAME = "jaxfp8_kernel_of_"
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenKernel:
+class FrozenKernel(_frozen.Placeholder):
     """Placeholder for the kernel of a layer whose codes are in its product: shape and
     dtype, no array.
 
@@ -45,24 +45,15 @@ class FrozenKernel:
 
     def get_value(self):
         """Return NaNs of this shape and dtype."""
-        return _frozen.stand_in(self.shape, self.dtype)
+        return self.stand_in()
 
     def __getitem__(self, index):
         return self.get_value()[index]
 
-    @property
-    def __jax_array__(self):
-        # JAX asks for this attribute wherever it expects an array
-        raise _frozen.no_array()
-
 
 def freeze(model, args, kwargs):
     """Freeze the model in place; see `jaxfp8.freeze`."""
-    candidates = [
-        (path, layer, attribute)
-        for path, layer, attribute in layers(model)
-        if _has_kernel(layer, attribute)
-    ]
+    candidates = [each for each in layers(model) if _has_kernel(*each[1:])]
     calls, program = recorded_calls(model, candidates, args, kwargs)
     for i in _computed(program):
         raise ValueError(
@@ -70,25 +61,25 @@ def freeze(model, args, kwargs):
             "gives its product its kernel as it is, got a layer that computes another "
             "kernel from it; leave that layer in high precision"
         )
-    frozen = [
-        (layer, attribute, call, codes)
-        for (path, layer, attribute), call in zip(candidates, calls, strict=True)
-        if call is not None and (codes := _codes(path, layer, call)) is not None
-    ]
+    frozen = []
+    for (path, layer, attribute), call in zip(candidates, calls, strict=True):
+        codes = None if call is None else _codes(path, layer, call)
+        if codes is not None:
+            frozen.append((layer, attribute, call.kernel.shape, codes))
     if not frozen:
         raise _frozen.nothing_to_freeze()
     # All codes exist before the first layer changes: an error above leaves the model as
     # it was.
-    for layer, attribute, call, codes in frozen:
+    for layer, attribute, shape, codes in frozen:
         new = nnx.clone(product(layer))  # other layers may hold the old product
         new.drop_state()
         for name, leaf in codes.items():
             setattr(new, name, nnx.Param(leaf))
-        dtype = layer.kernel.get_value().dtype
         setattr(layer, attribute, nnx.data(new))
         # Layers read the shape and the dtype of their kernel; the array itself would be
         # kept twice.
-        layer.kernel = nnx.static(FrozenKernel(call.kernel.shape, dtype))
+        placeholder = FrozenKernel(shape, layer.kernel.get_value().dtype)
+        layer.kernel = nnx.static(placeholder)
     _forget_unused(model)
     return model
 
@@ -154,11 +145,8 @@ def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], 
         `(calls, program)`: the first call of each layer, None for a layer without a
         call; and the jaxpr of the model.
     """
-    calls, before = (
-        [None] * len(candidates),
-        [getattr(layer, attribute) for _, layer, attribute in candidates],
-    )
-
+    calls = [None] * len(candidates)
+    before = [getattr(layer, attribute) for _, layer, attribute in candidates]
     try:
         for i, (_, layer, attribute) in enumerate(candidates):
             recorder = _Recorder(i, calls)
@@ -185,13 +173,11 @@ def _computed(jaxpr) -> Iterator[int]:
     for eqn in jaxpr.eqns:
         name = str(eqn.params.get("name", ""))
         if eqn.primitive.name == "name" and name.startswith(_KERNEL_NAME):
-            producer = producers.get(eqn.invars[0])
-            while (
-                producer is not None
-                and producer.primitive.name == "convert_element_type"
-            ):
+            (kernel,) = eqn.invars
+            producer = producers.get(kernel)
+            while producer and producer.primitive.name == "convert_element_type":
                 producer = producers.get(producer.invars[0])
-            if producer is not None:
+            if producer:
                 yield int(name.removeprefix(_KERNEL_NAME))
         for inner in inner_jaxprs(eqn.params):
             yield from _computed(inner)
@@ -210,14 +196,10 @@ def _codes(path, layer, call: Call):
     state = read_state(fp8_product, recipe)
     for name in ("input", "kernel"):
         quantizer = getattr(state, name)
-        if isinstance(quantizer, QuantizerState) and not isinstance(
-            quantizer.scale, jax.core.Tracer
-        ):
+        if isinstance(quantizer, QuantizerState):
+            operand = "/".join(map(str, (*path, name)))
             # the state's scale is the scale_inv of the last step
-            scale_inv = quantizer.scale
-            _frozen.refuse_untouched(
-                "/".join(map(str, (*path, name))), quantizer.amax_history, scale_inv
-            )
+            _frozen.refuse_untouched(operand, quantizer.amax_history, quantizer.scale)
 
     def codes_of_kernel(kernel, state):
         kernel = kernel.astype(call.kernel.dtype)

@@ -30,14 +30,13 @@ def function_of_arrays(fn, args, kwargs):
 
     def run(state_and_arrays):
         state, arrays = state_and_arrays
-        objects, rest = nnx.merge(graphdef, state), iter(joined(arrays))
+        objects = nnx.merge(graphdef, state)
         for top in objects:
             _set_names(top)
             _set_rules(top)
-        objects = iter(objects)
-        args, kwargs = tree.unflatten(
-            [next(objects) if _is_object(leaf) else next(rest) for leaf in leaves]
-        )
+        objects, rest = iter(objects), iter(joined(arrays))
+        values = [next(objects if _is_object(leaf) else rest) for leaf in leaves]
+        args, kwargs = tree.unflatten(values)
         return fn(*args, **kwargs)
 
     return run, (state, arrays)
@@ -65,10 +64,7 @@ def _named(base):
     """
 
     def __call__(self, *args, **kwargs):
-        path, rule = (
-            getattr(self, "inspected_path", None),
-            getattr(self, "inspected_rule", None),
-        )
+        path, rule = self.inspected_path, self.inspected_rule
         with contextlib.ExitStack() as stack:
             if path is not None:
                 stack.enter_context(jax.named_scope(path))
@@ -77,12 +73,10 @@ def _named(base):
                 stack.enter_context(_contexts.high_precision(f"rule {rule} says None"))
             return base.__call__(self, *args, **kwargs)
 
-    same = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
-    return type(base)(base.__name__, (base,), {"__call__": __call__, **same})
+    namespace = {"__call__": __call__, "inspected_path": None, "inspected_rule": None}
+    for name in ("__module__", "__qualname__", "__doc__"):
+        namespace[name] = getattr(base, name)
+    return type(base)(base.__name__, (base,), namespace)
 
 
 def _set_names(top) -> None:
@@ -91,11 +85,8 @@ def _set_names(top) -> None:
     """
     held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
     for path, module in list(nnx.iter_modules(top)):
-        if (
-            path
-            and callable(module)
-            and (not isinstance(module, _Fp8Product) or id(module) in held)
-        ):
+        is_named = not isinstance(module, _Fp8Product) or id(module) in held
+        if path and callable(module) and is_named:
             module.inspected_path = "/".join(map(str, path))
 
 
@@ -103,11 +94,10 @@ def _set_rules(top) -> None:
     """Set the index of the rule in each layer that a rule keeps in high precision."""
     for _, model in list(nnx.iter_modules(top)):
         rules = getattr(model, RULES, ())
-        for path, layer, _ in layers(model) if rules else ():
+        if not rules:
+            continue
+        for path, layer, _ in layers(model):
             index = decision(rules, path, layer)
-            if (
-                index is not None
-                and rules[index].recipe is None
-                and product(layer) is None
-            ):
+            is_off = index is not None and rules[index].recipe is None
+            if is_off and product(layer) is None:
                 layer.inspected_rule = index

@@ -2,6 +2,7 @@
 which keep inner values as codes.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
-from ..collectives import experts_over
+from ..collectives import dropped_rows, experts_over
 from ..dot import (
     Activated,
     FusedInput,
@@ -72,22 +73,20 @@ class Linear(nnx.Module):
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        in_features = sizes("Linear: in_features", (in_features,))[0]
+        (in_features,) = sizes("Linear: in_features", (in_features,))
         features = sizes("Linear: out_features", out_features)
-        kernel = kernel_init(
-            rngs.params(), (in_features, math.prod(features)), param_dtype
-        )
+        matrix = in_features, math.prod(features)
+        kernel = kernel_init(rngs.params(), matrix, param_dtype)
         # the box names the dimensions of the kernel, not of the matrix
         if isinstance(kernel, nnx.VariableMetadata):
             kernel.raw_value = kernel.raw_value.reshape(in_features, *features)
         else:
             kernel = kernel.reshape(in_features, *features)
         self.kernel = nnx.Param(kernel)
-        self.bias = (
-            nnx.Param(bias_init(rngs.params(), features, param_dtype))
-            if use_bias
-            else None
-        )
+        bias = None
+        if use_bias:
+            bias = nnx.Param(bias_init(rngs.params(), features, param_dtype))
+        self.bias = bias
         self.dot_general = Fp8DotGeneral(recipe)
         self.in_features, self.out_features = in_features, features
         self.dtype, self.precision = dtype, precision
@@ -102,20 +101,20 @@ class Linear(nnx.Module):
         as in `jaxfp8.dot_general`.
         """
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
-        kernel, bias = (
-            self.kernel.get_value(),
-            None if self.bias is None else self.bias.get_value(),
-        )
         return linear(
             self.dot_general,
             x,
-            kernel,
-            bias,
+            self.kernel.get_value(),
+            _value(self.bias),
             dtype=self.dtype,
             precision=self.precision,
             out_sharding=out_sharding,
             activation=activation,
         )
+
+
+def _value(parameter: nnx.Param | None) -> jax.Array | None:
+    return None if parameter is None else parameter.get_value()
 
 
 class _Normalizing(nnx.Module):
@@ -137,11 +136,9 @@ class _Normalizing(nnx.Module):
         self.norm, self.epsilon, self.dtype = norm, epsilon, dtype
 
         def parameter(init, is_there):
-            return (
-                nnx.Param(init(rngs.params(), (in_features,), param_dtype))
-                if is_there
-                else None
-            )
+            if is_there:
+                return nnx.Param(init(rngs.params(), (in_features,), param_dtype))
+            return None
 
         self.scale = parameter(scale_init, norm is not None)
         self.norm_bias = parameter(norm_bias_init, norm == "layer")
@@ -153,12 +150,8 @@ class _Normalizing(nnx.Module):
         x = jnp.asarray(x)
         if self.norm is None:
             return x
-        scale, bias = (
-            None if p is None else p.get_value() for p in (self.scale, self.norm_bias)
-        )
-        return norm_of_layer(
-            x, scale, bias, kind=self.norm, epsilon=self.epsilon, dtype=self.dtype
-        )
+        scale, bias = _value(self.scale), _value(self.norm_bias)
+        return norm_of_layer(self, self.norm, x, scale, bias)
 
 
 class GatedMLP(_Normalizing):
@@ -222,29 +215,27 @@ class GatedMLP(_Normalizing):
         )
         self.activation = activation
 
-        def linear_layer(in_features, out_features, kernel_init, bias_init):
-            return Linear(
-                in_features,
-                out_features,
-                recipe=recipe,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                precision=precision,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-                rngs=rngs,
-            )
-
-        gate_and_up = (2, *sizes("GatedMLP: hidden_features", hidden_features))
+        linear_layer = functools.partial(
+            Linear,
+            recipe=recipe,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            rngs=rngs,
+        )
         self.wi = linear_layer(
             in_features,
-            gate_and_up,
-            _with_gate(kernel_init, 1),
-            _with_gate(bias_init, 0),
+            (2, *sizes("GatedMLP: hidden_features", hidden_features)),
+            kernel_init=_with_gate(kernel_init, 1),
+            bias_init=_with_gate(bias_init, 0),
         )
-        out_features = in_features if out_features is None else out_features
-        self.wo = linear_layer(hidden_features, out_features, kernel_init, bias_init)
+        self.wo = linear_layer(
+            hidden_features,
+            in_features if out_features is None else out_features,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+        )
 
     def __call__(
         self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None
@@ -264,14 +255,10 @@ def _with_gate(init, axis: int):
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
-        if isinstance(value, nnx.VariableMetadata) and value.metadata.get(
-            "out_sharding"
-        ):
-            names = tuple(value.metadata["out_sharding"])
-            value.metadata = {
-                **value.metadata,
-                "out_sharding": (*names[:axis], None, *names[axis:]),
-            }
+        metadata = getattr(value, "metadata", {})
+        if names := metadata.get("out_sharding"):
+            names = (*names[:axis], None, *names[axis:])
+            value.metadata = {**metadata, "out_sharding": names}
         return value
 
     return with_gate
@@ -415,23 +402,12 @@ class Experts(nnx.Module):
         """Compute y of the shape of x `[..., in_features]`; `expert` and `weights`
         `[..., chosen]`, errors and the result are those of `jaxfp8.linen.Experts`.
         """
-        _, route = experts_over(self.expert_axis, self.count, self.capacity)
-        return mixture(
-            x,
-            expert,
-            weights,
-            count=self.count,
-            activation=self.activation,
-            dtype=self.dtype,
-            wi=self.wi,
-            wo=self.wo,
-            route=route,
-        )
+        _, route = experts_over(self)
+        return mixture(self, x, expert, weights, self.wi, self.wo, route)
 
     def dropped_rows(self, expert: jax.Array) -> jax.Array:
         """Count the rows that `capacity` leaves out; see `jaxfp8.linen.Experts`."""
-        _, route = experts_over(self.expert_axis, self.count, self.capacity)
-        return jnp.int32(route(expert.reshape(-1), self.count).dropped)
+        return dropped_rows(self, expert)
 
 
 class RaggedLinear(nnx.Module):

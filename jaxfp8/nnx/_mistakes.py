@@ -32,18 +32,6 @@ def with_operands(call: _Call) -> _Call:
     return checked
 
 
-def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
-    """Refuse the call of a layer that was given the class, and calls it as a
-    product.
-    """
-    if "precision" in keywords:
-        raise TypeError(
-            f"{cls.__name__}: a layer was given the class, which has no state; give "
-            f"it an instance, {cls.__name__}(recipe), or change the finished model "
-            "with jaxfp8.nnx.quantize"
-        )
-
-
 def refuse_linen_layer(name: str) -> None:
     """Refuse the call of a product by a Linen layer, which does not keep its state."""
     if hasattr(_linen_module(), "dot_general"):

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._jax import _warnings
 from .._jax._trees import Tree
+from ..dot import sizes
 from ..recipes import (
-    FP8StateWarning,
     Rule,
     Rules,
     checked_rules,
@@ -17,8 +16,8 @@ from ..recipes import (
     is_foreign,
     kind,
     layer_names,
-    some,
     warn_of_idle_rules,
+    warn_of_no_fp8,
     warn_of_own_arrays,
 )
 from ._dot_general import (
@@ -87,85 +86,73 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use "
             "jaxfp8.linen.quantize"
         )
-    model_layers, changes = layers(model), []
+    model_layers = layers(model)
+    changes = []
+    deciding = set()
     for path, layer, attribute in model_layers:
         index = decision(rules, path, layer)
         if index is not None:
             _refuse_frozen(path, layer)
             stacked = _stacked("nnx.quantize", path, layer)
-            changes.append(
-                (
-                    layer,
-                    attribute,
-                    rules[index],
-                    _new_product(layer, attribute, rules[index], stacked),
-                )
-            )
+            new_product = _new_product(layer, attribute, rules[index], stacked)
+            changes.append((layer, attribute, new_product))
+            deciding.add(rules[index])
     modules = module_changes(model, rules)
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
-    for layer, attribute, _, new_product in changes:
-        _change(layer, attribute, new_product)
+    for change in changes:
+        _change(*change)
     for holder, name, module in modules:
         setattr(holder, name, module)
-    fp8_paths = [rule.path for rule in rules if rule.recipe is not None]
-    if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):
-        _warn_of_rules(model, fp8_paths, model_layers)
-    else:
-        _check_rules(model, rules, model_layers)
+    _check_rules(model, rules, deciding, model_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
 
 
-def _check_rules(model, rules, model_layers) -> None:
-    """Warn of rules that match no layer, and of modules that multiply arrays of their
-    own.
+def _check_rules(model, rules, deciding, model_layers) -> None:
+    """Warn of rules that give no FP8, or match no layer, and of modules that multiply
+    arrays of their own; the rules in `deciding` decide about layers.
     """
-    names = {
-        "/".join(map(str, path)): layer_names(path, name is None)
-        for path, _, name in model_layers
-    }
-    # An embedding or a norm is in high precision, as a rule may say; a block of
-    # layers alone is not.
+    where = "nnx.quantize", type(model).__name__, rules
+    names = {}
+    around = set()
+    for path, _, attribute in model_layers:
+        names["/".join(map(str, path))] = layer_names(path, attribute is None)
+        around.update(path[:i] for i in range(len(path)))
+    if _ask_for_fp8(rules) and not _ask_for_fp8(deciding):
+        warn_of_no_fp8(*where, list(names))
+        return
     own_arrays = dict(_own_arrays(model))
-    around = {path[:i] for path, *_ in model_layers for i in range(len(path))}
+    # A block of layers alone is not a module in high precision.
     around -= {path[:-1] for path in own_arrays}
-    modules = [
-        path
-        for path, module in nnx.iter_modules(model)
-        if not isinstance(module, _Fp8Product)
-    ]
-    rest = ["/".join(map(str, path)) for path in modules if path not in around]
-    to_layers = [
-        rule
-        for rule in rules
-        if rule.recipe is not None or not rule.matches(rest, "dot_general")
-    ]
-    warn_of_idle_rules("nnx.quantize", type(model).__name__, to_layers, names)
+    others = []
+    for path, module in nnx.iter_modules(model):
+        if path not in around and not isinstance(module, _Fp8Product):
+            others.append("/".join(map(str, path)))
+    warn_of_idle_rules(*where, names, others)
     warn_of_own_arrays("nnx.quantize", rules, own_arrays)
+
+
+def _ask_for_fp8(rules) -> bool:
+    return any(rule.recipe is not None for rule in rules)
 
 
 def layers(model):
     """List `(path, layer, attribute)` of all layers; `attribute` is None where the
     layer itself is the product.
     """
-    modules = [(path, module) for path, module in nnx.iter_modules(model)]
+    modules = list(nnx.iter_modules(model))
     held, model_layers = set(), []
     for path, module in modules:
         attribute = attribute_of(module)
         if attribute is not None:
             model_layers.append((path, module, attribute))
             held.add(id(getattr(module, attribute)))
-        # attention keeps the products that it gave to its layers
-        elif isinstance(module, nnx.MultiHeadAttention):
-            held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
-    products = [
-        (path, module) for path, module in modules if isinstance(module, _Fp8Product)
-    ]
-    return model_layers + [
-        (path, product, None) for path, product in products if id(product) not in held
-    ]
+    for path, module in modules:
+        if isinstance(module, _Fp8Product) and id(module) not in held:
+            model_layers.append((path, module, None))
+    return model_layers
 
 
 def attribute_of(module) -> str | None:
@@ -190,9 +177,8 @@ def _own_arrays(model):
 
 def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:
     """Find the index of the first rule that matches the module at `path`."""
-    return first_match(
-        rules, layer_names(path, isinstance(module, _Fp8Product)), _operation(module)
-    )
+    names = layer_names(path, isinstance(module, _Fp8Product))
+    return first_match(rules, names, _operation(module))
 
 
 def _operation(module) -> str | None:
@@ -225,12 +211,7 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
         state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
         return state[0].shape[:-1] if state else ()
     if isinstance(layer, (nnx.Linear, Linear)):
-        out = (
-            layer.out_features
-            if isinstance(layer.out_features, tuple)
-            else (layer.out_features,)
-        )
-        expected = (layer.in_features, *out)
+        expected = (layer.in_features, *sizes("out_features", layer.out_features))
     elif isinstance(layer, nnx.LinearGeneral):
         expected = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
     elif isinstance(layer, (nnx.Einsum, RaggedLinear)):
@@ -249,19 +230,18 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
 
 def _new_product(layer, attribute, rule: Rule, stacked):
     """Make the product that a rule gives a layer; a function for high precision."""
-    if attribute is None:
-        new_product = type(layer)(rule.layer_recipe)
-    elif rule.recipe is None and attribute == "einsum_op":
-        return jnp.einsum
-    elif (
-        rule.recipe is None
-        and attribute == "dot_general"
-        and not isinstance(layer, Linear)
-    ):
-        return jax.lax.dot_general
-    else:
-        new_product = PRODUCTS[attribute](rule.layer_recipe)
-    _stack(new_product, stacked)
+    # Our own layer passes a bias, which these functions do not take.
+    plain = {"dot_general": jax.lax.dot_general, "einsum_op": jnp.einsum}.get(attribute)
+    if plain is not None and rule.recipe is None and not isinstance(layer, Linear):
+        return plain
+    cls = type(layer) if attribute is None else PRODUCTS[attribute]
+    new_product = cls(rule.layer_recipe)
+    state = nnx.state(new_product, OverwriteWithGradient)
+
+    def stack(leaf):
+        return jnp.broadcast_to(leaf, (*stacked, *leaf.shape))
+
+    nnx.update(new_product, jax.tree.map(stack, state))
     return new_product
 
 
@@ -271,22 +251,10 @@ def _change(layer, attribute, new_product) -> None:
         layer.become(new_product)
         return
     # NNX has the attribute as static where it held a function.
-    is_fp8 = isinstance(new_product, _Fp8Product)
-    setattr(
-        layer, attribute, nnx.data(new_product) if is_fp8 else nnx.static(new_product)
-    )
+    mark = nnx.data if isinstance(new_product, _Fp8Product) else nnx.static
+    setattr(layer, attribute, mark(new_product))
     if getattr(layer, "dot_general_cls", None) is not None:
         layer.dot_general_cls = None
-
-
-def _warn_of_rules(model, paths, model_layers) -> None:
-    names = some(["/".join(map(str, path)) for path, *_ in model_layers]) or "none"
-    _warnings.warn(
-        f"nnx.quantize: rules: none of {paths} gives a layer of "
-        f"{type(model).__name__} FP8: a regex has to match the whole path of a layer, "
-        f"as '.*linear' does. The layers are {names}; see jaxfp8.report(model)",
-        FP8StateWarning,
-    )
 
 
 def _name(path) -> str:
@@ -303,33 +271,16 @@ def _refuse_frozen(path, layer) -> None:
         )
 
 
-def _stack(product, shape) -> None:
-    state = nnx.state(product, OverwriteWithGradient)
-
-    def stacked(leaf):
-        return jnp.broadcast_to(leaf, (*shape, *leaf.shape))
-
-    nnx.update(product, jax.tree.map(stacked, state))
-
-
 def _forget_unused(model) -> None:
     """Remove from attention the products that none of its layers runs any more, whose
     state it would keep.
     """
-    for attention in [
-        module
-        for _, module in nnx.iter_modules(model)
-        if isinstance(module, nnx.MultiHeadAttention)
-    ]:
-        for attribute, users in (
-            ("qkv_dot_general", ("query", "key", "value")),
-            ("out_dot_general", ("out",)),
-        ):
-            shared, holders = (
-                getattr(attention, attribute),
-                [getattr(attention, name) for name in users],
-            )
-            if isinstance(shared, _Fp8Product) and all(
-                layer.dot_general is not shared for layer in holders
-            ):
+    users = {"qkv_dot_general": ("query", "key", "value"), "out_dot_general": ("out",)}
+    for _, attention in list(nnx.iter_modules(model)):
+        if not isinstance(attention, nnx.MultiHeadAttention):
+            continue
+        for attribute, names in users.items():
+            shared = getattr(attention, attribute)
+            held = [getattr(attention, name).dot_general for name in names]
+            if isinstance(shared, _Fp8Product) and shared not in held:
                 setattr(attention, attribute, nnx.static(None))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx, traverse_util
+from flax import nnx
 
 from .._jax import _compat, _warnings
 from ..mixed_precision import select
@@ -57,11 +57,23 @@ def value_and_grad(
     Raises:
         TypeError: when called, `f` computes with FP8 state outside of products.
     """
+    options = {"argnums": _with_state(argnums), "has_aux": has_aux}
+    f = _with_max_grad(f)
 
-    def gradients_of(out):
-        return out[1]
+    @functools.wraps(f)
+    def watched(*args, **kwargs):
+        variables = _variables(args, OverwriteWithGradient)
+        # JAX takes gradients by the dtype of cast state where it takes them by
+        # integers.
+        is_cast = _compat.holds_max([v.get_value() for v in variables])
+        differentiate = nnx.value_and_grad(f, **options, allow_int=is_cast)
+        with named_errors("nnx.value_and_grad"):
+            value, gradients = differentiate(*args, **kwargs)
+        if nnx.set_graph_mode.current_value():
+            _watch(args, gradients)
+        return value, gradients
 
-    return _differentiated(nnx.value_and_grad, f, argnums, has_aux, gradients_of)
+    return watched
 
 
 def grad(
@@ -70,38 +82,14 @@ def grad(
     """Differentiate as `value_and_grad` does, and return the gradients without the
     value.
     """
-
-    def gradients_of(out):
-        return out[0] if has_aux else out
-
-    return _differentiated(nnx.grad, f, argnums, has_aux, gradients_of)
-
-
-def _differentiated(transform, f, argnums, has_aux, gradients_of):
-    """Return `transform` of `f` with a watch on the gradients, which `gradients_of`
-    takes out of the result.
-    """
-    f, options = (
-        _with_max_grad(f),
-        {"argnums": _with_state(argnums), "has_aux": has_aux},
-    )
-    differentiate = transform(f, **options)
-    # JAX takes gradients by the dtype of cast state where it takes them by integers.
-    of_cast_state = transform(f, **options, allow_int=True)
-    positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    positions = [getattr(position, "argnum", position) for position in positions]
+    differentiate = value_and_grad(f, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(differentiate)
-    def watched(*args, **kwargs):
-        variables = _variables(args, OverwriteWithGradient)
-        is_cast = _compat.holds_max([v.get_value() for v in variables])
-        with named_errors("nnx.value_and_grad"):
-            out = (of_cast_state if is_cast else differentiate)(*args, **kwargs)
-        if nnx.set_graph_mode.current_value():
-            _watch([args[i] for i in positions], gradients_of(out))
-        return out
+    def without_value(*args, **kwargs):
+        value, gradients = differentiate(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
 
-    return watched
+    return without_value
 
 
 def _watch(tree, gradients) -> None:
@@ -114,8 +102,8 @@ def _watch(tree, gradients) -> None:
     while a step is traced.
 
     Args:
-        tree: the arguments that were differentiated, as `nnx.iter_graph` takes them.
-        gradients: the gradients with respect to `tree`.
+        tree: the arguments of the loss, as `nnx.iter_graph` takes them.
+        gradients: the gradients with respect to some of them.
     """
     state = [(v, v.get_raw_value()) for v in _variables(tree, OverwriteWithGradient)]
     # Keep the id of an old parameter only: the array must be free to die.
@@ -124,14 +112,10 @@ def _watch(tree, gradients) -> None:
     # is the end of the step. The finalizer belongs to the object: it is gone as soon as
     # it has run.
     for gradient in jax.tree.leaves(gradients, is_leaf=_is_state):
-        if (
-            state
-            and _is_state(gradient)
-            and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient))
-        ):
-            weakref.finalize(
-                gradient, _check_stored, params, state, _warnings.user_line()
-            ).atexit = False
+        if _is_state(gradient) and nnx.state(gradient, OverwriteWithGradient):
+            line = _warnings.user_line()
+            watch = weakref.finalize(gradient, _check_stored, params, state, line)
+            watch.atexit = False
             return
 
 
@@ -173,25 +157,14 @@ def max_grad(*tree):
         *tree: modules, or pytrees that hold modules. On leaving the context their state
             is the plain f32 state from before.
     """
-    nodes = nnx.iter_graph(tree)
-    variables = {
-        tuple(map(str, path)): node
-        for path, node in nodes
-        if isinstance(node, OverwriteWithGradient)
-    }
-    values = {path: variable.get_value() for path, variable in variables.items()}
-    # The paths tell which variables belong to one product.
-    cast = _max_grad({OVERWRITE_WITH_GRADIENT: traverse_util.unflatten_dict(values)})[
-        OVERWRITE_WITH_GRADIENT
-    ]
-    for path, value in traverse_util.flatten_dict(cast).items():
-        variables[path].set_value(value)
+    state = nnx.as_pure(nnx.state(tree, OverwriteWithGradient))
+    cast = _max_grad({OVERWRITE_WITH_GRADIENT: state})
+    nnx.update(tree, cast[OVERWRITE_WITH_GRADIENT])
     try:
         with paths_in(tree):
             yield
     finally:
-        for path, value in values.items():
-            variables[path].set_value(value)
+        nnx.update(tree, state)
         # the loss may have logged a scale
         for variable in _variables(tree, nnx.Variable):
             if _compat.holds_max(variable.get_value()):
@@ -228,13 +201,11 @@ def _with_state(argnums):
     ):
         # in tree mode modules are pytrees, of which all leaves are differentiated
         return argnums
+    if isinstance(argnums, nnx.DiffState):
+        return argnums
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, trainable)
-    return (
-        argnums
-        if isinstance(argnums, nnx.DiffState)
-        else tuple(map(_with_state, argnums))
-    )
+    return tuple(map(_with_state, argnums))
 
 
 def update_state(model: Any, grads: Any) -> None:
@@ -347,11 +318,8 @@ class Optimizer(nnx.Optimizer):
         params, gradients, opt_state, extra = map(
             nnx.as_pure, (*variables, self.opt_state, kwargs)
         )
-        if hasattr(self.tx, "apply") and not kwargs:
-            updates, (params, after) = None, self.tx.apply(gradients, opt_state, params)
-        else:
-            updates, after = self.tx.update(gradients, opt_state, params, **extra)
-            params = optax.apply_updates(params, updates)
+        step = _steps.take(self.tx, gradients, opt_state, params, **extra)
+        updates, params, after = step
         # 2. Take the next state where `tx` has made a step.
         if jax.tree.leaves(old):
             state, kept = _steps.finish(

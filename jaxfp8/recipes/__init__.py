@@ -48,6 +48,7 @@ from ._rules import (
     relative,
     some,
     warn_of_idle_rules,
+    warn_of_no_fp8,
     warn_of_own_arrays,
 )
 from ._state import (

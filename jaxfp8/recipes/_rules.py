@@ -151,7 +151,11 @@ def some(names: list[str], most: int = 8) -> str:
 
 
 def warn_of_idle_rules(
-    where: str, model: str, rules: Sequence[Rule], layers: dict[str, list[str]]
+    where: str,
+    model: str,
+    rules: Sequence[Rule],
+    layers: dict[str, list[str]],
+    others: Sequence[str],
 ) -> None:
     """Warn of rules that match no layer of a model.
 
@@ -160,16 +164,36 @@ def warn_of_idle_rules(
         model: the name of the model's class.
         rules: the rules.
         layers: the names of each layer, by its path.
+        others: the names of modules without a product, as embeddings and norms, which
+            are in high precision, as a rule may say.
     """
     names = [name for names in layers.values() for name in names]
-    idle = [rule.path for rule in rules if not rule.matches_a_product(names)]
+    idle = []
+    for rule in rules:
+        is_said = rule.recipe is None and rule.matches(others, "dot_general")
+        if not is_said and not rule.matches_a_product(names):
+            idle.append(rule.path)
     if idle:
-        _warnings.warn(
-            f"{where}: rules: no layer of {model} matches {some(idle)}: a regex has "
-            "to match the whole path of a layer, as '.*Dense_0' does. The layers are "
-            f"{some(list(layers)) or 'none'}; see jaxfp8.report",
-            FP8StateWarning,
-        )
+        message = f"no layer of {model} matches {some(idle)}"
+        _warn_of_paths(where, message, list(layers))
+
+
+def warn_of_no_fp8(
+    where: str, model: str, rules: Sequence[Rule], layers: list[str]
+) -> None:
+    """Warn that no rule gives a layer of a model FP8; `layers` are their names."""
+    paths = [rule.path for rule in rules if rule.recipe is not None]
+    message = f"none of {paths} gives a layer of {model} FP8"
+    _warn_of_paths(where, message, layers)
+
+
+def _warn_of_paths(where, message, layers) -> None:
+    _warnings.warn(
+        f"{where}: rules: {message}: a regex has to match the whole path of a layer, "
+        f"as '.*Dense_0' does. The layers are {some(layers) or 'none'}; see "
+        "jaxfp8.report",
+        FP8StateWarning,
+    )
 
 
 def is_foreign(module: Any) -> bool:

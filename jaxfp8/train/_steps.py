@@ -75,6 +75,16 @@ def naming_state(where: str, tx, params, opt_state, advice: str):
         ) from error
 
 
+def take(tx, gradients, opt_state, params, **extra) -> tuple:
+    """Take one step of `tx`; return `(updates, params, opt_state)`, with None for the
+    updates where `tx` writes the next parameters itself, which takes no `extra`.
+    """
+    if hasattr(tx, "apply") and not extra:
+        return None, *tx.apply(gradients, opt_state, params)
+    updates, opt_state = tx.update(gradients, opt_state, params, **extra)
+    return updates, optax.apply_updates(params, updates), opt_state
+
+
 def begin(opt_state, tree):
     """Return `opt_state`, with room for the state of mini-steps in `tree` where it
     holds a `MultiStepsState`.

@@ -254,7 +254,7 @@ def test_rows_are_refused_and_read(tmp_path):
     """
     frozen_model = frozen("rows")
     for layout in sorted(set(LAYOUTS.values())):
-        with pytest.raises(ValueError, match="Float8RowwiseScaling.* no layout has"):
+        with pytest.raises(ValueError, match="no layout has such scales"):
             to_safetensors(frozen_model, tmp_path / "file", layout=layout)
     channels(frozen_model, tmp_path / "file")
     read = from_safetensors(frozen_model, tmp_path / "file")
