@@ -16,6 +16,7 @@ from .. import ops
 from .._jax._table import aligned, labelled_runs, member, natural
 from ..dot import FusedInput, _contexts, _product
 from ..recipes import TensorwiseQuantizer, scales_of
+from ._backward import at_backward
 
 _TENSORS = (
     "input",
@@ -128,29 +129,19 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
         _fractions(product, 1, _values(kernel, kernel_codes), scales),
     ]
 
-    def record(fractions):
-        _runs.append((site, np.asarray(fractions)))
-        return np.zeros(fractions.shape[:-2], np.float32)
-
     # 2. Count the gradient where it arrives, and give the counts to the host.
-    @jax.custom_vjp
-    def watched(y, *residuals):
-        return y
-
-    def backward(residuals, grad):
-        forward, scales, group_sizes = residuals
+    def fractions(operands, grad):
+        forward, scales, group_sizes = operands
         counted = product.in_groups(grad, group_sizes)
         both = *forward, _fractions(product, 2, counted, scales)
-        fractions = jnp.swapaxes(jnp.stack(both), 0, 1).reshape(-1, 2)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
-        # The gradient depends on a zero from the callback, without which XLA would drop
-        # the callback.
-        return jnp.where(zero == 0, grad, jnp.nan), *[None] * len(residuals)
+        return jnp.swapaxes(jnp.stack(both), 0, 1).reshape(-1, 2)
 
-    watched.defvjp(lambda y, *residuals: (y, residuals), backward)
+    def record(fractions):
+        _runs.append((site, fractions))
+        return fractions.shape[:-2]
+
     y = _product.multiply_fp8(product, x, kernel, bias, state, codes, group_sizes)
-    return watched(y, forward, scales, group_sizes)
+    return at_backward(y, (forward, scales, group_sizes), fractions, record)
 
 
 def _fractions(product, i, values, scales) -> jax.Array:
