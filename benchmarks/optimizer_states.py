@@ -40,7 +40,7 @@ from _compare_corpus import Corpus  # noqa: E402
 from _compare_model import LanguageModel  # noqa: E402
 from _compare_runs import interval  # noqa: E402
 from _compare_training import PEAK_LEARNING_RATE, loss_fn  # noqa: E402
-from _environment import environment  # noqa: E402
+from _environment import environment, write  # noqa: E402
 from _runs import TEXTS, corpora, run_missing  # noqa: E402
 from _timing import interleaved  # noqa: E402
 
@@ -376,11 +376,7 @@ def main() -> int:
     print(json.dumps(results, indent=2))
     for name, holds in found.items():
         print(f"{'holds' if holds else 'DOES NOT HOLD'}: {name}")
-    if args.json:
-        args.json.write_text(
-            json.dumps({"environment": environment(), "results": results}, indent=1)
-            + "\n"
-        )
+    write(args.json, environment=environment(), results=results)
     return 0 if all(found.values()) else 1
 
 
