@@ -116,10 +116,7 @@ NNX_INSTANCE = (
 LINEN_INSTANCE = (
     "{}: expected a class or a function that makes a product, got an instance; pass {}="
 )
-SEED = (
-    "optim.quantized: seed: expected an int, got {}; pass a number of your choice, "
-    "such as seed=0"
-)
+SEED = "optim.quantized: seed: expected an int, got {}; pass a Python int"
 EINSUM = nn.Einsum((8, 8), "abi,io->abo")
 FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
 NO_ARRAY = (
