@@ -1,7 +1,6 @@
 """compare: measure the error of every FP8 product of a model, layer by layer."""
 
 import dataclasses
-import functools
 import math
 import operator
 import warnings
@@ -14,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, nnx
 
-from .._jax._table import aligned, labelled_runs, member, natural
+from .._jax._table import natural, table
 from .._jax._trees import split_arrays
 from ..dot import _contexts, _product
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
 from ..recipes import FP8StateWarning
-from ._backward import at_backward
+from ._backward import at_backward, labelled_runs
 
 _TENSORS = ("output", "input_grad", "kernel_grad")
 _COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))
@@ -54,11 +53,10 @@ class Comparison:
     unreached: list[str]
 
     def __str__(self) -> str:
-        lines = [_COLUMNS]
-        for row in self.rows:
-            lines.append([_text(row[column]) for column in _COLUMNS])
-        unreached = (f"not reached by the gradient: {n}" for n in self.unreached)
-        return "\n".join([aligned(lines, right=1), *unreached])
+        text = table(self.rows, _COLUMNS, ".1f")
+        for name in self.unreached:
+            text += f"\nnot reached by the gradient: {name}"
+        return text
 
 
 def compare(
@@ -119,11 +117,12 @@ def compare(
     products = []
     unreached = set(exact.names)
     for i, runs in sorted(exact.runs.items()):
-        products.append((exact.names[i], list(zip(runs, fp8.runs[i], strict=True))))
+        both = []
+        for (batch, found), (_, in_model) in zip(runs, fp8.runs[i], strict=True):
+            both.append((batch, (*found, *in_model)))
+        products.append((exact.names[i], both))
         unreached.discard(exact.names[i])
-    rows = []
-    for label, iteration, pair in labelled_runs(products):
-        rows += _rows(label, iteration, *pair)
+    rows = [_row(*run) for run in labelled_runs(products)]
     return Comparison(sorted(rows, key=_worst_first), sorted(unreached, key=natural))
 
 
@@ -192,8 +191,8 @@ class _Recorder:
             in float32, and each FP8 product is computed beside them, from the same
             operands.
         names: the names of the layers of all products, in the order of tracing.
-        runs: for each position in `names` that the backward reached, the tensors of
-            each run, the last run first.
+        runs: for each position in `names` that the backward reached, the batch and the
+            tensors of each run, the last run first.
     """
 
     def __init__(self, runs_fp8: bool):
@@ -204,10 +203,14 @@ class _Recorder:
     def __call__(self, product, *operands):
         site = len(self.names)
         self.names.append(_contexts.current_layer() or "product")
-        fp8 = functools.partial(_product.multiply_fp8, product)
-        functions = [fp8]
-        if not self.runs_fp8:
-            functions = [functools.partial(_product.multiply_float32, product), fp8]
+
+        def fp8(*operands):
+            return _product.multiply_fp8(product, *operands)
+
+        def f32(*operands):
+            return _product.multiply_float32(product, *operands)
+
+        functions = (fp8,) if self.runs_fp8 else (f32, fp8)
         y = functions[0](*operands).astype(jax.eval_shape(fp8, *operands).dtype)
 
         def tensors(operands, grad):
@@ -215,11 +218,8 @@ class _Recorder:
             # of other layers do not count.
             return [_tensors(function, operands, grad) for function in functions]
 
-        def record(runs):
-            # Leading dimensions beyond those of y are a batch.
-            batch = runs[0][0].shape[: runs[0][0].ndim - y.ndim]
+        def record(batch, runs):
             self.runs[site].append((batch, runs))
-            return batch
 
         return at_backward(y, operands, tensors, record)
 
@@ -235,18 +235,14 @@ def _tensors(function, operands, grad) -> list:
     return jax.tree.map(lambda x: x.astype(jnp.float32), [y, *grads])
 
 
-def _rows(layer: str, iteration: tuple[int, ...], exact_run, fp8_run) -> list[dict]:
-    batch, (exact, by_itself) = exact_run
-    _, (in_model,) = fp8_run
-    rows = []
-    for index in np.ndindex(batch):
-        row = {"layer": layer + member(iteration + index)}
-        for prefix, got in (("", by_itself), ("model_", in_model)):
-            for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
-                figure = None if x is None else _sqnr(x[index], x_fp8[index])
-                row[prefix + name] = figure
-        rows.append(row)
-    return rows
+def _row(layer: str, index: tuple[int, ...], tensors) -> dict[str, Any]:
+    exact, by_itself, in_model = tensors
+    row = {"layer": layer}
+    for prefix, got in (("", by_itself), ("model_", in_model)):
+        for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
+            figure = None if x is None else _sqnr(x[index], x_fp8[index])
+            row[prefix + name] = figure
+    return row
 
 
 def _sqnr(exact, got) -> float:
@@ -267,9 +263,3 @@ def _worst_first(row):
     figures = [row[name] for name in _TENSORS if row[name] is not None]
     worst = min(-math.inf if math.isnan(figure) else figure for figure in figures)
     return worst, natural(row["layer"])
-
-
-def _text(cell) -> str:
-    if cell is None:
-        return "-"
-    return f"{cell:.1f}" if isinstance(cell, float) else cell

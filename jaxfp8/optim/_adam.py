@@ -131,8 +131,8 @@ def adamw(
         """Return the numbers of a step as `ops.adam_update` takes them; `count` is that
         of this step.
         """
-        t = count.astype(jnp.float32)
-        unbias = [1 / (1 - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2)]
+        one, t = jnp.float32(1), count.astype(jnp.float32)
+        unbias = [one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2)]
         options = b1, 1 - b1, b2, 1 - b2, *unbias, eps_root, eps, rate, decay, factor
         return jnp.stack([jnp.asarray(x, jnp.float32) for x in options])
 
@@ -170,9 +170,12 @@ def adamw(
             results |= _step_by_op(group, numbers_of, keys)
 
         # 4. Decay and scale what is an update yet.
-        outs, mu, nu = zip(*(results[leaf.number] for leaf in leaves), strict=True)
-        decayed = functools.partial(_decayed, rate=rate, applies=applies)
-        outs = list(map(decayed, leaves, outs))
+        outs, mu, nu = [], [], []
+        for leaf in leaves:
+            out, *moments = results[leaf.number]
+            outs.append(_decayed(leaf, out, rate, applies))
+            mu.append(moments[0])
+            nu.append(moments[1])
         inner = optax.ScaleByAdamState(
             count, treedef.unflatten(mu), treedef.unflatten(nu)
         )
@@ -290,8 +293,9 @@ def _step_by_op(leaves, numbers, keys):
         moments = tuple(jax.tree.leaves(leaf.mu)), tuple(jax.tree.leaves(leaf.nu))
         param = leaf.param if leaf.is_written else None
         grad = leaf.grad.astype(jnp.float32)
-        decay = numbers(leaf.decay)
-        arguments.append(ops.AdamLeaf(grad, param, *moments, keys(leaf), decay))
+        arguments.append(
+            ops.AdamLeaf(grad, param, *moments, keys(leaf), numbers(leaf.decay))
+        )
     axes = [block_axis(leaf.grad.shape) for leaf in leaves]
     results = {}
     stepped = ops.adam_update(arguments, axes)

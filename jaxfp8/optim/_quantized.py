@@ -292,25 +292,20 @@ def dequantize_state(opt_state: Any) -> Any:
         moments are float32.
     """
 
-    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in
-    # FP8.
-    def dequantize(node):
-        return dequantize_moments(node.inner) if _is_quantized_state(node) else node
-
-    return jax.tree.map(dequantize, opt_state, is_leaf=_is_quantized_state)
-
-
-def _is_quantized_state(node):
-    return isinstance(node, QuantizedState)
-
-
-def dequantize_moments(tree):
-    """Decode the moments in FP8 of a tree."""
+    def is_quantized(node):
+        return isinstance(node, QuantizedState)
 
     def decode_moment(x):
         return decode(x) if is_moment(x) else x
 
-    return jax.tree.map(decode_moment, tree, is_leaf=is_moment)
+    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in
+    # FP8.
+    def dequantize(node):
+        if not is_quantized(node):
+            return node
+        return jax.tree.map(decode_moment, node.inner, is_leaf=is_moment)
+
+    return jax.tree.map(dequantize, opt_state, is_leaf=is_quantized)
 
 
 def map_moments(function, tree, table):

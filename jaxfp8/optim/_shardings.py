@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax._table import aligned
+from .._jax._table import table
 from ._moments import block_sharding
 from ._quantized import is_moment, leaves
 
@@ -101,11 +101,9 @@ class Memory:
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        lines = [("kind", "leaves", "elements", "bytes", "bytes per parameter")]
-        for row in self.rows:
-            *cells, ratio = row.values()
-            lines.append([*map(str, cells), f"{ratio:.3f}"])
-        return aligned(lines, right=1)
+        head = "bytes per parameter"
+        rows = [row | {head: row["bytes_per_parameter"]} for row in self.rows]
+        return table(rows, ("kind", "leaves", "elements", "bytes", head), ".3f")
 
 
 def memory(opt_state: Any, params: Any) -> Memory:
