@@ -281,8 +281,8 @@ CASES = {
     ),
     "where": (
         lambda: jaxfp8.quantize_params(PARAMS, STATE, RECIPE, where="ker"),
-        "quantize_params: where: no kernel with state matches 'ker' as a whole; "
-        "kernels with state are 'kernel'",
+        "quantize_params: where: no kernel matches 'ker' as a whole; paths are "
+        "'kernel'",
     ),
     "frozen in nn.Dense": (lambda: runs_frozen(model=nn.Dense(8)), FROZEN),
     "frozen in nn.DenseGeneral": (
