@@ -29,18 +29,18 @@ def at_backward(y: jax.Array, operands: Any, look: Callable, record: Callable) -
         return y
 
     def backward(operands, grad):
-        seen = look(operands, grad)
-        rank = jax.tree.leaves(seen)[0].ndim
+        tensors = look(operands, grad)
+        rank = jax.tree.leaves(tensors)[0].ndim
 
-        def on_host(seen):
-            seen = jax.tree.map(np.asarray, seen)
-            shape = jax.tree.leaves(seen)[0].shape
+        def on_host(tensors):
+            tensors = jax.tree.map(np.asarray, tensors)
+            shape = jax.tree.leaves(tensors)[0].shape
             batch = shape[: len(shape) - rank]
-            record(batch, seen)
+            record(batch, tensors)
             return np.zeros(batch, np.float32)
 
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        zero = jax.pure_callback(on_host, scalar, seen, vmap_method="broadcast_all")
+        zero = jax.pure_callback(on_host, scalar, tensors, vmap_method="broadcast_all")
         # The gradient depends on a zero from the callback, without which XLA would drop
         # the callback.
         return jnp.where(zero == 0, grad, jnp.nan), None

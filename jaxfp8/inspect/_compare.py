@@ -118,8 +118,8 @@ def compare(
     unreached = set(exact.names)
     for i, runs in sorted(exact.runs.items()):
         both = []
-        for (batch, found), (_, in_model) in zip(runs, fp8.runs[i], strict=True):
-            both.append((batch, (*found, *in_model)))
+        for (batch, tensors), (_, in_model) in zip(runs, fp8.runs[i], strict=True):
+            both.append((batch, (*tensors, *in_model)))
         products.append((exact.names[i], both))
         unreached.discard(exact.names[i])
     rows = [_row(*run) for run in labelled_runs(products)]

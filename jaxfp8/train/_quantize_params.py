@@ -137,21 +137,21 @@ def _states_of_kernels(
         )
     states = _state_tree.flatten(state)
     positions = {path: i for i, path in enumerate(tree.paths)}
-    found = {}
+    kernels = {}
     for pair in states.quantizers:
         for path in _kernel_paths(states.paths[pair.amax_history]):
             if path in positions:
                 old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
                 quantizer.check_state(f"quantize_params: state: {pair.name}", old)
-                found[positions[path]] = old
+                kernels[positions[path]] = old
                 break
-    if not found:
+    if not kernels:
         raise ValueError(
             "quantize_params: state: expected the state of kernels in params, found "
             "no state of a kernel; pass the `_overwrite_with_gradient` collection, or "
             "a tree of DotGeneralState with the structure of params"
         )
-    return found
+    return kernels
 
 
 def _kernel_paths(history_path) -> list[tuple]:
