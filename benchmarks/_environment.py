@@ -1,8 +1,9 @@
-"""Where a benchmark ran: processor, versions, commit; and the option that says where to
-write that.
+"""Where a benchmark ran: processor, versions, commit; the options that many have; and
+the file of its results.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import platform
@@ -19,8 +20,12 @@ def _commit() -> str:
     ).stdout.strip()
 
 
-def result_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the option `--json`, a path or None."""
+def result_parser(
+    description: str, turns: int | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the option `--json`, a path or None, and with `--turns`
+    where that has a default.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -29,7 +34,26 @@ def result_parser(description: str) -> argparse.ArgumentParser:
         type=pathlib.Path,
         help="where to write the results and the environment",
     )
+    if turns is not None:
+        parser.add_argument(
+            "--turns", type=int, default=turns, help="timed calls of each candidate"
+        )
     return parser
+
+
+def shown_environment(**more) -> dict:
+    """Print and return the environment."""
+    described = environment(**more)
+    for key, value in described.items():
+        print(f"{key}: {value}")
+    return described
+
+
+def write(path: pathlib.Path | None, **parts) -> None:
+    """Write the parts of a result as JSON; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(parts, indent=1) + "\n")
 
 
 def environment(**more) -> dict:

@@ -14,7 +14,7 @@ import json
 import pathlib
 import sys
 
-from _environment import environment, result_parser
+from _environment import result_parser, shown_environment, write
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -81,20 +81,14 @@ def main():
     args = parser.parse_args()
     if reason := compiler.missing():
         sys.exit(f"benchmarks/aot.py: {reason}")
-    described = environment()
-    for key, value in described.items():
-        print(f"{key}: {value}")
+    described = shown_environment()
     cases = {}
     for group in args.groups:
         found = json.loads(compiler.run("programs", group))
         cases |= found
         for case, candidates in found.items():
             print(f"\n{table(case, candidates)}", flush=True)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"environment": described, "cases": cases}, indent=1) + "\n"
-        )
+    write(args.json, environment=described, cases=cases)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ logits but where the arm says otherwise.
 
 import argparse
 import itertools
-import json
 import pathlib
 import sys
 import time
@@ -40,7 +39,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
 from _compare_runs import interval  # noqa: E402
 from _compare_training import create_state, make_optimizer, mean_loss, train_step  # noqa: E402
-from _environment import environment  # noqa: E402
+from _environment import environment, write  # noqa: E402
 from _loss_gap_arms import ABLATION, ARMS, RECIPES, SERVED  # noqa: E402
 from _runs import TEXTS, corpora, found_runs, run_missing  # noqa: E402
 
@@ -345,11 +344,7 @@ def main(argv=None) -> int:
     results = figures(found)
     tables = table(results), table(results, ABLATION), served_table(results)
     print("\n\n".join(tables))
-    if args.json:
-        args.json.write_text(
-            json.dumps({"environment": environment(), "results": results}, indent=1)
-            + "\n"
-        )
+    write(args.json, environment=environment(), results=results)
     return 0
 
 

@@ -14,7 +14,7 @@ import json
 import pathlib
 import sys
 
-from _environment import environment, result_parser
+from _environment import environment, result_parser, write
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -58,10 +58,7 @@ def main():
     models = json.loads(compiler.run("memory", *args.models))
     for model, candidates in models.items():
         print(f"\n{table(model, candidates)}", flush=True)
-    if args.json:
-        args.json.write_text(
-            json.dumps({"environment": described, "models": models}, indent=1) + "\n"
-        )
+    write(args.json, environment=described, models=models)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ GPU moves half the bytes.
 import collections
 import dataclasses
 import functools
-import json
 import math
 import re
 
@@ -24,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _environment import environment, result_parser
+from _environment import result_parser, shown_environment, write
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -243,9 +242,7 @@ def main():
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    described = environment()
-    for key, value in described.items():
-        print(f"{key}: {value}")
+    described = shown_environment()
     print(
         "\n| mesh | layers | all-gather | all-reduce | amax all-reduce | other "
         "|\n|---|---|---|---|---|---|"
@@ -270,11 +267,7 @@ def main():
                 flush=True,
             )
             rows.append({"mesh": kind, "layers": name, "collectives": summary})
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
-        )
+    write(args.json, environment=described, rows=rows)
 
 
 if __name__ == "__main__":

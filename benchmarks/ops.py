@@ -12,7 +12,6 @@ says how to read the table.
 
 import concurrent.futures
 import dataclasses
-import json
 import multiprocessing
 import os
 
@@ -24,7 +23,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
-from _environment import environment, result_parser  # noqa: E402
+from _environment import result_parser, shown_environment, write  # noqa: E402
 from _memcpy import Memcpy  # noqa: E402
 
 from jaxfp8 import ops  # noqa: E402
@@ -213,7 +212,7 @@ def line(row: dict) -> str:
 
 
 def main():
-    parser = result_parser(__doc__)
+    parser = result_parser(__doc__, turns=15)
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="MxN")
     parser.add_argument(
         "--ops", nargs="+", default=sorted({case.op for case in CASES}), metavar="OP"
@@ -224,14 +223,9 @@ def main():
         default="default",
         help="warm: no fresh pages (glibc)",
     )
-    parser.add_argument(
-        "--turns", type=int, default=15, help="timed calls of each candidate"
-    )
     args = parser.parse_args()
 
-    described = environment(heap=args.heap)
-    for key, value in described.items():
-        print(f"{key}: {value}")
+    described = shown_environment(heap=args.heap)
     print(HEADER)
     if args.heap == "warm":
         # read by the processes of the rows when they start
@@ -250,11 +244,7 @@ def main():
                     )
                     print(line(rows[-1]), flush=True)
     print(f"{sum(row['passed'] for row in rows)} of {len(rows)} rows reach their goals")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
-        )
+    write(args.json, environment=described, rows=rows)
 
 
 if __name__ == "__main__":

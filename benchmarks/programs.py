@@ -11,7 +11,6 @@ steps are timed their gradients are compared.
 """
 
 import functools
-import json
 import math
 import re
 import statistics
@@ -23,7 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _environment import environment, result_parser
+from _environment import result_parser, shown_environment, write
 
 import jaxfp8
 import jaxfp8.linen
@@ -152,12 +151,8 @@ def steps(kind: type[Layers], layers: int, width: int, turns: int) -> dict:
 
 
 def main():
-    parser = result_parser(__doc__)
-    parser.add_argument("--turns", type=int, default=15, help="turns of each candidate")
-    args = parser.parse_args()
-    described = environment()
-    for key, value in described.items():
-        print(f"{key}: {value}")
+    args = result_parser(__doc__, turns=15).parse_args()
+    described = shown_environment()
     rows = []
     for title, results in (
         ("program of 1 layer", programs(Layers, 1, 256, args.turns)),
@@ -174,11 +169,7 @@ def main():
                 flush=True,
             )
             rows.append({"case": title, "candidate": name, **values})
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
-        )
+    write(args.json, environment=described, rows=rows)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ Codes are the same on every platform, and so are these numbers.
 
 import argparse
 import dataclasses
-import json
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _environment import environment
+from _environment import environment, write
 
 import jaxfp8
 
@@ -189,9 +188,7 @@ def main():
     path = parser.parse_args().json
     rows = measure()
     print(table(rows))
-    path.write_text(
-        json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n"
-    )
+    write(path, environment=environment(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 
-from _environment import environment, result_parser
+from _environment import result_parser, shown_environment, write
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
@@ -85,9 +85,7 @@ def main():
     args = result_parser(__doc__).parse_args()
     if reason := compiler.missing():
         sys.exit(f"benchmarks/timeline.py: {reason}")
-    described = environment()
-    for key, value in described.items():
-        print(f"{key}: {value}")
+    described = shown_environment()
     cases = {
         group: json.loads(compiler.run("programs", "--quickly", group))
         for group in ("dense", "sharded")
@@ -104,8 +102,7 @@ def main():
             for group in cases.values()
             for case, candidates in group.items()
         }
-        result = {"environment": described, "cases": times}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.json, environment=described, cases=times)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import pathlib
 import sys
 
-from _environment import environment, result_parser
+from _environment import environment, result_parser, write
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -84,10 +84,7 @@ def main():
         options = ("--size", args.size, "--topology", args.topology)
         cases |= json.loads(compiler.run("programs", case, *options))
         print(table(case, cases[case]), flush=True)
-        if args.json:
-            args.json.write_text(
-                json.dumps({"environment": described, "cases": cases}, indent=1) + "\n"
-            )
+        write(args.json, environment=described, cases=cases)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ is the median over turns of two calls side by side, so that a busy machine slows
 Before anything is timed, losses and gradients are compared.
 """
 
-import json
 import math
 import os
 import pathlib
@@ -23,7 +22,7 @@ import flax.linen as nn  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from _environment import environment, result_parser  # noqa: E402
+from _environment import result_parser, shown_environment, write  # noqa: E402
 
 import jaxfp8  # noqa: E402
 
@@ -216,10 +215,7 @@ def line(row: dict) -> str:
 
 
 def main():
-    parser = result_parser(__doc__)
-    parser.add_argument(
-        "--turns", type=int, default=30, help="timed calls of each candidate"
-    )
+    parser = result_parser(__doc__, turns=30)
     parser.add_argument(
         "--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE"
     )
@@ -227,18 +223,12 @@ def main():
         "--tiny", action="store_true", help="small sizes: does it run at all?"
     )
     args = parser.parse_args()
-    described = environment()
-    for key, value in described.items():
-        print(f"{key}: {value}")
+    described = shown_environment()
     rows = []
     for case in args.only:
         rows.append(measure(case, args.turns, args.tiny))
         print(line(rows[-1]), flush=True)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
-        )
+    write(args.json, environment=described, rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Losses are compared before anything is timed. `--check` fails where a goal is mi
 
 import functools
 import itertools
-import json
 import os
 import re
 import statistics
@@ -26,7 +25,7 @@ import flax.linen as nn  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from _environment import environment, result_parser  # noqa: E402
+from _environment import result_parser, shown_environment, write  # noqa: E402
 from flax import nnx  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
 
@@ -350,10 +349,7 @@ def line(row) -> str:
 
 
 def main():
-    parser = result_parser(__doc__)
-    parser.add_argument(
-        "--turns", type=int, default=200, help="timed calls of each candidate"
-    )
+    parser = result_parser(__doc__, turns=200)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -365,9 +361,7 @@ def main():
         "--check", action="store_true", help="exit with 1 where a goal is missed"
     )
     args = parser.parse_args()
-    described = environment()
-    for key, value in described.items():
-        print(f"{key}: {value}")
+    described = shown_environment()
     rows, missed = [], False
     for case in args.only:
         if case == "lowering":
@@ -382,11 +376,7 @@ def main():
             missed |= bool(row["missed"])
             print(line(row), flush=True)
             rows.append(row)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"environment": described, "rows": rows}, indent=1) + "\n"
-        )
+    write(args.json, environment=described, rows=rows)
     if args.check and missed:
         sys.exit(1)
 

@@ -116,10 +116,7 @@ NNX_INSTANCE = (
 LINEN_INSTANCE = (
     "{}: expected a class or a function that makes a product, got an instance; pass {}="
 )
-SEED = (
-    "optim.quantized: seed: expected an int, got {}; pass a number of your choice, "
-    "such as seed=0"
-)
+SEED = "optim.quantized: seed: expected an int, got {}; pass a Python int"
 EINSUM = nn.Einsum((8, 8), "abi,io->abo")
 FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
 NO_ARRAY = (
@@ -262,8 +259,8 @@ CASES = {
     ),
     "where": (
         lambda: jaxfp8.quantize_params(PARAMS, STATE, RECIPE, where="ker"),
-        "quantize_params: where: no kernel with state matches 'ker' as a whole; "
-        "kernels with state are 'kernel'",
+        "quantize_params: where: no kernel matches 'ker' as a whole; paths are "
+        "'kernel'",
     ),
     "frozen in nn.Dense": (lambda: runs_frozen(model=nn.Dense(8)), FROZEN),
     "frozen in nn.Einsum": (

@@ -81,7 +81,6 @@ CI = {
 # has `make sanitize` for native, and `make train`.
 MINUTES = {
     "aot/test_model.py",
-    "benchmarks/test_broken_runs.py",
     "benchmarks/test_compare.py::test_arms_train",
     "benchmarks/test_compare_fairness.py",
     "benchmarks/test_dry_run.py",

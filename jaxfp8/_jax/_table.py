@@ -1,9 +1,6 @@
-"""Tables of text: cells in aligned columns, the order of their lines, and the names of
-the runs of a layer.
-"""
+"""Tables of text: cells in aligned columns, and the order of their lines."""
 
 import re
-from collections import Counter
 
 
 def aligned(lines, right=None):
@@ -26,6 +23,29 @@ def aligned(lines, right=None):
     )
 
 
+def table(rows, columns, form, right=1):
+    """Return rows as text in aligned columns.
+
+    Args:
+        rows: dicts.
+        columns: the keys of a row to show, which are the head as well.
+        form: how a float is written, such as `".4g"`; None is "-".
+        right: see `aligned`.
+    """
+    lines = [columns]
+    for row in rows:
+        cells = []
+        for column in columns:
+            cell = row[column]
+            if cell is None:
+                cell = "-"
+            elif isinstance(cell, float):
+                cell = f"{cell:{form}}"
+            cells.append(str(cell))
+        lines.append(cells)
+    return aligned(lines, right)
+
+
 def natural(path):
     """Return a sorting key for paths in which `layers_2` is before `layers_10`."""
     return [
@@ -39,28 +59,3 @@ def member(index):
     without a stack.
     """
     return f"[{','.join(map(str, index))}]" if index else ""
-
-
-def labelled_runs(
-    products,
-):
-    """Yield `(label, iteration, run)` for each run of the products of a traced program.
-
-    Args:
-        products: in the order of the program, the layer of each product and its runs in
-            the backward. A backward runs the iterations of a loop in reverse order, so
-            that the last iteration comes first.
-
-    Yields:
-        `label` is the layer, with ` (call 1)` for its second product; `iteration` is
-        `(i,)` in a loop, else `()`.
-    """
-    products_of_layer = Counter(layer for layer, _ in products)
-    calls = Counter()
-    for layer, runs in products:
-        label = layer
-        if products_of_layer[layer] > 1:
-            label += f" (call {calls[layer]})"
-        calls[layer] += 1
-        for i, run in enumerate(reversed(runs)):
-            yield label, (i,) if len(runs) > 1 else (), run

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, nnx
 
-from .._jax import _compat
-from .._jax._table import aligned, labelled_runs, member, natural
+from .._jax._table import natural, table
 from .._jax._trees import split_arrays
 from ..dot import _contexts, _product
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
+from ..recipes import FP8StateWarning
+from ._backward import at_backward, labelled_runs
 
 _TENSORS = ("output", "input_grad", "kernel_grad")
 _COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))
@@ -51,11 +53,10 @@ class Comparison:
     unreached: list[str]
 
     def __str__(self) -> str:
-        lines = [_COLUMNS]
-        for row in self.rows:
-            lines.append([_text(row[column]) for column in _COLUMNS])
-        unreached = (f"not reached by the gradient: {n}" for n in self.unreached)
-        return "\n".join([aligned(lines, right=1), *unreached])
+        text = table(self.rows, _COLUMNS, ".1f")
+        for name in self.unreached:
+            text += f"\nnot reached by the gradient: {name}"
+        return text
 
 
 def compare(
@@ -116,11 +117,12 @@ def compare(
     products = []
     unreached = set(exact.names)
     for i, runs in sorted(exact.runs.items()):
-        products.append((exact.names[i], list(zip(runs, fp8.runs[i], strict=True))))
+        both = []
+        for (batch, tensors), (_, in_model) in zip(runs, fp8.runs[i], strict=True):
+            both.append((batch, (*tensors, *in_model)))
+        products.append((exact.names[i], both))
         unreached.discard(exact.names[i])
-    rows = []
-    for label, iteration, pair in labelled_runs(products):
-        rows += _rows(label, iteration, *pair)
+    rows = [_row(*run) for run in labelled_runs(products)]
     return Comparison(sorted(rows, key=_worst_first), sorted(unreached, key=natural))
 
 
@@ -160,7 +162,9 @@ def _run(fn, arrays, loss, recorder) -> None:
         with _product.replaced_by(recorder):
             return loss(fn(joined(floats)))
 
-    jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
+    # State that the model closes over has no gradient here, and needs none.
+    with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
+        jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
 
 
 def _is_float(leaf) -> bool:
@@ -180,16 +184,15 @@ def _mean_of_squares(output):
 
 
 class _Recorder:
-    """Stands for each product in a run, with a backward that hands the tensors
-    to the host.
+    """Stands for each product in a run, and records its tensors on the host.
 
     Attributes:
         runs_fp8: whether the model runs its products in FP8; else the model runs them
             in float32, and each FP8 product is computed beside them, from the same
             operands.
         names: the names of the layers of all products, in the order of tracing.
-        runs: for each position in `names` that the backward reached, the tensors of
-            each run, the last run first.
+        runs: for each position in `names` that the backward reached, the batch and the
+            tensors of each run, the last run first.
     """
 
     def __init__(self, runs_fp8: bool):
@@ -200,85 +203,46 @@ class _Recorder:
     def __call__(self, product, *operands):
         site = len(self.names)
         self.names.append(_contexts.current_layer() or "product")
-        # `custom_vjp` takes arrays; group sizes and codes among them are integers,
-        # which have no gradient.
-        leaves, tree = jax.tree.flatten(operands)
 
-        def fp8(*leaves):
-            return _product.multiply_fp8(product, *tree.unflatten(leaves))
+        def fp8(*operands):
+            return _product.multiply_fp8(product, *operands)
 
-        def f32(*leaves):
-            return _product.multiply_float32(product, *tree.unflatten(leaves))
+        def f32(*operands):
+            return _product.multiply_float32(product, *operands)
 
-        precisions = (fp8,) if self.runs_fp8 else (f32, fp8)
-        out_dtype = jax.eval_shape(fp8, *leaves).dtype
+        functions = (fp8,) if self.runs_fp8 else (f32, fp8)
+        y = functions[0](*operands).astype(jax.eval_shape(fp8, *operands).dtype)
 
-        @jax.custom_vjp
-        def run(*leaves):
-            return precisions[0](*leaves).astype(out_dtype)
-
-        def backward(leaves, grad):
+        def tensors(operands, grad):
             # Both precisions run on the same operands and the same gradient, so errors
             # of other layers do not count.
-            runs = [_tensors(function, leaves, grad) for function in precisions]
+            return [_tensors(function, operands, grad) for function in functions]
 
-            def record(runs):
-                # Leading dimensions beyond those of the gradient are a batch.
-                runs = jax.tree.map(np.asarray, runs)
-                y = runs[0][0]
-                batch = y.shape[: y.ndim - grad.ndim]
-                self.runs[site].append((batch, runs))
-                return np.zeros(batch, np.float32)
+        def record(batch, runs):
+            self.runs[site].append((batch, runs))
 
-            scalar = jax.ShapeDtypeStruct((), jnp.float32)
-            wide = jax.tree.map(lambda x: x.astype(jnp.float32), runs)
-            # The gradients depend on a zero from the callback, without which XLA would
-            # drop the callback.
-            zero = jax.pure_callback(record, scalar, wide, vmap_method="broadcast_all")
-            # Only x and the kernel have a gradient.
-            cotangents = [*runs[0][1:], *[None] * len(leaves[2:])]
-            return tuple(
-                _cotangent(leaf, ct, zero)
-                for leaf, ct in zip(leaves, cotangents, strict=True)
-            )
-
-        run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)
-        return run(*leaves)
+        return at_backward(y, operands, tensors, record)
 
 
-def _tensors(function, leaves, grad) -> list:
-    """Return the output of a product and the gradients of x and the kernel; None for
-    one without a gradient.
+def _tensors(function, operands, grad) -> list:
+    """Return the output of a product and the gradients of x and the kernel, in f32;
+    None for one without a gradient.
     """
-    floats, joined = split_arrays(leaves, _is_float)
+    floats, joined = split_arrays(operands, _is_float)
     y, pullback = jax.vjp(lambda floats: function(*joined(floats)), floats)
     cotangents = iter(*pullback(grad.astype(y.dtype)))
-    return [y, *(next(cotangents) if _is_float(leaf) else None for leaf in leaves[:2])]
+    grads = [next(cotangents) if _is_float(x) else None for x in operands[:2]]
+    return jax.tree.map(lambda x: x.astype(jnp.float32), [y, *grads])
 
 
-def _cotangent(leaf, ct, zero):
-    """Return `ct` for a leaf, after the host has recorded it; state and codes get
-    zeros.
-    """
-    if _compat.is_max(leaf):  # the reading of a loop over layers
-        return _compat.to_max(jnp.zeros(leaf.shape, jnp.float32), leaf.dtype)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-    return jnp.zeros_like(leaf) if ct is None else ct + zero.astype(ct.dtype)
-
-
-def _rows(layer: str, iteration: tuple[int, ...], exact_run, fp8_run) -> list[dict]:
-    batch, (exact, by_itself) = exact_run
-    _, (in_model,) = fp8_run
-    rows = []
-    for index in np.ndindex(batch):
-        row = {"layer": layer + member(iteration + index)}
-        for prefix, got in (("", by_itself), ("model_", in_model)):
-            for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
-                figure = None if x is None else _sqnr(x[index], x_fp8[index])
-                row[prefix + name] = figure
-        rows.append(row)
-    return rows
+def _row(layer: str, index: tuple[int, ...], tensors) -> dict[str, Any]:
+    exact, by_itself, in_model = tensors
+    row = {"layer": layer}
+    for prefix, got in (("", by_itself), ("model_", in_model)):
+        for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
+            figure = None if x is None else _sqnr(x[index], x_fp8[index])
+            row[prefix + name] = figure
+    return row
 
 
 def _sqnr(exact, got) -> float:
@@ -299,9 +263,3 @@ def _worst_first(row):
     figures = [row[name] for name in _TENSORS if row[name] is not None]
     worst = min(-math.inf if math.isnan(figure) else figure for figure in figures)
     return worst, natural(row["layer"])
-
-
-def _text(cell) -> str:
-    if cell is None:
-        return "-"
-    return f"{cell:.1f}" if isinstance(cell, float) else cell

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from .._jax._table import aligned, labelled_runs, member, natural
+from .._jax._table import natural, table
 from ..dot import FusedInput, _contexts, _product
 from ..recipes import TensorwiseQuantizer, scales_of
+from ._backward import at_backward, labelled_runs
 
 _TENSORS = (
     "input",
@@ -48,11 +49,7 @@ class Counts:
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        lines = [_COLUMNS]
-        for row in self.rows:
-            layer, tensor, *fractions = row.values()
-            lines.append([layer, tensor, *(f"{x:.2%}" for x in fractions)])
-        return aligned(lines, right=2)
+        return table(self.rows, _COLUMNS, ".2%", right=2)
 
 
 def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Counts]:
@@ -90,12 +87,15 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
             "of a loss"
         )
     runs = defaultdict(list)
-    for site, fractions in _runs:
-        runs[site].append(fractions)
+    for site, run in _runs:
+        runs[site].append(run)
     products = [(layer, runs[number, layer]) for number, layer in sorted(runs)]
     rows = []
-    for label, iteration, fractions in labelled_runs(products):
-        rows += _rows(label, iteration, fractions)
+    for layer, index, fractions in labelled_runs(products):
+        for tensor, pair in zip(_TENSORS, fractions[index].tolist(), strict=True):
+            if not np.isnan(pair[0]):
+                row = zip(_COLUMNS, (layer, tensor, *pair), strict=True)
+                rows.append(dict(row))
     rows.sort(
         key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"]))
     )
@@ -105,8 +105,8 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
 # Numbers of products in the order of tracing.
 _numbers = itertools.count()
 # What the products of the running step have counted: the number of a product and the
-# path of its layer, and an array [*batch, 6, 2].
-_runs: list[tuple[tuple[int, str], np.ndarray]] = []
+# path of its layer, and the sizes of its batch with an array [*batch, 6, 2].
+_runs: list[tuple[tuple[int, str], tuple]] = []
 
 
 def _counted(product, x, kernel, bias, state, codes, group_sizes):
@@ -128,29 +128,18 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
         _fractions(product, 1, _values(kernel, kernel_codes), scales),
     ]
 
-    def record(fractions):
-        _runs.append((site, np.asarray(fractions)))
-        return np.zeros(fractions.shape[:-2], np.float32)
-
     # 2. Count the gradient where it arrives, and give the counts to the host.
-    @jax.custom_vjp
-    def watched(y, *residuals):
-        return y
-
-    def backward(residuals, grad):
-        forward, scales, group_sizes = residuals
+    def fractions(operands, grad):
+        forward, scales, group_sizes = operands
         counted = product.in_groups(grad, group_sizes)
         both = *forward, _fractions(product, 2, counted, scales)
-        fractions = jnp.swapaxes(jnp.stack(both), 0, 1).reshape(-1, 2)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
-        # The gradient depends on a zero from the callback, without which XLA would drop
-        # the callback.
-        return jnp.where(zero == 0, grad, jnp.nan), *[None] * len(residuals)
+        return jnp.swapaxes(jnp.stack(both), 0, 1).reshape(-1, 2)
 
-    watched.defvjp(lambda y, *residuals: (y, residuals), backward)
+    def record(batch, fractions):
+        _runs.append((site, (batch, fractions)))
+
     y = _product.multiply_fp8(product, x, kernel, bias, state, codes, group_sizes)
-    return watched(y, forward, scales, group_sizes)
+    return at_backward(y, (forward, scales, group_sizes), fractions, record)
 
 
 def _fractions(product, i, values, scales) -> jax.Array:
@@ -192,14 +181,3 @@ def _values(operand, codes):
     if codes is not None and codes.is_all_of(operand):
         return None
     return jax.lax.stop_gradient(operand)
-
-
-def _rows(layer: str, iteration: tuple[int, ...], fractions) -> list[dict[str, Any]]:
-    rows = []
-    for index in np.ndindex(fractions.shape[:-2]):
-        name = layer + member(iteration + index)
-        for tensor, pair in zip(_TENSORS, fractions[index].tolist(), strict=True):
-            if not np.isnan(pair[0]):
-                values = name, tensor, *pair
-                rows.append(dict(zip(_COLUMNS, values, strict=True)))
-    return rows

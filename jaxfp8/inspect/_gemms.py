@@ -156,7 +156,9 @@ def assert_fp8(
     products = gemms(fn, *args, platform=platform, **kwargs)
     missed = [row for row in products.rows if not row["fp8"]]
     idle = []
-    for pattern in [allow] if isinstance(allow, str) else allow:
+    if isinstance(allow, str):
+        allow = [allow]
+    for pattern in allow:
         missed = [row for row in missed if not _allows(pattern, row)]
         if not any(_allows(pattern, row) for row in products.rows):
             idle.append(pattern)
@@ -170,15 +172,15 @@ def assert_fp8(
         )
     said = f"allow: no product of {name} matches {', '.join(map(repr, idle))}"
     if missed:
-        total, count = (
-            sum(row["times"] for row in rows) for rows in (products.rows, missed)
-        )
-        table = Gemms(missed, products.platform)
-        head = (
+        count = sum(row["times"] for row in missed)
+        total = sum(row["times"] for row in products.rows)
+        message = (
             f"assert_fp8: {count} of {total} matrix products of {name} would not run "
-            f"in FP8 on {table.platform}"
+            f"in FP8 on {products.platform}:\n{Gemms(missed, products.platform)}"
         )
-        raise AssertionError(f"{head}:\n{table}" + (f"\n{said}" if idle else ""))
+        if idle:
+            message += f"\n{said}"
+        raise AssertionError(message)
     if idle:
         _warnings.warn(
             f"assert_fp8: {said}; is the path spelled as in jaxfp8.inspect.gemms?",
@@ -196,7 +198,9 @@ def _allows(pattern: str, row: dict) -> bool:
             return False
         pattern = rest
     module, _, equation = row["layer"].rpartition("/")
-    names = [row["layer"], row["line"], *([module] if "->" in equation else [])]
+    names = [row["layer"], row["line"]]
+    if "->" in equation:
+        names.append(module)
     return any(re.search(pattern, name) for name in names)
 
 

@@ -50,14 +50,12 @@ def devices() -> list[dict[str, Any]]:
     """Return the devices of JAX, a dict for each kind: `platform`, `kind`, `capability`
     (of a GPU) and `count`.
     """
-    kinds = Counter(
-        (d.platform, d.device_kind, ".".join(map(str, _support.capability(d))))
-        for d in jax.devices()
-    )
+    kinds = Counter()
+    for d in jax.devices():
+        capability = ".".join(map(str, _support.capability(d)))
+        kinds[d.platform, d.device_kind, capability] += 1
     names = ("platform", "kind", "capability", "count")
-    return [
-        dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()
-    ]
+    return [dict(zip(names, (*kind, n), strict=True)) for kind, n in kinds.items()]
 
 
 def settings() -> dict[str, str]:
@@ -89,16 +87,12 @@ _FP8_DOT = re.compile(
 )
 
 
-def _example(op: str, index: int = 0) -> tuple[Callable, list]:
+def _example(op: str) -> tuple[Callable, list]:
     """Return a function that calls an op, and the function's arguments."""
-    return _op_calls.call(op, _op_calls.Kind.square(op, _N, index))[:2]
+    return _op_calls.call(op, _op_calls.Kind.square(op, _N))[:2]
 
 
-# `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases
-# call both ops in turn.
-OPS = {op: _example(op) for op in _op_calls.OPS} | {
-    "quantize_blocks": _example("quantize_blocks_transpose", 1)
-}
+OPS = {op: _example(op) for op in _op_calls.OPS}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
@@ -111,11 +105,10 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     rows = []
     for name, (function, arguments) in OPS.items():
         calls, reasons, _ = _lowered(platform, function, arguments)
-        # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`,
-        # which needs half of its results.
-        target = "quantize_blocks_transpose" if name == "quantize_blocks" else name
-        has_call = target in calls
-        why = "" if has_call else "; ".join(reasons) or _why_not(platform, target)
+        has_call = name in calls
+        why = ""
+        if not has_call:
+            why = "; ".join(reasons) or _why_not(platform, name)
         rows.append({"name": name, "custom_call": has_call, "calls": calls, "why": why})
     return rows
 
@@ -176,11 +169,12 @@ def _why_not(platform: str, target: str) -> str:
     """Return why the custom call is not in a program whose lowering gives no warning;
     "" where no reason is known.
     """
-    for library in _ffi.libraries():
-        if library.platform == platform and target in library.ops:
-            return f"the native library: {library.error}" if library.error else ""
-        if library.platform == platform:
-            return f"{NO_KERNEL} {platform}"
+    libraries = {library.platform: library for library in _ffi.libraries()}
     if platform == "tpu":  # XLA compiles the jnp programs
         return f"{NO_KERNEL} {platform}"
-    return f"no native library serves {platform}"
+    if platform not in libraries:
+        return f"no native library serves {platform}"
+    if target not in libraries[platform].ops:
+        return f"{NO_KERNEL} {platform}"
+    error = libraries[platform].error
+    return error and f"the native library: {error}"

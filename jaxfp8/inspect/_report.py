@@ -180,12 +180,12 @@ class _Rows:
         return _rule_text(decided.index, decided.rule)
 
     def unused(self) -> list[str]:
-        return [
-            _rule_text(i, rule)
-            for region in self.regions
-            for i, rule in enumerate(region.rules)
-            if (region, i) not in self.used
-        ]
+        texts = []
+        for region in self.regions:
+            for i, rule in enumerate(region.rules):
+                if (region, i) not in self.used:
+                    texts.append(_rule_text(i, rule))
+        return texts
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
@@ -227,9 +227,9 @@ class _Recorder(_Rows):
         to.
         """
         module = context.module
-        self.regions += [
-            region for region in regions(module.scope) if region not in self.regions
-        ]
+        for region in regions(module.scope):
+            if region not in self.regions:
+                self.regions.append(region)
         result = next_method(*args, **kwargs)
         if is_compared.get():
             return result
@@ -376,9 +376,12 @@ def _rule_text(index: int, rule) -> str:
     """Return the name of a rule in a report: its index, its regex and its
     operations.
     """
-    ops = f" {'/'.join(rule.op_names)}" if rule.op_names else ""
-    layers = f" as {rule.layers.kind}" if rule.layers is not None else ""
-    return f"rule {index} {rule.path!r}{ops}{layers}"
+    text = f"rule {index} {rule.path!r}"
+    if rule.op_names:
+        text += f" {'/'.join(rule.op_names)}"
+    if rule.layers is not None:
+        text += f" as {rule.layers.kind}"
+    return text
 
 
 def _own_product(layer) -> str:
@@ -396,11 +399,10 @@ def _first_matrix(params) -> tuple[int, ...] | None:
     """Return the shape of a module's kernel, or else of its first parameter with two or
     more dimensions; or None.
     """
-    shapes = {
-        name: tuple(value.shape)
-        for name, value in params.items()
-        if len(getattr(value, "shape", ())) > 1
-    }
+    shapes = {}
+    for name, value in params.items():
+        if len(getattr(value, "shape", ())) > 1:
+            shapes[name] = tuple(value.shape)
     return shapes.get("kernel", next(iter(shapes.values()), None))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._jax._table import aligned, member
+from .._jax._table import member, table
 from ..numerics import FP8_DTYPES, fp8_max
 from ..recipes import _below_zero, _state_tree
 from ..train import unstack_state
@@ -15,18 +15,16 @@ from ..train import unstack_state
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
 _COLUMNS = (
-    "name",
+    "quantizer",
     "scale",
-    "newest",
+    "amax",
     "max",
     "min",
     "filled",
     "peak",
     "follows",
-    "steps_since_change",
+    "steps",
 )
-# other heads are the columns' names
-_HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}
 # A table of more rows than a screen holds has a line for each group.
 _SCREEN = 40
 
@@ -74,17 +72,21 @@ class Summary:
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        lines = [[_HEADS.get(key, key) for key in _COLUMNS]]
-        for row in self.rows if len(self.rows) <= _SCREEN else _groups(self.rows):
-            cells = row | {"filled": f"{row['filled']}/{row['length']}"}
-            lines.append([_text(cells[key]) for key in _COLUMNS])
-        table = aligned(lines, right=1)
+        rows = self.rows
+        if len(rows) > _SCREEN:
+            rows = _groups(rows)
+        shown = []
+        for row in rows:
+            heads = {"quantizer": row["name"], "amax": row["newest"]}
+            heads["filled"] = f"{row['filled']}/{row['length']}"
+            shown.append(row | heads | {"steps": row["steps_since_change"]})
+        text = table(shown, _COLUMNS, ".4g")
         below_zero = {
             row["name"]: row["least"] for row in self.rows if row["least"] < 0
         }
         if below_zero:
-            table += f"\n\n{_below_zero.message(below_zero)}{_below_zero.REPAIR}"
-        return table
+            text += f"\n\n{_below_zero.message(below_zero)}{_below_zero.REPAIR}"
+        return text
 
 
 def summary(variables: Any, *, worst: int | None = None) -> Summary:
@@ -152,7 +154,9 @@ def _groups(rows) -> list[dict[str, Any]]:
     worst = []
     for name, group in groups.items():
         row = max(group, key=_badness)
-        worst.append(row | {"name": f"{name} x{len(group)}"} if group[1:] else row)
+        if len(group) > 1:
+            row = row | {"name": f"{name} x{len(group)}"}
+        worst.append(row)
     return worst
 
 
@@ -215,16 +219,8 @@ def _is_scale_of(amax, scale_inv) -> bool:
     """
     if amax == 0:
         return False
-    ratios = [scale_inv * fp8_max(dtype) / amax for dtype in FP8_DTYPES]
-    return any(
-        abs(ratio / 2.0 ** np.round(np.log2(ratio)) - 1) <= _EQUAL for ratio in ratios
-    )
-
-
-def _text(value) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    ratios = scale_inv / amax * np.array(list(map(fp8_max, FP8_DTYPES)))
+    return np.any(np.abs(ratios / 2.0 ** np.round(np.log2(ratios)) - 1) <= _EQUAL)
 
 
 class Arrays(NamedTuple):

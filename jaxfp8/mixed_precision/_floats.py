@@ -93,7 +93,7 @@ def all_finite(tree: Any) -> jax.Array:
     Returns:
         bool[]; True for a tree without floats.
     """
-    return ~jnp.any(_nonfinite(tree))
+    return ~jnp.any(_nonfinite(_gradients(tree)))
 
 
 def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
@@ -162,7 +162,7 @@ def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
     Raises:
         ValueError: `order` names a layer that the tree does not have.
     """
-    return tuple(_ordered(tree, order)[0])
+    return tuple(name for name, _ in _gradients(tree, order))
 
 
 def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
@@ -179,12 +179,12 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
     Raises:
         ValueError: `order` names a layer that the tree does not have.
     """
-    names, positions = _ordered(tree, order)
-    if not names:
+    gradients = _gradients(tree, order)
+    if not gradients:
         return jnp.asarray(np.int32(-1))
     # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell
     # that case apart.
-    bad = _nonfinite(tree)[np.array(positions)]
+    bad = _nonfinite(gradients)
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
 
 
@@ -210,12 +210,12 @@ def first_nonfinite(tree: Any, order: Any = None) -> str | None:
     return names[index] if index >= 0 else None
 
 
-def _nonfinite(tree):
-    """Return bool[n]: for each float leaf that is not state, whether it holds an Inf or
-    NaN on any device.
+def _nonfinite(gradients):
+    """Return bool[n]: for each gradient, whether it holds an Inf or NaN on any
+    device.
     """
     # One flag for each leaf, combined over the devices in one reduction.
-    bad = [~jnp.all(jnp.isfinite(leaf)) for leaf in _gradients(tree)[1]]
+    bad = [~jnp.all(jnp.isfinite(leaf)) for _, leaf in gradients]
     bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
     axes = _differing_axes(bad)
     return lax.pmax(bad.astype(jnp.int32), axes) > 0 if axes else bad
@@ -229,39 +229,32 @@ def _differing_axes(x) -> tuple[str, ...]:
     return tuple(axis for axis in manual if axis in _mesh.varying(x))
 
 
-def _gradients(tree) -> tuple[list[str], list]:
+def _gradients(tree, order=None) -> list[tuple[str, Any]]:
+    """Return the paths and values of the float leaves that are not state, in the order
+    of `leaf_names`.
+    """
     flat = _state_tree.flatten(tree)
-    names = []
     gradients = []
     for i, is_outside in enumerate(jax.tree.leaves(outside_state(tree))):
         if is_outside and is_inexact(flat.leaves[i]):
-            names.append(flat.name(i))
-            gradients.append(flat.leaves[i])
-    return names, gradients
-
-
-def _ordered(tree, order) -> tuple[list[str], list[int]]:
-    """Return the names of gradients in the order of `leaf_names`, and their positions
-    in the tree.
-    """
-    names = _gradients(tree)[0]
-    depths = [-1] * len(names)
+            gradients.append((flat.name(i), flat.leaves[i]))
+    depths = {}
     unknown = []
     for depth, layer in enumerate(order or ()):
         # The parts of a layer are side by side in a path: `Dense_0` in
         # `params/Dense_0/kernel`.
         parts = f"/{layer.strip('/')}/"
-        below = [i for i, name in enumerate(names) if parts in f"/{name}/"]
-        for i in below:
-            depths[i] = depth
+        below = [name for name, _ in gradients if parts in f"/{name}/"]
+        depths |= dict.fromkeys(below, depth)
         if not below:
             unknown.append(layer)
     if unknown:
+        names = [name for name, _ in gradients]
         raise ValueError(
             f"first_nonfinite: order: expected the names of layers in {names}, got "
             f"{unknown}"
         )
     # The layer nearest to the loss comes first; leaves of no layer in `order` come
     # last. Sorting is stable.
-    positions = sorted(range(len(names)), key=depths.__getitem__, reverse=True)
-    return [names[i] for i in positions], positions
+    gradients.sort(key=lambda gradient: depths.get(gradient[0], -1), reverse=True)
+    return gradients

@@ -22,12 +22,11 @@ from ._quantized import (
     QuantizedState,
     block_keys,
     check,
-    check_min_size,
+    checked_seed,
     is_moment,
     leaf_key,
     quantize_state,
     refuse_state,
-    to_seed,
 )
 
 # Leaves of up to this number of elements share a launch.
@@ -99,8 +98,7 @@ def adamw(
             shape than its parameter, or `params` is None; of `update` it may be if
             `weight_decay` is the number 0 and there is no mask.
     """
-    seed = to_seed("optim.adamw", seed)
-    check_min_size("optim.adamw", min_size)
+    seed = checked_seed("optim.adamw", seed, min_size)
     options = {
         "learning_rate": learning_rate,
         "b1": b1,
@@ -134,10 +132,9 @@ def adamw(
         of this step.
         """
         one, t = jnp.float32(1), count.astype(jnp.float32)
-        averages = (x for b in (b1, b2) for x in (b, 1 - b))
-        unbias = (one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2))
-        all_numbers = *averages, *unbias, eps_root, eps, rate, decay, factor
-        return jnp.stack([jnp.asarray(x, jnp.float32) for x in all_numbers])
+        unbias = [one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2)]
+        options = b1, 1 - b1, b2, 1 - b2, *unbias, eps_root, eps, rate, decay, factor
+        return jnp.stack([jnp.asarray(x, jnp.float32) for x in options])
 
     def step(name, grads, state, params):
         """Return the updates, or of `apply` the next parameters, and the next state."""
@@ -173,11 +170,12 @@ def adamw(
             results |= _step_by_op(group, numbers_of, keys)
 
         # 4. Decay and scale what is an update yet.
-        outs, mu, nu = zip(*(results[leaf.number] for leaf in leaves), strict=True)
-        outs = [
-            _decayed(leaf, out, rate, applies)
-            for leaf, out in zip(leaves, outs, strict=True)
-        ]
+        outs, mu, nu = [], [], []
+        for leaf in leaves:
+            out, *moments = results[leaf.number]
+            outs.append(_decayed(leaf, out, rate, applies))
+            mu.append(moments[0])
+            nu.append(moments[1])
         inner = optax.ScaleByAdamState(
             count, treedef.unflatten(mu), treedef.unflatten(nu)
         )
@@ -238,22 +236,22 @@ class _Leaf(NamedTuple):
 
 def _leaves(name, grads, inner, params, decay, mask):
     """Return the leaves of all trees of a step, and the structure of the trees."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(grads)
     mu, nu = treedef.flatten_up_to(inner.mu), treedef.flatten_up_to(inner.nu)
-    count = len(grads)
-    decays, params_of = [decay] * count, [None] * count
+    params_of = [None] * len(flat)
     if params is not None:
         params_of = list(map(jnp.asarray, treedef.flatten_up_to(params)))
+    decays = [decay] * len(flat)
     if mask is not None:
         is_decayed = _masked(mask, treedef.unflatten(params_of))
         decays = [jnp.where(x, decay, 0) for x in is_decayed]
     leaves = []
-    for i, grad in enumerate(grads):
+    for i, (path, grad) in enumerate(flat):
+        grad = jnp.asarray(grad)
         shape = jax.tree.leaves(mu[i])[0].shape  # that of its codes
         if grad.shape != shape:
             raise ValueError(
-                f"optim.adamw: {name}: grads{jax.tree_util.keystr(paths[i])}: expected "
+                f"optim.adamw: {name}: grads{jax.tree_util.keystr(path)}: expected "
                 f"the shape of the parameter, {shape}, got {grad.shape}"
             )
         param = params_of[i]
@@ -290,17 +288,14 @@ def _step_by_op(leaves, numbers, keys):
         numbers: a function of the weight decay; see `ops.AdamLeaf`.
         keys: a function of the leaf; see `ops.AdamLeaf`.
     """
-    arguments = [
-        ops.AdamLeaf(
-            leaf.grad.astype(jnp.float32),
-            leaf.param if leaf.is_written else None,
-            tuple(jax.tree.leaves(leaf.mu)),
-            tuple(jax.tree.leaves(leaf.nu)),
-            keys(leaf),
-            numbers(leaf.decay),
+    arguments = []
+    for leaf in leaves:
+        moments = tuple(jax.tree.leaves(leaf.mu)), tuple(jax.tree.leaves(leaf.nu))
+        param = leaf.param if leaf.is_written else None
+        grad = leaf.grad.astype(jnp.float32)
+        arguments.append(
+            ops.AdamLeaf(grad, param, *moments, keys(leaf), numbers(leaf.decay))
         )
-        for leaf in leaves
-    ]
     axes = [block_axis(leaf.grad.shape) for leaf in leaves]
     results = {}
     stepped = ops.adam_update(arguments, axes)

@@ -128,11 +128,11 @@ def decode(moment):
     Blocks are along the axis on which there are fewer blocks than elements; if there is
     none, all axes do.
     """
-    sizes = zip(moment.data.shape, moment.amax.shape, strict=True)
-    axis = next(
-        (i for i, (elements, blocks) in enumerate(sizes) if elements != blocks), None
-    )
-    axis = block_axis(moment.data.shape) if axis is None else axis
+    axis = block_axis(moment.data.shape)
+    for i, size in enumerate(moment.data.shape):
+        if size != moment.amax.shape[i]:
+            axis = i
+            break
     x = ops.decode_moment(*moment, axis=axis)
     if not isinstance(moment, SquaredMoment):
         return x

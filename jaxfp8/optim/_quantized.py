@@ -114,8 +114,7 @@ def quantized(
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
-    seed = to_seed("optim.quantized", seed)
-    check_min_size("optim.quantized", min_size)
+    seed = checked_seed("optim.quantized", seed, min_size)
 
     def init(params):
         refuse_state("optim.quantized", params)
@@ -165,29 +164,19 @@ def refuse_state(where, params):
         )
 
 
-def to_int(function, name, value, advice):
-    """Return an int; raise a TypeError in the name of `function` if it is none."""
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(
-            f"{function}: {name}: expected an int, got {value!r}; pass {advice}, and "
-            'to optax.inject_hyperparams static_args=("min_size", "seed")'
-        ) from error
-
-
-def check_min_size(function, min_size):
-    """Raise a TypeError in the name of `function` if `min_size` is no int."""
-    advice = "the number of elements from which on a moment is quantized"
-    to_int(function, "min_size", min_size, advice)
-
-
-def to_seed(function, seed):
-    """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it is
-    no int.
+def checked_seed(function, seed, min_size) -> int:
+    """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it, or
+    `min_size`, is no int.
     """
-    advice = "a number of your choice, such as seed=0"
-    return to_int(function, "seed", seed, advice) % 2**32
+    for name, value in (("min_size", min_size), ("seed", seed)):
+        try:
+            number = operator.index(value)
+        except TypeError as error:
+            raise TypeError(
+                f"{function}: {name}: expected an int, got {value!r}; pass a Python "
+                'int, and to optax.inject_hyperparams static_args=("min_size", "seed")'
+            ) from error
+    return number % 2**32
 
 
 def leaf_key(seed, step, leaf):
@@ -303,25 +292,20 @@ def dequantize_state(opt_state: Any) -> Any:
         moments are float32.
     """
 
-    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in
-    # FP8.
-    def dequantize(node):
-        return dequantize_moments(node.inner) if _is_quantized_state(node) else node
-
-    return jax.tree.map(dequantize, opt_state, is_leaf=_is_quantized_state)
-
-
-def _is_quantized_state(node):
-    return isinstance(node, QuantizedState)
-
-
-def dequantize_moments(tree):
-    """Decode the moments in FP8 of a tree."""
+    def is_quantized(node):
+        return isinstance(node, QuantizedState)
 
     def decode_moment(x):
         return decode(x) if is_moment(x) else x
 
-    return jax.tree.map(decode_moment, tree, is_leaf=is_moment)
+    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in
+    # FP8.
+    def dequantize(node):
+        if not is_quantized(node):
+            return node
+        return jax.tree.map(decode_moment, node.inner, is_leaf=is_moment)
+
+    return jax.tree.map(dequantize, opt_state, is_leaf=is_quantized)
 
 
 def map_moments(function, tree, table):
@@ -352,13 +336,12 @@ def check(function, state, table, min_size, inner=None):
     The state in it is of the class `inner`; None is any class.
     """
     kinds = [type(state)]
-    if inner and isinstance(state, QuantizedState):
+    if isinstance(state, QuantizedState):
         kinds.append(type(state.inner))
-    expected = [QuantizedState, inner][: len(kinds)]
+    expected = [QuantizedState, inner or kinds[-1]]
     if kinds != expected:
-        got, right = (
-            " of a ".join(kind.__name__ for kind in each) for each in (kinds, expected)
-        )
+        got = " of a ".join(kind.__name__ for kind in kinds)
+        right = " of a ".join(kind.__name__ for kind in (QuantizedState, inner) if kind)
         raise ValueError(
             f"jaxfp8.{function}: state: expected a {right}, got {got}; restore a "
             "checkpoint into what init returns, and convert a float32 state by "
@@ -367,12 +350,9 @@ def check(function, state, table, min_size, inner=None):
 
     def check_leaf(kind, leaf):
         if is_moment(leaf):
-            is_right = (
-                type(leaf) is kind
-                and leaf.data.dtype == E4M3.dtype
-                and leaf.amax.shape == leaf.exponent.shape
-            )
-            if is_right and leaf.amax.shape == amax_shape(leaf.data.shape):
+            blocks = amax_shape(leaf.data.shape)
+            is_right = type(leaf) is kind and leaf.data.dtype == E4M3.dtype
+            if is_right and leaf.amax.shape == leaf.exponent.shape == blocks:
                 return leaf
         elif not is_large(leaf, min_size):
             return leaf

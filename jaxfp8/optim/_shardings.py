@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax._table import aligned
+from .._jax._table import table
 from ._moments import block_sharding
 from ._quantized import is_moment, leaves
 
@@ -62,14 +62,14 @@ def shardings(opt_state: Any, params: Any) -> Any:
     # 2. Give each leaf the sharding of its parameter; amaxes and exponents get the mesh
     #    axes that divide their shape.
     def sharding(path, leaf):
-        names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
-        owners = (
-            by_path[names[i:]] for i in range(len(names) + 1) if names[i:] in by_path
-        )
-        param_sharding = next(
-            (owner.sharding for owner in owners if owner.shape == shape),
-            NamedSharding(mesh, PartitionSpec()),
-        )
+        names = _names(path)
+        whole = leaf.data if is_moment(leaf) else leaf
+        param_sharding = NamedSharding(mesh, PartitionSpec())
+        # The longest path that a parameter has comes last, and wins.
+        for i in reversed(range(len(names) + 1)):
+            owner = by_path.get(names[i:])
+            if owner is not None and owner.shape == whole.shape:
+                param_sharding = owner.sharding
         if not is_moment(leaf):
             return param_sharding
         blocks_sharding = block_sharding(param_sharding, leaf.amax.shape)
@@ -101,12 +101,9 @@ class Memory:
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        lines = [("kind", "leaves", "elements", "bytes", "bytes per parameter")]
-        lines += [
-            (*map(str, list(row.values())[:-1]), f"{row['bytes_per_parameter']:.3f}")
-            for row in self.rows
-        ]
-        return aligned(lines, right=1)
+        head = "bytes per parameter"
+        rows = [row | {head: row["bytes_per_parameter"]} for row in self.rows]
+        return table(rows, ("kind", "leaves", "elements", "bytes", head), ".3f")
 
 
 def memory(opt_state: Any, params: Any) -> Memory:
@@ -146,12 +143,11 @@ def memory(opt_state: Any, params: Any) -> Memory:
 
 
 def _row(kind, parameters, group):
-    arrays = jax.tree.leaves(group)
-    codes = [leaf.data if is_moment(leaf) else leaf for leaf in group]
-    elements = sum(math.prod(np.shape(x)) for x in codes)
-    size = sum(
-        math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize for x in arrays
-    )
+    elements = size = 0
+    for leaf in group:
+        elements += math.prod(np.shape(leaf.data if is_moment(leaf) else leaf))
+        for x in jax.tree.leaves(leaf):
+            size += math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize
     return {
         "kind": kind,
         "leaves": len(group),

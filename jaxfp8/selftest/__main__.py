@@ -1,5 +1,5 @@
-"""Check every op on this machine against the reference, and measure it; write a file to
-attach to a bug report.
+"""Check every op on this machine against the reference; write a file to attach to a bug
+report.
 
 Every check runs in a process that may crash. Where an op fails, the command prints the
 value of JAXFP8_DISABLE that switches it off. Nothing is kept for later programs.
@@ -11,23 +11,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 from .._jax import _files
 from .._jax._table import aligned
 from ..inspect import _op_calls
 from ..ops import _support
-from . import _checks, _workers
+from . import _workers
 
-_COLUMNS = (
-    "op",
-    "runs",
-    "values",
-    "in a graph",
-    "us",
-    "GB/s",
-    "TFLOP/s",
-    "of copy or bf16",
-)
+_COLUMNS = ("op", "runs", "values", "in a graph")
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -42,7 +34,6 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--only", metavar="OP,OP", help=f"of {', '.join(_op_calls.OPS)} (default: all)"
     )
-    parser.add_argument("--no-speed", action="store_true", help="no times")
     parser.add_argument(
         "--timeout",
         type=int,
@@ -76,49 +67,35 @@ def environment() -> dict:
 
 def machine(about: dict) -> dict:
     """Return the row of the check "machine", with its devices and versions."""
-
-    def part(name, text):
-        section = about.get(name, {})
-        return section["error"] if "error" in section else text(section)
-
-    devices = part(
-        "devices",
-        lambda rows: ", ".join(f"{row['count']} x {row['kind']}" for row in rows),
-    )
-    versions = part(
-        "versions",
-        lambda row: ", ".join(f"{name} {row.get(name)}" for name in ("jaxfp8", "jax")),
-    )
-    is_broken = "error" in about or "error" in about.get("devices", {})
-    detail = about.get("error") or f"{devices}; {versions}"
+    devices = about.get("devices", [])
+    versions = about.get("versions", {})
+    error = about.get("error")
+    if "error" in devices:
+        error = devices["error"]
+    kinds = error or ", ".join(f"{row['count']} x {row['kind']}" for row in devices)
+    packages = f"jaxfp8 {versions.get('jaxfp8')}, jax {versions.get('jax')}"
     return {
         "check": "machine",
-        "status": "failed" if is_broken else "passed",
-        "detail": detail,
+        "status": "failed" if error else "passed",
+        "detail": f"{kinds}; {packages}",
     }
 
 
-def checks(ops: list[str], platform: str | None) -> tuple[list[list[str]], list[str]]:
-    """Return the jobs that may run side by side, and the checks that must run alone.
+def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
+    """Return the checks, divided among processes that may run side by side.
 
     On a GPU each check has a process of its own, so that its launch is the first in the
     process. A TPU serves one process at a time.
     """
-    on_gpu = platform == "cuda"
-    names = [
-        "library",
-        "training",
-        *[f"graph:{op}" for op in ops if on_gpu],
-        *[f"values:{op}" for op in ops],
-    ]
+    names = ["library", "training", *[f"values:{op}" for op in ops]]
+    if platform == "cuda":
+        names[2:2] = [f"graph:{op}" for op in ops]
+        return [[name] for name in names]
+    if platform == "tpu":
+        return [names]
     # On a CPU two processes share the checks; a process that dies fails one check only
     # (`_workers.finish`).
-    jobs = [names[::2], names[1::2]]
-    if platform == "tpu":
-        jobs = [names]
-    if on_gpu:
-        jobs = [[name] for name in names]
-    return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
+    return [names[::2], names[1::2]]
 
 
 def table(rows: list[dict]) -> str:
@@ -126,58 +103,30 @@ def table(rows: list[dict]) -> str:
     machine and the failures.
     """
     by_name = {row["check"]: row for row in rows}
-
-    def status(name):
-        return by_name.get(name, {}).get("status", "-").replace("failed", "FAILED")
-
-    def figures(op):
-        row = by_name.get(f"speed:{op}", {})
-        # A product is compared with a product in bfloat16, every other op with the copy
-        # of an array.
-        key, bound = "gb_per_s", "copy"
-        if "tflops" in row:
-            key, bound = "tflops", "bf16 product"
-        best = by_name.get(f"speed:{bound}", {}).get(key)
-        cells = [
-            f"{row[name]:.4g}" if name in row else "-"
-            for name in ("us", "gb_per_s", "tflops")
-        ]
-        return [*cells, f"{row[key] / best:.0%}" if best and key in row else "-"]
-
     lines = [_COLUMNS]
-    for op in (*_checks.BASELINES, *_op_calls.OPS):
-        if not any(name.endswith(f":{op}") for name in by_name):
-            continue
-        calls = by_name.get(f"values:{op}", {}).get("custom_calls")
-        runs = "custom call" if calls else "jnp"
-        if calls is None:
-            runs = "-"
-        checked = status(f"values:{op}"), status(f"graph:{op}")
-        lines.append((op, runs, *checked, *figures(op)))
-    # A check without an op in its name checks the machine.
-    machine_rows = [
-        f"{name}: {row['status']}, {row['detail']}"
-        for name, row in by_name.items()
-        if ":" not in name
-    ]
-    whys = [
-        f"{row['check'].partition(':')[2]} runs in jnp: {row['why']}"
-        for row in rows
-        if row.get("why")
-    ]
-    failed = [
-        f"FAILED {row['check']}: {row['detail']}"
-        for row in rows
-        if row["status"] == "failed"
-    ]
-    return "\n".join([aligned(lines, right=4), *machine_rows, *whys, *failed])
+    after = []
+    for op in ops_in(by_name):
+        values = by_name.get(f"values:{op}", {})
+        graph = by_name.get(f"graph:{op}", {})
+        runs = "-"
+        if "custom_calls" in values:
+            runs = "custom call" if values["custom_calls"] else "jnp"
+        lines.append((op, runs, values.get("status", "-"), graph.get("status", "-")))
+        if values.get("why"):
+            after.append(f"{op} runs in jnp: {values['why']}")
+    for name, row in by_name.items():
+        # A check without an op in its name checks the machine.
+        if ":" not in name:
+            after.append(f"{name}: {row['status']}, {row['detail']}")
+        elif row["status"] == "failed":
+            after.append(f"FAILED {name}: {row['detail']}")
+    return "\n".join([aligned(lines), *after])
 
 
-def ops_in(checks: list[str]) -> list[str]:
+def ops_in(checks: Iterable[str]) -> list[str]:
     """Return the ops that checks such as "values:amax" are about."""
-    return [
-        op for op in _op_calls.OPS if any(name.endswith(f":{op}") for name in checks)
-    ]
+    named = {name.partition(":")[2] for name in checks}
+    return [op for op in _op_calls.OPS if op in named]
 
 
 def remedy(rows: list[dict]) -> str:
@@ -185,17 +134,14 @@ def remedy(rows: list[dict]) -> str:
     "" where it would not help.
     """
     failed = [row["check"] for row in rows if row["status"] == "failed"]
+    bad = ops_in(failed)
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
-    if "machine" in failed or "library" in failed:
+    if not bad or "machine" in failed or "library" in failed:
         return ""
-    # On a device that others keep busy every time is too long.
-    if any(f"speed:{name}" in failed for name in _checks.BASELINES):
-        failed = [check for check in failed if not check.startswith("speed:")]
-    bad = ops_in(failed)
     off = os.environ.get(_support.VARIABLE, "").split(",")
     names = dict.fromkeys(filter(None, [*off, *bad]))
-    return f"{_support.VARIABLE}={','.join(names)}" if bad else ""
+    return f"{_support.VARIABLE}={','.join(names)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,14 +152,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     start = time.perf_counter()
     about = environment()
-    parallel, serial = checks(args.only, about.get("platform"))
-    rows = [machine(about)]
-    rows += _workers.finish(
-        parallel, args.timeout, args.quick, min(12, os.cpu_count() or 1)
-    )
-    # Times are taken one after the other, when nothing else runs.
-    if not args.no_speed:
-        rows += _workers.finish([serial], args.timeout, args.quick, 1)
+    side_by_side = jobs(args.only, about.get("platform"))
+    rows = _workers.finish(side_by_side, args.timeout, args.quick)
+    rows.insert(0, machine(about))
     passed = all(row["status"] == "passed" for row in rows)
     seconds = time.perf_counter() - start
     report = {

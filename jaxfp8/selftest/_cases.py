@@ -1,8 +1,5 @@
-"""The cases of ops, at several shapes, dtypes and formats, and comparisons of results:
-each has a control.
-
-A control is a wrong answer that is made from a right answer. A comparison that does not
-refuse its control proves nothing.
+"""The cases of ops, at several shapes, dtypes and formats, and comparisons of their
+results: functions `(results, expected) -> clause`, or None where the results are right.
 """
 
 import itertools
@@ -40,22 +37,6 @@ _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 _SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-25, "float32": 2.0**-126}
 
 
-class Comparison(NamedTuple):
-    """One way to compare.
-
-    Attributes:
-        problem: `(results, expected) -> clause`, or None where the results are right;
-            both are lists of numpy arrays.
-        control: `results -> wrong results`, or None where no result can be wrong, as in
-            an empty array.
-        has_reference: whether `problem` reads `expected`.
-    """
-
-    problem: Callable[[list, list | None], str | None]
-    control: Callable[[list], list | None]
-    has_reference: bool = True
-
-
 def _bits(x):
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
 
@@ -68,7 +49,8 @@ def _first(good, got, expected) -> str:
     )
 
 
-def _bit_problem(results, expected):
+def bit_problem(results, expected):
+    """Compare arrays to the bit."""
     for i, (got, right) in enumerate(zip(results, expected, strict=True)):
         if (got.shape, got.dtype) != (right.shape, right.dtype):
             return (
@@ -81,42 +63,18 @@ def _bit_problem(results, expected):
     return None
 
 
-def _changed(results, change):
-    """Apply `change(bits, middle)` to the unsigned view of the largest result."""
-    copies = [np.array(x) for x in results]
-    largest = max(copies, key=np.size)
-    if not largest.size:
-        return None
-    change(largest.reshape(-1).view(f"u{largest.dtype.itemsize}"), largest.size // 2)
-    return copies
-
-
-def _flip_a_bit(bits, middle):
-    bits[middle] ^= 1
-
-
-BITS = Comparison(_bit_problem, lambda results: _changed(results, _flip_a_bit))
-
-
-def _number_problem(results, expected):
+def number_problem(results, expected):
+    """Compare numbers that are wider than codes: any NaN is right where one is
+    expected.
+    """
     # XLA's compilers for CPUs and GPUs make different NaNs of the same code, signaling
     # ones too.
     with np.errstate(invalid="ignore"):
-        both = (
-            [np.where(np.isnan(x), x.dtype.type(np.nan), x) for x in xs]
-            for xs in (results, expected)
+        results, expected = jax.tree.map(
+            lambda x: np.where(np.isnan(x), x.dtype.type(np.nan), x),
+            (results, expected),
         )
-        return _bit_problem(*both)
-
-
-def _flip_all_last_bits(bits, middle):
-    bits ^= 1
-
-
-# For numbers that are wider than codes: any NaN is right where a NaN is expected.
-NUMBERS = Comparison(
-    _number_problem, lambda results: _changed(results, _flip_all_last_bits)
-)
+        return bit_problem(results, expected)
 
 
 def _same(got, right):
@@ -124,6 +82,7 @@ def _same(got, right):
 
 
 def _step_problem(results, expected):
+    """Compare the results of `adam_update`."""
     # Two updates or parameters, then two moments of each. A GPU's jnp divides and takes
     # roots with errors of 2 ulp, of a number below 4 where a parameter's sum cancels.
     # Moments are sums of products, which all platforms round alike.
@@ -133,14 +92,7 @@ def _step_problem(results, expected):
             good = near | _same(got, right)
         if not good.all():
             return f"result {i}: {_first(good, got, right)}"
-    return _bit_problem(results[2:], expected[2:])
-
-
-def _flip_a_high_bit(bits, middle):
-    bits[middle] ^= 1 << (8 * bits.dtype.itemsize - 4)
-
-
-STEP = Comparison(_step_problem, lambda results: _changed(results, _flip_a_high_bit))
+    return bit_problem(results[2:], expected[2:])
 
 
 def _order(codes):
@@ -150,6 +102,12 @@ def _order(codes):
 
 
 def _code_problem(results, expected):
+    """Compare the codes of ops that compute the values they quantize, so that last bits
+    decide between neighbouring codes.
+
+    n additions are off by n units of 2**-24, for rows of 4096 by 2**-12. A code spans
+    2**-4 of its value, so 2**-7 of codes may differ.
+    """
     (data, data_t, amax), (right, right_t, right_amax) = results, expected
     # Rounding may give a neighbour of a number. It never turns a number into a NaN, or
     # a NaN into another code.
@@ -165,30 +123,23 @@ def _code_problem(results, expected):
     # The other layout must have the same codes, rows last. With a gated activation gate
     # and up are both columns, so the reference tells which dimension is the rows.
     for dim in range(data.ndim - 1):
-        if _bit_problem([np.moveaxis(right, dim, -1)], [right_t]) is None:
+        if bit_problem([np.moveaxis(right, dim, -1)], [right_t]) is None:
             break
-    if problem := _bit_problem([data_t], [np.moveaxis(data, dim, -1)]):
+    if problem := bit_problem([data_t], [np.moveaxis(data, dim, -1)]):
         return f"transposed codes: {problem}"
     with np.errstate(invalid="ignore"):
         good = (amax == right_amax) | (np.abs(amax - right_amax) <= _AMAX * right_amax)
     return None if good.all() else f"amax: {amax}, expected {right_amax}"
 
 
-def _move_by_two_codes(bits, middle):
-    # Near the largest code, two codes up would be an infinity or a NaN, so there the
-    # change goes down.
-    code = int(bits[middle])
-    bits[middle] = code + 2 if code & 0x7F < 0x70 else code - 2
+_PROBLEMS = dict.fromkeys(COMPUTED, _code_problem) | {
+    "adam_update": _step_problem,
+    "dequantize": number_problem,
+}
 
 
-# For ops that compute the values they quantize, so that last bits decide between
-# neighbouring codes: n additions are off by n units of 2**-24, for rows of 4096 by
-# 2**-12. A code spans 2**-4 of its value, so 2**-7 of codes may differ.
-CODES = Comparison(_code_problem, lambda results: _changed(results, _move_by_two_codes))
-
-
-def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
-    """Return the Comparison with the exact product, whose bound is derived here.
+def product_problem(got, pieces, added, tensor_cores: bool) -> str | None:
+    """Compare a product with the exact one; the bound is derived here.
 
     A tensor core aligns the products of a step and the sum so far to the largest of
     these 17 numbers, and cuts each of them, and the new sum, after 13 bits: a step may
@@ -198,87 +149,80 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
     rounded once more.
 
     Args:
+        got: the result.
         pieces: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled; the result
             stacks their products by rows.
         added: `[..., 1 or m, n]` arrays in float64, which are added to the product.
-        out_dtype: the dtype of the result.
         tensor_cores: whether tensor cores multiply.
     """
-    out_dtype = np.dtype(out_dtype).name
     with np.errstate(invalid="ignore", over="ignore"):
-        # 1. Compute the exact product, the error that its sum may have, and the terms
-        #    of its last step.
+        # 1. Compute the exact product, and the error that its sum may have.
         parts = zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
-        exact, bound, last = (np.concatenate(part, axis=-2) for part in parts)
+        exact, bound = (np.concatenate(part, axis=-2) for part in parts)
         # 2. Add the errors of rounding scales and added terms in f32, and the result to
-        #    its dtype. `_SMALLEST` covers
-        # subnormal results; 1 + 2**-10 covers products of these errors.
+        #    its dtype. `_SMALLEST` covers subnormal results; 1 + 2**-10 covers products
+        #    of these errors.
         bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
         exact = sum(added, exact)
-        bound += _ROUNDING[out_dtype] * (np.abs(exact) + bound)
-        bound = (1 + 2.0**-10) * bound + _SMALLEST[out_dtype]
-
-    def problem(results, expected):
-        got = results[0].astype(np.float64)
-        if (got.shape, results[0].dtype.name) != (exact.shape, out_dtype):
-            return f"{results[0].dtype}{got.shape}, expected {out_dtype}{exact.shape}"
-        with np.errstate(invalid="ignore"):
-            good = (np.abs(got - exact) <= bound) | _same(got, exact)
-        return None if good.all() else _first(good, got, exact)
-
-    def without_a_step(results):
-        """Leave the last step's terms out of the element in which they are largest
-        beside the bound.
-        """
-        if not np.any(last):
-            return None
-        beside_bound = np.nan_to_num(np.abs(last) / bound)
-        place = np.unravel_index(np.argmax(beside_bound), exact.shape)
-        wrong = np.array(results[0])
-        wrong[place] = exact[place] - last[place]
-        return [wrong]
-
-    return Comparison(problem, without_a_step, has_reference=False)
+        bound += _ROUNDING[got.dtype.name] * (np.abs(exact) + bound)
+        bound = (1 + 2.0**-10) * bound + _SMALLEST[got.dtype.name]
+        if got.shape != exact.shape:
+            return f"{got.shape}, expected {exact.shape}"
+        got = got.astype(np.float64)
+        good = (np.abs(got - exact) <= bound) | _same(got, exact)
+    return None if good.all() else _first(good, got, exact)
 
 
 def _piece(a, b, tensor_cores):
-    """Return the exact product, the error that the sum may have, and the terms that the
-    last step adds.
-    """
+    """Return the exact product, and the error that the sum may have."""
     k = a.shape[-1]
     b = np.swapaxes(b, -1, -2)
-    steps = [
-        a[..., i : i + _STEP] @ b[..., i : i + _STEP, :]
-        for i in range(0, max(k, 1), _STEP)
-    ]
+    if not tensor_cores:
+        return a @ b, k * 2.0**-24 * (np.abs(a) @ np.abs(b))
+    steps = []
+    for i in range(0, max(k, 1), _STEP):
+        steps.append(a[..., i : i + _STEP] @ b[..., i : i + _STEP, :])
     # However a kernel cuts k, its sum so far is the difference of two of these sums.
     sums = np.cumsum(steps, axis=0)
-    a, b = np.abs(a), np.abs(b)
-    if not tensor_cores:
-        return sums[-1], k * 2.0**-24 * (a @ b), steps[-1]
     # The largest number that a step aligns to: a product of two elements, or a sum so
     # far.
+    a, b = np.abs(a), np.abs(b)
     largest = a.max(-1, keepdims=True, initial=0) * b.max(-2, keepdims=True, initial=0)
     largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
     growth = len(steps) * (_STEP + 2) * 2.0**-13
-    return sums[-1], growth / (1 - growth) * largest, steps[-1]
+    return sums[-1], growth / (1 - growth) * largest
 
 
 class Case(NamedTuple):
     """A call of an op.
 
     Attributes:
+        op: the name of the op.
         name: the name of the case, for people.
         function: the function to call.
         arguments: its arguments, numpy arrays, for all groups.
-        comparison: a function of whether tensor cores multiply, which returns the
-            Comparison.
+        terms: of a product the function of the arguments that gives the exact product,
+            see `call`; else None.
     """
 
+    op: str
     name: str
     function: Callable
     arguments: tuple
-    comparison: Callable[[bool], Comparison]
+    terms: Callable | None
+
+    def problem(self, results: list, expected: list, tensor_cores: bool) -> str | None:
+        """Return what is wrong in the results of the case; None where they are right.
+
+        Args:
+            results: numpy arrays.
+            expected: those of the reference; of a product nothing is read.
+            tensor_cores: whether tensor cores multiply.
+        """
+        if self.terms:
+            terms = self.terms(*self.arguments)
+            return product_problem(results[0], *terms, tensor_cores)
+        return _PROBLEMS.get(self.op, bit_problem)(results, expected)
 
     def on_tpu(self) -> "Case":
         """Return the case with arguments that a TPU reads as they are."""
@@ -308,20 +252,9 @@ def case(op: str, kind: Kind) -> Case:
     if groups:
         function = jax.vmap(function)
         arguments = map(np.stack, zip(*(parts[1] for parts in calls), strict=True))
-    arguments = tuple(arguments)
-
-    def comparison(tensor_cores):
-        if terms:
-            return product(*terms[0](*arguments), kind.dtype, tensor_cores)
-        if op == "adam_update":
-            return STEP
-        if op == "dequantize":
-            return NUMBERS
-        return CODES if op in COMPUTED else BITS
-
     shape = ",".join(map(str, kind.shape))
     name = f"{kind.dtype.name}[{shape}] {kind.form}, {kind.index}"
-    return Case(name, function, arguments, comparison)
+    return Case(op, name, function, tuple(arguments), *(terms or [None]))
 
 
 def on_tpu(x: np.ndarray) -> np.ndarray:

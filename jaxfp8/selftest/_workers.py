@@ -52,14 +52,12 @@ def _run(name, quick):
         }, True
 
 
-def finish(
-    jobs: list[list[str]], limit: int, quick: bool, at_once: int
-) -> list[dict[str, Any]]:
+def finish(jobs: list[list[str]], limit: int, quick: bool) -> list[dict[str, Any]]:
     """Return a row for every check of `jobs`; the checks of one job run in one process
     for as long as it lives.
     """
     options = ["--timeout", str(limit), *["--quick"] * quick]
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
         rows = pool.map(lambda names: _finish(names, limit, options), jobs)
         return list(itertools.chain.from_iterable(rows))
 

@@ -84,63 +84,29 @@ def quantize_params(
             f"for each block, got {recipe!r}"
         )
     # 1. Find the kernels, and the state of each.
-    if state is None:
-        states = _kernels_by_name(tree, where)
+    if state is not None:
+        states = _states_of_kernels(tree, state, quantizer, recipe)
+    elif where is not None:
+        states = dict.fromkeys(range(len(tree.leaves)))
     else:
-        states = _kernels_with_state(tree, state, quantizer, recipe, where)
-    # 2. Quantize them; other parameters stay.
-    for i, old in states.items():
-        states[i] = _quantized(quantizer, tree.leaves[i], old, reduce)
-    return tree.replace(states)
-
-
-def _kernels_by_name(tree, where) -> dict[int, None]:
-    """Return the positions of the leaves that match `where`, each without a state."""
-    if where is None:
         raise ValueError(
             "quantize_params: where: without a state nothing says which parameters "
             "are kernels; pass a regex of their paths, for example "
             'where=".*/kernel"'
         )
-    positions = range(len(tree.leaves))
-    kernels = [i for i in positions if re.fullmatch(where, tree.name(i))]
-    if not kernels:
-        raise ValueError(
-            f"quantize_params: where: no path in params matches {where!r}; paths are "
-            f"such as {tree.name(0)!r}"
-        )
-    return dict.fromkeys(kernels)
-
-
-def _kernels_with_state(
-    tree, state, quantizer, recipe, where
-) -> dict[int, QuantizerState]:
-    """Return the positions of the kernels that have state, and match `where` if that
-    is not None, with their states.
-    """
-    if not isinstance(quantizer.init(), QuantizerState):
-        raise ValueError(
-            "quantize_params: recipe: expected DelayedScaling beside a state, got "
-            f"{recipe!r}, which keeps none; pass state=None and where=, a regex of "
-            "the paths of kernels"
-        )
-    states = dict(_states_of_kernels(tree, state, quantizer))
+    names = {i: tree.name(i) for i in states}
+    if where is not None:
+        matching = [i for i, name in names.items() if re.fullmatch(where, name)]
+        states = {i: states[i] for i in matching}
     if not states:
         raise ValueError(
-            "quantize_params: state: expected the state of kernels in params, found "
-            "no state of a kernel; pass the `_overwrite_with_gradient` collection, or "
-            "a tree of DotGeneralState with the structure of params"
+            f"quantize_params: where: no kernel matches {where!r} as a whole; paths "
+            f"are {some(list(names.values()))}"
         )
-    if where is None:
-        return states
-    names = {i: tree.name(i) for i in states}
-    matching = {i: x for i, x in states.items() if re.fullmatch(where, names[i])}
-    if not matching:
-        raise ValueError(
-            f"quantize_params: where: no kernel with state matches {where!r} as a "
-            f"whole; kernels with state are {some(list(names.values()))}"
-        )
-    return matching
+    # 2. Quantize them; other parameters stay.
+    for i, old in states.items():
+        states[i] = _quantized(quantizer, tree.leaves[i], old, reduce)
+    return tree.replace(states)
 
 
 def _quantized(quantizer, kernel, state, reduce):
@@ -159,19 +125,33 @@ def _quantized(quantizer, kernel, state, reduce):
     return dataclasses.replace(q, source=kernel)
 
 
-def _states_of_kernels(tree, state, quantizer):
-    """Yield the position of each kernel in the tree that has state, and its
-    QuantizerState.
-    """
+def _states_of_kernels(
+    tree, state, quantizer, recipe
+) -> dict[int, QuantizerState | None]:
+    """Return the state of each kernel in the tree that has one, by position."""
+    if not isinstance(quantizer.init(), QuantizerState):
+        raise ValueError(
+            "quantize_params: recipe: expected DelayedScaling beside a state, got "
+            f"{recipe!r}, which keeps none; pass state=None and where=, a regex of "
+            "the paths of kernels"
+        )
     states = _state_tree.flatten(state)
     positions = {path: i for i, path in enumerate(tree.paths)}
+    kernels = {}
     for pair in states.quantizers:
         for path in _kernel_paths(states.paths[pair.amax_history]):
             if path in positions:
                 old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
                 quantizer.check_state(f"quantize_params: state: {pair.name}", old)
-                yield positions[path], old
+                kernels[positions[path]] = old
                 break
+    if not kernels:
+        raise ValueError(
+            "quantize_params: state: expected the state of kernels in params, found "
+            "no state of a kernel; pass the `_overwrite_with_gradient` collection, or "
+            "a tree of DotGeneralState with the structure of params"
+        )
+    return kernels
 
 
 def _kernel_paths(history_path) -> list[tuple]:

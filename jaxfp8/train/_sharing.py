@@ -119,29 +119,24 @@ def value_and_grad(
         TypeError: when called, `loss_fn` computes with FP8 state outside of products.
     """
 
-    def positions(args):
-        numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-        return {number % len(args) for number in numbers}
-
-    @functools.wraps(loss_fn)
-    def loss_with_shared_state(*args, **kwargs):
-        casts = positions(args)
-        args = [max_grad(arg) if i in casts else arg for i, arg in enumerate(args)]
-        return without_max(loss_fn(*args, **kwargs))
-
-    differentiated = jax.value_and_grad(
-        loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int
-    )
-    # JAX takes gradients by the dtype of cast state where it takes them by integers.
-    of_cast_state = jax.value_and_grad(
-        loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=True
-    )
-
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
+        numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+        positions = {number % len(args) for number in numbers}
+
+        @functools.wraps(loss_fn)
+        def loss_with_shared_state(*args, **kwargs):
+            args = [max_grad(x) if i in positions else x for i, x in enumerate(args)]
+            return without_max(loss_fn(*args, **kwargs))
+
         with named_errors("value_and_grad"):
-            is_cast = _compat.holds_max([args[i] for i in positions(args)])
-            return (of_cast_state if is_cast else differentiated)(*args, **kwargs)
+            # JAX takes gradients by the dtype of cast state where it takes them by
+            # integers.
+            is_cast = _compat.holds_max([args[i] for i in positions])
+            differentiated = jax.value_and_grad(
+                loss_with_shared_state, argnums, has_aux, allow_int=allow_int or is_cast
+            )
+            return differentiated(*args, **kwargs)
 
     return value_and_gradients
 
@@ -211,16 +206,13 @@ def _is_of_equinox(error) -> bool:
     """
     # A `jit` takes the frames of libraries off the traceback; JAX gives the line of the
     # operation as the cause.
-    last_frames = (
-        list(traceback.walk_tb(e.__traceback__))[-1:]
-        for e in (error, error.__cause__)
-        if e is not None
-    )
-    files = (
-        pathlib.Path(frame.f_code.co_filename)
-        for [(frame, _)] in filter(None, last_frames)
-    )
-    return any(not {"equinox", "diffrax"}.isdisjoint(file.parts) for file in files)
+    for each in (error, error.__cause__):
+        frames = traceback.extract_tb(each.__traceback__) if each else []
+        for frame in frames[-1:]:
+            folders = pathlib.Path(frame.filename).parts
+            if "equinox" in folders or "diffrax" in folders:
+                return True
+    return False
 
 
 def grad(
@@ -261,15 +253,16 @@ def fork(state: Any) -> Any:
     Returns:
         `(state, state)`.
     """
-    leaves, tree = jax.tree.flatten(state)
-    first, second = [], []
-    for leaf in leaves:
-        pair = leaf, leaf
-        if not _compat.is_max(leaf):
-            pair = _fork(shared(leaf).astype(leaf.dtype))
-        first.append(pair[0])
-        second.append(pair[1])
-    return tree.unflatten(first), tree.unflatten(second)
+
+    def handles(leaf):
+        if _compat.is_max(leaf):
+            return leaf, leaf
+        return _fork(shared(leaf).astype(leaf.dtype))
+
+    pairs = jax.tree.map(handles, state)
+    return jax.tree.transpose(
+        jax.tree.structure(state), jax.tree.structure((0, 0)), pairs
+    )
 
 
 @jax.custom_vjp

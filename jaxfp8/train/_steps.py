@@ -179,11 +179,9 @@ def _all(kind, tree) -> list:
 
 
 def _any_differs(field, kind, before, after):
-    was, now = (
-        jnp.array([getattr(state, field) for state in _all(kind, tree)])
-        for tree in (before, after)
-    )
-    return jnp.any(was != now)
+    was = [getattr(state, field) for state in _all(kind, before)]
+    now = [getattr(state, field) for state in _all(kind, after)]
+    return jnp.any(jnp.array(was) != jnp.array(now))
 
 
 def _where(condition, old, tree):

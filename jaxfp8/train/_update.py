@@ -209,13 +209,14 @@ def _next_quantizers(quantizers):
     recorded = jnp.moveaxis(recorded, 0, -2)
     # 3. Write the histories and scales, as those of products that one call takes.
     pairs = list(zip(*columns[:2], strict=True))
-    calls = [
-        slice(start, start + ops.MAX_QUANTIZERS)
-        for start in range(0, len(pairs), ops.MAX_QUANTIZERS)
-    ]
-    rows = [recorded[..., call, :] for call in calls]
-    rows = [row.reshape(*row.shape[:-2], -1) for row in rows]
-    written = ops.write_histories([pairs[call] for call in calls], rows)
+    calls = []
+    rows = []
+    for start in range(0, len(pairs), ops.MAX_QUANTIZERS):
+        call = slice(start, start + ops.MAX_QUANTIZERS)
+        row = recorded[..., call, :]
+        calls.append(pairs[call])
+        rows.append(row.reshape(*row.shape[:-2], -1))
+    written = ops.write_histories(calls, rows)
     histories, scales = zip(*itertools.chain.from_iterable(written), strict=True)
     histories = [jnp.moveaxis(x, -1, axis) for x in histories]
     scales = [jnp.moveaxis(x, -1, axis) for x in scales]

@@ -112,7 +112,6 @@ def test_first_launches_in_graphs(tmp_path):
         "-m",
         "jaxfp8.selftest",
         "--quick",
-        "--no-speed",
         "--json",
         str(tmp_path / "found.json"),
     ]

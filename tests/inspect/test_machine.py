@@ -18,7 +18,7 @@ from jaxfp8 import __main__ as command
 from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi, _support
 
-ON_CPU = {*cases.TARGETS, "quantize_blocks"}
+ON_CPU = set(cases.TARGETS)
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
 BLOCKS = ("Float8RowwiseScaling", "Float8BlockScaling")
 
@@ -59,8 +59,7 @@ def no_libraries(monkeypatch, tmp_path):
 
 
 def test_every_op_is_there():
-    """Those with a custom call of their own, and the one that shares a call."""
-    assert set(_machine.OPS) == {*cases.TARGETS, *cases.CUDA_TARGETS, "quantize_blocks"}
+    assert set(_machine.OPS) == {*cases.TARGETS, *cases.CUDA_TARGETS}
 
 
 @NATIVE

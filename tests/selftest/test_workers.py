@@ -48,7 +48,7 @@ def finish(monkeypatch, tmp_path):
     def run(*jobs, limit=100):
         return [
             (row["check"], row["status"], row["detail"])
-            for row in _workers.finish(jobs, limit, False, 4)
+            for row in _workers.finish(jobs, limit, False)
         ]
 
     return run

@@ -241,7 +241,7 @@ def test_errors():
             None,
             cases.RECIPE,
             "lm_.*",
-            "where: no path in params matches 'lm_.*'; .* 'down'",
+            "where: no kernel matches 'lm_.*' as a whole; .* 'down'",
         ),
         (
             states,
