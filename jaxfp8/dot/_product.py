@@ -159,6 +159,7 @@ def _batch(args, dims, *, product, tree, implementation):
     A batch of kernels without state is a batch of products too: as in a loop, each
     kernel has its own scale.
     """
+    args, dims, product, tree = _joined_pair(args, dims, product, tree)
     params = {"tree": tree, "implementation": implementation}
     if batch_of(args, dims)[0] == 0:  # nothing to multiply
         one = functools.partial(product_p.bind, product=product, **params)
@@ -173,6 +174,9 @@ def _batch_value(args, dims, *, product, tree, implementation):
     """Batch `_value_p`: its results are laid out as those of the batched product."""
     count = 1 if product.activation is None else 2
     results, operands, operand_dims = args[:count], args[count:], dims[count:]
+    operands, operand_dims, product, tree = _joined_pair(
+        operands, operand_dims, product, tree
+    )
     if batch_of(operands, operand_dims)[0] == 0:
         return results, dims[:count]
     operands, product, out_dim = _batched(operands, operand_dims, product, tree)
@@ -181,6 +185,26 @@ def _batch_value(args, dims, *, product, tree, implementation):
         *results, *operands, product=product, tree=tree, implementation=implementation
     )
     return results, [out_dim] * count
+
+
+def _joined_pair(args, dims, product, tree):
+    """Return the arguments of a batching rule with the joined kernel in place of a Pair
+    that has a batch and shares its state: the batch is one larger product.
+    """
+    (x, kernel, *leaves), (x_dim, kernel_dim, *leaf_dims) = args, dims
+    _, state_dims, *_ = jax.tree.unflatten(tree, leaf_dims)
+    is_shared = kernel_dim is not None and not jax.tree.leaves(state_dims)
+    if not product.is_pair or not is_shared:
+        return args, dims, product, tree
+
+    def joined(operands):
+        bias, state, (x_codes, _), group_sizes = operands
+        return bias, state, (x_codes, None), group_sizes
+
+    leaves, new_tree = jax.tree.flatten(joined(jax.tree.unflatten(tree, leaves)))
+    leaf_dims = new_tree.flatten_up_to(joined(jax.tree.unflatten(tree, leaf_dims)))
+    product = dataclasses.replace(product, is_pair=False)
+    return [x, kernel, *leaves], [x_dim, kernel_dim, *leaf_dims], product, new_tree
 
 
 def _batched(args, dims, product, tree):

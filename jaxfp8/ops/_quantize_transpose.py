@@ -93,6 +93,10 @@ class Producer(_quantize.Quantization):
         """
         return dims("col", self.cols)
 
+    def column_sizes(self, x):
+        """Return the sizes of the columns of the result."""
+        return x.shape[x.ndim - self.cols :]
+
     def operand_names(self, batch, row, col):
         """Return the names of x and `more`, given those of the result; `batch` are
         dimensions of x beyond them.
@@ -174,7 +178,7 @@ class Producer(_quantize.Quantization):
         # Results take their sizes from x as it comes in: `canonical` reshapes it.
         first = x.ndim - len(self._names_without_batch()[0])
         leading, row = x.shape[:first], x.shape[first : first + self.rows]
-        col = x.shape[x.ndim - self.cols :]
+        col = self.column_sizes(x)
         m, n, batch = map(math.prod, (row, col, leading[self.vmap_dims :]))
         (x, *more), attributes = self.canonical(x, *more)
         # A single matrix needs no group dimension, but the fused producers have one
