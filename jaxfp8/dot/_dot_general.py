@@ -123,11 +123,11 @@ def dot_general(
     # 3. Describe the product as hashable data, by which JAX caches its programs, and
     #    multiply.
     if fused is not None:
-        own = quantizers.of_operand(0)
-        x = fused_operand(x, fused, recipe, own, both[0].is_rows_by_last)
+        can_fuse = both[0].is_rows_by_last
+        x = fused_operand(x, fused, recipe, quantizers.of_operand(0), can_fuse)
     if pair is not None:
-        own = quantizers.of_operand(1)
-        kernel = fused_operand(kernel, pair, recipe, own, both[1].contract_first)
+        can_fuse = both[1].contract_first
+        kernel = fused_operand(kernel, pair, recipe, quantizers.of_operand(1), can_fuse)
     product = Product(
         quantizers=quantizers,
         dimension_numbers=numbers,
