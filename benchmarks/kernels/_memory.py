@@ -129,6 +129,24 @@ def quantize_activation_grad(m, n, activation):
     return Work(step, arguments, check)
 
 
+def quantize_pair(m, n):
+    def arguments(seed):
+        return normal(seed, (m, n)), normal(seed + 1, (m, n))
+
+    def values(x, second):
+        return jnp.concatenate([x, second], axis=1)
+
+    def check(results, x, second):
+        data, data_t, amax = results
+        matrices = data.reshape(m, -1), data_t.reshape(-1, m), amax
+        _check_produced("quantize_pair", values)(matrices, x, second)
+
+    def step(x, second):
+        return ops.quantize_pair(x, second, PRODUCT_SCALE, E4M3)
+
+    return Work(step, arguments, check)
+
+
 def quantize_norm(m, n, kind):
     def arguments(seed):
         vectors = (
@@ -313,6 +331,7 @@ KERNELS = {
     },
     "transpose_blocks 1x32": transpose_blocks,
     "transpose_codes": transpose_codes,
+    "quantize_pair": quantize_pair,
     **{
         f"encode_moment {name}": functools.partial(
             encode_moment, squared=name == "squared"

@@ -16,6 +16,7 @@
   DO(jaxfp8_quantize_activation_grad_v1)   \
   DO(jaxfp8_quantize_blocks_transpose_v2)  \
   DO(jaxfp8_quantize_norm_v2)              \
+  DO(jaxfp8_quantize_pair_v1)              \
   DO(jaxfp8_quantize_transpose_v3)         \
   DO(jaxfp8_ragged_matmul_v1)              \
   DO(jaxfp8_read_histories_v3)             \

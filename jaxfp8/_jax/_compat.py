@@ -56,6 +56,9 @@ _stop_others = _hook("jax._src.lax.lax._stop_gradient")
 _transpose_broadcast = ad.primitive_transposes[lax.broadcast_in_dim_p]
 # Newer versions of JAX have structured residuals beside the residuals.
 _has_structured = "structured_residuals" in _LinearizeTrace.__init__.__code__.co_names
+# Whether XLA gives a custom call a part of an array in place, also in a loop. In JAX
+# 0.10.2 it copies the part.
+gives_parts_in_place = jax.__version_info__ >= (0, 12)
 
 
 def linearizes_by(op, rule):

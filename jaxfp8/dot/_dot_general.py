@@ -19,7 +19,7 @@ from ..recipes import DotGeneralState, GEMMType, QTensor, Recipe
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
 from ._contexts import current_layer
-from ._fused_input import Activated, FusedInput, Normalized, activated
+from ._fused_input import Activated, FusedInput, Normalized, Pair, activated
 from ._gemms import Product
 from ._high_precision import plus
 from ._layout import Layout, checked_numbers, layouts, out_shape
@@ -99,6 +99,7 @@ def dot_general(
     # 1. Check the operands: shapes come first, because a missing state is often the
     #    state of another layer.
     fused = x if isinstance(x, FusedInput) else None
+    pair = kernel if isinstance(kernel, Pair) else None  # of layers by rule
     x, kernel = operand("dot_general: x", x), operand("dot_general: kernel", kernel)
     numbers = checked_numbers(dimension_numbers)
     both = layouts(x.array.shape, kernel.array.shape, numbers)
@@ -128,7 +129,11 @@ def dot_general(
     # 3. Describe the product as hashable data, by which JAX caches its programs, and
     #    multiply.
     if fused is not None:
-        x = fused_operand(x, fused, recipe, quantizers, both[0].is_rows_by_last)
+        can_fuse = both[0].is_rows_by_last
+        x = fused_operand(x, fused, recipe, quantizers.of_operand(0), can_fuse)
+    if pair is not None:
+        can_fuse = both[1].contract_first
+        kernel = fused_operand(kernel, pair, recipe, quantizers.of_operand(1), can_fuse)
     product = Product(
         quantizers=quantizers,
         dimension_numbers=numbers,
@@ -140,6 +145,7 @@ def dot_general(
         reduce=recipes.AmaxReduction.for_recipe(recipe),
         activation=activation,
         fp8_residual=recipe.fp8_residuals,
+        is_pair=isinstance(kernel.codes, Pair),
         layer=current_layer(),
     )
     scales = recipes.read(quantizers, state)
@@ -187,11 +193,11 @@ def operand(name: str, value) -> Operand:
 
 
 def fused_operand(x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand:
-    """Return the operand x of a fused input: fused where the quantizer of x has one
-    scale, for both its products, and where `can_fuse`.
+    """Return the operand of a fused input: fused where the first of its two quantizers
+    has one scale, for both its products, and where `can_fuse`.
     """
     array = fused.values(fp8_residual=True) if recipe.fp8_residuals else x.array
-    quantizer, second = quantizers.of_operand(0)
+    quantizer, second = quantizers
     has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
     return Operand(array, fused.fixed if has_one_scale and can_fuse else None)
 

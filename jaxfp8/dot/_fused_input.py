@@ -1,5 +1,5 @@
-"""Operands that become FP8 in the pass that computes them: activations and norms, and
-gradients of activations.
+"""Operands that become FP8 in the pass that computes them: activations and norms, pairs
+of kernels, and gradients of activations.
 
 A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a
 product would be written in bfloat16 and read again; a fused input writes and reads its
@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from .. import ops
+from .._jax import _mesh
 from .._jax._primitives import without_numpy
 from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm, activation_grad
@@ -51,6 +52,11 @@ class FusedInput:
     """
 
     x: jax.Array
+
+    @property
+    def rows(self) -> int:
+        """Return the number of dimensions that are rows of the matrix of values."""
+        return len(self.shape) - 1
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -167,6 +173,42 @@ class Normalized(FusedInput):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Pair(FusedInput):
+    """Two kernels `[k, n]` of one dtype as one kernel `[k, 2, n]`, not joined yet.
+
+    Attributes:
+        x, second: the kernels.
+    """
+
+    x: jax.Array
+    second: jax.Array
+
+    rows = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the values."""
+        k, n = self.x.shape
+        return k, 2, n
+
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; see `FusedInput.values`."""
+        return jnp.stack([self.x, self.second.astype(self.x.dtype)], -2)
+
+    @property
+    def fixed(self) -> "Pair":
+        """Return the kernels without gradient, for their codes."""
+        return jax.tree.map(_mesh.without_reduced, jax.lax.stop_gradient(self))
+
+    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> tuple:
+        """Quantize the values by the op; see `_quantize_by`."""
+        return ops.quantize_pair(
+            self.x, self.second, scale, dtype, amax=amax, with_amax=amax is not None
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ActivationGradient:
     """The gradient of y, not computed yet: the gradient of `activation(y)` times the
     derivative of the activation.
@@ -263,11 +305,11 @@ def normalized(
 def quantize_fused(
     fused: FusedInput, quantizer: Any, scale: Any, reduce: Any
 ) -> QTensor:
-    """Quantize a fused input as a matrix whose rows are all dimensions but the last.
+    """Quantize a fused input as a matrix.
 
     Args:
         fused: the input.
-        quantizer: the quantizer of x, which has one scale for the whole tensor.
+        quantizer: that of the operand, which has one scale for the whole tensor.
         scale: see `Quantizer.quantize_operand`.
         reduce: the AmaxReduction of the product.
     """
@@ -275,7 +317,8 @@ def quantize_fused(
     def current_amax():
         return ops.amax(fused.value)
 
-    options = OperandOptions(len(fused.shape) - 1, reduce=reduce)
+    cols = len(fused.shape) - fused.rows
+    options = OperandOptions(fused.rows, cols, reduce=reduce)
     return _quantize_by(fused.quantize, quantizer, scale, options, current_amax)[0]
 
 

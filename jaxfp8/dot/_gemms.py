@@ -56,6 +56,8 @@ class Product:
         fp8_residual: whether the backward of the activation reads codes of the result.
         records_grad: whether the state records the gradient of y; not where a transfer
             that brought it here has recorded it.
+        is_pair: whether the kernel `[k, 2, n]` is a Pair: the halves of its gradient
+            are read apart.
         layer: the path of the layer, for warnings, or None; equal products of two
             layers are one product.
         implementation: the implementation of the ops, where the product was made.
@@ -73,6 +75,7 @@ class Product:
     activation: str | ops.ClampedSwiGLU | None = None
     fp8_residual: bool = False
     records_grad: bool = True
+    is_pair: bool = False
     layer: str | None = dataclasses.field(default=None, compare=False)
     implementation: str | None = dataclasses.field(default_factory=selected)
 
@@ -160,6 +163,7 @@ class Product:
                 batch=self.batch,
                 contracting=a.cols,
                 narrow_sums=gemm_type == GEMMType.WGRAD,
+                by_halves=self.is_pair and gemm_type == GEMMType.WGRAD,
             )
         if is_blockwise(a) and is_blockwise(b):
             return ops.block_scaled_matmul(

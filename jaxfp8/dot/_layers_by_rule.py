@@ -24,7 +24,7 @@ from ..recipes import DelayedScaling, DotGeneralState, NamedLayers, Recipe, chec
 from . import _contexts
 from ._compute_dtype import compute_dtype, gated_activation, linear
 from ._dot_general import dot_general
-from ._fused_input import Activated
+from ._fused_input import Activated, Pair
 
 # The least columns of a layer that lie side by side in a kernel of several layers.
 _COLUMNS = 64
@@ -110,12 +110,12 @@ class Parameters(NamedTuple):
     """The arrays of a layer.
 
     Attributes:
-        kernel: `[k, *features]`; None for a layer without one.
+        kernel: `[k, *features]`, or a Pair; None for a layer without one.
         bias: `[*features]`, or None.
         state: the state of its product.
     """
 
-    kernel: jax.Array | None
+    kernel: jax.Array | Pair | None
     bias: jax.Array | None
     state: DotGeneralState
 
@@ -251,7 +251,7 @@ class LayersCall:
         groups, axis = self._groups(features), self.axis
         shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
         joined = Parameters(
-            _joined(kernels, kernels[0].shape[:1], shapes, axis),
+            self._joined_kernels(kernels, shapes),
             None if biases[0] is None else _joined(biases, (), shapes, axis),
             _first_of(*states),
         )
@@ -263,6 +263,9 @@ class LayersCall:
         for i, name in enumerate(self.joined):
             value = values[i].reshape(*rows, *shapes[i])
             self.results[name] = value.reshape(*rows, *features[i])
+
+    def _joined_kernels(self, kernels, shapes):
+        return _joined(kernels, kernels[0].shape[:1], shapes, self.axis)
 
     def _groups(self, features) -> int:
         """Return the groups of columns: each has the same part of all layers, whole
@@ -334,6 +337,11 @@ class GatedCall(LayersCall):
             return super().result(name, layer, x)
         hidden, self.y = self.y, None
         return self._multiply(name, layer, hidden, self.parameters(name))
+
+    def _joined_kernels(self, kernels, shapes):
+        gate, up = kernels
+        is_pair = gate.dtype == up.dtype
+        return Pair(gate, up) if is_pair else super()._joined_kernels(kernels, shapes)
 
     def _groups(self, features) -> int:
         return 1

@@ -153,6 +153,7 @@ def _batch(args, dims, *, product, tree):
     A batch of kernels without state is a batch of products too: as in a loop, each
     kernel has its own scale.
     """
+    args, dims, product, tree = _joined_pair(args, dims, product, tree)
     operands, product, out_dim = _batched(args, dims, product, tree)
     out_dims = [out_dim] * _count(product)
     if batch_of(args, dims)[0] == 0:  # nothing to multiply
@@ -164,10 +165,26 @@ def _batch(args, dims, *, product, tree):
 def _batch_value(args, dims, *, product, tree):
     """Batch `_value_p`: its results are laid out as those of the batched product."""
     count = _count(product)
-    operands, product, out_dim = _batched(args[count:], dims[count:], product, tree)
-    results = [jnp.moveaxis(args[i], dims[i], out_dim) for i in range(count)]
+    results, result_dims = args[:count], dims[:count]
+    args, dims, product, tree = _joined_pair(args[count:], dims[count:], product, tree)
+    operands, product, out_dim = _batched(args, dims, product, tree)
+    results = [jnp.moveaxis(results[i], result_dims[i], out_dim) for i in range(count)]
     results = _value_p.bind(*results, *operands, product=product, tree=tree)
     return results, [out_dim] * count
+
+
+def _joined_pair(args, dims, product, tree):
+    """Return the arguments of a batching rule with the joined kernel in place of a Pair
+    that has a batch and shares its state: the batch is one larger product.
+    """
+    *others, state, codes, group_sizes = tree.unflatten(range(len(args)))
+    has_states = any(dims[i] is not None for i in jax.tree.leaves(state))
+    if not product.is_pair or dims[1] is None or has_states:
+        return args, dims, product, tree
+    operands = *others, state, (codes[0], None), group_sizes
+    kept, tree = jax.tree.flatten(operands)
+    product = dataclasses.replace(product, is_pair=False)
+    return [args[i] for i in kept], [dims[i] for i in kept], product, tree
 
 
 def _batched(args, dims, product, tree):

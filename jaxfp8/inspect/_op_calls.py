@@ -196,6 +196,13 @@ def _quantize_norm(kind):
     return function, [*operands, kind.factors(1, 1)]
 
 
+def _quantize_pair(kind):
+    def function(x, scale, second):
+        return ops.quantize_pair(x, second, scale, kind.form.dtype)
+
+    return function, [kind.tensor(), kind.scale(), kind.tensor()]
+
+
 def _quantize_blocks_transpose(kind):
     op = kind.turn((ops.quantize_blocks_transpose, ops.quantize_blocks))
     options = kind.turn(_QUANTIZED_BLOCKS)
@@ -463,6 +470,7 @@ _FUNCTIONS = (
     _quantize_activation,
     _quantize_activation_grad,
     _quantize_norm,
+    _quantize_pair,
     _quantize_blocks_transpose,
     _transpose_blocks,
     _transpose_codes,

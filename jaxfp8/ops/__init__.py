@@ -29,6 +29,7 @@ from ._quantize_blocks import (
     transpose_blocks,
 )
 from ._quantize_norm import normalize, quantize_norm
+from ._quantize_pair import quantize_pair
 from ._quantize_transpose import QuantizeTranspose, quantize_transpose
 from ._ragged_matmul import ragged_matmul
 from ._readings import (

@@ -41,6 +41,7 @@ _CUDA_ONLY = {
     "quantize_activation": 2,
     "quantize_activation_grad": 1,
     "quantize_norm": 2,
+    "quantize_pair": 1,
     "ragged_matmul": 1,
     "read_rows": 1,
     "scaled_matmul": 2,

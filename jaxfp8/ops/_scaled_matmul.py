@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._jax import _batching
+from .._jax import _batching, _compat
 from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE
@@ -41,6 +41,7 @@ def scaled_matmul(
     batch: int | None = None,
     contracting: int = 1,
     narrow_sums: bool = False,
+    by_halves: bool = False,
     a_t: ArrayLike | None = None,
     b_t: ArrayLike | None = None,
 ) -> jax.Array:
@@ -79,6 +80,9 @@ def scaled_matmul(
             `out_dtype`, where they hold parts of k: half of the bytes between devices
             for bfloat16, and a second rounding. By default TPUs add in f32; other
             devices add in `out_dtype` anyway.
+        by_halves: says that the halves of a result `[m, 2, n]` are read apart, such as
+            the gradients of two kernels: without a bias and an accumulator one GPU
+            computes each half by a product of its own, and copies neither.
         a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, if another product reads
             the operands in that layout. On one device a_t and b_t are not read. On a
             mesh, if a or b has to be gathered, a_t or b_t is gathered in its place, so
@@ -105,6 +109,7 @@ def scaled_matmul(
                 "it first"
             )
         terms.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
+    is_pair = len(n) == 2 == n[0] and not terms
     terms += [x for x in (a_t, b_t) if x is not None]
     product = _ScaledMatmul(
         **fields,
@@ -112,6 +117,7 @@ def scaled_matmul(
         has_a_t=a_t is not None,
         has_b_t=b_t is not None,
         narrow_sums=_checks.flag(op, "narrow_sums", narrow_sums),
+        by_halves=_checks.flag(op, "by_halves", by_halves) and is_pair,
     )
     return product(a, b, a_scale_inv, b_scale_inv, *terms)[0]
 
@@ -175,13 +181,24 @@ def _scalar(scale, dtype):
 class _ScaledMatmul(Product):
     """The operands bias, accumulator, a_t and b_t may follow the first four.
 
-    `narrow_sums` says in what dtype TPUs add their parts of the result.
+    `narrow_sums` says in what dtype TPUs add their parts of the result, `by_halves`
+    that its halves are read apart.
     """
 
     name = "scaled_matmul"
     has_a_t: bool = False
     has_b_t: bool = False
     narrow_sums: bool = False
+    by_halves: bool = False
+
+    def lower(self, platform, ctx, *operands, implementation):
+        # Devices of a mesh add one result; before JAX 0.12 XLA copies halves of b.
+        is_one = _compat.devices_of(ctx) in _tpu.ONE_DEVICE
+        by_halves = self.by_halves and is_one and _compat.gives_parts_in_place
+        op = dataclasses.replace(self, by_halves=by_halves)
+        return super(_ScaledMatmul, op).lower(
+            platform, ctx, *operands, implementation=implementation
+        )
 
     def names(self, a, b, *rest):
         leading, m, n, k = self.dimensions(b)
@@ -247,6 +264,10 @@ class _ScaledMatmul(Product):
         terms that cuBLASLt does not.
         """
         a, b, *scales, bias, accumulator = self.split(operands)
+        if self.by_halves and len(b.shape) == 2 + self.contracting:
+            one = dataclasses.replace(self, by_halves=False)
+            halves = [one.cuda(a, half, *scales)[0] for half in _tpu.halves(b, 0)]
+            return (jnp.stack(halves, -2),)
         # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2
         #    by E5M2, and cuBLASLt refuses empty operands: leave both to XLA.
         a, b, shape = self.groups(a, b)

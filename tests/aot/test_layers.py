@@ -20,7 +20,7 @@ LAUNCHES = {
     "scan": {
         "own": (502, 358),
         "fused": (333, 237),
-        "named": (344, None),
+        "named": (344, 232),
         "drop-in": (502, 406),
     },
     "scan, products saved": {"own": (None, 374)},
@@ -36,6 +36,8 @@ def test_every_gemm_is_fp8(counts, case):
         assert found["fp8_gemms"] == found["gemms"], name
         products = LAYERS * PRODUCTS.get(name, 3)
         again = found["gemms"] - products * 3
+        if name == "named" and jax.__version_info__ >= (0, 12):
+            again -= LAYERS  # the gradients of gate and up are two products
         assert again == 0 if case == "scan" else 0 <= again <= products, name
 
 
@@ -94,19 +96,19 @@ def test_fp8_residuals_of_activations(counts):
 
 
 def test_a_rule_makes_named_layers_a_gated_mlp(counts):
-    """The same library calls and bytes; each gradient goes to a stack of its own.
+    """The same bytes and time; each gradient goes to a stack of its own, on JAX 0.12 by
+    a product of its own.
 
-    JAX 0.10 copies kernels out of stacks for every custom call; later ones do so where
-    two kernels become one array, and where its gradient becomes two.
+    JAX 0.10 copies every kernel out of its stack, gate and up apart.
     """
     named, fused = (counts["scan"][name] for name in ("named", "fused"))
     assert named["kinds"]["custom-call"] == fused["kinds"]["custom-call"]
     copies = 0
-    if jax.__version_info__ >= (0, 11):
-        copies = 2 * LAYERS
+    if jax.__version_info__ < (0, 12):
+        copies = LAYERS
     assert named["launches"] <= fused["launches"] + LAYERS + 3 + copies
-    kernels = 4 * 2 * 4096 * 14336  # bytes of gate and up in float32
-    assert named["bytes"] <= 1.0001 * fused["bytes"] + copies * 2 * kernels
+    assert named["bytes"] <= 1.0001 * fused["bytes"]
+    assert named["timeline"]["ms"] <= 1.001 * fused["timeline"]["ms"]
 
 
 def test_fewer_launches_than_flax(counts):

@@ -90,6 +90,7 @@ def test_every_custom_call(cuda_custom_calls):
         ("quantize_blocks row-wise", 5),
         ("transpose_blocks 1x32", 2 + 2 / 32),
         ("transpose_codes", 2),
+        ("quantize_pair", 8),
         ("encode_moment signed", 6 + 14 / 128),
         ("adam_update", 12 + 28 / 128),
         ("adam_update, parameters", 16 + 28 / 128),

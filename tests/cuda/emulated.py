@@ -432,6 +432,13 @@ class Emulated:
         )  # fmt: skip
         return tiles.results()
 
+    def quantize_pair(self, x, second, scale, fmt, *, shift=0, **options):
+        """x and second `[g, m, n]`; results have 2 n columns."""
+        columns = 2 * x.shape[2]
+        tiles = Tiles(x, scale, fmt, columns=columns, shift=shift, **options)
+        self._launch("quantize_pair", tiles.params, operand(second, shift))
+        return tiles.results()
+
     def dequantize(self, codes, scale_inv, dtype, shift=0):
         scale_inv = np.atleast_1d(F32(scale_inv))
         out = Buffer(codes.shape, dtype, shift)

@@ -83,6 +83,18 @@ def transposed(x):
     ), lambda got: assert_all_bitwise(got, expected, "quantize_transpose")
 
 
+def paired(x):
+    second, scale = 4 * x[:, ::-1], np.float32(3)
+    expected = each_group(
+        oracle.quantize_transpose, np.concatenate([x, second], 2), scale, E4M3
+    )
+
+    def check(got):
+        assert_all_bitwise(got, expected, "quantize_pair")
+
+    return lambda k, **shifts: k.quantize_pair(x, second, 3, E4M3, **shifts), check
+
+
 def with_sums(x):
     expected = each_group(oracle.quantize_transpose, x, np.float32(1), E5M2)
 
@@ -208,6 +220,7 @@ def in_blocks(block, scaling, x):
 TILES = {
     "quantize_transpose": transposed,
     "with sums": with_sums,
+    "quantize_pair": paired,
     "silu": functools.partial(activated, "silu"),
     "gelu_gated": functools.partial(activated, "gelu_gated"),
     "gradient of gelu": functools.partial(gradient, "gelu"),

@@ -8,6 +8,7 @@ import oracle
 import pytest
 
 from jaxfp8 import ops
+from jaxfp8._jax import _compat
 from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi
 
@@ -24,6 +25,7 @@ LAUNCHES = ONE_KERNEL | dict.fromkeys(
         "quantize_activation",
         "quantize_activation_grad",
         "quantize_norm",
+        "quantize_pair",
     ),
     (1, 1, 0),
 )
@@ -67,6 +69,7 @@ def test_an_amax_is_raised_in_place(op, handlers, over_handlers):
             "kind": "rms",
             "epsilon": 1.0,
         },
+        "quantize_pair": {"second": x},
     }.get(op, {})
 
     @jax.jit
@@ -93,3 +96,24 @@ def test_blocks_of_whole_rows(m, launches, handlers, over_handlers):
     emulated.launches(handlers)
     jax.block_until_ready(run(x))
     assert emulated.launches(handlers) == launches
+
+
+def test_halves_that_are_read_apart(over_handlers, monkeypatch):
+    """A product each, as from JAX 0.12 on."""
+    monkeypatch.setattr(_compat, "gives_parts_in_place", True)
+    rng, one = np.random.default_rng(0), np.ones(1, np.float32)
+    a, b = (
+        rng.integers(-8, 9, shape).astype(oracle.E4M3.dtype)
+        for shape in ((16, 48), (2, 32, 48))
+    )
+
+    @jax.jit
+    def multiply(a, b):
+        return ops.scaled_matmul(
+            a, b, one, one, out_dtype=np.float32, batch=0, by_halves=True
+        )
+
+    compiled = multiply.lower(a, b).compile()
+    assert compiled.as_text().count('"emulated_cuda_scaled_matmul"') == 2
+    exact = np.einsum("mk,pnk->mpn", *(x.astype(np.float32) for x in (a, b)))
+    np.testing.assert_array_equal(compiled(a, b), exact)

@@ -93,6 +93,7 @@ CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} 
     "quantize_activation": "jaxfp8_quantize_activation_v2",
     "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",
     "quantize_norm": "jaxfp8_quantize_norm_v2",
+    "quantize_pair": "jaxfp8_quantize_pair_v1",
     "scaled_matmul": "jaxfp8_scaled_matmul_v2",
     "read_rows": "jaxfp8_read_rows_v1",
     "transpose_codes": "jaxfp8_transpose_codes_v1",

@@ -156,6 +156,10 @@ CUDA_SPECS = {
         "1|2], gamma f32[1|g n], beta f32[0/g n] -> data fp8[g m n], amax f32[0|1|g], "
         "data_t? =data[g n m]"
     ),
+    "quantize_pair": (
+        "x high[g m n], scale f32[1|g], amax_so_far f32[0|1|g], second =x[g m n] -> "
+        "data fp8[g m 2*n], amax f32[0|1|g], data_t? =data[g 2*n m]"
+    ),
 }
 SIZES = dict(g=2, m=3, n=4, H0=4, H1=1, w=1024) | {"*": (3, 4)}
 EMPTY = {"m": 0, "*": (0, 4)}, {"n": 0, "*": (3, 0)}
@@ -212,6 +216,7 @@ AMAXES = {
     "quantize_activation": 1,
     "quantize_activation_grad": 1,
     "quantize_norm": 1,
+    "quantize_pair": 1,
 }
 # The most quantizers of one call.
 LARGEST_K = dict.fromkeys(

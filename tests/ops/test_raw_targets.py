@@ -49,6 +49,7 @@ ANSWERS = {
         F32(1 / 448),
     ],
     "quantize_norm": [1, 1, 1],
+    "quantize_pair": [1, 1, 1],
     # of two rows of two quantizers
     "read_rows": [1] * 8 + [0] * 4,
     "write_rows": [1] * 4,

@@ -31,6 +31,7 @@ ON_CPU = {name: {name: 1} for name in cases.TARGETS} | {
     "quantize_activation": {"quantize_transpose": 1},
     "quantize_activation_grad": {"quantize_transpose": 1},
     "quantize_norm": {"quantize_transpose": 1},
+    "quantize_pair": {"quantize_transpose": 1},
     "scaled_matmul": {"dequantize": 2},
     "ragged_matmul": {"dequantize": 2},
 }

@@ -192,6 +192,13 @@ CALLS = {
         integers(16),
         powers(),
     ),
+    "quantize_pair": (
+        lambda x, y, s, a: ops.quantize_pair(x, y, s, E4M3, amax=a),
+        integers(6, 8),
+        100 * integers(6, 8),
+        powers(),
+        AMAX,
+    ),
     "scaled_matmul": (
         lambda a, b, s, t, bias, sum_: PRODUCT(a, b, s, t, bias=bias, accumulator=sum_),
         *OPERANDS,

@@ -44,6 +44,10 @@ EXPORT int launch_quantize_transpose(const jaxfp8::TileParams* params, float* co
   return jaxfp8::cuda::LaunchQuantizeTranspose({*params, column_sums}, nullptr);
 }
 
+EXPORT int launch_quantize_pair(const jaxfp8::TileParams* params, const void* second) {
+  return jaxfp8::cuda::LaunchQuantizePair({*params, second}, nullptr);
+}
+
 EXPORT int launch_quantize_blocks_transpose(int dtype, int format, int block, int scaling, const void* x, void* data,
                                             void* scale_inv, void* data_t, void* scale_inv_t, float* amaxes,
                                             int64_t groups, int64_t m, int64_t n) {

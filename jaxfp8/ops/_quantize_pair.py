@@ -1,0 +1,64 @@
+"""quantize_pair: two matrices, such as the kernels of gate and up, quantized side by
+side.
+"""
+
+import jax.numpy as jnp
+
+from . import _checks, _shapes
+from ._primitive import dims
+from ._quantize_transpose import Producer
+
+
+def quantize_pair(x, second, scale, dtype, *, amax=None, with_amax=True):
+    """Quantize `jnp.stack([x, second], -2)` in both layouts, with one read of `x` and
+    `second`.
+
+    Equivalent to `quantize_transpose(jnp.stack([x, second], -2), scale, dtype,
+    cols=2)`; on a GPU nothing copies the matrices to stack them.
+
+    Args:
+        x, second: bfloat16, float16 or float32 `[..., m, n]`, both of one dtype.
+        scale, dtype, amax, with_amax: see `quantize`.
+
+    Returns:
+        `(data, data_t, amax)`: data `[..., m, 2, n]` and data_t `[..., 2, n, m]` of
+        `dtype`; amax as from `quantize`.
+
+    Raises:
+        TypeError: x, second, scale, amax or dtype has another dtype; or the op is
+            differentiated.
+        ValueError: x has less than two dimensions; second, scale or amax has another
+            shape.
+    """
+    op = "quantize_pair"
+    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), 2)
+    second = _checks.shape(op, "second", _checks.array(op, "second", second), x.shape)
+    if second.dtype != x.dtype:
+        raise TypeError(
+            f"{op}: second: expected the dtype of x, {x.dtype}, got {second.dtype}; "
+            "cast it first"
+        )
+    return _QuantizePair.quantize(
+        x, scale, (second,), amax, dtype, with_amax=with_amax, cols=2
+    )
+
+
+class _QuantizePair(Producer):
+    name = "quantize_pair"
+
+    def columns(self):
+        return dims("whole_pair", 1) + dims("col", 1)
+
+    def operand_names(self, batch, row, col):
+        return [batch + row + col[-1:]] * 2
+
+    def sizes(self, *shapes):
+        return {"whole_pair0": 2}
+
+    def produce(self, x, second):
+        return jnp.stack([x, second], -2)
+
+    def canonical(self, x, second):
+        leading = x.ndim - self.rows - 1
+        matrices = (_shapes.merge(each, leading, self.rows) for each in (x, second))
+        return tuple(matrices), {}
