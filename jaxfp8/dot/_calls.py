@@ -30,8 +30,9 @@ class NoClassAsProduct:
             name = cls.__name__
             raise TypeError(
                 f"{name}: a layer was given the class as its product; in Linen pass it "
-                f"as dot_general_cls; in NNX give it an instance, {name}(recipe), or "
-                "change the finished model with jaxfp8.nnx.quantize"
+                f"as dot_general_cls; in NNX give it an instance, {name}(recipe), of "
+                f"jaxfp8.nnx.{name}, or change the finished model with "
+                "jaxfp8.nnx.quantize"
             )
         return super().__new__(cls)
 

@@ -177,11 +177,11 @@ def _joined_pair(args, dims, product, tree):
     """Return the arguments of a batching rule with the joined kernel in place of a Pair
     that has a batch and shares its state: the batch is one larger product.
     """
-    *others, state, codes, group_sizes = tree.unflatten(range(len(args)))
+    *first, state, codes, group_sizes = tree.unflatten(range(len(args)))
     has_states = any(dims[i] is not None for i in jax.tree.leaves(state))
     if not product.is_pair or dims[1] is None or has_states:
         return args, dims, product, tree
-    operands = *others, state, (codes[0], None), group_sizes
+    operands = *first, state, (codes[0], None), group_sizes
     kept, tree = jax.tree.flatten(operands)
     product = dataclasses.replace(product, is_pair=False)
     return [args[i] for i in kept], [dims[i] for i in kept], product, tree

@@ -133,17 +133,17 @@ def _check_each_rule(model, layers, rest, foreign) -> None:
     """
     where, rules = "linen.quantize", model._fp8_rules
     names = {name: [name] for name in _names([*layers, *rest], model.path)}
-    others = set()
+    without_product = set()
     arrays = {}
     params = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
     for path, leaf in params.items():
         module = (*model.path, *path[:-1])
         if module in layers:
             continue
-        others.add("/".join(path[:-1]))
+        without_product.add("/".join(path[:-1]))
         if module in foreign:
             arrays[path] = getattr(leaf, "shape", ())
-    warn_of_idle_rules(where, type(model).__name__, rules, names, others)
+    warn_of_idle_rules(where, type(model).__name__, rules, names, without_product)
     warn_of_own_arrays(where, rules, arrays)
 
 

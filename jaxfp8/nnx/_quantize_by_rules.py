@@ -126,11 +126,11 @@ def _check_rules(model, rules, deciding, model_layers) -> None:
     own_arrays = dict(_own_arrays(model))
     # A block of layers alone is not a module in high precision.
     around -= {path[:-1] for path in own_arrays}
-    others = []
+    without_product = []
     for path, module in nnx.iter_modules(model):
         if path not in around and not isinstance(module, _Fp8Product):
-            others.append("/".join(map(str, path)))
-    warn_of_idle_rules(*where, names, others)
+            without_product.append("/".join(map(str, path)))
+    warn_of_idle_rules(*where, names, without_product)
     warn_of_own_arrays("nnx.quantize", rules, own_arrays)
 
 

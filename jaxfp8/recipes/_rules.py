@@ -155,7 +155,7 @@ def warn_of_idle_rules(
     model: str,
     rules: Sequence[Rule],
     layers: dict[str, list[str]],
-    others: Sequence[str],
+    without_product: Sequence[str],
 ) -> None:
     """Warn of rules that match no layer of a model.
 
@@ -164,13 +164,13 @@ def warn_of_idle_rules(
         model: the name of the model's class.
         rules: the rules.
         layers: the names of each layer, by its path.
-        others: the names of modules without a product, as embeddings and norms, which
-            are in high precision, as a rule may say.
+        without_product: the names of modules without a product, as embeddings and
+            norms, which are in high precision, as a rule may say.
     """
     names = [name for names in layers.values() for name in names]
     idle = []
     for rule in rules:
-        is_said = rule.recipe is None and rule.matches(others, "dot_general")
+        is_said = rule.recipe is None and rule.matches(without_product, "dot_general")
         if not is_said and not rule.matches_a_product(names):
             idle.append(rule.path)
     if idle:
