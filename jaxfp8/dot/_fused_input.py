@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from .._jax import _mesh
 from .._jax._primitives import without_numpy
-from ..numerics import E4M3
+from ..numerics import E4M3, FP8_DTYPES
 from ..ops import _checks, _quantize_activation, _quantize_norm, activation_grad
 from ..ops._support import using
 from ..recipes import (
@@ -42,8 +42,20 @@ _TE_NAME = "te_quantization"
 
 
 def as_residual(value):
-    """Name what the backward keeps, so that a policy with either name saves it."""
-    return checkpoint_name(checkpoint_name(value, _TE_NAME), RESIDUAL_NAME)
+    """Name what the backward keeps, so that a policy with either name saves it.
+
+    Codes have their names as bytes: `jax.checkpoint` reduces the precision of the
+    floats that it saves, and XLA's reduction to four and three bits makes NaN of the
+    codes of E4M3 above 240.
+    """
+    return jax.tree.map(_named, value)
+
+
+def _named(x):
+    if x.dtype in FP8_DTYPES:
+        named = _named(jax.lax.bitcast_convert_type(x, jnp.uint8))
+        return jax.lax.bitcast_convert_type(named, x.dtype)
+    return checkpoint_name(checkpoint_name(x, _TE_NAME), RESIDUAL_NAME)
 
 
 class FusedInput:

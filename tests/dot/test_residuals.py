@@ -12,12 +12,14 @@ import numpy as np
 import oracle
 import pytest
 from aot import count
+from equality import assert_same_bits
 from lowering import cuda_text
 from programs.cases import MATMUL
 
 import jaxfp8
 from jaxfp8 import checkpoint_policies as policies, ops
 
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 SAVE_AS_MAXTEXT = jax.checkpoint_policies.save_only_these_names("te_quantization")
 X, KERNEL = np.full((32, 64), 0.5, oracle.BF16), np.full((64, 48), 0.25, np.float32)
@@ -93,3 +95,33 @@ def test_what_runs_again(policy, nonlinear, linear, monkeypatch):
         calls = gradient_calls(policy, after)
         assert calls["quantize"] + calls["quantize_transpose"] == quantized
         assert calls["scaled_matmul"] == products
+
+
+LAYERS = {
+    "Dense": jaxfp8.linen.Dense(48, recipe=RECIPE),
+    "GatedMLP": jaxfp8.linen.GatedMLP(64, recipe=RECIPE),
+    "NormDense": jaxfp8.linen.NormDense(48, recipe=RECIPE),
+    "codes": jaxfp8.linen.Dense(48, recipe=RECIPE),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "policy", [policies.save_fp8_residuals, SAVE_AS_MAXTEXT], ids=["residuals", "te"]
+)
+def test_saved_codes_change_no_bit(layer, policy):
+    """Codes above 240, which a policy saves, and which the product runs again with."""
+    model, x = LAYERS[layer], jax.random.normal(jax.random.key(1), (32, 64))
+
+    def loss(variables, x):
+        params, state = variables["params"], variables[OWG]
+        if layer == "codes":
+            params = jaxfp8.quantize_params(params, state, RECIPE)
+        y = model.apply({"params": params, OWG: state}, jnp.sin(x))
+        return jnp.sum(jnp.tanh(y))
+
+    variables = model.init(jax.random.key(0), x)
+    variables[OWG] = jaxfp8.grad(loss)(variables, x)[OWG]  # scales that fit
+    expected = jax.jit(jaxfp8.grad(loss))(variables, x)
+    got = jax.jit(jaxfp8.grad(jax.checkpoint(loss, policy=policy)))(variables, x)
+    assert_same_bits(got, expected)
