@@ -130,10 +130,10 @@ def dot_general(
     #    multiply.
     if fused is not None:
         can_fuse = both[0].is_rows_by_last
-        x = fused_operand(x, fused, recipe, quantizers.of_operand(0), can_fuse)
+        x = fused_operand(0, x, fused, recipe, quantizers, can_fuse)
     if pair is not None:
         can_fuse = both[1].contract_first
-        kernel = fused_operand(kernel, pair, recipe, quantizers.of_operand(1), can_fuse)
+        kernel = fused_operand(1, kernel, pair, recipe, quantizers, can_fuse)
     product = Product(
         quantizers=quantizers,
         dimension_numbers=numbers,
@@ -192,12 +192,12 @@ def operand(name: str, value) -> Operand:
     return Operand(_mesh.without_reduced(array), None)
 
 
-def fused_operand(x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand:
-    """Return the operand of a fused input: fused where the first of its two quantizers
-    has one scale, for both its products, and where `can_fuse`.
+def fused_operand(i, x, fused: FusedInput, recipe, quantizers, can_fuse) -> Operand:
+    """Return operand i of a fused input: fused where its quantizer has one scale, for
+    both its products, and where `can_fuse`.
     """
     array = fused.values(fp8_residual=True) if recipe.fp8_residuals else x.array
-    quantizer, second = quantizers
+    quantizer, second = quantizers.of_operand(i)
     has_one_scale = quantizer.has_one_scale and second == recipes.SharedCodes()
     return Operand(array, fused.fixed if has_one_scale and can_fuse else None)
 

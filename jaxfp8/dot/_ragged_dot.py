@@ -151,8 +151,7 @@ def ragged_product(
     #    adds its bias to them.
     if fused is not None:
         keeps_zeros = getattr(fused, "bias", None) is None
-        of_lhs = quantizers.of_operand(0)
-        lhs = fused_operand(lhs, fused, recipe, of_lhs, keeps_zeros)
+        lhs = fused_operand(0, lhs, fused, recipe, quantizers, keeps_zeros)
 
     # 3. Describe the product as hashable data, and multiply.
     product = RaggedProduct(
