@@ -17,6 +17,7 @@ from numpy.lib.array_utils import normalize_axis_index
 from .._jax import _mesh
 from ..dot import (
     Static,
+    as_read_residual,
     as_residual,
     checked_quantizers,
     vmapped_state,
@@ -314,7 +315,7 @@ def _forward(both, x, state, has_backward):
     elif both.part == "output_grad":
         quantizer, scale = HighPrecisionQuantizer(), None
     source, codes, q = both.move(both.collective.send, quantizer, x, scale, x.dtype)
-    codes = as_residual(codes)
+    codes = as_read_residual(codes)
     return (source, codes), (q, grad_scale, reading_of(state))
 
 

@@ -28,6 +28,7 @@ from ._fused_input import (
     FusedInput,
     Normalized,
     activated,
+    as_read_residual,
     as_residual,
     normalized,
 )

@@ -42,20 +42,25 @@ _TE_NAME = "te_quantization"
 
 
 def as_residual(value):
-    """Name what the backward keeps, so that a policy with either name saves it.
+    """Name what the backward keeps, so that a policy with either name saves it."""
+    return checkpoint_name(checkpoint_name(value, _TE_NAME), RESIDUAL_NAME)
 
-    Codes have their names as bytes: `jax.checkpoint` reduces the precision of the
-    floats that it saves, and XLA's reduction to four and three bits makes NaN of the
-    codes of E4M3 above 240.
+
+def as_read_residual(q: QTensor) -> QTensor:
+    """Name codes that the forward reads as well, as bytes.
+
+    `jax.checkpoint` reduces the precision of floats that it saves and that the forward
+    reads, and XLA's reduction to four and three bits makes NaN of the codes of E4M3
+    above 240.
     """
-    return jax.tree.map(_named, value)
 
+    def named(x):
+        if x.dtype not in FP8_DTYPES:
+            return as_residual(x)
+        data = as_residual(jax.lax.bitcast_convert_type(x, jnp.uint8))
+        return jax.lax.bitcast_convert_type(data, x.dtype)
 
-def _named(x):
-    if x.dtype in FP8_DTYPES:
-        named = _named(jax.lax.bitcast_convert_type(x, jnp.uint8))
-        return jax.lax.bitcast_convert_type(named, x.dtype)
-    return checkpoint_name(checkpoint_name(x, _TE_NAME), RESIDUAL_NAME)
+    return jax.tree.map(named, q)
 
 
 class FusedInput:

@@ -21,6 +21,7 @@ from . import _contexts
 from ._fused_input import (
     ActivationGradient,
     FusedInput,
+    as_read_residual,
     as_residual,
     quantize_fused,
     quantize_gradient,
@@ -307,7 +308,7 @@ def _operand(product, i, operand, layout, codes, scales, is_read_again):
         if isinstance(codes, FusedInput):
             q = quantize_fused(codes, quantizer, scale, product.reduce)
             # A policy that saves the codes has no reason to compute the input again.
-            q = as_residual(q)
+            q = as_read_residual(q)
         q = _in_order(product.names[i], q, layout, options.columnwise)
         if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
             q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))

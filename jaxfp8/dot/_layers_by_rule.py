@@ -251,7 +251,7 @@ class LayersCall:
         groups, axis = self._groups(features), self.axis
         shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
         joined = Parameters(
-            self._joined_kernels(kernels, shapes),
+            self.joined_kernels(kernels, shapes),
             None if biases[0] is None else _joined(biases, (), shapes, axis),
             _first_of(*states),
         )
@@ -264,7 +264,7 @@ class LayersCall:
             value = values[i].reshape(*rows, *shapes[i])
             self.results[name] = value.reshape(*rows, *features[i])
 
-    def _joined_kernels(self, kernels, shapes):
+    def joined_kernels(self, kernels, shapes):
         return _joined(kernels, kernels[0].shape[:1], shapes, self.axis)
 
     def _groups(self, features) -> int:
@@ -338,10 +338,10 @@ class GatedCall(LayersCall):
         hidden, self.y = self.y, None
         return self._multiply(name, layer, hidden, self.parameters(name))
 
-    def _joined_kernels(self, kernels, shapes):
+    def joined_kernels(self, kernels, shapes):
         gate, up = kernels
         is_pair = gate.dtype == up.dtype
-        return Pair(gate, up) if is_pair else super()._joined_kernels(kernels, shapes)
+        return Pair(gate, up) if is_pair else super().joined_kernels(kernels, shapes)
 
     def _groups(self, features) -> int:
         return 1

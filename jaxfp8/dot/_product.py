@@ -32,7 +32,7 @@ from ..numerics import FP8_DTYPES
 from ..ops._support import using
 from ..recipes import QTensor, Scale, as_codes, value_of
 from ._autodiff import warn_of_state
-from ._fused_input import ActivationGradient, FusedInput, as_residual, compressed
+from ._fused_input import ActivationGradient, FusedInput, as_read_residual, compressed
 from ._gemms import backward, forward
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -378,7 +378,7 @@ def _checked_codes(product, operands, codes, differentiated) -> list[QTensor | N
         if isinstance(q, QTensor):
             # If a remat policy saves the codes, the computation of their source does
             # not run again.
-            q = as_residual(q)
+            q = as_read_residual(q)
         checked.append(q)
     return checked
 

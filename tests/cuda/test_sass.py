@@ -23,8 +23,8 @@ import sass  # noqa: E402
 KERNELS = {
     "amax": (r"AmaxKernel<BF16, 8>", 32, 2.4),
     "quantize": (r"QuantizeKernel<BF16, E4M3, 8>", 32, 7.5),
-    "quantize_transpose": (r"TileKernel<Identity<BF16, false>, E4M3>", 64, 6.7),
-    "with sums": (r"TileKernel<Identity<BF16, true>, E4M3>", 64, 8.3),
+    "quantize_transpose": (r"TileKernel<Identity<BF16, false, 1>, E4M3>", 64, 6.7),
+    "with sums": (r"TileKernel<Identity<BF16, true, 1>, E4M3>", 64, 8.3),
     "silu": (r"TileKernel<Activated<BF16, Plain<Silu> ?>, E4M3>", 64, 12.2),
     "gated silu": (r"TileKernel<Activated<BF16, Gated<Silu> ?>, E4M3>", 64, 14.8),
     "clamped": (r"TileKernel<Activated<BF16, ClampedSwiGlu ?>, E4M3>", 64, 18.9),

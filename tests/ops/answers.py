@@ -107,6 +107,12 @@ def _quantize_transpose(x, scale, so_far, results):
     return [codes, np.ascontiguousarray(codes.swapaxes(1, 2)), top, x][: len(results)]
 
 
+def _quantize_pair(x, scale, so_far, second, results):
+    both = np.concatenate([x, second], axis=2)
+    codes, top = _quantize(both, scale, so_far, results[:2])
+    return [codes, top, np.ascontiguousarray(codes.swapaxes(1, 2))][: len(results)]
+
+
 def _quantize_blocks_transpose(x, results, block, scaling):
     fmt, scale = FORMAT_OF[np.dtype(results[0][1])], scaling.split("_")[0]
     layouts = (x, x.swapaxes(1, 2))[: len(results) // 2]
@@ -249,6 +255,7 @@ _ANSWERS = {
         _amax,
         _quantize,
         _quantize_blocks_transpose,
+        _quantize_pair,
         _quantize_transpose,
         _dequantize,
         _amax_to_scale,
