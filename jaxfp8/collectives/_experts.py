@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from ..recipes import QTensor
 from ._collectives import AllToAll, as_bytes, transfer
 
 
-def experts_over(layer) -> tuple[int, Callable[..., Route]]:
+def experts_over(layer: Any) -> tuple[int, Callable[..., Route]]:
     """Return how many experts of a layer, an `Experts` of Linen or NNX, a device has,
     and the route to them.
 
@@ -56,7 +57,7 @@ def experts_over(layer) -> tuple[int, Callable[..., Route]]:
     return count // devices, route
 
 
-def dropped_rows(layer, expert: jax.Array) -> jax.Array:
+def dropped_rows(layer: Any, expert: jax.Array) -> jax.Array:
     """Count the rows of this device that the `capacity` of a layer leaves out,
     int32[].
     """
