@@ -130,6 +130,19 @@ def test_uses_combine_by_max(program, entry):
         state = jaxfp8.update_state(state, gradient)
 
 
+def test_matrices_of_a_batch_combine_by_max():
+    x, kernel, grad = uses_of()
+    kernels = np.stack([kernel] * len(x))
+    batches = (((2,), (1,)), ((0,), (0,)))
+
+    def of_batch(state, x, kernels):
+        y = jaxfp8.dot_general(x, kernels, batches, recipe=RECIPE, state=state)
+        return jnp.vdot(y, grad)
+
+    gradient = state_gradient(of_batch, jaxfp8.init_state(RECIPE), x, kernels)
+    assert_state(gradient, seen(x, kernel, grad, 0, uses=len(x)), 1)
+
+
 def test_members_keep_their_own():
     """vmap over states: each as it is alone."""
     x, kernel, grad = uses_of(3)
