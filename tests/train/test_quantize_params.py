@@ -159,6 +159,8 @@ def test_where_beside_state():
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE, where="up")
     assert isinstance(quantized["up"], jaxfp8.QTensor)
     assert quantized["down"] is params["down"]
+    with pytest.raises(ValueError, match="where: "):  # a part of a path
+        jaxfp8.quantize_params(params, states, cases.RECIPE, where="u")
 
 
 def test_blocks_that_move():
