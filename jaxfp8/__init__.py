@@ -7,7 +7,6 @@ state of a quantizer stores `scale_inv`, under the name `scale`, which Flax gave
 """
 
 import sys as _sys
-import typing as _typing
 
 from . import (
     collectives,
@@ -23,7 +22,6 @@ from . import (
     recipes,
     train,
 )
-from ._jax import _warnings
 from .convert._model import quantize
 from .dot import (
     activated,
@@ -122,40 +120,6 @@ __version__ = "0.3.0"
 # public.
 _sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies
 
-# Names that were here, and where they are now. They warn until the next release.
-_MOVED = {
-    "DelayedScalingQuantizer": "recipes",
-    "E4M3": "Format",
-    "E5M2": "Format",
-    "Float8BlockQuantizer": "recipes",
-    "Float8CurrentScalingQuantizer": "recipes",
-    "Float8RowwiseQuantizer": "recipes",
-    "GEMMType": "recipes",
-    "HYBRID": "Format",
-    "MXFP8Quantizer": "recipes",
-    "QuantizerState": "recipes",
-    "Report": "inspect",
-    "StaticScalingQuantizer": "recipes",
-    "fork": "train",
-    "has_cuda_kernels": "ops",
-}
-
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-# Type checkers know the new names alone.
-if not _typing.TYPE_CHECKING:
-
-    def __getattr__(name: str) -> _typing.Any:
-        if name not in _MOVED:
-            message = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=_sys.modules[__name__])
-        home = _MOVED[name]
-        _warnings.warn(
-            f"jaxfp8.{name} is jaxfp8.{home}.{name} now; the old name goes with the "
-            "next release",
-            DeprecationWarning,
-        )
-        return getattr(globals()[home], name)

@@ -5,14 +5,13 @@ from a bound in static scaling.
 import dataclasses
 import functools
 import numbers
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from .._jax import _warnings
 from ..numerics import HYBRID, Format, _scaling, fp8_max
 from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
@@ -102,7 +101,7 @@ class Float8CurrentScaling(Recipe):
     Source: TransformerEngine's FP8 current scaling.
 
     Attributes:
-        fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
+        fp8_format: `HYBRID` (e4m3 forward, e5m2 backward), `E4M3` or `E5M2`.
         power_2_scale: round scales down to a power of two, so that scaling itself does
             not round.
         precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
@@ -133,33 +132,6 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
     power_2_scale: bool = False
 
 
-_Class = TypeVar("_Class")
-
-
-def _warn_of_grad() -> None:
-    _warnings.warn(
-        "StaticScaling: grad is output_grad now; the old name goes with the next "
-        "release",
-        DeprecationWarning,
-    )
-
-
-def _takes_grad(cls: type[_Class]) -> type[_Class]:
-    """Let the class take `grad`, the old name of `output_grad`."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def with_old_name(self, *args: Any, **options: Any) -> None:
-        if "grad" in options:
-            _warn_of_grad()
-            options["output_grad"] = options.pop("grad")
-        init(self, *args, **options)
-
-    cls.__init__ = with_old_name
-    return cls
-
-
-@_takes_grad
 @dataclasses.dataclass(frozen=True)
 class StaticScaling(Recipe):
     """One constant scale for each operand, from a bound on its largest magnitude; no
@@ -181,7 +153,7 @@ class StaticScaling(Recipe):
         input, kernel, output_grad: the bound of x, the kernel and the gradient of the
             output, in their own units; None takes the operand's own amax, as
             `Float8CurrentScaling` does.
-        fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
+        fp8_format: `HYBRID` (e4m3 forward, e5m2 backward), `E4M3` or `E5M2`.
         precise, min_size, pipeline_axes, fp8_residuals, wgrad_dtype: keyword-only, see
             `Recipe`.
 
@@ -211,12 +183,6 @@ class StaticScaling(Recipe):
         if bound is None:
             return Float8CurrentScalingQuantizer(dtype)
         return StaticScalingQuantizer(dtype, bound)
-
-    @property
-    def grad(self) -> float | None:
-        """Return `output_grad`; the old name of that, which warns."""
-        _warn_of_grad()
-        return self.output_grad
 
 
 @dataclasses.dataclass(frozen=True)
