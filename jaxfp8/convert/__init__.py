@@ -5,22 +5,17 @@ fit state to a changed model.
 from ._fit import merge_state, reset_state, resize_history
 from ._flax import from_flax, to_flax
 from ._from_safetensors import from_safetensors
-from ._qtensor import from_qarray, from_scaled_matmul, to_qarray, to_scaled_matmul
 from ._read_safetensors import StoredTensor, read_safetensors
 from ._to_safetensors import to_safetensors
 
 __all__ = [
     "StoredTensor",
     "from_flax",
-    "from_qarray",
     "from_safetensors",
-    "from_scaled_matmul",
     "merge_state",
     "read_safetensors",
     "reset_state",
     "resize_history",
     "to_flax",
-    "to_qarray",
     "to_safetensors",
-    "to_scaled_matmul",
 ]
