@@ -5,71 +5,20 @@ A part that is missing or broken becomes a line with its error.
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from ._jax._table import aligned
 from .inspect import _machine
-from .ops import _ffi, _support
-
-
-def about() -> dict[str, Any]:
-    """Return all parts that the command prints, as JSON values; a part that fails is
-    `{"error": reason}`.
-    """
-    # Each part fails by itself: a broken driver must not hide the versions.
-    return {
-        "versions": _try(_machine.versions),
-        "system": platform.platform(),
-        "processor": _try(_machine.processor),
-        "settings": _try(_machine.settings),
-        "platform": _try(_support.backend),
-        "devices": _try(_machine.devices),
-        "driver": _try(_support.driver),
-        "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
-        "cublaslt": _try(cublaslt),
-        "ops": _try(lambda: _machine.active_ops(_support.backend())),
-        "recipes": _try(lambda: _machine.active_recipes(_support.backend())),
-    }
-
-
-def cublaslt() -> dict[str, str]:
-    """Return `library` and `version` of the cuBLASLt that products run on, or
-    `{"error": reason}`.
-    """
-    if not _ffi.has_cuda_kernels():
-        return {"error": "not looked for, as there is no CUDA library"}
-    try:
-        version = _ffi.cublaslt_version()  # 130002 for 13.0.2
-    except RuntimeError as error:
-        return {"error": str(error)}
-    major = version // 10000
-    return {
-        "library": f"libcublasLt.so.{major}",
-        "version": f"{major}.{version // 100 % 100}.{version % 100}",
-    }
-
-
-def _try(part: Callable[[], Any]) -> Any:
-    try:
-        return part()
-    # a broken installation may raise anything, and the report has to show it
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def text(machine: dict[str, Any]) -> str:
-    """Write the result of `about` for people."""
-    # Any part may be an error in place of its value; `_rows` and `_or_error` then write
-    # the error.
+    """Write the result of `_machine.about` for people."""
     platform = machine["platform"]
-    cublaslt = machine["cublaslt"]
-    version = cublaslt.get("error") or f"{cublaslt['version']} ({cublaslt['library']})"
-    if platform in ("cpu", "tpu") and "error" in cublaslt:
-        version = f"not needed on a {platform.upper()} ({version})"
-    driver = machine["driver"]
+    cublaslt = _or_error(machine["cublaslt"])
+    if platform in ("cpu", "tpu") and cublaslt != machine["cublaslt"]:
+        cublaslt = f"not needed on a {platform.upper()} ({cublaslt})"
     lines = [
         "versions",
         *_rows(machine["versions"], tuple),
@@ -79,10 +28,10 @@ def text(machine: dict[str, Any]) -> str:
         *(_rows(machine["settings"], tuple) or ["  none"]),
         "devices",
         *_rows(machine["devices"], _device),
-        *[f"driver     {_or_error(driver)}"] * bool(driver),
+        f"driver     {_or_error(machine['driver']) or 'none of NVIDIA'}",
         "libraries",
         *_rows(machine["libraries"], _library),
-        f"cuBLASLt   {version}",
+        f"cuBLASLt   {cublaslt}",
         f"kernels    {_kernels(machine)}",
         f"ops on {_or_error(platform)}",
         *_rows(machine["ops"], lambda row: (row["name"], _runs(row))),
@@ -187,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
-    machine = about()
+    machine = _machine.about()
     print(json.dumps(machine, indent=1) if args.json else text(machine))
     return 0
 

@@ -1,5 +1,5 @@
 """The machine that programs run on, and which implementation of every op and recipe it
-runs, and why.
+runs, and why: what `python -m jaxfp8` prints.
 """
 
 import contextlib
@@ -25,6 +25,34 @@ PACKAGES = (
     "jax-cuda12-plugin jax-rocm7-plugin libtpu nvidia-cublas nvidia-cublas-cu12 flax "
     "optax numpy ml_dtypes"
 ).split()
+
+
+def about() -> dict[str, Any]:
+    """Return all that is known of the machine, as JSON values; a part that fails is
+    `{"error": reason}`.
+    """
+    # Each part fails by itself: a broken driver must not hide the versions.
+    return {
+        "versions": _try(versions),
+        "system": platform.platform(),
+        "processor": _try(processor),
+        "settings": _try(settings),
+        "platform": _try(_support.backend),
+        "devices": _try(devices),
+        "driver": _try(_support.driver),
+        "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
+        "cublaslt": _try(cublaslt),
+        "ops": _try(lambda: active_ops(_support.backend())),
+        "recipes": _try(lambda: active_recipes(_support.backend())),
+    }
+
+
+def _try(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    # a broken installation may raise anything, and the report has to show it
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -67,6 +95,19 @@ def settings() -> dict[str, str]:
     }
 
 
+def cublaslt() -> str:
+    """Return version and file of the cuBLASLt that products run on.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not _ffi.has_cuda_kernels():
+        raise RuntimeError("not looked for, as there is no CUDA library")
+    version = _ffi.cublaslt_version()  # 130002 for 13.0.2
+    major, minor = divmod(version, 10000)
+    return f"{major}.{minor // 100}.{minor % 100} (libcublasLt.so.{major})"
+
+
 _N = 256  # a multiple of every block
 _X = jax.ShapeDtypeStruct((_N, _N), jnp.bfloat16)
 _KERNEL = jax.ShapeDtypeStruct((_N, _N), jnp.float32)
@@ -77,6 +118,9 @@ RECIPES = (
     recipes.Float8BlockScaling(),
     recipes.MXFP8BlockScaling(),
 )
+# By the name of each op, a function that calls the op, and the function's arguments.
+_KINDS = {op: _op_calls.Kind.square(op, _N) for op in _op_calls.OPS}
+OPS = {op: _op_calls.call(op, kind)[:2] for op, kind in _KINDS.items()}
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"
@@ -87,14 +131,6 @@ _FP8_DOT = re.compile(
 )
 
 
-def _example(op: str) -> tuple[Callable, list]:
-    """Return a function that calls an op, and the function's arguments."""
-    return _op_calls.call(op, _op_calls.Kind.square(op, _N))[:2]
-
-
-OPS = {op: _example(op) for op in _op_calls.OPS}
-
-
 def active_ops(platform: str) -> list[dict[str, Any]]:
     """Return a row for each op on a platform: `name`, `custom_call`, `calls` and `why`.
 
@@ -103,13 +139,11 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     run as its custom call, else "".
     """
     rows = []
-    for name, (function, arguments) in OPS.items():
-        calls, reasons, _ = _lowered(platform, function, arguments)
-        has_call = name in calls
-        why = ""
-        if not has_call:
-            why = "; ".join(reasons) or _why_not(platform, name)
-        rows.append({"name": name, "custom_call": has_call, "calls": calls, "why": why})
+    for name, call in OPS.items():
+        calls, reasons, _ = _lowered(platform, *call)
+        why = "" if name in calls else _why_not(platform, name, reasons)
+        row = {"name": name, "custom_call": name in calls, "calls": calls, "why": why}
+        rows.append(row)
     return rows
 
 
@@ -123,31 +157,30 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
     """
     rows = []
     for recipe in RECIPES:
-
-        def loss(x, kernel, state, recipe=recipe):
-            return dot_general(
-                x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
-            ).sum()
-
-        # Types are enough: programs are lowered and never run, also for platforms that
-        # this machine lacks.
-        state = jax.eval_shape(lambda recipe=recipe: recipes.init_state(recipe))
-        step = jax.value_and_grad(loss, argnums=(0, 1, 2))
-        calls, reasons, products = _lowered(platform, step, (_X, _KERNEL, state))
+        calls, reasons, products = _lowered(platform, *_layer(recipe))
         if platform != "tpu":
-            products = calls.get("scaled_matmul", 0)
-            products += calls.get("block_scaled_matmul", 0)
-        why = ""
-        if products != 3:
-            why = "; ".join(reasons) or _why_not(platform, "scaled_matmul")
-        name = type(recipe).__name__
-        rows.append(
-            {"name": name, "fp8_products": products, "calls": calls, "why": why}
-        )
+            products = calls["scaled_matmul"] + calls["block_scaled_matmul"]
+        why = "" if products == 3 else _why_not(platform, "scaled_matmul", reasons)
+        row = {"name": type(recipe).__name__, "fp8_products": products}
+        rows.append(row | {"calls": calls, "why": why})
     return rows
 
 
-def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str], int]:
+def _layer(recipe) -> tuple:
+    """Return forward and backward of a layer, and the types of its arguments."""
+
+    def loss(x, kernel, state):
+        return dot_general(
+            x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+        ).sum()
+
+    # Types are enough: programs are lowered and never run, also for platforms that this
+    # machine lacks.
+    state = jax.eval_shape(lambda: recipes.init_state(recipe))
+    return jax.value_and_grad(loss, argnums=(0, 1, 2)), (_X, _KERNEL, state)
+
+
+def _lowered(platform, function, arguments) -> tuple[Counter, list[str], int]:
     """Return what a program has: the number of each custom call, warnings of its
     lowering, products of FP8 operands.
 
@@ -160,21 +193,22 @@ def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str], 
             traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
     except NotImplementedError as error:
-        return {}, [f"{REFUSED}{error}"], 0
-    calls = Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
-    return dict(sorted(calls.items())), reasons, len(_FP8_DOT.findall(text))
+        return Counter(), [f"{REFUSED}{error}"], 0
+    calls = sorted(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
+    return Counter(calls), reasons, len(_FP8_DOT.findall(text))
 
 
-def _why_not(platform: str, target: str) -> str:
-    """Return why the custom call is not in a program whose lowering gives no warning;
-    "" where no reason is known.
+def _why_not(platform: str, target: str, reasons: list[str]) -> str:
+    """Return why the custom call is not in a program: the warnings of its lowering, or
+    what the native library lacks; "" where no reason is known.
     """
-    libraries = {library.platform: library for library in _ffi.libraries()}
+    if reasons:
+        return "; ".join(reasons)
     if platform == "tpu":  # XLA compiles the jnp programs
         return f"{NO_KERNEL} {platform}"
-    if platform not in libraries:
-        return f"no native library serves {platform}"
-    if target not in libraries[platform].ops:
-        return f"{NO_KERNEL} {platform}"
-    error = libraries[platform].error
-    return error and f"the native library: {error}"
+    for library in _ffi.libraries():
+        if library.platform == platform:
+            if target not in library.ops:
+                return f"{NO_KERNEL} {platform}"
+            return library.error and f"the native library: {library.error}"
+    return f"no native library serves {platform}"

@@ -41,16 +41,21 @@ def _bits(x):
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
 
 
-def _first(good, got, expected) -> str:
+def _wrong(what, good, got, expected) -> str | None:
+    """Return the first place where `good` is False; None where there is none."""
+    if good.all():
+        return None
     place = tuple(int(i) for i in np.unravel_index(np.argmin(good), good.shape))
     return (
-        f"{(~good).sum()} of {good.size} wrong, first at {place}: {got[place]!r}, "
-        f"expected {expected[place]!r}"
+        f"{what}: {(~good).sum()} of {good.size} wrong, first at {place}: "
+        f"{got[place]!r}, expected {expected[place]!r}"
     )
 
 
 def bit_problem(results, expected):
-    """Compare arrays to the bit."""
+    """Compare arrays to the bit; of numbers that are wider than codes any NaN is right
+    where one is expected.
+    """
     for i, (got, right) in enumerate(zip(results, expected, strict=True)):
         if (got.shape, got.dtype) != (right.shape, right.dtype):
             return (
@@ -58,27 +63,17 @@ def bit_problem(results, expected):
                 f"{right.dtype}{right.shape}"
             )
         good = _bits(got) == _bits(right)
-        if not good.all():
-            return f"result {i}: {_first(good, got, right)}"
+        # XLA's compilers for CPUs and GPUs make different NaNs of the same code.
+        if got.dtype.itemsize > 1:
+            good |= np.isnan(got) & np.isnan(right)
+        if problem := _wrong(f"result {i}", good, got, right):
+            return problem
     return None
 
 
-def number_problem(results, expected):
-    """Compare numbers that are wider than codes: any NaN is right where one is
-    expected.
-    """
-    # XLA's compilers for CPUs and GPUs make different NaNs of the same code, signaling
-    # ones too.
-    with np.errstate(invalid="ignore"):
-        results, expected = jax.tree.map(
-            lambda x: np.where(np.isnan(x), x.dtype.type(np.nan), x),
-            (results, expected),
-        )
-        return bit_problem(results, expected)
-
-
-def _same(got, right):
-    return (got == right) | (np.isnan(got) & np.isnan(right))
+def _near(got, right, bound):
+    same = (got == right) | (np.isnan(got) & np.isnan(right))
+    return same | (np.abs(got - right) <= bound)
 
 
 def _step_problem(results, expected):
@@ -86,12 +81,12 @@ def _step_problem(results, expected):
     # Two updates or parameters, then two moments of each. A GPU's jnp divides and takes
     # roots with errors of 2 ulp, of a number below 4 where a parameter's sum cancels.
     # Moments are sums of products, which all platforms round alike.
-    for i, (got, right) in enumerate(zip(results[:2], expected[:2], strict=True)):
-        with np.errstate(invalid="ignore"):
-            near = np.abs(got - right) <= 8 * 2.0**-23 * np.maximum(np.abs(right), 1)
-            good = near | _same(got, right)
-        if not good.all():
-            return f"result {i}: {_first(good, got, right)}"
+    with np.errstate(invalid="ignore"):
+        for i, (got, right) in enumerate(zip(results[:2], expected[:2], strict=True)):
+            bound = 8 * 2.0**-23 * np.maximum(np.abs(right), 1)
+            good = _near(got, right, bound)
+            if problem := _wrong(f"result {i}", good, got, right):
+                return problem
     return bit_problem(results[2:], expected[2:])
 
 
@@ -102,39 +97,32 @@ def _order(codes):
 
 
 def _code_problem(results, expected):
-    """Compare the codes of ops that compute the values they quantize, so that last bits
-    decide between neighbouring codes.
+    """Compare the codes, in both layouts, of ops that compute the values they quantize,
+    so that last bits decide between neighbouring codes.
 
     n additions are off by n units of 2**-24, for rows of 4096 by 2**-12. A code spans
     2**-4 of its value, so 2**-7 of codes may differ.
     """
-    (data, data_t, amax), (right, right_t, right_amax) = results, expected
-    # Rounding may give a neighbour of a number. It never turns a number into a NaN, or
-    # a NaN into another code.
-    is_nan = np.isnan(right.astype(np.float32))
-    distance = np.abs(_order(data) - _order(right))
-    is_near = (distance <= 1) & ~np.isnan(data.astype(np.float32))
-    good = np.where(is_nan, distance == 0, is_near)
-    if not good.all():
-        return f"codes: {_first(good, data, right)}"
-    # Only a few values lie so near the middle of two codes that their last bits decide.
-    if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
-        return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
-    # The other layout must have the same codes, rows last. With a gated activation gate
-    # and up are both columns, so the reference tells which dimension is the rows.
-    for dim in range(data.ndim - 1):
-        if bit_problem([np.moveaxis(right, dim, -1)], [right_t]) is None:
-            break
-    if problem := bit_problem([data_t], [np.moveaxis(data, dim, -1)]):
-        return f"transposed codes: {problem}"
+    *layouts, (amax, right_amax) = zip(results, expected, strict=True)
+    for data, right in layouts:
+        # Rounding may give a neighbour of a number. It never turns a number into a NaN,
+        # or a NaN into another code.
+        distance = np.abs(_order(data) - _order(right))
+        is_nan = np.isnan(np.float32(data)) | np.isnan(np.float32(right))
+        good = distance <= np.where(is_nan, 0, 1)
+        if problem := _wrong("codes", good, data, right):
+            return problem
+        # Only a few values lie so near the middle of two codes that their last bits
+        # decide.
+        if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
+            return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
     with np.errstate(invalid="ignore"):
-        good = (amax == right_amax) | (np.abs(amax - right_amax) <= _AMAX * right_amax)
-    return None if good.all() else f"amax: {amax}, expected {right_amax}"
+        good = _near(amax, right_amax, _AMAX * right_amax)
+    return _wrong("amax", good, amax, right_amax)
 
 
 _PROBLEMS = dict.fromkeys(COMPUTED, _code_problem) | {
     "adam_update": _step_problem,
-    "dequantize": number_problem,
 }
 
 
@@ -149,7 +137,7 @@ def product_problem(got, pieces, added, tensor_cores: bool) -> str | None:
     rounded once more.
 
     Args:
-        got: the result.
+        got: the result, whose first dimensions may be the rows in groups.
         pieces: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled; the result
             stacks their products by rows.
         added: `[..., 1 or m, n]` arrays in float64, which are added to the product.
@@ -166,11 +154,8 @@ def product_problem(got, pieces, added, tensor_cores: bool) -> str | None:
         exact = sum(added, exact)
         bound += _ROUNDING[got.dtype.name] * (np.abs(exact) + bound)
         bound = (1 + 2.0**-10) * bound + _SMALLEST[got.dtype.name]
-        if got.shape != exact.shape:
-            return f"{got.shape}, expected {exact.shape}"
-        got = got.astype(np.float64)
-        good = (np.abs(got - exact) <= bound) | _same(got, exact)
-    return None if good.all() else _first(good, got, exact)
+        got = got.astype(np.float64).reshape(exact.shape)
+        return _wrong("product", _near(got, exact, bound), got, exact)
 
 
 def _piece(a, b, tensor_cores):
@@ -223,10 +208,6 @@ class Case(NamedTuple):
             terms = self.terms(*self.arguments)
             return product_problem(results[0], *terms, tensor_cores)
         return _PROBLEMS.get(self.op, bit_problem)(results, expected)
-
-    def on_tpu(self) -> "Case":
-        """Return the case with arguments that a TPU reads as they are."""
-        return self._replace(arguments=tuple(map(on_tpu, self.arguments)))
 
 
 def cases(op: str, quick: bool = False) -> Iterator[Case]:

@@ -1,5 +1,5 @@
-"""The checks: the native library, a few training steps, and for each op values and a
-recorded launch.
+"""The checks: the machine, a few training steps, and for each op values and a recorded
+launch.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import ops
 from ..dot import dot_general
-from ..inspect import _op_calls
+from ..inspect import _machine, _op_calls
 from ..ops import _ffi, _support
 from ..recipes import DelayedScaling, init_state
 from . import _cases
@@ -26,19 +26,32 @@ _GRAPHS = {
 }
 
 
-def library() -> dict[str, Any]:
-    """Check that the native library of this platform is loaded and has code for its
-    devices.
+def machine() -> dict[str, Any]:
+    """Check that the devices answer, and that the native library of their platform is
+    loaded and has code for them; `environment` is what `python -m jaxfp8 --json` says.
     """
-    platform = _support.backend()
-    library = next((row for row in _ffi.libraries() if row.platform == platform), None)
-    if library is None:
-        return _row(None, f"{platform} has none, jnp runs")
-    problem = library.error
-    if platform == "cuda" and not problem:
-        missing = _support.missing_on(_support.local_gpus(), cublaslt=True)
-        problem = missing and missing.reason
-    return _row(problem, library.built_for)
+    about = _machine.about()
+    devices, versions = about["devices"], about["versions"]
+    parts = f"jaxfp8 {versions['jaxfp8']}, jax {versions['jax']}"
+    if "error" in devices:
+        row = _row(f"{devices['error']}; {parts}", "")
+    else:
+        kinds = ", ".join(f"{row['count']} x {row['kind']}" for row in devices)
+        problem, built_for = _library(about["platform"])
+        row = _row(problem, f"{kinds}; {parts}; {built_for}")
+    return row | {"environment": about}
+
+
+def _library(platform: str) -> tuple[str | None, str]:
+    """Return what the native library of a platform lacks, and what it was built for."""
+    for library in _ffi.libraries():
+        if library.platform == platform:
+            problem = library.error
+            if platform == "cuda" and not problem:
+                missing = _support.missing_on(_support.local_gpus(), cublaslt=True)
+                problem = missing and missing.reason
+            return problem, f"built for {library.built_for}"
+    return None, f"no library for {platform}, jnp runs"
 
 
 def values(op: str, *, quick: bool = False) -> dict[str, Any]:
@@ -50,26 +63,21 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
     """
     problems, reasons = [], []
     count = calls = without = 0
-    on_tpu = _support.backend() == "tpu"
     for case in _cases.cases(op, quick):
-        case = case.on_tpu() if on_tpu else case
+        case = case._replace(arguments=_numpy(case.arguments))
+        count += 1
         try:
             with _support.listening() as why:
                 lowered = jax.jit(case.function).lower(*case.arguments)
         except NotImplementedError:
-            if not on_tpu:
+            if _support.backend() != "tpu":
                 raise
             without += 1
             continue
-        count += 1
         calls += _has_call(lowered, op)
         reasons += why
         got = _numpy(lowered.compile()(*case.arguments))
-        expected = _reference(case)
-        if on_tpu:
-            got = list(map(_cases.on_tpu, got))
-            expected = list(map(_cases.on_tpu, expected))
-        if problem := case.problem(got, expected, _on_tensor_cores()):
+        if problem := case.problem(got, _reference(case), _on_tensor_cores()):
             problems.append(f"{case.name}: {problem}")
     detail = f"{count} cases, {calls} by the custom call"
     if without:
@@ -119,35 +127,33 @@ def training() -> dict[str, Any]:
     """Check that the state of a layer after six steps equals the reference's state to
     the bit.
     """
-
-    def run():
-        @jax.jit
-        def step(x, kernel, grad, state):
-            def product(x, kernel, state):
-                return dot_general(
-                    x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
-                )
-
-            out, vjp = jax.vjp(product, x, kernel, state)
-            return out, vjp(grad)[2]
-
-        # Operands grow and gradients shrink, so scales change; there are more steps
-        # than slots, so amaxes drop out.
-        state = init_state(recipe)
-        for i in range(6):
-            out, state = step(x * 2**i, kernel, grad / 3**i, state)
-        return out, _numpy(state)
-
     recipe = DelayedScaling(amax_history_len=4)
     numbers = np.random.default_rng(0).standard_normal((3, 256, 256))
     x, kernel, grad = jnp.asarray(numbers, jnp.bfloat16)
-    out, state = run()
+
+    def step(state, size):
+        def product(state):
+            return dot_general(
+                x * size, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
+            )
+
+        out, vjp = jax.vjp(product, state)
+        (state,) = vjp(grad / size)
+        return state, out
+
+    def run():
+        # Operands grow and gradients shrink, so scales change; there are more steps
+        # than slots, so amaxes drop out.
+        sizes = jnp.asarray(2.0 ** np.arange(6), jnp.bfloat16)
+        state, out = jax.lax.scan(step, init_state(recipe), sizes)
+        return _numpy(state), np.float32(out[-1])
+
+    state, out = run()
     with ops.implementation("reference"):
-        right, expected = run()
+        expected, right = run()
     # A product may add up in another order than the reference. State is made of maxima
     # and has to be equal.
-    difference, right = (x.astype(jnp.float32) for x in (out - right, right))
-    error = float(jnp.linalg.norm(difference) / jnp.linalg.norm(right))
+    error = np.linalg.norm(out - right) / np.linalg.norm(right)
     problem = _cases.bit_problem(state, expected)
     if not (problem or error < 0.01):
         problem = f"outputs differ by {error:.2%}"
@@ -182,7 +188,9 @@ def _reference(case):
 
 
 def _numpy(tree):
-    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+    """Return the arrays of a tree as the devices read them."""
+    seen = _cases.on_tpu if _support.backend() == "tpu" else np.asarray
+    return [seen(np.asarray(x)) for x in jax.tree.leaves(tree)]
 
 
 def _row(problem, detail):

@@ -19,6 +19,7 @@ from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi, _support
 
 ON_CPU = set(cases.TARGETS)
+OPS = _machine.OPS
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
 BLOCKS = ("Float8RowwiseScaling", "Float8BlockScaling")
 
@@ -74,7 +75,7 @@ def test_ops_on_cpu():
 def test_a_machine_with_amds_gpus(monkeypatch, few_programs):
     """JAX calls their backend "gpu", for which nothing can be lowered."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found = command.about()
+    found = _machine.about()
     assert found["platform"] == "rocm"
     assert [row["why"] for row in found["ops"]] == ["no native library serves rocm"]
 
@@ -115,7 +116,7 @@ def test_the_report_of_a_tpu(few_programs, monkeypatch):
     monkeypatch.setattr(
         _machine, "RECIPES", (jaxfp8.DelayedScaling(), jaxfp8.Float8BlockScaling())
     )
-    about = command.about() | {
+    about = _machine.about() | {
         "platform": "tpu",
         "recipes": _machine.active_recipes("tpu"),
         "cublaslt": {"error": "-"},
@@ -139,12 +140,12 @@ def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
     monkeypatch.setattr(
         _machine,
         "OPS",
-        {name: _machine._example(name) for name in ("amax", "scaled_matmul")},
+        {name: OPS[name] for name in ("amax", "scaled_matmul")},
     )
     if disabled:
         monkeypatch.setattr(_support, "_disabled", frozenset({"amax"}))
     printed = command.text(
-        command.about()
+        _machine.about()
         | {"platform": "cpu", "cublaslt": {"error": "libcublasLt: cannot open"}}
     )
     assert "cuBLASLt   not needed on a CPU (libcublasLt: cannot open)\n" in printed
@@ -200,7 +201,8 @@ def test_a_gpu_without_cublaslt(machine):
     )
     without |= dict.fromkeys(cases.CPU_ONLY, "no kernel for cuda")
     assert {name: row["why"] for name, row in rows.items() if row["why"]} == without
-    assert command.cublaslt() == {"error": "libcublasLt.so.13: cannot open"}
+    with pytest.raises(RuntimeError, match=r"libcublasLt.so.13: cannot open"):
+        _machine.cublaslt()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_which_cublaslt(version, shown, machine, few_programs, monkeypatch):
     machine(gpu("9.0"))
     monkeypatch.setattr(_ffi, "cublaslt_version", lambda: version)
     monkeypatch.setattr(_ffi, "_has_cuda_kernels", True)
-    assert f"\ncuBLASLt   {shown}\n" in command.text(command.about())
+    assert f"\ncuBLASLt   {shown}\n" in command.text(_machine.about())
 
 
 def test_asking_takes_no_warning_away(machine):
@@ -229,10 +231,11 @@ def test_no_libraries(no_libraries, few_programs):
     assert cuda.error == "not built: no nvcc" and cuda.built_for == ""
     rows = _machine.active_ops("cpu")
     assert {row["why"] for row in rows} == {f"the native library: {cpu.error}"}
-    assert command.cublaslt() == {
-        "error": "not looked for, as there is no CUDA library"
+    about = _machine.about()
+    assert about["cublaslt"] == {
+        "error": "RuntimeError: not looked for, as there is no CUDA library"
     }
-    printed = command.text(command.about())
+    printed = command.text(about)
     assert f"  cpu   {cpu.error}\n  cuda  {cuda.error}\n" in printed
 
 
@@ -243,7 +246,7 @@ def test_a_damaged_library(no_libraries, few_programs, caplog):
     library = _ffi.libraries()[0]
     assert library.path == os.fspath(path)
     assert library.error.startswith("does not load: ")
-    assert f"({path})" in command.text(command.about())
+    assert f"({path})" in command.text(_machine.about())
     assert f"ignoring {path}, which does not load" in caplog.text
 
 
