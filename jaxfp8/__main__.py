@@ -19,30 +19,16 @@ def text(machine: dict[str, Any]) -> str:
     cublaslt = _or_error(machine["cublaslt"])
     if platform in ("cpu", "tpu") and cublaslt != machine["cublaslt"]:
         cublaslt = f"not needed on a {platform.upper()} ({cublaslt})"
-    lines = [
-        "versions",
-        *_rows(machine["versions"], tuple),
-        f"system     {machine['system']}",
-        f"processor  {_or_error(machine['processor'])}",
-        "settings",
-        *(_rows(machine["settings"], tuple) or ["  none"]),
-        "devices",
-        *_rows(machine["devices"], _device),
-        f"driver     {_or_error(machine['driver']) or 'none of NVIDIA'}",
-        "libraries",
-        *_rows(machine["libraries"], _library),
-        f"cuBLASLt   {cublaslt}",
-        f"kernels    {_kernels(machine)}",
-        f"ops on {_or_error(platform)}",
-        *_rows(machine["ops"], lambda row: (row["name"], _runs(row))),
-        "recipes, forward and backward of a layer",
-        *_rows(machine["recipes"], lambda row: (row["name"], _recipe(row))),
-    ]
+    facts = {name: machine[name] for name in ("system", "processor", "driver")}
+    facts |= {"cuBLASLt": cublaslt, "platform": platform, "kernels": _kernels(machine)}
+    lines = [f"{name:9}  {_or_error(fact)}" for name, fact in facts.items()]
+    for name, cells in _TABLES.items():
+        lines += [name, *_rows(machine[name], cells)]
     return "\n".join(lines)
 
 
 def _or_error(part) -> str:
-    return part["error"] if isinstance(part, dict) else part
+    return part["error"] if isinstance(part, dict) else part or "none"
 
 
 def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
@@ -53,7 +39,7 @@ def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
         return [f"  {part['error']}"]
     items = part.items() if isinstance(part, dict) else part
     rows = [("", *cells(item)) for item in items]
-    return aligned(rows).splitlines() if rows else []
+    return aligned(rows).splitlines() if rows else ["  none"]
 
 
 def _device(row) -> tuple[str, str]:
@@ -99,34 +85,43 @@ def _is_intended(row) -> bool:
     return row["why"].startswith(_machine.NO_KERNEL)
 
 
-def _runs(row) -> str:
-    """Write a cell: the program that runs the op, and why no custom call runs it."""
-    if row["custom_call"]:
-        return "custom call"
-    if row["why"].startswith(_machine.REFUSED):
-        return row["why"]
+def _op(row) -> tuple[str, str]:
+    """Write the program that runs an op, and why no custom call runs it."""
     program = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"
-    if _is_intended(row):
-        return f"{program}, as intended"
-    return f"{program}: {row['why']}" if row["why"] else program
+    if row["custom_call"]:
+        program = "custom call"
+    elif _is_intended(row):
+        program += ", as intended"
+    elif row["why"]:
+        program += f": {row['why']}"
+    return row["name"], program
 
 
-def _recipe(row) -> str:
-    """Write a cell: the precision that multiplies the codes of the three products, and
-    the custom calls.
+def _recipe(row) -> tuple[str, str]:
+    """Write the precision that multiplies the codes of the three products of a layer,
+    and the custom calls.
     """
-    if row["why"].startswith(_machine.REFUSED):
-        return row["why"]
     count = row["fp8_products"]
-    if count and not row["calls"]:
-        return f"{count} of 3 products of FP8 operands, compiled by XLA"
     products = f"{count} of 3 products by FP8 kernels"
-    if _is_intended(row):
+    if count and not row["calls"]:
+        products = f"{count} of 3 products of FP8 operands, compiled by XLA"
+    elif _is_intended(row):
         products = "3 products of FP8 codes, multiplied in high precision as intended"
     elif row["why"]:
         products += f" ({row['why']})"
     calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items())
-    return f"{products}; custom calls: {calls or 'none'}"
+    return row["name"], f"{products}; custom calls: {calls or 'none'}"
+
+
+# The parts with many rows, and what writes the two cells of a row.
+_TABLES = {
+    "versions": tuple,
+    "settings": tuple,
+    "devices": _device,
+    "libraries": _library,
+    "ops": _op,
+    "recipes": _recipe,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

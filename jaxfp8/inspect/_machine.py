@@ -124,8 +124,6 @@ OPS = {op: _op_calls.call(op, kind)[:2] for op, kind in _KINDS.items()}
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"
-# The reason of a program that is refused: its platform has no such product.
-REFUSED = "refused: "
 _FP8_DOT = re.compile(
     r"stablehlo\.dot_general .*\(tensor<\w*xf8E\w+>, tensor<\w*xf8E\w+>\)"
 )
@@ -193,7 +191,7 @@ def _lowered(platform, function, arguments) -> tuple[Counter, list[str], int]:
             traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
     except NotImplementedError as error:
-        return Counter(), [f"{REFUSED}{error}"], 0
+        return Counter(), [f"refused: {error}"], 0
     calls = sorted(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
     return Counter(calls), reasons, len(_FP8_DOT.findall(text))
 

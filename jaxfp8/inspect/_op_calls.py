@@ -39,7 +39,6 @@ _RAGGED = (
     ("contraction", _TILE, _TILE),
 )
 _ACTIVATIONS = *ops.ACTIVATIONS, ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
-MOST_OPTIONS = 7  # the largest number of options that an op has
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
@@ -68,10 +67,10 @@ class Kind(NamedTuple):
     rng: Any = None
 
     @classmethod
-    def square(cls, op: str, n: int, index: int = 0) -> "Kind":
+    def square(cls, op: str, n: int) -> "Kind":
         """Return the kind of an op with bfloat16 matrices of n rows and columns."""
         rank = 3 if op in PRODUCTS else 2
-        return cls((n,) * rank, np.dtype(jnp.bfloat16), E4M3, index)
+        return cls((n,) * rank, np.dtype(jnp.bfloat16), E4M3)
 
     def turn(self, options: tuple) -> Any:
         """Return the option whose turn `index` is."""

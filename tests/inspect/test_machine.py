@@ -264,7 +264,8 @@ def test_a_broken_part_is_a_line(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "devices\n  OSError: no such thing\n" in printed
     assert "processor  OSError: no such thing" in printed
-    assert "ops on OSError: no such thing\n  OSError: no such thing\n" in printed
+    assert "platform   OSError: no such thing\n" in printed
+    assert "ops\n  OSError: no such thing\n" in printed
 
 
 @pytest.mark.parametrize(
