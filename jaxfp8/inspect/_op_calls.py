@@ -124,14 +124,26 @@ class Kind(NamedTuple):
         bits = self.rng.integers(0, 256, self.shape, np.uint8)
         return bits.view(self.form.dtype)
 
-    def operands(self, a, b, a_scales=1, b_scales=1) -> list[np.ndarray]:
-        """Return codes of a and b, and scales that make the terms of a product about 1,
-        in these shapes; b is in E4M3, because no tensor core multiplies E5M2 by E5M2.
+    def operand(self, shape, form: Format, block=None) -> tuple[np.ndarray, ...]:
+        """Return codes, and the scale of each block, or with None the one scale, that
+        makes terms of a product about 1.
         """
-        codes = [self.codes(a, self.form), self.codes(b, E4M3)]
-        a_scale = self.factors(a_scales, 1) * np.float32(16 / self.form.max)
-        b_scale = self.factors(b_scales, 1) * np.float32(16 / E4M3.max)
-        return [*codes, a_scale, b_scale]
+        count = (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
+        scale = self.factors(count, 1) * np.float32(16 / form.max)
+        # MX scales are powers of two. Round them here, so that the exact product has
+        # the same scales.
+        if block == _MX:
+            scale = np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0)
+        return self.codes(shape, form), scale
+
+    def operands(self, a, b, *blocks) -> list[np.ndarray]:
+        """Return codes of a and b in these shapes, and their scales; b is in E4M3,
+        because no tensor core multiplies E5M2 by E5M2.
+        """
+        a_block, b_block = blocks or (None, None)
+        a, a_scale = self.operand(a, self.form, a_block)
+        b, b_scale = self.operand(b, E4M3, b_block)
+        return [a, b, a_scale, b_scale]
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
@@ -361,47 +373,37 @@ def _scaled_matmul(kind):
 def _block_scaled_matmul(kind):
     m, n, k = kind.shape
     a_block, b_block = kind.turn(_MULTIPLIED_BLOCKS)
-    counts = _blocks.count(a_block, m, k), _blocks.count(b_block, n, k)
-    a, b, *scales = kind.operands((m, k), (n, k), *counts)
-    # MX scales are powers of two. Round them here, so that the exact product has the
-    # same scales.
-    if a_block == _MX:
-        powers = [np.exp2(np.round(np.log2(scale))) for scale in scales]
-        scales = [power.astype(_blocks.E8M0) for power in powers]
 
     def terms(a, b, a_scale, b_scale):
         return [(_scaled(a, a_scale, a_block), _scaled(b, b_scale, b_block))], []
 
+    arrays = kind.operands((m, k), (n, k), a_block, b_block)
     options = {"a_block": a_block, "b_block": b_block, "out_dtype": kind.dtype}
-    return *_call(ops.block_scaled_matmul, a, b, *scales, **options), terms
+    return *_call(ops.block_scaled_matmul, *arrays, **options), terms
 
 
 def _ragged_matmul(kind):
     m, n, k = kind.shape
     ragged, a_block, b_block = kind.turn(_RAGGED)
+    is_rows = ragged == "rows"
     # The second group is empty, like the group of an expert without tokens.
     ends = [0, m // 3, m // 3, m]
-    sizes = np.diff(ends).astype(np.int32)
-    shapes = ((m, k), (3, n, k)) if ragged == "rows" else ((k, m), (n, m))
-    counts = [
-        (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
-        for shape, block in zip(shapes, (a_block, b_block), strict=True)
-    ]
 
     def terms(a, b, a_scale, b_scale, sizes):
         a, b = _scaled(a, a_scale, a_block), _scaled(b, b_scale, b_block)
         pieces = []
         for group, (i, j) in enumerate(itertools.pairwise(ends)):
-            if ragged == "rows":
+            if is_rows:
                 pieces.append((a[..., i:j, :], b[..., group, :, :]))
             else:
                 pieces.append((a[..., i:j], b[..., i:j]))
         return pieces, []
 
-    arrays = *kind.operands(*shapes, *counts), sizes
-    options = {"ragged": ragged, "a_block": a_block, "b_block": b_block}
-    options["out_dtype"] = kind.dtype
-    return *_call(ops.ragged_matmul, *arrays, **options), terms
+    shapes = ((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))
+    arrays = kind.operands(*shapes, a_block, b_block)
+    options = {"a_block": a_block, "b_block": b_block, "out_dtype": kind.dtype}
+    sizes = np.diff(ends).astype(np.int32)
+    return *_call(ops.ragged_matmul, *arrays, sizes, ragged=ragged, **options), terms
 
 
 def _scaled(codes, scale, block=None):
