@@ -79,7 +79,7 @@ def _kernels(machine) -> str:
 
 
 def _is_intended(row) -> bool:
-    """Return whether a row lacks a kernel because none was written for the platform:
+    """Return whether an op lacks a kernel because none was written for the platform:
     nothing is missing then.
     """
     return row["why"].startswith(_machine.NO_KERNEL)
@@ -97,22 +97,6 @@ def _op(row) -> tuple[str, str]:
     return row["name"], program
 
 
-def _recipe(row) -> tuple[str, str]:
-    """Write the precision that multiplies the codes of the three products of a layer,
-    and the custom calls.
-    """
-    count = row["fp8_products"]
-    products = f"{count} of 3 products by FP8 kernels"
-    if count and not row["calls"]:
-        products = f"{count} of 3 products of FP8 operands, compiled by XLA"
-    elif _is_intended(row):
-        products = "3 products of FP8 codes, multiplied in high precision as intended"
-    elif row["why"]:
-        products += f" ({row['why']})"
-    calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items())
-    return row["name"], f"{products}; custom calls: {calls or 'none'}"
-
-
 # The parts with many rows, and what writes the two cells of a row.
 _TABLES = {
     "versions": tuple,
@@ -120,7 +104,6 @@ _TABLES = {
     "devices": _device,
     "libraries": _library,
     "ops": _op,
-    "recipes": _recipe,
 }
 
 

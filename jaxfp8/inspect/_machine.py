@@ -1,5 +1,5 @@
-"""The machine that programs run on, and which implementation of every op and recipe it
-runs, and why: what `python -m jaxfp8` prints.
+"""The machine that programs run on, and which implementation of every op it runs, and
+why: what `python -m jaxfp8` prints.
 """
 
 import contextlib
@@ -13,10 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from .. import recipes
-from ..dot import dot_general
 from ..ops import _ffi, _support
 from . import _op_calls
 
@@ -43,7 +40,6 @@ def about() -> dict[str, Any]:
         "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
         "cublaslt": _try(cublaslt),
         "ops": _try(lambda: active_ops(_support.backend())),
-        "recipes": _try(lambda: active_recipes(_support.backend())),
     }
 
 
@@ -108,25 +104,13 @@ def cublaslt() -> str:
     return f"{major}.{minor // 100}.{minor % 100} (libcublasLt.so.{major})"
 
 
-_N = 256  # a multiple of every block
-_X = jax.ShapeDtypeStruct((_N, _N), jnp.bfloat16)
-_KERNEL = jax.ShapeDtypeStruct((_N, _N), jnp.float32)
-RECIPES = (
-    recipes.DelayedScaling(),
-    recipes.Float8CurrentScaling(),
-    recipes.Float8RowwiseScaling(),
-    recipes.Float8BlockScaling(),
-    recipes.MXFP8BlockScaling(),
-)
-# By the name of each op, a function that calls the op, and the function's arguments.
-_KINDS = {op: _op_calls.Kind.square(op, _N) for op in _op_calls.OPS}
+# By the name of each op, a function that calls the op, and the arguments of the
+# function. 256 is a multiple of every block.
+_KINDS = {op: _op_calls.Kind.square(op, 256) for op in _op_calls.OPS}
 OPS = {op: _op_calls.call(op, kind)[:2] for op, kind in _KINDS.items()}
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"
-_FP8_DOT = re.compile(
-    r"stablehlo\.dot_general .*\(tensor<\w*xf8E\w+>, tensor<\w*xf8E\w+>\)"
-)
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
@@ -137,52 +121,17 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     run as its custom call, else "".
     """
     rows = []
-    for name, call in OPS.items():
-        calls, reasons, _ = _lowered(platform, *call)
+    for name, (function, arguments) in OPS.items():
+        calls, reasons = _lowered(platform, function, arguments)
         why = "" if name in calls else _why_not(platform, name, reasons)
         row = {"name": name, "custom_call": name in calls, "calls": calls, "why": why}
         rows.append(row)
     return rows
 
 
-def active_recipes(platform: str) -> list[dict[str, Any]]:
-    """Return a row for each recipe, from forward and backward of a layer: `name`,
-    `fp8_products`, `calls` and `why`.
-
-    `fp8_products` counts the products, of 3, that run as FP8 kernels (on TPUs the
-    products of FP8 operands that XLA compiles), `calls` counts custom calls by name,
-    and `why` is a clause that says why fewer than 3 products run so, else "".
-    """
-    rows = []
-    for recipe in RECIPES:
-        calls, reasons, products = _lowered(platform, *_layer(recipe))
-        if platform != "tpu":
-            products = calls["scaled_matmul"] + calls["block_scaled_matmul"]
-        why = "" if products == 3 else _why_not(platform, "scaled_matmul", reasons)
-        row = {"name": type(recipe).__name__, "fp8_products": products}
-        rows.append(row | {"calls": calls, "why": why})
-    return rows
-
-
-def _layer(recipe) -> tuple:
-    """Return forward and backward of a layer, and the types of its arguments."""
-
-    def loss(x, kernel, state):
-        return dot_general(
-            x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
-        ).sum()
-
-    # Types are enough: programs are lowered and never run, also for platforms that this
-    # machine lacks.
-    state = jax.eval_shape(lambda: recipes.init_state(recipe))
-    return jax.value_and_grad(loss, argnums=(0, 1, 2)), (_X, _KERNEL, state)
-
-
-def _lowered(platform, function, arguments) -> tuple[Counter, list[str], int]:
-    """Return what a program has: the number of each custom call, warnings of its
-    lowering, products of FP8 operands.
-
-    A program that its platform refuses has the refusal as its only warning.
+def _lowered(platform, function, arguments) -> tuple[Counter, list[str]]:
+    """Return the number of each custom call in a program, and warnings of its lowering;
+    a program that its platform refuses has the refusal as its only warning.
     """
     try:
         with _support.listening() as reasons:
@@ -191,9 +140,9 @@ def _lowered(platform, function, arguments) -> tuple[Counter, list[str], int]:
             traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
     except NotImplementedError as error:
-        return Counter(), [f"refused: {error}"], 0
+        return Counter(), [f"refused: {error}"]
     calls = sorted(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
-    return Counter(calls), reasons, len(_FP8_DOT.findall(text))
+    return Counter(calls), reasons
 
 
 def _why_not(platform: str, target: str, reasons: list[str]) -> str:
