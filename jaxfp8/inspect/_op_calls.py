@@ -3,7 +3,6 @@ NaN and infinities among them.
 """
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -78,10 +77,10 @@ class Kind(NamedTuple):
 
     def numbers(self, shape, dtype, octaves: float = 1.0) -> np.ndarray:
         """Return normal numbers times powers of two."""
-        size = int(np.prod(shape))
-        spread = 2.0 ** (octaves * self.rng.standard_normal(min(size, _PERIOD)))
-        values = self.rng.standard_normal(spread.size) * spread
-        return np.resize(values.astype(np.float32), shape).astype(dtype)
+        count = min(int(np.prod(shape)), _PERIOD)
+        values, spread = self.rng.standard_normal((2, count))
+        values = np.float32(values * 2.0 ** (octaves * spread))
+        return np.resize(values, shape).astype(dtype)
 
     def hard_numbers(self, shape, dtype) -> np.ndarray:
         """Return numbers of more octaves; with `hard` NaN, infinities, subnormals and
@@ -130,8 +129,6 @@ class Kind(NamedTuple):
         """
         count = (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
         scale = self.factors(count, 1) * np.float32(16 / form.max)
-        # MX scales are powers of two. Round them here, so that the exact product has
-        # the same scales.
         if block == _MX:
             scale = np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0)
         return self.codes(shape, form), scale
@@ -147,13 +144,7 @@ class Kind(NamedTuple):
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
-    """Return `(function, arguments)`, and for a product `terms`, which give the exact
-    product.
-
-    `terms(*arguments)` is `(pieces, added)`: pairs `(a [..., m, k], b [..., n, k])` in
-    float64, scaled, whose products are stacked by rows, and arrays `[..., 1 or m, n]`
-    that are added.
-    """
+    """Return `(function, arguments)`."""
     return OPS[op](kind._replace(rng=np.random.default_rng([kind.index, group])))
 
 
@@ -262,11 +253,11 @@ def _adam_update(kind):
     for _ in range(2):
         _, mu = _decode_moment(kind)
         _, (data, *scales) = _decode_moment(kind)
-        squares = (data.view(np.uint8) & 0x7F).view(data.dtype)
+        nu = np.abs(data), *scales
         grads = kind.hard_numbers(kind.shape, _F32)
         params = kind.hard_numbers(kind.shape, _F32) if applies else None
         keys = kind.rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
-        leaves.append(ops.AdamLeaf(grads, params, mu, (squares, *scales), keys, hyper))
+        leaves.append(ops.AdamLeaf(grads, params, mu, nu, keys, hyper))
     arguments, treedef = jax.tree.flatten(leaves)
 
     def function(*arguments):
@@ -362,68 +353,28 @@ def _scaled_matmul(kind):
             **dict(zip(summands, arrays[4:], strict=True)),
         )
 
-    def terms(a, b, a_scale, b_scale, *added):
-        added = [_wide(x[..., None, :] if "bias" in summands else x) for x in added]
-        return [(_scaled(a, a_scale), _scaled(b, b_scale))], added
-
-    arguments = kind.operands((m, k), (n, k))
-    return function, [*arguments, *summands.values()], terms
+    return function, [*kind.operands((m, k), (n, k)), *summands.values()]
 
 
 def _block_scaled_matmul(kind):
     m, n, k = kind.shape
-    a_block, b_block = kind.turn(_MULTIPLIED_BLOCKS)
-
-    def terms(a, b, a_scale, b_scale):
-        return [(_scaled(a, a_scale, a_block), _scaled(b, b_scale, b_block))], []
-
-    arrays = kind.operands((m, k), (n, k), a_block, b_block)
-    options = {"a_block": a_block, "b_block": b_block, "out_dtype": kind.dtype}
-    return *_call(ops.block_scaled_matmul, *arrays, **options), terms
+    blocks = kind.turn(_MULTIPLIED_BLOCKS)
+    return _product(ops.block_scaled_matmul, kind, (m, k), (n, k), blocks)
 
 
 def _ragged_matmul(kind):
     m, n, k = kind.shape
-    ragged, a_block, b_block = kind.turn(_RAGGED)
-    is_rows = ragged == "rows"
+    ragged, *blocks = kind.turn(_RAGGED)
+    shapes = ((m, k), (3, n, k)) if ragged == "rows" else ((k, m), (n, m))
+    function, arrays = _product(ops.ragged_matmul, kind, *shapes, blocks, ragged=ragged)
     # The second group is empty, like the group of an expert without tokens.
-    ends = [0, m // 3, m // 3, m]
-
-    def terms(a, b, a_scale, b_scale, sizes):
-        a, b = _scaled(a, a_scale, a_block), _scaled(b, b_scale, b_block)
-        pieces = []
-        for group, (i, j) in enumerate(itertools.pairwise(ends)):
-            if is_rows:
-                pieces.append((a[..., i:j, :], b[..., group, :, :]))
-            else:
-                pieces.append((a[..., i:j], b[..., i:j]))
-        return pieces, []
-
-    shapes = ((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))
-    arrays = kind.operands(*shapes, a_block, b_block)
-    options = {"a_block": a_block, "b_block": b_block, "out_dtype": kind.dtype}
-    sizes = np.diff(ends).astype(np.int32)
-    return *_call(ops.ragged_matmul, *arrays, sizes, ragged=ragged, **options), terms
+    return function, [*arrays, np.int32([m // 3, 0, m - m // 3])]
 
 
-def _scaled(codes, scale, block=None):
-    """Return codes in float64, each times the scale of its block, or with None the one
-    scale `[*vmapped, 1]`.
-    """
-    if block is None:
-        ones = codes.ndim + 1 - scale.ndim
-        return _wide(codes, scale.reshape(*scale.shape[:-1], *[1] * ones))
-    # Blocks at the edges are smaller: repeat scales for whole blocks, and cut off the
-    # part outside the matrix.
-    height, width = codes.shape[-2:]
-    rows, cols = _blocks.shape(block, height, width)
-    spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
-    return _wide(codes, spread[..., :height, :width])
-
-
-def _wide(x, factor=1.0):
-    with np.errstate(invalid="ignore"):
-        return x.astype(np.float64) * factor
+def _product(op, kind, a, b, blocks, **options):
+    a_block, b_block = blocks
+    options |= {"a_block": a_block, "b_block": b_block, "out_dtype": kind.dtype}
+    return _call(op, *kind.operands(a, b, *blocks), **options)
 
 
 # The call of each op, by the name of its custom call.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import ops
 from ..inspect._op_calls import PRODUCTS, Kind, call
 from ..numerics import E4M3, E5M2
 
@@ -33,8 +34,6 @@ COMPUTED = ("quantize_activation", "quantize_activation_grad", "quantize_norm")
 # relative error of the amax.
 _DIFFERENT, _AMAX = 0.01, 2.0**-11
 _STEP = 16  # the products that a tensor core adds at once; a larger step loses less
-_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-_SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-25, "float32": 2.0**-126}
 
 
 def _bits(x):
@@ -126,56 +125,33 @@ _PROBLEMS = dict.fromkeys(COMPUTED, _code_problem) | {
 }
 
 
-def product_problem(got, pieces, added, tensor_cores: bool) -> str | None:
-    """Compare a product with the exact one; the bound is derived here.
+def product_problem(got, right, magnitude, k: int, tensor_cores: bool) -> str | None:
+    """Compare a product with that of the reference; the bound is derived here.
 
-    A tensor core aligns the products of a step and the sum so far to the largest of
-    these 17 numbers, and cuts each of them, and the new sum, after 13 bits: a step may
-    lose 18 times 2**-13 of the largest number. However a kernel cuts k, the sum so far
-    is a sum of consecutive terms. Without tensor cores sums are f32, and lose up to k
-    times 2**-24 of the sum of magnitudes. Scales, each added term and the result are
-    rounded once more.
+    f32 sums of k terms lose up to k times 2**-24 of the sum of magnitudes. A tensor
+    core aligns the products of a step and the sum so far to the largest of these 17
+    numbers, which is at most the sum of magnitudes, and cuts each of them, and the new
+    sum, after 13 bits: a step may lose 18 times 2**-13 of it. Scales, an added term
+    and the results are rounded once more.
 
     Args:
-        got: the result, whose first dimensions may be the rows in groups.
-        pieces: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled; the result
-            stacks their products by rows.
-        added: `[..., 1 or m, n]` arrays in float64, which are added to the product.
-        tensor_cores: whether tensor cores multiply.
+        got, right: the results.
+        magnitude: the result of the reference from magnitudes.
+        k: the number of terms.
+        tensor_cores: whether tensor cores multiply; else they are f32 sums.
     """
+    loss = 2 * (k + 4) * 2.0**-24
+    if tensor_cores:
+        growth = -(-k // _STEP) * (_STEP + 2) * 2.0**-13
+        loss += growth / (1 - growth)
+    dtype = jnp.finfo(got.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
-        # 1. Compute the exact product, and the error that its sum may have.
-        parts = zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
-        exact, bound = (np.concatenate(part, axis=-2) for part in parts)
-        # 2. Add the errors of rounding scales and added terms in f32, and the result to
-        #    its dtype. `_SMALLEST` covers subnormal results; 1 + 2**-10 covers products
-        #    of these errors.
-        bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
-        exact = sum(added, exact)
-        bound += _ROUNDING[got.dtype.name] * (np.abs(exact) + bound)
-        bound = (1 + 2.0**-10) * bound + _SMALLEST[got.dtype.name]
-        got = got.astype(np.float64).reshape(exact.shape)
-        return _wrong("product", _near(got, exact, bound), got, exact)
-
-
-def _piece(a, b, tensor_cores):
-    """Return the exact product, and the error that the sum may have."""
-    k = a.shape[-1]
-    b = np.swapaxes(b, -1, -2)
-    if not tensor_cores:
-        return a @ b, k * 2.0**-24 * (np.abs(a) @ np.abs(b))
-    steps = []
-    for i in range(0, max(k, 1), _STEP):
-        steps.append(a[..., i : i + _STEP] @ b[..., i : i + _STEP, :])
-    # However a kernel cuts k, its sum so far is the difference of two of these sums.
-    sums = np.cumsum(steps, axis=0)
-    # The largest number that a step aligns to: a product of two elements, or a sum so
-    # far.
-    a, b = np.abs(a), np.abs(b)
-    largest = a.max(-1, keepdims=True, initial=0) * b.max(-2, keepdims=True, initial=0)
-    largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
-    growth = len(steps) * (_STEP + 2) * 2.0**-13
-    return sums[-1], growth / (1 - growth) * largest
+        got, right, magnitude = map(np.float64, (got, right, magnitude))
+        # The magnitude is rounded too.
+        bound = loss * (1 + 2.0**-6) * magnitude
+        bound += float(dtype.eps) / 2 * (np.abs(got) + np.abs(right))
+        near = _near(got, right, bound + 2 * float(dtype.tiny))
+        return _wrong("product", near, got, right)
 
 
 class Case(NamedTuple):
@@ -186,28 +162,34 @@ class Case(NamedTuple):
         name: the name of the case, for people.
         function: the function to call.
         arguments: its arguments, numpy arrays, for all groups.
-        terms: of a product the function of the arguments that gives the exact product,
-            see `call`; else None.
     """
 
     op: str
     name: str
     function: Callable
     arguments: tuple
-    terms: Callable | None
 
     def problem(self, results: list, expected: list, tensor_cores: bool) -> str | None:
         """Return what is wrong in the results of the case; None where they are right.
 
         Args:
             results: numpy arrays.
-            expected: those of the reference; of a product nothing is read.
+            expected: those of `reference`.
             tensor_cores: whether tensor cores multiply.
         """
-        if self.terms:
-            terms = self.terms(*self.arguments)
-            return product_problem(results[0], *terms, tensor_cores)
+        if self.op in PRODUCTS:
+            k = self.arguments[0].shape[-1]
+            return product_problem(*results, *expected, k, tensor_cores)
         return _PROBLEMS.get(self.op, bit_problem)(results, expected)
+
+    def reference(self) -> list:
+        """Return the results of the reference; of a product also from magnitudes."""
+        with ops.implementation("reference"):
+            function = jax.jit(self.function)
+            results = [function(*self.arguments)]
+            if self.op in PRODUCTS:
+                results.append(function(*map(np.abs, self.arguments)))
+        return jax.tree.leaves(results)
 
 
 def cases(op: str, quick: bool = False) -> Iterator[Case]:
@@ -229,13 +211,13 @@ def case(op: str, kind: Kind) -> Case:
     groups = kind.shape[:-rank]
     one = kind._replace(shape=kind.shape[-rank:])
     calls = [call(op, one, group) for group in range(*groups or (1,))]
-    function, arguments, *terms = calls[0]
+    function, arguments = calls[0]
     if groups:
         function = jax.vmap(function)
         arguments = map(np.stack, zip(*(parts[1] for parts in calls), strict=True))
     shape = ",".join(map(str, kind.shape))
     name = f"{kind.dtype.name}[{shape}] {kind.form}, {kind.index}"
-    return Case(op, name, function, tuple(arguments), *(terms or [None]))
+    return Case(op, name, function, tuple(arguments))
 
 
 def on_tpu(x: np.ndarray) -> np.ndarray:
