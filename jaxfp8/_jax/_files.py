@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import tempfile
 
 
 @contextlib.contextmanager
@@ -13,23 +12,17 @@ def replaced(path, mode):
 
     What stood at `path` stays whole until then: after an error, for readers that have
     it open, and where it is mapped into memory. The new file is on the disk before it
-    takes the place. What is no regular file, as a pipe, is written as it is.
+    takes the place.
 
     Args:
         path: the file; a link to it stays a link.
         mode: `"w"` or `"wb"`.
     """
     path = os.path.realpath(path)
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, mode) as file:
-            yield file
-        return
-    # A folder beside the file is on the same disk. The file in it gets the permissions
-    # that any new file gets.
-    with tempfile.TemporaryDirectory(
-        prefix=".jaxfp8-", dir=os.path.dirname(path)
-    ) as folder:
-        temporary = os.path.join(folder, os.path.basename(path))
+    # A file beside the old one is on the same disk, with the permissions that any new
+    # file gets.
+    temporary = f"{path}.{os.getpid()}.part"
+    try:
         with open(temporary, mode) as file:
             yield file
             file.flush()
@@ -37,3 +30,6 @@ def replaced(path, mode):
         if os.path.exists(path):
             shutil.copymode(path, temporary)
         os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)

@@ -1,9 +1,7 @@
-"""at_backward: give the host what the backward of a product sees; and labelled_runs,
-the names of what it got.
-"""
+"""Runs: what products see in their backward, on the host."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,67 +9,79 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax._table import member
+from ..dot import _contexts
 
 
-def at_backward(y: jax.Array, operands: Any, look: Callable, record: Callable) -> Any:
-    """Return y, the result of a product, whose gradient is looked at where it arrives.
+class Runs:
+    """What the products of a program give the host in their backward.
 
-    Args:
-        y: the result.
-        operands: a tree of arrays for `look`, which get no gradient from here.
-        look: `(operands, gradient of y) -> tree of arrays`.
-        record: `(batch, tree) -> None`, which takes this tree on the host, as numpy
-            arrays, and the sizes of the dimensions that every `vmap` put in front.
+    Attributes:
+        layers: the layer of each product, in the order of tracing.
+        trees: by the position of a product in `layers`, `(batch, tree)` of each of its
+            runs: numpy arrays, and the sizes of the dimensions that every `vmap` put in
+            front. A backward runs the iterations of a loop in reverse order, so that
+            the last iteration comes first.
     """
 
-    @jax.custom_vjp
-    def watched(y, operands):
-        return y
+    def __init__(self):
+        self.layers = []
+        self.trees = defaultdict(list)
 
-    def backward(operands, grad):
-        tensors = look(operands, grad)
-        rank = jax.tree.leaves(tensors)[0].ndim
+    def at_backward(self, y: jax.Array, operands: Any, look: Callable) -> jax.Array:
+        """Return y, the result of a product, whose gradient is looked at where it
+        arrives.
 
-        def on_host(tensors):
-            tensors = jax.tree.map(np.asarray, tensors)
-            shape = jax.tree.leaves(tensors)[0].shape
-            batch = shape[: len(shape) - rank]
-            record(batch, tensors)
-            return np.zeros(batch, np.float32)
+        Args:
+            y: the result.
+            operands: a tree of arrays for `look`, which get no gradient from here.
+            look: `(operands, gradient of y) -> tree of arrays` for the host.
+        """
+        trees = self.trees[len(self.layers)]
+        self.layers.append(_contexts.current_layer() or "product")
 
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        zero = jax.pure_callback(on_host, scalar, tensors, vmap_method="broadcast_all")
-        # The gradient depends on a zero from the callback, without which XLA would drop
-        # the callback.
-        return jnp.where(zero == 0, grad, jnp.nan), None
+        @jax.custom_vjp
+        def watched(y, operands):
+            return y
 
-    watched.defvjp(lambda y, operands: (y, operands), backward)
-    return watched(y, jax.lax.stop_gradient(operands))
+        def backward(operands, grad):
+            tensors = look(operands, grad)
+            rank = jax.tree.leaves(tensors)[0].ndim
 
+            def on_host(tensors):
+                tensors = jax.tree.map(np.asarray, tensors)
+                shape = jax.tree.leaves(tensors)[0].shape
+                batch = shape[: len(shape) - rank]
+                trees.append((batch, tensors))
+                return np.zeros(batch, np.float32)
 
-def labelled_runs(
-    products: Sequence[tuple[str, Sequence[tuple[tuple[int, ...], Any]]]],
-) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-    """Yield `(label, index, tree)` for each member of what the products recorded.
+            scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            zero = jax.pure_callback(
+                on_host, scalar, tensors, vmap_method="broadcast_all"
+            )
+            # The gradient depends on a zero from the callback, without which XLA would
+            # drop the callback.
+            return jnp.where(zero == 0, grad, jnp.nan), None
 
-    Args:
-        products: in the order of the program, the layer of each product and the
-            `(batch, tree)` of its runs. A backward runs the iterations of a loop in
-            reverse order, so that the last iteration comes first.
+        watched.defvjp(lambda y, operands: (y, operands), backward)
+        return watched(y, jax.lax.stop_gradient(operands))
 
-    Yields:
+    def labelled(self) -> Iterator[tuple[str, Any]]:
+        """Yield `(label, tree)` for each run, and each member of its batch.
+
         `label` is the layer, with ` (call 1)` for its second product, and `[i]` for an
-        iteration of a loop and a member of a batch; `index` is the member's place in
-        the arrays of the tree.
-    """
-    products_of_layer = Counter(layer for layer, _ in products)
-    calls = Counter()
-    for layer, runs in products:
-        label = layer
-        if products_of_layer[layer] > 1:
-            label += f" (call {calls[layer]})"
-        calls[layer] += 1
-        for i, (batch, tree) in enumerate(reversed(runs)):
-            iteration = (i,) if len(runs) > 1 else ()
-            for index in np.ndindex(batch):
-                yield label + member(iteration + index), index, tree
+        iteration of a loop and a member of a batch.
+        """
+        reached = [i for i in range(len(self.layers)) if self.trees[i]]
+        products_of_layer = Counter(self.layers[i] for i in reached)
+        calls = Counter()
+        for i in reached:
+            label = layer = self.layers[i]
+            if products_of_layer[layer] > 1:
+                label += f" (call {calls[layer]})"
+            calls[layer] += 1
+            runs = self.trees[i][::-1]
+            for iteration, (batch, tree) in enumerate(runs):
+                place = (iteration,) if len(runs) > 1 else ()
+                for index in np.ndindex(batch):
+                    at_index = jax.tree.map(lambda x, index=index: x[index], tree)
+                    yield label + member(place + index), at_index

@@ -1,10 +1,10 @@
 """compare: measure the error of every FP8 product of a model, layer by layer."""
 
 import dataclasses
+import functools
 import math
 import operator
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +15,11 @@ from flax import linen as nn, nnx
 
 from .._jax._table import natural, table
 from .._jax._trees import split_arrays
-from ..dot import _contexts, _product
+from ..dot import _product
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
 from ..recipes import FP8StateWarning
-from ._backward import at_backward, labelled_runs
+from ._backward import Runs
 
 _TENSORS = ("output", "input_grad", "kernel_grad")
 _COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))
@@ -100,30 +100,26 @@ def compare(
     args = batch if isinstance(batch, tuple) else (batch,)
     fn, arrays = _function(model, args, variables, kwargs)
     loss = loss or _mean_of_squares
-    exact = _Recorder(runs_fp8=False)
-    fp8 = _Recorder(runs_fp8=True)
-    _run(fn, arrays, loss, exact)
-    if not exact.names:
+    exact = _run(fn, arrays, loss, _product.multiply_float32, _product.multiply_fp8)
+    if not exact.layers:
         raise ValueError(
             "compare: model: expected FP8 products, got none; is autocast off, or no "
             "recipe given?"
         )
-    if not exact.runs:
+    if not any(exact.trees.values()):
         raise ValueError(
             "compare: loss: expected a loss whose gradient reaches an FP8 product, "
             "got one without such"
         )
-    _run(fn, arrays, loss, fp8)
-    products = []
-    unreached = set(exact.names)
-    for i, runs in sorted(exact.runs.items()):
-        both = []
-        for (batch, tensors), (_, in_model) in zip(runs, fp8.runs[i], strict=True):
-            both.append((batch, (*tensors, *in_model)))
-        products.append((exact.names[i], both))
-        unreached.discard(exact.names[i])
-    rows = [_row(*run) for run in labelled_runs(products)]
-    return Comparison(sorted(rows, key=_worst_first), sorted(unreached, key=natural))
+    fp8 = _run(fn, arrays, loss, _product.multiply_fp8)
+    rows = []
+    for (layer, tensors), (_, in_model) in zip(
+        exact.labelled(), fp8.labelled(), strict=True
+    ):
+        rows.append(_row(layer, *tensors, *in_model))
+    reached = {layer for i, layer in enumerate(exact.layers) if exact.trees[i]}
+    unreached = sorted(set(exact.layers) - reached, key=natural)
+    return Comparison(sorted(rows, key=_worst_first), unreached)
 
 
 def _function(model, args, variables, kwargs):
@@ -151,20 +147,32 @@ def _function(model, args, variables, kwargs):
     return nnx_inspect.function_of_arrays(fn, args, kwargs)
 
 
-def _run(fn, arrays, loss, recorder) -> None:
-    """Run one step forward and backward, in which `recorder` stands for each product
-    and records its tensors.
+def _run(fn, arrays, loss, *functions) -> Runs:
+    """Run one step forward and backward, in which the first of `functions` multiplies;
+    return the tensors that each of them gives from the same operands and gradient.
     """
+    runs = Runs()
     arrays = jax.tree.map(jnp.asarray, arrays)
     floats, joined = split_arrays(arrays, _is_float)
 
+    def multiply(product, *operands):
+        bound = [functools.partial(function, product) for function in functions]
+        dtype = jax.eval_shape(bound[-1], *operands).dtype  # that of the FP8 product
+        y = bound[0](*operands).astype(dtype)
+
+        def tensors(operands, grad):
+            return [_tensors(function, operands, grad) for function in bound]
+
+        return runs.at_backward(y, operands, tensors)
+
     def loss_of(floats):
-        with _product.replaced_by(recorder):
+        with _product.replaced_by(multiply):
             return loss(fn(joined(floats)))
 
     # State that the model closes over has no gradient here, and needs none.
     with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
         jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
+    return runs
 
 
 def _is_float(leaf) -> bool:
@@ -183,47 +191,6 @@ def _mean_of_squares(output):
     return total / sum(x.size for x in leaves)
 
 
-class _Recorder:
-    """Stands for each product in a run, and records its tensors on the host.
-
-    Attributes:
-        runs_fp8: whether the model runs its products in FP8; else the model runs them
-            in float32, and each FP8 product is computed beside them, from the same
-            operands.
-        names: the names of the layers of all products, in the order of tracing.
-        runs: for each position in `names` that the backward reached, the batch and the
-            tensors of each run, the last run first.
-    """
-
-    def __init__(self, runs_fp8: bool):
-        self.runs_fp8 = runs_fp8
-        self.names = []
-        self.runs = defaultdict(list)
-
-    def __call__(self, product, *operands):
-        site = len(self.names)
-        self.names.append(_contexts.current_layer() or "product")
-
-        def fp8(*operands):
-            return _product.multiply_fp8(product, *operands)
-
-        def f32(*operands):
-            return _product.multiply_float32(product, *operands)
-
-        functions = (fp8,) if self.runs_fp8 else (f32, fp8)
-        y = functions[0](*operands).astype(jax.eval_shape(fp8, *operands).dtype)
-
-        def tensors(operands, grad):
-            # Both precisions run on the same operands and the same gradient, so errors
-            # of other layers do not count.
-            return [_tensors(function, operands, grad) for function in functions]
-
-        def record(batch, runs):
-            self.runs[site].append((batch, runs))
-
-        return at_backward(y, operands, tensors, record)
-
-
 def _tensors(function, operands, grad) -> list:
     """Return the output of a product and the gradients of x and the kernel, in f32;
     None for one without a gradient.
@@ -235,13 +202,11 @@ def _tensors(function, operands, grad) -> list:
     return jax.tree.map(lambda x: x.astype(jnp.float32), [y, *grads])
 
 
-def _row(layer: str, index: tuple[int, ...], tensors) -> dict[str, Any]:
-    exact, by_itself, in_model = tensors
+def _row(layer: str, exact, by_itself, in_model) -> dict[str, Any]:
     row = {"layer": layer}
     for prefix, got in (("", by_itself), ("model_", in_model)):
         for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
-            figure = None if x is None else _sqnr(x[index], x_fp8[index])
-            row[prefix + name] = figure
+            row[prefix + name] = None if x is None else _sqnr(x, x_fp8)
     return row
 
 

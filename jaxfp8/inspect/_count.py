@@ -3,8 +3,6 @@ that become zero.
 """
 
 import dataclasses
-import itertools
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +12,9 @@ import numpy as np
 
 from .. import ops
 from .._jax._table import natural, table
-from ..dot import FusedInput, _contexts, _product
+from ..dot import FusedInput, _product
 from ..recipes import TensorwiseQuantizer, scales_of
-from ._backward import at_backward, labelled_runs
+from ._backward import Runs
 
 _TENSORS = (
     "input",
@@ -77,36 +75,30 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
     Raises:
         ValueError: the step ran the backward of no FP8 product.
     """
-    _runs.clear()
+    for trees in _runs.trees.values():
+        trees.clear()
     with _product.replaced_by(_counted):
         result = jax.block_until_ready(step(*args, **kwargs))
-    if not _runs:
+    rows = []
+    for layer, fractions in _runs.labelled():
+        for tensor, pair in zip(_TENSORS, fractions.tolist(), strict=True):
+            row = dict(zip(_COLUMNS, (layer, tensor, *pair), strict=True))
+            if not np.isnan(pair[0]):
+                rows.append(row)
+    if not any(_runs.trees.values()):
         raise ValueError(
             "count: step: expected a function that takes gradients through FP8 "
             "products, got one without such; give it the training step, or jax.grad "
             "of a loss"
         )
-    runs = defaultdict(list)
-    for site, run in _runs:
-        runs[site].append(run)
-    products = [(layer, runs[number, layer]) for number, layer in sorted(runs)]
-    rows = []
-    for layer, index, fractions in labelled_runs(products):
-        for tensor, pair in zip(_TENSORS, fractions[index].tolist(), strict=True):
-            if not np.isnan(pair[0]):
-                row = zip(_COLUMNS, (layer, tensor, *pair), strict=True)
-                rows.append(dict(row))
     rows.sort(
         key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"]))
     )
     return result, Counts(rows)
 
 
-# Numbers of products in the order of tracing.
-_numbers = itertools.count()
-# What the products of the running step have counted: the number of a product and the
-# path of its layer, and the sizes of its batch with an array [*batch, 6, 2].
-_runs: list[tuple[tuple[int, str], tuple]] = []
+# What the products of the running step have counted, `[*batch, 6, 2]` each.
+_runs = Runs()
 
 
 def _counted(product, x, kernel, bias, state, codes, group_sizes):
@@ -116,7 +108,6 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
     This is one function for all steps, so that JAX compiles a step that is counted
     once.
     """
-    site = next(_numbers), _contexts.current_layer() or "product"
     # 1. Count x and the kernel, with the scales that the product will choose.
     scales = jax.lax.stop_gradient(scales_of(product.quantizers, state))
     x_codes, kernel_codes = codes
@@ -135,11 +126,8 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
         both = *forward, _fractions(product, 2, counted, scales)
         return jnp.swapaxes(jnp.stack(both), 0, 1).reshape(-1, 2)
 
-    def record(batch, fractions):
-        _runs.append((site, (batch, fractions)))
-
     y = _product.multiply_fp8(product, x, kernel, bias, state, codes, group_sizes)
-    return at_backward(y, (forward, scales, group_sizes), fractions, record)
+    return _runs.at_backward(y, (forward, scales, group_sizes), fractions)
 
 
 def _fractions(product, i, values, scales) -> jax.Array:

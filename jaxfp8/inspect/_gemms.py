@@ -55,11 +55,9 @@ class Gemms:
 
 
 def _cells(row) -> tuple[str, ...]:
-    is_named = row["pass"] == "backward" and row["gemm"]
-    values = row | {
-        "pass": row["gemm"] if is_named else row["pass"],
-        "why": row["why"] or "FP8",
-    }
+    values = row | {"why": row["why"] or "FP8"}
+    if row["pass"] == "backward" and row["gemm"]:
+        values["pass"] = row["gemm"]
     return tuple(str(values[column] or "-") for column in _COLUMNS)
 
 
@@ -90,17 +88,12 @@ def gemms(
         ValueError: `platform` is unknown.
     """
     target = Target.parse(platform)
-    got = type(fn).__name__
-    if isinstance(fn, nn.Module) and fn.scope is None:
+    is_unbound = isinstance(fn, nn.Module) and fn.scope is None
+    if is_unbound or not callable(fn):
         raise TypeError(
-            f"gemms: fn: expected a function, got a {got}, a Linen "
-            "model without variables; pass its apply, as in gemms(model.apply, "
-            "variables, x)"
-        )
-    if not callable(fn):
-        raise TypeError(
-            "gemms: fn: expected a function, as in gemms(step, state, batch), got a "
-            f"{got}"
+            f"gemms: fn: expected a function, got a {type(fn).__name__}, as step in "
+            "gemms(step, state, batch), or the apply of a Linen model in "
+            "gemms(model.apply, variables, x)"
         )
     if isinstance(fn, nnx.Module):
         args = (fn, *args)
@@ -154,14 +147,6 @@ def assert_fp8(
         ValueError: `platform` is unknown.
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
-    missed = [row for row in products.rows if not row["fp8"]]
-    idle = []
-    if isinstance(allow, str):
-        allow = [allow]
-    for pattern in allow:
-        missed = [row for row in missed if not _allows(pattern, row)]
-        if not any(_allows(pattern, row) for row in products.rows):
-            idle.append(pattern)
     named = type(fn) if isinstance(fn, nnx.Module) else fn
     name = getattr(named, "__name__", repr(fn))
     # A function without any product is hardly the function that the caller meant, so it
@@ -170,17 +155,22 @@ def assert_fp8(
         raise AssertionError(
             f"assert_fp8: {name} has no matrix product with these arguments"
         )
-    said = f"allow: no product of {name} matches {', '.join(map(repr, idle))}"
+    missed = [row for row in products.rows if not row["fp8"]]
+    idle = []
+    for pattern in [allow] if isinstance(allow, str) else allow:
+        missed = [row for row in missed if not _allows(pattern, row)]
+        if not any(_allows(pattern, row) for row in products.rows):
+            idle.append(repr(pattern))
+    said = f"allow: no product of {name} matches {', '.join(idle)}"
     if missed:
-        count = sum(row["times"] for row in missed)
-        total = sum(row["times"] for row in products.rows)
+        count, total = (
+            sum(row["times"] for row in rows) for rows in (missed, products.rows)
+        )
         message = (
             f"assert_fp8: {count} of {total} matrix products of {name} would not run "
             f"in FP8 on {products.platform}:\n{Gemms(missed, products.platform)}"
         )
-        if idle:
-            message += f"\n{said}"
-        raise AssertionError(message)
+        raise AssertionError(f"{message}\n{said}" if idle else message)
     if idle:
         _warnings.warn(
             f"assert_fp8: {said}; is the path spelled as in jaxfp8.inspect.gemms?",

@@ -1,5 +1,5 @@
-"""The machine that programs run on, and which implementation of every op and recipe it
-runs, and why.
+"""The machine that programs run on, and which implementation of every op it runs, and
+why: what `python -m jaxfp8` prints.
 """
 
 import contextlib
@@ -13,10 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from .. import recipes
-from ..dot import dot_general
 from ..ops import _ffi, _support
 from . import _op_calls
 
@@ -25,6 +22,33 @@ PACKAGES = (
     "jax-cuda12-plugin jax-rocm7-plugin libtpu nvidia-cublas nvidia-cublas-cu12 flax "
     "optax numpy ml_dtypes"
 ).split()
+
+
+def about() -> dict[str, Any]:
+    """Return all that is known of the machine, as JSON values; a part that fails is
+    `{"error": reason}`.
+    """
+    # Each part fails by itself: a broken driver must not hide the versions.
+    return {
+        "versions": _try(versions),
+        "system": platform.platform(),
+        "processor": _try(processor),
+        "settings": _try(settings),
+        "platform": _try(_support.backend),
+        "devices": _try(devices),
+        "driver": _try(_support.driver),
+        "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
+        "cublaslt": _try(cublaslt),
+        "ops": _try(lambda: active_ops(_support.backend())),
+    }
+
+
+def _try(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    # a broken installation may raise anything, and the report has to show it
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -67,32 +91,26 @@ def settings() -> dict[str, str]:
     }
 
 
-_N = 256  # a multiple of every block
-_X = jax.ShapeDtypeStruct((_N, _N), jnp.bfloat16)
-_KERNEL = jax.ShapeDtypeStruct((_N, _N), jnp.float32)
-RECIPES = (
-    recipes.DelayedScaling(),
-    recipes.Float8CurrentScaling(),
-    recipes.Float8RowwiseScaling(),
-    recipes.Float8BlockScaling(),
-    recipes.MXFP8BlockScaling(),
-)
+def cublaslt() -> str:
+    """Return version and file of the cuBLASLt that products run on.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not _ffi.has_cuda_kernels():
+        raise RuntimeError("not looked for, as there is no CUDA library")
+    version = _ffi.cublaslt_version()  # 130002 for 13.0.2
+    major, minor = divmod(version, 10000)
+    return f"{major}.{minor // 100}.{minor % 100} (libcublasLt.so.{major})"
+
+
+# By the name of each op, a function that calls the op, and the arguments of the
+# function. 256 is a multiple of every block.
+_KINDS = {op: _op_calls.Kind.square(op, 256) for op in _op_calls.OPS}
+OPS = {op: _op_calls.call(op, kind)[:2] for op, kind in _KINDS.items()}
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"
-# The reason of a program that is refused: its platform has no such product.
-REFUSED = "refused: "
-_FP8_DOT = re.compile(
-    r"stablehlo\.dot_general .*\(tensor<\w*xf8E\w+>, tensor<\w*xf8E\w+>\)"
-)
-
-
-def _example(op: str) -> tuple[Callable, list]:
-    """Return a function that calls an op, and the function's arguments."""
-    return _op_calls.call(op, _op_calls.Kind.square(op, _N))[:2]
-
-
-OPS = {op: _example(op) for op in _op_calls.OPS}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
@@ -104,54 +122,16 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     """
     rows = []
     for name, (function, arguments) in OPS.items():
-        calls, reasons, _ = _lowered(platform, function, arguments)
-        has_call = name in calls
-        why = ""
-        if not has_call:
-            why = "; ".join(reasons) or _why_not(platform, name)
-        rows.append({"name": name, "custom_call": has_call, "calls": calls, "why": why})
+        calls, reasons = _lowered(platform, function, arguments)
+        why = "" if name in calls else _why_not(platform, name, reasons)
+        row = {"name": name, "custom_call": name in calls, "calls": calls, "why": why}
+        rows.append(row)
     return rows
 
 
-def active_recipes(platform: str) -> list[dict[str, Any]]:
-    """Return a row for each recipe, from forward and backward of a layer: `name`,
-    `fp8_products`, `calls` and `why`.
-
-    `fp8_products` counts the products, of 3, that run as FP8 kernels (on TPUs the
-    products of FP8 operands that XLA compiles), `calls` counts custom calls by name,
-    and `why` is a clause that says why fewer than 3 products run so, else "".
-    """
-    rows = []
-    for recipe in RECIPES:
-
-        def loss(x, kernel, state, recipe=recipe):
-            return dot_general(
-                x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state
-            ).sum()
-
-        # Types are enough: programs are lowered and never run, also for platforms that
-        # this machine lacks.
-        state = jax.eval_shape(lambda recipe=recipe: recipes.init_state(recipe))
-        step = jax.value_and_grad(loss, argnums=(0, 1, 2))
-        calls, reasons, products = _lowered(platform, step, (_X, _KERNEL, state))
-        if platform != "tpu":
-            products = calls.get("scaled_matmul", 0)
-            products += calls.get("block_scaled_matmul", 0)
-        why = ""
-        if products != 3:
-            why = "; ".join(reasons) or _why_not(platform, "scaled_matmul")
-        name = type(recipe).__name__
-        rows.append(
-            {"name": name, "fp8_products": products, "calls": calls, "why": why}
-        )
-    return rows
-
-
-def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str], int]:
-    """Return what a program has: the number of each custom call, warnings of its
-    lowering, products of FP8 operands.
-
-    A program that its platform refuses has the refusal as its only warning.
+def _lowered(platform, function, arguments) -> tuple[Counter, list[str]]:
+    """Return the number of each custom call in a program, and warnings of its lowering;
+    a program that its platform refuses has the refusal as its only warning.
     """
     try:
         with _support.listening() as reasons:
@@ -160,21 +140,22 @@ def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str], 
             traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
     except NotImplementedError as error:
-        return {}, [f"{REFUSED}{error}"], 0
-    calls = Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
-    return dict(sorted(calls.items())), reasons, len(_FP8_DOT.findall(text))
+        return Counter(), [f"refused: {error}"]
+    calls = sorted(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
+    return Counter(calls), reasons
 
 
-def _why_not(platform: str, target: str) -> str:
-    """Return why the custom call is not in a program whose lowering gives no warning;
-    "" where no reason is known.
+def _why_not(platform: str, target: str, reasons: list[str]) -> str:
+    """Return why the custom call is not in a program: the warnings of its lowering, or
+    what the native library lacks; "" where no reason is known.
     """
-    libraries = {library.platform: library for library in _ffi.libraries()}
+    if reasons:
+        return "; ".join(reasons)
     if platform == "tpu":  # XLA compiles the jnp programs
         return f"{NO_KERNEL} {platform}"
-    if platform not in libraries:
-        return f"no native library serves {platform}"
-    if target not in libraries[platform].ops:
-        return f"{NO_KERNEL} {platform}"
-    error = libraries[platform].error
-    return error and f"the native library: {error}"
+    for library in _ffi.libraries():
+        if library.platform == platform:
+            if target not in library.ops:
+                return f"{NO_KERNEL} {platform}"
+            return library.error and f"the native library: {library.error}"
+    return f"no native library serves {platform}"

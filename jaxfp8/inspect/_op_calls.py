@@ -2,7 +2,7 @@
 NaN and infinities among them.
 """
 
-import itertools
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,15 +30,14 @@ _MULTIPLIED_BLOCKS = (
     (_ROW, _ROW),
     (_SQUARE, _TILE),
 )
-# What the groups of a ragged product cut, and whether scales are those of blocks.
+# What the groups of a ragged product cut, and the blocks of its operands.
 _RAGGED = (
-    ("rows", False),
-    ("contraction", False),
-    ("rows", True),
-    ("contraction", True),
+    ("rows", None, None),
+    ("contraction", None, None),
+    ("rows", _TILE, _SQUARE),
+    ("contraction", _TILE, _TILE),
 )
 _ACTIVATIONS = *ops.ACTIVATIONS, ops.ClampedSwiGLU(2.0, alpha=1.702, offset=1.0)
-MOST_OPTIONS = 7  # the largest number of options that an op has
 _HARD = np.float32(
     "inf -inf nan 0 -0 1e-45 -1e-45 1.1754944e-38 -3e38 6e4 448 0.0009765625".split()
 )
@@ -67,10 +66,10 @@ class Kind(NamedTuple):
     rng: Any = None
 
     @classmethod
-    def square(cls, op: str, n: int, index: int = 0) -> "Kind":
+    def square(cls, op: str, n: int) -> "Kind":
         """Return the kind of an op with bfloat16 matrices of n rows and columns."""
         rank = 3 if op in PRODUCTS else 2
-        return cls((n,) * rank, np.dtype(jnp.bfloat16), E4M3, index)
+        return cls((n,) * rank, np.dtype(jnp.bfloat16), E4M3)
 
     def turn(self, options: tuple) -> Any:
         """Return the option whose turn `index` is."""
@@ -78,10 +77,10 @@ class Kind(NamedTuple):
 
     def numbers(self, shape, dtype, octaves: float = 1.0) -> np.ndarray:
         """Return normal numbers times powers of two."""
-        size = int(np.prod(shape))
-        spread = 2.0 ** (octaves * self.rng.standard_normal(min(size, _PERIOD)))
-        values = self.rng.standard_normal(spread.size) * spread
-        return np.resize(values.astype(np.float32), shape).astype(dtype)
+        count = min(int(np.prod(shape)), _PERIOD)
+        values, spread = self.rng.standard_normal((2, count))
+        values = np.float32(values * 2.0 ** (octaves * spread))
+        return np.resize(values, shape).astype(dtype)
 
     def hard_numbers(self, shape, dtype) -> np.ndarray:
         """Return numbers of more octaves; with `hard` NaN, infinities, subnormals and
@@ -119,38 +118,50 @@ class Kind(NamedTuple):
             values.flat[values.size // 3] = np.nan
         return np.clip(values, -form.max, form.max).astype(form.dtype)
 
-    def operands(self, a, b, a_scales=1, b_scales=1) -> list[np.ndarray]:
-        """Return codes of a and b, and scales that make the terms of a product about 1,
-        in these shapes; b is in E4M3, because no tensor core multiplies E5M2 by E5M2.
+    def any_codes(self) -> np.ndarray:
+        """Return FP8 codes of any bits."""
+        bits = self.rng.integers(0, 256, self.shape, np.uint8)
+        return bits.view(self.form.dtype)
+
+    def operand(self, shape, form: Format, block=None) -> tuple[np.ndarray, ...]:
+        """Return codes, and the scale of each block, or with None the one scale, that
+        makes terms of a product about 1.
         """
-        codes = [self.codes(a, self.form), self.codes(b, E4M3)]
-        a_scale = self.factors(a_scales, 1) * np.float32(16 / self.form.max)
-        b_scale = self.factors(b_scales, 1) * np.float32(16 / E4M3.max)
-        return [*codes, a_scale, b_scale]
+        count = (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
+        scale = self.factors(count, 1) * np.float32(16 / form.max)
+        if block == _MX:
+            scale = np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0)
+        return self.codes(shape, form), scale
+
+    def operands(self, a, b, *blocks) -> list[np.ndarray]:
+        """Return codes of a and b in these shapes, and their scales; b is in E4M3,
+        because no tensor core multiplies E5M2 by E5M2.
+        """
+        a_block, b_block = blocks or (None, None)
+        a, a_scale = self.operand(a, self.form, a_block)
+        b, b_scale = self.operand(b, E4M3, b_block)
+        return [a, b, a_scale, b_scale]
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
-    """Return `(function, arguments)`, and for a product `terms`, which give the exact
-    product.
-
-    `terms(*arguments)` is `(pieces, added)`: pairs `(a [..., m, k], b [..., n, k])` in
-    float64, scaled, whose products are stacked by rows, and arrays `[..., 1 or m, n]`
-    that are added.
-    """
+    """Return `(function, arguments)`."""
     return OPS[op](kind._replace(rng=np.random.default_rng([kind.index, group])))
 
 
+def _call(op, *arrays, **options) -> tuple:
+    return functools.partial(op, **options), list(arrays)
+
+
 def _amax(kind):
-    return ops.amax, [kind.tensor()]
+    return _call(ops.amax, kind.tensor())
 
 
 def _quantize(kind, op=ops.quantize):
-    # The amax starts from 0, is raised from a given amax, or is no result: the custom
-    # call has a form for each.
-    options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
-
-    def function(x, scale, least):
-        return op(x, scale, kind.form.dtype, **{"amax": least} | options)
+    def function(x, scale, amax):
+        # The amax starts from 0, is raised from a given amax, or is no result: the
+        # custom call has a form for each.
+        amax, with_amax = kind.turn(((None, True), (amax, True), (None, False)))
+        return op(x, scale, kind.form.dtype, amax=amax, with_amax=with_amax)
 
     return function, [kind.tensor(), kind.scale(), kind.factors(1)]
 
@@ -159,36 +170,24 @@ def _quantize_transpose(kind):
     return _quantize(kind, ops.quantize_transpose)
 
 
-def _quantize_activation(kind):
+def _quantize_activation(kind, op=ops.quantize_activation):
     name = kind.turn(_ACTIVATIONS)
     m, n = kind.shape
     x = kind.numbers((m, 2, n) if ops.is_gated(name) else (m, n), kind.dtype)
-
-    def function(x, scale):
-        return ops.quantize_activation(x, scale, kind.form.dtype, activation=name)
-
-    return function, [x, kind.factors(1, 1)]
+    scale = kind.factors(1, 1)
+    return _call(op, x, scale, dtype=kind.form.dtype, activation=name)
 
 
 def _quantize_activation_grad(kind):
-    grad = kind.numbers(kind.shape, kind.dtype)
-    _, arguments = _quantize_activation(kind)
-
-    def function(x, scale, grad):
-        return ops.quantize_activation_grad(
-            x, grad, scale, kind.form.dtype, activation=kind.turn(_ACTIVATIONS)
-        )
-
-    return function, [*arguments, grad]
+    function, (x, scale) = _quantize_activation(kind, ops.quantize_activation_grad)
+    return function, [x, kind.numbers(kind.shape, kind.dtype), scale]
 
 
 def _quantize_norm(kind):
     def function(x, gamma, beta, scale):
-        options = kind.turn(
-            ({"beta": None, "kind": "rms"}, {"beta": beta, "kind": "layer"})
-        )
+        name, beta = kind.turn((("rms", None), ("layer", beta)))
         return ops.quantize_norm(
-            x, gamma, scale=scale, dtype=kind.form.dtype, epsilon=1e-6, **options
+            x, gamma, beta, scale, kind.form.dtype, kind=name, epsilon=1e-6
         )
 
     shapes = kind.shape, kind.shape[1], kind.shape[1]
@@ -197,43 +196,36 @@ def _quantize_norm(kind):
 
 
 def _quantize_pair(kind):
-    def function(x, scale, second):
-        return ops.quantize_pair(x, second, scale, kind.form.dtype)
-
-    return function, [kind.tensor(), kind.scale(), kind.tensor()]
+    arrays = kind.tensor(), kind.tensor(), kind.scale()
+    return _call(ops.quantize_pair, *arrays, dtype=kind.form.dtype)
 
 
 def _quantize_blocks_transpose(kind):
     op = kind.turn((ops.quantize_blocks_transpose, ops.quantize_blocks))
     options = kind.turn(_QUANTIZED_BLOCKS)
-    return lambda x: op(x, kind.form.dtype, **options), [kind.tensor()]
+    return _call(op, kind.tensor(), dtype=kind.form.dtype, **options)
 
 
 def _transpose_blocks(kind):
     data = kind.codes(kind.shape, kind.form)
     exponents = kind.rng.integers(-4, 4, _blocks.count(_MX, *kind.shape))
     scales = np.exp2(exponents).astype(kind.turn((_blocks.E8M0, _F32)))
-    return lambda *operands: ops.transpose_blocks(*operands, block=_MX), [data, scales]
+    return _call(ops.transpose_blocks, data, scales, block=_MX)
 
 
 def _transpose_codes(kind):
-    data = kind.rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype)
-    *leading, m, n = range(data.ndim)
-    return lambda data: (ops.transpose_codes(data, (*leading, n, m)),), [data]
+    return _call(ops.transpose_codes, kind.any_codes(), order=(1, 0))
 
 
 def _dequantize(kind):
-    data = kind.rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype)
-    arguments = [data, kind.scale()]
-    return lambda *operands: ops.dequantize(*operands, kind.dtype), arguments
+    return _call(ops.dequantize, kind.any_codes(), kind.scale(), dtype=kind.dtype)
 
 
 def _decode_moment(kind):
     data = kind.codes(kind.shape, E4M3)
     blocks = _blocks.count((1, ops.MOMENT_BLOCK), *kind.shape)
     exponents = kind.rng.integers(-1, 2, blocks).astype(np.int8)
-    arguments = [data, kind.factors(blocks), exponents]
-    return lambda *moment: (ops.decode_moment(*moment, axis=1),), arguments
+    return _call(ops.decode_moment, data, kind.factors(blocks), exponents, axis=1)
 
 
 def _encode_moment(kind):
@@ -244,10 +236,10 @@ def _encode_moment(kind):
     # The first row of the moment does not change.
     moment[0][:1] = after[:1] = 0
 
-    def function(*operands):
-        *operands, keys = operands
+    def function(data, amax, exponent, after, keys):
+        keys = keys if squared else None
         return ops.encode_moment(
-            *operands, keys if squared else None, squared=squared, axis=1
+            data, amax, exponent, after, keys, squared=squared, axis=1
         )
 
     return function, [*moment, after, keys]
@@ -256,18 +248,16 @@ def _encode_moment(kind):
 def _adam_update(kind):
     # Two leaves in one call, with or without parameters.
     applies = kind.turn((False, True))
+    hyper = np.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
     leaves = []
     for _ in range(2):
         _, mu = _decode_moment(kind)
         _, (data, *scales) = _decode_moment(kind)
-        squares = (data.view(np.uint8) & 0x7F).view(data.dtype)
+        nu = np.abs(data), *scales
         grads = kind.hard_numbers(kind.shape, _F32)
         params = kind.hard_numbers(kind.shape, _F32) if applies else None
         keys = kind.rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
-        hyper = np.float32(
-            [0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5]
-        )
-        leaves.append(ops.AdamLeaf(grads, params, mu, (squares, *scales), keys, hyper))
+        leaves.append(ops.AdamLeaf(grads, params, mu, nu, keys, hyper))
     arguments, treedef = jax.tree.flatten(leaves)
 
     def function(*arguments):
@@ -279,10 +269,9 @@ def _adam_update(kind):
 
 
 def _amax_to_scale(kind):
-    def function(amax, scale_inv):
-        return ops.amax_to_scale(amax, scale_inv, fp8_max=kind.form.max)
-
-    return jax.vmap(function), [kind.history(), kind.history()]
+    histories = kind.history(), kind.history()
+    function, arrays = _call(ops.amax_to_scale, *histories, fp8_max=kind.form.max)
+    return jax.vmap(function), arrays
 
 
 def _delayed_scales(kind):
@@ -299,25 +288,24 @@ def _delayed_scales(kind):
 
 def _read_histories(kind):
     def function(history, scale):
-        return ops.read_histories(
-            [[(history, scale), (history[:1], scale)]], fp8_max=[[kind.form.max, 448.0]]
-        )
+        product = [(history, scale), (history[:1], scale)]
+        return ops.read_histories([product], fp8_max=[[kind.form.max, 448.0]])
 
     return function, [kind.history(), kind.factors(1)]
 
 
 def _write_histories(kind):
     def function(history, recorded):
-        pairs = [(history, history[:1]), (history[:1], history[:1])]
+        product = [(history, history[:1]), (history[:1], history[:1])]
         numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
-        return ops.write_histories([pairs], [kind.turn((recorded, numbers))])
+        return ops.write_histories([product], [kind.turn((recorded, numbers))])
 
     return function, [kind.history(), kind.factors(12)]
 
 
 def _read_rows(kind):
     def function(history, scale):
-        pair = [jnp.stack([leaf, leaf]) for leaf in (history, scale)]
+        pair = jnp.stack([history] * 2), jnp.stack([scale] * 2)
         return ops.read_rows([pair], fp8_max=[kind.form.max])
 
     return function, [kind.history(), kind.factors(1)]
@@ -325,7 +313,7 @@ def _read_rows(kind):
 
 def _write_rows(kind):
     def function(history, recorded):
-        pair = jnp.stack([history, history]), jnp.ones((2, 1))
+        pair = jnp.stack([history] * 2), jnp.ones((2, 1))
         rows = [lax.pad(x, np.float32(0), [(0, 4, 0)]) for x in jnp.split(recorded, 2)]
         return ops.write_rows([pair], rows)
 
@@ -333,7 +321,7 @@ def _write_rows(kind):
 
 
 def _split_reading(kind):
-    return ops.split_reading, [kind.factors(6 * kind.turn((1, 3)))]
+    return _call(ops.split_reading, kind.factors(6 * kind.turn((1, 3))))
 
 
 def _join_recorded(kind):
@@ -346,7 +334,7 @@ def _undo_factors(kind):
     history = np.abs(kind.history())
     after = np.roll(history, -1) * np.float32(kind.turn((1, 2, 0.75)))
     scale = np.ones(1, _F32)
-    return ops.undo_factors, [history, scale, after, scale]
+    return _call(ops.undo_factors, history, scale, after, scale)
 
 
 def _scaled_matmul(kind):
@@ -357,103 +345,36 @@ def _scaled_matmul(kind):
     # adds neither.
     summands = kind.turn(({}, {"bias": bias}, {"accumulator": accumulator}))
 
-    def function(a, b, a_scale, b_scale, *added):
+    def function(*arrays):
         return ops.scaled_matmul(
-            a,
-            b,
-            a_scale,
-            b_scale,
+            *arrays[:4],
             out_dtype=kind.dtype,
             precise=kind.turn((False, True)),
-            **dict(zip(summands, added, strict=True)),
+            **dict(zip(summands, arrays[4:], strict=True)),
         )
 
-    def terms(a, b, a_scale, b_scale, *added):
-        added = [_wide(x[..., None, :] if "bias" in summands else x) for x in added]
-        return [(_wide(a, a_scale[..., None]), _wide(b, b_scale[..., None]))], added
-
-    arguments = kind.operands((m, k), (n, k))
-    return function, [*arguments, *summands.values()], terms
+    return function, [*kind.operands((m, k), (n, k)), *summands.values()]
 
 
 def _block_scaled_matmul(kind):
     m, n, k = kind.shape
-    a_block, b_block = blocks = kind.turn(_MULTIPLIED_BLOCKS)
-    counts = _blocks.count(a_block, m, k), _blocks.count(b_block, n, k)
-    a, b, *scales = kind.operands((m, k), (n, k), *counts)
-    # MX scales are powers of two. Round them here, so that the exact product has the
-    # same scales.
-    if a_block == _MX:
-        powers = [np.exp2(np.round(np.log2(scale))) for scale in scales]
-        scales = [power.astype(_blocks.E8M0) for power in powers]
-
-    def function(*operands):
-        return ops.block_scaled_matmul(
-            *operands, a_block=a_block, b_block=b_block, out_dtype=kind.dtype
-        )
-
-    def terms(a, b, *scales):
-        sides = zip((a, b), scales, blocks, strict=True)
-        return [[_scaled(*side) for side in sides]], []
-
-    return function, [a, b, *scales], terms
+    blocks = kind.turn(_MULTIPLIED_BLOCKS)
+    return _product(ops.block_scaled_matmul, kind, (m, k), (n, k), blocks)
 
 
 def _ragged_matmul(kind):
     m, n, k = kind.shape
-    ragged, has_blocks = kind.turn(_RAGGED)
-    is_rows = ragged == "rows"
-    blocks = (_TILE, _SQUARE if is_rows else _TILE) if has_blocks else (None, None)
+    ragged, *blocks = kind.turn(_RAGGED)
+    shapes = ((m, k), (3, n, k)) if ragged == "rows" else ((k, m), (n, m))
+    function, arrays = _product(ops.ragged_matmul, kind, *shapes, blocks, ragged=ragged)
     # The second group is empty, like the group of an expert without tokens.
-    ends = [0, m // 3, m // 3, m]
-
-    def function(*operands):
-        out = ops.ragged_matmul(
-            *operands,
-            ragged=ragged,
-            out_dtype=kind.dtype,
-            a_block=blocks[0],
-            b_block=blocks[1],
-        )
-        return out.reshape(-1, n)
-
-    def terms(a, b, a_scale, b_scale, sizes):
-        a, b = _scaled(a, a_scale, blocks[0]), _scaled(b, b_scale, blocks[1])
-        pieces = []
-        for group, (i, j) in enumerate(itertools.pairwise(ends)):
-            if is_rows:
-                pieces.append((a[..., i:j, :], b[..., group, :, :]))
-            else:
-                pieces.append((a[..., i:j], b[..., i:j]))
-        return pieces, []
-
-    shapes = ((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))
-    scales = [
-        1 if block is None else (*shape[:-2], *_blocks.count(block, *shape[-2:]))
-        for shape, block in zip(shapes, blocks, strict=True)
-    ]
-    sizes = np.diff(ends).astype(np.int32)
-    return function, [*kind.operands(*shapes, *scales), sizes], terms
+    return function, [*arrays, np.int32([m // 3, 0, m - m // 3])]
 
 
-def _scaled(codes, scale, block):
-    """Return codes in float64, each times the scale of its block, or with None the one
-    scale `[*vmapped, 1]`.
-    """
-    if block is None:
-        ones = codes.ndim + 1 - scale.ndim
-        return _wide(codes, scale.reshape(*scale.shape[:-1], *[1] * ones))
-    # Blocks at the edges are smaller: repeat scales for whole blocks, and cut off the
-    # part outside the matrix.
-    height, width = codes.shape[-2:]
-    rows, cols = _blocks.shape(block, height, width)
-    spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
-    return _wide(codes, spread[..., :height, :width])
-
-
-def _wide(x, factor=1.0):
-    with np.errstate(invalid="ignore"):
-        return x.astype(np.float64) * factor
+def _product(op, kind, a, b, blocks, **options):
+    a_block, b_block = blocks
+    options |= {"a_block": a_block, "b_block": b_block, "out_dtype": kind.dtype}
+    return _call(op, *kind.operands(a, b, *blocks), **options)
 
 
 # The call of each op, by the name of its custom call.

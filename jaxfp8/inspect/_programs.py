@@ -4,9 +4,8 @@ platform that it runs on.
 
 import os
 import re
-import sys
-import sysconfig
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -25,15 +24,12 @@ _SCOPES_OF_PRODUCTS = (
     "dot_general",
     "ragged_dot",
 )
-_FOLDERS = [
-    os.path.dirname(sys.modules[name].__file__)
-    for name in (__package__.partition(".")[0], "jax", "jaxlib", "flax")
-]
-_FOLDERS += [
-    sysconfig.get_paths()[kind]
-    for kind in ("stdlib", "platstdlib", "purelib", "platlib")
-]
-_LIBRARIES = tuple(os.path.join(folder, "") for folder in _FOLDERS)
+# The folders of Python's library, of JAX with all that is installed beside it, and of
+# this package.
+_LIBRARIES = tuple(
+    os.path.join(os.path.dirname(path), "")
+    for path in (os.__file__, os.path.dirname(jax.__file__), os.path.dirname(__file__))
+)
 
 
 class Place(NamedTuple):
@@ -65,25 +61,27 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
         stack = (*outer, *eqn.source_info.name_stack.stack)
         inner = list(inner_jaxprs(eqn.params))
         # Of calls, loops and branches only the inner equations are listed.
-        if not inner:
-            yield eqn, _place(stack, eqn)
         for inner_jaxpr in inner:
             yield from equations(inner_jaxpr, stack)
+        if not inner:
+            yield eqn, _place(stack, eqn)
 
 
 def _place(stack, eqn) -> Place:
-    scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
-    transforms = [item.name for item in stack if type(item).__name__ == "Transform"]
     reason = gemm = None
+    is_backward = False
     path = []
-    for scope in scopes:
-        reason = reason or _contexts.reason(scope)
-        gemm = gemm or _contexts.gemm_of(scope)
-        is_ours = _contexts.reason(scope) or _contexts.gemm_of(scope)
-        if not is_ours and scope not in _SCOPES_OF_TRANSFORMS:
-            path.append(scope)
+    for item in stack:
+        if type(item).__name__ == "Transform":
+            is_backward |= item.name == "transpose"
+        elif why := _contexts.reason(item.name):
+            reason = reason or why
+        elif name := _contexts.gemm_of(item.name):
+            gemm = gemm or name
+        elif item.name not in _SCOPES_OF_TRANSFORMS:
+            path.append(item.name)
     line = _line(eqn.source_info.traceback)
-    return Place(_joined(path), "transpose" in transforms, gemm, reason, line)
+    return Place(_joined(path), is_backward, gemm, reason, line)
 
 
 def _joined(scopes) -> str:
@@ -134,13 +132,6 @@ GEMM_OPS = (
 )
 
 
-class _Gpu(NamedTuple):
-    """A GPU that is known only by its compute capability."""
-
-    device_kind: str
-    compute_capability: str
-
-
 class Target(NamedTuple):
     """A platform.
 
@@ -170,7 +161,9 @@ class Target(NamedTuple):
         # The last digit is the minor version: `sm_90` is 9.0, and `sm_100` is 10.0.
         capability = re.fullmatch(r"sm_(\d+)(\d)a?", str(platform))
         if capability:
-            return Target(platform, (_Gpu(platform, ".".join(capability.groups())),))
+            version = ".".join(capability.groups())
+            gpu = SimpleNamespace(device_kind=platform, compute_capability=version)
+            return Target(platform, (gpu,))
         if platform in ("cuda", "gpu"):
             # Local GPUs need the CUDA library of this installation. For GPUs elsewhere
             # the library is assumed.

@@ -158,21 +158,59 @@ class _Rows:
         row = (path, type(module).__name__, input, kernel, recipe, why)
         self.by_path[path] = dict(zip(_COLUMNS, row, strict=True))
 
-    def add_skipped(self, path: str, module, decided, input, kernel) -> None:
-        """Add a module without an FP8 product: where a rule matches it in vain, and
-        where it multiplies arrays.
+    def add_product(self, path, layer, named, default, decided, *shapes) -> dict:
+        """Add a layer with an FP8 product that is traced here, and return its row.
+
+        Args:
+            path, layer: the layer.
+            named: the recipe that the product names, which may be that of a rule; None
+                where it names none.
+            default: its recipe outside of `autocast` where it names none.
+            decided: the rule that matches the layer, or None.
+            shapes: see `add`.
         """
+        rule = None if decided is None else self.use(decided)
+        recipe = resolve(named, default)
+        # `resolve` returns the default itself unless an `autocast` decides, so a marker
+        # tells which it was.
+        marker = DelayedScaling(amax_history_len=1)
+        if is_off():
+            recipe, why = None, "autocast is off"
+        elif rule and named == decided.rule.layer_recipe:
+            why = rule
+        elif named is not None:
+            why = "own recipe"
+        else:
+            why = "default" if resolve(None, marker) is marker else "autocast"
+        self.add(path, layer, recipe, why, *shapes)
+        return self.by_path[path]
+
+    def add_other(self, path, module, decided, takes_rules, *shapes) -> None:
+        """Add a module without an FP8 product: a layer that rules leave in high
+        precision or that has another product, and any module where a rule matches it in
+        vain, or where it multiplies arrays.
+        """
+        _, kernel = shapes
+        rule = None if decided is None else decided.rule
+        recipe = None
         reason = None
         for classes, text in _NO_PRODUCT.items():
             if isinstance(module, classes):
                 reason = text
-        if decided is not None and (reason or kernel):
+        if takes_rules:
+            why = _own_product(module) if rule is None else self.use(decided)
+            # Layers that run together have no products of their own.
+            if rule is not None and rule.layers is not None:
+                recipe = rule.recipe
+        elif rule is not None and (reason or kernel):
             why = self.use(decided)
-            if decided.rule.recipe is not None:
+            if rule.recipe is not None:
                 why = f"skipped: {reason or _OWN_ARRAYS} ({why})"
-            self.add(path, module, None, why, input, kernel)
         elif kernel and not reason:
-            self.add(path, module, None, f"no rule; {_OWN_ARRAYS}", input, kernel)
+            why = f"no rule; {_OWN_ARRAYS}"
+        else:
+            return
+        self.add(path, module, recipe, why, *shapes)
 
     def use(self, decided: Decision) -> str:
         """Record that a rule decides about a layer, and return its text."""
@@ -231,63 +269,46 @@ class _Recorder(_Rows):
             if region not in self.regions:
                 self.regions.append(region)
         result = next_method(*args, **kwargs)
+        shapes = [tuple(arg.shape) for arg in args if hasattr(arg, "shape")]
         if is_compared.get():
             return result
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":
-                self._product(module, args)
+                self._product(module, shapes[:2])
         elif context.method_name in ("__call__", "attend"):
-            self._module(module, args)
+            self._module(module, shapes)
         return result
 
-    def _product(self, product, args) -> None:
+    def _product(self, product, shapes) -> None:
         """Record an FP8 product in the name of the layer that holds it, unless the code
         gave the product a name.
         """
         owner = "/".join(product.path[:-1])
-        # 1. Find the path to report. A scan calls its body more than once, so a product
-        #    may be recorded again.
-        first = self.owners.setdefault(owner, product.path)
-        is_named = not product.path or product.path[-1] != f"{type(product).__name__}_0"
-        path = "/".join(product.path) if is_named or first != product.path else owner
-        shapes = [tuple(arg.shape) for arg in args if hasattr(arg, "shape")]
-        # 2. Find the recipe, and the rule or the code that names it.
+        path = product.layer_path()
+        # A scan calls its body more than once, so a product may be recorded again.
+        if self.owners.setdefault(owner, product.path) != product.path:
+            path = product.path
         decided = decision(product)
-        rule = None
-        if decided is None:
-            named = product.named_recipe()
-        else:
-            named = decided.rule.layer_recipe
-            rule = self.use(decided)
-        recipe, why = _recipe_and_reason(named, DEFAULT_RECIPE, rule)
-        if (
-            recipe is not None
-            and keeps_state(recipe)
-            and OVERWRITE_WITH_GRADIENT not in product.variables
-        ):
-            why += "; the variables have no state of it: scales of the tensors at hand"
-        self.add(path, product, recipe, why, *shapes[:2])
+        named = decided.rule.layer_recipe if decided else product.named_recipe()
+        path = "/".join(path)
+        row = self.add_product(path, product, named, DEFAULT_RECIPE, decided, *shapes)
+        recipe = row["recipe"]
+        has_state = OVERWRITE_WITH_GRADIENT in product.variables
+        if recipe is not None and keeps_state(recipe) and not has_state:
+            row["why"] += "; the variables have no state of it: scales of the tensors "
+            row["why"] += "at hand"
 
-    def _module(self, module, args) -> None:
+    def _module(self, module, shapes) -> None:
         """Record any other module: a layer, or a module whose parameters have no FP8
         product.
         """
         path = "/".join(module.path)
-        if path in self.owners:
-            if path in self.by_path:
-                self.by_path[path]["kind"] = type(module).__name__
-            return
-        decided = decision(module)
-        kernel = _first_matrix(nn.meta.unbox(module.variables.get("params", {})))
-        x = tuple(args[0].shape) if args and hasattr(args[0], "shape") else None
-        if is_layer(module):
-            why = _own_product(module) if decided is None else self.use(decided)
-            # Layers that run together have no products of their own.
-            is_joined = decided is not None and decided.rule.layers is not None
-            recipe = decided.rule.recipe if is_joined else None
-            self.add(path, module, recipe, why, x, kernel)
-        else:
-            self.add_skipped(path, module, decided, x, kernel)
+        if path not in self.owners:
+            kernel = _first_matrix(nn.meta.unbox(module.variables.get("params", {})))
+            x = shapes[0] if shapes else None
+            self.add_other(path, module, decision(module), is_layer(module), x, kernel)
+        elif path in self.by_path:
+            self.by_path[path]["kind"] = type(module).__name__
 
 
 def _nnx_rows(model, args, kwargs) -> _Rows:
@@ -307,25 +328,32 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         known.add(id(layer))
         name = "/".join(map(str, path))
         product = nnx_rules.product(layer)
-        recipe, why = _nnx_recipe_and_reason(rows, layer, product, decide(path, layer))
+        decided = decide(path, layer)
+        call = calls.get(path)
+        x = None if call is None else call.x_shape
+        # the rows of all experts are recorded as a batch of each expert's
+        if x is not None and attribute == "ragged_dot":
+            x = x[1:]
+        if product is None:
+            if decided is not None and decided.rule.recipe is not None:
+                rows.use(decided)
+                decided = None  # the code has overridden the rule
+            rows.add_other(name, layer, decided, True, x, _kernel(layer))
+            continue
+        named = product.recipe if product.names_recipe else None
+        shapes = x, _kernel(layer)
+        row = rows.add_product(name, layer, named, product.recipe, decided, *shapes)
         owner = owners.setdefault(id(product), name)
-        if product is not None and owner != name:
-            why += f"; shares the product and the state of {owner}"
-        x = None
-        if path in calls:
-            if calls[path] is None:
-                why += "; not called"
-            else:
-                x = calls[path].x_shape
-                # the rows of all experts are recorded as a batch of each expert's
-                if attribute == "ragged_dot":
-                    x = x[1:]
-        rows.add(name, layer, recipe, why, x, _kernel(layer))
+        if owner != name:
+            row["why"] += f"; shares the product and the state of {owner}"
+        if path in calls and call is None:
+            row["why"] += "; not called"
     # 2. Report modules without a product where a rule matches the module in vain.
     for path, module in nnx.iter_modules(model):
         if id(module) not in known and not isinstance(module, _Fp8Product):
+            shapes = None, _kernel(module)
             name = "/".join(map(str, path))
-            rows.add_skipped(name, module, decide(path, module), None, _kernel(module))
+            rows.add_other(name, module, decide(path, module), False, *shapes)
     return rows
 
 
@@ -343,33 +371,15 @@ def _nnx_calls(model, args, kwargs) -> dict:
     return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
 
 
-def _nnx_recipe_and_reason(rows: _Rows, layer, product, decided: Decision | None):
-    """Return `(recipe, why)` of a layer; `decided` is the rule that matches it; code
-    may have overridden the rule.
-    """
-    rule = None
-    if decided is not None:
-        rule = rows.use(decided)
-    if product is None:
-        is_rule = rule and decided.rule.recipe is None
-        return None, rule if is_rule else _own_product(layer)
-    named = product.recipe if product.names_recipe else None
-    is_rule = rule and named == decided.rule.layer_recipe
-    return _recipe_and_reason(named, product.recipe, rule if is_rule else None)
-
-
 def _kernel(module):
     """Return the shape of an NNX module's kernel, or else of its first parameter with
     two or more dimensions.
     """
-    frozen = getattr(module, "kernel", None)
-    if isinstance(frozen, FrozenKernel):
-        return frozen.shape
-    params = {}
+    arrays = {}
     for name, value in vars(module).items():
-        if isinstance(value, nnx.Param):
-            params[name] = value.get_value()
-    return _first_matrix(params)
+        if isinstance(value, (nnx.Param, FrozenKernel)):
+            arrays[name] = value
+    return _first_matrix(arrays)
 
 
 def _rule_text(index: int, rule) -> str:
@@ -404,27 +414,6 @@ def _first_matrix(params) -> tuple[int, ...] | None:
         if len(getattr(value, "shape", ())) > 1:
             shapes[name] = tuple(value.shape)
     return shapes.get("kernel", next(iter(shapes.values()), None))
-
-
-def _recipe_and_reason(named, default, rule: str | None):
-    """Return `(recipe, why)` of an FP8 product that is traced here.
-
-    Args:
-        named: the recipe from a rule, or from the code; or None.
-        default: the recipe of a product that names none, outside of `autocast`.
-        rule: the text of the rule, where a rule decides; else None.
-    """
-    if is_off():
-        return None, "autocast is off"
-    recipe = resolve(named, default)
-    if rule is not None:
-        return recipe, rule
-    if named is not None:
-        return recipe, "own recipe"
-    # `resolve` returns the default itself unless an `autocast` decides, so a marker
-    # tells which it was.
-    marker = DelayedScaling(amax_history_len=1)
-    return recipe, "default" if resolve(None, marker) is marker else "autocast"
 
 
 def _text(value) -> str:

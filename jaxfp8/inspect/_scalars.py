@@ -3,8 +3,9 @@ them over a run.
 """
 
 import dataclasses
+import itertools
 import os
-import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,7 @@ import numpy as np
 
 from .._jax._table import member
 from ..numerics import HYBRID, Format, _scaling, fp8_max
-from ._summary import quantizers, rows_of
-
-_FIGURES = ("scale", "amax", "amax_max", "peak", "growth", "scale_lag")
+from ._summary import quantizers
 
 
 @jax.tree_util.register_dataclass
@@ -53,11 +52,15 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
     """
+    return _measured("measure: variables", variables, fp8_format)
+
+
+def _measured(where: str, variables, fp8_format=HYBRID) -> Measured:
     names = []
     values = []
-    for arrays in quantizers("measure: variables", variables):
-        history = jnp.asarray(arrays.amax_history).astype(jnp.float32)
-        scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
+    for quantizer, history, scale_inv in quantizers(where, variables):
+        history = jnp.asarray(history).astype(jnp.float32)
+        scale_inv = jnp.asarray(scale_inv)[..., 0].astype(jnp.float32)
         # Numbers below zero make the scale NaN. Look for them before `clean`, which
         # replaces them.
         is_bad = jnp.any(_scaling.below_zero(history), axis=-1)
@@ -65,27 +68,24 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
         history = _scaling.clean(history)
         newest = history[..., 0]
         scale = jnp.where(is_bad, jnp.nan, 1 / scale_inv)
-        is_grad = arrays.name.endswith("output_grad")
+        peak = newest * scale
+        is_grad = quantizer.endswith("output_grad")
         largest = fp8_max(fp8_format.backward_dtype if is_grad else fp8_format.dtype)
         before = jnp.max(history[..., 1:], axis=-1, initial=0)
-        growth = jnp.where((newest > 0) & (before > 0), newest / before, jnp.nan)
-        scale_lag = jnp.where(newest > 0, jnp.log2(newest * scale / largest), jnp.nan)
-        figures = [
-            scale,
-            newest,
-            jnp.max(history, axis=-1),
-            newest * scale,
-            growth,
-            scale_lag,
-        ]
+        is_recorded = newest > 0
+        figures = {
+            "scale": scale,
+            "amax": newest,
+            "amax_max": jnp.max(history, axis=-1),
+            "peak": peak,
+            "growth": jnp.where(is_recorded & (before > 0), newest / before, jnp.nan),
+            "scale_lag": jnp.where(is_recorded, jnp.log2(peak / largest), jnp.nan),
+        }
         # The names have the order of the flat figures: layer by layer of the stack, the
         # figures of a layer together.
-        names += [
-            f"{arrays.name}{member(index)}/{label}"
-            for index in np.ndindex(arrays.stack)
-            for label in _FIGURES
-        ]
-        values.append(jnp.stack(figures, axis=-1).reshape(-1))
+        for index in np.ndindex(newest.shape):
+            names += [f"{quantizer}{member(index)}/{figure}" for figure in figures]
+        values.append(jnp.stack(list(figures.values()), axis=-1).reshape(-1))
     return Measured(jnp.concatenate(values), tuple(names))
 
 
@@ -160,27 +160,22 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
         raise ImportError(
             "inspect.plot: needs matplotlib; install it: pip install matplotlib"
         ) from error
-    # 1. Collect the lines. 2. Give each group a row of axes, and each name a color.
     lines = _lines(histories)
-    groups = sorted(
-        {group for group, *_ in lines},
-        key=lambda group: (*_OPERANDS, group).index(group),
-    )
+    groups = sorted({group for group, _ in lines}, key=(*_OPERANDS, "").index)
     figure = Figure(figsize=(12, 3.2 * len(groups) + 0.6), layout="constrained")
     rows = figure.subplots(len(groups), 2, squeeze=False, sharex=True)
-    axes = dict(zip(groups, rows, strict=True))
     colors = {}
-    for group, is_scale, name, values in lines:
-        # 0 means that nothing was recorded; a log scale has no 0
-        drawn = np.where(values > 0, values, np.nan)
-        color = colors.setdefault(name, f"C{len(colors) % 10}")
-        axes[group][is_scale].plot(drawn, color=color, linewidth=1, label=name)
-    for group, pair in axes.items():
-        for axis, title in zip(pair, ("amax", "scale"), strict=True):
-            axis.set(title=f"{title} of {group}" if group else title, yscale="log")
-            axis.grid(alpha=0.25)
-            if 0 < len(axis.get_legend_handles_labels()[1]) <= _MOST_LABELS:
-                axis.legend(frameon=False, fontsize="x-small")
+    places = itertools.product(groups, ("amax", "scale"))
+    for (group, title), axis in zip(places, rows.flat, strict=True):
+        for name, values in lines[group, title]:
+            # 0 means that nothing was recorded; a log scale has no 0
+            drawn = np.where(values > 0, values, np.nan)
+            color = colors.setdefault(name, f"C{len(colors) % 10}")
+            axis.plot(drawn, color=color, linewidth=1, label=name)
+        axis.set(title=f"{title} of {group}" if group else title, yscale="log")
+        axis.grid(alpha=0.25)
+        if 0 < len(lines[group, title]) <= _MOST_LABELS:
+            axis.legend(frameon=False, fontsize="x-small")
     for axis in rows[-1]:
         axis.set_xlabel("step")
     if path is not None:
@@ -188,9 +183,9 @@ def plot(histories: Sequence[Any], path: str | os.PathLike | None = None) -> Any
     return figure
 
 
-def _lines(trees) -> list[tuple]:
-    """Return a tuple `(group, whether a scale, name, values (steps,))` for each
-    line.
+def _lines(trees) -> dict[tuple[str, str], list]:
+    """Return the lines `(name, values (steps,))` of each group of quantizers and each
+    figure.
     """
     if not isinstance(trees, (list, tuple)):
         raise TypeError(
@@ -198,26 +193,28 @@ def _lines(trees) -> list[tuple]:
             f"{type(trees).__name__}; one tree alone has one step: see "
             "jaxfp8.inspect.summary"
         )
-    steps = [rows_of(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
+    steps = [_measured(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
     if not steps:
         raise ValueError(
             "plot: histories: expected at least one tree, got an empty list"
         )
     # A line follows one quantizer over the steps, so all trees need the same quantizers
     # in one order.
-    names = [[row["name"] for row in rows] for rows in steps]
-    if any(step_names != names[0] for step_names in names):
+    if any(step.names != steps[0].names for step in steps):
         raise ValueError(
             "plot: histories: expected trees with the same quantizers, got others "
             "after the first"
         )
-    lines = []
-    for name, *rows in zip(names[0], *steps, strict=True):
+    lines = defaultdict(list)
+    values = np.stack([step.values for step in steps], axis=-1)
+    for path, over_steps in zip(steps[0].names, values, strict=True):
         # An operand has a row of axes; a quantizer of another name goes to the row
         # without a title.
-        named = re.fullmatch(rf"(?:(.*)/)?({'|'.join(_OPERANDS)})(\[.*\])?", name)
-        layer, group, index = named.groups(default="") if named else (name, "", "")
-        for is_scale, figure in enumerate(("newest", "scale")):
-            values = np.array([row[figure] for row in rows], np.float64)
-            lines.append((group, is_scale, layer + index, values))
+        name, _, figure = path.rpartition("/")
+        layer, _, quantizer = name.rpartition("/")
+        group, bracket, index = quantizer.partition("[")
+        if group in _OPERANDS:
+            lines[group, figure].append((layer + bracket + index, over_steps))
+        else:
+            lines["", figure].append((name, over_steps))
     return lines

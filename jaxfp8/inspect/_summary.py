@@ -1,8 +1,7 @@
 """summary: show the step just run, from the state of every quantizer."""
 
 import dataclasses
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,10 +22,8 @@ _COLUMNS = (
     "filled",
     "peak",
     "follows",
-    "steps",
 )
-# A table of more rows than a screen holds has a line for each group.
-_SCREEN = 40
+_SCREEN = 40  # the most lines of a table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,9 +33,7 @@ class Summary:
     Below the table, quantizers whose state is below zero are named, with the causes:
     their products are NaN.
 
-    The table of more than 40 quantizers has a line for each group of quantizers whose
-    names differ in numbers alone, with the worst quantizer of the group:
-    `block_*/up/Fp8DotGeneral_*/input x32`.
+    Of more than 40 quantizers the table has the 40 worst, as `summary(worst=40)`.
 
     Attributes:
         rows: a dict for each quantizer, and for each layer of a stack:
@@ -64,23 +59,19 @@ class Summary:
               this window: it is that of a custom algorithm, or something else wrote the
               state.
             - `least`: the smallest number of the state, history and scale.
-            - `steps_since_change`: for how many steps the scale has not changed; 0 if
-              it changed in the step just run. None where the scale does not follow the
-              maximum of the window.
     """
 
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        rows = self.rows
-        if len(rows) > _SCREEN:
-            rows = _groups(rows)
+        more = len(self.rows) - _SCREEN
         shown = []
-        for row in rows:
+        for row in self.rows if more <= 0 else _worst(self.rows, _SCREEN):
             heads = {"quantizer": row["name"], "amax": row["newest"]}
-            heads["filled"] = f"{row['filled']}/{row['length']}"
-            shown.append(row | heads | {"steps": row["steps_since_change"]})
+            shown.append(row | heads | {"filled": f"{row['filled']}/{row['length']}"})
         text = table(shown, _COLUMNS, ".4g")
+        if more > 0:
+            text += f"\nand {more} more, which are better"
         below_zero = {
             row["name"]: row["least"] for row in self.rows if row["least"] < 0
         }
@@ -114,103 +105,79 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
         TypeError: the function is called inside of jit, where `jaxfp8.inspect.measure`
             works.
     """
-    rows = rows_of("summary: variables", variables)
-    if worst is not None:
-        rows = sorted(rows, key=_badness, reverse=True)[:worst]
-    return Summary(rows)
-
-
-def rows_of(where: str, variables) -> list[dict[str, Any]]:
-    """Return the rows of a `Summary`; `where` names the function and the argument, for
-    messages.
-    """
     rows = []
-    for arrays in quantizers(where, variables):
-        state = arrays.amax_history, arrays.scale_inv
+    for quantizer, *state in quantizers("summary: variables", variables):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in state):
             raise TypeError(
-                f"{where}: expected concrete arrays, got tracers; in jit use "
+                "summary: variables: expected concrete arrays, got tracers; in jit use "
                 "jaxfp8.inspect.measure"
             )
         history, scale_inv = (np.asarray(x, np.float64) for x in jax.device_get(state))
-        for index in np.ndindex(arrays.stack):
-            name = arrays.name + member(index)
+        for index in np.ndindex(history.shape[:-1]):
+            name = quantizer + member(index)
             rows.append(_row(name, history[index], float(scale_inv[index][0])))
-    return rows
+    return Summary(rows if worst is None else _worst(rows, worst))
 
 
-def _badness(row) -> tuple:
-    is_bad = not (row["scale"] or 0) > 0 or row["filled"] == 0
-    return is_bad, row["growth"] or 0
+def _worst(rows, count: int) -> list[dict[str, Any]]:
+    """Return the worst rows, the worst first."""
 
+    def badness(row):
+        is_bad = not (row["scale"] or 0) > 0 or row["filled"] == 0
+        return is_bad, row["growth"] or 0
 
-def _groups(rows) -> list[dict[str, Any]]:
-    """Return the worst row of each group of names that differ in numbers alone, under
-    the name of the group.
-    """
-    groups = {}
-    for row in rows:
-        groups.setdefault(re.sub(r"\d+", "*", row["name"]), []).append(row)
-    worst = []
-    for name, group in groups.items():
-        row = max(group, key=_badness)
-        if len(group) > 1:
-            row = row | {"name": f"{name} x{len(group)}"}
-        worst.append(row)
-    return worst
+    return sorted(rows, key=badness, reverse=True)[:count]
 
 
 def _row(name, history, scale_inv) -> dict[str, Any]:
-    is_recorded = np.isfinite(history) & (history > 0)
-    entries = history[is_recorded]
-    before = history[1:][is_recorded[1:]].max(initial=0)
-    newest = float(history[0]) if entries.size else None
-    scale = follows = steps = None
-    if np.any(history < 0) or scale_inv < 0:
+    recorded = np.where(np.isfinite(history) & (history > 0), history, 0)
+    before = recorded[1:].max(initial=0)
+    entries = recorded[recorded > 0].tolist()
+    newest = float(history[0]) if entries else None
+    least = float(np.nan_to_num([*history, scale_inv]).min())
+    scale = follows = None
+    if least < 0:
         scale, follows = np.nan, "below zero"
-    elif np.isfinite(scale_inv) and scale_inv > 0:
+    elif 0 < scale_inv < np.inf:
         scale = 1 / scale_inv
-        follows, steps = _origin(history, scale_inv)
+        follows = _origin(recorded, scale_inv)
     return {
         "name": name,
         "scale": scale,
         "scale_inv": scale_inv,
         "newest": newest,
-        "max": float(entries.max()) if entries.size else None,
-        "min": float(entries.min()) if entries.size else None,
-        "filled": int(entries.size),
-        "length": int(history.size),
+        "max": max(entries, default=None),
+        "min": min(entries, default=None),
+        "filled": len(entries),
+        "length": history.size,
         "peak": None if newest is None or scale is None else newest * scale,
-        "growth": float(history[0] / before) if is_recorded[0] and before else None,
+        "growth": float(recorded[0] / before) if recorded[0] and before else None,
         "follows": follows,
-        "least": float(min(np.nan_to_num(history).min(), np.nan_to_num(scale_inv))),
-        "steps_since_change": steps,
+        "least": least,
     }
 
 
-def _origin(history, scale_inv) -> tuple[str | None, int | None]:
-    """Return `(follows, steps since the scale changed)` of a scale and the window after
-    its step.
+def _origin(recorded, scale_inv) -> str | None:
+    """Return the entry that a scale follows, of the window after its step.
 
-    The step just run wrote slot 0 and took its scale from the other slots: `by_age[0]`
+    The step just run wrote slot 0 and took its scale from the other slots: the last one
     is the amax of the step before.
     """
-    # A scale_inv that is amax / FP8_MAX of an entry follows that entry: the largest, or
-    # the newest before this step.
-    by_age = np.where(np.isfinite(history) & (history > 0), history, 0)[:0:-1]
-    largest = by_age.max(initial=0)
+    before = recorded[1:]
+    largest = before.max(initial=0)
     if largest == 0:
         # A window of one entry has dropped the amax of its scale.
-        if history.size == 1 and history[0] > 0 and scale_inv != 1:
-            return "dropped", None
-        return "unit" if scale_inv == 1 else None, None
+        if scale_inv != 1 and recorded.size == 1 and recorded[0]:
+            return "dropped"
+        return "unit" if scale_inv == 1 else None
+    # A scale_inv that is amax / FP8_MAX of an entry follows that entry: the largest, or
+    # the newest before this step.
     if _is_scale_of(largest, scale_inv):
-        return "max", int(np.flatnonzero(by_age == largest)[-1])
-    if _is_scale_of(by_age[0], scale_inv):
-        return "most_recent", None
-    if np.all(by_age > 0) and scale_inv * max(map(fp8_max, FP8_DTYPES)) > largest:
-        return "dropped", None
-    return None, None
+        return "max"
+    if _is_scale_of(before[-1], scale_inv):
+        return "most_recent"
+    is_larger = scale_inv * max(map(fp8_max, FP8_DTYPES)) > largest
+    return "dropped" if is_larger and np.all(before) else None
 
 
 def _is_scale_of(amax, scale_inv) -> bool:
@@ -223,30 +190,12 @@ def _is_scale_of(amax, scale_inv) -> bool:
     return np.any(np.abs(ratios / 2.0 ** np.round(np.log2(ratios)) - 1) <= _EQUAL)
 
 
-class Arrays(NamedTuple):
-    """The state of one quantizer, or of a stack of quantizers, with the slots moved to
-    the last axis.
+def quantizers(where: str, tree) -> list[tuple[str, Any, Any]]:
+    """Return `(name, amax history [..., H], scale_inv [..., 1])` of each quantizer of a
+    tree with FP8 state, in the order of the tree; those of an optimizer are left out.
 
-    Attributes:
-        name: the path below the state collection: `Dense_0/Fp8DotGeneral_0/input`.
-        amax_history: `[..., H]`, slot 0 newest, slot 1 oldest; 0 means nothing was
-            recorded.
-        scale_inv: `[..., 1]`.
-    """
-
-    name: str
-    amax_history: Any
-    scale_inv: Any
-
-    @property
-    def stack(self) -> tuple[int, ...]:
-        """The leading dimensions, which count the layers of a stack."""
-        return self.amax_history.shape[:-1]
-
-
-def quantizers(where: str, tree) -> list[Arrays]:
-    """Return the quantizers of a tree with FP8 state, in the order of the tree, without
-    those in an optimizer's state.
+    Leading dimensions count the layers of a stack. Slot 0 of a history is the newest
+    one, slot 1 the oldest; 0 means that nothing was recorded.
 
     Args:
         where: the function and the argument, for messages.
@@ -271,7 +220,7 @@ def quantizers(where: str, tree) -> list[Arrays]:
             leaves = [jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves]
         collection = f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/"
         name = f"/{quantizer.name}".partition(collection)[2] or quantizer.name
-        arrays.append(Arrays(name, *leaves))
+        arrays.append((name, *leaves))
     if not arrays:
         raise ValueError(
             f"{where}: expected a tree that holds FP8 state (amax_history and scale "

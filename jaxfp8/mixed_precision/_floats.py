@@ -2,7 +2,6 @@
 not; whether all are finite.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from ..dot import _frozen
 from ..recipes import QTensor, _state_tree
 
 _FLOATS = {np.dtype(t) for t in (np.float16, jnp.bfloat16, np.float32, np.float64)}
+_FROZEN = (_frozen.KERNEL_SCALE_INV,)
 _COMPLEX = {np.dtype(t) for t in (np.complex64, np.complex128)}
 
 
@@ -34,45 +34,34 @@ def is_inexact(leaf) -> bool:
     return is_complex or is_float(leaf) or isinstance(leaf, (float, complex))
 
 
-def outside_state(tree):
-    """Return the tree with True for leaves that are neither FP8 state nor codes:
-    parameters, `source` of QTensors.
+def outside_state(tree) -> tuple[_state_tree.StateTree, list[int]]:
+    """Return the flat tree, and the positions of leaves that are neither FP8 state nor
+    codes: parameters, `source` of QTensors.
 
-    The codes and scales of frozen products get False too.
+    The codes and scales of frozen products, which lie beside a `kernel_scale_inv`, are
+    codes too.
     """
-    # 1. Find FP8 state, and the leaves of frozen products, which lie beside a
-    #    `kernel_scale_inv`.
+
     flat = _state_tree.flatten(tree)
-    frozen = {
-        path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)
-    }
+    is_value = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QTensor)):
+        for leaf in jax.tree.leaves(node):
+            is_value.append(not isinstance(node, QTensor) or leaf is node.source)
+    frozen = {path[:-1] for path in flat.paths if path[-1:] == _FROZEN}
     state = set(flat.positions())
-    inside = [i in state or path[:-1] in frozen for i, path in enumerate(flat.paths)]
-
-    # 2. Give True to the `source` of a QTensor, and False to its codes and scales.
-    def visit(leaf, is_inside):
-        if not isinstance(leaf, QTensor):
-            return not is_inside
-        nothing = jax.tree.map(lambda _: False, leaf)
-        return dataclasses.replace(nothing, source=leaf.source is not None or None)
-
-    return jax.tree.map(
-        visit,
-        tree,
-        flat.treedef.unflatten(inside),
-        is_leaf=lambda x: isinstance(x, QTensor),
-    )
+    positions = []
+    for i, path in enumerate(flat.paths):
+        if is_value[i] and i not in state and path[:-1] not in frozen:
+            positions.append(i)
+    return flat, positions
 
 
 def map_outside_state(function, tree):
     """Apply `function` to all leaves that are neither FP8 state nor codes; state and
     codes stay as they are.
     """
-
-    def visit(leaf, is_outside):
-        return function(leaf) if is_outside else leaf
-
-    return jax.tree.map(visit, tree, outside_state(tree))
+    flat, positions = outside_state(tree)
+    return flat.replace({i: function(flat.leaves[i]) for i in positions})
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -233,27 +222,24 @@ def _gradients(tree, order=None) -> list[tuple[str, Any]]:
     """Return the paths and values of the float leaves that are not state, in the order
     of `leaf_names`.
     """
-    flat = _state_tree.flatten(tree)
+    flat, positions = outside_state(tree)
     gradients = []
-    for i, is_outside in enumerate(jax.tree.leaves(outside_state(tree))):
-        if is_outside and is_inexact(flat.leaves[i]):
+    for i in positions:
+        if is_inexact(flat.leaves[i]):
             gradients.append((flat.name(i), flat.leaves[i]))
     depths = {}
-    unknown = []
     for depth, layer in enumerate(order or ()):
         # The parts of a layer are side by side in a path: `Dense_0` in
         # `params/Dense_0/kernel`.
         parts = f"/{layer.strip('/')}/"
         below = [name for name, _ in gradients if parts in f"/{name}/"]
-        depths |= dict.fromkeys(below, depth)
         if not below:
-            unknown.append(layer)
-    if unknown:
-        names = [name for name, _ in gradients]
-        raise ValueError(
-            f"first_nonfinite: order: expected the names of layers in {names}, got "
-            f"{unknown}"
-        )
+            names = [name for name, _ in gradients]
+            raise ValueError(
+                f"first_nonfinite: order: expected the names of layers in {names}, got "
+                f"{layer!r}"
+            )
+        depths |= dict.fromkeys(below, depth)
     # The layer nearest to the loss comes first; leaves of no layer in `order` come
     # last. Sorting is stable.
     gradients.sort(key=lambda gradient: depths.get(gradient[0], -1), reverse=True)

@@ -8,18 +8,17 @@ value of JAXFP8_DISABLE that switches it off. Nothing is kept for later programs
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 
-from .._jax import _files
 from .._jax._table import aligned
 from ..inspect import _op_calls
 from ..ops import _support
 from . import _workers
 
-_COLUMNS = ("op", "runs", "values", "in a graph")
+_COLUMNS = ("op", "runs", "values", "in a graph", "why not as a custom call")
+_LIMIT = 150  # seconds that a check may take
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -29,56 +28,17 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0]
     )
+    names = ", ".join(_op_calls.OPS)
     parser.add_argument("--json", metavar="PATH", help="write everything here")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument(
-        "--only", metavar="OP,OP", help=f"of {', '.join(_op_calls.OPS)} (default: all)"
+        "--only", metavar="OP,OP", help=f"of {names} (default: all)", default=names
     )
-    parser.add_argument(
-        "--timeout",
-        type=int,
-        default=150,
-        help="seconds a check may take (default: 150)",
-    )
-    parser.add_argument("--worker", nargs="+", metavar="CHECK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.only = args.only.split(",") if args.only else list(_op_calls.OPS)
-    if unknown := set(args.only) - set(_op_calls.OPS):
-        parser.error(
-            f"--only: expected names out of {', '.join(_op_calls.OPS)}, got "
-            f"{', '.join(sorted(unknown))}"
-        )
+    args.only = args.only.replace(" ", "").split(",")
+    if unknown := ", ".join(sorted(set(args.only) - set(_op_calls.OPS))):
+        parser.error(f"--only: expected names out of {names}, got {unknown}")
     return args
-
-
-def environment() -> dict:
-    """Return the output of `python -m jaxfp8 --json`, or `{"error": reason}`."""
-    # This needs a process of its own: the GPU would stay in use while workers need it,
-    # and a driver that crashes would end the command.
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxfp8", "--json"], capture_output=True, text=True
-    )
-    return (
-        json.loads(done.stdout)
-        if done.returncode == 0
-        else {"error": done.stderr[-4000:] or str(done.returncode)}
-    )
-
-
-def machine(about: dict) -> dict:
-    """Return the row of the check "machine", with its devices and versions."""
-    devices = about.get("devices", [])
-    versions = about.get("versions", {})
-    error = about.get("error")
-    if "error" in devices:
-        error = devices["error"]
-    kinds = error or ", ".join(f"{row['count']} x {row['kind']}" for row in devices)
-    packages = f"jaxfp8 {versions.get('jaxfp8')}, jax {versions.get('jax')}"
-    return {
-        "check": "machine",
-        "status": "failed" if error else "passed",
-        "detail": f"{kinds}; {packages}",
-    }
 
 
 def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
@@ -87,14 +47,13 @@ def jobs(ops: list[str], platform: str | None) -> list[list[str]]:
     On a GPU each check has a process of its own, so that its launch is the first in the
     process. A TPU serves one process at a time.
     """
-    names = ["library", "training", *[f"values:{op}" for op in ops]]
+    names = ["training", *[f"values:{op}" for op in ops]]
     if platform == "cuda":
-        names[2:2] = [f"graph:{op}" for op in ops]
+        names += [f"graph:{op}" for op in ops]
         return [[name] for name in names]
     if platform == "tpu":
         return [names]
-    # On a CPU two processes share the checks; a process that dies fails one check only
-    # (`_workers.finish`).
+    # On a CPU two processes share the checks.
     return [names[::2], names[1::2]]
 
 
@@ -104,23 +63,20 @@ def table(rows: list[dict]) -> str:
     """
     by_name = {row["check"]: row for row in rows}
     lines = [_COLUMNS]
-    after = []
     for op in ops_in(by_name):
         values = by_name.get(f"values:{op}", {})
         graph = by_name.get(f"graph:{op}", {})
         runs = "-"
         if "custom_calls" in values:
             runs = "custom call" if values["custom_calls"] else "jnp"
-        lines.append((op, runs, values.get("status", "-"), graph.get("status", "-")))
-        if values.get("why"):
-            after.append(f"{op} runs in jnp: {values['why']}")
+        status = [row.get("status", "-") for row in (values, graph)]
+        lines.append((op, runs, *status, values.get("why", "")))
+    text = aligned(lines)
     for name, row in by_name.items():
         # A check without an op in its name checks the machine.
-        if ":" not in name:
-            after.append(f"{name}: {row['status']}, {row['detail']}")
-        elif row["status"] == "failed":
-            after.append(f"FAILED {name}: {row['detail']}")
-    return "\n".join([aligned(lines), *after])
+        if ":" not in name or row["status"] == "failed":
+            text += f"\n{row['status']} {name}: {row['detail']}"
+    return text
 
 
 def ops_in(checks: Iterable[str]) -> list[str]:
@@ -137,7 +93,7 @@ def remedy(rows: list[dict]) -> str:
     bad = ops_in(failed)
     # Without a device or a library no op runs, so switching off some of them would not
     # help.
-    if not bad or "machine" in failed or "library" in failed:
+    if not bad or "machine" in failed:
         return ""
     off = os.environ.get(_support.VARIABLE, "").split(",")
     names = dict.fromkeys(filter(None, [*off, *bad]))
@@ -147,26 +103,18 @@ def remedy(rows: list[dict]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     args = parse_arguments(argv)
-    if args.worker:
-        _workers.work(args.worker, args.timeout, args.quick)
-        return 0
     start = time.perf_counter()
-    about = environment()
+    # What the machine has decides how the other checks run.
+    (machine,) = _workers.finish([["machine"]], _LIMIT, args.quick)
+    about = machine.pop("environment", {})
     side_by_side = jobs(args.only, about.get("platform"))
-    rows = _workers.finish(side_by_side, args.timeout, args.quick)
-    rows.insert(0, machine(about))
+    rows = [machine, *_workers.finish(side_by_side, _LIMIT, args.quick)]
     passed = all(row["status"] == "passed" for row in rows)
     seconds = time.perf_counter() - start
-    report = {
-        "passed": passed,
-        "seconds": seconds,
-        "quick": args.quick,
-        "rows": rows,
-        "environment": about,
-    }
     if args.json:
-        with _files.replaced(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        report = {"passed": passed, "seconds": seconds, "quick": args.quick}
+        with open(args.json, "w") as file:
+            json.dump(report | {"rows": rows, "environment": about}, file, indent=1)
     print(table(rows))
     if switch := remedy(rows):
         print(f"until it is repaired, set {switch}")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import ops
 from ..inspect._op_calls import PRODUCTS, Kind, call
 from ..numerics import E4M3, E5M2
 
@@ -33,24 +34,27 @@ COMPUTED = ("quantize_activation", "quantize_activation_grad", "quantize_norm")
 # relative error of the amax.
 _DIFFERENT, _AMAX = 0.01, 2.0**-11
 _STEP = 16  # the products that a tensor core adds at once; a larger step loses less
-_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-_SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-25, "float32": 2.0**-126}
 
 
 def _bits(x):
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
 
 
-def _first(good, got, expected) -> str:
+def _wrong(what, good, got, expected) -> str | None:
+    """Return the first place where `good` is False; None where there is none."""
+    if good.all():
+        return None
     place = tuple(int(i) for i in np.unravel_index(np.argmin(good), good.shape))
     return (
-        f"{(~good).sum()} of {good.size} wrong, first at {place}: {got[place]!r}, "
-        f"expected {expected[place]!r}"
+        f"{what}: {(~good).sum()} of {good.size} wrong, first at {place}: "
+        f"{got[place]!r}, expected {expected[place]!r}"
     )
 
 
 def bit_problem(results, expected):
-    """Compare arrays to the bit."""
+    """Compare arrays to the bit; of numbers that are wider than codes any NaN is right
+    where one is expected.
+    """
     for i, (got, right) in enumerate(zip(results, expected, strict=True)):
         if (got.shape, got.dtype) != (right.shape, right.dtype):
             return (
@@ -58,27 +62,17 @@ def bit_problem(results, expected):
                 f"{right.dtype}{right.shape}"
             )
         good = _bits(got) == _bits(right)
-        if not good.all():
-            return f"result {i}: {_first(good, got, right)}"
+        # XLA's compilers for CPUs and GPUs make different NaNs of the same code.
+        if got.dtype.itemsize > 1:
+            good |= np.isnan(got) & np.isnan(right)
+        if problem := _wrong(f"result {i}", good, got, right):
+            return problem
     return None
 
 
-def number_problem(results, expected):
-    """Compare numbers that are wider than codes: any NaN is right where one is
-    expected.
-    """
-    # XLA's compilers for CPUs and GPUs make different NaNs of the same code, signaling
-    # ones too.
-    with np.errstate(invalid="ignore"):
-        results, expected = jax.tree.map(
-            lambda x: np.where(np.isnan(x), x.dtype.type(np.nan), x),
-            (results, expected),
-        )
-        return bit_problem(results, expected)
-
-
-def _same(got, right):
-    return (got == right) | (np.isnan(got) & np.isnan(right))
+def _near(got, right, bound):
+    same = (got == right) | (np.isnan(got) & np.isnan(right))
+    return same | (np.abs(got - right) <= bound)
 
 
 def _step_problem(results, expected):
@@ -86,12 +80,12 @@ def _step_problem(results, expected):
     # Two updates or parameters, then two moments of each. A GPU's jnp divides and takes
     # roots with errors of 2 ulp, of a number below 4 where a parameter's sum cancels.
     # Moments are sums of products, which all platforms round alike.
-    for i, (got, right) in enumerate(zip(results[:2], expected[:2], strict=True)):
-        with np.errstate(invalid="ignore"):
-            near = np.abs(got - right) <= 8 * 2.0**-23 * np.maximum(np.abs(right), 1)
-            good = near | _same(got, right)
-        if not good.all():
-            return f"result {i}: {_first(good, got, right)}"
+    with np.errstate(invalid="ignore"):
+        for i, (got, right) in enumerate(zip(results[:2], expected[:2], strict=True)):
+            bound = 8 * 2.0**-23 * np.maximum(np.abs(right), 1)
+            good = _near(got, right, bound)
+            if problem := _wrong(f"result {i}", good, got, right):
+                return problem
     return bit_problem(results[2:], expected[2:])
 
 
@@ -102,95 +96,62 @@ def _order(codes):
 
 
 def _code_problem(results, expected):
-    """Compare the codes of ops that compute the values they quantize, so that last bits
-    decide between neighbouring codes.
+    """Compare the codes, in both layouts, of ops that compute the values they quantize,
+    so that last bits decide between neighbouring codes.
 
     n additions are off by n units of 2**-24, for rows of 4096 by 2**-12. A code spans
     2**-4 of its value, so 2**-7 of codes may differ.
     """
-    (data, data_t, amax), (right, right_t, right_amax) = results, expected
-    # Rounding may give a neighbour of a number. It never turns a number into a NaN, or
-    # a NaN into another code.
-    is_nan = np.isnan(right.astype(np.float32))
-    distance = np.abs(_order(data) - _order(right))
-    is_near = (distance <= 1) & ~np.isnan(data.astype(np.float32))
-    good = np.where(is_nan, distance == 0, is_near)
-    if not good.all():
-        return f"codes: {_first(good, data, right)}"
-    # Only a few values lie so near the middle of two codes that their last bits decide.
-    if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
-        return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
-    # The other layout must have the same codes, rows last. With a gated activation gate
-    # and up are both columns, so the reference tells which dimension is the rows.
-    for dim in range(data.ndim - 1):
-        if bit_problem([np.moveaxis(right, dim, -1)], [right_t]) is None:
-            break
-    if problem := bit_problem([data_t], [np.moveaxis(data, dim, -1)]):
-        return f"transposed codes: {problem}"
+    *layouts, (amax, right_amax) = zip(results, expected, strict=True)
+    for data, right in layouts:
+        # Rounding may give a neighbour of a number. It never turns a number into a NaN,
+        # or a NaN into another code.
+        distance = np.abs(_order(data) - _order(right))
+        is_nan = np.isnan(np.float32(data)) | np.isnan(np.float32(right))
+        good = distance <= np.where(is_nan, 0, 1)
+        if problem := _wrong("codes", good, data, right):
+            return problem
+        # Only a few values lie so near the middle of two codes that their last bits
+        # decide.
+        if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
+            return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
     with np.errstate(invalid="ignore"):
-        good = (amax == right_amax) | (np.abs(amax - right_amax) <= _AMAX * right_amax)
-    return None if good.all() else f"amax: {amax}, expected {right_amax}"
+        good = _near(amax, right_amax, _AMAX * right_amax)
+    return _wrong("amax", good, amax, right_amax)
 
 
 _PROBLEMS = dict.fromkeys(COMPUTED, _code_problem) | {
     "adam_update": _step_problem,
-    "dequantize": number_problem,
 }
 
 
-def product_problem(got, pieces, added, tensor_cores: bool) -> str | None:
-    """Compare a product with the exact one; the bound is derived here.
+def product_problem(got, right, magnitude, k: int, tensor_cores: bool) -> str | None:
+    """Compare a product with that of the reference; the bound is derived here.
 
-    A tensor core aligns the products of a step and the sum so far to the largest of
-    these 17 numbers, and cuts each of them, and the new sum, after 13 bits: a step may
-    lose 18 times 2**-13 of the largest number. However a kernel cuts k, the sum so far
-    is a sum of consecutive terms. Without tensor cores sums are f32, and lose up to k
-    times 2**-24 of the sum of magnitudes. Scales, each added term and the result are
-    rounded once more.
+    f32 sums of k terms lose up to k times 2**-24 of the sum of magnitudes. A tensor
+    core aligns the products of a step and the sum so far to the largest of these 17
+    numbers, which is at most the sum of magnitudes, and cuts each of them, and the new
+    sum, after 13 bits: a step may lose 18 times 2**-13 of it. Scales, an added term
+    and the results are rounded once more.
 
     Args:
-        got: the result.
-        pieces: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled; the result
-            stacks their products by rows.
-        added: `[..., 1 or m, n]` arrays in float64, which are added to the product.
-        tensor_cores: whether tensor cores multiply.
+        got, right: the results.
+        magnitude: the result of the reference from magnitudes.
+        k: the number of terms.
+        tensor_cores: whether tensor cores multiply; else they are f32 sums.
     """
+    loss = 2 * (k + 4) * 2.0**-24
+    if tensor_cores:
+        growth = -(-k // _STEP) * (_STEP + 2) * 2.0**-13
+        loss += growth / (1 - growth)
+    dtype = jnp.finfo(got.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
-        # 1. Compute the exact product, and the error that its sum may have.
-        parts = zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
-        exact, bound = (np.concatenate(part, axis=-2) for part in parts)
-        # 2. Add the errors of rounding scales and added terms in f32, and the result to
-        #    its dtype. `_SMALLEST` covers subnormal results; 1 + 2**-10 covers products
-        #    of these errors.
-        bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
-        exact = sum(added, exact)
-        bound += _ROUNDING[got.dtype.name] * (np.abs(exact) + bound)
-        bound = (1 + 2.0**-10) * bound + _SMALLEST[got.dtype.name]
-        if got.shape != exact.shape:
-            return f"{got.shape}, expected {exact.shape}"
-        got = got.astype(np.float64)
-        good = (np.abs(got - exact) <= bound) | _same(got, exact)
-    return None if good.all() else _first(good, got, exact)
-
-
-def _piece(a, b, tensor_cores):
-    """Return the exact product, and the error that the sum may have."""
-    k = a.shape[-1]
-    b = np.swapaxes(b, -1, -2)
-    if not tensor_cores:
-        return a @ b, k * 2.0**-24 * (np.abs(a) @ np.abs(b))
-    steps = []
-    for i in range(0, max(k, 1), _STEP):
-        steps.append(a[..., i : i + _STEP] @ b[..., i : i + _STEP, :])
-    # However a kernel cuts k, its sum so far is the difference of two of these sums.
-    sums = np.cumsum(steps, axis=0)
-    # The largest number that a step aligns to: a product of two elements, or a sum so
-    # far.
-    a, b = np.abs(a), np.abs(b)
-    largest = a.max(-1, keepdims=True, initial=0) * b.max(-2, keepdims=True, initial=0)
-    largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
-    growth = len(steps) * (_STEP + 2) * 2.0**-13
-    return sums[-1], growth / (1 - growth) * largest
+        got, right, magnitude = map(np.float64, (got, right, magnitude))
+        # The magnitude is rounded too.
+        bound = loss * (1 + 2.0**-6) * magnitude
+        bound += float(dtype.eps) / 2 * (np.abs(got) + np.abs(right))
+        near = _near(got, right, bound + 2 * float(dtype.tiny))
+        return _wrong("product", near, got, right)
 
 
 class Case(NamedTuple):
@@ -201,32 +162,34 @@ class Case(NamedTuple):
         name: the name of the case, for people.
         function: the function to call.
         arguments: its arguments, numpy arrays, for all groups.
-        terms: of a product the function of the arguments that gives the exact product,
-            see `call`; else None.
     """
 
     op: str
     name: str
     function: Callable
     arguments: tuple
-    terms: Callable | None
 
     def problem(self, results: list, expected: list, tensor_cores: bool) -> str | None:
         """Return what is wrong in the results of the case; None where they are right.
 
         Args:
             results: numpy arrays.
-            expected: those of the reference; of a product nothing is read.
+            expected: those of `reference`.
             tensor_cores: whether tensor cores multiply.
         """
-        if self.terms:
-            terms = self.terms(*self.arguments)
-            return product_problem(results[0], *terms, tensor_cores)
+        if self.op in PRODUCTS:
+            k = self.arguments[0].shape[-1]
+            return product_problem(*results, *expected, k, tensor_cores)
         return _PROBLEMS.get(self.op, bit_problem)(results, expected)
 
-    def on_tpu(self) -> "Case":
-        """Return the case with arguments that a TPU reads as they are."""
-        return self._replace(arguments=tuple(map(on_tpu, self.arguments)))
+    def reference(self) -> list:
+        """Return the results of the reference; of a product also from magnitudes."""
+        with ops.implementation("reference"):
+            function = jax.jit(self.function)
+            results = [function(*self.arguments)]
+            if self.op in PRODUCTS:
+                results.append(function(*map(np.abs, self.arguments)))
+        return jax.tree.leaves(results)
 
 
 def cases(op: str, quick: bool = False) -> Iterator[Case]:
@@ -248,13 +211,13 @@ def case(op: str, kind: Kind) -> Case:
     groups = kind.shape[:-rank]
     one = kind._replace(shape=kind.shape[-rank:])
     calls = [call(op, one, group) for group in range(*groups or (1,))]
-    function, arguments, *terms = calls[0]
+    function, arguments = calls[0]
     if groups:
         function = jax.vmap(function)
         arguments = map(np.stack, zip(*(parts[1] for parts in calls), strict=True))
     shape = ",".join(map(str, kind.shape))
     name = f"{kind.dtype.name}[{shape}] {kind.form}, {kind.index}"
-    return Case(op, name, function, tuple(arguments), *(terms or [None]))
+    return Case(op, name, function, tuple(arguments))
 
 
 def on_tpu(x: np.ndarray) -> np.ndarray:

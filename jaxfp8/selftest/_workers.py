@@ -3,112 +3,104 @@ context fails alone.
 """
 
 import itertools
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+
 from . import _checks
 
-# The command that starts a worker.
-COMMAND = [sys.executable, "-m", "jaxfp8.selftest"]
 _START = 60  # seconds until a process has imported everything
+# A new Python for each process: a copy of this one would share its threads and devices.
+_spawned = multiprocessing.get_context("spawn")
 
 
-def work(names: list[str], limit: int, quick: bool) -> None:
-    """Run checks in this process and print a row of JSON for each.
+def work(names: list[str], quick: bool, send: Callable[[dict], None]) -> None:
+    """Run checks in this process, and send a row for each.
 
-    A check named "values:amax" is `_checks.values("amax")`. A check that takes longer
-    than `limit` seconds ends the process, by SIGALRM, wherever it hangs. A check that
-    raises ends the process too, after its row: a failed launch on a GPU would fail
-    every later check in the process.
+    A check that raises is the last one in the process: a failed launch on a GPU would
+    fail every later check.
     """
     for name in names:
         start = time.perf_counter()
-        signal.alarm(limit)
-        row, raised = _run(name, quick)
-        signal.alarm(0)
-        print(
-            json.dumps({"check": name, **row, "seconds": time.perf_counter() - start}),
-            flush=True,
-        )
-        if raised:
-            break
+        has_raised = False
+        try:
+            row = _run(name, quick)
+        except Exception as error:  # a broken kernel or installation may raise anything
+            has_raised = True
+            detail = f"{type(error).__name__}: {error}"[:2000]
+            row = {"status": "failed", "detail": detail}
+        send({"check": name, **row, "seconds": time.perf_counter() - start})
+        if has_raised:
+            return
 
 
-def _run(name, quick):
+def _run(name: str, quick: bool) -> dict[str, Any]:
+    """Run a check: "values:amax" is `_checks.values("amax")`."""
     kind, _, op = name.partition(":")
-    options = {"quick": quick} if kind == "values" else {}
-    try:
-        return getattr(_checks, kind)(*[op] * bool(op), **options), False
-    except Exception as error:  # a broken kernel or installation may raise anything
-        return {
-            "status": "failed",
-            "detail": f"{type(error).__name__}: {error}"[:2000],
-        }, True
+    if kind == "values":
+        return _checks.values(op, quick=quick)
+    check = getattr(_checks, kind)
+    return check(op) if op else check()
+
+
+def begin(names: list[str], quick: bool, connection) -> None:
+    """Work in a process that has just begun, and send the rows to `connection`."""
+    # Many processes share a GPU, and each needs one. XLA dumps no thunks of a program
+    # from the cache.
+    device, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = device
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    jax.config.update("jax_enable_compilation_cache", False)
+    work(names, quick, connection.send)
 
 
 def finish(jobs: list[list[str]], limit: int, quick: bool) -> list[dict[str, Any]]:
     """Return a row for every check of `jobs`; the checks of one job run in one process
-    for as long as it lives.
+    for as long as it lives, and each may take `limit` seconds.
     """
-    options = ["--timeout", str(limit), *["--quick"] * quick]
+
+    def rows_of(names):
+        rows = []
+        # A process that ended early leaves checks undone: another one runs the rest.
+        while len(rows) < len(names):
+            rows += _rows_of_process(names[len(rows) :], limit, quick)
+        return rows
+
     with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
-        rows = pool.map(lambda names: _finish(names, limit, options), jobs)
-        return list(itertools.chain.from_iterable(rows))
+        return list(itertools.chain.from_iterable(pool.map(rows_of, jobs)))
 
 
-def _finish(names, limit, options):
+def _rows_of_process(names, limit, quick):
+    """Return the rows of one process; the check at which the process died is failed."""
+    receiver, sender = _spawned.Pipe(duplex=False)
+    process = _spawned.Process(target=begin, args=(names, quick, sender), daemon=True)
+    process.start()
+    sender.close()
     rows = []
-    while len(rows) < len(names):
-        # A process that died leaves checks undone: blame the first of them, and start
-        # another for the rest.
-        new, died = _start(names[len(rows) :], limit, options)
-        rows += new
-        failed = {"status": "failed", "detail": died or "no result"}
-        if died and len(rows) == len(names):
-            rows[-1] |= failed | {"detail": f"at exit: {died}"}
-        elif died or not new:
-            rows.append({"check": names[len(rows)], **failed})
+    try:
+        while receiver.poll(limit if rows else limit + _START):
+            rows.append(receiver.recv())
+    except (EOFError, OSError):  # the process has ended, or is about to
+        process.join(limit)
+    died = _why_it_died(process, limit)
+    if died or not rows:
+        del rows[len(names) - 1 :]  # a process that died at its exit
+        row = {"check": names[len(rows)], "status": "failed"}
+        rows.append(row | {"detail": died or "no result"})
     return rows
 
 
-def _start(names, limit, options):
-    """Return the rows of one process, and why the process died; "" or 0 for a process
-    that ended well.
-    """
-    device, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    environment = os.environ | {
-        # many processes share a GPU, and each needs one
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "CUDA_VISIBLE_DEVICES": device,
-        # XLA dumps no thunks of a program from the cache
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-    }
-    try:
-        done = subprocess.run(
-            [*COMMAND, *options, "--worker", *names],
-            env=environment,
-            capture_output=True,
-            timeout=limit * len(names) + _START,
-        )
-        code = done.returncode
-    except subprocess.TimeoutExpired as stopped:  # not even SIGALRM has ended it
-        done = stopped
-        code = -signal.SIGALRM
-    lines, last = (
-        (text or b"").decode(errors="replace").strip().splitlines()
-        for text in (done.stdout, done.stderr)
-    )
-    # Libraries print too: only lines that begin like a row are rows.
-    rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
-    if code == -signal.SIGALRM:
-        return rows, f"no answer within {limit} s"
+def _why_it_died(process, limit) -> str:
+    code = process.exitcode
+    if code is None:
+        process.kill()
+        return f"no answer within {limit} s"
     if code < 0:
-        return rows, f"crashed ({signal.Signals(-code).name})"
-    message = last[-1][:500] if last else ""
-    return rows, code and f"exit code {code}: {message}"
+        return f"crashed ({signal.Signals(-code).name})"
+    return f"exit code {code}" if code else ""

@@ -204,7 +204,7 @@ def test_an_order_of_another_model():
         ValueError,
         match=(
             r"first_nonfinite: order: expected the names of layers in .*got "
-            r"\['decoder'\]"
+            r"'decoder'"
         ),
     ):
         first_nonfinite(layers(), ["embed", "decoder"])

@@ -242,11 +242,6 @@ def test_what_says_that_an_op_is_disabled(machine):
         name: f"JAXFP8_DISABLE names {name}"
         for name in ("quantize_norm", "scaled_matmul")
     }
-    recipe = _machine.active_recipes("cuda")[0]
-    assert (recipe["fp8_products"], recipe["why"]) == (
-        0,
-        "JAXFP8_DISABLE names scaled_matmul",
-    )
     with pytest.raises(AssertionError, match="JAXFP8_DISABLE names scaled_matmul"):
         inspect.assert_fp8(current, *operands, platform="cuda")
 

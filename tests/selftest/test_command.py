@@ -9,7 +9,7 @@ import pytest
 
 from jaxfp8.inspect import _machine, _op_calls
 from jaxfp8.ops import _ffi
-from jaxfp8.selftest import __main__ as command, _workers
+from jaxfp8.selftest import __main__ as command, _checks, _workers
 
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
 
@@ -28,7 +28,7 @@ def test_one_op(tmp_path):
     printed = run(*arguments, JAXFP8_DISABLE="amax").stdout
     found = json.loads(path.read_text())
     rows = {row["check"]: row for row in found["rows"]}
-    assert set(rows) == {"machine", "library", "training", "values:amax"}
+    assert set(rows) == {"machine", "training", "values:amax"}
     assert found["passed"] and {row["status"] for row in found["rows"]} == {"passed"}
     assert found["environment"]["versions"] == json.loads(
         json.dumps(_machine.versions())
@@ -39,7 +39,8 @@ def test_one_op(tmp_path):
         "JAXFP8_DISABLE names amax",
     )
     assert 0 < rows["values:amax"]["seconds"] < found["seconds"]
-    assert "amax runs in jnp: JAXFP8_DISABLE names amax" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("amax"))
+    assert line.split() == "amax jnp passed - JAXFP8_DISABLE names amax".split()
     assert printed.splitlines()[-1].startswith("passed in")
 
 
@@ -69,7 +70,7 @@ def rows(monkeypatch):
             for name in names
         ]
 
-    monkeypatch.setattr(command, "environment", lambda: {"platform": "cuda"})
+    found["machine"] = {"environment": {"platform": "cuda"}}
     monkeypatch.setattr(_workers, "finish", finish)
     return found
 
@@ -84,7 +85,7 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     assert command.main(["--json", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr().out
     assert (
-        "FAILED graph:quantize_norm: crashed (SIGSEGV)\nFAILED values:amax: a bit\n"
+        "failed values:amax: a bit\nfailed graph:quantize_norm: crashed (SIGSEGV)\n"
         in printed
     )
     assert (
@@ -99,15 +100,22 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
 
 def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     """Parts of what `python -m jaxfp8` says are errors; the rest of it counts."""
-    broken = {"error": "RuntimeError: no CUDA"}
-    about = {
-        "platform": broken,
-        "devices": broken,
-        "versions": {"jaxfp8": "1", "jax": "2"},
-    }
-    monkeypatch.setattr(command, "environment", lambda: about)
+    monkeypatch.setattr(_machine, "devices", lambda: 1 / 0)
+    rows["machine"] = row = _checks.machine()
+    assert row["status"] == "failed"
     rows["values:amax"] = {"status": "failed", "detail": "RuntimeError: no CUDA"}
     assert command.main([]) == 1
     printed = capsys.readouterr().out
-    assert "machine: failed, RuntimeError: no CUDA; jaxfp8 1, jax 2\n" in printed
+    assert "failed machine: ZeroDivisionError: division by zero\n" in printed
     assert "JAXFP8_DISABLE" not in printed  # it would not help
+
+
+@NATIVE
+def test_a_library_that_does_not_load(monkeypatch):
+    monkeypatch.setattr(_machine, "OPS", {})
+    assert _checks.machine()["status"] == "passed"
+    library = _ffi.libraries()[0]._replace(error="does not load")
+    monkeypatch.setattr(_ffi, "libraries", lambda: [library])
+    row = _checks.machine()
+    assert (row["status"], row["detail"]) == ("failed", "does not load")
+    assert row["environment"]["libraries"][0]["error"] == "does not load"

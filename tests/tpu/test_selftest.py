@@ -46,7 +46,7 @@ def test_a_wrong_value_is_a_failed_row(on_tpu, monkeypatch):
 
 def test_one_process_has_the_tpu():
     jobs = command.jobs(["amax", "quantize"], "tpu")
-    assert jobs == [["library", "training", "values:amax", "values:quantize"]]
+    assert jobs == [["training", "values:amax", "values:quantize"]]
     assert len(command.jobs(["amax", "quantize"], "cpu")) == 2
 
 
