@@ -373,12 +373,8 @@ def _kernel(module):
 
 
 def _rule_text(index: int, rule) -> str:
-    """Return the name of a rule in a report: its index, its regex and its
-    operations.
-    """
+    """Return the name of a rule in a report: its index and its regex."""
     text = f"rule {index} {rule.path!r}"
-    if rule.op_names:
-        text += f" {'/'.join(rule.op_names)}"
     if rule.layers is not None:
         text += f" as {rule.layers.kind}"
     return text

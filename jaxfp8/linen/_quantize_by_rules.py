@@ -15,7 +15,6 @@ transforms, `setup` or other modules make get their rules where they run.
 """
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import weakref
@@ -131,12 +130,9 @@ def decision(module) -> Decision | None:
     """Find the first rule that matches a bound module, in the outermost region first;
     None where no rule matches.
     """
-    op = "dot_general" if is_layer(module) else None
-    if isinstance(module, (nn.Einsum, Fp8Einsum)):
-        op = "einsum"
     for region in regions(module.scope):
         names = layer_names(module.path, isinstance(module, Fp8Module), region.root)
-        index = first_match(region.rules, names, op)
+        index = first_match(region.rules, names)
         if index is not None:
             return Decision(region.rules[index], index, region)
     return None
@@ -212,18 +208,17 @@ class _Quantized:
         return _hand_out(self, name, super().__getattr__(name))
 
 
-class _Scope:
-    """The attribute `scope` of a quantized model: each scope that Flax sets gets the
-    rules before submodules bind.
+def _scope(model):
+    return vars(model).get("scope")
+
+
+def _set_scope(model, scope) -> None:
+    """Set the attribute `scope` of a quantized model: each scope that Flax sets gets
+    the rules before submodules bind.
     """
-
-    def __get__(self, module, owner):
-        return None if module is None else vars(module).get("scope")
-
-    def __set__(self, module, scope):
-        if scope is not None and module._fp8_rules:
-            scope = add_rules(scope, module._fp8_rules)
-        vars(module)["scope"] = scope
+    if scope is not None and model._fp8_rules:
+        add_rules(scope, model._fp8_rules)
+    vars(model)["scope"] = scope
 
 
 _classes = weakref.WeakValueDictionary()
@@ -250,7 +245,7 @@ def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
                     namespace[name] = _method(method)
             quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
             # each module class has a `scope` of its own from Flax
-            quantized.scope = _Scope()
+            quantized.scope = property(_scope, _set_scope)
             _classes[plain_class, rules] = quantized
         return quantized
 
@@ -314,13 +309,9 @@ def _is_module(leaf) -> bool:
 def _with_interceptor(leaf):
     if not _is_module(leaf) or isinstance(leaf, _Quantized) or leaf.scope is None:
         return leaf
-    fields = {}
-    for field in dataclasses.fields(leaf):
-        if field.init:
-            fields[field.name] = getattr(leaf, field.name)
     # `setup` runs again in the new module, and the rewound scope has the names free
     # that `setup` took before.
-    return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
+    return _with_rules(leaf.clone(parent=leaf.scope.rewound()), ())
 
 
 # Whether the interceptor is active. Each thread has its own stack of Flax interceptors,
@@ -362,7 +353,7 @@ def _interceptor(ran, next_method, args, kwargs, context):
     module = context.module
     # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that
     #    this module makes need it.
-    object.__setattr__(module, "scope", restore_path(module.scope))
+    restore_path(module.scope)
     # 2. Find the rule of a layer, and note whether it gives the layer FP8.
     ran.setdefault(module.path, None)
     decided = recipe = rule_of_module = None
@@ -433,12 +424,7 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
     """Compute `nn.Einsum.__call__` in FP8, here because `nn.Einsum` has no field for
     its product.
     """
-    eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
-    if "->" not in eqn or eqn.count(",") != 1:
-        raise ValueError(
-            "nn.Einsum: einsum_str: expected two operands and an explicit output, got "
-            f"{eqn!r}"
-        )
+    eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
     kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
     bias, broadcast = None, ()
     if layer.use_bias:
