@@ -79,15 +79,14 @@ class Fp8Module(NoClassAsProduct, nn.Module):
         if self.has_variable("params", _frozen.KERNEL):
             frozen = self.variables["params"]
         is_freezing = _frozen.is_freezing() and recipe is not None
-        if frozen is None or is_freezing:
-            state = self.read_state(recipe)
+        if frozen is not None and not is_freezing:
+            return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
+        state = self.read_state(recipe)
         if is_freezing:
             operands = x.shape, kernel, dimension_numbers, recipe, state
             for name, leaf in _frozen.arrays_to_store(frozen, *operands).items():
                 self.put_variable("params", name, leaf)
-        if frozen is None:
-            return functools.partial(by, recipe=recipe, state=state)
-        return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
+        return functools.partial(by, recipe=recipe, state=state)
 
     @nn.nowrap
     def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:

@@ -123,31 +123,25 @@ def freeze(model: nn.Module, variables, args, kwargs):
     quantized = _read(with_codes, params, collections, arrays)
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
-    several = _pop_has_another(codes)
+    flags = [path for path in codes if path[-1] == _frozen.HAS_ANOTHER]
+    has_another = {path[:-1]: codes.pop(path) for path in flags}
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
-    for product in sorted(products & several.keys()):
-        _refuse_other_kernels(product, several[product])
-    state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
-    _refuse_untouched(products, state)
+    for product in sorted(products):
+        _refuse_other_kernels(product, has_another.get(product, False))
+    state = traverse_util.flatten_dict(collections.pop(OVERWRITE_WITH_GRADIENT, {}))
+    dropped, kept = {}, {}
+    for path, leaf in state.items():
+        (dropped if path[:-1] in products else kept)[path] = leaf
+    _frozen.refuse_untouched(traverse_util.unflatten_dict(dropped))
+    if kept:
+        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
     # 3. Take away the parameters that nothing but their codes reads.
     for path in quantized - _read(apply, params | codes, collections, arrays):
         (kernel,) = jax.tree.leaves(params[path])  # it may be in a box
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
-    collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    kept = {path: state[path] for path in state if path[:-1] not in products}
-    if kept:
-        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
     return _variables(params | codes, collections)
-
-
-def _pop_has_another(codes) -> dict:
-    """Take the flags of products with several kernels out of the codes; return them by
-    product.
-    """
-    flags = [path for path in codes if path[-1] == _frozen.HAS_ANOTHER]
-    return {path[:-1]: codes.pop(path) for path in flags}
 
 
 def _variables(params, collections):
@@ -189,20 +183,7 @@ def _refuse_other_kernels(product, differs) -> None:
     """Raise a ValueError where a product had several kernels that differ."""
     if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
         raise ValueError(
-            f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a "
-            "product of its own"
+            "freeze: model: expected one kernel for each FP8 product, got a product "
+            f"with several kernels: {'/'.join(product)}; give each kernel a product of "
+            "its own"
         )
-
-
-def _refuse_untouched(products, state) -> None:
-    """Raise a ValueError where a history is empty: the fixed scale would be 1, not that
-    of any tensor.
-    """
-    for product in sorted(products):
-        for operand in ("input", "kernel", "linear_input", "linear_weight"):
-            history = state.get((*product, f"{operand}_amax_history"))
-            # the state's scale is the scale_inv of the last step
-            scale_inv = state.get((*product, f"{operand}_scale"))
-            if history is not None and scale_inv is not None:
-                name = "/".join((*product, operand))
-                _frozen.refuse_untouched(name, history, scale_inv)

@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from .._jax._primitives import inner_jaxprs
 from .._jax._trees import split_arrays
 from ..dot import _frozen, dot_general
-from ..recipes import QuantizerState
 from ._dot_general import (
     Fp8DotGeneral,
     Fp8Einsum,
@@ -194,12 +193,7 @@ def _codes(path, layer, call: Call):
     if recipe is None:
         return None
     state = read_state(fp8_product, recipe)
-    for name in ("input", "kernel"):
-        quantizer = getattr(state, name)
-        if isinstance(quantizer, QuantizerState):
-            operand = "/".join(map(str, (*path, name)))
-            # the state's scale is the scale_inv of the last step
-            _frozen.refuse_untouched(operand, quantizer.amax_history, quantizer.scale)
+    _frozen.refuse_untouched({"/".join(map(str, path)): nnx.state(fp8_product)})
 
     def codes_of_kernel(kernel, state):
         kernel = kernel.astype(call.kernel.dtype)

@@ -58,8 +58,13 @@ def _with_layers(module, layers: dict) -> nnx.Module:
 
 def _with_rule(module, rule: Rule) -> nnx.Module:
     """Give a module of a plain class the class with the rule."""
-    module.__class__ = _class_of(type(module), rule)
+    set_class(module, _class_of(type(module), rule))
     return module
+
+
+def set_class(module, cls) -> None:
+    """Change the class of a module, which NNX would take for an attribute of it."""
+    object.__setattr__(module, "__class__", cls)
 
 
 @functools.cache

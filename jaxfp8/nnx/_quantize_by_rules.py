@@ -25,7 +25,7 @@ from ._dot_general import (
     frozen_arrays,
 )
 from ._layers import Linear, RaggedLinear
-from ._layers_by_rule import joined_classes
+from ._layers_by_rule import joined_classes, set_class
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
 RULES = "fp8_rules"
@@ -100,7 +100,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     for change in changes:
         _change(*change)
     for module, cls in classes:
-        module.__class__ = cls
+        set_class(module, cls)
     _warn_of_rules(model, rules, deciding, model_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
