@@ -194,32 +194,21 @@ class LayersCall:
 
     def _compare(self, name, layer, x) -> None:
         """Compare the call of a layer of the product with the first call."""
-        names, first = ", ".join(self.joined), self.first
+        names = ", ".join(self.joined)
         if x is not self.x:
             raise self.differs(
                 f"{names} to have the same x", f"another array in the call of {name}"
             )
         if name not in self.results:
             raise self.differs(f"one call of each of {names}", f"two of {name}")
-        if (layer.dtype, layer.precision) != (first.dtype, first.precision):
+        options = []
+        for each in (layer, self.first):
+            is_ours = isinstance(each, self.kinds[-1])
+            options.append((each.dtype, each.precision, is_ours))
+        if options[0] != options[1]:
             raise self.differs(
-                f"equal dtype and precision of {names}", f"others of {name}"
-            )
-        if isinstance(layer, self.kinds[-1]) != isinstance(first, self.kinds[-1]):
-            raise self.differs(
-                f"{names} to be layers of Flax, or none", f"another {name}"
-            )
-
-    def finish(self) -> None:
-        """Compare the calls of layers with the rule, after the call of the module.
-
-        Raises:
-            ValueError: a layer was not called.
-        """
-        if self.results:
-            raise self.differs(
-                f"a call of each of {', '.join(self.joined)}",
-                f"none of {', '.join(self.results)}",
+                f"equal dtype and precision of {names}, all layers of Flax or none",
+                f"others of {name}",
             )
 
     def parts(self) -> list[Parameters]:

@@ -75,7 +75,6 @@ def run_together(args, kwargs, context, plain: nn.Module, rule: Rule):
     call = layers_call(named)(path, named, parameters, kinds, forward)
     with nn.intercept_methods(intercept):
         yield
-        call.finish()
 
 
 def _parameters(module: nn.Module, rule: Rule) -> dict[str, Parameters] | None:

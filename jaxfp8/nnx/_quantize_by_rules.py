@@ -181,12 +181,12 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     if isinstance(layer, _Fp8Product):
         state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
         return state[0].shape[:-1] if state else ()
-    if isinstance(layer, (nnx.Linear, Linear)):
-        expected = (layer.in_features, *sizes("out_features", layer.out_features))
-    elif isinstance(layer, nnx.LinearGeneral):
-        expected = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
-    elif isinstance(layer, (nnx.Einsum, RaggedLinear)):
+    if isinstance(layer, (nnx.Einsum, RaggedLinear)):
         expected = tuple(layer.kernel_shape)
+    elif isinstance(layer, (nnx.Linear, Linear, nnx.LinearGeneral)):
+        features = layer.in_features, layer.out_features
+        contract, free = (sizes("features", each) for each in features)
+        expected = (*getattr(layer, "batch_axis", {}).values(), *contract, *free)
     else:
         return ()
     shape = layer.kernel.get_value().shape
@@ -246,12 +246,11 @@ def _forget_unused(model) -> None:
     """Remove from attention the products that none of its layers runs any more, whose
     state it would keep.
     """
-    users = {"qkv_dot_general": ("query", "key", "value"), "out_dot_general": ("out",)}
     for _, attention in list(nnx.iter_modules(model)):
-        if not isinstance(attention, nnx.MultiHeadAttention):
-            continue
-        for attribute, names in users.items():
-            shared = getattr(attention, attribute)
-            held = [getattr(attention, name).dot_general for name in names]
-            if isinstance(shared, _Fp8Product) and shared not in held:
-                setattr(attention, attribute, nnx.static(None))
+        if isinstance(attention, nnx.MultiHeadAttention):
+            layers = attention.query, attention.key, attention.value, attention.out
+            held = [layer.dot_general for layer in layers]
+            for attribute in ("qkv_dot_general", "out_dot_general"):
+                shared = getattr(attention, attribute)
+                if isinstance(shared, _Fp8Product) and shared not in held:
+                    setattr(attention, attribute, nnx.static(None))

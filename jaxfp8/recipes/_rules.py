@@ -50,14 +50,13 @@ class Rule(NamedTuple):
 
     def matches(self, paths: Iterable[str]) -> bool:
         """Tell whether the rule matches one of `paths`."""
-        return any(map(self._matches_path, paths))
-
-    def _matches_path(self, path: str) -> bool:
-        if self.layers is not None:
-            path, _, name = path.rpartition("/")
-            if name not in self.layers.names:
-                return False
-        return re.fullmatch(self.path, path) is not None
+        for path in paths:
+            holder, _, name = path.rpartition("/")
+            if self.layers is not None:
+                path = holder if name in self.layers.names else None
+            if path is not None and re.fullmatch(self.path, path):
+                return True
+        return False
 
     @property
     def layer_recipe(self) -> Recipe:
@@ -222,28 +221,17 @@ def first_match(rules, paths) -> int | None:
 
 
 def module_rule(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
-    """Return the rule that runs layers of the module at `path` together; None where no
-    rule does.
-
-    Raises:
-        ValueError: an earlier rule decides about some of the layers.
+    """Return the rule that runs layers of the module at `path` together: the one that
+    decides about all of them; None where no rule does.
     """
     for i, rule in enumerate(rules):
-        if rule.layers is None:
-            continue
-        first = []
-        for name in rule.layers.names:
-            names = layer_names((*path, name), False, root)
-            first.append(first_match(rules, names))
-        if i in first and set(first) != {i}:
-            module = "/".join(map(str, path))
-            raise ValueError(
-                f"quantize: rules: {module}: expected rule {i} {rule.path!r} to decide "
-                f"about {', '.join(rule.layers.names)}, which run together, got the "
-                f"rules {first}; put it before the others"
-            )
-        if i in first:
-            return rule
+        if rule.layers is not None:
+            deciding = set()
+            for name in rule.layers.names:
+                names = layer_names((*path, name), False, root)
+                deciding.add(first_match(rules, names))
+            if deciding == {i}:
+                return rule
     return None
 
 

@@ -251,7 +251,7 @@ MISTAKES = {
     ),
     "kinds": (
         lambda x: (dense("query", Dense)(x), dense("key")(x)),
-        "query, key to be layers of Flax, or none, got another key",
+        "query, key, all layers of Flax or none, got others of key",
     ),
     "axis": (
         lambda x: (dense("query", nn.DenseGeneral, axis=(1, 2))(x), dense("key")(x)),

@@ -170,8 +170,8 @@ def test_what_does_not_fit_is_refused():
     for run in (loss, jaxfp8.nnx.value_and_grad(loss), nnx.jit(loss)):
         with pytest.raises(ValueError, match="down_proj to be 'silu' of gate_proj"):
             run(gelu)
-    with pytest.raises(ValueError, match="expected layers gate, .*got no gate"):
-        quantize(Model(nnx.Rngs(0)), [rule(gate="gate")])
+    with pytest.raises(ValueError, match="expected layers gate, .*no kernel of 'gate'"):
+        quantize(Model(nnx.Rngs(0)), [rule(gate="gate")])(X)
 
 
 def test_the_model_itself_is_changed_in_place():
