@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flax import core, linen as nn
 from flax.traverse_util import flatten_dict
 
-from ..recipes import Rule, relative, warn_of_rules
+from ..recipes import Rule, is_foreign, warn_of_rules
 
 _FLAG = "jaxfp8_rules"
 
@@ -74,32 +74,30 @@ def _with_path(scope, scope_regions) -> _RuledScope:
     return scope
 
 
-def check_rules(model, ran, foreign) -> None:
+def check_rules(
+    model: nn.Module, layers: dict[str, bool], others: dict[str, nn.Module]
+) -> None:
     """Warn of rules of a bound model that give no FP8, or match no layer, among modules
     that may not have run too.
 
     Args:
         model: the model.
-        ran: the modules that ran, by their paths: whether a rule gives a layer FP8,
-            None for other modules.
-        foreign: the paths of modules that are neither Flax's nor layers by a field.
+        layers: the layers that ran, by name: whether a rule gives the layer FP8.
+        others: the other modules that ran, by name.
     """
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
     #    method may run some of these only, and a block that nn.jit has kept runs
     #    unseen.
-    ran = {relative(path, model.path): gets_fp8 for path, gets_fp8 in ran.items()}
-    ran.pop(None, None)  # modules outside of the model
     held = set()
     for tree in model.variables.values():
         for path in flatten_dict(tree):
             held.update("/".join(path[:i]) for i in range(len(path)))
     if not held:
         return
-    rest = held - ran.keys()
-    layers = [name for name, gets_fp8 in ran.items() if gets_fp8 is not None]
+    rest = held - layers.keys() - others.keys()
     # 2. See whether there is FP8, or could be in the rest.
     asking = [rule for rule in model._fp8_rules if rule.recipe is not None]
-    gives_fp8 = not asking or True in ran.values()
+    gives_fp8 = not asking or True in layers.values()
     gives_fp8 = gives_fp8 or any(rule.matches(rest) for rule in asking)
     # 3. See whether each rule matches, once for equal rules of models of one class;
     #    `init` may make a part of a model.
@@ -107,13 +105,13 @@ def check_rules(model, ran, foreign) -> None:
     if gives_fp8 and (is_init or cls._fp8_has_checked):
         return
     cls._fp8_has_checked = not is_init
-    others = {}
-    params = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
-    for path, leaf in params.items():
-        if "/".join(path[:-1]) not in layers:
-            is_foreign = (*model.path, *path[:-1]) in foreign
-            others[path] = getattr(leaf, "shape", ()) if is_foreign else None
+    params = {}
+    arrays = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
+    for path, leaf in arrays.items():
+        name = "/".join(path[:-1])
+        if name not in layers:
+            is_own = name in others and is_foreign(others[name])
+            params[path] = getattr(leaf, "shape", ()) if is_own else None
     names = {name: [name] for name in (*layers, *rest)}
-    warn_of_rules(
-        "linen.quantize", cls.__name__, model._fp8_rules, gives_fp8, names, others
-    )
+    where = "linen.quantize", cls.__name__, model._fp8_rules
+    warn_of_rules(*where, gives_fp8, names, params)
