@@ -386,9 +386,7 @@ class GatedCall(LayersCall):
             try:
                 (values,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
                 values = np.broadcast_to(np.asarray(values, np.float32), gate.shape)
-            except NotOfSamples as error:
-                raise self.differs(expected, error) from error
-            except (TypeError, ValueError) as error:
+            except (NotOfSamples, TypeError, ValueError) as error:
                 got = f"a function that is not of each element ({error})"
                 raise self.differs(expected, got) from error
         # Both sum and multiply a few numbers of at most 1 + |gate| and 1 + |up|, each
