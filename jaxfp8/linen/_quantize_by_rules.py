@@ -150,13 +150,8 @@ def _module_rule(module) -> Rule | None:
 
 def is_layer(module) -> bool:
     """Tell whether rules can change the products of a module."""
-    return isinstance(module, (Fp8Module, nn.Einsum, Dense)) or _has_field(
-        module, "dot_general_cls"
-    )
-
-
-def _has_field(module, name: str) -> bool:
-    return name in module.__dataclass_fields__
+    is_ours = isinstance(module, (Fp8Module, nn.Einsum, Dense))
+    return is_ours or "dot_general_cls" in module.__dataclass_fields__
 
 
 class _Quantized:
@@ -397,7 +392,7 @@ def _with_recipe(layer, rule: Rule):
     before = {}
     try:
         for name, value in fields.items():
-            if _has_field(layer, name):
+            if name in layer.__dataclass_fields__:
                 before[name] = getattr(layer, name)
                 object.__setattr__(layer, name, value)
         yield

@@ -19,6 +19,7 @@ from ._dot_general import (
     Fp8DotGeneral,
     Fp8Einsum,
     Fp8RaggedDot,
+    OverwriteWithGradient,
     current_recipe,
     frozen_arrays,
     read_state,
@@ -71,7 +72,9 @@ def freeze(model, args, kwargs):
     # it was.
     for layer, attribute, shape, codes in frozen:
         new = nnx.clone(product(layer))  # other layers may hold the old product
-        new.drop_state()
+        for name, value in list(vars(new).items()):
+            if isinstance(value, OverwriteWithGradient):
+                delattr(new, name)
         for name, leaf in codes.items():
             setattr(new, name, nnx.Param(leaf))
         setattr(layer, attribute, nnx.data(new))

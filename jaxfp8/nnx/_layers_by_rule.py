@@ -76,9 +76,14 @@ def _class_of(plain_class, rule: Rule) -> type[nnx.Module]:
         "__call__": _call,
         "__reduce_ex__": _reduce,
     }
+    return subclass(plain_class, namespace)
+
+
+def subclass(base: type[nnx.Module], namespace: dict) -> type[nnx.Module]:
+    """Return a subclass of the class of a module, under the name of that class."""
     for name in ("__module__", "__qualname__", "__doc__"):
-        namespace[name] = getattr(plain_class, name)
-    return type(plain_class)(plain_class.__name__, (plain_class,), namespace)
+        namespace[name] = getattr(base, name)
+    return type(base)(base.__name__, (base,), namespace)
 
 
 def _parameters(layers: dict[str, nnx.Module]) -> dict[str, Parameters] | None:

@@ -124,13 +124,10 @@ def _warn_of_rules(model, rules, deciding, model_layers) -> None:
             if isinstance(value, nnx.Param):
                 shape = getattr(value.get_value(), "shape", ())
                 params[(*path, name)] = shape if is_foreign(module) else None
-    gives_fp8 = _ask_for_fp8(deciding) or not _ask_for_fp8(rules)
+    asking = {rule for rule in rules if rule.recipe is not None}
+    gives_fp8 = not asking or bool(asking & deciding)
     where = "nnx.quantize", type(model).__name__, rules
     warn_of_rules(*where, gives_fp8, names, params)
-
-
-def _ask_for_fp8(rules) -> bool:
-    return any(rule.recipe is not None for rule in rules)
 
 
 def layers(model):
@@ -219,7 +216,8 @@ def _new_product(layer, attribute, rule: Rule, stacked):
 def _change(layer, attribute, new_product) -> None:
     # the product changes in place, because a list or several modules may hold it
     if attribute is None:
-        layer.become(new_product)
+        vars(layer).clear()
+        vars(layer).update(vars(new_product))
         return
     # NNX has the attribute as static where it held a function.
     mark = nnx.data if isinstance(new_product, _Fp8Product) else nnx.static
