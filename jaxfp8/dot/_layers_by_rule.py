@@ -24,7 +24,7 @@ from ..recipes import DelayedScaling, DotGeneralState, NamedLayers, Recipe, chec
 from . import _contexts
 from ._compute_dtype import compute_dtype, gated_activation, linear
 from ._dot_general import dot_general
-from ._fused_input import Activated, Pair
+from ._fused_input import Pair
 
 # The least columns of a layer that lie side by side in a kernel of several layers.
 _COLUMNS = 64
@@ -135,12 +135,7 @@ class LayersCall:
         x, first: the x of these layers and the layer that was called first, as of the
             last call.
         results: the parts of the product for layers that were not called yet, by name.
-        axis: the axis of `[..., groups, columns]` along which layers are joined.
-        rounds_kernels: whether kernels of Flax's layers are rounded to the compute
-            dtype, as these layers do, before they are quantized.
     """
-
-    axis, rounds_kernels = -1, True
 
     def __init__(
         self,
@@ -153,7 +148,7 @@ class LayersCall:
         self.path, self.named, self.kinds = path, named, kinds
         self.parameters, self.forward = parameters, forward
         self.joined = named.names
-        self.x = self.first = self.activation = None
+        self.x = self.first = None
         self.results = {}
 
     def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
@@ -224,47 +219,25 @@ class LayersCall:
             )
         return parts
 
-    def multiply_all(self) -> jax.Array | Activated:
-        """Return the product of x, and keep the results of all its layers."""
-        x, layer, axis = self.x, self.first, self.axis
+    def multiply_all(self) -> None:
+        """Compute the results of all layers of the product."""
+        x, layer = self.x, self.first
         kernels, biases, states = zip(*self.parts(), strict=True)
-        if self.rounds_kernels and not isinstance(layer, self.kinds[-1]):
+        if not isinstance(layer, self.kinds[-1]):
+            # Flax's layers round their kernels to the compute dtype
             dtype = compute_dtype(x, *kernels, *biases, dtype=layer.dtype)
             kernels = [kernel.astype(dtype) for kernel in kernels]
         features = [kernel.shape[1:] for kernel in kernels]
-        groups = self.groups(features)
+        groups = _groups(features)
         shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
-        joined = Parameters(
-            self.joined_kernels(kernels, shapes),
-            None if biases[0] is None else _joined(biases, (), shapes, axis),
-            _first_of(*states),
-        )
-        y = product = self.multiply(self.joined[0], layer, x, joined, self.activation)
-        if isinstance(y, Activated):
-            y = y.x
-        ends = np.cumsum([_flat(shape)[axis] for shape in shapes])
-        values = jnp.split(y, ends[:-1], axis)
-        rows = x.shape[:-1]
+        bias = None if biases[0] is None else _joined(biases, shapes)
+        parameters = Parameters(_joined(kernels, shapes), bias, _first_of(*states))
+        y = self.multiply(self.joined[0], layer, x, parameters)
+        ends = np.cumsum([math.prod(shape[1:]) for shape in shapes])
+        values, rows = jnp.split(y, ends[:-1], -1), x.shape[:-1]
         for i, name in enumerate(self.joined):
             value = values[i].reshape(*rows, *shapes[i])
             self.results[name] = value.reshape(*rows, *features[i])
-        return product
-
-    def joined_kernels(self, kernels, shapes):
-        return _joined(kernels, kernels[0].shape[:1], shapes, self.axis)
-
-    def groups(self, features) -> int:
-        """Return the groups of columns: each has the same part of all layers, whole
-        heads of at least `_COLUMNS` columns.
-
-        A mesh axis that divides the groups cuts the joined kernel as it cuts the
-        kernels.
-        """
-        heads = math.gcd(*(each[0] for each in features))
-        groups = max(min(map(math.prod, features)) // _COLUMNS, 1)
-        while heads % groups:
-            groups -= 1
-        return groups
 
     def multiply(self, name, layer, x, parameters, activation=None):
         """Multiply x by parameters with the options of `layer`, in its name."""
@@ -298,8 +271,6 @@ class GatedCall(LayersCall):
         hidden: the product of gate and up with its activation, the x of down.
     """
 
-    axis, rounds_kernels = -2, False  # as the layer GatedMLP
-
     def __init__(self, path, named, parameters, kinds, forward):
         super().__init__(path, named, parameters, kinds, forward)
         *self.joined, self.down = named.names
@@ -315,15 +286,16 @@ class GatedCall(LayersCall):
         return self.multiply(name, layer, hidden, self.parameters[name])
 
     def multiply_all(self) -> None:
-        """Compare the module with the rule, and multiply; see `LayersCall`."""
+        """Compare the module with the rule, and compute gate and up."""
         self._check()
-        self.hidden = super().multiply_all()
-
-    def joined_kernels(self, kernels, shapes):
-        return Pair(*kernels)
-
-    def groups(self, features) -> int:
-        return 1
+        kernels, biases, states = zip(*self.parts(), strict=True)
+        bias = None if biases[0] is None else jnp.stack(biases)
+        parameters = Parameters(Pair(*kernels), bias, _first_of(*states))
+        self.hidden = self.multiply(
+            self.joined[0], self.first, self.x, parameters, self.activation
+        )
+        for name, y in zip(self.joined, jnp.split(self.hidden.x, 2, -2), strict=True):
+            self.results[name] = jnp.squeeze(y, -2)
 
     def _check(self) -> None:
         """Compare shapes and the activation with the forward of the module.
@@ -401,25 +373,31 @@ class GatedCall(LayersCall):
             )
 
 
-def _joined(arrays, lead, shapes, axis: int) -> jax.Array:
-    """Return arrays `[*lead, *features]` as one, `[*lead, groups, columns]`.
+def _groups(features) -> int:
+    """Return the groups of columns of joined kernels: each has the same part of all
+    layers, whole heads of at least `_COLUMNS` columns.
 
-    Args:
-        arrays: the arrays.
-        lead: their dimensions before features.
-        shapes: features of each, the first split by groups. The first dimension may be
-            sharded, so that the others are joined apart.
-        axis: the axis of the result along which they are concatenated.
+    A mesh axis that divides the groups cuts the joined kernel as it cuts the kernels.
+    """
+    heads = math.gcd(*(each[0] for each in features))
+    groups = max(min(map(math.prod, features)) // _COLUMNS, 1)
+    while heads % groups:
+        groups -= 1
+    return groups
+
+
+def _joined(arrays, shapes) -> jax.Array:
+    """Return arrays `[..., *features]` as one, `[..., groups, columns]`; `shapes` are
+    the features of each, the first split by groups.
+
+    The first of the features may be sharded, so that the others are joined apart.
     """
     parts = []
     for array, shape in zip(arrays, shapes, strict=True):
+        lead = array.shape[: array.ndim + 1 - len(shape)]
         array = array.reshape(*lead, *shape)
-        parts.append(array.reshape(*lead, *_flat(shape)))
-    return jnp.concatenate(parts, axis)
-
-
-def _flat(shape) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
+        parts.append(array.reshape(*lead, shape[0], math.prod(shape[1:])))
+    return jnp.concatenate(parts, -1)
 
 
 def layers_call(named: NamedLayers) -> type[LayersCall]:
