@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import operator
 import sys
 from typing import Any, Literal
 
@@ -175,15 +176,14 @@ def _module(name: str):
 
 
 def _require(module, hook: str) -> None:
-    attribute = module
-    for part in hook.split("."):
-        attribute = getattr(attribute, part, None)
-    if not callable(attribute):
+    try:
+        operator.attrgetter(hook)(module)
+    except AttributeError as error:
         raise ImportError(
             f"maxtext.install: expected {module.__name__}.{hook}, which MaxText as "
             f"installed does not have; this was written after MaxText {_TRIED}: "
             "install that one, or report the version"
-        )
+        ) from error
 
 
 def _importers(name: str, value) -> list:

@@ -7,7 +7,6 @@ parameters of its own, so that a scan stacks them like kernels. Parameters that 
 were made of, and that nothing else reads, are then replaced by placeholders.
 """
 
-import dataclasses
 import json
 from typing import Any
 
@@ -61,16 +60,12 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
     def add_axis(self, index: int, params):
         """Insert an axis, for a transform that stacks kernels."""
         size = params.get("axis_size", 1)
-        return dataclasses.replace(
-            self, shape=(*self.shape[:index], size, *self.shape[index:])
-        )
+        return self.replace(shape=(*self.shape[:index], size, *self.shape[index:]))
 
     def remove_axis(self, index: int, params):
         """Remove an axis, for a transform that takes a slice of stacked kernels."""
         index %= len(self.shape)
-        return dataclasses.replace(
-            self, shape=self.shape[:index] + self.shape[index + 1 :]
-        )
+        return self.replace(shape=self.shape[:index] + self.shape[index + 1 :])
 
 
 def _shape_and_dtype_to_bytes(shape_and_dtype) -> bytes:
@@ -156,8 +151,8 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
         ValueError: products are in branches.
     """
 
-    def results(*args):  # a text among them depends on nothing
-        return split_arrays(function(*args), _is_no_text)[0]
+    def results(*args):
+        return split_arrays(function(*args))[0]
 
     try:
         closed = jax.make_jaxpr(results)(params, *collections)
@@ -173,10 +168,6 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
     count = len(jax.tree.leaves(params))
     by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])
     return {path for path, leaves in by_path.items() if any(jax.tree.leaves(leaves))}
-
-
-def _is_no_text(leaf) -> bool:
-    return not isinstance(leaf, (str, bytes))
 
 
 def _refuse_other_kernels(product, differs) -> None:
