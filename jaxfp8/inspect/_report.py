@@ -302,7 +302,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         return None if index is None else Decision(region.rules[index], index, region)
 
     # 1. Report the layers that take rules.
-    calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
+    calls = recorded_calls(model, args, kwargs)[0] if args or kwargs else {}
     for path, layer, attribute in nnx_rules.layers(model):
         known.add(id(layer))
         name = "/".join(map(str, path))
@@ -327,20 +327,6 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             name = "/".join(map(str, path))
             rows.add_skipped(name, module, decide(path, module), None, _kernel(module))
     return rows
-
-
-def _nnx_calls(model, args, kwargs) -> dict:
-    """Return, by path, the call of each layer with an FP8 product of its own; None for
-    a layer without a call.
-    """
-    copy = nnx.merge(*nnx.split(model))  # the recorders take the place of products
-    layers = [
-        layer
-        for layer in nnx_rules.layers(copy)
-        if layer[2] is not None and nnx_rules.product(layer[1]) is not None
-    ]
-    calls, _ = recorded_calls(copy, layers, args, kwargs)
-    return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
 
 
 def _nnx_recipe_and_reason(rows: _Rows, layer, product, decided: Decision | None):
