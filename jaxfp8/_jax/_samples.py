@@ -1,5 +1,6 @@
 """A traced function of single numbers, computed at a few samples in float32."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
@@ -48,7 +49,9 @@ class Samples:
         def value(atom):
             if isinstance(atom, Literal):
                 return self._constant(atom.val)
-            if atom not in values and atom not in makers:
+            # a constant that is traced is a value from outside of the function
+            is_read = isinstance(values.get(atom), jax.core.Tracer)
+            if is_read or (atom not in values and atom not in makers):
                 raise NotOfSamples("it reads another value")
             if atom not in values:
                 eqn = makers[atom]

@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import recipes
 from ..ops import _checks
+from ..recipes import _state_tree
 from . import _dot_general
 from ._compute_dtype import promoted
 from ._layout import checked_numbers, layouts
@@ -28,10 +29,8 @@ HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
 INPUT_SCALE_INV = "input_scale_inv"
 
-ANOTHER_KERNEL = (
-    "freeze: model: expected one kernel for each FP8 product, got a product with "
-    "several kernels"
-)
+# The quantizers that `freeze` gives fixed scales, by their names in Flax's variables.
+_FIXED = ("input", "kernel", "linear_input", "linear_weight")
 
 # Whether products are being frozen: layers then keep the arrays of `freeze_operands`.
 # Part of jit's cache key.
@@ -108,45 +107,26 @@ def freeze_operands(
     return frozen
 
 
-def arrays_to_store(frozen, *operands) -> dict[str, jax.Array]:
+def arrays_to_store(
+    frozen, x_shape, kernel, dimension_numbers, recipe, state
+) -> dict[str, jax.Array]:
     """Return the arrays that a product stores while a model is frozen: those of
-    `freeze_operands(*operands)`; where it has them in `frozen`, whether it got another
-    kernel.
+    `freeze_operands`; where it has them in `frozen`, whether it got another kernel.
     """
+    operands = x_shape, kernel, dimension_numbers
     if frozen is None:
-        return freeze_operands(*operands) or {}
-    differs = is_another(frozen, *operands)
-    return {HAS_ANOTHER: differs | frozen.get(HAS_ANOTHER, False)}
-
-
-def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
-    """Return bool[]: whether `freeze_operands` gives this kernel other codes or scales
-    than `frozen` holds.
-
-    Raises:
-        ValueError: the codes or scales in `frozen` have another shape or dtype.
-    """
-    new = freeze_operands(
-        x_shape,
-        kernel,
-        dimension_numbers,
-        dataclasses.replace(recipe, min_size=0),
-        state,
-    )
-    same = []
+        return freeze_operands(*operands, recipe, state) or {}
+    recipe = dataclasses.replace(recipe, min_size=0)
+    new = freeze_operands(*operands, recipe, state) or {}
+    has_another = frozen.get(HAS_ANOTHER, False)
     for name in (KERNEL, KERNEL_SCALE_INV):
-        old = frozen[name]
-        if new is None or _type(old) != _type(new[name]):
-            raise ValueError(
-                f"{ANOTHER_KERNEL}: one of shape {kernel.shape}, after one of another "
-                "shape"
-            )
-        same.append(jnp.array_equal(old, new[name], equal_nan=True))
-    return ~(same[0] & same[1])
+        is_same = jnp.array_equal(frozen[name], new.get(name, ()), equal_nan=True)
+        has_another |= ~is_same
+    return {HAS_ANOTHER: has_another}
 
 
-def _type(x) -> tuple:
-    return x.shape, x.dtype
+def _type(x) -> str:
+    return f"{x.dtype.name}{list(x.shape)}"
 
 
 def _quantized(kernel, quantizer, layout, scale, reduce) -> recipes.QTensor:
@@ -198,8 +178,7 @@ def multiply(
     # 2. Describe the scales of the codes, and the fixed scale of x, for the recipe.
     fixed = None
     if recipe is not None:
-        q = _checked_scaling(frozen, kernel, kernel_layout, recipe)
-        codes = dataclasses.replace(codes, block=q.block, power_2_scale=q.power_2_scale)
+        codes = _with_blocks(codes, kernel, kernel_layout, recipe)
         if INPUT_SCALE in frozen:
             # Both numbers: 1 / (1 / scale) may be another number than the scale.
             fixed = recipes.Scale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV], None)
@@ -217,9 +196,9 @@ def multiply(
     )
 
 
-def _checked_scaling(frozen, kernel, layout, recipe):
-    """Check that `frozen` fits this recipe and kernel; return the shapes of the QTensor
-    that the recipe makes of it.
+def _with_blocks(codes, kernel, layout, recipe) -> recipes.QTensor:
+    """Return the codes of a kernel with the blocks of the scales that the recipe gives
+    it; raise where it gives others.
     """
 
     def quantized(kernel):
@@ -228,25 +207,16 @@ def _checked_scaling(frozen, kernel, layout, recipe):
         )
 
     q = jax.eval_shape(quantized, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
-    expected = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
-    got = {name: frozen[name] for name in expected}
-    shapes = [jax.tree.map(np.shape, leaves) for leaves in (got, expected)]
-    if shapes[0] == shapes[1]:
-        got = {name: leaf.dtype.name for name, leaf in got.items()}
-        needed = {name: leaf.dtype.name for name, leaf in expected.items()}
-        if got == needed:
-            return q
+    needed = jax.tree.map(_type, {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv})
+    got = {KERNEL: _type(codes.data), KERNEL_SCALE_INV: _type(codes.scale_inv)}
+    if got != needed:
         raise ValueError(
-            f"frozen product: params: expected the dtypes {needed}, got {got}: codes "
-            "and scales were cast, or frozen in another FP8 format; freeze the model "
-            "again, and keep casts to other parameters"
+            f"frozen product: the recipe here is {recipe!r} with {needed}, but the "
+            f"frozen arrays {got} are of another recipe, or were cast; run the model "
+            "with the recipes (jaxfp8.autocast, rules) that it was frozen with, and "
+            "keep casts to other parameters"
         )
-    types = {name: _type(leaf) for name, leaf in got.items()}
-    raise ValueError(
-        f"frozen product: the recipe here is {recipe!r}, but the frozen arrays "
-        f"{types} are of another recipe; run the model with the recipes "
-        "(jaxfp8.autocast, rules) that it was frozen with"
-    )
+    return dataclasses.replace(codes, block=q.block, power_2_scale=q.power_2_scale)
 
 
 class Placeholder:
@@ -274,14 +244,19 @@ def nothing_to_freeze() -> ValueError:
     )
 
 
-def refuse_untouched(name: str, history, scale_inv) -> None:
-    """Raise for the state of a quantizer, called `name`, that has no amax and no scale;
-    not while it is traced.
+def refuse_untouched(state) -> None:
+    """Raise where a quantizer of inputs or kernels in a tree of state has no amax and
+    no scale: its fixed scale would be that of no tensor. Not while it is traced.
     """
-    if isinstance(history, jax.core.Tracer):
-        return
-    if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale_inv) == 1):
-        raise ValueError(
-            f"freeze: {name}: no amax was recorded, so its scale would be 1 for ever; "
-            "run jaxfp8.calibrate on a few batches first, or train"
-        )
+    flat = _state_tree.flatten(state)
+    for quantizer in flat.quantizers:
+        history, scale_inv = (flat.leaves[i] for i in quantizer.positions())
+        is_fixed = quantizer.name.rpartition("/")[2] in _FIXED
+        if not is_fixed or isinstance(history, jax.core.Tracer):
+            continue
+        # the state's scale is the scale_inv of the last step
+        if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale_inv) == 1):
+            raise ValueError(
+                f"freeze: {quantizer.name}: no amax was recorded, so its scale would "
+                "be 1 for ever; run jaxfp8.calibrate on a few batches first, or train"
+            )

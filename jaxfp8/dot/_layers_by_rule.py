@@ -24,7 +24,7 @@ from ..recipes import DelayedScaling, DotGeneralState, NamedLayers, Recipe, chec
 from . import _contexts
 from ._compute_dtype import compute_dtype, gated_activation, linear
 from ._dot_general import dot_general
-from ._fused_input import Activated, Pair
+from ._fused_input import Pair
 
 # The least columns of a layer that lie side by side in a kernel of several layers.
 _COLUMNS = 64
@@ -110,12 +110,12 @@ class Parameters(NamedTuple):
     """The arrays of a layer.
 
     Attributes:
-        kernel: `[k, *features]`, or a Pair; None for a layer without one.
+        kernel: `[k, *features]`; None for a layer without one.
         bias: `[*features]`, or None.
         state: the state of its product.
     """
 
-    kernel: jax.Array | Pair | None
+    kernel: jax.Array | None
     bias: jax.Array | None
     state: DotGeneralState
 
@@ -126,161 +126,121 @@ class LayersCall:
     Attributes:
         path: the path of the module.
         named: the layers.
-        parameters: returns the Parameters of a layer by its name.
+        parameters: the Parameters of each layer by its name.
         kinds: the classes that a layer may have, that of jaxfp8 last; all have `dtype`
             and `precision`.
-        x: the x of the layers, as of the last call.
-        called: the layers of the product that were called with x, by name.
-        y: the product.
-        results: the parts of y for layers that were not called yet, by name.
-        axis: the axis of `[..., groups, columns]` along which layers are joined.
-        rounds_kernels: whether kernels of Flax's layers are rounded to the compute
-            dtype, as these layers do, before they are quantized.
+        forward: `forward(stand_in)` runs the forward of the module with
+            `stand_in(name, x)` in place of each call of a layer.
+        joined: the names of the layers of the product.
+        x, first: the x of these layers and the layer that was called first, as of the
+            last call.
+        results: the parts of the product for layers that were not called yet, by name.
     """
-
-    axis, rounds_kernels = -1, True
 
     def __init__(
         self,
         path: str,
         named: NamedLayers,
-        parameters: Callable[[str], Parameters],
+        parameters: dict[str, Parameters],
         kinds: tuple[type, ...],
+        forward: Callable[[Callable], Any],
     ):
         self.path, self.named, self.kinds = path, named, kinds
-        self.parameters, self.joined = parameters, named.names
-        self.activation = self.x = self.y = None
-        self.called, self.results = {}, {}
+        self.parameters, self.forward = parameters, forward
+        self.joined = named.names
+        self.x = self.first = None
+        self.results = {}
 
     def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
-        """Compute the result of a layer; the arguments are those of `enter`."""
-        return self.result(name, layer, self.enter(name, layer, args, kwargs))
-
-    def enter(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
-        """Compare the call of a layer with what the rule says and with the calls
-        before.
+        """Compute the result of a layer.
 
         Args:
             name, layer: the layer.
             args, kwargs: of its call.
 
-        Returns:
-            Its x, `[..., k]`.
-
         Raises:
             ValueError: the module does not compute what the rule says.
+        """
+        x = self.checked_x(name, layer, args, kwargs)
+        if self.results:
+            self._compare(name, layer, x)
+        else:
+            self.x, self.first = x, layer
+            self.multiply_all()
+        return self.results.pop(name)
+
+    def checked_x(self, name, layer, args, kwargs) -> jax.Array:
+        """Return the x `[..., k]` of the call of a layer that multiplies x alone, by
+        its last dimension.
         """
         x, *options = *args, *kwargs.values()
         if not isinstance(layer, self.kinds):
             kinds = " or ".join(f"{k.__module__}.{k.__name__}" for k in self.kinds)
-            raise self._differs(f"{name} to be a {kinds}", type(layer).__name__)
+            raise self.differs(f"{name} to be a {kinds}", type(layer).__name__)
         if any(option is not None for option in options):
-            raise self._differs(f"calls of {name} with x alone", "other arguments")
+            raise self.differs(f"calls of {name} with x alone", "other arguments")
         axis = np.ravel(getattr(layer, "axis", -1)).tolist()
         batch = getattr(layer, "batch_dims", getattr(layer, "batch_axis", ()))
         if batch or axis not in ([-1], [len(x.shape) - 1]):
-            raise self._differs(
+            raise self.differs(
                 f"{name} to multiply the last dimension of x", f"the axes {axis}"
             )
-        if name in self.joined:
-            self._enter_product(name, layer, x)
         return x
 
-    def _enter_product(self, name, layer, x) -> None:
+    def _compare(self, name, layer, x) -> None:
+        """Compare the call of a layer of the product with the first call."""
         names = ", ".join(self.joined)
-        if self.called and x is not self.x:
-            raise self._differs(
+        if x is not self.x:
+            raise self.differs(
                 f"{names} to have the same x", f"another array in the call of {name}"
             )
-        if name in self.called:
-            raise self._differs(f"one call of each of {names}", f"two of {name}")
-        self.x, self.called[name] = x, layer
-        first = next(iter(self.called.values()))
-        if (layer.dtype, layer.precision) != (first.dtype, first.precision):
-            raise self._differs(
-                f"equal dtype and precision of {names}", f"others of {name}"
-            )
-        if isinstance(layer, self.kinds[-1]) != isinstance(first, self.kinds[-1]):
-            raise self._differs(
-                f"{names} to be layers of Flax, or none", f"another {name}"
-            )
-        if len(self.called) == len(self.joined):
-            self.called = {}
-
-    def finish(self) -> None:
-        """Compare the calls of layers with the rule, after the call of the module.
-
-        Raises:
-            ValueError: a layer was not called.
-        """
-        if self.called:
-            raise self._differs(
-                f"a call of each of {', '.join(self.joined)}",
-                f"calls of {', '.join(self.called)} alone",
+        if name not in self.results:
+            raise self.differs(f"one call of each of {names}", f"two of {name}")
+        options = []
+        for each in (layer, self.first):
+            is_ours = isinstance(each, self.kinds[-1])
+            options.append((each.dtype, each.precision, is_ours))
+        if options[0] != options[1]:
+            raise self.differs(
+                f"equal dtype and precision of {names}, all layers of Flax or none",
+                f"others of {name}",
             )
 
-    def _part(self, name: str) -> Parameters:
-        part = self.parameters(name)
-        if part.kernel is None:
-            names = ", ".join(self.named.names)
-            raise self._differs(f"layers {names}", f"no kernel of {name!r}")
-        return part
-
-    def _parts(self) -> list[Parameters]:
+    def parts(self) -> list[Parameters]:
         """Return what the layers of the product have."""
-        parts = list(map(self._part, self.joined))
+        for name, part in self.parameters.items():
+            if part.kernel is None:
+                names = ", ".join(self.named.names)
+                raise self.differs(f"layers {names}", f"no kernel of {name!r}")
+        parts = [self.parameters[name] for name in self.joined]
         if len({part.bias is None for part in parts}) > 1:
-            raise self._differs(
+            raise self.differs(
                 f"{', '.join(self.joined)} to have all a bias, or none", "some with one"
             )
         return parts
 
-    def result(self, name: str, layer: Any, x: jax.Array) -> jax.Array:
-        """Compute the result of a layer of x, as `enter` returns it."""
-        if not self.results:
-            self._multiply_all(layer, x)
-        return self.results.pop(name)
-
-    def _multiply_all(self, layer, x) -> None:
-        """Compute the product, and the results of all its layers."""
-        kernels, biases, states = zip(*self._parts(), strict=True)
-        if self.rounds_kernels and not isinstance(layer, self.kinds[-1]):
+    def multiply_all(self) -> None:
+        """Compute the results of all layers of the product."""
+        x, layer = self.x, self.first
+        kernels, biases, states = zip(*self.parts(), strict=True)
+        if not isinstance(layer, self.kinds[-1]):
+            # Flax's layers round their kernels to the compute dtype
             dtype = compute_dtype(x, *kernels, *biases, dtype=layer.dtype)
             kernels = [kernel.astype(dtype) for kernel in kernels]
         features = [kernel.shape[1:] for kernel in kernels]
-        groups, axis = self._groups(features), self.axis
+        groups = _groups(features)
         shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
-        joined = Parameters(
-            self.joined_kernels(kernels, shapes),
-            None if biases[0] is None else _joined(biases, (), shapes, axis),
-            _first_of(*states),
-        )
-        self.y = self._multiply(self.joined[0], layer, x, joined, self.activation)
-        y = self.y.x if isinstance(self.y, Activated) else self.y
-        ends = np.cumsum([_flat(shape)[axis] for shape in shapes])
-        values = jnp.split(y, ends[:-1], axis)
-        rows = x.shape[:-1]
+        bias = None if biases[0] is None else _joined(biases, shapes)
+        parameters = Parameters(_joined(kernels, shapes), bias, _first_of(*states))
+        y = self.multiply(self.joined[0], layer, x, parameters)
+        ends = np.cumsum([math.prod(shape[1:]) for shape in shapes])
+        values, rows = jnp.split(y, ends[:-1], -1), x.shape[:-1]
         for i, name in enumerate(self.joined):
             value = values[i].reshape(*rows, *shapes[i])
             self.results[name] = value.reshape(*rows, *features[i])
 
-    def joined_kernels(self, kernels, shapes):
-        return _joined(kernels, kernels[0].shape[:1], shapes, self.axis)
-
-    def _groups(self, features) -> int:
-        """Return the groups of columns: each has the same part of all layers, whole
-        heads of at least `_COLUMNS` columns.
-
-        A mesh axis that divides the groups cuts the joined kernel as it cuts the
-        kernels.
-        """
-        heads = math.gcd(*(each[0] for each in features))
-        groups = max(min(map(math.prod, features)) // _COLUMNS, 1)
-        while heads % groups:
-            groups -= 1
-        return groups
-
-    def _multiply(self, name, layer, x, parameters, activation=None):
+    def multiply(self, name, layer, x, parameters, activation=None):
+        """Multiply x by parameters with the options of `layer`, in its name."""
         kernel, bias, state = parameters
         product = functools.partial(dot_general, recipe=self.named.recipe, state=state)
         with _contexts.layer(f"{self.path}/{name}"):
@@ -295,7 +255,8 @@ class LayersCall:
                 activation=activation,
             )
 
-    def _differs(self, expected: str, got) -> ValueError:
+    def differs(self, expected: str, got) -> ValueError:
+        """Make the error of a module that does not compute what the rule says."""
         return ValueError(
             f"quantize: rules: {self.path or 'the model'}: as {self.named.kind}: "
             f"expected {expected}, got {got}; correct the rule, or give the layers a "
@@ -307,100 +268,87 @@ class GatedCall(LayersCall):
     """One call of a module of which a rule makes three layers a GatedMLP.
 
     Attributes:
-        forward: `forward(stand_in)` returns all arrays that the module reads, and its
-            forward as a function of them, with `stand_in(name, x)` in place of each
-            call of a layer.
-        is_checked: whether the module was compared with the rule.
+        hidden: the product of gate and up with its activation, the x of down.
     """
 
-    axis, rounds_kernels = -2, False  # as the layer GatedMLP
-
-    def __init__(self, path, named, parameters, kinds, forward: Callable[..., tuple]):
-        super().__init__(path, named, parameters, kinds)
+    def __init__(self, path, named, parameters, kinds, forward):
+        super().__init__(path, named, parameters, kinds, forward)
         *self.joined, self.down = named.names
         self.activation = gated_activation("GatedMLP.of", named.activation)
-        self.forward, self.is_checked = forward, False
+        self.hidden = None
 
-    def finish(self) -> None:
-        """Compare the module with the rule where `init` called each layer apart: its
-        parameters exist now.
-        """
-        super().finish()
-        if self.x is not None and not self.is_checked:
-            self.check(self.x.shape)
+    def __call__(self, name: str, layer: Any, args: tuple, kwargs: dict) -> jax.Array:
+        """Compute the result of a layer; see `LayersCall`."""
+        if name != self.down or self.hidden is None:
+            return super().__call__(name, layer, args, kwargs)
+        self.checked_x(name, layer, args, kwargs)
+        hidden, self.hidden = self.hidden, None
+        return self.multiply(name, layer, hidden, self.parameters[name])
 
-    def result(self, name: str, layer: Any, x: jax.Array) -> jax.Array:
-        """Compute the result of a layer; see `LayersCall.result`."""
-        if not self.is_checked:
-            self.check(x.shape)
-        if name != self.down:
-            return super().result(name, layer, x)
-        hidden, self.y = self.y, None
-        return self._multiply(name, layer, hidden, self.parameters(name))
+    def multiply_all(self) -> None:
+        """Compare the module with the rule, and compute gate and up."""
+        self._check()
+        kernels, biases, states = zip(*self.parts(), strict=True)
+        bias = None if biases[0] is None else jnp.stack(biases)
+        parameters = Parameters(Pair(*kernels), bias, _first_of(*states))
+        self.hidden = self.multiply(
+            self.joined[0], self.first, self.x, parameters, self.activation
+        )
+        for name, y in zip(self.joined, jnp.split(self.hidden.x, 2, -2), strict=True):
+            self.results[name] = jnp.squeeze(y, -2)
 
-    def joined_kernels(self, kernels, shapes):
-        gate, up = kernels
-        is_pair = gate.dtype == up.dtype
-        return Pair(gate, up) if is_pair else super().joined_kernels(kernels, shapes)
-
-    def _groups(self, features) -> int:
-        return 1
-
-    def check(self, x_shape: tuple[int, ...]) -> None:
-        """Compare shapes and the activation with the forward of the module, for x of
-        this shape.
+    def _check(self) -> None:
+        """Compare shapes and the activation with the forward of the module.
 
         Raises:
             ValueError: the module does not compute what the rule says.
         """
-        self.is_checked = True
-        names = ", ".join(self.named.names)
-        parts = [*self._parts(), self._part(self.down)]
-        shapes = [list(part.kernel.shape) for part in parts]
-        k, n = shapes[0] if len(shapes[0]) == 2 else (0, 0)
-        if shapes[1] != [k, n] or len(shapes[2]) != 2 or shapes[2][0] != n:
-            raise self._differs(f"kernels [k, n], [k, n] and [n, m] of {names}", shapes)
-        jaxpr = self._traced(x_shape, *shapes[2])
-        self._check_activation(jaxpr, len(x_shape))
+        types = []
+        for part in (*self.parts(), self.parameters[self.down]):
+            types.append((*part.kernel.shape, part.kernel.dtype.name))
+        gate, up, down = types
+        if gate != up or len(gate) != 3 or len(down) != 3 or gate[1] != down[0]:
+            names = ", ".join(self.named.names)
+            raise self.differs(
+                f"kernels [k, n], [k, n] of one dtype and [n, m] of {names}", types
+            )
+        self._check_activation(self._traced(*down[:2]))
 
-    def _traced(self, x_shape, n, features):
-        """Trace the x of down as a function of gate and up, in float32, and of the
-        arrays that the module reads.
-        """
-        values, calls, names = {}, [], self.named.names
+    def _traced(self, n, features):
+        """Trace the x of down as a function of gate and up, in float32."""
+        names = self.named.names
 
-        def stand_in(name, x):
-            calls.append(name)
-            if name != self.down:
-                return values[name]
-            values[name] = x
-            return jnp.zeros((*x.shape[:-1], features), x.dtype)
+        def hidden(*gate_and_up):
+            values, calls = dict(zip(names, gate_and_up, strict=False)), []
 
-        arrays, forward = self.forward(stand_in)
+            def stand_in(name, x):
+                calls.append(name)
+                if name != self.down:
+                    return values[name]
+                values[name] = x
+                return jnp.zeros((*x.shape[:-1], features), x.dtype)
 
-        def hidden(gate_value, up_value, arrays):
-            values.update(zip(names, (gate_value, up_value), strict=False))
             # the values would have the dtype that the module casts to
             with jax.numpy_dtype_promotion("standard"):
-                forward(arrays)
+                self.forward(stand_in)
             if sorted(calls) != sorted(names):
-                raise self._differs(
+                raise self.differs(
                     f"a call of each of {', '.join(names)}",
                     f"calls of {', '.join(calls) or 'none of them'}",
                 )
-            return values.pop(self.down)
+            return values[self.down]
 
-        value = jax.ShapeDtypeStruct((*x_shape[:-1], n), jnp.float32)
-        return jax.make_jaxpr(hidden)(value, value, arrays)
+        value = jax.ShapeDtypeStruct((*self.x.shape[:-1], n), jnp.float32)
+        return jax.make_jaxpr(hidden)(value, value)
 
-    def _check_activation(self, jaxpr, rank: int) -> None:
+    def _check_activation(self, jaxpr) -> None:
         """Compare the x of down with the activation, at samples of gate and up."""
         expected = (
             f"the x of {self.down} to be {self.named.activation!r} of "
             f"{' times '.join(self.joined)}"
         )
-        shape = (1,) * (rank - 1) + (-1,)
-        gate = np.linspace(-20, 20, 161, dtype=np.float32).reshape(shape)
+        gate = np.linspace(-20, 20, 161, dtype=np.float32)
+        gate = gate.reshape((1,) * (len(self.x.shape) - 1) + (-1,))
         up = np.roll(gate, 57)[..., ::-1]
         # the samples lie on one device, also inside of a shard_map
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -410,11 +358,9 @@ class GatedCall(LayersCall):
             try:
                 (values,) = samples.compute(jaxpr, [jnp.asarray(gate), jnp.asarray(up)])
                 values = np.broadcast_to(np.asarray(values, np.float32), gate.shape)
-            except NotOfSamples as error:
-                raise self._differs(expected, error) from error
-            except (TypeError, ValueError) as error:
+            except (NotOfSamples, TypeError, ValueError) as error:
                 got = f"a function that is not of each element ({error})"
-                raise self._differs(expected, got) from error
+                raise self.differs(expected, got) from error
         # Both sum and multiply a few numbers of at most 1 + |gate| and 1 + |up|, each
         # rounded to float32; constants of the module are rounded to its dtype.
         tolerance = 80 * 2.0**-23 if samples.eps == 2.0**-23 else 2 * samples.eps
@@ -422,39 +368,43 @@ class GatedCall(LayersCall):
         if not errors.max() <= tolerance:
             at = errors.argmax()
             got, needed, g, u = (v.flat[at] for v in (values, right, gate, up))
-            raise self._differs(
+            raise self.differs(
                 expected, f"{got:.6g} for gate {g:.6g} and up {u:.6g}, not {needed:.6g}"
             )
 
 
-def _joined(arrays, lead, shapes, axis: int) -> jax.Array:
-    """Return arrays `[*lead, *features]` as one, `[*lead, groups, columns]`.
+def _groups(features) -> int:
+    """Return the groups of columns of joined kernels: each has the same part of all
+    layers, whole heads of at least `_COLUMNS` columns.
 
-    Args:
-        arrays: the arrays.
-        lead: their dimensions before features.
-        shapes: features of each, the first split by groups. The first dimension may be
-            sharded, so that the others are joined apart.
-        axis: the axis of the result along which they are concatenated.
+    A mesh axis that divides the groups cuts the joined kernel as it cuts the kernels.
+    """
+    heads = math.gcd(*(each[0] for each in features))
+    groups = max(min(map(math.prod, features)) // _COLUMNS, 1)
+    while heads % groups:
+        groups -= 1
+    return groups
+
+
+def _joined(arrays, shapes) -> jax.Array:
+    """Return arrays `[..., *features]` as one, `[..., groups, columns]`; `shapes` are
+    the features of each, the first split by groups.
+
+    The first of the features may be sharded, so that the others are joined apart.
     """
     parts = []
     for array, shape in zip(arrays, shapes, strict=True):
+        lead = array.shape[: array.ndim + 1 - len(shape)]
         array = array.reshape(*lead, *shape)
-        parts.append(array.reshape(*lead, *_flat(shape)))
-    return jnp.concatenate(parts, axis)
+        parts.append(array.reshape(*lead, shape[0], math.prod(shape[1:])))
+    return jnp.concatenate(parts, -1)
 
 
-def _flat(shape) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
-
-
-def layers_call(path, named: NamedLayers, parameters, kinds, forward) -> LayersCall:
-    """Return the call of a module for what a rule makes of its layers; arguments are
-    those of `GatedCall`.
+def layers_call(named: NamedLayers) -> type[LayersCall]:
+    """Return the class of the calls of a module, for what a rule makes of its
+    layers.
     """
-    if named.activation is None:
-        return LayersCall(path, named, parameters, kinds)
-    return GatedCall(path, named, parameters, kinds, forward)
+    return LayersCall if named.activation is None else GatedCall
 
 
 @jax.custom_vjp

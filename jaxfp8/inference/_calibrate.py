@@ -87,8 +87,8 @@ def calibrate(
     variables = variables_and_batches[0]
     apply = model.apply if isinstance(model, nn.Module) else model
 
-    def run(variables, *batch, **changes):
-        return apply(variables, *batch, **kwargs | changes)
+    def run(variables, *batch):
+        return _total(apply(variables, *batch, **kwargs))
 
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first
     #    batch.
@@ -96,7 +96,8 @@ def calibrate(
 
         @jax.jit
         def first_state(variables, batch):
-            return run(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT])[1]
+            changes = {"mutable": [OVERWRITE_WITH_GRADIENT]}
+            return apply(variables, *batch, **kwargs | changes)[1]
 
         first = next(batches)
         variables = {**variables, **first_state(variables, first)}
@@ -128,15 +129,17 @@ def _calibrate_nnx(model, batches, loss_fn, kwargs):
 
     def function(state, *batch):
         model = nnx.merge(graph, state, copy=True)
-        return model(*batch, **kwargs) if loss_fn is None else loss_fn(model, *batch)
+        if loss_fn is None:
+            return _total(model(*batch, **kwargs))
+        return loss_fn(model, *batch)
 
     nnx.update(model, _filled(function, state, batches, loss_fn is not None))
     return model
 
 
 def _filled(function, variables, batches, is_loss: bool):
-    """Return `variables` after a step of `function` for each batch; `is_loss` says that
-    `function` is a `loss_fn`.
+    """Return `variables` after a step of `function`, which returns a number, for each
+    batch; `is_loss` says that `function` is a `loss_fn`.
     """
     where = _state_tree.flatten(variables)
     positions = where.positions()
@@ -156,7 +159,7 @@ def _filled(function, variables, batches, is_loss: bool):
         # The cotangent of the state is its next value, whatever the gradient of the
         # outputs.
         def total(state):
-            return _total(function(max_grad(flat.replace(state)), *batch), is_loss)
+            return function(max_grad(flat.replace(state)), *batch)
 
         return jax.grad(total)({i: flat.leaves[i] for i in positions})
 
@@ -176,12 +179,10 @@ def _is_of_backward(path) -> bool:
     return any(name in path or path[-1].startswith(f"{name}_") for name in _BACKWARD)
 
 
-def _total(outputs, is_loss: bool):
-    """Return the loss, or else a number that depends on every result of the model,
-    whose value does not matter.
+def _total(outputs):
+    """Return a number that depends on every result of the model, whose value does not
+    matter.
     """
-    if is_loss:
-        return outputs
     arrays, _ = split_arrays(outputs)
     leaves = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves:

@@ -323,7 +323,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         return None if index is None else Decision(region.rules[index], index, region)
 
     # 1. Report the layers that take rules.
-    calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
+    calls = recorded_calls(model, args, kwargs)[0] if args or kwargs else {}
     for path, layer, attribute in nnx_rules.layers(model):
         known.add(id(layer))
         name = "/".join(map(str, path))
@@ -357,20 +357,6 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
     return rows
 
 
-def _nnx_calls(model, args, kwargs) -> dict:
-    """Return, by path, the call of each layer with an FP8 product of its own; None for
-    a layer without a call.
-    """
-    copy = nnx.merge(*nnx.split(model))  # the recorders take the place of products
-    layers = [
-        layer
-        for layer in nnx_rules.layers(copy)
-        if layer[2] is not None and nnx_rules.product(layer[1]) is not None
-    ]
-    calls, _ = recorded_calls(copy, layers, args, kwargs)
-    return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
-
-
 def _kernel(module):
     """Return the shape of an NNX module's kernel, or else of its first parameter with
     two or more dimensions.
@@ -383,12 +369,8 @@ def _kernel(module):
 
 
 def _rule_text(index: int, rule) -> str:
-    """Return the name of a rule in a report: its index, its regex and its
-    operations.
-    """
+    """Return the name of a rule in a report: its index and its regex."""
     text = f"rule {index} {rule.path!r}"
-    if rule.op_names:
-        text += f" {'/'.join(rule.op_names)}"
     if rule.layers is not None:
         text += f" as {rule.layers.kind}"
     return text

@@ -53,16 +53,10 @@ def accumulate_with_state(module, original):
             module.nnx = nnx
         new = model.fp8_next_state.get_value()
         del model.fp8_next_state
-        _put(model, update_state(old, new))
+        nnx.update(model, update_state(old, new)[OVERWRITE_WITH_GRADIENT])
         return result
 
     return accumulate
-
-
-def _put(model, state: dict) -> None:
-    variables = nnx.state(model, OverwriteWithGradient)
-    nnx.replace_by_pure_dict(variables, state[OVERWRITE_WITH_GRADIENT])
-    nnx.update(model, variables)
 
 
 class _NnxWithState:
@@ -85,7 +79,7 @@ class _NnxWithState:
             old = _state(model)
             out, gradients = differentiate(model, *args, **options)
             # Every microbatch reads the state that the step began with.
-            _put(model, old)
+            nnx.update(model, old[OVERWRITE_WITH_GRADIENT])
             so_far = model.fp8_next_state.get_value()
             new = accumulate_gradients(so_far, _state(gradients))
             model.fp8_next_state.set_value(new)

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import operator
 import sys
 from typing import Any, Literal
 
@@ -175,15 +176,14 @@ def _module(name: str):
 
 
 def _require(module, hook: str) -> None:
-    attribute = module
-    for part in hook.split("."):
-        attribute = getattr(attribute, part, None)
-    if not callable(attribute):
+    try:
+        operator.attrgetter(hook)(module)
+    except AttributeError as error:
         raise ImportError(
             f"maxtext.install: expected {module.__name__}.{hook}, which MaxText as "
             f"installed does not have; this was written after MaxText {_TRIED}: "
             "install that one, or report the version"
-        )
+        ) from error
 
 
 def _importers(name: str, value) -> list:
@@ -334,22 +334,20 @@ def _check_served(recipe: Recipe, state, lhs, rhs, options: dict) -> None:
             "sparse_matmul=false, or for example quantization=te_fp8_currentscaling"
         )
     offset = options.get("group_offset")
-    tokens, kernels = (
-        None if isinstance(x, jax.Array) else type(x).__name__ for x in (lhs, rhs)
-    )
-    for flag, is_set, got in (
-        ("use_tokamax_gmm", options.get("use_tokamax_backend"), "a call of Tokamax"),
-        ("num_moe_emb_chunks", options.get("partial_sum") is not None, "a partial sum"),
+    is_set = {
+        "use_tokamax_gmm": options.get("use_tokamax_backend"),
+        "num_moe_emb_chunks": options.get("partial_sum") is not None,
         # An array is the place of the device's experts among all of them.
-        ("use_ragged_sort", isinstance(offset, jax.Array) or offset, "a group_offset"),
-        ("moe_quantize_token_all_gather", tokens, f"tokens in a {tokens}"),
-        ("checkpoint_is_quantized", kernels, f"kernels in a {kernels}"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"maxtext: {flag}: expected its default, under which grouped products "
-                f"can be jaxfp8's, got {got}; unset {flag}, or set sparse_matmul=false"
-            )
+        "use_ragged_sort": isinstance(offset, jax.Array) or offset,
+        # Codes of other libraries are no arrays.
+        "moe_quantize_token_all_gather": not isinstance(lhs, jax.Array),
+        "checkpoint_is_quantized": not isinstance(rhs, jax.Array),
+    }
+    for flag in filter(is_set.get, is_set):
+        raise ValueError(
+            f"maxtext: {flag}: expected its default, under which grouped products can "
+            f"be jaxfp8's, got another value; unset {flag}, or set sparse_matmul=false"
+        )
 
 
 def _keep_codes(module, original):

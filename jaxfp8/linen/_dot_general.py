@@ -79,15 +79,14 @@ class Fp8Module(NoClassAsProduct, nn.Module):
         if self.has_variable("params", _frozen.KERNEL):
             frozen = self.variables["params"]
         is_freezing = _frozen.is_freezing() and recipe is not None
-        if frozen is None or is_freezing:
-            state = self.read_state(recipe)
+        if frozen is not None and not is_freezing:
+            return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
+        state = self.read_state(recipe)
         if is_freezing:
             operands = x.shape, kernel, dimension_numbers, recipe, state
             for name, leaf in _frozen.arrays_to_store(frozen, *operands).items():
                 self.put_variable("params", name, leaf)
-        if frozen is None:
-            return functools.partial(by, recipe=recipe, state=state)
-        return functools.partial(_frozen.multiply, frozen, recipe=recipe, by=by)
+        return functools.partial(by, recipe=recipe, state=state)
 
     @nn.nowrap
     def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
@@ -109,18 +108,18 @@ class Fp8Module(NoClassAsProduct, nn.Module):
         def variable(name, first):
             if not self.has_variable(OVERWRITE_WITH_GRADIENT, name):
                 missing.append(name)
-                if not is_mutable:
-                    return None
+            if missing and not is_mutable:
+                return None
             return self.variable(OVERWRITE_WITH_GRADIENT, name, first).value
 
         # Ask for each variable of the recipe, and note those that are missing.
         state = recipes.map_variables(recipe, variable)
-        if missing and self.is_initializing() and not is_mutable:
-            _mistakes.refuse_immutable_state(self, recipe)
-        # A model that was initialized elsewhere may carry the state of another library,
-        # which is not read here.
         if missing and not self.is_initializing():
+            # A model that was initialized elsewhere may carry the state of another
+            # library, which is not read here.
             _mistakes.warn_of_foreign_state(self.parent, self.layer_path())
+        elif missing and not is_mutable:
+            _mistakes.refuse_immutable_state(self, recipe)
         if missing and not is_mutable:
             return DotGeneralState(None, None, None)
         return state
@@ -133,12 +132,12 @@ class Fp8Module(NoClassAsProduct, nn.Module):
         if self.recipe is not None:
             return self.recipe
         dtypes = [jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype)]
-        length = self.amax_history_length
         for fp8_format in (HYBRID, E4M3, E5M2):
             if [fp8_format.dtype, fp8_format.backward_dtype] == dtypes:
-                if fp8_format is HYBRID and length == DEFAULT_RECIPE.amax_history_len:
-                    return None
-                return DelayedScaling(amax_history_len=length, fp8_format=fp8_format)
+                recipe = DelayedScaling(
+                    amax_history_len=self.amax_history_length, fp8_format=fp8_format
+                )
+                return None if recipe == DEFAULT_RECIPE else recipe
         raise ValueError(
             f"{type(self).__name__}: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn "
             f"or float8_e5m2 forward and backward, got {dtypes[0].name} and "

@@ -7,7 +7,6 @@ parameters of its own, so that a scan stacks them like kernels. Parameters that 
 were made of, and that nothing else reads, are then replaced by placeholders.
 """
 
-import dataclasses
 import json
 from typing import Any
 
@@ -61,16 +60,12 @@ class FrozenKernel(_frozen.Placeholder, meta.AxisMetadata):
     def add_axis(self, index: int, params):
         """Insert an axis, for a transform that stacks kernels."""
         size = params.get("axis_size", 1)
-        return dataclasses.replace(
-            self, shape=(*self.shape[:index], size, *self.shape[index:])
-        )
+        return self.replace(shape=(*self.shape[:index], size, *self.shape[index:]))
 
     def remove_axis(self, index: int, params):
         """Remove an axis, for a transform that takes a slice of stacked kernels."""
         index %= len(self.shape)
-        return dataclasses.replace(
-            self, shape=self.shape[:index] + self.shape[index + 1 :]
-        )
+        return self.replace(shape=self.shape[:index] + self.shape[index + 1 :])
 
 
 def _shape_and_dtype_to_bytes(shape_and_dtype) -> bytes:
@@ -123,31 +118,25 @@ def freeze(model: nn.Module, variables, args, kwargs):
     quantized = _read(with_codes, params, collections, arrays)
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
-    several = _pop_has_another(codes)
+    flags = [path for path in codes if path[-1] == _frozen.HAS_ANOTHER]
+    has_another = {path[:-1]: codes.pop(path) for path in flags}
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
-    for product in sorted(products & several.keys()):
-        _refuse_other_kernels(product, several[product])
-    state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
-    _refuse_untouched(products, state)
+    for product in sorted(products):
+        _refuse_other_kernels(product, has_another.get(product, False))
+    state = traverse_util.flatten_dict(collections.pop(OVERWRITE_WITH_GRADIENT, {}))
+    dropped, kept = {}, {}
+    for path, leaf in state.items():
+        (dropped if path[:-1] in products else kept)[path] = leaf
+    _frozen.refuse_untouched(traverse_util.unflatten_dict(dropped))
+    if kept:
+        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
     # 3. Take away the parameters that nothing but their codes reads.
     for path in quantized - _read(apply, params | codes, collections, arrays):
         (kernel,) = jax.tree.leaves(params[path])  # it may be in a box
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
-    collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    kept = {path: state[path] for path in state if path[:-1] not in products}
-    if kept:
-        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
     return _variables(params | codes, collections)
-
-
-def _pop_has_another(codes) -> dict:
-    """Take the flags of products with several kernels out of the codes; return them by
-    product.
-    """
-    flags = [path for path in codes if path[-1] == _frozen.HAS_ANOTHER]
-    return {path[:-1]: codes.pop(path) for path in flags}
 
 
 def _variables(params, collections):
@@ -162,8 +151,8 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
         ValueError: products are in branches.
     """
 
-    def results(*args):  # a text among them depends on nothing
-        return split_arrays(function(*args), _is_no_text)[0]
+    def results(*args):
+        return split_arrays(function(*args))[0]
 
     try:
         closed = jax.make_jaxpr(results)(params, *collections)
@@ -181,28 +170,11 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
     return {path for path, leaves in by_path.items() if any(jax.tree.leaves(leaves))}
 
 
-def _is_no_text(leaf) -> bool:
-    return not isinstance(leaf, (str, bytes))
-
-
 def _refuse_other_kernels(product, differs) -> None:
     """Raise a ValueError where a product had several kernels that differ."""
     if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
         raise ValueError(
-            f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a "
-            "product of its own"
+            "freeze: model: expected one kernel for each FP8 product, got a product "
+            f"with several kernels: {'/'.join(product)}; give each kernel a product of "
+            "its own"
         )
-
-
-def _refuse_untouched(products, state) -> None:
-    """Raise a ValueError where a history is empty: the fixed scale would be 1, not that
-    of any tensor.
-    """
-    for product in sorted(products):
-        for operand in ("input", "kernel", "linear_input", "linear_weight"):
-            history = state.get((*product, f"{operand}_amax_history"))
-            # the state's scale is the scale_inv of the last step
-            scale_inv = state.get((*product, f"{operand}_scale"))
-            if history is not None and scale_inv is not None:
-                name = "/".join((*product, operand))
-                _frozen.refuse_untouched(name, history, scale_inv)

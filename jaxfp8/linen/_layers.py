@@ -97,12 +97,9 @@ class Dense(nn.Module):
         # An initializer takes fan-in and fan-out from a matrix: the dimensions of
         # features are initialized as one.
         def kernel_init(key, shape, dtype):
-            kernel = self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype)
-            # the box names the dimensions of the kernel, not of the matrix
-            if isinstance(kernel, meta.AxisMetadata):
-                (value,) = jax.tree.leaves(kernel)
-                return kernel.replace_boxed(jnp.reshape(value, shape))
-            return jnp.reshape(kernel, shape)
+            matrix = self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype)
+            # a box around it names the dimensions of the kernel, not of the matrix
+            return jax.tree.map(lambda value: jnp.reshape(value, shape), matrix)
 
         shape = (x.shape[-1], *features)
         kernel = self.param("kernel", kernel_init, shape, self.param_dtype)

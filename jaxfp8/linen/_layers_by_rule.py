@@ -4,12 +4,10 @@ GatedMLP.
 
 import contextlib
 import contextvars
-from typing import Any
 
 import jax
 from flax import linen as nn
 
-from .._jax._trees import split_arrays
 from ..dot import Parameters, _frozen, layers_call
 from ..recipes import (
     OVERWRITE_WITH_GRADIENT,
@@ -37,101 +35,73 @@ def run_together(args, kwargs, context, plain: nn.Module, rule: Rule):
         plain: the module without variables and rules.
         rule: the rule.
     """
-    layers = _Layers(args, kwargs, context, plain, rule)
-    with nn.intercept_methods(layers.intercept):
+    module, named = context.module, rule.layers
+    parameters = _parameters(module, rule)
+    if parameters is None:
         yield
-        layers.call.finish()
+        return
+    stand_in = None
 
+    def forward(function):
+        """Run the module alone, with `function` in place of the layers."""
+        nonlocal stand_in
+        variables = dict(module.variables)
+        variables.pop(OVERWRITE_WITH_GRADIENT, None)
+        rngs = {name: jax.random.key(0) for name in module.scope.rngs}
 
-class _Layers:
-    """The interceptor of the layers, for one call of their module.
+        def method(module):  # without the transforms of its decorators
+            return module._call_wrapped_method(context.orig_method.func, args, kwargs)
 
-    Attributes:
-        stand_in: takes the place of the layers while the module is compared with the
-            rule; else None.
-    """
+        stand_in, token = function, is_compared.set(True)
+        try:
+            nn.apply(method, plain, mutable=True)(variables, rngs=rngs)
+        finally:
+            stand_in = None
+            is_compared.reset(token)
 
-    def __init__(self, args, kwargs, context, plain, rule):
-        self.module, self.plain, self.rule = context.module, plain, rule
-        self.args, self.kwargs = args, kwargs
-        # without the transforms of its decorators
-        self.function = context.orig_method.func
-        self.stand_in = None
-        path = "/".join(self.module.path)
-        kinds = nn.Dense, nn.DenseGeneral, Dense
-        self.call = layers_call(
-            path, rule.layers, self._parameters, kinds, self._forward
-        )
-
-    def intercept(self, next_method, args, kwargs, context):
-        """Run a method; a layer in its own way, or together with the others."""
+    def intercept(next_method, args, kwargs, context):
         layer = context.module
-        is_named = layer.name in self.rule.layers.names
-        is_named = is_named and context.method_name == "__call__"
-        if is_named and self.stand_in is not None:
-            return self.stand_in(layer.name, args[0])
+        is_named = layer.name in named.names and context.method_name == "__call__"
+        if is_named and stand_in is not None:
+            return stand_in(layer.name, args[0])
         # In a lifted transform the parent of the layers is a copy of the module, with
         # an interceptor of its own.
-        is_own = is_named and layer.parent is self.module
-        if is_own and self.module.is_initializing():
-            self.call.enter(layer.name, layer, args, kwargs)
-        elif is_own and not self._runs_apart():
-            return self.call(layer.name, layer, args, kwargs)
+        if is_named and layer.parent is module:
+            return call(layer.name, layer, args, kwargs)
         return next_method(*args, **kwargs)
 
-    def _runs_apart(self) -> bool:
-        """Tell whether each layer runs a product of its own: in high precision, with
-        codes of kernels, and where state is made.
-        """
-        names = self.rule.layers.names
-        params = [self._variables("params", name) for name in names]
-        is_missing = any(
-            _PRODUCT not in self._variables(OVERWRITE_WITH_GRADIENT, name)
-            for name in names
+    kinds = nn.Dense, nn.DenseGeneral, Dense
+    path = "/".join(module.path)
+    call = layers_call(named)(path, named, parameters, kinds, forward)
+    with nn.intercept_methods(intercept):
+        yield
+
+
+def _parameters(module: nn.Module, rule: Rule) -> dict[str, Parameters] | None:
+    """Return what the layers of a module have; None where each layer runs a product of
+    its own: in high precision, with codes of kernels, and where variables are made.
+    """
+    if is_off() or _frozen.is_freezing() or module.is_initializing():
+        return None
+    recipe, parameters = rule.recipe, {}
+    makes_state = keeps_state(recipe)
+    makes_state &= module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+    for name in rule.layers.names:
+        params = module.variables.get("params", {}).get(name, {})
+        products = module.variables.get(OVERWRITE_WITH_GRADIENT, {}).get(name, {})
+        state = products.get(_PRODUCT)
+        is_frozen = _PRODUCT in params or isinstance(params.get("kernel"), QTensor)
+        if is_frozen or (makes_state and state is None):
+            return None
+        params = nn.meta.unbox(params)
+        parameters[name] = Parameters(
+            params.get("kernel"), params.get("bias"), _state(recipe, state)
         )
-        return (
-            is_off()
-            or _frozen.is_freezing()
-            or any(_PRODUCT in layer for layer in params)
-            or any(isinstance(layer.get("kernel"), QTensor) for layer in params)
-            or (
-                is_missing
-                and keeps_state(self.rule.recipe)
-                and self.module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
-            )
-        )
+    return parameters
 
-    def _variables(self, collection: str, name: str) -> Any:
-        return self.module.variables.get(collection, {}).get(name, {})
 
-    def _parameters(self, name: str) -> Parameters:
-        params = nn.meta.unbox(self._variables("params", name))
-        variables = self._variables(OVERWRITE_WITH_GRADIENT, name).get(_PRODUCT)
-        state = DotGeneralState(None, None, None)
-        if variables is not None:
-            state = map_variables(self.rule.recipe, lambda leaf, _: variables[leaf])
-        return Parameters(params.get("kernel"), params.get("bias"), state)
-
-    def _forward(self, stand_in) -> tuple:
-        """Return the arrays that the module reads, and its forward as a function of
-        them, with `stand_in` in place of the layers.
-        """
-        variables = dict(self.module.variables)
-        variables.pop(OVERWRITE_WITH_GRADIENT, None)
-        rngs = {name: jax.random.key(0) for name in self.module.scope.rngs}
-        arrays, joined = split_arrays((variables, self.args, self.kwargs))
-
-        def run(arrays):
-            variables, args, kwargs = joined(arrays)
-
-            def method(module):
-                return module._call_wrapped_method(self.function, args, kwargs)
-
-            self.stand_in, token = stand_in, is_compared.set(True)
-            try:
-                nn.apply(method, self.plain, mutable=True)(variables, rngs=rngs)
-            finally:
-                self.stand_in = None
-                is_compared.reset(token)
-
-        return arrays, run
+def _state(recipe, variables) -> DotGeneralState:
+    """Return the state of a product from its variables, which may be missing."""
+    if variables is None:
+        return DotGeneralState(None, None, None)
+    return map_variables(recipe, lambda name, _: variables[name])

@@ -15,7 +15,6 @@ transforms, `setup` or other modules make get their rules where they run.
 """
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import weakref
@@ -31,7 +30,6 @@ from ..recipes import (
     Rules,
     checked_rules,
     first_match,
-    is_foreign,
     keeps_state,
     kind,
     layer_names,
@@ -131,12 +129,9 @@ def decision(module) -> Decision | None:
     """Find the first rule that matches a bound module, in the outermost region first;
     None where no rule matches.
     """
-    op = "dot_general" if is_layer(module) else None
-    if isinstance(module, (nn.Einsum, Fp8Einsum)):
-        op = "einsum"
     for region in regions(module.scope):
         names = layer_names(module.path, isinstance(module, Fp8Module), region.root)
-        index = first_match(region.rules, names, op)
+        index = first_match(region.rules, names)
         if index is not None:
             return Decision(region.rules[index], index, region)
     return None
@@ -155,13 +150,8 @@ def _module_rule(module) -> Rule | None:
 
 def is_layer(module) -> bool:
     """Tell whether rules can change the products of a module."""
-    return isinstance(module, (Fp8Module, nn.Einsum, Dense)) or _has_field(
-        module, "dot_general_cls"
-    )
-
-
-def _has_field(module, name: str) -> bool:
-    return name in module.__dataclass_fields__
+    is_ours = isinstance(module, (Fp8Module, nn.Einsum, Dense))
+    return is_ours or "dot_general_cls" in module.__dataclass_fields__
 
 
 class _Quantized:
@@ -212,18 +202,17 @@ class _Quantized:
         return _hand_out(self, name, super().__getattr__(name))
 
 
-class _Scope:
-    """The attribute `scope` of a quantized model: each scope that Flax sets gets the
-    rules before submodules bind.
+def _scope(model):
+    return vars(model).get("scope")
+
+
+def _set_scope(model, scope) -> None:
+    """Set the attribute `scope` of a quantized model: each scope that Flax sets gets
+    the rules before submodules bind.
     """
-
-    def __get__(self, module, owner):
-        return None if module is None else vars(module).get("scope")
-
-    def __set__(self, module, scope):
-        if scope is not None and module._fp8_rules:
-            scope = add_rules(scope, module._fp8_rules)
-        vars(module)["scope"] = scope
+    if scope is not None and model._fp8_rules:
+        add_rules(scope, model._fp8_rules)
+    vars(model)["scope"] = scope
 
 
 _classes = weakref.WeakValueDictionary()
@@ -250,7 +239,7 @@ def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
                     namespace[name] = _method(method)
             quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
             # each module class has a `scope` of its own from Flax
-            quantized.scope = _Scope()
+            quantized.scope = property(_scope, _set_scope)
             _classes[plain_class, rules] = quantized
         return quantized
 
@@ -314,13 +303,9 @@ def _is_module(leaf) -> bool:
 def _with_interceptor(leaf):
     if not _is_module(leaf) or isinstance(leaf, _Quantized) or leaf.scope is None:
         return leaf
-    fields = {}
-    for field in dataclasses.fields(leaf):
-        if field.init:
-            fields[field.name] = getattr(leaf, field.name)
     # `setup` runs again in the new module, and the rewound scope has the names free
     # that `setup` took before.
-    return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
+    return _with_rules(leaf.clone(parent=leaf.scope.rewound()), ())
 
 
 # Whether the interceptor is active. Each thread has its own stack of Flax interceptors,
@@ -336,109 +321,91 @@ def _intercepting(model):
     if _is_intercepting.value:
         yield
         return
-    ran, foreign = {}, set()
+    # By the names that rules have for them: of each layer that ran, whether a rule
+    # gives it FP8, and other modules.
+    layers, others = {}, {}
 
     def intercept(next_method, args, kwargs, context):
-        if is_compared.get():  # no layer of the model
-            return _interceptor({}, next_method, args, kwargs, context)
-        if not is_layer(context.module) and is_foreign(context.module):
-            foreign.add(context.module.path)
-        return _interceptor(ran, next_method, args, kwargs, context)
+        """Run a method of any module in place of Flax."""
+        module = context.module
+        # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit
+        #    that this module makes need it.
+        restore_path(module.scope)
+        # 2. Find the rule of a layer, and note whether it gives the layer FP8.
+        has_product = is_layer(module)
+        decided = decision(module) if has_product else None
+        gives_fp8 = decided is not None and decided.rule.recipe is not None
+        # A module that holds a product is a layer too.
+        names = layer_names(module.path, isinstance(module, Fp8Module), model.path)
+        for name in () if is_compared.get() else names:
+            if has_product:
+                layers[name] = layers.get(name, False) or gives_fp8
+            else:
+                others[name] = module
+        # 3. Run the module with the recipe of its rule, with layers that run together,
+        #    or as it is.
+        rule = None
+        if not has_product and context.method_name == "__call__":
+            rule = _module_rule(module)
+        if decided is not None:
+            return _run_layer(decided, next_method, args, kwargs, context)
+        if rule is None:
+            return next_method(*args, **kwargs)
+        plain = module.clone(parent=None)
+        if isinstance(plain, _Quantized):
+            plain = _plain(plain)
+        with run_together(args, kwargs, context, plain, rule):
+            return next_method(*args, **kwargs)
 
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield
     # A submodule that was handed out has the rules of a model that does not run here.
-    if model._fp8_rules and model.scope is not None and ran:
-        check_rules(model, ran, foreign)
+    if model._fp8_rules and model.scope is not None and (layers or others):
+        check_rules(model, layers, others)
 
 
-def _interceptor(ran, next_method, args, kwargs, context):
-    """Run a method of any module while a quantized model runs; Flax calls the
-    interceptor in place of the method.
-
-    `ran` collects by path what ran: whether a rule gives the layer FP8, and None for
-    other modules. A module that holds a product is a layer too.
-    """
-    module = context.module
-    # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that
-    #    this module makes need it.
-    object.__setattr__(module, "scope", restore_path(module.scope))
-    # 2. Find the rule of a layer, and note whether it gives the layer FP8.
-    ran.setdefault(module.path, None)
-    decided = recipe = rule_of_module = None
-    if is_layer(module):
-        decided = decision(module)
-        if decided is not None:
-            recipe = decided.rule.recipe
-        paths = [module.path]
-        if isinstance(module, Fp8Module):
-            paths.append(module.path[:-1])
-        for path in paths:
-            ran[path] = ran.get(path) or recipe is not None
-    elif context.method_name == "__call__":
-        rule_of_module = _module_rule(module)
-    # 3. Run the module: as it is, or with the fields that give it the recipe of its
-    #    rule, or with layers that run together.
-    is_flax_einsum = (
-        getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
-    )
-    if is_flax_einsum and recipe is not None:
-        return _einsum_layer(module, recipe, *args, **kwargs)
-    with contextlib.ExitStack() as stack:
-        if rule_of_module is not None:
-            plain = module.clone(parent=None)
-            if isinstance(plain, _Quantized):
-                plain = _plain(plain)
-            stack.enter_context(
-                run_together(args, kwargs, context, plain, rule_of_module)
-            )
-        if decided is not None:
-            stack.enter_context(_changed(module, _fields_of_rule(module, decided.rule)))
-            if recipe is None:
-                stack.enter_context(
-                    _contexts.high_precision(f"rule {decided.index} says None")
-                )
+def _run_layer(decided: Decision, next_method, args, kwargs, context):
+    """Run a method of a layer with the recipe of its rule."""
+    layer, recipe = context.module, decided.rule.recipe
+    if recipe is None:
+        reason = f"rule {decided.index} says None"
+        with _with_recipe(layer, decided.rule), _contexts.high_precision(reason):
+            return next_method(*args, **kwargs)
+    function = getattr(context.orig_method, "func", None)
+    if function is nn.Einsum.__call__.__wrapped__:
+        return _einsum_layer(layer, recipe, *args, **kwargs)
+    with _with_recipe(layer, decided.rule):
         return next_method(*args, **kwargs)
 
 
-def _fields_of_rule(layer, rule: Rule) -> dict:
-    """Return the fields that give a layer the recipe of its rule; the recipe None is
-    high precision.
-    """
-    if isinstance(layer, Fp8Module):
-        return {"recipe": rule.layer_recipe}
-    if rule.recipe is None:
-        return {"dot_general_cls": None, "dot_general": jax.lax.dot_general}
-    return {"dot_general_cls": make_dot_general_cls(rule.recipe), "dot_general": None}
-
-
 @contextlib.contextmanager
-def _changed(module, fields):
-    """Change fields of a bound module for a while; Flax made the module for this call
-    of `apply`.
+def _with_recipe(layer, rule: Rule):
+    """Give a bound layer the recipe of its rule for a while: Flax made the layer for
+    this call of `apply`. The recipe None is high precision.
     """
+    fields = {"dot_general_cls": None, "dot_general": jax.lax.dot_general}
+    if isinstance(layer, Fp8Module):
+        fields = {"recipe": rule.layer_recipe}
+    elif rule.recipe is not None:
+        cls = make_dot_general_cls(rule.recipe)
+        fields = {"dot_general_cls": cls, "dot_general": None}
     before = {}
     try:
         for name, value in fields.items():
-            if _has_field(module, name):
-                before[name] = getattr(module, name)
-                object.__setattr__(module, name, value)
+            if name in layer.__dataclass_fields__:
+                before[name] = getattr(layer, name)
+                object.__setattr__(layer, name, value)
         yield
     finally:
         for name, value in before.items():
-            object.__setattr__(module, name, value)
+            object.__setattr__(layer, name, value)
 
 
 def _einsum_layer(layer, recipe, inputs, einsum_str=None):
     """Compute `nn.Einsum.__call__` in FP8, here because `nn.Einsum` has no field for
     its product.
     """
-    eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
-    if "->" not in eqn or eqn.count(",") != 1:
-        raise ValueError(
-            "nn.Einsum: einsum_str: expected two operands and an explicit output, got "
-            f"{eqn!r}"
-        )
+    eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
     kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
     bias, broadcast = None, ()
     if layer.use_bias:

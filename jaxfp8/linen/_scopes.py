@@ -13,13 +13,7 @@ from typing import NamedTuple
 from flax import core, linen as nn
 from flax.traverse_util import flatten_dict
 
-from ..recipes import (
-    Rule,
-    relative,
-    warn_of_idle_rules,
-    warn_of_no_fp8,
-    warn_of_own_arrays,
-)
+from ..recipes import Rule, is_foreign, warn_of_rules
 
 _FLAG = "jaxfp8_rules"
 
@@ -35,10 +29,10 @@ class _RuledScope(core.Scope):
     """A scope whose children have their own paths in their flags."""
 
     def push(self, name=None, prefix="", reuse=False):
-        return _ruled(super().push(name, prefix, reuse), regions(self))
+        return _with_path(super().push(name, prefix, reuse), regions(self))
 
     def rewound(self, rewind_rngs=False):
-        return _ruled(super().rewound(rewind_rngs), regions(self))
+        return _with_path(super().rewound(rewind_rngs), regions(self))
 
 
 def regions(scope: core.Scope | None) -> tuple[Region, ...]:
@@ -46,23 +40,22 @@ def regions(scope: core.Scope | None) -> tuple[Region, ...]:
     return () if scope is None else scope.flags.get(_FLAG, ((), None))[0]
 
 
-def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
-    """Return the scope with a region of `rules` that begins at its path."""
+def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> None:
+    """Add a region of `rules`, which begins at the path of the scope, to its flags."""
     around, region = regions(scope), Region(rules, scope.path)
-    return _ruled(scope, around if region in around else (*around, region))
+    _with_path(scope, around if region in around else (*around, region))
 
 
-def restore_path(scope: core.Scope | None) -> core.Scope | None:
-    """Return a scope below rules with its own path in the flags, where a lifted
-    transform left another path.
+def restore_path(scope: core.Scope | None) -> None:
+    """Put the path of a scope below rules into its flags, where a lifted transform left
+    another path.
     """
     if regions(scope) and not isinstance(scope, _RuledScope):
-        return _ruled(scope, regions(scope))
-    return scope
+        _with_path(scope, regions(scope))
 
 
-def _ruled(scope, scope_regions) -> _RuledScope:
-    """Return an alias of the scope: the same variables and counters, and other flags.
+def _with_path(scope, scope_regions) -> _RuledScope:
+    """Put the regions around a scope and its path into its flags; return the scope.
 
     Raises:
         ValueError: the scope belongs to a block in `nn.jit`, and the key of the block's
@@ -76,21 +69,21 @@ def _ruled(scope, scope_regions) -> _RuledScope:
             "equal blocks; make the block in a method of its parent in place of a "
             "field, or take nn.jit away and use jax.jit around the step"
         )
-    alias = object.__new__(_RuledScope)
-    flags = core.freeze({**scope.flags, _FLAG: (scope_regions, scope.path)})
-    vars(alias).update(vars(scope), flags=flags)
-    return alias
+    scope.__class__ = _RuledScope
+    scope.flags = core.freeze({**scope.flags, _FLAG: (scope_regions, scope.path)})
+    return scope
 
 
-def check_rules(model, ran, foreign) -> None:
+def check_rules(
+    model: nn.Module, layers: dict[str, bool], others: dict[str, nn.Module]
+) -> None:
     """Warn of rules of a bound model that give no FP8, or match no layer, among modules
     that may not have run too.
 
     Args:
         model: the model.
-        ran: the modules that ran, by their paths: whether a rule gives a layer FP8,
-            None for other modules.
-        foreign: the paths of modules that are neither Flax's nor layers by a field.
+        layers: the layers that ran, by name: whether a rule gives the layer FP8.
+        others: the other modules that ran, by name.
     """
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
     #    method may run some of these only, and a block that nn.jit has kept runs
@@ -98,56 +91,27 @@ def check_rules(model, ran, foreign) -> None:
     held = set()
     for tree in model.variables.values():
         for path in flatten_dict(tree):
-            held.update((*model.path, *path[:i]) for i in range(len(path)))
+            held.update("/".join(path[:i]) for i in range(len(path)))
     if not held:
         return
-    rest = held - ran.keys()
-    layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
+    rest = held - layers.keys() - others.keys()
     # 2. See whether there is FP8, or could be in the rest.
-    fp8_rules = []
-    gets_fp8 = True in ran.values()
-    for region in regions(model.scope):
-        names = _names(rest, region.root)
-        for rule in region.rules:
-            if rule.recipe is not None:
-                fp8_rules.append(rule)
-                gets_fp8 |= rule.matches_a_product(names)
-    if fp8_rules and not gets_fp8:
-        name = type(model).__name__
-        warn_of_no_fp8("linen.quantize", name, fp8_rules, _names(layers))
+    asking = [rule for rule in model._fp8_rules if rule.recipe is not None]
+    gives_fp8 = not asking or True in layers.values()
+    gives_fp8 = gives_fp8 or any(rule.matches(rest) for rule in asking)
     # 3. See whether each rule matches, once for equal rules of models of one class;
     #    `init` may make a part of a model.
-    elif not model.is_initializing() and not type(model)._fp8_has_checked:
-        type(model)._fp8_has_checked = True
-        _check_each_rule(model, layers, rest, foreign)
-
-
-def _check_each_rule(model, layers, rest, foreign) -> None:
-    """Warn of rules that match no layer, and of products that no rule reaches.
-
-    Args:
-        model: the model, bound.
-        layers: the paths of layers that ran.
-        rest: the paths of modules that did not run.
-        foreign: see `check_rules`.
-    """
-    where, rules = "linen.quantize", model._fp8_rules
-    names = {name: [name] for name in _names([*layers, *rest], model.path)}
-    without_product = set()
-    arrays = {}
-    params = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
-    for path, leaf in params.items():
-        module = (*model.path, *path[:-1])
-        if module in layers:
-            continue
-        without_product.add("/".join(path[:-1]))
-        if module in foreign:
-            arrays[path] = getattr(leaf, "shape", ())
-    warn_of_idle_rules(where, type(model).__name__, rules, names, without_product)
-    warn_of_own_arrays(where, rules, arrays)
-
-
-def _names(paths, root: tuple[str, ...] = ()) -> list[str]:
-    """Return the names that rules of a model at `root` have for modules at `paths`."""
-    names = (relative(path, root) for path in paths)
-    return [name for name in names if name is not None]
+    cls, is_init = type(model), model.is_initializing()
+    if gives_fp8 and (is_init or cls._fp8_has_checked):
+        return
+    cls._fp8_has_checked = not is_init
+    params = {}
+    arrays = flatten_dict(nn.meta.unbox(model.variables.get("params", {})))
+    for path, leaf in arrays.items():
+        name = "/".join(path[:-1])
+        if name not in layers:
+            is_own = name in others and is_foreign(others[name])
+            params[path] = getattr(leaf, "shape", ()) if is_own else None
+    names = {name: [name] for name in (*layers, *rest)}
+    where = "linen.quantize", cls.__name__, model._fp8_rules
+    warn_of_rules(*where, gives_fp8, names, params)

@@ -85,20 +85,6 @@ class _Fp8Product(NoClassAsProduct, nnx.Module):
             path = f"{type(self).__name__} with a kernel {list(np.shape(kernel))}"
         return _contexts.layer(path)
 
-    def drop_state(self) -> None:
-        """Delete the variables of the state."""
-        for name, value in list(vars(self).items()):
-            if isinstance(value, OverwriteWithGradient):
-                delattr(self, name)
-
-    def become(self, product: "_Fp8Product") -> None:
-        """Take recipe and state of another product in place of one's own."""
-        self.drop_state()
-        self.names_recipe, self.recipe = product.names_recipe, product.recipe
-        for name, value in vars(product).items():
-            if isinstance(value, OverwriteWithGradient):
-                setattr(self, name, value)
-
     def _product(
         self, x, kernel, dimension_numbers, by=dot_general
     ) -> Callable[..., jax.Array]:

@@ -15,19 +15,19 @@ from jax.ad_checkpoint import checkpoint_name
 from .._jax._primitives import inner_jaxprs
 from .._jax._trees import split_arrays
 from ..dot import _frozen, dot_general
-from ..recipes import QuantizerState
 from ._dot_general import (
     Fp8DotGeneral,
     Fp8Einsum,
     Fp8RaggedDot,
+    OverwriteWithGradient,
     current_recipe,
     frozen_arrays,
     read_state,
 )
 from ._quantize_by_rules import _forget_unused, _stacked, layers, product
 
-# The name of the kernel of a product while a model is traced, with the number of the
-# product.
+# The name of the kernel of a product while a model is traced, with the path of the
+# layer.
 _KERNEL_NAME = "jaxfp8_kernel_of_"
 
 
@@ -53,17 +53,20 @@ class FrozenKernel(_frozen.Placeholder):
 
 def freeze(model, args, kwargs):
     """Freeze the model in place; see `jaxfp8.freeze`."""
-    candidates = [each for each in layers(model) if _has_kernel(*each[1:])]
-    calls, program = recorded_calls(model, candidates, args, kwargs)
-    for i in _computed(program):
-        raise ValueError(
-            f"freeze: {'/'.join(map(str, candidates[i][0]))}: expected a layer that "
-            "gives its product its kernel as it is, got a layer that computes another "
-            "kernel from it; leave that layer in high precision"
-        )
-    frozen = []
-    for (path, layer, attribute), call in zip(candidates, calls, strict=True):
-        codes = None if call is None else _codes(path, layer, call)
+    calls, program = recorded_calls(model, args, kwargs)
+    computed, frozen = set(_computed(program)), []
+    for path, layer, attribute in layers(model):
+        call, kernel = calls.get(path), getattr(layer, "kernel", None)
+        if call is None or not isinstance(kernel, nnx.Param):
+            continue
+        name = "/".join(map(str, path))
+        if name in computed:
+            raise ValueError(
+                f"freeze: {name}: expected a layer that gives its product its kernel "
+                "as it is, got a layer that computes another kernel from it; leave "
+                "that layer in high precision"
+            )
+        codes = _codes(path, layer, call)
         if codes is not None:
             frozen.append((layer, attribute, call.kernel.shape, codes))
     if not frozen:
@@ -72,7 +75,9 @@ def freeze(model, args, kwargs):
     # it was.
     for layer, attribute, shape, codes in frozen:
         new = nnx.clone(product(layer))  # other layers may hold the old product
-        new.drop_state()
+        for name, value in list(vars(new).items()):
+            if isinstance(value, OverwriteWithGradient):
+                delattr(new, name)
         for name, leaf in codes.items():
             setattr(new, name, nnx.Param(leaf))
         setattr(layer, attribute, nnx.data(new))
@@ -82,14 +87,6 @@ def freeze(model, args, kwargs):
         layer.kernel = nnx.static(placeholder)
     _forget_unused(model)
     return model
-
-
-def _has_kernel(layer, attribute) -> bool:
-    """Tell whether a layer holds an FP8 product, and the kernel that the product
-    reads.
-    """
-    has_product = attribute is not None and product(layer) is not None
-    return has_product and isinstance(getattr(layer, "kernel", None), nnx.Param)
 
 
 class Call(NamedTuple):
@@ -103,22 +100,23 @@ class Call(NamedTuple):
 
 
 class _Recorder(NamedTuple):
-    """The product of layer `i` while a model is traced in high precision; records the
-    first call among `calls`.
+    """The product of the layer at `path` while a model is traced in high precision;
+    records the first call among `calls`.
     """
 
-    i: int
-    calls: list[Call | None]
+    path: tuple
+    calls: dict[tuple, Call | None]
 
     def _product(self, x, kernel, dimension_numbers, by=dot_general):
         """Record the call; return `by` in high precision."""
         call = Call(
             x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers
         )
-        self.calls[self.i] = self.calls[self.i] or call
+        self.calls[self.path] = self.calls[self.path] or call
+        name = _KERNEL_NAME + "/".join(map(str, self.path))
 
         def multiply(x, kernel, dimension_numbers, **options):
-            kernel = checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}")
+            kernel = checkpoint_name(kernel, name)
             return by(x, kernel, dimension_numbers, recipe=None, **options)
 
         return multiply
@@ -131,43 +129,33 @@ class _Recorder(NamedTuple):
     ragged_dot = Fp8RaggedDot.__call__
 
 
-def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], Any]:
-    """Record how layers call their products, by a trace in high precision; the model is
-    as before afterwards.
-
-    Args:
-        model: the NNX module.
-        candidates: `(path, layer, attribute)` of each layer, with the attribute that
-            holds its product.
-        args, kwargs: the arguments of the model.
+def recorded_calls(model, args, kwargs) -> tuple[dict[tuple, Call | None], Any]:
+    """Record how layers call their FP8 products, by a trace of a copy of an NNX model
+    in high precision.
 
     Returns:
-        `(calls, program)`: the first call of each layer, None for a layer without a
-        call; and the jaxpr of the model.
+        `(calls, program)`: by path the first call of each layer, None for a layer
+        without a call; and the jaxpr of the model called with `args` and `kwargs`.
     """
-    calls = [None] * len(candidates)
-    before = [getattr(layer, attribute) for _, layer, attribute in candidates]
-    try:
-        for i, (_, layer, attribute) in enumerate(candidates):
-            recorder = _Recorder(i, calls)
+    model, calls = nnx.clone(model), {}
+    for path, layer, attribute in layers(model):
+        if attribute is not None and product(layer) is not None:
+            calls[path] = None
+            recorder = _Recorder(path, calls)
             setattr(layer, attribute, nnx.static(getattr(recorder, attribute)))
-        graph, state = nnx.split(model)
-        arrays, joined = split_arrays((args, kwargs))
+    graph, state = nnx.split(model)
+    arrays, joined = split_arrays((args, kwargs))
 
-        def run(state, arrays):
-            args, kwargs = joined(arrays)
-            return split_arrays(nnx.merge(graph, state)(*args, **kwargs))[0]
+    def run(state, arrays):
+        args, kwargs = joined(arrays)
+        return split_arrays(nnx.merge(graph, state)(*args, **kwargs))[0]
 
-        program = jax.make_jaxpr(run)(state, arrays).jaxpr
-    finally:
-        for (_, layer, attribute), value in zip(candidates, before, strict=True):
-            setattr(layer, attribute, nnx.data(value))
-    return calls, program
+    return calls, jax.make_jaxpr(run)(state, arrays).jaxpr
 
 
-def _computed(jaxpr) -> Iterator[int]:
-    """Yield the recorders whose kernel is the result of an equation other than a change
-    of dtype.
+def _computed(jaxpr) -> Iterator[str]:
+    """Yield the paths of layers whose product gets the result of an equation, other
+    than a change of dtype, as its kernel.
     """
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
@@ -178,7 +166,7 @@ def _computed(jaxpr) -> Iterator[int]:
             while producer and producer.primitive.name == "convert_element_type":
                 producer = producers.get(producer.invars[0])
             if producer:
-                yield int(name.removeprefix(_KERNEL_NAME))
+                yield name.removeprefix(_KERNEL_NAME)
         for inner in inner_jaxprs(eqn.params):
             yield from _computed(inner)
 
@@ -194,12 +182,7 @@ def _codes(path, layer, call: Call):
     if recipe is None:
         return None
     state = read_state(fp8_product, recipe)
-    for name in ("input", "kernel"):
-        quantizer = getattr(state, name)
-        if isinstance(quantizer, QuantizerState):
-            operand = "/".join(map(str, (*path, name)))
-            # the state's scale is the scale_inv of the last step
-            _frozen.refuse_untouched(operand, quantizer.amax_history, quantizer.scale)
+    _frozen.refuse_untouched({"/".join(map(str, path)): nnx.state(fp8_product)})
 
     def codes_of_kernel(kernel, state):
         kernel = kernel.astype(call.kernel.dtype)

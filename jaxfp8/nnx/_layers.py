@@ -117,44 +117,27 @@ def _value(parameter: nnx.Param | None) -> jax.Array | None:
     return None if parameter is None else parameter.get_value()
 
 
-class _Normalizing(nnx.Module):
-    """Base of layers with a norm before their first product: `norm` is None, `"rms"` or
-    `"layer"`; see `GatedMLP`.
+def _norm_parameters(kind, size, param_dtype, scale_init, norm_bias_init, rngs):
+    """Make scale and bias `[size]` of a norm; None for those that the kind lacks."""
+    scale = bias = None
+    if kind is not None:
+        scale = nnx.Param(scale_init(rngs.params(), (size,), param_dtype))
+    if kind == "layer":
+        bias = nnx.Param(norm_bias_init(rngs.params(), (size,), param_dtype))
+    return scale, bias
+
+
+def _normalized(layer: nnx.Module, kind: str | None, x: ArrayLike):
+    """Return the input of the first product of a layer with the parameters of a norm:
+    x `[..., in_features]`, normalized where there is a kind.
     """
-
-    def __init__(
-        self,
-        norm: str | None,
-        in_features: int,
-        epsilon: float,
-        dtype: Any,
-        param_dtype: Any,
-        scale_init: Initializer,
-        norm_bias_init: Initializer,
-        rngs: nnx.Rngs,
-    ):
-        self.norm, self.epsilon, self.dtype = norm, epsilon, dtype
-
-        def parameter(init, is_there):
-            if is_there:
-                return nnx.Param(init(rngs.params(), (in_features,), param_dtype))
-            return None
-
-        self.scale = parameter(scale_init, norm is not None)
-        self.norm_bias = parameter(norm_bias_init, norm == "layer")
-
-    def _normalized(self, x: ArrayLike) -> jax.Array | Normalized:
-        """Return the input of the first product: x `[..., in_features]`, normalized if
-        the layer has a norm.
-        """
-        x = jnp.asarray(x)
-        if self.norm is None:
-            return x
-        scale, bias = _value(self.scale), _value(self.norm_bias)
-        return norm_of_layer(self, self.norm, x, scale, bias)
+    x = jnp.asarray(x)
+    if kind is None:
+        return x
+    return norm_of_layer(layer, kind, x, _value(layer.scale), _value(layer.norm_bias))
 
 
-class GatedMLP(_Normalizing):
+class GatedMLP(nnx.Module):
     """The gated feed-forward block of a transformer, in FP8; parameters and arithmetic
     of `jaxfp8.linen.GatedMLP`.
 
@@ -203,18 +186,11 @@ class GatedMLP(_Normalizing):
     ):
         gated_activation("GatedMLP", activation)
         check_norm("GatedMLP", "norm", norm, is_optional=True)
-        super().__init__(
-            norm,
-            in_features,
-            epsilon,
-            dtype,
-            param_dtype,
-            scale_init,
-            norm_bias_init,
-            rngs,
+        self.activation, self.norm = activation, norm
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale, self.norm_bias = _norm_parameters(
+            norm, in_features, param_dtype, scale_init, norm_bias_init, rngs
         )
-        self.activation = activation
-
         linear_layer = functools.partial(
             Linear,
             recipe=recipe,
@@ -244,7 +220,7 @@ class GatedMLP(_Normalizing):
         in `jaxfp8.dot_general`.
         """
         activation = gated_activation("GatedMLP", self.activation)
-        h = self.wi(self._normalized(x), activation=activation)
+        h = self.wi(_normalized(self, self.norm, x), activation=activation)
         return self.wo(h, out_sharding)
 
 
@@ -264,7 +240,7 @@ def _with_gate(init, axis: int):
     return with_gate
 
 
-class NormDense(_Normalizing):
+class NormDense(nnx.Module):
     """`Linear(norm(x))` in FP8; parameters and arithmetic of `jaxfp8.linen.NormDense`.
 
         jaxfp8.nnx.NormDense(
@@ -305,15 +281,9 @@ class NormDense(_Normalizing):
         rngs: nnx.Rngs,
     ):
         check_norm("NormDense", "kind", kind, is_optional=False)
-        super().__init__(
-            kind,
-            in_features,
-            epsilon,
-            dtype,
-            param_dtype,
-            scale_init,
-            norm_bias_init,
-            rngs,
+        self.kind, self.epsilon, self.dtype = kind, epsilon, dtype
+        self.scale, self.norm_bias = _norm_parameters(
+            kind, in_features, param_dtype, scale_init, norm_bias_init, rngs
         )
         self.dense = Linear(
             in_features,
@@ -328,18 +298,13 @@ class NormDense(_Normalizing):
             rngs=rngs,
         )
 
-    @property
-    def kind(self) -> str:
-        """The kind of the norm, `"rms"` or `"layer"`."""
-        return self.norm
-
     def __call__(
         self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None
     ) -> jax.Array:
         """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as
         in `jaxfp8.dot_general`.
         """
-        return self.dense(self._normalized(x), out_sharding)
+        return self.dense(_normalized(self, self.kind, x), out_sharding)
 
 
 class Experts(nnx.Module):

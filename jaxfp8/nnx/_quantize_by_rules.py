@@ -16,19 +16,16 @@ from ..recipes import (
     is_foreign,
     kind,
     layer_names,
-    warn_of_idle_rules,
-    warn_of_no_fp8,
-    warn_of_own_arrays,
+    warn_of_rules,
 )
 from ._dot_general import (
     PRODUCTS,
-    Fp8Einsum,
     OverwriteWithGradient,
     _Fp8Product,
     frozen_arrays,
 )
 from ._layers import Linear, RaggedLinear
-from ._layers_by_rule import module_changes
+from ._layers_by_rule import joined_classes, set_class
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
 RULES = "fp8_rules"
@@ -97,45 +94,40 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             new_product = _new_product(layer, attribute, rules[index], stacked)
             changes.append((layer, attribute, new_product))
             deciding.add(rules[index])
-    modules = module_changes(model, rules)
+    classes = joined_classes(model, rules)
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
     for change in changes:
         _change(*change)
-    for holder, name, module in modules:
-        setattr(holder, name, module)
-    _check_rules(model, rules, deciding, model_layers)
+    for module, cls in classes:
+        set_class(module, cls)
+    _warn_of_rules(model, rules, deciding, model_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
 
 
-def _check_rules(model, rules, deciding, model_layers) -> None:
+def _warn_of_rules(model, rules, deciding, model_layers) -> None:
     """Warn of rules that give no FP8, or match no layer, and of modules that multiply
     arrays of their own; the rules in `deciding` decide about layers.
     """
-    where = "nnx.quantize", type(model).__name__, rules
-    names = {}
-    around = set()
+    names, known = {}, set()
     for path, _, attribute in model_layers:
-        names["/".join(map(str, path))] = layer_names(path, attribute is None)
-        around.update(path[:i] for i in range(len(path)))
-    if _ask_for_fp8(rules) and not _ask_for_fp8(deciding):
-        warn_of_no_fp8(*where, list(names))
-        return
-    own_arrays = dict(_own_arrays(model))
-    # A block of layers alone is not a module in high precision.
-    around -= {path[:-1] for path in own_arrays}
-    without_product = []
+        layer = layer_names(path, attribute is None)
+        names["/".join(map(str, path))] = layer
+        known.update(layer)
+    params = {}
     for path, module in nnx.iter_modules(model):
-        if path not in around and not isinstance(module, _Fp8Product):
-            without_product.append("/".join(map(str, path)))
-    warn_of_idle_rules(*where, names, without_product)
-    warn_of_own_arrays("nnx.quantize", rules, own_arrays)
-
-
-def _ask_for_fp8(rules) -> bool:
-    return any(rule.recipe is not None for rule in rules)
+        if "/".join(map(str, path)) in known:
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Param):
+                shape = getattr(value.get_value(), "shape", ())
+                params[(*path, name)] = shape if is_foreign(module) else None
+    asking = {rule for rule in rules if rule.recipe is not None}
+    gives_fp8 = not asking or bool(asking & deciding)
+    where = "nnx.quantize", type(model).__name__, rules
+    warn_of_rules(*where, gives_fp8, names, params)
 
 
 def layers(model):
@@ -162,33 +154,9 @@ def attribute_of(module) -> str | None:
     return next((name for name in PRODUCTS if name in vars(module)), None)
 
 
-def _own_arrays(model):
-    """Yield the path and the shape of each parameter of a module that is none of Flax's
-    and holds no product.
-    """
-    for path, module in nnx.iter_modules(model):
-        values = vars(module).values()
-        is_layer = any(isinstance(value, _Fp8Product) for value in values)
-        if _operation(module) is None and is_foreign(module) and not is_layer:
-            for name, value in vars(module).items():
-                if isinstance(value, nnx.Param):
-                    yield (*path, name), getattr(value.get_value(), "shape", ())
-
-
 def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:
     """Find the index of the first rule that matches the module at `path`."""
-    names = layer_names(path, isinstance(module, _Fp8Product))
-    return first_match(rules, names, _operation(module))
-
-
-def _operation(module) -> str | None:
-    """Return the `op_names` word for a layer, `"einsum"` or `"dot_general"`; None for a
-    module without a product.
-    """
-    if isinstance(module, Fp8Einsum) or "einsum_op" in vars(module):
-        return "einsum"
-    is_product = isinstance(module, _Fp8Product)
-    return "dot_general" if is_product or attribute_of(module) else None
+    return first_match(rules, layer_names(path, isinstance(module, _Fp8Product)))
 
 
 def product(layer):
@@ -210,12 +178,12 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     if isinstance(layer, _Fp8Product):
         state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
         return state[0].shape[:-1] if state else ()
-    if isinstance(layer, (nnx.Linear, Linear)):
-        expected = (layer.in_features, *sizes("out_features", layer.out_features))
-    elif isinstance(layer, nnx.LinearGeneral):
-        expected = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
-    elif isinstance(layer, (nnx.Einsum, RaggedLinear)):
+    if isinstance(layer, (nnx.Einsum, RaggedLinear)):
         expected = tuple(layer.kernel_shape)
+    elif isinstance(layer, (nnx.Linear, Linear, nnx.LinearGeneral)):
+        features = layer.in_features, layer.out_features
+        contract, free = (sizes("features", each) for each in features)
+        expected = (*getattr(layer, "batch_axis", {}).values(), *contract, *free)
     else:
         return ()
     shape = layer.kernel.get_value().shape
@@ -248,7 +216,8 @@ def _new_product(layer, attribute, rule: Rule, stacked):
 def _change(layer, attribute, new_product) -> None:
     # the product changes in place, because a list or several modules may hold it
     if attribute is None:
-        layer.become(new_product)
+        vars(layer).clear()
+        vars(layer).update(vars(new_product))
         return
     # NNX has the attribute as static where it held a function.
     mark = nnx.data if isinstance(new_product, _Fp8Product) else nnx.static
@@ -275,12 +244,11 @@ def _forget_unused(model) -> None:
     """Remove from attention the products that none of its layers runs any more, whose
     state it would keep.
     """
-    users = {"qkv_dot_general": ("query", "key", "value"), "out_dot_general": ("out",)}
     for _, attention in list(nnx.iter_modules(model)):
-        if not isinstance(attention, nnx.MultiHeadAttention):
-            continue
-        for attribute, names in users.items():
-            shared = getattr(attention, attribute)
-            held = [getattr(attention, name).dot_general for name in names]
-            if isinstance(shared, _Fp8Product) and shared not in held:
-                setattr(attention, attribute, nnx.static(None))
+        if isinstance(attention, nnx.MultiHeadAttention):
+            layers = attention.query, attention.key, attention.value, attention.out
+            held = [layer.dot_general for layer in layers]
+            for attribute in ("qkv_dot_general", "out_dot_general"):
+                shared = getattr(attention, attribute)
+                if isinstance(shared, _Fp8Product) and shared not in held:
+                    setattr(attention, attribute, nnx.static(None))

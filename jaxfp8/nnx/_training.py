@@ -351,13 +351,11 @@ class Optimizer(nnx.Optimizer):
         """Return `opt_state` with the state of the mini-steps so far; zeros where
         `state` is of another recipe.
         """
-        paths, opt_state = _paths(state), _steps.begin(opt_state, state)
-        if not isinstance(opt_state, _steps.Accumulating) or set(
-            self.mini_steps
-        ) != set(paths):
-            return opt_state
-        kept = tuple(self.mini_steps[path].get_value() for path in paths)
-        return _steps.begin(opt_state._replace(state=kept), state)
+        kept = []
+        for path in _paths(state):
+            if path in self.mini_steps:
+                kept.append(self.mini_steps[path].get_value())
+        return _steps.begin(_steps.Accumulating(opt_state, tuple(kept)), state)
 
     def _keep_mini_steps(self, opt_state, state):
         if not isinstance(opt_state, _steps.Accumulating):

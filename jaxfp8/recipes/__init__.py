@@ -47,9 +47,7 @@ from ._rules import (
     module_rule,
     relative,
     some,
-    warn_of_idle_rules,
-    warn_of_no_fp8,
-    warn_of_own_arrays,
+    warn_of_rules,
 )
 from ._state import (
     DotGeneralState,

@@ -41,33 +41,22 @@ class Rule(NamedTuple):
         path: a regex for `re.fullmatch` on the path of a layer, its parts joined by
             `/`; with `layers` on the path of the module that holds the layer.
         recipe: how operands become FP8; None for high precision.
-        op_names: the products that the rule is for, of `"dot_general"`, `"einsum"`; an
-            empty tuple means all.
         layers: the layers of a module that the rule is for, where they run together.
     """
 
     path: str
     recipe: Any
-    op_names: tuple[str, ...] = ()
     layers: NamedLayers | None = None
 
-    def matches(self, paths: Iterable[str], op: str) -> bool:
-        """Tell whether the rule is for products `op` and matches one of `paths`, all
-        names of one layer.
-        """
-        is_for_op = not self.op_names or op in self.op_names
-        return is_for_op and any(map(self._matches_path, paths))
-
-    def _matches_path(self, path: str) -> bool:
-        if self.layers is not None:
-            path, _, name = path.rpartition("/")
-            if name not in self.layers.names:
-                return False
-        return re.fullmatch(self.path, path) is not None
-
-    def matches_a_product(self, paths: Iterable[str]) -> bool:
-        """Tell whether the rule matches one of `paths` for products of any kind."""
-        return any(self.matches(paths, op) for op in ("dot_general", "einsum"))
+    def matches(self, paths: Iterable[str]) -> bool:
+        """Tell whether the rule matches one of `paths`."""
+        for path in paths:
+            holder, _, name = path.rpartition("/")
+            if self.layers is not None:
+                path = holder if name in self.layers.names else None
+            if path is not None and re.fullmatch(self.path, path):
+                return True
+        return False
 
     @property
     def layer_recipe(self) -> Recipe:
@@ -150,72 +139,52 @@ def some(names: list[str], most: int = 8) -> str:
     return ", ".join(map(repr, names[:most])) + rest
 
 
-def warn_of_idle_rules(
-    where: str,
-    model: str,
-    rules: Sequence[Rule],
-    layers: dict[str, list[str]],
-    without_product: Sequence[str],
-) -> None:
-    """Warn of rules that match no layer of a model.
-
-    Args:
-        where: the function that the rules were given to.
-        model: the name of the model's class.
-        rules: the rules.
-        layers: the names of each layer, by its path.
-        without_product: the names of modules without a product, as embeddings and
-            norms, which are in high precision, as a rule may say.
-    """
-    names = [name for names in layers.values() for name in names]
-    idle = []
-    for rule in rules:
-        is_said = rule.recipe is None and rule.matches(without_product, "dot_general")
-        if not is_said and not rule.matches_a_product(names):
-            idle.append(rule.path)
-    if idle:
-        message = f"no layer of {model} matches {some(idle)}"
-        _warn_of_paths(where, message, list(layers))
-
-
-def warn_of_no_fp8(
-    where: str, model: str, rules: Sequence[Rule], layers: list[str]
-) -> None:
-    """Warn that no rule gives a layer of a model FP8; `layers` are their names."""
-    paths = [rule.path for rule in rules if rule.recipe is not None]
-    message = f"none of {paths} gives a layer of {model} FP8"
-    _warn_of_paths(where, message, layers)
-
-
-def _warn_of_paths(where, message, layers) -> None:
-    _warnings.warn(
-        f"{where}: rules: {message}: a regex has to match the whole path of a layer, "
-        f"as '.*Dense_0' does. The layers are {some(layers) or 'none'}; see "
-        "jaxfp8.report",
-        FP8StateWarning,
-    )
-
-
 def is_foreign(module: Any) -> bool:
     """Tell whether the class of a module is neither Flax's nor ours."""
     return type(module).__module__.partition(".")[0] not in ("flax", "jaxfp8")
 
 
-def warn_of_own_arrays(
-    where: str, rules: Sequence[Rule], arrays: dict[tuple, tuple[int, ...]]
+def warn_of_rules(
+    where: str,
+    model: str,
+    rules: Sequence[Rule],
+    gives_fp8: bool,
+    layers: dict[str, list[str]],
+    params: dict[tuple, tuple[int, ...] | None],
 ) -> None:
-    """Warn of matrices that rules ask FP8 for, and that the code of a module multiplies
-    itself.
+    """Warn of rules that give no layer of a model FP8, of rules that match no layer,
+    and of matrices that the code of a module multiplies itself.
 
     Args:
         where: the function that the rules were given to.
+        model: the name of the model's class.
         rules: the rules.
-        arrays: the shapes of parameters that belong to modules without a product, by
-            their paths.
+        gives_fp8: whether a rule gives a layer FP8, or no rule asks for FP8.
+        layers: the names of each layer, by its path.
+        params: the parameters of all other modules, by their paths: the shape where
+            the class of the module is neither Flax's nor ours, else None.
     """
+    if not gives_fp8:
+        paths = [rule.path for rule in rules if rule.recipe is not None]
+        _warn_of_paths(where, f"none of {paths} gives a layer of {model} FP8", layers)
+        return
+    # 1. Rules that match no layer. Modules without a product, as embeddings and norms,
+    #    are in high precision, as a rule may say.
+    names = [name for names in layers.values() for name in names]
+    others = {"/".join(map(str, path[:-1])) for path in params}
+    idle = []
+    for rule in rules:
+        is_said = rule.recipe is None and rule.matches(others)
+        if not is_said and not rule.matches(names):
+            idle.append(rule.path)
+    if idle:
+        message = f"no layer of {model} matches {some(idle)}"
+        _warn_of_paths(where, message, layers)
+    # 2. Matrices that rules ask FP8 for.
+    matrices = {path: shape for path, shape in params.items() if shape}
     largest = []
-    for path, shape in sorted(arrays.items(), key=lambda item: -math.prod(item[1])):
-        index = first_match(rules, layer_names(path[:-1], False), None)
+    for path, shape in sorted(matrices.items(), key=lambda item: -math.prod(item[1])):
+        index = first_match(rules, [relative(path[:-1], ())])
         is_asked_for = index is not None and rules[index].recipe is not None
         name = "/".join(map(str, path))
         # An embedding is looked up, or added to.
@@ -232,39 +201,37 @@ def warn_of_own_arrays(
         )
 
 
-def first_match(rules, paths, op: str) -> int | None:
+def _warn_of_paths(where, message, layers) -> None:
+    _warnings.warn(
+        f"{where}: rules: {message}: a regex has to match the whole path of a layer, "
+        f"as '.*Dense_0' does. The layers are {some(list(layers)) or 'none'}; see "
+        "jaxfp8.report",
+        FP8StateWarning,
+    )
+
+
+def first_match(rules, paths) -> int | None:
     """Return the index of the first rule that matches one of `paths`, all names of one
     layer.
     """
     for i, rule in enumerate(rules):
-        if rule.matches(paths, op):
+        if rule.matches(paths):
             return i
     return None
 
 
 def module_rule(rules: Sequence[Rule], path: tuple, root: tuple = ()) -> Rule | None:
-    """Return the rule that runs layers of the module at `path` together; None where no
-    rule does.
-
-    Raises:
-        ValueError: an earlier rule decides about some of the layers.
+    """Return the rule that runs layers of the module at `path` together: the one that
+    decides about all of them; None where no rule does.
     """
     for i, rule in enumerate(rules):
-        if rule.layers is None:
-            continue
-        first = []
-        for name in rule.layers.names:
-            names = layer_names((*path, name), False, root)
-            first.append(first_match(rules, names, "dot_general"))
-        if i in first and set(first) != {i}:
-            module = "/".join(map(str, path))
-            raise ValueError(
-                f"quantize: rules: {module}: expected rule {i} {rule.path!r} to decide "
-                f"about {', '.join(rule.layers.names)}, which run together, got the "
-                f"rules {first}; put it before the others"
-            )
-        if i in first:
-            return rule
+        if rule.layers is not None:
+            deciding = set()
+            for name in rule.layers.names:
+                names = layer_names((*path, name), False, root)
+                deciding.add(first_match(rules, names))
+            if deciding == {i}:
+                return rule
     return None
 
 

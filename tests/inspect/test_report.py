@@ -9,7 +9,6 @@ from flax import nnx
 import jaxfp8
 import jaxfp8.nnx
 from jaxfp8 import linen
-from jaxfp8.recipes import Rule
 
 A = jaxfp8.DelayedScaling(amax_history_len=3)
 CURRENT = jaxfp8.Float8CurrentScaling()
@@ -261,21 +260,6 @@ def both(rules):
     """The models with these rules, and what a report of each takes."""
     yield linen.quantize(Linen(), rules), [X]
     yield jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), []
-
-
-def test_rules_for_one_kind_of_product():
-    dense = ("dot_general",)
-    rules = [
-        Rule(".*", A, ("einsum",)),
-        Rule("mix", None, dense),
-        Rule("own|mix", CURRENT, dense),
-    ]
-    for model, args in both(rules):
-        with pytest.warns(
-            UserWarning, match="rules that decide nothing: rule 1 'mix' dot_general"
-        ):
-            rows = by_layer(jaxfp8.report(model, *args))
-        assert (rows["mix"]["recipe"], rows["own"]["recipe"]) == (A, CURRENT)
 
 
 def test_unused_rules():

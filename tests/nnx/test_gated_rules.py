@@ -170,7 +170,11 @@ def test_what_does_not_fit_is_refused():
     for run in (loss, jaxfp8.nnx.value_and_grad(loss), nnx.jit(loss)):
         with pytest.raises(ValueError, match="down_proj to be 'silu' of gate_proj"):
             run(gelu)
-    with pytest.raises(ValueError, match="expected layers gate, .*got no gate"):
-        quantize(Model(nnx.Rngs(0)), [rule(gate="gate")])
-    with pytest.raises(ValueError, match="model: expected a module in an attribute"):
-        quantize(MLP(nnx.Rngs(0)), [("", rule()[1])])
+    with pytest.raises(ValueError, match="expected layers gate, .*no kernel of 'gate'"):
+        quantize(Model(nnx.Rngs(0)), [rule(gate="gate")])(X)
+
+
+def test_the_model_itself_is_changed_in_place():
+    mlp, held = MLP(nnx.Rngs(0)), nnx.Dict(mlp=MLP(nnx.Rngs(0)))
+    assert quantize(mlp, [("", rule()[1])]) is mlp and isinstance(mlp, MLP)
+    assert_same(mlp(X), quantize(held, [rule()]).mlp(X))
