@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from oracle import F32, blocks as oracle_blocks
 
-from .buffers import DTYPES, Buffer, Leaves, Tiles, operand
+from .buffers import DTYPES, Buffer, Tiles, operand
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
@@ -230,10 +230,16 @@ def hopper(library: ctypes.CDLL):
 
 @contextlib.contextmanager
 def ops():
-    """Ops on a CPU as on a GPU, over the emulated handlers."""
+    """Ops on a CPU as on a GPU, over the emulated handlers: one of two multiprocessors,
+    so that grids loop, whose threads run in reverse.
+    """
     library = register_handlers()
-    with lowered_to("emulated"):
-        yield
+    library.emulator_configure(2, 1)
+    try:
+        with lowered_to("emulated"):
+            yield
+    finally:
+        library.emulator_configure(132, 0)
     assert library.emulator_take_misaligned() == 0, "misaligned access"
 
 
@@ -294,12 +300,6 @@ class Emulated:
         )
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
         assert self.library.emulator_capture_mode_is_restored(), f"{op}: capture mode"
-
-    def adam_update(self, leaves, **options):
-        """Out, mu and nu of each leaf; `leaves` are arguments of the oracle."""
-        buffers = Leaves(leaves, **options)
-        self._launch("adam_update", buffers.params)
-        return buffers.results()
 
     def amax(self, x, shift=0):
         top = Buffer(x.shape[:1], F32)
@@ -447,20 +447,6 @@ class Emulated:
             operand(scale_inv), scale_inv.size > 1, out, *codes.shape,
         )  # fmt: skip
         return out.result("out")
-
-    def encode_moment(
-        self, moment, after, keys, squared, *, shift=0, data_shift=None, in_place=False
-    ):
-        """The next moment, three arrays; `keys` may be None."""
-        shifts = shift // 4 if data_shift is None else data_shift, 0, 0
-        pairs = list(zip(moment, shifts, strict=True))
-        old = [operand(x, s, in_place=in_place) for x, s in pairs]
-        results = old if in_place else [Buffer(x.shape, x.dtype, s) for x, s in pairs]
-        self._launch(
-            "encode_moment", *old, operand(after, shift),
-            None if keys is None else operand(keys), squared, *results, *after.shape,
-        )  # fmt: skip
-        return [buffer.result("moment") for buffer in results]
 
     def ragged_matmul(
         self,

@@ -12,14 +12,11 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_all_bitwise
-from ops import test_adam as test_op_adam, test_moments as test_op_moments
 from ops.cases import random_values
 from oracle import (
-    adam as oracle_adam,
     assert_bitwise,
     blocks as oracle_blocks,
     gradients as oracle_gradients,
-    moments as oracle_moments,
 )
 
 from jaxfp8.ops import ClampedSwiGLU, is_gated
@@ -35,40 +32,28 @@ def each_group(function, x, scale, *rest):
     return [np.stack(parts) for parts in zip(*groups, strict=True)]
 
 
-# Around a vector (4, 8), a warp's tile (512, 1024), a block's (4096, 8192); and more
-# than a small device's grid.
-@pytest.mark.parametrize(
-    "size", [1, 3, 7, 8, 9, 31, 511, 512, 513, 1023, 1025, 8191, 8192, 8197, 150_000]
-)
+# One group: around a vector (4, 8), a warp's tile (512, 1024), a block's (4096, 8192).
+# Several: in vectors and not, and more than a small device's grid.
+SIZES = [1, 3, 7, 8, 9, 31, 511, 512, 513, 1023, 1025, 8191, 8192, 8197, 150_000]
+GROUPS = [(3, 1000), (3, 1001), (7, 40_000), (700, 5), (5000, 1)]
+
+
+@pytest.mark.parametrize("groups, size", [*((1, size) for size in SIZES), *GROUPS])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-def test_sizes(kernels, size, dtype):
-    x = random_values((1, size), dtype, size)
-    codes, top = each_group(oracle.quantize, x, np.float32(3), E4M3)
+def test_sizes(kernels, groups, size, dtype):
+    x = random_values((groups, size), dtype, size)
+    scales = np.float32(2.0 ** np.random.default_rng(1).uniform(-5, 5, groups))
+    expected = each_group(oracle.quantize, x, scales, E5M2)
+    inverses = 1 / scales
+    pairs = zip(expected[0], inverses, strict=True)
+    out = np.stack([oracle.dequantize(*pair, dtype) for pair in pairs])
     for shift, data_shift in ((0, 0), (dtype.itemsize, 1), (0, 1)):
-        assert_all_bitwise(
-            kernels.quantize(x, 3, E4M3, shift, data_shift),
-            (codes, top),
-            f"quantize, shift {shift}",
-        )
-        assert_bitwise(kernels.amax(x, shift), top, f"amax, shift {shift}")
-    out = oracle.dequantize(codes, np.float32(0.3), dtype)
-    for shift in (0, dtype.itemsize):
-        assert_bitwise(
-            kernels.dequantize(codes, 0.3, dtype, shift),
-            out,
-            f"dequantize, shift {shift}",
-        )
-
-
-@pytest.mark.parametrize(
-    "groups, size", [(3, 1000), (3, 1001), (7, 40_000), (700, 5), (5000, 1)]
-)
-def test_groups(kernels, groups, size):
-    x = random_values((groups, size), BF16, groups)
-    scales = (2.0 ** np.random.default_rng(1).uniform(-5, 5, groups)).astype(np.float32)
-    codes, top = each_group(oracle.quantize, x, scales, E5M2)
-    assert_all_bitwise(kernels.quantize(x, scales, E5M2), (codes, top), "quantize")
-    assert_bitwise(kernels.amax(x), top, "amax")
+        what = f"shift {shift}"
+        got = kernels.quantize(x, scales, E5M2, shift, data_shift)
+        assert_all_bitwise(got, expected, what)
+        assert_bitwise(kernels.amax(x, shift), expected[1], what)
+        got = kernels.dequantize(expected[0], inverses, dtype, shift)
+        assert_bitwise(got, out, what)
 
 
 # -------------------------------------------------------------------------------- tiles
@@ -345,94 +330,3 @@ def test_norm_of_bad_parameters(launchers, where, bad, n):
     operand, element = BAD_ELEMENTS[where]
     inputs[operand][element] = bad
     check_norm(launchers.quantize_norm(*inputs, 2.0**100, E4M3), inputs, 2.0**100, E4M3)
-
-
-# ------------------------------------------------------------------------------ moments
-# A part of a block, one, blocks and a part of one that is and is not whole vectors,
-# more than a small device's grid.
-MOMENTS = [(1, 1), (1, 128), (3, 100), (5, 301), (130, 260), (700, 5), (3, 20_000)]
-
-
-def encode_moment(kernels, shape, squared, stochastic, **options):
-    """Encode numbers of all sizes, in rows of which every third stays, and compare with
-    the oracle.
-    """
-    rng = np.random.default_rng(shape[1])
-    old = test_op_moments.moment(rng, shape)
-    after, keys = test_op_moments.changed(rng, old, squared)
-    keys = keys if stochastic else None
-    got = kernels.encode_moment(old, after, keys, squared, **options)
-    assert_all_bitwise(
-        got,
-        oracle_moments.encode(*old, after, keys, squared),
-        f"encode_moment, {options}",
-    )
-
-
-@pytest.mark.parametrize(
-    "squared, stochastic", [(False, True), (True, True), (False, False), (True, False)]
-)
-@pytest.mark.parametrize("shape", MOMENTS, ids=str)
-def test_moments(kernels, shape, squared, stochastic):
-    for shift, data_shift, in_place in (
-        (0, 0, False),
-        (0, 0, True),
-        (4, 1, True),
-        (0, 1, False),
-        (4, 0, False),
-    ):
-        options = {"shift": shift, "data_shift": data_shift, "in_place": in_place}
-        encode_moment(kernels, shape, squared, stochastic, **options)
-
-
-# Leaves of one call, and how many rows of numbers each has: one tile and several,
-# blocks in part, empty ones.
-ADAM_LEAVES = {
-    "one element": [((1, 1), 1)],
-    "one leaf": [((3, 20_000), 3)],
-    "odd leaves": [
-        ((5, 301), 1),
-        ((0, 7), 1),
-        ((130, 260), 2),
-        ((700, 5), 100),
-        ((6, 0), 2),
-        ((1, 128), 1),
-    ],
-    "as many as there may be": [((i % 3 + 1, 97 + 8 * i), 1) for i in range(16)],
-}
-
-
-def adam_update(
-    kernels, leaves, applies, seed=0, make=test_op_adam.make_leaf, **options
-):
-    """Take a step on leaves of numbers and codes of `make`, and compare with the
-    oracle.
-    """
-    rng = np.random.default_rng(seed)
-    operands = []
-    for shape, rows in leaves:
-        leaf = make(rng, shape, applies)
-        numbers = test_op_adam.step_numbers(rng, rows, leaf.numbers[6])
-        operands.append(
-            (leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers)
-        )
-    got = kernels.adam_update(operands, **options)
-    for i, (result, leaf) in enumerate(zip(got, operands, strict=True)):
-        test_op_adam.assert_same(
-            result, oracle_adam.step(*leaf), f"leaf {i}, {options}"
-        )
-
-
-@pytest.mark.parametrize("applies", [False, True], ids=["update", "apply"])
-@test_op_adam.LEAVES
-@pytest.mark.parametrize("name", ADAM_LEAVES)
-def test_adam_update(kernels, name, make, applies):
-    for shift, in_place in ((0, False), (0, True), (4, True)):
-        adam_update(
-            kernels,
-            ADAM_LEAVES[name],
-            applies,
-            make=make,
-            shift=shift,
-            in_place=in_place,
-        )

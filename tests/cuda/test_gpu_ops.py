@@ -1,6 +1,5 @@
-"""The CUDA kernels on a GPU beside tests/ops, which runs there too: many groups,
-repeatability, graph capture, streams, and sizes above 2**31. Products are in
-test_gpu_products.py.
+"""The CUDA kernels on a GPU beside tests/ops, which runs there too: repeatability,
+graph capture, threads, and sizes above 2**31. Products are in test_gpu_products.py.
 """
 
 import concurrent.futures
@@ -136,17 +135,3 @@ def test_threads():
             lambda _: [np.asarray(v) for v in run(*inputs)], range(64)
         ):
             assert_all_bitwise(outputs, expected, "chain")
-
-
-def test_two_streams():
-    """Independent chains in one program, which XLA may put on streams of their own."""
-    inputs = chain_inputs()
-    expected = [np.asarray(v) for v in jax.jit(chain)(*inputs)]
-    both = jax.jit(
-        lambda x, kernel, scale: (
-            chain(x, kernel, scale),
-            chain(x, kernel, jnp.abs(scale)),
-        )
-    )
-    for outputs in both(*inputs):
-        assert_all_bitwise(outputs, expected, "chain")

@@ -56,14 +56,3 @@ def test_bits(length, implementation):
     assert 0.05 < used.mean() < 0.98, "rows of both kinds"
     assert np.isnan(expected[:, 3]).any(), "and rows below zero"
     assert (expected[:, 1] < 0).any() or length == 1, "and factors that nobody undoes"
-
-
-def test_dimensions():
-    """A batch, and dimensions that vmap adds, are rows."""
-    arrays = [array.reshape(3, 4, -1, array.shape[-1]) for array in rows(5)]
-    flat = ops.undo_factors(*(array.reshape(-1, array.shape[-1]) for array in arrays))
-    for function in (ops.undo_factors, jax.vmap(jax.vmap(ops.undo_factors, 1), 0)):
-        for got, expected in zip(function(*arrays), flat, strict=True):
-            axes = (0, 2, 1, 3) if function is not ops.undo_factors else (0, 1, 2, 3)
-            got = np.transpose(got, axes)
-            np.testing.assert_array_equal(got.reshape(expected.shape), expected)

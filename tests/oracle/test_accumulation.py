@@ -142,15 +142,6 @@ def test_simulated_gpus_are_within_their_bound(device, accumulation, name, optio
             )
 
 
-@pytest.mark.parametrize("accumulation, promotion", [("fast", None), ("precise", 128)])
-def test_hard_cases_come_near_the_bound(accumulation, promotion):
-    a, b = operands("cancelling", 1024)
-    error = np.abs(tensor_core_matmul(a, b, promotion=promotion) - exact(a, b))
-    assert (
-        error > 0.75 * oracle_accumulation.gemm_bound(a, b, accumulation, "9.0")
-    ).all()
-
-
 def test_errors_are_those_of_the_docs():
     """docs/numerics.md: the root mean square error of sums of 4096 products, over that
     of the sums.
@@ -169,17 +160,6 @@ def test_errors_are_those_of_the_docs():
             assert expected / 1.3 < share < expected * 1.3, (
                 f"{kind}, {options}: {share}"
             )
-
-
-def test_nan_and_infinity_stay_in_their_rows_and_columns():
-    a, b = (x.copy() for x in operands("any code", 96))
-    a[3, 7], b[5, 40] = np.nan, np.inf
-    for device in ("8.9", "9.0", "10.0"):
-        product = oracle.scaled_matmul(
-            a, b, A_INV, B_INV, accumulation="precise", device=device
-        )
-        finite = np.isfinite(product.bound)
-        assert finite[np.arange(M) != 3][:, np.arange(N) != 5].all()
 
 
 def test_a_wrong_scale_of_a_block_is_outside():

@@ -1,11 +1,9 @@
 // The launchers and the index arithmetic of cuda/, as C functions for ctypes.
 #include "cuda/common/stream_plan.h"
 #include "cuda/common/transpose_plan.h"
-#include "cuda/kernels/adam_update.h"
 #include "cuda/kernels/amax.h"
 #include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/dequantize.h"
-#include "cuda/kernels/encode_moment.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_activation.h"
 #include "cuda/kernels/quantize_activation_grad.h"
@@ -19,10 +17,6 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 using jaxfp8::Dtype;
-
-EXPORT int launch_adam_update(const jaxfp8::AdamUpdateParams* params) {
-  return jaxfp8::cuda::LaunchAdamUpdate(*params, nullptr);
-}
 
 EXPORT int launch_amax(int dtype, const void* x, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchAmax({static_cast<Dtype>(dtype), x, amax, groups, size}, nullptr);
@@ -89,13 +83,6 @@ EXPORT int launch_dequantize(int format, int dtype, const void* data, const floa
   return jaxfp8::cuda::LaunchDequantize({static_cast<Dtype>(format), static_cast<Dtype>(dtype), data, scale_inv,
                                          scale_stride, out, groups, size},
                                         nullptr);
-}
-
-EXPORT int launch_encode_moment(const uint8_t* data, const float* amax, const int8_t* exponent, const float* after,
-                                const uint32_t* keys, int64_t squared, uint8_t* next_data, float* next_amax,
-                                int8_t* next_exponent, int64_t rows, int64_t n) {
-  return jaxfp8::cuda::LaunchEncodeMoment(
-      {data, amax, exponent, after, keys, squared != 0, next_data, next_amax, next_exponent, rows, n}, nullptr);
 }
 
 EXPORT void stream_plan(int64_t groups, int64_t size, int vector, int multiprocessors, int64_t* out) {
