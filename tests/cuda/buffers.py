@@ -74,27 +74,23 @@ class Tiles:
     """The operands and results of an op that quantizes `[g, m, n]` tile by tile.
 
     Args:
-        x: `[g, m, n]`, or gated `[g, m, 2, n]`.
-        columns: of the results; by default n.
+        x: `[g, m, n]`.
         scale, fmt: as for the oracle; one scale, or one for each group.
         transpose: whether data_t is wanted.
         shift: bytes off alignment of x, data and, unless `data_t_shift` is given,
             data_t.
     """
 
-    def __init__(
-        self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None, columns=None
-    ):
-        g, m, n = x.shape[0], x.shape[1], x.shape[-1]
-        columns = n if columns is None else columns
+    def __init__(self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None):
+        g, m, n = x.shape
         scale = np.atleast_1d(np.float32(scale))
         self._x, self._scale = (
             operand(x, shift),
             operand(scale),
         )
-        self._data = Buffer((g, m, columns), fmt.dtype, shift)
+        self._data = Buffer((g, m, n), fmt.dtype, shift)
         self._data_t = Buffer(
-            (g, columns, m), fmt.dtype, shift if data_t_shift is None else data_t_shift
+            (g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift
         )
         self._top = Buffer((g,), np.float32)
         self._transpose = transpose

@@ -67,45 +67,26 @@ def plain_leaf(rng, shape, applies):
     """A leaf of which most rows need no care on a GPU, and others are near that; with
     zeros of both signs.
     """
-    rows = (shape[0], 1)
-    size = np.exp2(
-        F32(rng.choice([-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31], rows))
-    )
+    leaf = make_leaf(rng, shape, applies)
+    exponents = [-20, -10, 0, 10, -37, -40, -59, -75, -77, 15, 30, 31]
+    size = np.exp2(F32(rng.choice(exponents, (shape[0], 1))))
+    small = rng.choice(F32([1, 1, 2.0**-60, 2.0**-100]), (shape[0], 1))
+    grads, params = rng.standard_normal((2, *shape)).astype(F32)
 
-    def normal():
-        return rng.standard_normal(shape).astype(F32)
+    def finite(codes):
+        bits = oracle.bits(codes)
+        return np.where(bits & 0x7F == 0x7F, bits & 0x80, bits).view(moments.E4M3)
 
-    def zeros():
-        return rng.random(shape) < 0.05
+    def amax(of_rows):
+        return of_rows * rng.uniform(0.5, 1, leaf.mu[1].shape).astype(F32)
 
-    blocks = shape[0], -(-shape[1] // 128)
-    codes = rng.integers(0, 127, shape, np.uint8)
-    codes, nu = (
-        np.where(zeros(), 0, x).astype(np.uint8)
-        for x in (codes, rng.integers(0, 127, shape))
-    )
-    signed = codes | rng.choice([0, 0x80], shape).astype(np.uint8)
-    exponents = (rng.integers(-1, 2, blocks).astype(np.int8) for _ in range(2))
-    mu, nu = (
-        (
-            x.view(moments.E4M3),
-            amax * rng.uniform(0.5, 1, blocks).astype(F32),
-            next(exponents),
-        )
-        for x, amax in (
-            (signed, size),
-            (nu, np.where(size < 2.0**-50, F32(0), size * size)),
-        )
-    )
-    keys = rng.integers(0, 2**32, (2, *blocks), np.uint32)
-    grads = np.where(zeros(), np.copysign(F32(0), normal()), normal() * size).astype(
-        F32
-    )
-    params = normal() * rng.choice(F32([1, 1, 2.0**-60, 2.0**-100]), rows)
-    eps_root = rng.choice([0, 1e-12])
-    numbers = step_numbers(rng, eps_root=eps_root)[0]
-    return _adam_update.AdamLeaf(
-        grads, params if applies else None, mu, nu, keys, numbers
+    square = np.where(size < 2.0**-50, F32(0), size * size)
+    return leaf._replace(
+        grads=grads * size * (rng.random(shape) >= 0.05),
+        params=params * small if applies else None,
+        mu=(finite(leaf.mu[0]), amax(size), leaf.mu[2]),
+        nu=(finite(leaf.nu[0]), amax(square), leaf.nu[2]),
+        numbers=step_numbers(rng, eps_root=rng.choice([0, 1e-12]))[0],
     )
 
 

@@ -3,13 +3,14 @@
 import numpy as np
 import oracle
 import pytest
+from equality import assert_all_bitwise
 from oracle import blocks as oracle_blocks
 from parametrize import each_row
 
 from jaxfp8 import ops
 
 from . import cases
-from .conftest import EACH_FORMAT, EMULATED
+from .conftest import EACH_FORMAT, EMULATED, INTERPRETED
 
 # The custom call of a CPU; the reference is what other platforms run, and meshes where
 # blocks are long.
@@ -17,6 +18,7 @@ IMPLEMENTATIONS = (
     "cpu",
     "reference",
     EMULATED,
+    INTERPRETED,
     pytest.param("gpu", marks=pytest.mark.gpu),
 )
 
@@ -43,16 +45,8 @@ BLOCKS = (
 def check(x, fmt, block, what="", **options):
     """One matrix against the oracle."""
     got = ops.quantize_blocks(x, cases.dtype_of(fmt), block=block, **options)
-    assert_blocks(got, x, fmt, block, what, **options)
-    return got
-
-
-def assert_blocks(got, x, fmt, block, what="", **options):
     expected = oracle_blocks.quantize(x, fmt, block, **options)
-    for value, wanted, name in zip(got, expected, ("codes", "scale_inv"), strict=True):
-        oracle.assert_bitwise(
-            value, wanted, f"{what} {fmt.name}, block {block}, {options}: {name}"
-        )
+    assert_all_bitwise(got, expected, f"{what} {fmt.name}, {block}, {options}")
 
 
 @EACH_FORMAT
