@@ -18,7 +18,7 @@ from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 
-from . import emulated
+from . import emulated, test_ragged_blocks
 
 F32 = np.dtype(np.float32)
 
@@ -62,26 +62,17 @@ RAGGED = {
 }
 
 
-def ragged_operands(kind, m=512, k=136, n=24):
+def ragged_operands(kind):
     """a, b, their scales, sizes of groups that begin inside of blocks, and options."""
-    rng, sizes = np.random.default_rng(0), np.int32([100, 0, 200, 130])
-    shapes = ((m, k), (4, n, k)) if kind == "rows" else ((k, m), (n, m))
-    sides = []
-    for shape, block in zip(shapes, RAGGED[kind], strict=True):
-        x = F32.type(rng.standard_normal(shape) * 2.0 ** rng.uniform(-9, 9, shape))
-        matrices = [
-            oracle_blocks.quantize(matrix, oracle.E4M3, block)
-            for matrix in x.reshape(-1, *shape[-2:])
-        ]
-        codes, scales = (np.stack(part) for part in zip(*matrices, strict=True))
-        sides.append((codes, scales) if len(shape) == 3 else (codes[0], scales[0]))
-    (a, a_scales), (b, b_scales) = sides
+    is_contraction = kind == "contraction"
+    arrays = test_ragged_blocks.operands(is_contraction, 512, 136, 24, groups=4)
+    sizes = np.int32([100, 0, 200, 130])
     options = dict(zip(("a_block", "b_block"), RAGGED[kind], strict=True))
-    return (a, b, a_scales, b_scales, sizes), options
+    return (*(x[0] for x in arrays), sizes), options
 
 
 @pytest.mark.parametrize("kind", RAGGED)
-def test_ragged_blocks(kind, handlers):
+def test_ragged_products(kind, handlers):
     """Layouts of scales, of two products under `vmap` too."""
     args, options = ragged_operands(kind)
 
@@ -105,7 +96,7 @@ def test_ragged_blocks(kind, handlers):
         ("contraction", (P(None, "x"), P(None, "x"), P("y"))),
     ],
 )
-def test_ragged_blocks_on_a_mesh(kind, specs, handlers):
+def test_ragged_products_on_a_mesh(kind, specs, handlers):
     """Each device multiplies its rows by its groups, with the scales of its blocks."""
     args, options = ragged_operands(kind)
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])

@@ -53,10 +53,8 @@ def test_accumulation_in_place():
 @pytest.mark.parametrize(
     "a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)]
 )
-def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
-    """cuBLASLt does not say in which order it multiplies: what it does is recorded, and
-    no wrong number is accepted.
-    """
+def test_scales_without_a_normal_product(a_scale, b_scale):
+    """cuBLASLt does not say in which order it multiplies: no wrong number is right."""
     a = np.full((16, 32), 16, E4M3.dtype)
     b = np.full((16, 32), 16, E4M3.dtype)
     a[0] = 0
@@ -64,8 +62,6 @@ def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
         ops.scaled_matmul(a, b, F32(a_scale), F32(b_scale), out_dtype=jnp.float32)
     )
     right = F32(float(F32(a_scale)) * float(F32(b_scale)) * 2.0**13)
-    record_property("zero", str(got[0, 0]))
-    record_property("largest", f"{got[1, 0]}, exact {right}")
     np.testing.assert_array_equal(got[1:], np.full((15, 16), got[1, 0]))
     assert (
         got[1, 0] == 0

@@ -213,6 +213,19 @@ def test_bad_gradients_stay_where_they_are(implementation, name, x, grad, n):
     check(run(name, operand, ct, scale=ONE), name, operand, ct, scale=ONE)
 
 
+@pytest.mark.parametrize("m, n", [(3, 8), (130, 136)])
+def test_nothing_outside_of_a_matrix_is_in_the_amax(implementation, m, n):
+    """In a tile that is not full rows beyond the last have beta alone, which here the
+    values add up to 0 with.
+    """
+    signs = np.resize(F32([1, -1]), n)
+    params = -50 * signs, np.full(n, 50, F32)
+    x = np.tile(signs, (m, 1))
+    got = run("layer with beta", x, *params, epsilon=0)
+    assert got[2] == 0
+    check(got, "layer with beta", x, *params, epsilon=0)
+
+
 @pytest.mark.parametrize("name", ["rms", "layer"])
 def test_epsilon(implementation, name):
     """Large beside the variance; zero; a row of zeros and a constant row need it."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from oracle import F32
 
 from jaxfp8 import ops
@@ -145,6 +146,22 @@ def test_rows_of_histories(implementation, rows, lengths):
     assert_tree(jax.jit(read)(pairs), list(expected_reading(pairs)), "read")
     written = jax.jit(ops.write_rows)(pairs, list(recorded))
     assert_tree(written, expected_state(pairs, recorded), "written")
+
+
+@pytest.mark.parametrize("k", [1, 3, 64])
+def test_numbers_of_a_reading(implementation, k):
+    """All bits pass as they are, to each quantizer and back."""
+    bits = np.random.default_rng(k).integers(0, 2**32, (5, k, 6), np.uint32)
+    parts = jax.jit(jax.vmap(ops.split_reading))(bits.view(F32).reshape(5, 6 * k))
+    for i, got in enumerate(parts):
+        expected = np.split(bits[:, i].view(F32), (2, 3, 4, 5), axis=-1)
+        assert_same_bits(got, expected, f"quantizer {i}")
+    recorded = [(pair[:, :1], pair[:, 1:]) for pair, *_ in parts]
+    bits[..., 2:] = 0
+    for in_loop in (False, True):
+        join = functools.partial(ops.join_recorded, in_loop=in_loop)
+        rows = jax.jit(jax.vmap(join))(recorded)
+        assert_same_bits(rows, bits.view(F32).reshape(5, 6 * k), f"{in_loop}")
 
 
 def test_in_place(implementation):

@@ -178,20 +178,6 @@ def test_updates_have_the_dtypes_of_optax(place, dtype, mu_dtype):
     assert params["a"].dtype == dtype and params["a"][0, 0] != 1
 
 
-@pytest.mark.filterwarnings("ignore:jaxfp8.optim. these leaves")
-def test_the_moments_of_amsgrad_that_its_maximum_needs_are_exact():
-    params = {"a": jnp.ones((64, 128))}
-    states = []
-    for quantizer in (optim.quantized, lambda tx: tx):
-        tx = quantizer(optax.amsgrad(1e-2))
-        state = tx.init(params)
-        step = jax.jit(tx.update)
-        for i in range(3):
-            _, state = step({"a": params["a"] * (0.3 + i % 2)}, state, params)
-        states.append(optim.dequantize_state(state)[0])
-    assert_same_bits((states[0].nu, states[0].nu_max), (states[1].nu, states[1].nu_max))
-
-
 def test_what_is_large_and_stays_is_said():
     params = {"a": jnp.ones((64, 128)), "b": jnp.ones(8)}
     cases = {
