@@ -26,19 +26,18 @@ alive = weakref.WeakSet()
 class Buffer:
     """`shape` of `dtype` at `shift` bytes off a 256-byte boundary, between guards.
 
-    An operand has values; a result has none, unless it is in the place of an operand.
+    An operand has values; a result has none.
     """
 
-    def __init__(self, shape, dtype, shift=0, values=None, *, in_place=False):
+    def __init__(self, shape, dtype, shift=0, values=None):
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         self._storage = np.full(size + 2 * _GUARD + 512, _POISON, np.uint8)
         boundary = -(self._storage.ctypes.data + _GUARD) % 256 + _GUARD
-        self.shift = shift
         self._first = boundary + shift
         self._last = self._first + size
         self.array = self._storage[self._first : self._last].view(dtype).reshape(shape)
         self.pointer = ctypes.c_void_p(self.array.ctypes.data)
-        self.is_operand, self.is_result = values is not None, values is None or in_place
+        self.is_operand = values is not None
         if values is not None:
             self.array[...] = values
         alive.add(self)
@@ -51,9 +50,9 @@ class Buffer:
         return self.array
 
 
-def operand(x, shift=0, **options) -> Buffer:
+def operand(x, shift=0) -> Buffer:
     """The buffer of an array."""
-    return Buffer(x.shape, x.dtype, shift, x, **options)
+    return Buffer(x.shape, x.dtype, shift, x)
 
 
 class _TileParams(ctypes.Structure):
@@ -75,27 +74,23 @@ class Tiles:
     """The operands and results of an op that quantizes `[g, m, n]` tile by tile.
 
     Args:
-        x: `[g, m, n]`, or gated `[g, m, 2, n]`.
-        columns: of the results; by default n.
+        x: `[g, m, n]`.
         scale, fmt: as for the oracle; one scale, or one for each group.
         transpose: whether data_t is wanted.
         shift: bytes off alignment of x, data and, unless `data_t_shift` is given,
             data_t.
     """
 
-    def __init__(
-        self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None, columns=None
-    ):
-        g, m, n = x.shape[0], x.shape[1], x.shape[-1]
-        columns = n if columns is None else columns
+    def __init__(self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None):
+        g, m, n = x.shape
         scale = np.atleast_1d(np.float32(scale))
         self._x, self._scale = (
             operand(x, shift),
             operand(scale),
         )
-        self._data = Buffer((g, m, columns), fmt.dtype, shift)
+        self._data = Buffer((g, m, n), fmt.dtype, shift)
         self._data_t = Buffer(
-            (g, columns, m), fmt.dtype, shift if data_t_shift is None else data_t_shift
+            (g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift
         )
         self._top = Buffer((g,), np.float32)
         self._transpose = transpose
@@ -110,109 +105,3 @@ class Tiles:
         """data, data_t and amax; None for those that were not wanted."""
         data_t = self._data_t.result("data_t") if self._transpose else None
         return self._data.result("data"), data_t, self._top.result("amax")
-
-
-class _AdamMoment(ctypes.Structure):
-    """jaxfp8::AdamMoment."""
-
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            "data",
-            "amax",
-            "exponent",
-            "keys",
-            "next_data",
-            "next_amax",
-            "next_exponent",
-        )
-    ]
-
-
-class _AdamLeaf(ctypes.Structure):
-    """jaxfp8::AdamLeaf."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("grads", "params", "out")),
-        *((name, _AdamMoment) for name in ("mu", "nu")),
-        ("hyper", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "n", "rows_per_hyper")),
-    ]
-
-
-class _AdamUpdateParams(ctypes.Structure):
-    """jaxfp8::AdamUpdateParams."""
-
-    _fields_ = [
-        ("leaves", _AdamLeaf * 16),
-        ("count", ctypes.c_int64),
-        ("apply", ctypes.c_bool),
-    ]
-
-
-class Leaves:
-    """The operands and results of a step of Adam.
-
-    Args:
-        leaves: for each the arguments of the oracle; either all have params or none.
-        in_place: whether results are in the place of operands.
-        shift: bytes off alignment of elements in f32, a multiple of 4; codes are a
-            fourth of it off.
-    """
-
-    def __init__(self, leaves, *, in_place=False, shift=0):
-        self.params = _AdamUpdateParams(
-            count=len(leaves), apply=leaves[0][1] is not None
-        )
-        self._in_place, self._shift = in_place, shift
-        self._operands = []
-        self._results = [
-            self._add(*pair) for pair in zip(self.params.leaves, leaves, strict=False)
-        ]
-
-    def results(self):
-        """Out, mu and nu of each leaf."""
-        arrays = [
-            [buffer.result("adam_update") for buffer in leaf] for leaf in self._results
-        ]
-        return [
-            (out, tuple(moments[:3]), tuple(moments[3:])) for out, *moments in arrays
-        ]
-
-    def _add(self, to, leaf):
-        grads, params, mu, nu, mu_keys, nu_keys, hyper = leaf
-        replaced = grads if params is None else params
-        results = [self._operand(replaced, self._shift, in_place=self._in_place)]
-        to.grads = (
-            results[0].pointer
-            if params is None
-            else self._operand(grads, self._shift).pointer
-        )
-        to.params = None if params is None else results[0].pointer
-        for of_moment, moment, keys in ((to.mu, mu, mu_keys), (to.nu, nu, nu_keys)):
-            for name, x in zip(("data", "amax", "exponent"), moment, strict=True):
-                results.append(
-                    self._operand(
-                        x, self._shift // 4 * (name == "data"), in_place=self._in_place
-                    )
-                )
-                setattr(of_moment, name, results[-1].pointer)
-            of_moment.keys = self._operand(keys).pointer
-        if not self._in_place:
-            results = [Buffer(x.array.shape, x.array.dtype, x.shift) for x in results]
-        to.out = results[0].pointer
-        pointers = [
-            (of_moment, name)
-            for of_moment in (to.mu, to.nu)
-            for name in ("data", "amax", "exponent")
-        ]
-        for (of_moment, name), buffer in zip(pointers, results[1:], strict=True):
-            setattr(of_moment, f"next_{name}", buffer.pointer)
-        to.hyper = self._operand(hyper).pointer
-        to.rows, to.n = grads.shape
-        to.rows_per_hyper = max(1, to.rows // max(1, len(hyper)))
-        return results
-
-    def _operand(self, x, shift=0, *, in_place=False):
-        self._operands.append(operand(x, shift, in_place=in_place))
-        return self._operands[-1]

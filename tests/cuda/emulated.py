@@ -20,9 +20,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from oracle import F32, blocks as oracle_blocks
+from oracle import F32
 
-from .buffers import DTYPES, Buffer, Leaves, Tiles, operand
+from .buffers import DTYPES, Buffer, Tiles, operand
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
@@ -39,12 +39,6 @@ FLAGS = (
 # What is compiled is kept here, named by what it was compiled from: for other workers,
 # Pythons and runs.
 CACHE = ROOT / "build" / "emulated"
-
-# The order of jaxfp8::cuda::Activation, whose last one is a clamped SwiGLU.
-ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated", "relu_squared")
-# The order of jaxfp8::cuda::BlockShape and jaxfp8::BlockScaling.
-BLOCKS = ((1, None), (1, 32), (1, 128), (128, 128))
-SCALINGS = ("f32", "f32, power of two", "ceil", "floor")
 
 
 def compiler() -> str | None:
@@ -230,20 +224,17 @@ def hopper(library: ctypes.CDLL):
 
 @contextlib.contextmanager
 def ops():
-    """Ops on a CPU as on a GPU, over the emulated handlers."""
+    """Ops on a CPU as on a GPU, over the emulated handlers: one of two multiprocessors,
+    so that grids loop, whose threads run in reverse.
+    """
     library = register_handlers()
-    with lowered_to("emulated"):
-        yield
+    library.emulator_configure(2, 1)
+    try:
+        with lowered_to("emulated"):
+            yield
+    finally:
+        library.emulator_configure(132, 0)
     assert library.emulator_take_misaligned() == 0, "misaligned access"
-
-
-def activation_of(activation) -> tuple:
-    """The number of an activation and the numbers of a clamp, for a launcher."""
-    numbers = ctypes.c_float * 3
-    if isinstance(activation, str):
-        return ACTIVATIONS.index(activation), numbers()
-    swiglu = numbers(activation.limit, activation.alpha, activation.offset)
-    return len(ACTIVATIONS), swiglu
 
 
 def launches(library: ctypes.CDLL) -> tuple[int, int, int]:
@@ -295,12 +286,6 @@ class Emulated:
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
         assert self.library.emulator_capture_mode_is_restored(), f"{op}: capture mode"
 
-    def adam_update(self, leaves, **options):
-        """Out, mu and nu of each leaf; `leaves` are arguments of the oracle."""
-        buffers = Leaves(leaves, **options)
-        self._launch("adam_update", buffers.params)
-        return buffers.results()
-
     def amax(self, x, shift=0):
         top = Buffer(x.shape[:1], F32)
         self._launch("amax", x.dtype, operand(x, shift), top, *x.shape)
@@ -331,112 +316,23 @@ class Emulated:
             (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
         )
 
-    def quantize_blocks_transpose(
-        self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True
-    ):
-        """data, scale_inv, data_t, scale_inv_t; without `transpose` the first two.
-
-        Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
-        """
-        g, m, n = x.shape
-        amaxes = Buffer((g, m + n * transpose), F32)
-        results = []
-        for shape, of_data in (
-            ((m, n), shift),
-            ((n, m), shift if data_t_shift is None else data_t_shift),
-        ):
-            blocks = [
-                len(oracle_blocks.bounds(size, b))
-                for size, b in zip(shape, block, strict=True)
-            ]
-            dtype = F32 if scaling.startswith("f32") else np.uint8
-            scales = oracle_blocks.cublaslt_layout(
-                np.zeros(blocks, dtype), block, *shape
-            )
-            results += [
-                Buffer((g, *shape), fmt.dtype, of_data),
-                Buffer((g, scales.size), dtype),
-            ]
-        results = results if transpose else results[:2]
-        self._launch(
-            "quantize_blocks_transpose", x.dtype, fmt.dtype, BLOCKS.index(block),
-            SCALINGS.index(scaling), operand(x, shift), *results,
-            *[None] * (4 - len(results)), amaxes, g, m, n,
-        )  # fmt: skip
-        amaxes.result("amaxes")
-        names = ("data", "scale_inv", "data_t", "scale_inv_t")
-        return [
-            buffer.result(name) for buffer, name in zip(results, names, strict=False)
-        ]
-
-    def transpose_blocks(self, data, scale_inv, block, *, shift=0, data_t_shift=None):
-        """data_t and scale_inv_t; scales are codes of E8M0."""
-        g, m, n = data.shape
-        of_data_t = shift if data_t_shift is None else data_t_shift
-        results = (
-            Buffer((g, n, m), data.dtype, of_data_t),
-            Buffer((g, n, -(-m // block)), np.uint8),
-        )
-        self._launch(
-            "transpose_blocks", data.dtype, operand(data, shift), operand(scale_inv),
-            *results, block, g, m, n,
-        )  # fmt: skip
-        return [
-            buffer.result(name)
-            for buffer, name in zip(results, ("data_t", "scale_inv_t"), strict=True)
-        ]
-
     def transpose_codes(self, data, shift=0, data_t_shift=0):
         g, m, n = data.shape
         data_t = Buffer((g, n, m), data.dtype, data_t_shift)
         self._launch("transpose_codes", operand(data, shift), data_t, g, m, n)
         return data_t.result("data_t")
 
-    def quantize_activation(self, x, scale, fmt, activation, **options):
-        """x `[g, m, 1 or 2, n]`."""
-        tiles = Tiles(x, scale, fmt, **options)
-        self._launch("quantize_activation", tiles.params, *activation_of(activation))
-        return tiles.results()
-
-    def quantize_activation_grad(
-        self, x, grad, scale, fmt, activation, *, sums=False, shift=0, **options
-    ):
-        """x `[g, m, 1 or 2, n]`, grad `[g, m, n]`; results have as many columns as x
-        has elements in a row.
-        """
-        g, m, parts, n = x.shape
-        tiles = Tiles(x, scale, fmt, columns=parts * n, shift=shift, **options)
-        column_sums = Buffer((g, -(-m // 128), parts * n), F32)
-        self._launch(
-            "quantize_activation_grad", tiles.params, operand(grad, shift),
-            *activation_of(activation), column_sums if sums else None,
-        )  # fmt: skip
-        return (
-            (*tiles.results(), column_sums.result("column_sums"))
-            if sums
-            else tiles.results()
-        )
-
-    def quantize_norm(
-        self, x, statistics, gamma, beta, scale, fmt, *, parameter_shift=0, **options
-    ):
+    def quantize_norm(self, x, statistics, gamma, beta, scale, fmt, **options):
         """x `[g, m, n]`, statistics `[g, m, 1 or 2]`, gamma and beta `[1 or g, n]`;
         beta may be None.
         """
         tiles = Tiles(x, scale, fmt, **options)
         self._launch(
             "quantize_norm", tiles.params, operand(statistics),
-            statistics.shape[2] == 2, operand(gamma, parameter_shift),
-            None if beta is None else operand(beta, parameter_shift),
+            statistics.shape[2] == 2, operand(gamma),
+            None if beta is None else operand(beta),
             x.shape[2] if gamma.shape[0] > 1 else 0,
         )  # fmt: skip
-        return tiles.results()
-
-    def quantize_pair(self, x, second, scale, fmt, *, shift=0, **options):
-        """x and second `[g, m, n]`; results have 2 n columns."""
-        columns = 2 * x.shape[2]
-        tiles = Tiles(x, scale, fmt, columns=columns, shift=shift, **options)
-        self._launch("quantize_pair", tiles.params, operand(second, shift))
         return tiles.results()
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):
@@ -447,20 +343,6 @@ class Emulated:
             operand(scale_inv), scale_inv.size > 1, out, *codes.shape,
         )  # fmt: skip
         return out.result("out")
-
-    def encode_moment(
-        self, moment, after, keys, squared, *, shift=0, data_shift=None, in_place=False
-    ):
-        """The next moment, three arrays; `keys` may be None."""
-        shifts = shift // 4 if data_shift is None else data_shift, 0, 0
-        pairs = list(zip(moment, shifts, strict=True))
-        old = [operand(x, s, in_place=in_place) for x, s in pairs]
-        results = old if in_place else [Buffer(x.shape, x.dtype, s) for x, s in pairs]
-        self._launch(
-            "encode_moment", *old, operand(after, shift),
-            None if keys is None else operand(keys), squared, *results, *after.shape,
-        )  # fmt: skip
-        return [buffer.result("moment") for buffer in results]
 
     def ragged_matmul(
         self,

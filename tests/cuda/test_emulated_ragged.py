@@ -123,25 +123,6 @@ def test_sums_are_those_of_the_model(launchers, b_fmt, precise):
     oracle.assert_bitwise(got[0], expected, "sums")
 
 
-def test_fast_is_not_precise(launchers):
-    """Sums of one sign lose bits of one sign: the bound of `precise` is one that a
-    kernel can miss.
-    """
-    a, b = (
-        np.abs(x.astype(F32)).astype(x.dtype) for x in operands(False, 1, 40, 2048, 24)
-    )
-    precise = oracle.ragged_matmul(
-        a[0], b[0], 1, 1, [40], accumulation="precise", device=launchers.device
-    )
-    precise.check(
-        launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0]
-    )
-    with pytest.raises(AssertionError, match="out of bound"):
-        precise.check(
-            launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0]
-        )
-
-
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
 def test_scales_without_a_normal_product(kernels, contraction):
     """Products of scales that flush, overflow (where sums are zero) and are subnormal,
@@ -153,40 +134,6 @@ def test_scales_without_a_normal_product(kernels, contraction):
         F32([1.1e-5, 1e20, 2.0**-30]),
     )
     check(kernels, a, b, [[100, 20], [0, 0], [3, 157]], *extremes)
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-@pytest.mark.parametrize("columns", [1, 300])
-def test_tiles_cover_the_output(emulated_library, contraction, columns):
-    """Every element of every group exactly once, in no more tiles than the grid is made
-    for.
-    """
-    sizes = np.int32([[0, 200, 0, 129, 1], [5, 0, 300, 7, 128]])
-    rows, length = (300, 500) if contraction else (500, 300)
-    plan = (int(contraction), 2, 5, rows, columns, length)
-    limit = emulated_library.ragged_tiles(*plan)
-    seen = np.zeros((2, 5 if contraction else 1, rows, columns), int)
-    for index in range(limit + 1):
-        tile = emulated_library.ragged_tile(sizes, *plan, index)
-        if tile is None:
-            break
-        member, group, row, row_end, column, begin, end = tile
-        ranges = oracle.group_ranges(sizes[member])
-        if contraction:
-            assert (begin, end) == ranges[group]
-        else:
-            in_group = group < 5
-            assert (begin, end) == (0, length if in_group else 0)
-            first, last = ranges[group] if in_group else (ranges[-1][1], rows)
-            assert first <= row and row_end == last
-        seen[
-            member,
-            group if contraction else 0,
-            row : min(row + TILE, row_end),
-            column : column + TILE,
-        ] += 1
-    assert index <= limit and tile is None
-    assert (seen == 1).all()
 
 
 def test_tiles_beyond_2_to_the_31(emulated_library):

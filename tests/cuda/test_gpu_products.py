@@ -11,7 +11,6 @@ import oracle
 import pytest
 from ops import cases
 from ops.cases import random_codes
-from ops.test_block_scaled_matmul import ON_HOPPER, blocks_of, operands
 from oracle import E4M3, E5M2, F32, blocks as oracle_blocks
 
 from jaxfp8 import ops
@@ -54,10 +53,8 @@ def test_accumulation_in_place():
 @pytest.mark.parametrize(
     "a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)]
 )
-def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
-    """cuBLASLt does not say in which order it multiplies: what it does is recorded, and
-    no wrong number is accepted.
-    """
+def test_scales_without_a_normal_product(a_scale, b_scale):
+    """cuBLASLt does not say in which order it multiplies: no wrong number is right."""
     a = np.full((16, 32), 16, E4M3.dtype)
     b = np.full((16, 32), 16, E4M3.dtype)
     a[0] = 0
@@ -65,60 +62,12 @@ def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
         ops.scaled_matmul(a, b, F32(a_scale), F32(b_scale), out_dtype=jnp.float32)
     )
     right = F32(float(F32(a_scale)) * float(F32(b_scale)) * 2.0**13)
-    record_property("zero", str(got[0, 0]))
-    record_property("largest", f"{got[1, 0]}, exact {right}")
     np.testing.assert_array_equal(got[1:], np.full((15, 16), got[1, 0]))
     assert (
         got[1, 0] == 0
         or not np.isfinite(got[1, 0])
         or abs(got[1, 0] / right - 1) < 2.0**-9
     )
-
-
-# What cuBLASLt multiplies, by the compute capabilities that have it: powers of two on
-# 10 and 12 as blocks of 32.
-SCALED_BLOCKS = {
-    **{(pair, False): ("9.0",) for pair in ON_HOPPER},
-    **{(pair, True): ("9.0", "10", "12") for pair in ON_HOPPER},
-    (("MX", "MX"), False): ("10", "12"),
-}
-
-
-@pytest.mark.parametrize("pair, power_2_scale", SCALED_BLOCKS, ids=str)
-@pytest.mark.parametrize(
-    "m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (512, 256, 2048)]
-)
-def test_block_scaled(pair, power_2_scale, m, n, k):
-    """Scales that differ by powers of two from block to block show where cuBLASLt reads
-    each.
-    """
-    capability = jax.devices("gpu")[0].compute_capability
-    capabilities = SCALED_BLOCKS[pair, power_2_scale]
-    if not capability.startswith(capabilities):
-        pytest.skip(
-            f"cuBLASLt has this on compute capability {capabilities}, this GPU has "
-            f"{capability}"
-        )
-    a, b, a_scale, b_scale = operands(m, n, k, pair, power_2_scale=power_2_scale)
-    options = blocks_of(pair)
-    product = functools.partial(
-        ops.block_scaled_matmul,
-        **options,
-        power_2_scale=power_2_scale,
-        out_dtype=jnp.float32,
-    )
-    for precise in (False, True):
-        product = functools.partial(product, precise=precise)
-        got = jax.jit(product)(a, b, a_scale, b_scale)
-        expected = oracle_blocks.matmul(
-            a, b, a_scale, b_scale, **options, **cases.accumulation("cuda", precise)
-        )
-        expected.check(got, f"precise {precise}")
-        stacked = [np.stack([x, np.roll(x, 1, axis=0)]) for x in (a, b)]
-        pair = jax.jit(jax.vmap(product, (0, 0, None, None)))(
-            *stacked, a_scale, b_scale
-        )
-        expected.check(pair[0], "group 0")
 
 
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])

@@ -124,25 +124,3 @@ def test_initialize(handlers):
     """
     assert handlers.initialize_scaled_matmul() == 1
     assert handlers.initialize_scaled_matmul() == 2
-
-
-@pytest.mark.parametrize("op", ["quantize_activation", "quantize_norm"])
-def test_no_amax(op):
-    """The codes are the same where none is a result."""
-    op, results, operands = parts(op)
-    data, _, data_t = call(op, results, operands)
-    got, top, got_t = call(op, [results[0], ((0,), F32), results[2]], operands)
-    assert top.shape == (0,)
-    oracle.assert_bitwise(got, np.asarray(data), "data")
-    oracle.assert_bitwise(got_t, np.asarray(data_t), "data_t")
-
-
-@pytest.mark.parametrize("op", ["quantize", "quantize_transpose"])
-def test_one_amax(op):
-    """Of all groups: the last one raises it."""
-    good = targets.good(op)
-    shape, dtype = good.operands[0]
-    x, one = np.arange(np.prod(shape)).reshape(shape).astype(dtype), np.ones(1, F32)
-    place = targets.AMAXES[op]
-    results = good.changed("results", place, ((1,), F32)).results
-    np.testing.assert_array_equal(call(op, results, [x, one, one])[place], [x.max()])

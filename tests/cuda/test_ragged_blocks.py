@@ -41,14 +41,14 @@ def contraction(request):
     return request.param
 
 
-def operands(contraction, m, k, n, a_fmt=E4M3, b_fmt=E4M3, members=1):
+def operands(contraction, m, k, n, a_fmt=E4M3, b_fmt=E4M3, *, members=1, groups=5):
     """a, b and their scales, of which neighbours differ by up to 2**24; k is p of a
     contraction.
     """
     if contraction:
         shapes, blocks = ((k, m), (n, m)), ((1, 128), (1, 128))
     else:
-        shapes, blocks = ((m, k), (len(SIZES), n, k)), ((1, 128), (128, 128))
+        shapes, blocks = ((m, k), (groups, n, k)), ((1, 128), (128, 128))
     rng = np.random.default_rng(0)
     codes, scales = [], []
     for shape, block, fmt in zip(shapes, blocks, (a_fmt, b_fmt), strict=True):

@@ -140,27 +140,3 @@ def test_who_can_leave():
     }
     tests = {"slow": 9.0, "cut": 10.0, "quick": 1.0, "idle": 5.0}
     assert kill_matrix.can_leave({"tests": tests, "mutants": rows}) == ["slow"]
-
-
-def test_an_edit_elsewhere_changes_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(kill_matrix, "ROOT", small_package(tmp_path))
-
-    def chosen(seed="0"):
-        return {mutant.name for mutant in kill_matrix.choose("small", 6, seed)}
-
-    before = chosen()
-    assert len(before) == 6
-    assert chosen() == before
-    assert chosen(seed="1") != before
-    file = tmp_path / "small" / "numbers.py"
-    file.write_text(
-        file.read_text().replace("OUTSIDE", "def new():\n    return 7\n\n\nX")
-    )
-    assert len(chosen() & before) >= 4
-
-
-def test_in_turn():
-    seconds = {"a::1": 2.0, "a::2": 1.0, "a::3": 0.1, "b::1": 3.0, "c::1": 0.1}
-    baseline = {test: (seconds[test], []) for test in seconds}
-    order = kill_matrix.in_turn({"a::1", "a::2", "b::1"}, baseline)
-    assert order == ["a::2", "b::1", "a::1", "a::3"]

@@ -86,52 +86,35 @@ def bad_counts(op: str):
 
 CLAMPED = {"activation": "clamped_swiglu"}
 BAD_NUMERATORS = np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
+POSITIVE = "expected a positive normal F32"
 # `(attributes, message)`: what the error says after the op's name, or None where it is
 # XLA's own without one. Numbers of another type are others than in good calls, because
 # jit's cache takes 1.0 of one type for 1.0 of another.
 BAD_ATTRIBUTES = {
     "amax_to_scale": [
-        *(
-            ({"numerator": value}, "numerator: expected a positive normal F32")
-            for value in BAD_NUMERATORS
-        ),
-        *(
-            ({"numerator": value}, None)
-            for value in (np.float64(5), np.int32(6), np.float16(7))
-        ),
+        *(({"numerator": x}, f"numerator: {POSITIVE}") for x in BAD_NUMERATORS),
+        ({"numerator": np.float64(5)}, None),
     ],
     "delayed_scales": [
         *(
-            (
-                {"numerators": np.float32([1, value])},
-                "numerator 1: expected a positive normal F32",
-            )
-            for value in BAD_NUMERATORS
+            ({"numerators": np.float32([1, x])}, f"numerator 1: {POSITIVE}")
+            for x in BAD_NUMERATORS
         ),
         *(
             (
                 {"numerators": np.ones(n, np.float32)},
                 "expected 2 operands, 3 results and a numer",
             )
-            for n in (0, 1, 3, 65)
+            for n in (0, 1, 65)
         ),
-        *(
-            ({"numerators": v}, None)
-            for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))
-        ),
+        ({"numerators": np.full(2, 5, np.float64)}, None),
         ({"most_recent": np.int32(1)}, None),
     ],
     "read_histories": [
+        ({"numerators": np.float32([1, -1])}, f"numerator 1: {POSITIVE}"),
         (
-            {"numerators": np.float32([1, -1])},
-            "numerator 1: expected a positive normal F32",
-        ),
-        *(
-            (
-                {"numerators": np.ones(n, np.float32)},
-                "expected 2 operands and a numerator",
-            )
-            for n in (0, 1, 3)
+            {"numerators": np.ones(3, np.float32)},
+            "expected 2 operands and a numerator",
         ),
         ({"numerators": np.full(2, 5, np.float64)}, None),
     ],
@@ -159,16 +142,12 @@ BAD_ATTRIBUTES = {
                 {"activation": name},
                 f"{'x' if name == other else 'activation'}: expected .*got",
             )
-            for name in ("tanh", "", other)
+            for name in ("tanh", other)
         ]
         + [
             (CLAMPED, "expected the attribute activation, limit, .* got 1"),
             ({"limit": np.float32(1)}, "expected the attribute activation alone"),
             (CLAMPED | dict.fromkeys(("limit", "alpha", "beta"), np.float32(1)), None),
-            (
-                CLAMPED | dict.fromkeys(("limit", "alpha", "offset"), np.float64(5)),
-                None,
-            ),
         ]
         for op, other in (
             ("quantize_activation", "gelu"),

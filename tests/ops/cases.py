@@ -17,30 +17,7 @@ DTYPE_IDS = ("bf16", "f16", "f32")
 
 def _scales() -> np.ndarray:
     rng = np.random.default_rng(7)
-    powers = 2.0 ** np.array(
-        [
-            -126,
-            -125,
-            -64,
-            -24,
-            -16,
-            -9,
-            -7,
-            -6,
-            -3,
-            -1,
-            0,
-            1,
-            4,
-            8,
-            15,
-            24,
-            64,
-            125,
-            126,
-            127,
-        ]
-    )
+    powers = 2.0 ** np.concatenate([np.arange(-126, 128, 23), np.arange(-9, 10, 2)])
     scattered = 2.0 ** rng.uniform(-40, 40, 20)
     near_one = np.nextafter(F32(1), F32([0, 2]))
     return np.concatenate([powers, scattered, near_one, [np.finfo(F32).max]]).astype(

@@ -17,8 +17,7 @@ EACH_OUT_DTYPE = pytest.mark.parametrize(
     "out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS
 )
 EMULATED = pytest.param("emulated", marks=pytest.mark.ci)
-# Every case over interpreted PTX takes minutes; CI has tests/cuda/ptx.
-INTERPRETED = pytest.param("ptx", marks=pytest.mark.slow)
+INTERPRETED = pytest.param("ptx", marks=pytest.mark.ci)
 ALL = (
     "ffi",
     "reference",

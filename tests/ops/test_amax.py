@@ -57,24 +57,3 @@ def test_one_bad_value_is_seen_wherever_it_stands(implementation, dtype, bad):
             x[position] = bad
             got = np.asarray(ops.amax(x))
             assert got == np.inf, f"size {size}, position {position}: {got}"
-
-
-@pytest.mark.parametrize("size", [1, 2, 31, 33, 65, 1000, 4099])
-def test_the_largest_is_found_at_every_position(implementation, size):
-    positions = (
-        range(size)
-        if size < 100
-        else (0, 1, 15, 16, 63, 64, size // 2, size - 2, size - 1)
-    )
-    x = np.tile(np.float32(-1), (len(positions), size))
-    x[np.arange(len(positions)), list(positions)] = -7
-    assert_bitwise(
-        jax.vmap(ops.amax)(x), np.full(len(positions), 7, np.float32), "amax"
-    )
-
-
-def test_subnormals_count(implementation):
-    x = np.uint32([0x80000003, 1, 2, 0]).view(np.float32)
-    check(x, "amax of f32 subnormals")
-    check(np.uint16([0x8003, 1, 2, 0]).view(oracle.BF16), "amax of bf16 subnormals")
-    check(np.uint16([0x8003, 1, 2, 0]).view(np.float16), "amax of f16 subnormals")

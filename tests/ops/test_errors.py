@@ -18,10 +18,7 @@ E4M3 = oracle.E4M3.dtype
 X, S, H = np.ones((4, 6), F32), F32(1), np.ones(4, F32)
 A = np.ones((4, 6), E4M3)
 B = np.ones((5, 6), E5M2.dtype)
-W = np.ones(6, F32)
 BLOCKS = np.ones((4, 64), E4M3), np.ones((6, 64), E4M3)
-STATE = [np.ones((2, n), F32) for n in (3, 1)]
-R = [np.ones((2, n), F32) for n in (12, 6)]
 QUANTIZER = {"x": X, "scale": S, "dtype": E4M3}
 PRODUCT = {"a": A, "b": B, "a_scale_inv": S, "b_scale_inv": S}
 GOOD = {
@@ -29,10 +26,6 @@ GOOD = {
     "quantize": QUANTIZER,
     "quantize_transpose": QUANTIZER,
     "count_saturated_and_flushed": QUANTIZER,
-    "quantize_activation": QUANTIZER | {"activation": "gelu"},
-    "quantize_activation_grad": QUANTIZER | {"grad": X, "activation": "gelu"},
-    "quantize_norm": QUANTIZER
-    | {"gamma": W, "beta": None, "kind": "layer", "epsilon": 1.0},
     "quantize_pair": QUANTIZER | {"second": X},
     "quantize_blocks": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "quantize_blocks_transpose": {"x": X, "dtype": E4M3, "block": (1, 32)},
@@ -46,8 +39,6 @@ GOOD = {
         "stored": (S, S),
         "fp8_max": (448.0, 448.0),
     },
-    "read_histories": {"products": [[STATE, STATE], [STATE]]},
-    "write_histories": {"products": [[STATE, STATE], [STATE]], "recorded": R},
     "amax_to_scale": {"amax": S, "stored": S, "fp8_max": 448.0},
     "dequantize": {"data": A, "scale_inv": S, "dtype": F32},
     "scaled_matmul": PRODUCT,
@@ -65,32 +56,15 @@ GOOD = {
     | {"b": np.ones((2, 5, 6), E5M2.dtype), "group_sizes": np.int32([2, 1])},
 }
 # Wrong dtype is a TypeError, wrong shape a ValueError.
-ODD = ["text", object(), {1}, jnp.float32, None]
-WIDE = [
-    np.ones((4, 6), dtype)
-    for dtype in (np.float64, np.int32, np.uint8, bool, np.complex64, E4M3)
-] + ODD
-CODES = [
-    X,
-    *(
-        np.ones((4, 6), dtype)
-        for dtype in (BF16, np.int8, np.uint8, bool, "float8_e4m3b11fnuz")
-    ),
-    *ODD,
-]
-SCALE_DTYPES = [
-    *(np.ones((), dtype) for dtype in (BF16, np.float16, np.int32, np.complex64, E4M3)),
-    True,
-    *ODD,
-]
+WIDE = [np.ones((4, 6), dtype) for dtype in (np.float64, np.int32, E4M3)]
+WIDE += ["text", jnp.float32, None]
+CODES = [X, np.ones((4, 6), "float8_e4m3b11fnuz"), "text", None]
+SCALE_DTYPES = [F32(1).astype(BF16), np.int32(1), True, "text", None]
 SCALE_SHAPES = [np.ones(shape, F32) for shape in ((2,), (1, 1), (0,))]
-NOT_FP8_DTYPES = [F32, np.int8, "float8_e4m3b11fnuz", "no such dtype", 7, None]
-NOT_WIDE_DTYPES = [np.float64, np.int32, E4M3, "no such dtype", 7, None]
-ACTIVATIONS = ("quantize_activation", "quantize_activation_grad")
-PRODUCERS = (*ACTIVATIONS, "quantize_norm")
+NOT_FP8_DTYPES = [F32, "float8_e4m3b11fnuz", "no such dtype", None]
+NOT_WIDE_DTYPES = [np.float64, E4M3, "no such dtype", None]
 QUANTIZERS = ("quantize", "quantize_transpose", "count_saturated_and_flushed")
 IN_BLOCKS = ("quantize_blocks", "quantize_blocks_transpose")
-READINGS = ("read_histories", "write_histories")
 PRODUCTS = ("scaled_matmul", "block_scaled_matmul")
 TYPE, VALUE = TypeError, ValueError
 # ops, argument, exception, values; a dict changes several arguments.
@@ -234,40 +208,16 @@ def test_float32_is_right_under_x64(implementation):
         cases.assert_bitwise(out, np.full((4, 5), 6, F32), "x64")
 
 
-# An op, the argument that is differentiated, and what it is made of x `[4, 6]`.
+# An op, and an argument that is made of x `[4, 6]`. All ops have one rule.
 DIFFERENTIATED = [
-    *(
-        (op, "x", lambda x: x)
-        for op in ("amax", *QUANTIZERS[:2], *PRODUCERS, *IN_BLOCKS)
-    ),
-    *(
-        (op, name, lambda x: x[0, 0])
-        for op in QUANTIZERS[:2]
-        for name in ("scale", "amax")
-    ),
+    ("amax", "x", lambda x: x),
+    ("quantize", "scale", lambda x: x[0, 0]),
     ("delayed_scales", "histories", lambda x: (x[0], x[1])),
-    *(
-        (op, "products", lambda x: [[STATE, (x[:2, :3], STATE[1])], [STATE]])
-        for op in READINGS
-    ),
-    (
-        "write_histories",
-        "recorded",
-        lambda x: [np.ones((2, 12), F32), x[:2, :6]],
-    ),
-    ("dequantize", "scale_inv", lambda x: x[0, 0]),
-    ("scaled_matmul", "a_scale_inv", lambda x: x[0, 0]),
-    ("ragged_matmul", "a_scale_inv", lambda x: x[0, 0]),
     ("scaled_matmul", "bias", lambda x: x[0, :5]),
-    ("scaled_matmul", "accumulator", lambda x: x[:4, :5]),
 ]
 
 
-@pytest.mark.parametrize(
-    "op, argument, part",
-    DIFFERENTIATED,
-    ids=[f"{row[0]}-{row[1]}" for row in DIFFERENTIATED],
-)
+@pytest.mark.parametrize("op, argument, part", DIFFERENTIATED)
 def test_differentiating_an_op_raises(op, argument, part):
     """The derivative of a rounding is zero almost everywhere: silently wrong, so it is
     refused.

@@ -8,7 +8,6 @@ package.
 import importlib.metadata
 import os
 import re
-import struct
 import subprocess
 import sys
 import tomllib
@@ -37,10 +36,6 @@ assert "jaxfp8_amax" not in lowered.as_text() and lowered.compile()(
     jnp.array([1.0, -3, 2])) == 3
 print(_ffi.libraries()[0].error)
 """
-
-
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.fixture
@@ -76,27 +71,19 @@ def warning_in(installation) -> str:
     return warning
 
 
-def changed(offset: int, value: bytes) -> bytes:
-    """The module with other bytes in its header."""
-    data = Path(MODULE).read_bytes()
-    return data[:offset] + value + data[offset + len(value) :]
-
-
 @NATIVE
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (lambda: b"", "file too short"),
-        (lambda: b"not a module" * 1000, "invalid ELF header"),
-        (lambda: changed(4, b"\1"), "wrong ELF class"),
-        (lambda: changed(18, struct.pack("<H", 243)), "cannot open shared object file"),
+        (b"", "file too short"),
+        (b"not a module" * 1000, "invalid ELF header"),
     ],
-    ids=["empty", "garbage", "32 bits", "RISC-V"],
+    ids=["empty", "garbage"],
 )
 def test_a_file_that_is_no_module_of_this_machine(installation, content, reason):
     path = installation / Path(MODULE).name
-    path.write_bytes(content())
+    path.write_bytes(content)
     warning = warning_in(installation)
     assert f"ignoring {path}, which does not load: " in warning and reason in warning
 

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import oracle
 import pytest
+from equality import assert_all_bitwise
 from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
@@ -19,21 +20,13 @@ from .test_quantize_blocks import ALL_KINDS, IMPLEMENTATIONS as IMPLEMENTATIONS
 BLOCKS = pytest.mark.parametrize(
     "block", [(1, None), (1, 32), (1, 128), (128, 128), (3, 5), (None, None)], ids=str
 )
-NAMES = ("data", "scale_inv", "data_t", "scale_inv_t")
 F32 = np.dtype(np.float32)
 
 
-def assert_layouts(got, x, fmt, block, what="", **options):
+def assert_layouts(got, x, fmt, block, **options):
     """One matrix."""
-    expected = [
-        part
-        for of in (x, x.T)
-        for part in oracle_blocks.quantize(of, fmt, block, **options)
-    ]
-    for value, wanted, name in zip(got, expected, NAMES, strict=True):
-        oracle.assert_bitwise(
-            value, wanted, f"{what} {fmt.name}, block {block}, {options}: {name}"
-        )
+    one, other = (oracle_blocks.quantize(of, fmt, block, **options) for of in (x, x.T))
+    assert_all_bitwise(got, (*one, *other), f"{fmt.name}, {block}, {options}")
 
 
 @BLOCKS
@@ -64,4 +57,4 @@ def test_merged_rows(implementation, block):
             data_t[i].reshape(40, 36),
             scale_inv_t[i],
         )
-        assert_layouts(got, x[i].reshape(36, 40), oracle.E5M2, block, f"{i}")
+        assert_layouts(got, x[i].reshape(36, 40), oracle.E5M2, block)

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from oracle import F32
 
-from cuda import emulated
 from jaxfp8 import ops
-from jaxfp8.ops import _readings
 
 from . import cases
 from .test_delayed_scales import LENGTHS, history
@@ -113,13 +112,6 @@ def test_bitwise(implementation, which):
     check(PRODUCTS[which])
 
 
-def calls(function, *arguments):
-    """The numbers of quantizers of the custom calls in a program."""
-    equations = jax.make_jaxpr(function)(*arguments).eqns
-    called = [e.params["op"] for e in equations if "histories" in e.primitive.name]
-    return [sum(getattr(op, "counts", op.of_units)) for op in called]
-
-
 def test_scales_of_each_format(implementation):
     """Each quantizer has the scale of its own format, also where a call has so many
     that no constant holds them.
@@ -156,73 +148,25 @@ def test_rows_of_histories(implementation, rows, lengths):
     assert_tree(written, expected_state(pairs, recorded), "written")
 
 
-def test_one_call_has_room_for_64():
-    """By batch dimensions; and a product is not divided."""
-    layers = [product((2,), (1, 1, 1), i) for i in range(22)]
-    assert calls(ops.read_histories, layers) == [63, 3]
-    state = product((), (1,))
-    assert calls(
-        ops.write_histories, [*layers[:3], state], [*map(record, [*layers[:3], state])]
-    ) == [9, 1]
-    assert calls(
-        ops.read_histories, [product((1,), (1,) * _readings.MAX_QUANTIZERS)]
-    ) == [64]
-
-
-def test_a_product_by_itself(implementation):
-    """Its quantizers record in arrays of their own; a scale of 0 says that one was not
-    used.
-    """
-    for seed in range(3):
-        pairs = product((), LENGTHS, seed)
-        amaxes = history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1))
-        scales = history(len(LENGTHS), seed + 9, (0,))
-        recorded = [(amaxes[i : i + 1], scales[i : i + 1]) for i in range(len(pairs))]
-        (written,) = jax.jit(ops.write_histories)([pairs], [recorded])
-        for i, (got, (before, _)) in enumerate(zip(written, pairs, strict=True)):
-            expected = oracle.write_history(before, (amaxes[i], scales[i]))
-            assert_tree(got, (expected[0], expected[1].reshape(1)), f"quantizer {i}")
-
-
-def split_and_join(numbers):
-    """The parts of readings f32 `[6 k]`, and what a step records that has their first
-    two numbers.
-    """
-    parts = ops.split_reading(numbers)
-    recorded = [(pair[:1], pair[1:]) for pair, *_ in parts]
-    return parts, ops.join_recorded(recorded, in_loop=len(parts) != 3)
-
-
-@pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("k", [1, 3, 64])
-def test_numbers_of_a_reading(implementation, batch, k):
-    """All bits pass as they are: of subnormal numbers, infinities and NaN with any
-    payload.
-    """
-    bits = np.random.default_rng(k).integers(0, 2**32, (*batch, k, 6), np.uint32)
-    bits[..., ::2, :2] = np.uint32([1, 0xFFC12345])
-    rows = bits.view(F32)
-    function = split_and_join
-    for _ in batch:
-        function = jax.vmap(function)
-    parts, recorded = jax.jit(function)(rows.reshape(*batch, 6 * k))
+def test_numbers_of_a_reading(implementation, k):
+    """All bits pass as they are, to each quantizer and back."""
+    bits = np.random.default_rng(k).integers(0, 2**32, (5, k, 6), np.uint32)
+    parts = jax.jit(jax.vmap(ops.split_reading))(bits.view(F32).reshape(5, 6 * k))
     for i, got in enumerate(parts):
-        expected = np.split(rows[..., i, :], (2, 3, 4, 5), -1)
-        for name, part, numbers in zip(
-            ("history", "stored", "zero", "scale", "inv"), got, expected, strict=True
-        ):
-            np.testing.assert_array_equal(
-                np.asarray(part).view(np.uint32), numbers.view(np.uint32), name
-            )
+        expected = np.split(bits[:, i].view(F32), (2, 3, 4, 5), axis=-1)
+        assert_same_bits(got, expected, f"quantizer {i}")
+    recorded = [(pair[:, :1], pair[:, 1:]) for pair, *_ in parts]
     bits[..., 2:] = 0
-    np.testing.assert_array_equal(
-        np.asarray(recorded).view(np.uint32), bits.reshape(*batch, 6 * k), "recorded"
-    )
+    for in_loop in (False, True):
+        join = functools.partial(ops.join_recorded, in_loop=in_loop)
+        rows = jax.jit(jax.vmap(join))(recorded)
+        assert_same_bits(rows, bits.view(F32).reshape(5, 6 * k), f"{in_loop}")
 
 
-def overwrite():
-    """Check a step whose histories may be overwritten, as those of a training step that
-    gives its state away.
+def test_in_place(implementation):
+    """Histories that are overwritten, as those of a training step that gives its state
+    away: a thread writes where its neighbor reads.
     """
     (pairs,) = products = [product((3,), (1, 2, 3, 256, 257, 258, 1000))]
     recorded = [record(pairs)]
@@ -230,21 +174,3 @@ def overwrite():
     written = jax.jit(ops.write_histories, donate_argnums=0)(given, recorded)
     assert_tree(written, [expected_state(pairs, recorded[0])], "written")
     assert all(h.is_deleted() for h, _ in given[0])
-
-
-def test_in_place(implementation):
-    overwrite()
-
-
-@pytest.mark.ci
-def test_in_place_by_threads_in_reverse():
-    """A thread writes where its neighbor reads: no order of the threads between
-    barriers may matter.
-    """
-    library = emulated.register_handlers()
-    library.emulator_configure(132, 1)
-    try:
-        with emulated.ops():
-            overwrite()
-    finally:
-        library.emulator_configure(132, 0)

@@ -3,7 +3,6 @@ the other, to the bit.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -93,20 +92,6 @@ def test_ragged_product(implementation, kind, a_inv, b_inv):
         out_dtype=F32,
     )
     assert_same(got.reshape(M, N), sums_of(a, b), a_inv, b_inv)
-
-
-@pytest.mark.usefixtures("without_cublaslt")
-def test_each_product_of_a_batch():
-    """vmap with scales of their own: the choice is made for each product."""
-    a, b = (
-        np.stack(x) for x in zip(*(operands(*pair) for pair in SCALES), strict=True)
-    )
-    scales = [jnp.asarray(x) for x in zip(*SCALES, strict=True)]
-    got = jax.jit(jax.vmap(lambda *x: ops.scaled_matmul(*x, out_dtype=F32)))(
-        a, b, *scales
-    )
-    for i, pair in enumerate(SCALES):
-        assert_same(got[i], sums_of(a[i], b[i]), *pair)
 
 
 @pytest.mark.usefixtures("without_cublaslt")

@@ -25,11 +25,12 @@ SHAPES = (
     (129, 1, 7),
     (5, 3, 1000),
     (64, 48, 32),
+    (0, 5, 7),
+    (5, 0, 7),
+    (5, 7, 0),
 )
-EMPTY_SHAPES = ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0))
 FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
 PAIR_IDS = tuple(f"{a.name}x{b.name}" for a, b in FORMAT_PAIRS)
-PAIRS = pytest.mark.parametrize("a_fmt, b_fmt", FORMAT_PAIRS, ids=PAIR_IDS)
 # Where formats change nothing: one pair in the fast run.
 ONE_PAIR = pytest.mark.parametrize(
     "a_fmt, b_fmt",
@@ -124,14 +125,6 @@ def test_bias_and_accumulator(
             without.check(got)
 
 
-@EACH_OUT_DTYPE
-def test_empty_operands_give_zeros(implementation, out_dtype):
-    for m, n, k in EMPTY_SHAPES:
-        a, b = np.zeros((m, k), E4M3.dtype), np.zeros((n, k), E5M2.dtype)
-        got = ops.scaled_matmul(a, b, A_INV, B_INV, out_dtype=out_dtype)
-        assert_bitwise(got, np.zeros((m, n), out_dtype), f"{m}x{n}x{k}")
-
-
 def test_empty_contraction_keeps_bias_and_accumulator(implementation):
     a, b = np.zeros((3, 0), E4M3.dtype), np.zeros((4, 0), E4M3.dtype)
     bias = F32([1, -2, 3, 0.5])
@@ -140,34 +133,6 @@ def test_empty_contraction_keeps_bias_and_accumulator(implementation):
         a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=F32
     )
     assert_bitwise(got, accumulator + bias, "K = 0")
-
-
-@PAIRS
-def test_the_largest_and_smallest_codes(implementation, a_fmt, b_fmt):
-    """Rows of the largest, the smallest subnormal and mixed codes: products are exact,
-    so f32 sums of two are too.
-    """
-    smallest = oracle.all_codes(a_fmt)[1], oracle.all_codes(b_fmt)[1]
-    a = np.array(
-        [
-            [a_fmt.max] * 2,
-            [smallest[0]] * 2,
-            [a_fmt.max, smallest[0]],
-            [-a_fmt.max, a_fmt.max],
-        ],
-        a_fmt.dtype,
-    )
-    b = np.array(
-        [[b_fmt.max] * 2, [smallest[1]] * 2, [b_fmt.max, -smallest[1]]], b_fmt.dtype
-    )
-    got = ops.scaled_matmul(a, b, F32(0.5), F32(0.25), out_dtype=F32, precise=True)
-    options = cases.accumulation(implementation, precise=True)
-    oracle.scaled_matmul(a, b, 0.5, 0.25, out_dtype=F32, **options).check(got)
-    if options:
-        return  # a tensor core may drop the smaller addend
-    exact = a.astype(np.float64)[:, None] * b.astype(np.float64)[None]
-    one_rounding = F32(exact.sum(-1) / 8)  # two terms: a single f32 addition
-    assert_bitwise(got, one_rounding, "two-term products")
 
 
 @EACH_OUT_DTYPE
@@ -179,14 +144,3 @@ def test_nan_codes_reach_their_row_and_column_only(implementation, out_dtype):
     wanted = np.zeros((20, 18), bool)
     wanted[3], wanted[:, 11] = True, True
     np.testing.assert_array_equal(got, wanted)
-
-
-def test_the_bound_rejects_bf16_operand_scaling():
-    """Negative control: scaling the operands in bf16 before the product, as a
-    dequantize-first GEMM would, is seen.
-    """
-    a, b = operands(17, 33, 70, E4M3, E5M2)
-    wide_a = oracle.dequantize(a, A_INV, BF16).astype(F32)
-    wide_b = oracle.dequantize(b, F32(B_INV / 64), BF16).astype(F32)
-    with pytest.raises(AssertionError, match="out of bound"):
-        oracle.scaled_matmul(a, b, A_INV, F32(B_INV / 64)).check(wide_a @ wide_b.T)

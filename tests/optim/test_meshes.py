@@ -126,14 +126,6 @@ def test_shardings_are_those_of_parameters():
         optim.shardings(state, {})
 
 
-def test_shardings_of_a_tree_that_is_one_array():
-    x = on("rows")["wide"]
-    adam = optim.shardings(
-        jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, x), x
-    ).inner[0]
-    assert adam.mu.data.spec == adam.nu.amax.spec == P("d")
-
-
 def test_shardings_of_the_variables_of_linen():
     """FP8 layers have their state beside the parameters; optax has the parameters
     alone.

@@ -13,7 +13,6 @@ import pytest
 import oracle
 from oracle import (
     E4M3,
-    E5M2,
     F32,
     accumulation as oracle_accumulation,
     blocks as oracle_blocks,
@@ -75,11 +74,6 @@ def operands(kind, k, m=M, n=N):
             return tuple(
                 quantized(np.abs(rng.standard_normal(shape))) for shape in shapes
             )
-        case "lognormal":
-            return tuple(
-                quantized(np.exp(2 * rng.standard_normal(shape)), E5M2)
-                for shape in shapes
-            )
         case "any code":
             pairs = zip(shapes, oracle.FORMATS.values(), strict=True)
             finite = {
@@ -87,11 +81,6 @@ def operands(kind, k, m=M, n=N):
                 for fmt in oracle.FORMATS.values()
             }
             return tuple(rng.choice(finite[fmt], shape) for shape, fmt in pairs)
-        case "subnormal":
-            codes = oracle.all_codes(E4M3)
-            return rng.choice(codes[[0, 1, 3, 7, 129]], shapes[0]), rng.choice(
-                codes[:127], shapes[1]
-            )
         case "cancelling":
             return cancelling(m, n, k)
     raise ValueError(kind)
@@ -123,7 +112,7 @@ def test_additions_by_hand():
     assert tensor_core_matmul(a, a, promotion=32) == 2.0**18 + 225 + 49
 
 
-KINDS = ("normal", "positive", "lognormal", "any code", "subnormal", "cancelling")
+KINDS = ("normal", "positive", "any code", "cancelling")
 
 
 @pytest.mark.parametrize(
@@ -140,15 +129,6 @@ def test_simulated_gpus_are_within_their_bound(device, accumulation, name, optio
             assert (error <= bound).all(), (
                 f"{kind}, k {k}: {(error / bound).max():.2f} of the bound"
             )
-
-
-@pytest.mark.parametrize("accumulation, promotion", [("fast", None), ("precise", 128)])
-def test_hard_cases_come_near_the_bound(accumulation, promotion):
-    a, b = operands("cancelling", 1024)
-    error = np.abs(tensor_core_matmul(a, b, promotion=promotion) - exact(a, b))
-    assert (
-        error > 0.75 * oracle_accumulation.gemm_bound(a, b, accumulation, "9.0")
-    ).all()
 
 
 def test_errors_are_those_of_the_docs():
@@ -169,17 +149,6 @@ def test_errors_are_those_of_the_docs():
             assert expected / 1.3 < share < expected * 1.3, (
                 f"{kind}, {options}: {share}"
             )
-
-
-def test_nan_and_infinity_stay_in_their_rows_and_columns():
-    a, b = (x.copy() for x in operands("any code", 96))
-    a[3, 7], b[5, 40] = np.nan, np.inf
-    for device in ("8.9", "9.0", "10.0"):
-        product = oracle.scaled_matmul(
-            a, b, A_INV, B_INV, accumulation="precise", device=device
-        )
-        finite = np.isfinite(product.bound)
-        assert finite[np.arange(M) != 3][:, np.arange(N) != 5].all()
 
 
 def test_a_wrong_scale_of_a_block_is_outside():

@@ -11,7 +11,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from ops import test_adam as adam
 
 from jaxfp8 import ops as jaxfp8_ops
@@ -49,22 +48,6 @@ def test_no_array_is_much_larger_than_a_leaf(shape):
         for found in re.findall(r"tensor<([\dx]+)x[a-z]", text)
     ]
     assert max(sizes) <= max(128 * np.prod(shape), 3 * 128 * 1024**2)
-
-
-@pytest.mark.parametrize(
-    "spec", [("x", None), (None, "x"), (("x", "y"), None)], ids=str
-)
-@pytest.mark.parametrize(
-    "n, kind", [(1024, AxisType.Auto), (1024, AxisType.Explicit), (200, AxisType.Auto)]
-)
-def test_meshes(n, kind, spec):
-    """The bits of one device, however XLA cuts the program."""
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
-    leaf = adam.make_leaf(np.random.default_rng(n), (16, n), True)
-
-    with jax.set_mesh(mesh):
-        got = step(adam.placed(mesh, leaf, spec), 1)
-    adam.assert_same(got, adam.expected(leaf))
 
 
 def test_cycles():

@@ -45,12 +45,6 @@ def test_devices_move_the_bytes_that_flax_moves(rows):
     assert rows["drop-in"]["collectives"]["all-reduce bf16"]["bytes"] == 2 * 1024**2
 
 
-def test_compilation_is_no_trap(rows):
-    assert (
-        rows["drop-in"]["compile_seconds"] <= 4 * rows["flax"]["compile_seconds"] + 20
-    )
-
-
 def test_drop_ins_in_a_scan_take_no_more_cycles_than_flax():
     if reason := compiler.missing():
         pytest.skip(reason)
@@ -99,11 +93,3 @@ def test_the_page_has_the_ragged_products(name):
         f"{times} {dtypes}" for dtypes, times in counts["products"].items()
     )
     assert f"| {name} | {counts['cycles'] / 1000:.0f} | {products} |" in PAGE
-
-
-def test_all_products_that_were_counted_are_of_codes():
-    for case, candidates in CASES.items():
-        for name, counts in candidates.items():
-            assert name == "bf16" or all(
-                dtypes.count("f8") == 2 for dtypes in counts["products"]
-            ), (case, name)

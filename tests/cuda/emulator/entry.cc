@@ -1,28 +1,18 @@
 // The launchers and the index arithmetic of cuda/, as C functions for ctypes.
 #include "cuda/common/stream_plan.h"
 #include "cuda/common/transpose_plan.h"
-#include "cuda/kernels/adam_update.h"
 #include "cuda/kernels/amax.h"
 #include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/dequantize.h"
-#include "cuda/kernels/encode_moment.h"
 #include "cuda/kernels/quantize.h"
-#include "cuda/kernels/quantize_activation.h"
-#include "cuda/kernels/quantize_activation_grad.h"
-#include "cuda/kernels/quantize_blocks_transpose.h"
 #include "cuda/kernels/quantize_norm.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/ragged_matmul.h"
-#include "cuda/kernels/transpose_blocks.h"
 #include "cuda/kernels/transpose_codes.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 using jaxfp8::Dtype;
-
-EXPORT int launch_adam_update(const jaxfp8::AdamUpdateParams* params) {
-  return jaxfp8::cuda::LaunchAdamUpdate(*params, nullptr);
-}
 
 EXPORT int launch_amax(int dtype, const void* x, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchAmax({static_cast<Dtype>(dtype), x, amax, groups, size}, nullptr);
@@ -44,39 +34,8 @@ EXPORT int launch_quantize_transpose(const jaxfp8::TileParams* params, float* co
   return jaxfp8::cuda::LaunchQuantizeTranspose({*params, column_sums}, nullptr);
 }
 
-EXPORT int launch_quantize_pair(const jaxfp8::TileParams* params, const void* second) {
-  return jaxfp8::cuda::LaunchQuantizePair({*params, second}, nullptr);
-}
-
-EXPORT int launch_quantize_blocks_transpose(int dtype, int format, int block, int scaling, const void* x, void* data,
-                                            void* scale_inv, void* data_t, void* scale_inv_t, float* amaxes,
-                                            int64_t groups, int64_t m, int64_t n) {
-  return jaxfp8::cuda::LaunchQuantizeBlocksTranspose(
-      {static_cast<Dtype>(dtype), static_cast<Dtype>(format), static_cast<jaxfp8::cuda::BlockShape>(block),
-       static_cast<jaxfp8::BlockScaling>(scaling), x, data, scale_inv, data_t, scale_inv_t, amaxes, groups, m, n},
-      nullptr);
-}
-
-EXPORT int launch_transpose_blocks(int format, const uint8_t* data, const uint8_t* scale_inv, uint8_t* data_t,
-                                   uint8_t* scale_inv_t, int64_t block, int64_t groups, int64_t m, int64_t n) {
-  return jaxfp8::cuda::LaunchTransposeBlocks(
-      {static_cast<Dtype>(format), data, scale_inv, data_t, scale_inv_t, block, groups, m, n}, nullptr);
-}
-
 EXPORT int launch_transpose_codes(const uint8_t* data, uint8_t* data_t, int64_t groups, int64_t m, int64_t n) {
   return jaxfp8::cuda::LaunchTransposeCodes({data, data_t, groups, m, n}, nullptr);
-}
-
-EXPORT int launch_quantize_activation(const jaxfp8::TileParams* params, int activation,
-                                      const jaxfp8::cuda::ClampParams* clamp) {
-  const auto function = static_cast<jaxfp8::cuda::Activation>(activation);
-  return jaxfp8::cuda::LaunchQuantizeActivation({*params, function, *clamp}, nullptr);
-}
-
-EXPORT int launch_quantize_activation_grad(const jaxfp8::TileParams* params, const void* grad, int activation,
-                                           const jaxfp8::cuda::ClampParams* clamp, float* column_sums) {
-  const auto function = static_cast<jaxfp8::cuda::Activation>(activation);
-  return jaxfp8::cuda::LaunchQuantizeActivationGrad({{*params, column_sums}, grad, function, *clamp}, nullptr);
 }
 
 EXPORT int launch_quantize_norm(const jaxfp8::TileParams* params, const float* statistics, int64_t has_mean,
@@ -89,13 +48,6 @@ EXPORT int launch_dequantize(int format, int dtype, const void* data, const floa
   return jaxfp8::cuda::LaunchDequantize({static_cast<Dtype>(format), static_cast<Dtype>(dtype), data, scale_inv,
                                          scale_stride, out, groups, size},
                                         nullptr);
-}
-
-EXPORT int launch_encode_moment(const uint8_t* data, const float* amax, const int8_t* exponent, const float* after,
-                                const uint32_t* keys, int64_t squared, uint8_t* next_data, float* next_amax,
-                                int8_t* next_exponent, int64_t rows, int64_t n) {
-  return jaxfp8::cuda::LaunchEncodeMoment(
-      {data, amax, exponent, after, keys, squared != 0, next_data, next_amax, next_exponent, rows, n}, nullptr);
 }
 
 EXPORT void stream_plan(int64_t groups, int64_t size, int vector, int multiprocessors, int64_t* out) {

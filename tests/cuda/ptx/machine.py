@@ -293,7 +293,7 @@ class Interpreted(emulated.Emulated):
         alive = [buffer for buffer in buffers.alive if buffer.array.nbytes]
         for buffer in alive:
             size = ctypes.c_uint64(buffer.array.nbytes)
-            uses = (buffer.is_operand, buffer.is_result)
+            uses = (buffer.is_operand, not buffer.is_operand)
             self.library.ptx_add_buffer(buffer.pointer, size, *map(int, uses))
         try:
             super()._launch(op, *arguments)
