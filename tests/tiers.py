@@ -14,7 +14,6 @@ import pathlib
 CI = {
     "aot",
     "bad_days/fuzz",
-    "bad_days/soak",
     "benchmarks",
     "convert",
     "cuda",
@@ -104,7 +103,6 @@ MINUTES = {
 # Where `make test` runs one case of each test; elsewhere it runs every value of every
 # parameter once.
 ONE_CASE = {
-    "bad_days/test_bad_days.py",
     "dot/test_einsum.py",
     "linen/test_fused_layers.py",
     "mesh",

@@ -13,7 +13,7 @@ import numpy as np
 from cpu_mesh import mesh_of
 from jax.sharding import PartitionSpec as P
 
-from .libraries import LIBRARIES, OWG
+from .libraries import OWG
 from .steps import amaxes, operands as given
 from .verdict import Tally, row
 
@@ -107,13 +107,20 @@ def processes(library):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    name = next(key for key, value in LIBRARIES.items() if value.name == library.name)
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/{rank}.npz" for rank in range(2)]
         module = "tests.bad_days.process"
         run_together(
             [
-                [sys.executable, "-m", module, name, str(rank), str(port), files[rank]]
+                [
+                    sys.executable,
+                    "-m",
+                    module,
+                    library.name,
+                    str(rank),
+                    str(port),
+                    files[rank],
+                ]
                 for rank in range(2)
             ],
             90,

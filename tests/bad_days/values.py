@@ -9,7 +9,6 @@ from cpu_mesh import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from . import libraries
-from .events import BAD_NUMBERS
 from .libraries import OPERANDS, OWG
 from .steps import (
     FORMATS,
@@ -25,6 +24,7 @@ from .steps import (
 from .verdict import Tally, Verdict, row
 
 BAD_VALUE = "one Inf or NaN: in the output, not in the history"
+BAD_NUMBERS = (np.nan, np.inf, -np.inf)
 # XLA's own float max loses a NaN from 4096 elements on; 4095 is no multiple of any
 # vector width; 1M runs in threads.
 SIZES = {8: (2, 4), 4095: (63, 65), 4096: (64, 64), 2**20: (1024, 1024)}

@@ -4,6 +4,7 @@ on every device.
 
 import dataclasses
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,6 +30,25 @@ def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps(kind, name):
     cases.assert_same(train(kind, name), cases.reference(), f"{kind} {name}")
+
+
+def test_a_run_that_moves_between_meshes():
+    """Through a checkpoint, as a run that starts again elsewhere."""
+    weights, state, losses = cases.weights(), cases.state(), []
+    for batch, name in zip(cases.batches(), ("dp", "fsdp+tp", "sp"), strict=False):
+        mesh = cases.mesh()
+        layout = cases.LAYOUTS[name]
+        run = cases.train(
+            cases.jitted(mesh, layout),
+            cases.put(weights, mesh, layout.weights),
+            cases.put(state, mesh, P()),
+            [cases.put(batch, mesh, layout.batch)],
+        )
+        losses += run.losses
+        saved = flax.serialization.to_bytes((run.weights, run.state))
+        weights, state = flax.serialization.from_bytes((weights, state), saved)
+    run = cases.Run(weights, state, losses)
+    cases.assert_same(run, cases.reference(steps=3), "moved")
 
 
 @pytest.mark.parametrize(
