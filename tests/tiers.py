@@ -14,7 +14,6 @@ import pathlib
 CI = {
     "aot",
     "bad_days/fuzz",
-    "bad_days/soak",
     "benchmarks",
     "convert",
     "cuda",
@@ -63,7 +62,6 @@ CI = {
     "oracle/test_vectors.py",
     "programs/test_compiled_step.py",
     "programs/test_custom_vjp.py",
-    "programs/test_nestings.py",
     "programs/test_readings.py",
     "recipes/test_custom.py",
     "recipes/test_custom_state.py",
@@ -104,7 +102,6 @@ MINUTES = {
 # Where `make test` runs one case of each test; elsewhere it runs every value of every
 # parameter once.
 ONE_CASE = {
-    "bad_days/test_bad_days.py",
     "dot/test_einsum.py",
     "linen/test_fused_layers.py",
     "mesh",

@@ -380,7 +380,6 @@ def summary(text: str, tensors=(), taken: bool | None = None) -> dict:
             )
         ),
         "copies": total(lambda launch: launch.is_copy),
-        "copied_bytes": total(lambda launch: launch.is_copy * launch.bytes),
         "reads": [reads(module, name) for name in tensors],
         "collectives": [dataclasses.asdict(c) for c in collectives(module)],
     }

@@ -1,23 +1,17 @@
-"""What a training step holds on an H200 at its peak, by kind; prints as JSON what
-`held` finds for each program.
+"""What a training step holds on an H200 at its peak; prints as JSON the bytes of
+temporaries and of FP8 state of each program.
 
     python -m aot.memory [--quickly] [MODEL...]
 
 Two models, forward and backward, all gradients and the next state: `llama`, a scan over
 8 blocks of Llama's sizes (norms, the projections of attention without attention itself,
 and the gated MLP), which computes norms again in the backward and nothing else; and
-`experts`, a gated MLP of 16 experts over sorted rows. XLA's own buffer assignment says
-what is alive when.
+`experts`, a gated MLP of 16 experts over sorted rows.
 """
 
 import argparse
 import functools
 import json
-import math
-import pathlib
-import re
-import tempfile
-from collections import Counter, defaultdict
 
 import flax.linen as nn
 import jax
@@ -138,107 +132,24 @@ MODELS = {
 }
 
 
-def compiled(model, quickly, folder):
-    """The program of forward and backward, whose buffer assignment XLA writes to
-    `folder`.
-    """
+def report(name: str, candidate: str, quickly=False) -> dict:
+    """Of the program of forward and backward."""
+    model = MODELS[name][0](candidate)
     where = NamedSharding(gpus("h200", (1, 1)), P())
     x = on_one(jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16))
     variables = on_one(jax.eval_shape(model.init, jax.random.key(0), x))
 
     def forward(variables, x):
-        is_flax = model.candidate == "flax"  # its state has a dtype of its own
+        is_flax = candidate == "flax"  # its state has a dtype of its own
         return model.apply(variables if is_flax else jaxfp8.max_grad(variables), x)
 
-    step = training_step(forward)
-    options = (
-        LIBRARY_GEMMS
-        | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        | (QUICKLY if quickly else {})
-    )
-    program = jax.jit(step, out_shardings=where).lower(variables, x, x).compile(options)
-    state = sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(variables.get(STATE, {}))
-    )
-    return program, state
-
-
-def kind(shape: str) -> str:
-    """The kind of an array, given as XLA prints its shape; an array with the tokens
-    last is transposed.
-    """
-    dtype, dimensions = re.match(r"(\w+)\[([\d,]*)\]", shape).groups()
-    sizes = [int(size) for size in dimensions.split(",") if size]
-    if not dtype.startswith("f8"):
-        return dtype if dtype in ("bf16", "f32") else "other"
-    if (
-        TOKENS not in sizes
-        and math.prod(sizes) % TOKENS == 0
-        and sizes[-1] != TOKENS // EXPERTS
-    ):
-        return "codes of kernels"
-    return "transposed codes" if sizes[-1] == TOKENS else "codes"
-
-
-def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
-    """The bytes of temporaries that are alive at their peak, by kind, from two dumps of
-    XLA and the program's text.
-    """
-    ranges = {
-        name: (int(a), int(b))
-        for name, a, b in re.findall(
-            r"^    (\S+\{[\d,]*\}):(\d+)-(\d+)", live_range, re.M
-        )
-    }
-    # What a loop returns is the buffer that its last iteration wrote, and has a range
-    # of its own from there on.
-    ends = defaultdict(list)
-    for name, results in re.findall(r"%(while[\w.]*) = \((.*?)\) while\(", program):
-        for i, shape in enumerate(re.findall(r"\w+\[[\d,]*\]", results)):
-            begin, end = ranges.get(f"{name}{{{i}}}", (0, 0))
-            ends[begin, shape].append(end)
-    temporaries = []
-    for allocation in re.split(r"^allocation ", assignment, flags=re.M):
-        if "preallocated-temp" in allocation.partition("\n")[0]:
-            values = re.findall(
-                r"value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=\d+\): "
-                r"(\w+\[[\d,]*\])",
-                allocation,
-            )
-            temporaries += [
-                (ranges[name + (index or "{}")], int(size), shape)
-                for name, index, size, shape in values
-            ]
-    alive = []
-    for (begin, end), size, shape in temporaries:
-        later = ends[end, shape]
-        alive.append((begin, later.pop() if later else end, size, shape))
-    sums = {
-        t: sum(size for begin, end, size, _ in alive if begin <= t <= end)
-        for t in {row[0] for row in alive}
-    }
-    peak = max(sums, key=sums.get)
-    kinds = Counter()
-    for begin, end, size, shape in alive:
-        if begin <= peak <= end:
-            kinds[kind(shape)] += size
-    return dict(kinds)
-
-
-def report(name: str, candidate: str, quickly=False) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        program, state = compiled(MODELS[name][0](candidate), quickly, folder)
-        texts = {}
-        for part in ("buffer-assignment", "live-range"):
-            (path,) = pathlib.Path(folder).glob(f"*jit_step*{part}.txt")
-            texts[part] = path.read_text()
+    step = jax.jit(training_step(forward), out_shardings=where)
+    options = LIBRARY_GEMMS | (QUICKLY if quickly else {})
+    program = step.lower(variables, x, x).compile(options)
+    state = jax.tree.leaves(variables.get(STATE, {}))
     return {
         "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
-        "state_bytes": state,
-        "held": held(
-            texts["buffer-assignment"], texts["live-range"], program.as_text()
-        ),
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in state),
     }
 
 

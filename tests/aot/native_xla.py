@@ -83,7 +83,6 @@ CASES = {
         jaxfp8.linen.Dense(N, recipe=RECIPE, use_bias=False, dtype=BF16), M - 7
     ),
     "nnx.Linear": of_nnx,
-    "dot_general": lambda: of_product(plain, zeros(M, K), zeros(K, N), (M, N)),
     "dot_general in f32": lambda: of_product(
         plain, zeros(M, K, dtype=jnp.float32), zeros(K, N, dtype=jnp.float32), (M, N)
     ),
@@ -92,12 +91,6 @@ CASES = {
         zeros(GROUPS, M, K),
         zeros(GROUPS, K, N),
         (GROUPS, M, N),
-    ),
-    "einsum of two dimensions": lambda: of_product(
-        functools.partial(jaxfp8.einsum, "bsd,dhk->bshk"),
-        zeros(4, M // 4, K),
-        zeros(K, 16, N // 16),
-        (4, M // 4, 16, N // 16),
     ),
     "members": lambda: of_product(
         members, zeros(GROUPS, M, K), zeros(GROUPS, K, N), (GROUPS, M, N)

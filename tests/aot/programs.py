@@ -146,6 +146,28 @@ class Case:
     profiled: bool = False
 
 
+HEADS = {"query": 4096, "key": 1024, "value": 1024}  # columns; queries are grouped
+
+
+class Projections(nn.Module):
+    """Three layers that multiply one x."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
+        q, k, v = (dense(n, name=name)(x) for name, n in HEADS.items())
+        return q * jnp.tile(k + v, (1, 4))
+
+
+def projections(candidate):
+    """The layers apart, or as a rule makes them one product."""
+    rules = {
+        "apart": (".*", jaxfp8.DelayedScaling()),
+        "by rule": ("", jaxfp8.linen.Dense.of(*HEADS)),
+    }
+    return jaxfp8.quantize(Projections(), [rules[candidate]])
+
+
 def dense(features, use_bias=False):
     return lambda candidate: DENSES[candidate](
         features, use_bias=use_bias, dtype=jnp.bfloat16
@@ -207,6 +229,7 @@ GROUPS = {
         "on eight devices": Case(
             of_recipe, (8 * 8192, 8192), ("row-wise", "block", "MXFP8"), mesh=(8, 1)
         ),
+        "projections": Case(projections, candidates=("apart", "by rule")),
     },
     "blackwell": {
         "dense by recipe": Case(

@@ -75,3 +75,11 @@ def test_whole_columns_on_a_mesh(counts):
     assert {c["kind"] for c in collectives} == {"all-reduce"}
     *amaxes, gradient = sorted(c["bytes"] for c in collectives)
     assert (sum(amaxes), gradient) == (2 * 4 * 8192, 4 * 8192**2)
+
+
+def test_a_rule_saves_launches_bytes_and_time(counts):
+    """Layers that multiply one x, as one product."""
+    apart, joined = (counts["projections"][name] for name in ("apart", "by rule"))
+    for key in ("launches", "bytes", "temporary_bytes"):
+        assert joined[key] < 0.96 * apart[key], key
+    assert joined["timeline"]["ms"] < 0.96 * apart["timeline"]["ms"]

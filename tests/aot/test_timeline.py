@@ -51,21 +51,6 @@ def test_what_is_beside_a_product_is_hidden():
     assert timeline.replay(at_once, RATES) == behind
 
 
-def test_profile():
-    text = timeline.profile(program(STARTED, PRODUCT, DONE), RATES)
-    assert text == (
-        'costs { name: "s" cost_us: 400000.000 }\n'
-        'costs { name: "y" cost_us: 1000.000 }\n'
-    )
-
-
-def test_hidden_rates_have_no_collectives():
-    module = program(STARTED, DONE, PRODUCT)
-    hidden = timeline.replay(module, timeline.HIDDEN)
-    assert hidden.waits == 0
-    assert hidden.total == hidden.products
-
-
 def test_a_loop_runs_its_body_as_often_as_it_says():
     loop = (
         "  %w = f32[] while(%a), condition=%body, body=%body, "
@@ -74,12 +59,6 @@ def test_a_loop_runs_its_body_as_often_as_it_says():
     times = timeline.replay(program(loop, body=(STARTED, PRODUCT, DONE)), RATES)
     assert times.total == pytest.approx(5 * 0.4)
     assert times.waits == pytest.approx(0.4 - 1e-3), "those of one pass"
-
-
-def test_a_computation_that_it_does_not_know_is_refused():
-    line = "  %s = ((f32[100]{0}), f32[100]{0}) async-start(%x), calls=%body"
-    with pytest.raises(ValueError, match="s: the time line knows no such"):
-        timeline.replay(program(line, body=(PRODUCT,)), RATES)
 
 
 @pytest.mark.parametrize(
@@ -96,20 +75,6 @@ def test_devices_of_a_group(groups, devices):
     line = STARTED.replace(GROUPS, f"replica_groups={groups}")
     times = timeline.replay(program(line, DONE), RATES)
     assert times.total == pytest.approx(0.8 * (devices - 1) / devices)
-
-
-@pytest.mark.parametrize(
-    "b, out, rate",
-    [("4,10,10", "10,10", "rows"), ("10,10", "4,10,10", "contraction")],
-)
-def test_ragged_products_count_each_row_once(b, out, rate):
-    line = (
-        f"  %y = f32[{out}] custom-call(%a, %e), "
-        'custom_call_target="jaxfp8_ragged_matmul_v1"'
-    )
-    module = program(f"  %e = f8e4m3fn[{b}] parameter(3)", line)
-    times = timeline.replay(module, RATES)
-    assert times.products == pytest.approx(2000 / getattr(RATES, rate))
 
 
 def test_the_page_has_the_figures_of_the_results():

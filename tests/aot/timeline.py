@@ -27,16 +27,14 @@ class Rates:
     seconds of a launch and of starting a collective.
 
     Attributes:
-        fp8, bf16, blocks, rows, contraction: FLOPs of products: of one scale a tensor,
-            in bfloat16, of block scales, and of ragged products.
+        fp8, bf16, blocks: FLOPs of products: of one scale a tensor, in bfloat16, and
+            of block scales.
         memory, wire: bytes of the memory, and of NVLink 4.
     """
 
     fp8: float = 1257e12
     bf16: float = 688e12
     blocks: float = 1115e12
-    rows: float = 1007e12
-    contraction: float = 817e12
     memory: float = 3.4e12
     wire: float = 370e9
     launch: float = 1.5e-6
@@ -186,12 +184,9 @@ def _seconds_of_launch(module, launch, rates) -> float:
         computation.instructions[name].arrays[0] for name in instruction.operands[:2]
     )
     out = instruction.arrays[0]
-    if "ragged" in target:
-        rate = rates.rows if len(b.shape) > 2 else rates.contraction
-    # Each of m, n and k is in two of the three arrays, each batch or expert in all or
-    # in one.
-    groups = max(math.prod(array.shape[:-2]) for array in (a, b, out))
-    return 2 * math.sqrt(a.elements * b.elements * out.elements / groups) / rate
+    # Each of m, n and k is in two of the three arrays, each batch in all.
+    batch = math.prod(out.shape[:-2])
+    return 2 * math.sqrt(a.elements * b.elements * out.elements / batch) / rate
 
 
 def profile(module: hlo.Module, rates: Rates = RATES) -> str:

@@ -139,7 +139,7 @@ def left_out_state(library):
 @row("variables with another library's state", peer="Flax reads no other state")
 def foreign_state(library):
     """Flax's or TransformerEngine's state beside a layer that does not read it: the
-    warning says how to convert it.
+    warning says how to convert it, and the product is that without a state.
     """
     model = nn.Sequential([library.dense(N)])
     tally = Tally()
@@ -159,6 +159,10 @@ def foreign_state(library):
     ):
         variables = {"params": {"layers_0": {"kernel": kernel}}, **collections}
         tally_warning(tally, lambda v=variables: model.apply(v, x), way_out, way_out)
+        alone = {"params": variables["params"]}
+        with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
+            got, expected = (model.apply(v, x) for v in (variables, alone))
+        tally(same_bits(got, expected), f"{way_out}: another product")
     return tally.verdict("how to convert it")
 
 
@@ -287,70 +291,33 @@ def named_initializers(library):
     key = jax.random.key(0)
     init = nn.initializers.lecun_normal()
     linen = jaxfp8.linen
-    of_nnx = jaxfp8.nnx
-    mesh = mesh_of(m=2)
     cases = {
-        "Dense": (
-            (None, "m"),
-            lambda init: linen.Dense(N, kernel_init=init),
-            "kernel",
-            P(None, "m"),
-        ),
-        "Dense of two": (
-            (None, None, "m"),
-            lambda init: linen.Dense((2, N), kernel_init=init),
-            "kernel",
-            None,
-        ),
-        "GatedMLP": (
-            (None, "m"),
-            lambda init: linen.GatedMLP(N, kernel_init=init),
-            "wi",
-            P(None, None, "m"),
-        ),
-        "NormDense": (
-            (None, "m", None),
-            lambda init: linen.NormDense((N, 2), kernel_init=init),
-            "dense",
-            None,
-        ),
+        "kernel": (linen.Dense((2, N)), (None, None, "m"), P(None, None, "m")),
+        "wi": (linen.GatedMLP(N), (None, "m"), P(None, None, "m")),
+        "dense": (linen.NormDense((N, 2)), (None, "m", None), P(None, "m", None)),
     }
-    for what, (names, make, name, spec) in cases.items():
+    for name, (layer, names, spec) in cases.items():
         for wrap in (nn.with_partitioning, nn.with_logical_partitioning):
-            with tally.raising(what):
-                variables = make(wrap(init, names)).init(key, x)
-                tally(
-                    same_bits(nn.meta.unbox(variables), make(init).init(key, x)),
-                    f"{what}: other parameters",
-                )
+            with tally.raising(name):
+                plain = layer.clone(kernel_init=init)
+                variables = plain.clone(kernel_init=wrap(init, names)).init(key, x)
+                unboxed = nn.meta.unbox(variables)
+                tally(same_bits(unboxed, plain.init(key, x)), f"{name}: parameters")
                 specs = nn.get_partition_spec(variables)["params"][name]
-                (got,) = jax.tree.leaves(
-                    specs, is_leaf=lambda leaf: isinstance(leaf, P)
-                )
-                tally(got == (spec or P(*names)), f"{what}: {got}")
+                (got,) = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
+                tally(got == spec, f"{name}: {got}")
+    of_nnx = jaxfp8.nnx
     cases = {
-        "nnx.Linear": (
-            (None, None, "m"),
-            lambda init: of_nnx.Linear(K, (2, N), kernel_init=init, rngs=nnx.Rngs(0)),
-        ),
-        "nnx.GatedMLP": (
-            (None, "m"),
-            lambda init: of_nnx.GatedMLP(K, N, kernel_init=init, rngs=nnx.Rngs(0)).wi,
-        ),
+        (None, None, "m"): lambda **o: of_nnx.Linear(K, (2, N), rngs=nnx.Rngs(0), **o),
+        (None, "m"): lambda **o: of_nnx.GatedMLP(K, N, rngs=nnx.Rngs(0), **o).wi,
     }
-    for what, (names, make) in cases.items():
-        with tally.raising(what), jax.set_mesh(mesh):
-            layer = make(nnx.with_partitioning(init, names))
-            tally(
-                same_bits(
-                    np.asarray(layer.kernel[...]), np.asarray(make(init).kernel[...])
-                ),
-                f"{what}: kernel",
-            )
-            tally(
-                layer.kernel[...].sharding.spec == P(None, None, "m"),
-                f"{what}: {layer.kernel[...].sharding}",
-            )
+    for names, make in cases.items():
+        with tally.raising(str(names)), jax.set_mesh(mesh_of(m=2)):
+            named = make(kernel_init=nnx.with_partitioning(init, names)).kernel[...]
+            plain = make(kernel_init=init).kernel[...]
+            tally(same_bits(np.asarray(named), np.asarray(plain)), f"{names}: kernel")
+            spec = named.sharding.spec
+            tally(spec == P(None, None, "m"), f"{names}: {spec}")
     return tally.verdict()
 
 

@@ -4,7 +4,6 @@ rows know nothing else.
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -40,7 +39,6 @@ class Library:
         quantize: `(x, scale, oracle.Format) -> codes`, `scale` multiplies.
         layer: another layer than `nn.Dense`: `(features, dtype, dot_general_cls) ->`
             what has Linen's `apply`.
-        big: whether rows that take many GiB are run.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Library:
     quantize: Callable
     layer: Callable | None = None
     is_ours: bool = False
-    big: bool = False
 
     def dense(self, features, history=HISTORY, dtype=None, cls=None, **options):
         cls = cls or self.dot_general_cls(history)
@@ -115,16 +112,8 @@ class _Nnx:
         return layer(jnp.asarray(x))
 
 
-def _flax(cls):
-    def with_history(history=HISTORY):
-        def make(**options):
-            # of Fp8DotGeneralOp
-            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-                return cls(amax_history_length=history, **options)
-
-        return make
-
-    return with_history
+def _flax(history=HISTORY):
+    return functools.partial(nn.Fp8DirectDotGeneralOp, amax_history_length=history)
 
 
 def _flax_grad(loss):
@@ -163,19 +152,16 @@ def _flax_quantize(x, scale, fmt):
     )
 
 
-def _flax_library(cls) -> Library:
-    return Library(
-        name=f"Flax {cls.__name__}",
-        dot_general_cls=_flax(cls),
-        einsum=lambda: nn.Fp8Einsum(amax_history_length=HISTORY),
-        module=f"{cls.__name__}_0",
-        grad=_flax_grad,
-        update=_flax_update,
-        train_state=train_state.TrainState,
-        quantize=_flax_quantize,
-    )
-
-
+FLAX = Library(
+    name="Flax Fp8DirectDotGeneralOp",
+    dot_general_cls=_flax,
+    einsum=lambda: nn.Fp8Einsum(amax_history_length=HISTORY),
+    module="Fp8DirectDotGeneralOp_0",
+    grad=_flax_grad,
+    update=_flax_update,
+    train_state=train_state.TrainState,
+    quantize=_flax_quantize,
+)
 OURS = Library(
     name="jaxfp8",
     dot_general_cls=_ours,
@@ -208,11 +194,3 @@ def calibrated_first_step(library: Library) -> Library:
     return dataclasses.replace(
         library, dot_general_cls=functools.partial(_ours, first_step="current")
     )
-
-
-FLAX = _flax_library(fp8_ops.Fp8DirectDotGeneralOp)
-LIBRARIES = {
-    "jaxfp8": OURS,
-    "flax": FLAX,
-    "flax-qdq": _flax_library(fp8_ops.Fp8DotGeneralOp),
-}

@@ -13,7 +13,7 @@ import numpy as np
 from cpu_mesh import mesh_of
 from jax.sharding import PartitionSpec as P
 
-from .libraries import LIBRARIES, OWG
+from .libraries import OWG
 from .steps import amaxes, operands as given
 from .verdict import Tally, row
 
@@ -80,23 +80,6 @@ def with_shard_map(library):
     return tally.verdict()
 
 
-def run_together(commands, seconds, **options):
-    """Run commands at the same time; when one fails, or time is up, kill all of
-    them.
-    """
-    running = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
-        for command in commands
-    ]
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=seconds)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in running:
-            process.kill()
-
-
 @row("processes over Gloo: as one")
 def processes(library):
     """Two processes with half of the batch each, a step with a NaN on the second: both
@@ -107,18 +90,19 @@ def processes(library):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    name = next(key for key, value in LIBRARIES.items() if value.name == library.name)
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/{rank}.npz" for rank in range(2)]
-        module = "tests.bad_days.process"
-        run_together(
-            [
-                [sys.executable, "-m", module, name, str(rank), str(port), files[rank]]
-                for rank in range(2)
-            ],
-            90,
-            cwd=root,
-        )
+        command = [sys.executable, "-m", "tests.bad_days.process", library.name]
+        running = [
+            subprocess.Popen([*command, str(rank), str(port), file], cwd=root)
+            for rank, file in enumerate(files)
+        ]
+        try:
+            statuses = [process.wait(timeout=90) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        tally(statuses == [0, 0], f"exit status {statuses}")
         states = [dict(np.load(file)) for file in files]
     for key, leaf in states[0].items():
         tally(

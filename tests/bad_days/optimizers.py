@@ -2,9 +2,9 @@
 pmap, mistakes in losses.
 """
 
-import importlib
 import warnings
 
+import equinox.internal
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ from . import steps
 from .libraries import OWG
 from .steps import tally_amaxes, tally_state
 from .trainers import K, M, N, loss_of, operands, variables_of
-from .verdict import NotRun, Tally, refused, row
+from .verdict import Tally, refused, row
 
 NO_WRAPPER = (
     "Flax gives optax the parameters alone, in a TrainState that has no more arguments"
@@ -174,10 +174,6 @@ USES = 3
 def checkpointed_loop(library):
     """The loop's own backward adds cotangents up. With `fork` in its carry the true
     amax, as its bounded kind has by itself; state that it closes over is refused."""
-    try:
-        while_loop = importlib.import_module("equinox.internal").while_loop
-    except ImportError:
-        raise NotRun("Equinox is not installed") from None
     tally = Tally()
     recipe = jaxfp8.DelayedScaling(amax_history_len=4)
     x, _, _ = steps.operands(M, K, K)
@@ -197,7 +193,7 @@ def checkpointed_loop(library):
 
             carry = jnp.asarray(x), jnp.int32(0), state if is_carried else None
             return jnp.sum(
-                while_loop(
+                equinox.internal.while_loop(
                     lambda c: c[1] < USES,
                     body,
                     carry,

@@ -26,7 +26,7 @@ def main(name, rank, port, file):
 
     from . import libraries, meshes
 
-    library = libraries.LIBRARIES[name]
+    library = libraries.OURS if name == libraries.OURS.name else libraries.FLAX
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
     def put(value, spec):

@@ -1,12 +1,12 @@
 """Every row for jaxfp8, through each kind of layer that it can be asked of."""
 
-import dataclasses
+import pathlib
 
 import jax
 import pytest
 
 from bad_days import rows
-from bad_days.libraries import LAYERS, OURS
+from bad_days.libraries import FLAX, LAYERS, OURS
 from bad_days.verdict import Outcome, judged
 
 # One of each kind is what `make test` shows.
@@ -69,7 +69,7 @@ STRICT = ("values", "shapes", "meshes", "ffi")
 
 
 def _cases():
-    for row in rows.IN_ORDER:
+    for row in rows.BY_NAME.values():
         for name, layer in LAYERS.items() if row.any_layer else [("Linen", OURS)]:
             is_shown = row.name in SHOWN and name == "Linen"
             is_slow = row.name in HEAVY | SHOWN_BY_OTHER_TESTS
@@ -85,9 +85,17 @@ def _cases():
 def test_row(row, layer):
     rules = ("strict", "raise") if row.subject in STRICT else ("standard", "allow")
     with jax.numpy_dtype_promotion(rules[0]), jax.numpy_rank_promotion(rules[1]):
-        verdict = judged(row, dataclasses.replace(layer, big=row.name == "large"))
+        verdict = judged(row, layer)
     assert verdict.outcome is Outcome.RIGHT, verdict
 
 
-def test_the_lists_name_rows():
+def test_the_lists_and_the_page_name_rows():
     assert SHOWN | HEAVY | SHOWN_BY_OTHER_TESTS <= set(rows.BY_NAME)
+    page = (pathlib.Path(__file__).parent / "README.md").read_text()
+    for row in rows.BY_NAME.values():
+        assert f"| {row.title} |" in page, row.title
+
+
+@pytest.mark.usefixtures("as_users_have_jax", "nothing_stays_traced")
+def test_a_row_sees_what_is_silently_wrong():
+    assert judged(rows.BY_NAME["unused_expert"], FLAX).outcome is Outcome.WRONG

@@ -9,7 +9,6 @@ from cpu_mesh import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from . import libraries
-from .events import BAD_NUMBERS
 from .libraries import OPERANDS, OWG
 from .steps import (
     FORMATS,
@@ -25,6 +24,7 @@ from .steps import (
 from .verdict import Tally, Verdict, row
 
 BAD_VALUE = "one Inf or NaN: in the output, not in the history"
+BAD_NUMBERS = (np.nan, np.inf, -np.inf)
 # XLA's own float max loses a NaN from 4096 elements on; 4095 is no multiple of any
 # vector width; 1M runs in threads.
 SIZES = {8: (2, 4), 4095: (63, 65), 4096: (64, 64), 2**20: (1024, 1024)}
@@ -361,41 +361,32 @@ def zero_blocks(library):
     return tally.verdict()
 
 
-# Rounding errors are spread over half a unit in the last place: relative to a value at
-# the start of its octave, where they weigh most, their root mean square is 2**-4 /
-# sqrt(3) for e4m3 and 2**-3 / sqrt(3) for e5m2.
-RMS = {
-    name: rounding / 3**0.5 for name, rounding in (("e4m3", 2.0**-4), ("e5m2", 2.0**-3))
-}
-
-
 @row("float16, K = 4096, grads from 1e-1 to 1e-5: a few percent", any_layer=True)
 def float16(library):
     """Off by 5.1 % (y) and 8.1 % (gradients) at most.
 
-    Errors of the terms are independent, so the norm of the error relative to that of a
-    product of independent values is the root of the sum of squares of both operands'
-    relative errors. Those are means; the bounds count every value at the start of its
-    octave, where for values spread over octaves the mean square is 0.54 of it, a margin
-    of 26 % that 128 elements do not use up. float16 itself adds 2**-11, but half of
-    2**-24 where a result is subnormal: its root mean square is counted too. A kernel
-    that casts before it scales overflows at 65504.
+    Rounding errors are spread over half a unit in the last place: of a value at the
+    start of its octave, where they weigh most, their root mean square is 2**-4 /
+    sqrt(3) for e4m3 and 2**-3 / sqrt(3) for e5m2, and those of both operands are
+    independent. For values spread over octaves the mean square is 0.54 of it, a margin
+    of 26 % that 128 elements do not use up. float16 itself adds 2**-11, and where a
+    result is subnormal 2**-25 / sqrt(3) in the root mean square. A kernel that casts
+    before it scales overflows at 65504.
     """
     k = 4096
     dtype = oracle.F16
     tally = Tally()
     worst = 0.0
-    of_y, of_gradients = (np.hypot(RMS["e4m3"], RMS[name]) for name in ("e4m3", "e5m2"))
+    of_y = np.hypot(2.0**-4, 2.0**-4) / 3**0.5
+    of_gradients = np.hypot(2.0**-4, 2.0**-3) / 3**0.5
     step = step_of(library, 16, dtype=dtype)
     x = normal(0, (8, k), dtype=dtype)
     kernel = normal(1, (k, 16), k**-0.5)
     variables = library.variables(kernel)
-    wide_x, wide_kernel = (
-        np.asarray(value.astype(dtype), np.float64) for value in (x, kernel)
-    )
+    wide_x, wide_kernel = (value.astype(dtype).astype(float) for value in (x, kernel))
     for i, size in enumerate((1e-1, 1e-2, 1e-3, 1e-4, 1e-5)):
         grad = normal(2 + i, (8, 16), size, dtype)
-        wide = grad.astype(np.float64)
+        wide = grad.astype(float)
         # a window of 4, so that the larger gradients before have left it
         for _ in range(4):
             got = step(variables, x, grad)
@@ -406,15 +397,12 @@ def float16(library):
             "dkernel": (wide_x.T @ wide, of_gradients),
         }
         for name, (value, relative) in exact.items():
-            error = np.linalg.norm(np.asarray(getattr(got, name), np.float64) - value)
+            error = np.linalg.norm(np.asarray(getattr(got, name), float) - value)
             norm = np.linalg.norm(value)
-            # To the nearest float16 subnormal: 2**-25 / sqrt(3) in the mean square.
             limit = (relative + 2.0**-11) * norm + 2.0**-25 / 3**0.5 * value.size**0.5
             worst = max(worst, error / norm)
-            tally(
-                error <= limit,
-                f"grads of {size:g}: {name} is off by {error / norm:.2g} of it",
-            )
+            what = f"grads of {size:g}: {name} is off by {error / norm:.2g} of it"
+            tally(error <= limit, what)
     return tally.verdict(f"at most {worst:.1%} off")
 
 

@@ -15,9 +15,7 @@ class Outcome(enum.Enum):
     # an error that names an operand or the state, where an answer was wanted
     NAMED = "named error"
     ERROR = "error"
-    CRASH = "crash"
     NOT_APPLICABLE = "not applicable"
-    NOT_RUN = "not run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +24,6 @@ class Verdict:
 
     outcome: Outcome
     measured: str
-
-
-class NotRun(Exception):
-    """Why a row cannot be judged here."""
 
 
 ROWS: list["Row"] = []
@@ -157,8 +151,6 @@ def judged(row: Row, library) -> Verdict:
         return Verdict(Outcome.NOT_APPLICABLE, row.peer)
     try:
         return row.judge(library)
-    except NotRun as reason:
-        return Verdict(Outcome.NOT_RUN, str(reason))
     except Exception as error:  # whatever a library raises is its outcome
         return Verdict(
             Outcome.NAMED if is_named(error) else Outcome.ERROR, message(error)

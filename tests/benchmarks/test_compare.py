@@ -4,12 +4,11 @@ import json
 import math
 import pathlib
 
-import _compare_plot
+import _compare_report
 import another_process
 import compare
 import pytest
 from _compare_arms import ARMS, FP8_ARMS
-from _compare_programs import Program
 from _compare_runs import Run
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -118,72 +117,20 @@ def test_a_wrong_arm_is_not_timed(monkeypatch, as_users_have_jax, loss):
         comparison.time()
 
 
-@pytest.mark.parametrize(
-    "options, differences, verdict",
-    [
-        ([], {}, "PASS"),
-        ([], {"mxfp8": -0.5, "f16": 1.0, "f32": math.nan}, "PASS"),  # FP8 is judged
-        *(([], {name: 0.021}, "FAIL") for name in FP8_ARMS),
-        ([], {"block": math.nan}, "FAIL"),
-        ([], {"bf16": math.nan}, "FAIL"),
-        (["--steps", "999"], {"block": 1.0}, None),
-        (["--seeds", "2"], {"block": 1.0}, None),
-        (["--arms", "bf16", "block"], {"block": 1.0}, None),
-    ],
-)
-def test_proof_sets_the_exit_status(
-    monkeypatch, capsys, tmp_path, options, differences, verdict
-):
-    memory = {"arguments": 8, "outputs": 4, "aliased": 4, "temporaries": 2}
-    fp8 = dict.fromkeys(
-        (
-            "products",
-            "products_by_kernel",
-            "products_by_xla",
-            "quantizers",
-            "quantizers_by_kernel",
-        ),
-        0,
-    )
+@pytest.mark.parametrize("wrong", [*FP8_ARMS, None])
+def test_the_proof_fails_by_each_arm(wrong):
+    """By one that is worse, and by one that is no number."""
+    good = {name: {"mean_minus_bf16": 0.01} for name in FP8_ARMS}
+    assert _compare_report.judge(good | {"f16": {"mean_minus_bf16": 1.0}})[0]
+    for difference in (0.021, math.nan) if wrong else ():
+        passed, line = _compare_report.judge(
+            good | {wrong: {"mean_minus_bf16": difference}}
+        )
+        assert not passed and line.startswith("FAIL: ")
 
-    def compiled(self):
-        self.programs = {name: Program(None, memory, 1, fp8) for name in self.arms}
 
-    def trained(self):
-        def run_of(name, seed):
-            # One seed alone may be worse: the mean of the differences counts.
-            loss = (
-                1.3
-                + 0.1 * seed
-                + differences.get(name, 0.01)
-                + (0.03 * (seed - 1) if name != "bf16" else 0)
-            )
-            return Run(
-                step_ms=[9.0, 1.0], train_losses=[4.0, loss], validation=[(2, loss)]
-            )
-
-        return [
-            {name: run_of(name, seed) for name in self.arms}
-            for seed in range(self.args.seeds)
-        ]
-
-    differences = {"bf16": 0.0} | differences
-    monkeypatch.setattr(compare.Comparison, "compile", compiled)
-    monkeypatch.setattr(compare.Comparison, "train", trained)
-    monkeypatch.setattr(_compare_plot, "plot", lambda *_: None)
-    arguments = [
-        "--steps",
-        "1000",
-        "--seeds",
-        "3",
-        *options,
-        "--out",
-        str(tmp_path / "proof.png"),
-    ]
-    assert compare.main(arguments) == (1 if verdict == "FAIL" else 0)
-    last = capsys.readouterr().out.splitlines()[-1]
-    if verdict is None:
-        assert not last.startswith(("PASS", "FAIL"))
-    else:
-        assert last.startswith(f"{verdict}: ")
-        assert all(f"{name} " in last for name in FP8_ARMS)
+def test_a_proof_is_long_and_has_every_arm():
+    arms = ["bf16", *FP8_ARMS]
+    assert _compare_report.is_proof(1000, 3, arms)
+    for less in ((999, 3, arms), (1000, 2, arms), (1000, 3, arms[:-1])):
+        assert not _compare_report.is_proof(*less)

@@ -219,13 +219,3 @@ def test_wheels_of_other_modules_are_left(checkout):
     assert "JAXFP8_CUDA=ON" in logs["install"]
     assert "wheelhouse/flax-" in logs["install"]
     assert "wheelhouse/jaxfp8" not in logs["install"]
-
-
-def test_gpu_tests_are_where_it_looks():
-    tests = ROOT / "tests"
-    marked = {
-        path.relative_to(tests).parts[0]
-        for path in tests.rglob("*.py")
-        if "mark.gpu" in path.read_text()
-    }
-    assert marked == {"ops", "cuda", "benchmarks"}  # the last is this file

@@ -1,9 +1,4 @@
-"""The benchmark of kernels: which answers it refuses, what a kernel that fails takes
-along, the traffic it counts.
-"""
-
-import json
-from pathlib import Path
+"""The benchmark of kernels: which answers it refuses, the traffic it counts."""
 
 import jax
 import jax.numpy as jnp
@@ -77,24 +72,10 @@ def test_every_custom_call(cuda_custom_calls):
     "name, bytes_an_element",
     [
         ("amax f32", 4),
-        ("quantize bf16", 3),
         ("quantize_transpose f32", 6),
-        ("quantize_activation gelu", 4),
-        ("quantize_activation silu_gated", 6),
-        ("quantize_activation_grad gelu", 6),
         ("quantize_activation_grad silu_gated", 10),
-        ("quantize_norm rms", 4),
-        ("quantize_blocks_transpose 1x128", 4 + 8 / 128),
         ("quantize_blocks_transpose 1x32", 4 + 2 / 32),
-        ("quantize_blocks_transpose row-wise", 6),
-        ("quantize_blocks row-wise", 5),
-        ("transpose_blocks 1x32", 2 + 2 / 32),
-        ("transpose_codes", 2),
-        ("quantize_pair", 8),
-        ("encode_moment signed", 6 + 14 / 128),
-        ("adam_update", 12 + 28 / 128),
         ("adam_update, parameters", 16 + 28 / 128),
-        ("dequantize to bf16", 3),
     ],
 )
 def test_traffic(name, bytes_an_element):
@@ -108,39 +89,10 @@ def test_traffic(name, bytes_an_element):
     assert 0 <= counted - bytes_an_element * m * n <= 4 * 2 * (m + n) + 64
 
 
-@pytest.mark.parametrize("name, bytes_of_a_matrix", [
-    ("rows", 1), ("rows precise", 1), ("contraction precise", 2),
-    ("contraction precise to f32", 4),
-])  # fmt: skip
-def test_traffic_of_experts(name, bytes_of_a_matrix):
-    """Eight matrices of experts, read as codes or written; and rows of both sides."""
-    make, _ = kernels.KERNELS[f"ragged_matmul {name}"]
+def test_traffic_of_experts():
+    """Eight matrices of experts, written in float32; and rows of both sides."""
+    make, _ = kernels.KERNELS["ragged_matmul contraction precise to f32"]
     m, n = 64, 32
     work = make(m, n)
-    rows = 2 * m * n if bytes_of_a_matrix > 1 else 3 * m * n
-    needed = rows + bytes_of_a_matrix * 8 * n * n
-    assert kernels._traffic(work, work.arguments(0)) == needed
+    assert kernels._traffic(work, work.arguments(0)) == 2 * m * n + 4 * 8 * n * n
     assert work.operations == 2 * m * n * n
-
-
-def test_an_interrupted_benchmark_keeps_what_it_measured(monkeypatch):
-    """A call on a GPU ends when its time is over, in the middle of a kernel."""
-    import _gpu_process
-
-    def run(command, **options):
-        record = {
-            "rows": {"one, 8x8": {"us": 1.0}},
-            "errors": {},
-            "done": ["one"],
-            "running": "two",
-            "seconds": 1.0,
-        }
-        Path(command[command.index("--json") + 1]).write_text(json.dumps(record))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_gpu_process.subprocess, "run", run)
-    joined = _gpu_process.run_in_a_process(
-        "kernels", "", ["one", "two", "three"], [], 10
-    )
-    assert joined["rows"] == {"one, 8x8": {"us": 1.0}}
-    assert joined["errors"] == {"two": "interrupted"}

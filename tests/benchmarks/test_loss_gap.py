@@ -90,39 +90,6 @@ def test_arms_start_from_the_same_weights(program):
         jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
 
 
-@pytest.mark.parametrize(
-    "loss, expected",
-    [
-        (1.0, 0.0),  # where the reference ends
-        (1.25, 0.125),  # half way down its last stretch, from 75 to 100 steps
-        (1.5, 0.375),  # the first time that it is there, at 62.5 steps
-        # half way from 3 to 1.5, and from 50 to 62.5 steps is 56.25: 43.75 steps behind
-        (2.25, 0.4375),
-        (9.0, 0.5),  # above its first point, at 50 steps
-        # ahead: half way down its own last stretch, from 1.25 to 0.75, it is where the
-        # reference ends
-        (0.75, -0.125),
-        (math.nan, math.nan),
-        (math.inf, math.nan),
-    ],
-)
-def test_lag(program, loss, expected):
-    reference = [[50, 3.0], [62.5, 1.5], [75, 1.5], [100, 1.0]]
-    before = 1.25 if loss < 1 else 8.0
-    curve = [[50, 3.0], [75, before], [100, loss]]
-    assert program.lag(curve, reference) == pytest.approx(expected, nan_ok=True)
-
-
-def test_pairs_are_of_one_kind_of_processor(program):
-    def runs(arm, *seeds, cpu="x86"):
-        return {("manual", arm, seed): {"environment": {"cpu": cpu}} for seed in seeds}
-
-    found = (
-        runs("bf16", 0, 2, 3) | runs("flax", 0, 1, 2) | runs("flax", 3, cpu="another")
-    )
-    assert list(program.pairs(found, "manual", "flax", "bf16")) == [0, 2]
-
-
 def test_the_docs_have_the_figures(program):
     root = Path(__file__).parents[2]
     results = json.loads(
@@ -136,17 +103,6 @@ def test_the_docs_have_the_figures(program):
     # The figures are those of the runs.
     again = program.figures(program.found_runs(program.RUNS, program.STEPS))
     assert json.loads(json.dumps(again)) == results
-
-
-def test_results_name_no_folder_of_the_machine(program, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        "sys.argv",
-        ["benchmarks/loss_gap.py", "--runs", str(tmp_path / "runs"), "--seeds", "2"],
-    )
-    assert (
-        program.environment()["command"]
-        == "python benchmarks/loss_gap.py --runs runs --seeds 2"
-    )
 
 
 def test_stochastic_rounding_is_right_on_average(program):

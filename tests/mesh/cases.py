@@ -291,7 +291,7 @@ def _bits(x) -> bytes:
     return np.asarray(x).tobytes()
 
 
-def step_on(mesh, layout, recipe=RECIPE, make_step=make_step):
+def step_on(mesh, layout, recipe=RECIPE):
     """The step in a program whose arrays XLA cuts (auto axes) or types cut (explicit
     axes).
     """

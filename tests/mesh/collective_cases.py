@@ -171,13 +171,6 @@ def remat_in_scan(use, xs, grads, state):
     )
 
 
-def scan_of_vmap(use, xs, grads, state):
-    pairs = (a.reshape(1, USES, *a.shape[1:]) for a in (xs, grads))
-    return jax.tree.map(
-        lambda a: a[0], scan(functools.partial(vmap, use), *pairs, state)
-    )
-
-
 def layers(use, xs, grads, states):
     """A scan over layers with a state each, which `max_grad` reads before the loop."""
     return lax.scan(lambda carry, each: (carry, use(*each)), None, (xs, grads, states))[
@@ -185,7 +178,7 @@ def layers(use, xs, grads, states):
     ]
 
 
-PROGRAMS = [loop, scan, vmap, remat, remat_in_scan, scan_of_vmap]
+PROGRAMS = [loop, scan, vmap, remat, remat_in_scan]
 
 
 def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):

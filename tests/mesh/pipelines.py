@@ -8,15 +8,12 @@ zeros (bubbles), which leave no trace in an amax.
 Exact in any order, as mesh/cases.py: values are multiples of 1/4, and scales powers of
 two because the recipe says so.
 
-`python -m mesh.pipelines FOLDER` runs all programs and writes a file for each, so that
-a test can stop one that hangs.
+`python -m mesh.pipelines` runs all programs and prints the name of each that is right,
+so that a test can stop one that hangs.
 """
 
 import dataclasses
 import functools
-import pathlib
-import pickle
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
-from mesh import cases, hlo
+from mesh import cases
 from mesh.by_hand import replicated, summed
 
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 5, 4, 16
@@ -242,23 +239,17 @@ PROGRAMS = {
 }
 
 
-def run(make) -> tuple[cases.Run, list]:
-    """The training with a program, and the collectives of a step."""
+def run(make) -> cases.Run:
+    """The training with a program."""
     on = mesh()
     kernels, states = (cases.put(tree, on, P("stage")) for tree in (weights(), state()))
     data = [cases.put(batch, on, P(None, "data")) for batch in batches()]
     out_shardings = cases.shardings(on, (P("stage"), P("stage"), P()))
-    step = (
-        jax.jit(make(), out_shardings=out_shardings)
-        .lower(kernels, states, data[0])
-        .compile()
-    )
-    return cases.train(step, kernels, states, data), hlo.collectives(step.as_text())
+    step = jax.jit(make(), out_shardings=out_shardings)
+    return cases.train(step, kernels, states, data)
 
 
 if __name__ == "__main__":
-    folder = pathlib.Path(sys.argv[1])
     for name, make in PROGRAMS.items():
-        got, collectives = run(make)
-        cases.assert_same(got, reference(), name)
-        (folder / name).write_bytes(pickle.dumps(collectives))
+        cases.assert_same(run(make), reference(), name)
+        print(name)

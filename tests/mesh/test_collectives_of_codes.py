@@ -130,33 +130,6 @@ def test_states_of_stages(case, check_vma):
         )
 
 
-def test_two_uses_of_a_replicated_x():
-    """The gradient is the sum of what all devices send back: integers that are FP8
-    numbers. The state is the larger.
-    """
-    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
-    x = np.float32([[1, -2, 3, 4]] * 8)
-    state = jaxfp8.init_state(recipe)
-
-    def shard(x, grad, state):
-        def loss(x, state):
-            return sum(
-                jnp.sum(moved_rows(factor * x, recipe, state).source * grad)
-                for factor in (1, 2)
-            )
-
-        return jax.grad(loss, argnums=(0, 1))(x, state)
-
-    specs = {"in_specs": (P(), P("e"), P()), "out_specs": (P(), P())}
-    grad = np.random.default_rng(0).integers(1, 5, (64, 4)).astype(F32)
-    dx, after = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))(
-        x, grad, state
-    )
-    # Row d of x goes to device d, from each device to another row.
-    np.testing.assert_array_equal(dx, 3 * grad.reshape(8, 8, 4).sum(1))
-    assert after.input.amax_history[0] == 8 and after.output_grad.amax_history[0] == 4
-
-
 def test_remat_keeps_the_codes():
     """A policy that saves FP8 residuals saves what arrived: it is not sent once
     more.
@@ -311,13 +284,6 @@ def test_errors(message):
         jax.shard_map(
             lambda x: send(x).data, mesh=cases.mesh(), in_specs=P("e"), out_specs=P("e")
         )(x)
-
-
-def test_axis_of_a_vmap():
-    with pytest.raises(ValueError, match=r"all_gather: axis_name: .*which has \(\)"):
-        jax.vmap(
-            lambda x: collectives.all_gather(x, "e", recipe=BLOCK).data, axis_name="e"
-        )(jnp.ones((64, 256)))
 
 
 def test_nothing_to_send():

@@ -2,157 +2,106 @@
 device.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from draws import normal
-from equality import assert_all_bitwise
+from equality import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
-from oracle import gradients as oracle_gradients
+from parametrize import each_row
 
 from jaxfp8 import ops
 from mesh import cases, hlo
 
-FORMAT = oracle.E4M3
-SPECS = [P("data"), P(None, "fsdp"), P(None, None, "tp"), P("data", "fsdp", "tp")]
+E4M3 = oracle.E4M3.dtype
+SCALE = np.float32(3)
+SPECS = [
+    P("data"),
+    P(None, "fsdp"),
+    P(None, None, "tp"),
+    P("data", "fsdp", "tp"),
+    P(("data", "tp"), "fsdp"),
+]
 
 
-def put(x, spec):
-    return jax.device_put(x, NamedSharding(cases.mesh(), spec))
+def integers(*shape, seed=0):
+    """Small ones, which FP8 and sums in any order keep."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
-def codes(*shape, seed=0):
-    return oracle.quantize(
-        normal(*shape, seed=seed), np.float32(FORMAT.max / 8), FORMAT
-    )[0]
+def norm(x, gamma):
+    """A row that is normalised is not cut."""
+    options = {"kind": "layer", "epsilon": 1e-6, "rows": 2, "amax": SCALE}
+    return ops.quantize_norm(x, gamma, None, SCALE, E4M3, **options)
+
+
+def product(a, b, **added):
+    """A bias and an accumulator are added once, whatever is cut."""
+    options = {"out_dtype": jnp.float32, "precise": True}
+    scale = np.float32(0.5)
+    return ops.scaled_matmul(a, b, scale, scale, **options, **added)
+
+
+X = integers(8, 6, 16)
+GATED = normal(8, 2, 16)  # the two halves of a gated activation are not cut
+CODES = [integers(n, 16, seed=n).astype(E4M3) for n in (8, 4)]
+ADDED = {"bias": integers(4, seed=1), "accumulator": integers(8, 4, seed=2)}
+TRANSPOSE = functools.partial(ops.quantize_transpose, scale=SCALE, dtype=E4M3)
+ACTIVATION = {"scale": SCALE, "dtype": E4M3}
+CASES = {
+    "amax": (ops.amax, X),
+    "quantize": (lambda x: ops.quantize(x, SCALE, E4M3), X),
+    "dequantize": (lambda x: ops.dequantize(x, SCALE, np.float32), X.astype(E4M3)),
+    "quantize_transpose": (TRANSPOSE, X),
+    "sums of columns": (functools.partial(TRANSPOSE, column_sums=True), X),
+    "sums of two rows": (functools.partial(TRANSPOSE, rows=2, column_sums=True), X),
+    "sums of two columns": (functools.partial(TRANSPOSE, cols=2, column_sums=True), X),
+    "gelu": (
+        lambda x: ops.quantize_activation(x, activation="gelu", **ACTIVATION),
+        normal(8, 16),
+    ),
+    "silu_gated": (
+        lambda x: ops.quantize_activation(x, activation="silu_gated", **ACTIVATION),
+        GATED,
+    ),
+    "gradient of silu_gated": (
+        lambda x, grad: ops.quantize_activation_grad(
+            x, grad, activation="silu_gated", **ACTIVATION
+        ),
+        GATED,
+        normal(8, 16, seed=1),
+    ),
+    "product": (product, *CODES),
+    "product, bias": (lambda a, b, x: product(a, b, bias=x), *CODES, ADDED["bias"]),
+    "norm": (norm, normal(8, 6, 16), normal(16, seed=1)),
+    "product, both": (
+        lambda a, b, x: product(a, b, **x),
+        *CODES,
+        ADDED,
+    ),
+}
+
+
+def put(tree, spec):
+    """Each array cut along those axes of `spec` that it has."""
+
+    def placed(x):
+        sharding = NamedSharding(cases.mesh(), P(*spec[: x.ndim]))
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(placed, tree)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_one_tensor(spec):
-    x = normal(4, 6, 10)
-    scale = np.float32(3)
-    data, top = oracle.quantize(x, scale, FORMAT)
-    cut = put(x, spec)
-    oracle.assert_bitwise(jax.jit(ops.amax)(cut), top, "amax")
-    assert_all_bitwise(
-        jax.jit(lambda x: ops.quantize(x, scale, FORMAT.dtype))(cut),
-        (data, top),
-        "quantize",
-    )
-    both = jax.jit(lambda x: ops.quantize_transpose(x, scale, FORMAT.dtype))(cut)
-    assert_all_bitwise(both, (data, data.swapaxes(1, 2), top), "quantize_transpose")
-    out = jax.jit(lambda q: ops.dequantize(q, scale, np.float32))(put(data, spec))
-    oracle.assert_bitwise(
-        out,
-        oracle.dequantize(data, scale, np.dtype(np.float32)),
-        "dequantize",
-    )
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [P("data", None, "fsdp"), P(("data", "fsdp"), "tp", None), P(None, "tp", "data")],
-    ids=str,
-)
-def test_producers(spec):
-    """Rows and columns may be cut, but not the two halves of a gated activation, nor a
-    row that is normalised.
-    """
-    x = normal(8, 2, 16)
-    scale = np.float32(3)
-    for name, m, n in (("silu_gated", 8, 16), ("gelu", 16, 16)):
-        operand = (
-            put(x, spec)
-            if name == "silu_gated"
-            else put(x.reshape(m, n), P(spec[0], spec[2]))
-        )
-        run = jax.jit(
-            lambda x, name=name: ops.quantize_activation(
-                x, scale, FORMAT.dtype, activation=name
-            )
-        )
-        oracle.activation(np.asarray(operand), name).check(
-            *map(np.asarray, run(operand)), scale, FORMAT, what=name
-        )
-        grad = put(normal(m, n, seed=2), P(spec[0], spec[2]))
-        quantize_grad = lambda x, grad, name=name: ops.quantize_activation_grad(  # noqa: E731
-            x, grad, scale, FORMAT.dtype, activation=name, column_sums=True
-        )
-        data, data_t, top, sums = map(np.asarray, jax.jit(quantize_grad)(operand, grad))
-        exact = oracle_gradients.activation(np.asarray(operand), np.asarray(grad), name)
-        exact = oracle.Values(
-            *(part.reshape(m, -1) for part in (exact.exact, exact.bound))
-        )
-        exact.check(
-            data.reshape(m, -1),
-            data_t.reshape(-1, m),
-            top,
-            scale,
-            FORMAT,
-            what=f"gradient of {name}",
-        )
-        np.testing.assert_allclose(
-            sums.reshape(-1), exact.exact.sum(0), rtol=1e-5, atol=1e-5
-        )
-    gamma = normal(16, seed=1)
-    both = jax.jit(
-        lambda x, gamma: ops.quantize_norm(
-            x,
-            gamma,
-            None,
-            scale,
-            FORMAT.dtype,
-            kind="layer",
-            epsilon=1e-6,
-            rows=2,
-            amax=scale,
-        )
-    )
-    data, data_t, top = map(np.asarray, both(put(x, spec), put(gamma, P("tp"))))
-    oracle.norm(x, gamma, None, "layer", 1e-6).check(
-        data, data_t, top, scale, FORMAT, start=scale
-    )
-
-
-@pytest.mark.parametrize("extra", ["", "bias", "accumulator", "bias accumulator"])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        P("data", "tp"),
-        P("tp", "data"),
-        P(None, ("data", "tp")),
-        P(("data", "fsdp"), None),
-    ],
-)
-def test_product(spec, extra):
-    """A bias and an accumulator are added once, whatever is cut: also where each device
-    has a part of the sum.
-    """
-    m, n, k = 8, 4, 16
-    a = codes(m, k, seed=1)
-    b = codes(n, k, seed=2)
-    scales = np.float32(2.0**-7), np.float32(0.3)
-    options = {
-        name: normal(*shape, seed=3)
-        for name, shape in (("bias", (n,)), ("accumulator", (m, n)))
-        if name in extra
-    }
-
-    @jax.jit
-    def product(a, b, options):
-        return ops.scaled_matmul(
-            a, b, *scales, out_dtype=jnp.float32, precise=True, **options
-        )
-
-    expected = oracle.scaled_matmul(a, b, *scales, **options)
-    expected.check(
-        product(put(a, spec), put(b, P(None, spec[1])), options), f"a {spec}"
-    )
-    expected.check(
-        product(put(a, spec), put(b, P("fsdp")), options), f"a {spec}, b by rows"
-    )
+@each_row("case", CASES)
+def test_results_are_those_of_one_device(case, spec):
+    function, *operands = case
+    run = jax.jit(function)
+    assert_same_bits(run(*put(operands, spec)), run(*operands))
 
 
 def test_histories_are_written_by_xla_on_a_mesh():
@@ -164,120 +113,63 @@ def test_histories_are_written_by_xla_on_a_mesh():
         (scale,) = ops.delayed_scales([history], [amax], fp8_max=[448.0])
         return ops.write_histories([[(history, amax)]], [[(amax, scale.scale_inv)]])
 
-    history = np.ones(8, np.float32)
-    amax = np.ones(1, np.float32)
+    operands = np.ones(8, np.float32), np.ones(1, np.float32)
+    found = []
     with ops.implementation("ffi"):
-        cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
-        alone = jax.jit(step).lower(history, amax).compile().as_text()
-    assert [
-        f"jaxfp8_{op}" in cut for op in ("delayed_scales_v3", "write_histories_v5")
-    ] == [True, False]
-    assert [
-        f"jaxfp8_{op}" in alone for op in ("delayed_scales_v3", "write_histories_v5")
-    ] == [True, True]
+        for placed in (put(operands, P()), operands):
+            text = jax.jit(step).lower(*placed).compile().as_text()
+            found += [f"jaxfp8_{op}" in text for op in ("delayed", "write_histories")]
+    assert found == [True, False, True, True]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_column_sums(spec):
-    """Summed over the devices that have the rows; amaxes over all, codes not at all."""
-    x = normal(4, 6, 10)
-    for rows, cols in ((1, 1), (2, 1), (1, 2)):
-
-        def run(x, rows=rows, cols=cols):
-            return ops.quantize_transpose(
-                x, np.float32(3), FORMAT.dtype, rows=rows, cols=cols, column_sums=True
-            )
-
-        data, _, top, sums = jax.jit(run)(put(x, spec))
-        assert_all_bitwise(
-            (data, top), oracle.quantize(x, np.float32(3), FORMAT), f"{rows} by {cols}"
-        )
-        batch = x.reshape(
-            -1,
-            np.prod(x.shape[3 - rows - cols : 3 - cols]),
-            np.prod(x.shape[3 - cols :]),
-        )
-        for i, matrix in enumerate(batch):
-            oracle.assert_column_sums(
-                np.asarray(sums).reshape(len(batch), -1)[i],
-                matrix,
-                f"{rows} by {cols}, {i}",
-            )
+LEAVES = ((4, 2), (4, 2), (4,))  # layers and experts
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [P(), P("data"), P(("data", "tp")), P("fsdp", "data"), P(None, "tp"), "windows"],
-    ids=str,
+    "spec", [P(), P("data"), P(("data", "tp")), P("fsdp", "data")], ids=str
 )
 def test_state_of_layers(spec):
-    """Layers and experts are cut as they lie, without a collective; a window that comes
-    cut is still one window.
-    """
+    """Layers and experts are cut as they lie, without a collective."""
     rng = np.random.default_rng(0)
-    leaves = ((4, 2), (4, 2), (4,))
+    uniform = lambda *shape: rng.uniform(1, 2, shape).astype(np.float32)  # noqa: E731
     products = [
-        [
-            (
-                np.abs(normal(*batch, length, seed=i)),
-                rng.uniform(1, 2, (*batch, 1)).astype(np.float32),
-            )
-            for length in (8, 4)
-        ]
-        for i, batch in enumerate(leaves)
+        [(uniform(*batch, length), uniform(*batch, 1)) for length in (8, 4)]
+        for batch in LEAVES
     ]
-    recorded = [rng.uniform(1, 2, (*batch, 12)).astype(np.float32) for batch in leaves]
-    is_cut = spec == "windows"
-
-    def place(x):
-        of_batch = P("data") if is_cut else P(*spec[: x.ndim - 1])
-        return put(
-            x,
-            P(*of_batch, *(None,) * (x.ndim - 2), "tp")
-            if is_cut and x.shape[-1] > 1
-            else of_batch,
-        )
+    operands = products, [uniform(*batch, 12) for batch in LEAVES]
 
     @jax.jit
     def step(products, recorded):
         return ops.read_histories(products), ops.write_histories(products, recorded)
 
-    arguments = jax.tree.map(place, (products, recorded))
+    of_layers = lambda x: put(x, spec[: x.ndim - 1])  # noqa: E731
     with ops.implementation("ffi"):
-        compiled = step.lower(*arguments).compile()
-    readings, written = compiled(*arguments)
-    for i, pairs in enumerate(products):
-        for j in np.ndindex(leaves[i]):
-            numbers = [oracle.reading(h[j], scale[j]) for h, scale in pairs]
-            oracle.assert_bitwise(
-                readings[i][j], np.concatenate(numbers), f"product {i}: {j}"
-            )
-            for q, (h, _) in enumerate(pairs):
-                expected = oracle.write_history(h[j], recorded[i][j][6 * q :])
-                got = (np.asarray(x[j]) for x in written[i][q])
-                assert_all_bitwise(
-                    got,
-                    (expected[0], expected[1].reshape(1)),
-                    f"product {i}: quantizer {q}: {j}",
-                )
+        compiled = step.lower(*jax.tree.map(of_layers, operands)).compile()
+        expected = step(*operands)
+    assert_same_bits(compiled(*jax.tree.map(of_layers, operands)), expected)
     text = compiled.as_text()
     # one for each batch
     assert text.count('custom_call_target="jaxfp8_read_histories_v3"') == 2
     assert text.count('custom_call_target="jaxfp8_write_histories_v5"') == 2
-    assert is_cut or not hlo.collectives(text)
+    assert not hlo.collectives(text)
 
 
-def test_rows_are_whole():
-    """Rows that a mesh cuts are gathered for the calls that read and write them."""
+def test_what_a_mesh_cuts_is_whole_again():
+    """A window, and rows of histories: they are gathered for the calls that read and
+    write them.
+    """
     rng = np.random.default_rng(0)
     history, scale = (rng.uniform(1, 2, (8, n)).astype(np.float32) for n in (4, 1))
     recorded = rng.uniform(1, 2, (8, 6)).astype(np.float32)
     recorded[:, 2] = 0  # no history stays
-    pairs = [tuple(put(x, P("data")) for x in (history, scale))]
-    readings = jax.jit(lambda pairs: ops.read_rows(pairs, fp8_max=[448.0]))(pairs)
-    [written] = jax.jit(ops.write_rows)(pairs, list(recorded))
-    for i, row in enumerate(history):
-        assert_all_bitwise([readings[i]], [oracle.reading(row, scale[i])], f"row {i}")
-        expected = oracle.write_history(row, recorded[i])
-        got = (np.asarray(x[i]) for x in written)
-        assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"row {i}")
+
+    @jax.jit
+    def step(pairs, windows, recorded):
+        readings = ops.read_rows(pairs, fp8_max=[448.0]), ops.read_histories([windows])
+        return readings, ops.write_rows(pairs, list(recorded))
+
+    windows = put([(history, scale)], P())
+    cut = [(put(history, P(None, "tp")), windows[0][1])]
+    expected = step([(history, scale)], [(history, scale)], recorded)
+    got = step(put([(history, scale)], P("data")), cut, recorded)
+    assert_same_bits(got, expected)

@@ -9,7 +9,6 @@ import oracle
 import pytest
 from cpu_mesh import mesh_of
 from dot.ragged_cases import HISTORY, RECIPE, WITHOUT, operands
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.delayed_cases import assert_step
 
@@ -139,54 +138,3 @@ def test_rows_and_experts_stay(recipe):
     assert largest == max(G // 4 * WIDTH * HIDDEN, ROWS // 2 * WIDTH), list(
         map(str, found)
     )
-
-
-@pytest.mark.parametrize("name", ["delayed", "block"])
-def test_codes_that_are_gathered_by_hand(name):
-    """FSDP in shard_map: one gather of codes, half the bytes of bfloat16; kernels'
-    gradients come back scattered.
-    """
-    mesh = mesh_of(fsdp=8)
-    recipe = {
-        "delayed": jaxfp8.DelayedScaling(amax_history_len=HISTORY),
-        "block": FP8["block"],
-    }[name]
-    rng = np.random.default_rng(0)
-    lhs = rng.standard_normal((8 * 16, 64)).astype(np.float32)
-    rhs = rng.standard_normal((G, 64, 40)).astype(np.float32)
-    sizes = np.int32([[4, 0, 0, 5, 0, 1, 2, 3]] * 8)
-
-    def gather(a):
-        return lax.all_gather(a, "fsdp", axis=0, tiled=True)
-
-    def loss(lhs, rhs, sizes):
-        rhs = jaxfp8.quantize_params({"up": rhs}, None, recipe, where="up")["up"]
-        rhs = rhs.map(gather)
-        y = jaxfp8.ragged_dot(lhs, rhs, sizes[0], recipe=recipe, state=WITHOUT)
-        return lax.psum(jnp.sum(y**2), "fsdp")
-
-    each = P("fsdp")
-    step = jax.shard_map(
-        jax.grad(loss, (0, 1)), mesh=mesh, in_specs=each, out_specs=each
-    )
-    step = jax.jit(step).lower(lhs, rhs, sizes).compile()
-    found = hlo.collectives(step.as_text())
-    sent = sum(c.bytes for c in found if c.kind == "all-gather")
-    assert sent <= 0.52 * 2 * rhs.size
-
-    def whole(lhs, rhs):
-        """The same on one device: all rows of an expert next to each other."""
-        parts = lhs.reshape(8, 16, 64)
-        products = [
-            jaxfp8.ragged_dot(part, rhs, sizes[0], recipe=recipe, state=WITHOUT)
-            for part in parts
-        ]
-        return sum(jnp.sum(y**2) for y in products)
-
-    # the scales of blocks are those of one device's rows on both sides
-    if name == "block":
-        expected = jax.jit(jax.grad(whole, (0, 1)))(lhs, rhs)
-        for got, wanted in zip(step(lhs, rhs, sizes), expected, strict=True):
-            np.testing.assert_allclose(
-                got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max()
-            )

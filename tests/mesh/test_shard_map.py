@@ -168,7 +168,6 @@ def test_gradient_inside(name, checked):
     (reduction,) = (c for c in hlo.collectives(step.as_text()) if c.is_amax)
     # A replicated kernel has the same amax on all devices, and types show it.
     assert len(reduction.results) == (4 if checked and name == "dp" else 6)
-    assert reduction.groups == (frozenset(range(8)),)
 
 
 @pytest.mark.parametrize("name", ["dp", "fsdp", "tp", "sp"])
@@ -344,22 +343,14 @@ def test_amax_of_partial_sums(program):
     specs = P(None, "tp"), P("tp", None), P()
     states = [jaxfp8.init_state(RECIPE) for _ in weights]
 
-    def next_states(states, weights, x, total=lambda y: y, out_sharding=None):
+    def next_states(states, weights, x, total=lambda y: y, **options):
         def loss(states):
-            h = jaxfp8.dot_general(
-                x, weights[0], cases.MATMUL, recipe=RECIPE, state=states[0]
+            dot = functools.partial(
+                jaxfp8.dot_general, dimension_numbers=cases.MATMUL, recipe=RECIPE
             )
-            y = jaxfp8.dot_general(
-                h,
-                weights[1],
-                cases.MATMUL,
-                recipe=RECIPE,
-                state=states[1],
-                out_sharding=out_sharding,
-            )
-            z = jaxfp8.dot_general(
-                total(y), weights[2], cases.MATMUL, recipe=RECIPE, state=states[2]
-            )
+            h = dot(x, weights[0], state=states[0])
+            y = dot(h, weights[1], state=states[1], **options)
+            z = dot(total(y), weights[2], state=states[2])
             return jnp.sum(z * z)
 
         return jax.grad(loss)(states)
@@ -370,14 +361,11 @@ def test_amax_of_partial_sums(program):
     # small integers, exact at scale 1
     assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]
 
-    on = cases.mesh(
-        "explicit" if program == "explicit" else "auto", shape=(2,), axes=("tp",)
-    )
-    if program in ("auto", "explicit"):
-        step = functools.partial(
-            next_states, out_sharding=P() if program == "explicit" else None
-        )
-    else:
+    on = mesh_of("Explicit" if program == "explicit" else "Auto", tp=2)
+    step = next_states
+    if program == "explicit":
+        step = functools.partial(next_states, out_sharding=P())
+    elif program != "auto":
         checked = program == "check_vma"
         psum = lax.psum if checked else summed
         step = functools.partial(next_states, total=lambda y: psum(y, "tp"))
@@ -418,22 +406,6 @@ def test_unchecked_with_the_gradient_outside(steps_before):
     with pytest.raises(ValueError, match="8 times .* summed over uses or devices"):
         jaxfp8.update_state(state, gradient)
 
-    wanted = jaxfp8.update_state(
-        state, jax.jit(jax.grad(cases.loss, argnums=1))(weights, state, batch)
-    )
-    safe = jax.jit(jaxfp8.update_state)(state, gradient)
-    for got, right in zip(
-        *(jax.tree.leaves(tree, is_leaf=is_quantizer) for tree in (safe, wanted)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(got.scale, right.scale)
-        np.testing.assert_array_equal(got.amax_history[1:], right.amax_history[1:])
-        assert right.amax_history[0] <= got.amax_history[0] <= 8 * right.amax_history[0]
-
-
-def is_quantizer(node) -> bool:
-    return isinstance(node, jaxfp8.recipes.QuantizerState)
-
 
 @pytest.mark.parametrize(
     "recipe, warned", [(cases.RECIPE, True), (RECIPE, False)], ids=["not said", "said"]
@@ -462,9 +434,6 @@ STATELESS = {
     jaxfp8.StaticScaling(1, 1): True,
     jaxfp8.Float8CurrentScaling(): True,
     jaxfp8.MXFP8BlockScaling(): False,
-    jaxfp8.Float8BlockScaling(): False,
-    jaxfp8.Float8RowwiseScaling(): False,
-    jaxfp8.ByProduct(jaxfp8.MXFP8BlockScaling(), jaxfp8.StaticScaling(1, 1, 1)): False,
     jaxfp8.ByProduct(jaxfp8.MXFP8BlockScaling(), jaxfp8.Float8CurrentScaling()): True,
 }
 

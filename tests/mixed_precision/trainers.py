@@ -15,7 +15,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 from equality import assert_same_bits
 from flax import nnx
@@ -91,36 +90,18 @@ def linen(cls, fp8, tx):
         "params": {"kernel": jnp.asarray(KERNEL)},
     }
     of_loss = functools.partial(loss, layer.apply)
-    if cls is None:  # bare optax
-        tx = jaxfp8.train.optimizer(tx)
-        train, variables_of = (variables, tx.init(variables)), lambda train: train[0]
-
-        def apply(train, grads):
-            updates, opt_state = tx.update(grads, train[1], train[0])
-            return optax.apply_updates(train[0], updates), opt_state
-
-    else:
-        train = cls.create(apply_fn=layer.apply, params=variables, tx=tx)
-
-        def variables_of(train):
-            return train.params
-
-        def apply(train, grads):
-            return train.apply_gradients(grads=grads)
 
     def gradient(train, loss_scale, x, grad):
         return mixed_precision.value_and_grad(of_loss, loss_scale)(
-            variables_of(train), x, grad
+            train.params, x, grad
         )[1]
 
     return Trainer(
-        train,
+        cls.create(apply_fn=layer.apply, params=variables, tx=tx),
         gradient,
-        apply,
-        lambda train: np.asarray(variables_of(train)["params"]["kernel"]),
-        lambda train: variables_of(train)[jaxfp8.OVERWRITE_WITH_GRADIENT][
-            "Fp8DotGeneral_0"
-        ],
+        lambda train, grads: train.apply_gradients(grads=grads),
+        lambda train: np.asarray(train.params["params"]["kernel"]),
+        lambda train: train.params[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"],
     )
 
 
@@ -162,7 +143,6 @@ def in_nnx(fp8, tx):
 MAKERS = {
     "our TrainState": functools.partial(linen, jaxfp8.linen.TrainState),
     "Flax's TrainState": functools.partial(linen, train_state.TrainState),
-    "optax": functools.partial(linen, None),
     "NNX": in_nnx,
 }
 

@@ -29,7 +29,7 @@ def references():
 
 
 def pipeline(name):
-    run, _ = pipelines.run(pipelines.PROGRAMS[name])
+    run = pipelines.run(pipelines.PROGRAMS[name])
     cases.assert_same(run, pipelines.reference(), name)
 
 

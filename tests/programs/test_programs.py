@@ -166,11 +166,14 @@ def test_without_jit(program):
     check(functional.Functional, functional.PROGRAMS[program], jit=False)
 
 
-@pytest.mark.parametrize(
-    "program", ["calls", pytest.param("scan", marks=pytest.mark.slow)]
-)
-def test_nnx_without_jit(program):
-    check(nnx.NNX, nnx.PROGRAMS[program], jit=False)
+def test_disable_jit():
+    """Every loop and every branch in Python, every operation by itself."""
+    with jax.disable_jit():
+        check(functional.Functional, functional.PROGRAMS["branches in scan"])
+
+
+def test_nnx_without_jit():
+    check(nnx.NNX, nnx.PROGRAMS["calls"], jit=False)
 
 
 OTHER_LAYERS = {

@@ -88,63 +88,38 @@ def good_call(rng, op: str) -> Call:
 
 
 def _other_shape(rng, shape):
-    shape = list(shape)
-    kind = rng.integers(6)
-    if kind == 0 and shape:
-        i = rng.integers(len(shape))
-        shape[i] = max(0, shape[i] + int(rng.choice([-1, 1])))
-    elif kind == 1:
-        shape.insert(int(rng.integers(len(shape) + 1)), 1)
-    elif kind == 2 and shape:
-        del shape[rng.integers(len(shape))]
-    elif kind == 3:
-        shape = [shape[i] for i in rng.permutation(len(shape))]
-    elif kind == 4:
-        shape = [1] * int(rng.integers(0, 25))  # a huge rank
-    else:
-        shape = list(values.dims(rng, int(rng.integers(0, 5)), 4096))
-    return tuple(shape)
+    """With another rank, in another order, or of other sizes."""
+    shapes = [
+        (*shape, 1),
+        shape[1:],
+        shape[::-1],
+        (1,) * 24,
+        values.dims(rng, len(shape), 4096),
+    ]
+    return tuple(_pick(rng, shapes))
 
 
 def mutate(rng, operands, results, attributes):
     """One thing changed; it may still be a good call."""
-    operands = list(operands)
-    results = list(results)
-    attributes = dict(attributes)
-    kind = rng.integers(9)
-    if kind == 0:
-        i = rng.integers(len(operands))
-        operands[i] = values.array(
-            rng, _other_shape(rng, operands[i].shape), operands[i].dtype
-        )
-    elif kind == 1:
-        i = rng.integers(len(operands))
-        operands[i] = values.array(rng, operands[i].shape, _pick(rng, values.DTYPES))
-    elif kind == 2:
-        i = rng.integers(len(results))
-        results[i] = (_other_shape(rng, results[i][0]), results[i][1])
-    elif kind == 3:
-        i = rng.integers(len(results))
-        results[i] = (results[i][0], _pick(rng, values.DTYPES))
-    elif kind == 4:
-        part = operands if rng.random() < 0.5 else results
-        if len(part) > 1:
-            del part[rng.integers(len(part))]
-    elif kind == 5:
-        part = operands if rng.random() < 0.5 else results
-        part.insert(int(rng.integers(len(part) + 1)), part[rng.integers(len(part))])
-    elif kind == 6:
-        part = operands if rng.random() < 0.5 else results
-        i, j = rng.integers(len(part), size=2)
-        part[i], part[j] = part[j], part[i]
-    elif kind == 7 and attributes and rng.random() < 0.5:
+    operands, results, attributes = list(operands), list(results), dict(attributes)
+    part = _pick(rng, (operands, results))
+    i = rng.integers(len(part))
+    is_array = part is operands
+    shape, dtype = (part[i].shape, part[i].dtype) if is_array else part[i]
+    kind = _pick(rng, ("shape", "dtype", "none", "twice", "attribute", "no attribute"))
+    if kind in ("shape", "dtype"):
+        shape = _other_shape(rng, shape) if kind == "shape" else shape
+        dtype = _pick(rng, values.DTYPES) if kind == "dtype" else dtype
+        part[i] = values.array(rng, shape, dtype) if is_array else (shape, dtype)
+    elif kind == "none" and len(part) > 1:
+        del part[i]
+    elif kind == "twice":
+        part.insert(i, part[-1])
+    elif kind == "no attribute" and attributes:
         del attributes[_pick(rng, sorted(attributes))]
     else:
-        # A name it has, or one that it has not.
-        name = _pick(
-            rng,
-            [*sorted(attributes), "numerator", "numerators", "most_recent", "surprise"],
-        )
+        # a name that it has, or one that it has not
+        name = _pick(rng, [*sorted(attributes), "surprise"])
         attributes[name] = _pick(rng, ODD_ATTRIBUTES)
     return operands, results, attributes
 
@@ -153,19 +128,12 @@ ODD_ATTRIBUTES = (
     np.bool_(True),
     np.int32(3),
     np.int64(-1),
-    np.float32(2.5),
-    np.float32(0),
-    np.float32(-1),
-    np.float32(np.nan),
-    np.float32(np.inf),
-    np.float32(2.0**-140),
+    *np.float32([2.5, 0, -1, np.nan, np.inf, 2.0**-140]),
     np.float64(3),
     "max",
     "",
-    np.float32([1.5]),
     np.float32([1, np.nan]),
     np.float32([]),
-    np.int32([1, 2]),
     np.ones(17, np.float32),
 )
 
