@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxfp8
@@ -60,7 +59,6 @@ def test_a_window_by_hand():
     "history, scale_inv, follows, steps",
     [
         ([4, 0, 0, 2, 9, 3], 9 / 57344, "max", 1),  # e5m2
-        ([4, 0, 0, 2, 9, 3], 9 / 448 * 8, "max", 1),  # margin 3
         # the scale did not change when the second 9 came
         ([4, 0, 9, 2, 9, 3], 9 / 448, "max", 3),
         ([4, 0, 0, 2, 9, 3], 3 / 448, "most_recent", None),
@@ -69,8 +67,6 @@ def test_a_window_by_hand():
         ([4, 0, 0, 2, 9, 3], 10 / 448, None, None),
         ([4, 1, 2, 2, 9, 3], 5 / 57344, None, None),  # smaller than what is there
         ([4, 0, 0, 0, 0, 0], 1, "unit", None),
-        ([0, 0, 0, 0, 0, 0], 1, "unit", None),
-        ([4, 0, 0, 0, 0, 0], 2, None, None),
         ([4], 5 / 448, "dropped", None),
         ([np.inf, -0.0, np.nan, 2, 9, 3], 9 / 448, "max", 1),
         ([4, 0, 0, 2, 9, -3], 9 / 448, "below zero", None),
@@ -145,11 +141,6 @@ def test_a_large_model_takes_a_screen():
         "block_7/layer/input",
     ]
     assert [row["growth"] for row in worst.rows] == [1, 3, 1.5]
-    layers["empty"] = state([0, 0], 1)[OWG]  # its scale is 1 for ever
-    assert [row["name"] for row in inspect.summary({OWG: layers}, worst=2).rows] == [
-        "head/layer/input",
-        "empty/layer/input",
-    ]
 
 
 def test_every_kind_of_tree():
@@ -171,23 +162,6 @@ def test_every_kind_of_tree():
         "step": 1,
     }
     assert inspect.summary(careless).rows == rows
-
-    product = jaxfp8.init_state(A)
-    names = [row["name"] for row in inspect.summary(product).rows]
-    assert names == ["input", "kernel", "output_grad"]
-    assert [row["name"] for row in inspect.summary({"up": product}).rows] == [
-        f"up/{name}" for name in names
-    ]
-
-    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    jaxfp8.nnx.quantize(model, [(".*", A)])
-    wanted = [f"layers/0/dot_general/{name}" for name in names]
-    for tree in (
-        model,
-        nnx.state(model),
-        nnx.state(model, jaxfp8.nnx.OverwriteWithGradient),
-    ):
-        assert [row["name"] for row in inspect.summary(tree).rows] == wanted
 
 
 def test_measure_is_one_small_array_and_waits_for_nothing():
