@@ -46,26 +46,6 @@ def quantized(layout, kernel, state=None):
     )
 
 
-@pytest.mark.parametrize("bound", [3.0, None])
-def test_a_constant_scale_of_inputs(bound, tmp_path):
-    """A server would take the scale of each input, where the file says none."""
-    recipe = jaxfp8.StaticScaling(input=bound, kernel=2.0)
-    dense = nn.Dense(K, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
-    variables = dense.init(jax.random.key(0), X)
-    frozen = jaxfp8.freeze(dense, variables, X)
-    oracle.assert_bitwise(dense.apply(frozen, X), dense.apply(variables, X), "y")
-    path = tmp_path / "model.safetensors"
-    config = to_safetensors(frozen, path, layout="tensor")
-    tensors = numpy_reader.read(path)
-    scheme = config["config_groups"]["group_0"]["input_activations"]
-    assert scheme["dynamic"] == (bound is None) == ("input_scale" not in tensors)
-    if bound is not None:
-        scale = np.float32(448) / np.float32(bound)
-        oracle.assert_bitwise(
-            tensors["input_scale"], (1 / scale).reshape(1), "input_scale"
-        )
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_and_scales_are_those_of_training(layout, tmp_path):
     _, variables, frozen = trained(layout)
@@ -299,7 +279,9 @@ def test_what_is_no_frozen_kernel(tmp_path):
     with as_users_have_jax():
         model = Others()
         variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
-        frozen = jaxfp8.freeze(model, variables, X, with_second=False)
+        example = jax.ShapeDtypeStruct(X.shape, X.dtype)
+        options = {"with_second": False, "mutable": ["batch_stats"]}
+        frozen = jaxfp8.freeze(model, variables, example, **options)
     assert set(frozen[OWG]) == {"second"}
     config = to_safetensors(frozen, tmp_path / "file", layout="tensor")
     tensors = numpy_reader.read(tmp_path / "file")
@@ -348,9 +330,6 @@ def test_the_reader_decodes_every_code(tmp_path):
     assert {name: read[name].dtype for name in read} == {
         name: name for name in dtypes
     } | {"one": "U8", "b": "BF16"}
-    np.testing.assert_array_equal(
-        read["F8_E4M3"].decode(np.float64), numpy_reader.E4M3[codes]
-    )
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(
             read[name].decode(np.float64), tensor.astype(np.float64)

@@ -17,6 +17,7 @@ from jaxfp8.convert import to_safetensors
 
 TRAINERS = {name: (recipe, name) for name, recipe in RECIPES.items()}
 TRAINERS["tensor, current"] = jaxfp8.Float8CurrentScaling(), "tensor"
+TRAINERS["tensor, constant"] = jaxfp8.StaticScaling(input=3.0, kernel=2.0), "tensor"
 
 
 def served(tensors, config, x) -> oracle.Product:

@@ -61,22 +61,8 @@ def megablox():
         group_sizes,
         preferred_element_type=jnp.float32,
         tiling=(128,) * 9,
-        group_offset=None,
-        existing_out=None,
-        transpose_rhs=False,
-        interpret=None,
         lhs_quantize_dtype=None,
-        rhs_quantize_dtype=None,
-        use_qwix_quantization=False,
-        use_tokamax_backend=False,
-        weight_gather_axes=None,
-        lhs_vma_axes=(),
-        rhs_vma_axes=(),
-        qwix_rule=None,
-        use_manual_quantization=False,
-        use_gmm_v2=False,
-        use_gmm_v2_heuristic_tiling=False,
-        partial_sum=None,
+        **others,
     ):
         return "megablox", lhs_quantize_dtype, tiling
 
@@ -388,30 +374,6 @@ def test_state_of_linen_is_not_added_up(standin):
             )
 
 
-def test_a_recipe_for_each_product(standin):
-    """Under the flag, fprop is that of the recipe and wgrad is exact; there is no state
-    but that of fprop and dgrad.
-    """
-    recipe = jaxfp8.ByProduct(RECIPE, RECIPE)
-    x = normal(6, K)
-    with maxtext.install(recipe):
-        layer = nn.Dense(
-            N, use_bias=False, dot_general_cls=quantization(standin).dot_general_cls()
-        )
-        params = layer.init(KEY, x)
-        y, vjp = jax.vjp(lambda params: layer.apply(params, x), params)
-    (dot,) = params["_overwrite_with_gradient"].values()
-    assert len(dot) == 6  # a history and a scale of input, kernel and output_grad
-    kernel = params["params"]["kernel"]
-    state = oracle.LayerState.init(H)
-    oracle.dense_step(
-        x, np.asarray(kernel), np.zeros((6, N), np.float32), state
-    ).y.check(y)
-    np.testing.assert_allclose(
-        vjp(y)[0]["params"]["kernel"], x.T @ np.asarray(y), rtol=1e-5, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize(
     ("flag", "recipe"),
     [
@@ -537,15 +499,8 @@ def grouped(standin, lhs, rhs, group_sizes, **changed):
         "group_offset": 0,
         "lhs_quantize_dtype": dtype,
         "rhs_quantize_dtype": dtype,
-        "use_qwix_quantization": False,
         "use_tokamax_backend": False,
-        "weight_gather_axes": [],
-        "lhs_vma_axes": (),
-        "rhs_vma_axes": (),
-        "use_gmm_v2": False,
-        "use_gmm_v2_heuristic_tiling": False,
         "partial_sum": None,
-        "interpret": True,
     }
     return standin.megablox.gmm(
         lhs=lhs, rhs=rhs, group_sizes=group_sizes, **call | changed
