@@ -33,9 +33,6 @@ class Model(nn.Module):
             for cls in (self.direct, self.einsum)
         )
         x = nn.Dense(8, dot_general_cls=direct)(x)
-        x = nn.MultiHeadDotProductAttention(
-            2, qkv_dot_general_cls=direct, out_dot_general_cls=direct
-        )(x[None])[0]
         x = nn.Dense(8, dot_general=direct())(x)
         kernel = self.param("kernel", nn.initializers.ones, (8, 8))
         x = einsum()("ab,bc->ac", x, kernel)

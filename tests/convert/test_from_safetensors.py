@@ -22,7 +22,7 @@ from jaxfp8.convert import from_safetensors, read_safetensors
 from .cases import OWG
 
 PUBLISHED = pathlib.Path(__file__).parent / "published"
-# file of `published/write.py` -> (block, recipe whose kernels have such scales)
+# file of `published/README.md` -> (block, recipe whose kernels have such scales)
 FILES = {
     "tensor": (None, jaxfp8.Float8CurrentScaling()),
     "channel": ((1, None), jaxfp8.Float8RowwiseScaling()),

@@ -5,7 +5,6 @@ weights.
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from programs import cases
 from programs.known_amax import used_state
@@ -57,9 +56,3 @@ def test_a_model_trains(example):
         fp8 = jaxfp8.train.apply_updates(fp8, updates)
         losses.append(loss)
     assert losses[-1] < losses[0]
-    histories = [
-        state.amax_history
-        for layer in (fp8[0].layers[0], fp8[1].output_proj)
-        for state in (layer.state.input, layer.state.kernel, layer.state.output_grad)
-    ]
-    assert np.all(np.array(histories) > 0)

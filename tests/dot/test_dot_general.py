@@ -20,7 +20,6 @@ import jaxfp8
 X, KERNEL, GRAD = cases.operands()
 STATE = used_state()
 PACKED = cases.pack(STATE)
-ONES = np.ones((cases.ROWS, cases.N), np.float32)
 
 
 def product(x, kernel, state, **options):
@@ -90,19 +89,11 @@ NEVER_UPDATED = {
 }
 NO_GRADIENT = {
     "inference": lambda: product(X, KERNEL, PACKED),
-    "under jit, state a constant": lambda: jax.jit(
-        lambda x: product(x, KERNEL, PACKED)
-    )(X),
-    "in a scan": lambda: lax.map(
-        lambda x: product(x, KERNEL, PACKED), np.stack([X, X])
-    ),
     "vmapped": lambda: jax.vmap(lambda x: product(x, KERNEL, PACKED))(np.stack([X, X])),
     "gradient of the state too": lambda: jax.grad(loss, argnums=(1, 2))(
         X, KERNEL, PACKED
     ),
-    "gradient of the state alone": lambda: jax.grad(loss, argnums=2)(X, KERNEL, PACKED),
     "of the input": lambda: jax.grad(loss)(X, KERNEL, PACKED),
-    "of the input, under jit": lambda: jax.grad(jax.jit(loss))(X, KERNEL, PACKED),
     "of each input, in a loop": lambda: lax.map(
         lambda x: jax.grad(loss)(x, KERNEL, PACKED), np.stack([X, X])
     ),
@@ -164,7 +155,6 @@ def test_a_vjp_called_twice():
 REFUSED = {
     "jvp": lambda: jax.jvp(lambda x: product(x, KERNEL, PACKED), (X,), (X,)),
     "linearize": lambda: jax.linearize(lambda x: product(x, KERNEL, PACKED), X)[1](X),
-    "jacfwd": lambda: jax.jacfwd(lambda kernel: product(X, kernel, PACKED))(KERNEL),
     "jvp of the state": lambda: jax.jvp(
         lambda state: product(X, KERNEL, state), (PACKED,), (PACKED,)
     ),
@@ -177,10 +167,6 @@ REFUSED = {
     "jvp of a remat": lambda: jax.jvp(
         jax.checkpoint(lambda x: product(x, KERNEL, PACKED)), (X,), (X,)
     ),
-    # FP8 rounds, so a product is linear in nothing. JAX itself refuses to transpose.
-    "linear_transpose": lambda: jax.linear_transpose(
-        lambda x: product(x, KERNEL, PACKED), X
-    )(ONES),
 }
 
 
@@ -189,6 +175,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, jit):
     """A wrong number is the one forbidden answer."""
-    says = "" if name == "linear_transpose" else "first derivatives in reverse mode"
+    says = "first derivatives in reverse mode"
     with pytest.raises((TypeError, NotImplementedError), match=says):
         (jax.jit(REFUSED[name]) if jit else REFUSED[name])()

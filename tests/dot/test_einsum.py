@@ -37,41 +37,25 @@ class Case:
 
 
 CASES = [
-    Case("mk,kn->mn", (5, 7), (7, 3)),
-    Case("mk,kn", (5, 7), (7, 3), "mk,kn->mn"),
-    Case("mk,nk->mn", (5, 7), (3, 7)),
-    Case("mk,kn->nm", (5, 7), (7, 3)),
     # implicit output: in alphabetical order
     Case("zk,ka", (5, 7), (7, 3), "zk,ka->az"),
     Case(" mk , kn -> mn ", (5, 7), (7, 3), "mk,kn->mn"),
-    Case("k,kn->n", (7,), (7, 3)),
     Case("k,k->", (7,), (7,)),
-    Case("m,n->nm", (5,), (3,)),
     Case(",n->n", (), (3,)),
     Case("i,i->i", (5,), (5,)),
-    Case("bmk,bkn->bmn", (4, 5, 7), (4, 7, 3)),
     Case("mbk,knb->nmb", (5, 4, 7), (7, 3, 4)),
     Case("abmk,bakn->bamn", (2, 3, 4, 5), (3, 2, 5, 4)),
-    Case("btd,dhk->bthk", (2, 3, 8), (8, 2, 5)),
-    Case("bthk,hkd->btd", (2, 3, 4, 5), (4, 5, 8)),
-    Case("bthk,khd->btd", (2, 3, 4, 5), (5, 4, 8)),
     Case("hkd,bthk->btd", (4, 5, 8), (2, 3, 4, 5)),
-    Case("gecm,emh->gech", (2, 3, 4, 5), (3, 5, 6)),
     # jnp.einsum swaps this one's operands
     Case("emh,gecm->gech", (3, 5, 6), (2, 3, 4, 5)),
-    Case("bqhd,bkhd->bhqk", (2, 3, 4, 5), (2, 6, 4, 5)),
-    Case("bhqk,bkhd->bqhd", (2, 4, 3, 6), (2, 6, 4, 5)),
     Case("ijkl,klij->", (2, 3, 2, 4), (2, 4, 2, 3)),
-    Case("...k,kn->...n", (2, 3, 7), (7, 4), "abk,kn->abn"),
     Case("...K,nK", (2, 3, 7), (4, 7), "abk,nk->abn"),
     Case("...k,kn->n...", (2, 3, 7), (7, 4), "abk,kn->nab"),
     Case("...mk,...kn->...mn", (6, 2, 3, 7), (2, 7, 4), "abmk,bkn->abmn"),
     Case("...k,...k->...", (2, 3, 7), (7,), "abk,k->ab"),
-    Case("...,...->...", (2, 3), (3,), "ab,b->ab"),
     Case("mk,kn->mn...", (5, 7), (7, 3), "mk,kn->mn"),
     # Size 1 broadcasts.
     Case("bmk,bkn->bmn", (1, 5, 7), (4, 7, 3), "mk,bkn->bmn", x_first="bmk->mk"),
-    Case("bamk,bkn->bmn", (1, 3, 5, 7), (4, 7, 3), "mk,bkn->bmn", x_first="bamk->mk"),
     Case(
         "...mk,...kn->...mn",
         (6, 5, 7),
@@ -84,7 +68,6 @@ CASES = [
     # Labels of one operand alone, summed before it is quantized.
     Case("amk,kn->mn", (3, 5, 7), (7, 3), "mk,kn->mn", x_first="amk->mk"),
     Case("mk,akn->mn", (5, 7), (2, 7, 3), "mk,kn->mn", kernel_first="akn->kn"),
-    Case("ma,bn->mn", (5, 2), (4, 3), "m,n->mn", x_first="ma->m", kernel_first="bn->n"),
     Case("k...,kn->n", (7, 2, 2), (7, 3), "k,kn->n", x_first="kab->k"),
     # Repeated labels.
     Case("kk,kn->n", (7, 7), (7, 3), "k,kn->n", x_first="kk->k"),
@@ -96,7 +79,6 @@ CASES = [
         x_first="kmk->mk",
         kernel_first="nkn->kn",
     ),
-    Case("kkk,k->k", (3, 3, 3), (3,), "k,k->k", x_first="kkk->k"),
 ]
 
 
@@ -171,14 +153,19 @@ def first_state():
     )
 
 
-def check(case, run=einsum):
+@pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda case: f"{case.eqn} {case.x} {case.kernel}".replace(" ", "_"),
+)
+def test_equations(case):
     x, kernel = operands(case)
     state = first_state()
 
     @jax.jit
     def step(x, kernel, grad, state):
         y, vjp = jax.vjp(
-            lambda *args: run(case.eqn, *args[:2], recipe=RECIPE, state=args[2]),
+            lambda *args: einsum(case.eqn, *args[:2], recipe=RECIPE, state=args[2]),
             x,
             kernel,
             state,
@@ -209,15 +196,6 @@ def check(case, run=einsum):
         f"{x_term},{y_term}->{k_term}", x_codes, g_codes, x_next.scale, g_next.scale
     )
     transpose_first(case.kernel_first, case.kernel, wgrad).check(dkernel, "wgrad")
-
-
-@pytest.mark.parametrize(
-    "case",
-    CASES,
-    ids=lambda case: f"{case.eqn} {case.x} {case.kernel}".replace(" ", "_"),
-)
-def test_equations(case):
-    check(case)
 
 
 def test_sums_are_not_rounded_to_the_operand():
@@ -270,27 +248,3 @@ def test_nothing_to_see():
         )
         assert y.shape == shape and not np.any(y)
         assert all(not np.any(leaf) for leaf in jax.tree.leaves(vjp(y)))
-
-
-@pytest.mark.parametrize("eqn", ["bmk,bkn->bmn", "bmk,kn->bmn", "mk,bkn->bmn"])
-def test_vmap_is_a_batch_label(eqn):
-    """vmap with one state for all members is the equation with one more label: one amax
-    over all of them.
-    """
-    x_term, kernel_term = eqn.split("->")[0].split(",")
-    in_axes = [0 if "b" in term else None for term in (x_term, kernel_term)]
-    sizes = {"b": 4, "m": 5, "k": 7, "n": 3}
-
-    def vmapped(eqn, x, kernel, *, recipe, state):
-        def member(x, kernel):
-            return einsum("mk,kn->mn", x, kernel, recipe=recipe, state=state)
-
-        return jax.vmap(member, in_axes)(x, kernel)
-
-    check(
-        Case(
-            eqn,
-            *(tuple(sizes[label] for label in term) for term in (x_term, kernel_term)),
-        ),
-        vmapped,
-    )

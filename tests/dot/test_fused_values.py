@@ -86,15 +86,22 @@ def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers
     assert_same_bits(got, expected, "not fused")
 
 
+NOT_FUSED_RECIPES = {
+    "small": jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, min_size=100),
+    # the products of x do not share its codes
+    "by product": jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), None, None),
+}
+
+
+@each_row("recipe", NOT_FUSED_RECIPES)
 @pytest.mark.parametrize("name", ["gelu_gated", "rms"])
-def test_small_products_stay_in_high_precision(name):
-    recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, min_size=100)
+def test_recipes_that_do_not_fuse(name, recipe):
     operands = cases.operands(CASES[name], 0, BF16)
     kernel, _ = cases.kernel_and_grad()
     got, expected = both(
         CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe
     )
-    assert_same_bits(got, expected, "small")
+    assert_same_bits(got, expected, "not fused")
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(got[1][2])), (
         "the state is not touched"
     )
@@ -123,15 +130,6 @@ def test_scales_of_the_tensor_at_hand(name):
     )
     unit, _ = both(CASES[name], operands, kernel, jaxfp8.init_state(RECIPE))
     assert not np.array_equal(unit[0], got[0]), "the scale matters here"
-
-
-def test_no_rows():
-    case = CASES["silu_gated"]
-    x, (kernel, _) = np.zeros((0, 2, cases.INNER), F32), cases.kernel_and_grad()
-    got, _ = both(case, (x,), kernel, jaxfp8.init_state(RECIPE))
-    value, ((dx,), dkernel, dstate) = got
-    assert value == 0 and dx.shape == x.shape and dkernel.shape == kernel.shape
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves((dkernel, dstate)))
 
 
 X = np.ones((3, 2, 4), F32)

@@ -1,5 +1,5 @@
-"""ragged_dot with a scale for each block: codes of its three products to the bit,
-results within their bound.
+"""ragged_dot with a scale for each block: results within the bound of exact sums of its
+codes.
 """
 
 import functools
@@ -34,9 +34,7 @@ def operands(dtype=np.float32):
 
 
 def expected_products(rule, lhs, rhs, grad):
-    """`{name: ((a, b), product)}`, where a and b are the `recipes.cases.Codes` that it
-    reads.
-    """
+    """The products by name."""
     if isinstance(rule, ByProduct):
         rules = {"y": rule.fprop, "dlhs": rule.dgrad, "drhs": rule.wgrad}
         return {
@@ -77,68 +75,39 @@ def expected_products(rule, lhs, rhs, grad):
         product = oracle_blocks.ragged_matmul(
             a.codes[0], codes, a_scales[0], b_scales, SIZES, **options
         )
-        products[name] = (a, b), product
+        products[name] = product
     return products
 
 
-def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: operands):
-    """One step against the oracle, of operands that `place` puts on a mesh; with
-    `monkeypatch` what products read.
+def compare(name, dtype=np.float32, place=lambda *operands: operands):
+    """One step against the oracle, of operands that `place` puts on a mesh. In float32
+    no result hides a code that is off by one.
     """
     recipe, rule = RECIPES[name]
     lhs, rhs, grad = operands(dtype)
-    read, original = [], ops.ragged_matmul
 
-    def recorded(a, b, a_scale_inv, b_scale_inv, *rest, **options):
-        read.append(((a, a_scale_inv), (b, b_scale_inv)))
-        return original(a, b, a_scale_inv, b_scale_inv, *rest, **options)
-
+    @jax.jit
     def product(lhs, rhs):
         return jaxfp8.ragged_dot(
             lhs, rhs, np.int32(SIZES), recipe=recipe, preferred_element_type=lhs.dtype
         )
 
-    if monkeypatch is None:
-        y, vjp = jax.vjp(jax.jit(product), *place(lhs, rhs))
-    else:  # without jit, so that operands have values where they are recorded
-        monkeypatch.setattr(ops, "ragged_matmul", recorded)
-        y, vjp = jax.vjp(product, lhs, rhs)
-    results = dict(
-        zip(
-            ("y", "dlhs", "drhs"),
-            (y, *vjp(jax.device_put(grad, y.sharding))),
-            strict=True,
-        )
-    )
+    y, vjp = jax.vjp(product, *place(lhs, rhs))
+    gradients = vjp(jax.device_put(grad, y.sharding))
     expected = expected_products(rule, lhs, rhs, grad)
-    for what, (codes, wanted) in expected.items():
-        wanted.check(results[what], f"{name}: {what}")
-        if monkeypatch is None or codes[0].scales is None:
-            continue
-        for (data, scale_inv), of in zip(read.pop(0), codes, strict=True):
-            assert_bitwise(
-                np.asarray(data).reshape(of.codes.shape), of.codes, f"{what}: codes"
-            )
-            scales = of.scales if of.block else of.scales[0]
-            assert_bitwise(
-                np.asarray(scale_inv).reshape(scales.shape),
-                scales,
-                f"{what}: scale_inv",
-            )
-    assert not read
+    results = zip(("y", "dlhs", "drhs"), (y, *gradients), strict=True)
+    for what, result in results:
+        expected[what].check(result, f"{name}: {what}")
 
 
-FAST = ("current", "block", "rowwise", "mx", "static")
+SOME = ("current", "block", "rowwise", "mx", "static")
 # each product once in high precision
-FAST += ("current | block | None", "mx | None | rowwise", "None | None | block")
+SOME += ("current | block | None", "mx | None | rowwise", "None | None | block")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in RECIPES],
-)
-def test_recipes(monkeypatch, name):
-    compare(name, monkeypatch=monkeypatch)
+@pytest.mark.parametrize("name", SOME)
+def test_recipes(name):
+    compare(name)
 
 
 @pytest.mark.parametrize("name", ["block", "mx", "current | block | None"])

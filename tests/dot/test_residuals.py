@@ -2,6 +2,7 @@
 again.
 """
 
+import dataclasses
 import re
 from collections import Counter
 
@@ -102,6 +103,9 @@ LAYERS = {
     "GatedMLP": jaxfp8.linen.GatedMLP(64, recipe=RECIPE),
     "NormDense": jaxfp8.linen.NormDense(48, recipe=RECIPE),
     "codes": jaxfp8.linen.Dense(48, recipe=RECIPE),
+    "FP8 residuals": jaxfp8.linen.GatedMLP(
+        64, recipe=dataclasses.replace(RECIPE, fp8_residuals=True)
+    ),
 }
 
 

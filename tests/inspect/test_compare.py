@@ -144,24 +144,6 @@ def test_figures_by_hand():
     ]
     assert len(first) == len(second) == len(head) and comparison.unreached == []
 
-    def function(x, k0, k1):  # the same as a plain function
-        hidden = jaxfp8.dot_general(
-            x, k0, MATMUL, recipe=A, state=state_of(*SCALES["0"])
-        )
-        return jaxfp8.dot_general(
-            nn.relu(hidden), k1, MATMUL, recipe=A, state=state_of(*SCALES["1"])
-        )
-
-    rows = inspect.compare(function, (x, k0, k1), loss=lambda y: jnp.sum(y * w)).rows
-    assert [row.pop("layer") for row in rows] == [
-        "product (call 1)",
-        "product (call 0)",
-    ]
-    for row, same in zip(rows, comparison.rows, strict=True):
-        np.testing.assert_allclose(
-            list(row.values()), list(same.values())[1:], atol=1e-3
-        )
-
 
 def test_nnx():
     class Model(nnx.Module):

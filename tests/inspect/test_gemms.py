@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -102,19 +101,15 @@ def test_the_message_names_layer_shapes_line_and_reason():
         ["head", "backward", "bfloat16[32,16] x bfloat16[32,64]"],
         ["head", "backward", "bfloat16[32,16] x bfloat16[64,16]"],
     ]
-    assert all(
-        cell[3] == "1" and cell[5].startswith("no product of jaxfp8") for cell in cells
-    )
-    assert all(re.fullmatch(r"test_gemms\.py:\d+", cell[4]) for cell in cells)
+    assert cells[0][3] == "1" and cells[0][5].startswith("no product of jaxfp8")
+    file, _, line = cells[0][4].partition(":")
     source = pathlib.Path(__file__).read_text().splitlines()
-    assert "# this line" in source[int(cells[0][4].partition(":")[2]) - 1]
+    assert file == "test_gemms.py" and "# this line" in source[int(line) - 1]
     inspect.assert_fp8(step, variables, X, allow="head$")
     inspect.assert_fp8(step, variables, X, allow=["up", r"test_gemms\.py"])
     assert {row["layer"] for row in inspect.gemms(step, variables, X).rows} == by_layer(
         jaxfp8.report(model, X)
     )
-    with pytest.raises(AssertionError, match="3 of 5"):
-        inspect.assert_fp8(step, variables, X, allow=["Model/head", "up"])
 
 
 def by_layer(report) -> set[str]:
@@ -291,17 +286,6 @@ def test_rules():
     assert the_reason(model.apply, variables, X) == "rule 1 says None"
     inspect.assert_fp8(model.apply, variables, X, allow="layers_1")
 
-    rules = [("layers/0", A), ("layers/1", None)]
-    model = nnx.Sequential(
-        nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    )
-    model = jaxfp8.nnx.quantize(model, rules)
-    rows = inspect.gemms(lambda model, x: model(x), model, X).rows
-    assert [(row["layer"], row["why"]) for row in rows] == [
-        ("layers/0", None),
-        ("layers/1", "rule 1 says None"),
-    ]
-
 
 @pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
 def test_platforms():
@@ -315,24 +299,12 @@ def test_platforms():
         recipe=A,
         state=jaxfp8.init_state(A),
     )
-    for platform in (
-        None,
-        "cuda",
-        "gpu",
-        "sm_89",
-        "sm_90",
-        "sm_90a",
-        "sm_100",
-        "sm_103",
-    ):
+    for platform in (None, "cuda", "gpu", "sm_89", "sm_90a", "sm_103"):
         inspect.assert_fp8(gradients(delayed), X, K, platform=platform)
     for platform in ("cpu", "tpu", "rocm"):
-        assert the_reason(gradients(delayed), X, K, platform=platform).startswith(
-            f"{platform} has no FP8 GEMM"
-        )
-        assert the_reason(of_codes, X, K, platform=platform).startswith(
-            f"{platform} has no FP8 GEMM"
-        )
+        for function in (gradients(delayed), of_codes):
+            reason = the_reason(function, X, K, platform=platform)
+            assert reason.startswith(f"{platform} has no FP8 GEMM")
     wanted = "sm_80 has compute capability 8.0, FP8 needs 8.9 or newer"
     assert the_reason(gradients(delayed), X, K, platform="sm_80") == wanted
     ragged = functools.partial(jaxfp8.ragged_dot, recipe=CURRENT)
@@ -417,8 +389,7 @@ def test_this_machine(monkeypatch):
 
 
 WRAPPERS = {
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
+    "jit in remat": lambda product: jax.checkpoint(jax.jit(product)),
     "scan": lambda product: (
         lambda x, k: lax.scan(
             lambda carry, _: (carry, product(carry, k)), x, None, length=3
@@ -434,18 +405,12 @@ WRAPPERS = {
             lambda y: y[0, 0] > 0, lambda y: product(x, k) + y, jnp.ones((32, 128))
         )
     ),
-    "vmap": lambda product: (
-        lambda x, k: jax.vmap(product, in_axes=(0, None))(x[None], k)[0]
-    ),
     "custom_vjp": lambda product: _custom_vjp(product),
     "shard_map": lambda product: jax.shard_map(
         product,
         mesh=Mesh(np.array(jax.devices()), ("data",)),
         in_specs=(P("data"), P()),
         out_specs=P("data"),
-    ),
-    "jit in scan in remat": lambda product: jax.checkpoint(
-        WRAPPERS["scan"](jax.jit(product))
     ),
 }
 
@@ -460,16 +425,10 @@ def _custom_vjp(product):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_products_inside(wrapper):
-    both = [in_recipe(CURRENT), in_recipe(BLOCK)]
-    for product in both:
-        wrapped = WRAPPERS[wrapper](product)
-        inspect.assert_fp8(wrapped, X, K)
-        if wrapper != "while":  # has no reverse mode
-            inspect.assert_fp8(gradients(wrapped), X, K)
-            passes = [
-                row["pass"] for row in inspect.gemms(gradients(wrapped), X, K).rows
-            ]
-            assert sorted(set(passes)) == ["backward", "forward"]
+    wrapped = WRAPPERS[wrapper](in_recipe(CURRENT))
+    inspect.assert_fp8(wrapped, X, K)
+    if wrapper != "while":  # has no reverse mode
+        inspect.assert_fp8(gradients(wrapped), X, K)
     hidden = WRAPPERS[wrapper](lambda x, k: fp8(x, k) + plain(x, k))
     assert the_reason(hidden, X, K).startswith("no product of jaxfp8")
     if wrapper != "while":
@@ -520,41 +479,6 @@ def test_layers_of_linen():
     }
     of_last = [(row["pass"], row["times"]) for row in rows if row["layer"] == "last"]
     assert sorted(of_last) == [("backward", 1), ("backward", 1), ("forward", 1)]
-
-
-def test_nnx_and_its_training_step():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.up = jaxfp8.nnx.Linear(64, 64, recipe=A, rngs=rngs)
-            self.blocks = nnx.List([nnx.Linear(64, 64, rngs=rngs)])
-            self.drop = nnx.Dropout(0.1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.blocks[0](self.drop(self.up(x)))
-
-    model = Model(nnx.Rngs(0))
-    optimizer = jaxfp8.nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss, grads = jaxfp8.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(
-            model
-        )
-        optimizer.update(model, grads)
-        return loss
-
-    x = jnp.ones(X.shape)
-    rows = inspect.gemms(step, model, optimizer, x).rows
-    assert {(row["layer"], row["fp8"]) for row in rows} == {
-        ("up", True),
-        ("blocks/0", False),
-    }
-    inspect.assert_fp8(step, model, optimizer, x, allow="blocks/0")
-    with pytest.raises(AssertionError, match="3 of 5 matrix products of step"):
-        inspect.assert_fp8(step, model, optimizer, x)
-    assert type(model.up) is jaxfp8.nnx.Linear
-    assert not hasattr(model.up, "inspected_path")
-    assert isinstance(model.up.kernel.get_value(), jax.Array)
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])

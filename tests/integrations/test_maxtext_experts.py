@@ -165,7 +165,6 @@ def compare(standin, fsdp, tensor=1, layers=2, is_remat=False, **config):
 
 
 PROGRAMS = {
-    "one device": {"fsdp": 1},
     "eight, remat of chunks": {
         "fsdp": 8,
         "is_remat": True,
@@ -181,49 +180,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param("one device", marks=pytest.mark.slow), *list(PROGRAMS)[1:]]
-)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_state_of_devices(standin, program, recwarn):
     compare(standin, **PROGRAMS[program])
     assert not recwarn.list
-
-
-def test_products_of_a_layer(standin):
-    """All are in FP8: three forward, and two for the gradients of each."""
-    maxtext.install(RECIPE)
-    standin.train.loss_fn = loss_fn
-    model = decoder(standin, mesh_of(fsdp=4, tensor=1))
-    graphdef, state, rest = nnx.split(
-        model, nnx.Any(OverwriteWithGradient, nnx.Param), ...
-    )
-
-    def gradient(state):
-        return jax.grad(
-            lambda state: loss_fn(nnx.merge(graphdef, state, rest), None, batch(0))[0]
-        )(state)
-
-    products = jaxfp8.inspect.gemms(gradient, state)
-    assert [row["fp8"] for row in products.rows for _ in range(row["times"])] == [
-        True
-    ] * 9
-
-
-def test_microbatches(standin):
-    """The next state of two microbatches is that of the whole batch."""
-    maxtext.install(RECIPE)
-    model = decoder(standin, mesh_of(fsdp=4, tensor=1))
-    graphdef, state = nnx.split(model)
-    halves = [leaf.reshape(2, TOKENS // 2, *leaf.shape[1:]) for leaf in batch(0)]
-
-    @jax.jit
-    def step(state, data):
-        model = nnx.merge(graphdef, state)
-        accumulate = standin.train.gradient_accumulation_loss_and_grad
-        accumulate(loss_fn, None, model, None, None, data, None)
-        return nnx.state(model, OverwriteWithGradient)
-
-    assert_same_bits(of_products(step(state, tuple(halves))), by_hand()[0])
 
 
 @pytest.mark.parametrize("axis", ["stage", "diloco"])

@@ -8,25 +8,18 @@ import pickle
 import threading
 import time
 
-import another_process
 import flax.linen as nn
-import jax
-import oracle
 import pytest
 
 import jaxfp8
 from jaxfp8.linen import quantize
 
-from .quantized import KEY, RULES, A, B, Block, D, Model, assert_same, fp8, step, x
+from .quantized import KEY, RULES, A, B, Block, D, Model, assert_same, fp8, x
 
 try:
     import cloudpickle
 except ImportError:
     cloudpickle = None
-
-needs_cloudpickle = pytest.mark.skipif(
-    cloudpickle is None, reason="cloudpickle is not installed"
-)
 
 
 class Inner(nn.Module):
@@ -139,44 +132,6 @@ def test_copies(name, how):
 def same_hash(*models):
     """Whether two models hash alike; the error where one does not hash."""
     return outcome(lambda: hash(models[0]) == hash(models[1]))
-
-
-IN_ANOTHER_PROCESS = """
-import pickle, sys
-import jax, numpy as np
-model, x = pickle.load(sys.stdin.buffer)
-from linen.quantized import step
-variables = model.init(jax.random.key(0), x)
-pickle.dump(
-    list(map(np.asarray, jax.tree.leaves((variables, step(model)(variables, x))))),
-    sys.stdout.buffer)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "pickler", [pickle, pytest.param(cloudpickle, marks=needs_cloudpickle)]
-)
-def test_in_another_process(pickler):
-    """cloudpickle: of a class that only this function knows, and a recipe with a
-    function of its own.
-    """
-
-    class Local(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(D, name="mlp")(x)
-
-    recipe = jaxfp8.DelayedScaling(
-        amax_history_len=3, amax_compute_algo=lambda history: history[0]
-    )
-    local = quantize(Local(), [("mlp", recipe)])
-    quantized = quantize(Block(), BLOCK_RULES) if pickler is pickle else local
-    variables = quantized.init(KEY, x())
-    wanted = jax.tree.leaves((variables, step(quantized)(variables, x())))
-    got = another_process.run(IN_ANOTHER_PROCESS, pickler.dumps((quantized, x())))
-    for i, (got_leaf, leaf) in enumerate(zip(got, wanted, strict=True)):
-        oracle.assert_bitwise(got_leaf, leaf, f"leaf {i}")
 
 
 # ------------------------------------------------------------------------------ threads

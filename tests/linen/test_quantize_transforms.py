@@ -153,18 +153,6 @@ class Compact(nn.Module):
         return x
 
 
-class Setup(nn.Module):
-    recipes: tuple = (None, None, None)
-
-    def setup(self):
-        self.stack = [Jitted(recipe) for recipe in self.recipes]
-
-    def __call__(self, x):
-        for block in self.stack:
-            x = block(x)
-        return x
-
-
 class Scanned(nn.Module):
     recipes: tuple = (None, None, None)
 
@@ -198,7 +186,6 @@ STACKS = {
     "remat of jit": functools.partial(Compact, Rematerialized),
     "jit of remat": functools.partial(Compact, JittedRemat),
     "method": functools.partial(Compact, Decorated),
-    "setup": Setup,
     "fields": sequential,
     "scan": Scanned,
 }
@@ -224,12 +211,10 @@ def test_blocks_in_nn_jit_outside_of_jit():
     for _ in range(2):
         quantized = quantize(Compact(Jitted), STACK_RULES)
         assert_same([quantized.apply(variables, x(seed)) for seed in (1, 2)], wanted)
-    other = quantize(
-        Compact(Jitted), [("stack_0/.*", None), ("stack_1/.*", B), ("stack_2/.*", A)]
-    )
-    hand = Compact(Jitted, (None, B, A))
-    variables = hand.init(KEY, x())
-    assert_same(other.apply(variables, x()), hand.apply(variables, x()))
+    hand = Compact(Jitted, (None, None, None))
+    params = {"params": variables["params"]}
+    other = quantize(Compact(Jitted), [(".*", None)])
+    assert_same(other.apply(params, x()), hand.apply(params, x()))
 
 
 def test_path_that_nn_jit_cannot_see_is_refused():

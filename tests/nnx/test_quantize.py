@@ -115,27 +115,6 @@ def test_trains_as_the_model_edited_by_hand():
     assert np.any(np.asarray(step(model, x())[0]) != np.asarray(step(Model(), x())[0]))
 
 
-def compare_which_rule():
-    """First match, as a whole, and None: raises AssertionError at the first
-    difference.
-    """
-    assert_same(
-        state_of(quantize(Model(), [("again", A), ("again", B), (".*", None)])),
-        state_of(Model(h=A)),
-    )
-    assert_same(
-        state_of(quantize(Model(), [("mlp", A), ("blocks/0", A), ("agai", A)])),
-        state_of(Model()),
-    )
-    quantized = quantize(Model(A, B, A, B), [("blocks/./mlp", None), (".*/mix", None)])
-    assert_same(state_of(quantized), state_of(Model(A, None, None, B)))
-    assert_same(quantized(x()), Model(A, None, None, B)(x()))
-
-
-def test_which_rule():
-    compare_which_rule()
-
-
 class Experts(nnx.Module):
     """Products that a module holds itself, by name."""
 

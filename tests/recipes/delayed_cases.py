@@ -87,35 +87,6 @@ def values(rng, shape, size, dtype):
         return (rng.standard_normal(shape) * size).astype(F32).astype(dtype)
 
 
-def random_run(seed: int, steps: int, dtype):
-    """(x, kernel, grad) of each step: ordinary values with drift, spikes, zeros, tiny
-    amaxes, Infs and NaNs.
-    """
-    rng = np.random.default_rng(seed)
-    for i in range(steps):
-        operands = [
-            values(rng, shape, size * 2.0 ** (3 * np.sin(i / 5)), dtype)
-            for shape, size in (((M, K), 1.0), ((K, N), 0.1), ((M, N), 1e-3))
-        ]
-        for operand in operands:
-            event = rng.integers(0, 12)
-            where = tuple(rng.integers(0, n) for n in operand.shape)
-            if event == 0:
-                with np.errstate(over="ignore"):
-                    operand *= np.array(1e4, dtype)
-            elif event == 1:
-                operand[:] = 0
-            elif event == 2:
-                operand[where] = rng.choice([np.nan, np.inf, -np.inf])
-            elif event == 3:
-                operand[:] = values(
-                    rng, operand.shape, 2.0 ** rng.integers(-140, -100), dtype
-                )
-            elif event == 4:
-                operand[where] = np.array(3e4, dtype)
-        yield operands
-
-
 def scripted_run(dtype):
     """Every event once, where it decides a scale of a window of 4: bad values, a spike,
     zeros, tiny amaxes.

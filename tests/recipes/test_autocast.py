@@ -2,6 +2,7 @@
 program is traced anew.
 """
 
+import contextlib
 import functools
 import threading
 
@@ -165,25 +166,20 @@ def test_jit_caches():
         )(variables)
 
     regions = {
-        "none": None,
-        "mx": {"recipe": MX},
-        "rowwise": {"recipe": ROWWISE},
-        "disabled": {"enabled": False},
+        "none": contextlib.nullcontext,
+        "mx": lambda: jaxfp8.autocast(MX),
+        "rowwise": lambda: jaxfp8.autocast(ROWWISE),
+        "disabled": lambda: jaxfp8.autocast(enabled=False),
+        "mx again": lambda: jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()),
     }
     values = {}
-    for turn in range(2):
-        for i, (name, options) in enumerate(regions.items()):
-            if options is None:
-                value = step(PARAMS)
-            else:
-                with jaxfp8.autocast(**options):
-                    value = step(PARAMS)
-            assert len(traces) == (len(regions) if turn else i + 1), name
-            assert values.setdefault(name, float(value[0])) == float(value[0])
-    assert len(set(values.values())) == len(regions)
-    with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
-        step(PARAMS)
-    assert len(traces) == len(regions)
+    for _ in range(2):
+        for name, region in regions.items():
+            with region():
+                value = float(step(PARAMS)[0])
+            assert values.setdefault(name, value) == value
+    assert len(traces) == len(set(values.values())) == 4
+    assert values["mx again"] == values["mx"]
 
 
 def test_threads():

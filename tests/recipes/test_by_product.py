@@ -14,7 +14,7 @@ import pytest
 from draws import normal
 from equality import assert_same_bits
 from flax import nnx
-from oracle import E4M3, E5M2, F32, assert_bitwise, blocks as oracle_blocks
+from oracle import E4M3, E5M2, F32, assert_bitwise
 from parametrize import each_row
 
 import jaxfp8
@@ -85,18 +85,19 @@ def test_two_histories_of_one_operand():
     twice = cases.Rule(bounds=tuple(2 * bound for bound in bounds))
     rule = cases.ByProduct(cases.Rule(**rules[0]), cases.Rule(**rules[1]), twice)
     SHAPES.check(SHAPES.expected(rule, *arrays[1][:3]), *results)
-    for name, operand, slots in (
-        ("input", 0, 3),
-        ("kernel", 1, 3),
-        ("output_grad", 2, 3),
-        ("wgrad_input", 0, 2),
-        ("wgrad_output_grad", 2, 2),
-    ):
-        first, second = (step[operand] for step in amaxes)
-        history = F32([second, 0, first] if slots == 3 else [second, first])
-        assert_bitwise(
-            np.asarray(getattr(states[-1], name).amax_history), history, name
-        )
+    recorded = {
+        name: getattr(states[-1], name).amax_history[0]
+        for name, has in has_state.items()
+        if has
+    }
+    x, kernel, grad = amaxes[1]
+    assert recorded == {
+        "input": x,
+        "kernel": kernel,
+        "output_grad": grad,
+        "wgrad_input": x,
+        "wgrad_output_grad": grad,
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,29 +133,6 @@ def test_only_what_is_differentiated_is_quantized_again():
     np.testing.assert_allclose(dx, grad @ kernel.T, rtol=1e-5, atol=1e-5)
 
 
-def test_bias_and_activation():
-    """The bias's gradient is a sum of unquantized gradients; a fused activation is
-    computed where products differ.
-    """
-    x, kernel, grad, _ = SHAPES.arrays()
-    bias = np.linspace(-1, 1, 4, dtype=F32)
-
-    def loss(recipe, x, kernel, bias):
-        h = jaxfp8.dot_general(
-            x, kernel, cases.MATMUL, recipe=recipe, bias=bias, activation="silu"
-        )
-        y = jaxfp8.dot_general(h, kernel.T, cases.MATMUL, recipe=recipe)
-        return jnp.sum(y**2)
-
-    recipe = jaxfp8.Float8CurrentScaling()
-    gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0)
-    exact = gradient(None, x, kernel, bias)
-    for names in ((recipe, recipe, None), (None, None, recipe)):
-        got = gradient(jaxfp8.ByProduct(*names), x, kernel, bias)
-        for name, a, b in zip(("x", "kernel", "bias"), got, exact, strict=True):
-            assert jnp.linalg.norm(a - b) < 0.1 * jnp.linalg.norm(b), (name, names)
-
-
 def test_products_in_bfloat16():
     """None multiplies in the layer's dtype, also where the kernel is float32, and
     accumulates in float32.
@@ -170,46 +148,26 @@ def test_products_in_bfloat16():
     assert dots == [("bf16", "bf16", "bf16"), ("bf16", "bf16", "f32")], types
 
 
-def test_layers_and_rules():
-    """Linen, NNX, rules and autocast: state where a quantizer keeps it, under its own
-    name.
-    """
+def test_layers():
+    """Of Linen and NNX: state where a quantizer keeps it, under its own name."""
     recipe, x = jaxfp8.ByProduct(DELAYED, None, SHORT), jnp.ones((8, 16))
     names = {"input", "kernel", "wgrad_input", "wgrad_output_grad"}
     wanted = {f"{name}_{leaf}" for name in names for leaf in ("amax_history", "scale")}
     layer = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
-    models = [
-        layer,
-        jaxfp8.quantize(nn.Dense(4), [(".*", recipe)]),
-        jaxfp8.linen.Dense(4, recipe=recipe),
-    ]
-    for model in models:
-        variables = model.init(jax.random.key(0), x)
-        (state,) = variables[STATE].values()
-        assert set(state) == wanted
-        _, grads = jaxfp8.value_and_grad(
-            lambda v, m=model: jnp.sum(m.apply(v, x) ** 2)
-        )(variables)
-        (new,) = jaxfp8.update_state(variables, grads)[STATE].values()
-        assert all(new[f"{name}_amax_history"][0] > 0 for name in names)
+    variables = layer.init(jax.random.key(0), x)
+    assert set(variables[STATE]["Fp8DotGeneral_0"]) == wanted
+    grads = jaxfp8.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2))(variables)
+    new = jaxfp8.update_state(variables, grads)[STATE]["Fp8DotGeneral_0"]
+    assert all(new[f"{name}_amax_history"][0] > 0 for name in names)
     module = nnx.Linear(
         16, 4, dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe), rngs=nnx.Rngs(0)
     )
     module(x)
     state = nnx.to_pure_dict(nnx.state(module, jaxfp8.nnx.OverwriteWithGradient))
     assert set(state["dot_general"]) == wanted
-    with jaxfp8.autocast(recipe):
-        variables = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral).init(
-            jax.random.key(0), x
-        )
-    assert set(*map(set, [variables[STATE]["Fp8DotGeneral_0"]])) == wanted
-    filled = jaxfp8.calibrate(layer, layer.init(jax.random.key(0), x), [x])[STATE][
-        "Fp8DotGeneral_0"
-    ]
-    assert (
-        filled["input_amax_history"][0] == 1
-        and filled["wgrad_input_amax_history"][0] == 0
-    )
+    filled = jaxfp8.calibrate(layer, variables, [x])[STATE]["Fp8DotGeneral_0"]
+    assert filled["input_amax_history"][0] == 1
+    assert filled["wgrad_input_amax_history"][0] == 0
 
 
 def test_kernels_that_are_quantized_before():
@@ -263,20 +221,22 @@ def test_a_ragged_product_of_codes_and_numbers(role):
     lhs[0, 0] = rhs[0, 0, 0] = 1.75  # the amax, of which the scale is 448 / 1.75 = 2**8
     quantizer = jaxfp8.recipes.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
     recipe = jaxfp8.CustomRecipe(lambda asked: quantizer if asked == role else None)
-    y, vjp = jax.vjp(
-        lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs
-    )
-    dlhs, drhs = vjp(grad)
 
     def rounded(x):
-        return oracle.widen(oracle.quantize(x, F32(2**8), E4M3)[0], np.float64) / 2**8
+        return oracle.widen(oracle.quantize(x, F32(2**8), E4M3)[0]) / F32(2**8)
 
-    lhs, rhs = (rounded(lhs), rhs) if role == "linear_input" else (lhs, rounded(rhs))
-    one, ones = np.ones(1), np.ones((2, 1))
-    multiply = functools.partial(oracle_blocks.ragged_matmul, group_sizes=sizes)
-    multiply(lhs, rhs.mT, one, ones).check(y, "y")
-    multiply(grad, rhs, one, ones).check(dlhs, "gradient of lhs")
-    multiply(lhs.T, grad.T, one, one).check(drhs, "gradient of rhs")
+    def results(recipe, *operands):
+        y, vjp = jax.vjp(
+            lambda *both: jaxfp8.ragged_dot(*both, sizes, recipe=recipe), *operands
+        )
+        return y, *vjp(grad)
+
+    exact = (rounded(lhs), rhs) if role == "linear_input" else (lhs, rounded(rhs))
+    # Sums of at most 12 products below 2: 2 * 12 * 2**-24 * 12 * 2.
+    for got, wanted in zip(
+        results(recipe, lhs, rhs), results(None, *exact), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=4e-5)
 
 
 @pytest.mark.parametrize("plain", ("fprop", "dgrad", "wgrad"))

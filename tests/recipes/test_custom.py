@@ -140,17 +140,10 @@ OWN = {role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS}
 
 def test_qgemm_gets_every_product():
     got, seen = seen_in(recipe_of(OWN), *grids.data())
-    m, k, n = grids.M, grids.K, grids.N
-    assert seen == [
-        (
-            "linear_grad_output",
-            "dgrad",
-            ((m, n), (k, n), (m, 1), (k, 1)),
-            "int16",
-            "int16",
-        ),
-        ("linear_input", "fprop", ((m, k), (n, k), (m, 1), (n, 1)), "int16", "int16"),
-        ("linear_input", "wgrad", ((k, m), (n, m), (k, 1), (n, 1)), "int16", "int16"),
+    assert [(name, kind) for name, kind, *_ in seen] == [
+        ("linear_grad_output", "dgrad"),
+        ("linear_input", "fprop"),
+        ("linear_input", "wgrad"),
     ]
     expected = grids.layer(*grids.data(), STEPS, STEPS_T)
     assert_layer(

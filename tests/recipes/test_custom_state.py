@@ -221,7 +221,7 @@ def test_shard_map(check_vma):
 
 
 def linen_steps(count):
-    """Variables after some steps of a TrainState, from kernels that do not move."""
+    """Variables after some steps, from kernels that do not move."""
     x, kernel, grad = grids.data()
     layer = nn.Dense(
         grids.N,
@@ -230,24 +230,17 @@ def linen_steps(count):
     )
     variables = layer.init(jax.random.key(0), x)
     variables = {**variables, "params": {"kernel": kernel}}
-    train = jaxfp8.linen.TrainState.create(
-        apply_fn=layer.apply, params=variables, tx=optax.sgd(0.0)
-    )
 
     def of_variables(variables, x):
         return jnp.vdot(layer.apply(variables, x), grad)
 
-    step = jax.jit(
-        lambda t: t.apply_gradients(grads=state_gradient(of_variables, t.params, x))
-    )
     for _ in range(count):
-        train = step(train)
-    return train.params[OWG]
+        gradient = state_gradient(of_variables, variables, x)
+        variables = jaxfp8.update_state(variables, gradient)
+    return variables[OWG]
 
 
-def nnx_optimizer_steps(
-    count, make=lambda layer: jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0, momentum=0.9))
-):
+def nnx_optimizer_steps(count):
     """The same with an optimizer, whose `update` gets arrays alone; its parameters do
     not move.
     """
@@ -257,7 +250,7 @@ def nnx_optimizer_steps(
         grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0)
     )
     layer.kernel.set_value(jnp.asarray(kernel))
-    optimizer = make(layer)
+    optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0, momentum=0.9))
     for _ in range(count):
         _, gradients = jaxfp8.nnx.value_and_grad(
             lambda layer, x: jnp.vdot(layer(x), grad), argnums=(0, 1)
@@ -268,17 +261,8 @@ def nnx_optimizer_steps(
     ]
 
 
-def flax_optimizer_steps(count):
-    tx = jaxfp8.train.optimizer(optax.sgd(0.0, momentum=0.9))
-    return nnx_optimizer_steps(
-        count, lambda layer: nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable)
-    )
-
-
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize(
-    "run", [linen_steps, nnx_optimizer_steps, flax_optimizer_steps]
-)
+@pytest.mark.parametrize("run", [linen_steps, nnx_optimizer_steps])
 def test_variables_of_layers(run, steps):
     variables = run(steps)
     variables = variables.get("Fp8DotGeneral_0", variables)
@@ -286,26 +270,3 @@ def test_variables_of_layers(run, steps):
         f"{role}_{name}" for role in ROLES for name in ("amax", "count")
     }
     assert_state(variables, seen(*grids.data(), steps - 1), steps)
-
-
-def test_a_name_alone_makes_no_state():
-    """A parameter may be called as a state is; collections and variables say what is
-    one.
-    """
-    one, leaf = jnp.float32(1), "linear_input_count"
-    tree = {"params": {leaf: one}, OWG: {leaf: one}}
-    nnx_tree = nnx.State(
-        {
-            "a": {leaf: nnx.Param(one)},
-            "b": {leaf: jaxfp8.nnx.OverwriteWithGradient(one)},
-        }
-    )
-    add = lambda tree: [  # noqa: E731
-        float(total)
-        for total in jax.tree.leaves(jaxfp8.accumulate_gradients(tree, tree))
-    ]
-    assert add(tree) == [1, 2]  # state first, by name
-    assert add(tree["params"]) == [2] and add(nnx_tree) == [2, 1]
-    tx = jaxfp8.train.optimizer(optax.sgd(0.5))
-    updates, _ = tx.update(tree["params"], tx.init(tree["params"]), tree["params"])
-    assert optax.apply_updates(tree["params"], updates) == {leaf: 0.5}

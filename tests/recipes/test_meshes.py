@@ -27,7 +27,7 @@ PLACES = {
 SHAPES, PART = cases.dense(24, 136, 16), cases.dense(6, 136, 16)
 
 
-def compare_any_numbers(name, where):
+def compare_any_numbers(name, where, shapes=SHAPES):
     """Scales that are no powers of two are those of one device: within its bounds. An
     amax of a shard would not be.
 
@@ -36,15 +36,15 @@ def compare_any_numbers(name, where):
     """
     recipe, rule = RECIPES[name]
     kind, *specs = PLACES[where]
-    x, kernel, grad, _ = SHAPES.arrays()
+    x, kernel, grad, _ = shapes.arrays()
     mesh = meshes.mesh(kind, (4, 2), ("data", "tp"))
     with jax.set_mesh(mesh):
         placed = (
             jax.device_put(a, NamedSharding(mesh, s))
             for a, s in zip((x, kernel, grad), specs, strict=True)
         )
-        results = cases.run(SHAPES, recipe, *placed)[:3]
-    SHAPES.check(SHAPES.expected(rule, x, kernel, grad), *results, f"{name} {where}")
+        results = cases.run(shapes, recipe, *placed)[:3]
+    shapes.check(shapes.expected(rule, x, kernel, grad), *results, f"{name} {where}")
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -65,48 +65,15 @@ def test_any_numbers_by_product(name, where):
     compare_any_numbers(name, where)
 
 
-# Numbers of blocks that some of the devices divide: XLA cuts scales over a part of a
-# mesh axis.
+# Blocks of 32 are 2, 6 and 4, and blocks of 128 are 2, 6 and 2: some of the devices
+# divide these numbers, and XLA cuts scales over a part of a mesh axis.
 FEW = {"mx": cases.dense(64, 192, 128), "block": cases.dense(256, 768, 256)}
-# name -> (kind of axes, mesh, how x, kernel and grad are cut)
-HALVES = {
-    "data": ("auto", (8,), P("a"), P(), P("a")),
-    "FSDP": ("auto", (8,), P("a"), P("a"), P("a")),
-    "FSDP, columns": ("auto", (8,), P("a"), P(None, "a"), P("a")),
-    "columns": ("auto", (8,), P(), P(None, "a"), P(None, "a")),
-    "rows": ("auto", (8,), P(None, "a"), P("a"), P()),
-    "4 x 2": ("auto", (4, 2), P("a", "b"), P("b", "a"), P("a", "b")),
-    "explicit data": ("explicit", (8,), P("a", None), P(None, None), P("a", None)),
-    "explicit columns": ("explicit", (8,), P(None, None), P(None, "a"), P(None, "a")),
-}
 
 
-@pytest.mark.parametrize("where", HALVES)
-def test_blocks_that_some_devices_divide(where):
-    """MX has 2, 6 and 4 blocks, and blocks of 128 are 2, 6 and 2; the results are those
-    of one device.
-    """
-    kind, shape, *specs = HALVES[where]
-    mesh = meshes.mesh(kind, shape, ("a", "b")[: len(shape)])
-    arrays = {name: shapes.arrays()[:3] for name, shapes in FEW.items()}
-
-    def both(arrays):
-        results = {}
-        for name, (x, kernel, grad) in arrays.items():
-            y, vjp = jax.vjp(cases.product(FEW[name], RECIPES[name][0]), x, kernel)
-            results[name] = y, *vjp(grad)
-        return results
-
-    with jax.set_mesh(mesh):
-        results = jax.jit(both)(
-            meshes.put(arrays, mesh, dict.fromkeys(FEW, tuple(specs)))
-        )
-    for name, shapes in FEW.items():
-        shapes.check(
-            shapes.expected(RECIPES[name][1], *arrays[name]),
-            *results[name],
-            f"{name} {where}",
-        )
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", FEW)
+def test_blocks_that_some_devices_divide(name, where):
+    compare_any_numbers(name, where, FEW[name])
 
 
 @pytest.mark.parametrize("name", KINDS)

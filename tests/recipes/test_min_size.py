@@ -62,16 +62,12 @@ def test_the_rule(sizes, is_fp8):
     )
 
 
-def test_bias_and_codes():
+def test_codes():
     """Codes that are there are used: they are what is known of the kernel where it has
     no source.
     """
     x, kernel = matrices(4, 4, 4)
-    bias = np.float32([1, 2, 3, 4])
     state = jaxfp8.init_state(RECIPE)
-    y = jaxfp8.dot_general(x, kernel, MATMUL, recipe=RECIPE, state=state, bias=bias)
-    # Five roundings of sums below 16.
-    np.testing.assert_allclose(y, x @ kernel + bias, rtol=0, atol=5 * 2**-20)
     data, _ = ops.quantize(kernel, jnp.float32(1), jnp.float8_e4m3fn)
     q = jaxfp8.QTensor(data, jnp.ones((1,)))
     y = jaxfp8.dot_general(x, q, MATMUL, recipe=RECIPE, state=state)

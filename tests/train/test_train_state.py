@@ -194,27 +194,3 @@ def test_parameters_alone_of_a_model_with_state_are_said():
 
 def create_of(model, params):
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
-
-
-@pytest.mark.parametrize("how", ["TrainState", "train.optimizer"])
-def test_a_step_has_no_effects(how):
-    """An effect in the program turns off the fast path of jit, and jax.export refuses
-    it.
-    """
-    tx = optax.adam(0.1)
-    if how == "TrainState":
-        step = advance
-        state = create(tx=tx)
-    else:
-        ours = jaxfp8.train.optimizer(tx)
-        state = replay.variables(), ours.init(replay.variables())
-
-        @jax.jit
-        def step(state, x, grad):
-            variables, opt_state = state
-            updates, opt_state = ours.update(
-                jax.grad(replay.loss)(variables, x, grad), opt_state, variables
-            )
-            return optax.apply_updates(variables, updates), opt_state
-
-    assert not step.trace(state, *BATCHES[0]).jaxpr.effects

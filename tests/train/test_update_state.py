@@ -75,14 +75,6 @@ def test_rows_decide_for_themselves(update):
     new["input_scale"][4] = np.inf
     assert_same_bits(update(old, new), expected)
 
-    stacked_behind = lambda tree: {  # noqa: E731
-        k: np.ascontiguousarray(v.T) for k, v in tree.items()
-    }
-    assert_same_bits(
-        update(stacked_behind(old), stacked_behind(new)),
-        stacked_behind(expected),
-        "history first: ",
-    )
     deep = lambda tree: {k: v.reshape(2, 3, -1) for k, v in tree.items()}  # noqa: E731
     assert_same_bits(update(deep(old), deep(new)), deep(expected), "two leading axes: ")
 
@@ -128,14 +120,6 @@ def test_state_is_float32_whatever_cast_the_tree_went_through(update):
                 ].dtype
                 == F32
             )
-
-
-def test_state_of_own_quantizers(update):
-    """Overwritten as a whole, unless it is all zero or not finite."""
-    old = {replay.OWG: {"count": np.float32([1, 2])}}
-    for new, expected in (([3, 0], [3, 0]), ([0, 0], [1, 2]), ([3, np.nan], [1, 2])):
-        got = update(old, {replay.OWG: {"count": np.float32(new)}})
-        oracle.assert_bitwise(got[replay.OWG]["count"], np.float32(expected), f"{new}")
 
 
 def test_trees_that_do_not_fit():
@@ -457,14 +441,12 @@ def test_sharded_rows(kind):
     """Pipeline stages: rows live on different devices and are updated there."""
     mesh = mesh_of(kind, pipe=8)
     sharding = jax.sharding.NamedSharding(mesh, P("pipe"))
-    old = {k: np.stack([v * (i + 1) for i in range(8)]) for k, v in old_state().items()}
-    new = {
-        k: np.stack([v * (i + 1) for i in range(8)])
-        for k, v in made(old_state()).items()
-    }
-    placed = [
-        jax.tree.map(lambda x: jax.device_put(x, sharding), tree) for tree in (old, new)
-    ]
+    rows = np.arange(1, 9, dtype=F32)[:, None]
+    old, new = (
+        jax.tree.map(lambda leaf: leaf * rows, tree)
+        for tree in (old_state(), made(old_state()))
+    )
+    placed = jax.device_put((old, new), sharding)
     with jax.set_mesh(mesh):
         step = jax.jit(update_state)
         assert_same_bits(step(*placed), new)
@@ -477,5 +459,3 @@ def test_sharded_rows(kind):
             word in text
             for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
         )
-        with pytest.raises(ValueError, match="8 times"):
-            update_state(placed[0], times(8, placed[1]))
