@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from oracle import F32
 
-from .buffers import DTYPES, Buffer, Tiles, operand
+from .buffers import DTYPES, Buffer, operand
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
@@ -193,7 +193,7 @@ def register(machine: str, library: ctypes.CDLL, prefix: str) -> None:
 def _lower(ctx, *operands, op, implementation):
     from jaxfp8.ops import _ffi
 
-    if implementation not in ("emulated", "ptx"):
+    if not (implementation or "").startswith(("emulated", "ptx")):
         return op.lower("cpu", ctx, *operands, implementation=implementation)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_ffi, "_has_cuda_kernels", True)
@@ -302,38 +302,37 @@ class Emulated:
         return data.result("data"), top.result("amax")
 
     def quantize_transpose(
-        self, x, scale, fmt, shift=0, data_t_shift=None, *, sums=False, **options
+        self, x, scale, fmt, *, shift=0, data_t_shift=None, sums=False
     ):
-        tiles = Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)
+        """data, data_t, amax and, with `sums`, those of the columns of 128 rows each.
+
+        `data_t_shift`: bytes off alignment of data_t, by default `shift`.
+        """
         g, m, n = x.shape
-        parts = Buffer((g, -(-m // 128), n), F32)
+        scale = np.atleast_1d(F32(scale))
+        results = [
+            Buffer((g, m, n), fmt.dtype, shift),
+            Buffer(
+                (g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift
+            ),
+            Buffer((g,), F32),
+        ]
+        if sums:
+            results.append(Buffer((g, -(-m // 128), n), F32))
         self._launch(
-            "quantize_transpose",
-            tiles.params,
-            parts if sums else None,
-        )
-        return (
-            (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
-        )
+            "quantize_transpose", x.dtype, fmt.dtype, operand(x, shift), operand(scale),
+            scale.size > 1, *results, *[None] * (4 - len(results)), g, m, n,
+        )  # fmt: skip
+        names = ("data", "data_t", "amax", "column_sums")
+        return [
+            buffer.result(name) for buffer, name in zip(results, names, strict=False)
+        ]
 
     def transpose_codes(self, data, shift=0, data_t_shift=0):
         g, m, n = data.shape
         data_t = Buffer((g, n, m), data.dtype, data_t_shift)
         self._launch("transpose_codes", operand(data, shift), data_t, g, m, n)
         return data_t.result("data_t")
-
-    def quantize_norm(self, x, statistics, gamma, beta, scale, fmt, **options):
-        """x `[g, m, n]`, statistics `[g, m, 1 or 2]`, gamma and beta `[1 or g, n]`;
-        beta may be None.
-        """
-        tiles = Tiles(x, scale, fmt, **options)
-        self._launch(
-            "quantize_norm", tiles.params, operand(statistics),
-            statistics.shape[2] == 2, operand(gamma),
-            None if beta is None else operand(beta),
-            x.shape[2] if gamma.shape[0] > 1 else 0,
-        )  # fmt: skip
-        return tiles.results()
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):
         scale_inv = np.atleast_1d(F32(scale_inv))

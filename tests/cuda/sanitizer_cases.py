@@ -20,11 +20,8 @@ from jaxfp8.selftest import _cases
 
 # no shared memory holds a row of LONG
 ODD, BLOCKS, GROUPS, LONG = (217, 41), (130, 264), (3, 33, 65), (17, 16392)
-# op -> its kinds: a shape, and the number of its options (inspect/_op_calls.py). Others
-# have one kind.
-KINDS = dict.fromkeys(OPS, ((ODD, 0),)) | {
-    "read_histories": ((ODD, 0), (BLOCKS, 1)),
-    "write_histories": ((ODD, 0), (BLOCKS, 1)),
+# op -> its kinds: a shape, and the number of its options (inspect/_op_calls.py).
+KINDS = dict.fromkeys(OPS, ((ODD, 0), (BLOCKS, 1))) | {
     "quantize": ((ODD, 0), (GROUPS, 1)),
     "quantize_activation": tuple(
         (BLOCKS, ops.ACTIVATIONS.index(name)) for name in ("gelu", "silu_gated")
@@ -41,9 +38,6 @@ KINDS = dict.fromkeys(OPS, ((ODD, 0),)) | {
         (ODD, 8),
         (BLOCKS, 1),
     ),
-    "transpose_blocks": ((BLOCKS, 0),),
-    "transpose_codes": ((ODD, 0), (BLOCKS, 0)),
-    "encode_moment": ((BLOCKS, 1),),
     # By rows, also in whole chunks of the contraction, and by the contraction; then
     # both with scales of blocks, in two tiles of columns.
     "ragged_matmul": (

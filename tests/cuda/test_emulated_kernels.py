@@ -88,19 +88,3 @@ def test_transposed_codes(kernels, g, m, n):
     for shifts in ((0, 0), (8, 1), (1, 0)):
         got = kernels.transpose_codes(data.view(E5M2.dtype), *shifts)
         np.testing.assert_array_equal(got.view(np.uint8), data.swapaxes(1, 2))
-
-
-@pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
-def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(launchers, m, n):
-    """Neither a beta, which here is what the values add up to 0 with, nor the
-    statistics of the next group.
-    """
-    x, statistics = np.zeros((2, m, n), np.float32), np.empty((2, m, 2), np.float32)
-    statistics[:] = np.float32([[[1, 2]], [[1, 0]]])
-    gamma, beta = np.full((2, 1, n), 50, np.float32) * np.float32([[[1]], [[2]]])
-    data, data_t, top = launchers.quantize_norm(x, statistics, gamma, beta, 1, E4M3)
-    assert (
-        top.tolist() == [0, 100]
-        and not oracle.bits(data)[0].any()
-        and not oracle.bits(data_t)[0].any()
-    )

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from ops.cases import random_codes
-from oracle import BF16, E4M3, E5M2, F32, accumulation as oracle_accumulation
+from oracle import E4M3, E5M2, F32, accumulation as oracle_accumulation
 
 from .conftest import OTHER_ARCHITECTURES as OTHERS
 from .ptx import machine
@@ -23,7 +23,7 @@ A_INV, B_INV = F32(0.0123), F32(1.7e-4)
 
 @pytest.fixture(
     scope="module",
-    params=["emulated-warps", "emulated-warpgroups", "ptx-warps", "ptx-90a", *OTHERS],
+    params=["emulated-warps", "emulated-warpgroups", "ptx-90a", *OTHERS],
 )
 def launchers(request):
     """The launchers as the other kernels have them, and for the emulated ones both ways
@@ -33,8 +33,7 @@ def launchers(request):
     if kind == "ptx":
         if reason := machine.why_not():
             pytest.skip(reason)
-        library = machine.build_for_warps() if name == "warps" else machine.build(name)
-        made = machine.Interpreted(library)
+        made = machine.Interpreted(machine.build(name))
         tile = "warpgroups" if name == "90a" else "warps"
     else:
         made, tile = request.getfixturevalue("emulated_library"), name
@@ -80,30 +79,6 @@ def check(
             a[i], b[i], a_scale[i], b_scale[i], sizes[i], **options
         )
         expected.check(got[i], f"{sizes} {what}")
-
-
-# Groups around chunks, slices and tiles; a contraction shorter and longer than the
-# stages of shared memory.
-@pytest.mark.parametrize(
-    "sizes, m, k, n",
-    [
-        ([40, 60, 50], 150, 64, 32),
-        ([10, 0, 130, 1, 64], 304, 80, 40),  # whole chunks, cut by groups
-        ([129], 200, 144, 129),
-        ([0, 0, 17], 17, 16, 8),
-        ([1] * 20, 40, 32, 136),
-        ([16, 48, 64], 128, 208, 16),
-        ([0, 0], 30, 32, 16),
-        ([200], 200, 1, 1),
-        ([5, 90], 99, 33, 7),
-    ],
-)
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-def test_sizes(kernels, contraction, sizes, m, k, n):
-    """Operands and result on a 16-byte boundary, and off it."""
-    a, b = operands(contraction, len(sizes), m, k, n)
-    for shift, out_dtype in ((0, F32), (1, BF16), (16, BF16)):
-        check(kernels, a, b, sizes, shift=shift, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("precise", [False, True])

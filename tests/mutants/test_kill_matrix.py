@@ -130,13 +130,3 @@ def test_who_kills_whom(folder, monkeypatch, capsys):
     assert "16 mutants: 7 killed, 6 survive\n3 that no test reaches\n" in printed
     assert "survives: small/numbers.py larger comparison 2, 10:16; 0 tests" in printed
     assert printed.count("could leave:") == 1  # one of test_larger's two cases
-
-
-def test_who_can_leave():
-    rows = {
-        "one": {"fail": ["slow", "quick"], "untried": []},
-        "two": {"fail": ["quick", "cut"], "untried": []},
-        "three": {"fail": ["quick"], "untried": ["cut"]},
-    }
-    tests = {"slow": 9.0, "cut": 10.0, "quick": 1.0, "idle": 5.0}
-    assert kill_matrix.can_leave({"tests": tests, "mutants": rows}) == ["slow"]

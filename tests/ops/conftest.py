@@ -17,12 +17,16 @@ EACH_OUT_DTYPE = pytest.mark.parametrize(
     "out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS
 )
 EMULATED = pytest.param("emulated", marks=pytest.mark.ci)
-INTERPRETED = pytest.param("ptx", marks=pytest.mark.ci)
+# CI has time for one architecture; the PTX of each is other code.
+INTERPRETED = (
+    pytest.param("ptx_90a", marks=pytest.mark.ci),
+    *(pytest.param(f"ptx_{name}", marks=pytest.mark.slow) for name in (89, 100, 120)),
+)
 ALL = (
     "ffi",
     "reference",
     EMULATED,
-    INTERPRETED,
+    *INTERPRETED,
     pytest.param("cuda", marks=pytest.mark.gpu),
 )
 
@@ -44,15 +48,16 @@ def implementation(request):
     """Runs the test under one implementation of the ops.
 
     "cuda" is the custom calls on the first GPU, "emulated" their source on the CPU,
-    "ptx" what nvcc makes of it.
+    "ptx_90a" what nvcc makes of it.
     """
     name = request.param
     device = jax.devices("gpu" if name in ("cuda", "gpu") else "cpu")[0]
     selected = {"cuda": "ffi", "cpu": None, "gpu": None}.get(name, name)
     with jax.default_device(device), contextlib.ExitStack() as stack:
-        if selected:
-            machines = {"emulated": emulated.ops, "ptx": machine.ops}
-            stack.enter_context(
-                machines[name]() if name in machines else ops.implementation(selected)
-            )
+        if name == "emulated":
+            stack.enter_context(emulated.ops())
+        elif name.startswith("ptx_"):
+            stack.enter_context(machine.ops(name.removeprefix("ptx_")))
+        elif selected:
+            stack.enter_context(ops.implementation(selected))
         yield name

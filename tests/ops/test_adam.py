@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_all_bitwise
 from jax.sharding import AxisType, PartitionSpec as P
 from oracle import F32, adam
 
@@ -117,7 +118,7 @@ def assert_same(got, right, what=""):
         f"{what} result",
     )
     for name, values, exact in zip(("mu", "nu"), got[1:], right[1:], strict=True):
-        moments.assert_same(values, exact, f"{what} {name}:")
+        assert_all_bitwise(values, exact, f"{what} {name}")
 
 
 @APPLIES

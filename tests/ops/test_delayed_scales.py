@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from oracle import F32
 
 from jaxfp8 import ops
-
-from . import cases
 
 LENGTHS = (1, 2, 3, 16, 31, 255, 256, 257, 1024, 3000)
 
@@ -35,18 +34,14 @@ def scales_of(histories, stored, **options):
 
 def check_scales(histories, stored, fp8_max, margin=0.0, algo="max"):
     got = scales_of(histories, stored, fp8_max=tuple(fp8_max), margin=margin, algo=algo)
-    assert len(got) == len(histories)
     for i, scale in enumerate(got):
         numerator = F32(fp8_max[i] * 2.0**-margin)
-        pair = oracle.delayed_scale(
-            histories[i], stored[i], numerator, algo == "most_recent"
-        )
-        what = f"quantizer {i} of {histories[i].shape}"
-        for value, expected, name in zip(
-            (scale.scale, scale.scale_inv), pair, ("scale", "scale_inv"), strict=True
-        ):
-            cases.assert_bitwise(value, np.reshape(expected, 1), f"{what}: {name}")
-        cases.assert_bitwise(scale.amax, np.zeros(1, F32), f"{what}: amax")
+        state = histories[i], stored[i], numerator
+        pair = oracle.delayed_scale(*state, algo == "most_recent")
+        expected = [np.reshape(x, 1) for x in (*pair, F32(0))]
+        numbers = [scale.scale, scale.scale_inv, scale.amax]
+        assert_same_bits(numbers, expected, f"quantizer {i}")
+    assert len(got) == len(histories)
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])

@@ -18,7 +18,7 @@ IMPLEMENTATIONS = (
     "cpu",
     "reference",
     EMULATED,
-    INTERPRETED,
+    *INTERPRETED,
     pytest.param("gpu", marks=pytest.mark.gpu),
 )
 

@@ -39,7 +39,7 @@ def operands(kind, groups, a_fmt=E4M3, b_fmt=E5M2, seed=0):
 
 def accumulation(implementation, precise=False):
     """The tensor cores of the emulator and of the interpreter are Ada's."""
-    if implementation in ("emulated", "ptx"):
+    if implementation.startswith(("emulated", "ptx")):
         return {"accumulation": "precise" if precise else "fast", "device": "8.9"}
     return cases.accumulation(implementation, precise)
 
@@ -73,7 +73,7 @@ def test_dtypes(implementation, kind):
         for formats in itertools.product(cases.FORMATS, repeat=2)
     ]
     # elsewhere `precise` changes nothing
-    on_tensor_cores = implementation in ("cuda", "emulated", "ptx")
+    on_tensor_cores = implementation.startswith(("cuda", "emulated", "ptx"))
     precise = (False, True) if on_tensor_cores else (True,)
     rows = list(itertools.product(range(len(pairs)), cases.INPUT_DTYPES, precise))
 

@@ -82,13 +82,40 @@ def integers(*shape, dtype=F32):
     return rng.integers(-8, 9, (OUTER, INNER, *shape)).astype(dtype)
 
 
+def amaxes(*shape):
+    return np.abs(integers(*shape))
+
+
 def powers(*shape):
     exponents = np.random.default_rng(0).integers(-3, 4, (OUTER, INNER, *shape))
     return np.ldexp(F32(1), exponents)
 
 
-# Options that the calls of `python -m jaxfp8.selftest` do not have.
+# Options that the calls of `python -m jaxfp8.selftest` do not have, and units of which
+# some are batched.
 CALLS = {
+    "delayed_scales of two": (
+        lambda h, k, s, t: ops.delayed_scales([h, k], [s, t], fp8_max=[448.0, 240.0]),
+        amaxes(4),
+        amaxes(7),
+        powers(),
+        powers(),
+    ),
+    "read_histories of two": (
+        lambda h, k, s, t: ops.read_histories([[(h, s)], [(k, t)]]),
+        amaxes(4),
+        amaxes(7),
+        powers(1),
+        powers(1),
+    ),
+    "write_histories of two": (
+        lambda h, k, s, a, b: ops.write_histories([[(h, s)], [(k, s)]], [a, b]),
+        amaxes(4),
+        amaxes(7),
+        powers(1),
+        amaxes(6),
+        amaxes(6),
+    ),
     "column sums": (
         lambda x, s: ops.quantize_transpose(x, s, E4M3, column_sums=True),
         integers(6, 10),

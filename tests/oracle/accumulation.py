@@ -90,9 +90,9 @@ def _operand(x) -> tuple[np.ndarray, np.ndarray]:
 # -------------------------------------------------------------------------------- model
 
 
-def _cut(x, quantum, rounding):
+def _cut(x, quantum):
     """x without what is below the quantum."""
-    return {"truncate": np.trunc, "floor": np.floor}[rounding](x / quantum) * quantum
+    return np.trunc(x / quantum) * quantum
 
 
 def _quantum(exponent, bits):
@@ -101,9 +101,8 @@ def _quantum(exponent, bits):
 
 
 def tensor_core_matmul(
-    a, b, *, step=32, bits=13, out_bits=None, promotion=None, splits=1,
-    rounding="truncate", aligned_accumulator=True,
-) -> np.ndarray:  # fmt: skip
+    a, b, *, step=32, bits=13, out_bits=None, promotion=None
+) -> np.ndarray:
     """a `[m, k]` by b `[n, k]`, codes, as a tensor core adds them up. The result is
     f32.
 
@@ -111,43 +110,27 @@ def tensor_core_matmul(
         step, bits: as in `TensorCore`; so is out_bits, by default `bits`.
         promotion: after how many elements the accumulator is added to an f32 sum and
             begins at zero; None: at the end.
-        splits: into how many ranges K is cut, each with an accumulator of its own;
-            their sums are added in f32.
-        rounding: how bits are cut off: "truncate" or "floor".
-        aligned_accumulator: the products are aligned and added together with the
-            accumulator, or without it.
     """
     # without NaN and infinities
     (a, a_exponent), (b, b_exponent) = _operand(a), _operand(b)
     out_bits = bits if out_bits is None else out_bits
     zero = np.zeros((len(a), len(b)))
-    result = zero.astype(np.float32)
-    for steps in np.array_split(np.arange(0, a.shape[1], step), splits):
-        total, accumulator, since = zero.astype(np.float32), zero, 0
-        for begin in steps:
-            part = slice(begin, begin + step)
-            products = a[:, None, part] * b[None, :, part]
-            exponent = (a_exponent[:, None, part] + b_exponent[None, :, part]).max(
-                axis=-1
-            )
-            if aligned_accumulator:
-                exponent = np.maximum(exponent, _exponent(accumulator))
-            quantum = _quantum(exponent, bits)
-            added = _cut(products, quantum[..., None], rounding).sum(axis=-1)
-            if not aligned_accumulator:
-                quantum = _quantum(
-                    np.maximum(_exponent(added), _exponent(accumulator)), bits
-                )
-                added = _cut(added, quantum, rounding)
-            added = added + _cut(accumulator, quantum, rounding)
-            accumulator = _cut(added, _quantum(_exponent(added), out_bits), rounding)
-            since += step
-            if promotion and since >= promotion:
-                total = total + accumulator.astype(np.float32)
-                accumulator = zero
-                since = 0
-        result = result + (total + accumulator.astype(np.float32))
-    return result
+    total, accumulator, since = zero.astype(np.float32), zero, 0
+    for begin in range(0, a.shape[1], step):
+        part = slice(begin, begin + step)
+        products = a[:, None, part] * b[None, :, part]
+        exponents = a_exponent[:, None, part] + b_exponent[None, :, part]
+        largest = np.maximum(exponents.max(axis=-1), _exponent(accumulator))
+        quantum = _quantum(largest, bits)
+        added = _cut(products, quantum[..., None]).sum(axis=-1)
+        added = added + _cut(accumulator, quantum)
+        accumulator = _cut(added, _quantum(_exponent(added), out_bits))
+        since += step
+        if promotion and since >= promotion:
+            total = total + accumulator.astype(np.float32)
+            accumulator = zero
+            since = 0
+    return total + accumulator.astype(np.float32)
 
 
 # -------------------------------------------------------------------------------- bound

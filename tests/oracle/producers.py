@@ -210,7 +210,9 @@ def norm(x, gamma, beta, kind: str, epsilon: float, depth: int | None = None) ->
             exact = exact + widen(beta, np.float64)
             bound = bound + _U * np.abs(exact)
         bound = bound * (1 + 2.0**-6) + 2.0**-126 * np.maximum(1, np.abs(factor))
-    return Values(exact, np.where(np.isfinite(exact), bound, 0))
+    # An infinite variance leaves zeros, and no number to be off by.
+    sure = np.isfinite(exact) & np.isfinite(bound)
+    return Values(exact, np.where(sure, bound, 0))
 
 
 def multiply_add(x, y, z) -> np.ndarray:
@@ -229,21 +231,3 @@ def multiply_add(x, y, z) -> np.ndarray:
         odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
         total = np.where(np.isfinite(lost) & (lost != 0) & is_even, odd, total)
         return total.astype(F32)
-
-
-def affine(x, statistics, gamma, beta) -> np.ndarray:
-    """`(x - mean) * (rstd * gamma) + beta` of rows, in f32: three roundings. Without
-    beta the product is the third.
-
-    statistics: `[m, 2]`, rstd and mean of each row; or `[m, 1]`, without a mean.
-    """
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        centered = (
-            widen(x) if statistics.shape[-1] == 1 else widen(x) - statistics[..., 1:]
-        )
-        factor = statistics[..., :1] * gamma
-        return (
-            centered * factor
-            if beta is None
-            else multiply_add(centered, factor, np.broadcast_to(beta, x.shape))
-        )

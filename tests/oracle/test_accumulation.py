@@ -1,8 +1,5 @@
 """The bounds of products on GPUs: simulated tensor cores lie inside, products that are
-wrong do not.
-
-What is uncertain about the hardware is a parameter of the model
-(oracle/accumulation.py): all its values are here.
+wrong do not. What a GPU may do is a parameter of the model (oracle/accumulation.py).
 """
 
 import functools
@@ -23,20 +20,9 @@ M, N = 24, 40
 A_INV, B_INV = F32(0.0123), F32(1.7e-3)
 
 # What a simulated GPU may do, by device and accumulation; "9.0" is Hopper.
-FAST = {
-    "one accumulator": {},
-    "14 bits": {"bits": 14},
-    "floor": {"rounding": "floor"},
-    "accumulator apart": {"aligned_accumulator": False},
-    "3 splits": {"splits": 3},
-    "7 splits": {"splits": 7},
-}
+FAST = {"one accumulator": {}, "14 bits": {"bits": 14}}
 PRECISE = {
     f"every {interval}": {"promotion": interval} for interval in (32, 64, 96, 128)
-} | {
-    "floor": {"promotion": 128, "rounding": "floor"},
-    "accumulator apart": {"promotion": 128, "aligned_accumulator": False},
-    "5 splits": {"promotion": 128, "splits": 5},
 }
 GPUS = [
     *(("9.0", "fast", name, options) for name, options in FAST.items()),
@@ -44,7 +30,7 @@ GPUS = [
     ("8.9", "fast", "16 at a time", {"step": 16}),
     ("8.9", "precise", "16 at a time", {"step": 16, "promotion": 128}),
     ("10.0", "fast", "f32", {"bits": 25, "out_bits": 23}),
-    ("12.0", "precise", "f32", {"bits": 25, "out_bits": 23, "splits": 3}),
+    ("12.0", "precise", "f32", {"bits": 25, "out_bits": 23}),
 ]
 
 
@@ -98,10 +84,6 @@ def row(*values):
 def test_additions_by_hand():
     # 2**16 is the largest power of two: addends are multiples of 2**3.
     assert tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1)) == 2.0**16 + 8
-    assert (
-        tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1), rounding="floor")
-        == 2.0**16 + 8 - 8
-    )
     # The subnormal code 2**-9 counts as a multiple of 2**-6, so 7/8 is one of 2**2:
     # addends are multiples of 2**-11.
     assert tensor_core_matmul(row(2.0**-9, 2.0**-9), row(448, 1.125 * 2.0**-4)) == 0.875

@@ -9,10 +9,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import oracle
+import pytest
 from oracle import F32
 from parametrize import each_row
 
-from jaxfp8 import numerics
+from jaxfp8 import numerics, ops
 from jaxfp8.numerics import _tpu
 
 TINY = F32(2.0**-126)
@@ -35,3 +36,14 @@ def test_codes_are_the_oracles(fmt):
             assert np.array_equal(codes.view(np.uint8), expected.view(np.uint8)), (
                 f"{values.dtype} * {scale}"
             )
+
+
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("special", [1000, np.nan, -np.inf])
+@pytest.mark.parametrize("row", [0, 127], ids=["first part", "last part"])
+def test_the_amax_by_parts_is_the_oracles(row, special, dtype):
+    x = np.random.default_rng(0).standard_normal((128, 40)).astype(dtype)
+    x[row, 3] = special
+    with ops.implementation("tpu"):
+        assert np.asarray(jax.jit(ops.amax)(x)) == oracle.amax(x)
+        assert np.asarray(jax.jit(jax.vmap(ops.amax))(x[None])) == oracle.amax(x)

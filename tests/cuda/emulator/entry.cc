@@ -2,10 +2,8 @@
 #include "cuda/common/stream_plan.h"
 #include "cuda/common/transpose_plan.h"
 #include "cuda/kernels/amax.h"
-#include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/dequantize.h"
 #include "cuda/kernels/quantize.h"
-#include "cuda/kernels/quantize_norm.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/ragged_matmul.h"
 #include "cuda/kernels/transpose_codes.h"
@@ -18,11 +16,6 @@ EXPORT int launch_amax(int dtype, const void* x, float* amax, int64_t groups, in
   return jaxfp8::cuda::LaunchAmax({static_cast<Dtype>(dtype), x, amax, groups, size}, nullptr);
 }
 
-EXPORT int launch_amax_to_scale(const float* amax, const float* stored, float numerator, float* scale, float* scale_inv,
-                                int64_t count) {
-  return jaxfp8::cuda::LaunchAmaxToScale({amax, stored, numerator, scale, scale_inv, count}, nullptr);
-}
-
 EXPORT int launch_quantize(int dtype, int format, const void* x, const float* scale, int64_t scale_stride, void* data,
                            const float* amax_so_far, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchQuantize({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale, scale_stride,
@@ -30,17 +23,16 @@ EXPORT int launch_quantize(int dtype, int format, const void* x, const float* sc
                                       nullptr);
 }
 
-EXPORT int launch_quantize_transpose(const jaxfp8::TileParams* params, float* column_sums) {
-  return jaxfp8::cuda::LaunchQuantizeTranspose({*params, column_sums}, nullptr);
+EXPORT int launch_quantize_transpose(int dtype, int format, const void* x, const float* scale, int64_t scale_stride,
+                                     void* data, void* data_t, float* amax, float* column_sums, int64_t groups,
+                                     int64_t m, int64_t n) {
+  const jaxfp8::TileParams params = {static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale, scale_stride, data,
+                                     data_t, nullptr, amax, 1, groups, m, n};
+  return jaxfp8::cuda::LaunchQuantizeTranspose({params, column_sums}, nullptr);
 }
 
 EXPORT int launch_transpose_codes(const uint8_t* data, uint8_t* data_t, int64_t groups, int64_t m, int64_t n) {
   return jaxfp8::cuda::LaunchTransposeCodes({data, data_t, groups, m, n}, nullptr);
-}
-
-EXPORT int launch_quantize_norm(const jaxfp8::TileParams* params, const float* statistics, int64_t has_mean,
-                                const float* gamma, const float* beta, int64_t parameter_stride) {
-  return jaxfp8::cuda::LaunchQuantizeNorm({*params, statistics, has_mean != 0, gamma, beta, parameter_stride}, nullptr);
 }
 
 EXPORT int launch_dequantize(int format, int dtype, const void* data, const float* scale_inv, int64_t scale_stride,

@@ -133,19 +133,6 @@ def compiled(
     )
 
 
-def compiled_for_warps() -> Path:
-    """Return the folder of Hopper's kernels with the ragged product of Ada, which takes
-    less time than all of Ada's.
-    """
-    folders = compiled(), compiled("89", ("ragged_matmul",))
-
-    def make(folder):
-        for source in folders:
-            shutil.copytree(source, folder, dirs_exist_ok=True)
-
-    return _kept("warps", "\0".join(map(str, folders)).encode(), make)
-
-
 def interpreter() -> list[Path]:
     """Return the objects of the interpreter."""
     sources = sorted(HERE.glob("*.cc"))
@@ -211,17 +198,9 @@ def build(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
 
 
 @functools.cache
-def build_for_warps() -> ctypes.CDLL:
-    """Compile and load the launchers on a GPU whose ragged products are those of
-    warps.
-    """
-    return _library("launchers", compiled_for_warps(), 8, [emulated.entry_points()])
-
-
-@functools.cache
-def register_handlers(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
-    """Register the FFI handlers over the interpreter as custom calls `ptx_cuda_<op>` of
-    the CPU.
+def register_handlers(architecture: str) -> ctypes.CDLL:
+    """Register the FFI handlers over the interpreter as custom calls
+    `ptx_<architecture>_cuda_<op>` of the CPU.
     """
     if reason := why_not():
         pytest.skip(reason)
@@ -255,15 +234,15 @@ def register_handlers(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
         capability,
         [watched, *emulated.handler_objects(include)],
     )
-    emulated.register("ptx", library, "ptx_")
+    emulated.register(f"ptx_{architecture}", library, "ptx_")
     return library
 
 
 @contextlib.contextmanager
-def ops():
+def ops(architecture: str = ARCHITECTURE):
     """Ops on a CPU as on a GPU, over the handlers and the interpreted kernels."""
-    library = register_handlers()
-    with emulated.lowered_to("ptx"):
+    library = register_handlers(architecture)
+    with emulated.lowered_to(f"ptx_{architecture}"):
         yield
     fault = take_fault(library)
     assert not fault, fault
