@@ -209,8 +209,3 @@ def test_flax_has_it(name):
     # `__init__` may set the attribute on each instance.
     has_it = hasattr(owner, attribute) or attribute in owner.__init__.__code__.co_names
     assert has_it, f"Flax {flax.__version__} has no {name}"
-
-
-def test_a_private_attribute_is_seen():
-    source = "super()._own(module._other, self._of_ours)"
-    assert underscored(source, {"_own", "_of_ours"}) == {"_own", "_other"}

@@ -11,87 +11,28 @@ from test_floors import FLOORS
 
 ROOT = snippets.ROOT
 PAGES = ["CONTRIBUTING.md", "docs/architecture.md"]
-SOURCES = [
-    "jaxfp8/**/*.py",
-    "common/**/*.*",
-    "cpu/**/*.*",
-    "cuda/**/*.*",
-    "tools/*",
-    "pyproject.toml",
-    "Makefile",
-]
-FILE = r"[\w./{},]*(/|\.(py|md|h|cc|cu|txt|toml))[\w./{},]*"
+SOURCES = ["jaxfp8", "common", "cpu", "cuda", "tools", "tests", "benchmarks", "docs"]
+SUFFIXES = {".py", ".h", ".cc", ".cu", ".cuh", ".sh", ".txt"}
 
 
 def words() -> set[str]:
-    """Every word of the sources: a name that is defined or imported there is one of
-    them.
+    """Every word of the sources and of the names of files: a name that is defined or
+    imported there is one of them.
     """
-    paths = (
-        path
-        for pattern in SOURCES
-        for path in ROOT.glob(pattern)
-        if path.is_file() and path.suffix != ".md"
-    )
-    return set(
-        re.findall(r"\w+", " ".join(path.read_text(errors="ignore") for path in paths))
-    )
-
-
-def files(name: str) -> list[str]:
-    """The files that a name with `{op}`, `{h,cc}` or `.h,.cc` stands for, as
-    patterns.
-    """
-    name = re.sub(r"\.(\w+),\.(\w+)$", r".{\1,\2}", name.rstrip("/")).replace(
-        "{op}", "*"
-    )
-    stem, brace, ends = name.partition("{")
-    return [stem + end for end in ends.rstrip("}").split(",")] if brace else [name]
-
-
-def missing(text: str, known: set[str]) -> list[str]:
-    """The code in backticks that names a file, a target of make or a word that does not
-    exist.
-    """
-    prose = " ".join(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
-    return [
-        code
-        for code in dict.fromkeys(re.findall(r"`([^`]+)`", prose))
-        if not _exists(code, known)
-    ]
-
-
-def _exists(code, known):
-    if target := re.fullmatch(r"make (\w[\w-]*)", code):
-        return re.search(
-            rf"^{target[1]}( [\w-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE
-        )
-    # A placeholder and a file that the command writes need not exist.
-    code = re.sub(r"<[^>]*>|\S+\.json", "", code)
-    parts = code.split() if code.startswith("python ") else [code]
-    return all(
-        all(map(_glob, files(part)))
-        if re.fullmatch(FILE, part)
-        else _known(part, known)
-        for part in parts
-    )
-
-
-def _known(code, known):
-    return all(word in known for word in re.findall(r"[A-Za-z_]\w{2,}", code))
-
-
-def _glob(pattern):
-    # A page may leave out the folder that its sentence is about.
-    folders = ("", "jaxfp8/", "tests/*/", "jaxfp8/*/", "cpu/", "cpu/*/")
-    return any(
-        path.exists() for folder in folders for path in ROOT.glob(folder + pattern)
-    )
+    paths = [path for folder in SOURCES for path in (ROOT / folder).rglob("*")]
+    texts = [str(path.relative_to(ROOT)) for path in [*paths, *ROOT.iterdir()]]
+    sources = [path for path in paths if path.suffix in SUFFIXES]
+    for path in [*sources, ROOT / "pyproject.toml", ROOT / "Makefile"]:
+        texts.append(path.read_text(errors="ignore"))
+    return set(re.findall(r"\w+", " ".join(texts)))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_exist(page):
-    assert missing((ROOT / page).read_text(), words()) == []
+    """Of the code in backticks; a placeholder is no name."""
+    prose = re.sub(r"```.*?```|<[^>]*>", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    code = " ".join(re.findall(r"`([^`]+)`", prose))
+    assert set(re.findall(r"[A-Za-z_]\w{2,}", code)) - words() == set()
 
 
 def test_the_drawing_has_every_package_on_its_floor():

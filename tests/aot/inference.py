@@ -6,8 +6,7 @@ JSON what `count` finds.
 Each is a Dense layer of 8192 by 8192 on 2048 rows in bfloat16. `bf16` has its kernel in
 bfloat16, as models are served; `fp8` is a trained layer as it is, with a float32 kernel
 and state; `frozen` what `jaxfp8.freeze` makes of it. `drop-in` is an `nn.Dense`, the
-others are `jaxfp8.linen.Dense`; `frozen <recipe>` have other recipes; `frozen mlp` is a
-GatedMLP. `quantize` and `quantize_transpose` are the ops by themselves.
+others are `jaxfp8.linen.Dense`; `frozen <recipe>` have other recipes.
 """
 
 import functools
@@ -53,9 +52,7 @@ CASES = {
     "frozen current": (own(programs.RECIPES["current"]), frozen),
     "frozen row-wise": (own(programs.RECIPES["row-wise"]), frozen),
     "frozen block": (own(programs.RECIPES["block"]), frozen),
-    "frozen mlp": (programs.GatedMLP("fused"), frozen),
 }
-OPS = (jaxfp8.ops.quantize, jaxfp8.ops.quantize_transpose)
 
 
 def report(model, make) -> dict:
@@ -76,21 +73,8 @@ def report(model, make) -> dict:
     }
 
 
-def report_op(op) -> dict:
-    """What is in the program of an op that quantizes x from no amax so far."""
-    operands = (
-        jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16),
-        jax.ShapeDtypeStruct((), jnp.float32),
-    )
-    lowered = jax.jit(lambda x, scale: op(x, scale, jnp.float8_e4m3fn)).lower(
-        *programs.on_one(operands)
-    )
-    return count.summary(lowered.compile(programs.QUICKLY).as_text())
-
-
 def main():
-    found = {name: report(*case) for name, case in CASES.items()}
-    print(json.dumps(found | {op.__name__: report_op(op) for op in OPS}))
+    print(json.dumps({name: report(*case) for name, case in CASES.items()}))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ LAYOUTS = {
 SCALINGS = {
     "blocks": ({"block": (1, 128)}, {"block": (128, 128)}),
     "rows": ({"block": (1, None)}, {"block": (1, None)}),
-    "MX": ({"block": (1, 32), "scale": "e8m0"},) * 2,
 }
 
 

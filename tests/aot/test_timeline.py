@@ -61,22 +61,6 @@ def test_a_loop_runs_its_body_as_often_as_it_says():
     assert times.waits == pytest.approx(0.4 - 1e-3), "those of one pass"
 
 
-@pytest.mark.parametrize(
-    "groups, devices",
-    [
-        ("{{0,1,2,3}}", 4),
-        ("[2,8]<=[16]", 8),
-        ("mesh['a'=4,'b'=2] {'a'}", 4),
-        ("mesh['a'=4,'b'=2] {'a','b'}", 8),
-        ("mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'b'}", 2),
-    ],
-)
-def test_devices_of_a_group(groups, devices):
-    line = STARTED.replace(GROUPS, f"replica_groups={groups}")
-    times = timeline.replay(program(line, DONE), RATES)
-    assert times.total == pytest.approx(0.8 * (devices - 1) / devices)
-
-
 def test_the_page_has_the_figures_of_the_results():
     results = ROOT / "benchmarks" / "results" / "timeline_h200.json"
     rows = json.loads(results.read_text())["cases"]["fsdp-8 scan"]

@@ -11,47 +11,21 @@ PROGRAM = "native_xla"
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_three_fp8_products_and_nothing_else(report, case):
-    found = report[case]
-    assert (
-        found["targets"] == {"__cublas$lt$matmul$f8": 3}
-        and found["gemms"] == found["fp8_gemms"] == 3
-    ), found
-
-
-@pytest.mark.parametrize("case", [*CASES, *SHARDED])
-def test_scales_are_not_rounded(report, case):
-    """Although the pattern is in bfloat16, where XLA of itself rounds them, as in
-    Flax's program.
-    """
-    assert not any(
-        any(product["rounded_scales"]) for product in report[case]["products"]
-    )
+    found, products = report[case], report[case]["products"]
+    assert found["targets"] == {"__cublas$lt$matmul$f8": 3}, found
+    assert found["gemms"] == found["fp8_gemms"] == 3
+    # fprop is fast, dgrad and wgrad are precise, as the recipe has it
+    precisions = [product["precision"] for product in products]
+    assert sorted(precisions) == ["DEFAULT", "HIGHEST", "HIGHEST"]
+    # Although the pattern is in bfloat16, where XLA of itself rounds scales, as in
+    # Flax's program.
+    assert not any(any(product["rounded_scales"]) for product in products)
     assert all(any(product["rounded_scales"]) for product in report["flax"]["products"])
-
-
-@pytest.mark.parametrize("case", [*CASES, *SHARDED])
-def test_accumulation(report, case):
-    """fprop is fast, dgrad and wgrad are precise, as the recipe has it; in XLA's words:
-    DEFAULT and HIGHEST.
-    """
-    assert sorted(product["precision"] for product in report[case]["products"]) == [
-        "DEFAULT",
-        "HIGHEST",
-        "HIGHEST",
-    ]
-
-
-@pytest.mark.parametrize("case", [*CASES, *SHARDED])
-def test_results_have_their_dtypes(report, case):
-    """No product is written in f32 to be converted: but for members, whose scales XLA
-    does not take.
-    """
+    # No product is written in f32 to be converted: but for members, whose scales XLA
+    # does not take, and for an f32 kernel's gradient.
     in_f32 = {"dot_general in f32": 3, "members": 3}
-    # an f32 kernel's gradient
     expected = in_f32.get(case, 1 if case.startswith(("Dense", "FSDP Dense")) else 0)
-    assert [product["out"] for product in report[case]["products"]].count(
-        "f32"
-    ) == expected
+    assert [product["out"] for product in products].count("f32") == expected
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import pytest
 from promotion import as_users_have_jax
 
-from jaxfp8 import ops
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -44,8 +42,6 @@ def test_every_case_runs(dry_run):
         {"gb_s", "of_copy"} <= set(row) or "tflops" in row or "us_a_launch" in row
         for row in kernels.values()
     )
-    assert "quantize_norm rms, 128x256" in output and "% of a copy" in output
-    assert len(record["cases"]["adamw"]["rows"]) == 2
     for name in ("model", "losses", "scan"):
         rows = record["cases"][name]["rows"]
         assert {"jaxfp8 own", "jaxfp8 quantize", "flax", "bf16"} <= set(rows)
@@ -81,20 +77,6 @@ def options():
         from _gpu_inputs import Options
 
         yield Options(tiny=True, turns=1)
-
-
-def test_a_wrong_answer_has_no_time(options, monkeypatch):
-    from _gpu_ops import gemm
-
-    right = ops.scaled_matmul
-
-    def wrong(a, b, *scales, precise):
-        return right(a, b, *scales, precise=precise) * (1.0 if precise else 1.1)
-
-    monkeypatch.setattr(ops, "scaled_matmul", wrong)
-    rows, errors = gemm(options)
-    assert {"jaxfp8 precise", "bf16"} == set(rows)
-    assert "a row is off by" in errors["jaxfp8 fast"]
 
 
 def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):

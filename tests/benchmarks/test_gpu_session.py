@@ -149,24 +149,11 @@ def test_a_whole_call(checkout, call):
     assert len(report) < 12_000
     assert report.endswith("".join(f"{line}\n" for line in steps.values()))
     if call == "test":
-        assert "quantize bf16 90 % met\n" in report
         assert report.count("= 500 passed in 60 s =") == 3
-        assert "-m jaxfp8.selftest --json" in logs["selftest"]
-        assert "JAXFP8_CUDA=ON" in logs["compile"]
-        assert (
-            "-n 8 --dist worksteal -m gpu and not slow and not alone"
-            in logs["gpu-tests"]
-        )
-        assert "-m gpu and not slow and alone" in logs["gpu-tests-alone"]
+        assert "-m gpu and not slow and not alone" in logs["gpu-tests"]
         assert "-n 8" not in logs["gpu-tests-alone"]
-        assert "--only ceilings kernels --budget 90" in logs["kernels"]
-    if call == "bench":
-        assert "--only ceilings gemm dense" in logs["benchmarks"]
     if call == "minutes":
-        assert "NVIDIA H200" in logs["watts"]
-        for name in RECORDS:
-            only = {"small": "small_dense"}.get(name, name)
-            assert f"gpu_{name}.json" in logs[name] and f"--only {only} " in logs[name]
+        assert all(f"gpu_{name}.json" in logs[name] for name in RECORDS)
     # Where the sources do not hide the installed package; and they all know the commit.
     in_tests = [
         name
@@ -207,15 +194,3 @@ def test_what_is_cut_off_takes_nothing_else(checkout):
     out = checkout.parent / "out-minutes"
     assert (out / "gpu_model.json").exists() and (out / "kernels.json").exists()
     assert not (out / "gpu_losses.json").exists()
-
-
-def test_wheels_of_other_modules_are_left(checkout):
-    """The sources are compiled instead, and what is not ours comes from the wheelhouse
-    all the same.
-    """
-    (checkout / "cuda" / "file.cc").write_text("newer")
-    done, _, logs = session(checkout, STEPS="install")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "JAXFP8_CUDA=ON" in logs["install"]
-    assert "wheelhouse/flax-" in logs["install"]
-    assert "wheelhouse/jaxfp8" not in logs["install"]

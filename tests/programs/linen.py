@@ -175,19 +175,6 @@ def remat(use):
     return nn.remat(use, prevent_cse=False)
 
 
-def scan_called_twice(use, total, uses):
-    return each(scan(use)(), total, pairs(uses))
-
-
-def scan_of_called(use, total, uses):
-    class Twice(nn.Module):
-        @nn.compact
-        def __call__(self, total, uses):
-            return each(use(), total, uses)
-
-    return scan(Twice)()(total, pairs(uses))
-
-
 def cond(is_taken):
     """A branch in the body of a scan."""
 
@@ -257,24 +244,14 @@ PROGRAMS = {
     "remat of all calls": Program(called(nn.remat)),
     "scan": Program(lifted(scan)),
     "scan of remat": Program(lifted(remat, scan), cast=True),
-    "remat of scan": Program(lifted(scan, nn.remat)),
     "scan of scan": Program(lifted(scan, scan, split=True)),
-    "scan, called twice": Program(scan_called_twice),
-    "scan of calls": Program(scan_of_called),
     "vmap": Program(lifted(lambda use: nn.vmap(use, **VMAP_SHARED)), groups=ALL),
-    "vmap of scan": Program(
-        lifted(scan, lambda use: nn.vmap(use, **VMAP_SHARED), split=True),
-        groups=((0, 2), (1, 3)),
-    ),
     "cond in scan": Program(cond(lambda index: index < USES)),
     "cond, some iterations": Program(cond(lambda index: index % 2 == 1), used=(1, 3)),
     "shared scope": Program(shared_scope),
     "scan of layers": Program(lifted(functools.partial(nn.scan, **STACKED)), own=OWN),
     "scan of layers, remat": Program(
         lifted(remat, functools.partial(nn.scan, **STACKED)), own=OWN
-    ),
-    "scan of layers, unrolled": Program(
-        lifted(functools.partial(nn.scan, **STACKED, unroll=2)), own=OWN
     ),
     "scan of states": Program(
         lifted(
@@ -288,18 +265,9 @@ PROGRAMS = {
         own=("state",),
     ),
     "members": Program(lifted(functools.partial(nn.vmap, **VMAP, **STACKED)), own=OWN),
-    "members, remat": Program(
-        lifted(nn.remat, functools.partial(nn.vmap, **VMAP, **STACKED)), own=OWN
-    ),
     "scan of apply": Program(applied(microbatches)),
     "vmap of apply": Program(
         applied(lambda apply, *uses: jnp.sum(jax.vmap(apply)(*uses))), groups=ALL
-    ),
-    "remat of apply": Program(
-        applied(lambda apply, *uses: sum(map(jax.checkpoint(apply), *uses)))
-    ),
-    "jit of apply": Program(
-        applied(lambda apply, *uses: sum(map(jax.jit(apply), *uses)))
     ),
     "map of apply": Program(
         applied(lambda apply, *uses: jnp.sum(lax.map(lambda xg: apply(*xg), uses)))

@@ -171,10 +171,6 @@ def scan_carried(use, layer, xs, grads):
     )[1]
 
 
-def remat_inside_and_outside(use, layer, xs, grads):
-    return nnx.remat(use)(layer, xs[0], grads[0]) + each(use, layer, xs[1:], grads[1:])
-
-
 def cond(is_taken):
     def run(use, layer, xs, grads):
         nothing = lambda *_: jnp.float32(0)  # noqa: E731
@@ -206,7 +202,6 @@ PROGRAMS = {
     "jit of all": Program(all_under(nnx.jit)),
     "remat of each": Program(each_under(nnx.remat), cast=True),
     "jit of each": Program(each_under(nnx.jit), cast=True),
-    "remat inside and outside": Program(remat_inside_and_outside, cast=True),
     "scan": Program(scan, cast=True),
     "scan, carried": Program(scan_carried, cast=True),
     "scan of remat of jit": Program(

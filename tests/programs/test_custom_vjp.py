@@ -42,16 +42,6 @@ def plain(head, x):
     return sum(loss_of_chunk(head, *chunk) for chunk in chunks(x))
 
 
-def gradients_of_chunks(gradient, head, x):
-    """The sum of the chunks' gradients of the head, and their gradients of x."""
-    total, of_x = None, []
-    for chunk in chunks(x):
-        of_head, of_chunk = gradient(loss_of_chunk, argnums=(0, 1))(head, *chunk)
-        total = jaxfp8.accumulate_gradients(total, of_head)
-        of_x.append(of_chunk)
-    return total, jnp.concatenate(of_x)
-
-
 def gradients_in_scan(gradient, head, x):
     def body(total, chunk):
         of_head, of_chunk = gradient(loss_of_chunk, argnums=(0, 1))(head, *chunk)
@@ -71,7 +61,7 @@ def by_vjp(gradient, head, x):
     return jax.vjp(plain, head, x)[1](jnp.float32(1))
 
 
-FORMS = [at_once, gradients_of_chunks, gradients_in_scan, by_vjp]
+FORMS = [at_once, gradients_in_scan, by_vjp]
 
 
 def with_own_backward(form, gradient, is_early=False):

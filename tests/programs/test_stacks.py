@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from parametrize import each_row
 
 import jaxfp8
@@ -102,21 +101,6 @@ def test_gated_mlp(fp8_residuals):
         jaxfp8.linen.GatedMLP, 2 * WIDTH, recipe=recipe, norm="rms", dtype=jnp.bfloat16
     )
     assert_no_stack_is_converted(compiled(mlp))
-
-
-def test_xla_converts_a_stack_of_fp8():
-    """The day that this fails, `as_bytes` can go."""
-
-    @jax.jit
-    def stacked(x):
-        return lax.scan(
-            lambda x, _: (x + 1, x.astype(jnp.float8_e4m3fn)), x, length=LAYERS
-        )[1]
-
-    with pytest.raises(AssertionError, match="f16"):
-        assert_no_stack_is_converted(
-            stacked.lower(jnp.ones((ROWS, WIDTH))).compile().as_text()
-        )
 
 
 @pytest.mark.parametrize(
