@@ -62,6 +62,7 @@ CI = {
     "oracle/test_vectors.py",
     "programs/test_compiled_step.py",
     "programs/test_custom_vjp.py",
+    "programs/test_nestings.py",
     "programs/test_readings.py",
     "recipes/test_custom.py",
     "recipes/test_custom_state.py",

@@ -28,5 +28,5 @@ find wheelhouse -name '*.whl' ! -name 'jaxfp8[-_]*' -delete # of each package on
   --python-version 3.12 --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
   flax==0.12.12 optax msgpack treescope rich markdown-it-py mdurl pygments absl-py typing_extensions PyYAML \
-  pytest pytest-xdist execnet iniconfig pluggy packaging
+  pytest pytest-xdist execnet iniconfig pluggy packaging hypothesis sortedcontainers
 du -ch wheelhouse/*.whl | tail -n 1

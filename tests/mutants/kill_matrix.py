@@ -35,7 +35,7 @@ import pytest
 
 # Imported once, in place of in each fork; none starts a backend, whose threads a fork
 # would lack.
-for name in ("chex", "flax.linen", "flax.nnx", "optax"):
+for name in ("chex", "flax.linen", "flax.nnx", "hypothesis", "optax"):
     importlib.import_module(name)
 ROOT = pathlib.Path.cwd()
 MATRIX = ROOT / "tests" / "mutants" / "kill_matrix.json"
