@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import traverse_util
+from flax import core
 
 from .._jax import _warnings
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
@@ -18,7 +18,8 @@ from ..recipes import (
     _below_zero,
     _state_tree,
 )
-from . import _tree
+from ..train import unstack_state
+from ._tree import as_dtype, at
 
 _HISTORY = "amax_history"
 
@@ -107,16 +108,15 @@ def merge_state(
         TypeError: an argument is not a dict, or a leaf is not a floating array.
     """
     where = "merge_state"
+    flats = []
     for name, value in (("variables", variables), ("restored", restored)):
         if not isinstance(value, Mapping):
             raise TypeError(
                 f"{where}: {name}: expected a dict of variables, got "
                 f"{type(value).__name__}"
             )
-        if (
-            OVERWRITE_WITH_GRADIENT not in value
-            and _state_tree.flatten(value).quantizers
-        ):
+        flat = _state_tree.flatten(unstack_state(value))
+        if OVERWRITE_WITH_GRADIENT not in value and flat.quantizers:
             raise ValueError(
                 f"{where}: {name}: expected FP8 state in the collection "
                 f"{OVERWRITE_WITH_GRADIENT} of Linen, got it beside the parameters, "
@@ -124,89 +124,70 @@ def merge_state(
                 "resize_history(restored, amax_history_len) if histories have another "
                 "length"
             )
-    _check_widths(where, variables, restored)
-    # Begin with the state of the model, and put the checkpoint's state in its place,
-    # module by module.
-    merged, old = (
-        _tree.modules_of(where, tree.get(OVERWRITE_WITH_GRADIENT, {}))
-        for tree in (variables, restored)
-    )
-    for path, module in old.items():
-        initial = merged.get(path, {})
-        for name, leaf in sorted(module.items()):
-            place = f"{where}: restored: {_tree.at(path, name)}"
-            missing = _other_half(name)
-            if missing in initial and missing not in module:
-                raise ValueError(
-                    f"{place}: expected {missing} "
-                    f"beside it, got {sorted(module)}; a scale belongs to its "
-                    "history: restore both, or drop both to begin with the model's"
-                )
-            if name in initial:
-                initial[name] = _fit(place, name, initial[name], leaf)
-            # Counters, which releases until 0.2 had, are left out; any other state
-            # without a place is an error.
-            elif not (
-                name.endswith("_counters")
-                and name.replace("_counters", f"_{_HISTORY}") in module
-            ):
-                way_out = "state of Flax goes through from_flax"
-                if any(part.startswith("TEWrapper_dot_general_") for part in path):
-                    way_out = TRANSFORMER_ENGINE_BY_HAND
-                raise ValueError(
-                    f"{place}: the model has no "
-                    f"such state, it has {sorted(map(_tree.at, merged))}; {way_out}; "
-                    "drop from the checkpoint modules that the model no longer has in "
-                    "FP8"
-                )
-    state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
-    # The checkpoint's collections replace those of the model; state was merged above
-    # and replaces both.
-    return {**variables, **restored, **state}
-
-
-def _check_widths(where, variables, restored):
-    """Raise a ValueError for a parameter of the checkpoint that the model has in
-    another shape.
-    """
-    needed, given = (
-        traverse_util.flatten_dict(dict(tree.get("params", {})))
-        for tree in (variables, restored)
-    )
-    for path, leaf in given.items():
-        shape = getattr(leaf, "shape", None)
-        expected = getattr(needed.get(path), "shape", shape)
-        if shape is not None and shape != expected:
-            raise ValueError(
-                f"{where}: restored: params/{_tree.at(path)}: expected the model's "
-                f"shape {tuple(expected)}, got {tuple(shape)}; give the variables of "
-                "a model as wide as that of the checkpoint"
-            )
-
-
-def _other_half(name):
-    """Return the name of the scale of a history, or of the history of a scale."""
-    if name.endswith(_HISTORY):
-        return f"{name.removesuffix(_HISTORY)}scale"
-    return f"{name.removesuffix('scale')}{_HISTORY}"
-
-
-def _fit(place, name, initial, leaf):
-    if leaf.dtype != initial.dtype:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"{place}: expected a floating dtype, got {leaf.dtype}")
-        leaf = leaf.astype(initial.dtype)
-    # Only the length of a history may differ.
-    is_history = name.endswith(_HISTORY)
-    if is_history and leaf.shape[:-1] == initial.shape[:-1] and leaf.shape[-1:] != (0,):
-        return leaf if leaf.shape == initial.shape else _resize(leaf, initial.shape[-1])
-    if leaf.shape != initial.shape:
-        raise ValueError(
-            f"{place}: expected shape {tuple(initial.shape)}"
-            f"{' up to the history length' if is_history else ''}, got "
-            f"{tuple(leaf.shape)}"
+        flats.append(flat)
+    model, given = flats[0], flats[1].by_path()
+    for quantizer in model.quantizers:
+        has_history, has_scale = (
+            model.paths[i] in given for i in quantizer.positions()
         )
-    return leaf
+        if has_history != has_scale:
+            raise ValueError(
+                f"{where}: restored: {quantizer.name}: expected its amax_history and "
+                "its scale, got one of them; restore both, or drop both to begin with "
+                "the model's"
+            )
+    # The checkpoint's state takes the place of the model's, leaf by leaf; its other
+    # collections replace those of the model.
+    positions = {path: i for i, path in enumerate(model.paths)}
+    fitted = {}
+    for path, leaf in given.items():
+        place = f"{where}: restored: {at(path)}"
+        if path in positions:
+            i = positions[path]
+            fitted[i] = _fit(place, path, model.leaves[i], leaf)
+        elif path[0] == OVERWRITE_WITH_GRADIENT and not _is_counters(path, given):
+            modules = {at(p[1:-1]) for p in positions if p[0] == path[0]}
+            way_out = "state of Flax goes through from_flax"
+            if "/TEWrapper_dot_general_" in at(path):
+                way_out = TRANSFORMER_ENGINE_BY_HAND
+            raise ValueError(
+                f"{place}: the model has no such state, it has {sorted(modules)}; "
+                f"{way_out}; drop from the checkpoint modules that the model no longer "
+                "has in FP8"
+            )
+    merged = {**variables, **restored}
+    if OVERWRITE_WITH_GRADIENT in variables:
+        collections = core.unfreeze(model.replace(fitted))
+        merged[OVERWRITE_WITH_GRADIENT] = collections[OVERWRITE_WITH_GRADIENT]
+    return merged
+
+
+def _is_counters(path, given) -> bool:
+    """Tell whether a leaf is counters of a quantizer, which releases until 0.2 had."""
+    history = path[-1].replace("_counters", f"_{_HISTORY}")
+    return path[-1].endswith("_counters") and (*path[:-1], history) in given
+
+
+def _fit(place, path, initial, leaf):
+    """Return a leaf of the checkpoint that has the shape of the model's; state also has
+    its dtype, and its length of histories.
+    """
+    is_state = path[0] == OVERWRITE_WITH_GRADIENT
+    if is_state:
+        leaf = as_dtype(place, leaf, initial.dtype)
+    elif path[0] != "params" or not hasattr(leaf, "shape"):
+        return leaf
+    if leaf.shape == initial.shape:
+        return leaf
+    is_history = is_state and path[-1].endswith(_HISTORY)
+    if is_history and leaf.shape[:-1] == initial.shape[:-1] and leaf.size:
+        return _resize(leaf, initial.shape[-1])
+    raise ValueError(
+        f"{place}: expected the model's shape {tuple(initial.shape)}"
+        f"{' up to the history length' if is_history else ''}, got "
+        f"{tuple(leaf.shape)}; give the variables of a model as wide as that of the "
+        "checkpoint"
+    )
 
 
 def reset_state(tree: Any, *, only_bad: bool = False) -> Any:

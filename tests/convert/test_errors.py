@@ -138,7 +138,7 @@ ERRORS = {
         scale_of(np.ones(2, np.float32)),
     ),
     "merged, half": merge(
-        ValueError, "amax_history: expected input_scale beside it, got", HALF
+        ValueError, "Fp8DotGeneral_0/input: expected its .* scale, got one", HALF
     ),
     "merged, width": merge(
         ValueError, r"params/Dense_0/kernel: expected .* \(2, 2\), got \(2, 4\)", WIDER
