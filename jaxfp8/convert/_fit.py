@@ -33,11 +33,9 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     was recorded.
 
     Args:
-        tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a
-            variables dict, one collection of it, a `DotGeneralState`, a whole
-            TrainState. Arrays of other names stay as they are. Beside its scale, a
-            history may have its slots on another axis, as transforms that stack layers
-            leave it.
+        tree: any tree with history f32 `(..., H)` and scale f32 `(..., 1)` side by
+            side: a variables dict, a TrainState, an NNX state, a `DotGeneralState`. The
+            slots may be on another axis, as transforms that stack layers leave them.
         amax_history_len: the new length, at least 1, which the recipe has to have too.
 
     Returns:
@@ -49,27 +47,32 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
         TypeError: the length is not an int.
     """
     DelayedScaling(amax_history_len=amax_history_len)  # the rule of lengths
+
+    def resized(history, scale, axis):
+        return _resize(history, amax_history_len, axis), scale
+
+    return _map_quantizers("resize_history", _state_tree.flatten(tree), resized)
+
+
+def _map_quantizers(where, flat, function):
+    """Return a tree in which `function(history, scale, slot_axis)` replaces history and
+    scale of each quantizer.
+    """
     # Without this check a tree without histories would come back unchanged, and the
     # error would come from the model.
-    flat = _state_tree.flatten(tree)
-    axes = {}
-    for i, path in enumerate(flat.paths):
-        if path and path[-1].endswith(_HISTORY):
-            axes[i] = -1
-    if not axes:
+    if not flat.quantizers:
         raise ValueError(
-            "resize_history: tree: expected arrays named ..._amax_history or "
-            ".amax_history, got a tree without any; pass the variables, or the state "
-            "of delayed scaling"
+            f"{where}: tree: expected amax_history and scale side by side, got a tree "
+            "without them; pass the variables, or the state of delayed scaling"
         )
+    values = {}
     for quantizer in flat.quantizers:
-        pair = [flat.leaves[i] for i in quantizer.positions()]
-        axes[quantizer.amax_history] = _state_tree.slot_axis(
-            f"resize_history: tree: {quantizer.name}", *pair
-        )
-    return flat.replace(
-        {i: _resize(flat.leaves[i], amax_history_len, axis) for i, axis in axes.items()}
-    )
+        positions = quantizer.positions()
+        pair = [jnp.asarray(flat.leaves[i]) for i in positions]
+        # Transforms stack state along any axis, so the slots need not be last.
+        axis = _state_tree.slot_axis(f"{where}: tree: {quantizer.name}", *pair)
+        values |= zip(positions, function(*pair, axis), strict=True)
+    return flat.replace(values)
 
 
 def _resize(history, length, axis=-1):
@@ -217,25 +220,14 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
             `jit`.
     """
     flat = _state_tree.flatten(tree)
-    if not flat.quantizers:
-        raise ValueError(
-            "reset_state: tree: expected amax_history and scale side by side, got a "
-            "tree without them; pass the variables, or the state of delayed scaling"
-        )
     if below_zero := _below_zero.describe(flat):
         _warnings.warn(f"reset_state: tree: {below_zero}", FP8StateWarning)
-    values = {}
-    for quantizer in flat.quantizers:
-        positions = quantizer.positions()
-        history, scale = leaves = [jnp.asarray(flat.leaves[i]) for i in positions]
-        # Transforms stack state along any axis, so the slots need not be last.
-        axis = _state_tree.slot_axis(f"reset_state: tree: {quantizer.name}", *leaves)
+
+    def reset(history, scale, axis):
         # One slot below zero gives its whole row a NaN scale, so the row is reset as a
         # whole.
-        is_bad = jnp.any(
-            _scaling.below_zero(history), axis, keepdims=True
-        ) | _scaling.below_zero(scale)
-        for position, leaf, initial in zip(positions, leaves, (0, 1), strict=True):
-            value = jnp.full_like(leaf, initial)
-            values[position] = jnp.where(is_bad, value, leaf) if only_bad else value
-    return flat.replace(values)
+        is_reset = jnp.any(_scaling.below_zero(history), axis, keepdims=True)
+        is_reset |= _scaling.below_zero(scale) | (not only_bad)
+        return jnp.where(is_reset, 0, history), jnp.where(is_reset, 1, scale)
+
+    return _map_quantizers("reset_state", flat, reset)

@@ -104,7 +104,7 @@ ERRORS = {
     "history of 0": resize(ValueError, "len: expected at least 1, .*got 0", PLAIN, 0),
     "history of 2.0": resize(TypeError, "len: expected an int", PLAIN, 2.0),
     "no history": resize(
-        ValueError, "resize_history: .*without any", {"kernel": np.zeros(3)}, 2
+        ValueError, "resize_history: .*without them", {"kernel": np.zeros(3)}, 2
     ),
     "merged, Flax's": merge(
         ValueError, "Dense_0/Fp8DirectDotGeneralOp_0/.*from_flax", convert.to_flax(NEW)
