@@ -155,19 +155,16 @@ def _parts(path, templates: tuple[Template, ...], leaf, tensors) -> Iterator[tup
 
 def _input_scale_inv(path, name, parts: list[StoredTensor]) -> np.float32:
     """Return the fixed scale of the input that all parts of a frozen kernel have."""
-    inputs = {
-        None if part.input_scale_inv is None else float(part.input_scale_inv[0])
-        for part in parts
-    }
-    if len(inputs) > 1 or None in inputs:
+    inputs = [part.input_scale_inv for part in parts]
+    if any(x is None for x in inputs) or len(np.unique(inputs)) > 1:
         raise _error(
             path,
             name,
             "one fixed scale of the input, as the model has",
-            f"{sorted(map(str, inputs))}",
+            f"{inputs}",
             "freeze a model with Float8CurrentScaling",
         )
-    return np.float32(inputs.pop())
+    return inputs[0][0]
 
 
 def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
@@ -260,21 +257,22 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
     flat = _state_tree.flatten(
         nnx.state(variables) if is_module else dict(core.unfreeze(variables))
     )
-    shapes = {}
-    for i, leaf in enumerate(flat.leaves):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            shapes[i] = leaf
     new = {}
     for quantizer in flat.quantizers:
         for i, value in zip(quantizer.positions(), (0, 1), strict=True):
-            if i in shapes:
-                array = np.full(shapes[i].shape, value, shapes[i].dtype)
-                new[i] = _placed(array, shapes[i])
+            leaf = flat.leaves[i]
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                new[i] = _placed(np.full(leaf.shape, value, leaf.dtype), leaf)
     for i, path in enumerate(flat.paths):
         key = path[1:] if path[0] == "params" and not is_module else path
         if key in leaves:
             new[i] = leaves[key]
-    left = [flat.name(i) for i in shapes if i not in new]
+    missing = set(range(len(flat.leaves))) - new.keys()
+    left = [
+        flat.name(i)
+        for i in sorted(missing)
+        if isinstance(flat.leaves[i], jax.ShapeDtypeStruct)
+    ]
     if left:
         raise ValueError(
             f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "
