@@ -26,11 +26,11 @@ def as_dtype(place: str, leaf: Any, dtype: Any) -> Any:
     Raises:
         TypeError: the leaf has to be cast, and is no array of floats.
     """
-    own = getattr(leaf, "dtype", type(leaf))
-    if own == dtype:
+    current = getattr(leaf, "dtype", type(leaf))
+    if current == dtype:
         return leaf
-    if not jnp.issubdtype(own, jnp.floating) or isinstance(own, type):
-        raise TypeError(f"{place}: expected a floating dtype, got {own}")
+    if isinstance(current, type) or not jnp.issubdtype(current, jnp.floating):
+        raise TypeError(f"{place}: expected a floating dtype, got {current}")
     return leaf.astype(dtype)
 
 
