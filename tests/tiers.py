@@ -71,7 +71,6 @@ CI = {
     "test_messages.py",
     "tpu",
     "train/test_change_of_recipe.py",
-    "train/test_cross_entropy.py",
     "train/test_stacked_state.py",
     "train/test_train_state.py",
     "train/test_x64.py",

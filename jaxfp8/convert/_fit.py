@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import traverse_util
+from flax import core
 
 from .._jax import _warnings
 from ..linen._mistakes import TRANSFORMER_ENGINE_BY_HAND
@@ -18,7 +18,8 @@ from ..recipes import (
     _below_zero,
     _state_tree,
 )
-from . import _tree
+from ..train import unstack_state
+from ._tree import as_dtype, at
 
 _HISTORY = "amax_history"
 
@@ -32,11 +33,9 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     was recorded.
 
     Args:
-        tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a
-            variables dict, one collection of it, a `DotGeneralState`, a whole
-            TrainState. Arrays of other names stay as they are. Beside its scale, a
-            history may have its slots on another axis, as transforms that stack layers
-            leave it.
+        tree: any tree with history f32 `(..., H)` and scale f32 `(..., 1)` side by
+            side: a variables dict, a TrainState, an NNX state, a `DotGeneralState`. The
+            slots may be on another axis, as transforms that stack layers leave them.
         amax_history_len: the new length, at least 1, which the recipe has to have too.
 
     Returns:
@@ -48,27 +47,32 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
         TypeError: the length is not an int.
     """
     DelayedScaling(amax_history_len=amax_history_len)  # the rule of lengths
+
+    def resized(history, scale, axis):
+        return _resize(history, amax_history_len, axis), scale
+
+    return _map_quantizers("resize_history", _state_tree.flatten(tree), resized)
+
+
+def _map_quantizers(where, flat, function):
+    """Return a tree in which `function(history, scale, slot_axis)` replaces history and
+    scale of each quantizer.
+    """
     # Without this check a tree without histories would come back unchanged, and the
     # error would come from the model.
-    flat = _state_tree.flatten(tree)
-    axes = {}
-    for i, path in enumerate(flat.paths):
-        if path and path[-1].endswith(_HISTORY):
-            axes[i] = -1
-    if not axes:
+    if not flat.quantizers:
         raise ValueError(
-            "resize_history: tree: expected arrays named ..._amax_history or "
-            ".amax_history, got a tree without any; pass the variables, or the state "
-            "of delayed scaling"
+            f"{where}: tree: expected amax_history and scale side by side, got a tree "
+            "without them; pass the variables, or the state of delayed scaling"
         )
+    values = {}
     for quantizer in flat.quantizers:
-        pair = [flat.leaves[i] for i in quantizer.positions()]
-        axes[quantizer.amax_history] = _state_tree.slot_axis(
-            f"resize_history: tree: {quantizer.name}", *pair
-        )
-    return flat.replace(
-        {i: _resize(flat.leaves[i], amax_history_len, axis) for i, axis in axes.items()}
-    )
+        positions = quantizer.positions()
+        pair = [jnp.asarray(flat.leaves[i]) for i in positions]
+        # Transforms stack state along any axis, so the slots need not be last.
+        axis = _state_tree.slot_axis(f"{where}: tree: {quantizer.name}", *pair)
+        values |= zip(positions, function(*pair, axis), strict=True)
+    return flat.replace(values)
 
 
 def _resize(history, length, axis=-1):
@@ -107,16 +111,15 @@ def merge_state(
         TypeError: an argument is not a dict, or a leaf is not a floating array.
     """
     where = "merge_state"
+    flats = []
     for name, value in (("variables", variables), ("restored", restored)):
         if not isinstance(value, Mapping):
             raise TypeError(
                 f"{where}: {name}: expected a dict of variables, got "
                 f"{type(value).__name__}"
             )
-        if (
-            OVERWRITE_WITH_GRADIENT not in value
-            and _state_tree.flatten(value).quantizers
-        ):
+        flat = _state_tree.flatten(unstack_state(value))
+        if OVERWRITE_WITH_GRADIENT not in value and flat.quantizers:
             raise ValueError(
                 f"{where}: {name}: expected FP8 state in the collection "
                 f"{OVERWRITE_WITH_GRADIENT} of Linen, got it beside the parameters, "
@@ -124,89 +127,70 @@ def merge_state(
                 "resize_history(restored, amax_history_len) if histories have another "
                 "length"
             )
-    _check_widths(where, variables, restored)
-    # Begin with the state of the model, and put the checkpoint's state in its place,
-    # module by module.
-    merged, old = (
-        _tree.modules_of(where, tree.get(OVERWRITE_WITH_GRADIENT, {}))
-        for tree in (variables, restored)
-    )
-    for path, module in old.items():
-        initial = merged.get(path, {})
-        for name, leaf in sorted(module.items()):
-            place = f"{where}: restored: {_tree.at(path, name)}"
-            missing = _other_half(name)
-            if missing in initial and missing not in module:
-                raise ValueError(
-                    f"{place}: expected {missing} "
-                    f"beside it, got {sorted(module)}; a scale belongs to its "
-                    "history: restore both, or drop both to begin with the model's"
-                )
-            if name in initial:
-                initial[name] = _fit(place, name, initial[name], leaf)
-            # Counters, which releases until 0.2 had, are left out; any other state
-            # without a place is an error.
-            elif not (
-                name.endswith("_counters")
-                and name.replace("_counters", f"_{_HISTORY}") in module
-            ):
-                way_out = "state of Flax goes through from_flax"
-                if any(part.startswith("TEWrapper_dot_general_") for part in path):
-                    way_out = TRANSFORMER_ENGINE_BY_HAND
-                raise ValueError(
-                    f"{place}: the model has no "
-                    f"such state, it has {sorted(map(_tree.at, merged))}; {way_out}; "
-                    "drop from the checkpoint modules that the model no longer has in "
-                    "FP8"
-                )
-    state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
-    # The checkpoint's collections replace those of the model; state was merged above
-    # and replaces both.
-    return {**variables, **restored, **state}
-
-
-def _check_widths(where, variables, restored):
-    """Raise a ValueError for a parameter of the checkpoint that the model has in
-    another shape.
-    """
-    needed, given = (
-        traverse_util.flatten_dict(dict(tree.get("params", {})))
-        for tree in (variables, restored)
-    )
-    for path, leaf in given.items():
-        shape = getattr(leaf, "shape", None)
-        expected = getattr(needed.get(path), "shape", shape)
-        if shape is not None and shape != expected:
-            raise ValueError(
-                f"{where}: restored: params/{_tree.at(path)}: expected the model's "
-                f"shape {tuple(expected)}, got {tuple(shape)}; give the variables of "
-                "a model as wide as that of the checkpoint"
-            )
-
-
-def _other_half(name):
-    """Return the name of the scale of a history, or of the history of a scale."""
-    if name.endswith(_HISTORY):
-        return f"{name.removesuffix(_HISTORY)}scale"
-    return f"{name.removesuffix('scale')}{_HISTORY}"
-
-
-def _fit(place, name, initial, leaf):
-    if leaf.dtype != initial.dtype:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"{place}: expected a floating dtype, got {leaf.dtype}")
-        leaf = leaf.astype(initial.dtype)
-    # Only the length of a history may differ.
-    is_history = name.endswith(_HISTORY)
-    if is_history and leaf.shape[:-1] == initial.shape[:-1] and leaf.shape[-1:] != (0,):
-        return leaf if leaf.shape == initial.shape else _resize(leaf, initial.shape[-1])
-    if leaf.shape != initial.shape:
-        raise ValueError(
-            f"{place}: expected shape {tuple(initial.shape)}"
-            f"{' up to the history length' if is_history else ''}, got "
-            f"{tuple(leaf.shape)}"
+        flats.append(flat)
+    model, given = flats[0], flats[1].by_path()
+    for quantizer in model.quantizers:
+        has_history, has_scale = (
+            model.paths[i] in given for i in quantizer.positions()
         )
-    return leaf
+        if has_history != has_scale:
+            raise ValueError(
+                f"{where}: restored: {quantizer.name}: expected its amax_history and "
+                "its scale, got one of them; restore both, or drop both to begin with "
+                "the model's"
+            )
+    # The checkpoint's state takes the place of the model's, leaf by leaf; its other
+    # collections replace those of the model.
+    positions = {path: i for i, path in enumerate(model.paths)}
+    fitted = {}
+    for path, leaf in given.items():
+        place = f"{where}: restored: {at(path)}"
+        if path in positions:
+            i = positions[path]
+            fitted[i] = _fit(place, path, model.leaves[i], leaf)
+        elif path[0] == OVERWRITE_WITH_GRADIENT and not _is_counters(path, given):
+            modules = {at(p[1:-1]) for p in positions if p[0] == path[0]}
+            way_out = "state of Flax goes through from_flax"
+            if "/TEWrapper_dot_general_" in at(path):
+                way_out = TRANSFORMER_ENGINE_BY_HAND
+            raise ValueError(
+                f"{place}: the model has no such state, it has {sorted(modules)}; "
+                f"{way_out}; drop from the checkpoint modules that the model no longer "
+                "has in FP8"
+            )
+    merged = {**variables, **restored}
+    if OVERWRITE_WITH_GRADIENT in variables:
+        collections = core.unfreeze(model.replace(fitted))
+        merged[OVERWRITE_WITH_GRADIENT] = collections[OVERWRITE_WITH_GRADIENT]
+    return merged
+
+
+def _is_counters(path, given) -> bool:
+    """Tell whether a leaf is counters of a quantizer, which releases until 0.2 had."""
+    history = path[-1].replace("_counters", f"_{_HISTORY}")
+    return path[-1].endswith("_counters") and (*path[:-1], history) in given
+
+
+def _fit(place, path, initial, leaf):
+    """Return a leaf of the checkpoint that has the shape of the model's; state also has
+    its dtype, and its length of histories.
+    """
+    is_state = path[0] == OVERWRITE_WITH_GRADIENT
+    if is_state:
+        leaf = as_dtype(place, leaf, initial.dtype)
+    elif path[0] != "params" or not hasattr(leaf, "shape"):
+        return leaf
+    if leaf.shape == initial.shape:
+        return leaf
+    is_history = is_state and path[-1].endswith(_HISTORY)
+    if is_history and leaf.shape[:-1] == initial.shape[:-1] and leaf.size:
+        return _resize(leaf, initial.shape[-1])
+    raise ValueError(
+        f"{place}: expected the model's shape {tuple(initial.shape)}"
+        f"{' up to the history length' if is_history else ''}, got "
+        f"{tuple(leaf.shape)}; give the variables of a model as wide as that of the "
+        "checkpoint"
+    )
 
 
 def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
@@ -236,25 +220,14 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
             `jit`.
     """
     flat = _state_tree.flatten(tree)
-    if not flat.quantizers:
-        raise ValueError(
-            "reset_state: tree: expected amax_history and scale side by side, got a "
-            "tree without them; pass the variables, or the state of delayed scaling"
-        )
     if below_zero := _below_zero.describe(flat):
         _warnings.warn(f"reset_state: tree: {below_zero}", FP8StateWarning)
-    values = {}
-    for quantizer in flat.quantizers:
-        positions = quantizer.positions()
-        history, scale = leaves = [jnp.asarray(flat.leaves[i]) for i in positions]
-        # Transforms stack state along any axis, so the slots need not be last.
-        axis = _state_tree.slot_axis(f"reset_state: tree: {quantizer.name}", *leaves)
+
+    def reset(history, scale, axis):
         # One slot below zero gives its whole row a NaN scale, so the row is reset as a
         # whole.
-        is_bad = jnp.any(
-            _scaling.below_zero(history), axis, keepdims=True
-        ) | _scaling.below_zero(scale)
-        for position, leaf, initial in zip(positions, leaves, (0, 1), strict=True):
-            value = jnp.full_like(leaf, initial)
-            values[position] = jnp.where(is_bad, value, leaf) if only_bad else value
-    return flat.replace(values)
+        is_reset = jnp.any(_scaling.below_zero(history), axis, keepdims=True)
+        is_reset |= _scaling.below_zero(scale) | (not only_bad)
+        return jnp.where(is_reset, 0, history), jnp.where(is_reset, 1, scale)
+
+    return _map_quantizers("reset_state", flat, reset)

@@ -4,13 +4,19 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+from flax import traverse_util
+
 from ..ops import _checks
-from ..recipes import OVERWRITE_WITH_GRADIENT
-from . import _tree
+from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
+from ..train import unstack_state
+from ._tree import Path, as_dtype, at
 
 _MODULE = "Fp8DotGeneral"
 _FLAX = ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")
 _FNUZ_MODULE = "NANOOFp8DotGeneralOp"
+_OPERANDS = ("input", "kernel", "output_grad")
+_STATE = re.compile("(input|kernel|output_grad)_(amax_history|scale)")
 
 
 def from_flax(
@@ -97,57 +103,68 @@ def _convert(where, variables, classes, swapped):
         )
     # Variables without the collection of state are that collection itself.
     state = variables.get(OVERWRITE_WITH_GRADIENT, variables)
-    modules = _tree.modules_of(where, state)
-    if all(_tree.STATE.isdisjoint(module) for module in modules.values()):
+    leaves = traverse_util.flatten_dict(unstack_state(state))
+    products = {path[:-1] for path in leaves if _STATE.fullmatch(path[-1])}
+    if not products:
         raise ValueError(
             f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} "
             f"with FP8 state, or such a collection itself, got {sorted(variables)}"
         )
-    converted: _tree.Modules = {}
+    # 1. Move the state; in modules whose einsum exchanges its operands x and kernel are
+    #    exchanged.
+    moved = {}
     unused = set(swapped)
-    for path, module in modules.items():
-        # Leaves that are no state stay where they are.
-        rest = {name: x for name, x in module.items() if name not in _tree.STATE}
-        _insert(where, converted, path, rest)
-        if _tree.STATE.isdisjoint(module):
-            continue
-        # Modules whose einsum exchanges its operands have x and kernel exchanged.
-        matching = {each for each in swapped if re.fullmatch(each, _tree.at(path))}
+    for product in products:
+        matching = {each for each in swapped if re.fullmatch(each, at(product))}
         unused -= matching
-        operands = ("kernel", "input", "output_grad") if matching else _tree.OPERANDS
-        leaves = {}
-        for operand, name in zip(operands, _tree.OPERANDS, strict=True):
-            history, scale = _tree.quantizer(where, path, module, name)
-            leaves |= {f"{operand}_amax_history": history, f"{operand}_scale": scale}
-        _insert(where, converted, _renamed(where, path, classes), leaves)
+        operands = ("kernel", "input", "output_grad") if matching else _OPERANDS
+        renamed = _renamed(where, product, classes)
+        moved |= _moved(where, leaves, product, renamed, operands)
     # A pattern that matches nothing is a typo: x and the kernel of that einsum would
     # have each other's state.
     if unused:
-        paths = sorted(map(_tree.at, modules))
         raise ValueError(
-            f"{where}: swapped: {sorted(unused)} match no module; there are {paths}"
+            f"{where}: swapped: {sorted(unused)} match no module with FP8 state; there "
+            f"are {sorted(map(at, products))}"
         )
-    collection = _tree.nested(converted)
+    # 2. Leaves that are no state stay where they are.
+    converted = {}
+    for path, leaf in leaves.items():
+        path, leaf = moved.get(path, (path, leaf))
+        if path in converted:
+            raise ValueError(
+                f"{where}: {at(path)}: two quantizers would get this name; rename one "
+                "module first"
+            )
+        converted[path] = leaf
+    collection = traverse_util.unflatten_dict(converted)
     if state is variables:
         return collection
     return {**variables, OVERWRITE_WITH_GRADIENT: collection}
 
 
-def _insert(where: str, modules: _tree.Modules, path: _tree.Path, module: dict) -> None:
-    """Add leaves to the module at `path`; raise a ValueError where a name is there
-    already.
+def _moved(where, leaves, product: Path, renamed: Path, operands) -> dict:
+    """Return for each leaf of a product, by its path, its next path and the leaf in
+    float32; `operands` are the next names of the operands.
     """
-    leaves = modules.setdefault(path, {})
-    for name in module:
-        if name in leaves:
-            raise ValueError(
-                f"{where}: {_tree.at(path, name)}: two quantizers would get this name; "
-                "rename one module first"
-            )
-    leaves.update(module)
+    moved = {}
+    for old, new in zip(_OPERANDS, operands, strict=True):
+        pair = []
+        for name in ("amax_history", "scale"):
+            path = (*product, f"{old}_{name}")
+            if path not in leaves:
+                raise ValueError(
+                    f"{where}: {at(path)}: missing beside the other state; drop the "
+                    "module from the tree to start it with empty state"
+                )
+            leaf = as_dtype(f"{where}: {at(path)}", leaves[path], jnp.float32)
+            pair.append(leaf)
+            moved[path] = (*renamed, f"{new}_{name}"), leaf
+        _state_tree.slot_axis(f"{where}: {at((*product, old))}", *pair)
+    return moved
 
 
-def _renamed(where, path: _tree.Path, classes) -> _tree.Path:
+def _renamed(where, path: Path, classes) -> Path:
     # Flax names a module after its class unless the user has; names of users are the
     # same in both libraries.
     if not path:
@@ -155,7 +172,7 @@ def _renamed(where, path: _tree.Path, classes) -> _tree.Path:
     name, number = re.fullmatch(r"(.*?)(_\d+)?", path[-1]).groups(default="")
     if name == _FNUZ_MODULE:
         raise ValueError(
-            f"{where}: {_tree.at(path)}: expected state of float8_e4m3fn and "
+            f"{where}: {at(path)}: expected state of float8_e4m3fn and "
             "float8_e5m2, got NANOO state, whose scales refer to float8_e4m3fnuz "
             "(largest value 240); drop the module from the tree to start it with "
             "empty state"

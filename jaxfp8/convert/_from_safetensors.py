@@ -78,9 +78,10 @@ def from_safetensors(
     find = Names(where, names)
     new = {}
     # 1. The codes of frozen kernels.
-    for product, kernel, _, old in take_products(leaves):
-        arrays = _frozen_kernel(kernel, find(kernel), old, tensors)
-        new |= {(*product, name): array for name, array in arrays.items()}
+    for product in take_products(leaves):
+        templates = find(product.kernel)
+        arrays = _frozen_kernel(product.kernel, templates, product.arrays, tensors)
+        new |= {(*product.path, name): array for name, array in arrays.items()}
     # 2. All others, in the dtypes of the model.
     for path_, leaf in leaves.items():
         if isinstance(leaf, _frozen.Placeholder):
@@ -100,13 +101,8 @@ def _master(path: Path, templates: tuple[Template, ...], leaf, tensors) -> jax.A
         decoded = [part.decode() for part in parts]
         whole = np.concatenate(decoded) if parts[1:] else decoded[0]
         if path[-1] == _frozen.KERNEL:
-            needed = shape[::-1] if len(shape) == 2 else "[out, in]"
-            _check_shape(path, name, whole, needed, _fits(whole.T, shape))
             whole = whole.T
-        else:
-            is_flat = path[-1] == "bias" and whole.shape == (math.prod(shape),)
-            _check_shape(path, name, whole, shape, is_flat or whole.shape == shape)
-        values[index] = whole.reshape(shape)
+        values[index] = _reshaped(path, name, whole, shape)
     return _placed(values.astype(leaf.dtype), leaf)
 
 
@@ -131,8 +127,7 @@ def _frozen_kernel(
                     "load a model that is not frozen",
                 )
         data = np.concatenate([part.data for part in parts])
-        _check_shape(path, name, data, "[out, in]", _fits(data, shape))
-        new[_frozen.KERNEL][index] = data.reshape(shape)
+        new[_frozen.KERNEL][index] = _reshaped(path, name, data, shape)
         new[_frozen.KERNEL_SCALE_INV][index] = _scales(
             path, name, parts, scale_inv, scale_inv.shape[len(index) :]
         )
@@ -160,19 +155,16 @@ def _parts(path, templates: tuple[Template, ...], leaf, tensors) -> Iterator[tup
 
 def _input_scale_inv(path, name, parts: list[StoredTensor]) -> np.float32:
     """Return the fixed scale of the input that all parts of a frozen kernel have."""
-    inputs = {
-        None if part.input_scale_inv is None else float(part.input_scale_inv[0])
-        for part in parts
-    }
-    if len(inputs) > 1 or None in inputs:
+    inputs = [part.input_scale_inv for part in parts]
+    if any(x is None for x in inputs) or len(np.unique(inputs)) > 1:
         raise _error(
             path,
             name,
             "one fixed scale of the input, as the model has",
-            f"{sorted(map(str, inputs))}",
+            f"{inputs}",
             "freeze a model with Float8CurrentScaling",
         )
-    return np.float32(inputs.pop())
+    return inputs[0][0]
 
 
 def _scales(path, name, parts: list[StoredTensor], scale_inv, shape) -> np.ndarray:
@@ -219,22 +211,25 @@ def _tensor(path: Path, name: str, tensors: dict[str, StoredTensor]) -> StoredTe
     return tensor
 
 
-def _fits(array, shape) -> bool:
-    """Tell whether a matrix is an array of this shape with its first and its last
-    dimensions merged.
+def _reshaped(path: Path, name: str, array: np.ndarray, shape) -> np.ndarray:
+    """Return an array of the file in the shape that the model has; a matrix may have
+    its first and its last dimensions merged.
     """
     splits = range(len(shape) + 1)
-    return array.ndim == 2 and any(
-        array.shape == (math.prod(shape[:i]), math.prod(shape[i:])) for i in splits
-    )
-
-
-def _check_shape(path, name, array, needed, is_right: bool) -> None:
-    if not is_right:
-        needed = needed if isinstance(needed, str) else list(needed)
-        needed = f"shape {needed} for the model's"
-        got = f"{list(array.shape)}"
-        raise _error(path, name, needed, got, "check the model's sizes")
+    shapes = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in splits]
+    shapes.append(shape)
+    if path[-1] == "bias":
+        shapes.append((math.prod(shape),))
+    if array.shape not in shapes:
+        raise _error(
+            path,
+            name,
+            f"shape {list(shape)}, or a matrix of it",
+            f"{list(array.shape)}",
+            "check the model's sizes; a kernel is [out, in] in the file, and was "
+            "transposed unless it is frozen",
+        )
+    return array.reshape(shape)
 
 
 def _error(path: Path, name: str, needed: str, got: str, advice: str) -> ValueError:
@@ -262,21 +257,22 @@ def _with_leaves(variables, leaves: dict[Path, jax.Array]):
     flat = _state_tree.flatten(
         nnx.state(variables) if is_module else dict(core.unfreeze(variables))
     )
-    shapes = {}
-    for i, leaf in enumerate(flat.leaves):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            shapes[i] = leaf
     new = {}
     for quantizer in flat.quantizers:
         for i, value in zip(quantizer.positions(), (0, 1), strict=True):
-            if i in shapes:
-                array = np.full(shapes[i].shape, value, shapes[i].dtype)
-                new[i] = _placed(array, shapes[i])
+            leaf = flat.leaves[i]
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                new[i] = _placed(np.full(leaf.shape, value, leaf.dtype), leaf)
     for i, path in enumerate(flat.paths):
         key = path[1:] if path[0] == "params" and not is_module else path
         if key in leaves:
             new[i] = leaves[key]
-    left = [flat.name(i) for i in shapes if i not in new]
+    missing = set(range(len(flat.leaves))) - new.keys()
+    left = [
+        flat.name(i)
+        for i in sorted(missing)
+        if isinstance(flat.leaves[i], jax.ShapeDtypeStruct)
+    ]
     if left:
         raise ValueError(
             f"from_safetensors: variables: {some(left, 4)}: expected arrays where no "

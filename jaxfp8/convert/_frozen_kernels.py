@@ -8,7 +8,7 @@ config that tells them so.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,176 +145,138 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
     return leaves
 
 
-@dataclasses.dataclass(frozen=True)
-class FP8Kernel:
-    """An FP8 kernel of a frozen model; the kernels of stacked layers are one FP8Kernel.
+class Product(NamedTuple):
+    """A frozen product of a model; the products of stacked layers are one.
 
     Attributes:
-        path: the path of the layer, then "kernel"; the path of the product, then
-            "kernel", where the layer has no placeholder.
+        path: the path of the product.
+        kernel: the path of its kernel, in the layer; in the product where the layer has
+            no placeholder.
         placeholder: the placeholder of the kernel, or None where the kernel was kept.
-        codes: the codes of the kernel `[*stacked, *out, *in]`.
-        scale_inv: their scales.
-        input_scale_inv: the fixed scale of the input; None for an input that is scaled
-            when it arrives.
+        arrays: by name, None for what is not there: codes `[*stacked, *out, *in]`,
+            their scales, and the fixed scales of the input.
     """
 
     path: Path
+    kernel: Path
     placeholder: Any
-    codes: np.ndarray
-    scale_inv: np.ndarray
-    input_scale_inv: np.ndarray | None
-
-    def matrices(self, layout: str, stacked: int, parts: int) -> Iterator[tuple]:
-        """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each
-        stacked kernel and part of its rows.
-
-        Args:
-            layout: the layout in `LAYOUTS` that the scales must have.
-            stacked: how many leading dimensions count stacked kernels.
-            parts: the number of equal parts into which the rows are divided.
-
-        Raises:
-            ValueError: see `to_safetensors`.
-        """
-        scale, input_scale = self.scale_inv, self.input_scale_inv
-        n, k = self._matrix_shape(stacked)
-        self._check_layout(stacked, n, k, layout)
-        block = LAYOUTS[layout].block
-        # otherwise one row of scales holds for all parts
-        is_divided = block is not None and n > block[0]
-        if n % parts or (is_divided and parts > 1 and (n // parts) % block[0]):
-            raise self._error(
-                f"rows that divide into {parts} parts, of whole blocks {block}",
-                f"{n} rows",
-                "write it under one name",
-            )
-        self._check_numbers()
-        lead = scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))
-        for index in np.ndindex(self.codes.shape[:stacked]):
-            matrices = np.split(self.codes[index].reshape(n, k), parts)
-            inputs = None if input_scale is None else input_scale[index[:lead]]
-            one = scale[index[:lead]]
-            if one.itemsize == 1:  # E8M0 is stored as its codes
-                one = one.view(np.uint8)
-            scales = np.split(one, parts) if is_divided else [one] * parts
-            for part, pair in enumerate(zip(matrices, scales, strict=True)):
-                yield index, part, *pair, inputs
-
-    def _matrix_shape(self, stacked) -> tuple[int, int]:
-        """Return `(rows, columns)` of each kernel: the sizes of outputs and inputs."""
-        shape = self.codes.shape
-        codes = shape[stacked:]
-        kernel = getattr(self.placeholder, "shape", None)
-        counts = []
-        if kernel is not None:  # a placeholder of NNX has no stacked dimensions
-            kernel = shape[: len(shape) - len(kernel)] + kernel
-        if kernel is None or kernel[:stacked] == shape[:stacked]:
-            if len(codes) == 2:
-                return codes
-            # A kernel of Flax is `[*in, *out]`.
-            splits = range(1, len(codes)) if kernel else ()
-            counts = [i for i in splits if kernel[stacked:] == codes[-i:] + codes[:-i]]
-        if len(counts) != 1:
-            raise self._error(
-                "a matrix, or a kernel [*inputs, *outputs]",
-                f"codes {shape} of a kernel "
-                f"{'that was kept' if kernel is None else kernel}",
-                "where kernels are stacked, stack along the first dimension and write "
-                "{} in the name",
-            )
-        return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
-
-    def _check_layout(self, stacked, n, k, layout) -> None:
-        """Raise a ValueError unless scales, codes and k are as the layout needs
-        them.
-        """
-        codes, scale = self.codes, self.scale_inv
-
-        def fits(layout):
-            shape = layout.scale_shape(n, k)
-            leading = scale.ndim - len(shape)
-            # a scale for a whole tensor may hold for several stacked kernels
-            least = 0 if layout.block is None else stacked
-            if scale.dtype != layout.dtype or not least <= leading <= stacked:
-                return False
-            return scale.shape == codes.shape[:leading] + shape
-
-        fitting = [name for name in LAYOUTS if fits(LAYOUTS[name])]
-        if layout not in fitting:
-            advice = "no layout has such scales"
-            if fitting:
-                advice = f"write layout {' or '.join(map(repr, fitting))}"
-            raise self._error(
-                f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
-                f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}",
-                advice,
-            )
-        if codes.dtype != E4M3.dtype:
-            raise self._error(
-                "codes in float8_e4m3fn",
-                f"{codes.dtype}",
-                "loaders take no other; train with E4M3 or HYBRID",
-            )
-        if layout == "mxfp8" and k % 32:
-            raise self._error(
-                "inputs that are a multiple of 32",
-                f"{k}",
-                "loaders take no part of a block",
-            )
-
-    def _check_numbers(self) -> None:
-        """Raise a ValueError for NaN codes, and for scales that are not positive and
-        finite.
-        """
-        is_bad = np.any(self.codes.view(np.uint8) & 127 == 127)
-        for scales in jax.tree.leaves((self.scale_inv, self.input_scale_inv)):
-            scales = scales.astype(np.float32)
-            is_bad |= not np.all(np.isfinite(scales) & (scales > 0))
-        if is_bad:
-            raise self._error(
-                "finite codes and scales",
-                "NaN",
-                "repair the parameters, and freeze again",
-            )
-
-    def _error(self, needed: str, got: str, advice: str) -> ValueError:
-        return ValueError(
-            f"to_safetensors: {at(self.path)}: expected {needed}, got {got}; {advice}"
-        )
+    arrays: dict[str, Any]
 
 
-def take_products(leaves: dict[Path, Any]) -> Iterator[tuple]:
-    """Remove the frozen products from parameters by path, and yield `(product, kernel,
-    placeholder, arrays by name)`: the paths of both, and None for what is not there.
-    """
-    for *product, last in list(leaves):
+def take_products(leaves: dict[Path, Any]) -> Iterator[Product]:
+    """Remove the frozen products from parameters by path, and yield them."""
+    for *path, last in list(leaves):
         if last == _frozen.KERNEL_SCALE_INV:
-            arrays = {name: leaves.pop((*product, name), None) for name in _ARRAYS}
-            kernel = (*product[:-1], _frozen.KERNEL)
+            arrays = {name: leaves.pop((*path, name), None) for name in _ARRAYS}
+            kernel = (*path[:-1], _frozen.KERNEL)
             placeholder = leaves.get(kernel)
             if not isinstance(placeholder, _frozen.Placeholder):
-                kernel, placeholder = (*product, _frozen.KERNEL), None
-            yield product, kernel, placeholder, arrays
+                kernel, placeholder = (*path, _frozen.KERNEL), None
+            yield Product(tuple(path), kernel, placeholder, arrays)
 
 
-def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
-    """Remove the frozen products and placeholders from parameters by path, and return
-    the products.
+def matrices(
+    product: Product, layout: str, stacked: int, parts: int
+) -> Iterator[tuple]:
+    """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each stacked
+    kernel of a product and part of its rows.
+
+    Args:
+        product: a product of `take_products`.
+        layout: the layout in `LAYOUTS` that the scales must have.
+        stacked: how many leading dimensions count stacked kernels.
+        parts: the number of equal parts into which the rows are divided.
 
     Raises:
-        ValueError: the parameters hold no frozen product.
+        ValueError: see `to_safetensors`.
     """
-    kernels = []
-    for _, path, placeholder, arrays in take_products(leaves):
-        codes, scale_inv, input_scale_inv, _ = jax.device_get(list(arrays.values()))
-        kernels.append(FP8Kernel(path, placeholder, codes, scale_inv, input_scale_inv))
-    for path, leaf in list(leaves.items()):
-        if isinstance(leaf, _frozen.Placeholder):
-            del leaves[path]
-    if not kernels:
-        raise ValueError(
-            "to_safetensors: frozen: expected the variables, or the NNX model, that "
-            "jaxfp8.freeze gave, found no frozen product in it"
+    codes, scale, input_scale, _ = jax.device_get(list(product.arrays.values()))
+    n, k = _matrix_shape(product, stacked)
+    lead = scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))
+    _check_layout(product, stacked, n, k, layout)
+    block = LAYOUTS[layout].block
+    # otherwise one row of scales holds for all parts
+    is_divided = block is not None and n > block[0]
+    if n % parts or (is_divided and parts > 1 and (n // parts) % block[0]):
+        raise _error(
+            product,
+            f"rows that divide into {parts} parts, of whole blocks {block}",
+            f"{n} rows",
+            "write it under one name",
         )
-    return kernels
+    is_bad = np.any(codes.view(np.uint8) & 127 == 127)
+    for scales in jax.tree.leaves((scale, input_scale)):
+        scales = scales.astype(np.float32)
+        is_bad |= not np.all(np.isfinite(scales) & (scales > 0))
+    if is_bad:
+        advice = "repair the parameters, and freeze again"
+        raise _error(product, "finite codes and scales", "NaN", advice)
+    for index in np.ndindex(codes.shape[:stacked]):
+        rows = np.split(codes[index].reshape(n, k), parts)
+        inputs = None if input_scale is None else input_scale[index[:lead]]
+        one = scale[index[:lead]]
+        if one.itemsize == 1:  # E8M0 is stored as its codes
+            one = one.view(np.uint8)
+        scales = np.split(one, parts) if is_divided else [one] * parts
+        for part, pair in enumerate(zip(rows, scales, strict=True)):
+            yield index, part, *pair, inputs
+
+
+def _matrix_shape(product, stacked) -> tuple[int, int]:
+    """Return `(rows, columns)` of each kernel: the sizes of outputs and inputs."""
+    shape = product.arrays[_frozen.KERNEL].shape
+    codes = shape[stacked:]
+    kernel = getattr(product.placeholder, "shape", None)
+    counts = []
+    if kernel is not None:  # a placeholder of NNX has no stacked dimensions
+        kernel = shape[: len(shape) - len(kernel)] + kernel
+    if kernel is None or kernel[:stacked] == shape[:stacked]:
+        if len(codes) == 2:
+            return codes
+        # A kernel of Flax is `[*in, *out]`.
+        splits = range(1, len(codes)) if kernel else ()
+        counts = [i for i in splits if kernel[stacked:] == codes[-i:] + codes[:-i]]
+    if len(counts) != 1:
+        raise _error(
+            product,
+            "a matrix, or a kernel [*inputs, *outputs]",
+            f"codes {shape} of a kernel {kernel or 'that was kept'}",
+            "where kernels are stacked, stack along the first dimension and write {} "
+            "in the name",
+        )
+    return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
+
+
+def _check_layout(product, stacked, n, k, layout) -> None:
+    """Raise a ValueError unless scales, codes and k are as the layout needs them."""
+    codes, scale, *_ = product.arrays.values()
+
+    def fits(name):
+        # a scale for a whole tensor may hold for several stacked kernels
+        least = 0 if LAYOUTS[name].block is None else stacked
+        shape = LAYOUTS[name].scale_shape(n, k)
+        shapes = [codes.shape[:lead] + shape for lead in range(least, stacked + 1)]
+        return scale.dtype == LAYOUTS[name].dtype and scale.shape in shapes
+
+    fitting = list(filter(fits, LAYOUTS))
+    if layout not in fitting:
+        advice = "no layout has such scales"
+        if fitting:
+            advice = f"write layout {' or '.join(map(repr, fitting))}"
+        raise _error(
+            product,
+            f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
+            f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}",
+            advice,
+        )
+    if codes.dtype != E4M3.dtype:
+        advice = "loaders take no other; train with E4M3 or HYBRID"
+        raise _error(product, "codes in float8_e4m3fn", f"{codes.dtype}", advice)
+    if layout == "mxfp8" and k % 32:
+        advice = "loaders take no part of a block"
+        raise _error(product, "inputs that are a multiple of 32", f"{k}", advice)
+
+
+def _error(product, needed: str, got: str, advice: str) -> ValueError:
+    where = f"to_safetensors: {at(product.kernel)}"
+    return ValueError(f"{where}: expected {needed}, got {got}; {advice}")

@@ -3,6 +3,7 @@ parameters of a model have there.
 """
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -42,10 +43,6 @@ _WEIGHTS = ("kernel", "embedding", "scale")
 # A name: the texts between the places of an index.
 Template = tuple[str, ...]
 Name = str | tuple[str, ...] | None
-# A tensor in the header of a file: its name, dtype and shape.
-Entry = tuple[str, str, list[int]]
-# How often a file is read while others replace it.
-_TRIES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +107,9 @@ def read_safetensors(
 
     Raises:
         ValueError: the file is not in the safetensors format (tensors overlap, gaps),
-            or is cut off, or is replaced again and again while it is read; a dtype is
-            unknown; scales fit none of the layouts above; or two files have a tensor of
-            one name. The message has the file's name, and the tensor's where it is
-            about one.
-        ImportError: the package safetensors is not installed.
+            or is cut off; a dtype is unknown; scales fit none of the layouts above; or
+            two files have a tensor of one name. The message has the file's name, and
+            the tensor's where it is about one.
 
     References:
         The format: https://huggingface.co/docs/safetensors, "Format".
@@ -144,68 +139,40 @@ def read_safetensors(
 
 
 def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return the tensors of one file, scales among them; safetensors has checked that
-    they fill it without gaps.
-    """
-    safetensors = package("read_safetensors")
-    for _ in range(_TRIES):
-        with open(path, "rb") as file:
-            entries = _checked_entries(safetensors, where, path)
-            # Another file may have had the path: the open one has to be the one that
-            # was checked.
-            if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                continue
-            # safetensors makes no numpy arrays of FP8 dtypes
-            data = np.asarray(np.memmap(file, np.uint8, "r"))
-        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        return _views(where, data, begin, entries)
-    raise ValueError(
-        f"{where}: expected a file that stays as it is, got one that is being "
-        "replaced; read it later"
-    )
-
-
-def _checked_entries(safetensors, where: str, path: str | os.PathLike) -> list[Entry]:
-    """Return the entries of a file that safetensors has checked, in the order of their
-    data.
-    """
+    """Return the tensors of one file, scales among them."""
     try:
-        with safetensors.safe_open(path, "numpy") as file:
-            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            return [(name, part.get_dtype(), part.get_shape()) for name, part in slices]
-    except safetensors.SafetensorError as error:
+        # safetensors makes no numpy arrays of FP8 dtypes
+        return _tensors_of(np.asarray(np.memmap(path, np.uint8, "r")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{where}: expected a safetensors file that is whole; {error}"
         ) from error
 
 
-def _views(
-    where: str, data: np.ndarray, begin: int, entries: list[Entry]
-) -> dict[str, StoredTensor]:
-    """Return the tensors of a mapped file whose data begins at `begin`."""
+def _tensors_of(data: np.ndarray) -> dict[str, StoredTensor]:
+    """Return the tensors in the bytes of a file, which they fill without gaps."""
+    begin = start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
     tensors = {}
-    for name, dtype, shape in entries:
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = entry["dtype"], entry["shape"]
         if dtype not in DTYPES:
             raise ValueError(
-                f"{where}: {name}: expected a dtype of {sorted(DTYPES)}, got {dtype}"
+                f"{name}: expected a dtype of {sorted(DTYPES)}, got {dtype}"
             )
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
+        offsets = [begin - start, end - start]
+        if entry["data_offsets"] != offsets:
+            raise ValueError(
+                f"{name}: expected its data at {offsets}, got {entry['data_offsets']}"
+            )
         values = data[begin:end].view(DTYPES[dtype]).reshape(shape)
         tensors[name] = StoredTensor(values, dtype)
         begin = end
+    if begin != len(data):
+        raise ValueError(f"expected {begin} bytes, got {len(data)}")
     return tensors
-
-
-def package(function: str):
-    """Import safetensors, which is no dependency."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            f"{function}: needs the package safetensors; install it: pip install "
-            "'jaxfp8[safetensors]'"
-        ) from error
-    return safetensors
 
 
 def _with_scales(where, name, weight, tensors):

@@ -8,9 +8,16 @@ import jax
 import numpy as np
 
 from .._jax import _files
+from ..dot import _frozen
 from ..ops import _checks
-from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
-from ._read_safetensors import DTYPES, Names, Template, filled, package
+from ._frozen_kernels import (
+    LAYOUTS,
+    matrices,
+    parameters,
+    quantization_config,
+    take_products,
+)
+from ._read_safetensors import DTYPES, Names, Template, filled
 from ._tree import Path, at
 
 
@@ -70,9 +77,20 @@ def to_safetensors(
         ImportError: the package safetensors is not installed.
     """
     _checks.one_of("to_safetensors", "layout", layout, sorted(LAYOUTS))
-    safetensors = package("to_safetensors")
+    try:
+        import safetensors.numpy  # no dependency
+    except ImportError as error:
+        raise ImportError(
+            "to_safetensors: needs the package safetensors; install it: pip install "
+            "'jaxfp8[safetensors]'"
+        ) from error
     leaves = parameters("to_safetensors: frozen", frozen)
-    kernels = take_fp8_kernels(leaves)
+    products = list(take_products(leaves))
+    if not products:
+        raise ValueError(
+            "to_safetensors: frozen: expected the variables, or the NNX model, that "
+            "jaxfp8.freeze gave, found no frozen product in it"
+        )
     find = Names("to_safetensors", names)
     tensors = {}
     ignored = []
@@ -94,17 +112,20 @@ def to_safetensors(
         tensors[name] = np.ascontiguousarray(array).reshape(array.shape)
 
     # 1. FP8 kernels and their scales.
-    for kernel in kernels:
-        templates = find(kernel.path)
+    for product in products:
+        templates = find(product.kernel)
         if not templates:
             continue
-        fixed.setdefault(kernel.input_scale_inv is not None, at(kernel.path))
-        matrices = kernel.matrices(layout, len(templates[0]) - 1, len(templates))
-        for index, part, codes, scales, input_scale_inv in matrices:
+        is_fixed = product.arrays[_frozen.INPUT_SCALE_INV] is not None
+        fixed.setdefault(is_fixed, at(product.kernel))
+        stacked, parts = len(templates[0]) - 1, len(templates)
+        for index, part, codes, scales, input_scale_inv in matrices(
+            product, layout, stacked, parts
+        ):
             name = filled(templates[part], index)
             if name.rpartition(".")[2] != "weight":
                 raise ValueError(
-                    f"to_safetensors: names: {at(kernel.path)}: expected a name "
+                    f"to_safetensors: names: {at(product.kernel)}: expected a name "
                     f"<module>.weight, got {name!r}"
                 )
             add(name, codes)
@@ -133,7 +154,7 @@ def _arrays(
     path: Path, leaf: Any, templates: tuple[Template, ...]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and arrays of a parameter in high precision."""
-    if not templates:
+    if not templates or isinstance(leaf, _frozen.Placeholder):
         return
     array = np.asarray(jax.device_get(leaf))
     stacked = len(templates[0]) - 1

@@ -6,18 +6,16 @@ from ..train import AppliedTransformation
 from ._adam import adamw
 from ._moments import Moment, SignedMoment, SquaredMoment
 from ._quantized import QuantizedState, dequantize_state, quantize_state, quantized
-from ._shardings import Memory, memory, shardings
+from ._shardings import shardings
 
 __all__ = [
     "AppliedTransformation",
-    "Memory",
     "Moment",
     "QuantizedState",
     "SignedMoment",
     "SquaredMoment",
     "adamw",
     "dequantize_state",
-    "memory",
     "quantize_state",
     "quantized",
     "shardings",

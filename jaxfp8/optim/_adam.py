@@ -3,8 +3,6 @@ parameters.
 """
 
 import functools
-import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +12,6 @@ import optax
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..numerics import _scaling
 from ..train import AppliedTransformation
 from ._moments import block_axis
 from ._quantized import (
@@ -90,26 +87,15 @@ def adamw(
         `optax.ScaleByAdamState`.
 
     Raises:
-        TypeError: `seed` or `min_size` is no int, or another option no number.
-        ValueError: `max_norm` is not positive, or a number is finite and in float32 is
-            not. In `init`, `mask` has another tree than the parameters, or these hold
-            FP8 state: wrap the transformation in `jaxfp8.train.optimizer`. In `apply`
-            and `update`, the state is of another transformation, a gradient has another
-            shape than its parameter, or `params` is None; of `update` it may be if
-            `weight_decay` is the number 0 and there is no mask.
+        TypeError: `seed` or `min_size` is no int.
+        ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than
+            the parameters, or these hold FP8 state: wrap the transformation in
+            `jaxfp8.train.optimizer`. In `apply` and `update`, the state is of another
+            transformation, a gradient has another shape than its parameter, or `params`
+            is None; of `update` it may be if `weight_decay` is the number 0 and there
+            is no mask.
     """
     seed = checked_seed("optim.adamw", seed, min_size)
-    options = {
-        "learning_rate": learning_rate,
-        "b1": b1,
-        "b2": b2,
-        "eps": eps,
-        "eps_root": eps_root,
-        "weight_decay": weight_decay,
-        "max_norm": max_norm,
-    }
-    for name, value in options.items():
-        _check_number(name, value)
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     is_known = max_norm is not None and not isinstance(max_norm, jax.core.Tracer)
@@ -195,22 +181,6 @@ def adamw(
 def _at(value, steps):
     """Return a number, or what a schedule gives after so many steps."""
     return value(steps) if callable(value) else value
-
-
-def _check_number(name, value):
-    """Raise unless an option is a number that float32 can hold, an array or a schedule;
-    `max_norm` may be None.
-    """
-    is_left_out = name == "max_norm" and value is None
-    if is_left_out or callable(value) or hasattr(value, "dtype"):
-        return
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"optim.adamw: {name}: expected a number, got {value!r}")
-    if np.isinf(_scaling.to_float32(value)) and abs(value) != math.inf:
-        raise ValueError(
-            f"optim.adamw: {name}: expected a number that is finite in float32, got "
-            f"{value!r}"
-        )
 
 
 class _Leaf(NamedTuple):

@@ -1,18 +1,12 @@
-"""shardings and memory: where the state of an optimizer lies on a mesh, and how many
-bytes it takes.
-"""
+"""shardings: where the state of an optimizer lies on a mesh."""
 
-import dataclasses
-import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax._table import table
 from ._moments import block_sharding
-from ._quantized import is_moment, leaves
+from ._quantized import is_moment
 
 
 def shardings(opt_state: Any, params: Any) -> Any:
@@ -86,72 +80,3 @@ def _names(path):
     return tuple(
         jax.tree_util.keystr((key,), simple=True) for key in path if key != box
     )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Memory:
-    """The bytes of an optimizer's state; `str` and `repr` give a table of `rows`.
-
-    Attributes:
-        rows: a dict for each kind of leaf, the largest kind first, then a dict for all
-            leaves. `kind` is a class of moments in FP8 or a dtype; `leaves`, `elements`
-            and `bytes` are counts; `bytes_per_parameter` is a float.
-    """
-
-    rows: list[dict[str, Any]]
-
-    def __repr__(self) -> str:
-        head = "bytes per parameter"
-        rows = [row | {head: row["bytes_per_parameter"]} for row in self.rows]
-        return table(rows, ("kind", "leaves", "elements", "bytes", head), ".3f")
-
-
-def memory(opt_state: Any, params: Any) -> Memory:
-    """Add up the bytes of an optimizer's state, by kind.
-
-        print(jaxfp8.optim.memory(opt_state, params))
-
-    Args:
-        opt_state: the state of any optax transformation: arrays, or the shapes and
-            dtypes that `jax.eval_shape` returns. The bytes are those of whole arrays,
-            over all devices.
-        params: the parameters of the optimizer, whose elements are counted.
-
-    Returns:
-        The `Memory`.
-
-    Raises:
-        ValueError: `params` has no elements.
-    """
-    parameters = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
-    if not parameters:
-        raise ValueError(
-            "jaxfp8.optim.memory: params: expected arrays with elements, got none; "
-            "pass the parameters"
-        )
-    # A moment in FP8 counts as one leaf, which has three arrays.
-    by_kind, all_leaves = {}, leaves(opt_state)
-    for leaf in all_leaves:
-        kind = type(leaf).__name__
-        if not is_moment(leaf):
-            kind = jax.numpy.result_type(leaf).name
-        by_kind.setdefault(kind, []).append(leaf)
-    rows = [_row(kind, parameters, group) for kind, group in by_kind.items()]
-    rows.sort(key=lambda row: -row["bytes"])
-    rows.append(_row("all", parameters, all_leaves))
-    return Memory(rows)
-
-
-def _row(kind, parameters, group):
-    elements = size = 0
-    for leaf in group:
-        elements += math.prod(np.shape(leaf.data if is_moment(leaf) else leaf))
-        for x in jax.tree.leaves(leaf):
-            size += math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize
-    return {
-        "kind": kind,
-        "leaves": len(group),
-        "elements": elements,
-        "bytes": size,
-        "bytes_per_parameter": size / parameters,
-    }

@@ -3,7 +3,6 @@
 """
 
 from ._average import average
-from ._cross_entropy import cross_entropy
 from ._optimizer import AppliedTransformation, apply_updates, optimizer
 from ._quantize_params import quantize_params
 from ._sharing import (
@@ -24,7 +23,6 @@ __all__ = [
     "accumulate_gradients",
     "apply_updates",
     "average",
-    "cross_entropy",
     "fork",
     "optimizer",
     "spread",

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._jax._trees import Tree
+from ..ops import _checks
 from ..recipes import _state_tree
 from ._steps import expect_structure
 
@@ -37,9 +38,15 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
     Raises:
         ValueError: the trees differ in structure; `decay` has a shape, or is a number
             outside of 0 to 1.
-        TypeError: `decay` is not a number.
+        TypeError: `decay` is not an array.
     """
-    _check_decay(decay)
+    # The host does not wait for the value of an array.
+    if isinstance(decay, numbers.Real) and not 0 <= decay <= 1:
+        raise ValueError(
+            f"train.average: decay: expected a number from 0 to 1, got {decay!r}"
+        )
+    decay = _checks.array("train.average", "decay", decay)
+    _checks.shape("train.average", "decay", decay, ())
     before = _state_tree.flatten(old)
     after = _state_tree.flatten(new)
     expect_structure(
@@ -54,25 +61,10 @@ def average(old: Tree, new: Tree, decay: ArrayLike) -> Tree:
     return before.replace(values)
 
 
-def _check_decay(decay):
-    is_array = not isinstance(decay, numbers.Real)
-    if is_array and not jnp.issubdtype(getattr(decay, "dtype", bool), np.number):
-        raise TypeError(
-            f"train.average: decay: expected a number from 0 to 1, got {decay!r}"
-        )
-    # The host does not wait for the value of an array.
-    if np.shape(decay) or not (is_array or 0 <= decay <= 1):
-        got = f"shape {np.shape(decay)}" if np.shape(decay) else repr(decay)
-        raise ValueError(
-            f"train.average: decay: expected one number from 0 to 1, got {got}"
-        )
-
-
 def _average(old, new, decay):
     dtype = jnp.result_type(old)
     if not jnp.issubdtype(dtype, jnp.inexact):
         return new
     wide = np.promote_types(dtype, np.float32)  # jnp's raises where promotion is strict
-    decay = jnp.asarray(decay).astype(wide)
-    old, new = (jnp.asarray(x).astype(wide) for x in (old, new))
+    decay, old, new = (jnp.asarray(x).astype(wide) for x in (decay, old, new))
     return (decay * old + (1 - decay) * new).astype(dtype)

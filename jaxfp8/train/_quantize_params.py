@@ -94,19 +94,18 @@ def quantize_params(
             "are kernels; pass a regex of their paths, for example "
             'where=".*/kernel"'
         )
+    # 2. Quantize those that `where` names; other parameters stay.
     names = {i: tree.name(i) for i in states}
-    if where is not None:
-        matching = [i for i, name in names.items() if re.fullmatch(where, name)]
-        states = {i: states[i] for i in matching}
-    if not states:
+    quantized = {}
+    for i, old in states.items():
+        if where is None or re.fullmatch(where, names[i]):
+            quantized[i] = _quantized(quantizer, tree.leaves[i], old, reduce)
+    if not quantized:
         raise ValueError(
             f"quantize_params: where: no kernel matches {where!r} as a whole; paths "
             f"are {some(list(names.values()))}"
         )
-    # 2. Quantize them; other parameters stay.
-    for i, old in states.items():
-        states[i] = _quantized(quantizer, tree.leaves[i], old, reduce)
-    return tree.replace(states)
+    return tree.replace(quantized)
 
 
 def _quantized(quantizer, kernel, state, reduce):

@@ -31,11 +31,8 @@ def by_age(history):
 
 
 def resized(history, length):
-    return np.asarray(
-        convert.resize_history({"input_amax_history": history}, length)[
-            "input_amax_history"
-        ]
-    )
+    pair = {"input_amax_history": history, "input_scale": np.ones(1, np.float32)}
+    return np.asarray(convert.resize_history(pair, length)["input_amax_history"])
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])

@@ -38,8 +38,6 @@ assert_type(
 jaxfp8.dot_general(
     jaxfp8.activated(x, "gelu"), kernel, matmul, recipe=recipe, state=state
 )
-labels = jnp.zeros(4, jnp.int32)
-assert_type(jaxfp8.train.cross_entropy(x, kernel, labels, chunk_size=2), jax.Array)
 jaxfp8.dot_general(x, kernel, matmul)  # pyright: ignore[reportCallIssue]
 jaxfp8.dot_general(x, kernel, matmul, recipe=jaxfp8.DelayedScaling)  # pyright: ignore[reportArgumentType]
 jaxfp8.dot_general(x, kernel, (1, 0), recipe=recipe)  # pyright: ignore[reportArgumentType]

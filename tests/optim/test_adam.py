@@ -380,12 +380,9 @@ def test_a_loss_that_contains_a_step():
     )
 
 
-NUMBERS = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "max_norm")
 BAD_OPTIONS = [
     ("seed", "0", TypeError, "an int, got '0'.*static_args"),
     ("min_size", "a", TypeError, "an int, got 'a'"),
-    *((name, "a", TypeError, "a number, got 'a'") for name in NUMBERS),
-    ("b1", 10**400, ValueError, "a number that is finite in float32, got 1"),
     ("max_norm", jnp.float32(0), ValueError, "a positive number, got 0.0"),
     ("max_norm", np.nan, ValueError, "a positive number, got nan"),
 ]

@@ -259,20 +259,17 @@ def test_from_and_to_float32():
 
 
 def test_memory():
+    """At most 2.2 bytes a parameter for the 8 of float32."""
     params = cases.params()
-    state = optim.quantized(adam()).init(params)
-    rows = {row["kind"]: row for row in optim.memory(state, params).rows}
-    assert rows["all"]["bytes"] == sum(x.nbytes for x in jax.tree.leaves(state))
-    assert rows["SignedMoment"]["leaves"] == rows["SquaredMoment"]["leaves"] == 4
-    parameters = sum(x.size for x in jax.tree.leaves(params))
-    assert rows["all"]["bytes_per_parameter"] == rows["all"]["bytes"] / parameters
-    assert optim.memory(adam().init(params), params).rows[-1][
-        "bytes_per_parameter"
-    ] == pytest.approx(8, abs=1e-3)
-    shapes = jax.eval_shape(optim.quantized(adam()).init, params)
-    assert str(optim.memory(shapes, params)) == str(optim.memory(state, params))
-    with pytest.raises(ValueError, match="params: expected arrays with elements"):
-        optim.memory(state, {})
+
+    def size(tx):
+        arrays = jax.tree.leaves(tx.init(params))
+        return sum(x.nbytes for x in arrays) / sum(
+            map(jnp.size, jax.tree.leaves(params))
+        )
+
+    assert size(adam()) == pytest.approx(8, abs=1e-3)
+    assert size(optim.quantized(adam())) < 2.2
 
 
 def test_what_has_no_moments_is_refused():

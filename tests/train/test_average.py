@@ -85,9 +85,7 @@ def test_decays_that_are_no_share():
         ("a", TypeError),
         (None, TypeError),
     ):
-        with pytest.raises(
-            error, match="train.average: decay: expected .*number from 0 to 1, got "
-        ):
+        with pytest.raises(error, match="train.average: decay: expected .*, got "):
             jaxfp8.train.average({"a": 1.0}, {"a": 2.0}, bad)
     assert float(jax.jit(jaxfp8.train.average)({"a": 1.0}, {"a": 2.0}, 0.5)["a"]) == 1.5
 
