@@ -220,6 +220,18 @@ def test_model_is_as_before_after_an_error_in_the_loss():
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
+def test_state_returned_by_the_loss_is_plain():
+    """Aux that holds the model's state, taken while uses combine by max."""
+    layer = linear(0)
+    xs, grads = operands(0, 1)
+
+    def loss(layer):
+        return use(layer, xs[0], grads[0]), nnx.to_pure_dict(nnx.state(layer))
+
+    _, aux = jaxfp8.nnx.grad(loss, has_aux=True)(layer)
+    assert all(leaf.dtype == np.dtype(np.float32) for leaf in jax.tree.leaves(aux))
+
+
 def test_new_state_overwritten_with_the_old_one_warns():
     layer = linear(0)
     old = nnx.as_pure(nnx.state(layer, OverwriteWithGradient))

@@ -133,6 +133,29 @@ def test_only_what_is_differentiated_is_quantized_again():
     np.testing.assert_allclose(dx, grad @ kernel.T, rtol=1e-5, atol=1e-5)
 
 
+def test_bias_and_activation():
+    """The bias's gradient is a sum of unquantized gradients; a fused activation is
+    computed where products differ.
+    """
+    x, kernel, grad, _ = SHAPES.arrays()
+    bias = np.linspace(-1, 1, 4, dtype=F32)
+
+    def loss(recipe, x, kernel, bias):
+        h = jaxfp8.dot_general(
+            x, kernel, cases.MATMUL, recipe=recipe, bias=bias, activation="silu"
+        )
+        y = jaxfp8.dot_general(h, kernel.T, cases.MATMUL, recipe=recipe)
+        return jnp.sum(y**2)
+
+    recipe = jaxfp8.Float8CurrentScaling()
+    gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0)
+    exact = gradient(None, x, kernel, bias)
+    for names in ((recipe, recipe, None), (None, None, recipe)):
+        got = gradient(jaxfp8.ByProduct(*names), x, kernel, bias)
+        for name, a, b in zip(("x", "kernel", "bias"), got, exact, strict=True):
+            assert jnp.linalg.norm(a - b) < 0.1 * jnp.linalg.norm(b), (name, names)
+
+
 def test_products_in_bfloat16():
     """None multiplies in the layer's dtype, also where the kernel is float32, and
     accumulates in float32.

@@ -91,6 +91,21 @@ def test_state_is_overwritten_and_out_of_reach(make):
     assert not shapes(now[1]) & STATE_SHAPES
 
 
+@pytest.mark.parametrize("change", [lambda u: u + u, lambda u: -u, lambda u: 2 * u])
+def test_arithmetic_with_the_bits_of_an_update_is_loud(change):
+    """State below zero, also under jit; the update as it came replaces the leaf, and
+    a zeroed one keeps it.
+    """
+    values = np.float32([0, 1e-45, 1e-8, 3e38, 1, np.inf])
+    leaf = np.float32([1e8, np.nan, 1e8, -1e8, np.inf, 0])
+    update = train._optimizer.NeedsJaxfp8ApplyUpdates(values)
+    add = jax.jit(lambda leaf, update: leaf + update)
+    assert_same_bits(add(leaf, update), values)
+    assert_same_bits(add(leaf, jax.tree.map(jnp.zeros_like, update)), leaf)
+    changed = add(leaf, jax.tree.map(change, update))
+    np.testing.assert_array_equal(changed, np.float32([-1] * 6))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_state_that_was_cast_with_the_parameters(dtype):
     """optax keeps the dtype of a leaf, which is said; `jaxfp8.train.apply_updates`
