@@ -124,13 +124,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
     for product in sorted(products & has_another.keys()):
-        differs = has_another[product]
-        if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
-            raise ValueError(
-                "freeze: model: expected one kernel for each FP8 product, got a "
-                f"product with several kernels: {'/'.join(product)}; give each kernel "
-                "a product of its own"
-            )
+        _refuse_other_kernels(product, has_another[product])
     state = traverse_util.flatten_dict(collections.pop(OVERWRITE_WITH_GRADIENT, {}))
     dropped, kept = {}, {}
     for path, leaf in state.items():
@@ -174,3 +168,13 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
     count = len(jax.tree.leaves(params))
     by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])
     return {path for path, leaves in by_path.items() if any(jax.tree.leaves(leaves))}
+
+
+def _refuse_other_kernels(product, differs) -> None:
+    """Raise a ValueError where a product had several kernels that differ."""
+    if not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
+        raise ValueError(
+            "freeze: model: expected one kernel for each FP8 product, got a product "
+            f"with several kernels: {'/'.join(product)}; give each kernel a product of "
+            "its own"
+        )
