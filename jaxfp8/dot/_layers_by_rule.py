@@ -231,8 +231,9 @@ class LayersCall:
         features = [kernel.shape[1:] for kernel in kernels]
         groups = _groups(features)
         shapes = [(groups, each[0] // groups, *each[1:]) for each in features]
+        kernel = _joined(kernels, shapes)
         bias = None if biases[0] is None else _joined(biases, shapes)
-        parameters = Parameters(_joined(kernels, shapes), bias, _first_of(*states))
+        parameters = Parameters(kernel, bias, _first_of(*states))
         y = self.multiply(self.joined[0], layer, x, parameters)
         ends = np.cumsum([math.prod(shape[1:]) for shape in shapes])
         values, rows = jnp.split(y, ends[:-1], -1), x.shape[:-1]
@@ -301,7 +302,9 @@ class GatedCall(LayersCall):
         """Compare the module with the rule, and compute gate and up."""
         self._check()
         kernels, biases, states = zip(*self.parts(), strict=True)
-        bias = None if biases[0] is None else jnp.stack(biases)
+        bias = None
+        if biases[0] is not None:
+            bias = jnp.concatenate([bias.reshape(1, -1) for bias in biases])
         parameters = Parameters(Pair(*kernels), bias, _first_of(*states))
         self.hidden = self.multiply(
             self.joined[0], self.first, self.x, parameters, self.activation
