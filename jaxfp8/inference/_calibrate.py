@@ -87,8 +87,8 @@ def calibrate(
     variables = variables_and_batches[0]
     apply = model.apply if isinstance(model, nn.Module) else model
 
-    def run(variables, *batch):
-        return _total(apply(variables, *batch, **kwargs))
+    def run(variables, *batch, **changes):
+        return apply(variables, *batch, **kwargs | changes)
 
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first
     #    batch.
@@ -96,13 +96,13 @@ def calibrate(
 
         @jax.jit
         def first_state(variables, batch):
-            changes = {"mutable": [OVERWRITE_WITH_GRADIENT]}
-            return apply(variables, *batch, **kwargs | changes)[1]
+            return run(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT])[1]
 
         first = next(batches)
         variables = {**variables, **first_state(variables, first)}
         batches = itertools.chain([first], batches)
-    return _filled(loss_fn or run, variables, batches, loss_fn is not None)
+    function = loss_fn or (lambda *args: _total(run(*args)))
+    return _filled(function, variables, batches, loss_fn is not None)
 
 
 def _checked_batches(batches) -> Iterator[tuple]:

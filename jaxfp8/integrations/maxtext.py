@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import importlib
 import operator
+import re
 import sys
 from typing import Any, Literal
 
@@ -281,18 +282,13 @@ def _bound(flag: str, method: str) -> float | None:
     """
     if method == "absmax":
         return None
-    kind, *ends = method.split(",")
-    try:
-        low, high = map(float, ends)
-        is_range = kind == "fixed" and -low == high and 0 < high < float("inf")
-    except ValueError:
-        is_range = False
-    if not is_range:
+    bound = re.fullmatch(r"fixed, *-(\d+\.?\d*), *\1", method)
+    if bound is None or float(bound[1]) == 0:
         raise ValueError(
             f'maxtext: {flag}: expected "absmax" or "fixed,-bound,bound" with one '
             f'bound above 0, such as "fixed,-224,224", got {method!r}'
         )
-    return high
+    return float(bound[1])
 
 
 def _grouped(module, original):

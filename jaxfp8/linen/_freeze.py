@@ -123,8 +123,8 @@ def freeze(model: nn.Module, variables, args, kwargs):
     if not codes:
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
-    for product in sorted(products):
-        _refuse_other_kernels(product, has_another.get(product, False))
+    for product in sorted(products & has_another.keys()):
+        _refuse_other_kernels(product, has_another[product])
     state = traverse_util.flatten_dict(collections.pop(OVERWRITE_WITH_GRADIENT, {}))
     dropped, kept = {}, {}
     for path, leaf in state.items():

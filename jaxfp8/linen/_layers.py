@@ -2,6 +2,7 @@
 which keep inner values as codes.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -384,8 +385,16 @@ class Experts(nn.Module):
                 "device would draw the same; cut the kernels by "
                 f"in_specs=PartitionSpec({self.expert_axis!r})"
             )
-        wi = self._product("wi", count, columns(hidden, self.activation))
-        wo = self._product("wo", count, x.shape[-1] if x.shape else 0)
+        product = functools.partial(
+            RaggedDense,
+            count,
+            recipe=self.recipe,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+        )
+        wi = product(columns(hidden, self.activation), name="wi")
+        wo = product(x.shape[-1] if x.shape else 0, name="wo")
         return mixture(self, x, expert, weights, wi, wo, route)
 
     @nn.nowrap
@@ -394,18 +403,6 @@ class Experts(nn.Module):
         `expert` of a call.
         """
         return dropped_rows(self, expert)
-
-    @nn.nowrap
-    def _product(self, name: str, count: int, features: int) -> "RaggedDense":
-        return RaggedDense(
-            count,
-            features,
-            recipe=self.recipe,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            name=name,
-        )
 
 
 class RaggedDense(nn.Module):

@@ -211,7 +211,7 @@ def _set_scope(model, scope) -> None:
     the rules before submodules bind.
     """
     if scope is not None and model._fp8_rules:
-        add_rules(scope, model._fp8_rules)
+        scope = add_rules(scope, model._fp8_rules)
     vars(model)["scope"] = scope
 
 
@@ -323,14 +323,14 @@ def _intercepting(model):
         return
     # By the names that rules have for them: of each layer that ran, whether a rule
     # gives it FP8, and other modules.
-    layers, others = {}, {}
+    layers, modules = {}, {}
 
     def intercept(next_method, args, kwargs, context):
         """Run a method of any module in place of Flax."""
         module = context.module
         # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit
         #    that this module makes need it.
-        restore_path(module.scope)
+        object.__setattr__(module, "scope", restore_path(module.scope))
         # 2. Find the rule of a layer, and note whether it gives the layer FP8.
         has_product = is_layer(module)
         decided = decision(module) if has_product else None
@@ -341,7 +341,7 @@ def _intercepting(model):
             if has_product:
                 layers[name] = layers.get(name, False) or gives_fp8
             else:
-                others[name] = module
+                modules[name] = module
         # 3. Run the module with the recipe of its rule, with layers that run together,
         #    or as it is.
         rule = None
@@ -360,8 +360,8 @@ def _intercepting(model):
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield
     # A submodule that was handed out has the rules of a model that does not run here.
-    if model._fp8_rules and model.scope is not None and (layers or others):
-        check_rules(model, layers, others)
+    if model._fp8_rules and model.scope is not None and (layers or modules):
+        check_rules(model, layers, modules)
 
 
 def _run_layer(decided: Decision, next_method, args, kwargs, context):

@@ -29,10 +29,10 @@ class _RuledScope(core.Scope):
     """A scope whose children have their own paths in their flags."""
 
     def push(self, name=None, prefix="", reuse=False):
-        return _with_path(super().push(name, prefix, reuse), regions(self))
+        return _ruled(super().push(name, prefix, reuse), regions(self))
 
     def rewound(self, rewind_rngs=False):
-        return _with_path(super().rewound(rewind_rngs), regions(self))
+        return _ruled(super().rewound(rewind_rngs), regions(self))
 
 
 def regions(scope: core.Scope | None) -> tuple[Region, ...]:
@@ -40,22 +40,23 @@ def regions(scope: core.Scope | None) -> tuple[Region, ...]:
     return () if scope is None else scope.flags.get(_FLAG, ((), None))[0]
 
 
-def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> None:
-    """Add a region of `rules`, which begins at the path of the scope, to its flags."""
+def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
+    """Return the scope with a region of `rules` that begins at its path."""
     around, region = regions(scope), Region(rules, scope.path)
-    _with_path(scope, around if region in around else (*around, region))
+    return _ruled(scope, around if region in around else (*around, region))
 
 
-def restore_path(scope: core.Scope | None) -> None:
-    """Put the path of a scope below rules into its flags, where a lifted transform left
-    another path.
+def restore_path(scope: core.Scope | None) -> core.Scope | None:
+    """Return a scope below rules with its own path in the flags, where a lifted
+    transform left another path.
     """
     if regions(scope) and not isinstance(scope, _RuledScope):
-        _with_path(scope, regions(scope))
+        return _ruled(scope, regions(scope))
+    return scope
 
 
-def _with_path(scope, scope_regions) -> _RuledScope:
-    """Put the regions around a scope and its path into its flags; return the scope.
+def _ruled(scope, scope_regions) -> _RuledScope:
+    """Return an alias of the scope: the same variables and counters, and other flags.
 
     Raises:
         ValueError: the scope belongs to a block in `nn.jit`, and the key of the block's
@@ -69,13 +70,14 @@ def _with_path(scope, scope_regions) -> _RuledScope:
             "equal blocks; make the block in a method of its parent in place of a "
             "field, or take nn.jit away and use jax.jit around the step"
         )
-    scope.__class__ = _RuledScope
-    scope.flags = core.freeze({**scope.flags, _FLAG: (scope_regions, scope.path)})
-    return scope
+    alias = object.__new__(_RuledScope)
+    flags = core.freeze({**scope.flags, _FLAG: (scope_regions, scope.path)})
+    vars(alias).update(vars(scope), flags=flags)
+    return alias
 
 
 def check_rules(
-    model: nn.Module, layers: dict[str, bool], others: dict[str, nn.Module]
+    model: nn.Module, layers: dict[str, bool], modules: dict[str, nn.Module]
 ) -> None:
     """Warn of rules of a bound model that give no FP8, or match no layer, among modules
     that may not have run too.
@@ -83,7 +85,7 @@ def check_rules(
     Args:
         model: the model.
         layers: the layers that ran, by name: whether a rule gives the layer FP8.
-        others: the other modules that ran, by name.
+        modules: the other modules that ran, by name.
     """
     # 1. Find what a rule may match: layers that ran, and modules that hold variables. A
     #    method may run some of these only, and a block that nn.jit has kept runs
@@ -94,11 +96,11 @@ def check_rules(
             held.update("/".join(path[:i]) for i in range(len(path)))
     if not held:
         return
-    rest = held - layers.keys() - others.keys()
+    rest = held - layers.keys() - modules.keys()
     # 2. See whether there is FP8, or could be in the rest.
-    asking = [rule for rule in model._fp8_rules if rule.recipe is not None]
-    gives_fp8 = not asking or True in layers.values()
-    gives_fp8 = gives_fp8 or any(rule.matches(rest) for rule in asking)
+    fp8_rules = [rule for rule in model._fp8_rules if rule.recipe is not None]
+    gives_fp8 = not fp8_rules or True in layers.values()
+    gives_fp8 = gives_fp8 or any(rule.matches(rest) for rule in fp8_rules)
     # 3. See whether each rule matches, once for equal rules of models of one class;
     #    `init` may make a part of a model.
     cls, is_init = type(model), model.is_initializing()
@@ -110,7 +112,7 @@ def check_rules(
     for path, leaf in arrays.items():
         name = "/".join(path[:-1])
         if name not in layers:
-            is_own = name in others and is_foreign(others[name])
+            is_own = name in modules and is_foreign(modules[name])
             params[path] = getattr(leaf, "shape", ()) if is_own else None
     names = {name: [name] for name in (*layers, *rest)}
     where = "linen.quantize", cls.__name__, model._fp8_rules

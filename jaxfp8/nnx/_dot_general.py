@@ -44,19 +44,14 @@ def paths_in(trees: tuple):
     paths = {}
     for path, node in nnx.iter_graph(trees):
         if isinstance(node, _Fp8Product):
-            paths[id(node)] = "/".join(map(str, _layer_path(path[1:])))
+            # a product that the code named has its own path
+            end = -1 if path[-1] in PRODUCTS else None
+            paths[id(node)] = "/".join(map(str, path[1:end]))
     token = _paths.set(paths)
     try:
         yield
     finally:
         _paths.reset(token)
-
-
-def _layer_path(path: tuple) -> tuple:
-    """Return the path of the layer that holds the product at `path`, or `path` where
-    the code named the product.
-    """
-    return path[:-1] if path and path[-1] in PRODUCTS else path
 
 
 class _Fp8Product(NoClassAsProduct, nnx.Module):

@@ -74,19 +74,26 @@ def freeze(model, args, kwargs):
     # All codes exist before the first layer changes: an error above leaves the model as
     # it was.
     for layer, attribute, shape, codes in frozen:
-        new = nnx.clone(product(layer))  # other layers may hold the old product
-        for name, value in list(vars(new).items()):
-            if isinstance(value, OverwriteWithGradient):
-                delattr(new, name)
-        for name, leaf in codes.items():
-            setattr(new, name, nnx.Param(leaf))
-        setattr(layer, attribute, nnx.data(new))
+        setattr(layer, attribute, nnx.data(_frozen_product(layer, codes)))
         # Layers read the shape and the dtype of their kernel; the array itself would be
         # kept twice.
         placeholder = FrozenKernel(shape, layer.kernel.get_value().dtype)
         layer.kernel = nnx.static(placeholder)
     _forget_unused(model)
     return model
+
+
+def _frozen_product(layer, codes: dict[str, jax.Array]):
+    """Return the product of a layer with codes in place of state; other layers may hold
+    the old product.
+    """
+    new = nnx.clone(product(layer))
+    for name, value in list(vars(new).items()):
+        if isinstance(value, OverwriteWithGradient):
+            delattr(new, name)
+    for name, leaf in codes.items():
+        setattr(new, name, nnx.Param(leaf))
+    return new
 
 
 class Call(NamedTuple):

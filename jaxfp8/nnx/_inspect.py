@@ -12,7 +12,6 @@ from flax import nnx
 from .._jax._trees import split_arrays
 from ..dot import _contexts
 from ._dot_general import _Fp8Product
-from ._layers_by_rule import subclass
 from ._quantize_by_rules import RULES, decision, layers, product
 
 
@@ -75,7 +74,9 @@ def _named(base):
             return base.__call__(self, *args, **kwargs)
 
     namespace = {"__call__": __call__, "inspected_path": None, "inspected_rule": None}
-    return subclass(base, namespace)
+    for name in ("__module__", "__qualname__", "__doc__"):
+        namespace[name] = getattr(base, name)
+    return type(base)(base.__name__, (base,), namespace)
 
 
 def _set_names(top) -> None:

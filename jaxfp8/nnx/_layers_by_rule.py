@@ -1,7 +1,7 @@
 """NNX modules of which a rule runs layers together: as one product, or as a GatedMLP.
 
-Such a module becomes an instance of a subclass of its class: its `__call__` runs that
-of the class with other functions in place of the layers.
+Such a module is an instance of a subclass of its class, with the same attributes: its
+`__call__` runs that of the class with other functions in place of the layers.
 """
 
 import functools
@@ -57,33 +57,21 @@ def _with_layers(module, layers: dict) -> nnx.Module:
 
 
 def _with_rule(module, rule: Rule) -> nnx.Module:
-    """Give a module of a plain class the class with the rule."""
-    set_class(module, _class_of(type(module), rule))
-    return module
-
-
-def set_class(module, cls) -> None:
-    """Change the class of a module, which NNX would take for an attribute of it."""
-    object.__setattr__(module, "__class__", cls)
+    """Return a shallow copy of a module of a plain class, of a class with the rule."""
+    copy = object.__new__(_class_of(type(module), rule))
+    vars(copy).update(vars(module))
+    return copy
 
 
 @functools.cache
 def _class_of(plain_class, rule: Rule) -> type[nnx.Module]:
-    """Return the subclass of a class for a rule."""
-    namespace = {
-        "_fp8_rule": rule,
-        "_fp8_class": plain_class,
-        "__call__": _call,
-        "__reduce_ex__": _reduce,
-    }
-    return subclass(plain_class, namespace)
+    class WithRule(plain_class):
+        _fp8_rule, _fp8_class = rule, plain_class
+        __call__, __reduce_ex__ = _call, _reduce
 
-
-def subclass(base: type[nnx.Module], namespace: dict) -> type[nnx.Module]:
-    """Return a subclass of the class of a module, under the name of that class."""
-    for name in ("__module__", "__qualname__", "__doc__"):
-        namespace[name] = getattr(base, name)
-    return type(base)(base.__name__, (base,), namespace)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(WithRule, name, getattr(plain_class, name))
+    return WithRule
 
 
 def _parameters(layers: dict[str, nnx.Module]) -> dict[str, Parameters] | None:
@@ -109,24 +97,45 @@ def _parameters(layers: dict[str, nnx.Module]) -> dict[str, Parameters] | None:
     return parameters
 
 
-def joined_classes(
+def module_changes(
     model: nnx.Module, rules: tuple[Rule, ...]
-) -> list[tuple[nnx.Module, type[nnx.Module]]]:
-    """List the modules in a model whose layers run together from now on, or no longer,
-    each with its class.
+) -> list[tuple[nnx.Module, str, nnx.Module]]:
+    """List `(holder, attribute, module)` of the modules in a model whose layers run
+    together from now on, or no longer.
+
+    Raises:
+        ValueError: a module is in no attribute of another module.
     """
-    changes = []
-    for path, module in nnx.iter_modules(model):
-        rule = module_rule(rules, path)
-        is_joined = hasattr(module, "_fp8_rule")
-        plain_class = module._fp8_class if is_joined else type(module)
-        if rule is not None and any(name in vars(module) for name in rule.layers.names):
-            changes.append((module, _class_of(plain_class, rule)))
-        elif is_joined:
-            names = [
-                "/".join(map(str, (*path, n))) for n in module._fp8_rule.layers.names
-            ]
-            # a rule for one of the layers alone
-            if first_match(rules, names) is not None:
-                changes.append((module, plain_class))
+    modules, changes = list(nnx.iter_modules(model)), []
+    for path, module in modules:
+        new = _changed(module, path, rules)
+        holders = []
+        for _, holder in modules:
+            for name, value in vars(holder).items():
+                if value is module:
+                    holders.append((holder, name, new))
+        if new is not None and not holders:
+            raise ValueError(
+                f"nnx.quantize: rules: {'/'.join(map(str, path)) or 'model'}: expected "
+                "a module in an attribute of another module of the model, or in an "
+                f"nnx.List, got {type(module).__name__}; a rule with names of "
+                "layers puts another module in its place"
+            )
+        if new is not None:
+            changes += holders
     return changes
+
+
+def _changed(module, path, rules) -> nnx.Module | None:
+    """Return what takes the place of the module at `path`; None where it stays."""
+    is_joined = hasattr(module, "_fp8_rule")
+    plain = _with_layers(module, {}) if is_joined else module
+    rule = module_rule(rules, path)
+    if rule is not None and any(name in vars(module) for name in rule.layers.names):
+        return _with_rule(plain, rule)
+    if is_joined:
+        names = ["/".join(map(str, (*path, n))) for n in module._fp8_rule.layers.names]
+        # a rule for one of the layers alone
+        if first_match(rules, names) is not None:
+            return plain
+    return None

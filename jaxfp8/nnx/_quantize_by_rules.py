@@ -25,7 +25,7 @@ from ._dot_general import (
     frozen_arrays,
 )
 from ._layers import Linear, RaggedLinear
-from ._layers_by_rule import joined_classes, set_class
+from ._layers_by_rule import module_changes
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
 RULES = "fp8_rules"
@@ -94,13 +94,13 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             new_product = _new_product(layer, attribute, rules[index], stacked)
             changes.append((layer, attribute, new_product))
             deciding.add(rules[index])
-    classes = joined_classes(model, rules)
+    modules = module_changes(model, rules)
     # All products exist before the first layer changes: an error above leaves the model
     # as it was.
     for change in changes:
         _change(*change)
-    for module, cls in classes:
-        set_class(module, cls)
+    for holder, name, module in modules:
+        setattr(holder, name, module)
     _warn_of_rules(model, rules, deciding, model_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
@@ -124,8 +124,8 @@ def _warn_of_rules(model, rules, deciding, model_layers) -> None:
             if isinstance(value, nnx.Param):
                 shape = getattr(value.get_value(), "shape", ())
                 params[(*path, name)] = shape if is_foreign(module) else None
-    asking = {rule for rule in rules if rule.recipe is not None}
-    gives_fp8 = not asking or bool(asking & deciding)
+    fp8_rules = {rule for rule in rules if rule.recipe is not None}
+    gives_fp8 = not fp8_rules or bool(fp8_rules & deciding)
     where = "nnx.quantize", type(model).__name__, rules
     warn_of_rules(*where, gives_fp8, names, params)
 

@@ -166,15 +166,16 @@ def warn_of_rules(
     """
     if not gives_fp8:
         paths = [rule.path for rule in rules if rule.recipe is not None]
-        _warn_of_paths(where, f"none of {paths} gives a layer of {model} FP8", layers)
+        message = f"none of {paths} gives a layer of {model} FP8"
+        _warn_of_paths(where, message, layers)
         return
     # 1. Rules that match no layer. Modules without a product, as embeddings and norms,
     #    are in high precision, as a rule may say.
     names = [name for names in layers.values() for name in names]
-    others = {"/".join(map(str, path[:-1])) for path in params}
+    without_product = {"/".join(map(str, path[:-1])) for path in params}
     idle = []
     for rule in rules:
-        is_said = rule.recipe is None and rule.matches(others)
+        is_said = rule.recipe is None and rule.matches(without_product)
         if not is_said and not rule.matches(names):
             idle.append(rule.path)
     if idle:

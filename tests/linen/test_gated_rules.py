@@ -329,6 +329,11 @@ def test_a_rule_is_for_its_layers_alone():
 
 
 def test_rules_that_do_not_fit():
+    off = (".*/down_proj", None)  # another rule decides: each layer runs apart
+    model = quantize(Model(MLP()), [off, ("mlp", named(recipe=DELAYED))])
+    apart = quantize(Model(MLP()), [off, ("mlp/.*", DELAYED)])
+    variables = apart.init(KEY, X)
+    assert_same(model.apply(variables, X), apart.apply(variables, X))
     with pytest.raises(ValueError, match=r"two or more, got \('a', 'b', 'a'\)"):
         GatedMLP.of(gate="a", up="b", down="a")
     with pytest.raises(ValueError, match='GatedMLP.of: activation: expected "silu"'):
