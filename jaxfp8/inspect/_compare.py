@@ -211,16 +211,16 @@ def _row(layer: str, exact, by_itself, in_model) -> dict[str, Any]:
 
 
 def _sqnr(exact, got) -> float:
-    exact = exact.astype(np.float64)
-    got = got.astype(np.float64)
+    exact, got = np.float64(exact), np.float64(got)
     if not np.all(np.isfinite(exact)):
         return math.nan
     if not np.all(np.isfinite(got)):
         return -math.inf
-    signal, noise = np.sum(exact**2), np.sum((exact - got) ** 2)
+    noise = np.sum((exact - got) ** 2)
     if noise == 0:
         return math.inf
-    return float(10 * np.log10(signal / noise)) if signal > 0 else -math.inf
+    with np.errstate(divide="ignore"):  # a signal of zeros is lost wholly
+        return float(10 * np.log10(np.sum(exact**2) / noise))
 
 
 def _worst_first(row):

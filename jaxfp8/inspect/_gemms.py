@@ -16,9 +16,8 @@ from flax import linen as nn, nnx
 
 from .._jax import _compat, _warnings
 from .._jax._table import aligned
-from ..dot import _gemms
+from ..dot import _product
 from ..nnx._inspect import function_of_arrays
-from ..ops._support import using
 from ..recipes import GEMMType, no_reduction
 from ._programs import GEMM_OPS, Place, Target, are_fp8, equations, traced
 
@@ -252,15 +251,12 @@ def _forward(eqn):
     """Trace the forward of a product that is not differentiated, whose primitive is
     still one equation.
     """
-    params = eqn.params
-    # on one device
-    product = dataclasses.replace(
-        params["product"], reduce=no_reduction, out_sharding=None
+    product = dataclasses.replace(  # on one device
+        eqn.params["product"], reduce=no_reduction, out_sharding=None
     )
 
     def run(operands):
-        with using(product.implementation):
-            _gemms.forward(product, *params["tree"].unflatten(operands), None)
+        _product._primal(*operands, product=product, tree=eqn.params["tree"])
 
     # The forward reads state in the max dtype as float32.
     operands = []

@@ -75,20 +75,20 @@ def devices() -> list[dict[str, Any]]:
     (of a GPU) and `count`.
     """
     kinds = Counter()
-    for d in jax.devices():
-        capability = ".".join(map(str, _support.capability(d)))
-        kinds[d.platform, d.device_kind, capability] += 1
-    names = ("platform", "kind", "capability", "count")
-    return [dict(zip(names, (*kind, n), strict=True)) for kind, n in kinds.items()]
+    for device in jax.devices():
+        capability = ".".join(map(str, _support.capability(device)))
+        kinds[device.platform, device.device_kind, capability] += 1
+    rows = []
+    for (name, kind, capability), count in kinds.items():
+        row = {"platform": name, "kind": kind, "capability": capability}
+        rows.append(row | {"count": count})
+    return rows
 
 
 def settings() -> dict[str, str]:
     """Return the environment variables that JAX and XLA read."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(("JAX_", "XLA_", "JAXFP8_"))
-    }
+    names = [name for name in os.environ if name.startswith(("JAX", "XLA_"))]
+    return {name: os.environ[name] for name in sorted(names)}
 
 
 def cublaslt() -> str:
