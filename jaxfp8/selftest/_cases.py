@@ -226,7 +226,5 @@ def on_tpu(x: np.ndarray) -> np.ndarray:
     """
     if x.dtype not in (np.float32, jnp.bfloat16):
         return x
-    zero, nan = np.zeros_like(x), np.full_like(x, np.nan)
-    return np.where(
-        np.isnan(x), nan, np.where(np.abs(x) < np.float32(2.0**-126), zero, x)
-    )
+    x = np.where(np.abs(x) < np.float32(2.0**-126), np.zeros_like(x), x)
+    return np.where(np.isnan(x), np.full_like(x, np.nan), x)
