@@ -48,10 +48,10 @@ class Samples:
         def value(atom):
             if isinstance(atom, Literal):
                 return self._constant(atom.val)
-            if atom not in values and atom not in makers:
-                raise NotOfSamples("it reads another value")
             if atom not in values:
-                eqn = makers[atom]
+                eqn = makers.get(atom)
+                if eqn is None:
+                    raise NotOfSamples("it reads another value")
                 results = self._apply(eqn, list(map(value, eqn.invars)))
                 values.update(zip(eqn.outvars, results, strict=True))
             return values[atom]

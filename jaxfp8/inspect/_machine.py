@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from ..numerics import E4M3
 from ..ops import _ffi, _support
 from . import _op_calls
 
@@ -104,10 +107,16 @@ def cublaslt() -> str:
     return f"{major}.{minor // 100}.{minor % 100} (libcublasLt.so.{major})"
 
 
-# By the name of each op, a function that calls the op, and the arguments of the
-# function. 256 is a multiple of every block.
-_KINDS = {op: _op_calls.Kind.square(op, 256) for op in _op_calls.OPS}
-OPS = {op: _op_calls.call(op, kind)[:2] for op, kind in _KINDS.items()}
+def _example(op: str) -> tuple:
+    """Return a function that calls an op, and the arguments of the function: bfloat16
+    matrices of 256 rows and columns, a multiple of every block.
+    """
+    rank = 3 if op in _op_calls.PRODUCTS else 2
+    kind = _op_calls.Kind((256,) * rank, np.dtype(jnp.bfloat16), E4M3)
+    return _op_calls.call(op, kind)
+
+
+OPS = {op: _example(op) for op in _op_calls.OPS}
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"

@@ -64,12 +64,6 @@ class Kind(NamedTuple):
     hard: bool = False
     rng: Any = None
 
-    @classmethod
-    def square(cls, op: str, n: int) -> "Kind":
-        """Return the kind of an op with bfloat16 matrices of n rows and columns."""
-        rank = 3 if op in PRODUCTS else 2
-        return cls((n,) * rank, np.dtype(jnp.bfloat16), E4M3)
-
     def turn(self, options: tuple) -> Any:
         """Return the option whose turn `index` is."""
         return options[self.index % len(options)]
