@@ -170,7 +170,7 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
     """
     gradients = _gradients(tree, order)
     if not gradients:
-        return jnp.asarray(np.int32(-1))
+        return jnp.int32(-1)
     # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell
     # that case apart.
     bad = _nonfinite(gradients)
