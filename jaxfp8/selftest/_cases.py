@@ -41,13 +41,13 @@ def _bits(x):
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
 
 
-def _wrong(what, good, got, expected) -> str | None:
+def _wrong(name, good, got, expected) -> str | None:
     """Return the first place where `good` is False; None where there is none."""
     if good.all():
         return None
     place = tuple(int(i) for i in np.unravel_index(np.argmin(good), good.shape))
     return (
-        f"{what}: {(~good).sum()} of {good.size} wrong, first at {place}: "
+        f"{name}: {(~good).sum()} of {good.size} wrong, first at {place}: "
         f"{got[place]!r}, expected {expected[place]!r}"
     )
 

@@ -149,8 +149,8 @@ def _has_call(lowered, op) -> bool:
 
 def _numpy(tree):
     """Return the arrays of a tree as the devices read them."""
-    seen = _cases.on_tpu if _support.backend() == "tpu" else np.asarray
-    return [seen(np.asarray(x)) for x in jax.tree.leaves(tree)]
+    read = _cases.on_tpu if _support.backend() == "tpu" else np.asarray
+    return [read(np.asarray(x)) for x in jax.tree.leaves(tree)]
 
 
 def _row(problem, detail):
