@@ -91,8 +91,9 @@ class Kind(NamedTuple):
         return self.hard_numbers(self.shape, self.dtype)
 
     def history(self) -> np.ndarray:
-        """Return a history."""
-        return self.hard_numbers(self.shape[-1], _F32)
+        """Return a history; every other one is below zero, which makes scales NaN."""
+        values = self.hard_numbers(self.shape[-1], _F32)
+        return self.turn((np.abs(values), values))
 
     def factors(self, shape, octaves: float = 4.0) -> np.ndarray:
         """Return positive f32 numbers between `2**-octaves` and `2**octaves`."""

@@ -68,7 +68,7 @@ def bit_problem(results, expected, inexact: int = 0):
         good = _bits(got) == _bits(right)
         # XLA's compilers for CPUs and GPUs make different NaNs of the same code.
         if got.dtype.itemsize > 1:
-            good |= np.isnan(got) & np.isnan(right)
+            good |= _are_nan(got, right)
         if i < inexact:
             good |= _near(got, right, 8 * 2.0**-23 * np.maximum(np.abs(right), 1))
         if problem := _wrong(f"result {i}", good, got, right):
@@ -76,10 +76,15 @@ def bit_problem(results, expected, inexact: int = 0):
     return None
 
 
+def _are_nan(got, right):
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+        return np.isnan(got) & np.isnan(right)
+
+
 def _near(got, right, bound):
     with np.errstate(invalid="ignore"):
-        same = (got == right) | (np.isnan(got) & np.isnan(right))
-        return same | (np.abs(got - right) <= bound)
+        near = (got == right) | (np.abs(got - right) <= bound)
+    return near | _are_nan(got, right)
 
 
 # Two updates or parameters come before two moments of each. A GPU's jnp divides and
