@@ -50,10 +50,7 @@ def _device(row) -> tuple[str, str]:
 
 
 def _library(row) -> tuple[str, str]:
-    text = row["error"]
-    if not text:
-        use = "in use" if row["platform"] == "cpu" else "built for"
-        text = f"loaded, {use}: {row['built_for']}"
+    text = row["error"] or f"loaded, for {row['built_for']}"
     if row["path"]:
         text += f" ({row['path']})"
     return row["platform"], text

@@ -49,12 +49,12 @@ class Samples:
         def value(atom):
             if isinstance(atom, Literal):
                 return self._constant(atom.val)
+            eqn = makers.get(atom)
             # a constant that is traced is a value from outside of the function
             is_read = isinstance(values.get(atom), jax.core.Tracer)
-            if is_read or (atom not in values and atom not in makers):
+            if is_read or (atom not in values and eqn is None):
                 raise NotOfSamples("it reads another value")
             if atom not in values:
-                eqn = makers[atom]
                 results = self._apply(eqn, list(map(value, eqn.invars)))
                 values.update(zip(eqn.outvars, results, strict=True))
             return values[atom]

@@ -1,19 +1,18 @@
 """Tables of text: cells in aligned columns, and the order of their lines."""
 
+import math
 import re
 
 
-def aligned(lines, right=None):
+def aligned(lines, right=math.inf):
     """Return lines of cells as text in aligned columns; the first line is the head.
 
     Args:
         lines: sequences of strings, all of one length.
-        right: index of the first column that is aligned to the right; None aligns all
-            columns to the left.
+        right: index of the first column that is aligned to the right; without it all
+            columns are aligned to the left.
     """
-    count = len(lines[0])
-    right = count if right is None else right
-    widths = [max(len(line[i]) for line in lines) for i in range(count)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if i >= right else cell.ljust(width)

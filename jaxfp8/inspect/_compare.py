@@ -32,12 +32,12 @@ class Comparison:
         SQNR = 10 log10(sum x**2 / sum (x - x_fp8)**2) dB, x in float32
 
     Attributes:
-        rows: a dict for each product: `layer` and six figures in dB. inf means no
-            error; -inf that FP8 is not finite, or that all of the tensor is lost; nan
-            that float32 is not finite; None that there is no such gradient, as of
-            frozen kernels. `layer` is the path of the module; ` (call 1)` after the
-            path is the second call, `[i]` an iteration of a loop or a member of a
-            batch.
+        rows: a dict for each product that a gradient of the loss reaches: `layer` and
+            six figures in dB. inf means no error; -inf that FP8 is not finite, or that
+            all of the tensor is lost; nan that float32 is not finite; None that there
+            is no such gradient, as of frozen kernels. `layer` is the path of the
+            module; ` (call 1)` after the path is the second call, `[i]` an iteration of
+            a loop or a member of a batch.
 
             - `output`, `input_grad`, `kernel_grad` are figures **of the product by
               itself**: input, kernel and the gradient of the output are those of the
@@ -45,18 +45,12 @@ class Comparison:
             - `model_output`, `model_input_grad`, `model_kernel_grad` are figures **of
               the whole model**, all of whose products run in FP8: errors of the layers
               before add up, and in gradients those of the layers after.
-        unreached: the layers that no gradient of the loss passes through, which were
-            not compared.
     """
 
     rows: list[dict[str, Any]]
-    unreached: list[str]
 
     def __str__(self) -> str:
-        text = table(self.rows, _COLUMNS, ".1f")
-        for name in self.unreached:
-            text += f"\nnot reached by the gradient: {name}"
-        return text
+        return table(self.rows, _COLUMNS, ".1f")
 
 
 def compare(
@@ -117,9 +111,7 @@ def compare(
         exact.labelled(), fp8.labelled(), strict=True
     ):
         rows.append(_row(layer, *tensors, *in_model))
-    reached = {layer for i, layer in enumerate(exact.layers) if exact.trees[i]}
-    unreached = sorted(set(exact.layers) - reached, key=natural)
-    return Comparison(sorted(rows, key=_worst_first), unreached)
+    return Comparison(sorted(rows, key=_worst_first))
 
 
 def _function(model, args, variables, kwargs):
@@ -211,16 +203,16 @@ def _row(layer: str, exact, by_itself, in_model) -> dict[str, Any]:
 
 
 def _sqnr(exact, got) -> float:
-    exact = exact.astype(np.float64)
-    got = got.astype(np.float64)
+    exact, got = np.float64(exact), np.float64(got)
     if not np.all(np.isfinite(exact)):
         return math.nan
     if not np.all(np.isfinite(got)):
         return -math.inf
-    signal, noise = np.sum(exact**2), np.sum((exact - got) ** 2)
+    noise = np.sum((exact - got) ** 2)
     if noise == 0:
         return math.inf
-    return float(10 * np.log10(signal / noise)) if signal > 0 else -math.inf
+    with np.errstate(divide="ignore"):  # a signal of zeros is lost wholly
+        return float(10 * np.log10(np.sum(exact**2) / noise))
 
 
 def _worst_first(row):

@@ -16,12 +16,13 @@ from ..dot import FusedInput, _product
 from ..recipes import TensorwiseQuantizer, scales_of
 from ._backward import Runs
 
+# Each tensor, in the codes of its first product and of its second.
 _TENSORS = (
     "input",
-    "kernel",
-    "output_grad",
     "wgrad_input",
+    "kernel",
     "dgrad_kernel",
+    "output_grad",
     "wgrad_output_grad",
 )
 _COLUMNS = ("layer", "tensor", "saturated", "flushed")
@@ -123,8 +124,7 @@ def _counted(product, x, kernel, bias, state, codes, group_sizes):
     def fractions(operands, grad):
         forward, scales, group_sizes = operands
         counted = product.in_groups(grad, group_sizes)
-        both = *forward, _fractions(product, 2, counted, scales)
-        return jnp.swapaxes(jnp.stack(both), 0, 1).reshape(-1, 2)
+        return jnp.concatenate((*forward, _fractions(product, 2, counted, scales)))
 
     y = _product.multiply_fp8(product, x, kernel, bias, state, codes, group_sizes)
     return _runs.at_backward(y, (forward, scales, group_sizes), fractions)

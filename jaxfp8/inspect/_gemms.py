@@ -11,16 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn, nnx
 
 from .._jax import _compat, _warnings
 from .._jax._table import aligned
-from ..dot import _gemms
+from ..dot import _product
 from ..nnx._inspect import function_of_arrays
-from ..ops._support import using
+from ..numerics import FP8_DTYPES
 from ..recipes import GEMMType, no_reduction
-from ._programs import GEMM_OPS, Place, Target, are_fp8, equations, traced
+from ._programs import GEMM_OPS, Place, Target, equations, traced
 
 _PASSES = ("forward", "backward", *GEMMType)
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")
@@ -28,9 +27,7 @@ _PLAIN = {
     "dot_general": "no product of jaxfp8: no recipe reaches it",
     "conv_general_dilated": "convolutions have no FP8 product",
     "ragged_dot_general": "not jaxfp8.ragged_dot: no recipe reaches it",
-    "ragged_dot": "not jaxfp8.ragged_dot: no recipe reaches it",
 }
-_FLOATS = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,12 +235,12 @@ def _names_of_classes(base: type) -> set[str]:
 
 def _why_plain(eqn, place, target) -> str | None:
     dtypes = [var.aval.dtype for var in eqn.invars[:2]]
-    if eqn.primitive.name == "dot_general" and are_fp8(*dtypes):
+    if eqn.primitive.name == "dot_general" and set(dtypes) <= set(FP8_DTYPES):
         return target.why_not(eqn)
     # A reason that jaxfp8 has left in a scope says more than the dtypes do.
     if place.reason:
         return place.reason
-    if any(dtype not in _FLOATS for dtype in dtypes) and not any(map(are_fp8, dtypes)):
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return f"operands are {' and '.join(dict.fromkeys(map(str, dtypes)))}"
     return _PLAIN[eqn.primitive.name]
 
@@ -252,15 +249,12 @@ def _forward(eqn):
     """Trace the forward of a product that is not differentiated, whose primitive is
     still one equation.
     """
-    params = eqn.params
-    # on one device
-    product = dataclasses.replace(
-        params["product"], reduce=no_reduction, out_sharding=None
+    product = dataclasses.replace(  # on one device
+        eqn.params["product"], reduce=no_reduction, out_sharding=None
     )
 
     def run(operands):
-        with using(product.implementation):
-            _gemms.forward(product, *params["tree"].unflatten(operands), None)
+        _product._primal(*operands, product=product, tree=eqn.params["tree"])
 
     # The forward reads state in the max dtype as float32.
     operands = []

@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from ..numerics import E4M3
 from ..ops import _ffi, _support
 from . import _op_calls
 
@@ -75,20 +78,20 @@ def devices() -> list[dict[str, Any]]:
     (of a GPU) and `count`.
     """
     kinds = Counter()
-    for d in jax.devices():
-        capability = ".".join(map(str, _support.capability(d)))
-        kinds[d.platform, d.device_kind, capability] += 1
-    names = ("platform", "kind", "capability", "count")
-    return [dict(zip(names, (*kind, n), strict=True)) for kind, n in kinds.items()]
+    for device in jax.devices():
+        capability = ".".join(map(str, _support.capability(device)))
+        kinds[device.platform, device.device_kind, capability] += 1
+    rows = []
+    for (name, kind, capability), count in kinds.items():
+        row = {"platform": name, "kind": kind, "capability": capability}
+        rows.append(row | {"count": count})
+    return rows
 
 
 def settings() -> dict[str, str]:
     """Return the environment variables that JAX and XLA read."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(("JAX_", "XLA_", "JAXFP8_"))
-    }
+    names = [name for name in os.environ if name.startswith(("JAX", "XLA_"))]
+    return {name: os.environ[name] for name in sorted(names)}
 
 
 def cublaslt() -> str:
@@ -104,10 +107,16 @@ def cublaslt() -> str:
     return f"{major}.{minor // 100}.{minor % 100} (libcublasLt.so.{major})"
 
 
-# By the name of each op, a function that calls the op, and the arguments of the
-# function. 256 is a multiple of every block.
-_KINDS = {op: _op_calls.Kind.square(op, 256) for op in _op_calls.OPS}
-OPS = {op: _op_calls.call(op, kind)[:2] for op, kind in _KINDS.items()}
+def _example(op: str) -> tuple:
+    """Return a function that calls an op, and the arguments of the function: bfloat16
+    matrices of 256 rows and columns, a multiple of every block.
+    """
+    rank = 3 if op in _op_calls.PRODUCTS else 2
+    kind = _op_calls.Kind((256,) * rank, np.dtype(jnp.bfloat16), E4M3)
+    return _op_calls.call(op, kind)
+
+
+OPS = {op: _example(op) for op in _op_calls.OPS}
 # The reason of an op that runs in jnp because no kernel of it exists for the platform:
 # nothing is broken or missing.
 NO_KERNEL = "no kernel for"

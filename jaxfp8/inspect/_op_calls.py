@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import ops
 from ..numerics import E4M3, Format
@@ -65,12 +64,6 @@ class Kind(NamedTuple):
     hard: bool = False
     rng: Any = None
 
-    @classmethod
-    def square(cls, op: str, n: int) -> "Kind":
-        """Return the kind of an op with bfloat16 matrices of n rows and columns."""
-        rank = 3 if op in PRODUCTS else 2
-        return cls((n,) * rank, np.dtype(jnp.bfloat16), E4M3)
-
     def turn(self, options: tuple) -> Any:
         """Return the option whose turn `index` is."""
         return options[self.index % len(options)]
@@ -98,8 +91,9 @@ class Kind(NamedTuple):
         return self.hard_numbers(self.shape, self.dtype)
 
     def history(self) -> np.ndarray:
-        """Return a history."""
-        return self.hard_numbers(self.shape[-1], _F32)
+        """Return a history; every other one is below zero, which makes scales NaN."""
+        values = self.hard_numbers(self.shape[-1], _F32)
+        return self.turn((np.abs(values), values))
 
     def factors(self, shape, octaves: float = 4.0) -> np.ndarray:
         """Return positive f32 numbers between `2**-octaves` and `2**octaves`."""
@@ -123,24 +117,19 @@ class Kind(NamedTuple):
         bits = self.rng.integers(0, 256, self.shape, np.uint8)
         return bits.view(self.form.dtype)
 
-    def operand(self, shape, form: Format, block=None) -> tuple[np.ndarray, ...]:
-        """Return codes, and the scale of each block, or with None the one scale, that
-        makes terms of a product about 1.
-        """
-        count = (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
-        scale = self.factors(count, 1) * np.float32(16 / form.max)
-        if block == _MX:
-            scale = np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0)
-        return self.codes(shape, form), scale
+    def operands(self, a, b, a_block=None, b_block=None) -> list[np.ndarray]:
+        """Return codes of a and b in these shapes, and for each the scales of blocks,
+        or with None the one scale, that make terms of a product about 1.
 
-    def operands(self, a, b, *blocks) -> list[np.ndarray]:
-        """Return codes of a and b in these shapes, and their scales; b is in E4M3,
-        because no tensor core multiplies E5M2 by E5M2.
+        b is in E4M3, because no tensor core multiplies E5M2 by E5M2.
         """
-        a_block, b_block = blocks or (None, None)
-        a, a_scale = self.operand(a, self.form, a_block)
-        b, b_scale = self.operand(b, E4M3, b_block)
-        return [a, b, a_scale, b_scale]
+        codes, scales = [], []
+        for shape, form, block in ((a, self.form, a_block), (b, E4M3, b_block)):
+            count = (*shape[:-2], *_blocks.count(block, *shape[-2:])) if block else 1
+            scale = self.factors(count, 1) * np.float32(16 / form.max)
+            codes.append(self.codes(shape, form))
+            scales.append(scale.astype(_blocks.E8M0 if block == _MX else _F32))
+        return [*codes, *scales]
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
@@ -232,17 +221,13 @@ def _encode_moment(kind):
     squared = kind.turn((False, True))
     _, moment = _decode_moment(kind)
     after = kind.hard_numbers(kind.shape, _F32)
-    keys = kind.rng.integers(0, 2**32, moment[1].shape, np.uint32)
     # The first row of the moment does not change.
     moment[0][:1] = after[:1] = 0
-
-    def function(data, amax, exponent, after, keys):
-        keys = keys if squared else None
-        return ops.encode_moment(
-            data, amax, exponent, after, keys, squared=squared, axis=1
-        )
-
-    return function, [*moment, after, keys]
+    options = {"squared": squared, "axis": 1}
+    if not squared:
+        return _call(ops.encode_moment, *moment, after, keys=None, **options)
+    keys = kind.rng.integers(0, 2**32, moment[1].shape, np.uint32)
+    return _call(ops.encode_moment, *moment, after, keys, **options)
 
 
 def _adam_update(kind):
@@ -314,7 +299,7 @@ def _read_rows(kind):
 def _write_rows(kind):
     def function(history, recorded):
         pair = jnp.stack([history] * 2), jnp.ones((2, 1))
-        rows = [lax.pad(x, np.float32(0), [(0, 4, 0)]) for x in jnp.split(recorded, 2)]
+        rows = [jnp.pad(x, (0, 4)) for x in jnp.split(recorded, 2)]
         return ops.write_rows([pair], rows)
 
     return function, [kind.history(), kind.factors(4)]

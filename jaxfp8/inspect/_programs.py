@@ -12,7 +12,7 @@ import jax
 
 from .._jax._primitives import inner_jaxprs
 from ..dot import _contexts
-from ..numerics import E5M2, FP8_DTYPES
+from ..numerics import E5M2
 from ..ops import _ffi, _primitive, _support
 
 # Scopes that transforms add, which do not name modules.
@@ -210,8 +210,3 @@ class Target(NamedTuple):
             return f'implementation("xla"): XLA has no FP8 product for this {name}'
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
         return _primitive.not_on(op, self.gpus, *types)
-
-
-def are_fp8(*dtypes) -> bool:
-    """Return whether all dtypes are FP8."""
-    return all(dtype in FP8_DTYPES for dtype in dtypes)

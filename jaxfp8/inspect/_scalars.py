@@ -68,18 +68,18 @@ def _measured(where: str, variables, fp8_format=HYBRID) -> Measured:
         history = _scaling.clean(history)
         newest = history[..., 0]
         scale = jnp.where(is_bad, jnp.nan, 1 / scale_inv)
-        peak = newest * scale
         is_grad = quantizer.endswith("output_grad")
         largest = fp8_max(fp8_format.backward_dtype if is_grad else fp8_format.dtype)
         before = jnp.max(history[..., 1:], axis=-1, initial=0)
-        is_recorded = newest > 0
+        growth = jnp.where((newest > 0) & (before > 0), newest / before, jnp.nan)
+        scale_lag = jnp.where(newest > 0, jnp.log2(newest * scale / largest), jnp.nan)
         figures = {
             "scale": scale,
             "amax": newest,
             "amax_max": jnp.max(history, axis=-1),
-            "peak": peak,
-            "growth": jnp.where(is_recorded & (before > 0), newest / before, jnp.nan),
-            "scale_lag": jnp.where(is_recorded, jnp.log2(peak / largest), jnp.nan),
+            "peak": newest * scale,
+            "growth": growth,
+            "scale_lag": scale_lag,
         }
         # The names have the order of the flat figures: layer by layer of the stack, the
         # figures of a layer together.

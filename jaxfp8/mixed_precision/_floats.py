@@ -170,7 +170,7 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
     """
     gradients = _gradients(tree, order)
     if not gradients:
-        return jnp.asarray(np.int32(-1))
+        return jnp.int32(-1)
     # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell
     # that case apart.
     bad = _nonfinite(gradients)
@@ -206,16 +206,11 @@ def _nonfinite(gradients):
     # One flag for each leaf, combined over the devices in one reduction.
     bad = [~jnp.all(jnp.isfinite(leaf)) for _, leaf in gradients]
     bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
-    axes = _differing_axes(bad)
-    return lax.pmax(bad.astype(jnp.int32), axes) > 0 if axes else bad
-
-
-def _differing_axes(x) -> tuple[str, ...]:
-    """Return the mesh axes of a `shard_map` over which `x` may differ."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if not manual or not _mesh.varying(lax.axis_index(manual[0])):
-        return tuple(manual)  # outside of `shard_map`, or with check_vma=False
-    return tuple(axis for axis in manual if axis in _mesh.varying(x))
+    # The axes of a `shard_map` over which flags differ: with check_vma=False any.
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and _mesh.varying(lax.axis_index(axes[0])):
+        axes = [axis for axis in axes if axis in _mesh.varying(bad)]
+    return lax.pmax(bad.astype(jnp.int32), tuple(axes)) > 0 if axes else bad
 
 
 def _gradients(tree, order=None) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import ops
 from ..dot import dot_general
-from ..inspect import _machine, _op_calls
+from ..inspect import _machine
 from ..ops import _support
 from ..recipes import DelayedScaling, init_state
 from . import _cases
@@ -82,7 +82,7 @@ def graph(op: str) -> dict[str, Any]:
     """Check that an op's first launch in this process can be recorded into a graph,
     which replays it.
     """
-    case = _cases.case(op, _op_calls.Kind.square(op, 256))
+    case = _cases.Case(op, op, *_machine.OPS[op])
     if not _has_call(jax.jit(case.function).lower(*case.arguments), op):
         return _row(None, "no kernel to record")
     compiled, recorded = record(case.function, case.arguments)
@@ -149,8 +149,8 @@ def _has_call(lowered, op) -> bool:
 
 def _numpy(tree):
     """Return the arrays of a tree as the devices read them."""
-    seen = _cases.on_tpu if _support.backend() == "tpu" else np.asarray
-    return [seen(np.asarray(x)) for x in jax.tree.leaves(tree)]
+    read = _cases.on_tpu if _support.backend() == "tpu" else np.asarray
+    return [read(np.asarray(x)) for x in jax.tree.leaves(tree)]
 
 
 def _row(problem, detail):
