@@ -218,16 +218,15 @@ def _decode_moment(kind):
 
 
 def _encode_moment(kind):
-    squared = kind.turn((False, True))
     _, moment = _decode_moment(kind)
     after = kind.hard_numbers(kind.shape, _F32)
     # The first row of the moment does not change.
     moment[0][:1] = after[:1] = 0
-    options = {"squared": squared, "axis": 1}
-    if not squared:
-        return _call(ops.encode_moment, *moment, after, keys=None, **options)
+    values = *moment, after
+    if kind.turn((True, False)):
+        return _call(ops.encode_moment, *values, keys=None, squared=False, axis=1)
     keys = kind.rng.integers(0, 2**32, moment[1].shape, np.uint32)
-    return _call(ops.encode_moment, *moment, after, keys, **options)
+    return _call(ops.encode_moment, *values, keys, squared=True, axis=1)
 
 
 def _adam_update(kind):
