@@ -193,10 +193,7 @@ class _Rows:
         _, kernel = shapes
         rule = None if decided is None else decided.rule
         recipe = None
-        reason = None
-        for classes, text in _NO_PRODUCT.items():
-            if isinstance(module, classes):
-                reason = text
+        reason = _why_no_product(module)
         if takes_rules:
             why = _own_product(module) if rule is None else self.use(decided)
             # Layers that run together have no products of their own.
@@ -224,6 +221,13 @@ class _Rows:
                 if (region, i) not in self.used:
                     texts.append(_rule_text(i, rule))
         return texts
+
+
+def _why_no_product(module) -> str | None:
+    for classes, text in _NO_PRODUCT.items():
+        if isinstance(module, classes):
+            return text
+    return None
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
@@ -324,16 +328,12 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
 
     # 1. Report the layers that take rules.
     calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
-    for path, layer, attribute in nnx_rules.layers(model):
+    for path, layer, _ in nnx_rules.layers(model):
         known.add(id(layer))
         name = "/".join(map(str, path))
         product = nnx_rules.product(layer)
         decided = decide(path, layer)
-        call = calls.get(path)
-        x = None if call is None else call.x_shape
-        # the rows of all experts are recorded as a batch of each expert's
-        if x is not None and attribute == "ragged_dot":
-            x = x[1:]
+        x = calls.get(path)
         if product is None:
             if decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
@@ -346,7 +346,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         owner = owners.setdefault(id(product), name)
         if owner != name:
             row["why"] += f"; shares the product and the state of {owner}"
-        if path in calls and call is None:
+        if path in calls and x is None:
             row["why"] += "; not called"
     # 2. Report modules without a product where a rule matches the module in vain.
     for path, module in nnx.iter_modules(model):
@@ -358,8 +358,8 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
 
 
 def _nnx_calls(model, args, kwargs) -> dict:
-    """Return, by path, the call of each layer with an FP8 product of its own; None for
-    a layer without a call.
+    """Return, by path, the shape of x in the call of each layer with an FP8 product of
+    its own; None for a layer without a call.
     """
     copy = nnx.merge(*nnx.split(model))  # the recorders take the place of products
     layers = [
@@ -368,7 +368,13 @@ def _nnx_calls(model, args, kwargs) -> dict:
         if layer[2] is not None and nnx_rules.product(layer[1]) is not None
     ]
     calls, _ = recorded_calls(copy, layers, args, kwargs)
-    return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
+    shapes = {}
+    for (path, _, attribute), call in zip(layers, calls, strict=True):
+        shapes[path] = call and call.x_shape
+        # the rows of all experts are recorded as a batch of each expert's
+        if call and attribute == "ragged_dot":
+            shapes[path] = call.x_shape[1:]
+    return shapes
 
 
 def _kernel(module):
