@@ -193,10 +193,7 @@ class _Rows:
         _, kernel = shapes
         rule = None if decided is None else decided.rule
         recipe = None
-        reason = None
-        for classes, text in _NO_PRODUCT.items():
-            if isinstance(module, classes):
-                reason = text
+        reason = _why_no_product(module)
         if takes_rules:
             why = _own_product(module) if rule is None else self.use(decided)
             # Layers that run together have no products of their own.
@@ -224,6 +221,13 @@ class _Rows:
                 if (region, i) not in self.used:
                     texts.append(_rule_text(i, rule))
         return texts
+
+
+def _why_no_product(module) -> str | None:
+    for classes, text in _NO_PRODUCT.items():
+        if isinstance(module, classes):
+            return text
+    return None
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
@@ -323,17 +327,13 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         return None if index is None else Decision(region.rules[index], index, region)
 
     # 1. Report the layers that take rules.
-    calls = recorded_calls(model, args, kwargs)[0] if args or kwargs else {}
-    for path, layer, attribute in nnx_rules.layers(model):
+    calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
+    for path, layer, _ in nnx_rules.layers(model):
         known.add(id(layer))
         name = "/".join(map(str, path))
         product = nnx_rules.product(layer)
         decided = decide(path, layer)
-        call = calls.get(path)
-        x = None if call is None else call.x_shape
-        # the rows of all experts are recorded as a batch of each expert's
-        if x is not None and attribute == "ragged_dot":
-            x = x[1:]
+        x = calls.get(path)
         if product is None:
             if decided is not None and decided.rule.recipe is not None:
                 rows.use(decided)
@@ -346,7 +346,7 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
         owner = owners.setdefault(id(product), name)
         if owner != name:
             row["why"] += f"; shares the product and the state of {owner}"
-        if path in calls and call is None:
+        if path in calls and x is None:
             row["why"] += "; not called"
     # 2. Report modules without a product where a rule matches the module in vain.
     for path, module in nnx.iter_modules(model):
@@ -355,6 +355,19 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
             name = "/".join(map(str, path))
             rows.add_other(name, module, decide(path, module), False, *shapes)
     return rows
+
+
+def _nnx_calls(model, args, kwargs) -> dict:
+    """Return, by path, the shape of x in the call of each layer with an FP8 product of
+    its own; None for a layer without a call.
+    """
+    calls, _ = recorded_calls(model, args, kwargs)
+    shapes = {path: call and call.x_shape for path, call in calls.items()}
+    for path, _, attribute in nnx_rules.layers(model):
+        # the rows of all experts are recorded as a batch of each expert's
+        if attribute == "ragged_dot" and shapes.get(path):
+            shapes[path] = shapes[path][1:]
+    return shapes
 
 
 def _kernel(module):
