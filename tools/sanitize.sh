@@ -16,7 +16,7 @@ cmake=$(command -v "$(dirname "$python")/cmake" || command -v cmake) \
   -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER="$cxx" -DPython_EXECUTABLE="$python" >/dev/null
 "$cmake" --build "$build" --parallel 2
 
-for name in chunks parallel_for kernels bands amax_to_scale moments; do
+for name in chunks parallel_for kernels bands moments; do
   echo "sanitize: $name"
   "$build/cpu/native_tests/jaxfp8_${name}_test"
 done
