@@ -43,18 +43,19 @@ class Samples:
         """
         jaxpr, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
         values = dict(zip(jaxpr.invars, operands, strict=False))
-        values |= zip(jaxpr.constvars, constants, strict=True)
+        for var, constant in zip(jaxpr.constvars, constants, strict=True):
+            # one that is traced is a value from outside of the function
+            if not isinstance(constant, jax.core.Tracer):
+                values[var] = constant
         makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
         def value(atom):
             if isinstance(atom, Literal):
                 return self._constant(atom.val)
-            eqn = makers.get(atom)
-            # a constant that is traced is a value from outside of the function
-            is_read = isinstance(values.get(atom), jax.core.Tracer)
-            if is_read or (atom not in values and eqn is None):
-                raise NotOfSamples("it reads another value")
             if atom not in values:
+                eqn = makers.get(atom)
+                if eqn is None:
+                    raise NotOfSamples("it reads another value")
                 results = self._apply(eqn, list(map(value, eqn.invars)))
                 values.update(zip(eqn.outvars, results, strict=True))
             return values[atom]
