@@ -9,6 +9,8 @@ module is given by path, so that an instrumented build can be tested beside the
 installed one; the package itself is not imported.
 """
 
+import concurrent.futures
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -25,7 +27,7 @@ import numpy as np  # noqa: E402
 from bad_days.fuzz import values  # noqa: E402
 from bad_days.fuzz.targets import good_call  # noqa: E402
 from ops import answers, bad_calls, cases, targets  # noqa: E402
-from ops.targets import Call  # noqa: E402
+from ops.targets import E4M3, F32, Call  # noqa: E402
 
 CALLS = 80  # random ones of each op
 ALIASES = {"quantize": (2, 1), "quantize_transpose": (2, 2)}
@@ -87,6 +89,36 @@ def large_calls():
         )
 
 
+def concurrent_calls():
+    """Several handlers at once, each of which wants the thread pool: inside one
+    program, and from several threads.
+    """
+    x = np.random.default_rng(2).standard_normal((1, 400_000), F32)
+    call = Call(
+        "quantize",
+        [x, np.ones(1, F32), np.zeros(1, F32)],
+        [(x.shape, E4M3), ((1,), F32)],
+        {},
+    )
+    expected = answers.answer(call)
+
+    @jax.jit
+    def many(x):
+        calls = [
+            dataclasses.replace(call, operands=[x + i, *call.operands[1:]])
+            for i in range(6)
+        ]
+        return [cases.run_target(each) for each in calls][0]
+
+    def repeat(_):
+        for _ in range(10):
+            answers.assert_results(call, many(x), expected)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        for done in [threads.submit(repeat, i) for i in range(6)]:
+            report("concurrent calls", done.exception())
+
+
 def every_bad_call():
     for op in targets.SPECS:
         for name in targets.names(op):
@@ -112,6 +144,7 @@ def main():
             compare(good_call(random, op))
     for call in large_calls():
         compare(call)
+    concurrent_calls()
     for call in every_bad_call():
         try:
             cases.run_target(call)
