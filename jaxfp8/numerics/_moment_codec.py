@@ -78,13 +78,13 @@ def _numbers(codes):
 
 
 def _decoded_fraction(codes, exponent, zero=0):
-    """Return the fraction u of the amax that codes without a sign stand for."""
+    """Return the fraction u of the amax that codes without a sign stand for.
+
+    XLA would square the constant of `power * power` by itself where there is one code.
+    """
     power = codes * _MAX_INV
-    return jnp.where(
-        exponent > zero,
-        _scaling.round_sqrt(power),
-        jnp.where(exponent < zero, power * power, power),
-    )
+    factor = jnp.where(exponent < zero, power, np.float32(1))
+    return jnp.where(exponent > zero, _scaling.round_sqrt(power), power * factor)
 
 
 def changes_and_span(codes, amax, exponent, blocks, axis):
