@@ -13,7 +13,7 @@ from ..dot import _contexts
 
 
 class Runs:
-    """What the products of a program give the host in their backward.
+    """Collects what the products of a program give the host in their backward.
 
     Attributes:
         layers: the layer of each product, in the order of tracing.
