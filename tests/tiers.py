@@ -43,7 +43,6 @@ CI = {
     "mesh/test_ragged.py",
     "mesh/test_wire.py",
     "mixed_precision",
-    "mutants",
     "native",
     "nnx/test_dense_rules.py",
     "nnx/test_experts.py",
