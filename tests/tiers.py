@@ -41,7 +41,6 @@ CI = {
     "mesh/test_odd_shards.py",
     "mesh/test_pipeline.py",
     "mesh/test_ragged.py",
-    "mesh/test_wire.py",
     "mixed_precision",
     "native",
     "nnx/test_dense_rules.py",

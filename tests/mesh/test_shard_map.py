@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cpu_mesh import mesh_of
+from draws import normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -462,3 +463,59 @@ def test_unchecked_warns_where_an_amax_is_reduced(recipe, reduces):
         text = step.lower(jnp.ones((64, 128)), jnp.ones((128, 128))).compile().as_text()
     said = [w for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
     assert (bool(said), "all-reduce" in text) == (reduces, reduces)
+
+
+# -------------------------------------------------------------- stages of a pipeline
+
+
+@CHECKED
+@pytest.mark.parametrize("has_state", [True, False], ids=["state", "without state"])
+def test_stages_scale_by_themselves(has_state, checked):
+    """Each stage is as if it were alone, in its first step too. pipelines.py has steps
+    with a state.
+    """
+    recipe = dataclasses.replace(CURRENT, pipeline_axes=("stage",))
+    state = jaxfp8.init_state(recipe) if has_state else cases.stateless()["w1"]
+    sizes = np.float32([1, 2, 2**12, 2**-6])
+    kernels, x = normal(4, 8, 8) * sizes[:, None, None], normal(16, 8)
+
+    def step(kernel, state):
+        def product(kernel, state):
+            return jaxfp8.dot_general(
+                x, kernel, cases.MATMUL, recipe=recipe, state=state
+            )
+
+        y, vjp = jax.vjp(product, kernel, state)
+        return y, vjp(y)
+
+    def of_stage(*own):
+        own = jax.tree.map(lambda leaf: leaf[0], own)
+        return jax.tree.map(lambda leaf: leaf[None], step(*own))
+
+    mapped = jax.shard_map(
+        of_stage,
+        mesh=mesh_of(stage=4),
+        in_specs=P("stage"),
+        out_specs=P("stage"),
+        check_vma=checked,
+    )
+    got = jax.jit(mapped)(kernels, cases.stacked(state, 4))
+    alone = [jax.jit(step)(kernel, state) for kernel in kernels]
+    wanted = jax.tree.map(lambda *leaves: np.stack(leaves), *alone)
+    cases.assert_same(got, wanted, "stages")
+
+
+@pytest.mark.parametrize(
+    "axis, checked, message",
+    [
+        ("fsdp", True, r"names \['fsdp'\], but the state does not vary over it"),
+        # where types do not tell, a typo would reduce over the stages
+        ("stages", False, ": expected axes of this shard_map.*stages"),
+    ],
+)
+def test_bad_pipeline_axes(axis, checked, message):
+    recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=(axis,))
+    mesh = cases.mesh()
+    layout = cases.LAYOUTS["dp"]
+    with pytest.raises(ValueError, match=f"pipeline_axes.?{message}"):
+        train(step_inside(mesh, layout, checked, recipe), mesh, layout, steps=1)
