@@ -468,8 +468,9 @@ def test_unchecked_warns_where_an_amax_is_reduced(recipe, reduces):
 # -------------------------------------------------------------- stages of a pipeline
 
 
-@CHECKED
-@pytest.mark.parametrize("has_state", [True, False], ids=["state", "without state"])
+@pytest.mark.parametrize(
+    "has_state, checked", [(True, False), (False, True), (False, False)]
+)
 def test_stages_scale_by_themselves(has_state, checked):
     """Each stage is as if it were alone, in its first step too. pipelines.py has steps
     with a state.

@@ -1,5 +1,5 @@
-"""The bounds of products on GPUs: simulated tensor cores lie inside. What a GPU may do
-is a parameter of the model (oracle/accumulation.py).
+"""The bounds of products: simulated tensor cores lie inside, products that are wrong do
+not. What a GPU may do is a parameter of the model (oracle/accumulation.py).
 """
 
 import functools
@@ -118,3 +118,17 @@ def test_errors_are_those_of_the_docs():
             assert expected / 1.3 < share < expected * 1.3, (
                 f"{kind}, {options}: {share}"
             )
+
+
+def test_a_product_that_is_wrong_is_outside():
+    """Where one code moved by one step, where a result is NaN, and of another shape."""
+    a, b = (quantized(x) for x in np.random.default_rng(5).standard_normal((2, 9, 64)))
+    product = oracle.scaled_matmul(a, b, 0.25, 0.5)
+    right = F32(exact(a, b) / 8)
+    product.check(right)
+    moved, not_a_number = a.copy(), right.copy()
+    moved.view(np.uint8)[3, 5] ^= 1
+    not_a_number[2, 2] = np.nan
+    for wrong in (F32(exact(moved, b) / 8), not_a_number, right[:1]):
+        with pytest.raises(AssertionError):
+            product.check(wrong)
