@@ -87,12 +87,3 @@ def test_traffic(name, bytes_an_element):
     work = make(m, n)
     counted = kernels._traffic(work, work.arguments(0))
     assert 0 <= counted - bytes_an_element * m * n <= 4 * 2 * (m + n) + 64
-
-
-def test_traffic_of_experts():
-    """Eight matrices of experts, written in float32; and rows of both sides."""
-    make, _ = kernels.KERNELS["ragged_matmul contraction precise to f32"]
-    m, n = 64, 32
-    work = make(m, n)
-    assert kernels._traffic(work, work.arguments(0)) == 2 * m * n + 4 * 8 * n * n
-    assert work.operations == 2 * m * n * n
