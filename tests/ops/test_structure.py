@@ -95,21 +95,6 @@ def test_vmap_stays_one_custom_call(op, cuda_custom_calls):
     assert custom_calls(text) == ON_CPU.get(op, {})
 
 
-def test_the_choice_is_made_where_it_is_traced():
-    """Inside of a jitted function too, forward alone as well as with gradients."""
-    x, kernel, grad, state = dense_arguments()
-
-    def by_reference(x, kernel):
-        with ops.implementation("reference"):
-            return product(x, kernel, state)
-
-    for function in (by_reference, lambda *args: jax.vjp(by_reference, *args)[0]):
-        assert "jaxfp8_" not in jax.jit(function).lower(x, kernel).as_text()
-    with ops.implementation("ffi"):
-        traced = jax.jit(by_reference).trace(x, kernel)
-    assert "jaxfp8_" not in traced.lower().as_text()
-
-
 def test_dense_step_on_cpu():
     """Three products, three quantize passes, nothing read twice."""
     with ops.implementation("ffi"):
