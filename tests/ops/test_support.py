@@ -27,7 +27,6 @@ from .test_structure import (
     ROWS,
     custom_calls,
     dense_arguments,
-    dense_step,
     product,
 )
 
@@ -115,6 +114,11 @@ def test_others_keep_their_custom_calls(op, machine):
     machine(disabled=",".join(set(OPS) - {op, *ROWS.get(op, ())}))
     with warnings.catch_warnings(action="error"):
         assert lowered(op) == ON_CUDA[op]
+
+
+def dense_step(x, kernel, grad, state):
+    y, vjp = jax.vjp(product, x, kernel, state)
+    return y, vjp(grad)
 
 
 def test_one_warning(machine):
